@@ -1,7 +1,7 @@
-"""What a task is: data in three splits, a p-net, a loss, metrics, and a recipe that trains its genome well.
+"""Base of tasks: data in three splits, a p-net, a loss, metrics, and a recipe that trains its genome well.
 
-Commands know this alone. A task learns from examples (`Split`, `Windows`), or from an environment in which the network
-in training acts (`gbfunc.tasks.control`): its `batches` say how.
+Commands know nothing else of a task. A task learns from examples (`Split`, `Windows`), or from an environment in which
+the network in training acts (`gbfunc.tasks.control`): its `batches` decide.
 
 Suffixes: B examples of a batch, L positions of a text, K classes, V tokens of the vocabulary.
 """
@@ -16,7 +16,6 @@ from inspect import signature
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -34,44 +33,37 @@ _CHUNK, _TEXT_CHUNK = 5_000, 256
 
 
 class Metric(NamedTuple):
-    """What networks are judged by.
+    """A quantity that networks are judged by."""
 
-    Attributes:
-        name: its key in metrics: `val_<name>`, `test_<name>`.
-        unit: `"%"` for parts of one shown in percent, else what stands behind the number.
-        higher_is_better: whether a larger one is better.
-        digits: decimals that are shown, but for percents.
-    """
-
-    name: str
-    unit: str = "%"
+    name: str  # its key in metrics: `val_<name>`, `test_<name>`
+    unit: str = "%"  # "%" for values between 0 and 1 that are shown in percent, otherwise what follows the number
     higher_is_better: bool = True
-    digits: int = 4
+    digits: int = 4  # decimals that are shown, except in percents
 
     @property
     def label(self) -> str:
-        """The name for a person."""
+        """Its name for a person."""
         return self.name.replace("_", " ")
 
     @property
     def sign(self) -> int:
-        """What makes a larger value of any metric a better one."""
+        """The sign that makes larger values better ones."""
         return 1 if self.higher_is_better else -1
 
     def show(self, value: float) -> str:
-        """The value for a person."""
+        """Write a value for a person."""
         return f"{value:.2%}" if self.unit == "%" else f"{value:.{self.digits}f} {self.unit}".rstrip()
 
 
 def one_cycle(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float]:
-    """Learning rate by step: up to `lr` in the recipe's warm-up, then down to nearly nothing."""
+    """Raise the rate to `lr` in the recipe's warm-up, then lower it to nearly 0."""
     # A warm-up of exactly one step divides by zero there.
     warmup = 1.5 / steps if math.isclose(recipe.warmup * steps, 1) and steps > 1 else recipe.warmup
     return torch_schedule(torch.optim.lr_scheduler.OneCycleLR, lr, steps, pct_start=warmup)
 
 
 def linear_decay(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float]:
-    """Learning rate by step: in equal steps up to `lr` in the recipe's warm-up, then down to nothing."""
+    """Raise the rate to `lr` in equal steps in the recipe's warm-up, then lower it in equal steps to 0."""
     warm = max(1, round(recipe.warmup * steps))
 
     def schedule(step: int) -> float:
@@ -81,12 +73,12 @@ def linear_decay(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float
 
 
 def cosine(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float]:
-    """Learning rate by step: from `lr` down to nothing, by half a period of a cosine."""
+    """Lower the rate from `lr` to 0 by half a period of a cosine."""
     return torch_schedule(torch.optim.lr_scheduler.CosineAnnealingLR, lr, steps, T_max=steps)
 
 
 def constant_rate(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float]:
-    """Learning rate by step: always `lr`."""
+    """Keep the rate at `lr`."""
     return lambda step: lr
 
 
@@ -98,56 +90,37 @@ SCHEDULES: Mapping[str, Callable[[Recipe, float, int], Callable[[int], float]]] 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings that train a genome of a given size well, chosen on validation data.
+    """Settings that train a genome of a given size well, chosen on validation data."""
 
-    Attributes:
-        lr: peak learning rate of the g-nets.
-        direct_lr: peak learning rate of direct parameters; None for the same.
-        dense_lr: peak learning rate of a dense net of the same task.
-        optimizer: class.
-        betas: of Adam and classes like it.
-        eps: of those.
-        weight_decay: of the class; None for its default.
-        optimizer_config: other options of the class.
-        batch_size: examples per step.
-        epochs: passes over the training split.
-        steps: steps in all, in place of `epochs`; None for whole passes.
-        measure_every: steps from one validation to the next, or the steps after which to validate; None for a pass.
-        augment: changes the inputs of a training batch.
-        clip_norm: largest norm of the gradient.
-        amp: dtype of the p-net's autocast; None for its own.
-        warmup: part of the steps in which the learning rate rises.
-        schedule: from the recipe, a peak rate and the number of steps to the learning rate by step.
-        reasons: why settings are as they are, by their names, where a task chooses them by its data or the genome.
-    """
-
-    lr: float = 2e-2
-    direct_lr: float | None = None
-    dense_lr: float = 1e-3
+    lr: float = 2e-2  # peak learning rate of the g-nets
+    direct_lr: float | None = None  # peak learning rate of direct parameters; None for the same
+    dense_lr: float = 1e-3  # peak learning rate of a dense net of the same task
     optimizer: type[torch.optim.Optimizer] = torch.optim.Adam
-    betas: tuple[float, float] = (0.9, 0.99)
-    eps: float = 1e-8
-    weight_decay: float | None = None
-    optimizer_config: Mapping[str, Any] = field(default_factory=dict)
-    batch_size: int = 128
-    epochs: int = 10
-    steps: int | None = None
-    measure_every: int | tuple[int, ...] | None = None
-    augment: Augment | None = None
-    clip_norm: float | None = None
-    amp: torch.dtype | None = None
-    warmup: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.99)  # of Adam and similar classes
+    eps: float = 1e-8  # of Adam and similar classes
+    weight_decay: float | None = None  # None for the default of the class
+    optimizer_config: Mapping[str, Any] = field(default_factory=dict)  # other options of the class
+    batch_size: int = 128  # examples per step
+    epochs: int = 10  # passes over the training split
+    steps: int | None = None  # steps in all, instead of `epochs`
+    measure_every: int | tuple[int, ...] | None = None  # steps between validations, or at validations; None for a pass
+    augment: Augment | None = None  # changes the inputs of a training batch
+    clip_norm: float | None = None  # largest norm of the gradient
+    amp: torch.dtype | None = None  # dtype of the p-net's autocast; None for its own
+    warmup: float = 0.1  # part of the steps in which the learning rate rises
+    # From the recipe, a peak rate and the number of steps to the learning rate of a step.
     schedule: Callable[[Recipe, float, int], Callable[[int], float]] = one_cycle
+    # Why settings are as they are, by their names, if a task chooses them by its data or the genome.
     reasons: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def schedule_name(self) -> str | None:
-        """Name of the schedule in `SCHEDULES`; None for one that is a task's."""
+        """Name of the schedule in `SCHEDULES`; None for a task's own."""
         return next((name for name, schedule in SCHEDULES.items() if schedule is self.schedule), None)
 
     @property
     def optimizer_options(self) -> dict[str, Any]:
-        """All options of the optimizer's class but the learning rate."""
+        """All options of the optimizer's class except the learning rate."""
         adam = {"betas": self.betas, "eps": self.eps} if "betas" in signature(self.optimizer).parameters else {}
         decay = {} if self.weight_decay is None else {"weight_decay": self.weight_decay}
         return adam | decay | dict(self.optimizer_config)
@@ -160,12 +133,12 @@ History = Sequence[Mapping[str, float]]
 
 
 def example_batches(data: Data, recipe: Recipe, generator: torch.Generator, net: Callable[[], Net]) -> Iterator[Batch]:
-    """Pass after pass over a split of examples, augmented; what the network is does not matter."""
+    """Yield pass after pass over a split of examples, augmented, whatever the network is."""
     return endless_batches(data, recipe.batch_size, generator, recipe.augment)
 
 
 def loss_fn(net: Net, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mean cross entropy (nats) of a batch [B, ...] and its classes [B], and its accuracy (0 to 1) beside it."""
+    """Return the mean cross entropy (nats) of a batch [B, ...] with classes [B], and its accuracy (0 to 1)."""
     x, y_B = batch
     logits_BK = logits_of(net(x))
     hits_B = logits_BK.detach().argmax(1) == y_B
@@ -173,17 +146,13 @@ def loss_fn(net: Net, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def token_loss(net: Net, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mean cross entropy (nats) of the tokens [B, L] after those of a batch [B, L], from logits [B, L, V]."""
+    """Return the mean cross entropy (nats) of the next tokens [B, L] of a batch [B, L], from logits [B, L, V]."""
     x_BL, y_BL = batch
     return F.cross_entropy(logits_of(net(x_BL)).flatten(0, 1), y_BL.flatten()), {}
 
 
 def logits_of(output: Any) -> Tensor:
-    """The logits of a network's output: itself, or its attribute `logits`.
-
-    Raises:
-        TypeError: if it is neither.
-    """
+    """Return the logits of a network's output: itself, or its attribute `logits`; `TypeError` for other outputs."""
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(logits, Tensor):
         raise TypeError(f"a p-net must return logits or an object with .logits, got {type(output).__name__}")
@@ -192,11 +161,7 @@ def logits_of(output: Any) -> Tensor:
 
 @torch.no_grad()
 def accuracy(net: Net, split: Data, chunk: int = _CHUNK) -> float:
-    """Part of a split (0 to 1) whose class `net` gets right, `chunk` examples at a time.
-
-    Raises:
-        ValueError: if the split is empty.
-    """
+    """Return the part of a split (0 to 1) that `net` classifies right, `chunk` examples at a time."""
     if not len(split):
         raise ValueError("accuracy expects a split with examples, got an empty one")
     hits = sum(int((logits_of(net(x)).argmax(1) == y_B).sum()) for x, y_B in split.chunks(chunk))
@@ -204,14 +169,14 @@ def accuracy(net: Net, split: Data, chunk: int = _CHUNK) -> float:
 
 
 def classification_metrics(net: Net, split: Split) -> dict[str, float]:
-    """`accuracy` alone."""
-    # Images of a convolutional net need less of them at a time than flat ones.
+    """Measure `accuracy`."""
+    # A convolutional net needs more memory per image than an MLP.
     return {"accuracy": accuracy(net, split, _CHUNK if split.x.shape[1:].numel() < 1_000 else 500)}
 
 
 @torch.no_grad()
 def text_metrics(net: Net, text: Windows) -> dict[str, float]:
-    """`loss` (nats a token) over all windows of a text, and `bits_per_char`, which no choice of tokens changes."""
+    """Measure `loss` (nats per token) over the windows of a text, and `bits_per_char`, which no vocabulary changes."""
     total = count = 0
     for x_BL, y_BL in text.chunks(_TEXT_CHUNK):
         logits = logits_of(net(x_BL)).flatten(0, 1)
@@ -221,66 +186,39 @@ def text_metrics(net: Net, text: Windows) -> dict[str, float]:
     return {"loss": loss, "bits_per_char": loss / math.log(2) * len(text.tokens) / text.chars}
 
 
-def scaling(mean: Any, std: Any) -> dict[str, Any]:
-    """Mean and deviation of pixels for `Task.about`, in six digits; of channels [C, 1, 1] as lists."""
-    return {
-        name: [float(f"{x:.6g}") for x in np.ravel(value)] if np.ndim(value) else float(f"{value:.6g}")
-        for name, value in (("mean", mean), ("std", std))
-    }
-
-
 ACCURACY = (Metric("accuracy"),)
 LOSS = (Metric("loss", "nats", higher_is_better=False), Metric("bits_per_char", "bits", higher_is_better=False))
 
 
 @dataclass(frozen=True)
 class Task:
-    """Data, a p-net and how to train it.
+    """Data, a p-net and how to train it."""
 
-    Attributes:
-        name: its key in `TASKS`, or where it comes from.
-        interface: shapes of its examples and of the answers.
-        train: examples to train on.
-        val: held-out examples, to choose settings.
-        test: held-out examples, to report.
-        pnet: the p-net.
-        settings: recipe from the p-net and the size of the genome, in parameters.
-        genome_params: size target where the user gives none; None for `compression`.
-        compression: the same as a ratio.
-        loss: `(net, batch) -> (loss, metrics of the batch)`.
-        evaluate: `(net, split) -> {metric: value}`.
-        metrics: what `evaluate` measures, the one to judge by first.
-        encode: text to tokens [N], for a task of texts; `ValueError` for what it has no tokens for.
-        decode: tokens to text, for a task of texts.
-        batches: `(train, recipe, generator, net) -> batches` without end; `generator` decides their order, and `net()`
-            is the network as it is at that moment.
-        resumable: whether batches can be drawn again, so that a training can go on from a checkpoint.
-        counts: what else to count after so many steps, for a row of the history.
-        about: what else a genome's file says: `mean` and `std` of pixels, by channel if need be, the largest one where
-            that is not 255 (`white`), and names of `classes`.
-        facts: what else to say of the task and of a training, from its history (which may be empty).
-    """
-
-    name: str
-    interface: Interface
-    # Each a `Data`; not typed so, as every kind has other attributes.
+    name: str  # its key in `TASKS`, or where it comes from
+    interface: Interface  # shapes of its examples and of the answers
+    # Examples to train on, to choose settings, and to report: each a `Data`, whose kinds have more attributes.
     train: Any
     val: Any
     test: Any
     pnet: PNet
+    # Recipe from the p-net and the size of the genome, in parameters.
     settings: Callable[[PNet, float], Recipe] = lambda pnet, genome_params: Recipe()
-    genome_params: int | None = None
-    compression: float = 20.0
-    loss: LossFn = loss_fn
-    evaluate: Evaluate = classification_metrics
-    metrics: tuple[Metric, ...] = ACCURACY
+    genome_params: int | None = None  # size target by default; None for `compression`
+    compression: float = 20.0  # the same as a ratio
+    loss: LossFn = loss_fn  # (net, batch) -> (loss, metrics of the batch)
+    evaluate: Evaluate = classification_metrics  # (net, split) -> {metric: value}
+    metrics: tuple[Metric, ...] = ACCURACY  # results of `evaluate`, the one to judge by first
+    # Text to tokens [N] (`ValueError` for text without tokens) and tokens to text, for a task of texts.
     encode: Callable[[str], Tensor] | None = None
     decode: Callable[[list[int]], str] | None = None
+    # (train, recipe, generator, net) -> batches without end; `generator` decides the order, `net()` is the network now.
     batches: Batches = example_batches
-    resumable: bool = True
+    resumable: bool = True  # whether batches can be drawn again, so that a training can go on from a checkpoint
+    # More metadata for a genome's file: `mean` and `std` of pixels, by channel if need be, the largest pixel if that is
+    # not 255 (`white`), and names of `classes`.
     about: Mapping[str, Any] = field(default_factory=dict)
-    counts: Callable[[int], Mapping[str, float]] = lambda steps: {}
-    facts: Callable[[History], Mapping[str, Any]] = lambda history: {}
+    counts: Callable[[int], Mapping[str, float]] = lambda steps: {}  # more counts after so many steps, for the history
+    facts: Callable[[History], Mapping[str, Any]] = lambda history: {}  # more results, from a history (may be empty)
 
     @property
     def metric(self) -> Metric:
@@ -288,26 +226,26 @@ class Task:
         return self.metrics[0]
 
     def to(self, device: torch.device | str) -> Task:
-        """A copy of the task whose examples are on `device`."""
+        """Copy the task with its examples on `device`."""
         return replace(self, train=self.train.to(device), val=self.val.to(device), test=self.test.to(device))
 
     def with_pnet(self, pnet: PNet) -> Task:
-        """A copy of the task with `pnet` in the place of its p-net."""
+        """Copy the task with another p-net."""
         return replace(self, pnet=pnet)
 
     def build(self, seed: int) -> nn.Module:
-        """The p-net with the initial weights of a seed."""
+        """Make the p-net with the initial weights of a seed."""
         return self.pnet.build(seed)
 
     def recipe(self, genome_params: float) -> Recipe:
-        """Settings for a genome of a size."""
+        """Choose the settings for a genome of a size."""
         return self.settings(self.pnet, genome_params)
 
     def measured(self, net: Net, split: Any) -> dict[str, float]:
-        """What `evaluate` finds, as plain numbers.
+        """Return the results of `evaluate` as plain numbers.
 
         Raises:
-            ValueError: if it returns anything else, or nothing for one of `metrics`.
+            ValueError: if `evaluate` returns anything else, or nothing for one of `metrics`.
         """
         found: Any = self.evaluate(net, split)
         names = {metric.name for metric in self.metrics}
@@ -318,13 +256,12 @@ class Task:
         raise ValueError(f"{expected}, got {found!r:.200}")
 
     def plan(self, module: nn.Module, hypernet: str | None = None, **size: Any) -> Plan:
-        """Plan a genome for the p-net as is known to be good.
+        """Plan a genome for the p-net in the best known way.
 
         Args:
-            module: what `build` gave.
-            hypernet: type of the g-nets, a key of `HYPERNETS`; the p-net's options stand where it is theirs.
-            size: `genome_params`, `genome_bytes` (with `stored`) or `compression` of `make_plan`, which raises for a
-                bad one.
+            module: result of `build`.
+            hypernet: type of the g-nets, a key of `HYPERNETS`; None for that of the p-net's options.
+            size: `genome_params`, `genome_bytes` (with `stored`) or `compression` of `make_plan`.
         """
         total = sum(p.numel() for p in module.parameters())
         target = size.get("genome_params") or (size.get("genome_bytes") or 0) / bytes_each(

@@ -1,17 +1,18 @@
-"""Examples to learn from: batches of a pass in random order, and chunks of all of them in order.
+"""Examples to learn from: batches of a pass in random order, and chunks of all examples in order.
 
-Whatever is random is drawn on the CPU: it does not depend on the device.
+All randomness is drawn on the CPU and does not depend on the device.
 
 Suffixes: N examples of a split, B examples of a batch, L positions of a text, C channels, h rows, w columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import islice
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -22,43 +23,44 @@ from torch import Tensor
 from gbfunc.trees import n_rows
 
 Batch = tuple[Tensor, Tensor]
-"""Inputs [B, ...] and what is to be predicted: classes [B], or tokens [B, L]."""
+"""Inputs [B, ...] and targets: classes [B], or tokens [B, L]."""
 
 Augment = Callable[[Tensor, torch.Generator], Tensor]
 """Inputs [B, ...] and a CPU generator to inputs of the same shape."""
 
+Images = tuple[NDArray[Any], NDArray[np.int64]]
+"""Images [N, C, h, w] and their classes [N]."""
+
+SPLIT_SEED = 0
+_Examples = TypeVar("_Examples", bound="Split")
+
 
 class Data(Protocol):
-    """Examples that belong together: whatever has these four methods can be a split of a task."""
+    """Examples of a split: any object with these four methods."""
 
     def __len__(self) -> int:
-        """Examples of one pass."""
+        """Count the examples of one pass."""
         ...
 
     def batches(self, batch_size: int, generator: torch.Generator) -> Iterator[Batch]:
-        """One pass in full batches, as the CPU generator has it, which is passed on from pass to pass."""
+        """Yield one pass in full batches; the CPU generator decides the order, and goes on from pass to pass."""
         ...
 
     def chunks(self, size: int) -> Iterator[Batch]:
-        """All examples once, in order, at most `size` at a time."""
+        """Yield all examples once, in order, at most `size` at a time."""
         ...
 
     def to(self, device: torch.device | str) -> Data:
-        """Move the examples to `device`."""
+        """Copy the examples to `device`."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Examples with a class each.
+    """Examples with a class each."""
 
-    Attributes:
-        x: inputs [N, ...], float32, normalised.
-        y: classes [N], int64.
-    """
-
-    x: Tensor
-    y: Tensor
+    x: Tensor  # inputs [N, ...], float32, normalised
+    y: Tensor  # classes [N], int64
 
     def __post_init__(self) -> None:
         if len(self.x) != len(self.y):
@@ -67,41 +69,41 @@ class Split:
     def __len__(self) -> int:
         return len(self.y)
 
+    def __getitem__(self, index: Any) -> Batch:
+        return self.x[index], self.y[index]
+
     def batches(self, batch_size: int, generator: torch.Generator) -> Iterator[Batch]:
-        """One shuffled pass in full batches; what does not fill one is left out."""
-        steps = steps_per_epoch(self, batch_size)
-        order_N = torch.randperm(len(self.y), generator=generator).to(self.y.device)
-        for index_B in order_N[: steps * batch_size].split(batch_size):
-            yield self.x[index_B], self.y[index_B]
+        """Yield one shuffled pass in full batches; examples that do not fill a batch are left out."""
+        used = steps_per_epoch(self, batch_size) * batch_size
+        for index_B in self.order(torch.randperm(len(self), generator=generator)[:used], batch_size, generator):
+            yield self[index_B]
+
+    def order(self, shuffled_N: Tensor, batch_size: int, generator: torch.Generator) -> Sequence[Tensor]:
+        """Divide shuffled examples into batches."""
+        return shuffled_N.split(batch_size)
 
     def chunks(self, size: int) -> Iterator[Batch]:
-        """All examples in order."""
-        return zip(self.x.split(size), self.y.split(size), strict=True)
+        """Yield all examples in order."""
+        return (self[start : start + size] for start in range(0, len(self), size))
 
-    def to(self, device: torch.device | str) -> Split:
-        """A copy whose examples are on `device`."""
-        return Split(self.x.to(device), self.y.to(device))
+    def to(self: _Examples, device: torch.device | str) -> _Examples:
+        """Copy the examples to `device`."""
+        return replace(self, x=self.x.to(device), y=self.y.to(device))
 
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """A text in windows of `context` tokens, at each position of which the next token is to be predicted.
+    """A text in windows of `context` tokens, at each position of which the next token is to be predicted."""
 
-    Attributes:
-        tokens: the text [N], int64.
-        context: L.
-        chars: characters that the text has.
-    """
-
-    tokens: Tensor
-    context: int
-    chars: int
+    tokens: Tensor  # the text [N], int64
+    context: int  # L
+    chars: int  # number of characters of the text
 
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.context
 
     def batches(self, batch_size: int, generator: torch.Generator) -> Iterator[Batch]:
-        """As many windows as a pass has, each from a random place."""
+        """Yield as many windows as a pass has, each from a random place."""
         offsets_L = torch.arange(self.context + 1)
         for _ in range(steps_per_epoch(self, batch_size)):
             start_B = torch.randint(len(self.tokens) - self.context, (batch_size,), generator=generator)
@@ -109,17 +111,17 @@ class Windows:
             yield windows[:, :-1], windows[:, 1:]
 
     def chunks(self, size: int) -> Iterator[Batch]:
-        """The windows that do not overlap; what does not fill one is left out."""
+        """Yield the windows that do not overlap; the rest of the text is left out."""
         for windows in self.tokens.unfold(0, self.context + 1, self.context).split(size):
             yield windows[:, :-1], windows[:, 1:]
 
     def to(self, device: torch.device | str) -> Windows:
-        """A copy whose tokens are on `device`."""
-        return Windows(self.tokens.to(device), self.context, self.chars)
+        """Copy the tokens to `device`."""
+        return replace(self, tokens=self.tokens.to(device))
 
 
 def steps_per_epoch(data: Data, batch_size: int) -> int:
-    """Full batches in a pass."""
+    """Count the full batches of a pass."""
     if not 1 <= batch_size <= len(data):
         raise ValueError(f"batch size must be between 1 and the {len(data)} training examples, got {batch_size}")
     return len(data) // batch_size
@@ -128,41 +130,104 @@ def steps_per_epoch(data: Data, batch_size: int) -> int:
 def epoch_batches(
     data: Data, batch_size: int, generator: torch.Generator, augment: Augment | None = None
 ) -> Iterator[Batch]:
-    """One pass over the data in full batches, augmented; one CPU generator goes on from pass to pass.
+    """Yield one pass in full batches, augmented; one CPU generator goes on from pass to pass.
 
-    A last one that is not full is left out.
+    A last batch that is not full is left out.
 
     Raises:
-        ValueError: at its end, for a split that gives fewer or more batches, of which none could be drawn again.
+        ValueError: at the end, for a split that gives fewer or more batches: a pass could not be resumed.
     """
-    expected = steps_per_epoch(data, batch_size)
-    batches = iter(data.batches(batch_size, generator))
-    for count in range(expected):
-        if (batch := next(batches, None)) is None:
-            got = f"a pass of {len(data)} examples has {expected} full batches of {batch_size}, got {count}"
-            raise ValueError(f"{got}: a split must give as many")
+    expected, got = steps_per_epoch(data, batch_size), 0
+    for batch in data.batches(batch_size, generator):
+        if got == expected:
+            got += n_rows(batch) == batch_size
+            break
+        got += 1
         yield batch if augment is None else (augment(batch[0], generator), batch[1])
-    rest = [n_rows(batch) or 0 for batch in islice(batches, 2)]
-    if len(rest) > 1 or batch_size in rest:
-        raise ValueError(f"a pass of {len(data)} examples has {expected} full batches of {batch_size}, got more")
+    if got != expected:
+        words = f"a pass of {len(data)} examples has {expected} full batches of {batch_size}"
+        raise ValueError(f"{words}, got {'more' if got > expected else got}")
 
 
 def endless_batches(
     data: Data, batch_size: int, generator: torch.Generator, augment: Augment | None = None
 ) -> Iterator[Batch]:
-    """Pass after pass of `epoch_batches`."""
+    """Yield pass after pass of `epoch_batches`."""
     while True:
         yield from epoch_batches(data, batch_size, generator, augment)
 
 
+@contextmanager
+def reading(path: Path, what: str) -> Iterator[None]:
+    """Turn the errors of a decoder into a `ValueError`, or a `FileNotFoundError`, that names the file."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise FileNotFoundError(f"no such {what}: {path}") from None
+    except Exception as error:  # A damaged file can raise nearly anything.
+        raise ValueError(f"{path} is not a valid {what}: {str(error) or type(error).__name__}") from error
+
+
+def data_folder(task: str, data_dir: Path | None, holds: str) -> Path:
+    """Return the folder of a task's data; raises if there is none."""
+    if data_dir is None:
+        raise ValueError(f"the {task} task needs --data-dir: the folder with {holds}")
+    if not data_dir.is_dir():
+        raise FileNotFoundError(f"no such folder: {data_dir} (it must hold {holds})")
+    return data_dir
+
+
+def labels_of(path: Path, labels: Any) -> NDArray[np.int64]:
+    """Return the labels of a file as an array; `ValueError` for labels that are not 0 to 9."""
+    array = np.asarray(labels)
+    if array.ndim != 1 or not array.size or array.dtype.kind not in "iu" or not 0 <= array.min() <= array.max() <= 9:
+        raise ValueError(f"{path} must hold labels 0 to 9, got {labels!r:.80}")
+    return array.astype(np.int64)
+
+
+def image_splits(
+    images: Images, held: tuple[int, ...], tested: Images | None = None, *, by_channel: bool = False
+) -> tuple[list[Split], NDArray[np.float64], NDArray[np.float64]]:
+    """Hold parts of the images out, and normalise all images by the training part.
+
+    Args:
+        images: images to learn from, of bytes or float64.
+        held: sizes of the parts that are held out.
+        tested: images to test.
+        by_channel: whether each channel has a mean and a deviation of its own.
+
+    Returns:
+        The training part, the parts held out and the test; mean and deviation of pixels [1, 1 or C, 1, 1].
+    """
+    x, labels = images
+    *parts, train = hold_out(labels, held, SPLIT_SEED)
+    axes = (0, 2, 3) if by_channel else None
+    mean, std = (f(x[train], axis=axes, dtype=np.float64, keepdims=True) for f in (np.mean, np.std))
+    dtype = np.result_type(x, np.float32)
+
+    def split(images: NDArray[Any], labels: NDArray[np.int64]) -> Split:
+        normalised = (images - mean.astype(dtype)) / std.astype(dtype)
+        return Split(torch.from_numpy(normalised.astype(np.float32, copy=False)), torch.from_numpy(labels))
+
+    splits = [split(x[part], labels[part]) for part in (train, *parts)]
+    splits += [] if tested is None else [split(*tested)]
+    return splits, mean, std
+
+
+def scaling(mean: NDArray[np.float64], std: NDArray[np.float64]) -> dict[str, Any]:
+    """Write mean and deviation of pixels for `Task.about`, in six digits; those of several channels as lists."""
+    found = {name: [float(f"{x:.6g}") for x in values.ravel()] for name, values in (("mean", mean), ("std", std))}
+    return {name: values if len(values) > 1 else values[0] for name, values in found.items()}
+
+
 def noise(deviation: float) -> Augment:
     """Add normal noise of a standard deviation, in units of the normalised inputs."""
-    # A copy is laid out as the inputs are, which their sum with other numbers would not be.
+    # A copy keeps the memory layout of the inputs; a sum with other numbers would not.
     return lambda x, generator: x.clone().add_((deviation * torch.randn(x.shape, generator=generator)).to(x.device))
 
 
 def leave_out(part: float, pad: int) -> Augment:
-    """Texts [B, L] without a part of their tokens, drawn anew each time: pads stand there. The first ones stay."""
+    """Replace a part of the tokens of texts [B, L] by pads, drawn anew each time; the first token stays."""
 
     def change(x_BL: Tensor, generator: torch.Generator) -> Tensor:
         gone_BL = torch.rand(x_BL.shape, generator=generator) < part
@@ -174,21 +239,26 @@ def leave_out(part: float, pad: int) -> Augment:
 
 def flip_and_crop(padding: int) -> Augment:
     """Mirror every other image, and shift each by up to `padding` pixels, zeros coming in (He et al., 2015, 4.2)."""
-
-    def change(x_BChw: Tensor, generator: torch.Generator) -> Tensor:
-        flip_B = torch.rand(len(x_BChw), generator=generator) < 0.5
-        return _moved(x_BChw, torch.randint(2 * padding + 1, (2, len(x_BChw)), generator=generator), padding, 0, flip_B)
-
-    return change
+    return _moved(padding, 0.5, 0.0, mirrors=True)
 
 
 def shift(pixels: int, part: float, fill: float) -> Augment:
     """Move a part of the images, each by up to `pixels` pixels up or down and left or right, `fill` coming in."""
+    return _moved(pixels, part, fill, mirrors=False)
+
+
+def _moved(pixels: int, part: float, fill: float, *, mirrors: bool) -> Augment:
+    """Shift a part of the images, or shift all images and mirror a part."""
 
     def change(x_BChw: Tensor, generator: torch.Generator) -> Tensor:
-        stays_B = torch.rand(len(x_BChw), generator=generator) >= part
-        by_2B = torch.randint(2 * pixels + 1, (2, len(x_BChw)), generator=generator)
-        return _moved(x_BChw, torch.where(stays_B, pixels, by_2B), pixels, fill)
+        n, _, rows, cols = x_BChw.shape
+        chosen_B = torch.rand(n, generator=generator) < part
+        by_2B = torch.randint(2 * pixels + 1, (2, n), generator=generator)
+        by_2B = by_2B if mirrors else torch.where(chosen_B, by_2B, pixels)
+        row_Bh, col_Bw = by_2B[0, :, None] + torch.arange(rows), by_2B[1, :, None] + torch.arange(cols)
+        col_Bw = torch.where(chosen_B[:, None], col_Bw.flip(1), col_Bw) if mirrors else col_Bw
+        padded_BhwC = F.pad(x_BChw, (pixels,) * 4, value=fill).permute(0, 2, 3, 1)
+        return padded_BhwC[torch.arange(n)[:, None, None], row_Bh[:, :, None], col_Bw[:, None, :]].permute(0, 3, 1, 2)
 
     return change
 
@@ -196,8 +266,8 @@ def shift(pixels: int, part: float, fill: float) -> Augment:
 def distort(change: float, pixels: float, fill: float) -> Augment:
     """Turn, stretch, shear and move each image at random, `fill` coming in.
 
-    The image at y is what was at (I + C) y + d, both from its middle: numbers of C [2, 2] are from `-change` to
-    `change`, those of d up to `pixels` pixels (Simard et al., 2003, section 2, for digits). It is read between pixels.
+    The new image at y is the old one at (I + C) y + d, both from the middle, interpolated between pixels: C [2, 2] has
+    numbers from `-change` to `change`, d up to `pixels` pixels (Simard et al., 2003, section 2, for digits).
     """
 
     def change_images(x_BChw: Tensor, generator: torch.Generator) -> Tensor:
@@ -208,30 +278,19 @@ def distort(change: float, pixels: float, fill: float) -> Augment:
         map_B23 = (torch.eye(2, 3) + reach_23 * drawn_B23).to(x_BChw.device)
         places_Bhw2 = F.affine_grid(map_B23, list(x_BChw.shape), align_corners=False)
         changed = F.grid_sample(x_BChw - fill, places_Bhw2, align_corners=False) + fill
-        # On a CPU a step of a convolutional net then takes a third less time.
+        # This layout makes a step of a convolutional net on a CPU a third faster.
         return changed.to(memory_format=torch.channels_last)
 
     return change_images
 
 
-def _moved(x_BChw: Tensor, by_2B: Tensor, padding: int, fill: float, flip_B: Tensor | None = None) -> Tensor:
-    """Crops of padded images at rows and columns `by_2B`, mirrored where `flip_B`."""
-    (n, _, rows, cols), device = x_BChw.shape, x_BChw.device
-    row_Bh, col_Bw = by_2B[0, :, None] + torch.arange(rows), by_2B[1, :, None] + torch.arange(cols)
-    if flip_B is not None:
-        col_Bw = torch.where(flip_B[:, None], col_Bw.flip(1), col_Bw)
-    padded_BhwC = F.pad(x_BChw, (padding,) * 4, value=fill).permute(0, 2, 3, 1)
-    image_B = torch.arange(n, device=device)[:, None, None]
-    return padded_BhwC[image_B, row_Bh.to(device)[:, :, None], col_Bw.to(device)[:, None, :]].permute(0, 3, 1, 2)
-
-
 def in_turn(*changes: Augment) -> Augment:
-    """One change after the other."""
+    """Make one change after the other."""
     return lambda x, generator: reduce(lambda x, change: change(x, generator), changes, x)
 
 
 def hold_out(labels_N: NDArray[np.int64], counts: tuple[int, ...], seed: int) -> tuple[NDArray[np.int64], ...]:
-    """Stratified, disjoint parts of a data set: indices of `counts[0]`, ... examples, then of the rest.
+    """Return stratified, disjoint parts of a data set: indices of `counts[0]`, ... examples, then of the rest.
 
     Every part holds the classes in proportion. The same seed gives the same parts on every machine.
     """

@@ -3,36 +3,32 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from gbfunc.extras import import_extra
-from gbfunc.tasks.base import Recipe, Task, scaling
-from gbfunc.tasks.data import Split, hold_out, noise
+from gbfunc.tasks.base import Recipe, Task
+from gbfunc.tasks.data import image_splits, noise, scaling
 from gbfunc.tasks.pnets import PNETS, Interface
 
 IMAGE_SHAPE = (1, 8, 8)
 N_TEST, N_VAL = 360, 240
-SPLIT_SEED = 0
 
 
 def digits() -> Task:
-    """The digits task; its data comes with scikit-learn."""
+    """Load the digits task; its data comes with scikit-learn."""
     data = import_extra("sklearn.datasets", "the digits task", "gbfunc[cli]")
     pixels, labels = data.load_digits(return_X_y=True)
-    test, val, train = hold_out(labels, (N_TEST, N_VAL), SPLIT_SEED)
-    mean, std = pixels[train].mean(), pixels[train].std()
-    x = torch.from_numpy(((pixels - mean) / std).astype(np.float32)).reshape(-1, *IMAGE_SHAPE)
-    y = torch.from_numpy(labels.astype(np.int64))
+    images = (pixels.reshape(-1, *IMAGE_SHAPE), labels.astype(np.int64))
+    (train, test, val), *scale = image_splits(images, (N_TEST, N_VAL))
     interface = Interface(IMAGE_SHAPE, 10)
     recipe = Recipe(lr=4e-2, dense_lr=1e-2, betas=(0.9, 0.95), batch_size=64, epochs=100, augment=noise(0.4))
     return Task(
         name="digits",
         interface=interface,
-        train=Split(x[train], y[train]),
-        val=Split(x[val], y[val]),
-        test=Split(x[test], y[test]),
+        train=train,
+        val=val,
+        test=test,
         pnet=PNETS["mlp"](interface, hidden=(1100,), bandwidth=3.0),
         settings=lambda pnet, genome_params: recipe,
         genome_params=450,
-        about={**scaling(mean, std), "white": 16},
+        about={**scaling(*scale), "white": 16},
     )

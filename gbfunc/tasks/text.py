@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,32 +32,38 @@ _MAX_BYTES = 1 << 30
 class Tokens(NamedTuple):
     """A vocabulary."""
 
-    size: int  # tokens
-    encode: Callable[[str], Tensor]  # text to tokens [N]; `ValueError` for what it has no tokens for
-    decode: Callable[[list[int]], str]  # tokens to text
-    digest: str  # what another vocabulary of that size has another one of
+    size: int  # number of tokens, the pad included
+    encode: Callable[[str], Tensor]  # text to tokens [L]; `ValueError` for text without tokens
+    decode: Callable[[list[int]], str] | None = None  # tokens to text
+    digest: str = ""  # tells vocabularies of equal size apart
+    pad: int = 0  # token that fills up short texts, if no text contains it
+
+
+def check_int(task: str, name: str, value: Any, least: int) -> None:
+    """Raise `ValueError` for an option of a task that is neither None nor an int from `least` on."""
+    if value is not None and (type(value) is not int or value < least):
+        raise ValueError(f"{name} of the {task} task must be an int >= {least}, got {value!r}")
 
 
 def text(data_dir: Path | None = None, context: int = 64, vocabulary: int | None = None) -> Task:
-    """Language model of a text: the first 5 % test, the last 10 % validate, what is between them trains.
+    """Load the task of modelling a text: the first 5 % test, the last 10 % validate, the part between them trains.
 
     Args:
-        data_dir: a text file in UTF-8, or a folder with some (see `read_text`); None for the English of Python's help
-            (`pydoc_data.topics`).
+        data_dir: a text file in UTF-8, or a folder of text files (see `read_text`); None for the English of Python's
+            help (`pydoc_data.topics`).
         context: tokens that the model sees.
         vocabulary: byte-pair tokens, made from the training part; None for characters.
     """
-    for name, value, least in (("context", context, 2), ("vocabulary", vocabulary, 257)):
-        if value is not None and (type(value) is not int or value < least):
-            raise ValueError(f"{name} of the text task must be an int >= {least}, got {value!r}")
+    check_int("text", "context", context, 2)
+    check_int("text", "vocabulary", vocabulary, 257)
     source = python_help() if data_dir is None else read_text(data_dir)
-    where = "the text" if data_dir is None else str(data_dir)
     first, last = int(len(source) * TEST_PART), int(len(source) * (1 - VAL_PART))
     parts = (source[first:last], source[last:], source[:first])
     tokens = characters(source) if vocabulary is None else byte_pairs(parts[0], vocabulary)
     splits = [Windows(tokens.encode(part), context, len(part)) for part in parts]
     for split in splits:
         if (n := len(split.tokens)) <= context + 1:
+            where = data_dir or "the text"
             raise ValueError(f"{where} is too short: a part of it has {n} tokens, and a window needs {context + 1}")
     interface = Interface((context,), tokens.size, tokens=True)
     return Task(
@@ -78,14 +84,14 @@ def text(data_dir: Path | None = None, context: int = 64, vocabulary: int | None
 
 
 def _recipe(genome_params: float) -> Recipe:
-    """Settings for a size: of 6e-3, 4e-3 and 2e-2, 290,000 parameters take the first."""
+    """Choose the rate: of 6e-3, 4e-3 and 2e-2, 290,000 parameters take the first."""
     if _SMALL < genome_params < math.inf:
         return replace(_RECIPE, lr=_RECIPE.lr * (_SMALL / genome_params) ** 0.8)
     return _RECIPE
 
 
 def python_help() -> str:
-    """The English of Python's help: some hundred topics of its reference."""
+    """Return the English of Python's help: some hundred topics of its reference."""
     from pydoc_data.topics import topics
 
     return "\n".join(topics[name] for name in sorted(topics))
@@ -94,31 +100,27 @@ def python_help() -> str:
 def read_text(path: Path) -> str:
     """Read a text file, or all `.txt` files under a folder as one text.
 
-    Files of a folder follow each other in the order of their paths below it, whatever the machine, each beginning on a
-    new line. Hidden files and folders are left out, and files without text.
+    Files of a folder follow each other in the order of their paths below the folder, on every machine, each beginning
+    on a new line. Hidden files and folders are left out, and files without text.
 
     Raises:
-        FileNotFoundError: if there is none.
+        FileNotFoundError: if there is no file.
         ValueError: if the text is too large or empty, or a file is not UTF-8 or has a NUL.
     """
-    files = _text_files(path) if path.is_dir() else [path]
     if not path.exists():
         raise FileNotFoundError(f"no such text file or folder: {path}")
+    files = [path]
+    if path.is_dir():
+        parts = {file.relative_to(path).parts: file for file in path.rglob("*.txt") if file.is_file()}
+        files = [parts[part] for part in sorted(parts) if not any(name.startswith(".") for name in part)]
+        if not files:
+            raise FileNotFoundError(f"no .txt file in {path}")
     if (size := sum(file.stat().st_size for file in files)) > _MAX_BYTES:
         raise ValueError(f"{path} has {size:,} bytes, a text may have {_MAX_BYTES:,}")
     contents = [content for file in files if (content := _read_file(file)).strip()]
     if not contents:
         raise ValueError(f"{path} holds no text")
     return "".join(c if c.endswith("\n") else f"{c}\n" for c in contents[:-1]) + contents[-1]
-
-
-def _text_files(folder: Path) -> list[Path]:
-    """All `.txt` files under a folder that are not hidden, in order of their paths."""
-    found = {file.relative_to(folder).parts: file for file in folder.rglob("*.txt") if file.is_file()}
-    files = [found[parts] for parts in sorted(found) if not any(part.startswith(".") for part in parts)]
-    if not files:
-        raise FileNotFoundError(f"no .txt file in {folder}")
-    return files
 
 
 def _read_file(path: Path) -> str:
@@ -133,7 +135,7 @@ def _read_file(path: Path) -> str:
 
 
 def characters(source: str) -> Tokens:
-    """The characters of a text, in the order of their code points."""
+    """Take the characters of a text as tokens, in the order of their code points."""
     alphabet = sorted(set(source))
     number = {char: i for i, char in enumerate(alphabet)}
 
@@ -150,17 +152,10 @@ def characters(source: str) -> Tokens:
 
 
 def byte_pairs(source: str, vocabulary: int) -> Tokens:
-    """Byte-level byte-pair tokens (Sennrich et al., 2016; Radford et al., 2019), learned from a text."""
+    """Learn byte-level byte-pair tokens (Sennrich et al., 2016; Radford et al., 2019) from a text."""
     tokenizers = import_extra("tokenizers", "a vocabulary of byte pairs", "gbfunc[text]")
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator([source], trainer)
-
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator([source], vocabulary, min_frequency=0, show_progress=False)
     size, digest = tokenizer.get_vocab_size(), _digest(tokenizer.to_str())
     return Tokens(size, lambda part: torch.tensor(tokenizer.encode(part).ids), tokenizer.decode, digest)
 
@@ -171,22 +166,21 @@ def _digest(words: str) -> str:
 
 @torch.no_grad()
 def continue_text(net: Net, task: Task, prompt: str, tokens: int, *, temperature: float = 0.8, seed: int = 0) -> str:
-    """Let a language model write: each token is drawn given those before it, as many as the model can see.
+    """Let a language model write: each token is drawn given the tokens before it that the model can see.
 
     Args:
         net: maps tokens [1, L] to logits [1, L, V], on the CPU.
-        task: of texts.
-        prompt: what it goes on from.
-        tokens: how many it writes.
+        task: a task of texts.
+        prompt: beginning of the text.
+        tokens: number of tokens to write.
         temperature: divides the logits before the softmax: below 1 is more careful, 0 takes the likeliest token.
-        seed: of what is drawn.
+        seed: seed of the draws.
 
     Returns:
-        What follows the prompt.
+        The text after the prompt.
 
     Raises:
-        ValueError: for a task without texts, a prompt that is empty or has characters that the text has not, or
-            numbers out of range.
+        ValueError: for a task without texts, an empty prompt, unknown characters, or numbers out of range.
     """
     if task.encode is None or task.decode is None:
         raise ValueError(f"the task {task.name} has no text to go on from: take one that encodes and decodes")
@@ -206,7 +200,7 @@ def continue_text(net: Net, task: Task, prompt: str, tokens: int, *, temperature
         if temperature == 0:
             token = logits_V.argmax()
         else:
-            # Of the largest logit first: a temperature near 0 must not overflow.
+            # The largest logit becomes 0: a temperature near 0 must not overflow.
             weights_V = ((logits_V - logits_V.max()) / temperature).softmax(0)
             token = torch.multinomial(weights_V, 1, generator=generator)
         written.append(int(token))

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from gbfunc.extras import import_extra
 from gbfunc.tasks.base import Recipe, Task, accuracy, linear_decay
-from gbfunc.tasks.data import Batch, hold_out, leave_out, steps_per_epoch
+from gbfunc.tasks.data import SPLIT_SEED, Batch, Split, data_folder, hold_out, leave_out, reading
 from gbfunc.tasks.pnets.base import Interface, PNet
-from gbfunc.tasks.pnets.hugging_face import hugging_face
-from gbfunc.tasks.pnets.pretrained import CONFIG, TOKENIZER, pretrained_folder
-from gbfunc.tasks.text import byte_pairs, read_text
+from gbfunc.tasks.pnets.hugging_face import CONFIG, TOKENIZER, hugging_face, pretrained_folder
+from gbfunc.tasks.text import Tokens, byte_pairs, check_int, read_text
 
-N_VAL, VAL_PART, SPLIT_SEED = 500, 0.1, 0
-"""So many training texts validate, but at most this part of them."""
+N_VAL, VAL_PART = 500, 0.1
+"""Number of training texts that validate, and the largest part of them."""
 
 _LEAST = 10
 _VOCABULARY = 1_000
@@ -52,72 +53,42 @@ _FULL_RATE = 5_400
 _LEFT_OUT = 0.1
 """Part of the tokens that a fine-tuning does not see (word dropout: Iyyer et al., 2015, 2.2)."""
 
-Labelled = tuple[list[str], list[str]]
-"""Labels, and the text of each."""
+Labels = NDArray[np.int64]
 
 _POOL = 16
 """Batches whose texts are sorted by length together."""
 
 
-class Tokens(NamedTuple):
-    """A vocabulary of texts with classes."""
-
-    size: int  # tokens, the pad included
-    pad: int  # the token that fills up short texts, which is in none of them
-    encode: Callable[[str], Tensor]  # a text to its tokens [L]
-
-
 @dataclass(frozen=True, eq=False)
-class PaddedTexts:
-    """Texts of different lengths with a class each; a batch is as long as its longest text."""
+class PaddedTexts(Split):
+    """Texts [N, L] of different lengths with a class each; a batch is as long as its longest text."""
 
-    x: Tensor  # tokens [N, L], filled up with the pad
-    y: Tensor  # classes [N], int64
     lengths: Tensor  # tokens of each text [N], on the CPU
 
-    def __len__(self) -> int:
-        return len(self.y)
+    def __getitem__(self, index: Any) -> Batch:
+        return self.x[index, : int(self.lengths[index].max())], self.y[index]
 
-    def batches(self, batch_size: int, generator: torch.Generator) -> Iterator[Batch]:
-        """One shuffled pass in full batches of similar lengths; what does not fill one is left out."""
-        steps = steps_per_epoch(self, batch_size)
-        order_N = torch.randperm(len(self.y), generator=generator)[: steps * batch_size]
-        # Of some batches at a time: half as many pads, and batches remain random.
-        pools = (pool[self.lengths[pool].argsort(stable=True)] for pool in order_N.split(_POOL * batch_size))
+    def order(self, shuffled_N: Tensor, batch_size: int, generator: torch.Generator) -> Sequence[Tensor]:
+        """Divide shuffled texts into batches of similar lengths."""
+        # Sorted within pools of batches: half as many pads, and batches remain random.
+        pools = (pool[self.lengths[pool].argsort(stable=True)] for pool in shuffled_N.split(_POOL * batch_size))
         batches = [index_B for pool in pools for index_B in pool.split(batch_size)]
-        for index_B in (batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()):
-            here_B = index_B.to(self.y.device)
-            yield self.x[here_B, : self.longest(index_B)], self.y[here_B]
-
-    def chunks(self, size: int) -> Iterator[Batch]:
-        """All examples in order."""
-        for index_B in torch.arange(len(self.y)).split(size):
-            rows = slice(int(index_B[0]), int(index_B[-1]) + 1)
-            yield self.x[rows, : self.longest(index_B)], self.y[rows]
-
-    def longest(self, index_B: Tensor) -> int:
-        """Tokens of the longest of some texts."""
-        return int(self.lengths[index_B].max())
-
-    def to(self, device: torch.device | str) -> PaddedTexts:
-        """A copy whose texts and labels are on `device`; lengths stay where they are."""
-        return PaddedTexts(self.x.to(device), self.y.to(device), self.lengths)
+        return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
 
 def texts(
     data_dir: Path | None = None, pretrained: str | None = None, max_tokens: int = 64, vocabulary: int | None = None
 ) -> Task:
-    """Classify the texts of a folder: `train.txt` and `test.txt` hold a label, white space, a text a line, in UTF-8.
+    """Load the task of a folder: `train.txt` and `test.txt` hold a label, white space and a text per line, in UTF-8.
 
     A tenth of the training texts validates, 500 at most. The p-net is a small BERT, or the pretrained network, with a
     classifier on the mean of its tokens.
 
     Args:
         data_dir: the folder.
-        pretrained: folder, installed Python package, or model of the Hugging Face hub, whose tokens and weights are
-            taken.
+        pretrained: folder, installed Python package, or model of the Hugging Face hub that gives tokens and weights.
         max_tokens: longer texts are cut.
-        vocabulary: byte-pair tokens, made from the training texts, where nothing is pretrained; None for 1,000.
+        vocabulary: byte-pair tokens, made from the training texts, if nothing is pretrained; None for 1,000.
     """
     return _task("texts", data_dir, pretrained, max_tokens, vocabulary)
 
@@ -125,27 +96,24 @@ def texts(
 def trec(
     data_dir: Path | None = None, pretrained: str | None = None, max_tokens: int = 64, vocabulary: int | None = None
 ) -> Task:
-    """`texts` of TREC: 5,452 questions to learn from, 500 of which validate, and 500 to test, in 6 classes."""
+    """Load `texts` of TREC: 5,452 questions to learn from, 500 of which validate, and 500 to test, in 6 classes."""
     return _task("trec", data_dir, pretrained, max_tokens, vocabulary)
 
 
 def _task(name: str, data_dir: Path | None, pretrained: str | None, max_tokens: int, vocabulary: int | None) -> Task:
-    for option, value, least in (("max_tokens", max_tokens, 4), ("vocabulary", vocabulary, 257)):
-        if value is not None and (type(value) is not int or value < least):
-            raise ValueError(f"{option} of the task {name} must be an int >= {least}, got {value!r}")
+    check_int(name, "max_tokens", max_tokens, 4)
+    check_int(name, "vocabulary", vocabulary, 257)
     if pretrained is not None and vocabulary is not None:
         raise ValueError(f"the pretrained network {pretrained} has its vocabulary, got vocabulary {vocabulary}")
-    (labels, learned), (test_labels, tested), classes = _read_folder(name, data_dir)
-    number = {label: i for i, label in enumerate(classes)}
-    labels_N = np.array([number[label] for label in labels])
+    classes, labels_N, learned, test_labels_N, tested = _read_folder(name, data_dir)
     val, train = hold_out(labels_N, (min(N_VAL, int(VAL_PART * len(labels_N))),), SPLIT_SEED)
     if pretrained is None:
         tokens = _learned_tokens([learned[i] for i in train], vocabulary or _VOCABULARY, max_tokens)
     else:
         tokens = pretrained_tokens(pretrained, max_tokens)
     interface = Interface((max_tokens,), len(classes), vocabulary=tokens.size, pad=tokens.pad)
-    splits = [_split([learned[i] for i in part], torch.from_numpy(labels_N[part]), tokens) for part in (train, val)]
-    splits.append(_split(tested, torch.tensor([number[label] for label in test_labels]), tokens))
+    splits = [_split([learned[i] for i in part], labels_N[part], tokens) for part in (train, val)]
+    splits.append(_split(tested, test_labels_N, tokens))
     config = _SMALL if pretrained is None else {"pretrained": pretrained}
     return Task(
         name=name,
@@ -164,24 +132,23 @@ def _task(name: str, data_dir: Path | None, pretrained: str | None, max_tokens: 
     )
 
 
-def _read_folder(name: str, data_dir: Path | None) -> tuple[Labelled, Labelled, list[str]]:
-    """What to learn from, what to test, and the classes in order."""
-    if data_dir is None:
-        raise ValueError(f"the task {name} needs its data: --data-dir names the folder with train.txt and test.txt")
-    if not data_dir.is_dir():
-        raise FileNotFoundError(f"no such folder: {data_dir} (it must hold train.txt and test.txt)")
-    train, test = data_dir / "train.txt", data_dir / "test.txt"
-    learned, tested = read_labelled(train), read_labelled(test)
-    classes = sorted(set(learned[0]))
+def _read_folder(name: str, data_dir: Path | None) -> tuple[list[str], Labels, list[str], Labels, list[str]]:
+    """Read the classes in order, and labels [N] and texts to learn from and to test."""
+    folder = data_folder(name, data_dir, "train.txt and test.txt")
+    train, test = folder / "train.txt", folder / "test.txt"
+    (labels, learned), (test_labels, tested) = read_labelled(train), read_labelled(test)
+    classes = sorted(set(labels))
+    number = {label: i for i, label in enumerate(classes)}
     if len(classes) < 2:
         raise ValueError(f"{train} must hold texts of two classes or more, got {classes[0]!r} alone")
-    if len(learned[0]) < _LEAST:
-        raise ValueError(f"{train} must hold {_LEAST} texts or more, got {len(learned[0])}")
-    for i, label in enumerate(tested[0], 1):
-        if label not in classes:
-            names = ", ".join(map(repr, classes[:10])) + (", ..." if len(classes) > 10 else "")
-            raise ValueError(f"{test}, line {i}: no label {label!r} in train.txt, which has {names}")
-    return learned, tested, classes
+    if len(learned) < _LEAST:
+        raise ValueError(f"{train} must hold {_LEAST} texts or more, got {len(learned)}")
+    if unknown := [i for i, label in enumerate(test_labels, 1) if label not in number]:
+        names = ", ".join(map(repr, classes[:10])) + (", ..." if len(classes) > 10 else "")
+        label = test_labels[unknown[0] - 1]
+        raise ValueError(f"{test}, line {unknown[0]}: no label {label!r} in train.txt, which has {names}")
+    labels_N, test_labels_N = (np.array([number[label] for label in part]) for part in (labels, test_labels))
+    return classes, labels_N, learned, test_labels_N, tested
 
 
 def _recipe(n_texts: int, pad: int, pnet: PNet, genome_params: float) -> Recipe:
@@ -201,8 +168,8 @@ def _recipe(n_texts: int, pad: int, pnet: PNet, genome_params: float) -> Recipe:
     return replace(_FINE_TUNING, epochs=epochs, lr=lr, augment=leave_out(_LEFT_OUT, pad), reasons=reasons)
 
 
-def read_labelled(path: Path) -> Labelled:
-    """Read a file of texts, a line each: a label, white space (a space, a tab, ...), the text."""
+def read_labelled(path: Path) -> tuple[list[str], list[str]]:
+    """Read labels and texts from a file with a label, white space (a space, a tab, ...) and a text per line."""
     if not path.is_file():
         raise FileNotFoundError(f"no such file of labelled texts: {path}")
     labels, texts = [], []
@@ -217,37 +184,31 @@ def read_labelled(path: Path) -> Labelled:
     return labels, texts
 
 
-def _split(source: list[str], y_N: Tensor, tokens: Tokens) -> PaddedTexts:
-    """Texts as tokens, the shortest first: those of a chunk then have much the same length."""
+def _split(source: list[str], labels_N: Labels, tokens: Tokens) -> PaddedTexts:
+    """Encode texts, and sort them by length, so that the texts of a chunk have much the same length."""
     coded = [tokens.encode(words) for words in source]
     lengths_N = torch.tensor([len(code) for code in coded])
     order_N = lengths_N.argsort(stable=True)
-    x_NL = torch.full((len(coded), int(lengths_N.max())), tokens.pad)
-    for row, i in zip(x_NL, order_N.tolist(), strict=True):
-        row[: len(coded[i])] = coded[i]
-    return PaddedTexts(x_NL, y_N[order_N], lengths_N[order_N])
+    x_NL = pad_sequence([coded[i] for i in order_N.tolist()], batch_first=True, padding_value=tokens.pad)
+    return PaddedTexts(x_NL, torch.from_numpy(labels_N)[order_N], lengths_N[order_N])
 
 
 def _learned_tokens(source: list[str], vocabulary: int, max_tokens: int) -> Tokens:
-    """Byte-pair tokens of texts, after the pad, which is 0."""
+    """Learn byte-pair tokens from texts, after the pad, which is 0."""
     learned = byte_pairs("\n".join(source), vocabulary - 1)
-    return Tokens(learned.size + 1, 0, lambda words: learned.encode(words)[:max_tokens] + 1)
+    return Tokens(learned.size + 1, lambda words: learned.encode(words)[:max_tokens] + 1)
 
 
 def pretrained_tokens(pretrained: str, max_tokens: int) -> Tokens:
-    """The tokens of a pretrained network; raises as `texts`."""
+    """Read the tokens of a pretrained network; raises as `texts`."""
     folder = pretrained_folder(pretrained)
     tokenizers, transformers = (
         import_extra(name, "a pretrained network of texts", "gbfunc[text,hf]")
         for name in ("tokenizers", "transformers")
     )
     path = folder / TOKENIZER
-    if not path.is_file():
-        raise FileNotFoundError(f"no such file: {path} (the tokens of the pretrained network)")
-    try:
-        tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # The type that tokenizers raises.
-        raise ValueError(f"{path} holds no tokens: {error}") from error
+    with reading(path, "tokenizer of a pretrained network"):
+        tokenizer: Any = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
     tokenizer.no_padding()
     tokenizer.enable_truncation(max_tokens)
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -255,4 +216,4 @@ def pretrained_tokens(pretrained: str, max_tokens: int) -> Tokens:
     pad = next((v for n in ("pad_token_id", "eos_token_id") if isinstance(v := getattr(config, n, None), int)), None)
     if pad is None:
         raise ValueError(f"{folder / CONFIG} names no pad_token_id, which fills up short texts")
-    return Tokens(tokenizer.get_vocab_size(), pad, lambda words: torch.tensor(tokenizer.encode(words).ids))
+    return Tokens(tokenizer.get_vocab_size(), lambda words: torch.tensor(tokenizer.encode(words).ids), pad=pad)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -60,14 +61,14 @@ PNETS: Mapping[str, Callable[..., PNet]] = MappingProxyType(
         "conv_actor_critic": conv_actor_critic,
     }
 )
-"""Every family by its name, as its factory `(interface, **options) -> PNet`."""
+"""Factory `(interface, **options) -> PNet` of every family by its name."""
 
 
 def find_pnet(name: str, interface: Interface, config: Mapping[str, Any]) -> PNet:
-    """The p-net called `name`: a key of `PNETS`, `hf:TYPE`, or `package.module:function`.
+    """Find the p-net called `name`: a key of `PNETS`, `hf:TYPE`, or `package.module:function`.
 
-    A function of the user's takes the options (and `interface`, if it has such a parameter) and returns an
-    `nn.Module`, or a `PNet` that also says how to plan it.
+    A user's function takes the options (and `interface`, if the function has such a parameter) and returns an
+    `nn.Module`, or a `PNet` that also says how to plan the module.
 
     Raises:
         ValueError: for an unknown name, or options that do not fit.
@@ -76,7 +77,15 @@ def find_pnet(name: str, interface: Interface, config: Mapping[str, Any]) -> PNe
     if name.startswith(PREFIX):
         return hugging_face(interface, name.removeprefix(PREFIX), **config)
     if is_import_path(name):
-        return _imported(name, interface, config)
+        factory = import_factory(name, "an nn.Module")
+        options = options_for(name, factory, config, interface=interface)
+        with seeded(0):
+            made: Any = factory(**options)
+        if isinstance(made, PNet):
+            return checked_name(made, interface)
+        if not isinstance(made, nn.Module):
+            raise ValueError(f"{name} must return an nn.Module or a PNet, got {type(made).__name__}")
+        return PNet(name=name, make=lambda: factory(**options), config=config)
     if name not in PNETS:
         raise ValueError(f"no p-net {name!r}: choose one of {', '.join(PNETS)}, hf:TYPE or package.module:function")
     options = options_for(f"the p-net {name}", PNETS[name], config, interface=interface)
@@ -87,27 +96,12 @@ def find_pnet(name: str, interface: Interface, config: Mapping[str, Any]) -> PNe
 
 
 def checked_name(pnet: PNet, interface: Interface) -> PNet:
-    """A p-net of one's own; `ValueError` for one with the name of another, as which its files would be read."""
+    """Return a user's p-net; `ValueError` if the p-net has the name of another one, as which files would be read."""
     if pnet.name in PNETS:
-        try:
+        known, made = None, pnet.build(0)
+        with suppress(ValueError):
             known = find_pnet(pnet.name, interface, pnet.config).build(0)
-        except ValueError:
-            known = None
-        made = pnet.build(0)
         if type(made) is not type(known) or repr(made) != repr(known):
             what = f"another network than gbfunc's {pnet.name}, as which its files would be read"
             raise ValueError(f"the p-net {pnet.name!r} of one's own is {what}: give it another name")
     return pnet
-
-
-def _imported(path: str, interface: Interface, config: Mapping[str, Any]) -> PNet:
-    """The p-net that a function of the user's makes."""
-    factory = import_factory(path, "an nn.Module")
-    options = options_for(path, factory, config, interface=interface)
-    with seeded(0):
-        made: Any = factory(**options)
-    if isinstance(made, PNet):
-        return checked_name(made, interface)
-    if not isinstance(made, nn.Module):
-        raise ValueError(f"{path} must return an nn.Module or a PNet, got {type(made).__name__}")
-    return PNet(name=path, make=lambda: factory(**options), config=config)

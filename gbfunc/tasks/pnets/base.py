@@ -1,16 +1,19 @@
-"""What a p-net of the command line is: how to build it, how to plan its genome, how to make it smaller."""
+"""Base of the p-nets of the command line: how to build one, plan its genome, and make it smaller."""
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
 import os
+import pkgutil
 import re
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -21,60 +24,48 @@ from gbfunc.encoding import Encoding
 from gbfunc.hypernets import Hypernet, periodic
 from gbfunc.tiling import MaxTile
 
-_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-"""`package.module:name`."""
-
 Shapes = Mapping[str, tuple[int, ...]]
 """Shape of every parameter by its name."""
 
+_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_TAKE = {"images": "mlp", "text": "gpt", "texts with classes": "hf:TYPE", "observations": "actor_critic"}
+_PARTS = 1 << 22
+
 
 class Interface(NamedTuple):
-    """What goes into a p-net and what comes out of it.
+    """Inputs and outputs of a p-net."""
 
-    Attributes:
-        inputs: shape of one example: (channels, rows, columns) of an image, (positions,) of a text.
-        outputs: classes, or tokens of the vocabulary.
-        tokens: whether inputs are tokens (integers), each position of which is answered by a prediction.
-        vocabulary: tokens that the texts of a task consist of whose outputs are classes of whole texts; else 0.
-        pad: the token that fills up short ones of them.
-        actions: what a policy decides on, in a task of control: a choice, or a vector; outputs are its numbers.
-    """
+    inputs: tuple[int, ...]  # shape of one example: (channels, rows, columns) of an image, (positions,) of a text
+    outputs: int  # classes, tokens of the vocabulary, or numbers (choices) of an action
+    tokens: bool = False  # whether inputs are tokens (integers), and each position is answered by a prediction
+    vocabulary: int = 0  # number of tokens, for a task of texts with classes; otherwise 0
+    pad: int = 0  # token that fills up short texts, for such a task
+    actions: Literal["choice", "vector"] | None = None  # what a policy decides on, for a task of control
 
-    inputs: tuple[int, ...]
-    outputs: int
-    tokens: bool = False
-    vocabulary: int = 0
-    pad: int = 0
-    actions: Literal["choice", "vector"] | None = None
+    @property
+    def reads(self) -> str:
+        """The kind of the inputs."""
+        if self.actions:
+            return "observations"
+        return "text" if self.tokens else "texts with classes" if self.vocabulary else "images"
 
 
 class PlanOptions(NamedTuple):
-    """Arguments of `make_plan`: how the weights of a p-net are best generated.
+    """Arguments of `make_plan` that generate the weights of a p-net best."""
 
-    Attributes:
-        hypernet: type of the g-nets, without a size.
-        encodings: `{parameter: (code of rows, code of columns)}`.
-        rules: `((pattern, hypernetwork), ...)`.
-        include: patterns of parameters to generate beside the default ones.
-        exclude: patterns of parameters to keep direct.
-        max_tile: largest tile.
-        base: `"own"` where the p-net is pretrained, and its genome an adapter.
-        target_modules: what such a genome changes; None for every linear, convolution and attention layer.
-        modules_to_save: what is new in such a p-net.
-    """
-
-    hypernet: Hypernet = periodic()
+    hypernet: Hypernet = periodic()  # type of the g-nets, without a size
+    # {parameter: (code of rows, code of columns)}
     encodings: Mapping[str, tuple[Encoding | None, Encoding | None]] = MappingProxyType({})
-    rules: tuple[tuple[str, Hypernet | None], ...] = ()
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    max_tile: MaxTile = None
-    base: Literal["own"] | None = None
-    target_modules: str | tuple[str, ...] | None = None
-    modules_to_save: tuple[str, ...] = ()
+    rules: tuple[tuple[str, Hypernet | None], ...] = ()  # ((pattern, hypernetwork), ...)
+    include: tuple[str, ...] = ()  # patterns of parameters to generate beside the default ones
+    exclude: tuple[str, ...] = ()  # patterns of parameters to keep direct
+    max_tile: MaxTile = None  # largest tile
+    base: Literal["own"] | None = None  # "own" if the p-net is pretrained, and its genome an adapter
+    target_modules: str | tuple[str, ...] | None = None  # modules that an adapter changes; None for the default ones
+    modules_to_save: tuple[str, ...] = ()  # new modules of such a p-net
 
     def with_hypernet(self, hypernet: Hypernet) -> PlanOptions:
-        """Options with another type of g-net, also in rules that only tune the type that it replaces."""
+        """Change the type of g-net, also in rules that only tune the type that `hypernet` replaces."""
 
         def replaced(rule: Hypernet | None) -> Hypernet | None:
             tunes = rule is not None and rule.type == self.hypernet.type and rule.size is None
@@ -89,47 +80,91 @@ BLOCKS = PlanOptions(hypernet=periodic(share="layers"))
 
 @dataclass(frozen=True)
 class PNet:
-    """A p-net and what is known of it.
+    """A p-net, and how to plan, narrow and recognise it."""
 
-    Attributes:
-        name: its family, as on the command line.
-        make: the module, with initial weights from torch's default generator.
-        plan: options of `make_plan` from the size of the genome, in parameters.
-        scaled: the same family with its widths times a factor; None where there is no such thing.
-        fitted: the same family with the widths that parameters of these shapes have, to read a genome's file; None
-            where shapes do not say them.
-        config: what it was made from, as JSON.
-        label: its name with its sizes, for tables.
-    """
-
-    name: str
-    make: Callable[[], nn.Module]
+    name: str  # its family, as on the command line
+    make: Callable[[], nn.Module]  # the module, with initial weights from torch's default generator
+    # Options of `make_plan` from the size of the genome, in parameters.
     plan: Callable[[float], PlanOptions] = lambda genome_params: PlanOptions()
-    scaled: Callable[[float], PNet] | None = None
+    scaled: Callable[[float], PNet] | None = None  # the same family with its widths times a factor
+    # The same family with the widths of parameters of these shapes, to read a genome's file.
     fitted: Callable[[Shapes], PNet] | None = None
-    config: Mapping[str, Any] = field(default_factory=dict)
-    label: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)  # options that made it, as JSON
+    label: str = ""  # its name with its sizes, for tables
 
     def build(self, seed: int) -> nn.Module:
-        """The module; its first weights depend on `seed` alone, and torch's default generator is left as it was."""
+        """Make the module; its first weights depend on `seed` alone, and torch's default generator is unchanged."""
         with seeded(seed):
             return self.make()
 
     def planned(self, change: Callable[[PlanOptions], PlanOptions]) -> PNet:
-        """A copy of the p-net whose options of a plan are `change(options)`, for a genome of any size."""
+        """Copy the p-net; its options of a plan become `change(options)`, for a genome of any size."""
         return replace(self, plan=lambda genome_params: change(self.plan(genome_params)))
+
+
+def family(
+    factory: Callable[..., PNet],
+    pnet: PNet,
+    widths: Mapping[str, Any],
+    read: Callable[[Shapes], Mapping[str, Any]],
+    multiple: int = 1,
+) -> PNet:
+    """Add to a p-net how to scale the widths of its family and how to read them from shapes.
+
+    Args:
+        factory: makes a p-net of the family from options.
+        pnet: the p-net; `factory(**pnet.config)` makes it again.
+        widths: options that scale, each an int or a list of ints.
+        read: options from the shapes of all parameters; `LookupError` if there is no such parameter.
+        multiple: divides all widths.
+    """
+    again = partial(factory, **pnet.config)
+
+    def scaled(factor: float) -> PNet:
+        def times(width: Any) -> Any:
+            return [times(n) for n in width] if isinstance(width, list) else scaled_width(width, factor, multiple)
+
+        return again(**{name: times(width) for name, width in widths.items()})
+
+    def fitted(shapes: Shapes) -> PNet:
+        try:
+            found = read(shapes)
+        except LookupError as error:
+            raise ValueError(f"expected the parameters of {pnet.name}, with {error}, got {brief(shapes)}") from error
+        return again(**found)
+
+    return replace(pnet, scaled=scaled, fitted=fitted)
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed torch's default generator of the CPU, and put it back after."""
+    """Seed torch's default generator of the CPU, and restore the generator afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         yield
 
 
-def check_options(pnet: str, *, dropout: float = 0.0, heads: int = 1, **sizes: Any) -> None:
-    """Raise `ValueError` for sizes that are no positive ints, a width that heads do not divide, or no dropout rate."""
+def check_reads(pnet: str, interface: Interface, kind: str, ndim: int | None = None, least: int = 1) -> None:
+    """Raise `ValueError` unless a task has inputs of a kind, of `ndim` dimensions, images of `least` rows and columns.
+
+    >>> check_reads("vit", Interface((8,), 30, tokens=True), "images")
+    Traceback (most recent call last):
+    ValueError: the p-net vit reads images, the task has text: take gpt
+    """
+    if interface.reads != kind:
+        raise ValueError(
+            f"the p-net {pnet} reads {kind}, the task has {interface.reads}: take {_TAKE[interface.reads]}"
+        )
+    if len(interface.inputs) != (ndim or len(interface.inputs)) or min(interface.inputs[1:], default=least) < least:
+        sizes = f"images of {least} x {least} or more" if ndim == 3 else "vectors (for images: conv_actor_critic)"
+        got = " x ".join(map(str, interface.inputs))
+        raise ValueError(f"the p-net {pnet} reads {sizes}, the task has inputs of {got}")
+
+
+def check_options(
+    pnet: str, *, dropout: Any = 0.0, heads: Any = 1, flags: Mapping[str, Any] = MappingProxyType({}), **sizes: Any
+) -> None:
+    """Raise `ValueError` for sizes that are no positive ints, a width that heads do not divide, and other types."""
     for name, value in {**sizes, "heads": heads}.items():
         if type(value) is not int or value < 1:
             raise ValueError(f"{name} of {pnet} must be an int >= 1, got {value!r}")
@@ -137,43 +172,39 @@ def check_options(pnet: str, *, dropout: float = 0.0, heads: int = 1, **sizes: A
         raise ValueError(f"width of {pnet} must be a multiple of its {heads} heads, got {sizes['width']}")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout of {pnet} must be at least 0 and below 1, got {dropout!r}")
+    for name, value in flags.items():
+        if type(value) is not bool:
+            raise ValueError(f"{name} of {pnet} must be true or false, got {value!r}")
 
 
-def rows_of(shapes: Shapes, name: str, net: str, ndim: int = 2) -> int:
-    """Rows of a weight, which the parameters of such a net have."""
+def rows_of(shapes: Shapes, name: str, ndim: int = 2) -> int:
+    """Return the rows of a weight; `KeyError` if there is no such weight of `ndim` dimensions."""
     if len(shapes.get(name, ())) != ndim:
-        raise ValueError(f"expected the parameters of {net} with {name}")
+        raise KeyError(name)
     return shapes[name][0]
 
 
 def narrowed(pnet: PNet, params: int) -> PNet:
-    """The smallest p-net of the same family with at least `params` parameters: a dense net to compare a genome with.
+    """Find the smallest p-net of a family with at least `params` parameters, a dense net to compare a genome with.
 
     Raises:
         ValueError: if the family has no widths to change.
     """
-    if pnet.scaled is None:
+    if (scaled := pnet.scaled) is None:
         raise ValueError(f"the p-net {pnet.name} has no smaller one of its kind")
 
     def size(factor: float) -> int:
-        assert pnet.scaled is not None
         with torch.device("meta"):
-            return n_params(pnet.scaled(factor).make())
+            return n_params(scaled(factor).make())
 
-    low, high = 0.0, 1.0
-    if size(low) >= params:
-        return pnet.scaled(low)
-    while size(high) < params:
-        high *= 2
+    most = next(2.0**i for i in count() if size(2.0**i) >= params)
     # Widths are whole numbers, of millions at most.
-    for _ in range(22):
-        middle = (low + high) / 2
-        low, high = (low, middle) if size(middle) >= params else (middle, high)
-    return pnet.scaled(high)
+    part = bisect_left(range(_PARTS), params, key=lambda part: size(most * part / _PARTS))
+    return scaled(most * part / _PARTS)
 
 
 def brief(shapes: Shapes, most: int = 2) -> str:
-    """Names and shapes of the first parameters, in a few words.
+    """Write names and shapes of the first parameters in a few words.
 
     >>> brief({"0.weight": (48, 64), "0.bias": (48,), "2.weight": (10, 48)})
     '0.weight (48, 64), 0.bias (48,) and 1 more'
@@ -183,12 +214,12 @@ def brief(shapes: Shapes, most: int = 2) -> str:
 
 
 def scaled_width(width: int, factor: float, multiple: int = 1) -> int:
-    """A width times a factor, as the nearest multiple above 0."""
+    """Multiply a width by a factor, to the nearest multiple above 0."""
     return max(1, math.floor(width * factor / multiple + 0.5)) * multiple
 
 
 def n_params(module: nn.Module) -> int:
-    """Parameters of a module, tied ones once."""
+    """Count the parameters of a module, tied ones once."""
     return sum(p.numel() for p in module.parameters())
 
 
@@ -198,51 +229,45 @@ def is_import_path(name: str) -> bool:
 
 
 def import_factory(path: str, returns: str) -> Callable[..., Any]:
-    """The function `package.module:name`, which returns `returns`; the present folder counts as a place of modules.
+    """Import the function `package.module:name`, which returns `returns`; modules may lie in the present folder.
 
     Raises:
-        ImportError: if there is no such module, or it cannot be imported.
-        ValueError: if it has no such name, or that names no function.
+        ImportError: if there is no such module, or the module cannot be imported.
+        ValueError: if the module has no such name, or the name is no function.
     """
-    module_name, _, name = path.partition(":")
     folder = os.getcwd()
     added = folder not in sys.path and "" not in sys.path
     if added:
         # As `python -m` does; a console script leaves it out.
         sys.path.insert(0, folder)
     try:
-        factory: Any = importlib.import_module(module_name)
+        factory = pkgutil.resolve_name(path)
     except ImportError as error:
-        raise ImportError(f"cannot import {module_name} of {path}: {error}") from error
+        raise ImportError(f"cannot import {path}: {error}") from error
+    except AttributeError as error:
+        raise ValueError(f"cannot find {path}: {error}") from error
     finally:
         if added:
             sys.path.remove(folder)
-    for part in name.split("."):
-        if not hasattr(factory, part):
-            raise ValueError(f"{module_name} has no {name!r} ({path})")
-        factory = getattr(factory, part)
     if not callable(factory):
         raise ValueError(f"{path} must be a function that returns {returns}, got {type(factory).__name__}")
     return factory
 
 
 def options_for(what: str, factory: Callable[..., Any], config: Mapping[str, Any], **given: Any) -> dict[str, Any]:
-    """Arguments for a factory: its options `config`, and of what is `given` as much as it has parameters for.
+    """Return the arguments of a factory: its options `config`, and those of `given` that are parameters.
 
     Raises:
-        ValueError: for options that it does not take, or that it needs and are not there.
+        ValueError: for unknown or missing options.
     """
-    parameters = inspect.signature(factory).parameters
-    known = [name for name in parameters if name not in given]
+    signature = inspect.signature(factory)
+    known = [name for name in signature.parameters if name not in given]
     unknown = [name for name in config if name not in known]
-    if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+    if unknown and not any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
         raise ValueError(f"{what} has no option {', '.join(unknown)}: its options are {', '.join(known) or 'none'}")
-    arguments = {**{name: value for name, value in given.items() if name in parameters}, **config}
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [name for name, p in parameters.items() if p.default is p.empty and p.kind not in variadic]
-    if missing := [name for name in needed if name not in arguments]:
-        example = f'{{"{missing[0]}": ...}}'
-        raise ValueError(
-            f"{what} needs the option {', '.join(missing)}, such as {example}, got {dict(config) or 'none'}"
-        )
+    arguments = {**{name: value for name, value in given.items() if name in signature.parameters}, **config}
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise ValueError(f"{what}: {error}, got the options {dict(config) or 'none'}") from error
     return arguments

