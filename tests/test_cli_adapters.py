@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from gbfunc.cli import main
 from gbfunc.cli.job import Job, load_task, make_job
 from gbfunc.cli.networks import read_genome
 from gbfunc.cli.options import DataOptions, GenomeOptions
-from gbfunc.tasks.pnets import text_classifier
 from tests.support.pretrained import save_network, save_texts
 
 pytest.importorskip("tokenizers", reason="their tokens need tokenizers")
@@ -25,10 +23,9 @@ SHORT = ["--genome-params", "200", "--batch-size", "4", "--epochs", "2"]
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Iterator[list[str]]:
+def model(tmp_path: Path) -> list[str]:
     save_texts(tmp_path)
-    yield ["--task", "texts", "--data-dir", str(tmp_path), "--pretrained", str(save_network(tmp_path / "network"))]
-    text_classifier._read.cache_clear()
+    return ["--task", "texts", "--data-dir", str(tmp_path), "--pretrained", str(save_network(tmp_path / "network"))]
 
 
 def job_of(model: list[str], **genome: Any) -> Job:

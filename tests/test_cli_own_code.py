@@ -44,9 +44,9 @@ def named():
         (["--pnet", "bad_code:net"], ") (bad_code.py:11, in forward)"),
         (["--pnet", "bad_code:read"], "line 1 column 1 (char 0) (bad_code.py:21, in read)"),
         (["--pnet", "bad_import:net"], "No module named 'not_there' (bad_import.py:2, in <module>)"),
-        (["--pnet", "bad_code:sized"], 'bad_code:sized needs the option width, such as {"width": ...}, got none'),
+        (["--pnet", "bad_code:sized"], "bad_code:sized: missing a required argument: 'width', got the options none"),
         (["--pnet", "bad_code:named"], "as which its files would be read: give it another name"),
-        (["--pnet", "bad_code:none"], "bad_code has no 'none' (bad_code:none)"),
+        (["--pnet", "bad_code:none"], "cannot find bad_code:none: module 'bad_code' has no attribute 'none'"),
     ],
 )
 def test_errors_in_own_code_say_where(

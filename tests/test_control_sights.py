@@ -181,9 +181,9 @@ def test_what_is_not_observed_is_not_seen() -> None:
 def test_what_does_not_fit_is_told() -> None:
     vectors, images = (control_task(find_environment(name), FAST).interface for name in ("Recall-v0", "Side-v0"))
     for name, interface, config, message in (
-        ("recurrent_actor_critic", images, {}, "reads vectors: take conv_actor_critic"),
-        ("actor_critic", images, {}, "reads vectors: take conv_actor_critic"),
-        ("conv_actor_critic", vectors, {}, r"reads images of 5 x 5 or more, got observations of shape \(2,\)"),
+        ("recurrent_actor_critic", images, {}, "reads vectors .for images: conv_actor_critic."),
+        ("actor_critic", images, {}, "reads vectors .for images: conv_actor_critic."),
+        ("conv_actor_critic", vectors, {}, "reads images of 5 x 5 or more, the task has inputs of 2"),
         ("recurrent_actor_critic", vectors, {"cell": "rnn"}, "cell of recurrent_actor_critic must be 'gru' or 'lstm'"),
         ("recurrent_actor_critic", vectors, {"hidden": 0}, "hidden of recurrent_actor_critic must be an int >= 1"),
         ("conv_actor_critic", images, {"width": 1.5}, "width of conv_actor_critic must be an int >= 1"),

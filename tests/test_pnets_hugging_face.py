@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import gbfunc as gb
 from gbfunc.cli import main
 from gbfunc.tasks import loss_fn, token_loss
 from gbfunc.tasks.pnets import Interface, PNet, find_pnet
@@ -17,49 +19,19 @@ pytest.importorskip("transformers", reason="Hugging Face p-nets need transformer
 
 IMAGE = Interface((3, 16, 16), 10)
 TEXT = Interface((8,), 30, tokens=True)
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 TINY: dict[str, tuple[Interface, dict[str, Any]]] = {
     "hf:gpt2": (TEXT, {"n_layer": 2, "n_embd": 16, "n_head": 2}),
-    "hf:llama": (
-        TEXT,
-        {
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-        },
-    ),
-    "hf:vit": (
-        IMAGE,
-        {
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "patch_size": 8,
-        },
-    ),
-    "hf:resnet": (
-        IMAGE,
-        {"embedding_size": 8, "hidden_sizes": [8, 12], "depths": [1, 1], "layer_type": "basic"},
-    ),
+    "hf:llama": (TEXT, SIZES | {"num_key_value_heads": 1}),
+    "hf:vit": (IMAGE, SIZES | {"patch_size": 8}),
+    "hf:resnet": (IMAGE, {"embedding_size": 8, "hidden_sizes": [8, 12], "depths": [1, 1], "layer_type": "basic"}),
 }
-
-
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    import socket
-
-    def refuse(*arguments: Any, **options: Any) -> None:
-        raise AssertionError("nothing may be downloaded")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
 
 
 @pytest.mark.parametrize("name", sorted(TINY))
 def test_a_genome_of_a_tiny_model_learns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import gbfunc as gb
-
-    offline(monkeypatch)
+    # Nothing may be downloaded.
+    monkeypatch.setattr(socket.socket, "connect", None)
     interface, config = TINY[name]
     pnet = find_pnet(name, interface, config)
     assert json.loads(json.dumps(pnet.config)) == pnet.config
@@ -104,8 +76,8 @@ def test_what_the_task_decides_is_filled_in() -> None:
         ("hf:gpt2", TEXT, {"n_layers_": 2}, r"the configuration of hf:gpt2 has no fields \['n_layers_'\]"),
         ("hf:gpt2", TEXT, {"vocab_size": 5}, "hf:gpt2 has 5 tokens, the task needs 30"),
         ("hf:gpt2", TEXT, {"n_positions": 4}, "hf:gpt2 reads 4 positions, the task's texts have 8"),
-        ("hf:vit", TEXT, {}, "no causal language model of type 'vit'"),
-        ("hf:gpt2", IMAGE, {}, "no image classifier of type 'gpt2'"),
+        ("hf:vit", TEXT, {}, "hf:vit is no causal language model"),
+        ("hf:gpt2", IMAGE, {}, "hf:gpt2 is no image classifier"),
     ],
 )
 def test_what_does_not_fit_is_refused(name: str, interface: Interface, config: dict, message: str) -> None:

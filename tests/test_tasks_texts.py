@@ -77,7 +77,7 @@ def test_padding_changes_no_logits(folder: Path) -> None:
     task = task_of(folder)
     net = find_pnet("hf:bert", task.interface, TINY).build(0).eval()
     for longer in (0, 3, 20):
-        x_BL = torch.nn.functional.pad(task.test.x[:2, : task.test.longest(torch.arange(2))], (0, longer))
+        x_BL = torch.nn.functional.pad(task.test[:2][0], (0, longer))
         torch.testing.assert_close(net(x_BL), net(task.test.x[:2]), rtol=0, atol=1e-5)
 
 
@@ -114,8 +114,8 @@ def test_damaged_files_are_refused(folder: Path, name: str, content: str | None,
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_tokens": 3}, "max_tokens of the task texts must be an int >= 4, got 3"),
-        ({"vocabulary": 100}, "vocabulary of the task texts must be an int >= 257, got 100"),
+        ({"max_tokens": 3}, "max_tokens of the texts task must be an int >= 4, got 3"),
+        ({"vocabulary": 100}, "vocabulary of the texts task must be an int >= 257, got 100"),
         ({"vocabulary": 300, "pretrained": "x"}, "has its vocabulary, got vocabulary 300"),
     ],
 )

@@ -17,7 +17,7 @@ import numpy as np
 
 from gbfunc.tasks.base import Recipe, Task
 from gbfunc.tasks.data import Images, data_folder, flip_and_crop, image_splits, labels_of, reading, scaling
-from gbfunc.tasks.pnets import PNETS, Interface
+from gbfunc.tasks.pnets import PNETS, Interface, PNet
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 _VAL_PART = 10
@@ -37,20 +37,12 @@ def cifar10(data_dir: Path | None = None) -> Task:
     learned, tested = load_cifar10(folder)
     (train, val, test), *scale = image_splits(learned, (len(learned[1]) // _VAL_PART,), tested, by_channel=True)
     interface = Interface(_SHAPE, 10)
-    return Task(
-        name="cifar10",
-        interface=interface,
-        train=train,
-        val=val,
-        test=test,
-        pnet=PNETS["allconv"](interface),
-        settings=lambda pnet, genome_params: _recipe(genome_params),
-        genome_params=14_958,
-        about=scaling(*scale) | {"classes": list(CLASSES)},
-    )
+    about = scaling(*scale) | {"classes": list(CLASSES)}
+    pnet = PNETS["allconv"](interface)
+    return Task("cifar10", interface, train, val, test, pnet, _recipe, genome_params=14_958, about=about)
 
 
-def _recipe(genome_params: float) -> Recipe:
+def _recipe(pnet: PNet, genome_params: float) -> Recipe:
     """Choose the settings: small genomes do not learn images by heart, so that these need not be shifted.
 
     Large genomes gain nothing at the rate of small ones.
@@ -86,7 +78,7 @@ def read_packed(path: Path) -> Images:
             if (size := sum(member.file_size for member in file.infolist())) > _MAX_UNPACKED:
                 raise ValueError(f"it would unpack to {size:,} bytes")
         with np.load(path, allow_pickle=False) as arrays:
-            delta, labels = arrays["delta"], labels_of(path, arrays["labels"])
+            delta, labels = arrays["delta"], labels_of(arrays["labels"])
             exact = arrays["exact"] if "exact" in arrays else np.ones(labels.shape, bool)
         if delta.dtype != np.uint8 or delta.shape != (len(labels), *_SHAPE):
             raise ValueError(f"delta must be {len(labels)} x 3 x 32 x 32 bytes, got {delta.dtype} {delta.shape}")
@@ -146,7 +138,7 @@ def read_batch(path: Path) -> Images:
             batch = _Reader(file, encoding="bytes").load()
         # Keys are bytes in a file of Python 2.
         entries = {k.decode("latin1") if isinstance(k, bytes) else k: v for k, v in batch.items()}
-        labels, array = labels_of(path, entries["labels"]), entries["data"]
+        labels, array = labels_of(entries["labels"]), entries["data"]
         # Arguments of `_frombuffer`, or the state of an array after its version.
         data, dtype, shape, order = array.parts if len(array.parts) == 4 else [array.parts[i] for i in (4, 2, 1, 3)]
         if shape != (len(labels), _PIXELS) or dtype.parts[0] not in ("u1", b"u1", "uint8") or order not in (False, "C"):

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -35,24 +35,8 @@ SPLIT_SEED = 0
 _Examples = TypeVar("_Examples", bound="Split")
 
 
-class Data(Protocol):
-    """Examples of a split: any object with these four methods."""
-
-    def __len__(self) -> int:
-        """Count the examples of one pass."""
-        ...
-
-    def batches(self, batch_size: int, generator: torch.Generator) -> Iterator[Batch]:
-        """Yield one pass in full batches; the CPU generator decides the order, and goes on from pass to pass."""
-        ...
-
-    def chunks(self, size: int) -> Iterator[Batch]:
-        """Yield all examples once, in order, at most `size` at a time."""
-        ...
-
-    def to(self, device: torch.device | str) -> Data:
-        """Copy the examples to `device`."""
-        ...
+Data = Any
+"""Examples of a split: an object with a length and the methods `batches`, `chunks` and `to` of a `Split`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +57,10 @@ class Split:
         return self.x[index], self.y[index]
 
     def batches(self, batch_size: int, generator: torch.Generator) -> Iterator[Batch]:
-        """Yield one shuffled pass in full batches; examples that do not fill a batch are left out."""
+        """Yield one shuffled pass in full batches; examples that do not fill a batch are left out.
+
+        The CPU generator decides the order, and goes on from pass to pass.
+        """
         used = steps_per_epoch(self, batch_size) * batch_size
         for index_B in self.order(torch.randperm(len(self), generator=generator)[:used], batch_size, generator):
             yield self[index_B]
@@ -83,7 +70,7 @@ class Split:
         return shuffled_N.split(batch_size)
 
     def chunks(self, size: int) -> Iterator[Batch]:
-        """Yield all examples in order."""
+        """Yield all examples once, in order, at most `size` at a time."""
         return (self[start : start + size] for start in range(0, len(self), size))
 
     def to(self: _Examples, device: torch.device | str) -> _Examples:
@@ -138,15 +125,15 @@ def epoch_batches(
         ValueError: at the end, for a split that gives fewer or more batches: a pass could not be resumed.
     """
     expected, got = steps_per_epoch(data, batch_size), 0
+    words = f"a pass of {len(data)} examples has {expected} full batches of {batch_size}"
     for batch in data.batches(batch_size, generator):
-        if got == expected:
-            got += n_rows(batch) == batch_size
-            break
         got += 1
-        yield batch if augment is None else (augment(batch[0], generator), batch[1])
-    if got != expected:
-        words = f"a pass of {len(data)} examples has {expected} full batches of {batch_size}"
-        raise ValueError(f"{words}, got {'more' if got > expected else got}")
+        if got <= expected:
+            yield batch if augment is None else (augment(batch[0], generator), batch[1])
+        elif got > expected + 1 or n_rows(batch) == batch_size:
+            raise ValueError(f"{words}, got more")
+    if got < expected:
+        raise ValueError(f"{words}, got {got}")
 
 
 def endless_batches(
@@ -177,11 +164,11 @@ def data_folder(task: str, data_dir: Path | None, holds: str) -> Path:
     return data_dir
 
 
-def labels_of(path: Path, labels: Any) -> NDArray[np.int64]:
-    """Return the labels of a file as an array; `ValueError` for labels that are not 0 to 9."""
+def labels_of(labels: Any) -> NDArray[np.int64]:
+    """Return the labels of ten classes as an array; `ValueError` for others than 0 to 9."""
     array = np.asarray(labels)
     if array.ndim != 1 or not array.size or array.dtype.kind not in "iu" or not 0 <= array.min() <= array.max() <= 9:
-        raise ValueError(f"{path} must hold labels 0 to 9, got {labels!r:.80}")
+        raise ValueError(f"labels must be integers from 0 to 9, got {labels!r:.80}")
     return array.astype(np.int64)
 
 

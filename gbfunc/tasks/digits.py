@@ -21,14 +21,6 @@ def digits() -> Task:
     (train, test, val), *scale = image_splits(images, (N_TEST, N_VAL))
     interface = Interface(IMAGE_SHAPE, 10)
     recipe = Recipe(lr=4e-2, dense_lr=1e-2, betas=(0.9, 0.95), batch_size=64, epochs=100, augment=noise(0.4))
-    return Task(
-        name="digits",
-        interface=interface,
-        train=train,
-        val=val,
-        test=test,
-        pnet=PNETS["mlp"](interface, hidden=(1100,), bandwidth=3.0),
-        settings=lambda pnet, genome_params: recipe,
-        genome_params=450,
-        about={**scaling(*scale), "white": 16},
-    )
+    pnet = PNETS["mlp"](interface, hidden=(1100,), bandwidth=3.0)
+    about = {**scaling(*scale), "white": 16}
+    return Task("digits", interface, train, val, test, pnet, lambda pnet, size: recipe, genome_params=450, about=about)

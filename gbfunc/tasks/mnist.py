@@ -9,6 +9,7 @@ import gzip
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,20 +55,24 @@ def load_mnist(data_dir: Path) -> tuple[NDArray[Any], ...]:
     for stem, n in (("train", N_TRAIN), ("t10k", N_TEST)):
         path = data_dir / f"{stem}-labels-idx1-ubyte.gz"
         images = read_idx(data_dir / f"{stem}-images-idx3-ubyte.gz", (n, *IMAGE_SHAPE))
-        arrays += [images, labels_of(path, read_idx(path, (n,)))]
+        labels = read_idx(path, (n,))
+        with reading(path, "file of labels"):
+            arrays += [images, labels_of(labels)]
     return tuple(arrays)
 
 
-def mnist(
+def load_task(
+    name: str,
     data_dir: Path | None = None,
     *,
     noise: float | None = None,
     shift: float | None = None,
     distort: float | None = None,
 ) -> Task:
-    """Load the MNIST task; 5,000 training images, the same ones always, are held out for validation.
+    """Load a task of such images; 5,000 training images, the same ones always, are held out for validation.
 
     Args:
+        name: name of the task.
         data_dir: folder with the four IDX `.gz` files.
         noise: standard deviation of the normal noise on training images, relative to the deviation of their pixels;
             None for the best known value, which depends on the size of the genome.
@@ -75,21 +80,7 @@ def mnist(
         distort: how far training images are turned, stretched and sheared, as a part of their size (0 to 1); they are
             then also moved by up to 1.5 pixels. None as for `noise`.
     """
-    return _task("mnist", data_dir, noise=noise, shift=shift, distort=distort)
-
-
-def fashion_mnist(
-    data_dir: Path | None = None,
-    *,
-    noise: float | None = None,
-    shift: float | None = None,
-    distort: float | None = None,
-) -> Task:
-    """Load the Fashion-MNIST task: as `mnist`, from another folder."""
-    return _task("fashion-mnist", data_dir, noise=noise, shift=shift, distort=distort)
-
-
-def _task(name: str, data_dir: Path | None, **asked: float | None) -> Task:
+    asked = {"noise": noise, "shift": shift, "distort": distort}
     for option, x in asked.items():
         most, expected = (math.inf, "a number >= 0") if option == "noise" else (1, "a number from 0 to 1")
         if x is not None and not (isinstance(x, int | float) and 0 <= x <= most and x < math.inf):
@@ -98,18 +89,16 @@ def _task(name: str, data_dir: Path | None, **asked: float | None) -> Task:
     learned, tested = (images[:, None], labels), (test_images[:, None], test_labels)
     (train, val, test), mean, std = image_splits(learned, (N_VAL,), tested)
     interface = Interface((1, *IMAGE_SHAPE), 10)
-    blank = (-mean / std).item()
-    return Task(
-        name=name,
-        interface=interface,
-        train=train,
-        val=val,
-        test=test,
-        pnet=PNETS["mlp"](interface, hidden=(800,), bandwidth=6.0),
-        settings=lambda pnet, genome_params: _recipe(pnet, genome_params, asked, blank),
-        genome_params=1_973,
-        about=scaling(mean, std) | ({"classes": list(FASHION)} if name == "fashion-mnist" else {}),
-    )
+    pnet = PNETS["mlp"](interface, hidden=(800,), bandwidth=6.0)
+    about = scaling(mean, std) | ({"classes": list(FASHION)} if name == "fashion-mnist" else {})
+
+    def settings(pnet: PNet, genome_params: float) -> Recipe:
+        return _recipe(pnet, genome_params, asked, (-mean / std).item())
+
+    return Task(name, interface, train, val, test, pnet, settings, genome_params=1_973, about=about)
+
+
+mnist, fashion_mnist = partial(load_task, "mnist"), partial(load_task, "fashion-mnist")
 
 
 def _recipe(pnet: PNet, genome_params: float, asked: Mapping[str, float | None], blank: float) -> Recipe:

@@ -15,7 +15,7 @@ from torch import Tensor
 from gbfunc.extras import import_extra
 from gbfunc.tasks.base import LOSS, Net, Recipe, Task, logits_of, text_metrics, token_loss
 from gbfunc.tasks.data import Windows
-from gbfunc.tasks.pnets import PNETS, Interface
+from gbfunc.tasks.pnets import PNETS, Interface, PNet
 
 TEST_PART, VAL_PART = 0.05, 0.1
 """The last tenth validates and all up to it trains, as is usual for tiny shakespeare; the test is the beginning."""
@@ -67,13 +67,11 @@ def text(data_dir: Path | None = None, context: int = 64, vocabulary: int | None
             raise ValueError(f"{where} is too short: a part of it has {n} tokens, and a window needs {context + 1}")
     interface = Interface((context,), tokens.size, tokens=True)
     return Task(
-        name="text",
-        interface=interface,
-        train=splits[0],
-        val=splits[1],
-        test=splits[2],
-        pnet=PNETS["gpt"](interface),
-        settings=lambda pnet, genome_params: _recipe(genome_params),
+        "text",
+        interface,
+        *splits,
+        PNETS["gpt"](interface),
+        _recipe,
         loss=token_loss,
         evaluate=text_metrics,
         metrics=LOSS,
@@ -83,7 +81,7 @@ def text(data_dir: Path | None = None, context: int = 64, vocabulary: int | None
     )
 
 
-def _recipe(genome_params: float) -> Recipe:
+def _recipe(pnet: PNet, genome_params: float) -> Recipe:
     """Choose the rate: of 6e-3, 4e-3 and 2e-2, 290,000 parameters take the first."""
     if _SMALL < genome_params < math.inf:
         return replace(_RECIPE, lr=_RECIPE.lr * (_SMALL / genome_params) ** 0.8)

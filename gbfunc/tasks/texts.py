@@ -76,31 +76,25 @@ class PaddedTexts(Split):
         return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
 
-def texts(
-    data_dir: Path | None = None, pretrained: str | None = None, max_tokens: int = 64, vocabulary: int | None = None
+def load_task(
+    name: str,
+    data_dir: Path | None = None,
+    pretrained: str | None = None,
+    max_tokens: int = 64,
+    vocabulary: int | None = None,
 ) -> Task:
     """Load the task of a folder: `train.txt` and `test.txt` hold a label, white space and a text per line, in UTF-8.
 
     A tenth of the training texts validates, 500 at most. The p-net is a small BERT, or the pretrained network, with a
-    classifier on the mean of its tokens.
+    classifier on the mean of its tokens. TREC has 5,452 questions to learn from, and 500 to test, in 6 classes.
 
     Args:
+        name: name of the task.
         data_dir: the folder.
         pretrained: folder, installed Python package, or model of the Hugging Face hub that gives tokens and weights.
         max_tokens: longer texts are cut.
         vocabulary: byte-pair tokens, made from the training texts, if nothing is pretrained; None for 1,000.
     """
-    return _task("texts", data_dir, pretrained, max_tokens, vocabulary)
-
-
-def trec(
-    data_dir: Path | None = None, pretrained: str | None = None, max_tokens: int = 64, vocabulary: int | None = None
-) -> Task:
-    """Load `texts` of TREC: 5,452 questions to learn from, 500 of which validate, and 500 to test, in 6 classes."""
-    return _task("trec", data_dir, pretrained, max_tokens, vocabulary)
-
-
-def _task(name: str, data_dir: Path | None, pretrained: str | None, max_tokens: int, vocabulary: int | None) -> Task:
     check_int(name, "max_tokens", max_tokens, 4)
     check_int(name, "vocabulary", vocabulary, 257)
     if pretrained is not None and vocabulary is not None:
@@ -116,13 +110,11 @@ def _task(name: str, data_dir: Path | None, pretrained: str | None, max_tokens: 
     splits.append(_split(tested, test_labels_N, tokens))
     config = _SMALL if pretrained is None else {"pretrained": pretrained}
     return Task(
-        name=name,
-        interface=interface,
-        train=splits[0],
-        val=splits[1],
-        test=splits[2],
-        pnet=hugging_face(interface, "bert" if pretrained is None else "", **config),
-        settings=partial(_recipe, len(splits[0]), tokens.pad),
+        name,
+        interface,
+        *splits,
+        hugging_face(interface, "bert" if pretrained is None else "", **config),
+        partial(_recipe, len(splits[0]), tokens.pad),
         genome_params=None if pretrained is None else 3_000,
         compression=3.0,
         # In small chunks, which are as long as their longest text.
@@ -130,6 +122,9 @@ def _task(name: str, data_dir: Path | None, pretrained: str | None, max_tokens: 
         encode=tokens.encode,
         about={"classes": classes},
     )
+
+
+texts, trec = partial(load_task, "texts"), partial(load_task, "trec")
 
 
 def _read_folder(name: str, data_dir: Path | None) -> tuple[list[str], Labels, list[str], Labels, list[str]]:

@@ -30,42 +30,42 @@ _SECONDS_BETWEEN_REPORTS, _STEPS_BETWEEN_LOGS = 0.2, 10
 class Trainer(NamedTuple):
     """Something that learns."""
 
-    state: Any  # where it starts
+    state: Any  # the first state
     # A state and a batch to the next state, the loss and other metrics of the batch.
     step: Callable[[Any, Any], tuple[Any, Tensor, dict[str, Tensor]]]
-    net: Callable[[Any], Net]  # the network that a state stands for, as it is in use
-    train_step: TrainStep | None = None  # what takes the steps of a genome; None for other things
-    coder: Coder | None = None  # what chooses steps of quantisation as it learns; None where nothing does
+    net: Callable[[Any], Net]  # the network of a state, ready to use
+    train_step: TrainStep | None = None  # takes the steps of a genome; None for other trainers
+    coder: Coder | None = None  # chooses steps of quantisation during the training; None if nothing does
 
 
 class Coder:
     """Chooses the steps of quantisation of a genome in training, so that its file has a size.
 
-    First after 60 % of the training, which went without rounding till then, and some times more up to 85 %: with the
-    bits in the loss the genome needs fewer of them, which finer steps then take.
+    The first choice comes after 60 % of the training, which has no rounding until then, and later ones up to 85 %: with
+    the bits in the loss the genome needs fewer of them, which finer steps then take.
 
     Attributes:
-        steps: those of now; None before the first.
+        steps: present steps; None before the first choice.
     """
 
     def __init__(self, plan: gb.Plan, genome_bytes: int, batch_size: int, total: int, metadata: Any = None) -> None:
-        """For a training of `total` training steps; `metadata` will be in the file."""
+        """Prepare for `total` training steps; the file will hold `metadata`."""
         self._plan, self._bytes, self._batch_size, self._metadata = plan, genome_bytes, batch_size, metadata
         self._due = {round(total * part) for part in (0.6, 0.65, 0.7, 0.775, 0.85)} - {0}
         self.steps: Steps | None = None
 
     def look(self, state: gb.TrainState) -> None:
-        """Choose, where it is time."""
+        """Choose, if it is time."""
         if int(state.step) in self._due:
             self.steps = self.fitted(state)
 
     def fitted(self, state: gb.TrainState) -> Steps:
-        """Steps with which the state's file has at most the size."""
+        """Choose steps with which the state's file has at most the size."""
         size = {"batch_size": self._batch_size, "metadata": self._metadata}
         return gb.allocate_steps(self._plan, state, self._bytes, **size)
 
     def final(self, state: gb.TrainState) -> Steps:
-        """The steps of now, where the state's file then has at most the size."""
+        """Return the present steps, or others if the state's file would be too large."""
         if self.steps is not None:
             leaves = Genome(state.gnets, state.direct, state.buffers)
             if sum(file_bytes(self._plan, self.steps, leaves, self._metadata).values()) <= self._bytes:
@@ -74,41 +74,40 @@ class Coder:
 
 
 class Fit(NamedTuple):
-    """What training gave."""
+    """Result of a training."""
 
     state: Any  # the last state
-    # A row per validation: `epoch` (passes over the data), `step`, what the task counts, `train_loss` and other
-    # `train_` metrics (means since the last row), `val_` metrics, `seconds` since the start.
+    # A row per validation: `epoch` (passes over the data), `step`, the task's counts, `train_loss` and other `train_`
+    # metrics (means since the last row), `val_` metrics, `seconds` since the start.
     history: list[dict[str, float]]
     seconds: float  # of training, validation included
-    steps: int  # done in all
+    steps: int  # taken in all
     step_seconds: float  # of the steps with their batches, without validation
 
 
 class Position(NamedTuple):
-    """How far a training has come, beside its state."""
+    """Progress of a training, beside its state."""
 
     done: int  # steps up to the last row of the history
-    more: int  # steps since
-    order: Tensor  # state of the generator of the data's order and noise before the pass over the data in hand
-    sums: dict[str, float]  # of the metrics of the steps since
+    more: int  # steps since then
+    order: Tensor  # state of the generator of the data's order and noise before the present pass over the data
+    sums: dict[str, float]  # of the metrics of the steps since then
+    recent: dict[str, float]  # of the metrics of the steps since the last entry of a log
     history: list[dict[str, float]]  # rows
     seconds: float  # of training
-    step_seconds: float | None = None  # of the steps, without validation; None where it is not known
-    steps: Any = None  # of quantisation, as arguments of `Steps`; None before there are any
-    # What `sums` and `more` were after the last entry of a log; None where that is not known.
-    logged: tuple[dict[str, float], int] | None = None
+    step_seconds: float  # of the steps, without validation
+    steps: Any = None  # of quantisation, as arguments of `Steps`; None before the first choice
 
 
 class Checkpoints(Protocol):
-    """Where a training goes on from, and what saves it."""
+    """Saves a training, and says where it goes on."""
 
     def resume(self, state: Any) -> tuple[Any, Position | None]:
-        """The state to begin with and how far it has come."""
+        """Return the state to begin with and its progress."""
         ...
 
     def due(self, steps: int) -> bool:
-        """Whether to save after so many steps; asked after every step."""
+        """Whether to save after so many steps; called after every step."""
         ...
 
     def save(self, state: Any, steps: int, position: Position, *, wait: bool = False) -> None:
@@ -117,11 +116,11 @@ class Checkpoints(Protocol):
 
 
 Report = Callable[[int, str, str | None], None]
-"""Takes the steps done in all, what is known of the latest, and the validation after them, where there is one."""
+"""Takes the steps taken in all, the latest figures, and the validation after these steps, if there is one."""
 
 
 def total_steps(task: Task, recipe: Recipe) -> int:
-    """Steps of a whole training run: the length of its schedule."""
+    """Count the steps of a whole training: the length of its schedule."""
     return recipe.steps or recipe.epochs * steps_per_epoch(task.train, recipe.batch_size)
 
 
@@ -138,12 +137,21 @@ def genome_trainer(
     metadata: Any = None,
     **options: Any,
 ) -> Trainer:
-    """Train a genome as a recipe says; with `rounding` as it is stored in such a dtype.
+    """Train a genome by a recipe.
 
-    `"auto"` are codes with steps that the training finds (`Coder`), for a file of `genome_bytes` with `metadata`.
-
-    With a mesh of many ranks, each takes its share of every batch, and all must take every step; `options` are others
-    of `make_train_step`, such as how the p-net is split over ranks (`parallel`, `pipeline`, `microbatches`).
+    Args:
+        plan: plan of the genome.
+        pnet: the p-net.
+        task: its loss is trained.
+        recipe: settings.
+        seed: seed of the genome's initial numbers.
+        mesh: ranks; each takes its share of every batch, and all must take every step.
+        placement: of the genome on the ranks.
+        rounding: dtype of the stored genome, by which training rounds the genome; `"auto"` for codes with steps that
+            the training finds (`Coder`), for a file of `genome_bytes` with `metadata`.
+        genome_bytes: size of that file.
+        metadata: metadata of that file.
+        options: other options of `make_train_step`, such as `parallel`, `pipeline` and `microbatches`.
     """
     steps = total_steps(task, recipe)
     direct = None if recipe.direct_lr is None else {"lr": recipe.schedule(recipe, recipe.direct_lr, steps)}
@@ -152,9 +160,9 @@ def genome_trainer(
     coder = None
     if rounding == AUTO:
         if genome_bytes is None:
-            raise ValueError("codes with steps of their own need the bytes that their file shall have: genome_bytes")
+            raise ValueError("codes with steps of their own need the size of their file: genome_bytes")
         coder = Coder(plan, genome_bytes, recipe.batch_size, steps, metadata)
-        # Known before a step is taken: parts of the genome on other ranks may share a step of quantisation.
+        # Parts of the genome on other ranks may share a step of quantisation.
         if placement not in ("auto", "replicated"):
             raise ValueError(f"codes with steps need the whole genome on each rank: replicated, got {placement!r}")
         if options.get("local_steps") is not None:
@@ -186,13 +194,13 @@ def genome_trainer(
 
 
 def dense_trainer(net: nn.Module, task: Task, recipe: Recipe) -> Trainer:
-    """Train a network's weights at the recipe's `dense_lr`, on the same schedule as a genome."""
+    """Train the weights of a network at the recipe's `dense_lr`, on the same schedule as a genome."""
     trainer = leaf_trainer(net.parameters(), lambda *inputs: net.train()(*inputs), task, recipe)
     return trainer._replace(net=lambda _: net.eval())
 
 
 def leaf_trainer(leaves: Iterable[Tensor], net: Net, task: Task, recipe: Recipe) -> Trainer:
-    """Train `leaves`, which `net` reads, in place at the recipe's `dense_lr`."""
+    """Train `leaves`, tensors that `net` reads, in place at the recipe's `dense_lr`."""
     leaves, schedule = list(leaves), recipe.schedule(recipe, recipe.dense_lr, total_steps(task, recipe))
     fused = {"fused": True} if "fused" in signature(recipe.optimizer).parameters else {}
     kind: Any = recipe.optimizer
@@ -225,107 +233,99 @@ def fit(
     log_every: int = _STEPS_BETWEEN_LOGS,
     on_validation: Callable[[Any, list[dict[str, float]]], None] = lambda state, history: None,
 ) -> Fit:
-    """Train as long as the recipe says, measuring on validation data now and then.
+    """Train as long as the recipe says, with validations in between.
 
     Args:
         trainer: what to train.
         task: its data, on the trainer's device.
-        recipe: batch size, length, how often to measure.
-        seed: of the order of the examples.
-        checkpoints: where to go on from, and when to save; training then is the same as without an interruption.
-        report: gets the progress.
+        recipe: batch size, length, and steps between validations.
+        seed: seed of the order of the examples.
+        checkpoints: saves the training, and says where it goes on; a resumed training equals an uninterrupted one.
+        report: called with the progress.
         validate: whether to measure on validation data.
-        on_log: is given the steps done and metrics: means of `train_` ones every so many steps, `val_` ones with each
-            validation.
-        log_every: so many.
-        on_validation: is given the state and the history after each validation, whose row is the last.
+        on_log: called with the steps taken and metrics: means of `train_` metrics every `log_every` steps, `val_`
+            metrics at each validation.
+        log_every: steps between two entries.
+        on_validation: called with the state and the history after each validation, whose row is the last.
 
     Raises:
         ValueError: for `log_every` below 1, or a batch size that the data cannot fill.
-        Exception: what `checkpoints` raises to stop, after a signal.
+        Exception: raised by `checkpoints` to stop, after a signal.
     """
     if log_every < 1:
         raise ValueError(f"log_every must be at least 1, got {log_every}")
     total, a_pass = total_steps(task, recipe), steps_per_epoch(task.train, recipe.batch_size)
     every = recipe.measure_every or a_pass
-    ends = range(every, total, every) if isinstance(every, int) else [end for end in every if end < total]
+    ends = {total, *(range(every, total, every) if isinstance(every, int) else every)}
     generator = torch.Generator().manual_seed(seed)
     state, at = checkpoints.resume(trainer.state) if checkpoints else (trainer.state, None)
-    at = at or Position(0, 0, generator.get_state(), {}, [], 0.0)
-    done, more, order, sums_before, history, spent, stepping, chosen, entry = at
-    coder = trainer.coder
-    if coder is not None and chosen is not None:
-        indices, rate = chosen
-        coder.steps = Steps(tuple((name, tuple(of_parts)) for name, of_parts in indices), rate)
-    stepping = spent if stepping is None else stepping
-    finished = done == total
+    at = at or Position(0, 0, generator.get_state(), {}, {}, [], 0.0, 0.0)
+    order, history, stepping, done, taken = at.order, at.history, at.step_seconds, at.done, at.done + at.more
+    if trainer.coder is not None and at.steps is not None:
+        indices, rate = at.steps
+        trainer.coder.steps = Steps(tuple((name, tuple(of_parts)) for name, of_parts in indices), rate)
     generator.set_state(order)
     batches = task.batches(task.train, recipe, generator, lambda: trainer.net(state))
-    if done + more:
-        # What was taken of the pass in hand is drawn again: order and augmentation go on as they would have.
-        deque(islice(batches, (done + more - 1) % a_pass + 1), 0)
+    if taken:
+        # The batches of the present pass are drawn again: order and augmentation go on where they were.
+        deque(islice(batches, (taken - 1) % a_pass + 1), 0)
     # Summed as tensors: reading a number in each step would make a GPU wait.
-    sums, logged = map(_as_tensors, (sums_before, sums_before if entry is None else entry[0]))
-    since = more if entry is None else entry[1]
-    reported = time.perf_counter()
-    start = reported - spent
-    while done < total:
-        here = min(end for end in (*ends, total) if end > done) - done
-        stretch = time.perf_counter()
-        for i, steps in enumerate(range(done + more + 1, done + here + 1), more + 1):
-            if (steps - 1) % a_pass == 0:
-                order = generator.get_state()
-            if (batch := next(batches, None)) is None:
-                raise ValueError(
-                    f"batches of the task {task.name} end after {steps - 1} steps, the training has {total}"
-                )
-            state, loss, metrics = trainer.step(state, batch)
-            found = _as_metrics(loss, metrics)
-            if sums and sums.keys() != found.keys():
-                words = f"{sorted(sums)}, then {sorted(found)}"
-                raise ValueError(
-                    f"the loss of the task {task.name} must return the same metrics in all steps, got {words}"
-                )
-            sums = {name: value + sums.get(name, 0.0) for name, value in found.items()}
-            if steps % log_every == 0:
-                if on_log is not None:
-                    on_log(steps, {f"train_{k}": float(v - logged.get(k, 0)) / (i - since) for k, v in sums.items()})
-                logged, since = dict(sums), i
-            now = time.perf_counter()
-            if now - reported > _SECONDS_BETWEEN_REPORTS:
-                reported = now
-                report(steps, _status(sums, i, steps / (now - start)), None)
-            if checkpoints and checkpoints.due(steps):
-                times, entry = (now - start, stepping + now - stretch), (_as_floats(logged), since)
-                place = Position(done, i, order, _as_floats(sums), history, *times, _chosen(coder), entry)
-                checkpoints.save(state, steps, place)
-        done += here
-        # Reading them waits for the device.
-        means = {f"train_{name}": float(value) / here for name, value in sums.items()}
+    sums, recent = ({k: torch.tensor(v, dtype=torch.float64) for k, v in x.items()} for x in (at.sums, at.recent))
+    reported = stretch = time.perf_counter()
+    start = reported - at.seconds
+
+    def place(done: int, more: int, now: float) -> Position:
+        numbers = ({name: float(x) for name, x in values.items()} for values in (sums, recent))
+        steps = None if trainer.coder is None else trainer.coder.steps
+        chosen = None if steps is None else (steps.indices, steps.rate)
+        return Position(done, more, order, *numbers, history, now - start, stepping + now - stretch, chosen)
+
+    for steps in range(taken + 1, total + 1):
+        if (steps - 1) % a_pass == 0:
+            order = generator.get_state()
+        if (batch := next(batches, None)) is None:
+            raise ValueError(f"batches of the task {task.name} end after {steps - 1} steps, the training has {total}")
+        state, loss, metrics = trainer.step(state, batch)
+        found, count = _as_metrics(loss, metrics), steps - done
+        if sums and sums.keys() != found.keys():
+            words = f"{sorted(sums)}, then {sorted(found)}"
+            raise ValueError(f"the loss of the task {task.name} must return the same metrics in all steps, got {words}")
+        sums, recent = ({k: v + before.get(k, 0.0) for k, v in found.items()} for before in (sums, recent))
+        if steps % log_every == 0:
+            if on_log is not None:
+                on_log(steps, {f"train_{k}": float(v) / min(count, log_every) for k, v in recent.items()})
+            recent = {}
+        now = time.perf_counter()
+        if now - reported > _SECONDS_BETWEEN_REPORTS:
+            reported = now
+            report(steps, _status(sums, count, steps / (now - start)), None)
+        if checkpoints and checkpoints.due(steps):
+            checkpoints.save(state, steps, place(done, count, now))
+        if steps not in ends:
+            continue
+        # Reading the sums waits for the device.
+        means = {f"train_{name}": float(value) / count for name, value in sums.items()}
         stepping += time.perf_counter() - stretch
         measured = task.measured(trainer.net(state), task.val) if validate else {}
-        seconds = time.perf_counter() - start
-        passes = done / a_pass
-        row = {"epoch": int(passes) if passes.is_integer() else round(passes, 3), "step": done, **task.counts(done)}
-        history.append(
-            row | means | {f"val_{name}": v for name, v in measured.items()} | {"seconds": round(seconds, 3)}
-        )
+        row = {f"val_{name}": value for name, value in measured.items()}
+        seconds, passes = time.perf_counter() - start, steps / a_pass
+        known = {"epoch": int(passes) if passes.is_integer() else round(passes, 3), "step": steps, **task.counts(steps)}
+        history.append(known | means | row | {"seconds": round(seconds, 3)})
         if validate:
             if on_log is not None:
-                on_log(done, {name: v for name, v in history[-1].items() if name.startswith("val_")})
+                on_log(steps, row)
             on_validation(state, history)
             validation = f"{task.metric.label} {task.metric.show(measured[task.metric.name])}"
-            report(done, _status(sums, here, done / seconds), validation)
-        sums, more, logged, since = {}, 0, {}, 0
-    seconds = time.perf_counter() - start
-    if checkpoints and not finished:
-        place = Position(total, 0, order, {}, history, seconds, stepping, _chosen(coder))
-        checkpoints.save(state, total, place, wait=True)
-    return Fit(state, history, seconds, total, stepping)
+            report(steps, _status(sums, count, steps / seconds), validation)
+        done, sums, recent, stretch = steps, {}, {}, time.perf_counter()
+    now = stretch = time.perf_counter()
+    if checkpoints and at.done < total:
+        checkpoints.save(state, total, place(total, 0, now), wait=True)
+    return Fit(state, history, now - start, total, stepping)
 
 
 def _as_metrics(loss: Tensor, metrics: Any) -> dict[str, Tensor]:
-    """Loss and other metrics of a batch by their names, float64; `ValueError` for what are no numbers."""
+    """Return the loss and the metrics of a batch by their names, float64; `ValueError` for values of other types."""
     metrics = {} if metrics is None else metrics
     if isinstance(metrics, Mapping) and "loss" not in metrics:
         with suppress(TypeError, ValueError, RuntimeError):
@@ -335,19 +335,6 @@ def _as_metrics(loss: Tensor, metrics: Any) -> dict[str, Tensor]:
     raise ValueError(f"{expected}, got {metrics!r:.200}")
 
 
-def _as_tensors(sums: dict[str, float]) -> dict[str, Tensor]:
-    return {name: torch.tensor(value, dtype=torch.float64) for name, value in sums.items()}
-
-
-def _as_floats(sums: dict[str, Tensor]) -> dict[str, float]:
-    return {name: float(value) for name, value in sums.items()}
-
-
-def _chosen(coder: Coder | None) -> Any:
-    return None if coder is None or coder.steps is None else (coder.steps.indices, coder.steps.rate)
-
-
 def _status(sums: dict[str, Tensor], count: int, speed: float) -> str:
-    """Means of the metrics of a stretch of training, and steps per second."""
     metrics = "  ".join(f"{name} {float(value) / count:.4f}" for name, value in sums.items())
     return f"{metrics}  {speed:,.1f} steps/s"

@@ -135,44 +135,29 @@ def _normed(channels: int, out: int, kernel: int, stride: int = 1) -> tuple[nn.M
 class ResNet(nn.Module):
     """A residual network with a stem of 3 x 3 for small images (He et al., 2015, sections 4.1 and 4.2).
 
-    Args:
-        channels: channels of an image.
-        width: channels of the first stage; each later stage has twice as many, and half of the rows and columns.
-        classes: outputs.
-        stages: stages.
-        blocks: blocks of two convolutions in each stage.
-        padded: whether shortcuts have no parameters (option A of section 4.2).
+    The first of some stages has `width` channels; each later stage has twice as many, and half of the rows and columns.
+    A stage has `blocks` blocks of two convolutions. If `padded`, shortcuts have no parameters (option A of section
+    4.2), and the initial weights are those of that section.
     """
 
-    def __init__(self, channels: int, width: int, classes: int, stages: int, blocks: int, padded: bool) -> None:
+    def __init__(
+        self, channels: int, width: int, classes: int, stages: int = 3, blocks: int = 3, padded: bool = True
+    ) -> None:
         super().__init__()
         self.stem = nn.Sequential(*_normed(channels, width, 3))
         outs = [width, *(width * 2**stage for stage in range(stages) for _ in range(blocks))]
         self.blocks = nn.Sequential(*(Residual(a, b, 1 if a == b else 2, padded) for a, b in pairwise(outs)))
         self.head = nn.Linear(outs[-1], classes)
+        if padded:
+            self.apply(_kaiming)
 
     def forward(self, x_BChw: Tensor) -> Tensor:
         """[B, C, h, w] -> [B, K]."""
         return self.head(self.blocks(F.relu(self.stem(x_BChw))).mean((-2, -1)))
 
 
-class ResNet18(ResNet):
-    """ResNet-18 with a stem for images of 32 x 32: stages of `width` channels, twice, four and eight times as many."""
-
-    def __init__(self, channels: int, width: int, classes: int) -> None:
-        super().__init__(channels, width, classes, stages=4, blocks=2, padded=False)
-
-
-class ResNetCifar(ResNet):
-    """The residual networks for CIFAR-10 (He et al., 2015, section 4.2): 6 n + 2 layers in three stages.
-
-    Stages of `width` channels, twice and four times as many; with 16, depth 20 has 269,722 parameters and depth 56
-    853,018 (their option A: shortcuts without parameters).
-    """
-
-    def __init__(self, channels: int, width: int, classes: int, depth: int) -> None:
-        super().__init__(channels, width, classes, stages=3, blocks=(depth - 2) // 6, padded=True)
-        self.apply(_kaiming)
+ResNet18 = partial(ResNet, stages=4, blocks=2, padded=False)
+"""ResNet-18 with a stem for images of 32 x 32."""
 
 
 def _convolutional(
@@ -251,13 +236,14 @@ def resnet18(interface: Interface, *, width: int = 64) -> PNet:
     return _convolutional("resnet18", resnet18, interface, make, {"width": width}, "stem.0.weight", 4)
 
 
-def resnet20(interface: Interface, *, width: int = 16) -> PNet:
-    """`ResNetCifar` of 20 layers for an image task, its first stage of `width` channels."""
-    make = partial(ResNetCifar, interface.inputs[0], classes=interface.outputs, depth=20)
-    return _convolutional("resnet20", resnet20, interface, make, {"width": width}, "stem.0.weight", 4)
+def cifar_resnet(depth: int, interface: Interface, *, width: int = 16) -> PNet:
+    """The `ResNet` of 6 n + 2 layers in three stages for an image task, its first stage of `width` channels.
+
+    With 16 channels, depth 20 has 269,722 parameters and depth 56 853,018.
+    """
+    make = partial(ResNet, interface.inputs[0], classes=interface.outputs, blocks=(depth - 2) // 6)
+    again, config = partial(cifar_resnet, depth), {"width": width}
+    return _convolutional(f"resnet{depth}", again, interface, make, config, "stem.0.weight", 4)
 
 
-def resnet56(interface: Interface, *, width: int = 16) -> PNet:
-    """`ResNetCifar` of 56 layers, as `resnet20`."""
-    make = partial(ResNetCifar, interface.inputs[0], classes=interface.outputs, depth=56)
-    return _convolutional("resnet56", resnet56, interface, make, {"width": width}, "stem.0.weight", 4)
+resnet20, resnet56 = partial(cifar_resnet, 20), partial(cifar_resnet, 56)

@@ -58,15 +58,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A language model: logits of the next token at every position.
 
-    Args:
-        vocabulary: tokens.
-        context: longest sequence.
-        layers: blocks.
-        width: width of the residual stream.
-        heads: attention heads, a divisor of `width`.
-        hidden: units of each block's MLP.
-        dropout: part of the activations that are dropped in training.
-        bias: whether the blocks' linear layers have biases.
+    `context` is the longest sequence, `heads` divides `width`, and `hidden` are the units of each block's MLP.
     """
 
     def __init__(

@@ -16,15 +16,7 @@ from gbfunc.tasks.pnets.base import BLOCKS, Interface, PNet, Shapes, check_optio
 class ViT(nn.Module):
     """Patches, learned positions, pre-norm blocks of `nn.TransformerEncoder`, and the mean over the patches.
 
-    Args:
-        inputs: channels, rows and columns of an image.
-        classes: number of classes.
-        patch: side of a patch, a divisor of rows and columns.
-        layers: blocks.
-        width: width of the residual stream.
-        heads: heads of the attention, a divisor of `width`.
-        hidden: units of each block's MLP.
-        dropout: part of the activations that are dropped in training.
+    `patch` divides rows and columns of the images, `heads` divides `width`, and `hidden` are the units of an MLP.
     """
 
     def __init__(
