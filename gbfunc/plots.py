@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
-from matplotlib import cycler
+from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogFormatter, LogLocator, NullFormatter, StrMethodFormatter

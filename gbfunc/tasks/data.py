@@ -174,7 +174,7 @@ def labels_of(labels: Any) -> NDArray[np.int64]:
 
 def image_splits(
     images: Images, held: tuple[int, ...], tested: Images | None = None, *, by_channel: bool = False
-) -> tuple[list[Split], NDArray[np.float64], NDArray[np.float64]]:
+) -> tuple[list[Split], NDArray[Any], NDArray[Any]]:
     """Hold parts of the images out, and normalise all images by the training part.
 
     Args:
@@ -189,7 +189,7 @@ def image_splits(
     x, labels = images
     *parts, train = hold_out(labels, held, SPLIT_SEED)
     axes = (0, 2, 3) if by_channel else None
-    mean, std = (f(x[train], axis=axes, dtype=np.float64, keepdims=True) for f in (np.mean, np.std))
+    mean, std = (np.asarray(f(x[train], axis=axes, dtype=np.float64, keepdims=True)) for f in (np.mean, np.std))
     dtype = np.result_type(x, np.float32)
 
     def split(images: NDArray[Any], labels: NDArray[np.int64]) -> Split:

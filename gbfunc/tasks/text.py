@@ -69,7 +69,9 @@ def text(data_dir: Path | None = None, context: int = 64, vocabulary: int | None
     return Task(
         "text",
         interface,
-        *splits,
+        splits[0],
+        splits[1],
+        splits[2],
         PNETS["gpt"](interface),
         _recipe,
         loss=token_loss,

@@ -108,11 +108,13 @@ def load_task(
     interface = Interface((max_tokens,), len(classes), vocabulary=tokens.size, pad=tokens.pad)
     splits = [_split([learned[i] for i in part], labels_N[part], tokens) for part in (train, val)]
     splits.append(_split(tested, test_labels_N, tokens))
-    config = _SMALL if pretrained is None else {"pretrained": pretrained}
+    config: dict[str, Any] = _SMALL if pretrained is None else {"pretrained": pretrained}
     return Task(
         name,
         interface,
-        *splits,
+        splits[0],
+        splits[1],
+        splits[2],
         hugging_face(interface, "bert" if pretrained is None else "", **config),
         partial(_recipe, len(splits[0]), tokens.pad),
         genome_params=None if pretrained is None else 3_000,

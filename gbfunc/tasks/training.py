@@ -275,32 +275,37 @@ def fit(
     start = reported - at.seconds
 
     def place(done: int, more: int, now: float) -> Position:
-        numbers = ({name: float(x) for name, x in values.items()} for values in (sums, recent))
+        totals, latest = ({name: float(x) for name, x in values.items()} for values in (sums, recent))
         steps = None if trainer.coder is None else trainer.coder.steps
         chosen = None if steps is None else (steps.indices, steps.rate)
-        return Position(done, more, order, *numbers, history, now - start, stepping + now - stretch, chosen)
+        times = (now - start, stepping + now - stretch)
+        return Position(done, more, order, totals, latest, history, *times, chosen)
 
-    for steps in range(taken + 1, total + 1):
-        if (steps - 1) % a_pass == 0:
-            order = generator.get_state()
-        if (batch := next(batches, None)) is None:
-            raise ValueError(f"batches of the task {task.name} end after {steps - 1} steps, the training has {total}")
-        state, loss, metrics = trainer.step(state, batch)
-        found, count = _as_metrics(loss, metrics), steps - done
-        if sums and sums.keys() != found.keys():
-            words = f"{sorted(sums)}, then {sorted(found)}"
-            raise ValueError(f"the loss of the task {task.name} must return the same metrics in all steps, got {words}")
-        sums, recent = ({k: v + before.get(k, 0.0) for k, v in found.items()} for before in (sums, recent))
-        if steps % log_every == 0:
-            if on_log is not None:
-                on_log(steps, {f"train_{k}": float(v) / min(count, log_every) for k, v in recent.items()})
-            recent = {}
-        now = time.perf_counter()
-        if now - reported > _SECONDS_BETWEEN_REPORTS:
-            reported = now
-            report(steps, _status(sums, count, steps / (now - start)), None)
-        if checkpoints and checkpoints.due(steps):
-            checkpoints.save(state, steps, place(done, count, now))
+    # A checkpoint at the end of a stretch was saved before its validation, which then comes first.
+    for steps in range(taken + (at.more == 0), total + 1):
+        count = steps - done
+        if steps > taken:
+            if (steps - 1) % a_pass == 0:
+                order = generator.get_state()
+            if (batch := next(batches, None)) is None:
+                got = f"batches of the task {task.name} end after {steps - 1} steps"
+                raise ValueError(f"{got}, the training has {total}")
+            state, loss, metrics = trainer.step(state, batch)
+            found = _as_metrics(loss, metrics)
+            if sums and sums.keys() != found.keys():
+                got = f"got {sorted(sums)}, then {sorted(found)}"
+                raise ValueError(f"the loss of the task {task.name} must return the same metrics in all steps, {got}")
+            sums, recent = ({k: v + before.get(k, 0.0) for k, v in found.items()} for before in (sums, recent))
+            if steps % log_every == 0:
+                if on_log is not None:
+                    on_log(steps, {f"train_{k}": float(v) / min(count, log_every) for k, v in recent.items()})
+                recent = {}
+            now = time.perf_counter()
+            if now - reported > _SECONDS_BETWEEN_REPORTS:
+                reported = now
+                report(steps, _status(sums, count, steps / (now - start)), None)
+            if checkpoints and checkpoints.due(steps):
+                checkpoints.save(state, steps, place(done, count, now))
         if steps not in ends:
             continue
         # Reading the sums waits for the device.

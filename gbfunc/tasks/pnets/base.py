@@ -130,7 +130,7 @@ def family(
         try:
             found = read(shapes)
         except LookupError as error:
-            raise ValueError(f"expected the parameters of {pnet.name}, with {error}, got {brief(shapes)}") from error
+            raise ValueError(f"expected the parameters of {pnet.name}, with {error}") from error
         return again(**found)
 
     return replace(pnet, scaled=scaled, fitted=fitted)

@@ -6,6 +6,7 @@ Suffixes: B examples of a batch, C channels, h rows, w columns, L patches, E wid
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +60,7 @@ def vit(
 ) -> PNet:
     """Describe a `ViT` for an image task, its options as there; `hidden` is twice the width by default."""
     check_reads("vit", interface, "images", 3)
-    sizes = dict(patch=patch, layers=layers, width=width, heads=heads)
+    sizes: dict[str, Any] = dict(patch=patch, layers=layers, width=width, heads=heads)
     asked, hidden = hidden, 2 * width if hidden is None else hidden
     check_options("vit", **sizes, hidden=hidden, dropout=dropout)
     _, rows, cols = interface.inputs
