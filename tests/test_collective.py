@@ -53,16 +53,14 @@ def test_a_rank_that_does_not_count_gives_zeros(world: int) -> None:
 @WORLDS
 def test_ranks_with_other_options_are_told_which(world: int) -> None:
     for found in every(world, "configurations"):
+        where = f"rank {world - 1} in it"
         assert found["same"] == ""
-        where = f"ValueError: ranks: different from rank 0 are rank {world - 1} in "
-        assert found["options"] == f"{where}options (clip_norm: 0.5, not None; microbatches: 3, not 1)"
-        assert found["rate"].startswith(f"{where}optimizer (") and "lr: 0.2, not 0.1" in found["rate"]
-        assert "'torch.optim.adamw.AdamW', not 'torch.optim.adam.Adam'" in found["rate"]
-        assert "table[0]: 0.2, not 0.1" in found["schedule"]
-        assert found["plan"] == f"{where}plan (hypernets[0].features: 3, not 2)"
-        assert found["text"] == f"{where}a (...{'x' * 30}z', not ...{'x' * 30}y'), b ('', not 'é')"
-        assert found["tensor"].endswith(f"rank {world - 1} in t")
-        assert found["device mesh"] == "gnets"
+        assert found["options"].endswith(f"{where} (clip_norm: 0.5, not None; microbatches: 3, not 1)")
+        assert "'torch.optim.adamw.AdamW', not 'torch.optim.adam.Adam'" in found["optimizer"]
+        assert "table[0]: 0.2, not 0.1" in found["optimizer"]
+        assert found["plan"].endswith(f"{where} (hypernets[0].features: 3, not 2)")
+        assert found["text"].endswith(f"{where} (...{'x' * 30}z', not ...{'x' * 30}y')")
+        assert found["tensor"].endswith(where)
 
 
 @pytest.mark.process

