@@ -16,11 +16,6 @@ from torch import Tensor
 from gbfunc.types import MatrixDims
 
 
-def _even(length: int, longest: int) -> int:
-    """Length of the pieces of the most even cut of `length` into pieces of at most `longest`."""
-    return -(-length // -(-length // longest))
-
-
 @dataclass(frozen=True)
 class TileGrid:
     """A matrix of `rows` x `cols` covered by equal tiles of `tile_rows` x `tile_cols`, the last ones cropped.
@@ -154,8 +149,12 @@ def tile_grid(matrix: MatrixDims | tuple[int, int], max_tile: MaxTile = None) ->
     pair = check_max_tile(max_tile)
     if pair is None:
         return TileGrid(dims.rows, dims.cols, dims.rows, dims.cols)
+
+    def even(length: int, longest: int) -> int:
+        return -(-length // -(-length // longest))
+
     unit = math.prod(dims.kernel)
-    return TileGrid(dims.rows, dims.cols, _even(dims.rows, pair[0]), unit * _even(dims.cols // unit, pair[1]))
+    return TileGrid(dims.rows, dims.cols, even(dims.rows, pair[0]), unit * even(dims.cols // unit, pair[1]))
 
 
 def split_tiles(matrix_RC: Tensor, grid: TileGrid) -> Tensor:
@@ -193,7 +192,7 @@ def join_all(tiles_Trc: Tensor, grids: Sequence[TileGrid]) -> tuple[Tensor, ...]
     if len(grids) == 1:
         return (join_stack(tiles_Trc, grids[0]),)
     if torch.compiler.is_compiling():
-        return tuple(map(_joined, tiles_Trc.split(counts), grids))
+        return tuple(map(join_stack, tiles_Trc.split(counts), grids))
     # What `split` returns allows no change in place.
     return _Retile.apply(True, tuple(grids), tiles_Trc)  # pyright: ignore[reportReturnType]
 
@@ -205,11 +204,14 @@ def _is_stack(grid: TileGrid) -> bool:
 
 def join_stack(tiles: Tensor, grid: TileGrid) -> Tensor:
     """Rebuild matrices from their tiles: [..., T, r, c] -> [..., R, C]."""
-    divides = grid.rows % grid.tile_rows == 0 and grid.cols % grid.tile_cols == 0
+    if _is_stack(grid):
+        return tiles.reshape(*tiles.shape[:-3], grid.rows, grid.cols)
+    r, c = grid.tile_rows, grid.tile_cols
     # The compiler fuses the plain expression, and knows no Function with a jvp.
-    if divides or torch.compiler.is_compiling():
-        return _joined(tiles, grid)
-    return _Retile.apply(True, (grid,), tiles)[0]  # pyright: ignore[reportOptionalSubscript]
+    if (grid.rows % r or grid.cols % c) and not torch.compiler.is_compiling():
+        return _Retile.apply(True, (grid,), tiles)[0]  # pyright: ignore[reportOptionalSubscript]
+    blocks = tiles.unflatten(-3, (grid.n_rows, grid.n_cols)).transpose(-3, -2)
+    return blocks.reshape(*tiles.shape[:-3], grid.n_rows * r, grid.n_cols * c)[..., : grid.rows, : grid.cols]
 
 
 def split_stack(matrices: Tensor, grid: TileGrid) -> Tensor:
@@ -217,14 +219,6 @@ def split_stack(matrices: Tensor, grid: TileGrid) -> Tensor:
     if _is_stack(grid):
         return matrices.reshape(*matrices.shape[:-2], -1, grid.tile_rows, grid.cols)
     return _Retile.apply(False, (grid,), matrices)[0]  # pyright: ignore[reportOptionalSubscript]
-
-
-def _joined(tiles: Tensor, grid: TileGrid) -> Tensor:
-    if _is_stack(grid):
-        return tiles.reshape(*tiles.shape[:-3], grid.rows, grid.cols)
-    r, c = grid.tile_rows, grid.tile_cols
-    blocks = tiles.unflatten(-3, (grid.n_rows, grid.n_cols)).transpose(-3, -2)
-    return blocks.reshape(*tiles.shape[:-3], grid.n_rows * r, grid.n_cols * c)[..., : grid.rows, : grid.cols]
 
 
 def copy_tiles(matrix: Tensor, tiles: Tensor, grid: TileGrid, joins: bool) -> None:

@@ -250,7 +250,7 @@ def split_batch(batch: Any, n: int) -> list[Any]:
 
 
 def split_rows(batch: Any, n: int) -> list[Any]:
-    """A batch in `n` shares, some maybe empty, the longer ones first; scalars and what is no tensor are in each.
+    """A batch in `n` shares, longer ones first, some maybe empty; each has all scalars and leaves other than tensors.
 
     Raises:
         ValueError: for a packed sequence, a sparse or nested tensor, an array that is no tensor, or another object with
@@ -264,13 +264,11 @@ def split_rows(batch: Any, n: int) -> list[Any]:
         if isinstance(x, Tensor) and (x.layout != torch.strided or x.is_nested):
             what = "a nested tensor" if x.is_nested else f"a tensor of layout {x.layout}"
             raise ValueError(f"{path} is {what}, whose rows torch cannot split: give dense tensors, or their parts")
-    pieces = [x.tensor_split(n) if isinstance(x, Tensor) and x.ndim else (x,) * n for _, x in leaves]
-
-    def share(i: int) -> Any:
-        rest = iter(pieces)
-        return tree_map(lambda x: next(rest)[i], batch)
-
-    return [share(i) for i in range(n)]
+    shares = []
+    for i in range(n):
+        rest = iter([x.tensor_split(n)[i] if isinstance(x, Tensor) and x.ndim else x for _, x in leaves])
+        shares.append(tree_map(lambda x, rest=rest: next(rest), batch))
+    return shares
 
 
 def n_rows(batch: Any) -> int | None:

@@ -94,8 +94,9 @@ def test_weights_of_a_base_without_deltas_are_reported() -> None:
     whole = nn.Linear(6, 6)
     whole.weight = nn.Parameter(torch.ones(6, 6, dtype=torch.uint8), requires_grad=False)
     net = nn.ModuleDict({"a": nn.Linear(6, 6), "b": whole, "packed": Packed(), "own": Own(), "e": nn.Embedding(3, 6)})
+    # A quantised layer of torch, whose weight is no tensor of the module.
     net["hidden"] = nn.Identity()
-    net["hidden"].in_features = 6  # A quantised layer of torch, whose weight is no tensor of the module.
+    vars(net["hidden"])["in_features"] = 6
 
     def left_out(**options: Any) -> tuple[str, ...]:
         plan = gb.make_plan(net, base="own", **options)

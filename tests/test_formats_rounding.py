@@ -108,25 +108,3 @@ def test_what_is_trained_is_what_is_saved(dtype: str, tmp_path: Any) -> None:
     gb.save(tmp_path / "g", step.plan, state, dtype)
     net = gb.materialize(*gb.load(tmp_path / "g"), pnet)
     torch.testing.assert_close(loss_fn(net, batch).detach(), info.loss)
-
-
-def test_rounding_in_the_loop_mends_what_rounding_costs() -> None:
-    pnet, batch = ZOO["mlp"].pnet(), ZOO["mlp"].batch()
-    plan = gb.make_plan(pnet, gb.periodic(4))
-
-    def trained(state: gb.TrainState | None, lr: float, **options: Any) -> tuple[gb.TrainState, float]:
-        adam = gb.torch_optimizer(torch.optim.Adam, lr=lr)
-        step = gb.make_train_step(plan, pnet, loss_fn, adam, **options)
-        fresh = step.init()
-        state = fresh if state is None else state._replace(opt=fresh.opt, step=fresh.step)
-        for _ in range(100):
-            state, info = step(state, batch)
-        return state, float(info.loss)
-
-    def rounded_loss(state: gb.TrainState) -> float:
-        still = gb.make_train_step(plan, pnet, loss_fn, gb.torch_optimizer(torch.optim.SGD, lr=0.0), rounding="int3")
-        return float(still(still.init()._replace(gnets=state.gnets, direct=state.direct), batch)[1].loss)
-
-    state, loss = trained(None, 3e-2)
-    tuned, _ = trained(state, 3e-3, rounding="int3")
-    assert loss < rounded_loss(tuned) < 0.7 * rounded_loss(state)

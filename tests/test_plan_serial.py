@@ -32,11 +32,6 @@ def test_json_round_trip(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "Expecting value"),
-        ("[]", "not a plan"),
-        ("null", "not a plan"),
-        ("{}", "not a plan"),
-        ("[" * 100_000, "not a plan"),
         (
             '{"version": 99, "hypernets": [], "encodings": [], "tensors": []}',
             "version 99 is not the one known",
@@ -76,12 +71,6 @@ def _changed(**fields: Any) -> str:
 def test_a_tensor_that_does_not_fit_together(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Plan.from_json(_changed(**fields))
-
-
-def test_a_file_alone_makes_no_factory_run() -> None:
-    _, plan = PLANS["module"]
-    with pytest.raises(ValueError, match="needs the g-net factory"):
-        Plan.from_json(plan.to_json())
 
 
 def test_a_tensor_larger_than_torch_has_any_is_reported() -> None:

@@ -52,8 +52,8 @@ def save_pretrained(
     **options: Any,
 ) -> str | None:
     """Write a genome's folder, as `GenomeModule.save_pretrained` does; a model card that is there stays."""
-    if not push_to_hub and (options or repo_id is not None):
-        given = sorted({*options, *(["repo_id"] if repo_id is not None else [])})
+    given = [*options] + ["repo_id"] * (repo_id is not None)
+    if given and not push_to_hub:
         raise TypeError(f"save_pretrained takes {', '.join(given)} with push_to_hub=True only")
     place = Path(folder)
     _write(place, plan, genome, dtype, "FOLDER OR NAME")
