@@ -110,24 +110,19 @@ def test_steps_are_parts_of_each_leafs_deviation() -> None:
     assert torch.equal(moved.direct["2.bias"], start.direct["2.bias"])
 
 
-def test_the_search_starts_where_it_is_told() -> None:
+def test_the_search_starts_where_it_is_told_and_goes_on_in_a_subspace() -> None:
     start = gb.init_genome(*small(), seed=7)
     p = problem(start=start)
-    torch.testing.assert_close(p.start_P, gb.flatten(start)[0])
-    torch.testing.assert_close(p.vector(torch.zeros_like(p.start_P)), p.start_P)
+    torch.testing.assert_close(p.vector(torch.zeros_like(p.start_P)), gb.flatten(start)[0])
     new = p.generate_values(3)
     assert new[0].abs().max() == 0 < new[1:].abs().min()
-
-
-def test_a_subspace_is_searched_by_its_own_numbers() -> None:
-    basis = torch.randn(4, len(problem().start_P), dtype=torch.float64)
+    basis = torch.randn(4, len(p.start_P), dtype=torch.float64)
     p = problem(subspace=(4, lambda z: z @ basis))
     assert p.solution_length == 4
     moved = gb.flatten(p.genome(torch.tensor([0.0, 1.0, 0.0, 0.0], dtype=p.start_P.dtype)))[0]
     torch.testing.assert_close(moved, p.start_P + p.steps_P * basis[1])
 
 
-@pytest.mark.process
 @pytest.mark.filterwarnings("ignore::UserWarning:evotorch", "ignore::DeprecationWarning:evotorch")  # of its CMA-ES
 @pytest.mark.parametrize("name", LEARNERS)
 def test_algorithms_lower_the_loss_without_a_gradient(name: str) -> None:
@@ -150,10 +145,8 @@ def test_a_search_is_repeated_by_its_seed() -> None:
 
 
 def test_stochastic_genomes_have_one_noise_a_generation() -> None:
-    _, pnet = small()
-    plan = gb.make_plan(pnet, gb.stochastic((4,)), max_tile=8)
-    batch = next(batches())
-    first, second = (GenomeProblem(plan, pnet, loss_fn, batches(), seed=0) for _ in range(2))
+    plan, batch = gb.make_plan(small()[1], gb.stochastic((4,)), max_tile=8), next(batches())
+    first, second = (GenomeProblem(plan, small()[1], loss_fn, batches(), seed=0) for _ in range(2))
     twins = torch.zeros(2, len(first.start_P), dtype=first.start_P.dtype)
     losses = [first.losses(twins, batch) for _ in range(2)]
     assert losses[0][0] == losses[0][1] != losses[1][0]
@@ -162,17 +155,14 @@ def test_stochastic_genomes_have_one_noise_a_generation() -> None:
 
 def test_members_without_a_finite_loss_are_the_worst() -> None:
     def broken(net: Any, batch: Any) -> Tensor:
-        loss = loss_fn(net, batch)
-        return torch.where(net[0].weight[0, 0] > 0, loss, torch.nan)
+        return torch.where(net[0].weight[0, 0] > 0, loss_fn(net, batch), torch.nan)
 
     p = GenomeProblem(*small(), broken, batches(), steps={role: 3.0 for role in STEPS})
     batch: Any = p.generate_batch(16)
     p.evaluate(batch)
     losses = p.losses(batch.values.clone().as_subclass(Tensor), next(batches()))
     bad = losses.isnan()
-    assert 0 < bad.sum() < 16
-    assert (batch.evals[:, 0][bad] == losses[~bad].max()).all()
-
+    assert 0 < bad.sum() < 16 and (batch.evals[:, 0][bad] == losses[~bad].max()).all()
     p = GenomeProblem(*small(), lambda net, batch: loss_fn(net, batch) * torch.nan, batches())
     with pytest.raises(FloatingPointError, match="no member"):
         LEARNERS["SNES"](p).run(1)
@@ -185,8 +175,9 @@ def test_members_without_a_finite_loss_are_the_worst() -> None:
         ({"steps": dict(STEPS) | {"direct": 0.0}}, "'direct': 0.0"),
         ({"steps": dict(STEPS) | {"gain": 1.0}}, "'gain': 1.0"),
         ({"subspace": (2, lambda z: z)}, "must give"),
+        ({"start": gb.init_genome(*small("relu"))}, "does not fit the plan"),
     ],
-    ids=["steps", "zero", "role", "subspace"],
+    ids=["steps", "zero", "role", "subspace", "start"],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -228,9 +219,7 @@ def test_a_forward_that_changes_buffers_is_refused_by_their_names(make: Callable
         LEARNERS["SNES"](GenomeProblem(plan, pnet.eval(), loss_fn, batches())).run(1)
 
 
-def test_a_foreign_start_and_an_end_of_batches_are_refused() -> None:
-    with pytest.raises(ValueError, match="does not fit the plan"):
-        problem(start=gb.init_genome(*small("relu")))
+def test_an_end_of_batches_is_refused() -> None:
     with pytest.raises(ValueError, match="at an end after 32 evaluations"):
         LEARNERS["SNES"](problem(batches=batches(1))).run(2)
 

@@ -26,7 +26,11 @@ from tests.support.step_cases import stored_with
 from tests.support.strategies import linear_end
 
 NODE = shutil.which("node")
-needs_node = pytest.mark.skipif(NODE is None, reason="node is not installed")
+
+
+def needs_node(test: Any) -> Any:
+    return pytest.mark.process(pytest.mark.skipif(NODE is None, reason="node is not installed")(test))
+
 
 DRIVER = """
 const fs = require("fs");
@@ -96,29 +100,21 @@ def check_weights(said: dict[str, Any], path: Path) -> None:
         assert (got - weight).abs().max() <= 1e-5 * max(1.0, float(weight.abs().max())), name
 
 
-TYPES = {
-    "periodic": gb.periodic(3),
-    "periodic_layers": gb.periodic(2, share="layers"),
-    "periodic_shapes": gb.periodic(2, share="shapes"),
-    "bilinear": gb.bilinear(2),
-    "bilinear_layers": gb.bilinear(2, share="layers"),
-    "gnet": gb.gnet((4,)),
-    "gelu": gb.gnet((4, 3), activation="gelu"),
-    "tanh": gb.gnet((4,), activation="tanh"),
-    "sin": gb.gnet((3, 2, 4), activation="sin"),
-    "stochastic": gb.stochastic((3, 2)),
-    "low_rank": gb.low_rank(2),
-    "xox": gb.xox(2),
-    "constant": gb.constant(0.1),
-}
+TYPES = (
+    gb.periodic(3), gb.periodic(2, share="layers"), gb.periodic(2, share="shapes"), gb.bilinear(2),
+    gb.bilinear(2, share="layers"), gb.gnet((4,)), gb.gnet((4, 3), activation="gelu"), gb.gnet((4,), activation="tanh"),
+    gb.gnet((3, 2, 4), activation="sin"), gb.stochastic((3, 2)), gb.low_rank(2), gb.xox(2), gb.constant(0.1),
+)  # fmt: skip
 DTYPES = (None, "float16", "bfloat16", *(f"int{bits}" for bits in range(2, 9)), "auto")
 
 
-def randomise(norm: nn.BatchNorm1d | nn.BatchNorm2d) -> None:
-    """Statistics as after some training."""
-    assert norm.running_mean is not None and norm.running_var is not None
-    nn.init.normal_(norm.running_mean)
-    nn.init.uniform_(norm.running_var, 0.5, 2.0)
+def randomise(net: nn.Module) -> None:
+    """Statistics of norms as after some training."""
+    for norm in net.modules():
+        if isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d):
+            assert norm.running_mean is not None and norm.running_var is not None
+            nn.init.normal_(norm.running_mean)
+            nn.init.uniform_(norm.running_var, 0.5, 2.0)
 
 
 class Every(nn.Module):
@@ -132,76 +128,76 @@ class Every(nn.Module):
         self.attention = nn.MultiheadAttention(8, 2)
         self.embedding = nn.Embedding(9, 7)
         self.norm = nn.BatchNorm2d(6)
-        randomise(self.norm)
+        randomise(self)
 
 
-@pytest.mark.process
+def check_files(folder: Path, *files: tuple[gb.Plan, Genome, str | None]) -> None:
+    """All weights of some genomes, as they are stored, in one run of node; parts of a file cover it."""
+    paths = [folder / f"{i}" for i in range(len(files))]
+    for path, (plan, genome, dtype) in zip(paths, files, strict=True):
+        gb.save(path, plan, genome, dtype=stored_with(plan, genome, dtype))
+    for path, said in zip(paths, in_node(folder, *(path.read_bytes() for path in paths)), strict=True):
+        check_weights(said, path)
+        ends = [end for _, _, end in said["parts"]]
+        assert [start for _, start, _ in said["parts"]] == [0, *ends[:-1]] and ends[-1] == path.stat().st_size
+
+
 @needs_node
-@pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("dtype", [None, "int7", "auto"])
-def test_weights_of_every_type(tmp_path: Path, name: str, dtype: str | None) -> None:
+def test_weights_of_every_type(tmp_path: Path, dtype: str | None) -> None:
     torch.manual_seed(0)
-    plan, genome = grown(Every(), hypernet=TYPES[name], max_tile=5, include=[r"embedding", r"first\.bias"])
-    path = tmp_path / "genome.safetensors"
-    gb.save(path, plan, genome, dtype=stored_with(plan, genome, dtype))
-    check_weights(one_in_node(path), path)
+    options: dict[str, Any] = {"max_tile": 5, "include": [r"embedding", r"first\.bias"]}
+    files = [(*grown(Every(), hypernet=hypernet, **options), dtype) for hypernet in TYPES]
+    # Codes of one's own.
+    own = torch.randn(9, 3), gb.per_axis(gb.table([[1, 2], [0, -3], [5, 5]]), gb.grid(2, 2), 4)
+    net = grown(nn.Linear(12, 9), hypernet=gb.periodic(3), encodings={"weight": own}, max_tile=(5, 1))
+    check_files(tmp_path, *files, (*net, dtype))
 
 
-@pytest.mark.process
 @needs_node
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_weights_of_every_stored_dtype(tmp_path: Path, dtype: str | None) -> None:
+def test_weights_of_every_stored_dtype(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    plan, genome = grown(Every(), hypernet=gb.periodic(70))
-    path = tmp_path / "genome.safetensors"
-    gb.save(path, plan, genome, dtype=stored_with(plan, genome, dtype))
-    said = one_in_node(path)
-    check_weights(said, path)
-    ends = [end for _, _, end in said["parts"]]
-    assert [start for _, start, _ in said["parts"]] == [0, *ends[:-1]] and ends[-1] == path.stat().st_size
+    net = grown(Every(), hypernet=gb.periodic(70))
+    # More codes than a piece, and than runs, may hold.
+    many = [(*grown(nn.Linear(600, rows, bias=False), rules=[(".", None)]), "int3") for rows in (20, 500)]
+    check_files(tmp_path, *((*net, dtype) for dtype in DTYPES), *many)
 
 
-IMAGE, TEXT = Interface((3, 20, 20), 10), Interface((12,), 30, tokens=True)
-PNETS = {
-    "mlp": (IMAGE, {"hidden": [20, 12]}),
-    "convnet": (IMAGE, {"width": 6}),
-    "lenet5": (IMAGE, {"width": 6}),
-    "allconv": (IMAGE, {"width": 6}),
-    "resnet20": (IMAGE, {"width": 4}),
-    "resnet56": (IMAGE, {"width": 2}),
-    "gpt": (TEXT, {"layers": 2, "width": 16, "heads": 2}),
-}
 VARIANTS = [
-    *PNETS.items(),
-    ("allconv", (IMAGE, {"width": 5, "norm": False, "dropout": 0.5})),
-    ("gpt", (TEXT, {"layers": 1, "width": 12, "heads": 3, "hidden": 7, "bias": True})),
+    ("mlp", {"hidden": [20, 12]}),
+    ("convnet", {"width": 6}),
+    ("lenet5", {"width": 6}),
+    ("allconv", {"width": 6}),
+    ("allconv", {"width": 5, "norm": False, "dropout": 0.5}),
+    ("resnet20", {"width": 4}),
+    ("resnet56", {"width": 2}),
+    ("gpt", {"layers": 2, "width": 16, "heads": 2}),
+    ("gpt", {"layers": 1, "width": 12, "heads": 3, "hidden": 7, "bias": True}),
 ]
 
 
-@pytest.mark.process
+def check_outputs(said: dict[str, Any], net: nn.Module, inputs: Sequence[Tensor]) -> None:
+    """Within 1e-4 of the largest output."""
+    with torch.no_grad():
+        for x, got in zip(inputs, said["outputs"], strict=True):
+            expected = net.eval()(x[None]).flatten()
+            assert (got - expected).abs().max() <= 1e-4 * max(1.0, float(expected.abs().max()))
+
+
 @needs_node
-@pytest.mark.parametrize(("name", "made"), VARIANTS)
-def test_outputs_of_every_network(tmp_path: Path, name: str, made: tuple[Interface, dict[str, Any]]) -> None:
-    interface, config = made
-    pnet = find_pnet(name, interface, config)
+@pytest.mark.parametrize(("name", "config"), VARIANTS)
+def test_outputs_of_every_network(tmp_path: Path, name: str, config: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    pnet = find_pnet(name, Interface((12,), 30, tokens=True) if name == "gpt" else Interface((3, 20, 20), 10), config)
     net = pnet.build(0)
-    for norm in (m for m in net.modules() if isinstance(m, nn.BatchNorm2d)):
-        randomise(norm)
+    randomise(net)
     plan, genome = grown(net, **pnet.plan(1_000)._asdict(), compression=3.0)
     path = tmp_path / "genome.safetensors"
     gb.save(path, plan, genome, dtype="int8", metadata={"pnet": name, "pnet_config": config})
-    generator = torch.Generator().manual_seed(0)
-    if interface.tokens:
-        inputs = [torch.randint(30, (length,), generator=generator) for length in (1, 12)]
-    else:
-        inputs = list(torch.randn(3, *interface.inputs, generator=generator))
+    inputs = [torch.randint(30, (n,)) for n in (1, 12)] if name == "gpt" else [*torch.randn(3, 3, 20, 20)]
     said = one_in_node(path, inputs)
     check_weights(said, path)
-    grown_net = gb.materialize(*gb.load(path), net).eval()
-    with torch.no_grad():
-        for x, got in zip(inputs, said["outputs"], strict=True):
-            expected = grown_net(x[None]).flatten()
-            assert (got - expected).abs().max() <= 1e-4 * max(1.0, float(expected.abs().max()))
+    check_outputs(said, gb.materialize(*gb.load(path), net), inputs)
 
 
 def own_nets() -> dict[str, nn.Sequential]:
@@ -232,54 +228,34 @@ def own_nets() -> dict[str, nn.Sequential]:
     }  # fmt: skip
 
 
-@pytest.mark.process
 @needs_node
 @pytest.mark.parametrize("name", ["plain", "nested", "twice", "means"])
 def test_outputs_of_networks_of_ones_own(tmp_path: Path, name: str) -> None:
     torch.manual_seed(0)
     net = own_nets()[name].eval()
-    for norm in net.modules():
-        if isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d):
-            randomise(norm)
-    plan, genome = grown(net, hypernet=gb.periodic(3))
+    randomise(net)
     path = tmp_path / "genome"
-    gb.save(path, plan, genome, dtype="int8", metadata={"pnet": "my_work:net"})
-    inputs = list(torch.randn(3, 3, 20, 20))
+    gb.save(path, *grown(net, hypernet=gb.periodic(3)), dtype="int8", metadata={"pnet": "my_work:net"})
+    inputs = [*torch.randn(3, 3, 20, 20)]
     said = one_in_node(path, inputs, networks={"my_work:net": page.network(layers_in_a_row(net), {})})
     check_weights(said, path)
-    with torch.no_grad():
-        expected = gb.materialize(*gb.load(path), net).eval()(torch.stack(inputs))
-    assert len(said["outputs"]) == 3
-    assert (torch.stack(said["outputs"]) - expected).abs().max() <= 1e-4 * max(1.0, float(expected.abs().max()))
+    check_outputs(said, gb.materialize(*gb.load(path), net), inputs)
 
 
-@pytest.mark.process
 @needs_node
 def test_a_description_of_another_network_is_refused(tmp_path: Path) -> None:
-    plan, genome = grown(nn.Sequential(nn.Linear(6, 5)), hypernet=gb.periodic(2))
-    path = tmp_path / "genome"
-    gb.save(path, plan, genome, metadata={"pnet": "mine"})
-    for layers, message in (
-        (
-            [["linear", "0"], ["relu"], ["linear", "2"]],
-            "this genome's network has no layer \"2\", which the page's has",
-        ),
-        ([["linear", "0"], ["cubed"]], 'not in the browser yet: layers "cubed"'),
-    ):
-        assert one_in_node(path, [torch.zeros(1, 6)], networks={"mine": page.network(layers, {})})["refused"] == message
-
-
-@pytest.mark.process
-@needs_node
-def test_a_description_is_of_its_options_alone(tmp_path: Path) -> None:
-    net = nn.Sequential(nn.Linear(6, 5), nn.ReLU())
-    plan, genome = grown(net, hypernet=gb.periodic(2))
+    net, path = nn.Sequential(nn.Linear(6, 5), nn.ReLU()), tmp_path / "genome"
     said = {"pnet": "mine", "pnet_config": {"act": "ReLU", "sizes": [1.0, {"b": 2, "a": None}]}}
-    described = {"mine": page.network(layers_in_a_row(net), said)}
-    for config, refused in ((said["pnet_config"], None), ({"act": "Tanh"}, 'the network "mine" with other options')):
-        gb.save(tmp_path / "genome", plan, genome, metadata=said | {"pnet_config": config})
-        found = one_in_node(tmp_path / "genome", [torch.zeros(1, 6)], networks=described)
-        assert refused is None and len(found["outputs"]) == 1 or refused in found["refused"]
+
+    def tried(layers: list[Any], config: Any = said["pnet_config"]) -> str | None:
+        gb.save(path, *grown(net, hypernet=gb.periodic(2)), metadata=said | {"pnet_config": config})
+        return one_in_node(path, [torch.zeros(1, 6)], networks={"mine": page.network(layers, said)}).get("refused")
+
+    assert tried(layers_in_a_row(net)) is None
+    assert 'the network "mine" with other options' in str(tried(layers_in_a_row(net), {"act": "Tanh"}))
+    words = "this genome's network has no layer \"2\", which the page's has"
+    assert tried([["linear", "0"], ["relu"], ["linear", "2"]]) == words
+    assert tried([["linear", "0"], ["cubed"]]) == 'not in the browser yet: layers "cubed"'
 
 
 def test_what_no_page_grows_is_refused_before_it_is_written() -> None:
@@ -326,28 +302,16 @@ def test_other_networks_are_refused_by_the_name_of_what_has_no_description(net: 
         layers_in_a_row(net)
 
 
-def tables() -> dict[str, list[str]]:
-    """The types and networks that the page's own tables hold."""
-    assert NODE is not None
-    source = f"{script(*NETWORK)}; console.log(JSON.stringify([TYPES, NETWORKS].map(Object.keys)))"
-    done = subprocess.run([NODE, "-e", source], capture_output=True, text=True, check=True)
-    return dict(zip(("types", "networks"), json.loads(done.stdout), strict=True))
-
-
-@pytest.mark.process
 @needs_node
 def test_python_knows_what_the_page_knows() -> None:
-    assert {key: sorted(names) for key, names in tables().items()} == {
-        "types": sorted(page.TYPES),
-        "networks": sorted(page.PNETS),
-    }
+    source = f"{script(*NETWORK)}; console.log(JSON.stringify([TYPES, NETWORKS].map(Object.keys)))"
+    done = subprocess.run([str(NODE), "-e", source], capture_output=True, text=True, check=True)
+    assert [sorted(names) for names in json.loads(done.stdout)] == [sorted(page.TYPES), sorted(page.PNETS)]
 
 
-@pytest.mark.process
 @needs_node
 def test_what_the_page_does_not_know_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "genome.safetensors"
-    net = nn.Linear(6, 5)
+    path, net = tmp_path / "genome.safetensors", nn.Linear(6, 5)
     for options, message in (
         ({"hypernet": gb.from_module(linear_end)}, 'not in the browser yet: g-nets of type "module"'),
         (
@@ -360,17 +324,13 @@ def test_what_the_page_does_not_know_is_named(tmp_path: Path) -> None:
         assert one_in_node(path)["refused"] == message
         with pytest.raises(ValueError, match=message.split('"')[0]):
             page.check(plan)
-    plan, genome = grown(net.half(), hypernet=gb.periodic(2))
-    gb.save(path, plan, genome)
+    gb.save(path, *grown(nn.Linear(6, 5).half(), hypernet=gb.periodic(2)))
     assert one_in_node(path)["refused"] == "not in the browser yet: weights of float16"
-    plan, genome = grown(net.float(), hypernet=gb.periodic(2))
-    gb.save(path, plan, genome, metadata={"pnet": "mine:net"})
-    assert one_in_node(path, [torch.zeros(1, 6)])["refused"] == 'this page does not know the network "mine:net"'
-    gb.save(path, plan, genome)
-    assert "does not say which network" in one_in_node(path, [torch.zeros(1, 6)])["refused"]
+    for metadata, message in (({"pnet": "a:b"}, 'does not know the network "a:b"'), ({}, "does not say which network")):
+        gb.save(path, *grown(net, hypernet=gb.periodic(2)), metadata=metadata)
+        assert message in one_in_node(path, [torch.zeros(1, 6)])["refused"]
 
 
-@pytest.mark.process
 @needs_node
 @pytest.mark.parametrize("dtype", [None, "int5", "auto"])
 def test_damaged_files_are_refused(tmp_path: Path, dtype: str | None) -> None:
@@ -384,26 +344,3 @@ def test_damaged_files_are_refused(tmp_path: Path, dtype: str | None) -> None:
             check_weights(said, tmp_path / "whole")
         else:
             assert "\n" not in said["refused"]
-
-
-@pytest.mark.process
-@needs_node
-@pytest.mark.parametrize("dtype", [None, "int7", "auto"])
-def test_codes_of_ones_own(tmp_path: Path, dtype: str | None) -> None:
-    net, path = nn.Linear(12, 9), tmp_path / "genome.safetensors"
-    own = torch.randn(9, 3, generator=torch.Generator().manual_seed(0))
-    encodings = {"weight": (own, gb.per_axis(gb.table([[1, 2], [0, -3], [5, 5]]), gb.grid(2, 2), 4))}
-    plan, genome = grown(net, hypernet=gb.periodic(3), encodings=encodings, max_tile=(5, 1))
-    gb.save(path, plan, genome, dtype=stored_with(plan, genome, dtype))
-    check_weights(one_in_node(path), path)
-
-
-@pytest.mark.process
-@needs_node
-def test_more_codes_than_a_piece_and_than_runs_may_hold(tmp_path: Path) -> None:
-    for rows in (20, 500):
-        net = nn.Linear(600, rows, bias=False)
-        plan, genome = grown(net, rules=[(".", None)])
-        path = tmp_path / f"{rows}"
-        gb.save(path, plan, genome, dtype="int3")
-        check_weights(one_in_node(path), path)
