@@ -107,5 +107,5 @@ def methods_for(task: Task, dtype: torch.dtype) -> Mapping[str, Method]:
 def reference_problem(problem: Problem) -> Problem:
     """Change a problem for the methods of `REFERENCES`: its budget is the file of all weights, dense."""
     net = problem.task.build(0).to("meta")
-    budget = FULL.length(net, FULL.adapter.ladders(net)[0].rung(1), problem.dtype)
+    budget = FULL.length(net, {}, problem.dtype)
     return problem._replace(size=budget // problem.dtype.itemsize, budget=budget)
