@@ -155,7 +155,9 @@ def test_training_for_the_rounding_fills_the_budget_and_learns(name: str) -> Non
     task = task.with_pnet(find_pnet("mlp", task.interface, {"hidden": (100,), "bandwidth": 3.0}))
     problem = Problem(task, 400, 1_600, torch.float32, replace(task.recipe(400), epochs=4))
     method = METHODS[name]
-    settings = max(method.candidates(problem), key=lambda s: (s["lr"], len(s["pnet"]["hidden"]) == 1))
+    settings = max(
+        method.candidates(problem), key=lambda s: (s["lr"], len(s.get("pnet", {"hidden": "1"})["hidden"]) == 1)
+    )
     made = method.train(problem, settings, 0)
     assert 0.85 * 1_600 < len(made.data) <= 1_600
     assert task.evaluate(method.load(made.data, task), task.val)["accuracy"] > 0.8

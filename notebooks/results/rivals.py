@@ -150,16 +150,16 @@ class Formed:
                 if d := base.largest(room, sum(t.numel() for t in first.values())):
                     found += base.grid(d=(d,), rank=(rank,), lr=RATES)
                 continue
-            pnet = base.widest(task, lambda p, r=rank: fits(low_rank(base.blank(p), r, 0).leaves, p, r), 1.0)
+            pnet = base.widest(task, lambda p, r=rank: fits(low_rank(blank(p), r, 0).leaves, p, r), 1.0)
             # Without a matrix that is larger than its factors the net is a dense one.
-            if pnet and len(low_rank(state := base.blank(pnet), rank, 0).leaves) > len(state):
-                found += base.grid(pnet=(dict(pnet.config),), rank=(rank,), lr=RATES)
+            if pnet and len(low_rank(state := blank(pnet), rank, 0).leaves) > len(state):
+                found += base.of_nets([pnet], task, rank=(rank,), lr=RATES)
         if not found:
             raise BudgetTooSmall("no net of factors, or no file of a single number, is as small as that")
         return found
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
-        family = base.with_config(problem.task, settings.get("pnet", problem.task.pnet.config))
+        family = base.pnet_about(settings, problem.task)
         pnet = family.build(seed)
         form = self.form(pnet, settings["rank"], seed, settings.get("d", 0))
         net = FormNet(pnet, form)
@@ -190,6 +190,11 @@ class Formed:
         return Form(inner.leaves, lambda leaves: factors.weights(inner.weights(leaves)))
 
 
+def blank(pnet: PNet) -> Params:
+    with torch.device("meta"):
+        return base.blanks(base.state_of(pnet.make()))
+
+
 def outer(pnet: nn.Module, rank: int, seed: int) -> Form:
     """From what is trained or drawn to the p-net's tensors."""
     first = first_of(pnet)
@@ -213,17 +218,17 @@ class Coded(Dense):
     def candidates(self, problem: Problem) -> list[Settings]:
         """Depths, each as wide as fits if a number takes so many bits and a tensor 20 bytes; learning rates."""
         nncodec()
-        nets: list[Settings] = []
+        nets: list[PNet] = []
         for bits in (6.0, 4.0, 2.5):
 
             def fits(pnet: PNet, bits: float = bits) -> bool:
-                state = base.blank(pnet, used=True)
+                state = base.blank(pnet)
                 text = len(base.pack({}, torch.float32, base.about_pnet(pnet, problem.task)))
                 numbers = sum(x.numel() for x in state.values())
                 return text + bits / 8 * numbers + 20 * len(state) <= problem.budget
 
-            nets += [dict(pnet.config) for pnet in base.narrow_pnets(problem.task, fits)]
-        return base.grid(pnet=[net for i, net in enumerate(nets) if net not in nets[:i]], lr=self.rates)
+            nets += base.narrow_pnets(problem.task, fits)
+        return base.of_nets(nets, problem.task, lr=self.rates)
 
     def _encode(self, state: Params, pnet: PNet, problem: Problem) -> bytes:
         def encoded(finer: int) -> bytes:

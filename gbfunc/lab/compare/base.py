@@ -275,31 +275,34 @@ def narrow_pnets(task: Task, fits: Callable[[PNet], bool]) -> list[PNet]:
 
 
 def about_pnet(pnet: PNet, task: Task) -> dict[str, Any]:
-    """Say, for a file, how a p-net of the task's family differs from the task's."""
+    """Say, for settings and files, how a p-net of the task's family differs from the task's."""
     differs = {name: value for name, value in pnet.config.items() if task.pnet.config.get(name) != value}
     return {"pnet": differs} if differs else {}
 
 
 def pnet_about(about: Mapping[str, Any], task: Task) -> PNet:
     """Undo `about_pnet`."""
-    return with_config(task, {**task.pnet.config, **about.get("pnet", {})})
+    config = {**task.pnet.config, **about.get("pnet", {})}
+    return task.pnet if config == dict(task.pnet.config) else find_pnet(task.pnet.name, task.interface, config)
 
 
-def with_config(task: Task, config: Mapping[str, Any]) -> PNet:
-    """Find the p-net of the task's family with these options."""
-    same = dict(config) == dict(task.pnet.config)
-    return task.pnet if same else find_pnet(task.pnet.name, task.interface, config)
+def of_nets(pnets: Iterable[PNet], task: Task, **axes: Any) -> list[Settings]:
+    """Combine p-nets of the task's family, each once, with other settings."""
+    return unique(about_pnet(pnet, task) | settings for pnet in pnets for settings in grid(**axes))
 
 
-def blank(pnet: PNet, used: bool = False) -> Params:
-    """Make zeros in the shapes of a p-net's `state_of`, or of its `in_use`: to be packed for the length of its file."""
+def unique(settings: Iterable[Settings]) -> list[Settings]:
+    """List settings, each once."""
+    return list({json.dumps(one): one for one in settings}.values())
+
+
+def blank(pnet: PNet) -> Params:
+    """Make zeros in the shapes of a p-net's `in_use`: to be packed for the length of its file."""
     # Its parameters and buffers have shapes alone on that device.
     with torch.device("meta"):
-        state = state_of(net := pnet.make())
-        state = in_use(net, state) if used else state
-    return blanks(state)
+        return blanks(in_use(net := pnet.make(), state_of(net)))
 
 
 def blanks(like: TensorMap) -> Params:
     """Make zeros in the shapes of tensors that may have shapes alone."""
-    return {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in like.items()}
+    return {name: torch.zeros(t.shape, dtype=t.dtype, device="cpu") for name, t in like.items()}

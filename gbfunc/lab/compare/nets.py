@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, prune
 
 from gbfunc.lab.compare import base
-from gbfunc.lab.compare.base import BudgetTooSmall, Problem, Settings, Trained, grid
+from gbfunc.lab.compare.base import BudgetTooSmall, Problem, Settings, Trained
 from gbfunc.lab.compare.coded import COARSEST, Levels, RoundedNet, coarsened, decode, encode
 from gbfunc.tasks import Net, Task
 from gbfunc.tasks.pnets import PNet, n_params
@@ -35,13 +35,13 @@ class Dense:
         """Depths, each as wide as fits, and learning rates."""
 
         def fits(pnet: PNet) -> bool:
-            return len(self._encode(base.blank(pnet, used=True), pnet, problem)) <= problem.budget
+            return len(self._encode(base.blank(pnet), pnet, problem)) <= problem.budget
 
-        return grid(pnet=[dict(pnet.config) for pnet in base.narrow_pnets(problem.task, fits)], lr=self.rates)
+        return base.of_nets(base.narrow_pnets(problem.task, fits), problem.task, lr=self.rates)
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
         """Adam on all weights."""
-        pnet = base.with_config(problem.task, settings["pnet"])
+        pnet = base.pnet_about(settings, problem.task)
         net = pnet.build(seed)
         base.train_net(problem, net.parameters(), net, settings["lr"], seed)
         return Trained(self._encode(base.in_use(net, base.state_of(net)), pnet, problem), n_params(net))
@@ -58,7 +58,7 @@ class Dense:
         return base.unpack(data, like)
 
 
-def _fitting_steps(steps: int) -> set[int]:
+def _due(steps: int) -> set[int]:
     """After which of so many training steps, counted from 0, weights are rounded anew and the file made to fit."""
     return {min(steps - 1, round(part * steps)) for part in (0.6, 0.7, 0.8, 0.9)}
 
@@ -80,31 +80,25 @@ class Quantised(Dense):
         for by_row, part in _SHAPES:
 
             def takes(pnet: PNet, by_row: bool = by_row, part: float = part) -> float:
-                return self._expected(pnet, problem, by_row, part)
+                state, about = base.blank(pnet), base.about_pnet(pnet, problem.task)
+                rows = _rows(state, by_row)
+                numbers = sum(state[name].numel() for name in rows)
+                vectors = [x for name, x in state.items() if name not in rows and x.is_floating_point()]
+                bits = part * self.bits * numbers + 6 * sum(rows.values()) + sum(7 * x.numel() + 16 for x in vectors)
+                return bits / 8 + len(rows) + 16 + len(base.pack({}, torch.float32, about))
 
             nets = base.narrow_pnets(problem.task, lambda pnet, takes=takes: takes(pnet) <= problem.budget)
             used = [net for net in nets if takes(net, part=1.0) >= base.USED * problem.budget]
-            found += grid(pnet=[dict(pnet.config) for pnet in used or nets], by_row=(by_row,), lr=self.rates)
+            found += base.of_nets(used or nets, problem.task, by_row=(by_row,), lr=self.rates)
         # The same net may fit by several of these.
-        return [c for i, c in enumerate(found) if c not in found[:i]]
-
-    def _expected(self, pnet: PNet, problem: Problem, by_row: bool, part: float) -> float:
-        state = base.blank(pnet, used=True)
-        rows = _rows(state, by_row)
-        vectors = [x for name, x in state.items() if name not in rows and x.is_floating_point()]
-        bits = part * self.bits * sum(state[name].numel() for name in rows) + 6 * sum(rows.values())
-        bits += sum(7 * x.numel() + 8 for x in vectors) + 8 * (len(vectors) + len(rows) + 1)
-        plain = {name: x for name, x in state.items() if not x.is_floating_point()}
-        return bits / 8 + 3 + len(base.pack(plain, torch.float32, self._about(pnet, problem.task, by_row)))
+        return base.unique(found)
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
         """Adam on all weights, then on rounded ones, with steps that are coarser where the file is too long."""
-        pnet, by_row = base.with_config(problem.task, settings["pnet"]), settings["by_row"]
-        net = pnet.build(seed)
-        net, about = (
-            RoundedNet(net, self.bits, _rows(base.state_of(net), by_row)),
-            self._about(pnet, problem.task, by_row),
-        )
+        pnet, by_row = base.pnet_about(settings, problem.task), settings["by_row"]
+        module = pnet.build(seed)
+        net = RoundedNet(module, self.bits, _rows(base.state_of(module), by_row))
+        about = base.about_pnet(pnet, problem.task) | ({} if by_row else {"rows": 0})
 
         def encoded(steps: Params) -> bytes:
             return encode(net.state(), net.levels(steps), self.bits, about)
@@ -114,10 +108,8 @@ class Quantised(Dense):
             finer = base.largest(lambda n: len(encoded(coarsened(steps, COARSEST - n))) <= budget, COARSEST)
             return coarsened(steps, COARSEST - finer)
 
-        due = _fitting_steps(problem.steps)
-
         def after(done: int) -> None:
-            if done in due:
+            if done in _due(problem.steps):
                 net.steps = fitting(net.nearest_steps(), base.MARGIN * problem.budget)
 
         base.train_net(problem, net.leaves.values(), net, settings["lr"], seed, after)
@@ -125,10 +117,6 @@ class Quantised(Dense):
 
     def _decode(self, data: bytes, like: Params, net: nn.Module) -> Params:
         return decode(data, like, _rows(like, base.text_of(data).get("rows", True)), self.bits)
-
-    @staticmethod
-    def _about(pnet: PNet, task: Task, by_row: bool) -> dict[str, Any]:
-        return base.about_pnet(pnet, task) | ({} if by_row else {"rows": 0})
 
 
 def _rows(state: Params, by_row: bool) -> dict[str, int]:
@@ -145,30 +133,31 @@ class Pruned(Dense):
 
     def candidates(self, problem: Problem) -> list[Settings]:
         """Widths of the net that is pruned, in parts of the p-net's, and learning rates."""
-        task, found, least = problem.task, [], []
+        found: list[PNet] = []
+        least: list[PNet] = []
         for part in (1, 1 / 2, 1 / 4, 1 / 8, *base.wider(problem)):
-            pnet = base.scaled(task, part)
-            if pnet is None or dict(pnet.config) in found:
+            if (pnet := base.scaled(problem.task, part)) is None:
                 continue
-            state = base.blank(pnet, used=True)
-            matrices = {name: state[name] for name in _prunable(pnet)}
-            empty = {k: Levels(x.to(torch.int16), torch.zeros(1).byte()) for k, x in matrices.items()}
-            fixed = len(encode(state, empty, self.bits, base.about_pnet(pnet, task), sparse=True))
+            state, about = base.blank(pnet), base.about_pnet(pnet, problem.task)
+            with torch.device("meta"):
+                prunable = base.apart_from_norms(pnet.make())
+            empty = {k: Levels(state[k].to(torch.int16), torch.zeros(1).byte()) for k in prunable}
+            fixed = len(encode(state, empty, self.bits, about, sparse=True))
             if fixed < 0.9 * problem.budget:
-                full = fixed + self.bits / 8 * sum(x.numel() for x in matrices.values())
-                (found if full > base.USED * problem.budget else least).append(dict(pnet.config))
+                full = fixed + self.bits / 8 * sum(state[k].numel() for k in prunable)
+                (found if full > base.USED * problem.budget else least).append(pnet)
         if not found + least:
             raise BudgetTooSmall("what is not pruned of the net and the header of its file alone are larger")
-        return grid(pnet=found or least[:1], lr=self.rates)
+        return base.of_nets(found or least[:1], problem.task, lr=self.rates)
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
         """Dense, then pruning, then rounded, with what is left."""
-        pnet = base.with_config(problem.task, settings["pnet"])
-        about, masks = base.about_pnet(pnet, problem.task), Params()
-        net = RoundedNet(pnet.build(seed), self.bits, dict.fromkeys(_prunable(pnet), 1))
+        pnet = base.pnet_about(settings, problem.task)
+        module, about = pnet.build(seed), base.about_pnet(pnet, problem.task)
+        net = RoundedNet(module, self.bits, dict.fromkeys(base.apart_from_norms(module), 1))
         matrices = {name: net.leaves[name].detach() for name in net.rows}
         total = sum(x.numel() for x in matrices.values())
-        due, target, events = _fitting_steps(problem.steps), total, 20
+        due, target, masks, events = _due(problem.steps), total, Params(), 20
         start, end = min(int(0.3 * problem.steps), min(due)), min(due)
         prunes = {start + (end - start) * i // events: i / events for i in range(1, events)}
 
@@ -176,17 +165,15 @@ class Pruned(Dense):
             """How many of the largest entries the file has room for."""
             return most_entries(net.state(), matrices, net.levels(steps), self.bits, budget, about)
 
-        def keep(n: int) -> None:
-            masks.update(top(matrices, n))
-            masked()
-
-        def masked() -> None:
+        def keep(n: int | None = None) -> None:
+            """Set all but the `n` largest entries to zero, or those that were set before."""
+            masks.update({} if n is None else top(matrices, n))
             for name, mask in masks.items():
                 matrices[name].mul_(mask)
 
         def after(done: int) -> None:
             nonlocal target
-            masked()
+            keep()
             if done == start:
                 target = entries(net.nearest_steps(), base.MARGIN * problem.budget)
             if done in prunes and done < end:
@@ -203,11 +190,6 @@ class Pruned(Dense):
 
     def _decode(self, data: bytes, like: Params, net: nn.Module) -> Params:
         return decode(data, like, dict.fromkeys(base.apart_from_norms(net), 1), self.bits, sparse=True)
-
-
-def _prunable(pnet: PNet) -> list[str]:
-    with torch.device("meta"):
-        return base.apart_from_norms(pnet.make())
 
 
 def most_entries(
