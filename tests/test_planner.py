@@ -59,6 +59,7 @@ def test_bytes_are_those_that_ranks_send_and_store(name: str) -> None:
     assert sum(memory.values()) == pytest.approx(busiest(name, "live"), rel=0.1)
 
 
+@pytest.mark.process
 def test_ten_thousand_ranks_are_planned() -> None:
     with torch.device("meta"):
         pnet = GPT(50304, 1024, 24, 19200, 80, 76800)

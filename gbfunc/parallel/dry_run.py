@@ -121,18 +121,9 @@ def factor_shapes(tensor: TensorPlan) -> tuple[tuple[int, ...], tuple[int, ...]]
 class DryRun(TorchDispatchMode):
     """A rank's share of a p-net's forward; a call with a microbatch returns its costs, by cell.
 
-    Args:
-        plan: the plan.
-        pnet: the p-net.
-        kinds: names of the blocks, in their order, each with a key that is equal for equal blocks. Of these only the
-            first runs.
-        lazy: as for `make_train_step`.
-        tensor: the pieces of the layers, on a `DryWire`.
-
-    Attributes:
-        forms: weights that stay factors, by name.
-        shapes: of pieces of parameters, by name.
-        aux: numbers that the loss function returned beside the loss.
+    `kinds` has the names of the blocks, in their order, each with a key that is equal for equal blocks; of these only
+    the first runs. `tensor` has the pieces of the layers, on a `DryWire`. A run knows the `forms` of weights that stay
+    factors, the `shapes` of pieces, and `aux`, the number of numbers that the loss function returns beside the loss.
     """
 
     def __init__(
