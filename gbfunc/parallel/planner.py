@@ -208,7 +208,7 @@ def _layouts(model: Model, ranks: int, microbatches: int | None) -> Iterator[tup
 
     divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
     for tensor in divisors:
-        if tensor > 1 and (reason := model.why_not_split(tensor)):
+        if tensor > 1 and (reason := model.why_not(tensor)):
             yield [RankLayout({"data": 1, "pipeline": 1, "gnets": 1, "tensor": tensor})], reason
             continue
         for shards in (d for d in reversed(divisors) if ranks // tensor % d == 0):
@@ -221,7 +221,7 @@ def _layouts(model: Model, ranks: int, microbatches: int | None) -> Iterator[tup
                 numbers = [m for m in numbers if schedule != "interleaved" or m % (m // pipeline) == 0]
                 reason = "" if numbers else f"no number of microbatches from {pipeline} on divides {rows:.4g} rows"
                 if schedule:
-                    reason = model.why_not_staged(pipeline * SCHEDULES[schedule][1], schedule) or reason
+                    reason = model.why_not(tensor, pipeline * SCHEDULES[schedule][1], schedule) or reason
                 if reason:
                     sizes = {"data": shards, "pipeline": pipeline, "gnets": 1, "tensor": tensor}
                     yield [RankLayout(sizes, schedule=schedule)], reason

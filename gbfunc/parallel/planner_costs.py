@@ -92,17 +92,7 @@ class Model:
         self.rows = n_rows(batch) or 0
         if not self.rows:
             raise ValueError("the batch must have rows, the same in all tensors, got none")
-        for name in (
-            "dry",
-            "cells",
-            "made",
-            "stages",
-            "weights",
-            "crossing",
-            "genome",
-            "why_not_split",
-            "why_not_staged",
-        ):
+        for name in ("dry", "cells", "made", "stages", "weights", "crossing", "genome", "why_not"):
             setattr(self, name, cache(getattr(self, name)))  # Many layouts ask for the same.
         self._styles, self._no_styles = dict[str, Any](), ""
         try:
@@ -153,21 +143,16 @@ class Model:
 
         return tree_map(some, self.batch)
 
-    def why_not_split(self, tensor: int) -> str:
-        """Why layers cannot be split over so many tensor ranks; empty if they can."""
+    def why_not(self, tensor: int, stages: int = 1, schedule: str | None = None) -> str:
+        """Why layers cannot be split over so many tensor ranks, or the p-net into stages; empty if they can."""
         try:
             self.dry(tensor, self.lazy is not False)
-        except ValueError as error:
-            return str(error)
-        return ""
-
-    def why_not_staged(self, stages: int, schedule: str) -> str:
-        """Why the p-net cannot be cut into stages; empty if it can."""
-        if not self.blocks:
-            return "the p-net has no list of layers that run in their order"
-        if stages > len(self.blocks):
-            return f"{stages} stages of {len(self.blocks)} blocks"
-        try:
+            if schedule is None:
+                return ""
+            if not self.blocks:
+                return "the p-net has no list of layers that run in their order"
+            if stages > len(self.blocks):
+                return f"{stages} stages of {len(self.blocks)} blocks"
             schedule_class(schedule)
             self.crossing(stages)
         except ValueError as error:
