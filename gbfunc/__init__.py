@@ -5,19 +5,23 @@ weight; only the genome, which is the g-nets' parameters and the few direct ones
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+from gbfunc.startup import is_command_line
 
 __version__ = "0.1.0"
 
-import gbfunc.startup  # noqa: F401  # before torch: see there
-from gbfunc.encoding import binary, gray, grid, one_hot, per_axis, table
-from gbfunc.export import export
-from gbfunc.generate import generate
-from gbfunc.genome import flatten, init_genome, sample_noise
-from gbfunc.hypernets import bilinear, constant, from_module, gnet, low_rank, periodic, stochastic, xox
-from gbfunc.materialize import materialize
-from gbfunc.plan import Plan, make_plan, register
-from gbfunc.types import Genome
+# The command line answers help and wrong arguments without torch; then it loads this module again.
+if TYPE_CHECKING or "gbfunc.cli" in sys.modules or not is_command_line(sys.argv, sys.orig_argv):
+    from gbfunc.encoding import binary, gray, grid, one_hot, per_axis, table
+    from gbfunc.export import export
+    from gbfunc.generate import generate
+    from gbfunc.genome import flatten, init_genome, sample_noise
+    from gbfunc.hypernets import bilinear, constant, from_module, gnet, low_rank, periodic, stochastic, xox
+    from gbfunc.materialize import materialize
+    from gbfunc.plan import Plan, make_plan, register
+    from gbfunc.types import Genome
 
 if TYPE_CHECKING:
     from gbfunc.fit import fit_genome

@@ -250,7 +250,7 @@ def test_every_case_can_be_built_from_its_names() -> None:
     [
         (["--quick", "--cases", "nope"], "--cases nope: unknown; expected some of demo small_mlp"),
         (["--repeat", "0"], "--repeat must be at least 1"),
-        (["--repeat", "2", "--calibrate"], "bench --calibrate takes device, threads: drop --repeat"),
+        (["--repeat", "2", "--calibrate"], "--repeat cannot be used with --calibrate"),
         (["--threads", "0"], "--threads must be at least 1, got 0"),
         (["--device", "meta"], "--device 'meta' cannot be used"),
         (["--device", "flux"], "--device 'flux' cannot be used"),

@@ -80,7 +80,7 @@ def test_another_task_and_a_rate(genome: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--genome-params", "300", "--dense"], "drop --genome-params and --dense"),
+        (["--genome-params", "300", "--dense"], "--dense and --genome-params cannot be used with --from-birth"),
         (["--steps", "0"], "--steps must be at least 1"),
         (["--other", "text"], "cannot learn the task text"),
         (["--other", "nothing"], "no task 'nothing'"),

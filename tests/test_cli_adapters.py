@@ -11,9 +11,9 @@ import torch
 
 import gbfunc as gb
 from gbfunc.cli import main
+from gbfunc.cli.genomes import read_genome
 from gbfunc.cli.job import Job, load_task, make_job
-from gbfunc.cli.networks import read_genome
-from gbfunc.cli.options import DataOptions, GenomeOptions
+from gbfunc.cli.options import DataOptions, GenomeOptions, PNetOptions
 from tests.support.pretrained import save_network, save_texts
 
 pytest.importorskip("tokenizers", reason="their tokens need tokenizers")
@@ -29,7 +29,7 @@ def model(tmp_path: Path) -> list[str]:
 
 
 def job_of(model: list[str], **genome: Any) -> Job:
-    data = DataOptions(task=model[1], data_dir=Path(model[3]), pretrained=model[5])
+    data = PNetOptions(task=model[1], data_dir=Path(model[3]), pretrained=model[5])
     given: dict[str, Any] = {"genome_params": 200, **genome}
     return make_job(data, GenomeOptions(**given))
 
@@ -106,25 +106,6 @@ def test_any_network_can_be_a_base(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "metrics.json").read_text())["base"]["params"] == 65 * 24 + 25 * 10
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--base", "none", "--target-modules", "query"], "--base none has no adapter: drop --target-modules"),
-        (["--dense", "--base", "own"], "--dense trains every weight itself: drop --base"),
-        (["--dense", "--modules-to-save", "classifier"], "drop --modules-to-save"),
-        (["--target-modules", "nothing"], "nothing"),
-        (["--modules-to-save", "nothing"], "nothing"),
-    ],
-)
-def test_contradictions_are_refused(
-    model: list[str], options: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = [] if "--dense" in options else ["--genome-params", "200"]
-    assert main(["train", *model, *given, *options]) == 2
-    told = capsys.readouterr().err
-    assert message in told and told.count("\n") == 1
-
-
 def test_a_training_says_what_was_chosen_and_why(model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     def told(*options: str) -> dict[str, str]:
         assert main(["train", *model, "--batch-size", "4", "--steps", "2", *options]) == 0
@@ -160,11 +141,6 @@ def test_bytes_of_an_adapter_are_taken_by_codes(
         (["--placement", "sharded"], "float32"),
     ):
         assert stored(*options) == dtype and "dtype auto" not in capsys.readouterr().err
-
-
-def test_adapters_are_for_a_base(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--target-modules", "0"]) == 2
-    assert "base" in capsys.readouterr().err
 
 
 def test_plan_shows_base_and_deltas(model: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -81,28 +81,6 @@ def test_published_results_are_of_tasks_and_have_a_source(task: str) -> None:
         assert all(0 < size and 0 < value < 100 for size, value in of.points)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--methods", "magic"], "--methods magic: unknown; expected some of periodic "),
-        (["--seeds", "0"], "--seeds must be at least 1, got 0"),
-        (["--epochs", "0"], "--epochs must be at least 1, got 0"),
-        (["--threads", "-1"], "--threads must be at least 1, got -1"),
-        (["--sizes", "5"], "a genome of 5 parameters cannot be reached"),
-        (["--bytes", "300"], "at most 300 bytes cannot be reached: the smallest genome's file has"),
-        (["--bytes", "0"], "genome_bytes must be an int >= 1, got 0"),
-        (["--bytes", "2000", "--sizes", "300"], "give at most one of --sizes and --bytes, got 300 and 2000"),
-        (["--task", "mnist"], "--data-dir"),
-    ],
-)
-def test_errors_are_one_line(
-    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["compare", *options, "--out", str(tmp_path / "out")]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and message in error and not (tmp_path / "out").exists()
-
-
 def test_foreign_results_are_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "compare.json").write_text("{}")
     assert main([*QUICK, "--out", str(tmp_path)]) == 2

@@ -13,7 +13,7 @@ import yaml
 import gbfunc as gb
 from gbfunc.cli import main
 from gbfunc.cli.config import config_words
-from gbfunc.cli.parser import COMMANDS, parse
+from gbfunc.cli.parser import parse
 
 SMALL = ["--sizes", "64", "24", "10", "--genome-params", "200", "--steps", "6", "--batch-size", "100"]
 
@@ -86,14 +86,14 @@ def test_a_dense_training_repeats_too(tmp_path: Path) -> None:
 
 
 def test_every_format_says_the_same(tmp_path: Path) -> None:
-    options = {"sizes": [64, 48, 10], "lr": 1e-05, "pnet-config": {"odd": None}, "rule": ["a=none"], "dense": True}
+    options = {"sizes": [64, 48, 10], "lr": 1e-05, "pnet-config": {"odd": None}, "rule": ["a=none"], "compile": True}
     (tmp_path / "a.json").write_text(json.dumps(options))
     (tmp_path / "a.yaml").write_text(yaml.safe_dump(options))
     (tmp_path / "a.toml").write_text(tomlkit.dumps(options | {"pnet-config": '{"odd": null}'}))
     parsed = [parse(["train", "--config", str(path)]) for path in sorted(tmp_path.iterdir())]
     for train, path in zip(parsed, sorted(tmp_path.iterdir()), strict=True):
         assert train.config == path
-        assert (train.data.sizes, train.training.lr, train.dense) == ((64, 48, 10), 1e-05, True)
+        assert (train.data.sizes, train.training.lr, train.execution.compile) == ((64, 48, 10), 1e-05, True)
         assert train.genome.rule == ("a=none",) and json.loads(train.data.pnet_config) == {"odd": None}
     # Without the minus of its exponent's dot, YAML reads a text.
     (tmp_path / "b.yml").write_text("lr: 1e-3\nhypernet: null\nsizes: [64, 10]")
@@ -130,57 +130,7 @@ def test_other_commands_take_what_they_share(tmp_path: Path, capsys: pytest.Capt
     # What is a device to train on is a file where ranks are planned.
     assert main(["plan", "--config", config]) == 0
     assert "1,810" in capsys.readouterr().out
-    assert not any(
-        word.startswith("--device") for word in config_words(Path(config), COMMANDS["plan"], COMMANDS["train"])
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("a.toml", "epoch = 3", "a.toml: there is no option 'epoch' (did you mean epochs?)"),
-        ("a.toml", "epochs = ", "a.toml cannot be read: "),
-        (
-            "a.toml",
-            "seed = 1\nsizes = [64,\n 10\n",
-            "a.toml cannot be read: line 2, 'sizes = [64,': a bracket or a quote",
-        ),
-        ("a.toml", "# a\n\ntask = 'digits\nseed = 1", 'a.toml cannot be read: line 3, "task = \'digits": '),
-        ("a.toml", "sizes = [1,\nlr = 2\n", "a.toml cannot be read: line 1, 'sizes = [1,': "),
-        ("a.json", "[1]", "a.json must hold options by their names, got [1]"),
-        ("a.yaml", "lr: [", "a.yaml cannot be read: "),
-        ("a.toml", b"\x93", "a.toml cannot be read: 'utf-8' codec can't decode byte 0x93"),
-        ("a.ini", "lr = 1", "a.ini cannot be read: its name must end in .toml"),
-        ("a.toml", "[training]\nlr = -1", "--lr must be a positive number, got -1"),
-        ("a.toml", "compile = 'yes'", "a.toml: compile must be true or false, got 'yes'"),
-        ("a.toml", "lr = true", "a.toml: lr must be neither true nor false, got True"),
-        ("a.toml", "lr = -1", "--lr must be a positive number, got -1"),
-    ],
-)
-def test_files_that_cannot_be(
-    name: str, text: str | bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    assert main(["train", "--config", str(tmp_path / name)]) == 2
-    told = capsys.readouterr().err
-    assert message in told and told.count("\n") == 1
-
-
-def test_a_value_of_a_wrong_type_names_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "a.toml").write_text("epochs = 'many'")
-    for more, message in (
-        ([], f"{tmp_path / 'a.toml'}: --epochs must be INT, got 'many'"),
-        (["--epochs", "x"], "error: --epochs must be INT, got 'x'"),
-    ):
-        with pytest.raises(SystemExit) as caught:
-            main(["train", "--config", str(tmp_path / "a.toml"), *more])
-        told = capsys.readouterr().err
-        assert caught.value.code == 2 and message in told and told.count("\n") == 1
-
-
-def test_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--config", str(tmp_path / "none.toml")]) == 2
-    assert "--config: no such file: " in capsys.readouterr().err
+    assert not any(word.startswith("--device") for word in config_words("plan", ["--config", config])[1])
 
 
 def test_options_of_the_plan(tmp_path: Path) -> None:
@@ -191,35 +141,6 @@ def test_options_of_the_plan(tmp_path: Path) -> None:
     assert "4.weight" in {t.name for t in plan.direct}
     assert {e.hypernet.type for e in plan.ensembles} >= {"periodic", "low_rank"}
     assert all(max(e.dims.rows, e.dims.cols) <= 16 for e in plan.ensembles if e.hypernet.type != "constant")
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--optimizer", "adam"], "--optimizer must be a class of torch.optim (ASGD, Adadelta, "),
-        (["--optimizer", "LBFGS"], "LBFGS"),
-        (["--optimizer-config", '{"nope": 1}'], "Adam refuses the options of all leaves"),
-        (["--rule", "head"], "--rule must be REGEX=TYPE or REGEX=none, such as 'head=low_rank', got 'head'"),
-        (["--rule", "0.weight=foo"], "--rule: no type of g-net 'foo': choose one of "),
-        (["--rule", '0.weight=low_rank{"rnk": 2}'], "the g-net low_rank has no option rnk: its options are rank"),
-        (["--hypernet-config", '{"feature": 2}'], "the g-net periodic has no option feature: its options are features"),
-        (["--exclude", "nope"], "nope"),
-        (["--max-tile", "0"], "max_tile must be"),
-        (["--clip-norm", "-1"], "clip_norm must be a number > 0"),
-        (["--warmup", "2"], "--warmup must be a part of the steps, 0 to 1, got 2.0"),
-        (["--dense", "--rule", "0=none"], "--dense trains every weight itself: drop --rule"),
-        (["--data-dir", "x"], "the task digits reads no files (it has no parameter data_dir), got x: drop that"),
-        (["--out", ""], "--out must be a path, got '': the present folder is '.'"),
-        (["--data_dir="], "--data_dir must be a path, got ''"),
-        (["--log-every", "0"], "log_every must be at least 1, got 0"),
-        (["--measure-every", "0"], "--measure-every must be at least 1, got 0"),
-    ],
-)
-def test_errors_are_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["--sizes", "64", "24", "10", "--steps", "1"]
-    assert main(["train", *small, *argv]) == 2
-    told = capsys.readouterr().err
-    assert message in told and told.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", ["RMSprop", "Adafactor"])

@@ -10,6 +10,7 @@ import torch
 
 import gbfunc as gb
 from gbfunc.cli import main
+from gbfunc.formats import file_bytes
 from gbfunc.tasks import TASKS, accuracy
 from gbfunc.tasks.pnets import mlp
 from gbfunc.trees import tree_map
@@ -64,5 +65,5 @@ def test_genome_bytes_are_those_of_the_whole_file(dtype: str | None, tmp_path: P
     size, (plan, _) = path.stat().st_size, gb.load(path)
     assert (0.8 if dtype == "int6" else 0.95) * 2000 <= size <= 2000
     assert plan.target == "at most 2,000 bytes" and "genome_bytes = 2000" in (tmp_path / "config.toml").read_text()
-    most = gb.plan.file_bytes(plan, dtype, metadata=gb.load_metadata(path))
+    most = file_bytes(plan, dtype, metadata=gb.load_metadata(path))
     assert 1900 <= sum(most.values()) <= 2000

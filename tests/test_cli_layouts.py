@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import gbfunc as gb
-from gbfunc.cli import main
 from gbfunc.cli.options import ExecutionOptions
 from gbfunc.cli.ranks import pipeline_microbatches, split_over
 from gbfunc.parallel import Mesh
@@ -158,28 +157,6 @@ def test_a_training_goes_on_in_another_layout(folder: Path, one: dict[str, Any])
     newest.unlink()
     trained(1, folder, "last", "--resume", str(newest.parent))
     assert_same_genome(folder, "last")
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--mesh", "tensor=3"], "the axes' product must be the number of ranks, 1, got data 1 * pipeline 1 * gnets 1"),
-        (["--mesh", "rows=2"], "--mesh must name ranks along axes (data, pipeline, gnets, tensor), such as"),
-        (["--mesh", "tensor=0"], "--mesh must name ranks along axes"),
-        (["--pipeline", "gpipe"], "--pipeline gpipe needs a pipeline axis, such as --mesh pipeline=2"),
-        (["--pipeline", "gipe"], "invalid choice 'gipe' for argument '--pipeline'"),
-        (["--parallel", "own:styles"], "--parallel own:styles needs a tensor axis, such as --mesh tensor=2"),
-        (["--microbatches", "0"], "--microbatches must be at least 1, got 0"),
-        (["--peak-flops", "0"], "--peak-flops must be a positive number, got 0.0"),
-    ],
-)
-def test_what_cannot_be_is_told_in_one_line(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        code = main(["train", *options])
-    except SystemExit as end:
-        code = end.code
-    told = capsys.readouterr().err
-    assert code == 2 and told.count("\n") == 1 and words in told, told
 
 
 @pytest.mark.process

@@ -86,29 +86,6 @@ def test_units(option: str, text: str, rate: bool, expected: float) -> None:
     assert parse_bytes(option, text, rate=rate) == expected
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--parallel", "a:b"], "--parallel is for layouts of ranks: say --ranks too"),
-        (["--memory", "16GB"], "--memory is for layouts of ranks: say --ranks too"),
-        (["--ranks", "0"], "--ranks must be at least 1, got 0"),
-        (["--ranks", "2", "--memory", "16"], "--memory must be a size such as 16GB or 512MiB, got '16'"),
-        (["--ranks", "2", "--memory", "0GB"], "--memory must be a size such as 16GB or 512MiB, got '0GB'"),
-        (["--ranks", "2", "--memory", "1Gbit"], "--memory must be a size such as 16GB or 512MiB, got '1Gbit'"),
-        (["--ranks", "2", "--link", "fast"], "--link must be a rate such as 100Gbit or 12.5GB, got 'fast'"),
-        (["--ranks", "2", "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
-        (["--ranks", "2", "--device", "nowhere.json"], "no such device file: nowhere.json"),
-        (["--ranks", "2", "--task", "control"], "--ranks plans tasks of examples"),
-    ],
-)
-def test_errors_are_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if "control" in arguments:
-        pytest.importorskip("gymnasium")
-    assert main(["plan", *arguments]) == 2
-    told = capsys.readouterr()
-    assert words in told.err and told.err.count("\n") == 1 and told.out == ""
-
-
 @pytest.mark.process
 @pytest.mark.skipif(torch.__version__ < "2.6", reason="a process that was in a gloo group of torch 2.5 may never end")
 def test_calibrate_prints_a_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

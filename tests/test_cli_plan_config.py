@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 import gbfunc as gb
-from gbfunc.cli import main
 from gbfunc.cli.job import make_job
 from gbfunc.cli.options import GenomeOptions, PNetOptions
 
@@ -44,28 +42,3 @@ def test_what_the_command_line_says_goes_first(tmp_path: Path) -> None:
     options = GenomeOptions(genome_params=400, plan_config=tmp_path / "plan.json", rule=("2.weight=low_rank",))
     plan = make_job(PNetOptions(sizes=(64, 48, 10)), options).plan
     assert [t.slots[0].hypernet.type for t in plan.generated if "weight" in t.name] == ["xox", "low_rank"]
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("excludes = []", "there is no 'excludes'; a plan has include, exclude, rules, encodings"),
-        ("include = 'a'", "include must be a list of regular expressions, got 'a'"),
-        ("rules = 3", "rules must be a table, got 3"),
-        ("rules = { a = 'nothing' }", "no type of g-net 'nothing'"),
-        ("rules = { a = { rank = 3 } }", "rules, 'a': expected a type (periodic, none, ...) or a table with one"),
-        ("encodings = { '0.weight' = 'binary' }", "encodings, '0.weight': expected codes of [rows, columns]"),
-        ("encodings = { '0.weight' = ['binary', 3] }", "expected a type (binary, grid, default, ...)"),
-        ("encodings = { '0.weight' = ['binaries', 'default'] }", "encodings, '0.weight': not an encoding"),
-        ("encodings = { '0.weight' = ['binary', { type = 'grid', dims = [7, 8] }] }", "codes 56 positions"),
-        ("encodings = { '0.weight' = ['binary', { type = 'table', file = 'none.npy' }] }", "none.npy"),
-        ("encodings = { 'weight' = ['binary', 'binary'] }", "encodings names 'weight', which is no parameter"),
-        ("encodings = [", "line 1"),
-    ],
-)
-def test_files_that_are_none(text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "plan.toml").write_text(text)
-    assert main(["plan", "--sizes", "64", "48", "10", "--plan-config", str(tmp_path / "plan.toml")]) != 0
-    assert words in capsys.readouterr().err
-    assert main(["plan", "--plan-config", str(tmp_path / "missing.toml")]) != 0
-    assert "--plan-config: no such file" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.cli import main
-from gbfunc.cli.networks import read_genome
+from gbfunc.cli.genomes import read_genome
 from gbfunc.cli.options import DataOptions
 from gbfunc.export import FORMATS, Exported, base
 from gbfunc.tasks import accuracy

@@ -248,7 +248,7 @@ def test_no_file_is_a_drawer_of_utils() -> None:
         ("gbfunc/plan/spec.py", "from .report import table\nfrom ..layers import KINDS", set()),
         ("gbfunc/plan/spec.py", "from ..generate import generate", {"generate"}),
         ("gbfunc/train.py", "from gbfunc import make_plan", {"__init__"}),
-        ("gbfunc/cli/demo.py", "import gbfunc as gb", set()),
+        ("gbfunc/cli/train.py", "import gbfunc as gb", set()),
     ],
 )
 def test_upward_imports_are_seen(path: str, source: str, upward: set[str]) -> None:

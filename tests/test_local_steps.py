@@ -14,8 +14,6 @@ from torch import Tensor
 
 import gbfunc as gb
 from gbfunc.cli import main
-from gbfunc.cli.options import ExecutionOptions
-from gbfunc.cli.ranks import local_steps
 from gbfunc.parallel import Mesh, make_layout
 from gbfunc.train import StepOptions
 from gbfunc.train.local import nesterov
@@ -178,20 +176,6 @@ def test_rounding_goes_with_local_steps() -> None:
     state = trained(rounded, 2)
     assert not torch.equal(state.direct["0.bias"], trained(step, 2).direct["0.bias"])
     assert_same(flatten_tree(state), flatten_tree(trained(make(None, local_steps=2, rounding="int4"), 2)))
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"local_steps": 0}, "--local-steps must be at least 1, got 0"),
-        ({"outer_lr": 0.7}, "say --local-steps"),
-        ({"local_steps": 2, "outer_lr": 0.0}, "--outer-lr must be above 0"),
-        ({"local_steps": 2, "outer_momentum": 1.0}, "--outer-momentum from 0 to below 1"),
-    ],
-)
-def test_the_command_refuses(given: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        local_steps(ExecutionOptions(**given))
 
 
 @pytest.mark.process

@@ -10,18 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from gbfunc.startup import is_command_line, wait_passively
+from gbfunc.startup import is_command_line
 
-# Stands before torch on the path, says that its import has begun, and takes long.
-SLOW_TORCH = "import sys, time\nprint('importing', flush=True)\ntime.sleep(60)\n"
+ROOT = Path(__file__).resolve().parents[1]
+# Stands before torch on the path, says that its import has begun and what it finds, and takes long.
+SLOW_TORCH = "import os, sys, time\nprint(os.environ.get('OMP_WAIT_POLICY'), flush=True)\ntime.sleep(60)\n"
 
 
 @pytest.mark.parametrize(
     ("argv", "original", "expected"),
     [
         (["/usr/bin/gbfunc", "demo"], ["python", "/usr/bin/gbfunc", "demo"], True),
-        (["-m", "demo"], ["python", "-m", "gbfunc", "demo"], True),
         (["-m"], ["python", "-u", "-m", "gbfunc", "train"], True),
+        (["/usr/bin/gbfunc", "bench"], ["python", "-c", "spawn_main()", "--multiprocessing-fork"], False),
         (["-m"], ["python", "-m", "pytest", "gbfunc"], False),
         (["script.py"], ["python", "script.py", "gbfunc"], False),
         ([], [], False),
@@ -31,38 +32,39 @@ def test_the_command_line_is_known(argv: list[str], original: list[str], expecte
     assert is_command_line(argv, original) is expected
 
 
-@pytest.mark.parametrize(
-    ("environ", "argv", "policy"),
-    [
-        ({}, ["gbfunc", "demo"], "passive"),
-        ({"OMP_WAIT_POLICY": "active"}, ["gbfunc", "demo"], "active"),
-        ({"GOMP_SPINCOUNT": "9"}, ["gbfunc", "demo"], None),
-        ({}, ["gbfunc", "bench"], None),
-    ],
-)
-def test_threads_wait_passively_unless_the_user_says_how(
-    environ: dict[str, str], argv: list[str], policy: str | None
-) -> None:
-    wait_passively(environ, argv)
-    assert environ.get("OMP_WAIT_POLICY") == policy
+def start(folder: Path, torch: str, *words: str, **environ: str) -> subprocess.Popen[str]:
+    """Start Python with another torch."""
+    (folder / "torch.py").write_text(torch)
+    env = {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")}
+    env |= {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]), **environ}
+    return subprocess.Popen(
+        [sys.executable, *words],
+        env=env,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Ignored where a shell has put the tests into the background.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("start", "policy"), [(["-m", "gbfunc", "demo"], "passive"), (["-c", "import gbfunc"], None)])
-def test_only_the_command_line_sets_the_environment(start: list[str], policy: str | None, tmp_path: Path) -> None:
-    # A torch that only tells what it finds when it is imported.
-    (tmp_path / "torch.py").write_text("import os, sys\nprint(os.environ.get('OMP_WAIT_POLICY'))\nsys.exit(0)\n")
-    env = {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")}
-    path = os.pathsep.join([str(tmp_path), str(Path(__file__).resolve().parents[1])])
-    done = subprocess.run(
-        [sys.executable, *start],
-        env=env | {"PYTHONPATH": path},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == f"{policy}\n"
+@pytest.mark.parametrize(
+    ("words", "environ", "policy"),
+    [
+        (["-m", "gbfunc", "demo"], {}, "passive"),
+        (["-m", "gbfunc", "demo"], {"OMP_WAIT_POLICY": "active"}, "active"),
+        (["-m", "gbfunc", "demo"], {"GOMP_SPINCOUNT": "9"}, "None"),
+        (["-m", "gbfunc", "bench"], {}, "None"),
+        (["-c", "import gbfunc"], {}, "None"),
+    ],
+)
+def test_threads_of_commands_wait_passively(
+    words: list[str], environ: dict[str, str], policy: str, tmp_path: Path
+) -> None:
+    out, _ = start(tmp_path, SLOW_TORCH.replace("time.sleep(60)", "sys.exit(0)"), *words, **environ).communicate()
+    assert out == f"{policy}\n"
 
 
 @pytest.mark.process
@@ -73,33 +75,21 @@ def test_only_the_command_line_sets_the_environment(start: list[str], policy: st
         (["train", "--help"], 0, "--genome-params INT"),
         (["--version"], 0, "gbfunc "),
         (["trane"], 2, "gbfunc: error: no command 'trane' (did you mean train?)"),
-        (["bench", "--nope"], 2, "gbfunc: error: bench has no option --nope"),
+        (["bench", "--nope"], 2, "gbfunc: error: Unrecognized options: --nope: see gbfunc bench --help"),
+        (["train", "--epochs", "0"], 2, "gbfunc: error: --epochs must be at least 1, got 0"),
     ],
 )
 def test_help_and_wrong_options_need_no_torch(argv: list[str], code: int, expected: str, tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n")
-    path = os.pathsep.join([str(tmp_path), str(Path(__file__).resolve().parents[1])])
-    command = [sys.executable, "-m", "gbfunc", *argv]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == code and expected in done.stdout + done.stderr
+    process = start(tmp_path, "raise SystemExit('torch was imported')\n", "-m", "gbfunc", *argv)
+    out, err = process.communicate()
+    assert process.returncode == code and expected in out + err
 
 
 @pytest.mark.process
 @pytest.mark.parametrize(("signum", "words"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "stopped by SIGTERM")])
 def test_signals_during_the_imports_end_with_a_line(signum: int, words: str, tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text(SLOW_TORCH)
-    path = os.pathsep.join([str(tmp_path), str(Path(__file__).resolve().parents[1])])
-    process = subprocess.Popen(
-        [sys.executable, "-m", "gbfunc", "demo"],
-        env=os.environ | {"PYTHONPATH": path},
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # Ignored where a shell has put the tests into the background.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    assert process.stdout is not None and process.stdout.readline() == "importing\n"
+    process = start(tmp_path, SLOW_TORCH, "-m", "gbfunc", "demo")
+    assert process.stdout is not None and process.stdout.readline() == "passive\n"
     process.send_signal(signum)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 128 + signum and errors == f"gbfunc: {words}\n"

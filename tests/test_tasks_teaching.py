@@ -151,7 +151,7 @@ def test_what_teaches_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureF
         (["--teacher", str(tmp_path / "empty")], "holds neither genome.safetensors nor model.safetensors"),
         (["--teacher", str(tmp_path / "text")], "is no safetensors file"),
         (["--teacher", str(tmp_path / "other.safetensors")], "does not hold the weights of mlp"),
-        (["--teacher-weight", "0.3"], "are for a teacher: say --teacher too"),
+        (["--teacher-weight", "0.3"], "can be used only with --teacher"),
     ):
         assert main([*genome, *options]) == 2
         told = capsys.readouterr().err

@@ -6,46 +6,30 @@ With `--calibrate`: what the planner must know of this machine.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
+from rich.table import Column
 
 from gbfunc.cli.commands import Bench
-from gbfunc.cli.output import open_folder, wide_console, write_figure, write_metrics
+from gbfunc.cli.output import open_folder, print_table, write_figure, write_metrics
 from gbfunc.cli.ranks import find_device
-from gbfunc.lab.bench import cases
-from gbfunc.lab.bench.report import Row, describe, growth_curves, log_slope, measure_ceilings, over_runs, run_bench
+from gbfunc.lab.bench import cases, report
+from gbfunc.lab.bench.report import describe, growth_curves, log_slope, measure_ceilings, over_runs
 from gbfunc.lab.bench.variants import Setting, why_not
 
 _ROUNDS = 7
-_TAKEN = {
-    None: ("quick", "cases", "repeat", "device", "threads", "out"),
-    "calibrate": ("device", "threads"),
-}
-"""Options of what is measured: of cases side by side, or instead."""
-
 _GROWTH = {"growth_weights": ("weights", "weights"), "growth_features": ("features", "features H")}
 
 
-def run(options: Bench) -> None:
+def run_bench(options: Bench) -> None:
     """Run the cases, print one table, write the results."""
-    kind = "calibrate" if options.calibrate else None
-    given = [f.name for f in fields(Bench) if getattr(options, f.name) != f.default]
-    if odd := [name for name in given if name not in (kind, *_TAKEN[kind])]:
-        raise ValueError(f"bench{f' --{kind}' if kind else ''} takes {', '.join(_TAKEN[kind])}: drop --{odd[0]}")
-    if options.repeat < 1:
-        raise ValueError(f"--repeat must be at least 1, got {options.repeat}")
-    if options.threads is not None and options.threads < 1:
-        raise ValueError(f"--threads must be at least 1, got {options.threads}")
-    if options.calibrate:
-        print_device(find_device(options.device), options.threads)
-        return
     device = find_device(options.device)
+    if options.calibrate:
+        return print_device(device, options.threads)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"--device must be cpu or cuda, got {options.device}")
     on_cuda = device.type == "cuda"
@@ -57,7 +41,7 @@ def run(options: Bench) -> None:
 
 
 def print_device(device: torch.device, threads: int | None) -> None:
-    """What this machine is like, as JSON on standard output; of many ranks the first speaks."""
+    """Print what this machine is like as JSON; the first of many ranks speaks."""
     from gbfunc.lab.bench.calibrate import calibrate
 
     torch.set_num_threads(threads or torch.get_num_threads())
@@ -75,23 +59,23 @@ def measure(
     visit: float,
     repeat: int = 1,
 ) -> dict[str, Any]:
-    """Run benches `repeat` times one after the other; write the figures of growth, and what is returned (`bench.json`).
+    """Run benches `repeat` times; write the figures of growth, and what is returned (`bench.json`).
 
-    Of several runs the rows are medians (`over_runs`); `rounds` and `visit` (s) are those of `time_together`.
+    The rows of several runs are medians (`over_runs`); `rounds` and `visit` (s) are those of `time_together`.
     """
     from gbfunc.plots import cost_curves
 
     torch.set_num_threads(setting.threads)
     results: dict[str, Any] = describe(setting.device, setting.threads)
     results |= {"device": setting.device.type, "dtype": str(setting.amp or torch.float32).removeprefix("torch.")}
-    results |= {"ceilings": measure_ceilings(setting.device, rounds=rounds), "slopes": {}, "rows": [], "skipped": []}
+    results |= {"ceilings": measure_ceilings(setting.device, rounds=rounds), "slopes": {}, "rows": []}
     reasons = {case.name: why_not(case, setting) for bench in benches.values() for case in bench}
     results["skipped"] = [reason for reason in reasons.values() if reason]
     chosen = {k: some for k, bench in benches.items() if (some := tuple(c for c in bench if not reasons[c.name]))}
-    runs: dict[str, list[list[Row]]] = {name: [] for name in chosen}
+    runs: dict[str, list[list[report.Row]]] = {name: [] for name in chosen}
     for run, (i, (name, bench)) in product(range(repeat), enumerate(chosen.items(), 1)):
         print(f"{name} ({i} of {len(chosen)}, run {run + 1} of {repeat})", file=sys.stderr, flush=True)
-        runs[name].append(run_bench(bench, setting, rounds=rounds, visit=visit, memory=run == 0))
+        runs[name].append(report.run_bench(bench, setting, rounds=rounds, visit=visit, memory=run == 0))
         results["rows"] = [row for some in runs.values() for row in over_runs(some)]
         if name in _GROWTH:
             by, label = _GROWTH[name]
@@ -103,53 +87,13 @@ def measure(
     return results
 
 
-_Cell = Callable[[Mapping[str, Any]], str]
-
-
-def _number(key: str, form: str, unit: str = "", scale: float = 1.0) -> _Cell:
-    """Writes a number of a row, or nothing where it is None."""
-    return lambda row: "" if row[key] is None else f"{row[key] * scale:{form}}{unit}"
-
-
-def _print_rows(
-    rows: Iterable[Mapping[str, Any]], place: Sequence[str], columns: Sequence[tuple[str, _Cell]], notes: Iterable[str]
-) -> None:
-    """Rows as one table on standard output, cut where the place changes, and notes below it.
-
-    `place` are the keys of the first columns, `columns` the others by their titles: numbers, but for one without title.
-    """
-    table = Table()
-    for title in (*place, "variant"):
-        table.add_column(title, no_wrap=True)
-    for title, _ in columns:
-        table.add_column(title, justify="right" if title else "left", no_wrap=bool(title))
-    previous: list[str] = []
-    for row in rows:
-        here = [str(row[key]) for key in place]
-        if previous and here != previous:
-            table.add_section()
-        shown = here if here != previous else [""] * len(place)
-        table.add_row(*shown, row["variant"], *(cell(row) for _, cell in columns))
-        previous = here
-    console = wide_console()
-    console.print(table)
-    for note in notes:
-        console.print(note, style="dim")
-
-
-def _range(row: Mapping[str, Any]) -> str:
-    """Least and largest ratio to dense of all runs."""
-    ratios = [ratio for ratio in row["ratios_to_dense"] if ratio is not None]
-    return f"{min(ratios):.3g} to {max(ratios):.3g} in {len(ratios)} runs" if ratios else ""
-
-
-def _listed(values: Mapping[str, float], form: str) -> str:
-    return ", ".join(f"{name} {value:{form}}" for name, value in values.items())
-
-
 def print_results(results: Mapping[str, Any]) -> None:
-    """All rows as one table on standard output."""
+    """Print all rows as one table."""
     r, ceilings = results, results["ceilings"]
+    repeated = any(len(row["ratios_to_dense"]) > 1 for row in r["rows"])
+
+    def number(value: float | None, form: str, unit: str = "") -> str:
+        return "" if value is None else f"{value:{form}}{unit}"
 
     def notes(row: Mapping[str, Any]) -> str:
         words = []
@@ -162,18 +106,37 @@ def print_results(results: Mapping[str, Any]) -> None:
             words.append(f"{row['repeats']} repeats")
         return "; ".join(words)
 
-    columns = [
-        ("step", _number("step_ms", ",.2f", " ms")),
-        ("first", _number("first_ms", ",.0f", " ms")),
-        ("x dense", _number("ratio_to_dense", ".3g")),
-        *([("range", _range)] if any(len(row["ratios_to_dense"]) > 1 for row in r["rows"]) else []),
-        ("x naive", _number("ratio_to_naive", ".3g")),
-        ("peak MB", lambda row: _number("peak_mb", ",.0f")(row) or "out of memory"),
-        ("", notes),
-    ]
+    def spread(row: Mapping[str, Any]) -> str:
+        ratios = [ratio for ratio in row["ratios_to_dense"] if ratio is not None]
+        return f"{min(ratios):.3g} to {max(ratios):.3g} in {len(ratios)} runs" if ratios else ""
+
+    rows: list[tuple[str, ...]] = []
+    previous = None
+    for row in r["rows"]:
+        if previous not in (None, row["case"]):
+            rows.append(())
+        rows.append(
+            (
+                "" if row["case"] == previous else row["case"],
+                row["variant"],
+                number(row["step_ms"], ",.2f", " ms"),
+                number(row["first_ms"], ",.0f", " ms"),
+                number(row["ratio_to_dense"], ".3g"),
+                *([spread(row)] if repeated else []),
+                number(row["ratio_to_naive"], ".3g"),
+                number(row["peak_mb"], ",.0f") or "out of memory",
+                notes(row),
+            )
+        )
+        previous = row["case"]
     machine = (
         f"{r['machine']}, {r['threads']} threads, torch {r['torch']}, {r['dtype']}; matrix product "
         f"{ceilings['gflops']:.0f} GFLOP/s, copy {ceilings['gb_s']:.1f} GB/s"
     )
-    slopes = [f"{name}, exponent of the step's time: {_listed(slopes, '.2f')}" for name, slopes in r["slopes"].items()]
-    _print_rows(r["rows"], ["case"], columns, [machine, *slopes, *r["skipped"]])
+    slopes = [
+        f"{name}, exponent of the step's time: {', '.join(f'{variant} {x:.2f}' for variant, x in slopes.items())}"
+        for name, slopes in r["slopes"].items()
+    ]
+    case, variant, notes_ = Column("case", no_wrap=True), Column("variant", no_wrap=True), Column()
+    numbers = ("step", "first", "x dense", *(["range"] if repeated else []), "x naive", "peak MB")
+    print_table((case, variant, *numbers, notes_), rows, notes=[machine, *slopes, *r["skipped"]])

@@ -1,20 +1,24 @@
 """The commands and their options. They are parsed before torch is imported: no module here may import it.
 
-A command `name` is a dataclass `Name` here, in `COMMANDS`, and `gbfunc.cli.name`, whose function `run` takes it.
+A command `name` is a dataclass `Name` here, in `COMMANDS`, and a function `run_name` of a module, which takes it.
 """
 
-from __future__ import annotations
-
+import importlib
+import os
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal, get_args
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
+import gbfunc
 from gbfunc.cli.options import (
-    RECIPE,
+    COUNT,
+    POSITIVE,
+    SEED,
     BirthOptions,
     CheckpointOptions,
     ConfigOption,
@@ -22,7 +26,9 @@ from gbfunc.cli.options import (
     ExecutionOptions,
     GenomeFileOptions,
     GenomeOptions,
+    MaybeCount,
     PNetOptions,
+    RecipeCount,
     RunOptions,
     ScheduleName,
     StoredOptions,
@@ -31,21 +37,39 @@ from gbfunc.cli.options import (
 )
 
 FormatName = Literal["onnx", "pt2", "aoti", "iree", "safetensors"]
+Flag = FlagCreatePairsOff[bool]
+Threads = Annotated[int | None, shows("INT", "torch's"), COUNT]
 
 SIZES = (600, 1_300, 2_000, 6_000, 20_000)
 """Budgets of `gbfunc compare`, in parameters of a periodic genome."""
+
+_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+_SHIPS = (".html", ".png", ".jpg", ".jpeg", ".webp", ".svg")
+"""Suffixes of pages and pictures, which may have a genome in them."""
 
 
 class Command:
     """Options of a command."""
 
+    module = ""  # with the command's function, if it is not named after the command
+    waits = True  # whether the idle threads of OpenMP sleep
+
+    def load(self) -> Callable[[Any], None]:
+        """Import torch, all names of gbfunc, and the command's function.
+
+        OpenMP reads how idle threads wait when torch is loaded. Spinning threads make the steps of a small p-net five
+        to ten times as slow on a machine with other work.
+        """
+        if "torch" not in sys.modules and self.waits and not any(name in os.environ for name in _WAITING):
+            os.environ["OMP_WAIT_POLICY"] = "passive"
+        if not hasattr(gbfunc, "make_plan"):
+            importlib.reload(gbfunc)
+        name = type(self).__name__.lower()
+        return getattr(importlib.import_module(f"gbfunc.cli.{self.module or name}"), f"run_{name}")
+
     def run(self) -> None:
         """Do what the options say, and show it."""
-        import_module(f"gbfunc.cli.{type(self).__name__.lower()}").run(self)
-
-
-_SHIPS = (".html", ".png", ".jpg", ".jpeg", ".webp", ".svg")
-"""Suffixes of pages and pictures, which may have a genome in them."""
+        self.load()(self)
 
 
 class GenomeCommand(Command):
@@ -69,7 +93,6 @@ class Train(Command, RunOptions):
 
     dense: bool = False
     """Train the p-net's weights themselves, without a genome: the dense baseline. The file then holds them all."""
-
     output: CheckpointOptions = CheckpointOptions()
     teacher: TeacherOptions = TeacherOptions()
     birth: BirthOptions = BirthOptions()
@@ -80,10 +103,14 @@ class Train(Command, RunOptions):
 class Demo(Command, RunOptions):
     """Train a genome on real digits, and beside it the same p-net and a small net densely; compare them."""
 
+    module = "train"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Eval(GenomeCommand, ConfigOption, GenomeFileOptions):
     """Show where a genome file's bytes go; rebuild the p-net from it and measure it. The file names task and p-net."""
+
+    module = "genomes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +120,7 @@ class Predict(GenomeCommand, ConfigOption, GenomeFileOptions):
     inputs: Positional[tuple[Path, ...]]
     """The files. Pixels count from 0 to 255 (of 16 bits scaled so), or as the task's data has them, bright where its
     images are; transparent ones are white."""
-
-    top: Annotated[int, arg(metavar="INT")] = 1
+    top: Annotated[int, arg(metavar="INT"), COUNT] = 1
     """Classes to tell of each input, the likeliest first."""
 
 
@@ -102,19 +128,17 @@ class Predict(GenomeCommand, ConfigOption, GenomeFileOptions):
 class Sample(GenomeCommand, ConfigOption, GenomeFileOptions):
     """Write text with the language model of a genome file; --data-dir is the text it learned, for its characters."""
 
+    module = "genomes"
+
     task: Annotated[str, arg(metavar="NAME")] = "text"
     """What it learned: text, or package.module:function of your own."""
-
     prompt: Annotated[str, shows("TEXT", "a new line")] = "\n"
     """What it goes on from."""
-
     tokens: int = 300
     """How much to write: characters, or tokens of the task's vocabulary."""
-
     temperature: float = 0.8
     """Below 1 it writes more carefully, above 1 more freely; 0 takes the likeliest token each time."""
-
-    seed: int = 0
+    seed: Annotated[int, SEED] = 0
     """Seed of what is drawn."""
 
 
@@ -124,14 +148,11 @@ class Export(GenomeCommand, ConfigOption, GenomeFileOptions):
 
     out: Annotated[Path, arg(metavar="FILE")]
     """Where to; a file that is there is replaced. A page of a text task takes its characters from --data-dir."""
-
     qr: Annotated[str | None, shows("PAGE")] = None
     """Address of a page that --out net.html wrote: draw the QR code (.png, .svg) that opens it with this genome, of up
     to some 2,200 bytes."""
-
     to: Annotated[FormatName | None, shows(FormatName, "by the suffix of --out")] = None
     """The format: suffixes .onnx, .pt2 (torch.export), .vmfb (IREE) and .safetensors tell it; aoti is AOTInductor."""
-
     weights: Annotated[
         Literal["genome", "dense"] | None, shows("genome|dense", "genome; dense for safetensors, and adapters")
     ] = None
@@ -146,24 +167,18 @@ class Plan(Command, ConfigOption):
     genome: GenomeOptions = GenomeOptions()
     output: StoredOptions = StoredOptions()
 
-    ranks: Annotated[int | None, shows("INT")] = None
+    ranks: MaybeCount = None
     """Plan its training on so many ranks too: memory, bytes and seconds of every layout, the fastest first."""
-
     memory: Annotated[str | None, shows("SIZE", "the device's")] = None
     """Memory of a rank, with --ranks: 16GB, 80GiB."""
-
     link: Annotated[str | None, shows("RATE", "the device's")] = None
     """What a rank can send per second, with --ranks: 100Gbit, 12.5GB."""
-
     device: Annotated[Path | None, shows("FILE", "50 Gflop/s, 10 GB/s, 10Gbit, 16GB")] = None
     """What a rank is like, with --ranks: the JSON that `gbfunc bench --calibrate` prints."""
-
-    batch_size: Annotated[int | None, shows("INT", RECIPE)] = None
+    batch_size: RecipeCount = None
     """Examples per step of all ranks together, with --ranks."""
-
-    microbatches: Annotated[int | None, shows("INT", "the fastest")] = None
+    microbatches: Annotated[int | None, shows("INT", "the fastest"), COUNT] = None
     """Microbatches per step, with --ranks."""
-
     parallel: Annotated[str | None, shows("MODULE:FUNCTION", "those of the p-net")] = None
     """How the layers of a p-net of yours are split along a tensor axis, with --ranks, as for gbfunc train."""
 
@@ -174,36 +189,27 @@ class Compare(Command, DataOptions):
 
     sizes: Annotated[tuple[int, ...] | None, shows("INT ...", " ".join(map(str, SIZES)))] = None
     """Budgets: the bytes of a periodic genome's file of so many parameters, its header included."""
-
     bytes: Annotated[tuple[int, ...] | None, shows("INT ...")] = None
     """Budgets in bytes, in place of --sizes; what is taken for a pretrained p-net, 1500 to 186000."""
-
     methods: Annotated[tuple[str, ...] | None, shows("NAME ...", "all")] = None
     """Only these: periodic, periodic_int7, periodic_auto (codes with steps that training finds), smaller_dense,
     random_subspace, pruned, int8 and int4 (smaller nets; all three trained for their rounding and entropy-coded), the
     other types of g-net: gnet, stochastic, low_rank_genome, xox. With --pretrained: genome, genome_int7, genome_auto,
     linear_probe, bitfit, lora, vera, fourierft, tinylora, unilora, ia3, each in float numbers also as NAME_float16, and
     full_fine_tuning, whatever its size."""
-
-    seeds: int = 3
+    seeds: Annotated[int, COUNT] = 3
     """Trainings of each method at each size, seeded 0, 1, ..."""
-
-    epochs: Annotated[int | None, shows("INT", RECIPE)] = None
+    epochs: RecipeCount = None
     """Passes over the training examples, for all alike; candidates are trained for a ninth and a third of them, and the
     last two for all."""
-
     dtype: Literal["float32", "float16"] = "float32"
     """dtype that every method stores which has no other format; training is in float32."""
-
     amp: Annotated[Literal["bfloat16"] | None, shows("bfloat16")] = None
     """Run every network in this dtype (autocast) in training: faster where the machine has it."""
-
-    quick: FlagCreatePairsOff[bool] = False
+    quick: Flag = False
     """One epoch, one seed, two candidates: shows that all of it runs, and nothing else."""
-
-    threads: Annotated[int | None, shows("INT", "torch's")] = None
+    threads: Threads = None
     """Threads of the CPU."""
-
     out: Path = Path("compare")
     """Folder for compare.json, the figure and the data of every network; rows that it holds are not run again."""
 
@@ -212,26 +218,22 @@ class Compare(Command, DataOptions):
 class Bench(Command):
     """Measure training steps and generation side by side: time, memory, growth."""
 
-    quick: FlagCreatePairsOff[bool] = False
-    """Fewer and smaller cases: under a minute."""
+    waits = False
 
+    quick: Flag = False
+    """Fewer and smaller cases: under a minute."""
     cases: Annotated[tuple[str, ...] | None, shows("NAME ...", "all")] = None
     """Only these: demo, small_mlp, population, mlp_2048, mlp_4096, jax, generation, gpt, resnet18, remat, checkpoint,
     adapter, growth_weights, growth_features."""
-
-    repeat: Annotated[int, arg(metavar="N")] = 1
+    repeat: Annotated[int, arg(metavar="N"), COUNT] = 1
     """Runs of all these cases, one after the other: ratios are then the median over the runs, with their range."""
-
     device: str = "cpu"
     """Where to run: cpu, or cuda for larger sizes in bfloat16."""
-
-    threads: Annotated[int | None, shows("INT", "torch's")] = None
+    threads: Threads = None
     """Threads of the CPU."""
-
     out: Path = Path("bench")
     """Folder for bench.json and figures; such files are replaced."""
-
-    calibrate: FlagCreatePairsOff[bool] = False
+    calibrate: Flag = False
     """Measure instead what `gbfunc plan --device FILE` takes, and print it as JSON: a matrix product, a copy, and an
     all-reduce, between the ranks of torchrun or two processes on the loopback."""
 
@@ -243,57 +245,41 @@ class Federated(Command, ConfigOption):
     data: PNetOptions = PNetOptions()
     genome: GenomeOptions = GenomeOptions()
 
-    clients: int = 100
+    clients: Annotated[int, COUNT] = 100
     """How many there are."""
-
-    sample: int = 10
+    sample: Annotated[int, COUNT] = 10
     """Clients that train in a round, chosen by chance."""
-
     alpha: float = float("inf")
     """How alike their examples are: concentration of the Dirichlet distribution by which each class is spread over
     them, 0.1 to 1; inf for parts alike."""
-
-    rounds: int = 200
+    rounds: Annotated[int, COUNT] = 200
     """Rounds in all."""
-
-    local_steps: int = 20
+    local_steps: Annotated[int, COUNT] = 20
     """Training steps of a client in a round."""
-
-    batch_size: int = 32
+    batch_size: Annotated[int, COUNT] = 32
     """Examples of a step."""
-
-    lr: Annotated[float | None, shows("FLOAT", "0.02; with convolutions 0.01; with --dense 0.1")] = None
+    lr: Annotated[float | None, shows("FLOAT", "0.02; with convolutions 0.01; with --dense 0.1"), POSITIVE] = None
     """Highest learning rate of clients."""
-
     schedule: Annotated[ScheduleName, arg(metavar="|".join(get_args(ScheduleName)))] = "cosine"
     """Course of that rate over the rounds: averages of genomes stand still where it does not fall."""
-
     optimizer: Annotated[str | None, shows("NAME", "Adam; with --dense SGD")] = None
     """Class of torch.optim of the clients, which begins afresh in each round."""
-
     strategy: Annotated[str | None, shows("NAME", "FedAvgM of momentum 0.5; with --dense FedAvg")] = None
     """Strategy of the server, a class of flwr.serverapp.strategy: FedAvg, FedAvgM, FedAdam, FedProx, FedMedian, ..."""
-
     strategy_config: Annotated[str, shows("JSON")] = "{}"
     """Options of the class, for FedAdam '{"eta": 0.01, "beta_1": 0.9, "beta_2": 0.99}'."""
-
     up: Annotated[str, arg(metavar="float32|float16|int8|...|int2|topK")] = "int4"
     """dtype in which clients send their change: intN are codes; topK sends the K largest numbers alone. What is lost a
     client adds to its next change."""
-
     down: Annotated[str, arg(metavar="float32|float16|int8|...|int2")] = "int8"
     """dtype in which the server sends the genome; its own stays in float32."""
-
-    dense: FlagCreatePairsOff[bool] = False
+    dense: Flag = False
     """Send the p-net's weights themselves, without a genome: the dense baseline."""
-
-    measure_every: Annotated[int, arg(metavar="ROUNDS")] = 10
+    measure_every: Annotated[int, arg(metavar="ROUNDS"), COUNT] = 10
     """Rounds from one validation to the next."""
-
     out: Annotated[Path | None, shows("DIR", "nothing is kept")] = None
     """Folder for metrics.json, history.csv, genome.safetensors, and server.safetensors, the server after each round."""
-
-    resume: FlagCreatePairsOff[bool] = False
+    resume: Flag = False
     """Go on from OUT/server.safetensors, with the strategy's state; clients begin with no error to add."""
 
 

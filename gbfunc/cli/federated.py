@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import logging
 from collections.abc import Iterator, Mapping
@@ -11,17 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
 
 import gbfunc as gb
-from gbfunc.cli.about import about
 from gbfunc.cli.commands import Federated
 from gbfunc.cli.config import settings_of
-from gbfunc.cli.job import Job, find_optimizer, make_job, read_json
-from gbfunc.cli.networks import GENOME_FILE, genome_metrics, read_genome
-from gbfunc.cli.output import print_metrics, read_history, reporter, write_history, write_metrics
-from gbfunc.cli.provenance import provenance
-from gbfunc.cli.train import results_folder
+from gbfunc.cli.genomes import GENOME_FILE, genome_metrics, read_genome
+from gbfunc.cli.job import Job, about, find_optimizer, make_job, read_json
+from gbfunc.cli.meter import provenance
+from gbfunc.cli.output import open_folder, print_metrics, reporter, write_history, write_metrics
 from gbfunc.tasks.base import SCHEDULES
 from gbfunc.tasks.data import Split
 from gbfunc.tasks.texts import PaddedTexts
@@ -34,17 +32,24 @@ _LABELLED = (Split, PaddedTexts)
 """Examples with a class each: their tensors have a row for each."""
 
 _MARKS = (0.90, 0.95, 0.97)
-"""Accuracies of which the bytes are reported that it took to reach them."""
+"""Accuracies whose cost in bytes is reported."""
 
 
-def run(options: Federated) -> None:
+def run_federated(options: Federated) -> None:
     """Simulate, write the results, print them."""
-    _check(options)
+    if options.sample > options.clients:
+        raise ValueError(f"--sample {options.sample} is more than --clients {options.clients}")
+    there = options.out is not None and (options.out / SERVER_FILE).exists()
+    if options.resume and not there:
+        raise ValueError(f"--resume needs --out, a folder with the {SERVER_FILE} to go on from, got {options.out}")
+    if there and not options.resume:
+        raise ValueError(f"{options.out} holds a federation: --resume goes on with it, or choose another --out")
     job = make_job(options.data, options.genome, dense=options.dense)
-    if not isinstance(job.task.train, _LABELLED):
+    task = job.task
+    if not isinstance(task.train, _LABELLED):
         raise ValueError(f"federated is for tasks of examples with a class each, got --task {options.data.task}")
-    with results_folder(options.out) as folder:
-        rows = read_history(folder / "history.csv") if options.resume else []
+    with open_folder(options.out) as folder:
+        rows = _read_history(folder / "history.csv") if options.resume else []
         strategy, grid = _federation(job, options)
         with _quiet(), grid, reporter("federated", options.rounds) as report:
 
@@ -53,44 +58,27 @@ def run(options: Federated) -> None:
                 known = bool(rows) and rows[-1]["round"] == done
                 if known or (done % options.measure_every and done != options.rounds):
                     return
-                found = job.task.measured(gb.materialize(job.plan, strategy.genome, job.pnet).eval(), job.task.val)
+                found = task.measured(gb.materialize(job.plan, strategy.genome, job.pnet).eval(), task.val)
                 up, down = grid.traffic.up, grid.traffic.down
                 loss = strategy.rounds[-1].metrics.get("loss", float("nan")) if strategy.rounds else float("nan")
-                rows.append({"round": done, "train_loss": loss, "bytes_up": up, "bytes_down": down}
-                            | {f"val_{k}": v for k, v in found.items()})  # fmt: skip
+                counted = {"round": done, "train_loss": loss, "bytes_up": up, "bytes_down": down}
+                rows.append(counted | {f"val_{name}": value for name, value in found.items()})
                 if options.out is not None:
                     write_history(folder / "history.csv", {"federated": rows})
-                report(done, f"{up:,} bytes up", job.task.metric.show(found[job.task.metric.name]))
+                report(done, f"{up:,} bytes up", task.metric.show(found[task.metric.name]))
 
             strategy.train(grid, options.rounds, evaluate_fn=measure)
         path = folder / GENOME_FILE
-        gb.save(path, job.plan, strategy.genome, None, about(job.task, options.data))
+        gb.save(path, job.plan, strategy.genome, None, about(task, options.data))
         metrics = _metrics(job, options, path, strategy, grid, rows)
         if options.out is not None:
             write_metrics(folder / "metrics.json", metrics)
-    print_metrics(metrics, job.task)
+    print_metrics(metrics, task)
     _print_traffic(metrics)
 
 
-def _check(options: Federated) -> None:
-    for name in ("clients", "sample", "rounds", "local_steps", "batch_size", "measure_every"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
-    if options.sample > options.clients:
-        raise ValueError(f"--sample {options.sample} is more than --clients {options.clients}")
-    if options.lr is not None and not 0 < options.lr < float("inf"):
-        raise ValueError(f"--lr must be a positive number, got {options.lr}")
-    if options.resume and options.out is None:
-        raise ValueError("--resume needs --out, the folder of the federation to go on with")
-    there = options.out is not None and (options.out / SERVER_FILE).exists()
-    if options.resume and not there:
-        raise FileNotFoundError(f"--resume: there is no {SERVER_FILE} in {options.out} to go on from")
-    if there and not options.resume:
-        raise ValueError(f"{options.out} holds a federation: --resume goes on with it, or choose another --out")
-
-
 def _federation(job: Job, options: Federated) -> tuple[GenomeStrategy, LocalGrid]:
-    """The server's strategy, and the clients."""
+    """Make the server's strategy, and the clients."""
     from gbfunc import federated as fed
 
     task, seed = job.task, options.data.seed
@@ -135,7 +123,7 @@ def _federation(job: Job, options: Federated) -> tuple[GenomeStrategy, LocalGrid
 
 
 def _strategy(options: Federated) -> Any:
-    """Flower's strategy of a name, which trains with so many clients and leaves evaluation to the server."""
+    """Make Flower's strategy of a name, which trains with so many clients and leaves evaluation to the server."""
     from flwr.serverapp import strategy as strategies  # pyright: ignore[reportMissingImports]
 
     known = [name for name in strategies.__all__ if name.startswith("Fed") and "Xgb" not in name]
@@ -148,9 +136,8 @@ def _strategy(options: Federated) -> Any:
     nodes = {"fraction_train": 1e-9, "min_train_nodes": options.sample, "min_available_nodes": options.clients}
     given = nodes | {"fraction_evaluate": 0.0} | usual | read_json("--strategy-config", options.strategy_config)
     if many := [k for k, x in given.items() if k.startswith("min_") and isinstance(x, int) and x > options.clients]:
-        raise ValueError(
-            f"--strategy-config asks for {given[many[0]]} {many[0]}, there are {options.clients} --clients"
-        )
+        asked = f"--strategy-config asks for {given[many[0]]} {many[0]}"
+        raise ValueError(f"{asked}, there are {options.clients} --clients")
     try:
         with _quiet():
             return getattr(strategies, name)(**given)
@@ -160,7 +147,7 @@ def _strategy(options: Federated) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Flower's own log is left out: the command shows progress of its own."""
+    """Leave out Flower's own log: the command shows progress of its own."""
     log = logging.getLogger("flwr")
     before = log.level
     log.setLevel(logging.ERROR)
@@ -168,6 +155,12 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         log.setLevel(before)
+
+
+def _read_history(path: Path) -> list[dict[str, float]]:
+    with path.open(encoding="utf-8") as file:
+        rows = [{k: float(x) for k, x in row.items() if k != "run"} for row in csv.DictReader(file)]
+    return [{k: int(x) if x.is_integer() else x for k, x in row.items()} for row in rows]
 
 
 def _metrics(
@@ -178,14 +171,10 @@ def _metrics(
     grid: LocalGrid,
     rows: list[dict[str, float]],
 ) -> dict[str, Any]:
-    """Sizes, accuracies, and what was sent."""
+    """Find sizes, accuracies, and what was sent."""
     plan, _, net = read_genome(path, options.data, job.task)
-    name = f"val_{job.task.metric.name}"
-    counted = [{k: row[k] for k in ("round", "bytes_up", "bytes_down")} for row in rows]
-    reached = {
-        f"{mark:.0%}": next((found for found, row in zip(counted, rows, strict=True) if row[name] >= mark), None)
-        for mark in _MARKS
-    }
+    name, sent = f"val_{job.task.metric.name}", ("round", "bytes_up", "bytes_down")
+    reached = {mark: next((row for row in rows if row[name] >= mark), None) for mark in _MARKS}
     traffic, n = grid.traffic, max(1, grid.traffic.messages)
     return {
         **genome_metrics(plan, path, net, job.task),
@@ -196,23 +185,22 @@ def _metrics(
         "bytes_up_per_client_and_round": traffic.up / n,
         "bytes_down_per_client_and_round": traffic.down / n,
         "largest_reply": traffic.largest_up,
-        "reached": reached,
+        "reached": {f"{mark:.0%}": row and {k: row[k] for k in sent} for mark, row in reached.items()},
         "left_out": {str(r.round): {str(k): v for k, v in r.left_out.items()} for r in strategy.rounds if r.left_out},
         "config": json.loads(json.dumps(settings_of(options, {}), default=str)),
     } | provenance(job.task, plan, torch.device("cpu"))
 
 
 def _print_traffic(metrics: Mapping[str, Any]) -> None:
-    console = Console()
     up, down = metrics["bytes_up_per_client_and_round"], metrics["bytes_down_per_client_and_round"]
-    console.print(
+    print(
         f"{metrics['rounds']} rounds; a client and round {up:,.0f} bytes up, {down:,.0f} down; in all "
         f"{metrics['bytes_up']:,} up, {metrics['bytes_down']:,} down"
     )
     for mark, row in metrics["reached"].items():
         if row is not None:
             sent = f"{row['bytes_up']:,} bytes up, {row['bytes_down']:,} down"
-            console.print(f"validation {mark} after round {row['round']}: {sent}")
+            print(f"validation {mark} after round {row['round']}: {sent}")
     for round_, left in metrics["left_out"].items():
         for node, words in left.items():
-            console.print(f"round {round_}: node {node} was left out: {words}")
+            print(f"round {round_}: node {node} was left out: {words}")

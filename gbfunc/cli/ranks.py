@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import os
-import timeit
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import gbfunc as gb
-from gbfunc.cli.config import options_of, values_of
-from gbfunc.cli.options import ExecutionOptions
-from gbfunc.cli.provenance import data_digest
+from gbfunc.cli.options import ExecutionOptions, options_of, values_of
 from gbfunc.parallel import Mesh, check_equal, gather_objects, text_of
-from gbfunc.tasks import Task
 from gbfunc.tasks.pnets import import_factory
 from gbfunc.train.local import nesterov
 
@@ -25,12 +21,9 @@ AXES = ("data", "pipeline", "gnets", "tensor")
 _MICROBATCHES_PER_RANK = 4
 """Of a pipeline, where the user names none: GPipe's bubble is small from there on (Huang et al., 2019, section 2.3)."""
 
-_SLOW = 1.5
-"""Slowdown by autocast from which it is warned of: the memory that it saves may be worth less."""
-
 
 def open_mesh(options: ExecutionOptions, device: str) -> Mesh:
-    """The ranks that the command was started on; `ValueError` for a mesh that is no grid of all, or a bad device."""
+    """Open the ranks that the command was started on; raises `ValueError` for a mesh that is no grid of all ranks."""
     find_device(device)
     axes = parse_mesh(options.mesh)
     data, pipeline, tensor = (axes.get(name, 1) for name in ("data", "pipeline", "tensor"))
@@ -38,7 +31,7 @@ def open_mesh(options: ExecutionOptions, device: str) -> Mesh:
 
 
 def parse_mesh(text: str | None) -> dict[str, int]:
-    """`"data=2,tensor=4"` as numbers; an axis that is not named is chosen by `gb.mesh`."""
+    """Read `"data=2,tensor=4"`; `gb.mesh` chooses an axis that is not named."""
     axes: dict[str, int] = {}
     for part in () if text is None else text.split(","):
         name, _, value = map(str.strip, part.partition("="))
@@ -52,7 +45,7 @@ def parse_mesh(text: str | None) -> dict[str, int]:
 
 
 def find_device(name: str) -> torch.device:
-    """The device called `name`; `ValueError` if there is none, or if it cannot be used here."""
+    """Find the device called `name`; raises `ValueError` if there is none, or if it cannot be used here."""
     try:
         device = torch.device(name)
         torch.zeros((), device=device).item()  # which a device without data, such as meta, refuses
@@ -62,29 +55,10 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def amp_slowdown(dtype: torch.dtype, device: torch.device) -> float:
-    """Time of a matrix product in another dtype over that in float32: above 1 on a CPU without such arithmetic."""
-
-    def seconds(x: Tensor) -> float:
-        return min(timeit.repeat(lambda: x @ x, number=1, repeat=5))
-
-    return seconds(torch.ones(512, 512, dtype=dtype, device=device)) / seconds(torch.ones(512, 512, device=device))
-
-
-def amp_warning(amp: str, slowdown: float) -> str | None:
-    """What to say of an autocast that takes so many times as long as float32; None where that is not much more."""
-    if slowdown < _SLOW:
-        return None
-    return (
-        f"warning: --amp {amp} is slow on this CPU, which has no such arithmetic: a matrix product takes "
-        f"{slowdown:.1f} times as long as in float32, and a step is the longer the more of it are such products"
-    )
-
-
 def in_turn(mesh: Mesh, prepare: Callable[[], T]) -> T:
-    """What `prepare` returns, on every rank: rank 0 calls it first, then a rank of each other machine, then the rest.
+    """Call `prepare` on every rank: first on rank 0, then on a rank of each other machine, then on the rest.
 
-    So what one downloads or writes, the others read. They wait for as long as the mesh's timeout.
+    So other ranks read what one downloads or writes. They wait for as long as the mesh's timeout.
 
     Raises:
         ValueError: if another rank fails; what `prepare` raises, if this one does.
@@ -106,33 +80,36 @@ def in_turn(mesh: Mesh, prepare: Callable[[], T]) -> T:
     return made[0]
 
 
-def check_alike(mesh: Mesh, options: Any, task: Task) -> None:
-    """Raise `ValueError` where ranks were given other options or have other data; paths may be others.
+def check_alike(mesh: Mesh, options: Any, data_digest: str) -> None:
+    """Raise `ValueError` where ranks were given other options or have other data; paths may differ.
 
-    Ranks that save or measure after other steps would wait for each other, and those whose data are others would take
-    the same examples twice, or validate on what they train on.
+    Ranks that save or measure after other steps would wait for each other. Ranks with other data would take the same
+    examples twice, or validate on what they train on.
     """
     own = {name for name, field in options_of(options).items() if "Path" in str(field.type)}
     own |= {"device", "resume", "pretrained", "log"}
-    said = {name: x is not None if name in own else x for name, x in values_of(options)}
-    texts = {"options": text_of(said), "data": data_digest(task) if mesh.world > 1 else ""}
-    check_equal(mesh, texts, "ranks must have the same options and data")
+    said = {name: x is not None if name in own else x for name, x in values_of(options).items()}
+    check_equal(mesh, {"options": text_of(said), "data": data_digest}, "ranks must have the same options and data")
 
 
 def split_over(mesh: Mesh, options: ExecutionOptions, pnet: nn.Module, batch_size: int) -> dict[str, Any]:
-    """How a training is spread over ranks, as `genome_trainer` takes it."""
+    """Choose how a training is spread over ranks, as `genome_trainer` takes it."""
     stages, pieces = mesh.sizes["pipeline"], mesh.sizes["tensor"]
-    amp = None if options.amp is None else getattr(torch, options.amp)
-    split: dict[str, Any] = {"mesh": mesh, "placement": options.placement, "amp": amp, "compile": options.compile}
-    split |= {"remat": options.remat, **local_steps(options)}
+    split: dict[str, Any] = {name: getattr(options, name) for name in ("placement", "compile", "remat")}
+    split |= {"mesh": mesh, "amp": options.amp and getattr(torch, options.amp), **local_steps(options)}
     if options.pipeline is not None and stages == 1:
         raise ValueError(f"--pipeline {options.pipeline} needs a pipeline axis, such as --mesh pipeline=2")
-    if options.microbatches is not None and options.microbatches < 1:
-        raise ValueError(f"--microbatches must be at least 1, got {options.microbatches}")
     if options.parallel is not None and pieces == 1:
         raise ValueError(f"--parallel {options.parallel} needs a tensor axis, such as --mesh tensor=2")
     if pieces > 1:
-        split["parallel"] = _styles(pnet, pieces) if options.parallel is None else styles_of(options.parallel, pnet)
+        # Torch's DTensor takes half a second to import.
+        from gbfunc.parallel.styles import tensor_styles
+
+        try:
+            split["parallel"] = tensor_styles(pnet) if options.parallel is None else styles_of(options.parallel, pnet)
+        except ValueError as error:
+            hint = " (--parallel module:function)" if options.parallel is None else ""
+            raise ValueError(f"--mesh tensor={pieces} cannot split this p-net: {error}{hint}") from error
     if stages == 1:
         return split | {"microbatches": options.microbatches or 1}
     microbatches = pipeline_microbatches(batch_size, mesh.shards, stages, options.microbatches)
@@ -140,35 +117,14 @@ def split_over(mesh: Mesh, options: ExecutionOptions, pnet: nn.Module, batch_siz
 
 
 def local_steps(options: ExecutionOptions) -> dict[str, Any]:
-    """Local steps and their outer optimizer, as `make_train_step` takes them."""
-    steps, lr, momentum = options.local_steps, options.outer_lr, options.outer_momentum
-    if steps is None:
-        if (lr, momentum) != (ExecutionOptions.outer_lr, ExecutionOptions.outer_momentum):
-            raise ValueError("--outer-lr and --outer-momentum are of the exchange of local steps: say --local-steps")
+    """Find local steps and their outer optimizer, as `make_train_step` takes them."""
+    if options.local_steps is None:
         return {}
-    if steps < 1:
-        raise ValueError(f"--local-steps must be at least 1, got {steps}")
-    if not lr > 0 or not 0 <= momentum < 1:
-        words = "--outer-lr must be above 0, and --outer-momentum from 0 to below 1"
-        raise ValueError(f"{words}, got {lr} and {momentum}")
-    return {"local_steps": steps, "outer": nesterov(lr, momentum)}
-
-
-def _styles(pnet: nn.Module, ranks: int) -> Any:
-    """How the layers of a known p-net are split."""
-    # Torch's DTensor takes half a second to import.
-    from gbfunc.parallel.styles import tensor_styles
-
-    try:
-        return tensor_styles(pnet)
-    except ValueError as error:
-        raise ValueError(
-            f"--mesh tensor={ranks} cannot split this p-net: {error} (--parallel module:function)"
-        ) from error
+    return {"local_steps": options.local_steps, "outer": nesterov(options.outer_lr, options.outer_momentum)}
 
 
 def styles_of(path: str, pnet: nn.Module) -> Mapping[str, Any]:
-    """The styles that a function of the user's gives for a p-net."""
+    """Find the styles that a function of the user's gives for a p-net."""
     styles = import_factory(path, "styles by the names of modules")(pnet)
     if not isinstance(styles, Mapping):
         raise ValueError(f"--parallel {path} must return styles by the names of modules, got {type(styles).__name__}")
@@ -176,7 +132,7 @@ def styles_of(path: str, pnet: nn.Module) -> Mapping[str, Any]:
 
 
 def pipeline_microbatches(batch_size: int, shards: int, ranks: int, given: int | None) -> int:
-    """Microbatches of a pipeline of `ranks`: those given, or the most up to 4 a rank that divide a shard of the batch.
+    """Choose the microbatches of a pipeline: those given, or the most up to 4 a rank that divide a shard of the batch.
 
     A multiple of the ranks is preferred, as interleaved schedules need one.
 
@@ -195,7 +151,5 @@ def pipeline_microbatches(batch_size: int, shards: int, ranks: int, given: int |
             f"--microbatches must divide the {rows} rows of a shard of the batch, at least one for each of the {ranks} "
             f"ranks of the pipeline ({known} would fit), got {given}"
         )
-    if given is not None:
-        return given
     few = [n for n in fitting if n <= _MICROBATCHES_PER_RANK * ranks] or fitting[:1]
-    return max(few, key=lambda n: (n % ranks == 0, n))
+    return given or max(few, key=lambda n: (n % ranks == 0, n))

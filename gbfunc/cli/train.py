@@ -1,80 +1,112 @@
-"""A training from the command line: what is trained, kept, logged, written and measured."""
+"""`gbfunc train` and `gbfunc demo`: what is trained, kept, logged, written and measured."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import nn
 
 import gbfunc as gb
-from gbfunc.cli.about import about
 from gbfunc.cli.birth import TAUGHT_FILE, learn_from_birth
 from gbfunc.cli.checkpoints import FOLDER, checkpoints
-from gbfunc.cli.commands import Train
-from gbfunc.cli.config import settings_of, values_of, write_config
-from gbfunc.cli.job import Job, asked_recipe, check_seed, dtype_of, hypernet_of, make_job, resolved
-from gbfunc.cli.meter import Meter
-from gbfunc.cli.networks import BEST_FILE, GENOME_FILE, genome_metrics, measure, read_genome, with_teacher
-from gbfunc.cli.options import (
-    BirthOptions,
-    CheckpointOptions,
-    ExecutionOptions,
-    GenomeOptions,
-    OutputOptions,
-    RunOptions,
-    TeacherOptions,
+from gbfunc.cli.commands import Demo, Train
+from gbfunc.cli.config import settings_of, write_config
+from gbfunc.cli.genomes import BEST_FILE, GENOME_FILE, genome_metrics, measure, read_genome, with_teacher
+from gbfunc.cli.job import Job, about, dtype_of, make_job, resolved
+from gbfunc.cli.meter import Meter, data_digest, provenance
+from gbfunc.cli.options import CheckpointOptions, RunOptions
+from gbfunc.cli.output import (
+    Best,
+    open_folder,
+    open_logs,
+    print_metrics,
+    print_reasons,
+    print_table,
+    reporter,
+    tell,
+    write_figure,
+    write_run,
 )
-from gbfunc.cli.output import Best, open_folder, open_logs, print_metrics, print_reasons, reporter, write_run
-from gbfunc.cli.provenance import provenance
-from gbfunc.cli.ranks import amp_slowdown, amp_warning, check_alike, find_device, in_turn, open_mesh, split_over
+from gbfunc.cli.ranks import check_alike, in_turn, open_mesh, split_over
 from gbfunc.formats import AUTO
-from gbfunc.lab.birth import RATES
-from gbfunc.tasks.logs import OnLog
+from gbfunc.tasks.pnets import n_params, narrowed
 from gbfunc.tasks.rounding import better, going_on, joined, slowed
-from gbfunc.tasks.training import Fit, Trainer, fit, genome_trainer, total_steps
-from gbfunc.train import TrainStep
+from gbfunc.tasks.training import Fit, Trainer, dense_trainer, fit, genome_trainer, total_steps
 
 
-def run(options: Train) -> None:
+def run_train(options: Train) -> None:
     """Train, write the results, print them."""
-    output, born = options.output, options.birth.from_birth
-    if born is not None:
-        return _learn(options, born)
-    if options.birth != BirthOptions():
-        raise ValueError("--other and --other-data-dir are what a genome's network learns: say --from-birth too")
+    output = options.output
+    _check_overwrites(output)
+    if options.birth.from_birth is not None:
+        return learn_from_birth(options)
     with open_mesh(options.execution, options.training.device) as mesh:
         here = replace(options, training=replace(options.training, device=str(mesh.device)))
-        amp = options.execution.amp
-        if amp is not None and mesh.rank == 0 and mesh.device.type == "cpu":
-            if (words := amp_warning(amp, amp_slowdown(getattr(torch, amp), mesh.device))) is not None:
-                print(f"gbfunc: {words}", file=sys.stderr)
-        meter = Meter(output.peak_flops, output.profile)
-        # Data and models may be downloaded, or prepared in files, which all ranks then read.
         here, codes = with_codes(here)
+        # Data and models may be downloaded, or prepared in files, which all ranks then read.
         job = in_turn(mesh, lambda: job_of(here))
-        check_alike(mesh, here, job.task)
+        check_alike(mesh, here, data_digest(job.task) if mesh.world > 1 else "")
         if mesh.rank == 0:
             print_reasons(job.recipe, codes)
-        with results_folder(output.out if mesh.rank == 0 else None) as folder:
+        with open_folder(output.out if mesh.rank == 0 else None) as folder:
             split = split_over(mesh, options.execution, job.pnet, job.recipe.batch_size)
+            meter = Meter(output.peak_flops, output.profile)
             result, _, metrics = train_genome(job, here, folder, split, meter)
-            if output.out is not None and mesh.rank == 0:
-                write_run(folder, metrics, {str(metrics["network"]): result.history}, job.task)
             if mesh.rank == 0:
+                if output.out is not None:
+                    write_run(folder, metrics, {str(metrics["network"]): result.history}, job.task)
                 print_metrics(metrics, job.task)
 
 
+def run_demo(options: Demo) -> None:
+    """Train all three, write the results, print one table."""
+    job = make_job(options.data, options.genome, options.training, stored=options.output.dtype)
+    seed, out = options.data.seed, options.output.out
+    task, metric = job.task, job.task.metric
+    small_pnet = narrowed(task.pnet, job.plan.genome_params)
+    with open_folder(out) as folder:
+        result, generated, metrics = train_genome(job, options, folder)
+        runs = {"genome": result.history}
+        dense, small = (pnet.build(seed).to(options.training.device) for pnet in (task.pnet, small_pnet))
+        for label, net in (("dense p-net", dense), ("small dense net", small)):
+            runs[label] = run_fit(dense_trainer(net, task, job.recipe), job, seed, label).history
+            net.eval()
+        metrics |= {
+            **measure(task, dense, "dense_"),
+            **measure(task, small, "small_dense_"),
+            "small_dense_params": n_params(small),
+            "small_dense_bytes": sum(p.nbytes for p in small.parameters()),
+            "small_dense_config": dict(small_pnet.config),
+            "pnet_label": task.pnet.label,
+            "small_dense_label": small_pnet.label,
+        }
+        if out is not None:
+            from gbfunc.plots import weight_images
+
+            nets = {"generated": generated.state_dict(), "dense": dense.state_dict()}
+            image = task.interface.inputs[1:] if len(task.interface.inputs) == 3 else None
+            if any(w.ndim in (2, 4) for w in nets["dense"].values()):
+                write_figure(folder / "weights.png", weight_images(nets, image))
+            write_run(folder, metrics, runs, task)
+    rows = []
+    for network, prefix, params, n_bytes in (
+        (f"{task.pnet.label}, dense", "dense_", "pnet_params", "dense_bytes"),
+        (f"{task.pnet.label}, generated", "", "genome_params", "genome_bytes"),
+        (f"{small_pnet.label}, dense", "small_dense_", "small_dense_params", "small_dense_bytes"),
+    ):
+        ratio, shown = job.plan.pnet_params / metrics[params], metric.show(metrics[f"{prefix}test_{metric.name}"])
+        rows.append((network, f"{metrics[params]:,}", f"{ratio:.1f}x", f"{metrics[n_bytes]:,}", shown))
+    note = "Bytes: the genome's whole file; dense nets in float32, without a file's header."
+    print_table(("network", "parameters", "ratio", "bytes on disk", f"test {metric.label}"), rows, notes=[note])
+
+
 def with_codes(options: Train) -> tuple[Train, str | None]:
-    """Codes for an adapter's file of so many bytes, where no other option is against them; and why, if so."""
+    """Choose codes for an adapter's file of so many bytes, where no other option is against them; and say why."""
     output, execution = options.output, options.execution
     dtype = dtype_of(options.data, options.genome, output.dtype)
     against = options.dense or (output.finetune, options.training.optimizer, execution.local_steps) != (None,) * 3
@@ -85,10 +117,8 @@ def with_codes(options: Train) -> tuple[Train, str | None]:
 
 
 def job_of(options: Train) -> Job:
-    """What to train."""
-    _check_overwrites(options.output)
-    genome, stored = options.genome, options.output.dtype
-    job = make_job(options.data, genome, options.training, dense=options.dense, stored=stored)
+    """Load what to train."""
+    job = make_job(options.data, options.genome, options.training, dense=options.dense, stored=options.output.dtype)
     return with_teacher(job, options.teacher, options.training.device)
 
 
@@ -103,39 +133,11 @@ def _check_overwrites(output: CheckpointOptions) -> None:
         raise ValueError(f"{out} holds a finished training: --overwrite replaces it, or choose another --out")
 
 
-def _learn(options: Train, path: Path) -> None:
-    output = replace(CheckpointOptions(), out=options.output.out, overwrite=options.output.overwrite)
-    plain = replace(options, dense=False, genome=GenomeOptions(), output=output, teacher=TeacherOptions())
-    plain = replace(plain, execution=ExecutionOptions())
-    if given := [name for (name, x), (_, y) in zip(values_of(options), values_of(plain), strict=True) if x != y]:
-        flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise ValueError(f"--from-birth trains the weights that its genome grows: drop {flags}")
-    _check_overwrites(options.output)
-    check_seed(options.data.seed)
-    plan, task, grown = read_genome(path, options.data)
-    recipe = task.recipe(plan.genome_params)
-    recipe = asked_recipe(replace(recipe, lr=recipe.dense_lr, epochs=1, steps=None), options.training)
-    rates = RATES if options.training.lr is None else (1.0,)
-    device = find_device(options.training.device)
-    recipe = replace(recipe, dense_lr=recipe.lr)
-    seed, out = options.data.seed, options.output.out
-    with nullcontext() if out is None else open_folder(out):
-        learn_from_birth(options.birth, grown.to(device), task.to(device), recipe, seed, rates, out)
-
-
-@contextmanager
-def results_folder(out: Path | None) -> Iterator[Path]:
-    """The folder for results, made if need be; one that is removed afterwards where `out` is None."""
-    with open_folder(out) if out is not None else TemporaryDirectory(prefix="gbfunc-") as folder:
-        yield Path(folder)
-
-
 def run_fit(trainer: Trainer, job: Job, seed: int, label: str, **hooks: Any) -> Fit:
-    """Train by a job's recipe, with progress on standard error; of many ranks, one speaks; `hooks` as of `fit`."""
-    task, recipe = job.task, job.recipe
+    """Train by a job's recipe, with progress on standard error; one of many ranks speaks; `hooks` go to `fit`."""
     silent = trainer.train_step is not None and trainer.train_step.mesh.rank > 0
-    with reporter(label, total_steps(task, recipe), silent=silent) as report:
-        return fit(trainer, task, recipe, seed, report=report, **hooks)
+    with reporter(label, total_steps(job.task, job.recipe), silent=silent) as report:
+        return fit(trainer, job.task, job.recipe, seed, report=report, **hooks)
 
 
 def train_genome(
@@ -144,13 +146,19 @@ def train_genome(
     folder: Path,
     split: Mapping[str, Any] = MappingProxyType({}),
     meter: Meter | None = None,
-) -> tuple[Fit, nn.Module, dict[str, object]]:
-    """Train a job's genome, save it, read the file back and measure the network that it holds: all three.
+) -> tuple[Fit, nn.Module, dict[str, Any]]:
+    """Train a job's genome, save it, read the file back and measure the network that the file holds.
 
     Checkpoints are kept where the options can ask for them. Of many ranks, each writes into a folder of another name.
+
+    Returns:
+        The training, the network, and the metrics.
     """
     task, recipe, output, seed = job.task, job.recipe, options.output, options.data.seed
-    _check_dtype(output, options.genome, task.resumable)
+    if output.dtype == AUTO and (options.genome.genome_bytes is None or output.finetune is not None):
+        raise ValueError("--dtype auto needs --genome-bytes, and no --finetune: the training itself rounds")
+    if output.finetune is not None and not task.resumable:
+        raise ValueError("--finetune is for tasks with examples, and the control task has none")
     label, meter = "dense" if job.dense else "genome", meter or Meter()
     settings = settings_of(options, resolved(job, options))
     steps, best_path, metadata = total_steps(task, recipe), folder / BEST_FILE, about(task, options.data)
@@ -163,38 +171,42 @@ def train_genome(
     def write(genome: gb.TrainState, path: Path) -> None:
         gb.save(path, job.plan, genome, output.dtype if coder is None else coder.final(genome), metadata)
 
-    def keep_best(best: Best, step: TrainStep, state: gb.TrainState, rows: list[dict[str, float]]) -> None:
+    def keep_best(best: Best, state: gb.TrainState, rows: list[dict[str, float]]) -> None:
         # All ranks gather, whichever of them finds its network better. Before there are steps nothing is as in a file.
         genome = step.gather(state)
         if coder is None or coder.steps is not None:
             best(genome, rows)
 
-    def hooks(on_log: OnLog | None, best: Best, step: TrainStep) -> dict[str, Any]:
-        keep = {} if output.out is None else {"on_validation": partial(keep_best, best, step)}
-        return {"on_log": on_log, "log_every": output.log_every, **keep}
+    def train(trainer: Trainer, job: Job, label: str, **hooks: Any) -> tuple[Fit, int]:
+        best = Best(best_path, task.metric, write)
+        if output.out is not None:
+            hooks["on_validation"] = partial(keep_best, best)
+        result = run_fit(trainer, job, seed, label, log_every=output.log_every, **hooks)
+        return result, best.step(result.history)
 
     logs = output.log if step.mesh.rank == 0 else ()
     with open_logs(logs, output.out, settings, recipe.schedule(recipe, recipe.lr, steps)) as (begin_logs, on_log):
+
+        def begin() -> None:
+            begin_logs()
+            write_config(folder / "config.toml", settings)
+
         # Not before a step is taken: what is refused leaves the folder of another training as it was.
-        begin = _then(_then(trainer.step, begin_logs), lambda: write_config(folder / "config.toml", settings))
-        trainer = trainer._replace(step=begin)
-        best = Best(best_path, task.metric, write)
-        with checkpoints(options, task, recipe, step) as kept, meter.profiling(step.mesh, steps):
-            result = run_fit(trainer, job, seed, label, checkpoints=kept, **hooks(on_log, best, step))
-            best_step = best.step(result.history)
+        trainer = trainer._replace(step=_then(trainer.step, begin))
+        with checkpoints(options, task, settings, steps, step) as kept, meter.profiling(step.mesh, steps):
+            result, best_step = train(trainer, job, label, checkpoints=kept, on_log=on_log)
         if output.finetune is not None:
             job = job._replace(recipe=slowed(recipe, output.finetune))
             more = genome_trainer(job.plan, job.pnet, task, job.recipe, seed, rounding=output.dtype, **split)
-            best = Best(best_path, task.metric, write)
             more = going_on(more, step.gather(result.state))
             before = task.measured(more.net(more.state), task.val)
-            tuned = run_fit(more, job, seed, "rounded", **hooks(None, best, step))
+            tuned, best_step = train(more, job, "rounded")
             if not better(task, before, tuned):
                 if step.mesh.rank == 0:
                     was = f"validation {task.metric.label} {task.metric.show(before[task.metric.name])}"
-                    print(f"gbfunc: --finetune made it worse: kept as it was, {was}", file=sys.stderr)
+                    tell(f"--finetune made it worse: kept as it was, {was}")
                 tuned = tuned._replace(state=result.state)
-            best_step = result.steps + best.step(tuned.history)
+            best_step += result.steps
             result = joined(result, tuned)
     path = folder / GENOME_FILE
     write(step.gather(result.state), path)
@@ -202,7 +214,7 @@ def train_genome(
     net.to(options.training.device)
     metrics = genome_metrics(plan, path, net, task, result.history) | {
         "network": label,
-        "hypernet": hypernet_of(job),
+        "hypernet": job.hypernet,
         "dtype": output.dtype or str(plan.dtype).removeprefix("torch."),
         "train_loss": result.history[-1]["train_loss"],
         "seconds": result.seconds,
@@ -217,7 +229,7 @@ def train_genome(
 
 
 def _then(step: Callable[[Any, Any], Any], act: Callable[[], None]) -> Callable[[Any, Any], Any]:
-    """The step, which acts once, after its first call."""
+    """Let a step act once, after its first call."""
     left = [act]
 
     def acting(state: Any, batch: Any) -> Any:
@@ -227,14 +239,3 @@ def _then(step: Callable[[Any, Any], Any], act: Callable[[], None]) -> Callable[
         return result
 
     return acting
-
-
-def _check_dtype(output: OutputOptions, genome: GenomeOptions, resumable: bool) -> None:
-    """Raise `ValueError` for a `--dtype` or `--finetune` that cannot be."""
-    steps, dtype = output.finetune, output.dtype
-    if dtype == AUTO and (genome.genome_bytes is None or steps is not None):
-        raise ValueError("--dtype auto needs --genome-bytes, and no --finetune: the training itself rounds")
-    if steps is not None and (steps < 1 or dtype is None):
-        raise ValueError(f"--finetune must be at least 1 and needs --dtype, got {steps} and {dtype}")
-    if steps is not None and not resumable:
-        raise ValueError("--finetune is for tasks with examples, and the control task has none")

@@ -18,22 +18,19 @@ from gbfunc.cli import main
 class Ended(NamedTuple):
     """Exit code and words of one rank's command."""
 
-    code: object
+    code: int
     out: str
     err: str
 
 
-def run(init_method: str, argv: Sequence[str]) -> tuple[object, str, str]:
+def run(init_method: str, argv: Sequence[str]) -> tuple[int, str, str]:
     """Run `gbfunc` with these arguments, in which `@rank` stands for the rank: what an `Ended` holds."""
     rank, world = (int(os.environ.pop(name)) for name in ("RANK", "WORLD_SIZE"))
     if world > 1:
         dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world)
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
-        try:
-            code: object = main([word.replace("@rank", str(rank)) for word in argv])
-        except SystemExit as end:
-            code = end.code
+        code = main([word.replace("@rank", str(rank)) for word in argv])
     if world > 1:
         dist.destroy_process_group()
     return code, out.getvalue(), err.getvalue()

@@ -1,0 +1,214 @@
+"""Wrong input: every refusal is one line on standard error, with exit status 2 and nothing on standard output."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from gbfunc.cli import main
+from tests.test_cli import SMALL
+
+OPTIONS = [
+    # The parser
+    ("train --epoch 3", "Unrecognized options: --epoch, 3 (did you mean --epochs?): see gbfunc train --help"),
+    ("train --zzz 3", "Unrecognized options: --zzz, 3: see"),
+    ("train --compresion=3", "(did you mean --compression?)"),
+    ("train --epochs many", "--epochs must be INT, got 'many'"),
+    ("train --sizes 3 x", "--sizes must be INT INT ..., got '3', 'x'"),
+    ("train --seed x", "--seed: invalid literal for int() with base 10: 'x'"),
+    ("train --hypernet foo", "invalid choice 'foo' for argument '--hypernet'"),
+    ("train --pipeline gipe", "invalid choice 'gipe' for argument '--pipeline'"),
+    ("train --epochs", "Missing value for argument '--epochs'"),
+    ("train --out=", "--out needs a value, got ''"),
+    ("plan extra", "Unrecognized options: extra"),
+    ("trian", "no command 'trian' (did you mean train?): choose one of demo, plan, train"),
+    ("dance", "no command 'dance': choose one of demo, plan, train"),
+    ("", "a command is missing: choose one of demo, plan"),
+    ("eval", "Missing from gbfunc eval: --genome FILE"),
+    # Bounds, alternatives, and options that need or exclude others
+    ("train --epochs 1 --steps 3", "give at most one of --epochs and --steps, got 1 and 3"),
+    ("train --genome-params 500 --compression 40", "at most one of --genome-params, --genome-bytes and --compression"),
+    ("compare --bytes 2000 --sizes 300 400", "give at most one of --sizes and --bytes, got 300 400 and 2000"),
+    ("train --steps 0", "--steps must be at least 1, got 0"),
+    ("train --lr nan", "--lr must be a positive number, got nan"),
+    ("train --warmup 2", "--warmup must be from 0 to 1, got 2.0"),
+    ("train --seed -1", "--seed must be at least 0 and below 2**63, got -1"),
+    ("plan --compression nan", "--compression must be a positive number, got nan"),
+    ("train --outer-momentum 1 --local-steps 2", "--outer-momentum must be from 0 to below 1, got 1.0"),
+    ("train --outer-lr 0.5", "--outer-lr can be used only with --local-steps"),
+    ("train --temperature 3", "--temperature can be used only with --teacher"),
+    ("train --other-data-dir folder", "--other-data-dir can be used only with --from-birth"),
+    ("train --log csv --checkpoint-every 5", "--log and --checkpoint-every can be used only with --out"),
+    ("train --resume auto", "--resume auto needs --out"),
+    ("train --finetune 10", "--finetune can be used only with --dtype"),
+    ("train --dtype auto", "--dtype auto needs --genome-bytes, and no --finetune"),
+    ("plan --memory 16GB", "--memory can be used only with --ranks"),
+    ("train --dense --rule 0=none", "--rule cannot be used with --dense"),
+    ("train --dense --base own", "--base cannot be used with --dense"),
+    ("train --from-birth g --dense", "--dense cannot be used with --from-birth"),
+    ("bench --repeat 2 --calibrate", "--repeat cannot be used with --calibrate"),
+    # Task, p-net and plan
+    ("train --task mnist", "--data-dir"),
+    ("train --task mnist --data-dir /no/such/folder", "/no/such/folder"),
+    ("train --data-dir x", "the task digits reads no files (it has no parameter data_dir), got x: drop that"),
+    ("train --task nope", "no task 'nope': choose one of"),
+    ("train --task no.such.module:task", "cannot import no.such.module"),
+    ("train --env x", "the task digits has no option env"),
+    ("train --pnet nope", "no p-net 'nope': choose one of"),
+    ("train --pnet gpt", "the p-net gpt reads text"),
+    ("train --pnet gpt --sizes 3 4", "the p-net gpt has no option sizes"),
+    ("train --pnet-config {", "--pnet-config must be a JSON object such as"),
+    ("train --task-config [1]", "--task-config must be a JSON object such as"),
+    ('plan --sizes 64 9 10 --pnet-config {"hidden":[8]}', "(hidden) both say the sizes"),
+    ("train --task text --data-dir /no/such/file", "no such text file or folder: /no/such/file"),
+    ("train --sizes 64 10 12", "must start with 64 inputs and end with 10"),
+    ("train --batch-size 5000", "got 5000"),
+    ("train --batch-size 0", "got 0"),
+    ("train --device abacus", "--device 'abacus' cannot be used"),
+    ("train --device meta", "--device 'meta' cannot be used"),
+    (f"plan --sizes 64 {10**14} 10", "can't allocate memory: you tried to allocate"),
+    ("plan --hypernet xox", "this size is the task's default: --genome-params, --genome-bytes and"),
+    ("plan --genome-params 3", "a genome of 3 parameters cannot be reached"),
+    ("plan --compression 1e6", "a compression of 1,000,000x cannot be reached: the smallest"),
+    ("plan --compression 1e-320", "1e-320"),
+    ("train --rule head", "--rule must be REGEX=TYPE or REGEX=none, such as 'head=low_rank', got 'head'"),
+    ("train --rule 0.weight=foo", "--rule: no type of g-net 'foo': choose one of "),
+    ('train --rule 0.weight=low_rank{"rnk":2}', "the g-net low_rank has no option rnk: its options are rank"),
+    ('train --hypernet-config {"feature":2}', "the g-net periodic has no option feature: its options are features"),
+    ("train --exclude nope", "nope"),
+    ("train --max-tile 0", "max_tile must be"),
+    ("train --target-modules 0", "base"),
+    ("train --base none --target-modules query", "--base none has no adapter: drop --target-modules"),
+    # Training
+    ("train --optimizer adam", "--optimizer must be a class of torch.optim (ASGD, Adadelta, "),
+    ("train --optimizer LBFGS", "LBFGS"),
+    ('train --optimizer-config {"nope":1}', "Adam refuses the options of all leaves"),
+    ('train --optimizer-config {"lr":0.1}', "has ['lr']: --lr, --direct-lr and --weight-decay say these"),
+    ("train --clip-norm -1", "clip_norm must be a number > 0"),
+    ("train --mesh tensor=3", "the axes' product must be the number of ranks, 1, got data 1 * pipeline 1 * gnets 1"),
+    ("train --mesh rows=2", "--mesh must name ranks along axes (data, pipeline, gnets, tensor), such as"),
+    ("train --mesh tensor=0", "--mesh must name ranks along axes"),
+    ("train --pipeline gpipe", "--pipeline gpipe needs a pipeline axis, such as --mesh pipeline=2"),
+    ("train --parallel own:styles", "--parallel own:styles needs a tensor axis, such as --mesh tensor=2"),
+    # Files
+    ("eval --genome /no/such/genome", "no such genome file: /no/such/genome"),
+    ("train --config none.toml", "--config: no such file: none.toml"),
+    ("plan --plan-config none.toml", "--plan-config: no such file: none.toml"),
+    ("train --teacher none", "--teacher: no such file or folder: none"),
+    ("train --resume none", "--resume: no such file or folder: none"),
+    ("train --out " + "x" * 300, "x/metrics.json: File name too long"),
+    ("eval --genome " + "x" * 300, "x: File name too long"),
+    # Layouts and comparisons
+    ("plan --ranks 2 --memory 16", "--memory must be a size such as 16GB or 512MiB, got '16'"),
+    ("plan --ranks 2 --memory 0GB", "--memory must be a size such as 16GB or 512MiB, got '0GB'"),
+    ("plan --ranks 2 --memory 1Gbit", "--memory must be a size such as 16GB or 512MiB, got '1Gbit'"),
+    ("plan --ranks 2 --link fast", "--link must be a rate such as 100Gbit or 12.5GB, got 'fast'"),
+    ("plan --ranks 2 --device nowhere.json", "no such device file: nowhere.json"),
+    ("compare --methods magic", "--methods magic: unknown; expected some of periodic "),
+    ("compare --sizes 5", "a genome of 5 parameters cannot be reached"),
+    ("compare --bytes 300", "at most 300 bytes cannot be reached: the smallest genome's file has"),
+    ("compare --bytes 0", "genome_bytes must be an int >= 1, got 0"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), OPTIONS)
+def test_wrong_options(
+    words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words.split()) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.count("\n") == 1
+    assert told.err.startswith("gbfunc: error: ") and message in told.err and "Errno" not in told.err
+    assert not list(tmp_path.iterdir()), "a refused command leaves no folder"
+
+
+@pytest.mark.parametrize("command", ["train", "demo", "compare", "bench", "federated"])
+@pytest.mark.parametrize("below", ["", "a/b"])
+def test_out_that_is_a_file(command: str, below: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("mine")
+    assert main([command, "--out", str(tmp_path / "file" / below)]) == 2
+    told = capsys.readouterr().err
+    assert f"{tmp_path / 'file'} is a file, expected a folder" in told and told.count("\n") == 1
+
+
+FILES = [
+    ("a.toml", "epoch = 3", "a.toml: there is no option 'epoch' (did you mean epochs?)"),
+    ("a.toml", "epochs = ", "a.toml cannot be read: "),
+    ("a.toml", "epochs = 'many'", "a.toml: --epochs must be INT, got 'many'"),
+    ("a.toml", "seed = 1\nsizes = [64,\n 10\n", "a.toml cannot be read: "),
+    ("a.json", "[1]", "a.json must hold options by their names, got [1]"),
+    ("a.yaml", "lr: [", "a.yaml cannot be read: "),
+    ("a.ini", "lr = 1", "a.ini cannot be read: its name must end in .toml"),
+    ("a.toml", "[training]\nlr = -1", "--lr must be a positive number, got -1"),
+    ("a.toml", "compile = 'yes'", "a.toml: compile must be true or false, got 'yes'"),
+    ("a.toml", "lr = true", "a.toml: lr must be neither true nor false, got True"),
+]
+PLANS = [
+    ("excludes = []", "there is no 'excludes'; a plan has include, exclude, rules, encodings"),
+    ("include = 'a'", "include must be a list of regular expressions, got 'a'"),
+    ("rules = 3", "rules must be a table, got 3"),
+    ("rules = { a = 'nothing' }", "no type of g-net 'nothing'"),
+    ("rules = { a = { rank = 3 } }", "rules, 'a': expected a type (periodic, none, ...) or a table with one"),
+    ("encodings = { '0.weight' = 'binary' }", "encodings, '0.weight': expected codes of [rows, columns]"),
+    ("encodings = { '0.weight' = ['binary', 3] }", "expected a type (binary, grid, default, ...)"),
+    ("encodings = { '0.weight' = ['binaries', 'default'] }", "encodings, '0.weight': not an encoding"),
+    ("encodings = { '0.weight' = ['binary', { type = 'grid', dims = [7, 8] }] }", "codes 56 positions"),
+    ("encodings = { '0.weight' = ['binary', { type = 'table', file = 'none.npy' }] }", "none.npy"),
+    ("encodings = { 'weight' = ['binary', 'binary'] }", "encodings names 'weight', which is no parameter"),
+]
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "text", "message"),
+    [("--config", *case) for case in FILES] + [("--plan-config", "plan.toml", *case) for case in PLANS],
+)
+def test_wrong_files_of_options(
+    option: str, name: str, text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text(text)
+    assert main(["train", "--sizes", "64", "48", "10", option, str(tmp_path / name)]) == 2
+    told = capsys.readouterr().err
+    assert message in told and told.count("\n") == 1
+
+
+def test_the_file_is_not_blamed_for_what_the_arguments_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.toml").write_text("epochs = 3")
+    assert main(["train", "--config", str(tmp_path / "a.toml"), "--epochs", "x"]) == 2
+    assert "error: --epochs must be INT, got 'x'" in capsys.readouterr().err
+
+
+def test_cuda_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    assert main(["train", "--device", "cuda"]) == 2
+    assert "--device 'cuda' cannot be used" in capsys.readouterr().err
+
+
+def test_genomes_that_do_not_fit(tmp_path: Path, shared_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *SMALL, "--steps", "1", "--out", str(tmp_path / "run")]) == 0
+    (tmp_path / "none").write_bytes(b"not a genome")
+    path, data = tmp_path / "run" / "genome.safetensors", str(shared_data / "mnist")
+    genome, before = ["--genome", str(path)], path.read_bytes()
+    holds = "holds the genome of a p-net of 3,610 parameters (0.weight (48, 64), 0.bias (48,) and 2 more)"
+    says = "--pnet-config says hidden [47], but"
+    for argv, message in (
+        (["eval", "--genome", str(tmp_path / "none")], "none"),
+        (["eval", *genome, "--task", "mnist", "--data-dir", data], f"{holds}, which is no mlp for the task mnist"),
+        (["sample", *genome], f"{holds}, which is no gpt for the task text: expected the parameters of gpt"),
+        (["eval", *genome, "--pnet-config", json.dumps({"hidden": [47]})], says),
+        (["eval", *genome, "--pnet-config", json.dumps({"sizes": [64, 47, 10]})], says),
+        (["export", *genome, "--out", str(path.parent / "." / path.name)], "is the genome's own file, which would be"),
+        (["export", *genome, "--out", str(tmp_path / "a" / "net.unknown")], "got the suffix '.unknown'; gbfunc export"),
+        (["export", *genome, "--out", str(path.parent / "metrics.json" / "net.onnx")], "is a file, expected a folder"),
+        (["export", *genome, "--out", str(path.parent)], "run is a folder, expected a file"),
+    ):
+        capsys.readouterr()
+        assert main(argv) == 2
+        told = capsys.readouterr()
+        assert message in told.err and told.err.count("\n") == 1 and told.out == ""
+    assert path.read_bytes() == before and sorted(p.name for p in tmp_path.iterdir()) == ["none", "run"]
+    assert main(["eval", *genome, "--pnet-config", json.dumps({"hidden": [48]})]) == 0
