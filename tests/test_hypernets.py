@@ -117,10 +117,6 @@ def test_direct_parameters_of_a_pnet_without_values_are_drawn_in_float32() -> No
         torch.set_default_dtype(before)
 
 
-def test_shared_layers_are_read_from_older_files() -> None:
-    old = {"type": "periodic", "features": 3, "share": "kind"}
-    assert hypernet_from_json(old, {}) == gb.periodic(3, "layers")
-    assert gb.periodic(3, "layers").to_json() == old | {"share": "layers"}
 
 
 @contract

@@ -52,8 +52,6 @@ def hypernet_from_json(data: dict[str, Any], factories: Mapping[str, Callable[..
     """
     try:
         options = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k != "type"}
-        if options.get("share") == "kind":
-            options["share"] = "layers"  # Its name in older files.
         if data["type"] == "module":
             path: Any = options.pop("factory")
             if path not in factories:
