@@ -174,6 +174,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.process
 def test_train_to_a_size(straight: Path) -> None:
     metrics = json.loads((straight / "metrics.json").read_text())
     sizes = [(straight / name).stat().st_size for name in ("genome.safetensors", "best.safetensors")]
@@ -184,6 +185,7 @@ def test_train_to_a_size(straight: Path) -> None:
     assert plan.target == "at most 360 bytes"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("stop", [11, 13, 17])
 def test_stopped_it_goes_on(straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int) -> None:
     """Before the first steps, between two choices, and after the last."""
@@ -210,5 +212,5 @@ def test_what_a_trainer_refuses_before_it_trains() -> None:
     recipe = task.recipe(plan.genome_params)
     with pytest.raises(ValueError, match="need the whole genome on each rank: replicated, got 'sharded'"):
         genome_trainer(plan, pnet, task, recipe, 0, placement="sharded", rounding="auto", genome_bytes=500)
-    with pytest.raises(ValueError, match="need the bytes that their file shall have"):
+    with pytest.raises(ValueError, match="need the size of their file"):
         genome_trainer(plan, pnet, task, recipe, 0, rounding="auto")

@@ -249,7 +249,7 @@ def test_errors_say_what_was_expected(options: dict[str, Any], words: str) -> No
         api.make_plan(mnist(), **options)
 
 
-@pytest.mark.parametrize("ratio", [3.0, 1000.0])
+@pytest.mark.parametrize("ratio", [pytest.param(3.0, marks=pytest.mark.process), 1000.0])
 def test_a_large_model_is_planned_without_a_list_of_its_tiles(ratio: float) -> None:
     """The layers of a Llama of 1.1 billion: 135 million tiles at 3x, in time that does not go with their number."""
     with torch.device("meta"):
