@@ -79,6 +79,8 @@ def test_layouts_that_cannot_be_are_refused_with_a_reason() -> None:
     assert "cannot be split over 3 tensor ranks, 1, 2, 4" in dict(found.refused)["--mesh tensor=3"]
     tiny = gb.plan_parallel(plan, pnet, batch, ranks=2, loss_fn=next_token, device=DeviceSpec(memory=1e4))
     assert not tiny.fits and tiny.smallest is None
+    few = gb.plan_parallel(plan, pnet, batch[:2], ranks=4, loss_fn=next_token)
+    assert dict(few.refused)["--mesh data=4"] == "4 shards of a batch of 2 rows"
     assert "needs" in tiny.refused[0][1] and "do not" in tiny.report() and "local steps" not in tiny.report()
 
 

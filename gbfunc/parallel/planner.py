@@ -222,6 +222,7 @@ def _layouts(model: Model, ranks: int, microbatches: int | None) -> Iterator[tup
                 reason = "" if numbers else f"no number of microbatches from {pipeline} on divides {rows:.4g} rows"
                 if schedule:
                     reason = model.why_not(tensor, pipeline * SCHEDULES[schedule][1], schedule) or reason
+                reason = reason if rows >= 1 else f"{shards} shards of a batch of {model.rows} rows"
                 if reason:
                     sizes = {"data": shards, "pipeline": pipeline, "gnets": 1, "tensor": tensor}
                     yield [RankLayout(sizes, schedule=schedule)], reason

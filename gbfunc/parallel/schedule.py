@@ -39,8 +39,8 @@ class Event(NamedTuple):
 class Schedule(NamedTuple):
     """The events of each rank, in order, and the sizes of the entries that each rank stores before and after them."""
 
-    events: Sequence[Sequence[Event]]
-    stored: Sequence[Mapping[str, float]]
+    events: list[list[Event]]
+    stored: list[dict[str, float]]
 
 
 class Span(NamedTuple):

@@ -8,7 +8,6 @@ keep longer than they must. Entries are named `activation[layer, microbatch]` (t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from gbfunc.parallel.pipeline_order import SCHEDULES, Action, PipelineOrder, pipeline_order, stage_ranks
@@ -127,135 +126,111 @@ def make_schedule(
         n = layers + (name == "activation")
         if isinstance(cost, Sequence) and len(cost) != n:
             raise ValueError(f"expected one number or {n} for {name} of {layers} layers, got {len(cost)}")
-    programs = [_Program(rank, ranks, recipe, weights, costs, layers, stages, together) for rank in range(ranks)]
-    for program in programs:
-        program.run(
-            pipeline_order(recipe.order, program.place, depth, microbatches // together, SCHEDULES[recipe.order][1])
-        )
-    return Schedule([program.events for program in programs], [program.stored for program in programs])
+    schedule = Schedule([], [])
+    for rank in range(ranks):
+        order = pipeline_order(recipe.order, rank % depth, depth, microbatches // together, SCHEDULES[recipe.order][1])
+        events, stored = _program(order, rank, ranks, recipe, weights, costs, layers, stages, together)
+        schedule.events.append(events)
+        schedule.stored.append(stored)
+    return schedule
 
 
-@dataclass
-class _Program:
-    """The events of one rank; `stages` has the place in the pipeline of each stage's ranks."""
+def _program(
+    actions: Sequence[Action],
+    rank: int,
+    ranks: int,
+    recipe: Recipe,
+    weights: WeightSource,
+    costs: ScheduleCosts,
+    layers: int,
+    stages: Sequence[int],
+    together: int,
+) -> tuple[list[Event], dict[str, float]]:
+    """The events of one rank and its entries; `stages` has the place in the pipeline of each stage's ranks."""
+    depth, each, world = max(stages) + 1, layers // len(stages), tuple(range(ranks))
+    place, sharded = rank % depth, recipe.gathers is not None and weights == "stored"
+    everywhere, remat = sharded and recipe.gathers == "all", weights == "remat"
+    group = world if everywhere else world[place::depth]
+    own = [n for n in range(layers) if everywhere or stages[n // each] == place]
+    events, ends = list[Event](), list[str]()
+    stored = {"genome": costs.genome, "genome optimizer": costs.genome_optimizer}
+    if weights == "stored":
+        kept = {"shard" if sharded else "weight": costs.weight, "optimizer": costs.optimizer}
+        parts = len(group) if sharded else 1
+        stored = {f"{name}[{n}]": _at(size, n) / parts for n in own for name, size in kept.items()}
+    known = {*stored}
 
-    rank: int
-    ranks: int
-    recipe: Recipe
-    weights: WeightSource
-    costs: ScheduleCosts
-    layers: int
-    stages: Sequence[int]
-    together: int
-
-    def __post_init__(self) -> None:
-        depth, self.each = max(self.stages) + 1, self.layers // len(self.stages)
-        self.place, self.world = self.rank % depth, tuple(range(self.ranks))
-        self.sharded = self.recipe.gathers is not None and self.weights == "stored"
-        self.everywhere = self.sharded and self.recipe.gathers == "all"
-        self.group = self.world if self.everywhere else self.world[self.place :: depth]
-        own = [n for n in range(self.layers) if self.everywhere or self.stages[n // self.each] == self.place]
-        self.kept, self.events, self.ends = own, list[Event](), list[str]()
-        self.stored = {"genome": self.costs.genome, "genome optimizer": self.costs.genome_optimizer}
-        if self.weights == "stored":
-            kinds = {"shard" if self.sharded else "weight": self.costs.weight, "optimizer": self.costs.optimizer}
-            parts = len(self.group) if self.sharded else 1
-            self.stored = {f"{kind}[{n}]": _at(size, n) / parts for n in own for kind, size in kinds.items()}
-        self.known = {*self.stored}
-
-    def run(self, actions: Sequence[Action]) -> None:
-        if self.everywhere:  # All ranks help to gather and reduce every layer, between their messages.
-            stages = range(len(self.stages))
-            actions = [*(Action("F", s, 0) for s in stages), *(Action("B", s, 0) for s in reversed(stages))]
-        for op, stage, i in actions:
-            mine, layers = self.stages[stage] == self.place, range(stage * self.each, (stage + 1) * self.each)
-            # A stage goes from one end to the other, forward or back.
-            start, end, ahead, d = layers[0], layers[-1] + 1, 1, ""
-            if op != "F":
-                start, end, ahead, d = end, start, -1, "d"
-            messages = mine and op != "W"
-            if messages and op != "F" and stage == len(self.stages) - 1:
-                self.emit("loss", None, i, reads=self.activation(start, i), stores=self.activation(start, i, d))
-            elif messages:
-                self.message("receive", stage - ahead, self.activation(start, i, d), i)
-            for layer in layers if op == "F" else reversed(layers):
-                if op != "W":
-                    self.acquire(layer, i)
-                if mine:
-                    self.compute(op, layer, i)
-                if op in "BW":
-                    self.reduce(layer, i, mine)
-            if messages:
-                self.message("send", stage + ahead, self.activation(end, i, d), i)
-                self.ends += self.activation(end, i, d) if self.recipe.keeps_ends else ()
-        for layer in self.kept[::-1] if self.weights == "generated" else ():
-            self.generate_backward(layer)
-        # Ends that are kept are read once more, by the last events.
-        updates = {n: f"dweight[{n}]" for n in self.kept} if self.weights == "stored" else {None: "dgenome"}
-        group = self.world if self.weights != "stored" else () if self.recipe.scatters else self.group
-        for layer, name in updates.items():
-            if len(group) > 1:
-                self.emit("all_reduce", layer, reads=(name,), ranks=group, tag=name)
-            self.emit("update", layer, reads=(name, *self.ends))
-
-    def acquire(self, layer: int, i: int) -> None:
-        """Gather or generate a layer's whole weight, unless it is stored."""
-        name = f"weight[{layer}]"
-        weight = {name: _at(self.costs.weight, layer)}
-        if self.sharded:
-            self.emit("all_gather", layer, stores=weight, ranks=self.group, tag=name)
-        elif self.weights == "remat" or name not in self.known:
-            self.emit("generate", layer, i, stores=weight)
-
-    def compute(self, op: str, layer: int, i: int) -> None:
-        x, y, dx, dy = (self.activation(n, i, d) for d in ("", "d") for n in (layer, layer + 1))
-        weight, name = () if op == "W" else (f"weight[{layer}]",), f"dweight[{layer}]"
-        if op == "F":
-            self.emit("forward", layer, i, reads=(*weight, *x), stores=y | ({} if layer else x))
-            return
-        kinds: dict[str, Kind] = {"B": "backward", "I": "backward_input", "W": "backward_weight"}
-        summands = 1 if self.recipe.sums or self.weights == "remat" else i + 1
-        gradient = {} if op == "I" else {name: _at(self.costs.weight, layer) * summands}
-        added = () if self.weights == "remat" else gradient
-        self.emit(kinds[op], layer, i, (*weight, *x, *dy, *added), stores=gradient if op == "W" else dx | gradient)
-
-    def reduce(self, layer: int, i: int, mine: bool) -> None:
-        """Scatter a layer's gradient over the ranks, or take the gradient of the genome, where that is done at once."""
-        name = f"dweight[{layer}]"
-        if self.sharded and self.recipe.scatters:
-            part = {name: _at(self.costs.weight, layer) / len(self.group)}
-            # A pipeline frees activations before, other ranks after.
-            late = () if self.everywhere else (*self.activation(layer, i), *self.activation(layer + 1, i, "d"))
-            reads = (name, f"weight[{layer}]", *late) if mine else ()
-            self.emit("reduce_scatter", layer, i, reads, stores=part, ranks=self.group, tag=name)
-        elif self.weights == "remat":
-            self.generate_backward(layer, i)
-
-    def generate_backward(self, layer: int, i: int | None = None) -> None:
-        """Add to the genome's gradient the part of a layer's gradient."""
-        weight = () if self.weights == "remat" else (f"weight[{layer}]",)
-        reads, stores = (f"dweight[{layer}]", *weight, "dgenome"), {"dgenome": self.costs.genome}
-        self.emit("generate_backward", layer, i, reads, stores=stores)
-
-    def activation(self, layer: int, i: int, d: str = "") -> dict[str, float]:
-        """A layer's input, or its gradient."""
-        return {f"{d}activation[{layer}, {i}]": _at(self.costs.activation, layer) * self.together}
-
-    def message(self, kind: Literal["send", "receive"], stage: int, entry: Mapping[str, float], i: int) -> None:
-        """Send an entry to another rank's stage or receive it from there, unless it stays here."""
-        if 0 <= stage < len(self.stages) and self.stages[stage] != self.place:
-            rest: Any = {"stores": entry} if kind == "receive" else {"reads": entry}
-            peer = self.rank - self.place + self.stages[stage]
-            self.emit(kind, None, i, peer=peer, tag=next(iter(entry)), **rest)
-
-    def emit(
-        self, kind: Kind, layer: int | None = None, i: int | None = None, reads: Iterable[str] = (), **rest: Any
-    ) -> None:
-        duration = _at(getattr(self.costs, kind, 0.0), layer or 0)
-        duration *= self.together if kind == "forward" or kind.startswith("backward") else 1
+    def emit(kind: Kind, layer: int | None, i: int | None, reads: Iterable[str] = (), **rest: Any) -> None:
+        duration = _at(getattr(costs, kind, 0.0), layer or 0)
+        duration *= together if kind == "forward" or kind.startswith("backward") else 1
         # A sum reads what is there before the first summand too: nothing.
-        self.events.append(Event(kind, duration, layer, i, tuple(n for n in reads if n in self.known), **rest))
-        self.known |= {*rest.get("stores", ())}
+        events.append(Event(kind, duration, layer, i, tuple(n for n in reads if n in known), **rest))
+        known.update(rest.get("stores", ()))
+
+    def activation(layer: int, i: int, d: str = "") -> dict[str, float]:
+        return {f"{d}activation[{layer}, {i}]": _at(costs.activation, layer) * together}
+
+    def message(kind: Literal["send", "receive"], stage: int, entry: Mapping[str, float], i: int) -> None:
+        if 0 <= stage < len(stages) and stages[stage] != place:
+            rest: Any = {"stores": entry} if kind == "receive" else {"reads": entry}
+            emit(kind, None, i, peer=rank - place + stages[stage], tag=next(iter(entry)), **rest)
+
+    def generate_backward(layer: int, i: int | None) -> None:
+        reads = (f"dweight[{layer}]", "dgenome", *(() if remat else (f"weight[{layer}]",)))
+        emit("generate_backward", layer, i, reads, stores={"dgenome": costs.genome})
+
+    def compute(op: str, layer: int, i: int, mine: bool) -> None:
+        """Have the layer's weight, compute, and reduce the weight's gradient; help others in that."""
+        x, y, dx, dy = (activation(n, i, d) for d in ("", "d") for n in (layer, layer + 1))
+        weight, gradient, size = f"weight[{layer}]", f"dweight[{layer}]", _at(costs.weight, layer)
+        if op != "W" and sharded:
+            emit("all_gather", layer, None, stores={weight: size}, ranks=group, tag=weight)
+        elif op != "W" and weights != "stored" and (remat or weight not in known):
+            emit("generate", layer, i, stores={weight: size})
+        if mine and op == "F":
+            emit("forward", layer, i, (weight, *x), stores=y | ({} if layer else x))
+        elif mine:
+            kind: Kind = "backward" if op == "B" else "backward_input" if op == "I" else "backward_weight"
+            made = {} if op == "I" else {gradient: size * (1 if recipe.sums or remat else i + 1)}
+            reads = (*x, *dy, *(() if op == "W" else (weight,)), *(() if remat else made))
+            emit(kind, layer, i, reads, stores=made if op == "W" else dx | made)
+        if op in "BW" and sharded and recipe.scatters:
+            # A pipeline frees activations before, other ranks after.
+            reads = (gradient, weight, *(() if everywhere else (*x, *dy))) if mine else ()
+            part = {gradient: size / len(group)}
+            emit("reduce_scatter", layer, i, reads, stores=part, ranks=group, tag=gradient)
+        elif op in "BW" and remat:
+            generate_backward(layer, i)
+
+    if everywhere:  # All ranks help to gather and reduce every layer, between their messages.
+        forward = [Action("F", s, 0) for s in range(len(stages))]
+        actions = [*forward, *(action._replace(op="B") for action in reversed(forward))]
+    for op, stage, i in actions:
+        # A stage goes from one end to the other, forward or back.
+        mine, start, end, ahead, d = stages[stage] == place, stage * each, (stage + 1) * each, 1, ""
+        span = range(start, end)
+        if op != "F":
+            start, end, ahead, d, span = end, start, -1, "d", span[::-1]
+        messages = mine and op != "W"
+        if messages and op != "F" and stage == len(stages) - 1:
+            emit("loss", None, i, activation(start, i), stores=activation(start, i, d))
+        elif messages:
+            message("receive", stage - ahead, activation(start, i, d), i)
+        for layer in span:
+            compute(op, layer, i, mine)
+        if messages:
+            message("send", stage + ahead, activation(end, i, d), i)
+            ends += activation(end, i, d) if recipe.keeps_ends else ()
+    for layer in own[::-1] if weights == "generated" else ():
+        generate_backward(layer, None)
+    updates = {n: f"dweight[{n}]" for n in own} if weights == "stored" else {None: "dgenome"}
+    group = world if weights != "stored" else () if recipe.scatters else group
+    for layer, name in updates.items():
+        if len(group) > 1:
+            emit("all_reduce", layer, None, (name,), ranks=group, tag=name)
+        # Ends that are kept are read once more.
+        emit("update", layer, None, (name, *ends))
+    return events, stored
 
 
 def _at(cost: PerLayer, layer: int) -> float:
