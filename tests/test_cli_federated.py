@@ -48,14 +48,6 @@ def test_clients_share_texts(shared_data: Path, capsys: pytest.CaptureFixture[st
     assert "1 rounds; a client and round" in capsys.readouterr().out
 
 
-def test_clients_share_garments(tmp_path: Path) -> None:
-    """A task of one's own, by the name of its function."""
-    words = ["--task", "tests.support.garments:garments", "--task-config", '{"images": 1000}', "--sizes", "784", "40"]
-    words = ["federated", *words, "10", "--genome-params", "600", "--clients", "5", "--sample", "3"]
-    assert main([*words, "--rounds", "15", "--local-steps", "10", "--lr", "0.04", "--out", str(tmp_path)]) == 0
-    assert json.loads((tmp_path / "metrics.json").read_text())["test_accuracy"] > 0.5
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

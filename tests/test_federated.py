@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import gbfunc as gb
@@ -19,7 +21,7 @@ from gbfunc.trees import flatten_tree
 
 pytest.importorskip("flwr", reason="its versions of other packages are not those of the other tests: see .ci/run")
 
-from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord, RecordDict  # pyright: ignore
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict  # pyright: ignore  # noqa: E501
 from flwr.clientapp import ClientApp, mod  # pyright: ignore[reportMissingImports]
 from flwr.serverapp import strategy as strategies  # pyright: ignore[reportMissingImports]
 
@@ -129,26 +131,27 @@ def test_damaged_records_are_refused(problem: Problem) -> None:
     vector = wire.vector(problem.genome)
     codes = np.array(wire.pack(vector, "int4")[CODES].numpy())
     codes[-1] ^= 1
-    numbers, places = wire.pack(vector, "top3").values()
-    for record, words in (
-        (ArrayRecord({CODES: Array(codes)}), "checksum"),
-        (ArrayRecord({NUMBERS: Array(vector[1:])}), "numbers, got float32"),
-        (ArrayRecord({NUMBERS: Array(vector.astype(np.int32))}), "got int32"),
-        (ArrayRecord({"weights": Array(vector)}), "one array"),
-        (ArrayRecord({NUMBERS: Array(vector * math.nan)}), "not finite"),
-        (ArrayRecord({NUMBERS: numbers, PLACES: Array(places.numpy()[1:])}), "bits of place each"),
-        (ArrayRecord({NUMBERS: Array(vector), PLACES: places}), "expected numbers in float16"),
-        (ArrayRecord({NUMBERS: numbers, PLACES: Array(np.zeros_like(places.numpy()))}), "rising places"),
-        (ArrayRecord({NUMBERS: numbers, PLACES: Array(~np.zeros_like(places.numpy()))}), "rising places"),
+    numbers, places = (x.numpy() for x in wire.pack(vector, "top3").values())
+    for arrays, words in (
+        ({CODES: codes}, "checksum"),
+        ({NUMBERS: vector[1:]}, "numbers, got float32"),
+        ({NUMBERS: vector.astype(np.int32)}, "got int32"),
+        ({"weights": vector}, "one array"),
+        ({NUMBERS: vector * math.nan}, "not finite"),
+        ({NUMBERS: numbers, PLACES: places[1:]}, "bits of place each"),
+        ({NUMBERS: vector, PLACES: places}, "expected numbers in float16"),
+        ({NUMBERS: numbers, PLACES: 0 * places}, "rising places"),
+        ({NUMBERS: numbers, PLACES: ~(0 * places)}, "rising places"),
     ):
         with pytest.raises(ValueError, match=words):
-            wire.unpack(record)
-    with pytest.raises(ValueError, match="not finite"):
-        wire.pack(vector * math.inf, "int8")
-    with pytest.raises(ValueError, match="too large a number for float16"):
-        wire.pack(vector * 1e6, "float16")
-    with pytest.raises(ValueError, match="one of float32, float16, int2"):
-        wire.pack(vector, "int9")
+            wire.unpack(ArrayRecord({name: Array(x) for name, x in arrays.items()}))
+    for scale, dtype, words in (
+        (math.inf, "int8", "not finite"),
+        (1e6, "float16", "too large a number for float16"),
+        (1.0, "int9", "one of float32, float16, int2"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            wire.pack(vector * np.float32(scale), dtype)
     with pytest.raises(ValueError, match="down must be one of .* got 'top3'"):
         server(problem, down="top3")
 
@@ -181,8 +184,6 @@ def test_averages_are_those_of_the_clients_genomes(problem: Problem, app: Client
 
 def test_a_strategy_works_without_ours(problem: Problem, app: ClientApp) -> None:
     """In float32 the messages are those of any Flower app."""
-    from flwr.app import ConfigRecord  # pyright: ignore[reportMissingImports]
-
     wire = Wire(problem.plan, problem.genome)
     config = ConfigRecord({IDENTITY: wire.identity, RATE: 1e-2, SENT_AS: "float32"})
     with grid_of(app) as grid:
@@ -191,25 +192,18 @@ def test_a_strategy_works_without_ours(problem: Problem, app: ClientApp) -> None
     np.testing.assert_allclose(wire.unpack(result.arrays), trained(server(problem), app), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("FedAvgM", {"server_momentum": 0.5}),
-        ("FedAdam", {"eta": 1e-2}),
-        ("FedYogi", {"eta": 1e-2}),
-        ("FedAdagrad", {"eta": 1e-2}),
-        ("FedProx", {"proximal_mu": 0.1}),
-        ("FedMedian", {}),
-        ("FedTrimmedAvg", {}),
-        ("Krum", {"num_malicious_nodes": 1}),
-        ("privacy", {}),
-    ],
-)
-def test_every_strategy_works_as_it_is(problem: Problem, app: ClientApp, name: str, options: dict[str, Any]) -> None:
+OPTIONS = {"FedAvgM": {"server_momentum": 0.5}, "FedProx": {"proximal_mu": 0.1}, "Krum": {"num_malicious_nodes": 1}}
+STRATEGIES = ("FedAvgM", "FedAdam", "FedYogi", "FedAdagrad", "FedProx", "FedMedian", "FedTrimmedAvg", "Krum", "privacy")
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_works_as_it_is(problem: Problem, app: ClientApp, name: str) -> None:
     first = server(problem).wire.vector(problem.genome)
-    strategy = getattr(strategies, name if name != "privacy" else "FedAvg")(**ALL, **options)
     if name == "privacy":
-        strategy = strategies.DifferentialPrivacyServerSideFixedClipping(strategy, 1e-3, 1.0, N)
+        inner = strategies.FedAvg(**ALL)
+        strategy = strategies.DifferentialPrivacyServerSideFixedClipping(inner, 1e-3, 1.0, N)
+    else:
+        strategy = getattr(strategies, name)(**ALL, **OPTIONS.get(name, {}))
     found = trained(one := server(problem, strategy, up="int4", down="int8"), app, rounds=2)
     assert np.isfinite(found).all() and 0 < np.abs(found - first).max() < 1
     assert [r.used for r in one.rounds] == [N, N] and not any(r.left_out for r in one.rounds)
@@ -321,6 +315,12 @@ def test_what_cannot_be_used_is_left_out_and_reported(problem: Problem, app: Cli
     assert one.rounds[0].left_out.keys() == {3} and FAULTS[what] in one.rounds[0].left_out[3]
 
 
+class Book(dict[str, int]):
+    """State as of Flower's privacy accountant, whose package is large."""
+
+    state_dict, load_state_dict = dict.copy, dict.update
+
+
 def adaptive() -> Any:
     inner = strategies.FedAdam(fraction_train=0.5, fraction_evaluate=0.0, eta=1e-2, beta_1=0.9, beta_2=0.99)
     # Its norm of clipping adapts: state that is one number.
@@ -340,40 +340,17 @@ def test_a_server_goes_on_from_its_checkpoint(
     path = tmp_path / "server.safetensors"
     with grid_of(app) as grid:
         first = server(problem, make(), checkpoint=path, **options)
+        first.strategy.book = Book(spent=7)
         first.train(grid, 2)
         # The nodes go on, with what they have not sent yet.
         second = server(problem, make(), checkpoint=path, **options)
+        second.strategy.book = Book()
         second.train(grid, 4)
-    assert second.done == 4 and [r.round for r in second.rounds] == [3, 4]
+    assert [r.round for r in second.rounds] == [3, 4] and second.strategy.book == {"spent": 7}
     # But for the privacy's noise.
     np.testing.assert_allclose(second.wire.vector(second.genome), straight, rtol=0, atol=1e-5)
     if make is adaptive:
         assert second.strategy.clipping_norm > first.strategy.clipping_norm > 1
-
-
-def test_a_checkpoint_holds_what_privacy_was_spent(problem: Problem, app: ClientApp, tmp_path: Path) -> None:
-    class Accountant:
-        """State as of Flower's accountant, whose package is large."""
-
-        spent = 0
-
-        def state_dict(self) -> dict[str, int]:
-            return {"spent": self.spent}
-
-        def load_state_dict(self, state: dict[str, int]) -> None:
-            self.spent = state["spent"]
-
-    def strategy() -> Any:
-        made: Any = strategies.DifferentialPrivacyServerSideFixedClipping(strategies.FedAvg(**ALL), 1e-3, 1.0, N)
-        made.book = Accountant()
-        return made
-
-    path = tmp_path / "server.safetensors"
-    first = server(problem, strategy(), checkpoint=path)
-    first.strategy.book.spent = 7
-    trained(first, app)
-    trained(second := server(problem, strategy(), checkpoint=path), app)
-    assert second.strategy.book.spent == 7
 
 
 def test_checkpoints_of_others_are_refused(problem: Problem, app: ClientApp, tmp_path: Path) -> None:
@@ -391,29 +368,44 @@ def test_checkpoints_of_others_are_refused(problem: Problem, app: ClientApp, tmp
             trained(server(problem, checkpoint=path), app, 2)
 
 
-def test_clients_evaluate(problem: Problem) -> None:
-    task = problem.task
-    app = client_app(problem.plan, problem.pnet, task.loss, problem.examples, steps=1, evaluate=task.evaluate)
-    one = server(problem, strategies.FedAvg(min_available_nodes=N))
-    with grid_of(app) as grid:
-        result = one.train(grid, 1)
-    net = gb.materialize(problem.plan, one.genome, problem.pnet)
-    # Means over the clients' examples are that over all.
-    assert result.evaluate_metrics_clientapp[1]["accuracy"] == pytest.approx(task.evaluate(net, task.train)["accuracy"])
+def test_clients_evaluate_and_who_cannot_is_left_out_by_name(problem: Problem) -> None:
+    task, rest = problem.task, []
 
-
-def test_clients_that_cannot_be_measured_are_left_out_by_name(problem: Problem) -> None:
     def examples(context: Context) -> Split:
         data, i = problem.examples(context), context.node_config["partition-id"]
         return Split(data.x[: 9 * i], data.y[: 9 * i])
 
-    def evaluate(net: Any, data: Any) -> dict[str, float]:
-        return {"accuracy": math.nan if len(data) == 9 else 0.5}
+    def evaluate(net: nn.Module, data: Split) -> dict[str, float]:
+        rest.append(data)
+        return {"accuracy": math.nan} if len(data) == 9 else task.evaluate(net, data)
 
-    app = client_app(problem.plan, problem.pnet, problem.task.loss, examples, steps=1, evaluate=evaluate)
+    app = client_app(problem.plan, problem.pnet, task.loss, examples, steps=1, evaluate=evaluate)
     one = server(problem, strategies.FedAvg(min_available_nodes=N))
     with grid_of(app) as grid:
         result = one.train(grid, 1)
-    assert one.rounds[0].used == N - 1 and result.evaluate_metrics_clientapp[1]["accuracy"] == 0.5
     told = {2: "evaluation: node 2 has no examples", 3: "evaluation: its accuracy is not finite"}
-    assert one.rounds[0].left_out == told
+    assert one.rounds[0].used == N - 1 and one.rounds[0].left_out == told
+    # Means over the clients' examples are that over all.
+    whole = Split(*(torch.cat([getattr(x, k) for x in rest if len(x) > 9]) for k in ("x", "y")))
+    accuracy = task.evaluate(gb.materialize(problem.plan, one.genome, problem.pnet), whole)["accuracy"]
+    assert result.evaluate_metrics_clientapp[1]["accuracy"] == pytest.approx(accuracy)
+
+
+@given(st.integers(1, 8), st.sampled_from([0.3, 1.0, math.inf]), st.integers(0, 5))
+def test_parts_are_disjoint_and_all(clients: int, alpha: float, seed: int) -> None:
+    parts = partition(np.arange(400) % 7, clients, alpha, seed)
+    assert len(parts) == clients and min(map(len, parts)) >= 10
+    np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.arange(400))
+
+
+def test_a_small_concentration_gives_clients_few_classes() -> None:
+    labels = np.arange(5_000) % 10
+    few, all_ = ([np.bincount(labels[p]).max() / len(p) for p in partition(labels, 20, a)] for a in (0.3, math.inf))
+    assert np.mean(few) > 0.3 > 0.2 > np.mean(all_)
+    for arguments, words in (
+        (([0, 1], 1), "need 10 ex"),
+        (([0] * 50, 0), "clients >= 1"),
+        (([0] * 50, 2, -1.0), "alpha > 0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            partition(*arguments)
