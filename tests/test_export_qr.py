@@ -60,33 +60,35 @@ def test_what_is_wrong_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_commands_take_a_code_for_a_genome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--pnet-config", '{"hidden": [12]}', "--genome-params", "150", "--epochs", "1", "--dtype", "int7"]
     assert main(["train", *small, "--seed", "0", "--out", str(tmp_path)]) == 0
-    genome, code, page = (str(tmp_path / name) for name in ("genome.safetensors", "code.png", "net.html"))
-    capsys.readouterr()
-    assert main(["eval", "--genome", genome]) == 0
-    expected = capsys.readouterr().out
+    genome, code, page, svg = (
+        str(tmp_path / name) for name in ("genome.safetensors", "code.png", "net.html", "code.svg")
+    )
+
+    def said_by(*words: str, status: int = 0) -> str:
+        capsys.readouterr()
+        assert main([*words]) == status
+        said = capsys.readouterr()
+        assert status == 0 or not said.out
+        return said.err if status else said.out
+
+    expected = said_by("eval", "--genome", genome)
     # Where the bytes of the file go, whose sum it is.
     assert f"{Path(genome).stat().st_size:,} bytes on disk as int7" in expected
-    assert "(plan)" in expected and "(scales)" in expected and "former" not in expected
-    assert main(["export", "--genome", genome, "--out", code, "--qr", PAGE]) == 0
-    capsys.readouterr()
-    assert main(["eval", "--genome", code]) == 0
-    assert capsys.readouterr().out == expected
+    assert "(plan)" in expected and "(scales)" in expected
+    said_by("export", "--genome", genome, "--out", code, "--qr", PAGE)
     assert read_qr(code) == Path(genome).read_bytes()
-    assert main(["export", "--genome", code, "--out", page]) == 0
-    assert "net.html: " in capsys.readouterr().out
-    assert main(["eval", "--genome", page]) == 0
-    assert capsys.readouterr().out == expected
+    assert "net.html: " in said_by("export", "--genome", code, "--out", page)
+    for place in (code, page):
+        assert said_by("eval", "--genome", place) == expected
     for place in (code, str(tmp_path / "code.jpg")):
         image.open(code).convert("L").save(place)
-        assert main(["predict", "--genome", genome, place]) == 2
-        said = capsys.readouterr()
-        assert said.out == "" and "is a genome's QR code, not an image to classify" in said.err
+        words = said_by("predict", "--genome", genome, place, status=2)
+        assert "is a genome's QR code, not an image to classify" in words
     Path(page).write_text("<html>", encoding="utf-8")
-    write_qr(tmp_path / "code.svg", noise(50), PAGE)
-    assert b"<svg" in (tmp_path / "code.svg").read_bytes()
-    for place, words in (("net.html", "holds no genome: it is no page"), ("code.svg", "is no picture in pixels")):
-        assert main(["eval", "--genome", str(tmp_path / place)]) == 2
-        assert f"{place} {words}" in capsys.readouterr().err
+    write_qr(svg, noise(50), PAGE)
+    assert b"<svg" in Path(svg).read_bytes()
+    assert "net.html holds no genome: it is no page" in said_by("eval", "--genome", page, status=2)
+    assert "is no picture in pixels" in said_by("eval", "--genome", svg, status=2)
 
 
 @pytest.mark.parametrize(
