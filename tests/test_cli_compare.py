@@ -11,7 +11,8 @@ import torch
 
 from gbfunc.cli import main
 from gbfunc.cli.compare import print_tradeoff, tradeoff_figure
-from gbfunc.lab.compare import METHODS, PRETRAINED_METHODS, PUBLISHED, REFERENCES, Choice, Problem, Results, Row
+from gbfunc.lab.compare import METHODS, PRETRAINED_METHODS, PUBLISHED, REFERENCES, Problem, Results
+from gbfunc.lab.compare.rows import Choice, Row
 from gbfunc.tasks import TASKS
 
 QUICK = ["compare", "--sizes", "300", "--quick", "--methods", "periodic", "smaller_dense"]

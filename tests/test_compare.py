@@ -11,13 +11,8 @@ import torch
 
 from gbfunc.lab.compare import (
     METHODS,
-    BudgetTooSmall,
     Problem,
     Results,
-    Settings,
-    Trained,
-    choose,
-    measure,
     of_problem,
     read_results,
     reference_bytes,
@@ -25,8 +20,20 @@ from gbfunc.lab.compare import (
     size_within,
     to_json,
 )
-from gbfunc.lab.compare.base import blanks, grid, largest, narrow_pnets, pack, text_of, unpack
+from gbfunc.lab.compare.base import (
+    BudgetTooSmall,
+    Settings,
+    Trained,
+    blanks,
+    grid,
+    largest,
+    narrow_pnets,
+    pack,
+    text_of,
+    unpack,
+)
 from gbfunc.lab.compare.genome import GenomeOf
+from gbfunc.lab.compare.rows import choose, measure
 from gbfunc.tasks import TASKS, Net, Task, accuracy, find_task
 from gbfunc.tasks.pnets import find_pnet, n_params
 

@@ -13,20 +13,10 @@ from torch import Tensor, nn
 
 from gbfunc.cli import main
 from gbfunc.formats import bytes_each
-from gbfunc.lab.compare import (
-    METHODS,
-    PRETRAINED_METHODS,
-    REFERENCES,
-    BudgetTooSmall,
-    Method,
-    Problem,
-    Trained,
-    measure,
-    methods_for,
-    reference_problem,
-)
+from gbfunc.lab.compare import METHODS, PRETRAINED_METHODS, REFERENCES, Problem, methods_for, reference_problem
 from gbfunc.lab.compare.adapters import ADAPTERS, FULL, Adapted, linears_of
-from gbfunc.lab.compare.base import HEAD, unpack
+from gbfunc.lab.compare.base import HEAD, BudgetTooSmall, Method, Trained, unpack
+from gbfunc.lab.compare.rows import measure
 from gbfunc.tasks import Recipe, Split, Task, accuracy
 from gbfunc.tasks.pnets import Interface, PlanOptions, PNet
 

@@ -8,10 +8,10 @@ another one.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,12 +31,8 @@ RATES = (1.0, 0.3, 0.1, 0.03, 0.01)
 """Learning rates to choose from, as parts of the recipe's: at its full rate Adam's first steps undo what is innate."""
 
 
-class Progress(Protocol):
-    """What shows the progress of a training, from its label and the split that it is measured on."""
-
-    def __call__(self, label: str, *, split: str) -> AbstractContextManager[Report]:
-        """Open it."""
-        ...
+Progress = Callable[..., AbstractContextManager[Report]]
+"""`progress(label, split=)` opens what shows the progress of a training, measured on a split."""
 
 
 def lessons(task: Task, recipe: Recipe) -> Recipe:
@@ -67,36 +63,25 @@ def teach(
     Each takes the rate, a part of the recipe's `dense_lr`, with the best mean over the validations, from the first step
     to the last. The recipe is that of `lessons`; the grown network is not changed.
     """
-    device = next(grown.parameters()).device
-    starts = {GROWN: grown, RANDOM: task.build(seed).to(device)}
-    return {name: _taught(name, net, task, recipe, seed, rates, report) for name, net in starts.items()}
+    starts = {GROWN: grown, RANDOM: task.build(seed).to(next(grown.parameters()).device)}
+    metric, tested, found = task.metric, replace(task, val=task.test), {}
+    for name, start in starts.items():
 
+        def trained(rate: float, task: Task, label: str, split: str, start: nn.Module = start) -> Any:
+            net, slower = copy.deepcopy(start), replace(recipe, dense_lr=rate * recipe.dense_lr)
+            with report(f"{label}rate {rate * recipe.dense_lr:.1e}", split=split) as progress:
+                return net, fit(dense_trainer(net, task, slower), task, slower, seed, report=progress).history
 
-def _taught(
-    name: str,
-    start: nn.Module,
-    task: Task,
-    recipe: Recipe,
-    seed: int,
-    rates: Sequence[float],
-    report: Progress,
-) -> Taught:
-    metric, tested = task.metric, replace(task, val=task.test)
+        def all_along(rate: float, name: str = name, trained: Any = trained) -> float:
+            _, rows = trained(rate, task, f"{name}, choosing, ", "validation")
+            return sum(row[f"val_{metric.name}"] for row in rows) * (1 if metric.higher_is_better else -1)
 
-    def trained(rate: float, task: Task, split: str, label: str = "") -> tuple[nn.Module, list[dict[str, float]]]:
-        net, slower = copy.deepcopy(start), replace(recipe, dense_lr=rate * recipe.dense_lr)
-        with report(f"{name}, {label}rate {rate * recipe.dense_lr:.1e}", split=split) as progress:
-            return net, fit(dense_trainer(net, task, slower), task, slower, seed, report=progress).history
-
-    def all_along(rate: float) -> float:
-        _, rows = trained(rate, task, "validation", "choosing, ")
-        return sum(row[f"val_{metric.name}"] for row in rows) * (1 if metric.higher_is_better else -1)
-
-    best = max(rates, key=all_along) if len(rates) > 1 else rates[0]
-    born = {"step": 0, "epoch": 0.0, **task.measured(start.eval(), tested.val)}
-    net, history = trained(best, tested, "test")
-    rows = [{k.removeprefix("val_"): v for k, v in row.items() if k != "seconds"} for row in history]
-    return Taught([born, *rows], best * recipe.dense_lr, net)
+        best = max(rates, key=all_along) if len(rates) > 1 else rates[0]
+        born = {"step": 0, "epoch": 0.0, **task.measured(start.eval(), tested.val)}
+        net, history = trained(best, tested, f"{name}, ", "test")
+        rows = [{k.removeprefix("val_"): v for k, v in row.items() if k != "seconds"} for row in history]
+        found[name] = Taught([born, *rows], best * recipe.dense_lr, net)
+    return found
 
 
 def in_the_size_of(task: Task, interface: Interface) -> Task:
@@ -119,8 +104,7 @@ def in_the_size_of(task: Task, interface: Interface) -> Task:
     def resized(split: Any) -> torch.Tensor:
         return F.interpolate(split.x, theirs.inputs[1:], mode="bilinear", antialias=True)
 
-    x = resized(task.train)
-    mean, std = x.mean(), x.std()
+    std, mean = torch.std_mean(resized(task.train))
     splits = {name: getattr(task, name) for name in ("train", "val", "test")}
     made = {name: Split((resized(split) - mean) / std, split.y) for name, split in splits.items()}
     return replace(task, interface=interface, **made)

@@ -16,21 +16,11 @@ from dataclasses import replace
 import torch
 
 from gbfunc.lab.compare.adapters import ADAPTERS, FULL, Adapted
-from gbfunc.lab.compare.base import BudgetTooSmall, Method, Problem, Settings, Trained, is_pretrained
+from gbfunc.lab.compare.base import Method, Problem, is_pretrained
 from gbfunc.lab.compare.genome import GenomeOf, reference_bytes, size_within
 from gbfunc.lab.compare.nets import Dense, Pruned, Quantised
 from gbfunc.lab.compare.published import PUBLISHED, Published
-from gbfunc.lab.compare.rows import (
-    Choice,
-    Results,
-    Row,
-    choose,
-    measure,
-    of_problem,
-    read_results,
-    run_missing,
-    to_json,
-)
+from gbfunc.lab.compare.rows import Results, of_problem, read_results, run_missing, to_json
 from gbfunc.lab.compare.subspace import RandomSubspace
 from gbfunc.tasks import Task
 
@@ -39,18 +29,10 @@ __all__ = [
     "PRETRAINED_METHODS",
     "PUBLISHED",
     "REFERENCES",
-    "BudgetTooSmall",
-    "Choice",
-    "Method",
     "Problem",
     "Published",
     "Results",
-    "Row",
-    "Settings",
-    "Trained",
-    "choose",
     "is_pretrained",
-    "measure",
     "methods_for",
     "of_problem",
     "read_results",

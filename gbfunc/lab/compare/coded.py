@@ -210,18 +210,17 @@ def decode(data: bytes, like: Params, rows: Mapping[str, int], bits: int, sparse
 
 
 class RoundedNet:
-    """A net whose weights are rounded in training: `net(x)`, a function of `leaves`, which are trained in place.
+    """A new net whose weights are rounded in training: `net(x)`, a function of `leaves`, which are trained in place.
 
     Attributes:
-        leaves: the net's parameters by name.
+        leaves: the net's own parameters by name.
         rows: how many steps each of those has that are rounded.
         steps: their steps, uint8 [R] each; empty until rounding begins.
     """
 
     def __init__(self, net: nn.Module, bits: int, rows: Mapping[str, int]) -> None:
         self._net, self._call, self._bits, self.rows = net, PureNet(net), bits, rows
-        self.leaves = {info.name: info.tensor.detach().clone().requires_grad_() for info in parameter_infos(net)}
-        self._buffers = {name: b.clone() for name, (b, _) in buffers_of(net).items()}
+        self.leaves = {info.name: info.tensor for info in parameter_infos(net)}
         self.steps: Params = {}
 
     def __call__(self, x: Tensor) -> Any:
@@ -231,7 +230,7 @@ class RoundedNet:
         with torch.autocast(x.device.type, enabled=False):
             for name, steps_R in self.steps.items():
                 weights[name] = rounded(self._matrix(name), steps_R, self._bits).view(weights[name].shape)
-        return self._call(weights, self._buffers, x)
+        return self._call(weights, {name: b for name, (b, _) in buffers_of(self._net).items()}, x)
 
     def _matrix(self, name: str) -> Tensor:
         return self.leaves[name].reshape(self.rows[name], -1)
@@ -241,9 +240,8 @@ class RoundedNet:
         return {name: nearest_steps(self._matrix(name).detach(), self._bits) for name in self.rows}
 
     def state(self) -> Params:
-        """Collect what is stored, before any rounding, by `base.in_use`."""
-        state = {name: leaf.detach() for name, leaf in self.leaves.items()}
-        return base.in_use(self._net, state | {name: self._buffers[name] for name in base.saved_buffers(self._net)})
+        """Collect what is stored, before any rounding."""
+        return base.in_use(self._net, base.state_of(self._net))
 
     def levels(self, steps: Params) -> dict[str, Levels]:
         """Round with these steps."""

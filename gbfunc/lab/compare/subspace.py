@@ -95,17 +95,15 @@ class RandomSubspace:
         pnet = problem.task.build(seed)
         z_d = torch.zeros(settings["d"], requires_grad=True)
         call, subspace = PureNet(pnet), Subspace(pnet, len(z_d), seed)
-        buffers = {name: b.clone() for name, (b, _) in buffers_of(pnet).items()}
 
         def net(x: Tensor) -> Any:
             # Weights are made in full precision, as a genome's are.
             with torch.autocast(x.device.type, enabled=False):
                 weights = subspace(z_d)
-            return call(weights, buffers, x)
+            return call(weights, {name: b for name, (b, _) in buffers_of(pnet).items()}, x)
 
         base.train_net(problem, [z_d], net, settings["lr"], seed)
-        state = {name: buffers[name] for name in base.saved_buffers(pnet)} | {"z": z_d}
-        return Trained(base.pack(state, problem.dtype, {"seed": seed}), len(z_d))
+        return Trained(base.pack(base.saved_buffers(pnet) | {"z": z_d}, problem.dtype, {"seed": seed}), len(z_d))
 
     def load(self, data: bytes, task: Task) -> Net:
         """The p-net with the weights that seed and z give."""
