@@ -74,10 +74,10 @@ class DeviceSpec:
 
 
 class LayoutPlan(NamedTuple):
-    """A layout and what it costs.
+    """A layout and its costs.
 
     Attributes:
-        layout: ranks along each axis, placement, schedule, microbatches, what is made again.
+        layout: ranks along each axis, placement, schedule, microbatches, rematerialization.
         memory: bytes of the fullest rank, by part.
         sent: bytes of the rank that sends most in a step, by axis, as `mesh.traffic.by_axis` counts them.
         seconds: of a step.
@@ -147,7 +147,7 @@ def plan_parallel(
     lazy: Any = "auto",
     optimizer_states: int = 2,
 ) -> ParallelPlan:
-    """What every layout of some ranks would store, send and take, without running any.
+    """Computes the memory, traffic and time of every layout of some ranks, without running a layout.
 
     Args:
         plan: the plan.
@@ -203,7 +203,7 @@ def _call(net: Callable[..., Any], batch: Any) -> Any:
 
 
 def _layouts(model: Model, ranks: int, microbatches: int | None) -> Iterator[tuple[list[RankLayout], str]]:
-    """Layouts that differ in their microbatches alone, or one layout and why no such layout can be."""
+    """Yields layouts that differ only in their microbatches, or one layout and the reason why it cannot run."""
     from gbfunc.parallel.planner_costs import RankLayout
 
     divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
@@ -276,7 +276,7 @@ def _smallest(model: Model, device: DeviceSpec, ranks: int, microbatches: int | 
     """The fewest ranks that some layout fits on."""
     more = [ranks] if fits else [ranks * 2**i for i in range(1, 7)]
     for n in [*(n for n in range(1, ranks) if ranks % n == 0), *more]:
-        # Of all numbers of microbatches, the largest keeps the least.
+        # The largest number of microbatches stores the least.
         last = (choices[-1] for choices, reason in _layouts(model, n, microbatches) if not reason)
         if n == ranks or any(sum(model.footprint(c).memory.values()) <= device.memory for c in last):
             return n

@@ -22,13 +22,13 @@ from gbfunc.plan import DTYPES, Plan
 from gbfunc.trees import n_rows, tree_map
 
 _NUMBERS = ("idx", "index", "id", "number")
-"""Ends of the names of attributes that number a module among others."""
+"""Suffixes of attributes that only number a module."""
 
 _TRACED_ROWS = 2
 """Rows of the batch by which blocks are found and balanced; batch norms refuse a single one."""
 
 _SINES = 0.9
-"""Of the bytes of factors, what graphs keep of the sines: codes that are sums of a place's and a block's take few."""
+"""Bytes of sines that a graph keeps, per byte of factors: codes that are sums need fewer."""
 
 
 class RankLayout(NamedTuple):
@@ -67,7 +67,7 @@ class RankLayout(NamedTuple):
 
 
 class Footprint(NamedTuple):
-    """What a layout stores and sends, and the costs of its stages."""
+    """The bytes that a layout stores and sends, and the costs of its stages."""
 
     memory: Mapping[str, float]  # Bytes of the fullest rank, by part
     sent: Mapping[str, float]  # Most bytes of a rank in a step, by axis
@@ -78,7 +78,7 @@ class Footprint(NamedTuple):
 class Model:
     """A plan, its p-net and a global batch, with the costs that are known so far.
 
-    `run` calls the p-net as the loss function does; `styles` None are those of `tensor_styles`; `states` are the
+    `run` calls the p-net as the loss function does; `styles` may be None for those of `tensor_styles`; `states` are the
     numbers that the optimizer keeps for each number of the genome.
     """
 
@@ -121,7 +121,7 @@ class Model:
             raise ValueError(f"{words}: {error}") from error
 
     def kind(self, name: str) -> str:
-        """A text that is the same for blocks of the same costs: modules, attributes but numbers, styles, tensors."""
+        """A text that is equal for blocks of equal costs: modules, attributes except numbers, styles, tensors."""
         block, found = self.pnet.get_submodule(name), list[Any]()
         tensors = {name: t for t in self.plan.tensors for name in (t.name, *t.aliases)}
         for key, module in block.named_modules():
@@ -161,7 +161,7 @@ class Model:
         return f"several blocks of a stage use {shared[0]!r}, whose backward zbv cannot divide" if shared else ""
 
     def can_remat(self, placement: Placement) -> bool:
-        """Whether there are weights that would be made again: those that do not stay factors."""
+        """Whether rematerialization would make weights again: only weights that do not stay factors."""
         factored = self.lazy is not False and placement == "replicated"
         return any(w.transient for w in self.made(1, factored, True, 1).values())
 
@@ -204,8 +204,8 @@ class Model:
                 continue
             numel = math.prod(dry.shapes.get(t.name, t.shape))
             share = numel / max(1, t.numel)
-            # Tiles of a split genome are gathered whole, from those that this rank makes of its factors. Graphs are
-            # those of PyTorch's operators, as on a GPU; the compiled loop of a CPU keeps the leaves alone.
+            # A split genome gathers whole tiles. Graphs are those of PyTorch's operators, as on a GPU; the compiled
+            # loop of a CPU keeps only the leaves.
             kept = (t.numel if gnets > 1 and not remat else numel) * DTYPES[t.dtype].itemsize
             graph = 2 * _SINES * factors * (share if gnets == 1 else 1 / gnets)
             made[t.name] = Cell(weights=kept, graph=graph, generation=flops[i] * share)
@@ -214,15 +214,12 @@ class Model:
         return made
 
     def crossing(self, n: int) -> list[float]:
-        """Bytes, for a row, that cross the start of each of n stages, and the end; ValueError for what cannot be sent.
-
-        The bytes that only the loss needs of earlier stages are left out.
-        """
+        """Bytes per row that cross the start of each of n stages, and the end; ValueError if they cannot be sent."""
         starts = balanced_stages(self._chain.flops, n) if self.blocks else (0, 0)
         return [*(Parcel(crossing(self._chain, starts, s)).n_bytes / _TRACED_ROWS for s in range(n)), 0.0]
 
     def stages(self, n: int) -> list[frozenset[int]]:
-        """Cells of each of n stages, the ends' with the outermost."""
+        """The cells of n stages; the first and last stage have the outermost cells too."""
         inner = balanced_stages(self._chain.flops, n)[1:-1] if self.blocks else ()
         starts = [0, *(start + 1 for start in inner), len(self.blocks) + 2]
         return [frozenset(range(a, b)) for a, b in pairwise(starts)]
@@ -284,8 +281,8 @@ class Model:
         trained, weights = item * (split + replicated), made.weights + made.passing + formed
         # Gradients that do not add up over microbatches take the place of activations, which backward frees.
         once = layout.microbatches == 1 and layout.schedule is None
-        # Otherwise the genome's gradients come after the activations. Those of the weights are there with the most
-        # activations in flight, in 1F1B and with microbatches alone, but not in schedules that peak before backward.
+        # Otherwise the genome's gradients come after the activations. Gradients of weights coexist with the most
+        # activations in 1F1B and with plain microbatches, but not in schedules that peak before backward.
         gradients = weights if layout.order == "1f1b" else 0.0
         flat = trained if once and math.prod(layout.sizes.values()) > 1 else 0.0
         return {

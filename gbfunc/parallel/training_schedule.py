@@ -19,7 +19,7 @@ ScheduleKind = PipelineOrder | Literal["basic", "accumulation", "ddp", "sharded"
 
 
 class ScheduleCosts(NamedTuple):
-    """Durations, by kind of event, and sizes, in any units; the defaults are those of the puzzles, and gbfunc's own.
+    """Durations, by kind of event, and sizes, in any units; the defaults are those of the puzzles, and of gbfunc.
 
     A cost per layer is one number for all layers, or a sequence. Durations and activations are those of one microbatch;
     `activation` is the size of a layer's input, so a sequence of it has one entry more. Where weights are generated,
@@ -94,7 +94,7 @@ def make_schedule(
             one microbatch each; weights are sharded over all ranks.
         layers: a multiple of the stages.
         ranks: of a pipeline, or of data parallelism.
-        microbatches: of one step, where they are not given by the ranks.
+        microbatches: of one step, unless the ranks give their number.
         weights: `"stored"` with their optimizer's state; `"generated"` from a genome, which every rank stores, at their
             first use, and kept until the genome's gradient is taken at the end; `"remat"`: generated for each
             forward and again for each backward, and freed after it. No generated weight or gradient of one is sent.
@@ -163,7 +163,7 @@ def _program(
     def emit(kind: Kind, layer: int | None, i: int | None, reads: Iterable[str] = (), **rest: Any) -> None:
         duration = _at(getattr(costs, kind, 0.0), layer or 0)
         duration *= together if kind == "forward" or kind.startswith("backward") else 1
-        # A sum reads what is there before the first summand too: nothing.
+        # The first summand of a gradient reads nothing.
         events.append(Event(kind, duration, layer, i, tuple(n for n in reads if n in known), **rest))
         known.update(rest.get("stores", ()))
 
