@@ -83,7 +83,8 @@ def check_targets(
         if modules is not None or new:
             raise ValueError("target_modules and modules_to_save are of an adapter: they need base='own'")
         return None
-    names = [name for name, _ in pnet.named_modules(remove_duplicate=False) if name]
+    every = pnet.named_modules(remove_duplicate=False)
+    names = [name for name, module in every if name and [*module.parameters(), *module.buffers()]]
 
     def pattern(what: str, word: str, regular: bool = False) -> re.Pattern[str]:
         try:
@@ -91,14 +92,10 @@ def check_targets(
         except re.error as error:
             raise ValueError(f"{what} {word!r} is not a regular expression: {error}") from error
         if not any(map(found.fullmatch, names)):
-            raise ValueError(f"{what} {word!r} names no module; the p-net has {names}")
+            raise ValueError(f"{what} {word!r} names no module with a parameter or buffer; the p-net has {names}")
         return found
 
     added = [pattern("modules_to_save", word) for word in new]
-    filled = [name for name, m in pnet.named_modules(remove_duplicate=False) if [*m.parameters(), *m.buffers()]]
-    for word, found in zip(new, added, strict=True):
-        if not any(map(found.fullmatch, filled)):
-            raise ValueError(f"modules_to_save {word!r} names no module with a parameter or buffer")
     if modules is None or modules == "all-linear":
         return Targets(None if modules is None else "all-linear", added)
     words, regular = ([modules], True) if isinstance(modules, str) else (modules, False)
