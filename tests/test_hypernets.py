@@ -117,8 +117,6 @@ def test_direct_parameters_of_a_pnet_without_values_are_drawn_in_float32() -> No
         torch.set_default_dtype(before)
 
 
-
-
 @contract
 @pytest.mark.parametrize("axes", [(gb.binary(), gb.gray()), (gb.grid(3, 2), gb.one_hot())], ids=["bits", "grid"])
 def test_a_tile_equals_a_loop_over_weights(hypernet: Hypernet, axes: tuple[Encoding, Encoding]) -> None:
