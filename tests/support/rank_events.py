@@ -164,56 +164,49 @@ def not_finite(mesh: Mesh) -> dict[str, Any]:
 
 
 def refusals(mesh: Mesh) -> dict[str, str]:
-    """What is refused, in words."""
+    """The errors of what cannot be on many ranks."""
     pnet = pnet_of()
-    plan = gb.make_plan(pnet, gb.periodic(2), max_tile=(4, 4))
-    batch = mesh.shard_batch(batches((8,))[0])
-    step = gb.make_train_step(plan, pnet, squared, ADAMW, mesh=mesh, placement="sharded", check_every=1)
-    state = step.init()
-    found = {"generate": outcome(lambda: gb.generate(plan, state)), "whole": ""}
-    found["whole"] = outcome(lambda: step(step.gather(state), batch))
-    bias = state.direct["0.bias"] + (0.5 if mesh.rank == 1 else 0.0)
-    found["drift"] = outcome(lambda: step(state._replace(direct=state.direct | {"0.bias": bias}), batch))
-    torch.manual_seed(mesh.rank)
-    other = nn.Linear(3, 3)
-    own_plan = gb.make_plan(other)
-    found["plan"] = outcome(lambda: gb.make_train_step(own_plan, other, squared, ADAMW, mesh=mesh))
-    wrappers: dict[str, Callable[[nn.Module], Any]] = {"DDP": DistributedDataParallel, "FSDP2": fully_shard}
-    wrappers["FSDP"] = partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
-    for name, wrap in wrappers.items():
-        # As a whole, and a layer inside.
-        nets = (wrap(nn.Sequential(nn.Linear(3, 3))), nn.Sequential(wrap(nn.Linear(3, 3)), nn.Linear(3, 3)))
-        found[name] = "".join(outcome(lambda n=net: gb.make_plan(n)) for net in nets)
-    for name, options in {
-        "remat": {"placement": "sharded", "remat": "layer", "microbatches": 2},
-        "lazy": {"placement": "sharded", "lazy": True},
-        "placement": {"placement": "elsewhere"},
-    }.items():
-        arguments: dict[str, Any] = {"mesh": mesh, **options}
-        found[name] = outcome(lambda a=arguments: gb.make_train_step(plan, pnet, squared, ADAMW, **a))
+    plan, batch = gb.make_plan(pnet, gb.periodic(2), max_tile=(4, 4)), mesh.shard_batch(batches((8,))[0])
+
+    def make(pnet: nn.Module = pnet, loss: Any = squared, plan: gb.Plan = plan, **options: Any) -> TrainStep:
+        return gb.make_train_step(plan, pnet, loss, ADAMW, mesh=mesh, **options)
 
     def rows(net: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         out = net(batch[0])
         return out.square().mean(), out.sum(1)
 
-    step = gb.make_train_step(plan, pnet, rows, ADAMW, mesh=mesh)
-    found["aux"] = outcome(lambda: step(step.init(), batch))
-    step = gb.make_train_step(plan, pnet, squared, ADAMW, mesh=mesh)
-    empty = tuple(x[:0] for x in batch)
-    found["empty"] = outcome(lambda: step(step.init(), empty))
-
     def by_rank(net: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Any]:
         loss, _ = squared(net, batch)
         return loss, {"all": loss} | ({f"of {mesh.rank}": loss} if mesh.rank else {"of rank 0": loss, "more": loss})
 
-    step = gb.make_train_step(plan, pnet, by_rank, ADAMW, mesh=mesh)
-    found["entries"] = outcome(lambda: step(step.init(), batch))
-    frozen = pnet_of()
+    step = make(placement="sharded", check_every=1)
+    state = step.init()
+    bias = state.direct["0.bias"] + (0.5 if mesh.rank == 1 else 0.0)
+    torch.manual_seed(mesh.rank)
+    other, frozen = nn.Linear(3, 3), pnet_of()
     frozen.get_parameter("0.bias").requires_grad_(mesh.rank == 0)
-    found["frozen"] = outcome(lambda: gb.make_train_step(plan, frozen, squared, ADAMW, mesh=mesh))
-    modes = pnet_of().train(mesh.rank == 0)
-    found["modes"] = outcome(lambda: gb.make_train_step(plan, modes, squared, ADAMW, mesh=mesh))
-    found["object"] = outcome(lambda: mesh.shard_batch(SimpleNamespace(x=batch[0])))
+    calls: dict[str, Callable[[], Any]] = {
+        "generate": lambda: gb.generate(plan, state),
+        "whole": lambda: step(step.gather(state), batch),
+        "drift": lambda: step(state._replace(direct=state.direct | {"0.bias": bias}), batch),
+        "plan": lambda: make(other, plan=gb.make_plan(other)),
+        "remat": lambda: make(placement="sharded", remat="layer", microbatches=2),
+        "lazy": lambda: make(placement="sharded", lazy=True),
+        "placement": lambda: make(placement="elsewhere"),
+        "aux": lambda: make(loss=rows)(make().init(), batch),
+        "empty": lambda: make()(make().init(), tuple(x[:0] for x in batch)),
+        "entries": lambda: make(loss=by_rank)(make().init(), batch),
+        "frozen": lambda: make(frozen),
+        "modes": lambda: make(pnet_of().train(mesh.rank == 0)),
+        "object": lambda: mesh.shard_batch(SimpleNamespace(x=batch[0])),
+    }
+    wrappers: dict[str, Callable[[nn.Module], Any]] = {"DDP": DistributedDataParallel, "FSDP2": fully_shard}
+    wrappers["FSDP"] = partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
+    found = {name: outcome(call) for name, call in calls.items()}
+    for name, wrap in wrappers.items():
+        # As a whole, and a layer inside.
+        nets = (wrap(nn.Sequential(nn.Linear(3, 3))), nn.Sequential(wrap(nn.Linear(3, 3)), nn.Linear(3, 3)))
+        found[name] = "".join(outcome(lambda n=net: gb.make_plan(n)) for net in nets)
     return found
 
 
