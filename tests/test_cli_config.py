@@ -12,8 +12,7 @@ import yaml
 
 import gbfunc as gb
 from gbfunc.cli import main
-from gbfunc.cli.config import config_words
-from gbfunc.cli.parser import parse
+from gbfunc.cli.parser import config_words, parse
 
 SMALL = ["--sizes", "64", "24", "10", "--genome-params", "200", "--steps", "6", "--batch-size", "100"]
 

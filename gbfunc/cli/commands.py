@@ -131,7 +131,7 @@ class Sample(GenomeCommand, ConfigOption, GenomeFileOptions):
     module = "genomes"
 
     task: Annotated[str, arg(metavar="NAME")] = "text"
-    """What it learned: text, or package.module:function of your own."""
+    """What it learned: text, or package.module:function."""
     prompt: Annotated[str, shows("TEXT", "a new line")] = "\n"
     """What it goes on from."""
     tokens: int = 300
@@ -149,8 +149,7 @@ class Export(GenomeCommand, ConfigOption, GenomeFileOptions):
     out: Annotated[Path, arg(metavar="FILE")]
     """Where to; a file that is there is replaced. A page of a text task takes its characters from --data-dir."""
     qr: Annotated[str | None, shows("PAGE")] = None
-    """Address of a page that --out net.html wrote: draw the QR code (.png, .svg) that opens it with this genome, of up
-    to some 2,200 bytes."""
+    """Address of a page of --out net.html: draw the QR code that opens it with this genome, up to some 2,200 bytes."""
     to: Annotated[FormatName | None, shows(FormatName, "by the suffix of --out")] = None
     """The format: suffixes .onnx, .pt2 (torch.export), .vmfb (IREE) and .safetensors tell it; aoti is AOTInductor."""
     weights: Annotated[
@@ -190,7 +189,7 @@ class Compare(Command, DataOptions):
     sizes: Annotated[tuple[int, ...] | None, shows("INT ...", " ".join(map(str, SIZES)))] = None
     """Budgets: the bytes of a periodic genome's file of so many parameters, its header included."""
     bytes: Annotated[tuple[int, ...] | None, shows("INT ...")] = None
-    """Budgets in bytes, in place of --sizes; what is taken for a pretrained p-net, 1500 to 186000."""
+    """Budgets in bytes instead of --sizes; 1500 to 186000 by default for a pretrained p-net."""
     methods: Annotated[tuple[str, ...] | None, shows("NAME ...", "all")] = None
     """Only these: periodic, periodic_int7, periodic_auto (codes with steps that training finds), smaller_dense,
     random_subspace, pruned, int8 and int4 (smaller nets; all three trained for their rounding and entropy-coded), the
@@ -200,8 +199,7 @@ class Compare(Command, DataOptions):
     seeds: Annotated[int, COUNT] = 3
     """Trainings of each method at each size, seeded 0, 1, ..."""
     epochs: RecipeCount = None
-    """Passes over the training examples, for all alike; candidates are trained for a ninth and a third of them, and the
-    last two for all."""
+    """Passes over the training examples, for all alike; candidates take a ninth, a third and all of them."""
     dtype: Literal["float32", "float16"] = "float32"
     """dtype that every method stores which has no other format; training is in float32."""
     amp: Annotated[Literal["bfloat16"] | None, shows("bfloat16")] = None
@@ -269,8 +267,7 @@ class Federated(Command, ConfigOption):
     strategy_config: Annotated[str, shows("JSON")] = "{}"
     """Options of the class, for FedAdam '{"eta": 0.01, "beta_1": 0.9, "beta_2": 0.99}'."""
     up: Annotated[str, arg(metavar="float32|float16|int8|...|int2|topK")] = "int4"
-    """dtype in which clients send their change: intN are codes; topK sends the K largest numbers alone. What is lost a
-    client adds to its next change."""
+    """dtype in which clients send changes: intN codes, or the K largest numbers. Later changes make up for losses."""
     down: Annotated[str, arg(metavar="float32|float16|int8|...|int2")] = "int8"
     """dtype in which the server sends the genome; its own stays in float32."""
     dense: Flag = False

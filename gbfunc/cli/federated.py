@@ -5,8 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,11 +14,11 @@ import torch
 
 import gbfunc as gb
 from gbfunc.cli.commands import Federated
-from gbfunc.cli.config import settings_of
 from gbfunc.cli.genomes import GENOME_FILE, genome_metrics, read_genome
 from gbfunc.cli.job import Job, about, find_optimizer, make_job, read_json
 from gbfunc.cli.meter import provenance
 from gbfunc.cli.output import open_folder, print_metrics, reporter, write_history, write_metrics
+from gbfunc.cli.parser import settings_of
 from gbfunc.tasks.base import SCHEDULES
 from gbfunc.tasks.data import Split
 from gbfunc.tasks.texts import PaddedTexts
@@ -44,6 +43,8 @@ def run_federated(options: Federated) -> None:
         raise ValueError(f"--resume needs --out, a folder with the {SERVER_FILE} to go on from, got {options.out}")
     if there and not options.resume:
         raise ValueError(f"{options.out} holds a federation: --resume goes on with it, or choose another --out")
+    # Flower's own log is left out: the command shows progress of its own.
+    logging.getLogger("flwr").setLevel(logging.ERROR)
     job = make_job(options.data, options.genome, dense=options.dense)
     task = job.task
     if not isinstance(task.train, _LABELLED):
@@ -51,7 +52,7 @@ def run_federated(options: Federated) -> None:
     with open_folder(options.out) as folder:
         rows = _read_history(folder / "history.csv") if options.resume else []
         strategy, grid = _federation(job, options)
-        with _quiet(), grid, reporter("federated", options.rounds) as report:
+        with grid, reporter("federated", options.rounds) as report:
 
             def measure(round_: int, arrays: Any) -> None:
                 done = strategy.done
@@ -139,22 +140,9 @@ def _strategy(options: Federated) -> Any:
         asked = f"--strategy-config asks for {given[many[0]]} {many[0]}"
         raise ValueError(f"{asked}, there are {options.clients} --clients")
     try:
-        with _quiet():
-            return getattr(strategies, name)(**given)
+        return getattr(strategies, name)(**given)
     except TypeError as error:
         raise ValueError(f"--strategy-config does not fit {name}: {error}") from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Leave out Flower's own log: the command shows progress of its own."""
-    log = logging.getLogger("flwr")
-    before = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(before)
 
 
 def _read_history(path: Path) -> list[dict[str, float]]:

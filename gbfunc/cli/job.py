@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import gbfunc as gb
-from gbfunc.cli.config import read_config
 from gbfunc.cli.options import DataOptions, DtypeName, GenomeOptions, PNetOptions, RunOptions, TrainingOptions, flags
+from gbfunc.cli.parser import read_config
 from gbfunc.cli.ranks import find_device
 from gbfunc.encoding import Encoding, encoding_from_json, table
 from gbfunc.formats import AUTO, file_bytes

