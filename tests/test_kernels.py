@@ -188,7 +188,7 @@ def test_a_matrix_takes_the_memory_of_its_weights(kernel: Kernel) -> None:
     inputs = inputs_of(grid, 4, dtype=torch.float32)
     g = torch.ones(2000, 2000)
     peak = peak_of(lambda: torch.autograd.grad(relu_matrix(*inputs, grid=grid, kernel=kernel), inputs[2:], g))
-    assert peak <= 3 * g.nbytes
+    assert peak <= 3.5 * g.nbytes  # the matrix, tiles of one direction, the cotangent, and blocks
 
 
 def test_a_matrix_is_compiled_where_the_whole_of_it_repays_that(monkeypatch: pytest.MonkeyPatch) -> None:

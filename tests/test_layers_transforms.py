@@ -97,6 +97,7 @@ def test_double_backward(kind: str, name: str) -> None:
 
 
 # Dynamo instantiates the Function class while it traces a recompute.
+@pytest.mark.process
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="Dynamo of torch 2.5 does not trace a net in a closure")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated.*:DeprecationWarning")
 @EACH_KIND

@@ -18,27 +18,16 @@ from gbfunc.types import Factors, Kernel, Params, TileDims
 
 
 class Leaf(NamedTuple):
-    """One array of a g-net's parameters.
+    """One array of a g-net's parameters."""
 
-    Attributes:
-        shape: its shape for ONE g-net.
-        role: `"linear"` where the tile is (jointly) linear in it, so that `init` may rescale it; else `"code"`.
-        scope: `"tile"`: each tile has one; `"group"`: the tiles of a group share it.
-        std: standard deviation that it is drawn with.
-        gain: the leaf [H] of the same scope that multiplies what this one [..., H] makes, where there is one.
-        codes: whose codes its rows [p, H] multiply, where they do.
-        period: numbers that differ by it are the same, where there is one.
-        mean: of what it is drawn with.
-    """
-
-    shape: tuple[int, ...]
-    role: Literal["code", "linear"]
-    scope: Literal["tile", "group"] = "tile"
-    std: float = 1.0
-    gain: str | None = None
-    codes: Literal["row", "col"] | None = None
-    period: float | None = None
-    mean: float = 0.0
+    shape: tuple[int, ...]  # for ONE g-net
+    role: Literal["code", "linear"]  # "linear" where the tile is (jointly) linear in it, so that `init` may rescale it
+    scope: Literal["tile", "group"] = "tile"  # each tile has one, or the tiles of a group share it
+    std: float = 1.0  # deviation that it is drawn with
+    gain: str | None = None  # the leaf [H] of the same scope that multiplies what this one [..., H] makes
+    codes: Literal["row", "col"] | None = None  # whose codes its rows [p, H] multiply
+    period: float | None = None  # numbers that differ by it are the same
+    mean: float = 0.0  # that it is drawn with
 
 
 @dataclass(frozen=True)
@@ -46,8 +35,8 @@ class Hypernet:
     """A type of g-net with its options: static, hashable, JSON-able; its size is None until a plan chooses it.
 
     A subclass is a frozen dataclass whose fields are numbers, texts and tuples of them. It has a `type` of its own,
-    `leaves`, `apply`, and what else differs from here; `Sized` is one whose size is a field. `gb.register` lets genomes
-    of it be saved and loaded.
+    `leaves`, `apply` (or `tiles`, which is called in its place), and what else differs from here; `Sized` is one whose
+    size is a field. `gb.register` lets genomes of it be saved and loaded.
     """
 
     type: ClassVar[str]
@@ -56,15 +45,11 @@ class Hypernet:
     sizable: ClassVar[bool] = True
     """False where there is nothing to choose."""
     stochastic: ClassVar[bool] = False
-    """True where `apply` takes noise."""
+    """True where tiles take noise."""
     factorised: ClassVar[bool] = False
-    """True where `apply` returns `Factors`."""
-    batched: ClassVar[bool] = False
-    """True where `apply` takes many g-nets: leaves [T, ...], codes [U, r, p] and [U, c, q] of U = 1 or T tiles. Others
-    are called under `vmap`."""
+    """True where tiles are `Factors`."""
     standardised: ClassVar[bool] = True
     """True where a tile is scaled to the p-net's initial deviation; False where it is the weight as it stands."""
-
     rate: ClassVar[float] = 1e-2
     """Constant learning rate of Adam at which it learns, chosen on validation images of digits at 20x."""
     spreads: ClassVar[bool] = False
@@ -109,10 +94,10 @@ class Hypernet:
     def apply(
         self, leaves: Params, row_rp: Tensor, col_cq: Tensor, *, noise: Params | None = None, kernel: Kernel = "auto"
     ) -> Tensor | Factors:
-        """One g-net's tile: [r, c], or its factors ([r, k], [c, k]); with a leading [T] where the type is `batched`.
+        """One g-net's tile: [r, c], or its factors ([r, k], [c, k]).
 
         Args:
-            leaves: leaves of the g-net.
+            leaves: leaves of ONE g-net.
             row_rp: codes of the rows: [r, p].
             col_cq: codes of the columns: [c, q].
             noise: what `noise_shapes` asked for, or None for the mean.
@@ -120,11 +105,22 @@ class Hypernet:
         """
         raise NotImplementedError
 
-    def matrix(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, grid: TileGrid, kernel: Kernel) -> Tensor | None:
-        """The one matrix [R, C] that many g-nets' tiles make, at their mean; None where a type knows no shorter way.
+    def tiles(
+        self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, noise: Params | None, kernel: Kernel
+    ) -> Tensor | Factors:
+        """The tiles of many g-nets, [T, r, c] or factors: `apply` under `vmap`, unless a type knows a shorter way.
 
-        Arguments as for `apply`: leaves `{leaf: [T, *shape]}`, codes of U = 1 or T tiles, and the grid of the matrix.
+        Leaves and noise are `{name: [T, ...]}`; codes are those of U = 1 or T tiles.
         """
+
+        def apply(leaves: Params, row: Tensor, col: Tensor, noise: Params | None) -> Tensor | Factors:
+            return self.apply(leaves, row, col, noise=noise, kernel=kernel)
+
+        (row, row_dim), (col, col_dim) = ((x[0], None) if len(x) == 1 else (x, 0) for x in (row_Urp, col_Ucq))
+        return torch.vmap(apply, (0, row_dim, col_dim, None if noise is None else 0))(leaves, row, col, noise)
+
+    def matrix(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, grid: TileGrid, kernel: Kernel) -> Tensor | None:
+        """The one matrix [R, C] that the tiles make, at their mean; None where a type knows no shorter way."""
         return None
 
     def noise_shapes(self, dims: TileDims) -> dict[str, tuple[int, ...]]:

@@ -32,7 +32,6 @@ class Constant(Hypernet):
     value: float = 0.0
     type: ClassVar[str] = "constant"
     sizable: ClassVar[bool] = False
-    batched: ClassVar[bool] = True
     standardised: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -45,7 +44,7 @@ class Constant(Hypernet):
         """None."""
         return {}
 
-    def apply(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, **unused: Any) -> Tensor:
+    def tiles(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, *unused: Any) -> Tensor:
         """One constant tile [1, r, c]."""
         return row_Urp.new_full((1, row_Urp.shape[-2], col_Ucq.shape[-2]), self.value)
 
@@ -55,7 +54,6 @@ class _Factored(Sized):
     """A tile of two trained factors."""
 
     factorised: ClassVar[bool] = True
-    batched: ClassVar[bool] = True
     rate: ClassVar[float] = 2e-2
     spreads: ClassVar[bool] = True
 
@@ -84,7 +82,7 @@ class LowRank(_Factored):
         k = self.known_size
         return {"left": Leaf((dims.rows, k), "linear", std=k**-0.5), "right": Leaf((dims.cols, k), "code")}
 
-    def apply(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, **unused: Any) -> Factors:
+    def tiles(self, leaves: Params, *unused: Any) -> Factors:
         """The factors as they are."""
         return Factors(leaves["left"], leaves["right"])
 
@@ -111,8 +109,8 @@ class XOX(_Factored):
         genes = {"row_genes": Leaf((dims.rows, g), "code"), "col_genes": Leaf((dims.cols, g), "code")}
         return genes | {"rules": Leaf((g, g), "linear", std=1 / g), "scale": Leaf((), "code", std=0.0, mean=1.0)}
 
-    def apply(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, **unused: Any) -> Factors:
-        """Factors [r, g] and [c, g]."""
+    def tiles(self, leaves: Params, *unused: Any) -> Factors:
+        """Factors [T, r, g] and [T, c, g]."""
         return Factors(leaves["row_genes"] @ (leaves["rules"] * leaves["scale"][..., None, None]), leaves["col_genes"])
 
 

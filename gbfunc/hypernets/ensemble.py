@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.func import vmap
 
 from gbfunc.hypernets import Hypernet
 from gbfunc.hypernets.kernels.waves import period_of, waves
@@ -28,68 +27,43 @@ def is_exporting() -> bool:
 
 
 class Constants(NamedTuple):
-    """All that tiles are made of but leaves and noise.
-
-    Attributes:
-        hypernet: the type of their g-nets.
-        dims: sizes of a tile.
-        kernel: the implementation that evaluates them.
-        row: codes of the rows [U, r, p], U = 1 where all tiles share them.
-        col: codes of the columns [U, c, q].
-        empty: shapes of the leaves without entries, which no genome holds.
-        periods: those of the codes of periodic g-nets, 0 where they are not known.
-        scale: that of every tile's slot [T], None where there is none.
-        groups: the group of every tile [T], None where leaves that tiles share are given for every tile.
-    """
+    """All that tiles are made of but leaves and noise."""
 
     hypernet: Hypernet
     dims: TileDims
     kernel: Kernel
-    row: Tensor
-    col: Tensor
-    empty: Mapping[str, tuple[int, ...]]
-    periods: tuple[int, int]
-    scale: Tensor | None
-    groups: Tensor | None
+    row: Tensor  # codes of the rows [U, r, p], U = 1 where all tiles share them
+    col: Tensor  # codes of the columns [U, c, q]
+    scale: Tensor | None = None  # that of every tile's slot [T]
+    groups: Tensor | None = None  # the group of every tile [T]; None where leaves that tiles share are given for each
+    empty: Mapping[str, tuple[int, ...]] = {}  # shapes of the leaves without entries, which no genome holds
+    periods: tuple[int, int] = (0, 0)  # those of the codes of periodic g-nets, 0 where they are not known
 
     @staticmethod
     def make(
-        hypernet: Hypernet,
-        dims: TileDims,
-        kernel: Kernel,
-        row: Tensor,
-        col: Tensor,
-        scale: Tensor | None = None,
-        groups: Tensor | None = None,
+        hypernet: Hypernet, dims: TileDims, kernel: Kernel, row: Tensor, col: Tensor, *others: Tensor | None
     ) -> Constants:
-        """Constants of tiles with these codes."""
+        """Constants of tiles with these codes, and scales and groups if there are any."""
         empty = {k: leaf.shape for k, leaf in hypernet.leaves(dims).items() if 0 in leaf.shape}
         known = isinstance(hypernet, Waves) and have_memory((row, col)) and not torch.compiler.is_compiling()
         periods = (period_of(row), period_of(col)) if known else (0, 0)
-        return Constants(hypernet, dims, kernel, row, col, empty, periods, scale, groups)
+        return Constants(hypernet, dims, kernel, row, col, *others, empty=empty, periods=periods)
 
     def of(self, tiles: slice | Tensor) -> Constants:
         """The constants of some tiles, by span or number."""
         row, col = (x if len(x) == 1 else x[tiles] for x in (self.row, self.col))
         scale, groups = (None if x is None else x[tiles] for x in (self.scale, self.groups))
         # Not `_replace`, which Dynamo of torch 2.5 does not trace.
-        return Constants(self.hypernet, self.dims, self.kernel, row, col, self.empty, self.periods, scale, groups)
+        return Constants(self.hypernet, self.dims, self.kernel, row, col, scale, groups, self.empty, self.periods)
 
 
 class Evaluation(NamedTuple):
-    """G-nets that are generated together.
-
-    Attributes:
-        constants: what their tiles have in common with those of other genomes.
-        leaves: `{name: [T, ...]}`, or [G, ...] for those that groups of tiles share; {} for a type without leaves.
-        noise: `{name: [T, ...]}`, None for the mean.
-        made: the factors, where they are there already.
-    """
+    """G-nets that are generated together."""
 
     constants: Constants
-    leaves: Params
-    noise: Params | None = None
-    made: Factors | None = None
+    leaves: Params  # {name: [T, ...]}, or [G, ...] for those that groups of tiles share; {} for a type without leaves
+    noise: Params | None = None  # {name: [T, ...]}; None for the mean
+    made: Factors | None = None  # the factors, where they are there already
 
     @property
     def n_tiles(self) -> int:
@@ -108,8 +82,8 @@ class Evaluation(NamedTuple):
             return self.made
         if isinstance(self.constants.hypernet, Waves):
             return periodic_factors([self])[0]
-        leaves, scale = self._scaled()
-        made = self._apply(leaves)
+        c, (leaves, scale) = self.constants, self._scaled()
+        made = c.hypernet.tiles(leaves, c.row, c.col, self.noise, c.kernel)
         return made if scale is None else dense_tiles(made) * scale[:, None, None]
 
     def _scaled(self) -> tuple[Params, Tensor | None]:
@@ -123,17 +97,6 @@ class Evaluation(NamedTuple):
             return leaves, scale
         return {**leaves, **{k: leaves[k] * scale.reshape(-1, *(1,) * (leaves[k].ndim - 1)) for k in linear}}, None
 
-    def _apply(self, leaves: Params) -> Tensor | Factors:
-        hypernet, row, col = self.constants.hypernet, self.constants.row, self.constants.col
-
-        def apply(leaves: Params, row: Tensor, col: Tensor, noise: Params | None) -> Tensor | Factors:
-            return hypernet.apply(leaves, row, col, noise=noise, kernel=self.constants.kernel)
-
-        if hypernet.batched:
-            return apply(leaves, row, col, self.noise)
-        (row, row_dim), (col, col_dim) = ((x[0], None) if len(x) == 1 else (x, 0) for x in (row, col))
-        return vmap(apply, (0, row_dim, col_dim, None if self.noise is None else 0))(leaves, row, col, self.noise)
-
     def matrices(self, grids: Sequence[TileGrid]) -> tuple[Tensor, ...]:
         """The matrices [R, C] that the tiles make, one grid after the other."""
         if len(grids) > 1 and self.leaves:
@@ -142,10 +105,10 @@ class Evaluation(NamedTuple):
 
     def matrix(self, grid: TileGrid) -> Tensor:
         """The one matrix [R, C] that all tiles make."""
-        constants = self.constants
-        if self.made is None and self.noise is None and not isinstance(constants.hypernet, Waves):
+        c = self.constants
+        if self.made is None and self.noise is None and not isinstance(c.hypernet, Waves):
             leaves, scale = self._scaled()
-            matrix = constants.hypernet.matrix(leaves, constants.row, constants.col, grid, constants.kernel)
+            matrix = c.hypernet.matrix(leaves, c.row, c.col, grid, c.kernel)
             if matrix is not None and scale is None:
                 return matrix
         tiles = self.tiles()

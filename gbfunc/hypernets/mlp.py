@@ -55,7 +55,6 @@ class GNet(Hypernet):
     hidden: tuple[int, ...] | None = None
     activation: str = "relu"
     type: ClassVar[str] = "gnet"
-    batched: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         hidden: Any = self.hidden
@@ -142,9 +141,7 @@ class GNet(Hypernet):
         """A ReLU layer's matrix, written without its tiles."""
         return self._mean(leaves, row_Urp, col_Ucq, kernel, grid=grid) if self._is_fused else None
 
-    def apply(
-        self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, *, noise: Params | None = None, kernel: Kernel = "auto"
-    ) -> Tensor:
+    def tiles(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, noise: Params | None, kernel: Kernel) -> Tensor:
         """Tiles [T, r, c]: a draw with noise, which a stochastic g-net takes, else the mean."""
         mean = self._mean(leaves, row_Urp, col_Ucq, kernel)
         if noise is None:

@@ -86,7 +86,6 @@ class FromModule(Hypernet):
     factory: Factory
     type: ClassVar[str] = "module"
     sizable: ClassVar[bool] = False
-    batched: ClassVar[bool] = True
     rate: ClassVar[float] = 3e-3
     spreads: ClassVar[bool] = True
 
@@ -130,7 +129,7 @@ class FromModule(Hypernet):
             drawn |= {_GAIN: gains, _SHIFT: torch.zeros_like(gains)}
         return drawn
 
-    def apply(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, **unused: Any) -> Tensor:
+    def tiles(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, *unused: Any) -> Tensor:
         """Tiles [T, r, c]: the module on the codes of each weight, a chunk of rows at a time."""
         p, q, tiles = row_Urp.shape[-1], col_Ucq.shape[-1], len(next(iter(leaves.values())))
         skeleton = _skeleton(self.factory, p + q, get_ident())

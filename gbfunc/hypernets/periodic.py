@@ -31,9 +31,8 @@ class Waves(Sized):
     frequency: float | tuple[float, float] | None = field(default=None, kw_only=True)
     size_field: ClassVar[str] = "features"
     factorised: ClassVar[bool] = True
-    batched: ClassVar[bool] = True
     cosine_first: ClassVar[bool] = False
-    """Of the columns' side."""
+    """Whether the halves of the columns' side change places."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,12 +43,12 @@ class Waves(Sized):
 
     @property
     def default_frequency(self) -> float:
-        """Where `frequency` is None."""
+        """The frequency where none is given."""
         return 1.0
 
     @property
     def _deviations(self) -> tuple[float, float]:
-        """Of the initial code weights of the rows and of the columns."""
+        """Deviations of the initial code weights of the rows and of the columns."""
         frequency = self.default_frequency if self.frequency is None else self.frequency
         return frequency if isinstance(frequency, tuple) else (frequency, frequency)
 
@@ -70,7 +69,7 @@ class Waves(Sized):
         return {"none": "", "layers": f"{kind}:{part}:{size}", "shapes": size}[self.share]
 
     def _code_weights(self, dims: TileDims) -> dict[str, Leaf]:
-        """[p, H] and [q, H]."""
+        """Leaves [p, H] and [q, H]."""
         rows, cols = self._deviations
         scope = "group" if self.shares else "tile"
         return {
@@ -87,29 +86,25 @@ class Waves(Sized):
         groups: Tensor | None = None,
         periods: tuple[int, int] = (0, 0),
     ) -> tuple[Side, Side]:
-        """What the rows' and the columns' sides are made of, from arguments as `apply` takes them.
+        """Say what the rows' and the columns' sides are made of, from arguments as `tiles` takes them.
 
         `scale` [T] is that of the tiles; with `groups` [T], code weights are those of groups [G, ...]; `periods` are
         those of the codes (`period_of`).
         """
         # Weights for codes of width 0 are in no genome, and those that take their place are of tiles.
         of_row, of_col = (groups if codes.shape[-1] else None for codes in (row, col))
-        phase, sine, cosine = self._coefficients(leaves)
+        phase, sine, cosine = leaves.get("phase"), leaves.get("amplitude", leaves.get("sine")), leaves.get("cosine")
         scale = None if sine is None else scale
         return (
             Side(row, leaves["row_weight"], phase, sine, cosine, scale, of_row, False, periods[0]),
             Side(col, leaves["col_weight"], None, None, None, None, of_col, self.cosine_first, periods[1]),
         )
 
-    def _coefficients(self, leaves: Params) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Phase, sine and cosine of the rows' side (see `Side`)."""
-        return None, None, None
-
     def factors(self, leaves: Params, left: Tensor, right: Tensor, scale: Tensor | None = None) -> Factors:
-        """The factors, from both sides as they are made."""
+        """Make the factors of both sides."""
         return Factors(left, right)
 
-    def apply(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, **unused: Any) -> Factors:
+    def tiles(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, *unused: Any) -> Factors:
         """Factors [T, r, 2H] and [T, c, 2H]."""
         return self.factors(leaves, *(side.in_parts() for side in self.sides(leaves, row_Urp, col_Ucq)))
 
@@ -134,7 +129,7 @@ class Periodic(Waves):
 
     @property
     def default_frequency(self) -> float:
-        """Where `frequency` is None."""
+        """The frequency where none is given."""
         return 2.5 if self.share == "layers" else 1.0
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
@@ -147,16 +142,11 @@ class Periodic(Waves):
         return {k: leaf._replace(gain="amplitude") for k, leaf in codes.items()} | {"amplitude": coefficient}
 
     def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
-        """Normal code weights of deviation `frequency`, uniform phases, normal coefficients."""
+        """Draw normal code weights of deviation `frequency`, uniform phases, normal coefficients."""
         drawn = super().init(dims, n_tiles, n_groups, generator)
         if "phase" in drawn:
             drawn["phase"] = uniform(drawn["phase"].shape, generator) * (2 * math.pi)
         return drawn
-
-    def _coefficients(self, leaves: Params) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        if self.shares:
-            return None, leaves["sine"], leaves["cosine"]
-        return leaves["phase"], leaves["amplitude"], None
 
 
 @dataclass(frozen=True)
@@ -184,11 +174,11 @@ class Bilinear(Waves):
         return self._code_weights(dims) | {"mix": Leaf((width, width), "linear", std=1 / self.known_size)}
 
     def max_size(self, dims: TileDims) -> int:
-        """From where on the factors are as wide as the tile."""
+        """The size from which on the factors are as wide as the tile."""
         return max(1, min(dims.rows, dims.cols) // 2)
 
     def factors(self, leaves: Params, left: Tensor, right: Tensor, scale: Tensor | None = None) -> Factors:
-        """The rows' side mixed."""
+        """Mix the rows' side."""
         mix = leaves["mix"] if scale is None else leaves["mix"] * scale[:, None, None]
         return Factors(left @ mix, right)
 

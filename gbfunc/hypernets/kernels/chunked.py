@@ -1,8 +1,8 @@
 """Tiles of any g-net in row blocks that are recomputed in the backward pass: bounded memory, any order of derivative.
 
 A `RowMap` is a function of one g-net whose inputs are cut along the rows of its tile or shared by all rows, and whose
-outputs are cut along the rows or summed over them. Its derivatives are row maps too, in reverse and in forward mode, so
-one `autograd.Function` evaluates them all.
+outputs are cut along the rows or summed over them. Its reverse derivative is a row map too, so one `autograd.Function`
+evaluates derivatives of any order. Forward mode and compiled graphs take the plain expression.
 
 Suffixes: T tiles; r, c rows and columns of a tile; H hidden units.
 """
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from gbfunc.tiling import unbatched
 from gbfunc.types import Params
@@ -47,21 +48,6 @@ class RowMap(NamedTuple):
         n, k = (i + o for i, o in zip(self.inputs, self.outputs, strict=True))
         return self._replace(fn=fn, inputs=(n, k), outputs=self.inputs, row_bytes=2 * self.row_bytes)
 
-    def jvp(self) -> RowMap:
-        """Forward derivative: `(row inputs + row tangents, shared inputs + their tangents) -> tangents`."""
-
-        def fn(rows: Tensors, shared: Tensors) -> tuple[Tensors, Tensors]:
-            (rows, row_tangents), (shared, shared_tangents) = map(_split_at, (rows, shared), self.inputs)
-            # The gradient is linear in the cotangents, and its gradient in them is the forward derivative.
-            # `torch.func.jvp` would be refused here under `torch.autograd.forward_ad`, which does not nest.
-            outputs, pull = torch.func.vjp(self.fn, rows, shared)[:2]
-            zeros = tuple(tuple(map(torch.zeros_like, part)) for part in outputs)
-            push = torch.func.vjp(pull, zeros)[1]
-            return push((row_tangents, shared_tangents))[0]
-
-        n, k = self.inputs
-        return self._replace(fn=fn, inputs=(2 * n, 2 * k), row_bytes=2 * self.row_bytes)
-
     def apply(self, rows: Tensors, shared: Tensors) -> Tensors:
         """Evaluate it for a stack of g-nets: row inputs [T, r, ...], shared inputs [T, ...] -> outputs [T, ...]."""
         return _RowMapFunction.apply(self, *rows, *shared)
@@ -71,7 +57,7 @@ def _split_at(x: Tensors, n: int) -> tuple[Tensors, Tensors]:
     return x[:n], x[n:]
 
 
-def _pieces(length: int, longest: int) -> Iterator[slice]:
+def pieces(length: int, longest: int) -> Iterator[slice]:
     """Cut `length` into the fewest pieces of at most `longest`, as even as they can be."""
     step = -(-length // -(-length // longest))
     return (slice(start, min(length, start + step)) for start in range(0, length, step))
@@ -85,8 +71,8 @@ def _evaluate(m: RowMap, rows: Tensors, shared: Tensors) -> Tensors:
     # The forward pass may run under autocast while the recomputation does not: both must see the same precision.
     device = rows[0].device.type
     with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
-        for t in _pieces(tiles, max(1, at_once // length)):
-            for i in _pieces(length, min(length, at_once)):
+        for t in pieces(tiles, max(1, at_once // length)):
+            for i in pieces(length, min(length, at_once)):
                 block = torch.vmap(m.fn)(tuple(x[t, i] for x in rows), tuple(x[t] for x in shared))
                 if not outputs:
                     outputs += [x.new_empty(tiles, length, *x.shape[2:]) for x in block[0]]
@@ -126,14 +112,6 @@ class _RowMapFunction(InputsOnly):
         outputs = m.apply(*_split_at(folded, m.inputs[0]))
         return tuple(x.unflatten(0, (info.batch_size, -1)) for x in outputs), (0,) * len(outputs)
 
-    @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Tensors:
-        filled = tuple(
-            torch.zeros_like(x) if t is None else t for x, t in zip(ctx.saved_tensors, tangents, strict=True)
-        )
-        pairs = zip(*(_split_at(x, ctx.what.inputs[0]) for x in (ctx.saved_tensors, filled)), strict=True)
-        return ctx.what.jvp().apply(*(primals + moved for primals, moved in pairs))
-
 
 def chunked_apply(
     fn: Callable[[Tensor, Params], Tensor], A: Tensor, B: Tensor, params: Params, *, max_bytes: int = DEFAULT_MAX_BYTES
@@ -143,9 +121,8 @@ def chunked_apply(
     `fn(pre-activations [rows, c, H], params) -> weights [rows, c]` is what follows the first layer of one g-net: it
     treats the rows independently and draws no random numbers. `A` [T, r, H], bias included, and `B` [T, c, H] are the
     pre-activations of rows and columns, `params` [T, ...] those of all g-nets. Blocks run over tiles too, so that
-    `max_bytes` bounds the estimated memory of the whole ensemble; a single row is never divided. Within
-    `torch.compile` the tiles are one expression. Derivatives of any order and mode reach `A`, `B` and `params`, and
-    nothing that `fn` closes over.
+    `max_bytes` bounds the estimated memory of the whole ensemble; a single row is never divided. Derivatives of any
+    order and mode reach `A`, `B` and `params`, and nothing that `fn` closes over.
     """
     names, leaves = tuple(params), tuple(params.values())
 
@@ -153,8 +130,8 @@ def chunked_apply(
         (A_rH,), (B_cH, *leaves) = rows, shared
         return (fn(A_rH[:, None] + B_cH, dict(zip(names, leaves, strict=True))),), ()
 
-    if torch.compiler.is_compiling():
-        # Dynamo refuses a Function with a `jvp`, and has no batching rule for the gradient of any other Function.
+    # Dynamo has no batching rule for the gradient of a Function.
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
         return torch.vmap(row_fn)((A,), (B, *leaves))[0][0]
     # By weight and bias this counts each activation about twice, as a forward pass keeps it: around its nonlinearity.
     floats = 2 * A.shape[-1] + sum(max(p.shape[1:], default=1) for p in leaves)

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gbfunc.tiling import TileGrid, copy_tiles, join_stack, split_stack
+from gbfunc.hypernets.kernels.chunked import pieces
+from gbfunc.tiling import TileGrid, join_stack, split_stack
 
 
 def warn_of_use(reason: str, cure: str) -> None:
@@ -49,18 +50,12 @@ def _is_small(A: Tensor, B: Tensor) -> bool:
     return A.numel() * B.shape[1] <= block_size(A.device)
 
 
-def _blocks(grid: TileGrid, device: torch.device) -> Iterator[tuple[slice, slice, slice, TileGrid]]:
-    """Blocks of a matrix, some rows of tiles or a part of one: its tiles, rows in them and in the matrix, and grid."""
-    size, per_row = block_size(device), grid.n_cols * grid.tile_cols
-    height = min(grid.tile_rows, max(1, size // per_row))
-    count = max(1, size // (per_row * grid.tile_rows))
-    for first in range(0, grid.n_rows, count):
-        top, last = first * grid.tile_rows, min(grid.n_rows, first + count)
-        for start in range(0, min(grid.tile_rows, grid.rows - top), height):
-            stop = min(start + height, grid.tile_rows, grid.rows - top)
-            rows = slice(top + start, min(grid.rows, (last - 1) * grid.tile_rows + stop))
-            block = TileGrid(rows.stop - rows.start, grid.cols, stop - start, grid.tile_cols)
-            yield slice(first * grid.n_cols, last * grid.n_cols), slice(start, stop), rows, block
+def _blocks(A: Tensor, B: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Cut a stack of tiles into blocks of whole tiles, or of some rows of one tile."""
+    (tiles, rows, _), cols, size = A.shape, B.shape[1], block_size(A.device)
+    for t in pieces(tiles, max(1, size // (rows * cols))):
+        for i in pieces(rows, max(1, size // cols)):
+            yield t, i
 
 
 def _by_hidden(A_TbH: Tensor, B_TcH: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,17 +67,15 @@ def tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor, grid: TileGrid) -> Tensor:
     """Generate the matrix of some tiles: [T, r, H], [T, c, H], [T, H], [T] -> [R, C]."""
     if _is_small(A, B):
         return join_stack(reference_tiles(A, B, v, b), grid)
-    W_RC = A.new_empty(grid.rows, grid.cols)
-    for t, i, rows, block in _blocks(grid, A.device):
-        A_HTb1, B_HT1c = _by_hidden(A[t, i], B[t])
-        v_HT11 = v[t].T[..., None, None]
-        W_Tbc = b[t, None, None].repeat(1, block.tile_rows, block.tile_cols)
+    W_Trc = A.new_empty(*A.shape[:2], B.shape[1])
+    for t, i in _blocks(A, B):
+        W_Tbc, v_HT11, (A_HTb1, B_HT1c) = W_Trc[t, i], v[t].T[..., None, None], _by_hidden(A[t, i], B[t])
+        W_Tbc.copy_(b[t, None, None])
         hidden_Tbc = torch.empty_like(W_Tbc)
         for h in range(A.shape[2]):
             torch.add(A_HTb1[h], B_HT1c[h], out=hidden_Tbc).clamp_min_(0)
             W_Tbc.addcmul_(hidden_Tbc, v_HT11[h])
-        copy_tiles(W_RC[rows], W_Tbc, block, joins=True)
-    return W_RC
+    return join_stack(W_Trc, grid)
 
 
 def _active_sums(g: Tensor, A: Tensor, B: Tensor) -> Tensor:
@@ -106,16 +99,14 @@ def _block_sums(g_Tbc: Tensor, A_TbH: Tensor, B_TcH: Tensor) -> tuple[Tensor, Te
 
 def gradients(g: Tensor, A: Tensor, B: Tensor, v: Tensor, grid: TileGrid) -> tuple[Tensor, ...]:
     """Gradients of A, B, v and b, as large as they are, from that of the matrix [R, C]."""
+    g_Trc = split_stack(g, grid)
     if _is_small(A, B):
-        g_Trc = split_stack(g, grid)
-        SA_TrH, SB_TcH, db_T = _active_sums(g_Trc, A, B), _active_sums(g_Trc.mT, B, A), g_Trc.sum((1, 2))
+        SA_TrH, SB_TcH = _active_sums(g_Trc, A, B), _active_sums(g_Trc.mT, B, A)
     else:
-        SA_TrH, SB_TcH, db_T = torch.zeros_like(A), torch.zeros_like(B), A.new_zeros(grid.n_tiles)
-        for t, i, rows, block in _blocks(grid, A.device):
-            g_Tbc = split_stack(g[rows], block)
-            SA_TrH[t, i], part_TcH = _block_sums(g_Tbc, A[t, i], B[t])
+        SA_TrH, SB_TcH = torch.zeros_like(A), torch.zeros_like(B)
+        for t, i in _blocks(A, B):
+            SA_TrH[t, i], part_TcH = _block_sums(g_Trc[t, i], A[t, i], B[t])
             SB_TcH[t] += part_TcH
-            db_T[t] += g_Tbc.sum((1, 2))
     dv_TH, v_T1H = (A * SA_TrH).sum(1) + (B * SB_TcH).sum(1), v.unsqueeze(1)
     # In place: the sums are fresh, and as large as the inputs.
-    return SA_TrH.mul_(v_T1H), SB_TcH.mul_(v_T1H), dv_TH, db_T
+    return SA_TrH.mul_(v_T1H), SB_TcH.mul_(v_T1H), dv_TH, g_Trc.sum((1, 2))

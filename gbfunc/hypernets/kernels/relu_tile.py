@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 
 from gbfunc.hypernets.base import project
 from gbfunc.hypernets.kernels import eager, native
-from gbfunc.hypernets.kernels.chunked import Tensors, chunked_apply
+from gbfunc.hypernets.kernels.chunked import InputsOnly, Tensors, chunked_apply
 from gbfunc.tiling import TileGrid, join_stack, split_stack, unbatched
 from gbfunc.trees import have_memory
 from gbfunc.types import Kernel, Params
@@ -92,7 +92,7 @@ def _folded(size: int, dims: tuple[int | None, ...], inputs: Tensors) -> Tensors
     return *codes, *(x.flatten(0, 1) for x in wide[2:])
 
 
-class _Matrix(torch.autograd.Function):
+class _Matrix(InputsOnly):
     """The matrix [R, C] of X, Y, U, V, u, v and b."""
 
     @staticmethod
@@ -102,13 +102,8 @@ class _Matrix(torch.autograd.Function):
         return native.matrix(inputs, how.grid) if form is native else form.tiles(*_sides(*sides), v, b, how.grid)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.how = inputs[0]
-        ctx.save_for_backward(*inputs[1:])
-
-    @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, None, None, *_Gradients.apply(ctx.how, g, *ctx.saved_tensors)  # pyright: ignore[reportGeneralTypeIssues]
+        return None, None, None, *_Gradients.apply(ctx.what, g, *ctx.saved_tensors)  # pyright: ignore[reportGeneralTypeIssues]
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], how: _How, *inputs: Tensor) -> tuple[Tensor, int]:
@@ -117,7 +112,7 @@ class _Matrix(torch.autograd.Function):
         return join_stack(stack.unflatten(0, (info.batch_size, -1, grid.tile_rows)), grid), 0
 
 
-class _Gradients(torch.autograd.Function):
+class _Gradients(InputsOnly):
     """The gradients of U, V, u, v and b from that of the matrix."""
 
     @staticmethod
@@ -129,14 +124,12 @@ class _Gradients(torch.autograd.Function):
         dA, dB, dv, db = form.gradients(g, *_sides(X, Y, U, V, u), v, how.grid)
         return X.mT @ dA, Y.mT @ dB, dA.sum(1), dv, db
 
-    setup_context = _Matrix.setup_context
-
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         g, X, Y, *leaves = ctx.saved_tensors
 
         def gradients(g: Tensor, *leaves: Tensor) -> Tensors:
-            pull: Any = torch.func.vjp(functools.partial(_by_rows, ctx.how.grid, X, Y), *leaves)[1]
+            pull: Any = torch.func.vjp(functools.partial(_by_rows, ctx.what.grid, X, Y), *leaves)[1]
             return pull(g)
 
         pull: Any = torch.func.vjp(gradients, g, *leaves)[1]

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.generate import make_generator
+from gbfunc.hypernets import Hypernet
 from gbfunc.hypernets.mlp import GNet
 from gbfunc.lab.bench.cases import Case, Genes
 from gbfunc.lab.bench.jax_steps import jax_step
@@ -151,12 +152,14 @@ class NaiveGNet(GNet):
     This is the arithmetic of the published implementations.
     """
 
-    batched: ClassVar[bool] = False
-
     def matrix(self, *args: Any) -> None:
         """The matrix is made of tiles."""
 
-    def apply(self, leaves: Params, row_rp: Tensor, col_cq: Tensor, **options: Any) -> Tensor:
+    def tiles(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, *unused: Any) -> Any:
+        """Tiles [T, r, c], each by itself."""
+        return Hypernet.tiles(self, leaves, row_Urp, col_Ucq, None, "auto")
+
+    def apply(self, leaves: Params, row_rp: Tensor, col_cq: Tensor, **unused: Any) -> Tensor:
         """The tile [r, c]."""
         shape = len(row_rp), len(col_cq), -1
         codes_rcb = torch.cat([row_rp[:, None].expand(shape), col_cq[None].expand(shape)], -1)
