@@ -38,8 +38,7 @@ class Cell:
 
     flops: float = 0.0  # Multiplications and additions
     moved: float = 0.0  # Bytes that operations read and write
-    saved: float = 0.0  # Bytes kept for backward, without weights
-    formed: float = 0.0  # Bytes of dense weights that layers form from factors, and keep for backward
+    saved: float = 0.0  # Bytes kept for backward, without weights, but with those that layers form from factors
     sent: float = 0.0  # Bytes that a rank sends along the tensor axis in forward
     sent_back: float = 0.0  # The same in backward
     messages: float = 0.0  # Collectives, forward and backward
@@ -159,17 +158,12 @@ class DryRun(TorchDispatchMode):
         # Storages that do not count, or no longer; alive, so that no other storage gets their address.
         storages = [x.untyped_storage() for x in (*self._weights.values(), *self._buffers.values(), *inputs)]
         known = {storage._cdata: storage for storage in storages}
-        call = next(iter(self.forms.values())).call if self.forms else None
 
         def pack(x: Tensor) -> Tensor:
             storage, cell = x.untyped_storage(), self._cells[self._at]
             n_bytes = 0 if storage._cdata in known else storage.nbytes()
             known[storage._cdata] = storage
-            formed = [] if call is None else (call.cache or {}).values()
-            if storage._cdata in {w.untyped_storage()._cdata for w in formed}:
-                cell.formed += n_bytes
-            else:
-                cell.saved, cell.largest = cell.saved + n_bytes, max(cell.largest, n_bytes)
+            cell.saved, cell.largest = cell.saved + n_bytes, max(cell.largest, n_bytes)
             return x
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)

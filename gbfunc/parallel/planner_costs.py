@@ -240,11 +240,9 @@ class Model:
         parts, of_ranks = [], [frozenset().union(*(of_stage[s] for s in own)) for own in mine]
         for rank, (own, used) in enumerate(zip(mine, of_ranks, strict=True)):
             flights = [[*zip(of, own, strict=True)] for of in in_flight(layout.order, rank, p, m, n // p)]
-            saved, formed = (
-                max(sum(k * vars(stages[s])[x] for k, s in f) for f in flights) for x in ("saved", "formed")
-            )
+            saved = max(sum(k * stages[s].saved for k, s in flight) for flight in flights)
             buffers = 2 * m * sum(hidden[s] + hidden[s + 1] for s in own) + max(stages[s].largest for s in own)
-            parts.append(self._memory(layout, self.weights(used, *how), formed, saved, buffers))
+            parts.append(self._memory(layout, self.weights(used, *how), saved, buffers))
         split, replicated, _ = self.genome(gnets)
         ends = [sum(hidden[s + d] for s in own for d in (0, 1) if s + 2 * d - 1 not in own) for own in mine]
         # Numbers that the loss function returns and running statistics are averaged too.
@@ -276,9 +274,9 @@ class Model:
         trained = sum(t.numel for t in self.plan.direct if t.name not in frozen)
         return split, replicated + trained, sum(t.numel for t in self.plan.direct) - trained
 
-    def _memory(self, layout: RankLayout, made: Cell, formed: float, saved: float, buffers: float) -> dict[str, float]:
+    def _memory(self, layout: RankLayout, made: Cell, saved: float, buffers: float) -> dict[str, float]:
         item, (split, replicated, frozen) = self.plan.dtype.itemsize, self.genome(layout.sizes["gnets"])
-        trained, weights = item * (split + replicated), made.weights + made.passing + formed
+        trained, weights = item * (split + replicated), made.weights + made.passing
         # Gradients that do not add up over microbatches take the place of activations, which backward frees.
         once = layout.microbatches == 1 and layout.schedule is None
         # Otherwise the genome's gradients come after the activations. Gradients of weights coexist with the most
