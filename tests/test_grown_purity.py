@@ -133,20 +133,3 @@ def test_what_would_change_the_net_is_refused_in_compiled_steps_too(compile: boo
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"net.seen = ... would change the p-net"):
             step(step.init(), numbers(8, 6))
-
-
-@pytest.mark.parametrize(
-    "call", [lambda net, x: net[0](x), lambda net, x: net.own(x), lambda net, x: net[1].forward(x)]
-)
-def test_parts_alone_are_refused_in_a_pipeline(call: Callable[..., Any]) -> None:
-    from gbfunc.parallel.chain import find_blocks, trace_chain
-
-    class Chain(nn.Sequential):
-        def own(self, x: Tensor) -> Tensor:
-            return self(x)
-
-    pnet, x = Chain(*(nn.Linear(3, 3) for _ in range(4))), torch.zeros(2, 3, device="meta")
-    blocks = find_blocks(pnet, 2)
-    assert len(trace_chain(pnet, blocks, lambda net: net.train()(x * len(net))).names) == 4
-    with pytest.raises(RuntimeError, match=r"in a pipeline.*: call net\(...\), not its"):
-        trace_chain(pnet, blocks, lambda net: call(net, x))

@@ -157,12 +157,13 @@ def pipeline_bubble(
 
     A stage takes as long as it has operations, twice that backward; messages and generation take no time.
     """
-    from gbfunc.parallel.chain import balanced_stages, find_blocks, trace_chain
+    from gbfunc.parallel.chain import balanced_stages, find_blocks
     from gbfunc.parallel.pipeline_order import SCHEDULES
+    from gbfunc.parallel.tracing import trace_chain
 
     each, part = SCHEDULES[kind][1], shards * microbatches
     small = tree_map(lambda x: x[: len(x) // part] if isinstance(x, Tensor) else x, _on_meta(batch))
-    chain = trace_chain(pnet, find_blocks(pnet, each * ranks), lambda net: loss(net, small))
+    chain = trace_chain(pnet, find_blocks(pnet, each * ranks), loss, small)
     starts = balanced_stages(chain.flops, each * ranks)
     forward = [sum(chain.flops[a:b]) for a, b in zip(starts, starts[1:], strict=False)]
     backward, free = [2 * flops for flops in forward], {"update": 0.0, "send": 0.0, "receive": 0.0}

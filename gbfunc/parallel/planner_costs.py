@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from gbfunc.costs import all_reduce_bytes
-from gbfunc.parallel.chain import Chain, balanced_stages, crossing, find_blocks, shared_within, trace_chain
+from gbfunc.parallel.chain import Chain, balanced_stages, crossing, find_blocks, shared_within
 from gbfunc.parallel.dry_run import Cell, DryRun, DryWire, RunLoss, factor_shapes, total
 from gbfunc.parallel.mesh import Mesh
 from gbfunc.parallel.pipeline import Parcel
 from gbfunc.parallel.pipeline_order import SCHEDULES, in_flight, schedule_class, stage_ranks
 from gbfunc.parallel.placement import Placement, gather_bytes, operations, placement_cost, products, shares_of
+from gbfunc.parallel.tracing import trace_chain
 from gbfunc.plan import DTYPES, Plan
 from gbfunc.trees import n_rows, tree_map
 
@@ -104,7 +105,7 @@ class Model:
         few = self._batch(_TRACED_ROWS)
         try:  # Blocks, if the p-net has a list of layers that run one after the other.
             self.blocks = find_blocks(pnet, 2)
-            self._chain = trace_chain(pnet, self.blocks, lambda net: run(net, few))
+            self._chain = trace_chain(pnet, self.blocks, run, few)
         except (RuntimeError, ValueError):  # Also if the loss function calls parts of the p-net.
             self.blocks = ()
             self._chain = Chain((), (), {name: frozenset({-1}) for t in plan.tensors for name in (t.name, *t.aliases)})

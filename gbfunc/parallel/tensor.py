@@ -201,6 +201,36 @@ class TensorParallel:
                 self._by_torch(name, module, style)
         return frozenset(self._placements)
 
+    def shrink(self, skeleton: nn.Module) -> None:
+        """Give the layers of a skeleton the shapes that this rank computes with, for a record of its operators.
+
+        Raises:
+            ValueError: for a style that hands on parts of the rows or of the sequence, or DTensors.
+        """
+        for name, style in self._styles.items():
+            layer: Any = skeleton.get_submodule(name)
+            if isinstance(style, DividedAttributes):
+                divide(layer, style.names, self.ranks)
+                continue
+            split = self._splits.get(name)
+            layouts = () if split is None else (split.into, split.out)
+            if split is None or not split.local or any(isinstance(x, Shard) and x.dim != -1 for x in layouts):
+                raise ValueError(
+                    f"in a pipeline {name!r} cannot have {type(style).__name__}: torch's tracer takes column and row "
+                    "parallel styles whose inputs and outputs are whole, or split along features"
+                )
+            shape, outputs, inside = [*layer.weight.shape], isinstance(split.out, Shard), isinstance(split.into, Shard)
+            embedding = isinstance(layer, nn.Embedding)
+            if (outputs if split.by == "rows" or embedding else inside) and not (embedding and split.by == "rows"):
+                shape[int((split.by == "columns") != split.transposed)] = split.sizes[self._rank]
+            if shape != [*layer.weight.shape]:
+                layer.weight = nn.Parameter(layer.weight.new_empty(shape), layer.weight.requires_grad)
+            if split.transposed:
+                layer.nf = shape[1]
+            bias = getattr(layer, "bias", None)
+            if bias is not None and split.by == "rows" and outputs:
+                layer.bias = nn.Parameter(bias.new_empty(split.sizes[self._rank]), bias.requires_grad)
+
     def _by_torch(self, name: str, module: nn.Module, style: Any) -> None:
         """Let torch apply a style to a module of a skeleton, and record what it has made of the parameters."""
         before = dict(module.named_parameters())

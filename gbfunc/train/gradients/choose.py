@@ -68,11 +68,12 @@ def _strategy(
         from gbfunc.train.gradients.pipelined import Pipelined
 
         def build(pipeline: Pipeline) -> GenomeLoss:
-            return make(names=pipeline.names, adapt=pipeline.adapt, submodule_call_error=pipeline.submodule_call_error)
+            return make(names=pipeline.names)
 
-        pipeline = Pipeline(pnet, options.pipeline, layout.mesh, n, options.stages)
-        strategy = Pipelined(pipeline, build, loss_fn, scale, n, source, layout, split, options.amp)
-        return strategy, None if takes_parts else strategy.proof(whole)
+        pieces = {} if split is None else {"adapt": split.shrink}
+        pipeline = Pipeline(pnet, options.pipeline, layout.mesh, n, options.stages, **pieces)
+        strategy = Pipelined(pipeline, build, loss_fn, scale, source, split, options.amp)
+        return strategy, strategy.proof(whole)
     loss = make()
     proof = None if split is None or takes_parts else split_proof(whole, loss, split)
     if options.compile:

@@ -191,12 +191,15 @@ class GenomeLoss:
 
     def on(self, weights: Params, buffers: Params, batch: Any) -> tuple[Tensor, Any]:
         """Loss and aux for these weights; buffers are updated."""
-        with self._autocast(weights) if self._amp else nullcontext():
-            out = self.net.run(weights, buffers, self.function, batch)
-        loss, aux = self._loss_and_aux(out)
+        loss, aux = self.returned(self.call(weights, buffers, self.function, batch))
         if not loss.requires_grad:
             raise ValueError(NO_GRADIENT)
         return loss.reshape(()) if loss.ndim else loss, aux
+
+    def call(self, weights: Params, buffers: Params, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(net, *args)`, where `net` is the p-net on these weights; buffers are updated."""
+        with self._autocast(weights) if self._amp else nullcontext():
+            return self.net.run(weights, buffers, function, *args)
 
     @contextmanager
     def without_amp(self) -> Iterator[None]:
@@ -211,7 +214,8 @@ class GenomeLoss:
         device = next((w.device.type for w in weights.values()), "cpu")
         return torch.autocast(device, self._amp)
 
-    def _loss_and_aux(self, out: Any) -> tuple[Tensor, Any]:
+    def returned(self, out: Any) -> tuple[Tensor, Any]:
+        """Loss and aux of what the loss function returned."""
         return loss_and_aux(out)
 
     def rows(self, rows: float) -> float:

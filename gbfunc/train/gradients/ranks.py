@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from gbfunc.parallel import CollectiveError, Entries, Layout, check_equal, reduce_step, text_of, zero_uncounted
+from gbfunc.parallel.mesh import AxisName
 from gbfunc.train.gradients.loss import Given, LossAndGrads, Objective, Strategy, detached, noise_of
 from gbfunc.train.gradients.proof import Proof
 from gbfunc.trees import n_rows, tree_map
@@ -39,6 +40,7 @@ class RankObjective(Objective):
             CollectiveError: if a rank is missing.
             ValueError: as for one process, and for ranks that differ in what must be equal.
         """
+        self._check_shapes(batch)
         if not self._checked or (self._check_every and step % self._check_every == 0):
             self._check(trained, batch, seed, step)
         noise = noise_of(self._plan, seed, next(iter(trained.values())))
@@ -74,13 +76,18 @@ class RankObjective(Objective):
         if self._proof is not None:
             self._proof.compare(self._layout, given, trained)
 
+    def _check_shapes(self, batch: Any) -> None:
+        """Compare what messages take their sizes from: gloo aborts a process that gets a longer one."""
+        mesh = self._layout.mesh
+        axes: tuple[AxisName, ...] = ("pipeline",) if self.takes_parts else ("pipeline", "tensor")
+        forms = tree_map(lambda x: f"{[*x.shape]}, {x.dtype}" if isinstance(x, Tensor) else x, batch)
+        for axis in axes:
+            if mesh.sizes[axis] > 1:
+                with mesh.traffic.uncounted():
+                    check_equal(mesh, {"shapes": text_of(forms)}, f"{axis} ranks must get the same batch", axis)
+
     def _check(self, trained: Params, batch: Any, seed: int, step: int) -> None:
         self._checked, mesh, split = True, self._layout.mesh, self._layout.split
-        if not self.takes_parts:
-            # Messages take their sizes from them, and gloo aborts a process that gets a longer one.
-            forms = tree_map(lambda x: f"{[*x.shape]}, {x.dtype}" if isinstance(x, Tensor) else x, batch)
-            with mesh.traffic.uncounted():
-                check_equal(mesh, {"shapes": text_of(forms)}, "tensor ranks must get the same batch", "tensor")
         if mesh.sizes["pipeline"] > 1:
             # Stages read different parts of it.
             what = "in a pipeline all ranks must get the same batch"

@@ -40,13 +40,14 @@ class SplitLoss(GenomeLoss):
         both = {"pieces": split.pieces, "adapt": lambda net: {*split.adapt(net), *adapt(net)}}
         super().__init__(*args, **both, **options)
 
-    def on(self, weights: Params, buffers: Params, batch: Any) -> tuple[Tensor, Any]:
-        """Loss and aux for these weights, each rank's pieces of them; buffers are updated."""
+    def call(self, weights: Params, buffers: Params, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(net, *args)` on these weights, each rank's pieces of them; buffers are updated."""
         with self._unmixed():
-            return super().on(self._split.place(weights), buffers, batch)
+            return super().call(self._split.place(weights), buffers, function, *args)
 
-    def _loss_and_aux(self, out: Any) -> tuple[Tensor, Any]:
-        loss, aux = super()._loss_and_aux(out)
+    def returned(self, out: Any) -> tuple[Tensor, Any]:
+        """Loss and aux, the loss as a plain tensor."""
+        loss, aux = super().returned(out)
         return self._split.plain(loss), aux
 
     def rows(self, rows: float) -> float:
