@@ -14,7 +14,7 @@ from gbfunc.parallel.dry_run import DryRun
 from gbfunc.parallel.planner import DeviceSpec
 from gbfunc.parallel.planner_costs import Footprint, Model, RankLayout
 from gbfunc.tasks.pnets.gpt import GPT
-from tests.support.pipeline_nets import Blocks, Leaves, by_the_side, unet
+from tests.support.pipeline_nets import Blocks, changed_later, unet
 from tests.support.planner_cases import AXES, LAYOUTS, make_case
 from tests.support.ranks import run_ranks
 from tests.support.tensor_cases import next_token
@@ -117,9 +117,10 @@ def test_what_skips_a_stage_is_counted_or_refused() -> None:
         return gb.plan_parallel(gb.make_plan(pnet), pnet, batch, ranks=2, loss_fn=next_token, microbatches=2)
 
     (found,) = (p for p in planned(unet).fits if p.layout.schedule == "gpipe")
-    # The embedding and both blocks' outputs for 5 words of 6 numbers.
-    assert found.sent["pipeline"] == 8 * 3 * 5 * 6 * 4
-    assert "return it" in dict(planned(by_the_side, Leaves).refused)["--mesh pipeline=2 --pipeline gpipe"]
+    # The embedding, and the sum of the third block and its skip, for 5 words of 6 numbers.
+    assert found.sent["pipeline"] == 8 * 2 * 5 * 6 * 4
+    refused = dict(planned(changed_later).refused)["--mesh pipeline=2 --pipeline gpipe"]
+    assert "uses the buffer 'count' before a later one changes it" in refused
 
 
 def test_a_forward_that_needs_values_is_no_raw_error() -> None:

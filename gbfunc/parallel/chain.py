@@ -106,8 +106,11 @@ def crossing(chain: Chain, starts: Sequence[int], stage: int) -> list[fx.Node]:
     """Values that are computed before a stage and needed in the stage or after; `starts` are from `balanced_stages`.
 
     Raises:
-        ValueError: for what cannot be sent.
+        ValueError: for values that cannot be sent, and for a buffer that a stage uses and a later one changes.
     """
+    for name, (_, first, last) in chain.changes.items():
+        if stage_of(starts, first) != stage_of(starts, last):
+            raise ValueError(f"in a pipeline one stage uses the buffer {name!r} before a later one changes it")
     found = []
     for node in chain.nodes:
         cell, end = node.meta["cell"], node.meta["end"]
@@ -122,14 +125,7 @@ def crossing(chain: Chain, starts: Sequence[int], stage: int) -> list[fx.Node]:
 def stage_graph(
     chain: Chain, starts: Sequence[int], stage: int, received: Iterable[fx.Node], sent: Iterable[fx.Node]
 ) -> tuple[fx.Graph, list[Any]]:
-    """The graph of a stage, and the constants and numbers of tensors of the batch that it takes beside the received.
-
-    Raises:
-        ValueError: for a buffer that one stage uses and a later one changes.
-    """
-    for name, (_, first, last) in chain.changes.items():
-        if stage_of(starts, first) != stage_of(starts, last):
-            raise ValueError(f"in a pipeline one stage uses the buffer {name!r} before a later one changes it")
+    """The graph of a stage, and the constants and numbers of tensors of the batch that follow the received values."""
     here = {n for n in chain.nodes if n.meta["cell"] is not None and stage_of(starts, n.meta["cell"]) == stage}
     here |= {n for n in sent if n.meta["cell"] is None}
     for node in reversed(chain.nodes):
