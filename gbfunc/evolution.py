@@ -59,9 +59,9 @@ class GenomeProblem(Problem):
         steps: what z = 1 means by role of leaf (code, linear, direct): a fraction of the standard deviation of the
             leaf's numbers at the start (of 1, if they are all equal).
         subspace: numbers d of a solution and a function [d] -> [P] from a solution to z of all numbers, for a search in
-            a part of the genomes (see `gbfunc.lab.compare.subspace.Projection`); None searches all of them.
+            a part of the genomes (see `gbfunc.lab.compare.subspace.Projection`).
         lazy: whether weights stay factors, as for `make_train_step`.
-        chunk: members that grow at once, which bounds memory; None is all.
+        chunk: members that grow at once, which bounds memory.
         seed: seed of the start, of noise, and of the algorithm's draws.
         options: EvoTorch's (https://docs.evotorch.ai/latest/reference/evotorch/core/#evotorch.core.Problem).
 

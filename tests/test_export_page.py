@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.export import page
-from gbfunc.export.page import NETWORK, script
-from gbfunc.export.page.layers import layers_in_a_row
+from gbfunc.export.page import NETWORK, layers_in_a_row, script
 from gbfunc.tasks.pnets import Interface, find_pnet
 from gbfunc.types import Genome
 from tests.support.step_cases import stored_with

@@ -14,7 +14,7 @@ from gbfunc.cli.genomes import read_genome, said_by
 from gbfunc.cli.options import flags
 from gbfunc.cli.output import open_folder
 from gbfunc.export import export_module, page
-from gbfunc.export.page.layers import layers_in_a_row
+from gbfunc.export.page import layers_in_a_row
 from gbfunc.export.qr import write_qr
 from gbfunc.files import replace_file
 from gbfunc.tasks.pnets import Interface

@@ -6,9 +6,8 @@ except ImportError as _error:
     raise ImportError("federated learning needs its extra package: pip install 'gbfunc[flower]'") from _error
 
 from gbfunc.federated.client import client_app
-from gbfunc.federated.partition import partition
 from gbfunc.federated.server import GenomeStrategy, Round
-from gbfunc.federated.simulation import LocalGrid, Traffic
+from gbfunc.federated.simulation import LocalGrid, Traffic, partition
 from gbfunc.federated.wire import FORMATS, Wire
 
 __all__ = ["FORMATS", "GenomeStrategy", "LocalGrid", "Round", "Traffic", "Wire", "client_app", "partition"]

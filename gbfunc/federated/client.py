@@ -14,7 +14,7 @@ from flwr.clientapp import ClientApp  # pyright: ignore[reportMissingImports]
 from torch import nn
 
 from gbfunc import Plan, init_genome, make_train_step, materialize, torch_optimizer
-from gbfunc.federated.wire import CODES, Vector, Wire, check_format, difference
+from gbfunc.federated.wire import CODES, Wire, check_format, difference
 from gbfunc.tasks.base import Evaluate
 from gbfunc.tasks.data import Augment, Data, endless_batches
 from gbfunc.train import LossFn
@@ -77,8 +77,16 @@ def client_app(
     fresh = train_step.init(seed=seed)
     wire, app = Wire(plan, init_genome(plan, pnet)), ClientApp()
 
-    def trained(sent: Vector, data: Data, node: int, round_: int, proximal: float) -> tuple[Vector, float]:
-        number = int(np.random.SeedSequence([seed, node, round_]).generate_state(1, np.uint64)[0]) >> 1
+    def train(config: Mapping[str, Any], arrays: ArrayRecord, data: Data, context: Context) -> dict[str, Any]:
+        rate[0], dtype, proximal = float(config[RATE]), str(config[SENT_AS]), float(config.get(PROXIMAL, 0.0))
+        check_format(dtype, "the dtype that the server asks for")
+        if mods and (dtype != "float32" or CODES in arrays):
+            down = "codes" if CODES in arrays else "numbers"
+            raise ValueError("mods compare the numbers of two genomes: up must be 'float32', and down no codes, "
+                             f"got up={dtype!r} and {down} down")  # fmt: skip
+        sent = wire.unpack(arrays)
+        sequence = np.random.SeedSequence([seed, context.node_id, int(config["server-round"])])
+        number = int(sequence.generate_state(1, np.uint64)[0]) >> 1
         order = torch.Generator().manual_seed(number)
         state = tree_map(torch.clone, fresh)._replace(**wire.genome(sent)._asdict(), seed=torch.tensor(number))
         start, losses = wire.genome(sent), []
@@ -93,17 +101,7 @@ def client_app(
                     (start.gnets, start.direct),
                 )
                 state = state._replace(gnets=pulled[0], direct=pulled[1])
-        return wire.vector(state), float(torch.stack(losses).mean())
-
-    def train(config: Mapping[str, Any], arrays: ArrayRecord, data: Data, context: Context) -> dict[str, Any]:
-        rate[0], dtype = float(config[RATE]), str(config[SENT_AS])
-        check_format(dtype, "the dtype that the server asks for")
-        if mods and (dtype != "float32" or CODES in arrays):
-            down = "codes" if CODES in arrays else "numbers"
-            raise ValueError("mods compare the numbers of two genomes: up must be 'float32', and down no codes, "
-                             f"got up={dtype!r} and {down} down")  # fmt: skip
-        sent, proximal = wire.unpack(arrays), float(config.get(PROXIMAL, 0.0))
-        after, loss = trained(sent, data, context.node_id, int(config["server-round"]), proximal)
+        after, loss = wire.vector(state), float(torch.stack(losses).mean())
         if not (np.isfinite(after).all() and math.isfinite(loss)):
             raise ValueError(f"training gave numbers that are not finite, at a learning rate of {rate[0]:g}")
         if dtype == "float32":

@@ -96,12 +96,8 @@ class GenomeStrategy(Strategy):
     def train(self, grid: Grid, rounds: int, **options: Any) -> Result:
         """Train until so many rounds are done in all, from the checkpoint if there is one.
 
-        `grid` are the nodes, as Flower gives them to a server's app; `options` are those of `Strategy.start`.
-
-        Raises:
-            ValueError: for a checkpoint of another plan, library or strategy, or a damaged one; if all clients of a
-                round refuse, as they would in the next round.
-            OSError: if the checkpoint cannot be written.
+        `grid` are the nodes, as Flower gives them to a server's app; `options` are those of `Strategy.start`. Raises
+        `ValueError` for a checkpoint of another server, or if all clients of a round refuse.
         """
         self._grid = grid if isinstance(grid, LocalGrid) else None
         if self._path is not None and self._path.exists():

@@ -1,6 +1,6 @@
 /**
  * Networks in plain JavaScript, one example at a time: the p-nets of `gbfunc.tasks.pnets`, by their names there, and layers
- * in a row, as `layers.py` describes them.
+ * in a row, as `layers_in_a_row` describes them.
  */
 
 const relu = (x) => ({ ...x, data: x.data.map((v) => Math.max(0, v)) });
@@ -225,12 +225,14 @@ function resnet(net) {
     return { data: new Float64Array(outs * oh * ow).map((_, k) => value(at(k))) };
   };
   return (x) => {
-    x = relu(batchNorm(conv(x, net["stem.weight"], null, 1, 1), net, "stem_norm"));
-    for (let i = 0; `blocks.${i}.first.weight` in net; i++) {
-      const weight = net[`blocks.${i}.first.weight`];
-      const stride = weight.shape[0] === weight.shape[1] ? 1 : 2;
-      const first = relu(batchNorm(conv(x, weight, null, stride, 1), net, `blocks.${i}.first_norm`));
-      const second = batchNorm(conv(first, net[`blocks.${i}.second.weight`], null, 1, 1), net, `blocks.${i}.second_norm`);
+    const normed = (x, name, i, stride) => {
+      return batchNorm(conv(x, net[`${name}.${i}.weight`], null, stride, 1), net, `${name}.${i + 1}`);
+    };
+    x = relu(normed(x, "stem", 0, 1));
+    for (let i = 0; `blocks.${i}.convolutions.0.weight` in net; i++) {
+      const name = `blocks.${i}.convolutions`;
+      const [outs, ins] = net[`${name}.0.weight`].shape;
+      const second = normed(relu(normed(x, name, 0, outs === ins ? 1 : 2)), name, 3, 1);
       x = relu(added(second, shortcut(x, second.shape)));
     }
     return linear(means(x), net["head.weight"], net["head.bias"]);
