@@ -28,7 +28,7 @@ LESSONS = (1, 10, 100)
 GROWN, RANDOM = "grown", "random"
 
 RATES = (1.0, 0.3, 0.1, 0.03, 0.01)
-"""Learning rates to choose from, as parts of the recipe's: at its full rate Adam's first steps undo what is innate."""
+"""Learning rates to choose from, as parts of the recipe's: the full rate undoes innate abilities in a few steps."""
 
 
 Progress = Callable[..., AbstractContextManager[Report]]
@@ -42,7 +42,7 @@ def lessons(task: Task, recipe: Recipe) -> Recipe:
 
 
 class Taught(NamedTuple):
-    """What became of a network."""
+    """The training of a network."""
 
     rows: list[dict[str, float]]  # `step`, `epoch`, `train_loss` and the metrics of the test data, from birth on
     lr: float  # the learning rate, which the validation data chose
@@ -61,7 +61,7 @@ def teach(
     """Train a grown network, and the same p-net from random weights, on the same batches with Adam.
 
     Each takes the rate, a part of the recipe's `dense_lr`, with the best mean over the validations, from the first step
-    to the last. The recipe is that of `lessons`; the grown network is not changed.
+    to the last. `lessons` makes the recipe; the grown network is not changed.
     """
     starts = {GROWN: grown, RANDOM: task.build(seed).to(next(grown.parameters()).device)}
     metric, tested, found = task.metric, replace(task, val=task.test), {}

@@ -1,4 +1,4 @@
-"""What this machine is like, for the planner: `gbfunc bench --calibrate`.
+"""Speeds of this machine, for the planner: `gbfunc bench --calibrate`.
 
 A matrix product, a copy past the caches, small operators, and an all-reduce: between the ranks of `torchrun`, otherwise
 between two processes on the loopback.
@@ -28,7 +28,7 @@ _LAYERS = 100
 
 
 def calibrate(device: torch.device, *, rounds: int = 5) -> tuple[DeviceSpec, bool]:
-    """Measure what one rank has; also return whether this process is the one that reports."""
+    """Measure the device of one rank; also return whether this process reports."""
     ceilings = measure_ceilings(device, rounds=rounds)
     first = True
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ:

@@ -84,7 +84,7 @@ def mlp_case(sizes: tuple[int, ...], batch: int, variants: Sequence[str], *, nam
 
 
 def generation_case(width: int, variants: Sequence[str]) -> Case:
-    """Make the generation of one square matrix alone, forward and backward."""
+    """Make the generation of one square matrix, forward and backward."""
     net, batch = partial(nn.Linear, width, width, bias=False), partial(features, (1, width), width)
     return _case(f"generate {width}x{width}", net, batch, variants, generation=True)
 

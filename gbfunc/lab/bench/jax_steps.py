@@ -1,4 +1,4 @@
-r"""What a user of JAX would write by hand: the training step of an MLP under one `jax.jit`, dense or of thin products.
+r"""The training step of an MLP in JAX, as users would write it, under one `jax.jit`: dense, or by thin products.
 
 With codes $X_r, X_c$ of a layer's units, $A = X_r W_r + \phi$ and $B = X_c W_c$, the weight of a periodic g-net is
 $L R^T$ with $L = [v \sin A, v \cos A]$ and $R = [\cos B, \sin B]$: a layer gives $(x R) L^T + b$. XLA's sines are

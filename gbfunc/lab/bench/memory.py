@@ -68,9 +68,9 @@ def _send_memory(writer: Connection, case: Case, variant: str, setting: Setting)
 
 
 def steps_memory(case: Case, make: Callable[[Case], Step], device: torch.device) -> int:
-    """Measure the peak memory (B) of the steps of a case in this process, beyond what it had before.
+    """Measure the peak memory (B) that the steps of a case add to this process, which has done little else.
 
-    The process has done little else. Steps of a tiny case go first, so that libraries and compilers are there already.
+    Steps of a tiny case go first, so that libraries and compilers are there already.
     """
     with contextlib.suppress(OSError, AttributeError):  # another C library
         # Otherwise glibc learns from each array that is freed, and keeps later ones of up to 32 MiB in its heap.
@@ -102,7 +102,7 @@ def peak_resident() -> int:
         # Not `ru_maxrss`, where Linux has this: that is never less than the peak of the process that started this one.
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-    # Kilobytes, but for macOS.
+    # Bytes on macOS, kilobytes elsewhere.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

@@ -1,4 +1,4 @@
-"""Time of functions side by side, what the machine could do at best, and the rows of `bench.json`."""
+"""Time of functions side by side, the ceilings of the machine, and the rows of `bench.json`."""
 
 from __future__ import annotations
 
@@ -93,11 +93,11 @@ _FLOPS = {"relu": 10, "periodic": 12}
 _BYTES = 8
 _TIMED = ("step_ms", "ratio_to_dense", "ratio_to_naive", "gflops", "gb_s")
 Row = dict[str, Any]
-"""One variant of a case, as `bench.json` has it (see `run_bench`); None is what was not measured."""
+"""One variant of a case in `bench.json` (see `run_bench`); None is not measured."""
 
 
 def run_bench(bench: Bench, setting: Setting, *, rounds: int, visit: float, memory: bool = True) -> list[Row]:
-    """Time all variants of all cases of a bench in this process, side by side; then measure the memory of each."""
+    """Time all variants of a bench side by side in this process, then measure the memory of each."""
     torch.set_num_threads(setting.threads)
     pairs = {(case.name, variant): case for case in bench for variant in case.variants}
     built = {(name, variant): build(case, variant, setting) for (name, variant), case in pairs.items()}

@@ -40,13 +40,12 @@ class Setting(NamedTuple):
     device: torch.device  # of the p-net and its batch
     amp: torch.dtype | None  # dtype of the p-net's autocast, for every variant alike; None is float32
     threads: int  # of the CPU
-    # Learning rate, so small that a net stays as it was drawn: one that has learnt its only batch has denormal
-    # gradients, which are slow.
+    # Too small a learning rate to learn: a net that fits its only batch has denormal gradients, which are slow.
     lr: float = 1e-8
 
 
 class Setup(NamedTuple):
-    """What a variant is made of."""
+    """The inputs of a variant."""
 
     case: Case
     plan: Any  # None for the dense p-net
@@ -55,7 +54,7 @@ class Setup(NamedTuple):
     setting: Setting
 
     def plain(self, net: nn.Module) -> Step:
-        """The step of a network by itself, on what it has to train."""
+        """Make the step of a network that trains its own parameters."""
 
         def loss() -> Tensor:
             with torch.autocast(self.setting.device.type, self.setting.amp, enabled=self.setting.amp is not None):

@@ -2,7 +2,7 @@
 
 Every method gets the same budget (`Problem`): so many bytes, or those of the file of a periodic genome of so many
 parameters. It is given the same data and number of steps, and chooses its settings on the validation split, by
-successive halving whose steps are reported; the test split is looked at once, by the network as it is read back.
+successive halving whose steps are reported. The network that is read back from the file sees the test split once.
 
 A p-net that is trained from scratch is compared with other ways to a small network, a pretrained one with other
 adapters of it (`methods_for`).
@@ -70,14 +70,11 @@ PRETRAINED_METHODS: Mapping[str, Method] = {
 """Every way to change a pretrained network in few bytes by its name."""
 
 REFERENCES: Mapping[str, Method] = {"full_fine_tuning": FULL}
-"""What adapters are measured against, whatever its size."""
+"""References of adapters, of any size."""
 
 
 def methods_for(task: Task, dtype: torch.dtype) -> Mapping[str, Method]:
-    """Find the methods that fit a task's p-net.
-
-    Adapters are there twice where the dtype is float32: as they are, and stored in float16, within the same bytes.
-    """
+    """Find the methods that fit a task's p-net; with float32, adapters are also there stored in float16."""
     if not is_pretrained(task):
         return METHODS
     if dtype != torch.float32:
@@ -87,7 +84,7 @@ def methods_for(task: Task, dtype: torch.dtype) -> Mapping[str, Method]:
 
 
 def reference_problem(problem: Problem) -> Problem:
-    """Change a problem for the methods of `REFERENCES`: its budget is the file of all weights, dense."""
+    """Change a problem for the methods of `REFERENCES`: the budget becomes a file of all weights."""
     net = problem.task.build(0).to("meta")
     budget = FULL.length(net, {}, problem.dtype)
     return problem._replace(size=budget // problem.dtype.itemsize, budget=budget)

@@ -1,13 +1,11 @@
-"""Adapters of a pretrained p-net: small changes that are trained while the network itself stays as it is.
+"""Adapters of a pretrained p-net by the package `peft`, and training of parts of the p-net.
 
-Adapters are those of the package `peft`, but for parts of the base that are trained themselves. A file holds what is
-trained, and which layers and size were chosen: what a fresh base needs to be the network again. Random projections come
-from their seed, and TinyLoRA's singular vectors, which `peft` does save, from the base: neither is counted. Every
-adapter brings a full linear classifier, of E*K + K numbers for K classes; where that alone exceeds the budget, nothing
-fits.
+A file holds the trained tensors and the choice of layers and sizes. Seeds give random projections, and the base gives
+TinyLoRA's singular vectors, which `peft` saves: neither is counted. Every adapter brings a full linear classifier of
+E*K + K numbers for K classes, and nothing fits a smaller budget.
 
-Within a budget each adapter has some shapes (which layers, which rank), each as large as fits; validation data choose
-among them, together with the learning rate, which is one for all that is trained.
+Within a budget each adapter has some shapes (layers, rank), each as large as fits. Validation data choose the shape and
+the learning rate, which all trained tensors share.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ _KINDS = {
     "up": r"(.*\.)?(intermediate\.dense|fc1|up_proj|lin1)",
     "down": r"output\.dense|(.*\.)?(fc2|down_proj|lin2)",
 }
-"""What the layers of a transformer's block are called in BERT, RoBERTa, DistilBERT, Llama, MPNet and others."""
+"""Names of layers in the blocks of BERT, RoBERTa, DistilBERT, Llama, MPNet and others."""
 
 Kinds = tuple[str, ...]
 
@@ -50,17 +48,14 @@ class Linears(NamedTuple):
     kinds: Mapping[str, tuple[int, int]]  # outputs and inputs by the name inside a block, in order
 
     def named(self, *roles: str) -> Kinds:
-        """Names inside a block of the layers with one of these roles, keys of `_KINDS`; of all if none is given.
-
-        The role "any" is the pattern of all that has a name, norms included.
-        """
+        """List names inside a block by roles, keys of `_KINDS`: all without roles; "any" is a pattern for norms too."""
         if roles == ("any",):
             return (".*",)
         known = [_KINDS[role] for role in roles]
         return tuple(k for k in self.kinds if not known or any(re.fullmatch(pattern, k) for pattern in known))
 
     def last(self, n: int, kinds: Kinds) -> str:
-        """The pattern of the names of such layers in the last `n` blocks."""
+        """Make a pattern for the names of such layers in the last `n` blocks."""
         return rf".*\.({'|'.join(self.blocks[-n:])})\.({'|'.join(kinds)})"
 
 
@@ -98,7 +93,7 @@ class Adapted:
     stored: torch.dtype | None = None  # instead of the problem's dtype
 
     def attach(self, net: nn.Module, settings: Settings) -> nn.Module:
-        """Change the base in place: what requires gradients is what is trained."""
+        """Change the base in place; trained tensors then require gradients."""
         peft = _import_peft()
         with warnings.catch_warnings():
             # Projections are to come from their seed.
@@ -107,7 +102,7 @@ class Adapted:
             return peft.get_peft_model(net, config)
 
     def state(self, net: nn.Module) -> Params:
-        """Collect what a file holds: what `peft` saves, but for what the base gives again."""
+        """Collect the tensors of a file."""
         state = _import_peft().get_peft_model_state_dict(net)
         return {name: t for name, t in state.items() if not name.endswith((".tinylora_A", ".tinylora_B"))}
 
@@ -174,7 +169,7 @@ class Adapted:
         return len(base.pack(base.blanks(self.state(attached)), dtype, {"adapter": settings}))
 
     def _attached(self, net: nn.Module, settings: Settings, seed: int) -> nn.Module:
-        # Adapters draw from torch's default generator, which is left as it was.
+        # Adapters draw from torch's default generator.
         with seeded(seed):
             return self.attach(net, settings)
 
@@ -208,7 +203,6 @@ def _ranks(*ranks: int) -> Any:
 
 
 def _up_to(size: str, most: Callable[[Linears, Kinds, Settings], int], *where: tuple[str, ...]) -> Any:
-    """A vector of up to `most` numbers, for the layers of all blocks."""
     return {"size": size, "sizes": lambda *of: range(1, most(*of) + 1), "where": where, "by_blocks": False}
 
 
@@ -216,7 +210,7 @@ _PAIRS, _FRESH = (("query", "value"), ()), {"save_projection": False}
 _RATES = (3e-3, 1e-2, 3e-2)
 
 _MOST_TINY = 2_304
-"""Longest vector of TinyLoRA: its projections take a number for each of its, of each layer, and of r^2."""
+"""Longest vector of TinyLoRA, whose projections grow with the vector, the layers and r^2."""
 
 ADAPTERS: Mapping[str, Adapted] = {
     "linear_probe": Part("(?!)", (1e-2, 3e-2, 1e-1)),
@@ -231,8 +225,7 @@ ADAPTERS: Mapping[str, Adapted] = {
         (3e-2, 1e-1, 3e-1),
         **_up_to("n_frequency", lambda x, kinds, _: min(math.prod(x.kinds[k]) for k in kinds), *_PAIRS),
     ),
-    # One vector for all layers, no longer than what it is projected to has numbers. Of the paper's rank, and of one
-    # whose matrices have room for longer vectors.
+    # One vector for all layers, no longer than its projection; the paper's rank, and one with room for longer vectors.
     "tinylora": Adapted(
         "TinyLoraConfig",
         _RATES,
@@ -260,4 +253,4 @@ ADAPTERS: Mapping[str, Adapted] = {
 """Every rival by its name."""
 
 FULL = Part(".*", (3e-5, 1e-4, 2e-4))
-"""All weights, far beyond the budgets: what adapters are measured against."""
+"""Full fine-tuning, the reference of adapters."""

@@ -1,6 +1,6 @@
-"""What a method of compression is: it fits something trainable into a number of bytes, and reads it back from them.
+"""Methods of compression: each fits something trainable into a number of bytes, and reads it back from the bytes.
 
-Here is also what methods share: the training, tensors as bytes, and smaller nets of a task's family.
+Methods share the training, tensors as bytes, and smaller nets of a task's family.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gbfunc.tasks.training import fit, leaf_trainer, total_steps
 from gbfunc.types import Params, TensorMap
 
 Settings: TypeAlias = dict[str, Any]
-"""What validation data choose: learning rate, widths, ...; JSON."""
+"""Learning rate, widths, ..., as validation data choose them; JSON."""
 
 HEAD = "classifier"
 """The module that a pretrained base does not have: each method trains and stores it, or what generates it."""
@@ -40,22 +40,22 @@ def is_pretrained(task: Task) -> bool:
 
 
 class Problem(NamedTuple):
-    """What every method is given alike."""
+    """The same task for every method."""
 
     task: Task  # data and p-net
     size: int  # parameters of the periodic genome that fills the budget
     budget: int  # most bytes of everything that is needed to run
-    dtype: torch.dtype  # of what is stored, where a method has no other format
-    recipe: Recipe  # batch size, augmentation, warm-up and length of every training; its rates are the genome's
+    dtype: torch.dtype  # stored, unless a method has another format
+    recipe: Recipe  # batch size, augmentation, warm-up and length of every training; its rates suit the genome
 
     @property
     def steps(self) -> int:
-        """Steps of a training."""
+        """Length of a training."""
         return total_steps(self.task, self.recipe)
 
 
 class Trained(NamedTuple):
-    """What training gave."""
+    """The result of a training."""
 
     data: bytes  # everything that is needed to run, beside the code
     params: int  # trained parameters in it
@@ -104,7 +104,7 @@ def train_net(
 ) -> None:
     """Train leaves in place by Adam with its default moments, on the batches and steps that all methods share.
 
-    `lr` is the peak of the learning rate; `after` is called with the number of each step when the step is done.
+    `lr` is the peak of the learning rate; `after` gets the number of each finished step.
     """
     recipe = replace(problem.recipe, dense_lr=lr, betas=(0.9, 0.999))
     trainer = leaf_trainer(leaves, net, problem.task, recipe)
@@ -124,10 +124,9 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def pack(tensors: TensorMap, dtype: torch.dtype, about: Mapping[str, Any] | None = None) -> bytes:
-    """Write a file that says only what its reader does not know: numbers one after the other behind three bytes.
+    """Write a file of numbers alone, behind a byte for the `dtype` of floats, and `about` as JSON with its length.
 
-    Names, order, shapes and kinds are what a reader knows from the code; numbers in floating point are stored in
-    `dtype`, which the first byte tells. Two bytes are the length of what comes next, `about` as JSON.
+    The reader knows names, order, shapes and kinds from the code.
     """
     text = json.dumps(about, separators=(",", ":")).encode() if about else b""
     stored = (t.detach().to("cpu", dtype if t.is_floating_point() else t.dtype) for t in tensors.values())
@@ -136,13 +135,10 @@ def pack(tensors: TensorMap, dtype: torch.dtype, about: Mapping[str, Any] | None
 
 
 def unpack(data: bytes, like: TensorMap, rest: str | None = None) -> Params:
-    """Undo `pack`, with floating-point numbers in float32.
-
-    `like` has the same names, order, shapes and dtypes; its last one, if named `rest`, is as long as the file has
-    numbers for it.
+    """Undo `pack`, with floats in float32; the last tensor of `like`, if named `rest`, takes all numbers left.
 
     Raises:
-        ValueError: if there are more numbers, or fewer.
+        ValueError: if the file has more or fewer numbers than `like`.
     """
     floats, found, at = _FLOATS[data[0]], Params(), 3 + _text_bytes(data)
     for name, t in like.items():
@@ -163,7 +159,7 @@ def _text_bytes(data: bytes) -> int:
 
 
 def text_of(data: bytes) -> dict[str, Any]:
-    """Read what a file of `pack` keeps beside its tensors."""
+    """Read the `about` of a file of `pack`."""
     return json.loads(data[3 : 3 + _text_bytes(data)] or b"{}")
 
 
@@ -181,7 +177,6 @@ def saved_buffers(module: nn.Module) -> Params:
 
 
 def _norms(module: nn.Module, state: TensorMap) -> Iterator[tuple[_BatchNorm, str]]:
-    """Find batch norms with scales, shifts and statistics of their own, and their names."""
     for name, norm in module.named_modules():
         keys = [f"{name}.{key}" for key in ("weight", "bias", "running_mean", "running_var")]
         if isinstance(norm, _BatchNorm) and all(key in state for key in keys):
@@ -189,10 +184,7 @@ def _norms(module: nn.Module, state: TensorMap) -> Iterator[tuple[_BatchNorm, st
 
 
 def in_use(module: nn.Module, state: Params) -> Params:
-    """Fold the statistics of a module's batch norms into their scales and shifts, as where nets are shipped.
-
-    `restore` in a new module gives the same outputs, of half the numbers.
-    """
+    """Fold the statistics of a module's batch norms into their scales and shifts; `restore` into a new module."""
     state = dict(state)
     for norm, name in list(_norms(module, state)):
         state.pop(f"{name}.num_batches_tracked", None)
@@ -204,7 +196,7 @@ def in_use(module: nn.Module, state: Params) -> Params:
 
 
 def apart_from_norms(module: nn.Module) -> list[str]:
-    """List the names of parameters that `in_use` leaves as they are."""
+    """List the names of parameters that `in_use` does not change."""
     state = state_of(module)
     of_norms = {f"{name}.{key}" for _, name in _norms(module, state) for key in ("weight", "bias")}
     return [o.name for o in parameter_infos(module) if o.name not in of_norms]
@@ -268,7 +260,7 @@ def narrow_pnets(task: Task, fits: Callable[[PNet], bool]) -> list[PNet]:
         widths = {depth: largest(lambda n, depth=depth: fits(of(depth, n))) for depth in (1, 2)}
         nets = [of(depth, n) for depth, n in widths.items() if n] + [of(0, 0)] * fits(of(0, 0))
     else:
-        nets = [net for net in [widest(task, fits)] if net is not None]
+        nets = list(filter(None, [widest(task, fits)]))
     if not nets:
         raise BudgetTooSmall(f"no {task.pnet.name} is as small as that")
     return nets
@@ -297,12 +289,11 @@ def unique(settings: Iterable[Settings]) -> list[Settings]:
 
 
 def blank(pnet: PNet) -> Params:
-    """Make zeros in the shapes of a p-net's `in_use`: to be packed for the length of its file."""
-    # Its parameters and buffers have shapes alone on that device.
+    """Make zeros in the shapes of a p-net's `in_use`, to measure its file."""
     with torch.device("meta"):
         return blanks(in_use(net := pnet.make(), state_of(net)))
 
 
 def blanks(like: TensorMap) -> Params:
-    """Make zeros in the shapes of tensors that may have shapes alone."""
+    """Make zeros on the CPU in the shapes of tensors, also of meta tensors."""
     return {name: torch.zeros(t.shape, dtype=t.dtype, device="cpu") for name, t in like.items()}

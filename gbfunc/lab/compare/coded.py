@@ -1,18 +1,17 @@
-"""Weights in whole numbers of few bits, for which they are trained, and as few bytes as these take.
+"""Weights trained for rounding to whole numbers of few bits, and their entropy code.
 
     weight = step * level        |level| < 2^(bits - 1)
 
-with a step for a tensor or for each of its rows (output channels). From 60 % of the training on the net is that of the
-rounded weights, by torch's fake quantisation, whose gradients go straight through (Y. Bengio et al., 2013; B. Jacob et
-al., 2018). Steps have the least squared error, found again a few times; steps trained by gradients (S. Esser et al.,
-"Learned step size quantization", 2020) were no better. Steps are powers of 2^(1/16), a byte each. Vectors that are not
-trained for rounding have 8 bits, and a step of their own.
+with a step per tensor or per row (output channel). From 60 % of the training on, torch's fake quantisation rounds the
+weights, and gradients go straight through (Y. Bengio et al., 2013; B. Jacob et al., 2018). Steps minimise the squared
+error, a few times during the training; steps trained by gradients (S. Esser et al., "Learned step size quantization",
+2020) were no better. Steps are powers of 2^(1/16), a byte each. Other vectors have 8 bits, and one step.
 
-A file is a stream of the package `constriction`'s range coder. Levels are coded by a bell curve. Sparse levels: where
-they are, row by row, each column with the density that the rows above had there; then sizes, as a geometric
-distribution from the smallest one on, and signs.
+A file is a stream of the package `constriction`'s range coder. A bell curve codes levels. Sparse levels are coded as
+positions (row by row, each column with the density of the rows above), then sizes (a geometric distribution from the
+smallest one on) and signs.
 
-Suffixes: R rows, C columns, S steps to choose from, K entries that are not zero; a tensor with one step is one row.
+Suffixes: R rows, C columns, S steps to choose from, K nonzero entries; a tensor with one step is one row.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from gbfunc.types import Params
 
 VECTOR_BITS = 8
 _PER_OCTAVE, _ONE, _SHRINKS = 16, 192, 33
-"""Steps in an octave; the byte of a step of 1; how many below that of the whole range are tried."""
+"""Steps per octave; the byte of a step of 1; the number of finer steps to try, from the one that cuts no level on."""
 
 COARSEST = 8 * _PER_OCTAVE
-"""By how many steps more a tensor can be rounded than with its nearest, at most."""
+"""Largest distance of a step from the nearest one."""
 
 _PRIOR, _TAIL = 2.0, 16
-"""Rows that the overall density counts as, beside those above; parts of a level of the mean distance from the least."""
+"""Weight of the overall density, in rows; resolution of the mean distance from the smallest level."""
 
 
 class Levels(NamedTuple):
@@ -105,7 +104,7 @@ def vector_levels(vector: Tensor) -> Levels:
 
 Ints = NDArray[np.int32]
 Code = Callable[..., Ints]
-"""`code(symbols, model, *params)` writes symbols, or reads as many and ignores the values that it was given."""
+"""`code(symbols, model, *params)` writes symbols, or reads as many, ignoring the given values."""
 
 
 def _constriction() -> Any:
@@ -152,7 +151,7 @@ def _sparse(code: Code, levels_RC: Ints, bits: int) -> Ints:
 
 
 def _stream(code: Code, coded: Mapping[str, Levels], bits: Mapping[str, int], sparse: bool) -> dict[str, Levels]:
-    """Code levels, which give names, shapes and numbers of steps alone where they are read."""
+    """Code levels; a reader gives zeros of the same names, shapes and numbers of steps."""
     steps = np.concatenate([np.zeros(0), *(of.steps.numpy() for of in coded.values())]).astype(np.int32)
     steps = _bell(code, steps, 0, 255, _number(code, np.rint(steps.mean()) if steps.size else 0))
     parts = torch.from_numpy(steps.astype(np.uint8)).split([len(of.steps) for of in coded.values()])
@@ -178,7 +177,7 @@ def encode(
     about: Mapping[str, Any] | None = None,
     sparse: bool = False,
 ) -> bytes:
-    """Write a file of some tensors in levels of so many bits, other ones in 8, and integers as they are."""
+    """Write a file: some tensors in levels of `bits`, other floats in 8 bits, integers unchanged."""
     plain = {name: x for name, x in state.items() if not x.is_floating_point()}
     coded = {k: matrices[k] if k in matrices else vector_levels(x) for k, x in state.items() if k not in plain}
     coder = _constriction().queue.RangeEncoder()
@@ -193,10 +192,7 @@ def encode(
 
 
 def decode(data: bytes, like: Params, rows: Mapping[str, int], bits: int, sparse: bool = False) -> Params:
-    """Undo `encode`, into the numbers that levels stand for.
-
-    `like` has names, order, shapes and dtypes; `rows` the number of steps of each tensor in levels of `bits`.
-    """
+    """Undo `encode`, into float32; `rows` gives the number of steps per tensor in levels of `bits`."""
     plain = {name: x for name, x in like.items() if not x.is_floating_point()}
     state = base.unpack(data, plain | {_CODE: torch.empty(0, dtype=torch.uint8)}, rest=_CODE)
     coder = _constriction().queue.RangeDecoder(state.pop(_CODE).numpy().view(np.uint32))
@@ -210,11 +206,11 @@ def decode(data: bytes, like: Params, rows: Mapping[str, int], bits: int, sparse
 
 
 class RoundedNet:
-    """A new net whose weights are rounded in training: `net(x)`, a function of `leaves`, which are trained in place.
+    """A new net that rounds its weights in training.
 
     Attributes:
-        leaves: the net's own parameters by name.
-        rows: how many steps each of those has that are rounded.
+        leaves: the net's parameters by name, to train in place.
+        rows: number of steps per parameter to round.
         steps: their steps, uint8 [R] each; empty until rounding begins.
     """
 
@@ -224,9 +220,9 @@ class RoundedNet:
         self.steps: Params = {}
 
     def __call__(self, x: Tensor) -> Any:
-        """Compute the output of the net as it is rounded now."""
+        """Compute the output of the net with its present steps."""
         weights = dict(self.leaves)
-        # In full precision, as the weights of a genome.
+        # Full precision, like the weights of a genome.
         with torch.autocast(x.device.type, enabled=False):
             for name, steps_R in self.steps.items():
                 weights[name] = rounded(self._matrix(name), steps_R, self._bits).view(weights[name].shape)
@@ -236,11 +232,11 @@ class RoundedNet:
         return self.leaves[name].reshape(self.rows[name], -1)
 
     def nearest_steps(self) -> Params:
-        """Find the nearest steps of what is rounded."""
+        """Find the nearest steps of all parameters to round."""
         return {name: nearest_steps(self._matrix(name).detach(), self._bits) for name in self.rows}
 
     def state(self) -> Params:
-        """Collect what is stored, before any rounding."""
+        """Collect the unrounded tensors of a file."""
         return base.in_use(self._net, base.state_of(self._net))
 
     def levels(self, steps: Params) -> dict[str, Levels]:

@@ -25,16 +25,16 @@ from gbfunc.trees import GNET
 _FILE = "genome.safetensors"
 
 _WIDTHS, _MUCH = (1, 1 / 2, 1 / 4), 1 / 3
-"""Widths in parts of the p-net's, down; the part of a budget that what no g-net makes (norms' figures) may fill."""
+"""Widths to try, as parts of the p-net's; the share of a budget that direct parameters (norms) may fill."""
 
 _MOST = 1 / 2
-"""Trained parameters for a parameter of the p-net up to which its genome is a candidate beside that of a wider net."""
+"""Largest size of a genome, relative to the p-net, that competes with the genome of a wider net."""
 
 _METADATA = 48
-"""Bytes that a file with metadata has more than those of their JSON, at most."""
+"""Most bytes of a file's metadata beyond their JSON."""
 
 _ROUNDED = 6
-"""One step in so many, the last ones, is with the genome rounded to the codes that are stored."""
+"""The last of so many parts of the training rounds the genome to its codes."""
 
 
 def plan_for(task: Task, hypernet: str, **target: Any) -> gb.Plan:
@@ -70,10 +70,9 @@ class GenomeOf:
     stored: StoredDtype | None = None  # instead of the problem's dtype: a dtype, "int2" to "int8", or "auto"
 
     def candidates(self, problem: Problem) -> list[Settings]:
-        """Learning rates, for the p-net and, while what no g-net makes fills much of the budget, for narrower ones.
+        """Learning rates, for the p-net, for narrower ones if direct parameters fill much of the budget, and for wider.
 
-        Where the budget is large also for a wider one, and for that one alone where a genome of the p-net would hardly
-        compress it.
+        A large budget adds a wider p-net, which replaces the p-net if a genome would hardly compress that.
         """
         found: list[Settings] = []
         full, wider = False, base.wider(problem)
@@ -98,10 +97,7 @@ class GenomeOf:
         return found
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
-        """Adam with the recipe's moments on the genome; the last steps of codes with the genome rounded.
-
-        Where training finds the codes' steps, it rounds from 60 % on.
-        """
+        """Adam with the recipe's moments on the genome, rounded in the last steps where codes are stored."""
         about = {key: settings[key] for key in settings.keys() & {"pnet"}}
         task, plan = self._plan(problem, about)
         pnet, known, lr = task.build(seed), task.recipe(plan.genome_params), settings["lr"]

@@ -3,7 +3,7 @@
 A quantised net may be wider than levels of full length allow; steps are made coarser until the file fits. A pruned one
 is thinned out gradually (M. Zhu and S. Gupta, "To prune, or not to prune", 2017) between 30 and 60 % of the training;
 then the coder says how many weights the budget holds, and these are trained for their rounding to levels of 5 bits.
-This is S. Han et al., "Deep Compression" (2016), but for the coder and equal steps between levels. Biases are pruned
+This is S. Han et al., "Deep Compression" (2016), with another coder and equal steps between levels. Biases are pruned
 like matrices of one row, norms are not.
 """
 
@@ -59,12 +59,12 @@ class Dense:
 
 
 def _due(steps: int) -> set[int]:
-    """After which of so many training steps, counted from 0, weights are rounded anew and the file made to fit."""
+    """Training steps, from 0, after which weights get new steps and the file is made to fit."""
     return {min(steps - 1, round(part * steps)) for part in (0.6, 0.7, 0.8, 0.9)}
 
 
 _SHAPES = ((True, 0.85), (True, 0.6), (False, 0.45))
-"""Whether rows have their own steps; the part of its bits that a level is expected to take."""
+"""Steps per row or per matrix; the expected share of its bits that a level takes."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Pruned(Dense):
         return base.of_nets(found or least[:1], problem.task, lr=self.rates)
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
-        """Dense, then pruning, then rounded, with what is left."""
+        """Dense, then pruned step by step, then rounded."""
         pnet = base.pnet_about(settings, problem.task)
         module, about = pnet.build(seed), base.about_pnet(pnet, problem.task)
         net = RoundedNet(module, self.bits, dict.fromkeys(base.apart_from_norms(module), 1))

@@ -1,4 +1,4 @@
-"""Published networks in few bytes, to stand beside what is measured: accuracy on a task's test split, as papers say it.
+"""Published networks in few bytes, for the figure of a comparison: accuracy on the test split, as papers report it.
 
 None was run here, and data, training and what counts as a byte are the authors'.
 """

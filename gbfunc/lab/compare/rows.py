@@ -1,4 +1,4 @@
-"""What `compare.json` holds: settings chosen on validation data, a row a seed; and the running of what it lacks."""
+"""Rows of `compare.json`: settings chosen on validation data, a row per seed; and the runs that produce them."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ schedule of that length; a part of them, or so many where these are more, goes o
 
 
 class Choice(NamedTuple):
-    """What the validation split chose for a method at a size."""
+    """The settings that the validation split chose for a method at a size."""
 
-    task: str  # its name
-    method: str  # its name
+    task: str
+    method: str
     size: int  # parameters of the periodic genome that fills the budget
     budget: int  # most bytes of everything that is needed to run
-    dtype: str  # of what is stored, where the method has no other format
-    steps: int  # of the training
-    settings: Settings | None  # the choice, None where nothing fits
-    tried: list[Settings]  # every training: of a candidate, with its steps, bytes, metric on the validation split
-    searched: int  # steps of these trainings together
+    dtype: str  # stored, unless the method has another format
+    steps: int  # length of the training
+    settings: Settings | None  # the choice, None if nothing fits
+    tried: list[Settings]  # every training of a candidate, with its steps, bytes, metric on the validation split
+    searched: int  # steps of all these trainings
     reason: str = ""  # why nothing fits
 
 
 class Row(NamedTuple):
-    """One method at one size with one seed; the first six fields are those of `Choice`."""
+    """One method at one size with one seed; the first six fields match `Choice`."""
 
     task: str
     method: str
@@ -42,17 +42,17 @@ class Row(NamedTuple):
     budget: int
     dtype: str
     steps: int
-    seed: int  # of the training
-    bytes: int  # length of the data that the network was read back from
-    params: int  # trained parameters in them
+    seed: int
+    bytes: int  # length of the file that the network was read back from
+    params: int  # trained parameters in the file
     val: float  # metric on the validation split
     test: float  # metric on the test split
-    seconds: float  # of the training
-    settings: Settings  # what the validation split chose
+    seconds: float  # time of the training
+    settings: Settings
 
 
 class Results(NamedTuple):
-    """What is known so far."""
+    """All choices and rows so far."""
 
     choices: tuple[Choice, ...] = ()
     rows: tuple[Row, ...] = ()
@@ -136,7 +136,7 @@ def run_missing(
     report: Callable[[str], None] = lambda line: None,
     most: int | None = None,
 ) -> Iterator[Results]:
-    """Do what the results lack, one choice or row at a time, and give all results after each."""
+    """Run missing choices and rows one at a time, and yield all results after each."""
     for problem in problems:
         for name, method in methods.items():
             known, where = of_problem(results, problem, name), f"{name} at {problem.budget:,} bytes"
@@ -159,12 +159,12 @@ def run_missing(
 
 
 def to_json(results: Results) -> dict[str, Any]:
-    """Convert results to what `compare.json` holds."""
+    """Convert results to the content of `compare.json`."""
     return {part: [entry._asdict() for entry in getattr(results, part)] for part in Results._fields}
 
 
 def read_results(path: Path) -> Results:
-    """Read what a `compare.json` holds; nothing if there is none."""
+    """Read a `compare.json`; no results if there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         return Results(tuple(Choice(**c) for c in content["choices"]), tuple(Row(**r) for r in content["rows"]))

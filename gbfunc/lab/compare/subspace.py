@@ -35,7 +35,7 @@ def hadamard(n: int) -> Tensor:
 
 
 class Projection:
-    """`projection(z_d) -> theta_D`: linear, differentiable, the same for the same seed; needs 1 <= d <= D."""
+    """`projection(z_d) -> theta_D`: linear, differentiable, decided by the seed; needs 1 <= d <= D."""
 
     def __init__(self, d: int, D: int, seed: int) -> None:
         if not 1 <= d <= D:
@@ -74,7 +74,7 @@ class Subspace:
 
 @dataclass(frozen=True)
 class RandomSubspace:
-    """The numbers z, with the seed beside them."""
+    """The numbers z and the seed."""
 
     rates: tuple[float, ...] = (3e-2, 1e-1, 3e-1, 1.0)  # learning rates to choose from
 
