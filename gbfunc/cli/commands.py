@@ -89,10 +89,10 @@ class GenomeCommand(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class Train(Command, RunOptions):
-    """Train a genome on a task; measure it as its file holds it. On many ranks: torchrun ... -m gbfunc train ..."""
+    """Train a genome on a task and measure it; under torchrun, on many ranks."""
 
+    # Train the p-net's weights themselves, without a genome: the dense baseline. The file then holds them all.
     dense: bool = False
-    """Train the p-net's weights themselves, without a genome: the dense baseline. The file then holds them all."""
     output: CheckpointOptions = CheckpointOptions()
     teacher: TeacherOptions = TeacherOptions()
     birth: BirthOptions = BirthOptions()
@@ -101,115 +101,115 @@ class Train(Command, RunOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Demo(Command, RunOptions):
-    """Train a genome on real digits, and beside it the same p-net and a small net densely; compare them."""
+    """Train a genome on real digits beside two dense nets, and compare them."""
 
     module = "train"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eval(GenomeCommand, ConfigOption, GenomeFileOptions):
-    """Show where a genome file's bytes go; rebuild the p-net from it and measure it. The file names task and p-net."""
+    """Show where a genome file's bytes go; rebuild its p-net and measure it."""
 
     module = "genomes"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Predict(GenomeCommand, ConfigOption, GenomeFileOptions):
-    """Classify files: images, arrays of images (.npy, .npz), or texts, one each line (.txt). A line for each input."""
+    """Classify images (.npy and .npz, too) and texts (.txt, an input each line)."""
 
+    # The files. Pixels count from 0 to 255 (of 16 bits scaled so), or as the task's data has them, bright where its
+    # images are; transparent ones are white.
     inputs: Positional[tuple[Path, ...]]
-    """The files. Pixels count from 0 to 255 (of 16 bits scaled so), or as the task's data has them, bright where its
-    images are; transparent ones are white."""
+    # Classes to tell of each input, the likeliest first.
     top: Annotated[int, arg(metavar="INT"), COUNT] = 1
-    """Classes to tell of each input, the likeliest first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample(GenomeCommand, ConfigOption, GenomeFileOptions):
-    """Write text with the language model of a genome file; --data-dir is the text it learned, for its characters."""
+    """Write text with the language model of a genome file."""
 
     module = "genomes"
 
+    # What it learned: text, or package.module:function.
     task: Annotated[str, arg(metavar="NAME")] = "text"
-    """What it learned: text, or package.module:function."""
+    # What it goes on from.
     prompt: Annotated[str, shows("TEXT", "a new line")] = "\n"
-    """What it goes on from."""
+    # How much to write: characters, or tokens of the task's vocabulary.
     tokens: int = 300
-    """How much to write: characters, or tokens of the task's vocabulary."""
+    # Below 1 it writes more carefully, above 1 more freely; 0 takes the likeliest token each time.
     temperature: float = 0.8
-    """Below 1 it writes more carefully, above 1 more freely; 0 takes the likeliest token each time."""
+    # Seed of what is drawn.
     seed: Annotated[int, SEED] = 0
-    """Seed of what is drawn."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Export(GenomeCommand, ConfigOption, GenomeFileOptions):
-    """Write the network of a genome file for other programs, as a page for browsers (.html), or as its QR code."""
+    """Write a genome's network for programs, as a web page, or as a QR code."""
 
+    # Where to; a file that is there is replaced. A page of a text task takes its characters from --data-dir.
     out: Annotated[Path, arg(metavar="FILE")]
-    """Where to; a file that is there is replaced. A page of a text task takes its characters from --data-dir."""
+    # Address of a page of --out net.html: draw the QR code that opens it with this genome, up to some 2,200 bytes.
     qr: Annotated[str | None, shows("PAGE")] = None
-    """Address of a page of --out net.html: draw the QR code that opens it with this genome, up to some 2,200 bytes."""
+    # The format: suffixes .onnx, .pt2 (torch.export), .vmfb (IREE) and .safetensors tell it; aoti is AOTInductor.
     to: Annotated[FormatName | None, shows(FormatName, "by the suffix of --out")] = None
-    """The format: suffixes .onnx, .pt2 (torch.export), .vmfb (IREE) and .safetensors tell it; aoti is AOTInductor."""
+    # genome: the file holds the genome, and generates the weights where it runs; dense: it holds the weights.
     weights: Annotated[
         Literal["genome", "dense"] | None, shows("genome|dense", "genome; dense for safetensors, and adapters")
     ] = None
-    """genome: the file holds the genome, and generates the weights where it runs; dense: it holds the weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Command, ConfigOption):
-    """Show what a genome of a given size would hold, tensor by tensor, without training it; and layouts of ranks."""
+    """Show what a genome would hold, tensor by tensor; and layouts of ranks."""
 
     data: PNetOptions = PNetOptions()
     genome: GenomeOptions = GenomeOptions()
     output: StoredOptions = StoredOptions()
 
+    # Plan its training on so many ranks too: memory, bytes and seconds of every layout, the fastest first.
     ranks: MaybeCount = None
-    """Plan its training on so many ranks too: memory, bytes and seconds of every layout, the fastest first."""
+    # Memory of a rank, with --ranks: 16GB, 80GiB.
     memory: Annotated[str | None, shows("SIZE", "the device's")] = None
-    """Memory of a rank, with --ranks: 16GB, 80GiB."""
+    # What a rank can send per second, with --ranks: 100Gbit, 12.5GB.
     link: Annotated[str | None, shows("RATE", "the device's")] = None
-    """What a rank can send per second, with --ranks: 100Gbit, 12.5GB."""
+    # What a rank is like, with --ranks: the JSON that `gbfunc bench --calibrate` prints.
     device: Annotated[Path | None, shows("FILE", "50 Gflop/s, 10 GB/s, 10Gbit, 16GB")] = None
-    """What a rank is like, with --ranks: the JSON that `gbfunc bench --calibrate` prints."""
+    # Examples per step of all ranks together, with --ranks.
     batch_size: RecipeCount = None
-    """Examples per step of all ranks together, with --ranks."""
+    # Microbatches per step, with --ranks.
     microbatches: Annotated[int | None, shows("INT", "the fastest"), COUNT] = None
-    """Microbatches per step, with --ranks."""
+    # How the layers of a p-net of yours are split along a tensor axis, with --ranks, as for gbfunc train.
     parallel: Annotated[str | None, shows("MODULE:FUNCTION", "those of the p-net")] = None
-    """How the layers of a p-net of yours are split along a tensor axis, with --ranks, as for gbfunc train."""
 
 
 @dataclass(frozen=True)
 class Compare(Command, DataOptions):
-    """Genomes and what else one would do, within the same bytes; settings by validation, a row per seed."""
+    """Compare genomes and other small networks within the same bytes."""
 
+    # Budgets: the bytes of a periodic genome's file of so many parameters, its header included.
     sizes: Annotated[tuple[int, ...] | None, shows("INT ...", " ".join(map(str, SIZES)))] = None
-    """Budgets: the bytes of a periodic genome's file of so many parameters, its header included."""
+    # Budgets in bytes instead of --sizes; 1500 to 186000 by default for a pretrained p-net.
     bytes: Annotated[tuple[int, ...] | None, shows("INT ...")] = None
-    """Budgets in bytes instead of --sizes; 1500 to 186000 by default for a pretrained p-net."""
+    # Only these: periodic, periodic_int7, periodic_auto (codes with steps that training finds), smaller_dense,
+    # random_subspace, pruned, int8 and int4 (smaller nets; all three trained for their rounding and entropy-coded), the
+    # other types of g-net: gnet, stochastic, low_rank_genome, xox. With --pretrained: genome, genome_int7, genome_auto,
+    # linear_probe, bitfit, lora, vera, fourierft, tinylora, unilora, ia3, each in float numbers also as NAME_float16,
+    # and full_fine_tuning, whatever its size.
     methods: Annotated[tuple[str, ...] | None, shows("NAME ...", "all")] = None
-    """Only these: periodic, periodic_int7, periodic_auto (codes with steps that training finds), smaller_dense,
-    random_subspace, pruned, int8 and int4 (smaller nets; all three trained for their rounding and entropy-coded), the
-    other types of g-net: gnet, stochastic, low_rank_genome, xox. With --pretrained: genome, genome_int7, genome_auto,
-    linear_probe, bitfit, lora, vera, fourierft, tinylora, unilora, ia3, each in float numbers also as NAME_float16, and
-    full_fine_tuning, whatever its size."""
+    # Trainings of each method at each size, seeded 0, 1, ...
     seeds: Annotated[int, COUNT] = 3
-    """Trainings of each method at each size, seeded 0, 1, ..."""
+    # Passes over the training examples, for all alike; candidates take a ninth, a third and all of them.
     epochs: RecipeCount = None
-    """Passes over the training examples, for all alike; candidates take a ninth, a third and all of them."""
+    # dtype that every method stores which has no other format; training is in float32.
     dtype: Literal["float32", "float16"] = "float32"
-    """dtype that every method stores which has no other format; training is in float32."""
+    # Run every network in this dtype (autocast) in training: faster where the machine has it.
     amp: Annotated[Literal["bfloat16"] | None, shows("bfloat16")] = None
-    """Run every network in this dtype (autocast) in training: faster where the machine has it."""
+    # One epoch, one seed, two candidates: shows that all of it runs, and nothing else.
     quick: Flag = False
-    """One epoch, one seed, two candidates: shows that all of it runs, and nothing else."""
+    # Threads of the CPU.
     threads: Threads = None
-    """Threads of the CPU."""
+    # Folder for compare.json, the figure and the data of every network; rows that it holds are not run again.
     out: Path = Path("compare")
-    """Folder for compare.json, the figure and the data of every network; rows that it holds are not run again."""
 
 
 @dataclass(frozen=True)
@@ -218,66 +218,66 @@ class Bench(Command):
 
     waits = False
 
+    # Fewer and smaller cases: under a minute.
     quick: Flag = False
-    """Fewer and smaller cases: under a minute."""
+    # Only these: demo, small_mlp, population, mlp_2048, mlp_4096, jax, generation, gpt, resnet18, remat, checkpoint,
+    # adapter, growth_weights, growth_features.
     cases: Annotated[tuple[str, ...] | None, shows("NAME ...", "all")] = None
-    """Only these: demo, small_mlp, population, mlp_2048, mlp_4096, jax, generation, gpt, resnet18, remat, checkpoint,
-    adapter, growth_weights, growth_features."""
+    # Runs of all these cases, one after the other: ratios are then the median over the runs, with their range.
     repeat: Annotated[int, arg(metavar="N"), COUNT] = 1
-    """Runs of all these cases, one after the other: ratios are then the median over the runs, with their range."""
+    # Where to run: cpu, or cuda for larger sizes in bfloat16.
     device: str = "cpu"
-    """Where to run: cpu, or cuda for larger sizes in bfloat16."""
+    # Threads of the CPU.
     threads: Threads = None
-    """Threads of the CPU."""
+    # Folder for bench.json and figures; such files are replaced.
     out: Path = Path("bench")
-    """Folder for bench.json and figures; such files are replaced."""
+    # Measure instead what `gbfunc plan --device FILE` takes, and print it as JSON: a matrix product, a copy, and an
+    # all-reduce, between the ranks of torchrun or two processes on the loopback.
     calibrate: Flag = False
-    """Measure instead what `gbfunc plan --device FILE` takes, and print it as JSON: a matrix product, a copy, and an
-    all-reduce, between the ranks of torchrun or two processes on the loopback."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Federated(Command, ConfigOption):
-    """Simulate federated learning of a genome on Flower: clients with examples of their own, kilobytes a round."""
+    """Simulate federated learning of a genome on Flower, clients and server."""
 
     data: PNetOptions = PNetOptions()
     genome: GenomeOptions = GenomeOptions()
 
+    # How many there are.
     clients: Annotated[int, COUNT] = 100
-    """How many there are."""
+    # Clients that train in a round, chosen by chance.
     sample: Annotated[int, COUNT] = 10
-    """Clients that train in a round, chosen by chance."""
+    # How alike their examples are: concentration of the Dirichlet distribution by which each class is spread over
+    # them, 0.1 to 1; inf for parts alike.
     alpha: float = float("inf")
-    """How alike their examples are: concentration of the Dirichlet distribution by which each class is spread over
-    them, 0.1 to 1; inf for parts alike."""
+    # Rounds in all.
     rounds: Annotated[int, COUNT] = 200
-    """Rounds in all."""
+    # Training steps of a client in a round.
     local_steps: Annotated[int, COUNT] = 20
-    """Training steps of a client in a round."""
+    # Examples of a step.
     batch_size: Annotated[int, COUNT] = 32
-    """Examples of a step."""
+    # Highest learning rate of clients.
     lr: Annotated[float | None, shows("FLOAT", "0.02; with convolutions 0.01; with --dense 0.1"), POSITIVE] = None
-    """Highest learning rate of clients."""
+    # Course of that rate over the rounds: averages of genomes stand still where it does not fall.
     schedule: Annotated[ScheduleName, arg(metavar="|".join(get_args(ScheduleName)))] = "cosine"
-    """Course of that rate over the rounds: averages of genomes stand still where it does not fall."""
+    # Class of torch.optim of the clients, which begins afresh in each round.
     optimizer: Annotated[str | None, shows("NAME", "Adam; with --dense SGD")] = None
-    """Class of torch.optim of the clients, which begins afresh in each round."""
+    # Strategy of the server, a class of flwr.serverapp.strategy: FedAvg, FedAvgM, FedAdam, FedProx, FedMedian, ...
     strategy: Annotated[str | None, shows("NAME", "FedAvgM of momentum 0.5; with --dense FedAvg")] = None
-    """Strategy of the server, a class of flwr.serverapp.strategy: FedAvg, FedAvgM, FedAdam, FedProx, FedMedian, ..."""
+    # Options of the class, for FedAdam '{"eta": 0.01, "beta_1": 0.9, "beta_2": 0.99}'.
     strategy_config: Annotated[str, shows("JSON")] = "{}"
-    """Options of the class, for FedAdam '{"eta": 0.01, "beta_1": 0.9, "beta_2": 0.99}'."""
+    # dtype in which clients send changes: intN codes, or the K largest numbers. Later changes make up for losses.
     up: Annotated[str, arg(metavar="float32|float16|int8|...|int2|topK")] = "int4"
-    """dtype in which clients send changes: intN codes, or the K largest numbers. Later changes make up for losses."""
+    # dtype in which the server sends the genome; its own stays in float32.
     down: Annotated[str, arg(metavar="float32|float16|int8|...|int2")] = "int8"
-    """dtype in which the server sends the genome; its own stays in float32."""
+    # Send the p-net's weights themselves, without a genome: the dense baseline.
     dense: Flag = False
-    """Send the p-net's weights themselves, without a genome: the dense baseline."""
+    # Rounds from one validation to the next.
     measure_every: Annotated[int, arg(metavar="ROUNDS"), COUNT] = 10
-    """Rounds from one validation to the next."""
+    # Folder for metrics.json, history.csv, genome.safetensors, and server.safetensors, the server after each round.
     out: Annotated[Path | None, shows("DIR", "nothing is kept")] = None
-    """Folder for metrics.json, history.csv, genome.safetensors, and server.safetensors, the server after each round."""
+    # Go on from OUT/server.safetensors, with the strategy's state; clients begin with no error to add.
     resume: Flag = False
-    """Go on from OUT/server.safetensors, with the strategy's state; clients begin with no error to add."""
 
 
 _ALL = (Demo, Plan, Train, Eval, Predict, Sample, Export, Compare, Bench, Federated)
