@@ -58,6 +58,7 @@ def test_other_metrics_keep_their_unit() -> None:
     assert metric.get_ylabel() == "validation loss (nats)" and loss.get_xlabel() == metric.get_xlabel() == "step"
     assert np.asarray(metric.lines[0].get_ydata()).tolist() == [3.0, 1.5]
     assert np.asarray(metric.lines[0].get_xdata()).tolist() == [500, 1000]
+    assert len(learning_curve({str(i): ROWS for i in range(9)}).axes[0].lines) == 9  # more runs than colours
 
 
 def test_return_curve_draws_means_in_bands() -> None:
@@ -70,10 +71,6 @@ def test_return_curve_draws_means_in_bands() -> None:
     assert (heights.min(), heights.max()) == (8.0, 22.0)
     with pytest.raises(ValueError, match="at least one run"):
         return_curve({}, "nothing")
-
-
-def test_more_runs_than_colours() -> None:
-    assert len(learning_curve({str(i): ROWS for i in range(9)}).axes[0].lines) == 9
 
 
 def test_tradeoff_curves_show_mean_and_spread_against_bytes() -> None:
@@ -110,12 +107,6 @@ def test_errors_on_a_logarithmic_axis() -> None:
     shown = [t.get_text() for t in axes.get_yticklabels() if low <= t.get_position()[1] <= high]
     assert axes.get_yscale() == "log" and set(shown) >= {"2", "5", "10", "20", "50"}
     assert png(figure).startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("curves", [{}, {"a": []}, {"a": [(1, [])]}])
-def test_tradeoff_curves_want_points(curves: dict) -> None:
-    with pytest.raises(ValueError, match="at least one method"):
-        tradeoff_curves(curves, "x")
 
 
 def test_weight_images_show_the_matrices_beside_each_other() -> None:
@@ -172,6 +163,9 @@ def test_birth_curves_begin_at_birth() -> None:
 
 
 def test_nothing_to_draw_is_an_error() -> None:
+    for curves in ({}, {"a": []}, {"a": [(1, [])]}):
+        with pytest.raises(ValueError, match="at least one method"):
+            tradeoff_curves(curves, "x")
     with pytest.raises(ValueError, match="at least one run"):
         learning_curve({})
     for nets in ({}, {"a": {"bias": torch.zeros(3)}}):
@@ -205,14 +199,12 @@ def test_schedules_show_every_event_that_takes_time_and_memory() -> None:
     assert png(figure).startswith(b"\x89PNG")
 
 
-def test_schedules_mark_layers_where_there_is_one_microbatch() -> None:
-    events = plot_schedule(simulate(make_schedule("ddp", layers=2, ranks=2))).axes[0]
-    assert sorted(text.get_text() for text in events.texts if text.get_text()) == sorted("01" * 6)
-
-
 def test_schedules_draw_every_kind_and_ranks_that_do_nothing() -> None:
     alone = [Event(kind, 1.0, ranks=(0,)) for kind in EVENTS if kind not in ("send", "receive")]
     figure = plot_schedule(simulate(Schedule([alone, []], [{}, {}])))
     assert len(figure.axes[0].containers) == len(alone) and png(figure).startswith(b"\x89PNG")
+    # With one microbatch, layers are marked.
+    events = plot_schedule(simulate(make_schedule("ddp", layers=2, ranks=2))).axes[0]
+    assert sorted(text.get_text() for text in events.texts if text.get_text()) == sorted("01" * 6)
     with pytest.raises(ValueError, match="events that take time"):
         plot_schedule(Timeline(((),)))

@@ -48,10 +48,6 @@ def shapes(net: torch.nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.shape) for name, p in net.named_parameters()}
 
 
-def test_every_family_is_tried() -> None:
-    assert SMALL.keys() == PNETS.keys()
-
-
 @pytest.mark.parametrize("name", sorted(PNETS))
 def test_a_family_builds_plans_and_trains(name: str) -> None:
     interface, config = SMALL[name]
@@ -92,21 +88,17 @@ def test_a_family_reads_itself_back_and_scales(name: str) -> None:
     with pytest.raises(ValueError, match="expected the parameters of"):
         pnet.fitted({"a": (3,)})
     total = n_params(pnet.build(0))
-    sizes = [n_params(pnet.scaled(f).build(0)) for f in (0.0, 0.5, 1.0, 2.0)]
+    sizes = [n_params(pnet.scaled(f).make()) for f in (0.0, 0.5, 1.0, 2.0)]
     assert sizes == sorted(sizes) and sizes[2] == total
-    for params in (1, total // 3, total, 2 * total):
-        assert n_params(narrowed(pnet, params).build(0)) >= params
+    with torch.device("meta"):
+        assert all(n_params(narrowed(pnet, params).make()) >= params for params in (1, total // 3, total))
 
 
-@pytest.mark.parametrize("genome_params", [5, 85, 86, 300, 2_062])
-def test_the_small_net_is_the_smallest_that_is_no_smaller(genome_params: int) -> None:
-    digits = Interface((1, 8, 8), 10)
-    width = narrowed(find_pnet("mlp", digits, {"hidden": [500]}), genome_params).config["hidden"][0]
-
-    def size(width: int) -> int:
-        return 65 * width + (width + 1) * 10
-
-    assert size(width) >= genome_params and (width == 1 or size(width - 1) < genome_params)
+def test_the_small_net_is_the_smallest_that_is_no_smaller() -> None:
+    pnet = find_pnet("mlp", Interface((1, 8, 8), 10), {"hidden": [500]})
+    for genome_params in (5, 85, 86, 300, 2_062):
+        width = narrowed(pnet, genome_params).config["hidden"][0]
+        assert 75 * width + 10 >= genome_params and (width == 1 or 75 * (width - 1) + 10 < genome_params)
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -119,12 +111,6 @@ def test_another_type_of_g_net_takes_the_place_of_the_tuned_one(name: str) -> No
     for (pattern, before), (same, after) in zip(options.rules, other.rules, strict=True):
         tuned = before is not None and before.type == "periodic" and before.size is None
         assert same == pattern and after == (gb.low_rank() if tuned else before)
-
-
-def test_hidden_units_of_a_perceptron_start_at_lower_frequencies() -> None:
-    rules = dict(find_pnet("mlp", *SMALL["mlp"]).plan(1_000).rules)
-    pairs = [getattr(rules[rf"^{i}\.weight$"], "frequency", None) for i in (0, 2, 4)]
-    assert pairs == [(0.5, 1.0), (0.5, 0.5), (1.0, 0.5)]
 
 
 def test_a_genome_of_lenet_begins_unsure() -> None:
@@ -170,24 +156,20 @@ def test_gpt_looks_only_back() -> None:
         ("mlp", TEXT, {}, "mlp reads images"),
         ("gpt", IMAGE, {}, "gpt reads text"),
         ("allconv", TEXT, {}, "allconv reads images"),
-        ("convnet", TEXT, {}, "convnet reads images"),
         ("lenet5", Interface((1, 8, 8), 10), {}, "reads images of 16 x 16 or more, the task has inputs of 1 x 8 x 8"),
         ("allconv", Interface((1, 8, 8), 10), {}, "reads images of 12 x 12 or more"),
-        ("resnet18", TEXT, {}, "resnet18 reads images"),
-        ("vit", TEXT, {}, "vit reads images"),
         ("vit", IMAGE, {"patch": 5}, "patch of vit must divide the images of 32 x 32, got 5"),
-        ("vit", IMAGE, {"width": 10}, "multiple of its 4 heads, got 10"),
         ("gpt", TEXT, {"width": 10, "heads": 4}, "multiple of its 4 heads, got 10"),
         ("gpt", TEXT, {"layers": 0}, "layers of gpt must be an int >= 1, got 0"),
         ("gpt", TEXT, {"dropout": 1}, "below 1, got 1"),
         ("gpt", TEXT, {"depth": 3}, "the p-net gpt has no option depth: its options are layers, width"),
         ("allconv", IMAGE, {"width": "wide"}, "width of allconv must be an int >= 1, got 'wide'"),
+        ("vit", Interface((4, 8, 8), 3, actions="choice"), {}, "reads images, the task has observations"),
         ("allconv", IMAGE, {"norm": 1}, "norm of allconv must be true or false, got 1"),
         ("allconv", IMAGE, {"dropout": -1}, "dropout of allconv"),
         ("mlp", IMAGE, {"hidden": 3}, "options of the p-net mlp do not fit"),
         ("mlp", IMAGE, {"hidden": [0]}, "end with 10 outputs, 2 or more positive ints, got 3072 0 10"),
         ("mlp", IMAGE, {"sizes": [3072, 11]}, "got 3072 11"),
-        ("mlp", IMAGE, {"sizes": []}, "got none"),
         ("os:sep", IMAGE, {}, "must be a function that returns an nn.Module, got str"),
         ("os:getpid", IMAGE, {}, "must return an nn.Module or a PNet, got int"),
         ("os:nope", IMAGE, {}, "module 'os' has no attribute 'nope'"),
@@ -196,11 +178,6 @@ def test_gpt_looks_only_back() -> None:
 def test_what_does_not_fit_is_refused(name: str, interface: Interface, config: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         find_pnet(name, interface, config)
-
-
-@pytest.mark.parametrize(("name", "path"), [("a:b", True), ("a.b:c.d", True), ("mlp", False), ("a/b:c", False)])
-def test_import_paths(name: str, path: bool) -> None:
-    assert is_import_path(name) is path
 
 
 def test_own_pnets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,6 +189,7 @@ def test_own_pnets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "def planned():\n    return PNet('mine', build, plan=lambda size: PlanOptions(max_tile=4))\n"
     )
     monkeypatch.chdir(tmp_path)
+    assert [is_import_path(name) for name in ("a:b", "a.b:c.d", "mlp", "a/b:c")] == [True, True, False, False]
     net = find_pnet("own_nets:build", IMAGE, {"width": 5}).build(0)
     assert net(inputs(IMAGE)).shape == (2, 10) and shapes(net)["1.weight"] == (5, 3072)
     assert shapes(find_pnet("own_nets:fitting", IMAGE, {}).build(0))["weight"] == (10, 7)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gbfunc.tasks.ppo import Settings, Transitions, gae, policy, ppo_loss
+from gbfunc.tasks.ppo import Settings, Transitions, gae, ppo_loss
 
 
 def advantages_by_definition(
@@ -110,10 +110,9 @@ def loss_by_hand(net: LinearNet, batch: Transitions, settings: Settings, discret
 
 
 @pytest.mark.parametrize("discrete", [True, False])
-@pytest.mark.parametrize("seed", range(3))
-def test_loss_by_hand(discrete: bool, seed: int) -> None:
+def test_loss_by_hand(discrete: bool) -> None:
     settings = Settings(clip=0.3, entropy=0.07, value=0.4)
-    net, batch = LinearNet(3 if discrete else 4), transitions(discrete, seed)
+    net, batch = LinearNet(3 if discrete else 4), transitions(discrete)
     loss, aux = ppo_loss(net, batch, settings, discrete)
     found = {k: float(v.detach()) for k, v in {"loss": loss, **aux}.items()}
     assert found == pytest.approx(loss_by_hand(net, batch, settings, discrete), rel=1e-9)
@@ -134,14 +133,6 @@ def test_steps_that_only_restart_do_not_count(discrete: bool) -> None:
         found.append((loss.detach(), *torch.autograd.grad(loss, (net.policy, net.value))))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b)
-
-
-def test_policies_are_normalised() -> None:
-    logits = torch.tensor([[0.0, math.log(3.0)]])
-    torch.testing.assert_close(policy(logits, True).log_prob(torch.tensor([1])).exp(), torch.tensor([0.75]))
-    normal = policy(torch.tensor([[1.0, -1.0, 0.0, math.log(2.0)]]), False)
-    expected = torch.tensor([-math.log(2 * math.pi) - math.log(2.0)])
-    torch.testing.assert_close(normal.log_prob(torch.tensor([[1.0, -1.0]])), expected)
 
 
 def test_length_in_updates() -> None:

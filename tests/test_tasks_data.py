@@ -40,11 +40,8 @@ def test_hold_out_is_the_same_everywhere() -> None:
     held, rest = hold_out(labels, (3,), seed=0)
     assert held.tolist() == [4, 6, 11]
     assert sorted(labels[held]) == [0, 1, 2] and len(rest) == 9
-
-
-def test_hold_out_refuses_more_than_there_is() -> None:
-    with pytest.raises(ValueError, match=r"cannot hold out \(3, 4\) of 5"):
-        hold_out(np.zeros(5, np.int64), (3, 4), 0)
+    with pytest.raises(ValueError, match=r"cannot hold out \(3, 10\) of 12"):
+        hold_out(labels, (3, 10), 0)
 
 
 @settings(deadline=None, max_examples=30)
@@ -61,23 +58,12 @@ def test_batches_are_full_and_never_repeat_an_example(n: int, batch_size: int, s
     assert all(x.shape == (batch_size, 1) and torch.equal(x[:, 0].long(), y) for x, y in batches)
     seen = torch.cat([y for _, y in batches]).tolist()
     assert len(set(seen)) == len(seen) == n // batch_size * batch_size
-    again = list(epoch_batches(split, batch_size, torch.Generator().manual_seed(seed)))
-    assert all(torch.equal(a[1], b[1]) for a, b in zip(batches, again, strict=True))
-
-
-def test_batches_change_from_epoch_to_epoch_and_leave_the_global_generator_alone() -> None:
-    split = Split(torch.zeros(100, 1), torch.arange(100))
-    generator, before = torch.Generator().manual_seed(0), torch.get_rng_state()
-    first, second = ([y for _, y in epoch_batches(split, 50, generator)] for _ in range(2))
-    assert not torch.equal(first[0], second[0])
+    before, endless = torch.get_rng_state(), endless_batches(split, batch_size, torch.Generator().manual_seed(seed))
+    assert all(torch.equal(y, next(endless)[1]) for _, y in batches)
+    # The next pass has another order, from the same generator.
+    again = torch.cat([next(endless)[1] for _ in batches]).tolist()
+    assert len(set(again)) == len(seen) and (n < 20 or batch_size > 2 or again != seen)
     assert torch.equal(before, torch.get_rng_state())
-
-
-def test_passes_follow_each_other() -> None:
-    split = Split(torch.zeros(6, 1), torch.arange(6))
-    batches = endless_batches(split, 2, torch.Generator().manual_seed(0))
-    seen = [next(batches)[1] for _ in range(6)]
-    assert sorted(torch.cat(seen[:3]).tolist()) == sorted(torch.cat(seen[3:]).tolist()) == list(range(6))
 
 
 def test_a_part_of_the_tokens_is_left_out_but_for_the_first() -> None:
@@ -92,13 +78,10 @@ def test_a_part_of_the_tokens_is_left_out_but_for_the_first() -> None:
 
 
 def test_noise_has_its_deviation() -> None:
-    x = noise(0.5)(torch.ones(100, 100), torch.Generator().manual_seed(0))
-    assert abs(float(x.std()) - 0.5) < 0.02 and abs(float(x.mean()) - 1) < 0.02
-
-
-def test_noise_leaves_images_in_memory_as_they_are() -> None:
-    x = torch.ones(2, 1, 4, 6).to(memory_format=torch.channels_last)
-    assert noise(0.5)(x, torch.Generator().manual_seed(0)).stride() == x.stride() == (24, 1, 6, 1)
+    images = torch.ones(2, 50, 10, 10).to(memory_format=torch.channels_last)
+    x = in_turn(noise(0.5), lambda x, generator: 2 * x)(images, torch.Generator().manual_seed(0))
+    assert abs(float(x.std()) - 1) < 0.04 and abs(float(x.mean()) - 2) < 0.04
+    assert x.stride() == images.stride()
 
 
 def test_distort_is_an_affine_map_about_the_middle() -> None:
@@ -146,15 +129,10 @@ def test_shift_fills_what_comes_in() -> None:
     assert torch.equal(same, images)
 
 
-def test_changes_in_turn() -> None:
-    doubled = in_turn(lambda x, g: x + 1, lambda x, g: 2 * x)
-    assert doubled(torch.ones(2), torch.Generator()).tolist() == [4.0, 4.0]
-
-
 def test_flip_and_crop_shifts_and_mirrors() -> None:
     images = torch.arange(2 * 3 * 5 * 7.0).reshape(2, 3, 5, 7) + 1
     seen = set()
-    for seed in range(200):
+    for seed in range(60):
         changed = flip_and_crop(1)(images, torch.Generator().manual_seed(seed))
         assert changed.shape == images.shape
         for image, original in zip(changed, images, strict=True):
