@@ -85,12 +85,6 @@ def test_what_does_not_fit_is_refused(name: str, interface: Interface, config: d
         find_pnet(name, interface, config)
 
 
-def test_a_configuration_that_makes_no_model_is_told() -> None:
-    config = TINY["hf:gpt2"][1] | {"n_embd": 15}
-    with pytest.raises(ValueError, match="hf:gpt2"):
-        find_pnet("hf:gpt2", TEXT, config).build(0)
-
-
 def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog " * 30)
     config = json.dumps(TINY["hf:gpt2"][1])

@@ -56,17 +56,17 @@ TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType(
         "control": control,
     }
 )
-"""Every task by its name, as its factory `(**options) -> Task`, `data_dir` among them where it reads files."""
+"""Factory `(**options) -> Task` of every task by its name; tasks that read files have an option `data_dir`."""
 
 
 def find_task(name: str, data_dir: Path | str | None, config: Mapping[str, Any]) -> Task:
-    """The task called `name`: a key of `TASKS`, or `package.module:function` of the user's.
+    """Find the task called `name`: a key of `TASKS`, or a user's `package.module:function`.
 
-    A function gets the options, and `data_dir` where one is given.
+    The function gets the options, and `data_dir` if given.
 
     Raises:
-        ValueError: for an unknown name, options that do not fit, a `data_dir` where the task has no such parameter, or
-            damaged data.
+        ValueError: for an unknown name, options that do not fit, a `data_dir` that the task does not take, or damaged
+            data.
         FileNotFoundError: if data is missing.
         ImportError: if a package is missing.
     """

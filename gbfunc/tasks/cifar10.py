@@ -21,8 +21,7 @@ from gbfunc.tasks.pnets import PNETS, Interface, PNet
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 _VAL_PART = 10
-_MAX_BYTES, _MAX_UNPACKED = 64 << 20, 1 << 30
-"""A batch of 10,000 images has 31 MB."""
+_MAX_BYTES, _MAX_UNPACKED = 64 << 20, 1 << 30  # A batch of 10,000 images has 31 MB
 _SHAPE, _PIXELS = (3, 32, 32), 3_072
 
 

@@ -1,7 +1,7 @@
 """Control: policy and value networks of gymnasium's environments through the bottleneck, learnt by PPO.
 
-A pass over what it learns from is one rollout: the network acts as it is then, and its transitions are gone through a
-few times. The validation and test splits are fixed episodes, in which the greedy policy acts.
+A pass over the data is one rollout of the present network, whose transitions are used a few times. The validation and
+test splits are fixed episodes, in which the greedy policy acts.
 
 Suffixes: T steps of a rollout, N environments, B transitions (or sequences), O numbers of an observation (or channels,
 rows and columns of an image), P numbers that describe a policy, M numbers of a memory.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -27,17 +28,20 @@ from gbfunc.tasks.pnets.base import seeded
 from gbfunc.tasks.ppo import PolicyValue, Settings, Transitions, gae, policy, ppo_loss
 
 EPISODES, IMAGE_EPISODES = 100, 10
-"""Episodes of an evaluation: what gymnasium's "solved" is a mean over, and fewer of them where networks see images."""
+"""Episodes of an evaluation, over which gymnasium's "solved" takes a mean, and fewer if networks see images."""
 
-ATARI, _ATARI_FRAMES = "ALE/", 5 * 60 * 60
-"""What the names of Atari's games begin with, and frames of an episode."""
+ATARI, _ATARI_FRAMES = "ALE/", 5 * 60 * 60  # prefix of the names of Atari's games, and frames of an episode
+
+_Front = tuple[Tensor, NDArray[np.bool_], NDArray[np.bool_], Tensor | None]
+"""Environments at the start of a rollout: observations [N, O], whether the next step only restarts [N], whether the
+observations start an episode [N], and the memory of a network that has one [N, M]."""
 
 # Streams of random numbers that one seed gives, so that evaluations never see an episode of training.
 _RESETS, _ORDER, _ACTIONS, _CHECKS, _FINAL = range(5)
 
 
 class Environment(NamedTuple):
-    """What a network must know of an environment."""
+    """An environment, as a network sees it."""
 
     id: str  # its name in gymnasium's registry
     inputs: tuple[int, ...]  # shape of what the network sees: (numbers,), or (channels, rows, columns)
@@ -49,19 +53,19 @@ class Environment(NamedTuple):
 
     @property
     def episodes(self) -> int:
-        """Episodes of an evaluation."""
+        """Number of episodes of an evaluation."""
         return EPISODES if len(self.inputs) == 1 else IMAGE_EPISODES
 
     def seen(self, obs: NDArray[Any]) -> Tensor:
-        """What the network sees of observations [..., O]: float32, or uint8 for images that are, channels first."""
-        # A copy: an environment may write the next observation into the same memory.
+        """Convert observations [..., O] for the network: float32, or uint8 images, channels first."""
+        # Copied: an environment may write the next observation into the same memory.
         x = torch.from_numpy(np.array(obs if self.observed is None else obs[..., self.observed]))
         x = x.movedim(-1, -3) if self.channels_last else x
         return x if x.dtype == torch.uint8 else x.to(torch.float32)
 
     def reset(self, envs: Any, seed: int) -> Tensor:
-        """Start environments from a seed: what the network sees first."""
-        # ALE takes seeds of 31 bits, and one more for each environment.
+        """Start environments from a seed, and return the first observations."""
+        # ALE takes seeds of 31 bits, and adds one for each environment.
         return self.seen(envs.reset(seed=seed % 2**30 if self.id.startswith(ATARI) else seed)[0])
 
 
@@ -88,7 +92,7 @@ def find_environment(env_id: str, observed: Sequence[int] | None = None) -> Envi
 
 
 def _actions(space: Any) -> tuple[int, bool] | None:
-    """Number of choices and True, or numbers of a vector and False; None for other actions."""
+    """Return the number of choices and True, or the numbers of a vector and False; None for other actions."""
     from gymnasium.spaces import Box, Discrete
 
     if isinstance(space, Discrete) and int(space.start) == 0:
@@ -97,10 +101,10 @@ def _actions(space: Any) -> tuple[int, bool] | None:
 
 
 def make_envs(env_id: str, n: int) -> Any:
-    """`n` environments as one `gymnasium.vector.VectorEnv`, each started anew by the step after its last one.
+    """Make `n` environments as one `gymnasium.vector.VectorEnv`, each restarted by the step after its last one.
 
-    Atari's games (`ALE/...`) are those of ale-py, whose package holds their ROMs: four frames of 84 x 84 in grey,
-    rewards as the games give them, and five minutes at most (Mnih et al., 2015).
+    Atari's games (`ALE/...`) come from ale-py, which holds their ROMs: four frames of 84 x 84 in grey, rewards of the
+    games themselves, and five minutes at most (Mnih et al., 2015).
     """
     gymnasium = import_extra("gymnasium", "the control task", "gbfunc[control]")
     options: dict[str, Any] = {}
@@ -120,7 +124,7 @@ def make_envs(env_id: str, n: int) -> Any:
 
 
 def step_envs(envs: Any, actions: Tensor) -> tuple[NDArray[Any], ...]:
-    """Observations, rewards, and whether episodes terminated or were truncated; vectors are clipped to their box."""
+    """Return observations, rewards, and whether episodes terminated or were truncated; vectors are clipped."""
     array = actions.numpy()
     if actions.is_floating_point():
         array = np.clip(array, envs.action_space.low, envs.action_space.high)
@@ -138,18 +142,18 @@ SETTINGS: Mapping[str, Settings] = MappingProxyType(
 )
 """Settings by environment, chosen on seeds 100 to 102, which no reported result uses."""
 
+# CleanRL's (`ppo_atari.py`), except the genome's rate, which is ten times larger; not tried at length.
 _ATARI_SETTINGS = Settings(env_steps=10_000_000, n_envs=8, clip=0.1, reward_signs=True, eval_every=50)
-"""CleanRL's (`ppo_atari.py`) but for the genome's rate, which is ten times theirs; not tried at length."""
 
 
 def control_settings(env_id: str) -> Settings:
-    """Settings that train well in an environment; PPO's defaults where nothing is known of it."""
+    """Return settings that train well in an environment; PPO's defaults for other environments."""
     return SETTINGS.get(env_id, _ATARI_SETTINGS if env_id.startswith(ATARI) else Settings())
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """What is learned from: where the network acts, and how; its length is that of one rollout, every pass counted."""
+    """An environment to learn in; its length is the transitions of one rollout, every pass counted."""
 
     env: Environment
     settings: Settings
@@ -166,7 +170,7 @@ class Rollouts:
 
 @dataclass(frozen=True)
 class Episodes:
-    """What is measured on: so many episodes, of which a seed decides the starts."""
+    """Episodes to measure on; a seed decides their starts."""
 
     env: Environment
     seed: int
@@ -178,13 +182,13 @@ class Episodes:
 
 
 def control(env: str = "CartPole-v1", env_steps: int | None = None, observed: Sequence[int] | None = None) -> Task:
-    """The task of acting well in an environment of gymnasium's.
+    """Load the task of acting well in an environment of gymnasium.
 
     Args:
-        env: its name.
-        env_steps: length of the training, in steps of all environments together; None for what is known to be good.
+        env: name of the environment.
+        env_steps: length of the training, in steps of all environments together; None for the best known length.
         observed: the numbers of an observation that the network sees, such as [0, 2] for CartPole without velocities,
-            which only a network with a memory can balance; None for all.
+            which only a network with a memory can balance; None for all numbers.
     """
     settings = control_settings(env)
     if env_steps is not None:
@@ -196,7 +200,7 @@ def control(env: str = "CartPole-v1", env_steps: int | None = None, observed: Se
 
 
 def control_task(env: Environment, settings: Settings) -> Task:
-    """The task of an environment, with such settings of PPO.
+    """Make the task of an environment with settings of PPO.
 
     The learning rate falls linearly to zero, from rollout to rollout. A seed decides the environments, the actions and
     the order of transitions.
@@ -215,11 +219,9 @@ def control_task(env: Environment, settings: Settings) -> Task:
         schedule=lambda recipe, lr, steps: lambda step: lr * (1 - step // per_rollout * per_rollout / steps),
     )
 
-    if len(env.inputs) == 3:
-        pnet = PNETS["conv_actor_critic"](interface)
-    else:
-        # Left and right are alike in CartPole.
-        pnet = PNETS["actor_critic"](interface, odd=env.id == "CartPole-v1")
+    # Left and right are alike in CartPole.
+    vectors = partial(PNETS["actor_critic"], odd=env.id == "CartPole-v1")
+    pnet = (PNETS["conv_actor_critic"] if len(env.inputs) == 3 else vectors)(interface)
 
     def counts(steps: int) -> dict[str, float]:
         return {"env_steps": -(-steps // per_rollout) * size}
@@ -232,13 +234,13 @@ def control_task(env: Environment, settings: Settings) -> Task:
         return known | {"env_steps": trained, "env_steps_to_solve": next(solved, None)}
 
     return Task(
-        name="control",
-        interface=interface,
-        train=Rollouts(env, settings),
-        val=Episodes(env, stream(0, _CHECKS), env.episodes),
-        test=Episodes(env, stream(0, _FINAL), env.episodes),
-        pnet=pnet,
-        settings=lambda pnet, genome_params: recipe,
+        "control",
+        interface,
+        Rollouts(env, settings),
+        Episodes(env, stream(0, _CHECKS), env.episodes),
+        Episodes(env, stream(0, _FINAL), env.episodes),
+        pnet,
+        lambda pnet, genome_params: recipe,
         compression=10.0,
         loss=lambda net, batch: ppo_loss(net, batch, settings, env.discrete),
         evaluate=return_metrics,
@@ -253,9 +255,9 @@ def control_task(env: Environment, settings: Settings) -> Task:
 def rollout_batches(
     place: Rollouts, recipe: Recipe, generator: torch.Generator, net: Callable[[], PolicyValue]
 ) -> Iterator[Transitions]:
-    """Minibatches of one rollout after the other; the seed of the generator names the streams of random numbers.
+    """Yield minibatches of one rollout after the other; the generator's seed names the streams of random numbers.
 
-    A network with a memory gets whole sequences: of some of the environments in each minibatch.
+    A network with a memory gets whole sequences: those of some environments in each minibatch.
     """
     settings, seed = place.settings, generator.initial_seed()
     first = net()
@@ -269,8 +271,12 @@ def rollout_batches(
     used = len(place) // recipe.batch_size * per_batch
     envs = make_envs(place.env.id, settings.n_envs)
     try:
-        obs = place.env.reset(envs, stream(seed, _RESETS))
-        front = _Front(obs, np.zeros(settings.n_envs, bool), np.ones(settings.n_envs, bool), memory)
+        front: _Front = (
+            place.env.reset(envs, stream(seed, _RESETS)),
+            np.zeros(settings.n_envs, bool),
+            np.ones(settings.n_envs, bool),
+            memory,
+        )
         order = torch.Generator().manual_seed(stream(seed, _ORDER))
         for rollout in count(1):
             with seeded(stream(seed, _ACTIONS, rollout)):
@@ -282,17 +288,8 @@ def rollout_batches(
         envs.close()
 
 
-class _Front(NamedTuple):
-    """Where the environments of training stand."""
-
-    obs: Tensor  # observations [N, O]
-    restarts: NDArray[np.bool_]  # whether the next step only restarts [N]
-    starts: NDArray[np.bool_]  # whether the observations are the first of their episodes [N]
-    memory: Tensor | None  # what the network has kept of the steps before, for one with a memory [N, M]
-
-
 def _blank(net: PolicyValue, n: int) -> Tensor | None:
-    """The memory of a network in `n` environments at their start; None for a network without one."""
+    """Return the memory of a network in `n` environments at their start; None for a network without memory."""
     size = getattr(net, "memory", None)
     return torch.zeros(n, size) if isinstance(size, int) else None
 
@@ -300,7 +297,7 @@ def _blank(net: PolicyValue, n: int) -> Tensor | None:
 def _play(
     net: PolicyValue, obs_TNO: Tensor, starts_TN: Tensor, memory_NM: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The policy's numbers [T, N, P], values [T, N] and the memory after some steps."""
+    """Return the policy's numbers [T, N, P], values [T, N] and the memory after some steps."""
     if memory_NM is None:
         numbers, values = net(obs_TNO.flatten(0, 1))
         return numbers.unflatten(0, obs_TNO.shape[:2]), values.unflatten(0, obs_TNO.shape[:2]), None
@@ -310,9 +307,10 @@ def _play(
 
 @torch.no_grad()
 def _rollout(envs: Any, net: PolicyValue, front: _Front, place: Rollouts) -> tuple[Transitions, _Front]:
-    """Act for T steps in N environments: T * N transitions, or N sequences, and where the environments stand then."""
+    """Act for T steps in N environments: return T * N transitions, or N sequences, and the environments' next front."""
     settings, discrete = place.settings, place.env.discrete
-    obs, restarts, starts, steps, memory = [front.obs], [front.restarts], [front.starts], [], front.memory
+    obs, restarts, starts, steps = [front[0]], [front[1]], [front[2]], []
+    first = memory = front[3]
     for _ in range(settings.horizon):
         numbers, _, memory = _play(net, obs[-1][None], torch.as_tensor(starts[-1])[None], memory)
         actions = policy(numbers[0], discrete).sample()
@@ -323,12 +321,12 @@ def _rollout(envs: Any, net: PolicyValue, front: _Front, place: Rollouts) -> tup
         steps.append((actions, *map(torch.as_tensor, row)))
     actions_TN, rewards_TN, terminated_TN, truncated_TN = map(torch.stack, zip(*steps, strict=True))
     obs_TNO, starts_TN = torch.stack(obs), torch.as_tensor(np.stack(starts))
-    numbers_TNP, values_TN, _ = _play(net, obs_TNO, starts_TN, front.memory)
+    numbers_TNP, values_TN, _ = _play(net, obs_TNO, starts_TN, first)
     rewards_TN = (rewards_TN.sign() if settings.reward_signs else rewards_TN).float() * settings.reward_scale
     advantages_TN = gae(rewards_TN, values_TN, terminated_TN, truncated_TN, settings.gamma, settings.lam)
 
     def rows(x_TN: Tensor) -> Tensor:
-        return x_TN.flatten(0, 1) if front.memory is None else x_TN.transpose(0, 1)
+        return x_TN.flatten(0, 1) if first is None else x_TN.transpose(0, 1)
 
     data = Transitions(
         obs=rows(obs_TNO[:-1]),
@@ -338,20 +336,20 @@ def _rollout(envs: Any, net: PolicyValue, front: _Front, place: Rollouts) -> tup
         returns=rows(advantages_TN + values_TN[:-1]),
         values=rows(values_TN[:-1]),
         valid=rows(torch.as_tensor(~np.stack(restarts[:-1]), dtype=torch.float32)),
-        starts=None if front.memory is None else rows(starts_TN[:-1]),
-        memory=front.memory,
+        starts=None if first is None else rows(starts_TN[:-1]),
+        memory=first,
     )
-    return data, _Front(obs[-1], restarts[-1], starts[-1], memory)
+    return data, (obs[-1], restarts[-1], starts[-1], memory)
 
 
 @torch.no_grad()
 def evaluate(net: PolicyValue, episodes: Episodes) -> NDArray[np.float64]:
-    """Undiscounted returns of the greedy policy (the likeliest choice, the mean action), one per episode."""
+    """Return the undiscounted returns of the greedy policy (likeliest choice, mean action), one per episode."""
     env, number = episodes.env, episodes.number
     envs = make_envs(env.id, number)
     obs_NO = env.reset(envs, episodes.seed)
     returns_N, running_N = np.zeros(number), np.ones(number, dtype=bool)
-    # What comes after an environment's first episode does not count, so that its memory needs no more starts.
+    # Only the first episode of an environment counts, so that the memory needs no more starts.
     memory, starts_1N = _blank(net, number), torch.ones(1, number, dtype=torch.bool)
     while running_N.any():
         numbers_1NP, _, memory = _play(net, obs_NO[None], starts_1N, memory)
@@ -366,11 +364,11 @@ def evaluate(net: PolicyValue, episodes: Episodes) -> NDArray[np.float64]:
 
 
 def return_metrics(net: PolicyValue, episodes: Episodes) -> dict[str, float]:
-    """Mean and deviation of the returns of `evaluate`."""
+    """Measure mean and deviation of the returns of `evaluate`."""
     returns = evaluate(net, episodes)
     return {"mean_return": float(returns.mean()), "std_return": float(returns.std())}
 
 
 def stream(seed: int, *path: int) -> int:
-    """A seed below 2**32 for one of the streams of random numbers that `seed` gives."""
+    """Return a seed below 2**32 for one of the streams of random numbers of `seed`."""
     return int(np.random.SeedSequence((seed, *path)).generate_state(1)[0])

@@ -80,7 +80,7 @@ class Split:
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """A text in windows of `context` tokens, at each position of which the next token is to be predicted."""
+    """A text in windows of `context` tokens; the target at each position is the next token."""
 
     tokens: Tensor  # the text [N], int64
     context: int  # L
@@ -181,7 +181,7 @@ def image_splits(
         images: images to learn from, of bytes or float64.
         held: sizes of the parts that are held out.
         tested: images to test.
-        by_channel: whether each channel has a mean and a deviation of its own.
+        by_channel: whether to normalise each channel separately.
 
     Returns:
         The training part, the parts held out and the test; mean and deviation of pixels [1, 1 or C, 1, 1].
@@ -214,7 +214,7 @@ def noise(deviation: float) -> Augment:
 
 
 def leave_out(part: float, pad: int) -> Augment:
-    """Replace a part of the tokens of texts [B, L] by pads, drawn anew each time; the first token stays."""
+    """Replace a random part of the tokens of texts [B, L] by pads; the first token stays."""
 
     def change(x_BL: Tensor, generator: torch.Generator) -> Tensor:
         gone_BL = torch.rand(x_BL.shape, generator=generator) < part

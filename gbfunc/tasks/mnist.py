@@ -24,12 +24,9 @@ from gbfunc.tasks.pnets import PNETS, Interface, PNet
 IMAGE_SHAPE = (28, 28)
 N_TRAIN, N_TEST, N_VAL = 60_000, 10_000, 5_000
 FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
-_SMALL = 1_000
-"""Genomes of up to so many parameters take a high rate and little noise, which larger ones do not."""
-_LARGE = 3_000
-"""Genomes of convolutional networks of more parameters gain from images that are distorted."""
-_PIXELS = 1.5
-"""By how much images that are distorted move, up or down and left or right."""
+_SMALL = 1_000  # largest genomes, in parameters, that take a high rate and little noise
+_LARGE = 3_000  # genomes of convolutional networks of more parameters gain from images that are distorted
+_PIXELS = 1.5  # largest shift of distorted images, up or down and left or right
 
 
 def read_idx(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
@@ -108,7 +105,7 @@ def _recipe(pnet: PNet, genome_params: float, asked: Mapping[str, float | None],
     """
     recipe, known = Recipe(lr=1e-2), {"noise": 0.0, "shift": 0.0, "distort": 0.0}
     if pnet.name == "mlp":
-        # Genomes learn images by heart, too: without noise and shifts the later epochs are worth nothing.
+        # Genomes also learn images by heart: without noise and shifts the later epochs gain nothing.
         small = genome_params <= _SMALL
         known |= {"noise": 0.25 if small else 0.4, "shift": 0.3}
         lr, betas, epochs = (8e-2, (0.9, 0.95), 120) if small else (4e-2, (0.9, 0.99), 50)

@@ -82,8 +82,8 @@ def gae(
     r"""Generalised advantage estimates (Schulman et al., 2016, equation 16): [T, N].
 
     $\delta_t = r_t + \gamma V(s_{t+1}) - V(s_t)$, $\hat A_t = \delta_t + \gamma \lambda \hat A_{t+1}$. After a terminal
-    state there is no more value; where an episode was cut short, the value of its last state stands for what would
-    have followed. At neither does the sum go on.
+    state the value is 0; after an episode that was cut short, the value of its last state stands for the rest. The sum
+    ends at either.
 
     Args:
         rewards_TN: of each step.
@@ -127,7 +127,7 @@ def ppo_loss(
     numbers_BP, values_B, *_ = net(batch.obs, *remembered)
     actions = policy(numbers_BP, discrete)
     log_ratio_B = actions.log_prob(batch.actions) - batch.log_probs
-    # What only restarted took no action of the policy: its ratio may be anything, infinity included.
+    # A step that only restarts took no action of the policy: its ratio may be anything, infinity included.
     log_ratio_B = torch.where(batch.valid > 0, log_ratio_B, 0.0)
     ratio_B = log_ratio_B.exp()
     clipped_B = ratio_B.clamp(1 - settings.clip, 1 + settings.clip)

@@ -18,26 +18,26 @@ RATE = 0.03
 
 
 def slowed(recipe: Any, steps: int) -> Any:
-    """The recipe of the short training, whose rate goes on falling."""
+    """Return the recipe of the short training, whose rate goes on falling."""
     direct_lr = None if recipe.direct_lr is None else RATE * recipe.direct_lr
     slow = {"lr": RATE * recipe.lr, "direct_lr": direct_lr, "schedule": linear_decay, "warmup": 0.0}
     return replace(recipe, steps=steps, **slow)
 
 
 def going_on(trainer: Trainer, state: gb.TrainState) -> Trainer:
-    """The trainer, which starts from a copy of the genome of a state: its steps may write into what they are given."""
+    """Start a trainer from a copy of the genome of a state, into which its steps may write."""
     genome: Any = tree_map(torch.clone, {name: getattr(state, name) for name in gb.Genome._fields})
     return trainer._replace(state=trainer.state._replace(**genome))
 
 
 def better(task: Task, before: Mapping[str, float], fit: Fit) -> bool:
-    """Whether a training ended no worse, on validation data, than it began."""
+    """Whether a training ended at least as well, on validation data, as it began."""
     name, sign = task.metric.name, task.metric.sign
     return sign * fit.history[-1][f"val_{name}"] >= sign * before[name]
 
 
 def joined(first: Fit, second: Fit) -> Fit:
-    """Two trainings, one after the other, as one."""
+    """Join two trainings, one after the other."""
     before = first.history[-1]
     shift = {name: before[name] for name in ("epoch", "step", "seconds")}
     rows = [row | {name: row[name] + value for name, value in shift.items()} for row in second.history]

@@ -17,7 +17,7 @@ from gbfunc.tasks.base import LossFn, Net, Task, example_batches, logits_of
 
 
 def taught(task: Task, teacher: nn.Module, weight: float = 0.5, temperature: float = 2.0) -> Task:
-    r"""Distillation: the task with a loss that follows a teacher, too.
+    r"""Add a teacher to the loss of a task (distillation).
 
     With $z$ the logits of the network in training and $t$ those of the teacher, at temperature $T$:
     $(1 - a) L + a T^2 KL(softmax(t / T) || softmax(z / T))$, where $L$ is the task's loss.
@@ -66,7 +66,7 @@ def _distillation(base: LossFn, teacher: nn.Module, weight: float, temperature: 
 
 
 def soft_divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """Mean KL divergence (nats) from a teacher's softened predictions to a student's: [..., K], [..., K] -> []."""
+    """Return the mean KL divergence (nats) of a student's softened predictions from a teacher's: 2 x [..., K] -> []."""
     if student.shape != teacher.shape:
         raise ValueError(
             f"the teacher must give logits {list(student.shape)} as the p-net does, got {list(teacher.shape)}"

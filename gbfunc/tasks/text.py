@@ -20,12 +20,9 @@ from gbfunc.tasks.pnets import PNETS, Interface, PNet
 TEST_PART, VAL_PART = 0.05, 0.1
 """The last tenth validates and all up to it trains, as is usual for tiny shakespeare; the test is the beginning."""
 
+# The batch of nanoGPT's run on a CPU (config/train_shakespeare_char.py and its readme), for twice as long.
 _RECIPE = Recipe(lr=2e-2, direct_lr=4e-3, dense_lr=4e-3, batch_size=12, steps=4_000, measure_every=500, clip_norm=1.0)
-"""The batch of nanoGPT's run on a CPU (config/train_shakespeare_char.py and its readme), for twice as long."""
-
-_SMALL = 65_000
-"""Genomes of up to so many parameters take the whole rate, larger ones less."""
-
+_SMALL = 65_000  # genomes of up to so many parameters take the whole rate, larger ones less
 _MAX_BYTES = 1 << 30
 
 

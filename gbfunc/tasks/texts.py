@@ -23,9 +23,7 @@ from gbfunc.tasks.pnets.base import Interface, PNet
 from gbfunc.tasks.pnets.hugging_face import CONFIG, TOKENIZER, hugging_face, pretrained_folder
 from gbfunc.tasks.text import Tokens, byte_pairs, check_int, read_text
 
-N_VAL, VAL_PART = 500, 0.1
-"""Number of training texts that validate, and the largest part of them."""
-
+N_VAL, VAL_PART = 500, 0.1  # number of training texts that validate, and the largest part of them
 _LEAST = 10
 _VOCABULARY = 1_000
 _CHUNK = 64
@@ -44,19 +42,13 @@ _FINE_TUNING = Recipe(
     schedule=linear_decay,
 )
 
-_LEAST_STEPS, _MOST_EPOCHS = 450, 20
-"""Of a fine-tuning: few texts are seen more often, up to so often."""
-
-_FULL_RATE = 5_400
-"""Parameters up to which a genome of a pretrained network learns at the full rate."""
-
-_LEFT_OUT = 0.1
-"""Part of the tokens that a fine-tuning does not see (word dropout: Iyyer et al., 2015, 2.2)."""
+_LEAST_STEPS, _MOST_EPOCHS = 450, 20  # of a fine-tuning: few texts are seen more often, up to so often
+_FULL_RATE = 5_400  # parameters up to which a genome of a pretrained network learns at the full rate
+_LEFT_OUT = 0.1  # part of the tokens that a fine-tuning does not see (word dropout: Iyyer et al., 2015, 2.2)
 
 Labels = NDArray[np.int64]
 
-_POOL = 16
-"""Batches whose texts are sorted by length together."""
+_POOL = 16  # batches whose texts are sorted by length together
 
 
 @dataclass(frozen=True, eq=False)

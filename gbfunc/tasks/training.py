@@ -137,21 +137,11 @@ def genome_trainer(
     metadata: Any = None,
     **options: Any,
 ) -> Trainer:
-    """Train a genome by a recipe.
+    """Train a genome by a recipe; with `rounding`, as the genome is stored in such a dtype.
 
-    Args:
-        plan: plan of the genome.
-        pnet: the p-net.
-        task: its loss is trained.
-        recipe: settings.
-        seed: seed of the genome's initial numbers.
-        mesh: ranks; each takes its share of every batch, and all must take every step.
-        placement: of the genome on the ranks.
-        rounding: dtype of the stored genome, by which training rounds the genome; `"auto"` for codes with steps that
-            the training finds (`Coder`), for a file of `genome_bytes` with `metadata`.
-        genome_bytes: size of that file.
-        metadata: metadata of that file.
-        options: other options of `make_train_step`, such as `parallel`, `pipeline` and `microbatches`.
+    `rounding="auto"` stands for codes with steps that the training finds (`Coder`), for a file of `genome_bytes` with
+    `metadata`. On a mesh, each rank takes its share of every batch, and all ranks must take every step. The other
+    `options` are those of `make_train_step`, such as `parallel`, `pipeline` and `microbatches`.
     """
     steps = total_steps(task, recipe)
     direct = None if recipe.direct_lr is None else {"lr": recipe.schedule(recipe, recipe.direct_lr, steps)}

@@ -154,14 +154,5 @@ def garments(data_dir: Path | None = None, *, images: int = 20_000) -> Task:
     train, val, test = (Split((part.x - mean) / std, part.y) for part in (train, val, test))
     interface = Interface((1, SIZE, SIZE), 10)
     recipe = Recipe(lr=4e-2, betas=(0.9, 0.99), batch_size=256, epochs=50, augment=data.noise(0.4))
-    return Task(
-        name="garments",
-        interface=interface,
-        train=train,
-        val=val,
-        test=test,
-        pnet=PNETS["mlp"](interface, hidden=(200, 200), bandwidth=6.0),
-        settings=lambda pnet, genome_params: recipe,
-        genome_params=1_998,
-        about={"classes": list(CLASSES)},
-    )
+    pnet, about = PNETS["mlp"](interface, hidden=(200, 200), bandwidth=6.0), {"classes": list(CLASSES)}
+    return Task("garments", interface, train, val, test, pnet, lambda p, n: recipe, genome_params=1_998, about=about)

@@ -23,10 +23,9 @@ from gbfunc.tasks.pnets.base import (
     seeded,
 )
 from gbfunc.tasks.pnets.convnets import all_conv, convnet, lenet5, resnet18, resnet20, resnet56
-from gbfunc.tasks.pnets.gpt import gpt
+from gbfunc.tasks.pnets.gpt import gpt, vit
 from gbfunc.tasks.pnets.hugging_face import PREFIX, hugging_face
 from gbfunc.tasks.pnets.mlp import mlp, mlp_pnet, mlp_sizes
-from gbfunc.tasks.pnets.vit import vit
 
 __all__ = [
     "PNETS",

@@ -26,8 +26,7 @@ from gbfunc.hypernets import constant
 from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet, Shapes, check_options, check_reads, family, rows_of
 from gbfunc.tasks.pnets.mlp import layer_sizes
 
-_LARGE = 36
-"""Rows and columns of the smallest images that Atari's three convolutions take."""
+_LARGE = 36  # rows and columns of the smallest images that Atari's three convolutions take
 
 
 class ActorCritic(nn.Module):
@@ -90,19 +89,15 @@ def actor_critic(
     layers = layer_sizes(interface, hidden, sizes, least=3)
     biases = "|".join(str(2 * i) for i in range(len(layers) - 2))
     rules = ((rf"^actor\.({biases})\.bias$", constant(0.0)),) if odd else ()
-    pnet = PNet(
-        name="actor_critic",
-        make=lambda: ActorCritic(layers, interface.actions == "vector"),
-        plan=lambda genome_params: PlanOptions(rules=rules),
-        config={"hidden": list(layers[1:-1]), "odd": odd},
-        label="-".join(map(str, layers)),
-    )
+    widths, plan = {"hidden": list(layers[1:-1])}, PlanOptions(rules=rules)
+    make = partial(ActorCritic, layers, interface.actions == "vector")
+    pnet = PNet("actor_critic", make, lambda size: plan, widths | {"odd": odd}, "-".join(map(str, layers)))
 
     def read(shapes: Shapes) -> dict[str, list[int]]:
         count = sum(name.startswith("actor.") and len(shape) == 2 for name, shape in shapes.items())
         return {"hidden": [rows_of(shapes, f"actor.{2 * i}.weight") for i in range(max(1, count - 1))]}
 
-    return family(partial(actor_critic, interface), pnet, {"hidden": pnet.config["hidden"]}, read)
+    return family(partial(actor_critic, interface), pnet, widths, read)
 
 
 class RecurrentActorCritic(nn.Module):
@@ -145,13 +140,9 @@ def recurrent_actor_critic(interface: Interface, *, hidden: int = 64, cell: Lite
     check_options(name, hidden=hidden)
     if cell not in ("gru", "lstm"):
         raise ValueError(f"cell of {name} must be 'gru' or 'lstm', got {cell!r}")
-    pnet = PNet(
-        name=name,
-        make=lambda: RecurrentActorCritic(interface.inputs[0], hidden, interface.outputs, vectors, cell),
-        plan=lambda genome_params: PlanOptions(include=(r"^cell\.weight_",)),
-        config={"hidden": hidden, "cell": cell},
-        label=f"{interface.inputs[0]}-{cell} {hidden}-{interface.outputs}",
-    )
+    make = partial(RecurrentActorCritic, interface.inputs[0], hidden, interface.outputs, vectors, cell)
+    plan, config = PlanOptions(include=(r"^cell\.weight_",)), {"hidden": hidden, "cell": cell}
+    pnet = PNet(name, make, lambda size: plan, config, f"{interface.inputs[0]}-{cell} {hidden}-{interface.outputs}")
 
     def read(shapes: Shapes) -> dict[str, int | str]:
         hidden, rows = rows_of(shapes, "first.weight"), rows_of(shapes, "cell.weight_hh")
@@ -207,5 +198,5 @@ def conv_actor_critic(interface: Interface, *, width: int = 32, hidden: int = 51
 
     config = {"width": width, "hidden": hidden}
     label = f"{width} channels-{hidden}-{interface.outputs}"
-    pnet = PNet("conv_actor_critic", make, plan, config=config, label=label)
+    pnet = PNet("conv_actor_critic", make, plan, config, label)
     return family(partial(conv_actor_critic, interface), pnet, config, read)

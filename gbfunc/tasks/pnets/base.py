@@ -86,11 +86,11 @@ class PNet:
     make: Callable[[], nn.Module]  # the module, with initial weights from torch's default generator
     # Options of `make_plan` from the size of the genome, in parameters.
     plan: Callable[[float], PlanOptions] = lambda genome_params: PlanOptions()
+    config: Mapping[str, Any] = field(default_factory=dict)  # options that made it, as JSON
+    label: str = ""  # its name with its sizes, for tables
     scaled: Callable[[float], PNet] | None = None  # the same family with its widths times a factor
     # The same family with the widths of parameters of these shapes, to read a genome's file.
     fitted: Callable[[Shapes], PNet] | None = None
-    config: Mapping[str, Any] = field(default_factory=dict)  # options that made it, as JSON
-    label: str = ""  # its name with its sizes, for tables
 
     def build(self, seed: int) -> nn.Module:
         """Make the module; its first weights depend on `seed` alone, and torch's default generator is unchanged."""

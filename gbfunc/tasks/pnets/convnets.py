@@ -56,8 +56,8 @@ class LeNet5(nn.Sequential):
 
     Two convolutions of 5 x 5 with max pooling, the second of `width` channels, and two linear layers with ReLU between
     them: 20 and 50 channels, 500 units and 431,080 parameters on MNIST by default. The last layer's weights begin at a
-    tenth of torch's: a genome's first weights are smooth, as images are, so that what they make of these adds up: with
-    logits of 5 at first the first epochs teach less.
+    tenth of torch's: a genome's first weights and images are both smooth, so that products add up, and the first epochs
+    teach less with initial logits of 5.
     """
 
     def __init__(self, inputs: Sequence[int], width: int, classes: int) -> None:
@@ -175,17 +175,16 @@ def _convolutional(
     check_options(name, width=config["width"])
     net = partial(make, **config)
     plan = options or partial(_shared_shapes, net)
-    pnet = PNet(name, net, lambda genome_params: plan(), config=config, label=f"{name}, {config['width']} channels")
+    pnet = PNet(name, net, lambda genome_params: plan(), config, f"{name}, {config['width']} channels")
     widths = {"width": config["width"]}
     return family(partial(factory, interface), pnet, widths, lambda shapes: {"width": rows_of(shapes, first, 4)})
 
 
 def _shared_shapes(make: Callable[[], nn.Module]) -> PlanOptions:
-    """Convolutions of equal shape share their code weights, and batch norms only shift: more sines for the same size.
+    """Plan convolutions of equal shape with shared code weights, and batch norms that only shift: more sines.
 
-    What follows a norm takes its scales over.
+    The layers after norms take over their scales.
     """
-    # Modules have shapes alone on that device.
     with torch.device("meta"):
         norms = [name for name, module in make().named_modules() if isinstance(module, nn.BatchNorm2d)]
     scales = "|".join(rf"{re.escape(name)}\.weight" for name in norms)
@@ -205,7 +204,7 @@ def lenet5(interface: Interface, *, width: int = 50) -> PNet:
     """`LeNet5` for an image task, its second convolution of `width` channels."""
 
     def options() -> PlanOptions:
-        # What biases of the convolutions add, those of the hidden layer could; and these do more as sines.
+        # Biases of the hidden layer can replace those of the convolutions, whose parameters do more as sines.
         rules = ((r"^[025]\.bias$", constant(0.0)), (r"^[57]\.weight$", periodic(frequency=0.5)))
         return PlanOptions(encodings={"5.weight": (binary(), _of_maps(interface.inputs))}, rules=rules)
 

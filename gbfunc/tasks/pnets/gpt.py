@@ -1,13 +1,16 @@
-"""GPT: a decoder-only Transformer with pre-norm blocks and tied embeddings (Radford et al., 2019; sizes as in nanoGPT).
+"""Transformers: GPT (Radford et al., 2019; sizes as in nanoGPT), and ViT for small images (Dosovitskiy et al., 2021).
 
-Suffixes: B examples of a batch, L positions, E width, V tokens of the vocabulary, H heads, D width of a head.
+Suffixes: B examples of a batch, L positions, E width, V tokens of the vocabulary, H heads, D width of a head; C
+channels, h rows and w columns of an image, K classes.
 """
 
 from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -24,11 +27,8 @@ from gbfunc.tasks.pnets.base import (
     rows_of,
 )
 
-_STD = 0.02
-"""Initial deviation of weights (GPT-2)."""
-
-_PLAIN_NORMS = 30_000
-"""Parameters of a genome below which norms have none."""
+_STD = 0.02  # initial deviation of weights (GPT-2)
+_PLAIN_NORMS = 30_000  # parameters of a genome below which norms have none
 
 
 class Block(nn.Module):
@@ -56,7 +56,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A language model: logits of the next token at every position.
+    """A decoder-only language model with pre-norm blocks and tied embeddings: logits of the next tokens.
 
     `context` is the longest sequence, `heads` divides `width`, and `hidden` are the units of each block's MLP.
     """
@@ -105,16 +105,12 @@ def gpt(
     """Describe a `GPT` for a text task, its options as there: by default nanoGPT's for a CPU, `hidden` 4 x `width`."""
     check_reads("gpt", interface, "text", 1)
     sizes = dict(layers=layers, width=width, heads=heads)
-    # What is left open goes on following the width, when a narrower one is made from this configuration.
+    # An open `hidden` stays open in the configuration, and follows the width of a narrower net.
     asked, hidden = hidden, 4 * width if hidden is None else hidden
     check_options("gpt", **sizes, hidden=hidden, dropout=dropout, flags={"bias": bias})
-    pnet = PNet(
-        name="gpt",
-        make=partial(GPT, interface.outputs, *interface.inputs, **sizes, hidden=hidden, dropout=dropout, bias=bias),
-        plan=lambda genome_params: gpt_plan(interface, width, genome_params),
-        config=sizes | dict(hidden=asked, dropout=dropout, bias=bias),
-        label=f"gpt, {layers} layers of {width}",
-    )
+    make = partial(GPT, interface.outputs, *interface.inputs, **sizes, hidden=hidden, dropout=dropout, bias=bias)
+    config = sizes | dict(hidden=asked, dropout=dropout, bias=bias)
+    pnet = PNet("gpt", make, partial(gpt_plan, interface, width), config, f"gpt, {layers} layers of {width}")
 
     def read(shapes: Shapes) -> dict[str, int]:
         widths = {"width": rows_of(shapes, "norm.weight", 1), "hidden": rows_of(shapes, "blocks.0.up.weight")}
@@ -132,3 +128,69 @@ def gpt_plan(interface: Interface, width: int, genome_params: float) -> PlanOpti
     plain = ((r"norm\.weight$", constant(1.0)), (r"norm\.bias$", constant(0.0)))
     rules = (positions, *(plain if genome_params < _PLAIN_NORMS else ()))
     return BLOCKS._replace(rules=rules, max_tile=128 if genome_params < 40_000 else 64)
+
+
+class ViT(nn.Module):
+    """Patches, learned positions, pre-norm blocks of `nn.TransformerEncoder`, and the mean over the patches.
+
+    `patch` divides rows and columns of the images, `heads` divides `width`, and `hidden` are the units of an MLP.
+    """
+
+    def __init__(
+        self,
+        inputs: tuple[int, ...],
+        classes: int,
+        patch: int,
+        layers: int,
+        width: int,
+        heads: int,
+        hidden: int,
+        dropout: float,
+    ) -> None:
+        super().__init__()
+        channels, rows, cols = inputs
+        self.patches = nn.Conv2d(channels, width, patch, patch)
+        self.positions = nn.Parameter(torch.randn(rows * cols // patch**2, width) * 0.02)
+        block = nn.TransformerEncoderLayer(width, heads, hidden, dropout, "gelu", batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(block, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.head = nn.Linear(width, classes)
+        for parameter in self.blocks.parameters():
+            if parameter.ndim > 1:  # The layers of `TransformerEncoder` start as copies of one.
+                nn.init.xavier_uniform_(parameter)
+
+    def forward(self, x_BChw: Tensor) -> Tensor:
+        """[B, C, h, w] -> [B, K]."""
+        x_BLE = self.patches(x_BChw).flatten(2).mT + self.positions
+        return self.head(self.blocks(x_BLE).mean(1))
+
+
+def vit(
+    interface: Interface,
+    *,
+    patch: int = 4,
+    layers: int = 6,
+    width: int = 64,
+    heads: int = 4,
+    hidden: int | None = None,
+    dropout: float = 0.0,
+) -> PNet:
+    """Describe a `ViT` for an image task, its options as there; `hidden` is twice the width by default."""
+    check_reads("vit", interface, "images", 3)
+    sizes: dict[str, Any] = dict(patch=patch, layers=layers, width=width, heads=heads)
+    asked, hidden = hidden, 2 * width if hidden is None else hidden
+    check_options("vit", **sizes, hidden=hidden, dropout=dropout)
+    _, rows, cols = interface.inputs
+    if rows % patch or cols % patch:
+        raise ValueError(f"patch of vit must divide the images of {rows} x {cols}, got {patch}")
+    make = partial(ViT, interface.inputs, interface.outputs, **sizes, hidden=hidden, dropout=dropout)
+    config, plan = sizes | dict(hidden=asked, dropout=dropout), BLOCKS._replace(include=(r"^positions$",))
+    pnet = PNet("vit", make, lambda genome_params: plan, config, f"vit, {layers} layers of {width}")
+
+    def read(shapes: Shapes) -> dict[str, int]:
+        rows_of(shapes, "patches.weight", 4)
+        depth = sum(name.endswith(".linear1.weight") for name in shapes)
+        hidden = rows_of(shapes, "blocks.layers.0.linear1.weight")
+        width, _, _, patch = shapes["patches.weight"]
+        return {"patch": patch, "layers": depth, "width": width, "hidden": hidden}
+
+    return family(partial(vit, interface), pnet, {"width": width, "hidden": hidden}, read, heads)

