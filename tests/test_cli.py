@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import signal
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,30 +17,28 @@ from safetensors.torch import load_file
 import gbfunc as gb
 from gbfunc.cli import main
 from gbfunc.cli.options import HypernetName
+from gbfunc.formats import file_bytes
 from gbfunc.hypernets import HYPERNETS
 from gbfunc.tasks import TASKS, accuracy
 from gbfunc.tasks.pnets import PNETS, mlp
 from gbfunc.tasks.training import dense_trainer, fit
+from gbfunc.trees import tree_map
+from tests.support.trees_equal import same_bits
 
 SMALL = ["--sizes", "64", "48", "10", "--genome-params", "300"]
 QUICK = [*SMALL, "--epochs", "2", "--batch-size", "100"]
 BRIEF = [*SMALL, "--epochs", "1", "--batch-size", "400"]
 METRICS = {
-    "task": str,
-    "hypernet": str,
-    "pnet_params": int,
-    "genome_params": int,
-    "ratio_params": float,
-    "dense_bytes": int,
-    "genome_bytes": int,
-    "ratio_bytes": float,
-    "test_accuracy": float,
-    "val_accuracy": float,
-    "train_loss": float,
-    "seconds": float,
-    "steps": int,
-    "seed": int,
+    "task",
+    "hypernet",
+    "pnet_params",
+    "genome_params",
+    "ratio_params",
+    "dense_bytes",
+    "genome_bytes",
+    "ratio_bytes",
 }
+METRICS |= {"test_accuracy", "val_accuracy", "train_loss", "seconds", "steps", "seed"}
 
 
 def read(folder: Path) -> tuple[dict, list[dict[str, str]]]:
@@ -54,7 +51,7 @@ def test_train_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFix
     out = tmp_path / "a" / "run"
     assert main(["train", *QUICK, "--seed", "4", "--out", str(out)]) == 0
     metrics, rows = read(out)
-    assert {k: type(v) for k, v in metrics.items() if k in METRICS} == METRICS
+    assert METRICS <= metrics.keys()
     assert metrics["task"] == "digits" and metrics["hypernet"] == "periodic" and metrics["seed"] == 4
     assert metrics["pnet_params"] == 65 * 48 + 49 * 10 and metrics["genome_params"] <= 300
     assert metrics["ratio_params"] == metrics["pnet_params"] / metrics["genome_params"]
@@ -64,14 +61,8 @@ def test_train_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFix
     assert [row["epoch"] for row in rows] == ["1", "2"] and rows[-1]["step"] == str(metrics["steps"])
     assert float(rows[-1]["train_loss"]) == metrics["train_loss"] < float(rows[0]["train_loss"])
     assert (out / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(p.name for p in out.iterdir()) == [
-        "best.safetensors",
-        "config.toml",
-        "genome.safetensors",
-        "history.csv",
-        "learning_curve.png",
-        "metrics.json",
-    ]
+    names = "best.safetensors config.toml genome.safetensors history.csv learning_curve.png metrics.json"
+    assert sorted(p.name for p in out.iterdir()) == names.split()
     # What is reported is what the file holds.
     plan, genome = gb.load(out / "genome.safetensors")
     task = TASKS["digits"]()
@@ -116,7 +107,7 @@ def test_the_same_seed_gives_the_same_genome(tmp_path: Path) -> None:
 def test_demo_compares_three_nets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", *QUICK, "--out", str(tmp_path)]) == 0
     metrics, rows = read(tmp_path)
-    assert METRICS.keys() <= metrics.keys()
+    assert METRICS <= metrics.keys()
     assert metrics["small_dense_params"] >= metrics["genome_params"]
     assert 0 <= metrics["dense_test_accuracy"] <= 1 and 0 <= metrics["small_dense_test_accuracy"] <= 1
     assert [row["run"] for row in rows] == ["genome"] * 2 + ["dense p-net"] * 2 + ["small dense net"] * 2
@@ -176,26 +167,9 @@ def test_without_out_nothing_is_written(tmp_path: Path, monkeypatch: pytest.Monk
     assert not list(tmp_path.iterdir())
 
 
-def test_plan_prints_the_report(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--compression", "20", "--sizes", "64", "128", "10"]) == 0
-    out = capsys.readouterr().out
-    assert all(name in out for name in ("0.weight", "0.bias", "2.weight", "2.bias"))
-
-
 def test_mnist_from_the_command_line(shared_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = ["--task", "mnist", "--data-dir", str(shared_data / "mnist")]
-    options = [
-        "--sizes",
-        "784",
-        "16",
-        "10",
-        "--genome-params",
-        "200",
-        "--epochs",
-        "1",
-        "--batch-size",
-        "5000",
-    ]
+    options = "--sizes 784 16 10 --genome-params 200 --epochs 1 --batch-size 5000".split()
     assert main(["train", *data, *options, "--out", str(tmp_path)]) == 0
     metrics, _ = read(tmp_path)
     assert metrics["task"] == "mnist" and metrics["steps"] == 11
@@ -257,12 +231,6 @@ def test_sigterm_ends_a_command_with_a_line(
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["--version"])
-    assert caught.value.code == 0 and capsys.readouterr().out == f"gbfunc {gb.__version__}\n"
-
-
 @pytest.mark.parametrize("command", ["demo", "plan", "train", "eval"])
 def test_help_names_every_option_with_its_default(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -274,8 +242,51 @@ def test_help_names_every_option_with_its_default(command: str, capsys: pytest.C
     assert ("--epochs" in text) == (command in ("demo", "train"))
 
 
-@pytest.mark.process
-def test_python_dash_m() -> None:
-    command = [sys.executable, "-m", "gbfunc", "plan", "--nope"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert done.returncode == 2 and "nope" in done.stderr and not done.stdout
+def test_dtype_rounds_the_genome_that_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for dtype in ("default", "float32", "float16", "bfloat16"):
+        option = [] if dtype == "default" else ["--dtype", dtype]
+        assert main(["train", *BRIEF, *option, "--out", str(tmp_path / dtype)]) == 0
+    plan, genome = gb.load(tmp_path / "default" / "genome.safetensors")
+    own = json.loads((tmp_path / "default" / "metrics.json").read_text())
+    assert own["dtype"] == "float32"
+    assert (tmp_path / "float32" / "genome.safetensors").read_bytes() == (
+        tmp_path / "default" / "genome.safetensors"
+    ).read_bytes()
+    told, task = capsys.readouterr().out, TASKS["digits"]()
+    for name, dtype in (("float16", torch.float16), ("bfloat16", torch.bfloat16)):
+        rounded = gb.Genome(*tree_map(lambda leaf, to=dtype: leaf.to(to).float(), tuple(genome)))
+        read_plan, read_genome = gb.load(tmp_path / name / "genome.safetensors")
+        metrics = json.loads((tmp_path / name / "metrics.json").read_text())
+        assert read_plan == plan and same_bits(read_genome, rounded)
+        net = gb.materialize(plan, rounded, mlp((64, 48, 10), 0))
+        assert accuracy(net, task.test) == metrics["test_accuracy"] and metrics["dtype"] == name
+        size = (tmp_path / name / "genome.safetensors").stat().st_size
+        assert metrics["genome_bytes"] == size < own["genome_bytes"] - 500
+        assert f"{size:,}" in told
+
+
+def test_plan_tells_the_size_as_it_is_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *BRIEF, "--dtype", "int5", "--out", str(tmp_path)]) == 0
+    capsys.readouterr()
+    assert main(["plan", "--config", str(tmp_path / "config.toml")]) == 0
+    told = capsys.readouterr().out
+    plan, genome = gb.load(tmp_path / "genome.safetensors")
+    said = gb.load_metadata(tmp_path / "genome.safetensors")
+    assert told == plan.report("int5", metadata=said) + "\n" != plan.report() + "\n"
+    size = (tmp_path / "genome.safetensors").stat().st_size
+    assert f" {size:,} bytes on disk as int5" in plan.report("int5", genome, said)
+    with pytest.raises(ValueError, match="int9"):
+        plan.report("int9")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("dtype", [None, "float16", "int6"])
+def test_genome_bytes_are_those_of_the_whole_file(dtype: str | None, tmp_path: Path) -> None:
+    """Exact from below, with what the file says of its task; codes take what their values need."""
+    options = ["--genome-bytes", "2000", *(["--dtype", dtype] if dtype else []), "--out", str(tmp_path)]
+    assert main(["train", "--sizes", "64", "48", "10", "--epochs", "1", "--batch-size", "400", *options]) == 0
+    path = tmp_path / "genome.safetensors"
+    size, (plan, _) = path.stat().st_size, gb.load(path)
+    assert (0.8 if dtype == "int6" else 0.95) * 2000 <= size <= 2000
+    assert plan.target == "at most 2,000 bytes" and "genome_bytes = 2000" in (tmp_path / "config.toml").read_text()
+    most = file_bytes(plan, dtype, metadata=gb.load_metadata(path))
+    assert 1900 <= sum(most.values()) <= 2000

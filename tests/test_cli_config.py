@@ -1,10 +1,11 @@
-"""`--config`: a training as a file, which repeats it bit for bit; options of the plan and the optimizer."""
+"""`--config`: a training as a file, which repeats it bit for bit; `--plan-config`; options of plan and optimizer."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tomlkit
 import torch
@@ -12,6 +13,8 @@ import yaml
 
 import gbfunc as gb
 from gbfunc.cli import main
+from gbfunc.cli.job import make_job
+from gbfunc.cli.options import GenomeOptions, PNetOptions
 from gbfunc.cli.parser import config_words, parse
 
 SMALL = ["--sizes", "64", "24", "10", "--genome-params", "200", "--steps", "6", "--batch-size", "100"]
@@ -21,42 +24,14 @@ def genome_of(folder: Path) -> bytes:
     return (folder / "genome.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        [],
-        [
-            "--seed",
-            "3",
-            "--epochs",
-            "1",
-            "--dtype",
-            "int8",
-            "--finetune",
-            "3",
-            "--hypernet",
-            "gnet",
-            "--hypernet-config",
-            '{"activation": "tanh"}',
-        ],
-        ["--optimizer", "SGD", "--optimizer-config", '{"momentum": 0.9}', "--schedule", "cosine", "--lr", "0.3"],
-        [
-            "--optimizer",
-            "AdamW",
-            "--weight-decay",
-            "0.1",
-            "--clip-norm",
-            "0.5",
-            "--measure-every",
-            "2",
-            "--dtype",
-            "float16",
-        ]
-        + ["--rule", '2.weight=low_rank{"rank": 1}', "--max-tile", "16", "24", "--exclude", "bias", "--amp", "bfloat16"]
-        + ["--warmup", "0.3", "--direct-lr", "0.01", "--checkpoint-every", "3"],
-    ],
-    ids=["recipe", "gnet", "sgd", "most"],
-)
+SGD = """--optimizer SGD --optimizer-config {"momentum":0.9} --schedule cosine --lr 0.3"""
+GNET = """--seed 3 --epochs 1 --dtype int8 --finetune 3 --hypernet gnet --hypernet-config {"activation":"tanh"}"""
+MOST = """--optimizer AdamW --weight-decay 0.1 --clip-norm 0.5 --measure-every 2 --dtype float16 --amp bfloat16
+--rule 2.weight=low_rank{"rank":1} --max-tile 16 24 --exclude bias --warmup 0.3 --direct-lr 0.01 --checkpoint-every 3"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("more", [[], GNET.split(), SGD.split(), MOST.split()], ids=["recipe", "gnet", "sgd", "most"])
 def test_the_written_configuration_repeats_the_genome(more: list[str], tmp_path: Path) -> None:
     given = [word for word in SMALL if "--epochs" not in more or word not in ("--steps", "6")]
     assert main(["train", *given, *more, "--out", str(tmp_path / "a")]) == 0
@@ -67,11 +42,8 @@ def test_the_written_configuration_repeats_the_genome(more: list[str], tmp_path:
     settings = tomlkit.parse(config.read_text()).unwrap()
     assert settings == json.loads((tmp_path / "a" / "metrics.json").read_text())["config"]
     assert {"lr", "batch_size", "seed", "device", "dtype", "optimizer", "schedule"} <= settings.keys()
-    assert ("epochs" in settings) != ("steps" in settings) and not {
-        "out",
-        "config",
-        "checkpoint_every",
-    } & settings.keys()
+    assert ("epochs" in settings) != ("steps" in settings)
+    assert not {"out", "config", "checkpoint_every"} & settings.keys()
     assert parse(["train", "--config", str(config), "--seed", "9"]).data.seed == 9
 
 
@@ -147,3 +119,37 @@ def test_any_optimizer_trains_both_nets_of_demo(name: str, tmp_path: Path) -> No
     assert main(["demo", *SMALL, "--optimizer", name, "--out", str(tmp_path)]) == 0
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert torch.tensor(metrics["train_loss"]).isfinite() and 0 <= metrics["dense_test_accuracy"] <= 1
+
+
+TOML = """
+include = ["^0.bias"]
+exclude = ["^2.bias"]
+[rules]
+"^2.weight" = { type = "low_rank", rank = 2 }
+"^0.bias" = "constant"
+[encodings]
+"0.weight" = [{ type = "table", file = "kinds.npy" }, { type = "grid", dims = [8, 8], bandwidth = 3.0 }]
+"2.weight" = ["gray", { type = "per_axis", channels = "binary", positions = { type = "grid", dims = [2, 2] },
+              n_positions = 4 }]
+"""
+
+
+def test_a_file_says_what_options_can_and_codes_too(tmp_path: Path) -> None:
+    kinds = np.random.default_rng(0).normal(size=(48, 3)).astype(np.float16)
+    np.save(tmp_path / "kinds.npy", kinds)
+    path = tmp_path / "plan.toml"
+    path.write_text(TOML.replace("},\n             ", "},"))
+    plan = make_job(PNetOptions(sizes=(64, 48, 10)), GenomeOptions(genome_params=400, plan_config=path)).plan
+    first, bias, last, end = plan.tensors
+    (slot,), (other,) = first.slots, last.slots
+    assert slot.row_code == gb.table(kinds) and slot.col_code == gb.grid(8, 8, bandwidth=3.0)
+    assert other.hypernet == gb.low_rank(2) and other.row_code == gb.gray()
+    assert other.col_code == gb.per_axis(gb.binary(), gb.grid(2, 2), 4)
+    assert bias.slots[0].hypernet == gb.constant() and end.role == "direct"
+
+
+def test_what_the_command_line_says_goes_first(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text('{"rules": {"0.weight": "xox", "2.weight": "xox"}}')
+    options = GenomeOptions(genome_params=400, plan_config=tmp_path / "plan.json", rule=("2.weight=low_rank",))
+    plan = make_job(PNetOptions(sizes=(64, 48, 10)), options).plan
+    assert [t.slots[0].hypernet.type for t in plan.generated if "weight" in t.name] == ["xox", "low_rank"]
