@@ -1,13 +1,10 @@
-"""Tensor parallelism: pieces on ranks train as the whole does in one process, in float64.
-
-By default each mesh has a part of the cases, in which all types and options come; the whole is `pytest -m slow`.
-"""
+"""Tensor parallelism: pieces on ranks train as the whole does in one process, in float64."""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import cycle
 from typing import Any
-from zlib import crc32
 
 import pytest
 import torch
@@ -19,51 +16,52 @@ from gbfunc.layers.factored import from_thin, thin_product
 from gbfunc.parallel.styles import pad_vocabulary, tensor_styles
 from gbfunc.tasks.pnets.gpt import GPT
 from tests.support.ranks import run_ranks
-from tests.support.tensor_cases import CASES
+from tests.support.tensor_cases import CASES, SHARDED
 from tests.support.tensor_refusals import REFUSED
+from tests.support.versions import with_pipelines
 from tests.test_distributed import assert_equal
 
-MESHES = {3: {"tensor": 3}, 2: {"tensor": 2}, 4: {"tensor": 2, "data": 2}}
+MESHES = {"3": {"tensor": 3}, "2": {"tensor": 2}, "2, data 2": {"tensor": 2, "data": 2}}
 LANGUAGE_MODELS = ("gpt", "llama")
-
-
-def is_slow(world: int, name: str) -> bool:
-    """Whether the default run leaves a case out: it has a third on 3 ranks, and a third and language models on 4."""
-    if name.startswith(LANGUAGE_MODELS):
-        return name != "gpt periodic" if world == 3 else world == 2 or crc32(name.encode()) % 2 == 1
-    return world != (3, 4, None)[crc32(name.encode()) % 3]
+TURNS = dict(zip(CASES, cycle(MESHES)))
+TURNS |= {name: "2, data 2" for name in CASES if name.startswith(LANGUAGE_MODELS)}
 
 
 @lru_cache
-def by_ranks(world: int, slow: bool) -> list[dict[str, Any]]:
-    """All cases of a mesh on all its ranks, those of the default run or the others: a rank takes seconds to start."""
-    names = [name for name in CASES if is_slow(world, name) == slow]
-    return run_ranks(world, "tensor_cases:run_cases", arguments={"names": names, **MESHES[world]}, timeout=170)
-
-
-@lru_cache
-def by_one(name: str) -> Any:
-    return CASES[name](None)
+def by_ranks(axes: str) -> list[dict[str, Any]]:
+    """All cases of a mesh on all its ranks: a rank takes seconds to start."""
+    names = [name for name in CASES if TURNS[name] == axes]
+    return run_ranks(
+        4 if "data" in axes else int(axes),
+        "tensor_cases:run_cases",
+        arguments={"names": names, **MESHES[axes]},
+        timeout=170,
+    )
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(
-    ("world", "name"),
-    [
-        pytest.param(world, name, id=f"{world}-{name}", marks=[pytest.mark.slow] if is_slow(world, name) else [])
-        for world in MESHES
-        for name in CASES
-    ],
-)
-def test_pieces_train_as_the_whole(world: int, name: str) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_pieces_train_as_the_whole(name: str) -> None:
     if name.startswith(("gpt2", "llama")):
         pytest.importorskip("transformers")
-    results = by_ranks(world, is_slow(world, name))
-    if name.startswith(LANGUAGE_MODELS) and world == 3:
-        assert "4 cannot be split over 3 tensor ranks, 1, 2, 4 would fit" in results[0][name]
-        return
-    for result in results:
-        assert_equal(result[name], by_one(name), 1e-12)
+    expected = CASES[name](None)
+    for result in by_ranks(TURNS[name]):
+        assert_equal(result[name], expected, 1e-12)
+
+
+@lru_cache
+def sharded(pipeline: bool) -> list[dict[str, Any]]:
+    names = [name for name in SHARDED if ("pipeline" in name) == pipeline]
+    axes = {"gnets": 2, "pipeline" if pipeline else "tensor": 2}
+    return run_ranks(4, "tensor_cases:run_cases", arguments={"names": names, **axes}, timeout=170)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", with_pipelines(SHARDED, "pipeline"))
+def test_a_split_genome_makes_pieces_and_stages(name: str) -> None:
+    expected = SHARDED[name](None)
+    for result in sharded("pipeline" in name):
+        assert_equal(result[name], expected, 1e-9)
 
 
 @lru_cache

@@ -39,7 +39,6 @@ from gbfunc.parallel.mesh import Mesh
 from gbfunc.parallel.tensor_layers import Split, install_layer
 from gbfunc.pnet import skeleton_of
 from gbfunc.tiling import Piece
-from gbfunc.trees import differentiable
 from gbfunc.types import Params
 
 Styles = Mapping[str, ParallelStyle]
@@ -322,11 +321,6 @@ class TensorParallel:
             else:
                 placed[name] = scale_gradient(x, 1 / self.ranks, self._watch(name)) if x.requires_grad else x
         return placed
-
-    def watch(self, what: str, x: Tensor) -> None:
-        """Record a tensor of real or complex numbers of the first step, which must be equal on all ranks."""
-        if self._alike is not None and differentiable(x.dtype):
-            self._alike.setdefault(what, []).append(x)
 
     def _watch(self, name: str) -> list[Tensor] | None:
         """Where gradients of a replicated parameter are recorded, for `compare`; None where they are not."""

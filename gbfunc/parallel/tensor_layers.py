@@ -181,7 +181,6 @@ def _incoming(layer: Any, input: Tensor, last: bool = False) -> tuple[Tensor, An
         return x, at, sizes
     at = split.into
     if not isinstance(at, Shard):
-        layer.parallel.watch(f"the input of {split.name}", input)
         return input, at, ()
     dim = at.dim % input.ndim
     if last and dim != input.ndim - 1:

@@ -93,32 +93,17 @@ def toy(
 
 CASES: dict[str, Callable[[Mesh | None], Any]] = {}
 for _name, _hypernet in TYPES.items():
-    for _lead in ((20,), (12, 12)):
-        CASES[f"sequence {_lead} {_name}"] = partial(toy, hypernet=_hypernet, lead=_lead)
-    CASES[f"sequence of copies {_name}"] = partial(toy, hypernet=_hypernet, lead=(20,), copies=True)
     CASES[f"whole {_name}"] = partial(toy, hypernet=_hypernet, lead=(20,), styles=plain_styles)
-    for _tile in (4, (5, 7)):
-        CASES[f"tiles {_tile} {_name}"] = partial(toy, hypernet=_hypernet, lead=(20,), max_tile=_tile)
-for _rows in (4, 2):
-    # Of three ranks, one or two have none.
-    for _micro in (1, 2):
-        CASES[f"{_rows} rows in a sequence, micro {_micro}"] = partial(
-            toy, hypernet=TYPES["periodic"], lead=(_rows,), microbatches=_micro
-        )
-for _lazy in (True, False, "auto"):
-    for _remat in ("none", "generate", "layer"):
-        for _micro in (1, 2):
-            for _styles in (plain_styles, sequence_styles):
-                CASES[f"lazy {_lazy} remat {_remat} micro {_micro} {_styles.__name__}"] = partial(
-                    toy,
-                    hypernet=TYPES["periodic"],
-                    lead=(12,),
-                    styles=_styles,
-                    max_tile=(11, 9),
-                    lazy=_lazy,
-                    remat=_remat,
-                    microbatches=_micro,
-                )
+    CASES[f"sequence {_name}"] = partial(toy, hypernet=_hypernet, lead=(12, 12), max_tile=(5, 7))
+_toy = partial(toy, hypernet=TYPES["periodic"])
+CASES["sequence of copies"] = partial(_toy, lead=(20,), copies=True)
+# With three ranks, one or two have no rows.
+CASES["4 rows in a sequence"] = partial(_toy, lead=(4,), microbatches=2)
+CASES["2 rows in a sequence"] = partial(_toy, lead=(2,))
+for _lazy, _remat, _micro in ((True, "none", 2), (True, "layer", 1), (False, "generate", 2), ("auto", "layer", 2)):
+    for _styles in (plain_styles, sequence_styles):
+        _options: dict[str, Any] = {"lazy": _lazy, "remat": _remat, "microbatches": _micro, "styles": _styles}
+        CASES[f"lazy {_lazy} {_remat} {_styles.__name__}"] = partial(_toy, lead=(12,), max_tile=(11, 9), **_options)
 
 
 class Residual(nn.Module):
@@ -177,9 +162,8 @@ def residual(mesh: Mesh | None, manner: str, **options: Any) -> Any:
     return {"reports": torch.stack(reports), "state": step.gather(state)}
 
 
-for _manner in ("sequence", "classes", "prepared"):
-    for _lazy in (True, False):
-        CASES[f"residual {_manner} lazy {_lazy}"] = partial(residual, manner=_manner, lazy=_lazy)
+for _manner, _lazy in (("sequence", True), ("classes", False), ("classes", True), ("prepared", False)):
+    CASES[f"residual {_manner} lazy {_lazy}"] = partial(residual, manner=_manner, lazy=_lazy)
 
 
 def next_token(net: Callable[..., Any], tokens: Tensor) -> Tensor:
@@ -228,12 +212,16 @@ def text(mesh: Mesh | None, name: str, hypernet: Any, include: Any = (), layers:
     return {"reports": torch.stack(reports), "state": step.gather(state)}
 
 
-for _name in ("gpt", "gpt2", "llama"):
-    for _kind in ("periodic", "gnet", "shared"):
-        CASES[f"{_name} {_kind}"] = partial(text, name=_name, hypernet=TYPES[_kind])
-    CASES[f"{_name} tokens"] = partial(text, name=_name, hypernet=TYPES["periodic"], include=[r"(wte|tokens)\.weight$"])
-    CASES[f"{_name} thin"] = partial(text, name=_name, hypernet=TYPES["periodic"], lazy=True, remat="layer")
-    CASES[f"{_name} layer"] = partial(text, name=_name, hypernet=TYPES["gnet"], remat="layer")
+for _name, _kind, _words, _options in (
+    ("gpt", "gnet", False, {"remat": "layer"}),
+    ("gpt", "shared", True, {}),
+    ("gpt2", "periodic", True, {"lazy": True, "remat": "layer"}),
+    ("llama", "periodic", False, {"lazy": True}),
+    ("llama", "gnet", True, {}),
+):
+    _include = [r"(wte|tokens)\.weight$"] if _words else ()
+    _make = partial(text, name=_name, hypernet=TYPES[_kind], include=_include, **_options)
+    CASES[f"{_name} {_kind} {'with words' if _words else ''}"] = _make
 
 
 def one_word(mesh: Mesh | None) -> Any:
@@ -254,20 +242,11 @@ CASES["one word"] = one_word
 SHARDED: dict[str, Callable[[Mesh | None], Any]] = {}
 """With a genome that is split over ranks."""
 for _placement in ("sharded", "factors"):
-    for _kind in ("periodic", "gnet", "shared", "stochastic"):
-        for _remat in ("none", "layer"):
-            SHARDED[f"{_placement} {_kind} remat {_remat}"] = partial(
-                text, name="gpt", hypernet=TYPES[_kind], placement=_placement, remat=_remat
-            )
-    SHARDED[f"{_placement} pipeline"] = partial(
-        text,
-        name="gpt",
-        hypernet=TYPES["periodic"],
-        placement=_placement,
-        layers=4,
-        pipeline="1f1b",
-        microbatches=2,
-    )
+    for _kind, _remat in (("periodic", "layer"), ("gnet", "none"), ("shared", "none"), ("stochastic", "layer")):
+        _options = {"placement": _placement, "remat": _remat}
+        SHARDED[f"{_placement} {_kind}"] = partial(text, name="gpt", hypernet=TYPES[_kind], **_options)
+    _options = {"placement": _placement, "layers": 4, "pipeline": "1f1b", "microbatches": 2}
+    SHARDED[f"{_placement} pipeline"] = partial(text, name="gpt", hypernet=TYPES["periodic"], **_options)
 
 PIPELINES: dict[str, Callable[[Mesh | None], Any]] = {}
 for _schedule in ("gpipe", "1f1b", "interleaved", "zbv"):

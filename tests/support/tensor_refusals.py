@@ -13,6 +13,9 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import gbfunc as gb
 from gbfunc.parallel import Mesh
+from gbfunc.parallel.styles import tensor_styles
+from gbfunc.parallel.tensor import TensorParallel, resolve
+from gbfunc.tasks.pnets.gpt import GPT
 from tests.support.ranks import PATIENCE
 from tests.support.tensor_cases import ADAMW, Toy, draw, plain_styles, squared
 
@@ -58,6 +61,12 @@ def tied_in_two_ways(mesh: Mesh) -> Any:
     pnet = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)).double()
     pnet[1].weight = pnet[0].weight
     return one_step(mesh, pnet, {"0": ColwiseParallel(), "1": RowwiseParallel()}, ())
+
+
+@refused("'blocks.0.qkv', heads: 2 cannot be split over 3 tensor ranks, 1, 2 would fit")
+def heads_that_ranks_do_not_divide(mesh: Mesh) -> Any:
+    pnet, ranks = GPT(11, 6, 1, 6, 2, 6), Mesh({"tensor": 3})
+    return TensorParallel(pnet, resolve(pnet, tensor_styles(pnet)), ranks)
 
 
 @refused("the mesh has a tensor axis: parallel= must say")

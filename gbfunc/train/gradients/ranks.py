@@ -40,9 +40,10 @@ class RankObjective(Objective):
             CollectiveError: if a rank is missing.
             ValueError: as for one process, and for ranks that differ in what must be equal.
         """
-        self._check_shapes(batch)
-        if not self._checked or (self._check_every and step % self._check_every == 0):
-            self._check(trained, batch, seed, step)
+        due = not self._checked or bool(self._check_every and step % self._check_every == 0)
+        self._check_batch(batch, due)
+        if due:
+            self._check(trained, seed, step)
         noise = noise_of(self._plan, seed, next(iter(trained.values())))
         batch, rows, counts = self._share(batch)
         given = Given(leaves, noise, {k: v.clone() for k, v in buffers.items()}, batch, rows, counts)
@@ -76,23 +77,21 @@ class RankObjective(Objective):
         if self._proof is not None:
             self._proof.compare(self._layout, given, trained)
 
-    def _check_shapes(self, batch: Any) -> None:
-        """Compare what messages take their sizes from: gloo aborts a process that gets a longer one."""
+    def _check_batch(self, batch: Any, whole: bool) -> None:
+        """Compare batches along axes whose ranks must get the same one: their shapes, or the `whole` of them.
+
+        Messages take their sizes from the shapes, and gloo aborts a process that gets a longer one.
+        """
         mesh = self._layout.mesh
         axes: tuple[AxisName, ...] = ("pipeline",) if self.takes_parts else ("pipeline", "tensor")
-        forms = tree_map(lambda x: f"{[*x.shape]}, {x.dtype}" if isinstance(x, Tensor) else x, batch)
-        for axis in axes:
-            if mesh.sizes[axis] > 1:
-                with mesh.traffic.uncounted():
-                    check_equal(mesh, {"shapes": text_of(forms)}, f"{axis} ranks must get the same batch", axis)
-
-    def _check(self, trained: Params, batch: Any, seed: int, step: int) -> None:
-        self._checked, mesh, split = True, self._layout.mesh, self._layout.split
-        if mesh.sizes["pipeline"] > 1:
-            # Stages read different parts of it.
-            what = "in a pipeline all ranks must get the same batch"
+        shapes = tree_map(lambda x: f"{[*x.shape]}, {x.dtype}" if isinstance(x, Tensor) else x, batch)
+        for axis in (axis for axis in axes if mesh.sizes[axis] > 1):
+            named = {"shapes": text_of(shapes)} | ({"the batch": text_of(batch)} if whole else {})
             with mesh.traffic.uncounted():
-                check_equal(mesh, {"the batch": text_of(batch)}, what, "pipeline")
+                check_equal(mesh, named, f"{axis} ranks must get the same batch", axis)
+
+    def _check(self, trained: Params, seed: int, step: int) -> None:
+        self._checked, mesh, split = True, self._layout.mesh, self._layout.split
         same = {k: v for k, v in trained.items() if k not in split}
         check_equal(mesh, {**same, "step": str(step), "seed": str(seed)}, SAME_STATE)
         check_equal(mesh, {k: trained[k] for k in split}, SAME_STATE, "replicas")
