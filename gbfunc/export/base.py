@@ -68,9 +68,7 @@ def export(
 
     Raises:
         ImportError: if a package is missing, naming the extra that installs it.
-        TypeError: for a plan, genome or p-net of another type.
         ValueError: for an unknown format, a p-net that cannot be traced, or a program whose outputs differ.
-        OSError: if the file cannot be written.
     """
     check_plan(plan, pnet)
     check_genome(plan, genome)

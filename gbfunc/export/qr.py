@@ -18,14 +18,8 @@ _MOST = 2_953
 def write_qr(path: str | os.PathLike[str], genome: bytes, page: str) -> None:
     """Draw the code of `PAGE#genome` as a PNG or an SVG, by the suffix of its path.
 
-    Args:
-        path: the picture.
-        genome: a genome's file.
-        page: address of a page that `gbfunc export --out net.html` wrote.
-
-    Raises:
-        ImportError: without segno.
-        ValueError: for a genome too large for a code, an address with a fragment of its own, or another suffix.
+    `genome` is a genome's file, `page` the address of a page that `gbfunc export --out net.html` wrote. Raises
+    `ImportError` without segno, `ValueError` for a genome too large for a code, or another address or suffix.
     """
     place = Path(path)
     if place.suffix.lower() not in (".png", ".svg"):
@@ -69,7 +63,7 @@ def read_qr(path: str | os.PathLike[str]) -> bytes:
 
 
 def opaque(image: Any) -> Any:
-    """An image of Pillow's in which what is transparent shows white."""
+    """Put an image of Pillow's on a white ground where it is transparent."""
     if not image.has_transparency_data:
         return image
     white = import_extra("PIL.Image", "reading a picture", "gbfunc[qr]").new("RGBA", image.size, "white")
@@ -78,7 +72,7 @@ def opaque(image: Any) -> Any:
 
 
 def shipped_genome(path: Path) -> bytes:
-    """The genome's file in a page, or in a picture of a code; raises as `read_qr`."""
+    """Read the genome's file from a page, or from a picture of a code; raises as `read_qr`."""
     if path.suffix.lower() == ".svg":
         raise ValueError(f"{path} is no picture in pixels, of which codes are read: make it a .png")
     if path.suffix.lower() != ".html":

@@ -24,9 +24,7 @@ from gbfunc.federated.wire import NUMBERS, Vector, Wire, check_format, differenc
 from gbfunc.files import replace_file
 from gbfunc.types import GenomeLike
 
-_LOG = logging.getLogger(__name__)
-
-_VECTOR = "genome"
+_LOG, _VECTOR = logging.getLogger(__name__), "genome"
 
 
 class Round(NamedTuple):
@@ -53,7 +51,7 @@ class GenomeStrategy(Strategy):
     Args:
         strategy: FedAvg, FedAdam, FedProx, ..., also a strategy of differential privacy.
         plan: the plan.
-        genome: a genome of the plan.
+        genome: a genome of the plan, where training starts.
         lr: the clients' learning rate, or a function of the round, which counts from 0.
         down: dtype in which the genome is sent (`wire.FORMATS`).
         up: dtype in which clients send changes; or `topK`, the K largest numbers of a change (`Wire.pack`).

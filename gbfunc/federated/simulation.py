@@ -16,8 +16,7 @@ from flwr.supercore.run import Run  # pyright: ignore[reportMissingImports]
 from flwr.supercore.task_identity import TaskIdentity  # pyright: ignore[reportMissingImports]
 from numpy.typing import ArrayLike, NDArray
 
-_SERVER, _RUN = 1, 1
-"""Numbers of the server's node and of the run, as Flower's first run has them."""
+_SERVER, _RUN = 1, 1  # as Flower's first run has them
 
 
 class Traffic(NamedTuple):
@@ -34,8 +33,7 @@ class LocalGrid(Grid):
 
     Every message is serialised and read again, so the other side gets what a real message holds. A node keeps its
     `context.state` from round to round. Flower's own simulation engine (Ray) starts a process for each core, which
-    takes longer than rounds of genomes do on few cores. Flower's messages take their sender from the process, which
-    the context manager sets.
+    takes longer than rounds of genomes do on few cores. The context manager sets the sender of Flower's messages.
 
     `nodes` are the configs of the nodes, as `flower-supernode --node-config` has them. `traffic` counts the bytes sent
     so far, including those before a checkpoint from which a `GenomeStrategy` goes on.

@@ -41,15 +41,12 @@ DTYPES, MOST_WEIGHTS = ("float32", "float64"), 64_000_000
 
 def check(plan: Plan) -> None:
     """Raise `ValueError` for a genome that a page cannot grow."""
-    slots = [slot for tensor in plan.tensors for slot in tensor.slots]
-    found = (
-        ("a genome that changes a pretrained network", () if plan.base is None else ("",)),
-        ("g-nets of type", {slot.hypernet.type for slot in slots} - {*TYPES}),
-        ("weights of", {tensor.dtype for tensor in plan.tensors} - {*DTYPES}),
-    )
-    for what, others in found:
-        if others:
-            raise ValueError(f"not in the browser yet: {what} {', '.join(sorted(others))}".rstrip())
+    if plan.base is not None:
+        raise ValueError("not in the browser yet: a genome that changes a pretrained network")
+    if others := {slot.hypernet.type for tensor in plan.tensors for slot in tensor.slots} - {*TYPES}:
+        raise ValueError(f"not in the browser yet: g-nets of type {', '.join(sorted(others))}")
+    if others := {tensor.dtype for tensor in plan.tensors} - {*DTYPES}:
+        raise ValueError(f"not in the browser yet: weights of {', '.join(sorted(others))}")
     if plan.pnet_params > MOST_WEIGHTS:
         raise ValueError(f"a browser grows up to {MOST_WEIGHTS:,} weights, the network has {plan.pnet_params:,}")
 
@@ -163,10 +160,6 @@ def _conv(conv: nn.Conv2d, name: str) -> Layer | None:
     return ["conv", name, list(conv.stride), list(padding), list(conv.dilation)]
 
 
-def _norm(norm: nn.BatchNorm1d | nn.BatchNorm2d, name: str) -> Layer | None:
-    return ["batch_norm", name, norm.eps] if norm.running_var is not None else None
-
-
 def _layer_norm(norm: nn.LayerNorm, name: str) -> Layer | None:
     learnt = name if norm.elementwise_affine else None
     return ["layer_norm", learnt, norm.eps] if len(norm.normalized_shape) == 1 else None
@@ -186,8 +179,8 @@ def _avg_pool(pool: nn.AvgPool2d, name: str) -> Layer | None:
 _LAYERS: Mapping[type[nn.Module], Callable[[Any, str], Layer | None]] = {
     nn.Linear: lambda m, name: ["linear", name],
     nn.Conv2d: _conv,
-    nn.BatchNorm1d: _norm,
-    nn.BatchNorm2d: _norm,
+    nn.BatchNorm1d: lambda m, name: ["batch_norm", name, m.eps] if m.running_var is not None else None,
+    nn.BatchNorm2d: lambda m, name: ["batch_norm", name, m.eps] if m.running_var is not None else None,
     nn.LayerNorm: _layer_norm,
     nn.MaxPool2d: _max_pool,
     nn.AvgPool2d: _avg_pool,
