@@ -10,7 +10,6 @@ import os
 import statistics
 import sys
 import time
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +20,15 @@ from gbfunc.lab.bench.variants import genome_step
 WIDTH, STEPS, MICROBATCHES, FORWARD, BACKWARD = 8, 3, 8, 0.1, 0.2
 
 
-class Wait(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        time.sleep(0 if x.is_meta else FORWARD)
-        return x.view_as(x)
+# An operator, as pipelines run a recorded graph.
+@torch.library.custom_op("bubble::wait", mutates_args=())
+def wait(x: Tensor, seconds: float) -> Tensor:
+    time.sleep(seconds)
+    return x.clone()
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        time.sleep(BACKWARD)
-        return grad
+
+wait.register_fake(lambda x, seconds: torch.empty_like(x))
+wait.register_autograd(lambda ctx, grad: (wait(grad, BACKWARD), None))
 
 
 class Block(nn.Module):
@@ -39,7 +37,7 @@ class Block(nn.Module):
         self.layer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return Wait.apply(self.layer(x))
+        return wait(self.layer(x), FORWARD)
 
 
 if __name__ == "__main__":
