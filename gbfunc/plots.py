@@ -72,9 +72,10 @@ def _expect(shown: Any, expected: str) -> None:
         raise ValueError(f"a figure needs at least one {expected}, got none")
 
 
-def _measure(metric: str, unit: str) -> tuple[float, str]:
-    """Return the factor of the values on an axis, and the label of the axis."""
-    return 100.0 if unit == "%" else 1.0, f"{metric.replace('_', ' ')} ({unit})"
+def _draw(axes: Axes, label: str, rows: Sequence[Mapping[str, float]], x: str, y: str, unit: str, **style: Any) -> None:
+    """Draw a column of a history against another one, values between 0 and 1 in percent."""
+    factor = 100 if unit == "%" else 1
+    axes.plot([row[x] for row in rows], [factor * row[y] for row in rows], label=label, **style)
 
 
 def learning_curve(
@@ -89,17 +90,16 @@ def learning_curve(
     """
     _expect(runs, "run")
     figure, ((loss_axes, metric_axes),) = _figure(9.0, 3.6, columns=2)
-    factor, label = _measure(metric, unit)
     # Rows at whole passes count passes, others steps.
     x = "epoch" if all(row["epoch"] == int(row["epoch"]) for rows in runs.values() for row in rows) else "step"
     for run, rows in runs.items():
-        style = {"marker": "o" if len(rows) < 10 else "", "label": run}
-        loss_axes.plot([row[x] for row in rows], [row["train_loss"] for row in rows], **style)
-        metric_axes.plot([row[x] for row in rows], [factor * row[f"val_{metric}"] for row in rows], **style)
+        marker = "o" if len(rows) < 10 else ""
+        _draw(loss_axes, run, rows, x, "train_loss", "nats", marker=marker)
+        _draw(metric_axes, run, rows, x, f"val_{metric}", unit, marker=marker)
     loss_axes.set(xlabel=x, ylabel="training loss (cross entropy, nats)", yscale="log")
     loss_axes.yaxis.set_major_formatter("{x:g}")
     loss_axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
-    metric_axes.set(xlabel=x, ylabel=f"validation {label}")
+    metric_axes.set(xlabel=x, ylabel=f"validation {metric.replace('_', ' ')} ({unit})")
     if unit == "%":
         # Otherwise the first epochs press the interesting values into the uppermost pixels.
         worst = min(100 * rows[-1][f"val_{metric}"] for rows in runs.values())
@@ -120,14 +120,12 @@ def birth_curves(
     """
     _expect(runs and all(runs.values()), "task, and runs of each")
     figure, (row,) = _figure(0.6 + 4.0 * len(runs), 3.4, columns=len(runs))
-    factor, label = _measure(metric, unit)
     for axes, (task, starts) in zip(row, runs.items(), strict=True):
         for start, rows in starts.items():
-            values = [factor * row[metric] for row in rows]
-            axes.plot([row["step"] for row in rows], values, markersize=4, label=start)
+            _draw(axes, start, rows, "step", metric, unit, markersize=4)
         axes.set_xscale("symlog", linthresh=1)
         axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}" if step else "birth")
-        axes.set(title=task, xlabel="training steps after birth", ylabel=label)
+        axes.set(title=task, xlabel="training steps after birth", ylabel=f"{metric.replace('_', ' ')} ({unit})")
     row[0].legend(frameon=False, loc="lower right")
     return figure
 
@@ -247,31 +245,27 @@ def weight_images(nets: Mapping[str, Mapping[str, Tensor]], image_shape: tuple[i
         raise ValueError(f"weight_images expects nets with the same weight matrices or kernels, got {shapes}")
     names = list(shapes[0])
     read = next((name for name in names if len(shapes[0][name]) == 2), "") if image_shape is not None else ""
-    columns = [(read, image_shape)] * bool(read) + [(names[i], None) for i in _spread(len(names), _MAX_COLUMNS)]
+    columns = [(read, True)] * bool(read) + [(names[i], False) for i in _spread(len(names), _MAX_COLUMNS)]
     figure, grid = _figure(3.4 * len(columns), 3.1 * len(weights), rows=len(weights), columns=len(columns))
     for axes_row, (label, by_name) in zip(grid, weights.items(), strict=True):
-        for axes, (name, shape) in zip(axes_row, columns, strict=True):
-            if shape is not None:
-                fields = _fields(by_name[name], shape)
-                _show(axes, fields, f"{label}: rows of {name}", "pixel column", "pixel row", aspect="equal")
-            elif by_name[name].ndim == 4:
-                kernels = _mosaic(by_name[name][: math.isqrt(_MAX_FIELDS), : math.isqrt(_MAX_FIELDS)])
-                _show(axes, kernels, f"{label}: kernels of {name}", "input channel", "output channel", aspect="equal")
+        for axes, (name, as_images) in zip(axes_row, columns, strict=True):
+            weight, side = by_name[name], math.isqrt(_MAX_FIELDS)
+            if as_images and image_shape is not None:
+                if weight.shape[1] != math.prod(image_shape):
+                    raise ValueError(f"rows of {weight.shape[1]} weights are no images of {image_shape}")
+                side = min(side, math.isqrt(len(weight)))
+                fields = weight[: side * side].reshape(side, side, *image_shape)
+                _show(axes, _mosaic(fields), f"{label}: rows of {name}", "pixel column", "pixel row", aspect="equal")
+            elif weight.ndim == 4:
+                title = f"{label}: kernels of {name}"
+                _show(axes, _mosaic(weight[:side, :side]), title, "input channel", "output channel", aspect="equal")
             else:
-                _show(axes, *_sorted(by_name[name], f"{label}: {name}", sort_columns=name != read))
+                _show_sorted(axes, weight, f"{label}: {name}", sort_columns=name != read)
     return figure
 
 
 def _is_shown(weight: Tensor) -> bool:
     return weight.ndim in (2, 4) and weight.numel() > 0 and weight.is_floating_point()
-
-
-def _fields(weight_RC: NDArray[np.float32], image_shape: tuple[int, int]) -> NDArray[np.float32]:
-    """Lay the first rows of a matrix out as images, in a square mosaic."""
-    if weight_RC.shape[1] != math.prod(image_shape):
-        raise ValueError(f"rows of {weight_RC.shape[1]} weights are no images of {image_shape}")
-    side = math.isqrt(min(_MAX_FIELDS, len(weight_RC)))
-    return _mosaic(weight_RC[: side * side].reshape(side, side, *image_shape))
 
 
 def _mosaic(images: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -280,20 +274,18 @@ def _mosaic(images: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.block([list(row) for row in padded])[:-1, :-1]
 
 
-def _sorted(
-    weight_RC: NDArray[np.float32], title: str, *, sort_columns: bool
-) -> tuple[NDArray[np.float32], str, str, str]:
-    """Put similar rows and columns of a matrix next to each other, thinned out; return them with title and labels."""
+def _show_sorted(axes: Axes, weight_RC: NDArray[np.float32], title: str, *, sort_columns: bool) -> None:
+    """Show a matrix, thinned out, with similar rows and columns next to each other."""
     part = weight_RC[np.ix_(*(_spread(n, _MAX_SIDE) for n in weight_RC.shape))]
     left, _, right = np.linalg.svd(part, full_matrices=False)
     order_R, order_C = _by_angle(left[:, :2]), _by_angle(right[:2].T) if sort_columns else np.arange(part.shape[1])
-    labels = []
-    for what, shown, n, is_sorted in zip(
-        ("output", "input"), part.shape, weight_RC.shape, (True, sort_columns), strict=True
-    ):
+
+    def label(what: str, axis: int, is_sorted: bool) -> str:
+        shown, n = part.shape[axis], weight_RC.shape[axis]
         some = f"{n:,} {what} units" if shown == n else f"{shown} of {n:,} {what} units"
-        labels.append(f"{some}, {'sorted by similarity' if is_sorted else 'in order'}")
-    return part[np.ix_(order_R, order_C)], title, labels[1], labels[0]
+        return f"{some}, {'sorted by similarity' if is_sorted else 'in order'}"
+
+    _show(axes, part[np.ix_(order_R, order_C)], title, label("input", 1, sort_columns), label("output", 0, True))
 
 
 def _spread(n: int, most: int) -> NDArray[np.int64]:

@@ -73,22 +73,6 @@ def test_its_outputs_are_the_mean_of_the_encoder(network: Path) -> None:
         torch.testing.assert_close(net(x_BL[:2])[0 if length == 4 else 1], net.classifier(mean_E), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_it_works_under_the_transforms_of_torch(network: Path) -> None:
-    net = find_pnet("hf:bert", Interface((8,), 2, vocabulary=len(WORDS)), {"pretrained": str(network)}).build(0)
-    x_BL = torch.tensor([[1, 4, 6, 2], [1, 5, 2, 0]])
-    params = {name: value.detach() for name, value in net.named_parameters()}
-
-    def total(params: dict[str, torch.Tensor]) -> torch.Tensor:
-        return torch.func.functional_call(net, params, (x_BL,)).square().sum()
-
-    total_of_one = total(params)
-    gradient = torch.func.grad(total)(params)
-    assert all(torch.isfinite(value).all() for value in gradient.values())
-    twice = {name: torch.stack([value, value]) for name, value in params.items()}
-    torch.testing.assert_close(torch.func.vmap(total)(twice), total_of_one.expand(2), rtol=1e-5, atol=1e-6)
-
-
 def test_places_of_networks(network: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert pretrained_folder(str(network)) == network
     package = tmp_path / "site" / "a_package"

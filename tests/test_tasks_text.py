@@ -40,6 +40,10 @@ def test_byte_pairs_are_read_back_and_shorter() -> None:
     for part in (source[:5_000], "never seen: żółć 😀"):
         assert tokens.decode is not None and tokens.decode(tokens.encode(part).tolist()) == part
     assert len(tokens.encode(source)) < 0.7 * len(source)
+    task = find_task("text", None, {"context": 8, "vocabulary": 300})
+    assert task.interface.outputs == 300 and text_metrics(lambda x: torch.zeros(*x.shape, 300), task.val)[
+        "bits_per_char"
+    ] < math.log2(300)
 
 
 def test_windows_cover_the_text_once_and_batches_are_windows_from_anywhere() -> None:
@@ -132,15 +136,6 @@ def test_text_from_the_command_line(verse: Path, tmp_path: Path, capsys: pytest.
         told = capsys.readouterr()
         assert told.err.startswith("gbfunc: error: ") and message in told.err and told.err.count("\n") == 1
         assert not told.out
-
-
-def test_byte_pairs_from_the_command_line(verse: Path, tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers", reason="byte-pair tokens need tokenizers")
-    config = ["--task-config", '{"context": 8, "vocabulary": 300}', *TINY[:2]]
-    data = ["--task", "text", "--data-dir", str(verse.parent)]
-    assert main(["train", *data, *config, "--steps", "3", "--compression", "1.2", "--out", str(tmp_path / "run")]) == 0
-    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
-    assert metrics["val_bits_per_char"] < metrics["val_loss"] / math.log(2)
 
 
 def test_texts_that_cannot_be_read(tmp_path: Path) -> None:
