@@ -65,10 +65,8 @@ class GenomeProblem(Problem):
         seed: seed of the start, of noise, and of the algorithm's draws.
         options: EvoTorch's (https://docs.evotorch.ai/latest/reference/evotorch/core/#evotorch.core.Problem).
 
-    Raises:
-        ValueError: if `start`, the p-net, the steps or the subspace does not fit the plan; from the algorithm's step,
-            if the batches are at an end, or a forward changes buffers in place.
-        FloatingPointError: from the algorithm's step, if no member of a generation has a finite loss.
+    An algorithm's step raises `ValueError` if the batches are at an end or a forward changes buffers in place, and
+    `FloatingPointError` if no member of a generation has a finite loss.
     """
 
     def __init__(

@@ -402,10 +402,10 @@ def test_a_small_concentration_gives_clients_few_classes() -> None:
     labels = np.arange(5_000) % 10
     few, all_ = ([np.bincount(labels[p]).max() / len(p) for p in partition(labels, 20, a)] for a in (0.3, math.inf))
     assert np.mean(few) > 0.3 > 0.2 > np.mean(all_)
-    for arguments, words in (
-        (([0, 1], 1), "need 10 ex"),
-        (([0] * 50, 0), "clients >= 1"),
-        (([0] * 50, 2, -1.0), "alpha > 0"),
+    for labels, clients, alpha, words in (
+        ([0, 1], 1, 1.0, "need 10 examples"),
+        ([0] * 50, 0, 1.0, "clients >= 1"),
+        ([0] * 50, 2, -1.0, "alpha > 0"),
     ):
         with pytest.raises(ValueError, match=words):
-            partition(*arguments)
+            partition(labels, clients, alpha)

@@ -22,7 +22,7 @@ from gbfunc.types import GenomeLike
 
 SAFETENSORS = "safetensors"
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-"""Largest difference of outputs over the largest output, by their dtype; ONNX has Python's numbers in float32."""
+"""Largest difference of outputs over the largest output, by their dtype."""
 
 
 class Exported(NamedTuple):

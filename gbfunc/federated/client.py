@@ -66,8 +66,7 @@ def client_app(
         evaluate: gives metrics of a network on the node's examples, for rounds of evaluation.
         augment: changes the inputs of a batch.
         seed: seed of the order of the examples and of dropout, with the number of the node and of the round.
-        mods: mods of Flower (`flwr.clientapp.mod`) around training: `fixedclipping_mod`, `LocalDpMod(...)`. They
-            compare the genome that comes with the one that goes, so messages without plain numbers are refused.
+        mods: mods of Flower around training (`fixedclipping_mod`, `LocalDpMod(...)`), for messages in plain numbers.
     """
     if steps < 1 or batch_size < 1:
         raise ValueError(f"steps and batch_size must be at least 1, got {steps} and {batch_size}")

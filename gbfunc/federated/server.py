@@ -44,9 +44,8 @@ class GenomeStrategy(Strategy):
     """A strategy of Flower's whose arrays are a genome, sent in few bytes each way.
 
     The strategy inside sees genomes in float32 alone: the genome that it sends is rounded to `down`, and a change that
-    comes back is added to the genome before rounding. Where both dtypes are float32, the strategy inside works without
-    this class too, with `Wire.pack` for the arrays and `client.IDENTITY`, `RATE` and `SENT_AS` in the config. `rounds`
-    lists what came back, `done` counts the rounds before a checkpoint too.
+    comes back is added to the genome before rounding. Where both are float32, the strategy inside works alone too, with
+    `Wire.pack` for the arrays and `client.IDENTITY`, `RATE` and `SENT_AS` in the config. `rounds` lists what came back.
 
     Args:
         strategy: FedAvg, FedAdam, FedProx, ..., also a strategy of differential privacy.
@@ -102,17 +101,13 @@ class GenomeStrategy(Strategy):
             self._read(self._path)
         return self.start(grid, _record(self._vector), num_rounds=max(0, rounds - self.done), **options)
 
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
+    def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Any:
         """Give the messages of the strategy, in few bytes."""
         self._vector = self.wire.unpack(arrays)
         config[RATE], config[SENT_AS] = float(self._lr(self.done)), self._up
         return self._configured(self.strategy.configure_train, self.done + 1, arrays, config, grid)
 
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
+    def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Any:
         """Give the messages of the strategy, in few bytes."""
         return self._configured(self.strategy.configure_evaluate, self.done, arrays, config, grid)
 
@@ -158,9 +153,7 @@ class GenomeStrategy(Strategy):
         self.rounds[-1].left_out.update({node: f"evaluation: {words}" for node, words in left_out.items()})
         return self.strategy.aggregate_evaluate(self.done, used)
 
-    def _usable(
-        self, replies: Iterable[Message], number: int, arrays: list[str]
-    ) -> tuple[list[Message], dict[int, str]]:
+    def _usable(self, replies: Iterable[Message], number: int, arrays: list[str]) -> tuple[list[Any], dict[int, str]]:
         used, left_out = [], {}
         for reply in replies:
             try:

@@ -35,8 +35,6 @@ MOST_RUNS = 1 << 14
 FORMATS = ("float32", "float16", *BITS)
 """Dtypes in which numbers may be sent; a change may also be sent as `topK`, the K largest of its numbers."""
 
-_TOP = re.compile(r"top([1-9]\d*)")
-
 _CURE = "all sides need the same version of gbfunc and genome file, and the pretrained network that the file names"
 
 
@@ -51,7 +49,7 @@ def difference(here: str, there: str) -> str | None:
 
 def check_format(dtype: str, what: str = "dtype", *, change: bool = True) -> None:
     """Raise `ValueError` unless a dtype is one of `FORMATS` or, for a change, `topK`."""
-    if dtype not in FORMATS and not (change and _TOP.fullmatch(dtype)):
+    if dtype not in FORMATS and not (change and re.fullmatch(r"top[1-9]\d*", dtype)):
         more = ", or topK for the K largest numbers" if change else ""
         raise ValueError(f"{what} must be one of {', '.join(FORMATS)}{more}, got {dtype!r}")
 
@@ -117,10 +115,7 @@ class Wire:
         """Unpack a record into a vector [P], float32; `ValueError` for one that is damaged or of another genome."""
         found = {name: array.numpy() for name, array in arrays.items()}
         if [*found] == [CODES]:
-            codes = found[CODES]
-            if codes.dtype != np.uint8 or codes.ndim != 1:
-                raise ValueError(f"expected codes as bytes [n], got {codes.dtype} {codes.shape}")
-            vector = self._decode(codes.tobytes()).copy()
+            vector = self._decode(found[CODES].tobytes()).copy()
         elif [*found] == [NUMBERS, PLACES]:
             vector = self._placed(*found.values())
         elif [*found] == [NUMBERS]:
