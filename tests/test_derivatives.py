@@ -132,13 +132,3 @@ def test_vmap_over_a_population_equals_a_loop(hypernet: Hypernet) -> None:
     torch.testing.assert_close(losses, torch.stack([value for _, value in each]), rtol=1e-10, atol=1e-12)
     expected = tree_map(lambda *x: torch.stack(x), *[gradient for gradient, _ in each])
     torch.testing.assert_close(gradients, expected, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", ["mlp", "conv_bn_eval", "gnet", "shared", "tied"])
-def test_vmap_over_a_population_of_pnets(name: str) -> None:
-    pnet, plan, _ = genome_of(ZOO[name])
-    people = [trained(gb.init_genome(plan, pnet, seed)) for seed in range(3)]
-    stacked = tree_map(lambda *x: torch.stack(x), *people)
-    loss = objective(plan, pnet, ZOO[name].batch())
-    expected = torch.stack([loss(leaves) for leaves in people])
-    torch.testing.assert_close(torch.vmap(loss)(stacked), expected, rtol=1e-5, atol=1e-6)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -174,22 +173,6 @@ def test_slots_of_other_codes_in_one_ensemble(max_tile: int | None) -> None:
         np.testing.assert_allclose(found[name].detach().numpy(), expected[name], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("max_tile", [None, 4, (12, 4), (4, 12)])
-def test_grids_of_other_positions_in_one_ensemble(max_tile: int | tuple[int, int] | None) -> None:
-    pnet = nn.Sequential(*(nn.Linear(12, 12) for _ in range(3))).double()
-    codes = {
-        "0.weight": (gb.grid(12), gb.grid(12)),
-        "1.weight": (gb.grid(12, bandwidth=2.0), gb.grid(12)),
-        "2.weight": (gb.grid(12), gb.grid(12, bandwidth=3.0)),
-    }
-    plan = gb.make_plan(pnet, gb.gnet((3,)), max_tile=max_tile, encodings=codes)
-    assert len(plan.ensembles) == 1
-    genome = gb.init_genome(plan, pnet)
-    found, expected = gb.generate(plan, genome), oracles.weights(plan, genome)
-    for name in expected:
-        np.testing.assert_allclose(found[name].detach().numpy(), expected[name], rtol=1e-9, atol=1e-12)
-
-
 @given(st.data())
 @settings(max_examples=15)
 def test_any_codes_and_tiles(data: st.DataObject) -> None:
@@ -232,31 +215,6 @@ def test_progress_tells_the_weights_that_are_done() -> None:
     assert [total for _, total in calls] == [30 + 20 + 54] * 3
     assert [done for done, _ in calls] == sorted(done for done, _ in calls)
     assert calls[-1][0] == 104
-
-
-def test_buffers_without_values_are_refused_before_anything_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    with torch.device("meta"):
-        pnet = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5))
-    plan = gb.make_plan(pnet, gb.periodic(2))
-    monkeypatch.setattr("gbfunc.genome.init_leaves", None)
-    with pytest.raises(ValueError, match="buffers .*running_mean.* are on the meta device"):
-        gb.init_genome(plan, pnet)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "words"),
-    [
-        (lambda b: {}, "missing .*'buffers/1.num_batches_tracked'"),
-        (lambda b: b | {"other": torch.zeros(1)}, "unknown .*'buffers/other'"),
-        (lambda b: b | {"1.running_mean": torch.zeros(4)}, r"'buffers/1.running_mean is \(4,\), expected \(5,\)'"),
-    ],
-)
-def test_buffers_of_a_genome_are_those_of_its_plan(spoil: Callable[[Params], Params], words: str) -> None:
-    pnet = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5))
-    plan = gb.make_plan(pnet, gb.periodic(2))
-    genome = gb.init_genome(plan, pnet)
-    with pytest.raises(ValueError, match=words):
-        check_genome(plan, genome._replace(buffers=spoil(genome.buffers)))
 
 
 @pytest.mark.parametrize("genome", [None, {}, {"gnets": {}}, (1, 2, 3)])

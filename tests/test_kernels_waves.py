@@ -157,14 +157,6 @@ def test_the_period_of_codes_splits_them_into_blocks_and_places(encoding: Any, d
         assert_close(with_gradients(side._replace(period=m), kernel), expected, 1e-12)
 
 
-def test_codes_have_a_period_where_it_spares_sines() -> None:
-    found = [period_of(torch.from_numpy(code.codes(n).copy())[None]) for code, n in PERIODS]
-    assert found == [64, 28, 256]
-
-
-PERIODS: list[Any] = [(gb.binary(), 1100), (gb.grid(28, 28), 784), (gb.gray(), 256)]
-
-
 @NEEDS_COMPILER
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(
@@ -367,20 +359,3 @@ def test_parts_of_runs_that_share_code_weights(hypernet: Any, dims: TileDims) ->
         made = torch.cat([dense_tiles(part.tiles()) for part in parts])
         torch.testing.assert_close(made, tiles, rtol=1e-12, atol=1e-12)
         assert_close(list(torch.autograd.grad(made, list(leaves.values()), g)), list(expected), 1e-12)
-
-
-@NEEDS_COMPILER
-def test_all_periodic_ensembles_of_a_step_have_one_node() -> None:
-    pnet = torch.nn.Sequential(torch.nn.Linear(9, 8), torch.nn.Linear(8, 7), torch.nn.Linear(7, 6))
-    plan = gb.make_plan(pnet, gb.periodic(2))
-    assert len(plan.ensembles) == 3
-    genome = gb.init_genome(plan, pnet)
-    genome = genome._replace(
-        gnets={e: {k: v.requires_grad_() for k, v in of.items()} for e, of in genome.gnets.items()}
-    )
-    found, todo = set(), [x.grad_fn for k, x in gb.generate(plan, genome).items() if k.endswith("weight")]
-    while todo:
-        if (node := todo.pop()) is not None and node not in found:
-            found.add(node)
-            todo += [following for following, _ in node.next_functions]
-    assert sum("Waves" in node.name() for node in found) == 1

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import jupytext
@@ -153,65 +154,12 @@ def imported_files(tree: ast.AST, path: str, files: dict[str, str], sources: dic
     return found - {path}
 
 
-def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Groups of files each of which reaches all others of its group by imports."""
-    reach = {path: set(targets) for path, targets in graph.items()}
-    for via in graph:
-        for path in graph:
-            if via in reach[path]:
-                reach[path] |= reach[via]
-    groups = {tuple(sorted(b for b in reach[a] if a in reach.get(b, ()))) for a in graph if a in reach[a]}
-    return [list(group) for group in sorted(groups)]
-
-
-def import_graph(trees: dict[str, ast.AST]) -> dict[str, set[str]]:
-    """The files that each file imports, by path."""
-    files = {module_of(path): path for path in trees}
-    sources = {module_of(path): tree for path, tree in trees.items()}
-    return {path: imported_files(tree, path, files, sources) for path, tree in trees.items()}
-
-
 def test_no_files_import_each_other() -> None:
     """At any place in them, for whatever purpose."""
-    assert cycles(import_graph({path: parse(path) for path in SOURCES})) == []
-
-
-@pytest.mark.parametrize(
-    ("sources", "found"),
-    [
-        ({"a": "import gbfunc.b", "b": "import gbfunc.c", "c": ""}, []),
-        ({"a": "import gbfunc.b", "b": "def f():\n    from gbfunc.a import x"}, [["a", "b"]]),
-        ({"a": "from gbfunc import b", "b": "if TYPE_CHECKING:\n    from gbfunc import a"}, [["a", "b"]]),
-        ({"a": "from . import b", "b": "from .c import x", "c": "from .a import x"}, [["a", "b", "c"]]),
-        (
-            {
-                "p/__init__": "from gbfunc.p.a import x\nfrom gbfunc.p.b import y",
-                "p/a": "",
-                "p/b": "from gbfunc.p import x",
-            },
-            [],
-        ),
-        (
-            {
-                "p/__init__": "from gbfunc.p.a import x\nfrom gbfunc.p.b import y",
-                "p/a": "from gbfunc.p import y",
-                "p/b": "from gbfunc.p import x",
-            },
-            [["p/a", "p/b"]],
-        ),
-        ({"p/__init__": "x = 1\nfrom gbfunc.p.a import y", "p/a": "from gbfunc.p import x"}, [["p/__init__", "p/a"]]),
-        (
-            {"p/__init__": "from gbfunc.p.a import x", "p/a": "import gbfunc.q", "q": "from gbfunc.p import x"},
-            [["p/__init__", "p/a", "q"]],
-        ),
-    ],
-)
-def test_cycles_are_seen(sources: dict[str, str], found: list[list[str]]) -> None:
-    trees: dict[str, ast.AST] = {f"gbfunc/{name}.py": ast.parse(source) for name, source in sources.items()}
-    named = [
-        [path.removeprefix("gbfunc/").removesuffix(".py") for path in group] for group in cycles(import_graph(trees))
-    ]
-    assert named == found
+    trees: dict[str, ast.AST] = {path: parse(path) for path in SOURCES}
+    files, sources = {module_of(path): path for path in trees}, {module_of(path): t for path, t in trees.items()}
+    graph = {path: imported_files(tree, path, files, sources) for path, tree in trees.items()}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the files
 
 
 def test_only_parallel_uses_torch_distributed() -> None:
@@ -232,43 +180,6 @@ def test_only_the_cli_prints() -> None:
 def test_files_are_short() -> None:
     lines = {path: len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in SOURCES + TESTS}
     assert {path: n for path, n in lines.items() if n > MAX_LINES} == {}
-
-
-def test_no_file_is_a_drawer_of_utils() -> None:
-    assert [path for path in SOURCES + TESTS if Path(path).stem in {"util", "utils"}] == []
-
-
-@pytest.mark.parametrize(
-    ("path", "source", "upward"),
-    [
-        ("gbfunc/tiling.py", "from gbfunc.types import Array", set()),
-        ("gbfunc/tiling.py", "from gbfunc.encoding import binary", {"encoding"}),
-        ("gbfunc/tiling.py", "from . import train", {"train"}),
-        ("gbfunc/tiling.py", "def f():\n    import gbfunc.plan.spec", {"plan"}),
-        ("gbfunc/plan/spec.py", "from .report import table\nfrom ..layers import KINDS", set()),
-        ("gbfunc/plan/spec.py", "from ..generate import generate", {"generate"}),
-        ("gbfunc/train.py", "from gbfunc import make_plan", {"__init__"}),
-        ("gbfunc/cli/train.py", "import gbfunc as gb", set()),
-    ],
-)
-def test_upward_imports_are_seen(path: str, source: str, upward: set[str]) -> None:
-    assert upward_imports(ast.parse(source), path) == upward
-
-
-@pytest.mark.parametrize(
-    ("source", "used"),
-    [
-        ("import torch.distributed as dist", True),
-        ("from torch import distributed", True),
-        ("from torch.distributed.tensor import DTensor", True),
-        ("import torch\ntorch.distributed.barrier()", True),
-        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch.distributed", False),
-        ("wrapped = type(module).__module__ == 'torch.distributed.fsdp'", False),
-        ("from torch.distributions import Normal", False),
-    ],
-)
-def test_uses_of_distributed_are_seen(source: str, used: bool) -> None:
-    assert uses_distributed(ast.parse(source), "gbfunc/x.py") is used
 
 
 def test_top_level_holds_the_agreed_names_and_dot_folders() -> None:
