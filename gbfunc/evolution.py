@@ -56,7 +56,7 @@ class GenomeProblem(Problem):
         batches: a batch for each generation, in the form that `loss_fn` takes; `itertools.repeat(batch)` for the same.
         sense: whether the loss is minimised or maximised.
         start: the genome where the search starts; None draws one from `seed`.
-        steps: what z = 1 means by role of leaf (code, linear, direct): a fraction of the standard deviation of the
+        steps: the size of z = 1 by role of leaf (code, linear, direct): a fraction of the standard deviation of the
             leaf's numbers at the start (of 1, if they are all equal).
         subspace: numbers d of a solution and a function [d] -> [P] from a solution to z of all numbers, for a search in
             a part of the genomes (see `gbfunc.lab.compare.subspace.Projection`).
@@ -110,7 +110,7 @@ class GenomeProblem(Problem):
         return self.start_P + self.steps_P * z_P
 
     def genome(self, solution_z: Any) -> Genome:
-        """The genome of a solution: a vector [z], or what an algorithm's `status` has under `"center"` or `"best"`."""
+        """The genome of a solution: a vector [z], or an algorithm's `status["center"]` or `status["best"]`."""
         values = solution_z if isinstance(solution_z, Tensor) else solution_z.values
         return self._unflatten(self.vector(values.clone().as_subclass(Tensor)).detach())
 
@@ -173,7 +173,7 @@ class GenomeProblem(Problem):
 
 
 def _steps(plan: Plan, genome: GenomeLike, steps: Mapping[str, float], frozen: Collection[str]) -> Tensor:
-    """What z = 1 means for every number of the genome's vector [P]; 0 for frozen ones."""
+    """The step of every number of the genome's vector [P]; 0 for frozen ones."""
     if steps.keys() != STEPS.keys() or not all(math.isfinite(v) and v > 0 for v in steps.values()):
         raise ValueError(f"steps must give a positive number for each of {', '.join(STEPS)}, got {dict(steps)}")
     roles = {f"{GNET}{e.name}/{k}": leaf.role for e in plan.ensembles for k, leaf in e.leaves.items()}
@@ -198,7 +198,7 @@ class ControlProblem(GenomeProblem):
         pnet: `net(observations [E, O])` gives a number for each choice [E, A], of which the largest is taken, or the
             numbers of an action [E, A], which are clipped to the environment's range.
         env: the environment's name.
-        episodes: episodes of each member in a generation.
+        episodes: episodes that each member plays in a generation.
         options: options of `GenomeProblem` except `sense`.
     """
 

@@ -1,4 +1,4 @@
-"""A grown network as a file that other programs run: ONNX, torch.export, AOTInductor, IREE, or weights alone."""
+"""A grown network as a file that other programs run: ONNX, torch.export, AOTInductor, IREE, or weights."""
 
 from gbfunc.export.base import Exported, export, export_module
 from gbfunc.export.formats import FORMATS

@@ -53,7 +53,7 @@ def export(
         path: the file; an existing one is replaced.
         plan: the plan.
         genome: a `Genome` or `TrainState`.
-        pnet: the p-net, of which a genome needs the architecture alone.
+        pnet: the p-net; a genome needs no more than its architecture.
         example: inputs of a call: a tensor, a tuple of inputs, or a dict of inputs by name; none for `"safetensors"`.
         weights: `"genome"`: the file holds the genome, in kilobytes, and generates the weights by standard operations;
             or `"dense"`, also the default for safetensors and for a genome that changes a base.
@@ -149,7 +149,7 @@ def _program(
     except ValueError:
         if not texts:
             raise
-        # Not every network takes texts of any length, nor does every format.
+        # Some networks and formats take texts of one length.
         return _program(kind, net, like, inputs, BATCH, check)
 
 

@@ -16,7 +16,7 @@ from gbfunc.export.program import BATCH, Inputs, Run, Traced, quiet
 from gbfunc.extras import import_extra
 
 _FOLDED = 16
-"""Entries of a constant up to which it may stand in the place of what computes it: sizes and indices, no weights."""
+"""Largest constant that may replace the operations that compute it: sizes and indices, no weights."""
 
 _IREE_FLAGS = (
     # Constants that are computed stay computed: the file holds the genome, not the weights.

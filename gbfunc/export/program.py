@@ -68,7 +68,7 @@ def _has_rows(x: Any) -> bool:
 
 
 def is_text(x: Any) -> bool:
-    """Tokens [B, L], or a mask of them, of three or more: of two, a shorter one would be a size of its own to torch."""
+    """Recognise tokens [B, L] or their mask; L is at least 3, since torch treats a length of 1 as a special size."""
     return isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point() and x.shape[1] > 2
 
 

@@ -38,7 +38,7 @@ def write_qr(path: str | os.PathLike[str], genome: bytes, page: str) -> None:
 
 
 def read_qr(path: str | os.PathLike[str]) -> bytes:
-    """Read the genome's file from a picture of such a code, bit for bit.
+    """Read the genome's file from a picture of a code, bit for bit.
 
     Raises `ImportError` without zxing-cpp or Pillow, `FileNotFoundError` without the picture, `ValueError` for another
     picture.
@@ -63,7 +63,7 @@ def read_qr(path: str | os.PathLike[str]) -> bytes:
 
 
 def opaque(image: Any) -> Any:
-    """Put an image of Pillow's on a white ground where it is transparent."""
+    """Put a Pillow image on a white ground."""
     if not image.has_transparency_data:
         return image
     white = import_extra("PIL.Image", "reading a picture", "gbfunc[qr]").new("RGBA", image.size, "white")

@@ -1,4 +1,4 @@
-"""Federated learning of genomes on Flower: what travels is the genome, and every strategy works as it is."""
+"""Federated learning of genomes on Flower: genomes travel in place of weights, by any strategy of Flower's."""
 
 try:
     import flwr  # noqa: F401  # pyright: ignore[reportMissingImports]

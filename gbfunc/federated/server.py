@@ -28,7 +28,7 @@ _LOG, _VECTOR = logging.getLogger(__name__), "genome"
 
 
 class Round(NamedTuple):
-    """What came back in a round, counted from 1.
+    """Replies of a round, counted from 1.
 
     `used` is the number of clients whose changes were used, `metrics` are means over them. `left_out` says why others
     were left out of training or evaluation, by the number of their node.
@@ -43,9 +43,9 @@ class Round(NamedTuple):
 class GenomeStrategy(Strategy):
     """A strategy of Flower's whose arrays are a genome, sent in few bytes each way.
 
-    The strategy inside sees genomes in float32 alone: the genome that it sends is rounded to `down`, and a change that
-    comes back is added to the genome before rounding. Where both are float32, the strategy inside works alone too, with
-    `Wire.pack` for the arrays and `client.IDENTITY`, `RATE` and `SENT_AS` in the config. `rounds` lists what came back.
+    The strategy inside sees genomes in float32: the genome that it sends is rounded to `down`, and a change that comes
+    back is added to the genome before rounding. Where both are float32, the strategy inside works without this class,
+    with `Wire.pack` for the arrays and `client.IDENTITY`, `RATE` and `SENT_AS` in the config. `rounds` lists the replies.
 
     Args:
         strategy: FedAvg, FedAdam, FedProx, ..., also a strategy of differential privacy.
@@ -93,8 +93,8 @@ class GenomeStrategy(Strategy):
     def train(self, grid: Grid, rounds: int, **options: Any) -> Result:
         """Train until so many rounds are done in all, from the checkpoint if there is one.
 
-        `grid` are the nodes, as Flower gives them to a server's app; `options` are those of `Strategy.start`. Raises
-        `ValueError` for a checkpoint of another server, or if all clients of a round refuse.
+        `grid` are the nodes, as Flower gives them to a server's app; `options` go to `Strategy.start`. Raises
+        `ValueError` for a checkpoint of another server, or if all clients refuse in a round.
         """
         self._grid = grid if isinstance(grid, LocalGrid) else None
         if self._path is not None and self._path.exists():

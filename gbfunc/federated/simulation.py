@@ -31,7 +31,7 @@ class Traffic(NamedTuple):
 class LocalGrid(Grid):
     """Nodes that run a client's app in this process, one after the other: `with LocalGrid(...) as grid:`.
 
-    Every message is serialised and read again, so the other side gets what a real message holds. A node keeps its
+    Every message is serialised and read again, so the other side gets the content of a real message. A node keeps its
     `context.state` from round to round. Flower's own simulation engine (Ray) starts a process for each core, which
     takes longer than rounds of genomes do on few cores. The context manager sets the sender of Flower's messages.
 
@@ -71,7 +71,7 @@ class LocalGrid(Grid):
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> Iterable[int]:
-        """Numbers of all nodes."""
+        """Numbers that identify the nodes."""
         return list(self._contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
@@ -107,7 +107,7 @@ LEAST = 10
 
 
 def partition(labels: ArrayLike, clients: int, alpha: float = math.inf, seed: int = 0) -> list[NDArray[np.int64]]:
-    """Split the examples over clients; give the indices of each client's, the same for a seed on every machine.
+    """Split the examples over clients; give each client's indices. A seed gives the same parts on every machine.
 
     With a finite `alpha` every class [N] is spread over the clients in parts drawn from a Dirichlet distribution of
     that concentration (Hsu, Qi and Brown, 2019): at 0.3 a client of MNIST has most of its examples from some three

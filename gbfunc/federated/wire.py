@@ -1,4 +1,4 @@
-"""What travels between server and clients: a genome, or the change of one, as arrays that Flower sends.
+"""Messages between server and clients: a genome, or the change of a genome, as arrays that Flower sends.
 
 Suffixes: P numbers of a genome and of its buffers, in the order of their names.
 """
@@ -57,8 +57,8 @@ def check_format(dtype: str, what: str = "dtype", *, change: bool = True) -> Non
 class Wire:
     """Converts genomes of one plan to vectors, and vectors to records of a message.
 
-    Buffers of floating point (running statistics) travel with the genome; others, such as counts of batches, are those
-    of the genome `like`. `identity` is what both sides must have in common: version of the library, digests of base and
+    Buffers of floating point (running statistics) travel with the genome; others, such as counts of batches, come
+    from the genome `like`. `identity` is what both sides must have in common: version of the library, digests of base and
     plan.
 
     Raises `ValueError` if the plan and the genome `like` do not fit together, or for complex numbers.
@@ -82,7 +82,7 @@ class Wire:
         return self._flat(stored_tensors(genome))
 
     def genome(self, vector: Vector) -> Genome:
-        """The genome of a vector [P], with tensors of its own."""
+        """Build the genome of a vector [P]; its tensors share no memory."""
         return unflatten_tree({k: x.clone() for k, x in self._named.items()} | self._leaves(vector), self._like)
 
     def _flat(self, named: Params) -> Vector:
@@ -112,7 +112,7 @@ class Wire:
         return ArrayRecord({NUMBERS: Array(_narrow(vector[places], "float16")), PLACES: Array(np.packbits(bits))})
 
     def unpack(self, arrays: ArrayRecord) -> Vector:
-        """Unpack a record into a vector [P], float32; `ValueError` for one that is damaged or of another genome."""
+        """Unpack a record into a vector [P], float32; `ValueError` for a damaged record or another genome's."""
         found = {name: array.numpy() for name, array in arrays.items()}
         if [*found] == [CODES]:
             vector = self._decode(found[CODES].tobytes()).copy()

@@ -1,8 +1,8 @@
 """A page that grows a genome in the browser, and runs its network: one HTML file, which asks no network for anything.
 
 Its JavaScript reads a genome's file (`read.js`, `steps.js`), generates the weights (`grow.js`), runs the p-nets of the
-command line and those that `layers_in_a_row` describes (`networks.js`), and shows it all (`page.js`). Constants of the
-formats are in Python alone.
+command line and those that `layers_in_a_row` describes (`networks.js`), and shows it all (`page.js`). The
+constants of the formats are in Python.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def embedded(text: str) -> tuple[bytes, dict[str, str]]:
 
 
 def from_address(fragment: str) -> bytes:
-    """Undo `in_address`; `ValueError` for what is none."""
+    """Undo `in_address`; `ValueError` for another text."""
     return base64.b64decode(fragment + "=" * (-len(fragment) % 4), altchars=b"-_", validate=True)
 
 
@@ -134,7 +134,7 @@ def _walk(module: nn.Module, name: str, names: Mapping[nn.Module, str]) -> Itera
     if type(module).forward is nn.Sequential.forward:
         for child in module._modules.values():
             assert child is not None
-            # Its first name, if it stands in two places: buffers have that one alone.
+            # The first name, if a module stands in two places: buffers have no other.
             yield from _walk(child, names[child], names)
         return
     describe = _LAYERS.get(type(module))
@@ -195,4 +195,4 @@ _LAYERS: Mapping[type[nn.Module], Callable[[Any, str], Layer | None]] = {
     nn.Dropout2d: lambda m, name: [],
     nn.Identity: lambda m, name: [],
 }
-"""The description of each layer: [] for one that does nothing in evaluation, None for options that a page lacks."""
+"""Descriptions of layers: [] for a layer without effect in evaluation, None for options that a page lacks."""
