@@ -45,7 +45,7 @@ Call = Callable[[int, int, Tensor], Tensor]
 
 
 class _Stage(nn.Module):
-    """A stage as torch's schedules run it: activations in, activations or the loss out, microbatch by microbatch."""
+    """A stage as torch's schedules run it, microbatch by microbatch."""
 
     def __init__(self, pipeline: Pipeline, index: int) -> None:
         super().__init__()
@@ -90,6 +90,11 @@ class Parcel:
 
     The tensor has the widest of the differentiable dtypes, and the bytes of integers and masks unchanged. A single
     value is sent in its own shape.
+
+    Attributes:
+        nodes: that compute the values.
+        n_bytes: size of the tensor.
+        like: the tensor on the meta device.
     """
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
@@ -102,16 +107,9 @@ class Parcel:
         item, numbers = self.dtype.itemsize, [(math.prod(shape), dtype) for shape, dtype in self._forms]
         self._sizes = [n if differentiable(dtype) else -(-n * dtype.itemsize // item) for n, dtype in numbers]
 
-    @property
-    def n_bytes(self) -> int:
-        """Its size."""
-        return sum(self._sizes) * self.dtype.itemsize
-
-    @property
-    def like(self) -> Tensor:
-        """The tensor on the meta device."""
+        self.n_bytes = sum(self._sizes) * item
         shape = self._forms[0][0] if self._single else (sum(self._sizes),)
-        return torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
+        self.like = torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
 
     def pack(self, values: Sequence[Tensor]) -> Tensor:
         """The tensor of these values; ValueError for a value of another form than was recorded."""
@@ -147,13 +145,13 @@ class Parcel:
 
 
 class _Plan(NamedTuple):
-    """How microbatches of one form go through the stages."""
+    """How microbatches of one form go through the stages: parcels of all, graphs and modules of this rank's."""
 
-    chain: Chain  # The graph of the loss
-    parcels: Sequence[Parcel]  # What each stage gets
-    graphs: Mapping[int, tuple[fx.Graph, Sequence[Any]]]  # Of this rank's stages, with their other inputs
-    schedule: Any  # Torch's
-    modules: Sequence[_Stage]  # Of this rank, in the schedule
+    chain: Chain
+    parcels: Sequence[Parcel]
+    graphs: Mapping[int, tuple[fx.Graph, Sequence[Any]]]
+    schedule: Any
+    modules: Sequence[_Stage]
 
 
 class Pipeline:
@@ -272,41 +270,33 @@ class Pipeline:
         return [k for k, (_, first, _) in chain.changes.items() if stage_of(self._starts, first) == stage]
 
     def compute(self, net: nn.Module, stage: int, microbatch: Any, received: Tensor) -> tuple[Any, Params]:
-        """The tensor that a stage sends, or the output of the loss function, and buffers that the stage changes.
+        """Run a stage in the p-net with this rank's weights.
 
-        Args:
-            net: the p-net with this rank's weights.
-            stage: which.
-            microbatch: of the batch.
-            received: from the stage before.
+        Returns:
+            The tensor that the stage sends, or the output of the loss function, and buffers that the stage changes.
         """
-        (chain, parcels, graphs, *_), last = self._now, stage == self.stages - 1
+        chain, parcels, graphs, *_ = self._now
         (graph, given), names = graphs[stage], self._changes(chain, stage)
         tensors = [x for _, x in tree_leaves(microbatch) if isinstance(x, Tensor)]
         # A forward may change the batch in place.
         inputs = [tensors[x].clone() if isinstance(x, int) else x for x in given]
-        values = parcels[stage].unpack(received) if stage else []
-        values = _Run(net, graph=graph).run(*values, *inputs)
+        values = _Run(net, graph=graph).run(*(parcels[stage].unpack(received) if stage else ()), *inputs)
         n = len(values) - len(names)
         changed = dict(zip(names, values[n:], strict=True))
-        if not last:
+        if stage < self.stages - 1:
             return parcels[stage + 1].pack(values[:n]), changed
-        leaves, rest = chain.outputs[0], iter(values)
-        return pytree.tree_unflatten(
-            [next(rest) if isinstance(x, fx.Node) else x for x in leaves], chain.outputs[1]
-        ), changed
+        (leaves, structure), rest = chain.outputs, iter(values)
+        out = [next(rest) if isinstance(x, fx.Node) else x for x in leaves]
+        return pytree.tree_unflatten(out, structure), changed
 
     def run(self, call: Call, leaves: Params) -> dict[str, Tensor]:
-        """Send microbatches through the stages: gradients of the leaves, summed over microbatches.
-
-        Args:
-            call: computes a stage.
-            leaves: tensors that gradients are wanted of.
-        """
+        """Send microbatches through the stages, each computed by `call`; returns the sum of the leaves' gradients."""
         self.call, self.leaves = call, leaves
         for module in self._now.modules:
             module.calls = 0
-        self._count()
+        crossed = [(s + 1, s + 1) for s in self.mine] + [(s - 1, s) for s in self.mine]
+        sent = [self._now.parcels[i] for other, i in crossed if 0 <= other < self.stages and other not in self.mine]
+        self.mesh.traffic.add("p2p", sum(parcel.n_bytes for parcel in sent) * self.microbatches, "pipeline")
         numbers = torch.arange(self.microbatches, dtype=torch.float32, device=self.mesh.device)
         try:
             with self.mesh.faults.named("a pipelined step"):
@@ -328,10 +318,3 @@ class Pipeline:
             for x in leaves.values():
                 x.grad = None
         return gradients
-
-    def _count(self) -> None:
-        """Count what this rank sends: activations forward, their gradients back."""
-        crossed = [(s + 1, s + 1) for s in self.mine] + [(s - 1, s) for s in self.mine]
-        sent = [self._now.parcels[i] for other, i in crossed if 0 <= other < self.stages and other not in self.mine]
-        n_bytes = sum(parcel.n_bytes for parcel in sent)
-        self.mesh.traffic.add("p2p", n_bytes * self.microbatches, "pipeline")

@@ -60,18 +60,14 @@ def stage_ranks(order: str, ranks: int, virtual: int = 1) -> tuple[int, ...]:
 def pipeline_order(
     order: PipelineOrder, rank: int, ranks: int, microbatches: int, virtual: int = 1
 ) -> tuple[Action, ...]:
-    """What a rank does, in order.
+    """The actions of a rank, in order.
 
-    Args:
-        order: `"gpipe"` (Huang et al. 2019), `"1f1b"` (Narayanan et al. 2019), `"interleaved"` (Narayanan et al. 2021)
-            or `"zbv"`, the zero-bubble schedule in the shape of a V (Qi et al. 2024).
-        rank: whose actions.
-        ranks: of the pipeline.
-        microbatches: of one step.
-        virtual: stages per rank; 2 for `"zbv"`, 1 for the first two.
+    `order` is `"gpipe"` (Huang et al. 2019), `"1f1b"` (Narayanan et al. 2019), `"interleaved"` (Narayanan et al. 2021)
+    or `"zbv"`, the zero-bubble schedule in the shape of a V (Qi et al. 2024). Each rank has `virtual` stages: 2 for
+    `"zbv"`, 1 for the first two.
 
     Raises:
-        ValueError: if the order is none of these or cannot have such sizes, or if this torch has no such schedule.
+        ValueError: for another order, sizes that it cannot have, or a schedule that this torch lacks.
     """
     if order not in SCHEDULES:
         raise ValueError(f"expected a pipeline order of {sorted(SCHEDULES)}, got {order!r}")
