@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 
 from gbfunc.parallel import CollectiveError, Entries, Layout, check_equal, reduce_step, text_of, zero_uncounted
-from gbfunc.parallel.mesh import AxisName
 from gbfunc.train.gradients.loss import Given, LossAndGrads, Objective, Strategy, detached, noise_of
 from gbfunc.train.gradients.proof import Proof
 from gbfunc.trees import n_rows, tree_map
@@ -83,9 +82,11 @@ class RankObjective(Objective):
         Messages take their sizes from the shapes, and gloo aborts a process that gets a longer one.
         """
         mesh = self._layout.mesh
-        axes: tuple[AxisName, ...] = ("pipeline",) if self.takes_parts else ("pipeline", "tensor")
+        axes = ("pipeline",) if self.takes_parts else ("pipeline", "tensor")
         shapes = tree_map(lambda x: f"{[*x.shape]}, {x.dtype}" if isinstance(x, Tensor) else x, batch)
-        for axis in (axis for axis in axes if mesh.sizes[axis] > 1):
+        for axis in axes:
+            if mesh.sizes[axis] == 1:
+                continue
             named = {"shapes": text_of(shapes)} | ({"the batch": text_of(batch)} if whole else {})
             with mesh.traffic.uncounted():
                 check_equal(mesh, named, f"{axis} ranks must get the same batch", axis)
