@@ -45,7 +45,8 @@ class GenomeStrategy(Strategy):
 
     The strategy inside sees genomes in float32: the genome that it sends is rounded to `down`, and a change that comes
     back is added to the genome before rounding. Where both are float32, the strategy inside works without this class,
-    with `Wire.pack` for the arrays and `client.IDENTITY`, `RATE` and `SENT_AS` in the config. `rounds` lists the replies.
+    with `Wire.pack` for the arrays and `client.IDENTITY`, `RATE` and `SENT_AS` in the config. `rounds` lists
+    replies.
 
     Args:
         strategy: FedAvg, FedAdam, FedProx, ..., also a strategy of differential privacy.

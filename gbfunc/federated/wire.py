@@ -58,8 +58,7 @@ class Wire:
     """Converts genomes of one plan to vectors, and vectors to records of a message.
 
     Buffers of floating point (running statistics) travel with the genome; others, such as counts of batches, come
-    from the genome `like`. `identity` is what both sides must have in common: version of the library, digests of base and
-    plan.
+    from the genome `like`. `identity` (version of the library, digests of base and plan) must be equal on both sides.
 
     Raises `ValueError` if the plan and the genome `like` do not fit together, or for complex numbers.
     """
