@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from gbfunc.encoding import Array, Device, Encoding
 from gbfunc.hypernets import Hypernet, Leaf
@@ -80,10 +79,10 @@ class Ensemble:
     def codes(self) -> tuple[Array, Array]:
         """Row codes [U, r, p] and column codes [U, c, q]: U is 1 where all tiles share them, else the tiles."""
         row, col = (codes.double() for codes in self.codes_on("cpu"))
-        if forward_ad._current_level >= 0:
-            # Under `torch.func.jvp` new tensors have no memory that numpy could share.
+        try:
+            return row.numpy(), col.numpy()
+        except RuntimeError:  # Under transforms of `torch.func` new tensors have no memory that numpy could share.
             return np.array(row.tolist()).reshape(row.shape), np.array(col.tolist()).reshape(col.shape)
-        return row.numpy(), col.numpy()
 
     def codes_on(self, device: Device) -> tuple[Tensor, Tensor]:
         """The codes as tensors on a device, by operations that an exported graph may hold."""
