@@ -29,7 +29,13 @@ def run_bench(options: Bench) -> None:
     """Run the cases, print one table, write the results."""
     device = find_device(options.device)
     if options.calibrate:
-        return print_device(device, options.threads)
+        from gbfunc.lab.bench.calibrate import calibrate
+
+        torch.set_num_threads(options.threads or torch.get_num_threads())
+        spec, first = calibrate(device)
+        if first:
+            print(spec.to_json())
+        return
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"--device must be cpu or cuda, got {options.device}")
     on_cuda = device.type == "cuda"
@@ -38,16 +44,6 @@ def run_bench(options: Bench) -> None:
     with open_folder(options.out) as folder:
         visit = 0.02 if options.quick else 0.1
         print_results(measure(benches, setting, folder, visit=visit, repeat=options.repeat))
-
-
-def print_device(device: torch.device, threads: int | None) -> None:
-    """Print what this machine is like as JSON; the first of many ranks speaks."""
-    from gbfunc.lab.bench.calibrate import calibrate
-
-    torch.set_num_threads(threads or torch.get_num_threads())
-    spec, first = calibrate(device)
-    if first:
-        print(spec.to_json())
 
 
 def measure(

@@ -48,8 +48,14 @@ def run_train(options: Train) -> None:
     with open_mesh(options.execution, options.training.device) as mesh:
         here = replace(options, training=replace(options.training, device=str(mesh.device)))
         here, codes = with_codes(here)
+        given: dict[str, Any] = {"dense": here.dense, "stored": here.output.dtype}
+
+        def load() -> Job:
+            job = make_job(here.data, here.genome, here.training, **given)
+            return with_teacher(job, here.teacher, here.training.device)
+
         # Data and models may be downloaded, or prepared in files, which all ranks then read.
-        job = in_turn(mesh, lambda: job_of(here))
+        job = in_turn(mesh, load)
         check_alike(mesh, here, data_digest(job.task) if mesh.world > 1 else "")
         if mesh.rank == 0:
             print_reasons(job.recipe, codes)
@@ -114,12 +120,6 @@ def with_codes(options: Train) -> tuple[Train, str | None]:
         return options, None
     why = "the bytes hold some five times the numbers in codes; their steps are found from 60 % of the training on"
     return replace(options, output=replace(output, dtype=dtype)), why
-
-
-def job_of(options: Train) -> Job:
-    """Load what to train."""
-    job = make_job(options.data, options.genome, options.training, dense=options.dense, stored=options.output.dtype)
-    return with_teacher(job, options.teacher, options.training.device)
 
 
 def _check_overwrites(output: CheckpointOptions) -> None:
