@@ -3,56 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import gbfunc as gb
 from tests.support.trees_equal import copy_tree, same_bits
 
 OPTIM: Any = torch.optim
 ROLES = {"w": "code", "b": "direct", "more": "direct"}
-
-
-@contextmanager
-def steps_taken() -> Iterator[list[tuple[str, Any]]]:
-    """Names of the torch classes that step inside, with their `fused` option."""
-    seen: list[tuple[str, Any]] = []
-    handle = register_optimizer_step_pre_hook(
-        lambda o, args, kwargs: seen.append((type(o).__name__, o.param_groups[0].get("fused")))
-    )
-    try:
-        yield seen
-    finally:
-        handle.remove()
-
-
-def test_fused_kernels_are_used_where_they_are_right_unless_said_otherwise() -> None:
-    plain, complex_ = {"w": torch.ones(2)}, {"w": torch.ones(2, dtype=torch.complex64)}
-
-    def seen(params: dict[str, Tensor], cls: Any, **options: Any) -> set[tuple[str, Any]]:
-        with steps_taken() as steps:
-            optimizer, roles = gb.torch_optimizer(cls, 0.1, **options), dict.fromkeys(params, "direct")
-            optimizer.update(params, optimizer.init(params, roles), params, roles)
-        # One to know the state's structure, and the first step.
-        assert steps[: len(steps) // 2] == steps[len(steps) // 2 :]
-        return set(steps)
-
-    for name in ("SGD", "Adam", "AdamW", "Adagrad"):
-        cls = getattr(OPTIM, name)
-        assert seen(plain, cls) == seen(plain, cls, fused=True) == {(name, True)}
-        assert seen(plain, cls, fused=False) == {(name, False)}
-        assert seen(plain, cls, foreach=True) == {(name, None)}
-        assert seen(complex_, cls) == seen(complex_, cls, fused=True) == {(name, None)}
-    assert seen(plain, torch.optim.NAdam) == {("NAdam", None)}
-    mixed = {"w": torch.ones(2), "v": torch.ones(2).bfloat16()}
-    assert seen(mixed, torch.optim.SGD) == {("SGD", True), ("SGD", None)}
-    assert seen(mixed, torch.optim.Adam) == {("Adam", True)}
 
 
 CLASSES = [k for k in OPTIM.__all__ if isinstance(getattr(OPTIM, k), type)]

@@ -182,17 +182,6 @@ def test_a_member_that_is_not_finite_raises_if_asked() -> None:
         many(many.init(), bad)
 
 
-def test_flags_are_for_all_members() -> None:
-    def loss(net: Any, batch: Any) -> Tensor:
-        return net(batch["x"]).square().mean() * (3 if batch["return_loss"] else 1)
-
-    step, batch = mlp_step(loss=loss)
-    many, x = gb.population(step, 2, same_batch=False), torch.stack([batch, 2 * batch])
-    _, info = many(many.init(), {"x": x, "return_loss": True})
-    one = [step(step.init(i), {"x": x[i], "return_loss": True})[1].loss for i in range(2)]
-    torch.testing.assert_close(info.loss, torch.stack(one))
-
-
 def test_what_vmap_cannot_run_is_refused_in_one_line() -> None:
     def loss(net: Any, x: Tensor) -> Tensor:
         return net(x).square().mean() * (2 if net.weight.sum() > 0 else 1)

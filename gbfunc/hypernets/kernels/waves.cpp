@@ -7,7 +7,7 @@
 // P = (q + i g) conj(z) gives ds = sum Re P, dt = sum Im P and dA = s Im P - t Re P; the gradients of the code weights
 // take the sums of dA over blocks, for each place, and over places, for each block, which need no z of a single row.
 //
-// A feature depends on no other: a work item is some features of some groups of tiles, and no two items share a sum.
+// A feature depends on no other: a work item is some features of all tiles, and no two items share a sum.
 // Backward makes z again, so that nothing is kept but the inputs. Vectors go along the rows.
 //
 // All arrays are contiguous. Suffixes: T tiles; G groups of tiles that share U; n rows; p width of the codes; H features.
@@ -142,7 +142,8 @@ struct Codes {
   void read(const Wave<S>& w, Size tile) {
     const S* codes = w.codes + tile * w.code_step;
     if (of == codes && m == w.period && rows == w.rows && width == w.width) return;  // all tiles have them
-    of = codes, m = w.period, rows = w.rows, width = w.width, count = (rows + m - 1) / m, place_step = round_up(m, kLanes<S>), block_step = round_up(count, kLanes<S>);
+    of = codes, m = w.period, rows = w.rows, width = w.width, count = (rows + m - 1) / m;
+    place_step = round_up(m, kLanes<S>), block_step = round_up(count, kLanes<S>);
     places.fit(place_step * w.width), blocks.fit(block_step * w.width);
     for (Size o = 0; o < m; o++)
       for (Size j = 0; j < w.width; j++) places.data()[j * place_step + o] = codes[o * w.width + j];
@@ -264,46 +265,22 @@ void backward(const Wave<S>& w, Feature<S>& f, Size tile, Size h) {
   if (w.d_cosine) w.d_cosine[at] = f.d_t * scale;
 }
 
-// The gradients of the weights of some groups, and of what their tiles have of their own.
-template <class S>
-void backward_groups(const Wave<S>& w, Feature<S>& f, Size low, Size high, Size first, Size end) {
-  const bool shared = w.groups || !w.tiles;  // an empty array has no address
-  auto at = [&](Size group, Size j, Size h) -> S& { return w.d_weights[(group * w.width + j) * w.features + h]; };
-  for (Size group = low; shared && group < high; group++)
-    for (Size j = 0; j < w.width; j++) std::fill(&at(group, j, first), &at(group, j, first) + (end - first), S(0));
-  for (Size tile = shared ? 0 : low; tile < (shared ? w.tiles : high); tile++) {
-    const Size group = w.group_of(tile);
-    if (group < low || group >= high) continue;
-    for (Size h = first; h < end; h++) {
-      backward(w, f, tile, h);
-      for (Size j = 0; j < w.width; j++) at(group, j, h) = f.d_weights[j] + (shared ? at(group, j, h) : S(0));
-    }
-  }
-}
-
-// Calls f(wave, first tile or group, end, first feature, end) for all of several waves, in parallel.
+// Calls make()(wave, first feature, end) for some features of each of several waves, in parallel.
 template <class S, class F>
-void by_items(const Wave<S>* waves, Size count, int threads, bool groups, F make) {
-  const Size parts = threads > 1 ? 4 * threads : 1;
+void by_features(const Wave<S>* waves, Size count, int threads, F make) {
   struct Item {
-    Size wave, low, high, first, end;
+    Size wave, first, end;
   };
   std::vector<Item> items;
   for (Size i = 0; i < count; i++) {
-    const Size units = groups ? waves[i].n_groups : waves[i].tiles, H = waves[i].features;
-    const Size at_once = std::max<Size>(1, (units + parts - 1) / parts);
-    // Few tiles are divided by features.
-    const Size some = units >= parts ? H : std::max<Size>(1, H * units / parts);
-    for (Size low = 0; low < units; low += at_once)
-      for (Size first = 0; first < H; first += some)
-        items.push_back({i, low, std::min(units, low + at_once), first, std::min(H, first + some)});
+    const Size H = waves[i].features, some = threads > 1 ? (H + 2 * threads - 1) / (2 * threads) : H;
+    for (Size first = 0; first < H; first += some) items.push_back({i, first, std::min(H, first + some)});
   }
 #pragma omp parallel num_threads(threads)
   {
     auto f = make();
 #pragma omp for schedule(dynamic)
-    for (Size i = 0; i < Size(items.size()); i++)
-      f(waves[items[i].wave], items[i].low, items[i].high, items[i].first, items[i].end);
+    for (Size i = 0; i < Size(items.size()); i++) f(waves[items[i].wave], items[i].first, items[i].end);
   }
 }
 
@@ -311,9 +288,9 @@ template <class S>
 void all_forward(const Wave<S>* waves, Size count, int threads) {
   for (Size i = 0; i < count; i++)
     prefer_large_pages(waves[i].out, waves[i].tiles * waves[i].rows * waves[i].features * 2 * sizeof(S));
-  by_items(waves, count, threads, false, [] {
-    return [f = Feature<S>()](const Wave<S>& w, Size low, Size high, Size first, Size end) mutable {
-      for (Size tile = low; tile < high; tile++)
+  by_features(waves, count, threads, [] {
+    return [f = Feature<S>()](const Wave<S>& w, Size first, Size end) mutable {
+      for (Size tile = 0; tile < w.tiles; tile++)
         for (Size h = first; h < end; h++) forward(w, f, tile, h);
     };
   });
@@ -321,9 +298,16 @@ void all_forward(const Wave<S>* waves, Size count, int threads) {
 
 template <class S>
 void all_backward(const Wave<S>* waves, Size count, int threads) {
-  by_items(waves, count, threads, true, [] {
-    return [f = Feature<S>()](const Wave<S>& w, Size low, Size high, Size first, Size end) mutable {
-      backward_groups(w, f, low, high, first, end);
+  by_features(waves, count, threads, [] {
+    return [f = Feature<S>()](const Wave<S>& w, Size first, Size end) mutable {
+      for (Size row = 0; row < w.n_groups * w.width; row++)
+        std::fill(w.d_weights + row * w.features + first, w.d_weights + row * w.features + end, S(0));
+      for (Size tile = 0; tile < w.tiles; tile++)
+        for (Size h = first; h < end; h++) {
+          backward(w, f, tile, h);
+          S* d = w.d_weights + w.group_of(tile) * w.width * w.features + h;
+          for (Size j = 0; j < w.width; j++) d[j * w.features] += f.d_weights[j];
+        }
     };
   });
 }
