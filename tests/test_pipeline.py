@@ -32,7 +32,7 @@ MESHES: dict[str, dict[str, int]] = {
     "tensor 2": {"pipeline": 2, "tensor": 2},
     "tensor 2, data 2": {"pipeline": 2, "tensor": 2, "data": 2},
 }
-TURNS = {**dict(zip(PIPELINES, cycle([*MESHES][:3]))), "gpt zbv gnet": "tensor 2, data 2"}
+TURNS = {**dict(zip(PIPELINES, cycle([*MESHES][:3]))), "gpt gnet zbv": "tensor 2, data 2"}
 
 
 @lru_cache
@@ -53,7 +53,7 @@ def test_stages_train_as_the_whole(name: str) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [2])
 def test_a_rank_killed_in_a_pipelined_step_is_named_by_all_others(victim: int, tmp_path: Path) -> None:
     # Torch's own timeout is half an hour: who waits for that is ended before.
     arguments = {"victim": victim, "timeout": 15.0 * PATIENCE}

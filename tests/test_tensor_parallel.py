@@ -17,7 +17,7 @@ from gbfunc.parallel.styles import pad_vocabulary, tensor_styles
 from gbfunc.tasks.pnets.gpt import GPT
 from tests.support.ranks import run_ranks
 from tests.support.tensor_cases import CASES, SHARDED
-from tests.support.tensor_refusals import REFUSED
+from tests.support.tensor_refusals import CALLS
 from tests.support.versions import with_pipelines
 from tests.test_distributed import assert_equal
 
@@ -70,7 +70,7 @@ def said() -> list[dict[str, str]]:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("words", REFUSED)
+@pytest.mark.parametrize("words", CALLS)
 def test_what_would_go_wrong_is_refused(words: str) -> None:
     for by_rank in said():
         assert words in by_rank[words], by_rank[words]

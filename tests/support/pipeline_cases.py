@@ -84,7 +84,7 @@ def words_of(init_method: str, which: str) -> str:
         "softmax over a part": (sharpened, {"parallel": up_down}),
         "sequence parallel": (sharpened, {"parallel": up_down | {"head": SequenceParallel()}}),
     }[which]
-    axes = {"pipeline": 2, "tensor": 2} if "parallel" in more else {"pipeline": 2}
+    axes: dict[str, Any] = {"pipeline": 2, "tensor": 2} if "parallel" in more else {"pipeline": 2}
     try:
         with gb.mesh(**axes, init_method=init_method, timeout=20 * PATIENCE) as mesh:
             gradient(mesh, make, next_token, **more)

@@ -6,7 +6,7 @@ import os
 import signal
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -66,6 +66,16 @@ def draw(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+def steps(plan: Any, pnet: nn.Module, loss_fn: Any, batches: Any, mesh: Mesh | None, lr: float, **options: Any) -> Any:
+    """What a training finds: losses, norms and mean aux, and the whole state."""
+    step = gb.make_train_step(plan, pnet, loss_fn, gb.torch_optimizer(torch.optim.AdamW, lr=lr), mesh=mesh, **options)
+    state, reports = step.init(3), []
+    for batch in batches:
+        state, info = step(state, batch)
+        reports.append(torch.stack([info.loss, info.grad_norm, *info.aux.values()]))
+    return {"reports": torch.stack(reports), "state": step.gather(state)}
+
+
 def toy(
     mesh: Mesh | None,
     hypernet: Any,
@@ -75,20 +85,14 @@ def toy(
     copies: bool = False,
     **options: Any,
 ) -> Any:
-    """Steps of AdamW on the toy; with a sequence-parallel start each rank gets its part of the rows, or a copy."""
+    """Steps on the toy; with a sequence-parallel start each rank gets its part of the rows, or a copy."""
     torch.manual_seed(0)
     pnet = Toy().double()
-    plan = gb.make_plan(pnet, hypernet, max_tile=max_tile)
-    parallel = None if mesh is None else styles()
-    step = gb.make_train_step(plan, pnet, squared, ADAMW, mesh=mesh, parallel=parallel, **options)
-    state, reports = step.init(3), []
-    for i in range(2):
-        batch = draw(*lead, 10, seed=i), draw(*lead, 5, seed=100 + i)
-        if mesh is not None:
-            batch = mesh.shard_batch(batch, sequence_dim=0 if styles is sequence_styles and not copies else None)
-        state, info = step(state, batch)
-        reports.append(torch.stack([info.loss, info.grad_norm, info.aux["mae"]]))
-    return {"reports": torch.stack(reports), "state": step.gather(state)}
+    batches: Any = [(draw(*lead, 10, seed=i), draw(*lead, 5, seed=100 + i)) for i in range(2)]
+    if mesh is not None:
+        dim, options["parallel"] = 0 if styles is sequence_styles and not copies else None, styles()
+        batches = [mesh.shard_batch(batch, sequence_dim=dim) for batch in batches]
+    return steps(gb.make_plan(pnet, hypernet, max_tile=max_tile), pnet, squared, batches, mesh, 0.25, **options)
 
 
 CASES: dict[str, Callable[[Mesh | None], Any]] = {}
@@ -123,7 +127,6 @@ def residual(mesh: Mesh | None, manner: str, **options: Any) -> Any:
     """Steps on a sequence of 7: split over ranks and whole at the head, or with the classes split in the loss."""
     torch.manual_seed(0)
     pnet = Residual().double()
-    plan = gb.make_plan(pnet, TYPES["periodic"], max_tile=6)
     sequence = {
         "norm*": SequenceParallel(),
         "mlp.0": ColwiseParallel(input_layouts=Shard(1)),
@@ -139,27 +142,21 @@ def residual(mesh: Mesh | None, manner: str, **options: Any) -> Any:
         "mlp": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
         "mlp.0": ColwiseParallel(),
     }
-    styles = {"sequence": sequence, "classes": classes, "prepared": prepared}[manner]
 
     def loss_fn(net: Callable[..., Any], batch: Any) -> Any:
         x, y = batch
-        if manner == "classes" and mesh is not None:
-            with loss_parallel():
-                return F.cross_entropy(net(x).flatten(0, 1), y.flatten())
-        return F.cross_entropy(net(x).flatten(0, 1), y.flatten())
+        with loss_parallel() if manner == "classes" and mesh is not None else nullcontext():
+            return F.cross_entropy(net(x).flatten(0, 1), y.flatten())
 
-    optimizer = gb.torch_optimizer(torch.optim.AdamW, lr=0.05)
-    step = gb.make_train_step(
-        plan, pnet, loss_fn, optimizer, mesh=mesh, parallel=None if mesh is None else styles, **options
-    )
-    state, reports = step.init(3), []
+    batches: Any = []
     for i in range(2):
         x, y = draw(6, 7, 8, seed=i), torch.randint(0, 12, (6, 7), generator=torch.Generator().manual_seed(i))
         if mesh is not None:
             (x,), y = mesh.shard_batch((x,), None if manner == "classes" else 1), mesh.shard_batch(y)
-        state, info = step(state, (x, y))
-        reports.append(torch.stack([info.loss, info.grad_norm]))
-    return {"reports": torch.stack(reports), "state": step.gather(state)}
+        batches.append((x, y))
+    if mesh is not None:
+        options["parallel"] = {"sequence": sequence, "classes": classes, "prepared": prepared}[manner]
+    return steps(gb.make_plan(pnet, TYPES["periodic"], max_tile=6), pnet, loss_fn, batches, mesh, 0.05, **options)
 
 
 for _manner, _lazy in (("sequence", True), ("classes", False), ("classes", True), ("prepared", False)):
@@ -183,33 +180,23 @@ def language_model(name: str, layers: int = 2) -> nn.Module:
         sizes: dict[str, Any] = {"n_layer": layers, "n_head": 4, "n_embd": 16, "vocab_size": 22, "n_positions": 9}
         config = transformers.GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
         return transformers.GPT2LMHeadModel(config).train()
-    config = transformers.LlamaConfig(
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=22,
-        max_position_embeddings=9,
-    )
-    return transformers.LlamaForCausalLM(config).train()
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": layers, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 22, "max_position_embeddings": 9}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).train()
 
 
 def text(mesh: Mesh | None, name: str, hypernet: Any, include: Any = (), layers: int = 2, **options: Any) -> Any:
     """Steps on a language model, its vocabulary split where there is a tensor axis."""
     pnet = language_model(name, layers).double()
     plan = gb.make_plan(pnet, hypernet, max_tile=10, include=include)
-    parallel = tensor_styles(pnet) if mesh is not None and mesh.sizes["tensor"] > 1 else None
+    if mesh is not None and mesh.sizes["tensor"] > 1:
+        options["parallel"] = tensor_styles(pnet)
     if mesh is None:
         options = {k: v for k, v in options.items() if k not in ("pipeline", "stages", "microbatches", "placement")}
-    optimizer = gb.torch_optimizer(torch.optim.AdamW, lr=0.02)
-    step = gb.make_train_step(plan, pnet, next_token, optimizer, mesh=mesh, parallel=parallel, **options)
-    state, reports = step.init(3), []
-    for i in range(2):
-        batch = torch.randint(0, 22, (8 if layers > 2 else 4, 9), generator=torch.Generator().manual_seed(i))
-        state, info = step(state, batch if mesh is None else mesh.shard_batch(batch))
-        reports.append(torch.stack([info.loss, info.grad_norm]))
-    return {"reports": torch.stack(reports), "state": step.gather(state)}
+    rows = 8 if layers > 2 else 4
+    batches = [torch.randint(0, 22, (rows, 9), generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    batches = batches if mesh is None else [mesh.shard_batch(batch) for batch in batches]
+    return steps(plan, pnet, next_token, batches, mesh, 0.02, **options)
 
 
 for _name, _kind, _words, _options in (
@@ -229,11 +216,10 @@ def one_word(mesh: Mesh | None) -> Any:
     torch.manual_seed(0)
     pnet = nn.Sequential(nn.Embedding(1, 6), nn.Linear(6, 5)).double()
     styles = {"0": RowwiseParallel(input_layouts=Replicate()), "1": ColwiseParallel(output_layouts=Replicate())}
-    plan, parallel = gb.make_plan(pnet, gb.periodic(2)), None if mesh is None else styles
-    step = gb.make_train_step(plan, pnet, squared, ADAMW, mesh=mesh, parallel=parallel)
-    batch = torch.zeros(4, 7, dtype=torch.int64), draw(4, 7, 5)
-    state, info = step(step.init(3), batch if mesh is None else mesh.shard_batch(batch))
-    return {"reports": torch.stack([info.loss, info.grad_norm]), "state": step.gather(state)}
+    batch: Any = torch.zeros(4, 7, dtype=torch.int64), draw(4, 7, 5)
+    options: dict[str, Any] = {} if mesh is None else {"parallel": styles}
+    batches = [batch if mesh is None else mesh.shard_batch(batch)]
+    return steps(gb.make_plan(pnet, gb.periodic(2)), pnet, squared, batches, mesh, 0.25, **options)
 
 
 CASES["one word"] = one_word
@@ -249,16 +235,22 @@ for _placement in ("sharded", "factors"):
     SHARDED[f"{_placement} pipeline"] = partial(text, name="gpt", hypernet=TYPES["periodic"], **_options)
 
 PIPELINES: dict[str, Callable[[Mesh | None], Any]] = {}
-for _schedule in ("gpipe", "1f1b", "interleaved", "zbv"):
-    _cases: dict[str, dict[str, Any]] = {f"gpt {_schedule} {kind}": {"hypernet": kind} for kind in ("periodic", "gnet")}
-    _cases[f"gpt {_schedule} generate"] = {"hypernet": "shared", "remat": "generate", "lazy": True}
-    _cases[f"gpt {_schedule} layer"] = {"remat": "layer", "lazy": False}
-    _cases[f"gpt2 {_schedule}"] = {"name": "gpt2"}
-    _cases[f"llama {_schedule}"] = {"name": "llama", "hypernet": "gnet"}
-    for _case, _options in _cases.items():
-        _kind = TYPES[_options.pop("hypernet", "periodic")]
-        _options = {"name": "gpt", "layers": 4, "pipeline": _schedule, "microbatches": 4, **_options}
-        PIPELINES[_case] = partial(text, hypernet=_kind, **_options)
+for _schedule, _case, _options in (
+    ("gpipe", "gpt2", {"name": "gpt2"}),
+    ("gpipe", "gpt periodic", {}),
+    ("gpipe", "gpt layer", {"remat": "layer", "lazy": False}),
+    ("1f1b", "llama", {"name": "llama", "hypernet": TYPES["gnet"]}),
+    ("1f1b", "gpt periodic", {}),
+    ("1f1b", "gpt generate", {"hypernet": TYPES["shared"], "remat": "generate", "lazy": True}),
+    ("interleaved", "gpt2", {"name": "gpt2"}),
+    ("interleaved", "gpt gnet", {"hypernet": TYPES["gnet"]}),
+    ("interleaved", "gpt generate", {"remat": "generate", "lazy": True}),
+    ("zbv", "llama", {"name": "llama"}),
+    ("zbv", "gpt layer", {"remat": "layer", "lazy": False}),
+    ("zbv", "gpt gnet", {"hypernet": TYPES["gnet"]}),
+):
+    _options = {"name": "gpt", "hypernet": TYPES["periodic"], **_options, "layers": 4, "microbatches": 4}
+    PIPELINES[f"{_case} {_schedule}"] = partial(text, pipeline=_schedule, **_options)
 
 
 def before_fork(names: Sequence[str] = (), **arguments: Any) -> None:
