@@ -43,9 +43,7 @@ class Base(NamedTuple):
 
 
 class BaseTensors:
-    """The tensors of a base, frozen: parameters share the p-net's memory, not its storages, and buffers are copies.
-
-    A p-net that reads its own storages, and not these, is refused (`gbfunc.pnet.reads`).
+    """The tensors of a base, frozen: parameters share the p-net's memory, and buffers are copies.
 
     Args:
         pnet: the p-net.
@@ -54,7 +52,7 @@ class BaseTensors:
 
     def __init__(self, pnet: nn.Module, new: Collection[str]) -> None:
         with torch.inference_mode(False):
-            params = {k: _shared(x.detach()) for k, x in pnet.named_parameters() if k not in new}
+            params = {k: x.detach() for k, x in pnet.named_parameters() if k not in new}
             originals = {k: pair for k, pair in buffers_of(pnet).items() if k not in new}
             buffers = {k: b.detach().clone() for k, (b, _) in originals.items()}
         self._saved = {k: saved for k, (_, saved) in originals.items()}
@@ -108,19 +106,6 @@ class BaseTensors:
             _update(digest, key, kept[key])
         sizes = sum(x.numel() for x in params.values()), sum(x.nbytes for x in kept.values())
         return Base(digest.hexdigest()[:_DIGEST_CHARS], *sizes, name, revision)
-
-
-def _shared(x: Tensor) -> Tensor:
-    """The tensor by a storage object of its own on the same memory; a subclass or a meta tensor has one anyway."""
-    if type(x) is not Tensor or x.is_meta or x.layout != torch.strided or not x.numel() or x.is_conj() or x.is_neg():
-        return x
-    try:
-        memory = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
-    except NotImplementedError:
-        # Inside of a function transform, which the digest refuses.
-        return x
-    storage = torch.from_dlpack(memory).untyped_storage()
-    return torch.empty(0, dtype=x.dtype, device=x.device).set_(storage, x.storage_offset(), x.shape, x.stride())
 
 
 def _update(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:

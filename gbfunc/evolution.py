@@ -25,7 +25,7 @@ from gbfunc.generate import make_generator
 from gbfunc.genome import check_genome, check_plan, flatten, init_genome, sample_noise
 from gbfunc.materialize import materialize
 from gbfunc.plan import Plan
-from gbfunc.pnet import RunnableNet
+from gbfunc.pnet import PureNet
 from gbfunc.tasks.control import find_environment, make_envs, step_envs
 from gbfunc.train.gradients.loss import LossFn, loss_and_aux
 from gbfunc.trees import DIRECT, GNET, flat_genome
@@ -96,7 +96,7 @@ class GenomeProblem(Problem):
         self._buffers = {k: v.detach() for k, v in genome.buffers.items()}
         base = plan.base_tensors(pnet)
         self._weights_of = make_generator(plan, pnet=pnet, lazy=lazy, base=base)
-        self._call = RunnableNet(pnet, self._weights_of.forms, frozen=base)
+        self._call = PureNet(pnet, self._weights_of.forms, frozen=base)
         self._noise_draws, self._tried = torch.Generator().manual_seed(seed), False
         length, self._expand = subspace if subspace is not None else (len(self.start_P), None)
         if self._expand is not None and self._expand(self.start_P.new_zeros(length)).shape != self.start_P.shape:

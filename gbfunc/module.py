@@ -2,8 +2,8 @@
 
     parameters (the genome's leaves) --generate--> weights --the p-net's forward--> outputs
 
-The functional side stays the core: a forward is the same generation and the same call as in a training step, so losses
-and gradients are the same, bit for bit on the same path.
+The module is the p-net itself: a copy of it, of a class made at run time with the name of the p-net's class, whose
+generated weights are properties of their layers. The genome's leaves are the parameters in their place.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Sequence
-from types import MethodType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from gbfunc.base import BaseTensors
-from gbfunc.generate import make_generator
+from gbfunc.generate import Generator, make_generator
 from gbfunc.genome import Noise, check_genome, check_plan, init_genome, sample_noise, unflat_genome
+from gbfunc.layers.forms import Weight, now, unseen_by_checkpoints
+from gbfunc.layers.install import blank_layer, install
 from gbfunc.plan import Plan
-from gbfunc.pnet import RunnableNet, copy_of, keep_statistics, skeleton_of, without_sparse
+from gbfunc.pnet import copy_with, keep_statistics, without_sparse
 from gbfunc.storage.hub import load_pretrained, push_pretrained, save_pretrained
-from gbfunc.trees import DIRECT, GNET, tree_leaves
+from gbfunc.trees import DIRECT, GNET
 from gbfunc.types import Genome, GenomeLike, Lazy, Params
 
 Self = TypeVar("Self", bound="GenomeModule")
@@ -33,108 +34,116 @@ _OTHER_PLAN = (
     "the state dict is that of another plan, under which its numbers make other weights: a plan depends on its p-net's "
     "first weights, so keep it (gb.save, save_pretrained, Plan.to_json); dict(state_dict) is loaded all the same"
 )
-_MATERIALIZE = "gb.materialize(plan, module.to_genome(), pnet) is a p-net with weights"
+_OWN = frozenset({"plan", "to_genome", "from_genome"})
+"""Names of `GenomeModule` that a p-net must not have; `save_pretrained` and its like take the place of the p-net's."""
 
 
 class _Frame(NamedTuple):
-    """What a module is built of beside its tensors; the p-net is without its weights."""
+    """The parts of a module beside its tensors: `sources` has the generator's name of every tensor that it gives."""
 
     plan: Plan
-    pnet: nn.Module
     base: BaseTensors | None
     lazy: Lazy
-
-    def freeze_statistics(self, net: nn.Module) -> None:
-        """Put what would change the base's statistics in training mode into evaluation mode."""
-        if self.base is not None:
-            keep_statistics(net, self.base.buffer_names)
+    sources: dict[str, str]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Frame:
         # Nothing writes to a base: copies share it.
-        return _Frame(self.plan, copy_of(self.pnet, memo), self.base, self.lazy)
-
-
-def _register(root: nn.Module, path: str, tensor: Tensor, persistent: bool | None = None) -> tuple[nn.Module, str]:
-    """Register a parameter, or a buffer that is `persistent` or not, by its path: its module, and its name in that."""
-    *parents, name = path.split(".")
-    for parent in parents:
-        if parent not in root._modules:
-            root.add_module(parent, nn.Module())
-        root = root.get_submodule(parent)
-    if persistent is None:
-        root.register_parameter(name, nn.Parameter(tensor, tensor.requires_grad))
-    else:
-        root.register_buffer(name, tensor, persistent)
-    return root, name
+        return self
 
 
 class GenomeModule(nn.Module):
-    """A genome as a module: its parameters are the genome's leaves, its forward runs the p-net on generated weights.
+    """The p-net as a module whose parameters are the genome: `net = gb.GenomeModule(plan, pnet)`.
 
-    Whatever trains modules trains it, and sees the genome alone: an optimizer's state, DDP's all-reduce and a state
-    dict have its size. Names in the state dict are `gnets.<ensemble>.<leaf>`, `direct.<name in the p-net>`, and
-    `buffer.<name in the p-net>` for the p-net's buffers. One of torch's own files is refused by a module of another
-    plan, whose numbers mean other weights; in a safetensors file it does not say its plan.
+    `net` is a copy of the p-net: it has the p-net's class name, modules, attributes, methods, hooks and buffers, and
+    `isinstance` knows it as the p-net's class and as a `GenomeModule`. Whatever trains modules trains it, and sees the
+    genome alone: an optimizer's state, DDP's all-reduce and a state dict have its size. A forward generates all weights
+    once, from the parameters as they are, and a read of a weight outside of a forward (`net.fc.weight`) generates that
+    weight. A change of a generated weight in place is lost.
 
-    `train()` and `eval()` reach the p-net's dropout and batch norms, whose running statistics a forward in training
-    mode updates. Stochastic g-nets draw from torch's default generator in training mode, and give their mean in
-    evaluation mode. Direct parameters that do not require grad in the p-net do not here.
+    Parameters of the g-nets are registered on the root, as `gnets:<ensemble>:<leaf>`; direct parameters and buffers
+    have the p-net's own names. A state dict of another plan, whose numbers mean other weights, is refused where the
+    file keeps torch's metadata; a safetensors file does not say its plan. Stochastic g-nets draw from torch's default
+    generator in training mode, and give their mean in evaluation mode. Direct parameters that do not require grad in
+    the p-net do not here.
 
     A base is neither parameter nor buffer of the module, nor in its state dict; it is on the device of the genome.
     Its batch norms stay in evaluation mode, and copies of the module share it until they are cast (`half()`).
 
-    The p-net's plain attributes (`config`, `main_input_name`) can be read, its tensors, parts and methods in `run`
-    alone: it has no weights of its own. `forward` has the p-net's signature. One forward generates all weights once.
+    `save_pretrained`, `from_pretrained` and `push_to_hub` are those of the genome and take the place of the p-net's.
 
     Args:
         plan: the plan.
-        pnet: the p-net that it was made for, and the base of a plan that has one; it is not changed. The module starts
-            in its training mode.
+        pnet: the p-net that it was made for, and the base of a plan that has one; it is not changed.
         genome: a `Genome` or `TrainState`, of which copies are taken; None draws a fresh one.
         seed: of a fresh genome.
         lazy: whether weights stay factors, as in `make_train_step`. `torch.compile` of torch 2.5 needs False.
 
     Raises:
         TypeError: for a p-net or a genome that is none.
-        ValueError: if plan, p-net and genome do not fit together, the p-net is not the plan's base, or it is wrapped
-            (DDP, FSDP, compiled).
+        ValueError: if plan, p-net and genome do not fit together, the p-net is not the plan's base, it is wrapped (DDP,
+            FSDP, compiled), or it has an attribute `plan`, `to_genome` or `from_genome` of its own.
 
     >>> import gbfunc as gb
     >>> pnet = nn.Linear(30, 20)
-    >>> module = gb.GenomeModule(gb.make_plan(pnet, gb.periodic(features=2)), pnet)
-    >>> [name for name, _ in module.named_parameters()][-1], tuple(module(torch.ones(3, 30)).shape)
-    ('direct.bias', (3, 20))
+    >>> net = gb.GenomeModule(gb.make_plan(pnet, gb.periodic(features=2)), pnet)
+    >>> type(net).__name__, [name for name, _ in net.named_parameters()][0], tuple(net(torch.ones(3, 30)).shape)
+    ('Linear', 'bias', (3, 20))
     """
+
+    _frame: _Frame
+    _generator: Generator
+    _drawn: Noise | None
+    _stated: type[GenomeModule]
+    _pnet_class: type[nn.Module]
+
+    def __new__(cls: type[Self], plan: Any = None, pnet: Any = None, *args: Any, **kwargs: Any) -> Self:
+        """A copy of the p-net, of a class that is the p-net's and this one."""
+        if pnet is None:
+            return super().__new__(cls)
+        if not isinstance(plan, Plan):
+            raise TypeError(f"GenomeModule takes (plan, pnet), the plan from gb.make_plan, got {type(plan).__name__}")
+        check_plan(plan, pnet)
+        if used := sorted(name for name in _OWN if hasattr(pnet, name)):
+            raise ValueError(
+                f"the p-net has attributes {used}, names that GenomeModule uses: rename them, or train with "
+                "gb.make_train_step"
+            )
+        kept = {t.name for t in plan.direct} | {b.name for b in plan.buffers}
+        net = copy_with(pnet, lambda name, x: x.clone() if name in kept else torch.empty_like(x, device="meta"))
+        net.__class__ = _module_class(cls, type(net))
+        return net  # pyright: ignore[reportReturnType]
 
     def __init__(
         self, plan: Plan, pnet: nn.Module, genome: GenomeLike | None = None, *, seed: int = 0, lazy: Lazy = "auto"
     ) -> None:
-        if not isinstance(plan, Plan):
-            raise TypeError(f"GenomeModule takes (plan, pnet), the plan from gb.make_plan, got {type(plan).__name__}")
         if lazy not in (True, False, "auto"):
             raise ValueError(f"lazy must be one of {(True, False, 'auto')}, got {lazy!r}")
-        super().__init__()
-        check_plan(plan, pnet)
-        if genome is None:
-            genome = init_genome(plan, pnet, seed)
+        genome = init_genome(plan, pnet, seed) if genome is None else genome
         check_genome(plan, genome)
-        self._frame = _Frame(plan, skeleton_of(pnet), plan.base_tensors(pnet), lazy)
-        self._frame.freeze_statistics(self._frame.pnet)
-        frozen = {name for name, x in pnet.named_parameters() if not x.requires_grad}
-        persistent = {b.name: b.persistent for b in plan.buffers}
-        for part in ("gnets", "direct", "buffer"):
-            self.add_module(part, nn.Module())
-
-        def leaf(path: str, x: Tensor, trained: bool = True) -> tuple[nn.Module, str]:
-            return _register(self, path, x.detach().clone().requires_grad_(trained))
-
-        ensembles = genome.gnets.items()
-        self._leaves = {f"{GNET}{e}/{k}": leaf(f"gnets.{e}.{k}", x) for e, xs in ensembles for k, x in xs.items()}
-        self._leaves |= {f"{DIRECT}{k}": leaf(f"direct.{k}", x, k not in frozen) for k, x in genome.direct.items()}
-        copies = {k: x.detach().clone() for k, x in genome.buffers.items()}
-        self._kept = {k: _register(self, f"buffer.{k}", x, persistent[k]) for k, x in copies.items()}
-        super().train(pnet.training)
+        leaves = {_leaf(e, k): x.detach().clone() for e, leaves in genome.gnets.items() for k, x in leaves.items()}
+        for name, x in genome.direct.items():
+            self.get_parameter(name).data = x.detach().clone()
+        for name, x in genome.buffers.items():
+            path, _, key = name.rpartition(".")
+            self.get_submodule(path)._buffers[key] = x.detach().clone()
+        base, kept, sources = plan.base_tensors(pnet), {*genome.direct, *genome.buffers}, dict[str, str]()
+        first: dict[int, str] = {}
+        named = self.named_parameters(remove_duplicate=False), self.named_buffers(remove_duplicate=False)
+        for name, x in (*named[0], *named[1]):
+            if (source := first.setdefault(id(x), name)) not in kept:
+                sources[name] = source
+        self._frame = _Frame(plan, base, lazy, sources)
+        without_sparse(self, {name for t in plan.generated for name in (t.name, *t.aliases)})
+        # The root's own weights, where it has some, are those of the p-net's class, below this one.
+        read, made = self._read, type(self)
+        self.__class__ = made._pnet_class  # pyright: ignore[reportAttributeAccessIssue]
+        generator = make_generator(plan, pnet=self, lazy=lazy, base=base)
+        install(self, {name: generator.forms.get(name) for name in sources}, read)
+        self.__class__ = _module_class(made._stated, type(self))
+        for name, x in leaves.items():
+            self.register_parameter(name, nn.Parameter(x))
         self._build()
+        self.train(self.training)
 
     @classmethod
     def from_genome(cls: type[Self], plan: Plan, genome: GenomeLike, pnet: nn.Module, **options: Any) -> Self:
@@ -145,9 +154,19 @@ class GenomeModule(nn.Module):
         """The genome as it is now: copies without a graph, for `gb.save`, `gb.generate` and `gb.materialize`.
 
         Of a module under `fully_shard` (FSDP2) the shards are gathered: all ranks must call it.
+
+        Raises:
+            ValueError: if a layer with generated weights was replaced, or parameters were added: a genome of the plan
+                cannot hold them.
         """
-        leaves, buffers = ({k: _gathered(x.detach()).clone() for k, x in part.items()} for part in self._tensors())
-        return unflat_genome(self.plan, leaves, buffers)
+        plan = self.plan
+        known = {_leaf(e.name, k) for e in plan.ensembles for k in e.leaves}
+        known |= {name for t in plan.direct for name in (t.name, *t.aliases)}
+        if others := [name for name, _ in self.named_parameters() if name not in known]:
+            raise ValueError(f"the module has parameters that the plan does not know: {others[:8]}; make a new plan")
+        buffers = {b.name: _gathered(self.get_buffer(b.name).detach()).clone() for b in plan.buffers}
+        leaves = {k: _gathered(x.detach()).clone() for k, x in self._leaves().items()}
+        return unflat_genome(plan, leaves, buffers)
 
     @property
     def plan(self) -> Plan:
@@ -155,68 +174,31 @@ class GenomeModule(nn.Module):
         return self._frame.plan
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The p-net's output on the weights that the genome generates now.
-
-        Raises:
-            ValueError: if the p-net checkpoints inside its forward.
-        """
-        return self._on_weights(self._net, *args, **kwargs)
-
-    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """`function(net, *args, **kwargs)`, where `net` is the p-net on the generated weights with all that it has.
-
-        So a loss function of `gb.make_train_step` can be used here: `module.run(loss_fn, batch).backward()`, or a part
-        of the p-net be called: `module.run(lambda net: net.encoder(x))`. Wrappers that act on `forward` (DDP) do not
-        see it.
-
-        Raises:
-            RuntimeError: for what would change the p-net (see `GrownNet`).
-            ValueError: as `forward`.
-        """
-        return self._on_weights(self._net.run, function, *args, **kwargs)
-
-    def _on_weights(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A call of the p-net on the weights that the genome generates now; buffers are those after it."""
-        leaves, buffers = self._tensors()
-        if not torch.compiler.is_compiling() and any(map(_is_shard, leaves.values())):
-            raise RuntimeError(
-                "the genome is sharded during this call: give fully_shard the whole module, and call the module itself"
-            )
-        weights = self._generator(leaves, self._noise(leaves))
-        after = dict(buffers)
-        out = call(weights, after, *args, **kwargs)
-        for name, x in after.items():
-            if x is not buffers[name]:
-                # Assigned, not changed in place, maybe with a graph, which must not live from call to call.
-                setattr(*self._kept[name], x.detach())
-        return out
+        """The p-net's output on the weights that the genome generates now."""
+        self.__dict__["_drawn"] = self._noise()
+        placed = self._place(self._weights(self._generator))
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            for attributes, key, before in placed:
+                attributes[key] = before
 
     def train(self: Self, mode: bool = True) -> Self:
-        """Set the training mode, of the p-net too."""
+        """Set the training mode; what would change a base's statistics stays in evaluation mode."""
         super().train(mode)
-        for net in (self._frame.pnet, self._net.skeleton):
-            net.train(mode)
-            self._frame.freeze_statistics(net)
+        if (base := self._frame.base) is not None:
+            keep_statistics(self, base.buffer_names)
         return self
-
-    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
-        """Not supported: backward would recompute without the generated weights.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(
-            "a p-net on generated weights cannot checkpoint inside its forward; lazy=True keeps factors instead of "
-            "weights, and gb.make_train_step(remat='layer') makes weights again in backward"
-        )
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **options: Any) -> str | None:
         """Write a folder as the Hugging Face hub has them: `genome.safetensors`, `config.json` and a model card.
 
         Args:
             save_directory: the folder; it is made where there is none.
-            options: `dtype`, as in `gb.save`; `push_to_hub=True` with `repo_id` (the folder's name if not given) and
-                the options of `push_to_hub`.
+            options: `dtype`, as in `gb.save`; `state_dict`, a state dict of the module, written beside the genome as
+                `model.safetensors`, from which `Trainer` resumes; `push_to_hub=True` with `repo_id` (the folder's name
+                if not given) and the options of `push_to_hub`. Those of `PreTrainedModel.save_pretrained` that say how
+                to write large files have no effect.
 
         Returns:
             The commit's address with `push_to_hub=True`, else None.
@@ -275,54 +257,76 @@ class GenomeModule(nn.Module):
                 "from_pretrained needs pnet=, the module that the genome was made for: a genome holds no architecture"
             )
         plan, genome = load_pretrained(pretrained_model_name_or_path, factories, **options)
-        module = cls(plan, pnet, genome, lazy=lazy)
+        module = cls.__dict__.get("_stated", cls)(plan, pnet, genome, lazy=lazy)
         return module.to(next((x.device for x in pnet.parameters() if not x.is_meta), None))
 
-    def _refuse_script(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError(f"torch.jit can neither script nor trace a GenomeModule; gb.export can, and {_MATERIALIZE}")
+    def _leaves(self) -> Params:
+        """The genome's leaves, flat by name."""
+        plan = self.plan
+        leaves = {f"{GNET}{e.name}/{k}": getattr(self, _leaf(e.name, k)) for e in plan.ensembles for k in e.leaves}
+        # Not get_parameter: a functional call, or a replica, has plain tensors there.
+        return leaves | {f"{DIRECT}{t.name}": functools.reduce(getattr, t.name.split("."), self) for t in plan.direct}
 
-    __prepare_scriptable__ = _slow_forward = _refuse_script
+    def _weights(self, generator: Generator) -> dict[str, Any]:
+        """What a generator makes of the leaves: tensors and `Weight`s by name; and the base's buffers."""
+        leaves = self._leaves()
+        if not torch.compiler.is_compiling() and any(map(_is_shard, leaves.values())):
+            raise RuntimeError(
+                "the genome is sharded during this call: give fully_shard the whole module, and call the module itself"
+            )
+        with unseen_by_checkpoints():
+            weights: dict[str, Any] = generator(leaves, self._drawn)
+        for form in dict.fromkeys(generator.forms.values()):
+            weights[form.name] = Weight(form, {k: weights[key] for k, key in zip(form.inputs, form.keys)})
+        if (base := self._frame.base) is not None:
+            weights.update(base.on(next(iter(leaves.values())).device)[1])
+        return weights
 
-    def extra_repr(self) -> str:
-        """The p-net and both sizes."""
-        sizes = f"{self.plan.genome_params:,} parameters of the genome, {self.plan.pnet_params:,} of the p-net"
-        return f"{type(self._frame.pnet).__name__}: {sizes}"
+    def _place(self, weights: dict[str, Any]) -> list[tuple[dict[str, Any], str, Any]]:
+        """Set the weights of a call in the layers of this very module, a replica maybe; where, and what was there."""
+        placed = []
+        for name, source in self._frame.sources.items():
+            *path, attribute = name.split(".")
+            layer: Any = self
+            for part in path:
+                layer = layer._modules.get(part) if layer is not None else None
+            if layer is not None:
+                attributes, key = vars(layer), now(attribute)
+                placed.append((attributes, key, attributes.get(key)))
+                attributes[key] = weights[source]
+        return placed
 
-    def _tensors(self) -> tuple[Params, Params]:
-        """The genome's leaves, flat by name, and buffers as they are now."""
-        leaves, buffers = ({k: getattr(*place) for k, place in x.items()} for x in (self._leaves, self._kept))
-        return leaves, buffers
+    def _read(self, layer: nn.Module, attribute: str) -> Any:
+        """A weight that is read outside of a forward, in a checkpoint's backward say."""
+        source = self._frame.sources[vars(layer)["_names"][attribute]]
+        return self._weights(self._generator_of(source))[source]
 
-    def _noise(self, leaves: Params) -> Noise | None:
+    def _noise(self) -> Noise | None:
         drawn = self.training and self.plan.stochastic
-        return _drawn(self.plan, next(iter(leaves.values()))) if drawn else None  # pyright: ignore[reportCallIssue]
+        return _drawn(self.plan, next(iter(self._leaves().values()))) if drawn else None
 
     def _build(self) -> None:
-        """Make what is not kept in a copy or a pickle."""
-        plan, pnet, base, lazy = self._frame
-        self._generator = make_generator(plan, pnet=pnet, lazy=lazy, base=base)
-        self._net = RunnableNet(pnet, self._generator.forms, frozen=base)
-        without_sparse(self._net.skeleton, {name for t in plan.generated for name in (t.name, *t.aliases)})
-        self._prepare()
-        if type(self).forward is GenomeModule.forward:
-            signed: Any = _with_signature(type(self), pnet)
-            self.__class__ = signed
+        """Make the parts that a copy or a pickle does not hold."""
+        plan, base, lazy, _ = self._frame
+        self._generator = make_generator(plan, pnet=self, lazy=lazy, base=base)
 
-    def _prepare(self) -> None:
-        """Constants for the device of the leaves; a compiled forward cannot make them."""
-        self._generator.prepare(self._tensors()[0])
+        def of_one(name: str) -> Generator:
+            return make_generator(plan, pnet=self, lazy=lazy, base=base, names={name})
+
+        self._generator_of, self._drawn = functools.cache(of_one), None
+        self._generator.prepare(self._leaves())
 
     def _apply(self: Self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
         if self._frame.base is not None and (base := self._frame.base.cast(fn)) is not None:
             self._frame = self._frame._replace(base=base)
-            self._build()
-        self._prepare()
+        # Constants for the device of the leaves, which a compiled forward cannot make.
+        self._build()
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        # What names and shapes do not say: scales, codes, activations.
+        # Names and shapes do not tell scales, codes and activations.
         if hasattr(destination, "_metadata"):
             destination._metadata[prefix[:-1]]["plan"] = self.plan.digest()
 
@@ -331,32 +335,30 @@ class GenomeModule(nn.Module):
         if note.get("plan") not in (None, self.plan.digest()):
             args[-1].append(_OTHER_PLAN)
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            net = self.__dict__.get("_net")
-            if net is None or name.startswith("_") or not hasattr(net.skeleton, name):
-                raise
-        value = getattr(net.skeleton, name)
-        if isinstance(value, torch.device):
-            return next((x.device for x in self.parameters()), value)
-        if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
-            raise AttributeError(f"{name!r} of the p-net works on weights, which it does not have here: {_MATERIALIZE}")
-        items = list(value) if isinstance(value, set | frozenset) else value
-        if any(isinstance(x, Tensor | nn.Module) for _, x in tree_leaves(items)):
-            raise AttributeError(f"{name!r} of the p-net has no values here: {_MATERIALIZE}")
-        return value
+    def __prepare_scriptable__(self) -> Any:
+        raise TypeError(
+            "torch.jit can neither script nor trace a GenomeModule; gb.export can, and gb.materialize(plan, "
+            "module.to_genome(), pnet) is a p-net with weights"
+        )
+
+    _slow_forward = __prepare_scriptable__
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _blank, (_plain_class(type(self)),), self.__getstate__()
+        made: Any = type(self)
+        layer = getattr(made._pnet_class, "_made_of", (made._pnet_class,))
+        return _blank_module, (made._stated, layer), self.__getstate__()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: x for k, x in self.__dict__.items() if k not in ("_generator", "_net")}
+        return {k: x for k, x in self.__dict__.items() if k not in ("_generator", "_generator_of", "_drawn")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._build()
+
+
+def _leaf(ensemble: str, leaf: str) -> str:
+    """The name of a leaf among a module's parameters: without dots, as the root has it."""
+    return f"gnets:{ensemble}:{leaf}"
 
 
 def _is_shard(x: Any) -> bool:
@@ -374,38 +376,23 @@ def _drawn(plan: Plan, like: Tensor) -> Noise:
     return sample_noise(plan, torch.default_generator, like)
 
 
-def _with_signature(cls: type[GenomeModule], pnet: nn.Module) -> type[GenomeModule]:
-    """A subclass whose forward shows the p-net's signature: trainers choose columns of a data set by it."""
-    try:
-        given = inspect.signature(pnet.forward)
-    except (TypeError, ValueError):
-        return cls
-    try:
-        return _class_of(_plain_class(cls), given)
-    except TypeError:
-        # A default that cannot be hashed.
-        return _class_of.__wrapped__(_plain_class(cls), given)
-
-
-@functools.lru_cache
-def _class_of(plain: type[GenomeModule], given: inspect.Signature) -> type[GenomeModule]:
-    """One class for each signature, so that modules of a plan can be stacked (`torch.func.stack_module_state`)."""
+@functools.lru_cache(maxsize=256)
+def _module_class(cls: type[GenomeModule], stock: type[nn.Module]) -> type[GenomeModule]:
+    """The class of a p-net of the class `stock` as a `GenomeModule`, of the same name and signature of forward."""
 
     def forward(self: GenomeModule, *args: Any, **kwargs: Any) -> Any:
-        return GenomeModule.forward(self, *args, **kwargs)
+        return cls.forward(self, *args, **kwargs)
 
-    forward.__doc__ = GenomeModule.forward.__doc__
-    rest = [p for p in given.parameters.values() if p.name != "self"]
-    first = inspect.Parameter("self", min([inspect.Parameter.POSITIONAL_OR_KEYWORD, *(p.kind for p in rest)]))
-    forward.__signature__ = given.replace(parameters=[first, *rest])  # pyright: ignore[reportFunctionMemberAccess]
-    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
-    return type(plain.__name__, (plain,), {**names, "forward": forward, "_plain": plain})
-
-
-def _plain_class(cls: type[GenomeModule]) -> type[GenomeModule]:
-    """The class that a user can name, of one that `_with_signature` made."""
-    return cls.__dict__.get("_plain", cls)
+    try:
+        # Trainers choose columns of a data set by it.
+        forward.__signature__ = inspect.signature(stock.forward)  # pyright: ignore[reportFunctionMemberAccess]
+    except (TypeError, ValueError):
+        pass
+    own = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
+    return type(stock)(stock.__name__, (cls, stock), {**own, "forward": forward, "_stated": cls, "_pnet_class": stock})
 
 
-def _blank(cls: type[GenomeModule]) -> GenomeModule:
-    return cls.__new__(cls)
+def _blank_module(cls: type[GenomeModule], layer: tuple[Any, ...]) -> GenomeModule:
+    """A module without its state: `layer` is the p-net's class, and how its own weights are generated."""
+    made = _module_class(cls, layer[0] if len(layer) == 1 else type(blank_layer(*layer)))
+    return made.__new__(made)

@@ -172,8 +172,8 @@ def to_serve(plan: Plan, generator: Generator, tensors: Params) -> tuple[Params,
     """What a module for serving takes of one genome, from all that a generator of lazy weights has made of it.
 
     Returns:
-        Weights in the p-net's dtypes by name; forms, which hold their inputs, of those that are smaller as factors, by
-        each of their names; and these inputs by the forms' keys.
+        Weights in the p-net's dtypes by name; the forms of those that are smaller as factors, by each of their names;
+        and the inputs of these forms by their keys.
     """
     weights, forms, inputs = {k: tensors[k] for k in generator.unchanged}, dict[str, WeightForm](), Params()
     for t in plan.tensors:
@@ -182,13 +182,13 @@ def to_serve(plan: Plan, generator: Generator, tensors: Params) -> tuple[Params,
             weights[t.name] = tensors[t.name].detach().to(dtype)
             continue
         # Beside a base factors are as they were in training.
-        given = {k: x if t.base else x.to(dtype) for k, x in form.taken(tensors).items()}
-        form.keep_inputs(given)
+        given = {k: tensors[key].detach() for k, key in zip(form.inputs, form.keys, strict=True)}
+        given = given if t.base else {k: x.to(dtype) for k, x in given.items()}
         if sum(x.numel() for k, x in given.items() if k != "base") < t.numel:
             forms |= dict.fromkeys((t.name, *t.aliases), form)
             inputs |= zip(form.keys, given.values(), strict=True)
         else:
-            weights[t.name] = form.make().detach().to(dtype)
+            weights[t.name] = form.make(given).to(dtype)
     return weights, forms, inputs
 
 

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gbfunc.layers.forms import Weight, now, weight_of
+
 
 def attention_forward(
     layer: Any,
@@ -71,8 +73,10 @@ def _is_usual(
 
 def project(layer: Any, attribute: str, x: Tensor, bias: Tensor | None, rows: slice = slice(None)) -> Tensor:
     """`x @ W[rows].T + bias` with a weight of a layer in whatever form it has."""
-    form = layer._modules.get(f"{attribute}_form")
-    return F.linear(x, getattr(layer, attribute)[rows], bias) if form is None else form("linear", x, bias, rows)
+    weight = weight_of(layer, attribute) if hasattr(layer, now(attribute)) else None
+    if isinstance(weight, Weight):
+        return weight.linear(x, bias, rows)
+    return F.linear(x, (getattr(layer, attribute) if weight is None else weight)[rows], bias)
 
 
 def _attend(

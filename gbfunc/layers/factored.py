@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gbfunc.costs import missing_ranks, thin_rows
 from gbfunc.hypernets.ensemble import is_exporting
-from gbfunc.layers.forms import Needs, Source, WeightForm, added, dense_linear, outside_autocast
+from gbfunc.layers.forms import Needs, Source, Weight, WeightForm, added, dense_linear, outside_autocast
 from gbfunc.tiling import TileGrid, join_tiles
 from gbfunc.types import Params
 
@@ -27,8 +27,6 @@ class FactoredWeight(WeightForm):
     inputs of fewer than `thin_rows` rows, and else, as in exported programs, the dense weight.
     """
 
-    left: Tensor
-    right: Tensor
     needs: Needs = "factors"
     more: ClassVar[tuple[str, ...]] = ()
     """Inputs beside the factors."""
@@ -55,9 +53,9 @@ class FactoredWeight(WeightForm):
         """The factors by row and column of tiles: [nr, nc, r, k] and [nr, nc, c, k]."""
         return inputs["left"].unflatten(0, self.tiles), inputs["right"].unflatten(0, self.tiles)
 
-    def make(self) -> Tensor:
+    def make(self, given: Params) -> Tensor:
         """Multiply the factors out."""
-        left, right = self.given["left"], self.given["right"]
+        left, right = given["left"], given["right"]
         if self.tiles == (1, 1):
             # One matrix product is faster than a batch of one.
             matrix = _single(left) @ _single(right).mT
@@ -65,21 +63,18 @@ class FactoredWeight(WeightForm):
             matrix = join_tiles(left @ right.mT, self.grid)
         return (matrix.t() if self.transposed else matrix).reshape(self.shape)
 
-    def _thin(self, batch_rows: int, conv: bool = False) -> bool:
+    def _thin(self, weight: Weight, batch_rows: int, conv: bool = False) -> bool:
         """Whether the factors are used and not the dense weight."""
         # An exported program is for any number of rows, which it must not ask for.
         dense = self.auto if is_exporting() else not batch_rows < self._thin_rows[conv]
-        if dense or self.formed is not None:
-            return False
-        self.use()
-        return True
+        return not dense and weight.formed is None
 
-    def linear(self, x: Tensor, bias: Tensor | None, rows: slice = slice(None)) -> Tensor:
+    def linear(self, weight: Weight, x: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
         """`x @ W[rows].T + bias` as two thin products, where these pay."""
-        y = self.thin_linear(x, bias, rows)
-        return dense_linear(self.dense(), self.transposed, rows, x, bias) if y is None else y
+        y = self.thin_linear(weight, x, bias, rows)
+        return dense_linear(weight.dense(), self.transposed, rows, x, bias) if y is None else y
 
-    def thin_linear(self, x: Tensor, bias: Tensor | None, rows: slice) -> Tensor | None:
+    def thin_linear(self, weight: Weight, x: Tensor, bias: Tensor | None, rows: slice) -> Tensor | None:
         """`x @ (L R^T)[rows].T + bias`; None where the dense weight is used."""
         grid, start, stop = self.grid, rows.start or 0, rows.stop
         tiles = slice(None)
@@ -89,11 +84,11 @@ class FactoredWeight(WeightForm):
             if start % grid.tile_rows and tiles.stop - tiles.start > 1:
                 return None
         # A nested tensor has no number of rows, and takes the dense weight.
-        if x.is_nested or not self._thin(math.prod(x.shape[:-1])):
+        if x.is_nested or not self._thin(weight, math.prod(x.shape[:-1])):
             return None
         if x.shape[-1] != grid.cols:
             raise ValueError(f"expected an input with {grid.cols} features, got shape {tuple(x.shape)}")
-        given = self.given
+        given = weight.given
         if self.tiles == (1, 1):
             left = _single(given["left"])
             return F.linear(x @ _single(given["right"]), left if stop is None else left[rows], bias)
@@ -104,28 +99,30 @@ class FactoredWeight(WeightForm):
                 left = left[:, :, start - tiles.start * grid.tile_rows :][:, :, : stop - start]
         return _linear(x, left, right, grid.rows if stop is None else stop - start, bias)
 
-    def conv(self, conv: Callable[..., Tensor], x: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
+    def conv(
+        self, weight: Weight, conv: Callable[..., Tensor], x: Tensor, bias: Tensor | None, **options: Any
+    ) -> Tensor:
         """`conv(x, W, bias, **options)` as two thin convolutions, where these pay."""
-        y = self.thin_conv(conv, x, bias, options)
-        return conv(x, self.dense(), bias, **options) if y is None else y
+        y = self.thin_conv(weight, conv, x, bias, options)
+        return conv(x, weight.dense(), bias, **options) if y is None else y
 
     def thin_conv(
-        self, conv: Callable[..., Tensor], x: Tensor, bias: Tensor | None, options: dict[str, Any]
+        self, weight: Weight, conv: Callable[..., Tensor], x: Tensor, bias: Tensor | None, options: dict[str, Any]
     ) -> Tensor | None:
         """A convolution with k filters per tile, then a 1x1 convolution; tiles must not cut kernels."""
         positions = math.prod(self.shape[2:])
         fits = options["groups"] == 1 and self.grid.tile_cols % positions == 0
-        if not fits or not self._thin(_positions(x, self.shape[2:], options), conv=True):
+        if not fits or not self._thin(weight, _positions(x, self.shape[2:], options), conv=True):
             return None
         if x.ndim == len(self.shape) - 1:
-            y = self.thin_conv(conv, x.unsqueeze(0), bias, options)
+            y = self.thin_conv(weight, conv, x.unsqueeze(0), bias, options)
             return None if y is None else y.squeeze(0).contiguous()
         channels, kernel = self.shape[1], self.shape[2:]
         if x.shape[1] != channels:
             raise ValueError(f"expected an input with {channels} channels, got shape {tuple(x.shape)}")
         # Torch's own convolutions of images have them so on a CPU, those of volumes do not.
         last = (x.ndim == 4 or (x.ndim > 3 and not x.is_cpu)) and x.stride(1) == 1 and x.stride(-1) >= channels
-        left, right = self.by_tile(self.given)
+        left, right = self.by_tile(weight.given)
         nr, nc, r, k = left.shape
         if nc > 1 and x.is_cpu and (missing := missing_ranks(nr, k)):
             # Groups of other sizes take up to three times as long.
@@ -146,18 +143,18 @@ class FactoredWeight(WeightForm):
         # Channels are last in memory where those of the input are: dropout draws its mask in the order of memory.
         return y.movedim(1, -1).contiguous().movedim(-1, 1) if last else y.contiguous()
 
-    def embedding(self, index: Tensor, padding_idx: int | None) -> Tensor:
+    def embedding(self, weight: Weight, index: Tensor, padding_idx: int | None) -> Tensor:
         """Rows of the weight, from its factors where these pay."""
-        y = self.thin_embedding(index, padding_idx)
-        return F.embedding(index, self.dense(), padding_idx) if y is None else y
+        y = self.thin_embedding(weight, index, padding_idx)
+        return F.embedding(index, weight.dense(), padding_idx) if y is None else y
 
-    def thin_embedding(self, index: Tensor, padding_idx: int | None) -> Tensor | None:
+    def thin_embedding(self, weight: Weight, index: Tensor, padding_idx: int | None) -> Tensor | None:
         """Rows of the left factors times the right factors; None where the dense weight is used."""
-        left, right = self.by_tile(self.given)
+        left, right = self.by_tile(weight.given)
         nr, nc, r, k = left.shape
         # Rows of several tiles need each token's right factors: past the weight's size, form it.
         many = nr > 1 and (is_exporting() or index.numel() * k > self.grid.rows)
-        if many or index.is_nested or not self._thin(index.numel()):
+        if many or index.is_nested or not self._thin(weight, index.numel()):
             return None
         flat = index.reshape(-1)
         table = left.transpose(1, 2).reshape(nr * r, nc * k)[: self.grid.rows]
@@ -181,7 +178,6 @@ class DeltaWeight(FactoredWeight):
     The base is used in its dtype, the delta in that of its factors (LoRA in bf16 nets does likewise).
     """
 
-    base: Tensor
     more: ClassVar[tuple[str, ...]] = ("base",)
     beside_base: ClassVar[bool] = True
 
@@ -189,50 +185,56 @@ class DeltaWeight(FactoredWeight):
         super().__init__(*args, **options)
         self._base_on, self.frozen = base, self.keys[-1:]
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A module for serving holds the base's tensor itself.
+        return self.__dict__ | {"_base_on": None}
+
     def of(self, sources: Sequence[Source]) -> Params:
         """The factors, and the base's tensor."""
         assert self._base_on is not None
         factors = super().of(sources)
         return factors | {self.keys[-1]: self._base_on(next(iter(factors.values())).device)}
 
-    def make(self) -> Tensor:
+    def make(self, given: Params) -> Tensor:
         """The sum."""
-        return added(self.given["base"], super().make())
+        return added(given["base"], super().make(given))
 
-    def linear(self, x: Tensor, bias: Tensor | None, rows: slice = slice(None)) -> Tensor:
+    def linear(self, weight: Weight, x: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
         """`x @ W[rows].T + bias`."""
-        left, right = self.given["left"], self.given["right"]
+        left, right, base = (weight.given[k] for k in self.inputs)
         # Autocast brings all three to its dtype.
-        same = left.dtype == self.base.dtype and (x.dtype == left.dtype or torch.is_autocast_enabled(x.device.type))
+        same = left.dtype == base.dtype and (x.dtype == left.dtype or torch.is_autocast_enabled(x.device.type))
         single = same and not x.is_nested and x.ndim > 1 and rows.stop is None and self.tiles == (1, 1)
-        if single and self._thin(math.prod(x.shape[:-1])):
+        if single and self._thin(weight, math.prod(x.shape[:-1])):
             # Added by the product itself, which spares a pass over the outputs; factors as [k, r] and [k, c], whose
             # products with few columns are two to four times faster, forward and backward.
-            y = dense_linear(self.base, self.transposed, rows, x, bias)
+            y = dense_linear(base, self.transposed, rows, x, bias)
             thin = F.linear(x, _single(right).t().contiguous())
             return torch.addmm(y.flatten(0, -2), thin.flatten(0, -2), _single(left).t().contiguous()).reshape(y.shape)
-        delta = self.thin_linear(self._wide(x), None, rows)
+        delta = self.thin_linear(weight, self._wide(weight, x), None, rows)
         if delta is None:
-            return dense_linear(self.dense(), self.transposed, rows, x, bias)
-        return _sum(dense_linear(self.base, self.transposed, rows, x, bias), delta)
+            return dense_linear(weight.dense(), self.transposed, rows, x, bias)
+        return _sum(dense_linear(base, self.transposed, rows, x, bias), delta)
 
-    def conv(self, conv: Callable[..., Tensor], x: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
+    def conv(
+        self, weight: Weight, conv: Callable[..., Tensor], x: Tensor, bias: Tensor | None, **options: Any
+    ) -> Tensor:
         """`conv(x, W, bias, **options)`."""
-        delta = self.thin_conv(conv, self._wide(x), None, options)
+        delta = self.thin_conv(weight, conv, self._wide(weight, x), None, options)
         if delta is None:
-            return conv(x, self.dense(), bias, **options)
-        return _sum(conv(x, self.base, bias, **options), delta)
+            return conv(x, weight.dense(), bias, **options)
+        return _sum(conv(x, weight.given["base"], bias, **options), delta)
 
-    def embedding(self, index: Tensor, padding_idx: int | None) -> Tensor:
+    def embedding(self, weight: Weight, index: Tensor, padding_idx: int | None) -> Tensor:
         """Rows of the weight."""
-        delta = self.thin_embedding(index, padding_idx)
+        delta = self.thin_embedding(weight, index, padding_idx)
         if delta is None:
-            return F.embedding(index, self.dense(), padding_idx)
-        return _sum(F.embedding(index, self.base, padding_idx), delta)
+            return F.embedding(index, weight.dense(), padding_idx)
+        return _sum(F.embedding(index, weight.given["base"], padding_idx), delta)
 
-    def _wide(self, x: Tensor) -> Tensor:
+    def _wide(self, weight: Weight, x: Tensor) -> Tensor:
         """The input in the dtype of the factors; under autocast the products choose theirs."""
-        return x if torch.is_autocast_enabled(x.device.type) else x.to(self.given["left"].dtype)
+        return x if torch.is_autocast_enabled(x.device.type) else x.to(weight.given["left"].dtype)
 
 
 def _sum(y: Tensor, delta: Tensor) -> Tensor:

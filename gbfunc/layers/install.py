@@ -1,22 +1,44 @@
-"""Which layers of a p-net may compute on another form of their weights, and how the forms are put there."""
+"""Layers of a p-net's copy that take generated weights: which can compute on a form, and how the weights get there."""
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Collection, Mapping
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from gbfunc.layers.attention import attention_forward
-from gbfunc.layers.forms import Parameters, WeightForm, conv_forward, embedding_forward, linear_forward, made
+from gbfunc.layers.forms import Outside, Weight, WeightForm, now, weight_of
+
+
+def linear_forward(layer: Any, input: Tensor) -> Tensor:
+    """The forward of `nn.Linear` on whatever form its weight has."""
+    return weight_of(layer, "weight").linear(input, layer.bias)
+
+
+def conv_forward(layer: Any, input: Tensor) -> Tensor:
+    """The forward of `nn.Conv1d`, `nn.Conv2d` and `nn.Conv3d` on whatever form the weight has."""
+    conv: Any = (torch.conv1d, torch.conv2d, torch.conv3d)[len(layer.kernel_size) - 1]
+    options = {"stride": layer.stride, "dilation": layer.dilation, "groups": layer.groups, "padding": layer.padding}
+    if layer.padding_mode != "zeros":
+        input = F.pad(input, layer._reversed_padding_repeated_twice, mode=layer.padding_mode)
+        options["padding"] = (0,) * len(layer.kernel_size)
+    return weight_of(layer, "weight").conv(conv, input, layer.bias, **options)
+
+
+def embedding_forward(layer: Any, input: Tensor) -> Tensor:
+    """The forward of `nn.Embedding` on whatever form its weight has."""
+    return weight_of(layer, "weight").embedding(input, layer.padding_idx)
 
 
 class LayerForm(NamedTuple):
-    """A layer's forward on `layer.<attribute>_form`, for which of its `weights`, and whether its options allow it."""
+    """The forward of a layer on the forms of its `weights`, and whether its options allow one."""
 
     forward: Callable[..., Any]
     weights: tuple[str, ...] = ("weight",)
@@ -49,101 +71,167 @@ FORMS: Mapping[Callable[..., Any], LayerForm] = MappingProxyType(
 
 def layer_form(layer: nn.Module) -> LayerForm | None:
     """The form that can take the place of a layer; None where its forward is not the stock one."""
-    form = _class_form(layer)
+    form = FORMS.get(_stock_forward(type(layer)))
     # A method may have been replaced on the layer itself.
     patched = any(inspect.isroutine(getattr(type(layer), name, None)) for name in vars(layer))
     return form if form is not None and form.plain(layer) and not patched else None
 
 
-def _class_form(layer: nn.Module) -> LayerForm | None:
-    """The form for the forward of a layer's class, whatever the layer's options."""
-    return FORMS.get(nn.Linear.forward if transposed(layer) else _forward(layer))
+def _stock_forward(cls: type[nn.Module]) -> Any:
+    """The forward of a class before it had generated weights, that of a linear layer for `Conv1D`: a key of `FORMS`."""
+    return nn.Linear.forward if _transposed(cls) else _before(cls).forward
+
+
+def _before(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class of a layer before it had generated weights."""
+    return getattr(cls, "_stock", cls)
 
 
 def transposed(layer: nn.Module) -> bool:
     """Whether a layer multiplies by the transpose of what a linear layer does: Hugging Face's `Conv1D`."""
+    return _transposed(type(layer))
+
+
+def _transposed(cls: type[nn.Module]) -> bool:
     # The class belongs to a library that need not be installed.
     hugging_face = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
-    return hugging_face is not None and _forward(layer) is hugging_face.forward
-
-
-def _forward(layer: nn.Module) -> Any:
-    """The forward of a layer's class; None for a scripted one, which has none."""
-    return getattr(type(layer), "forward", None)
+    return hugging_face is not None and _before(cls).forward is hugging_face.forward
 
 
 def formable(layer: nn.Module, attribute: str) -> bool:
     """Whether a weight of a layer can have another form than dense."""
     form = layer_form(layer)
-    return form is not None and attribute in form.weights and layer._parameters.get(attribute) is not None
+    there = layer._parameters.get(attribute) is not None or attribute in vars(layer).get("_names", ())
+    return form is not None and attribute in form.weights and there
+
+
+def _read(attribute: str, layer: Any) -> Tensor:
+    weight = weight_of(layer, attribute)
+    if weight is None:
+        # With this error, `layer.weight` is the skeleton's placeholder.
+        raise AttributeError(attribute)
+    return weight.read() if isinstance(weight, Weight) else weight
 
 
 @lru_cache(maxsize=256)
-def _form_class(stock: type[nn.Module], form: LayerForm, attributes: tuple[str, ...], shown: bool) -> type[nn.Module]:
-    """A subclass of a layer's class that computes on the forms of these weights."""
+def generated_class(stock: type[nn.Module], attributes: tuple[str, ...], formed: bool) -> type[nn.Module]:
+    """A subclass of a layer's class, of the same name, in which these attributes are generated weights.
 
-    def reader(attribute: str) -> Any:
-        form = f"{attribute}_form"
-        return property(lambda self: self._modules[form].read() if shown else made(self._modules[form]("read")))
-
-    own: dict[str, Any] = {a: reader(a) for a in attributes}
+    A `formed` layer has the forward of its `LayerForm`.
+    """
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         # No name leads to this class: pickles make it again.
-        _, _, *state = stock.__reduce_ex__(self, protocol)
-        return _blank, (stock, attributes, shown), *state
+        _, _, attributes_of, *more = stock.__reduce_ex__(self, protocol)
+        if isinstance(attributes_of, dict) and "_flat_weights" in attributes_of:
+            # A recurrent layer finds its weights again at its next call.
+            attributes_of = attributes_of | {"_flat_weights": [None] * len(attributes_of["_flat_weights"])}
+        return blank_layer, (stock, attributes, formed), attributes_of, *more
 
-    if shown:
-
-        def named_children(self: nn.Module) -> Any:
-            return _without_forms(stock.named_children(self))
-
-        def named_modules(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return _without_forms(stock.named_modules(self, *args, **kwargs))
-
-        # Who looks for layers without children, or counts modules, finds those of the p-net.
-        own |= {"named_children": named_children, "named_modules": named_modules}
-    own |= {"__module__": stock.__module__, "forward": form.forward, "__reduce_ex__": __reduce_ex__}
-    return type(stock.__name__, (stock,), own)
+    own: dict[str, Any] = {a: property(partial(_read, a)) for a in attributes}
+    own |= {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__reduce_ex__": __reduce_ex__}
+    own |= {"_stock": getattr(stock, "_stock", stock), "_made_of": (stock, attributes, formed)}
+    if formed:
+        own["forward"] = FORMS[_stock_forward(stock)].forward
+    return type(stock)(stock.__name__, (stock,), own)
 
 
-def _blank(stock: type[nn.Module], attributes: tuple[str, ...], shown: bool) -> nn.Module:
-    """A layer that computes on forms, without what it holds: a pickle gives it that."""
-    layer = stock.__new__(stock)
-    form = _class_form(layer)
-    assert form is not None
-    layer.__class__ = _form_class(stock, form, attributes, shown)
-    return layer
+def blank_layer(stock: type[nn.Module], attributes: tuple[str, ...], formed: bool) -> nn.Module:
+    """A layer with generated weights, without its state."""
+    made = generated_class(stock, attributes, formed)
+    return made.__new__(made)
 
 
-def _without_forms(named: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
-    return ((name, m) for name, m in named if not isinstance(m, WeightForm))
+def install(net: nn.Module, forms: Mapping[str, WeightForm | None], outside: Outside | None = None) -> None:
+    """Make the layers of a p-net's copy take weights in these forms: `place` sets the weights of a call.
 
-
-def install(net: nn.Module, forms: Mapping[str, WeightForm], *, shown: bool) -> None:
-    """Put forms in the place of weights of a p-net's copy, and change the classes of their layers accordingly.
-
-    `forms` are by name of parameter, names of tied ones included. With `shown`, whoever goes through the layers'
-    parameters sees the dense weights, as in a skeleton, else the forms' parameters alone.
+    Args:
+        net: the copy.
+        forms: by name of parameter or buffer, names of tied ones included; None is a dense tensor.
+        outside: what a read outside of a call gives. With it the tensors themselves leave the layers; without, they
+            stay as placeholders, and whoever goes through the parameters in a call sees the dense weights.
     """
-    layers: dict[nn.Module, dict[str, WeightForm]] = {}
-    for name, weight in forms.items():
+    layers: dict[nn.Module, dict[str, WeightForm | None]] = {}
+    names: dict[nn.Module, dict[str, str]] = {}
+    formed: set[nn.Module] = set()
+    for name, form in forms.items():
         prefix, _, attribute = name.rpartition(".")
         layer = net.get_submodule(prefix)
-        if not formable(layer, attribute):
+        if form is not None and not formable(layer, attribute):
             raise ValueError(f"{name!r} of a {type(layer).__name__} cannot have another form than dense")
-        layers.setdefault(layer, {})[attribute] = weight
-        layer.add_module(f"{attribute}_form", weight)
+        layers.setdefault(layer, {})[attribute] = form
+        names.setdefault(layer, {})[attribute] = name
+        formed |= set() if form is None else {layer}
     for layer in net.modules():
         # Attention does not call its output projection, but multiplies by its weight.
-        if isinstance(layer, nn.MultiheadAttention) and layer.out_proj in layers and layer_form(layer):
+        if isinstance(layer, nn.MultiheadAttention) and layer.out_proj in formed and layer_form(layer):
             layers.setdefault(layer, {})
+            formed.add(layer)
     for layer, attributes in layers.items():
-        form = layer_form(layer)
-        assert form is not None
-        layer.__class__ = _form_class(type(layer), form, tuple(attributes), shown)
-        if shown:
-            layer.__dict__["_parameters"] = Parameters(layer._parameters, attributes)
+        layer.__class__ = generated_class(type(layer), tuple(attributes), layer in formed)
+        vars(layer).update(_outside=outside, _forms=attributes, _names=names.get(layer, {}))
+        vars(layer).update(dict.fromkeys(map(now, attributes)))
+        if outside is None:
+            layer.__dict__["_parameters"] = Parameters(layer, attributes)
         else:
             for attribute in attributes:
-                del layer._parameters[attribute]
+                layer._parameters.pop(attribute, None)
+                layer._buffers.pop(attribute, None)
+
+
+def install_served(net: nn.Module, forms: Mapping[str, WeightForm], inputs: Mapping[str, Tensor]) -> None:
+    """Make layers of a module for serving hold the inputs of their forms as parameters `NAME_INPUT`, and apply them."""
+    install(net, forms, _of_own_parameters)
+    made = {key: nn.Parameter(inputs[key].contiguous()) for form in forms.values() for key in form.keys}
+    for name, form in forms.items():
+        path, _, attribute = name.rpartition(".")
+        for k, key in zip(form.inputs, form.keys, strict=True):
+            net.get_submodule(path).register_parameter(f"{attribute}_{k}", made[key])
+
+
+def _of_own_parameters(layer: nn.Module, attribute: str) -> Weight:
+    form = vars(layer)["_forms"][attribute]
+    return Weight(form, {k: getattr(layer, f"{attribute}_{k}") for k in form.inputs})
+
+
+class Parameters(dict[str, Any]):
+    """Parameters of a layer in a skeleton: during a call, those with a form are the dense weights to whoever reads."""
+
+    def __init__(self, layer: nn.Module, attributes: Collection[str]) -> None:
+        super().__init__(layer._parameters)
+        self._layer, self._attributes = vars(layer), attributes
+
+    def _weight(self, name: str) -> Weight | None:
+        return self._layer[now(name)] if name in self._attributes else None
+
+    def __getitem__(self, name: str) -> Any:
+        weight = self._weight(name)
+        return super().__getitem__(name) if weight is None else weight.read()
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        weight = self._weight(name)
+        if weight is None:
+            super().__setitem__(name, value)
+        else:
+            # A p-net that swaps the weight itself, by functional_call say, computes with what it gives.
+            weight.formed = value
+
+    def __iter__(self) -> Any:
+        # With a method of this name `dict(parameters)` reads each entry as `parameters[name]` does.
+        return super().__iter__()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """`self[name]`, or the default."""
+        return self[name] if name in self else default
+
+    def copy(self) -> Any:
+        """A plain dict."""
+        return dict(self)
+
+    def values(self) -> Any:
+        """`self[name]` for all names."""
+        return [self[name] for name in self]
+
+    def items(self) -> Any:
+        """Names, and `self[name]`."""
+        return [(name, self[name]) for name in self]

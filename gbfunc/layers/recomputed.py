@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gbfunc.hypernets.kernels.chunked import InputsOnly
-from gbfunc.layers.forms import Needs, Source, WeightForm, dense_linear
+from gbfunc.layers.forms import Needs, Source, Weight, WeightForm, dense_linear
 from gbfunc.types import Params
 
 Make = Callable[..., Tensor]
@@ -41,49 +41,52 @@ class RecomputedWeight(WeightForm):
         """What the weight is made of."""
         return dict(zip(self.keys, (x for source in sources for x in source.inputs()), strict=True))
 
-    def read(self) -> Tensor:
-        """The dense weight, read outside of the layer's forward; RuntimeError where this rank has a piece of it."""
+    def make(self, given: Params) -> Tensor:
+        """The weight, kept by whatever uses it; RuntimeError where this rank has a piece of it."""
         if self.split:
             raise RuntimeError(f"{self.name!r} is split over ranks and made in pieces: read it with remat='none'")
-        return super().read()
+        return self.maker(*(given[k] for k in self.inputs))
 
-    def make(self) -> Tensor:
-        """The weight, kept by whatever uses it."""
-        return self.maker(*(self.given[k] for k in self.inputs))
-
-    def linear(self, x: Tensor, bias: Tensor | None, rows: slice = slice(None)) -> Tensor:
+    def linear(self, weight: Weight, x: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
         """`x @ W[rows].T + bias`; all of the weight is made, for some rows too."""
 
         def forward(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
             return dense_linear(weight, self.transposed, rows, x, bias)
 
-        return self._recompute(forward, x, bias, _linear_pull if rows.stop is None and not self.transposed else None)
+        pull = _linear_pull if rows.stop is None and not self.transposed else None
+        return self._recompute(weight, forward, x, bias, pull)
 
-    def conv(self, conv: Callable[..., Tensor], x: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
+    def conv(
+        self, weight: Weight, conv: Callable[..., Tensor], x: Tensor, bias: Tensor | None, **options: Any
+    ) -> Tensor:
         """`conv(x, W, bias, **options)`, any groups."""
 
         def forward(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
             return conv(x, weight, bias, **options)
 
-        return self._recompute(forward, x, bias)
+        return self._recompute(weight, forward, x, bias)
 
-    def embedding(self, index: Tensor, padding_idx: int | None) -> Tensor:
+    def embedding(self, weight: Weight, index: Tensor, padding_idx: int | None) -> Tensor:
         """Rows of the weight."""
 
         def forward(weight: Tensor, index: Tensor) -> Tensor:
             return F.embedding(index, weight, padding_idx)
 
-        return self._recompute(forward, index, None)
+        return self._recompute(weight, forward, index, None)
 
     def _recompute(
-        self, forward: Callable[..., Tensor], x: Tensor, bias: Tensor | None, pull: Pull | None = None
+        self,
+        weight: Weight,
+        forward: Callable[..., Tensor],
+        x: Tensor,
+        bias: Tensor | None,
+        pull: Pull | None = None,
     ) -> Tensor:
         others = (x,) if bias is None else (x, bias)
         # Gradients of nested tensors are torch's alone: a Function would have to take them apart.
-        if self.formed is not None or x.is_nested:
-            return forward(self.dense(), *others)
-        self.use()
-        inputs = tuple(self.given[k] for k in self.inputs)
+        if weight.formed is not None or x.is_nested:
+            return forward(weight.dense(), *others)
+        inputs = tuple(weight.given[k] for k in self.inputs)
         device = inputs[0].device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         use = _Use(self.maker, len(inputs), forward, pull, autocast, device)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gbfunc.generate import make_generator
 from gbfunc.genome import check_genome, check_plan
 from gbfunc.plan import DTYPES, Plan
-from gbfunc.pnet import watch_first_call, with_weights
+from gbfunc.pnet import with_weights
 from gbfunc.trees import differentiable, flat_genome
 from gbfunc.types import GenomeLike, Params
 
@@ -37,7 +37,7 @@ def merge_genomes(
     tensors (and present heads) are W_0, `W_0 + sum_i a_i (W_i - W_0)`: tasks are added up, or with a negative weight
     taken away (Ilharco et al. 2023, task arithmetic). Sums of genomes would be something else, since g-nets are not
     linear. The module is `materialize`'s for a single genome; to switch or to undo, materialise another genome, or use
-    the base, which is not changed. Its first call refuses to read the p-net's own tensors, as `materialize`'s does.
+    the base, which is not changed.
 
     Args:
         plan: the plan.
@@ -74,6 +74,4 @@ def merge_genomes(
     tensors |= {t.name: summed(t.name, [x[t.name] for x in made], DTYPES[t.dtype]) for t in plan.tensors}
     buffers = {b.name: summed(b.name, [g.buffers[b.name] for g in genomes], DTYPES[b.dtype]) for b in plan.buffers}
     buffers |= {} if base is None else base.on(next(iter(tensors.values())).device)[1]
-    net = with_weights(pnet, tensors, buffers)
-    watch_first_call(net, pnet)
-    return net
+    return with_weights(pnet, tensors, buffers)

@@ -22,7 +22,7 @@ from gbfunc.layers.factored import FactoredWeight
 from gbfunc.parallel.activations import MOVES, Activation, Move, Wire
 from gbfunc.parallel.collectives import Sizes, sent_bytes
 from gbfunc.plan import DTYPES, Plan, TensorPlan
-from gbfunc.pnet import RunnableNet
+from gbfunc.pnet import PureNet
 from gbfunc.trees import tree_leaves
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class DryRun(TorchDispatchMode):
                 # Rows last in memory, as sines are made: layers' products then read views of them.
                 factor = torch.empty((*lead, k, n), dtype=plan.dtype, device="meta").transpose(-1, -2)
                 self._weights[key] = factor.requires_grad_()
-        self._net = RunnableNet(pnet, self.forms, self._adapt)
+        self._net = PureNet(pnet, self.forms, self._adapt)
         self._net.compiled = True  # Without the checks of a first call.
         self._buffers = {n: torch.empty_like(b, device="meta") for n, b in pnet.named_buffers()}
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from gbfunc.costs import OPERATIONS_PER_BYTE, dense_flops, thin_flops
 from gbfunc.layers.factored import FactoredWeight, from_thin, thin_product
+from gbfunc.layers.forms import Weight, now, weight_of
 from gbfunc.parallel.activations import Wire, chunk_sizes, scale_gradient
 from gbfunc.parallel.collectives import Sizes
 from gbfunc.tiling import Piece, cut_piece, join_tiles
@@ -51,35 +52,43 @@ def local(x: Any) -> Any:
 
 def _dense(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     """The product with this rank's piece of a weight that is not thin."""
-    form, split = layer._modules.get("weight_form"), layer.split
-    if form is None:
+    own, split = _generated(layer), layer.split
+    if own is None:
         weight = local(layer.weight)
         return F.linear(x, weight.t() if split.transposed else weight, bias)
+    form = own.form
     if not isinstance(form, FactoredWeight):
-        return form.linear(x, bias)
+        return own.linear(x, bias)
     ranks = split.wire.axis.size
-    if form.formed is not None:  # It was formed for somebody else.
-        weight = scale_gradient(form.formed, ranks)
+    if own.formed is not None:  # for another reader
+        weight = scale_gradient(own.formed, ranks)
         return F.linear(x, split.piece.of(weight.t() if form.transposed else weight), bias)
     cut = cut_piece(form.grid, split.piece)
     tiles: Any = [*(cut.tiles or ())]
     tiles = slice(tiles[0], tiles[-1] + 1) if tiles[-1] - tiles[0] == len(tiles) - 1 else tiles
-    left, right = (scale_gradient(factor, ranks)[tiles] for factor in (form.left, form.right))
+    left, right = (scale_gradient(factor, ranks)[tiles] for factor in (own.given["left"], own.given["right"]))
     return F.linear(x, cut.crop(join_tiles(left @ right.mT, cut.grid)), bias)
 
 
-def _thin(layer: Any, batch: int, width: int, sent: bool) -> FactoredWeight | None:
+def _generated(layer: Any) -> Weight | None:
+    """The layer's weight, where its form is not dense."""
+    return weight_of(layer, "weight") if hasattr(layer, now("weight")) else None
+
+
+def _thin(layer: Any, batch: int, width: int, sent: bool) -> tuple[Tensor, Tensor] | None:
     """The layer's factors, where thin products cost less than the piece itself, bytes on the wire included."""
-    form, split = layer._modules.get("weight_form"), layer.split
-    if not isinstance(form, FactoredWeight) or form.formed is not None:
+    own, split = _generated(layer), layer.split
+    if own is None or not isinstance(form := own.form, FactoredWeight) or own.formed is not None:
         return None
-    (nr, nc), k = form.tiles, form.left.shape[-1]
+    left = own.given["left"]
+    (nr, nc), k = form.tiles, left.shape[-1]
     rows, cols, ranks = form.grid.rows, form.grid.cols, split.wire.axis.size
-    balance = OPERATIONS_PER_BYTE.get(form.left.device.type, OPERATIONS_PER_BYTE["cpu"])
-    byte = balance * 2 * form.left.element_size() * batch * sent
+    balance = OPERATIONS_PER_BYTE.get(left.device.type, OPERATIONS_PER_BYTE["cpu"])
+    byte = balance * 2 * left.element_size() * batch * sent
     parts = (ranks, 1) if split.by == "rows" else (1, ranks)
     thin = thin_flops(rows, cols, k, (nr, nc), batch, parts) + byte * nr * nc * k
-    return form if not form.auto or thin < dense_flops(rows, cols, k, batch) / ranks + byte * width else None
+    pays = not form.auto or thin < dense_flops(rows, cols, k, batch) / ranks + byte * width
+    return form.by_tile(own.given) if pays else None
 
 
 def _by_rows(layer: Any, input: Tensor) -> Any:
@@ -90,14 +99,14 @@ def _by_rows(layer: Any, input: Tensor) -> Any:
     if isinstance(at, Shard) and at.dim in (-1, x.ndim - 1):
         x, at = wire.move(x, "split", "whole", -1, sizes), Replicate()
     width = x.shape[-1]
-    form = _thin(layer, x.numel() // max(1, width), width, x.requires_grad)
+    factors = _thin(layer, x.numel() // max(1, width), width, x.requires_grad)
     how: Any = ("split", "used in part", at.dim, sizes) if isinstance(at, Shard) else ("whole", "used in part")
-    if form is None:
+    if factors is None:
         x = wire.move(x, *how)
         return _outgoing(layer, _dense(layer, x, bias), Shard(x.ndim - 1), split.sizes)
     # Pieces of the whole factors get summands of the gradient, what all ranks compute alike gets its part of it.
     alike = isinstance(at, Replicate) and x.requires_grad
-    left, right = form.by_tile(form.given)
+    left, right = factors
     right = right if alike else scale_gradient(right, wire.axis.size)
     thin = thin_product(x, right, (0, width))
     if alike or isinstance(at, Shard):
@@ -116,16 +125,16 @@ def _by_columns(layer: Any, input: Tensor) -> Any:
         x = wire.move(x, "whole", "split", -1, split.sizes)
     if x.shape[-1] != cols[1] - cols[0]:
         raise ValueError(f"expected {cols[1] - cols[0]} of {sum(split.sizes)} features here, got {tuple(x.shape)}")
-    form = _thin(layer, math.prod(x.shape[:-1]), rows, True)
-    if form is None:
+    factors = _thin(layer, math.prod(x.shape[:-1]), rows, True)
+    if factors is None:
         part = _dense(layer, x, None)
     else:
-        part = thin_product(x, scale_gradient(form.by_tile(form.given)[1], wire.axis.size), cols)
+        part = thin_product(x, scale_gradient(factors[1], wire.axis.size), cols)
     y, at, sizes = _summed(split, part)
     # Where ranks have parts of the rows, what they all use gets summands of its gradient.
     factor = float(wire.axis.size) if isinstance(at, Shard) else 1.0
-    if form is not None:
-        y = from_thin(y, scale_gradient(form.by_tile(form.given)[0], factor), ((0, rows),))
+    if factors is not None:
+        y = from_thin(y, scale_gradient(factors[0], factor), ((0, rows),))
     if bias is not None:
         y = y + scale_gradient(bias, factor).to(y.dtype)
     return _outgoing(layer, y, at, sizes)
@@ -134,11 +143,11 @@ def _by_columns(layer: Any, input: Tensor) -> Any:
 def _embedding(layer: Any, input: Tensor) -> Any:
     """Rows of the weight: looked up in whole factors by every rank, or each in its piece, and summed."""
     split: Split = layer.split
-    form, index, padding = layer._modules.get("weight_form"), local(input), layer.padding_idx
-    if isinstance(form, FactoredWeight):
+    own, index, padding = _generated(layer), local(input), layer.padding_idx
+    if own is not None and isinstance(own.form, FactoredWeight):
         # Generating the rows takes less than sending them.
-        return _outgoing(layer, form.embedding(index, padding), Replicate(), ())
-    weight = local(layer.weight) if form is None else form.dense()
+        return _outgoing(layer, own.embedding(index, padding), Replicate(), ())
+    weight = local(layer.weight) if own is None else own.dense()
     if split.by == "columns":
         return _outgoing(layer, F.embedding(index, weight, padding), Shard(index.ndim), split.sizes)
     ((first, last),) = split.piece.rows

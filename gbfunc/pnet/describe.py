@@ -1,13 +1,12 @@
-"""What a p-net is made of: checks, its parameters and buffers by name, its skeleton, and copies of it."""
+"""The parts of a p-net: checks, its parameters and buffers by name, and copies with other tensors."""
 
 from __future__ import annotations
 
 import copy
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from itertools import combinations
-from types import CellType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList
 
-from gbfunc.pnet.reads import OwnTensors, storages_of, tensors_in
 from gbfunc.types import TensorMap
 
 _WRAPPERS = {
@@ -25,10 +23,14 @@ _WRAPPERS = {
     "FullyShardedDataParallel": "FSDP owns the weights and ignores generated ones: pass the module before wrapping it",
     "FSDPModule": "FSDP2 owns the weights and ignores generated ones: pass the module before fully_shard",
     "OptimizedModule": "pass the module before torch.compile (its ._orig_mod) and compile the training step instead",
+    "ScriptModule": "its code is compiled and cannot take generated weights: pass the module before torch.jit",
 }
-_KEEPERS = (nn.Module, dict, list, set)
 _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked", "_u", "_v", "weight_u", "weight_v"})
-"""Buffers that layers update in training mode: batch norm's, and spectral norm's, the older one's too."""
+"""Buffers that layers update in training mode: those of batch norm and of spectral norm, old and new."""
+_REGISTERED = frozenset({"_parameters", "_buffers", "_modules", "_flat_weights"})
+"""Attributes of a module in which its registered tensors stand; recurrent layers refresh `_flat_weights` themselves."""
+_DEPTH = 4
+"""Containers inside of containers that the scan of attributes opens."""
 
 
 class ParameterInfo(NamedTuple):
@@ -45,13 +47,13 @@ class ParameterInfo(NamedTuple):
 
 
 def check_pnet(pnet: nn.Module) -> None:
-    """Refuse what cannot be a pure function of its parameters.
+    """Refuse a module that cannot be a pure function of its parameters and buffers.
 
     Raises:
         TypeError: if `pnet` is not an `nn.Module`.
-        ValueError: for a wrapped (DDP, FSDP, compiled) or uninitialised (lazy) p-net, a buffer that is a parameter, or
-            a parameter in the memory of another tensor, a hook on a parameter, or one that is a closure over the p-net,
-            naming what to do instead.
+        ValueError: for a wrapped (DDP, FSDP, compiled, scripted) or uninitialised (lazy) p-net, a parameter or buffer
+            of an unsupported layout, a parameter that shares memory with another tensor of the p-net, and a hook on a
+            parameter. The message names the cure.
     """
     if not isinstance(pnet, nn.Module):
         raise TypeError(f"the p-net must be an nn.Module, got {type(pnet).__name__}")
@@ -62,58 +64,75 @@ def check_pnet(pnet: nn.Module) -> None:
                 raise ValueError(f"the p-net is wrapped in {base.__name__}{where}: {_WRAPPERS[base.__name__]}")
     parameters = {tensor: name for name, tensor in pnet.named_parameters()}
     for name, tensor in (*pnet.named_parameters(), *pnet.named_buffers()):
+        what = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
         if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
-            what = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             raise ValueError(f"{what} {name!r} is lazy and has no shape yet: run the p-net once on a batch first")
-        if isinstance(tensor, nn.Parameter) and (parameter := parameters.get(tensor)) not in (None, name):
+        if tensor.layout != torch.strided or tensor.is_nested:
+            layout = "nested" if tensor.is_nested else tensor.layout
+            raise ValueError(f"{what} {name!r} has the layout {layout}: make it dense (torch.strided)")
+        if what == "parameter" and (parameter := parameters.get(tensor)) not in (None, name):
             cure = f"read self.{parameter}, or register a copy (.detach().clone())"
             raise ValueError(f"buffer {name!r} is the parameter {parameter!r} itself: {cure}")
-    _check_memory(pnet)
-    _check_hooks(pnet)
-
-
-def _check_hooks(pnet: nn.Module) -> None:
-    """Refuse hooks of parameters' own, and one that reaches the p-net by a closure.
-
-    Generated weights would be without the former; copies share the latter, and what it keeps would be another's.
-    """
-    for name, x in pnet.named_parameters():
-        if x._backward_hooks or getattr(x, "_post_accumulate_grad_hooks", None):
+        if what == "parameter" and (tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)):
             raise ValueError(
                 f"the parameter {name!r} has a hook on its gradient, which no generated weight would have: remove it, "
                 "or register it in the forward, where the weight is there (self.NAME.register_hook)"
             )
-    own = {id(x) for module in pnet.modules() for x in (module, *vars(module).values()) if isinstance(x, _KEEPERS)}
-    for name, module in pnet.named_modules():
-        for hooks in (v for k, v in vars(module).items() if k.endswith("_hooks") and isinstance(v, dict)):
-            for hook in hooks.values():
-                cells = (cell for cell in getattr(hook, "__closure__", None) or () if cell != CellType())
-                if any(id(cell.cell_contents) in own for cell in cells):
-                    where = f" of {name!r}" if name else ""
-                    raise ValueError(
-                        f"the hook {hook.__qualname__}{where} reaches the p-net by a closure, and copies of the p-net "
-                        "would share it: make it a method of the module that keeps what it finds (self.hook)"
-                    )
-
-
-def in_one_memory(pnet: nn.Module) -> list[tuple[tuple[str, Tensor], tuple[str, Tensor]]]:
-    """Pairs of parameters and buffers, with their names, that have entries in the same place."""
-    places: dict[int, list[tuple[str, Tensor]]] = {}
-    for name, tensor in (*pnet.named_parameters(), *pnet.named_buffers()):
-        for storage in storages_of(tensor) if tensor.layout == torch.strided else ():
-            places.setdefault(storage._cdata, []).append((name, tensor))
-    pairs = (pair for named in places.values() for pair in combinations(named, 2))
-    return [(a, b) for a, b in pairs if _overlap(a[1], b[1])]
-
-
-def _check_memory(pnet: nn.Module) -> None:
-    """Refuse a parameter in the memory of another tensor: torch's training changes both, a genome makes two of them."""
     for (a, x), (b, y) in in_one_memory(pnet):
         if isinstance(x, nn.Parameter) or isinstance(y, nn.Parameter):
             raise ValueError(
                 f"{a!r} and {b!r} are two tensors in the same memory, which training ties and a genome would not: use "
                 f"one Parameter in both places (F.linear(x, self.{a}.t()) for its transpose), or a copy (.clone())"
             )
+    _check_attributes(pnet)
+
+
+def _check_attributes(pnet: nn.Module) -> None:
+    """Refuse attributes that share memory with a parameter: generated weights never stand there."""
+    memory = {_address(x): name for name, x in pnet.named_parameters()}
+    memory.pop(0, None)
+    for path, module in pnet.named_modules():
+        for key, value in vars(module).items():
+            for x in _arrays_in(value, _DEPTH) if key not in _REGISTERED else ():
+                if name := memory.get(_address(x)):
+                    attribute = f"{path}.{key}".lstrip(".")
+                    raise ValueError(
+                        f"the attribute {attribute!r} of the p-net shares memory with its parameter {name!r}, where "
+                        f"generated weights never stand: read self.{name} in the forward, or keep a copy"
+                    )
+
+
+def _arrays_in(value: Any, depth: int) -> Iterator[Tensor | np.ndarray]:
+    """Tensors and NumPy arrays in a value and in its containers."""
+    if isinstance(value, Tensor | np.ndarray):
+        yield value
+    elif depth and isinstance(value, dict | list | tuple | set):
+        for x in value.values() if isinstance(value, dict) else value:
+            yield from _arrays_in(x, depth - 1)
+
+
+def _address(x: Tensor | np.ndarray) -> int:
+    """The address of the memory that a tensor, or the array that owns the memory, begins at; 0 where there is none."""
+    if isinstance(x, np.ndarray):
+        while isinstance(x.base, np.ndarray):
+            x = x.base
+        return _address(x.base) if isinstance(x.base, Tensor) else x.__array_interface__["data"][0]
+    try:
+        return x.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # of a fake tensor, or one of a transform of torch.func
+        return 0
+
+
+def in_one_memory(pnet: nn.Module) -> list[tuple[tuple[str, Tensor], tuple[str, Tensor]]]:
+    """Pairs of parameters and buffers, with their names, that have entries in the same place."""
+    places: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, tensor in (*pnet.named_parameters(), *pnet.named_buffers()):
+        # Meta tensors have no address: their storage is named by its object.
+        place = _address(tensor) or (tensor.untyped_storage()._cdata if tensor.is_meta else 0)
+        if place:
+            places.setdefault(place, []).append((name, tensor))
+    pairs = (pair for named in places.values() for pair in combinations(named, 2))
+    return [(a, b) for a, b in pairs if _overlap(a[1], b[1])]
 
 
 def _overlap(x: Tensor, y: Tensor) -> bool:
@@ -182,7 +201,7 @@ def buffers_of(pnet: nn.Module) -> dict[str, tuple[Tensor, bool]]:
 
 
 def keep_statistics(net: nn.Module, frozen: Collection[str]) -> list[nn.Module]:
-    """Put layers whose statistics are frozen buffers into evaluation mode: they would be updated in training mode."""
+    """Put layers whose statistics are frozen buffers into evaluation mode, so that no forward updates them."""
     names = (name.rpartition(".") for name in frozen)
     return [net.get_submodule(layer).eval() for layer, _, attribute in names if attribute in _STATISTICS]
 
@@ -196,54 +215,32 @@ def without_sparse(net: nn.Module, names: Collection[str]) -> None:
 
 def skeleton_of(pnet: nn.Module) -> nn.Module:
     """A copy of the module with every tensor on the meta device; `ValueError` for one that cannot be copied."""
-    skeleton = _copy_with(pnet, lambda name, tensor: torch.empty_like(tensor, device="meta"))
-    OwnTensors(pnet).mark(skeleton)
-    return skeleton
+    return copy_with(pnet, lambda name, tensor: torch.empty_like(tensor, device="meta"))
 
 
-def _copy_with(pnet: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.Module:
+def copy_with(pnet: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.Module:
     """A deep copy in which every parameter and buffer is what `replace(name, tensor)` returns; ties are kept."""
     memo: dict[int, Any] = {}
     for name, tensor in (*pnet.named_parameters(), *pnet.named_buffers()):
         fresh = replace(name, tensor.detach())
         trained = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(fresh, tensor.requires_grad) if trained else fresh
-    own = OwnTensors(pnet)
-    for module in pnet.modules():
-        for value in tensors_in(list(vars(module).values()), arrays=True):
-            name = own.name_of(value)
-            if isinstance(value, np.ndarray) and name is not None and name.startswith("parameter"):
-                raise ValueError(
-                    f"a {type(module).__name__} of the p-net holds an array in the memory of its {name}, where "
-                    "generated weights never are: make it of the parameter when it is read, or of a copy"
-                )
-            # Activations that a forward left behind carry a graph, which deepcopy refuses; a view of a weight that was
-            # copied could not be distinguished from a constant.
-            if id(value) not in memo and (name is not None or isinstance(value, Tensor) and not value.is_leaf):
-                memo[id(value)] = value.detach() if isinstance(value, Tensor) else value
     try:
-        net = copy_of(pnet, memo)
+        return copy_of(pnet, memo)
     except Exception as error:
         raise ValueError(f"the p-net ({type(pnet).__name__}) cannot be deep-copied: {error}") from error
-    # The copy of a scripted part is C++'s own, which knows of no other tensors.
-    for path, part in net.named_modules():
-        if isinstance(part, torch.jit.ScriptModule):
-            own: Any = pnet.get_submodule(path)
-            for name, tensor in (*own.named_parameters(recurse=False), *own.named_buffers(recurse=False)):
-                setattr(part, name, memo[id(tensor)])
-    return net
 
 
 def copy_of(pnet: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A deep copy; what it holds as weak references to its parts are references to their copies. `memo` is deepcopy's.
-
-    Functions that lead to the p-net by a closure or a global name are shared, as deepcopy does.
-    """
+    """A deep copy whose weak references to its own parts lead to the copies. `memo` is deepcopy's."""
+    for module in pnet.modules():
+        # Activations that a forward left behind carry a graph, which deepcopy refuses.
+        memo |= {id(x): x.detach() for x in vars(module).values() if isinstance(x, Tensor) and not x.is_leaf}
     net = copy.deepcopy(pnet, memo)
     if same := {*map(id, net.modules())} & {*map(id, pnet.modules())}:
         name = next(name for name, module in pnet.named_modules() if id(module) in same)
         raise ValueError(f"a copy of the p-net has its {name!r} itself (a __deepcopy__ that returns self?)")
-    copies = {id(x): memo.get(id(x)) for x in (*pnet.modules(), *pnet.parameters(), *pnet.buffers())}
+    copies = {id(x): memo.get(id(x)) for x in pnet.modules()}
     for module in net.modules():
         for key, value in vars(module).items():
             there = copies.get(id(value())) if isinstance(value, weakref.ref) else None
@@ -258,10 +255,8 @@ def with_weights(pnet: nn.Module, weights: TensorMap, buffers: TensorMap, *, bar
 
     def copied(name: str, own: Tensor) -> Tensor:
         x = both[name].detach()
-        if name in bare:
-            return x
         # Safetensors and FSDP take contiguous tensors alone, and matrices may be generated transposed.
-        alike = x.layout == own.layout == torch.strided and own.is_contiguous()
-        return x.clone(memory_format=torch.contiguous_format if alike else torch.preserve_format)
+        memory = torch.contiguous_format if own.is_contiguous() else torch.preserve_format
+        return x if name in bare else x.clone(memory_format=memory)
 
-    return _copy_with(pnet, copied)
+    return copy_with(pnet, copied)

@@ -14,17 +14,26 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
+
 from gbfunc.extras import import_extra
 from gbfunc.files import replace_file
 from gbfunc.formats import Stored
 from gbfunc.formats.layout import FORMAT
 from gbfunc.plan import Plan
 from gbfunc.storage.genome_file import load, save
-from gbfunc.types import Genome, GenomeLike
+from gbfunc.types import Genome, GenomeLike, Params
 
 GENOME_FILE = "genome.safetensors"
 
 _HUB = ("huggingface_hub", "the Hugging Face hub", "huggingface_hub")
+_LARGE_FILES = frozenset(
+    ("is_main_process", "max_shard_size", "safe_serialization", "save_function", "save_peft_format", "variant")
+)
+"""Options of `PreTrainedModel.save_pretrained`, which `Trainer` passes, that mean nothing for a genome."""
+
+_PLAIN = {"format": "pt"}
+
 _CARD = """{head}
 # A genome{of}
 
@@ -49,14 +58,18 @@ def save_pretrained(
     dtype: Stored | None = None,
     push_to_hub: bool = False,
     repo_id: str | None = None,
+    state_dict: Params | None = None,
     **options: Any,
 ) -> str | None:
     """Write a genome's folder, as `GenomeModule.save_pretrained` does; a model card that is there stays."""
+    options = {k: x for k, x in options.items() if k not in _LARGE_FILES}
     given = [*options] + ["repo_id"] * (repo_id is not None)
     if given and not push_to_hub:
         raise TypeError(f"save_pretrained takes {', '.join(given)} with push_to_hub=True only")
     place = Path(folder)
     _write(place, plan, genome, dtype, "FOLDER OR NAME")
+    if state_dict is not None:
+        save_file({k: x.clone().contiguous() for k, x in state_dict.items()}, place / "model.safetensors", _PLAIN)
     return push_pretrained(plan, genome, repo_id or place.name, dtype=dtype, **options) if push_to_hub else None
 
 

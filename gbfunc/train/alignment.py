@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gbfunc.generate import generate
 from gbfunc.genome import check_genome, check_plan
 from gbfunc.plan import Plan
-from gbfunc.pnet import RunnableNet, parameter_infos
+from gbfunc.pnet import PureNet, parameter_infos
 from gbfunc.train.gradients import LossFn, loss_and_aux, noise_of, seeded
 from gbfunc.train.step import TrainState, step_seed
 from gbfunc.trees import flat_genome
@@ -68,8 +68,8 @@ def update_alignment(
     frozen = {p.name for p in parameter_infos(pnet) if not p.tensor.requires_grad}
     weights = {t.name: old[t.name].detach() for t in plan.tensors if t.slots or t.name not in frozen}
     weights = {k: w.requires_grad_() for k, w in weights.items()}
-    net, buffers = RunnableNet(pnet, frozen=base), {k: x.clone() for k, x in before.buffers.items()}
-    with seeded(seed, leaf.device), torch.enable_grad(), net.kept_open():
+    net, buffers = PureNet(pnet, frozen=base), {k: x.clone() for k, x in before.buffers.items()}
+    with seeded(seed, leaf.device), torch.enable_grad(), net.kept():
         loss, _ = loss_and_aux(net.run(old | weights, buffers, loss_fn, batch))
         gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True, materialize_grads=True)
     down = {k: -g.double().flatten() for k, g in zip(weights, gradients, strict=True)}

@@ -76,7 +76,7 @@ class Accumulated:
 
     def __call__(self, given: Given, wanted: list[Tensor]) -> Result:
         """Loss, aux and gradients, means over the microbatches."""
-        with self.loss.net.kept_open():
+        with self.loss.net.kept():
             return self._result(given, wanted)
 
     def _result(self, given: Given, wanted: list[Tensor]) -> Result:

@@ -57,8 +57,6 @@ class Batched:
             gradients, (loss_n, aux, buffers) = many(frozen, trained, noise, buffers, None if self._same else batch)
             if loss_n.requires_grad:
                 self._loss.gradients(loss_n.sum(), [])
-            else:
-                self._loss.check_own([])
         numbers = iter(aux)
         aux = tree_map(lambda x: next(numbers) if isinstance(x, _NUMBERS) else x, structure[-1])
         aux = Given(frozen | trained, None, buffers, None, 1, True).detached(aux)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
@@ -13,21 +12,10 @@ import torch
 from torch import Tensor
 
 from gbfunc.parallel import CollectiveError, Layout
-from gbfunc.train.gradients.loss import GenomeLoss, Given, Gradients, OneGraph, Result
-from gbfunc.train.gradients.proof import (
-    NUMBERS,
-    PLAIN,
-    Rounding,
-    as_vector,
-    changes_of,
-    gradient_and_changes,
-    largest_distance,
-    restored,
-)
+from gbfunc.train.gradients.loss import GenomeLoss, Given, Gradients, OneGraph, Result, seeded
+from gbfunc.train.gradients.proof import Rounding, as_vector, changes_of, gradient_and_changes, largest_distance
 
 _FAILS = "compiled by torch.compile, the step fails, and the code as it is does not: pass compile=False"
-
-_WRONG = "torch.autograd.grad inside of a forward or loss is known to be wrong there: pass compile=False"
 
 Graph = Callable[[Given, list[Tensor]], Result]
 
@@ -47,7 +35,7 @@ class CompiledGraph(OneGraph):
         self._joint = [_compiled(loss.with_gradients, fullgraph=True, cpp_wrapper=on_cpu) for on_cpu in (False, True)]
         self._graphs: list[Graph] = [self._as_one, self._as_two] if joint else [self._as_two]
         self._counted = self._with_collectives if layout.sharded else lambda wanted: nullcontext()
-        self._layout = layout
+        self._layout, self._checked = layout, False
 
     def __call__(self, given: Given, wanted: list[Tensor]) -> Result:
         """Loss, aux and gradients.
@@ -58,43 +46,58 @@ class CompiledGraph(OneGraph):
             ValueError: as eager code, and at the first step if compiled code has another gradient or change of buffers.
         """
         self.loss.generator.prepare(given.leaves)
-        eager = None if self.loss.net.compiled else self._run_twice(given, wanted)
-        apart: dict[str, float] = {}
         with self._counted(wanted):
-            for i, graph in enumerate(self._graphs):
-                fresh = given if eager is None else given.with_own_buffers()
-                restore = given.restore() if eager is not None else None
+            if self._checked:
                 try:
-                    result = graph(fresh, wanted)
-                except Exception as error:
-                    last, first = graph is self._graphs[-1], eager is not None
-                    if (last and not first) or not _may_be_the_compilers(error, first):
+                    return self._graphs[0](given, wanted)
+                except _compilers_own():
+                    if len(self._graphs) == 1:
                         raise
-                    if last:
-                        self.loss.net.compiled = False
-                        reason = str(error).partition("\n")[0]
-                        raise RuntimeError(f"{_FAILS} ({type(error).__name__}: {reason})") from error
-                    if restore is not None:
-                        restore()
-                    # What takes its place is new.
-                    eager = self._run_twice(given, wanted) if eager is None else eager
-                    continue
-                if eager is None or restore is None:
-                    return result
+                    del self._graphs[0]
+            return self._first(given, wanted)
+
+    def _first(self, given: Given, wanted: list[Tensor]) -> Result:
+        """The first step of a graph, compared with the eager one."""
+        eager = gradient_and_changes(self._eagerly, given, wanted, 0)
+        while self._graphs:
+            fresh = given.copied()
+            try:
+                with seeded(0, wanted[0].device):
+                    result = self._graphs[0](fresh, wanted)
+            except CollectiveError:
+                raise
+            except Exception as error:
+                if len(self._graphs) == 1:
+                    reason = str(error).partition("\n")[0]
+                    raise RuntimeError(f"{_FAILS} ({type(error).__name__}: {reason})") from error
+            else:
                 found = as_vector(result.gradients, wanted), changes_of(given.buffers, fresh.buffers)
-                distances = (largest_distance(self._layout.mesh, x, y) for x, y in zip(found, eager, strict=True))
-                apart = dict(zip(("gradient", "change of buffers"), distances, strict=True))
-                if max(apart.values()) <= self._rounding.most:
-                    given.buffers.update(fresh.buffers)
-                    self._graphs = self._graphs[i:]
-                    return result
-                restore()
-        self.loss.net.compiled = False
-        what = max(apart, key=lambda name: apart[name])
-        raise ValueError(
-            f"compiled by torch.compile, the {what} is {apart[what]:.2g} of its norm away from that of the code as "
-            f"it is ({_WRONG})"
-        )
+                apart = self._distances(found, eager)
+                if max(apart) <= self._rounding.most or self._is_random(given, wanted, eager):
+                    self._checked = True
+                    return self._graphs[0](given, wanted)
+                if len(self._graphs) == 1:
+                    raise ValueError(
+                        f"compiled by torch.compile, the gradient is {apart[0]:.2g} of its norm, and the change of "
+                        f"buffers {apart[1]:.2g} of its, away from those of the code as it is (torch.autograd.grad "
+                        "inside of a forward or loss is known to be wrong there): pass compile=False"
+                    )
+            del self._graphs[0]
+        raise AssertionError("the last graph returns or raises")
+
+    def _eagerly(self, given: Given, wanted: list[Tensor]) -> Gradients:
+        with self.loss.net.kept():
+            with self._rounding:
+                loss, aux = self.loss(given)
+            return self._result(given, wanted, loss, aux).gradients
+
+    def _is_random(self, given: Given, wanted: list[Tensor], eager: tuple[Tensor, Tensor]) -> bool:
+        """Whether eager code has another gradient, too, when it draws other numbers: compiled code may draw them."""
+        other = gradient_and_changes(self._eagerly, given, wanted, 1)
+        return max(self._distances(other, eager)) > self._rounding.most
+
+    def _distances(self, found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> list[float]:
+        return [largest_distance(self._layout.mesh, x, y) for x, y in zip(found, expected, strict=True)]
 
     def _as_two(self, given: Given, wanted: list[Tensor]) -> Result:
         return self._result(given, wanted, *self._apart(given))
@@ -121,39 +124,6 @@ class CompiledGraph(OneGraph):
             found = torch.autograd.grad([*trained.values()], wanted, found, allow_unused=True)
         return Result(loss.detach(), given.detached(aux), tuple(found), rows)
 
-    def _run_twice(self, given: Given, wanted: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """The gradient and the change of buffers as they are; not numbers if they are random.
-
-        Compiled code would not refuse what changes the p-net, or reads other tensors. What the first call leaves shows
-        in the second.
-        """
-        net, inside = self.loss.net, False
-
-        def called(frame: Any, event: str, _: Any) -> None:
-            nonlocal inside
-            if event == "call" and frame.f_code is torch.autograd.grad.__code__:
-                # Not `torch.func.grad`, which compiled code has right.
-                inside = inside or not frame.f_back.f_globals["__name__"].startswith("torch._functorch")
-
-        def gradients(given: Given, wanted: list[Tensor]) -> Gradients:
-            profile = sys.getprofile()
-            with net.kept_open(), restored(net.skeleton, self.loss.function, NUMBERS):
-                sys.setprofile(called if profile is None else profile)
-                try:
-                    with self._rounding:
-                        loss, aux = self.loss(given)
-                finally:
-                    sys.setprofile(profile)
-                return self._result(given, wanted, loss, aux).gradients
-
-        # Numbers alone are put back between the two, and all after them: a flag says that something is there by now.
-        with restored(net.skeleton, self.loss.function, PLAIN):
-            (gradient, changes), again = (gradient_and_changes(gradients, given, wanted, seed) for seed in range(2))
-        if inside and not torch.equal(gradient, again[0]):
-            raise ValueError(f"with random numbers, compiled code is not compared with the code as it is, and {_WRONG}")
-        net.compiled = True
-        return _where_equal(gradient, again[0]), _where_equal(changes, again[1])
-
     def _with_collectives(self, wanted: list[Tensor]) -> AbstractContextManager[None]:
         mesh = self._layout.mesh
         out, back = self._layout.wire_bytes(max(x.element_size() for x in wanted))
@@ -162,18 +132,12 @@ class CompiledGraph(OneGraph):
         return mesh.faults.named("a compiled step")
 
 
-def _may_be_the_compilers(error: Exception, first: bool) -> bool:
-    """Whether code that is compiled otherwise may do: later on, if nothing has run."""
+def _compilers_own() -> tuple[type[Exception], ...]:
+    """Errors of the compiler itself, which come before anything has run."""
     tracing: Any = torch._dynamo.exc  # pyright: ignore[reportAttributeAccessIssue]
-    # Not of their class, where too many values came.
-    limit = getattr(tracing, "FailOnRecompileLimitHit", ())
-    return not isinstance(error, CollectiveError) and (
-        first or isinstance(error, (tracing.TorchDynamoException, limit))
-    )
-
-
-def _where_equal(x: Tensor, y: Tensor) -> Tensor:
-    return x if torch.equal(x, y) else torch.full_like(x, torch.nan)
+    # Too many values raise an error that is not of their class.
+    more = getattr(tracing, "FailOnRecompileLimitHit", None)
+    return (tracing.TorchDynamoException,) if more is None else (tracing.TorchDynamoException, more)
 
 
 _FIXED = (

@@ -20,26 +20,26 @@ from gbfunc.genome import Noise, sample_noise
 from gbfunc.layers.forms import outside_autocast
 from gbfunc.parallel import Layout
 from gbfunc.plan import Plan
-from gbfunc.pnet import GrownNet, RunnableNet, without_sparse
+from gbfunc.pnet import PureNet, without_sparse
 from gbfunc.tiling import Piece
 from gbfunc.train.options import StepOptions
-from gbfunc.trees import DIRECT, holds_tensors, tree_leaves, tree_map
+from gbfunc.trees import DIRECT, differentiable, holds_tensors, tree_map
 from gbfunc.types import Params
 
-LossFn = Callable[[GrownNet, Any], Any]
+LossFn = Callable[[Any, Any], Any]
 """`(net, batch) -> loss` or `(loss, aux)`; `net` is the p-net on its generated weights."""
 
 Gradients = tuple[Tensor | None, ...]
 
 NO_GRADIENT = (
     "the loss does not depend on any trained leaf: it must come from net(...), the first argument of loss_fn, with its "
-    "graph, and not from the p-net itself, nor from one that calls torch.utils.checkpoint inside its forward "
-    "(use_reentrant=True), which cuts the graph"
+    "graph, and not from the p-net itself, nor from a torch.utils.checkpoint with use_reentrant=True, which cuts the "
+    "graph"
 )
 
 _OWN_READ = (
-    "the loss depends on parameters of the p-net itself, which are not generated, and did not at the first step: a "
-    "forward must read self.NAME, a loss function NAME.detach(), for NAME "
+    "the loss depends on parameters of the p-net itself, which are not generated: a forward must read self.NAME, a "
+    "loss function NAME.detach(), for NAME "
 )
 
 _FEW = 1 << 15
@@ -68,25 +68,10 @@ class Given(NamedTuple):
     rows: int
     counts: bool
 
-    def with_own_buffers(self) -> Given:
-        """The same, with copies of buffers."""
-        return self._replace(buffers={k: b.clone() for k, b in self.buffers.items()})
-
-    def restore(self) -> Callable[[], None]:
-        """What puts direct parameters and the batch, which a forward may change in place, back to what they are now."""
-        before = [(x, x.data, x.data.clone()) for k, x in self.leaves.items() if k.startswith(DIRECT)]
-        batch = [x for _, x in tree_leaves(self.batch) if isinstance(x, Tensor) and not x.is_inference()]
-        inputs = [(x, x._version, x.detach().clone()) for x in batch]
-
-        def restore() -> None:
-            for x, own, values in before:
-                own.copy_(values)
-                x.data = own
-            for x, version, values in inputs:
-                if x._version != version:
-                    x.detach().copy_(values)
-
-        return restore
+    def copied(self) -> Given:
+        """The same, with copies of what a forward may change in place: buffers and the batch."""
+        batch = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, self.batch)
+        return self._replace(buffers={k: b.clone() for k, b in self.buffers.items()}, batch=batch)
 
     def detached(self, aux: Any) -> Any:
         """Aux without its graph, and with copies of what the step changes later: buffers and direct parameters."""
@@ -128,7 +113,7 @@ class Result(NamedTuple):
 class GenomeLoss:
     """Loss and aux of a p-net on the weights of a genome: `generator` makes them of leaves, `net` takes them.
 
-    `names` and `pieces` are as for `make_generator`, `adapt` and `submodule_call_error` as of `RunnableNet`.
+    `names` and `pieces` are as for `make_generator`, `adapt` as for `PureNet`.
     """
 
     def __init__(
@@ -141,7 +126,6 @@ class GenomeLoss:
         names: Collection[str] | None = None,
         pieces: Mapping[str, Piece] | None = None,
         adapt: Callable[[nn.Module], Collection[str]] = lambda net: (),
-        submodule_call_error: str = "",
     ) -> None:
         self.function, self._amp = loss_fn, options.amp
         base = layout.plan.base_tensors(pnet)
@@ -156,11 +140,10 @@ class GenomeLoss:
             pieces=pieces,
             base=base,
         )
-        self.net = RunnableNet(pnet, self.generator.forms, adapt, base)
+        self.net = PureNet(pnet, self.generator.forms, adapt, base)
         without_sparse(self.net.skeleton, {name for t in layout.plan.generated for name in (t.name, *t.aliases)})
-        self.net.submodule_call_error = submodule_call_error
-        # Those of the p-net's own that a gradient shows to be read.
-        self._own, self._known = dict(pnet.named_parameters()), False
+        # The loss must not depend on them.
+        self._own = {name: p for name, p in pnet.named_parameters() if differentiable(p.dtype)}
 
     def weights(self, given: Given) -> Params:
         """The weights, in their forms."""
@@ -226,24 +209,18 @@ class GenomeLoss:
     def gradients(self, loss: Tensor, of: list[Tensor]) -> Gradients:
         """Gradients of a loss of the p-net; None for tensors that have no part in it.
 
-        ValueError for a loss that depends on parameters of the p-net's own that the first one did not depend on. The
-        loss function may read those, as the first call shows (`gbfunc.pnet.reads`); a forward may not.
+        Raises:
+            ValueError: for a loss that depends on parameters of the p-net's own.
         """
         own = {k: x for k, x in self._own.items() if x.requires_grad}
         inputs = [*of, *own.values()]
         # Backward under a caller's autocast would compute the products of generation in half precision.
         with outside_autocast(loss.device):
             found = torch.autograd.grad(loss, inputs, allow_unused=True) if inputs else ()
-        self.check_own([k for k, g in zip(own, found[len(of) :], strict=True) if g is not None])
-        return found[: len(of)]
-
-    def check_own(self, read: Collection[str]) -> None:
-        """Refuse a loss that depends on these parameters of the p-net's own, if it is not the first one."""
-        if read and self._known:
+        read = [k for k, g in zip(own, found[len(of) :], strict=True) if g is not None]
+        if read:
             raise ValueError(f"{_OWN_READ}{' or '.join(map(repr, read))}")
-        if not self._known:
-            self._own = {k: x for k, x in self._own.items() if k not in read}
-        self._known = True
+        return found[: len(of)]
 
 
 class OneGraph:
@@ -257,7 +234,7 @@ class OneGraph:
 
     def __call__(self, given: Given, wanted: list[Tensor]) -> Result:
         """Loss, aux and gradients."""
-        with self.loss.net.kept_open():
+        with self.loss.net.kept():
             return self._result(given, wanted, *self.loss(given))
 
     def _result(self, given: Given, wanted: list[Tensor], loss: Tensor, aux: Any) -> Result:

@@ -71,7 +71,7 @@ class SplitLoss(GenomeLoss):
                     f"an operator takes a plain tensor and one that is split over tensor ranks ({split}): give each "
                     "layer that takes it a style, and a loss function x.full_tensor()"
                 ) from error
-            if self._known or isinstance(error, torch.OutOfMemoryError):
+            if isinstance(error, torch.OutOfMemoryError):
                 raise
             raise ValueError(f"over tensor ranks an operator failed ({error}): {SPLIT_CAUSE}") from error
 
@@ -123,7 +123,6 @@ class SplitObjective(RankObjective):
         if self._proof is None:
             return False
         whole = self._proof.whole()
-        whole.net.compiled = True
         given = given._replace(batch=self._proof.few(given.batch), rows=1)
         try:
             gradient_and_changes(plainly(whole), given, [*trained.values()], 0)
