@@ -22,7 +22,7 @@ from gbfunc.generate import Generator, make_generator
 from gbfunc.genome import Noise, check_genome, check_plan, init_genome, sample_noise, unflat_genome
 from gbfunc.layers.forms import Weight, now, unseen_by_checkpoints
 from gbfunc.layers.install import blank_layer, install
-from gbfunc.plan import Plan
+from gbfunc.plan import DTYPES, Plan
 from gbfunc.pnet import copy_with, keep_statistics, without_sparse
 from gbfunc.storage.hub import load_pretrained, push_pretrained, save_pretrained
 from gbfunc.trees import DIRECT, GNET
@@ -45,6 +45,7 @@ class _Frame(NamedTuple):
     base: BaseTensors | None
     lazy: Lazy
     sources: dict[str, str]
+    buffers: list[str]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Frame:
         # Nothing writes to a base: copies share it.
@@ -121,8 +122,11 @@ class GenomeModule(nn.Module):
         genome = init_genome(plan, pnet, seed) if genome is None else genome
         check_genome(plan, genome)
         leaves = {_leaf(e, k): x.detach().clone() for e, leaves in genome.gnets.items() for k, x in leaves.items()}
-        for name, x in genome.direct.items():
-            self.get_parameter(name).data = x.detach().clone()
+        for t in plan.direct:
+            made = nn.Parameter(genome.direct[t.name].detach().clone(), self.get_parameter(t.name).requires_grad)
+            for name in (t.name, *t.aliases):
+                path, _, key = name.rpartition(".")
+                self.get_submodule(path).register_parameter(key, made)
         for name, x in genome.buffers.items():
             path, _, key = name.rpartition(".")
             self.get_submodule(path)._buffers[key] = x.detach().clone()
@@ -132,7 +136,8 @@ class GenomeModule(nn.Module):
         for name, x in (*named[0], *named[1]):
             if (source := first.setdefault(id(x), name)) not in kept:
                 sources[name] = source
-        self._frame = _Frame(plan, base, lazy, sources)
+        floating = [b.name for b in plan.buffers if DTYPES[b.dtype].is_floating_point]
+        self._frame = _Frame(plan, base, lazy, sources, floating)
         without_sparse(self, {name for t in plan.generated for name in (t.name, *t.aliases)})
         # The root's own weights, where it has some, are those of the p-net's class, below this one.
         read, made = self._read, type(self)
@@ -143,7 +148,7 @@ class GenomeModule(nn.Module):
         for name, x in leaves.items():
             self.register_parameter(name, nn.Parameter(x))
         self._build()
-        self.train(self.training)
+        self._freeze_statistics()
 
     @classmethod
     def from_genome(cls: type[Self], plan: Plan, genome: GenomeLike, pnet: nn.Module, **options: Any) -> Self:
@@ -165,7 +170,8 @@ class GenomeModule(nn.Module):
         if others := [name for name, _ in self.named_parameters() if name not in known]:
             raise ValueError(f"the module has parameters that the plan does not know: {others[:8]}; make a new plan")
         buffers = {b.name: _gathered(self.get_buffer(b.name).detach()).clone() for b in plan.buffers}
-        leaves = {k: _gathered(x.detach()).clone() for k, x in self._leaves().items()}
+        named = self._gnets() | {f"{DIRECT}{t.name}": self.get_parameter(t.name) for t in plan.direct}
+        leaves = {k: _gathered(x.detach()).clone() for k, x in named.items()}
         return unflat_genome(plan, leaves, buffers)
 
     @property
@@ -180,14 +186,19 @@ class GenomeModule(nn.Module):
         try:
             return super().forward(*args, **kwargs)
         finally:
-            for attributes, key, before in placed:
-                attributes[key] = before
+            for layer, key, before in placed:
+                object.__setattr__(layer, key, before)
+            for name in self._frame.buffers:
+                buffer = functools.reduce(getattr, name.split("."), self)
+                if buffer.requires_grad:
+                    # Assigned with a graph, which must not live from call to call.
+                    path, _, key = name.rpartition(".")
+                    setattr(self.get_submodule(path), key, buffer.detach())
 
     def train(self: Self, mode: bool = True) -> Self:
         """Set the training mode; what would change a base's statistics stays in evaluation mode."""
         super().train(mode)
-        if (base := self._frame.base) is not None:
-            keep_statistics(self, base.buffer_names)
+        self._freeze_statistics()
         return self
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **options: Any) -> str | None:
@@ -208,6 +219,9 @@ class GenomeModule(nn.Module):
             TypeError: for an unknown option.
             ValueError: if the plan cannot be saved (see `gb.save`).
         """
+        if "state_dict" in options:
+            # Trainer passes None.
+            options["state_dict"] = options["state_dict"] or self.state_dict()
         return save_pretrained(self.plan, self.to_genome(), save_directory, **options)
 
     def push_to_hub(self, repo_id: str, **options: Any) -> str:
@@ -260,29 +274,34 @@ class GenomeModule(nn.Module):
         module = cls.__dict__.get("_stated", cls)(plan, pnet, genome, lazy=lazy)
         return module.to(next((x.device for x in pnet.parameters() if not x.is_meta), None))
 
-    def _leaves(self) -> Params:
-        """The genome's leaves, flat by name."""
-        plan = self.plan
-        leaves = {f"{GNET}{e.name}/{k}": getattr(self, _leaf(e.name, k)) for e in plan.ensembles for k in e.leaves}
-        # Not get_parameter: a functional call, or a replica, has plain tensors there.
-        return leaves | {f"{DIRECT}{t.name}": functools.reduce(getattr, t.name.split("."), self) for t in plan.direct}
+    def _freeze_statistics(self) -> None:
+        if (base := self._frame.base) is not None:
+            keep_statistics(self, base.buffer_names)
+
+    def _gnets(self) -> Params:
+        """The leaves of the g-nets, flat by name."""
+        return {f"{GNET}{e.name}/{k}": getattr(self, _leaf(e.name, k)) for e in self.plan.ensembles for k in e.leaves}
+
+    def _any(self) -> Params:
+        """A parameter that tells device and dtype where there are no g-nets."""
+        return dict(list(self.named_parameters())[:1])
 
     def _weights(self, generator: Generator) -> dict[str, Any]:
         """What a generator makes of the leaves: tensors and `Weight`s by name; and the base's buffers."""
-        leaves = self._leaves()
+        leaves = self._gnets()
         if not torch.compiler.is_compiling() and any(map(_is_shard, leaves.values())):
             raise RuntimeError(
                 "the genome is sharded during this call: give fully_shard the whole module, and call the module itself"
             )
         with unseen_by_checkpoints():
-            weights: dict[str, Any] = generator(leaves, self._drawn)
+            weights: dict[str, Any] = generator(leaves or self._any(), self._drawn)
         for form in dict.fromkeys(generator.forms.values()):
-            weights[form.name] = Weight(form, {k: weights[key] for k, key in zip(form.inputs, form.keys)})
+            weights[form.name] = Weight(form, {k: weights[key] for k, key in zip(form.inputs, form.keys, strict=True)})
         if (base := self._frame.base) is not None:
-            weights.update(base.on(next(iter(leaves.values())).device)[1])
+            weights.update(base.on(next(iter((leaves or self._any()).values())).device)[1])
         return weights
 
-    def _place(self, weights: dict[str, Any]) -> list[tuple[dict[str, Any], str, Any]]:
+    def _place(self, weights: dict[str, Any]) -> list[tuple[nn.Module, str, Any]]:
         """Set the weights of a call in the layers of this very module, a replica maybe; where, and what was there."""
         placed = []
         for name, source in self._frame.sources.items():
@@ -291,9 +310,9 @@ class GenomeModule(nn.Module):
             for part in path:
                 layer = layer._modules.get(part) if layer is not None else None
             if layer is not None:
-                attributes, key = vars(layer), now(attribute)
-                placed.append((attributes, key, attributes.get(key)))
-                attributes[key] = weights[source]
+                key = now(attribute)
+                placed.append((layer, key, getattr(layer, key, None)))
+                object.__setattr__(layer, key, weights[source])
         return placed
 
     def _read(self, layer: nn.Module, attribute: str) -> Any:
@@ -303,18 +322,18 @@ class GenomeModule(nn.Module):
 
     def _noise(self) -> Noise | None:
         drawn = self.training and self.plan.stochastic
-        return _drawn(self.plan, next(iter(self._leaves().values()))) if drawn else None
+        return _drawn(self.plan, next(iter(self._gnets().values()))) if drawn else None
 
     def _build(self) -> None:
         """Make the parts that a copy or a pickle does not hold."""
-        plan, base, lazy, _ = self._frame
-        self._generator = make_generator(plan, pnet=self, lazy=lazy, base=base)
+        plan, base, lazy, *_ = self._frame
 
-        def of_one(name: str) -> Generator:
-            return make_generator(plan, pnet=self, lazy=lazy, base=base, names={name})
+        def of(*names: str) -> Generator:
+            return make_generator(plan, pnet=self, lazy=lazy, base=base, names=names)
 
-        self._generator_of, self._drawn = functools.cache(of_one), None
-        self._generator.prepare(self._leaves())
+        self._generator_of, self._drawn = functools.cache(of), None
+        self._generator = of(*(t.name for t in plan.generated))
+        self._generator.prepare(self._gnets() or self._any())
 
     def _apply(self: Self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
@@ -335,7 +354,7 @@ class GenomeModule(nn.Module):
         if note.get("plan") not in (None, self.plan.digest()):
             args[-1].append(_OTHER_PLAN)
 
-    def __prepare_scriptable__(self) -> Any:
+    def __prepare_scriptable__(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(
             "torch.jit can neither script nor trace a GenomeModule; gb.export can, and gb.materialize(plan, "
             "module.to_genome(), pnet) is a p-net with weights"

@@ -40,8 +40,8 @@ SWAPPED: dict[str, tuple[Callable[[Any], object], str]] = {
     "generate": (lambda path: api.generate(GENOME, PLAN), A_PLAN),
     "materialize": (lambda path: api.materialize(GENOME, PLAN, PNET), A_PLAN),
     "materialize_many": (lambda path: api.materialize_many(GENOME, PLAN, PNET), A_PLAN),
-    "a script": (lambda path: api.make_plan(torch.jit.script(PNET)), "is a ScriptModule"),
-    "a trace": (lambda path: api.make_plan(torch.jit.trace(PNET, torch.ones(1, 6))), "is a ScriptModule"),
+    "a script": (lambda path: api.make_plan(torch.jit.script(PNET)), "wrapped in ScriptModule"),
+    "a trace": (lambda path: api.make_plan(torch.jit.trace(PNET, torch.ones(1, 6))), "wrapped in ScriptModule"),
 }
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from gbfunc.costs import thin_rows
 from gbfunc.layers.factored import FactoredWeight
+from gbfunc.layers.forms import Weight
 from gbfunc.layers.install import formable, install
 from gbfunc.pnet import PureNet
 from gbfunc.tiling import TileGrid
@@ -125,8 +126,7 @@ def test_made_is_the_loop_over_weights(rows: int, cols: int, cut: tuple[int, int
     left, right = make_factors(grid, 2, 1)
     for transposed in (False, True):
         form = FactoredWeight("w", (cols, rows) if transposed else (rows, cols), grid, 2, transposed, auto=False)
-        vars(form)["_parameters"].update({"left": left, "right": right})
-        weight = form.dense()
+        weight = Weight(form, {"left": left, "right": right}).dense()
         r, c = grid.tile_rows, grid.tile_cols
         for i in range(rows):
             for j in range(cols):
@@ -322,7 +322,7 @@ def test_a_weight_that_is_read_is_made_once_a_call(kind: str) -> None:
     assert formed.reads == {"fc.weight": 4}
     formed(vectors(3, 4))
     assert formed.reads == {"fc.weight": 8}
-    assert formed.forms["fc.weight"].formed is None
+    assert not formed.net.formed
 
 
 @EACH_KIND
@@ -336,9 +336,9 @@ def test_the_layer_uses_the_very_tensor_that_was_read(kind: str) -> None:
 
     formed = on_form(kind, Hooked().double(), {"fc.weight": (1, 1)})
     plain = on_form(kind, nn.ModuleDict({"fc": nn.Linear(4, 6)}).double(), {"fc.weight": (1, 1)})
-    form, leaf = plain.forms["fc.weight"], plain.leaves["fc.weight.left"]
-    vars(form)["_parameters"].update({"left": leaf, "right": plain.leaves["fc.weight.right"]})
-    (expected,) = torch.autograd.grad(form.linear(vectors(3, 4), None).sum(), leaf)
+    leaf = plain.leaves["fc.weight.left"]
+    weight = Weight(plain.forms["fc.weight"], {"left": leaf, "right": plain.leaves["fc.weight.right"]})
+    (expected,) = torch.autograd.grad(weight.linear(vectors(3, 4), None).sum(), leaf)
     (actual,) = torch.autograd.grad(formed(vectors(3, 4)).sum(), formed.leaves["fc.weight.left"])
     assert_close(actual, 2 * expected)
 
@@ -396,7 +396,7 @@ def test_what_can_have_a_form(name: str) -> None:
     if not expected:
         form = make_form("factored", attribute, (2, 3), TileGrid(2, 3, 2, 3))
         with pytest.raises(ValueError, match=f"'{attribute}' of a .* cannot have another form than dense"):
-            install(module, {attribute: form}, shown=True)
+            install(module, {attribute: form})
 
 
 def test_errors_name_what_came() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gbfunc.layers.factored import FactoredWeight
+from gbfunc.layers.forms import Weight
 from gbfunc.tiling import TileGrid
 from tests.support.forms import KINDS, Formed, assert_close, on_form, vectors
 
@@ -153,9 +154,9 @@ def test_groups_of_a_thin_convolution_are_multiples_of_16(
     left = torch.randn(nr * nc, 4, k, dtype=torch.float64)
     right = torch.randn(nr * nc, 3 * 9, k, dtype=torch.float64)
     form = FactoredWeight("w", (4 * nr, 3 * nc, 3, 3), TileGrid(4 * nr, 27 * nc, 4, 27), k, False, auto=False)
-    vars(form)["_parameters"].update(left=left, right=right)
+    weight = Weight(form, {"left": left, "right": right})
     x = torch.randn(2, 3 * nc, 5, 5, dtype=torch.float64)
     options = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
-    y = form.thin_conv(torch.conv2d, x, None, options)
+    y = form.thin_conv(weight, torch.conv2d, x, None, options)
     assert y is not None and seen[0][0] == expected
-    torch.testing.assert_close(y, plain(x, form.make(), None, **options))
+    torch.testing.assert_close(y, plain(x, weight.dense(), None, **options))

@@ -99,13 +99,13 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Tensor, list[str] | None]] = {
     "encoder": (encoder, vectors(5, 5, 8), None),
     "positions": (Positions, TOKENS, [""]),
     "time first": (TimeFirst, vectors(5, 7, 8), [""]),
-    "recurrent": (Recurrent, vectors(5, 4, 8), [""]),
+    "recurrent": (Recurrent, vectors(5, 4, 8), None),
     "branching": (Branching, vectors(5, 8), ["first", "second"]),
     "bert": (bert, TOKENS, None),
     "gpt2": (gpt2, TOKENS, None),
 }
 EACH_NET = pytest.mark.parametrize("name", NETS)
-LOOPS = pytest.mark.filterwarnings("ignore:run one row after the other:UserWarning")
+LOOPS = pytest.mark.filterwarnings("ignore:rows run one by one:UserWarning")
 
 
 def genomes_of(plan: Plan, pnet: nn.Module, n: int = 4) -> list[gb.Genome]:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.jit._trace import TracingCheckError
 
 import gbfunc as gb
 from gbfunc.hypernets import Hypernet
@@ -141,20 +140,6 @@ def test_a_net_is_exported_before_and_after_its_first_call(how: str, called: boo
         torch.testing.assert_close(net(x), expected)
     torch.testing.assert_close(EXPORTS[how](net, x)(x), expected)
     torch.testing.assert_close(net(x), expected)
-
-
-def test_the_check_of_a_trace_is_a_first_call() -> None:
-    class Closed(Own):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) @ other[0].last.weight
-
-    other: list[Own] = []
-    pnet, x = Closed(), torch.randn(3, 6)
-    other.append(pnet.requires_grad_(False))
-    plan = gb.make_plan(pnet, gb.periodic(1))
-    net = gb.materialize(plan, gb.init_genome(plan, pnet), pnet)
-    with pytest.raises(TracingCheckError, match="reads its parameter 'last.weight'"):
-        traced(net, x)
 
 
 def test_a_genome_that_was_cast_gives_a_network_of_the_plans_dtypes() -> None:

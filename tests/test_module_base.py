@@ -28,10 +28,9 @@ def loss_fn(net: Any, batch: Tensor) -> Tensor:
 def test_the_base_is_neither_parameter_nor_buffer() -> None:
     pnet, plan, genome = adapter()
     module = gb.GenomeModule(plan, pnet, genome)
-    direct = {"direct.classifier.weight", "direct.classifier.bias"}
-    assert {k for k in module.state_dict() if not k.startswith("gnets.")} == direct
+    direct = {"classifier.weight", "classifier.bias"}
+    assert {k for k in module.state_dict() if not k.startswith("gnets:")} == direct
     assert sum(p.numel() for p in module.parameters()) == plan.genome_params and not list(module.buffers())
-    assert plan.base is not None and f"{plan.pnet_params:,} of the p-net" in repr(module)
 
 
 @pytest.mark.parametrize("lazy", [True, False, "auto"])

@@ -44,7 +44,6 @@ def test_fsdp_trains_as_the_functional_step_does_and_gives_the_whole_genome(rank
     for rank in ranks:
         for leaf, x in rank["mlp"]["sharded"].items():
             torch.testing.assert_close(x, rank["mlp"]["state"][leaf], rtol=1e-5, atol=1e-5)
-        assert "give fully_shard the whole module" in rank["part of a module"]
 
 
 def language_model() -> nn.Module:

@@ -37,8 +37,8 @@ def test_transforms_of_the_inputs_are_those_of_the_dense_net(transform: str, hyp
     pnet, plan = made(hypernet)
     module, take = gb.GenomeModule(plan, pnet, lazy=lazy), TRANSFORMS[transform]
     leaves: dict[str, Tensor] = dict(module.named_parameters())
-    gnets = {e: {k: leaves[f"gnets.{e}.{k}"] for k in own} for e, own in module.to_genome().gnets.items()}
-    direct = {k.removeprefix("direct."): x for k, x in leaves.items() if k.startswith("direct.")}
+    gnets = {e: {k: leaves[f"gnets:{e}:{k}"] for k in own} for e, own in module.to_genome().gnets.items()}
+    direct = {k: x for k, x in leaves.items() if not k.startswith("gnets:")}
     weights = gb.generate(plan, gb.Genome(gnets, direct, {}))
     expected, found = take(lambda x: functional_call(pnet, weights, x), X), take(module, X)
     assert_close(found, expected)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import cProfile
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.utils import checkpoint as checkpointing
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import checkpoint
 
 import gbfunc as gb
 from gbfunc.pnet import PureNet, buffers_of, check_pnet, eval_mode_warning, parameter_infos, skeleton_of, with_weights
@@ -213,43 +209,6 @@ def test_activations_that_a_forward_left_behind_do_not_hinder() -> None:
     assert pnet.last.grad_fn is not None
 
 
-class Checkpointed(nn.Module):
-    """A layer that saves memory behind the functional call's back."""
-
-    def __init__(self, save: Callable[[nn.Module, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layer, self.save = mlp(), save
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.save(self.layer, x) if self.training else self.layer(x)
-
-
-SAVERS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
-    "non-reentrant": lambda layer, x: checkpoint(layer, x, use_reentrant=False),
-    "reentrant": lambda layer, x: checkpoint(layer, x, use_reentrant=True),
-    "sequential": lambda layer, x: checkpoint_sequential(layer, 2, x, use_reentrant=False),
-    "by attribute": lambda layer, x: checkpointing.checkpoint(layer, x, use_reentrant=False),
-}
-
-
-@pytest.mark.parametrize("save", SAVERS.values(), ids=SAVERS)
-@pytest.mark.parametrize("profiled", [False, True], ids=["", "profiled"])
-def test_checkpointing_inside_the_pnet_is_refused(save: Callable[[nn.Module, Tensor], Tensor], profiled: bool) -> None:
-    pnet = nn.Sequential(Checkpointed(save))
-    weights = {k: v.detach().requires_grad_() for k, v in pnet.named_parameters()}
-    net = PureNet(pnet)
-    x = torch.ones(2, 6, requires_grad=True)
-    profile = cProfile.Profile()
-    for _ in range(2):
-        if profiled:
-            profile.enable()
-        with pytest.raises(ValueError, match="calls torch.utils.checkpoint inside its forward.*Switch it off"):
-            net(weights, {}, x)
-        profile.disable()
-    # In evaluation it does not checkpoint, so there is nothing to refuse.
-    torch.testing.assert_close(PureNet(pnet.eval())(weights, {}, x), pnet(x))
-
-
 def test_checkpointing_around_the_pure_net_is_right() -> None:
     pnet = ZOO["conv_bn_eval"].pnet()
     weights, buffers = other_tensors(pnet)
@@ -262,32 +221,6 @@ def test_checkpointing_around_the_pure_net_is_right() -> None:
         x,
     )
     torch.testing.assert_close(around, plain, rtol=0, atol=0)
-
-
-def test_a_profiler_goes_on_after_the_first_call() -> None:
-    pnet = mlp()
-    calls: list[str] = []
-
-    def profile(frame: Any, event: str, arg: Any) -> None:
-        calls.append(frame.f_code.co_name)
-
-    before = sys.getprofile()
-    sys.setprofile(profile)
-    try:
-        PureNet(pnet)(dict(pnet.named_parameters()), {}, torch.zeros(2, 6))
-        assert sys.getprofile() is profile
-        calls.clear()
-        photograph(pnet)
-    finally:
-        sys.setprofile(before)
-    assert "photograph" in calls
-
-    c_profile = cProfile.Profile()
-    c_profile.enable()
-    PureNet(pnet)(dict(pnet.named_parameters()), {}, torch.zeros(2, 6))
-    photograph(pnet)
-    c_profile.disable()
-    assert any(getattr(entry.code, "co_name", "") == "photograph" for entry in c_profile.getstats())
 
 
 def test_threads_can_share_one_pure_net() -> None:
@@ -357,32 +290,39 @@ def test_a_model_of_hugging_face_in_eval_mode_is_told() -> None:
     assert "Dropout" in str(eval_mode_warning(model.eval()))
 
 
-def test_a_hook_that_is_a_closure_over_the_pnet_is_refused() -> None:
-    class Features(nn.Module):
-        def __init__(self, closure: bool) -> None:
-            super().__init__()
-            self.a, self.b, self.kept = nn.Linear(4, 4), nn.Linear(4, 2), dict[str, Tensor]()
+class Keeps(nn.Linear):
+    """A layer that keeps something made of its weight where no generated weight ever stands."""
 
-            def keep(module: nn.Module, args: Any, out: Tensor) -> None:
-                self.kept["a"] = out
+    def __init__(self, keep: Callable[[Tensor], Any]) -> None:
+        super().__init__(6, 3)
+        self.kept = keep(self.weight)
 
-            self.a.register_forward_hook(keep if closure else self.keep)
 
-        def keep(self, module: nn.Module, args: Any, out: Tensor) -> None:
-            self.kept["a"] = out
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda w: [w],
+        lambda w: {"w": (w.detach(),)},
+        lambda w: w.detach()[1:],
+        lambda w: w.t(),
+        lambda w: w.detach().numpy()[:, 1:],
+    ],
+)
+def test_attributes_in_the_memory_of_a_parameter_are_refused(keep: Callable[[Tensor], Any]) -> None:
+    refused(Keeps(keep), r"the attribute '(1.)?kept' of the p-net shares memory with its parameter '(1.)?weight'")
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.a(x)
-            return self.b(self.kept["a"])
 
-    with pytest.raises(ValueError, match=r"keep of 'a' reaches the p-net by a closure.*a method of the module"):
-        gb.make_plan(Features(True))
-    pnet, x = Features(False), torch.randn(3, 4)
-    pnet(x)
-    plan = gb.make_plan(pnet, gb.periodic(2))
-    genome = gb.init_genome(plan, pnet)
-    expected = functional_call(Features(False), gb.generate(plan, genome), (x,))
-    torch.testing.assert_close(gb.materialize(plan, genome, pnet)(x), expected)
+@pytest.mark.parametrize("keep", [lambda w: w.detach().clone(), lambda w: w.shape, lambda w: w.detach().sum().numpy()])
+def test_attributes_in_memory_of_their_own_are_let_be(keep: Callable[[Tensor], Any]) -> None:
+    check_pnet(Keeps(keep))
+
+
+@pytest.mark.parametrize("make", [Tensor.to_sparse, Tensor.to_mkldnn, lambda x: torch.nested.nested_tensor([x[0]])])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse")
+def test_buffers_that_no_file_can_hold_are_refused(make: Callable[[Tensor], Tensor]) -> None:
+    pnet = nn.Linear(6, 3)
+    pnet.register_buffer("mask", make(torch.eye(3)))
+    refused(pnet, r"buffer '(1.)?mask' has the layout .*: make it dense")
 
 
 @pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])

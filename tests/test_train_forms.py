@@ -151,30 +151,10 @@ def test_compiled_code_with_another_gradient_is_refused(graphs_alone: None) -> N
     try:
         found = step(step.init(), batch)[0].gnets
     except (RuntimeError, ValueError) as error:
-        assert "double backward" in str(error) or "of its norm away from that of the code as it is" in str(error)
+        assert "double backward" in str(error) or "away from those of the code as it is" in str(error)
         assert "pass compile=False" in str(error)
     else:
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-
-
-def test_a_compiled_step_counts_its_own_calls_alone(graphs_alone: None) -> None:
-    class Rising(nn.Sequential):
-        calls, ready = 0, False
-
-        def forward(self, x: Tensor) -> Tensor:
-            if not self.ready:
-                self.width, self.ready = x.shape[1], True
-            self.calls += 1
-            return super().forward(x) * (self.calls + self.width)
-
-    pnet, batch = Rising(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double(), numbers(5, 6)
-    plan = gb.make_plan(pnet, gb.periodic(2))
-    step, plain = (gb.make_train_step(plan, pnet, loss_fn, SGD, compile=compile) for compile in (True, False))
-    state, expected = step.init(), plain.init()
-    torch._dynamo.reset()
-    for _ in range(3):
-        (state, info), (expected, wanted) = step(state, batch), plain(expected, batch)
-        torch.testing.assert_close(info.loss, wanted.loss, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
@@ -341,7 +321,7 @@ def mlp_step(loss: Any = loss_fn, **options: Any) -> TrainStep:
 def test_a_loss_of_the_pnet_itself_is_refused(mode: str) -> None:
     pnet, plan = planned("mlp", 4)
     step = gb.make_train_step(plan, pnet, lambda net, x: pnet(x).square().mean(), SGD, **MODES[mode])
-    with pytest.raises(ValueError, match=r"does not depend on any trained leaf: it must come from net\(...\)"):
+    with pytest.raises(ValueError, match="the loss depends on parameters of the p-net itself"):
         step(step.init(), numbers(4, 6))
 
 

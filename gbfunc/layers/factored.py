@@ -67,7 +67,11 @@ class FactoredWeight(WeightForm):
         """Whether the factors are used and not the dense weight."""
         # An exported program is for any number of rows, which it must not ask for.
         dense = self.auto if is_exporting() else not batch_rows < self._thin_rows[conv]
-        return not dense and weight.formed is None
+        if dense or (weight.formed is not None and not weight.applied):
+            return False
+        # A checkpoint that calls the layer again finds what it found at first.
+        weight.applied = True
+        return True
 
     def linear(self, weight: Weight, x: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
         """`x @ W[rows].T + bias` as two thin products, where these pay."""

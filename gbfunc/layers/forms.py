@@ -162,19 +162,22 @@ class Weight:
         form: its form.
         given: the inputs of the form by name.
         formed: the dense tensor, once somebody has asked for it.
+        applied: whether a layer has used the weight before it was formed.
     """
 
     def __init__(self, form: WeightForm, given: Params) -> None:
         self.form, self.given = form, given
         self.formed: Tensor | None = None
+        self.applied = False
 
     def dense(self) -> Tensor:
         """The dense weight; the same tensor throughout a call of the p-net."""
         if self.formed is None:
-            # A reader without gradients may share the weight with one that takes them.
-            inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
-            mode = nullcontext() if inference else torch.enable_grad()
-            with mode, outside_autocast(next(iter(self.given.values())).device), unseen_by_checkpoints():
+            first, mode = next(iter(self.given.values())), nullcontext()
+            if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+                # A reader in inference mode may share the weight with one that takes gradients, where there are some.
+                mode = torch.inference_mode(first.is_inference())
+            with mode, torch.enable_grad(), outside_autocast(first.device), unseen_by_checkpoints():
                 self.formed = self.form.make(self.given)
         return self.formed
 

@@ -131,9 +131,14 @@ def generated_class(stock: type[nn.Module], attributes: tuple[str, ...], formed:
     own: dict[str, Any] = {a: property(partial(_read, a)) for a in attributes}
     own |= {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__reduce_ex__": __reduce_ex__}
     own |= {"_stock": getattr(stock, "_stock", stock), "_made_of": (stock, attributes, formed)}
+    own["__prepare_scriptable__"] = _refuse_script
     if formed:
         own["forward"] = FORMS[_stock_forward(stock)].forward
     return type(stock)(stock.__name__, (stock,), own)
+
+
+def _refuse_script(self: nn.Module) -> Any:
+    raise TypeError("torch.jit.script knows no factored layers: give it that of factored=False, or use torch.jit.trace")
 
 
 def blank_layer(stock: type[nn.Module], attributes: tuple[str, ...], formed: bool) -> nn.Module:
@@ -199,10 +204,10 @@ class Parameters(dict[str, Any]):
 
     def __init__(self, layer: nn.Module, attributes: Collection[str]) -> None:
         super().__init__(layer._parameters)
-        self._layer, self._attributes = vars(layer), attributes
+        self._layer, self._attributes = layer, attributes
 
     def _weight(self, name: str) -> Weight | None:
-        return self._layer[now(name)] if name in self._attributes else None
+        return getattr(self._layer, now(name)) if name in self._attributes else None
 
     def __getitem__(self, name: str) -> Any:
         weight = self._weight(name)
@@ -214,7 +219,7 @@ class Parameters(dict[str, Any]):
             super().__setitem__(name, value)
         else:
             # A p-net that swaps the weight itself, by functional_call say, computes with what it gives.
-            weight.formed = value
+            weight.formed, weight.applied = value, False
 
     def __iter__(self) -> Any:
         # With a method of this name `dict(parameters)` reads each entry as `parameters[name]` does.

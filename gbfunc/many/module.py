@@ -30,9 +30,6 @@ from gbfunc.types import GenomeLike, Params
 
 Self = TypeVar("Self", bound="ManyGenomes")
 
-_COMPARED = 4
-"""Rows of a first call that are computed alone as well."""
-
 
 class _Frame(NamedTuple):
     """The parts of the module beside its tensors; the p-net is without its weights."""
@@ -62,8 +59,8 @@ class ManyGenomes(nn.Module):
 
     Attributes:
         n_genomes: number of genomes.
-        row_wise: the modules of the p-net, by path, that hold tensors in which genomes differ, and run under `vmap`; ""
-            is the p-net itself.
+        row_wise: the modules of the p-net, by path, that ran under `vmap` in the last batch (before the first batch,
+            those that hold tensors in which genomes differ); "" is the p-net itself.
         looped: whether the rows of the last batch ran one by one.
     """
 
@@ -83,7 +80,8 @@ class ManyGenomes(nn.Module):
             shared = all(x is values[0] or torch.equal(x, values[0]) for x in values[1:])
             self._rows |= set() if shared else {key}
             self.register_buffer(f"tensor_{i}", values[0] if shared else torch.stack(values), persistent=False)
-        self.row_wise = _outermost(_owner(name) for key in self._rows for name in self._names(key))
+        self._owners = _outermost(_owner(name) for key in self._rows for name in self._names(key))
+        self.row_wise = self._owners
         self.looped = False
         self._build()
 
@@ -156,33 +154,41 @@ class ManyGenomes(nn.Module):
         stored = {key: self.get_buffer(f"tensor_{i}") for i, key in enumerate(keys)}
         with self._lock:
             if len(index) == 1:
-                return _checked(self._alone(stored, index, 0, args, kwargs, split), 1)
+                return _checked(self._alone(stored, index, 0, args, kwargs, split), 1, one=True)
             autocast = [torch.is_autocast_enabled(kind) for kind in {x.device.type for x in stored.values()}]
             kind = (*autocast, *map(_kind, inputs, split))
             if kind not in self._known:
-                self._known[kind] = self._first(stored, index, args, kwargs, split)
+                self._known[kind] = self._first(stored, *self._trial(index, args, kwargs, split), split)
             way = self._known[kind]
             self.looped = not way.modules and bool(self._rows)
             if self.looped:
                 return self._one_by_one(stored, index, args, kwargs, split)
-            return _checked(self._together(way, stored, index, args, kwargs), len(index))
+            self.row_wise = [module.path for module in way.modules]
+            return _checked(self._together(way, stored, index, args, kwargs), len(index), one=self.row_wise == [""])
+
+    def _trial(self, index: Tensor, args: Any, kwargs: Any, split: list[bool]) -> tuple[Tensor, Any, Any]:
+        """Rows of a batch in another order, each with another genome: as many as no dimension of the inputs has."""
+        sizes = {size for x in _tensors((args, kwargs)) for size in x.shape}
+        n = next(n for n in (5, 7, 11, 13, 17, *range(19, 9999)) if n not in sizes)
+        numbers = torch.arange(n, device="cpu")
+        rows, flags = (len(index) - 1 - numbers) % len(index), iter(split)
+        args, kwargs = tree_map(lambda x: x[rows.to(x.device)] if next(flags) else x, (args, kwargs))
+        return (3 * numbers + 1) % self.n_genomes, args, kwargs
 
     def _first(self, stored: Params, index: Tensor, args: Any, kwargs: Any, split: list[bool]) -> _Way:
-        """The first way whose outputs are, in some rows, those of the rows alone."""
-        rows = sorted({round(i * (len(index) - 1) / (_COMPARED - 1)) for i in range(_COMPARED)})
-        alone = [_checked(self._alone(stored, index, b, args, kwargs, split), 1) for b in rows]
-        expected, reason = [_tensors(out) for out in alone], "no way was tried"
-        given = (x for x in (*stored.values(), *_tensors((args, kwargs)), *_tensors(alone[0])))
-        tolerance = _tolerance(given)
-        for paths in dict.fromkeys((tuple(self.row_wise), ("",) if self._rows else ())):
+        """The first way that gives each row of a batch the outputs of the row alone."""
+        alone = [_checked(self._alone(stored, index, b, args, kwargs, split), 1) for b in range(len(index))]
+        expected, reason = [_tensors(out) for out in alone], ""
+        tolerance = _tolerance((*stored.values(), *_tensors((args, kwargs)), *expected[0]))
+        for paths in dict.fromkeys((tuple(self._owners), ("",) if self._rows else ())):
+            _checked(alone[0], 1, one=paths == ("",))
             try:
                 out = self._together(self._way(paths), stored, index, args, kwargs)
             except Exception as error:  # A module may raise anything inside of vmap.
                 reason = str(error).partition("\n")[0]
                 continue
             found = _tensors(_checked(out, len(index)))
-            if all(_same([x[b : b + 1] for x in found], own, tolerance) for b, own in zip(rows, expected, strict=True)):
-                self.row_wise = [*paths]
+            if all(_same([x[b : b + 1] for x in found], own, tolerance) for b, own in enumerate(expected)):
                 return self._way(paths)
             reason = "a batch gives other outputs than its rows"
         warnings.warn(f"rows run one by one, as vmap cannot run the p-net: {reason}", stacklevel=5)
@@ -190,8 +196,9 @@ class ManyGenomes(nn.Module):
 
     def _together(self, way: _Way, stored: Params, index: Tensor, args: Any, kwargs: Any) -> Any:
         tensors = self._taken(stored, index)
+        frozen = {} if self._frame.base is None else self._frame.base.on(next(iter(stored.values())).device)[1]
         for module in way.modules:
-            module.tensors = tensors, len(index)
+            module.tensors = tensors | frozen, len(index)
         weights, buffers = ({k: tensors[k] for k in keys} for keys in (self._weights, self._buffers_of))
         return way.net(weights, buffers, *args, **kwargs)
 
@@ -204,8 +211,10 @@ class ManyGenomes(nn.Module):
         return self._way(()).net(weights, {k: tensors[k].clone() for k in self._buffers_of}, *args, **kwargs)
 
     def _one_by_one(self, stored: Params, index: Tensor, args: Any, kwargs: Any, split: list[bool]) -> Any:
-        each = [_checked(self._alone(stored, index, b, args, kwargs, split), 1) for b in range(len(index))]
-        joined = iter([torch.cat(rows) for rows in zip(*map(_tensors, each), strict=True)])
+        alone = (self._alone(stored, index, b, args, kwargs, split) for b in range(len(index)))
+        each = [_checked(out, 1, one=True) for out in alone]
+        tensors = ([x for _, x in tree_leaves(out) if isinstance(x, Tensor)] for out in each)
+        joined = iter([torch.cat(rows) for rows in zip(*tensors, strict=True)])
         return tree_map(lambda x: next(joined) if isinstance(x, Tensor) else x, each[0])
 
     def _taken(self, stored: Params, index: Tensor) -> Params:
@@ -238,19 +247,19 @@ def _kind(named: tuple[str, Any], has_rows: bool) -> Any:
     return (at, has_rows, x.dtype, x.shape[has_rows:]) if isinstance(x, Tensor) else (at, type(x), x)
 
 
-def _checked(out: Any, n_rows: int) -> Any:
-    """An output; ValueError if a tensor has not this many rows, TypeError for another object."""
+def _checked(out: Any, n_rows: int, one: bool = False) -> Any:
+    """An output; ValueError if a tensor has not this many rows, TypeError for an object of `one` row of several."""
     for at, x in tree_leaves(out, "output"):
         if isinstance(x, Tensor) and x.shape[:1] != (n_rows,):
             got = f"{at} of {n_rows} {'row' if n_rows == 1 else 'rows'} has shape {tuple(x.shape)}"
             raise ValueError(f"{got}, and batches must come first: leave it out (a loss: call without labels)")
-        if not isinstance(x, (Tensor, *PLAIN)):
+        if one and not isinstance(x, (Tensor, *PLAIN)):
             raise TypeError(f"{at} is a {type(x).__name__}, of one row: switch it off (a cache: use_cache=False)")
     return out
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [x for _, x in tree_leaves(tree) if isinstance(x, Tensor)]
+    return [x.detach() for _, x in tree_leaves(tree) if isinstance(x, Tensor)]
 
 
 def _tolerance(tensors: Iterable[Tensor]) -> float:
@@ -281,7 +290,9 @@ def _owner(name: str) -> str:
 def _outermost(paths: Iterable[str]) -> list[str]:
     """Paths without those inside of others."""
     given = set(paths)
-    inside = {path for path in given for other in given if other != path and (not other or path.startswith(f"{other}."))}
+    inside = {
+        path for path in given for other in given if other != path and (not other or path.startswith(f"{other}."))
+    }
     return sorted(given - inside)
 
 
@@ -290,11 +301,11 @@ def materialize_many(plan: Plan, genomes: Sequence[GenomeLike], pnet: nn.Module)
 
     Row b of `net(index, x)` is `net(x[b : b + 1])` on genome `index[b]`, in eval mode. What genomes share is computed
     once for the batch: a base, and tensors that are equal in all of them. Factors stay factors. Modules with tensors
-    that differ run under `torch.func.vmap`; the p-net around them runs as it is, and so must compute each row by itself.
+    that differ run under `torch.func.vmap`; the p-net around them runs as it is, and must compute each row by itself.
 
-    At the first call of each kind (structure, dtypes and shapes of the inputs, but for the number of rows) four rows are
-    computed alone as well. Where they differ from the batch, the p-net as a whole runs under `vmap`; where that fails or
-    differs too, rows run one by one, with a warning.
+    At the first call of each kind (structure, dtypes and shapes of the inputs, but for the number of rows) a few rows
+    with different genomes are computed alone as well. Where they differ from a batch of them, the p-net as a whole
+    runs under `vmap`; where that fails or differs too, rows run one by one, with a warning.
 
     Torch's fused encoders (`nn.TransformerEncoder` in eval mode without gradients) are not used: at padded positions of
     `src_key_padding_mask`, where they may give zeros, outputs are those of the layers' own forward.

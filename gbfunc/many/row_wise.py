@@ -33,20 +33,19 @@ class RowWise:
         varying: names in the p-net of the tensors, inputs of forms among them, that have a row each.
 
     Attributes:
+        path: the module's path.
         tensors: all tensors of the p-net during a call, by name, and the number of rows; set before each call.
     """
 
     tensors: tuple[Params, int]
 
-    def __init__(
-        self, pnet: nn.Module, path: str, forms: Mapping[str, WeightForm], varying: Collection[str]
-    ) -> None:
+    def __init__(self, pnet: nn.Module, path: str, forms: Mapping[str, WeightForm], varying: Collection[str]) -> None:
         module, prefix = pnet.get_submodule(path), f"{path}." if path else ""
         # Where a tensor is tied, the p-net has it under its first name.
         first = {name: info.name for info in parameter_infos(pnet) for name in (info.name, *info.aliases)}
         own = {info.name: first[f"{prefix}{info.name}"] for info in parameter_infos(module)}
         mine = {name: forms[there].renamed(name) for name, there in own.items() if there in forms}
-        self._path, self._net = path, PureNet(module, mine, prepare)
+        self.path, self._net = path, PureNet(module, mine, prepare)
         # Every tensor of the module by its name there: the name in the p-net.
         self._weights = {k: v for k, v in own.items() if k not in mine}
         self._weights |= {
@@ -58,7 +57,7 @@ class RowWise:
 
     def install(self, skeleton: nn.Module) -> None:
         """Take the place of the module's forward."""
-        module = skeleton.get_submodule(self._path)
+        module = skeleton.get_submodule(self.path)
         object.__setattr__(module, "forward", self)
         # The hooks are called for each row, inside.
         for name in vars(nn.Module()):
@@ -87,19 +86,19 @@ class RowWise:
             made = vmap(row, randomness="different")(mine, [x for x, s in zip(inputs, split, strict=True) if s])
         for at, x in tree_leaves(template, "output"):
             if not isinstance(x, (Tensor, *PLAIN)) and not callable(x):
-                raise ValueError(f"{self._path!r} has a {type(x).__name__} as {at}, which is that of one row")
+                raise ValueError(f"{self.path!r} has a {type(x).__name__} as {at}, which is that of one row")
         left = iter(made)
         return tree_map(lambda x: next(left) if isinstance(x, Tensor) else x, template)
 
     def _has_rows(self, x: Any, n_rows: int) -> bool:
         """Whether an input has a row for each genome, and not one for all of them."""
         if not isinstance(x, (Tensor, *PLAIN)) and not callable(x):
-            raise ValueError(f"{self._path!r} has a {type(x).__name__} as input, whose rows are not known")
+            raise ValueError(f"{self.path!r} has a {type(x).__name__} as input, whose rows are not known")
         if not isinstance(x, Tensor) or x.ndim == 0:
             return False
         # Inside of the p-net another first dimension equals the number of rows in some batches and not in others.
-        if self._path and len(x) != n_rows and (len(x) != 1 or x.ndim == 1):
-            raise ValueError(f"{self._path!r} has an input of shape {tuple(x.shape)} for {n_rows} rows")
+        if self.path and len(x) != n_rows and (len(x) != 1 or x.ndim == 1):
+            raise ValueError(f"{self.path!r} has an input of shape {tuple(x.shape)} for {n_rows} rows")
         return len(x) == n_rows
 
 
@@ -113,4 +112,3 @@ def prepare(net: nn.Module) -> list[str]:
         elif isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False
     return []
-

@@ -147,7 +147,6 @@ class DryRun(TorchDispatchMode):
                 factor = torch.empty((*lead, k, n), dtype=plan.dtype, device="meta").transpose(-1, -2)
                 self._weights[key] = factor.requires_grad_()
         self._net = PureNet(pnet, self.forms, self._adapt)
-        self._net.compiled = True  # Without the checks of a first call.
         self._buffers = {n: torch.empty_like(b, device="meta") for n, b in pnet.named_buffers()}
 
     def __call__(self, run: RunLoss, batch: Any) -> list[Cell]:

@@ -108,8 +108,6 @@ def make_plan(
             cannot be reached (it names the smallest genome and what stands in the way).
         TypeError: for arguments of a wrong type.
     """
-    if isinstance(pnet, torch.jit.ScriptModule):
-        raise TypeError("the p-net is a ScriptModule, whose weights are fixed: give the nn.Module that it was made of")
     check_pnet(pnet)
     check_max_tile(max_tile)
     if hypernet is None:

@@ -59,7 +59,9 @@ def check_pnet(pnet: nn.Module) -> None:
         raise TypeError(f"the p-net must be an nn.Module, got {type(pnet).__name__}")
     for name, module in pnet.named_modules():
         for base in type(module).__mro__:
-            if base.__name__ in _WRAPPERS:
+            if base.__name__ in _WRAPPERS and (
+                base.__name__ != "ScriptModule" or {*module.parameters(), *module.buffers()}
+            ):
                 where = f" at {name!r}" if name else ""
                 raise ValueError(f"the p-net is wrapped in {base.__name__}{where}: {_WRAPPERS[base.__name__]}")
     parameters = {tensor: name for name, tensor in pnet.named_parameters()}

@@ -1,6 +1,6 @@
 """A p-net as a pure function of its tensors.
 
-The function works on a skeleton: a copy of the module whose tensors have no storage. The user's module is never touched.
+The function works on a skeleton: a copy of the module whose tensors have no storage. The user's module is not touched.
 """
 
 from __future__ import annotations
@@ -79,6 +79,9 @@ class PureNet:
         self._parameters = {k: spec for k, spec in specs.items() if k not in forms}
         self._parameters |= {key: TensorSpec() for form in self._forms for key in form.keys}
         self._places = _places(pnet, self.skeleton, forms)
+        self._holders = {
+            name: (holder, key) for name, holder, key, _ in reversed(self._places) if name in self._buffers
+        }
         self._modules, self._modes = list(self.skeleton.modules()), None
         self._lock, self._checked = threading.RLock(), False
 
@@ -90,7 +93,7 @@ class PureNet:
     @property
     def formed(self) -> Params:
         """The weights that the call that goes on has formed, by name, of those that are not dense."""
-        weights = {name: holder[key] for name, holder, key in self._places}
+        weights = dict(zip((name for name, *_ in self._places), self._values(), strict=True))
         return {k: w.formed for k, w in weights.items() if isinstance(w, Weight) and w.formed is not None}
 
     def check(self, weights: TensorMap, buffers: TensorMap) -> None:
@@ -135,12 +138,13 @@ class PureNet:
     def kept(self) -> Iterator[None]:
         """Leave the tensors of the last call in place until the end, for checkpoints that call parts in backward."""
         with self._lock:
-            before, outer = [holder[key] for _, holder, key in self._places], self._modes
+            before, outer = self._values(), self._modes
             self._modes = [module.training for module in self._modules]
             try:
                 yield
             finally:
-                self._restore(before, self._modes)
+                self._set(before)
+                self._set_modes(self._modes)
                 self._modes = outer
 
     def _on(
@@ -156,29 +160,47 @@ class PureNet:
         if self._frozen is not None:
             tensors.update(self._frozen.on(next(iter(weights.values())).device)[1])
         for form in self._forms:
-            tensors[form.name] = Weight(form, {k: weights[key] for k, key in zip(form.inputs, form.keys)})
+            tensors[form.name] = Weight(form, {k: weights[key] for k, key in zip(form.inputs, form.keys, strict=True)})
         # What torch.func.functional_call does, which looks for each place anew at every call.
-        before, modes = [holder[key] for _, holder, key in self._places], self._modes
+        before, modes = self._values(), self._modes
         if modes is None:
             modes = [module.training for module in self._modules]
         else:
-            self._restore([], modes)
+            self._set_modes(modes)
         try:
-            for name, holder, key in self._places:
-                holder[key] = tensors[name]
+            self._set([tensors[name] for name, *_ in self._places])
             return function(self.skeleton, *args, **kwargs)
         finally:
-            for name, holder, key in self._places:
-                if name in buffers:
-                    # What the module has assigned.
-                    buffers[name] = holder[key]
+            for name in buffers:
+                # What the module has assigned.
+                holder, key = self._holders[name]
+                buffers[name] = holder[key]
             if self._modes is None:
-                self._restore(before, modes)
+                self._set(before)
+                self._set_modes(modes)
+            for name in buffers if self._modes is not None else ():
+                # A checkpoint that calls a layer again does not change its buffers twice.
+                holder, key = self._holders[name]
+                holder[key] = buffers[name].detach().clone()
 
-    def _restore(self, values: Sequence[Any], modes: Sequence[bool]) -> None:
-        for (_, holder, key), x in zip(self._places, values):
-            holder[key] = x
-        for module, training in zip(self._modules, modes):
+    def _values(self) -> list[Any]:
+        """What stands in each place."""
+        return [
+            getattr(holder, key) if of_form else dict.__getitem__(holder, key)
+            for _, holder, key, of_form in self._places
+        ]
+
+    def _set(self, values: Sequence[Any]) -> None:
+        for (_, holder, key, of_form), x in zip(self._places, values, strict=True):
+            if of_form:
+                # Not by the dict of attributes, which torch.compile takes for another object.
+                object.__setattr__(holder, key, x)
+            else:
+                # The entry itself, not the dense weight that `Parameters` shows.
+                dict.__setitem__(holder, key, x)
+
+    def _set_modes(self, modes: Sequence[bool]) -> None:
+        for module, training in zip(self._modules, modes, strict=True):
             if module.training != training:
                 module.training = training
 
@@ -187,10 +209,8 @@ def _call(net: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return net(*args, **kwargs)
 
 
-def _places(
-    pnet: nn.Module, skeleton: nn.Module, forms: Mapping[str, WeightForm]
-) -> list[tuple[str, dict[str, Any], str]]:
-    """Where a skeleton keeps each parameter and buffer: the tensor's first name, a dict, and the key in it."""
+def _places(pnet: nn.Module, skeleton: nn.Module, forms: Mapping[str, WeightForm]) -> list[tuple[str, Any, str, bool]]:
+    """Where a skeleton keeps each tensor: its first name, a dict and the key in it, or a layer and its attribute."""
     first: dict[int, str] = {}
     places, seen = [], set[tuple[int, str]]()
     named = (*pnet.named_parameters(remove_duplicate=False), *pnet.named_buffers(remove_duplicate=False))
@@ -203,7 +223,8 @@ def _places(
             continue
         seen.add((id(module), key))
         if name in forms:
-            places.append((forms[name].name, vars(module), now(key)))
+            places.append((forms[name].name, module, now(key), True))
         else:
-            places.append((original, module._parameters if key in module._parameters else module._buffers, key))
+            holder = module._parameters if key in module._parameters else module._buffers
+            places.append((original, holder, key, False))
     return places

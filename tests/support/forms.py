@@ -66,9 +66,9 @@ def count_made(form: WeightForm) -> Counter[str]:
     made: Counter[str] = Counter()
     make = form.make
 
-    def counted() -> Tensor:
+    def counted(given: Any) -> Tensor:
         made[form.name] += 1
-        return make()
+        return make(given)
 
     form.make = counted
     return made
