@@ -59,7 +59,7 @@ def test_the_config_and_the_card_say_the_sizes(module: gb.GenomeModule, tmp_path
 
 
 def test_options_that_have_no_effect_are_refused(module: gb.GenomeModule, tmp_path: Path) -> None:
-    for options in ({"safe_serialization": True}, {"private": True}, {"repo_id": "a/b"}):
+    for options in ({"private": True}, {"repo_id": "a/b"}):
         with pytest.raises(TypeError, match=f"save_pretrained takes {[*options][0]} with push_to_hub=True only"):
             module.save_pretrained(tmp_path / "x", **options)
     for call in (module.push_to_hub, partial(module.save_pretrained, push_to_hub=True, repo_id="a/b")):

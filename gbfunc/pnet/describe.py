@@ -58,12 +58,11 @@ def check_pnet(pnet: nn.Module) -> None:
     if not isinstance(pnet, nn.Module):
         raise TypeError(f"the p-net must be an nn.Module, got {type(pnet).__name__}")
     for name, module in pnet.named_modules():
-        for base in type(module).__mro__:
-            if base.__name__ in _WRAPPERS and (
-                base.__name__ != "ScriptModule" or {*module.parameters(), *module.buffers()}
-            ):
+        for base in (cls.__name__ for cls in type(module).__mro__ if cls.__name__ in _WRAPPERS):
+            # A script without tensors is as good as any function.
+            if base != "ScriptModule" or any(True for _ in (*module.parameters(), *module.buffers())):
                 where = f" at {name!r}" if name else ""
-                raise ValueError(f"the p-net is wrapped in {base.__name__}{where}: {_WRAPPERS[base.__name__]}")
+                raise ValueError(f"the p-net is wrapped in {base}{where}: {_WRAPPERS[base]}")
     parameters = {tensor: name for name, tensor in pnet.named_parameters()}
     for name, tensor in (*pnet.named_parameters(), *pnet.named_buffers()):
         what = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
