@@ -34,7 +34,7 @@ GROUPS = {
     "Adapters and modules": "GenomeModule materialize_many merge_genomes save_lora",
     "Many ranks": "mesh plan_parallel",
     "What these take and return": "formats.Steps train.TrainStep train.StepInfo train.Optimizer train.Population "
-    "train.UpdateAlignment pnet.GrownNet fit.Fit many.ManyGenomes storage.checkpoint.Checkpoint export.Exported "
+    "train.UpdateAlignment fit.Fit many.ManyGenomes storage.checkpoint.Checkpoint export.Exported "
     "parallel.Mesh parallel.CollectiveError parallel.planner.DeviceSpec parallel.planner.ParallelPlan "
     "parallel.styles.tensor_styles parallel.styles.pad_vocabulary",
     "To make your own": "hypernets.Hypernet hypernets.Sized hypernets.Leaf hypernets.Factors encoding.Encoding",

@@ -42,8 +42,8 @@ def make_train_step(plan: Plan, pnet: nn.Module, loss_fn: LossFn, optimizer: Opt
         plan: the plan.
         pnet: the p-net that it was made for.
         loss_fn: `(net, batch) -> loss` or `(loss, aux)`. `net` is the p-net on its generated weights: its parts can be
-            called and its tensors read, as in an ordinary module. A loss function does not change it, and does not
-            keep it.
+            called and its tensors read, as in an ordinary module. A loss function does not change `net` and does not
+            keep it: the guide "The contract" says what a p-net and a loss function may do.
         optimizer: from `torch_optimizer`.
         **options: fields of `StepOptions`, which says what each means.
 
