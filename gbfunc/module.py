@@ -377,7 +377,8 @@ class GenomeModule(nn.Module):
 
 def _leaf(ensemble: str, leaf: str) -> str:
     """The name of a leaf among a module's parameters: without dots, as the root has it."""
-    return f"gnets:{ensemble}:{leaf}"
+    # Leaves of a user's module may have names that differ by a dot alone.
+    return f"gnets:{ensemble}:{leaf.replace('.', ':')}"
 
 
 def _is_shard(x: Any) -> bool:

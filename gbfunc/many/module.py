@@ -173,7 +173,7 @@ class ManyGenomes(nn.Module):
         numbers = torch.arange(n, device="cpu")
         rows, flags = (len(index) - 1 - numbers) % len(index), iter(split)
         args, kwargs = tree_map(lambda x: x[rows.to(x.device)] if next(flags) else x, (args, kwargs))
-        return (3 * numbers + 1) % self.n_genomes, args, kwargs
+        return (numbers + 1) % self.n_genomes, args, kwargs
 
     def _first(self, stored: Params, index: Tensor, args: Any, kwargs: Any, split: list[bool]) -> _Way:
         """The first way that gives each row of a batch the outputs of the row alone."""

@@ -62,7 +62,7 @@ class CompiledGraph(OneGraph):
         while self._graphs:
             fresh = given.copied()
             try:
-                with seeded(0, wanted[0].device):
+                with given.restored(), seeded(0, wanted[0].device):
                     result = self._graphs[0](fresh, wanted)
             except CollectiveError:
                 raise

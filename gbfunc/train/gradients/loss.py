@@ -73,6 +73,17 @@ class Given(NamedTuple):
         batch = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, self.batch)
         return self._replace(buffers={k: b.clone() for k, b in self.buffers.items()}, batch=batch)
 
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Put direct parameters, which a forward may change in place, back to what they are now."""
+        before = [(x, x.data, x.data.clone()) for k, x in self.leaves.items() if k.startswith(DIRECT)]
+        try:
+            yield
+        finally:
+            for x, own, values in before:
+                own.copy_(values)
+                x.data = own
+
     def detached(self, aux: Any) -> Any:
         """Aux without its graph, and with copies of what the step changes later: buffers and direct parameters."""
         if type(aux) is dict and not aux:

@@ -138,7 +138,7 @@ def _evaluating(nets: Sequence[nn.Module]) -> Iterator[None]:
 def gradient_and_changes(part: Part, given: Given, wanted: list[Tensor], seed: int) -> tuple[Tensor, Tensor]:
     """The gradient and the change of buffers as vectors; `given` stays as it is."""
     fresh = given.copied()
-    with seeded(seed, wanted[0].device), seeded_elsewhere(seed), torch.enable_grad():
+    with given.restored(), seeded(seed, wanted[0].device), seeded_elsewhere(seed), torch.enable_grad():
         gradients = part(fresh, wanted)
     return as_vector(gradients, wanted), changes_of(given.buffers, fresh.buffers)
 
