@@ -13,12 +13,11 @@ from gbfunc.pnet.describe import (
     with_weights,
     without_sparse,
 )
-from gbfunc.pnet.pure import PureNet, StopForward
+from gbfunc.pnet.pure import PureNet
 
 __all__ = [
     "ParameterInfo",
     "PureNet",
-    "StopForward",
     "buffers_of",
     "check_pnet",
     "copy_of",

@@ -35,10 +35,6 @@ class FrozenBase(Protocol):
     def on(self, device: torch.device) -> tuple[Params, Params]: ...  # noqa: D102
 
 
-class StopForward(BaseException):
-    """Ends a call of a p-net from inside of it, as stages of a pipeline do; no error."""
-
-
 class PureNet:
     """A p-net as a pure function: `call(weights, buffers, *args, **kwargs)`.
 

@@ -79,7 +79,6 @@ class Pipelined:
             self._pipeline.prepare(self._loss_fn, microbatch, self.loss and self.loss.net.skeleton)
         if self.loss is None:
             self.loss = self._build(self._pipeline)
-            self.loss.net.compiled = True
         return self.loss
 
     def _result(
