@@ -28,10 +28,10 @@ settings.load_profile("gbfunc")
 
 TRANSCENDENTAL = (torch.sin, torch.cos, torch.tanh, torch.exp, torch.log, torch.sqrt, torch.erf)
 LONG = (
-    *("tensor_parallel", "distributed", "pages", "planner", "bench_memory", "pipeline", "kernels_triton"),
-    "weight_operations",
+    *("tensor_parallel", "distributed", "pages", "planner", "pipeline", "kernels_triton", "layers_transforms"),
+    *("export", "generate", "train_forms", "module", "storage_genome_file_hostile", "weight_operations"),
 )
-"""Files of half a minute, which begin first: what runs alone at the end is short."""
+"""Files of 10 seconds and more, which begin first: what runs alone at the end is short."""
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -51,19 +51,16 @@ def _linear_leaves(factory: Factory, width: int) -> frozenset[str]:
     random = partial(torch.randn, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float64, device="cpu")
     x = random(8, width)
     heads = [n for n, m in module.named_modules() if isinstance(m, nn.Linear) and m.out_features == 1]
-    for head in reversed(heads):
-        names = [n for n in weights if n.rpartition(".")[0] == head and n.rpartition(".")[2] in ("weight", "bias")]
-        u, v = ({n: random(weights[n].shape) for n in names} for _ in range(2))
+    names = [n for n in weights if heads and n.rpartition(".")[0] == heads[-1]]
+    u, v = ({n: random(weights[n].shape) for n in names} for _ in range(2))
 
-        def end(values: Params) -> Tensor:
-            return functional_call(module, weights | values, (x,))
+    def end(values: Params) -> Tensor:
+        return functional_call(module, weights | values, (x,))
 
-        # Tried out, because nothing but the forward pass says what follows the layer.
-        with torch.no_grad():
-            got, expected = end({n: v[n] - 2 * u[n] for n in names}), end(v) - 2 * end(u)
-        if torch.allclose(got, expected, rtol=1e-9, atol=1e-9):
-            return frozenset(names)
-    return frozenset()
+    # Tried out, because nothing but the forward pass says what follows the layer.
+    with torch.no_grad():
+        got, expected = end({n: v[n] - 2 * u[n] for n in names}), end(v) - 2 * end(u)
+    return frozenset(names) if torch.allclose(got, expected, rtol=1e-9, atol=1e-9) else frozenset()
 
 
 @dataclass(frozen=True)
