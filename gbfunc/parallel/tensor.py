@@ -290,20 +290,18 @@ class TensorParallel:
         """
         if self._alike is None:
             return
-        seen = {k: torch.cat([x.detach().reshape(-1) for x in xs]) for k, xs in self._alike.items() if xs}
-        numbers = {k: (float(torch.linalg.vector_norm(x)), float(x.real.sum())) for k, x in seen.items()}
+        norms = {k: math.hypot(*map(float, map(torch.linalg.vector_norm, xs))) for k, xs in self._alike.items() if xs}
         self._alike = None
         if self.local_rows is None:
-            numbers["the loss"] = float(loss.detach()), 0.0
-        for rank, other in zip(self.wire.axis.ranks, gather_objects(self.wire.mesh, numbers, "tensor"), strict=True):
-            for name, (norm, total) in numbers.items():
-                there = other.get(name, (math.nan, math.nan))
-                apart = max(abs(norm - there[0]), abs(total - there[1]))
-                if not apart <= _ALIKE * max(abs(norm), abs(there[0]), 1e-30) and math.isfinite(norm):
+            norms["the loss"] = float(loss.detach())
+        for rank, other in zip(self.wire.axis.ranks, gather_objects(self.wire.mesh, norms, "tensor"), strict=True):
+            for name, norm in norms.items():
+                apart = abs(norm - other.get(name, math.nan))
+                if not apart <= _ALIKE * max(abs(norm), 1e-30) and math.isfinite(norm):
                     raise ValueError(
-                        f"{name} has the norm {norm:.6g} on rank {self.wire.mesh.rank}, {there[0]:.6g} on rank {rank}: "
-                        "tensor ranks must get the same batch, a layer that runs on a part of the sequence needs a "
-                        "style (SequenceParallel()), and dropout takes equal parts: of others ranks draw apart"
+                        f"{name} is {norm:.6g} on rank {self.wire.mesh.rank}, and on rank {rank} {other.get(name)}: "
+                        "a layer on a part of the sequence needs a style (SequenceParallel()), and dropout takes equal "
+                        "parts, since parts of other sizes draw different random numbers"
                     )
 
     def place(self, tensors: Params) -> Params:
@@ -326,7 +324,7 @@ class TensorParallel:
         """Where gradients of a replicated parameter are recorded, for `compare`; None where they are not."""
         if self._alike is None or "_form." in name or name.rpartition(".")[0] in self._splits:
             return None
-        return self._alike.setdefault(f"the gradient of {name}", [])
+        return self._alike.setdefault(f"the norm of the gradient of {name}", [])
 
 
 def _takes_parts(style: ParallelStyle) -> bool:

@@ -123,8 +123,12 @@ class _Recorder:
 
     def chain(self, assigned: list[str], leaves: list[Any], structure: Any) -> Chain:
         """The chain. `assigned` are buffers, whose values come first; in `leaves` the class stands for a tensor."""
-        values = iter(self._copy(self._program.graph_module, self._inputs(), ()))
-        changed = {self._firsts[name]: next(values) for name in assigned}
+        specs = self._program.graph_signature.output_specs
+        outputs = self._copy(self._program.graph_module, self._inputs(), ())
+        # Before torch 2.7, new values of buffers that change in place are outputs with the name of the buffer.
+        changed = {self._firsts[s.target[4:]]: x for s, x in zip(specs, outputs, strict=True) if s.target is not None}
+        values = (x for s, x in zip(specs, outputs, strict=True) if s.target is None)
+        changed |= {self._firsts[name]: next(values) for name in assigned}
         flops, places = self._find_cells(changed)
         returned = [next(values) if x is Tensor else x for x in leaves]
         for node in returned:
