@@ -213,7 +213,7 @@ class Pipeline:
             like: a copy of the p-net in the modes, training or evaluation, that are to be recorded.
         """
         device, leaves = self.mesh.device, tree_leaves(microbatch)
-        modes = {} if like is None else {name: module.training for name, module in like.named_modules()}
+        modes = {name: module.training for name, module in (like or self._pnet).named_modules()}
         key = tuple((path, (x.shape, x.dtype) if isinstance(x, Tensor) else x) for path, x in leaves)
         key = torch.is_autocast_enabled(device.type), any(modes.values()), key
         if key not in self._plans:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gbfunc.parallel import gather_objects
 from gbfunc.train.gradients.loss import GenomeLoss, Given, Gradients
@@ -29,16 +29,9 @@ SPLIT_CAUSE = (
 class SplitLoss(GenomeLoss):
     """Loss and aux of a p-net whose layers are split over tensor ranks; other arguments are those of `GenomeLoss`."""
 
-    def __init__(
-        self,
-        split: TensorParallel,
-        *args: Any,
-        adapt: Callable[[nn.Module], Collection[str]] = lambda net: (),
-        **options: Any,
-    ) -> None:
+    def __init__(self, split: TensorParallel, *args: Any, **options: Any) -> None:
         self._split = split
-        both = {"pieces": split.pieces, "adapt": lambda net: {*split.adapt(net), *adapt(net)}}
-        super().__init__(*args, **both, **options)
+        super().__init__(*args, pieces=split.pieces, adapt=split.adapt, **options)
 
     def call(self, weights: Params, buffers: Params, function: Callable[..., Any], *args: Any) -> Any:
         """`function(net, *args)` on these weights, each rank's pieces of them; buffers are updated."""
@@ -77,10 +70,7 @@ class SplitLoss(GenomeLoss):
 
 
 def split_proof(whole: Callable[[], GenomeLoss], loss: GenomeLoss, split: TensorParallel) -> Proof:
-    """The gradient of a few rows over tensor ranks, against that of the whole p-net on one rank.
-
-    Code between layers gets a rank's part of the features, as in torch: a softmax over split ones is another function.
-    """
+    """The gradient of a few rows over tensor ranks, against the gradient of the whole p-net on one rank."""
 
     def few(batch: Any) -> Any:
         return tree_map(lambda x: x[: max(2, split.ranks)] if isinstance(x, Tensor) and x.ndim else x, batch)
@@ -104,28 +94,26 @@ class SplitObjective(RankObjective):
         self._split, self.takes_parts = split, split.takes_parts
 
     def _found(self, given: Given, trained: Params, seed: int) -> tuple[Tensor, Any, Params, float]:
-        # Of what all tensor ranks draw, too, the same is to come: torch's generators alone are not all.
+        # All tensor ranks draw the same from Python and NumPy too.
         with seeded_elsewhere(seed):
             loss, aux, gradients, counted = super()._found(given, trained, seed)
-        # Tensor ranks have the same rows, but where the last layer's outputs are a part of them.
+        # Tensor ranks have the same rows, unless the last layer's outputs are a part of them.
         return loss, aux, gradients, counted / (self._split.ranks if self._split.local_rows is None else 1)
 
     def _prove(self, loss: Tensor, given: Given, trained: Params) -> None:
-        """Compare ranks, then with the whole p-net, unless the loss function takes a rank's rows of outputs alone."""
+        """Compare ranks, then with the whole p-net, unless the loss function takes only a rank's rows of outputs."""
         self._split.compare(loss)
-        mesh = self._layout.mesh
-        parted = any(gather_objects(mesh, self._split.local_rows is not None))
-        if not parted or (mesh.sizes["pipeline"] == 1 and all(gather_objects(mesh, self._takes_whole(given, trained)))):
+        parted = any(gather_objects(self._layout.mesh, self._split.local_rows is not None))
+        if not parted or all(gather_objects(self._layout.mesh, self._takes_whole(given, trained))):
             super()._prove(loss, given, trained)
 
     def _takes_whole(self, given: Given, trained: Params) -> bool:
         """Whether the loss function takes outputs of the whole p-net."""
         if self._proof is None:
             return False
-        whole = self._proof.whole()
         given = given._replace(batch=self._proof.few(given.batch), rows=1)
         try:
-            gradient_and_changes(plainly(whole), given, [*trained.values()], 0)
-        except Exception:  # Of the user's own shapes, which may raise anything.
+            gradient_and_changes(plainly(self._proof.whole()), given, [*trained.values()], 0)
+        except Exception:  # Shapes of the user's own may raise anything.
             return False
         return True
