@@ -22,7 +22,6 @@ from gbfunc.parallel.tensor import DividedAttributes, PackedColwiseParallel, Sty
 
 
 def _gpt(pnet: Any) -> Styles:
-    """Of `gbfunc.tasks.pnets.gpt.GPT`."""
     return {
         "tokens": RowwiseParallel(input_layouts=Replicate()),
         "blocks.*": DividedAttributes("heads"),
@@ -35,7 +34,6 @@ def _gpt(pnet: Any) -> Styles:
 
 
 def _gpt2(pnet: Any) -> Styles:
-    """Of Hugging Face's `GPT2LMHeadModel`."""
     return {
         "transformer.wte": RowwiseParallel(input_layouts=Replicate()),
         "transformer.h.*.attn": DividedAttributes("num_heads", "split_size"),
@@ -69,13 +67,9 @@ _STYLES: Mapping[str, Callable[[Any], Styles]] = MappingProxyType(
 
 
 def tensor_styles(pnet: nn.Module) -> Styles:
-    """The styles of a known p-net, for `make_train_step(parallel=)`.
+    """The styles of the library's `GPT`, or Hugging Face's `GPT2LMHeadModel` or `LlamaForCausalLM`.
 
-    Args:
-        pnet: a `GPT` of the library, or Hugging Face's `GPT2LMHeadModel` or `LlamaForCausalLM`.
-
-    Raises:
-        ValueError: for another p-net.
+    They are for `make_train_step(parallel=)`; another p-net raises ValueError.
     """
     make = _STYLES.get(type(pnet).__name__)
     if make is None:
@@ -127,7 +121,6 @@ def pad_vocabulary(pnet: nn.Module, ranks: int) -> nn.Module:
 
 
 def _no_probability(words: int, module: nn.Module, args: Any, out: Any) -> Any:
-    """Set the logits of words beyond a vocabulary to minus infinity: a hook."""
     logits: Tensor = out if isinstance(out, Tensor) else out.logits
     beyond = torch.arange(logits.shape[-1], device=logits.device) >= words
     masked = logits.masked_fill(beyond, -math.inf)

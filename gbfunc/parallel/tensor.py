@@ -93,7 +93,6 @@ def _check_divides(ranks: int, n: int, what: str) -> None:
 
 
 def _check_layer(name: str, module: Any, owners: Mapping[int, str]) -> None:
-    """ValueError for a module that column and row parallel styles cannot split."""
     if not transposed(module) and not isinstance(module, nn.Linear | nn.Embedding):
         raise ValueError(f"{name!r} is a {type(module).__name__}: only linear layers and embeddings are split")
     if id(module.weight) not in owners:
@@ -158,7 +157,6 @@ class TensorParallel:
                 self._by_torch(name, scratch.get_submodule(name), style)
 
     def _split(self, name: str, module: Any, style: Any) -> Split:
-        """How a layer is split; ValueError where it cannot be."""
         flipped = transposed(module)
         rows, cols = module.weight.shape[::-1] if flipped else module.weight.shape
         # An embedding's matrix has its words in rows: row parallel splits these.
@@ -178,7 +176,6 @@ class TensorParallel:
         return Split(name, by, sizes, piece, into, out, style.use_local_output, flipped, self.wire)
 
     def _record(self, name: str, piece: Piece, placement: Any, sizes: Sizes, shape: Any) -> None:
-        """Record which piece of a parameter this rank has."""
         if self.pieces.setdefault(name, piece) != piece:
             raise ValueError(f"{name!r} is tied between layers that split it in different ways: give them one style")
         self._placements[name] = placement, sizes
@@ -328,7 +325,6 @@ class TensorParallel:
 
 
 def _takes_parts(style: ParallelStyle) -> bool:
-    """Whether a style's layer takes a part of the rows or of the sequence."""
     layouts = getattr(style, "input_layouts", None) or getattr(style, "sequence_sharding", None) or ()
     row = isinstance(style, RowwiseParallel)
     return not row and any(isinstance(layout, Shard) and layout.dim != -1 for layout in layouts)

@@ -71,7 +71,6 @@ def _dense(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _generated(layer: Any) -> Weight | None:
-    """The layer's weight, where its form is not dense."""
     return weight_of(layer, "weight") if hasattr(layer, now("weight")) else None
 
 
@@ -198,7 +197,6 @@ def _incoming(layer: Any, input: Tensor, last: bool = False) -> tuple[Tensor, An
 
 
 def _outgoing(layer: Any, y: Tensor, at: Any, sizes: Sizes) -> Any:
-    """A layer's output as its style has it."""
     split: Split = layer.split
     wire = split.wire
     at, want = (Shard(p.dim % y.ndim) if isinstance(p, Shard) else p for p in (at, split.out))

@@ -106,7 +106,6 @@ def trace_chain(
 
 
 def _states() -> str:
-    """The states of the random numbers of Python and NumPy."""
     return repr((random.getstate(), [*np.random.get_state()]))
 
 

@@ -128,8 +128,6 @@ class Pipelined:
 
 
 def _changed(before: Params, after: Params) -> Params:
-    """Buffers that a stage has changed."""
-
     def same(x: Tensor, y: Tensor) -> bool:
         return x.shape == y.shape and bool(((x == y) | ((x != x) & (y != y))).all())
 

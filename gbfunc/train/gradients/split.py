@@ -108,7 +108,6 @@ class SplitObjective(RankObjective):
             super()._prove(loss, given, trained)
 
     def _takes_whole(self, given: Given, trained: Params) -> bool:
-        """Whether the loss function takes outputs of the whole p-net."""
         if self._proof is None:
             return False
         given = given._replace(batch=self._proof.few(given.batch), rows=1)
