@@ -21,7 +21,8 @@ class StepOptions:
     """Options of `make_train_step`.
 
     Attributes:
-        donate: the step may update the state's buffers in place: less memory and time; use only the state it returns.
+        donate: the step may update the state's buffers in place: less memory and time. Use only the state that the step
+            returns: an earlier one changes with it, so keep `copy.deepcopy(state)`.
         microbatches: split each batch in so many equal parts; weights are generated once, and the loss is their mean.
         clip_norm: largest Euclidean norm of the genome's gradient.
         amp: `torch.bfloat16` or `torch.float16` runs the p-net under autocast; weights are generated in float32.
