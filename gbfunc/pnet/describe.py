@@ -93,8 +93,10 @@ def _check_attributes(pnet: nn.Module) -> None:
     memory = {_address(x): name for name, x in pnet.named_parameters()}
     memory.pop(0, None)
     for path, module in pnet.named_modules():
+        # The older weight and spectral norm make the attribute anew in each forward.
+        made = {key.rpartition("_")[0] for key in module._parameters if key.endswith(("_orig", "_v"))}
         for key, value in vars(module).items():
-            for x in _arrays_in(value, _DEPTH) if key not in _REGISTERED else ():
+            for x in _arrays_in(value, _DEPTH) if key not in _REGISTERED | made else ():
                 if name := memory.get(_address(x)):
                     attribute = f"{path}.{key}".lstrip(".")
                     raise ValueError(

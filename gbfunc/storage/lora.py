@@ -94,7 +94,8 @@ def lora_of(plan: Plan, genome: GenomeLike, pnet: nn.Module) -> tuple[dict[str, 
         form = generator.forms.get(tensor.name)
         if not isinstance(form, FactoredWeight):
             raise ValueError(_no_factors(tensor, plan))
-        a, b = as_low_rank(*form.by_tile(form.taken(weights)), form.grid)
+        given = {k: weights[key] for k, key in zip(form.inputs, form.keys, strict=True)}
+        a, b = as_low_rank(*form.by_tile(given), form.grid)
         # Each layer of a tied weight has the matrices.
         for name in (tensor.name, *tensor.aliases):
             tensors |= _layer_tensors(pnet, name, a, b)

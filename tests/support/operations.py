@@ -412,7 +412,6 @@ TENSOR_READS: Mapping[str, Forward] = {
 }
 
 MARKS: Mapping[str, Mapping[str, Any]] = {
-    "checkpoint_inside": {"refused": ValueError},
     "autocast_inside": {"dtype": torch.float32, "tolerance": 0.05},
     "compiled_function": {"slow": True},
     "dropconnect": {"random": True},
