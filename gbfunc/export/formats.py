@@ -15,9 +15,6 @@ from torch import Tensor
 from gbfunc.export.program import BATCH, Inputs, Run, Traced, quiet
 from gbfunc.extras import import_extra
 
-_FOLDED = 16
-"""Largest constant that may replace the operations that compute it: sizes and indices, no weights."""
-
 _IREE_FLAGS = (
     # Constants that are computed stay computed: the file holds the genome, not the weights.
     "--iree-opt-const-eval=false",
@@ -75,8 +72,9 @@ def _to_onnx(traced: Traced) -> bytes:
         )
     assert made is not None
     model = made.model
-    # Not `optimize`, whose rule for a product between reshapes made other weights of a tiled MLP g-net (0.7.2).
-    optimizer.fold_constants(model, input_size_limit=_FOLDED, output_size_limit=_FOLDED)
+    # Not `optimize`, whose rule for a product between reshapes made other weights of a tiled MLP g-net (0.7.2). Sizes
+    # and indices are folded, weights are not.
+    optimizer.fold_constants(model, input_size_limit=16, output_size_limit=16)
     for change in (
         passes.DeduplicateInitializersPass(),
         passes.CommonSubexpressionEliminationPass(),

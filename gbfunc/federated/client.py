@@ -26,10 +26,8 @@ ARRAYS, CONFIG, METRICS, EXAMPLES = "arrays", "config", "metrics", "num-examples
 IDENTITY, RATE, SENT_AS, PROXIMAL = "id", "lr", "as", "proximal-mu"
 """Entries of a message's config: `wire.identity`, learning rate, dtype of the reply, weight of FedProx's term."""
 
-REFUSED = 100
-"""Code of the error with which a client refuses a message; Flower's own are smaller."""
-
-_LEFT = "left"
+REFUSED, _LEFT = 100, "left"
+"""Code of the error with which a client refuses a message (Flower's own are smaller); a node's error feedback."""
 
 
 def client_app(
