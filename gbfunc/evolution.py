@@ -32,8 +32,7 @@ from gbfunc.trees import DIRECT, GNET, flat_genome
 from gbfunc.types import Genome, GenomeLike, Params
 
 with warnings.catch_warnings():
-    # EvoTorch uses torch.jit.
-    warnings.simplefilter("ignore", DeprecationWarning)
+    warnings.simplefilter("ignore", DeprecationWarning)  # EvoTorch uses torch.jit.
     import_extra("evotorch", "evolution", "gbfunc[evolve]")
     from evotorch import Problem, SolutionBatch
 

@@ -253,6 +253,22 @@ def test_errors_say_what_was_expected(name: str, options: dict[str, Any], words:
     assert not list(tmp_path.iterdir())
 
 
+class Cached(nn.Linear):
+    """Keeps a table from call to call."""
+
+    table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.arange(self.out_features) * 0.5
+        return super().forward(x) + self.table
+
+
+@pytest.mark.parametrize("weights", ["genome", "dense"])
+def test_a_network_that_keeps_a_table(weights: Any, tmp_path: Path) -> None:
+    assert exact(gb.export(tmp_path / "net.pt2", *grown(nn.Sequential(Cached(12, 4))), torch.randn(2, 12), weights))
+
+
 class OneSize(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).sum() * torch.ones(x.shape[0]) if x.shape[0] < 3 else super().forward(x)

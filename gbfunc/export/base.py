@@ -17,7 +17,6 @@ from gbfunc.files import replace_file
 from gbfunc.genome import check_genome, check_plan
 from gbfunc.materialize import materialize
 from gbfunc.plan import Plan
-from gbfunc.pnet import skeleton_of
 from gbfunc.types import GenomeLike
 
 SAFETENSORS = "safetensors"
@@ -84,8 +83,7 @@ def export(
     if chosen == "genome":
         from gbfunc.module import GenomeModule
 
-        # The p-net gives its architecture alone.
-        net = ready(GenomeModule(plan, _without_caches(skeleton_of(pnet)), genome, lazy=False))
+        net = ready(GenomeModule(plan, pnet, genome, lazy=False))
     return _write(Path(path), kind, net, like, example, dynamic_shapes, check)
 
 
@@ -109,17 +107,12 @@ def _kind(path: Path, to: str | None) -> str:
 
 
 def ready(net: nn.Module) -> nn.Module:
-    """Put a network into evaluation mode on the CPU, without gradients."""
-    return _without_caches(net).cpu().eval().requires_grad_(False)
-
-
-def _without_caches(net: nn.Module) -> nn.Module:
-    """Leave out caches of keys and values from the outputs of Hugging Face's networks."""
+    """Put a network into evaluation mode on the CPU, without gradients and caches of keys and values."""
     for module in net.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False):
             config.use_cache = False
-    return net
+    return net.cpu().eval().requires_grad_(False)
 
 
 def _write(

@@ -72,8 +72,7 @@ def _to_onnx(traced: Traced) -> bytes:
         )
     assert made is not None
     model = made.model
-    # Not `optimize`, whose rule for a product between reshapes made other weights of a tiled MLP g-net (0.7.2). Sizes
-    # and indices are folded, weights are not.
+    # No weights; and not `optimize`, whose rule for products between reshapes changed weights of MLP g-nets (0.7.2).
     optimizer.fold_constants(model, input_size_limit=16, output_size_limit=16)
     for change in (
         passes.DeduplicateInitializersPass(),

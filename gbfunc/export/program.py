@@ -103,9 +103,14 @@ def trace(net: nn.Module, inputs: Inputs, dynamic_shapes: Any) -> Traced:
         text = batch | ({1: Dim.AUTO} if dynamic_shapes == AUTO else {})
         described = inputs.mapped(lambda x: text if is_text(x) else batch if _has_rows(x) else None)
         shapes = described.kwargs or described.args
+    buffers = [(*name.rpartition(".")[::2], x) for name, x in net.named_buffers(remove_duplicate=False)]
+    values = {id(x): x.clone() for *_, x in buffers}
     try:
-        with torch.no_grad(), _same_buffers(net):
+        # The first call fills caches; the file has the genome's buffers, whatever a forward changes.
+        with torch.no_grad():
             outputs = net(*args, **kwargs)
+        for path, name, x in buffers:
+            setattr(net.get_submodule(path), name, values[id(x)])
         with torch.no_grad(), quiet():
             program = export(net, args, kwargs, dynamic_shapes=shapes)
     except Exception as error:  # whatever a forward raises, and several private errors of torch's
@@ -119,18 +124,6 @@ def trace(net: nn.Module, inputs: Inputs, dynamic_shapes: Any) -> Traced:
     return Traced(program, names, None if batched else dynamic_shapes)
 
 
-@contextmanager
-def _same_buffers(net: nn.Module) -> Iterator[None]:
-    """Put buffers back as they were: a file has those of the genome, whatever a forward changes."""
-    before = [(name, b, b.clone()) for name, b in net.named_buffers(remove_duplicate=False)]
-    yield
-    for name, buffer, value in before:
-        path, _, attribute = name.rpartition(".")
-        # What is expanded cannot be written to, but by no forward either.
-        same = torch.equal(buffer, value)
-        setattr(net.get_submodule(path), attribute, buffer if same else buffer.copy_(value))
-
-
 def _names(outputs: Any) -> list[str]:
     """Names of a network's outputs: their own ones (Hugging Face), otherwise `output`, or `output_0`, ..."""
     tensors = _tensors_of(outputs)
@@ -141,17 +134,15 @@ def _names(outputs: Any) -> list[str]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence what torch's own exporters say of themselves (of torchvision, too), about which a user can do nothing."""
-    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """Silence what torch's exporters say, about which a user can do nothing."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        logging.disable(before)
 
 
 Run = Callable[[Inputs], list[Tensor]]
-"""A file's program: from inputs to its outputs."""

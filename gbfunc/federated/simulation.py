@@ -120,8 +120,7 @@ def partition(labels: ArrayLike, clients: int, alpha: float = math.inf, seed: in
     """
     labels_N = np.asarray(labels)
     if labels_N.ndim != 1 or clients < 1 or not alpha > 0:
-        got = f"{labels_N.shape}, {clients} and {alpha}"
-        raise ValueError(f"expected labels [N], clients >= 1 and alpha > 0, got {got}")
+        raise ValueError(f"expected labels [N], clients >= 1 and alpha > 0, got {labels_N.shape}, {clients}, {alpha}")
     if len(labels_N) < LEAST * clients:
         raise ValueError(f"{clients} clients need {LEAST} examples each, got {len(labels_N)} in all")
     # RandomState's stream is frozen across numpy versions; Generator's is not.

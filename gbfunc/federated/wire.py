@@ -35,15 +35,14 @@ MOST_RUNS = 1 << 14
 FORMATS = ("float32", "float16", *BITS)
 """Dtypes in which numbers may be sent; a change may also be sent as `topK`, the K largest of its numbers."""
 
-_CURE = "all sides need the same version of gbfunc and genome file, and the pretrained network that the file names"
-
 
 def difference(here: str, there: str) -> str | None:
     """Name the first difference of two identities and its cure; None if they are equal."""
     # A plan names its base, so another base also makes another plan.
     for name, a, b in zip(("library", "base", "plan"), here.split("/"), f"{there}//".split("/"), strict=False):
         if a != b:
-            return f"another {name}: {a} here, {b or 'none'} at the server: {_CURE}"
+            cure = "all sides need the same version of gbfunc and genome file, and the pretrained network that it names"
+            return f"another {name}: {a} here, {b or 'none'} at the server: {cure}"
     return None
 
 
