@@ -11,7 +11,7 @@ from numbers import Number
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from gbfunc.types import GenomeLike, Params
@@ -103,38 +103,6 @@ def like_genome(flat: Params, genome: GenomeLike) -> Any:
     """Undo `flat_genome`: a `Genome` or `TrainState` with the values of `flat` in place of its leaves."""
     gnets, direct = unflatten_tree(flat, genome.gnets, GNET), unflatten_tree(flat, genome.direct, DIRECT)
     return genome._replace(gnets=gnets, direct=direct)
-
-
-def have_memory(tensors: Iterable[Tensor]) -> bool:
-    """Whether a compiled program can read them: fake and meta tensors hold nothing, others bring own operations."""
-    try:
-        for x in tensors:
-            if type(x) not in (Tensor, nn.Parameter) or x.is_meta:
-                return False
-            x.data_ptr()
-    except RuntimeError:  # batched by `torch.autograd.grad(is_grads_batched=True)`, or of a transform of `torch.func`
-        return False
-    return True
-
-
-def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """A copy of each tensor in its layout, all in one call: an accelerator takes as long to be told of each."""
-    made = [torch.empty_like(x) for x in tensors]
-    if made:
-        torch._foreach_copy_(made, list(tensors))  # pyright: ignore[reportPrivateImportUsage]
-    return made
-
-
-def where_each(condition: Tensor, tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
-    """`torch.where(condition, x, y)` of tensors and others of the same shapes and dtypes, a few calls for all."""
-    made: dict[int, Tensor] = {}
-    for dtype in dict.fromkeys(x.dtype for x in tensors):
-        mine = [i for i, x in enumerate(tensors) if x.dtype == dtype]
-        flat, other = (torch.cat([of[i].reshape(-1) for i in mine]) for of in (tensors, others))
-        parts = torch.where(condition, flat, other).split([tensors[i].numel() for i in mine])
-        shaped = [part.view(tensors[i].shape) for i, part in zip(mine, parts, strict=True)]
-        made |= zip(mine, copies(shaped), strict=True)  # each in memory of its own
-    return [made[i] for i in range(len(tensors))]
 
 
 def compare_trees(expected: Mapping[str, Tensor | TensorSpec], got: Mapping[str, Tensor], what: str) -> None:

@@ -319,7 +319,7 @@ def test_a_device_chooses_as_the_processor_does(
         return states
 
     read = states_of()
-    monkeypatch.setattr(TrainStep, "_reads", staticmethod(lambda device: False))
+    monkeypatch.setattr("gbfunc.train.step._READ", set[str]())
     assert same_bits(states_of(), read)
 
 

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from gbfunc.hypernets import Hypernet
-from gbfunc.hypernets.kernels.waves import period_of, waves
+from gbfunc.hypernets.kernels.waves import Side, have_memory, mixed, period_of, sides_of, waves
 from gbfunc.hypernets.periodic import Waves
 from gbfunc.tiling import TileGrid, join_all, join_tiles
-from gbfunc.trees import have_memory
 from gbfunc.types import Factors, Kernel, Params, TileDims
 
 
@@ -74,6 +73,8 @@ class Evaluation(NamedTuple):
     def all_leaves(self) -> Params:
         """The leaves with those that have no entries."""
         empty, row = self.constants.empty, self.constants.row
+        if not empty:
+            return self.leaves
         return {**self.leaves, **{k: row.new_zeros((self.n_tiles, *shape)) for k, shape in empty.items()}}
 
     def tiles(self) -> Tensor | Factors:
@@ -138,21 +139,27 @@ class Evaluation(NamedTuple):
 
 def with_factors(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
     """The evaluations, with the factors of periodic and bilinear g-nets `made`, by one operator for all of them."""
-    periodic = [one.made is None and isinstance(one.constants.hypernet, Waves) for one in evaluations]
-    factors = iter(periodic_factors([one for one, yes in zip(evaluations, periodic, strict=True) if yes]))
-    pairs = zip(evaluations, periodic, strict=True)
-    return [Evaluation(*one[:-1], next(factors)) if yes else one for one, yes in pairs]
+    found = [*evaluations]
+    which = [i for i, one in enumerate(found) if one.made is None and isinstance(one.constants.hypernet, Waves)]
+    for i, factors in zip(which, periodic_factors([found[i] for i in which]), strict=True):
+        found[i] = Evaluation(*found[i][:-1], factors)
+    return found
 
 
 def periodic_factors(evaluations: Sequence[Evaluation]) -> list[Factors]:
     """Scaled factors [T, r, k] and [T, c, k] of each evaluation of periodic or bilinear g-nets, by one operator."""
-    hypernets: list[Any] = [one.constants.hypernet for one in evaluations]
-    leaves, sides = [one.all_leaves() for one in evaluations], []
-    for hypernet, own, (c, *_) in zip(hypernets, leaves, evaluations, strict=True):
-        sides += hypernet.sides(own, c.row, c.col, c.scale, c.groups, c.periods)
+    leaves: list[Params] = []
+    sides: list[Side] = []
+    for one in evaluations:
+        c, own = one.constants, one.all_leaves()
+        hypernet: Any = c.hypernet
+        leaves.append(own)
+        sides += sides_of(own, c.row, c.col, hypernet.cosine_first, c.scale, c.groups, c.periods)
     made = waves(sides, kernel=evaluations[0].constants.kernel) if evaluations else []
-    every = zip(hypernets, leaves, made[::2], made[1::2], evaluations, strict=True)
-    return [hypernet.factors(own, left, right, c.scale) for hypernet, own, left, right, (c, *_) in every]
+    factors: list[Factors] = []
+    for i, one in enumerate(evaluations):
+        factors.append(mixed(leaves[i], made[2 * i], made[2 * i + 1], one.constants.scale))
+    return factors
 
 
 def dense_tiles(tiles: Tensor | Factors) -> Tensor:

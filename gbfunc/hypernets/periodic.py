@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gbfunc.hypernets.base import Leaf, Sized, uniform
-from gbfunc.hypernets.kernels.waves import Side
+from gbfunc.hypernets.kernels.waves import mixed, sides_of
 from gbfunc.types import Factors, Params, TileDims
 
 
@@ -77,36 +77,10 @@ class Waves(Sized):
             "col_weight": Leaf((dims.col_width, self.known_size), "code", scope, cols, codes="col"),
         }
 
-    def sides(
-        self,
-        leaves: Params,
-        row: Tensor,
-        col: Tensor,
-        scale: Tensor | None = None,
-        groups: Tensor | None = None,
-        periods: tuple[int, int] = (0, 0),
-    ) -> tuple[Side, Side]:
-        """Say what the rows' and the columns' sides are made of, from arguments as `tiles` takes them.
-
-        `scale` [T] is that of the tiles; with `groups` [T], code weights are those of groups [G, ...]; `periods` are
-        those of the codes (`period_of`).
-        """
-        # Weights for codes of width 0 are in no genome, and those that take their place are of tiles.
-        of_row, of_col = (groups if codes.shape[-1] else None for codes in (row, col))
-        phase, sine, cosine = leaves.get("phase"), leaves.get("amplitude", leaves.get("sine")), leaves.get("cosine")
-        scale = None if sine is None else scale
-        return (
-            Side(row, leaves["row_weight"], phase, sine, cosine, scale, of_row, False, periods[0]),
-            Side(col, leaves["col_weight"], None, None, None, None, of_col, self.cosine_first, periods[1]),
-        )
-
-    def factors(self, leaves: Params, left: Tensor, right: Tensor, scale: Tensor | None = None) -> Factors:
-        """Make the factors of both sides."""
-        return Factors(left, right)
-
     def tiles(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, *unused: Any) -> Factors:
         """Factors [T, r, 2H] and [T, c, 2H]."""
-        return self.factors(leaves, *(side.in_parts() for side in self.sides(leaves, row_Urp, col_Ucq)))
+        left, right = sides_of(leaves, row_Urp, col_Ucq, self.cosine_first)
+        return mixed(leaves, left.in_parts(), right.in_parts())
 
 
 @dataclass(frozen=True)
@@ -176,11 +150,6 @@ class Bilinear(Waves):
     def max_size(self, dims: TileDims) -> int:
         """The size from which on the factors are as wide as the tile."""
         return max(1, min(dims.rows, dims.cols) // 2)
-
-    def factors(self, leaves: Params, left: Tensor, right: Tensor, scale: Tensor | None = None) -> Factors:
-        """Mix the rows' side."""
-        mix = leaves["mix"] if scale is None else leaves["mix"] * scale[:, None, None]
-        return Factors(left @ mix, right)
 
 
 periodic, bilinear = Periodic, Bilinear

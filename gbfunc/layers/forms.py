@@ -15,13 +15,13 @@ property that gives the dense tensor, with its graph; for the rest of the call t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from gbfunc.layers.kinds import LayerKind
 from gbfunc.tiling import Piece
@@ -215,6 +215,69 @@ def weight_of(layer: Any, attribute: str) -> Any:
     weight = getattr(layer, now(attribute))
     outside: Outside | None = layer._outside
     return outside(layer, attribute) if weight is None and outside is not None else weight
+
+
+def linear_forward(layer: Any, input: Tensor) -> Tensor:
+    """The forward of `nn.Linear` on whatever form its weight has."""
+    return weight_of(layer, "weight").linear(input, layer.bias)
+
+
+def conv_forward(layer: Any, input: Tensor) -> Tensor:
+    """The forward of `nn.Conv1d`, `nn.Conv2d` and `nn.Conv3d` on whatever form the weight has."""
+    conv: Any = (torch.conv1d, torch.conv2d, torch.conv3d)[len(layer.kernel_size) - 1]
+    options = {"stride": layer.stride, "dilation": layer.dilation, "groups": layer.groups, "padding": layer.padding}
+    if layer.padding_mode != "zeros":
+        input = F.pad(input, layer._reversed_padding_repeated_twice, mode=layer.padding_mode)
+        options["padding"] = (0,) * len(layer.kernel_size)
+    return weight_of(layer, "weight").conv(conv, input, layer.bias, **options)
+
+
+def embedding_forward(layer: Any, input: Tensor) -> Tensor:
+    """The forward of `nn.Embedding` on whatever form its weight has."""
+    return weight_of(layer, "weight").embedding(input, layer.padding_idx)
+
+
+class Parameters(dict[str, Any]):
+    """Parameters of a layer in a skeleton: during a call, those with a form are the dense weights to whoever reads."""
+
+    def __init__(self, layer: nn.Module, attributes: Collection[str]) -> None:
+        super().__init__(layer._parameters)
+        self._layer, self._attributes = layer, attributes
+
+    def _weight(self, name: str) -> Weight | None:
+        return getattr(self._layer, now(name)) if name in self._attributes else None
+
+    def __getitem__(self, name: str) -> Any:
+        weight = self._weight(name)
+        return super().__getitem__(name) if weight is None else weight.read()
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        weight = self._weight(name)
+        if weight is None:
+            super().__setitem__(name, value)
+        else:
+            # A p-net that swaps the weight itself, by functional_call say, computes with what it gives.
+            weight.formed, weight.applied = value, False
+
+    def __iter__(self) -> Any:
+        # With a method of this name `dict(parameters)` reads each entry as `parameters[name]` does.
+        return super().__iter__()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """`self[name]`, or the default."""
+        return self[name] if name in self else default
+
+    def copy(self) -> Any:
+        """A plain dict."""
+        return dict(self)
+
+    def values(self) -> Any:
+        """`self[name]` for all names."""
+        return [self[name] for name in self]
+
+    def items(self) -> Any:
+        """Names, and `self[name]`."""
+        return [(name, self[name]) for name in self]
 
 
 def unseen_by_checkpoints() -> AbstractContextManager[Any]:

@@ -4,37 +4,25 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gbfunc.layers.attention import attention_forward
-from gbfunc.layers.forms import Outside, Weight, WeightForm, now, weight_of
-
-
-def linear_forward(layer: Any, input: Tensor) -> Tensor:
-    """The forward of `nn.Linear` on whatever form its weight has."""
-    return weight_of(layer, "weight").linear(input, layer.bias)
-
-
-def conv_forward(layer: Any, input: Tensor) -> Tensor:
-    """The forward of `nn.Conv1d`, `nn.Conv2d` and `nn.Conv3d` on whatever form the weight has."""
-    conv: Any = (torch.conv1d, torch.conv2d, torch.conv3d)[len(layer.kernel_size) - 1]
-    options = {"stride": layer.stride, "dilation": layer.dilation, "groups": layer.groups, "padding": layer.padding}
-    if layer.padding_mode != "zeros":
-        input = F.pad(input, layer._reversed_padding_repeated_twice, mode=layer.padding_mode)
-        options["padding"] = (0,) * len(layer.kernel_size)
-    return weight_of(layer, "weight").conv(conv, input, layer.bias, **options)
-
-
-def embedding_forward(layer: Any, input: Tensor) -> Tensor:
-    """The forward of `nn.Embedding` on whatever form its weight has."""
-    return weight_of(layer, "weight").embedding(input, layer.padding_idx)
+from gbfunc.layers.forms import (
+    Outside,
+    Parameters,
+    Weight,
+    WeightForm,
+    conv_forward,
+    embedding_forward,
+    linear_forward,
+    now,
+    weight_of,
+)
 
 
 class LayerForm(NamedTuple):
@@ -197,46 +185,3 @@ def install_served(net: nn.Module, forms: Mapping[str, WeightForm], inputs: Mapp
 def _of_own_parameters(layer: nn.Module, attribute: str) -> Weight:
     form = vars(layer)["_forms"][attribute]
     return Weight(form, {k: getattr(layer, f"{attribute}_{k}") for k in form.inputs})
-
-
-class Parameters(dict[str, Any]):
-    """Parameters of a layer in a skeleton: during a call, those with a form are the dense weights to whoever reads."""
-
-    def __init__(self, layer: nn.Module, attributes: Collection[str]) -> None:
-        super().__init__(layer._parameters)
-        self._layer, self._attributes = layer, attributes
-
-    def _weight(self, name: str) -> Weight | None:
-        return getattr(self._layer, now(name)) if name in self._attributes else None
-
-    def __getitem__(self, name: str) -> Any:
-        weight = self._weight(name)
-        return super().__getitem__(name) if weight is None else weight.read()
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        weight = self._weight(name)
-        if weight is None:
-            super().__setitem__(name, value)
-        else:
-            # A p-net that swaps the weight itself, by functional_call say, computes with what it gives.
-            weight.formed, weight.applied = value, False
-
-    def __iter__(self) -> Any:
-        # With a method of this name `dict(parameters)` reads each entry as `parameters[name]` does.
-        return super().__iter__()
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """`self[name]`, or the default."""
-        return self[name] if name in self else default
-
-    def copy(self) -> Any:
-        """A plain dict."""
-        return dict(self)
-
-    def values(self) -> Any:
-        """`self[name]` for all names."""
-        return [self[name] for name in self]
-
-    def items(self) -> Any:
-        """Names, and `self[name]`."""
-        return [(name, self[name]) for name in self]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gbfunc.train.param_groups import ROLES, Kernel, LearningRate, ParamGroup, check_class, learning_rate, param_groups
-from gbfunc.trees import TensorSpec, compare_trees, copies, flatten_tree, spec_of
+from gbfunc.trees import TensorSpec, compare_trees, flatten_tree, spec_of
 from gbfunc.types import Params
 
 Roles: TypeAlias = Mapping[str, str]
@@ -270,6 +270,26 @@ def _aligned(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> Sequence[Tens
         else torch.empty_like(p, dtype=t.dtype, device=t.device).copy_(t)
         for t, p in zip(tensors, like, strict=True)
     ]
+
+
+def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """A copy of each tensor in its layout, all in one call: an accelerator takes as long to be told of each."""
+    made = [torch.empty_like(x) for x in tensors]
+    if made:
+        torch._foreach_copy_(made, list(tensors))  # pyright: ignore[reportPrivateImportUsage]
+    return made
+
+
+def where_each(condition: Tensor, tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+    """`torch.where(condition, x, y)` of tensors and others of the same shapes and dtypes, a few calls for all."""
+    made: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(x.dtype for x in tensors):
+        mine = [i for i, x in enumerate(tensors) if x.dtype == dtype]
+        flat, other = (torch.cat([of[i].reshape(-1) for i in mine]) for of in (tensors, others))
+        parts = torch.where(condition, flat, other).split([tensors[i].numel() for i in mine])
+        shaped = [part.view(tensors[i].shape) for i, part in zip(mine, parts, strict=True)]
+        made |= zip(mine, copies(shaped), strict=True)  # each in memory of its own
+    return [made[i] for i in range(len(tensors))]
 
 
 def _memory(optimizer: torch.optim.Optimizer) -> dict[str, str]:

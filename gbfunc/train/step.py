@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
-from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -20,12 +19,15 @@ from gbfunc.genome import check_genome, check_seed, init_genome
 from gbfunc.parallel import Layout, Placement, Rows, from_rank_0, gather_state, shard_state
 from gbfunc.pnet import parameter_infos
 from gbfunc.train.gradients import Objective
-from gbfunc.train.optimizers import Optimizer, OptState
+from gbfunc.train.optimizers import Optimizer, OptState, where_each
 from gbfunc.train.options import StepOptions
-from gbfunc.trees import BUFFERS, DIRECT, GNET, flat_genome, flatten_tree, unflatten_tree, where_each
+from gbfunc.trees import BUFFERS, DIRECT, GNET, flat_genome, flatten_tree, unflatten_tree
 from gbfunc.types import Genome, GNets, Params
 
 _SHAPE, _KIND = attrgetter("shape"), attrgetter("shape", "dtype")
+
+_READ = {"cpu"}
+"""Devices a number of which costs nothing to read."""
 
 _MIX = 0x9E3779B97F4A7C15
 """2**64 / golden ratio (Knuth, TAOCP 3, section 6.4): spreads steps over seeds."""
@@ -61,9 +63,9 @@ class StepInfo(NamedTuple):
     Attributes:
         loss: the loss, detached, averaged over microbatches.
         grad_norm: Euclidean norm of the genome's gradient before clipping.
-        finite: whether loss and gradient are finite, a tensor that works as a bool; where not, the step changed
-            nothing but `step` (on an accelerator the optimizer's count of steps, too).
-        aux: what the loss function returned beside the loss, detached, averaged over microbatches; {} without.
+        finite: whether loss and gradient are finite, a bool tensor; if not, the step changed nothing but `step` (and
+            on an accelerator the optimizer's count of steps).
+        aux: the second value of the loss function, detached, averaged over microbatches; {} without one.
     """
 
     loss: Tensor
@@ -91,8 +93,7 @@ class TrainStep:
         frozen = {f"{DIRECT}{p.name}" for p in parameter_infos(pnet) if not p.tensor.requires_grad}
         self._frozen = frozen & self._roles.keys()
         self._trained = [name for name in self._roles if name not in self._frozen]
-        self._set_by_forward = [name for name in self._trained if name.startswith(DIRECT)]
-        # Leaves that other ranks have all rows of.
+        # Leaves all rows of which are on other ranks.
         self._empty = {k for k in layout.split if not layout.shapes[k][0]}
         self._shapes = layout.shapes if layout.sharded else None
         self._expected = layout.shapes | {f"{BUFFERS}{b.name}": b.shape for b in plan.buffers}
@@ -136,8 +137,7 @@ class TrainStep:
         return new
 
     def __deepcopy__(self, memo: Any) -> TrainStep:
-        # As of any function: what contains a step is copied, its state is elsewhere.
-        return self
+        return self  # The step is stateless, so copies share it.
 
     @property
     def placement(self) -> Placement:
@@ -203,20 +203,20 @@ class TrainStep:
                 no scalar or does not depend on what is trained, or a forward that gives a buffer another shape
                 or dtype.
         """
-        state = gnet_params
+        state, options = gnet_params, self._options
         named = checked_state(state)
-        both = named | {f"{BUFFERS}{k}": v for k, v in state.buffers.items()}
-        if dict(zip(both, map(_SHAPE, both.values()), strict=True)) != self._expected:
+        shapes = {**named, **{f"{BUFFERS}{k}": v for k, v in state.buffers.items()}}
+        if dict(zip(shapes, map(_SHAPE, shapes.values()), strict=True)) != self._expected:
             check_genome(self.plan, state, self._shapes)
-        named = named if self._options.donate else own_direct(named)
+        named = named if options.donate else own_direct(named)
         flat = {k: named[k].detach().requires_grad_() for k in self._trained}
         if not flat:
             words = "no parameter is generated, and no direct one requires grad"
             raise ValueError(f"the loss does not depend on any trained leaf: there is none ({words})")
         leaves, rate = named | flat, dict[str, Tensor]()
-        if self._options.rounding is not None:
+        if options.rounding is not None:
             with torch.enable_grad():
-                leaves, rate = as_stored(self.plan, leaves, self._options.rounding)
+                leaves, rate = as_stored(self.plan, leaves, options.rounding)
         step = int(state.step)
         loss, aux, gradients, buffers, norm = self._objective(
             leaves, flat, state.buffers, batch, step_seed(int(state.seed), step), step
@@ -226,61 +226,59 @@ class TrainStep:
             check_dtypes(state.buffers, buffers)
         # x - x is 0 where x is finite, and in no other case equal to anything: a third of the time of `isfinite`.
         info = StepInfo(loss, norm, (loss - loss) == (norm - norm), aux)
-        if self._options.clip_norm is not None:
-            factor = (self._options.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        if options.clip_norm is not None:
+            factor = (options.clip_norm / (norm + 1e-6)).clamp(max=1.0)
             clipped = torch._foreach_mul([*gradients.values()], factor)  # pyright: ignore[reportPrivateImportUsage]
             gradients = dict(zip(gradients, clipped, strict=True))
-        gradients = {k: g + rate[k] for k, g in gradients.items()} if rate else gradients
-        params = {k: x.detach() if x.requires_grad else x for k, x in ((k, named[k]) for k in flat)}
-        # A forward may have set their `data`.
-        params |= {k: flat[k].detach() for k in self._set_by_forward}
+        params: Params = {}
+        for k, leaf in flat.items():
+            # A forward may have set the `data` of direct parameters.
+            x = leaf if k.startswith(DIRECT) else named[k]
+            params[k] = x.detach() if x.requires_grad else x
+            if rate:
+                gradients[k] = gradients[k] + rate[k]
         found = self._updated(state, params, gradients, buffers, info)
         if found is None:
             return state._replace(step=state.step + 1), info
         new, opt, buffers = found
         named |= new
-        gnets, direct = unflatten_tree(named, state.gnets, GNET), unflatten_tree(named, state.direct, DIRECT)
+        gnets = {e: {k: named[f"{GNET}{e}/{k}"] for k in of} for e, of in state.gnets.items()}
+        direct = {k: named[f"{DIRECT}{k}"] for k in state.direct}
         return TrainState(gnets, direct, buffers, opt, state.step + 1, state.seed), info
 
     def _updated(
         self, state: TrainState, params: Params, gradients: Params, buffers: Params, info: StepInfo
     ) -> tuple[Params, OptState, Params] | None:
-        """Leaves, optimizer's state and buffers after the step; None where they are as they were: it was not finite.
+        """Leaves, optimizer's state and buffers after the step; None if loss or gradient is not finite.
 
-        On an accelerator nothing is read back to know, but at the first step, before which the optimizer has no state:
-        both are computed, and one is chosen there. The optimizer's count of steps, on the CPU, counts either.
+        A number of an accelerator is read before the first step alone, when the optimizer has no state: later both
+        outcomes are computed, and one is chosen there. The optimizer's count of steps, on the CPU, counts either.
         """
-        options, device = self._options, info.finite.device.type
-        read = self._reads(device) or options.on_nonfinite == "raise" or int(state.opt.step) == 0
+        options, device, old = self._options, info.finite.device.type, state.opt
+        read = device in _READ or options.on_nonfinite == "raise" or int(old.step) == 0
         if read and not info.finite:
             if options.on_nonfinite == "raise":
                 numbers = f"loss {float(info.loss)}, gradient norm {float(info.grad_norm)}"
                 raise FloatingPointError(f"step {int(state.step)}: {numbers}; the state is as it was")
             return None
-        new, opt = self._update(gradients, state.opt, params, donate=options.donate and read)
+        present, opt = params, old
+        if self._empty:
+            present = {k: v for k, v in params.items() if k not in self._empty}
+            gradients, opt = (
+                {k: gradients[k] for k in present},
+                old._replace(leaves={k: old.leaves[k] for k in present}),
+            )
+        new, opt = self._optimizer.update(gradients, opt, present, self._roles, donate=options.donate and read)
+        if self._empty:
+            new, opt = params | new, opt._replace(leaves=old.leaves | opt.leaves)
         if not read:
             found = (new, opt.leaves, buffers)
-            flat, old = flatten_tree(found), flatten_tree((params, state.opt.leaves, state.buffers))
+            flat, before = flatten_tree(found), flatten_tree((params, old.leaves, state.buffers))
             there = [k for k, x in flat.items() if x.device.type == device]
-            chosen = where_each(info.finite, [flat[k] for k in there], [old[k] for k in there])
+            chosen = where_each(info.finite, [flat[k] for k in there], [before[k] for k in there])
             new, leaves, buffers = unflatten_tree(flat | dict(zip(there, chosen, strict=True)), found)
             opt = opt._replace(leaves=leaves)
         return new, opt, buffers
-
-    @staticmethod
-    def _reads(device: str) -> bool:
-        """Whether reading a number there costs nothing."""
-        return device == "cpu"
-
-    def _update(self, gradients: Params, opt: OptState, params: Params, donate: bool) -> tuple[Params, OptState]:
-        """The optimizer's step on the leaves of which this rank has rows."""
-        if not self._empty:
-            return self._optimizer.update(gradients, opt, params, self._roles, donate=donate)
-        present = {k: v for k, v in params.items() if k not in self._empty}
-        some = opt._replace(leaves={k: opt.leaves[k] for k in present})
-        gradients = {k: gradients[k] for k in present}
-        new, made = self._optimizer.update(gradients, some, present, self._roles, donate=donate)
-        return params | new, made._replace(leaves=opt.leaves | made.leaves)
 
 
 def check_dtypes(before: Params, after: Params) -> None:
@@ -306,13 +304,14 @@ def checked_state(state: Any) -> Params:
 
     TypeError for anything else than a state, ValueError where no gradient can be taken.
     """
-    if not all(map(partial(hasattr, state), TrainState._fields)):
-        raise TypeError(
-            f"train_step takes (state, batch), the state from train_step.init(seed), got a {type(state).__name__} first"
-        )
+    for field in TrainState._fields:
+        if not hasattr(state, field):
+            words = "train_step takes (state, batch), the state from train_step.init(seed), got a"
+            raise TypeError(f"{words} {type(state).__name__} first")
     if torch.is_inference_mode_enabled():
         raise ValueError("a training step needs gradients: call it outside of torch.inference_mode")
-    named = flat_genome(state)
+    named = {f"{GNET}{e}/{k}": x for e, leaves in state.gnets.items() for k, x in leaves.items()}
+    named |= {f"{DIRECT}{k}": x for k, x in state.direct.items()}
     if any(map(Tensor.is_inference, named.values())):
         raise ValueError("the state was made in torch.inference_mode, where there are no gradients: make it outside")
     return named

@@ -23,8 +23,8 @@ from torch.autograd import forward_ad
 from gbfunc.hypernets.base import project
 from gbfunc.hypernets.kernels import eager, native
 from gbfunc.hypernets.kernels.chunked import InputsOnly, Tensors, chunked_apply
+from gbfunc.hypernets.kernels.waves import have_memory
 from gbfunc.tiling import TileGrid, join_stack, split_stack, unbatched
-from gbfunc.trees import have_memory
 from gbfunc.types import Kernel, Params
 
 COMPILE_WORK = 2**20

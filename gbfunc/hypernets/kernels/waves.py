@@ -15,17 +15,28 @@ from __future__ import annotations
 import ctypes
 import functools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from gbfunc.hypernets.kernels import native
 from gbfunc.hypernets.kernels.chunked import Tensors
-from gbfunc.trees import have_memory
-from gbfunc.types import Kernel
+from gbfunc.types import Factors, Kernel, Params
+
+
+def have_memory(tensors: Iterable[Tensor]) -> bool:
+    """Whether a compiled program can read them: fake and meta tensors hold nothing, others bring own operations."""
+    try:
+        for x in tensors:
+            if type(x) not in (Tensor, nn.Parameter) or x.is_meta:
+                return False
+            x.data_ptr()
+    except RuntimeError:  # batched by `torch.autograd.grad(is_grads_batched=True)`, or of a transform of `torch.func`
+        return False
+    return True
 
 
 class Side(NamedTuple):
@@ -72,6 +83,38 @@ class Side(NamedTuple):
         if m < n:
             halves = tuple(x.flatten(-2)[..., :n] for x in halves)
         return torch.cat(halves[::-1] if self.cosine_first else halves, -2).mT
+
+
+def sides_of(
+    leaves: Params,
+    row: Tensor,
+    col: Tensor,
+    cosine_first: bool,
+    scale: Tensor | None = None,
+    groups: Tensor | None = None,
+    periods: tuple[int, int] = (0, 0),
+) -> tuple[Side, Side]:
+    """Say what the rows' and the columns' sides of periodic or bilinear g-nets are made of.
+
+    `scale` [T] is that of the tiles; with `groups` [T], code weights are those of groups [G, ...]; `periods` are those
+    of the codes (`period_of`).
+    """
+    # Weights for codes of width 0 are in no genome, and those that take their place are of tiles.
+    of_row, of_col = groups if row.shape[-1] else None, groups if col.shape[-1] else None
+    phase, sine, cosine = leaves.get("phase"), leaves.get("amplitude", leaves.get("sine")), leaves.get("cosine")
+    scale = None if sine is None else scale
+    return (
+        Side(row, leaves["row_weight"], phase, sine, cosine, scale, of_row, False, periods[0]),
+        Side(col, leaves["col_weight"], None, None, None, None, of_col, cosine_first, periods[1]),
+    )
+
+
+def mixed(leaves: Params, left: Tensor, right: Tensor, scale: Tensor | None = None) -> Factors:
+    """Make factors of both sides: bilinear g-nets mix the columns of the rows' one."""
+    mix = leaves.get("mix")
+    if mix is None:
+        return Factors(left, right)
+    return Factors(left @ (mix if scale is None else mix * scale[:, None, None]), right)
 
 
 def period_of(codes_Unp: Tensor) -> int:
