@@ -23,11 +23,7 @@ def equal_parts(n: int, batch: Any, rows: float) -> list[tuple[Any, float]]:
 
 
 def parts_of_share(n: int, takes_parts: bool, batch: Any, rows: float) -> list[tuple[Any, float]]:
-    """Microbatches of a rank's share, which ranks may have uneven ones of.
-
-    Ranks with fewer rows may take fewer microbatches: only generation has collectives, unless layers have some
-    (`takes_parts`).
-    """
+    """Microbatches of a rank's share, fewer where it has fewer rows, unless layers have collectives (`takes_parts`)."""
     most = n_rows(batch)
     if n == 1 or most is None:
         return equal_parts(n, batch, rows)
@@ -35,81 +31,57 @@ def parts_of_share(n: int, takes_parts: bool, batch: Any, rows: float) -> list[t
     return [(small, (n_rows(small) or 0) * rows / most if most else 0) for small in parts]
 
 
-class Kept:
-    """Weights whose graph to the genome is kept from the forward pass to the backward pass."""
-
-    def __init__(self, loss: GenomeLoss) -> None:
-        self._loss = loss
-
-    def weights(self, given: Given) -> tuple[Params, list[str]]:
-        """The weights, and the names of those that take gradients."""
-        weights = self._loss.weights(given)
-        return weights, [k for k, w in weights.items() if w.requires_grad and k not in self._loss.generator.frozen]
-
-    def again(self, given: Given, weights: Params) -> Params:
-        """The weights with their graph, for backward."""
-        return weights
-
-
-class Regenerated(Kept):
-    """Weights that are generated again for the backward pass, so that their graph need not be kept."""
-
-    def weights(self, given: Given) -> tuple[Params, list[str]]:
-        """The weights without a graph, and the names of those that may take gradients."""
-        with torch.no_grad():
-            weights = self._loss.weights(given)
-        numbers = (k for k, w in weights.items() if differentiable(w.dtype))
-        return weights, [k for k in numbers if k not in self._loss.generator.frozen]
-
-    def again(self, given: Given, weights: Params) -> Params:
-        """The weights with their graph."""
-        return self._loss.weights(given)
-
-
 class Accumulated:
-    """Gradients of the weights, summed over microbatches, then of the genome."""
+    """Gradients of the weights, summed over microbatches, then of the genome.
+
+    With `again`, weights have no graph until backward generates them a second time.
+    """
 
     least_rows = 2
 
-    def __init__(self, loss: GenomeLoss, scale: float, split: Split, source: Kept) -> None:
-        self.loss, self._scale, self._split, self._source = loss, scale, split, source
+    def __init__(self, loss: GenomeLoss, scale: float, split: Split, again: bool) -> None:
+        self.loss, self._scale, self._split, self._again = loss, scale, split, again
 
     def __call__(self, given: Given, wanted: list[Tensor]) -> Result:
-        """Loss, aux and gradients, means over the microbatches."""
+        """Means over the microbatches."""
         with self.loss.net.kept():
-            return self._result(given, wanted)
-
-    def _result(self, given: Given, wanted: list[Tensor]) -> Result:
-        made, trained = self._source.weights(given)
-        weights, trained = leaves_of(given, made, trained)
-        sums: Params = {}
-        ends: list[tuple[Tensor, Any, float]] = []
-        for small, n in self._split(given.batch, given.rows):
-            loss, aux = self.loss.on(weights, given.buffers, small)
-            rows = self.loss.rows(n)
-            given.buffers.update(detached(given.buffers))
-            ends.append((loss.detach(), given.detached(aux), rows))
-            gradients = self.loss.gradients(loss * (self._scale * rows), [weights[k] for k in trained])
-            for k, g in zip(trained, gradients, strict=True):
-                if g is not None:
-                    sums[k] = sums[k] + g if k in sums else g
-        gradients = through_gnets(self._source.again(given, made), sums, wanted)
-        if all(g is None for g in gradients):
-            raise ValueError(NO_GRADIENT)
-        return Result(*mean_of(ends), gradients, sum(rows for *_, rows in ends))
+            made, weights, trained = weights_of(self.loss, given, self._again)
+            sums: Params = {}
+            ends: list[tuple[Tensor, Any, float]] = []
+            for small, n in self._split(given.batch, given.rows):
+                loss, aux = self.loss.on(weights, given.buffers, small)
+                rows = self.loss.rows(n)
+                given.buffers.update(detached(given.buffers))
+                ends.append((loss.detach(), given.detached(aux), rows))
+                gradients = self.loss.gradients(loss * (self._scale * rows), [weights[k] for k in trained])
+                for k, g in zip(trained, gradients, strict=True):
+                    if g is not None:
+                        sums[k] = sums[k] + g if k in sums else g
+            gradients = through_gnets(made or self.loss.weights(given), sums, wanted)
+            if all(g is None for g in gradients):
+                raise ValueError(NO_GRADIENT)
+            return Result(*mean_of(ends), gradients, sum(rows for *_, rows in ends))
 
 
-def leaves_of(given: Given, weights: Params, trained: list[str]) -> tuple[Params, list[str]]:
-    """The weights as leaves of a new graph, and the names of those that take gradients.
+def weights_of(loss: GenomeLoss, given: Given, again: bool) -> tuple[Params, Params, list[str]]:
+    """The weights in their graph, the same as leaves of a new graph, and the names of those that take gradients.
 
-    Direct parameters are there themselves, unless rounded: a forward may set their `data`. Leaves that g-nets of
-    several weights share are not: each of those weights would get the gradient of all.
+    With `again` the first are left out: backward generates them a second time. Direct parameters are leaves themselves,
+    unless rounded: a forward may set their `data`. Leaves that g-nets of several weights share are not: each of those
+    weights would get the gradient of all.
     """
+    with torch.set_grad_enabled(not again):
+        weights = loss.weights(given)
     own = {id(x) for k, x in given.leaves.items() if k.startswith(DIRECT) and x.is_leaf}
-    direct = {k for k, w in weights.items() if id(w) in own}
-    leaves = {k: w if k in direct else w.detach() for k, w in weights.items()}
-    trained = [k for k in trained if k not in direct or leaves[k].requires_grad]
-    return leaves | {k: leaves[k].requires_grad_() for k in trained if k not in direct}, trained
+    leaves, trained = Params(), list[str]()
+    for k, w in weights.items():
+        direct = id(w) in own
+        leaves[k] = w if direct else w.detach()
+        takes = w.requires_grad or (again and not direct and differentiable(w.dtype))
+        if takes and k not in loss.generator.frozen:
+            trained.append(k)
+            leaves[k].requires_grad_()
+    return {} if again else weights, leaves, trained
 
 
 def through_gnets(weights: Params, sums: Params, wanted: list[Tensor]) -> Gradients:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gbfunc.parallel import Layout
-from gbfunc.train.gradients.accumulated import Accumulated, Kept, Regenerated, equal_parts, parts_of_share
+from gbfunc.train.gradients.accumulated import Accumulated, equal_parts, parts_of_share
 from gbfunc.train.gradients.compiled import CompiledGraph
 from gbfunc.train.gradients.loss import GenomeLoss, LossFn, Objective, OneGraph, Strategy
 from gbfunc.train.gradients.proof import Proof
@@ -19,14 +19,10 @@ from gbfunc.train.gradients.split import SplitLoss, SplitObjective, split_proof
 from gbfunc.train.options import StepOptions
 
 if TYPE_CHECKING:
-    from gbfunc.parallel.pipeline import Pipeline
     from gbfunc.parallel.tensor import TensorParallel
 
-_FP16_SCALE = 2.0**10
-"""Loss scale under float16, which keeps small gradients of activations from underflow (Micikevicius et al., 2018)."""
-
-_FP16_SCALE_PER_ROW = 2.0**4
-"""Loss scale under float16 with a mesh, for each row of a rank's share: as large at 64 rows."""
+_FP16_SCALE, _FP16_SCALE_PER_ROW = 2.0**10, 2.0**4
+"""Loss scales under float16 against underflow of small gradients (Micikevicius et al., 2018); a row's with a mesh."""
 
 
 def make_objective(pnet: nn.Module, loss_fn: LossFn, layout: Layout, options: StepOptions) -> Objective:
@@ -49,37 +45,29 @@ def make_objective(pnet: nn.Module, loss_fn: LossFn, layout: Layout, options: St
 
 
 def _strategy(
-    pnet: nn.Module,
-    loss_fn: LossFn,
-    layout: Layout,
-    options: StepOptions,
-    split: TensorParallel | None,
-    scale: float,
+    pnet: nn.Module, loss_fn: LossFn, layout: Layout, options: StepOptions, split: TensorParallel | None, scale: float
 ) -> tuple[Strategy, Proof | None]:
     """The strategy, and what its first step is compared with, where ranks have parts of the p-net."""
     # Weights are there one layer at a time.
     whole = partial(GenomeLoss, pnet, loss_fn, layout, replace(options, compile=False, remat="layer", microbatches=1))
     takes_parts = split is not None and split.takes_parts
-    source, n = Regenerated if options.remat == "generate" else Kept, options.microbatches
+    again, n = options.remat == "generate", options.microbatches
     make = partial(GenomeLoss if split is None else partial(SplitLoss, split), pnet, loss_fn, layout, options)
     if options.pipeline is not None and layout.mesh.sizes["pipeline"] > 1:
         # Torch's pipelines take a while to import.
         from gbfunc.parallel.pipeline import Pipeline
         from gbfunc.train.gradients.pipelined import Pipelined
 
-        def build(pipeline: Pipeline) -> GenomeLoss:
-            return make(names=pipeline.names)
-
         pieces = {} if split is None else {"adapt": split.shrink}
         pipeline = Pipeline(pnet, options.pipeline, layout.mesh, n, options.stages, **pieces)
-        strategy = Pipelined(pipeline, build, loss_fn, scale, source, split, options.amp)
+        strategy = Pipelined(pipeline, make, loss_fn, scale, again, split, options.amp)
         return strategy, strategy.proof(whole)
     loss = make()
     proof = None if split is None or takes_parts else split_proof(whole, loss, split)
     if options.compile:
         return CompiledGraph(loss, scale, layout, options.amp, joint=split is None), proof
-    if n == 1 and source is Kept:
+    if n == 1 and not again:
         return OneGraph(loss, scale), proof
     alone = layout.mesh.world == 1 and options.local_steps is None
     parts = partial(equal_parts, n) if alone else partial(parts_of_share, n, takes_parts)
-    return Accumulated(loss, scale, parts, source(loss)), proof
+    return Accumulated(loss, scale, parts, again), proof

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -43,30 +43,21 @@ _OWN_READ = (
 )
 
 _FEW = 1 << 15
-"""Numbers of a gradient up to which its norm is taken of one copy: half the time; with a million it would be twice."""
+"""Gradients up to this size are flattened before the norm is computed: half the time; twice with a million."""
 
 _DEFAULT_GENERATORS = threading.RLock()
 """Held while a step seeds torch's default generators, which all threads share."""
 
 
 class Given(NamedTuple):
-    """What the loss is a function of, on this rank.
+    """The arguments of the loss on this rank."""
 
-    Attributes:
-        leaves: of the genome, flat by name.
-        noise: of stochastic g-nets.
-        buffers: clones of the p-net's buffers, which are updated.
-        batch: this rank's share.
-        rows: of the share.
-        counts: whether its gradients count: not those of rows of zeros in the place of an empty share.
-    """
-
-    leaves: Params
+    leaves: Params  # flat by name
     noise: Noise | None
-    buffers: Params
-    batch: Any
+    buffers: Params  # clones, which the forward updates
+    batch: Any  # this rank's share
     rows: int
-    counts: bool
+    counts: bool  # False for rows of zeros in place of an empty share, whose gradients do not count
 
     def copied(self) -> Given:
         """The same, with copies of what a forward may change in place: buffers and the batch."""
@@ -88,36 +79,26 @@ class Given(NamedTuple):
         """Aux without its graph, and with copies of what the step changes later: buffers and direct parameters."""
         if type(aux) is dict and not aux:
             return aux
-        changing: set[int] | None = None
+        direct = (x for k, x in self.leaves.items() if k.startswith(DIRECT))
+        changing = {x.untyped_storage().data_ptr() for x in (*self.buffers.values(), *direct)}
 
         def detached(x: Any) -> Any:
-            nonlocal changing
-            if not isinstance(x, Tensor):
-                if holds_tensors(x):
-                    raise ValueError(f"aux has a {type(x).__name__} with tensors: give them as a dict")
-                return x
-            if changing is None:
-                tensors = (*self.buffers.values(), *(v for k, v in self.leaves.items() if k.startswith(DIRECT)))
-                changing = {t.untyped_storage().data_ptr() for t in tensors}
-            x = x.detach()
-            return x.clone() if x.layout == torch.strided and x.untyped_storage().data_ptr() in changing else x
+            if isinstance(x, Tensor):
+                x = x.detach()
+                return x.clone() if x.layout == torch.strided and x.untyped_storage().data_ptr() in changing else x
+            if holds_tensors(x):
+                raise ValueError(f"aux has a {type(x).__name__} with tensors: give them as a dict")
+            return x
 
         return tree_map(detached, aux)
 
 
 class Result(NamedTuple):
-    """What a strategy finds of this rank's share.
+    """What a strategy finds on this rank's share."""
 
-    Attributes:
-        loss: mean over the share.
-        aux: what the loss function returned beside it.
-        gradients: of the scaled sum of the rows' losses, of each wanted tensor, None where it has no part in the loss.
-        rows: of the share.
-    """
-
-    loss: Tensor
+    loss: Tensor  # the mean over the share
     aux: Any
-    gradients: Gradients
+    gradients: Gradients  # of the scaled sum of the rows' losses; None for tensors without a part in the loss
     rows: float
 
 
@@ -161,16 +142,12 @@ class GenomeLoss:
         return self.generator(given.leaves, given.noise, counts=given.counts)
 
     def __call__(self, given: Given) -> tuple[Tensor, Any]:
-        """Loss and aux in one graph."""
         return self.on(self.weights(given), given.buffers, given.batch)
 
     def with_gradients(
         self, given: Given, names: list[str], factor: Tensor | None
     ) -> tuple[Tensor, Any, Params, list[Tensor]]:
-        """Loss, aux, buffers after it, and the gradients of these leaves, as one function (`torch.func`).
-
-        They are those of the loss times a factor.
-        """
+        """Loss, aux, buffers, and gradients of the loss times a factor, as one function (`torch.func`)."""
         others: list[Any] = []
 
         def loss_of(trained: Params, buffers: Params) -> tuple[Tensor, Any]:
@@ -192,7 +169,8 @@ class GenomeLoss:
 
     def call(self, weights: Params, buffers: Params, function: Callable[..., Any], *args: Any) -> Any:
         """`function(net, *args)`, where `net` is the p-net on these weights; buffers are updated."""
-        with self._autocast(weights) if self._amp else nullcontext():
+        device = next((w.device.type for w in weights.values()), "cpu") if self._amp else ""
+        with torch.autocast(device, self._amp) if self._amp else nullcontext():
             return self.net.run(weights, buffers, function, *args)
 
     @contextmanager
@@ -203,10 +181,6 @@ class GenomeLoss:
             yield
         finally:
             self._amp = amp
-
-    def _autocast(self, weights: Params) -> AbstractContextManager[Any]:
-        device = next((w.device.type for w in weights.values()), "cpu")
-        return torch.autocast(device, self._amp)
 
     def returned(self, out: Any) -> tuple[Tensor, Any]:
         """Loss and aux of what the loss function returned."""
@@ -244,7 +218,6 @@ class OneGraph:
         self.loss, self._scale = loss, scale
 
     def __call__(self, given: Given, wanted: list[Tensor]) -> Result:
-        """Loss, aux and gradients."""
         with self.loss.net.kept():
             return self._result(given, wanted, *self.loss(given))
 
@@ -270,20 +243,12 @@ class Strategy(Protocol):
 
 
 class LossAndGrads(NamedTuple):
-    """Loss and gradient of a batch.
-
-    Attributes:
-        loss: the mean over the batch, detached.
-        aux: what the loss function returned beside it, detached.
-        gradients: of the loss, by flat name.
-        buffers: after the step.
-        norm: Euclidean norm of the gradients.
-    """
+    """Loss and gradient of a batch, detached, with the norm of the gradient."""
 
     loss: Tensor
     aux: Any
     gradients: Params
-    buffers: Params
+    buffers: Params  # after the step
     norm: Tensor
 
 
@@ -296,24 +261,15 @@ class Objective:
     def __call__(
         self, leaves: Params, trained: Params, buffers: Params, batch: Any, seed: int, step: int
     ) -> LossAndGrads:
-        """Loss and gradient.
-
-        Args:
-            leaves: the genome's, flat by name, as the loss sees them.
-            trained: those that gradients are wanted for, which require grad; `leaves` are them, or made of them.
-            buffers: the p-net's, untouched.
-            batch: the batch, with a mesh this rank's share of it.
-            seed: of dropout and of stochastic g-nets.
-            step: its number.
-
-        Raises:
-            ValueError: for a loss that is no scalar or does not depend on what is trained, or a batch that microbatches
-                cannot split.
-        """
+        """Loss and gradient for `leaves`, which are the `trained` ones and others, or made of them; `buffers` stay."""
         noise = noise_of(self._plan, seed, next(iter(trained.values())))
         given = Given(leaves, noise, {k: v.clone() for k, v in buffers.items()}, batch, 1, True)
         loss, aux, gradients, _ = self._found(given, trained, seed)
-        return LossAndGrads(loss, aux, gradients, detached(given.buffers), _norm([*gradients.values()]))
+        tensors = [*gradients.values()]
+        if sum(map(Tensor.numel, tensors)) > _FEW:
+            tensors = torch._foreach_norm(tensors)  # pyright: ignore[reportPrivateImportUsage]
+        norm = torch.linalg.vector_norm(_flatten_dense_tensors([*tensors]))
+        return LossAndGrads(loss, aux, gradients, detached(given.buffers), norm)
 
     def _found(self, given: Given, trained: Params, seed: int) -> tuple[Tensor, Any, Params, float]:
         """Loss, aux, gradients of the sum of the rows' losses, and rows."""
@@ -324,7 +280,7 @@ class Objective:
         gradients: Params = {}
         for (name, leaf), gradient in zip(trained.items(), found, strict=True):
             gradient = torch.zeros_like(leaf) if gradient is None else gradient
-            # Those of `nn.Embedding(sparse=True)`.
+            # `nn.Embedding(sparse=True)` gives sparse gradients.
             gradient = gradient.to_dense() if gradient.is_sparse else gradient
             gradients[name] = gradient if scale == 1.0 else gradient / scale
         return loss, aux, gradients, rows
@@ -353,16 +309,8 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
                 generator.set_state(state)
 
 
-def _norm(tensors: list[Tensor]) -> Tensor:
-    """Euclidean norm of all numbers."""
-    if sum(map(Tensor.numel, tensors)) <= _FEW:
-        return torch.linalg.vector_norm(_flatten_dense_tensors(tensors))
-    norms = torch._foreach_norm(tensors)  # pyright: ignore[reportPrivateImportUsage]
-    return torch.linalg.vector_norm(torch.stack(norms))
-
-
 def detached(buffers: Params) -> Params:
-    """Buffers without a graph, with which a module may have changed them: it must not live from step to step."""
+    """Detach buffers from a graph in which a module may have changed them."""
     return {k: v.detach() for k, v in buffers.items()}
 
 
@@ -373,7 +321,6 @@ def noise_of(plan: Plan, seed: int, like: Tensor) -> Noise | None:
 
 
 def _parted(aux: Any) -> tuple[list[Tensor], list[Any], Any]:
-    """The tensors of aux, its leaves with None in the place of them, and its structure."""
     leaves, structure = tree_flatten(aux)
     if not all(isinstance(x, (Tensor, str, int, float, complex, bytes)) for x in leaves):
         raise TypeError("aux has other objects, in which there may be tensors")

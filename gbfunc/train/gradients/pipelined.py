@@ -12,11 +12,10 @@ from torch import Tensor
 
 from gbfunc.parallel import gather_objects
 from gbfunc.parallel.pipeline import Pipeline
-from gbfunc.train.gradients.accumulated import Kept, equal_parts, leaves_of, mean_of, through_gnets
+from gbfunc.train.gradients.accumulated import equal_parts, mean_of, through_gnets, weights_of
 from gbfunc.train.gradients.loss import GenomeLoss, Given, Gradients, LossFn, Result, generators_of
 from gbfunc.train.gradients.proof import Proof
 from gbfunc.train.gradients.split import SPLIT_CAUSE
-from gbfunc.types import Params
 
 if TYPE_CHECKING:
     from gbfunc.parallel.tensor import TensorParallel
@@ -32,29 +31,27 @@ _STAGE_MIX = 0x94D049BB133111EB
 class Pipelined:
     """Gradients of this rank's weights by a schedule, then of the genome.
 
-    Which parameters a rank needs is known when the loss has been recorded with a first batch: then `build` makes the
-    loss of the genome on this rank.
+    The parameters of a rank are known when the loss has been recorded with a first batch: then `build` makes the loss.
     """
 
     def __init__(
         self,
         pipeline: Pipeline,
-        build: Callable[[Pipeline], GenomeLoss],
+        build: Callable[..., GenomeLoss],
         loss_fn: LossFn,
         scale: float,
-        source: Callable[[GenomeLoss], Kept],
+        again: bool,
         split: TensorParallel | None,
         amp: torch.dtype | None,
     ) -> None:
         self._pipeline, self._build, self._loss_fn, self._scale = pipeline, build, loss_fn, scale
-        self._make_source, self._split, self._amp, self._n = source, split, amp, pipeline.microbatches
+        self._again, self._split, self._amp, self._n = again, split, amp, pipeline.microbatches
         self.least_rows = max(2, self._n)
         self.loss: GenomeLoss | None = None
 
     def __call__(self, given: Given, wanted: list[Tensor]) -> Result:
-        """Loss, aux and gradients: the same loss on all ranks of the pipeline."""
         parts = equal_parts(self._n, given.batch, given.rows)
-        return self._result(given, wanted, self._prepared(parts[0][0], wanted[0].device, self._amp), parts)
+        return self._result(given, wanted, self._prepared(parts[0][0], wanted[0].device, self._amp), parts, False)
 
     def proof(self, whole: Callable[[], GenomeLoss]) -> Proof:
         """The gradient of a microbatch over the stages, against that of the whole p-net on one rank."""
@@ -63,7 +60,7 @@ class Pipelined:
             loss = self._prepared(given.batch, wanted[0].device, None)
             with loss.without_amp():
                 alike = [(given.batch, 1 / self._n)] * self._n
-                found = self._result(given, wanted, loss, alike, alike=True).gradients
+                found = self._result(given, wanted, loss, alike, True).gradients
             return tuple(None if g is None else g / self._scale for g in found)
 
         def few(batch: Any) -> Any:
@@ -78,23 +75,16 @@ class Pipelined:
         with torch.autocast(device.type, amp) if amp else nullcontext():
             self._pipeline.prepare(self._loss_fn, microbatch, self.loss and self.loss.net.skeleton)
         if self.loss is None:
-            self.loss = self._build(self._pipeline)
+            self.loss = self._build(names=self._pipeline.names)
         return self.loss
 
     def _result(
-        self,
-        given: Given,
-        wanted: list[Tensor],
-        loss_of: GenomeLoss,
-        parts: list[tuple[Any, float]],
-        alike: bool = False,
+        self, given: Given, wanted: list[Tensor], loss_of: GenomeLoss, parts: list[tuple[Any, float]], alike: bool
     ) -> Result:
         """Loss, aux and gradients of microbatches; `alike` ones all find the buffers that the first does."""
         pipeline, before = self._pipeline, given.buffers
         of_stages = dict.fromkeys(pipeline.mine, before)
-        source = self._make_source(loss_of)
-        made, trained = source.weights(given)
-        weights, trained = leaves_of(given, made, trained)
+        made, weights, trained = weights_of(loss_of, given, self._again)
         ends: list[tuple[Tensor, Any, float]] = []
         seed, generators = torch.initial_seed(), generators_of(wanted[0].device)
 
@@ -116,8 +106,11 @@ class Pipelined:
             return loss.reshape(1) * (self._scale * rows)
 
         sums = pipeline.run(call, {k: weights[k] for k in trained})
-        gradients = through_gnets(source.again(given, made), sums, wanted)
-        changed = {stage: _changed(before, after) for stage, after in of_stages.items()}
+        gradients = through_gnets(made or loss_of.weights(given), sums, wanted)
+        changed = {
+            stage: {k: x.detach() for k, x in after.items() if not _same(x, before[k])}
+            for stage, after in of_stages.items()
+        }
         found = gather_objects(pipeline.mesh, (ends, changed), "pipeline")
         ends = next(other for other, _ in found if other)
         for _, moved in sorted((pair for _, of_rank in found for pair in of_rank.items()), key=itemgetter(0)):
@@ -127,8 +120,5 @@ class Pipelined:
         return Result(loss, aux, gradients, sum(rows for *_, rows in ends) / pipeline.ranks)
 
 
-def _changed(before: Params, after: Params) -> Params:
-    def same(x: Tensor, y: Tensor) -> bool:
-        return x.shape == y.shape and bool(((x == y) | ((x != x) & (y != y))).all())
-
-    return {k: x.detach() for k, x in after.items() if not same(x, before[k])}
+def _same(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and bool(((x == y) | ((x != x) & (y != y))).all())

@@ -21,8 +21,7 @@ SAME_STATE = "ranks must hold the same state (make it by train_step.init(seed), 
 class RankObjective(Objective):
     """The loss of a genome on a global batch, of which each rank has a share."""
 
-    takes_parts: bool = False
-    """Whether ranks may have parts of the same rows."""
+    takes_parts: bool = False  # whether ranks may have parts of the same rows
 
     def __init__(self, layout: Layout, strategy: Strategy, scale: float, check_every: int, proof: Proof | None) -> None:
         super().__init__(layout.plan, strategy, scale)
@@ -33,18 +32,24 @@ class RankObjective(Objective):
     def __call__(
         self, leaves: Params, trained: Params, buffers: Params, batch: Any, seed: int, step: int
     ) -> LossAndGrads:
-        """Loss and gradient of the global batch; buffers are averaged.
-
-        Raises:
-            CollectiveError: if a rank is missing.
-            ValueError: as for one process, and for ranks that differ in what must be equal.
-        """
+        """Loss and gradient of the global batch; buffers are averaged."""
         due = not self._checked or bool(self._check_every and step % self._check_every == 0)
         self._check_batch(batch, due)
         if due:
-            self._check(trained, seed, step)
+            self._checked, mesh, parts = True, self._layout.mesh, self._layout.split
+            same = {k: v for k, v in trained.items() if k not in parts}
+            check_equal(mesh, {**same, "step": str(step), "seed": str(seed)}, SAME_STATE)
+            check_equal(mesh, {k: trained[k] for k in parts}, SAME_STATE, "replicas")
         noise = noise_of(self._plan, seed, next(iter(trained.values())))
-        batch, rows, counts = self._share(batch)
+        share, counts = n_rows(batch), True
+        rows = 1 if share is None else share
+        # Where ranks may have parts of the same rows, an empty one is as good as any.
+        if not rows and not self.takes_parts:
+            # All ranks must build the same graph, with its collectives: zeros stand for the rows.
+            least, counts = self.strategy.least_rows, False
+            batch = tree_map(
+                lambda x: x.new_zeros((least, *x.shape[1:])) if isinstance(x, Tensor) and x.ndim else x, batch
+            )
         given = Given(leaves, noise, {k: v.clone() for k, v in buffers.items()}, batch, rows, counts)
         seed = (seed + RANK_MIX * self._layout.mesh.shard) % 2**63
         loss, aux, gradients, counted = self._found(given, trained, seed)
@@ -77,7 +82,7 @@ class RankObjective(Objective):
             self._proof.compare(self._layout, given, trained)
 
     def _check_batch(self, batch: Any, whole: bool) -> None:
-        """Compare batches along axes whose ranks must get the same one: their shapes, or the `whole` of them.
+        """Compare shapes of batches, or the `whole` of them, along axes whose ranks must get the same one.
 
         Messages take their sizes from the shapes, and gloo aborts a process that gets a longer one.
         """
@@ -90,25 +95,3 @@ class RankObjective(Objective):
             named = {"shapes": text_of(shapes)} | ({"the batch": text_of(batch)} if whole else {})
             with mesh.traffic.uncounted():
                 check_equal(mesh, named, f"{axis} ranks must get the same batch", axis)
-
-    def _check(self, trained: Params, seed: int, step: int) -> None:
-        self._checked, mesh, split = True, self._layout.mesh, self._layout.split
-        same = {k: v for k, v in trained.items() if k not in split}
-        check_equal(mesh, {**same, "step": str(step), "seed": str(seed)}, SAME_STATE)
-        check_equal(mesh, {k: trained[k] for k in split}, SAME_STATE, "replicas")
-
-    def _share(self, batch: Any) -> tuple[Any, int, bool]:
-        """This rank's rows, their number, and whether they count: zeros stand for an empty share."""
-        rows = n_rows(batch)
-        if rows is None:
-            return batch, 1, True
-        # Where ranks may have parts of the same rows, an empty one is as good as any.
-        if rows or self.takes_parts:
-            return batch, rows, True
-        # All ranks must build the same graph, with its collectives.
-        least = self.strategy.least_rows
-
-        def zeros(x: Any) -> Any:
-            return x.new_zeros((least, *x.shape[1:])) if isinstance(x, Tensor) and x.ndim else x
-
-        return tree_map(zeros, batch), 0, False

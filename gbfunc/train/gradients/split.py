@@ -44,7 +44,7 @@ class SplitLoss(GenomeLoss):
         return self._split.plain(loss), aux
 
     def rows(self, rows: float) -> float:
-        """Rows whose mean the last loss was: those of this rank's outputs, where these are a part of the rows."""
+        """Rows of this rank's outputs, if these are a part of the rows."""
         return super().rows(rows) if self._split.local_rows is None else self._split.local_rows
 
     def gradients(self, loss: Tensor, of: list[Tensor]) -> Gradients:
@@ -54,7 +54,6 @@ class SplitLoss(GenomeLoss):
 
     @contextmanager
     def _unmixed(self) -> Iterator[None]:
-        """ValueError where torch refuses an operator of a split tensor and a plain one, or at first of a part."""
         try:
             yield
         except RuntimeError as error:
@@ -94,7 +93,7 @@ class SplitObjective(RankObjective):
         self._split, self.takes_parts = split, split.takes_parts
 
     def _found(self, given: Given, trained: Params, seed: int) -> tuple[Tensor, Any, Params, float]:
-        # All tensor ranks draw the same from Python and NumPy too.
+        # Tensor ranks must draw the same numbers from Python and NumPy too.
         with seeded_elsewhere(seed):
             loss, aux, gradients, counted = super()._found(given, trained, seed)
         # Tensor ranks have the same rows, unless the last layer's outputs are a part of them.
