@@ -155,6 +155,11 @@ def return_curve(
     return figure
 
 
+def log_slope(points: Sequence[tuple[float, float]]) -> float:
+    """Fit the exponent p of the power law y = c x^p through points (x, y), by least squares of their logarithms."""
+    return float(np.polyfit(*np.log(points).T, 1)[0])
+
+
 def cost_curves(curves: Mapping[str, Sequence[tuple[float, float]]], xlabel: str) -> Figure:
     """Draw time per step against a size, both logarithmic, one line per variant with its exponent in the legend.
 
@@ -167,8 +172,7 @@ def cost_curves(curves: Mapping[str, Sequence[tuple[float, float]]], xlabel: str
     for label, points in curves.items():
         xs, ys = zip(*sorted(points), strict=True)
         if len(set(xs)) > 1:
-            slope = np.polyfit(np.log(xs), np.log(ys), 1)[0]
-            label = f"{label} (exponent {slope:.2f})"
+            label = f"{label} (exponent {log_slope(points):.2f})"
         axes.plot(xs, ys, marker="o", label=label)
     axes.set(xlabel=xlabel, ylabel="time of a step (ms)", xscale="log", yscale="log")
     axes.legend(frameon=False)

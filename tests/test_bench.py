@@ -18,13 +18,12 @@ from hypothesis import given
 from torch import Tensor, nn
 
 import gbfunc as gb
-from gbfunc.cli import main
 from gbfunc.cli.bench import measure, print_results
 from gbfunc.generate import make_generator
 from gbfunc.lab.bench.cases import BENCHES, Case, Genes, choose, features, generation_case
-from gbfunc.lab.bench.report import growth_curves, log_slope, over_runs, run_bench, time_together
+from gbfunc.lab.bench.report import growth_curves, over_runs, run_bench, time_together
 from gbfunc.lab.bench.variants import VARIANTS, NaiveGNet, Setting, build, first_net, plan_of, why_not
-from gbfunc.plots import cost_curves
+from gbfunc.plots import cost_curves, log_slope
 from gbfunc.tasks import find_task
 from gbfunc.tasks.pnets.mlp import mlp
 from gbfunc.trees import flat_genome
@@ -100,7 +99,7 @@ def test_variants_of_one_genome_have_the_same_loss() -> None:
     ("variant", "ours"), [(v, "dense" if v == "jax dense" else "periodic lazy") for v in VARIANTS if "jax" in v]
 )
 def test_the_step_in_jax_is_the_same(variant: str, ours: str) -> None:
-    pytest.importorskip("jax")
+    pytest.importorskip("optax")
     # Two matrices of one shape, whose g-nets are in one ensemble.
     case = replace(tiny(()), net=partial(mlp, (8, 8, 8, 3), 0))
     theirs, expected = (build(case, v, CPU._replace(lr=1e-2)).step for v in (variant, ours))
@@ -158,12 +157,6 @@ def test_slope_of_a_power_law(exponent: float, factor: float, xs: list[int]) -> 
     assert log_slope([(x, factor * x**exponent) for x in xs]) == pytest.approx(exponent, abs=1e-6)
 
 
-@pytest.mark.parametrize("points", [[], [(1, 1)], [(2, 1), (2, 3)], [(1, 1), (2, 0)]])
-def test_no_slope(points: list[tuple[float, float]]) -> None:
-    with pytest.raises(ValueError, match="two or more different x"):
-        log_slope(points)
-
-
 def test_results_are_written_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     growth = tuple(tiny(("dense", "periodic lazy"), width, f"w{width}") for width in (8, 16))
     benches = {"growth_weights": growth, "alone": (generation_case(110, ("relu eager", "naive")),)}
@@ -195,24 +188,20 @@ def test_results_are_written_and_shown(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_rows_of_several_runs() -> None:
-    runs = [run_bench((tiny(("dense", "relu eager")),), CPU, rounds=1, visit=1e-4, memory=False) for _ in range(3)]
+    runs = [run_bench((tiny(("dense", "periodic lazy")),), CPU, rounds=1, visit=1e-4, memory=False) for _ in range(3)]
     assert all(row["peak_mb"] is None for row in runs[0])
     row, times = over_runs(runs)[1], sorted(run[1]["step_ms"] for run in runs)
     ratios = [run[1]["step_ms"] / run[0]["step_ms"] for run in runs]
     assert row["step_ms"] == times[1] and row["ratios_to_dense"] == pytest.approx(ratios)
-    assert row["ratio_to_dense"] == pytest.approx(sorted(ratios)[1]) and row["variant"] == "relu eager"
+    assert row["ratio_to_dense"] == pytest.approx(sorted(ratios)[1]) and row["variant"] == "periodic lazy"
+    assert growth_curves(runs[0], "features") == {"periodic lazy": [(2, runs[0][1]["step_ms"])]}
+    assert growth_curves(runs[0], "weights").keys() == {"dense", "periodic lazy"}
 
 
 def test_a_case_that_cannot_be_measured_says_why() -> None:
     assert why_not(tiny(("dense", "periodic auto")), CPU) == ""
     reason = why_not(tiny(("dense", "jax thin")), CPU._replace(threads=10_000))
-    assert ("pip install jax" if find_spec("jax") is None else "torch 10000 threads") in reason
-
-
-def test_growth_leaves_out_what_has_no_features() -> None:
-    rows = run_bench((tiny(("dense", "periodic lazy")),), CPU, rounds=1, visit=1e-4)
-    assert growth_curves(rows, "features") == {"periodic lazy": [(2, rows[1]["step_ms"])]}
-    assert growth_curves(rows, "weights").keys() == {"dense", "periodic lazy"}
+    assert ("pip install optax" if find_spec("optax") is None else "torch 10000 threads") in reason
 
 
 def test_cost_curves() -> None:
@@ -243,19 +232,3 @@ def test_every_case_can_be_built_from_its_names() -> None:
                 assert all(getattr(case, kind) is not None for kind in kinds)
     assert choose(BENCHES["quick"], None) == BENCHES["quick"]
     assert list(choose(BENCHES["full"], ("remat", "gpt"))) == ["gpt", "remat"]
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--quick", "--cases", "nope"], "--cases nope: unknown; expected some of demo small_mlp"),
-        (["--repeat", "0"], "--repeat must be at least 1"),
-        (["--repeat", "2", "--calibrate"], "--repeat cannot be used with --calibrate"),
-        (["--threads", "0"], "--threads must be at least 1, got 0"),
-        (["--device", "meta"], "--device 'meta' cannot be used"),
-        (["--device", "flux"], "--device 'flux' cannot be used"),
-    ],
-)
-def test_the_command_refuses(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", *argv]) == 2
-    assert message in capsys.readouterr().err

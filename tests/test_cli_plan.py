@@ -14,7 +14,6 @@ from gbfunc.cli import main
 from gbfunc.cli.parser import parse
 from gbfunc.cli.plan import parse_bytes
 from gbfunc.cli.ranks import parse_mesh
-from gbfunc.lab.bench import calibrate
 from gbfunc.parallel.planner import DeviceSpec
 from tests.support.planner_cases import make_case
 from tests.support.tensor_cases import next_token
@@ -90,7 +89,6 @@ def test_units(option: str, text: str, rate: bool, expected: float) -> None:
 @pytest.mark.skipif(torch.__version__ < "2.6", reason="a process that was in a gloo group of torch 2.5 may never end")
 def test_calibrate_prints_a_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("gbfunc.lab.bench.calibrate.measure_ceilings", lambda device, rounds: {"gflops": 2, "gb_s": 3})
-    monkeypatch.setattr(calibrate, "_SENT_BYTES", 2**20)
     assert main(["bench", "--calibrate"]) == 0
     device = DeviceSpec.from_json(capsys.readouterr().out)
     assert (device.flops, device.bandwidth) == (2e9, 3e9)

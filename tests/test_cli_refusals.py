@@ -50,6 +50,11 @@ OPTIONS = [
     ("train --dense --base own", "--base cannot be used with --dense"),
     ("train --from-birth g --dense", "--dense cannot be used with --from-birth"),
     ("bench --repeat 2 --calibrate", "--repeat cannot be used with --calibrate"),
+    ("bench --repeat 0", "--repeat must be at least 1"),
+    ("bench --threads 0", "--threads must be at least 1, got 0"),
+    ("bench --device meta", "--device 'meta' cannot be used"),
+    ("bench --device flux", "--device 'flux' cannot be used"),
+    ("bench --quick --cases nope", "--cases nope: unknown; expected some of demo small_mlp"),
     # Task, p-net and plan
     ("train --task mnist", "--data-dir"),
     ("train --task mnist --data-dir /no/such/folder", "/no/such/folder"),

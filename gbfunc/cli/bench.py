@@ -18,7 +18,7 @@ from gbfunc.cli.commands import Bench
 from gbfunc.cli.output import open_folder, print_table, write_figure, write_metrics
 from gbfunc.cli.ranks import find_device
 from gbfunc.lab.bench import cases, report
-from gbfunc.lab.bench.report import describe, growth_curves, log_slope, measure_ceilings, over_runs
+from gbfunc.lab.bench.report import describe, growth_curves, measure_ceilings, over_runs
 from gbfunc.lab.bench.variants import Setting, why_not
 
 _ROUNDS = 7
@@ -59,7 +59,7 @@ def measure(
 
     The rows of several runs are medians (`over_runs`); `rounds` and `visit` (s) are those of `time_together`.
     """
-    from gbfunc.plots import cost_curves
+    from gbfunc.plots import cost_curves, log_slope
 
     torch.set_num_threads(setting.threads)
     results: dict[str, Any] = describe(setting.device, setting.threads)

@@ -220,8 +220,8 @@ class Bench(Command):
 
     # Fewer and smaller cases: under a minute.
     quick: Flag = False
-    # Only these: demo, small_mlp, population, mlp_2048, mlp_4096, jax, generation, gpt, resnet18, remat, checkpoint,
-    # adapter, growth_weights, growth_features.
+    # Only these: demo, small_mlp, population, mlp_2048, mlp_4096, jax, generation, gpt, resnet18, remat, adapter,
+    # growth_weights, growth_features.
     cases: Annotated[tuple[str, ...] | None, shows("NAME ...", "all")] = None
     # Runs of all these cases, one after the other: ratios are then the median over the runs, with their range.
     repeat: Annotated[int, arg(metavar="N"), COUNT] = 1

@@ -18,7 +18,7 @@ from gbfunc.cli.output import open_folder, print_table, write_figure, write_metr
 from gbfunc.lab import compare as lab
 from gbfunc.lab.bench.cases import choose
 from gbfunc.lab.bench.report import describe
-from gbfunc.lab.compare import Problem, Published, Results
+from gbfunc.lab.compare import Points, Problem, Results
 from gbfunc.plots import tradeoff_curves
 from gbfunc.tasks import Metric, Task
 
@@ -54,7 +54,7 @@ def run_compare(options: Compare) -> None:
         known = {name: [lab.of_problem(results, problem, name) for problem in problems] for name in methods}
         levels = {name: lab.of_problem(results, free[0], name) for name in references}
         levels = {f"{name} ({of.rows[0].bytes:,} bytes)": of for name, of in levels.items() if of.rows}
-        published = lab.PUBLISHED.get(task.name, ()) if task.metric.name == "accuracy" else ()
+        published = lab.PUBLISHED.get(task.name, {}) if task.metric.name == "accuracy" else {}
         if any(part.rows for parts in known.values() for part in parts):
             write_figure(folder / "tradeoff.png", tradeoff_figure(known, task.metric, levels, published))
     print_tradeoff(known, problems, levels, published)
@@ -86,7 +86,7 @@ def tradeoff_figure(
     known: Mapping[str, Sequence[Results]],
     metric: Metric,
     levels: Mapping[str, Results] = MappingProxyType({}),
-    published: Sequence[Published] = (),
+    published: Mapping[str, Points] = MappingProxyType({}),
 ) -> Figure:
     """Draw `tradeoff_curves` of a metric; parts of one are shown by what they lack, on a logarithmic axis.
 
@@ -94,7 +94,7 @@ def tradeoff_figure(
         known: results of every method at each budget.
         metric: of the task.
         levels: results that no budget bounds, each a dashed line, by label.
-        published: hollow points, of accuracy in %.
+        published: hollow points, of accuracy in %, by label.
     """
     errors = metric.unit == "%" and metric.higher_is_better
 
@@ -107,7 +107,7 @@ def tradeoff_figure(
         if any(part.rows for part in parts)
     }
     label = f"test error = 100 - {metric.label} (%, logarithmic)" if errors else f"test {metric.label} ({metric.unit})"
-    points = {of.label: [(size, 100 - value) for size, value in of.points] for of in published if errors}
+    points = {label: [(n, 100 - value) for n, value in of] for label, of in published.items() if errors}
     figure = tradeoff_curves(curves, label, yscale="log" if errors else "linear", hollow=points)
     (axes,) = figure.axes
     for name, results in levels.items():
@@ -121,7 +121,7 @@ def print_tradeoff(
     known: Mapping[str, Sequence[Results]],
     problems: Sequence[Problem],
     levels: Mapping[str, Results] = MappingProxyType({}),
-    published: Sequence[Published] = (),
+    published: Mapping[str, Points] = MappingProxyType({}),
 ) -> None:
     """Print the metric on the test split: a row for a method, a column for a budget.
 
@@ -152,9 +152,9 @@ def print_tradeoff(
                 row.append("-" if any(choice.settings is None for choice in part.choices) else "")
         rows.append([*row, searched(parts)])
     notes = [f"{name}: {spread(_tested(results, metric))}" for name, results in levels.items()]
-    for of in published:
-        points = ", ".join(f"{size:,} bytes: {value:.2f}" for size, value in of.points)
-        notes.append(f"published: {of.label}: {points}")
+    for label, of in published.items():
+        points = ", ".join(f"{size:,} bytes: {value:.2f}" for size, value in of)
+        notes.append(f"published: {label}: {points}")
     notes.append(
         f"{first.task.name}: test {metric.label} in {metric.unit}, mean and standard deviation over seeds; "
         f"{first.steps:,} steps; -: nothing is as small as that."

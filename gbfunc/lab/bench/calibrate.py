@@ -18,13 +18,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.multiprocessing.spawn import spawn
 
 import gbfunc as gb
-from gbfunc.lab.bench.report import measure_ceilings
+from gbfunc.lab.bench.report import measure_ceilings, time_together
 from gbfunc.parallel import Mesh, sum_ranks
 from gbfunc.parallel.planner import DeviceSpec
 
-_SENT_BYTES = 2**25
-_TIMEOUT = 120.0
-_LAYERS = 100
+_SENT_BYTES, _TIMEOUT, _LAYERS = 2**25, 120.0, 100
 
 
 def calibrate(device: torch.device, *, rounds: int = 5) -> tuple[DeviceSpec, bool]:
@@ -36,7 +34,7 @@ def calibrate(device: torch.device, *, rounds: int = 5) -> tuple[DeviceSpec, boo
             link, latency, first = *_measure_link(mesh, rounds), mesh.rank == 0
     else:
         with TemporaryDirectory(prefix="gbfunc-") as folder:
-            spawn(_measure_loopback, (folder, rounds, _SENT_BYTES), nprocs=2)
+            spawn(_measure_loopback, (folder, rounds), nprocs=2)
             link, latency = torch.load(Path(folder, "0"))
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
@@ -49,24 +47,21 @@ def calibrate(device: torch.device, *, rounds: int = 5) -> tuple[DeviceSpec, boo
 def _measure_overhead(device: torch.device, rounds: int) -> float:
     """Measure the seconds per operator of a net of tiny layers, forward and backward, module calls included."""
     net = nn.Sequential(*(m for _ in range(_LAYERS) for m in (nn.Linear(8, 8), nn.GELU()))).to(device)
-    x, weights, times = torch.ones(4, 8, device=device), list(net.parameters()), []
+    x, weights = torch.ones(4, 8, device=device), list(net.parameters())
 
     def step(x: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(net(x).sum(), weights)
 
     operators = sum(node.op == "call_function" for node in make_fx(step)(x).graph.nodes)
-    for _ in range(rounds + 1):
-        start = time.perf_counter()
-        step(x)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:]) / operators
+    return time_together({"step": lambda: step(x)}, device, rounds=rounds)["step"].seconds / operators
 
 
-def _measure_link(mesh: Mesh, rounds: int, sent_bytes: int = _SENT_BYTES) -> tuple[float, float]:
+def _measure_link(mesh: Mesh, rounds: int) -> tuple[float, float]:
     """Measure the bytes per second that a rank sends, and the seconds of an all-reduce of a single number."""
     seconds = []
-    for n in (1, sent_bytes // 4):
+    for n in (1, _SENT_BYTES // 4):
         x, times = torch.zeros(n, device=mesh.device), []
+        # As many calls on each rank, however long they take.
         for _ in range(rounds + 1):
             mesh.barrier()
             start = time.perf_counter()
@@ -76,12 +71,11 @@ def _measure_link(mesh: Mesh, rounds: int, sent_bytes: int = _SENT_BYTES) -> tup
             times.append(time.perf_counter() - start)
         seconds.append(statistics.median(times[1:]))
     small, large = seconds
-    return 2 * (mesh.world - 1) / mesh.world * sent_bytes / max(large - small, 1e-9), small
+    return 2 * (mesh.world - 1) / mesh.world * _SENT_BYTES / max(large - small, 1e-9), small
 
 
-def _measure_loopback(rank: int, folder: str, rounds: int, sent_bytes: int) -> None:
+def _measure_loopback(rank: int, folder: str, rounds: int) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
     with gb.mesh(timeout=_TIMEOUT, init_method=f"file://{folder}/store") as mesh:
-        found = _measure_link(mesh, rounds, sent_bytes)
-    torch.save(found, Path(folder, str(rank)))
+        torch.save(_measure_link(mesh, rounds), Path(folder, str(rank)))

@@ -17,6 +17,9 @@ from gbfunc.tasks.pnets.mlp import mlp, mlp_plan
 
 Scale = Literal["quick", "full", "cuda"]
 T = TypeVar("T")
+Net = Callable[[], nn.Module]
+Batch = tuple[Tensor, Tensor]
+"""Inputs and targets, of equal first dimension."""
 
 
 class Genes(NamedTuple):
@@ -31,8 +34,8 @@ class Case:
     """One p-net with its batch, and the variants to measure on it. Other processes can unpickle it."""
 
     name: str
-    net: Callable[[], nn.Module]  # makes the p-net
-    batch: Callable[[], tuple[Tensor, Tensor]]  # makes the batch, on the CPU
+    net: Net  # makes the p-net
+    batch: Callable[[], Batch]  # makes the batch, on the CPU
     variants: tuple[str, ...]  # names of `VARIANTS`; ratios are to "dense" and "naive", where they are among them
     periodic: Genes | None = None  # the genome of the variants with periodic g-nets
     relu: Genes | None = None  # the genome of the variants with ReLU g-nets, and of the naive one
@@ -40,21 +43,22 @@ class Case:
     generation: bool = False  # whether to measure the weights' generation alone, forward and backward
 
 
+Bench = tuple[Case, ...]
+
 _PERIODIC = ("dense", "periodic materialised", "periodic lazy", "periodic auto")
 _RELU = ("relu eager", "relu compiled")
-_ALONE = ("periodic materialised", *_RELU, "naive")
-_REMAT = ("periodic materialised", "periodic remat generate", "periodic remat layer", "periodic lazy")
-# Tiles of 10,000 weights, the published implementations' default.
+_SMALL = (784, 256, 256, 64, 10)
 _RELU_TILE = 100
+"""Side of tiles of 10,000 weights, the published implementations' default."""
 
 
-def features(shape: tuple[int, ...], classes: int) -> tuple[Tensor, Tensor]:
+def features(shape: tuple[int, ...], classes: int) -> Batch:
     """Draw a batch of normal inputs [B, ...] with random classes [B]."""
     draw = torch.Generator().manual_seed(0)
     return torch.randn(shape, generator=draw), torch.randint(classes, shape[:1], generator=draw)
 
 
-def sequences(batch: int, length: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+def sequences(batch: int, length: int, vocabulary: int) -> Batch:
     """Draw a batch of random tokens [B, L] and the tokens after them [B, L]."""
     tokens = torch.randint(vocabulary, (batch, length + 1), generator=torch.Generator().manual_seed(0))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -62,8 +66,8 @@ def sequences(batch: int, length: int, vocabulary: int) -> tuple[Tensor, Tensor]
 
 def _case(
     name: str,
-    net: Callable[[], nn.Module],
-    batch: Callable[[], tuple[Tensor, Tensor]],
+    net: Net,
+    batch: Callable[[], Batch],
     variants: Sequence[str],
     *,
     h: int = 32,
@@ -83,7 +87,7 @@ def mlp_case(sizes: tuple[int, ...], batch: int, variants: Sequence[str], *, nam
     return _case(name, partial(mlp, sizes, 0), partial(features, (batch, sizes[0]), sizes[-1]), variants, **options)
 
 
-def generation_case(width: int, variants: Sequence[str]) -> Case:
+def generation_case(width: int, variants: Sequence[str] = ("periodic materialised", *_RELU, "naive")) -> Case:
     """Make the generation of one square matrix, forward and backward."""
     net, batch = partial(nn.Linear, width, width, bias=False), partial(features, (1, width), width)
     return _case(f"generate {width}x{width}", net, batch, variants, generation=True)
@@ -104,10 +108,6 @@ def resnet_case(batch: int, width: int, *more: str) -> Case:
     return _case(f"resnet18 {width}", partial(ResNet18, 3, width, 10), batches, (*_PERIODIC, *more))
 
 
-def _remat(layers: int, width: int, batch: int) -> Case:
-    return mlp_case((width,) * (layers + 1), batch, _REMAT, name=f"remat {layers}x{width}")
-
-
 def adapter_case(layers: int, width: int, batch: int, length: int) -> Case:
     """Make training steps of an adapter of a GPT; the texts are as short as questions, dense is full fine-tuning."""
     net = partial(GPT, 1_000, length, layers, width, width // 32, 4 * width, bias=True)
@@ -116,9 +116,9 @@ def adapter_case(layers: int, width: int, batch: int, length: int) -> Case:
     return Case(f"adapter of gpt {layers}x{width}", net, batches, variants, adapter=genes)
 
 
-def _checkpoint(h: int, tile: int) -> Case:
-    name, variants = f"checkpoint 2048-2048-2048-10 tiles {tile}", ("periodic auto", "periodic saved")
-    return mlp_case((2048, 2048, 2048, 10), 256, variants, name=name, h=h, tile=tile)
+def _remat(layers: int, width: int, batch: int) -> Case:
+    variants = ("periodic materialised", "periodic remat generate", "periodic remat layer", "periodic lazy")
+    return mlp_case((width,) * (layers + 1), batch, variants, name=f"remat {layers}x{width}")
 
 
 def _demo() -> Case:
@@ -132,11 +132,6 @@ def _demo() -> Case:
 def _jax(sizes: tuple[int, ...], h: int = 32) -> Case:
     variants = ("dense", "periodic auto", "periodic compiled step", "jax dense", "jax thin", "jax thin transposed")
     return mlp_case(sizes, 256, variants, name="jax, mlp " + "-".join(map(str, sizes)), h=h)
-
-
-Bench = tuple[Case, ...]
-
-_SMALL = (784, 256, 256, 64, 10)
 
 
 def _small(*more: str) -> Bench:
@@ -167,12 +162,10 @@ BENCHES: Mapping[Scale, Mapping[str, Bench]] = {
         "mlp_2048": _square(2048, 256, *_RELU, "naive"),
         "mlp_4096": _square(4096, 256),
         "jax": (_jax(_SMALL, 16), _jax((2048, 2048, 2048, 10)), _jax((4096, 4096, 4096, 10))),
-        "generation": (generation_case(2048, _ALONE),),
+        "generation": (generation_case(2048),),
         "gpt": (gpt_case(4, 512, 30_000, 4, 8, 512, (*_PERIODIC, "relu compiled")),),
         "resnet18": (resnet_case(16, 64, "relu compiled"),),
         "remat": (_remat(24, 2048, 256),),
-        # 81,418 parameters (103x), and 1,041,610.
-        "checkpoint": (_checkpoint(32, 256), _checkpoint(36, 64)),
         "adapter": (adapter_case(6, 384, 32, 16),),
         **_growth((704, 1440, 2880, 5664), 2048, (8, 16, 32, 64, 128, 256), 256, 256),
     },
@@ -181,7 +174,7 @@ BENCHES: Mapping[Scale, Mapping[str, Bench]] = {
         "small_mlp": _small("relu eager", "naive"),
         "population": (_population(32),),
         "mlp_1024": _square(1024, 256, "relu eager"),
-        "generation": (generation_case(512, _ALONE),),
+        "generation": (generation_case(512),),
         "gpt": (gpt_case(2, 64, 2_000, 2, 2, 128, (*_PERIODIC, "relu eager")),),
         "resnet18": (resnet_case(4, 16),),
         "remat": (_remat(12, 512, 64),),
@@ -193,7 +186,7 @@ BENCHES: Mapping[Scale, Mapping[str, Bench]] = {
         "population": (_population(256),),
         "mlp_8192": _square(8192, 1024, *_RELU),
         "mlp_16384": _square(16384, 1024),
-        "generation": (generation_case(4096, _ALONE),),
+        "generation": (generation_case(4096),),
         "gpt": (gpt_case(32, 512, 30_000, 4, 8, 512, (*_PERIODIC, "relu compiled")),),
         "resnet18": (resnet_case(512, 64, "relu compiled"),),
         "remat": (_remat(24, 8192, 1024),),

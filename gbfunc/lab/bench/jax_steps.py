@@ -14,9 +14,6 @@ import torch
 
 from gbfunc.genome import codes_of, init_genome
 
-# As in torch.optim.AdamW.
-_BETAS, _EPS, _DECAY = (0.9, 0.999), 1e-8, 1e-2
-
 
 def jax_step(setup: Any, *, thin: bool, transposed: bool = False) -> Callable[[], Any]:
     """Make a step of AdamW on the CPU, all of it in one compiled function whose state is donated.
@@ -26,8 +23,9 @@ def jax_step(setup: Any, *, thin: bool, transposed: bool = False) -> Callable[[]
     """
     import jax  # pyright: ignore[reportMissingImports]
     import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
+    import optax  # pyright: ignore[reportMissingImports]
 
-    plan, lr, cpu = setup.plan, setup.setting.lr, jax.devices("cpu")[0]
+    plan, cpu = setup.plan, jax.devices("cpu")[0]
 
     def array(x: torch.Tensor) -> Any:
         return jax.device_put(x.detach().cpu().numpy().copy(), cpu)
@@ -65,29 +63,24 @@ def jax_step(setup: Any, *, thin: bool, transposed: bool = False) -> Callable[[]
         for i, layer in enumerate(layers):
             x = jax.nn.relu(x) if i else x
             x = product(x, params[f"{layer}.weight"], f"{layer}.weight") + params[f"{layer}.bias"]
-        return -jnp.take_along_axis(jax.nn.log_softmax(x), classes[:, None], 1).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(x, classes).mean()
 
-    def update(state: Any, x: Any, classes: Any) -> Any:
-        params, means, squares, step = state
+    # As torch's AdamW.
+    optimizer = optax.adamw(setup.setting.lr, weight_decay=1e-2)
+
+    def update(params: Any, moments: Any, x: Any, classes: Any) -> Any:
         loss, grads = jax.value_and_grad(loss_of)(params, x, classes)
-        step, tree = step + 1, jax.tree.map
-        means = tree(lambda m, g: _BETAS[0] * m + (1 - _BETAS[0]) * g, means, grads)
-        squares = tree(lambda s, g: _BETAS[1] * s + (1 - _BETAS[1]) * g * g, squares, grads)
-        rate, root = lr / (1 - _BETAS[0] ** step), (1 - _BETAS[1] ** step) ** 0.5
+        updates, moments = optimizer.update(grads, moments, params)
+        return optax.apply_updates(params, updates), moments, loss
 
-        def moved(p: Any, m: Any, s: Any) -> Any:
-            return p * (1 - lr * _DECAY) - rate * m / (jnp.sqrt(s) / root + _EPS)
-
-        return (tree(moved, params, means, squares), means, squares, step), loss
-
-    jitted = jax.jit(update, donate_argnums=0)
-    zeros = [jax.tree.map(jnp.zeros_like, params) for _ in range(2)]
-    state = (params, *zeros, jax.device_put(jnp.float32(0), cpu))
+    jitted = jax.jit(update, donate_argnums=(0, 1))
+    with jax.default_device(cpu):
+        moments = optimizer.init(params)
 
     def step() -> Any:
-        nonlocal state
-        state, loss = jitted(state, inputs, classes)
+        nonlocal params, moments
+        params, moments, loss = jitted(params, moments, inputs, classes)
         # Calls return before their work is done.
-        return jax.block_until_ready((loss, state))[0]
+        return jax.block_until_ready((loss, params, moments))[0]
 
     return step

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from gbfunc.lab.bench.cases import Case, features
+from gbfunc.lab.bench.cases import Case, Genes, features
 from gbfunc.lab.bench.variants import Setting, Step, build
 from gbfunc.tasks.pnets.mlp import mlp
 
@@ -25,8 +25,7 @@ _STEPS = 3
 _JOIN_TIMEOUT = 10.0
 """Seconds in which a process that has measured may free what its libraries share with others, such as semaphores."""
 # malloc.h of glibc
-_M_MMAP_THRESHOLD = -3
-_MAPPED_BYTES = 2**17
+_M_MMAP_THRESHOLD, _MAPPED_BYTES = -3, 2**17
 
 
 def measure_memory(case: Case, variant: str, setting: Setting) -> int | None:
@@ -72,16 +71,17 @@ def steps_memory(case: Case, make: Callable[[Case], Step], device: torch.device)
 
     Steps of a tiny case go first, so that libraries and compilers are there already.
     """
+    cuda = device.type == "cuda"
     with contextlib.suppress(OSError, AttributeError):  # another C library
         # Otherwise glibc learns from each array that is freed, and keeps later ones of up to 32 MiB in its heap.
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
     make(_tiny(case))()
     gc.freeze()  # a collection that looked at the libraries' million objects would take longer than the steps
-    before = _peak(device)
+    before = torch.cuda.max_memory_allocated(device) if cuda else peak_resident()
     step = make(case)
     gc.collect()
     # Where the peak cannot be reset, building a variant counts as its steps do.
-    if device.type == "cuda":
+    if cuda:
         torch.cuda.reset_peak_memory_stats(device)
     else:
         with contextlib.suppress(OSError):
@@ -89,11 +89,7 @@ def steps_memory(case: Case, make: Callable[[Case], Step], device: torch.device)
             Path("/proc/self/clear_refs").write_text("5")
     for _ in range(_STEPS):
         step()
-    return _peak(device) - before
-
-
-def _peak(device: torch.device) -> int:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident()
+    return (torch.cuda.max_memory_allocated(device) if cuda else peak_resident()) - before
 
 
 def peak_resident() -> int:
@@ -107,10 +103,9 @@ def peak_resident() -> int:
 
 
 def _tiny(case: Case) -> Case:
-    """Make a case of the same kind that needs no memory."""
-    genes = {
-        name: g and g._replace(options={k: v for k, v in g.options.items() if k == "max_tile"})
-        for name, g in (("periodic", case.periodic), ("relu", case.relu))
-    }
+    def small(genes: Genes | None) -> Genes | None:
+        return genes and genes._replace(options={k: v for k, v in genes.options.items() if k == "max_tile"})
+
     net = partial(nn.Linear, 32, 32, bias=False) if case.generation else partial(mlp, (32, 32, 10), 0)
-    return replace(case, net=net, batch=partial(features, (8, 32), 10), **genes)
+    batch = partial(features, (8, 32), 10)
+    return replace(case, net=net, batch=batch, periodic=small(case.periodic), relu=small(case.relu))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import platform
 import statistics
 import time
@@ -20,11 +19,9 @@ Key = TypeVar("Key")
 
 _MOST_STEPS = 50
 # A function this slow is timed a few times only, so that one naive case does not take minutes.
-_SLOW_SECONDS = 2.0
-_SLOW_ROUNDS = 2
+_SLOW_SECONDS, _SLOW_ROUNDS = 2.0, 2
 _WARM_UP_SECONDS = 20.0
-_GEMM_WIDTH = 2048
-_COPY_BYTES = 2**28
+_GEMM_WIDTH, _COPY_BYTES = 2048, 2**28
 
 
 class Timing(NamedTuple):
@@ -85,7 +82,6 @@ def measure_ceilings(device: torch.device, *, rounds: int) -> dict[str, float]:
     return {name: work[name] / times[name].seconds / 1e9 for name in work}
 
 
-_MEGA = 1e6
 # Operations on each weight for each feature, forward and backward. Rectifier: add, compare, multiply and add forward;
 # twice add, compare and add backward. Periodic: products of 2 H columns, one forward and two backward.
 _FLOPS = {"relu": 10, "periodic": 12}
@@ -118,9 +114,9 @@ def run_bench(bench: Bench, setting: Setting, *, rounds: int, visit: float, memo
             "first_ms": first * 1e3,  # time of the first step, with whatever it compiles
             "ratio_to_dense": dense and seconds / dense.seconds,
             "ratio_to_naive": naive and seconds / naive.seconds,
-            "peak_mb": peak and peak / _MEGA,  # of the steps in another process, in 10^6 bytes
+            "peak_mb": peak and peak / 1e6,  # of the steps in another process, in 10^6 bytes
             "weights": weights,  # of the matrices that are generated, or trained themselves
-            "weights_mb": 4 * weights / _MEGA,  # as float32
+            "weights_mb": 4 * weights / 1e6,  # as float32
             "features": features,
             # Operations of the generation, and bytes that it cannot but move, over its time.
             "gflops": flops * features * weights / seconds / 1e9 if case.generation else None,
@@ -148,14 +144,6 @@ def growth_curves(rows: Sequence[Row], by: str) -> dict[str, list[tuple[float, f
         if row[by]:
             curves.setdefault(row["variant"], []).append((row[by], row["step_ms"]))
     return curves
-
-
-def log_slope(points: Sequence[tuple[float, float]]) -> float:
-    """Fit the exponent p of the power law y = c x^p through points (x, y), by least squares of their logarithms."""
-    if len({x for x, _ in points}) < 2 or min(min(point) for point in points) <= 0:
-        raise ValueError(f"expected points of two or more different x, all positive, got {list(points)}")
-    xs, ys = ([math.log(value) for value in axis] for axis in zip(*points, strict=True))
-    return statistics.linear_regression(xs, ys).slope
 
 
 def describe(device: torch.device, threads: int) -> dict[str, object]:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
-import weakref
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -20,7 +17,7 @@ import gbfunc as gb
 from gbfunc.generate import make_generator
 from gbfunc.hypernets import Hypernet
 from gbfunc.hypernets.mlp import GNet
-from gbfunc.lab.bench.cases import Case, Genes
+from gbfunc.lab.bench.cases import Batch, Case, Genes
 from gbfunc.lab.bench.jax_steps import jax_step
 from gbfunc.plan import Plan
 from gbfunc.tasks.pnets.base import seeded
@@ -29,9 +26,6 @@ from gbfunc.types import Params
 
 Step = Callable[[], Any]
 """One step, which keeps its own state."""
-
-Batch = tuple[Tensor, Tensor]
-"""Inputs and targets, of equal first dimension."""
 
 
 class Setting(NamedTuple):
@@ -101,27 +95,17 @@ def plain_step(loss: Callable[[], Tensor], leaves: Iterable[Tensor] | list[dict[
     return step
 
 
-def genome_step(plan: Plan, pnet: nn.Module, batch: Batch, lr: float, *, save: bool = False, **options: Any) -> Step:
-    """Make the library's training step with these options; its state is donated unless they differ.
-
-    With `save` each step first begins to write a checkpoint, and waits for the one before if that is not on disk.
-    """
+def genome_step(plan: Plan, pnet: nn.Module, batch: Batch, lr: float, **options: Any) -> Step:
+    """Make the library's training step with these options; its state is donated unless they differ."""
     optimizer = gb.torch_optimizer(torch.optim.AdamW, lr=lr)
     train_step = gb.make_train_step(plan, pnet, loss_fn, optimizer, **{"donate": True, **options})
-    state, stack = train_step.init(seed=0), ExitStack()
-    checkpointer = None
-    if save:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gbfunc-bench-"))
-        checkpointer = stack.enter_context(gb.Checkpointer(folder, train_step))
+    state = train_step.init(seed=0)
 
     def step() -> Tensor:
         nonlocal state
-        if checkpointer is not None:
-            checkpointer.save(state)
         state, info = train_step(state, batch)
         return info.loss
 
-    weakref.finalize(step, stack.close)
     return step
 
 
@@ -131,10 +115,8 @@ def _genome(setup: Setup, **options: Any) -> Step:
     if not setup.case.generation:
         return genome_step(plan, pnet, batch, setting.lr, amp=setting.amp, **options)
     leaves = flat_genome(gb.init_genome(plan, pnet, 0)._replace(direct={}))
-    trained, make = (
-        [x.requires_grad_() for x in leaves.values()],
-        make_generator(plan, kernel=options.get("kernel", "auto")),
-    )
+    trained = [x.requires_grad_() for x in leaves.values()]
+    make = make_generator(plan, kernel=options.get("kernel", "auto"))
     cotangents = [torch.ones(t.shape, dtype=plan.dtype, device=setting.device) for t in plan.generated]
 
     def step() -> object:
@@ -151,15 +133,13 @@ class NaiveGNet(GNet):
     This is the arithmetic of the published implementations.
     """
 
-    def matrix(self, *args: Any) -> None:
-        """The matrix is made of tiles."""
+    def matrix(self, *args: Any) -> None:  # noqa: D102
+        return None
 
-    def tiles(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, *unused: Any) -> Any:
-        """Tiles [T, r, c], each by itself."""
+    def tiles(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, *unused: Any) -> Any:  # noqa: D102
         return Hypernet.tiles(self, leaves, row_Urp, col_Ucq, None, "auto")
 
-    def apply(self, leaves: Params, row_rp: Tensor, col_cq: Tensor, **unused: Any) -> Tensor:
-        """The tile [r, c]."""
+    def apply(self, leaves: Params, row_rp: Tensor, col_cq: Tensor, **unused: Any) -> Tensor:  # noqa: D102
         shape = len(row_rp), len(col_cq), -1
         codes_rcb = torch.cat([row_rp[:, None].expand(shape), col_cq[None].expand(shape)], -1)
         weight_bH = torch.cat([leaves["row_weight"], leaves["col_weight"]])
@@ -200,10 +180,6 @@ def _periodic(**options: Any) -> Variant:
     return Variant("periodic", partial(_genome, **options))
 
 
-def _relu(**options: Any) -> Variant:
-    return Variant("relu", partial(_genome, **options))
-
-
 VARIANTS: Mapping[str, Variant] = {
     "dense": Variant("", lambda setup: setup.plain(setup.pnet)),
     "periodic materialised": _periodic(lazy=False),
@@ -211,25 +187,22 @@ VARIANTS: Mapping[str, Variant] = {
     "periodic auto": _periodic(lazy="auto"),
     "periodic without donate": _periodic(lazy="auto", donate=False),
     "periodic module": Variant("periodic", lambda setup: setup.plain(gb.GenomeModule(setup.plan, setup.pnet))),
-    "periodic saved": _periodic(lazy="auto", save=True),
     "periodic compiled step": _periodic(lazy="auto", compile=True),
     "periodic remat generate": _periodic(lazy=False, remat="generate"),
     "periodic remat layer": _periodic(lazy=False, remat="layer"),
-    "relu eager": _relu(kernel="eager"),
-    "relu compiled": _relu(kernel="compiled"),
-    "relu auto": _relu(),
-    "naive": _relu(kernel="eager", lazy=False),
+    "relu eager": Variant("relu", partial(_genome, kernel="eager")),
+    "relu compiled": Variant("relu", partial(_genome, kernel="compiled")),
+    "naive": Variant("relu", partial(_genome, kernel="eager", lazy=False)),
     "adapter": Variant("adapter", _genome),
     "lora rank 1": Variant("adapter", _lora, "peft"),
     "16 genomes together": Variant("periodic", partial(_population, together=True)),
     "16 genomes one by one": Variant("periodic", partial(_population, together=False)),
-    "jax dense": Variant("periodic", partial(jax_step, thin=False), "jax"),
-    "jax thin": Variant("periodic", partial(jax_step, thin=True), "jax"),
-    "jax thin transposed": Variant("periodic", partial(jax_step, thin=True, transposed=True), "jax"),
+    "jax dense": Variant("periodic", partial(jax_step, thin=False), "optax"),
+    "jax thin": Variant("periodic", partial(jax_step, thin=True), "optax"),
+    "jax thin transposed": Variant("periodic", partial(jax_step, thin=True, transposed=True), "optax"),
 }
 """Every variant by name. "naive" has the g-nets of `NaiveGNet`; "periodic module" is a `gb.GenomeModule` with torch's
-AdamW; "periodic saved" writes a checkpoint before every step; "lora rank 1" is peft's, on the layers of the adapter
-(Hu et al., 2022)."""
+AdamW; "lora rank 1" is peft's, on the layers of the adapter (Hu et al., 2022)."""
 
 
 def first_net(case: Case) -> nn.Module:
@@ -249,7 +222,7 @@ def why_not(case: Case, setting: Setting) -> str:
     if missing := sorted(name for name in needs if find_spec(name) is None):
         return f"{case.name}: not measured, pip install {' '.join(missing)}"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if "jax" in needs and cores != setting.threads:
+    if "optax" in needs and cores != setting.threads:
         run = "taskset -c 0 gbfunc bench --threads 1"
         return f"{case.name}: not measured, JAX would use {cores} cores and torch {setting.threads} threads: {run}"
     return ""
@@ -261,14 +234,13 @@ def build(case: Case, variant: str, setting: Setting) -> Built:
     pnet, (x, target) = first_net(case).to(setting.device), case.batch()
     batch = x.to(setting.device), target.to(setting.device)
     if not gnets:
-        step = make(Setup(case, None, pnet, batch, setting))
-        return Built(step, sum(p.numel() for p in pnet.parameters() if p.ndim > 1), 0)
+        weights = sum(p.numel() for p in pnet.parameters() if p.ndim > 1)
+        return Built(make(Setup(case, None, pnet, batch, setting)), weights, 0)
     genes: Genes | None = getattr(case, gnets)
     if genes is None:
         raise ValueError(f"{case.name} has no {gnets} g-nets for the variant {variant!r}")
     if variant == "naive" and isinstance(genes.hypernet, GNet):
         genes = genes._replace(hypernet=NaiveGNet(genes.hypernet.hidden))
     plan = plan_of(pnet, genes, **({"base": "own"} if gnets == "adapter" else {}))
-    step = make(Setup(case, plan, pnet, batch, setting))
     size = max(slot.hypernet.size or 0 for t in plan.generated for slot in t.slots)
-    return Built(step, sum(t.numel for t in plan.generated), size)
+    return Built(make(Setup(case, plan, pnet, batch, setting)), sum(t.numel for t in plan.generated), size)

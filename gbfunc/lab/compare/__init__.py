@@ -19,7 +19,7 @@ from gbfunc.lab.compare.adapters import ADAPTERS, FULL, Adapted
 from gbfunc.lab.compare.base import Method, Problem, is_pretrained
 from gbfunc.lab.compare.genome import GenomeOf, reference_bytes, size_within
 from gbfunc.lab.compare.nets import Dense, Pruned, Quantised
-from gbfunc.lab.compare.published import PUBLISHED, Published
+from gbfunc.lab.compare.published import PUBLISHED, Points
 from gbfunc.lab.compare.rows import Results, of_problem, read_results, run_missing, to_json
 from gbfunc.lab.compare.subspace import RandomSubspace
 from gbfunc.tasks import Task
@@ -29,8 +29,8 @@ __all__ = [
     "PRETRAINED_METHODS",
     "PUBLISHED",
     "REFERENCES",
+    "Points",
     "Problem",
-    "Published",
     "Results",
     "is_pretrained",
     "methods_for",

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -61,16 +62,12 @@ class Linears(NamedTuple):
 
 def linears_of(net: nn.Module) -> Linears:
     """Find the linear layers of a network's blocks."""
-    blocks: dict[str, None] = {}
-    kinds: dict[str, tuple[int, int]] = {}
-    for name, layer in net.named_modules():
-        match = re.fullmatch(r"\D+\.(\d+)\.(.+)", name)
-        if match and isinstance(layer, nn.Linear):
-            blocks[match[1]] = None
-            kinds.setdefault(match[2], (layer.out_features, layer.in_features))
-    if not kinds:
+    layers = ((re.fullmatch(r"\D+\.(\d+)\.(.+)", name), layer) for name, layer in net.named_modules())
+    found = [(match[1], match[2], layer) for match, layer in layers if match and isinstance(layer, nn.Linear)]
+    if not found:
         raise BudgetTooSmall("the p-net has no numbered blocks of linear layers")
-    return Linears(tuple(blocks), kinds)
+    kinds = {kind: (layer.out_features, layer.in_features) for _, kind, layer in found}
+    return Linears(tuple(dict.fromkeys(block for block, _, _ in found)), kinds)
 
 
 def _import_peft() -> Any:
@@ -79,7 +76,10 @@ def _import_peft() -> Any:
 
 @dataclass(frozen=True)
 class Adapted:
-    """The method of an adapter of the package `peft`."""
+    """The method of an adapter of the package `peft`, trained by Adam with the classifier.
+
+    An adapter grows over ever more of the last blocks at its least size, then in size.
+    """
 
     config: str  # its class of settings: `LoraConfig`, ...
     rates: tuple[float, ...]  # learning rates to choose from
@@ -87,7 +87,6 @@ class Adapted:
     where: tuple[tuple[str, ...], ...] = (("query",), ("query", "value"), ())
     size: str = ""  # the option that grows to
     sizes: Callable[[Linears, Kinds, Settings], Sequence[int]] = lambda linears, kinds, options: (0,)
-    by_blocks: bool = True  # whether an adapter first grows, at its least size, over ever more of the last blocks
     options: tuple[Settings, ...] = ({},)  # other options, each a shape of its own
     fixed: Settings | None = None  # options of every shape
     stored: torch.dtype | None = None  # instead of the problem's dtype
@@ -118,36 +117,30 @@ class Adapted:
         blocks = len(linears.blocks)
 
         def rung(kinds: Kinds, sizes: Sequence[int], options: Settings, n: int) -> Settings:
-            here, i = (min(n, blocks), max(0, n - blocks)) if self.by_blocks else (blocks, n - 1)
-            size = {self.size: sizes[i]} if self.size else {}
-            return {**options, **size, "target_modules": linears.last(here, kinds)}
+            size = {self.size: sizes[max(0, n - blocks)]} if self.size else {}
+            return {**options, **size, "target_modules": linears.last(min(n, blocks), kinds)}
 
-        for options in self.options:
-            for kinds in filter(None, (linears.named(*roles) for roles in self.where)):
-                if sizes := self.sizes(linears, kinds, options):
-                    yield len(sizes) + (blocks - 1 if self.by_blocks else 0), partial(rung, kinds, sizes, options)
+        for options, roles in product(self.options, self.where):
+            kinds = linears.named(*roles)
+            if kinds and (sizes := self.sizes(linears, kinds, options)):
+                yield len(sizes) + blocks - 1, partial(rung, kinds, sizes, options)
 
     def candidates(self, problem: Problem) -> list[Settings]:
-        """The largest of every shape that fits, and learning rates."""
         net, dtype = problem.task.build(0).to("meta"), self.stored or problem.dtype
-
-        def length(settings: Settings) -> int:
-            return self.length(net, settings, dtype)
-
         ladders, shapes = list(self.ladders(net)), list[Settings]()
         for rungs, rung in ladders:
-            most = base.largest(lambda n, rung=rung: length(rung(n)) <= problem.budget, rungs)
+            most = base.largest(lambda n, rung=rung: self.length(net, rung(n), dtype) <= problem.budget, rungs)
             if most and (settings := rung(most)) not in shapes:
                 shapes.append(settings)
         if not ladders:
             raise BudgetTooSmall("the p-net has no layers that it is for")
         if not shapes:
-            least, kind = min(length(rung(1)) for _, rung in ladders), str(dtype).removeprefix("torch.")
+            least = min(self.length(net, rung(1), dtype) for _, rung in ladders)
+            kind = str(dtype).removeprefix("torch.")
             raise BudgetTooSmall(f"the smallest one takes {least:,} bytes in {kind}, its classifier included")
-        return [{"adapter": settings, "lr": lr} for settings in shapes for lr in self.rates]
+        return base.grid(adapter=shapes, lr=self.rates)
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
-        """Adam on the adapter and the classifier."""
         about = {"adapter": settings["adapter"]}
         net = self._attached(problem.task.build(seed), about["adapter"], seed)
         leaves = [p for p in net.parameters() if p.requires_grad]
@@ -156,7 +149,6 @@ class Adapted:
         return Trained(data, sum(leaf.numel() for leaf in leaves))
 
     def load(self, data: bytes, task: Task) -> Net:
-        """A fresh base with the adapter."""
         net = self._attached(task.build(0), base.text_of(data)["adapter"], 0)
         if foreign := list(self.fill(net, base.unpack(data, self.state(net)))):
             raise ValueError(f"these tensors belong to no such adapter: {', '.join(foreign)}")
@@ -179,22 +171,18 @@ class Part(Adapted):
     """Some of the base's parameters themselves, whose names match the pattern `config`; {} are the chosen layers."""
 
     def attach(self, net: nn.Module, settings: Settings) -> nn.Module:
-        """Train these parameters, and the classifier."""
         pattern = self.config.format(settings.get("target_modules"))
         for name, parameter in net.named_parameters():
             parameter.requires_grad_(name.startswith(f"{HEAD}.") or re.fullmatch(pattern, name) is not None)
         return net
 
     def state(self, net: nn.Module) -> Params:
-        """Collect the trained parameters."""
         return {name: p.detach() for name, p in net.named_parameters() if p.requires_grad}
 
     def fill(self, net: nn.Module, state: TensorMap) -> Iterable[str]:
-        """Put a state back; every other parameter stays."""
         return net.load_state_dict(dict(state), strict=False).unexpected_keys
 
     def ladders(self, net: nn.Module) -> Iterator[tuple[int, Callable[[int], Settings]]]:
-        """Find the shapes; one of one size where no layers are chosen."""
         return super().ladders(net) if "{}" in self.config else iter([(1, lambda n: {})])
 
 
@@ -203,7 +191,7 @@ def _ranks(*ranks: int) -> Any:
 
 
 def _up_to(size: str, most: Callable[[Linears, Kinds, Settings], int], *where: tuple[str, ...]) -> Any:
-    return {"size": size, "sizes": lambda *of: range(1, most(*of) + 1), "where": where, "by_blocks": False}
+    return {"size": size, "sizes": lambda *of: range(1, most(*of) + 1), "where": where}
 
 
 _PAIRS, _FRESH = (("query", "value"), ()), {"save_projection": False}

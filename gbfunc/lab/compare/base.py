@@ -6,16 +6,18 @@ Methods share the training, tensors as bytes, and smaller nets of a task's famil
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gbfunc.pnet import buffers_of, parameter_infos, with_weights
+from gbfunc.pnet import PureNet, buffers_of, parameter_infos, with_weights
 from gbfunc.tasks import Net, Recipe, Task
 from gbfunc.tasks.pnets import PNet, find_pnet, n_params
 from gbfunc.tasks.training import fit, leaf_trainer, total_steps
@@ -54,6 +56,10 @@ class Problem(NamedTuple):
         return total_steps(self.task, self.recipe)
 
 
+class BudgetTooSmall(ValueError):
+    """The method can make nothing of this task that is as small as the budget."""
+
+
 class Trained(NamedTuple):
     """The result of a training."""
 
@@ -61,19 +67,11 @@ class Trained(NamedTuple):
     params: int  # trained parameters in it
 
 
-class BudgetTooSmall(ValueError):
-    """The method can make nothing of this task that is as small as the budget."""
-
-
 class Method(Protocol):
     """A way to a network in few bytes. A new one is one file and one entry in `METHODS`."""
 
     def candidates(self, problem: Problem) -> list[Settings]:
-        """Return the settings among which validation data choose, each within the budget.
-
-        Raises:
-            BudgetTooSmall: if no settings fit.
-        """
+        """Return the settings among which validation data choose, each within the budget, or raise BudgetTooSmall."""
         ...
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
@@ -117,8 +115,6 @@ def train_net(
     fit(trainer._replace(step=step), problem.task, recipe, seed, validate=False)
 
 
-# Files
-
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 """By the first byte of a file."""
 
@@ -135,22 +131,24 @@ def pack(tensors: TensorMap, dtype: torch.dtype, about: Mapping[str, Any] | None
 
 
 def unpack(data: bytes, like: TensorMap, rest: str | None = None) -> Params:
-    """Undo `pack`, with floats in float32; the last tensor of `like`, if named `rest`, takes all numbers left.
+    """Undo `pack`, with floats in float32; the vector of `like` named `rest` takes all other numbers.
 
     Raises:
         ValueError: if the file has more or fewer numbers than `like`.
     """
-    floats, found, at = _FLOATS[data[0]], Params(), 3 + _text_bytes(data)
-    for name, t in like.items():
-        dtype = floats if t.is_floating_point() else t.dtype
-        end = len(data) if name == rest else at + t.numel() * dtype.itemsize
-        part, at = bytearray(data[at:end]), end
-        x = torch.frombuffer(part, dtype=dtype) if part else torch.empty(0, dtype=dtype)
-        if name != rest and x.numel() == t.numel():
-            x = x.view(t.shape)
+    start = 3 + _text_bytes(data)
+    dtypes = [_FLOATS[data[0]] if t.is_floating_point() else t.dtype for t in like.values()]
+    sizes = {name: t.numel() * dtype.itemsize for (name, t), dtype in zip(like.items(), dtypes, strict=True)}
+    if rest is not None:
+        sizes[rest] = max(0, sizes[rest] + len(data) - start - sum(sizes.values()))
+    if (expected := start + sum(sizes.values())) != len(data):
+        raise ValueError(f"expected a file of {expected:,} bytes, got {len(data):,}")
+    parts = torch.from_numpy(np.frombuffer(data, np.uint8)[start:].copy()).split(list(sizes.values()))
+    found = Params()
+    for (name, t), part, dtype in zip(like.items(), parts, dtypes, strict=True):
+        # Copies are aligned as their dtype asks for.
+        x = part.clone().view(dtype).reshape(-1 if name == rest else t.shape)
         found[name] = x.float() if t.is_floating_point() else x
-    if at != len(data):
-        raise ValueError(f"expected a file of {at:,} bytes, got {len(data):,}")
     return found
 
 
@@ -163,9 +161,6 @@ def text_of(data: bytes) -> dict[str, Any]:
     return json.loads(data[3 : 3 + _text_bytes(data)] or b"{}")
 
 
-# Nets
-
-
 def state_of(module: nn.Module) -> Params:
     """Collect all that a module holds, tied parameters once: parameters and buffers that it saves."""
     return {o.name: o.tensor.detach() for o in parameter_infos(module)} | saved_buffers(module)
@@ -174,6 +169,18 @@ def state_of(module: nn.Module) -> Params:
 def saved_buffers(module: nn.Module) -> Params:
     """Collect the buffers that a module saves."""
     return {name: b for name, (b, saved) in buffers_of(module).items() if saved}
+
+
+def generated_net(pnet: nn.Module, weights: Callable[[], TensorMap]) -> Net:
+    """Make the p-net with weights that each call computes anew, in full precision, as a genome's are."""
+    call = PureNet(pnet)
+
+    def net(x: Tensor) -> Any:
+        with torch.autocast(x.device.type, enabled=False):
+            made = weights()
+        return call(made, {name: b for name, (b, _) in buffers_of(pnet).items()}, x)
+
+    return net
 
 
 def _norms(module: nn.Module, state: TensorMap) -> Iterator[tuple[_BatchNorm, str]]:
@@ -214,40 +221,31 @@ def largest(fits: Callable[[int], bool], limit: int = 1 << 20) -> int:
     >>> largest(lambda n: n * n <= 30)
     5
     """
-    low, high = 0, 1
-    while high <= limit and fits(high):
-        low, high = high, 2 * high
-    high = min(high, limit + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
-def scaled(task: Task, part: float) -> PNet | None:
-    """Scale the widths of the task's p-net; None for a family that has no widths to change."""
-    if part == 1:
-        return task.pnet
-    return None if task.pnet.scaled is None else task.pnet.scaled(part)
+    high = 1
+    while high < limit and fits(high):
+        high *= 2
+    return bisect_left(range(1, limit + 1), True, high // 2, min(high, limit), key=lambda n: not fits(n))
 
 
 _PARTS, _WIDER, _LEAST_BYTES = 256, 2.0, 1 / 8
 """Widths are tried in these parts of the p-net's; a wider net, from so many bytes for a parameter of the p-net on."""
 
 
-def wider(problem: Problem) -> tuple[float, ...]:
-    """List parts of the p-net's widths above 1 that methods which compress a net try: none for small budgets."""
-    few = problem.budget < _LEAST_BYTES * n_params(problem.task.build(0))
-    return () if problem.task.pnet.scaled is None or few else (_WIDER,)
+def of_widths(problem: Problem, parts: Sequence[float]) -> dict[float, PNet]:
+    """Scale the p-net's widths by these parts, and to a wider net for large budgets; by 1 alone without widths."""
+    task, make = problem.task, problem.task.pnet.scaled
+    if make is None:
+        return {1: task.pnet}
+    wider = (_WIDER,) if problem.budget >= _LEAST_BYTES * n_params(task.build(0)) else ()
+    return {part: task.pnet if part == 1 else make(part) for part in (*parts, *wider)}
 
 
 def widest(task: Task, fits: Callable[[PNet], bool], most: float = 4.0) -> PNet | None:
     """Find the widest p-net of the task's family, up to `most` times its widths, that fits; None if none does."""
-    make = task.pnet.scaled
-    if make is None:
+    if (make := task.pnet.scaled) is None:
         return task.pnet if fits(task.pnet) else None
     part = largest(lambda n: fits(make(n / _PARTS)), round(most * _PARTS))
-    return scaled(task, part / _PARTS) if part else None
+    return make(part / _PARTS) if part else None
 
 
 def narrow_pnets(task: Task, fits: Callable[[PNet], bool]) -> list[PNet]:
@@ -269,13 +267,14 @@ def narrow_pnets(task: Task, fits: Callable[[PNet], bool]) -> list[PNet]:
 def about_pnet(pnet: PNet, task: Task) -> dict[str, Any]:
     """Say, for settings and files, how a p-net of the task's family differs from the task's."""
     differs = {name: value for name, value in pnet.config.items() if task.pnet.config.get(name) != value}
-    return {"pnet": differs} if differs else {}
+    return differs and {"pnet": differs}
 
 
 def pnet_about(about: Mapping[str, Any], task: Task) -> PNet:
     """Undo `about_pnet`."""
-    config = {**task.pnet.config, **about.get("pnet", {})}
-    return task.pnet if config == dict(task.pnet.config) else find_pnet(task.pnet.name, task.interface, config)
+    if "pnet" not in about:
+        return task.pnet
+    return find_pnet(task.pnet.name, task.interface, {**task.pnet.config, **about["pnet"]})
 
 
 def of_nets(pnets: Iterable[PNet], task: Task, **axes: Any) -> list[Settings]:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from gbfunc.extras import import_extra
 from gbfunc.lab.compare import base
-from gbfunc.pnet import PureNet, buffers_of, parameter_infos
+from gbfunc.pnet import parameter_infos
 from gbfunc.types import Params
 
 VECTOR_BITS = 8
@@ -100,8 +100,6 @@ def vector_levels(vector: Tensor) -> Levels:
     return to_levels(vector, nearest_steps(vector.detach().reshape(1, -1), VECTOR_BITS, 1), VECTOR_BITS)
 
 
-# The stream
-
 Ints = NDArray[np.int32]
 Code = Callable[..., Ints]
 """`code(symbols, model, *params)` writes symbols, or reads as many, ignoring the given values."""
@@ -111,15 +109,14 @@ def _constriction() -> Any:
     return import_extra("constriction", "coding small nets", "gbfunc[cli]").stream
 
 
-def _number(code: Code, value: float) -> int:
-    """Code a byte."""
+def _byte(code: Code, value: float) -> int:
     return int(code(np.array([value], np.int32), _constriction().model.Uniform(256))[0])
 
 
 def _bell(code: Code, x: Ints, low: int, high: int, mean: float = 0.0) -> Ints:
     """Code whole numbers by a bell curve, its deviation in steps of an eighth of an octave."""
     deviation = np.sqrt(np.mean((x - mean) ** 2)) if x.size else 1.0
-    byte = _number(code, np.clip(np.rint(8 * np.log2(max(deviation, 2.0**-4))) + 32, 0, 255))
+    byte = _byte(code, np.clip(np.rint(8 * np.log2(max(deviation, 2.0**-4))) + 32, 0, 255))
     return code(
         x, _constriction().model.QuantizedGaussian(low, high), *np.full((2, x.size), [[mean], [2 ** (byte / 8 - 4)]])
     )
@@ -128,7 +125,7 @@ def _bell(code: Code, x: Ints, low: int, high: int, mean: float = 0.0) -> Ints:
 def _sparse(code: Code, levels_RC: Ints, bits: int) -> Ints:
     """Code a matrix, mostly zeros."""
     model, mask_RC = _constriction().model, (levels_RC != 0).astype(np.int32)
-    density = _number(code, np.rint(-16 * np.log2(max(mask_RC.mean(), 2.0**-15.9)))) if mask_RC.size else 255
+    density = _byte(code, np.rint(-16 * np.log2(max(mask_RC.mean(), 2.0**-15.9)))) if mask_RC.size else 255
     above_C = np.full(mask_RC.shape[1], _PRIOR * 2 ** (-density / 16))
     for i, mask_C in enumerate(mask_RC):
         odds_C = np.clip(above_C / (i + _PRIOR), 1e-4, 1 - 1e-4)
@@ -139,8 +136,8 @@ def _sparse(code: Code, levels_RC: Ints, bits: int) -> Ints:
     sizes_K = np.abs(values_K)
     if not len(values_K):
         return mask_RC
-    least = _number(code, max(1, sizes_K.min()))
-    tail = _number(code, np.clip(np.rint(_TAIL * (sizes_K.mean() - least)), 1, 255))
+    least = _byte(code, max(1, sizes_K.min()))
+    tail = _byte(code, np.clip(np.rint(_TAIL * (sizes_K.mean() - least)), 1, 255))
     sizes = np.arange(1, largest_level(bits) + 1)
     odds = np.where(sizes < least, 0.0, np.exp(-np.log1p(_TAIL / tail) * (sizes - least))) + 1e-3
     # A table begins at 0, which is no size.
@@ -153,7 +150,7 @@ def _sparse(code: Code, levels_RC: Ints, bits: int) -> Ints:
 def _stream(code: Code, coded: Mapping[str, Levels], bits: Mapping[str, int], sparse: bool) -> dict[str, Levels]:
     """Code levels; a reader gives zeros of the same names, shapes and numbers of steps."""
     steps = np.concatenate([np.zeros(0), *(of.steps.numpy() for of in coded.values())]).astype(np.int32)
-    steps = _bell(code, steps, 0, 255, _number(code, np.rint(steps.mean()) if steps.size else 0))
+    steps = _bell(code, steps, 0, 255, _byte(code, np.rint(steps.mean()) if steps.size else 0))
     parts = torch.from_numpy(steps.astype(np.uint8)).split([len(of.steps) for of in coded.values()])
     found = {}
     for (name, (levels, _)), steps_R in zip(coded.items(), parts, strict=True):
@@ -215,18 +212,18 @@ class RoundedNet:
     """
 
     def __init__(self, net: nn.Module, bits: int, rows: Mapping[str, int]) -> None:
-        self._net, self._call, self._bits, self.rows = net, PureNet(net), bits, rows
+        self._net, self._bits, self.rows = net, bits, rows
         self.leaves = {info.name: info.tensor for info in parameter_infos(net)}
         self.steps: Params = {}
+        self._call = base.generated_net(net, self._weights)
 
     def __call__(self, x: Tensor) -> Any:
         """Compute the output of the net with its present steps."""
-        weights = dict(self.leaves)
-        # Full precision, like the weights of a genome.
-        with torch.autocast(x.device.type, enabled=False):
-            for name, steps_R in self.steps.items():
-                weights[name] = rounded(self._matrix(name), steps_R, self._bits).view(weights[name].shape)
-        return self._call(weights, {name: b for name, (b, _) in buffers_of(self._net).items()}, x)
+        return self._call(x)
+
+    def _weights(self) -> Params:
+        near = {name: rounded(self._matrix(name), steps_R, self._bits) for name, steps_R in self.steps.items()}
+        return self.leaves | {name: weight_RC.view_as(self.leaves[name]) for name, weight_RC in near.items()}
 
     def _matrix(self, name: str) -> Tensor:
         return self.leaves[name].reshape(self.rows[name], -1)

@@ -53,10 +53,10 @@ def reference_bytes(task: Task, size: int) -> int:
 
 def size_within(task: Task, budget: int) -> int:
     """Count parameters of the periodic genome, of the task or else of a narrower net, that fills so many bytes."""
-    for pnet in (base.scaled(task, part) for part in _WIDTHS):
+    make = task.pnet.scaled
+    for pnet in (task.pnet, *(make(part) for part in _WIDTHS[1:] if make)):
         with suppress(BudgetTooSmall):
-            if pnet is not None:
-                return plan_for(task.with_pnet(pnet), "periodic", genome_bytes=budget).genome_params
+            return plan_for(task.with_pnet(pnet), "periodic", genome_bytes=budget).genome_params
     # Raises, saying why.
     return plan_for(task, "periodic", genome_bytes=budget).genome_params
 
@@ -70,24 +70,23 @@ class GenomeOf:
     stored: StoredDtype | None = None  # instead of the problem's dtype: a dtype, "int2" to "int8", or "auto"
 
     def candidates(self, problem: Problem) -> list[Settings]:
-        """Learning rates, for the p-net, for narrower ones if direct parameters fill much of the budget, and for wider.
+        """Also try narrower p-nets while direct parameters fill much of the budget, and a wider one for large budgets.
 
-        A large budget adds a wider p-net, which replaces the p-net if a genome would hardly compress that.
+        The wider p-net replaces the p-net if a genome would hardly compress that.
         """
         found: list[Settings] = []
-        full, wider = False, base.wider(problem)
-        for part in (*_WIDTHS, *wider):
-            pnet = base.scaled(problem.task, part)
-            if pnet is None or (part < 1 and not full):
+        full, pnets = True, base.of_widths(problem, _WIDTHS)
+        for part, pnet in pnets.items():
+            if part < 1 and not full:
                 continue
             full, about = True, base.about_pnet(pnet, problem.task)
             with suppress(BudgetTooSmall):
                 task, plan = self._plan(problem, about)
                 # Steps of codes that training finds are in codes of a fixed number of bits too.
-                dtype = "int8" if self.stored == AUTO else stored_name(self._dtype(problem))
+                dtype = "int8" if self.stored == AUTO else stored_name(self.stored or problem.dtype)
                 direct = {k: x for k, x in stored_leaves(plan.leaves, dtype).items() if not k.startswith(GNET)}
                 full = sum(x.nbytes for x in direct.values()) > _MUCH * problem.budget
-                if wider and part == 1 and plan.genome_params > _MOST * plan.pnet_params:
+                if part == 1 and max(pnets) > 1 and plan.genome_params > _MOST * plan.pnet_params:
                     continue
                 usual = task.recipe(plan.genome_params).lr
                 found += [about | of for of in grid(params=(plan.genome_params,), lr=self.rates or (usual, 2 * usual))]
@@ -103,7 +102,7 @@ class GenomeOf:
         pnet, known, lr = task.build(seed), task.recipe(plan.genome_params), settings["lr"]
         direct_lr = None if known.direct_lr is None else known.direct_lr / known.lr * lr
         recipe = replace(problem.recipe, lr=lr, direct_lr=direct_lr, betas=known.betas)
-        stored: Any = self._dtype(problem)
+        stored: Any = self.stored or problem.dtype
         last = max(1, problem.steps // _ROUNDED) if isinstance(stored, str) and stored != AUTO else 0
         before = replace(recipe, steps=max(1, problem.steps - last)) if last else recipe
         coded = {"rounding": AUTO, "genome_bytes": problem.budget, "metadata": about or None} if stored == AUTO else {}
@@ -120,19 +119,15 @@ class GenomeOf:
             return Trained(path.read_bytes(), plan.genome_params)
 
     def load(self, data: bytes, task: Task) -> Net:
-        """The p-net with its generated weights."""
         with TemporaryDirectory(prefix="gbfunc-") as folder:
             (path := Path(folder) / _FILE).write_bytes(data)
             plan, genome = gb.load(path)
             pnet = base.pnet_about(gb.load_metadata(path) or {}, task)
         return gb.materialize(plan, genome, pnet.build(0)).eval()
 
-    def _dtype(self, problem: Problem) -> StoredDtype:
-        return problem.dtype if self.stored is None else self.stored
-
     def _plan(self, problem: Problem, about: Mapping[str, Any]) -> tuple[Task, gb.Plan]:
         """The task with the net that its file is `about`, and the genome that fills the budget."""
-        dtype, task = self._dtype(problem), problem.task.with_pnet(base.pnet_about(about, problem.task))
+        dtype, task = self.stored or problem.dtype, problem.task.with_pnet(base.pnet_about(about, problem.task))
         if self.hypernet == "periodic" and dtype == torch.float32 and not about and not is_pretrained(task):
             # The very genome whose file the budget is, where it was not given in bytes.
             with suppress(BudgetTooSmall):

@@ -27,27 +27,23 @@ from gbfunc.types import Params
 
 @dataclass(frozen=True)
 class Dense:
-    """The weights of the net."""
+    """The weights of the net, as deep and wide as fits."""
 
     rates: ClassVar[tuple[float, ...]] = (3e-3, 1e-2, 3e-2, 1e-1)
 
     def candidates(self, problem: Problem) -> list[Settings]:
-        """Depths, each as wide as fits, and learning rates."""
-
         def fits(pnet: PNet) -> bool:
             return len(self._encode(base.blank(pnet), pnet, problem)) <= problem.budget
 
         return base.of_nets(base.narrow_pnets(problem.task, fits), problem.task, lr=self.rates)
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
-        """Adam on all weights."""
         pnet = base.pnet_about(settings, problem.task)
         net = pnet.build(seed)
         base.train_net(problem, net.parameters(), net, settings["lr"], seed)
         return Trained(self._encode(base.in_use(net, base.state_of(net)), pnet, problem), n_params(net))
 
     def load(self, data: bytes, task: Task) -> Net:
-        """The net that the file stands for."""
         net = base.pnet_about(base.text_of(data), task).build(0)
         return base.restore(net, self._decode(data, base.in_use(net, base.state_of(net)), net))
 
@@ -69,13 +65,12 @@ _SHAPES = ((True, 0.85), (True, 0.6), (False, 0.45))
 
 @dataclass(frozen=True)
 class Quantised(Dense):
-    """The weights of the net in levels of `bits` (4 or 8)."""
+    """The weights of the net in levels of `bits` (4 or 8), with steps that are coarser where the file is too long."""
 
     bits: int = 8
     rates: ClassVar[tuple[float, ...]] = (3e-3, 1e-2, 3e-2)
 
     def candidates(self, problem: Problem) -> list[Settings]:
-        """Steps by row or matrix; depths, each as wide as fits if a level takes some part of its bits; rates."""
         found: list[Settings] = []
         for by_row, part in _SHAPES:
 
@@ -94,7 +89,6 @@ class Quantised(Dense):
         return base.unique(found)
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
-        """Adam on all weights, then on rounded ones, with steps that are coarser where the file is too long."""
         pnet, by_row = base.pnet_about(settings, problem.task), settings["by_row"]
         module = pnet.build(seed)
         net = RoundedNet(module, self.bits, _rows(base.state_of(module), by_row))
@@ -104,7 +98,6 @@ class Quantised(Dense):
             return encode(net.state(), net.levels(steps), self.bits, about)
 
         def fitting(steps: Params, budget: float) -> Params:
-            """These steps, or the least coarse ones with which the file fits."""
             finer = base.largest(lambda n: len(encoded(coarsened(steps, COARSEST - n))) <= budget, COARSEST)
             return coarsened(steps, COARSEST - finer)
 
@@ -132,12 +125,9 @@ class Pruned(Dense):
     rates: ClassVar[tuple[float, ...]] = (1e-3, 3e-3, 1e-2)
 
     def candidates(self, problem: Problem) -> list[Settings]:
-        """Widths of the net that is pruned, in parts of the p-net's, and learning rates."""
         found: list[PNet] = []
         least: list[PNet] = []
-        for part in (1, 1 / 2, 1 / 4, 1 / 8, *base.wider(problem)):
-            if (pnet := base.scaled(problem.task, part)) is None:
-                continue
+        for pnet in base.of_widths(problem, (1, 1 / 2, 1 / 4, 1 / 8)).values():
             state, about = base.blank(pnet), base.about_pnet(pnet, problem.task)
             with torch.device("meta"):
                 prunable = base.apart_from_norms(pnet.make())
@@ -151,18 +141,17 @@ class Pruned(Dense):
         return base.of_nets(found or least[:1], problem.task, lr=self.rates)
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
-        """Dense, then pruned step by step, then rounded."""
         pnet = base.pnet_about(settings, problem.task)
         module, about = pnet.build(seed), base.about_pnet(pnet, problem.task)
         net = RoundedNet(module, self.bits, dict.fromkeys(base.apart_from_norms(module), 1))
         matrices = {name: net.leaves[name].detach() for name in net.rows}
         total = sum(x.numel() for x in matrices.values())
         due, target, masks, events = _due(problem.steps), total, Params(), 20
-        start, end = min(int(0.3 * problem.steps), min(due)), min(due)
+        end = min(due)
+        start = min(int(0.3 * problem.steps), end)
         prunes = {start + (end - start) * i // events: i / events for i in range(1, events)}
 
         def entries(steps: Params, budget: float) -> int:
-            """How many of the largest entries the file has room for."""
             return most_entries(net.state(), matrices, net.levels(steps), self.bits, budget, about)
 
         def keep(n: int | None = None) -> None:

@@ -59,7 +59,6 @@ class Results(NamedTuple):
 
 
 def _head(problem: Problem, method: str) -> tuple[str, str, int, int, str, int]:
-    """The key of an experiment: the first six fields of choices and rows."""
     dtype = str(problem.dtype).removeprefix("torch.")
     return problem.task.name, method, problem.size, problem.budget, dtype, problem.steps
 
@@ -87,12 +86,12 @@ def choose(name: str, method: Method, problem: Problem, most: int | None = None)
         return Choice(*head, settings=None, tried=[], searched=0, reason=str(error))
     tried: list[Settings] = []
     for part, passed, least in RUNGS:
-        if len(left) <= least:
-            # There is nothing to choose on this rung.
-            continue
-        ranks = [_tried(method, problem, settings, max(1, math.ceil(part * problem.steps)), tried) for settings in left]
-        order = sorted(range(len(left)), key=ranks.__getitem__, reverse=True)
-        left = [left[i] for i in order[: max(least, math.ceil(passed * len(left)))]]
+        # With fewer there is nothing to choose on this rung.
+        if len(left) > least:
+            steps = max(1, math.ceil(part * problem.steps))
+            ranks = [_tried(method, problem, settings, steps, tried) for settings in left]
+            order = sorted(range(len(left)), key=ranks.__getitem__, reverse=True)
+            left = [left[i] for i in order[: max(least, math.ceil(passed * len(left)))]]
     return Choice(*head, settings=left[0], tried=tried, searched=sum(training["steps"] for training in tried))
 
 
@@ -110,7 +109,7 @@ def _tried(
     tried.append({**settings, "steps": steps, "bytes": size, "val": value})
     if value is None or math.isnan(value):
         return False, -math.inf
-    return size >= USED * problem.budget, value if problem.task.metric.higher_is_better else -value
+    return size >= USED * problem.budget, problem.task.metric.sign * value
 
 
 def measure(name: str, method: Method, problem: Problem, settings: Settings, seed: int, path: Path) -> Row:
@@ -160,15 +159,15 @@ def run_missing(
 
 def to_json(results: Results) -> dict[str, Any]:
     """Convert results to the content of `compare.json`."""
-    return {part: [entry._asdict() for entry in getattr(results, part)] for part in Results._fields}
+    return {part: [entry._asdict() for entry in entries] for part, entries in results._asdict().items()}
 
 
 def read_results(path: Path) -> Results:
     """Read a `compare.json`; no results if there is none."""
+    if not path.exists():
+        return Results()
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         return Results(tuple(Choice(**c) for c in content["choices"]), tuple(Row(**r) for r in content["rows"]))
-    except FileNotFoundError:
-        return Results()
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is not the result of a comparison ({error}): move it away") from error

@@ -11,9 +11,7 @@ Suffixes: B blocks of n entries, p q the sides of a block as a matrix, n = p q.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import reduce
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,17 +19,12 @@ from torch import Tensor, nn
 
 from gbfunc.lab.compare import base
 from gbfunc.lab.compare.base import BudgetTooSmall, Problem, Settings, Trained, grid
-from gbfunc.pnet import PureNet, buffers_of, parameter_infos
+from gbfunc.pnet import parameter_infos
 from gbfunc.tasks import Net, Task
 from gbfunc.types import Params
 
 _LAST_SEED = 9_999
 """Files have room for the digits of a seed up to this one."""
-
-
-def hadamard(n: int) -> Tensor:
-    """Make the Hadamard matrix [n, n] of Sylvester's construction for a power of two, entries +-1."""
-    return reduce(torch.kron, [torch.tensor([[1.0, 1.0], [1.0, -1.0]])] * (n.bit_length() - 1), torch.ones(1, 1))
 
 
 class Projection:
@@ -40,17 +33,18 @@ class Projection:
     def __init__(self, d: int, D: int, seed: int) -> None:
         if not 1 <= d <= D:
             raise ValueError(f"a projection needs 1 <= d <= D, got d={d}, D={D}")
-        self.d, self.D = d, D
-        self._n = n = 1 << (d - 1).bit_length()
+        self.d, self.D, log_n = d, D, (d - 1).bit_length()
         # H_n = H_p (x) H_q: two products with small matrices instead of log n passes over memory.
-        p = 1 << (n.bit_length() - 1) // 2
-        self._left_pp, self._right_qq = hadamard(p), hadamard(n // p)
+        self._left_pp, self._right_qq = (
+            reduce(torch.kron, [torch.tensor([[1.0, 1.0], [1.0, -1.0]])] * k, torch.ones(1, 1))
+            for k in (log_n // 2, log_n - log_n // 2)
+        )
         generator = torch.Generator().manual_seed(seed)
-        self._signs_Bn = torch.randint(0, 2, (-(-D // n), n), generator=generator).float() * 2 - 1
+        self._signs_Bn = torch.randint(0, 2, (-(-D // 2**log_n), 2**log_n), generator=generator).float() * 2 - 1
 
     def __call__(self, z_d: Tensor) -> Tensor:
         """[d] -> [D]."""
-        blocks_Bn = self._signs_Bn * F.pad(z_d, (0, self._n - self.d))
+        blocks_Bn = self._signs_Bn * F.pad(z_d, (0, self._signs_Bn.shape[1] - self.d))
         blocks_Bpq = blocks_Bn.view(-1, len(self._left_pp), len(self._right_qq))
         mixed_Bpq = self._left_pp @ (blocks_Bpq @ self._right_qq)
         return mixed_Bpq.reshape(-1)[: self.D] * self.D**-0.5
@@ -72,14 +66,12 @@ class Subspace:
         return {name: t + x.view_as(t) * ((t.numel() > 1 and float(t.std())) or 1.0) for (name, t), x in moved}
 
 
-@dataclass(frozen=True)
 class RandomSubspace:
-    """The numbers z and the seed."""
+    """As many numbers z as fit, from 0 on, and the seed."""
 
-    rates: tuple[float, ...] = (3e-2, 1e-1, 3e-1, 1.0)  # learning rates to choose from
+    rates = (3e-2, 1e-1, 3e-1, 1.0)
 
     def candidates(self, problem: Problem) -> list[Settings]:
-        """As many numbers as fit, and learning rates."""
         pnet = problem.task.build(0)
 
         def fits(d: int) -> bool:
@@ -91,22 +83,14 @@ class RandomSubspace:
         raise BudgetTooSmall("no file has room for a single number")
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
-        """Adam on z, which starts at 0."""
         pnet = problem.task.build(seed)
         z_d = torch.zeros(settings["d"], requires_grad=True)
-        call, subspace = PureNet(pnet), Subspace(pnet, len(z_d), seed)
-
-        def net(x: Tensor) -> Any:
-            # Weights are made in full precision, as a genome's are.
-            with torch.autocast(x.device.type, enabled=False):
-                weights = subspace(z_d)
-            return call(weights, {name: b for name, (b, _) in buffers_of(pnet).items()}, x)
-
+        subspace = Subspace(pnet, len(z_d), seed)
+        net = base.generated_net(pnet, lambda: subspace(z_d))
         base.train_net(problem, [z_d], net, settings["lr"], seed)
         return Trained(base.pack(base.saved_buffers(pnet) | {"z": z_d}, problem.dtype, {"seed": seed}), len(z_d))
 
     def load(self, data: bytes, task: Task) -> Net:
-        """The p-net with the weights that seed and z give."""
         seed = base.text_of(data)["seed"]
         pnet = task.build(seed)
         state = base.unpack(data, base.saved_buffers(pnet) | {"z": torch.empty(0)}, rest="z")

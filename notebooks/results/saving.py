@@ -1,0 +1,39 @@
+"""Steps of an MLP 2048-2048-2048-10 that are each saved, beside plain ones: `python notebooks/results/saving.py`.
+
+Each save is written while the next step runs. Rows are for genomes of 81,418 parameters (103x) and of 1,041,610.
+"""
+
+import json
+import tempfile
+
+import torch
+
+import gbfunc as gb
+from gbfunc.lab.bench.cases import mlp_case
+from gbfunc.lab.bench.report import time_together
+from gbfunc.lab.bench.variants import first_net, loss_fn, plan_of
+
+
+def measure(features: int, tile: int) -> None:
+    case = mlp_case((2048, 2048, 2048, 10), 256, (), h=features, tile=tile)
+    net, batch = first_net(case), case.batch()
+    plan = plan_of(net, case.periodic)
+    optimizer = gb.torch_optimizer(torch.optim.AdamW, lr=1e-8)
+    train_step = gb.make_train_step(plan, net, loss_fn, optimizer, donate=True)
+    states = {name: train_step.init(seed=0) for name in ("plain", "saved")}
+
+    def step(name: str) -> None:
+        if name == "saved":
+            checkpointer.save(states[name])
+        states[name], _ = train_step(states[name], batch)
+
+    with tempfile.TemporaryDirectory() as folder, gb.Checkpointer(folder, train_step) as checkpointer:
+        calls = {name: lambda name=name: step(name) for name in states}
+        for name, timing in time_together(calls, torch.device("cpu"), rounds=7).items():
+            row = {"params": plan.genome_params, "steps": name, "ms": round(1e3 * timing.seconds, 1)}
+            print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    measure(32, 256)
+    measure(36, 64)
