@@ -98,7 +98,6 @@ class GenomeModule(nn.Module):
     _pnet_class: type[nn.Module]
 
     def __new__(cls: type[Self], plan: Any = None, pnet: Any = None, *args: Any, **kwargs: Any) -> Self:
-        """A copy of the p-net, of a class that is the p-net's and this one."""
         if pnet is None:
             return super().__new__(cls)
         if not isinstance(plan, Plan):
@@ -181,7 +180,7 @@ class GenomeModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The p-net's output on the weights that the genome generates now."""
-        self.__dict__["_drawn"] = self._noise()
+        self._drawn = self._noise()
         placed = self._place(self._weights(self._generator))
         try:
             return super().forward(*args, **kwargs)
@@ -279,7 +278,6 @@ class GenomeModule(nn.Module):
             keep_statistics(self, base.buffer_names)
 
     def _gnets(self) -> Params:
-        """The leaves of the g-nets, flat by name."""
         return {f"{GNET}{e.name}/{k}": getattr(self, _leaf(e.name, k)) for e in self.plan.ensembles for k in e.leaves}
 
     def _any(self) -> Params:
@@ -325,7 +323,6 @@ class GenomeModule(nn.Module):
         return _drawn(self.plan, next(iter(self._gnets().values()))) if drawn else None
 
     def _build(self) -> None:
-        """Make the parts that a copy or a pickle does not hold."""
         plan, base, lazy, *_ = self._frame
 
         def of(*names: str) -> Generator:
@@ -386,7 +383,6 @@ def _is_shard(x: Any) -> bool:
 
 
 def _gathered(x: Any) -> Tensor:
-    """A tensor as a whole, of which each rank has a shard."""
     return x.full_tensor() if _is_shard(x) else x
 
 

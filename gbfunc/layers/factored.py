@@ -64,7 +64,6 @@ class FactoredWeight(WeightForm):
         return (matrix.t() if self.transposed else matrix).reshape(self.shape)
 
     def _thin(self, weight: Weight, batch_rows: int, conv: bool = False) -> bool:
-        """Whether the factors are used and not the dense weight."""
         # An exported program is for any number of rows, which it must not ask for.
         dense = self.auto if is_exporting() else not batch_rows < self._thin_rows[conv]
         if dense or (weight.formed is not None and not weight.applied):

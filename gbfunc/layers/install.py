@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -66,12 +66,10 @@ def layer_form(layer: nn.Module) -> LayerForm | None:
 
 
 def _stock_forward(cls: type[nn.Module]) -> Any:
-    """The forward of a class before it had generated weights, that of a linear layer for `Conv1D`: a key of `FORMS`."""
     return nn.Linear.forward if _transposed(cls) else _before(cls).forward
 
 
 def _before(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class of a layer before it had generated weights."""
     return getattr(cls, "_stock", cls)
 
 
@@ -93,12 +91,16 @@ def formable(layer: nn.Module, attribute: str) -> bool:
     return form is not None and attribute in form.weights and there
 
 
-def _read(attribute: str, layer: Any) -> Tensor:
-    weight = weight_of(layer, attribute)
-    if weight is None:
-        # With this error, `layer.weight` is the skeleton's placeholder.
-        raise AttributeError(attribute)
-    return weight.read() if isinstance(weight, Weight) else weight
+def _generated(attribute: str) -> property:
+    # No partial: older Dynamo traces functions alone.
+    def read(layer: Any) -> Tensor:
+        weight = weight_of(layer, attribute)
+        if weight is None:
+            # With this error, `layer.weight` is the skeleton's placeholder.
+            raise AttributeError(attribute)
+        return weight.read() if isinstance(weight, Weight) else weight
+
+    return property(read)
 
 
 @lru_cache(maxsize=256)
@@ -116,7 +118,7 @@ def generated_class(stock: type[nn.Module], attributes: tuple[str, ...], formed:
             attributes_of = attributes_of | {"_flat_weights": [None] * len(attributes_of["_flat_weights"])}
         return blank_layer, (stock, attributes, formed), attributes_of, *more
 
-    own: dict[str, Any] = {a: property(partial(_read, a)) for a in attributes}
+    own: dict[str, Any] = {a: _generated(a) for a in attributes}
     own |= {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__reduce_ex__": __reduce_ex__}
     own |= {"_stock": getattr(stock, "_stock", stock), "_made_of": (stock, attributes, formed)}
     own["__prepare_scriptable__"] = _refuse_script

@@ -187,7 +187,6 @@ def _vjp(
 
 
 def _of_some(function: Callable[..., Tensor], values: Sequence[Tensor], places: list[int]) -> Callable[..., Tensor]:
-    """A function of the values at some places alone."""
 
     def of_chosen(*chosen: Tensor) -> Tensor:
         merged = list(values)

@@ -86,7 +86,6 @@ class ManyGenomes(nn.Module):
         self._build()
 
     def _build(self) -> None:
-        """Make the parts that a copy or a pickle does not hold."""
         self._lock = threading.RLock()
         # The way of each kind of calls.
         self._known: dict[Any, _Way] = {}
@@ -107,7 +106,6 @@ class ManyGenomes(nn.Module):
         self._build()
 
     def _names(self, key: str) -> list[str]:
-        """All names of a tensor of a tie."""
         for tensor in self._frame.plan.tensors:
             if key == tensor.name or key.startswith(f"{tensor.name}_form."):
                 return [tensor.name, *tensor.aliases]
@@ -203,7 +201,6 @@ class ManyGenomes(nn.Module):
         return way.net(weights, buffers, *args, **kwargs)
 
     def _alone(self, stored: Params, index: Tensor, b: int, args: Any, kwargs: Any, split: list[bool]) -> Any:
-        """The p-net's outputs for one row."""
         flags = iter(split)
         args, kwargs = tree_map(lambda x: x[b : b + 1] if next(flags) else x, (args, kwargs))
         tensors = self._taken(stored, index[b])
@@ -218,7 +215,6 @@ class ManyGenomes(nn.Module):
         return tree_map(lambda x: next(joined) if isinstance(x, Tensor) else x, each[0])
 
     def _taken(self, stored: Params, index: Tensor) -> Params:
-        """Tensors of genomes by number: one genome, or one for each row."""
         return {key: x[index.to(x.device)] if key in self._rows else x for key, x in stored.items()}
 
     def _check(self, index: Tensor, inputs: list[tuple[str, Any]]) -> list[bool]:
@@ -242,7 +238,6 @@ class ManyGenomes(nn.Module):
 
 
 def _kind(named: tuple[str, Any], has_rows: bool) -> Any:
-    """An input without its number of rows."""
     at, x = named
     return (at, has_rows, x.dtype, x.shape[has_rows:]) if isinstance(x, Tensor) else (at, type(x), x)
 
@@ -283,12 +278,10 @@ def _same(found: list[Tensor], expected: list[Tensor], tolerance: float) -> bool
 
 
 def _owner(name: str) -> str:
-    """The path of the module that a tensor belongs to."""
     return name.partition(".parametrizations.")[0].rpartition(".")[0]
 
 
 def _outermost(paths: Iterable[str]) -> list[str]:
-    """Paths without those inside of others."""
     given = set(paths)
     inside = {
         path for path in given for other in given if other != path and (not other or path.startswith(f"{other}."))

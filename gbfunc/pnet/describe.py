@@ -89,7 +89,6 @@ def check_pnet(pnet: nn.Module) -> None:
 
 
 def _check_attributes(pnet: nn.Module) -> None:
-    """Refuse attributes that share memory with a parameter: generated weights never stand there."""
     memory = {_address(x): name for name, x in pnet.named_parameters()}
     memory.pop(0, None)
     for path, module in pnet.named_modules():
@@ -106,7 +105,6 @@ def _check_attributes(pnet: nn.Module) -> None:
 
 
 def _arrays_in(value: Any, depth: int) -> Iterator[Tensor | np.ndarray]:
-    """Tensors and NumPy arrays in a value and in its containers."""
     if isinstance(value, Tensor | np.ndarray):
         yield value
     elif depth and isinstance(value, dict | list | tuple | set):
@@ -139,7 +137,6 @@ def in_one_memory(pnet: nn.Module) -> list[tuple[tuple[str, Tensor], tuple[str, 
 
 
 def _overlap(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors in one storage have entries in the same place."""
     if x.dtype != y.dtype or not x.numel() or not y.numel():
         return bool(x.numel() and y.numel())
     (first, end), (other_first, other_end) = map(_extent, (x, y))

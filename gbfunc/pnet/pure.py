@@ -64,7 +64,7 @@ class PureNet:
         self.skeleton = skeleton_of(pnet)
         kept = () if frozen is None else frozen.buffer_names
         for layer in keep_statistics(self.skeleton, kept):
-            layer.__dict__["train"] = lambda mode=True, layer=layer: layer
+            vars(layer)["train"] = lambda mode=True, layer=layer: layer
         specs = {name: TensorSpec(tuple(tensor.shape)) for name, _, tensor, *_ in parameter_infos(pnet)}
         self._buffers = dict.fromkeys((k for k in buffers_of(pnet) if k not in kept), TensorSpec())
         # A state keeps buffers apart that stand in the memory of another.
@@ -72,8 +72,8 @@ class PureNet:
         install(self.skeleton, forms)
         specs |= {name: TensorSpec() for name in adapt(self.skeleton) if name in specs}
         self._forms, self._frozen = list(dict.fromkeys(forms.values())), frozen
-        self._parameters = {k: spec for k, spec in specs.items() if k not in forms}
-        self._parameters |= {key: TensorSpec() for form in self._forms for key in form.keys}
+        self._expected = {k: spec for k, spec in specs.items() if k not in forms}
+        self._expected |= {key: TensorSpec() for form in self._forms for key in form.keys}
         self._places = _places(pnet, self.skeleton, forms)
         self._holders = {
             name: (holder, key) for name, holder, key, _ in reversed(self._places) if name in self._buffers
@@ -94,7 +94,7 @@ class PureNet:
 
     def check(self, weights: TensorMap, buffers: TensorMap) -> None:
         """Raise `ValueError` for a missing, misspelt or misshapen tensor."""
-        compare_trees(self._parameters, weights, "parameters do not fit the p-net")
+        compare_trees(self._expected, weights, "parameters do not fit the p-net")
         compare_trees(self._buffers, buffers, "buffers do not fit the p-net")
 
     def __call__(self, weights: TensorMap, buffers: Params, /, *args: Any, **kwargs: Any) -> Any:
@@ -151,7 +151,6 @@ class PureNet:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """The output of a function while these tensors are in the skeleton."""
         tensors: dict[str, Any] = {**weights, **buffers}
         if self._frozen is not None:
             tensors.update(self._frozen.on(next(iter(weights.values())).device)[1])
@@ -180,7 +179,6 @@ class PureNet:
                 holder[key] = buffers[name].detach().clone()
 
     def _values(self) -> list[Any]:
-        """What stands in each place."""
         return [
             getattr(holder, key) if of_form else dict.__getitem__(holder, key)
             for _, holder, key, of_form in self._places
