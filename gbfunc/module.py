@@ -98,6 +98,7 @@ class GenomeModule(nn.Module):
     _pnet_class: type[nn.Module]
 
     def __new__(cls: type[Self], plan: Any = None, pnet: Any = None, *args: Any, **kwargs: Any) -> Self:
+        """Copy the p-net into a class that is the p-net's and this one."""
         if pnet is None:
             return super().__new__(cls)
         if not isinstance(plan, Plan):

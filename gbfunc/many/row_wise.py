@@ -65,6 +65,7 @@ class RowWise:
                 vars(module)[name].clear()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's outputs, row by row."""
         tensors, n_rows = self.tensors
         weights, buffers = ({k: tensors[v] for k, v in names.items()} for names in (self._weights, self._buffers))
         inputs = [x for _, x in tree_leaves((args, kwargs))]
