@@ -22,6 +22,9 @@ from torch import Tensor
 
 from gbfunc.parallel.schedule import Kind, Span, Timeline
 
+Runs = Mapping[str, Sequence[Mapping[str, float]]]
+"""Histories by label."""
+
 # M. Okabe and K. Ito, Color Universal Design (2008): distinct with every common colour vision deficiency.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINES = ("-", "--", "-.", ":")
@@ -49,14 +52,8 @@ EVENTS: Mapping[Kind, tuple[str, str]] = {
 
 
 def _figure(
-    width: float,
-    height: float,
-    *,
-    rows: int = 1,
-    columns: int = 1,
-    which: Literal["major", "both"] = "major",
+    width: float, height: float, *, rows: int = 1, columns: int = 1, which: Literal["major", "both"] = "major"
 ) -> tuple[Figure, NDArray[Any]]:
-    """Create a figure with axes [rows, columns], a grid behind the data, two spines, and a style per curve."""
     figure = Figure(figsize=(width, height), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False)
     for axes in grid.flat:
@@ -73,20 +70,15 @@ def _expect(shown: Any, expected: str) -> None:
 
 
 def _draw(axes: Axes, label: str, rows: Sequence[Mapping[str, float]], x: str, y: str, unit: str, **style: Any) -> None:
-    """Draw a column of a history against another one, values between 0 and 1 in percent."""
     factor = 100 if unit == "%" else 1
     axes.plot([row[x] for row in rows], [factor * row[y] for row in rows], label=label, **style)
 
 
-def learning_curve(
-    runs: Mapping[str, Sequence[Mapping[str, float]]], metric: str = "accuracy", unit: str = "%"
-) -> Figure:
+def learning_curve(runs: Runs, metric: str = "accuracy", unit: str = "%") -> Figure:
     """Draw training loss and a validation metric during training, one line per run.
 
-    Args:
-        runs: history of each run by its label: rows of `epoch`, `step`, `train_loss` (nats), `val_<metric>`.
-        metric: which metric.
-        unit: unit of the metric; `"%"` if its values lie between 0 and 1.
+    Runs are histories by label: rows of `epoch`, `step`, `train_loss` (nats), `val_<metric>`. The unit is `"%"` for
+    values between 0 and 1.
     """
     _expect(runs, "run")
     figure, ((loss_axes, metric_axes),) = _figure(9.0, 3.6, columns=2)
@@ -108,15 +100,11 @@ def learning_curve(
     return figure
 
 
-def birth_curves(
-    runs: Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]], metric: str = "accuracy", unit: str = "%"
-) -> Figure:
+def birth_curves(runs: Mapping[str, Runs], metric: str = "accuracy", unit: str = "%") -> Figure:
     """Draw a metric from birth on against training steps on a logarithmic scale: one plot per task.
 
-    Args:
-        runs: rows of `step` and the metric, the first at step 0, by task and by how the network starts.
-        metric: which metric.
-        unit: unit of the metric; `"%"` if its values lie between 0 and 1.
+    Runs are rows of `step` and the metric, the first at step 0, by task and by how the network starts. The unit is
+    `"%"` for values between 0 and 1.
     """
     _expect(runs and all(runs.values()), "task, and runs of each")
     figure, (row,) = _figure(0.6 + 4.0 * len(runs), 3.4, columns=len(runs))
@@ -130,15 +118,11 @@ def birth_curves(
     return figure
 
 
-def return_curve(
-    runs: Mapping[str, Sequence[Mapping[str, float]]], title: str, threshold: float | None = None
-) -> Figure:
+def return_curve(runs: Runs, title: str, threshold: float | None = None) -> Figure:
     """Draw the mean return against environment steps, one line per run, with a band of one standard deviation.
 
-    Args:
-        runs: history of each run by its label: rows of `env_steps`, `val_mean_return` and `val_std_return`.
-        title: names the environment.
-        threshold: mean return that solves the environment, drawn as a thin line.
+    Runs are histories by label: rows of `env_steps`, `val_mean_return` and `val_std_return`. The mean return that
+    solves the environment, `threshold`, is a thin line.
     """
     _expect(runs, "run")
     figure, ((axes,),) = _figure(5.6, 3.6)
@@ -163,9 +147,7 @@ def log_slope(points: Sequence[tuple[float, float]]) -> float:
 def cost_curves(curves: Mapping[str, Sequence[tuple[float, float]]], xlabel: str) -> Figure:
     """Draw time per step against a size, both logarithmic, one line per variant with its exponent in the legend.
 
-    Args:
-        curves: points (size, milliseconds) of each variant by its label.
-        xlabel: names the size.
+    Curves are points (size, milliseconds) of each variant by its label.
     """
     _expect(curves and all(curves.values()), "variant, and points for each")
     figure, ((axes,),) = _figure(5.6, 4.0, which="both")
@@ -239,7 +221,11 @@ def weight_images(nets: Mapping[str, Mapping[str, Tensor]], image_shape: tuple[i
             shown as images too (what each hidden unit responds to), and its columns are not sorted.
     """
     weights = {
-        label: {k: w.detach().float().cpu().numpy() for k, w in tensors.items() if _is_shown(w)}
+        label: {
+            name: weight.detach().float().cpu().numpy()
+            for name, weight in tensors.items()
+            if weight.ndim in (2, 4) and weight.numel() > 0 and weight.is_floating_point()
+        }
         for label, tensors in nets.items()
     }
     if broken := {k for by_name in weights.values() for k, m in by_name.items() if not np.isfinite(m).all()}:
@@ -268,10 +254,6 @@ def weight_images(nets: Mapping[str, Mapping[str, Tensor]], image_shape: tuple[i
     return figure
 
 
-def _is_shown(weight: Tensor) -> bool:
-    return weight.ndim in (2, 4) and weight.numel() > 0 and weight.is_floating_point()
-
-
 def _mosaic(images: NDArray[np.float32]) -> NDArray[np.float32]:
     """Lay images [down, across, height, width] out beside each other, with empty seams."""
     padded = np.pad(images, ((0, 0), (0, 0), (0, 1), (0, 1)), constant_values=np.nan)
@@ -279,21 +261,18 @@ def _mosaic(images: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _show_sorted(axes: Axes, weight_RC: NDArray[np.float32], title: str, *, sort_columns: bool) -> None:
-    """Show a matrix, thinned out, with similar rows and columns next to each other."""
     part = weight_RC[np.ix_(*(_spread(n, _MAX_SIDE) for n in weight_RC.shape))]
     left, _, right = np.linalg.svd(part, full_matrices=False)
     order_R, order_C = _by_angle(left[:, :2]), _by_angle(right[:2].T) if sort_columns else np.arange(part.shape[1])
-
-    def label(what: str, axis: int, is_sorted: bool) -> str:
+    labels = []
+    for axis, what, is_sorted in ((0, "output", True), (1, "input", sort_columns)):
         shown, n = part.shape[axis], weight_RC.shape[axis]
-        some = f"{n:,} {what} units" if shown == n else f"{shown} of {n:,} {what} units"
-        return f"{some}, {'sorted by similarity' if is_sorted else 'in order'}"
-
-    _show(axes, part[np.ix_(order_R, order_C)], title, label("input", 1, sort_columns), label("output", 0, True))
+        some = f"{n:,}" if shown == n else f"{shown} of {n:,}"
+        labels.append(f"{some} {what} units, {'sorted by similarity' if is_sorted else 'in order'}")
+    _show(axes, part[np.ix_(order_R, order_C)], title, *reversed(labels))
 
 
 def _spread(n: int, most: int) -> NDArray[np.int64]:
-    """Return at most so many of the numbers below n, evenly spread."""
     return np.linspace(0, n - 1, min(n, most)).round().astype(np.int64)
 
 
@@ -304,14 +283,9 @@ def _by_angle(plane: NDArray[np.float32]) -> NDArray[np.int64]:
 
 
 def _show(
-    axes: Axes,
-    image: NDArray[np.float32],
-    title: str,
-    xlabel: str,
-    ylabel: str,
-    aspect: Literal["equal", "auto"] = "auto",
+    axes: Axes, image: NDArray[Any], title: str, xlabel: str, ylabel: str, aspect: Literal["equal", "auto"] = "auto"
 ) -> None:
-    """Show an image with a colour scale symmetric about zero, whose ends are the 99.5th percentile."""
+    # Symmetric about zero.
     limit = float(np.nanquantile(np.abs(image), 0.995)) or 1.0
     shown = axes.imshow(image, cmap=WEIGHTS, vmin=-limit, vmax=limit, interpolation="nearest", aspect=aspect)
     axes.set_title(title, fontsize=9)
@@ -324,12 +298,8 @@ def _show(
 def plot_schedule(timeline: Timeline, unit: str = "", memory_unit: str = "") -> Figure:
     """Draw what each rank of a simulated schedule does over time, and below it the memory that each rank holds.
 
-    Computation is marked with its microbatch, or with its layer if there is one microbatch.
-
-    Args:
-        timeline: timeline of the schedule.
-        unit: unit of time, such as `"s"`.
-        memory_unit: unit of memory, such as `"B"`.
+    Computation is marked with its microbatch, or with its layer if there is one microbatch. Units are such as `"s"` and
+    `"B"`.
     """
     if not timeline.duration:
         raise ValueError("plot_schedule expects a timeline with events that take time, got none")
@@ -348,7 +318,6 @@ def plot_schedule(timeline: Timeline, unit: str = "", memory_unit: str = "") -> 
 
 
 def _draw_events(axes: Axes, timeline: Timeline) -> None:
-    """Draw a bar for each event that takes time, one row per rank, marked where the bar is wide enough."""
     spans = [span for rank in timeline.ranks for span in rank if span.end > span.start]
     by_layer = len({span.event.microbatch for span in spans if span.event.microbatch is not None}) < 2
 
@@ -367,7 +336,6 @@ def _draw_events(axes: Axes, timeline: Timeline) -> None:
 
 
 def _draw_memory(axes: Axes, timeline: Timeline, unit: str) -> None:
-    """Draw the memory of each rank, on one scale, in a row per rank with its peak beside it."""
     scale = 0.85 / (timeline.peak_memory or 1.0)
     formatter = EngFormatter(unit=unit, places=2)
     for rank, (spans, peak) in enumerate(zip(timeline.ranks, timeline.peaks, strict=True)):

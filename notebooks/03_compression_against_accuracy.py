@@ -34,7 +34,7 @@ import torch
 
 from gbfunc.lab.compare import METHODS, Problem, Results, reference_bytes, run_missing
 from gbfunc.plots import tradeoff_curves
-from gbfunc.tasks.digits import digits
+from gbfunc.tasks.images import digits
 from gbfunc.tasks.pnets import PNETS
 
 task = digits()

@@ -36,7 +36,7 @@ import gbfunc as gb
 from gbfunc.formats import file_bytes
 from gbfunc.hypernets import Factors, Leaf, Sized, draw
 from gbfunc.plots import MARKERS, PALETTE
-from gbfunc.tasks.digits import digits
+from gbfunc.tasks.images import digits
 
 task = digits()
 train, val, test = task.train, task.val, task.test

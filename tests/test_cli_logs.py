@@ -17,9 +17,8 @@ from gbfunc.cli import main
 from gbfunc.cli.meter import commit, data_digest
 from gbfunc.cli.output import Best
 from gbfunc.tasks import TASKS, Metric, accuracy
-from gbfunc.tasks.logs import csv_log, wandb_log
 from gbfunc.tasks.pnets import PNETS, mlp
-from gbfunc.tasks.training import fit, genome_trainer
+from gbfunc.tasks.training import csv_log, fit, genome_trainer, wandb_log
 
 SMALL = ["--sizes", "64", "24", "10", "--genome-params", "200", "--batch-size", "100"]
 

@@ -65,7 +65,7 @@ from itertools import count, islice
 import torch
 import torch.nn.functional as F
 from gbfunc.tasks import Split, endless_batches
-from gbfunc.tasks.digits import digits
+from gbfunc.tasks.images import digits
 
 DIGITS = digits()
 

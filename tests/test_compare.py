@@ -35,7 +35,8 @@ from gbfunc.lab.compare.base import (
 from gbfunc.lab.compare.genome import GenomeOf
 from gbfunc.lab.compare.rows import choose, measure
 from gbfunc.tasks import TASKS, Net, Task, accuracy, find_task
-from gbfunc.tasks.pnets import find_pnet, n_params
+from gbfunc.tasks.pnets import find_pnet
+from gbfunc.tasks.pnets.base import n_params
 
 NUMBERS = (torch.float32, torch.float16)
 

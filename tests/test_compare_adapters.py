@@ -18,7 +18,7 @@ from gbfunc.lab.compare.adapters import ADAPTERS, FULL, Adapted, linears_of
 from gbfunc.lab.compare.base import HEAD, BudgetTooSmall, Method, Trained, unpack
 from gbfunc.lab.compare.rows import measure
 from gbfunc.tasks import Recipe, Split, Task, accuracy
-from gbfunc.tasks.pnets import Interface, PlanOptions, PNet
+from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet
 
 LAYERS, WIDTH, TOKENS, LENGTH, CLASSES, PAD = 3, 16, 50, 9, 4, 0
 RIVALS = {**ADAPTERS, **REFERENCES}

@@ -21,7 +21,6 @@ from gbfunc.tasks.control import (
     Environment,
     Episodes,
     Rollouts,
-    control_settings,
     control_task,
     evaluate,
     find_environment,
@@ -62,7 +61,6 @@ def test_environments_and_settings(cartpole: Environment, pendulum: Environment)
             find_environment(env_id)
     with pytest.raises(ValueError, match="must have vectors or images as observations"):
         find_environment("FrozenLake-v1")
-    assert control_settings("CartPole-v1") is SETTINGS["CartPole-v1"] and control_settings("Acrobot-v1").n_envs == 4
     assert all(settings.env_steps % (settings.n_envs * settings.horizon) == 0 for settings in SETTINGS.values())
     with pytest.raises(ValueError, match="3 minibatches do not divide a rollout of 256"):
         replace(TINY, minibatches=3)

@@ -16,8 +16,9 @@ import torch
 import gbfunc as gb
 from gbfunc.cli import main
 from gbfunc.export.page import in_address, page
-from gbfunc.tasks.mnist import load_mnist
-from gbfunc.tasks.pnets import Interface, find_pnet, import_factory
+from gbfunc.tasks.images import load_mnist
+from gbfunc.tasks.pnets import Interface, find_pnet
+from gbfunc.tasks.pnets.base import import_factory
 
 playwright = pytest.importorskip("playwright.sync_api")
 image = pytest.importorskip("PIL.Image")
@@ -95,7 +96,7 @@ def test_a_page_is_small_and_draws_at_once(digits: Path, tab: Any) -> None:
 
 def test_images_give_what_torch_gives(digits: Path, tab: Any, shared_data: Path, tmp_path: Path) -> None:
     opened(tab, digits / "net.html")
-    images = load_mnist(shared_data / "mnist")[2][:100]
+    images = load_mnist(shared_data / "mnist")[1][0][:100, 0]
     pnet = find_pnet("mlp", Interface((1, 28, 28), 10), {"hidden": [100]}).build(0)
     said = gb.load_metadata(digits / "genome.safetensors")
     x = (torch.from_numpy(images.astype(np.float32)) - said["mean"]) / said["std"]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.hypernets import HYPERNETS, Hypernet
-from gbfunc.tasks.digits import digits
+from gbfunc.tasks.images import digits
 
 TYPES = {
     "periodic": gb.periodic,

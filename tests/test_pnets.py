@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import gbfunc as gb
-from gbfunc.tasks.pnets import PNETS, Interface, find_pnet, is_import_path, n_params, narrowed
+from gbfunc.tasks.pnets import PNETS, Interface, find_pnet, narrowed
+from gbfunc.tasks.pnets.base import is_import_path, n_params
 
 IMAGE = Interface((3, 32, 32), 10)
 TEXT = Interface((16,), 30, tokens=True)

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from gbfunc.tasks import TASKS, Split, Task, accuracy, find_task, loss_fn
 from gbfunc.tasks.base import Recipe, logits_of, one_cycle
 from gbfunc.tasks.data import Augment
-from gbfunc.tasks.mnist import load_mnist, read_idx
-from gbfunc.tasks.pnets import PNETS, mlp, mlp_sizes
+from gbfunc.tasks.images import load_mnist, read_idx
+from gbfunc.tasks.pnets import PNETS, mlp
+from gbfunc.tasks.pnets.mlp import mlp_sizes
 from tests.support.garments import garments
 
 SIZES = st.lists(st.integers(1, 9), min_size=2, max_size=5).map(tuple)
@@ -188,10 +189,10 @@ def test_options_of_mnist_are_numbers_in_range(value: object) -> None:
 
 
 def test_mnist_validation_comes_from_the_training_images(mnist: Task, shared_data: Path) -> None:
-    images, labels, test_images, test_labels = load_mnist(shared_data / "mnist")
+    (images, labels), (test_images, test_labels) = load_mnist(shared_data / "mnist")
     counts = torch.bincount(mnist.train.y) + torch.bincount(mnist.val.y)
     assert counts.tolist() == np.bincount(labels).tolist()
-    assert images.shape == (60_000, 28, 28) and test_images.shape == (10_000, 28, 28)
+    assert images.shape == (60_000, 1, 28, 28) and test_images.shape == (10_000, 1, 28, 28)
     assert torch.equal(mnist.test.y, torch.from_numpy(test_labels))
     # The same files under another name: the loader is one.
     fashion = find_task("fashion-mnist", shared_data / "mnist", {})

@@ -13,7 +13,7 @@ import torch
 
 from gbfunc.cli import main
 from gbfunc.tasks import Task, find_task
-from gbfunc.tasks.cifar10 import load_cifar10, read_batch, read_packed
+from gbfunc.tasks.images import load_cifar10, read_batch, read_packed
 
 Images = tuple[np.ndarray, np.ndarray]
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from gbfunc.cli import main
 from gbfunc.tasks import TASKS, Recipe, Task, Windows, loss_fn, token_loss
+from gbfunc.tasks.base import soft_divergence, taught
 from gbfunc.tasks.pnets import PNETS, Interface
-from gbfunc.tasks.teaching import soft_divergence, taught
 
 SIZES = ["--sizes", "64", "24", "10", "--batch-size", "300"]
 

@@ -17,7 +17,7 @@ from gbfunc.cli.options import DataOptions
 from gbfunc.tasks import Task, find_task
 from gbfunc.tasks.base import Recipe, linear_decay
 from gbfunc.tasks.pnets import find_pnet
-from gbfunc.tasks.texts import PaddedTexts, _recipe, read_labelled
+from gbfunc.tasks.text import PaddedTexts, _recipe, read_labelled
 
 pytest.importorskip("tokenizers", reason="byte-pair tokens need tokenizers")
 pytest.importorskip("transformers", reason="the p-nets need transformers")

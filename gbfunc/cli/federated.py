@@ -21,7 +21,7 @@ from gbfunc.cli.output import open_folder, print_metrics, reporter, write_histor
 from gbfunc.cli.parser import settings_of
 from gbfunc.tasks.base import SCHEDULES
 from gbfunc.tasks.data import Split
-from gbfunc.tasks.texts import PaddedTexts
+from gbfunc.tasks.text import PaddedTexts
 
 if TYPE_CHECKING:
     from gbfunc.federated import GenomeStrategy, LocalGrid

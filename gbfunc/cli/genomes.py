@@ -19,11 +19,11 @@ from gbfunc.cli.options import DataOptions, TeacherOptions
 from gbfunc.cli.output import print_metrics
 from gbfunc.storage.genome_file import is_genome, load_dtype
 from gbfunc.tasks import Task, continue_text
-from gbfunc.tasks.base import History
-from gbfunc.tasks.pnets import Interface, PNet, brief, find_pnet, is_import_path
+from gbfunc.tasks.base import History, taught
+from gbfunc.tasks.pnets import Interface, PNet, find_pnet
+from gbfunc.tasks.pnets.base import brief, is_import_path
 from gbfunc.tasks.pnets.hugging_face import PREFIX
-from gbfunc.tasks.teaching import taught
-from gbfunc.tasks.texts import pretrained_tokens
+from gbfunc.tasks.text import pretrained_tokens
 from gbfunc.types import JSON
 
 GENOME_FILE, BEST_FILE, WEIGHTS_FILE = "genome.safetensors", "best.safetensors", "model.safetensors"

@@ -22,7 +22,8 @@ from gbfunc.formats import AUTO, file_bytes
 from gbfunc.hypernets import HYPERNETS, Hypernet
 from gbfunc.tasks import Recipe, Task, find_task
 from gbfunc.tasks.base import SCHEDULES
-from gbfunc.tasks.pnets import PlanOptions, find_pnet, options_for
+from gbfunc.tasks.pnets import find_pnet
+from gbfunc.tasks.pnets.base import PlanOptions, options_for
 from gbfunc.types import JSON
 
 _SIZES = ("genome_params", "genome_bytes", "compression")

@@ -19,8 +19,7 @@ from rich.table import Column, Table
 
 from gbfunc.files import replace_file
 from gbfunc.tasks import Metric, Recipe, Task
-from gbfunc.tasks.logs import LOGS, OnLog
-from gbfunc.tasks.training import Report
+from gbfunc.tasks.training import LOGS, OnLog, Report
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,7 +12,7 @@ from torch import nn
 import gbfunc as gb
 from gbfunc.cli.options import ExecutionOptions, options_of, values_of
 from gbfunc.parallel import Mesh, check_equal, gather_objects, text_of
-from gbfunc.tasks.pnets import import_factory
+from gbfunc.tasks.pnets.base import import_factory
 from gbfunc.train.local import nesterov
 
 T = TypeVar("T")

@@ -34,9 +34,19 @@ from gbfunc.cli.output import (
 from gbfunc.cli.parser import settings_of, write_config
 from gbfunc.cli.ranks import check_alike, in_turn, open_mesh, split_over
 from gbfunc.formats import AUTO
-from gbfunc.tasks.pnets import n_params, narrowed
-from gbfunc.tasks.rounding import better, going_on, joined, slowed
-from gbfunc.tasks.training import Fit, Trainer, dense_trainer, fit, genome_trainer, total_steps
+from gbfunc.tasks.pnets.base import n_params, narrowed
+from gbfunc.tasks.training import (
+    Fit,
+    Trainer,
+    better,
+    dense_trainer,
+    fit,
+    genome_trainer,
+    going_on,
+    joined,
+    slowed,
+    total_steps,
+)
 
 
 def run_train(options: Train) -> None:

@@ -13,14 +13,12 @@ from types import MappingProxyType
 from typing import Any
 
 from gbfunc.tasks.base import Metric, Net, Recipe, Task, accuracy, logits_of, loss_fn, token_loss
-from gbfunc.tasks.cifar10 import cifar10
 from gbfunc.tasks.control import control
 from gbfunc.tasks.data import Batch, Data, Split, Windows, endless_batches, epoch_batches, hold_out, steps_per_epoch
-from gbfunc.tasks.digits import digits
-from gbfunc.tasks.mnist import fashion_mnist, mnist
-from gbfunc.tasks.pnets import checked_name, import_factory, is_import_path, options_for
-from gbfunc.tasks.text import continue_text, text
-from gbfunc.tasks.texts import texts, trec
+from gbfunc.tasks.images import cifar10, digits, fashion_mnist, mnist
+from gbfunc.tasks.pnets import checked_name
+from gbfunc.tasks.pnets.base import import_factory, is_import_path, options_for
+from gbfunc.tasks.text import continue_text, text, texts, trec
 
 __all__ = [
     "TASKS",

@@ -3,7 +3,7 @@
 Commands know nothing else of a task. A task learns from examples (`Split`, `Windows`), or from an environment in which
 the network in training acts (`gbfunc.tasks.control`): its `batches` decide.
 
-Suffixes: B examples of a batch, L positions of a text, K classes, V tokens of the vocabulary.
+Suffixes: B examples of a batch, L positions of a text, K classes, V tokens of the vocabulary, R rows of logits.
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ from gbfunc import Plan, make_plan, torch_schedule
 from gbfunc.formats import bytes_each
 from gbfunc.hypernets import HYPERNETS
 from gbfunc.tasks.data import Augment, Batch, Data, Split, Windows, endless_batches
-from gbfunc.tasks.pnets import Interface, PNet
+from gbfunc.tasks.pnets.base import Interface, PNet, n_params
 
 Net = Callable[[Tensor], Any]
 """Inputs to logits, or to an object with logits (a Hugging Face output)."""
-
-_CHUNK, _TEXT_CHUNK = 5_000, 256
 
 
 class Metric(NamedTuple):
@@ -65,11 +63,7 @@ def one_cycle(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float]:
 def linear_decay(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float]:
     """Raise the rate to `lr` in equal steps in the recipe's warm-up, then lower it in equal steps to 0."""
     warm = max(1, round(recipe.warmup * steps))
-
-    def schedule(step: int) -> float:
-        return lr * min((step + 1) / warm, max(0, steps - step) / max(1, steps - warm + 1))
-
-    return schedule
+    return lambda step: lr * min((step + 1) / warm, max(0, steps - step) / max(1, steps - warm + 1))
 
 
 def cosine(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float]:
@@ -82,7 +76,10 @@ def constant_rate(recipe: Recipe, lr: float, steps: int) -> Callable[[int], floa
     return lambda step: lr
 
 
-SCHEDULES: Mapping[str, Callable[[Recipe, float, int], Callable[[int], float]]] = MappingProxyType(
+Schedule = Callable[["Recipe", float, int], Callable[[int], float]]
+"""A recipe, a peak rate and the number of steps to the learning rate of a step."""
+
+SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
     {"one_cycle": one_cycle, "linear": linear_decay, "cosine": cosine, "constant": constant_rate}
 )
 """Schedules of a recipe by their names on the command line."""
@@ -108,8 +105,7 @@ class Recipe:
     clip_norm: float | None = None  # largest norm of the gradient
     amp: torch.dtype | None = None  # dtype of the p-net's autocast; None for its own
     warmup: float = 0.1  # part of the steps in which the learning rate rises
-    # From the recipe, a peak rate and the number of steps to the learning rate of a step.
-    schedule: Callable[[Recipe, float, int], Callable[[int], float]] = one_cycle
+    schedule: Schedule = one_cycle
     # Why settings are as they are, by their names, if a task chooses them by its data or the genome.
     reasons: Mapping[str, str] = field(default_factory=dict)
 
@@ -160,7 +156,7 @@ def logits_of(output: Any) -> Tensor:
 
 
 @torch.no_grad()
-def accuracy(net: Net, split: Data, chunk: int = _CHUNK) -> float:
+def accuracy(net: Net, split: Data, chunk: int = 5_000) -> float:
     """Return the part of a split (0 to 1) that `net` classifies right, `chunk` examples at a time."""
     if not len(split):
         raise ValueError("accuracy expects a split with examples, got an empty one")
@@ -171,14 +167,14 @@ def accuracy(net: Net, split: Data, chunk: int = _CHUNK) -> float:
 def classification_metrics(net: Net, split: Split) -> dict[str, float]:
     """Measure `accuracy`."""
     # A convolutional net needs more memory per image than an MLP.
-    return {"accuracy": accuracy(net, split, _CHUNK if split.x.shape[1:].numel() < 1_000 else 500)}
+    return {"accuracy": accuracy(net, split, 5_000 if split.x.shape[1:].numel() < 1_000 else 500)}
 
 
 @torch.no_grad()
 def text_metrics(net: Net, text: Windows) -> dict[str, float]:
     """Measure `loss` (nats per token) over the windows of a text, and `bits_per_char`, which no vocabulary changes."""
     total = count = 0
-    for x_BL, y_BL in text.chunks(_TEXT_CHUNK):
+    for x_BL, y_BL in text.chunks(256):
         logits = logits_of(net(x_BL)).flatten(0, 1)
         total += float(F.cross_entropy(logits, y_BL.flatten(), reduction="sum"))
         count += y_BL.numel()
@@ -242,11 +238,7 @@ class Task:
         return self.settings(self.pnet, genome_params)
 
     def measured(self, net: Net, split: Any) -> dict[str, float]:
-        """Return the results of `evaluate` as plain numbers.
-
-        Raises:
-            ValueError: if `evaluate` returns anything else, or nothing for one of `metrics`.
-        """
+        """Return the results of `evaluate` as numbers; `ValueError` for other results, or if one of `metrics` lacks."""
         found: Any = self.evaluate(net, split)
         names = {metric.name for metric in self.metrics}
         if isinstance(found, Mapping) and names <= found.keys():
@@ -263,11 +255,62 @@ class Task:
             hypernet: type of the g-nets, a key of `HYPERNETS`; None for that of the p-net's options.
             size: `genome_params`, `genome_bytes` (with `stored`) or `compression` of `make_plan`.
         """
-        total = sum(p.numel() for p in module.parameters())
-        target = size.get("genome_params") or (size.get("genome_bytes") or 0) / bytes_each(
-            size.get("stored") or "float32"
-        )
-        options = self.pnet.plan(target or total / (size.get("compression") or 1.0))
+        params = (size.get("genome_bytes") or 0) / bytes_each(size.get("stored") or "float32")
+        params = size.get("genome_params") or params or n_params(module) / (size.get("compression") or 1.0)
+        options = self.pnet.plan(params)
         if hypernet is not None and hypernet != options.hypernet.type:
             options = options.with_hypernet(HYPERNETS[hypernet]())
         return make_plan(module, **options._asdict(), **size)
+
+
+def taught(task: Task, teacher: nn.Module, weight: float = 0.5, temperature: float = 2.0) -> Task:
+    r"""Add a teacher to the loss of a task: knowledge distillation (Hinton, Vinyals and Dean, 2015).
+
+    With $z$ the logits of the network in training and $t$ those of the teacher, at temperature $T$:
+    $(1 - a) L + a T^2 KL(softmax(t / T) || softmax(z / T))$, where $L$ is the task's loss. The loss reports
+    `teacher_kl`, the divergence, beside the other metrics of a batch.
+
+    Args:
+        task: of examples.
+        teacher: maps inputs to logits as the task's p-net does, on the device of the task's examples; it is used in
+            eval mode.
+        weight: a, from 0 (no teacher) to 1 (nothing else).
+        temperature: T.
+
+    Raises:
+        ValueError: for a task without examples, or numbers out of range.
+    """
+    if task.batches is not example_batches:
+        raise ValueError(f"a teacher is for tasks of examples, got {task.name}, whose batches come from an environment")
+    if not 0 <= weight <= 1:
+        raise ValueError(f"the teacher's weight must be from 0 to 1, got {weight}")
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"the teacher's temperature must be a positive number, got {temperature}")
+    teacher.eval().requires_grad_(False)
+
+    def distilled(net: Net, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        outputs: list[Any] = []
+
+        def heard(x: Tensor) -> Any:
+            outputs.append(net(x))
+            return outputs[-1]
+
+        loss, aux = task.loss(heard, batch)
+        if batch[0].is_meta:
+            # Only shapes are asked for, and operations of the p-net.
+            return loss, aux
+        with torch.no_grad():
+            target = logits_of(teacher(batch[0]))
+        divergence = soft_divergence(logits_of(outputs[-1]), target, temperature)
+        return (1 - weight) * loss + weight * temperature**2 * divergence, {**aux, "teacher_kl": divergence.detach()}
+
+    return replace(task, loss=distilled)
+
+
+def soft_divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """Return the mean KL divergence (nats) of a student's softened predictions from a teacher's: 2 x [..., K] -> []."""
+    if student.shape != teacher.shape:
+        got = f"{list(student.shape)} as the p-net does, got {list(teacher.shape)}"
+        raise ValueError(f"the teacher must give logits {got}")
+    log_RK, target_RK = (F.log_softmax(z.flatten(0, -2) / temperature, -1) for z in (student, teacher))
+    return F.kl_div(log_RK, target_RK, reduction="batchmean", log_target=True)

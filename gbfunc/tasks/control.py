@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -27,10 +26,8 @@ from gbfunc.tasks.pnets import PNETS, Interface
 from gbfunc.tasks.pnets.base import seeded
 from gbfunc.tasks.ppo import PolicyValue, Settings, Transitions, gae, policy, ppo_loss
 
-EPISODES, IMAGE_EPISODES = 100, 10
-"""Episodes of an evaluation, over which gymnasium's "solved" takes a mean, and fewer if networks see images."""
-
-ATARI, _ATARI_FRAMES = "ALE/", 5 * 60 * 60  # prefix of the names of Atari's games, and frames of an episode
+ATARI = "ALE/"
+"""Prefix of the names of Atari's games."""
 
 _Front = tuple[Tensor, NDArray[np.bool_], NDArray[np.bool_], Tensor | None]
 """Environments at the start of a rollout: observations [N, O], whether the next step only restarts [N], whether the
@@ -53,8 +50,8 @@ class Environment(NamedTuple):
 
     @property
     def episodes(self) -> int:
-        """Number of episodes of an evaluation."""
-        return EPISODES if len(self.inputs) == 1 else IMAGE_EPISODES
+        """Number of episodes of an evaluation: as in gymnasium's "solved", and fewer if networks see images."""
+        return 100 if len(self.inputs) == 1 else 10
 
     def seen(self, obs: NDArray[Any]) -> Tensor:
         """Convert observations [..., O] for the network: float32, or uint8 images, channels first."""
@@ -72,32 +69,26 @@ class Environment(NamedTuple):
 def find_environment(env_id: str, observed: Sequence[int] | None = None) -> Environment:
     """Look up an environment with observations that are vectors or images, and actions that are choices or vectors."""
     envs = make_envs(env_id, 1)
-    from gymnasium.spaces import Box
+    from gymnasium.spaces import Box, Discrete
 
     seen, done = envs.single_observation_space, envs.single_action_space
     threshold = envs.spec.reward_threshold if envs.spec else None
     envs.close()
-    actions, shape = _actions(done), tuple[int, ...](seen.shape if isinstance(seen, Box) else ())
-    if actions is None or len(shape) not in (1, 3):
-        raise ValueError(f"environment {env_id!r} must have vectors or images as observations, and choices from 0 or "
-                         f"vectors as actions, got {seen} and {done}")  # fmt: skip
+    shape = tuple[int, ...](seen.shape if isinstance(seen, Box) else ())
+    discrete = isinstance(done, Discrete) and int(done.start) == 0
+    vectors = isinstance(done, Box) and len(done.shape) == 1
+    if not (discrete or vectors) or len(shape) not in (1, 3):
+        expected = "vectors or images as observations, and choices from 0 or vectors as actions"
+        raise ValueError(f"environment {env_id!r} must have {expected}, got {seen} and {done}")
     last = len(shape) == 3 and shape[-1] < shape[0]
     if observed is not None:
         if len(shape) != 1 or not observed or not all(type(i) is int and 0 <= i < shape[0] for i in observed):
-            raise ValueError(f"observed must name some of the numbers 0 to n - 1 of a vector of n, got {observed!r} "
-                             f"and observations of shape {shape}")  # fmt: skip
+            expected = "observed must name some of the numbers 0 to n - 1 of a vector of n"
+            raise ValueError(f"{expected}, got {observed!r} and observations of shape {shape}")
         shape, observed = (len(observed),), tuple(observed)
     inputs = (shape[-1], *shape[:-1]) if last else shape
-    return Environment(env_id, inputs, *actions, threshold, observed, last)
-
-
-def _actions(space: Any) -> tuple[int, bool] | None:
-    """Return the number of choices and True, or the numbers of a vector and False; None for other actions."""
-    from gymnasium.spaces import Box, Discrete
-
-    if isinstance(space, Discrete) and int(space.start) == 0:
-        return int(space.n), True
-    return (space.shape[0], False) if isinstance(space, Box) and len(space.shape) == 1 else None
+    n_actions = int(done.n) if discrete else done.shape[0]
+    return Environment(env_id, inputs, n_actions, discrete, threshold, observed, last)
 
 
 def make_envs(env_id: str, n: int) -> Any:
@@ -110,7 +101,7 @@ def make_envs(env_id: str, n: int) -> Any:
     options: dict[str, Any] = {}
     if env_id.startswith(ATARI):
         gymnasium.register_envs(import_extra("ale_py", "a game of Atari's", "gbfunc[atari]"))
-        options = {"reward_clipping": False, "max_num_frames_per_episode": _ATARI_FRAMES}
+        options = {"reward_clipping": False, "max_num_frames_per_episode": 5 * 60 * 60}
     try:
         envs = gymnasium.make_vec(env_id, num_envs=n, **options)
     except gymnasium.error.DependencyNotInstalled as error:
@@ -144,11 +135,6 @@ SETTINGS: Mapping[str, Settings] = MappingProxyType(
 
 # CleanRL's (`ppo_atari.py`), except the genome's rate, which is ten times larger; not tried at length.
 _ATARI_SETTINGS = Settings(env_steps=10_000_000, n_envs=8, clip=0.1, reward_signs=True, eval_every=50)
-
-
-def control_settings(env_id: str) -> Settings:
-    """Return settings that train well in an environment; PPO's defaults for other environments."""
-    return SETTINGS.get(env_id, _ATARI_SETTINGS if env_id.startswith(ATARI) else Settings())
 
 
 @dataclass(frozen=True)
@@ -190,7 +176,7 @@ def control(env: str = "CartPole-v1", env_steps: int | None = None, observed: Se
         observed: the numbers of an observation that the network sees, such as [0, 2] for CartPole without velocities,
             which only a network with a memory can balance; None for all numbers.
     """
-    settings = control_settings(env)
+    settings = SETTINGS.get(env, _ATARI_SETTINGS if env.startswith(ATARI) else Settings())
     if env_steps is not None:
         size = settings.n_envs * settings.horizon
         if type(env_steps) is not int or env_steps < size:
@@ -218,13 +204,11 @@ def control_task(env: Environment, settings: Settings) -> Task:
         clip_norm=settings.clip_norm,
         schedule=lambda recipe, lr, steps: lambda step: lr * (1 - step // per_rollout * per_rollout / steps),
     )
-
-    # Left and right are alike in CartPole.
-    vectors = partial(PNETS["actor_critic"], odd=env.id == "CartPole-v1")
-    pnet = (PNETS["conv_actor_critic"] if len(env.inputs) == 3 else vectors)(interface)
-
-    def counts(steps: int) -> dict[str, float]:
-        return {"env_steps": -(-steps // per_rollout) * size}
+    if len(env.inputs) == 3:
+        pnet = PNETS["conv_actor_critic"](interface)
+    else:
+        # Left and right are alike in CartPole.
+        pnet = PNETS["actor_critic"](interface, odd=env.id == "CartPole-v1")
 
     def facts(history: History) -> dict[str, Any]:
         limit = env.threshold
@@ -243,11 +227,11 @@ def control_task(env: Environment, settings: Settings) -> Task:
         lambda pnet, genome_params: recipe,
         compression=10.0,
         loss=lambda net, batch: ppo_loss(net, batch, settings, env.discrete),
-        evaluate=return_metrics,
+        evaluate=_return_metrics,
         metrics=(Metric("mean_return", "", digits=1), Metric("std_return", "", higher_is_better=False, digits=1)),
         batches=rollout_batches,
         resumable=False,
-        counts=counts,
+        counts=lambda steps: {"env_steps": -(-steps // per_rollout) * size},
         facts=facts,
     )
 
@@ -259,8 +243,7 @@ def rollout_batches(
 
     A network with a memory gets whole sequences: those of some environments in each minibatch.
     """
-    settings, seed = place.settings, generator.initial_seed()
-    first = net()
+    settings, seed, first = place.settings, generator.initial_seed(), net()
     rows, per_batch = settings.n_envs * settings.horizon, recipe.batch_size
     memory = _blank(first, settings.n_envs)
     if memory is not None:
@@ -271,12 +254,8 @@ def rollout_batches(
     used = len(place) // recipe.batch_size * per_batch
     envs = make_envs(place.env.id, settings.n_envs)
     try:
-        front: _Front = (
-            place.env.reset(envs, stream(seed, _RESETS)),
-            np.zeros(settings.n_envs, bool),
-            np.ones(settings.n_envs, bool),
-            memory,
-        )
+        obs_NO, restarts_N = place.env.reset(envs, stream(seed, _RESETS)), np.zeros(settings.n_envs, bool)
+        front: _Front = (obs_NO, restarts_N, ~restarts_N, memory)
         order = torch.Generator().manual_seed(stream(seed, _ORDER))
         for rollout in count(1):
             with seeded(stream(seed, _ACTIONS, rollout)):
@@ -289,7 +268,6 @@ def rollout_batches(
 
 
 def _blank(net: PolicyValue, n: int) -> Tensor | None:
-    """Return the memory of a network in `n` environments at their start; None for a network without memory."""
     size = getattr(net, "memory", None)
     return torch.zeros(n, size) if isinstance(size, int) else None
 
@@ -297,7 +275,7 @@ def _blank(net: PolicyValue, n: int) -> Tensor | None:
 def _play(
     net: PolicyValue, obs_TNO: Tensor, starts_TN: Tensor, memory_NM: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the policy's numbers [T, N, P], values [T, N] and the memory after some steps."""
+    """[T, N, O] -> the policy's numbers [T, N, P], values [T, N] and the memory after these steps."""
     if memory_NM is None:
         numbers, values = net(obs_TNO.flatten(0, 1))
         return numbers.unflatten(0, obs_TNO.shape[:2]), values.unflatten(0, obs_TNO.shape[:2]), None
@@ -363,8 +341,7 @@ def evaluate(net: PolicyValue, episodes: Episodes) -> NDArray[np.float64]:
     return returns_N
 
 
-def return_metrics(net: PolicyValue, episodes: Episodes) -> dict[str, float]:
-    """Measure mean and deviation of the returns of `evaluate`."""
+def _return_metrics(net: PolicyValue, episodes: Episodes) -> dict[str, float]:
     returns = evaluate(net, episodes)
     return {"mean_return": float(returns.mean()), "std_return": float(returns.std())}
 

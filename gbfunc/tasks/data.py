@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,12 +31,10 @@ Augment = Callable[[Tensor, torch.Generator], Tensor]
 Images = tuple[NDArray[Any], NDArray[np.int64]]
 """Images [N, C, h, w] and their classes [N]."""
 
-SPLIT_SEED = 0
-_Examples = TypeVar("_Examples", bound="Split")
-
-
 Data = Any
 """Examples of a split: an object with a length and the methods `batches`, `chunks` and `to` of a `Split`."""
+
+SPLIT_SEED = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +71,7 @@ class Split:
         """Yield all examples once, in order, at most `size` at a time."""
         return (self[start : start + size] for start in range(0, len(self), size))
 
-    def to(self: _Examples, device: torch.device | str) -> _Examples:
+    def to(self, device: torch.device | str) -> Split:
         """Copy the examples to `device`."""
         return replace(self, x=self.x.to(device), y=self.y.to(device))
 
@@ -175,16 +173,9 @@ def labels_of(labels: Any) -> NDArray[np.int64]:
 def image_splits(
     images: Images, held: tuple[int, ...], tested: Images | None = None, *, by_channel: bool = False
 ) -> tuple[list[Split], NDArray[Any], NDArray[Any]]:
-    """Hold parts of the images out, and normalise all images by the training part.
+    """Hold parts of so many images out, and normalise all images (bytes or float64) by the training part.
 
-    Args:
-        images: images to learn from, of bytes or float64.
-        held: sizes of the parts that are held out.
-        tested: images to test.
-        by_channel: whether to normalise each channel separately.
-
-    Returns:
-        The training part, the parts held out and the test; mean and deviation of pixels [1, 1 or C, 1, 1].
+    Returns the training part, the parts held out and the test; mean and deviation of pixels [1, 1 or C, 1, 1].
     """
     x, labels = images
     *parts, train = hold_out(labels, held, SPLIT_SEED)
@@ -197,8 +188,7 @@ def image_splits(
         return Split(torch.from_numpy(normalised.astype(np.float32, copy=False)), torch.from_numpy(labels))
 
     splits = [split(x[part], labels[part]) for part in (train, *parts)]
-    splits += [] if tested is None else [split(*tested)]
-    return splits, mean, std
+    return splits + ([] if tested is None else [split(*tested)]), mean, std
 
 
 def scaling(mean: NDArray[np.float64], std: NDArray[np.float64]) -> dict[str, Any]:
@@ -235,8 +225,6 @@ def shift(pixels: int, part: float, fill: float) -> Augment:
 
 
 def _moved(pixels: int, part: float, fill: float, *, mirrors: bool) -> Augment:
-    """Shift a part of the images, or shift all images and mirror a part."""
-
     def change(x_BChw: Tensor, generator: torch.Generator) -> Tensor:
         n, _, rows, cols = x_BChw.shape
         chosen_B = torch.rand(n, generator=generator) < part

@@ -41,13 +41,12 @@ class Settings:
     eval_every: int = 4  # updates from one evaluation to the next
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` for a rollout that its minibatches do not divide."""
         if (size := self.n_envs * self.horizon) % self.minibatches:
             raise ValueError(f"{self.minibatches} minibatches do not divide a rollout of {size} transitions")
 
     @property
     def updates(self) -> int:
-        """Rollouts in all, at least one."""
+        """Rollouts in all."""
         return max(1, self.env_steps // (self.n_envs * self.horizon))
 
 
@@ -85,13 +84,7 @@ def gae(
     state the value is 0; after an episode that was cut short, the value of its last state stands for the rest. The sum
     ends at either.
 
-    Args:
-        rewards_TN: of each step.
-        values_TN: of the states before each step and of the one after the last: [T + 1, N].
-        terminated_TN: whether the step ended the episode.
-        truncated_TN: whether a time limit cut it short after the step.
-        gamma: discount.
-        lam: weight of longer returns.
+    Values [T + 1, N] are of the states before each step and of the one after the last; a time limit truncates.
     """
     going_on_TN = (~(terminated_TN | truncated_TN)).to(rewards_TN)
     next_TN = values_TN[1:] * (~terminated_TN).to(rewards_TN)
@@ -108,11 +101,8 @@ def ppo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped policy loss + clipped value loss - entropy bonus, means over the valid transitions of a minibatch.
 
-    Advantages are normalised over the minibatch.
-
-    Returns:
-        The loss, and beside it `policy_loss`, `value_loss`, `entropy` (nats), `kl` (of the old policy from the new one,
-        http://joschu.net/blog/kl-approx.html) and `clipped` (part of the ratios that were clipped, 0 to 1).
+    Advantages are normalised over the minibatch. Beside the loss come its terms, `entropy` in nats, `kl` (of the old
+    policy from the new one, http://joschu.net/blog/kl-approx.html) and `clipped` (part of the clipped ratios, 0 to 1).
     """
     count = batch.valid.sum().clamp(min=1.0)
 

@@ -1,29 +1,45 @@
-"""Language modelling on any text: the next character, or the next byte-pair token."""
+"""Tasks of texts: language modelling on any text, and classification of short texts."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
-from dataclasses import replace
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from gbfunc.extras import import_extra
-from gbfunc.tasks.base import LOSS, Net, Recipe, Task, logits_of, text_metrics, token_loss
-from gbfunc.tasks.data import Windows
+from gbfunc.tasks.base import LOSS, Net, Recipe, Task, accuracy, linear_decay, logits_of, text_metrics, token_loss
+from gbfunc.tasks.data import SPLIT_SEED, Batch, Split, Windows, data_folder, hold_out, leave_out, reading
 from gbfunc.tasks.pnets import PNETS, Interface, PNet
+from gbfunc.tasks.pnets.hugging_face import CONFIG, TOKENIZER, hugging_face, pretrained_folder
 
-TEST_PART, VAL_PART = 0.05, 0.1
-"""The last tenth validates and all up to it trains, as is usual for tiny shakespeare; the test is the beginning."""
+_MAX_BYTES = 1 << 30
 
 # The batch of nanoGPT's run on a CPU (config/train_shakespeare_char.py and its readme), for twice as long.
-_RECIPE = Recipe(lr=2e-2, direct_lr=4e-3, dense_lr=4e-3, batch_size=12, steps=4_000, measure_every=500, clip_norm=1.0)
-_SMALL = 65_000  # genomes of up to so many parameters take the whole rate, larger ones less
-_MAX_BYTES = 1 << 30
+_TEXT = Recipe(lr=2e-2, direct_lr=4e-3, dense_lr=4e-3, batch_size=12, steps=4_000, measure_every=500, clip_norm=1.0)
+_WHOLE_RATE = 65_000  # genomes of up to so many parameters take the whole rate, larger ones less
+
+_SMALL_BERT = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512}
+_SMALL_BERT |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_FROM_SCRATCH = Recipe(lr=1e-2, direct_lr=3e-3, dense_lr=1e-3, batch_size=32, epochs=5, clip_norm=1.0)
+_FINE_TUNING = replace(_FROM_SCRATCH, lr=3e-2, dense_lr=1e-4, betas=(0.9, 0.999), epochs=3, schedule=linear_decay)
+_LEAST_STEPS, _MOST_EPOCHS = 450, 20  # of a fine-tuning: few texts are seen more often, up to so often
+_FULL_RATE = 5_400  # parameters up to which a genome of a pretrained network learns at the full rate
+_LEFT_OUT = 0.1  # part of the tokens that a fine-tuning does not see (word dropout: Iyyer et al., 2015, 2.2)
+_LEAST = 10  # texts to learn from
+_POOL = 16  # batches whose texts are sorted by length together
+
+Labels = NDArray[np.int64]
 
 
 class Tokens(NamedTuple):
@@ -36,10 +52,12 @@ class Tokens(NamedTuple):
     pad: int = 0  # token that fills up short texts, if no text contains it
 
 
-def check_int(task: str, name: str, value: Any, least: int) -> None:
-    """Raise `ValueError` for an option of a task that is neither None nor an int from `least` on."""
+def _check_int(task: str, name: str, value: Any, least: int) -> None:
     if value is not None and (type(value) is not int or value < least):
         raise ValueError(f"{name} of the {task} task must be an int >= {least}, got {value!r}")
+
+
+# Language modelling
 
 
 def text(data_dir: Path | None = None, context: int = 64, vocabulary: int | None = None) -> Task:
@@ -51,40 +69,28 @@ def text(data_dir: Path | None = None, context: int = 64, vocabulary: int | None
         context: tokens that the model sees.
         vocabulary: byte-pair tokens, made from the training part; None for characters.
     """
-    check_int("text", "context", context, 2)
-    check_int("text", "vocabulary", vocabulary, 257)
+    _check_int("text", "context", context, 2)
+    _check_int("text", "vocabulary", vocabulary, 257)
     source = python_help() if data_dir is None else read_text(data_dir)
-    first, last = int(len(source) * TEST_PART), int(len(source) * (1 - VAL_PART))
+    # The last tenth validates, as is usual for tiny shakespeare.
+    first, last = int(len(source) * 0.05), int(len(source) * 0.9)
     parts = (source[first:last], source[last:], source[:first])
     tokens = characters(source) if vocabulary is None else byte_pairs(parts[0], vocabulary)
-    splits = [Windows(tokens.encode(part), context, len(part)) for part in parts]
-    for split in splits:
-        if (n := len(split.tokens)) <= context + 1:
-            where = data_dir or "the text"
-            raise ValueError(f"{where} is too short: a part of it has {n} tokens, and a window needs {context + 1}")
+    train, val, test = splits = [Windows(tokens.encode(part), context, len(part)) for part in parts]
+    if (n := min(len(split.tokens) for split in splits)) <= context + 1:
+        where = data_dir or "the text"
+        raise ValueError(f"{where} is too short: a part of it has {n} tokens, and a window needs {context + 1}")
     interface = Interface((context,), tokens.size, tokens=True)
-    return Task(
-        "text",
-        interface,
-        splits[0],
-        splits[1],
-        splits[2],
-        PNETS["gpt"](interface),
-        _recipe,
-        loss=token_loss,
-        evaluate=text_metrics,
-        metrics=LOSS,
-        encode=tokens.encode,
-        decode=tokens.decode,
-        about={"alphabet": tokens.digest},
-    )
+    how: dict[str, Any] = dict(loss=token_loss, evaluate=text_metrics, metrics=LOSS)
+    how |= dict(encode=tokens.encode, decode=tokens.decode, about={"alphabet": tokens.digest})
+    return Task("text", interface, train, val, test, PNETS["gpt"](interface), _text_recipe, **how)
 
 
-def _recipe(pnet: PNet, genome_params: float) -> Recipe:
-    """Choose the rate: of 6e-3, 4e-3 and 2e-2, 290,000 parameters take the first."""
-    if _SMALL < genome_params < math.inf:
-        return replace(_RECIPE, lr=_RECIPE.lr * (_SMALL / genome_params) ** 0.8)
-    return _RECIPE
+def _text_recipe(pnet: PNet, genome_params: float) -> Recipe:
+    # Of 6e-3, 4e-3 and 2e-2, genomes of 290,000 parameters take the first.
+    if _WHOLE_RATE < genome_params < math.inf:
+        return replace(_TEXT, lr=_TEXT.lr * (_WHOLE_RATE / genome_params) ** 0.8)
+    return _TEXT
 
 
 def python_help() -> str:
@@ -133,7 +139,7 @@ def _read_file(path: Path) -> str:
 
 def characters(source: str) -> Tokens:
     """Take the characters of a text as tokens, in the order of their code points."""
-    alphabet = sorted(set(source))
+    alphabet = "".join(sorted(set(source)))
     number = {char: i for i, char in enumerate(alphabet)}
 
     def encode(part: str) -> Tensor:
@@ -142,10 +148,7 @@ def characters(source: str) -> Tokens:
             raise ValueError(f"no {names} among the {len(alphabet)} characters of the text")
         return torch.tensor([number[char] for char in part])
 
-    def decode(tokens: list[int]) -> str:
-        return "".join(alphabet[t] for t in tokens)
-
-    return Tokens(len(alphabet), encode, decode, _digest("".join(alphabet)))
+    return Tokens(len(alphabet), encode, lambda tokens: "".join(alphabet[t] for t in tokens), _digest(alphabet))
 
 
 def byte_pairs(source: str, vocabulary: int) -> Tokens:
@@ -163,7 +166,9 @@ def _digest(words: str) -> str:
 
 @torch.no_grad()
 def continue_text(net: Net, task: Task, prompt: str, tokens: int, *, temperature: float = 0.8, seed: int = 0) -> str:
-    """Let a language model write: each token is drawn given the tokens before it that the model can see.
+    """Let a language model write, and return the text after the prompt.
+
+    Each token is drawn given the tokens before it that the model can see.
 
     Args:
         net: maps tokens [1, L] to logits [1, L, V], on the CPU.
@@ -172,9 +177,6 @@ def continue_text(net: Net, task: Task, prompt: str, tokens: int, *, temperature
         tokens: number of tokens to write.
         temperature: divides the logits before the softmax: below 1 is more careful, 0 takes the likeliest token.
         seed: seed of the draws.
-
-    Returns:
-        The text after the prompt.
 
     Raises:
         ValueError: for a task without texts, an empty prompt, unknown characters, or numbers out of range.
@@ -202,3 +204,158 @@ def continue_text(net: Net, task: Task, prompt: str, tokens: int, *, temperature
             token = torch.multinomial(weights_V, 1, generator=generator)
         written.append(int(token))
     return task.decode(written[start:])
+
+
+# Texts with classes
+
+
+@dataclass(frozen=True, eq=False)
+class PaddedTexts(Split):
+    """Texts [N, L] of different lengths with a class each; a batch is as long as its longest text."""
+
+    lengths: Tensor  # tokens of each text [N], on the CPU
+
+    def __getitem__(self, index: Any) -> Batch:
+        return self.x[index, : int(self.lengths[index].max())], self.y[index]
+
+    def order(self, shuffled_N: Tensor, batch_size: int, generator: torch.Generator) -> Sequence[Tensor]:
+        """Divide shuffled texts into batches of similar lengths."""
+        # Sorted within pools of batches: half as many pads, and batches remain random.
+        pools = (pool[self.lengths[pool].argsort(stable=True)] for pool in shuffled_N.split(_POOL * batch_size))
+        batches = [index_B for pool in pools for index_B in pool.split(batch_size)]
+        return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+
+
+def classified(
+    name: str,
+    data_dir: Path | None = None,
+    pretrained: str | None = None,
+    max_tokens: int = 64,
+    vocabulary: int | None = None,
+) -> Task:
+    """Load the task of a folder: `train.txt` and `test.txt` hold a label, white space and a text per line, in UTF-8.
+
+    A tenth of the training texts validates, 500 at most. The p-net is a small BERT, or the pretrained network, with a
+    classifier on the mean of its tokens. TREC (Li and Roth, 2002) has 5,452 questions to learn from, and 500 to test,
+    in 6 classes.
+
+    Args:
+        name: name of the task.
+        data_dir: the folder.
+        pretrained: folder, installed Python package, or model of the Hugging Face hub that gives tokens and weights.
+        max_tokens: longer texts are cut.
+        vocabulary: byte-pair tokens, made from the training texts, if nothing is pretrained; None for 1,000.
+    """
+    _check_int(name, "max_tokens", max_tokens, 4)
+    _check_int(name, "vocabulary", vocabulary, 257)
+    if pretrained is not None and vocabulary is not None:
+        raise ValueError(f"the pretrained network {pretrained} has its vocabulary, got vocabulary {vocabulary}")
+    classes, labels_N, learned, test_labels_N, tested = _read_folder(name, data_dir)
+    held, kept = hold_out(labels_N, (min(500, len(labels_N) // 10),), SPLIT_SEED)
+    if pretrained is None:
+        # After the pad, which is 0.
+        pairs = byte_pairs("\n".join(learned[i] for i in kept), (vocabulary or 1_000) - 1)
+        tokens = Tokens(pairs.size + 1, lambda words: pairs.encode(words)[:max_tokens] + 1)
+    else:
+        tokens = pretrained_tokens(pretrained, max_tokens)
+    interface = Interface((max_tokens,), len(classes), vocabulary=tokens.size, pad=tokens.pad)
+    train, val = (_split([learned[i] for i in part], labels_N[part], tokens) for part in (kept, held))
+    config: dict[str, Any] = _SMALL_BERT if pretrained is None else {"pretrained": pretrained}
+    return Task(
+        name,
+        interface,
+        train,
+        val,
+        _split(tested, test_labels_N, tokens),
+        hugging_face(interface, "bert" if pretrained is None else "", **config),
+        partial(_recipe, len(train), tokens.pad),
+        genome_params=None if pretrained is None else 3_000,
+        compression=3.0,
+        # In small chunks, which are as long as their longest text.
+        evaluate=lambda net, split: {"accuracy": accuracy(net, split, 64)},
+        encode=tokens.encode,
+        about={"classes": classes},
+    )
+
+
+texts, trec = partial(classified, "texts"), partial(classified, "trec")
+
+
+def _read_folder(name: str, data_dir: Path | None) -> tuple[list[str], Labels, list[str], Labels, list[str]]:
+    """Return the classes in order, and labels [N] and texts to learn from and to test."""
+    folder = data_folder(name, data_dir, "train.txt and test.txt")
+    train, test = folder / "train.txt", folder / "test.txt"
+    (labels, learned), (test_labels, tested) = read_labelled(train), read_labelled(test)
+    classes = sorted(set(labels))
+    number = {label: i for i, label in enumerate(classes)}
+    if len(classes) < 2:
+        raise ValueError(f"{train} must hold texts of two classes or more, got {classes[0]!r} alone")
+    if len(learned) < _LEAST:
+        raise ValueError(f"{train} must hold {_LEAST} texts or more, got {len(learned)}")
+    for i, label in enumerate(test_labels, 1):
+        if label not in number:
+            names = ", ".join(map(repr, classes[:10])) + (", ..." if len(classes) > 10 else "")
+            raise ValueError(f"{test}, line {i}: no label {label!r} in train.txt, which has {names}")
+    labels_N, test_labels_N = (np.array([number[label] for label in part]) for part in (labels, test_labels))
+    return classes, labels_N, learned, test_labels_N, tested
+
+
+def read_labelled(path: Path) -> tuple[list[str], list[str]]:
+    """Read labels and texts from a file with a label, white space (a space, a tab, ...) and a text per line."""
+    if not path.is_file():
+        raise FileNotFoundError(f"no such file of labelled texts: {path}")
+    labels, texts = [], []
+    for i, line in enumerate(read_text(path).removesuffix("\n").split("\n"), 1):
+        label, words = [*re.split(r"\s", line.rstrip("\r"), maxsplit=1), ""][:2]
+        if not label or not words.strip():
+            shown = line if len(line) <= 40 else f"{line[:40]}..."
+            raise ValueError(f"{path}, line {i}: expected a label, white space and a text, got {shown!r}")
+        labels.append(label)
+        texts.append(words.strip())
+    return labels, texts
+
+
+def _split(source: list[str], labels_N: Labels, tokens: Tokens) -> PaddedTexts:
+    """Sort texts by length, so that the texts of a chunk have much the same length."""
+    coded = [tokens.encode(words) for words in source]
+    lengths_N = torch.tensor([len(code) for code in coded])
+    order_N = lengths_N.argsort(stable=True)
+    x_NL = pad_sequence([coded[i] for i in order_N.tolist()], batch_first=True, padding_value=tokens.pad)
+    return PaddedTexts(x_NL, torch.from_numpy(labels_N)[order_N], lengths_N[order_N])
+
+
+def _recipe(n_texts: int, pad: int, pnet: PNet, genome_params: float) -> Recipe:
+    if "pretrained" not in pnet.config:
+        return _FROM_SCRATCH
+    a_pass = max(1, n_texts // _FINE_TUNING.batch_size)
+    epochs = min(max(_FINE_TUNING.epochs, math.ceil(_LEAST_STEPS / a_pass)), _MOST_EPOCHS)
+    # Adam moves every coefficient alike, and the sum of more features further.
+    lr = _FINE_TUNING.lr * _FULL_RATE / max(_FULL_RATE, genome_params)
+    reasons = {
+        "epochs": f"{n_texts:,} texts make {a_pass:,} steps a pass; it takes {_FINE_TUNING.epochs} passes, and up to "
+        f"{_MOST_EPOCHS} where these are fewer than {_LEAST_STEPS} steps",
+        "lr": f"{_FINE_TUNING.lr:g} up to {_FULL_RATE:,} parameters, beyond that in inverse proportion; these are "
+        f"{genome_params:,.0f}",
+        "augment": f"{100 * _LEFT_OUT:g} % of the tokens are left out, others each time: less is learned by heart",
+    }
+    return replace(_FINE_TUNING, epochs=epochs, lr=lr, augment=leave_out(_LEFT_OUT, pad), reasons=reasons)
+
+
+def pretrained_tokens(pretrained: str, max_tokens: int) -> Tokens:
+    """Read the tokens of a pretrained network; raises as `texts`."""
+    folder = pretrained_folder(pretrained)
+    tokenizers, transformers = (
+        import_extra(name, "a pretrained network of texts", "gbfunc[text,hf]")
+        for name in ("tokenizers", "transformers")
+    )
+    path = folder / TOKENIZER
+    with reading(path, "tokenizer of a pretrained network"):
+        tokenizer: Any = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(max_tokens)
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    # A model without a pad (GPT-2) has a token that ends a text, which none holds inside.
+    pad = next((v for n in ("pad_token_id", "eos_token_id") if isinstance(v := getattr(config, n, None), int)), None)
+    if pad is None:
+        raise ValueError(f"{folder / CONFIG} names no pad_token_id, which fills up short texts")
+    return Tokens(tokenizer.get_vocab_size(), lambda words: torch.tensor(tokenizer.encode(words).ids), pad=pad)

@@ -1,30 +1,46 @@
-"""The training loop of the command line and of the lab: any trainer, a task's data, a row of history per validation."""
+"""The training loop of the command line and of the lab: any trainer, a task's data, a row of history per validation.
+
+A short training may follow, with the genome rounded as its file will hold it (`slowed`, `going_on`, `joined`). Numbers
+go to a hook `on_log(step, metrics)`, as `with LOGS["tensorboard"](folder, {}) as on_log` opens one.
+"""
 
 from __future__ import annotations
 
+import csv
+import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
+from datetime import datetime
 from inspect import signature
 from itertools import islice
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 import gbfunc as gb
+from gbfunc.extras import import_extra
 from gbfunc.formats import AUTO, Steps, Stored, as_stored, file_bytes
 from gbfunc.parallel import Mesh, Placement
-from gbfunc.tasks.base import Net, Recipe, Task
+from gbfunc.tasks.base import Net, Recipe, Task, linear_decay
 from gbfunc.tasks.data import steps_per_epoch
-from gbfunc.tasks.logs import OnLog
 from gbfunc.train import TrainStep
 from gbfunc.train.gradients.loss import loss_and_aux
-from gbfunc.trees import BUFFERS, flat_genome, flatten_tree, like_genome, unflatten_tree
+from gbfunc.trees import BUFFERS, flat_genome, flatten_tree, like_genome, tree_map, unflatten_tree
 from gbfunc.types import Genome
 
-_SECONDS_BETWEEN_REPORTS, _STEPS_BETWEEN_LOGS = 0.2, 10
+OnLog = Callable[[int, Mapping[str, float]], None]
+"""Takes the steps that are done, and numbers by name."""
+
+Report = Callable[[int, str, str | None], None]
+"""Takes the steps taken in all, the latest figures, and the validation after these steps, if there is one."""
+
+_SECONDS_BETWEEN_REPORTS = 0.2
 
 
 class Trainer(NamedTuple):
@@ -43,24 +59,19 @@ class Coder:
 
     The first choice comes after 60 % of the training, which has no rounding until then, and later ones up to 85 %: with
     the bits in the loss the genome needs fewer of them, which finer steps then take.
-
-    Attributes:
-        steps: present steps; None before the first choice.
     """
 
     def __init__(self, plan: gb.Plan, genome_bytes: int, batch_size: int, total: int, metadata: Any = None) -> None:
-        """Prepare for `total` training steps; the file will hold `metadata`."""
         self._plan, self._bytes, self._batch_size, self._metadata = plan, genome_bytes, batch_size, metadata
         self._due = {round(total * part) for part in (0.6, 0.65, 0.7, 0.775, 0.85)} - {0}
-        self.steps: Steps | None = None
+        self.steps: Steps | None = None  # present steps; None before the first choice
 
     def look(self, state: gb.TrainState) -> None:
         """Choose, if it is time."""
         if int(state.step) in self._due:
-            self.steps = self.fitted(state)
+            self.steps = self._fitted(state)
 
-    def fitted(self, state: gb.TrainState) -> Steps:
-        """Choose steps with which the state's file has at most the size."""
+    def _fitted(self, state: gb.TrainState) -> Steps:
         size = {"batch_size": self._batch_size, "metadata": self._metadata}
         return gb.allocate_steps(self._plan, state, self._bytes, **size)
 
@@ -70,7 +81,7 @@ class Coder:
             leaves = Genome(state.gnets, state.direct, state.buffers)
             if sum(file_bytes(self._plan, self.steps, leaves, self._metadata).values()) <= self._bytes:
                 return self.steps
-        return self.fitted(state)
+        return self._fitted(state)
 
 
 class Fit(NamedTuple):
@@ -115,10 +126,6 @@ class Checkpoints(Protocol):
         ...
 
 
-Report = Callable[[int, str, str | None], None]
-"""Takes the steps taken in all, the latest figures, and the validation after these steps, if there is one."""
-
-
 def total_steps(task: Task, recipe: Recipe) -> int:
     """Count the steps of a whole training: the length of its schedule."""
     return recipe.steps or recipe.epochs * steps_per_epoch(task.train, recipe.batch_size)
@@ -160,9 +167,7 @@ def genome_trainer(
         rounding, placement = None, "replicated"
     options = {"amp": recipe.amp} | options
     options |= dict(donate=True, clip_norm=recipe.clip_norm, on_nonfinite="raise", mesh=mesh, placement=placement)
-    train_step = gb.make_train_step(plan, pnet, task.loss, optimizer, rounding=rounding, **options)
-
-    now = train_step
+    now = train_step = gb.make_train_step(plan, pnet, task.loss, optimizer, rounding=rounding, **options)
 
     def step(state: gb.TrainState, batch: Any) -> tuple[gb.TrainState, Tensor, dict[str, Tensor]]:
         nonlocal now
@@ -220,7 +225,7 @@ def fit(
     report: Report = lambda steps, status, validation: None,
     validate: bool = True,
     on_log: OnLog | None = None,
-    log_every: int = _STEPS_BETWEEN_LOGS,
+    log_every: int = 10,
     on_validation: Callable[[Any, list[dict[str, float]]], None] = lambda state, history: None,
 ) -> Fit:
     """Train as long as the recipe says, with validations in between.
@@ -233,8 +238,7 @@ def fit(
         checkpoints: saves the training, and says where it goes on; a resumed training equals an uninterrupted one.
         report: called with the progress.
         validate: whether to measure on validation data.
-        on_log: called with the steps taken and metrics: means of `train_` metrics every `log_every` steps, `val_`
-            metrics at each validation.
+        on_log: called with means of `train_` metrics every `log_every` steps, and `val_` metrics at each validation.
         log_every: steps between two entries.
         on_validation: called with the state and the history after each validation, whose row is the last.
 
@@ -266,10 +270,9 @@ def fit(
 
     def place(done: int, more: int, now: float) -> Position:
         totals, latest = ({name: float(x) for name, x in values.items()} for values in (sums, recent))
-        steps = None if trainer.coder is None else trainer.coder.steps
-        chosen = None if steps is None else (steps.indices, steps.rate)
-        times = (now - start, stepping + now - stretch)
-        return Position(done, more, order, totals, latest, history, *times, chosen)
+        steps = trainer.coder and trainer.coder.steps
+        chosen = steps and (steps.indices, steps.rate)
+        return Position(done, more, order, totals, latest, history, now - start, stepping + now - stretch, chosen)
 
     # A checkpoint at the end of a stretch was saved before its validation, which then comes first.
     for steps in range(taken + (at.more == 0), total + 1):
@@ -320,7 +323,6 @@ def fit(
 
 
 def _as_metrics(loss: Tensor, metrics: Any) -> dict[str, Tensor]:
-    """Return the loss and the metrics of a batch by their names, float64; `ValueError` for values of other types."""
     metrics = {} if metrics is None else metrics
     if isinstance(metrics, Mapping) and "loss" not in metrics:
         with suppress(TypeError, ValueError, RuntimeError):
@@ -333,3 +335,81 @@ def _as_metrics(loss: Tensor, metrics: Any) -> dict[str, Tensor]:
 def _status(sums: dict[str, Tensor], count: int, speed: float) -> str:
     metrics = "  ".join(f"{name} {float(value) / count:.4f}" for name, value in sums.items())
     return f"{metrics}  {speed:,.1f} steps/s"
+
+
+RATE = 0.03
+"""First learning rate of the short training, part of the recipe's peak: higher ones move whole blocks of codes."""
+
+
+def slowed(recipe: Recipe, steps: int) -> Recipe:
+    """Return the recipe of the short training, whose rate goes on falling."""
+    direct_lr = None if recipe.direct_lr is None else RATE * recipe.direct_lr
+    return replace(recipe, steps=steps, lr=RATE * recipe.lr, direct_lr=direct_lr, schedule=linear_decay, warmup=0.0)
+
+
+def going_on(trainer: Trainer, state: gb.TrainState) -> Trainer:
+    """Start a trainer from a copy of the genome of a state, into which its steps may write."""
+    genome: Any = tree_map(torch.clone, {name: getattr(state, name) for name in gb.Genome._fields})
+    return trainer._replace(state=trainer.state._replace(**genome))
+
+
+def better(task: Task, before: Mapping[str, float], fit: Fit) -> bool:
+    """Whether a training ended at least as well, on validation data, as it began."""
+    name, sign = task.metric.name, task.metric.sign
+    return sign * fit.history[-1][f"val_{name}"] >= sign * before[name]
+
+
+def joined(first: Fit, second: Fit) -> Fit:
+    """Join two trainings, one after the other."""
+    before = first.history[-1]
+    shift = {name: before[name] for name in ("epoch", "step", "seconds")}
+    rows = [row | {name: row[name] + value for name, value in shift.items()} for row in second.history]
+    times = (getattr(first, name) + getattr(second, name) for name in ("seconds", "steps", "step_seconds"))
+    return Fit(second.state, [*first.history, *rows], *times)
+
+
+@contextmanager
+def csv_log(folder: Path, settings: Mapping[str, Any] = MappingProxyType({})) -> Iterator[OnLog]:
+    """A row `step, metric, value` for each number, in `folder/log.csv`, behind those that it holds."""
+
+    def log(step: int, metrics: Mapping[str, float]) -> None:
+        with (folder / "log.csv").open("a", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            if not file.tell():
+                writer.writerow(["step", "metric", "value"])
+            writer.writerows([step, name, value] for name, value in metrics.items())
+
+    yield log
+
+
+@contextmanager
+def tensorboard_log(folder: Path, settings: Mapping[str, Any] = MappingProxyType({})) -> Iterator[OnLog]:
+    """Scalars for TensorBoard, and the settings as a text, in a folder of this run below `folder/tensorboard`."""
+    import_extra("tensorboard", "--log tensorboard", "gbfunc[tensorboard]")
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(folder / "tensorboard" / f"{datetime.now():%Y%m%d-%H%M%S}")) as writer:
+        if settings:
+            table = "\n".join(["| option | value |", "|---|---|", *(f"| {k} | {v} |" for k, v in settings.items())])
+            writer.add_text("settings", table)
+
+        def log(step: int, metrics: Mapping[str, float]) -> None:
+            for name, value in metrics.items():
+                writer.add_scalar(name, value, step)
+
+        yield log
+
+
+@contextmanager
+def wandb_log(folder: Path, settings: Mapping[str, Any] = MappingProxyType({})) -> Iterator[OnLog]:
+    """A run of Weights & Biases, in the project that `WANDB_PROJECT` names or `gbfunc`; its files go into `folder`."""
+    wandb = import_extra("wandb", "--log wandb", "gbfunc[wandb]")
+    project = os.environ.get("WANDB_PROJECT", "gbfunc")
+    with wandb.init(project=project, dir=str(folder), config=dict(settings)) as run:
+        yield lambda step, metrics: run.log(dict(metrics), step=step)
+
+
+LOGS: Mapping[str, Callable[[Path, Mapping[str, Any]], AbstractContextManager[OnLog]]] = MappingProxyType(
+    {"csv": csv_log, "tensorboard": tensorboard_log, "wandb": wandb_log}
+)
+"""Every log by its name; each takes a folder and the settings of the training."""

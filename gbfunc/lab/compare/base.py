@@ -19,7 +19,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gbfunc.pnet import PureNet, buffers_of, parameter_infos, with_weights
 from gbfunc.tasks import Net, Recipe, Task
-from gbfunc.tasks.pnets import PNet, find_pnet, n_params
+from gbfunc.tasks.pnets import PNet, find_pnet
+from gbfunc.tasks.pnets.base import n_params
 from gbfunc.tasks.training import fit, leaf_trainer, total_steps
 from gbfunc.types import Params, TensorMap
 

@@ -18,8 +18,7 @@ from gbfunc.formats.layout import stored_leaves
 from gbfunc.lab.compare import base
 from gbfunc.lab.compare.base import BudgetTooSmall, Problem, Settings, Trained, grid, is_pretrained
 from gbfunc.tasks import Net, Task
-from gbfunc.tasks.rounding import going_on, slowed
-from gbfunc.tasks.training import fit, genome_trainer
+from gbfunc.tasks.training import fit, genome_trainer, going_on, slowed
 from gbfunc.trees import GNET
 
 _FILE = "genome.safetensors"

@@ -21,7 +21,7 @@ from gbfunc.lab.compare import base
 from gbfunc.lab.compare.base import BudgetTooSmall, Problem, Settings, Trained
 from gbfunc.lab.compare.coded import COARSEST, Levels, RoundedNet, coarsened, decode, encode
 from gbfunc.tasks import Net, Task
-from gbfunc.tasks.pnets import PNet, n_params
+from gbfunc.tasks.pnets.base import PNet, n_params
 from gbfunc.types import Params
 
 

@@ -9,40 +9,15 @@ from typing import Any
 
 from torch import nn
 
+from gbfunc.tasks.pnets import base
 from gbfunc.tasks.pnets.actors import actor_critic, conv_actor_critic, recurrent_actor_critic
-from gbfunc.tasks.pnets.base import (
-    Interface,
-    PlanOptions,
-    PNet,
-    brief,
-    import_factory,
-    is_import_path,
-    n_params,
-    narrowed,
-    options_for,
-    seeded,
-)
+from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet, narrowed
 from gbfunc.tasks.pnets.convnets import all_conv, convnet, lenet5, resnet18, resnet20, resnet56
 from gbfunc.tasks.pnets.gpt import gpt, vit
 from gbfunc.tasks.pnets.hugging_face import PREFIX, hugging_face
-from gbfunc.tasks.pnets.mlp import mlp, mlp_pnet, mlp_sizes
+from gbfunc.tasks.pnets.mlp import mlp, mlp_pnet
 
-__all__ = [
-    "PNETS",
-    "Interface",
-    "PNet",
-    "PlanOptions",
-    "brief",
-    "checked_name",
-    "find_pnet",
-    "import_factory",
-    "is_import_path",
-    "mlp",
-    "mlp_sizes",
-    "n_params",
-    "narrowed",
-    "options_for",
-]
+__all__ = ["PNETS", "Interface", "PNet", "PlanOptions", "checked_name", "find_pnet", "mlp", "narrowed"]
 
 PNETS: Mapping[str, Callable[..., PNet]] = MappingProxyType(
     {
@@ -75,10 +50,10 @@ def find_pnet(name: str, interface: Interface, config: Mapping[str, Any]) -> PNe
     """
     if name.startswith(PREFIX):
         return hugging_face(interface, name.removeprefix(PREFIX), **config)
-    if is_import_path(name):
-        factory = import_factory(name, "an nn.Module")
-        options = options_for(name, factory, config, interface=interface)
-        with seeded(0):
+    if base.is_import_path(name):
+        factory = base.import_factory(name, "an nn.Module")
+        options = base.options_for(name, factory, config, interface=interface)
+        with base.seeded(0):
             made: Any = factory(**options)
         if isinstance(made, PNet):
             return checked_name(made, interface)
@@ -87,7 +62,7 @@ def find_pnet(name: str, interface: Interface, config: Mapping[str, Any]) -> PNe
         return PNet(name=name, make=lambda: factory(**options), config=config)
     if name not in PNETS:
         raise ValueError(f"no p-net {name!r}: choose one of {', '.join(PNETS)}, hf:TYPE or package.module:function")
-    options = options_for(f"the p-net {name}", PNETS[name], config, interface=interface)
+    options = base.options_for(f"the p-net {name}", PNETS[name], config, interface=interface)
     try:
         return PNETS[name](**options)
     except TypeError as error:

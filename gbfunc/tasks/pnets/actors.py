@@ -26,8 +26,6 @@ from gbfunc.hypernets import constant
 from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet, Shapes, check_options, check_reads, family, rows_of
 from gbfunc.tasks.pnets.mlp import layer_sizes
 
-_LARGE = 36  # rows and columns of the smallest images that Atari's three convolutions take
-
 
 class ActorCritic(nn.Module):
     """Two tanh networks, `actor` and `critic`: observations [B, O] -> the policy's numbers [B, P] and values [B].
@@ -47,10 +45,9 @@ class ActorCritic(nn.Module):
         self.log_std = nn.Parameter(torch.zeros(sizes[-1])) if vectors else None
 
     def forward(self, obs_BO: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, O] -> [B, P] and [B]."""
         out = self.actor(obs_BO)
-        numbers = out if self.log_std is None else torch.cat([out, self.log_std.expand_as(out)], -1)
-        return numbers, self.critic(obs_BO).squeeze(-1)
+        numbers_BP = out if self.log_std is None else torch.cat([out, self.log_std.expand_as(out)], -1)
+        return numbers_BP, self.critic(obs_BO).squeeze(-1)
 
 
 def _tanh_mlp(sizes: Sequence[int], head_gain: float) -> nn.Sequential:
@@ -70,11 +67,7 @@ def _orthogonal(layer: nn.Module, gain: float = 2**0.5) -> nn.Module:
 
 
 def actor_critic(
-    interface: Interface,
-    *,
-    hidden: Sequence[int] = (64, 64),
-    odd: bool = False,
-    sizes: Sequence[int] | None = None,
+    interface: Interface, *, hidden: Sequence[int] = (64, 64), odd: bool = False, sizes: Sequence[int] | None = None
 ) -> PNet:
     """Describe policy and value networks for a task of control.
 
@@ -125,12 +118,13 @@ class RecurrentActorCritic(nn.Module):
         x_BTH, outputs = torch.tanh(self.first(obs_BTO)), []
         goes_on_BT1 = 1 - starts_BT.to(x_BTH)[..., None]
         for x_BH, goes_on_B1 in zip(x_BTH.unbind(1), goes_on_BT1.unbind(1), strict=True):
-            memory_BM = self._remember(x_BH, memory_BM * goes_on_B1)
+            memory_BM = memory_BM * goes_on_B1
+            if self.lstm:
+                memory_BM = torch.cat(self.cell(x_BH, memory_BM.chunk(2, -1)), -1)
+            else:
+                memory_BM = self.cell(x_BH, memory_BM)
             outputs.append(memory_BM[:, : self.hidden])
         return *self.heads(torch.stack(outputs, 1)), memory_BM
-
-    def _remember(self, x_BH: Tensor, memory_BM: Tensor) -> Tensor:
-        return torch.cat(self.cell(x_BH, memory_BM.chunk(2, -1)), -1) if self.lstm else self.cell(x_BH, memory_BM)
 
 
 def recurrent_actor_critic(interface: Interface, *, hidden: int = 64, cell: Literal["gru", "lstm"] = "gru") -> PNet:
@@ -163,7 +157,7 @@ class ConvActorCritic(nn.Module):
         channels, *size = inputs
         small, large = ((3, 1), (3, 1)), ((8, 4), (4, 2), (3, 1))
         layers: list[nn.Module] = []
-        for i, (kernel, stride) in enumerate(large if min(size) >= _LARGE else small):
+        for i, (kernel, stride) in enumerate(large if min(size) >= 36 else small):
             out = 2 * width if i else width
             layers += [_orthogonal(nn.Conv2d(channels, out, kernel, stride)), nn.ReLU()]
             channels, size = out, [(n - kernel) // stride + 1 for n in size]
@@ -173,7 +167,6 @@ class ConvActorCritic(nn.Module):
         self.heads = ActorCritic((hidden, n_actions), vectors)
 
     def forward(self, obs_BChw: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, C, h, w] -> [B, P] and [B]."""
         x_BChw = obs_BChw / 255 if obs_BChw.dtype == torch.uint8 else obs_BChw
         return self.heads(torch.relu(self.wide(self.convolutions(x_BChw).flatten(1))))
 
@@ -183,9 +176,7 @@ def conv_actor_critic(interface: Interface, *, width: int = 32, hidden: int = 51
     check_reads("conv_actor_critic", interface, "observations", 3, least=5)
     check_options("conv_actor_critic", width=width, hidden=hidden)
     vectors = interface.actions == "vector"
-
-    def make() -> ConvActorCritic:
-        return ConvActorCritic(interface.inputs, width, hidden, interface.outputs, vectors)
+    make = partial(ConvActorCritic, interface.inputs, width, hidden, interface.outputs, vectors)
 
     def plan(genome_params: float) -> PlanOptions:
         with torch.device("meta"):

@@ -29,7 +29,6 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _TAKE = {"images": "mlp", "text": "gpt", "texts with classes": "hf:TYPE", "observations": "actor_critic"}
-_PARTS = 1 << 22
 
 
 class Interface(NamedTuple):
@@ -66,12 +65,11 @@ class PlanOptions(NamedTuple):
 
     def with_hypernet(self, hypernet: Hypernet) -> PlanOptions:
         """Change the type of g-net, also in rules that only tune the type that `hypernet` replaces."""
-
-        def replaced(rule: Hypernet | None) -> Hypernet | None:
+        rules = []
+        for pattern, rule in self.rules:
             tunes = rule is not None and rule.type == self.hypernet.type and rule.size is None
-            return hypernet if tunes else rule
-
-        return self._replace(hypernet=hypernet, rules=tuple((pattern, replaced(rule)) for pattern, rule in self.rules))
+            rules.append((pattern, hypernet if tunes else rule))
+        return self._replace(hypernet=hypernet, rules=tuple(rules))
 
 
 BLOCKS = PlanOptions(hypernet=periodic(share="layers"))
@@ -122,7 +120,9 @@ def family(
 
     def scaled(factor: float) -> PNet:
         def times(width: Any) -> Any:
-            return [times(n) for n in width] if isinstance(width, list) else scaled_width(width, factor, multiple)
+            if isinstance(width, list):
+                return [times(n) for n in width]
+            return max(1, math.floor(width * factor / multiple + 0.5)) * multiple
 
         return again(**{name: times(width) for name, width in widths.items()})
 
@@ -145,16 +145,9 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def check_reads(pnet: str, interface: Interface, kind: str, ndim: int | None = None, least: int = 1) -> None:
-    """Raise `ValueError` unless a task has inputs of a kind, of `ndim` dimensions, images of `least` rows and columns.
-
-    >>> check_reads("vit", Interface((8,), 30, tokens=True), "images")
-    Traceback (most recent call last):
-    ValueError: the p-net vit reads images, the task has text: take gpt
-    """
-    if interface.reads != kind:
-        raise ValueError(
-            f"the p-net {pnet} reads {kind}, the task has {interface.reads}: take {_TAKE[interface.reads]}"
-        )
+    """Raise `ValueError` unless a task has inputs of a kind, of `ndim` dimensions, images of `least` rows or more."""
+    if (reads := interface.reads) != kind:
+        raise ValueError(f"the p-net {pnet} reads {kind}, the task has {reads}: take {_TAKE[reads]}")
     if len(interface.inputs) != (ndim or len(interface.inputs)) or min(interface.inputs[1:], default=least) < least:
         sizes = f"images of {least} x {least} or more" if ndim == 3 else "vectors (for images: conv_actor_critic)"
         got = " x ".join(map(str, interface.inputs))
@@ -185,11 +178,7 @@ def rows_of(shapes: Shapes, name: str, ndim: int = 2) -> int:
 
 
 def narrowed(pnet: PNet, params: int) -> PNet:
-    """Find the smallest p-net of a family with at least `params` parameters, a dense net to compare a genome with.
-
-    Raises:
-        ValueError: if the family has no widths to change.
-    """
+    """Find the smallest p-net of a family with at least `params` parameters, a dense net to compare a genome with."""
     if (scaled := pnet.scaled) is None:
         raise ValueError(f"the p-net {pnet.name} has no smaller one of its kind")
 
@@ -199,23 +188,14 @@ def narrowed(pnet: PNet, params: int) -> PNet:
 
     most = next(2.0**i for i in count() if size(2.0**i) >= params)
     # Widths are whole numbers, of millions at most.
-    part = bisect_left(range(_PARTS), params, key=lambda part: size(most * part / _PARTS))
-    return scaled(most * part / _PARTS)
+    part = bisect_left(range(parts := 1 << 22), params, key=lambda part: size(most * part / parts))
+    return scaled(most * part / parts)
 
 
 def brief(shapes: Shapes, most: int = 2) -> str:
-    """Write names and shapes of the first parameters in a few words.
-
-    >>> brief({"0.weight": (48, 64), "0.bias": (48,), "2.weight": (10, 48)})
-    '0.weight (48, 64), 0.bias (48,) and 1 more'
-    """
+    """Write names and shapes of the first parameters in a few words."""
     words = ", ".join(f"{name} {shape}" for name, shape in list(shapes.items())[:most])
     return words + (f" and {len(shapes) - most} more" if len(shapes) > most else "")
-
-
-def scaled_width(width: int, factor: float, multiple: int = 1) -> int:
-    """Multiply a width by a factor, to the nearest multiple above 0."""
-    return max(1, math.floor(width * factor / multiple + 0.5)) * multiple
 
 
 def n_params(module: nn.Module) -> int:
@@ -237,8 +217,7 @@ def import_factory(path: str, returns: str) -> Callable[..., Any]:
     """
     folder = os.getcwd()
     added = folder not in sys.path and "" not in sys.path
-    if added:
-        # As `python -m` does; a console script leaves it out.
+    if added:  # As `python -m` does; a console script leaves it out.
         sys.path.insert(0, folder)
     try:
         factory = pkgutil.resolve_name(path)
@@ -255,11 +234,7 @@ def import_factory(path: str, returns: str) -> Callable[..., Any]:
 
 
 def options_for(what: str, factory: Callable[..., Any], config: Mapping[str, Any], **given: Any) -> dict[str, Any]:
-    """Return the arguments of a factory: its options `config`, and those of `given` that are parameters.
-
-    Raises:
-        ValueError: for unknown or missing options.
-    """
+    """Return a factory's arguments: options `config`, `ValueError` if these do not fit, and parameters in `given`."""
     signature = inspect.signature(factory)
     known = [name for name in signature.parameters if name not in given]
     unknown = [name for name in config if name not in known]

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gbfunc.encoding import Encoding, binary, grid, per_axis
+from gbfunc.encoding import binary, grid, per_axis
 from gbfunc.hypernets import constant, periodic
 from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet, check_options, check_reads, family, rows_of
 
@@ -62,16 +62,9 @@ class LeNet5(nn.Sequential):
 
     def __init__(self, inputs: Sequence[int], width: int, classes: int) -> None:
         first, hidden = max(1, width * 2 // 5), 10 * width
-        super().__init__(
-            nn.Conv2d(inputs[0], first, 5),
-            nn.MaxPool2d(2),
-            nn.Conv2d(first, width, 5),
-            nn.MaxPool2d(2),
-            nn.Flatten(),
-            nn.Linear(width * math.prod(_maps(inputs)), hidden),
-            nn.ReLU(),
-            last := nn.Linear(hidden, classes),
-        )
+        maps = [nn.Conv2d(inputs[0], first, 5), nn.MaxPool2d(2), nn.Conv2d(first, width, 5), nn.MaxPool2d(2)]
+        wide, last = nn.Linear(width * math.prod(_maps(inputs)), hidden), nn.Linear(hidden, classes)
+        super().__init__(*maps, nn.Flatten(), wide, nn.ReLU(), last)
         with torch.no_grad():
             last.weight.mul_(0.1)
 
@@ -84,16 +77,10 @@ class ConvNet(nn.Sequential):
 
     def __init__(self, inputs: Sequence[int], width: int, classes: int) -> None:
         first = max(1, width // 2)
-        super().__init__(
-            nn.Conv2d(inputs[0], first, 5),
-            nn.MaxPool2d(2),
-            nn.ReLU(),
-            nn.Conv2d(first, width, 5),
-            nn.MaxPool2d(2),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Linear(width * math.prod(_maps(inputs)), classes),
-        )
+        layers: list[nn.Module] = []
+        for before, out in pairwise((inputs[0], first, width)):
+            layers += [nn.Conv2d(before, out, 5), nn.MaxPool2d(2), nn.ReLU()]
+        super().__init__(*layers, nn.Flatten(), nn.Linear(width * math.prod(_maps(inputs)), classes))
 
 
 def _maps(inputs: Sequence[int]) -> tuple[int, int]:
@@ -115,7 +102,6 @@ class Residual(nn.Module):
         self.shortcut = nn.Identity() if stride == 1 and channels == out else shortcut
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, C, h, w] -> [B, out, h / stride, w / stride]."""
         return F.relu(self.convolutions(x) + self.shortcut(x))
 
 
@@ -152,7 +138,6 @@ class ResNet(nn.Module):
             self.apply(_kaiming)
 
     def forward(self, x_BChw: Tensor) -> Tensor:
-        """[B, C, h, w] -> [B, K]."""
         return self.head(self.blocks(F.relu(self.stem(x_BChw))).mean((-2, -1)))
 
 
@@ -170,26 +155,25 @@ def _convolutional(
     least: int,
     options: Callable[[], PlanOptions] | None = None,
 ) -> PNet:
-    """Describe a convolutional family of some width, whose weight `first` has so many channels."""
-    check_reads(name, interface, "images", 3, least)
-    check_options(name, width=config["width"])
-    net = partial(make, **config)
-    plan = options or partial(_shared_shapes, net)
-    pnet = PNet(name, net, lambda genome_params: plan(), config, f"{name}, {config['width']} channels")
+    """Describe a convolutional family, whose weight `first` has `width` rows; `options` are those of its plan."""
     widths = {"width": config["width"]}
+    check_reads(name, interface, "images", 3, least)
+    check_options(name, **widths)
+    net = partial(make, **config)
+
+    def plan(genome_params: float) -> PlanOptions:
+        if options is not None:
+            return options()
+        # Convolutions of equal shape share code weights. Norms only shift, and the layers after them take over their
+        # scales: more sines.
+        with torch.device("meta"):
+            norms = [name for name, module in net().named_modules() if isinstance(module, nn.BatchNorm2d)]
+        scales = "|".join(rf"{re.escape(name)}\.weight" for name in norms)
+        rules = ((f"^({scales})$", constant(1.0)),) if norms else ()
+        return PlanOptions(hypernet=periodic(share="shapes", frequency=2.5), rules=rules)
+
+    pnet = PNet(name, net, plan, config, f"{name}, {config['width']} channels")
     return family(partial(factory, interface), pnet, widths, lambda shapes: {"width": rows_of(shapes, first, 4)})
-
-
-def _shared_shapes(make: Callable[[], nn.Module]) -> PlanOptions:
-    """Plan convolutions of equal shape with shared code weights, and batch norms that only shift: more sines.
-
-    The layers after norms take over their scales.
-    """
-    with torch.device("meta"):
-        norms = [name for name, module in make().named_modules() if isinstance(module, nn.BatchNorm2d)]
-    scales = "|".join(rf"{re.escape(name)}\.weight" for name in norms)
-    rules = ((f"^({scales})$", constant(1.0)),) if norms else ()
-    return PlanOptions(hypernet=periodic(share="shapes", frequency=2.5), rules=rules)
 
 
 def all_conv(interface: Interface, *, width: int = 96, dropout: float = 0.0, norm: bool = True) -> PNet:
@@ -202,47 +186,37 @@ def all_conv(interface: Interface, *, width: int = 96, dropout: float = 0.0, nor
 
 def lenet5(interface: Interface, *, width: int = 50) -> PNet:
     """`LeNet5` for an image task, its second convolution of `width` channels."""
-
-    def options() -> PlanOptions:
-        # Biases of the hidden layer can replace those of the convolutions, whose parameters do more as sines.
-        rules = ((r"^[025]\.bias$", constant(0.0)), (r"^[57]\.weight$", periodic(frequency=0.5)))
-        return PlanOptions(encodings={"5.weight": (binary(), _of_maps(interface.inputs))}, rules=rules)
-
+    # Biases of the hidden layer can replace those of the convolutions, whose parameters do more as sines.
+    rules = ((r"^[025]\.bias$", constant(0.0)), (r"^[57]\.weight$", periodic(frequency=0.5)))
+    options = partial(_of_maps, interface, "5.weight", rules)
     make = partial(LeNet5, interface.inputs, classes=interface.outputs)
     return _convolutional("lenet5", lenet5, interface, make, {"width": width}, "2.weight", 16, options)
 
 
 def convnet(interface: Interface, *, width: int = 32) -> PNet:
     """`ConvNet` for an image task, its second convolution of `width` channels."""
-
-    def options() -> PlanOptions:
-        rules = ((r"^[03]\.bias$", constant(0.0)),)
-        return PlanOptions(encodings={"7.weight": (binary(), _of_maps(interface.inputs))}, rules=rules)
-
+    options = partial(_of_maps, interface, "7.weight", ((r"^[03]\.bias$", constant(0.0)),))
     make = partial(ConvNet, interface.inputs, classes=interface.outputs)
     return _convolutional("convnet", convnet, interface, make, {"width": width}, "3.weight", 16, options)
 
 
-def _of_maps(inputs: Sequence[int]) -> Encoding:
-    """Code the columns that read the maps of the second convolution: channel by place."""
-    places = _maps(inputs)
-    return per_axis(binary(), grid(*places, bandwidth=2.0), math.prod(places))
+def _of_maps(interface: Interface, name: str, rules: Any) -> PlanOptions:
+    """Code the columns of a weight, which read the maps of the second convolution, by channel and place."""
+    places = _maps(interface.inputs)
+    code = per_axis(binary(), grid(*places, bandwidth=2.0), math.prod(places))
+    return PlanOptions(encodings={name: (binary(), code)}, rules=rules)
 
 
-def resnet18(interface: Interface, *, width: int = 64) -> PNet:
-    """`ResNet18` for an image task, its first stage of `width` channels."""
-    make = partial(ResNet18, interface.inputs[0], classes=interface.outputs)
-    return _convolutional("resnet18", resnet18, interface, make, {"width": width}, "stem.0.weight", 4)
+def resnet(depth: int, interface: Interface, *, width: int | None = None) -> PNet:
+    """`ResNet18`, or the `ResNet` of 6 n + 2 layers in three stages, for an image task.
 
-
-def cifar_resnet(depth: int, interface: Interface, *, width: int = 16) -> PNet:
-    """The `ResNet` of 6 n + 2 layers in three stages for an image task, its first stage of `width` channels.
-
-    With 16 channels, depth 20 has 269,722 parameters and depth 56 853,018.
+    The first stage has `width` channels, by default 64 at depth 18, otherwise 16: depth 20 has 269,722 parameters and
+    depth 56 853,018.
     """
-    make = partial(ResNet, interface.inputs[0], classes=interface.outputs, blocks=(depth - 2) // 6)
-    again, config = partial(cifar_resnet, depth), {"width": width}
-    return _convolutional(f"resnet{depth}", again, interface, make, config, "stem.0.weight", 4)
+    net = ResNet18 if depth == 18 else partial(ResNet, blocks=(depth - 2) // 6)
+    make = partial(net, interface.inputs[0], classes=interface.outputs)
+    config = {"width": (64 if depth == 18 else 16) if width is None else width}
+    return _convolutional(f"resnet{depth}", partial(resnet, depth), interface, make, config, "stem.0.weight", 4)
 
 
-resnet20, resnet56 = partial(cifar_resnet, 20), partial(cifar_resnet, 56)
+resnet18, resnet20, resnet56 = (partial(resnet, depth) for depth in (18, 20, 56))

@@ -15,17 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gbfunc.hypernets import constant, periodic
-from gbfunc.tasks.pnets.base import (
-    BLOCKS,
-    Interface,
-    PlanOptions,
-    PNet,
-    Shapes,
-    check_options,
-    check_reads,
-    family,
-    rows_of,
-)
+from gbfunc.tasks.pnets import base
+from gbfunc.tasks.pnets.base import BLOCKS, Interface, PlanOptions, PNet, Shapes, rows_of
 
 _STD = 0.02  # initial deviation of weights (GPT-2)
 _PLAIN_NORMS = 30_000  # parameters of a genome below which norms have none
@@ -45,7 +36,6 @@ class Block(nn.Module):
         self.down = nn.Linear(hidden, width, bias=bias)
 
     def forward(self, x_BLE: Tensor) -> Tensor:
-        """[B, L, E] -> [B, L, E]."""
         packed = self.qkv(self.attention_norm(x_BLE)).unflatten(-1, (3, self.heads, -1))
         q_BHLD, k_BHLD, v_BHLD = packed.permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
@@ -56,7 +46,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder-only language model with pre-norm blocks and tied embeddings: logits of the next tokens.
+    """A decoder-only language model with pre-norm blocks and tied embeddings: [B, L] -> logits [B, L, V].
 
     `context` is the longest sequence, `heads` divides `width`, and `hidden` are the units of each block's MLP.
     """
@@ -87,7 +77,6 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=_STD / math.sqrt(2 * layers) if deep else _STD)
 
     def forward(self, tokens_BL: Tensor) -> Tensor:
-        """[B, L] -> [B, L, V]."""
         x_BLE = self.dropout(self.tokens(tokens_BL) + self.positions.weight[: tokens_BL.shape[1]])
         return self.head(self.norm(self.blocks(x_BLE)))
 
@@ -103,20 +92,20 @@ def gpt(
     bias: bool = False,
 ) -> PNet:
     """Describe a `GPT` for a text task, its options as there: by default nanoGPT's for a CPU, `hidden` 4 x `width`."""
-    check_reads("gpt", interface, "text", 1)
-    sizes = dict(layers=layers, width=width, heads=heads)
+    base.check_reads("gpt", interface, "text", 1)
     # An open `hidden` stays open in the configuration, and follows the width of a narrower net.
-    asked, hidden = hidden, 4 * width if hidden is None else hidden
-    check_options("gpt", **sizes, hidden=hidden, dropout=dropout, flags={"bias": bias})
-    make = partial(GPT, interface.outputs, *interface.inputs, **sizes, hidden=hidden, dropout=dropout, bias=bias)
-    config = sizes | dict(hidden=asked, dropout=dropout, bias=bias)
+    config = dict(layers=layers, width=width, heads=heads, hidden=hidden, dropout=dropout, bias=bias)
+    hidden = 4 * width if hidden is None else hidden
+    options: dict[str, Any] = config | {"hidden": hidden}
+    base.check_options("gpt", **{name: x for name, x in options.items() if name != "bias"}, flags={"bias": bias})
+    make = partial(GPT, interface.outputs, *interface.inputs, **options)
     pnet = PNet("gpt", make, partial(gpt_plan, interface, width), config, f"gpt, {layers} layers of {width}")
 
     def read(shapes: Shapes) -> dict[str, int]:
         widths = {"width": rows_of(shapes, "norm.weight", 1), "hidden": rows_of(shapes, "blocks.0.up.weight")}
         return widths | {"layers": sum(n.endswith(".up.weight") for n in shapes), "bias": "blocks.0.up.bias" in shapes}
 
-    return family(partial(gpt, interface), pnet, {"width": width, "hidden": hidden}, read, heads)
+    return base.family(partial(gpt, interface), pnet, {"width": width, "hidden": hidden}, read, heads)
 
 
 def gpt_plan(interface: Interface, width: int, genome_params: float) -> PlanOptions:
@@ -131,35 +120,26 @@ def gpt_plan(interface: Interface, width: int, genome_params: float) -> PlanOpti
 
 
 class ViT(nn.Module):
-    """Patches, learned positions, pre-norm blocks of `nn.TransformerEncoder`, and the mean over the patches.
+    """Patches, learned positions, pre-norm blocks of `nn.TransformerEncoder`, the mean over the patches: -> [B, K].
 
     `patch` divides rows and columns of the images, `heads` divides `width`, and `hidden` are the units of an MLP.
     """
 
     def __init__(
-        self,
-        inputs: tuple[int, ...],
-        classes: int,
-        patch: int,
-        layers: int,
-        width: int,
-        heads: int,
-        hidden: int,
-        dropout: float,
+        self, interface: Interface, patch: int, layers: int, width: int, heads: int, hidden: int, dropout: float
     ) -> None:
         super().__init__()
-        channels, rows, cols = inputs
+        channels, rows, cols = interface.inputs
         self.patches = nn.Conv2d(channels, width, patch, patch)
         self.positions = nn.Parameter(torch.randn(rows * cols // patch**2, width) * 0.02)
         block = nn.TransformerEncoderLayer(width, heads, hidden, dropout, "gelu", batch_first=True, norm_first=True)
         self.blocks = nn.TransformerEncoder(block, layers, nn.LayerNorm(width), enable_nested_tensor=False)
-        self.head = nn.Linear(width, classes)
+        self.head = nn.Linear(width, interface.outputs)
         for parameter in self.blocks.parameters():
             if parameter.ndim > 1:  # The layers of `TransformerEncoder` start as copies of one.
                 nn.init.xavier_uniform_(parameter)
 
     def forward(self, x_BChw: Tensor) -> Tensor:
-        """[B, C, h, w] -> [B, K]."""
         x_BLE = self.patches(x_BChw).flatten(2).mT + self.positions
         return self.head(self.blocks(x_BLE).mean(1))
 
@@ -175,22 +155,21 @@ def vit(
     dropout: float = 0.0,
 ) -> PNet:
     """Describe a `ViT` for an image task, its options as there; `hidden` is twice the width by default."""
-    check_reads("vit", interface, "images", 3)
-    sizes: dict[str, Any] = dict(patch=patch, layers=layers, width=width, heads=heads)
-    asked, hidden = hidden, 2 * width if hidden is None else hidden
-    check_options("vit", **sizes, hidden=hidden, dropout=dropout)
+    base.check_reads("vit", interface, "images", 3)
+    config = dict(patch=patch, layers=layers, width=width, heads=heads, hidden=hidden, dropout=dropout)
+    hidden = 2 * width if hidden is None else hidden
+    options: dict[str, Any] = config | {"hidden": hidden}
+    base.check_options("vit", **options)
     _, rows, cols = interface.inputs
     if rows % patch or cols % patch:
         raise ValueError(f"patch of vit must divide the images of {rows} x {cols}, got {patch}")
-    make = partial(ViT, interface.inputs, interface.outputs, **sizes, hidden=hidden, dropout=dropout)
-    config, plan = sizes | dict(hidden=asked, dropout=dropout), BLOCKS._replace(include=(r"^positions$",))
-    pnet = PNet("vit", make, lambda genome_params: plan, config, f"vit, {layers} layers of {width}")
+    plan = BLOCKS._replace(include=(r"^positions$",))
+    label = f"vit, {layers} layers of {width}"
+    pnet = PNet("vit", partial(ViT, interface, **options), lambda genome_params: plan, config, label)
 
     def read(shapes: Shapes) -> dict[str, int]:
-        rows_of(shapes, "patches.weight", 4)
+        width, hidden = rows_of(shapes, "patches.weight", 4), rows_of(shapes, "blocks.layers.0.linear1.weight")
         depth = sum(name.endswith(".linear1.weight") for name in shapes)
-        hidden = rows_of(shapes, "blocks.layers.0.linear1.weight")
-        width, _, _, patch = shapes["patches.weight"]
-        return {"patch": patch, "layers": depth, "width": width, "hidden": hidden}
+        return {"patch": shapes["patches.weight"][-1], "layers": depth, "width": width, "hidden": hidden}
 
-    return family(partial(vit, interface), pnet, {"width": width, "hidden": hidden}, read, heads)
+    return base.family(partial(vit, interface), pnet, {"width": width, "hidden": hidden}, read, heads)

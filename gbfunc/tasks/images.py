@@ -1,0 +1,251 @@
+"""Tasks of images: digits (scikit-learn's), MNIST, Fashion-MNIST and CIFAR-10.
+
+Suffixes: N images, C channels, h rows, w columns.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import pickle
+import zipfile
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gbfunc.extras import import_extra
+from gbfunc.tasks import data
+from gbfunc.tasks.base import Recipe, Task
+from gbfunc.tasks.data import Images, data_folder, flip_and_crop, image_splits, labels_of, reading, scaling
+from gbfunc.tasks.pnets import PNETS, Interface, PNet
+
+FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
+CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+_SMALL = 1_000  # largest genomes on MNIST, in parameters, that take a high rate and little noise
+_LARGE = 3_000  # genomes of convolutional networks of more parameters gain from images that are distorted
+_SHAPE = (3, 32, 32)  # of an image of CIFAR-10
+_MAX_BYTES, _MAX_UNPACKED = 64 << 20, 1 << 30  # of CIFAR-10's files; a batch of 10,000 images has 31 MB
+
+
+def digits() -> Task:
+    """Load 1,797 handwritten digits of 8 x 8 pixels, as scikit-learn ships them."""
+    datasets = import_extra("sklearn.datasets", "the digits task", "gbfunc[cli]")
+    pixels, labels = datasets.load_digits(return_X_y=True)
+    interface = Interface((1, 8, 8), 10)
+    images = (pixels.reshape(-1, *interface.inputs), labels.astype(np.int64))
+    (train, test, val), *scale = image_splits(images, (360, 240))
+    recipe = Recipe(lr=4e-2, dense_lr=1e-2, betas=(0.9, 0.95), batch_size=64, epochs=100, augment=data.noise(0.4))
+    pnet = PNETS["mlp"](interface, hidden=(1100,), bandwidth=3.0)
+    about = {**scaling(*scale), "white": 16}
+    return Task("digits", interface, train, val, test, pnet, lambda pnet, size: recipe, genome_params=450, about=about)
+
+
+def read_idx(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    """Read a gzipped IDX file of unsigned bytes of a known shape.
+
+    Format: two zero bytes, 8 (unsigned byte), the number of axes, their lengths (32-bit, big-endian), the data.
+    """
+    header = bytes((0, 0, 8, len(shape))) + b"".join(n.to_bytes(4, "big") for n in shape)
+    size = len(header) + math.prod(shape)
+    with reading(path, "IDX file"), gzip.open(path) as file:
+        # One byte more than expected: a longer file does not pass, and a bomb does not fill the memory.
+        content = file.read(size + 1)
+        if (got := content[: len(header)]) != header:
+            raise ValueError(f"bytes of shape {shape} start with {header.hex()}, got {got.hex() or 'nothing'}")
+        if len(content) != size:
+            raise ValueError(f"it must unpack to {size} bytes, got {'more' if len(content) > size else len(content)}")
+    return np.frombuffer(content, np.uint8, offset=len(header)).reshape(shape)
+
+
+def load_mnist(data_dir: Path) -> tuple[Images, Images]:
+    """Read images [N, 1, 28, 28] and labels [N] for training and for the test from a folder's four `.gz` files."""
+    parts = []
+    for stem, n in (("train", 60_000), ("t10k", 10_000)):
+        path = data_dir / f"{stem}-labels-idx1-ubyte.gz"
+        images = read_idx(data_dir / f"{stem}-images-idx3-ubyte.gz", (n, 28, 28))
+        labels = read_idx(path, (n,))
+        with reading(path, "file of labels"):
+            parts.append((images[:, None], labels_of(labels)))
+    return parts[0], parts[1]
+
+
+def mnist_like(
+    name: str,
+    data_dir: Path | None = None,
+    *,
+    noise: float | None = None,
+    shift: float | None = None,
+    distort: float | None = None,
+) -> Task:
+    """Load MNIST (LeCun, Cortes and Burges) or a data set of its form: 70,000 images of 28 x 28 pixels.
+
+    Of the training images, 5,000, the same ones always, are held out for validation. Options that are None take the
+    best known value, which depends on the size of the genome.
+
+    Args:
+        name: name of the task.
+        data_dir: folder with the four IDX `.gz` files.
+        noise: standard deviation of the normal noise on training images, relative to the deviation of their pixels.
+        shift: part of the training images (0 to 1) that are moved by up to one pixel each way.
+        distort: how far training images are turned, stretched and sheared, as a part of their size (0 to 1); they are
+            then also moved by up to 1.5 pixels.
+    """
+    asked = {"noise": noise, "shift": shift, "distort": distort}
+    for option, x in asked.items():
+        most, expected = (math.inf, "a number >= 0") if option == "noise" else (1, "a number from 0 to 1")
+        if x is not None and not (isinstance(x, int | float) and 0 <= x <= most and x < math.inf):
+            raise ValueError(f"{option} of the {name} task must be {expected}, got {x!r}")
+    learned, tested = load_mnist(data_folder(name, data_dir, "its four IDX .gz files"))
+    (train, val, test), mean, std = image_splits(learned, (5_000,), tested)
+    interface = Interface((1, 28, 28), 10)
+    pnet = PNETS["mlp"](interface, hidden=(800,), bandwidth=6.0)
+    about = scaling(mean, std) | ({"classes": list(FASHION)} if name == "fashion-mnist" else {})
+    settings = partial(_mnist_recipe, asked=asked, blank=(-mean / std).item())
+    return Task(name, interface, train, val, test, pnet, settings, genome_params=1_973, about=about)
+
+
+mnist, fashion_mnist = partial(mnist_like, "mnist"), partial(mnist_like, "fashion-mnist")
+
+
+def _mnist_recipe(pnet: PNet, genome_params: float, asked: Mapping[str, float | None], blank: float) -> Recipe:
+    """`blank` is a pixel of the background."""
+    recipe, known = Recipe(lr=1e-2), {"noise": 0.0, "shift": 0.0, "distort": 0.0}
+    if pnet.name == "mlp":
+        # Genomes also learn images by heart: without noise and shifts the later epochs gain nothing.
+        small = genome_params <= _SMALL
+        known |= {"noise": 0.25 if small else 0.4, "shift": 0.3}
+        lr, betas, epochs = (8e-2, (0.9, 0.95), 120) if small else (4e-2, (0.9, 0.99), 50)
+        recipe = Recipe(lr=lr, betas=betas, batch_size=256, epochs=epochs)
+    elif pnet.name in ("convnet", "lenet5") and genome_params > _LARGE:
+        known["distort"], recipe = 0.1, Recipe(lr=3e-2, batch_size=256, epochs=60)
+    elif pnet.name in ("convnet", "lenet5"):
+        known |= {"noise": 0.2, "shift": 0.3}
+        batch_size, epochs = (64, 60) if pnet.name == "convnet" else (256, 30)
+        recipe = Recipe(lr=6e-2, batch_size=batch_size, epochs=epochs)
+    change = known | {name: x for name, x in asked.items() if x is not None}
+    changes = [data.distort(change["distort"], 1.5, blank)] if change["distort"] else []
+    changes += [data.shift(1, change["shift"], blank)] if change["shift"] else []
+    changes += [data.noise(change["noise"])] if change["noise"] else []
+    return replace(recipe, augment=data.in_turn(*changes) if changes else None)
+
+
+def cifar10(data_dir: Path | None = None) -> Task:
+    """Load CIFAR-10 (Krizhevsky, 2009, https://www.cs.toronto.edu/~kriz/cifar.html): photographs in ten classes.
+
+    A tenth of the training images, the same ones always, is held out for validation.
+
+    Args:
+        data_dir: folder with the standard python batches (`data_batch_1` to `data_batch_5`, `test_batch`), or with
+            `cifar10_train*.npz` and `cifar10_test*.npz`, whose `delta` holds differences of neighbouring pixels.
+    """
+    folder = data_folder("cifar10", data_dir, "its python batches (cifar-10-batches-py) or cifar10_train*.npz")
+    learned, tested = load_cifar10(folder)
+    (train, val, test), *scale = image_splits(learned, (len(learned[1]) // 10,), tested, by_channel=True)
+    interface = Interface(_SHAPE, 10)
+    about = scaling(*scale) | {"classes": list(CIFAR10)}
+    pnet = PNETS["allconv"](interface)
+    return Task("cifar10", interface, train, val, test, pnet, _cifar10_recipe, genome_params=14_958, about=about)
+
+
+def _cifar10_recipe(pnet: PNet, genome_params: float) -> Recipe:
+    # Small genomes do not learn images by heart, large ones gain nothing at the rate of small ones.
+    lr = 3e-2 if genome_params < 30_000 else 2e-2
+    shift = 0 if genome_params < 5_000 else 2 if genome_params < 15_000 else 4
+    return Recipe(lr=lr, dense_lr=3e-2, augment=flip_and_crop(shift), clip_norm=1.0, warmup=0.2)
+
+
+def load_cifar10(data_dir: Path) -> tuple[Images, Images]:
+    """Read the training images and the test images of a folder, of either form."""
+    packed = [sorted(data_dir.glob(f"cifar10_{part}*.npz")) for part in ("train", "test")]
+    if any(packed):
+        if (counts := [len(paths) for paths in packed]) != [1, 1]:
+            expected = f"{data_dir} must hold one cifar10_train*.npz and one cifar10_test*.npz"
+            raise FileNotFoundError(f"{expected}, not {counts[0]} and {counts[1]}")
+        return read_packed(packed[0][0]), read_packed(packed[1][0])
+    folder = inner if (inner := data_dir / "cifar-10-batches-py").is_dir() else data_dir
+    if not any(folder.glob("data_batch_*")):
+        raise FileNotFoundError(f"{folder} holds neither CIFAR-10's python batches nor cifar10_train*.npz")
+    parts = [read_batch(folder / f"data_batch_{i}") for i in range(1, 6)]
+    images, labels = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    return (images, labels), read_batch(folder / "test_batch")
+
+
+def read_packed(path: Path) -> Images:
+    """Read an `.npz` of CIFAR-10: `labels` [N], and `delta` [N, 3, 32, 32] with R - G, G, B - G as differences.
+
+    If the file says which images are `exact`, the others are left out.
+    """
+    with reading(path, "CIFAR-10 .npz"):
+        with zipfile.ZipFile(path) as file:
+            if (size := sum(member.file_size for member in file.infolist())) > _MAX_UNPACKED:
+                raise ValueError(f"it would unpack to {size:,} bytes")
+        with np.load(path, allow_pickle=False) as arrays:
+            delta, labels = arrays["delta"], labels_of(arrays["labels"])
+            exact = arrays["exact"] if "exact" in arrays else np.ones(labels.shape, bool)
+        if delta.dtype != np.uint8 or delta.shape != (len(labels), *_SHAPE):
+            raise ValueError(f"delta must be {len(labels)} x 3 x 32 x 32 bytes, got {delta.dtype} {delta.shape}")
+        if exact.shape != labels.shape or exact.dtype != bool or not exact.any():
+            raise ValueError(f"exact must say which of {len(labels)} images are, got {exact.dtype} {exact.shape}")
+    images = delta[exact]
+    for axis in (2, 3):
+        np.cumsum(images, axis, dtype=np.uint8, out=images)
+    images[:, (0, 2)] += images[:, 1:2]
+    return images, labels[exact]
+
+
+# The python batches are pickles, and a pickle is a program. They are read without running it: stand-ins for the few
+# names that a batch needs only keep their arguments.
+
+
+class _Stub:
+    def __init__(self, *args: Any) -> None:
+        self.parts = args
+
+    def __setstate__(self, state: Any) -> None:
+        self.parts = state
+
+
+class _Dtype(_Stub):
+    def __setstate__(self, state: Any) -> None:
+        """Ignore the byte order, which bytes do not have."""
+
+
+def _latin1(text: Any, encoding: Any) -> bytes:
+    """Encode text as Python 3 writes bytes for Python 2."""
+    if encoding != "latin1" or not isinstance(text, str):
+        raise pickle.UnpicklingError(f"it encodes a {type(text).__name__} as {encoding!r}")
+    return text.encode("latin1")
+
+
+_ARRAYS = ("multiarray._reconstruct", "numeric._frombuffer")
+_NAMES: dict[str, Any] = {f"numpy.{core}.{name}": _Stub for core in ("core", "_core") for name in _ARRAYS}
+_NAMES |= {"numpy.ndarray": _Stub, "numpy.dtype": _Dtype, "_codecs.encode": _latin1}
+
+
+class _Reader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (full := f"{module}.{name}") not in _NAMES:
+            raise pickle.UnpicklingError(f"it asks for {full}, which no batch of images needs")
+        return _NAMES[full]
+
+
+def read_batch(path: Path) -> Images:
+    """Read images [N, 3, 32, 32] and labels [N] of one batch."""
+    with reading(path, "CIFAR-10 batch"):
+        if (size := path.stat().st_size) > _MAX_BYTES:
+            raise ValueError(f"it has {size:,} bytes, a batch has at most {_MAX_BYTES:,}")
+        with path.open("rb") as file:
+            batch = _Reader(file, encoding="bytes").load()
+        # Keys are bytes in a file of Python 2.
+        entries = {k.decode("latin1") if isinstance(k, bytes) else k: v for k, v in batch.items()}
+        labels, array = labels_of(entries["labels"]), entries["data"]
+        # Arguments of `_frombuffer`, or the state of an array after its version.
+        data, dtype, shape, order = array.parts if len(array.parts) == 4 else [array.parts[i] for i in (4, 2, 1, 3)]
+        if shape != (len(labels), 3_072) or dtype.parts[0] not in ("u1", b"u1", "uint8") or order not in (False, "C"):
+            raise ValueError(f"data must be {len(labels)} x 3072 unsigned bytes, row by row, got {shape}")
+        return np.frombuffer(data, np.uint8).reshape(-1, *_SHAPE), labels
