@@ -75,9 +75,12 @@ def find_environment(env_id: str, observed: Sequence[int] | None = None) -> Envi
     threshold = envs.spec.reward_threshold if envs.spec else None
     envs.close()
     shape = tuple[int, ...](seen.shape if isinstance(seen, Box) else ())
-    discrete = isinstance(done, Discrete) and int(done.start) == 0
-    vectors = isinstance(done, Box) and len(done.shape) == 1
-    if not (discrete or vectors) or len(shape) not in (1, 3):
+    n_actions, discrete = None, isinstance(done, Discrete)
+    if isinstance(done, Discrete) and int(done.start) == 0:
+        n_actions = int(done.n)
+    elif isinstance(done, Box) and len(done.shape) == 1:
+        n_actions = done.shape[0]
+    if n_actions is None or len(shape) not in (1, 3):
         expected = "vectors or images as observations, and choices from 0 or vectors as actions"
         raise ValueError(f"environment {env_id!r} must have {expected}, got {seen} and {done}")
     last = len(shape) == 3 and shape[-1] < shape[0]
@@ -87,7 +90,6 @@ def find_environment(env_id: str, observed: Sequence[int] | None = None) -> Envi
             raise ValueError(f"{expected}, got {observed!r} and observations of shape {shape}")
         shape, observed = (len(observed),), tuple(observed)
     inputs = (shape[-1], *shape[:-1]) if last else shape
-    n_actions = int(done.n) if discrete else done.shape[0]
     return Environment(env_id, inputs, n_actions, discrete, threshold, observed, last)
 
 

@@ -117,14 +117,12 @@ class RecurrentActorCritic(nn.Module):
             return numbers[:, 0], values[:, 0]
         x_BTH, outputs = torch.tanh(self.first(obs_BTO)), []
         goes_on_BT1 = 1 - starts_BT.to(x_BTH)[..., None]
+        memory: Tensor = memory_BM
         for x_BH, goes_on_B1 in zip(x_BTH.unbind(1), goes_on_BT1.unbind(1), strict=True):
-            memory_BM = memory_BM * goes_on_B1
-            if self.lstm:
-                memory_BM = torch.cat(self.cell(x_BH, memory_BM.chunk(2, -1)), -1)
-            else:
-                memory_BM = self.cell(x_BH, memory_BM)
-            outputs.append(memory_BM[:, : self.hidden])
-        return *self.heads(torch.stack(outputs, 1)), memory_BM
+            memory = memory * goes_on_B1
+            memory = torch.cat(self.cell(x_BH, memory.chunk(2, -1)), -1) if self.lstm else self.cell(x_BH, memory)
+            outputs.append(memory[:, : self.hidden])
+        return *self.heads(torch.stack(outputs, 1)), memory
 
 
 def recurrent_actor_critic(interface: Interface, *, hidden: int = 64, cell: Literal["gru", "lstm"] = "gru") -> PNet:
