@@ -21,8 +21,6 @@ BATCH = torch.randn(16, 12, generator=torch.Generator().manual_seed(1), dtype=to
 
 
 class Tied(nn.Module):
-    """An autoencoder with tied matrices, batch norm, a parametrised layer and dropout."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up, self.norm, self.drop = nn.Linear(12, 20, bias=False), nn.BatchNorm1d(20), nn.Dropout(0.3)

@@ -59,7 +59,6 @@ def test_files_have_the_size(trained: Any, tmp_path: Path, target: int) -> None:
 
 @pytest.mark.parametrize("hypernet", [None, gb.gnet((8,)), gb.bilinear(2)], ids=["periodic", "gnet", "bilinear"])
 def test_more_bytes_are_never_worse(trained: Any, tmp_path: Path, hypernet: Any) -> None:
-    """No number is past the largest integer of its step, though large amplitudes make those of their codes finer."""
     pnet, plan, state, batch = trained
     if hypernet is not None:
         train_step = make(plan := gb.make_plan(pnet, hypernet), pnet)
@@ -75,7 +74,6 @@ def test_more_bytes_are_never_worse(trained: Any, tmp_path: Path, hypernet: Any)
 
 
 def test_after_a_spike_of_the_gradients(trained: Any, tmp_path: Path) -> None:
-    """Squares stay large for a while, whatever made them so; those that are not finite are said."""
     _, plan, state, _ = trained
 
     def times(factor: float) -> gb.TrainState:
@@ -160,8 +158,6 @@ def test_what_cannot_be_allocated(trained: Any) -> None:
         make(plan, pnet, rounding="auto")
     assert isinstance(steps, Steps)
 
-
-# --- the command line ----------------------------------------------------------------------------------------------
 
 ARGS = ["train", "--sizes", "64", "40", "10", "--dtype", "auto", "--genome-bytes", "360", "--epochs", "4"]
 ARGS += ["--batch-size", "200"]

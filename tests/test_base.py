@@ -35,7 +35,6 @@ HYPERNET_OF = dict(zip(NETS, [*HYPERNETS, *HYPERNETS, *HYPERNETS], strict=False)
 
 
 def settle(pnet: nn.Module) -> nn.Module:
-    """Norms with running statistics in eval mode, as those of a frozen base must be."""
     for module in pnet.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.eval()
@@ -105,8 +104,6 @@ def moved_genome(plan: gb.Plan, pnet: nn.Module) -> gb.Genome:
 
 
 class Headed(nn.Module):
-    """A pretrained body with a norm, and a new head."""
-
     def __init__(self, classes: int = 3) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 20))
@@ -209,8 +206,6 @@ def test_the_base_is_neither_trained_nor_changed_nor_copied() -> None:
 
 
 class Counting(nn.Module):
-    """A layer that counts its calls in a buffer."""
-
     calls: Tensor
 
     def __init__(self) -> None:

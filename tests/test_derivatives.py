@@ -14,8 +14,7 @@ import gbfunc as gb
 from gbfunc.hypernets import Hypernet
 from gbfunc.pnet import PureNet
 from tests.support.strategies import bounded_end, named
-from tests.support.trees_equal import copy_tree
-from tests.support.zoo import ZOO, dtype_of, genome_of, loss_fn, noise_of, small
+from tests.support.zoo import loss_fn, noise_of, small
 
 VARIETY = (gb.periodic(5), gb.periodic(3, "layers"), gb.constant(-0.25), gb.gnet((7,)), gb.gnet((4, 3)))
 VARIETY += (
@@ -33,7 +32,6 @@ def trained(genome: gb.Genome) -> tuple[Any, Any]:
 
 
 def objective(plan: gb.Plan, pnet: nn.Module, batch: Tensor, noise: Any = None) -> Callable[[Any], Tensor]:
-    """The loss of a batch as a function of (gnets, direct)."""
     net = PureNet(pnet)
     buffers = {name: b.detach().clone() for name, b in pnet.named_buffers()}
 
@@ -58,48 +56,6 @@ def test_gradients_equal_finite_differences(hypernet: Hypernet) -> None:
         return torch.cat([weight.flatten() for weight in made.values()])
 
     assert torch.autograd.gradcheck(weights, leaves, eps=1e-7, atol=1e-5, rtol=1e-5, fast_mode=True)
-
-
-TRANSFORMED = (
-    "mlp",
-    "grouped_conv",
-    "transposed_conv",
-    "conv_bn_eval",
-    "attention",
-    "tied",
-    "lstm",
-    "weight_norm",
-)
-TRANSFORMED += (
-    "gnet",
-    "stochastic",
-    "shared",
-    "mixed",
-    "conv1d",
-    "bfloat16",
-    "float64",
-    "no_direct",
-    "only_direct",
-)
-
-
-@pytest.mark.parametrize("name", TRANSFORMED)
-def test_torch_func_equals_autograd(name: str) -> None:
-    pnet, plan, genome = genome_of(ZOO[name])
-    loss = objective(plan, pnet, ZOO[name].batch(dtype_of(pnet)), noise_of(plan))
-    leaves = copy_tree(trained(genome))
-    for leaf in tree_leaves(leaves):
-        leaf.requires_grad_()
-    value = loss(leaves)
-    expected = torch.autograd.grad(value, tree_leaves(leaves), allow_unused=True)
-    expected = [torch.zeros_like(x) if g is None else g for x, g in zip(tree_leaves(leaves), expected, strict=True)]
-
-    gradient, func_value = torch.func.grad_and_value(loss)(trained(genome))
-    torch.testing.assert_close(func_value, value.detach())
-    torch.testing.assert_close(tree_leaves(gradient), expected, rtol=1e-4, atol=1e-6)
-
-    vjp = torch.func.vjp(loss, trained(genome))[1]
-    torch.testing.assert_close(tree_leaves(vjp(torch.ones_like(func_value))[0]), expected, rtol=1e-4, atol=1e-6)
 
 
 # torch's own forward derivatives are loaded by way of torch.jit.

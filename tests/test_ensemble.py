@@ -84,7 +84,6 @@ def test_tiles_of_one_weight_may_have_other_codes() -> None:
 
 
 def slot_of(hypernet: Hypernet, grid: TileGrid, row: Encoding, col: Encoding, seed: int = 0) -> Tensor:
-    """The matrix of one slot as `init_leaves` makes it."""
     slot = Slot(hypernet, grid, row, col, scale=1.0)
     ensemble = Ensemble("one", hypernet, slot.dims, (TileSpan(0, 0, 0, slot),))
     leaves = init_leaves(ensemble, torch.float32, torch.Generator().manual_seed(seed))
@@ -94,7 +93,6 @@ def slot_of(hypernet: Hypernet, grid: TileGrid, row: Encoding, col: Encoding, se
 
 @st.composite
 def slots(draw: st.DrawFn) -> tuple[TileGrid, Encoding, Encoding]:
-    """Slots of 1,000 weights or a few more, tall, wide or square, whole or cut."""
     rows = draw(st.sampled_from([2, 10, 25, 40, 300]))
     cols = -(-1000 // rows) + draw(st.integers(0, 9))
     grid = tile_grid((rows, cols), draw(st.sampled_from([None, 40, (64, 17)])))
@@ -133,7 +131,6 @@ def test_the_smallest_slots_are_finite(hypernet: Hypernet, matrix: tuple[int, in
     "hypernet", [gb.gnet((3,)), gb.gnet((3,), activation="tanh"), gb.stochastic((3,)), gb.periodic(2), gb.low_rank(1)]
 )
 def test_tiles_of_one_weight_differ(hypernet: Hypernet) -> None:
-    """Such a tile has no codes: what differs is drawn."""
     matrix = slot_of(hypernet, tile_grid((30, 30), 1), gb.binary(), gb.binary())
     assert abs(float(matrix.std()) - 1) < 0.05
     assert abs(float(matrix.mean())) < 0.01
@@ -162,7 +159,6 @@ def test_every_slot_of_an_ensemble_is_standardised_by_itself() -> None:
 
 @pytest.mark.parametrize("max_tile", [None, 5, 6, 8])
 def test_slots_of_other_codes_in_one_ensemble(max_tile: int | None) -> None:
-    """Same tile and same widths of codes, but other codes: each slot must see its own."""
     pnet = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 12))
     codes = {"0.weight": (gb.gray(), gb.binary()), "1.weight": (gb.binary(), gb.gray())}
     plan = gb.make_plan(pnet.double(), gb.periodic(3), max_tile=max_tile, encodings=codes)
@@ -197,7 +193,6 @@ def test_any_codes_and_tiles(data: st.DataObject) -> None:
 def test_a_large_slot_is_measured_by_its_factors_as_by_its_weights(
     hypernet: Hypernet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tiles cut at both edges, measured a few at a time."""
     pnet = nn.Linear(203, 150)
     plan = gb.make_plan(pnet, hypernet, max_tile=20)
     by_weight = gb.init_genome(plan, pnet, 2)

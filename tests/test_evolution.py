@@ -59,7 +59,6 @@ def loss_fn(net: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def batches(n: int | None = None) -> Any:
-    """A batch that a linear rule decides, time and again."""
     x = torch.randn(64, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     batch = x, x[:, :3].argmax(-1)
     return itertools.repeat(batch) if n is None else itertools.repeat(batch, n)
@@ -185,8 +184,6 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> Non
 
 
 class Counting(nn.Module):
-    """Counts its calls."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros(()))
@@ -234,8 +231,6 @@ def test_networks_act_as_they_would_alone(env: str, actions: int) -> None:
     solution = mutants(p, 1)
 
     class Policy(nn.Module):
-        """What the library's own evaluation takes: numbers of a policy, and values."""
-
         def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
             out = p.net(solution[0])(obs)
             return (out if actions == 2 else torch.cat([out, out], -1)), out[..., 0]

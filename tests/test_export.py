@@ -35,8 +35,6 @@ TYPES = (
 
 
 class Every(nn.Module):
-    """A layer for each type; those that share leaves have another one, of other scale, to share them with."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(12, 11, bias=False) for _ in range(len(TYPES) + 3))
@@ -58,8 +56,6 @@ def convnet() -> nn.Module:
 
 
 class Tagger(nn.Module):
-    """An embedding tied to the output, a weight norm, a recurrence: layers with no form of their own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(40, 12)
@@ -169,7 +165,6 @@ def test_other_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 def test_a_loop_whose_result_is_a_value_from_outside(tmp_path: Path) -> None:
-    """As torch writes bags of embeddings."""
     pnet = nn.Sequential(nn.EmbeddingBag(10, 4), nn.Linear(4, 3))
     assert exact(gb.export(tmp_path / "net.onnx", *grown(pnet), torch.randint(10, (2, 4))), 1e-5)
 
@@ -194,8 +189,6 @@ def test_a_hugging_face_model_called_by_names(tmp_path: Path) -> None:
 
 
 class Flat(nn.Module):
-    """A network of texts that takes one length."""
-
     def __init__(self) -> None:
         super().__init__()
         self.words, self.head = nn.Embedding(40, 6), nn.Linear(48, 3)

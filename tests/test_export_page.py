@@ -90,7 +90,6 @@ def grown(net: nn.Module, **options: Any) -> tuple[gb.Plan, Genome]:
 
 
 def check_weights(said: dict[str, Any], path: Path) -> None:
-    """Within 1e-5 of the largest weight."""
     expected = gb.generate(*gb.load(path))
     assert "refused" not in said, said["refused"]
     for name, weight in expected.items():
@@ -108,7 +107,6 @@ DTYPES = (None, "float16", "bfloat16", *(f"int{bits}" for bits in range(2, 9)), 
 
 
 def randomise(net: nn.Module) -> None:
-    """Statistics of norms as after some training."""
     for norm in net.modules():
         if isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d):
             assert norm.running_mean is not None and norm.running_var is not None
@@ -117,8 +115,6 @@ def randomise(net: nn.Module) -> None:
 
 
 class Every(nn.Module):
-    """Layers of every kind."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(12, 11), nn.Linear(12, 11)
@@ -131,7 +127,6 @@ class Every(nn.Module):
 
 
 def check_files(folder: Path, *files: tuple[gb.Plan, Genome, str | None]) -> None:
-    """All weights of some genomes, as they are stored, in one run of node; parts of a file cover it."""
     paths = [folder / f"{i}" for i in range(len(files))]
     for path, (plan, genome, dtype) in zip(paths, files, strict=True):
         gb.save(path, plan, genome, dtype=stored_with(plan, genome, dtype))
@@ -176,7 +171,6 @@ VARIANTS = [
 
 
 def check_outputs(said: dict[str, Any], net: nn.Module, inputs: Sequence[Tensor]) -> None:
-    """Within 1e-4 of the largest output."""
     with torch.no_grad():
         for x, got in zip(inputs, said["outputs"], strict=True):
             expected = net.eval()(x[None]).flatten()
@@ -200,7 +194,6 @@ def test_outputs_of_every_network(tmp_path: Path, name: str, config: dict[str, A
 
 
 def own_nets() -> dict[str, nn.Sequential]:
-    """P-nets of one's own for images [3, 20, 20], with each layer that a page knows in some form."""
     head = nn.Sequential(
         nn.Flatten(), nn.LayerNorm(12), nn.Linear(12, 8), nn.Sigmoid(), nn.Dropout(0.5), nn.Linear(8, 10)
     )
@@ -267,8 +260,6 @@ def test_what_no_page_grows_is_refused_before_it_is_written() -> None:
 
 
 class Doubled(nn.Sequential):
-    """Layers in a row, twice."""
-
     def forward(self, input: Tensor) -> Tensor:
         return 2 * super().forward(input)
 

@@ -57,7 +57,6 @@ def opened(tab: Any, path: Path, fragment: str = "") -> Any:
 
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> Path:
-    """A folder with a genome that knows digits, and its page."""
     folder = tmp_path_factory.mktemp("digits")
     train = ["train", "--task", "mnist", "--data-dir", str(shared_data / "mnist"), "--epochs", "2", "--dtype", "int8"]
     train += ["--genome-params", "600"]
@@ -68,14 +67,12 @@ def digits(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> Path:
 
 
 def check_runs(tab: Any, images: Any, expected: torch.Tensor) -> None:
-    """The page's outputs of images [N, h, w] are these."""
     pixels = images.reshape(len(images), -1).tolist()
     got = tab.evaluate("images => images.map(pixels => Array.from(gbfunc.run(pixels)))", pixels)
     assert (torch.tensor(got) - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
 def answers(tab: Any) -> list[float]:
-    """The probabilities that the page shows."""
     return [float(text.removesuffix(" %")) / 100 for text in tab.locator("#bars output").all_inner_texts()]
 
 
@@ -222,7 +219,6 @@ DROP = """([place, files]) => {
 
 
 def genome_of_images(path: Path, shape: tuple[int, ...], outputs: int, **said: Any) -> Path:
-    """The file of a genome of an mlp for images of one channel."""
     pnet = find_pnet("mlp", Interface(shape, outputs), {"hidden": [9]})
     plan = gb.make_plan(net := pnet.build(0), gb.periodic(3))
     known = {"task": "mine", "pnet": "mlp", "interface": [list(shape), outputs], "mean": 30.0, "std": 70.0}
@@ -231,7 +227,6 @@ def genome_of_images(path: Path, shape: tuple[int, ...], outputs: int, **said: A
 
 
 def test_of_genomes_that_are_dropped_the_last_is_shown(tab: Any, tmp_path: Path, digits: Path) -> None:
-    """Files whose names say nothing, on the page and where an image may be dropped."""
     small = genome_of_images(tmp_path / "small.genome", (1, 8, 8), 4)
     opened(tab, digits / "net.html")
     large = (digits / "genome.safetensors").read_bytes()
@@ -246,7 +241,6 @@ def test_of_genomes_that_are_dropped_the_last_is_shown(tab: Any, tmp_path: Path,
 
 
 def test_images_are_seen_as_by_predict(tab: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Wide ones, in which a drawing stands in the middle; black ink on a transparent ground."""
     genome = genome_of_images(tmp_path / "genome", (1, 16, 32), 10)
     (tmp_path / "net.html").write_text(page(genome.read_bytes()), encoding="utf-8")
     opened(tab, tmp_path / "net.html")

@@ -157,7 +157,6 @@ def test_damaged_records_are_refused(problem: Problem) -> None:
 
 
 def local_genomes(problem: Problem, app: ClientApp) -> tuple[list[np.ndarray], list[int]]:
-    """What each client's app alone makes of the genome, and how many examples it has."""
     found = {}
 
     def listening(message: Message, context: Context) -> Message:
@@ -242,7 +241,6 @@ def test_what_is_not_sent_is_sent_the_next_time(problem: Problem, app: ClientApp
     wire = Wire(problem.plan, problem.genome)
 
     def seen(up: str, rounds: int) -> list[tuple[np.ndarray, Any, Any]]:
-        """What client 0 sends in each round, what it held before, and what it holds afterwards."""
         found = []
 
         def listening(message: Message, context: Context) -> Message:
@@ -316,8 +314,6 @@ def test_what_cannot_be_used_is_left_out_and_reported(problem: Problem, app: Cli
 
 
 class Book(dict[str, int]):
-    """State as of Flower's privacy accountant, whose package is large."""
-
     state_dict, load_state_dict = dict.copy, dict.update
 
 

@@ -31,9 +31,6 @@ EACH = pytest.mark.parametrize("animal", ALL.values(), ids=ALL)
 HYPERNETS = pytest.mark.parametrize("hypernet", ALL_EXAMPLES, ids=named)
 
 
-# --- oracle --------------------------------------------------------------------------------------------------------
-
-
 @EACH
 def test_generate_equals_a_loop_over_single_weights(animal: Animal) -> None:
     _, plan, genome = genome_of(animal)
@@ -73,9 +70,6 @@ def test_generate_equals_the_loop_for_any_pnet(pnet: nn.Module, hypernet: Hypern
         torch.testing.assert_close(weight, torch.from_numpy(np.array(expected[name])), rtol=1e-9, atol=1e-9)
 
 
-# --- purity --------------------------------------------------------------------------------------------------------
-
-
 @EACH
 def test_generation_is_pure(animal: Animal) -> None:
     pnet, plan, genome = genome_of(animal)
@@ -109,9 +103,6 @@ def test_noise_is_an_argument() -> None:
     assert gb.sample_noise(ZOO["mlp"].plan(mlp()), torch.Generator()) == {}
 
 
-# --- genomes -------------------------------------------------------------------------------------------------------
-
-
 @EACH
 def test_a_fresh_genome_has_the_planned_leaves_and_the_pnets_own_direct_values(animal: Animal) -> None:
     pnet, plan, genome = genome_of(animal)
@@ -133,13 +124,6 @@ def test_a_genome_has_tensors_of_its_own() -> None:
         for tensor in [*pnet.parameters(), *pnet.buffers()]:
             tensor.fill_(9)
     assert same_bits(genome, before)
-
-
-def test_seeds_tell_genomes_apart() -> None:
-    _, _, a = genome_of(ZOO["mlp"], 0)
-    _, _, b = genome_of(ZOO["mlp"], 1)
-    pairs = zip(tree_leaves(a.gnets), tree_leaves(b.gnets), strict=True)
-    assert not any(torch.equal(x, y) for x, y in pairs)
 
 
 def test_a_meta_pnet_starts_like_a_real_one() -> None:
@@ -206,9 +190,6 @@ def test_a_genome_that_does_not_fit_is_refused(spoil: Callable[[gb.Genome], gb.G
             door()
 
 
-# --- materialize ---------------------------------------------------------------------------------------------------
-
-
 @EACH
 def test_a_materialised_pnet_is_a_plain_module(animal: Animal) -> None:
     pnet, plan, genome = genome_of(animal)
@@ -250,17 +231,6 @@ def test_tied_weights_stay_tied() -> None:
     assert plan.pnet_params == sum(p.numel() for p in pnet.parameters())
 
 
-def test_a_parametrised_pnet_stays_parametrised() -> None:
-    pnet, plan, genome = genome_of(ZOO["weight_norm"])
-    net: Any = gb.materialize(plan, genome, pnet)
-    names = ("0.parametrizations.weight.original0", "0.parametrizations.weight.original1")
-    g, v = (gb.generate(plan, genome)[name] for name in names)
-    torch.testing.assert_close(net[0].weight, g * v / v.norm(dim=1, keepdim=True))
-
-
-# --- pieces -----------------------------------------------------------------------------------------------
-
-
 PIECE_NETS = {
     "linear": lambda: nn.Sequential(nn.Linear(11, 9), nn.Linear(9, 10)),
     "conv": lambda: nn.Sequential(nn.Conv2d(4, 6, 3), nn.Conv1d(6, 4, 2, groups=2)),
@@ -279,7 +249,6 @@ PIECE_TYPES = [
 @given(data=st.data())
 @settings(max_examples=10)
 def test_a_piece_is_that_part_of_the_matrix(net: str, hypernet: Any, data: st.DataObject) -> None:
-    """Values and gradients, uneven and empty blocks, all kinds of layers, direct parameters too."""
     torch.manual_seed(0)
     pnet = PIECE_NETS[net]().double()
     max_tile = data.draw(st.sampled_from([None, 1, 3, 4, (3, 5)]))

@@ -17,49 +17,8 @@ pytestmark = pytest.mark.usefixtures("graphs_alone")
 BATCH = torch.randn(8, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 3 + 5
 
 
-class Remembering(nn.Module):
-    """Subtracts what its first batch is like; counts its calls in a list and a dict."""
-
-    mean: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.ready, self.calls, self.counts = nn.Linear(6, 3), False, list[int](), {"n": 0}
-        self.register_buffer("mean", torch.zeros(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.layer(x)
-        if not self.ready:
-            self.mean.copy_(h.detach().mean(0))
-            self.ready = True
-        self.calls.append(1)
-        self.counts["n"] += 1
-        return (h - self.mean) * len(self.calls) * self.counts["n"]
-
-
 def square(net: Any, x: Tensor) -> Tensor:
     return net(x).square().mean()
-
-
-class Rising:
-    """A loss that rises with its calls."""
-
-    calls = 0
-
-    def __call__(self, net: Any, x: Tensor) -> Tensor:
-        self.calls += 1
-        return square(net, x) * self.calls
-
-
-def rising() -> Callable[..., Tensor]:
-    """The same by what a function closes over."""
-    calls: list[int] = []
-
-    def loss(net: Any, x: Tensor) -> Tensor:
-        calls.append(1)
-        return square(net, x) * len(calls)
-
-    return loss
 
 
 def losses(make: Callable[[], nn.Module], loss_fn: Any, compile: bool, steps: int = 2) -> tuple[list[float], Any]:
@@ -76,8 +35,6 @@ def losses(make: Callable[[], nn.Module], loss_fn: Any, compile: bool, steps: in
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 def test_a_gradient_inside_of_a_random_loss_is_refused() -> None:
-    """Compiled it was another gradient, and random numbers let nothing be compared."""
-
     def penalty(net: Any, x: Tensor) -> Tensor:
         x = x.clone().requires_grad_()
         out = net(x)
@@ -98,7 +55,6 @@ def test_a_gradient_by_torch_func_in_a_random_loss_is_none_of_those() -> None:
 
 
 def test_gradients_may_be_as_far_apart_as_the_coarsest_precision_of_a_forward_rounds() -> None:
-    """The two codes round a forward under autocast differently, by more than float32 does."""
     net = nn.Linear(6, 3)
     rounding = Rounding(gb.make_plan(net, gb.low_rank(2)))
     assert rounding.most == torch.finfo(torch.float32).eps ** 0.4

@@ -13,14 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import gbfunc as gb
 from gbfunc.pnet import PureNet
 from tests.support.coder import Coder, made, numbers
 from tests.support.dense_oracle import Answer, assert_same, dense_answer, step_answer
-from tests.support.zoo import SGD, Tied
+from tests.support.zoo import SGD
 
 MODES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -35,7 +34,6 @@ EACH_MODE = pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 
 
 def oracle(make: Callable[[], nn.Module], plan: gb.Plan, loss_fn: Any, batch: Tensor, **options: Any) -> Answer:
-    """Dense weights in a p-net whose forward is the loss function: `functional_call` and nothing of gbfunc."""
     pnet, entered = made(make)[0], []
 
     class Whole(type(pnet)):
@@ -53,11 +51,7 @@ def oracle(make: Callable[[], nn.Module], plan: gb.Plan, loss_fn: Any, batch: Te
     return dense_answer(plan, pnet, lambda net, x: net(x), batch, **options)
 
 
-# --- the same as an ordinary module ----------------------------------------------------------------------------------
-
-
 def all_of_it(net: Any, x: Tensor) -> Tensor:
-    """Every way to reach the parts of a `Coder`."""
     assert isinstance(net, nn.Module) and isinstance(net, Coder) and isinstance(net.layers[0], nn.Linear)
     assert net.training and net.config["width"] == len(net.scale) == 7 and len(net.layers) == 2 and bool(net.layers)
     assert net.encoder in list(net.children()) and net.layers[1] == net.get_submodule("layers.1")
@@ -90,61 +84,6 @@ def test_all_parts_work_as_in_an_ordinary_module(options: dict[str, Any]) -> Non
     for _ in range(2):
         assert_same(step_answer(plan, pnet, all_of_it, numbers(8, 6), **options), expected)
     assert expected.buffers["steps"] == options.get("microbatches", 1) and pnet.training
-
-
-@EACH_MODE
-def test_a_parameter_is_found_by_its_path(options: dict[str, Any]) -> None:
-    def by_path(net: Any, x: Tensor) -> Tensor:
-        named = dict(net.named_parameters())
-        tensors = named["encoder.0.weight"], named["scale"], dict(net.encoder[0].named_parameters())["bias"]
-        return net.encoder[0](x).square().mean() + torch.stack([t.sin().sum() for t in tensors]).sum()
-
-    def by_name(net: Any, x: Tensor) -> Tensor:
-        tensors = net.encoder[0].weight, net.encoder[0].bias, net.scale
-        return net.encoder[0](x).square().mean() + torch.stack([t.sin().sum() for t in tensors]).sum()
-
-    pnet, plan = made(Coder)
-    expected = oracle(Coder, plan, by_name, numbers(8, 6), microbatches=options.get("microbatches", 1))
-    assert_same(step_answer(plan, pnet, by_path, numbers(8, 6), **options), expected)
-
-
-def head_and_embedding(net: Any, tokens: Tensor) -> Tensor:
-    h = torch.tanh(net.hidden(net.embedding(tokens)))
-    return (net.head(h) - h @ net.embedding.weight.t() * 0.5).square().mean() + net(tokens).mean()
-
-
-def normalised(net: Any, x: Tensor) -> Tensor:
-    net.eval()
-    before = net[0](x).mean()
-    net.train()
-    return before + net[1](net[0](x)).square().mean() + (net[0].weight ** 2).sum() + net(x).mean()
-
-
-CASES: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
-    "tied": (Tied, head_and_embedding, torch.arange(40).reshape(8, 5) % 11),
-    "weight_norm": (
-        lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 7)), nn.Linear(7, 3)),
-        normalised,
-        numbers(8, 6),
-    ),
-    "spectral_norm": (
-        lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(6, 7)), nn.Linear(7, 3)),
-        normalised,
-        numbers(8, 6),
-    ),
-}
-
-
-@pytest.mark.parametrize("mode", ["default", "layer", "microbatches"])
-@pytest.mark.parametrize("name", CASES)
-def test_tied_and_parametrised_nets_have_their_parts(name: str, mode: str) -> None:
-    make, loss_fn, batch = CASES[name]
-    if name == "spectral_norm":
-        # Its vectors are updated at every use, and a second update is another one in evaluation mode's place.
-        loss_fn = lambda net, x: net[1](net[0](x)).square().mean() + net[1].weight.sum()  # noqa: E731
-    pnet, plan = made(make, include=[r"embedding\.weight"] if name == "tied" else ())
-    expected = oracle(make, plan, loss_fn, batch, microbatches=MODES[mode].get("microbatches", 1))
-    assert_same(step_answer(plan, pnet, loss_fn, batch, **MODES[mode]), expected)
 
 
 def test_noise_and_narrow_types_reach_parts_as_the_whole() -> None:
@@ -234,8 +173,6 @@ def test_genomes_under_vmap_each_have_their_parts() -> None:
 
 @pytest.mark.parametrize("lazy", [True, False])
 def test_transforms_and_modes_of_autograd_may_alternate(lazy: bool) -> None:
-    """A dense weight that is made in one of them is good in the next ones."""
-
     def loss(net: Any, x: Tensor) -> Tensor:
         def energy(x: Tensor) -> Tensor:
             return (net[0](x).tanh() @ net[0].weight).square().sum()
@@ -257,9 +194,6 @@ def test_transforms_and_modes_of_autograd_may_alternate(lazy: bool) -> None:
     pnet, plan = made(make)
     expected = oracle(make, plan, loss, numbers(3, 6))
     assert_same(step_answer(plan, pnet, loss, numbers(3, 6), lazy=lazy), expected)
-
-
-# --- modes of training -----------------------------------------------------------------------------------------------
 
 
 def test_modes_hold_for_one_call_and_are_restored_after_errors() -> None:
@@ -297,9 +231,6 @@ def test_statistics_of_a_base_stay_in_evaluation_mode() -> None:
     step = gb.make_train_step(plan, pnet, loss, SGD)
     step(step.init(), numbers(8, 6))
     torch.testing.assert_close(dict(pnet.named_buffers()), before, rtol=0, atol=0)
-
-
-# --- checkpoints, threads, the genome as a module --------------------------------------------------------------------
 
 
 def test_checkpoints_around_parts_are_right() -> None:

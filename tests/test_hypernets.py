@@ -38,7 +38,6 @@ def codes(rows: int, cols: int, row_code: Encoding, col_code: Encoding) -> tuple
 
 
 def one_gnet(hypernet: Hypernet, dims: TileDims, seed: int = 0) -> Params:
-    """Leaves of one g-net in float64, none of them at a special value."""
     generator = seeded(seed)
     drawn = hypernet.init(dims, 1, 1, generator)
     return {k: v[0].double() + 0.1 * torch.randn(v[0].shape, generator=generator) for k, v in drawn.items()}
@@ -50,7 +49,6 @@ def noise_of(hypernet: Hypernet, dims: TileDims) -> Params:
 
 
 def tile_of(hypernet: Hypernet, leaves: Params, row: Tensor, col: Tensor, noise: Params | None = None) -> Tensor:
-    """The tile of one g-net: a stack of one."""
     dims = TileDims(len(row), len(col), row.shape[1], col.shape[1])
     constants = Constants.make(hypernet, dims, "auto", row[None], col[None])
     one = [{k: v[None] for k, v in x.items()} for x in (leaves, noise or {})]

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import gbfunc as gb
-from gbfunc.hypernets.kernels import eager, native, relu_matrix, relu_tile
+from gbfunc.hypernets.kernels import eager, native, relu_matrix
 from gbfunc.tiling import TileGrid
-from gbfunc.trees import tree_map
 from gbfunc.types import Kernel
 from tests.support.kernel_cases import (
     FAST,
@@ -41,9 +40,6 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-8, 
 def grids(draw: st.DrawFn) -> TileGrid:
     (rows, cols) = (draw(st.integers(1, 9)) for _ in range(2))
     return TileGrid(rows, cols, draw(st.integers(1, rows)), draw(st.integers(1, cols)))
-
-
-# --- every form agrees with the definition -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -141,9 +137,6 @@ def test_without_a_grid_tiles_are_returned(kernel: Kernel) -> None:
     torch.testing.assert_close(gb.tiling.join_tiles(tiles, grid), relu_matrix(*inputs, grid=grid, kernel=kernel))
 
 
-# --- derivatives of every order and mode, and transforms -----------------------------------------------------------
-
-
 @pytest.mark.parametrize("kernel", FAST)
 @pytest.mark.parametrize("grid", GRIDS[:2], ids=str)
 def test_derivatives_equal_finite_differences(grid: TileGrid, kernel: Kernel) -> None:
@@ -168,20 +161,6 @@ def test_compiled_programs_may_contain_the_kernel(name: str) -> None:
     assert_trees_close(transformed(name, GRIDS[0], "auto", compiler), transformed(name, GRIDS[0], None))
 
 
-@NEEDS_COMPILER
-def test_matrices_of_many_genomes_are_those_of_each() -> None:
-    net = torch.nn.Linear(60, 40, bias=False)
-    plan = gb.make_plan(net, gb.gnet((5,)), max_tile=16)
-    genomes = [gb.init_genome(plan, net, seed=seed) for seed in range(3)]
-    stacked = tree_map(lambda *x: torch.stack(x), *genomes)
-    many = torch.vmap(lambda genome: gb.generate(plan, genome, kernel="compiled"))(stacked)
-    for i, genome in enumerate(genomes):
-        torch.testing.assert_close(many["weight"][i], gb.generate(plan, genome, kernel="compiled")["weight"])
-
-
-# --- memory, and who makes it ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kernel", FAST)
 def test_a_matrix_takes_the_memory_of_its_weights(kernel: Kernel) -> None:
     grid = TileGrid(2000, 2000, 100, 100)
@@ -189,16 +168,3 @@ def test_a_matrix_takes_the_memory_of_its_weights(kernel: Kernel) -> None:
     g = torch.ones(2000, 2000)
     peak = peak_of(lambda: torch.autograd.grad(relu_matrix(*inputs, grid=grid, kernel=kernel), inputs[2:], g))
     assert peak <= 3.5 * g.nbytes  # the matrix, tiles of one direction, the cotangent, and blocks
-
-
-def test_a_matrix_is_compiled_where_the_whole_of_it_repays_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(native, "is_available", lambda: asked.append(1))
-    grid = GRIDS[0]
-    inputs = inputs_of(grid)
-    work = 3 * grid.n_tiles * grid.tile_rows * grid.tile_cols
-    for least, calls in ((work, [1, 1]), (work + 1, [])):
-        monkeypatch.setattr(relu_tile, "COMPILE_WORK", least)
-        found("auto", grid, inputs)
-        assert asked == calls
-        asked.clear()

@@ -59,8 +59,6 @@ def test_chunks_of_any_size_give_the_same_values_and_gradients(case: Case, max_b
 
 
 def population(f: Callable[..., Any]) -> Callable[..., Any]:
-    """A vmap over three genomes that share the columns."""
-
     def run(A: Tensor, B: Tensor, params: dict[str, Tensor]) -> Any:
         scales = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)
         return torch.vmap(lambda s: f(A * s, B, {k: p + s for k, p in params.items()}))(scales)

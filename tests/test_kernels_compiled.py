@@ -127,9 +127,6 @@ def test_tensors_without_memory_stay_out_of_compiled_programs(without_memory: An
     assert [x.shape for x in gradients] == [x.shape for x in inputs[2:]]
 
 
-# --- what is no CPU --------------------------------------------------------------------------------------------------
-
-
 def test_a_device_without_triton_falls_back_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     # The meta device stands for one whose tensors have memory and that Triton does not know.
     monkeypatch.setattr(relu_tile, "have_memory", lambda _: True)

@@ -27,14 +27,11 @@ LEAVES = ("weight", "phase", "sine", "cosine")
 
 
 def leaves_of(side: Side) -> list[Tensor]:
-    """What a side is differentiated by, as far as it is there."""
     return [x for x in (side.weight, side.phase, side.sine, side.cosine) if x is not None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Sizes of a side, and which of its arguments there are."""
-
     tiles: int = 3
     rows: int = 5
     width: int = 2
@@ -79,7 +76,6 @@ CASES = st.builds(
 
 
 def loop(side: Side) -> Tensor:
-    """The side entry by entry."""
     tiles = len(side.weight if side.groups is None else side.groups)
     rows, features = side.codes.shape[1], side.weight.shape[2]
     out = torch.zeros(tiles, rows, 2 * features, dtype=torch.float64)
@@ -101,7 +97,6 @@ def loop(side: Side) -> Tensor:
 
 
 def with_gradients(side: Side, kernel: Kernel, seed: int = 0) -> list[Tensor]:
-    """The side, and the gradients of its leaves."""
     (out,) = waves([side], kernel=kernel)
     g = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(out.dtype)
     # Weights of codes without columns may be no part of the graph.
@@ -113,9 +108,6 @@ def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) 
     for x, y in zip(found, expected, strict=True):
         size = float(y.abs().max()) if y.numel() else 0.0
         torch.testing.assert_close(x.double(), y.double(), rtol=tolerance, atol=tolerance * size)
-
-
-# --- every form agrees with the definition -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kernel", FAST)
@@ -216,9 +208,6 @@ def test_arguments_of_any_strides(kernel: Kernel, case: Case) -> None:
     assert_close(with_gradients(other, kernel), with_gradients(side, "reference"), 1e-12)
 
 
-# --- derivatives of every order and mode, and transforms -----------------------------------------------------------
-
-
 # torch 2.5 uses there what it deprecates itself.
 @pytest.mark.filterwarnings("ignore:.*torch._vmap_internals:FutureWarning")
 @pytest.mark.parametrize("kernel", FAST)
@@ -291,9 +280,6 @@ def test_what_is_frozen_or_not_used_has_no_gradient() -> None:
     assert sides[1].sine.grad is None
 
 
-# --- who makes them ------------------------------------------------------------------------------------------------
-
-
 def test_without_a_compiler_the_parts_make_them_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     native.library.cache_clear()
@@ -313,8 +299,6 @@ def test_other_dtypes_are_made_by_the_parts(dtype: torch.dtype) -> None:
     side = Case().side(dtype)
     assert_close([x.abs() for x in with_gradients(side, "auto")], [x.abs() for x in with_gradients(side, "eager")], 0)
 
-
-# --- evaluations -----------------------------------------------------------------------------------------------------
 
 DIMS = TileDims(4, 5, 2, 3)
 TYPES = [h(2, share=s) for h in (gb.periodic, gb.bilinear) for s in ("none", "layers")]

@@ -37,7 +37,6 @@ def test_separate_attention(kind: str, cut: tuple[int, int], use: str) -> None:
 
 
 def attention_use(name: str) -> Callable[[Formed, Tensor], Any]:
-    """A way to call attention on [5, 5, 8], with a mask of the kind that its name says."""
     causal = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
     hidden = torch.zeros(5, 5, dtype=torch.bool)
     hidden[0, -1] = True

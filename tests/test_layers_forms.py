@@ -35,11 +35,8 @@ EACH_KIND = pytest.mark.parametrize("kind", KINDS)
 
 
 def hugging_face_linear(cols: int, rows: int) -> nn.Module:
-    """GPT-2's linear layer, which stores its weight transposed."""
     return pytest.importorskip("transformers.pytorch_utils").Conv1D(rows, cols)
 
-
-# --- laws of single layers -------------------------------------------------------------------------------------------
 
 USES: dict[str, Callable[[Formed, Tensor], Tensor]] = {
     "plain": lambda net, x: net(x),
@@ -135,28 +132,7 @@ def test_made_is_the_loop_over_weights(rows: int, cols: int, cut: tuple[int, int
                 assert_close(weight[j, i] if transposed else weight[i, j], expected)
 
 
-@EACH_KIND
-def test_one_weight_of_two_layers(kind: str) -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.head = nn.Embedding(11, 6), nn.Linear(6, 11)
-            self.head.weight = self.embed.weight
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            return self.head(self.embed(tokens).tanh())
-
-    tokens = torch.tensor([[1, 2, 3], [2, 2, 9]])
-    formed = assert_equals_dense(kind, Tied().double(), {"embed.weight": (1, 2)}, call, tokens)
-    assert set(formed.forms) == {"embed.weight", "head.weight"} and not formed.reads
-
-
-# --- networks --------------------------------------------------------------------------------------------------------
-
-
 class Masked(nn.Module):
-    """A Transformer encoder with no mask, a causal one, one of padding, or both."""
-
     def __init__(self, mask: str) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
@@ -230,26 +206,7 @@ def test_without_training_and_gradients(name: str, kind: str) -> None:
     assert not actual.requires_grad
 
 
-@EACH_KIND
-@pytest.mark.parametrize("name", ["mlp", "conv", "encoder", "Hugging Face"])
-def test_networks_in_float32(name: str, kind: str) -> None:
-    build, x, cuts = NETS[name]
-    net = build().eval()
-    expected, formed = on_form("dense", net, cuts), on_form(kind, net, cuts)
-    out, target = formed(x.float()), expected(x.float())
-    assert_close(out, target, 1e-5)
-    gradients = torch.autograd.grad(out.sin().sum(), list(formed.leaves.values()))
-    targets = torch.autograd.grad(target.sin().sum(), list(expected.leaves.values()))
-    largest = max(float(g.abs().max()) for g in targets)
-    for gradient, wanted in zip(gradients, targets, strict=True):
-        torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-5 * max(1.0, largest))
-
-
-# --- when the dense weight is formed ---------------------------------------------------------------------------------
-
-
 def made_by(kind: str, module: nn.Module, cuts: dict[str, tuple[int, int]], *inputs: Tensor, auto: bool = False) -> int:
-    """How many dense weights a call forms and holds."""
     formed = on_form(kind, module, cuts, auto=auto)
     made = [count_made(form) for form in set(formed.forms.values())]
     formed(*inputs)
@@ -301,8 +258,6 @@ def test_auto_forms_the_weight_where_that_costs_less() -> None:
 
 
 class Reader(nn.Module):
-    """Reads its layer's weight beside calling the layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.fc = nn.Linear(4, 6)
@@ -325,27 +280,6 @@ def test_a_weight_that_is_read_is_made_once_a_call(kind: str) -> None:
     assert not formed.net.formed
 
 
-@EACH_KIND
-def test_the_layer_uses_the_very_tensor_that_was_read(kind: str) -> None:
-    """So a hook on it, or a change in place, means what it says."""
-
-    class Hooked(Reader):
-        def forward(self, x: Tensor) -> Tensor:
-            self.fc.weight.register_hook(lambda gradient: 2 * gradient)
-            return self.fc(x)
-
-    formed = on_form(kind, Hooked().double(), {"fc.weight": (1, 1)})
-    plain = on_form(kind, nn.ModuleDict({"fc": nn.Linear(4, 6)}).double(), {"fc.weight": (1, 1)})
-    leaf = plain.leaves["fc.weight.left"]
-    weight = Weight(plain.forms["fc.weight"], {"left": leaf, "right": plain.leaves["fc.weight.right"]})
-    (expected,) = torch.autograd.grad(weight.linear(vectors(3, 4), None).sum(), leaf)
-    (actual,) = torch.autograd.grad(formed(vectors(3, 4)).sum(), formed.leaves["fc.weight.left"])
-    assert_close(actual, 2 * expected)
-
-
-# --- what can have a form, and what came instead ---------------------------------------------------------------------
-
-
 class OwnForward(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) * 2
@@ -357,7 +291,7 @@ class OwnConv(nn.Conv2d):
 
 
 class Renamed(nn.Linear):
-    """A subclass with the stock forward."""
+    pass
 
 
 def patched() -> nn.Module:
@@ -413,17 +347,6 @@ def test_errors_name_what_came() -> None:
     net = PureNet(nn.Linear(4, 6), {"weight": form})
     with pytest.raises(ValueError, match=r"missing \['weight_form.left', 'weight_form.right'\], unknown \['weight'\]"):
         net({"weight": torch.ones(6, 4), "bias": torch.ones(6)}, {}, torch.ones(2, 4))
-
-
-def test_the_users_module_stays_as_it_was() -> None:
-    module = nn.Linear(4, 6)
-    before = {k: v.clone() for k, v in module.state_dict().items()}
-    on_form("factored", module.double(), {"weight": (2, 2)})(vectors(3, 4))
-    assert type(module) is nn.Linear and module.state_dict().keys() == before.keys()
-    assert_close(module.float().state_dict(), before)
-
-
-# --- the cost model --------------------------------------------------------------------------------------------------
 
 
 @given(rows=st.integers(1, 5000), cols=st.integers(1, 5000), k=st.integers(1, 200))

@@ -24,7 +24,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensor
 
 
 def nested(rows: Tensor, layout: torch.layout) -> Tensor:
-    """Some rows as sequences of two lengths."""
     return torch.nested.as_nested_tensor([rows[:3], rows[3:]], layout=layout)
 
 

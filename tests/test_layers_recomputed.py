@@ -16,8 +16,6 @@ from tests.support.live import LiveBytes
 
 
 def doubled(made: Counter[str], inputs: tuple[str, ...] = ("half",), transposed: bool = False) -> RecomputedWeight:
-    """A form that makes twice its first input, and counts how often."""
-
     def maker(half: Tensor, *others: Tensor) -> Tensor:
         made["w"] += 1
         return 2 * half
@@ -26,7 +24,6 @@ def doubled(made: Counter[str], inputs: tuple[str, ...] = ("half",), transposed:
 
 
 def given(form: RecomputedWeight, *tensors: Tensor) -> tuple[Any, ...]:
-    """A weight of a form, and its leaves."""
     leaves = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in tensors)
     return Weight(form, dict(zip(form.inputs, leaves, strict=True))), *leaves
 
@@ -88,7 +85,6 @@ def test_inputs_without_gradients_stay_without() -> None:
 
 
 def test_a_weight_is_made_wide_in_a_backward_under_autocast() -> None:
-    """As where a forward takes the gradient of an energy."""
     dtypes = list[torch.dtype]()
 
     def maker(half: Tensor) -> Tensor:
@@ -110,7 +106,6 @@ def test_a_transposed_weight_is_made_as_the_layer_stores_it() -> None:
 
 
 def peak_live_weights(kind: str, layers: int, width: int) -> int:
-    """Most weight-sized storages alive at once in a forward and backward pass of a deep MLP."""
     net = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
     formed = on_form(kind, net, {f"{i}.weight": (1, 1) for i in range(layers)})
     x = torch.randn(4, width)

@@ -9,9 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gbfunc.layers.factored import FactoredWeight
-from gbfunc.layers.forms import Weight
-from gbfunc.tiling import TileGrid
 from tests.support.forms import KINDS, Formed, assert_close, on_form, vectors
 
 EACH_KIND = pytest.mark.parametrize("kind", KINDS)
@@ -19,8 +16,6 @@ Leaves = Mapping[str, Tensor]
 
 
 class Reader(nn.Module):
-    """Reads its layer's weight."""
-
     def __init__(self) -> None:
         super().__init__()
         self.fc = nn.Linear(4, 6)
@@ -49,7 +44,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, tuple[int, int]], Tens
 
 
 def transforms(loss: Callable[[Leaves], Tensor], leaves: Leaves) -> dict[str, Callable[[], Any]]:
-    """Each function transform of a loss of the leaves."""
     grad = torch.func.grad(loss)
     population = {name: torch.stack([leaf, 2 * leaf, -leaf]) for name, leaf in leaves.items()}
     tangents = {name: leaf.cos() for name, leaf in leaves.items()}
@@ -140,23 +134,3 @@ def test_autocast(kind: str, name: str, cut: tuple[int, int]) -> None:
     for actual, expected in zip(answer(kind), answer("dense"), strict=True):
         assert actual.dtype == expected.dtype
         assert_close(actual, expected, tolerance)
-
-
-@pytest.mark.parametrize(
-    ("tiles", "k", "expected"), [((1, 2), 5, 2 * 16), ((2, 2), 9, 2 * 2 * 16), ((3, 2), 16, 2 * 3 * 16)]
-)
-def test_groups_of_a_thin_convolution_are_multiples_of_16(
-    tiles: tuple[int, int], k: int, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (nr, nc), seen = tiles, []
-    plain = torch.conv2d
-    monkeypatch.setattr(torch, "conv2d", lambda x, w, *a, **o: seen.append(w.shape) or plain(x, w, *a, **o))
-    left = torch.randn(nr * nc, 4, k, dtype=torch.float64)
-    right = torch.randn(nr * nc, 3 * 9, k, dtype=torch.float64)
-    form = FactoredWeight("w", (4 * nr, 3 * nc, 3, 3), TileGrid(4 * nr, 27 * nc, 4, 27), k, False, auto=False)
-    weight = Weight(form, {"left": left, "right": right})
-    x = torch.randn(2, 3 * nc, 5, 5, dtype=torch.float64)
-    options = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
-    y = form.thin_conv(weight, torch.conv2d, x, None, options)
-    assert y is not None and seen[0][0] == expected
-    torch.testing.assert_close(y, plain(x, weight.dense(), None, **options))

@@ -44,7 +44,6 @@ NOTEBOOKS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "notebo
 
 
 def room_of(path: str) -> str:
-    """The room of a file: `gbfunc/plan/spec.py` -> `plan`."""
     return Path(path).parts[1].removesuffix(".py")
 
 
@@ -65,7 +64,6 @@ def imported_modules(tree: ast.AST, path: str) -> Iterator[str]:
 
 
 def imported_rooms(tree: ast.AST, path: str) -> set[str]:
-    """Rooms of gbfunc that a file imports; a name taken from gbfunc itself counts as `__init__`."""
     rooms = set()
     for module in imported_modules(tree, path):
         package, *rest = module.split(".")
@@ -75,14 +73,11 @@ def imported_rooms(tree: ast.AST, path: str) -> set[str]:
 
 
 def upward_imports(tree: ast.AST, path: str) -> set[str]:
-    """Rooms that a file imports although they are not below its own."""
     own = room_of(path)
     return {room for room in imported_rooms(tree, path) - {own} if LEVEL[room] >= LEVEL[own]}
 
 
 def without_type_checking(tree: ast.Module) -> ast.Module:
-    """The tree without the bodies of `if TYPE_CHECKING:`."""
-
     class Strip(ast.NodeTransformer):
         def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
             self.generic_visit(node)
@@ -92,7 +87,6 @@ def without_type_checking(tree: ast.Module) -> ast.Module:
 
 
 def uses_distributed(tree: ast.Module, path: str) -> bool:
-    """Whether a file reaches for `torch.distributed` at run time, by import or by attribute."""
     tree = without_type_checking(tree)
     dotted = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     names = dotted | set(imported_modules(tree, path))
@@ -100,7 +94,6 @@ def uses_distributed(tree: ast.Module, path: str) -> bool:
 
 
 def names_used(tree: ast.AST) -> set[str]:
-    """Every plain name, attribute and imported name in a file."""
     used = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
@@ -129,7 +122,6 @@ def test_imports_come_from_lower_levels() -> None:
 
 
 def module_of(path: str) -> str:
-    """The dotted name of a file: `gbfunc/plan/spec.py` -> `gbfunc.plan.spec`, of an `__init__` that of its package."""
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
@@ -155,7 +147,6 @@ def imported_files(tree: ast.AST, path: str, files: dict[str, str], sources: dic
 
 
 def test_no_files_import_each_other() -> None:
-    """At any place in them, for whatever purpose."""
     trees: dict[str, ast.AST] = {path: parse(path) for path in SOURCES}
     files, sources = {module_of(path): path for path in trees}, {module_of(path): t for path, t in trees.items()}
     graph = {path: imported_files(tree, path, files, sources) for path, tree in trees.items()}

@@ -22,7 +22,6 @@ from tests.support.adapters import adapter, moved, pretrained, tokens
 
 
 def peft_model(pnet: nn.Module, folder: Path) -> nn.Module:
-    """What peft makes of a folder."""
     peft = pytest.importorskip("peft", reason="it is what reads the folder")
     with warnings.catch_warnings():
         # What peft 0.21 asks of models is deprecated in transformers 5.
@@ -39,7 +38,6 @@ def assert_served(
     batch: Any,
     merges: bool = True,
 ) -> None:
-    """The folder on another copy of the base gives the outputs of the genome, and not those of the base."""
     assert gb.save_lora(folder, plan, genome, pnet) == (folder / "adapter_model.safetensors").stat().st_size
     module = gb.GenomeModule(plan, pnet, genome).eval()
     outputs = [logits(net(batch)) for net in (module, gb.materialize(plan, genome, pnet).eval(), pnet.eval())]
@@ -100,8 +98,6 @@ def test_a_norm_that_is_new_is_saved_with_its_statistics(tmp_path: Path) -> None
 
 
 class Nested(nn.Module):
-    """Names that end alike: `query` and `inner.query`, and a head whose name ends another's."""
-
     def __init__(self) -> None:
         super().__init__()
         self.query, self.inner = nn.Linear(4, 4), nn.ModuleDict({"query": nn.Linear(4, 4), "head": nn.Linear(4, 4)})

@@ -21,8 +21,6 @@ INDEX = torch.tensor([3, 0, 3, 1, 2])
 
 
 class Positions(nn.Module):
-    """A language model whose positions have no rows, and whose output layer is its embedding."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.position = nn.Embedding(19, 12), nn.Embedding(8, 12)
@@ -35,8 +33,6 @@ class Positions(nn.Module):
 
 
 class TimeFirst(nn.Module):
-    """An encoder whose layers have the time first, and a module that reads another's weight."""
-
     def __init__(self) -> None:
         super().__init__()
         self.encoder, self.scale = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0), nn.LayerNorm(8)
@@ -46,8 +42,6 @@ class TimeFirst(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A layer that vmap has no rule for, and whose last states have the rows second."""
-
     def __init__(self) -> None:
         super().__init__()
         self.cells, self.out = nn.LSTM(8, 6, batch_first=True), nn.Linear(6, 3)
@@ -58,8 +52,6 @@ class Recurrent(nn.Module):
 
 
 class Branching(nn.Module):
-    """A module that looks at values, between layers that do not."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
@@ -109,8 +101,6 @@ LOOPS = pytest.mark.filterwarnings("ignore:rows run one by one:UserWarning")
 
 
 def genomes_of(plan: Plan, pnet: nn.Module, n: int = 4) -> list[gb.Genome]:
-    """Genomes that differ in all that they hold."""
-
     def moved(x: Tensor, by: float) -> Tensor:
         return x + by if x.is_floating_point() else x
 
@@ -134,7 +124,6 @@ def case(name: str, hypernet: Any = None) -> tuple[nn.Module, Plan, list[gb.Geno
 
 
 def tensors(out: Any) -> list[Tensor]:
-    """Tensors of an output."""
     if isinstance(out, Tensor):
         return [out]
     children = out.values() if isinstance(out, dict) else out if isinstance(out, tuple) else ()
@@ -296,8 +285,6 @@ def test_a_sum_of_genomes() -> None:
 
 
 class Classifier(nn.Module):
-    """A pretrained body with a buffer, and a new head with statistics."""
-
     shift: Tensor
 
     def __init__(self) -> None:

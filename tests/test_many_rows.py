@@ -22,8 +22,6 @@ PADDED = torch.arange(6) >= torch.tensor([[6], [4], [6], [2], [1]])
 
 
 class Sorting(nn.Module):
-    """Sorts its rows between layers, and puts them back."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
@@ -31,25 +29,6 @@ class Sorting(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         order = x[:, 0].argsort()
         return self.second(self.first(x)[order].tanh())[order.argsort()]
-
-
-class SortingBySide(Sorting):
-    """Sorts its inputs, as packed sequences are."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        order = x.sum(1).argsort(descending=True)
-        return self.second(F.silu(self.first(x[order])))[order.argsort()]
-
-
-class RolledRows(nn.Module):
-    """Layers between which rows are moved on and back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).roll(1, 0).tanh()).roll(-1, 0)
 
 
 def swin() -> nn.Module:
@@ -72,8 +51,6 @@ def mamba(**more: Any) -> nn.Module:
 
 
 class Windows(nn.Module):
-    """A bias from a table with one row, for all windows."""
-
     table: Tensor
 
     def __init__(self) -> None:
@@ -85,22 +62,7 @@ class Windows(nn.Module):
         return self.out(x + self.bias(self.table[None]).view(-1)[:8])
 
 
-class EvenFirst(nn.Module):
-    """Takes the even rows first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
-        order = torch.cat([torch.arange(len(x))[::2], torch.arange(len(x))[1::2]])
-        return self.second(h[order])[order.argsort()]
-
-
 class Normed(nn.Module):
-    """Subtracts the mean of the batch."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
@@ -110,19 +72,8 @@ class Normed(nn.Module):
         return {"y": self.second(h - h.mean(0)), "more": (h, [h.max(1).values, None], 3)}
 
 
-class Slope(Sorting):
-    """The slope of what it computes, as forces are that of an energy."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.detach().requires_grad_()
-        return torch.autograd.grad(self.second(self.first(x).tanh()).square().sum(), x)[0]
-
-
 ODD: dict[str, tuple[Callable[[], nn.Module], Tensor, list[str]]] = {
     "sorting": (Sorting, X, []),
-    "sorted lengths": (SortingBySide, X, []),
-    "rolled": (RolledRows, X, []),
-    "even first": (EvenFirst, X, []),
     "mean": (Normed, X, []),
     "windows": (Windows, X, ["bias"]),
     "swin": (swin, vectors(5, 3, 8, 8), ["continuous_position_bias_mlp.0"]),
@@ -132,7 +83,6 @@ ODD: dict[str, tuple[Callable[[], nn.Module], Tensor, list[str]]] = {
 
 
 def planned(build: Callable[[], nn.Module], targets: list[str]) -> tuple[nn.Module, Plan, list[gb.Genome]]:
-    """A p-net with four genomes, or four adapters of these layers."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         pnet = build().double().eval()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import gbfunc as gb
-from gbfunc.trees import flat_genome, flatten_tree
+from gbfunc.trees import flatten_tree
 from tests.support.adapters import RATE, trained
 from tests.support.versions import needs_whole_graphs
 from tests.support.zoo import ZOO, dtype_of, genome_of, loss_fn
@@ -27,13 +27,11 @@ DRAWING = {"dropout", "transformer", "stochastic"}
 
 
 def module_of(name: str, **options: Any) -> tuple[nn.Module, gb.GenomeModule, Tensor]:
-    """An animal's p-net, the module of its genome, and a batch."""
     pnet, plan, genome = genome_of(ZOO[name])
     return pnet, gb.GenomeModule(plan, pnet, genome, **options), ZOO[name].batch(dtype_of(pnet))
 
 
 def assert_same(genome: Any, other: Any) -> None:
-    """Equal names and bits."""
     flat, given = (flatten_tree(gb.Genome(g.gnets, g.direct, g.buffers)) for g in (genome, other))
     assert flat.keys() == given.keys()
     assert {k for k in flat if not torch.equal(flat[k], given[k])} == set()
@@ -51,30 +49,6 @@ def test_a_plain_loop_is_the_functional_step_bit_by_bit(name: str, lazy: Any) ->
         losses.append(info.loss)
     assert torch.equal(torch.stack(trained(module, batch)), torch.stack(losses))
     assert_same(module.to_genome(), state)
-
-
-@pytest.mark.parametrize("name", ["mlp", "conv_bn", "attention", "tied", "lstm", "mixed", "frozen"])
-def test_gradients_are_those_of_generate_and_a_functional_call(name: str) -> None:
-    pnet = ZOO[name].pnet().double()
-    plan = ZOO[name].plan(pnet)
-    genome = gb.init_genome(plan, pnet)
-    module = gb.GenomeModule(plan, pnet, genome, lazy=True)
-    batch = ZOO[name].batch(torch.float64)
-    loss_fn(module, batch).backward()
-    leaves = {k: v.requires_grad_() for k, v in flat_genome(genome).items()}
-    weights = gb.generate(plan, genome)
-
-    def net(x: Tensor) -> Any:
-        return torch.func.functional_call(pnet, {**weights, **{k: b.clone() for k, b in genome.buffers.items()}}, x)
-
-    expected = torch.autograd.grad(loss_fn(net, batch), list(leaves.values()))
-    named = dict(module.named_parameters())
-    for leaf, gradient in zip(leaves, expected, strict=True):
-        parameter = named[leaf.replace("/", ":") if leaf.startswith("gnets/") else leaf.removeprefix("direct/")]
-        if parameter.requires_grad:
-            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-12)
-        else:
-            assert name == "frozen" and parameter.grad is None
 
 
 @pytest.mark.parametrize("name", ["mlp", "conv_bn", "lstm", "weight_norm", "shared", "only_direct"])
@@ -154,38 +128,6 @@ def test_a_fresh_genome_is_that_of_the_seed() -> None:
     assert_same(gb.GenomeModule(plan, pnet, seed=3).to_genome(), gb.init_genome(plan, pnet, 3))
 
 
-def test_training_goes_on_where_a_step_ended() -> None:
-    pnet, plan, _ = genome_of(ZOO["conv_bn"])
-    batch = ZOO["conv_bn"].batch()
-    step = gb.make_train_step(plan, pnet, loss_fn, SGD)
-    state, _ = step(step.init(0), batch)
-    module = gb.GenomeModule.from_genome(plan, state, pnet)
-    trained(module, batch, 1)
-    assert_same(module.to_genome(), step(state, batch)[0])
-
-
-def test_running_statistics_change_in_training_mode_alone() -> None:
-    pnet, module, batch = module_of("conv_bn")
-    reference = gb.materialize(module.plan, module.to_genome(), pnet)
-    for _ in range(2):
-        module(batch)
-        reference(batch)
-    for name, buffer in reference.named_buffers():
-        torch.testing.assert_close(module.to_genome().buffers[name], buffer)
-    module.eval()
-    before = module.to_genome()
-    module(batch)
-    assert_same(module.to_genome(), before)
-
-
-def test_a_buffer_that_the_pnet_assigns_stays_a_buffer_without_a_graph() -> None:
-    _, module, batch = module_of("running")
-    for _ in range(2):
-        loss_fn(module, batch).backward()
-    buffer = dict(module.named_buffers())["mean"]
-    assert buffer.abs().sum() > 0 and not buffer.requires_grad
-
-
 @pytest.mark.parametrize("name", ["dropout", "transformer", "stochastic"])
 def test_the_mode_reaches_dropout_and_noise(name: str) -> None:
     pnet, module, batch = module_of(name)
@@ -208,17 +150,6 @@ def test_a_module_starts_in_the_pnets_mode() -> None:
     module = gb.GenomeModule(plan, pnet, genome)
     batch = ZOO["dropout"].batch()
     assert torch.equal(module(batch), module(batch)), "a part that is in evaluation mode stays so"
-
-
-def test_accumulated_gradients_are_those_of_the_whole_batch() -> None:
-    _, module, batch = module_of("float64")
-    loss_fn(module, batch).backward()
-    whole = {k: p.grad.clone() for k, p in module.named_parameters() if p.grad is not None}
-    module.zero_grad()
-    for half in batch.chunk(2):
-        (loss_fn(module, half) / 2).backward()
-    for name, parameter in module.named_parameters():
-        torch.testing.assert_close(parameter.grad, whole[name])
 
 
 def test_autocast_is_for_the_pnet_and_not_for_generation() -> None:
@@ -273,8 +204,6 @@ def test_conversions_reach_generation() -> None:
 
 
 class Classifier(nn.Module):
-    """With what trainers ask a module for."""
-
     def __init__(self) -> None:
         super().__init__()
         self.config = {"hidden": 4}
@@ -283,7 +212,6 @@ class Classifier(nn.Module):
         self.body = nn.Linear(4, 3)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
-        """Logits, or the loss."""
         out = self.body(input_ids) * scale
         return out if labels is None else F.cross_entropy(out, labels)
 
@@ -352,17 +280,3 @@ def test_what_does_not_fit_is_refused() -> None:
     pnet.plan = "a"  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"the p-net has attributes \['plan'\], names that GenomeModule uses"):
         gb.GenomeModule(plan, pnet)
-
-
-def test_modules_of_one_plan_can_be_stacked() -> None:
-    pnet, x = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)), torch.randn(4, 6)
-    plan = gb.make_plan(pnet, gb.periodic(features=1))
-    modules = [gb.GenomeModule(plan, pnet, seed=seed) for seed in range(3)]
-    params, buffers = torch.func.stack_module_state(modules)
-
-    def call(params: Any, buffers: Any) -> Any:
-        return torch.func.functional_call(modules[0], (params, buffers), (x,))
-
-    found = torch.func.vmap(call)(params, buffers)
-    torch.testing.assert_close(found, torch.stack([module(x) for module in modules]))
-    assert type(modules[0]) is type(gb.GenomeModule(plan, pnet))

@@ -23,7 +23,6 @@ def norms() -> nn.Module:
 
 
 def both(pnet: nn.Module, hypernet: Any = None, lazy: Any = "auto", **options: Any) -> tuple[Any, Any]:
-    """The module form, and the same weights dense."""
     plan = gb.make_plan(pnet, hypernet or gb.periodic(2), **options)
     genome = gb.init_genome(plan, pnet)
     return gb.GenomeModule(plan, pnet, genome, lazy=lazy), gb.materialize(plan, genome, pnet)
@@ -109,8 +108,6 @@ def test_hooks_and_apply_reach_layers_by_type() -> None:
 
 
 class Tempered(nn.Module):
-    """A p-net with an attribute, a part that is called by itself, and a head that is replaced."""
-
     temperature = 1.0
 
     def __init__(self) -> None:

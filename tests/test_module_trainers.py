@@ -47,7 +47,6 @@ def test_fsdp_trains_as_the_functional_step_does_and_gives_the_whole_genome(rank
 
 
 def language_model() -> nn.Module:
-    """GPT-2 with embeddings that are tied, in training mode, without dropout."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": VOCABULARY, "n_positions": LENGTH}
@@ -57,7 +56,6 @@ def language_model() -> nn.Module:
 
 
 def classifier() -> nn.Module:
-    """BERT with a head of three classes."""
     from transformers import BertConfig, BertForSequenceClassification
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
@@ -70,7 +68,6 @@ NETS: dict[str, tuple[Callable[[], nn.Module], int]] = {"gpt2": (language_model,
 
 
 def rows_of(classes: int) -> list[dict[str, Any]]:
-    """Random tokens, labelled by themselves or by class, with a column that no forward takes."""
     draw = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, VOCABULARY, (ROWS * STEPS, LENGTH), generator=draw)
     labels = torch.randint(0, classes, (len(tokens),), generator=draw) if classes else tokens.clone()
@@ -87,7 +84,6 @@ def batches_of(rows: list[dict[str, Any]]) -> Iterator[dict[str, Tensor]]:
 
 
 def functional(name: str) -> tuple[gb.Plan, nn.Module, list[Tensor], gb.TrainState]:
-    """Losses of the functional step and its last state."""
     make, classes = NETS[name]
     pnet = make()
     plan = gb.make_plan(pnet, gb.periodic(4), max_tile=16)

@@ -21,17 +21,6 @@ def loss_of(net: Any, x: Tensor) -> Tensor:
     return net(x).square().mean()
 
 
-class Pair(nn.Module):
-    """Two layers that a function or a reference, kept in some odd place, joins."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.b(self.a(x))
-
-
 def test_a_layer_and_its_transpose_may_share_a_square_weight() -> None:
     conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
     torch.manual_seed(0)
@@ -45,8 +34,6 @@ def test_a_layer_and_its_transpose_may_share_a_square_weight() -> None:
 
 
 class Clamped(nn.Module):
-    """Keeps a bias within bounds, in place."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 3)
@@ -58,8 +45,6 @@ class Clamped(nn.Module):
 
 
 class Averaged(nn.Module):
-    """Has a moving mean of a generated weight, and keeps a trained scale within bounds, as a forward may set both."""
-
     def __init__(self, how: str) -> None:
         super().__init__()
         self.layer, self.how = nn.Linear(6, 4), how
@@ -160,47 +145,6 @@ def test_generated_weights_of_sparse_embeddings_get_dense_gradients(layer: Any, 
     torch.testing.assert_close(*answers)
 
 
-class Equilibrium(torch.autograd.Function):
-    """Runs a layer in forward and, as deep equilibrium models and adjoints of ODEs do, again in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, layer: Any, x: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.layer, ctx.parameters = layer, parameters
-        ctx.save_for_backward(x)
-        return layer(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        with torch.enable_grad():
-            x = ctx.saved_tensors[0].detach().requires_grad_()
-            out = ctx.layer(x)
-        return None, *torch.autograd.grad(out, [x, *ctx.parameters], gradients[0])
-
-
-class Scaling(Pair):
-    """Scales a gradient by what a hook finds: in the module, or in the layer that it was made with."""
-
-    def __init__(self, where: str, own: bool) -> None:
-        super().__init__()
-        self.where, self.made_with = where, {"a": self.a.weight} if own else {}
-
-    def forward(self, x: Tensor) -> Any:
-        h = self.a(x)
-        weight = self.made_with.get("a", self.a.weight)
-
-        def scaled(gradients: Any, *others: Any) -> Any:
-            if isinstance(gradients, Tensor):
-                return gradients * weight.sum()
-            return tuple(g if g is None else g * weight.sum() for g in gradients)
-
-        if self.where == "tensor":
-            h.register_hook(hook=scaled)
-        else:
-            node: Any = h.grad_fn
-            node.register_hook(scaled)
-        return self.b(h)
-
-
 def test_aux_is_what_it_was_when_it_was_returned() -> None:
     pnet = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
     plan = gb.make_plan(pnet, gb.periodic(1))
@@ -217,8 +161,6 @@ def test_aux_is_what_it_was_when_it_was_returned() -> None:
 
 
 class Own(nn.Module):
-    """A g-net with two leaves of nearly one name."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.l = nn.Linear(width, 1, bias=False)
@@ -236,68 +178,3 @@ def test_leaves_whose_names_differ_by_a_dot_alone() -> None:
         step = gb.make_train_step(plan, pnet, loss_of, SGD, **options)
         losses.append(step(step.init(), torch.ones(2, 6))[1].loss)
     torch.testing.assert_close(*losses)
-
-
-MASKS = {
-    "whole numbers": {"key_padding_mask": torch.ones(4, 5, dtype=torch.int64)},
-    "one row of keys": {"key_padding_mask": torch.zeros(1, 5, dtype=torch.bool)},
-    "one row of targets": {"attn_mask": torch.zeros(1, 5)},
-    "a mask for each head": {"attn_mask": torch.zeros(2, 5, 5)},
-}
-
-
-@pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
-def test_masks_that_torch_refuses_are_refused(masks: dict[str, Tensor]) -> None:
-    class Attending(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-
-        def forward(self, x: Tensor) -> Any:
-            return self.attention(x, x, x, **masks)[0]
-
-    pnet = Attending()
-    plan = gb.make_plan(pnet, gb.periodic(2))
-    for lazy in (False, True):
-        step = gb.make_train_step(plan, pnet, loss_of, SGD, lazy=lazy)
-        with pytest.raises((AssertionError, RuntimeError), match="mask|Mask"):
-            step(step.init(), torch.randn(4, 5, 8))
-
-
-class Patches(nn.Module):
-    """Patches come first where the layer is, as in torch's transformers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.layer = nn.Conv2d(3, 4, 3, stride=3), nn.Linear(4, 5)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.layer(self.conv(x).flatten(2).permute(2, 0, 1)).permute(1, 0, 2)
-
-
-class Positions(nn.Module):
-    """Positions of one token more than there are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.positions, self.layer = nn.Embedding(5, 6), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Any:
-        h = F.pad(x, (0, 0, 1, 0))
-        return self.layer(h + self.positions(torch.arange(h.shape[1])))
-
-
-@pytest.mark.parametrize("rows", range(2, 7))
-@pytest.mark.parametrize(("make", "shape"), [(Patches, (3, 6, 6)), (Positions, (4, 6))])
-def test_a_dimension_that_equals_the_rows_by_chance_is_none_of_them(
-    make: Callable[[], nn.Module], shape: tuple[int, ...], rows: int
-) -> None:
-    torch.manual_seed(0)
-    pnet = make().double().eval()
-    plan = gb.make_plan(pnet, gb.periodic(2))
-    genomes = [gb.init_genome(plan, pnet, seed) for seed in range(3)]
-    genomes = [g._replace(direct={k: v + i for k, v in g.direct.items()}) for i, g in enumerate(genomes)]
-    x, index = torch.randn(rows, *shape, dtype=torch.float64), torch.arange(rows) % 3
-    one_by_one = [gb.materialize(plan, genomes[int(g)], pnet)(x[i : i + 1]) for i, g in enumerate(index)]
-    found = gb.materialize_many(plan, genomes, pnet)(index, x)
-    torch.testing.assert_close(found, torch.cat(one_by_one), rtol=1e-9, atol=1e-9)

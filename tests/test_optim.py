@@ -103,7 +103,6 @@ def run(optimizer: Optimizer, steps: int, dtype: torch.dtype = torch.float32, **
 
 
 def default_fused(cls: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """The options with the fused kernel, where the class has one and nothing else is asked."""
     has = "fused" in cls([torch.zeros(1, 1)]).defaults
     return options | {"fused": True} if has and not options.keys() & {"fused", "foreach"} else options
 

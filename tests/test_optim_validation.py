@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.optim import lr_scheduler
 
@@ -43,8 +40,6 @@ class Lion(torch.optim.Optimizer):
 
 
 class Plain(torch.optim.Optimizer):
-    """Plain descent; its descendants remember what they should not."""
-
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr, "k": 0})
         self.calls = 0
@@ -142,15 +137,6 @@ def test_a_schedule_is_what_torch_does_step_by_step(cls: Any, options: dict[str,
         if step < steps - 1:
             reference.step()
     assert schedule(steps) == schedule(10**9) == schedule(steps - 1)
-
-
-@given(st.integers(1, 30), st.floats(1e-6, 10), st.randoms(use_true_random=False))
-def test_a_schedule_is_a_function_of_the_step_alone(steps: int, lr: float, rng: Any) -> None:
-    schedule = gb.torch_schedule(lr_scheduler.CosineAnnealingLR, lr, steps, T_max=steps)
-    order = [rng.randrange(2 * steps) for _ in range(10)]
-    for step in order:
-        phase = math.pi * min(step, steps - 1) / steps
-        assert schedule(step) == pytest.approx(lr * (1 + math.cos(phase)) / 2, rel=1e-6, abs=1e-9)
 
 
 def options_error(**options: Any) -> Callable[[], Any]:

@@ -69,7 +69,6 @@ def test_sample(setting: Setting, options: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_whole_product(setting: Setting) -> None:
-    """All sets of options on one plan; the message lists every one that fails."""
     failures = []
     for name, options in OPTIONS.items():
         try:

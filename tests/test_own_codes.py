@@ -20,7 +20,6 @@ KINDS, PLACES = 5, 40
 
 
 def codes(n: int) -> np.ndarray[Any, Any]:
-    """Kinds of units, and a number of each."""
     kinds = np.random.default_rng(0).normal(size=(KINDS, 3)).astype(np.float16)[np.arange(n) % KINDS]
     return np.concatenate([kinds, gb.binary().codes(n)], 1)
 

@@ -27,7 +27,6 @@ RANKS = "notebooks/guides/ranks.md"
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    """The code of a page in a language."""
     found = BLOCK.findall(page.read_text(encoding="utf-8"))
     return [code for example, kind, code in found if kind == language and not example]
 
@@ -79,7 +78,6 @@ def test_scripts_of_many_ranks_run_as_the_page_starts_them(i: int, ranks: int, t
 
 
 def commands(page: Path) -> list[str]:
-    """Every `gbfunc ...` of a page, in blocks and in running text, without what starts it on many ranks."""
     text = page.read_text(encoding="utf-8")
     lines = [line for code in blocks(page, "bash") for line in code.splitlines()]
     lines += [
@@ -105,7 +103,6 @@ def test_commands_of_a_page_are_known(page: Path, tmp_path: Path, monkeypatch: p
 
 
 def test_every_public_name_has_a_page_of_reference() -> None:
-    """As the site's hook lists them, without what builds the site."""
     tree = ast.parse((ROOT / ".docs/hooks.py").read_text(encoding="utf-8"))
     (groups,) = (
         ast.literal_eval(node.value)

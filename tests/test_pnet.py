@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import gbfunc as gb
 from gbfunc.pnet import PureNet, buffers_of, check_pnet, eval_mode_warning, parameter_infos, skeleton_of, with_weights
@@ -22,7 +21,6 @@ EACH = pytest.mark.parametrize("animal", ALL.values(), ids=ALL)
 
 
 def other_tensors(pnet: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Weights and buffers that are not the p-net's own."""
     draw = torch.Generator().manual_seed(7)
     weights = {
         o.name: torch.randn(o.tensor.shape, generator=draw).to(o.tensor.dtype) * 0.3 for o in parameter_infos(pnet)
@@ -31,7 +29,6 @@ def other_tensors(pnet: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]
 
 
 def run(call: Callable[[Tensor], Any], weights: list[Tensor], batch: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Loss and its gradients, dropout drawn from a fixed seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         loss = loss_fn(call, batch)
@@ -125,7 +122,6 @@ def test_missing_buffers_are_refused() -> None:
 
 
 def refused(pnet: Any, words: str, error: type[Exception] = ValueError) -> None:
-    """Every public door refuses it, whole or as a part of another module."""
     for given in (pnet, nn.Sequential(nn.Linear(6, 6), pnet)) if isinstance(pnet, nn.Module) else (pnet,):
         for door in (check_pnet, gb.make_plan, PureNet):
             with pytest.raises(error, match=words):
@@ -209,20 +205,6 @@ def test_activations_that_a_forward_left_behind_do_not_hinder() -> None:
     assert pnet.last.grad_fn is not None
 
 
-def test_checkpointing_around_the_pure_net_is_right() -> None:
-    pnet = ZOO["conv_bn_eval"].pnet()
-    weights, buffers = other_tensors(pnet)
-    weights = {k: w.requires_grad_() for k, w in weights.items()}
-    net, x = PureNet(pnet), ZOO["conv_bn_eval"].batch()
-    plain = run(lambda x: net(weights, buffers, x), list(weights.values()), x)
-    around = run(
-        lambda x: checkpoint(lambda x: net(weights, buffers, x), x, use_reentrant=False),
-        list(weights.values()),
-        x,
-    )
-    torch.testing.assert_close(around, plain, rtol=0, atol=0)
-
-
 def test_threads_can_share_one_pure_net() -> None:
     pnet = ZOO["conv_bn"].pnet()
     net, x = PureNet(pnet), ZOO["conv_bn"].batch()
@@ -241,18 +223,7 @@ def test_threads_can_share_one_pure_net() -> None:
             assert same_bits(list(pool.map(call, genomes)), expected)
 
 
-def test_assigned_buffers_are_returned() -> None:
-    pnet = ZOO["running"].pnet()
-    buffers = {"mean": torch.zeros(7)}
-    given = buffers["mean"]
-    PureNet(pnet)(dict(pnet.named_parameters()), buffers, ZOO["running"].batch())
-    assert buffers["mean"] is not given and bool(buffers["mean"].abs().gt(0).all())
-    assert not given.any() and not any(b.any() for b in pnet.buffers())
-
-
 class Wired(nn.Module):
-    """Dropout as a number, like Hugging Face's attention."""
-
     def __init__(self, attention_dropout: float) -> None:
         super().__init__()
         self.attention_dropout = attention_dropout
@@ -282,17 +253,7 @@ def test_eval_mode_is_told_where_all_that_it_changes_is_in_it(module: nn.Module,
     assert eval_mode_warning(mixed) is None
 
 
-def test_a_model_of_hugging_face_in_eval_mode_is_told() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=8)
-    model = transformers.GPT2LMHeadModel(config)
-    assert eval_mode_warning(model) is None
-    assert "Dropout" in str(eval_mode_warning(model.eval()))
-
-
 class Keeps(nn.Linear):
-    """A layer that keeps something made of its weight where no generated weight ever stands."""
-
     def __init__(self, keep: Callable[[Tensor], Any]) -> None:
         super().__init__(6, 3)
         self.kept = keep(self.weight)

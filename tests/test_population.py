@@ -36,7 +36,6 @@ def adam(lr: Any = 0.02, **options: Any) -> Optimizer:
 
 
 def exact(animal: Animal) -> tuple[nn.Module, gb.Plan, Tensor, float]:
-    """An animal in float64 with its plan, a batch and a tolerance; one of half precision as it is."""
     pnet = animal.pnet()
     half = dtype_of(pnet) == torch.bfloat16
     pnet = pnet if half else pnet.double()
@@ -51,7 +50,6 @@ def mlp_step(optimizer: Optimizer | None = None, loss: Any = loss_fn, **options:
 def alone(
     steps: Sequence[TrainStep], states: Sequence[gb.TrainState], batches: Sequence[Any], rounds: int = 3
 ) -> tuple[list[gb.TrainState], list[StepInfo]]:
-    """Every member trained by itself."""
     made, infos = list(states), []
     for _ in range(rounds):
         both = [step(state, batch) for step, state, batch in zip(steps, made, batches, strict=True)]
@@ -197,7 +195,6 @@ def test_what_vmap_cannot_run_is_refused_in_one_line() -> None:
 
 
 def test_members_on_a_base_are_trained_as_alone() -> None:
-    """Under `torch.func.grad`, in which the base's tensors have no memory."""
     pnet, batch = ZOO["mlp"].pnet().double(), ZOO["mlp"].batch(torch.float64)
     step = gb.make_train_step(gb.make_plan(pnet, gb.periodic(2), base="own"), pnet, loss_fn, adam())
     many = gb.population(step, 2)
@@ -206,8 +203,6 @@ def test_members_on_a_base_are_trained_as_alone() -> None:
 
 
 def test_an_aux_may_hold_anything() -> None:
-    """Also leaves, which a donating step changes."""
-
     def loss(net: Any, x: Tensor) -> Any:
         return loss_fn(net, x), {"b": net[0].bias, "phase": "warm", "none": None, "numbers": (2, net(x).sum())}
 

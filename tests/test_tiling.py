@@ -22,7 +22,6 @@ def grids(draw: st.DrawFn) -> TileGrid:
 
 
 def numbered(grid: TileGrid) -> torch.Tensor:
-    """A matrix whose entries are all different, and none 0."""
     return torch.arange(1, grid.numel + 1, dtype=torch.float64).reshape(grid.rows, grid.cols)
 
 
@@ -47,7 +46,6 @@ def test_tiles_cover_every_entry_exactly_once(grid: TileGrid) -> None:
 
 @st.composite
 def stacks(draw: st.DrawFn, most: int = 3) -> list[TileGrid]:
-    """Grids of the same tile, whole or cropped at either edge."""
     r, c = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     side = st.integers(0, 6)
     sizes = draw(st.lists(st.tuples(side, side), min_size=1, max_size=most))
@@ -55,7 +53,6 @@ def stacks(draw: st.DrawFn, most: int = 3) -> list[TileGrid]:
 
 
 def stacked(grids: list[TileGrid]) -> torch.Tensor:
-    """The tiles of several matrices, one after the other."""
     return torch.cat([split_tiles(numbered(grid), grid) for grid in grids])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -52,9 +51,6 @@ def trained(state: gb.TrainState) -> Any:
     return state.gnets, state.direct
 
 
-# --- the hand-written loop -----------------------------------------------------------------------------------------
-
-
 def squared(net: Callable[..., Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
     x, y = batch
     return (net(x) - y).square().mean()
@@ -80,18 +76,10 @@ def test_textbook_accumulation(microbatches: int, donate: bool) -> None:
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
     "Adam": (torch.optim.Adam, {"lr": 0.01}),
-    "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
-    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5, "centered": True}),
-    "NAdam": (torch.optim.NAdam, {"lr": 0.01}),
 }
-
-
-HAND = [
-    (name, optimizer, 1) for name in ("mlp", "conv_bn", "attention", "tied", "lstm") for optimizer in ("SGD", "Adam")
-]
-HAND += [(name, "Adam", 1) for name in ("weight_norm", "shared", "frozen", "running", "gnet", "only_direct")]
-HAND += [(name, optimizer, 2) for name in ("mlp", "conv_bn") for optimizer in ("SGD", "Adam")]
-HAND += [("mlp", optimizer, 1) for optimizer in ("AdamW", "RMSprop", "NAdam")]
+HAND = [(name, "SGD", 1) for name in ("mlp", "conv_bn", "attention")]
+HAND += [(name, "Adam", 1) for name in ("tied", "lstm", "weight_norm", "shared", "frozen", "running", "only_direct")]
+HAND += [("conv_bn", optimizer, 2) for optimizer in OPTIMIZERS]
 
 
 @pytest.mark.parametrize(("name", "optimizer", "microbatches"), HAND)
@@ -125,7 +113,6 @@ def test_a_step_equals_the_loop_that_one_writes_by_hand(name: str, optimizer: st
 
 
 def test_the_learning_rate_may_depend_on_step_and_role() -> None:
-    """lr(step) = 1 / (step + 1) on g-nets; direct parameters at 0 stay."""
     pnet, plan, _ = small(gb.periodic(2))
     batch = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3)
     step = gb.make_train_step(plan, pnet, loss_fn, sgd(lambda n: 1 / (n + 1), direct={"lr": 0.0}))
@@ -138,23 +125,8 @@ def test_the_learning_rate_may_depend_on_step_and_role() -> None:
     assert same_bits(twice.direct, state.direct) and not same_bits(once.gnets, state.gnets)
 
 
-# --- options that change nothing -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", STILL)
-def test_microbatches_equal_the_full_batch(name: str) -> None:
-    whole, batch = step_of(ZOO[name])
-    parts, _ = step_of(ZOO[name], microbatches=4)
-    state = whole.init(1)
-    (a, info_a), (b, info_b) = whole(state, batch), parts(state, batch)
-    tolerance = 2e-2 if name == "bfloat16" else 1e-5
-    torch.testing.assert_close(trained(b), trained(a), rtol=tolerance, atol=tolerance / 10)
-    torch.testing.assert_close(
-        (info_b.loss, info_b.grad_norm), (info_a.loss, info_a.grad_norm), rtol=tolerance, atol=1e-6
-    )
-
-
 MANNERS: dict[str, dict[str, Any]] = {
+    "microbatches": {"lazy": False, "microbatches": 4},
     "lazy": {"lazy": True},
     "remat generate": {"remat": "generate"},
     "remat layer": {"remat": "layer"},
@@ -164,14 +136,16 @@ MANNERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("options", MANNERS.values(), ids=MANNERS)
 @pytest.mark.parametrize("name", STILL)
-def test_factors_and_recomputation_change_nothing(name: str, options: dict[str, Any]) -> None:
+def test_options_that_change_nothing(name: str, options: dict[str, Any]) -> None:
     plain, batch = step_of(ZOO[name], lazy=False)
     other, _ = step_of(ZOO[name], **options)
     state = plain.init(1)
     (a, info_a), (b, info_b) = plain(state, batch), other(state, batch)
     tolerance = 2e-2 if name == "bfloat16" else 1e-5
     torch.testing.assert_close(trained(b), trained(a), rtol=tolerance, atol=tolerance / 10)
-    torch.testing.assert_close(info_b.loss, info_a.loss, rtol=tolerance, atol=1e-6)
+    torch.testing.assert_close(
+        (info_b.loss, info_b.grad_norm), (info_a.loss, info_a.grad_norm), rtol=tolerance, atol=1e-6
+    )
 
 
 @EACH
@@ -203,9 +177,6 @@ def test_clipping_scales_the_gradient_to_the_norm(clip: float, seed: int) -> Non
     torch.testing.assert_close(info_a.grad_norm, moved(a).norm())
     factor = min(1.0, clip / (float(info_a.grad_norm) + 1e-6))
     torch.testing.assert_close(moved(b), moved(a) * factor, rtol=1e-9, atol=1e-12)
-
-
-# --- purity --------------------------------------------------------------------------------------------------------
 
 
 @EACH
@@ -241,16 +212,6 @@ def test_training_lowers_the_loss(animal: Animal) -> None:
     _, losses = run(step, step.init(), batch, 20)
     noise = 0.9 if animal in (ZOO["dropout"], ZOO["transformer"], ZOO["stochastic"]) else 1.0
     assert float(losses[-1]) < noise * float(losses[0])
-
-
-def test_a_state_can_be_kept_and_taken_up_again() -> None:
-    step, batch = step_of(ZOO["dropout"], optimizer=gb.torch_optimizer(torch.optim.AdamW, lr=0.01))
-    half, _ = run(step, step.init(), batch)
-    torch.save(half, file := io.BytesIO())
-    kept = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    end, _ = run(step, half, batch)
-    other, _ = step_of(ZOO["dropout"], optimizer=gb.torch_optimizer(torch.optim.AdamW, lr=0.01))
-    assert same_bits(run(other, kept, batch)[0], end)
 
 
 def test_the_step_keeps_the_mode_that_the_pnet_had() -> None:
@@ -295,9 +256,6 @@ def test_the_seed_is_all_that_init_depends_on() -> None:
     for seed in (-1, 2**63, 1.0, True, None):
         with pytest.raises(ValueError, match="seed must be an integer with 0 <= seed"):
             step.init(seed)  # pyright: ignore[reportArgumentType]
-
-
-# --- what is not finite -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("donate", [False, True])

@@ -14,20 +14,17 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.train import TrainStep
-from tests.support.dense_oracle import READ_GRADIENTS, assert_same, dense_answer, step_answer
+from tests.support.dense_oracle import READ_GRADIENTS, assert_same, step_answer
 from tests.support.trees_equal import same_bits
-from tests.support.zoo import SGD, ZOO, loss_fn
+from tests.support.zoo import SGD, ZOO, loss_fn, step_of
 
 ADAM = gb.torch_optimizer(torch.optim.Adam, lr=0.01)
 MODES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "auto": {},
         "dense": {"lazy": False},
-        "lazy": {"lazy": True},
-        "microbatches": {"microbatches": 2},
+        "lazy": {"lazy": True, "microbatches": 2},
         "generate": {"remat": "generate"},
         "layer": {"remat": "layer"},
-        "lazy generate": {"lazy": True, "remat": "generate", "microbatches": 2},
     }
 )
 EACH_MODE = pytest.mark.parametrize("mode", MODES)
@@ -44,8 +41,6 @@ def encoder() -> nn.Module:
 
 
 class WithWeights(nn.Module):
-    """Attention that returns its weights, which dropout has thinned."""
-
     def __init__(self) -> None:
         super().__init__()
         self.attend = nn.MultiheadAttention(8, 2, dropout=0.4, kdim=5)
@@ -74,9 +69,6 @@ def planned(name: str, max_tile: Any, hypernet: Any = None) -> tuple[nn.Module, 
     return pnet, gb.make_plan(pnet, hypernet or gb.low_rank(2), max_tile=max_tile)
 
 
-# --- random numbers --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("max_tile", [None, 1, 2, 5, (1, 8), (8, 1)], ids=str)
 @pytest.mark.parametrize(
     ("name", "layout"),
@@ -96,9 +88,6 @@ def test_factors_draw_the_masks_that_dense_weights_draw(name: str, max_tile: Any
     expected = answer(lazy=False)
     assert_same(answer(lazy=True), expected)
     assert_same(answer(remat="layer"), expected)
-
-
-# --- compiled --------------------------------------------------------------------------------------------------------
 
 
 # Torch's compiler still uses torch.jit.script when it is loaded.
@@ -128,8 +117,6 @@ def test_compiled_factors_take_batches_of_any_size(lazy: Any, backend: str, monk
 
 
 class Adapting(nn.Module):
-    """Takes a step down the gradient of its own output before it answers (Finn et al., 2017)."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 3)
@@ -188,9 +175,6 @@ def test_compiled_code_that_loses_a_change_of_a_buffer_is_refused(joint: bool, g
         torch.testing.assert_close(state.gnets, expected.gnets, rtol=1e-9, atol=1e-9)
 
 
-# --- the loss function sees real data, once --------------------------------------------------------------------------
-
-
 @EACH_MODE
 def test_the_loss_function_is_called_once_a_microbatch_with_real_data(mode: str) -> None:
     pnet, plan = planned("mlp", 4)
@@ -237,12 +221,7 @@ def test_two_runs_and_a_resumed_one_are_equal_to_the_bit(name: str, mode: str, t
     assert same_bits(run(resumed, loaded.state, range(2, 4)), whole)
 
 
-# --- what is read ----------------------------------------------------------------------------------------------------
-
-
 class Penalised(nn.Module):
-    """Its loss has a penalty on one of its two weights."""
-
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(6, 7), nn.Linear(7, 3)
@@ -278,45 +257,6 @@ def test_a_compiled_step_that_reads_a_weight_is_compiled_once(graphs_alone: None
             torch.testing.assert_close(info.loss, same.loss)
 
 
-def test_layers_without_a_form_are_dense_and_count_as_nothing() -> None:
-    pnet = nn.LSTM(3, 4).double()
-    step = gb.make_train_step(gb.make_plan(pnet, gb.low_rank(1)), pnet, loss_fn, SGD, lazy=True)
-    step(step.init(), numbers(4, 3))
-    assert step.dense_reads == {}
-
-
-# --- complex direct parameters ---------------------------------------------------------------------------------------
-
-
-class Phases(nn.Module):
-    """A linear layer, then a diagonal of complex numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(6, 5, dtype=torch.float64)
-        self.phase = nn.Parameter(torch.polar(torch.ones(5), torch.arange(5.0)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.view_as_real(self.fc(x) * self.phase).flatten(1)
-
-
-@EACH_MODE
-def test_complex_direct_parameters_learn(mode: str) -> None:
-    pnet, options, batch = Phases(), MODES[mode], numbers(4, 6)
-    plan = gb.make_plan(pnet, gb.low_rank(1), max_tile=3)
-    expected = dense_answer(plan, pnet, loss_fn, batch, microbatches=options.get("microbatches", 1))
-    assert expected.gradients["direct/phase"].abs().min() > 1e-6
-    assert_same(step_answer(plan, pnet, loss_fn, batch, **options), expected, 1e-6)
-
-
-# --- one clear error -------------------------------------------------------------------------------------------------
-
-
-def mlp_step(loss: Any = loss_fn, **options: Any) -> TrainStep:
-    pnet, plan = planned("mlp", 4)
-    return gb.make_train_step(plan, pnet, loss, SGD, **options)
-
-
 @EACH_MODE
 def test_a_loss_of_the_pnet_itself_is_refused(mode: str) -> None:
     pnet, plan = planned("mlp", 4)
@@ -325,37 +265,17 @@ def test_a_loss_of_the_pnet_itself_is_refused(mode: str) -> None:
         step(step.init(), numbers(4, 6))
 
 
-@EACH_MODE
-@pytest.mark.parametrize(
-    ("loss", "words"),
-    [
-        (lambda net, x: (net(x).mean(), {}, 1), r"of real numbers, or \(scalar tensor, aux\), got a tuple of 3"),
-        (lambda net, x: (net(x).mean(),), "got a tuple of 1"),
-        (lambda net, x: [net(x).mean(), {}], "got list"),
-        (lambda net, x: None, "got NoneType"),
-        (lambda net, x: (net(x), {}), r"got \(\d, 3\)"),
-    ],
-    ids=["three", "one", "list", "nothing", "matrix"],
-)
-def test_losses_of_another_shape_are_refused(loss: Any, words: str, mode: str) -> None:
-    step = mlp_step(loss, **MODES[mode])
-    with pytest.raises(ValueError, match=words):
-        step(step.init(), numbers(4, 6))
-
-
-@EACH_MODE
-def test_what_is_no_state_is_refused(mode: str) -> None:
-    step = mlp_step(**MODES[mode])
-    state, batch = step.init(), numbers(4, 6)
+def test_what_is_no_state_is_refused() -> None:
+    step, batch = step_of("mlp")
+    state = step.init()
     for wrong, words in ((None, "NoneType"), (state._asdict(), "dict"), (batch, "Tensor"), (tuple(state), "tuple")):
         with pytest.raises(TypeError, match=rf"takes \(state, batch\), .* got a {words} first"):
             step(wrong, batch)  # pyright: ignore[reportArgumentType]
 
 
-@EACH_MODE
-def test_inference_mode_is_refused(mode: str) -> None:
-    step = mlp_step(**MODES[mode])
-    state, batch = step.init(), numbers(4, 6)
+def test_inference_mode_is_refused() -> None:
+    step, batch = step_of("mlp")
+    state = step.init()
     with torch.inference_mode(), pytest.raises(ValueError, match="call it outside of torch.inference_mode"):
         step(state, batch)
     with torch.inference_mode():
@@ -366,9 +286,8 @@ def test_inference_mode_is_refused(mode: str) -> None:
     assert same_bits(step(inside, batch), step(state, batch))
 
 
-@EACH_MODE
-def test_nothing_to_train_is_an_error(mode: str) -> None:
+def test_nothing_to_train_is_an_error() -> None:
     pnet = nn.Sequential(nn.Linear(6, 3)).double().requires_grad_(False)
-    step = gb.make_train_step(gb.make_plan(pnet, exclude=["."]), pnet, loss_fn, SGD, **MODES[mode])
+    step = gb.make_train_step(gb.make_plan(pnet, exclude=["."]), pnet, loss_fn, SGD)
     with pytest.raises(ValueError, match="does not depend on any trained leaf: there is none"):
         step(step.init(), numbers(4, 6))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +55,6 @@ def test_a_p_net_that_was_cast_after_its_plan_was_made_is_refused() -> None:
         pnet.float()
 
 
-def test_a_genome_of_inference_mode_can_be_trained() -> None:
-    step, batch = step_of("mlp")
-    with torch.inference_mode():
-        state = step.init(0)
-    assert same_bits(step(state, batch), step(step.init(0), batch))
-
-
 def test_a_buffer_that_no_file_holds_is_refused_before_it_is_trained() -> None:
     pnet = mlp()
     pnet.register_buffer("counts", torch.zeros(3, dtype=torch.uint16))
@@ -71,8 +63,6 @@ def test_a_buffer_that_no_file_holds_is_refused_before_it_is_trained() -> None:
 
 
 def test_an_aux_whose_tensors_are_not_seen_is_refused() -> None:
-    """They would keep the step's graph."""
-
     class Hidden:
         def __init__(self, out: Tensor) -> None:
             self.out = out
@@ -146,28 +136,6 @@ def test_a_buffer_that_a_forward_gives_another_dtype_is_refused() -> None:
     step = gb.make_train_step(gb.make_plan(pnet), pnet, loss_fn, SGD)
     with pytest.raises(ValueError, match="buffer 'count' the dtype torch.float32, and the state has torch.int64"):
         step(step.init(), torch.randn(5, 4))
-
-
-def test_a_state_without_its_buffers_is_refused() -> None:
-    step, batch = step_of("conv_bn")
-    with pytest.raises(ValueError, match="the genome does not fit the plan: missing .*running_mean"):
-        step(step.init()._replace(buffers={}), batch)
-
-
-def test_checkpoints_inside_of_the_net_and_around_it_are_right() -> None:
-    class Inside(nn.Sequential):
-        def forward(self, input: Tensor) -> Tensor:
-            return checkpoint(super().forward, input, use_reentrant=False)
-
-    def around(net: Callable[..., Tensor], batch: Tensor) -> Tensor:
-        return loss_fn(lambda x: checkpoint(net, x, use_reentrant=False), batch)
-
-    pnet = ZOO["dropout"].pnet()
-    plan, batch = gb.make_plan(pnet, gb.periodic(2)), ZOO["dropout"].batch()
-    plain, saving = (gb.make_train_step(plan, pnet, loss, SGD) for loss in (loss_fn, around))
-    inside = gb.make_train_step(plan, Inside(*pnet.children()), loss_fn, SGD)
-    for step in (saving, inside):
-        torch.testing.assert_close(step(step.init(), batch), plain(plain.init(), batch))
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")

@@ -75,15 +75,11 @@ def test_microbatches_are_equal_and_make_up_the_batch(n: int, each: int, shape: 
 
 
 class Picky(UserDict):
-    """A mapping whose constructor takes something else."""
-
     def __init__(self, size: int) -> None:
         super().__init__(x=torch.arange(size))
 
 
 class Output(OrderedDict):
-    """Like Hugging Face's ModelOutput: an ordered dict whose keys are attributes too."""
-
     def __getattr__(self, name: str) -> Any:
         return self[name]
 

@@ -16,7 +16,6 @@ RATE = 0.1
 
 
 def trained(module: nn.Module, batch: Any, steps: int = 3, loss: Callable[..., Any] = loss_fn) -> list[Tensor]:
-    """Losses of a plain loop with torch's SGD."""
     optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=RATE)
     losses = []
     for _ in range(steps):
@@ -29,8 +28,6 @@ def trained(module: nn.Module, batch: Any, steps: int = 3, loss: Callable[..., A
 
 
 class Pretrained(nn.Module):
-    """An embedding, a convolution with a batch norm, linear layers, and a head of three classes."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, 8)
@@ -41,7 +38,6 @@ class Pretrained(nn.Module):
         self.classifier = nn.Linear(8, 3)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[B, T] -> [B, 3]."""
         hidden = self.embedding(tokens)
         hidden = hidden + self.norm(self.conv(hidden.unsqueeze(1))).mean(1)
         hidden = hidden + self.value(torch.tanh(self.query(hidden)))
@@ -49,7 +45,6 @@ class Pretrained(nn.Module):
 
 
 def pretrained(seed: int = 0) -> nn.Module:
-    """Always the same one, in evaluation mode, with running statistics that are not those of a fresh one."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         pnet = Pretrained()
@@ -58,19 +53,16 @@ def pretrained(seed: int = 0) -> nn.Module:
 
 
 def tokens(rows: int = 6) -> Tensor:
-    """A batch."""
     return torch.randint(0, 11, (rows, 5), generator=torch.Generator().manual_seed(2))
 
 
 def moved(genome: gb.Genome, amount: float = 0.3, seed: int = 3) -> gb.Genome:
-    """A genome some way from its start, where all deltas are zero."""
     draw = torch.Generator().manual_seed(seed)
     add: Any = lambda x: x + amount * torch.randn(x.shape, generator=draw).to(x) if x.is_floating_point() else x  # noqa: E731
     return gb.Genome(tree_map(add, genome.gnets), tree_map(add, genome.direct), genome.buffers)
 
 
 def adapter(hypernet: Any = None, **options: Any) -> tuple[nn.Module, gb.Plan, gb.Genome]:
-    """The network, the plan of its adapter, and a genome whose deltas are not zero."""
     pnet = pretrained()
     hypernet = gb.low_rank(2) if hypernet is None else hypernet
     options = {"target_modules": ["query", "value", "conv", "embedding"], "modules_to_save": ["classifier"], **options}

@@ -12,8 +12,6 @@ import gbfunc as gb
 
 
 class Coder(nn.Module):
-    """An encoder with batch norm and dropout, layers in a list and in a dictionary, a method and a configuration."""
-
     steps: Tensor
 
     def __init__(self) -> None:
@@ -42,7 +40,6 @@ class Coder(nn.Module):
 
 
 def made(make: Callable[[], nn.Module], hypernet: Any = None, **options: Any) -> tuple[nn.Module, gb.Plan]:
-    """A p-net in float64 and a plan of several tiles."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         pnet = make().double()

@@ -43,7 +43,6 @@ class Answer(NamedTuple):
 
 
 def flat_leaves(genome: Any, pnet: nn.Module) -> dict[str, Tensor]:
-    """Every trained leaf of a genome, by name."""
     parameters = dict(pnet.named_parameters())
     flat = {f"gnets/{e}/{k}": leaf for e, leaves in genome.gnets.items() for k, leaf in leaves.items()}
     return flat | {f"direct/{k}": v for k, v in genome.direct.items() if parameters[k].requires_grad}
@@ -52,7 +51,6 @@ def flat_leaves(genome: Any, pnet: nn.Module) -> dict[str, Tensor]:
 def step_answer(
     plan: gb.Plan, pnet: nn.Module, loss_fn: LossFn, batch: Tensor, *, seed: int = 0, **options: Any
 ) -> Answer:
-    """Loss, gradients and buffers of one `train_step`, through the public interface alone."""
     step = gb.make_train_step(plan, pnet, loss_fn, READ_GRADIENTS, **options)
     start = step.init(seed)
     if plan.base is not None:
@@ -75,7 +73,6 @@ def moved_deltas(plan: gb.Plan, gnets: Any) -> Any:
 
 
 def weights_of(plan: gb.Plan, genome: gb.Genome, pnet: nn.Module) -> dict[str, Tensor]:
-    """All parameters: what is generated alone, and where the plan has a base, the sum with it."""
     if plan.base is None:
         return gb.generate(plan, genome)
     alone = gb.Plan(tuple(replace(t, base=False) for t in plan.tensors), plan.buffers)
@@ -114,7 +111,6 @@ def dense_answer(
 
 
 def _sum(gradients: list[Tensor | None]) -> Tensor | None:
-    """Sum over microbatches; None where the weight is used in none of them."""
     found = [g for g in gradients if g is not None]
     return torch.stack(found).sum(0) if found else None
 
@@ -122,7 +118,6 @@ def _sum(gradients: list[Tensor | None]) -> Tensor | None:
 def _loss_on(
     pnet: nn.Module, weights: Mapping[str, Tensor], buffers: dict[str, Tensor], loss_fn: LossFn, batch: Tensor
 ) -> Tensor:
-    """The loss of one microbatch; `buffers` is updated, without graph."""
     tensors = {**weights, **buffers}
     out = loss_fn(lambda *args, **kwargs: functional_call(pnet, tensors, args, kwargs), batch)
     buffers.update({k: tensors[k].detach() for k in buffers})
@@ -130,8 +125,6 @@ def _loss_on(
 
 
 def assert_same(actual: Answer, expected: Answer, tolerance: float = 1e-9) -> None:
-    """Compare loss, every gradient (on the scale of the largest) and every buffer."""
-
     def close(name: str, found: Tensor, target: Tensor, scale: float = 1.0) -> None:
         torch.testing.assert_close(
             found, target, rtol=tolerance, atol=tolerance * scale, msg=lambda text: f"{name}: {text}"

@@ -51,7 +51,6 @@ def make_factors(grid: TileGrid, k: int, seed: int, dtype: torch.dtype = torch.f
 def make_form(
     kind: str, name: str, shape: tuple[int, ...], grid: TileGrid, transposed: bool = False, rank: int | None = None
 ) -> WeightForm:
-    """A form of one of `KINDS` with the inputs left and right; with a rank, factors are used where they pay."""
     if kind == "factored":
         return FactoredWeight(name, shape, grid, rank or 1, transposed, auto=rank is not None)
 
@@ -105,7 +104,6 @@ Cuts = Mapping[str, tuple[int, int]]
 
 
 def on_form(kind: str, module: nn.Module, cuts: Cuts, *, k: int = 2, auto: bool = False) -> Formed:
-    """A module whose named weights are made of factors of rank k: "dense", or one of `KINDS`."""
     forms: dict[str, WeightForm] = {}
     leaves: dict[str, Tensor] = {}
     made: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
@@ -140,7 +138,6 @@ def on_form(kind: str, module: nn.Module, cuts: Cuts, *, k: int = 2, auto: bool 
 
 
 def outputs_and_gradients(formed: Formed, use: Callable[..., Any], *inputs: Tensor) -> tuple[list[Tensor], list[Any]]:
-    """What `use(net, *inputs)` returns, and the gradients of the leaves and of the inputs that are real numbers."""
     inputs = tuple(x.detach().requires_grad_() if x.is_floating_point() else x for x in inputs)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(1)  # dropout
@@ -154,7 +151,6 @@ def outputs_and_gradients(formed: Formed, use: Callable[..., Any], *inputs: Tens
 def assert_equals_dense(
     kind: str, module: nn.Module, cuts: Cuts, use: Callable[..., Any], *inputs: Tensor, k: int = 2, auto: bool = False
 ) -> Formed:
-    """Equal values, layout in memory and gradients with a form and with the dense weight."""
     expected, targets = outputs_and_gradients(on_form("dense", module, cuts, k=k), use, *inputs)
     formed = on_form(kind, module, cuts, k=k, auto=auto)
     actual, gradients = outputs_and_gradients(formed, use, *inputs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.func import grad, hessian, jacrev, jvp, vmap
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gbfunc.hypernets.kernels import native, relu_matrix
 from gbfunc.tiling import TileGrid, join_tiles
 from gbfunc.types import Kernel
+from tests.support.live import LiveBytes
 
 NEEDS_COMPILER = pytest.mark.skipif(
     not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler on the path"
@@ -39,7 +38,6 @@ def inputs_of(
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
 ) -> Inputs:
-    """X, Y, U, V, u, v and b of the tiles of a grid, the leaves with gradients."""
     generator, tiles, (p, q) = torch.Generator().manual_seed(seed), grid.n_tiles, widths
     n = 1 if shared else tiles
     shapes = ((n, grid.tile_rows, p), (n, grid.tile_cols, q), (tiles, p, hidden), (tiles, q, hidden), (tiles, hidden))
@@ -48,13 +46,11 @@ def inputs_of(
 
 
 def definition(grid: TileGrid, X: Tensor, Y: Tensor, U: Tensor, V: Tensor, u: Tensor, v: Tensor, b: Tensor) -> Tensor:
-    """The matrix by the definition of its weights."""
     pre = (X @ U + u[..., None, :])[..., :, None, :] + (Y @ V)[..., None, :, :]
     return join_tiles((pre.relu() * v[..., None, None, :]).sum(-1) + b[..., None, None], grid)
 
 
 def with_gradients(fn: Callable[..., Tensor], inputs: Inputs) -> list[Tensor]:
-    """The matrix and the gradients of all inputs that have one."""
     matrix = fn(*inputs)
     g = ((torch.arange(matrix.numel()) % 9 - 4) / 4).reshape(matrix.shape).to(matrix)  # exact in half precisions
     leaves = [x for x in inputs if x.requires_grad]
@@ -62,12 +58,10 @@ def with_gradients(fn: Callable[..., Tensor], inputs: Inputs) -> list[Tensor]:
 
 
 def found(kernel: Kernel, grid: TileGrid, inputs: Inputs) -> list[Tensor]:
-    """The matrix of a kernel, and its gradients."""
     return with_gradients(lambda *x: relu_matrix(*x, grid=grid, kernel=kernel), inputs)
 
 
 def expected(grid: TileGrid, inputs: Inputs) -> list[Tensor]:
-    """The matrix by its definition in float64, and its gradients."""
     exact = tuple(x.detach().double().requires_grad_(x.requires_grad) for x in inputs)
     return with_gradients(lambda *x: definition(grid, *x), exact)
 
@@ -80,7 +74,6 @@ def assert_alike(found: list[Tensor], expected: list[Tensor], tolerance: float) 
 
 
 def compile_kernels(init_method: str) -> bool:
-    """Compile in one of several processes at once."""
     return native.is_available()
 
 
@@ -114,7 +107,6 @@ FIRST_ORDER = ("vmap", "grad", "vmap of grad", "grad of vmap")
 
 
 def transformed(name: str, grid: TileGrid, kernel: Kernel | None, compiler: Callable[..., Any] = lambda f: f) -> Any:
-    """A transform of the squared matrix of a kernel, or of the definition."""
     X, Y, *leaves = (x.detach() for x in inputs_of(grid, 2))
 
     def objective(*leaves: Tensor) -> Tensor:
@@ -130,30 +122,7 @@ def assert_trees_close(found: Any, expected: Any) -> None:
         torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
 
 
-class LiveBytes(TorchDispatchMode):
-    """Counts the memory of the tensors that operations make, and its peak."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self.seen: dict[int, int] = {}
-
-    def _freed(self, pointer: int) -> None:
-        self.live -= self.seen.pop(pointer)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in self.seen:
-                storage = x.untyped_storage()
-                self.seen[storage.data_ptr()] = storage.nbytes()
-                self.live += storage.nbytes()
-                self.peak = max(self.peak, self.live)
-                weakref.finalize(storage, self._freed, storage.data_ptr())
-        return out
-
-
 def peak_of(run: Callable[[], Any]) -> int:
-    with LiveBytes() as counter:
+    with LiveBytes(1) as counter:
         run()
     return counter.peak

@@ -29,7 +29,6 @@ class LiveBytes(TorchDispatchMode):
         self._seen: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and count."""
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, list | tuple) else (result,):
             # Absent tensors of a pipeline have a size, and no memory.

@@ -23,7 +23,6 @@ STEPS = 3
 
 
 def by_ddp(module: gb.GenomeModule, share: Tensor) -> tuple[list[Tensor], list[int], gb.Genome]:
-    """This rank's losses, numbers sent by each all-reduce of a gradient, and the genome at the end."""
     ddp, sent = DistributedDataParallel(module), []
 
     def count(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # pyright: ignore
@@ -36,7 +35,6 @@ def by_ddp(module: gb.GenomeModule, share: Tensor) -> tuple[list[Tensor], list[i
 
 
 def by_step(plan: gb.Plan, pnet: nn.Module, share: Tensor, mesh: Mesh) -> tuple[list[Tensor], gb.TrainState]:
-    """Losses over the global batch, and the state at the end."""
     step = gb.make_train_step(plan, pnet, loss_fn, gb.torch_optimizer(torch.optim.SGD, lr=RATE), mesh=mesh)
     state, losses = step.init(0), []
     for _ in range(STEPS):
@@ -46,7 +44,6 @@ def by_step(plan: gb.Plan, pnet: nn.Module, share: Tensor, mesh: Mesh) -> tuple[
 
 
 def by_fsdp(plan: gb.Plan, pnet: nn.Module, share: Tensor) -> gb.Genome:
-    """The genome at the end, right after a step; a layer is sharded by itself, as blocks are."""
     mesh = init_device_mesh("cpu", (2,))
     module = gb.GenomeModule(plan, pnet)
     fully_shard(next(iter(module.children())), mesh=mesh)
@@ -56,7 +53,6 @@ def by_fsdp(plan: gb.Plan, pnet: nn.Module, share: Tensor) -> gb.Genome:
 
 
 def case(name: str) -> tuple[nn.Module, gb.Plan, Tensor]:
-    """An animal of the zoo, or a pretrained p-net with a genome beside it, and a batch."""
     if name == "adapter":
         pnet, plan, _ = adapter()
         return pnet, plan, tokens(8)
@@ -65,7 +61,6 @@ def case(name: str) -> tuple[nn.Module, gb.Plan, Tensor]:
 
 
 def run(init_method: str) -> dict[str, Any]:
-    """Of each animal: losses of both ways, numbers sent, trained numbers, and both genomes."""
     found = {}
     with gb.mesh(data=2, init_method=init_method, timeout=30 * PATIENCE) as mesh:
         for name in NAMES:

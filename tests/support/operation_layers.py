@@ -16,7 +16,6 @@ from torch.nn.utils import parametrizations, parametrize
 
 from tests.support.operations import Forward, Operation, loss_of, quietly
 
-ANY_ERROR = (ValueError, RuntimeError, TypeError, NotImplementedError)
 INCLUDE = {"include": ["weight"]}
 
 
@@ -25,13 +24,10 @@ def call(net: Any, x: Tensor) -> Any:
 
 
 def layer(make: Callable[[], nn.Module], *shape: int, use: Forward = call, **options: Any) -> Operation:
-    """A p-net of one layer."""
     return Operation(use, lambda: {"a": make()}, shape or (6,), **options)
 
 
 def pair(use: Forward, change: Callable[[Any], Any] | None = None, **options: Any) -> Operation:
-    """Linear layers of equal shape, of which something is made before the p-net is planned."""
-
     def make() -> Mapping[str, nn.Module]:
         layers = nn.ModuleDict({"a": nn.Linear(6, 6), "b": nn.Linear(6, 6)})
         if change is not None:
@@ -45,17 +41,12 @@ def chain(net: Any, x: Tensor) -> Tensor:
     return net.b(net.a(x).tanh())
 
 
-# --- layers that are not quite stock ---------------------------------------------------------------------------------
-
-
 class Scaled(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input, self.weight * 2, self.bias)
 
 
 class Named(nn.Linear):
-    """A subclass with the stock forward and more beside it."""
-
     def doubled(self, x: Tensor) -> Tensor:
         return self(x) * 2
 
@@ -72,8 +63,6 @@ class Masked(nn.Linear):
 
 
 class Bare(nn.Module):
-    """Weights that belong to no layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(5, 6))
@@ -84,15 +73,6 @@ class Bare(nn.Module):
         for weight in self.more:
             h = (h @ weight).tanh()
         return h
-
-
-class Script(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(6, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.inner(x))
 
 
 def patched(make: Callable[[nn.Linear], Callable[..., Tensor]]) -> nn.Linear:
@@ -170,9 +150,6 @@ def _cached(net: Any, x: Tensor) -> Tensor:
         return net.a(x) + net.a(-x).tanh() + x @ net.a.weight.t()
 
 
-# --- several layers: what is shared, walked through, and kept --------------------------------------------------------
-
-
 def _tie(layers: Any) -> None:
     layers["b"].weight = layers["a"].weight
 
@@ -241,7 +218,6 @@ def _gradient_penalty(net: Callable[..., Any], batch: Tensor) -> Tensor:
 
 
 def _triple(m: nn.Module, *gradients: Any) -> Any:
-    """A hook that triples the gradient it may change, which comes first."""
     return (gradients[0][0] * 3,)
 
 
@@ -250,21 +226,18 @@ SEVERAL: Mapping[str, Operation] = {
     "backward_pre_hook": pair(chain, lambda layers: layers["b"].register_full_backward_pre_hook(_triple)),
     "tied_layers": pair(chain, _tie),
     "tied_and_read": pair(lambda net, x: chain(net, x) @ net.b.weight, _tie),
-    "tied_transposed": pair(lambda net, x: F.linear(net.a(x).tanh(), net.a.weight.t(), net.b.bias)),
     "same_layer_twice": pair(lambda net, x: net.a(net.a(x).tanh())),
     "same_layer_two_names": pair(chain, lambda layers: layers.update({"b": layers["a"]})),
     "recurrent": pair(_recurrent),
     "other_layers_weight": pair(lambda net, x: F.linear(net.a(x), net.a.weight + net.b.weight, net.b.bias)),
     "parameters": pair(_penalised),
     "named_parameters": pair(_named_penalty),
-    "parameter_count": pair(lambda net, x: chain(net, x) * sum(p.numel() for p in net.parameters())),
     "parameter_names": pair(_by_names),
     "parameters_to_vector": pair(lambda net, x: (chain(net, x), nn.utils.parameters_to_vector(net.parameters()).sin())),
     "state_dict": pair(_by_state_dict),
     "apply": pair(_visit),
     "modules_isinstance": pair(_isinstance),
     "deepcopied_net": pair(lambda net, x: chain(net, x) + chain(copy.deepcopy(net), x), may_refuse=True),
-    "layer_attributes": pair(lambda net, x: chain(net, x[:, : net.a.in_features]) * net.b.out_features),
     # A second microbatch reads what the first one left, which is refused.
     "state_between_calls": pair(_remembers, unseeded=_twice, may_refuse=True),
     "weight_kept_on_module": pair(_keeps_weight, unseeded=_twice),
@@ -274,10 +247,6 @@ SEVERAL: Mapping[str, Operation] = {
     "net_under_vmap": pair(chain, unseeded=lambda net, batch: loss_of(torch.vmap(net)(batch))),
     "net_under_jvp": pair(chain, unseeded=lambda net, batch: loss_of(torch.func.jvp(net, (batch,), (batch.cos(),)))),
     "net_under_jacrev": pair(chain, unseeded=lambda net, batch: loss_of(torch.vmap(torch.func.jacrev(net))(batch))),
-    "weight_from_the_net": pair(
-        lambda net, x, penalty=False: net.a.weight.square().sum() if penalty else chain(net, x),
-        unseeded=lambda net, batch: loss_of(net(batch)) + net(batch, penalty=True),
-    ),
     "train_flag": pair(lambda net, x: chain(net, x) * (2 if net.a.training else 3)),
     "frozen_bias": pair(chain, lambda layers: layers["a"].bias.requires_grad_(False)),
     "frozen_weight": pair(chain, lambda layers: layers["a"].weight.requires_grad_(False)),

@@ -26,17 +26,12 @@ Array = NDArray[Any]
 Leaves = Mapping[str, Array]
 
 
-# --- codes ---------------------------------------------------------------------------------------------------------
-
-
 def bits(index: int, n: int) -> list[float]:
-    """Bits of `index`, as +-1, as many as n things need."""
     width = math.ceil(math.log2(n)) if n > 1 else 0
     return [1.0 if c == "1" else -1.0 for c in format(index, f"0{width}b")] if width else []
 
 
 def code(encoding: dict[str, Any], n: int, index: int) -> list[float]:
-    """Code of one position on an axis of n, from the JSON form of the encoding."""
     match encoding["type"]:
         case "binary":
             return bits(index, n)
@@ -71,19 +66,15 @@ def code(encoding: dict[str, Any], n: int, index: int) -> list[float]:
 
 
 def is_local(encoding: dict[str, Any]) -> bool:
-    """Whether the code numbers positions within a tile."""
     return (
         is_local(encoding["channels"]) if encoding["type"] == "per_axis" else encoding["type"] not in ("grid", "table")
     )
 
 
 def tile_code(encoding: Encoding, n: int, tile: int, block: int, i: int) -> list[float]:
-    """Code of row (or column) i of the block-th tile along an axis of n."""
     data = encoding.to_json()
     return code(data, tile, i) if is_local(data) else code(data, n, block * tile + i)
 
-
-# --- g-nets --------------------------------------------------------------------------------------------------------
 
 ACTIVATIONS: Mapping[str, Callable[[float], float]] = {
     "relu": lambda x: max(x, 0.0),
@@ -172,7 +163,6 @@ WEIGHTS: Mapping[str, Callable[..., float]] = {
 
 
 def tile(hypernet: Hypernet, leaves: Leaves, rows: Array, cols: Array, noise: Leaves | None = None) -> Array:
-    """A tile [r, c] of one g-net from the codes of its rows [r, p] and columns [c, q]."""
     weight = WEIGHTS[hypernet.type]
     out = np.zeros((len(rows), len(cols)))
     for i, j in np.ndindex(out.shape):
@@ -180,11 +170,7 @@ def tile(hypernet: Hypernet, leaves: Leaves, rows: Array, cols: Array, noise: Le
     return out
 
 
-# --- tensors -------------------------------------------------------------------------------------------------------
-
-
 def position(kind: str, shape: tuple[int, ...], matrix: MatrixDims, part: int, y: int, x: int) -> tuple[int, ...]:
-    """Where entry (y, x) of the part-th matrix stands in the tensor."""
     match kind:
         case "transposed_linear":
             return (x, y)

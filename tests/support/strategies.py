@@ -18,17 +18,14 @@ from gbfunc.hypernets import Hypernet
 
 
 def linear_end(width: int) -> nn.Module:
-    """A g-net module that ends in a linear layer."""
     return nn.Sequential(nn.Linear(width, 5), nn.Tanh(), nn.Linear(5, 1))
 
 
 def bounded_end(width: int) -> nn.Module:
-    """A g-net module whose last layer with weights is not its end."""
     return nn.Sequential(nn.Linear(width, 5), nn.Tanh(), nn.Linear(5, 1), nn.Tanh())
 
 
 def all_linear(width: int) -> nn.Module:
-    """A g-net module that is nothing but a linear layer."""
     return nn.Linear(width, 1)
 
 
@@ -86,25 +83,21 @@ ALL_EXAMPLES = [h for examples in EXAMPLES.values() for h in examples]
 
 
 def matrices(most: int = 40) -> st.SearchStrategy[tuple[int, int]]:
-    """Rows and columns."""
     side = st.integers(1, most)
     return st.tuples(side, side)
 
 
 def max_tiles(most: int = 45) -> st.SearchStrategy[int | tuple[int, int] | None]:
-    """Largest tiles in every form."""
     side = st.integers(1, most)
     return st.one_of(st.none(), side, st.tuples(side, side))
 
 
 def divisors(n: int) -> list[int]:
-    """Divisors of n."""
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
 @st.composite
 def grid_dims(draw: st.DrawFn, n: int) -> tuple[int, ...]:
-    """Axis lengths whose product is n."""
     dims = []
     while n > 1 and len(dims) < 3 and draw(st.booleans()):
         dims.append(draw(st.sampled_from(divisors(n))))
@@ -114,7 +107,6 @@ def grid_dims(draw: st.DrawFn, n: int) -> tuple[int, ...]:
 
 @st.composite
 def encodings(draw: st.DrawFn, n: int, nested: bool = True) -> Encoding:
-    """Any encoding that fits an axis of n."""
     simple = {"binary": gb.binary, "gray": gb.gray, "one_hot": gb.one_hot}
     kind: str = draw(st.sampled_from([*simple, "grid", "table", *(["per_axis"] if nested else [])]))
     if kind == "table":
@@ -131,15 +123,12 @@ def encodings(draw: st.DrawFn, n: int, nested: bool = True) -> Encoding:
 
 
 class LayerCase(NamedTuple):
-    """A layer with the weight that is looked at, and the kind that should claim it."""
-
     module: nn.Module
     attribute: str
     kind: str
 
     @property
     def weight(self) -> Tensor:
-        """The weight."""
         return getattr(self.module, self.attribute).detach()
 
 
@@ -152,7 +141,6 @@ def _convolution(transposed: bool, sizes: Sequence[int], kernel: Sequence[int], 
 
 @st.composite
 def layers(draw: st.DrawFn) -> LayerCase:
-    """A layer of any kind and an odd shape."""
     torch.default_generator.manual_seed(draw(st.integers(0, 99)))
     small = st.integers(1, 6)
     kind = draw(
@@ -192,7 +180,6 @@ def layers(draw: st.DrawFn) -> LayerCase:
 
 @st.composite
 def mlps(draw: st.DrawFn, most: int = 120) -> nn.Sequential:
-    """Multilayer perceptrons of one to three linear layers."""
     torch.default_generator.manual_seed(draw(st.integers(0, 99)))
     sizes = draw(st.lists(st.integers(1, most), min_size=2, max_size=4))
     modules: list[nn.Module] = []
@@ -203,7 +190,6 @@ def mlps(draw: st.DrawFn, most: int = 120) -> nn.Sequential:
 
 @st.composite
 def convnets(draw: st.DrawFn, most: int = 24) -> nn.Sequential:
-    """Two convolutions with batch norm and a linear head."""
     torch.default_generator.manual_seed(draw(st.integers(0, 99)))
     a, b, groups = draw(st.integers(1, most)), draw(st.integers(1, most)), draw(st.integers(1, 2))
     return nn.Sequential(
@@ -216,5 +202,4 @@ def convnets(draw: st.DrawFn, most: int = 24) -> nn.Sequential:
 
 
 def pnets() -> st.SearchStrategy[nn.Module]:
-    """Small p-nets."""
     return st.one_of(mlps(), convnets())

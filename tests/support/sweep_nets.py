@@ -19,8 +19,6 @@ from tests.support.zoo import ZOO, Animal
 
 
 class Residual(nn.Module):
-    """A residual network with batch normalisation, whose shortcut is a 1 x 1 convolution."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm = nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
@@ -33,8 +31,6 @@ class Residual(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    """Encodes a sequence and decodes its reverse, under a causal mask."""
-
     mask: Tensor
 
     def __init__(self) -> None:
@@ -49,8 +45,6 @@ class EncoderDecoder(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A recurrent layer and a head on its last output."""
-
     def __init__(self, layer: Callable[..., nn.Module]) -> None:
         super().__init__()
         self.layer, self.head = layer(3, 4, batch_first=True), nn.Linear(4, 2)
@@ -60,8 +54,6 @@ class Recurrent(nn.Module):
 
 
 class Logits(nn.Module):
-    """GPT-2 of Hugging Face, without what it wraps its output in."""
-
     def __init__(self) -> None:
         super().__init__()
         transformers = pytest.importorskip("transformers")
@@ -76,8 +68,6 @@ class Logits(nn.Module):
 
 
 class ReadByFunction(nn.Module):
-    """One weight goes through a Function of the user, one through its layer, one through both."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.both, self.last = nn.Linear(6, 5), nn.Linear(5, 5), nn.Linear(5, 3)
@@ -88,8 +78,6 @@ class ReadByFunction(nn.Module):
 
 
 class ReadByScript(nn.Module):
-    """One weight goes through a scripted function."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(6, 5), nn.Linear(5, 3)
@@ -99,8 +87,6 @@ class ReadByScript(nn.Module):
 
 
 class PartlyComplex(nn.Module):
-    """A real layer, and a complex one, which no g-net generates."""
-
     def __init__(self) -> None:
         super().__init__()
         self.real, self.complex = nn.Linear(6, 5), nn.Linear(5, 3, dtype=torch.complex64)
@@ -111,8 +97,6 @@ class PartlyComplex(nn.Module):
 
 
 class Shared(nn.Module):
-    """Layers in nested containers; one of them stands in two places, and one weight in two layers."""
-
     def __init__(self) -> None:
         super().__init__()
         common = nn.Linear(6, 6)
@@ -172,7 +156,6 @@ TOLERANCE = MappingProxyType({"bfloat16": 0.03, "complex": 1e-5})
 
 
 def small_module(width: int) -> nn.Module:
-    """A g-net that the user wrote."""
     return nn.Sequential(nn.Linear(width, 3), nn.Tanh(), nn.Linear(3, 1))
 
 
@@ -210,8 +193,6 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 class Setting(NamedTuple):
-    """A p-net, a hypernetwork and a tiling: one plan."""
-
     net: str
     hypernet: str
     tiling: int
@@ -222,12 +203,10 @@ class Setting(NamedTuple):
         return f"{self.net}-{self.hypernet}-{words}"
 
     def pnet(self) -> nn.Module:
-        """The p-net, in float64 unless it is about its dtype; every call gives the same values."""
         pnet = NETS[self.net].pnet()
         return pnet if self.net == "bfloat16" else pnet.double()
 
     def plan(self, pnet: nn.Module) -> gb.Plan:
-        """The plan."""
         options: dict[str, Any] = {"hypernet": HYPERNETS[self.hypernet](), "max_tile": TILINGS[self.tiling]}
         if self.hypernet == "constant":
             first = next(name for name, p in pnet.named_parameters() if p.ndim > 1)
@@ -235,12 +214,10 @@ class Setting(NamedTuple):
         return NETS[self.net].plan(pnet, **options)
 
     def batch(self) -> Tensor:
-        """Inputs."""
         return NETS[self.net].batch(torch.bfloat16 if self.net == "bfloat16" else torch.float64)
 
     @property
     def tolerance(self) -> float:
-        """Largest difference from the oracle."""
         return TOLERANCE.get(self.net, 1e-9)
 
 
@@ -248,7 +225,6 @@ SETTINGS = [Setting(*names) for names in itertools.product(NETS, HYPERNETS, rang
 
 
 def sample(each: int) -> list[tuple[Setting, str]]:
-    """`each` cases of every p-net, in which every hypernetwork, tiling and set of options comes as often as it can."""
     draw = random.Random(0)
 
     def deck(cards: Any) -> Any:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 
 def copy_tree(tree: Any) -> Any:
-    """The same tree with tensors of its own."""
     return optree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, tree)
 
 
@@ -30,12 +29,10 @@ def _same(x: Any, y: Any) -> bool:
 
 
 def bytes_of(x: Tensor) -> bytes:
-    """What a tensor holds, in order."""
     return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def photograph(module: nn.Module) -> Any:
-    """All that must not change in a module that is only looked at: tensors, gradients, flags, attributes."""
     tensors = [
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),

@@ -27,5 +27,4 @@ needs_pipelines = pytest.mark.skipif(
 
 
 def with_pipelines(names: Iterable[str], *words: str) -> list[Any]:
-    """Parameters of a test, of which those with one of these words in their names need pipelines."""
     return [pytest.param(n, marks=[needs_pipelines] if any(w in n for w in words) else []) for n in names]

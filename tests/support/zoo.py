@@ -39,7 +39,6 @@ class Animal(NamedTuple):
     train: bool = True
 
     def pnet(self, seed: int = 0) -> nn.Module:
-        """The p-net; the same seed gives the same one."""
         with torch.random.fork_rng(devices=[]):
             # Not `torch.manual_seed`, which formats three stacks for accelerators that are not there.
             torch.default_generator.manual_seed(seed)
@@ -47,11 +46,9 @@ class Animal(NamedTuple):
         return pnet if any(p.is_meta for p in pnet.parameters()) else pnet.to(DEVICE)
 
     def plan(self, pnet: nn.Module, **changes: Any) -> gb.Plan:
-        """Its plan: small g-nets, several tiles a matrix."""
         return gb.make_plan(pnet, **{"hypernet": gb.periodic(2), "max_tile": 4, **self.options, **changes})
 
     def batch(self, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-        """Inputs: [BATCH, *shape]."""
         draw = torch.Generator().manual_seed(seed)
         if self.tokens:
             return torch.randint(0, self.tokens, (BATCH, *self.shape), generator=draw).to(DEVICE)
@@ -81,8 +78,6 @@ class SelfAttention(nn.Module):
 
 
 class Tied(nn.Module):
-    """A language model whose output layer is its embedding."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, 6)
@@ -146,7 +141,6 @@ def on_meta() -> nn.Module:
 
 
 def own_codes(n: int) -> Tensor:
-    """Codes of n units in two kinds: the kind, and a number of their own."""
     return torch.stack([torch.arange(n) % 2 * 2.0 - 1, torch.linspace(-1.7, 1.7, n)], 1)
 
 
@@ -198,26 +192,22 @@ BUFFERS_ONLY = Animal(lambda: nn.BatchNorm1d(6, affine=False))
 
 
 def dtype_of(pnet: nn.Module) -> torch.dtype:
-    """Dtype of a p-net's parameters."""
     return next((p.dtype for p in pnet.parameters()), torch.float32)
 
 
 def genome_of(animal: Animal, seed: int = 0) -> tuple[nn.Module, gb.Plan, gb.Genome]:
-    """A p-net with its plan and a fresh genome."""
     pnet = animal.pnet()
     plan = animal.plan(pnet)
     return pnet, plan, gb.init_genome(plan, pnet, seed)
 
 
 def small(hypernet: Hypernet) -> tuple[nn.Module, gb.Plan, gb.Genome]:
-    """A float64 p-net of two layers in several tiles, with g-nets of one type."""
     pnet = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
     plan = gb.make_plan(pnet, hypernet, max_tile=(3, 3), include=["0.bias"])
     return pnet, plan, gb.init_genome(plan, pnet, 1)
 
 
 def noise_of(plan: gb.Plan) -> Any:
-    """Noise for a plan's stochastic g-nets."""
     return gb.sample_noise(plan, torch.Generator().manual_seed(5), torch.zeros((), dtype=plan.dtype))
 
 
@@ -225,7 +215,6 @@ SGD = gb.torch_optimizer(torch.optim.SGD, lr=0.1)
 
 
 def step_of(name: str, loss: Any = loss_fn, optimizer: Optimizer = SGD, **options: Any) -> tuple[TrainStep, Tensor]:
-    """A training step for an animal, and a batch."""
     pnet = ZOO[name].pnet()
     step = gb.make_train_step(ZOO[name].plan(pnet), pnet, loss, optimizer, **options)
     return step, ZOO[name].batch(dtype_of(pnet))
