@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.formats import genome_file_bytes
-from gbfunc.generate import generate_piece
 from tests.support.dense_oracle import assert_same, dense_answer, moved_deltas, step_answer, weights_of
 from tests.support.sweep_nets import HYPERNETS, NETS, Setting
 from tests.support.zoo import SGD, loss_fn
@@ -372,15 +371,6 @@ def test_gradients_and_maps_go_through_a_base() -> None:
     torch.testing.assert_close((loss(bumped) - loss(genome.gnets)) / step, leaves[leaf].sum(), rtol=1e-4, atol=1e-7)
     with pytest.raises(ValueError, match="made outside"):
         torch.func.grad(lambda x: x * gb.generate(plan, genome, base=pnet)["body.0.bias"].sum())(torch.ones(()))
-
-
-def test_pieces_of_a_delta() -> None:
-    pnet = headed()
-    plan = gb.make_plan(pnet, gb.periodic(2), base="own")
-    genome = moved_genome(plan, pnet)
-    whole = gb.generate(plan, genome, base=pnet)["body.0.weight"] - pnet.body[0].weight
-    piece = generate_piece(plan, genome, "body.0.weight", slice(2, 5), slice(1, 4))
-    torch.testing.assert_close(piece, whole[2:5, 1:4].detach(), rtol=1e-4, atol=1e-6)
 
 
 def test_a_base_is_not_split_over_ranks_of_a_model() -> None:

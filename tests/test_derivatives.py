@@ -13,18 +13,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 import gbfunc as gb
 from gbfunc.hypernets import Hypernet
 from gbfunc.pnet import PureNet
-from tests.support.strategies import bounded_end, named
+from tests.support.strategies import ALL_EXAMPLES, named
 from tests.support.zoo import loss_fn, noise_of, small
 
-VARIETY = (gb.periodic(5), gb.periodic(3, "layers"), gb.constant(-0.25), gb.gnet((7,)), gb.gnet((4, 3)))
-VARIETY += (
-    gb.gnet((3,), "tanh"),
-    gb.stochastic((5,)),
-    gb.low_rank(3),
-    gb.xox(3),
-    gb.from_module(bounded_end),
-)
-HYPERNETS = pytest.mark.parametrize("hypernet", VARIETY, ids=named)
+HYPERNETS = pytest.mark.parametrize("hypernet", ALL_EXAMPLES, ids=named)
 
 
 def trained(genome: gb.Genome) -> tuple[Any, Any]:

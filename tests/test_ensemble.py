@@ -157,18 +157,6 @@ def test_every_slot_of_an_ensemble_is_standardised_by_itself() -> None:
                 assert abs(ratio - 1) < 0.05, (name, tensor.name)
 
 
-@pytest.mark.parametrize("max_tile", [None, 5, 6, 8])
-def test_slots_of_other_codes_in_one_ensemble(max_tile: int | None) -> None:
-    pnet = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 12))
-    codes = {"0.weight": (gb.gray(), gb.binary()), "1.weight": (gb.binary(), gb.gray())}
-    plan = gb.make_plan(pnet.double(), gb.periodic(3), max_tile=max_tile, encodings=codes)
-    assert len(plan.ensembles) == 1
-    genome = gb.init_genome(plan, pnet)
-    found, expected = gb.generate(plan, genome), oracles.weights(plan, genome)
-    for name in expected:
-        np.testing.assert_allclose(found[name].detach().numpy(), expected[name], rtol=1e-9, atol=1e-12)
-
-
 @given(st.data())
 @settings(max_examples=15)
 def test_any_codes_and_tiles(data: st.DataObject) -> None:

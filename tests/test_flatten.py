@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, grad
 
 import gbfunc as gb
 from tests.support.trees_equal import same_bits
@@ -33,19 +33,6 @@ def test_what_is_not_in_the_vector_stays() -> None:
     assert same_bits(made.buffers, genome.buffers)
     with pytest.raises(ValueError, match=r"expected a vector of \d+ numbers, got shape \(3,\)"):
         unflatten(vector[:3])
-
-
-def test_under_grad_and_vmap() -> None:
-    pnet = nn.Linear(6, 3).double()
-    plan = gb.make_plan(pnet, gb.periodic(2))
-    vector, unflatten = gb.flatten(gb.init_genome(plan, pnet))
-
-    def loss(v: Tensor) -> Tensor:
-        return gb.generate(plan, unflatten(v))["weight"].sin().sum()
-
-    vectors = torch.stack([vector, 2 * vector, -vector])
-    expected = [torch.autograd.functional.jacobian(loss, v) for v in vectors]
-    torch.testing.assert_close(vmap(grad(loss))(vectors), torch.stack(expected))
 
 
 def test_gradients_through_learning_are_those_of_finite_differences() -> None:

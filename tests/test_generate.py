@@ -24,7 +24,7 @@ from gbfunc.pnet import PureNet
 from tests.support import oracles
 from tests.support.strategies import ALL_EXAMPLES, convnets, mlps, named
 from tests.support.trees_equal import copy_tree, photograph, same_bits
-from tests.support.zoo import BUFFERS_ONLY, ZOO, Animal, dtype_of, genome_of, loss_fn, mlp, noise_of, small
+from tests.support.zoo import BUFFERS_ONLY, ZOO, Animal, dtype_of, genome_of, loss_fn, mlp, noise_of
 
 ALL = {**ZOO, "buffers_only": BUFFERS_ONLY}
 EACH = pytest.mark.parametrize("animal", ALL.values(), ids=ALL)
@@ -47,15 +47,6 @@ def test_generate_equals_a_loop_over_single_weights(animal: Animal) -> None:
             rtol=tolerance,
             atol=tolerance,
         )
-
-
-@HYPERNETS
-def test_generate_equals_the_loop_in_float64_for_every_hypernetwork(hypernet: Hypernet) -> None:
-    _, plan, genome = small(hypernet)
-    for noise in (None, noise_of(plan)):
-        expected = oracles.weights(plan, genome, noise)
-        for name, weight in gb.generate(plan, genome, noise=noise).items():
-            torch.testing.assert_close(weight, torch.from_numpy(np.array(expected[name])), rtol=1e-10, atol=1e-10)
 
 
 # A tile of one weight has codes without numbers; torch says so where a g-net module has a layer for them.

@@ -169,13 +169,6 @@ def test_what_the_loss_returns_beside_is_averaged_over_microbatches() -> None:
     assert not a.aux["mean"][0].requires_grad and a.aux["mean"][1] is None
 
 
-def test_leaves_that_several_weights_share_get_their_gradient_once() -> None:
-    whole, batch = step_of("shared")
-    parts, _ = step_of("shared", lazy=False, remat="layer", microbatches=2)
-    state = whole.init()
-    torch.testing.assert_close(parts(state, batch)[1].grad_norm, whole(state, batch)[1].grad_norm)
-
-
 @pytest.mark.parametrize(
     ("batch", "words"),
     [

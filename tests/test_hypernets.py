@@ -141,22 +141,6 @@ def test_factors_come_where_they_are_announced(hypernet: Hypernet) -> None:
 
 
 @contract
-def test_gradients_equal_finite_differences(hypernet: Hypernet) -> None:
-    dims, (row, col) = tile_dims(4, 3, gb.binary(), gb.binary()), codes(4, 3, gb.binary(), gb.binary())
-    leaves, noise = one_gnet(hypernet, dims), noise_of(hypernet, dims) or None
-    names = list(leaves)
-
-    def tile(*values: Tensor) -> Tensor:
-        return tile_of(hypernet, dict(zip(names, values, strict=True)), row, col, noise)
-
-    values = [leaves[k].requires_grad_() for k in names]
-    if names:
-        assert torch.autograd.gradcheck(tile, values)
-        used = torch.autograd.grad(tile(*values).square().sum(), values)
-        assert all(bool(g.abs().max() > 0) for g in used)
-
-
-@contract
 def test_a_tile_is_jointly_linear_in_its_linear_leaves(hypernet: Hypernet) -> None:
     dims, (row, col) = tile_dims(6, 5, gb.binary(), gb.binary()), codes(6, 5, gb.binary(), gb.binary())
     first, second = (one_gnet(hypernet, dims, s) for s in (0, 1))

@@ -67,29 +67,22 @@ def test_linear(kind: str, layer: str, use: str, rows: int, cols: int, cut: tupl
 @given(
     dims=st.integers(1, 3),
     cut=st.tuples(st.integers(1, 5), st.integers(1, 4)),
-    stride=st.integers(1, 2),
-    dilation=st.integers(1, 2),
-    padding=st.sampled_from([0, 1, "same", "valid"]),
-    mode=st.sampled_from(["zeros", "reflect", "circular"]),
-    bias=st.booleans(),
     batched=st.booleans(),
+    options=st.fixed_dictionaries(
+        {
+            "stride": st.integers(1, 2),
+            "dilation": st.integers(1, 2),
+            "padding": st.sampled_from([0, 1, "same", "valid"]),
+            "padding_mode": st.sampled_from(["zeros", "reflect", "circular"]),
+            "bias": st.booleans(),
+        }
+    ),
 )
-def test_convolutions(
-    kind: str,
-    dims: int,
-    cut: tuple[int, int],
-    stride: int,
-    dilation: int,
-    padding: int | str,
-    mode: str,
-    bias: bool,
-    batched: bool,
-) -> None:
-    kernel = (3, 1, 3)[:dims]
-    stride = 1 if padding == "same" else stride
+def test_convolutions(kind: str, dims: int, cut: tuple[int, int], batched: bool, options: dict[str, Any]) -> None:
+    if options["padding"] == "same":
+        options["stride"] = 1
     conv: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
-    options: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "padding_mode": mode}
-    module = conv(4, 5, kernel, bias=bias, dtype=torch.float64, **options)
+    module = conv(4, 5, (3, 1, 3)[:dims], dtype=torch.float64, **options)
     x = vectors(*((2,) if batched else ()), 4, *(7, 6, 5)[:dims])
     assert not assert_equals_dense(kind, module, {"weight": cut}, call, x).reads
 
@@ -132,21 +125,19 @@ def test_made_is_the_loop_over_weights(rows: int, cols: int, cut: tuple[int, int
                 assert_close(weight[j, i] if transposed else weight[i, j], expected)
 
 
-class Masked(nn.Module):
-    def __init__(self, mask: str) -> None:
+class Encoder(nn.Module):
+    def __init__(self, masked: bool) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
-        self.encoder, self.mask = nn.TransformerEncoder(layer, 2), mask
+        self.encoder, self.masked = nn.TransformerEncoder(layer, 2), masked
 
     def forward(self, x: Tensor) -> Tensor:
-        causal = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
+        if not self.masked:
+            return self.encoder(x)
+        later = torch.ones(x.shape[1], x.shape[1]).triu(1).bool()
         padding = torch.zeros(x.shape[:2], dtype=torch.bool)
         padding[0, -1] = True
-        if self.mask == "causal":
-            return self.encoder(x, mask=causal, is_causal=True)
-        if self.mask == "both":
-            return self.encoder(x, mask=causal < 0, src_key_padding_mask=padding)
-        return self.encoder(x, src_key_padding_mask=padding if self.mask == "padding" else None)
+        return self.encoder(x, mask=later, src_key_padding_mask=padding)
 
 
 def conv_net() -> nn.Module:
@@ -172,10 +163,8 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Tensor, dict[str, tuple[int, int]
         {"0.weight": (1, 1), "2.weight": (2, 3)},
     ),
     "conv": (conv_net, vectors(2, 3, 6, 6), {"0.weight": (1, 1), "3.weight": (2, 2)}),
-    "encoder": (lambda: Masked("none"), vectors(2, 5, 8), ENCODER),
-    "causal": (lambda: Masked("causal"), vectors(2, 5, 8), ENCODER),
-    "padding": (lambda: Masked("padding"), vectors(2, 5, 8), ENCODER),
-    "both": (lambda: Masked("both"), vectors(2, 5, 8), ENCODER),
+    "encoder": (lambda: Encoder(False), vectors(2, 5, 8), ENCODER),
+    "masked": (lambda: Encoder(True), vectors(2, 5, 8), ENCODER),
     "Hugging Face": (
         lambda: nn.Sequential(hugging_face_linear(4, 9), nn.GELU(), hugging_face_linear(9, 4)),
         vectors(2, 3, 4),
@@ -194,7 +183,7 @@ def test_networks(name: str, kind: str, auto: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @EACH_KIND
-@pytest.mark.parametrize("name", ["encoder", "padding", "both"])
+@pytest.mark.parametrize("name", ["encoder", "masked"])
 def test_without_training_and_gradients(name: str, kind: str) -> None:
     """Torch's fast path of inference takes the weights themselves: dense ones."""
     build, x, cuts = NETS[name]

@@ -98,13 +98,6 @@ def test_a_weight_is_made_wide_in_a_backward_under_autocast() -> None:
     assert dtypes == [torch.float32] * 2
 
 
-def test_a_transposed_weight_is_made_as_the_layer_stores_it() -> None:
-    form = doubled(Counter(), transposed=True)
-    weight, half = given(form, vectors(4, 6))
-    assert_close(weight.linear(vectors(3, 4), None), vectors(3, 4) @ (2 * half))
-    assert_close(weight.dense(), 2 * half)
-
-
 def peak_live_weights(kind: str, layers: int, width: int) -> int:
     net = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
     formed = on_form(kind, net, {f"{i}.weight": (1, 1) for i in range(layers)})

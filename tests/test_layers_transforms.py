@@ -76,21 +76,6 @@ def test_function_transforms(kind: str, name: str, transform: str) -> None:
     assert_close(answer(kind), answer("dense"), 1e-10)
 
 
-@EACH_KIND
-@pytest.mark.parametrize("name", CASES)
-def test_double_backward(kind: str, name: str) -> None:
-    build, cuts, x = CASES[name]
-    module = build().double()
-
-    def answer(kind: str) -> tuple[Tensor, ...]:
-        formed = on_form(kind, module, cuts)
-        leaves = list(formed.leaves.values())
-        first = torch.autograd.grad(formed(x).sin().sum(), leaves, create_graph=True)
-        return torch.autograd.grad(torch.stack([g.square().sum() for g in first]).sum(), leaves)
-
-    assert_close(answer(kind), answer("dense"), 1e-10)
-
-
 # Dynamo instantiates the Function class while it traces a recompute.
 @pytest.mark.process
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="Dynamo of torch 2.5 does not trace a net in a closure")

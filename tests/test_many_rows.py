@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -196,26 +195,6 @@ def test_caches() -> None:
     pnet, plan, genomes = planned(mamba, [])
     with pytest.raises(TypeError, match="is a DynamicCache, of one row: switch it off"):
         gb.materialize_many(plan, genomes, pnet)(INDEX, TOKENS)
-
-
-def test_an_object_that_a_module_gives_is_made_inside_of_a_row() -> None:
-    class Box(nn.Linear):
-        def forward(self, input: Tensor) -> Any:
-            return SimpleNamespace(inside=super().forward(input))
-
-    class Unpacking(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.box, self.head = Box(6, 5), nn.Linear(5, 3)
-
-        def forward(self, x: Tensor) -> Any:
-            return self.head(self.box(x).inside.tanh())
-
-    pnet, plan, genomes = planned(Unpacking, [])
-    x = torch.randn(5, 6, dtype=torch.float64)
-    net, nets = gb.materialize_many(plan, genomes, pnet), [gb.materialize(plan, g, pnet) for g in genomes]
-    assert_close(net(INDEX, x), torch.cat([nets[i](x[b : b + 1]) for b, i in enumerate(INDEX.tolist())]), 1e-10)
-    assert net.row_wise == [""]
 
 
 def test_what_a_row_alone_refuses_is_raised() -> None:

@@ -90,23 +90,6 @@ def test_copies_and_pickles_bring_the_base(again: Any) -> None:
     assert torch.equal(again(module)(tokens()), module(tokens()))
 
 
-def test_copies_share_the_base() -> None:
-    pnet, plan, genome = adapter()
-    module = gb.GenomeModule(plan, pnet, genome)
-    bases = [m._frame.base for m in (module, copy.copy(module), copy.deepcopy(module))]
-    places = {b.on(torch.device("cpu"))[0]["query.weight"].data_ptr() for b in bases if b is not None}
-    assert places == {dict(pnet.named_parameters())["query.weight"].data_ptr()} and None not in bases
-
-
-@needs_whole_graphs
-def test_a_compiled_adapter_gives_the_same() -> None:
-    pnet, plan, genome = adapter()
-    module = gb.GenomeModule(plan, pnet, genome, lazy=True)
-    torch._dynamo.reset()
-    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(tokens()), module(tokens()))
-
-
 def test_another_base_is_refused(tmp_path: Path) -> None:
     pnet, plan, genome = adapter()
     with pytest.raises(ValueError, match="its weights must be those that the plan was made for"):

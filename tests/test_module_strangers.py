@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import replicate
 from torch.optim.swa_utils import AveragedModel, update_bn
@@ -240,16 +239,3 @@ def test_a_checkpoint_around_a_part_outside_of_a_forward() -> None:
     expected = torch.autograd.grad(dense.encode(x).sum(), x)[0]
     assert x.grad is not None
     assert_close(x.grad, expected)
-
-
-def test_a_loss_function_of_a_step_takes_the_module() -> None:
-    pnet = Tempered().double()
-    plan = gb.make_plan(pnet, gb.periodic(2))
-
-    def loss_fn(net: Any, x: Tensor) -> Tensor:
-        return F.mse_loss(net(x), x[:, :3]) + 0.1 * net.encoder.weight.square().mean()
-
-    step = gb.make_train_step(plan, pnet, loss_fn, gb.torch_optimizer(torch.optim.SGD, lr=0.1))
-    state = step.init()
-    _, info = step(state, vectors(4, 6))
-    assert_close(loss_fn(gb.GenomeModule(plan, pnet, state), vectors(4, 6)).detach(), info.loss)

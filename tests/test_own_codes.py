@@ -13,7 +13,6 @@ from torch import nn
 
 import gbfunc as gb
 from gbfunc.formats import file_bytes
-from tests.support import oracles
 from tests.support.trees_equal import same_bits
 
 KINDS, PLACES = 5, 40
@@ -29,18 +28,6 @@ def planned(**options: Any) -> tuple[nn.Module, gb.Plan]:
     own = codes(PLACES)
     encodings = {"0.weight": (own, gb.grid(3, 4)), "2.weight": (None, torch.from_numpy(own))}
     return net, gb.make_plan(net, encodings=encodings, **options)
-
-
-@pytest.mark.parametrize("hypernet", [gb.periodic(6), gb.gnet((5,)), gb.low_rank(2), gb.xox(3)], ids=repr)
-@pytest.mark.parametrize("tile", [None, 16])
-def test_weights_are_those_of_the_oracle(hypernet: Any, tile: int | None) -> None:
-    net, plan = planned(hypernet=hypernet, max_tile=tile)
-    genome = gb.init_genome(plan, net, seed=1)
-    weights = gb.generate(plan, genome)
-    for name, expected in oracles.weights(plan, genome).items():
-        np.testing.assert_allclose(weights[name].numpy(), expected, atol=2e-6)
-    first, last = (tensor.slots[0] for tensor in plan.generated)
-    assert first.row_code == last.col_code == gb.table(codes(PLACES))
 
 
 @pytest.mark.parametrize("dtype", [None, "float16", "int6"])

@@ -92,23 +92,16 @@ def test_parametrised_weights_belong_to_their_layer() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda w: {k: v for k, v in w.items() if k != "0.bias"}, r"missing \['0.bias'\]"),
-        (
-            lambda w: {("0.wieght" if k == "0.weight" else k): v for k, v in w.items()},
-            r"unknown \['0.wieght'\]",
-        ),
-        (lambda w: {**w, "extra": torch.zeros(1)}, r"unknown \['extra'\]"),
-        (lambda w: {**w, "0.bias": torch.zeros(1)}, r"0.bias is \(1,\), expected \(7,\)"),
-        (
-            lambda w: {**w, "0.weight": torch.zeros(6, 7)},
-            r"0.weight is \(6, 7\), expected \(7, 6\)",
-        ),
+        ({"0.bias": None}, r"missing \['0.bias'\]"),
+        ({"0.wieght": torch.zeros(7, 6)}, r"unknown \['0.wieght'\]"),
+        ({"0.bias": torch.zeros(1)}, r"0.bias is \(1,\), expected \(7,\)"),
+        ({"0.weight": torch.zeros(6, 7)}, r"0.weight is \(6, 7\), expected \(7, 6\)"),
     ],
-    ids=["missing", "misspelt", "unknown", "broadcastable", "transposed"],
+    ids=["missing", "misspelt", "broadcastable", "transposed"],
 )
-def test_tensors_that_do_not_fit_are_refused(change: Callable[[Any], Any], words: str) -> None:
+def test_tensors_that_do_not_fit_are_refused(change: dict[str, Any], words: str) -> None:
     pnet = mlp()
-    weights = change(dict(pnet.named_parameters()))
+    weights = {k: x for k, x in {**dict(pnet.named_parameters()), **change}.items() if x is not None}
     with pytest.raises(ValueError, match=words):
         PureNet(pnet).check(weights, {})
     with pytest.raises(ValueError, match=words):

@@ -77,20 +77,6 @@ def test_join_has_derivatives_of_every_kind(grids: list[TileGrid]) -> None:
     torch.testing.assert_close(forward, reverse)
 
 
-@given(stacks(), st.integers(1, 3))
-def test_a_population_of_gradients_equals_a_loop(grids: list[TileGrid], size: int) -> None:
-    one = stacked(grids)
-
-    def energy(x: torch.Tensor) -> torch.Tensor:
-        return sum((m.square().sum() for m in join_all(x, grids)), torch.zeros(()))
-
-    many = torch.stack([one * (k + 1) for k in range(size)])
-    found = torch.func.vmap(torch.func.grad(energy))(many)
-    for k in range(size):
-        # What is cropped away has no gradient; `stacked` holds zeros there.
-        assert torch.equal(found[k], 2 * many[k])
-
-
 @given(matrices(400), max_tiles(120))
 def test_cuts_are_fewest_and_even(matrix: tuple[int, int], max_tile: Any) -> None:
     grid = tile_grid(matrix, max_tile)

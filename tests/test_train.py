@@ -112,19 +112,6 @@ def test_a_step_equals_the_loop_that_one_writes_by_hand(name: str, optimizer: st
     torch.testing.assert_close(state.buffers, buffers, rtol=1e-6, atol=1e-6)
 
 
-def test_the_learning_rate_may_depend_on_step_and_role() -> None:
-    pnet, plan, _ = small(gb.periodic(2))
-    batch = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3)
-    step = gb.make_train_step(plan, pnet, loss_fn, sgd(lambda n: 1 / (n + 1), direct={"lr": 0.0}))
-    fast, slow = (gb.make_train_step(plan, pnet, loss_fn, sgd(lr, direct={"lr": 0.0})) for lr in (1.0, 0.5))
-    state = step.init()
-    once, _ = step(state, batch)
-    assert same_bits(trained(once), trained(fast(state, batch)[0]))
-    twice, _ = step(once, batch)
-    torch.testing.assert_close(trained(twice), trained(slow(once, batch)[0]), rtol=1e-12, atol=0)
-    assert same_bits(twice.direct, state.direct) and not same_bits(once.gnets, state.gnets)
-
-
 MANNERS: dict[str, dict[str, Any]] = {
     "microbatches": {"lazy": False, "microbatches": 4},
     "lazy": {"lazy": True},
@@ -253,9 +240,6 @@ def test_the_seed_is_all_that_init_depends_on() -> None:
     torch.manual_seed(2)
     assert same_bits(step.init(5), a) and not same_bits(step.init(6).gnets, a.gnets)
     assert step.init(2**63 - 1).seed == 2**63 - 1
-    for seed in (-1, 2**63, 1.0, True, None):
-        with pytest.raises(ValueError, match="seed must be an integer with 0 <= seed"):
-            step.init(seed)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("donate", [False, True])
