@@ -100,7 +100,7 @@ class GenomeModule(nn.Module):
     def __new__(cls: type[Self], plan: Any = None, pnet: Any = None, *args: Any, **kwargs: Any) -> Self:
         """Copy the p-net into a class that is the p-net's and this one."""
         if pnet is None:
-            return super().__new__(cls)
+            return super().__new__(cls)  # pyright: ignore[reportArgumentType]
         if not isinstance(plan, Plan):
             raise TypeError(f"GenomeModule takes (plan, pnet), the plan from gb.make_plan, got {type(plan).__name__}")
         check_plan(plan, pnet)
@@ -119,18 +119,18 @@ class GenomeModule(nn.Module):
     ) -> None:
         if lazy not in (True, False, "auto"):
             raise ValueError(f"lazy must be one of {(True, False, 'auto')}, got {lazy!r}")
-        genome = init_genome(plan, pnet, seed) if genome is None else genome
-        check_genome(plan, genome)
-        leaves = {_leaf(e, k): x.detach().clone() for e, leaves in genome.gnets.items() for k, x in leaves.items()}
+        given: Any = init_genome(plan, pnet, seed) if genome is None else genome
+        check_genome(plan, given)
+        leaves = {_leaf(e, k): x.detach().clone() for e, leaves in given.gnets.items() for k, x in leaves.items()}
         for t in plan.direct:
-            made = nn.Parameter(genome.direct[t.name].detach().clone(), self.get_parameter(t.name).requires_grad)
+            made = nn.Parameter(given.direct[t.name].detach().clone(), self.get_parameter(t.name).requires_grad)
             for name in (t.name, *t.aliases):
                 path, _, key = name.rpartition(".")
                 self.get_submodule(path).register_parameter(key, made)
-        for name, x in genome.buffers.items():
+        for name, x in given.buffers.items():
             path, _, key = name.rpartition(".")
             self.get_submodule(path)._buffers[key] = x.detach().clone()
-        base, kept, sources = plan.base_tensors(pnet), {*genome.direct, *genome.buffers}, dict[str, str]()
+        base, kept, sources = plan.base_tensors(pnet), {*given.direct, *given.buffers}, dict[str, str]()
         first: dict[int, str] = {}
         named = self.named_parameters(remove_duplicate=False), self.named_buffers(remove_duplicate=False)
         for name, x in (*named[0], *named[1]):
@@ -141,10 +141,11 @@ class GenomeModule(nn.Module):
         without_sparse(self, {name for t in plan.generated for name in (t.name, *t.aliases)})
         # The root's own weights, where it has some, are those of the p-net's class, below this one.
         read, made = self._read, type(self)
-        self.__class__ = made._pnet_class  # pyright: ignore[reportAttributeAccessIssue]
+        this: Any = self
+        this.__class__ = made._pnet_class
         generator = make_generator(plan, pnet=self, lazy=lazy, base=base)
         install(self, {name: generator.forms.get(name) for name in sources}, read)
-        self.__class__ = _module_class(made._stated, type(self))
+        this.__class__ = _module_class(made._stated, type(self))
         for name, x in leaves.items():
             self.register_parameter(name, nn.Parameter(x))
         self._build()
@@ -184,13 +185,14 @@ class GenomeModule(nn.Module):
         self._drawn = self._noise()
         placed = self._place(self._weights(self._generator))
         try:
-            return super().forward(*args, **kwargs)
+            return super().forward(*args, **kwargs)  # pyright: ignore[reportCallIssue]
         finally:
             for layer, key, before in placed:
                 object.__setattr__(layer, key, before)
             for name in self._frame.buffers:
-                buffer = functools.reduce(getattr, name.split("."), self)
-                if buffer.requires_grad:
+                # A layer may have been replaced.
+                buffer: Any = functools.reduce(lambda m, part: getattr(m, part, None), name.split("."), self)
+                if isinstance(buffer, Tensor) and buffer.requires_grad:
                     # Assigned with a graph, which must not live from call to call.
                     path, _, key = name.rpartition(".")
                     setattr(self.get_submodule(path), key, buffer.detach())
@@ -321,7 +323,7 @@ class GenomeModule(nn.Module):
 
     def _noise(self) -> Noise | None:
         drawn = self.training and self.plan.stochastic
-        return _drawn(self.plan, next(iter(self._gnets().values()))) if drawn else None
+        return _drawn(self.plan, next(iter(self._gnets().values()))) if drawn else None  # pyright: ignore[reportCallIssue]
 
     def _build(self) -> None:
         plan, base, lazy, *_ = self._frame
@@ -406,7 +408,8 @@ def _module_class(cls: type[GenomeModule], stock: type[nn.Module]) -> type[Genom
     except (TypeError, ValueError):
         pass
     own = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
-    return type(stock)(stock.__name__, (cls, stock), {**own, "forward": forward, "_stated": cls, "_pnet_class": stock})
+    kind: Any = type(stock)
+    return kind(stock.__name__, (cls, stock), {**own, "forward": forward, "_stated": cls, "_pnet_class": stock})
 
 
 def _blank_module(cls: type[GenomeModule], layer: tuple[Any, ...]) -> GenomeModule:

@@ -141,7 +141,8 @@ def return_curve(runs: Runs, title: str, threshold: float | None = None) -> Figu
 
 def log_slope(points: Sequence[tuple[float, float]]) -> float:
     """Fit the exponent p of the power law y = c x^p through points (x, y), by least squares of their logarithms."""
-    return float(np.polyfit(*np.log(points).T, 1)[0])
+    x, y = np.log(points).T
+    return float(np.polyfit(x, y, 1)[0])
 
 
 def cost_curves(curves: Mapping[str, Sequence[tuple[float, float]]], xlabel: str) -> Figure:

@@ -256,11 +256,12 @@ def test_the_module_has_all_that_the_pnet_has() -> None:
     torch.testing.assert_close(module.body.weight, dense.get_parameter("body.weight"))
     assert module.body.weight.requires_grad
     assert not any(x.is_meta for x in (*module.parameters(), *module.buffers()))
-    module.scale, module.extra = 3, nn.Linear(2, 2)
+    net: Any = module
+    net.scale, net.extra = 3, nn.Linear(2, 2)
     with pytest.raises(
         ValueError, match=r"has parameters that the plan does not know: \['extra.weight', 'extra.bias'\]"
     ):
-        module.to_genome()
+        net.to_genome()
 
 
 def test_what_does_not_fit_is_refused() -> None:

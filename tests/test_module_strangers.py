@@ -90,12 +90,13 @@ def test_norms_are_found_by_their_type(lazy: bool) -> None:
     before = net.to_genome().buffers
     net(vectors(5, 6))
     torch.testing.assert_close(net.to_genome().buffers, before)
-    assert isinstance(nn.SyncBatchNorm.convert_sync_batchnorm(net)[1], nn.SyncBatchNorm)
+    converted: Any = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+    assert isinstance(converted[1], nn.SyncBatchNorm)
 
 
 def test_hooks_and_apply_reach_layers_by_type() -> None:
     net, dense = (one.eval() for one in both(norms()))
-    seen: list[int] = []
+    seen: list[Any] = []
     for module in net.modules():
         if isinstance(module, nn.Linear):
             module.register_forward_hook(lambda layer, args, out: seen.append(layer.out_features))
@@ -160,7 +161,8 @@ def test_copies_with_parameters_of_their_own_use_them(lazy: bool) -> None:
         clone(x).square().mean().backward()
         expected(x).square().mean().backward()
         for (name, p), q in zip(one.named_parameters(), expected.parameters(), strict=True):
-            assert_close(p.grad, q.grad * 1.5), name
+            assert p.grad is not None and q.grad is not None, name
+            assert_close(p.grad, q.grad * 1.5)
 
 
 @pytest.mark.parametrize("lazy", [True, False])

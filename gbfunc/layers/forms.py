@@ -283,7 +283,8 @@ class Parameters(dict[str, Any]):
 def unseen_by_checkpoints() -> AbstractContextManager[Any]:
     """Keep what is computed inside out of the tensors that a `torch.utils.checkpoint` around it counts and drops."""
     # Older versions of torch cannot tell whether there is one.
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
+    autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+    top = getattr(autograd, "_top_saved_tensors_default_hooks", lambda _: True)
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or top(False) is None:
         return nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(_as_is, _as_is)

@@ -124,7 +124,8 @@ def generated_class(stock: type[nn.Module], attributes: tuple[str, ...], formed:
     own["__prepare_scriptable__"] = _refuse_script
     if formed:
         own["forward"] = FORMS[_stock_forward(stock)].forward
-    return type(stock)(stock.__name__, (stock,), own)
+    kind: Any = type(stock)
+    return kind(stock.__name__, (stock,), own)
 
 
 def _refuse_script(self: nn.Module) -> Any:

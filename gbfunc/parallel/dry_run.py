@@ -178,7 +178,8 @@ class DryRun(TorchDispatchMode):
         out, flops = func(*args, **kwargs), flop_registry.get(func._overloadpacket)
         # Torch's own counter tracks modules by hooks, which end the gradients that a forward takes.
         self._count(flops(*args, **kwargs, out_val=out) if flops else 0)
-        given, made = ([x for x in optree.tree_leaves(xs) if isinstance(x, Tensor)] for xs in ((args, kwargs), out))
+        both: Any = (args, kwargs), out
+        given, made = ([x for x in optree.tree_leaves(xs) if isinstance(x, Tensor)] for xs in both)
         places = {x.untyped_storage()._cdata for x in given}
         if any(x.untyped_storage()._cdata not in places for x in made):  # Views move nothing.
             self._cells[self._at].moved += sum(x.nbytes for x in (*given, *made))

@@ -175,7 +175,7 @@ def choose(
                 raise ValueError(f"{what} cannot be generated: exclude it")
             chosen, movable = None, False
         if base and chosen is None:
-            if not note and targets.cannot_change(name, weights, kind):
+            if not note and targets is not None and targets.cannot_change(name, weights, kind):
                 left.append(name)
             continue
         tensor = TensorPlan(name, shape, dtype_name(weights.dtype), kind.name, aliases=info.aliases, note=note)

@@ -63,7 +63,7 @@ def check_pnet(pnet: nn.Module) -> None:
             if base != "ScriptModule" or any(True for _ in (*module.parameters(), *module.buffers())):
                 where = f" at {name!r}" if name else ""
                 raise ValueError(f"the p-net is wrapped in {base}{where}: {_WRAPPERS[base]}")
-    parameters = {tensor: name for name, tensor in pnet.named_parameters()}
+    parameters: dict[Tensor, str] = {tensor: name for name, tensor in pnet.named_parameters()}
     for name, tensor in (*pnet.named_parameters(), *pnet.named_buffers()):
         what = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
         if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
