@@ -15,7 +15,7 @@ from sklearn.datasets import load_digits
 
 import gbfunc as gb
 from gbfunc.cli import main
-from gbfunc.tasks import rounding
+from gbfunc.tasks import training
 from gbfunc.tasks.pnets import mlp
 
 BRIEF = ["--sizes", "64", "48", "10", "--genome-params", "300", "--epochs", "2", "--batch-size", "200"]
@@ -63,7 +63,7 @@ def test_finetune_goes_on_where_the_training_ended(trained: Path) -> None:
 def test_a_finetune_that_makes_it_worse_is_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(rounding, "RATE", 300.0)
+    monkeypatch.setattr(training, "RATE", 300.0)
     out = tmp_path / "run"
     assert main(["train", *BRIEF, "--epochs", "20", "--dtype", "int8", "--finetune", "8", "--out", str(out)]) == 0
     rows = list(csv.DictReader((out / "history.csv").read_text().splitlines()))
