@@ -7,9 +7,8 @@ from gbfunc.train.local import LocalState, LocalTrainStep
 from gbfunc.train.make import make_train_step
 from gbfunc.train.optimizers import Optimizer, OptState, torch_optimizer
 from gbfunc.train.options import Remat, StepOptions
-from gbfunc.train.param_groups import ROLES
+from gbfunc.train.param_groups import ROLES, torch_schedule
 from gbfunc.train.population import Population, population
-from gbfunc.train.schedules import torch_schedule
 from gbfunc.train.step import StepInfo, TrainState, TrainStep
 
 __all__ = [

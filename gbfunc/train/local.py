@@ -33,27 +33,20 @@ _RANKS = "opt/ranks/"
 
 
 class LocalState(NamedTuple):
-    """The optimizer's state of a training with local steps, on a rank.
-
-    Attributes:
-        inner: of this rank's optimizer.
-        rows: that this rank has counted since the round began, float64.
-        start: the genome and running statistics when the round began, by flat name.
-        outer: of the outer optimizer.
-    """
+    """The optimizer's state of a training with local steps, on a rank."""
 
     inner: OptState
-    rows: Tensor
-    start: Params
+    rows: Tensor  # that this rank has counted since the round began, float64
+    start: Params  # the genome and running statistics when the round began, by flat name
     outer: OptState
 
 
 class WholeLocalState(NamedTuple):
-    """That of all ranks: `start` and `outer` are as of each, `ranks` has the rest, by flat name, [ranks, ...] each."""
+    """The state of all ranks: `start` and `outer` are equal on each."""
 
     start: Params
     outer: OptState
-    ranks: Params
+    ranks: Params  # the rest, by flat name, [ranks, ...] each
 
 
 torch.serialization.add_safe_globals([LocalState, WholeLocalState])
@@ -78,7 +71,7 @@ class LocalTrainStep(TrainStep):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """As of any step; what local steps are among the options of the optimizer."""
+        """The settings of any step, with the local steps among the options of the optimizer."""
         settings = dict(super().settings)
         own = {"local_steps": self._length, "outer": self._outer.settings}
         return settings | {"options": {**settings.get("options", {}), **own}}
@@ -91,13 +84,9 @@ class LocalTrainStep(TrainStep):
         return new
 
     def __call__(self, gnet_params: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
-        """One step on this rank's share of the batch; every so many steps, all ranks exchange after it.
+        """One step on this rank's share of the batch; all ranks exchange after every `local_steps` steps.
 
-        Raises:
-            CollectiveError: if a rank is missing at an exchange.
-            FloatingPointError: for a loss or gradient of this rank that is not finite, with `on_nonfinite="raise"`.
-            TypeError: if the state is none.
-            ValueError: as for a step of one process, for ranks that differ in what must be equal, and for no rows.
+        Raises as a step of one process, ValueError for ranks that differ in what must be equal, and for no rows.
         """
         checked_state(gnet_params)
         if not isinstance(gnet_params.opt, LocalState):
@@ -118,11 +107,7 @@ class LocalTrainStep(TrainStep):
         return self._stepped(state) if (start + 1) % self._length == 0 else state, info
 
     def shard(self, state: TrainState) -> TrainState:
-        """This rank's part of a whole state; one of a step without `local_steps` begins a round.
-
-        Raises:
-            ValueError: if the state is not a whole one of the plan.
-        """
+        """This rank's part of a whole state; one of a step without `local_steps` begins a round."""
         check_genome(self.plan, state)
         whole = state.opt
         if isinstance(whole, LocalState):
@@ -137,14 +122,7 @@ class LocalTrainStep(TrainStep):
         return _with_leaves(state, mine)._replace(opt=LocalState(opt, mine["rows"], whole.start, whole.outer))
 
     def gather(self, gnet_params: TrainState) -> TrainState:
-        """The whole state, on every rank, with the mean of the ranks' genomes; all ranks must call.
-
-        Between exchanges that is the genome which an exchange by plain averaging would give.
-
-        Raises:
-            ValueError: if the state is not this rank's part of a state of the plan.
-            CollectiveError: if a rank is missing.
-        """
+        """The whole state, on every rank, with the plain mean of the ranks' genomes; all ranks must call."""
         check_genome(self.plan, gnet_params)
         if not isinstance(gnet_params.opt, LocalState):
             raise ValueError("the state is not this rank's part: train_step.shard(state) makes it of a whole one")
@@ -168,7 +146,7 @@ class LocalTrainStep(TrainStep):
         return {k: x[index % len(x)] if k.startswith(_RANKS) else x for k, x in tensors.items()}
 
     def _begun(self, state: TrainState, anyway: bool = False) -> TrainState:
-        """The state with what a round starts from, where one begins: copies, as a step may donate the leaves."""
+        """The state with copies of what a round starts from, as a step may donate the leaves."""
         if int(state.step) % self._length and not anyway:
             return state
         named, local = _leaves(state), state.opt
@@ -176,7 +154,6 @@ class LocalTrainStep(TrainStep):
         return state._replace(opt=local._replace(start=start, rows=torch.zeros_like(local.rows)))
 
     def _check(self, state: TrainState, step: int) -> None:
-        """Compare what ranks must have alike: at the first step, and as a round begins every so many."""
         every = self._options.check_every // self._length or 1
         due = self._options.check_every and step % (every * self._length) == 0
         if self._checked and not due:
@@ -186,7 +163,7 @@ class LocalTrainStep(TrainStep):
         check_equal(self.mesh, same | flatten_tree(state.opt.outer, "outer/"), SAME_STATE)
 
     def _stepped(self, state: TrainState) -> TrainState:
-        """The state after an exchange; that before the round where no rank had a finite step in it."""
+        """The state after an exchange; the one before the round if no rank had a finite step."""
         named, local = _leaves(state), state.opt
         start, outer, rows = local.start, local.outer, local.rows
         changes = [taken_off(start[k], named[k]) for k in self._exchanged]
@@ -209,10 +186,8 @@ def nesterov(lr: float = 1.0, momentum: float = 0.5) -> Optimizer:
 
 
 def _leaves(state: TrainState) -> Params:
-    """Leaves and buffers by flat name."""
     return flat_genome(state) | flatten_tree(state.buffers, BUFFERS)
 
 
 def _with_leaves(state: TrainState, named: Params) -> TrainState:
-    """The state with these leaves and buffers."""
     return like_genome(named, state)._replace(buffers=unflatten_tree(named, state.buffers, BUFFERS))

@@ -35,8 +35,8 @@ def _with_options(function: Callable[..., TrainStep]) -> Callable[..., TrainStep
 def make_train_step(plan: Plan, pnet: nn.Module, loss_fn: LossFn, optimizer: Optimizer, **options: Any) -> TrainStep:
     """Make the step that trains a genome: pure, `(gnet_params, batch) -> (gnet_params, info)`.
 
-    The p-net is copied without its weights: it is never changed, and the step keeps the training mode it has now.
-    Direct parameters that do not require grad stay as they are.
+    The p-net is copied without its weights and never changed; the step keeps the training mode of now. Direct
+    parameters that do not require grad stay as they are.
 
     Args:
         plan: the plan.

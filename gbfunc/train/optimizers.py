@@ -1,10 +1,10 @@
 """Optimizers as pairs of pure functions `(init, update)`, made of any class of `torch.optim`.
 
-Each update makes torch's optimizer on copies, hands it the state, lets it step once and takes the new state out. The
-fused kernel of Adam and AdamW, which does all that their `step()` does, is called without the class.
+Each update makes torch's optimizer on copies, hands it the state, lets it step once and takes the new state out. From
+the second step on, the fused kernel of Adam and AdamW is called without the class.
 
-Leaves have roles, which say how a class takes them. Code weights and linear coefficients of g-nets are stacked,
-[T, ...], with T tiles (or groups of tiles); direct parameters are ordinary parameters of the p-net.
+Leaves have roles. Code weights and linear coefficients of g-nets are stacked, [T, ...], with T tiles (or groups of
+tiles); direct parameters are ordinary parameters of the p-net.
 """
 
 from __future__ import annotations
@@ -30,17 +30,11 @@ _SPEC, _FORM = attrgetter("shape", "dtype", "device"), attrgetter("shape", "dtyp
 
 
 class OptState(NamedTuple):
-    """What an optimizer carries over; its structure is fixed at init.
+    """The state of an optimizer; its structure is fixed at init."""
 
-    Attributes:
-        step: updates done, int64 on the CPU.
-        leaves: torch's state of every leaf, by name; zeros that nothing reads while `step` is 0.
-        fingerprint: of the name of the class, int64 on the CPU: the state of one class is no state of another.
-    """
-
-    step: Tensor
-    leaves: dict[str, Params]
-    fingerprint: Tensor
+    step: Tensor  # updates done, int64 on the CPU
+    leaves: dict[str, Params]  # torch's state of every leaf, by name; zeros that nothing reads while `step` is 0
+    fingerprint: Tensor  # of the name of the class, int64 on the CPU: a state of one class is none of another
 
 
 class Optimizer(NamedTuple):
@@ -49,10 +43,9 @@ class Optimizer(NamedTuple):
     Attributes:
         init: `(params, roles) -> state`; ValueError for leaves of no known role and classes that cannot be pure,
             TypeError for a class that keeps anything but tensors.
-        update: `(grads, state, params, roles, *, donate=False) -> (params, state)`. Nothing given is changed unless
-            donated; donated buffers may be updated in place and returned, and only the results may be used after.
-            Results need no grad and have no graph. TypeError if `state` is no
-            `OptState`; ValueError if it, the leaves or their roles do not fit, or the learning rate is negative.
+        update: `(grads, state, params, roles, *, donate=False) -> (params, state)`. Donated tensors may be updated in
+            place and returned. Results have no graph. TypeError if `state` is no `OptState`; ValueError if the state,
+            the leaves or their roles do not fit, or the learning rate is negative.
         settings: class, learning rate and options, which all ranks must have alike.
     """
 
@@ -73,14 +66,13 @@ def torch_optimizer(
     """Make a pure optimizer of a class of `torch.optim` (https://docs.pytorch.org/docs/stable/optim.html).
 
     An update equals `step()` of the class with the same options. Fused kernels are used where tests hold them equal to
-    the plain step, unless `fused=False` or `foreach` is given; never where they are known to differ.
+    the plain step, unless `fused=False` or `foreach` is given.
 
-    Classes that treat every number alone (SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop,
-    ASGD) take stacked leaves as they are. Muon (Jordan et al., 2024) and Adafactor (Shazeer and Stern, 2018) mix the
-    numbers of a matrix: they take every tile of a code or linear leaf by itself, and direct leaves whole. Leaves that
-    they refuse (Muon: all but matrices; both: empty ones) go to AdamW with the same `lr` and, where given,
-    `weight_decay`. A class that torch does not ship must treat every number alone, and keep all that changes as
-    tensors in the state of a parameter.
+    Most classes treat every number alone and take stacked leaves as they are. Muon (Jordan et al., 2024) and Adafactor
+    (Shazeer and Stern, 2018) mix the numbers of a matrix: they take every tile of a code or linear leaf by itself, and
+    direct leaves whole. Leaves that they refuse (Muon: all but matrices; both: empty ones) go to AdamW with the same
+    `lr` and `weight_decay`. A class that torch does not ship must treat every number alone, and keep all that changes
+    as tensors in the state of a parameter.
 
     Args:
         cls: the class.
@@ -88,7 +80,7 @@ def torch_optimizer(
         code: options, `lr` among them, in which leaves of role `"code"` differ.
         linear: the same for leaves of role `"linear"`.
         direct: the same for direct parameters.
-        options: options of the class.
+        **options: options of the class.
 
     Raises:
         TypeError: if `cls` is no optimizer class, or an argument has the wrong type.
@@ -110,7 +102,6 @@ def torch_optimizer(
         return cached(tuple(zip(params, map(roles.get, params), map(_SPEC, params.values()), strict=True)))
 
     def init(params: Params, roles: Roles) -> OptState:
-        """A state with the structure that torch gives it in one step; errors for roles and classes that do not fit."""
         leaves: dict[str, Params] = {k: {} for k in params}
         for (k, entry), (shape, dtype, device) in prepare(params, roles).specs.items():
             leaves[k][entry] = torch.zeros(shape or (), dtype=dtype, device=device)
@@ -119,7 +110,6 @@ def torch_optimizer(
     def update(
         grads: Params, state: OptState, params: Params, roles: Roles, *, donate: bool = False
     ) -> tuple[Params, OptState]:
-        """One step: the new parameters and the new state; errors for a state, leaves or a rate that do not fit."""
         prepared = prepare(params, roles)
         if grads.keys() != params.keys() or [*map(_SPEC, map(grads.get, params))] != prepared.leaf_specs:
             compare_trees({k: spec_of(p) for k, p in params.items()}, grads, "grads do not fit params")
@@ -140,20 +130,11 @@ def torch_optimizer(
     return Optimizer(init, update, settings)
 
 
-_Leaf: TypeAlias = tuple[str, str | None, tuple[tuple[int, ...], torch.dtype, torch.device]]
-"""Name, role, and shape, dtype and device: all that decides how a leaf is stepped."""
-
-
 class _Call(NamedTuple):
-    """One optimizer of torch that an update makes: its class with options, those of the kernel, and its leaves.
-
-    `adam` is the kernel that takes the place of the class from the second step on.
-    """
-
     group: ParamGroup
     options: dict[str, Any]
     names: list[str]
-    adam: Kernel | None
+    adam: Kernel | None  # takes the place of the class from the second step on
 
     def update(
         self, step: int, grads: Params, old: Mapping[str, Params], params: Params, donate: bool
@@ -213,25 +194,20 @@ class _Call(NamedTuple):
         return [{e: torch.stack([s[e] for s in states]) for e in states[0]} for states in by_tile]
 
     def _tiles(self, x: Tensor) -> Sequence[Tensor]:
-        """What torch shall see as a parameter each: leaves, or their tiles; of its state the same."""
         return x.unbind() if self.group.by_tile else (x,)
 
 
 class _Prepared(NamedTuple):
-    """What an update of such leaves calls, and every tensor `(leaf, entry)` of its state.
-
-    The last three are specs as lists, in the order of the leaves: one comparison of each decides for what fits.
-    """
-
     calls: list[_Call]
-    specs: dict[tuple[str, str], TensorSpec]
+    specs: dict[tuple[str, str], TensorSpec]  # of every tensor `(leaf, entry)` of the state
+    # The same as lists, in the order of the leaves: one comparison of each decides for what fits.
     leaf_specs: list[Any]
     entries: list[tuple[str, ...]]
     forms: list[Any]
 
 
-def _prepare(group_of: Callable[[str, str, tuple[int, ...]], ParamGroup], leaves: tuple[_Leaf, ...]) -> _Prepared:
-    """Which leaves are stepped together, and the structure of their state: that after a step on zeros."""
+def _prepare(group_of: Callable[..., ParamGroup], leaves: tuple[tuple[str, str | None, Any], ...]) -> _Prepared:
+    """Which leaves are stepped together, and the structure of their state, taken from a step on zeros."""
     names: dict[tuple[Any, ...], list[str]] = {}
     zeros: Params = {}
     for name, role, (shape, dtype, device) in leaves:
@@ -273,7 +249,7 @@ def _aligned(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> Sequence[Tens
 
 
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """A copy of each tensor in its layout, all in one call: an accelerator takes as long to be told of each."""
+    """A copy of each tensor in its layout, all in one call."""
     made = [torch.empty_like(x) for x in tensors]
     if made:
         torch._foreach_copy_(made, list(tensors))  # pyright: ignore[reportPrivateImportUsage]
@@ -293,14 +269,12 @@ def where_each(condition: Tensor, tensors: Sequence[Tensor], others: Sequence[Te
 
 
 def _memory(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Options and public attributes, as text: what a step must leave as it was."""
     options = {k: v for group in optimizer.param_groups for k, v in group.items() if k != "params"}
     rest = {k: v for k, v in vars(optimizer).items() if k not in ("state", "param_groups") and k[0] != "_"}
     return {k: repr(v) for k, v in (options | rest).items()}
 
 
 def _check_memory(optimizer: torch.optim.Optimizer, before: dict[str, str], tensors: list[Tensor]) -> None:
-    """Check after a step that all that has changed is in the state of parameters, as tensors."""
     name = type(optimizer).__name__
     changed = [k for k, v in _memory(optimizer).items() if before.get(k) != v]
     if {id(p) for p in optimizer.state} - {id(p) for p in tensors}:
@@ -332,6 +306,5 @@ def _check_state(state: OptState, params: Params, prepared: _Prepared, cls: str,
 
 
 def _fingerprint(name: str) -> Tensor:
-    """The first 63 bits of the SHA-256 of a name."""
     digest = hashlib.sha256(name.encode()).digest()
     return torch.tensor(int.from_bytes(digest[:8], "big") >> 1, dtype=torch.int64, device="cpu")

@@ -23,45 +23,39 @@ class StepOptions:
     Attributes:
         donate: the step may update the state's buffers in place: less memory and time. Use only the state that the step
             returns: an earlier one changes with it, so keep `copy.deepcopy(state)`.
-        microbatches: split each batch in so many equal parts; weights are generated once, and the loss is their mean.
+        microbatches: number of equal parts of each batch; weights are generated once, and the loss is the parts' mean.
         clip_norm: largest Euclidean norm of the genome's gradient.
         amp: `torch.bfloat16` or `torch.float16` runs the p-net under autocast; weights are generated in float32.
         lazy: whether weights stay factors (see `generate`): True wherever they can, False nowhere, `"auto"` where a
-            count of operations and bytes says that it pays for the rows of input; values agree up to rounding. Only
-            layers with torch's forward apply factors: other code reads the dense weight (counted by `dense_reads`).
+            count of operations and bytes says that factors pay. Only layers with torch's forward apply factors: other
+            code reads the dense weight (counted by `dense_reads`).
         remat: what backward makes again instead of keeping: nothing (`"none"`, the fastest), what lies between genome
-            and weights (`"generate"`), or the weights too, each made just before its layer uses it (`"layer"`; where
-            the genome is split each is gathered again, none stays factors, and all ranks must use the same layers).
-        on_nonfinite: what to do on a loss or gradient that is not finite: `"skip"` keeps the state and reports it,
-            `"raise"` raises.
+            and weights (`"generate"`), or the weights too, each made just before its layer uses it (`"layer"`; a split
+            genome is gathered again each time, no weight stays factors, and all ranks must use the same layers).
+        on_nonfinite: `"skip"` keeps the state on a loss or gradient that is not finite, `"raise"` raises.
         kernel: implementation of ReLU, periodic and bilinear g-nets: "compiled" (C++ on a CPU; on a GPU Triton, for
             ReLU g-nets alone), "eager" (PyTorch), "reference" (the definition) or "auto", compiled where that pays.
         compile: generation, p-net, loss and gradient become one compiled graph (`torch.compile`), or several where they
-            cannot; the first step takes long, and calls the p-net and the loss function three times, after which what
-            these keep in Python's values is put back.
+            cannot. The first step takes long, and calls the p-net and the loss function three times.
         mesh: the ranks (`gb.mesh`) that take each step together, each on its share of the batch: the loss is the mean
-            over the global batch (of the shares' losses by their rows, whatever `loss_fn` takes the mean over), and all
-            ranks call with the same arguments. None is this process alone.
+            over the global batch, and all ranks call with the same arguments. None is this process alone.
         placement: where the genome lives on the mesh: `"replicated"`, each rank generates every weight, and only the
             genome's gradient is summed; `"sharded"`, each rank along the g-net axis holds an equal share of every
             ensemble's tiles, which are gathered; `"factors"`, the same, but types that have factors gather those;
             `"auto"`, by a count of bytes and operations (`gbfunc.parallel.placement`).
         check_every: steps between checks that ranks hold the same state, 0 for a check of the first step alone.
         parallel: how layers are split over the mesh's tensor axis: styles of `torch.distributed.tensor.parallel` by
-            name of module, wildcards too, as `parallelize_module` takes them; `gbfunc.parallel.styles.tensor_styles`
-            has those of some p-nets. Each rank generates and applies its pieces; with `lazy`, thin products travel.
-            All ranks along the axis get the same rows, or, where the first layer takes a sharded input, each its part.
-        pipeline: the schedule by which microbatches go through the mesh's pipeline axis, each rank running some of the
-            p-net's blocks: `"gpipe"`, `"1f1b"`, `"interleaved"` or `"zbv"` (torch's). All ranks along the axis get the
-            same rows, of which `microbatches` must be a divisor; the loss function must run on the meta device up to
-            the p-net's call.
+            name of module, as `parallelize_module` takes them; `gbfunc.parallel.styles.tensor_styles` has some. Each
+            rank generates and applies its pieces. All ranks along the axis get the same rows, or, where the first layer
+            takes a sharded input, each its part.
+        pipeline: the schedule by which microbatches go through the mesh's pipeline axis: `"gpipe"`, `"1f1b"`,
+            `"interleaved"` or `"zbv"` (torch's). All ranks along the axis get the same rows, of which `microbatches`
+            must be a divisor; the loss function must run on the meta device up to the p-net's call.
         stages: names of the blocks that begin a stage, but for the first one; None balances counted operations.
         rounding: the loss sees the genome as `save` with this dtype stores it, and gradients go straight through the
-            rounding: a short training with it, after one without, recovers most of what rounding alone costs. Of steps
-            (`allocate_steps`) with a `rate`, the bits that the genome takes are minimised beside the loss.
-        local_steps: so many steps each rank takes alone on its share of the batches, before the ranks exchange what
-            their genomes have changed by (`gbfunc.train.local`): bytes sent are divided by it. What a step reports is
-            of the rank's share. Ranks run the whole p-net, and hold the whole genome (`"auto"` is `"replicated"`).
+            rounding. With steps of `allocate_steps` and a `rate`, the genome's bits are minimised beside the loss.
+        local_steps: number of steps that each rank takes alone between exchanges of the genomes' changes
+            (`gbfunc.train.local`). Each rank runs the whole p-net, holds the whole genome and reports its own share.
         outer: the optimizer that takes the mean of these changes for a gradient; None is SGD with Nesterov's momentum,
             `gb.torch_optimizer(torch.optim.SGD, lr=1.0, momentum=0.5, nesterov=True)`.
 
@@ -113,15 +107,13 @@ class StepOptions:
         if self.outer is not None and (self.local_steps is None or not isinstance(self.outer, Optimizer)):
             words = "an optimizer from gb.torch_optimizer, and one for local_steps="
             raise ValueError(f"outer must be {words}, got {type(self.outer).__name__}, local_steps={self.local_steps}")
-        if self.pipeline is None and self.stages is not None:
-            raise ValueError("stages= are those of a pipeline: say pipeline=")
+        excluded = {"stages= are those of a pipeline: say pipeline=": self.pipeline is None and self.stages is not None}
         for name in (name for name in ("pipeline", "parallel") if getattr(self, name) is not None):
-            if self.local_steps is not None:
-                raise ValueError(f"local_steps= needs the whole p-net on each rank: it does not go with {name}=")
-            if self.compile:
-                raise ValueError(f"compile=True and {name}= do not go together")
-        if self.compile and (self.microbatches > 1 or self.remat != "none"):
-            raise ValueError("compile=True decides itself what to keep: it needs microbatches=1 and remat='none'")
+            words = f"local_steps= needs the whole p-net on each rank: it does not go with {name}="
+            excluded |= {words: self.local_steps is not None}
+            excluded |= {f"compile=True and {name}= do not go together": self.compile}
+        words = "compile=True decides itself what to keep: it needs microbatches=1 and remat='none'"
+        _refuse(excluded | {words: self.compile and (self.microbatches > 1 or self.remat != "none")})
 
     @property
     def usable_lazy(self) -> Lazy:
@@ -158,3 +150,9 @@ class StepOptions:
             raise ValueError("rounding= needs the whole genome on each rank: take placement='replicated'")
         if layout.placement == "sharded" and self.lazy is True:
             raise ValueError("lazy=True needs factors, and placement='sharded' gathers tiles: take placement='factors'")
+
+
+def _refuse(excluded: Mapping[str, bool]) -> None:
+    for words, wrong in excluded.items():
+        if wrong:
+            raise ValueError(words)

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import grad, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gbfunc.genome import check_genome
-from gbfunc.train.gradients.batched import Batched
+from gbfunc.genome import Noise, check_genome
+from gbfunc.train.gradients import noise_of, seeded
+from gbfunc.train.gradients.loss import Given
 from gbfunc.train.optimizers import OptState
 from gbfunc.train.step import StepInfo, TrainState, TrainStep, check_dtypes, checked_state, own_direct, step_seed
 from gbfunc.trees import (
@@ -34,6 +36,7 @@ from gbfunc.types import Params
 _REFUSED = ("Muon", "Adafactor", "ASGD", "Rprop")
 """Optimizers that mix the numbers of a leaf, or whose step is not proportional to the learning rate."""
 
+_NUMBERS = (Tensor, bool, int, float, complex)
 _VMAP = (
     "the p-net or the loss function works with one genome, but not in torch.func's vmap and grad, as in a population "
     "(train the members one after the other, by the train step)"
@@ -101,21 +104,26 @@ class Population:
                 scalar or does not depend on what is trained, or a forward that gives a buffer another shape or dtype.
         """
         refuse_packed(batch)
-        if not self._same_batch:
-            self._check_batches(batch)
+        for path, x in () if self._same_batch else tree_leaves(batch, "batch"):
+            if isinstance(x, Tensor) and (x.ndim == 0 or len(x) != self.n):
+                what = f"a batch for each of {self.n} members: the first dimension of each of its tensors"
+                raise ValueError(f"same_batch=False takes {what}, got {tuple(x.shape)}: {path}")
         state, step = states, self.train_step
         named = checked_state(state)
-        self._check(state, named)
+        compare_trees(
+            {k: TensorSpec((self.n, *shape)) for k, shape in step._expected.items()},
+            named | flatten_tree(state.buffers, BUFFERS),
+            f"the states are not those of a population of {self.n}",
+        )
+        if (state.opt.step != state.opt.step[0]).any():
+            raise ValueError(f"members must have taken the same number of steps, got {state.opt.step.tolist()}")
         named = named if step._options.donate else own_direct(named)
         flat = {k: named[k].detach() for k in step._trained}
         frozen = {k: named[k] for k in step._frozen}
         buffers = {k: v.clone() for k, v in state.buffers.items()}
         seeds = [step_seed(*both) for both in zip(state.seed.tolist(), state.step.tolist(), strict=True)]
-        objective = step._objective
-        assert objective.strategy.loss is not None
-        batched = Batched(step.plan, objective.strategy.loss, objective.scale, self._same_batch)
         try:
-            loss_n, aux, gradients, buffers = batched(frozen, flat, buffers, batch, seeds)
+            loss_n, aux, gradients, buffers = self._gradients(frozen, flat, buffers, batch, seeds)
         except Exception as error:
             # What the step of one genome refuses is no matter of many.
             own = batch if self._same_batch else tree_map(lambda x: x[0] if isinstance(x, Tensor) else x, batch)
@@ -132,30 +140,49 @@ class Population:
             gradients = {k: g * _beside(factor_n.to(g.dtype), g) for k, g in gradients.items()}
         return self._committed(state, flat, frozen, gradients, buffers, info), info
 
-    def _check_batches(self, batch: Any) -> None:
-        """Raise `ValueError` for a tensor that does not have the members as its first dimension."""
-        for path, x in tree_leaves(batch, "batch"):
-            if isinstance(x, Tensor) and (x.ndim == 0 or len(x) != self.n):
-                what = f"a batch for each of {self.n} members: the first dimension of each of its tensors"
-                raise ValueError(f"same_batch=False takes {what}, got {tuple(x.shape)}: {path}")
+    def _gradients(
+        self, frozen: Params, trained: Params, buffers: Params, batch: Any, seeds: list[int]
+    ) -> tuple[Tensor, Any, Params, Params]:
+        """Losses [n], aux, gradients by name and buffers of the members."""
+        objective, plan, same = self.train_step._objective, self.train_step.plan, self._same_batch
+        loss, scale, like = objective.strategy.loss, objective.scale, next(iter(trained.values()))
+        assert loss is not None
+        drawn = [noise_of(plan, seed, like) for seed in seeds]
+        noise = None if drawn[0] is None else tree_map(lambda *tensors: torch.stack(tensors), *drawn)
+        loss.generator.prepare(frozen | trained)
 
-    def _check(self, state: TrainState, named: Params) -> None:
-        """Compare names and shapes with those of n members, and the members' steps with each other."""
-        given = named | flatten_tree(state.buffers, BUFFERS)
-        expected = {k: (self.n, *shape) for k, shape in self.train_step._expected.items()}
-        if {k: tuple(x.shape) for k, x in given.items()} != expected:
-            specs = {k: TensorSpec(shape) for k, shape in expected.items()}
-            compare_trees(specs, given, f"the states are not those of a population of {self.n}")
-        if (state.opt.step != state.opt.step[0]).any():
-            raise ValueError(f"members must have taken the same number of steps, got {state.opt.step.tolist()}")
+        # Beside tensors an aux may have None and texts, which torch.func does not return.
+        structure: list[Any] = []
+
+        def one(frozen: Params, trained: Params, noise: Noise | None, buffers: Params, small: Any) -> Any:
+            def loss_of(trained: Params, buffers: Params) -> Any:
+                found, aux = loss.on(loss.generator(frozen | trained, noise), buffers, batch if same else small)
+                structure.append(aux)
+                numbers = [torch.as_tensor(x) for _, x in tree_leaves(aux) if isinstance(x, _NUMBERS)]
+                return found * scale, (found, numbers, buffers)
+
+            return grad(loss_of, has_aux=True)(trained, buffers)
+
+        rows = None if same else tree_map(lambda x: 0 if isinstance(x, Tensor) else None, batch)
+        dims = (0, 0, None if noise is None else 0, 0, rows)
+        with seeded(seeds[0], like.device), torch.enable_grad():
+            # vmap(grad), not grad(vmap): inside of it no tensor would be seen to require a gradient.
+            many = vmap(one, dims, randomness="different")
+            gradients, (loss_n, found, buffers) = many(frozen, trained, noise, buffers, None if same else batch)
+            if loss_n.requires_grad:
+                loss.gradients(loss_n.sum(), [])
+        numbers = iter(found)
+        aux = tree_map(lambda x: next(numbers) if isinstance(x, _NUMBERS) else x, structure[-1])
+        aux = Given(frozen | trained, None, buffers, None, 1, True).detached(aux)
+        # The loss may read other modules, whose graph ends here.
+        loss_n, gradients, buffers = tree_map(
+            torch.detach, (loss_n, {k: g / scale for k, g in gradients.items()}, buffers)
+        )
+        return loss_n, aux, gradients, buffers
 
     def _committed(
         self, state: TrainState, params: Params, frozen: Params, gradients: Params, buffers: Params, info: StepInfo
     ) -> TrainState:
-        """The states after the optimizer's step; a member whose loss or gradient is not finite stays as it was.
-
-        The optimizer's count of steps, which members share, counts that step all the same.
-        """
         step, finite_n, factors_n = self.train_step, info.finite, self._lr_factors
         # Reading a number of an accelerator would make it wait: there both are computed, and one is chosen.
         choosing = finite_n.device.type != "cpu" or not bool(finite_n.all())
@@ -171,7 +198,10 @@ class Population:
         new, opt = step._optimizer.update(gradients, _as_one(state.opt, shared), params, step._roles, donate=donate)
         if factors_n is not None:
             new = {k: torch.lerp(params[k], v, _beside(factors_n.to(v), v)) for k, v in new.items()}
-        leaves = _as_many(opt, shared, self.n)
+        leaves = {
+            k: {e: x.expand(self.n, *x.shape).clone() if (k, e) in shared else x for e, x in of.items()}
+            for k, of in opt.leaves.items()
+        }
         if choosing:
             new, buffers = _chosen(finite_n, new, params), _chosen(finite_n, buffers, state.buffers)
             before = state.opt.leaves
@@ -185,7 +215,7 @@ class Population:
         return like_genome(new | frozen, state)._replace(buffers=buffers, opt=opt, step=state.step + 1)
 
     def _shared(self, params: Params) -> frozenset[tuple[str, str]]:
-        """Entries of the optimizer's state that all members have together, such as counts of steps."""
+        """Entries of the optimizer's state that members share, such as counts of steps."""
         if self._entries is None:
             leaves = self.train_step._optimizer.init(params, self.train_step._roles).leaves
             entries = ((k, e) for k, of in leaves.items() for e, x in of.items() if x.shape != params[k].shape)
@@ -194,26 +224,17 @@ class Population:
 
 
 def _as_one(opt: OptState, shared: frozenset[tuple[str, str]]) -> OptState:
-    """The state of an optimizer whose leaves are stacked members: what they share once."""
+    """The state of an optimizer whose leaves are stacked members, shared entries once."""
     leaves = {k: {e: x[0] if (k, e) in shared else x for e, x in of.items()} for k, of in opt.leaves.items()}
     return OptState(opt.step[0], leaves, opt.fingerprint[0])
 
 
-def _as_many(opt: OptState, shared: frozenset[tuple[str, str]], n: int) -> dict[str, Params]:
-    """Its leaves with what members share once for each: {leaf: {entry: [n, ...]}}."""
-    return {
-        k: {e: x.expand(n, *x.shape).clone() if (k, e) in shared else x for e, x in of.items()}
-        for k, of in opt.leaves.items()
-    }
-
-
 def _beside(x_n: Tensor, like: Tensor) -> Tensor:
-    """Numbers of the members in as many dimensions as `like` [n, ...]."""
     return x_n.to(like.device).reshape(-1, *(1,) * (like.ndim - 1))
 
 
 def _chosen(first_n: Tensor, a: Params, b: Params) -> Params:
-    """By name, of each member the tensor of `a` where `first_n` says so, and else that of `b`."""
+    """Select per member from `a` or `b`."""
     return {k: torch.where(_beside(first_n, x), x, b[k]) for k, x in a.items()}
 
 

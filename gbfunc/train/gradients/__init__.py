@@ -1,12 +1,10 @@
-"""Loss and gradient of a genome on one batch, and the strategies for computing the gradient, one file each.
+"""Loss and gradient of a genome on one batch, one file per strategy.
 
-* `loss`: one graph from the loss through the p-net's weights to the g-nets, `compiled` in the file of this name;
+* `loss`: one graph from the loss through the p-net's weights to the g-nets; `compiled`: the same, compiled;
 * `accumulated`: microbatches add up gradients on the weights, which go through the g-nets once;
-* `pipelined`: microbatches go through stages on several ranks, and add up gradients on the weights likewise;
-* `batched`: many genomes at once, under `vmap`.
+* `pipelined`: microbatches go through stages on several ranks.
 
-`choose` picks one, and `ranks` does the rest where each of many ranks has a share of the batch. In each of them weights
-may stay factors, or be made again in backward: that is the form of a weight (`gbfunc.layers`).
+`choose` picks one, and `ranks` adds up over ranks that have a share of the batch each.
 """
 
 from gbfunc.train.gradients.choose import make_objective

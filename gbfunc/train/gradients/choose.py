@@ -14,8 +14,7 @@ from gbfunc.train.gradients.accumulated import Accumulated, equal_parts, parts_o
 from gbfunc.train.gradients.compiled import CompiledGraph
 from gbfunc.train.gradients.loss import GenomeLoss, LossFn, Objective, OneGraph, Strategy
 from gbfunc.train.gradients.proof import Proof
-from gbfunc.train.gradients.ranks import RankObjective
-from gbfunc.train.gradients.split import SplitLoss, SplitObjective, split_proof
+from gbfunc.train.gradients.ranks import RankObjective, SplitLoss, SplitObjective, split_proof
 from gbfunc.train.options import StepOptions
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ Graph = Callable[[Given, list[Tensor]], Result]
 class CompiledGraph(OneGraph):
     """The loss as one graph, compiled by `torch.compile`.
 
-    Loss and gradient are one graph, by `torch.func`, where the compiler can make that, on a CPU without Python around
-    its kernels (which takes 0.1 ms of a small net's call); else a graph each, by autograd, whose calls take some 0.3 ms
-    more. The layout's collectives, which have no Python inside of a graph, are counted and named here.
+    Loss and gradient are one graph, by `torch.func`, where the compiler can make one, on a CPU without Python around
+    its kernels; else a graph each, by autograd, whose calls take some 0.3 ms more. The layout's collectives, which have
+    no Python inside of a graph, are counted and named here.
     """
 
     def __init__(self, loss: GenomeLoss, scale: float, layout: Layout, amp: torch.dtype | None, *, joint: bool) -> None:
@@ -38,13 +38,6 @@ class CompiledGraph(OneGraph):
         self._layout, self._checked = layout, False
 
     def __call__(self, given: Given, wanted: list[Tensor]) -> Result:
-        """Loss, aux and gradients.
-
-        Raises:
-            CollectiveError: if a rank is missing.
-            RuntimeError: if compiled code fails at the first step, where the code as it is does not.
-            ValueError: as eager code, and at the first step if compiled code has another gradient or change of buffers.
-        """
         self.loss.generator.prepare(given.leaves)
         with self._counted(wanted):
             if self._checked:
@@ -57,7 +50,6 @@ class CompiledGraph(OneGraph):
             return self._first(given, wanted)
 
     def _first(self, given: Given, wanted: list[Tensor]) -> Result:
-        """The first step of a graph, compared with the eager one."""
         eager = gradient_and_changes(self._eagerly, given, wanted, 0)
         while self._graphs:
             fresh = given.copied()
@@ -72,7 +64,7 @@ class CompiledGraph(OneGraph):
                     raise RuntimeError(f"{_FAILS} ({type(error).__name__}: {reason})") from error
             else:
                 found = as_vector(result.gradients, wanted), changes_of(given.buffers, fresh.buffers)
-                apart = self._distances(found, eager)
+                apart = [largest_distance(self._layout.mesh, x, y) for x, y in zip(found, eager, strict=True)]
                 if max(apart) <= self._rounding.most:
                     self._checked = True
                     return self._graphs[0](given, wanted)
@@ -91,9 +83,6 @@ class CompiledGraph(OneGraph):
                 loss, aux = self.loss(given)
             return self._result(given, wanted, loss, aux).gradients
 
-    def _distances(self, found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> list[float]:
-        return [largest_distance(self._layout.mesh, x, y) for x, y in zip(found, expected, strict=True)]
-
     def _as_two(self, given: Given, wanted: list[Tensor]) -> Result:
         return self._result(given, wanted, *self._apart(given))
 
@@ -103,7 +92,7 @@ class CompiledGraph(OneGraph):
         rows = self.loss.rows(given.rows)
         # A tensor, since another number would be compiled anew.
         factor = None if self._scale * rows == 1 else torch.tensor(self._scale * rows)
-        # What fails to be traced inside of torch.func would leave hooks so.
+        # A failed trace inside of torch.func leaves the hooks disabled.
         with torch.autograd.graph.disable_saved_tensors_hooks("torch.func has none"):
             joint = self._joint[wanted[0].is_cpu]
             loss, aux, buffers, found = joint(given._replace(leaves=leaves), [*trained], factor)
@@ -143,11 +132,7 @@ _FIXED = (
 
 
 def _guarded(guards: Sequence[Any]) -> list[bool]:
-    """Which of a compiled graph's guards are checked at every call: not those on what a plan fixes for good.
-
-    Three quarters are on the constants of generation and the code of torch and of this package; those on arguments, the
-    loss function and the p-net, which may have a state in Python, are kept.
-    """
+    """Drop guards on what a plan fixes for good; those on arguments, the loss function and the p-net are kept."""
     return [not any(name in guard.name for name in _FIXED) for guard in guards]
 
 
@@ -155,7 +140,6 @@ _CODES = count()
 
 
 def _compiled(method: Any, *, fullgraph: bool = False, cpp_wrapper: bool = False) -> Callable[..., Any]:
-    """A method, compiled."""
     # Torch 2.5 has no filters.
     known = hasattr(torch.compiler, "keep_tensor_guards_unsafe")
     # Random numbers are those of eager code.
@@ -166,10 +150,7 @@ def _compiled(method: Any, *, fullgraph: bool = False, cpp_wrapper: bool = False
 
 
 def _own_code(method: Any) -> Callable[..., Any]:
-    """A method with a code object of its own: the compiler remembers shapes by the file, line and name of code.
-
-    Two p-nets with one code object would be taken for one whose shapes change.
-    """
+    """A method with a code object of its own: the compiler takes two p-nets with one for one whose shapes change."""
     function = method.__func__
     code = function.__code__.replace(co_name=f"{function.__name__}_{next(_CODES)}")
     own = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)

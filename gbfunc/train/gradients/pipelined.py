@@ -15,7 +15,7 @@ from gbfunc.parallel.pipeline import Pipeline
 from gbfunc.train.gradients.accumulated import equal_parts, mean_of, through_gnets, weights_of
 from gbfunc.train.gradients.loss import GenomeLoss, Given, Gradients, LossFn, Result, generators_of
 from gbfunc.train.gradients.proof import Proof
-from gbfunc.train.gradients.split import SPLIT_CAUSE
+from gbfunc.train.gradients.ranks import SPLIT_CAUSE
 
 if TYPE_CHECKING:
     from gbfunc.parallel.tensor import TensorParallel

@@ -25,23 +25,14 @@ Part = Callable[[Given, list[Tensor]], Gradients]
 
 
 class Proof(NamedTuple):
-    """A comparison of the first step's gradient and changes of buffers with those of the whole p-net, on a few rows.
+    """A comparison of the first step's gradient and changes of buffers with those of the whole p-net, on a few rows."""
 
-    Attributes:
-        whole: makes the loss of the whole p-net on this rank.
-        part: this rank's part of the gradient, as steps compute it.
-        loss: the loss that steps compute it of.
-        few: takes the rows from a batch.
-        axes: the axes of the mesh along which the parts are summed.
-        cause: the cause of a difference, and its cure.
-    """
-
-    whole: Callable[[], GenomeLoss]
-    part: Part
-    loss: Callable[[], GenomeLoss | None]
-    few: Callable[[Any], Any]
-    axes: tuple[AxisName, ...]
-    cause: str
+    whole: Callable[[], GenomeLoss]  # makes the loss of the whole p-net on this rank
+    part: Part  # this rank's part of the gradient, as steps compute it
+    loss: Callable[[], GenomeLoss | None]  # the loss of the steps
+    few: Callable[[Any], Any]  # takes the rows from a batch
+    axes: tuple[AxisName, ...]  # along which the parts are summed
+    cause: str  # of a difference, and its cure
 
     def compare(self, layout: Layout, given: Given, trained: Params) -> None:
         """Compare them with equal seeds, and where they differ once more in evaluation mode; all ranks call.
@@ -124,7 +115,6 @@ def plainly(loss: GenomeLoss) -> Part:
 
 @contextmanager
 def _evaluating(nets: Sequence[nn.Module]) -> Iterator[None]:
-    """Put layers into evaluation mode inside of this."""
     training = [module for net in nets for module in net.modules() if module.training]
     for module in training:
         module.training = False
@@ -150,17 +140,12 @@ def changes_of(before: Params, after: Params) -> Tensor:
     return as_vector([x.nan_to_num(0.0, 0.0, 0.0) for x in changes], changes)
 
 
-def seed_elsewhere(seed: int) -> None:
-    """Seed Python's and NumPy's global random numbers."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-
-
 @contextmanager
 def seeded_elsewhere(seed: int) -> Iterator[None]:
     """Seed Python's and NumPy's global random numbers, and put them back after."""
     states = random.getstate(), np.random.get_state()
-    seed_elsewhere(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
     try:
         yield
     finally:
