@@ -224,7 +224,7 @@ def test_sigterm_ends_a_command_with_a_line(
     command: str, called: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    module = "genomes" if command == "eval" else command
+    module = {"eval": "genomes", "plan": "job"}.get(command, command)
     monkeypatch.setattr(f"gbfunc.cli.{module}.{called}", lambda *args, **kwargs: signal.raise_signal(signal.SIGTERM))
     assert main([command, *["--genome", "genome"] * (command == "eval")]) == 143
     assert capsys.readouterr() == ("", "gbfunc: stopped by SIGTERM\n")

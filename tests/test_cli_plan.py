@@ -11,8 +11,8 @@ import torch
 
 import gbfunc as gb
 from gbfunc.cli import main
+from gbfunc.cli.job import parse_bytes
 from gbfunc.cli.parser import parse
-from gbfunc.cli.plan import parse_bytes
 from gbfunc.cli.ranks import parse_mesh
 from gbfunc.parallel.planner import DeviceSpec
 from tests.support.planner_cases import make_case

@@ -8,15 +8,42 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import sysconfig
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_tb
-
-from gbfunc.cli import signals
+from types import FrameType
 
 __all__ = ["main"]
+
+
+class Stopped(BaseException):
+    """A signal ends the command: its number, and what to say. No handler of errors catches this exception."""
+
+
+@contextmanager
+def handling(handler: Callable[[int, FrameType | None], None], *signums: int) -> Iterator[None]:
+    """Let a function handle signals; only the main thread may."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {signum: signal.signal(signum, handler) for signum in signums if is_main}
+    try:
+        yield
+    finally:
+        for signum, old in before.items():
+            signal.signal(signum, old)
+
+
+def _end(signum: int, frame: FrameType | None) -> None:
+    os.write(2, b"gbfunc: interrupted\n" if signum == signal.SIGINT else b"gbfunc: stopped by SIGTERM\n")
+    os._exit(128 + signum)
+
+
+def _stop(signum: int, frame: FrameType | None) -> None:
+    raise Stopped(signum, "stopped by SIGTERM")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,13 +59,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: for `--help` and `--version` (0).
     """
+    both = (signal.SIGINT, signal.SIGTERM)
     try:
-        with signals.ending():
+        # An import that raised could leave a library half loaded: until all is loaded, signals end the process.
+        with handling(_end, *(signum for signum in both if signal.getsignal(signum) != signal.SIG_IGN)):
             from gbfunc.cli.parser import parse
 
             command = parse(sys.argv[1:] if argv is None else argv)
             command.load()
-        with signals.stopping():
+        # Contexts end what a command has started.
+        with handling(_stop, signal.SIGTERM):
             command.run()
     except KeyboardInterrupt:
         print("gbfunc: interrupted", file=sys.stderr)
@@ -46,9 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader (`| head`) has had enough; what is still buffered must not raise at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except signals.Stopped as stopped:
-        print(f"gbfunc: {stopped}", file=sys.stderr)
-        return 128 + stopped.signum
+    except Stopped as stopped:
+        signum, words = stopped.args
+        print(f"gbfunc: {words}", file=sys.stderr)
+        return 128 + signum
     except (ValueError, OSError, ImportError, FloatingPointError, MemoryError, RuntimeError) as error:
         # torch has an error of its own for a GPU's memory alone.
         if isinstance(error, RuntimeError) and not re.search("out of memory|can't allocate memory", str(error)):

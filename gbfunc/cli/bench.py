@@ -26,7 +26,6 @@ _GROWTH = {"growth_weights": ("weights", "weights"), "growth_features": ("featur
 
 
 def run_bench(options: Bench) -> None:
-    """Run the cases, print one table, write the results."""
     device = find_device(options.device)
     if options.calibrate:
         from gbfunc.lab.bench.calibrate import calibrate
@@ -84,7 +83,6 @@ def measure(
 
 
 def print_results(results: Mapping[str, Any]) -> None:
-    """Print all rows as one table."""
     r, ceilings = results, results["ceilings"]
     repeated = any(len(row["ratios_to_dense"]) > 1 for row in r["rows"])
 

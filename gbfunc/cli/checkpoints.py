@@ -9,14 +9,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 
 import torch
 
 import gbfunc as gb
+from gbfunc.cli import Stopped, handling
 from gbfunc.cli.genomes import teacher_file
 from gbfunc.cli.options import AUTO, CheckpointOptions, RunOptions, TeacherOptions, values_of
 from gbfunc.cli.output import tell
-from gbfunc.cli.signals import Stopped, listening
 from gbfunc.parallel import sum_ranks
 from gbfunc.tasks import Task
 from gbfunc.tasks.training import Position
@@ -43,14 +44,13 @@ class Kept:
     signals: list[int] = field(default_factory=list)  # that came and ask for an end
 
     def resume(self, state: gb.TrainState) -> tuple[gb.TrainState, Position | None]:
-        """Find the state to begin with and how far it has come, which is reported on standard error."""
         source, mesh, needed = self.source, self.train_step.mesh, self.output.resume != AUTO
         if source is None:
             return state, None
         if needed and mesh.world == 1 and not source.exists():
             raise FileNotFoundError(f"--resume: no such file or folder: {source}")
-        changes: list[str] = []
-        changed = changes.append if self.output.allow_changes else None
+        lines: list[str] = []
+        changed = (lambda line: lines.append(f"changed: {line}")) if self.output.allow_changes else None
         try:
             loaded = gb.load_checkpoint(source, self.train_step, state, check=self._check, changed=changed)
         except ValueError as error:
@@ -60,12 +60,12 @@ class Kept:
                 place = f"a training that kept some has them in {source.parent / FOLDER}"
                 words = f"--resume: {source} is a genome, not a checkpoint: {place}"
             raise ValueError(words) from error
-        lines = [f"skipped {line}" for line in loaded.skipped] + [f"changed: {line}" for line in changes]
+        lines = [f"skipped {line}" for line in loaded.skipped] + lines
+        if loaded.path is None and needed:
+            raise FileNotFoundError(f"--resume: no valid checkpoint in {source}")
+        position = None
         if loaded.path is None:
-            if needed:
-                raise FileNotFoundError(f"--resume: no valid checkpoint in {source}")
             lines.append(f"no checkpoint to resume in {source}: training begins")
-            position = None
         else:
             held, finetune = loaded.extra["position"], self.output.finetune
             if (taken := held["done"] + held["more"]) > self.steps:
@@ -88,6 +88,12 @@ class Kept:
             differing = ", ".join(f"{k} {saved.get(k)}, now {now.get(k)}" for k in names)
             raise ValueError(f"it was trained with other settings: {differing}")
 
+    def note(self, signum: int, frame: FrameType | None) -> None:
+        # Launchers pass a Ctrl-C on as SIGTERM, beside the SIGINT of the terminal: only a second Ctrl-C is impatience.
+        if signum == signal.SIGINT and signum in self.signals:
+            raise KeyboardInterrupt
+        self.signals.append(signum)
+
     def due(self, steps: int) -> bool:
         """Whether to save after so many steps; the same on all ranks, which must all ask after every step."""
         if self.writer is None:
@@ -104,12 +110,6 @@ class Kept:
         return saves or bool(self.signals)
 
     def save(self, state: gb.TrainState, steps: int, position: Position, *, wait: bool = False) -> None:
-        """Save, in the background unless `wait`.
-
-        Raises:
-            Stopped: after a signal, with this checkpoint on disk.
-            OSError: after a signal, if the checkpoint cannot be written; otherwise that is reported on standard error.
-        """
         if self.writer is None:
             return
         order = position.order.numpy().tobytes().hex()
@@ -119,27 +119,23 @@ class Kept:
         except OSError as error:
             # The one before. The disk may have room again for this one: what is trained must not be lost.
             tell(f"warning: {error}")
-        signum = next(iter(self.signals), None)
+        signum, path = next(iter(self.signals), None), None
         try:
             path = self.writer.wait() if wait or signum is not None else None
         except OSError as error:
             if signum is not None:
                 raise
             tell(f"warning: {error}")
-        else:
-            if signum is not None:
-                words = f"stopped by {signal.Signals(signum).name} after step {steps}"
-                raise Stopped(signum, f"{words}: --resume auto goes on from {path or 'what rank 0 saved'}")
+        if signum is not None:
+            words = f"stopped by {signal.Signals(signum).name} after step {steps}"
+            raise Stopped(signum, f"{words}: --resume auto goes on from {path or 'what rank 0 saved'}")
 
 
 @contextmanager
 def checkpoints(
     options: RunOptions, task: Task, settings: JSON, steps: int, train_step: TrainStep
 ) -> Iterator[Kept | None]:
-    """Open the checkpoints that the options ask for; meanwhile SIGINT and SIGTERM save before they stop.
-
-    `settings` are those of a training of `steps` steps.
-    """
+    """Open the checkpoints that the options ask for; meanwhile SIGINT and SIGTERM save before they stop."""
     output = options.output
     if not isinstance(output, CheckpointOptions) or (output.checkpoint_every, output.resume) == (None, None):
         yield None
@@ -163,5 +159,6 @@ def checkpoints(
     if output.checkpoint_every is None:
         yield kept
         return
-    with gb.Checkpointer(folder, train_step, keep=output.keep) as kept.writer, listening(kept.signals):
+    listening = handling(kept.note, signal.SIGINT, signal.SIGTERM)
+    with gb.Checkpointer(folder, train_step, keep=output.keep) as kept.writer, listening:
         yield kept

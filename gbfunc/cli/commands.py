@@ -24,7 +24,6 @@ from gbfunc.cli.options import (
     ConfigOption,
     DataOptions,
     ExecutionOptions,
-    GenomeFileOptions,
     GenomeOptions,
     MaybeCount,
     PNetOptions,
@@ -43,6 +42,9 @@ Threads = Annotated[int | None, shows("INT", "torch's"), COUNT]
 SIZES = (600, 1_300, 2_000, 6_000, 20_000)
 """Budgets of `gbfunc compare`, in parameters of a periodic genome."""
 
+_MODULES = {"demo": "train", "plan": "job", "eval": "genomes", "sample": "genomes", "export": "genomes"}
+"""Modules with the functions of commands, where they are not named after the command."""
+
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 _SHIPS = (".html", ".png", ".jpg", ".jpeg", ".webp", ".svg")
 """Suffixes of pages and pictures, which may have a genome in them."""
@@ -51,34 +53,36 @@ _SHIPS = (".html", ".png", ".jpg", ".jpeg", ".webp", ".svg")
 class Command:
     """Options of a command."""
 
-    module = ""  # with the command's function, if it is not named after the command
-    waits = True  # whether the idle threads of OpenMP sleep
-
     def load(self) -> Callable[[Any], None]:
         """Import torch, all names of gbfunc, and the command's function.
 
         OpenMP reads how idle threads wait when torch is loaded. Spinning threads make the steps of a small p-net five
         to ten times as slow on a machine with other work.
         """
-        if "torch" not in sys.modules and self.waits and not any(name in os.environ for name in _WAITING):
+        waits = not isinstance(self, Bench) and not any(name in os.environ for name in _WAITING)
+        if "torch" not in sys.modules and waits:
             os.environ["OMP_WAIT_POLICY"] = "passive"
         if not hasattr(gbfunc, "make_plan"):
             importlib.reload(gbfunc)
         name = type(self).__name__.lower()
-        return getattr(importlib.import_module(f"gbfunc.cli.{self.module or name}"), f"run_{name}")
+        return getattr(importlib.import_module(f"gbfunc.cli.{_MODULES.get(name, name)}"), f"run_{name}")
 
     def run(self) -> None:
-        """Do what the options say, and show it."""
         self.load()(self)
 
 
-class GenomeCommand(Command):
-    """Options of a command that takes a genome."""
+@dataclass(frozen=True, kw_only=True)
+class GenomeCommand(Command, ConfigOption, DataOptions):
+    """Options of a command that takes a genome, whose file says what of task and p-net is not said here."""
 
-    def run(self: Any) -> None:
-        """Do what the options say, with the genome in a page or a QR code where they name one."""
+    # What it learned: digits, mnist, fashion-mnist, cifar10, text, trec, texts, control, or module:function.
+    task: Annotated[str, shows("NAME", "the genome's")] = ""
+    # The genome, as `gbfunc train --out` writes it; or `gbfunc export`: a page, or a picture of a QR code.
+    genome: Annotated[Path, arg(metavar="FILE")]
+
+    def run(self) -> None:
         if self.genome.suffix.lower() not in _SHIPS:
-            return Command.run(self)
+            return super().run()
         from gbfunc.export.qr import shipped_genome
 
         with TemporaryDirectory(prefix="gbfunc-") as folder:
@@ -103,18 +107,14 @@ class Train(Command, RunOptions):
 class Demo(Command, RunOptions):
     """Train a genome on real digits beside two dense nets, and compare them."""
 
-    module = "train"
-
 
 @dataclass(frozen=True, kw_only=True)
-class Eval(GenomeCommand, ConfigOption, GenomeFileOptions):
+class Eval(GenomeCommand):
     """Show where a genome file's bytes go; rebuild its p-net and measure it."""
 
-    module = "genomes"
-
 
 @dataclass(frozen=True, kw_only=True)
-class Predict(GenomeCommand, ConfigOption, GenomeFileOptions):
+class Predict(GenomeCommand):
     """Classify images (.npy and .npz, too) and texts (.txt, an input each line)."""
 
     # The files. Pixels count from 0 to 255 (of 16 bits scaled so), or as the task's data has them, bright where its
@@ -125,10 +125,8 @@ class Predict(GenomeCommand, ConfigOption, GenomeFileOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample(GenomeCommand, ConfigOption, GenomeFileOptions):
+class Sample(GenomeCommand):
     """Write text with the language model of a genome file."""
-
-    module = "genomes"
 
     # What it learned: text, or package.module:function.
     task: Annotated[str, arg(metavar="NAME")] = "text"
@@ -143,7 +141,7 @@ class Sample(GenomeCommand, ConfigOption, GenomeFileOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Export(GenomeCommand, ConfigOption, GenomeFileOptions):
+class Export(GenomeCommand):
     """Write a genome's network for programs, as a web page, or as a QR code."""
 
     # Where to; a file that is there is replaced. A page of a text task takes its characters from --data-dir.
@@ -215,8 +213,6 @@ class Compare(Command, DataOptions):
 @dataclass(frozen=True)
 class Bench(Command):
     """Measure training steps and generation side by side: time, memory, growth."""
-
-    waits = False
 
     # Fewer and smaller cases: under a minute.
     quick: Flag = False

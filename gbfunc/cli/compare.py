@@ -27,7 +27,6 @@ _BYTES = (1_500, 3_000, 6_000, 12_000, 24_000, 48_000, 186_000)
 
 
 def run_compare(options: Compare) -> None:
-    """Run what is missing, print one table, write the results."""
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     task = load_task(DataOptions(**{field.name: getattr(options, field.name) for field in fields(DataOptions)}))
@@ -77,7 +76,6 @@ def _problems(options: Compare, task: Task, dtype: torch.dtype) -> list[Problem]
 
 
 def _tested(results: Results, metric: Metric) -> list[float]:
-    """Find the metric on the test split in the unit in which it is shown, by seed."""
     rows = sorted(results.rows, key=lambda row: row.seed)
     return [100 * row.test if metric.unit == "%" else row.test for row in rows]
 
@@ -88,14 +86,7 @@ def tradeoff_figure(
     levels: Mapping[str, Results] = MappingProxyType({}),
     published: Mapping[str, Points] = MappingProxyType({}),
 ) -> Figure:
-    """Draw `tradeoff_curves` of a metric; parts of one are shown by what they lack, on a logarithmic axis.
-
-    Args:
-        known: results of every method at each budget.
-        metric: of the task.
-        levels: results that no budget bounds, each a dashed line, by label.
-        published: hollow points, of accuracy in %, by label.
-    """
+    """Draw the metric over bytes; parts of one are shown by what they lack, on a logarithmic axis."""
     errors = metric.unit == "%" and metric.higher_is_better
 
     def shown(results: Results) -> list[float]:
@@ -123,34 +114,28 @@ def print_tradeoff(
     levels: Mapping[str, Results] = MappingProxyType({}),
     published: Mapping[str, Points] = MappingProxyType({}),
 ) -> None:
-    """Print the metric on the test split: a row for a method, a column for a budget.
-
-    The last column has the training steps that chose each method's settings.
-    """
     first, metric = problems[0], problems[0].task.metric
 
     def spread(values: Sequence[float]) -> str:
         digits = 2 if mean(values) > 10 else 4
         return f"{mean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
 
-    def searched(parts: Sequence[Results]) -> str:
-        steps = [choice.searched for part in parts for choice in part.choices if choice.searched is not None]
-        ends = sorted({min(steps), max(steps)}) if steps else []
-        return " to ".join(f"{n:,}" for n in ends)
-
-    columns = [[_tested(parts[i], metric) for parts in known.values()] for i in range(len(problems))]
+    values = {name: [_tested(part, metric) for part in parts] for name, parts in known.items()}
     extreme = max if metric.higher_is_better else min
-    best = [extreme((mean(values) for values in column if values), default=None) for column in columns]
+    columns = zip(*values.values(), strict=True)
+    best = [extreme((mean(some) for some in column if some), default=None) for column in columns]
     rows = []
-    for m, (name, parts) in enumerate(known.items()):
+    for name, parts in known.items():
         row = [name]
-        for part, column, top in zip(parts, columns, best, strict=True):
-            if values := column[m]:
-                row.append(f"[bold]{spread(values)}[/bold]" if mean(values) == top else spread(values))
+        for part, some, top in zip(parts, values[name], best, strict=True):
+            if some:
+                row.append(f"[bold]{spread(some)}[/bold]" if mean(some) == top else spread(some))
             else:
                 # Nothing fits, or nothing is known.
                 row.append("-" if any(choice.settings is None for choice in part.choices) else "")
-        rows.append([*row, searched(parts)])
+        searched = [choice.searched for part in parts for choice in part.choices]
+        ends = dict.fromkeys((min(searched), max(searched))) if searched else ()
+        rows.append([*row, " to ".join(f"{n:,}" for n in ends)])
     notes = [f"{name}: {spread(_tested(results, metric))}" for name, results in levels.items()]
     for label, of in published.items():
         points = ", ".join(f"{size:,} bytes: {value:.2f}" for size, value in of)

@@ -6,7 +6,7 @@ import csv
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,21 +21,14 @@ from gbfunc.cli.output import open_folder, print_metrics, reporter, write_histor
 from gbfunc.cli.parser import settings_of
 from gbfunc.tasks.base import SCHEDULES
 from gbfunc.tasks.data import Split
-from gbfunc.tasks.text import PaddedTexts
 
 if TYPE_CHECKING:
     from gbfunc.federated import GenomeStrategy, LocalGrid
 
 SERVER_FILE = "server.safetensors"
-_LABELLED = (Split, PaddedTexts)
-"""Examples with a class each: their tensors have a row for each."""
-
-_MARKS = (0.90, 0.95, 0.97)
-"""Accuracies whose cost in bytes is reported."""
 
 
 def run_federated(options: Federated) -> None:
-    """Simulate, write the results, print them."""
     if options.sample > options.clients:
         raise ValueError(f"--sample {options.sample} is more than --clients {options.clients}")
     there = options.out is not None and (options.out / SERVER_FILE).exists()
@@ -47,10 +40,14 @@ def run_federated(options: Federated) -> None:
     logging.getLogger("flwr").setLevel(logging.ERROR)
     job = make_job(options.data, options.genome, dense=options.dense)
     task = job.task
-    if not isinstance(task.train, _LABELLED):
+    if not isinstance(task.train, Split):
         raise ValueError(f"federated is for tasks of examples with a class each, got --task {options.data.task}")
     with open_folder(options.out) as folder:
-        rows = _read_history(folder / "history.csv") if options.resume else []
+        rows: list[dict[str, float]] = []
+        if options.resume:
+            with (folder / "history.csv").open(encoding="utf-8") as file:
+                for row in csv.DictReader(file):
+                    rows.append({k: int(x) if x.isdecimal() else float(x) for k, x in row.items() if k != "run"})
         strategy, grid = _federation(job, options)
         with grid, reporter("federated", options.rounds) as report:
 
@@ -79,7 +76,6 @@ def run_federated(options: Federated) -> None:
 
 
 def _federation(job: Job, options: Federated) -> tuple[GenomeStrategy, LocalGrid]:
-    """Make the server's strategy, and the clients."""
     from gbfunc import federated as fed
 
     task, seed = job.task, options.data.seed
@@ -88,24 +84,13 @@ def _federation(job: Job, options: Federated) -> tuple[GenomeStrategy, LocalGrid
 
     def examples(context: Any) -> Any:
         part = parts[context.node_config["partition-id"]]
-        return replace(
-            task.train, **{field.name: getattr(task.train, field.name)[part] for field in fields(task.train)}
-        )
+        return replace(task.train, **{name: rows[part] for name, rows in vars(task.train).items()})
 
     optimizer = find_optimizer(options.optimizer or ("SGD" if options.dense else "Adam"))
     recipe = replace(job.recipe, optimizer=optimizer)
-    app = fed.client_app(
-        job.plan,
-        job.pnet,
-        task.loss,
-        examples,
-        steps=options.local_steps,
-        batch_size=options.batch_size,
-        optimizer=optimizer,
-        options=recipe.optimizer_options,
-        augment=recipe.augment,
-        seed=seed,
-    )
+    learning = {"optimizer": optimizer, "options": recipe.optimizer_options, "augment": recipe.augment, "seed": seed}
+    sizes = {"steps": options.local_steps, "batch_size": options.batch_size}
+    app = fed.client_app(job.plan, job.pnet, task.loss, examples, **sizes, **learning)
     convolutions = any(t.kind in ("conv", "conv_transpose") for t in job.plan.generated)
     # Genomes of LeNet-5 learn nothing at the rate of an MLP.
     lr = options.lr or (0.1 if options.dense else 1e-2 if convolutions else 2e-2)
@@ -124,7 +109,6 @@ def _federation(job: Job, options: Federated) -> tuple[GenomeStrategy, LocalGrid
 
 
 def _strategy(options: Federated) -> Any:
-    """Make Flower's strategy of a name, which trains with so many clients and leaves evaluation to the server."""
     from flwr.serverapp import strategy as strategies  # pyright: ignore[reportMissingImports]
 
     known = [name for name in strategies.__all__ if name.startswith("Fed") and "Xgb" not in name]
@@ -145,24 +129,12 @@ def _strategy(options: Federated) -> Any:
         raise ValueError(f"--strategy-config does not fit {name}: {error}") from error
 
 
-def _read_history(path: Path) -> list[dict[str, float]]:
-    with path.open(encoding="utf-8") as file:
-        rows = [{k: float(x) for k, x in row.items() if k != "run"} for row in csv.DictReader(file)]
-    return [{k: int(x) if x.is_integer() else x for k, x in row.items()} for row in rows]
-
-
 def _metrics(
-    job: Job,
-    options: Federated,
-    path: Path,
-    strategy: GenomeStrategy,
-    grid: LocalGrid,
-    rows: list[dict[str, float]],
+    job: Job, options: Federated, path: Path, strategy: GenomeStrategy, grid: LocalGrid, rows: list[dict[str, float]]
 ) -> dict[str, Any]:
-    """Find sizes, accuracies, and what was sent."""
     plan, _, net = read_genome(path, options.data, job.task)
     name, sent = f"val_{job.task.metric.name}", ("round", "bytes_up", "bytes_down")
-    reached = {mark: next((row for row in rows if row[name] >= mark), None) for mark in _MARKS}
+    reached = {mark: next((row for row in rows if row[name] >= mark), None) for mark in (0.90, 0.95, 0.97)}
     traffic, n = grid.traffic, max(1, grid.traffic.messages)
     return {
         **genome_metrics(plan, path, net, job.task),

@@ -1,25 +1,30 @@
-"""From a genome's file to a network and its metrics: `gbfunc eval` and `gbfunc sample`, and teachers."""
+"""From a genome's file to a network and its metrics: `gbfunc eval`, `sample` and `export`, and teachers."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_model
 from torch import nn
 
 import gbfunc as gb
-from gbfunc.cli.commands import Eval, Sample
-from gbfunc.cli.job import SAID, Job, load_task, read_json
-from gbfunc.cli.options import DataOptions, TeacherOptions
-from gbfunc.cli.output import print_metrics
+from gbfunc.cli.commands import Eval, Export, Sample
+from gbfunc.cli.job import SAID, load_task, read_json
+from gbfunc.cli.options import DataOptions, flags
+from gbfunc.cli.output import open_folder, print_metrics
+from gbfunc.export import export_module, page
+from gbfunc.export.page import layers_in_a_row
+from gbfunc.export.qr import write_qr
+from gbfunc.files import replace_file
 from gbfunc.storage.genome_file import is_genome, load_dtype
 from gbfunc.tasks import Task, continue_text
-from gbfunc.tasks.base import History, taught
+from gbfunc.tasks.base import History
 from gbfunc.tasks.pnets import Interface, PNet, find_pnet
 from gbfunc.tasks.pnets.base import brief, is_import_path
 from gbfunc.tasks.pnets.hugging_face import PREFIX
@@ -28,94 +33,71 @@ from gbfunc.types import JSON
 
 GENOME_FILE, BEST_FILE, WEIGHTS_FILE = "genome.safetensors", "best.safetensors", "model.safetensors"
 
-Options = TypeVar("Options", bound=DataOptions)
-
 
 def run_eval(options: Eval) -> None:
-    """Report the bytes of the file; measure and print."""
-    plan, task, net = read_genome(options.genome, options)
-    metrics = genome_metrics(plan, options.genome, net, task)
-    print(byte_report(options.genome), end="\n\n")
+    path = options.genome
+    plan, task, net = read_genome(path, options)
+    metrics = genome_metrics(plan, path, net, task)
+    print(plan.report(load_dtype(path), gb.load(path)[1], gb.load_metadata(path)), end="\n\n")
     print_metrics(metrics, task)
 
 
-def byte_report(path: Path) -> str:
-    """Report a plan with the bytes of its genome's file."""
-    plan, genome = gb.load(path)
-    return plan.report(load_dtype(path), genome, gb.load_metadata(path))
-
-
 def run_sample(options: Sample) -> None:
-    """Print the prompt and what follows it."""
-    _, task, net = read_genome(options.genome, options)
-    numbers = {"temperature": options.temperature, "seed": options.seed}
-    print(options.prompt + continue_text(net, task, options.prompt, options.tokens, **numbers))
+    o = options
+    _, task, net = read_genome(o.genome, o)
+    print(o.prompt + continue_text(net, task, o.prompt, o.tokens, temperature=o.temperature, seed=o.seed))
 
 
 def read_genome(
     path: Path, data: DataOptions, task: Task | None = None, *, alone: bool = False
 ) -> tuple[gb.Plan, Task, nn.Module]:
-    """Read a genome file: its plan, its task, and the p-net on the CPU with the weights that the genome generates.
-
-    Args:
-        path: the file.
-        data: options of the task and the p-net; the file fills in what the user leaves open.
-        task: a task that is loaded already, instead of the options.
-        alone: make the task without its data, where the user names no folder and the file describes the inputs.
-    """
+    """Read a genome's plan, task and network; `alone` makes the task without data where the file describes it."""
     said = said_by(path)
     plan, genome = gb.load(path)
     if task is None:
-        data = described(path, data)
+        data = _described(path, data, said)
         bare = alone and data.data_dir is None and "interface" in said
         task = _task_of(data, said) if bare else load_task(data)
         task = task.with_pnet(_fitted(task, plan, path, read_json("--pnet-config", data.pnet_config)))
-        for key in ("classes", "alphabet"):
+        differ = {"classes": "classes {}, the data {}", "alphabet": "another alphabet than the data's text"}
+        for key, words in differ.items():
             held, here = said.get(key), task.about.get(key)
-            if held is not None and here is not None and held != here:
-                names = (
-                    f"{key} {held}, the data {here}" if key == "classes" else "another alphabet than the data's text"
-                )
-                raise ValueError(f"{path} holds {names}: --data-dir must name data with the same ones")
+            if None not in (held, here) and held != here:
+                words = words.format(held, here)
+                raise ValueError(f"{path} holds {words}: --data-dir must name data with the same ones")
     # A base may be the weights of a seed.
     return plan, task, _network(path, plan, genome, task.build(getattr(data, "seed", 0)))
 
 
 def said_by(path: Path) -> Mapping[str, Any]:
-    """Read what a genome's file says of its task and inputs; nothing where that is no object."""
     if not path.is_file():
         raise FileNotFoundError(f"no such genome file: {path}")
     said = gb.load_metadata(path)
     return said if isinstance(said, Mapping) else {}
 
 
-def described(path: Path, options: Options) -> Options:
-    """Fill in the options with what a genome's file says, where the user says nothing."""
-    said = said_by(path)
+def _described(path: Path, options: DataOptions, said: Mapping[str, Any]) -> DataOptions:
     # The file says nothing of another task than its own.
     said = said if options.task in ("", said.get("task")) else {}
-    held = {field.name for field in fields(options)}
     taken: JSON = {}
     for name, usual in SAID.items():
-        if name in held and name in said and getattr(options, name) == usual:
-            taken[name] = _option(path, name, said[name], usual)
+        if name not in said or getattr(options, name, None) != usual:
+            continue
+        value = taken[name] = said[name]
+        if isinstance(value, dict) and usual == "{}":
+            taken[name] = json.dumps(value)
+            continue
+        if not isinstance(value, str) or usual == "{}":
+            raise ValueError(f"{path} says {name} {value!r}, expected {'an object' if usual == '{}' else 'text'}")
+        # A file runs no code: an environment's name may import a module, too.
+        code = value.removeprefix(PREFIX) if name == "pnet" else value
+        if is_import_path(code) or (name == "env" and ":" in code):
+            trust = "which is code: pass that option if you trust it"
+            raise ValueError(f"{path} was trained with --{name} {value}, {trust}")
     return replace(options, **{"task": options.task or "digits"} | taken)
 
 
-def _option(path: Path, name: str, value: Any, usual: str | None) -> str:
-    if isinstance(value, dict) and usual == "{}":
-        return json.dumps(value)
-    if not isinstance(value, str) or usual == "{}":
-        raise ValueError(f"{path} says {name} {value!r}, expected {'an object' if usual == '{}' else 'text'}")
-    # A file runs no code: an environment's name may import a module, too.
-    code = value.removeprefix(PREFIX) if name == "pnet" else value
-    if is_import_path(code) or (name == "env" and ":" in code):
-        raise ValueError(f"{path} was trained with --{name} {value}, which is code: pass that option if you trust it")
-    return value
-
-
 def _task_of(options: DataOptions, said: Mapping[str, Any]) -> Task:
-    """Make the task that a genome's file describes, without its data."""
     try:
         inputs, *rest = said["interface"]
         interface = Interface(tuple(inputs), *rest)
@@ -165,7 +147,6 @@ def _fitted(task: Task, plan: gb.Plan, path: Path, config: Mapping[str, Any]) ->
 
 
 def genome_metrics(plan: gb.Plan, path: Path, net: nn.Module, task: Task, history: History = ()) -> dict[str, object]:
-    """Find sizes of the whole model, metrics of what a genome file holds, and what the task says of its training."""
     genome_bytes = path.stat().st_size
     return {
         "task": task.name,
@@ -190,26 +171,16 @@ def measure(task: Task, net: nn.Module, prefix: str = "") -> dict[str, float]:
     return {f"{prefix}{split}_{name}": v for split, metrics in measured.items() for name, v in metrics.items()}
 
 
-def with_teacher(job: Job, options: TeacherOptions, device: str) -> Job:
-    """Let the job's loss follow the teacher that the options name, if they name one."""
-    if options.teacher is None:
-        return job
-    teacher = read_teacher(options.teacher, job.task).to(device)
-    return job._replace(task=taught(job.task, teacher, options.teacher_weight, options.temperature))
-
-
 def teacher_file(path: Path) -> Path:
-    """Find the file that `--teacher` names, itself or by the folder it is in."""
-    for file in [path / GENOME_FILE, path / WEIGHTS_FILE] if path.is_dir() else [path]:
+    files = [path / GENOME_FILE, path / WEIGHTS_FILE] if path.is_dir() else [path]
+    for file in files:
         if file.is_file():
             return file
-    if path.is_dir():
-        raise FileNotFoundError(f"--teacher: {path} holds neither {GENOME_FILE} nor {WEIGHTS_FILE}")
-    raise FileNotFoundError(f"--teacher: no such file or folder: {path}")
+    missing = f"{path} holds neither {GENOME_FILE} nor {WEIGHTS_FILE}"
+    raise FileNotFoundError(f"--teacher: {missing if path.is_dir() else f'no such file or folder: {path}'}")
 
 
 def read_teacher(path: Path, task: Task) -> nn.Module:
-    """Read the network of a genome file, of a file with the weights of the task's p-net, or of a folder with one."""
     path = teacher_file(path)
     try:
         if is_genome(path):
@@ -223,3 +194,78 @@ def read_teacher(path: Path, task: Task) -> nn.Module:
     except (SafetensorError, RuntimeError) as error:
         raise ValueError(f"--teacher: {path} does not hold the weights of {task.pnet.name}: {error}") from error
     return net.eval()
+
+
+def run_export(options: Export) -> None:
+    out = options.out
+    if out.exists() and options.genome.exists() and out.samefile(options.genome):
+        raise ValueError(f"--out {out} is the genome's own file, which would be lost: choose another name")
+    if out.is_dir():
+        raise IsADirectoryError(f"--out {out} is a folder, expected a file")
+    if options.qr is not None or out.suffix.lower() == ".html":
+        return _to_browser(options)
+    if out.suffix.lower() in (".png", ".svg"):
+        raise ValueError(f"{out} would be a QR code, which opens a page: say its address as --qr PAGE")
+    plan, task, net = read_genome(options.genome, options, alone=True)
+    # Examples that the program is traced with, and tried on.
+    shape, generator = (4, *task.interface.inputs), torch.Generator().manual_seed(0)
+    if vocabulary := task.interface.vocabulary or task.interface.tokens * task.interface.outputs:
+        x = torch.randint(vocabulary, shape, generator=generator)
+    else:
+        x = torch.randn(shape, generator=generator)
+    with open_folder(out.parent):
+        if plan.base is not None and options.weights != "genome":
+            # The network has no longer the weights of the base, which the genome would change.
+            made = export_module(out, net, x, options.to)
+        else:
+            made = gb.export(out, plan, gb.load(options.genome)[1], net, x, options.weights, options.to)
+    error = "" if made.max_error is None else f"; its outputs are those of the p-net within {made.max_error:.1e}"
+    print(f"{out}: {made.bytes:,} bytes, the genome has {options.genome.stat().st_size:,}{error}")
+
+
+def _to_browser(options: Export) -> None:
+    if (options.weights or options.to) is not None:
+        raise ValueError("--weights and --to are for programs: a page and a QR code hold the genome")
+    said, data = said_by(options.genome), options.genome.read_bytes()
+    for name in ("task", "pnet"):
+        if (given := getattr(options, name) or said.get(name)) != (held := said.get(name)):
+            raise ValueError(f"a page has the {name} of the genome's file, {held}: drop {flags([name])} {given}")
+    page.check(gb.load(options.genome)[0])
+    with open_folder(options.out.parent):
+        if options.qr is not None:
+            write_qr(options.out, data, options.qr)
+            print(f"{options.out}: the code of {options.qr} with the {len(data):,} bytes of the genome")
+            return
+        networks, unknown = {}, ""
+        if said.get("pnet") not in page.PNETS:
+            try:
+                networks = _for_page(options, said)
+            except (ValueError, ImportError) as error:
+                unknown = f"; it shows how the weights grow, and does not run the network: {error}"
+        alphabets = {}
+        if not unknown and "alphabet" in said:
+            _, task, _ = read_genome(options.genome, options)
+            assert task.decode is not None
+            characters = task.decode(list(range(task.interface.outputs)))
+            if len(characters) != task.interface.outputs:
+                raise ValueError("not in the browser yet: byte-pair tokens; a page writes characters")
+            alphabets[str(said["alphabet"])] = characters
+        text = page.page(data, alphabets, networks).encode()
+        replace_file(options.out, text)
+    print(f"{options.out}: {len(text):,} bytes, the genome has {len(data):,}{unknown}")
+
+
+def _for_page(options: Export, said: Mapping[str, Any]) -> dict[str, JSON]:
+    """Describe a p-net of the user's for a page, by its name in the file."""
+    interface, name = said.get("interface"), said.get("pnet")
+    if not (isinstance(interface, list) and isinstance(interface[0], list) and {"mean", "std"} <= said.keys()):
+        raise ValueError("it has images for those alone whose file says what they are like (interface, mean, std)")
+    if name is None:
+        raise ValueError("the genome's file does not name it (pnet)")
+    shape, outputs = interface[0], interface[1]
+    _, _, net = read_genome(options.genome, options, alone=True)
+    network = page.network(layers_in_a_row(net), said)
+    made = net(torch.zeros(1, *shape))
+    if made.shape != (1, outputs):
+        raise ValueError(f"it makes {list(made.shape)} of one example, expected [1, {outputs}]")
+    return {str(name): network}

@@ -1,10 +1,11 @@
-"""From options to what a command works on: data, p-net, plan and recipe."""
+"""From options to what a command works on: data, p-net, plan and recipe; and `gbfunc plan`, which shows a plan."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,14 +15,16 @@ import torch
 from torch import nn
 
 import gbfunc as gb
+from gbfunc.cli.commands import Plan
 from gbfunc.cli.options import DataOptions, DtypeName, GenomeOptions, PNetOptions, RunOptions, TrainingOptions, flags
 from gbfunc.cli.parser import read_config
-from gbfunc.cli.ranks import find_device
+from gbfunc.cli.ranks import find_device, styles_of
 from gbfunc.encoding import Encoding, encoding_from_json, table
 from gbfunc.formats import AUTO, file_bytes
 from gbfunc.hypernets import HYPERNETS, Hypernet
+from gbfunc.parallel.planner import DeviceSpec
 from gbfunc.tasks import Recipe, Task, find_task
-from gbfunc.tasks.base import SCHEDULES
+from gbfunc.tasks.base import SCHEDULES, example_batches
 from gbfunc.tasks.pnets import find_pnet
 from gbfunc.tasks.pnets.base import PlanOptions, options_for
 from gbfunc.types import JSON
@@ -30,9 +33,12 @@ _SIZES = ("genome_params", "genome_bytes", "compression")
 SAID = {"task": "", "task_config": "{}", "pnet": None, "pnet_config": "{}", "pretrained": None, "env": None}
 """Options that a genome's file may hold, with the values that stand for nothing said."""
 
+_SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_SCALES |= {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+
 
 class Job(NamedTuple):
-    """What a command works on."""
+    """Task, recipe, p-net and plan of a command."""
 
     task: Task  # data and p-net, on the device to train on
     recipe: Recipe  # settings, with the user's in place
@@ -42,12 +48,10 @@ class Job(NamedTuple):
 
     @property
     def hypernet(self) -> str | None:
-        """Type of the g-nets that generate most weights; None where there is none."""
         return None if self.dense else self.task.pnet.plan(self.plan.genome_params).hypernet.type
 
 
 def load_task(options: DataOptions) -> Task:
-    """Load the task that the options name, with the p-net that they name."""
     more = given(options, "env", "env_steps", "pretrained")
     task = find_task(options.task, options.data_dir, read_json("--task-config", options.task_config) | more)
     config, sizes = read_json("--pnet-config", options.pnet_config), given(options, "sizes")
@@ -65,12 +69,11 @@ def load_task(options: DataOptions) -> Task:
 
 
 def given(options: object, *names: str) -> dict[str, Any]:
-    """Find those options that a command has and the user has set."""
     return {name: value for name in names if (value := getattr(options, name, None)) is not None}
 
 
 def read_json(option: str, text: str) -> dict[str, Any]:
-    """Read the object that an option holds, its lists as tuples."""
+    """Read the object that an option holds."""
     expected = f"{option} must be a JSON object such as '{{\"width\": 64}}', got {text!r}"
     try:
         value = json.loads(text)
@@ -101,7 +104,6 @@ def make_job(
     dense: bool = False,
     stored: str | None = None,
 ) -> Job:
-    """Load the data and plan the genome; without `training` as the task has it, on the CPU, in a file as `stored`."""
     training = training or TrainingOptions()
     device = find_device(training.device)
     task = load_task(data).to(device)
@@ -144,7 +146,6 @@ def dtype_of(data: PNetOptions, genome: GenomeOptions, dtype: DtypeName | None) 
 
 
 def asked_recipe(recipe: Recipe, training: TrainingOptions) -> Recipe:
-    """Put the user's settings into a recipe."""
     asked = given(training, *(field.name for field in fields(Recipe)))
     config = read_json("--optimizer-config", training.optimizer_config)
     if own := config.keys() & {"lr", "direct", *(["weight_decay"] if "weight_decay" in asked else [])}:
@@ -160,7 +161,6 @@ def asked_recipe(recipe: Recipe, training: TrainingOptions) -> Recipe:
 
 
 def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
-    """Find the class of `torch.optim` with a name; raises `ValueError` if there is none."""
     classes = {k: c for k, c in vars(torch.optim).items() if isinstance(c, type) and k != "Optimizer"}
     if name not in classes:
         raise ValueError(f"--optimizer must be a class of torch.optim ({', '.join(sorted(classes))}), got {name!r}")
@@ -168,7 +168,6 @@ def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
 
 
 def plan_changes(genome: GenomeOptions) -> Callable[[PlanOptions], PlanOptions]:
-    """Make the function that puts what the user asks for into a p-net's `PlanOptions`."""
     asked = given(genome, "base", "target_modules", "modules_to_save", "max_tile")
     if asked.get("base") == "none":
         if odd := given(genome, "target_modules", "modules_to_save"):
@@ -183,13 +182,20 @@ def plan_changes(genome: GenomeOptions) -> Callable[[PlanOptions], PlanOptions]:
     rules = (*map(_rule, genome.rule), *more.rules)
     config = read_json("--hypernet-config", genome.hypernet_config)
 
+    def is_direct(name: str, excluded: Sequence[str]) -> bool:
+        # The plan says what is wrong with a pattern.
+        with suppress(re.error):
+            ruled = [hypernet for pattern, hypernet in rules if re.search(pattern, name)]
+            return ruled[:1] == [None] or any(re.search(pattern, name) for pattern in excluded)
+        return False
+
     def change(options: PlanOptions) -> PlanOptions:
         name = genome.hypernet or options.hypernet.type
         if config or name != options.hypernet.type:
             options = options.with_hypernet(_hypernet("--hypernet-config", name, config))
         excluded = (*more.exclude, *genome.exclude)
         # Codes of the p-net's own are for what is generated.
-        codes = {k: code for k, code in options.encodings.items() if not _is_direct(k, excluded, rules)}
+        codes = {k: code for k, code in options.encodings.items() if not is_direct(k, excluded)}
         return options._replace(
             **asked,
             rules=(*rules, *options.rules),
@@ -201,27 +207,16 @@ def plan_changes(genome: GenomeOptions) -> Callable[[PlanOptions], PlanOptions]:
     return change
 
 
-def _is_direct(name: str, exclude: Sequence[str], rules: Sequence[tuple[str, Hypernet | None]]) -> bool:
-    try:
-        ruled = [hypernet for pattern, hypernet in rules if re.search(pattern, name)]
-        return ruled[:1] == [None] or any(re.search(pattern, name) for pattern in exclude)
-    except re.error:
-        # The plan says what is wrong with the pattern.
-        return False
-
-
 def _rule(text: str) -> tuple[str, Hypernet | None]:
     match = re.fullmatch(r"(.+?)=(\w+)(\{.*\})?", text)
     if match is None:
         raise ValueError(f"--rule must be REGEX=TYPE or REGEX=none, such as 'head=low_rank', got {text!r}")
-    return match[1], _ruled("--rule", match[2], read_json("--rule", match[3] or "{}"))
+    return match[1], _hypernet("--rule", match[2], read_json("--rule", match[3] or "{}"))
 
 
-def _ruled(where: str, name: str, config: Mapping[str, Any]) -> Hypernet | None:
-    return None if name == "none" else _hypernet(where, name, config)
-
-
-def _hypernet(where: str, name: str, config: Mapping[str, Any]) -> Hypernet:
+def _hypernet(where: str, name: str, config: Mapping[str, Any]) -> Any:
+    if name == "none":
+        return None
     if name not in HYPERNETS or name == "module":
         known = ", ".join(set(HYPERNETS) - {"module"})
         raise ValueError(f"{where}: no type of g-net {name!r}: choose one of {known}, or none")
@@ -237,33 +232,19 @@ def _with_tuples(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_plan_config(path: Path) -> PlanOptions:
-    """Read what the file of `--plan-config` adds to the `PlanOptions` of a p-net: patterns, rules and codes.
-
-    include = ["^embedding"]
-    exclude = ["head"]
-    [rules]
-    "norm" = "none"
-    "fc1" = { type = "low_rank", rank = 4 }
-    [encodings]
-    "fc1.weight" = ["binary", { type = "grid", dims = [28, 28] }]
-    "fc2.weight" = ["default", { type = "table", file = "kinds.npy" }]
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if the file cannot be read, or holds anything else.
-    """
-    kinds, where = {"include": list, "exclude": list, "rules": dict, "encodings": dict}, f"--plan-config {path}"
+    where, a_list, a_table = f"--plan-config {path}", "a list of regular expressions", "a table"
+    kinds = {"include": a_list, "exclude": a_list, "rules": a_table, "encodings": a_table}
     found = read_config(path, "--plan-config")
     for key, value in found.items():
         if key not in kinds:
             raise ValueError(f"{where}: there is no {key!r}; a plan has {', '.join(kinds)}")
-        if not isinstance(value, kinds[key]) or (kinds[key] is list and not all(isinstance(x, str) for x in value)):
-            such = "a list of regular expressions" if kinds[key] is list else "a table"
-            raise ValueError(f"{where}: {key} must be {such}, got {value!r}")
-    rules = [
-        (pattern, _ruled(where, *_typed(f"{where}: rules, {pattern!r}", value, "periodic, none, ...")))
+        is_list = isinstance(value, list) and all(isinstance(x, str) for x in value)
+        if not (is_list if kinds[key] is a_list else isinstance(value, dict)):
+            raise ValueError(f"{where}: {key} must be {kinds[key]}, got {value!r}")
+    rules = tuple(
+        (pattern, _hypernet(where, *_typed(f"{where}: rules, {pattern!r}", value, "periodic, none, ...")))
         for pattern, value in found.get("rules", {}).items()
-    ]
+    )
     encodings = {}
     for name, pair in found.get("encodings", {}).items():
         place = f"{where}: encodings, {name!r}"
@@ -271,11 +252,10 @@ def read_plan_config(path: Path) -> PlanOptions:
             raise ValueError(f"{place}: expected codes of [rows, columns], got {pair!r}")
         encodings[name] = tuple(_encoding(place, path.parent, code) for code in pair)
     include, exclude = (tuple(found.get(key, ())) for key in ("include", "exclude"))
-    return PlanOptions(rules=tuple(rules), encodings=encodings, include=include, exclude=exclude)
+    return PlanOptions(rules=rules, encodings=encodings, include=include, exclude=exclude)
 
 
 def _typed(where: str, value: Any, known: str) -> tuple[str, dict[str, Any]]:
-    """Split a type, or a table with one, into its name and options."""
     options = {"type": value} if isinstance(value, str) else value
     if not isinstance(options, dict) or not isinstance(options.get("type"), str):
         raise ValueError(f"{where}: expected a type ({known}) or a table with one, got {value!r}")
@@ -302,9 +282,8 @@ def _nested(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _size_of(task: Task, genome: GenomeOptions) -> dict[str, Any]:
-    """Find the size that the user gives, as `make_plan` takes it, or else the task's."""
-    size = {"genome_params": task.genome_params} if task.genome_params else {"compression": task.compression}
-    return given(genome, *_SIZES) or size
+    usual = "genome_params" if task.genome_params else "compression"
+    return given(genome, *_SIZES) or {usual: getattr(task, usual)}
 
 
 def _sized_plan(task: Task, pnet: nn.Module, genome: GenomeOptions, stored: str | None, metadata: JSON) -> gb.Plan:
@@ -324,3 +303,44 @@ def _sized_plan(task: Task, pnet: nn.Module, genome: GenomeOptions, stored: str 
         if given(genome, *_SIZES) or not (hasattr(error, "least") or str(error).startswith("genome_params=")):
             raise
         raise ValueError(f"{error}; this size is the task's default: {flags(_SIZES)} ask for others") from error
+
+
+def run_plan(options: Plan) -> None:
+    device = DeviceSpec()
+    if options.device is not None:
+        if not options.device.is_file():
+            raise FileNotFoundError(f"no such device file: {options.device} (gbfunc bench --calibrate prints one)")
+        device = DeviceSpec.from_json(options.device.read_text(encoding="utf-8"))
+    if options.memory is not None:
+        device = replace(device, memory=parse_bytes("--memory", options.memory))
+    if options.link is not None:
+        device = replace(device, link=parse_bytes("--link", options.link, rate=True))
+    stored = dtype_of(options.data, options.genome, options.output.dtype)
+    job = make_job(options.data, options.genome, stored=stored)
+    task, recipe, pnet = job.task, job.recipe, job.pnet
+    reports = [job.plan.report(stored, metadata=about(task, options.data))]
+    if options.ranks is not None:
+        if task.batches is not example_batches:
+            raise ValueError(f"--ranks plans tasks of examples, the batches of {task.name} come from an environment")
+        one = next(task.batches(task.train, replace(recipe, batch_size=1), torch.Generator(), lambda: pnet))
+        rows = options.batch_size or recipe.batch_size
+        layouts = gb.plan_parallel(
+            job.plan,
+            pnet,
+            tuple(torch.empty((rows, *x.shape[1:]), dtype=x.dtype, device="meta") for x in one),
+            ranks=options.ranks,
+            device=device,
+            loss_fn=task.loss,
+            microbatches=options.microbatches,
+            parallel=None if options.parallel is None else styles_of(options.parallel, pnet),
+        )
+        reports.append(layouts.report())
+    print("\n\n".join(reports))
+
+
+def parse_bytes(option: str, text: str, *, rate: bool = False) -> float:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([KMGT]i|[kMGT]|)(B|bit)(?:/s)?\s*", text)
+    if match is None or (match[3] == "bit" and not rate) or not float(match[1]):
+        such = "a rate such as 100Gbit or 12.5GB" if rate else "a size such as 16GB or 512MiB"
+        raise ValueError(f"{option} must be {such}, got {text!r}")
+    return float(match[1]) * _SCALES[match[2]] / (8 if match[3] == "bit" else 1)

@@ -47,7 +47,6 @@ MOMENTUM = Bound(lambda value: 0 <= value < 1, "from 0 to below 1")
 
 
 def options_of(command: Any) -> dict[str, Field[Any]]:
-    """Find every option of a command or a group of options by its name."""
     named: dict[str, Field[Any]] = {}
     for field in fields(command):
         named |= options_of(field.default) if is_dataclass(field.default) else {field.name: field}
@@ -55,7 +54,6 @@ def options_of(command: Any) -> dict[str, Field[Any]]:
 
 
 def values_of(options: Any) -> dict[str, Any]:
-    """Find the value of every option of a command by the option's name."""
     values: dict[str, Any] = {}
     for field in fields(options):
         value = getattr(options, field.name)
@@ -64,7 +62,6 @@ def values_of(options: Any) -> dict[str, Any]:
 
 
 def flags(names: Iterable[str]) -> str:
-    """Write options as the user types them: `--a, --b and --c`."""
     *most, last = (f"--{name.replace('_', '-')}" for name in names)
     return f"{', '.join(most)} and {last}" if most else last
 
@@ -113,16 +110,6 @@ class DataOptions:
     env: Annotated[str | None, shows("NAME", "CartPole-v1")] = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class GenomeFileOptions(DataOptions):
-    """Which trained genome; what its file says of task and p-net need not be said again."""
-
-    # What it learned: digits, mnist, fashion-mnist, cifar10, text, trec, texts, control, or module:function.
-    task: Annotated[str, shows("NAME", "the genome's")] = ""
-    # The genome, as `gbfunc train --out` writes it; or `gbfunc export`: a page, or a picture of a QR code.
-    genome: Annotated[Path, arg(metavar="FILE")]
-
-
 @dataclass(frozen=True)
 class PNetOptions(DataOptions):
     """What to learn, and the network that learns it."""
@@ -140,9 +127,7 @@ class GenomeOptions:
     """How large the genome is, and what it generates by which g-nets."""
 
     # Largest genome, in parameters, everything counted.
-    genome_params: Annotated[
-        int | None, arg(metavar="INT", help_behavior_hint="(default without another size: the task's)")
-    ] = None
+    genome_params: Annotated[int | None, shows("INT", "without another size the task's")] = None
     # Largest file of the genome, in bytes, everything counted, as --dtype stores it: exact but for codes (intN), whose
     # file has as many bytes as their values need, and never more.
     genome_bytes: Annotated[int | None, shows("INT")] = None
@@ -328,7 +313,6 @@ REFUSES: dict[str, tuple[str, ...]] = {
 
 
 def check_values(options: Any) -> None:
-    """Raise `ValueError` for an option out of its bounds, and for options that do not go together."""
     known, values = options_of(options), values_of(options)
     given = {name: value for name, value in values.items() if value != known[name].default}
     for name, value in given.items():

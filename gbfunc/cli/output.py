@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
 from gbfunc.files import replace_file
-from gbfunc.tasks import Metric, Recipe, Task
+from gbfunc.tasks import Metric, Task
 from gbfunc.tasks.training import LOGS, OnLog, Report
 
 if TYPE_CHECKING:
@@ -33,10 +33,7 @@ _WIDTH = 150
 
 @contextmanager
 def open_folder(path: Path | None, option: str = "--out") -> Iterator[Path]:
-    """Open the folder that an option names, or a temporary one; new folders that stay empty are removed at the end.
-
-    A path that cannot be a folder is refused (`OSError`) before hours of training.
-    """
+    """Open the folder that an option names, or a temporary one; new folders that stay empty are removed at the end."""
     if path is None:
         with TemporaryDirectory(prefix="gbfunc-") as folder:
             yield Path(folder)
@@ -56,12 +53,10 @@ def open_folder(path: Path | None, option: str = "--out") -> Iterator[Path]:
 
 
 def write_metrics(path: Path, metrics: Mapping[str, object]) -> None:
-    """Write one JSON object."""
     replace_file(path, (json.dumps(metrics, indent=2) + "\n").encode())
 
 
 def write_history(path: Path, runs: Mapping[str, Sequence[Row]]) -> None:
-    """Write a row per validation as CSV; the first column names the run."""
     text = io.StringIO()
     writer = csv.DictWriter(text, ["run", *max(next(iter(runs.values())), key=len)], lineterminator="\n")
     writer.writeheader()
@@ -71,14 +66,12 @@ def write_history(path: Path, runs: Mapping[str, Sequence[Row]]) -> None:
 
 
 def write_figure(path: Path, figure: Figure) -> None:
-    """Write a figure as PNG."""
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=150)
     replace_file(path, content.getvalue())
 
 
 def write_run(folder: Path, metrics: Mapping[str, object], runs: Mapping[str, Sequence[Row]], task: Task) -> None:
-    """Write `metrics.json`, `history.csv` and `learning_curve.png`, which shows the task's metric."""
     from gbfunc.plots import learning_curve, return_curve
 
     write_history(folder / "history.csv", runs)
@@ -92,16 +85,8 @@ def write_run(folder: Path, metrics: Mapping[str, object], runs: Mapping[str, Se
 
 
 def print_table(
-    columns: Sequence[str | Column],
-    rows: Iterable[Sequence[str]],
-    *,
-    title: str | None = None,
-    notes: Iterable[str] = (),
+    columns: Sequence[str | Column], rows: Iterable[Sequence[str]], *, title: str = "", notes: Iterable[str] = ()
 ) -> None:
-    """Print a table on standard output, and notes below it; the first column is text, the others are numbers.
-
-    An empty row is a rule.
-    """
     numbers = (Column(name, justify="right", no_wrap=True) if isinstance(name, str) else name for name in columns[1:])
     table = Table(columns[0], *numbers, title=title)
     for row in rows:
@@ -114,7 +99,6 @@ def print_table(
 
 
 def print_metrics(metrics: Mapping[str, Any], task: Task) -> None:
-    """Print one genome's sizes and metrics, and how its training went."""
     m = metrics
     rows: list[Sequence[str]] = [
         ("parameters", f"{m['genome_params']:,}", f"{m['pnet_params']:,}", f"{m['ratio_params']:.1f}"),
@@ -145,15 +129,7 @@ def print_metrics(metrics: Mapping[str, Any], task: Task) -> None:
     print_table(("", f"{m['task']}: {m.get('network', 'genome')}", "dense p-net", "ratio"), rows)
 
 
-def print_reasons(recipe: Recipe, codes: str | None = None) -> None:
-    """Say on standard error what a task chose of a recipe, and why; `codes` is why the dtype is auto."""
-    for name, why in {**recipe.reasons, **({} if codes is None else {"dtype auto": codes})}.items():
-        value = getattr(recipe, name, None)
-        tell(f"{name}{f' {value:.3g}' if isinstance(value, int | float) else ''}: {why}")
-
-
 def tell(line: str) -> None:
-    """Say something on standard error."""
     print(f"gbfunc: {line}", file=sys.stderr, flush=True)
 
 
@@ -165,7 +141,6 @@ class Best:
         self._first: int | None = None
 
     def __call__(self, state: Any, history: Sequence[Row]) -> None:
-        """Save the state, where the last row of the history is the best; on many ranks, all call."""
         if self._first is None:
             # A training that goes on elsewhere has no file of the rows before.
             self._first = 0 if self._path.exists() else len(history) - 1
@@ -173,25 +148,22 @@ class Best:
             self._write(state, self._path)
 
     def step(self, history: Sequence[Row]) -> int:
-        """Find the step of the genome in the file."""
         return int(self._best(history)["step"])
 
     def _best(self, history: Sequence[Row]) -> Row:
-        name, sign = f"val_{self._metric.name}", self._metric.sign
+        def value(row: Row) -> float:
+            found = self._metric.sign * row[f"val_{self._metric.name}"]
+            return -math.inf if math.isnan(found) else found
+
         # The first of the best rows; one that is not a number is the worst.
-        return max(
-            history[self._first or 0 :], key=lambda row: -math.inf if math.isnan(row[name]) else sign * row[name]
-        )
+        return max(history[self._first or 0 :], key=value)
 
 
 @contextmanager
 def open_logs(
     names: Sequence[str], folder: Path | None, settings: Mapping[str, Any], rate: Callable[[int], float]
 ) -> Iterator[tuple[Callable[[], None], OnLog | None]]:
-    """Open logs by their names: a function that begins them all, and one hook for them (None without a name).
-
-    The hook adds the learning rate. Before they begin, logs write nothing.
-    """
+    """Open logs by their names: a function that begins them all, and one hook for them (None without a name)."""
     logs: list[OnLog] = []
     with ExitStack() as stack:
 
@@ -207,10 +179,7 @@ def open_logs(
 
 @contextmanager
 def reporter(label: str, total_steps: int, *, silent: bool = False, split: str = "validation") -> Iterator[Report]:
-    """Show a training of `total_steps` on standard error: a bar in a terminal, otherwise a line now and then.
-
-    `split` names the data that the training is measured on.
-    """
+    """Show a training on standard error: a bar in a terminal, otherwise a line now and then."""
     console = Console(stderr=True)
     text = TextColumn("step {task.completed:,.0f}/{task.total:,.0f}  {task.fields[status]}  {task.fields[val]}")
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), text, TimeRemainingColumn())

@@ -5,7 +5,6 @@ Wrong arguments and files raise `ValueError` with the nearest name.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
@@ -34,13 +33,7 @@ _OF_ONE_RUN += ("allow_changes", "overwrite", "profile", "peak_flops")
 
 
 def parse(argv: Sequence[str]) -> Any:
-    """Make the command that the arguments ask for, one of the dataclasses of `COMMANDS`.
-
-    Raises:
-        SystemExit: after `--help` and `--version`.
-        ValueError: for wrong arguments, and for a file of `--config` that cannot be read or has an unknown option.
-        OSError: if there is no such file.
-    """
+    """Make the command that the arguments ask for, one of `COMMANDS`; `ValueError` names the nearest option."""
     name, *words = argv or [""]
     if name == "--version":
         print(f"gbfunc {__version__}")
@@ -51,10 +44,6 @@ def parse(argv: Sequence[str]) -> Any:
     if name not in COMMANDS:
         got = f"no command {name!r}{_nearest(name, COMMANDS)}" if name else "a command is missing"
         raise ValueError(f"{got}: choose one of {', '.join(COMMANDS)}")
-    parts = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    for option, value in pairwise(parts):
-        if option.startswith("--") and option != "--prompt" and not value:
-            raise ValueError(f"{option} needs a value, got '' (the present folder is '.')")
     path, given = config_words(name, words)
     message = io.StringIO()
     try:
@@ -97,49 +86,42 @@ def config_words(command: str, argv: Sequence[str]) -> tuple[Path | None, list[s
     rest. An option that the arguments give an alternative to is left out.
     """
     known, trained = options_of(COMMANDS[command]), options_of(Train)
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--config", nargs="?", type=Path)
-    path = finder.parse_known_args(argv)[0].config
-    if path is None or "config" not in known:
+    parts = [part for word in argv for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    following = dict(pairwise(parts))
+    for option, value in following.items():
+        if option.startswith("--") and option != "--prompt" and not value:
+            raise ValueError(f"{option} needs a value, got '' (the present folder is '.')")
+    if "--config" not in following or "config" not in known:
         return None, []
-    given: dict[str, Any] = {}
+    path, given = Path(following["--config"]), {}
     for key, value in read_config(path).items():
         # A table may have the name of a subject of the help.
         is_table = isinstance(value, dict) and key.replace("-", "_") not in trained
         given |= value if is_table else {key: value}
-    said = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in argv}
+    said = {part.removeprefix("--").replace("-", "_") for part in parts if part.startswith("--")}
     replaced = {name for names in ALTERNATIVES if said & {*names} for name in names if name not in said}
     words: list[str] = []
     for key, value in given.items():
-        name = key.replace("-", "_")
+        name, option = key.replace("-", "_"), f"--{key.replace('_', '-')}"
         if name not in known and name not in trained:
             raise ValueError(f"{path}: there is no option {key!r}{_nearest(name, known, 3)}")
         # Another option may have the same name: a device is a file where ranks are planned.
-        if value is not None and name not in replaced and name in known:
-            if name == "task" or trained.get(name, known[name]) is known[name]:
-                words += _words(path, key, value, isinstance(known[name].default, bool))
+        same = name in known and (name == "task" or trained.get(name, known[name]) is known[name])
+        if value is None or name in replaced or not same:
+            continue
+        if isinstance(value, bool) != isinstance(known[name].default, bool):
+            such = "neither true nor false" if isinstance(value, bool) else "true or false"
+            raise ValueError(f"{path}: {key} must be {such}, got {value!r}")
+        if isinstance(value, bool):
+            words.append(option if value else f"--no-{option[2:]}")
+        elif isinstance(value, list):
+            words += [option, *map(str, value)]
+        else:
+            words.append(f"{option}={json.dumps(value) if isinstance(value, dict) else value}")
     return path, words
 
 
-def _words(path: Path, key: str, value: Any, is_flag: bool) -> list[str]:
-    option = key.replace("_", "-")
-    if isinstance(value, bool) != is_flag:
-        such = "true or false" if is_flag else "neither true nor false"
-        raise ValueError(f"{path}: {key} must be {such}, got {value!r}")
-    if is_flag:
-        return [f"--{option}" if value else f"--no-{option}"]
-    if isinstance(value, list):
-        return [f"--{option}", *map(str, value)]
-    return [f"--{option}={json.dumps(value) if isinstance(value, dict) else value}"]
-
-
 def read_config(path: Path, option: str = "--config") -> dict[str, Any]:
-    """Read the file of an option: options by their names.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if the file cannot be read.
-    """
     import tomlkit
     import yaml
 
@@ -176,7 +158,6 @@ def _plain(value: Any) -> Any:
 
 
 def write_config(path: Path, settings: Mapping[str, Any]) -> None:
-    """Write the settings of a training as TOML, which `gbfunc train --config` takes."""
     import tomlkit
 
     head = "# The whole training; gbfunc train --config FILE repeats it, gbfunc train --help says what is what.\n\n"

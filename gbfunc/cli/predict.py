@@ -25,7 +25,6 @@ _TEXTS = (".txt", ".text", ".md")
 
 @torch.no_grad()
 def run_predict(options: Predict) -> None:
-    """Print name, class and probability of every input."""
     if not options.inputs:
         raise ValueError("predict needs files to classify")
     said = said_by(options.genome)
@@ -47,7 +46,6 @@ def run_predict(options: Predict) -> None:
 
 
 def _texts(path: Path, task: Task) -> Iterator[tuple[str, Tensor]]:
-    """Read the lines of a text that are not empty as names and tokens [L]."""
     assert task.encode is not None
     try:
         text = path.read_text(encoding="utf-8")
@@ -59,7 +57,6 @@ def _texts(path: Path, task: Task) -> Iterator[tuple[str, Tensor]]:
 
 
 def _images(path: Path, task: Task, said: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Read the images of a file as names and normalised pixels [C, h, w]."""
     shape = task.interface.inputs
     if path.suffix.lower() in _TEXTS:
         raise ValueError(f"{path} is a text, and the task {task.name} has images of shape {shape}")
@@ -67,8 +64,8 @@ def _images(path: Path, task: Task, said: Mapping[str, Any]) -> Iterator[tuple[s
         raise ValueError(f"the genome's file does not say how the pixels of {task.name} are scaled (mean, std)")
     mean, std = (np.asarray(said[name], np.float32).reshape(-1, 1, 1) for name in ("mean", "std"))
     if not (std > 0).all():
-        words = f"the genome's file says that the pixels of {task.name} have the deviation {said['std']}"
-        raise ValueError(f"{words}, expected numbers above 0")
+        deviation = f"the deviation {said['std']}, expected numbers above 0"
+        raise ValueError(f"the genome's file says that the pixels of {task.name} have {deviation}")
     if path.suffix.lower() in (".npy", ".npz"):
         found = _arrays(path, shape)
     else:
@@ -78,7 +75,6 @@ def _images(path: Path, task: Task, said: Mapping[str, Any]) -> Iterator[tuple[s
 
 
 def _picture(path: Path, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """Read an image's file as [C, h, w], 0 to 255, in the task's size."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     channels, rows, cols = shape
@@ -87,8 +83,8 @@ def _picture(path: Path, shape: tuple[int, ...]) -> NDArray[np.float32]:
             ImageOps.exif_transpose(image, in_place=True)  # As the camera was held.
             sixteen = image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
             if image.mode in ("I", "F") and not sixteen:
-                got = f"got mode {image.mode}, which has no white: save it so"
-                raise ValueError(f"its pixels must have 8 or 16 bits, {got}")
+                got = f"got mode {image.mode}, which has no white"
+                raise ValueError(f"its pixels must have 8 or 16 bits, {got}: save it so")
             # The format's whites are scaled to 255, and what is transparent shows white.
             scaled = (np.asarray(image) / 257).round().astype(np.uint8) if sixteen else None
             shown = opaque(image) if scaled is None else Image.fromarray(scaled)
@@ -96,22 +92,15 @@ def _picture(path: Path, shape: tuple[int, ...]) -> NDArray[np.float32]:
             pixels = np.asarray(shown.resize((cols, rows)), np.float32)
     except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(f"{path} is no image that can be read: {error}") from error
-    if _is_code(path):
-        raise ValueError(f"{path} is a genome's QR code, not an image to classify: as a .png, --genome takes it")
-    return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
-
-
-def _is_code(path: Path) -> bool:
-    """Whether an image is a genome's QR code; False without the package that reads them."""
     try:
         read_qr(path)
     except (ImportError, ValueError):
-        return False
-    return True
+        # It is no code, or the package that reads codes is missing.
+        return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
+    raise ValueError(f"{path} is a genome's QR code, not an image to classify: as a .png, --genome takes it")
 
 
 def _arrays(path: Path, shape: tuple[int, ...]) -> Iterator[tuple[str, NDArray[Any]]]:
-    """Read images [C, h, w] of the arrays of a file, their pixels in the units of the task's data."""
     try:
         with path.open("rb") as file:
             held = np.load(file, allow_pickle=False)

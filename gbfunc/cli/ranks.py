@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,15 +15,12 @@ from gbfunc.parallel import Mesh, check_equal, gather_objects, text_of
 from gbfunc.tasks.pnets.base import import_factory
 from gbfunc.train.local import nesterov
 
-T = TypeVar("T")
-
 AXES = ("data", "pipeline", "gnets", "tensor")
 _MICROBATCHES_PER_RANK = 4
 """Of a pipeline, where the user names none: GPipe's bubble is small from there on (Huang et al., 2019, section 2.3)."""
 
 
 def open_mesh(options: ExecutionOptions, device: str) -> Mesh:
-    """Open the ranks that the command was started on; raises `ValueError` for a mesh that is no grid of all ranks."""
     find_device(device)
     axes = parse_mesh(options.mesh)
     data, pipeline, tensor = (axes.get(name, 1) for name in ("data", "pipeline", "tensor"))
@@ -31,7 +28,6 @@ def open_mesh(options: ExecutionOptions, device: str) -> Mesh:
 
 
 def parse_mesh(text: str | None) -> dict[str, int]:
-    """Read `"data=2,tensor=4"`; `gb.mesh` chooses an axis that is not named."""
     axes: dict[str, int] = {}
     for part in () if text is None else text.split(","):
         name, _, value = map(str.strip, part.partition("="))
@@ -45,7 +41,6 @@ def parse_mesh(text: str | None) -> dict[str, int]:
 
 
 def find_device(name: str) -> torch.device:
-    """Find the device called `name`; raises `ValueError` if there is none, or if it cannot be used here."""
     try:
         device = torch.device(name)
         torch.zeros((), device=device).item()  # which a device without data, such as meta, refuses
@@ -55,21 +50,15 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def in_turn(mesh: Mesh, prepare: Callable[[], T]) -> T:
-    """Call `prepare` on every rank: first on rank 0, then on a rank of each other machine, then on the rest.
-
-    So other ranks read what one downloads or writes. They wait for as long as the mesh's timeout.
-
-    Raises:
-        ValueError: if another rank fails; what `prepare` raises, if this one does.
-    """
+def in_turn(mesh: Mesh, prepare: Callable[[], Any]) -> Any:
+    """Call `prepare` on rank 0, then on a rank of each other machine, then on the rest: one downloads, others read."""
     turn = 0 if mesh.rank == 0 else 1 if os.environ.get("LOCAL_RANK") == "0" else 2
-    made: list[T] = []
+    made = None
     for now in sorted(set(gather_objects(mesh, turn))):
         failure = None
         if now == turn:
             try:
-                made.append(prepare())
+                made = prepare()
             except Exception as error:
                 failure = error
         failures = gather_objects(mesh, None if failure is None else f"{type(failure).__name__}: {failure}")
@@ -77,15 +66,11 @@ def in_turn(mesh: Mesh, prepare: Callable[[], T]) -> T:
             raise failure
         if failed := [rank for rank, words in enumerate(failures) if words is not None]:
             raise ValueError(f"rank {failed[0]} cannot begin: {failures[failed[0]]}")
-    return made[0]
+    return made
 
 
 def check_alike(mesh: Mesh, options: Any, data_digest: str) -> None:
-    """Raise `ValueError` where ranks were given other options or have other data; paths may differ.
-
-    Ranks that save or measure after other steps would wait for each other. Ranks with other data would take the same
-    examples twice, or validate on what they train on.
-    """
+    """Raise `ValueError` where ranks have other options or data, and would wait for each other; paths may differ."""
     own = {name for name, field in options_of(options).items() if "Path" in str(field.type)}
     own |= {"device", "resume", "pretrained", "log"}
     said = {name: x is not None if name in own else x for name, x in values_of(options).items()}
@@ -93,14 +78,14 @@ def check_alike(mesh: Mesh, options: Any, data_digest: str) -> None:
 
 
 def split_over(mesh: Mesh, options: ExecutionOptions, pnet: nn.Module, batch_size: int) -> dict[str, Any]:
-    """Choose how a training is spread over ranks, as `genome_trainer` takes it."""
     stages, pieces = mesh.sizes["pipeline"], mesh.sizes["tensor"]
     split: dict[str, Any] = {name: getattr(options, name) for name in ("placement", "compile", "remat")}
-    split |= {"mesh": mesh, "amp": options.amp and getattr(torch, options.amp), **local_steps(options)}
-    if options.pipeline is not None and stages == 1:
-        raise ValueError(f"--pipeline {options.pipeline} needs a pipeline axis, such as --mesh pipeline=2")
-    if options.parallel is not None and pieces == 1:
-        raise ValueError(f"--parallel {options.parallel} needs a tensor axis, such as --mesh tensor=2")
+    split |= {"mesh": mesh, "amp": options.amp and getattr(torch, options.amp)}
+    if options.local_steps is not None:
+        split |= {"local_steps": options.local_steps, "outer": nesterov(options.outer_lr, options.outer_momentum)}
+    for option, axis in (("pipeline", "pipeline"), ("parallel", "tensor")):
+        if (value := getattr(options, option)) is not None and mesh.sizes[axis] == 1:
+            raise ValueError(f"--{option} {value} needs a {axis} axis, such as --mesh {axis}=2")
     if pieces > 1:
         # Torch's DTensor takes half a second to import.
         from gbfunc.parallel.styles import tensor_styles
@@ -116,15 +101,7 @@ def split_over(mesh: Mesh, options: ExecutionOptions, pnet: nn.Module, batch_siz
     return split | {"pipeline": options.pipeline or "1f1b", "microbatches": microbatches}
 
 
-def local_steps(options: ExecutionOptions) -> dict[str, Any]:
-    """Find local steps and their outer optimizer, as `make_train_step` takes them."""
-    if options.local_steps is None:
-        return {}
-    return {"local_steps": options.local_steps, "outer": nesterov(options.outer_lr, options.outer_momentum)}
-
-
 def styles_of(path: str, pnet: nn.Module) -> Mapping[str, Any]:
-    """Find the styles that a function of the user's gives for a p-net."""
     styles = import_factory(path, "styles by the names of modules")(pnet)
     if not isinstance(styles, Mapping):
         raise ValueError(f"--parallel {path} must return styles by the names of modules, got {type(styles).__name__}")
@@ -132,13 +109,7 @@ def styles_of(path: str, pnet: nn.Module) -> Mapping[str, Any]:
 
 
 def pipeline_microbatches(batch_size: int, shards: int, ranks: int, given: int | None) -> int:
-    """Choose the microbatches of a pipeline: those given, or the most up to 4 a rank that divide a shard of the batch.
-
-    A multiple of the ranks is preferred, as interleaved schedules need one.
-
-    >>> pipeline_microbatches(12, shards=1, ranks=2, given=None)
-    6
-    """
+    """Choose as many microbatches as divide a shard of the batch, up to 4 a rank; best a multiple of the ranks."""
     rows, rest = divmod(batch_size, shards)
     if rest:
         raise ValueError(f"a pipeline needs a batch size that its {shards} shards divide, got {batch_size}")

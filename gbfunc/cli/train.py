@@ -1,4 +1,4 @@
-"""`gbfunc train` and `gbfunc demo`: what is trained, kept, logged, written and measured."""
+"""`gbfunc train` and `gbfunc demo`: what is trained, kept, logged, written and measured; and `--from-birth`."""
 
 from __future__ import annotations
 
@@ -9,31 +9,35 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from safetensors.torch import save_model
 from torch import nn
 
 import gbfunc as gb
-from gbfunc.cli.birth import TAUGHT_FILE, learn_from_birth
 from gbfunc.cli.checkpoints import FOLDER, checkpoints
 from gbfunc.cli.commands import Demo, Train
-from gbfunc.cli.genomes import BEST_FILE, GENOME_FILE, genome_metrics, measure, read_genome, with_teacher
-from gbfunc.cli.job import Job, about, dtype_of, make_job, resolved
+from gbfunc.cli.genomes import BEST_FILE, GENOME_FILE, genome_metrics, measure, read_genome, read_teacher
+from gbfunc.cli.job import Job, about, asked_recipe, dtype_of, make_job, resolved
 from gbfunc.cli.meter import Meter, data_digest, provenance
-from gbfunc.cli.options import CheckpointOptions, RunOptions
+from gbfunc.cli.options import RunOptions
 from gbfunc.cli.output import (
     Best,
     open_folder,
     open_logs,
     print_metrics,
-    print_reasons,
     print_table,
     reporter,
     tell,
     write_figure,
+    write_history,
+    write_metrics,
     write_run,
 )
 from gbfunc.cli.parser import settings_of, write_config
-from gbfunc.cli.ranks import check_alike, in_turn, open_mesh, split_over
+from gbfunc.cli.ranks import check_alike, find_device, in_turn, open_mesh, split_over
 from gbfunc.formats import AUTO
+from gbfunc.lab.birth import GROWN, LESSONS, RATES, in_the_size_of, lessons, teach
+from gbfunc.tasks import find_task
+from gbfunc.tasks.base import taught
 from gbfunc.tasks.pnets.base import n_params, narrowed
 from gbfunc.tasks.training import (
     Fit,
@@ -48,39 +52,53 @@ from gbfunc.tasks.training import (
     total_steps,
 )
 
+TAUGHT_FILE = "net.safetensors"
+
 
 def run_train(options: Train) -> None:
-    """Train, write the results, print them."""
     output = options.output
-    _check_overwrites(output)
+    if output.out is not None and not output.overwrite and (output.out / "metrics.json").exists():
+        resumes = output.resume is not None and any((output.out / FOLDER).glob("step-*"))
+        if not resumes and any((output.out / name).exists() for name in (GENOME_FILE, TAUGHT_FILE)):
+            raise ValueError(
+                f"{output.out} holds a finished training: --overwrite replaces it, or choose another --out"
+            )
     if options.birth.from_birth is not None:
         return learn_from_birth(options)
     with open_mesh(options.execution, options.training.device) as mesh:
         here = replace(options, training=replace(options.training, device=str(mesh.device)))
-        here, codes = with_codes(here)
-        given: dict[str, Any] = {"dense": here.dense, "stored": here.output.dtype}
+        # An adapter's file of so many bytes holds codes, where no other option is against them.
+        dtype, execution, codes = dtype_of(here.data, here.genome, output.dtype), options.execution, {}
+        against = here.dense or (output.finetune, here.training.optimizer, execution.local_steps) != (None,) * 3
+        if dtype != output.dtype and not against and execution.placement in ("auto", "replicated"):
+            here = replace(here, output=replace(output, dtype=dtype))
+            found = "their steps are found from 60 % of the training on"
+            codes = {"dtype auto": f"the bytes hold some five times the numbers in codes; {found}"}
 
         def load() -> Job:
-            job = make_job(here.data, here.genome, here.training, **given)
-            return with_teacher(job, here.teacher, here.training.device)
+            job = make_job(here.data, here.genome, here.training, dense=here.dense, stored=here.output.dtype)
+            if (path := here.teacher.teacher) is None:
+                return job
+            teacher = read_teacher(path, job.task).to(here.training.device)
+            return job._replace(task=taught(job.task, teacher, here.teacher.teacher_weight, here.teacher.temperature))
 
         # Data and models may be downloaded, or prepared in files, which all ranks then read.
         job = in_turn(mesh, load)
         check_alike(mesh, here, data_digest(job.task) if mesh.world > 1 else "")
         if mesh.rank == 0:
-            print_reasons(job.recipe, codes)
+            for name, why in {**job.recipe.reasons, **codes}.items():
+                value = getattr(job.recipe, name, None)
+                tell(f"{name}{f' {value:.3g}' if isinstance(value, int | float) else ''}: {why}")
         with open_folder(output.out if mesh.rank == 0 else None) as folder:
             split = split_over(mesh, options.execution, job.pnet, job.recipe.batch_size)
-            meter = Meter(output.peak_flops, output.profile)
-            result, _, metrics = train_genome(job, here, folder, split, meter)
-            if mesh.rank == 0:
-                if output.out is not None:
-                    write_run(folder, metrics, {str(metrics["network"]): result.history}, job.task)
-                print_metrics(metrics, job.task)
+            result, _, metrics = train_genome(job, here, folder, split)
+            if mesh.rank == 0 and output.out is not None:
+                write_run(folder, metrics, {str(metrics["network"]): result.history}, job.task)
+        if mesh.rank == 0:
+            print_metrics(metrics, job.task)
 
 
 def run_demo(options: Demo) -> None:
-    """Train all three, write the results, print one table."""
     job = make_job(options.data, options.genome, options.training, stored=options.output.dtype)
     seed, out = options.data.seed, options.output.out
     task, metric = job.task, job.task.metric
@@ -121,59 +139,25 @@ def run_demo(options: Demo) -> None:
     print_table(("network", "parameters", "ratio", "bytes on disk", f"test {metric.label}"), rows, notes=[note])
 
 
-def with_codes(options: Train) -> tuple[Train, str | None]:
-    """Choose codes for an adapter's file of so many bytes, where no other option is against them; and say why."""
-    output, execution = options.output, options.execution
-    dtype = dtype_of(options.data, options.genome, output.dtype)
-    against = options.dense or (output.finetune, options.training.optimizer, execution.local_steps) != (None,) * 3
-    if dtype == output.dtype or against or execution.placement not in ("auto", "replicated"):
-        return options, None
-    why = "the bytes hold some five times the numbers in codes; their steps are found from 60 % of the training on"
-    return replace(options, output=replace(output, dtype=dtype)), why
-
-
-def _check_overwrites(output: CheckpointOptions) -> None:
-    """Raise `ValueError` where the results of a finished training would be lost."""
-    out = output.out
-    if out is None or output.overwrite or not (out / "metrics.json").exists():
-        return
-    if output.resume is not None and any((out / FOLDER).glob("step-*")):
-        return
-    if (out / GENOME_FILE).exists() or (out / TAUGHT_FILE).exists():
-        raise ValueError(f"{out} holds a finished training: --overwrite replaces it, or choose another --out")
-
-
 def run_fit(trainer: Trainer, job: Job, seed: int, label: str, **hooks: Any) -> Fit:
-    """Train by a job's recipe, with progress on standard error; one of many ranks speaks; `hooks` go to `fit`."""
     silent = trainer.train_step is not None and trainer.train_step.mesh.rank > 0
     with reporter(label, total_steps(job.task, job.recipe), silent=silent) as report:
         return fit(trainer, job.task, job.recipe, seed, report=report, **hooks)
 
 
 def train_genome(
-    job: Job,
-    options: RunOptions,
-    folder: Path,
-    split: Mapping[str, Any] = MappingProxyType({}),
-    meter: Meter | None = None,
+    job: Job, options: RunOptions, folder: Path, split: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[Fit, nn.Module, dict[str, Any]]:
-    """Train a job's genome, save it, read the file back and measure the network that the file holds.
-
-    Checkpoints are kept where the options can ask for them. Of many ranks, each writes into a folder of another name.
-
-    Returns:
-        The training, the network, and the metrics.
-    """
     task, recipe, output, seed = job.task, job.recipe, options.output, options.data.seed
-    if output.dtype == AUTO and (options.genome.genome_bytes is None or output.finetune is not None):
+    n_bytes = options.genome.genome_bytes
+    if output.dtype == AUTO and (n_bytes is None or output.finetune is not None):
         raise ValueError("--dtype auto needs --genome-bytes, and no --finetune: the training itself rounds")
     if output.finetune is not None and not task.resumable:
         raise ValueError("--finetune is for tasks with examples, and the control task has none")
-    label, meter = "dense" if job.dense else "genome", meter or Meter()
-    settings = settings_of(options, resolved(job, options))
+    label, settings = "dense" if job.dense else "genome", settings_of(options, resolved(job, options))
+    meter = Meter(split, getattr(output, "peak_flops", None), getattr(output, "profile", None))
     steps, best_path, metadata = total_steps(task, recipe), folder / BEST_FILE, about(task, options.data)
-    coded = {"rounding": AUTO, "genome_bytes": options.genome.genome_bytes, "metadata": metadata}
-    coded = coded if output.dtype == AUTO else {}
+    coded = {"rounding": AUTO, "genome_bytes": n_bytes, "metadata": metadata} if output.dtype == AUTO else {}
     trainer = genome_trainer(job.plan, job.pnet, task, recipe, seed, **split, **coded)
     step, coder = trainer.train_step, trainer.coder
     assert step is not None
@@ -181,16 +165,17 @@ def train_genome(
     def write(genome: gb.TrainState, path: Path) -> None:
         gb.save(path, job.plan, genome, output.dtype if coder is None else coder.final(genome), metadata)
 
-    def keep_best(best: Best, state: gb.TrainState, rows: list[dict[str, float]]) -> None:
-        # All ranks gather, whichever of them finds its network better. Before there are steps nothing is as in a file.
-        genome = step.gather(state)
-        if coder is None or coder.steps is not None:
-            best(genome, rows)
-
     def train(trainer: Trainer, job: Job, label: str, **hooks: Any) -> tuple[Fit, int]:
         best = Best(best_path, task.metric, write)
+
+        def keep_best(state: gb.TrainState, rows: list[dict[str, float]]) -> None:
+            # All ranks gather, whichever finds its network better. Before there are steps nothing is as in a file.
+            genome = step.gather(state)
+            if coder is None or coder.steps is not None:
+                best(genome, rows)
+
         if output.out is not None:
-            hooks["on_validation"] = partial(keep_best, best)
+            hooks["on_validation"] = keep_best
         result = run_fit(trainer, job, seed, label, log_every=output.log_every, **hooks)
         return result, best.step(result.history)
 
@@ -202,7 +187,7 @@ def train_genome(
             write_config(folder / "config.toml", settings)
 
         # Not before a step is taken: what is refused leaves the folder of another training as it was.
-        trainer = meter.metered(trainer, split, begin)
+        trainer = meter.metered(trainer, begin)
         with checkpoints(options, task, settings, steps, step) as kept, meter.profiling(step.mesh, steps):
             result, best_step = train(trainer, job, label, checkpoints=kept, on_log=on_log)
         if output.finetune is not None:
@@ -236,3 +221,50 @@ def train_genome(
         metrics |= {"best_step": best_step, **measure(task, kept_net, "best_")}
     metrics |= meter.metrics(step, job, seed, result.steps / max(result.step_seconds, 1e-9))
     return result, net, metrics | {"config": settings} | provenance(task, plan, step.mesh.device)
+
+
+def learn_from_birth(options: Train) -> None:
+    birth, out, seed = options.birth, options.output.out, options.data.seed
+    assert birth.from_birth is not None
+    plan, task, grown = read_genome(birth.from_birth, options.data)
+    recipe = task.recipe(plan.genome_params)
+    recipe = asked_recipe(replace(recipe, lr=recipe.dense_lr, epochs=1, steps=None), options.training)
+    recipe = replace(recipe, dense_lr=recipe.lr)
+    device = find_device(options.training.device)
+    tasks, grown = [task.to(device)], grown.to(device)
+    if birth.other is not None:
+        other = find_task(birth.other, birth.other_data_dir, {})
+        tasks.append(replace(in_the_size_of(other, task.interface), pnet=task.pnet).to(device))
+    with open_folder(out) as folder:
+        learned = {}
+        for one in tasks:
+            plain, rates = lessons(one, recipe), RATES if options.training.lr is None else (1.0,)
+            report = partial(reporter, total_steps=total_steps(one, plain))
+            learned[one.name] = teach(grown, one, plain, seed, rates=rates, report=report)
+        if out is not None:
+            from gbfunc.plots import birth_curves
+
+            save_model(learned[task.name][GROWN].net, str(folder / TAUGHT_FILE))
+            rows = {name: {start: taught.rows for start, taught in starts.items()} for name, starts in learned.items()}
+            flat = {f"{name}: {start}": some for name, starts in rows.items() for start, some in starts.items()}
+            write_history(folder / "history.csv", flat)
+            write_figure(folder / "birth.png", birth_curves(rows, task.metric.name, task.metric.unit))
+            lr = {name: {start: taught.lr for start, taught in starts.items()} for name, starts in learned.items()}
+            facts = {"genome": str(birth.from_birth), "batch_size": recipe.batch_size, "seed": seed, "lr": lr}
+            facts |= {"task": task.name, "metric": task.metric.name, "runs": rows}
+            write_metrics(folder / "metrics.json", facts)
+    metric = task.metric
+    for name, starts in learned.items():
+        columns = ("weights", *map(_column, next(iter(starts.values())).rows), "rate")
+        shown = [
+            (start, *(metric.show(row[metric.name]) for row in taught.rows), f"{taught.lr:.1e}")
+            for start, taught in starts.items()
+        ]
+        print_table(columns, shown, title=f"{name}: test {metric.label} after so many steps")
+
+
+def _column(row: Mapping[str, float]) -> str:
+    if not row["step"]:
+        return "birth"
+    whole = float(row["epoch"]).is_integer() and row["step"] not in LESSONS
+    return f"{row['step']:,}" + (f" (epoch {row['epoch']:g})" if whole else "")
