@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import optree
 import torch
@@ -21,12 +21,10 @@ from torch.utils.flop_counter import flop_registry
 from gbfunc.layers.factored import FactoredWeight
 from gbfunc.parallel.activations import MOVES, Activation, Move, Wire
 from gbfunc.parallel.collectives import Sizes, sent_bytes
+from gbfunc.parallel.tensor import TensorParallel
 from gbfunc.plan import DTYPES, Plan, TensorPlan
 from gbfunc.pnet import PureNet
 from gbfunc.trees import tree_leaves
-
-if TYPE_CHECKING:
-    from gbfunc.parallel.tensor import TensorParallel
 
 RunLoss = Callable[[Callable[..., Any], Any], Any]
 """`(net, batch)`: calls the p-net as the loss function does."""
@@ -75,8 +73,6 @@ class _FusedAttention(TorchFunctionMode):
 
 
 class _Sent(torch.autograd.Function):
-    """The result of a collective, without values."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         return x.new_empty(shape)
@@ -132,6 +128,9 @@ class DryRun(TorchDispatchMode):
         self.forms: dict[str, FactoredWeight] = {}
         self.shapes = {} if tensor is None else tensor.shapes
         self.aux, self._kinds, self._tensor = 0, kinds, tensor
+        if tensor is not None:
+            wire: Any = tensor.wire
+            wire.sent = self._send
         self._weights: dict[str, Tensor] = {}
         trained = {name: p.requires_grad for name, p in pnet.named_parameters()}
         for t in plan.tensors:
@@ -190,24 +189,19 @@ class DryRun(TorchDispatchMode):
         self._cells[self._at].flops += flops
 
     def _adapt(self, net: nn.Module) -> Collection[str]:
-        changed: Collection[str] = ()
-        if self._tensor is not None:
-            wire: Any = self._tensor.wire
-            wire.sent = self._sent
-            changed = self._tensor.adapt(net)
+        changed: Collection[str] = () if self._tensor is None else self._tensor.adapt(net)
         for name, kind in self._kinds.items():
             block = net.get_submodule(name)
             block.__dict__["forward"] = self._in_cell(kind, block.forward)
         return changed
 
-    def _sent(self, forward: float, backward: float) -> None:
+    def _send(self, forward: float, backward: float) -> None:
         cell = self._cells[self._at]
         cell.sent, cell.sent_back = cell.sent + forward, cell.sent_back + backward
         cell.messages += (forward > 0) + (backward > 0)
 
     def _in_cell(self, kind: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """A block's forward, in its cell; a block that is equal to an earlier one takes its costs and output."""
-
+        # A block that is equal to an earlier one takes the costs and output of that block.
         def run(*args: Any, **kwargs: Any) -> Any:
             self._begun += 1  # Blocks run in their order, each once.
             at, given = self._begun, [x for _, x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]

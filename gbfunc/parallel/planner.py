@@ -1,19 +1,15 @@
 """The planner: which layouts of ranks fit, what each of them stores and sends, and how long a step takes.
 
-For every product data x g-nets x pipeline x tensor of the ranks, each schedule, weights kept or made again:
-
-* memory: weights or factors, genome, optimizer, gradients, activations in flight and buffers of the fullest rank;
-* bytes: the counts of `mesh.traffic`, along each axis;
-* seconds: operations / flops + bytes moved / bandwidth + bytes sent / link, calls of operators and messages, and the
-  bubble of the simulator; backward takes twice the operations of forward, and nothing overlaps.
-
-The costs of a layer come from its code, run on the meta device (`gbfunc.parallel.dry_run`).
+Seconds are operations / flops + bytes moved / bandwidth + bytes sent / link, calls of operators and messages, and the
+bubble of the simulator; backward takes twice the operations of forward, and nothing overlaps. The costs of a layer come
+from its code, run on the meta device (`gbfunc.parallel.dry_run`).
 """
 
 from __future__ import annotations
 
 import json
 import math
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from operator import attrgetter
@@ -21,15 +17,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
-from gbfunc.parallel.pipeline_order import SCHEDULES
-from gbfunc.parallel.planner_report import report
+from gbfunc.parallel.pipeline_order import SCHEDULES, stage_ranks
+from gbfunc.parallel.placement import Placement
 from gbfunc.parallel.schedule import simulate
 from gbfunc.parallel.training_schedule import ScheduleCosts, make_schedule
 from gbfunc.plan import Plan
 
 if TYPE_CHECKING:
     from gbfunc.parallel.dry_run import RunLoss
-    from gbfunc.parallel.planner_costs import Model, RankLayout
+    from gbfunc.parallel.planner_costs import Model
 
 
 @dataclass(frozen=True)
@@ -54,18 +50,17 @@ class DeviceSpec:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            least = "number >= 0" if name in ("latency", "overhead") else "number > 0"
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not 0 <= value < math.inf or (not value and least == "number > 0"):
-                raise ValueError(f"{name} of a device must be a {least}, got {value!r}")
+            least, number = ">=" if name in ("latency", "overhead") else ">", type(value) in (int, float)
+            if not number or not 0 <= value < math.inf or (not value and least == ">"):
+                raise ValueError(f"{name} of a device must be a number {least} 0, got {value!r}")
 
     def to_json(self) -> str:
-        """As `gbfunc plan --device FILE` takes it."""
+        """The JSON that `gbfunc plan --device FILE` takes."""
         return json.dumps(asdict(self), indent=2)
 
     @staticmethod
     def from_json(text: str) -> DeviceSpec:
-        """Undo `to_json`; ValueError for anything else."""
+        """Undoes `to_json`; raises ValueError for anything else."""
         try:
             return DeviceSpec(**json.loads(text))
         except (TypeError, json.JSONDecodeError) as error:
@@ -73,22 +68,49 @@ class DeviceSpec:
             raise ValueError(f"a device must be a JSON object with {names}, got {text[:80]!r}") from error
 
 
-class LayoutPlan(NamedTuple):
-    """A layout and its costs.
+class RankLayout(NamedTuple):
+    """Where and how a step runs."""
 
-    Attributes:
-        layout: ranks along each axis, placement, schedule, microbatches, rematerialization.
-        memory: bytes of the fullest rank, by part.
-        sent: bytes of the rank that sends most in a step, by axis, as `mesh.traffic.by_axis` counts them.
-        seconds: of a step.
-        bubble: part of the ranks' time in which they wait for other stages.
-    """
+    sizes: Mapping[str, int]  # Ranks along data, pipeline, gnets and tensor
+    placement: Placement = "replicated"  # Of the genome
+    schedule: str | None = None  # Of the pipeline, None without one
+    microbatches: int = 1
+    remat: str = "none"
+
+    def __str__(self) -> str:
+        """Options of `gbfunc train`, without the defaults."""
+        split = self.sizes["gnets"] > 1
+        sizes = {axis: n for axis, n in self.sizes.items() if n > 1 or (axis == "data" and split)} or {"data": 1}
+        options = {
+            "--mesh": ",".join(f"{axis}={n}" for axis, n in sizes.items()),
+            "--placement": self.placement if split else "",
+            "--pipeline": self.schedule,
+            "--microbatches": self.microbatches if self.microbatches > 1 else "",
+            "--remat": self.remat if self.remat != "none" else "",
+        }
+        return " ".join(f"{option} {value}" for option, value in options.items() if value)
+
+    @property
+    def order(self) -> str:
+        """The order of microbatches; that of 1F1B on one rank."""
+        return self.schedule or "1f1b"
+
+    @property
+    def stages(self) -> list[list[int]]:
+        """The stages of every rank of the pipeline."""
+        ranks = self.sizes["pipeline"]
+        places = stage_ranks(self.order, ranks, SCHEDULES[self.order][1])
+        return [[s for s, place in enumerate(places) if place == rank] for rank in range(ranks)]
+
+
+class LayoutPlan(NamedTuple):
+    """A layout and its costs."""
 
     layout: RankLayout
-    memory: Mapping[str, float]
-    sent: Mapping[str, float]
-    seconds: float
-    bubble: float
+    memory: Mapping[str, float]  # Bytes of the fullest rank, by part
+    sent: Mapping[str, float]  # Bytes of the rank that sends most in a step, by axis, as `mesh.traffic` counts them
+    seconds: float  # Of a step
+    bubble: float  # Part of the ranks' time in which they wait for other stages
 
     @property
     def peak(self) -> float:
@@ -97,17 +119,17 @@ class LayoutPlan(NamedTuple):
 
 
 class ParallelPlan(NamedTuple):
-    """What `plan_parallel` found.
+    """The layouts of some ranks, and the needs of the dense p-net.
 
     Attributes:
-        ranks: how many.
-        device: what each has.
+        ranks: number of ranks.
+        device: speed and memory of each rank.
         fits: layouts that fit, the fastest first.
-        refused: the others, each with the reason.
+        refused: the other layouts, each with the reason.
         smallest: fewest ranks (a divisor of `ranks`, or a multiple by a power of two) that some layout fits on, None
             for none.
         dense: bytes by part of a rank of FSDP that trains the dense p-net with the same optimizer on as many ranks.
-        dense_sent: bytes that it sends in a step.
+        dense_sent: bytes that this rank sends in a step.
         rule_of_thumb: bytes in all, 12 GB per billion parameters.
     """
 
@@ -121,17 +143,63 @@ class ParallelPlan(NamedTuple):
     rule_of_thumb: float
 
     def report(self, most: int = 20) -> str:
-        """The fastest layouts as a table, why others do not fit, and what the dense p-net needs."""
-        return report(self, most)
+        """Returns the fastest layouts as a table, the reasons of the others, and the needs of the dense p-net.
+
+        The last column has options of `gbfunc train`; a backslash continues in the next line, as in a shell.
+        """
+        lines = [f"{'seconds':>9}{'bubble':>8}{'memory':>9}{'sent':>9}  options"] if self.fits else []
+        for p in self.fits[:most]:
+            row = f"{p.seconds:>9.4g}{p.bubble:>8.0%}{_size(p.peak):>9}{_size(sum(p.sent.values())):>9}  "
+            # An option and its value stay in one line.
+            words = str(p.layout).replace(" ", _NO_BREAK).replace(f"{_NO_BREAK}--", " --")
+            lines.append(" \\\n".join(_wrapped(row, words, _WIDTH - len(" \\"))))
+        if len(self.fits) > most:
+            lines.append(f"and {len(self.fits) - most} more that fit")
+        for p in self.fits[:1]:
+            lines += ["", *_wrapped("the fastest    memory ", _parts(p.memory))]
+            lines += _wrapped("               sent ", _parts(p.sent))
+        ranks = f"{self.ranks:,} rank{'s' * (self.ranks > 1)}"
+        lines.append(f"\n{len(self.fits)} layouts of {ranks} fit, {len(self.refused)} do not:")
+        for layout, reason in self.refused[:most]:
+            lines += _wrapped(f"  {layout}: ", reason)
+        if len(self.refused) > most:
+            lines.append(f"  and {len(self.refused) - most} more")
+        smallest = "none of those tried" if self.smallest is None else f"{self.smallest:,}"
+        lines.append(f"\nfewest ranks   {smallest} (of {_size(self.device.memory)} each)")
+        dense = f"{_size(sum(self.dense.values()))} a rank ({_parts(self.dense)})"
+        lines += _wrapped("dense, FSDP    ", dense)
+        lines.append(f"               {_size(self.dense_sent)} sent per step and rank")
+        # The fastest layout that splits the batch alone, if its ranks exchange once in many steps.
+        for p in [p for p in self.fits if p.layout.sizes["data"] == self.ranks > 1][:1]:
+            sent = f"{_size(sum(p.sent.values()) / 50)} sent per step and rank"
+            lines.append(f"local steps    {sent} by data alone with --local-steps 50")
+        lines.append(f"rule of thumb  {_size(self.rule_of_thumb)} in all (12 GB per billion parameters)")
+        return "\n".join(lines)
+
+
+_WIDTH, _NO_BREAK = 100, "\N{NO-BREAK SPACE}"
+
+
+def _size(n: float) -> str:
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n >= scale:
+            return f"{n / scale:.3g} {unit}"
+    return f"{n:.0f} B"
+
+
+def _parts(parts: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {_size(n)}" for name, n in parts.items())
+
+
+def _wrapped(start: str, text: str, width: int = _WIDTH) -> list[str]:
+    wrap = textwrap.TextWrapper(width, start, " " * len(start), break_long_words=False, break_on_hyphens=False)
+    return [line.replace(_NO_BREAK, " ") for line in wrap.wrap(text or "-")]
 
 
 _SIMULATED, _EVENTS = 64, 6_000
 """The simulator runs for this many layouts at the head of the table, up to so many events: beyond, a closed form."""
 
 _seconds = attrgetter("seconds")
-
-_RULE_OF_THUMB = 12.0
-"""Bytes per parameter: weights, gradients and one state of the optimizer in float32."""
 
 
 def plan_parallel(
@@ -153,15 +221,14 @@ def plan_parallel(
         plan: the plan.
         pnet: the p-net, on any device, the meta device too.
         batch: a global batch, on any device; only its shapes matter.
-        ranks: how many.
-        device: what each has, by default some cores of a server.
+        ranks: number of ranks.
+        device: speed and memory of each rank, by default some cores of a server.
         loss_fn: as for `make_train_step`; None calls the p-net with the batch (of a tuple its first, of a mapping its
             items as keywords), and leaves the loss itself out.
-        parallel: styles of the layers, as for `make_train_step`; None takes those of `tensor_styles`, where there
-            are any.
-        microbatches: of a step; None takes the fastest number for each layout.
+        parallel: styles of the layers, as for `make_train_step`; by default those of `tensor_styles`, if any.
+        microbatches: microbatches of a step; by default the fastest number for each layout.
         lazy: as for `make_train_step`.
-        optimizer_states: numbers that the optimizer keeps for each of the genome (Adam: 2).
+        optimizer_states: numbers that the optimizer keeps for each number of the genome (Adam: 2).
 
     Raises:
         ValueError: for ranks < 1, a batch without rows, or a plan with a base.
@@ -192,8 +259,8 @@ def plan_parallel(
     fits.sort(key=_seconds)
     smallest = _smallest(model, device, ranks, microbatches, bool(fits))
     dense, sent = model.dense(ranks)
-    thumb = _RULE_OF_THUMB * plan.pnet_params
-    return ParallelPlan(ranks, device, tuple(fits), tuple(refused), smallest, dense, sent, thumb)
+    # 12 bytes per parameter: weights, gradients and one state of the optimizer in float32.
+    return ParallelPlan(ranks, device, tuple(fits), tuple(refused), smallest, dense, sent, 12.0 * plan.pnet_params)
 
 
 def _call(net: Callable[..., Any], batch: Any) -> Any:
@@ -204,12 +271,15 @@ def _call(net: Callable[..., Any], batch: Any) -> Any:
 
 def _layouts(model: Model, ranks: int, microbatches: int | None) -> Iterator[tuple[list[RankLayout], str]]:
     """Yields layouts that differ only in their microbatches, or one layout and the reason why it cannot run."""
-    from gbfunc.parallel.planner_costs import RankLayout
+
+    def of(data: int = 1, gnets: int = 1) -> dict[str, int]:
+        return {"data": data, "pipeline": pipeline, "gnets": gnets, "tensor": tensor}
 
     divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
     for tensor in divisors:
         if tensor > 1 and (reason := model.why_not(tensor)):
-            yield [RankLayout({"data": 1, "pipeline": 1, "gnets": 1, "tensor": tensor})], reason
+            pipeline = 1
+            yield [RankLayout(of())], reason
             continue
         for shards in (d for d in reversed(divisors) if ranks // tensor % d == 0):
             rows, pipeline = model.rows / shards, ranks // tensor // shards
@@ -224,11 +294,10 @@ def _layouts(model: Model, ranks: int, microbatches: int | None) -> Iterator[tup
                     reason = model.why_not(tensor, pipeline * SCHEDULES[schedule][1], schedule) or reason
                 reason = reason if rows >= 1 else f"{shards} shards of a batch of {model.rows} rows"
                 if reason:
-                    sizes = {"data": shards, "pipeline": pipeline, "gnets": 1, "tensor": tensor}
-                    yield [RankLayout(sizes, schedule=schedule)], reason
+                    yield [RankLayout(of(shards), schedule=schedule)], reason
                     continue
                 for placement, gnets in model.placements(shards):
-                    sizes = {"data": shards // gnets, "pipeline": pipeline, "gnets": gnets, "tensor": tensor}
+                    sizes = of(shards // gnets, gnets)
                     for remat in ("none", "layer") if model.can_remat(placement) else ("none",):
                         # On a split genome weights that are made again are gathered again: one microbatch.
                         some = [m for m in numbers if m == 1 or remat == "none" or gnets == 1]
@@ -237,10 +306,7 @@ def _layouts(model: Model, ranks: int, microbatches: int | None) -> Iterator[tup
 
 
 def _costed(model: Model, device: DeviceSpec, layout: RankLayout, simulated: bool = False) -> LayoutPlan:
-    """A layout with its costs.
-
-    Unless the pipeline is `simulated`, all of its ranks are as slow as the slowest, and wait for the first microbatch.
-    """
+    """Unless the pipeline is `simulated`, all ranks are as slow as the slowest, and wait for the first microbatch."""
     cost, p, m = model.footprint(layout), layout.sizes["pipeline"], layout.microbatches
     forward, backward, generate = list[float](), list[float](), list[float]()
     for cell in cost.stages:
@@ -273,7 +339,6 @@ def _costed(model: Model, device: DeviceSpec, layout: RankLayout, simulated: boo
 
 
 def _smallest(model: Model, device: DeviceSpec, ranks: int, microbatches: int | None, fits: bool) -> int | None:
-    """The fewest ranks that some layout fits on."""
     more = [ranks] if fits else [ranks * 2**i for i in range(1, 7)]
     for n in [*(n for n in range(1, ranks) if ranks % n == 0), *more]:
         # The largest number of microbatches stores the least.

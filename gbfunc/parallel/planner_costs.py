@@ -16,55 +16,18 @@ from gbfunc.parallel.chain import Chain, balanced_stages, crossing, find_blocks,
 from gbfunc.parallel.dry_run import Cell, DryRun, DryWire, RunLoss, factor_shapes, total
 from gbfunc.parallel.mesh import Mesh
 from gbfunc.parallel.pipeline import Parcel
-from gbfunc.parallel.pipeline_order import SCHEDULES, in_flight, schedule_class, stage_ranks
+from gbfunc.parallel.pipeline_order import in_flight, schedule_class
 from gbfunc.parallel.placement import Placement, gather_bytes, operations, placement_cost, products, shares_of
+from gbfunc.parallel.planner import RankLayout
+from gbfunc.parallel.styles import tensor_styles
+from gbfunc.parallel.tensor import TensorParallel, resolve
 from gbfunc.parallel.tracing import trace_chain
 from gbfunc.plan import DTYPES, Plan
 from gbfunc.trees import n_rows, tree_map
 
-_NUMBERS = ("idx", "index", "id", "number")
-"""Suffixes of attributes that only number a module."""
-
-_TRACED_ROWS = 2
-"""Rows of the batch by which blocks are found and balanced; batch norms refuse a single one."""
-
-_SINES = 0.9
-"""Bytes of sines that a graph keeps, per byte of factors: codes that are sums need fewer."""
-
-
-class RankLayout(NamedTuple):
-    """Where and how a step runs."""
-
-    sizes: Mapping[str, int]  # Ranks along data, pipeline, gnets and tensor
-    placement: Placement = "replicated"  # Of the genome
-    schedule: str | None = None  # Of the pipeline, None without one
-    microbatches: int = 1
-    remat: str = "none"
-
-    def __str__(self) -> str:
-        """The options of `gbfunc train`, without those that are as by default."""
-        split = self.sizes["gnets"] > 1
-        sizes = {axis: n for axis, n in self.sizes.items() if n > 1 or (axis == "data" and split)} or {"data": 1}
-        options = {
-            "--mesh": ",".join(f"{axis}={n}" for axis, n in sizes.items()),
-            "--placement": self.placement if split else "",
-            "--pipeline": self.schedule,
-            "--microbatches": self.microbatches if self.microbatches > 1 else "",
-            "--remat": self.remat if self.remat != "none" else "",
-        }
-        return " ".join(f"{option} {value}" for option, value in options.items() if value)
-
-    @property
-    def order(self) -> str:
-        """The order of microbatches, on one rank that of 1F1B."""
-        return self.schedule or "1f1b"
-
-    @property
-    def stages(self) -> list[list[int]]:
-        """The stages of every rank of the pipeline."""
-        ranks = self.sizes["pipeline"]
-        places = stage_ranks(self.order, ranks, SCHEDULES[self.order][1])
-        return [[s for s, place in enumerate(places) if place == rank] for rank in range(ranks)]
+_NUMBERS = ("idx", "index", "id", "number")  # Suffixes of attributes that only number a module
+_TRACED_ROWS = 2  # Rows by which blocks are found and balanced; batch norms refuse a single one
+_SINES = 0.9  # Bytes of sines that a graph keeps, per byte of factors: codes that are sums need fewer
 
 
 class Footprint(NamedTuple):
@@ -77,18 +40,11 @@ class Footprint(NamedTuple):
 
 
 class Model:
-    """A plan, its p-net and a global batch, with the costs that are known so far.
-
-    `run` calls the p-net as the loss function does; `styles` may be None for those of `tensor_styles`; `states` are the
-    numbers that the optimizer keeps for each number of the genome.
-    """
+    """A plan, its p-net and a global batch; `states` are the optimizer's numbers for each number of the genome."""
 
     def __init__(
         self, plan: Plan, pnet: nn.Module, batch: Any, run: RunLoss, styles: Any, lazy: Any, states: int
     ) -> None:
-        from gbfunc.parallel.styles import tensor_styles
-        from gbfunc.parallel.tensor import resolve
-
         self.plan, self.pnet, self.batch, self.run, self.lazy, self.states = plan, pnet, batch, run, lazy, states
         self.rows = n_rows(batch) or 0
         if not self.rows:
@@ -136,8 +92,6 @@ class Model:
         return repr(found)
 
     def _batch(self, rows: int) -> Any:
-        """So many rows of the batch, on the meta device."""
-
         def some(x: Any) -> Any:
             shape = (rows, *x.shape[1:]) if isinstance(x, Tensor) and x.ndim else ()
             return torch.empty(shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
@@ -174,13 +128,10 @@ class Model:
 
     def dry(self, tensor: int, factored: bool) -> DryRun:
         """The p-net as a tensor rank runs it; ValueError if it cannot be split."""
-        parallel = None
-        if tensor > 1:
-            from gbfunc.parallel.tensor import TensorParallel
-
-            if self._no_styles:
-                raise ValueError(self._no_styles)
-            parallel = TensorParallel(self.pnet, self._styles, Mesh({"tensor": tensor}), DryWire)
+        if tensor > 1 and self._no_styles:
+            raise ValueError(self._no_styles)
+        mesh = Mesh({"tensor": tensor})
+        parallel = TensorParallel(self.pnet, self._styles, mesh, DryWire) if tensor > 1 else None
         return DryRun(self.plan, self.pnet, self._kinds, self.lazy if factored else False, parallel)
 
     def cells(self, tensor: int, factored: bool, rows: int) -> list[Cell]:
@@ -294,7 +245,6 @@ class Model:
         }
 
     def _gathered(self, layout: RankLayout, used: frozenset[int]) -> float:
-        """Most bytes that a rank sends to gather the tiles or factors that some cells use, and for their gradients."""
         tensors = {i for i, t in enumerate(self.plan.tensors) if self._places[t.name] & used}
         names = {e.name for e in self.plan.ensembles if any(s.tensor in tensors for s in e.spans)}
         gathers = gather_bytes(self.plan, layout.sizes["gnets"], layout.placement, self.plan.dtype.itemsize, names)
@@ -305,12 +255,7 @@ class Model:
         cells = self.cells(1, False, -(-self.rows // ranks))
         n_bytes = {t.name: t.numel * DTYPES[t.dtype].itemsize for t in self.plan.tensors}
         blocks = [sum(n for name, n in n_bytes.items() if i in self._places[name]) for i in range(len(cells))]
-        total = sum(n_bytes.values())
-        parts = {
-            "weights": total / ranks,
-            "gradients": total / ranks,
-            "optimizer": self.states * total / ranks,
-            "gathered block": 2 * max(blocks) if ranks > 1 else 0.0,
-            "activations": sum(cell.saved for cell in cells),
-        }
-        return parts, 3 * total * (ranks - 1) / ranks
+        share = sum(n_bytes.values()) / ranks
+        parts = {"weights": share, "gradients": share, "optimizer": self.states * share}
+        parts |= {"gathered block": 2 * max(blocks) if ranks > 1 else 0.0}
+        return parts | {"activations": sum(cell.saved for cell in cells)}, 3 * share * (ranks - 1)

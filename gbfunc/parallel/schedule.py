@@ -19,7 +19,7 @@ _NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot run: ranks wait for each other for ever, or an event reads an entry that is not stored."""
+    """A schedule that cannot run."""
 
 
 class Event(NamedTuple):
@@ -87,11 +87,10 @@ class Timeline(NamedTuple):
 
 
 def simulate(schedule: Schedule) -> Timeline:
-    """Run a schedule.
+    """Runs a schedule.
 
     Raises:
-        ScheduleError: if ranks wait for ever (for a message that nobody sends, or in collectives on which they
-            disagree), or if an event reads an entry that is not stored.
+        ScheduleError: if ranks wait for ever, or if an event reads an entry that is not stored.
     """
     stored, left = [dict(entries) for entries in schedule.stored], [deque(events) for events in schedule.events]
     memory, clock = [float(sum(entries.values())) for entries in stored], [0.0] * len(left)

@@ -19,11 +19,11 @@ ScheduleKind = PipelineOrder | Literal["basic", "accumulation", "ddp", "sharded"
 
 
 class ScheduleCosts(NamedTuple):
-    """Durations, by kind of event, and sizes, in any units; the defaults are those of the puzzles, and of gbfunc.
+    """Durations of events and sizes, in any units; the defaults are those of the puzzles.
 
-    A cost per layer is one number for all layers, or a sequence. Durations and activations are those of one microbatch;
-    `activation` is the size of a layer's input, so a sequence of it has one entry more. Where weights are generated,
-    `update` and `all_reduce` are those of the whole genome, otherwise those of a layer's weight.
+    A cost per layer is one number, or a sequence. Durations and activations are those of one microbatch; `activation`
+    is the size of a layer's input, so a sequence of it has one entry more. For generated weights, `update` and
+    `all_reduce` are those of the whole genome, otherwise those of a layer's weight.
     """
 
     forward: PerLayer = 1.0
@@ -51,12 +51,10 @@ class Recipe(NamedTuple):
     order: PipelineOrder = "1f1b"  # Of the microbatches; on one rank one by one
     together: bool = False  # All microbatches pass at once
     data_parallel: bool = False  # Each rank has one microbatch, next to its stage of a pipeline
-    # Sharded weights are gathered by the ranks of their stage, or by all ranks, which store a part of every layer
-    gathers: Literal["stage", "all"] | None = None
+    gathers: Literal["stage", "all"] | None = None  # Ranks that store and gather sharded weights
     scatters: bool = False  # Gradients are reduced and scattered at once, instead of all-reduced at the end
     sums: bool = True  # Microbatches add to one gradient of a layer, instead of storing one each
-    # The last output of a stage, and the gradient of its first input, stay stored after their use
-    keeps_ends: bool = False
+    keeps_ends: bool = False  # The last output of a stage and the gradient of its first input stay stored
 
 
 RECIPES: Mapping[ScheduleKind, Recipe] = {
@@ -83,25 +81,25 @@ def make_schedule(
     weights: WeightSource = "stored",
     costs: ScheduleCosts | None = None,
 ) -> Schedule:
-    """The events of one training step on each rank.
+    """Makes the events of one training step on each rank.
 
     Args:
         kind: `"basic"`: one rank, all microbatches at once. `"accumulation"`: one rank, the microbatches one by one.
             `"ddp"`, `"sharded"` (weights and optimizer sharded, whole gradients), `"fsdp"` (gradients sharded too):
             each rank has one microbatch and all layers. `"pipeline"`: each rank has one stage, through which all
             microbatches pass at once. `"gpipe"`, `"1f1b"`, `"interleaved"`, `"zbv"`: one by one, in the order of
-            `pipeline_order`. `"pipeline_fsdp"`: a stage per layer, `ranks / layers` ranks for each of them, which have
-            one microbatch each; weights are sharded over all ranks.
+            `pipeline_order`. `"pipeline_fsdp"`: a stage per layer with `ranks / layers` ranks of one microbatch each;
+            weights are sharded over all ranks.
         layers: a multiple of the stages.
-        ranks: of a pipeline, or of data parallelism.
-        microbatches: of one step, unless the ranks give their number.
+        ranks: ranks of a pipeline, or of data parallelism.
+        microbatches: microbatches of a step; 1 for data parallelism.
         weights: `"stored"` with their optimizer's state; `"generated"` from a genome, which every rank stores, at their
-            first use, and kept until the genome's gradient is taken at the end; `"remat"`: generated for each
-            forward and again for each backward, and freed after it. No generated weight or gradient of one is sent.
+            first use, and kept until the end; `"remat"`: generated for each forward and again for each backward. No
+            generated weight or gradient of one is sent.
         costs: durations and sizes.
 
     Raises:
-        ValueError: if there is no such kind, or it cannot have such sizes.
+        ValueError: for an unknown kind, or sizes that it cannot have.
     """
     if kind not in RECIPES:
         raise ValueError(f"expected a schedule of {sorted(RECIPES)}, got {kind!r}")
@@ -113,7 +111,6 @@ def make_schedule(
     recipe, costs = RECIPES[kind], costs or ScheduleCosts()
     depth = (layers if recipe.gathers == "all" else 1) if recipe.data_parallel else ranks
     stages = stage_ranks(recipe.order, depth, SCHEDULES[recipe.order][1])
-    together = microbatches if recipe.together else 1
     for expected, fits in {
         "1 rank": ranks == 1 or kind not in ("basic", "accumulation"),
         "one microbatch per rank": microbatches == 1 or not recipe.data_parallel,
@@ -126,32 +123,28 @@ def make_schedule(
         n = layers + (name == "activation")
         if isinstance(cost, Sequence) and len(cost) != n:
             raise ValueError(f"expected one number or {n} for {name} of {layers} layers, got {len(cost)}")
-    schedule = Schedule([], [])
-    for rank in range(ranks):
-        order = pipeline_order(recipe.order, rank % depth, depth, microbatches // together, SCHEDULES[recipe.order][1])
-        events, stored = _program(order, rank, ranks, recipe, weights, costs, layers, stages, together)
-        schedule.events.append(events)
-        schedule.stored.append(stored)
-    return schedule
+    programs = (_program(rank, stages, sizes, recipe, weights, costs) for rank in range(ranks))
+    return Schedule(*map(list, zip(*programs, strict=True)))
 
 
 def _program(
-    actions: Sequence[Action],
     rank: int,
-    ranks: int,
+    stages: Sequence[int],
+    sizes: Mapping[str, int],
     recipe: Recipe,
     weights: WeightSource,
     costs: ScheduleCosts,
-    layers: int,
-    stages: Sequence[int],
-    together: int,
 ) -> tuple[list[Event], dict[str, float]]:
-    """The events of one rank and its entries; `stages` has the place in the pipeline of each stage's ranks."""
+    """The events and entries of a rank; `stages` has the place of each stage's ranks in the pipeline."""
+    layers, ranks, microbatches = sizes.values()
+    together = microbatches if recipe.together else 1
     depth, each, world = max(stages) + 1, layers // len(stages), tuple(range(ranks))
     place, sharded = rank % depth, recipe.gathers is not None and weights == "stored"
     everywhere, remat = sharded and recipe.gathers == "all", weights == "remat"
     group = world if everywhere else world[place::depth]
     own = [n for n in range(layers) if everywhere or stages[n // each] == place]
+    virtual = SCHEDULES[recipe.order][1]
+    actions = pipeline_order(recipe.order, place, depth, microbatches // together, virtual)
     events, ends = list[Event](), list[str]()
     stored = {"genome": costs.genome, "genome optimizer": costs.genome_optimizer}
     if weights == "stored":
@@ -180,7 +173,6 @@ def _program(
         emit("generate_backward", layer, i, reads, stores={"dgenome": costs.genome})
 
     def compute(op: str, layer: int, i: int, mine: bool) -> None:
-        """Have the layer's weight, compute, and reduce the weight's gradient; help others in that."""
         x, y, dx, dy = (activation(n, i, d) for d in ("", "d") for n in (layer, layer + 1))
         weight, gradient, size = f"weight[{layer}]", f"dweight[{layer}]", _at(costs.weight, layer)
         if op != "W" and sharded:
