@@ -23,11 +23,10 @@ _ABSENT = "(nothing)"
 
 
 def check_equal(mesh: Mesh, named: Mapping[str, Tensor | str], what: str, axis: AxisName = "world") -> None:
-    """Compare tensors or texts, which have the same names everywhere, between the ranks of an axis, which all call.
+    """Compares tensors or texts of the same names between the ranks of an axis, which all call.
 
     Raises:
-        ValueError: on every rank: `what`, the ranks that differ from the axis' first, what differs, and for texts both
-            values.
+        ValueError: on every rank, with the ranks that differ from the first, the names, and both values of texts.
         CollectiveError: if a rank is missing.
     """
     ranks, names = mesh.axis(axis).ranks, sorted(named)
@@ -58,11 +57,10 @@ def hash_of(x: Tensor | str) -> int:
 
 
 def text_of(options: Any) -> str:
-    """Options as JSON, the same in every process that has the same ones: for `check_equal`.
+    """Returns options as JSON, equal in all processes with equal options, for `check_equal`.
 
-    Dataclasses, NamedTuples, mappings, sequences and styles of tensor parallelism are written out; functions by their
-    name and what they close over (a schedule of other numbers is another one); tensors by their hash. Of anything else
-    the class must do, for it may say where it lives (an address, a rank's device).
+    Dataclasses, NamedTuples, mappings, sequences and styles of tensor parallelism are written out; functions as their
+    name and closure; tensors as their hash; anything else as its class, as its text may hold an address or a device.
 
     >>> text_of({"clip_norm": 0.5, "amp": torch.bfloat16, "classes": [torch.nn.Linear]})
     '{"amp": "torch.bfloat16", "classes": ["torch.nn.modules.linear.Linear"], "clip_norm": 0.5}'
@@ -71,7 +69,7 @@ def text_of(options: Any) -> str:
 
 
 def _plain(x: Any, inside: tuple[int, ...]) -> Any:
-    """A value as JSON has it; `inside` are the ids of what it is part of."""
+    # `inside` are the ids of the values around this one.
     if x is None or isinstance(x, bool | int | float | str):
         return x
     # By name, as DTensor takes half a second to import.
@@ -90,7 +88,6 @@ def _plain(x: Any, inside: tuple[int, ...]) -> Any:
 
 
 def _parts(x: Any) -> Mapping[Any, Any] | Sequence[Any] | None:
-    """What a value is made of, None if it has no parts to compare."""
     if hasattr(x, "_asdict"):
         return x._asdict()
     if isinstance(x, Mapping | list | tuple):
@@ -120,7 +117,6 @@ def _difference(first: str, text: str) -> str:
 
 
 def _flat(x: Any, path: str = "") -> dict[str, str]:
-    """Every value of a JSON document, by its path."""
     if not isinstance(x, dict | list):
         return {path.removeprefix("."): repr(x)}
     parts = [(f".{k}", v) for k, v in x.items()] if isinstance(x, dict) else [(f"[{i}]", v) for i, v in enumerate(x)]
@@ -128,7 +124,6 @@ def _flat(x: Any, path: str = "") -> dict[str, str]:
 
 
 def _short(text: str, other: str) -> str:
-    """A text, cut around where it differs from the other."""
     at = len(os.path.commonprefix([text, other]))
     start = max(0, at - 30)
     return f"{'...' if start else ''}{text[start : at + 30]}{'...' if len(text) > at + 30 else ''}"

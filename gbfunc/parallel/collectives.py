@@ -34,17 +34,15 @@ _scatter_even: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce
 
 
 class _Exchange(NamedTuple):
-    """A gather or a reduce-scatter of many tensors; `mesh`, which counts bytes, is None while a graph is compiled."""
-
     kind: Kind
     sizes: tuple[Sizes, ...]
     axis: Axis
     transport: Transport
-    mesh: Mesh | None
+    mesh: Mesh | None  # Counts bytes; None while a graph is compiled
 
 
 def sent_bytes(kind: Kind | Literal["all_reduce"], n_bytes: int, axis: Axis, sizes: Sizes = ()) -> int:
-    """What a rank sends of a tensor of so many bytes: to each other rank all of it, or its rows; in a ring twice both.
+    """Bytes that a rank sends of a tensor: all of it to each other rank, or the rows of all others; a ring sends both.
 
     >>> ranks = Axis("tensor", (0, 1, 2, 3), 1, None)
     >>> sent_bytes("gather", 40, ranks), sent_bytes("reduce_scatter", 40, ranks, (3, 1, 3, 3))
@@ -61,83 +59,54 @@ def sent_bytes(kind: Kind | Literal["all_reduce"], n_bytes: int, axis: Axis, siz
 
 def _exchanged(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     kind, sizes, axis, _, mesh = exchange
-    move = _gather if kind == "gather" else _reduce_scatter
     if mesh is None:
-        return move(exchange, xs)
+        return _moved(exchange, xs)
     n_bytes = sum(sent_bytes(kind, x.nbytes, axis, s) for x, s in zip(xs, sizes, strict=True))
     with mesh.sending(kind, n_bytes, axis.name):
-        return move(exchange, xs)
+        return _moved(exchange, xs)
 
 
-def _gather(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Rows of all ranks, tensor by tensor: [n, ...] -> [sum(sizes), ...]."""
-    _, sizes, axis, transport, _ = exchange
-    gathered = tuple(x.new_empty((sum(s), *x.shape[1:])) for x, s in zip(xs, sizes, strict=True))
-    if transport == "p2p":
-        taken = [out.split(s) for out, s in zip(gathered, sizes, strict=True)]
-        for parts, x in zip(taken, xs, strict=True):
-            parts[axis.rank].copy_(x)
-        _send([[parts[axis.rank]] * axis.size for parts in taken], taken, axis)
-        return gathered
-    for out, x, s in zip(gathered, xs, sizes, strict=True):
-        if transport == "nccl" and len(set(s)) == 1:
-            _gather_even(out, x.contiguous(), group=axis.group)
-        else:
-            copies = x.repeat(axis.size, *(1 for _ in x.shape[1:]))
-            dist.all_to_all_single(out, copies, list(s), [s[axis.rank]] * axis.size, group=axis.group)
-    return gathered
-
-
-def _reduce_scatter(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The sum over ranks of this rank's rows, tensor by tensor: [sum(sizes), ...] -> [n, ...]."""
-    _, sizes, axis, transport, _ = exchange
-    xs = [x.contiguous() for x in xs]
-    if transport == "p2p":
-        given = [x.split(s) for x, s in zip(xs, sizes, strict=True)]
-        taken = [[torch.empty_like(parts[axis.rank]) for _ in parts] for parts in given]
-        for mine, parts in zip(taken, given, strict=True):
-            mine[axis.rank] = parts[axis.rank]
-        _send(given, taken, axis)
-        return tuple(_total(parts) for parts in taken)
-    mine = []
-    for x, s in zip(xs, sizes, strict=True):
-        n = s[axis.rank]
+def _moved(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Rows of all ranks, [n, ...] -> [sum(sizes), ...]; or the sum over ranks of this rank's rows, the reverse."""
+    kind, sizes, axis, transport, _ = exchange
+    gathers, pieces = kind == "gather", []
+    results: list[Any] = []
+    for x, s in zip([x.contiguous() for x in xs], sizes, strict=True):
+        mine = (s[axis.rank],) * axis.size
+        there, back = (s, mine) if gathers else (mine, s)  # Rows that come from each rank, and rows that go
         even = transport == "nccl" and len(set(s)) == 1
-        parts = x.new_empty((n if even else axis.size * n, *x.shape[1:]))
+        out = x.new_empty((sum(there) if gathers or not even else mine[0], *x.shape[1:]))
         if even:
-            _scatter_even(parts, x, group=axis.group)
+            (_gather_even if gathers else _scatter_even)(out, x, group=axis.group)
+        elif transport == "p2p":
+            pieces.append(([x] * axis.size if gathers else x.split(back), out.split(there)))
         else:
-            dist.all_to_all_single(parts, x, [n] * axis.size, list(s), group=axis.group)
-            parts = parts.reshape(axis.size, n, *x.shape[1:]).sum(0)
-        mine.append(parts)
-    return tuple(mine)
+            copies = x.repeat(axis.size, *(1 for _ in x.shape[1:])) if gathers else x
+            dist.all_to_all_single(out, copies, list(there), list(back), group=axis.group)
+        results.append(out if gathers or even else out.split(there))
+    # Receives come first: gloo signals a sender that its receiver is ready on the connection that the receiver's rows
+    # take, and behind these rows if they were there before.
+    works: list[Any] = []
+    for i, rank in enumerate(axis.ranks):
+        works += [dist.irecv(t[i], rank, group=axis.group) for _, t in pieces if i != axis.rank and t[i].numel()]
+    for i, rank in enumerate(axis.ranks):
+        works += [dist.isend(g[i], rank, group=axis.group) for g, _ in pieces if i != axis.rank and g[i].numel()]
+    for given, taken in pieces:
+        taken[axis.rank].copy_(given[axis.rank])
+    for work in works:
+        work.wait()
+    return tuple(x if isinstance(x, Tensor) else _total(x) for x in results)
 
 
 def _total(parts: Sequence[Tensor]) -> Tensor:
-    """The sum in the order of ranks: it does not depend on who came first. Narrow numbers are rounded once."""
+    # In the order of ranks, whoever came first; narrow numbers are rounded once.
     total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32)) + parts[1]
     for part in parts[2:]:
         total += part
     return total.to(parts[0].dtype)
 
 
-def _send(given: Sequence[Sequence[Tensor]], taken: Sequence[Sequence[Tensor]], axis: Axis) -> None:
-    """Send `given[i][rank]` to every other rank, and receive `taken[i][rank]` from it; empty ones stay where they are.
-
-    Receives come first: gloo signals a sender that its receiver is ready on the connection that the receiver's rows
-    take, and behind these if they were there before.
-    """
-    others = [(i, rank) for i, rank in enumerate(axis.ranks) if i != axis.rank]
-    works: list[Any] = []
-    for call, tensors in ((dist.irecv, taken), (dist.isend, given)):
-        works += [call(p[i], rank, group=axis.group) for p in tensors for i, rank in others if p[i].numel()]
-    for work in works:
-        work.wait()
-
-
 class _Node(torch.autograd.Function):
-    """An exchange in a graph; backward is the other kind of exchange."""
-
     @staticmethod
     def forward(exchange: _Exchange, *xs: Tensor) -> tuple[Tensor, ...]:
         return _exchanged(exchange, xs)
@@ -213,8 +182,7 @@ def _to_bytes(mesh: Mesh, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _from_bytes(data: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Undo `_to_bytes`, for each row of [..., bytes]."""
-    # Copies: numbers must lie at multiples of their size.
+    # [..., bytes]; copies: numbers must lie at multiples of their size.
     copies = [part.clone(memory_format=torch.contiguous_format) for part in data.split([x.nbytes for x in like], -1)]
     pairs = zip(copies, like, strict=True)
     return [part.view(x.dtype).reshape((*data.shape[:-1], *x.shape)).to(x.device) for part, x in pairs]

@@ -25,7 +25,7 @@ from gbfunc.trees import GNET, flatten_tree, unflatten_tree
 from gbfunc.types import Factors, Params
 
 Entries = tuple[tuple[str, bool], ...]
-"""Of an aux: the path of each leaf, and whether it is a number."""
+"""The path of each leaf of an aux, and whether it is a number."""
 
 BUCKET_BYTES = 2**20  # Outputs of less are sent together: below it a collective's latency is what it costs
 
@@ -69,7 +69,6 @@ class Gather(NamedTuple):
         return anchor.new_zeros((0, rows, cols)) + anchor
 
     def _sent(self, e: Ensemble, out: Tensor | Factors) -> list[Tensor]:
-        """What is gathered of an ensemble's outputs: factors or tiles, as the layout has it."""
         as_factors = self.layout.as_factors(e)
         parts = [*out] if isinstance(out, Factors) and as_factors else [dense_tiles(out)]
         dtype = sent_dtype(self.layout.plan, e, as_factors)
@@ -85,7 +84,10 @@ class Gather(NamedTuple):
 def _gather_in_buckets(layout: Layout, pieces: list[Tensor], sizes: list[Sizes]) -> list[Tensor]:
     """Tensors [t, ...] of this rank to [T, ...] of all: large ones alone, small ones of a dtype in flat buckets."""
     counts = [tuple(n * math.prod(p.shape[1:]) for n in s) for p, s in zip(pieces, sizes, strict=True)]
-    buckets = _buckets([(p.dtype, max(c) * p.element_size()) for p, c in zip(pieces, counts, strict=True)])
+    together: dict[Any, list[int]] = {}
+    for i, (p, c) in enumerate(zip(pieces, counts, strict=True)):
+        together.setdefault(i if max(c) * p.element_size() >= BUCKET_BYTES else p.dtype, []).append(i)
+    buckets = [*together.values()]
     sent = [torch.cat([pieces[i].reshape(-1) for i in b]) if len(b) > 1 else pieces[b[0]].reshape(-1) for b in buckets]
     # [ranks, tensors of the bucket]: first all of rank 0's, then all of rank 1's, and so on.
     numbers = [[*zip(*(counts[i] for i in b), strict=True)] for b in buckets]
@@ -99,19 +101,8 @@ def _gather_in_buckets(layout: Layout, pieces: list[Tensor], sizes: list[Sizes])
     return [gathered[i] for i in range(len(pieces))]
 
 
-def _buckets(pieces: list[tuple[torch.dtype, int]]) -> list[list[int]]:
-    """The tensors that travel together: large ones alone, small ones of a dtype."""
-    buckets: dict[Any, list[int]] = {}
-    for i, (dtype, size) in enumerate(pieces):
-        buckets.setdefault(i if size >= BUCKET_BYTES else dtype, []).append(i)
-    return [*buckets.values()]
-
-
 def zero_uncounted(layout: Layout, gradients: Params) -> Params:
-    """The gradients of a rank whose rows do not count.
-
-    Leaves of a genome that is split get theirs from the tiles that a rank holds, not from the rows that it has.
-    """
+    """The gradients of a rank whose rows do not count; split leaves get theirs from the tiles that a rank holds."""
     kept = {k for k in gradients if layout.sharded and k.startswith(GNET)}
     return {k: g if k in kept else torch.zeros_like(g) for k, g in gradients.items()}
 
@@ -129,20 +120,21 @@ def reduce_step(
     """Means over the global batch, in one all-reduce (and one more, of the split leaves, along the data axis).
 
     Args:
-        layout: which rows of which leaf each rank holds.
-        rows: of this rank's shard of the batch, divided by the ranks that have the same; 0 counts for nothing.
+        layout: rows of each leaf that this rank holds.
+        rows: rows of this rank's shard of the batch, divided by the ranks that have the same rows.
         loss: mean over the shard.
-        aux: means over the shard. Numbers and scalar tensors are averaged, what is neither stays this rank's.
-        gradients: of `rows` times the loss; those of split leaves are summed over the g-net axis already.
-        buffers: after the step.
-        before: the buffers to average, as they were before the step, when they were equal on all ranks.
-        agreed: entries of aux that all ranks are known to have, as the step before gave them, at first none. Where one
-            has others, they are compared, and sent by themselves.
+        aux: means over the shard. Numbers and scalar tensors are averaged, other values stay this rank's.
+        gradients: gradients of `rows` times the loss; those of split leaves are summed over the g-net axis already.
+        buffers: buffers after the step.
+        before: the buffers to average, from before the step, when they were equal on all ranks.
+        agreed: entries of aux of the previous step. A rank with other entries makes all ranks compare theirs.
 
     Returns:
         Loss, aux, gradients (on each rank of the rows that it holds), buffers, the norm of the whole gradient, and the
-        entries of aux; ValueError for an aux with tensors that are no scalars or whose entries differ between ranks,
-        and for an empty global batch.
+        entries of aux.
+
+    Raises:
+        ValueError: for an aux with tensors that are no scalars, entries that differ between ranks, or an empty batch.
     """
     mesh, dtypes = layout.mesh, {k: g.dtype for k, g in gradients.items()}
     gradients = {k: _wide(g) for k, g in gradients.items()}
@@ -170,7 +162,12 @@ def reduce_step(
     n, square, *sums = _sum_flat(layout, [sent, square, *means, *(gradients[k] for k in replicated)], "world")
     if other := bool(n.isnan()):
         with mesh.traffic.uncounted():
-            _check_entries(layout, entries)
+            everywhere = gather_objects(mesh, entries)
+            for rank, there in enumerate(everywhere):
+                if there != everywhere[0]:
+                    first, own_paths = ([path for path, _ in x] for x in (everywhere[0], there))
+                    words = f"rank {rank} has {own_paths}, rank 0 {first}"
+                    raise ValueError(f"aux must have the same entries on all ranks, and numbers in the same: {words}")
             n, *own = _sum_flat(layout, [torch.tensor(float(rows)), *weighted(own)], "world")
     if not n > 0:
         raise ValueError("the global batch is empty: no rank has a row of it")
@@ -188,23 +185,12 @@ def reduce_step(
     return loss, aux, {k: mean[k].to(dtype) for k, dtype in dtypes.items()}, buffers, norm, entries
 
 
-def _check_entries(layout: Layout, entries: Entries) -> None:
-    """ValueError, on every rank, if ranks have other entries of aux than each other."""
-    everywhere = gather_objects(layout.mesh, entries)
-    for rank, there in enumerate(everywhere):
-        if there != everywhere[0]:
-            first, other = ([path for path, _ in x] for x in (everywhere[0], there))
-            words = f"rank {rank} has {other}, rank 0 {first}"
-            raise ValueError(f"aux must have the same entries on all ranks, and numbers in the same: {words}")
-
-
 def taken_off(before: Tensor, after: Tensor) -> Tensor:
     """The difference, in which what stays, infinities too, stays bit for bit."""
     return torch.where(after == before, torch.zeros_like(before), before - after)
 
 
 def _number(x: Any) -> Tensor | None:
-    """A leaf of aux as a floating-point scalar, None if it is no number."""
     if isinstance(x, Tensor):
         if x.ndim:
             raise ValueError(f"with a mesh, aux must be scalars to be averaged over ranks, got {tuple(x.shape)}")
@@ -223,7 +209,7 @@ def weighted_mean(layout: Layout, weight: Tensor, tensors: list[Tensor]) -> tupl
 
 
 def _wide(x: Tensor) -> Tensor:
-    """A tensor in at least 32 bits: times its rows, one of half precision would overflow, and be rounded twice."""
+    # Numbers of half precision times rows would overflow, and be rounded twice.
     return x.detach().to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -270,6 +256,6 @@ def gather_state(layout: Layout, state: Any) -> Any:
 
 
 def _split_tensors(layout: Layout, flat: Params) -> dict[str, str]:
-    """Names of a state's split tensors, the optimizer's among them, and of their leaves: in one order everywhere."""
+    """Split tensors of a state, the optimizer's too, each with its leaf, in one order everywhere."""
     leaf_of = {k: k if k.startswith(GNET) else k.removeprefix("opt/leaves/").rpartition("/")[0] for k in sorted(flat)}
     return {name: leaf for name, leaf in leaf_of.items() if leaf in layout.split}

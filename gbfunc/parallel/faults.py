@@ -54,7 +54,6 @@ class Faults:
 
     @cached_property
     def _missing(self) -> str:
-        """Which ranks fail the liveness check after the first failure, in words."""
         if self._store is None:
             return "which one is unknown"
         absent = [r for r in range(self.world) if r != self.rank]

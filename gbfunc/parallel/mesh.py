@@ -26,7 +26,7 @@ AxisName = Literal["world", "data", "pipeline", "gnets", "tensor", "replicas"]
 
 
 class Axis(NamedTuple):
-    """Ranks that talk to each other: their global ranks, where among them this one is, and their process group."""
+    """Ranks that talk to each other: their global ranks, this rank's place among them, and their process group."""
 
     name: AxisName
     ranks: tuple[int, ...]
@@ -40,10 +40,9 @@ class Axis(NamedTuple):
 
 
 class Traffic:
-    """Payload bytes that this rank sent, by kind of collective, `by_kind`, by axis, `by_axis`, and in all, `total`.
+    """Payload bytes that this rank sent, by kind of collective and by axis (`gbfunc.parallel.collectives.sent_bytes`).
 
-    `gather` sends this rank's bytes to every other one, `reduce_scatter` the rows of all other ranks, `all_reduce`
-    2 (N - 1) / N of the buffer, as a ring does. On gloo the loopback counts the same, headers apart (under 1 %).
+    On gloo the loopback counts the same, headers apart (under 1 %).
     """
 
     def __init__(self) -> None:
@@ -73,16 +72,16 @@ class Traffic:
 class Mesh:
     """Ranks as a grid of `data` x `pipeline` x `gnets` x `tensor`, the last next to each other. Made by `mesh`.
 
-    A batch is split over data and gnets: `shards` parts. Along `gnets` the tiles of the genome are split, where it is
-    sharded; along all other axes ranks hold the same ones. Along `pipeline` each rank runs some of the p-net's blocks,
-    along `tensor` a part of each layer, both on the same rows. As a context manager it closes itself.
+    A batch is split over data and gnets. Along `gnets` the tiles of a sharded genome are split; along all other axes
+    ranks hold the same tiles. Along `pipeline` each rank runs some of the p-net's blocks, along `tensor` a part of each
+    layer, both on the same rows. A mesh is a context manager that closes itself.
 
     Attributes:
         sizes: ranks along each axis, by name.
-        world, rank: ranks in all, and which of them this one is.
-        data, gnets, gnets_index: ranks along the data and the g-net axis, and the position along the latter.
-        shards, shard: parts of the global batch, and which of them is this rank's.
-        device: where tensors that are sent live.
+        world, rank: number of ranks, and this rank.
+        data, gnets, gnets_index: ranks along the data and the g-net axis, and this rank's position along the latter.
+        shards, shard: parts of the global batch, and this rank's part.
+        device: device of tensors that are sent.
         timeout: seconds after which a collective fails.
         traffic: bytes sent by this rank.
     """
@@ -115,7 +114,6 @@ class Mesh:
             self.faults.groups = [group for group in groups.values() if group is not None]
 
     def _axis(self, name: str, lines: list[list[int]], groups: dict[Any, Any]) -> Axis:
-        """This rank's line of ranks, of several that have no rank in common."""
         ranks, key = next(tuple(line) for line in lines if self.rank in line), str(lines)
         if key not in groups:
             groups[key] = None
@@ -131,7 +129,7 @@ class Mesh:
 
     @cached_property
     def device_mesh(self) -> Any:
-        """Torch's `DeviceMesh` over the axes of more than one rank, with their names, for what is built on it."""
+        """Torch's `DeviceMesh` over the axes of more than one rank, with their names."""
         from torch.distributed.device_mesh import DeviceMesh
 
         axes = {name: self._axes[name] for name in AXES if self.sizes[name] > 1}
@@ -143,7 +141,7 @@ class Mesh:
 
     @cached_property
     def device_meshes(self) -> Mapping[str, Any]:
-        """Its part along each of these axes; torch takes milliseconds to cut one, and steps read it for every layer."""
+        """The part of `device_mesh` along each axis; torch takes milliseconds to cut one, and layers read it."""
         return {name: self.device_mesh[name] for name in self.device_mesh.mesh_dim_names}
 
     @contextmanager
@@ -154,17 +152,16 @@ class Mesh:
             yield
 
     def shard_batch(self, batch: Any, sequence_dim: int | None = None) -> Any:
-        """This rank's shard of a global batch: the first dimension split over the data and g-net axes.
+        """Returns this rank's shard of a global batch: the first dimension split over the data and g-net axes.
 
-        The first shards get what does not divide; shards can be empty: a step then computes the loss of rows of zeros,
-        which do not count, to take part in the collectives. Ranks along the tensor and pipeline axes have
-        the same rows. Scalars and what is no tensor are in each share as they are: a list of plain values, such as the
-        strings of a `DataLoader`, whole.
+        The first shards get the remainder; a step of an empty shard computes the loss of rows of zeros, which do not
+        count. Ranks along the tensor and pipeline axes have the same rows. Scalars and lists of plain values are whole
+        in each shard.
 
         Args:
             batch: a pytree of tensors.
             sequence_dim: a dimension that tensor ranks get parts of, as `torch.chunk` makes them, for a p-net whose
-                first layer takes these (sequence parallelism).
+                first layer takes these parts (sequence parallelism).
 
         Raises:
             ValueError: for a batch with an array that is no tensor, or an object that has tensors as attributes.
@@ -183,13 +180,13 @@ class Mesh:
         return rows if axis.size == 1 else tree_map(part, rows)
 
     def barrier(self) -> None:
-        """Wait for all ranks; `CollectiveError` if one does not come within the timeout."""
+        """Waits for all ranks; raises `CollectiveError` if one does not come within the timeout."""
         if self.world > 1:
             with self.faults.named("barrier"):
                 dist.barrier()
 
     def close(self) -> None:
-        """Leave together, and end the process group if this mesh began it. The mesh cannot be used after."""
+        """Waits for all ranks, and ends the process group if this mesh began it."""
         self.__exit__(None)
 
     def __enter__(self) -> Mesh:
@@ -223,14 +220,14 @@ def mesh(
     timeout: float = 300.0,
     init_method: str = "env://",
 ) -> Mesh:
-    """The ranks of this run as a grid `data` x `pipeline` x `gnets` x `tensor`: all call it, with the same arguments.
+    """Makes a grid `data` x `pipeline` x `gnets` x `tensor` of the ranks of this run; all call it alike.
 
-    The process group is the existing one; else one is begun if the environment is that of `torchrun` (`RANK` is set),
-    with gloo on the CPU and nccl on CUDA; else this is the only rank.
+    The process group is the existing one; otherwise a new one if the environment is that of `torchrun` (`RANK` is set),
+    with gloo on the CPU and nccl on CUDA; otherwise this is the only rank.
 
     Args:
         data: ranks along which the batch is split and the genome replicated.
-        gnets: ranks along which the batch is split and the genome can be sharded; None is all that are left.
+        gnets: ranks along which the batch is split and the genome can be sharded; None is all ranks that are left.
         device: `"cpu"` or `"cuda"` (this rank's GPU, by `LOCAL_RANK`), or any device.
         pipeline: ranks along which the p-net's blocks are split.
         tensor: ranks along which layers are split (see `make_train_step(parallel=)`).
@@ -275,21 +272,15 @@ def mesh(
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=world)
     rank = dist.get_rank() if _initialised() else 0
-    _check_sizes(sizes, Faults(rank, world, timeout, store))
-    return Mesh(sizes, rank, device, timeout, store, began)
-
-
-def _check_sizes(sizes: dict[str, int], faults: Faults) -> None:
-    """ValueError where ranks make different meshes: their groups would wait for each other."""
-    found: list[Any] = [sizes] * faults.world
-    if faults.world > 1:
-        with faults.named("gather"):
+    found: list[Any] = [sizes] * world
+    if world > 1:
+        with Faults(rank, world, timeout, store).named("gather"):
             dist.all_gather_object(found, sizes)
-    for rank, there in enumerate(found):
+    # Groups of different meshes would wait for each other.
+    for other, there in enumerate(found):
         if there != sizes:
-            raise ValueError(
-                f"ranks must make the same mesh, got {sizes} on rank {faults.rank}, {there} on rank {rank}"
-            )
+            raise ValueError(f"ranks must make the same mesh, got {sizes} on rank {rank}, {there} on rank {other}")
+    return Mesh(sizes, rank, device, timeout, store, began)
 
 
 def _initialised() -> bool:
