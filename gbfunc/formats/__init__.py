@@ -10,16 +10,8 @@ from gbfunc.formats.sizes import document, file_bytes, genome_file_bytes
 from gbfunc.formats.step_stream import allocate
 from gbfunc.formats.steps import AUTO, Steps, Stored, as_stored, bytes_each, check_steps, stored_as
 
-__all__ = [
-    "AUTO",
-    "BITS",
-    "STORED_DTYPES",
-    "Compact",
-    "Steps",
-    "Stored",
-    "StoredDtype",
-    "allocate",
-    "as_stored",
+__all__ = ["AUTO", "BITS", "STORED_DTYPES", "Compact", "Steps", "Stored", "StoredDtype", "allocate", "as_stored"]
+__all__ += [
     "bytes_each",
     "check_steps",
     "document",

@@ -44,29 +44,25 @@ _NARROW, _RUNS, _STATISTICS = 16, 32, 64
 STEPS = 9
 _DEAD = 4096  # Most numbers of a feature without amplitude, which take no bits
 _EMPTY = np.empty(0, np.uint8)
-EXPONENT = 122
-"""Centre of the scales' exponents: 2^-5."""
+EXPONENT = 122  # Centre of the scales' exponents: 2^-5
 _MIDDLE = {bits: np.array([1 << (bits - 1)], np.uint8) for bits in range(2, 9)}
 
 
 class Sizes(NamedTuple):
-    """Bytes of a compact file: of its head, its document, its plain leaves, and the codes of the others.
-
-    `scales` are the bits of scales within the codes; `bits` those of each number of a leaf [n], or one mean for all.
-    """
+    """Bytes of the parts of a compact file."""
 
     head: int
     document: int
     plain: Mapping[str, int]
     codes: int
-    scales: float
-    bits: Mapping[str, NDArray[np.float64] | float]
+    scales: float  # Bits of scales within the codes
+    bits: Mapping[str, NDArray[np.float64] | float]  # Bits of each number of a leaf [n], or one mean for all
 
 
 def pack(document: str, leaves: TensorMap, bits: int, most: int = MAX_SYMBOLS) -> tuple[bytes, Sizes]:
-    """Write a document and all leaves of its plan, in runs where these have at most `most` symbols.
+    """Packs a document and all leaves of its plan; raises ValueError for numbers that are too large.
 
-    Runs are shorter by some percent, and a hundred times as slow. `ValueError` for numbers that are too large.
+    Leaves of at most `most` symbols are in runs, which are shorter by some percent, and a hundred times as slow.
     """
     narrow = narrow_stats(leaves)
     plain = stored_leaves(leaves, f"int{bits}", narrow)
@@ -151,7 +147,6 @@ def _pack_runs(coded: Mapping[str, Codes], bits: int) -> tuple[bytes, float, dic
 
 
 def _pack_symbols(coded: Mapping[str, Codes], bits: int) -> tuple[bytes, float, dict[str, float]]:
-    """As `_pack_runs`, for more codes."""
     scales = b"".join(_bytes(code.scales) for code in coded.values())
     symbols = np.concatenate([x.numpy().reshape(-1) for code in coded.values() for x in (code.zeros, code.codes)])
     digits = np.unpackbits(symbols[:, None], axis=1)[:, 8 - bits :]
@@ -198,7 +193,7 @@ class Compact(NamedTuple):
                 flat[name] = _tensor(self.numbers[at:end], DTYPES[dtype])
                 at = end
         if self.bits == STEPS:
-            flat |= unpack_steps(plan, codes, self._statistics)[0]
+            flat |= unpack_steps(plan, codes, bool(self.flags & _STATISTICS))[0]
         else:
             coded = {name: expected[name] for name in sorted(expected.keys() - plain.keys())}
             read = (self._read_runs if self.flags & _RUNS else self._read_symbols)(codes, [*coded.values()])
@@ -210,17 +205,12 @@ class Compact(NamedTuple):
         if self.bits != STEPS:
             return f"int{self.bits}"
         plan = read_plan(self.document)
-        return unpack_steps(plan, self._split(plan)[1], self._statistics)[1]
-
-    @property
-    def _statistics(self) -> bool:
-        return bool(self.flags & _STATISTICS)
+        return unpack_steps(plan, self._split(plan)[1], bool(self.flags & _STATISTICS))[1]
 
     def _split(self, plan: Any) -> tuple[Params, bytes]:
-        """The leaves that are not in codes, on the meta device, and the bytes of those that are."""
         narrow = bool(self.flags & _NARROW)
         if self.bits == STEPS:
-            plain = _beside_steps(plan, plan.leaves, narrow, self._statistics)
+            plain = _beside_steps(plan, plan.leaves, narrow, bool(self.flags & _STATISTICS))
         else:
             plain = stored_leaves(plan.leaves, f"int{self.bits}", narrow)
         at = sum(x.nbytes for x in plain.values())
@@ -269,7 +259,6 @@ def _tensor(data: bytes, dtype: torch.dtype) -> Tensor:
 
 
 def _unpack_symbols(data: bytes, count: int, bits: int) -> NDArray[np.uint8]:
-    """The symbols of `_pack_symbols`; `ValueError` for data that does not hold `count` of them."""
     if len(data) == math.ceil(count * bits / 8):
         digits = np.unpackbits(np.frombuffer(data, np.uint8), count=count * bits).reshape(count, bits)
         return np.packbits(np.pad(digits, ((0, 0), (8 - bits, 0))), axis=1).reshape(-1)

@@ -28,15 +28,12 @@ MAX_HEADER_BYTES = _MAX_PACKED + (1 << 12)
 MAX_LEAVES = 1 << 15
 _MAX_TENSORS, _MAX_DIMS, _MAX_LAYERS = 1 << 14, 64, 256
 
+# Names of the dtypes in safetensors
 _CODES = dict(zip(DTYPES, ("I64", "F64", "C64", "F32", "I32", "BF16", "F16", "I16", "I8", "U8", "BOOL"), strict=True))
-"""Names of the dtypes in safetensors."""
 
 
 def stored_leaves(leaves: TensorMap, dtype: str | None, narrow: bool = True) -> Params:
-    """The leaves that a file stores without codes, each in its dtype there (`stored_dtype`).
-
-    Raises `ValueError` for more leaves than are read.
-    """
+    """The leaves that a file stores without codes, each in its dtype there; ValueError for too many leaves."""
     if len(leaves) > MAX_LEAVES:
         raise ValueError(f"the genome has {len(leaves):,} leaves; a file holds at most {MAX_LEAVES:,}")
     dtypes = {name: stored_dtype(name, x, dtype, narrow) for name, x in leaves.items()}
@@ -52,7 +49,7 @@ def names_by_dtype(stored: TensorMap) -> dict[str, list[str]]:
 
 
 def file_header(plan_json: str, leaves: TensorMap, stored: TensorMap, digest: str = "0" * 64) -> bytes:
-    """The bytes before the data, from a plan and its leaves in the plan's dtypes and in those of the file.
+    """The bytes before the data, from leaves in the plan's dtypes and in those of the file.
 
     The header names a narrower dtype only if some leaf has it. Raises `ValueError` for a plan too large to read.
     """
@@ -82,10 +79,9 @@ Nothing of either may change, or files that exist cannot be read; deflate looks 
 
 
 def pack_plan(text: str) -> str:
-    """Base85 (the alphabet of `base64.b85encode`) of zlib of a plan's JSON; about a fifth as long.
+    """Packs a plan's JSON by zlib and base85, to about a fifth; raises ValueError for a plan too long to read.
 
-    Results depend on the version of zlib, and every version reads them. Raises `ValueError` for a result that is too
-    long to read.
+    Results depend on the version of zlib; every version reads them.
     """
     return _checked(base64.b85encode(_compressed(text, 15, WORDS))).decode()
 
@@ -112,7 +108,7 @@ def deflate(text: str) -> bytes:
 
 
 def inflate(data: bytes) -> tuple[str, int]:
-    """Undo `deflate`, and count the bytes that follow; `ValueError` as `unpack_plan`."""
+    """Undoes `deflate`, and counts the bytes that follow; raises as `unpack_plan`."""
     try:
         return _decompressed(data, -15, DOCUMENTS)
     except (ValueError, zlib.error) as error:

@@ -21,9 +21,7 @@ from torch import Tensor
 from gbfunc.trees import BUFFERS, DIRECT
 from gbfunc.types import DTYPES, Params, TensorMap, dtype_name
 
-BITS = {f"int{bits}": bits for bits in range(2, 9)}
-"""Bits of a code by the name of its dtype."""
-
+BITS = {f"int{bits}": bits for bits in range(2, 9)}  # Of a code, by the name of its dtype
 STORED_DTYPES = {name: DTYPES[name] for name in ("float32", "float16", "bfloat16")}
 """Dtypes of floating point that trained leaves may be stored in instead of the plan's."""
 
@@ -53,10 +51,7 @@ def stored_name(dtype: StoredDtype, what: str = "dtype") -> str:
 
 
 def stored_dtype(name: str, leaf: Tensor, dtype: str | None, narrow: bool = True) -> torch.dtype | None:
-    """The dtype in a file of a leaf or buffer where `dtype` is asked for; None for codes.
-
-    `narrow` is whether running statistics are stored in 16 bits beside codes (`narrow_stats`).
-    """
+    """The dtype in a file of a leaf or buffer, None for codes; `narrow`: statistics in 16 bits beside codes."""
     buffer = name.startswith(BUFFERS)
     if dtype is None or not leaf.is_floating_point() or (buffer and not (narrow and dtype in BITS and is_stat(name))):
         return leaf.dtype

@@ -27,13 +27,13 @@ def document(plan: Any, metadata: Any) -> str:
         return text
     try:
         words = json.dumps(metadata, separators=(",", ":"), allow_nan=False)
-        json.loads(words, object_pairs_hook=_once)
+        json.loads(words, object_pairs_hook=_check_once)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"metadata must be JSON: {error}") from error
     return f'{text[:-1]},"metadata":{words}}}'
 
 
-def _once(pairs: list[tuple[str, Any]]) -> None:
+def _check_once(pairs: list[tuple[str, Any]]) -> None:
     if len({key for key, _ in pairs}) < len(pairs):
         raise ValueError(f"two keys of a dict have one name in it, of {[key for key, _ in pairs]}")
 
@@ -41,11 +41,10 @@ def _once(pairs: list[tuple[str, Any]]) -> None:
 def file_bytes(
     plan: Any, dtype: Stored | None = None, genome: GenomeLike | None = None, metadata: Any = None
 ) -> dict[str, int]:
-    """Where the bytes of a genome's file go; their sum is the size of the file that `save` writes of the same.
+    """Counts the bytes of a genome's file by name; their sum is the size of the file that `save` writes.
 
-    The bytes of codes depend on their values. With a genome the bytes are exact; without one those of `"int2"` to
-    `"int8"` are upper bounds, and those of `"auto"` expectations. Tensors that share a byte, or a stream of codes,
-    share its size in proportion to their bits.
+    With a genome the bytes are exact; without one those of `"int2"` to `"int8"` are upper bounds, and those of
+    `"auto"` expectations. Tensors that share a stream of codes share its size in proportion to their bits.
 
     Args:
         plan: the plan.
@@ -54,8 +53,8 @@ def file_bytes(
         metadata: as in `save`.
 
     Returns:
-        Bytes by name: tensors and buffers of the p-net, `(ensemble)` for leaves that tiles share, `(plan)`,
-        `(metadata)`, `(scales)` of codes, and `(container)` for the rest.
+        Bytes of tensors and buffers of the p-net, of `(ensemble)` for leaves that tiles share, `(plan)`, `(metadata)`,
+        `(scales)` of codes, and `(container)` for the rest.
 
     Raises:
         ValueError: as `save`, for a plan that cannot be saved or a genome that does not fit it.
@@ -118,7 +117,6 @@ def owners_of(plan: Any) -> dict[str, list[tuple[str, int]]]:
 
 
 def _whole_bytes(parts: Iterable[tuple[str, float]], total: int) -> Iterable[tuple[str, int]]:
-    """Parts of a stream in proportion to their bits, as bytes whose sum is `total`."""
     parts = list(parts)
     ends = np.cumsum([0.0, *(bits for _, bits in parts)])
     places = np.round(ends / (ends[-1] or 1.0) * total).astype(int)

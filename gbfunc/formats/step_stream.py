@@ -75,13 +75,11 @@ def _table() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
 
 
 def _bits(counts: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Bits at each width [W] of integers, given how many have each absolute value."""
     bits_Wn, reach_W = _table()
     return np.where(len(counts) <= reach_W, bits_Wn[:, : len(counts)] @ counts, np.inf)
 
 
 def _width_at(width: NDArray[np.int64] | int, shift: NDArray[np.int64] | int) -> NDArray[np.int64]:
-    """The widths of integers with shifts."""
     return np.clip(width + 2 * shift, NARROWEST + 1, WIDEST - 1)
 
 
@@ -188,7 +186,6 @@ def _entry(integer: int, table: tuple[int, list[int]]) -> Entry:
 
 
 def _tables(found: Quantised, width: int) -> Iterator[tuple[int, list[int]]]:
-    """The results of `geometric` for each stored integer of a part."""
     if width == WIDEST:
         return (geometric(WIDEST, most) for most in limits_of(found))
     return (geometric(w, LARGEST) for w in _width_at(width, _stored(found)[1]).tolist())
@@ -205,7 +202,7 @@ def _header(numbers: list[int], least: int, most: int) -> list[Entry]:
 
 
 def unpack_steps(plan: Any, data: bytes, statistics: bool) -> tuple[Params, Steps]:
-    """Undo `pack_steps`: the leaves in float32, and their steps; `ValueError` for any other data."""
+    """Undoes `pack_steps`: the leaves in float32, and their steps; raises ValueError for any other data."""
     parts = parts_of(plan, statistics)
     reader = Reader(data[2:], PIECE * int.from_bytes(data[:2], "little"))
     indices = _read_header(reader, len(parts), LEAST, MOST)

@@ -36,13 +36,9 @@ from gbfunc.types import DTYPES, Params, TensorMap
 
 V = TypeVar("V")
 
-AUTO = "auto"
-"""The name of codes whose steps training finds, where a dtype is expected."""
-
-OCTAVE, LEAST, MOST = 8, -128, 127
-"""Indices in an octave; the smallest index, and the largest."""
-LARGEST = 2047
-"""Largest integer."""
+AUTO = "auto"  # The name of codes whose steps training finds, where a dtype is expected
+OCTAVE, LEAST, MOST = 8, -128, 127  # Indices in an octave; the smallest index, and the largest
+LARGEST = 2047  # Largest integer
 _REACH = 400
 # Limits of the half octaves by which codes make steps finer: all indices, with the largest amplitude, stay in `_STEPS`.
 _COARSEST, _FINEST = -68, 44
@@ -52,8 +48,8 @@ _STEPS = torch.tensor(
     dtype=torch.float32,
     device="cpu",
 )
+# Expected bits of a number, and of a part, when a plan is made for bytes: MNIST's networks train best with these.
 EXPECTED_BITS, EXPECTED_PART_BITS = 5.0, 11.0
-"""Expected bits of a number, and of a part, when a plan is made for bytes: MNIST's networks train best with these."""
 
 
 @dataclass(frozen=True)
@@ -108,10 +104,8 @@ class Part(NamedTuple):
     first: int
     last: int | None
     shape: tuple[int, ...]
-    gain: str | None = None
-    """The leaf [T, H] that multiplies the features made by this leaf [T, ..., H]."""
-    finer: tuple[int, ...] = ()
-    """Half octaves by which the steps of each code's weights are finer; () for no codes."""
+    gain: str | None = None  # The leaf [T, H] that multiplies the features made by this leaf [T, ..., H]
+    finer: tuple[int, ...] = ()  # Half octaves by which the steps of each code's weights are finer
     period: float | None = None
     statistic: bool = False
 
@@ -139,16 +133,13 @@ def joined(parts: Sequence[Part], values: Sequence[Tensor]) -> Params:
 
 
 class Quantised(NamedTuple):
-    """A part in integers, with steps, the half octaves by which these are finer, and which integers are stored.
-
-    Steps, shifts and alive broadcast to the integers' shape.
-    """
+    """A part in integers; the other tensors broadcast to the integers' shape."""
 
     part: Part
     integers: Tensor
     steps: Tensor
-    shifts: Tensor
-    alive: Tensor
+    shifts: Tensor  # Half octaves by which steps are finer
+    alive: Tensor  # Whether integers are stored
 
     @property
     def live(self) -> Tensor:
@@ -176,7 +167,6 @@ def parts_of(plan: Any, statistics: bool = True) -> tuple[Part, ...]:
 
 
 def _finer(ensemble: Any, leaf: Any) -> tuple[int, ...]:
-    """The root mean square of each code that a leaf's rows multiply, in rounded half octaves."""
     if leaf.codes is None:
         return ()
     squares = np.asarray(ensemble.codes[leaf.codes == "col"], np.float64) ** 2
@@ -272,12 +262,10 @@ def check_steps(plan: Any, steps: Steps) -> None:
 
 
 def as_stored(plan: Any, leaves: TensorMap, stored: Stored) -> tuple[Params, Params]:
-    """Leaves and buffers as they come back from a file; gradients go straight through the rounding.
+    """Rounds leaves and buffers as a file does; gradients go straight through the rounding.
 
-    Numbers of features with amplitude 0 keep their values, for which a file has zeros: the weights are equal.
-
-    Returns:
-        The leaves, and the gradient of `rate * bits` with respect to them, {} without a rate.
+    Numbers of features with amplitude 0, which are 0 in a file, keep their values: the weights are equal. The second
+    result is the gradient of `rate * bits` with respect to the leaves, {} without a rate.
     """
     if not isinstance(stored, Steps):
         return rounded(leaves, stored), {}
@@ -295,10 +283,7 @@ def as_stored(plan: Any, leaves: TensorMap, stored: Stored) -> tuple[Params, Par
 
 
 def _rate_gradient(leaves: TensorMap, found: list[Quantised], rate: float) -> Params:
-    """The gradient of `rate * bits`, where n numbers of a part take `n log2(1 + e mean|x| / step)` bits.
-
-    An amplitude also has the gradient of its feature's bits: halving the amplitude saves a bit of each number.
-    """
+    # n numbers of a part take `n log2(1 + e mean|x| / step)` bits; halving an amplitude saves a bit of each number.
     gradients: list[Tensor] = []
     owned: dict[tuple[str | None, int], Tensor | float] = {}
     numbers = [one.part.of(leaves[one.part.leaf].detach()).float() for one in found]

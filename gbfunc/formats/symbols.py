@@ -26,22 +26,18 @@ Symbols = NDArray[np.integer[Any]]
 Entry = tuple[int, int, int]
 
 PIECE = 2048
-MAX_SYMBOLS = 1 << 18
-"""Most symbols of a stream: each takes some microseconds."""
-
+MAX_SYMBOLS = 1 << 18  # Of a stream: each takes some microseconds
 _MOST_BYTES = 4  # Of a symbol: no frequency is less than 1 of 2^21.
+# Fewest bits of a symbol: the most frequent one, of spread 1 with its centre at an end, is 4,097 of 4,356.
 LEAST_BITS = 1 / 12
-"""Fewest bits of a symbol: the most frequent one, of spread 1 with its centre at an end, is 4,097 of 4,356."""
-
 _ENDS = "its codes do not end where they should"
 
+# 2^12 * 2^(-i / 16)
 POWERS = (4096, 3922, 3756, 3597, 3444, 3298, 3158, 3025, 2896, 2774, 2656, 2543, 2435, 2332, 2233, 2139)
-"""2^12 * 2^(-i / 16)."""
 
 
 @lru_cache(maxsize=4096)
 def _limits(bits: int, centre: int, spread: int) -> list[int]:
-    """Cumulative frequencies: the sum below each symbol, and the sum of all."""
     if not spread:
         return list(range(2**bits + 1))
     limits = [0]
@@ -53,7 +49,6 @@ def _limits(bits: int, centre: int, spread: int) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def _bits_of(bits: int, centre: int, spread: int) -> NDArray[np.float64]:
-    """Bits of each symbol [2^bits]."""
     limits = np.array(_limits(bits, centre, spread), np.float64)
     return np.log2(limits[-1]) - np.log2(np.diff(limits))
 
@@ -149,10 +144,8 @@ class Reader:
         self._x = int.from_bytes(piece, "little")
 
 
-ROOTS = (16777216, 14107901, 11863283, 9975792)
-"""2^24 * 2^(-i / 4)."""
-NARROWEST, WIDEST = -9, 31
-"""Widths of geometric runs: all integers are 0 at the first, and equally likely at the last."""
+ROOTS = (16777216, 14107901, 11863283, 9975792)  # 2^24 * 2^(-i / 4)
+NARROWEST, WIDEST = -9, 31  # Widths of geometric runs: all integers are 0 at -9, and equally likely at 31
 HALVINGS = 22
 
 

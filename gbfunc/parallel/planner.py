@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
-from gbfunc.parallel.pipeline_order import SCHEDULES, stage_ranks
-from gbfunc.parallel.placement import Placement
+from gbfunc.parallel.pipeline_order import SCHEDULES
 from gbfunc.parallel.schedule import simulate
-from gbfunc.parallel.training_schedule import ScheduleCosts, make_schedule
+from gbfunc.parallel.training_schedule import RankLayout, ScheduleCosts, make_schedule
 from gbfunc.plan import Plan
 
 if TYPE_CHECKING:
@@ -66,41 +65,6 @@ class DeviceSpec:
         except (TypeError, json.JSONDecodeError) as error:
             names = ", ".join(field.name for field in fields(DeviceSpec))
             raise ValueError(f"a device must be a JSON object with {names}, got {text[:80]!r}") from error
-
-
-class RankLayout(NamedTuple):
-    """Where and how a step runs."""
-
-    sizes: Mapping[str, int]  # Ranks along data, pipeline, gnets and tensor
-    placement: Placement = "replicated"  # Of the genome
-    schedule: str | None = None  # Of the pipeline, None without one
-    microbatches: int = 1
-    remat: str = "none"
-
-    def __str__(self) -> str:
-        """Options of `gbfunc train`, without the defaults."""
-        split = self.sizes["gnets"] > 1
-        sizes = {axis: n for axis, n in self.sizes.items() if n > 1 or (axis == "data" and split)} or {"data": 1}
-        options = {
-            "--mesh": ",".join(f"{axis}={n}" for axis, n in sizes.items()),
-            "--placement": self.placement if split else "",
-            "--pipeline": self.schedule,
-            "--microbatches": self.microbatches if self.microbatches > 1 else "",
-            "--remat": self.remat if self.remat != "none" else "",
-        }
-        return " ".join(f"{option} {value}" for option, value in options.items() if value)
-
-    @property
-    def order(self) -> str:
-        """The order of microbatches; that of 1F1B on one rank."""
-        return self.schedule or "1f1b"
-
-    @property
-    def stages(self) -> list[list[int]]:
-        """The stages of every rank of the pipeline."""
-        ranks = self.sizes["pipeline"]
-        places = stage_ranks(self.order, ranks, SCHEDULES[self.order][1])
-        return [[s for s, place in enumerate(places) if place == rank] for rank in range(ranks)]
 
 
 class LayoutPlan(NamedTuple):

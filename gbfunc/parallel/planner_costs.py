@@ -18,10 +18,10 @@ from gbfunc.parallel.mesh import Mesh
 from gbfunc.parallel.pipeline import Parcel
 from gbfunc.parallel.pipeline_order import in_flight, schedule_class
 from gbfunc.parallel.placement import Placement, gather_bytes, operations, placement_cost, products, shares_of
-from gbfunc.parallel.planner import RankLayout
 from gbfunc.parallel.styles import tensor_styles
 from gbfunc.parallel.tensor import TensorParallel, resolve
 from gbfunc.parallel.tracing import trace_chain
+from gbfunc.parallel.training_schedule import RankLayout
 from gbfunc.plan import DTYPES, Plan
 from gbfunc.trees import n_rows, tree_map
 

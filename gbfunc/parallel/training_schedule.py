@@ -11,11 +11,47 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 from gbfunc.parallel.pipeline_order import SCHEDULES, Action, PipelineOrder, pipeline_order, stage_ranks
+from gbfunc.parallel.placement import Placement
 from gbfunc.parallel.schedule import Event, Kind, Schedule
 
 WeightSource = Literal["stored", "generated", "remat"]
 PerLayer = float | Sequence[float]
 ScheduleKind = PipelineOrder | Literal["basic", "accumulation", "ddp", "sharded", "fsdp", "pipeline", "pipeline_fsdp"]
+
+
+class RankLayout(NamedTuple):
+    """Where and how a step runs."""
+
+    sizes: Mapping[str, int]  # Ranks along data, pipeline, gnets and tensor
+    placement: Placement = "replicated"  # Of the genome
+    schedule: str | None = None  # Of the pipeline, None without one
+    microbatches: int = 1
+    remat: str = "none"
+
+    def __str__(self) -> str:
+        """Options of `gbfunc train`, without the defaults."""
+        split = self.sizes["gnets"] > 1
+        sizes = {axis: n for axis, n in self.sizes.items() if n > 1 or (axis == "data" and split)} or {"data": 1}
+        options = {
+            "--mesh": ",".join(f"{axis}={n}" for axis, n in sizes.items()),
+            "--placement": self.placement if split else "",
+            "--pipeline": self.schedule,
+            "--microbatches": self.microbatches if self.microbatches > 1 else "",
+            "--remat": self.remat if self.remat != "none" else "",
+        }
+        return " ".join(f"{option} {value}" for option, value in options.items() if value)
+
+    @property
+    def order(self) -> str:
+        """The order of microbatches; that of 1F1B on one rank."""
+        return self.schedule or "1f1b"
+
+    @property
+    def stages(self) -> list[list[int]]:
+        """The stages of every rank of the pipeline."""
+        ranks = self.sizes["pipeline"]
+        places = stage_ranks(self.order, ranks, SCHEDULES[self.order][1])
+        return [[s for s, place in enumerate(places) if place == rank] for rank in range(ranks)]
 
 
 class ScheduleCosts(NamedTuple):

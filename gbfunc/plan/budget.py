@@ -108,7 +108,6 @@ class Unit:
         return self.max_tile is not None or thin or 2 * size <= min(dims.rows, dims.cols)
 
     def _halved(self, cut: tuple[int, int]) -> tuple[int, int] | None:
-        """The longer side of the tile cut in two, or None where nothing is left to cut."""
         dims = self.tiling(cut)[1]
         taller = min(2 * cut[0], self.matrix.rows), cut[1]
         if dims.rows >= dims.cols and dims.rows > 1:
@@ -138,7 +137,6 @@ class Unit:
             self.cut, self.size = finer, self.largest(finer, budget)
 
     def _square(self, side: int) -> tuple[int, int]:
-        """The cut into tiles of at most so many rows, and columns where they are more than a kernel's."""
         return -(-self.matrix.rows // side), min(-(-self.matrix.cols // side), self._channels)
 
     def refine(self, budget: int) -> None:
@@ -172,13 +170,11 @@ class Unit:
 
 
 def _cuts(length: int, n: int) -> list[int]:
-    """From `n` pieces to twice as many: the fewest for each length that pieces can have."""
     return sorted({-(-length // pieces): pieces for pieces in range(min(2 * n, length), n - 1, -1)}.values())
 
 
 @lru_cache(maxsize=1 << 16)
 def _costs(hypernet: Hypernet, size: int | None, dims: TileDims) -> tuple[int, int]:
-    """Parameters of one tile and of one group of tiles."""
     sized = hypernet if size is None else hypernet.with_size(size)
     return ensemble_params(sized, dims, 1, 0), ensemble_params(sized, dims, 0, 1)
 
@@ -246,7 +242,6 @@ def _share(unit: Unit, level: float) -> float:
 
 
 def _fill(units: list[Unit], level: float, left: int) -> int:
-    """Raise sizes one by one, the largest deficit first, as long as the step fits: the parameters left."""
     while True:
         steps = [(unit.step(), unit) for unit in units]
         steps = [(step, unit) for step, unit in steps if 0 < step <= min(left, unit.numel * unit.count - unit.cost)]

@@ -157,7 +157,6 @@ def make_plan(
 
 
 def _target(total: int, hypernet: Hypernet, targets: Mapping[str, float | None]) -> tuple[int | None, str]:
-    """The number of the size target and how the plan words it; None and "" where none is given."""
     given = {k: v for k, v in targets.items() if v is not None}
     if not given:
         return None, ""
@@ -186,7 +185,6 @@ class TargetTooSmall(ValueError):
 
 
 def _plan_for_bytes(build: Callable[[int], Plan], limit: int, total: int, stored: Stored | None) -> Plan:
-    """The largest plan whose file stays within `limit` bytes, by correcting the number of parameters."""
     each = 4 if stored is None else bytes_each(stored)
     size_of = partial(genome_file_bytes, dtype=stored)
 
@@ -227,7 +225,6 @@ def _plan_for_bytes(build: Callable[[int], Plan], limit: int, total: int, stored
 
 
 def _factor_embeddings(choices: list[Candidate], target: int) -> None:
-    """Low rank, the same for all of them, for embeddings that would take more of the target than their share."""
     kept = [c for c in choices if c.hypernet is None and c.movable and c.tensor.kind == "embedding"]
     direct = sum(c.tensor.numel for c in kept)
     most = target * max(_EMBEDDING_SHARE, direct / sum(c.tensor.numel for c in choices))
@@ -243,10 +240,6 @@ def _factor_embeddings(choices: list[Candidate], target: int) -> None:
 def _promote(
     choices: list[Candidate], most: float, hypernet: Hypernet, max_tile: MaxTile, share: float | None = None
 ) -> None:
-    """Generate the longest movable parameters where those and direct vectors would take more than `most` parameters.
-
-    With a `share`, those of a matrix by at most so many parameters; else the target's allocation says.
-    """
     movable = [c for c in choices if c.movable and c.tensor.kind != "embedding"]
     vectors = [c for c in choices if c.tensor.kind == "vector" and not c.movable]
     direct = sum(c.tensor.numel for c in movable + vectors if c.hypernet is None)
@@ -267,7 +260,6 @@ def _promote(
 def _tensors(
     choices: list[Candidate], target: int | None, codes: Mapping[str, Codes], max_tile: MaxTile, asked: str | None
 ) -> tuple[TensorPlan, ...]:
-    """The plans of all parameters, sized for a target or by default."""
     parts: list[tuple[str, tuple[float, float], Unit]] = []
     units: dict[tuple[Any, ...], Unit] = {}
     for choice in choices:
@@ -321,7 +313,6 @@ def _too_small(choices: list[Candidate], target: int, direct: int, least: int, a
 def _check_encodings(
     encodings: Mapping[str, tuple[OwnCodes, OwnCodes]], choices: list[Candidate], promotes: bool
 ) -> dict[str, Codes]:
-    """The user's codes by parameter name; `promotes`: a size target may turn direct vectors into generated ones."""
     by_name = {n: c for c in choices for n in (c.tensor.name, *c.tensor.aliases)}
     checked: dict[str, Codes] = {}
     for name, pair in encodings.items():
@@ -357,7 +348,6 @@ def _encoding(name: str, axis: str, codes: OwnCodes) -> Encoding | None:
 
 
 def _default_codes(matrix: MatrixDims, given: Codes) -> tuple[Encoding, Encoding]:
-    """Binary codes of rows and columns; a convolution's columns by channel and place in the kernel."""
     columns = binary()
     if (n := math.prod(matrix.kernel)) > 1:
         columns = per_axis(columns, grid(*matrix.kernel, bandwidth=2.0), n)

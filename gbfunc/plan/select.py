@@ -192,7 +192,6 @@ def choose(
 
 
 def _matches(what: str, patterns: Sequence[str], infos: list[ParameterInfo]) -> list[set[str]]:
-    """For each pattern the parameters that it matches, by one of their names."""
     if isinstance(patterns, str):
         raise TypeError(f"{what} must be a list of regular expressions, got the string {patterns!r}")
     matches = []

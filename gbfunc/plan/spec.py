@@ -73,7 +73,6 @@ class Plan:
 
     @property
     def _new(self) -> tuple[TensorPlan, ...]:
-        """The parameters that are not the base's."""
         return tuple(t for t in self.tensors if not t.base)
 
     @cached_property

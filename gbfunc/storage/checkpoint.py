@@ -34,8 +34,7 @@ from gbfunc.types import DTYPES, JSON, Params
 
 _FORMAT = "gbfunc-checkpoint-1"
 _NO_DIGEST = "0" * 64
-_IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")
-"""Options of `torch.optim` that say how an update is computed, not which."""
+_IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")  # How an update is computed, not which
 _EXTRA, _TAG = "extra/", "$type"
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
 
@@ -88,17 +87,17 @@ class Checkpointer:
         self._pending: Future[Path] | None = None
 
     def save(self, state: Any, extra: Mapping[str, Any] | None = None) -> None:
-        """Copy a state and write it in the background; waits only for the write before, if that is still going on.
+        """Copies a state and writes it in the background; waits only for the previous write.
 
         Args:
-            state: a `TrainState`; on many ranks, each gives its part.
-            extra: what else the loop must know to go on, rank 0's: position in the data, states of generators and of a
-                data loader (`loader.state_dict()`, which resumes within a pass), history. Numbers, texts, bytes,
-                tensors, None, and dicts, lists and tuples of them; a NamedTuple comes back as a tuple.
+            state: a `TrainState`; on many ranks, each rank gives its part.
+            extra: rank 0's other state of the loop: position in the data, states of generators and of a data loader
+                (`loader.state_dict()`), history. Numbers, texts, bytes, tensors, None, and dicts, lists and tuples of
+                these; a NamedTuple comes back as a tuple.
 
         Raises:
             TypeError: if the state holds anything but tensors, or `extra` anything else.
-            OSError: if the write before failed, on rank 0; this one is tried nevertheless.
+            OSError: on rank 0 if the previous write failed; this write is tried nevertheless.
             CollectiveError: if a rank is missing.
         """
         state = self._train_step.gather(state)
@@ -115,19 +114,16 @@ class Checkpointer:
             raise failure
 
     def wait(self) -> Path | None:
-        """Wait until the last checkpoint is on disk.
-
-        Returns:
-            Its file; None where nothing was saved since the last call, and on all ranks but 0.
+        """Waits for the last checkpoint, and returns its file: None without one, and on all ranks but 0.
 
         Raises:
-            OSError: if it could not be written; those before are intact.
+            OSError: if the checkpoint could not be written; earlier checkpoints are intact.
         """
         pending, self._pending = self._pending, None
         return None if pending is None else pending.result()
 
     def close(self) -> None:
-        """Wait for what is being written, and let go of the folder; raises what `wait` raises."""
+        """Waits for the last checkpoint, and releases the folder; raises as `wait`."""
         try:
             self.wait()
         finally:
@@ -158,19 +154,12 @@ class Checkpointer:
 
 
 class Checkpoint(NamedTuple):
-    """What `load_checkpoint` read; where there was nothing, `like`, {}, None.
+    """A checkpoint; without any, `like`, {} and None."""
 
-    Attributes:
-        state: the state, in the structure and on the devices of `like`.
-        extra: what was saved with it.
-        path: the file.
-        skipped: a line for each newer checkpoint that is damaged, saying why; newest first.
-    """
-
-    state: Any
+    state: Any  # In the structure and on the devices of `like`
     extra: JSON
     path: Path | None
-    skipped: tuple[str, ...]
+    skipped: tuple[str, ...]  # A line for each newer checkpoint that is damaged, with the reason; newest first
 
 
 def load_checkpoint(
@@ -181,19 +170,18 @@ def load_checkpoint(
     check: Callable[[JSON], None] = lambda extra: None,
     changed: Callable[[str], None] | None = None,
 ) -> Checkpoint:
-    """Read the newest valid checkpoint of a folder, or the one of a file; everything is checked.
+    """Reads and checks the newest valid checkpoint of a folder, or the checkpoint of a file.
 
-    On many ranks all of them call, rank 0 alone reads, and each gets its part of the state, whatever the number of
-    ranks was that saved it.
+    On many ranks all of them call, rank 0 alone reads, and each gets its part of the state, on any number of ranks.
 
     Args:
-        path: a folder that a `Checkpointer` writes to, or one of its files. A folder in which there is no valid
-            checkpoint, or that does not exist, gives `like` back with `path=None`.
+        path: a folder that a `Checkpointer` writes to, or one of its files. A missing folder, or a folder without a
+            valid checkpoint, gives `like` back with `path=None`.
         train_step: the step that trains.
         like: a state with the structure, shapes, dtypes and devices to restore, such as a fresh one.
-        check: gets the `extra` of the checkpoint before all else is compared; raises ValueError to refuse it.
-        changed: allows another learning rate, schedule or length of it, other options of the optimizer or another norm
-            to clip to, and gets each of them as text, such as `"lr 0.1, now 0.05"`; None refuses them.
+        check: called with the checkpoint's `extra` before other comparisons; raises ValueError to refuse it.
+        changed: allows other options of the optimizer, its schedule or the norm to clip to, and is called with each
+            change as text, such as `"lr 0.1, now 0.05"`; None refuses changes.
 
     Raises:
         FileNotFoundError: for a file that does not exist.
@@ -230,7 +218,6 @@ def _check_step(train_step: TrainStep) -> None:
 def _restore(
     path: Path, train_step: TrainStep, flat: Params, check: Callable[[JSON], None]
 ) -> tuple[Checkpoint, Mapping[str, str]]:
-    """Put the tensors of the newest valid checkpoint into `flat`; return the rest, and the training's description."""
     skipped: list[str] = []
     named = path.is_file() or _NAME.fullmatch(path.name)
     for file in [path] if named else _list_steps(path).values():
@@ -261,7 +248,6 @@ def _restore(
 
 
 def _check_metadata(metadata: dict[str, str], tensors: Params, plan: Plan, check: Callable[[JSON], None]) -> JSON:
-    """The extra of an intact file; ValueError for one of another format or plan, or one that `check` refuses."""
     if metadata.get("format") != _FORMAT:
         raise ValueError(f"its format is {metadata.get('format')!r}, the one known here is {_FORMAT!r}")
     extra = json.loads(metadata["extra"], object_hook=partial(_unpack, tensors))
@@ -284,17 +270,12 @@ def _plan_summary(plan: Plan) -> JSON:
 
 
 def describe_training(settings: Mapping[str, Any], step: int) -> dict[str, str]:
-    """What decides the course of a training beside its plan, for the reader: the class of optimizer and its options.
-
-    A learning rate by step is described by its value at `step` and a digest of its values at many steps, so that the
-    same schedule of another length is another one.
-    """
+    """Describes the class of optimizer and its options; a schedule by its value at `step` and a digest of many."""
     if "cls" not in settings:
         return {k: text_of(v) for k, v in settings.items()}  # An optimizer that torch_optimizer has not made.
     by_role = {f"{role}.{k}": v for role in ROLES for k, v in (settings[role] or {}).items()}
-    default = {
-        k: p.default for k, p in inspect.signature(settings["cls"]).parameters.items() if p.default is not p.empty
-    }
+    parameters = inspect.signature(settings["cls"]).parameters.items()
+    default = {k: p.default for k, p in parameters if p.default is not p.empty}
     every = {**default, **settings["options"], "lr": settings["lr"], **by_role, "clip_norm": settings["clip_norm"]}
     every = {k: v for k, v in every.items() if k.rpartition(".")[2] not in _IMPLEMENTATIONS}
     described = {k: _described(v, step) for k, v in every.items()}
@@ -306,8 +287,7 @@ def _described(x: Any, step: int) -> str:
         return text_of(float(x) if isinstance(x, int) and not isinstance(x, bool) else x)
     rate: Callable[[int], Any] = x
     values = []
-    # At steps up to a million, each 3 % further, as far as the schedule goes.
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception):  # At steps up to a million, each 3 % further, as far as the schedule goes
         for n in sorted({round(1.03**i) - 1 for i in range(468)}):
             values.append(f"{rate(n):.6g}")
     digest = hashlib.sha256(" ".join(values).encode()).hexdigest()[:8]
@@ -333,7 +313,6 @@ def _encode(tensors: Params, about: dict[str, str]) -> bytes:
 
 
 def _decode(data: bytes) -> tuple[dict[str, str], Params]:
-    """Metadata and tensors of a file; ValueError if it is not as it was written."""
     try:
         metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
         digest = metadata["sha256"]
@@ -367,7 +346,6 @@ def _pack(x: Any, tensors: Params) -> Any:
 
 
 def _unpack(tensors: Params, x: JSON) -> Any:
-    """Undo `_pack`, of an object whose values are undone."""
     make = {"tensor": tensors.__getitem__, "bytes": bytes.fromhex, "tuple": tuple, "dict": dict}
     return make[x[_TAG]](x["of"]) if _TAG in x else x
 
@@ -377,7 +355,6 @@ def _entry(digest: str) -> bytes:
 
 
 def _list_steps(folder: Path) -> dict[int, Path]:
-    """The checkpoints of a folder by their step, newest first."""
     with contextlib.suppress(FileNotFoundError):
         steps = {int(match[1]): path for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))}
         return dict(sorted(steps.items(), reverse=True))
@@ -385,7 +362,6 @@ def _list_steps(folder: Path) -> dict[int, Path]:
 
 
 def _lock(folder: Path) -> int:
-    """Make and lock a folder, and remove what killed processes left in it; closing the result unlocks it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)

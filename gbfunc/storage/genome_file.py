@@ -42,32 +42,30 @@ from gbfunc.types import DTYPES, Genome, GenomeLike, Params, TensorMap, dtype_na
 def save(
     path: str | os.PathLike[str], plan: Plan, genome: GenomeLike, dtype: Stored | None = None, metadata: Any = None
 ) -> int:
-    """Write a genome with its plan: all that is needed to build the p-net's weights again.
+    """Writes a genome with its plan: all that is needed to build the p-net's weights again.
 
     The file appears whole or not at all (temporary file, fsync, rename).
 
     Args:
-        path: where to; a file that is there is replaced.
+        path: the file; an existing file is replaced.
         plan: the plan.
         genome: a `Genome` or `TrainState`.
-        dtype: `"float16"` or `"bfloat16"` (or torch's dtypes) stores g-nets and direct parameters of a wider dtype in
-            this one, each rounded to the nearest; `"int2"` to `"int8"` in codes of so many bits, with a scale and a
-            zero point for each row, tile or leaf, and direct vectors in float16, and running statistics of norms in
-            16 bits where these are enough. Other buffers stay as they are. `load` gives the plan's dtypes back.
-            Steps of `allocate_steps` store everything trained, and running statistics, in codes with a step for each
-            part of the genome.
+        dtype: `"float16"` or `"bfloat16"` (or torch's dtypes) rounds wider g-nets and direct parameters; `"int2"` to
+            `"int8"` stores codes of so many bits, with a scale and a zero point for each row, tile or leaf, direct
+            vectors in float16, and running statistics of norms in 16 bits if these are enough; steps of
+            `allocate_steps` store everything trained, and running statistics, in codes with a step for each part of the
+            genome. Other buffers stay as they are. `load` gives the plan's dtypes back.
             `make_train_step(rounding=)` trains what such a file will hold.
-        metadata: anything that is JSON, such as names of classes; `load_metadata` reads it back.
+        metadata: any JSON, such as names of classes; `load_metadata` reads it back.
 
     Returns:
         Bytes written; the same genome gives the same bytes.
 
     Raises:
-        ValueError: if the genome does not fit the plan, holds values that are not finite, too large for `dtype`, or so
-            small that they would be 0 in it though the leaf's largest is less than 2^11 times as large (float16; 2^8
-            for bfloat16); if `load` could not read a type of g-net or an encoding (see `gb.register`); if metadata is
-            not JSON, or if it or the plan is longer than a file may hold.
-        OSError: if the file cannot be written; what was there before is intact.
+        ValueError: if the genome does not fit the plan, or holds values that are not finite, or too large or too small
+            for `dtype`; if `load` could not read a type of g-net or an encoding (see `gb.register`); if metadata is not
+            JSON; if metadata or the plan is longer than a file may hold.
+        OSError: if the file cannot be written; a previous file is intact.
     """
     name = None if dtype is None else stored_as(dtype)
     if name == AUTO and not isinstance(dtype, Steps):
@@ -100,19 +98,16 @@ def save(
 def load(
     path: str | os.PathLike[str], *, factories: Sequence[Callable[..., Any]] = (), max_pnet_bytes: int = 64 << 30
 ) -> tuple[Plan, Genome]:
-    """Read what `save` wrote, with everything checked.
+    """Reads and checks a file of `save`; returns the plan and the genome, on the CPU.
 
     Args:
         path: the file.
-        factories: the factories of `from_module`, where the plan uses any: a file alone runs no code.
+        factories: the factories of `from_module` that the plan uses: a file alone runs no code.
         max_pnet_bytes: largest p-net that the file may declare; a small file can declare a huge one.
 
-    Returns:
-        The plan and the genome, on the CPU.
-
     Raises:
-        FileNotFoundError: if there is nothing at `path`.
-        ValueError: if what is there is not a valid genome, saying what is wrong.
+        FileNotFoundError: if there is no file.
+        ValueError: if the file is not a valid genome, with the reason.
     """
     with _opened(path) as file:
         plan = Plan.from_json(file.document, tuple(factories))
@@ -132,14 +127,13 @@ def load_metadata(path: str | os.PathLike[str]) -> Any:
 
 
 def load_dtype(path: str | os.PathLike[str]) -> Stored | None:
-    """What a file stores trained numbers in, as `dtype` of `save`; None for the plan's own. Raises as `load`."""
+    """The `dtype` of `save` that a file has, None for the plan's own; raises as `load`."""
     with _opened(path) as file:
         return file.stored(Plan.from_json) if isinstance(file, Compact) else file.dtype
 
 
 @contextmanager
 def _opened(path: str | os.PathLike[str]) -> Iterator[Compact | _Plain]:
-    """What a file holds, with its document unpacked; whatever is wrong with it is a `ValueError`."""
     if not Path(path).exists():
         raise FileNotFoundError(f"no genome file at {os.fspath(path)!r}")
     try:
@@ -178,11 +172,6 @@ def _open(path: Path) -> Compact | _Plain:
 
 
 class _Plain(NamedTuple):
-    """What a file holds of which every tensor [n] is of a dtype: the document and, unread, these tensors.
-
-    `dtype` is that of trained leaves, where it is not the plan's; `digest` is what the file says.
-    """
-
     document: str
     dtype: str | None
     digest: str
@@ -190,7 +179,6 @@ class _Plain(NamedTuple):
 
     @staticmethod
     def open(metadata: Mapping[str, str], tensors: Params) -> _Plain:
-        """Read a file's header; `ValueError` for that of another one."""
         if not _says_genome(metadata):
             raise ValueError("it is a safetensors file, but not a genome (no gbfunc plan in its header)")
         if metadata["format"] != FORMAT:
@@ -200,13 +188,11 @@ class _Plain(NamedTuple):
         return _Plain(unpack_plan(metadata["plan"]), name, metadata.get("sha256", ""), tensors)
 
     def max_params(self, dtype: torch.dtype) -> int:
-        """The most parameters of g-nets of a dtype that it can hold."""
         stored = stored_leaves({"": torch.empty(0, dtype=dtype)}, self.dtype)[""]
         tensor = self.tensors.get(dtype_name(stored.dtype))
         return 0 if tensor is None else tensor.numel()
 
     def leaves(self, plan: Plan) -> Params:
-        """The leaves of its plan; `ValueError` if it holds others."""
         expected = plan.leaves
         stored = stored_leaves(expected, self.dtype)
         names = names_by_dtype(stored)
@@ -221,7 +207,6 @@ class _Plain(NamedTuple):
 
 
 def _digest(plan_json: str, tensors: TensorMap) -> str:
-    """SHA-256 of the plan and of every tensor's name, dtype, shape and bytes."""
     digest = hashlib.sha256(plan_json.encode())
     for name in sorted(tensors):
         digest.update(f"\n{name} {tensors[name].dtype} {tuple(tensors[name].shape)}\n".encode())
@@ -230,7 +215,6 @@ def _digest(plan_json: str, tensors: TensorMap) -> str:
 
 
 def _check_sizes(plan: Plan, limit: int, numbers: int) -> None:
-    """Refuse sizes that the file does not bear out, before anything of such a size is made."""
     size = sum(t.numel * DTYPES[t.dtype].itemsize for t in plan.tensors) + plan.buffer_bytes
     if size > limit:
         raise ValueError(

@@ -116,7 +116,6 @@ def _downloaded(name: str, options: dict[str, Any]) -> str:
 
 
 def _write(folder: Path, plan: Plan, genome: GenomeLike, dtype: Stored | None, place: str) -> None:
-    """Write the three files of a folder that will be loaded from `place`."""
     folder.mkdir(parents=True, exist_ok=True)
     sizes = {
         "genome_params": plan.genome_params,
@@ -136,7 +135,6 @@ def _write(folder: Path, plan: Plan, genome: GenomeLike, dtype: Stored | None, p
 
 
 def _card(plan: Plan, sizes: dict[str, int], place: str) -> str:
-    """The model card: what the genome is, how large, of which base, and how to load it."""
     base, tags, name = plan.base, ["gbfunc", "hypernetwork"], ""
     words = {"of": "", "what": "the weights of a network", "pnet": "the network that it was made for", "base": ""}
     if base is not None:

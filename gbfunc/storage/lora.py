@@ -44,24 +44,20 @@ _INSTEAD = "; gb.materialize(plan, genome, pnet) gives the whole network instead
 
 
 def save_lora(folder: str | os.PathLike[str], plan: Plan, genome: GenomeLike, pnet: nn.Module) -> int:
-    """Write an adapter as a LoRA adapter, which `peft.PeftModel.from_pretrained(pnet, folder)` reads.
+    """Writes a LoRA adapter for `peft.PeftModel.from_pretrained(pnet, folder)`; returns the bytes of its tensors.
 
-    The folder has every delta as two thin matrices, and the modules that are new (`modules_to_save`) whole, so it is
-    larger than the genome's file. It serves the same outputs wherever LoRA is served; it cannot be read back into a
-    genome. Where a weight is tied, each of its layers has the matrices, and peft's merge would add them twice.
+    The folder has every delta as two thin matrices, and the new modules (`modules_to_save`) whole, so the folder is
+    larger than the genome's file. The adapter gives the same outputs wherever LoRA is served, and cannot be read back
+    into a genome. Each layer of a tied weight has the matrices, which peft's merge would add twice.
 
     Args:
-        folder: where to; it is made where there is none, and its files are replaced.
+        folder: the folder, made if need be; its files are replaced.
         plan: the plan, which has a base.
         genome: a `Genome` or `TrainState`.
         pnet: the base.
 
-    Returns:
-        Bytes of `adapter_model.safetensors`.
-
     Raises:
-        ValueError: if plan, genome and p-net do not fit together, or for a tensor that a LoRA adapter cannot hold,
-            naming it.
+        ValueError: if plan, genome and p-net do not fit together, or with the name of a tensor that LoRA cannot hold.
         OSError: if a file cannot be written.
     """
     config, tensors = lora_of(plan, genome, pnet)
@@ -129,7 +125,6 @@ def _no_factors(tensor: TensorPlan, plan: Plan) -> str:
 
 
 def _layer_tensors(pnet: nn.Module, name: str, a: Tensor, b: Tensor) -> Params:
-    """A and B as peft stores them for a layer of its type."""
     layer, _, attribute = name.rpartition(".")
     module = pnet.get_submodule(layer)
     if (why := _unknown(pnet, layer, module, attribute)) is not None:
@@ -145,7 +140,6 @@ def _layer_tensors(pnet: nn.Module, name: str, a: Tensor, b: Tensor) -> Params:
 
 
 def _unknown(pnet: nn.Module, layer: str, module: nn.Module, attribute: str) -> str | None:
-    """Why peft's LoRA cannot hold a delta of a layer; None where it can."""
     model = getattr(getattr(pnet, "config", None), "model_type", None)
     if model in _MAMBAS and layer.rpartition(".")[2] in _MAMBA_LAYERS:
         return f"it refuses {layer!r} of a {model}"
@@ -165,7 +159,6 @@ def _unknown(pnet: nn.Module, layer: str, module: nn.Module, attribute: str) -> 
 
 
 def _new_modules(pnet: nn.Module, new: Collection[str]) -> list[str]:
-    """The modules that hold the tensors that are not the base's, as peft's `modules_to_save`."""
     holders = {name.rpartition(".")[0] for name in new}
     saved = sorted(h for h in holders if not any(h.startswith(f"{other}.") for other in holders if other != h))
     modules = [name for name, _ in pnet.named_modules(remove_duplicate=False)]
@@ -183,7 +176,6 @@ def _new_modules(pnet: nn.Module, new: Collection[str]) -> list[str]:
 
 
 def _whole(pnet: nn.Module, saved: list[str], given: Mapping[str, Tensor]) -> Params:
-    """State dicts of these modules, from these tensors."""
     keys = [f"{module}.{k}" for module in saved for k in pnet.get_submodule(module).state_dict()]
     if missing := [k for k in keys if k not in given]:
         raise ValueError(f"modules_to_save of a LoRA adapter are whole, and {missing} are the base's{_INSTEAD}")
@@ -191,7 +183,6 @@ def _whole(pnet: nn.Module, saved: list[str], given: Mapping[str, Tensor]) -> Pa
 
 
 def _config(plan: Plan, pnet: nn.Module, ranks: Mapping[str, int], saved: list[str]) -> dict[str, Any]:
-    """`adapter_config.json`: exactly these modules, each with its rank and scaling 1."""
     assert plan.base is not None
     usual = Counter(ranks.values()).most_common(1)[0][0] if ranks else 1
     patterns = {_pattern(layer, ranks): rank for layer, rank in ranks.items() if rank != usual}
