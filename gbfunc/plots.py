@@ -139,29 +139,6 @@ def return_curve(runs: Runs, title: str, threshold: float | None = None) -> Figu
     return figure
 
 
-def log_slope(points: Sequence[tuple[float, float]]) -> float:
-    """Fit the exponent p of the power law y = c x^p through points (x, y), by least squares of their logarithms."""
-    x, y = np.log(points).T
-    return float(np.polyfit(x, y, 1)[0])
-
-
-def cost_curves(curves: Mapping[str, Sequence[tuple[float, float]]], xlabel: str) -> Figure:
-    """Draw time per step against a size, both logarithmic, one line per variant with its exponent in the legend.
-
-    Curves are points (size, milliseconds) of each variant by its label.
-    """
-    _expect(curves and all(curves.values()), "variant, and points for each")
-    figure, ((axes,),) = _figure(5.6, 4.0, which="both")
-    for label, points in curves.items():
-        xs, ys = zip(*sorted(points), strict=True)
-        if len(set(xs)) > 1:
-            label = f"{label} (exponent {log_slope(points):.2f})"
-        axes.plot(xs, ys, marker="o", label=label)
-    axes.set(xlabel=xlabel, ylabel="time of a step (ms)", xscale="log", yscale="log")
-    axes.legend(frameon=False)
-    return figure
-
-
 def tradeoff_curves(
     curves: Mapping[str, Sequence[tuple[float, Sequence[float]]]],
     ylabel: str,

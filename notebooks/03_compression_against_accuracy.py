@@ -32,7 +32,10 @@ from pathlib import Path
 
 import torch
 
-from gbfunc.lab.compare import METHODS, Problem, Results, reference_bytes, run_missing
+from gbfunc.lab.compare import METHODS
+from gbfunc.lab.compare.base import Problem
+from gbfunc.lab.compare.genome import reference_bytes
+from gbfunc.lab.compare.rows import Results, run_missing
 from gbfunc.plots import tradeoff_curves
 from gbfunc.tasks.images import digits
 from gbfunc.tasks.pnets import PNETS

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import signal
 import subprocess
@@ -18,11 +17,9 @@ import torch
 from hypothesis import given, settings
 
 import gbfunc as gb
-from gbfunc.lab.bench.cases import Case, Genes, features, sequences
+from gbfunc.lab.bench.cases import Case, Genes, features
 from gbfunc.lab.bench.memory import measure_memory, peak_resident
-from gbfunc.lab.bench.variants import Setting, build, loss_fn
-from gbfunc.tasks.pnets.convnets import ResNet18
-from gbfunc.tasks.pnets.gpt import GPT
+from gbfunc.lab.bench.variants import Setting, build
 from gbfunc.tasks.pnets.mlp import mlp
 from tests.support.live import LiveBytes
 
@@ -33,27 +30,6 @@ def deep(layers: int, width: int) -> Case:
     sizes = (width,) * (layers + 1)
     batch = partial(features, (2, width), width)
     return Case("deep", partial(mlp, sizes, 0), batch, (), Genes(gb.periodic(2)))
-
-
-def test_gpt_is_causal_and_its_words_are_tied() -> None:
-    net = GPT(vocabulary=11, context=6, layers=2, width=8, hidden=16, heads=2, bias=True).double()
-    words, target = sequences(2, 6, 11)
-    assert torch.equal(words[:, 1:], target[:, :-1])
-    scores, later = net(words), words.clone()
-    later[:, 4:] = (later[:, 4:] + 1) % 11
-    torch.testing.assert_close(net(later)[:, :4], scores[:, :4])
-    assert not torch.allclose(net(later)[:, 4:], scores[:, 4:])
-    assert loss_fn(net, (words, target)).item() == pytest.approx(math.log(11), rel=0.1)
-    assert [t.name for t in gb.make_plan(net).tensors if t.aliases] == ["tokens.weight"]
-
-
-def test_published_sizes() -> None:
-    with torch.device("meta"):
-        resnet, gpt = ResNet18(3, 64, 10), GPT(30_000, 512, 4, 512, 8, 2048, bias=True)
-    # torchvision's ResNet-18 has 11,689,512 parameters: a stem of 7 x 7 there, and 1,000 classes.
-    assert sum(p.numel() for p in resnet.parameters()) == 11_689_512 - 64 * 3 * (49 - 9) - 513 * 990
-    block = 4 * 512 * 512 + 2 * 512 * 2048 + 4 * 512 + 2048 + 512 + 4 * 512
-    assert sum(p.numel() for p in gpt.parameters()) == 30_000 * 512 + 512 * 512 + 4 * block + 2 * 512
 
 
 @settings(deadline=None)

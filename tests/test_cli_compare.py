@@ -11,8 +11,10 @@ import torch
 
 from gbfunc.cli import main
 from gbfunc.cli.compare import print_tradeoff, tradeoff_figure
-from gbfunc.lab.compare import METHODS, PRETRAINED_METHODS, PUBLISHED, REFERENCES, Problem, Results
-from gbfunc.lab.compare.rows import Choice, Row
+from gbfunc.lab.compare import METHODS, PRETRAINED_METHODS, REFERENCES
+from gbfunc.lab.compare.base import Problem
+from gbfunc.lab.compare.published import PUBLISHED
+from gbfunc.lab.compare.rows import Choice, Results, Row
 from gbfunc.tasks import TASKS
 
 QUICK = ["compare", "--sizes", "300", "--quick", "--methods", "periodic", "smaller_dense"]

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gbfunc.lab.compare import METHODS, Problem
-from gbfunc.lab.compare.base import in_use, restore, state_of
+from gbfunc.lab.compare import METHODS
+from gbfunc.lab.compare.base import Problem, in_use, restore, state_of
 from gbfunc.lab.compare.coded import (
     Levels,
     RoundedNet,

@@ -1,4 +1,4 @@
-"""The random projection: orthonormal, what the dense matrix gives, of unit variance; other methods' own oracles."""
+"""The random projection: the dense matrix, of unit variance."""
 
 from __future__ import annotations
 
@@ -17,14 +17,6 @@ def matrix(projection: Projection) -> torch.Tensor:
 
 
 @settings(deadline=None, max_examples=30)
-@given(d=st.integers(1, 40), blocks=st.integers(1, 9), seed=st.integers(0, 2**31))
-def test_columns_are_orthonormal_in_whole_blocks(d: int, blocks: int, seed: int) -> None:
-    n = 1 << (d - 1).bit_length()
-    columns_Dd = matrix(Projection(d, blocks * n, seed)).double()
-    assert torch.allclose(columns_Dd.T @ columns_Dd, torch.eye(d).double(), atol=1e-5)
-
-
-@settings(deadline=None, max_examples=30)
 @given(d=st.integers(1, 40), more=st.integers(0, 200), seed=st.integers(0, 2**31))
 def test_it_is_a_hadamard_matrix_with_random_signs(d: int, more: int, seed: int) -> None:
     D = d + more
@@ -37,6 +29,8 @@ def test_it_is_a_hadamard_matrix_with_random_signs(d: int, more: int, seed: int)
         # Every column of a block is that of the Hadamard matrix, with a sign.
         signs = block[0]
         assert torch.allclose(block, expected[: len(block), :d] * signs, atol=1e-5)
+    # The seed alone decides.
+    assert torch.equal(found_Dd, matrix(Projection(d, D, seed)).double())
 
 
 def test_projected_numbers_have_the_variance_of_the_given() -> None:
@@ -47,19 +41,7 @@ def test_projected_numbers_have_the_variance_of_the_given() -> None:
     assert abs(float(theta_D.mean())) < 0.02 and float(theta_D.std()) == pytest.approx(float(z_d.std()), rel=0.02)
     blocks = theta_D[: 2 * 512].view(2, 512)
     assert abs(float(torch.corrcoef(blocks)[0, 1])) < 0.2
-
-
-def test_the_seed_alone_decides() -> None:
-    z_d = torch.randn(9)
-    a, b, c = (Projection(9, 50, seed)(z_d) for seed in (0, 0, 1))
-    assert torch.equal(a, b) and not torch.equal(a, c)
-
-
-def test_gradient_is_the_transpose() -> None:
-    projection, g_D = Projection(11, 70, 0), torch.randn(70)
-    z_d = torch.randn(11, requires_grad=True)
-    (found_d,) = torch.autograd.grad(projection(z_d), z_d, g_D)
-    assert torch.allclose(found_d, matrix(projection).T @ g_D, atol=1e-5)
+    assert not torch.equal(Projection(500, 600, 0)(z_d), Projection(500, 600, 1)(z_d))
 
 
 @pytest.mark.parametrize(("d", "D"), [(0, 5), (6, 5)])

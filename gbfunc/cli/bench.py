@@ -15,14 +15,13 @@ import torch
 from rich.table import Column
 
 from gbfunc.cli.commands import Bench
-from gbfunc.cli.output import open_folder, print_table, write_figure, write_metrics
+from gbfunc.cli.output import open_folder, print_table, write_metrics
 from gbfunc.cli.ranks import find_device
 from gbfunc.lab.bench import cases, report
-from gbfunc.lab.bench.report import describe, growth_curves, measure_ceilings, over_runs
+from gbfunc.lab.bench.report import describe, measure_ceilings, over_runs
 from gbfunc.lab.bench.variants import Setting, why_not
 
 _ROUNDS = 7
-_GROWTH = {"growth_weights": ("weights", "weights"), "growth_features": ("features", "features H")}
 
 
 def run_bench(options: Bench) -> None:
@@ -54,16 +53,14 @@ def measure(
     visit: float,
     repeat: int = 1,
 ) -> dict[str, Any]:
-    """Run benches `repeat` times; write the figures of growth, and what is returned (`bench.json`).
+    """Run benches `repeat` times; write what is returned (`bench.json`).
 
     The rows of several runs are medians (`over_runs`); `rounds` and `visit` (s) are those of `time_together`.
     """
-    from gbfunc.plots import cost_curves, log_slope
-
     torch.set_num_threads(setting.threads)
     results: dict[str, Any] = describe(setting.device, setting.threads)
     results |= {"device": setting.device.type, "dtype": str(setting.amp or torch.float32).removeprefix("torch.")}
-    results |= {"ceilings": measure_ceilings(setting.device, rounds=rounds), "slopes": {}, "rows": []}
+    results |= {"ceilings": measure_ceilings(setting.device, rounds=rounds), "rows": []}
     reasons = {case.name: why_not(case, setting) for bench in benches.values() for case in bench}
     results["skipped"] = [reason for reason in reasons.values() if reason]
     chosen = {k: some for k, bench in benches.items() if (some := tuple(c for c in bench if not reasons[c.name]))}
@@ -72,11 +69,6 @@ def measure(
         print(f"{name} ({i} of {len(chosen)}, run {run + 1} of {repeat})", file=sys.stderr, flush=True)
         runs[name].append(report.run_bench(bench, setting, rounds=rounds, visit=visit, memory=run == 0))
         results["rows"] = [row for some in runs.values() for row in over_runs(some)]
-        if name in _GROWTH:
-            by, label = _GROWTH[name]
-            curves = growth_curves(over_runs(runs[name]), by)
-            results["slopes"][name] = {variant: log_slope(points) for variant, points in curves.items()}
-            write_figure(folder / f"{name}.png", cost_curves(curves, label))
         # After each bench: what is measured is kept, should a later one fail.
         write_metrics(folder / "bench.json", results)
     return results
@@ -127,10 +119,6 @@ def print_results(results: Mapping[str, Any]) -> None:
         f"{r['machine']}, {r['threads']} threads, torch {r['torch']}, {r['dtype']}; matrix product "
         f"{ceilings['gflops']:.0f} GFLOP/s, copy {ceilings['gb_s']:.1f} GB/s"
     )
-    slopes = [
-        f"{name}, exponent of the step's time: {', '.join(f'{variant} {x:.2f}' for variant, x in slopes.items())}"
-        for name, slopes in r["slopes"].items()
-    ]
     case, variant, notes_ = Column("case", no_wrap=True), Column("variant", no_wrap=True), Column()
     numbers = ("step", "first", "x dense", *(["range"] if repeated else []), "x naive", "peak MB")
-    print_table((case, variant, *numbers, notes_), rows, notes=[machine, *slopes, *r["skipped"]])
+    print_table((case, variant, *numbers, notes_), rows, notes=[machine, *r["skipped"]])

@@ -212,12 +212,11 @@ class Compare(Command, DataOptions):
 
 @dataclass(frozen=True)
 class Bench(Command):
-    """Measure training steps and generation side by side: time, memory, growth."""
+    """Measure training steps and generation side by side: time and memory."""
 
     # Fewer and smaller cases: under a minute.
     quick: Flag = False
-    # Only these: demo, small_mlp, population, mlp_2048, mlp_4096, jax, generation, gpt, resnet18, remat, adapter,
-    # growth_weights, growth_features.
+    # Only these: demo, small_mlp, population, mlp_2048, mlp_4096, jax, generation, gpt, resnet18, remat, adapter.
     cases: Annotated[tuple[str, ...] | None, shows("NAME ...", "all")] = None
     # Runs of all these cases, one after the other: ratios are then the median over the runs, with their range.
     repeat: Annotated[int, arg(metavar="N"), COUNT] = 1
@@ -225,7 +224,7 @@ class Bench(Command):
     device: str = "cpu"
     # Threads of the CPU.
     threads: Threads = None
-    # Folder for bench.json and figures; such files are replaced.
+    # Folder for bench.json, which is replaced.
     out: Path = Path("bench")
     # Measure instead what `gbfunc plan --device FILE` takes, and print it as JSON: a matrix product, a copy, and an
     # all-reduce, between the ranks of torchrun or two processes on the loopback.

@@ -18,7 +18,10 @@ from gbfunc.cli.output import open_folder, print_table, write_figure, write_metr
 from gbfunc.lab import compare as lab
 from gbfunc.lab.bench.cases import choose
 from gbfunc.lab.bench.report import describe
-from gbfunc.lab.compare import Points, Problem, Results
+from gbfunc.lab.compare.base import Problem, is_pretrained
+from gbfunc.lab.compare.genome import reference_bytes, size_within
+from gbfunc.lab.compare.published import PUBLISHED, Points
+from gbfunc.lab.compare.rows import Results, of_problem, read_results, run_missing, to_json
 from gbfunc.plots import tradeoff_curves
 from gbfunc.tasks import Metric, Task
 
@@ -31,7 +34,7 @@ def run_compare(options: Compare) -> None:
         torch.set_num_threads(options.threads)
     task = load_task(DataOptions(**{field.name: getattr(options, field.name) for field in fields(DataOptions)}))
     dtype = getattr(torch, options.dtype)
-    references = lab.REFERENCES if lab.is_pretrained(task) else {}
+    references = lab.REFERENCES if is_pretrained(task) else {}
     chosen = choose({**lab.methods_for(task, dtype), **references}, options.methods, "--methods")
     references = {name: method for name, method in chosen.items() if name in references}
     methods = {name: method for name, method in chosen.items() if name not in references}
@@ -44,29 +47,29 @@ def run_compare(options: Compare) -> None:
         print(line, file=sys.stderr, flush=True)
 
     with open_folder(options.out) as folder, open_folder(folder / "nets") as nets:
-        results = lab.read_results(folder / "compare.json")
+        results = read_results(folder / "compare.json")
         for parts in ((methods, problems), (references, free)):
-            for newer in lab.run_missing(*parts, seeds, results, nets, report, most):
+            for newer in run_missing(*parts, seeds, results, nets, report, most):
                 results = newer
                 # After each row: what is measured is kept, should a later one fail.
-                write_metrics(folder / "compare.json", about | lab.to_json(results))
-        known = {name: [lab.of_problem(results, problem, name) for problem in problems] for name in methods}
-        levels = {name: lab.of_problem(results, free[0], name) for name in references}
+                write_metrics(folder / "compare.json", about | to_json(results))
+        known = {name: [of_problem(results, problem, name) for problem in problems] for name in methods}
+        levels = {name: of_problem(results, free[0], name) for name in references}
         levels = {f"{name} ({of.rows[0].bytes:,} bytes)": of for name, of in levels.items() if of.rows}
-        published = lab.PUBLISHED.get(task.name, {}) if task.metric.name == "accuracy" else {}
+        published = PUBLISHED.get(task.name, {}) if task.metric.name == "accuracy" else {}
         if any(part.rows for parts in known.values() for part in parts):
             write_figure(folder / "tradeoff.png", tradeoff_figure(known, task.metric, levels, published))
     print_tradeoff(known, problems, levels, published)
 
 
 def _problems(options: Compare, task: Task, dtype: torch.dtype) -> list[Problem]:
-    pretrained, problems = lab.is_pretrained(task), []
+    pretrained, problems = is_pretrained(task), []
     budgets = options.bytes or (_BYTES if pretrained and options.sizes is None else None)
     if budgets is None:
-        sized = [(size, lab.reference_bytes(task, size)) for size in sorted(set(options.sizes or SIZES))]
+        sized = [(size, reference_bytes(task, size)) for size in sorted(set(options.sizes or SIZES))]
     else:
         # The numbers that a budget could hold are the same whatever is the best genome of the day.
-        sized = [(b // 4 if pretrained else lab.size_within(task, b), b) for b in sorted(set(budgets))]
+        sized = [(b // 4 if pretrained else size_within(task, b), b) for b in sorted(set(budgets))]
     for size, budget in sized:
         recipe = replace(task.recipe(size), amp=options.amp and getattr(torch, options.amp))
         if (epochs := 1 if options.quick else options.epochs) is not None:

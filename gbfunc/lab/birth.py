@@ -30,7 +30,6 @@ GROWN, RANDOM = "grown", "random"
 RATES = (1.0, 0.3, 0.1, 0.03, 0.01)
 """Learning rates to choose from, as parts of the recipe's: the full rate undoes innate abilities in a few steps."""
 
-
 Progress = Callable[..., AbstractContextManager[Report]]
 """`progress(label, split=)` opens what shows the progress of a training, measured on a split."""
 
@@ -64,24 +63,25 @@ def teach(
     to the last. `lessons` makes the recipe; the grown network is not changed.
     """
     starts = {GROWN: grown, RANDOM: task.build(seed).to(next(grown.parameters()).device)}
-    metric, tested, found = task.metric, replace(task, val=task.test), {}
-    for name, start in starts.items():
+    metric, tested = task.metric, replace(task, val=task.test)
 
-        def trained(rate: float, task: Task, label: str, split: str, start: nn.Module = start) -> Any:
+    def taught(name: str, start: nn.Module) -> Taught:
+        def trained(rate: float, task: Task, label: str, split: str) -> Any:
             net, slower = copy.deepcopy(start), replace(recipe, dense_lr=rate * recipe.dense_lr)
-            with report(f"{label}rate {rate * recipe.dense_lr:.1e}", split=split) as progress:
+            with report(f"{name}, {label}rate {slower.dense_lr:.1e}", split=split) as progress:
                 return net, fit(dense_trainer(net, task, slower), task, slower, seed, report=progress).history
 
-        def all_along(rate: float, name: str = name, trained: Any = trained) -> float:
-            _, rows = trained(rate, task, f"{name}, choosing, ", "validation")
-            return sum(row[f"val_{metric.name}"] for row in rows) * (1 if metric.higher_is_better else -1)
+        def all_along(rate: float) -> float:
+            _, rows = trained(rate, task, "choosing, ", "validation")
+            return metric.sign * sum(row[f"val_{metric.name}"] for row in rows)
 
         best = max(rates, key=all_along) if len(rates) > 1 else rates[0]
         born = {"step": 0, "epoch": 0.0, **task.measured(start.eval(), tested.val)}
-        net, history = trained(best, tested, f"{name}, ", "test")
+        net, history = trained(best, tested, "", "test")
         rows = [{k.removeprefix("val_"): v for k, v in row.items() if k != "seconds"} for row in history]
-        found[name] = Taught([born, *rows], best * recipe.dense_lr, net)
-    return found
+        return Taught([born, *rows], best * recipe.dense_lr, net)
+
+    return {name: taught(name, start) for name, start in starts.items()}
 
 
 def in_the_size_of(task: Task, interface: Interface) -> Task:
@@ -94,10 +94,8 @@ def in_the_size_of(task: Task, interface: Interface) -> Task:
     """
     ours, theirs = task.interface, interface
     if len(ours.inputs) != 3 or ours.inputs[0] != theirs.inputs[:1][0] or ours.outputs != theirs.outputs:
-        raise ValueError(
-            f"a network for inputs {theirs.inputs} and {theirs.outputs} classes cannot learn the task {task.name}, "
-            f"which has inputs {ours.inputs} and {ours.outputs} classes"
-        )
+        network = f"a network for inputs {theirs.inputs} and {theirs.outputs} classes cannot learn the task {task.name}"
+        raise ValueError(f"{network}, which has inputs {ours.inputs} and {ours.outputs} classes")
     if ours.inputs == theirs.inputs:
         return task
 

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from gbfunc.cli import main
 from gbfunc.extras import import_extra
 from gbfunc.lab import compare
-from gbfunc.lab.compare import Problem, base
-from gbfunc.lab.compare.base import BudgetTooSmall, Settings, Trained
+from gbfunc.lab.compare import base
+from gbfunc.lab.compare.base import BudgetTooSmall, Problem, Settings, Trained
 from gbfunc.lab.compare.nets import Dense
 from gbfunc.lab.compare.subspace import Subspace
 from gbfunc.pnet import PureNet, buffers_of, parameter_infos

@@ -137,15 +137,6 @@ def over_runs(runs: Sequence[Sequence[Row]]) -> list[Row]:
     return rows
 
 
-def growth_curves(rows: Sequence[Row], by: str) -> dict[str, list[tuple[float, float]]]:
-    """Collect step times against `"weights"` or `"features"`: `{variant: [(weights, ms), ...]}`."""
-    curves: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        if row[by]:
-            curves.setdefault(row["variant"], []).append((row[by], row["step_ms"]))
-    return curves
-
-
 def describe(device: torch.device, threads: int) -> dict[str, object]:
     """Describe a machine: the accelerator or processor, threads, torch."""
     name = platform.processor() or platform.machine()

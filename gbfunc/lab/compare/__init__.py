@@ -17,31 +17,10 @@ import torch
 
 from gbfunc.lab.compare.adapters import ADAPTERS, FULL, Adapted
 from gbfunc.lab.compare.base import Method, Problem, is_pretrained
-from gbfunc.lab.compare.genome import GenomeOf, reference_bytes, size_within
+from gbfunc.lab.compare.genome import GenomeOf
 from gbfunc.lab.compare.nets import Dense, Pruned, Quantised
-from gbfunc.lab.compare.published import PUBLISHED, Points
-from gbfunc.lab.compare.rows import Results, of_problem, read_results, run_missing, to_json
 from gbfunc.lab.compare.subspace import RandomSubspace
 from gbfunc.tasks import Task
-
-__all__ = [
-    "METHODS",
-    "PRETRAINED_METHODS",
-    "PUBLISHED",
-    "REFERENCES",
-    "Points",
-    "Problem",
-    "Results",
-    "is_pretrained",
-    "methods_for",
-    "of_problem",
-    "read_results",
-    "reference_bytes",
-    "reference_problem",
-    "run_missing",
-    "size_within",
-    "to_json",
-]
 
 _RATES, _PERIODIC = (3e-3, 1e-2, 3e-2), (2e-2, 4e-2, 8e-2)
 

@@ -53,7 +53,6 @@ class Problem(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """Length of a training."""
         return total_steps(self.task, self.recipe)
 
 
@@ -85,11 +84,7 @@ class Method(Protocol):
 
 
 def grid(**axes: Any) -> list[Settings]:
-    """Combine settings, the last axis fastest.
-
-    >>> grid(width=(1, 2), lr=(0.1,))
-    [{'width': 1, 'lr': 0.1}, {'width': 2, 'lr': 0.1}]
-    """
+    """Combine settings, the last axis fastest."""
     return [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
 
 
@@ -137,7 +132,7 @@ def unpack(data: bytes, like: TensorMap, rest: str | None = None) -> Params:
     Raises:
         ValueError: if the file has more or fewer numbers than `like`.
     """
-    start = 3 + _text_bytes(data)
+    start = 3 + int.from_bytes(data[1:3], "little")
     dtypes = [_FLOATS[data[0]] if t.is_floating_point() else t.dtype for t in like.values()]
     sizes = {name: t.numel() * dtype.itemsize for (name, t), dtype in zip(like.items(), dtypes, strict=True)}
     if rest is not None:
@@ -153,13 +148,9 @@ def unpack(data: bytes, like: TensorMap, rest: str | None = None) -> Params:
     return found
 
 
-def _text_bytes(data: bytes) -> int:
-    return int.from_bytes(data[1:3], "little")
-
-
 def text_of(data: bytes) -> dict[str, Any]:
     """Read the `about` of a file of `pack`."""
-    return json.loads(data[3 : 3 + _text_bytes(data)] or b"{}")
+    return json.loads(data[3 : 3 + int.from_bytes(data[1:3], "little")] or b"{}")
 
 
 def state_of(module: nn.Module) -> Params:
@@ -184,17 +175,17 @@ def generated_net(pnet: nn.Module, weights: Callable[[], TensorMap]) -> Net:
     return net
 
 
-def _norms(module: nn.Module, state: TensorMap) -> Iterator[tuple[_BatchNorm, str]]:
+def norms(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
+    """Find the batch norms with scales, shifts and statistics, whose statistics `in_use` folds."""
     for name, norm in module.named_modules():
-        keys = [f"{name}.{key}" for key in ("weight", "bias", "running_mean", "running_var")]
-        if isinstance(norm, _BatchNorm) and all(key in state for key in keys):
-            yield norm, name
+        if isinstance(norm, _BatchNorm) and norm.affine and norm.track_running_stats:
+            yield name, norm
 
 
 def in_use(module: nn.Module, state: Params) -> Params:
     """Fold the statistics of a module's batch norms into their scales and shifts; `restore` into a new module."""
     state = dict(state)
-    for norm, name in list(_norms(module, state)):
+    for name, norm in norms(module):
         state.pop(f"{name}.num_batches_tracked", None)
         scale = state[f"{name}.weight"] / (state.pop(f"{name}.running_var") + norm.eps).sqrt()
         state[f"{name}.bias"] = state[f"{name}.bias"] - scale * state.pop(f"{name}.running_mean")
@@ -205,8 +196,7 @@ def in_use(module: nn.Module, state: Params) -> Params:
 
 def apart_from_norms(module: nn.Module) -> list[str]:
     """List the names of parameters that `in_use` does not change."""
-    state = state_of(module)
-    of_norms = {f"{name}.{key}" for _, name in _norms(module, state) for key in ("weight", "bias")}
+    of_norms = {f"{name}.{key}" for name, _ in norms(module) for key in ("weight", "bias")}
     return [o.name for o in parameter_infos(module) if o.name not in of_norms]
 
 
@@ -280,12 +270,8 @@ def pnet_about(about: Mapping[str, Any], task: Task) -> PNet:
 
 def of_nets(pnets: Iterable[PNet], task: Task, **axes: Any) -> list[Settings]:
     """Combine p-nets of the task's family, each once, with other settings."""
-    return unique(about_pnet(pnet, task) | settings for pnet in pnets for settings in grid(**axes))
-
-
-def unique(settings: Iterable[Settings]) -> list[Settings]:
-    """List settings, each once."""
-    return list({json.dumps(one): one for one in settings}.values())
+    abouts = {json.dumps(about): about for about in (about_pnet(pnet, task) for pnet in pnets)}
+    return [about | settings for about in abouts.values() for settings in grid(**axes)]
 
 
 def blank(pnet: PNet) -> Params:

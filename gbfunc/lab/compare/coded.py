@@ -39,6 +39,10 @@ COARSEST = 8 * _PER_OCTAVE
 _PRIOR, _TAIL = 2.0, 16
 """Weight of the overall density, in rows; resolution of the mean distance from the smallest level."""
 
+Ints = NDArray[np.int32]
+Code = Callable[..., Ints]
+"""`code(symbols, model, *params)` writes symbols, or reads as many, ignoring the given values."""
+
 
 class Levels(NamedTuple):
     """A tensor in whole numbers."""
@@ -98,11 +102,6 @@ def to_levels(weight: Tensor, steps_R: Tensor, bits: int) -> Levels:
 def vector_levels(vector: Tensor) -> Levels:
     """Round a vector to 8 bits, over its whole range."""
     return to_levels(vector, nearest_steps(vector.detach().reshape(1, -1), VECTOR_BITS, 1), VECTOR_BITS)
-
-
-Ints = NDArray[np.int32]
-Code = Callable[..., Ints]
-"""`code(symbols, model, *params)` writes symbols, or reads as many, ignoring the given values."""
 
 
 def _constriction() -> Any:

@@ -85,8 +85,8 @@ class Quantised(Dense):
             nets = base.narrow_pnets(problem.task, lambda pnet, takes=takes: takes(pnet) <= problem.budget)
             used = [net for net in nets if takes(net, part=1.0) >= base.USED * problem.budget]
             found += base.of_nets(used or nets, problem.task, by_row=(by_row,), lr=self.rates)
-        # The same net may fit by several of these.
-        return base.unique(found)
+        # The same net may fit by several shapes.
+        return [settings for i, settings in enumerate(found) if settings not in found[:i]]
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
         pnet, by_row = base.pnet_about(settings, problem.task), settings["by_row"]
