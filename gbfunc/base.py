@@ -25,21 +25,13 @@ _HUB_NAME = re.compile(r"(?:\w[\w.-]*/)?\w[\w.-]*")
 
 
 class Base(NamedTuple):
-    """What a plan says of its base.
+    """What a plan says of its base."""
 
-    Attributes:
-        digest: of names, dtypes, shapes and values of its parameters and persistent buffers.
-        params: its parameters, tied ones once.
-        bytes: of its parameters and persistent buffers.
-        name: its name on a hub, "" where it has none.
-        revision: commit of that name, "" where it is not known.
-    """
-
-    digest: str
-    params: int
-    bytes: int
-    name: str = ""
-    revision: str = ""
+    digest: str  # of names, dtypes, shapes and values of its parameters and persistent buffers
+    params: int  # tied ones once
+    bytes: int  # of parameters and persistent buffers
+    name: str = ""  # on a hub, "" where it has none
+    revision: str = ""  # the commit of that name, "" where it is not known
 
 
 class BaseTensors:
@@ -65,12 +57,12 @@ class BaseTensors:
 
     @property
     def names(self) -> Collection[str]:
-        """Of its parameters."""
+        """Of the parameters."""
         return self._first[0].keys()
 
     @property
     def buffer_names(self) -> Collection[str]:
-        """Of its buffers."""
+        """Of the buffers."""
         return self._first[1].keys()
 
     def on(self, device: torch.device) -> tuple[Params, Params]:

@@ -45,7 +45,6 @@ def _halves(i_k: Tensor, units: list[int]) -> Tensor:
 
 
 def _places(n: int) -> list[int]:
-    """Values of the bits that distinguish `n` things, most significant first."""
     return [1 << bit for bit in reversed(range(bit_width(n)))]
 
 
@@ -55,7 +54,6 @@ def _quotient(i: Tensor, m: int) -> Tensor:
 
 
 def _joined(codes: list[Tensor], i: Tensor) -> Tensor:
-    """Codes side by side, of positions i: [..., k1], ... -> [..., k1 + k2 + ...]."""
     codes = [code for code in codes if code.shape[-1]] or [i.new_empty((*i.shape, 0)).double()]
     return codes[0] if len(codes) == 1 else torch.cat(codes, -1)
 
@@ -64,9 +62,9 @@ def _joined(codes: list[Tensor], i: Tensor) -> Tensor:
 class Encoding:
     """How one axis of a matrix is coded: a static, hashable description.
 
-    A subclass is a frozen dataclass whose fields are numbers, texts, tuples of them, and encodings. It has a `type` of
-    its own, `width` and `at`; where it can code some lengths only, `check`; and `local = False` where a code depends on
-    the position on the whole axis. `gb.register` lets genomes of it be saved and loaded.
+    A subclass is a frozen dataclass whose fields are numbers, texts, tuples of them, and encodings. It has a `type`,
+    `width` and `at`; `check` if it can code some lengths only; and `local = False` if a code depends on the position on
+    the whole axis. `gb.register` lets genomes of it be saved and loaded.
     """
 
     type: ClassVar[str]
@@ -78,7 +76,7 @@ class Encoding:
         raise NotImplementedError
 
     def at(self, i: Tensor, n: int) -> Tensor:
-        """Codes of positions i of 0 .. n-1, integers, by operations of torch: [...] -> [..., k], all distinct."""
+        """Codes of integer positions i of 0 .. n-1, by operations of torch: [...] -> [..., k], all distinct."""
         raise NotImplementedError
 
     def codes(self, n: int) -> Array:
@@ -102,7 +100,6 @@ class Encoding:
         return self.at(i.reshape(n_tiles, tile), n)
 
     def tile_width(self, n: int, tile: int) -> int:
-        """Numbers per code in a tile of `tile` out of an axis of `n`."""
         return self.width(tile if self.local else n)
 
     def to_json(self) -> dict[str, Any]:
@@ -118,11 +115,9 @@ class Binary(Encoding):
     type: ClassVar[str] = "binary"
 
     def width(self, n: int) -> int:
-        """ceil(log2(n))."""
         return bit_width(n)
 
     def at(self, i: Tensor, n: int) -> Tensor:
-        """[..., ceil(log2(n))], most significant bit first."""
         return _halves(i[..., None], _places(n))
 
 
@@ -133,7 +128,7 @@ class Gray(Binary):
     type: ClassVar[str] = "gray"
 
     def at(self, i: Tensor, n: int) -> Tensor:
-        """[..., ceil(log2(n))], most significant bit first: bit b of `i ^ (i >> 1)` is bit b + 1 of `i + 2^b`."""
+        # Bit b of `i ^ (i >> 1)` is bit b + 1 of `i + 2^b`.
         places = _places(n)
         return _halves(i[..., None] + i.new_tensor(places), [2 * p for p in places])
 
@@ -145,11 +140,9 @@ class OneHot(Encoding):
     type: ClassVar[str] = "one_hot"
 
     def width(self, n: int) -> int:
-        """As many as positions."""
         return n
 
     def at(self, i: Tensor, n: int) -> Tensor:
-        """[..., n]."""
         return torch.where(i[..., None] == torch.arange(n, device=i.device), 1.0, 0.0)
 
 
@@ -176,17 +169,14 @@ class Grid(Encoding):
         object.__setattr__(self, "bandwidth", float(bandwidth))
 
     def check(self, n: int) -> None:
-        """Raise `ValueError` unless the grid has `n` positions."""
         if math.prod(self.dims) != n:
             size = "x".join(map(str, self.dims))
             raise ValueError(f"grid({size}) codes {math.prod(self.dims)} positions, but the axis has {n}")
 
     def width(self, n: int) -> int:
-        """One number per axis for coordinates, ceil(log2) per axis for bits."""
         return sum(1 if self.code == "coordinate" else bit_width(d) for d in self.dims if d > 1)
 
     def at(self, i: Tensor, n: int) -> Tensor:
-        """[..., k]: the codes of all axes side by side."""
         codes, unit = [], n
         for d in self.dims:
             unit //= d
@@ -222,27 +212,27 @@ class PerAxis(Encoding):
         if not isinstance(self.n_positions, int) or self.n_positions < 1:
             raise ValueError(f"n_positions must be an int >= 1, got {self.n_positions!r}")
         self.positions.check(self.n_positions)
-        if (depth := _depth(self)) > _MAX_DEPTH:
-            raise ValueError(f"per_axis can be nested {_MAX_DEPTH} deep, got {depth}")
+        if self.depth > _MAX_DEPTH:
+            raise ValueError(f"per_axis can be nested {_MAX_DEPTH} deep, got {self.depth}")
+
+    @property
+    def depth(self) -> int:
+        return 1 + max(getattr(code, "depth", 0) for code in (self.channels, self.positions))
 
     @property
     def local(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """As the channels' code."""
         return self.channels.local
 
     def check(self, n: int) -> None:
-        """Raise `ValueError` unless whole kernels fill the axis."""
         if n % self.n_positions:
             raise ValueError(f"an axis of {n} does not hold whole kernels of {self.n_positions} positions")
         self.channels.check(n // self.n_positions)
         self.positions.check(self.n_positions)
 
     def width(self, n: int) -> int:
-        """Sum of both widths."""
         return self.channels.width(n // self.n_positions) + self.positions.width(self.n_positions)
 
     def at(self, i: Tensor, n: int) -> Tensor:
-        """[..., k_channels + k_positions]."""
         m = self.n_positions
         return _joined([self.channels.at(_quotient(i, m), n // m), self.positions.at(i % m, m)], i)
 
@@ -281,16 +271,13 @@ class Table(Encoding):
         return numbers.reshape(self.shape).astype(np.float64)
 
     def check(self, n: int) -> None:
-        """Raise `ValueError` unless there is a row for each of `n` positions."""
         if n != self.shape[0]:
             raise ValueError(f"a table of {self.shape[0]} codes, but the axis has {n}")
 
     def width(self, n: int) -> int:
-        """Columns of the table."""
         return self.shape[1]
 
     def at(self, i: Tensor, n: int) -> Tensor:
-        """[..., k]."""
         return torch.tensor(self.rows, device=i.device)[i]
 
 
@@ -324,10 +311,6 @@ def table(codes: Any) -> Encoding:
         dtype = next(exact, _TABLE_DTYPES[-1])
     data = base64.b64encode(wide.astype(np.dtype(dtype).newbyteorder("<")).tobytes()).decode()
     return Table((array.shape[0], array.shape[1]), dtype, data)
-
-
-def _depth(code: Encoding) -> int:
-    return 1 + max(_depth(code.channels), _depth(code.positions)) if isinstance(code, PerAxis) else 0
 
 
 binary, gray, one_hot, per_axis = Binary, Gray, OneHot, PerAxis

@@ -48,8 +48,8 @@ class Fit(NamedTuple):
 
     Attributes:
         genome: the genome.
-        errors: of every tensor that g-nets generate `|W - W_hat| / |W|` (Frobenius), by name; 0 where both are zero.
-            Of a base's tensor W is the delta.
+        errors: `|W - W_hat| / |W|` (Frobenius) of every generated tensor, by name; 0 if both are zero. W is the delta
+            for a tensor of a base.
     """
 
     genome: Genome
@@ -57,7 +57,7 @@ class Fit(NamedTuple):
 
 
 class _Tiles:
-    """The tiles of one ensemble as functions of its leaves, with those that they are to be."""
+    """The tiles [T, r, c] of one ensemble as functions of its leaves, with their targets."""
 
     def __init__(self, plan: Plan, e: Ensemble, targets: TensorMap, dtype: torch.dtype, device: torch.device) -> None:
         self.specs, self.groups = e.leaves, torch.from_numpy(e.groups).to(device)
@@ -77,12 +77,10 @@ class _Tiles:
         self.weight_T = 1 / torch.tensor(energies, dtype=dtype, device=device)
 
     def __call__(self, leaves: Params) -> Tensor:
-        """The tiles [T, r, c], zero beyond the edges of their matrices."""
         mine = {k: v[self.groups] if self.specs[k].scope == "group" else v for k, v in leaves.items()}
         return dense_tiles(Evaluation(self.constants, mine).tiles()) * self.inside_Trc
 
     def loss(self, leaves: Params) -> Tensor:
-        """Sum of the squared relative errors of the slots."""
         return ((self(leaves) - self.target_Trc).square().sum((1, 2)) * self.weight_T).sum()
 
     @torch.no_grad()
@@ -190,7 +188,6 @@ def fit_genome(
 
 
 def _fitted(tiles: _Tiles, leaves: Params, steps: int, lr: float, count: Callable[[int], None]) -> Params:
-    """The leaves of an ensemble after the fit, or before it where that is better."""
     if isinstance(tiles.constants.hypernet, LowRank):
         return _best_factors(tiles.target_Trc, tiles.constants.hypernet.known_size)
     leaves = tiles.solve({k: v.detach().clone() for k, v in leaves.items()})
@@ -219,7 +216,6 @@ def _best_factors(tiles_Trc: Tensor, rank: int) -> Params:
 
 
 def _tensors_of(plan: Plan, trained: nn.Module | TensorMap) -> Params:
-    """The trained parameters and buffers that the plan is about, by name; raises as `fit_genome`."""
     if isinstance(trained, nn.Module):
         check_plan(plan, trained)
         trained = dict(trained.named_parameters()) | dict(trained.named_buffers())
@@ -237,7 +233,6 @@ def _tensors_of(plan: Plan, trained: nn.Module | TensorMap) -> Params:
 
 
 def _start(plan: Plan, start: GenomeLike | None, given: TensorMap, seed: int) -> Genome:
-    """The genome to start from, with the given direct parameters and buffers."""
     device = next(iter(given.values())).device
     if start is not None:
         check_genome(plan, start)
@@ -251,6 +246,5 @@ def _start(plan: Plan, start: GenomeLike | None, given: TensorMap, seed: int) ->
 
 
 def _error(made: Tensor, given: Tensor, target: Tensor) -> float:
-    """What is left of a target, relative to it, in float64."""
     left, size = float((made.to(target) - given.to(target)).norm()), float(target.norm())
     return left / size if size else float(left > 0)

@@ -45,12 +45,7 @@ def codes_of(ensemble: Ensemble, dtype: torch.dtype, device: torch.device) -> tu
 def check_genome(
     plan: Plan, genome: GenomeLike, shapes: Mapping[str, tuple[int, ...]] | None = None, *, buffers: bool = True
 ) -> None:
-    """Compare names and shapes of a genome, or of one rank's part with these `shapes`, with its plan's.
-
-    Raises:
-        TypeError: if it is no genome.
-        ValueError: naming what is missing, unknown or of a wrong shape.
-    """
+    """Raise unless a genome, or one rank's part with these `shapes`, has its plan's names and shapes."""
     check_type(plan)
     _check_parts(genome)
     expected = dict(plan.leaf_shapes if shapes is None else shapes)
@@ -66,7 +61,6 @@ def check_genome(
 
 
 def _cure(plan: Plan, expected: Mapping[str, Any], given: Mapping[str, Any], part: bool) -> str:
-    """What to do about a genome of other shapes, as far as these tell."""
     wrong = {k: (given[k], shape) for k, shape in expected.items() if given.get(k, shape) != shape}
     if given.keys() != expected.keys():
         return ""
@@ -121,17 +115,15 @@ def init_genome(
 ) -> Genome:
     """A fresh genome: g-nets drawn from `seed`, direct parameters and buffers as the p-net has them now.
 
-    Deltas of a base are zero: the leaves in which a tile is linear are.
-
-    Direct parameters of a meta-device p-net, which has no values, start at 0 (vectors), 1 (weights of norms) or normal
-    with deviation 1 / sqrt(fan_in).
+    Deltas of a base start at zero. Direct parameters of a meta-device p-net start at 0 (vectors), 1 (weights of norms)
+    or normal with deviation 1 / sqrt(fan_in).
 
     Args:
         plan: the plan.
         pnet: the p-net that it was made for.
         seed: seed of the g-nets, 0 <= seed < 2**63.
         device: where the genome lives; None is the p-net's device (the CPU for a meta-device p-net).
-        progress: called with the generated weights that have their g-nets, and all of them, time and again.
+        progress: called from time to time with the generated weights that have their g-nets, and all of them.
 
     Raises:
         ValueError: if the p-net is not the one of the plan, or has a buffer without values; for a type of g-net without
@@ -191,7 +183,6 @@ def _check_linear(plan: Plan, e: Ensemble) -> None:
 
 
 def _without_deltas(plan: Plan, e: Ensemble, leaves: Params) -> Params:
-    """The leaves with zeros where a tile of a delta is linear in them."""
     first = {k: leaves[k].clone() for k, leaf in e.leaves.items() if leaf.role == "linear"}
     for span in (p for p in e.spans if plan.tensors[p.tensor].base):
         for leaf in first.values():
@@ -200,7 +191,6 @@ def _without_deltas(plan: Plan, e: Ensemble, leaves: Params) -> Params:
 
 
 def _direct(info: ParameterInfo, generator: torch.Generator) -> Tensor:
-    """A direct parameter's value: the p-net's, or a usual one where that is on the meta device."""
     tensor = info.tensor.detach()
     if not tensor.is_meta:
         return tensor
@@ -236,10 +226,9 @@ def unflat_genome(plan: Plan, leaves: Params, buffers: Params) -> Genome:
 def flatten(genome: GenomeLike) -> tuple[Tensor, Callable[[Tensor], Genome]]:
     """The genome as one vector [P], and the function that makes a genome of such a vector again.
 
-    For whatever searches vectors: evolution strategies, other packages' optimizers. Leaves stand in the order of their
-    names, in the widest of their dtypes; buffers, and parameters that are no floating-point numbers, are not in the
-    vector, and in every genome made of one as they are here. The function is differentiable, also under `torch.func`
-    transforms: under `vmap`, vectors [n, P] are a population.
+    For evolution strategies and other packages' optimizers. Leaves stand in the order of their names, in the widest of
+    their dtypes. Buffers and parameters that are no floating-point numbers are not in the vector; each genome shares
+    them. The function is differentiable; under `vmap`, vectors [n, P] are a population.
 
     >>> import gbfunc as gb
     >>> pnet = nn.Linear(6, 3)
@@ -271,7 +260,6 @@ class _Slot(NamedTuple):
     grid: TileGrid
 
     def matrix(self, leaves: Params) -> Tensor:
-        """The whole matrix [R, C]."""
         return joined(Evaluation(self.constants, leaves).tiles(), self.grid)
 
     def moments(self, leaves: Params, linear: Sequence[str] = ()) -> tuple[float, float, Params]:
@@ -309,7 +297,6 @@ class _Slot(NamedTuple):
         return Factors(left, right * _inside(g.cols - tile_T % g.n_cols * g.tile_cols, g.tile_cols))
 
     def _spans(self) -> Iterator[slice]:
-        """All tiles, as many at a time as a cache holds."""
         r, c, _, _ = self.constants.dims
         step = max(1, _CACHED // ((r + c) * self.constants.hypernet.factor_width))
         return (slice(first, min(first + step, self.grid.n_tiles)) for first in range(0, self.grid.n_tiles, step))

@@ -75,17 +75,11 @@ class Piece(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """The tiles that a block of a matrix meets.
+    """The tiles that a block of a matrix meets."""
 
-    Attributes:
-        grid: the matrix that these tiles make.
-        tiles: their numbers in the whole grid; None for all.
-        piece: where the block lies in that matrix; None for all of it.
-    """
-
-    grid: TileGrid
-    tiles: tuple[int, ...] | None = None
-    piece: Piece | None = None
+    grid: TileGrid  # the matrix that these tiles make
+    tiles: tuple[int, ...] | None = None  # their numbers in the whole grid; None for all
+    piece: Piece | None = None  # where the block lies in that matrix; None for all of it
 
     def crop(self, matrix_RC: Tensor) -> Tensor:
         """The block, from the matrix of the tiles."""
@@ -93,10 +87,7 @@ class Cut(NamedTuple):
 
 
 def cut_piece(grid: TileGrid, piece: Piece) -> Cut:
-    """Which tiles a block of a matrix meets; at least one, also where it is empty.
-
-    Raises:
-        ValueError: if the block is not inside of the matrix.
+    """Which tiles a block of a matrix meets, at least one; ValueError if the block is not inside of the matrix.
 
     >>> cut_piece(TileGrid(10, 6, 4, 3), Piece(((5, 9),), (0, 2))).tiles
     (2, 4)
@@ -123,11 +114,7 @@ MaxTile = int | tuple[int, int] | None
 
 
 def check_max_tile(max_tile: MaxTile) -> tuple[int, int] | None:
-    """The largest tile as (rows, columns), or None for one tile per matrix.
-
-    Raises:
-        ValueError: unless `max_tile` is None, an int >= 1 or a pair of them.
-    """
+    """The largest tile as (rows, columns), or None for one tile per matrix; ValueError for another type."""
     if max_tile is None:
         return None
     pair = (max_tile, max_tile) if isinstance(max_tile, int) else max_tile
@@ -158,31 +145,19 @@ def tile_grid(matrix: MatrixDims | tuple[int, int], max_tile: MaxTile = None) ->
 
 
 def split_tiles(matrix_RC: Tensor, grid: TileGrid) -> Tensor:
-    """Cut a matrix into tiles, zero beyond its edge: [R, C] -> [T, r, c].
-
-    Raises:
-        ValueError: if the matrix has another shape than the grid.
-    """
+    """Cut a matrix into tiles, zero beyond its edge: [R, C] -> [T, r, c]."""
     if tuple(matrix_RC.shape) != (grid.rows, grid.cols):
         raise ValueError(f"expected a matrix of {(grid.rows, grid.cols)}, got {tuple(matrix_RC.shape)}")
     return split_stack(matrix_RC, grid)
 
 
 def join_tiles(tiles_Trc: Tensor, grid: TileGrid) -> Tensor:
-    """Rebuild a matrix from its tiles: [T, r, c] -> [R, C].
-
-    Raises:
-        ValueError: if the tiles are not those of the grid.
-    """
+    """Rebuild a matrix from its tiles: [T, r, c] -> [R, C]."""
     return join_all(tiles_Trc, (grid,))[0]
 
 
 def join_all(tiles_Trc: Tensor, grids: Sequence[TileGrid]) -> tuple[Tensor, ...]:
-    """Rebuild several matrices from their tiles, one after the other in a stack: [T, r, c] -> [R, C], ...
-
-    Raises:
-        ValueError: if the tiles are not those of the grids.
-    """
+    """Rebuild several matrices from their tiles, one after the other in a stack: [T, r, c] -> [R, C], ..."""
     r, c = grids[0].tile_rows, grids[0].tile_cols
     counts = [grid.n_tiles for grid in grids]
     if tuple(tiles_Trc.shape) != (sum(counts), r, c) or any((g.tile_rows, g.tile_cols) != (r, c) for g in grids):

@@ -28,12 +28,12 @@ class TensorSpec(NamedTuple):
 
 
 def differentiable(dtype: torch.dtype) -> bool:
-    """Whether numbers are real or complex, and no counters, flags or places."""
+    """Whether numbers are real or complex."""
     return dtype.is_floating_point or dtype.is_complex
 
 
 def spec_of(x: Tensor) -> TensorSpec:
-    """Shape, dtype and device of a tensor."""
+    """The spec of a tensor."""
     return TensorSpec(tuple(x.shape), x.dtype, x.device)
 
 
@@ -52,7 +52,7 @@ def flatten_tree(tree: Any, prefix: str = "") -> Params:
 
 
 def _flatten_into(flat: Params, tree: Any, prefix: str) -> None:
-    for key, child in tree.items() if type(tree) is dict else _children(tree, prefix):
+    for key, child in _children(tree, prefix):
         name = f"{prefix}{key}"
         if not isinstance(child, Tensor):
             _flatten_into(flat, child, f"{name}/")
@@ -63,7 +63,7 @@ def _flatten_into(flat: Params, tree: Any, prefix: str) -> None:
 
 
 def _children(tree: Any, prefix: str) -> Iterable[tuple[Any, Any]]:
-    if isinstance(tree, dict | Mapping):  # The first spares the second, which is slow.
+    if isinstance(tree, Mapping):
         return tree.items()
     if isinstance(tree, tuple | list):
         return zip(getattr(tree, "_fields", range(len(tree))), tree, strict=True)
@@ -78,10 +78,8 @@ def unflatten_tree(flat: Mapping[str, Any], like: Any, prefix: str = "") -> Any:
         return None
     values = {
         key: flat[f"{prefix}{key}"] if isinstance(x, Tensor) else unflatten_tree(flat, x, f"{prefix}{key}/")
-        for key, x in (like.items() if type(like) is dict else _children(like, prefix))
+        for key, x in _children(like, prefix)
     }
-    if type(like) is dict:
-        return values
     if isinstance(like, tuple | list):
         make: Any = type(like)
         return make(*values.values()) if hasattr(like, "_fields") else make(values.values())
@@ -95,8 +93,8 @@ def flat_genome(genome: GenomeLike) -> Params:
 
 def stored_tensors(genome: GenomeLike) -> Params:
     """All tensors of a genome by name, buffers among them, on the CPU and without a graph."""
-    parts = {"gnets": genome.gnets, "direct": genome.direct, "buffers": genome.buffers}
-    return {k: x.detach().cpu() for k, x in flatten_tree(parts).items()}
+    tensors = flat_genome(genome) | flatten_tree(genome.buffers, BUFFERS)
+    return {k: x.detach().cpu() for k, x in tensors.items()}
 
 
 def like_genome(flat: Params, genome: GenomeLike) -> Any:
@@ -147,7 +145,7 @@ def tree_map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 
 
 def _mapping_like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
-    """These items in a mapping of the same type, or in a dict where its constructor does not take them."""
+    """The items in a mapping of the same type, or in a dict if its constructor does not take them."""
     if type(mapping) is dict:
         return items
     try:
@@ -161,10 +159,7 @@ def _mapping_like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[
 def tree_leaves(tree: Any, path: str = "tree", *, packed: bool = False) -> list[tuple[str, Any]]:
     """Every leaf with the expression that reaches it, such as `("batch['x'][0]", tensor)`; into any mapping too.
 
-    Args:
-        tree: the tree.
-        path: the expression of the tree itself.
-        packed: whether a `PackedSequence` is a leaf, not its tensors.
+    `path` is the expression of the tree itself; with `packed` a `PackedSequence` is a leaf.
     """
     import optree  # as in `tree_map`
 
@@ -182,7 +177,7 @@ def tree_leaves(tree: Any, path: str = "tree", *, packed: bool = False) -> list[
 
 
 def holds_tensors(x: Any) -> bool:
-    """Whether a leaf is an object, a dataclass say, with tensors as attributes."""
+    """Whether a leaf is an object with tensors as attributes."""
     return not isinstance(x, Tensor) and any(isinstance(v, Tensor) for v in getattr(x, "__dict__", {}).values())
 
 
@@ -198,11 +193,8 @@ def refuse_packed(batch: Any) -> None:
 def split_batch(batch: Any, n: int) -> list[Any]:
     """A batch as `n` equal microbatches, split along the first dimension: [b, ...] -> [b / n, ...].
 
-    Flags (bool, such as `return_loss=True`) are in each.
-
-    Raises:
-        ValueError: for a leaf of another type that is no tensor, one whose first dimension `n` does not divide or is
-            another than that of the others, or a packed sequence.
+    Each has all bools. ValueError for other leaves that are no tensors, a packed sequence, and tensors whose first
+    dimension `n` does not divide or differs.
     """
     refuse_packed(batch)
     for path, x in tree_leaves(batch, "batch"):
@@ -220,9 +212,7 @@ def split_batch(batch: Any, n: int) -> list[Any]:
 def split_rows(batch: Any, n: int) -> list[Any]:
     """A batch in `n` shares, longer ones first, some maybe empty; each has all scalars and leaves other than tensors.
 
-    Raises:
-        ValueError: for a packed sequence, a sparse or nested tensor, an array that is no tensor, or another object with
-            tensors as attributes.
+    ValueError for a packed sequence, a sparse or nested tensor, an array, or an object with tensors as attributes.
     """
     refuse_packed(batch)
     leaves = tree_leaves(batch, "batch")
@@ -240,11 +230,7 @@ def split_rows(batch: Any, n: int) -> list[Any]:
 
 
 def n_rows(batch: Any) -> int | None:
-    """First dimension of the tensors of a batch, None if it has no tensor with one.
-
-    Raises:
-        ValueError: if they differ.
-    """
+    """First dimension of the tensors of a batch, None if it has no tensor with one; ValueError if they differ."""
     paths = {len(x): path for path, x in tree_leaves(batch, "batch") if isinstance(x, Tensor) and x.ndim}
     if len(paths) > 1:
         got = ", ".join(f"{n} of {path}" for n, path in sorted(paths.items()))

@@ -1,4 +1,4 @@
-"""Makes generators: which form the weight of each generated tensor gets, and how the g-nets of it are evaluated."""
+"""Chooses the form of each generated weight and how its g-nets are evaluated; generates all weights or a block."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gbfunc.layers import KINDS
 from gbfunc.layers.forms import DenseWeight, Needs, Target, WeightForm
 from gbfunc.layers.recomputed import RecomputedWeight
 from gbfunc.plan import DTYPES, Ensemble, Plan, TensorPlan
-from gbfunc.tiling import Cut, Piece, cut_piece
+from gbfunc.tiling import Cut, Piece, TileGrid, cut_piece
 from gbfunc.trees import flat_genome
 from gbfunc.types import GenomeLike, Kernel, Lazy, Params
 
@@ -46,15 +46,12 @@ def make_generator(
         plan: the plan.
         kernel: implementation of the g-nets (`gbfunc.types.Kernel`).
         layout: of a genome that is split over ranks: each makes its tiles, and all are gathered.
-        pnet: where its layers are looked at, weights can have other forms than dense.
+        pnet: whose layers decide which weights can have other forms than dense.
         lazy: whether they stay factors: True wherever they can, `"auto"` where it pays (see `FactoredWeight`).
         remat: whether the others are made for each use and again in backward.
         names: the parameters to make; None is all.
         pieces: which block to make of the matrix of a parameter, by name; of factors all are made.
-        base: what deltas belong to, where the plan has a base.
-
-    Raises:
-        ValueError: for a plan with a base, without it.
+        base: the tensors that deltas belong to; ValueError for a plan with a base, without it.
     """
     if plan.base is not None and base is None:
         raise ValueError("the genome holds deltas of a base: give the pretrained p-net too (base=)")
@@ -96,10 +93,7 @@ def make_generator(
 
 @dataclass
 class _Chooser:
-    """Gives each tensor of a plan its form, and each ensemble its stack; arguments as for `make_generator`.
-
-    `remade` are the places of matrices that forms make again, by name of tensor: known when the stacks are.
-    """
+    """Gives each tensor of a plan its form, and each ensemble its stack; arguments as for `make_generator`."""
 
     plan: Plan
     kernel: Kernel
@@ -109,10 +103,10 @@ class _Chooser:
     remat: bool
     pieces: Mapping[str, Piece]
     of_base: Mapping[str, Callable[[torch.device], Tensor]]
+    # Places of matrices that forms make again, by name of tensor: known when the stacks are.
     remade: dict[str, list[tuple[Stack, int]]] = field(default_factory=dict)
 
     def target(self, tensor: TensorPlan) -> Target:
-        """The tensor, or its block, as matrices make it."""
         kind, piece, narrow = KINDS[tensor.kind], self.pieces.get(tensor.name), DTYPES[tensor.dtype]
         shape = tensor.shape if piece is None else kind.block_shape(tensor.shape, piece.shape)
         # Generation runs in the leaves' dtype; only a narrower p-net (bf16, fp16) is cast to.
@@ -146,7 +140,6 @@ class _Chooser:
         return RecomputedWeight(tensor.name, inputs, maker, transposed, split=target.piece is not None)
 
     def stack(self, e: Ensemble, forms: Mapping[str, Form]) -> Stack | None:
-        """The tiles of an ensemble that are made of these forms' tensors; None if there are none."""
         owners = [self.plan.tensors[p.tensor].name for p in e.spans]
         needed: set[Needs] = {"matrix", *(forms[name].needs for name in owners if name in forms)}
         needs: Needs = next(need for need in _NEEDS if need in needed)
@@ -169,11 +162,11 @@ class _Chooser:
 
 
 def to_serve(plan: Plan, generator: Generator, tensors: Params) -> tuple[Params, dict[str, WeightForm], Params]:
-    """What a module for serving takes of one genome, from all that a generator of lazy weights has made of it.
+    """Sort a lazy generator's outputs for a module for serving.
 
     Returns:
-        Weights in the p-net's dtypes by name; the forms of those that are smaller as factors, by each of their names;
-        and the inputs of these forms by their keys.
+        Weights in the p-net's dtypes by name; the forms that are smaller as factors, by each of their names; and the
+        inputs of these forms by their keys.
     """
     weights, forms, inputs = {k: tensors[k] for k in generator.unchanged}, dict[str, WeightForm](), Params()
     for t in plan.tensors:
@@ -209,12 +202,11 @@ def generate(
         genome: a `Genome` or `TrainState`; one that is split over ranks must be gathered first.
         noise: noise of stochastic g-nets (see `sample_noise`); None gives the mean weights.
         kernel: implementation of the g-nets (`gbfunc.types.Kernel`).
-        base: the pretrained p-net that the genome changes, where the plan has a base: what has no delta is its tensor.
-            For many calls, and inside of `torch.func` transforms, `plan.base_tensors(pnet)`, which is checked once.
+        base: the pretrained p-net of a plan with a base: parameters without a delta are its tensors. For many calls,
+            and inside of `torch.func` transforms, `plan.base_tensors(pnet)`, which is checked once.
 
     Raises:
-        ValueError: if the genome's leaves or the noise are not those of the plan, or the base is not the plan's, or for
-            a kernel that is none.
+        ValueError: if the genome's leaves, the noise or the base are not those of the plan, or for an unknown kernel.
 
     >>> import gbfunc as gb
     >>> pnet = torch.nn.Linear(30, 20)
@@ -228,3 +220,68 @@ def generate(
         raise ValueError("the plan has no base: the genome holds all of the p-net")
     tensors = plan.base_tensors(base) if isinstance(base, nn.Module) else base
     return make_generator(plan, kernel=kernel, base=tensors)(flat_genome(genome), noise)
+
+
+def generate_piece(
+    plan: Plan,
+    genome: GenomeLike,
+    name: str,
+    rows: slice = slice(None),
+    cols: slice = slice(None),
+    *,
+    part: int | None = None,
+    noise: Noise | None = None,
+    kernel: Kernel = "auto",
+) -> Tensor:
+    """A block of one parameter's matrix, from the tiles alone that it meets: rows a..b and columns c..d.
+
+    The matrix [R, C] has output channels in its rows and input channels times kernel positions in its columns, whatever
+    the layer's layout; a vector is [R, 1]. For a tensor with a base, the block of its delta. Differentiable.
+
+    Args:
+        plan: the plan.
+        genome: a `Genome` or `TrainState`.
+        name: the parameter, generated or direct.
+        rows: a slice of the rows without a step; of all parts below each other, or of one.
+        cols: a slice of the columns without a step.
+        part: which matrix of a parameter that is several (0, 1, 2 for a packed q, k, v); None is all.
+        noise: as for `generate`.
+        kernel: as for `generate`.
+
+    Raises:
+        ValueError: if the genome's leaves are not those of the plan, or there is no such parameter or part.
+    """
+    check_genome(plan, genome, buffers=False)
+    tensor = next((t for t in plan.tensors if name in (t.name, *t.aliases)), None)
+    if tensor is None:
+        raise ValueError(f"{name!r} is no parameter of the plan; it has {[t.name for t in plan.tensors]}")
+    grids = [TileGrid(m.rows, m.cols, m.rows, m.cols) for m in KINDS[tensor.kind].matrices(tensor.shape)]
+    if part is not None and part not in range(len(grids)):
+        raise ValueError(f"{name!r} has the parts {[*range(len(grids))]}, got {part!r}")
+    if any(s.step not in (None, 1) for s in (rows, cols)):
+        raise ValueError(f"rows and cols must be slices without a step, got {rows} and {cols}")
+    chosen = [*range(len(grids))] if part is None else [part]
+    (a, b, _), (c, d, _) = rows.indices(sum(grids[i].rows for i in chosen)), cols.indices(grids[0].cols)
+    pieces, first = dict[int, Piece](), 0
+    for i in chosen:
+        start, stop = (min(max(n - first, 0), grids[i].rows) for n in (a, b))
+        pieces[i] = Piece(((start, max(start, stop)),), (c, max(c, d)))
+        first += grids[i].rows
+    # One part tells the columns of an empty block.
+    met = [i for i in chosen if pieces[i].shape[0]] or chosen[:1]
+    return torch.cat([_block(plan, genome, tensor, i, pieces[i], noise or {}, kernel) for i in met])
+
+
+def _block(
+    plan: Plan, genome: GenomeLike, tensor: TensorPlan, part: int, piece: Piece, noise: Noise, kernel: Kernel
+) -> Tensor:
+    if not tensor.slots:
+        return piece.of(KINDS[tensor.kind].unfold(genome.direct[tensor.name])[part])
+    slot, narrow = tensor.slots[part], DTYPES[tensor.dtype]
+    e, number = next((e, i) for e in plan.ensembles for i, p in enumerate(e.spans) if p.slot is slot)
+    stack = Stack(e, kernel, {number: cut_piece(slot.grid, piece)})
+    like = next(iter(genome.gnets.get(e.name, {}).values()), torch.zeros((), dtype=plan.dtype, device="cpu"))
+    evaluation = stack.evaluation(flat_genome(genome), noise.get(e.name), like.dtype, like.device)
+    block = stack.split(evaluation)[0].matrix()
+    block = block + slot.offset if slot.offset else block
+    return block.to(narrow) if narrow.itemsize < plan.dtype.itemsize else block

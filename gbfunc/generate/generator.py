@@ -37,17 +37,14 @@ class Made(NamedTuple):
     cut: Cut
 
     def matrix(self) -> Tensor:
-        """The matrix [R, C], or the block of it that is cut out."""
         value = self.value
         return self.cut.crop(value if isinstance(value, Tensor) else joined(value, self.cut.grid))
 
     def factors(self) -> Factors:
-        """Factors [T, r, k] and [T, c, k] of its tiles."""
         assert isinstance(self.value, Factors)
         return self.value
 
     def inputs(self) -> Sequence[Tensor]:
-        """Nothing: its g-nets were evaluated with others."""
         return ()
 
 
@@ -58,15 +55,12 @@ class Local(NamedTuple):
     cut: Cut
 
     def matrix(self) -> Tensor:
-        """The matrix [R, C], or the block of it that is cut out."""
         return self.cut.crop(self.evaluation.matrix(self.cut.grid))
 
     def factors(self) -> Factors:
-        """Factors of its tiles."""
         return Made(self.evaluation.tiles(), self.cut).factors()
 
     def inputs(self) -> Sequence[Tensor]:
-        """Leaves and noise."""
         return *self.evaluation.leaves.values(), *(self.evaluation.noise or {}).values()
 
 
@@ -74,10 +68,11 @@ class Stack:
     """An ensemble with its constants at hand: from its leaves to each of its slots, all tiles on this rank.
 
     Attributes:
-        slots: numbers of those of its slots that are made.
+        slots: numbers of its slots that are made.
         cuts: the tiles of each of them that are made; given by number of slot.
         needs: what is asked of the slots.
         names: of the leaves in a genome that is flat by name.
+        split: the slots of an evaluation, as their forms need them.
     """
 
     def __init__(self, ensemble: Ensemble, kernel: Kernel, cuts: Mapping[int, Cut], needs: Needs = "matrix") -> None:
@@ -102,28 +97,25 @@ class Stack:
             tiles = [ensemble.spans[i].first + n for i, ns in numbers for n in ns]
             self._tiles = torch.tensor(tiles, dtype=torch.int64, device="cpu")
         self._built: dict[tuple[torch.dtype, torch.device], Constants] = {}
-        self._split = {"matrix": self._matrices, "factors": self._factors, "leaves": self._apart}[needs]
+        self.split = {"matrix": self._matrices, "factors": self._factors, "leaves": self._apart}[needs]
 
     def _mine(self) -> slice:
-        """Numbers of the tiles that this rank holds."""
         return slice(0, self.ensemble.n_tiles)
 
     def constants(self, dtype: torch.dtype, device: torch.device) -> Constants:
         """What this rank's tiles are made of, but for leaves and noise."""
-        key = (dtype, device)
-        if is_exporting():
-            return self._constants(dtype, device)
-        if key not in self._built:
-            self._built[key] = self._constants(dtype, device)
-        return self._built[key]
-
-    def _constants(self, dtype: torch.dtype, device: torch.device) -> Constants:
+        key, exporting = (dtype, device), is_exporting()
+        if key in self._built and not exporting:
+            return self._built[key]
         e = self.ensemble
         row, col = codes_of(e, dtype, device)
         first, scales = [p.first for p in e.spans], [p.slot.scale for p in e.spans]
         scale = _of_spans(first, scales, e.n_tiles, dtype, device) if e.hypernet.standardised else None
         groups = self._groups(device) if self._shared else None
-        return Constants.make(e.hypernet, e.dims, self._kernel, row, col, scale, groups).of(self._tiles)
+        made = Constants.make(e.hypernet, e.dims, self._kernel, row, col, scale, groups).of(self._tiles)
+        if not exporting:
+            self._built[key] = made
+        return made
 
     def _groups(self, device: torch.device) -> Tensor:
         """Group of every tile [T]; in an exported graph by spans of consecutive numbers, not as a table."""
@@ -143,10 +135,6 @@ class Stack:
         noise = noise and {k: v[self._tiles] for k, v in noise.items()}
         return Evaluation(self.constants(dtype, device), leaves, noise)
 
-    def split(self, evaluation: Evaluation) -> Sequence[Source]:
-        """Each slot, as its form needs it."""
-        return self._split(evaluation)
-
     def slot(self, number: int, inputs: Iterator[Tensor]) -> Source:
         """One slot, from the leaves and noise of this rank's tiles of it (`Source.inputs`)."""
         return Local(self._filled(number, inputs), self.cuts[number])
@@ -162,11 +150,10 @@ class Stack:
         return [Local(part, cut) for part, cut in zip(evaluation.split(self._held), self.cuts, strict=True)]
 
     def _factors(self, evaluation: Evaluation) -> list[Made]:
-        """All slots evaluated at once, as factors where the type has some."""
         return self.of_tiles(evaluation.tiles())
 
     def _matrices(self, evaluation: Evaluation) -> list[Made]:
-        """The matrix of each slot; large ones one after the other, which spares memory and the time to get it."""
+        """The matrix of each slot; large ones one after the other, which spares memory."""
         dims = self.ensemble.dims
         spans = _spans([n * dims.rows * dims.cols * evaluation.constants.row.itemsize for n in self._counts])
         parts = evaluation.split([sum(self._counts[span]) for span in spans])
@@ -213,13 +200,12 @@ class Generator:
     """From a genome's leaves to weights: `generator(leaves) -> {name: tensor}`. Made by `make_generator`.
 
     Attributes:
-        stacks: the ensembles, with their constants for each dtype and device; those whose forms evaluate them
-            themselves come last.
+        stacks: the ensembles; those whose forms evaluate them themselves come last.
         places: the form of every generated tensor, and where its matrices are: numbers of the stack, and of the slot.
         forms: the form of each weight that is not dense, by name of parameter, names of tied ones included.
         unchanged: the parameters of the base that have no delta, by device.
-        frozen: names of what it gives of the base: those, and what deltas belong to.
-        order: names of all that a call gives, in the order of the p-net's parameters.
+        frozen: names of tensors of the base: those, and the ones that deltas belong to.
+        order: names of a call's outputs, in the order of the p-net's parameters.
     """
 
     def __init__(
@@ -242,16 +228,12 @@ class Generator:
         self._like = next((name for stack in stacks for name in stack.names.values()), None)
 
     def __call__(self, leaves: Params, noise: Noise | None = None, *, counts: bool = True) -> Params:
-        """What the p-net's skeleton takes: all its parameters by name, those with a form as the inputs of the form.
+        """All parameters by name, those with a form as the inputs of the form.
 
         Args:
-            leaves: those of the genome, flat by name (`flat_genome`): of ensembles, this rank's rows of them where they
-                are split, and direct parameters, which are returned as they are.
+            leaves: the genome's, flat by name (`flat_genome`), on each rank its rows where they are split.
             noise: noise of all tiles of the stochastic ensembles, None for the mean.
             counts: whether gradients of this rank count, where the genome is split (see `Gather`).
-
-        Raises:
-            CollectiveError: if a rank is missing.
         """
         dtype, device = self._kind(leaves)
         noise = noise or {}
@@ -281,7 +263,7 @@ class Generator:
             stack.constants(dtype, device)
 
     def _kind(self, leaves: Params) -> tuple[torch.dtype, torch.device]:
-        """Dtype and device of generation: those of the g-nets' leaves, where there are any."""
+        """Dtype and device of generation: those of the g-nets' leaves, if there are any."""
         if self._like is not None:
             return leaves[self._like].dtype, leaves[self._like].device
         like = next(iter(leaves.values()), None)

@@ -26,16 +26,13 @@ class Remote(NamedTuple):
     gather: Gather
 
     def matrix(self) -> Tensor:
-        """The matrix [R, C], or the block of it that is cut out."""
         cut = self.stack.cuts[self.number]
         return cut.crop(joined(self._tiles(), cut.grid))
 
     def factors(self) -> Factors:
-        """Factors of its tiles."""
         return Made(self._tiles(), self.stack.cuts[self.number]).factors()
 
     def inputs(self) -> Sequence[Tensor]:
-        """Leaves and noise of this rank's tiles, and whether its gradients count."""
         counts = torch.tensor(self.gather.counts, device="cpu")
         return *Local(self.evaluation, self.stack.cuts[self.number]).inputs(), counts
 
@@ -45,9 +42,9 @@ class Remote(NamedTuple):
 
 
 class RankStack(Stack):
-    """An ensemble of which each rank holds some tiles; all of its slots are made, and `cuts` are the blocks of them.
+    """An ensemble of which each rank holds some tiles; all slots are made, and `cuts` are blocks of their matrices.
 
-    Where it `needs` leaves, each slot is gathered when it is asked for. `sizes` are tiles of each slot by rank.
+    With `needs="leaves"`, each slot is gathered when asked for. `sizes` are tiles of each slot by rank.
     """
 
     def __init__(
@@ -67,10 +64,6 @@ class RankStack(Stack):
         evaluation = self._filled(number, inputs)
         return Remote(self, number, evaluation, Gather(self._layout, bool(next(inputs))))
 
-    def remote(self, evaluation: Evaluation, gather: Gather) -> Sequence[Source]:
-        """Each slot, to be gathered by itself."""
-        return [Remote(self, number, part, gather) for number, part in enumerate(evaluation.split(self._held))]
-
     def tiles(self, evaluation: Evaluation, gather: Gather) -> Tensor | Factors:
         """This rank's tiles or factors, to be gathered; it may hold none."""
         return evaluation.tiles() if evaluation.n_tiles else gather.no_tiles(self.ensemble, evaluation.leaves)
@@ -85,19 +78,20 @@ class RankGenerator(Generator):
 
     def _slots(self, evaluations: Sequence[Evaluation], counts: bool) -> list[Sequence[Source]]:
         gather = Gather(self._layout, counts)
-        pairs = [*zip(self.stacks, evaluations, strict=True)]
         # Outside vmap, all at once: collectives have no batching rule, and each costs its latency.
         mine = {
-            s.ensemble.name: s.tiles(evaluation, gather)
-            for s, evaluation in pairs
+            s.ensemble.name: s.tiles(evaluations[i], gather)
+            for i, s in enumerate(self.stacks)
             if isinstance(s, RankStack) and s.needs != "leaves"
         }
-        tiles = gather.outputs(mine) if mine else {}
-        return [
-            s.of_tiles(tiles[s.ensemble.name])
-            if s.ensemble.name in tiles
-            else s.remote(evaluation, gather)
-            if isinstance(s, RankStack)
-            else s.split(evaluation)
-            for s, evaluation in pairs
-        ]
+        tiles, slots = gather.outputs(mine) if mine else {}, list[Sequence[Source]]()
+        for i, stack in enumerate(self.stacks):
+            if stack.ensemble.name in tiles:
+                slots.append(stack.of_tiles(tiles[stack.ensemble.name]))
+            elif isinstance(stack, RankStack):
+                # Not gathered yet: each slot is, by itself.
+                parts = evaluations[i].split(stack._held)
+                slots.append([Remote(stack, number, part, gather) for number, part in enumerate(parts)])
+            else:
+                slots.append(stack.split(evaluations[i]))
+        return slots
