@@ -148,11 +148,9 @@ def tradeoff_curves(
 ) -> Figure:
     """Draw a metric against bytes (logarithmic): a line per method through the means, a bar over the seeds.
 
-    Args:
-        curves: points (bytes, metric of each seed) of each method by its label.
-        ylabel: names the metric, with its unit.
-        yscale: `"linear"`, or `"log"` for errors, which separates 1 % from 2 % beside an error of 70 %.
-        hollow: other points (bytes, metric) by their label, such as published ones: in grey, without a line.
+    Curves are points (bytes, metric of each seed) of each method by its label; `hollow` are other points (bytes,
+    metric), such as published ones, in grey, without a line. A scale of `"log"`, for errors, separates 1 % from 2 %
+    beside 70 %.
     """
     has_points = curves and all(points and all(seeds for _, seeds in points) for points in curves.values())
     _expect(has_points, "method, and points with values for each")
@@ -188,15 +186,13 @@ def tradeoff_curves(
 def weight_images(nets: Mapping[str, Mapping[str, Tensor]], image_shape: tuple[int, int] | None = None) -> Figure:
     """Draw weights of several nets of the same shapes side by side as images, a row of images per net.
 
-    Matrices are sorted by similarity, rows and columns, so that structure shows as areas; long sides are thinned out
-    evenly, so that each weight is large enough to be seen. Kernels of 2-d convolutions are shown as a mosaic: output
-    channels down, input channels across. At most four tensors are shown.
+    Matrices [R, C] are sorted by similarity, rows and columns, so that structure shows as areas; long sides are thinned
+    out evenly, so that each weight is large enough to be seen. Kernels [out, in, height, width] are shown as a mosaic:
+    output channels down, input channels across. At most four tensors are shown; weights of other shapes, empty ones and
+    ones that are not real are left out.
 
-    Args:
-        nets: the weights of each net by label, then by parameter name: [R, C], or [out, in, height, width]. Weights of
-            other shapes, empty weights and weights that are not real are left out.
-        image_shape: rows and columns of the image that the first matrix reads. The first rows of that matrix are then
-            shown as images too (what each hidden unit responds to), and its columns are not sorted.
+    If the first matrix reads images of `image_shape`, its first rows are shown as images too (what each hidden unit
+    responds to), and its columns are not sorted.
     """
     weights = {
         label: {

@@ -33,7 +33,7 @@ _SAME = ("task", "task_config", "seed", "batch_size", "measure_every", "amp")
 
 @dataclass
 class Kept:
-    """The checkpoints of one training, as its loop asks for them (`gbfunc.tasks.training.Checkpoints`)."""
+    """The checkpoints of one training, as its loop asks for them (`gbfunc.tasks.training.fit`)."""
 
     train_step: TrainStep  # the step that trains
     steps: int  # of the whole training

@@ -58,15 +58,10 @@ TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType(
 
 
 def find_task(name: str, data_dir: Path | str | None, config: Mapping[str, Any]) -> Task:
-    """Find the task called `name`: a key of `TASKS`, or a user's `package.module:function`.
+    """Make the task called `name`, a key of `TASKS` or a user's `package.module:function`, with these options.
 
-    The function gets the options, and `data_dir` if given.
-
-    Raises:
-        ValueError: for an unknown name, options that do not fit, a `data_dir` that the task does not take, or damaged
-            data.
-        FileNotFoundError: if data is missing.
-        ImportError: if a package is missing.
+    Raises `ValueError` for an unknown name, options that do not fit, a `data_dir` that the task does not take, or
+    damaged data.
     """
     if is_import_path(name):
         factory = import_factory(name, "a Task")

@@ -248,12 +248,10 @@ class Task:
         raise ValueError(f"{expected}, got {found!r:.200}")
 
     def plan(self, module: nn.Module, hypernet: str | None = None, **size: Any) -> Plan:
-        """Plan a genome for the p-net in the best known way.
+        """Plan a genome for a module made by `build` in the best known way.
 
-        Args:
-            module: result of `build`.
-            hypernet: type of the g-nets, a key of `HYPERNETS`; None for that of the p-net's options.
-            size: `genome_params`, `genome_bytes` (with `stored`) or `compression` of `make_plan`.
+        `hypernet` is a key of `HYPERNETS`, or None for that of the p-net's options; `size` is `genome_params`,
+        `genome_bytes` (with `stored`) or `compression` of `make_plan`.
         """
         params = (size.get("genome_bytes") or 0) / bytes_each(size.get("stored") or "float32")
         params = size.get("genome_params") or params or n_params(module) / (size.get("compression") or 1.0)
@@ -264,21 +262,13 @@ class Task:
 
 
 def taught(task: Task, teacher: nn.Module, weight: float = 0.5, temperature: float = 2.0) -> Task:
-    r"""Add a teacher to the loss of a task: knowledge distillation (Hinton, Vinyals and Dean, 2015).
+    r"""Add a teacher to the loss of a task of examples: knowledge distillation (Hinton, Vinyals and Dean, 2015).
 
-    With $z$ the logits of the network in training and $t$ those of the teacher, at temperature $T$:
+    With $z$ the logits of the network in training and $t$ those of the teacher, at `temperature` $T$ and `weight` $a$:
     $(1 - a) L + a T^2 KL(softmax(t / T) || softmax(z / T))$, where $L$ is the task's loss. The loss reports
     `teacher_kl`, the divergence, beside the other metrics of a batch.
 
-    Args:
-        task: of examples.
-        teacher: maps inputs to logits as the task's p-net does, on the device of the task's examples; it is used in
-            eval mode.
-        weight: a, from 0 (no teacher) to 1 (nothing else).
-        temperature: T.
-
-    Raises:
-        ValueError: for a task without examples, or numbers out of range.
+    The teacher maps inputs to logits as the task's p-net does, on the device of the task's examples, in eval mode.
     """
     if task.batches is not example_batches:
         raise ValueError(f"a teacher is for tasks of examples, got {task.name}, whose batches come from an environment")

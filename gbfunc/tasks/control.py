@@ -172,11 +172,9 @@ class Episodes:
 def control(env: str = "CartPole-v1", env_steps: int | None = None, observed: Sequence[int] | None = None) -> Task:
     """Load the task of acting well in an environment of gymnasium.
 
-    Args:
-        env: name of the environment.
-        env_steps: length of the training, in steps of all environments together; None for the best known length.
-        observed: the numbers of an observation that the network sees, such as [0, 2] for CartPole without velocities,
-            which only a network with a memory can balance; None for all numbers.
+    The training takes `env_steps` steps of all environments together, by default the best known number. The network
+    sees the numbers `observed` of an observation, by default all: [0, 2] is CartPole without velocities, which only a
+    network with a memory can balance.
     """
     settings = SETTINGS.get(env, _ATARI_SETTINGS if env.startswith(ATARI) else Settings())
     if env_steps is not None:

@@ -117,10 +117,8 @@ def epoch_batches(
 ) -> Iterator[Batch]:
     """Yield one pass in full batches, augmented; one CPU generator goes on from pass to pass.
 
-    A last batch that is not full is left out.
-
-    Raises:
-        ValueError: at the end, for a split that gives fewer or more batches: a pass could not be resumed.
+    A last batch that is not full is left out. Raises `ValueError` at the end for a split that gives fewer or more
+    batches: a pass could not be resumed.
     """
     expected, got = steps_per_epoch(data, batch_size), 0
     words = f"a pass of {len(data)} examples has {expected} full batches of {batch_size}"

@@ -82,18 +82,12 @@ def mnist_like(
     shift: float | None = None,
     distort: float | None = None,
 ) -> Task:
-    """Load MNIST (LeCun, Cortes and Burges) or a data set of its form: 70,000 images of 28 x 28 pixels.
+    """Load MNIST (LeCun, Cortes and Burges) or a data set of its form, four IDX `.gz` files: 28 x 28 pixels in grey.
 
-    Of the training images, 5,000, the same ones always, are held out for validation. Options that are None take the
-    best known value, which depends on the size of the genome.
-
-    Args:
-        name: name of the task.
-        data_dir: folder with the four IDX `.gz` files.
-        noise: standard deviation of the normal noise on training images, relative to the deviation of their pixels.
-        shift: part of the training images (0 to 1) that are moved by up to one pixel each way.
-        distort: how far training images are turned, stretched and sheared, as a part of their size (0 to 1); they are
-            then also moved by up to 1.5 pixels.
+    Of the training images, 5,000, the same ones always, are held out for validation. The others get normal noise, whose
+    deviation is `noise` relative to that of their pixels; a part, `shift`, is moved by up to one pixel each way; all
+    are turned, stretched and sheared by up to `distort`, a part of their size, and then also moved by up to 1.5 pixels.
+    Options that are None take the best known value, which depends on the size of the genome.
     """
     asked = {"noise": noise, "shift": shift, "distort": distort}
     for option, x in asked.items():
@@ -137,11 +131,9 @@ def _mnist_recipe(pnet: PNet, genome_params: float, asked: Mapping[str, float | 
 def cifar10(data_dir: Path | None = None) -> Task:
     """Load CIFAR-10 (Krizhevsky, 2009, https://www.cs.toronto.edu/~kriz/cifar.html): photographs in ten classes.
 
-    A tenth of the training images, the same ones always, is held out for validation.
-
-    Args:
-        data_dir: folder with the standard python batches (`data_batch_1` to `data_batch_5`, `test_batch`), or with
-            `cifar10_train*.npz` and `cifar10_test*.npz`, whose `delta` holds differences of neighbouring pixels.
+    The folder holds the standard python batches (`data_batch_1` to `data_batch_5`, `test_batch`), or
+    `cifar10_train*.npz` and `cifar10_test*.npz`, whose `delta` has differences of neighbouring pixels. A tenth of the
+    training images, the same ones always, is held out for validation.
     """
     folder = data_folder("cifar10", data_dir, "its python batches (cifar-10-batches-py) or cifar10_train*.npz")
     learned, tested = load_cifar10(folder)

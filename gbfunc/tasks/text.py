@@ -63,11 +63,9 @@ def _check_int(task: str, name: str, value: Any, least: int) -> None:
 def text(data_dir: Path | None = None, context: int = 64, vocabulary: int | None = None) -> Task:
     """Load the task of modelling a text: the first 5 % test, the last 10 % validate, the part between them trains.
 
-    Args:
-        data_dir: a text file in UTF-8, or a folder of text files (see `read_text`); None for the English of Python's
-            help (`pydoc_data.topics`).
-        context: tokens that the model sees.
-        vocabulary: byte-pair tokens, made from the training part; None for characters.
+    The text is a file in UTF-8, or a folder (see `read_text`), or otherwise the English of Python's help
+    (`pydoc_data.topics`). The model sees `context` tokens: characters, or byte pairs made from the training part, if
+    their number is given as `vocabulary`.
     """
     _check_int("text", "context", context, 2)
     _check_int("text", "vocabulary", vocabulary, 257)
@@ -101,14 +99,10 @@ def python_help() -> str:
 
 
 def read_text(path: Path) -> str:
-    """Read a text file, or all `.txt` files under a folder as one text.
+    """Read a text file in UTF-8, or all `.txt` files under a folder as one text.
 
     Files of a folder follow each other in the order of their paths below the folder, on every machine, each beginning
     on a new line. Hidden files and folders are left out, and files without text.
-
-    Raises:
-        FileNotFoundError: if there is no file.
-        ValueError: if the text is too large or empty, or a file is not UTF-8 or has a NUL.
     """
     if not path.exists():
         raise FileNotFoundError(f"no such text file or folder: {path}")
@@ -166,20 +160,12 @@ def _digest(words: str) -> str:
 
 @torch.no_grad()
 def continue_text(net: Net, task: Task, prompt: str, tokens: int, *, temperature: float = 0.8, seed: int = 0) -> str:
-    """Let a language model write, and return the text after the prompt.
+    """Let a language model write so many tokens, and return the text after the prompt.
 
-    Each token is drawn given the tokens before it that the model can see.
-
-    Args:
-        net: maps tokens [1, L] to logits [1, L, V], on the CPU.
-        task: a task of texts.
-        prompt: beginning of the text.
-        tokens: number of tokens to write.
-        temperature: divides the logits before the softmax: below 1 is more careful, 0 takes the likeliest token.
-        seed: seed of the draws.
-
-    Raises:
-        ValueError: for a task without texts, an empty prompt, unknown characters, or numbers out of range.
+    Each token is drawn given the tokens before it that the model can see. The model maps tokens [1, L] to logits
+    [1, L, V], on the CPU; the temperature divides the logits before the softmax: below 1 is more careful, 0 takes the
+    likeliest token. Raises `ValueError` for a task without texts, an empty prompt, unknown characters, or numbers out
+    of range.
     """
     if task.encode is None or task.decode is None:
         raise ValueError(f"the task {task.name} has no text to go on from: take one that encodes and decodes")
@@ -235,16 +221,10 @@ def classified(
 ) -> Task:
     """Load the task of a folder: `train.txt` and `test.txt` hold a label, white space and a text per line, in UTF-8.
 
-    A tenth of the training texts validates, 500 at most. The p-net is a small BERT, or the pretrained network, with a
-    classifier on the mean of its tokens. TREC (Li and Roth, 2002) has 5,452 questions to learn from, and 500 to test,
-    in 6 classes.
-
-    Args:
-        name: name of the task.
-        data_dir: the folder.
-        pretrained: folder, installed Python package, or model of the Hugging Face hub that gives tokens and weights.
-        max_tokens: longer texts are cut.
-        vocabulary: byte-pair tokens, made from the training texts, if nothing is pretrained; None for 1,000.
+    A tenth of the training texts validates, 500 at most. The p-net is a small BERT with byte-pair tokens made from the
+    training texts, 1,000 or `vocabulary`, or a pretrained network and its tokens: a folder, an installed Python
+    package, or a model of the Hugging Face hub. A classifier reads the mean of its tokens, `max_tokens` at most. TREC
+    (Li and Roth, 2002) has 5,452 questions to learn from, and 500 to test, in 6 classes.
     """
     _check_int(name, "max_tokens", max_tokens, 4)
     _check_int(name, "vocabulary", vocabulary, 257)

@@ -18,7 +18,7 @@ from inspect import signature
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -108,22 +108,6 @@ class Position(NamedTuple):
     seconds: float  # of training
     step_seconds: float  # of the steps, without validation
     steps: Any = None  # of quantisation, as arguments of `Steps`; None before the first choice
-
-
-class Checkpoints(Protocol):
-    """Saves a training, and says where it goes on."""
-
-    def resume(self, state: Any) -> tuple[Any, Position | None]:
-        """Return the state to begin with and its progress."""
-        ...
-
-    def due(self, steps: int) -> bool:
-        """Whether to save after so many steps; called after every step."""
-        ...
-
-    def save(self, state: Any, steps: int, position: Position, *, wait: bool = False) -> None:
-        """Save, in the background unless `wait`."""
-        ...
 
 
 def total_steps(task: Task, recipe: Recipe) -> int:
@@ -221,30 +205,21 @@ def fit(
     recipe: Recipe,
     seed: int,
     *,
-    checkpoints: Checkpoints | None = None,
+    checkpoints: Any = None,
     report: Report = lambda steps, status, validation: None,
     validate: bool = True,
     on_log: OnLog | None = None,
     log_every: int = 10,
     on_validation: Callable[[Any, list[dict[str, float]]], None] = lambda state, history: None,
 ) -> Fit:
-    """Train as long as the recipe says, with validations in between.
+    """Train as long as the recipe says, with validations in between unless `validate` is False.
 
-    Args:
-        trainer: what to train.
-        task: its data, on the trainer's device.
-        recipe: batch size, length, and steps between validations.
-        seed: seed of the order of the examples.
-        checkpoints: saves the training, and says where it goes on; a resumed training equals an uninterrupted one.
-        report: called with the progress.
-        validate: whether to measure on validation data.
-        on_log: called with means of `train_` metrics every `log_every` steps, and `val_` metrics at each validation.
-        log_every: steps between two entries.
-        on_validation: called with the state and the history after each validation, whose row is the last.
+    `seed` decides the order of the examples. A training that `checkpoints` resumes equals an uninterrupted one:
+    `resume(state)` gives the state to begin with and its `Position` or None, `due(steps)` says after every step whether
+    to save, and `save(state, steps, position, wait=False)` may raise to stop after a signal.
 
-    Raises:
-        ValueError: for `log_every` below 1, or a batch size that the data cannot fill.
-        Exception: raised by `checkpoints` to stop, after a signal.
+    `on_log` gets the means of `train_` metrics every `log_every` steps, and `val_` metrics at each validation;
+    `on_validation` the state and the history after each validation, whose row is the last.
     """
     if log_every < 1:
         raise ValueError(f"log_every must be at least 1, got {log_every}")

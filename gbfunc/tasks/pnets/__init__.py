@@ -43,10 +43,6 @@ def find_pnet(name: str, interface: Interface, config: Mapping[str, Any]) -> PNe
 
     A user's function takes the options (and `interface`, if the function has such a parameter) and returns an
     `nn.Module`, or a `PNet` that also says how to plan the module.
-
-    Raises:
-        ValueError: for an unknown name, or options that do not fit.
-        ImportError: if a package is missing.
     """
     if name.startswith(PREFIX):
         return hugging_face(interface, name.removeprefix(PREFIX), **config)

@@ -30,12 +30,9 @@ from gbfunc.tasks.pnets.mlp import layer_sizes
 class ActorCritic(nn.Module):
     """Two tanh networks, `actor` and `critic`: observations [B, O] -> the policy's numbers [B, P] and values [B].
 
-    Weights start orthogonal with gain sqrt(2), the policy's last layer with 0.01, the value's with 1; biases start at
-    zero. If actions are vectors, their log deviation `log_std` does not depend on the observation.
-
-    Args:
-        sizes: units of the actor's layers, numbers of an observation first; the critic's end with one.
-        vectors: whether actions are vectors.
+    The actor's layers have `sizes` units, observations first; the critic's end with one. Weights start orthogonal with
+    gain sqrt(2), the policy's last layer with 0.01, the value's with 1; biases start at zero. If actions are `vectors`,
+    their log deviation `log_std` does not depend on the observation.
     """
 
     def __init__(self, sizes: Sequence[int], vectors: bool = False) -> None:
@@ -69,14 +66,10 @@ def _orthogonal(layer: nn.Module, gain: float = 2**0.5) -> nn.Module:
 def actor_critic(
     interface: Interface, *, hidden: Sequence[int] = (64, 64), odd: bool = False, sizes: Sequence[int] | None = None
 ) -> PNet:
-    """Describe policy and value networks for a task of control.
+    """Describe policy and value networks for a task of control, of `hidden` units or of all layers' `sizes`.
 
-    Args:
-        interface: interface of the task.
-        hidden: units of the hidden layers of each network.
-        odd: keep the policy's hidden biases at zero in a genome, so that its outputs are odd functions of the
-            observation, up to a constant: for an environment in which left and right are alike.
-        sizes: units of all layers of the actor, instead of `hidden`.
+    A genome of an `odd` one keeps the policy's hidden biases at zero, so that its outputs are odd functions of the
+    observation, up to a constant: for an environment in which left and right are alike.
     """
     check_reads("actor_critic", interface, "observations", 1)
     layers = layer_sizes(interface, hidden, sizes, least=3)

