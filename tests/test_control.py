@@ -1,17 +1,21 @@
-"""PPO through the bottleneck in real environments, and its command line."""
+"""PPO through the bottleneck in real environments, its command line, and networks that remember or see."""
 
 from __future__ import annotations
 
 import csv
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium.spaces import Box, Discrete
+from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.cli import main
@@ -21,12 +25,15 @@ from gbfunc.tasks.control import (
     Environment,
     Episodes,
     Rollouts,
+    control,
     control_task,
     evaluate,
     find_environment,
+    rollout_batches,
 )
-from gbfunc.tasks.pnets.actors import ActorCritic
-from gbfunc.tasks.ppo import Settings
+from gbfunc.tasks.pnets import PNETS, find_pnet
+from gbfunc.tasks.pnets.actors import ActorCritic, ConvActorCritic, RecurrentActorCritic
+from gbfunc.tasks.ppo import Settings, ppo_loss
 from gbfunc.tasks.training import Fit, fit, genome_trainer
 from gbfunc.trees import flat_genome
 
@@ -44,13 +51,15 @@ def pendulum() -> Environment:
 
 
 def train(
-    env: Environment, seed: int, settings: Settings = TINY, dense: bool = False
-) -> tuple[Task, torch.nn.Module, gb.Plan, Fit]:
-    task = control_task(env, settings)
+    task: Task, compression: float | None = 10.0, seed: int = 0, validate: bool = True
+) -> tuple[nn.Module, gb.Plan, Fit]:
+    """Train a genome, or the p-net itself without compression: the network, its plan and the training."""
     pnet = task.build(seed)
-    plan = gb.make_plan(pnet, rules=[(".", None)]) if dense else task.plan(pnet, compression=10.0)
+    dense = compression is None
+    plan = gb.make_plan(pnet, rules=[(".", None)]) if dense else task.plan(pnet, compression=compression)
     recipe = task.recipe(plan.genome_params)
-    return task, pnet, plan, fit(genome_trainer(plan, pnet, task, recipe, seed), task, recipe, seed)
+    result = fit(genome_trainer(plan, pnet, task, recipe, seed), task, recipe, seed, validate=validate)
+    return gb.materialize(plan, result.state, pnet), plan, result
 
 
 def test_environments_and_settings(cartpole: Environment, pendulum: Environment) -> None:
@@ -104,7 +113,8 @@ def test_evaluation_is_a_loop_over_single_environments(pendulum: Environment) ->
 @pytest.mark.parametrize("dense", [False, True])
 def test_a_seed_decides_everything(cartpole: Environment, dense: bool) -> None:
     before = torch.get_rng_state()
-    (*_, first), (*_, again), (*_, other) = (train(cartpole, seed, dense=dense) for seed in (0, 0, 1))
+    task, compression = control_task(cartpole, TINY), None if dense else 10.0
+    first, again, other = (train(task, compression, seed)[-1] for seed in (0, 0, 1))
     assert torch.equal(before, torch.get_rng_state())
     rows = [[{k: v for k, v in row.items() if k != "seconds"} for row in run.history] for run in (first, again, other)]
     assert rows[0] == rows[1] != rows[2]
@@ -114,9 +124,9 @@ def test_a_seed_decides_everything(cartpole: Environment, dense: bool) -> None:
 
 
 def test_continuous_actions_train(pendulum: Environment) -> None:
-    task, pnet, plan, result = train(pendulum, 0)
-    net = gb.materialize(plan, result.state, pnet)
-    assert not torch.equal(net.get_parameter("log_std"), pnet.get_parameter("log_std"))
+    task = control_task(pendulum, TINY)
+    net, _, result = train(task)
+    assert net.get_parameter("log_std").any()
     assert task.facts(result.history)["env_steps_to_solve"] is None
     returns = evaluate(net, task.test)
     assert returns.shape == (100,) and -2000 < returns.mean() < -100
@@ -124,9 +134,11 @@ def test_continuous_actions_train(pendulum: Environment) -> None:
 
 def test_a_few_seconds_teach_cartpole(cartpole: Environment) -> None:
     settings = replace(SETTINGS["CartPole-v1"], env_steps=12_288, eval_every=12)
-    task, pnet, plan, result = train(cartpole, 0, settings)
-    nets = (gb.materialize(plan, genome, pnet) for genome in (gb.init_genome(plan, pnet, 0), result.state))
-    before, after = (evaluate(net, task.test).mean() for net in nets)
+    task = control_task(cartpole, settings)
+    net, plan, _ = train(task)
+    pnet = task.build(0)
+    born = gb.materialize(plan, gb.init_genome(plan, pnet, 0), pnet)
+    before, after = (evaluate(network, task.test).mean() for network in (born, net))
     assert plan.ratio_params >= 10 and before < 100 and after > 3 * before and after > 200
 
 
@@ -157,9 +169,6 @@ def test_dense_and_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert metrics["network"] == "dense" and metrics["pnet_config"]["hidden"] == [8]
     assert metrics["genome_params"] == metrics["pnet_params"] == 5 * 8 + 9 * 2 + 5 * 8 + 9
-    capsys.readouterr()
-    assert main(["plan", "--task", "control", "--compression", "20"]) == 0
-    assert "critic.2.weight" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -195,3 +204,182 @@ def test_without_gymnasium_the_extra_is_named(
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     assert main(["train", "--task", "control"]) == 2
     assert "pip install 'gbfunc[control]'" in capsys.readouterr().err
+
+
+FAST = Settings(env_steps=4_096, n_envs=16, horizon=8, epochs=4, minibatches=4, lr=3e-2, eval_every=100)
+
+
+class Recall(gymnasium.Env):
+    """A cue at first, two steps of nothing, then one action that must be the cue: 1 for the right one."""
+
+    observation_space, action_space = Box(-1.0, 1.0, (2,), np.float32), Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        self.time, self.cue = 0, int(self.np_random.integers(2))
+        return np.array([2 * self.cue - 1, 1], np.float32), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        self.time += 1
+        reward = float(self.time == 3 and int(action) == self.cue)
+        return np.zeros(2, np.float32), reward, self.time == 3, False, {}
+
+
+class Side(gymnasium.Env):
+    """A bright pixel on the left or on the right of an image with its channels last: the action says where."""
+
+    observation_space, action_space = Box(0, 255, (6, 7, 1), np.uint8), Discrete(2)
+
+    def _look(self) -> np.ndarray:
+        image = np.zeros((6, 7, 1), np.uint8)
+        self.right = int(self.np_random.integers(2))
+        image[self.np_random.integers(6), 4 * self.right + self.np_random.integers(3)] = 255
+        return image
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        self.time = 0
+        return self._look(), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        reward, self.time = float(int(action) == self.right), self.time + 1
+        return self._look(), reward, self.time == 4, False, {}
+
+
+@pytest.fixture(autouse=True)
+def environments() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for environment in (Recall, Side):
+        gymnasium.register(f"{environment.__name__}-v0", lambda made=environment, **options: made(**options))
+    yield
+    for environment in (Recall, Side):
+        del gymnasium.registry[f"{environment.__name__}-v0"]
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_a_memory_is_that_of_each_episode_alone(cell: str) -> None:
+    net = RecurrentActorCritic(3, 5, 2, True, cell).double()
+    obs = torch.randn(2, 9, 3, dtype=torch.float64)
+    memory = torch.randn(2, net.memory, dtype=torch.float64)
+    starts = torch.zeros(2, 9, dtype=torch.bool)
+    starts[0, 4] = starts[0, 7] = starts[1, 0] = True
+    numbers, values, last = net(obs, starts, memory)
+    for b in range(2):
+        held = memory[b : b + 1]
+        for t in range(9):
+            held = torch.zeros_like(held) if starts[b, t] else held
+            x = torch.tanh(net.first(obs[b : b + 1, t]))
+            held = net.cell(x, held) if cell == "gru" else torch.cat(net.cell(x, (held[:, :5], held[:, 5:])), -1)
+            expected = net.heads(held[:, :5])
+            torch.testing.assert_close((numbers[b, t], values[b, t]), (expected[0][0], expected[1][0]))
+        torch.testing.assert_close(last[b], held[0])
+    blank = net(obs[:, :1], torch.ones(2, 1), memory)
+    torch.testing.assert_close(net(obs[:, 0]), (blank[0][:, 0], blank[1][:, 0]))
+
+
+class Counter(nn.Module):
+    """Remembers how many steps it has seen of an episode, and gives that as the value."""
+
+    memory = 1
+
+    def forward(self, obs: Tensor, starts: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        values = []
+        for t in range(obs.shape[1]):
+            memory = memory * (1 - starts[:, t, None].float()) + 1
+            values.append(memory[:, 0])
+        return torch.zeros(*obs.shape[:2], 2), torch.stack(values, 1), memory
+
+
+def test_rollouts_carry_memories_from_one_to_the_next() -> None:
+    """In `Recall` an episode is three steps and a restart: in all environments the value counts 1, 2, 3, 4, 1, ..."""
+    settings = replace(FAST, n_envs=4, horizon=6, epochs=1, minibatches=2)
+    task = control_task(find_environment("Recall-v0"), settings)
+    batches: Any = rollout_batches(task.train, task.recipe(1), torch.Generator().manual_seed(0), Counter)
+    seen = [next(batches) for _ in range(6)]
+    for rollout in range(3):
+        for batch in seen[2 * rollout : 2 * rollout + 2]:
+            steps = (torch.arange(6) + 6 * rollout) % 4
+            assert torch.equal(batch.values, (steps + 1.0).expand(2, 6)) and batch.obs.shape == (2, 6, 2)
+            assert batch.starts is not None and torch.equal(batch.starts, (steps == 0).expand(2, 6))
+            assert torch.equal(batch.valid, (steps != 3).float().expand(2, 6))
+            # The loss sees the same values again, and probabilities as they were.
+            _, terms = ppo_loss(Counter(), batch, settings, True)
+            assert float(terms["kl"]) == pytest.approx(0.0, abs=1e-6)
+    batches.close()
+
+
+def test_only_a_memory_solves_what_is_over_when_it_counts() -> None:
+    task = control_task(find_environment("Recall-v0"), FAST)
+    remembering: Any = task.with_pnet(PNETS["recurrent_actor_critic"](task.interface, hidden=16))
+    net, plan, _ = train(remembering, 2.0, validate=False)
+    assert plan.ratio_params >= 2 and "cell.weight_hh" in {t.name for t in plan.generated}
+    assert evaluate(net, task.test).mean() > 0.95
+    task = control_task(task.train.env, replace(FAST, env_steps=1_024))
+    assert evaluate(train(task, 2.0, validate=False)[0], task.test).mean() < 0.7
+
+
+def test_a_genome_that_sees() -> None:
+    env = find_environment("Side-v0")
+    assert env.inputs == (1, 6, 7) and env.channels_last
+    task = control_task(env, replace(FAST, lr=2e-2))
+    net, plan, _ = train(
+        task.with_pnet(PNETS["conv_actor_critic"](task.interface, width=4, hidden=32)), 4.0, validate=False
+    )
+    assert isinstance(net, ConvActorCritic) and plan.ratio_params >= 4
+    returns = evaluate(net, task.test)
+    assert returns.shape == (10,) and returns.mean() > 3.5
+
+
+def test_images_are_channels_first_and_of_any_type() -> None:
+    env, images = find_environment("Side-v0"), np.random.default_rng(0).integers(0, 256, (2, 6, 7, 1)).astype(np.uint8)
+    seen = env.seen(images)
+    assert seen.dtype == torch.uint8 and torch.equal(seen, torch.tensor(images).permute(0, 3, 1, 2))
+    images[:] = 0
+    assert seen.any()
+    net = ConvActorCritic((4, 84, 84), 2, 8, 3, False)
+    bright = torch.randint(256, (2, 4, 84, 84), dtype=torch.uint8)
+    torch.testing.assert_close(net(bright), net(bright / 255))
+
+
+def test_what_is_not_observed_is_not_seen() -> None:
+    env = find_environment("CartPole-v1", [0, 2])
+    assert env.inputs == (2,)
+    assert torch.equal(env.seen(np.arange(8.0).reshape(2, 4)), torch.tensor([[0.0, 2.0], [4.0, 6.0]]))
+    net = control("CartPole-v1", observed=[0, 2]).build(0)
+    assert 0 < evaluate(net, Episodes(env, 0, 3)).mean() <= 500
+    wrong: Any
+    for wrong in ([], [4], [-1], ["0"]):
+        with pytest.raises(ValueError, match="observed must name some of the numbers"):
+            find_environment("CartPole-v1", wrong)
+
+
+def test_what_does_not_fit_is_told() -> None:
+    vectors, images = (control_task(find_environment(name), FAST).interface for name in ("Recall-v0", "Side-v0"))
+    for name, interface, config, message in (
+        ("recurrent_actor_critic", images, {}, "reads vectors .for images: conv_actor_critic."),
+        ("actor_critic", images, {}, "reads vectors .for images: conv_actor_critic."),
+        ("conv_actor_critic", vectors, {}, "reads images of 5 x 5 or more, the task has inputs of 2"),
+        ("recurrent_actor_critic", vectors, {"cell": "rnn"}, "cell of recurrent_actor_critic must be 'gru' or 'lstm'"),
+        ("conv_actor_critic", images, {"width": 1.5}, "width of conv_actor_critic must be an int >= 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            find_pnet(name, interface, config)
+    task = control_task(find_environment("Recall-v0"), FAST)
+    recipe = replace(task.recipe(1), batch_size=20)
+    with pytest.raises(ValueError, match="needs whole sequences of 8 steps in each minibatch, got minibatches of 20"):
+        next(rollout_batches(task.train, recipe, torch.Generator(), Counter))
+
+
+def test_atari() -> None:
+    pytest.importorskip("ale_py", reason="Atari's games need ale-py")
+    env = find_environment("ALE/Breakout-v5")
+    assert env[:4] == ("ALE/Breakout-v5", (4, 84, 84), 4, True) and env.episodes == 10
+    task = control_task(env, replace(FAST, env_steps=16, n_envs=2, minibatches=2, epochs=1))
+    small = task.with_pnet(PNETS["conv_actor_critic"](task.interface, width=4, hidden=16))
+    _, plan, result = train(small, 5.0, validate=False)
+    assert result.steps == 2 and plan.ratio_params >= 5
+    full = task.plan(task.build(0), compression=100.0)
+    assert full.pnet_params == 1_686_693 and full.ratio_params >= 100
+    assert control("ALE/Breakout-v5").recipe(1).lr == 2.5e-3

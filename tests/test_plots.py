@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from gbfunc.parallel.schedule import Event, Schedule, Timeline, simulate
 from gbfunc.parallel.training_schedule import make_schedule
@@ -26,10 +25,12 @@ from gbfunc.plots import (
 ROWS = [{"epoch": i, "step": 10 * i, "train_loss": 2.0 / i, "val_accuracy": 1 - 0.5 / i} for i in (1, 2, 3)]
 
 
-def png(figure: Figure) -> bytes:
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=40)
-    return out.getvalue()
+def labels(legend: Any) -> list[str]:
+    return [text.get_text() for text in legend.get_texts()]
+
+
+def titles(figure: Any) -> list[str]:
+    return [axes.get_title() for axes in figure.axes if axes.get_title()]
 
 
 def shown(axes: Axes) -> torch.Tensor:
@@ -47,9 +48,7 @@ def test_learning_curve_draws_every_run_with_units(n_rows: int) -> None:
     for line, color in zip(acc.lines, PALETTE, strict=False):
         assert line.get_color() == color
         assert np.asarray(line.get_ydata()).tolist() == [50.0, 75.0, pytest.approx(100 - 50 / 3)][:n_rows]
-    legend = acc.get_legend()
-    assert legend is not None and [t.get_text() for t in legend.get_texts()] == ["genome", "dense"]
-    assert png(figure).startswith(b"\x89PNG")
+    assert labels(acc.get_legend()) == ["genome", "dense"]
 
 
 def test_other_metrics_keep_their_unit() -> None:
@@ -82,9 +81,7 @@ def test_tradeoff_curves_show_mean_and_spread_against_bytes() -> None:
     line, caps, (bars,) = axes.containers[0]
     assert line.get_xydata().tolist() == [[1_000, 50.0], [4_000, pytest.approx(85.0)]]
     assert np.asarray(bars.get_segments()[1])[:, 1].tolist() == pytest.approx([80.0, 90.0]) and len(caps) == 2
-    legend = axes.get_legend()
-    assert legend is not None and [t.get_text() for t in legend.get_texts()] == ["genome", "dense"]
-    assert png(figure).startswith(b"\x89PNG")
+    assert labels(axes.get_legend()) == ["genome", "dense"]
 
 
 def test_other_points_are_hollow() -> None:
@@ -93,10 +90,7 @@ def test_other_points_are_hollow() -> None:
     (points,) = [line for line in axes.lines if line.get_label() == "published"]
     assert np.asarray(points.get_xydata()).tolist() == [[900, 40.0], [2_000, 60.0]]
     assert points.get_markerfacecolor() == "none" and points.get_linestyle() == "None"
-    assert [t.get_text() for t in legend.get_texts()] == ["published"]
-    measured = axes.get_legend()
-    assert measured is not None and [t.get_text() for t in measured.get_texts()] == ["genome"]
-    assert png(figure).startswith(b"\x89PNG")
+    assert labels(legend) == ["published"] and labels(axes.get_legend()) == ["genome"]
 
 
 def test_errors_on_a_logarithmic_axis() -> None:
@@ -106,7 +100,6 @@ def test_errors_on_a_logarithmic_axis() -> None:
     low, high = axes.get_ylim()
     shown = [t.get_text() for t in axes.get_yticklabels() if low <= t.get_position()[1] <= high]
     assert axes.get_yscale() == "log" and set(shown) >= {"2", "5", "10", "20", "50"}
-    assert png(figure).startswith(b"\x89PNG")
 
 
 def test_weight_images_show_the_matrices_beside_each_other() -> None:
@@ -115,8 +108,7 @@ def test_weight_images_show_the_matrices_beside_each_other() -> None:
         for label in ("generated", "dense")
     }
     figure = weight_images(nets, (3, 4))
-    titles = [a.get_title() for a in figure.axes if a.get_title()]
-    assert titles == [f"{n}: {t}" for n in nets for t in ("rows of 0.weight", "0.weight", "2.weight")]
+    assert titles(figure) == [f"{n}: {t}" for n in nets for t in ("rows of 0.weight", "0.weight", "2.weight")]
     fields, matrix = (shown(a) for a in figure.axes[:2])
     # Rows are sorted; columns, which are pixels, are not.
     assert torch.equal(matrix.sort(0)[0], nets["generated"]["0.weight"].sort(0)[0])
@@ -124,8 +116,7 @@ def test_weight_images_show_the_matrices_beside_each_other() -> None:
     # 16 of the 20 rows, as 3 x 4 images with a seam between them.
     assert fields.shape == (4 * 4 - 1, 4 * 5 - 1)
     assert torch.equal(fields[4:7, 5:9], nets["generated"]["0.weight"][5].reshape(3, 4))
-    assert png(figure).startswith(b"\x89PNG")
-    assert len([a for a in weight_images(nets).axes if a.get_title()]) == 4
+    assert len(titles(weight_images(nets))) == 4
 
 
 def test_similar_rows_and_columns_come_together_and_large_matrices_are_thinned() -> None:
@@ -142,19 +133,17 @@ def test_kernels_of_convolutions_are_a_mosaic_and_deep_nets_show_four_tensors() 
     kernels = torch.randn(16, 3, 3, 3)
     others = {"bias": torch.randn(16), "empty": torch.zeros(0, 3), "complex": torch.ones(2, 2, dtype=torch.complex64)}
     figure = weight_images({"net": {"conv": kernels, **others}})
-    assert len([a for a in figure.axes if a.get_title()]) == 1
     image = shown(figure.axes[0])
-    assert image.shape == (8 * 4 - 1, 3 * 4 - 1) and figure.axes[0].get_title() == "net: kernels of conv"
+    assert image.shape == (8 * 4 - 1, 3 * 4 - 1) and titles(figure) == ["net: kernels of conv"]
     assert torch.equal(image[4:7, 8:11], kernels[1, 2])
     deep = weight_images({"net": {f"{i}.weight": torch.randn(4, 4) for i in range(9)}})
-    titles = [a.get_title() for a in deep.axes if a.get_title()]
-    assert titles == ["net: 0.weight", "net: 3.weight", "net: 5.weight", "net: 8.weight"]
+    assert titles(deep) == ["net: 0.weight", "net: 3.weight", "net: 5.weight", "net: 8.weight"]
 
 
 def test_birth_curves_begin_at_birth() -> None:
     rows = [{"step": step, "accuracy": step / 200} for step in (0, 1, 10, 100)]
     figure = birth_curves({"digits": {"grown": rows, "random": rows[:2]}, "mnist": {"grown": rows}})
-    assert [a.get_title() for a in figure.axes] == ["digits", "mnist"]
+    assert titles(figure) == ["digits", "mnist"]
     first, second = (np.asarray(line.get_xydata()).tolist() for line in figure.axes[0].lines)
     assert first == [[0, 0], [1, 0.5], [10, 5], [100, 50]] and second == first[:2]
     assert figure.axes[0].xaxis.get_major_formatter()(0) == "birth"
@@ -187,8 +176,7 @@ def test_schedules_show_every_event_that_takes_time_and_memory() -> None:
     bars = [(bar.get_x(), bar.get_x() + bar.get_width()) for group in events.containers for bar in group]
     expected = [(span.start, span.end) for span in spans]
     assert np.asarray(sorted(bars)) == pytest.approx(np.asarray(sorted(expected)))
-    shown = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert shown == ["forward", "backward", "update", "send", "receive"]
+    assert labels(figure.legends[0]) == ["forward", "backward", "update", "send", "receive"]
     assert sorted(text.get_text() for text in events.texts if text.get_text()) == sorted("012" * 4)
     assert "bubble" in events.get_title() and memory.get_xlabel() == "time (s)"
     assert len(memory.lines) == 2 and "B" in memory.texts[0].get_text()
@@ -196,13 +184,12 @@ def test_schedules_show_every_event_that_takes_time_and_memory() -> None:
     rows = [np.asarray(line.get_ydata(), dtype=float) for line in memory.lines]
     heights = [rank + 0.45 - tops.min() for rank, tops in enumerate(rows)]
     assert heights == pytest.approx([0.85 * peak / timeline.peak_memory for peak in timeline.peaks])
-    assert png(figure).startswith(b"\x89PNG")
 
 
 def test_schedules_draw_every_kind_and_ranks_that_do_nothing() -> None:
     alone = [Event(kind, 1.0, ranks=(0,)) for kind in EVENTS if kind not in ("send", "receive")]
     figure = plot_schedule(simulate(Schedule([alone, []], [{}, {}])))
-    assert len(figure.axes[0].containers) == len(alone) and png(figure).startswith(b"\x89PNG")
+    assert len(figure.axes[0].containers) == len(alone)
     # With one microbatch, layers are marked.
     events = plot_schedule(simulate(make_schedule("ddp", layers=2, ranks=2))).axes[0]
     assert sorted(text.get_text() for text in events.texts if text.get_text()) == sorted("01" * 6)

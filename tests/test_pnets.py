@@ -128,15 +128,16 @@ def test_a_genome_of_lenet_begins_unsure() -> None:
 
 
 def test_published_sizes() -> None:
-    assert n_params(find_pnet("allconv", IMAGE, {"norm": False}).build(0)) == 1_369_738
-    assert n_params(find_pnet("mlp", Interface((1, 28, 28), 10), {}).build(0)) == 636_010
-    # nanoGPT's model for a CPU on 65 characters, norms with biases.
-    assert n_params(find_pnet("gpt", Interface((64,), 65, tokens=True), {}).build(0)) == 805_248
-    # He et al., table 6: 0.27 and 0.85 million.
-    assert n_params(find_pnet("resnet20", IMAGE, {}).build(0)) == 269_722
-    assert n_params(find_pnet("resnet56", IMAGE, {}).build(0)) == 853_018
-    # torchvision's resnet18 has 11,689,512: 1,000 classes and a stem of 7 x 7.
-    assert n_params(find_pnet("resnet18", IMAGE, {}).build(0)) == 11_689_512 - 990 * 513 - 3 * 64 * (49 - 9)
+    for name, interface, config, size in (
+        ("allconv", IMAGE, {"norm": False}, 1_369_738),
+        ("mlp", Interface((1, 28, 28), 10), {}, 636_010),
+        ("gpt", Interface((64,), 65, tokens=True), {}, 805_248),  # nanoGPT's for a CPU, norms with biases
+        ("resnet20", IMAGE, {}, 269_722),  # He et al., table 6: 0.27 and 0.85 million
+        ("resnet56", IMAGE, {}, 853_018),
+        # torchvision's has 1,000 classes and a stem of 7 x 7.
+        ("resnet18", IMAGE, {}, 11_689_512 - 990 * 513 - 3 * 64 * (49 - 9)),
+    ):
+        assert n_params(find_pnet(name, interface, config).build(0)) == size
 
 
 def test_gpt_looks_only_back() -> None:

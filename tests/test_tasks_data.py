@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -101,51 +103,26 @@ def test_distort_is_an_affine_map_about_the_middle() -> None:
     assert middle.abs().amax(0).tolist() == pytest.approx([2.0, 2.0], abs=0.04)
 
 
-def test_distort_by_nothing_and_of_blank_images() -> None:
+def test_nothing_and_blank_images_stay() -> None:
     generator = torch.Generator().manual_seed(0)
-    images = torch.randn(5, 2, 7, 9, generator=generator)
-    torch.testing.assert_close(distort(0.0, 0.0, -0.5)(images, generator), images)
-    blank = torch.full((5, 1, 7, 9), -0.5)
-    torch.testing.assert_close(distort(0.2, 2.0, -0.5)(blank, generator), blank)
+    images, blank = torch.randn(5, 2, 7, 9, generator=generator), torch.full((5, 1, 7, 9), -0.5)
+    for change in (distort(0.0, 0.0, -0.5), shift(1, 0.0, -0.5)):
+        torch.testing.assert_close(change(images, generator), images)
+    for change in (distort(0.2, 2.0, -0.5), shift(1, 1.0, -0.5)):
+        torch.testing.assert_close(change(blank, generator), blank)
 
 
-def test_shift_moves_a_part_of_the_images() -> None:
-    images = torch.arange(35.0).reshape(1, 1, 5, 7).repeat(1_000, 1, 1, 1) + 1
-    changed = shift(1, 0.5, 0.0)(images, torch.Generator().manual_seed(0))
-    places = [(dy, dx) for dy in (-1, 0, 1) for dx in (-1, 0, 1)]
-    moved = [_moved(images[0], dy, dx, False) for dy, dx in places]
-    counts = [sum(torch.equal(image, m) for image in changed) for m in moved]
+@pytest.mark.parametrize("flips", [False, True])
+def test_images_are_shifted_and_mirrored(flips: bool) -> None:
+    images = torch.arange(2 * 5 * 7.0).reshape(1, 2, 5, 7).repeat(1_000, 1, 1, 1) + 1
+    change = flip_and_crop(1) if flips else shift(1, 0.5, 0.0)
+    changed = change(images, torch.Generator().manual_seed(0))
+    ways = list(product((-1, 0, 1), (-1, 0, 1), (False, True)))
+    counts = [sum(torch.equal(image, _moved(images[0], *way)) for image in changed) for way in ways]
     assert sum(counts) == 1_000
-    # Half of them stay, and a ninth of the other half.
-    expected = [1_000 * (0.5 * (place == (0, 0)) + 0.5 / 9) for place in places]
-    assert counts == pytest.approx(expected, abs=60)
-
-
-def test_shift_fills_what_comes_in() -> None:
-    images = torch.ones(200, 2, 4, 4)
-    changed = shift(1, 1.0, -0.5)(images, torch.Generator().manual_seed(0))
-    assert changed.unique().tolist() == [-0.5, 1.0]
-    same = shift(1, 0.0, -0.5)(images, torch.Generator().manual_seed(0))
-    assert torch.equal(same, images)
-
-
-def test_flip_and_crop_shifts_and_mirrors() -> None:
-    images = torch.arange(2 * 3 * 5 * 7.0).reshape(2, 3, 5, 7) + 1
-    seen = set()
-    for seed in range(60):
-        changed = flip_and_crop(1)(images, torch.Generator().manual_seed(seed))
-        assert changed.shape == images.shape
-        for image, original in zip(changed, images, strict=True):
-            found = [
-                (dy, dx, flip)
-                for dy in (-1, 0, 1)
-                for dx in (-1, 0, 1)
-                for flip in (False, True)
-                if torch.equal(image, _moved(original, dy, dx, flip))
-            ]
-            assert len(found) == 1
-            seen.add(found[0])
-    assert len(seen) == 18
+    # Half are mirrored, and all shifted; or half stay, and a ninth of the other half.
+    stay = {way: 0.5 * (way == (0, 0, False)) + 0.5 / 9 * (not way[2]) for way in ways}
+    assert counts == pytest.approx([1_000 * (1 / 18 if flips else stay[way]) for way in ways], abs=60)
 
 
 def _moved(image: torch.Tensor, dy: int, dx: int, flip: bool) -> torch.Tensor:

@@ -22,21 +22,13 @@ DEVICE = torch.device(os.environ.get("GBFUNC_DEVICE", "cpu"))
 
 
 class Animal(NamedTuple):
-    """A p-net and what it takes to train it.
+    """A p-net and what it takes to train it."""
 
-    Attributes:
-        make: builds the p-net, from the random state of the moment.
-        shape: shape of one input.
-        options: what `make_plan` gets beside the p-net.
-        tokens: vocabulary size where inputs are token numbers, 0 where they are real numbers.
-        train: its training mode.
-    """
-
-    make: Callable[[], nn.Module]
-    shape: tuple[int, ...] = (6,)
-    options: Mapping[str, Any] = MappingProxyType({})
-    tokens: int = 0
-    train: bool = True
+    make: Callable[[], nn.Module]  # from the random state of the moment
+    shape: tuple[int, ...] = (6,)  # of one input
+    options: Mapping[str, Any] = MappingProxyType({})  # of `make_plan`
+    tokens: int = 0  # size of the vocabulary, or 0 where inputs are real numbers
+    train: bool = True  # training mode
 
     def pnet(self, seed: int = 0) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
