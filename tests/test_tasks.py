@@ -266,7 +266,7 @@ MODEL = ["--sizes", "64", "24", "10", "--batch-size", "300"]
 
 def naive_divergence(student: Tensor, teacher: Tensor, temperature: float) -> float:
     """The mean over rows of sum p log(p / q), in float64."""
-    q, p = ((z.double() / temperature).exp() for z in (student, teacher))
+    q, p = ((z.detach().double() / temperature).exp() for z in (student, teacher))
     q, p = (x / x.sum(-1, keepdim=True) for x in (q, p))
     return float((p * (p / q).log()).sum(-1).mean())
 

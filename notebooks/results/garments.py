@@ -1,4 +1,4 @@
-"""Ten garments as grey images of 28 x 28 pixels, drawn and not photographed: `--task garments:garments` from this folder.
+"""Ten garments as grey images of 28 x 28 pixels, drawn, not photographed: `--task garments:garments` from this folder.
 
 Each is a union of soft shapes in a frame of [-1, 1] across and down, which is moved, turned, stretched and, for every
 other image, mirrored; cloth has a brightness, stripes and a shade of its own, and pixels have noise. Shirts, pullovers
