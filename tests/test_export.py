@@ -19,6 +19,7 @@ from gbfunc.export import FORMATS, Exported, base
 from gbfunc.tasks import accuracy
 from gbfunc.tasks.pnets.gpt import GPT
 from gbfunc.types import Genome
+from tests.support.hugging_face import tiny
 from tests.support.strategies import bounded_end, linear_end
 from tests.support.versions import needs_whole_graphs
 from tests.test_base import Counting
@@ -171,10 +172,8 @@ def test_a_loop_whose_result_is_a_value_from_outside(tmp_path: Path) -> None:
 
 @pytest.mark.process
 def test_a_hugging_face_model_called_by_names(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 40, "bos_token_id": None, "eos_token_id": None}
-    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, n_positions=12, **sizes)
-    plan, genome, pnet = grown(transformers.GPT2LMHeadModel(config), gb.periodic(2, share="layers"), include=["wte"])
+    gpt2 = tiny("GPT2LMHeadModel", n_layer=1, vocab_size=40)
+    plan, genome, pnet = grown(gpt2, gb.periodic(2, share="layers"), include=["wte"])
     path, tokens, mask = tmp_path / "gpt2.onnx", torch.randint(40, (3, 11)), torch.ones(3, 11, dtype=torch.int64)
     mask[1, 4:] = 0
     # In another order than the network has them.

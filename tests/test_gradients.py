@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.train.gradients.loss import Given
-from gbfunc.train.gradients.proof import Proof, gradient_and_changes, plainly
+from gbfunc.train.gradients.proof import Proof, Rounding, gradient_and_changes, plainly
 from gbfunc.trees import flat_genome
 from tests.support.trees_equal import copy_tree, same_bits
 from tests.support.zoo import SGD, ZOO, loss_fn, step_of
@@ -265,3 +265,31 @@ def test_a_finite_loss_with_a_gradient_that_is_not_finite_counts_too() -> None:
     new, info = step(state, batch)
     assert float(info.loss) == 1.0 and not info.finite and not bool(info.grad_norm.isfinite())
     assert same_bits(new, state._replace(step=state.step + 1))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+def test_a_gradient_inside_of_a_compiled_random_loss_is_taken_by_torch_func(graphs_alone: None) -> None:
+    def by_autograd(net: Any, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+        return net(x).square().mean() + gradient.square().mean()
+
+    def by_func(net: Any, x: Tensor) -> Tensor:
+        return net(x).square().mean() + torch.func.grad(lambda x: net(x).sum())(x).square().mean()
+
+    pnet = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Dropout(), nn.Linear(5, 1)).double()
+    plan, x = gb.make_plan(pnet, gb.low_rank(1)), ZOO["mlp"].batch(torch.float64)
+    step = gb.make_train_step(plan, pnet, by_func, SGD, compile=True)
+    step(step.init(), x)
+    step = gb.make_train_step(plan, pnet, by_autograd, SGD, compile=True)
+    with pytest.raises(ValueError, match="compiled by torch.compile, the gradient is .* pass compile=False"):
+        step(step.init(), x)
+
+
+def test_gradients_may_be_as_far_apart_as_the_coarsest_precision_of_a_forward_rounds() -> None:
+    net = nn.Linear(6, 3)
+    rounding = Rounding(gb.make_plan(net, gb.low_rank(2)))
+    assert rounding.most == torch.finfo(torch.float32).eps ** 0.4
+    with rounding, torch.autocast("cpu", torch.bfloat16):
+        net(torch.ones(2, 6))
+    assert rounding.most == torch.finfo(torch.bfloat16).eps ** 0.4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import gbfunc as gb
 from tests.support.coder import Coder, made, numbers
 from tests.support.dense_oracle import Answer, assert_same, dense_answer, step_answer
+from tests.support.hugging_face import tiny
 from tests.support.zoo import SGD
 
 MODES: dict[str, dict[str, Any]] = {
@@ -245,14 +247,7 @@ def test_checkpoints_inside_of_the_pnet_are_right(mode: str) -> None:
 
 
 def test_models_of_hugging_face_have_their_parts() -> None:
-    transformers = pytest.importorskip("transformers")
-    off = {name: 0.0 for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
-    config = transformers.GPT2Config(
-        n_layer=1, n_head=2, n_embd=8, n_positions=12, vocab_size=9, bos_token_id=1, eos_token_id=1, **off
-    )
-
-    def make() -> nn.Module:
-        return transformers.GPT2LMHeadModel(config).train()
+    make = partial(tiny, "GPT2LMHeadModel", n_layer=1, n_embd=8, vocab_size=9)
 
     def loss(net: Any, tokens: Tensor) -> Tensor:
         assert net.config.n_embd == 8 and net.device.type == "cpu" and net.num_parameters() > 0

@@ -19,6 +19,7 @@ from gbfunc.hypernets.ensemble import Constants, Evaluation, dense_tiles
 from gbfunc.types import Factors, Params, TileDims
 from tests.support import oracles
 from tests.support.strategies import ALL_EXAMPLES, EXAMPLES, FACTORIES, bounded_end, linear_end, named
+from tests.support.trees_equal import torch_defaults
 
 BY_PATH = {f"{f.__module__}:{f.__qualname__}": f for f in FACTORIES}
 api: Any = gb
@@ -88,31 +89,13 @@ def test_init_depends_on_its_generator_alone(hypernet: Hypernet) -> None:
 
 @contract
 def test_a_seed_gives_the_same_genome_whatever_torchs_defaults(hypernet: Hypernet) -> None:
-    pnet = nn.Sequential(nn.Linear(9, 8), nn.Linear(8, 3)).float()
+    pnet = nn.Sequential(nn.Linear(9, 8), nn.Linear(8, 3), nn.Embedding(5, 4, device="meta"))
     plan = gb.make_plan(pnet, hypernet, max_tile=4)
     expected = gb.init_genome(plan, pnet, 1), gb.sample_noise(plan, seeded())
-    before = torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(torch.float64)
-        in_float64 = gb.init_genome(plan, pnet, 1), gb.sample_noise(plan, seeded())
-    finally:
-        torch.set_default_dtype(before)
-    with torch.device("meta"):
-        on_meta = gb.init_genome(plan, pnet, 1), gb.sample_noise(plan, seeded())
-    for found in (in_float64, on_meta):
+    for device, dtype in (("cpu", torch.float64), ("meta", torch.float32)):
+        with torch_defaults(device, dtype):
+            found = gb.init_genome(plan, pnet, 1), gb.sample_noise(plan, seeded())
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-def test_direct_parameters_of_a_pnet_without_values_are_drawn_in_float32() -> None:
-    pnet = nn.Embedding(5, 4, device="meta")
-    plan = gb.make_plan(pnet)
-    expected = gb.init_genome(plan, pnet, 1).direct["weight"]
-    before = torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(torch.float64)
-        assert torch.equal(gb.init_genome(plan, pnet, 1).direct["weight"], expected)
-    finally:
-        torch.set_default_dtype(before)
 
 
 @contract

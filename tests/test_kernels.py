@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from unittest.mock import patch
 
@@ -31,6 +30,7 @@ from tests.support.kernel_cases import (
     peak_of,
     transformed,
 )
+from tests.support.trees_equal import same_bits, torch_defaults
 
 FORMS = ["reference", *FAST]
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -94,20 +94,9 @@ def test_inputs_of_any_strides(kernel: Kernel) -> None:
     assert_alike(found(kernel, grid, strided), found(kernel, grid, inputs), 1e-12)
 
 
-@pytest.fixture
-def other_defaults() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.device("meta"):
-            yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 @pytest.mark.parametrize("kernel", FORMS)
 @pytest.mark.parametrize("grid", [GRIDS[0], TileGrid(200, 300, 60, 70)], ids=str)
-def test_defaults_of_the_process_change_nothing(kernel: Kernel, grid: TileGrid, request: pytest.FixtureRequest) -> None:
+def test_defaults_of_the_process_change_nothing(kernel: Kernel, grid: TileGrid) -> None:
     inputs = inputs_of(grid, 20, dtype=torch.float32)
 
     def made() -> list[Tensor]:
@@ -115,9 +104,9 @@ def test_defaults_of_the_process_change_nothing(kernel: Kernel, grid: TileGrid, 
         return [matrix, *torch.autograd.grad(matrix.sum(), inputs[2:])]
 
     before = made()
-    request.getfixturevalue("other_defaults")
-    for x, y in zip(made(), before, strict=True):
-        assert torch.equal(x, y)
+    with torch_defaults("meta", torch.float64):
+        after = made()
+    assert same_bits(after, before)
 
 
 @pytest.mark.parametrize("kernel", FORMS)

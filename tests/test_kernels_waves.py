@@ -19,7 +19,7 @@ from gbfunc.hypernets.ensemble import Constants, Evaluation, dense_tiles, period
 from gbfunc.hypernets.kernels import native
 from gbfunc.hypernets.kernels.waves import Side, period_of, waves
 from gbfunc.types import Kernel, Params, TileDims
-from tests.support.kernel_cases import FAST, NEEDS_COMPILER, assert_trees_close
+from tests.support.kernel_cases import FAST, NEEDS_COMPILER, assert_alike, assert_trees_close
 
 # Forward mode and Inductor import parts of torch that torch itself deprecates.
 
@@ -104,26 +104,20 @@ def with_gradients(side: Side, kernel: Kernel, seed: int = 0) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(anchored, leaves_of(side), g)]
 
 
-def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
-    for x, y in zip(found, expected, strict=True):
-        size = float(y.abs().max()) if y.numel() else 0.0
-        torch.testing.assert_close(x.double(), y.double(), rtol=tolerance, atol=tolerance * size)
-
-
 @pytest.mark.parametrize("kernel", FAST)
 @given(CASES, st.integers(0, 99))
 def test_sides_and_gradients_equal_the_loop_and_the_parts(kernel: Kernel, case: Case, seed: int) -> None:
     side = case.side(seed=seed)
     found = with_gradients(side, kernel)
     torch.testing.assert_close(found[0], loop(side), rtol=1e-12, atol=1e-12)
-    assert_close(found, with_gradients(side, "reference"), 1e-12)
+    assert_alike(found, with_gradients(side, "reference"), 1e-12)
     single = side._replace(**{k: None if x is None else x.detach().float() for k, x in _floats(side).items()})
     for leaf in leaves_of(single):
         leaf.requires_grad_()
     exact = single._replace(**{k: None if x is None else x.detach().double() for k, x in _floats(single).items()})
     for leaf in leaves_of(exact):
         leaf.requires_grad_()
-    assert_close(with_gradients(single, kernel), with_gradients(exact, "reference"), 1e-5)
+    assert_alike(with_gradients(single, kernel), with_gradients(exact, "reference"), 1e-5)
 
 
 def _floats(side: Side) -> dict[str, Tensor | None]:
@@ -146,7 +140,7 @@ def test_the_period_of_codes_splits_them_into_blocks_and_places(encoding: Any, d
     side = case.side()._replace(codes=codes)
     expected = with_gradients(side, "reference")
     for kernel in FAST:
-        assert_close(with_gradients(side._replace(period=m), kernel), expected, 1e-12)
+        assert_alike(with_gradients(side._replace(period=m), kernel), expected, 1e-12)
 
 
 @NEEDS_COMPILER
@@ -167,7 +161,7 @@ def test_large_sides_by_any_number_of_threads(case: Case, threads: int) -> None:
         found = with_gradients(side, "compiled")
     finally:
         torch.set_num_threads(before)
-    assert_close(found, with_gradients(side, "eager"), 1e-12)
+    assert_alike(found, with_gradients(side, "eager"), 1e-12)
 
 
 @NEEDS_COMPILER
@@ -205,7 +199,7 @@ def test_arguments_of_any_strides(kernel: Kernel, case: Case) -> None:
 
     other = side._replace(**{k: strided(x) for k, x in _floats(side).items()}, groups=strided(side.groups))
     assert not any(x.is_contiguous() for x in leaves_of(other))
-    assert_close(with_gradients(other, kernel), with_gradients(side, "reference"), 1e-12)
+    assert_alike(with_gradients(other, kernel), with_gradients(side, "reference"), 1e-12)
 
 
 # torch 2.5 uses there what it deprecates itself.
@@ -286,7 +280,7 @@ def test_without_a_compiler_the_parts_make_them_without_a_warning(monkeypatch: p
     native.is_available.cache_clear()
     try:
         side = Case().side()
-        assert_close(with_gradients(side, "auto"), with_gradients(side, "reference"), 0)
+        assert_alike(with_gradients(side, "auto"), with_gradients(side, "reference"), 0)
         with pytest.raises(RuntimeError, match="found none of CXX='no-such-compiler'"):
             waves([side], kernel="compiled")
     finally:
@@ -297,7 +291,7 @@ def test_without_a_compiler_the_parts_make_them_without_a_warning(monkeypatch: p
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64])
 def test_other_dtypes_are_made_by_the_parts(dtype: torch.dtype) -> None:
     side = Case().side(dtype)
-    assert_close([x.abs() for x in with_gradients(side, "auto")], [x.abs() for x in with_gradients(side, "eager")], 0)
+    assert_alike([x.abs() for x in with_gradients(side, "auto")], [x.abs() for x in with_gradients(side, "eager")], 0)
 
 
 DIMS = TileDims(4, 5, 2, 3)
@@ -342,4 +336,4 @@ def test_parts_of_runs_that_share_code_weights(hypernet: Any, dims: TileDims) ->
     for parts in (one.split([2, 0, 3]), with_factors([one])[0].split([2, 0, 3])):
         made = torch.cat([dense_tiles(part.tiles()) for part in parts])
         torch.testing.assert_close(made, tiles, rtol=1e-12, atol=1e-12)
-        assert_close(list(torch.autograd.grad(made, list(leaves.values()), g)), list(expected), 1e-12)
+        assert_alike(list(torch.autograd.grad(made, list(leaves.values()), g)), list(expected), 1e-12)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.forms import KINDS, Formed, assert_close, on_form, vectors
+from tests.support.zoo import SelfAttention
 
 EACH_KIND = pytest.mark.parametrize("kind", KINDS)
 Leaves = Mapping[str, Tensor]
@@ -24,21 +25,12 @@ class Reader(nn.Module):
         return self.fc(x) + self.fc.weight.sin().sum(1)
 
 
-class SelfAttention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attend = nn.MultiheadAttention(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attend(x, x, x)[0]
-
-
 # module, its weights' cuts, input
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, tuple[int, int]], Tensor]] = {
     "linear": (lambda: nn.Linear(4, 6), {"weight": (2, 2)}, vectors(3, 4)),
     "conv": (lambda: nn.Conv1d(2, 6, 2), {"weight": (2, 2)}, vectors(2, 2, 5)),
     "embedding": (lambda: nn.Embedding(6, 4, padding_idx=1), {"weight": (2, 2)}, torch.tensor([1, 5, 1])),
-    "attention": (SelfAttention, {"attend.in_proj_weight": (3, 2), "attend.out_proj.weight": (1, 1)}, vectors(3, 2, 4)),
+    "attention": (SelfAttention, {"attention.in_proj_weight": (3, 2)}, vectors(3, 2, 8)),
     "read": (Reader, {"fc.weight": (2, 2)}, vectors(3, 4)),
 }
 
@@ -92,7 +84,7 @@ def test_compiles_whole(kind: str, name: str) -> None:
 
     torch._dynamo.reset()
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    for batch in (x, torch.cat([x, x, x], dim=1 if name == "attention" else 0)):
+    for batch in (x, torch.cat([x, x, x])):
         out, target = compiled(formed.leaves, batch), expected(batch)
         assert_close(out, target, 1e-10)
         wanted = torch.autograd.grad(target.sin().sum(), list(expected.leaves.values()))

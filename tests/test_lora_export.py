@@ -19,6 +19,8 @@ import gbfunc as gb
 from gbfunc.storage.lora import as_low_rank, lora_of
 from gbfunc.tiling import join_tiles, tile_grid
 from tests.support.adapters import adapter, moved, pretrained, tokens
+from tests.support.hugging_face import tiny
+from tests.support.zoo import Tied
 
 
 def peft_model(pnet: nn.Module, folder: Path) -> nn.Module:
@@ -130,19 +132,16 @@ def test_names_that_end_alike_are_kept_apart(targets: Any, rules: Any, tmp_path:
 
 
 def test_gpt2_with_hugging_faces_conv1d_and_a_tied_embedding(tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="the p-net is one of its")
-    from tests.test_module_trainers import VOCABULARY, language_model
-
-    pnet = language_model()
+    pnet = tiny("GPT2LMHeadModel", vocab_size=30)
     plan = gb.make_plan(
         pnet, gb.periodic(2), base="own", target_modules=["c_attn", "c_proj", "c_fc", "wte"], max_tile=20
     )
     genome = moved(gb.init_genome(plan, pnet), 2.0)
-    batch = torch.randint(0, VOCABULARY, (3, 8), generator=torch.Generator().manual_seed(0))
+    batch = torch.randint(0, 30, (3, 8), generator=torch.Generator().manual_seed(0))
     with warnings.catch_warnings():
         # Peft tells of tied weights, which both have the matrices here.
         warnings.simplefilter("ignore")
-        assert_served(plan, genome, pnet, language_model(), tmp_path, batch, merges=False)
+        assert_served(plan, genome, pnet, tiny("GPT2LMHeadModel", vocab_size=30), tmp_path, batch, merges=False)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["fan_in_fan_out"] and "lm_head" in config["target_modules"]
 
@@ -174,26 +173,15 @@ def test_adapters_that_peft_refuses_are_refused() -> None:
     net = nn.ModuleDict({"inner": nn.Linear(4, 4), "head": nn.Linear(4, 2), "more": nn.ParameterList([torch.ones(2)])})
     refused("the plan has new modules alone", net, modules_to_save=["head"], exclude=["inner"])
     refused("with a forward, and 'more' is none", net, target_modules=["inner"], modules_to_save=["more"])
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "state_size": 4}
-    mamba = transformers.MambaModel(transformers.MambaConfig(vocab_size=11, **sizes))
+    mamba = tiny("MambaModel", vocab_size=11)
     refused("it refuses 'layers.0.mixer.out_proj' of a mamba", mamba, target_modules=["out_proj"])
 
 
 @pytest.mark.parametrize("name", ["embedding", "head"])
 def test_a_new_tied_tensor_is_found_by_each_of_its_names(name: str, tmp_path: Path) -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding, self.inner, self.head = nn.Embedding(9, 6), nn.Linear(6, 6), nn.Linear(6, 9, bias=False)
-            self.head.weight = self.embedding.weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(torch.tanh(self.inner(self.embedding(x))))
-
     torch.manual_seed(0)
     pnet = Tied()
-    plan = gb.make_plan(pnet, gb.low_rank(1), base="own", target_modules=["inner"], modules_to_save=[name])
+    plan = gb.make_plan(pnet, gb.low_rank(1), base="own", target_modules=["hidden"], modules_to_save=[name])
     assert [t.name for t in plan.tensors if not t.base] == ["embedding.weight"]
     genome = moved(gb.init_genome(plan, pnet))
-    assert_served(plan, genome, pnet, copy.deepcopy(pnet), tmp_path, torch.arange(9), merges=False)
+    assert_served(plan, genome, pnet, copy.deepcopy(pnet), tmp_path, torch.arange(11), merges=False)

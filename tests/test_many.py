@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import gbfunc as gb
 from gbfunc.plan import Plan
 from tests.support.forms import assert_close, vectors
+from tests.support.hugging_face import tiny
 
 TOKENS = torch.arange(30).reshape(5, 6) * 7 % 19
 INDEX = torch.tensor([3, 0, 3, 1, 2])
@@ -51,16 +52,6 @@ class Recurrent(nn.Module):
         return {"y": self.out(every), "last": (last.mT[0].t(), None), "name": "y"}
 
 
-class Branching(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        return self.second(x.relu() if (x > 0).any() else x)
-
-
 def conv_net() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 9, 4))
 
@@ -73,18 +64,6 @@ def encoder() -> nn.Module:
     return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 12, batch_first=True), 2, enable_nested_tensor=False)
 
 
-def bert() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-    return transformers.BertModel(transformers.BertConfig(vocab_size=19, **sizes), add_pooling_layer=False)
-
-
-def gpt2() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 8, "bos_token_id": 0, "eos_token_id": 0}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=19, use_cache=False, **sizes))
-
-
 NETS: dict[str, tuple[Callable[[], nn.Module], Tensor, list[str] | None]] = {
     "mlp": (mlp, vectors(5, 8), ["0", "3"]),
     "conv": (conv_net, vectors(5, 3, 5, 5), ["0", "1", "4"]),
@@ -92,9 +71,8 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Tensor, list[str] | None]] = {
     "positions": (Positions, TOKENS, [""]),
     "time first": (TimeFirst, vectors(5, 7, 8), [""]),
     "recurrent": (Recurrent, vectors(5, 4, 8), None),
-    "branching": (Branching, vectors(5, 8), ["first", "second"]),
-    "bert": (bert, TOKENS, None),
-    "gpt2": (gpt2, TOKENS, None),
+    "bert": (lambda: tiny("BertModel", vocab_size=19), TOKENS, None),
+    "gpt2": (lambda: tiny("GPT2LMHeadModel", vocab_size=19, use_cache=False), TOKENS, None),
 }
 EACH_NET = pytest.mark.parametrize("name", NETS)
 LOOPS = pytest.mark.filterwarnings("ignore:rows run one by one:UserWarning")

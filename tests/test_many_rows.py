@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import gbfunc as gb
 from gbfunc.plan import Plan
 from tests.support.forms import assert_close, vectors
+from tests.support.hugging_face import tiny
 from tests.test_many import INDEX, TOKENS, genomes_of, one_by_one, tensors
 
 X = vectors(5, 8)
@@ -30,23 +31,10 @@ class Sorting(nn.Module):
         return self.second(self.first(x)[order].tanh())[order.argsort()]
 
 
-def swin() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"image_size": 8, "patch_size": 2, "embed_dim": 8, "depths": [2], "num_heads": [2], "window_size": 2}
-    return transformers.Swinv2Model(transformers.Swinv2Config(**sizes))
-
-
-def deberta() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-    positions = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "max_position_embeddings": 16}
-    return transformers.DebertaV2Model(transformers.DebertaV2Config(vocab_size=19, **sizes, **positions))
-
-
-def mamba(**more: Any) -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4, "vocab_size": 19, **more}
-    return transformers.MambaModel(transformers.MambaConfig(**sizes))
+WINDOWS = {"image_size": 8, "patch_size": 2, "embed_dim": 8, "depths": [2], "num_heads": [2], "window_size": 2}
+RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "max_position_embeddings": 16}
+GPT2 = partial(tiny, "GPT2LMHeadModel", vocab_size=19, n_layer=1)
+MAMBA = partial(tiny, "MambaModel", vocab_size=19)
 
 
 class Windows(nn.Module):
@@ -61,11 +49,7 @@ class Windows(nn.Module):
         return self.out(x + self.bias(self.table[None]).view(-1)[:8])
 
 
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
-
+class Normed(Sorting):
     def forward(self, x: Tensor) -> Any:
         h = self.first(x)
         return {"y": self.second(h - h.mean(0)), "more": (h, [h.max(1).values, None], 3)}
@@ -75,9 +59,9 @@ ODD: dict[str, tuple[Callable[[], nn.Module], Tensor, list[str]]] = {
     "sorting": (Sorting, X, []),
     "mean": (Normed, X, []),
     "windows": (Windows, X, ["bias"]),
-    "swin": (swin, vectors(5, 3, 8, 8), ["continuous_position_bias_mlp.0"]),
-    "deberta": (deberta, TOKENS, ["query_proj"]),
-    "mamba": (partial(mamba, use_cache=False), TOKENS, ["x_proj", "out_proj"]),
+    "swin": (partial(tiny, "Swinv2Model", **WINDOWS), vectors(5, 3, 8, 8), ["continuous_position_bias_mlp.0"]),
+    "deberta": (partial(tiny, "DebertaV2Model", vocab_size=19, **RELATIVE), TOKENS, ["query_proj"]),
+    "mamba": (partial(MAMBA, use_cache=False), TOKENS, ["x_proj", "out_proj"]),
 }
 
 
@@ -130,11 +114,7 @@ def test_encoders_with_masks(masks: dict[str, Tensor], norm_first: bool, targets
 
 
 def test_a_pnet_that_vmap_cannot_run_goes_row_by_row_with_a_warning() -> None:
-    class Looking(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
-
+    class Looking(Sorting):
         def forward(self, x: Tensor) -> Tensor:
             h = self.first(x)
             return self.second(h if float(x[0, 0]) > 0 else -h)
@@ -148,14 +128,8 @@ def test_a_pnet_that_vmap_cannot_run_goes_row_by_row_with_a_warning() -> None:
     assert_close(net(INDEX, x), out)
 
 
-def gpt2(**more: Any) -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8, "bos_token_id": 0, "eos_token_id": 0}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=19, **sizes, **more))
-
-
 def test_a_loss_is_refused_and_row_losses_are_not() -> None:
-    pnet, plan, genomes = planned(partial(gpt2, use_cache=False), [])
+    pnet, plan, genomes = planned(partial(GPT2, use_cache=False), [])
     net = gb.materialize_many(plan, genomes, pnet)
     for index in (INDEX, INDEX[[0] * 5], INDEX[:1]):
         x = TOKENS[: len(index)]
@@ -177,7 +151,7 @@ def test_a_loss_is_refused_and_row_losses_are_not() -> None:
 
 def test_caches() -> None:
     """One of all rows is given; one that modules change row by row is refused, and none goes in."""
-    pnet, plan, genomes = planned(gpt2, [])
+    pnet, plan, genomes = planned(GPT2, [])
     net, nets = gb.materialize_many(plan, genomes, pnet), [gb.materialize(plan, g, pnet) for g in genomes]
     transformers = pytest.importorskip("transformers")
     if int(transformers.__version__.partition(".")[0]) < 5:
@@ -192,7 +166,7 @@ def test_caches() -> None:
     assert_close(out.past_key_values.layers[0].keys, torch.cat(keys), 1e-10)
     with pytest.raises(TypeError, match=r"inputs\[1\]\['past_key_values'\] is a DynamicCache: inputs must be tensors"):
         net(INDEX, TOKENS, past_key_values=out.past_key_values)
-    pnet, plan, genomes = planned(mamba, [])
+    pnet, plan, genomes = planned(MAMBA, [])
     with pytest.raises(TypeError, match="is a DynamicCache, of one row: switch it off"):
         gb.materialize_many(plan, genomes, pnet)(INDEX, TOKENS)
 

@@ -17,17 +17,7 @@ from torch import Tensor, nn
 import gbfunc as gb
 from gbfunc.layers import install
 from tests.support.forms import assert_close, vectors
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.hidden = nn.Embedding(31, 16), nn.Linear(16, 16)
-        self.head = nn.Linear(16, 31, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.hidden(self.embedding(tokens)).tanh())
+from tests.support.zoo import Tied
 
 
 def conv_net() -> nn.Module:
@@ -43,7 +33,7 @@ def hugging_face() -> nn.Module:
     return nn.Sequential(conv1d(30, 20), nn.GELU(), conv1d(9, 30))
 
 
-TOKENS = torch.arange(12).reshape(3, 4) * 7 % 31
+TOKENS = torch.arange(12).reshape(3, 4) * 7 % 11
 NETS: dict[str, tuple[Callable[[], nn.Module], Tensor, dict[str, Any]]] = {
     "mlp": (lambda: nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 20)), vectors(5, 20), {}),
     "conv": (conv_net, vectors(3, 6, 4, 4), {}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gbfunc as gb
 from tests.support.forms import assert_close, vectors
+from tests.support.hugging_face import tiny
 
 
 def norms() -> nn.Module:
@@ -27,11 +29,7 @@ def both(pnet: nn.Module, hypernet: Any = None, lazy: Any = "auto", **options: A
     return gb.GenomeModule(plan, pnet, genome, lazy=lazy), gb.materialize(plan, genome, pnet)
 
 
-def gpt2(**more: Any) -> Any:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0}
-    torch.manual_seed(0)
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=50, **sizes, **more))
+GPT2 = partial(tiny, "GPT2LMHeadModel", vocab_size=50)
 
 
 def trainer_of(net: Any, folder: Path, data: Any = None, **options: Any) -> Any:
@@ -44,7 +42,7 @@ def trainer_of(net: Any, folder: Path, data: Any = None, **options: Any) -> Any:
 @pytest.mark.parametrize("lazy", [True, False])
 def test_a_trainer_smooths_shifted_labels_and_spares_norms_decay(lazy: bool, tmp_path: Path) -> None:
     ids = torch.arange(48).reshape(4, 12) * 7 % 50
-    net, dense = both(gpt2(), lazy=lazy)
+    net, dense = both(GPT2(), lazy=lazy)
     found = []
     for one in (net, dense):
         trainer = trainer_of(one.eval(), tmp_path, label_smoothing_factor=0.1, weight_decay=0.1)
@@ -55,7 +53,7 @@ def test_a_trainer_smooths_shifted_labels_and_spares_norms_decay(lazy: bool, tmp
 
 
 def test_text_is_generated_with_the_cache() -> None:
-    net, dense = (one.eval() for one in both(gpt2()))
+    net, dense = (one.eval() for one in both(GPT2()))
     ids = torch.arange(8).reshape(2, 4)
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(net.generate(ids, **options), dense.generate(ids, **options))
@@ -64,7 +62,7 @@ def test_text_is_generated_with_the_cache() -> None:
 def test_checkpoints_of_a_pretrained_class_are_right() -> None:
     ids, gradients = torch.arange(24).reshape(2, 12) % 50, []
     for checkpointed in (False, True):
-        net, _ = both(gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+        net, _ = both(GPT2())
         net.train()
         if checkpointed:
             name = "activation_checkpointing_enable"
@@ -205,11 +203,7 @@ def test_inference_mode_gives_what_no_grad_gives(kind: str, nested: bool) -> Non
 
 
 def test_a_question_answerer_is_evaluated(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-    torch.manual_seed(0)
-    pnet = transformers.BertForQuestionAnswering(transformers.BertConfig(vocab_size=30, **sizes))
-    net, dense = both(pnet)
+    net, dense = both(tiny("BertForQuestionAnswering", vocab_size=30))
     ids = torch.arange(48).reshape(4, 12) * 7 % 30
     data = [{"input_ids": x, "start_positions": x[0] % 12, "end_positions": x[1] % 12} for x in ids]
     losses = [trainer_of(one, tmp_path).evaluate(data)["eval_loss"] for one in (net, dense)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.trees import flatten_tree
+from tests.support.hugging_face import tiny
 from tests.support.module_ranks import NAMES
 from tests.support.ranks import run_ranks
 
@@ -46,25 +48,10 @@ def test_fsdp_trains_as_the_functional_step_does_and_gives_the_whole_genome(rank
             torch.testing.assert_close(x, rank["mlp"]["state"][leaf], rtol=1e-5, atol=1e-5)
 
 
-def language_model() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": VOCABULARY, "n_positions": LENGTH}
-    still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(**sizes, **still)).train()
-
-
-def classifier() -> nn.Module:
-    from transformers import BertConfig, BertForSequenceClassification
-
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 3}
-    torch.manual_seed(0)
-    return BertForSequenceClassification(BertConfig(vocab_size=VOCABULARY, **sizes, **still)).train()
-
-
-NETS: dict[str, tuple[Callable[[], nn.Module], int]] = {"gpt2": (language_model, 0), "bert": (classifier, 3)}
+NETS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "gpt2": (partial(tiny, "GPT2LMHeadModel", vocab_size=VOCABULARY), 0),
+    "bert": (partial(tiny, "BertForSequenceClassification", vocab_size=VOCABULARY, num_labels=3), 3),
+}
 
 
 def rows_of(classes: int) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import optree
@@ -19,6 +18,7 @@ from gbfunc.trees import flatten_tree
 from tests.support.trees_equal import copy_tree, same_bits
 
 OPTIM: Any = torch.optim  # Muon is not in every torch.
+TREES: Any = optree
 
 
 class Case(NamedTuple):
@@ -56,29 +56,10 @@ MIXING += [Case("Muon"), Case("Muon", {"nesterov": False})] if hasattr(OPTIM, "M
 CASES = ELEMENTWISE + MIXING
 REFUSED = ("LBFGS", "SparseAdam", "Optimizer")
 
-ROLES = {
-    "codes": "code",
-    "phase": "code",
-    "amplitude": "linear",
-    "mix": "linear",
-    "bias": "direct",
-    "emb": "direct",
-}
+ROLES = {"codes": "code", "phase": "code", "amplitude": "linear", "mix": "linear", "bias": "direct", "emb": "direct"}
 SHAPES = {"codes": (3, 4, 2), "phase": (3,), "amplitude": (3, 5), "mix": (2, 3, 4), "bias": (5,), "emb": (4, 3)}
 
 cases = st.sampled_from(CASES)
-
-
-def leaves_of(tree: Any) -> list[Tensor]:
-    return optree.tree_leaves(tree)
-
-
-def map_leaves(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    return optree.tree_map(fn, tree)
-
-
-def structure_of(tree: Any) -> Any:
-    return optree.tree_structure(tree)
 
 
 def ids(case: Case) -> str:
@@ -156,22 +137,6 @@ def test_classes_that_mix_numbers_act_on_each_tile(case: Case) -> None:
         torch.testing.assert_close(params[k], start, rtol=1e-6, atol=1e-7)
 
 
-@given(cases, st.data())
-def test_a_tile_steps_the_same_alone_as_stacked(case: Case, data: st.DataObject) -> None:
-    tile = data.draw(st.integers(0, 1), label="tile")
-    roles = {k: r for k, r in ROLES.items() if r != "direct"}
-    optimizer = gb.torch_optimizer(case.cls, 0.05, **case.options)
-    stacked, alone = ({k: normal(0)[k][s] for k in roles} for s in (slice(None), slice(tile, tile + 1)))
-    state, state_alone = optimizer.init(stacked, roles), optimizer.init(alone, roles)
-    for step in range(1, 4):
-        grads = {k: normal(step)[k] for k in roles}
-        stacked, state = optimizer.update(grads, state, stacked, roles)
-        grads = {k: g[tile : tile + 1] for k, g in grads.items()}
-        alone, state_alone = optimizer.update(grads, state_alone, alone, roles)
-    for k in roles:
-        torch.testing.assert_close(stacked[k][tile], alone[k][0])
-
-
 @given(cases, st.lists(st.sampled_from(["plain", "reversed", "strided"]), min_size=4, max_size=4), st.booleans())
 def test_pure_whatever_the_layout(case: Case, layouts: list[str], requires_grad: bool) -> None:
     optimizer = gb.torch_optimizer(case.cls, schedule, **case.options)
@@ -181,26 +146,26 @@ def test_pure_whatever_the_layout(case: Case, layouts: list[str], requires_grad:
     # A tensor of the state may be laid out as its leaf no longer is: files and other devices keep no strides.
     given_params = {k: in_layout(p, layouts[0]).detach().requires_grad_(requires_grad) for k, p in params.items()}
     given_grads = {k: in_layout(g, layouts[1]) for k, g in grads.items()}
-    given_state = map_leaves(lambda t: in_layout(t, layouts[2]) if t.ndim else t, state)
+    given_state = TREES.tree_map(lambda t: in_layout(t, layouts[2]) if t.ndim else t, state)
     inputs = (given_grads, given_state, given_params)
     before = copy_tree(inputs)
-    versions = [t._version for t in leaves_of(inputs)]
+    versions = [t._version for t in TREES.tree_leaves(inputs)]
 
     first = optimizer.update(*inputs, ROLES)
     again = optimizer.update(*inputs, ROLES)
 
-    assert same_bits(map_leaves(Tensor.detach, inputs), before)
-    assert versions == [t._version for t in leaves_of(inputs)]
+    assert same_bits(TREES.tree_map(Tensor.detach, inputs), before)
+    assert versions == [t._version for t in TREES.tree_leaves(inputs)]
     assert all(p.grad is None for p in given_params.values())
     assert same_bits(first, again)
-    kept = {t.untyped_storage().data_ptr() for t in leaves_of(inputs)}
-    for t in leaves_of(first):
+    kept = {t.untyped_storage().data_ptr() for t in TREES.tree_leaves(inputs)}
+    for t in TREES.tree_leaves(first):
         assert not t.requires_grad and t.grad is None and t.grad_fn is None
         assert t.untyped_storage().data_ptr() not in kept
-    for got, expected in zip(leaves_of(first), leaves_of(plain), strict=True):
+    for got, expected in zip(TREES.tree_leaves(first), TREES.tree_leaves(plain), strict=True):
         torch.testing.assert_close(got, expected)
     donated = optimizer.update(*copy_tree(before), ROLES, donate=True)
-    for got, expected in zip(leaves_of(donated), leaves_of(plain), strict=True):
+    for got, expected in zip(TREES.tree_leaves(donated), TREES.tree_leaves(plain), strict=True):
         torch.testing.assert_close(got, expected)
 
 
@@ -221,9 +186,9 @@ def test_state_is_a_pytree_of_tensors_with_a_fixed_structure(case: Case) -> None
     optimizer = gb.torch_optimizer(case.cls, schedule, **case.options)
     states = [run(optimizer, steps)[1] for steps in (0, 1, 3)]
     for steps, state in zip((0, 1, 3), states, strict=True):
-        assert structure_of(state) == structure_of(states[0])
+        assert TREES.tree_structure(state) == TREES.tree_structure(states[0])
         assert list(state.leaves) == list(SHAPES)
-        leaves, reference = leaves_of(state), leaves_of(states[0])
+        leaves, reference = TREES.tree_leaves(state), TREES.tree_leaves(states[0])
         assert all(isinstance(t, Tensor) for t in leaves)
         assert [(t.shape, t.dtype, t.device) for t in leaves] == [(t.shape, t.dtype, t.device) for t in reference]
         assert state.step.dtype == torch.int64 and int(state.step) == steps

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.train import TrainStep
-from tests.support.dense_oracle import READ_GRADIENTS, assert_same, step_answer
+from tests.support.dense_oracle import READ_GRADIENTS, assert_same, dense_answer, step_answer
 from tests.support.trees_equal import same_bits
 from tests.support.zoo import SGD, ZOO, loss_fn, step_of
 
@@ -35,11 +35,6 @@ def conv_net() -> nn.Module:
     return nn.Sequential(*layers, nn.Dropout2d(0.3), nn.Flatten(), nn.Linear(16, 6), nn.Dropout(0.5), nn.Linear(6, 3))
 
 
-def encoder() -> nn.Module:
-    layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.3, batch_first=True)
-    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-
 class WithWeights(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +49,6 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (lambda: nn.Sequential(nn.Linear(6, 7), nn.Dropout(0.5), nn.Linear(7, 3)), (4, 6)),
     "sequence": (lambda: nn.Sequential(nn.Linear(6, 7), nn.Dropout(0.5), nn.Linear(7, 3)), (4, 5, 6)),
     "conv": (conv_net, (4, 3, 6, 6)),
-    "encoder": (encoder, (4, 5, 8)),
     "attention": (WithWeights, (5, 3, 8)),
 }
 
@@ -291,3 +285,39 @@ def test_nothing_to_train_is_an_error() -> None:
     step = gb.make_train_step(gb.make_plan(pnet, exclude=["."]), pnet, loss_fn, SGD)
     with pytest.raises(ValueError, match="does not depend on any trained leaf: there is none"):
         step(step.init(), numbers(4, 6))
+
+
+# Torch says so of those with strides, once a process.
+NESTED = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+LAYOUTS = pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=["strided", "jagged"])
+
+
+def nested(rows: Tensor, layout: torch.layout) -> Tensor:
+    return torch.nested.as_nested_tensor([rows[:3], rows[3:]], layout=layout)
+
+
+@NESTED
+@pytest.mark.parametrize("base", [None, "own"])
+@EACH_MODE
+@LAYOUTS
+def test_linear_layers_take_nested_inputs(layout: torch.layout, mode: str, base: Any) -> None:
+    def loss(net: Any, rows: Tensor) -> Tensor:
+        return torch.cat(net(nested(rows, layout)).unbind()).sin().sum()
+
+    pnet = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)).double()
+    plan, rows = gb.make_plan(pnet, gb.low_rank(2), base=base, max_tile=64 if base else 5), numbers(8, 6)
+    options = {**MODES[mode], "microbatches": 1}
+    assert_same(step_answer(plan, pnet, loss, rows, **options), dense_answer(plan, pnet, loss, rows))
+
+
+@NESTED
+@pytest.mark.skipif(torch.__version__ < "2.6", reason="torch 2.5 has no gradient of an embedding of nested numbers")
+@EACH_MODE
+def test_an_embedding_takes_nested_numbers(mode: str) -> None:
+    def loss(net: Any, tokens: Tensor) -> Tensor:
+        return torch.cat(net(nested(tokens, torch.jagged)).unbind()).sin().sum()
+
+    make, tokens = lambda: nn.Embedding(40, 6).double(), torch.tensor([1, 5, 0, 1, 39])
+    plan = gb.make_plan(make(), gb.low_rank(2), include=["weight"])
+    options = {**MODES[mode], "microbatches": 1}
+    assert_same(step_answer(plan, make(), loss, tokens, **options), dense_answer(plan, make(), loss, tokens))

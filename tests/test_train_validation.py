@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gbfunc as gb
-from tests.support.trees_equal import same_bits
+from tests.support.trees_equal import same_bits, torch_defaults
 from tests.support.zoo import SGD, ZOO, loss_fn, mlp, step_of
 
 
@@ -153,12 +153,7 @@ def test_defaults_of_torch_change_no_genome_and_no_step() -> None:
     plan = gb.make_plan(pnet, gb.periodic(2))
     states = []
     for device, dtype in (("cpu", torch.float32), ("meta", torch.float64)):
-        try:
-            torch.set_default_device(device)
-            torch.set_default_dtype(dtype)
+        with torch_defaults(device, dtype):
             step = gb.make_train_step(plan, pnet, loss_fn, SGD)
             states.append(step(step.init(seed=3), x)[0])
-        finally:
-            torch.set_default_device(None)
-            torch.set_default_dtype(torch.float32)
     assert same_bits(*(state[:3] for state in states))

@@ -36,10 +36,7 @@ MODES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "lazy_microbatches": {"lazy": True, "microbatches": 2},
     }
 )
-WALKS = {
-    *("parameters", "named_parameters", "parameter_count", "parameter_names", "parameters_to_vector", "state_dict"),
-    "func_call_of_layer",
-}
+WALKS = {"named_parameters", "parameters_to_vector", "state_dict", "func_call_of_layer"}
 """Go through the parameters by name or number: a module that keeps factors has other ones."""
 CHANGES = {"apply", "state_between_calls", "weight_kept_on_module", "calls_counted"}
 """What a forward may do with its own module, and a loss function with `net` may not, by the contract."""

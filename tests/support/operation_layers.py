@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -44,11 +43,6 @@ def chain(net: Any, x: Tensor) -> Tensor:
 class Scaled(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input, self.weight * 2, self.bias)
-
-
-class Named(nn.Linear):
-    def doubled(self, x: Tensor) -> Tensor:
-        return self(x) * 2
 
 
 class Masked(nn.Linear):
@@ -109,17 +103,12 @@ def _conv1d() -> nn.Module:
 
 NOT_QUITE_STOCK: Mapping[str, Operation] = {
     "subclass_forward": layer(lambda: Scaled(6, 5)),
-    "subclass_method": layer(lambda: Named(6, 5), use=lambda net, x: net.a.doubled(x)),
     "subclass_mask": layer(Masked),
     "patched_method": layer(lambda: patched(lambda made: types.MethodType(doubled_forward, made))),
-    "patched_partial": layer(lambda: patched(lambda made: functools.partial(doubled_forward, made))),
-    "stock_forward_by_class": layer(lambda: nn.Linear(6, 5), use=lambda net, x: nn.Linear.forward(net.a, x)),
     "bare_parameters": layer(Bare, options={"include": ["."]}),
-    "skip_init": layer(lambda: _filled(nn.utils.skip_init(nn.Linear, 6, 5))),
     "lazy_linear": layer(after_dry_run),
     "conv1d_hugging_face": layer(_conv1d),
     "conv1d_reads_weight": layer(_conv1d, use=lambda net, x: net.a(x) + x @ net.a.weight),
-    "hook": layer(lambda: hooked(lambda made: made.register_forward_hook(lambda m, args, out: out.tanh()))),
     "hook_reads_weight": layer(lambda: hooked(lambda made: made.register_forward_hook(_reads_weight))),
     "hook_with_kwargs": layer(
         lambda: hooked(lambda made: made.register_forward_hook(lambda m, a, k, out: out * 2, with_kwargs=True)),
@@ -127,22 +116,14 @@ NOT_QUITE_STOCK: Mapping[str, Operation] = {
     ),
     "pre_hook": layer(lambda: hooked(lambda made: made.register_forward_pre_hook(lambda m, args: (args[0].sin(),)))),
     "weight_norm": layer(lambda: parametrizations.weight_norm(nn.Linear(6, 5))),
-    "weight_norm_conv": layer(lambda: parametrizations.weight_norm(nn.Conv1d(3, 5, 3)), 3, 7),
     "weight_norm_old": layer(lambda: nn.utils.weight_norm(nn.Linear(6, 5))),
     "spectral_norm": layer(lambda: parametrizations.spectral_norm(nn.Linear(6, 5))),
-    "spectral_norm_old": layer(lambda: nn.utils.spectral_norm(nn.Linear(6, 5))),
     "spectral_norm_conv": layer(lambda: parametrizations.spectral_norm(nn.Conv2d(2, 5, 3)), 2, 5, 5),
     "orthogonal": layer(lambda: parametrizations.orthogonal(nn.Linear(5, 5), use_trivialization=False), 5),
     "parametrized_cached": layer(
         lambda: parametrizations.weight_norm(nn.Linear(6, 5)), use=lambda net, x: _cached(net, x)
     ),
 }
-
-
-def _filled(module: nn.Module) -> nn.Module:
-    for parameter in module.parameters():
-        nn.init.normal_(parameter)
-    return module
 
 
 def _cached(net: Any, x: Tensor) -> Tensor:
@@ -166,17 +147,8 @@ def _isinstance(net: Any, x: Tensor) -> Tensor:
     return x
 
 
-def _penalised(net: Any, x: Tensor) -> Any:
-    return chain(net, x), sum(p.square().sum() for p in net.parameters())
-
-
 def _named_penalty(net: Any, x: Tensor) -> Any:
     return chain(net, x), sum(p.abs().sum() for name, p in net.named_parameters() if name.endswith("weight"))
-
-
-def _by_names(net: Any, x: Tensor) -> Tensor:
-    names = {name for name, _ in net.named_parameters()}
-    return chain(net, x) * (2 if names == {"a.weight", "a.bias", "b.weight", "b.bias"} else 3)
 
 
 def _by_state_dict(net: Any, x: Tensor) -> Tensor:
@@ -223,16 +195,12 @@ def _triple(m: nn.Module, *gradients: Any) -> Any:
 
 SEVERAL: Mapping[str, Operation] = {
     "backward_hook": pair(chain, lambda layers: layers["b"].register_full_backward_hook(_triple)),
-    "backward_pre_hook": pair(chain, lambda layers: layers["b"].register_full_backward_pre_hook(_triple)),
     "tied_layers": pair(chain, _tie),
     "tied_and_read": pair(lambda net, x: chain(net, x) @ net.b.weight, _tie),
     "same_layer_twice": pair(lambda net, x: net.a(net.a(x).tanh())),
-    "same_layer_two_names": pair(chain, lambda layers: layers.update({"b": layers["a"]})),
     "recurrent": pair(_recurrent),
     "other_layers_weight": pair(lambda net, x: F.linear(net.a(x), net.a.weight + net.b.weight, net.b.bias)),
-    "parameters": pair(_penalised),
     "named_parameters": pair(_named_penalty),
-    "parameter_names": pair(_by_names),
     "parameters_to_vector": pair(lambda net, x: (chain(net, x), nn.utils.parameters_to_vector(net.parameters()).sin())),
     "state_dict": pair(_by_state_dict),
     "apply": pair(_visit),

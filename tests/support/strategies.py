@@ -35,7 +35,7 @@ class Conv1D(nn.Module):
     def __init__(self, nf: int, nx: int) -> None:
         super().__init__()
         self.nf = nf
-        self.weight = nn.Parameter(torch.randn(nx, nf) * 0.02)
+        self.weight = nn.Parameter(torch.randn(nx, nf) * 0.1)
         self.bias = nn.Parameter(torch.zeros(nf))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.hypernets import Hypernet
+from tests.support.hugging_face import tiny
 from tests.support.operations import OldFunction, scripted
 from tests.support.zoo import ZOO, Animal
 
@@ -56,12 +56,7 @@ class Recurrent(nn.Module):
 class Logits(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        transformers = pytest.importorskip("transformers")
-        off = {name: 0.0 for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
-        config = transformers.GPT2Config(
-            n_layer=1, n_head=2, n_embd=4, n_positions=6, vocab_size=9, bos_token_id=1, eos_token_id=1, **off
-        )
-        self.model = transformers.GPT2LMHeadModel(config)
+        self.model = tiny("GPT2LMHeadModel", n_layer=1, n_embd=4, n_positions=6, vocab_size=9)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.model(input_ids=tokens, use_cache=False).logits

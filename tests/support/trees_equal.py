@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import optree
@@ -53,3 +55,14 @@ def photograph(module: nn.Module) -> Any:
             for name, m in module.named_modules()
         ],
     }
+
+
+@contextmanager
+def torch_defaults(device: str, dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)

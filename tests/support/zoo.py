@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations
 import gbfunc as gb
 from gbfunc.hypernets import Hypernet
 from gbfunc.train import Optimizer, TrainStep
+from tests.support.strategies import Conv1D
 
 BATCH = 8
 DEVICE = torch.device(os.environ.get("GBFUNC_DEVICE", "cpu"))
@@ -79,19 +80,6 @@ class Tied(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(torch.tanh(self.hidden(self.embedding(tokens))))
-
-
-class Conv1D(nn.Module):
-    """A linear layer that stores its weight as [in, out], as Hugging Face's GPT-2 does."""
-
-    def __init__(self, nf: int, nx: int) -> None:
-        super().__init__()
-        self.nf = nf
-        self.weight = nn.Parameter(torch.randn(nx, nf) * 0.1)
-        self.bias = nn.Parameter(torch.zeros(nf))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.addmm(self.bias, x, self.weight)
 
 
 class Running(nn.Module):
