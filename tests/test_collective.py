@@ -168,50 +168,28 @@ def test_a_missing_rank_is_named_within_the_timeout(how: str, tmp_path: Path) ->
 
 
 GLOO = "[/src/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:51606: Connection reset by peer."
+OF_BACKENDS = [
+    RuntimeError(GLOO),
+    RuntimeError("[C:\\src\\gloo\\transport\\uv\\pair.cc:12] closed"),
+    RuntimeError("[enforce fail at ../third_party/gloo/gloo/allreduce.cc:80] opts.elements > 0. "),
+    RuntimeError("Application timeout caused pair closure"),
+    dist.DistBackendError("NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:317, remote process exited"),
+    dist.DistStoreError("wait timeout after 8000ms, keys: /alive/1"),
+]
+OF_USERS = ["nothing stored yet", "the Store is closed", "Connection closed by peer", "my gloo: ProcessGroup of NCCL"]
+OF_USERS += ["Timed out waiting for the simulator", "[loader.cc:12] no such file", ""]
+OF_USERS += ["[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory"]
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError(GLOO),
-        RuntimeError("[../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation"),
-        RuntimeError("[C:\\src\\gloo\\transport\\uv\\pair.cc:12] closed"),
-        RuntimeError("[enforce fail at ../third_party/gloo/gloo/allreduce.cc:80] opts.elements > 0. "),
-        RuntimeError("Application timeout caused pair closure"),
-        dist.DistBackendError("NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:317, remote process exited"),
-        dist.DistStoreError("wait timeout after 8000ms, keys: /alive/1"),
-    ],
-    ids=repr,
-)
-def test_what_a_backend_says_is_a_failed_collective(error: RuntimeError) -> None:
-    with pytest.raises(CollectiveError, match="rank 0 of 2: gather failed or timed out") as caught:
-        failing(error)
-    assert caught.value.__cause__ is error
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "nothing stored yet",
-        "the Store is closed",
-        "Connection closed by peer",
-        "Timed out waiting for the simulator",
-        "my gloo: ProcessGroup of NCCL",
-        "[loader.cc:12] no such file",
-        "[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory",
-        "",
-    ],
-)
-def test_what_a_user_says_is_none(words: str) -> None:
-    with pytest.raises(RuntimeError) as caught:
-        failing(RuntimeError(words))
-    assert type(caught.value) is RuntimeError
-
-
-def failing(error: RuntimeError) -> None:
-    """Raise an error inside a collective."""
-    with Faults(0, 2, 1.0, None).named("gather"):
+@pytest.mark.parametrize("error", [*OF_BACKENDS, *map(RuntimeError, OF_USERS)], ids=repr)
+def test_errors_of_a_backend_alone_are_a_failed_collective(error: RuntimeError) -> None:
+    with pytest.raises((CollectiveError, RuntimeError)) as caught, Faults(0, 2, 1.0, None).named("gather"):
         raise error
+    if error in OF_BACKENDS:
+        assert isinstance(caught.value, CollectiveError) and caught.value.__cause__ is error
+        assert "rank 0 of 2: gather failed or timed out" in str(caught.value)
+    else:
+        assert caught.value is error
 
 
 # --- without other ranks -------------------------------------------------------------------------------------------

@@ -24,13 +24,11 @@ WORLDS = {2: 1, 3: 1, 4: 2}
 
 
 def is_slow(world: int, name: str) -> bool:
-    """Whether the default run leaves a case out."""
     return world == 4 or ("tile" not in name and world != (2, 3)[crc32(name.encode()) % 2])
 
 
 @lru_cache
 def by_ranks(world: int, slow: bool) -> list[dict[str, Any]]:
-    """The cases of the default run on all ranks, or the others: started once, as a rank takes seconds to start."""
     names = [name for name in CASES if is_slow(world, name) == slow]
     return run_ranks(world, "rank_cases:run_cases", arguments={"data": WORLDS[world], "names": names}, timeout=110)
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import gbfunc as gb
-from gbfunc.formats import genome_file_bytes
 from gbfunc.plan import Plan
 from tests.support.plans import PLANS, Tied, plans
-from tests.support.strategies import ALL_EXAMPLES, FACTORIES, named, pnets
+from tests.support.strategies import ALL_EXAMPLES, FACTORIES, named
 
 contract = pytest.mark.parametrize("hypernet", ALL_EXAMPLES, ids=named)
 every_plan = pytest.mark.parametrize("name", PLANS)
@@ -23,24 +19,6 @@ every_plan = pytest.mark.parametrize("name", PLANS)
 @every_plan
 def test_making_it_again_gives_the_same_plan(name: str) -> None:
     assert plans()[name][1] == PLANS[name][1]
-
-
-@every_plan
-def test_the_file_has_the_bytes_that_the_plan_says(name: str, tmp_path: Path) -> None:
-    net, plan = PLANS[name]
-    path = tmp_path / "genome.safetensors"
-    written = gb.save(path, plan, gb.init_genome(plan, net))
-    assert written == path.stat().st_size == genome_file_bytes(plan)
-
-
-@settings(max_examples=10)
-@given(pnets(), st.sampled_from(ALL_EXAMPLES), st.sampled_from([None, 5, (8, 3)]))
-def test_the_file_has_the_bytes_that_any_plan_says(
-    tmp_path_factory: Any, net: nn.Module, hypernet: Any, tile: Any
-) -> None:
-    plan = gb.make_plan(net, hypernet, max_tile=tile)
-    path = tmp_path_factory.mktemp("genome") / "genome.safetensors"
-    assert gb.save(path, plan, gb.init_genome(plan, net)) == path.stat().st_size == genome_file_bytes(plan)
 
 
 @every_plan
@@ -91,14 +69,6 @@ def test_the_report_as_a_table() -> None:
     buffers = gb.make_plan(nn.BatchNorm1d(3)).report()
     assert "running_mean         3      buffer" in buffers
     assert "(3)" in buffers
-
-
-def test_shared_code_weights_stand_apart_in_the_report() -> None:
-    _, plan = PLANS["shared"]
-    columns = [line.split() for line in plan.report().splitlines() if " shared " in line]
-    assert columns
-    total = sum(s.tile_params for t in plan.generated for s in t.slots) + sum(t.numel for t in plan.direct)
-    assert total + sum(int(c[4].replace(",", "")) for c in columns) == plan.genome_params
 
 
 def test_tiles_of_a_kind_share_their_code_weights() -> None:

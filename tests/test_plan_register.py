@@ -22,8 +22,6 @@ from tests.support.trees_equal import same_bits
 
 @dataclass(frozen=True)
 class Outer(Sized):
-    """Sums of outer products of functions of the codes."""
-
     rank: int | None = None
     powers: tuple[float, ...] = (1.0, 2.0)
     type: ClassVar[str] = "outer"
@@ -39,8 +37,6 @@ class Outer(Sized):
 
 @dataclass(frozen=True)
 class Ramp(Encoding):
-    """One number that grows along a tile, and powers of it."""
-
     powers: tuple[int, ...]
     inner: Encoding
     type: ClassVar[str] = "ramp"
@@ -60,8 +56,6 @@ class Nameless(Outer):
 
 @dataclass(frozen=True)
 class Bent(Outer):
-    """The same, in nothing of which it is linear."""
-
     type: ClassVar[str] = "bent"
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
@@ -70,8 +64,6 @@ class Bent(Outer):
 
 @dataclass(frozen=True)
 class Raw(Bent):
-    """One whose tiles are the weights as they stand."""
-
     type: ClassVar[str] = "raw"
     standardised: ClassVar[bool] = False
 

@@ -216,12 +216,3 @@ def test_a_pnet_that_holds_nonsense_is_refused(value: float) -> None:
     nn.init.constant_(pnet.weight, value)
     with pytest.raises(ValueError, match="parameter 'weight' of the p-net holds values that are not finite"):
         gb.make_plan(pnet)
-
-
-def test_a_pnet_on_the_meta_device_is_planned_and_filled() -> None:
-    with torch.device("meta"):
-        pnet = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.TransformerEncoderLayer(16, 2, 32))
-    plan = gb.make_plan(pnet, compression=4.0)
-    weights = gb.generate(plan, gb.init_genome(plan, pnet))
-    assert {k: v.shape for k, v in weights.items()} == {k: v.shape for k, v in pnet.named_parameters()}
-    assert not any(v.is_meta for v in weights.values())

@@ -21,21 +21,14 @@ every_plan = pytest.mark.parametrize("name", PLANS)
 def test_json_round_trip(name: str) -> None:
     _, plan = PLANS[name]
     again = Plan.from_json(plan.to_json(), FACTORIES)
-    assert again == plan
-    assert hash(again) == hash(plan)
-    assert again.target == plan.target
-    assert again.digest() == plan.digest()
-    assert again.ensembles == plan.ensembles
-    assert again.genome_params == plan.genome_params
+    assert again == plan and hash(again) == hash(plan)
+    assert (again.target, again.digest()) == (plan.target, plan.digest())
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (
-            '{"version": 99, "hypernets": [], "encodings": [], "tensors": []}',
-            "version 99 is not the one known",
-        ),
+        ('{"version": 99, "hypernets": [], "encodings": [], "tensors": []}', "version 99 is not the one known"),
         ('{"version": 2, "hypernets": [{"type": "x"}], "encodings": [], "tensors": []}', "not a hypernetwork"),
         ('{"version": 2, "hypernets": [], "encodings": [{"type": "x"}], "tensors": []}', "not an encoding"),
     ],

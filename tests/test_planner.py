@@ -25,7 +25,6 @@ CASES = with_pipelines(LAYOUTS, *(name for name, options in LAYOUTS.items() if "
 
 @lru_cache
 def measured() -> list[dict[str, Any]]:
-    """All layouts on four ranks: started once, as a rank takes seconds to start."""
     return run_ranks(4, "planner_cases:run_layouts", arguments={"names": list(LAYOUTS)}, timeout=300)
 
 
@@ -39,7 +38,6 @@ def planned(name: str) -> Footprint:
 
 
 def busiest(name: str, what: str) -> Any:
-    """The most that any rank measured."""
     results = [result[name] for result in measured()]
     assert not any(isinstance(result, str) for result in results), results
     if what != "sent":

@@ -122,7 +122,6 @@ def test_the_newest_are_kept(keep: int, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TrainStep, Path, bytes]]:
-    """A step, a folder with its checkpoints 1 and 2, and the bytes of the second."""
     folder = tmp_path_factory.mktemp("pair")
     step, batch = step_of("conv_bn", optimizer=ADAM)
     one = advance(step, step.init(), batch, 1)
@@ -131,7 +130,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TrainStep, 
 
 
 def skips(pair: tuple[TrainStep, Path, bytes], data: bytes) -> None:
-    """The second is passed over, and said to be damaged; by itself it is refused."""
     step, folder, _ = pair
     newest = folder / "step-00000002.safetensors"
     newest.write_bytes(data)
@@ -243,7 +241,6 @@ def test_leftovers_go_and_nothing_else(tmp_path: Path) -> None:
 
 
 def held_for_others(folder: Path, step: TrainStep) -> bool:
-    """Whether another process is refused the folder."""
     child = os.fork()
     if not child:
         try:

@@ -34,13 +34,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def straight(folder: Path) -> Any:
-    """The state of a training in one process without an interruption."""
     return take(None, Course("", folder / "none", folder / "straight", UNTIL))["state"]
 
 
 @pytest.fixture(scope="module")
 def begun(folder: Path) -> dict[str, Any]:
-    """A training that one process begins, which all layouts go on with."""
     return take(None, Course("", folder / "none", folder / "one", SAVED))
 
 

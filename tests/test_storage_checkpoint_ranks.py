@@ -36,13 +36,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def straight(folders: Path) -> Any:
-    """The state of a training without ranks nor interruption."""
     return course(None, folders / "straight", UNTIL)["state"]
 
 
 @pytest.fixture(scope="module")
 def on_two(folders: Path) -> list[Any]:
-    """Two ranks begin a training in each placement, and are refused one of another plan."""
     course(None, folders / "one", SAVED)
     begin = [(str(folders / placement), SAVED, placement) for placement in PLACEMENTS]
     return run_ranks(2, "rank_checkpoints:run_courses", arguments={"tasks": begin, "refused": folders / "one"})

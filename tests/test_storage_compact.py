@@ -33,14 +33,12 @@ def genuine(tmp_path_factory: pytest.TempPathFactory) -> Genuine:
 
 @pytest.fixture(scope="module")
 def body(genuine: Genuine) -> bytes:
-    """All but the checksum of a file in codes of 6 bits."""
     gb.save(genuine.folder / "codes", genuine.plan, genuine.genome, "int6")
     data = (genuine.folder / "codes").read_bytes()
     return data[3:4] + data[8:]
 
 
 def forged(body: bytes) -> bytes:
-    """A file with any body, and the checksum that fits it."""
     return b"GB5" + body[:1] + zlib.crc32(body).to_bytes(4, "little") + body[1:]
 
 
@@ -166,7 +164,6 @@ def test_a_body_with_anything_anywhere(genuine: Genuine, body: bytes, data: st.D
 
 
 def numbers(body: bytes, plan: gb.Plan) -> bytes:
-    """What follows the plan."""
     return body[1 + len(deflate(plan.to_json())) :]
 
 

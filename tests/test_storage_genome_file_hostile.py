@@ -53,8 +53,6 @@ NAN = torch.full((5,), torch.nan)
 OTHERS = (torch.uint8, torch.float16, torch.float64, torch.complex64, torch.float8_e5m2)
 LEAVES: dict[str, tuple[Any, str]] = {
     "less": (without("direct/0.bias"), r"float32 is \(75,\), expected \(80,\)"),
-    "no int64": (without("buffers/1.num_batches_tracked"), r"missing \['int64'\], unknown \[\]"),
-    "more": (instead("direct/0.more", torch.zeros(1)), r"float32 is \(81,\), expected \(80,\)"),
     "nan": (instead("direct/0.bias", NAN), "not finite in 'direct/0.bias'"),
     "infinite": (instead("direct/0.bias", 1 / torch.zeros(5)), "not finite in 'direct/0.bias'"),
     "nan buffer": (instead("buffers/1.running_var", NAN), "NaN in 'buffers/1.running_var'"),
@@ -65,7 +63,6 @@ TENSORS: dict[str, tuple[Any, str]] = {
     "no float32": (without("float32"), "declares g-nets of more parameters than the 0 "),
     "more": (instead("more", torch.zeros(1)), r"missing \[\], unknown \['more'\]"),
     "an empty one": (instead("float16", torch.zeros(0).half()), r"missing \[\], unknown \['float16'\]"),
-    "shorter": (resized("float32", -1), r"float32 is \(79,\), expected \(80,\)"),
     "longer": (resized("float32", 1), r"float32 is \(81,\), expected \(80,\)"),
     "a scalar": (instead("int64", torch.tensor(0)), r"int64 is \(\), expected \(1,\)"),
     "a matrix": (lambda t: {**t, "float32": t["float32"][:, None]}, r"float32 is \(80, 1\), expected \(80,\)"),
@@ -124,7 +121,6 @@ def test_a_dtype_that_is_not_that_of_the_tensors(genuine: Genuine, tmp_path: Pat
 
 
 def tensor(plan: Any, name: str = "5.weight") -> Any:
-    """The entry of a tensor in a plan."""
     return next(t for t in plan["tensors"] if t["name"] == name)
 
 
@@ -133,7 +129,6 @@ def hypernet(plan: Any, **options: Any) -> None:
 
 
 def huge(plan: Any, side: int, tile: int, kind: str = "periodic", code: Any = None) -> None:
-    """The linear layer as one large matrix in tiles."""
     entry = tensor(plan)
     entry["shape"] = [side, side]
     (slot,) = entry["slots"]
@@ -198,7 +193,6 @@ def test_plans_and_headers_that_are_none(genuine: Genuine, tmp_path: Path) -> No
 
 
 def bomb(size: int, inner: bytes = b" ") -> str:
-    """So many bytes, in a thousandth of them."""
     return packed(inner * (size // len(inner)))
 
 
@@ -245,12 +239,10 @@ MANY = 16_384
 
 
 def linear(i: int, rows: int = 2, cols: int = 2, **more: Any) -> Any:
-    """The entry of a linear layer of one tile."""
     return {"name": f"{i:x}", "shape": [rows, cols], "kind": "linear", "slots": [[0, 0, 0, 1.0]], **more}
 
 
 def plan_json(tensors: list[Any], hypernet: Any = None, encoding: Any = None, **more: Any) -> str:
-    """A plan of linear layers that share a hypernetwork and an encoding."""
     hypernets, encodings = [hypernet or {"type": "periodic", "features": 1}], [encoding or {"type": "binary"}]
     plan = {"version": 2, "hypernets": hypernets, "encodings": encodings, "tensors": tensors, **more}
     return json.dumps(plan, separators=(",", ":"))
@@ -282,10 +274,6 @@ WORK: dict[str, tuple[Callable[[], str], str]] = {
         "declares g-nets of more parameters than the 80 ",
     ),
     "dimensions": (lambda: plan_json([vector("w", [1] * 190_000)]), "190,000 dimensions in a shape; .* at most 64"),
-    "dimensions of a buffer": (
-        lambda: plan_json([], buffers=[["b", [1 << 62] * 190_000, "float32", True]]),
-        "190,000 dimensions in a shape",
-    ),
     "a tree of encodings": (lambda: plan_json([linear(1)], encoding=nested(11, both=True)), "nested 3 deep, got 4"),
     "allowed encodings in many tensors": (
         lambda: plan_json([linear(i) for i in range(MANY)], encoding=nested(3, both=True)),
@@ -293,10 +281,6 @@ WORK: dict[str, tuple[Callable[[], str], str]] = {
     ),
     "axes of a grid": (lambda: plan_json([linear(1, 1, 1)], encoding=GRID), "at most 16 axes, got 100000"),
     "tensors": (lambda: plan_json([linear(i) for i in range(25_000)]), "25,000 names of tensors; .* at most 16,384"),
-    "hypernetworks": (
-        lambda: plan_json([linear(1)] * 2).replace('"hypernets":[', '"hypernets":[' + "{}," * 20_000),
-        "",
-    ),
     "lists": (lambda: "[" + "[]," * 1_390_000 + "0]", "over 65,536 dicts or 262,144 lists"),
 }
 
@@ -333,7 +317,6 @@ def test_what_is_not_read_is_not_written(tmp_path: Path) -> None:
 
 
 def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Paths to all nodes of a JSON tree."""
     if path:
         yield path
     if isinstance(node, dict | list):

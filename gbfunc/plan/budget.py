@@ -27,11 +27,7 @@ _LEAST_SIDE = 16  # Of the tiles of a type that spreads: from there on a larger 
 
 @dataclass
 class Unit:
-    """`count` slots of equal shape, codes and hypernetwork, whose size is sought unless the hypernetwork has one.
-
-    They get equal sizes, but for the first `larger` of them, which get one more. Where `max_tile` is None, `cut` has
-    the tiles along rows and columns.
-    """
+    """`count` slots of equal shape, codes and hypernetwork, whose size is sought unless the hypernetwork has one."""
 
     matrix: MatrixDims
     hypernet: Hypernet
@@ -40,10 +36,10 @@ class Unit:
     group: str = ""
     spreads: bool = False
     count: int = 0
-    # The whole matrix: smaller tiles only shorten min(r, c), so no cut helps a size that is given.
+    # Tiles along rows and columns without `max_tile`; smaller tiles only shorten min(r, c), which no given size needs.
     cut: tuple[int, int] = (1, 1)
     size: int = 1
-    larger: int = 0
+    larger: int = 0  # The first slots, which get one size more
     _tilings: dict[tuple[int, int], tuple[TileGrid, TileDims]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -57,7 +53,7 @@ class Unit:
 
     @property
     def cost(self) -> int:
-        """Parameters of all its slots at the present size and cut."""
+        """Parameters of all slots at the present size and cut."""
         return self.cost_of(self.cut, self.size)
 
     def tiling(self, cut: tuple[int, int]) -> tuple[TileGrid, TileDims]:
@@ -98,7 +94,7 @@ class Unit:
         return self.cost_of(self.cut, size) - self.cost
 
     def fits(self, cut: tuple[int, int], size: int) -> bool:
-        """Whether the rule for the number of tiles allows a size; any size fits tiles that are given."""
+        """Whether the rule for the number of tiles allows a size; any size fits given tiles."""
         if self.spreads:
             finest = self._square(_LEAST_SIDE)
             # A whole matrix is left whole where not even two tiles are within the budget.
@@ -154,19 +150,15 @@ class Unit:
         _, self.cut, self.size = min(near, key=lambda option: (math.prod(option[1]), -option[0]))
 
     def nearby(self) -> list[tuple[int, tuple[int, int], int]]:
-        """Parameters, cut and size of what the rule for tiles allows with a size near the present one.
-
-        A matrix that is one tile may become two or four; `refine` has tried finer tiles of all others.
-        """
+        """Parameters, cut and size of the allowed cuts and sizes near the present ones."""
         if self.fixed or self.spreads:
             return [(self.cost, self.cut, self.size)]
+        # A matrix that is one tile may become two or four; `refine` has tried finer tiles of all others.
         one_tile = self.max_tile is None and self.cut == (1, 1)
         cuts = product(_cuts(self.matrix.rows, 1), _cuts(self._channels, 1)) if one_tile else [self.cut]
         least, most = max(1, self.size // 2, self.size - _NEAR), min(2 * self.size, self.size + _NEAR)
-        pairs = [
-            (c, s) for c in cuts for s in range(least, 1 + min(most, self.largest(c, math.inf))) if self.fits(c, s)
-        ]
-        return [(self.cost_of(*pair), *pair) for pair in pairs]
+        pairs = ((c, s) for c in cuts for s in range(least, 1 + min(most, self.largest(c, math.inf))))
+        return [(self.cost_of(*pair), *pair) for pair in pairs if self.fits(*pair)]
 
 
 def _cuts(length: int, n: int) -> list[int]:
@@ -211,10 +203,7 @@ def allocate(units: list[Unit], budget: int) -> None:
 
 
 def _exchange(units: list[Unit], left: int, enough: float) -> None:
-    """Change two units, of which one may become smaller, so that at most `enough` is left, or else the least.
-
-    Of such changes it is the one with the fewest tiles, and then the one that changes sizes the least.
-    """
+    # Two units change so that at most `enough` is left, or the least; by the fewest tiles, then the closest sizes.
     nearby = {id(unit): unit.nearby() for unit in units}
     least: tuple[float, ...] = (left,)
     best: list[tuple[Unit, tuple[int, int], int]] = []
@@ -233,7 +222,7 @@ def _exchange(units: list[Unit], left: int, enough: float) -> None:
 
 
 def _share(unit: Unit, level: float) -> float:
-    """The unit's parameters at a level: level * numel^(1/3) features of the whole matrix, in parameters."""
+    # level * numel^(1/3) features of the whole matrix, in parameters
     if unit.spreads:
         return level * unit.count * math.sqrt(unit.numel)
     first = unit.cost_of((1, 1), 1)

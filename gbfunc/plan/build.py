@@ -59,53 +59,50 @@ def make_plan(
     target_modules: str | Sequence[str] | None = None,
     modules_to_save: Sequence[str] = (),
 ) -> Plan:
-    """Plan how a p-net's weights grow from a genome, or how a genome changes a pretrained p-net.
+    """Plans how a p-net's weights grow from a genome, or how a genome changes a pretrained p-net.
 
     By default the weights of linear, convolution and attention layers are generated, and biases, norms and embeddings
-    are direct parameters; of those that would take over a quarter of a size target, embeddings become products of two
-    thin matrices (`low_rank`), and the longest vectors are generated. At most one size target may be given, and none
-    with an explicit size of `hypernet` (those in `rules` are kept); with neither, every matrix has one tile and its
-    type's default size (32 features, 32 hidden units, rank 4, 8 genes). Where some of the p-net's parameters require
-    grad and others do not, the others are direct and stay as they are, unless `include` or `rules` name them.
+    are direct parameters. If these would take over a quarter of a size target, embeddings become products of two thin
+    matrices (`low_rank`), and the longest vectors are generated. A size target excludes other targets and an explicit
+    size of `hypernet` (sizes in `rules` are kept); without either, every matrix has one tile and its type's default
+    size (32 features, 32 hidden units, rank 4, 8 genes). If some of the p-net's parameters require grad and others do
+    not, the others are direct and stay as they are, unless `include` or `rules` name them.
 
     With `base="own"` the p-net's present weights are the base, and the genome an adapter: `weights = base + delta`. The
-    deltas are generated and start at exactly zero; all that has no delta is frozen, and neither trained, nor counted,
-    nor stored. Norms with running statistics in it stay in evaluation mode.
+    deltas are generated and start at exactly zero; other weights of the base are neither trained, nor counted, nor
+    stored. Norms of the base with running statistics stay in evaluation mode.
 
     Args:
-        pnet: any `nn.Module`; it is only looked at. Its initial weights set the scale of the generated ones.
+        pnet: any `nn.Module`, which is not changed. Its initial weights set the scale of the generated weights.
         hypernet: the type of g-net; by default `periodic()`, and for deltas of a base `bilinear(share="shapes")`.
-        genome_params: most parameters of the whole genome, direct ones included.
+        genome_params: most parameters of the whole genome, direct parameters included.
         genome_bytes: most bytes of the genome's file, header and buffers included.
         compression: least ratio of the p-net's parameters to the genome's.
-        stored: the `dtype` that `save` will be given, which `genome_bytes` are then of; None is the p-net's own. Of
-            codes the most that any values need (trained ones some 5 to 15 % less), with running statistics in 16 bits:
-            2 bytes more for each where training makes them need 32. `"auto"` are codes with steps that training finds
-            (`allocate_steps`), of 5 bits a number here.
-        include: regular expressions (`re.search`) for parameters to generate beside the default ones.
+        stored: the `dtype` of `save` that `genome_bytes` are of; None is the p-net's own. Codes count the most bytes
+            that any values need (trained values need 5 to 15 % less), with running statistics in 16 bits; `"auto"`
+            (`allocate_steps`) counts 5 bits a number.
+        include: regular expressions (`re.search`) for parameters to generate beside the defaults.
         exclude: regular expressions for parameters to keep direct, whatever else names them.
         rules: `(pattern, hypernetwork or None)`: other types for some parameters, None for direct; the first wins.
         encodings: `{parameter: (rows, columns)}`: codes of the axes of its matrix, None for the default (`binary`); an
             array or tensor [n, k] has codes of one's own (`table`).
         max_tile: largest tile: None for the fewest tiles with `2 * size <= min(r, c)`, a length, or (rows, columns);
-            columns coded per axis, as a convolution's are, count channels.
-        base: `"own"`: the p-net's present tensors, but for those of `modules_to_save`, are the base, in the dtype that
-            they have. A base in bfloat16 or float16 is trained and served as it is; to serve one of float32 in a
-            narrower dtype, convert what `gb.materialize` makes of it.
-        target_modules: modules whose weights get a delta, as PEFT has it: a list of names or their last parts
+            columns coded per axis, such as a convolution's, count channels.
+        base: `"own"`: the p-net's present tensors, except those of `modules_to_save`, in their own dtype. To serve a
+            base of float32 in a narrower dtype, convert the result of `gb.materialize`.
+        target_modules: modules whose weights get a delta, as in PEFT: a list of names or their last parts
             (`["query", "value"]`), a regular expression that matches whole names, or `"all-linear"`; None is every
-            linear, convolution and attention layer. `include`, `exclude` and `rules` go before it.
-        modules_to_save: names, or their last parts, of modules that are not the base's, such as a new head: trained
-            and part of the genome. Their parameters are direct, and start at their present values; a size target of
-            which they would take over a quarter has the longest of them generated, by `periodic()` where
-            `hypernet` shares code weights between matrices.
+            linear, convolution and attention layer. `include`, `exclude` and `rules` go first.
+        modules_to_save: names, or their last parts, of modules that are not the base's, such as a new head. Their
+            parameters are direct, and start at their present values; if they would take over a quarter of a size
+            target, the longest are generated, by `periodic()` if `hypernet` shares code weights between matrices.
 
     Returns:
         The plan. A size target is met from below, within 2 % where the sizes' steps allow.
 
     Raises:
         ValueError: for a p-net that cannot be used, patterns that match nothing, contradictory sizes, or a target that
-            cannot be reached (it names the smallest genome and what stands in the way).
+            cannot be reached, with the smallest genome.
         TypeError: for arguments of a wrong type.
     """
     check_pnet(pnet)
@@ -355,13 +352,12 @@ def _default_codes(matrix: MatrixDims, given: Codes) -> tuple[Encoding, Encoding
 
 
 def _initial_scale(choice: Candidate, matrix: MatrixDims, part: int) -> tuple[float, float]:
-    """Standard deviation and offset of a slot: those of the p-net's initial weights.
+    """Standard deviation and offset of a slot: those of the p-net's initial weights, in three digits.
 
-    A vector keeps its mean as the offset. Where the deviation is zero or undefined (one entry, a meta-device p-net) it
-    is 1 / sqrt(fan_in), fan_in being the columns of a matrix and the length of a vector. That of a delta is a tenth,
-    and has no offset. All in three digits: more would be as many bytes of a genome's file.
+    A vector keeps its mean as the offset. A deviation that is zero or undefined becomes 1 / sqrt(fan_in), with the
+    columns of a matrix or the length of a vector as fan_in. A delta has a tenth of the deviation, and no offset.
     """
-    # Kept: a target in bytes is met by many plans, and all of them have the same.
+    # Kept: a target in bytes is met by trying many plans.
     if part in choice.scales:
         return choice.scales[part]
     weights = choice.info.tensor.detach()

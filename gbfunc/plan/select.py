@@ -26,14 +26,9 @@ _ALL_LINEAR_KINDS = frozenset({"linear", "transposed_linear"})
 
 
 class Targets(NamedTuple):
-    """What changes, and what is new.
+    """Patterns of whole names of the modules that change, and of those that are not the base's."""
 
-    Attributes:
-        modules: patterns of whole names of the modules that change, `"all-linear"`, or None for the default selection.
-        new: patterns of whole names of the modules that are not the base's.
-    """
-
-    modules: Literal["all-linear"] | list[re.Pattern[str]] | None
+    modules: Literal["all-linear"] | list[re.Pattern[str]] | None  # None is the default selection
     new: list[re.Pattern[str]]
 
     def saved(self, name: str) -> bool:
@@ -66,12 +61,7 @@ def _named(patterns: list[re.Pattern[str]], module: str) -> bool:
 def check_targets(
     pnet: nn.Module, base: str | None, modules: str | Sequence[str] | None, new: Sequence[str]
 ) -> Targets | None:
-    """Targets as `make_plan` takes them, None for a p-net without a base.
-
-    Raises:
-        TypeError: for arguments of a wrong type.
-        ValueError: for a base or modules that there are not, and for targets without a base.
-    """
+    """The targets of `make_plan`, None for a p-net without a base; raises ValueError or TypeError as `make_plan`."""
     if base not in (None, "own"):
         raise ValueError(f"base must be None or 'own' (the p-net's present weights), got {base!r}")
     if not isinstance(new, Collection) or isinstance(new, str) or not all(isinstance(n, str) for n in new):
@@ -111,19 +101,15 @@ def check_targets(
 
 @dataclass
 class Candidate:
-    """One parameter, its plan without slots, and what generates it, None where it is direct.
-
-    A size target may have a `movable` one generated; with `base` it is a delta that is generated; one with
-    `single_tile` is not cut into tiles; `scales` keeps the initial deviation and offset of its matrices.
-    """
+    """One parameter, and its plan without slots."""
 
     info: ParameterInfo
     tensor: TensorPlan
-    hypernet: Hypernet | None
-    movable: bool = False
-    base: bool = False
+    hypernet: Hypernet | None  # None for a direct parameter
+    movable: bool = False  # Whether a size target may have it generated
+    base: bool = False  # Whether a delta of it is generated
     single_tile: bool = False
-    scales: dict[int, tuple[float, float]] = field(default_factory=dict)
+    scales: dict[int, tuple[float, float]] = field(default_factory=dict)  # Deviation and offset of each matrix
 
 
 def choose(

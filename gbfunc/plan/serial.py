@@ -17,26 +17,20 @@ from gbfunc.tiling import TileGrid
 from gbfunc.types import DTYPES, JSON
 
 VERSION = 2
-
-_USUAL_KINDS = {1: "vector", 2: "linear", 4: "conv"}
-"""By the number of dimensions: such kinds are left out."""
-
+_USUAL_KINDS = {1: "vector", 2: "linear", 4: "conv"}  # By the number of dimensions: such kinds are left out
 _MAX_TILES = 1 << 24
 C = TypeVar("C", bound=type[Hypernet] | type[Encoding])
 
 
 def register(cls: C) -> C:
-    """Let `gb.save` and `gb.load` know a type of g-net, or an encoding, of your own.
+    """Registers a type of g-net, or an encoding, of your own for `gb.save` and `gb.load`; returns the class.
 
-    Call it before either, in every program that saves or loads such genomes; a file holds the class's `type` and fields
-    and runs no code. It is a class decorator too, above `@dataclass(frozen=True)`.
+    Call `register` in every program that saves or loads such genomes, or use it as a class decorator above
+    `@dataclass(frozen=True)`; a file holds the class's `type` and fields and runs no code.
 
     Args:
         cls: a subclass of `gbfunc.hypernets.Hypernet` or `gbfunc.encoding.Encoding`, with a `type` of its own. A class
-            of the same name, as a cell of a notebook makes when it is run again, takes the place of the former.
-
-    Returns:
-        The class.
+            of the same name, such as a notebook's cell makes again, replaces the former class.
 
     Raises:
         TypeError: for anything else.

@@ -25,8 +25,8 @@ def check_stored(name: str, dtype: str) -> None:
         raise ValueError(f"{name} is {dtype}, which no genome file holds: it has {', '.join(DTYPES)}")
 
 
+# Kinds of layers that can apply the factors of their weight
 _FACTORED_KINDS = frozenset({"linear", "transposed_linear", "conv", "attention_in", "attention", "embedding"})
-"""Kinds of layers that can apply the factors of their weight."""
 
 
 def tile_dims(grid: TileGrid, row_code: Encoding, col_code: Encoding) -> TileDims:

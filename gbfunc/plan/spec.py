@@ -27,10 +27,10 @@ class Plan:
 
     Attributes:
         tensors: every parameter of the p-net, tied ones once; with a base, those that the genome changes or adds.
-        buffers: every buffer; with a base, those that the genome holds.
-        target: the size target it was made for, in words, or "".
-        base: whose deltas the genome holds, None where it holds all of the p-net.
-        left_out: layers of a base without a delta because of the class or dtype of their weights; no file names them.
+        buffers: every buffer; with a base, those of the genome.
+        target: the size target in words, or "".
+        base: the base of the genome's deltas, None without one.
+        left_out: layers of a base without a delta because of the class or dtype of their weights; not in files.
     """
 
     tensors: tuple[TensorPlan, ...]
@@ -103,16 +103,11 @@ class Plan:
         return parameters + buffers + (self.base.bytes if self.base else 0)
 
     def suggested_lr(self, optimizer: type[torch.optim.Optimizer] = torch.optim.Adam) -> float:
-        """A constant learning rate to begin with: the least of those of the types of g-net.
+        """Returns a constant learning rate to begin with, the least rate of the types of g-net.
 
         Chosen on validation images of digits, for a 64-256-256-64-10 MLP at 20x and 300 steps. Half and twice the rate
-        learn too; long runs do better with a warm-up and a decay.
-
-        Args:
-            optimizer: Adam, or a class that takes steps of its size: AdamW, NAdam or RAdam.
-
-        Raises:
-            ValueError: for any other class, whose steps have another size.
+        learn too; long runs do better with a warm-up and a decay. Raises ValueError for other optimizers than Adam,
+        AdamW, NAdam and RAdam, whose steps have another size.
         """
         if optimizer not in (known := (optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam)):
             names = [cls.__name__ for cls in known]
@@ -148,14 +143,7 @@ class Plan:
         return plan_to_json(self.tensors, self.buffers, self.target, self.base)
 
     def base_tensors(self, pnet: nn.Module) -> BaseTensors | None:
-        """The frozen tensors that the genome's deltas belong to; None for a plan without a base.
-
-        Args:
-            pnet: the base.
-
-        Raises:
-            ValueError: if it is another one.
-        """
+        """The frozen tensors of a base, None for a plan without one; raises ValueError for another base."""
         if self.base is None:
             return None
         tensors = BaseTensors(pnet, {t.name for t in self._new} | {b.name for b in self.buffers})
@@ -178,26 +166,18 @@ class Plan:
 
     @staticmethod
     def from_json(text: str, factories: tuple = ()) -> Plan:
-        """Read what `to_json` wrote.
-
-        Args:
-            text: the JSON.
-            factories: the factories of `from_module` that the plan needs.
-
-        Raises:
-            ValueError: for anything that is not a valid plan.
-        """
+        """Reads the text of `to_json`, with the factories of `from_module`; raises ValueError for anything else."""
         return Plan(*plan_from_json(text, factories))
 
     def report(self, dtype: Stored | None = None, genome: GenomeLike | None = None, metadata: Any = None) -> str:
-        """Every tensor with its role, tiles, parameters and bytes of the genome's file, as a text table.
+        """Returns a text table of all tensors: role, tiles, parameters and bytes of the genome's file.
 
         All bytes together are the file's: plan, metadata, scales of codes, and container have rows of their own.
 
         Args:
-            dtype: what the file stores, as of `gb.save`; None is the p-net's own.
-            genome: a genome, for codes, whose bytes are for their values to say; without one the most that any has.
-            metadata: what `gb.save` is to write beside it.
+            dtype: the dtype of `gb.save`; None is the p-net's own.
+            genome: a genome, whose values decide the bytes of codes; without one the most bytes that any genome needs.
+            metadata: the metadata of `gb.save`.
 
         Raises:
             ValueError: for another dtype, or a genome of another plan.

@@ -42,7 +42,6 @@ AXES = ("data", "pipeline", "gnets", "tensor")
 
 
 def make_case(width: int = 32, layers: int = 4) -> tuple[nn.Module, Plan, Tensor]:
-    """A small GPT, its plan, and a global batch of 16 rows."""
     torch.manual_seed(0)
     pnet = GPT(64, 16, layers, width, 4, 4 * width)
     plan = gb.make_plan(pnet, gb.periodic(4), max_tile=width)
@@ -54,7 +53,6 @@ def _state_tensors(state: gb.TrainState) -> list[Tensor]:
 
 
 def measure(layout: dict[str, Any]) -> dict[str, Any]:
-    """The second step of a layout on this rank: bytes sent by axis, stored by optimizer and genome, and the peak."""
     options = dict(layout)
     sizes = {axis: options.pop(axis) for axis in AXES if axis in options}
     mesh = gb.mesh(**{"gnets": 1, **sizes})
@@ -81,7 +79,6 @@ def measure(layout: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_layouts(init_method: str, names: list[str]) -> dict[str, Any]:
-    """All layouts on this rank; an error as its words."""
     results = {}
     with gb.mesh(4, 1, timeout=60 * PATIENCE, init_method=init_method):
         for name in names:

@@ -22,7 +22,6 @@ from tests.support.zoo import ZOO, loss_fn
 
 
 def three_tanh(width: int) -> nn.Module:
-    """A g-net module."""
     return nn.Sequential(nn.Linear(width, 3), nn.Tanh(), nn.Linear(3, 1))
 
 
@@ -52,14 +51,12 @@ SIZES = (8, 7, 3, 1)
 
 
 def squared(net: Callable[..., Tensor], batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mean squared error, with the mean absolute one beside it."""
     x, y = batch
     out = net(x)
     return F.mse_loss(out, y), {"mae": (out - y).abs().mean()}
 
 
 def pnet_of(sizes: tuple[int, int, int] = (6, 14, 5)) -> nn.Module:
-    """A float64 p-net of two layers, always the same."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(sizes[0], sizes[1]), nn.Tanh(), nn.Linear(sizes[1], sizes[2])).double()
@@ -113,7 +110,6 @@ def trajectory(
 
 
 def animal(mesh: Mesh | None, placement: Any, name: str) -> Any:
-    """Two steps of an animal of the zoo, in float64."""
     pnet = ZOO[name].pnet().double()
     plan = ZOO[name].plan(pnet)
     step = gb.make_train_step(plan, pnet, loss_fn, MOMENTUM, mesh=mesh, placement=placement, clip_norm=1.0)
@@ -162,7 +158,6 @@ COMPILED = {name: partial(case, compile=True) for name, case in EAGER.items()}
 
 
 def run_cases(init_method: str, data: int, names: list[str]) -> dict[str, Any]:
-    """Every named case on this rank; the words it failed with where one fails, and none after ranks have parted."""
     found: dict[str, Any] = {}
     with gb.mesh(data=data, init_method=init_method, timeout=30 * PATIENCE) as mesh:
         for name in names:

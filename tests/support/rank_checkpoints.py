@@ -24,7 +24,6 @@ PLACEMENTS = ("replicated", "sharded", "factors")
 
 
 def make(mesh: Mesh | None, placement: Any = "auto") -> TrainStep:
-    """A step with uneven tiles and an optimizer that remembers."""
     pnet = pnet_of()
     plan = gb.make_plan(pnet, gb.periodic(2), max_tile=(4, 4))
     return gb.make_train_step(plan, pnet, squared, ADAMW, mesh=mesh, placement=placement, donate=True)
@@ -33,7 +32,6 @@ def make(mesh: Mesh | None, placement: Any = "auto") -> TrainStep:
 def course(
     mesh: Mesh | None, folder: Path, until: int, placement: Any = "auto", kill: tuple[int, int, str] | None = None
 ) -> dict[str, Any]:
-    """Go on from what is in a folder, save after every step; `kill` is a rank, a step and a moment."""
     step, data = make(mesh, placement), batches()
     found = gb.load_checkpoint(folder, step, step.init(3))
     state = found.state
@@ -57,7 +55,6 @@ def die_at(moment: str) -> None:
 
 
 def refusals(mesh: Mesh, folder: Path) -> list[str]:
-    """What every rank is told where rank 0 finds that it cannot be."""
     step, told = make(mesh), []
     other_pnet = nn.Linear(6, 5).double()
     other = gb.make_train_step(gb.make_plan(other_pnet), other_pnet, squared, ADAMW, mesh=mesh)
@@ -75,14 +72,12 @@ def refusals(mesh: Mesh, folder: Path) -> list[str]:
 
 
 def run_courses(init_method: str, tasks: list[tuple[str, int, str]], refused: str) -> dict[str, Any]:
-    """All of these `(folder, until, placement)` on this rank."""
     with gb.mesh(init_method=init_method, timeout=30 * PATIENCE) as mesh:
         found: dict[str, Any] = {folder: course(mesh, Path(folder), until, at) for folder, until, at in tasks}
         return found | {"refusals": refusals(mesh, Path(refused))}
 
 
 def killed(init_method: str, folder: str, victim: int, moment: str, timeout: float) -> str:
-    """Train until a rank is killed in its third save; the error that the others see."""
     mesh = gb.mesh(init_method=init_method, timeout=timeout)
     try:
         course(mesh, Path(folder), 50, "sharded", (victim, 3, moment))
@@ -92,7 +87,6 @@ def killed(init_method: str, folder: str, victim: int, moment: str, timeout: flo
 
 
 def main(folder: Path, until: int) -> None:
-    """One attempt of `torchrun`."""
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     kill = ((1, 2, "before"), (0, 5, "during"), None)[attempt]
     with gb.mesh(timeout=20 * PATIENCE) as mesh:

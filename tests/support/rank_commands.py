@@ -16,15 +16,12 @@ from gbfunc.cli import main
 
 
 class Ended(NamedTuple):
-    """Exit code and words of one rank's command."""
-
     code: int
     out: str
     err: str
 
 
 def run(init_method: str, argv: Sequence[str]) -> tuple[int, str, str]:
-    """Run `gbfunc` with these arguments, in which `@rank` stands for the rank: what an `Ended` holds."""
     rank, world = (int(os.environ.pop(name)) for name in ("RANK", "WORLD_SIZE"))
     if world > 1:
         dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world)
@@ -37,7 +34,6 @@ def run(init_method: str, argv: Sequence[str]) -> tuple[int, str, str]:
 
 
 def run_script(init_method: str, script: str) -> str:
-    """Run a script in its folder, in a group that is there: what it prints."""
     rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world)
     os.chdir(Path(script).parent)

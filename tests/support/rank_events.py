@@ -32,8 +32,6 @@ ROWS = (3, 0, 2, 1)
 
 @dataclass(frozen=True)
 class Options:
-    """Options as a factory of steps may have them."""
-
     clip_norm: float | None = None
     microbatches: int = 1
     amp: torch.dtype | None = torch.bfloat16
@@ -116,7 +114,6 @@ def uncounted(mesh: Mesh) -> dict[str, float]:
 
 
 def configurations(mesh: Mesh) -> dict[str, str]:
-    """The errors of ranks of which the last has other options."""
     last = mesh.rank == mesh.world - 1
     table = gb.torch_schedule(torch.optim.lr_scheduler.StepLR, 0.2 if last else 0.1, steps=3, step_size=2)
     optimizer = gb.torch_optimizer(torch.optim.AdamW if last else torch.optim.Adam, lr=table)
@@ -134,7 +131,6 @@ def configurations(mesh: Mesh) -> dict[str, str]:
 
 
 def outcome(call: Callable[[], Any]) -> str:
-    """The error of a call, in words, or nothing."""
     try:
         call()
     except (ValueError, FloatingPointError) as error:
@@ -143,7 +139,6 @@ def outcome(call: Callable[[], Any]) -> str:
 
 
 def not_finite(mesh: Mesh) -> dict[str, Any]:
-    """A NaN in the rows of the last rank alone."""
     found: dict[str, Any] = {}
     pnet = pnet_of()
     plan = gb.make_plan(pnet, gb.periodic(2), max_tile=(4, 4))
@@ -164,7 +159,6 @@ def not_finite(mesh: Mesh) -> dict[str, Any]:
 
 
 def refusals(mesh: Mesh) -> dict[str, str]:
-    """The errors of what cannot be on many ranks."""
     pnet = pnet_of()
     plan, batch = gb.make_plan(pnet, gb.periodic(2), max_tile=(4, 4)), mesh.shard_batch(batches((8,))[0])
 
@@ -211,7 +205,6 @@ def refusals(mesh: Mesh) -> dict[str, str]:
 
 
 def randomness(mesh: Mesh) -> dict[str, Any]:
-    """What the p-net returns for one input, the same on every rank: with dropout, with a stochastic genome."""
     found: dict[str, Any] = {}
     nets = {"dropout": nn.Sequential(pnet_of(), nn.Dropout(0.5)), "noise": pnet_of()}
     for name, pnet in nets.items():
@@ -229,7 +222,6 @@ def randomness(mesh: Mesh) -> dict[str, Any]:
 
 
 def batch_norm(mesh: Mesh) -> dict[str, Any]:
-    """Buffers after a step on an uneven batch, and the p-net's own before it; the last rank may have no row."""
     first = nn.Linear(6, 4).double()
     with torch.no_grad():
         first.bias.fill_(float(mesh.rank))
@@ -248,7 +240,6 @@ def batch_norm(mesh: Mesh) -> dict[str, Any]:
 
 
 def sent(mesh: Mesh) -> dict[str, Any]:
-    """Bytes that each placement sends in a step, by kind."""
     found: dict[str, Any] = {}
     pnet = pnet_of()
     plan = gb.make_plan(pnet, gb.periodic(1), max_tile=(4, 4))
@@ -263,7 +254,6 @@ def sent(mesh: Mesh) -> dict[str, Any]:
 
 
 def narrow(mesh: Mesh | None) -> dict[str, Any]:
-    """A p-net in bfloat16: the weights' sum, row by row, the genome after a step of SGD, and the bytes of its tiles."""
     pnet = pnet_of().to(torch.bfloat16)
     plan = gb.make_plan(pnet, gb.gnet((3,)), max_tile=(4, 4))
     seen: list[Tensor] = []
@@ -284,8 +274,6 @@ def narrow(mesh: Mesh | None) -> dict[str, Any]:
 
 
 class Turned(nn.Linear):
-    """Its outputs are turned by complex numbers, which are trained."""
-
     def __init__(self) -> None:
         super().__init__(6, 4)
         self.by = nn.Parameter(torch.polar(torch.ones(4), torch.arange(4.0)))
@@ -300,7 +288,6 @@ def far_from_3(net: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def of_dtypes(mesh: Mesh | None) -> dict[str, Any]:
-    """Loss, norm and genome after a step: of complex direct parameters, and in half precision on many rows."""
     found: dict[str, Any] = {}
     for name, make, rows, options in (
         ("complex", Turned, 8, {}),
@@ -320,7 +307,6 @@ def of_dtypes(mesh: Mesh | None) -> dict[str, Any]:
 
 
 def run_events(init_method: str, data: int = 1) -> dict[str, Any]:
-    """All of these on this rank."""
     events = (gather_laws, uncounted, configurations, not_finite, refusals, randomness, batch_norm, sent, narrow)
     events += (of_dtypes,)
     with gb.mesh(data=data, init_method=init_method, timeout=30 * PATIENCE) as mesh:

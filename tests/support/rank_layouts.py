@@ -44,7 +44,6 @@ class Course(NamedTuple):
 
 
 def make(mesh: Mesh | None) -> TrainStep:
-    """The step, split as the mesh asks."""
     pnet = language_model("gpt", 4).double()
     plan = gb.make_plan(pnet, TYPES["periodic"], max_tile=10)
     sizes = {} if mesh is None else mesh.sizes
@@ -57,7 +56,6 @@ def make(mesh: Mesh | None) -> TrainStep:
 
 
 def take(mesh: Mesh | None, course: Course) -> dict[str, Any]:
-    """The whole state that was loaded, that at the end, and the bytes of its genome's file."""
     step = make(mesh)
     found = gb.load_checkpoint(course.source, step, step.init(3))
     state = found.state
@@ -74,7 +72,6 @@ def take(mesh: Mesh | None, course: Course) -> dict[str, Any]:
 
 
 def run_courses(init_method: str, courses: list[tuple[str, str, str, int]]) -> list[dict[str, Any]]:
-    """All of these on this rank, one after the other, each on its own mesh of all ranks."""
     taken = []
     with gb.mesh(init_method=init_method, timeout=30 * PATIENCE):
         for layout, source, folder, until in courses:

@@ -119,7 +119,6 @@ def serve() -> None:
 
 
 def prepare(function: str, folder: Path) -> tuple[Any, dict[str, Any]]:
-    """Import the function; it and its arguments."""
     name, attribute = function.split(":")
     module = importlib.import_module(name)
     arguments = torch.load(folder / "arguments.pt", weights_only=False)
@@ -128,7 +127,6 @@ def prepare(function: str, folder: Path) -> tuple[Any, dict[str, Any]]:
 
 
 def fork_ranks(world: int, function: str, folder: Path) -> list[int]:
-    """Fork the ranks and wait for them: their exit codes."""
     call, arguments = prepare(function, folder)
     children = []
     for rank in range(world):
