@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gbfunc as gb
-from gbfunc.parallel import CollectiveError, single_rank_mesh
+from gbfunc.parallel import CollectiveError, Mesh
 from gbfunc.parallel.faults import Faults
 from gbfunc.trees import split_rows
 from tests.support.rank_cases import pnet_of
@@ -206,7 +206,7 @@ def test_shards_cover_the_batch(rows: int, ranks: int) -> None:
 
 
 def test_without_a_process_group_there_is_one_rank() -> None:
-    for mesh in (gb.mesh(), single_rank_mesh()):
+    for mesh in (gb.mesh(), Mesh({})):
         with mesh:
             batch = torch.ones(3)
             assert (mesh.world, mesh.rank, mesh.data, mesh.gnets) == (1, 0, 1, 1) and mesh.shard_batch(batch) is batch

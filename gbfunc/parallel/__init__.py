@@ -16,7 +16,7 @@ from gbfunc.parallel.exchange import (
     zero_uncounted,
 )
 from gbfunc.parallel.faults import CollectiveError
-from gbfunc.parallel.mesh import Mesh, mesh, single_rank_mesh
+from gbfunc.parallel.mesh import Mesh, mesh
 from gbfunc.parallel.placement import Layout, Placement, Rows, choose_placement, make_layout, placement_cost, shares_of
 from gbfunc.parallel.schedule import simulate
 from gbfunc.parallel.training_schedule import ScheduleCosts, make_schedule
@@ -24,5 +24,5 @@ from gbfunc.parallel.training_schedule import ScheduleCosts, make_schedule
 __all__ = ["CollectiveError", "Entries", "Gather", "Layout", "Mesh", "Placement", "Rows", "ScheduleCosts"]
 __all__ += ["all_gather", "check_equal", "choose_placement", "from_rank_0", "gather_objects", "gather_state"]
 __all__ += ["make_layout", "make_schedule", "mesh", "placement_cost", "reduce_scatter", "reduce_step"]
-__all__ += ["shard_state", "shares_of", "simulate", "single_rank_mesh", "stack_ranks", "sum_ranks", "taken_off"]
+__all__ += ["shard_state", "shares_of", "simulate", "stack_ranks", "sum_ranks", "taken_off"]
 __all__ += ["text_of", "weighted_mean", "zero_uncounted"]

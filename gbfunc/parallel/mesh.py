@@ -205,11 +205,6 @@ class Mesh:
         return f"Mesh({sizes}, rank={self.rank}, device={str(self.device)!r})"
 
 
-def single_rank_mesh() -> Mesh:
-    """The mesh of one rank, whatever process group there is: nothing is ever sent."""
-    return Mesh({})
-
-
 def mesh(
     data: int = 1,
     gnets: int | None = None,

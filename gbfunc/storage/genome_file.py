@@ -168,24 +168,20 @@ def _open(path: Path) -> Compact | _Plain:
         metadata = file.metadata() or {}
         # Copies: what safetensors returns is the mapped file, which others may change.
         tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118 (not a dict)
-    return _Plain.open(metadata, tensors)
+    if not _says_genome(metadata):
+        raise ValueError("it is a safetensors file, but not a genome (no gbfunc plan in its header)")
+    if metadata["format"] != FORMAT:
+        raise ValueError(f"its format is {metadata['format']!r}, the one known here is {FORMAT!r}")
+    if (name := metadata.get("numbers")) is not None and name not in STORED_DTYPES:
+        raise ValueError(f"its dtype is {name!r}, known here are {', '.join(STORED_DTYPES)}")
+    return _Plain(unpack_plan(metadata["plan"]), name, metadata.get("sha256", ""), tensors)
 
 
 class _Plain(NamedTuple):
     document: str
-    dtype: str | None
-    digest: str
-    tensors: Params
-
-    @staticmethod
-    def open(metadata: Mapping[str, str], tensors: Params) -> _Plain:
-        if not _says_genome(metadata):
-            raise ValueError("it is a safetensors file, but not a genome (no gbfunc plan in its header)")
-        if metadata["format"] != FORMAT:
-            raise ValueError(f"its format is {metadata['format']!r}, the one known here is {FORMAT!r}")
-        if (name := metadata.get("numbers")) is not None and name not in STORED_DTYPES:
-            raise ValueError(f"its dtype is {name!r}, known here are {', '.join(STORED_DTYPES)}")
-        return _Plain(unpack_plan(metadata["plan"]), name, metadata.get("sha256", ""), tensors)
+    dtype: str | None  # Of trained leaves, None for the plan's
+    digest: str  # That the file gives
+    tensors: Params  # [n] of each dtype
 
     def max_params(self, dtype: torch.dtype) -> int:
         stored = stored_leaves({"": torch.empty(0, dtype=dtype)}, self.dtype)[""]

@@ -98,21 +98,19 @@ def load_pretrained(
 ) -> tuple[Plan, Genome]:
     """Read a genome's folder, or that of a name on the hub, as `GenomeModule.from_pretrained` does."""
     place = Path(name)
-    if not place.is_dir():
-        return load(_downloaded(os.fspath(name), options), factories=factories)
-    if not (place / GENOME_FILE).is_file():
-        raise FileNotFoundError(f"the folder {os.fspath(name)!r} holds no {GENOME_FILE}, which save_pretrained writes")
-    return load(place / GENOME_FILE, factories=factories)
-
-
-def _downloaded(name: str, options: dict[str, Any]) -> str:
+    if place.is_dir():
+        if not (place / GENOME_FILE).is_file():
+            words = f"holds no {GENOME_FILE}, which save_pretrained writes"
+            raise FileNotFoundError(f"the folder {os.fspath(name)!r} {words}")
+        return load(place / GENOME_FILE, factories=factories)
     hub = import_extra(*_HUB)
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
     try:
-        return hub.hf_hub_download(name, GENOME_FILE, **options)
+        return load(hub.hf_hub_download(os.fspath(name), GENOME_FILE, **options), factories=factories)
     except (EntryNotFoundError, HfHubHTTPError, HFValidationError, OfflineModeIsEnabled) as error:
-        raise FileNotFoundError(f"{name!r} is neither a folder nor a genome that the hub gives: {error}") from error
+        words = "is neither a folder nor a genome that the hub gives"
+        raise FileNotFoundError(f"{os.fspath(name)!r} {words}: {error}") from error
 
 
 def _write(folder: Path, plan: Plan, genome: GenomeLike, dtype: Stored | None, place: str) -> None:

@@ -29,7 +29,7 @@ from gbfunc.generate import make_generator
 from gbfunc.genome import check_genome, check_plan
 from gbfunc.layers.factored import FactoredWeight
 from gbfunc.layers.install import transposed
-from gbfunc.plan import DTYPES, Plan, TensorPlan
+from gbfunc.plan import DTYPES, Plan
 from gbfunc.storage.hub import card_head
 from gbfunc.tiling import TileGrid
 from gbfunc.trees import flat_genome
@@ -89,7 +89,11 @@ def lora_of(plan: Plan, genome: GenomeLike, pnet: nn.Module) -> tuple[dict[str, 
     for tensor in deltas:
         form = generator.forms.get(tensor.name)
         if not isinstance(form, FactoredWeight):
-            raise ValueError(_no_factors(tensor, plan))
+            types = ", ".join(sorted({s.hypernet.type for s in tensor.slots}))
+            why = f"(a {tensor.kind} by {types}) has no factors, which LoRA needs"
+            if tensor.can_factor(plan.dtype):
+                why = "is not of a layer that LoRA knows: its forward is not torch's"
+            raise ValueError(f"the delta of {tensor.name!r} {why}{_INSTEAD}")
         given = {k: weights[key] for k, key in zip(form.inputs, form.keys, strict=True)}
         a, b = as_low_rank(*form.by_tile(given), form.grid)
         # Each layer of a tied weight has the matrices.
@@ -115,13 +119,6 @@ def as_low_rank(left_ijrk: Tensor, right_ijck: Tensor, grid: TileGrid) -> tuple[
         return a, b
     unit = torch.eye(rank, dtype=a.dtype, device=a.device)
     return (unit, b @ a) if rank == grid.cols else (b @ a, unit)
-
-
-def _no_factors(tensor: TensorPlan, plan: Plan) -> str:
-    types = ", ".join(sorted({s.hypernet.type for s in tensor.slots}))
-    if tensor.can_factor(plan.dtype):
-        return f"the delta of {tensor.name!r} is not of a layer that LoRA knows: its forward is not torch's{_INSTEAD}"
-    return f"the delta of {tensor.name!r} (a {tensor.kind} by {types}) has no factors, which LoRA needs{_INSTEAD}"
 
 
 def _layer_tensors(pnet: nn.Module, name: str, a: Tensor, b: Tensor) -> Params:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gbfunc.formats import Stored
 from gbfunc.genome import check_genome
-from gbfunc.parallel import Layout, check_equal, make_layout, single_rank_mesh, stack_ranks, taken_off, weighted_mean
+from gbfunc.parallel import Layout, Mesh, check_equal, make_layout, stack_ranks, taken_off, weighted_mean
 from gbfunc.train.gradients import Objective
 from gbfunc.train.gradients.ranks import RANK_MIX, SAME_STATE
 from gbfunc.train.optimizers import Optimizer, OptState, torch_optimizer
@@ -63,7 +63,7 @@ class LocalTrainStep(TrainStep):
     ) -> None:
         super().__init__(pnet, objective, optimizer, layout, options)
         assert options.local_steps is not None
-        alone = make_layout(layout.plan, single_rank_mesh(), "replicated")
+        alone = make_layout(layout.plan, Mesh({}), "replicated")
         self._inner = TrainStep(pnet, objective, optimizer, alone, options)
         self._outer = options.outer or nesterov()
         self._length, self._checked = options.local_steps, False

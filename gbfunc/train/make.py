@@ -12,7 +12,7 @@ from torch import nn
 
 from gbfunc.formats import Steps, check_steps
 from gbfunc.genome import check_plan
-from gbfunc.parallel import check_equal, make_layout, single_rank_mesh, text_of
+from gbfunc.parallel import Mesh, check_equal, make_layout, text_of
 from gbfunc.plan import Plan
 from gbfunc.pnet import eval_mode_warning
 from gbfunc.train.gradients import LossFn, make_objective
@@ -60,7 +60,7 @@ def make_train_step(plan: Plan, pnet: nn.Module, loss_fn: LossFn, optimizer: Opt
         warnings.warn(word, UserWarning, stacklevel=2)
     if isinstance(given.rounding, Steps):
         check_steps(plan, given.rounding)
-    mesh = single_rank_mesh() if given.mesh is None else given.mesh
+    mesh = Mesh({}) if given.mesh is None else given.mesh
     layout = make_layout(plan, mesh, given.usable_placement, lazy=given.lazy is not False)
     what = "ranks must have the same plan (make the p-net after the same torch.manual_seed on all of them)"
     check_equal(mesh, {"plan": plan.to_json(), "placement": layout.placement}, what)
@@ -72,5 +72,5 @@ def make_train_step(plan: Plan, pnet: nn.Module, loss_fn: LossFn, optimizer: Opt
     given.check_layout(layout)
     if given.local_steps is None:
         return TrainStep(pnet, make_objective(pnet, loss_fn, layout, given), optimizer, layout, given)
-    alone = make_layout(plan, single_rank_mesh(), "replicated")
+    alone = make_layout(plan, Mesh({}), "replicated")
     return LocalTrainStep(pnet, make_objective(pnet, loss_fn, alone, given), optimizer, layout, given)
