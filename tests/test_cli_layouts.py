@@ -119,25 +119,21 @@ def test_two_pipeline_ranks(schedule: str, folder: Path, one: dict[str, Any]) ->
     assert made["bytes_sent_per_step_by_axis"]["pipeline"] == 8 * 16 * 16 * 4 * (2 if schedule == "zbv" else 1)
 
 
-@pytest.mark.process
-@needs_pipelines
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zbv"])
-def test_four_ranks_on_two_axes(schedule: str, folder: Path, one: dict[str, Any]) -> None:
-    out = f"four {schedule}"
-    made = trained(4, folder, out, "--mesh", "tensor=2,pipeline=2", "--pipeline", schedule, "--microbatches", "4")
-    assert_same_genome(folder, out)
-    assert made["microbatches"] == 4 and made["mesh"] == {"data": 1, "pipeline": 2, "gnets": 1, "tensor": 2}
-    assert {"pipeline", "tensor"} < made["bytes_sent_per_step_by_axis"].keys()
+FOUR = [f"tensor=2,pipeline=2 --pipeline {schedule}" for schedule in ("gpipe", "1f1b", "interleaved", "zbv")]
+FOUR += ["data=2,tensor=2", "data=2,pipeline=2", "data=1,gnets=2,tensor=2"]
 
 
 @pytest.mark.process
 @needs_pipelines
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["data=2,tensor=2", "data=2,pipeline=2", "data=1,gnets=2,tensor=2"])
-def test_four_ranks_split_the_batch_too(mesh: str, folder: Path, one: dict[str, Any]) -> None:
-    trained(4, folder, mesh, "--mesh", mesh)
+@pytest.mark.parametrize("mesh", FOUR)
+def test_four_ranks_on_two_axes(mesh: str, folder: Path, one: dict[str, Any]) -> None:
+    words = [*mesh.split(), *(["--microbatches", "4"] if "--pipeline" in mesh else [])]
+    made = trained(4, folder, mesh, "--mesh", *words)
     assert_same_genome(folder, mesh)
+    if "--pipeline" in mesh:
+        assert made["microbatches"] == 4 and made["mesh"] == {"data": 1, "pipeline": 2, "gnets": 1, "tensor": 2}
+        assert {"pipeline", "tensor"} < made["bytes_sent_per_step_by_axis"].keys()
 
 
 @pytest.mark.process
@@ -174,26 +170,17 @@ def test_a_p_net_that_has_no_styles() -> None:
         split_over(mesh, ExecutionOptions(), torch.nn.Linear(2, 2), 8)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [((12, 1, 2, None), 6), ((12, 2, 2, None), 6), ((8, 1, 2, None), 8), ((9, 1, 2, None), 3), ((64, 1, 4, 32), 32)],
-)
-def test_microbatches_divide_the_rows(arguments: tuple[Any, ...], expected: int) -> None:
-    assert pipeline_microbatches(*arguments) == expected
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+def test_microbatches_divide_the_rows() -> None:
+    cases = {(12, 1, 2, None): 6, (12, 2, 2, None): 6, (8, 1, 2, None): 8, (9, 1, 2, None): 3, (64, 1, 4, 32): 32}
+    assert {given: pipeline_microbatches(*given) for given in cases} == cases
+    for given, words in (
         ((12, 1, 2, 5), r"must divide the 12 rows .* \(2, 3, 4, 6, 12 would fit\), got 5"),
         ((12, 1, 2, 1), "at least one for each of the 2 ranks"),
         ((13, 2, 2, None), "a batch size that its 2 shards divide, got 13"),
         ((2, 1, 4, None), "as many rows in each shard of the batch, got 2"),
-    ],
-)
-def test_microbatches_that_do_not_fit(arguments: tuple[Any, ...], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        pipeline_microbatches(*arguments)
+    ):
+        with pytest.raises(ValueError, match=words):
+            pipeline_microbatches(*given)
 
 
 @pytest.mark.process

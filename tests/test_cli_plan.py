@@ -21,11 +21,15 @@ from tests.support.tensor_cases import next_token
 SMALL = ["plan", "--compression", "5", "--sizes", "64", "32", "32", "10"]
 
 
-def test_plan_lists_layouts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_lists_layouts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--ranks", "4", "--memory", "16GB", "--link", "100Gbit", "--batch-size", "64"]) == 0
     out = capsys.readouterr().out
     assert "whole model" in out
     assert "fewest ranks   1 (of 16 GB each)" in out and "dense, FSDP" in out and "rule of thumb" in out
+    path = tmp_path / "device.json"
+    path.write_text(DeviceSpec(memory=1e4).to_json())
+    assert main([*SMALL, "--ranks", "2", "--device", str(path)]) == 0
+    assert "0 layouts of 2 ranks fit" in capsys.readouterr().out
 
 
 def test_rows_fit_and_are_options_of_a_training() -> None:
@@ -63,26 +67,14 @@ def test_layers_of_an_own_p_net_are_split_as_a_function_says(
     assert "--parallel own_styles:none must return styles by the names of modules, got None" in capsys.readouterr().err
 
 
-def test_plan_reads_a_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "device.json"
-    path.write_text(DeviceSpec(memory=1e4).to_json())
-    assert main([*SMALL, "--ranks", "2", "--device", str(path)]) == 0
-    assert "0 layouts of 2 ranks fit" in capsys.readouterr().out
+@pytest.mark.parametrize(("text", "expected"), [("16GB", 16e9), ("1.5 GiB", 1.5 * 2**30), ("100B", 100.0)])
+def test_units_of_memory(text: str, expected: float) -> None:
+    assert parse_bytes("--memory", text) == expected
 
 
-@pytest.mark.parametrize(
-    ("option", "text", "rate", "expected"),
-    [
-        ("--memory", "16GB", False, 16e9),
-        ("--memory", "1.5 GiB", False, 1.5 * 2**30),
-        ("--memory", "100B", False, 100.0),
-        ("--link", "100Gbit", True, 12.5e9),
-        ("--link", "800 kbit/s", True, 1e5),
-        ("--link", "12.5GB/s", True, 12.5e9),
-    ],
-)
-def test_units(option: str, text: str, rate: bool, expected: float) -> None:
-    assert parse_bytes(option, text, rate=rate) == expected
+@pytest.mark.parametrize(("text", "expected"), [("100Gbit", 12.5e9), ("800 kbit/s", 1e5), ("12.5GB/s", 12.5e9)])
+def test_units_of_a_link(text: str, expected: float) -> None:
+    assert parse_bytes("--link", text, rate=True) == expected
 
 
 @pytest.mark.process
