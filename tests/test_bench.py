@@ -49,9 +49,6 @@ class Mixed(nn.Module):
         self.head = nn.Linear(20, 7)
 
 
-# The naive baseline.
-
-
 def test_naive_generates_what_the_library_does_and_its_gradients() -> None:
     pnet = Mixed().double()
     plan, naive = (gb.make_plan(pnet, g((4,)), max_tile=3, include=(r"bias",)) for g in (gb.gnet, NaiveGNet))
@@ -65,9 +62,6 @@ def test_naive_generates_what_the_library_does_and_its_gradients() -> None:
         return weights, torch.autograd.grad(total.sum(), leaves)
 
     torch.testing.assert_close(found(naive), found(plan), rtol=1e-10, atol=1e-12)
-
-
-# Every variant is the same training.
 
 
 TRAINING = [v for v in VARIANTS if "compiled" not in v]
@@ -129,9 +123,6 @@ def test_a_case_without_such_g_nets_is_refused() -> None:
         build(replace(tiny(()), relu=None), "relu eager", CPU)
 
 
-# Time.
-
-
 def test_functions_are_called_in_turn() -> None:
     calls: list[str] = []
 
@@ -142,9 +133,6 @@ def test_functions_are_called_in_turn() -> None:
     found = time_together({n: partial(function, n) for n in "ab"}, CPU.device, rounds=3, visit=1e-9)
     assert "".join(calls) == "aaabbb" + 3 * "ab"
     assert all(timing.repeats == 3 and min(timing[:2]) >= 2e-3 for timing in found.values())
-
-
-# Results.
 
 
 def test_results_are_written_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,9 +174,6 @@ def test_a_case_that_cannot_be_measured_says_why() -> None:
     assert why_not(tiny(("dense", "periodic auto")), CPU) == ""
     reason = why_not(tiny(("dense", "jax thin")), CPU._replace(threads=10_000))
     assert ("pip install optax" if find_spec("optax") is None else "torch 10000 threads") in reason
-
-
-# The table of cases.
 
 
 def test_every_case_can_be_built_from_its_names() -> None:

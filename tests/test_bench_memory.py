@@ -11,10 +11,8 @@ import time
 from functools import partial
 from pathlib import Path
 
-import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
 
 import gbfunc as gb
 from gbfunc.lab.bench.cases import Case, Genes, features
@@ -30,24 +28,6 @@ def deep(layers: int, width: int) -> Case:
     sizes = (width,) * (layers + 1)
     batch = partial(features, (2, width), width)
     return Case("deep", partial(mlp, sizes, 0), batch, (), Genes(gb.periodic(2)))
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 64), st.booleans()), max_size=12), st.integers(1, 64))
-def test_live_bytes_follow_storages(plan: list[tuple[int, bool]], threshold: int) -> None:
-    kept, alive, peak = [], 0, 0
-    with LiveBytes(4 * threshold) as live:
-        for n, keep in plan:
-            tensor = torch.zeros(n)
-            size = 4 * n if n >= threshold else 0
-            peak = max(peak, alive + size)
-            view = tensor.view(1, -1)[:, :1]
-            del tensor
-            if keep:
-                kept.append(view)
-                alive += size
-            del view
-    assert live.peak == peak
 
 
 def test_live_bytes_see_what_autograd_keeps() -> None:

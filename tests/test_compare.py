@@ -51,9 +51,6 @@ def problem(task: Task) -> Problem:
     return problem_of(task, 1_000)
 
 
-# The contract of every method
-
-
 NARROW = ("periodic", "smaller_dense", "random_subspace")
 """Methods that store the problem's dtype."""
 
@@ -91,21 +88,6 @@ def test_every_candidate_is_within_the_budget_or_nothing_is(name: str, problem: 
         method.candidates(problem._replace(budget=12, size=20))
 
 
-def test_a_method_that_breaks_its_bounds_is_found_out(problem: Problem, tmp_path: Path) -> None:
-    class Greedy:
-        def candidates(self, problem: Problem) -> list[Settings]:
-            return [{}]
-
-        def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
-            return Trained(bytes(problem.budget + 1), 1)
-
-        def load(self, data: bytes, task: Task) -> Net:
-            raise AssertionError("never measured")
-
-    with pytest.raises(ValueError, match="greedy took"):
-        measure("greedy", Greedy(), problem, {}, 0, tmp_path / "net")
-
-
 OTHERS = {
     "resnet20": ("digits", {"width": 3}, 30_000),
     "vit": ("digits", {"width": 16, "layers": 1, "patch": 4}, 9_000),
@@ -114,9 +96,7 @@ OTHERS = {
 }
 RIVALS = [name for name, method in METHODS.items() if not isinstance(method, GenomeOf)] + ["periodic"]
 
-
 SLOW = ("vit", "actor_critic")
-
 WIDENED = ("smaller_dense", "int8", "int4", "pruned", "periodic")
 """Methods that may take a wider net than the p-net."""
 
@@ -143,9 +123,6 @@ def test_every_method_takes_every_kind_of_pnet(name: str, other: Problem, tmp_pa
     weights = [torch.cat([p.detach().flatten() for p in net.parameters()]) for net in (one, two)]
     assert torch.equal(*weights) and bool(torch.isfinite(weights[0]).all())
     assert n_params(one) <= n_params(other.task.build(0)) or name in WIDENED
-
-
-# The budget
 
 
 def test_a_genome_may_be_of_a_narrower_net_where_statistics_fill_the_budget() -> None:
@@ -201,9 +178,6 @@ def test_the_genome_fills_a_budget_in_bytes(budget: int, dtype: torch.dtype, tas
     assert trained.params == size if dtype == torch.float32 else trained.params > 1.9 * size
 
 
-# Choosing and going on
-
-
 class _Steps:
     """A method whose network ignores its training: the class is a setting."""
 
@@ -221,6 +195,11 @@ class _Steps:
 
     def load(self, data: bytes, task: Task) -> Net:
         return lambda x: torch.nn.functional.one_hot(torch.full((len(x),), data[0]), 10)
+
+
+def test_a_method_that_breaks_its_bounds_is_found_out(problem: Problem, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="greedy took 1 bytes, the budget is 0"):
+        measure("greedy", _Steps(), problem._replace(budget=0), {"answer": 1}, 0, tmp_path / "net")
 
 
 def test_validation_data_choose(problem: Problem) -> None:
@@ -256,8 +235,7 @@ def test_halving_ends_with_two_candidates_and_all_steps(problem: Problem) -> Non
     val = replace(problem.task.val, y=torch.ones_like(problem.task.val.y))
     task = replace(problem.task, val=val)
     nine = problem._replace(task=task, recipe=replace(problem.recipe, steps=9), budget=100)
-    method = Twelve()
-    choice = choose("twelve", method, nine)
+    choice = choose("twelve", Twelve(), nine)
     assert [t["steps"] for t in choice.tried] == 12 * [1] + 4 * [3] + 2 * [9]
     assert choice.settings == {"answer": 5} and choice.searched == 12 + 12 + 18
     assert 3 not in [t["answer"] for t in choice.tried[-2:]]
@@ -292,9 +270,6 @@ def test_foreign_results_are_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not the result of a comparison"):
         read_results(tmp_path / "compare.json")
     assert read_results(tmp_path / "none.json") == Results()
-
-
-# Sizes
 
 
 @pytest.mark.parametrize("bound", [0, 1, 2, 3, 7, 8, 100])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -185,27 +186,11 @@ def test_the_genome_fills_its_budget_and_belongs_to_the_base(dtype: torch.dtype,
         method.load(trained.data, other)
 
 
-def test_a_genome_that_fits_in_float16_alone_is_known(task: Task) -> None:
-    method, budget = every("genome"), 8_000
-    with pytest.raises(BudgetTooSmall, match="the smallest genome's file"):
-        while True:
-            budget -= 100
-            method.candidates(problem_of(task, budget))
-    narrow = problem_of(task, budget, torch.float16)
-    trained = method.train(narrow, method.candidates(narrow)[0], 0)
-    assert 0.9 * budget < len(trained.data) <= budget
-    with pytest.raises(BudgetTooSmall):
-        method.candidates(narrow._replace(budget=500))
-
-
 @pytest.mark.parametrize("name", ["bitfit", "ia3"])
 def test_foreign_tensors_are_known(name: str, task: Task) -> None:
     adapter, net = rival(name), task.build(0)
     attached = adapter.attach(net, next(adapter.ladders(net))[1](1))
     assert list(adapter.fill(attached, {**adapter.state(attached), "other": torch.zeros(1)})) == ["other"]
-
-
-# Layers
 
 
 def test_layers_of_a_transformer_are_known_by_their_names(task: Task) -> None:
@@ -215,9 +200,6 @@ def test_layers_of_a_transformer_are_known_by_their_names(task: Task) -> None:
     assert linears.named("up", "down") == ("intermediate.dense", "output.dense")
     assert linears.named() == tuple(linears.kinds)
     assert linears.last(2, ("a", "b")) == r".*\.(1|2)\.(a|b)"
-
-
-# Tables
 
 
 def test_a_pretrained_network_has_its_methods(task: Task) -> None:
@@ -250,14 +232,9 @@ def test_a_reference_has_the_bytes_that_it_takes(dtype: torch.dtype, task: Task)
 
 
 def test_without_the_package_the_cure_is_told(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ImportError, match="pip install peft"):
         ADAPTERS["lora"].candidates(problem_of(task, BUDGET))
-
-
-# The command
 
 
 def test_the_command_compares_adapters_with_all_weights(

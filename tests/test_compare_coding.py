@@ -48,7 +48,7 @@ def test_levels_come_back_from_files(first: tuple, second: tuple, bits: int, by_
     state |= {"n": torch.ones(2).long(), "2.weight": sparse(*second)}
     coded = {name: levels_of(state[name], bits, by_row) for name in ("0.weight", "0.bias", "2.weight")}
     rows = {name: len(of.steps) for name, of in coded.items()}
-    back = decode(encode(state, coded, bits, {"rows": 0}, thin), state, rows, bits, thin)
+    back = decode(encode(state, coded, {"rows": 0}, thin), state, rows, bits, thin)
     assert list(back) == list(state) and torch.equal(back["n"], state["n"])
     assert torch.equal(back["norm"], vector_levels(state["norm"]).values())
     assert all(torch.equal(back[name], of.values()) for name, of in coded.items())
@@ -62,24 +62,24 @@ def test_the_code_is_about_as_short_as_its_entropy() -> None:
     entries = int(coded.levels.count_nonzero())
     # Signs, and sizes in at most 4 bits each.
     plain = (positions + 5 * entries) / 8
-    assert len(encode({"0.weight": weight}, {"0.weight": coded}, 5, sparse=True)) < plain + 100
+    assert len(encode({"0.weight": weight}, {"0.weight": coded}, sparse=True)) < plain + 100
     # Columns that are never used cost next to nothing.
     weight[:, 200:] = 0
-    assert len(encode({"0.weight": weight}, {"0.weight": levels_of(weight, 5)}, 5, sparse=True)) < 0.55 * plain + 200
+    assert len(encode({"0.weight": weight}, {"0.weight": levels_of(weight, 5)}, sparse=True)) < 0.55 * plain + 200
 
 
 def test_most_entries_fill_the_budget() -> None:
     state = {"0.weight": sparse(40, 60, 1.0, 0), "0.bias": torch.zeros(40)}
     weights = {"0.weight": state["0.weight"]}
     coded = {"0.weight": levels_of(state["0.weight"], 5)}
-    n = most_entries(state, weights, coded, 5, 1_200)
-    assert 100 < n < 2_400 and most_entries(state, weights, coded, 5, 1e6) == 2_400
-    assert most_entries(state, weights, coded, 5, 10) == 0
+    n = most_entries(state, weights, coded, 1_200)
+    assert 100 < n < 2_400 and most_entries(state, weights, coded, 1e6) == 2_400
+    assert most_entries(state, weights, coded, 10) == 0
 
 
 def test_levels_that_are_not_all_as_likely_take_fewer_bytes_than_their_bits() -> None:
     weight = sparse(64, 64, 1.0, 0)
-    size = len(encode({"w": weight}, {"w": levels_of(weight, 8)}, 8))
+    size = len(encode({"w": weight}, {"w": levels_of(weight, 8)}))
     assert 0.8 * 64 * 64 < size < 0.95 * 64 * 64
 
 
@@ -142,7 +142,7 @@ def test_norms_in_use_are_scales_and_shifts() -> None:
     for _ in range(3):
         net.train()(torch.randn_like(x) + x)
     state = state_of(net)
-    fewer = in_use(net, state)
+    fewer = in_use(net)
     assert not [name for name in fewer if "running" in name or "tracked" in name] and fewer.keys() < state.keys()
     assert all(torch.equal(fewer[name], t) for name, t in state.items() if t.ndim > 1)
     again = restore(pnet.build(1), fewer)

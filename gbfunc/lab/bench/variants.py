@@ -47,15 +47,6 @@ class Setup(NamedTuple):
     batch: Batch
     setting: Setting
 
-    def plain(self, net: nn.Module) -> Step:
-        """Make the step of a network that trains its own parameters."""
-
-        def loss() -> Tensor:
-            with torch.autocast(self.setting.device.type, self.setting.amp, enabled=self.setting.amp is not None):
-                return loss_fn(net, self.batch)
-
-        return plain_step(loss, [p for p in net.parameters() if p.requires_grad], self.setting.lr)
-
 
 class Built(NamedTuple):
     """A variant, ready to run."""
@@ -93,6 +84,14 @@ def plain_step(loss: Callable[[], Tensor], leaves: Iterable[Tensor] | list[dict[
         return value.detach()
 
     return step
+
+
+def _plain(setup: Setup, net: nn.Module) -> Step:
+    def loss() -> Tensor:
+        with torch.autocast(setup.setting.device.type, setup.setting.amp, enabled=setup.setting.amp is not None):
+            return loss_fn(net, setup.batch)
+
+    return plain_step(loss, [p for p in net.parameters() if p.requires_grad], setup.setting.lr)
 
 
 def genome_step(plan: Plan, pnet: nn.Module, batch: Batch, lr: float, **options: Any) -> Step:
@@ -173,7 +172,7 @@ def _lora(setup: Setup) -> Step:
 
     layers = [t.name.removesuffix(".weight") for t in setup.plan.tensors if t.base]
     config: Any = LoraConfig(r=1, lora_alpha=1, target_modules=layers)
-    return setup.plain(get_peft_model(setup.pnet, config))  # pyright: ignore[reportArgumentType]
+    return _plain(setup, get_peft_model(setup.pnet, config))  # pyright: ignore[reportArgumentType]
 
 
 def _periodic(**options: Any) -> Variant:
@@ -181,12 +180,12 @@ def _periodic(**options: Any) -> Variant:
 
 
 VARIANTS: Mapping[str, Variant] = {
-    "dense": Variant("", lambda setup: setup.plain(setup.pnet)),
+    "dense": Variant("", lambda setup: _plain(setup, setup.pnet)),
     "periodic materialised": _periodic(lazy=False),
     "periodic lazy": _periodic(lazy=True),
     "periodic auto": _periodic(lazy="auto"),
     "periodic without donate": _periodic(lazy="auto", donate=False),
-    "periodic module": Variant("periodic", lambda setup: setup.plain(gb.GenomeModule(setup.plan, setup.pnet))),
+    "periodic module": Variant("periodic", lambda setup: _plain(setup, gb.GenomeModule(setup.plan, setup.pnet))),
     "periodic compiled step": _periodic(lazy="auto", compile=True),
     "periodic remat generate": _periodic(lazy=False, remat="generate"),
     "periodic remat layer": _periodic(lazy=False, remat="layer"),

@@ -182,9 +182,9 @@ def norms(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
             yield name, norm
 
 
-def in_use(module: nn.Module, state: Params) -> Params:
-    """Fold the statistics of a module's batch norms into their scales and shifts; `restore` into a new module."""
-    state = dict(state)
+def in_use(module: nn.Module) -> Params:
+    """Collect the state, the statistics of batch norms folded into scales and shifts; `restore` into a new module."""
+    state = state_of(module)
     for name, norm in norms(module):
         state.pop(f"{name}.num_batches_tracked", None)
         scale = state[f"{name}.weight"] / (state.pop(f"{name}.running_var") + norm.eps).sqrt()
@@ -277,7 +277,7 @@ def of_nets(pnets: Iterable[PNet], task: Task, **axes: Any) -> list[Settings]:
 def blank(pnet: PNet) -> Params:
     """Make zeros in the shapes of a p-net's `in_use`, to measure its file."""
     with torch.device("meta"):
-        return blanks(in_use(net := pnet.make(), state_of(net)))
+        return blanks(in_use(pnet.make()))
 
 
 def blanks(like: TensorMap) -> Params:

@@ -49,6 +49,7 @@ class Levels(NamedTuple):
 
     levels: Tensor  # int16, in its shape
     steps: Tensor  # uint8 [R]
+    bits: int  # levels are below 2^(bits - 1)
 
     def values(self) -> Tensor:
         """The tensor that levels stand for, float32."""
@@ -86,17 +87,12 @@ def nearest_steps(weight_RC: Tensor, bits: int, shrinks: int = _SHRINKS) -> Tens
     return steps_SR[error_SR.argmin(0), torch.arange(len(weight_RC))]
 
 
-def coarsened(steps: Params, by: int) -> Params:
-    """Make steps so many coarser."""
-    return {name: (steps_R.int() + by).clamp(max=255).to(torch.uint8) for name, steps_R in steps.items()}
-
-
 def to_levels(weight: Tensor, steps_R: Tensor, bits: int) -> Levels:
     """Round a tensor [R, ...]."""
     most = largest_level(bits)
     rows_RC = weight.detach().reshape(len(steps_R), -1)
     levels = (rows_RC / _step(steps_R)[:, None]).clamp(-most, most).round()
-    return Levels(levels.to(torch.int16).view(weight.shape), steps_R)
+    return Levels(levels.to(torch.int16).view(weight.shape), steps_R, bits)
 
 
 def vector_levels(vector: Tensor) -> Levels:
@@ -146,20 +142,20 @@ def _sparse(code: Code, levels_RC: Ints, bits: int) -> Ints:
     return mask_RC
 
 
-def _stream(code: Code, coded: Mapping[str, Levels], bits: Mapping[str, int], sparse: bool) -> dict[str, Levels]:
+def _stream(code: Code, coded: Mapping[str, Levels], sparse: bool) -> dict[str, Levels]:
     """Code levels; a reader gives zeros of the same names, shapes and numbers of steps."""
     steps = np.concatenate([np.zeros(0), *(of.steps.numpy() for of in coded.values())]).astype(np.int32)
     steps = _bell(code, steps, 0, 255, _byte(code, np.rint(steps.mean()) if steps.size else 0))
     parts = torch.from_numpy(steps.astype(np.uint8)).split([len(of.steps) for of in coded.values()])
     found = {}
-    for (name, (levels, _)), steps_R in zip(coded.items(), parts, strict=True):
-        x, most = levels.numpy().astype(np.int32), largest_level(bits[name])
-        if sparse and bits[name] != VECTOR_BITS:
+    for (name, (levels, _, bits)), steps_R in zip(coded.items(), parts, strict=True):
+        x, most = levels.numpy().astype(np.int32), largest_level(bits)
+        if sparse and bits != VECTOR_BITS:
             # A vector is one row: its entries are as likely everywhere.
-            x = _sparse(code, x.reshape(len(x) if x.ndim > 1 else 1, -1), bits[name])
+            x = _sparse(code, x.reshape(len(x) if x.ndim > 1 else 1, -1), bits)
         else:
             x = _bell(code, x.reshape(-1), -most, most)
-        found[name] = Levels(torch.from_numpy(x.astype(np.int16)).view(levels.shape), steps_R)
+        found[name] = Levels(torch.from_numpy(x.astype(np.int16)).view(levels.shape), steps_R, bits)
     return found
 
 
@@ -167,13 +163,9 @@ _CODE = "code"
 
 
 def encode(
-    state: Params,
-    matrices: Mapping[str, Levels],
-    bits: int,
-    about: Mapping[str, Any] | None = None,
-    sparse: bool = False,
+    state: Params, matrices: Mapping[str, Levels], about: Mapping[str, Any] | None = None, sparse: bool = False
 ) -> bytes:
-    """Write a file: some tensors in levels of `bits`, other floats in 8 bits, integers unchanged."""
+    """Write a file: some tensors in their levels, other floats in 8 bits, integers unchanged."""
     plain = {name: x for name, x in state.items() if not x.is_floating_point()}
     coded = {k: matrices[k] if k in matrices else vector_levels(x) for k, x in state.items() if k not in plain}
     coder = _constriction().queue.RangeEncoder()
@@ -182,7 +174,7 @@ def encode(
         coder.encode(symbols, model, *params)
         return symbols
 
-    _stream(code, coded, {k: bits if k in matrices else VECTOR_BITS for k in coded}, sparse)
+    _stream(code, coded, sparse)
     words = torch.from_numpy(np.asarray(coder.get_compressed()).view(np.uint8).copy())
     return base.pack(plain | {_CODE: words}, torch.float32, about)
 
@@ -196,8 +188,12 @@ def decode(data: bytes, like: Params, rows: Mapping[str, int], bits: int, sparse
     def code(symbols: Ints, model: Any, *params: Any) -> Ints:
         return coder.decode(model, *(params or (len(symbols),)))
 
-    blank = {k: Levels(torch.zeros(x.shape), torch.zeros(rows.get(k, 1))) for k, x in like.items() if k not in plain}
-    found = _stream(code, blank, {k: bits if k in rows else VECTOR_BITS for k in blank}, sparse)
+    blank = {
+        k: Levels(torch.zeros(x.shape), torch.zeros(rows.get(k, 1)), bits if k in rows else VECTOR_BITS)
+        for k, x in like.items()
+        if k not in plain
+    }
+    found = _stream(code, blank, sparse)
     return {name: found[name].values() if name in found else state[name] for name in like}
 
 
@@ -230,10 +226,6 @@ class RoundedNet:
     def nearest_steps(self) -> Params:
         """Find the nearest steps of all parameters to round."""
         return {name: nearest_steps(self._matrix(name).detach(), self._bits) for name in self.rows}
-
-    def state(self) -> Params:
-        """Collect the unrounded tensors of a file."""
-        return base.in_use(self._net, base.state_of(self._net))
 
     def levels(self, steps: Params) -> dict[str, Levels]:
         """Round with these steps."""

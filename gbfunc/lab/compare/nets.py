@@ -19,7 +19,7 @@ from torch.nn.utils import parameters_to_vector, prune
 
 from gbfunc.lab.compare import base
 from gbfunc.lab.compare.base import BudgetTooSmall, Problem, Settings, Trained
-from gbfunc.lab.compare.coded import COARSEST, Levels, RoundedNet, coarsened, decode, encode
+from gbfunc.lab.compare.coded import COARSEST, Levels, RoundedNet, decode, encode
 from gbfunc.tasks import Net, Task
 from gbfunc.tasks.pnets.base import PNet, n_params
 from gbfunc.types import Params
@@ -41,11 +41,11 @@ class Dense:
         pnet = base.pnet_about(settings, problem.task)
         net = pnet.build(seed)
         base.train_net(problem, net.parameters(), net, settings["lr"], seed)
-        return Trained(self._encode(base.in_use(net, base.state_of(net)), pnet, problem), n_params(net))
+        return Trained(self._encode(base.in_use(net), pnet, problem), n_params(net))
 
     def load(self, data: bytes, task: Task) -> Net:
         net = base.pnet_about(base.text_of(data), task).build(0)
-        return base.restore(net, self._decode(data, base.in_use(net, base.state_of(net)), net))
+        return base.restore(net, self._decode(data, base.in_use(net), net))
 
     def _encode(self, state: Params, pnet: PNet, problem: Problem) -> bytes:
         return base.pack(state, problem.dtype, base.about_pnet(pnet, problem.task))
@@ -95,11 +95,14 @@ class Quantised(Dense):
         about = base.about_pnet(pnet, problem.task) | ({} if by_row else {"rows": 0})
 
         def encoded(steps: Params) -> bytes:
-            return encode(net.state(), net.levels(steps), self.bits, about)
+            return encode(base.in_use(module), net.levels(steps), about)
 
         def fitting(steps: Params, budget: float) -> Params:
-            finer = base.largest(lambda n: len(encoded(coarsened(steps, COARSEST - n))) <= budget, COARSEST)
-            return coarsened(steps, COARSEST - finer)
+            def coarser(by: int) -> Params:
+                return {name: (steps_R.int() + by).clamp(max=255).to(torch.uint8) for name, steps_R in steps.items()}
+
+            finer = base.largest(lambda n: len(encoded(coarser(COARSEST - n))) <= budget, COARSEST)
+            return coarser(COARSEST - finer)
 
         def after(done: int) -> None:
             if done in _due(problem.steps):
@@ -131,8 +134,8 @@ class Pruned(Dense):
             state, about = base.blank(pnet), base.about_pnet(pnet, problem.task)
             with torch.device("meta"):
                 prunable = base.apart_from_norms(pnet.make())
-            empty = {k: Levels(state[k].to(torch.int16), torch.zeros(1).byte()) for k in prunable}
-            fixed = len(encode(state, empty, self.bits, about, sparse=True))
+            empty = {k: Levels(state[k].to(torch.int16), torch.zeros(1).byte(), self.bits) for k in prunable}
+            fixed = len(encode(state, empty, about, sparse=True))
             if fixed < 0.9 * problem.budget:
                 full = fixed + self.bits / 8 * sum(state[k].numel() for k in prunable)
                 (found if full > base.USED * problem.budget else least).append(pnet)
@@ -152,7 +155,7 @@ class Pruned(Dense):
         prunes = {start + (end - start) * i // events: i / events for i in range(1, events)}
 
         def entries(steps: Params, budget: float) -> int:
-            return most_entries(net.state(), matrices, net.levels(steps), self.bits, budget, about)
+            return most_entries(base.in_use(module), matrices, net.levels(steps), budget, about)
 
         def keep(n: int | None = None) -> None:
             """Set all but the `n` largest entries to zero, or those that were set before."""
@@ -174,7 +177,7 @@ class Pruned(Dense):
         base.train_net(problem, net.leaves.values(), net, settings["lr"], seed, after)
         keep(entries(net.steps, problem.budget))
         levels = net.levels(net.steps)
-        data = encode(net.state(), levels, self.bits, about, sparse=True)
+        data = encode(base.in_use(module), levels, about, sparse=True)
         return Trained(data, sum(int(x.levels.count_nonzero()) for x in levels.values()))
 
     def _decode(self, data: bytes, like: Params, net: nn.Module) -> Params:
@@ -182,14 +185,14 @@ class Pruned(Dense):
 
 
 def most_entries(
-    state: Params, weights: Params, matrices: Mapping[str, Levels], bits: int, budget: float, about: Any = None
+    state: Params, weights: Params, matrices: Mapping[str, Levels], budget: float, about: Any = None
 ) -> int:
     """Find how many of the largest `weights`, whose levels are `matrices`, can be coded in so many bytes."""
 
     def fits(n: int) -> bool:
         masks = top(weights, n)
-        thin = {k: Levels(x.levels * masks[k], x.steps) for k, x in matrices.items()}
-        return len(encode(state, thin, bits, about, sparse=True)) <= budget
+        thin = {k: x._replace(levels=x.levels * masks[k]) for k, x in matrices.items()}
+        return len(encode(state, thin, about, sparse=True)) <= budget
 
     return base.largest(fits, sum(int(x.count_nonzero()) for x in weights.values()))
 

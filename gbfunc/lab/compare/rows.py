@@ -79,37 +79,33 @@ def choose(name: str, method: Method, problem: Problem, most: int | None = None)
 
     Candidates whose file leaves more than 15 % of the budget unused come behind all that use it.
     """
-    head = _head(problem, name)
+    head, task = _head(problem, name), problem.task
+    tried: list[Settings] = []
+
+    def rank(settings: Settings, steps: int) -> tuple[bool, float]:
+        brief = problem._replace(recipe=replace(problem.recipe, steps=steps))
+        size, value = 0, None
+        try:
+            data = method.train(brief, settings, 0).data
+            size, value = len(data), _metric_of(problem, method.load(data, task), task.val)
+        except FloatingPointError:
+            pass  # it diverged
+        tried.append({**settings, "steps": steps, "bytes": size, "val": value})
+        if value is None or math.isnan(value):
+            return False, -math.inf
+        return size >= USED * problem.budget, task.metric.sign * value
+
     try:
         left = method.candidates(problem)[:most]
     except BudgetTooSmall as error:
         return Choice(*head, settings=None, tried=[], searched=0, reason=str(error))
-    tried: list[Settings] = []
     for part, passed, least in RUNGS:
         # With fewer there is nothing to choose on this rung.
         if len(left) > least:
-            steps = max(1, math.ceil(part * problem.steps))
-            ranks = [_tried(method, problem, settings, steps, tried) for settings in left]
+            ranks = [rank(settings, max(1, math.ceil(part * problem.steps))) for settings in left]
             order = sorted(range(len(left)), key=ranks.__getitem__, reverse=True)
             left = [left[i] for i in order[: max(least, math.ceil(passed * len(left)))]]
     return Choice(*head, settings=left[0], tried=tried, searched=sum(training["steps"] for training in tried))
-
-
-def _tried(
-    method: Method, problem: Problem, settings: Settings, steps: int, tried: list[Settings]
-) -> tuple[bool, float]:
-    """Train a candidate, note it; return whether it uses the budget, and its metric, of which more is better."""
-    brief = problem._replace(recipe=replace(problem.recipe, steps=steps))
-    size, value = 0, None
-    try:
-        data = method.train(brief, settings, 0).data
-        size, value = len(data), _metric_of(problem, method.load(data, problem.task), problem.task.val)
-    except FloatingPointError:
-        pass  # it diverged
-    tried.append({**settings, "steps": steps, "bytes": size, "val": value})
-    if value is None or math.isnan(value):
-        return False, -math.inf
-    return size >= USED * problem.budget, problem.task.metric.sign * value
 
 
 def measure(name: str, method: Method, problem: Problem, settings: Settings, seed: int, path: Path) -> Row:
