@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
@@ -26,7 +25,7 @@ from gbfunc.genome import check_genome, check_plan, flatten, init_genome, sample
 from gbfunc.materialize import materialize
 from gbfunc.plan import Plan
 from gbfunc.pnet import PureNet
-from gbfunc.tasks.control import find_environment, make_envs, step_envs
+from gbfunc.tasks.control import find_environment, play
 from gbfunc.train.gradients.loss import LossFn, loss_and_aux
 from gbfunc.trees import DIRECT, GNET, flat_genome
 from gbfunc.types import Genome, GenomeLike, Params
@@ -49,10 +48,9 @@ class GenomeProblem(Problem):
 
     Args:
         plan: the plan. Rules that keep every tensor direct make a problem of the p-net's own weights.
-        pnet: the p-net of the plan, in the training mode that counts. `vmap` must know its operations: it does not
-            know those of `nn.LSTM` and `nn.GRU`.
+        pnet: the p-net of the plan, in the training mode that counts; `vmap` knows no `nn.LSTM` and `nn.GRU`.
         loss_fn: `(net, batch) -> loss` or `(loss, aux)`, as for `make_train_step`.
-        batches: a batch for each generation, in the form that `loss_fn` takes; `itertools.repeat(batch)` for the same.
+        batches: a batch for each generation; `itertools.repeat(batch)` for the same.
         sense: whether the loss is minimised or maximised.
         start: the genome where the search starts; None draws one from `seed`.
         steps: the size of z = 1 by role of leaf (code, linear, direct): a fraction of the standard deviation of the
@@ -119,7 +117,7 @@ class GenomeProblem(Problem):
 
     @torch.no_grad()
     def losses(self, solutions_nz: Tensor, batch: Any) -> Tensor:
-        """The losses [n] of some solutions [n, z] on a batch, by one `vmap`."""
+        """Return the losses [n] of some solutions [n, z] on a batch, by one `vmap`."""
         if (loss_fn := self._loss_fn) is None:
             raise TypeError("a problem of control has no losses: see its method returns")
 
@@ -172,7 +170,7 @@ class GenomeProblem(Problem):
 
 
 def _steps(plan: Plan, genome: GenomeLike, steps: Mapping[str, float], frozen: Collection[str]) -> Tensor:
-    """The step of every number of the genome's vector [P]; 0 for frozen ones."""
+    """Return the step of every number of the genome's vector [P]; 0 for frozen ones."""
     if steps.keys() != STEPS.keys() or not all(math.isfinite(v) and v > 0 for v in steps.values()):
         raise ValueError(f"steps must give a positive number for each of {', '.join(STEPS)}, got {dict(steps)}")
     roles = {f"{GNET}{e.name}/{k}": leaf.role for e in plan.ensembles for k, leaf in e.leaves.items()}
@@ -192,13 +190,9 @@ class ControlProblem(GenomeProblem):
     fitness is the mean undiscounted return of the episodes of a generation. `env_steps` counts the steps of all
     environments in episodes that had not ended.
 
-    Args:
-        plan: the plan, as for `GenomeProblem`.
-        pnet: `net(observations [E, O])` gives a number for each choice [E, A], of which the largest is taken, or the
-            numbers of an action [E, A], which are clipped to the environment's range.
-        env: the environment's name.
-        episodes: episodes that each member plays in a generation.
-        options: options of `GenomeProblem` except `sense`.
+    The p-net gives for observations [E, O] a number for each choice [E, A], of which the largest is taken, or the
+    numbers of an action [E, A], which are clipped to the environment's range. Each member plays `episodes` episodes in
+    a generation; `options` are those of `GenomeProblem` except `sense`.
     """
 
     def __init__(self, plan: Plan, pnet: nn.Module, env: str, *, episodes: int = 1, **options: Any) -> None:
@@ -215,20 +209,13 @@ class ControlProblem(GenomeProblem):
         n, start_EO = len(solutions_nz), self.start_P.new_zeros((episodes, *self.env.inputs))
         weights = vmap(self._grower(lambda weights, buffers: self._call(weights, buffers, start_EO)))(solutions_nz)
         act = vmap(lambda weights, obs_EO: self._call(weights, dict(self._buffers), obs_EO), randomness="different")
-        envs = make_envs(self.env.id, n * episodes)
-        returns_N, running_N = np.zeros(n * episodes), np.ones(n * episodes, bool)
-        try:
-            obs_NO = self.env.reset(envs, seed)
-            while running_N.any():
-                numbers_NA = act(weights, obs_NO.unflatten(0, (n, episodes))).flatten(0, 1)
-                actions = numbers_NA.argmax(-1) if self.env.discrete else numbers_NA
-                array_NO, rewards_N, terminated_N, truncated_N = step_envs(envs, actions.cpu())
-                obs_NO = self.env.seen(array_NO).to(self.start_P)
-                self.env_steps += int(running_N.sum())
-                returns_N += rewards_N * running_N
-                running_N &= ~(terminated_N | truncated_N)
-        finally:
-            envs.close()
+
+        def actions(obs_NO: Tensor) -> Tensor:
+            numbers_NA = act(weights, obs_NO.to(self.start_P).unflatten(0, (n, episodes))).flatten(0, 1)
+            return (numbers_NA.argmax(-1) if self.env.discrete else numbers_NA).cpu()
+
+        returns_N, steps = play(self.env, n * episodes, seed, actions)
+        self.env_steps += steps
         return torch.from_numpy(returns_N).reshape(n, episodes)
 
     def _judged(self, solutions_nz: Tensor) -> Tensor:

@@ -231,11 +231,5 @@ def test_a_seed_decides_what_is_written(help_text: Task) -> None:
     net, _ = markov(help_text)
     first, again, other = (continue_text(net, help_text, "a", 50, seed=s) for s in (0, 0, 1))
     assert first == again != other and len(first) == 50
-
-
-def test_what_has_no_text_writes_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--sizes", "64", "8", "10", "--steps", "1", "--genome-params", "120"]
-    assert main(["train", *sizes, "--out", str(tmp_path)]) == 0
-    capsys.readouterr()
-    assert main(["sample", "--task", "digits", "--genome", str(tmp_path / "genome.safetensors")]) == 2
-    assert "the task digits has no text to go on from" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="the task digits has no text to go on from"):
+        continue_text(net, TASKS["digits"](), "a", 5)

@@ -118,7 +118,6 @@ def ready(net: nn.Module) -> nn.Module:
 def _write(
     path: Path, kind: str, net: nn.Module, like: nn.Module, example: Any, dynamic_shapes: Any, check: bool
 ) -> Exported:
-    """Write the program of `net`, whose outputs must be those of `like`, or the weights."""
     if kind == SAFETENSORS:
         # Tied weights are under each of their names.
         weights = {k: x.detach().cpu().clone().contiguous() for k, x in net.state_dict().items()}
@@ -132,7 +131,6 @@ def _write(
 def _program(
     kind: Format, net: nn.Module, like: nn.Module, inputs: Inputs, dynamic_shapes: Any, check: bool
 ) -> tuple[bytes, float | None]:
-    """A file's bytes, and the largest difference of its outputs."""
     tried = [inputs, inputs.longer()] if dynamic_shapes in (AUTO, BATCH) else [inputs]
     if texts := dynamic_shapes == AUTO and any(map(is_text, inputs.tensors)):
         tried.append(inputs.shorter())
@@ -172,8 +170,7 @@ def _error(kind: Format, data: bytes, like: nn.Module, tried: list[Inputs]) -> f
             error = float(torch.where(same, 0.0, (wide_x - wide_y).abs()).max())
             size = float(torch.where(wide_y.isfinite(), wide_y.abs(), 0.0).max())
             if not error <= _TOLERANCE.get(y.dtype, 0.0) * max(1.0, size):
-                raise ValueError(
-                    f"the exported program's outputs differ from the p-net's by {error:g} where they reach {size:g}"
-                )
+                far = f"{error:g} where they reach {size:g}"
+                raise ValueError(f"the exported program's outputs differ from the p-net's by {far}")
             largest = max(largest, error)
     return largest

@@ -320,25 +320,40 @@ def _rollout(envs: Any, net: PolicyValue, front: _Front, place: Rollouts) -> tup
     return data, (obs[-1], restarts[-1], starts[-1], memory)
 
 
+def play(env: Environment, number: int, seed: int, act: Callable[[Tensor], Tensor]) -> tuple[NDArray[np.float64], int]:
+    """Return the undiscounted returns [N] of an episode in each of some environments, and the steps of all.
+
+    `act` maps observations [N, O] to actions on the CPU: choices [N] or vectors [N, A].
+    """
+    envs = make_envs(env.id, number)
+    returns_N, running_N, steps = np.zeros(number), np.ones(number, dtype=bool), 0
+    try:
+        obs_NO = env.reset(envs, seed)
+        while running_N.any():
+            array_NO, rewards_N, terminated_N, truncated_N = step_envs(envs, act(obs_NO))
+            obs_NO = env.seen(array_NO)
+            steps += int(running_N.sum())
+            returns_N += rewards_N * running_N
+            running_N &= ~(terminated_N | truncated_N)
+    finally:
+        envs.close()
+    return returns_N, steps
+
+
 @torch.no_grad()
 def evaluate(net: PolicyValue, episodes: Episodes) -> NDArray[np.float64]:
     """Return the undiscounted returns of the greedy policy (likeliest choice, mean action), one per episode."""
     env, number = episodes.env, episodes.number
-    envs = make_envs(env.id, number)
-    obs_NO = env.reset(envs, episodes.seed)
-    returns_N, running_N = np.zeros(number), np.ones(number, dtype=bool)
     # Only the first episode of an environment counts, so that the memory needs no more starts.
     memory, starts_1N = _blank(net, number), torch.ones(1, number, dtype=torch.bool)
-    while running_N.any():
+
+    def act(obs_NO: Tensor) -> Tensor:
+        nonlocal memory, starts_1N
         numbers_1NP, _, memory = _play(net, obs_NO[None], starts_1N, memory)
-        best = policy(numbers_1NP[0], env.discrete).mode
-        array_NO, rewards_N, terminated_N, truncated_N = step_envs(envs, best)
-        obs_NO = env.seen(array_NO)
-        returns_N += rewards_N * running_N
-        running_N &= ~(terminated_N | truncated_N)
         starts_1N = torch.zeros_like(starts_1N)
-    envs.close()
-    return returns_N
+        return policy(numbers_1NP[0], env.discrete).mode
+
+    return play(env, number, episodes.seed, act)[0]
 
 
 def _return_metrics(net: PolicyValue, episodes: Episodes) -> dict[str, float]:
