@@ -92,13 +92,6 @@ def test_grid_coordinates_span_the_bandwidth_row_major() -> None:
     assert np.abs(gb.grid(3, 5).codes(15)).max() == 6.0 and gb.grid(28, 28, code="gray").width(784) == 10
 
 
-def test_per_axis_repeats_the_position_in_every_channel() -> None:
-    codes = gb.per_axis(gb.binary(), gb.grid(3, 3), 9).codes(4 * 9)
-    assert codes.shape == (36, 2 + 2)
-    np.testing.assert_array_equal(codes[:, 2:].reshape(4, 9, 2), np.stack([gb.grid(3, 3).codes(9)] * 4))
-    assert (codes[:9, :2] == codes[0, :2]).all()
-
-
 @pytest.mark.parametrize(
     ("call", "words"),
     [

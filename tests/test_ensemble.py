@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -13,7 +11,7 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.encoding import Encoding
-from gbfunc.genome import check_genome, codes_of, init_leaves
+from gbfunc.genome import codes_of, init_leaves
 from gbfunc.hypernets import Hypernet
 from gbfunc.hypernets.ensemble import Constants, Evaluation, dense_tiles
 from gbfunc.plan.ensembles import Ensemble, TileSpan
@@ -198,14 +196,3 @@ def test_progress_tells_the_weights_that_are_done() -> None:
     assert [total for _, total in calls] == [30 + 20 + 54] * 3
     assert [done for done, _ in calls] == sorted(done for done, _ in calls)
     assert calls[-1][0] == 104
-
-
-@pytest.mark.parametrize("genome", [None, {}, {"gnets": {}}, (1, 2, 3)])
-def test_what_is_no_genome_is_refused_in_one_line(genome: Any) -> None:
-    pnet = nn.Linear(6, 5)
-    plan = gb.make_plan(pnet, gb.periodic(2))
-    words = rf"expected a Genome or a TrainState \(gnets, direct, buffers\), got {type(genome).__name__}"
-    with pytest.raises(TypeError, match=words):
-        check_genome(plan, genome)
-    with pytest.raises(TypeError, match=words):
-        gb.materialize(plan, genome, pnet)

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import gbfunc as gb
 from gbfunc.hypernets.kernels import eager, native, relu_matrix
 from gbfunc.tiling import TileGrid
 from gbfunc.types import Kernel
@@ -115,15 +114,6 @@ def test_what_is_not_a_number_is_not_hidden(kernel: Kernel) -> None:
     inputs[0][0, 2, 0] = torch.nan
     matrix = relu_matrix(*inputs, grid=TileGrid(5, 9, 5, 9), kernel=kernel)
     assert matrix[2].isnan().all() and matrix.isnan().sum() == 9
-
-
-@pytest.mark.parametrize("kernel", FORMS)
-def test_without_a_grid_tiles_are_returned(kernel: Kernel) -> None:
-    grid = GRIDS[1]
-    inputs = [x.detach() for x in inputs_of(grid)]
-    tiles = relu_matrix(*inputs, kernel=kernel)
-    assert tiles.shape == (grid.n_tiles, grid.tile_rows, grid.tile_cols)
-    torch.testing.assert_close(gb.tiling.join_tiles(tiles, grid), relu_matrix(*inputs, grid=grid, kernel=kernel))
 
 
 @pytest.mark.parametrize("kernel", FAST)

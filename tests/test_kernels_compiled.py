@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from gbfunc.hypernets import kernels
-from gbfunc.hypernets.kernels import eager, native, relu_matrix, relu_tile
+from gbfunc.hypernets.kernels import native, relu_matrix, relu_tile
 from gbfunc.hypernets.kernels.waves import Side, waves
 from gbfunc.tiling import TileGrid
 from tests.support.kernel_cases import GRIDS, NEEDS_COMPILER, assert_alike, expected, found, inputs_of
@@ -137,14 +136,4 @@ def test_a_device_without_triton_falls_back_with_one_warning(monkeypatch: pytest
             gradients = torch.autograd.grad(relu_matrix(*inputs, kernel=kernel).sum(), inputs[2:])
     assert [x.shape for x in gradients] == [x.shape for x in inputs[2:]]
     assert sum(w.category is RuntimeWarning for w in caught) == 1
-    relu_tile._accelerator_form.cache_clear()
-
-
-def test_a_missing_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "gbfunc.hypernets.kernels.triton", raising=False)
-    monkeypatch.delattr(kernels, "triton", raising=False)
-    relu_tile._accelerator_form.cache_clear()
-    with pytest.warns(RuntimeWarning, match="on 'cuda' \\(ModuleNotFoundError: .*triton"):
-        assert relu_tile._accelerator_form("cuda") is eager
     relu_tile._accelerator_form.cache_clear()

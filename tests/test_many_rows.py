@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.plan import Plan
+from tests import test_many
 from tests.support.forms import assert_close, vectors
 from tests.support.hugging_face import tiny
-from tests.test_many import INDEX, TOKENS, genomes_of, one_by_one, tensors
+from tests.test_many import INDEX, TOKENS, checked, one_by_one, tensors
 
 X = vectors(5, 8)
 PADDED = torch.arange(6) >= torch.tensor([[6], [4], [6], [2], [1]])
@@ -66,17 +67,8 @@ ODD: dict[str, tuple[Callable[[], nn.Module], Tensor, list[str]]] = {
 
 
 def planned(build: Callable[[], nn.Module], targets: list[str]) -> tuple[nn.Module, Plan, list[gb.Genome]]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        pnet = build().double().eval()
     adapter: dict[str, Any] = {"base": "own", "target_modules": targets} if targets else {}
-    plan = gb.make_plan(pnet, gb.periodic(1), **adapter)
-    genomes = []
-    for i, g in enumerate(genomes_of(plan, pnet)):
-        # Deltas start at zero.
-        moved = {n: {k: x + 0.1 * (i + 1) * vectors(*x.shape) for k, x in e.items()} for n, e in g.gnets.items()}
-        genomes.append(g._replace(gnets=moved))
-    return pnet, plan, genomes
+    return test_many.planned(build, gb.periodic(1), **adapter)
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -200,6 +192,5 @@ def test_hooks_of_modules_are_called_once_for_each_row(path: str) -> None:
 
     with pytest.warns(FutureWarning, match="weight_norm"):
         pnet, plan, genomes = planned(make, [])
-    net = gb.materialize_many(plan, genomes, pnet)
-    assert_close(net(INDEX, X), one_by_one(plan, genomes, pnet, INDEX, X)[0], 1e-10)
+    net = checked(pnet, plan, genomes, X)
     assert net.row_wise == ["0", "1"]

@@ -194,22 +194,6 @@ def test_tied_weights_are_one_pair_of_factors() -> None:
     assert_close(again(x), factored(x))
 
 
-def test_the_pnet_and_the_genome_are_not_touched() -> None:
-    build, x, _ = NETS["mlp"]
-    pnet = build().double()
-    plan = gb.make_plan(pnet, gb.low_rank(2))
-    genome = gb.init_genome(plan, pnet, 3)
-    before, leaf = copy.deepcopy(pnet.state_dict()), next(iter(next(iter(genome.gnets.values())).values()))
-    held = leaf.clone()
-    net = gb.materialize(plan, genome, pnet, factored=True)
-    with torch.no_grad():
-        for p in net.parameters():
-            p.zero_()
-    assert type(pnet.get_submodule("0")) is nn.Linear
-    assert_close(dict(pnet.state_dict()), dict(before))
-    assert torch.equal(leaf, held)
-
-
 def test_torch_jit_script_is_refused() -> None:
     _, factored, _ = nets("mlp")
     with pytest.raises(TypeError, match="knows no factored layers"):

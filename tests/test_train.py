@@ -9,7 +9,6 @@ from typing import Any
 import optree
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -181,22 +180,6 @@ def test_frozen_direct_parameters_stay() -> None:
     assert not any("direct" in name for name in state.opt.leaves)
     end, _ = run(step, state, batch)
     assert same_bits(end.direct, state.direct) and not same_bits(end.gnets, state.gnets)
-
-
-def test_the_net_may_be_called_as_often_as_one_likes_and_with_keywords() -> None:
-    class Scaled(nn.Linear):
-        def forward(self, input: Tensor, *, by: float = 1.0) -> Tensor:
-            return super().forward(input) * by
-
-    def loss(net: Callable[..., Tensor], batch: Tensor) -> tuple[Tensor, Any]:
-        out = net(batch, by=2.0)
-        return F.mse_loss(out, 2 * net(input=batch).detach() + 1), {"out": out}
-
-    pnet = Scaled(6, 3)
-    step = gb.make_train_step(gb.make_plan(pnet, gb.periodic(2)), pnet, loss, SGD)
-    _, info = step(step.init(), torch.ones(2, 6))
-    assert float(info.loss) == pytest.approx(1.0)
-    assert info.aux["out"].shape == (2, 3) and not info.aux["out"].requires_grad
 
 
 def test_the_seed_is_all_that_init_depends_on() -> None:
