@@ -41,7 +41,7 @@ def attention_forward(
         biases = (None, None, None) if bias is None else bias.chunk(3)
         e = layer.embed_dim
         names = ("in_proj_weight",) * 3 if packed else ("q_proj_weight", "k_proj_weight", "v_proj_weight")
-        rows = [slice(i * e, (i + 1) * e) if packed else slice(None) for i in range(3)]
+        rows = [slice(i * e, (i + 1) * e) if packed else None for i in range(3)]
         parts = zip(names, (query, key, value), biases, rows, strict=True)
         q, k, v = (project(layer, name, x, b, r) for name, x, b, r in parts)
     use_hint = is_causal and key_padding_mask is None and not need_weights
@@ -71,12 +71,13 @@ def _is_usual(
     )
 
 
-def project(layer: Any, attribute: str, x: Tensor, bias: Tensor | None, rows: slice = slice(None)) -> Tensor:
+def project(layer: Any, attribute: str, x: Tensor, bias: Tensor | None, rows: slice | None = None) -> Tensor:
     """`x @ W[rows].T + bias` with a weight of a layer in whatever form it has."""
     weight = weight_of(layer, attribute) if hasattr(layer, now(attribute)) else None
     if isinstance(weight, Weight):
         return weight.linear(x, bias, rows)
-    return F.linear(x, (getattr(layer, attribute) if weight is None else weight)[rows], bias)
+    dense = getattr(layer, attribute) if weight is None else weight
+    return F.linear(x, dense if rows is None else dense[rows], bias)
 
 
 def _attend(

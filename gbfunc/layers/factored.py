@@ -72,16 +72,16 @@ class FactoredWeight(WeightForm):
         weight.applied = True
         return True
 
-    def linear(self, weight: Weight, x: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
+    def linear(self, weight: Weight, x: Tensor, bias: Tensor | None, rows: slice | None) -> Tensor:
         """`x @ W[rows].T + bias` as two thin products, where these pay."""
         y = self.thin_linear(weight, x, bias, rows)
         return dense_linear(weight.dense(), self.transposed, rows, x, bias) if y is None else y
 
-    def thin_linear(self, weight: Weight, x: Tensor, bias: Tensor | None, rows: slice) -> Tensor | None:
+    def thin_linear(self, weight: Weight, x: Tensor, bias: Tensor | None, rows: slice | None) -> Tensor | None:
         """`x @ (L R^T)[rows].T + bias`; None where the dense weight is used."""
-        grid, start, stop = self.grid, rows.start or 0, rows.stop
-        tiles = slice(None)
-        if stop is not None:
+        grid, tiles, start, stop = self.grid, slice(None), 0, self.grid.rows
+        if rows is not None:
+            start, stop = rows.start, rows.stop
             tiles = slice(start // grid.tile_rows, -(-stop // grid.tile_rows))
             # Rows that begin within a tile and end in another one are cut out of the dense weight.
             if start % grid.tile_rows and tiles.stop - tiles.start > 1:
@@ -94,13 +94,13 @@ class FactoredWeight(WeightForm):
         given = weight.given
         if self.tiles == (1, 1):
             left = _single(given["left"])
-            return F.linear(x @ _single(given["right"]), left if stop is None else left[rows], bias)
+            return F.linear(x @ _single(given["right"]), left if rows is None else left[rows], bias)
         left, right = self.by_tile(given)
-        if stop is not None:
+        if rows is not None:
             left, right = left[tiles], right[tiles]
             if len(left) == 1:
                 left = left[:, :, start - tiles.start * grid.tile_rows :][:, :, : stop - start]
-        return _linear(x, left, right, grid.rows if stop is None else stop - start, bias)
+        return _linear(x, left, right, stop - start, bias)
 
     def conv(
         self, weight: Weight, conv: Callable[..., Tensor], x: Tensor, bias: Tensor | None, **options: Any
@@ -202,12 +202,12 @@ class DeltaWeight(FactoredWeight):
         """The sum."""
         return added(given["base"], super().make(given))
 
-    def linear(self, weight: Weight, x: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
+    def linear(self, weight: Weight, x: Tensor, bias: Tensor | None, rows: slice | None) -> Tensor:
         """`x @ W[rows].T + bias`."""
         left, right, base = (weight.given[k] for k in self.inputs)
         # Autocast brings all three to its dtype.
         same = left.dtype == base.dtype and (x.dtype == left.dtype or torch.is_autocast_enabled(x.device.type))
-        single = same and not x.is_nested and x.ndim > 1 and rows.stop is None and self.tiles == (1, 1)
+        single = same and not x.is_nested and x.ndim > 1 and rows is None and self.tiles == (1, 1)
         if single and self._thin(weight, math.prod(x.shape[:-1])):
             # Added by the product itself, which spares a pass over the outputs; factors as [k, r] and [k, c], whose
             # products with few columns are two to four times faster, forward and backward.

@@ -140,7 +140,7 @@ class WeightForm:
         """The weight in its layer's shape, in the graph of the inputs."""
         raise NotImplementedError
 
-    def linear(self, weight: Weight, x: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
+    def linear(self, weight: Weight, x: Tensor, bias: Tensor | None, rows: slice | None) -> Tensor:
         """`x @ W[rows].T + bias`: [..., cols] -> [..., rows]."""
         raise NotImplementedError
 
@@ -188,7 +188,7 @@ class Weight:
             self.form.reads += 1
         return self.dense()
 
-    def linear(self, x: Tensor, bias: Tensor | None, rows: slice = slice(None)) -> Tensor:
+    def linear(self, x: Tensor, bias: Tensor | None, rows: slice | None = None) -> Tensor:
         """`x @ W[rows].T + bias`."""
         return self.form.linear(self, x, bias, rows)
 
@@ -300,7 +300,7 @@ def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, enabled=False) if on else nullcontext()
 
 
-def dense_linear(weight: Tensor, transposed: bool, rows: slice, x: Tensor, bias: Tensor | None) -> Tensor:
+def dense_linear(weight: Tensor, transposed: bool, rows: slice | None, x: Tensor, bias: Tensor | None) -> Tensor:
     """`x @ W[rows].T + bias` with a dense weight, or the transpose that is stored of it."""
     weight = weight.t() if transposed else weight
-    return F.linear(x, weight if rows.stop is None else weight[rows], bias)
+    return F.linear(x, weight if rows is None else weight[rows], bias)

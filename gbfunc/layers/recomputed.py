@@ -47,13 +47,13 @@ class RecomputedWeight(WeightForm):
             raise RuntimeError(f"{self.name!r} is split over ranks and made in pieces: read it with remat='none'")
         return self.maker(*(given[k] for k in self.inputs))
 
-    def linear(self, weight: Weight, x: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
+    def linear(self, weight: Weight, x: Tensor, bias: Tensor | None, rows: slice | None) -> Tensor:
         """`x @ W[rows].T + bias`; all of the weight is made, for some rows too."""
 
         def forward(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
             return dense_linear(weight, self.transposed, rows, x, bias)
 
-        pull = _linear_pull if rows.stop is None and not self.transposed else None
+        pull = _linear_pull if rows is None and not self.transposed else None
         return self._recompute(weight, forward, x, bias, pull)
 
     def conv(
