@@ -85,8 +85,9 @@ class Adapted:
     rates: tuple[float, ...]  # learning rates to choose from
     # Queries, as the smallest; layers that papers take; all.
     where: tuple[tuple[str, ...], ...] = (("query",), ("query", "value"), ())
-    size: str = ""  # the option that grows to
-    sizes: Callable[[Linears, Kinds, Settings], Sequence[int]] = lambda linears, kinds, options: (0,)
+    size: str = ""  # the option that grows
+    sizes: Sequence[int] = (0,)  # its values, or
+    most: Callable[[Linears, Kinds, Settings], int] | None = None  # the largest one, from 1 on
     options: tuple[Settings, ...] = ({},)  # other options, each a shape of its own
     fixed: Settings | None = None  # options of every shape
     stored: torch.dtype | None = None  # instead of the problem's dtype
@@ -121,8 +122,8 @@ class Adapted:
             return {**options, **size, "target_modules": linears.last(min(n, blocks), kinds)}
 
         for options, roles in product(self.options, self.where):
-            kinds = linears.named(*roles)
-            if kinds and (sizes := self.sizes(linears, kinds, options)):
+            if kinds := linears.named(*roles):
+                sizes = self.sizes if self.most is None else range(1, self.most(linears, kinds, options) + 1)
                 yield len(sizes) + blocks - 1, partial(rung, kinds, sizes, options)
 
     def candidates(self, problem: Problem) -> list[Settings]:
@@ -186,14 +187,6 @@ class Part(Adapted):
         return super().ladders(net) if "{}" in self.config else iter([(1, lambda n: {})])
 
 
-def _ranks(*ranks: int) -> Any:
-    return {"size": "r", "sizes": lambda linears, kinds, options: ranks}
-
-
-def _up_to(size: str, most: Callable[[Linears, Kinds, Settings], int], *where: tuple[str, ...]) -> Any:
-    return {"size": size, "sizes": lambda *of: range(1, most(*of) + 1), "where": where}
-
-
 _PAIRS, _FRESH = (("query", "value"), ()), {"save_projection": False}
 _RATES = (3e-3, 1e-2, 3e-2)
 
@@ -204,31 +197,35 @@ ADAPTERS: Mapping[str, Adapted] = {
     "linear_probe": Part("(?!)", (1e-2, 3e-2, 1e-1)),
     # Of queries; of queries and hidden units, which do nearly all (E. Ben Zaken et al., 2022); of all.
     "bitfit": Part(r"{}\.bias", _RATES, (("query",), ("query", "up"), ("any",))),
-    "lora": Adapted("LoraConfig", _RATES, **_ranks(1, 2, 4, 8, 16, 32)),
+    "lora": Adapted("LoraConfig", _RATES, size="r", sizes=(1, 2, 4, 8, 16, 32)),
     # Two trained vectors a layer, around seeded matrices of higher rank.
-    "vera": Adapted("VeraConfig", (1e-2, 3e-2, 1e-1), fixed=_FRESH, **_ranks(64, 128, 256, 512, 1024)),
+    "vera": Adapted("VeraConfig", (1e-2, 3e-2, 1e-1), size="r", sizes=(64, 128, 256, 512, 1024), fixed=_FRESH),
     # So many frequencies a layer, at most the weights of the smallest.
     "fourierft": Adapted(
         "FourierFTConfig",
         (3e-2, 1e-1, 3e-1),
-        **_up_to("n_frequency", lambda x, kinds, _: min(math.prod(x.kinds[k]) for k in kinds), *_PAIRS),
+        _PAIRS,
+        size="n_frequency",
+        most=lambda x, kinds, _: min(math.prod(x.kinds[k]) for k in kinds),
     ),
     # One vector for all layers, no longer than its projection; the paper's rank, and one with room for longer vectors.
     "tinylora": Adapted(
         "TinyLoraConfig",
         _RATES,
+        ((),),
+        size="u",
+        most=lambda x, kinds, of: min(len(x.blocks) * len(kinds) * of["r"] ** 2, _MOST_TINY),
         options=({"r": 2}, {"r": 8}),
         fixed={"weight_tying": 1.0, **_FRESH},
-        **_up_to("u", lambda x, kinds, of: min(len(x.blocks) * len(kinds) * of["r"] ** 2, _MOST_TINY), ()),
     ),
     # One vector for the factors of all these layers, of rank 4.
     "unilora": Adapted(
         "UniLoraConfig",
         (*_RATES, 1e-1),
+        _PAIRS,
+        size="theta_d_length",
+        most=lambda x, kinds, _: 4 * len(x.blocks) * sum(sum(x.kinds[k]) for k in kinds),
         fixed={"r": 4},
-        **_up_to(
-            "theta_d_length", lambda x, kinds, _: 4 * len(x.blocks) * sum(sum(x.kinds[k]) for k in kinds), *_PAIRS
-        ),
     ),
     # Scales of values; of keys, values and hidden units, as the paper has it.
     "ia3": Adapted(
