@@ -74,37 +74,28 @@ class LinearNet:
 
 
 def loss_by_hand(net: LinearNet, batch: Transitions, settings: Settings, discrete: bool) -> dict[str, float]:
-    """The loss from plain numbers, one transition at a time."""
-    rows = [i for i in range(len(batch.valid)) if batch.valid[i]]
-    gains = [float(batch.advantages[i]) for i in rows]
-    mean = sum(gains) / len(gains)
-    std = math.sqrt(sum((a - mean) ** 2 for a in gains) / (len(gains) - 1))
-    policy_loss = value_loss = entropy = kl = clipped = 0.0
-    for i, gain in zip(rows, gains, strict=True):
-        numbers_P, value_ = net(batch.obs[i])
-        numbers, value = numbers_P.tolist(), value_.item()
-        if discrete:
-            total = sum(math.exp(x) for x in numbers)
-            probabilities = [math.exp(x) / total for x in numbers]
-            log_prob = math.log(probabilities[int(batch.actions[i])])
-            entropy -= sum(p * math.log(p) for p in probabilities)
-        else:
-            log_prob = 0.0
-            for m, log_std, a in zip(numbers[:2], numbers[2:], batch.actions[i].tolist(), strict=True):
-                log_prob -= 0.5 * ((a - m) / math.exp(log_std)) ** 2 + log_std + 0.5 * math.log(2 * math.pi)
-                entropy += 0.5 + 0.5 * math.log(2 * math.pi) + log_std
-        log_ratio = log_prob - float(batch.log_probs[i])
-        ratio = math.exp(log_ratio)
-        normal = (gain - mean) / (std + 1e-8)
-        bounded = min(max(ratio, 1 - settings.clip), 1 + settings.clip)
-        policy_loss -= min(normal * ratio, normal * bounded)
-        old, target = float(batch.values[i]), float(batch.returns[i])
-        near = old + min(max(value - old, -settings.clip), settings.clip)
-        value_loss += 0.5 * max((value - target) ** 2, (near - target) ** 2)
-        kl += ratio - 1 - log_ratio
-        clipped += abs(ratio - 1) > settings.clip
-    sums = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy, "kl": kl, "clipped": clipped}
-    means = {k: v / len(rows) for k, v in sums.items()}
+    """The loss by its formulas, over the transitions that count."""
+    clip, kept = settings.clip, batch.valid > 0
+    obs, actions, old_log_prob, gain, target, old = (x[kept] for x in batch[:6])
+    numbers, value = (x.detach() for x in net(obs))
+    if discrete:
+        p = numbers.exp() / numbers.exp().sum(1, keepdim=True)
+        log_prob, entropy = p[range(len(p)), actions].log(), -(p * p.log()).sum(1)
+    else:
+        mean, log_std = numbers.chunk(2, 1)
+        log_prob = -(0.5 * ((actions - mean) / log_std.exp()) ** 2 + log_std + 0.5 * math.log(2 * math.pi)).sum(1)
+        entropy = (0.5 + 0.5 * math.log(2 * math.pi) + log_std).sum(1)
+    ratio = (log_prob - old_log_prob).exp()
+    gain = (gain - gain.mean()) / (gain.std() + 1e-8)
+    near = old + (value - old).clamp(-clip, clip)
+    terms = {
+        "policy_loss": -torch.minimum(gain * ratio, gain * ratio.clamp(1 - clip, 1 + clip)),
+        "value_loss": 0.5 * torch.maximum((value - target) ** 2, (near - target) ** 2),
+        "entropy": entropy,
+        "kl": ratio - 1 - ratio.log(),
+        "clipped": ((ratio - 1).abs() > clip).double(),
+    }
+    means = {name: float(x.mean()) for name, x in terms.items()}
     loss = means["policy_loss"] + settings.value * means["value_loss"] - settings.entropy * means["entropy"]
     return {"loss": loss, **means}
 
