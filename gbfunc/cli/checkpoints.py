@@ -117,7 +117,7 @@ class Kept:
         try:
             self.writer.save(state, extra)
         except OSError as error:
-            # The one before. The disk may have room again for this one: what is trained must not be lost.
+            # The write before failed. The disk may have room again for this checkpoint.
             tell(f"warning: {error}")
         signum, path = next(iter(self.signals), None), None
         try:

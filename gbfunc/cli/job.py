@@ -154,7 +154,7 @@ def asked_recipe(recipe: Recipe, training: TrainingOptions) -> Recipe:
     asked |= {"schedule": SCHEDULES[training.schedule]} if training.schedule else {}
     asked |= {"optimizer": find_optimizer(training.optimizer)} if training.optimizer else {}
     whole = {"steps": None, "measure_every": None} if "epochs" in asked else {}
-    # There is nothing to explain about what the user says.
+    # Reasons explain defaults only.
     known = asked.keys() | ({"epochs"} if "steps" in asked else set())
     reasons = {name: why for name, why in recipe.reasons.items() if name not in known}
     return replace(recipe, **(whole | asked), reasons=reasons)

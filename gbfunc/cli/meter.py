@@ -89,7 +89,7 @@ class Meter:
     def metrics(self, train_step: TrainStep, job: Job, seed: int, steps_per_second: float) -> dict[str, object]:
         mesh, steps, task, pnet = train_step.mesh, max(1, self.steps), job.task, job.pnet
         if self.batch is None and task.resumable:
-            # A training that was finished before took no step here: its first batch is drawn again.
+            # A finished training took no step here: draw its first batch again.
             order = torch.Generator().manual_seed(seed)
             self.batch = next(task.batches(task.train, job.recipe, order, lambda: pnet))
         cuda = mesh.device.type == "cuda"
@@ -112,7 +112,6 @@ class Meter:
         if pipeline:
             found["pipeline"] = pipeline
         if self.batch is None:
-            # Nothing was trained here.
             return found
         if pipeline:
             found["pipeline_bubble"] = self._bubble(job, mesh, pipeline)
