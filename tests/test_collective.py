@@ -192,9 +192,6 @@ def test_errors_of_a_backend_alone_are_a_failed_collective(error: RuntimeError) 
         assert caught.value is error
 
 
-# --- without other ranks -------------------------------------------------------------------------------------------
-
-
 @given(st.integers(0, 20), st.integers(1, 7))
 def test_shards_cover_the_batch(rows: int, ranks: int) -> None:
     batch = {"x": torch.arange(rows), "y": torch.ones(()), "z": "text"}

@@ -62,9 +62,6 @@ def test_what_is_in_codes_and_what_is_not() -> None:
         assert len(near[name].unique()) <= 3 * 16 and not torch.equal(near[name], x)
 
 
-# --- in the loop ---------------------------------------------------------------------------------------------------
-
-
 def step_of(animal: Animal, **options: Any) -> tuple[TrainStep, Tensor]:
     pnet = animal.pnet()
     sgd = gb.torch_optimizer(torch.optim.SGD, lr=0.1)

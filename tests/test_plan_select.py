@@ -82,11 +82,7 @@ def test_the_first_rule_that_matches_counts() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        (
-            {"rules": [("hed", None)]},
-            ValueError,
-            r"rules pattern 'hed' matches no parameter; the p-net has \['0.weight'",
-        ),
+        ({"rules": [("hed", None)]}, ValueError, "rules pattern 'hed' matches no parameter"),
         ({"include": ["hed"]}, ValueError, r"include pattern 'hed' matches no parameter; the p-net has \['0.weight'"),
         ({"include": "weight"}, TypeError, "include must be a list of regular expressions, got the string 'weight'"),
         ({"exclude": ["("]}, ValueError, r"exclude pattern '\(' is not a regular expression"),

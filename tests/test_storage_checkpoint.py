@@ -48,9 +48,6 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
 
 
-# --- what goes on is what would have been --------------------------------------------------------------------------
-
-
 def goes_on(step: TrainStep, batch: Any, folder: Path) -> None:
     """Two steps, a checkpoint, two steps are bit for bit four steps; the copy is taken before the step goes on."""
     straight = advance(step, step.init(seed=7), batch, 4)
@@ -96,9 +93,6 @@ def test_a_state_is_copied_before_it_is_written(tmp_path: Path, monkeypatch: pyt
     found = gb.load_checkpoint(tmp_path, step, step.init())
     assert same_bits(found.state, before) and not same_bits(found.state.gnets, later.gnets)
     assert found.extra == {"history": [1]}
-
-
-# --- which is taken ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("keep", [1, 2, 5])
@@ -176,9 +170,6 @@ def test_nothing_valid_begins_again(tmp_path: Path) -> None:
     assert [line.split(":")[0] for line in found.skipped] == [f"step-0000000{i}.safetensors" for i in (2, 1)]
 
 
-# --- validation ----------------------------------------------------------------------------------------------------
-
-
 def test_another_training_is_refused(tmp_path: Path) -> None:
     step, batch = step_of("mlp", optimizer=ADAM)
     save(tmp_path, step, advance(step, step.init(), batch, 1))
@@ -191,10 +182,7 @@ def test_another_training_is_refused(tmp_path: Path) -> None:
         gb.load_checkpoint(tmp_path, step, step_of("mlp")[0].init())
     like = step.init()
     wide = like._replace(direct={k: v.double() for k, v in like.direct.items()})
-    with pytest.raises(
-        ValueError,
-        match=r"another optimizer or p-net: wrong dtype \['direct/0.bias is torch.float32, expected torch.float64",
-    ):
+    with pytest.raises(ValueError, match=r"wrong dtype \['direct/0.bias is torch.float32, expected torch.float64"):
         gb.load_checkpoint(tmp_path, step, wide)
 
 

@@ -40,19 +40,12 @@ def saved(folder: Path, step: TrainStep, extra: Any = None) -> gb.TrainState:
     return state
 
 
+LATE = gb.torch_schedule(StepLR, 0.1, 500, step_size=300)
 OTHER = {
     "rate": (adam(0.1), adam(0.05), r"\(lr 0.1, now 0.05\)"),
-    "length": (
-        adam(one_cycle(100)),
-        adam(one_cycle(101)),
-        r"\(lr 0.004\d* at step 1 \(schedule \w{8}\), now 0.004\d* ",
-    ),
+    "length": (adam(one_cycle(100)), adam(one_cycle(101)), r"\(lr 0.004\d* at step 1 \(schedule \w{8}\), now 0.004"),
     "course": (adam(lambda i: 0.1 / (i + 1)), adam(lambda i: 0.1 / (i + 2)), r"lr 0.05 at step 1 .*now 0.0333333 at"),
-    "late": (
-        adam(gb.torch_schedule(StepLR, 0.1, 500, step_size=300)),
-        adam(lambda i: 0.1),
-        "lr 0.1 at step 1 .*, now 0.1 at",
-    ),
+    "late": (adam(LATE), adam(lambda i: 0.1), "lr 0.1 at step 1 .*, now 0.1 at"),
     "betas": (adam(), adam(betas=(0.8, 0.999)), r"\(betas \[0.9, 0.999\], now \[0.8, 0.999\]\)"),
     "decay": (adam(weight_decay=0.1), adam(), r"\(weight_decay 0.1, now 0.0\)"),
     "role": (adam(direct={"lr": 0.01}), adam(), r"\(direct.lr 0.01, now 0.1\)"),
@@ -83,9 +76,6 @@ def test_another_training_is_refused_unless_it_is_allowed(
 def test_the_same_training_in_other_words_goes_on(before: Optimizer, after: Optimizer, tmp_path: Path) -> None:
     state, now = saved(tmp_path, step_with(before)), step_with(after, donate=True, microbatches=2)
     assert same_bits(gb.load_checkpoint(tmp_path, now, now.init()).state, state)
-
-
-# --- what the loop must know ---------------------------------------------------------------------------------------
 
 
 def test_extra_comes_back_as_it_was(tmp_path: Path) -> None:

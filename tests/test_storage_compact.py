@@ -42,9 +42,6 @@ def forged(body: bytes) -> bytes:
     return b"GB5" + body[:1] + zlib.crc32(body).to_bytes(4, "little") + body[1:]
 
 
-# --- round trip ----------------------------------------------------------------------------------------------------
-
-
 def test_codes_that_are_mostly_alike_take_less_than_their_bits(tmp_path: Path) -> None:
     pnet = torch.nn.Linear(64, 64)
     plan = gb.make_plan(pnet, rules=[(".", None)])
@@ -141,9 +138,6 @@ def test_metadata_that_is_not_read_is_not_written(dtype: str | None, genuine: Ge
         with pytest.raises(ValueError, match=words):
             gb.save(tmp_path / "g", genuine.plan, genuine.genome, dtype, metadata=value)
     assert list(tmp_path.iterdir()) == []
-
-
-# --- files made to harm --------------------------------------------------------------------------------------------
 
 
 def test_every_cut_and_every_flipped_byte_is_found(genuine: Genuine, body: bytes) -> None:

@@ -37,9 +37,6 @@ def genuine(tmp_path_factory: pytest.TempPathFactory) -> Genuine:
     return Genuine(tmp_path_factory.mktemp("genome") / "genome.safetensors")
 
 
-# --- round trip ----------------------------------------------------------------------------------------------------
-
-
 def expected_of(genome: gb.Genome, dtype: str | None) -> dict[str, torch.Tensor]:
     """The leaves as they come back from a file of such a dtype."""
     if dtype in BITS:
@@ -107,9 +104,6 @@ def test_buffers_are_stored_as_they_are(genuine: Genuine, tmp_path: Path) -> Non
     assert same_bits(gb.load(tmp_path / "g")[1].buffers, genome.buffers)
 
 
-# --- dtypes --------------------------------------------------------------------------------------------------------
-
-
 def test_names_and_dtypes_of_torch_are_the_same_also_under_autocast(genuine: Genuine, tmp_path: Path) -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.int8):
         gb.save(tmp_path / "a", genuine.plan, genuine.genome, dtype)
@@ -142,9 +136,6 @@ def test_dtypes_that_no_file_has(dtype: Any, genuine: Genuine, tmp_path: Path) -
     with pytest.raises(ValueError, match="dtype must be None or one of float32, float16, bfloat16, int2, "):
         gb.save(tmp_path / "g", genuine.plan, genuine.genome, dtype)
     assert os.listdir(tmp_path) == []
-
-
-# --- writing -------------------------------------------------------------------------------------------------------
 
 
 def test_a_failed_write_leaves_the_old_file(genuine: Genuine, tmp_path: Path) -> None:
@@ -245,9 +236,6 @@ def test_plans_that_no_file_may_hold_are_not_saved(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=words):
             gb.save(tmp_path / "g", plan, gb.init_genome(plan, pnet))
         assert os.listdir(tmp_path) == [] and f"not to be saved: {words[:11]}" in plan.report()
-
-
-# --- damage --------------------------------------------------------------------------------------------------------
 
 
 def test_a_file_cut_anywhere_is_refused(genuine: Genuine, tmp_path: Path) -> None:

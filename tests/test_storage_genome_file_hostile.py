@@ -34,9 +34,6 @@ def test_a_forgery_without_a_fault_is_read(genuine: Genuine, tmp_path: Path) -> 
     assert gb.load(tmp_path / "g")[0] == genuine.plan
 
 
-# --- tensors -------------------------------------------------------------------------------------------------------
-
-
 def without(name: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     return lambda t: {k: v for k, v in t.items() if k != name}
 
@@ -115,9 +112,6 @@ def test_a_dtype_that_is_not_that_of_the_tensors(genuine: Genuine, tmp_path: Pat
     leaves["direct/0.bias"] = torch.full((5,), torch.inf).bfloat16()
     infinite = forged(genuine.plan.to_json(), joined(leaves), numbers="bfloat16")
     refused_cheaply(infinite, tmp_path, "not finite in 'direct/0.bias'")
-
-
-# --- sizes ---------------------------------------------------------------------------------------------------------
 
 
 def tensor(plan: Any, name: str = "5.weight") -> Any:
@@ -232,8 +226,6 @@ def test_what_is_packed_is_unpacked(text: str) -> None:
     assert json.dumps(short) == f'"{short}"'
 
 
-# --- work that a file asks for -------------------------------------------------------------------------------------
-
 MANY = 16_384
 """Most tensors that are read."""
 
@@ -311,9 +303,6 @@ def test_what_is_not_read_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the plan has 16,385 names of tensors; a file holds at most 16,384"):
         gb.save(tmp_path / "g", many, genome)
     assert list(tmp_path.iterdir()) == [] and "not to be saved: the plan has 16,385" in many.report()
-
-
-# --- anything at all -----------------------------------------------------------------------------------------------
 
 
 def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -317,31 +317,30 @@ def _check_encodings(
             raise ValueError(f"encodings names {name!r}, which is no parameter; the p-net has {list(by_name)}")
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise ValueError(f"encodings[{name!r}] must be a pair of encodings (rows, columns), got {pair!r}")
-        rows, columns = _encoding(name, "rows", pair[0]), _encoding(name, "columns", pair[1])
         choice = by_name[name]
         may_be = promotes and choice.movable and choice.tensor.kind != "embedding"
         if choice.hypernet is None and not may_be:
             raise ValueError(f"encodings names {name!r}, which is direct: add it to include or rules")
-        for matrix in choice.tensor.matrices:
-            for axis, encoding, n in (("rows", rows, matrix.rows), ("columns", columns, matrix.cols)):
-                try:
-                    if encoding is not None:
-                        encoding.check(n)
-                except ValueError as error:
-                    raise ValueError(f"encodings[{name!r}], {axis}: {error}") from error
-        checked[choice.tensor.name] = rows, columns
+        codes = list[Encoding | None]()
+        for axis, given in zip(("rows", "columns"), pair, strict=True):
+            try:
+                code = _encoding(given)
+                codes.append(code)
+                if code is not None:
+                    for matrix in choice.tensor.matrices:
+                        code.check(matrix.rows if axis == "rows" else matrix.cols)
+            except ValueError as error:
+                raise ValueError(f"encodings[{name!r}], {axis}: {error}") from error
+        checked[choice.tensor.name] = codes[0], codes[1]
     return checked
 
 
-def _encoding(name: str, axis: str, codes: OwnCodes) -> Encoding | None:
-    if codes is None or isinstance(codes, Encoding):
-        return codes
-    if not isinstance(codes, torch.Tensor | np.ndarray):
-        raise ValueError(f"encodings[{name!r}], {axis}: expected an encoding, an array or None, got {codes!r}")
-    try:
+def _encoding(codes: OwnCodes) -> Encoding | None:
+    if isinstance(codes, torch.Tensor | np.ndarray):
         return table(codes)
-    except ValueError as error:
-        raise ValueError(f"encodings[{name!r}], {axis}: {error}") from error
+    if codes is not None and not isinstance(codes, Encoding):
+        raise ValueError(f"expected an encoding, an array or None, got {codes!r}")
+    return codes
 
 
 def _default_codes(matrix: MatrixDims, given: Codes) -> tuple[Encoding, Encoding]:
