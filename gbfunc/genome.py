@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gbfunc.hypernets.base import normal
 from gbfunc.hypernets.ensemble import Constants, Evaluation, dense_tiles, is_exporting, joined
 from gbfunc.plan import Ensemble, Plan
-from gbfunc.pnet import ParameterInfo, check_pnet, parameter_infos
+from gbfunc.pnet import ParameterInfo, check_pnet, named_tensors, parameter_infos
 from gbfunc.tiling import TileGrid
 from gbfunc.trees import BUFFERS, DIRECT, GNET, TensorSpec, compare_trees, flat_genome, flatten_tree, like_genome
 from gbfunc.types import Factors, Genome, GenomeLike, GNets, Params, dtype_name
@@ -89,7 +89,7 @@ def check_plan(plan: Plan, pnet: nn.Module) -> None:
     """Raise `ValueError` if the plan was made for another p-net, naming what differs, or the p-net is wrapped."""
     check_type(plan)
     check_pnet(pnet)
-    given = {name: tuple(x.shape) for name, x in (*pnet.named_parameters(), *pnet.named_buffers())}
+    given = {name: tuple(x.shape) for name, x in named_tensors(pnet)}
     expected = {t.name: t.shape for t in plan.tensors} | {b.name: b.shape for b in plan.buffers}
     if plan.base is not None:
         given = {k: shape for k, shape in given.items() if k in expected}

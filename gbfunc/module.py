@@ -23,7 +23,7 @@ from gbfunc.genome import Noise, check_genome, check_plan, init_genome, sample_n
 from gbfunc.layers.forms import Weight, now, unseen_by_checkpoints
 from gbfunc.layers.install import blank_layer, install
 from gbfunc.plan import DTYPES, Plan
-from gbfunc.pnet import copy_with, keep_statistics, without_sparse
+from gbfunc.pnet import copy_with, keep_statistics, named_tensors, without_sparse
 from gbfunc.storage.hub import load_pretrained, push_pretrained, save_pretrained
 from gbfunc.trees import DIRECT, GNET
 from gbfunc.types import Genome, GenomeLike, Lazy, Params
@@ -132,8 +132,7 @@ class GenomeModule(nn.Module):
             self.get_submodule(path)._buffers[key] = x.detach().clone()
         base, kept, sources = plan.base_tensors(pnet), {*given.direct, *given.buffers}, dict[str, str]()
         first: dict[int, str] = {}
-        named = self.named_parameters(remove_duplicate=False), self.named_buffers(remove_duplicate=False)
-        for name, x in (*named[0], *named[1]):
+        for name, x in named_tensors(self, ties=True):
             if (source := first.setdefault(id(x), name)) not in kept:
                 sources[name] = source
         floating = [b.name for b in plan.buffers if DTYPES[b.dtype].is_floating_point]

@@ -168,7 +168,7 @@ def install(net: nn.Module, forms: Mapping[str, WeightForm | None], outside: Out
         vars(layer).update(_outside=outside, _forms=attributes, _names=names.get(layer, {}))
         vars(layer).update(dict.fromkeys(map(now, attributes)))
         if outside is None:
-            layer.__dict__["_parameters"] = Parameters(layer, attributes)
+            vars(layer)["_parameters"] = Parameters(layer, attributes)
         else:
             for attribute in attributes:
                 layer._parameters.pop(attribute, None)
@@ -177,7 +177,7 @@ def install(net: nn.Module, forms: Mapping[str, WeightForm | None], outside: Out
 
 def install_served(net: nn.Module, forms: Mapping[str, WeightForm], inputs: Mapping[str, Tensor]) -> None:
     """Make layers of a module for serving hold the inputs of their forms as parameters `NAME_INPUT`, and apply them."""
-    install(net, forms, _of_own_parameters)
+    install(net, forms, _of_own_inputs)
     made = {key: nn.Parameter(inputs[key].contiguous()) for form in forms.values() for key in form.keys}
     for name, form in forms.items():
         path, _, attribute = name.rpartition(".")
@@ -185,6 +185,6 @@ def install_served(net: nn.Module, forms: Mapping[str, WeightForm], inputs: Mapp
             net.get_submodule(path).register_parameter(f"{attribute}_{k}", made[key])
 
 
-def _of_own_parameters(layer: nn.Module, attribute: str) -> Weight:
+def _of_own_inputs(layer: nn.Module, attribute: str) -> Weight:
     form = vars(layer)["_forms"][attribute]
     return Weight(form, {k: getattr(layer, f"{attribute}_{k}") for k in form.inputs})

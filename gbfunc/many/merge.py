@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gbfunc.generate import make_generator
 from gbfunc.genome import check_genome, check_plan
 from gbfunc.plan import DTYPES, Plan
-from gbfunc.pnet import with_weights
+from gbfunc.pnet import named_tensors, with_weights
 from gbfunc.trees import differentiable, flat_genome
 from gbfunc.types import GenomeLike, Params
 
@@ -58,7 +58,7 @@ def merge_genomes(
         made = [generator(flat_genome(genome)) for genome in genomes]
     present: Params = {}
     if base is not None:
-        present |= {name: x.detach() for name, x in (*pnet.named_parameters(), *pnet.named_buffers())}
+        present |= {name: x.detach() for name, x in named_tensors(pnet)}
     first = max(range(len(shares)), key=lambda i: shares[i])
 
     def summed(name: str, values: list[Tensor], dtype: torch.dtype) -> Tensor:

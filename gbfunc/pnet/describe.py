@@ -63,8 +63,9 @@ def check_pnet(pnet: nn.Module) -> None:
             if base != "ScriptModule" or any(True for _ in (*module.parameters(), *module.buffers())):
                 where = f" at {name!r}" if name else ""
                 raise ValueError(f"the p-net is wrapped in {base}{where}: {_WRAPPERS[base]}")
-    parameters: dict[Tensor, str] = {tensor: name for name, tensor in pnet.named_parameters()}
-    for name, tensor in (*pnet.named_parameters(), *pnet.named_buffers()):
+    named = named_tensors(pnet)
+    parameters = {tensor: name for name, tensor in reversed(named) if isinstance(tensor, nn.Parameter)}
+    for name, tensor in named:
         what = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
         if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
             raise ValueError(f"{what} {name!r} is lazy and has no shape yet: run the p-net once on a batch first")
@@ -89,7 +90,7 @@ def check_pnet(pnet: nn.Module) -> None:
 
 
 def _check_attributes(pnet: nn.Module) -> None:
-    memory = {_address(x): name for name, x in pnet.named_parameters()}
+    memory = {_address(x): name for name, x in named_tensors(pnet) if isinstance(x, nn.Parameter)}
     memory.pop(0, None)
     for path, module in pnet.named_modules():
         # The older weight and spectral norm make the attribute anew in each forward.
@@ -127,7 +128,7 @@ def _address(x: Tensor | np.ndarray) -> int:
 def in_one_memory(pnet: nn.Module) -> list[tuple[tuple[str, Tensor], tuple[str, Tensor]]]:
     """Pairs of parameters and buffers, with their names, that have entries in the same place."""
     places: dict[int, list[tuple[str, Tensor]]] = {}
-    for name, tensor in (*pnet.named_parameters(), *pnet.named_buffers()):
+    for name, tensor in named_tensors(pnet):
         # Meta tensors have no address: their storage is named by its object.
         place = _address(tensor) or (tensor.untyped_storage()._cdata if tensor.is_meta else 0)
         if place:
@@ -178,6 +179,12 @@ def _trains_otherwise(module: nn.Module) -> bool:
     return drops or isinstance(getattr(module, "running_mean", None), Tensor) or isinstance(module, nn.RReLU)
 
 
+def named_tensors(net: nn.Module, *, ties: bool = False) -> list[tuple[str, Tensor]]:
+    """Return parameters, then buffers, by name; with `ties` under each of their names."""
+    every = not ties
+    return [*net.named_parameters(remove_duplicate=every), *net.named_buffers(remove_duplicate=every)]
+
+
 def parameter_infos(pnet: nn.Module) -> list[ParameterInfo]:
     """Every parameter once, in the p-net's order, with its aliases and its layer."""
     named: dict[int, tuple[Tensor, list[str]]] = {}
@@ -221,7 +228,7 @@ def skeleton_of(pnet: nn.Module) -> nn.Module:
 def copy_with(pnet: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.Module:
     """A deep copy in which every parameter and buffer is what `replace(name, tensor)` returns; ties are kept."""
     memo: dict[int, Any] = {}
-    for name, tensor in (*pnet.named_parameters(), *pnet.named_buffers()):
+    for name, tensor in named_tensors(pnet):
         fresh = replace(name, tensor.detach())
         trained = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(fresh, tensor.requires_grad) if trained else fresh

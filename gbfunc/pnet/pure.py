@@ -15,7 +15,15 @@ from torch import nn
 
 from gbfunc.layers.forms import Weight, WeightForm, now
 from gbfunc.layers.install import install
-from gbfunc.pnet.describe import buffers_of, check_pnet, in_one_memory, keep_statistics, parameter_infos, skeleton_of
+from gbfunc.pnet.describe import (
+    buffers_of,
+    check_pnet,
+    in_one_memory,
+    keep_statistics,
+    named_tensors,
+    parameter_infos,
+    skeleton_of,
+)
 from gbfunc.trees import TensorSpec, compare_trees
 from gbfunc.types import Params, TensorMap
 
@@ -207,8 +215,7 @@ def _places(pnet: nn.Module, skeleton: nn.Module, forms: Mapping[str, WeightForm
     """Where a skeleton keeps each tensor: its first name, a dict and the key in it, or a layer and its attribute."""
     first: dict[int, str] = {}
     places, seen = [], set[tuple[int, str]]()
-    named = (*pnet.named_parameters(remove_duplicate=False), *pnet.named_buffers(remove_duplicate=False))
-    for name, tensor in named:
+    for name, tensor in named_tensors(pnet, ties=True):
         original = first.setdefault(id(tensor), name)
         path, _, key = name.rpartition(".")
         module = skeleton.get_submodule(path)
