@@ -19,15 +19,10 @@ from gbfunc.types import GenomeLike
 
 
 class UpdateAlignment(NamedTuple):
-    """Cosines between the change of the weights and their negative gradient, from -1 to 1.
+    """Cosines between the change of the weights and their negative gradient, from -1 to 1."""
 
-    Attributes:
-        tensors: of each trained parameter of the p-net, by name; nan where it did not change, or has no gradient.
-        overall: of all of them as one vector.
-    """
-
-    tensors: Mapping[str, float]
-    overall: float
+    tensors: Mapping[str, float]  # of each trained parameter; nan if it did not change or has no gradient
+    overall: float  # of all of them as one vector
 
 
 def update_alignment(

@@ -24,15 +24,14 @@ def allocate_steps(
 ) -> Steps:
     r"""Choose how coarsely each part of a genome is stored, so that its file has a size and the loss grows least.
 
-    Of all parts of a genome (what each tensor has of each leaf), $\sqrt{\overline{g^2}}$ times the step of quantisation
-    is made the same, where $\overline{g^2}$ is the mean square of its gradient as the optimizer has it: reverse
-    water-filling with the diagonal of Fisher's information (`gbfunc.formats.steps`). Codes of features with a large
-    amplitude get finer steps, and those of features whose amplitude is 0 take no bytes.
+    For each part of a genome (a tensor's share of a leaf), the step of quantisation times $\sqrt{\overline{g^2}}$ is
+    the same, where $\overline{g^2}$ is the mean square of the gradient that the optimizer has: reverse water-filling
+    with the diagonal of Fisher's information (`gbfunc.formats.steps`).
 
     The result says how `save` stores a genome, and what `make_train_step(rounding=)` trains: the loss then sees the
-    genome as the file will hold it, and with a `batch_size` the bits that it takes are added to the loss, with the
-    weight at which a bit more or less changes both alike. Allocate when training has come some way (60 % of the steps),
-    go on with a step made with it, and allocate some times more: the fewer bits numbers need, the finer they can be.
+    genome as the file will hold it, plus the bits of the file if `batch_size` is given. Allocate after 60 % of the
+    steps, go on with a step made with the result, and allocate some times more: numbers that need fewer bits can have
+    finer steps.
 
     Args:
         plan: the plan.
@@ -47,8 +46,7 @@ def allocate_steps(
 
     Raises:
         ValueError: for an optimizer without squares or before its first step, squares that are not finite, a state that
-            does not fit the plan, bytes that are too few for the plan alone, or a parameter that is not trained and
-            holds numbers that no steps hold.
+            does not fit the plan, too few bytes, or a frozen parameter with numbers that no steps hold.
         TypeError: for anything but a state.
 
     >>> steps = gb.allocate_steps(plan, state, genome_bytes=1_000, batch_size=128)  # doctest: +SKIP
@@ -76,7 +74,6 @@ def allocate_steps(
 
 
 def _squares(opt: OptState) -> Params:
-    """Running mean squares of the gradients of trained leaves, on the CPU."""
     name = next((name for leaf in opt.leaves.values() for name in _SQUARES if name in leaf), None)
     if name is None or int(opt.step) == 0:
         what = "no step was taken" if name else f"its optimizer keeps {[*next(iter(opt.leaves.values()), {})]}"

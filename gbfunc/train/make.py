@@ -61,7 +61,8 @@ def make_train_step(plan: Plan, pnet: nn.Module, loss_fn: LossFn, optimizer: Opt
     if isinstance(given.rounding, Steps):
         check_steps(plan, given.rounding)
     mesh = Mesh({}) if given.mesh is None else given.mesh
-    layout = make_layout(plan, mesh, given.usable_placement, lazy=given.lazy is not False)
+    whole = given.local_steps is not None and given.placement == "auto"
+    layout = make_layout(plan, mesh, "replicated" if whole else given.placement, lazy=given.lazy is not False)
     what = "ranks must have the same plan (make the p-net after the same torch.manual_seed on all of them)"
     check_equal(mesh, {"plan": plan.to_json(), "placement": layout.placement}, what)
     texts = {"options": text_of(replace(given, mesh=None, parallel=None, outer=None))}

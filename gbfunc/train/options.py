@@ -115,16 +115,6 @@ class StepOptions:
         words = "compile=True decides itself what to keep: it needs microbatches=1 and remat='none'"
         _refuse(excluded | {words: self.compile and (self.microbatches > 1 or self.remat != "none")})
 
-    @property
-    def usable_lazy(self) -> Lazy:
-        """`lazy`, but for compiled steps of torch 2.5, whose Dynamo does not trace forms of layers."""
-        return self.lazy if not self.compile or torch.__version__ >= "2.6" else False
-
-    @property
-    def usable_placement(self) -> Placement | Literal["auto"]:
-        """`placement`, but with local steps `"replicated"` for `"auto"`."""
-        return "replicated" if self.local_steps is not None and self.placement == "auto" else self.placement
-
     def check_layout(self, layout: Layout) -> None:
         """Raise ValueError for options that the plan, the mesh, or the placement of the genome on it excludes."""
         sizes = layout.mesh.sizes

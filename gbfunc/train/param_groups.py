@@ -32,11 +32,11 @@ _FUSED: Mapping[Any, Mapping[str, frozenset[torch.dtype]]] = {
 
 
 class Kernel(NamedTuple):
-    """A fused kernel of torch: the function, the entries of the state in its order, and its options but for `lr`."""
+    """A fused kernel of torch."""
 
     function: Callable[..., None]
-    entries: tuple[str, ...]
-    options: dict[str, Any]
+    entries: tuple[str, ...]  # of the state, in the function's order
+    options: dict[str, Any]  # but for `lr`
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +110,6 @@ def param_groups(
 def _make_group(
     cls: type[torch.optim.Optimizer], options: dict[str, Any], where: str, *, by_tile: bool = False
 ) -> ParamGroup:
-    """Check the options of a class by making an optimizer."""
     lr = cast(LearningRate, options["lr"])
     options = {k: v for k, v in options.items() if k != "lr"}
     if not (callable(lr) or isinstance(lr, Real)) or isinstance(lr, bool):
@@ -127,7 +126,7 @@ def _make_group(
 
 
 def learning_rate(lr: LearningRate, step: int) -> float:
-    """The rate at a step, checked: torch checks only what its constructor gets, never a schedule."""
+    """The rate at a step, checked, as torch checks no schedule."""
     rate = float(lr(step) if callable(lr) else lr)
     if not 0 <= rate or not isfinite(rate):
         raise ValueError(f"lr must be finite and >= 0, got {rate} at step {step}")
@@ -150,8 +149,7 @@ def torch_schedule(
     """Run a torch scheduler once and keep its learning rates; the last one holds past the end.
 
     Only the learning rate is scheduled, not momentum. OneCycleLR (Smith and Topin, 2018) gets `max_lr=lr` and
-    `total_steps=steps`, CyclicLR `base_lr=lr`, unless `options` say otherwise; every other class starts from an
-    optimizer with learning rate `lr` (https://docs.pytorch.org/docs/stable/optim.html#how-to-adjust-learning-rate).
+    `total_steps=steps`, CyclicLR `base_lr=lr`, unless `options` say otherwise.
 
     Args:
         scheduler_cls: a class of `torch.optim.lr_scheduler`.

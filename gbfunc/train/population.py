@@ -46,12 +46,8 @@ _VMAP = (
 class Population:
     """`population(states, batch) -> (states, info)`, a step of n genomes at once. Made by `gb.population`.
 
-    `states` is a `TrainState` every tensor of which has the members as its first dimension, and `info` a `StepInfo` of
-    such tensors: `loss` [n], `grad_norm` [n], `finite` [n].
-
-    Attributes:
-        n: members.
-        train_step: the step of one genome, which the population's is equal to.
+    Every tensor of `states`, a `TrainState`, has the members as its first dimension; `info` is a `StepInfo` of tensors
+    [n]. `train_step` is the step of one genome, which the population's is equal to.
     """
 
     def __init__(self, train_step: TrainStep, n: int, lr_factors: Tensor | None, same_batch: bool) -> None:
@@ -60,23 +56,14 @@ class Population:
         self._entries: frozenset[tuple[str, str]] | None = None
 
     def init(self, seeds: Sequence[int] | None = None, *, device: torch.device | str | None = None) -> TrainState:
-        """Fresh states, each that of `train_step.init(seed)`; the seeds are 0, 1, ..., n - 1 unless given.
-
-        Raises:
-            TypeError: for a single seed.
-            ValueError: for another number of seeds than of members, or one out of range.
-        """
+        """Fresh states, each that of `train_step.init(seed)`; the seeds are 0, 1, ..., n - 1 unless given."""
         if isinstance(seeds, int):
             raise TypeError(f"init takes a seed for each member, such as range({self.n}), got {seeds}")
         given = range(self.n) if seeds is None else seeds
         return self.stack([self.train_step.init(seed, device=device) for seed in given])
 
     def stack(self, states: Sequence[TrainState]) -> TrainState:
-        """States of the single step as states of the population.
-
-        Raises:
-            ValueError: for another number of states than of members, or states of different plans.
-        """
+        """States of the single step, one per member, as states of the population."""
         if len(states) != self.n:
             raise ValueError(f"expected {self.n} members, got {len(states)}")
         first = flatten_tree(states[0])
@@ -98,10 +85,8 @@ class Population:
 
         Raises:
             FloatingPointError: for a member's loss or gradient that is not finite, with `on_nonfinite="raise"`.
-            TypeError: if the state is none.
-            ValueError: for states that do not fit the population or that have taken different numbers of steps, a
-                batch with a packed sequence, a p-net or loss that `torch.func` cannot transform, a loss that is no
-                scalar or does not depend on what is trained, or a forward that gives a buffer another shape or dtype.
+            ValueError: as for the step of one genome, for states that have taken different numbers of steps, a batch
+                with a packed sequence, and a p-net or loss that `torch.func` cannot transform.
         """
         refuse_packed(batch)
         for path, x in () if self._same_batch else tree_leaves(batch, "batch"):

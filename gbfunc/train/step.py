@@ -34,23 +34,14 @@ _MIX = 0x9E3779B97F4A7C15
 
 
 class TrainState(NamedTuple):
-    """All that a step carries over: a pytree of tensors.
+    """The state that a step carries over: a pytree of tensors."""
 
-    Attributes:
-        gnets: leaves of every ensemble.
-        direct: direct parameters.
-        buffers: the p-net's buffers.
-        opt: the optimizer's state.
-        step: steps taken, int64 on the CPU.
-        seed: seed of dropout and noise, int64 on the CPU.
-    """
-
-    gnets: GNets
+    gnets: GNets  # leaves of every ensemble
     direct: Params
     buffers: Params
     opt: Any
-    step: Tensor
-    seed: Tensor
+    step: Tensor  # steps taken, int64 on the CPU
+    seed: Tensor  # seed of dropout and noise, int64 on the CPU
 
 
 # `torch.load` reads them as it reads a state dict.
@@ -102,16 +93,12 @@ class TrainStep:
     def init(self, seed: int = 0, *, device: torch.device | str | None = None) -> TrainState:
         """A fresh state; the same seed gives the same genome, whatever the mesh and the placement.
 
-        With a mesh of more than one rank, all of them call this: direct parameters and buffers are those of rank 0's
-        p-net, and where the genome is split, each rank gets its part.
+        All ranks of a mesh call this. Direct parameters and buffers are those of rank 0's p-net, and each rank gets its
+        part of a split genome.
 
         Args:
             seed: of the g-nets, of dropout and of noise: 0 <= seed < 2**63.
-            device: where it lives; None is the p-net's device, with a mesh of many GPUs the mesh's.
-
-        Raises:
-            ValueError: for a seed out of range.
-            CollectiveError: if a rank is missing.
+            device: where the state lives; None is the p-net's device, with a mesh of many GPUs the mesh's.
         """
         seed = check_seed(seed)
         if device is None and self.mesh.world > 1 and self.mesh.device.type != "cpu":
@@ -151,24 +138,15 @@ class TrainStep:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """What decides its course: the optimizer's class, learning rate and options, and `clip_norm`."""
+        """The optimizer's class, learning rate and options, and `clip_norm`."""
         return {**self._optimizer.settings, "clip_norm": self._options.clip_norm}
 
     def shard(self, state: TrainState) -> TrainState:
-        """This rank's part of a whole state; the state itself where the genome is not split.
-
-        Raises:
-            ValueError: if the state is not a whole one of the plan.
-        """
+        """This rank's part of a whole state; the state itself if the genome is not split."""
         return shard_state(self._layout, state)
 
     def gather(self, gnet_params: TrainState) -> TrainState:
-        """The whole state, on every rank, for `gb.save`, `gb.generate` and `gb.materialize`; all ranks must call.
-
-        Raises:
-            ValueError: if the state is not this rank's part of a state of the plan.
-            CollectiveError: if a rank is missing.
-        """
+        """The whole state, on every rank, for `gb.save`, `gb.generate` and `gb.materialize`; all ranks must call."""
         return gather_state(self._layout, gnet_params)
 
     def fitted(self, tensors: Params) -> Params:
@@ -179,10 +157,7 @@ class TrainStep:
 
     @property
     def dense_reads(self) -> dict[str, int]:
-        """How often the p-net has read weights as dense tensors, of those that are not kept so: by name.
-
-        What a compiled step reads is not counted.
-        """
+        """How often the p-net has read weights with another form as dense tensors, by name, but for compiled steps."""
         loss = self._objective.strategy.loss
         return {} if loss is None else loss.net.dense_reads
 
@@ -198,10 +173,8 @@ class TrainStep:
         Raises:
             CollectiveError: if a rank is missing.
             FloatingPointError: for a loss or gradient that is not finite, with `on_nonfinite="raise"`.
-            TypeError: if the state is none.
             ValueError: for a state that does not fit the plan, a batch that microbatches cannot split, a loss that is
-                no scalar or does not depend on what is trained, or a forward that gives a buffer another shape
-                or dtype.
+                no scalar or does not depend on trained leaves, or a buffer whose shape or dtype a forward changes.
         """
         state, options = gnet_params, self._options
         named = checked_state(state)
@@ -300,10 +273,7 @@ def step_seed(seed: int, step: int) -> int:
 
 
 def checked_state(state: Any) -> Params:
-    """A state's leaves as `flat_genome` names them.
-
-    TypeError for anything else than a state, ValueError where no gradient can be taken.
-    """
+    """A state's leaves as `flat_genome` names them; ValueError where no gradient can be taken."""
     for field in TrainState._fields:
         if not hasattr(state, field):
             words = "train_step takes (state, batch), the state from train_step.init(seed), got a"

@@ -66,7 +66,7 @@ class Given(NamedTuple):
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Put direct parameters, which a forward may change in place, back to what they are now."""
+        """Put direct parameters back after a forward that may change them in place."""
         before = [(x, x.data, x.data.clone()) for k, x in self.leaves.items() if k.startswith(DIRECT)]
         try:
             yield
@@ -76,7 +76,7 @@ class Given(NamedTuple):
                 x.data = own
 
     def detached(self, aux: Any) -> Any:
-        """Aux without its graph, and with copies of what the step changes later: buffers and direct parameters."""
+        """Aux without its graph, with copies of buffers and direct parameters, which the step changes later."""
         if type(aux) is dict and not aux:
             return aux
         direct = (x for k, x in self.leaves.items() if k.startswith(DIRECT))
@@ -126,7 +126,8 @@ class GenomeLoss:
             kernel=options.kernel,
             layout=layout,
             pnet=pnet,
-            lazy=options.usable_lazy,
+            # Dynamo of torch 2.5 does not trace forms of layers.
+            lazy=options.lazy if not options.compile or torch.__version__ >= "2.6" else False,
             remat=options.remat == "layer",
             names=names,
             pieces=pieces,
@@ -175,7 +176,7 @@ class GenomeLoss:
 
     @contextmanager
     def without_amp(self) -> Iterator[None]:
-        """Compute in the p-net's own precision inside of this."""
+        """Compute in the p-net's own precision."""
         amp, self._amp = self._amp, None
         try:
             yield
@@ -183,20 +184,14 @@ class GenomeLoss:
             self._amp = amp
 
     def returned(self, out: Any) -> tuple[Tensor, Any]:
-        """Loss and aux of what the loss function returned."""
         return loss_and_aux(out)
 
     def rows(self, rows: float) -> float:
-        """Rows whose mean the last loss was."""
         # Rows of zeros have a weight as well; what comes of them does not count.
         return rows or 1
 
     def gradients(self, loss: Tensor, of: list[Tensor]) -> Gradients:
-        """Gradients of a loss of the p-net; None for tensors that have no part in it.
-
-        Raises:
-            ValueError: for a loss that depends on parameters of the p-net's own.
-        """
+        """Gradients of a loss, None for tensors without a part; ValueError if the p-net's own parameters have one."""
         own = {k: x for k, x in self._own.items() if x.requires_grad}
         inputs = [*of, *own.values()]
         # Backward under a caller's autocast would compute the products of generation in half precision.
@@ -296,7 +291,7 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's default generators (dropout draws from them), and put them back after; threads take turns."""
+    """Seed torch's default generators (dropout draws from them), and put them back; threads take turns."""
     generators = generators_of(device)
     with _DEFAULT_GENERATORS:
         states = [generator.get_state() for generator in generators]
@@ -334,7 +329,7 @@ def _joined(tensors: list[Tensor], rest: list[Any], structure: Any) -> Any:
 
 
 def loss_and_aux(out: Any) -> tuple[Tensor, Any]:
-    """What a loss function returned, as a scalar tensor and aux; ValueError for anything else."""
+    """Loss and aux of what a loss function returned; ValueError for anything but a scalar tensor, or that and aux."""
     pair = isinstance(out, tuple) and len(out) == 2
     loss, aux = out if pair else (out, {})
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
