@@ -184,7 +184,11 @@ def fit_genome(
         genome = genome._replace(gnets=gnets)
         with torch.no_grad():
             made = make_generator(plan, base=base)(flat_genome(genome))
-    return Fit(genome, {name: _error(made[name], given[name], target) for name, target in targets.items()})
+    errors: dict[str, float] = {}
+    for name, target in targets.items():
+        left, size = float((made[name].to(target) - given[name].to(target)).norm()), float(target.norm())
+        errors[name] = left / size if size else float(left > 0)
+    return Fit(genome, errors)
 
 
 def _fitted(tiles: _Tiles, leaves: Params, steps: int, lr: float, count: Callable[[int], None]) -> Params:
@@ -243,8 +247,3 @@ def _start(plan: Plan, start: GenomeLike | None, given: TensorMap, seed: int) ->
         gnets = {name: {k: v.to(device) for k, v in leaves.items()} for name, leaves in drawn.items()}
     direct = {t.name: given[t.name].to(DTYPES[t.dtype], copy=True) for t in plan.direct}
     return Genome(gnets, direct, {b.name: given[b.name].to(DTYPES[b.dtype], copy=True) for b in plan.buffers})
-
-
-def _error(made: Tensor, given: Tensor, target: Tensor) -> float:
-    left, size = float((made.to(target) - given.to(target)).norm()), float(target.norm())
-    return left / size if size else float(left > 0)

@@ -142,7 +142,11 @@ def init_genome(
     for e in plan.ensembles:
         if e.leaves:
             _check_linear(plan, e)
-            leaves = _without_deltas(plan, e, init_leaves(e, plan.dtype, generator, count))
+            leaves = {k: v.clone() for k, v in init_leaves(e, plan.dtype, generator, count).items()}
+            for span in (p for p in e.spans if plan.tensors[p.tensor].base):
+                # A delta begins at zero, where the leaves are in which a tile is linear.
+                for k in (k for k, leaf in e.leaves.items() if leaf.role == "linear"):
+                    leaves[k][span.first : span.first + span.slot.grid.n_tiles] = 0
             gnets[e.name] = {k: v.to(device) for k, v in leaves.items()}
     direct = {t.name: _direct(infos[t.name], generator).to(device, copy=True) for t in plan.direct}
     return Genome(gnets, direct, {name: buffer.to(device, copy=True) for name, buffer in buffers.items()})
@@ -180,14 +184,6 @@ def _check_linear(plan: Plan, e: Ensemble) -> None:
         raise ValueError(
             f"{words}weights get their first scale: {cure}, or standardised = False, and scale them yourself"
         )
-
-
-def _without_deltas(plan: Plan, e: Ensemble, leaves: Params) -> Params:
-    first = {k: leaves[k].clone() for k, leaf in e.leaves.items() if leaf.role == "linear"}
-    for span in (p for p in e.spans if plan.tensors[p.tensor].base):
-        for leaf in first.values():
-            leaf[span.first : span.first + span.slot.grid.n_tiles] = 0
-    return leaves | first
 
 
 def _direct(info: ParameterInfo, generator: torch.Generator) -> Tensor:

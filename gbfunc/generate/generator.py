@@ -84,23 +84,23 @@ class Stack:
         self.slots, self.cuts = [*cuts], [*cuts.values()]
         self._grids = [cut.grid for cut in self.cuts]
         self._counts = [grid.n_tiles for grid in self._grids]
-        # Tiles of each slot that this rank holds.
-        self._held: Sequence[int] = self._counts
+        self._held: Sequence[int] = self._counts  # tiles of each slot on this rank
         specs = ensemble.leaves
         self.names = {k: f"{GNET}{ensemble.name}/{k}" for k in specs}
         self._noise = [*ensemble.hypernet.noise_shapes(ensemble.dims)]
         self._shared = tuple(k for k, leaf in specs.items() if leaf.scope == "group")
-        self._tiles: slice | Tensor = self._mine()
+        self._tiles: slice | Tensor = slice(0, ensemble.n_tiles)
         self._some = len(cuts) < len(grids) or any(cut.tiles is not None for cut in self.cuts)
         if self._some:
             numbers = [(i, range(grids[i].n_tiles) if cut.tiles is None else cut.tiles) for i, cut in cuts.items()]
             tiles = [ensemble.spans[i].first + n for i, ns in numbers for n in ns]
             self._tiles = torch.tensor(tiles, dtype=torch.int64, device="cpu")
         self._built: dict[tuple[torch.dtype, torch.device], Constants] = {}
-        self.split = {"matrix": self._matrices, "factors": self._factors, "leaves": self._apart}[needs]
-
-    def _mine(self) -> slice:
-        return slice(0, self.ensemble.n_tiles)
+        self.split = {
+            "matrix": self._matrices,
+            "factors": self._factors,
+            "leaves": self._apart,
+        }[needs]
 
     def constants(self, dtype: torch.dtype, device: torch.device) -> Constants:
         """What this rank's tiles are made of, but for leaves and noise."""

@@ -54,10 +54,8 @@ class RankStack(Stack):
         self.sizes = [layout.sizes_of(ensemble, i) for i in every]
         self._layout = layout
         super().__init__(ensemble, kernel, every, needs)
+        self._tiles = layout.span(ensemble)
         self._held = [sizes[layout.mesh.gnets_index] for sizes in self.sizes]
-
-    def _mine(self) -> slice:
-        return self._layout.span(self.ensemble)
 
     def slot(self, number: int, inputs: Iterator[Tensor]) -> Source:
         """One slot, from its inputs: leaves and noise of this rank's tiles, and whether its gradients count."""
