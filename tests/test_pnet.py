@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import gbfunc as gb
-from gbfunc.pnet import PureNet, buffers_of, check_pnet, eval_mode_warning, parameter_infos, skeleton_of, with_weights
+from gbfunc.pnet import PureNet, buffers_of, check_pnet, eval_mode_warning, parameter_infos, with_weights
 from tests.support.trees_equal import copy_tree, photograph, same_bits
 from tests.support.zoo import BUFFERS_ONLY, ZOO, Animal, dtype_of, loss_fn, mlp
 
@@ -56,21 +55,6 @@ def test_pure_net_equals_the_module_that_holds_the_same_tensors(animal: Animal) 
             module.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = buffer.clone()
     assert same_bits({k: w.detach() for k, w in leaves.items()}, weights)
     assert same_bits(photograph(pnet), before)
-
-
-@EACH
-def test_skeleton_has_the_structure_and_no_data(animal: Animal) -> None:
-    pnet = animal.pnet()
-    skeleton = skeleton_of(pnet)
-    assert all(t.is_meta for t in [*skeleton.parameters(), *skeleton.buffers()])
-    assert [type(m).__name__ for m in skeleton.modules()] == [type(m).__name__ for m in pnet.modules()]
-    assert [m.training for m in skeleton.modules()] == [m.training for m in pnet.modules()]
-    described = [
-        (o.name, o.aliases, o.tensor.shape, o.tensor.dtype, o.tensor.requires_grad) for o in parameter_infos(pnet)
-    ]
-    assert described == [
-        (o.name, o.aliases, o.tensor.shape, o.tensor.dtype, o.tensor.requires_grad) for o in parameter_infos(skeleton)
-    ]
 
 
 def test_tied_parameters_are_listed_once_with_their_aliases() -> None:
@@ -196,24 +180,6 @@ def test_activations_that_a_forward_left_behind_do_not_hinder() -> None:
     weights = dict(pnet.named_parameters())
     torch.testing.assert_close(PureNet(pnet)(weights, {}, torch.ones(2, 6)), pnet.last)
     assert pnet.last.grad_fn is not None
-
-
-def test_threads_can_share_one_pure_net() -> None:
-    pnet = ZOO["conv_bn"].pnet()
-    net, x = PureNet(pnet), ZOO["conv_bn"].batch()
-    own = dict(pnet.named_parameters())
-    genomes = [{k: v.detach() * (1 + n / 8) for k, v in own.items()} for n in range(8)]
-    start = {k: b for k, (b, _) in buffers_of(pnet).items()}
-
-    def call(weights: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        buffers = copy_tree(start)
-        with torch.no_grad():
-            return net(weights, buffers, x), buffers
-
-    expected = [call(g) for g in genomes]
-    with ThreadPoolExecutor(8) as pool:
-        for _ in range(10):
-            assert same_bits(list(pool.map(call, genomes)), expected)
 
 
 class Wired(nn.Module):
