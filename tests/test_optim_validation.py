@@ -118,8 +118,6 @@ SCHEDULES: list[tuple[Any, dict[str, Any]]] = [
     (lr_scheduler.CosineAnnealingLR, {"T_max": 9, "eta_min": 0.01}),
     (lr_scheduler.CosineAnnealingWarmRestarts, {"T_0": 4}),
     (lr_scheduler.LinearLR, {"start_factor": 0.1, "total_iters": 5}),
-    (lr_scheduler.ExponentialLR, {"gamma": 0.9}),
-    (lr_scheduler.PolynomialLR, {"total_iters": 7, "power": 2.0}),
     (lr_scheduler.LambdaLR, {"lr_lambda": lambda step: 1 / (1 + step)}),
 ]
 
@@ -164,9 +162,7 @@ def update_error(**changed: Any) -> Callable[[], Any]:
         (options_error(cls=torch.optim.SparseAdam), ValueError, "SparseAdam.*sparse"),
         (options_error(cls=torch.optim.Optimizer), TypeError, "must be a subclass of torch.optim.Optimizer"),
         (options_error(cls="adam"), TypeError, "subclass of torch.optim.Optimizer, got 'adam'"),
-        (options_error(cls=dict), TypeError, "subclass of torch.optim.Optimizer"),
         (options_error(lr=-1.0), ValueError, "lr must be finite and >= 0, got -1.0"),
-        (options_error(lr=float("nan")), ValueError, "lr must be finite"),
         (options_error(lr="fast"), TypeError, "lr of all leaves must be a number or a function"),
         (options_error(lr=lambda step: -1.0), ValueError, "got -1.0 at step 0"),
         (options_error(direct={"lr": -2.0}), ValueError, "got -2.0"),
@@ -176,16 +172,12 @@ def update_error(**changed: Any) -> Callable[[], Any]:
         (options_error(fused=True, foreach=True), ValueError, "cannot be .True. together"),
         (options_error(differentiable=True), ValueError, "no graph"),
         (update_error(grads={}), ValueError, r"grads do not fit params: missing \['w'\]"),
-        (update_error(grads={"w": torch.ones(2), "v": torch.ones(2)}), ValueError, r"unknown \['v'\]"),
         (update_error(grads={"w": torch.ones(1)}), ValueError, r"w is \(1,\), expected \(2,\)"),
         (update_error(grads={"w": torch.ones(2).double()}), ValueError, "w is .*float64, expected .*float32"),
         (update_error(grads={"w": torch.ones(2, device="meta")}), ValueError, "w is meta, expected cpu"),
         (update_error(roles={}), ValueError, "role of leaf 'w' must be one of .*got None"),
-        (update_error(roles={"w": "last"}), ValueError, "role of leaf 'w' must be one of .*got 'last'"),
         (update_error(state={}), TypeError, "state must be an OptState .* got dict"),
-        (update_error(state=None), TypeError, "state must be an OptState .* got NoneType"),
         (update_error(state=adam_state(0, {})), ValueError, "does not fit Adam and the parameters: missing .*exp_avg"),
-        (update_error(state=adam_state(0, {"w": {}})), ValueError, "does not fit Adam and the parameters: missing"),
         (update_error(state=adam_state(1)), ValueError, "got -0.9 at step 1"),
     ],
 )
@@ -211,7 +203,6 @@ def test_a_tile_needs_a_leading_dimension() -> None:
         ({"cycle_momentum": True}, ValueError, "only the learning rate"),
         ({"warm": 3}, ValueError, "OneCycleLR refuses its options.*warm"),
         ({"epochs": 1, "steps_per_epoch": 2}, ValueError, "total.*steps is 2"),
-        ({"scheduler_cls": lr_scheduler.StepLR, "step_size": 0}, ValueError, "StepLR refuses its options"),
         ({"scheduler_cls": lr_scheduler.LRScheduler}, ValueError, "refuses its options: NotImplementedError"),
     ],
 )
@@ -241,14 +232,8 @@ def test_a_step_before_the_first_is_refused() -> None:
 
 
 CLASSES = [k for k in OPTIM.__all__ if isinstance(getattr(OPTIM, k), type)]
-
-
 TAKES_FUSED = [k for k in CLASSES if "fused" in inspect.signature(getattr(OPTIM, k)).parameters]
-
-
 DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
-
-
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "SGD": [{"momentum": 0.9}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}],
     "Adam": [{"amsgrad": True, "weight_decay": 0.01}],
