@@ -149,12 +149,14 @@ def uniform(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     return torch.rand(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
 
 
-def draw(leaves: Mapping[str, Leaf], n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
-    """Draw normal leaves, tile by tile from one generator."""
+def draw(
+    leaves: Mapping[str, Leaf], n_tiles: int, n_groups: int, generator: torch.Generator, stds: Mapping[str, float] = {}
+) -> Params:
+    """Draw normal leaves, tile by tile from one generator, of deviation `stds[name]` or otherwise their `std`."""
     # Drawn even where the deviation is 0, so that a leaf's values do not depend on the others' deviations.
     counts = {"tile": n_tiles, "group": n_groups}
     drawn = {name: normal((counts[leaf.scope], *leaf.shape), generator) for name, leaf in leaves.items()}
-    return {name: drawn[name] * leaf.std + leaf.mean for name, leaf in leaves.items()}
+    return {name: drawn[name] * stds.get(name, leaf.std) + leaf.mean for name, leaf in leaves.items()}
 
 
 def project(codes_np: Tensor, weight_pH: Tensor) -> Tensor:
