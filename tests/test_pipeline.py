@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gbfunc as gb
-from gbfunc.parallel.chain import balanced_stages, find_blocks, shared_within
-from gbfunc.parallel.tracing import trace_chain
+from gbfunc.parallel.chain import balanced_stages, find_blocks, shared_within, trace_chain
 from gbfunc.tasks.pnets.gpt import GPT
 from tests.support import pipeline_cases, pipeline_nets
 from tests.support.rank_cases import TYPES

@@ -129,8 +129,7 @@ class Meter:
         """
         from gbfunc.parallel.chain import balanced_stages, find_blocks
         from gbfunc.parallel.pipeline_order import SCHEDULES
-        from gbfunc.parallel.tracing import trace_chain
-
+        
         ranks, microbatches = mesh.sizes["pipeline"], self.split["microbatches"]
         stages, part = SCHEDULES[kind][1] * ranks, mesh.shards * microbatches
         small = tree_map(lambda x: x[: len(x) // part] if isinstance(x, Tensor) else x, _on_meta(self.batch))

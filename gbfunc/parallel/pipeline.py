@@ -3,7 +3,7 @@
     rank 0    embedding, blocks 0 .. i - 1    -- activations -->    rank 1    blocks i .., norm, head, loss
 
 A rank has the weights of its own blocks only. The user's `loss_fn(net, batch)` is recorded as one graph
-(`gbfunc.parallel.tracing`), which is cut before the first block of each stage. A stage sends all values that later
+(`gbfunc.parallel.chain`), which is cut before the first block of each stage. A stage sends all values that later
 stages need, integers and masks included, so skips around blocks are carried. Layers are called as modules, on any form
 of their weights.
 
@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import reduce
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -33,10 +34,10 @@ from gbfunc.parallel.chain import (
     shared_within,
     stage_graph,
     stage_of,
+    trace_chain,
 )
 from gbfunc.parallel.mesh import Mesh
 from gbfunc.parallel.pipeline_order import SCHEDULES, schedule_class, stage_ranks
-from gbfunc.parallel.tracing import trace_chain
 from gbfunc.trees import differentiable, tree_leaves
 from gbfunc.types import Params
 
@@ -52,7 +53,6 @@ class _Stage(nn.Module):
         self.pipeline, self.index, self.calls = pipeline, index, 0
 
     def parameters(self, recurse: bool = True) -> Any:
-        """The tensors that gradients are accumulated on."""
         return iter(self.pipeline.leaves.values())
 
     def forward(self, received: Tensor) -> Tensor:
@@ -76,8 +76,6 @@ class _Joined(torch.autograd.Function):
 
 
 class _Run(fx.Interpreter):
-    """Runs a graph in a net, each operator in the modes that it was recorded in."""
-
     def run_node(self, n: fx.Node) -> Any:
         with ExitStack() as modes:
             for mode, options in n.meta.get("modes", ()):
@@ -86,15 +84,10 @@ class _Run(fx.Interpreter):
 
 
 class Parcel:
-    """The values that a stage gets from the ones before, as one tensor [n], so that one gradient comes back.
+    """The values of some nodes, which a stage gets, as one tensor [n], so that one gradient comes back.
 
     The tensor has the widest of the differentiable dtypes, and the bytes of integers and masks unchanged. A single
-    value is sent in its own shape.
-
-    Attributes:
-        nodes: that compute the values.
-        n_bytes: size of the tensor.
-        like: the tensor on the meta device.
+    value is sent in its own shape. `like` is the tensor on the meta device.
     """
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
@@ -106,8 +99,6 @@ class Parcel:
         # Numbers that each takes.
         item, numbers = self.dtype.itemsize, [(math.prod(shape), dtype) for shape, dtype in self._forms]
         self._sizes = [n if differentiable(dtype) else -(-n * dtype.itemsize // item) for n, dtype in numbers]
-
-        self.n_bytes = sum(self._sizes) * item
         shape = self._forms[0][0] if self._single else (sum(self._sizes),)
         self.like = torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
 
@@ -145,11 +136,14 @@ class Parcel:
 
 
 class _Plan(NamedTuple):
-    """How microbatches of one form go through the stages: parcels of all, graphs and modules of this rank's."""
+    """How microbatches of one form go through the stages: parcels of all, the others of this rank's.
+
+    Each stage has its graph, constants and places in the batch that it takes, and names of buffers that it changes.
+    """
 
     chain: Chain
     parcels: Sequence[Parcel]
-    graphs: Mapping[int, tuple[fx.Graph, Sequence[Any]]]
+    graphs: Mapping[int, tuple[fx.Graph, Sequence[Any], Sequence[str]]]
     schedule: Any
     modules: Sequence[_Stage]
 
@@ -166,7 +160,6 @@ class Pipeline:
         adapt: changes a copy of the p-net into the part of a tensor rank.
 
     Attributes:
-        mesh, microbatches: as given.
         mine: stages of this rank, of `stages` in all.
         ranks: along the axis.
         names: parameters that this rank needs, known after `prepare`.
@@ -178,6 +171,8 @@ class Pipeline:
 
     names: frozenset[str]
     absent: Params
+    call: Call
+    leaves: Mapping[str, Tensor] = MappingProxyType({})
 
     def __init__(
         self,
@@ -199,18 +194,13 @@ class Pipeline:
             raise ValueError(
                 f"a pipeline of {self.ranks} ranks needs at least {self.ranks} microbatches, got {microbatches}"
             )
-        self.leaves: Params = {}
-        self.call: Call = lambda stage, microbatch, received: received
         self._starts: tuple[int, ...] = ()
         self._plans: dict[Any, _Plan] = {}
 
     def prepare(self, loss_fn: Callable[[Any, Any], Any], microbatch: Any, like: nn.Module | None = None) -> None:
         """Record the loss of a microbatch, unless microbatches of this form are known.
 
-        Args:
-            loss_fn: the loss function.
-            microbatch: of the batch.
-            like: a copy of the p-net in the modes, training or evaluation, that are to be recorded.
+        `like` is a copy of the p-net in the modes, training or evaluation, that are to be recorded.
         """
         device, leaves = self.mesh.device, tree_leaves(microbatch)
         modes = {name: module.training for name, module in (like or self._pnet).named_modules()}
@@ -223,27 +213,25 @@ class Pipeline:
                     module.training = modes.get(name, module.training)
                 self._adapt(net)
 
-            chain = trace_chain(self._pnet, self._blocks, loss_fn, microbatch, device, adapt)
-            if not self._starts:
-                begins = [self._blocks.index(name) for name in self._splits or ()]
-                even = balanced_stages(chain.flops, self.stages)
-                self._starts = even if self._splits is None else (0, *begins, len(self._blocks))
-                self.names = self._needed(chain)
-                others = ((k, p) for k, p in self._pnet.named_parameters() if k not in self.names)
-                self.absent = {k: torch.empty_like(p, device="meta") for k, p in others}
-            self._plans[key] = self._plan(chain)
+            self._plans[key] = self._plan(trace_chain(self._pnet, self._blocks, loss_fn, microbatch, device, adapt))
         self._now = self._plans[key]
 
-    def _needed(self, chain: Chain) -> frozenset[str]:
-        """Parameters of this rank's stages, tied ones by their first name."""
-        first: dict[int, str] = {}
-        named = [(first.setdefault(id(p), k), k) for k, p in self._pnet.named_parameters(remove_duplicate=False)]
-        stages = {k: {stage_of(self._starts, cell) for cell in chain.places[k]} for _, k in named}
-        return frozenset(k for k, alias in named if stages[alias] & {*self.mine})
+    def _place(self, chain: Chain) -> None:
+        """Spread the blocks, and find the parameters of this rank's stages, tied ones by their first name."""
+        begins = [self._blocks.index(name) for name in self._splits or ()]
+        even = balanced_stages(chain.flops, self.stages)
+        self._starts = even if self._splits is None else (0, *begins, len(self._blocks))
+        used = {k for k, cells in chain.places.items() if {stage_of(self._starts, c) for c in cells} & {*self.mine}}
+        own = {id(p) for k, p in self._pnet.named_parameters(remove_duplicate=False) if k in used}
+        self.names = frozenset(k for k, p in self._pnet.named_parameters() if id(p) in own)
+        others = ((k, p) for k, p in self._pnet.named_parameters() if k not in self.names)
+        self.absent = {k: torch.empty_like(p, device="meta") for k, p in others}
 
     def _plan(self, chain: Chain) -> _Plan:
         from torch.distributed.pipelining import PipelineStage
 
+        if not self._starts:
+            self._place(chain)
         parcels = [Parcel(crossing(chain, self._starts, stage)) for stage in range(self.stages)]
         if not all(parcel.nodes for parcel in parcels[1:]):
             raise ValueError("in a pipeline each stage must need a tensor of the ones before it: take fewer ranks")
@@ -251,8 +239,9 @@ class Pipeline:
         graphs = {}
         for stage in self.mine:
             sent = parcels[stage + 1].nodes if stage < self.stages - 1 else returned
-            sent = [*sent, *(chain.changes[name][0] for name in self._changes(chain, stage))]
-            graphs[stage] = stage_graph(chain, self._starts, stage, parcels[stage].nodes, sent)
+            names = [k for k, (_, first, _) in chain.changes.items() if stage_of(self._starts, first) == stage]
+            sent = [*sent, *(chain.changes[name][0] for name in names)]
+            graphs[stage] = *stage_graph(chain, self._starts, stage, parcels[stage].nodes, sent), names
         dtype = next((p.dtype for p in self._pnet.parameters() if p.is_floating_point()), torch.float32)
         number, loss = (torch.empty(1, dtype=d, device="meta", requires_grad=True) for d in (torch.float32, dtype))
         # The first stage gets the number of the microbatch, the last one gives the loss.
@@ -266,9 +255,6 @@ class Pipeline:
         schedule = schedule_class(self.order)(stages[0] if len(stages) == 1 else stages, self.microbatches, **options)
         return _Plan(chain, parcels, graphs, schedule, modules)
 
-    def _changes(self, chain: Chain, stage: int) -> list[str]:
-        return [k for k, (_, first, _) in chain.changes.items() if stage_of(self._starts, first) == stage]
-
     def compute(self, net: nn.Module, stage: int, microbatch: Any, received: Tensor) -> tuple[Any, Params]:
         """Run a stage in the p-net with this rank's weights.
 
@@ -276,7 +262,7 @@ class Pipeline:
             The tensor that the stage sends, or the output of the loss function, and buffers that the stage changes.
         """
         chain, parcels, graphs, *_ = self._now
-        (graph, given), names = graphs[stage], self._changes(chain, stage)
+        graph, given, names = graphs[stage]
         tensors = [x for _, x in tree_leaves(microbatch) if isinstance(x, Tensor)]
         # A forward may change the batch in place.
         inputs = [tensors[x].clone() if isinstance(x, int) else x for x in given]
@@ -296,7 +282,7 @@ class Pipeline:
             module.calls = 0
         crossed = [(s + 1, s + 1) for s in self.mine] + [(s - 1, s) for s in self.mine]
         sent = [self._now.parcels[i] for other, i in crossed if 0 <= other < self.stages and other not in self.mine]
-        self.mesh.traffic.add("p2p", sum(parcel.n_bytes for parcel in sent) * self.microbatches, "pipeline")
+        self.mesh.traffic.add("p2p", sum(parcel.like.nbytes for parcel in sent) * self.microbatches, "pipeline")
         numbers = torch.arange(self.microbatches, dtype=torch.float32, device=self.mesh.device)
         try:
             with self.mesh.faults.named("a pipelined step"):
@@ -312,7 +298,7 @@ class Pipeline:
                 raise
             raise error.__cause__ from None
         finally:
-            self.call, self.leaves = lambda stage, microbatch, received: received, {}
+            del self.call, self.leaves
             gradients = {k: x.grad for k, x in leaves.items() if x.grad is not None}
             # Some are leaves of the genome, for which the next run would add to them.
             for x in leaves.values():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gbfunc.costs import all_reduce_bytes
-from gbfunc.parallel.chain import Chain, balanced_stages, crossing, find_blocks, shared_within
+from gbfunc.parallel.chain import Chain, balanced_stages, crossing, find_blocks, shared_within, trace_chain
 from gbfunc.parallel.dry_run import Cell, DryRun, DryWire, RunLoss, factor_shapes, total
 from gbfunc.parallel.mesh import Mesh
 from gbfunc.parallel.pipeline import Parcel
@@ -20,7 +20,6 @@ from gbfunc.parallel.pipeline_order import in_flight, schedule_class
 from gbfunc.parallel.placement import Placement, gather_bytes, operations, placement_cost, products, shares_of
 from gbfunc.parallel.styles import tensor_styles
 from gbfunc.parallel.tensor import TensorParallel, resolve
-from gbfunc.parallel.tracing import trace_chain
 from gbfunc.parallel.training_schedule import RankLayout
 from gbfunc.plan import DTYPES, Plan
 from gbfunc.trees import n_rows, tree_map

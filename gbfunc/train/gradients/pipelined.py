@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,7 +85,8 @@ class Pipelined:
         of_stages = dict.fromkeys(pipeline.mine, before)
         made, weights, trained = weights_of(loss_of, given, self._again)
         ends: list[tuple[Tensor, Any, float]] = []
-        seed, generators = torch.initial_seed(), generators_of(wanted[0].device)
+        seed, device = torch.initial_seed(), wanted[0].device
+        generators = generators_of(device)
 
         def call(stage: int, number: int, received: Tensor) -> Tensor:
             small, n = parts[number]
@@ -107,16 +107,12 @@ class Pipelined:
 
         sums = pipeline.run(call, {k: weights[k] for k in trained})
         gradients = through_gnets(made or loss_of.weights(given), sums, wanted)
-        changed = {
-            stage: {k: x.detach() for k, x in after.items() if not _same(x, before[k])}
-            for stage, after in of_stages.items()
-        }
-        found = gather_objects(pipeline.mesh, (ends, changed), "pipeline")
-        ends = next(other for other, _ in found if other)
-        for _, moved in sorted((pair for _, of_rank in found for pair in of_rank.items()), key=itemgetter(0)):
-            given.buffers.update({k: x.to(before[k].device) for k, x in moved.items()})
-        device = wanted[0].device
-        loss, aux = mean_of([(loss.to(device), aux, rows) for loss, aux, rows in ends])
+        moved = {k: x.detach() for s in pipeline.mine for k, x in of_stages[s].items() if not _same(x, before[k])}
+        found = gather_objects(pipeline.mesh, (ends, moved), "pipeline")
+        for _, of_rank in found:
+            given.buffers.update({k: x.to(before[k].device) for k, x in of_rank.items()})
+        ends = [(loss.to(device), aux, rows) for ends, _ in found for loss, aux, rows in ends]
+        loss, aux = mean_of(ends)
         return Result(loss, aux, gradients, sum(rows for *_, rows in ends) / pipeline.ranks)
 
 
