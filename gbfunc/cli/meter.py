@@ -127,9 +127,9 @@ class Meter:
 
         A stage takes as long as it has operations, twice that backward; messages and generation take no time.
         """
-        from gbfunc.parallel.chain import balanced_stages, find_blocks
+        from gbfunc.parallel.chain import balanced_stages, find_blocks, trace_chain
         from gbfunc.parallel.pipeline_order import SCHEDULES
-        
+
         ranks, microbatches = mesh.sizes["pipeline"], self.split["microbatches"]
         stages, part = SCHEDULES[kind][1] * ranks, mesh.shards * microbatches
         small = tree_map(lambda x: x[: len(x) // part] if isinstance(x, Tensor) else x, _on_meta(self.batch))

@@ -58,11 +58,6 @@ class Wire(NamedTuple):
         moved: Any = _Moved.apply(x, self, *MOVES[start, end], dim, sizes)
         return moved
 
-    @property
-    def device_mesh(self) -> Any:
-        """Torch's mesh of the axis."""
-        return self.mesh.device_meshes[self.axis.name]
-
     def joined(self, x: Tensor, placement: Any, sizes: Sizes = ()) -> Any:
         """A DTensor of this rank's part; `sizes` are those of all ranks along a split dimension, even or not."""
         shape = list(x.shape)
@@ -70,7 +65,7 @@ class Wire(NamedTuple):
             shape[placement.dim] = sum(sizes)
         stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
         whole: Any = {"shape": torch.Size(shape), "stride": stride}
-        return DTensor.from_local(x, self.device_mesh, [placement], run_check=False, **whole)
+        return DTensor.from_local(x, self.mesh.device_meshes[self.axis.name], [placement], run_check=False, **whole)
 
     def sizes_of(self, n: int) -> Sizes:
         """How long a tensor is on each rank, from how long it is here; all ranks must call."""
@@ -80,7 +75,7 @@ class Wire(NamedTuple):
 
 
 def _moved(wire: Wire, x: Tensor, move: Move, dim: int, sizes: Sizes) -> Tensor:
-    mesh, axis = wire.mesh, wire.axis
+    mesh, axis = wire
     if move == "keep":
         return x.view_as(x)
     if move == "slice":
@@ -106,20 +101,15 @@ class _Moved(torch.autograd.Function):
         return _moved(wire, grads[0], back, dim, sizes), None, None, None, None, None
 
 
-class _Scaled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float, seen: list[Tensor] | None) -> Tensor:
-        ctx.factor, ctx.seen = factor, seen
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        if ctx.seen is not None:
-            ctx.seen.append(grads[0].detach())
-        return grads[0] * ctx.factor, None, None
-
-
 def scale_gradient(x: Tensor, factor: float, seen: list[Tensor] | None = None) -> Tensor:
     """Return `x` unchanged, and multiply its gradient by `factor`; `seen` gets the gradient as it came."""
-    scaled: Any = _Scaled.apply(x, factor, seen) if factor != 1.0 else x
-    return scaled
+    if factor == 1.0 or not (y := x.view_as(x)).requires_grad:
+        return x
+
+    def scaled(grad: Tensor) -> Tensor:
+        if seen is not None:
+            seen.append(grad.detach())
+        return grad * factor
+
+    y.register_hook(scaled)
+    return y

@@ -26,7 +26,11 @@ SCHEDULES: Mapping[str, tuple[str, int]] = MappingProxyType(
         "zbv": ("ScheduleZBVZeroBubble", 2),
     }
 )
-"""Torch's class of each order, and its stages per rank; `pipeline_order` knows interleaved ones of any number too."""
+"""Torch's class of each order, and its stages per rank; `pipeline_order` knows interleaved ones of any number too.
+
+Sources: Huang et al., 2019 (GPipe); Narayanan et al., 2019 (1F1B) and 2021 (interleaved); Qi et al., 2024 (zero-bubble
+in the shape of a V).
+"""
 
 _FREED_LATE = 0.21
 """Part of what a stage keeps of a microbatch that torch's zero-bubble schedule frees at the end of the step only: its
@@ -60,11 +64,7 @@ def stage_ranks(order: str, ranks: int, virtual: int = 1) -> tuple[int, ...]:
 def pipeline_order(
     order: PipelineOrder, rank: int, ranks: int, microbatches: int, virtual: int = 1
 ) -> tuple[Action, ...]:
-    """The actions of a rank, in order.
-
-    `order` is `"gpipe"` (Huang et al. 2019), `"1f1b"` (Narayanan et al. 2019), `"interleaved"` (Narayanan et al. 2021)
-    or `"zbv"`, the zero-bubble schedule in the shape of a V (Qi et al. 2024). Each rank has `virtual` stages: 2 for
-    `"zbv"`, 1 for the first two.
+    """The actions of a rank, which has `virtual` stages (2 for `"zbv"`, 1 for `"gpipe"` and `"1f1b"`), in order.
 
     Raises:
         ValueError: for another order, sizes that it cannot have, or a schedule that this torch lacks.
@@ -85,8 +85,6 @@ def pipeline_order(
 
 @lru_cache(maxsize=64)
 def _torch_orders(order: PipelineOrder, ranks: int, microbatches: int, virtual: int) -> list[tuple[Action, ...]]:
-    """The order of every rank, as the schedule of torch reports it."""
-
     class Order(schedule_class(order)):
         def _prepare_schedule_with_comms(self, *_: Any, **__: Any) -> None:
             """Leave messages out, which take most of the time."""

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,63 +20,52 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from gbfunc.parallel.tensor import DividedAttributes, PackedColwiseParallel, Styles
 
 
-def _gpt(pnet: Any) -> Styles:
-    return {
-        "tokens": RowwiseParallel(input_layouts=Replicate()),
-        "blocks.*": DividedAttributes("heads"),
-        "blocks.*.qkv": PackedColwiseParallel(3, pnet.blocks[0].heads),
-        "blocks.*.out": RowwiseParallel(),
-        "blocks.*.up": ColwiseParallel(),
-        "blocks.*.down": RowwiseParallel(),
-        "head": ColwiseParallel(output_layouts=Replicate()),
-    }
-
-
-def _gpt2(pnet: Any) -> Styles:
-    return {
-        "transformer.wte": RowwiseParallel(input_layouts=Replicate()),
-        "transformer.h.*.attn": DividedAttributes("num_heads", "split_size"),
-        "transformer.h.*.attn.c_attn": PackedColwiseParallel(3, pnet.config.n_head),
-        "transformer.h.*.attn.c_proj": RowwiseParallel(),
-        "transformer.h.*.mlp.c_fc": ColwiseParallel(),
-        "transformer.h.*.mlp.c_proj": RowwiseParallel(),
-        "lm_head": ColwiseParallel(output_layouts=Replicate()),
-    }
-
-
-def _llama(pnet: Any) -> Styles:
-    """Of Hugging Face's `LlamaForCausalLM`; its attention takes the number of heads from the width that it gets."""
-    queries, keys = pnet.config.num_attention_heads, pnet.config.num_key_value_heads
-    return {
-        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
-        "model.layers.*.self_attn.q_proj": PackedColwiseParallel(1, queries),
-        "model.layers.*.self_attn.k_proj": PackedColwiseParallel(1, keys),
-        "model.layers.*.self_attn.v_proj": PackedColwiseParallel(1, keys),
-        "model.layers.*.self_attn.o_proj": RowwiseParallel(),
-        "model.layers.*.mlp.gate_proj": ColwiseParallel(),
-        "model.layers.*.mlp.up_proj": ColwiseParallel(),
-        "model.layers.*.mlp.down_proj": RowwiseParallel(),
-        "lm_head": ColwiseParallel(output_layouts=Replicate()),
-    }
-
-
-_STYLES: Mapping[str, Callable[[Any], Styles]] = MappingProxyType(
-    {"GPT": _gpt, "GPT2LMHeadModel": _gpt2, "LlamaForCausalLM": _llama}
-)
-
-
 def tensor_styles(pnet: nn.Module) -> Styles:
     """The styles of the library's `GPT`, or Hugging Face's `GPT2LMHeadModel` or `LlamaForCausalLM`.
 
     They are for `make_train_step(parallel=)`; another p-net raises ValueError.
     """
-    make = _STYLES.get(type(pnet).__name__)
+    net: Any = pnet
+    column, row, packed = ColwiseParallel(), RowwiseParallel(), PackedColwiseParallel
+    words, head = RowwiseParallel(input_layouts=Replicate()), ColwiseParallel(output_layouts=Replicate())
+    known: dict[str, Callable[[], Styles]] = {
+        "GPT": lambda: {
+            "tokens": words,
+            "blocks.*": DividedAttributes("heads"),
+            "blocks.*.qkv": packed(3, net.blocks[0].heads),
+            "blocks.*.out": row,
+            "blocks.*.up": column,
+            "blocks.*.down": row,
+            "head": head,
+        },
+        "GPT2LMHeadModel": lambda: {
+            "transformer.wte": words,
+            "transformer.h.*.attn": DividedAttributes("num_heads", "split_size"),
+            "transformer.h.*.attn.c_attn": packed(3, net.config.n_head),
+            "transformer.h.*.attn.c_proj": row,
+            "transformer.h.*.mlp.c_fc": column,
+            "transformer.h.*.mlp.c_proj": row,
+            "lm_head": head,
+        },
+        # Its attention takes the number of heads from the width that it gets.
+        "LlamaForCausalLM": lambda: {
+            "model.embed_tokens": words,
+            "model.layers.*.self_attn.q_proj": packed(1, net.config.num_attention_heads),
+            "model.layers.*.self_attn.[kv]_proj": packed(1, net.config.num_key_value_heads),
+            "model.layers.*.self_attn.o_proj": row,
+            "model.layers.*.mlp.gate_proj": column,
+            "model.layers.*.mlp.up_proj": column,
+            "model.layers.*.mlp.down_proj": row,
+            "lm_head": head,
+        },
+    }
+    make = known.get(type(pnet).__name__)
     if make is None:
         raise ValueError(
-            f"there are styles for {', '.join(_STYLES)}, got a {type(pnet).__name__}: write yours as "
+            f"there are styles for {', '.join(known)}, got a {type(pnet).__name__}: write yours as "
             "parallel={'up': ColwiseParallel(), 'down': RowwiseParallel()}"
         )
-    return make(pnet)
+    return make()
 
 
 def pad_vocabulary(pnet: nn.Module, ranks: int) -> nn.Module:
@@ -121,10 +109,10 @@ def pad_vocabulary(pnet: nn.Module, ranks: int) -> nn.Module:
 
 
 def _no_probability(words: int, module: nn.Module, args: Any, out: Any) -> Any:
-    logits: Tensor = out if isinstance(out, Tensor) else out.logits
-    beyond = torch.arange(logits.shape[-1], device=logits.device) >= words
-    masked = logits.masked_fill(beyond, -math.inf)
-    if isinstance(out, Tensor):
+    plain = isinstance(out, Tensor)
+    logits: Tensor = out if plain else out.logits
+    masked = logits.masked_fill(torch.arange(logits.shape[-1], device=logits.device) >= words, -math.inf)
+    if plain:
         return masked
     out.logits = masked
     return out

@@ -104,11 +104,7 @@ def _check_layer(name: str, module: Any, owners: Mapping[int, str]) -> None:
 class TensorParallel:
     """The tensor axis of a mesh and the styles of a p-net's layers: what each rank's piece is, and how it is applied.
 
-    Args:
-        pnet: the p-net.
-        styles: style of each module by its name, as `resolve` gives them.
-        mesh: the ranks, more than one along the tensor axis.
-        wire: makes what carries activations between them.
+    `styles` are those that `resolve` gives, and `wire` makes what carries activations between the ranks.
 
     Attributes:
         pieces: which part of a parameter's matrix this rank has, by name; all others are replicated.
@@ -129,57 +125,58 @@ class TensorParallel:
     ) -> None:
         self.wire = wire(mesh, mesh.axis("tensor"))
         self.ranks, self._rank = self.wire.axis.size, self.wire.axis.rank
-        self._styles, self.pieces = styles, dict[str, Piece]()
-        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._styles, self.pieces, self.shapes = styles, dict[str, Piece](), dict[str, tuple[int, ...]]()
         self._splits: dict[str, Split] = {}
         # How a parameter is placed over the ranks, and along a split dimension the parts of all ranks.
         self._placements: dict[str, tuple[Any, Sizes]] = {}
-        self.takes_parts = any(map(_takes_parts, self._styles.values()))
         self._alike: dict[str, list[Tensor]] | None = {}
+        self.takes_parts = any(map(_takes_parts, styles.values()))
         owners = {id(p): n for n, p in reversed(list(pnet.named_parameters(remove_duplicate=False)))}
-        others = {}
-        for name, style in self._styles.items():
+        scratch = skeleton_of(pnet)
+        for name, style in styles.items():
             module: Any = pnet.get_submodule(name)
-            if isinstance(style, ColwiseParallel | RowwiseParallel):
+            ours = isinstance(style, ColwiseParallel | RowwiseParallel)
+            if ours:
                 _check_layer(name, module, owners)
-            if isinstance(style, ColwiseParallel | RowwiseParallel) and layer_form(module) is not None:
+            if ours and layer_form(module) is not None:
                 split = self._splits[name] = self._split(name, module, style)
-                dim = int((split.by == "columns") != split.transposed)
-                self._record(owners[id(module.weight)], split.piece, Shard(dim), split.sizes, module.weight.shape)
-                bias = getattr(module, "bias", None)
-                if bias is not None and split.by == "rows":
-                    self._record(owners[id(bias)], Piece(split.piece.rows, (0, 1)), Shard(0), split.sizes, bias.shape)
+                for key, dim in split.dims.items():
+                    own = getattr(module, key)
+                    piece = split.piece if key == "weight" else Piece(split.piece.rows, (0, 1))
+                    self._record(owners[id(own)], piece, Shard(dim), split.sizes, own.shape)
             elif not isinstance(style, DividedAttributes):
-                others[name] = style
-        if others:
-            scratch = skeleton_of(pnet)
-            for name, style in others.items():
                 self._by_torch(name, scratch.get_submodule(name), style)
 
     def _split(self, name: str, module: Any, style: Any) -> Split:
         flipped = transposed(module)
         rows, cols = module.weight.shape[::-1] if flipped else module.weight.shape
         # An embedding's matrix has its words in rows: row parallel splits these.
-        by = "rows" if isinstance(style, ColwiseParallel) != isinstance(module, nn.Embedding) else "columns"
-        parts, length = 1, rows if by == "rows" else cols
+        by_rows = isinstance(style, ColwiseParallel) != isinstance(module, nn.Embedding)
+        parts, length = 1, rows if by_rows else cols
         if isinstance(style, PackedColwiseParallel):
             parts = style.parts
-            if length % parts or by == "columns":
+            if length % parts or not by_rows:
                 raise ValueError(f"{name!r} has {length} outputs, which are not {parts} equal parts")
             what = f"{name!r}, {'heads' if style.heads else 'outputs of a part'}"
             _check_divides(self.ranks, style.heads or length // parts, what)
         sizes = chunk_sizes(length // parts, self.ranks)
         start = self.wire.start(sizes)
         ranges = tuple((p + start, p + start + sizes[self._rank]) for p in range(0, length, max(1, length // parts)))
-        piece = Piece(ranges, (0, cols)) if by == "rows" else Piece(((0, rows),), ranges[0])
-        into, out, sizes = style.input_layouts[0], style.output_layouts[0], tuple(parts * n for n in sizes)
-        return Split(name, by, sizes, piece, into, out, style.use_local_output, flipped, self.wire)
+        piece = Piece(ranges, (0, cols)) if by_rows else Piece(((0, rows),), ranges[0])
+        dims = {"weight": int(by_rows == flipped)}
+        if by_rows and getattr(module, "bias", None) is not None:
+            dims["bias"] = 0
+        layouts, sizes = (style.input_layouts[0], style.output_layouts[0]), tuple(parts * n for n in sizes)
+        local = style.use_local_output
+        return Split(by_rows, sizes, piece, dims, *layouts, local, flipped, self.wire, self.record_output)
 
     def _record(self, name: str, piece: Piece, placement: Any, sizes: Sizes, shape: Any) -> None:
         if self.pieces.setdefault(name, piece) != piece:
             raise ValueError(f"{name!r} is tied between layers that split it in different ways: give them one style")
-        self._placements[name] = placement, sizes
-        self.shapes[name] = (*shape[: placement.dim], sizes[self._rank], *shape[placement.dim + 1 :])
+        self._placements[name], self.shapes[name] = (placement, sizes), self._shape(shape, placement.dim, sizes)
+
+    def _shape(self, whole: Any, dim: int, sizes: Sizes) -> tuple[int, ...]:
+        return *whole[:dim], sizes[self._rank], *whole[dim + 1 :]
 
     def adapt(self, skeleton: nn.Module) -> frozenset[str]:
         """Put the layers' parallel forms, and torch's styles where there are none, into a p-net's skeleton.
@@ -190,7 +187,7 @@ class TensorParallel:
         for name, style in self._styles.items():
             module = skeleton.get_submodule(name)
             if name in self._splits:
-                install_layer(module, self, self._splits[name])
+                install_layer(module, self._splits[name])
             elif isinstance(style, DividedAttributes):
                 divide(module, style.names, self.ranks)
             else:
@@ -215,22 +212,21 @@ class TensorParallel:
                     f"in a pipeline {name!r} cannot have {type(style).__name__}: torch's tracer takes column and row "
                     "parallel styles whose inputs and outputs are whole, or split along features"
                 )
-            shape, outputs, inside = [*layer.weight.shape], isinstance(split.out, Shard), isinstance(split.into, Shard)
-            embedding = isinstance(layer, nn.Embedding)
-            if (outputs if split.by == "rows" or embedding else inside) and not (embedding and split.by == "rows"):
-                shape[int((split.by == "columns") != split.transposed)] = split.sizes[self._rank]
-            if shape != [*layer.weight.shape]:
-                layer.weight = nn.Parameter(layer.weight.new_empty(shape), layer.weight.requires_grad)
+            words = isinstance(layer, nn.Embedding)
+            features = split.out if words or split.by_rows else split.into
+            # Words that are split give rows of the whole width.
+            if isinstance(features, Shard) and not (words and split.by_rows):
+                for key, dim in split.dims.items():
+                    whole = getattr(layer, key)
+                    part = whole.new_empty(self._shape(whole.shape, dim, split.sizes))
+                    setattr(layer, key, nn.Parameter(part, whole.requires_grad))
             if split.transposed:
-                layer.nf = shape[1]
-            bias = getattr(layer, "bias", None)
-            if bias is not None and split.by == "rows" and outputs:
-                layer.bias = nn.Parameter(bias.new_empty(split.sizes[self._rank]), bias.requires_grad)
+                layer.nf = layer.weight.shape[1]
 
     def _by_torch(self, name: str, module: nn.Module, style: Any) -> None:
         """Let torch apply a style to a module of a skeleton, and record what it has made of the parameters."""
         before = dict(module.named_parameters())
-        parallelize_module(module, self.wire.device_mesh, style)
+        parallelize_module(module, self.wire.mesh.device_meshes["tensor"], style)
         for key, parameter in module.named_parameters():
             if not isinstance(parameter, DTensor) or isinstance(before[key], DTensor):
                 continue
@@ -279,11 +275,10 @@ class TensorParallel:
         return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
     def compare(self, loss: Tensor) -> None:
-        """At the first step, check that ranks agree in what they must have alike.
+        """At the first step, compare the loss of replicated outputs and gradients of replicated parameters over ranks.
 
         Raises:
-            ValueError: if the loss of replicated outputs, or a replicated parameter's gradient, differs between ranks.
-            CollectiveError: if a rank is missing.
+            ValueError: if they differ.
         """
         if self._alike is None:
             return
@@ -306,22 +301,17 @@ class TensorParallel:
 
         All ranks find the same gradient of what they use alike: each gives its part of it.
         """
-        placed = {}
+        placed = dict(tensors)
         for name, x in tensors.items():
             weight, _, given = name.rpartition("_form.")
             if name in self._placements:
                 placed[name] = _AsDTensor.apply(x, self.wire, *self._placements[name])
-            elif weight in self.pieces and given not in ("left", "right"):
-                placed[name] = x  # What this rank's piece is made of.
-            else:
-                placed[name] = scale_gradient(x, 1 / self.ranks, self._watch(name)) if x.requires_grad else x
+            # All others are what this rank's pieces are made of.
+            elif x.requires_grad and (weight not in self.pieces or given in ("left", "right")):
+                inside = weight or name.rpartition(".")[0] in self._splits or self._alike is None
+                seen = None if inside else self._alike.setdefault(f"the norm of the gradient of {name}", [])
+                placed[name] = scale_gradient(x, 1 / self.ranks, seen)
         return placed
-
-    def _watch(self, name: str) -> list[Tensor] | None:
-        """Where gradients of a replicated parameter are recorded, for `compare`; None where they are not."""
-        if self._alike is None or "_form." in name or name.rpartition(".")[0] in self._splits:
-            return None
-        return self._alike.setdefault(f"the norm of the gradient of {name}", [])
 
 
 def _takes_parts(style: ParallelStyle) -> bool:
@@ -331,11 +321,9 @@ def _takes_parts(style: ParallelStyle) -> bool:
 
 
 def resolve(pnet: nn.Module, styles: Styles) -> dict[str, ParallelStyle]:
-    """The style of every module that a pattern names, patterns as `parallelize_module` reads them.
+    """The style of every module that a pattern names; ValueError for a pattern that names none, TypeError for no style.
 
-    Raises:
-        ValueError: for a pattern that names no module.
-        TypeError: for what is no style.
+    Patterns are read as by `parallelize_module`.
     """
     found: dict[str, ParallelStyle] = {}
     for pattern, style in styles.items():

@@ -7,6 +7,7 @@ by columns (row parallel)    y = sum_p x_p W_p^T    with factors    y = (sum_p x
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -25,41 +26,43 @@ from gbfunc.tiling import Piece, cut_piece, join_tiles
 class Split(NamedTuple):
     """How a layer is split over the ranks."""
 
-    name: str  # Of the layer
-    by: str  # `"rows"` of its matrix (column parallel: outputs, or words), or `"columns"` (row parallel: inputs)
+    by_rows: bool  # By rows of its matrix (column parallel: outputs, or words), or columns (row parallel: inputs)
     sizes: Sizes  # Rows or columns of every rank
     piece: Piece  # The block of the matrix that is this rank's
+    dims: Mapping[str, int]  # Dimensions along which its parameters are split, by name
     into: Any  # Layout of a plain input
     out: Any  # Layout of the output
     local: bool  # Whether the output is a plain tensor, and not a DTensor
     transposed: bool  # Whether the layer stores the transpose of its matrix
     wire: Wire  # The ranks
+    record: Callable[[Any, Tensor], None]  # Gets the placement and the local part of each output
 
 
-def install_layer(layer: nn.Module, parallel: Any, split: Split) -> None:
+def install_layer(layer: nn.Module, split: Split) -> None:
     """Give a layer of the skeleton its parallel forward."""
-    layer.__dict__["parallel"] = parallel
     layer.__dict__["split"] = split
-    forward: Any = _embedding if isinstance(layer, nn.Embedding) else _by_rows if split.by == "rows" else _by_columns
+    forward: Any = _embedding if isinstance(layer, nn.Embedding) else _by_rows if split.by_rows else _by_columns
     stock: Any = type(layer)
     layer.__class__ = type(stock.__name__, (stock,), {"__module__": stock.__module__, "forward": forward})
 
 
-def local(x: Any) -> Any:
-    """This rank's part of a DTensor; anything else as it is."""
+def _local(x: Any) -> Any:
     return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _generated(layer: Any) -> Weight | None:
+    return weight_of(layer, "weight") if hasattr(layer, now("weight")) else None
 
 
 def _dense(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     """The product with this rank's piece of a weight that is not thin."""
-    own, split = _generated(layer), layer.split
+    own, split, ranks = _generated(layer), layer.split, layer.split.wire.axis.size
     if own is None:
-        weight = local(layer.weight)
+        weight = _local(layer.weight)
         return F.linear(x, weight.t() if split.transposed else weight, bias)
     form = own.form
     if not isinstance(form, FactoredWeight):
         return own.linear(x, bias)
-    ranks = split.wire.axis.size
     if own.formed is not None:  # for another reader
         weight = scale_gradient(own.formed, ranks)
         return F.linear(x, split.piece.of(weight.t() if form.transposed else weight), bias)
@@ -68,10 +71,6 @@ def _dense(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     tiles = slice(tiles[0], tiles[-1] + 1) if tiles[-1] - tiles[0] == len(tiles) - 1 else tiles
     left, right = (scale_gradient(factor, ranks)[tiles] for factor in (own.given["left"], own.given["right"]))
     return F.linear(x, cut.crop(join_tiles(left @ right.mT, cut.grid)), bias)
-
-
-def _generated(layer: Any) -> Weight | None:
-    return weight_of(layer, "weight") if hasattr(layer, now("weight")) else None
 
 
 def _thin(layer: Any, batch: int, width: int, sent: bool) -> tuple[Tensor, Tensor] | None:
@@ -84,42 +83,39 @@ def _thin(layer: Any, batch: int, width: int, sent: bool) -> tuple[Tensor, Tenso
     rows, cols, ranks = form.grid.rows, form.grid.cols, split.wire.axis.size
     balance = OPERATIONS_PER_BYTE.get(left.device.type, OPERATIONS_PER_BYTE["cpu"])
     byte = balance * 2 * left.element_size() * batch * sent
-    parts = (ranks, 1) if split.by == "rows" else (1, ranks)
+    parts = (ranks, 1) if split.by_rows else (1, ranks)
     thin = thin_flops(rows, cols, k, (nr, nc), batch, parts) + byte * nr * nc * k
     pays = not form.auto or thin < dense_flops(rows, cols, k, batch) / ranks + byte * width
     return form.by_tile(own.given) if pays else None
 
 
 def _by_rows(layer: Any, input: Tensor) -> Any:
-    """Column parallel: this rank's outputs."""
     split: Split = layer.split
-    wire, bias = split.wire, local(layer.bias)
-    x, at, sizes = _incoming(layer, input)
+    wire, bias = split.wire, _local(layer.bias)
+    x, at, sizes = _incoming(split, input)
     if isinstance(at, Shard) and at.dim in (-1, x.ndim - 1):
         x, at = wire.move(x, "split", "whole", -1, sizes), Replicate()
     width = x.shape[-1]
     factors = _thin(layer, x.numel() // max(1, width), width, x.requires_grad)
     how: Any = ("split", "used in part", at.dim, sizes) if isinstance(at, Shard) else ("whole", "used in part")
     if factors is None:
-        x = wire.move(x, *how)
-        return _outgoing(layer, _dense(layer, x, bias), Shard(x.ndim - 1), split.sizes)
+        y = _dense(layer, wire.move(x, *how), bias)
+        return _outgoing(split, y, Shard(y.ndim - 1), split.sizes)
     # Pieces of the whole factors get summands of the gradient, what all ranks compute alike gets its part of it.
     alike = isinstance(at, Replicate) and x.requires_grad
     left, right = factors
-    right = right if alike else scale_gradient(right, wire.axis.size)
-    thin = thin_product(x, right, (0, width))
+    thin = thin_product(x, right if alike else scale_gradient(right, wire.axis.size), (0, width))
     if alike or isinstance(at, Shard):
         thin = wire.move(thin, *how)
     y = from_thin(thin, scale_gradient(left, wire.axis.size), split.piece.rows)
     y = y if bias is None else y + bias.to(y.dtype)
-    return _outgoing(layer, y, Shard(y.ndim - 1), split.sizes)
+    return _outgoing(split, y, Shard(y.ndim - 1), split.sizes)
 
 
 def _by_columns(layer: Any, input: Tensor) -> Any:
-    """Row parallel: the sum over ranks of what each rank's inputs give."""
     split: Split = layer.split
     wire, bias, cols, rows = split.wire, layer.bias, split.piece.cols, split.piece.shape[0]
-    x, at, _ = _incoming(layer, input, last=True)
+    x, at, _ = _incoming(split, input, last=True)
     if isinstance(at, Replicate):
         x = wire.move(x, "whole", "split", -1, split.sizes)
     if x.shape[-1] != cols[1] - cols[0]:
@@ -136,19 +132,19 @@ def _by_columns(layer: Any, input: Tensor) -> Any:
         y = from_thin(y, scale_gradient(factors[0], factor), ((0, rows),))
     if bias is not None:
         y = y + scale_gradient(bias, factor).to(y.dtype)
-    return _outgoing(layer, y, at, sizes)
+    return _outgoing(split, y, at, sizes)
 
 
 def _embedding(layer: Any, input: Tensor) -> Any:
     """Rows of the weight: looked up in whole factors by every rank, or each in its piece, and summed."""
     split: Split = layer.split
-    own, index, padding = _generated(layer), local(input), layer.padding_idx
+    own, index, padding = _generated(layer), _local(input), layer.padding_idx
     if own is not None and isinstance(own.form, FactoredWeight):
         # Generating the rows takes less than sending them.
-        return _outgoing(layer, own.embedding(index, padding), Replicate(), ())
-    weight = local(layer.weight) if own is None else own.dense()
-    if split.by == "columns":
-        return _outgoing(layer, F.embedding(index, weight, padding), Shard(index.ndim), split.sizes)
+        return _outgoing(split, own.embedding(index, padding), Replicate())
+    weight = _local(layer.weight) if own is None else own.dense()
+    if not split.by_rows:
+        return _outgoing(split, F.embedding(index, weight, padding), Shard(index.ndim), split.sizes)
     ((first, last),) = split.piece.rows
     here = (index >= first) & (index < last)
     # A rank without words looks up a row of zeros, in the graph of its weight: backward waits for it, too.
@@ -158,7 +154,7 @@ def _embedding(layer: Any, input: Tensor) -> Any:
         # The row of padding has no gradient.
         rows = torch.where((index == padding % sum(split.sizes)).unsqueeze(-1), rows.detach(), rows)
     part = torch.where(here.unsqueeze(-1), rows, torch.zeros_like(rows))
-    return _outgoing(layer, *_summed(split, part))
+    return _outgoing(split, *_summed(split, part))
 
 
 def _summed(split: Split, part: Tensor) -> tuple[Tensor, Any, Sizes]:
@@ -170,9 +166,8 @@ def _summed(split: Split, part: Tensor) -> tuple[Tensor, Any, Sizes]:
     return wire.move(part, "partial", "whole"), Replicate(), ()
 
 
-def _incoming(layer: Any, input: Tensor, last: bool = False) -> tuple[Tensor, Any, Sizes]:
+def _incoming(split: Split, input: Tensor, last: bool = False) -> tuple[Tensor, Any, Sizes]:
     """A layer's local input, its placement (`Replicate` or `Shard`), and the lengths of the parts on all ranks."""
-    split: Split = layer.split
     wire = split.wire
     if isinstance(input, DTensor):
         at = input.placements[0]
@@ -196,8 +191,7 @@ def _incoming(layer: Any, input: Tensor, last: bool = False) -> tuple[Tensor, An
     return input, Shard(dim), () if last else wire.sizes_of(input.shape[dim])
 
 
-def _outgoing(layer: Any, y: Tensor, at: Any, sizes: Sizes) -> Any:
-    split: Split = layer.split
+def _outgoing(split: Split, y: Tensor, at: Any, sizes: Sizes = ()) -> Any:
     wire = split.wire
     at, want = (Shard(p.dim % y.ndim) if isinstance(p, Shard) else p for p in (at, split.out))
     if at != want and isinstance(at, Shard):
@@ -207,5 +201,5 @@ def _outgoing(layer: Any, y: Tensor, at: Any, sizes: Sizes) -> Any:
         y, at = wire.move(y, "whole", "split", want.dim, sizes), want
     if at != want:
         raise ValueError(f"output_layouts of a layer must be Replicate() or Shard(dim), got {want}")
-    layer.parallel.record_output(at, y)
+    split.record(at, y)
     return y if split.local else wire.joined(y, at, sizes)

@@ -134,21 +134,17 @@ class SplitLoss(GenomeLoss):
         super().__init__(*args, pieces=split.pieces, adapt=split.adapt, **options)
 
     def call(self, weights: Params, buffers: Params, function: Callable[..., Any], *args: Any) -> Any:
-        """`function(net, *args)` on these weights, each rank's pieces of them; buffers are updated."""
         with self._unmixed():
             return super().call(self._split.place(weights), buffers, function, *args)
 
     def returned(self, out: Any) -> tuple[Tensor, Any]:
-        """Loss and aux, the loss as a plain tensor."""
         loss, aux = super().returned(out)
         return self._split.plain(loss), aux
 
     def rows(self, rows: float) -> float:
-        """Rows of this rank's outputs, if these are a part of the rows."""
         return super().rows(rows) if self._split.local_rows is None else self._split.local_rows
 
     def gradients(self, loss: Tensor, of: list[Tensor]) -> Gradients:
-        """Gradients of a loss of the p-net; None for tensors that have no part in it."""
         with self._split.backward(), self._unmixed():
             return super().gradients(loss, of)
 
@@ -156,16 +152,16 @@ class SplitLoss(GenomeLoss):
     def _unmixed(self) -> Iterator[None]:
         try:
             yield
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" in str(error):
-                split = ", ".join([*self._split.shapes, "or a style's output"]).removeprefix("or ")
-                raise ValueError(
-                    f"an operator takes a plain tensor and one that is split over tensor ranks ({split}): give each "
-                    "layer that takes it a style, and a loss function x.full_tensor()"
-                ) from error
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            raise ValueError(f"over tensor ranks an operator failed ({error}): {SPLIT_CAUSE}") from error
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise ValueError(f"over tensor ranks an operator failed ({error}): {SPLIT_CAUSE}") from error
+            split = ", ".join([*self._split.shapes, "or a style's output"]).removeprefix("or ")
+            raise ValueError(
+                f"an operator takes a plain tensor and one that is split over tensor ranks ({split}): give each "
+                "layer that takes it a style, and a loss function x.full_tensor()"
+            ) from error
 
 
 def split_proof(whole: Callable[[], GenomeLoss], loss: GenomeLoss, split: TensorParallel) -> Proof:
