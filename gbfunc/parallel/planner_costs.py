@@ -167,7 +167,8 @@ class Model:
     def crossing(self, n: int) -> list[float]:
         """Bytes per row that cross the start of each of n stages, and the end; ValueError if they cannot be sent."""
         starts = balanced_stages(self._chain.flops, n) if self.blocks else (0, 0)
-        return [*(Parcel(crossing(self._chain, starts, s)).n_bytes / _TRACED_ROWS for s in range(n)), 0.0]
+        parcels = [Parcel(crossing(self._chain, starts, stage)) for stage in range(n)]
+        return [*(parcel.like.nbytes / _TRACED_ROWS for parcel in parcels), 0.0]
 
     def stages(self, n: int) -> list[frozenset[int]]:
         """The cells of n stages; the first and last stage have the outermost cells too."""

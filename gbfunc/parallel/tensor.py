@@ -308,8 +308,9 @@ class TensorParallel:
                 placed[name] = _AsDTensor.apply(x, self.wire, *self._placements[name])
             # All others are what this rank's pieces are made of.
             elif x.requires_grad and (weight not in self.pieces or given in ("left", "right")):
-                inside = weight or name.rpartition(".")[0] in self._splits or self._alike is None
-                seen = None if inside else self._alike.setdefault(f"the norm of the gradient of {name}", [])
+                seen = None
+                if self._alike is not None and not weight and name.rpartition(".")[0] not in self._splits:
+                    seen = self._alike.setdefault(f"the norm of the gradient of {name}", [])
                 placed[name] = scale_gradient(x, 1 / self.ranks, seen)
         return placed
 
