@@ -32,13 +32,7 @@ def peft_model(pnet: nn.Module, folder: Path) -> nn.Module:
 
 
 def assert_served(
-    plan: gb.Plan,
-    genome: gb.Genome,
-    pnet: nn.Module,
-    other: nn.Module,
-    folder: Path,
-    batch: Any,
-    merges: bool = True,
+    plan: gb.Plan, genome: gb.Genome, pnet: nn.Module, other: nn.Module, folder: Path, batch: Any, merges: bool = True
 ) -> None:
     assert gb.save_lora(folder, plan, genome, pnet) == (folder / "adapter_model.safetensors").stat().st_size
     module = gb.GenomeModule(plan, pnet, genome).eval()
@@ -57,12 +51,7 @@ def logits(out: Any) -> Tensor:
     return out if isinstance(out, Tensor) else out.logits
 
 
-@given(
-    rows=st.integers(1, 9),
-    cols=st.integers(1, 9),
-    tile=st.tuples(st.integers(1, 5), st.integers(1, 5)),
-    k=st.integers(1, 3),
-)
+@given(st.integers(1, 9), st.integers(1, 9), st.tuples(st.integers(1, 5), st.integers(1, 5)), st.integers(1, 3))
 def test_tiles_are_one_product_of_low_rank(rows: int, cols: int, tile: tuple[int, int], k: int) -> None:
     grid = tile_grid((rows, cols), tile)
     draw = torch.Generator().manual_seed(rows + 10 * cols)

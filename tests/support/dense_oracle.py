@@ -29,17 +29,9 @@ READ_GRADIENTS = SGD._replace(update=_keep_gradients)
 
 
 class Answer(NamedTuple):
-    """What a step finds.
-
-    Attributes:
-        loss: mean over the microbatches.
-        gradients: of every trained leaf of the genome: `gnets/ENSEMBLE/LEAF`, `direct/NAME`.
-        buffers: of the p-net, after the step.
-    """
-
-    loss: Tensor
-    gradients: dict[str, Tensor]
-    buffers: dict[str, Tensor]
+    loss: Tensor  # mean over the microbatches
+    gradients: dict[str, Tensor]  # of every trained leaf of the genome: `gnets/ENSEMBLE/LEAF`, `direct/NAME`
+    buffers: dict[str, Tensor]  # of the p-net, after the step
 
 
 def flat_leaves(genome: Any, pnet: nn.Module) -> dict[str, Tensor]:

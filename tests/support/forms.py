@@ -74,20 +74,10 @@ def count_made(form: WeightForm) -> Counter[str]:
 
 
 class Formed(NamedTuple):
-    """A module on weights of one kind.
-
-    Attributes:
-        net: the pure function.
-        leaves: what gradients are taken of: `NAME.left`, `NAME.right`, and other parameters by name.
-        tensors: from the leaves to what `net` takes.
-        forms: by name of parameter, names of tied ones included.
-        buffers: of the module.
-    """
-
     net: PureNet
-    leaves: dict[str, Tensor]
-    tensors: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
-    forms: dict[str, WeightForm]
+    leaves: dict[str, Tensor]  # what gradients are taken of: `NAME.left`, `NAME.right`, other parameters by name
+    tensors: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]  # from the leaves to what `net` takes
+    forms: dict[str, WeightForm]  # by name of parameter, names of tied ones included
     buffers: dict[str, Tensor]
 
     def __call__(self, *args: Any, leaves: Mapping[str, Tensor] | None = None, **kwargs: Any) -> Any:

@@ -60,34 +60,17 @@ class Net(nn.Module):
 
 
 class Operation(NamedTuple):
-    """A p-net in which something is done to a weight, and how its training is judged.
-
-    Attributes:
-        forward: `(net, input) -> output`.
-        layers: makes the layers, from the random state of the moment.
-        shape: shape of one input.
-        tokens: vocabulary size where inputs are token numbers, 0 where they are real.
-        options: what `make_plan` gets beside the p-net.
-        dtype: of p-net and input.
-        unseeded: the loss function.
-        random: whether the forward draws random numbers.
-        tolerance: largest difference from the oracle.
-        may_refuse: whether an error is as good as the answer; a wrong answer never is.
-        train: the training mode.
-        slow: whether it takes seconds.
-    """
-
     forward: Forward
     layers: Callable[[], Mapping[str, nn.Module]] = lambda: {"a": nn.Linear(6, 5), "b": nn.Linear(5, 6)}
-    shape: tuple[int, ...] = (6,)
-    tokens: int = 0
-    options: Mapping[str, Any] = MappingProxyType({})
-    dtype: torch.dtype = torch.float64
+    shape: tuple[int, ...] = (6,)  # of one input
+    tokens: int = 0  # vocabulary size where inputs are token numbers
+    options: Mapping[str, Any] = MappingProxyType({})  # of `make_plan`
+    dtype: torch.dtype = torch.float64  # of p-net and input
     unseeded: Callable[..., Any] = loss_fn
     tolerance: float = 1e-9
-    may_refuse: bool = False
+    may_refuse: bool = False  # an error is as good as the answer; a wrong answer never is
     train: bool = True
-    random: bool = False
+    random: bool = False  # the forward draws random numbers
     slow: bool = False
 
     def pnet(self) -> nn.Module:

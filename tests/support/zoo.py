@@ -23,13 +23,11 @@ DEVICE = torch.device(os.environ.get("GBFUNC_DEVICE", "cpu"))
 
 
 class Animal(NamedTuple):
-    """A p-net and what it takes to train it."""
-
-    make: Callable[[], nn.Module]  # from the random state of the moment
+    make: Callable[[], nn.Module]
     shape: tuple[int, ...] = (6,)  # of one input
     options: Mapping[str, Any] = MappingProxyType({})  # of `make_plan`
-    tokens: int = 0  # size of the vocabulary, or 0 where inputs are real numbers
-    train: bool = True  # training mode
+    tokens: int = 0  # vocabulary size where inputs are token numbers
+    train: bool = True
 
     def pnet(self, seed: int = 0) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
