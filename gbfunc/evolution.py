@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -88,8 +88,7 @@ class GenomeProblem(Problem):
         self.plan, self.pnet, self.evaluations, self._sense = plan, pnet, 0, sense
         self._loss_fn, self._batches, self._chunk = loss_fn, iter(batches), chunk
         self.start_P, self._unflatten = flatten(genome)
-        frozen = {f"{DIRECT}{k}" for k, p in pnet.named_parameters() if not p.requires_grad}
-        self.steps_P = _steps(plan, genome, steps, frozen)
+        self.steps_P = _steps(plan, pnet, genome, steps)
         self._buffers = {k: v.detach() for k, v in genome.buffers.items()}
         base = plan.base_tensors(pnet)
         self._weights_of = make_generator(plan, pnet=pnet, lazy=lazy, base=base)
@@ -169,12 +168,11 @@ class GenomeProblem(Problem):
         values[0] = 0.0
 
 
-def _steps(plan: Plan, genome: GenomeLike, steps: Mapping[str, float], frozen: Collection[str]) -> Tensor:
-    """Return the step of every number of the genome's vector [P]; 0 for frozen ones."""
+def _steps(plan: Plan, pnet: nn.Module, genome: GenomeLike, steps: Mapping[str, float]) -> Tensor:
     if steps.keys() != STEPS.keys() or not all(math.isfinite(v) and v > 0 for v in steps.values()):
         raise ValueError(f"steps must give a positive number for each of {', '.join(STEPS)}, got {dict(steps)}")
     roles = {f"{GNET}{e.name}/{k}": leaf.role for e in plan.ensembles for k, leaf in e.leaves.items()}
-    sizes = []
+    frozen, sizes = {f"{DIRECT}{k}" for k, p in pnet.named_parameters() if not p.requires_grad}, []
     for name, x in sorted(flat_genome(genome).items()):
         if x.is_floating_point():
             deviation = float(x.detach().std(correction=0)) if x.numel() > 1 else 0.0

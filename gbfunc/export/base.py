@@ -145,7 +145,6 @@ def _program(
 
 
 def _error(kind: Format, data: bytes, like: nn.Module, tried: list[Inputs]) -> float | None:
-    """Largest difference of a file's outputs from a network's; None where its runtime is not installed."""
     with tempfile.TemporaryDirectory(prefix="gbfunc-") as folder:
         try:
             run = kind.read(data, Path(folder))

@@ -43,11 +43,9 @@ class Inputs(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors, in order."""
         return _tensors_of(tuple(self))
 
     def mapped(self, change: Callable[[Any], Any]) -> Inputs:
-        """Replace every value by `change(value)`."""
         return Inputs(*tree_map(change, tuple(self)))
 
     def longer(self) -> Inputs:
@@ -59,8 +57,11 @@ class Inputs(NamedTuple):
         return self.mapped(lambda x: x[:, :-1] if is_text(x) else x)
 
     def outputs_of(self, net: Callable[..., Any]) -> list[Tensor]:
-        """The tensors of a network's outputs, in order."""
         return _tensors_of(net(*self.args, **self.kwargs))
+
+
+def _tensors_of(tree: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
 
 
 def _has_rows(x: Any) -> bool:
@@ -70,10 +71,6 @@ def _has_rows(x: Any) -> bool:
 def is_text(x: Any) -> bool:
     """Recognise tokens [B, L] or their mask; L is at least 3, since torch treats a length of 1 as a special size."""
     return isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point() and x.shape[1] > 2
-
-
-def _tensors_of(tree: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
 
 
 class Traced(NamedTuple):
@@ -87,9 +84,7 @@ class Traced(NamedTuple):
 def trace(net: nn.Module, inputs: Inputs, dynamic_shapes: Any) -> Traced:
     """Trace a network's call, without the places of its operations in the source.
 
-    Raises:
-        ValueError: if `torch.export` cannot trace it.
-        ImportError: with a torch older than 2.6.
+    Raises `ValueError` if `torch.export` cannot trace the call, `ImportError` with a torch older than 2.6.
     """
     from torch.export import Dim, export
 
@@ -125,7 +120,6 @@ def trace(net: nn.Module, inputs: Inputs, dynamic_shapes: Any) -> Traced:
 
 
 def _names(outputs: Any) -> list[str]:
-    """Names of a network's outputs: their own ones (Hugging Face), otherwise `output`, or `output_0`, ..."""
     tensors = _tensors_of(outputs)
     if isinstance(outputs, Mapping) and len(tensors) == len(outputs):
         return [str(key) for key in outputs]

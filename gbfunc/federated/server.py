@@ -83,11 +83,9 @@ class GenomeStrategy(Strategy):
 
     @property
     def genome(self) -> Genome:
-        """The current genome."""
         return self.wire.genome(self._vector)
 
     def summary(self) -> None:
-        """Log the settings."""
         _LOG.info("genomes of %s numbers: %s down, %s up", f"{self.wire.size:,}", self._down, self._up)
         self.strategy.summary()
 
@@ -103,13 +101,11 @@ class GenomeStrategy(Strategy):
         return self.start(grid, _record(self._vector), num_rounds=max(0, rounds - self.done), **options)
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Any:
-        """Give the messages of the strategy, in few bytes."""
         self._vector = self.wire.unpack(arrays)
         config[RATE], config[SENT_AS] = float(self._lr(self.done)), self._up
         return self._configured(self.strategy.configure_train, self.done + 1, arrays, config, grid)
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Any:
-        """Give the messages of the strategy, in few bytes."""
         return self._configured(self.strategy.configure_evaluate, self.done, arrays, config, grid)
 
     def _configured(
@@ -131,7 +127,6 @@ class GenomeStrategy(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Aggregate the clients' genomes by the strategy, and write the checkpoint."""
         replies, number = list(replies), self.done + 1
         used, left_out = self._usable(replies, number, [ARRAYS])
         if replies and all(reply.has_error() and reply.error.code == REFUSED for reply in replies):
@@ -149,7 +144,6 @@ class GenomeStrategy(Strategy):
         return arrays, metrics
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Aggregate the clients' metrics by the strategy."""
         used, left_out = self._usable(replies, self.done, [])
         self.rounds[-1].left_out.update({node: f"evaluation: {words}" for node, words in left_out.items()})
         return self.strategy.aggregate_evaluate(self.done, used)
@@ -157,15 +151,15 @@ class GenomeStrategy(Strategy):
     def _usable(self, replies: Iterable[Message], number: int, arrays: list[str]) -> tuple[list[Any], dict[int, str]]:
         used, left_out = [], {}
         for reply in replies:
+            node = reply.metadata.src_node_id
             try:
                 if reply.has_error():
                     raise ValueError(reply.error.reason or f"error {reply.error.code}")
                 reply.content = self._whole(reply.content, arrays)
                 used.append(reply)
             except ValueError as error:
-                left_out[reply.metadata.src_node_id] = str(error)
-        for node, words in left_out.items():
-            _LOG.warning("round %d: node %d is left out: %s", number, node, words)
+                left_out[node] = str(error)
+                _LOG.warning("round %d: node %d is left out: %s", number, node, error)
         return used, left_out
 
     def _whole(self, content: RecordDict, arrays: list[str]) -> RecordDict:

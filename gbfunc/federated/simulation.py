@@ -57,47 +57,38 @@ class LocalGrid(Grid):
         task._task_id, task._run_id, task._node_id = self._before
 
     def set_run(self, run: Run) -> None:
-        """Do nothing: there is one run."""
+        pass  # There is one.
 
     @property
     def run(self) -> Run:
-        """An empty run."""
         return Run.create_empty(_RUN)
 
     def create_message(
         self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
     ) -> Message:
-        """Make a message to a node."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> Iterable[int]:
-        """Numbers that identify the nodes."""
         return list(self._contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Run the client's app on each message; replies wait to be pulled."""
         names = []
         for message in messages:
-            name = str(self.traffic.messages)
-            sent, down = _through(message)
-            self._replies[name], up = _through(self._app(sent, self._contexts[message.metadata.dst_node_id]))
-            before = self.traffic
+            before, (sent, down) = self.traffic, _through(message)
+            names.append(str(before.messages))
+            self._replies[names[-1]], up = _through(self._app(sent, self._contexts[message.metadata.dst_node_id]))
             largest = max(before.largest_up, up)
             self.traffic = Traffic(before.down + down, before.up + up, before.messages + 1, largest)
-            names.append(name)
         return names
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Give the replies to some messages."""
         return [self._replies.pop(name) for name in message_ids if name in self._replies]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Give the replies; none is late."""
         return self.pull_messages(self.push_messages(messages))
 
 
 def _through(message: Message) -> tuple[Message, int]:
-    """Serialise a message and read it again; also count its bytes."""
     data = message_to_proto(message).SerializeToString()
     return message_from_proto(MessageProto.FromString(data)), len(data)
 

@@ -76,11 +76,9 @@ class Wire:
         self._decode = lru_cache(2)(lambda data: self._flat(Compact.parse(data).leaves(plan)))
 
     def vector(self, genome: GenomeLike) -> Vector:
-        """The numbers of a genome [P], float32."""
         return self._flat(stored_tensors(genome))
 
     def genome(self, vector: Vector) -> Genome:
-        """Build the genome of a vector [P]; its tensors share no memory."""
         return unflatten_tree({k: x.clone() for k, x in self._named.items()} | self._leaves(vector), self._like)
 
     def _flat(self, named: Params) -> Vector:
@@ -97,7 +95,7 @@ class Wire:
         numbers of largest magnitude in float16 and their places (sparsification with memory: Stich et al., 2018).
         """
         check_format(dtype)
-        _check_finite(vector)
+        _finite(vector)
         if dtype in BITS:
             rest = {k: torch.zeros_like(x) for k, x in self._named.items() if k not in self._sent}
             data, _ = pack(_NO_PLAN, rest | self._leaves(vector), BITS[dtype], MOST_RUNS)
@@ -116,15 +114,13 @@ class Wire:
             vector = self._decode(found[CODES].tobytes()).copy()
         elif [*found] == [NUMBERS, PLACES]:
             vector = self._placed(*found.values())
-        elif [*found] == [NUMBERS]:
-            numbers = found[NUMBERS]
-            if numbers.dtype.kind != "f" or numbers.shape != (self.size,):
-                raise ValueError(f"expected {self.size:,} numbers, got {numbers.dtype} {numbers.shape}")
-            vector = numbers.astype(np.float32)
-        else:
+        elif [*found] != [NUMBERS]:
             raise ValueError(f"expected a record with one array, {NUMBERS!r} or {CODES!r}, got {[*found]}")
-        _check_finite(vector)
-        return vector
+        elif (numbers := found[NUMBERS]).dtype.kind != "f" or numbers.shape != (self.size,):
+            raise ValueError(f"expected {self.size:,} numbers, got {numbers.dtype} {numbers.shape}")
+        else:
+            vector = numbers.astype(np.float32)
+        return _finite(vector)
 
     def _placed(self, numbers: NDArray[Any], places: NDArray[Any]) -> Vector:
         count, width = len(numbers) if numbers.ndim else 0, self._place_bits
@@ -139,9 +135,10 @@ class Wire:
         return vector
 
 
-def _check_finite(vector: Vector) -> None:
+def _finite(vector: Vector) -> Vector:
     if bad := int((~np.isfinite(vector)).sum()):
         raise ValueError(f"{bad} of the genome's {len(vector):,} numbers are not finite")
+    return vector
 
 
 def _narrow(numbers: Vector, dtype: str) -> NDArray[Any]:

@@ -113,7 +113,6 @@ def script(*names: str) -> str:
 
 
 def _documents() -> bytes:
-    """The documents that compact files refer to, as raw deflate with `WORDS`."""
     packer = zlib.compressobj(9, zlib.DEFLATED, -15, zdict=WORDS)
     return packer.compress(DOCUMENTS) + packer.flush()
 
