@@ -108,7 +108,12 @@ def test_which_is_the_best(sign: int, tmp_path: Path) -> None:
 
     def run(values: list[float], first: int = 0) -> list[int]:
         saved: list[int] = []
-        best = Best(path, Metric("x", higher_is_better=sign > 0), lambda state, _: (saved.append(state), path.touch()))
+
+        def write(state: int, _: Path) -> None:
+            saved.append(state)
+            path.touch()
+
+        best = Best(path, Metric("x", higher_is_better=sign > 0), write)
         history = [{"step": i, "val_x": sign * value} for i, value in enumerate(values)]
         for i in range(first, len(values)):
             best(i, history[: i + 1])

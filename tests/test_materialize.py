@@ -147,6 +147,7 @@ def test_factors_can_be_trained(name: str) -> None:
     wanted = torch.autograd.grad(loss_of(dense), list(weights.values()))
     gradients = dict(zip(weights, wanted, strict=True))
     loss_of(factored).backward()
+    layer: Any
     for path, layer in factored.named_modules(remove_duplicate=False):
         name = f"{path}.weight".lstrip(".")
         if hasattr(layer, "weight_left") and name in gradients:

@@ -113,6 +113,10 @@ def factor_shapes(tensor: TensorPlan) -> tuple[tuple[int, ...], tuple[int, ...]]
     return (tiles, grid.tile_rows, k), (tiles, grid.tile_cols, k)
 
 
+def _storage_of(x: Tensor | torch.UntypedStorage) -> int:
+    return (x.untyped_storage() if isinstance(x, Tensor) else x)._cdata
+
+
 class DryRun(TorchDispatchMode):
     """A rank's share of a p-net's forward; a call with a microbatch returns its costs, by cell.
 
@@ -155,12 +159,12 @@ class DryRun(TorchDispatchMode):
         inputs = [x for _, x in tree_leaves(batch) if isinstance(x, Tensor)]
         # Storages that do not count, or no longer; alive, so that no other storage gets their address.
         storages = [x.untyped_storage() for x in (*self._weights.values(), *self._buffers.values(), *inputs)]
-        known = {storage._cdata: storage for storage in storages}
+        known = {_storage_of(storage): storage for storage in storages}
 
         def pack(x: Tensor) -> Tensor:
             storage, cell = x.untyped_storage(), self._cells[self._at]
-            n_bytes = 0 if storage._cdata in known else storage.nbytes()
-            known[storage._cdata] = storage
+            n_bytes = 0 if _storage_of(storage) in known else storage.nbytes()
+            known[_storage_of(storage)] = storage
             cell.saved, cell.largest = cell.saved + n_bytes, max(cell.largest, n_bytes)
             return x
 
@@ -179,8 +183,8 @@ class DryRun(TorchDispatchMode):
         self._count(flops(*args, **kwargs, out_val=out) if flops else 0)
         both: Any = (args, kwargs), out
         given, made = ([x for x in optree.tree_leaves(xs) if isinstance(x, Tensor)] for xs in both)
-        places = {x.untyped_storage()._cdata for x in given}
-        if any(x.untyped_storage()._cdata not in places for x in made):  # Views move nothing.
+        places = {_storage_of(x) for x in given}
+        if any(_storage_of(x) not in places for x in made):  # Views move nothing.
             self._cells[self._at].moved += sum(x.nbytes for x in (*given, *made))
         self._cells[self._at].operators += 1
         return out

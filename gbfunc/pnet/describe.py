@@ -64,7 +64,7 @@ def check_pnet(pnet: nn.Module) -> None:
                 where = f" at {name!r}" if name else ""
                 raise ValueError(f"the p-net is wrapped in {base}{where}: {_WRAPPERS[base]}")
     named = named_tensors(pnet)
-    parameters = {tensor: name for name, tensor in reversed(named) if isinstance(tensor, nn.Parameter)}
+    parameters: dict[Tensor, str] = {x: name for name, x in reversed(named) if isinstance(x, nn.Parameter)}
     for name, tensor in named:
         what = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
         if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
