@@ -14,7 +14,7 @@ from gbfunc.parallel.dry_run import DryRun
 from gbfunc.parallel.planner import DeviceSpec
 from gbfunc.parallel.planner_costs import Footprint, Model, RankLayout
 from gbfunc.tasks.pnets.gpt import GPT
-from tests.support.pipeline_nets import Blocks, changed_later, unet
+from tests.support.pipeline_cases import Blocks, changed_later, unet
 from tests.support.planner_cases import AXES, LAYOUTS, make_case
 from tests.support.ranks import run_ranks
 from tests.support.tensor_cases import next_token

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import traceback
+import random
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -10,25 +10,256 @@ from typing import Any
 
 import optree
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 import gbfunc as gb
 from gbfunc.parallel import CollectiveError, Mesh
-from tests.support.pipeline_nets import (
-    NETS,
-    REFUSED,
-    WIDTH,
-    Blocks,
-    Sharpened,
-    gates,
-    hugging,
-    next_token,
-    sequence,
-    straight,
-    unet,
-)
-from tests.support.ranks import PATIENCE
+from tests.support.ranks import PATIENCE, said
+from tests.support.tensor_cases import next_token
+
+WIDTH = 6
+
+
+class Blocks(nn.Module):
+    """Four blocks of which the function `use` makes an output: `use(net, embedded, tokens)`."""
+
+    count: Tensor
+    sums: Tensor
+
+    def __init__(
+        self, use: Callable[..., Any], block: Callable[[], nn.Module] = lambda: nn.Linear(WIDTH, WIDTH)
+    ) -> None:
+        super().__init__()
+        self.tokens, self.head, self.use = nn.Embedding(11, WIDTH), nn.Linear(WIDTH, 11), use
+        self.blocks = nn.ModuleList(block() for _ in range(4))
+        self.shift = nn.Parameter(torch.linspace(-1, 1, WIDTH))
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("sums", torch.zeros(()))
+
+    def forward(self, tokens: Tensor) -> Any:
+        return self.use(self, self.tokens(tokens), tokens)
+
+
+class Stemmed(Blocks):
+    """Statistics before the blocks by a layer that is registered last; the last block has another name, too."""
+
+    def __init__(self, use: Callable[..., Any]) -> None:
+        super().__init__(use)
+        self._modules = {"ends": nn.Sequential(self.blocks[0], self.blocks[3]), **self._modules}
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+
+def run_blocks(net: Any, x: Any) -> list[Any]:
+    """The outputs of all blocks, each of the one before."""
+    found = []
+    for block in net.blocks:
+        x = torch.tanh(block(x))
+        found.append(x)
+    return found
+
+
+def straight(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    for block in net.blocks:
+        x = block(x)
+    return net.head(x)
+
+
+def gates(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    kept = (x.sum(-1, keepdim=True) > 0).to(x.dtype)
+    outs = run_blocks(net, x)
+    return net.head(outs[-1].gather(-1, outs[0].argsort(-1)) * (outs[0] > 0) * kept)
+
+
+def unet(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    a = torch.tanh(net.blocks[0](x))
+    b = torch.tanh(net.blocks[1](a))
+    c = torch.tanh(net.blocks[2](b) + a)
+    return net.head(net.blocks[3](c) + x + net.shift)
+
+
+def in_place(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    first = net.blocks[0](x)
+    first += 0.5
+    outs = [first, *run_blocks(net, first)]
+    h = x.clone()
+    h[:, 0] = outs[1][:, 0]
+    h += net.shift
+    return net.head((outs[-1] + h + first).relu_()) * (tokens != 0)[..., None]
+
+
+class Routed(nn.Module):
+    """Takes and gives activations, integers, a mask, a tensor in half the precision, and a complex one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, more: Any = None) -> tuple[Tensor, dict[str, Any]]:
+        y = torch.tanh(self.line(x))
+        best, mask, kept = y.argmax(-1), y > 0, y.float()
+        if more is not None:
+            y = y * more["mask"] + more["kept"].double() * 0.1 + more["best"][..., None] + more["wave"].abs()
+        return y, {"best": best, "mask": mask, "kept": kept, "wave": torch.fft.fft(y), "name": "routed", "none": None}
+
+
+def tuples(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    first = more = None
+    for block in net.blocks:
+        x, more = block(x, more)
+        first = more if first is None else first
+    assert more is not None and first is not None and more["name"] == "routed"
+    return net.head(x) + first["best"][..., None] * more["mask"].any()
+
+
+def stem(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    """Changes a buffer in place, one by assignment, and its input."""
+    net.count += 1
+    net.sums = net.sums * 0.5 + x.detach().sum()
+    tokens.add_(1).remainder_(11)
+    x = net.norm(net.tokens(tokens).flatten(0, 1)).unflatten(0, tokens.shape) * (1 + 0.1 * net.count)
+    return net.head(run_blocks(net, x)[-1]) / net.count
+
+
+def regions(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    """Without gradients, in another precision, and an attribute that is kept for later."""
+    outs = run_blocks(net, x)
+    with torch.no_grad():
+        scale = outs[0].abs().mean() + net.shift.sum()
+    with torch.autocast("cpu", torch.bfloat16):
+        rough = outs[1].float() @ net.shift.float().diag()
+    net.blocks[0].__dict__["seen"] = outs[0] * 2
+    return net.head(outs[-1].detach() + outs[2] * scale + rough + net.blocks[0].__dict__["seen"])
+
+
+def sequence(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    for block in net.blocks:
+        x = block(x)[0]
+    return net.head(x)
+
+
+def detached(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    for block in net.blocks:
+        x = torch.tanh(block(x)).detach()
+    return net.head(x)
+
+
+def of_parts(net: Any, tokens: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """Calls parts of the p-net, reads a weight, and leaves rows out by their values."""
+    x, kept = net.tokens(tokens[:, :-1]), tokens[:, 1:] > 2
+    outs = run_blocks(net, x)
+    loss = F.cross_entropy(net.head(outs[-1])[kept], tokens[:, 1:][kept])
+    near = (outs[0] - outs[-1]).square().mean() + torch.where(outs[1] > 0, x, 0).square().mean()
+    return loss + near + net.blocks[0].weight.square().mean(), {"near": near, "none": None, "n": 3}
+
+
+def hugging(name: str) -> nn.Module:
+    import transformers as tf
+
+    small: dict[str, Any] = {"vocab_size": 22, "hidden_size": 8, "num_hidden_layers": 4, "num_attention_heads": 2}
+    if name == "t5":
+        sizes: dict[str, Any] = {"vocab_size": 22, "d_model": 8, "d_kv": 4, "d_ff": 12, "num_heads": 2, "num_layers": 2}
+        sizes |= {"num_decoder_layers": 4, "dropout_rate": 0.0, "decoder_start_token_id": 0, "pad_token_id": 0}
+        return tf.T5ForConditionalGeneration(tf.T5Config(**sizes))
+    if name == "bert":
+        bert = tf.BertConfig(**small, intermediate_size=12, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+        return tf.BertForMaskedLM(bert)
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**small, intermediate_size=12, num_key_value_heads=1))
+
+
+def hugging_loss(net: Callable[..., Any], tokens: Tensor) -> Tensor:
+    return net(input_ids=tokens, attention_mask=(tokens != 0).long(), labels=tokens).loss
+
+
+class Sharpened(nn.Module):
+    """Its softmax over features is another function of a part of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).softmax(-1))
+
+
+def branch(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    outs = run_blocks(net, x)
+    return net.head(outs[-1] * 2 if bool(outs[0].sum() > 0) else outs[-1])
+
+
+def unused(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    return net.head([block(F.one_hot(tokens, 11)[..., :WIDTH].to(net.shift)) for block in net.blocks][-1])
+
+
+def of_a_generator(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    drawn = torch.rand(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(0))
+    return straight(net, x + drawn, tokens)
+
+
+def of_python(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    return straight(net, x * random.choice([-1, 1]), tokens)
+
+
+def changed_later(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    outs = run_blocks(net, x * (1 + net.count))
+    net.count += outs[-1].detach().sum()
+    return net.head(outs[-1])
+
+
+class Climbs(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        energy = super().forward(input).tanh().square().sum()
+        return input + torch.autograd.grad(energy, input, create_graph=True)[0]
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * 2
+
+
+def own_backward(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    doubled: Any = _Doubled.apply(x)
+    return straight(net, doubled, tokens)
+
+
+ALL = ("gpipe", "1f1b", "interleaved", "zbv")
+NETS: dict[str, tuple[Callable[[], nn.Module], Any, tuple[str, ...]]] = {
+    "gates": (partial(Blocks, gates), next_token, ("gpipe",)),
+    "unet": (partial(Blocks, unet), next_token, ALL),
+    "in place": (partial(Blocks, in_place), next_token, ALL),
+    "relu in place": (
+        partial(Blocks, straight, lambda: nn.Sequential(nn.ReLU(True), nn.Linear(WIDTH, WIDTH))),
+        next_token,
+        ("1f1b",),
+    ),
+    "tuples": (partial(Blocks, tuples, Routed), next_token, ("interleaved", "zbv")),
+    "stem": (partial(Stemmed, stem), next_token, ("1f1b", "zbv")),
+    "regions": (partial(Blocks, regions), next_token, ("gpipe",)),
+    "parts": (partial(Blocks, straight), of_parts, ("1f1b",)),
+    "gru": (partial(Blocks, sequence, lambda: nn.GRU(WIDTH, WIDTH, batch_first=True)), next_token, ("gpipe",)),
+    "detached": (partial(Blocks, detached), next_token, ("zbv",)),
+    "t5": (partial(hugging, "t5"), hugging_loss, ("gpipe",)),
+    "bert": (partial(hugging, "bert"), hugging_loss, ("1f1b",)),
+    "masked llama": (partial(hugging, "llama"), hugging_loss, ("interleaved",)),
+}
+"""Makers of p-nets, their loss functions, and schedules."""
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "branch": (partial(Blocks, branch), "torch.export records the loss function and the p-net, which failed"),
+    "unused": (partial(Blocks, unused), "each stage must need a tensor"),
+    "generator": (partial(Blocks, of_a_generator), "constants of a torch.Generator"),
+    "python": (partial(Blocks, of_python), "random numbers must be torch's"),
+    "buffer": (partial(Blocks, changed_later), "uses the buffer 'count' before a later one changes it"),
+    "autograd inside": (partial(Blocks, straight, lambda: Climbs(WIDTH, WIDTH)), "a trained tensor"),
+    "own backward": (partial(Blocks, own_backward), "the backward of a torch.autograd.Function"),
+}
+"""Makers of p-nets, and words of the error."""
 
 
 def gradient(
@@ -70,10 +301,6 @@ CASES["half"] = partial(
 )
 
 
-def with_dropout() -> nn.Module:
-    return Blocks(straight, lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)))
-
-
 def words_of(init_method: str, which: str) -> str:
     """The words of an error on this rank."""
     up_down = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
@@ -102,23 +329,11 @@ def before_fork(**arguments: Any) -> None:
 
 def run_cases(init_method: str) -> dict[str, Any]:
     """All cases on this rank, and the words of p-nets and batches that are refused."""
-    found: dict[str, Any] = {}
     with gb.mesh(pipeline=2, init_method=init_method, timeout=60 * PATIENCE) as mesh:
-        for name, case in CASES.items():
-            try:
-                found[name] = case(mesh)
-            except CollectiveError:
-                raise RuntimeError(f"case {name} on rank {mesh.rank}") from None
-            except Exception:
-                found[name] = traceback.format_exc()
         refused: dict[str, Any] = {name: {"make": make} for name, (make, _) in REFUSED.items()}
         refused["another batch"] = {"make": partial(Blocks, gates), "seeds": (mesh.rank, 2)}
         refused["another shape"] = {"make": partial(Blocks, gates), "sizes": (6, 5 + mesh.rank)}
-        refused["dropout"] = {"make": with_dropout}
-        for name, arguments in refused.items():
-            try:
-                gradient(mesh, loss_fn=next_token, **arguments)
-                found[name] = "nothing"
-            except ValueError as error:
-                found[name] = str(error)
-    return found
+        drops: Any = partial(Blocks, straight, lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)))
+        refused["dropout"] = {"make": drops}
+        found = {name: said(case, mesh) for name, case in CASES.items()}
+        return found | {name: said(gradient, mesh, loss_fn=next_token, **more) for name, more in refused.items()}

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -52,6 +53,18 @@ def run_ranks(
         if failed:
             raise RuntimeError("\n".join(failed))
         return [torch.load(folder / f"result-{r}.pt", weights_only=False) for r in range(world)]
+
+
+def said(case: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """What a case returns, or its error in words; not for an error of another rank."""
+    from gbfunc.parallel import CollectiveError
+
+    try:
+        return case(*given, **named)
+    except CollectiveError:
+        raise
+    except Exception:
+        return traceback.format_exc()
 
 
 def launch(

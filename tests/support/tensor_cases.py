@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -27,7 +26,7 @@ from gbfunc.parallel import CollectiveError, Mesh
 from gbfunc.parallel.styles import tensor_styles
 from gbfunc.tasks.pnets.gpt import GPT
 from tests.support.rank_cases import TYPES
-from tests.support.ranks import PATIENCE
+from tests.support.ranks import PATIENCE, said
 
 ADAMW = gb.torch_optimizer(torch.optim.AdamW, lr=0.25)
 
@@ -263,16 +262,8 @@ def before_fork(names: Sequence[str] = (), **arguments: Any) -> None:
 
 def run_cases(init_method: str, names: list[str], **axes: Any) -> Mapping[str, Any]:
     """All cases on this rank; an error as its words."""
-    results = {}
     with gb.mesh(**axes, timeout=30 * PATIENCE, init_method=init_method) as mesh:
-        for name in names:
-            try:
-                results[name] = (CASES | PIPELINES | SHARDED)[name](mesh)
-            except CollectiveError:
-                raise
-            except Exception:
-                results[name] = traceback.format_exc()
-    return results
+        return {name: said((CASES | PIPELINES | SHARDED)[name], mesh) for name in names}
 
 
 def die_in_a_pipeline(init_method: str, victim: int, timeout: float) -> str:
@@ -306,10 +297,7 @@ def rows_in_a_pipeline(init_method: str) -> dict[str, Any]:
     batch = torch.randint(0, 22, (4, 9), generator=torch.Generator().manual_seed(0))
     with gb.mesh(pipeline=2, data=2, timeout=30 * PATIENCE, init_method=init_method) as mesh:
         step = gb.make_train_step(plan, pnet, next_token, ADAMW, mesh=mesh, pipeline="1f1b", microbatches=4)
-        state, words = step.init(3), ""
-        try:
-            step(state, batch[:3])
-        except ValueError as error:
-            words = str(error)
+        state = step.init(3)
+        words = said(step, state, batch[:3])
         _, info = step(state, batch if mesh.axis("data").rank == 0 else batch[:0])
         return {"words": words, "loss": info.loss, "norm": info.grad_norm}

@@ -17,7 +17,7 @@ from gbfunc.parallel import Mesh
 from gbfunc.parallel.styles import tensor_styles
 from gbfunc.parallel.tensor import TensorParallel, resolve
 from gbfunc.tasks.pnets.gpt import GPT
-from tests.support.ranks import PATIENCE
+from tests.support.ranks import PATIENCE, said
 from tests.support.tensor_cases import ADAMW, Toy, draw, plain_styles, squared
 
 COLUMN, ROW = ColwiseParallel(), RowwiseParallel()
@@ -140,10 +140,4 @@ CALLS |= {words: partial(step_of, **arguments) for words, arguments in REFUSED.i
 def run_refused(init_method: str) -> dict[str, str]:
     """The words of each error on this rank."""
     with gb.mesh(tensor=2, timeout=20 * PATIENCE, init_method=init_method) as mesh:
-        said = {}
-        for words, case in CALLS.items():
-            try:
-                said[words] = f"nothing: {case(mesh)}"
-            except (ValueError, TypeError, RuntimeError) as error:
-                said[words] = str(error)
-        return said
+        return {words: said(case, mesh) for words, case in CALLS.items()}
