@@ -4,6 +4,7 @@ import gc
 import os
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 # Read when torch is loaded, here and in the processes that tests start: workers of pytest-xdist and ranks share the
 # cores, and one thread gives the same order of summation everywhere.
@@ -94,3 +95,11 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no real data: GBFUNC_DATA is not set and {folder} does not exist")
     return folder
+
+
+@pytest.fixture(scope="module")
+def genuine(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A valid genome file with g-nets, direct parameters, and buffers of two dtypes."""
+    from tests.support.forgery import Genuine
+
+    return Genuine(tmp_path_factory.mktemp("genome") / "genome.safetensors")

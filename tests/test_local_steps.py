@@ -36,8 +36,7 @@ def on_two(folder: Path) -> list[Any]:
 
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-12) -> None:
     for name, x in expected.items():
-        words = f"{name} differs"
-        torch.testing.assert_close(found[name], x, rtol=tolerance, atol=tolerance, msg=words)
+        torch.testing.assert_close(found[name], x, rtol=tolerance, atol=tolerance, msg=name)
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -12,7 +12,6 @@ from gbfunc.plan import Plan
 from tests.support.plans import PLANS, Tied, plans
 from tests.support.strategies import ALL_EXAMPLES, FACTORIES, named
 
-contract = pytest.mark.parametrize("hypernet", ALL_EXAMPLES, ids=named)
 every_plan = pytest.mark.parametrize("name", PLANS)
 
 
@@ -48,7 +47,7 @@ def test_ensembles_hold_every_slot_once(name: str) -> None:
         assert sorted(set(e.groups)) == list(range(e.n_groups))
 
 
-@contract
+@pytest.mark.parametrize("hypernet", ALL_EXAMPLES, ids=named)
 def test_every_hypernet_goes_through_a_plan(hypernet: Any) -> None:
     net = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
     plan = gb.make_plan(net, hypernet, max_tile=4)

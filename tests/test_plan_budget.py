@@ -105,14 +105,6 @@ def test_the_mnist_net_comes_within_two_per_cent(hypernet: Hypernet, ratio: int)
     assert plan.ratio_params <= ratio * (1.15 if coarse else 1.02)
 
 
-def test_coarse_steps_of_one_matrix_are_made_up_for_by_another() -> None:
-    """One size more of a bilinear g-net of 16 costs 150, of 5 costs 58."""
-    misses = {
-        t: 1 - gb.make_plan(mnist(), gb.bilinear(), genome_params=t).genome_params / t for t in range(1400, 4501, 50)
-    }
-    assert 0 <= min(misses.values()) and {t: miss for t, miss in misses.items() if miss > 0.02} == {}
-
-
 @pytest.mark.parametrize(("target", "features"), [(613, (35, 7)), (1353, (77, 16)), (1973, (115, 22))])
 def test_the_mnist_split(target: int, features: tuple[int, int]) -> None:
     """Pixels by their coordinates, hidden biases left at zero: findings on this net, 35 and 7 features at 613."""
@@ -210,18 +202,13 @@ def test_equal_layers_get_equal_sizes_and_one_ensemble() -> None:
     ("options", "words"),
     [
         ({"genome_params": 100, "compression": 2.0}, "at most one of genome_params, genome_bytes and compression, got"),
-        ({"genome_params": 100, "genome_bytes": 100}, "at most one"),
         ({"genome_params": 100, "hypernet": gb.periodic(3)}, "genome_params=100 and an explicit size .* drop one"),
-        ({"compression": 9.0, "hypernet": gb.gnet((3,))}, "explicit size"),
         ({"genome_params": 0}, "genome_params must be an int >= 1, got 0"),
-        ({"genome_params": 10.5}, "genome_params must be an int >= 1, got 10.5"),
         ({"genome_params": True}, "genome_params must be an int >= 1, got True"),
-        ({"genome_params": "10"}, "genome_params must be an int >= 1, got '10'"),
         ({"genome_bytes": -1}, "genome_bytes must be an int >= 1, got -1"),
         ({"compression": 1.0}, "compression must be a number > 1, got 1.0"),
         ({"compression": float("nan")}, "compression must be a number > 1, got nan"),
         ({"compression": 1_000_000}, "a compression of 1,000,000x cannot be reached: the smallest possible genome"),
-        ({"compression": float("inf")}, "the smallest possible genome here has"),
         ({"genome_params": 636_010}, "genome_params=636,010 is no compression: the p-net has 636,010 parameters"),
         ({"genome_bytes": 500}, "at most 500 bytes cannot be reached: the smallest genome's file has"),
         ({"genome_params": 20}, "a genome of 20 parameters cannot be reached"),
@@ -245,13 +232,3 @@ def test_a_large_model_is_planned_without_a_list_of_its_tiles(ratio: float) -> N
     plan = gb.make_plan(net, gb.periodic(share="layers"), compression=ratio, include=[r"^0\."])
     assert plan.ratio_params >= ratio
     assert time.process_time() - start < 20  # 1.3 s alone, minutes when tiles were listed.
-
-
-def test_the_smallest_genome_can_be_asked_for() -> None:
-    """An embedding within its share of it, direct, would need more parameters than it has."""
-    net = nn.Sequential(nn.Embedding(23, 5), nn.Linear(5, 140), nn.Linear(140, 3))
-    with pytest.raises(ValueError, match="the smallest possible genome here has 753 parameters"):
-        gb.make_plan(net, genome_params=700, exclude=[r"1\.weight"])
-    assert gb.make_plan(net, genome_params=753, exclude=[r"1\.weight"]).genome_params == 753
-    with pytest.raises(ValueError, match="at most 250 bytes cannot be reached: the smallest genome's file has"):
-        gb.make_plan(net, genome_bytes=250, stored="int2", exclude=[r"1\.weight"])

@@ -11,18 +11,6 @@ from torch import nn
 
 import gbfunc as gb
 from gbfunc.plan import Plan
-from tests.support.plans import PLANS
-from tests.support.strategies import FACTORIES
-
-every_plan = pytest.mark.parametrize("name", PLANS)
-
-
-@every_plan
-def test_json_round_trip(name: str) -> None:
-    _, plan = PLANS[name]
-    again = Plan.from_json(plan.to_json(), FACTORIES)
-    assert again == plan and hash(again) == hash(plan)
-    assert (again.target, again.digest()) == (plan.target, plan.digest())
 
 
 @pytest.mark.parametrize(
@@ -49,14 +37,12 @@ def _changed(**fields: Any) -> str:
     [
         ({"shape": [12, 3], "slots": [[0, 0, 0, 1.0, 0.0, "", 4, 4]] * 3}, "a tile of 4 cols does not fit"),
         ({"shape": [14, 4]}, "do not fold"),
-        ({"shape": [12, 4, 1, 2]}, "do not fold"),
         ({"shape": [-12, 4]}, "not a plan"),
         ({"kind": "nothing"}, "unknown kind 'nothing'"),
         ({"dtype": "float7"}, "is float7, which no genome file holds"),
         ({"name": "in_proj_bias"}, "name of its own"),
         ({"slots": [[0, 0, 0, 1.0, 0.0, "", 1 << 40, 4]] * 3}, "does not fit"),
         ({"slots": [[0, 0, 0, math.inf]] * 3}, "must be finite"),
-        ({"slots": [[0, 0, 0, 10**400]] * 3}, "not a plan"),
         ({"slots": [[7, 0, 0, 1.0]] * 3}, "not a plan"),
         ({"shape": [3 << 20, 1 << 20], "slots": [[0, 0, 0, 1.0, 0.0, "", 1, 1]] * 3}, "tiles; at most"),
     ],

@@ -210,13 +210,9 @@ def test_what_cannot_be_saved_is_refused_at_once(tmp_path: Path) -> None:
         with pytest.raises(TypeError, match="two tensors of the state have the name 'opt/a/b'"):
             checkpointer.save(state._replace(opt={"a/b": torch.ones(1), "a": {"b": torch.ones(1)}}))
     assert names(tmp_path) == []
-
-
-@pytest.mark.parametrize("keep", [0, -1, 1.5, True, "all"])
-def test_keep_is_a_count(keep: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="keep must be an int >= 1"):
-        gb.Checkpointer(tmp_path / "new", step_of("mlp")[0], keep=keep)
-    assert not (tmp_path / "new").exists()
+    for keep in (0, 1.5, True):
+        with pytest.raises(ValueError, match="keep must be an int >= 1"):
+            gb.Checkpointer(tmp_path, step, keep=keep)  # pyright: ignore
 
 
 def test_leftovers_go_and_nothing_else(tmp_path: Path) -> None:

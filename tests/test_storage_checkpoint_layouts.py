@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import optree
 import pytest
-import torch
 
 from tests.support.rank_layouts import LAYOUTS, Course, take
 from tests.support.ranks import run_ranks
@@ -19,12 +17,6 @@ pytestmark = pytest.mark.process
 UNTIL, SAVED = 5, 3
 ON_TWO = tuple(name for name in LAYOUTS if " and " not in name)
 ON_FOUR = tuple(name for name in LAYOUTS if " and " in name)
-
-
-def assert_equal_trees(found: Any, expected: Any) -> None:
-    assert optree.tree_structure(found) == optree.tree_structure(expected)
-    for a, b in zip(optree.tree_leaves(found), optree.tree_leaves(expected), strict=True):
-        assert torch.equal(a, b)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +51,7 @@ def run(world: int, layouts: tuple[str, ...], folder: Path) -> dict[str, dict[st
     for i, (_, _, name, _) in enumerate(courses):
         for other in ranks[1:]:
             assert other[i]["genome"] == ranks[0][i]["genome"], name
-            assert_equal_trees(other[i]["state"], ranks[0][i]["state"])
+            assert_close_trees(other[i]["state"], ranks[0][i]["state"], 0.0)
     return {name: taken for (_, _, name, _), taken in zip(courses, ranks[0], strict=True)}
 
 
@@ -73,10 +65,10 @@ def test_any_layout_goes_on_from_any(
     for i, name in enumerate(layouts):
         # What ranks have written one process reads, and the reverse: the same numbers, and the same genome file.
         read = take(None, Course("", folder / name, folder / f"{name} read", SAVED))
-        assert_equal_trees(read["loaded"], made[name]["state"])
+        assert_close_trees(read["loaded"], made[name]["state"], 0.0)
         assert read["genome"] == made[name]["genome"]
-        assert_equal_trees(made[f"{name} after one"]["loaded"], begun["state"])
-        assert_equal_trees(made[f"{name} after another"]["loaded"], made[layouts[i - 1]]["state"])
+        assert_close_trees(made[f"{name} after one"]["loaded"], begun["state"], 0.0)
+        assert_close_trees(made[f"{name} after another"]["loaded"], made[layouts[i - 1]]["state"], 0.0)
         # Sums of other orders differ in their last bits.
         assert_close_trees(made[name]["state"], begun["state"], 1e-9)
         assert_close_trees(
@@ -86,5 +78,5 @@ def test_any_layout_goes_on_from_any(
             assert_close_trees(made[f"{name} {end}"]["state"], straight, 1e-9)
     for name in layouts[:2]:
         # Where the arithmetic is the same, an interruption leaves no trace.
-        assert_equal_trees(made[f"{name} again"]["state"], made[f"{name} straight"]["state"])
+        assert_close_trees(made[f"{name} again"]["state"], made[f"{name} straight"]["state"], 0.0)
         assert made[f"{name} again"]["genome"] == made[f"{name} straight"]["genome"]

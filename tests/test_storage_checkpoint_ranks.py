@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,7 @@ import torch
 
 import gbfunc as gb
 from tests.support.rank_checkpoints import PLACEMENTS, course, make
-from tests.support.ranks import PATIENCE, ROOT, SUPPORT, launch, run_ranks
+from tests.support.ranks import PATIENCE, launch, run_ranks
 
 pytestmark = pytest.mark.process
 
@@ -78,24 +75,3 @@ def test_a_rank_that_dies_in_a_save(victim: int, moment: str, tmp_path: Path) ->
     step = make(None)
     found = gb.load_checkpoint(tmp_path / "run", step, step.init())
     assert int(found.state.step) == 2 and not found.skipped
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_torchrun_goes_on_by_itself(tmp_path: Path, straight: Any) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
-    script = [str(SUPPORT / "rank_checkpoints.py"), str(tmp_path / "run"), str(UNTIL)]
-    own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join([str(ROOT), str(SUPPORT)])}
-    done = subprocess.run(
-        [sys.executable, *launcher, *script],
-        env={**os.environ, **own},
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert not done.returncode, done.stderr[-3000:]
-    step = make(None)
-    found = gb.load_checkpoint(tmp_path / "run", step, step.init())
-    assert int(found.state.step) == UNTIL
-    assert_close_trees(found.state, straight, 1e-9)

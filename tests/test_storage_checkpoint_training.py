@@ -1,4 +1,4 @@
-"""Checkpoints know the training that they are of, and hold whatever the loop must know: tensors, a loader's state."""
+"""Checkpoints know the training that they are of, and hold whatever the loop must know."""
 
 from __future__ import annotations
 
@@ -96,36 +96,3 @@ def test_extra_comes_back_as_it_was(tmp_path: Path) -> None:
     assert found[3] == extra[3] and list(found) == list(extra)
     assert found["order"] == {"b": 1.5, "a": math.inf} and list(found["order"]) == ["b", "a"]
     assert torch.equal(found["strided"], extra["strided"])
-
-
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_loader_goes_on_within_a_pass(workers: int, tmp_path: Path) -> None:
-    data = pytest.importorskip("torchdata.stateful_dataloader", reason="it needs torchdata")
-    step = step_with(adam(one_cycle(30)), donate=True)
-    examples = torch.randn(20, *step_of("mlp")[1].shape[1:], generator=torch.Generator().manual_seed(0))
-
-    def loader_of(seed: int) -> Any:
-        generator = torch.Generator().manual_seed(seed)
-        return data.StatefulDataLoader(examples, batch_size=3, shuffle=True, generator=generator, num_workers=workers)
-
-    def passes(loader: Any) -> Any:
-        while True:
-            yield from loader
-
-    whole, loader = len(loader_of(1)), loader_of(1)
-    # Without workers, torchdata's loader draws other orders for the passes after the one that it resumes.
-    stop, end = whole + 2, 2 * whole + workers
-    state, batches = step.init(seed=3), passes(loader)
-    with gb.Checkpointer(tmp_path, step) as checkpointer:
-        for i in range(end):
-            state, _ = step(state, next(batches))
-            if i + 1 == stop:
-                checkpointer.save(state, {"loader": loader.state_dict()})
-    again = loader_of(9)
-    found = gb.load_checkpoint(tmp_path, step, step.init())
-    again.load_state_dict(found.extra["loader"])
-    resumed, batches = found.state, passes(again)
-    for _ in range(end - stop):
-        resumed, _ = step(resumed, next(batches))
-    assert int(resumed.step) == end and same_bits(resumed, state)

@@ -19,16 +19,9 @@ from gbfunc.formats.rounding import rounded
 from gbfunc.storage.genome_file import load_dtype
 from tests.support.forgery import Genuine, leaves_of, refused, refused_cheaply, refused_or_usable
 from tests.support.trees_equal import bytes_of, copy_tree, same_bits
-from tests.support.zoo import BUFFERS_ONLY, ZOO, genome_of
+from tests.support.zoo import ZOO, genome_of
 
 ROOT = Path(__file__).parents[1]
-ALL = {**ZOO, "buffers_only": BUFFERS_ONLY}
-METADATA = {"classes": ["a", "ü"], "mean": [0.1, -3e-7], "nested": {"no": None, "yes": True}}
-
-
-@pytest.fixture(scope="module")
-def genuine(tmp_path_factory: pytest.TempPathFactory) -> Genuine:
-    return Genuine(tmp_path_factory.mktemp("genome") / "genome.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -66,16 +59,12 @@ def test_files_that_exist_are_read(name: str, digest: str, tmp_path: Path) -> No
     """Another coder, other words or other rounding would be another format."""
     path = ROOT / f"notebooks/pages/{name}.genome"
     plan, genome = gb.load(path)
-    assert digest_of(genome) == digest
+    found = hashlib.sha256()
+    for leaf_name, leaf in sorted(leaves_of(genome).items()):
+        found.update(f"{leaf_name} {leaf.dtype} {tuple(leaf.shape)}\n".encode() + bytes_of(leaf))
+    assert found.hexdigest()[:16] == digest
     gb.save(tmp_path / "again", plan, genome, load_dtype(path), gb.load_metadata(path))
     assert same_bits(leaves_of(gb.load(tmp_path / "again")[1]), leaves_of(genome))
-
-
-def digest_of(genome: gb.Genome) -> str:
-    digest = hashlib.sha256()
-    for name, leaf in sorted(leaves_of(genome).items()):
-        digest.update(f"{name} {leaf.dtype} {tuple(leaf.shape)}\n".encode() + bytes_of(leaf))
-    return digest.hexdigest()[:16]
 
 
 def test_running_statistics_take_16_bits_where_these_are_enough(tmp_path: Path) -> None:
@@ -99,16 +88,6 @@ def test_running_statistics_take_16_bits_where_these_are_enough(tmp_path: Path) 
         assert same_bits(leaves_of(read), rounded(leaves_of(genome), "int4"))
 
 
-@pytest.mark.parametrize("dtype", [None, "float16", "int4"])
-def test_metadata_is_read_back_and_changes_nothing_else(dtype: str | None, genuine: Genuine, tmp_path: Path) -> None:
-    bare = gb.save(tmp_path / "bare", genuine.plan, genuine.genome, dtype)
-    size = gb.save(tmp_path / "g", genuine.plan, genuine.genome, dtype, metadata=METADATA)
-    assert bare < size < bare + 200
-    assert gb.load_metadata(tmp_path / "g") == METADATA and gb.load_metadata(tmp_path / "bare") is None
-    (plan, genome), (_, expected) = gb.load(tmp_path / "g"), gb.load(tmp_path / "bare")
-    assert plan == genuine.plan and plan.to_json() == genuine.plan.to_json() and same_bits(genome, expected)
-
-
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
@@ -118,23 +97,21 @@ json_values = st.recursive(
 
 @given(json_values, st.sampled_from([None, "int3"]))
 def test_any_json_is_metadata(genuine: Genuine, value: Any, dtype: str | None) -> None:
-    gb.save(genuine.folder / "any", genuine.plan, genuine.genome, dtype, metadata=value)
-    assert gb.load_metadata(genuine.folder / "any") == value and gb.load(genuine.folder / "any")[0] == genuine.plan
+    path, bare = genuine.folder / "any", genuine.folder / "bare"
+    size = gb.save(path, genuine.plan, genuine.genome, dtype, metadata=value)
+    assert gb.save(bare, genuine.plan, genuine.genome, dtype) <= size
+    assert gb.load_metadata(path) == value and gb.load_metadata(bare) is None
+    (plan, genome), (_, expected) = gb.load(path), gb.load(bare)
+    assert plan == genuine.plan and plan.to_json() == genuine.plan.to_json() and same_bits(genome, expected)
 
 
 NO_JSON = [{1, 2}, float("nan"), [torch.ones(1)], b"x", {"a": float("inf")}, [{1: 0, "1": 1}]]
 
 
-@pytest.mark.parametrize("value", NO_JSON, ids=str)
-def test_what_is_not_json_is_no_metadata(value: Any, genuine: Genuine, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="metadata must be JSON: "):
-        gb.save(tmp_path / "g", genuine.plan, genuine.genome, metadata=value)
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("dtype", [None, "int8"])
 def test_metadata_that_is_not_read_is_not_written(dtype: str | None, genuine: Genuine, tmp_path: Path) -> None:
-    for value, words in (([{}] * 70_000, "over 65,536 dicts"), ("x" * (4 << 20), "longer than 4,194,304 bytes")):
+    long: list[Any] = [([{}] * 70_000, "over 65,536 dicts"), ("x" * (4 << 20), "longer than 4,194,304 bytes")]
+    for value, words in [*((value, "metadata must be JSON: ") for value in NO_JSON), *long]:
         with pytest.raises(ValueError, match=words):
             gb.save(tmp_path / "g", genuine.plan, genuine.genome, dtype, metadata=value)
     assert list(tmp_path.iterdir()) == []
@@ -157,22 +134,16 @@ def test_a_body_with_anything_anywhere(genuine: Genuine, body: bytes, data: st.D
     refused_or_usable(path)
 
 
-def numbers(body: bytes, plan: gb.Plan) -> bytes:
-    return body[1 + len(deflate(plan.to_json())) :]
-
-
 def test_bodies_that_are_none(genuine: Genuine, body: bytes, tmp_path: Path) -> None:
-    plan, rest = deflate(genuine.plan.to_json()), numbers(body, genuine.plan)
+    plan = deflate(genuine.plan.to_json())
+    rest = body[1 + len(plan) :]
     flood = zlib.compressobj(9, zlib.DEFLATED, -15, 9)
     bomb = flood.compress(b" " * (1 << 25)) + flood.flush()
     ends = "its codes do not end where they should"
     for data, words in {
         b"\x00": "it has codes of 0 bits",
         b"\x01" + body[1:]: "it has codes of 1 bits, known here are 2 to 8",
-        b"\x0a" + body[1:]: "it has codes of 10 bits",
-        b"\x46" + body[1:]: "it has codes of 70 bits",
         b"\x26" + body[1:]: ends,
-        b"\x35" + body[1:]: ends,
         b"\x16" + body[1:]: "bytes of codes are not those of",
         body[:50]: "its plan cannot be unpacked: it is cut short",
         b"\x36" + bomb: "longer than 4,194,304 bytes as JSON",
@@ -186,13 +157,13 @@ def test_bodies_that_are_none(genuine: Genuine, body: bytes, tmp_path: Path) -> 
         b"\x36" + plan + rest + b"x" * 5000: ends,
     }.items():
         refused_cheaply(forged(data), tmp_path, words)
-
-
-def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
-    """A scale of 255 as exponent, where there are no runs."""
-    plan = gb.make_plan(torch.nn.Linear(64, 1, bias=False), rules=[(".", None)])
+    many = gb.make_plan(torch.nn.Linear(1024, 512, bias=False), rules=[(".", None)])
+    data = b"\x28" + deflate(many.to_json()) + bytes(60_000)
+    refused_cheaply(forged(data), tmp_path, "codes in runs, which are too many")
+    # A scale of 255 as exponent, where there are no runs.
+    small = gb.make_plan(torch.nn.Linear(64, 1, bias=False), rules=[(".", None)])
     for scale in (b"\xc0\x7f", b"\x80\x7f"):
-        data = b"\x08" + deflate(plan.to_json()) + scale + b"\x00" + b"\x01" * 64
+        data = b"\x08" + deflate(small.to_json()) + scale + b"\x00" + b"\x01" * 64
         refused_cheaply(forged(data), tmp_path, "not finite in 'direct/weight'")
 
 
@@ -207,10 +178,3 @@ def test_codes_that_unpack_to_more_or_larger_ones(tmp_path: Path) -> None:
     for symbols in (b"\x01" * 4160, b"\x01" * 4161, b"\x01" * (1 << 25), b"\x04" * 4160, b""):
         refused_cheaply(coded(symbols), tmp_path, "bytes of codes are not those of 4,160 codes of 2 bits")
     refused_cheaply(forged(head + bytes(400)), tmp_path, "it holds 400 bytes of codes, too few for 4,160")
-
-
-def test_more_codes_than_runs_may_hold(tmp_path: Path) -> None:
-    plan = gb.make_plan(torch.nn.Linear(1024, 512, bias=False), rules=[(".", None)])
-    refused_cheaply(
-        forged(b"\x28" + deflate(plan.to_json()) + bytes(60_000)), tmp_path, "codes in runs, which are too many"
-    )

@@ -24,43 +24,31 @@ from tests.support.forgery import Genuine, forged, joined, packed, refused, refu
 from tests.support.plans import PLANS
 
 
-@pytest.fixture(scope="module")
-def genuine(tmp_path_factory: pytest.TempPathFactory) -> Genuine:
-    return Genuine(tmp_path_factory.mktemp("genome") / "genome.safetensors")
-
-
 def test_a_forgery_without_a_fault_is_read(genuine: Genuine, tmp_path: Path) -> None:
     (tmp_path / "g").write_bytes(forged(genuine.plan.to_json(), genuine.tensors))
     assert gb.load(tmp_path / "g")[0] == genuine.plan
-
-
-def without(name: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
-    return lambda t: {k: v for k, v in t.items() if k != name}
 
 
 def instead(name: str, value: Tensor) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     return lambda t: {**t, name: value}
 
 
-def resized(name: str, more: int) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
-    return lambda t: {**t, name: torch.cat([t[name], t[name]])[: len(t[name]) + more]}
-
-
 NAN = torch.full((5,), torch.nan)
-OTHERS = (torch.uint8, torch.float16, torch.float64, torch.complex64, torch.float8_e5m2)
 LEAVES: dict[str, tuple[Any, str]] = {
-    "less": (without("direct/0.bias"), r"float32 is \(75,\), expected \(80,\)"),
+    "less": (lambda t: {k: v for k, v in t.items() if k != "direct/0.bias"}, r"float32 is \(75,\), expected \(80,\)"),
     "nan": (instead("direct/0.bias", NAN), "not finite in 'direct/0.bias'"),
     "infinite": (instead("direct/0.bias", 1 / torch.zeros(5)), "not finite in 'direct/0.bias'"),
     "nan buffer": (instead("buffers/1.running_var", NAN), "NaN in 'buffers/1.running_var'"),
-    "nothing": (lambda t: {}, "declares g-nets of more parameters than the 0 "),
 }
 TENSORS: dict[str, tuple[Any, str]] = {
-    "no int64": (without("int64"), r"missing \['int64'\], unknown \[\]"),
-    "no float32": (without("float32"), "declares g-nets of more parameters than the 0 "),
+    "no int64": (lambda t: {"float32": t["float32"]}, r"missing \['int64'\], unknown \[\]"),
+    "no float32": (lambda t: {"int64": t["int64"]}, "declares g-nets of more parameters than the 0 "),
     "more": (instead("more", torch.zeros(1)), r"missing \[\], unknown \['more'\]"),
     "an empty one": (instead("float16", torch.zeros(0).half()), r"missing \[\], unknown \['float16'\]"),
-    "longer": (resized("float32", 1), r"float32 is \(81,\), expected \(80,\)"),
+    "longer": (
+        lambda t: {**t, "float32": torch.cat([t["float32"], torch.ones(1)])},
+        r"float32 is \(81,\), expected \(80,\)",
+    ),
     "a scalar": (instead("int64", torch.tensor(0)), r"int64 is \(\), expected \(1,\)"),
     "a matrix": (lambda t: {**t, "float32": t["float32"][:, None]}, r"float32 is \(80, 1\), expected \(80,\)"),
     "exchanged": (
@@ -68,22 +56,21 @@ TENSORS: dict[str, tuple[Any, str]] = {
         "declares g-nets of more parameters than the 1 ",
     ),
 }
-for dtype in OTHERS:
+for dtype in (torch.float16, torch.complex64, torch.float8_e5m2):
     short = str(dtype).removeprefix("torch.")
     LEAVES[short] = instead("direct/0.bias", torch.zeros(5).to(dtype)), f"missing .., unknown .'{short}'."
     TENSORS[short] = (lambda t, d=dtype: {**t, "float32": t["float32"].to(d)}), f"float32 is {dtype}, expected"
 
 
-@pytest.mark.parametrize("name", LEAVES)
-def test_leaves_that_do_not_fit_the_plan(name: str, genuine: Genuine, tmp_path: Path) -> None:
-    change, words = LEAVES[name]
-    refused_cheaply(forged(genuine.plan.to_json(), joined(change(genuine.leaves))), tmp_path, words)
-
-
-@pytest.mark.parametrize("name", TENSORS)
-def test_tensors_that_do_not_fit_the_plan(name: str, genuine: Genuine, tmp_path: Path) -> None:
-    change, words = TENSORS[name]
-    refused_cheaply(forged(genuine.plan.to_json(), change(genuine.tensors)), tmp_path, words)
+@pytest.mark.parametrize("name", [*LEAVES, *(f"tensors: {name}" for name in TENSORS)])
+def test_what_does_not_fit_the_plan(name: str, genuine: Genuine, tmp_path: Path) -> None:
+    if name in LEAVES:
+        change, words = LEAVES[name]
+        tensors = joined(change(genuine.leaves))
+    else:
+        change, words = TENSORS[name.removeprefix("tensors: ")]
+        tensors = change(genuine.tensors)
+    refused_cheaply(forged(genuine.plan.to_json(), tensors), tmp_path, words)
 
 
 @pytest.mark.parametrize("name", ["gnets", "direct", "buffers"])
@@ -133,22 +120,17 @@ def huge(plan: Any, side: int, tile: int, kind: str = "periodic", code: Any = No
         slot[0] = len(plan["hypernets"]) - 1
 
 
-def direct(plan: Any) -> None:
-    tensor(plan, "5.bias")["shape"] = [10**6, 10**6]
-
-
-def buffer(plan: Any) -> None:
-    plan["buffers"][0][1] = [10**13]
-
-
 def another_kind(plan: Any) -> None:
     entry = tensor(plan, "0.weight")
     entry["kind"], entry["slots"][0][1:] = "linear", [0, 0, 1.0, 0.0, "", 2, 2]
 
 
 HOSTILE: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "direct": (direct, "declares a p-net of 4,000,0.* bytes, over the limit"),
-    "buffer": (buffer, "declares a p-net of .* bytes, over the limit"),
+    "direct": (
+        lambda p: tensor(p, "5.bias").__setitem__("shape", [10**6, 10**6]),
+        "declares a p-net of 4,000,0.* bytes, over the limit",
+    ),
+    "buffer": (lambda p: p["buffers"][0].__setitem__(1, [10**13]), "declares a p-net of .* bytes, over the limit"),
     "too many tiles": (lambda p: huge(p, 1 << 17, 1), "tiles; at most"),
     "constant tiles": (lambda p: huge(p, 4000, 1, "constant"), "declares codes of"),
     "one-hot": (lambda p: huge(p, 100_000, 100_000, "periodic", {"type": "one_hot"}), "declares codes of"),
@@ -186,23 +168,15 @@ def test_plans_and_headers_that_are_none(genuine: Genuine, tmp_path: Path) -> No
         refused_cheaply(len(text).to_bytes(8, "little") + text + genuine.body, tmp_path, "")
 
 
-def bomb(size: int, inner: bytes = b" ") -> str:
-    return packed(inner * (size // len(inner)))
-
-
 VALID = packed('{"a":1}')
 NONE = "its plan cannot be unpacked"
 PACKED: dict[str, tuple[str, str]] = {
-    "bomb of spaces": (bomb(1 << 25), "longer than 4,194,304 bytes as JSON"),
-    "bomb of brackets": (bomb(1 << 25, b"["), "longer than 4,194,304 bytes as JSON"),
-    "just too long": (bomb((4 << 20) + 1), "longer than 4,194,304 bytes as JSON"),
+    "bomb of spaces": (packed(b" " * (1 << 25)), "longer than 4,194,304 bytes as JSON"),
     "nothing": ("", NONE),
     "not the alphabet": ('"' + VALID[1:], f"{NONE}: bad base85 character"),
-    "a line's end": (VALID + "\n", f"{NONE}: bad base85 character"),
     "more than 32 bits": ("~" * 5 + VALID, f"{NONE}: base85 overflow"),
     "not ASCII": ("ü" + VALID[1:], f"{NONE}: .*ASCII"),
     "a lone last character": (VALID[: len(VALID) // 5 * 5] + "0", NONE),
-    "JSON as it is": ('{"version":2}', NONE),
     "no stream": (b85encode(b"nothing of zlib's").decode(), f"{NONE}: Error -3"),
     "without its checksum": (b85encode(zlib.compress(b"{}")[:-4]).decode(), f"{NONE}: it is cut"),
     "trailing": (b85encode(zlib.compress(b"{}") + b"x").decode(), f"{NONE}: 1 bytes follow it"),
@@ -240,17 +214,11 @@ def plan_json(tensors: list[Any], hypernet: Any = None, encoding: Any = None, **
     return json.dumps(plan, separators=(",", ":"))
 
 
-def nested(depth: int, both: bool = False) -> Any:
-    """Encodings within encodings: a list of them, or a binary tree."""
+def nested(depth: int) -> Any:
+    """A binary tree of encodings within encodings."""
     if not depth:
         return {"type": "binary"}
-    inner = nested(depth - 1, both)
-    positions = inner if both else {"type": "binary"}
-    return {"type": "per_axis", "channels": inner, "positions": positions, "n_positions": 1}
-
-
-def vector(name: str, shape: list[int], **more: Any) -> Any:
-    return {"name": name, "shape": shape, "kind": "vector", **more}
+    return {"type": "per_axis", "channels": nested(depth - 1), "positions": nested(depth - 1), "n_positions": 1}
 
 
 GRID = {"type": "grid", "dims": [1] * 100_000, "code": "gray", "bandwidth": 6.0}
@@ -265,12 +233,11 @@ WORK: dict[str, tuple[Callable[[], str], str]] = {
         lambda: plan_json([linear(i) for i in range(3000)], {"type": "gnet", "hidden": [1] * 256}),
         "declares g-nets of more parameters than the 80 ",
     ),
-    "dimensions": (lambda: plan_json([vector("w", [1] * 190_000)]), "190,000 dimensions in a shape; .* at most 64"),
-    "a tree of encodings": (lambda: plan_json([linear(1)], encoding=nested(11, both=True)), "nested 3 deep, got 4"),
-    "allowed encodings in many tensors": (
-        lambda: plan_json([linear(i) for i in range(MANY)], encoding=nested(3, both=True)),
-        "declares g-nets of more parameters than the 80 ",
+    "dimensions": (
+        lambda: plan_json([linear(1, shape=[1] * 190_000)]),
+        "190,000 dim.* at most 64",
     ),
+    "a tree of encodings": (lambda: plan_json([linear(1)], encoding=nested(11)), "nested 3 deep, got 4"),
     "axes of a grid": (lambda: plan_json([linear(1, 1, 1)], encoding=GRID), "at most 16 axes, got 100000"),
     "tensors": (lambda: plan_json([linear(i) for i in range(25_000)]), "25,000 names of tensors; .* at most 16,384"),
     "lists": (lambda: "[" + "[]," * 1_390_000 + "0]", "over 65,536 dicts or 262,144 lists"),

@@ -87,7 +87,6 @@ def by_hand(ranks: int, length: int, until: int, lr: float, momentum: float) -> 
 
 
 def trained(step: TrainStep, until: int, state: Any = None) -> Any:
-    """The state after steps of this rank on its shares."""
     state = step.init(3) if state is None else state
     for batch in data()[int(state.step) : until]:
         state, _ = step(state, step.mesh.shard_batch(batch))
@@ -114,7 +113,6 @@ def nans_of_rank_0(mesh: Mesh) -> dict[str, Any]:
 
 
 def refusals(mesh: Mesh) -> list[str]:
-    """What each rank is told."""
     told = []
     step = make(mesh, local_steps=2, check_every=2)
     state = step.init(3)
@@ -135,7 +133,6 @@ def refusals(mesh: Mesh) -> list[str]:
 
 
 def run_local(init_method: str, folder: Path) -> dict[str, Any]:
-    """All of these on this rank."""
     with gb.mesh(2, init_method=init_method, timeout=30 * PATIENCE) as mesh:
         found: dict[str, Any] = {}
         for name, (length, until, outer) in CASES.items():

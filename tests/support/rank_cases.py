@@ -64,14 +64,7 @@ def pnet_of(sizes: tuple[int, int, int] = (6, 14, 5)) -> nn.Module:
 
 def batches(rows: tuple[int, ...] = SIZES, sizes: tuple[int, int, int] = (6, 14, 5)) -> list[tuple[Tensor, Tensor]]:
     draw = torch.Generator().manual_seed(1)
-    pairs = [(n, sizes[0], sizes[-1]) for n in rows]
-    return [
-        (
-            torch.randn(n, a, generator=draw, dtype=torch.float64),
-            torch.randn(n, b, generator=draw, dtype=torch.float64),
-        )
-        for n, a, b in pairs
-    ]
+    return [tuple(torch.randn(n, k, generator=draw, dtype=torch.float64) for k in (sizes[0], sizes[-1])) for n in rows]  # pyright: ignore
 
 
 def trajectory(
@@ -87,10 +80,7 @@ def trajectory(
     planned: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> Any:
-    """Losses, norms, aux, final genome and optimizer state; `single_rank` replaces options where there is no mesh.
-
-    `planned` are more options of the plan.
-    """
+    """`single_rank` replaces options where there is no mesh; `planned` are more options of the plan."""
     pnet = pnet_of(sizes)
     plan = gb.make_plan(pnet, hypernet, max_tile=max_tile, **planned)
     if mesh is None:
@@ -134,12 +124,10 @@ for _placement in PLACEMENTS:
         _given: dict[str, Any] = {"placement": _placement, "hypernet": _hypernet}
         CASES[f"AdamW {_placement} {_name}"] = partial(trajectory, clip_norm=0.3, **_given)
     _manners: dict[str, dict[str, Any]] = {
-        "momentum": {"optimizer": MOMENTUM},
         "donate": {"optimizer": MOMENTUM, "donate": True},
         "microbatches": {"microbatches": 3, "single_rank": {"microbatches": 1}},
         "remat generate": {"remat": "generate"},
         "remat layer": {"remat": "layer", "lazy": False},
-        "remat layer relu": {"remat": "layer", "hypernet": gb.gnet((3,)), "clip_norm": 0.3},
         "remat layer stochastic": {"remat": "layer", "hypernet": gb.stochastic((3,))},
         "remat layer shared": {"remat": "layer", "hypernet": TYPES["shared"]},
         "remat layer one tile": {"remat": "layer", "max_tile": None, "sizes": (3, 4, 1), "lazy": False},

@@ -1,26 +1,20 @@
-"""Trainings on ranks that save, are killed, and go on.
-
-As a script, for `torchrun`: `rank_checkpoints.py FOLDER UNTIL`; every attempt but the third kills one of its ranks.
-"""
+"""Trainings on ranks that save, are killed, and go on."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 import gbfunc as gb
 from gbfunc.parallel import CollectiveError, Mesh
 from gbfunc.train import TrainStep
 from tests.support.rank_cases import ADAMW, batches, pnet_of, squared
+from tests.support.rank_cases import PLACEMENTS as PLACEMENTS
 from tests.support.ranks import PATIENCE
-
-PLACEMENTS = ("replicated", "sharded", "factors")
 
 
 def make(mesh: Mesh | None, placement: Any = "auto") -> TrainStep:
@@ -84,15 +78,3 @@ def killed(init_method: str, folder: str, victim: int, moment: str, timeout: flo
     except CollectiveError as error:
         return str(error)
     return ""
-
-
-def main(folder: Path, until: int) -> None:
-    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    kill = ((1, 2, "before"), (0, 5, "during"), None)[attempt]
-    with gb.mesh(timeout=20 * PATIENCE) as mesh:
-        course(mesh, folder, until, "sharded", kill)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -28,14 +28,7 @@ ADAMW = gb.torch_optimizer(torch.optim.AdamW, lr=0.02)
 
 
 class Course(NamedTuple):
-    """A stretch of a training.
-
-    Attributes:
-        layout: of the ranks.
-        source: folder of the checkpoint to go on from; one that does not exist begins the training.
-        folder: where to save at the end.
-        until: steps in all.
-    """
+    """A stretch of a training, from a checkpoint in `source`, if there is one, to `until` steps in all."""
 
     layout: str
     source: Path

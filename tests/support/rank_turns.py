@@ -43,7 +43,6 @@ def prepare_files(init_method: str, folder: str) -> dict[str, Any]:
 
 
 def words_of(mesh: Mesh, prepare: Callable[[], None]) -> str:
-    """The error that a rank sees."""
     try:
         in_turn(mesh, prepare)
     except (ValueError, OSError) as error:

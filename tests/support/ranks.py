@@ -35,16 +35,9 @@ PATIENCE = float(os.environ.get("GBFUNC_PATIENCE", "1"))
 def run_ranks(
     world: int, function: str, *, timeout: float = 90.0, arguments: dict[str, Any] | None = None
 ) -> list[Any]:
-    """What `function` ("module:name", of a module in tests) returns on every rank.
+    """What `function` ("module:name", of a module in tests) returns on every rank, which `torch.save` must hold.
 
-    Args:
-        world: how many ranks.
-        function: called as `function(init_method, **arguments)`; returns what `torch.save` can hold.
-        timeout: seconds after which all are killed.
-        arguments: for the function.
-
-    Raises:
-        RuntimeError: with their words, if any rank fails or the time is up.
+    It is called as `function(init_method, **arguments)`; after `timeout` seconds all are killed.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
