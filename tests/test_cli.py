@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -114,14 +113,6 @@ def test_demo_compares_three_nets(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert f"{metrics[key]:.2%}" in table
 
 
-@pytest.mark.parametrize("hypernet", get_args(HypernetName))
-def test_every_hypernet_trains(hypernet: str, tmp_path: Path) -> None:
-    options = ["--sizes", "64", "48", "10", "--compression", "2", "--epochs", "1", "--batch-size", "400"]
-    assert main(["train", *options, "--hypernet", hypernet, "--lr", "0.01", "--out", str(tmp_path)]) == 0
-    metrics, _ = read(tmp_path)
-    assert metrics["hypernet"] == hypernet and metrics["ratio_params"] >= 2
-
-
 def test_names_cover_the_tables() -> None:
     # A constant is for a rule, and a module's factory has no name on a command line.
     assert set(get_args(HypernetName)) == set(HYPERNETS) - {"constant", "module"}
@@ -155,25 +146,7 @@ def test_a_refused_command_leaves_no_folder(
     assert "pip install 'gbfunc[cli]'" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
-def test_mnist_from_the_command_line(shared_data: Path, tmp_path: Path) -> None:
-    data = ["--task", "mnist", "--data-dir", str(shared_data / "mnist")]
-    options = "--sizes 784 16 10 --genome-params 200 --epochs 1 --batch-size 5000".split()
-    assert main(["train", *data, *options, "--out", str(tmp_path)]) == 0
-    assert read(tmp_path)[0]["steps"] == 11
-    assert main(["eval", *data, "--genome", str(tmp_path / "genome.safetensors")]) == 0
-
-
-@pytest.mark.parametrize("options", [["--exclude", "2.weight"], ["--rule", "2.weight=none"], ["--exclude", "0.weight"]])
-def test_any_layer_of_the_usual_p_net_may_stay_direct(options: list[str], tmp_path: Path) -> None:
-    sized = ["--sizes", "64", "24", "10", "--genome-params", "1700", "--steps", "1", "--out", str(tmp_path)]
-    assert main(["train", *sized, *options]) == 0
-    plan, genome = gb.load(tmp_path / "genome.safetensors")
-    assert [t.name for t in plan.direct if len(t.shape) > 1] == [options[1].removesuffix("=none")]
-    assert genome.direct
-
-
 def labelled(folder: Path, names: tuple[str, str]) -> list[str]:
-    """A folder of texts in two classes, as options."""
     folder.mkdir()
     lines = [f"{names[i % 2]} {'warm bright' if i % 2 else 'cold dark'} {i}" for i in range(60)]
     for part in ("train", "test"):
@@ -200,31 +173,6 @@ def test_labels_and_characters_mean_what_they_did(tmp_path: Path, capsys: pytest
         assert main([command, "--genome", str(out / "genome.safetensors"), *low[2:]]) == 0
         assert main([command, "--genome", str(out / "genome.safetensors"), *high[2:]]) == 2
         assert "another alphabet than the data's text" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("command", "called"), [("plan", "make_job"), ("eval", "read_genome"), ("bench", "find_device")]
-)
-def test_sigterm_ends_a_command_with_a_line(
-    command: str, called: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    module = {"eval": "genomes", "plan": "job"}.get(command, command)
-    monkeypatch.setattr(f"gbfunc.cli.{module}.{called}", lambda *args, **kwargs: signal.raise_signal(signal.SIGTERM))
-    assert main([command, *["--genome", "genome"] * (command == "eval")]) == 143
-    assert capsys.readouterr() == ("", "gbfunc: stopped by SIGTERM\n")
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-@pytest.mark.parametrize("command", ["demo", "plan", "train", "eval"])
-def test_help_names_every_option_with_its_default(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main([command, "--help"])
-    assert caught.value.code == 0
-    text = capsys.readouterr().out
-    assert "--task" in text and "--data-dir" in text
-    assert all(name in text for name in (*TASKS, *PNETS))
-    assert ("--epochs" in text) == (command in ("demo", "train"))
 
 
 def test_dtype_rounds_the_genome_that_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

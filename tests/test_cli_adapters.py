@@ -12,7 +12,7 @@ import torch
 import gbfunc as gb
 from gbfunc.cli import main
 from gbfunc.cli.genomes import read_genome
-from gbfunc.cli.job import Job, load_task, make_job
+from gbfunc.cli.job import Job, make_job
 from gbfunc.cli.options import DataOptions, GenomeOptions, PNetOptions
 from tests.support.pretrained import save_network, save_texts
 
@@ -83,28 +83,8 @@ def test_what_changes_and_what_is_new_can_be_chosen(model: list[str]) -> None:
     assert len([t for t in plan.tensors if not t.base]) == 4
     plan = job_of(model, base="none", genome_params=None, compression=1.1).plan
     assert plan.base is None and "encoder.embeddings.word_embeddings.weight" in {t.name for t in plan.tensors}
-
-
-def test_any_network_can_be_a_base(tmp_path: Path) -> None:
-    # That of a seed, here: what is read back has the same.
-    sizes = ["--sizes", "64", "24", "10", "--base", "own", "--genome-params", "300", "--seed", "5"]
-    assert main(["train", *sizes, "--epochs", "1", "--batch-size", "300", "--out", str(tmp_path)]) == 0
-    assert json.loads((tmp_path / "metrics.json").read_text())["base"]["params"] == 65 * 24 + 25 * 10
-
-
-def test_a_training_says_what_was_chosen_and_why(model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    def told(*options: str) -> dict[str, str]:
-        assert main(["train", *model, "--batch-size", "4", "--steps", "2", *options]) == 0
-        lines = [line.removeprefix("gbfunc: ") for line in capsys.readouterr().err.splitlines()]
-        return {
-            line.split()[0].rstrip(":"): line for line in lines if line.startswith(("lr", "epochs", "aug", "dtype"))
-        }
-
-    # Of what the user says, steps here, there is nothing to explain.
-    chosen = told("--genome-params", "200")
-    assert chosen.keys() == {"lr", "augment"}
-    assert chosen["lr"].startswith("lr 0.03: ") and "parameters" in chosen["lr"]
-    assert told("--genome-params", "200", "--lr", "0.01").keys() == told("--dense").keys() == {"augment"}
+    # A folder's path says nothing elsewhere.
+    assert job_of(model).plan.base.name == ""  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def test_bytes_of_an_adapter_are_taken_by_codes(model: list[str], tmp_path: Path, capsys: Any) -> None:
@@ -126,16 +106,3 @@ def test_bytes_of_an_adapter_are_taken_by_codes(model: list[str], tmp_path: Path
         (["--placement", "sharded"], "float32"),
     ):
         assert stored(*options) == dtype and "dtype auto" not in capsys.readouterr().err
-
-
-def test_an_adapter_teaches_another(model: list[str], tmp_path: Path) -> None:
-    assert main(["train", *model, "--dense", "--batch-size", "4", "--epochs", "1", "--out", str(tmp_path / "a")]) == 0
-    assert main(["train", *model, *SHORT, "--teacher", str(tmp_path / "a"), "--out", str(tmp_path / "b")]) == 0
-    assert main(["train", *model, *SHORT, "--teacher", str(tmp_path / "b")]) == 0
-
-
-def test_the_name_of_a_source_is_kept(model: list[str]) -> None:
-    # A folder's path says nothing elsewhere.
-    assert job_of(model).plan.base.name == ""  # pyright: ignore[reportOptionalMemberAccess]
-    net: Any = load_task(DataOptions("texts", Path(model[3]), pretrained=model[5])).build(0)
-    assert net.encoder.config.name_or_path == model[5]

@@ -28,7 +28,6 @@ def course(out: Path) -> tuple[bytes, list[dict[str, str]]]:
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, list[dict[str, str]]]:
-    """The course of the training without an interruption, nor checkpoints."""
     out = tmp_path_factory.mktemp("straight")
     assert main([*ARGS, "--out", str(out)]) == 0
     return course(out)
@@ -43,7 +42,6 @@ def files(out: Path) -> list[str]:
 
 
 def at_save(monkeypatch: pytest.MonkeyPatch, step: int, do: Callable[[], Any]) -> None:
-    """Do something when the training comes to save a step."""
     save = gb.Checkpointer.save
 
     def saving(self: gb.Checkpointer, state: Any, extra: Any = None) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tomlkit
-import torch
 import yaml
 
 import gbfunc as gb
@@ -47,15 +46,6 @@ def test_the_written_configuration_repeats_the_genome(more: list[str], tmp_path:
     assert parse(["train", "--config", str(config), "--seed", "9"]).data.seed == 9
 
 
-def test_a_dense_training_repeats_too(tmp_path: Path) -> None:
-    dense = ["train", "--dense", "--sizes", "64", "24", "10", "--steps", "3"]
-    assert main([*dense, "--out", str(tmp_path / "a")]) == 0
-    config = str(tmp_path / "a" / "config.toml")
-    assert main(["train", "--config", config, "--out", str(tmp_path / "b")]) == 0
-    assert genome_of(tmp_path / "a") == genome_of(tmp_path / "b")
-    assert parse(["train", "--config", config]).dense and not parse(["train", "--config", config, "--no-dense"]).dense
-
-
 def test_every_format_says_the_same(tmp_path: Path) -> None:
     options = {"sizes": [64, 48, 10], "lr": 1e-05, "pnet-config": {"odd": None}, "rule": ["a=none"], "compile": True}
     (tmp_path / "a.json").write_text(json.dumps(options))
@@ -66,6 +56,9 @@ def test_every_format_says_the_same(tmp_path: Path) -> None:
         assert train.config == path
         assert (train.data.sizes, train.training.lr, train.execution.compile) == ((64, 48, 10), 1e-05, True)
         assert train.genome.rule == ("a=none",) and json.loads(train.data.pnet_config) == {"odd": None}
+    for name in ("a.toml", "a.yaml"):
+        (tmp_path / name).write_text("# nothing\n")
+        assert parse(["train", "--config", str(tmp_path / name)]).training.lr is None
     # Without the minus of its exponent's dot, YAML reads a text.
     (tmp_path / "b.yml").write_text("lr: 1e-3\nhypernet: null\nsizes: [64, 10]")
     train = parse(["train", "--config", str(tmp_path / "b.yml"), "--sizes", "64", "8", "10", "--lr", "None"])
@@ -83,12 +76,6 @@ def test_the_command_line_wins_over_alternatives_too(tmp_path: Path, capsys: pyt
     assert (train.training.steps, train.genome.genome_params) == (6, 200)
     assert main(["train", "--config", str(config), "--steps", "2", "--epochs", "1"]) == 2
     assert "give at most one of --epochs and --steps, got 1 and 2" in capsys.readouterr().err
-
-
-def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
-    for name in ("a.toml", "a.yaml", "b.YML"):
-        (tmp_path / name).write_text("# nothing\n")
-        assert parse(["train", "--config", str(tmp_path / name)]).training.lr is None
 
 
 def test_other_commands_take_what_they_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,13 +99,6 @@ def test_options_of_the_plan(tmp_path: Path) -> None:
     assert "4.weight" in {t.name for t in plan.direct}
     assert {e.hypernet.type for e in plan.ensembles} >= {"periodic", "low_rank"}
     assert all(max(e.dims.rows, e.dims.cols) <= 16 for e in plan.ensembles if e.hypernet.type != "constant")
-
-
-@pytest.mark.parametrize("name", ["RMSprop", "Adafactor"])
-def test_any_optimizer_trains_both_nets_of_demo(name: str, tmp_path: Path) -> None:
-    assert main(["demo", *SMALL, "--optimizer", name, "--out", str(tmp_path)]) == 0
-    metrics = json.loads((tmp_path / "metrics.json").read_text())
-    assert torch.tensor(metrics["train_loss"]).isfinite() and 0 <= metrics["dense_test_accuracy"] <= 1
 
 
 TOML = """

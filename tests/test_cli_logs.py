@@ -19,7 +19,7 @@ from gbfunc.cli.meter import commit, data_digest
 from gbfunc.cli.output import Best
 from gbfunc.tasks import TASKS, Metric, Recipe, accuracy
 from gbfunc.tasks.pnets import PNETS, mlp
-from gbfunc.tasks.training import csv_log, fit, genome_trainer, wandb_log
+from gbfunc.tasks.training import fit, genome_trainer, wandb_log
 
 SMALL = ["--sizes", "64", "24", "10", "--genome-params", "200", "--batch-size", "100"]
 
@@ -164,9 +164,3 @@ def test_wandb_gets_settings_and_metrics(tmp_path: Path, monkeypatch: pytest.Mon
     run = wandb.init.return_value
     run.__enter__.return_value.log.assert_called_once_with({"train_loss": 1.5}, step=3)
     run.__exit__.assert_called_once()
-
-
-def test_a_csv_is_whole_at_any_time(tmp_path: Path) -> None:
-    with csv_log(tmp_path) as on_log:
-        on_log(1, {"a": 0.1, "b": float("nan")})
-        assert (tmp_path / "log.csv").read_text() == "step,metric,value\n1,a,0.1\n1,b,nan\n"

@@ -84,10 +84,6 @@ class Ragged(Split):
     def to(self, device):
         return self
 
-class Many(Ragged):
-    def batches(self, batch_size, generator):
-        return super().batches(batch_size // 2, generator)
-
 class Few(Split):
     def batches(self, batch_size, generator):
         return islice(super().batches(batch_size, generator), 5)
@@ -112,9 +108,6 @@ def pair():
 def vector():
     return losing(lambda step: {"hits": torch.ones(3)})
 
-def twice():
-    return losing(lambda step: {"loss": torch.ones(())})
-
 def changing():
     return losing(lambda step: {"hits": 1.0} if step else {})
 
@@ -123,9 +116,6 @@ def ended():
 
 def few():
     return of(train=Few(DIGITS.train.x, DIGITS.train.y))
-
-def many():
-    return of(train=Many(DIGITS.train.x, DIGITS.train.y))
 """
 
 
@@ -153,11 +143,9 @@ def test_numbers_of_own_tasks_may_be_tensors(train: list[str]) -> None:
         ("another", "['accuracy'] among them, got {'hits': 1}"),
         ("pair", "train, val and test of own_tasks:pair must be splits, such as gbfunc.tasks.Split, got tuple"),
         ("vector", "beside the loss numbers by their names, none of them 'loss', got {'hits': tensor([1., 1., 1.])}"),
-        ("twice", "none of them 'loss', got {'loss': tensor(1.)}"),
         ("changing", "must return the same metrics in all steps, got ['loss'], then ['hits', 'loss']"),
         ("ended", "batches of the task own end after 1 steps, the training has 20"),
         ("few", "a pass of 1197 examples has 18 full batches of 64, got 5"),
-        ("many", "a pass of 1197 examples has 18 full batches of 64, got more"),
     ],
 )
 def test_own_tasks_that_cannot_be_are_refused(

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from gbfunc.cli import main
 from tests.test_cli import SMALL
@@ -14,14 +13,9 @@ from tests.test_cli import SMALL
 OPTIONS = [
     # The parser
     ("train --epoch 3", "Unrecognized options: --epoch, 3 (did you mean --epochs?): see gbfunc train --help"),
-    ("train --epochs many", "--epochs must be INT, got 'many'"),
-    ("train --sizes 3 x", "--sizes must be INT INT ..., got '3', 'x'"),
-    ("train --seed x", "--seed: invalid literal for int() with base 10: 'x'"),
     ("train --hypernet foo", "invalid choice 'foo' for argument '--hypernet'"),
-    ("train --epochs", "Missing value for argument '--epochs'"),
     ("train --out=", "--out needs a value, got ''"),
     ("plan extra", "Unrecognized options: extra"),
-    ("trian", "no command 'trian' (did you mean train?): choose one of demo, plan, train"),
     ("", "a command is missing: choose one of demo, plan"),
     ("eval", "Missing from gbfunc eval: --genome FILE"),
     # Bounds, alternatives, and options that need or exclude others
@@ -29,7 +23,6 @@ OPTIONS = [
     ("train --genome-params 500 --compression 40", "at most one of --genome-params, --genome-bytes and --compression"),
     ("compare --bytes 2000 --sizes 300 400", "give at most one of --sizes and --bytes, got 300 400 and 2000"),
     ("train --steps 0", "--steps must be at least 1, got 0"),
-    ("train --lr nan", "--lr must be a positive number, got nan"),
     ("train --warmup 2", "--warmup must be from 0 to 1, got 2.0"),
     ("train --seed -1", "--seed must be at least 0 and below 2**63, got -1"),
     ("train --outer-momentum 1 --local-steps 2", "--outer-momentum must be from 0 to below 1, got 1.0"),
@@ -42,47 +35,31 @@ OPTIONS = [
     ("train --dense --rule 0=none", "--rule cannot be used with --dense"),
     ("train --from-birth g --dense", "--dense cannot be used with --from-birth"),
     ("bench --repeat 2 --calibrate", "--repeat cannot be used with --calibrate"),
-    ("bench --repeat 0", "--repeat must be at least 1"),
-    ("bench --threads 0", "--threads must be at least 1, got 0"),
     ("bench --device meta", "--device 'meta' cannot be used"),
-    ("bench --device flux", "--device 'flux' cannot be used"),
     ("bench --quick --cases nope", "--cases nope: unknown; expected some of demo small_mlp"),
     # Task, p-net and plan
-    ("train --task mnist", "--data-dir"),
-    ("train --task mnist --data-dir /no/such/folder", "/no/such/folder"),
     ("train --data-dir x", "the task digits reads no files (it has no parameter data_dir), got x: drop that"),
     ("train --task nope", "no task 'nope': choose one of"),
     ("train --task no.such.module:task", "cannot import no.such.module"),
     ("train --env x", "the task digits has no option env"),
-    ("train --pnet nope", "no p-net 'nope': choose one of"),
-    ("train --pnet gpt", "the p-net gpt reads text"),
     ("train --pnet gpt --sizes 3 4", "the p-net gpt has no option sizes"),
     ("train --pnet-config {", "--pnet-config must be a JSON object such as"),
     ('plan --sizes 64 9 10 --pnet-config {"hidden":[8]}', "(hidden) both say the sizes"),
     ("train --task text --data-dir /no/such/file", "no such text file or folder: /no/such/file"),
     ("train --sizes 64 10 12", "must start with 64 inputs and end with 10"),
-    ("train --batch-size 5000", "got 5000"),
-    ("train --device abacus", "--device 'abacus' cannot be used"),
-    ("train --device meta", "--device 'meta' cannot be used"),
     (f"plan --sizes 64 {10**14} 10", "can't allocate memory: you tried to allocate"),
     ("plan --hypernet xox", "this size is the task's default: --genome-params, --genome-bytes and"),
     ("plan --genome-params 3", "a genome of 3 parameters cannot be reached"),
     ("plan --compression 1e6", "a compression of 1,000,000x cannot be reached: the smallest"),
-    ("plan --compression 1e-320", "1e-320"),
     ("train --rule head", "--rule must be REGEX=TYPE or REGEX=none, such as 'head=low_rank', got 'head'"),
     ("train --rule 0.weight=foo", "--rule: no type of g-net 'foo': choose one of "),
     ('train --rule 0.weight=low_rank{"rnk":2}', "the g-net low_rank has no option rnk: its options are rank"),
     ('train --hypernet-config {"feature":2}', "the g-net periodic has no option feature: its options are features"),
-    ("train --exclude nope", "nope"),
-    ("train --max-tile 0", "max_tile must be"),
-    ("train --target-modules 0", "base"),
     ("train --base none --target-modules query", "--base none has no adapter: drop --target-modules"),
     # Training
     ("train --optimizer adam", "--optimizer must be a class of torch.optim (ASGD, Adadelta, "),
-    ("train --optimizer LBFGS", "LBFGS"),
     ('train --optimizer-config {"nope":1}', "Adam refuses the options of all leaves"),
     ('train --optimizer-config {"lr":0.1}', "has ['lr']: --lr, --direct-lr and --weight-decay say these"),
-    ("train --clip-norm -1", "clip_norm must be a number > 0"),
     ("train --mesh tensor=3", "the axes' product must be the number of ranks, 1, got data 1 * pipeline 1 * gnets 1"),
     ("train --mesh rows=2", "--mesh must name ranks along axes (data, pipeline, gnets, tensor), such as"),
     ("train --pipeline gpipe", "--pipeline gpipe needs a pipeline axis, such as --mesh pipeline=2"),
@@ -90,19 +67,13 @@ OPTIONS = [
     # Files
     ("eval --genome /no/such/genome", "no such genome file: /no/such/genome"),
     ("train --config none.toml", "--config: no such file: none.toml"),
-    ("plan --plan-config none.toml", "--plan-config: no such file: none.toml"),
-    ("train --teacher none", "--teacher: no such file or folder: none"),
-    ("train --resume none", "--resume: no such file or folder: none"),
     ("train --out " + "x" * 300, "x/metrics.json: File name too long"),
     # Layouts and comparisons
-    ("plan --ranks 2 --memory 16", "--memory must be a size such as 16GB or 512MiB, got '16'"),
     ("plan --ranks 2 --memory 1Gbit", "--memory must be a size such as 16GB or 512MiB, got '1Gbit'"),
     ("plan --ranks 2 --link fast", "--link must be a rate such as 100Gbit or 12.5GB, got 'fast'"),
     ("plan --ranks 2 --device nowhere.json", "no such device file: nowhere.json"),
     ("compare --methods magic", "--methods magic: unknown; expected some of periodic "),
-    ("compare --sizes 5", "a genome of 5 parameters cannot be reached"),
     ("compare --bytes 300", "at most 300 bytes cannot be reached: the smallest genome's file has"),
-    ("compare --bytes 0", "genome_bytes must be an int >= 1, got 0"),
 ]
 
 
@@ -129,24 +100,17 @@ def test_out_that_is_a_file(command: str, below: str, tmp_path: Path, capsys: py
 
 FILES = [
     ("a.toml", "epoch = 3", "a.toml: there is no option 'epoch' (did you mean epochs?)"),
-    ("a.toml", "epochs = ", "a.toml cannot be read: "),
-    ("a.toml", "epochs = 'many'", "a.toml: --epochs must be INT, got 'many'"),
-    ("a.toml", "seed = 1\nsizes = [64,\n 10\n", "a.toml cannot be read: "),
     ("a.json", "[1]", "a.json must hold options by their names, got [1]"),
     ("a.yaml", "lr: [", "a.yaml cannot be read: "),
     ("a.ini", "lr = 1", "a.ini cannot be read: its name must end in .toml"),
-    ("a.toml", "[training]\nlr = -1", "--lr must be a positive number, got -1"),
     ("a.toml", "compile = 'yes'", "a.toml: compile must be true or false, got 'yes'"),
     ("a.toml", "lr = true", "a.toml: lr must be neither true nor false, got True"),
 ]
 PLANS = [
     ("excludes = []", "there is no 'excludes'; a plan has include, exclude, rules, encodings"),
     ("include = 'a'", "include must be a list of regular expressions, got 'a'"),
-    ("rules = 3", "rules must be a table, got 3"),
     ("rules = { a = 'nothing' }", "no type of g-net 'nothing'"),
     ("rules = { a = { rank = 3 } }", "rules, 'a': expected a type (periodic, none, ...) or a table with one"),
-    ("encodings = { '0.weight' = 'binary' }", "encodings, '0.weight': expected codes of [rows, columns]"),
-    ("encodings = { '0.weight' = ['binary', 3] }", "expected a type (binary, grid, default, ...)"),
     ("encodings = { '0.weight' = ['binaries', 'default'] }", "encodings, '0.weight': not an encoding"),
     ("encodings = { '0.weight' = ['binary', { type = 'grid', dims = [7, 8] }] }", "codes 56 positions"),
     ("encodings = { '0.weight' = ['binary', { type = 'table', file = 'none.npy' }] }", "none.npy"),
@@ -171,13 +135,6 @@ def test_the_file_is_not_blamed_for_what_the_arguments_say(tmp_path: Path, capsy
     (tmp_path / "a.toml").write_text("epochs = 3")
     assert main(["train", "--config", str(tmp_path / "a.toml"), "--epochs", "x"]) == 2
     assert "error: --epochs must be INT, got 'x'" in capsys.readouterr().err
-
-
-def test_cuda_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a CUDA device")
-    assert main(["train", "--device", "cuda"]) == 2
-    assert "--device 'cuda' cannot be used" in capsys.readouterr().err
 
 
 def test_genomes_that_do_not_fit(tmp_path: Path, shared_data: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -187,15 +187,6 @@ def test_a_hugging_face_model_called_by_names(tmp_path: Path) -> None:
     torch.testing.assert_close(ort_run(path, tokens, mask)[0], expected, rtol=0, atol=1e-5)
 
 
-class Flat(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.head = nn.Embedding(40, 6), nn.Linear(48, 3)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.words(tokens).flatten(1))
-
-
 @pytest.mark.process
 @pytest.mark.parametrize("kind", ["onnx", "pt2"])
 def test_texts_of_other_lengths(kind: str, tmp_path: Path) -> None:
@@ -214,8 +205,6 @@ def test_texts_of_other_lengths(kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close(run(tokens[:1]), gb.materialize(plan, genome, pnet)(tokens[:1]), rtol=0, atol=1e-5)
     with pytest.raises(Exception, match="(?i)expected|guard"):
         run(tokens[:, :3])
-    # As much as it allows, without a word.
-    assert exact(gb.export(path, *grown(Flat()), tokens), 1e-5)
 
 
 def test_dense_weights_and_those_of_a_base(tmp_path: Path) -> None:
@@ -243,22 +232,6 @@ def test_errors_say_what_was_expected(name: str, options: dict[str, Any], words:
     with pytest.raises((ValueError, RuntimeError), match=words):
         gb.export(tmp_path / name, *grown(mlp()), **{"example": torch.randn(2, 12), **options})
     assert not list(tmp_path.iterdir())
-
-
-class Cached(nn.Linear):
-    """Keeps a table from call to call."""
-
-    table: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.table is None:
-            self.table = torch.arange(self.out_features) * 0.5
-        return super().forward(x) + self.table
-
-
-@pytest.mark.parametrize("weights", ["genome", "dense"])
-def test_a_network_that_keeps_a_table(weights: Any, tmp_path: Path) -> None:
-    assert exact(gb.export(tmp_path / "net.pt2", *grown(nn.Sequential(Cached(12, 4))), torch.randn(2, 12), weights))
 
 
 class OneSize(nn.Linear):

@@ -107,22 +107,6 @@ def test_images_give_what_torch_gives(digits: Path, tab: Any, shared_data: Path,
         assert torch.tensor(answers(tab)).sub(expected[i].softmax(0)).abs().max() <= 6e-4
 
 
-def test_the_keyboard_alone_draws_and_clears(digits: Path, tab: Any) -> None:
-    opened(tab, digits / "net.html")
-    for _ in range(10):
-        tab.keyboard.press("Tab")
-        if tab.evaluate("document.activeElement.id") == "draw":
-            break
-    for _ in range(8):
-        tab.keyboard.press("ArrowDown")
-    tab.locator("#answer", has_text="%").wait_for()
-    assert sum(answers(tab)) == pytest.approx(1, abs=0.01)
-    tab.keyboard.press("Escape")
-    assert tab.inner_text("#answer") == ""
-    tab.keyboard.press("Tab")
-    assert tab.evaluate("document.activeElement.id") == "clear"
-
-
 def test_a_genome_in_the_address(digits: Path, tab: Any, tmp_path: Path) -> None:
     empty = tmp_path / "page.html"
     empty.write_text(page(), encoding="utf-8")

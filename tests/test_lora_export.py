@@ -149,6 +149,11 @@ def test_what_cannot_be_exported_is_named() -> None:
     refused("'self_attn.out_proj.weight' has no place.*ignored", attention, target_modules=["out_proj"])
     refused("'0.weight' has no place.*no dilation", nn.Sequential(nn.Conv2d(2, 3, 3, dilation=2)))
     refused("'0.weight' has no place.*one group", nn.Sequential(nn.Conv2d(2, 4, 3, groups=2)))
+    net = nn.ModuleDict({"inner": nn.Linear(4, 4), "head": nn.Linear(4, 2), "more": nn.ParameterList([torch.ones(2)])})
+    refused("the plan has new modules alone", net, modules_to_save=["head"], exclude=["inner"])
+    refused("with a forward, and 'more' is none", net, target_modules=["inner"], modules_to_save=["more"])
+    mamba = tiny("MambaModel", vocab_size=11)
+    refused("it refuses 'layers.0.mixer.out_proj' of a mamba", mamba, target_modules=["out_proj"])
     pnet = nn.Sequential(nn.Linear(4, 4))
     plan = gb.make_plan(pnet, gb.low_rank(1))
     with pytest.raises(ValueError, match="changes a base, and the plan has none"):
@@ -156,14 +161,6 @@ def test_what_cannot_be_exported_is_named() -> None:
     pnet, plan, genome = adapter()
     with pytest.raises(ValueError, match="its weights must be those that the plan was made for"):
         gb.save_lora("nowhere", plan, genome, pretrained(1))
-
-
-def test_adapters_that_peft_refuses_are_refused() -> None:
-    net = nn.ModuleDict({"inner": nn.Linear(4, 4), "head": nn.Linear(4, 2), "more": nn.ParameterList([torch.ones(2)])})
-    refused("the plan has new modules alone", net, modules_to_save=["head"], exclude=["inner"])
-    refused("with a forward, and 'more' is none", net, target_modules=["inner"], modules_to_save=["more"])
-    mamba = tiny("MambaModel", vocab_size=11)
-    refused("it refuses 'layers.0.mixer.out_proj' of a mamba", mamba, target_modules=["out_proj"])
 
 
 @pytest.mark.parametrize("name", ["embedding", "head"])
