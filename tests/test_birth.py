@@ -60,18 +60,8 @@ def test_a_grown_network_is_taught(genome: Path, tmp_path: Path, capsys: pytest.
     with (tmp_path / "history.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["run"] for row in rows] == ["digits: grown"] * 5 + ["digits: random"] * 5
-    again = ["train", "--from-birth", str(genome), "--steps", "1", "--lr", "1e-3", "--out", str(tmp_path)]
-    assert main(again) == 2
-    assert "holds a finished training: --overwrite replaces it" in capsys.readouterr().err
     assert float(rows[4]["accuracy"]) == runs["grown"][-1]["accuracy"]
     assert (tmp_path / "birth.png").is_file() and genome.read_bytes() == before
-
-
-def test_another_task_and_a_rate(genome: Path, tmp_path: Path) -> None:
-    options = ["--other", "digits", "--lr", "5e-3", "--steps", "2", "--out", str(tmp_path)]
-    assert main(["train", "--from-birth", str(genome), *options]) == 0
-    metrics = json.loads((tmp_path / "metrics.json").read_text())
-    assert metrics["lr"] == {"digits": {"grown": 5e-3, "random": 5e-3}}
 
 
 @pytest.mark.parametrize(

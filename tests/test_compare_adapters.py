@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from gbfunc.cli import main
 from gbfunc.formats import bytes_each
 from gbfunc.lab.compare import METHODS, PRETRAINED_METHODS, REFERENCES, methods_for, reference_problem
-from gbfunc.lab.compare.adapters import ADAPTERS, FULL, Adapted, linears_of
+from gbfunc.lab.compare.adapters import ADAPTERS, FULL, Adapted
 from gbfunc.lab.compare.base import HEAD, BudgetTooSmall, Method, Problem, Trained, unpack
 from gbfunc.lab.compare.rows import measure
 from gbfunc.tasks import Recipe, Split, Task, accuracy
@@ -193,15 +192,6 @@ def test_foreign_tensors_are_known(name: str, task: Task) -> None:
     assert list(adapter.fill(attached, {**adapter.state(attached), "other": torch.zeros(1)})) == ["other"]
 
 
-def test_layers_of_a_transformer_are_known_by_their_names(task: Task) -> None:
-    linears = linears_of(task.build(0))
-    assert linears.blocks == ("0", "1", "2") and len(linears.kinds) == 6
-    assert linears.named("query", "value") == ("attention.self.query", "attention.self.value")
-    assert linears.named("up", "down") == ("intermediate.dense", "output.dense")
-    assert linears.named() == tuple(linears.kinds)
-    assert linears.last(2, ("a", "b")) == r".*\.(1|2)\.(a|b)"
-
-
 def test_a_pretrained_network_has_its_methods(task: Task) -> None:
     scratch = replace(task, pnet=PNet("bert", make=new_bert))
     assert methods_for(scratch, torch.float32) is METHODS
@@ -209,32 +199,6 @@ def test_a_pretrained_network_has_its_methods(task: Task) -> None:
     both = methods_for(task, torch.float32)
     twins = [f"{name}_float16" for name in PRETRAINED_METHODS if name not in ("genome_int7", "genome_auto")]
     assert list(both) == [*PRETRAINED_METHODS, *twins]
-
-
-def test_twins_store_float16_within_the_same_bytes(task: Task) -> None:
-    problem = problem_of(task, BUDGET)
-    twin = methods_for(task, torch.float32)["bitfit_float16"]
-    settings = twin.candidates(problem)[-1]
-    assert settings == ADAPTERS["bitfit"].candidates(problem._replace(dtype=torch.float16))[-1]
-    trained = twin.train(problem, settings, 0)
-    assert trained == ADAPTERS["bitfit"].train(problem._replace(dtype=torch.float16), settings, 0)
-    assert 2 * trained.params < len(trained.data) < 4 * trained.params + 2_000
-    assert isinstance(twin.load(trained.data, task), nn.Module)
-
-
-@pytest.mark.parametrize("dtype", NUMBERS, ids=str)
-def test_a_reference_has_the_bytes_that_it_takes(dtype: torch.dtype, task: Task) -> None:
-    problem = reference_problem(problem_of(task, BUDGET, dtype))
-    params = sum(p.numel() for p in task.build(0).parameters())
-    assert params * dtype.itemsize < problem.budget < params * dtype.itemsize + 10_000
-    trained = FULL.train(problem, FULL.candidates(problem)[0], 0)
-    assert len(trained.data) == problem.budget and trained.params == params
-
-
-def test_without_the_package_the_cure_is_told(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ImportError, match="pip install peft"):
-        ADAPTERS["lora"].candidates(problem_of(task, BUDGET))
 
 
 def test_the_command_compares_adapters_with_all_weights(
@@ -256,12 +220,3 @@ def test_the_command_compares_adapters_with_all_weights(
     assert main(options) == 0 and capsys.readouterr().out == told.out
     assert main([*options[:4], "--quick", "--methods", "full_fine_tuning", "--out", str(tmp_path)]) == 0
     assert f"full_fine_tuning ({every:,} bytes): {test:.2f}" in capsys.readouterr().out
-
-
-def test_budgets_of_adapters_are_bytes(task: Task) -> None:
-    from gbfunc.cli.commands import Compare
-    from gbfunc.cli.compare import _BYTES, _problems
-
-    given = _problems(Compare(bytes=(8_000, 500)), task, torch.float32)
-    assert [(p.size, p.budget) for p in given] == [(125, 500), (2_000, 8_000)]
-    assert [p.budget for p in _problems(Compare(), task, torch.float16)] == list(_BYTES)

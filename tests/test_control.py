@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -142,33 +140,18 @@ def test_a_few_seconds_teach_cartpole(cartpole: Environment) -> None:
     assert plan.ratio_params >= 10 and before < 100 and after > 3 * before and after > 200
 
 
-# Command line
-
-
 def test_train_writes_what_eval_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
     command = ["train", "--task", "control", "--compression", "12", "--env-steps", "2048", "--out", str(out)]
     assert main(command) == 0
-    told = capsys.readouterr()
-    assert told.err.startswith("genome: step 32/32, loss ") and "validation mean return" in told.err
+    capsys.readouterr()
     metrics = json.loads((out / "metrics.json").read_text())
     assert (metrics["env"], metrics["pnet_config"]["hidden"], metrics["env_steps"]) == ("CartPole-v1", [64, 64], 2_048)
     assert metrics["ratio_params"] == metrics["pnet_params"] / metrics["genome_params"] >= 12
     assert metrics["genome_bytes"] == (out / "genome.safetensors").stat().st_size
-    with (out / "history.csv").open(newline="") as file:
-        assert [(row["run"], row["env_steps"]) for row in csv.DictReader(file)] == [("genome", "2048")]
-    assert (out / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     # What is reported is what the file holds, in the same episodes.
     assert main(["eval", "--task", "control", "--genome", str(out / "genome.safetensors")]) == 0
     assert f"{metrics['test_mean_return']:.1f}" in capsys.readouterr().out
-
-
-def test_dense_and_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["train", "--task", "control", "--dense", "--sizes", "4", "8", "2", "--env-steps", "1024"]
-    assert main([*command, "--out", str(tmp_path)]) == 0
-    metrics = json.loads((tmp_path / "metrics.json").read_text())
-    assert metrics["network"] == "dense" and metrics["pnet_config"]["hidden"] == [8]
-    assert metrics["genome_params"] == metrics["pnet_params"] == 5 * 8 + 9 * 2 + 5 * 8 + 9
 
 
 @pytest.mark.parametrize(
@@ -182,28 +165,12 @@ def test_dense_and_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         (["train", "--task", "control", "--dense", "--compression", "3"], "--compression cannot be used with --dense"),
         (["train", "--task", "control", "--resume", "auto"], "are for tasks with examples, got --task control"),
         (["train", "--task", "control", "--device", "meta"], "--device 'meta' cannot be used"),
-        (["train", "--env-steps", "9"], "the task digits has no option env_steps"),
     ],
 )
 def test_errors_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     told = capsys.readouterr().err
     assert message in told and told.count("\n") == 1 and told.startswith("gbfunc: error: ")
-
-
-def test_demo_compares_dense_actors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--task", "control", "--task-config", '{"env_steps": 1024}', "--out", str(tmp_path)]) == 0
-    metrics = json.loads((tmp_path / "metrics.json").read_text())
-    assert metrics["small_dense_params"] >= metrics["genome_params"]
-    assert f"{metrics['dense_test_mean_return']:.1f}" in capsys.readouterr().out
-
-
-def test_without_gymnasium_the_extra_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "gymnasium", None)
-    assert main(["train", "--task", "control"]) == 2
-    assert "pip install 'gbfunc[control]'" in capsys.readouterr().err
 
 
 FAST = Settings(env_steps=4_096, n_envs=16, horizon=8, epochs=4, minibatches=4, lr=3e-2, eval_every=100)

@@ -76,11 +76,9 @@ def test_every_type_learns_in_300_steps(name: str, factor: float, least: float, 
 @pytest.mark.parametrize("hypernet", [gb.gnet(), gb.stochastic(), gb.low_rank(), gb.xox()], ids=repr)
 def test_types_of_little_rank_spread_over_small_tiles(hypernet: Any) -> None:
     plan = gb.make_plan(mlp(), hypernet, compression=20.0)
-    assert plan.tiles > 50
-    assert 20 <= plan.ratio_params <= 20.4
+    assert plan.tiles > 50 and 20 <= plan.ratio_params <= 20.4
     first = plan.tensors[0].slots[0]
-    assert first.hypernet.size == 1
-    assert max(first.dims[:2]) < 64
+    assert first.hypernet.size == 1 and max(first.dims[:2]) < 64
 
 
 SMALL = [(gb.gnet(), 20.0), (gb.xox(), 20.0), (gb.periodic(), 400.0)]
@@ -97,10 +95,6 @@ def test_a_plan_says_where_a_type_may_not_learn(hypernet: Any, ratio: float) -> 
 
 def small(width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, 1))
-
-
-def test_a_size_target_is_met_by_tiles_where_a_type_has_one_size() -> None:
-    assert 20 <= gb.make_plan(mlp(), gb.from_module(small), compression=20.0).ratio_params <= 20.4
 
 
 @pytest.mark.parametrize("activation", ["relu", "tanh", "gelu"])

@@ -9,10 +9,9 @@ import pytest
 import torch
 from matplotlib.axes import Axes
 
-from gbfunc.parallel.schedule import Event, Schedule, Timeline, simulate
+from gbfunc.parallel.schedule import Timeline, simulate
 from gbfunc.parallel.training_schedule import make_schedule
 from gbfunc.plots import (
-    EVENTS,
     PALETTE,
     birth_curves,
     learning_curve,
@@ -51,15 +50,6 @@ def test_learning_curve_draws_every_run_with_units(n_rows: int) -> None:
     assert labels(acc.get_legend()) == ["genome", "dense"]
 
 
-def test_other_metrics_keep_their_unit() -> None:
-    rows = [{"epoch": i / 2, "step": 500 * i, "train_loss": 2.0, "val_loss": 3.0 / i} for i in (1, 2)]
-    loss, metric = learning_curve({"genome": rows}, "loss", "nats").axes
-    assert metric.get_ylabel() == "validation loss (nats)" and loss.get_xlabel() == metric.get_xlabel() == "step"
-    assert np.asarray(metric.lines[0].get_ydata()).tolist() == [3.0, 1.5]
-    assert np.asarray(metric.lines[0].get_xdata()).tolist() == [500, 1000]
-    assert len(learning_curve({str(i): ROWS for i in range(9)}).axes[0].lines) == 9  # more runs than colours
-
-
 def test_return_curve_draws_means_in_bands() -> None:
     rows = [{"env_steps": 100.0 * i, "val_mean_return": 10.0 * i, "val_std_return": 2.0} for i in (1, 2)]
     axes = return_curve({"genome": rows, "dense": rows}, "CartPole-v1", 475.0).axes[0]
@@ -82,24 +72,6 @@ def test_tradeoff_curves_show_mean_and_spread_against_bytes() -> None:
     assert line.get_xydata().tolist() == [[1_000, 50.0], [4_000, pytest.approx(85.0)]]
     assert np.asarray(bars.get_segments()[1])[:, 1].tolist() == pytest.approx([80.0, 90.0]) and len(caps) == 2
     assert labels(axes.get_legend()) == ["genome", "dense"]
-
-
-def test_other_points_are_hollow() -> None:
-    figure = tradeoff_curves({"genome": [(1_000, [50.0])]}, "x", hollow={"published": [(900, 40.0), (2_000, 60.0)]})
-    (axes,), (legend,) = figure.axes, figure.legends
-    (points,) = [line for line in axes.lines if line.get_label() == "published"]
-    assert np.asarray(points.get_xydata()).tolist() == [[900, 40.0], [2_000, 60.0]]
-    assert points.get_markerfacecolor() == "none" and points.get_linestyle() == "None"
-    assert labels(legend) == ["published"] and labels(axes.get_legend()) == ["genome"]
-
-
-def test_errors_on_a_logarithmic_axis() -> None:
-    figure = tradeoff_curves({"a": [(4_000, [0.0, 2.0]), (1_000, [70.0])]}, "test error (%)", yscale="log")
-    (axes,) = figure.axes
-    figure.canvas.draw()
-    low, high = axes.get_ylim()
-    shown = [t.get_text() for t in axes.get_yticklabels() if low <= t.get_position()[1] <= high]
-    assert axes.get_yscale() == "log" and set(shown) >= {"2", "5", "10", "20", "50"}
 
 
 def test_weight_images_show_the_matrices_beside_each_other() -> None:
@@ -140,23 +112,14 @@ def test_kernels_of_convolutions_are_a_mosaic_and_deep_nets_show_four_tensors() 
     assert titles(deep) == ["net: 0.weight", "net: 3.weight", "net: 5.weight", "net: 8.weight"]
 
 
-def test_birth_curves_begin_at_birth() -> None:
-    rows = [{"step": step, "accuracy": step / 200} for step in (0, 1, 10, 100)]
-    figure = birth_curves({"digits": {"grown": rows, "random": rows[:2]}, "mnist": {"grown": rows}})
-    assert titles(figure) == ["digits", "mnist"]
-    first, second = (np.asarray(line.get_xydata()).tolist() for line in figure.axes[0].lines)
-    assert first == [[0, 0], [1, 0.5], [10, 5], [100, 50]] and second == first[:2]
-    assert figure.axes[0].xaxis.get_major_formatter()(0) == "birth"
-    with pytest.raises(ValueError, match="at least one task"):
-        birth_curves({"digits": {}})
-
-
 def test_nothing_to_draw_is_an_error() -> None:
     for curves in ({}, {"a": []}, {"a": [(1, [])]}):
         with pytest.raises(ValueError, match="at least one method"):
             tradeoff_curves(curves, "x")
     with pytest.raises(ValueError, match="at least one run"):
         learning_curve({})
+    with pytest.raises(ValueError, match="at least one task"):
+        birth_curves({"digits": {}})
     for nets in ({}, {"a": {"bias": torch.zeros(3)}}):
         with pytest.raises(ValueError, match="same weight matrices"):
             weight_images(nets)
@@ -164,6 +127,8 @@ def test_nothing_to_draw_is_an_error() -> None:
         weight_images({"a": {"w": torch.zeros(3, 2)}, "b": {"w": torch.zeros(2, 3)}})
     with pytest.raises(ValueError, match=r"finite weights, and \['w'\] are not"):
         weight_images({"a": {"w": torch.full((3, 2), torch.nan)}})
+    with pytest.raises(ValueError, match="events that take time"):
+        plot_schedule(Timeline(((),)))
     with pytest.raises(ValueError, match="rows of 2 weights are no images"):
         weight_images({"a": {"w": torch.zeros(3, 2)}}, (3, 3))
 
@@ -184,14 +149,3 @@ def test_schedules_show_every_event_that_takes_time_and_memory() -> None:
     rows = [np.asarray(line.get_ydata(), dtype=float) for line in memory.lines]
     heights = [rank + 0.45 - tops.min() for rank, tops in enumerate(rows)]
     assert heights == pytest.approx([0.85 * peak / timeline.peak_memory for peak in timeline.peaks])
-
-
-def test_schedules_draw_every_kind_and_ranks_that_do_nothing() -> None:
-    alone = [Event(kind, 1.0, ranks=(0,)) for kind in EVENTS if kind not in ("send", "receive")]
-    figure = plot_schedule(simulate(Schedule([alone, []], [{}, {}])))
-    assert len(figure.axes[0].containers) == len(alone)
-    # With one microbatch, layers are marked.
-    events = plot_schedule(simulate(make_schedule("ddp", layers=2, ranks=2))).axes[0]
-    assert sorted(text.get_text() for text in events.texts if text.get_text()) == sorted("01" * 6)
-    with pytest.raises(ValueError, match="events that take time"):
-        plot_schedule(Timeline(((),)))

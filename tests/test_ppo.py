@@ -46,13 +46,6 @@ def test_gae_is_its_definition(n_steps: int, n_envs: int, gamma: float, lam: flo
     torch.testing.assert_close(gae(*arguments), advantages_by_definition(*arguments))
 
 
-def test_time_limits_keep_the_value_of_what_would_follow() -> None:
-    reward, values = torch.tensor([[1.0]]), torch.tensor([[2.0], [10.0]])
-    yes, no = torch.tensor([[True]]), torch.tensor([[False]])
-    assert gae(reward, values, no, yes, 0.5, 0.9).item() == pytest.approx(1 + 0.5 * 10 - 2)
-    assert gae(reward, values, yes, no, 0.5, 0.9).item() == pytest.approx(1 - 2)
-
-
 def transitions(discrete: bool, seed: int = 0, n: int = 9) -> Transitions:
     generator = torch.Generator().manual_seed(seed)
     draw = [torch.randn(n, generator=generator, dtype=torch.float64) for _ in range(4)]

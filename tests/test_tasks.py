@@ -17,11 +17,11 @@ from safetensors.torch import save_model
 from torch import Tensor, nn
 
 from gbfunc.cli import main
-from gbfunc.tasks import TASKS, Split, Task, Windows, accuracy, find_task, loss_fn, token_loss
+from gbfunc.tasks import TASKS, Split, Task, accuracy, find_task, loss_fn
 from gbfunc.tasks.base import Recipe, logits_of, one_cycle, soft_divergence, taught
 from gbfunc.tasks.data import Augment
 from gbfunc.tasks.images import load_mnist, read_idx
-from gbfunc.tasks.pnets import PNETS, Interface, mlp
+from gbfunc.tasks.pnets import PNETS, mlp
 from gbfunc.tasks.pnets.mlp import mlp_sizes
 
 SIZES = st.lists(st.integers(1, 9), min_size=2, max_size=5).map(tuple)
@@ -41,9 +41,6 @@ def write_idx(path: Path, array: np.ndarray) -> Path:
     header = bytes((0, 0, 8, array.ndim)) + b"".join(n.to_bytes(4, "big") for n in array.shape)
     path.write_bytes(gzip.compress(header + array.astype(np.uint8).tobytes()))
     return path
-
-
-# Laws
 
 
 @settings(deadline=None, max_examples=30)
@@ -67,9 +64,6 @@ def test_other_parameters_are_no_mlp(shapes: dict[str, tuple[int, ...]]) -> None
         mlp_sizes(shapes)
 
 
-# Oracles
-
-
 def test_loss_and_accuracy_by_hand() -> None:
     logits = torch.tensor([[2.0, 0.0], [0.0, 1.0], [3.0, 0.0]])
     y = torch.tensor([0, 1, 1])
@@ -90,9 +84,6 @@ def test_logits_are_found_in_an_output() -> None:
         logits_of((torch.ones(2),))
     with pytest.raises(ValueError, match="got an empty one"):
         accuracy(lambda x: x, Split(torch.zeros(0, 2), torch.zeros(0, dtype=torch.int64)))
-
-
-# Contracts
 
 
 def check_task(task: Task, n_train: int, n_val: int, n_test: int) -> None:
@@ -139,18 +130,7 @@ def test_mnist(mnist: Task) -> None:
     assert torch.bincount(mnist.test.y).tolist() == counts
     assert sum(p.numel() for p in mnist.build(0).parameters()) == 636_010
     small, large = mnist.recipe(613), mnist.recipe(1_973)
-    assert small.lr > large.lr
     assert [spread_of(recipe.augment) for recipe in (small, large)] == pytest.approx([0.25, 0.4], rel=0.02)
-
-
-def test_noise_on_mnist_is_the_users_to_set(shared_data: Path) -> None:
-    none = find_task("mnist", shared_data / "mnist", {"noise": 0, "shift": 0})
-    assert none.recipe(1_973).augment is None
-    moved = find_task("mnist", shared_data / "mnist", {"noise": 0}).recipe(1_973).augment
-    blank = moved(none.train.x[:50].amin().expand(50, 1, 28, 28), torch.Generator().manual_seed(0)) if moved else None
-    assert blank is not None and float(blank.std()) < 1e-6
-    some = find_task("mnist", shared_data / "mnist", {"noise": 0.1})
-    assert [spread_of(some.recipe(n).augment) for n in (613, 1_973)] == pytest.approx([0.1, 0.1], rel=0.02)
 
 
 def test_large_genomes_of_convolutional_nets_see_distorted_digits(shared_data: Path) -> None:
@@ -192,13 +172,13 @@ def test_mnist_validation_comes_from_the_training_images(mnist: Task, shared_dat
     assert fashion.name == "fashion-mnist" and torch.equal(fashion.train.x, mnist.train.x)
 
 
-@pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])
+@pytest.mark.parametrize("name", ["mnist", "fashion-mnist", "cifar10"])
 def test_tasks_with_data_ask_for_it(name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"the {name} task needs --data-dir"):
         find_task(name, None, {})
     with pytest.raises(FileNotFoundError, match="no such folder: .*nowhere"):
         find_task(name, tmp_path / "nowhere", {})
-    with pytest.raises(FileNotFoundError, match="train-images-idx3-ubyte.gz"):
+    with pytest.raises(FileNotFoundError, match=r"train-images-idx3-ubyte.gz|cifar10_train"):
         find_task(name, tmp_path, {})
 
 
@@ -208,7 +188,6 @@ def test_tasks_with_data_ask_for_it(name: str, tmp_path: Path) -> None:
         ("nope", {}, "no task 'nope': choose one of digits, mnist.*, control, or package"),
         ("control", {"nope": 1}, "the task control has no option nope: its options are env, env_steps"),
         ("digits", {"colour": 1}, "the task digits has no option colour: its options are none"),
-        ("fashion-mnist", {"colour": 1}, "its options are noise, shift, distort"),
         ("trec", {"name": "x"}, "has no option name: its options are pretrained, max_tokens, vocabulary"),
         ("gbfunc.tasks.text:continue_text", {"seed": 1}, "missing a required argument: 'net', got the options .*seed"),
         ("gbfunc.tasks:nope", {}, "module 'gbfunc.tasks' has no attribute 'nope'"),
@@ -219,9 +198,6 @@ def test_tasks_with_data_ask_for_it(name: str, tmp_path: Path) -> None:
 def test_wrong_tasks_are_refused(name: str, config: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         find_task(name, None, config)
-
-
-# Damaged data
 
 
 def test_idx_damage_is_told_apart(tmp_path: Path) -> None:
@@ -286,15 +262,6 @@ def test_the_loss_mixes_labels_and_teacher() -> None:
     loss.backward()
     assert all(p.grad is None for p in teacher.parameters()) and not teacher.training
     assert all(p.grad is not None for p in student.parameters())
-
-
-def test_it_works_for_tokens() -> None:
-    interface, tokens = Interface((8,), 12, tokens=True), Windows(torch.arange(60) % 12, 8, 60)
-    pnet = PNETS["gpt"](interface, layers=1, width=16, heads=2)
-    task = Task("t", interface, tokens, tokens, tokens, pnet, lambda pnet, size: Recipe(), loss=token_loss)
-    net = task.build(0).eval()
-    loss, aux = taught(task, task.build(0), 1.0, 2.0).loss(net, next(tokens.chunks(3)))
-    assert float(loss.detach()) == pytest.approx(0, abs=1e-5) and aux.keys() == {"teacher_kl"}
 
 
 def test_what_cannot_teach_is_refused() -> None:

@@ -13,7 +13,7 @@ import torch
 from gbfunc.cli import main
 from gbfunc.tasks import TASKS, Windows, continue_text, find_task, token_loss
 from gbfunc.tasks.base import Net, Task, text_metrics
-from gbfunc.tasks.text import byte_pairs, characters, python_help, read_text
+from gbfunc.tasks.text import byte_pairs, python_help, read_text
 
 TINY = ["--pnet-config", '{"layers": 1, "width": 16, "heads": 2}', "--task-config", '{"context": 16}']
 
@@ -23,13 +23,6 @@ def verse(tmp_path: Path) -> Path:
     path = tmp_path / "verse.txt"
     path.write_text("To be, or not to be: that is the question. " * 60)
     return path
-
-
-def test_characters_are_read_back() -> None:
-    source = "banana\nsplit é"
-    tokens = characters(source)
-    assert tokens.size == len(set(source))
-    assert tokens.decode is not None and tokens.decode(tokens.encode(source).tolist()) == source
 
 
 def test_byte_pairs_are_read_back_and_shorter() -> None:
@@ -94,10 +87,6 @@ def test_tiny_shakespeare(shared_data: Path) -> None:
     for size in (31_000, 44_000, 62_000):
         plan = task.plan(net, genome_params=size)
         assert 0.98 * size <= plan.genome_params <= size
-    recipe = task.recipe(31_000)
-    assert recipe.lr == 2e-2
-    assert task.recipe(288_656).lr == pytest.approx(6e-3, rel=0.02)
-    assert (recipe.steps, recipe.batch_size) == (4_000, 12)
     # The norms and the embedding of a small genome leave it room.
     plan = task.plan(net, genome_params=20_000)
     assert 0.98 * 20_000 <= plan.genome_params <= 20_000 and not plan.direct
@@ -108,12 +97,9 @@ def test_text_from_the_command_line(verse: Path, tmp_path: Path, capsys: pytest.
     options = ["--compression", "2", "--steps", "60", "--seed", "1", "--out", str(out)]
     assert main(["train", *data, *TINY, *options]) == 0
     metrics = json.loads((out / "metrics.json").read_text())
-    assert metrics["metric"] == "loss" and metrics["steps"] == 60 and metrics["ratio_params"] >= 2
-    assert metrics["val_loss"] < math.log(20) and metrics["hypernet"] == "periodic"
+    assert metrics["ratio_params"] >= 2 and metrics["val_loss"] < math.log(20)
     assert metrics["val_bits_per_char"] == pytest.approx(metrics["val_loss"] / math.log(2))
-    told = capsys.readouterr()
-    assert "validation loss" in told.out and f"{metrics['test_loss']:.4f} nats" in told.out
-    assert "validation loss" in told.err and (out / "learning_curve.png").exists()
+    capsys.readouterr()
     # Its widths are read from the file; how its heads are cut is for the user to say.
     genome = ["--pnet-config", '{"heads": 2}', *TINY[2:], "--genome", str(out / "genome.safetensors")]
     assert main(["eval", *data, *genome]) == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from gbfunc.cli.options import DataOptions
 from gbfunc.tasks import Task, find_task
 from gbfunc.tasks.base import Recipe, linear_decay
 from gbfunc.tasks.pnets import find_pnet
-from gbfunc.tasks.text import PaddedTexts, _recipe, read_labelled
+from gbfunc.tasks.text import PaddedTexts, read_labelled
 
 pytest.importorskip("tokenizers", reason="byte-pair tokens need tokenizers")
 pytest.importorskip("transformers", reason="the p-nets need transformers")
@@ -73,9 +72,18 @@ def test_a_batch_is_as_long_as_its_longest_text(folder: Path) -> None:
     assert split.to("meta").x.is_meta and isinstance(split.to("meta"), PaddedTexts)
 
 
-def test_padding_changes_no_logits_and_long_texts_are_cut(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("bert", TINY),
+        ("roberta", TINY),
+        ("gpt2", {"n_embd": 16, "n_layer": 1, "n_head": 2}),
+        ("distilbert", {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32}),
+    ],
+)
+def test_padding_changes_no_logits_and_long_texts_are_cut(folder: Path, name: str, config: dict) -> None:
     task = task_of(folder)
-    net = find_pnet("hf:bert", task.interface, TINY).build(0).eval()
+    net = find_pnet(f"hf:{name}", task.interface, config).build(0).eval()
     for longer in (0, 3, 20):
         x_BL = torch.nn.functional.pad(task.test[:2][0], (0, longer))
         torch.testing.assert_close(net(x_BL), net(task.test.x[:2]), rtol=0, atol=1e-5)
@@ -127,43 +135,6 @@ def test_files_come_from_any_system_and_any_white_space_ends_a_label(tmp_path: P
 def test_linear_decay_rises_and_falls() -> None:
     schedule = linear_decay(Recipe(warmup=0.2), 1.0, 10)
     assert [round(schedule(step), 3) for step in (0, 1, 2, 5, 9, 10, 11)] == [0.5, 1.0, 0.889, 0.556, 0.111, 0.0, 0.0]
-
-
-def test_few_texts_are_seen_more_often_and_large_adapters_learn_at_a_lower_rate() -> None:
-    pnet: Any = SimpleNamespace(config={"pretrained": "a folder"})
-    for texts, epochs in ((50, 20), (900, 17), (4_952, 3), (60_000, 3)):
-        recipe = _recipe(texts, 0, pnet, 5_000)
-        assert recipe.epochs == epochs and f"{texts:,} texts" in recipe.reasons["epochs"]
-    small, large = (_recipe(4_952, 0, pnet, size) for size in (2_000, 10_800))
-    assert small.lr == 3e-2 and large.lr == 1.5e-2 and "10,800" in large.reasons["lr"]
-    # Texts with gaps teach a network that knows others; one from scratch takes them whole.
-    pnet.config.clear()
-    assert small.augment is not None and _recipe(4_952, 0, pnet, 2_000).augment is None
-
-
-def test_other_pnets_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = ["train", "--task", "texts", "--data-dir", str(folder), "--pnet"]
-    for name, words in (
-        ("mlp", "take hf:TYPE"),
-        ("gpt", "gpt reads text"),
-        ("hf:vit", "hf:vit is no encoder of texts"),
-        ("hf:t5", "hf:t5 is no encoder of texts"),
-    ):
-        assert main([*data, name]) == 2
-        assert words in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["hf:distilbert", "hf:gpt2", "hf:roberta"])
-def test_encoders_of_any_type_train(folder: Path, name: str, tmp_path: Path) -> None:
-    gpt2 = {"n_embd": 16, "n_layer": 1, "n_head": 2}
-    distilbert = {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32}
-    config = {"hf:gpt2": gpt2, "hf:distilbert": distilbert}.get(name, TINY)
-    model = ["--task", "texts", "--data-dir", str(folder), "--pnet", name, "--pnet-config", json.dumps(config)]
-    out = tmp_path / "out"
-    argv = ["train", *model, "--compression", "1.2", "--batch-size", "9", "--epochs", "2", "--out", str(out)]
-    assert main(argv) == 0
-    metrics = json.loads((out / "metrics.json").read_text())
-    assert metrics["pnet"] == name and metrics["hypernet"] == "periodic"
 
 
 def test_a_genome_learns_and_is_read_back(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
