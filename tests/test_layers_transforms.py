@@ -110,7 +110,8 @@ def test_autocast(kind: str, name: str, cut: tuple[int, int]) -> None:
     tolerance = 3e-2 if kind == "factored" and name != "embedding" else 1e-6
     for actual, expected in zip(answer(kind), answer("dense"), strict=True):
         assert actual.dtype == expected.dtype
-        assert_close(actual, expected, tolerance)
+        scale = expected.abs().max().clamp(min=1)  # bfloat16 sums round in proportion to their largest terms.
+        assert_close(actual / scale, expected / scale, tolerance)
 
 
 # Rows of the three projections are blocks of the packed weight: tiles that end where they do, and others.
