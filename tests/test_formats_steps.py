@@ -19,7 +19,7 @@ from gbfunc.formats import Steps, allocate, as_stored, file_bytes
 from gbfunc.formats.statistics import counter_entries, read_counters
 from gbfunc.formats.step_stream import code_bits
 from gbfunc.formats.steps import parts_of, quantise
-from gbfunc.formats.symbols import NARROWEST, WIDEST, Reader, geometric, join
+from gbfunc.formats.symbols import NARROWEST, PIECE, WIDEST, Reader, Run, geometric, join, most_runs_bytes, pack_runs
 from gbfunc.trees import flat_genome, flatten_tree, like_genome
 from gbfunc.types import Genome, Params
 from tests.support.step_cases import random_steps
@@ -302,3 +302,40 @@ def test_files_do_not_depend_on_defaults(dtype: torch.dtype, device: str | None,
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     pairs = zip(flatten_tree(tuple(found)).values(), flatten_tree(tuple(expected)).values(), strict=True)
     assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> Run:
+    bits, n = draw(st.integers(1, 8)), draw(st.sampled_from([0, 1, 7, 300, PIECE + 5]))
+    random = np.random.default_rng(draw(st.integers(0, 99)))
+    centres = random.integers(0, 2**bits, draw(st.sampled_from([1, n])) or 1)
+    near = centres + random.normal(0, draw(st.sampled_from([0.0, 0.5, 9.0, 300.0])), max(n, len(centres)))
+    return Run(near[:n].clip(0, 2**bits - 1).astype(np.uint8), bits, centres if len(centres) == 1 else centres[:n])
+
+
+def counts(every: list[Run]) -> tuple[int, int]:
+    return len(every), sum(len(run.symbols) for run in every)
+
+
+@given(st.lists(runs(), min_size=1, max_size=4))
+def test_what_is_packed_is_unpacked(every: list[Run]) -> None:
+    data, costs = pack_runs(every)
+    reader = Reader(data, sum(counts(every)))
+    for run in every:
+        np.testing.assert_array_equal(reader.run(len(run.symbols), run.bits, run.centres), run.symbols)
+    reader.close()
+    bits, plain = sum(float(cost.sum()) for cost in costs), sum(len(run.symbols) * run.bits for run in every)
+    pieces = math.ceil(sum(counts(every)) / PIECE)
+    assert bits <= plain + 1e-6 and len(data) <= most_runs_bytes(plain, *counts(every)[::-1])
+    # The integers' beginnings, and the bytes before the pieces.
+    assert len(data) <= (bits + 4 * len(every)) / 8 + 5 * pieces
+
+
+def test_streams_that_are_none() -> None:
+    run = Run(np.arange(128), 7, np.array([64]))
+    data, _ = pack_runs([run])
+    for bad in (b"", b"\0", data[:-1], data + b"\0", data + b"\1", data * 9):
+        reader = Reader(bad, 129)
+        with pytest.raises(ValueError, match="do not end where they should"):
+            reader.run(128, 7, run.centres)
+            reader.close()

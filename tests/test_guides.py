@@ -1,26 +1,31 @@
-"""The guide for those who come from torchGB: what it says to write runs, as it stands there."""
+"""What the guides say to write runs, as it stands there."""
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import gbfunc as gb
+from gbfunc import hypernets
 from gbfunc.cli import main
 
-TEXT = (Path(__file__).resolve().parents[1] / "notebooks/guides/torchgb.md").read_text(encoding="utf-8")
+_GUIDES = Path(__file__).resolve().parents[1] / "notebooks/guides"
+TEXT, OWN = ((_GUIDES / name).read_text(encoding="utf-8") for name in ("torchgb.md", "tasks.md"))
 _PROSE = {"extra=", "Checkpointer", '"factors"', '"replicated"'}
 
 
-def block(name: str) -> str:
+def block(name: str, text: str = TEXT) -> str:
     """The fenced block after `<!-- example: name -->`."""
-    found = re.search(rf"<!-- example: {re.escape(name)} -->\n```\w+\n(.*?)```", TEXT, re.S)
+    found = re.search(rf"<!-- example: {re.escape(name)} -->\n```\w+\n(.*?)```", text, re.S)
     assert found is not None
     return found[1]
 
@@ -88,3 +93,33 @@ def test_the_mlp_example_learns(
     assert float(re.findall(r"accuracy ([\d.]+)%", told)[-1]) > 92
     plan, _ = gb.load("genome.safetensors")
     assert f"{plan.ratio_params:.1f}x" in told and 20.0 <= plan.ratio_params < 20.5
+
+
+def test_own_work_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my_work.py").write_text(block("my_work.py", OWN))
+    program, *arguments = shlex.split(block("my_work", OWN))
+    assert program == "gbfunc" and main(arguments) == 0
+    metrics = json.loads(Path("run/metrics.json").read_text())
+    assert metrics["task"] == "tumours" and metrics["pnet"] == "my_work:build"
+    assert metrics["pnet_params"] == 31 * 200 + 201 * 2 and metrics["ratio_params"] >= 20
+    assert metrics["test_accuracy"] > 0.9
+    config = ["--pnet", "my_work:build", "--pnet-config", '{"width": 200}']
+    capsys.readouterr()
+    assert main(["eval", "--task", "my_work:task", *config, "--genome", "run/genome.safetensors"]) == 0
+    assert f"{metrics['test_accuracy']:.2%}" in capsys.readouterr().out
+    # Another width than it was trained with.
+    assert main(["eval", "--task", "my_work:task", "--genome", "run/genome.safetensors"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_own_types_are_saved_and_loaded(tmp_path: Path) -> None:
+    names: dict[str, Any] = {"__name__": __name__}
+    exec(compile(block("own types", OWN), "tasks.md", "exec"), names)
+    try:
+        pnet = nn.Linear(12, 9)
+        plan = gb.make_plan(pnet, names["Outer"](), genome_params=50)
+        gb.save(tmp_path / "g", plan, gb.init_genome(plan, pnet))
+        assert gb.load(tmp_path / "g")[0] == plan
+    finally:
+        del hypernets.TYPES["outer"]
