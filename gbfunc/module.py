@@ -189,12 +189,11 @@ class GenomeModule(nn.Module):
             for layer, key, before in placed:
                 object.__setattr__(layer, key, before)
             for name in self._frame.buffers:
-                # A layer may have been replaced.
-                buffer: Any = functools.reduce(lambda m, part: getattr(m, part, None), name.split("."), self)
+                layer, key = self._layer(name)
+                buffer = getattr(layer, key, None)
                 if isinstance(buffer, Tensor) and buffer.requires_grad:
                     # Assigned with a graph, which must not live from call to call.
-                    path, _, key = name.rpartition(".")
-                    setattr(self.get_submodule(path), key, buffer.detach())
+                    setattr(layer, key, buffer.detach())
 
     def train(self: Self, mode: bool = True) -> Self:
         """Set the training mode; what would change a base's statistics stays in evaluation mode."""
@@ -301,14 +300,19 @@ class GenomeModule(nn.Module):
             weights.update(base.on(next(iter((leaves or self._any()).values())).device)[1])
         return weights
 
+    def _layer(self, name: str) -> tuple[Any, str]:
+        """The layer of a tensor, None where another module is in its place, and the tensor's name in it."""
+        *path, attribute = name.split(".")
+        layer: Any = self
+        for part in path:
+            layer = layer._modules.get(part) if layer is not None else None
+        return layer, attribute
+
     def _place(self, weights: dict[str, Any]) -> list[tuple[nn.Module, str, Any]]:
         """Set the weights of a call in the layers of this very module, a replica maybe; where, and what was there."""
         placed = []
         for name, source in self._frame.sources.items():
-            *path, attribute = name.split(".")
-            layer: Any = self
-            for part in path:
-                layer = layer._modules.get(part) if layer is not None else None
+            layer, attribute = self._layer(name)
             if layer is not None:
                 key = now(attribute)
                 placed.append((layer, key, getattr(layer, key, None)))
