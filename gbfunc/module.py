@@ -22,7 +22,7 @@ from gbfunc.generate import Generator, make_generator
 from gbfunc.genome import Noise, check_genome, check_plan, init_genome, sample_noise, unflat_genome
 from gbfunc.layers.forms import Weight, now, unseen_by_checkpoints
 from gbfunc.layers.install import blank_layer, install
-from gbfunc.plan import DTYPES, Plan
+from gbfunc.plan import Plan
 from gbfunc.pnet import copy_with, keep_statistics, named_tensors, without_sparse
 from gbfunc.storage.hub import load_pretrained, push_pretrained, save_pretrained
 from gbfunc.trees import DIRECT, GNET
@@ -45,7 +45,6 @@ class _Frame(NamedTuple):
     base: BaseTensors | None
     lazy: Lazy
     sources: dict[str, str]
-    buffers: list[str]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Frame:
         # Nothing writes to a base: copies share it.
@@ -135,8 +134,7 @@ class GenomeModule(nn.Module):
         for name, x in named_tensors(self, ties=True):
             if (source := first.setdefault(id(x), name)) not in kept:
                 sources[name] = source
-        floating = [b.name for b in plan.buffers if DTYPES[b.dtype].is_floating_point]
-        self._frame = _Frame(plan, base, lazy, sources, floating)
+        self._frame = _Frame(plan, base, lazy, sources)
         without_sparse(self, {name for t in plan.generated for name in (t.name, *t.aliases)})
         # The root's own weights, where it has some, are those of the p-net's class, below this one.
         read, made = self._read, type(self)
@@ -188,8 +186,8 @@ class GenomeModule(nn.Module):
         finally:
             for layer, key, before in placed:
                 object.__setattr__(layer, key, before)
-            for name in self._frame.buffers:
-                layer, key = self._layer(name)
+            for b in self.plan.buffers:
+                layer, key = self._layer(b.name)
                 buffer = getattr(layer, key, None)
                 if isinstance(buffer, Tensor) and buffer.requires_grad:
                     # Assigned with a graph, which must not live from call to call.
@@ -295,7 +293,7 @@ class GenomeModule(nn.Module):
         with unseen_by_checkpoints():
             weights: dict[str, Any] = generator(leaves or self._any(), self._drawn)
         for form in dict.fromkeys(generator.forms.values()):
-            weights[form.name] = Weight(form, {k: weights[key] for k, key in zip(form.inputs, form.keys, strict=True)})
+            weights[form.name] = Weight(form, form.taken(weights))
         if (base := self._frame.base) is not None:
             weights.update(base.on(next(iter((leaves or self._any()).values())).device)[1])
         return weights
@@ -329,7 +327,7 @@ class GenomeModule(nn.Module):
         return _drawn(self.plan, next(iter(self._gnets().values()))) if drawn else None  # pyright: ignore[reportCallIssue]
 
     def _build(self) -> None:
-        plan, base, lazy, *_ = self._frame
+        plan, base, lazy, _ = self._frame
 
         def of(*names: str) -> Generator:
             return make_generator(plan, pnet=self, lazy=lazy, base=base, names=names)

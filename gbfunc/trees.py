@@ -222,9 +222,10 @@ def split_rows(batch: Any, n: int) -> list[Any]:
         if isinstance(x, Tensor) and (x.layout != torch.strided or x.is_nested):
             what = "a nested tensor" if x.is_nested else f"a tensor of layout {x.layout}"
             raise ValueError(f"{path} is {what}, whose rows torch cannot split: give dense tensors, or their parts")
+    pieces = [x.tensor_split(n) if isinstance(x, Tensor) and x.ndim else (x,) * n for _, x in leaves]
     shares = []
     for i in range(n):
-        rest = iter([x.tensor_split(n)[i] if isinstance(x, Tensor) and x.ndim else x for _, x in leaves])
+        rest = iter([parts[i] for parts in pieces])
         shares.append(tree_map(lambda x, rest=rest: next(rest), batch))
     return shares
 

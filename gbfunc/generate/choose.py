@@ -175,8 +175,7 @@ def to_serve(plan: Plan, generator: Generator, tensors: Params) -> tuple[Params,
             weights[t.name] = tensors[t.name].detach().to(dtype)
             continue
         # Beside a base factors are as they were in training.
-        given = {k: tensors[key].detach() for k, key in zip(form.inputs, form.keys, strict=True)}
-        given = given if t.base else {k: x.to(dtype) for k, x in given.items()}
+        given = {k: x.detach() if t.base else x.detach().to(dtype) for k, x in form.taken(tensors).items()}
         if sum(x.numel() for k, x in given.items() if k != "base") < t.numel:
             forms |= dict.fromkeys((t.name, *t.aliases), form)
             inputs |= zip(form.keys, given.values(), strict=True)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gbfunc.layers.forms import Weight, now, weight_of
+from gbfunc.layers.forms import Weight, dense_linear, generated_weight
 
 
 def attention_forward(
@@ -73,11 +73,10 @@ def _is_usual(
 
 def project(layer: Any, attribute: str, x: Tensor, bias: Tensor | None, rows: slice | None = None) -> Tensor:
     """`x @ W[rows].T + bias` with a weight of a layer in whatever form it has."""
-    weight = weight_of(layer, attribute) if hasattr(layer, now(attribute)) else None
+    weight = generated_weight(layer, attribute)
     if isinstance(weight, Weight):
         return weight.linear(x, bias, rows)
-    dense = getattr(layer, attribute) if weight is None else weight
-    return F.linear(x, dense if rows is None else dense[rows], bias)
+    return dense_linear(getattr(layer, attribute) if weight is None else weight, False, rows, x, bias)
 
 
 def _attend(

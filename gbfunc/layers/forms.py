@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from gbfunc.layers.kinds import LayerKind
 from gbfunc.tiling import Piece
-from gbfunc.types import Factors, Params
+from gbfunc.types import Factors, Params, TensorMap
 
 Self = TypeVar("Self", bound="WeightForm")
 
@@ -132,6 +132,10 @@ class WeightForm:
         WeightForm.__init__(form, name, self.inputs)
         return form
 
+    def taken(self, tensors: TensorMap) -> Params:
+        """The inputs by their own names, from tensors by `keys`."""
+        return {k: tensors[key] for k, key in zip(self.inputs, self.keys, strict=True)}
+
     def of(self, sources: Sequence[Source]) -> Params:
         """The tensors of a call, by `keys`, from what the g-nets give."""
         raise NotImplementedError
@@ -215,6 +219,11 @@ def weight_of(layer: Any, attribute: str) -> Any:
     weight = getattr(layer, now(attribute))
     outside: Outside | None = layer._outside
     return outside(layer, attribute) if weight is None and outside is not None else weight
+
+
+def generated_weight(layer: Any, attribute: str) -> Any:
+    """`weight_of` a layer that may have none: then None."""
+    return weight_of(layer, attribute) if hasattr(layer, now(attribute)) else None
 
 
 def linear_forward(layer: Any, input: Tensor) -> Tensor:

@@ -139,7 +139,7 @@ def blank_layer(stock: type[nn.Module], attributes: tuple[str, ...], formed: boo
 
 
 def install(net: nn.Module, forms: Mapping[str, WeightForm | None], outside: Outside | None = None) -> None:
-    """Make the layers of a p-net's copy take weights in these forms: `place` sets the weights of a call.
+    """Make the layers of a p-net's copy take weights in these forms, which a call sets as attributes `now(NAME)`.
 
     Args:
         net: the copy.

@@ -68,6 +68,7 @@ class RowWise:
         """Return the module's outputs, row by row."""
         tensors, n_rows = self.tensors
         weights, buffers = ({k: tensors[v] for k, v in names.items()} for names in (self._weights, self._buffers))
+        everything = weights | buffers
         inputs = [x for _, x in tree_leaves((args, kwargs))]
         split = [self._has_rows(x, n_rows) for x in inputs]
         template: Any = None
@@ -76,11 +77,11 @@ class RowWise:
             nonlocal template
             each, flags = iter(rows), iter(split)
             a, k = tree_map(lambda x: next(each)[None] if next(flags) else x, (args, kwargs))
-            here = {**weights, **buffers, **mine}
+            here = everything | mine
             template = self._net({n: here[n] for n in weights}, {n: here[n] for n in buffers}, *a, **k)
             return tuple(x[0] for _, x in tree_leaves(template) if isinstance(x, Tensor))
 
-        mine = {name: (weights | buffers)[name] for name in self._varying}
+        mine = {name: everything[name] for name in self._varying}
         # The fused attention of CPUs has no batching rule.
         with sdpa_kernel(SDPBackend.MATH):
             made = vmap(row, randomness="different")(mine, [x for x, s in zip(inputs, split, strict=True) if s])

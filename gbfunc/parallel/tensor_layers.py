@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from gbfunc.costs import OPERATIONS_PER_BYTE, dense_flops, thin_flops
 from gbfunc.layers.factored import FactoredWeight, from_thin, thin_product
-from gbfunc.layers.forms import Weight, now, weight_of
+from gbfunc.layers.forms import dense_linear, generated_weight
 from gbfunc.parallel.activations import Wire, chunk_sizes, scale_gradient
 from gbfunc.parallel.collectives import Sizes
 from gbfunc.tiling import Piece, cut_piece, join_tiles
@@ -50,16 +50,11 @@ def _local(x: Any) -> Any:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def _generated(layer: Any) -> Weight | None:
-    return weight_of(layer, "weight") if hasattr(layer, now("weight")) else None
-
-
 def _dense(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     """The product with this rank's piece of a weight that is not thin."""
-    own, split, ranks = _generated(layer), layer.split, layer.split.wire.axis.size
+    own, split, ranks = generated_weight(layer, "weight"), layer.split, layer.split.wire.axis.size
     if own is None:
-        weight = _local(layer.weight)
-        return F.linear(x, weight.t() if split.transposed else weight, bias)
+        return dense_linear(_local(layer.weight), split.transposed, None, x, bias)
     form = own.form
     if not isinstance(form, FactoredWeight):
         return own.linear(x, bias)
@@ -75,7 +70,7 @@ def _dense(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
 
 def _thin(layer: Any, batch: int, width: int, sent: bool) -> tuple[Tensor, Tensor] | None:
     """The layer's factors, where thin products cost less than the piece itself, bytes on the wire included."""
-    own, split = _generated(layer), layer.split
+    own, split = generated_weight(layer, "weight"), layer.split
     if own is None or not isinstance(form := own.form, FactoredWeight) or own.formed is not None:
         return None
     left = own.given["left"]
@@ -138,7 +133,7 @@ def _by_columns(layer: Any, input: Tensor) -> Any:
 def _embedding(layer: Any, input: Tensor) -> Any:
     """Rows of the weight: looked up in whole factors by every rank, or each in its piece, and summed."""
     split: Split = layer.split
-    own, index, padding = _generated(layer), _local(input), layer.padding_idx
+    own, index, padding = generated_weight(layer, "weight"), _local(input), layer.padding_idx
     if own is not None and isinstance(own.form, FactoredWeight):
         # Generating the rows takes less than sending them.
         return _outgoing(split, own.embedding(index, padding), Replicate())

@@ -163,7 +163,7 @@ class PureNet:
         if self._frozen is not None:
             tensors.update(self._frozen.on(next(iter(weights.values())).device)[1])
         for form in self._forms:
-            tensors[form.name] = Weight(form, {k: weights[key] for k, key in zip(form.inputs, form.keys, strict=True)})
+            tensors[form.name] = Weight(form, form.taken(weights))
         # What torch.func.functional_call does, which looks for each place anew at every call.
         before, modes = self._values(), self._modes
         if modes is None:
@@ -178,13 +178,12 @@ class PureNet:
                 # What the module has assigned.
                 holder, key = self._holders[name]
                 buffers[name] = holder[key]
+                if self._modes is not None:
+                    # A checkpoint that calls a layer again does not change its buffers twice.
+                    holder[key] = buffers[name].detach().clone()
             if self._modes is None:
                 self._set(before)
                 self._set_modes(modes)
-            for name in buffers if self._modes is not None else ():
-                # A checkpoint that calls a layer again does not change its buffers twice.
-                holder, key = self._holders[name]
-                holder[key] = buffers[name].detach().clone()
 
     def _values(self) -> list[Any]:
         return [

@@ -94,8 +94,7 @@ def lora_of(plan: Plan, genome: GenomeLike, pnet: nn.Module) -> tuple[dict[str, 
             if tensor.can_factor(plan.dtype):
                 why = "is not of a layer that LoRA knows: its forward is not torch's"
             raise ValueError(f"the delta of {tensor.name!r} {why}{_INSTEAD}")
-        given = {k: weights[key] for k, key in zip(form.inputs, form.keys, strict=True)}
-        a, b = as_low_rank(*form.by_tile(given), form.grid)
+        a, b = as_low_rank(*form.by_tile(form.taken(weights)), form.grid)
         # Each layer of a tied weight has the matrices.
         for name in (tensor.name, *tensor.aliases):
             tensors |= _layer_tensors(pnet, name, a, b)

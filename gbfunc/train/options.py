@@ -107,13 +107,15 @@ class StepOptions:
         if self.outer is not None and (self.local_steps is None or not isinstance(self.outer, Optimizer)):
             words = "an optimizer from gb.torch_optimizer, and one for local_steps="
             raise ValueError(f"outer must be {words}, got {type(self.outer).__name__}, local_steps={self.local_steps}")
-        excluded = {"stages= are those of a pipeline: say pipeline=": self.pipeline is None and self.stages is not None}
+        if self.pipeline is None and self.stages is not None:
+            raise ValueError("stages= are those of a pipeline: say pipeline=")
         for name in (name for name in ("pipeline", "parallel") if getattr(self, name) is not None):
-            words = f"local_steps= needs the whole p-net on each rank: it does not go with {name}="
-            excluded |= {words: self.local_steps is not None}
-            excluded |= {f"compile=True and {name}= do not go together": self.compile}
-        words = "compile=True decides itself what to keep: it needs microbatches=1 and remat='none'"
-        _refuse(excluded | {words: self.compile and (self.microbatches > 1 or self.remat != "none")})
+            if self.local_steps is not None:
+                raise ValueError(f"local_steps= needs the whole p-net on each rank: it does not go with {name}=")
+            if self.compile:
+                raise ValueError(f"compile=True and {name}= do not go together")
+        if self.compile and (self.microbatches > 1 or self.remat != "none"):
+            raise ValueError("compile=True decides itself what to keep: it needs microbatches=1 and remat='none'")
 
     def check_layout(self, layout: Layout) -> None:
         """Raise ValueError for options that the plan, the mesh, or the placement of the genome on it excludes."""
@@ -140,9 +142,3 @@ class StepOptions:
             raise ValueError("rounding= needs the whole genome on each rank: take placement='replicated'")
         if layout.placement == "sharded" and self.lazy is True:
             raise ValueError("lazy=True needs factors, and placement='sharded' gathers tiles: take placement='factors'")
-
-
-def _refuse(excluded: Mapping[str, bool]) -> None:
-    for words, wrong in excluded.items():
-        if wrong:
-            raise ValueError(words)

@@ -2,7 +2,7 @@
 // tiles make, and its gradients, read straight from that of the matrix.
 //
 // Threads take work items as they become free: a tile each, or some rows of one where there are few tiles. What items
-// of one tile share (the gradients of B, v and b) is summed by the caller.
+// of one tile share (the gradients of U, V, u, v and b) is summed by the caller.
 //
 // All arrays are contiguous. Suffixes: T tiles, row-major; r, c rows and columns of a tile; H hidden units; P parts of
 // a tile. Each function is there for float (f32) and double (f64).
