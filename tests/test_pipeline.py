@@ -70,8 +70,9 @@ def call(net: Any, x: Tensor) -> Any:
 
 def test_blocks_and_their_operations() -> None:
     pnet = GPT(11, 6, 3, 8, 2, 16)
-    chain = trace_chain(pnet, find_blocks(pnet, 2), call, torch.zeros(2, 6, dtype=torch.int64, device="meta"))
-    assert chain.names == ("blocks.0", "blocks.1", "blocks.2")
+    blocks = find_blocks(pnet, 2)
+    chain = trace_chain(pnet, blocks, call, torch.zeros(2, 6, dtype=torch.int64, device="meta"))
+    assert blocks == ("blocks.0", "blocks.1", "blocks.2")
     tokens, width = 2 * 6, 8
     block = 2 * tokens * width * (3 * width + width + 2 * 16) + 2 * 2 * tokens * 6 * width
     assert chain.flops == (block, block, block + 2 * tokens * width * 11)

@@ -13,7 +13,7 @@ from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord, 
 from flwr.clientapp import ClientApp  # pyright: ignore[reportMissingImports]
 from torch import nn
 
-from gbfunc import Plan, init_genome, make_train_step, materialize, torch_optimizer
+from gbfunc import Plan, make_train_step, materialize, torch_optimizer
 from gbfunc.federated.wire import CODES, Wire, check_format, difference
 from gbfunc.tasks.base import Evaluate
 from gbfunc.tasks.data import Augment, Data, endless_batches
@@ -72,7 +72,7 @@ def client_app(
     made = torch_optimizer(optimizer, lr=lambda step: rate[0], **(options or {}))
     train_step = make_train_step(plan, pnet, loss_fn, made, donate=True)
     fresh = train_step.init(seed=seed)
-    wire, app = Wire(plan, init_genome(plan, pnet)), ClientApp()
+    wire, app = Wire(plan, fresh), ClientApp()
 
     def train(config: Mapping[str, Any], arrays: ArrayRecord, data: Data, context: Context) -> dict[str, Any]:
         rate[0], dtype, proximal = float(config[RATE]), str(config[SENT_AS]), float(config.get(PROXIMAL, 0.0))
@@ -86,11 +86,11 @@ def client_app(
         number = int(sequence.generate_state(1, np.uint64)[0]) >> 1
         order = torch.Generator().manual_seed(number)
         state = tree_map(torch.clone, fresh)._replace(**wire.genome(sent)._asdict(), seed=torch.tensor(number))
-        start, losses = wire.genome(sent), []
+        start, losses = wire.genome(sent) if proximal else None, []
         for batch in islice(endless_batches(data, min(batch_size, len(data)), order, augment), steps):
             state, info = train_step(state, batch)
             losses.append(info.loss)
-            if proximal:
+            if start is not None:
                 # The step of FedProx's term (Li et al., 2020): exactly its gradient's with SGD, otherwise decoupled.
                 pulled = tree_map(
                     lambda x, y: x.lerp(y, rate[0] * proximal) if x.is_floating_point() else x,

@@ -65,7 +65,7 @@ class Wire:
     def __init__(self, plan: Plan, like: GenomeLike) -> None:
         check_genome(plan, like)
         base = "none" if plan.base is None else plan.base.digest[:16]
-        self.plan, self.identity = plan, f"{__version__}/{base}/{plan.digest()[:16]}"
+        self.identity = f"{__version__}/{base}/{plan.digest()[:16]}"
         self._like, self._named = Genome(like.gnets, like.direct, like.buffers), stored_tensors(like)
         if left := [k for k, x in self._named.items() if x.is_complex()]:
             raise ValueError(f"messages hold real numbers, and of the genome {', '.join(left)} are complex")

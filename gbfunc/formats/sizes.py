@@ -63,7 +63,8 @@ def file_bytes(
     if genome is not None:
         leaves = stored_tensors(genome)
         compare_trees(plan.leaves, leaves, "the genome does not fit the plan")
-    text, bare = document(plan, metadata), plan.to_json()
+    text = document(plan, metadata)
+    bare = text if metadata is None else plan.to_json()
     owners, parts = owners_of(plan), Counter[str]()
     if name == AUTO or name in BITS:
         if name in BITS:
@@ -75,7 +76,7 @@ def file_bytes(
             sizes = compact.pack_with_steps(text, plan, leaves, dtype)[1]
         else:
             raise ValueError(f"{AUTO!r} says nothing of steps: give those of gb.allocate_steps")
-        packed = len(deflate(bare))
+        packed = sizes.document if bare is text else len(deflate(bare))
         parts += {PLAN: packed, METADATA: sizes.document - packed, CONTAINER: sizes.head}
         plain, codes = sizes.plain, [(SCALES, sizes.scales)]
         for leaf, bits in sizes.bits.items():
@@ -89,7 +90,7 @@ def file_bytes(
         stored = stored_leaves(leaves, name)
         plain = {leaf: x.nbytes for leaf, x in stored.items()}
         head, packed = len(file_header(text, leaves, stored)), len(pack_plan(bare))
-        extra = len(pack_plan(text)) - packed
+        extra = 0 if bare is text else len(pack_plan(text)) - packed
         parts += {PLAN: packed, METADATA: extra, CONTAINER: head - packed - extra}
     for leaf, size in plain.items():
         numel = sum(n for _, n in owners[leaf])

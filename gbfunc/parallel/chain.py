@@ -48,7 +48,6 @@ class Chain(NamedTuple):
     """The graph of a loss.
 
     Attributes:
-        names: of the blocks, in their order.
         flops: operations in each block's cell; those before the first block count for the first.
         places: cells in which each parameter is used, by name.
         nodes: of the graph. Their `meta` has the `cell`, the last cell that needs the value (`end`), whether its memory
@@ -57,7 +56,6 @@ class Chain(NamedTuple):
         outputs: leaves of the loss function's output, nodes or plain values, and their structure.
     """
 
-    names: tuple[str, ...]
     flops: tuple[float, ...]
     places: Mapping[str, frozenset[int]]
     nodes: Sequence[fx.Node] = ()
@@ -271,7 +269,7 @@ class _Recorder:
             cells = [x.meta["cell"] for x in (self._state.get(name, value), *writers)]
             first, *last = (-1 if cell is None else cell for cell in cells)
             changes[name] = value, first, max(last)
-        return Chain((*self._blocks,), flops, places, [*self._graph.nodes], changes, (returned, structure))
+        return Chain(flops, places, [*self._graph.nodes], changes, (returned, structure))
 
     def _inputs(self) -> list[fx.Node]:
         """A node for each input of the program, one for each tied tensor."""

@@ -202,25 +202,26 @@ class Pipeline:
 
         `like` is a copy of the p-net in the modes, training or evaluation, that are to be recorded.
         """
-        device, leaves = self.mesh.device, tree_leaves(microbatch)
-        modes = {name: module.training for name, module in (like or self._pnet).named_modules()}
+        device, leaves, net = self.mesh.device, tree_leaves(microbatch), like or self._pnet
         key = tuple((path, (x.shape, x.dtype) if isinstance(x, Tensor) else x) for path, x in leaves)
-        key = torch.is_autocast_enabled(device.type), any(modes.values()), key
+        key = torch.is_autocast_enabled(device.type), any(module.training for module in net.modules()), key
         if key not in self._plans:
+            modes = {name: module.training for name, module in net.named_modules()}
 
-            def adapt(net: nn.Module) -> None:
-                for name, module in net.named_modules():
+            def adapt(skeleton: nn.Module) -> None:
+                for name, module in skeleton.named_modules():
                     module.training = modes.get(name, module.training)
-                self._adapt(net)
+                self._adapt(skeleton)
 
             self._plans[key] = self._plan(trace_chain(self._pnet, self._blocks, loss_fn, microbatch, device, adapt))
         self._now = self._plans[key]
 
     def _place(self, chain: Chain) -> None:
         """Spread the blocks, and find the parameters of this rank's stages, tied ones by their first name."""
-        begins = [self._blocks.index(name) for name in self._splits or ()]
-        even = balanced_stages(chain.flops, self.stages)
-        self._starts = even if self._splits is None else (0, *begins, len(self._blocks))
+        if self._splits is None:
+            self._starts = balanced_stages(chain.flops, self.stages)
+        else:
+            self._starts = (0, *map(self._blocks.index, self._splits), len(self._blocks))
         used = {k for k, cells in chain.places.items() if {stage_of(self._starts, c) for c in cells} & {*self.mine}}
         own = {id(p) for k, p in self._pnet.named_parameters(remove_duplicate=False) if k in used}
         self.names = frozenset(k for k, p in self._pnet.named_parameters() if id(p) in own)

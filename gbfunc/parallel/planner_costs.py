@@ -48,7 +48,7 @@ class Model:
         self.rows = n_rows(batch) or 0
         if not self.rows:
             raise ValueError("the batch must have rows, the same in all tensors, got none")
-        for name in ("dry", "cells", "made", "stages", "weights", "crossing", "genome", "why_not"):
+        for name in ("dry", "cells", "made", "starts", "stages", "weights", "crossing", "genome", "why_not"):
             setattr(self, name, cache(getattr(self, name)))  # Many layouts ask for the same.
         self._styles, self._no_styles = dict[str, Any](), ""
         try:
@@ -63,7 +63,7 @@ class Model:
             self._chain = trace_chain(pnet, self.blocks, run, few)
         except (RuntimeError, ValueError):  # Also if the loss function calls parts of the p-net.
             self.blocks = ()
-            self._chain = Chain((), (), {name: frozenset({-1}) for t in plan.tensors for name in (t.name, *t.aliases)})
+            self._chain = Chain((), {name: frozenset({-1}) for t in plan.tensors for name in (t.name, *t.aliases)})
         # The cells that use each parameter.
         after = self._chain.places
         self._places = {t.name: frozenset(i + 1 for k in (t.name, *t.aliases) for i in after[k]) for t in plan.tensors}
@@ -111,7 +111,7 @@ class Model:
             self.crossing(stages)
         except ValueError as error:
             return str(error)
-        shared = shared_within(self._chain, balanced_stages(self._chain.flops, stages)) if schedule == "zbv" else []
+        shared = shared_within(self._chain, self.starts(stages)) if schedule == "zbv" else []
         return f"several blocks of a stage use {shared[0]!r}, whose backward zbv cannot divide" if shared else ""
 
     def can_remat(self, placement: Placement) -> bool:
@@ -164,16 +164,18 @@ class Model:
                 made[t.name] = Cell(transient=kept + graph, passing=kept + graph, generation=flops[i] * share)
         return made
 
+    def starts(self, n: int) -> tuple[int, ...]:
+        """The first block of each of n stages, and the number of blocks; (0, 0) without blocks."""
+        return balanced_stages(self._chain.flops, n) if self.blocks else (0, 0)
+
     def crossing(self, n: int) -> list[float]:
         """Bytes per row that cross the start of each of n stages, and the end; ValueError if they cannot be sent."""
-        starts = balanced_stages(self._chain.flops, n) if self.blocks else (0, 0)
-        parcels = [Parcel(crossing(self._chain, starts, stage)) for stage in range(n)]
+        parcels = [Parcel(crossing(self._chain, self.starts(n), stage)) for stage in range(n)]
         return [*(parcel.like.nbytes / _TRACED_ROWS for parcel in parcels), 0.0]
 
     def stages(self, n: int) -> list[frozenset[int]]:
         """The cells of n stages; the first and last stage have the outermost cells too."""
-        inner = balanced_stages(self._chain.flops, n)[1:-1] if self.blocks else ()
-        starts = [0, *(start + 1 for start in inner), len(self.blocks) + 2]
+        starts = [0, *(start + 1 for start in self.starts(n)[1:-1]), len(self.blocks) + 2]
         return [frozenset(range(a, b)) for a, b in pairwise(starts)]
 
     def weights(self, used: frozenset[int], *how: Any) -> Cell:

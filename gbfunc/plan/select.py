@@ -171,8 +171,8 @@ def choose(
     if targets is not None:
         # Quantised layers of other libraries keep their weights in buffers, or out of sight.
         left += [k for k, b in pnet.named_buffers() if b.dtype in _PACKED and targets.cannot_change(k, b)]
-        sized = (k for k, m in pnet.named_modules() if isinstance(getattr(m, "in_features", None), int))
-        bare = [k for k in sized if not any(p.ndim > 1 for p in pnet.get_submodule(k).parameters())]
+        sized = ((k, m) for k, m in pnet.named_modules() if isinstance(getattr(m, "in_features", None), int))
+        bare = [k for k, m in sized if not any(p.ndim > 1 for p in m.parameters())]
         left += [f"{k}.weight" for k in bare if targets.cannot_change(f"{k}.weight", torch.empty(1, 1, device="meta"))]
     return choices, tuple(dict.fromkeys(name.rpartition(".")[0] or name for name in left))
 
