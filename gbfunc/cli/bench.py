@@ -20,6 +20,7 @@ from gbfunc.cli.ranks import find_device
 from gbfunc.lab.bench import cases, report
 from gbfunc.lab.bench.report import describe, measure_ceilings, over_runs
 from gbfunc.lab.bench.variants import Setting, why_not
+from gbfunc.types import dtype_name
 
 _ROUNDS = 7
 
@@ -59,7 +60,7 @@ def measure(
     """
     torch.set_num_threads(setting.threads)
     results: dict[str, Any] = describe(setting.device, setting.threads)
-    results |= {"device": setting.device.type, "dtype": str(setting.amp or torch.float32).removeprefix("torch.")}
+    results |= {"device": setting.device.type, "dtype": dtype_name(setting.amp or torch.float32)}
     results |= {"ceilings": measure_ceilings(setting.device, rounds=rounds), "rows": []}
     reasons = {case.name: why_not(case, setting) for bench in benches.values() for case in bench}
     results["skipped"] = [reason for reason in reasons.values() if reason]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -155,7 +154,7 @@ def checkpoints(
     if teacher.teacher is not None:
         digest = hashlib.sha256(teacher_file(teacher.teacher).read_bytes()).hexdigest()
         same |= values_of(teacher) | {"teacher": digest[:16]}
-    kept = Kept(train_step, steps, json.loads(json.dumps(same)), source, output)
+    kept = Kept(train_step, steps, same, source, output)
     if output.checkpoint_every is None:
         yield kept
         return

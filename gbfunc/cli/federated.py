@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
@@ -147,7 +146,7 @@ def _metrics(
         "largest_reply": traffic.largest_up,
         "reached": {f"{mark:.0%}": row and {k: row[k] for k in sent} for mark, row in reached.items()},
         "left_out": {str(r.round): {str(k): v for k, v in r.left_out.items()} for r in strategy.rounds if r.left_out},
-        "config": json.loads(json.dumps(settings_of(options, {}), default=str)),
+        "config": settings_of(options, {}),
     } | provenance(job.task, plan, torch.device("cpu"))
 
 

@@ -27,7 +27,7 @@ from gbfunc.tasks import Recipe, Task, find_task
 from gbfunc.tasks.base import SCHEDULES, example_batches
 from gbfunc.tasks.pnets import find_pnet
 from gbfunc.tasks.pnets.base import PlanOptions, options_for
-from gbfunc.types import JSON
+from gbfunc.types import JSON, dtype_name
 
 _SIZES = ("genome_params", "genome_bytes", "compression")
 SAID = {"task": "", "task_config": "{}", "pnet": None, "pnet_config": "{}", "pretrained": None, "env": None}
@@ -136,7 +136,7 @@ def resolved(job: Job, options: RunOptions) -> dict[str, Any]:
         "optimizer": recipe.optimizer.__name__,
         "optimizer_config": json.dumps(config),
         "weight_decay": recipe.optimizer_options.get("weight_decay"),
-        "dtype": options.output.dtype or (str(plan.dtype).removeprefix("torch.") if same_dtype else None),
+        "dtype": options.output.dtype or (dtype_name(plan.dtype) if same_dtype else None),
     }
 
 
@@ -217,9 +217,9 @@ def _rule(text: str) -> tuple[str, Hypernet | None]:
 def _hypernet(where: str, name: str, config: Mapping[str, Any]) -> Any:
     if name == "none":
         return None
-    if name not in HYPERNETS or name == "module":
-        known = ", ".join(set(HYPERNETS) - {"module"})
-        raise ValueError(f"{where}: no type of g-net {name!r}: choose one of {known}, or none")
+    known = [known for known in HYPERNETS if known != "module"]
+    if name not in known:
+        raise ValueError(f"{where}: no type of g-net {name!r}: choose one of {', '.join(known)}, or none")
     try:
         options = options_for(f"{where}: the g-net {name}", HYPERNETS[name], _with_tuples(config))
         return HYPERNETS[name](**options)

@@ -24,6 +24,7 @@ import gbfunc as gb
 from gbfunc.cli.job import Job
 from gbfunc.cli.output import open_folder
 from gbfunc.lab.bench.memory import peak_resident
+from gbfunc.lab.bench.report import describe
 from gbfunc.parallel import Mesh, ScheduleCosts, gather_objects, make_schedule, simulate
 from gbfunc.pnet import skeleton_of
 from gbfunc.tasks import Task
@@ -160,9 +161,6 @@ def _on_meta(batch: Any) -> Any:
 
 
 def provenance(task: Task, plan: gb.Plan, device: torch.device) -> dict[str, Any]:
-    # The room of this import loads what generates and compiles.
-    from gbfunc.lab.bench.report import describe
-
     return {
         "command": shlex.join(sys.argv),
         "versions": {"gbfunc": gb.__version__, "torch": torch.__version__, "python": platform.python_version()},

@@ -51,6 +51,7 @@ from gbfunc.tasks.training import (
     slowed,
     total_steps,
 )
+from gbfunc.types import dtype_name
 
 TAUGHT_FILE = "net.safetensors"
 
@@ -157,8 +158,10 @@ def train_genome(
     label, settings = "dense" if job.dense else "genome", settings_of(options, resolved(job, options))
     meter = Meter(split, getattr(output, "peak_flops", None), getattr(output, "profile", None))
     steps, best_path, metadata = total_steps(task, recipe), folder / BEST_FILE, about(task, options.data)
-    coded = {"rounding": AUTO, "genome_bytes": n_bytes, "metadata": metadata} if output.dtype == AUTO else {}
-    trainer = genome_trainer(job.plan, job.pnet, task, recipe, seed, **split, **coded)
+    rounding = AUTO if output.dtype == AUTO else None
+    trainer = genome_trainer(
+        job.plan, job.pnet, task, recipe, seed, rounding=rounding, genome_bytes=n_bytes, metadata=metadata, **split
+    )
     step, coder = trainer.train_step, trainer.coder
     assert step is not None
 
@@ -210,7 +213,7 @@ def train_genome(
     metrics = genome_metrics(plan, path, net, task, result.history) | {
         "network": label,
         "hypernet": job.hypernet,
-        "dtype": output.dtype or str(plan.dtype).removeprefix("torch."),
+        "dtype": output.dtype or dtype_name(plan.dtype),
         "train_loss": result.history[-1]["train_loss"],
         "seconds": result.seconds,
         "steps": result.steps,

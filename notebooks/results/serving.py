@@ -27,7 +27,7 @@ if __name__ == "__main__":
     torch.set_grad_enabled(False)
     case = adapter_case(6, 384, ROWS, LENGTH)
     net, (x, _) = first_net(case).eval(), case.batch()
-    plan = plan_of(net, case.adapter, base="own")
+    plan = plan_of(net, case.adapter)
     many, index = gb.materialize_many(plan, [genome(i) for i in range(ROWS)], net), torch.arange(ROWS)
     # Modules in turn, whose weights are all in memory: more would not fit.
     alone = [gb.materialize(plan, genome(i), net, factored=True).eval() for i in range(10)]

@@ -22,29 +22,29 @@ from gbfunc.lab.bench.report import measure_ceilings, time_together
 from gbfunc.parallel import Mesh, sum_ranks
 from gbfunc.parallel.planner import DeviceSpec
 
-_SENT_BYTES, _TIMEOUT, _LAYERS = 2**25, 120.0, 100
+_SENT_BYTES, _TIMEOUT, _LAYERS, _ROUNDS = 2**25, 120.0, 100, 5
 
 
-def calibrate(device: torch.device, *, rounds: int = 5) -> tuple[DeviceSpec, bool]:
+def calibrate(device: torch.device) -> tuple[DeviceSpec, bool]:
     """Measure the device of one rank; also return whether this process reports."""
-    ceilings = measure_ceilings(device, rounds=rounds)
+    ceilings = measure_ceilings(device, rounds=_ROUNDS)
     first = True
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ:
         with gb.mesh(device=device) as mesh:
-            link, latency, first = *_measure_link(mesh, rounds), mesh.rank == 0
+            link, latency, first = *_measure_link(mesh), mesh.rank == 0
     else:
         with TemporaryDirectory(prefix="gbfunc-") as folder:
-            spawn(_measure_loopback, (folder, rounds), nprocs=2)
+            spawn(_measure_loopback, (folder,), nprocs=2)
             link, latency = torch.load(Path(folder, "0"))
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     speeds = ceilings["gflops"] * 1e9, ceilings["gb_s"] * 1e9
-    return DeviceSpec(*speeds, link, float(memory), latency, _measure_overhead(device, rounds)), first
+    return DeviceSpec(*speeds, link, float(memory), latency, _measure_overhead(device)), first
 
 
-def _measure_overhead(device: torch.device, rounds: int) -> float:
+def _measure_overhead(device: torch.device) -> float:
     """Measure the seconds per operator of a net of tiny layers, forward and backward, module calls included."""
     net = nn.Sequential(*(m for _ in range(_LAYERS) for m in (nn.Linear(8, 8), nn.GELU()))).to(device)
     x, weights = torch.ones(4, 8, device=device), list(net.parameters())
@@ -53,16 +53,16 @@ def _measure_overhead(device: torch.device, rounds: int) -> float:
         return torch.autograd.grad(net(x).sum(), weights)
 
     operators = sum(node.op == "call_function" for node in make_fx(step)(x).graph.nodes)
-    return time_together({"step": lambda: step(x)}, device, rounds=rounds)["step"].seconds / operators
+    return time_together({"step": lambda: step(x)}, device, rounds=_ROUNDS)["step"].seconds / operators
 
 
-def _measure_link(mesh: Mesh, rounds: int) -> tuple[float, float]:
+def _measure_link(mesh: Mesh) -> tuple[float, float]:
     """Measure the bytes per second that a rank sends, and the seconds of an all-reduce of a single number."""
     seconds = []
     for n in (1, _SENT_BYTES // 4):
         x, times = torch.zeros(n, device=mesh.device), []
         # As many calls on each rank, however long they take.
-        for _ in range(rounds + 1):
+        for _ in range(_ROUNDS + 1):
             mesh.barrier()
             start = time.perf_counter()
             sum_ranks(mesh, x)
@@ -74,8 +74,8 @@ def _measure_link(mesh: Mesh, rounds: int) -> tuple[float, float]:
     return 2 * (mesh.world - 1) / mesh.world * _SENT_BYTES / max(large - small, 1e-9), small
 
 
-def _measure_loopback(rank: int, folder: str, rounds: int) -> None:
+def _measure_loopback(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
     with gb.mesh(timeout=_TIMEOUT, init_method=f"file://{folder}/store") as mesh:
-        torch.save(_measure_link(mesh, rounds), Path(folder, str(rank)))
+        torch.save(_measure_link(mesh), Path(folder, str(rank)))

@@ -111,7 +111,7 @@ def resnet_case(batch: int, width: int, *more: str) -> Case:
 def adapter_case(layers: int, width: int, batch: int, length: int) -> Case:
     """Make training steps of an adapter of a GPT; the texts are as short as questions, dense is full fine-tuning."""
     net = partial(GPT, 1_000, length, layers, width, width // 32, 4 * width, bias=True)
-    variants, genes = ("dense", "adapter", "lora rank 1"), Genes(bilinear(5, share="shapes"))
+    variants, genes = ("dense", "adapter", "lora rank 1"), Genes(bilinear(5, share="shapes"), {"base": "own"})
     batches = partial(sequences, batch, length, 1_000)
     return Case(f"adapter of gpt {layers}x{width}", net, batches, variants, adapter=genes)
 

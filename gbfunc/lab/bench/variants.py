@@ -240,6 +240,6 @@ def build(case: Case, variant: str, setting: Setting) -> Built:
         raise ValueError(f"{case.name} has no {gnets} g-nets for the variant {variant!r}")
     if variant == "naive" and isinstance(genes.hypernet, GNet):
         genes = genes._replace(hypernet=NaiveGNet(genes.hypernet.hidden))
-    plan = plan_of(pnet, genes, **({"base": "own"} if gnets == "adapter" else {}))
+    plan = plan_of(pnet, genes)
     size = max(slot.hypernet.size or 0 for t in plan.generated for slot in t.slots)
     return Built(make(Setup(case, plan, pnet, batch, setting)), sum(t.numel for t in plan.generated), size)

@@ -28,7 +28,7 @@ from gbfunc.lab.compare import base
 from gbfunc.lab.compare.base import HEAD, BudgetTooSmall, Problem, Settings, Trained
 from gbfunc.tasks import Net, Task
 from gbfunc.tasks.pnets.base import seeded
-from gbfunc.types import Params, TensorMap
+from gbfunc.types import Params, TensorMap, dtype_name
 
 _KINDS = {
     "query": r"(.*\.)?(query|q_proj|q_lin|q)",
@@ -137,7 +137,7 @@ class Adapted:
             raise BudgetTooSmall("the p-net has no layers that it is for")
         if not shapes:
             least = min(self.length(net, rung(1), dtype) for _, rung in ladders)
-            kind = str(dtype).removeprefix("torch.")
+            kind = dtype_name(dtype)
             raise BudgetTooSmall(f"the smallest one takes {least:,} bytes in {kind}, its classifier included")
         return base.grid(adapter=shapes, lr=self.rates)
 

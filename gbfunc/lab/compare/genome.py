@@ -104,8 +104,10 @@ class GenomeOf:
         stored: Any = self.stored or problem.dtype
         last = max(1, problem.steps // _ROUNDED) if isinstance(stored, str) and stored != AUTO else 0
         before = replace(recipe, steps=max(1, problem.steps - last)) if last else recipe
-        coded = {"rounding": AUTO, "genome_bytes": problem.budget, "metadata": about or None} if stored == AUTO else {}
-        trainer = genome_trainer(plan, pnet, task, before, seed, **coded)
+        rounding, n_bytes = AUTO if stored == AUTO else None, problem.budget
+        trainer = genome_trainer(
+            plan, pnet, task, before, seed, rounding=rounding, genome_bytes=n_bytes, metadata=about or None
+        )
         state = fit(trainer, task, before, seed, validate=False).state
         if trainer.coder is not None:
             stored = trainer.coder.final(state)

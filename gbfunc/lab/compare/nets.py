@@ -109,7 +109,7 @@ class Quantised(Dense):
                 net.steps = fitting(net.nearest_steps(), base.MARGIN * problem.budget)
 
         base.train_net(problem, net.leaves.values(), net, settings["lr"], seed, after)
-        return Trained(encoded(fitting(net.steps, problem.budget)), sum(x.numel() for x in net.leaves.values()))
+        return Trained(encoded(fitting(net.steps, problem.budget)), n_params(module))
 
     def _decode(self, data: bytes, like: Params, net: nn.Module) -> Params:
         return decode(data, like, _rows(like, base.text_of(data).get("rows", True)), self.bits)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from gbfunc.lab.compare.base import USED, BudgetTooSmall, Method, Problem, Settings
 from gbfunc.tasks import Net
+from gbfunc.types import dtype_name
 
 RUNGS = ((1 / 9, 1 / 3, 3), (1 / 3, 0.0, 2), (1.0, 0.0, 1))
 """Successive halving (K. Jamieson and A. Talwalkar, 2016): candidates are trained for a part of the steps, on a
@@ -59,8 +60,7 @@ class Results(NamedTuple):
 
 
 def _head(problem: Problem, method: str) -> tuple[str, str, int, int, str, int]:
-    dtype = str(problem.dtype).removeprefix("torch.")
-    return problem.task.name, method, problem.size, problem.budget, dtype, problem.steps
+    return problem.task.name, method, problem.size, problem.budget, dtype_name(problem.dtype), problem.steps
 
 
 def of_problem(results: Results, problem: Problem, method: str) -> Results:

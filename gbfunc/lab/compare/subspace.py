@@ -21,6 +21,7 @@ from gbfunc.lab.compare import base
 from gbfunc.lab.compare.base import BudgetTooSmall, Problem, Settings, Trained, grid
 from gbfunc.pnet import parameter_infos
 from gbfunc.tasks import Net, Task
+from gbfunc.tasks.pnets.base import n_params
 from gbfunc.types import Params
 
 _LAST_SEED = 9_999
@@ -78,7 +79,7 @@ class RandomSubspace:
             state = base.saved_buffers(pnet) | {"z": torch.zeros(d)}
             return len(base.pack(state, problem.dtype, {"seed": _LAST_SEED})) <= problem.budget
 
-        if d := base.largest(fits, sum(info.tensor.numel() for info in parameter_infos(pnet))):
+        if d := base.largest(fits, n_params(pnet)):
             return grid(d=(d,), lr=self.rates)
         raise BudgetTooSmall("no file has room for a single number")
 

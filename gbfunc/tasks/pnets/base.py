@@ -188,10 +188,10 @@ def narrowed(pnet: PNet, params: int) -> PNet:
     return scaled(most * part / parts)
 
 
-def brief(shapes: Shapes, most: int = 2) -> str:
+def brief(shapes: Shapes) -> str:
     """Write names and shapes of the first parameters in a few words."""
-    words = ", ".join(f"{name} {shape}" for name, shape in list(shapes.items())[:most])
-    return words + (f" and {len(shapes) - most} more" if len(shapes) > most else "")
+    words = ", ".join(f"{name} {shape}" for name, shape in list(shapes.items())[:2])
+    return words + (f" and {len(shapes) - 2} more" if len(shapes) > 2 else "")
 
 
 def n_params(module: nn.Module) -> int:
