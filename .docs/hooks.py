@@ -20,7 +20,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import gbfunc as gb
-from gbfunc.export import page as browser
+from gbfunc.exporting import page as browser
 
 ROOT = Path(__file__).resolve().parents[1]
 # The reference's list, in which each public name stands once, and what users meet without writing its name.
@@ -34,7 +34,7 @@ GROUPS = {
     "Adapters and modules": "GenomeModule materialize_many merge_genomes save_lora",
     "Many ranks": "mesh plan_parallel",
     "What these take and return": "formats.Steps train.TrainStep train.StepInfo train.Optimizer train.Population "
-    "train.UpdateAlignment fit.Fit many.ManyGenomes storage.checkpoint.Checkpoint export.Exported "
+    "train.UpdateAlignment fit.Fit many.ManyGenomes storage.checkpoint.Checkpoint exporting.Exported "
     "parallel.Mesh parallel.CollectiveError parallel.planner.DeviceSpec parallel.planner.ParallelPlan "
     "parallel.styles.tensor_styles parallel.styles.pad_vocabulary",
     "To make your own": "hypernets.Hypernet hypernets.Sized hypernets.Leaf hypernets.Factors encoding.Encoding",

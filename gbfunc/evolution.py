@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from gbfunc.extras import import_extra
-from gbfunc.generate import make_generator
+from gbfunc.generation import make_generator
 from gbfunc.genome import check_genome, check_plan, flatten, init_genome, sample_noise
-from gbfunc.materialize import materialize
+from gbfunc.grown import materialize
 from gbfunc.plan import Plan
 from gbfunc.pnet import PureNet
 from gbfunc.tasks.control import find_environment, play

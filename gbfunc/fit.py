@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from gbfunc.generate import make_generator
+from gbfunc.generation import make_generator
 from gbfunc.genome import (
     check_genome,
     check_plan,

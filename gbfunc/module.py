@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gbfunc.base import BaseTensors
-from gbfunc.generate import Generator, make_generator
+from gbfunc.generation import Generator, make_generator
 from gbfunc.genome import Noise, check_genome, check_plan, init_genome, sample_noise, unflat_genome
 from gbfunc.layers.forms import Weight, now, unseen_by_checkpoints
 from gbfunc.layers.install import blank_layer, install

@@ -35,7 +35,7 @@ from IPython.display import display
 from torch import nn
 
 import gbfunc as gb
-from gbfunc.generate import generate_piece
+from gbfunc.generation import generate_piece
 from gbfunc.parallel import make_schedule, simulate
 from gbfunc.parallel.planner import DeviceSpec
 from gbfunc.plots import PALETTE, plot_schedule

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.cli.bench import measure, print_results
-from gbfunc.generate import make_generator
+from gbfunc.generation import make_generator
 from gbfunc.lab.bench.cases import BENCHES, Case, Genes, choose, features, generation_case, sequences
 from gbfunc.lab.bench.report import time_together
 from gbfunc.lab.bench.variants import VARIANTS, NaiveGNet, Setting, build, first_net, plan_of, why_not

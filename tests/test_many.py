@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import gbfunc as gb
+from gbfunc.many import ManyGenomes
 from gbfunc.plan import Plan
 from tests.support.forms import assert_close, vectors
 from tests.support.hugging_face import tiny
@@ -116,7 +117,7 @@ def adapters(hypernet: Any, targets: list[str]) -> tuple[nn.Module, Plan, list[g
 
 def checked(
     pnet: nn.Module, plan: Plan, genomes: list[gb.Genome], x: Tensor, index: Tensor | None = None
-) -> gb.ManyGenomes:
+) -> ManyGenomes:
     index = INDEX if index is None else index
     net = gb.materialize_many(plan, genomes, pnet)
     assert_close(tensors(net(index, x)), one_by_one(plan, genomes, pnet, index, x), 1e-10)

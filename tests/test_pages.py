@@ -15,7 +15,7 @@ import torch
 
 import gbfunc as gb
 from gbfunc.cli.parser import parse
-from gbfunc.export import page as browser
+from gbfunc.exporting import page as browser
 from gbfunc.hypernets import TYPES
 from tests.support.ranks import ROOT, run_ranks
 from tests.support.versions import TRACES_WHOLE_NETS, needs_pipelines

@@ -10,24 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from gbfunc.startup import is_command_line
-
 ROOT = Path(__file__).resolve().parents[1]
 # Stands before torch on the path, says that its import has begun and what it finds, and takes long.
 SLOW_TORCH = "import os, sys, time\nprint(os.environ.get('OMP_WAIT_POLICY'), flush=True)\ntime.sleep(60)\n"
-
-
-def test_the_command_line_is_known() -> None:
-    script = "/usr/bin/gbfunc"
-    assert is_command_line([script, "demo"], ["python", script, "demo"])
-    assert is_command_line(["-m"], ["python", "-u", "-m", "gbfunc", "train"])
-    for argv, original in (
-        ([script, "bench"], ["python", "-c", "spawn_main()", "--multiprocessing-fork"]),
-        (["-m"], ["python", "-m", "pytest", "gbfunc"]),
-        (["script.py"], ["python", "script.py", "gbfunc"]),
-        ([], []),
-    ):
-        assert not is_command_line(argv, original)
 
 
 def start(folder: Path, torch: str, *words: str, **environ: str) -> subprocess.Popen[str]:
@@ -54,7 +39,7 @@ def start(folder: Path, torch: str, *words: str, **environ: str) -> subprocess.P
         (["-m", "gbfunc", "demo"], {"OMP_WAIT_POLICY": "active"}, "active"),
         (["-m", "gbfunc", "demo"], {"GOMP_SPINCOUNT": "9"}, "None"),
         (["-m", "gbfunc", "bench"], {}, "None"),
-        (["-c", "import gbfunc"], {}, "None"),
+        (["-c", "import gbfunc as gb; gb.grid"], {}, "None"),
     ],
 )
 def test_threads_of_commands_wait_passively(

@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal, get_args
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-import gbfunc
 from gbfunc.cli.options import (
     COUNT,
     POSITIVE,
@@ -54,7 +53,7 @@ class Command:
     """Options of a command."""
 
     def load(self) -> Callable[[Any], None]:
-        """Import torch, all names of gbfunc, and the command's function.
+        """Import the command's function, and torch.
 
         OpenMP reads how idle threads wait when torch is loaded. Spinning threads make the steps of a small p-net five
         to ten times as slow on a machine with other work.
@@ -62,8 +61,6 @@ class Command:
         waits = not isinstance(self, Bench) and not any(name in os.environ for name in _WAITING)
         if "torch" not in sys.modules and waits:
             os.environ["OMP_WAIT_POLICY"] = "passive"
-        if not hasattr(gbfunc, "make_plan"):
-            importlib.reload(gbfunc)
         name = type(self).__name__.lower()
         return getattr(importlib.import_module(f"gbfunc.cli.{_MODULES.get(name, name)}"), f"run_{name}")
 
@@ -83,7 +80,7 @@ class GenomeCommand(Command, ConfigOption, DataOptions):
     def run(self) -> None:
         if self.genome.suffix.lower() not in _SHIPS:
             return super().run()
-        from gbfunc.export.qr import shipped_genome
+        from gbfunc.exporting.qr import shipped_genome
 
         with TemporaryDirectory(prefix="gbfunc-") as folder:
             path = Path(folder, f"{self.genome.stem}.safetensors")

@@ -18,9 +18,9 @@ from gbfunc.cli.commands import Eval, Export, Sample
 from gbfunc.cli.job import SAID, load_task, read_json
 from gbfunc.cli.options import DataOptions, flags
 from gbfunc.cli.output import open_folder, print_metrics
-from gbfunc.export import export_module, page
-from gbfunc.export.page import layers_in_a_row
-from gbfunc.export.qr import write_qr
+from gbfunc.exporting import export_module, page
+from gbfunc.exporting.page import layers_in_a_row
+from gbfunc.exporting.qr import write_qr
 from gbfunc.files import replace_file
 from gbfunc.storage.genome_file import is_genome, load_dtype
 from gbfunc.tasks import Task, continue_text

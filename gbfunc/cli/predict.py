@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gbfunc.cli.commands import Predict
 from gbfunc.cli.genomes import read_genome, said_by
-from gbfunc.export.qr import opaque, read_qr
+from gbfunc.exporting.qr import opaque, read_qr
 from gbfunc.tasks import Task, logits_of
 
 _TEXTS = (".txt", ".text", ".md")

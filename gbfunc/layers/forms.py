@@ -34,7 +34,7 @@ Needs = Literal["matrix", "factors", "leaves"]
 
 
 class Source(Protocol):
-    """One matrix of a weight, as an evaluation of the g-nets gives it (`gbfunc.generate.generator`)."""
+    """One matrix of a weight, as an evaluation of the g-nets gives it (`gbfunc.generation.generator`)."""
 
     def matrix(self) -> Tensor:
         """The matrix [R, C], or the block of it that is wanted."""

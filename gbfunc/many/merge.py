@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from gbfunc.generate import make_generator
+from gbfunc.generation import make_generator
 from gbfunc.genome import check_genome, check_plan
 from gbfunc.plan import DTYPES, Plan
 from gbfunc.pnet import named_tensors, with_weights

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gbfunc.base import BaseTensors
-from gbfunc.generate import make_generator, to_serve
+from gbfunc.generation import make_generator, to_serve
 from gbfunc.layers.forms import WeightForm
 from gbfunc.many.merge import check_genomes
 from gbfunc.many.row_wise import PLAIN, RowWise, prepare

@@ -25,7 +25,7 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
 from gbfunc.files import replace_file
-from gbfunc.generate import make_generator
+from gbfunc.generation import make_generator
 from gbfunc.genome import check_genome, check_plan
 from gbfunc.layers.factored import FactoredWeight
 from gbfunc.layers.install import transposed

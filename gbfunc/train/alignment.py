@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gbfunc.generate import generate
+from gbfunc.generation import generate
 from gbfunc.genome import check_genome, check_plan
 from gbfunc.plan import Plan
 from gbfunc.pnet import PureNet, parameter_infos

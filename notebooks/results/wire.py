@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gbfunc as gb
-from gbfunc.generate import make_generator
+from gbfunc.generation import make_generator
 from gbfunc.lab.bench.cases import Case, gpt_case, mlp_case
 from gbfunc.lab.bench.memory import steps_memory
 from gbfunc.lab.bench.variants import Step, first_net, genome_step, loss_fn, plain_step, plan_of

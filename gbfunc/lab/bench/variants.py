@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gbfunc as gb
-from gbfunc.generate import make_generator
+from gbfunc.generation import make_generator
 from gbfunc.hypernets import Hypernet
 from gbfunc.hypernets.mlp import GNet
 from gbfunc.lab.bench.cases import Batch, Case, Genes

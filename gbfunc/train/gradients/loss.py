@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from gbfunc.generate import make_generator
+from gbfunc.generation import make_generator
 from gbfunc.genome import Noise, sample_noise
 from gbfunc.layers.forms import outside_autocast
 from gbfunc.parallel import Layout

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import gbfunc as gb
-from gbfunc.export import page
-from gbfunc.export.page import NETWORK, layers_in_a_row, script
+from gbfunc.exporting import page
+from gbfunc.exporting.page import NETWORK, layers_in_a_row, script
 from gbfunc.tasks.pnets import Interface, find_pnet
 from gbfunc.types import Genome
 from tests.support.step_cases import stored_with

@@ -4,7 +4,7 @@
     slots ----form.of----> what the layer takes: the weight, its factors, or its leaves    `layers.forms`, one a tensor
 
 Which form a weight gets, and what a genome split over ranks gathers, is chosen when a generator is made
-(`gbfunc.generate.choose.make_generator`); a call is two loops, over ensembles and over tensors.
+(`gbfunc.generation.choose.make_generator`); a call is two loops, over ensembles and over tensors.
 
 Suffixes: T tiles, r rows and c columns of a tile, R and C of a matrix, k rank.
 """

@@ -18,7 +18,7 @@ from torch.func import functional_call, grad
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 import gbfunc as gb
-from gbfunc.generate import generate_piece
+from gbfunc.generation import generate_piece
 from gbfunc.hypernets import Hypernet
 from gbfunc.layers import KINDS
 from gbfunc.pnet import PureNet

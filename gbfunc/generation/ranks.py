@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gbfunc.generate.generator import Generator, Local, Made, Stack
+from gbfunc.generation.generator import Generator, Local, Made, Stack
 from gbfunc.hypernets.ensemble import Evaluation, joined
 from gbfunc.layers.forms import Needs, Source
 from gbfunc.parallel import Gather, Layout

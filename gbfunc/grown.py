@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from gbfunc.generate import make_generator, to_serve
+from gbfunc.generation import make_generator, to_serve
 from gbfunc.genome import Noise, check_genome, check_noise, check_plan
 from gbfunc.layers.install import install_served
 from gbfunc.plan import DTYPES, Plan

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gbfunc.export.program import BATCH, Inputs, Run, Traced, quiet
+from gbfunc.exporting.program import BATCH, Inputs, Run, Traced, quiet
 from gbfunc.extras import import_extra
 
 _IREE_FLAGS = (

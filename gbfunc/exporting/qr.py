@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from gbfunc.export.page import embedded, from_address, in_address
+from gbfunc.exporting.page import embedded, from_address, in_address
 from gbfunc.extras import import_extra
 from gbfunc.files import replace_file
 

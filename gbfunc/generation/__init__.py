@@ -1,6 +1,6 @@
 """From a genome to the p-net's weights, in one autograd graph: one path, in whatever form a layer takes them."""
 
-from gbfunc.generate.choose import generate, generate_piece, make_generator, to_serve
-from gbfunc.generate.generator import Generator
+from gbfunc.generation.choose import generate, generate_piece, make_generator, to_serve
+from gbfunc.generation.generator import Generator
 
 __all__ = ["Generator", "generate", "generate_piece", "make_generator", "to_serve"]

@@ -15,7 +15,7 @@ import gbfunc as gb
 from gbfunc.cli import main
 from gbfunc.cli.genomes import read_genome
 from gbfunc.cli.options import DataOptions
-from gbfunc.export import FORMATS, Exported, base
+from gbfunc.exporting import FORMATS, Exported, base
 from gbfunc.tasks import accuracy
 from gbfunc.tasks.pnets.gpt import GPT
 from gbfunc.types import Genome

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gbfunc.base import BaseTensors
-from gbfunc.generate.generator import Form, Generator, Stack
+from gbfunc.generation.generator import Form, Generator, Stack
 from gbfunc.genome import Noise, check_genome, check_noise
 from gbfunc.layers import KINDS
 from gbfunc.layers.forms import DenseWeight, Needs, Target, WeightForm
@@ -86,7 +86,7 @@ def make_generator(
     if layout is None:
         return Generator(*parts)
     # Not at the top: a process of its own needs nothing of ranks.
-    from gbfunc.generate.ranks import RankGenerator
+    from gbfunc.generation.ranks import RankGenerator
 
     return RankGenerator(layout, *parts)
 
@@ -156,7 +156,7 @@ class _Chooser:
             return None
         if layout is None:
             return Stack(e, self.kernel, cuts, needs)
-        from gbfunc.generate.ranks import RankStack
+        from gbfunc.generation.ranks import RankStack
 
         return RankStack(layout, e, self.kernel, cuts, "leaves" if self.remat else needs)
 

@@ -1,6 +1,6 @@
 """A grown network as a file that other programs run: ONNX, torch.export, AOTInductor, IREE, or weights."""
 
-from gbfunc.export.base import Exported, export, export_module
-from gbfunc.export.formats import FORMATS
+from gbfunc.exporting.base import Exported, export, export_module
+from gbfunc.exporting.formats import FORMATS
 
 __all__ = ["FORMATS", "Exported", "export", "export_module"]

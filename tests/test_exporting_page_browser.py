@@ -15,7 +15,7 @@ import torch
 
 import gbfunc as gb
 from gbfunc.cli import main
-from gbfunc.export.page import in_address, page
+from gbfunc.exporting.page import in_address, page
 from gbfunc.tasks.images import load_mnist
 from gbfunc.tasks.pnets import Interface, find_pnet
 from gbfunc.tasks.pnets.base import import_factory

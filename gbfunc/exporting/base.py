@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import save as to_safetensors
 from torch import nn
 
-from gbfunc.export.formats import FORMATS, Format
-from gbfunc.export.program import AUTO, BATCH, Inputs, is_text, trace
+from gbfunc.exporting.formats import FORMATS, Format
+from gbfunc.exporting.program import AUTO, BATCH, Inputs, is_text, trace
 from gbfunc.files import replace_file
 from gbfunc.genome import check_genome, check_plan
-from gbfunc.materialize import materialize
+from gbfunc.grown import materialize
 from gbfunc.plan import Plan
 from gbfunc.types import GenomeLike
 

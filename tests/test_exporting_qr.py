@@ -9,7 +9,7 @@ import torch
 
 import gbfunc as gb
 from gbfunc.cli import main
-from gbfunc.export.qr import read_qr, write_qr
+from gbfunc.exporting.qr import read_qr, write_qr
 
 _, _, image = (pytest.importorskip(name) for name in ("segno", "zxingcpp", "PIL.Image"))
 PAGE = "https://a.org/"
