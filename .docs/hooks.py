@@ -28,7 +28,8 @@ GROUPS = {
     "Plan": "make_plan Plan register",
     "Types of g-net": "periodic bilinear gnet stochastic low_rank xox constant from_module",
     "Codes of rows and columns": "binary gray grid one_hot per_axis table",
-    "Train": "make_train_step allocate_steps TrainState torch_optimizer torch_schedule population update_alignment",
+    "Train": "make_train_step distillation allocate_steps TrainState torch_optimizer torch_schedule population "
+    "update_alignment",
     "Genomes and their weights": "Genome init_genome generate materialize fit_genome flatten sample_noise",
     "Files": "save load load_metadata export Checkpointer load_checkpoint",
     "Adapters and modules": "GenomeModule materialize_many merge_genomes save_lora",

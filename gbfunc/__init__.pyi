@@ -37,6 +37,7 @@ from gbfunc.storage.genome_file import save as save
 from gbfunc.storage.lora import save_lora as save_lora
 from gbfunc.train import TrainState as TrainState
 from gbfunc.train import allocate_steps as allocate_steps
+from gbfunc.train import distillation as distillation
 from gbfunc.train import make_train_step as make_train_step
 from gbfunc.train import population as population
 from gbfunc.train import torch_optimizer as torch_optimizer

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-import math
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_model
-from torch import Tensor, nn
+from torch import nn
 
 from gbfunc.cli import main
 from gbfunc.tasks import TASKS, Split, Task, accuracy, find_task, loss_fn
-from gbfunc.tasks.base import Recipe, logits_of, one_cycle, soft_divergence, taught
+from gbfunc.tasks.base import Recipe, logits_of, one_cycle
 from gbfunc.tasks.data import Augment
 from gbfunc.tasks.images import load_mnist, read_idx
 from gbfunc.tasks.pnets import PNETS, mlp
@@ -228,57 +227,6 @@ def test_a_schedule_of_any_length() -> None:
 
 
 MODEL = ["--sizes", "64", "24", "10", "--batch-size", "300"]
-
-
-def naive_divergence(student: Tensor, teacher: Tensor, temperature: float) -> float:
-    """The mean over rows of sum p log(p / q), in float64."""
-    q, p = ((z.detach().double() / temperature).exp() for z in (student, teacher))
-    q, p = (x / x.sum(-1, keepdim=True) for x in (q, p))
-    return float((p * (p / q).log()).sum(-1).mean())
-
-
-@pytest.mark.parametrize(("shape", "temperature"), [((5, 3), 0.7), ((2, 4, 3), 4.0)])
-def test_the_divergence_is_that_of_the_paper(shape: tuple[int, ...], temperature: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    student, teacher = (2 * torch.randn(shape, generator=generator) for _ in range(2))
-    expected = naive_divergence(student, teacher, temperature)
-    assert float(soft_divergence(student, teacher, temperature)) == pytest.approx(expected, rel=1e-5)
-    assert float(soft_divergence(teacher, teacher, temperature)) == pytest.approx(0, abs=1e-6)
-
-
-def test_the_loss_mixes_labels_and_teacher() -> None:
-    task = TASKS["digits"]()
-    student, teacher = task.build(0), task.build(1)
-    batch = next(task.val.chunks(7))
-    plain, aux = loss_fn(student, batch)
-    plain = float(plain.detach())
-    for weight, temperature in ((0.0, 2.0), (0.3, 3.0), (1.0, 1.0)):
-        loss, told = taught(task, teacher, weight, temperature).loss(student, batch)
-        divergence = naive_divergence(student(batch[0]), teacher(batch[0]), temperature)
-        assert float(loss.detach()) == pytest.approx(
-            (1 - weight) * plain + weight * temperature**2 * divergence, rel=1e-4
-        )
-        assert told["accuracy"] == aux["accuracy"] and float(told["teacher_kl"]) == pytest.approx(divergence, rel=1e-4)
-    loss.backward()
-    assert all(p.grad is None for p in teacher.parameters()) and not teacher.training
-    assert all(p.grad is not None for p in student.parameters())
-
-
-def test_what_cannot_teach_is_refused() -> None:
-    digits = TASKS["digits"]()
-    for name, value, expected in (
-        ("weight", 1.5, "from 0 to 1"),
-        ("temperature", 0.0, "a positive number"),
-        ("temperature", math.inf, "a positive number"),
-    ):
-        with pytest.raises(ValueError, match=f"{name} must be {expected}, got {value}"):
-            taught(digits, nn.Identity(), **{name: value})
-    task = taught(digits, nn.Flatten())
-    x, y = next(task.val.chunks(3))
-    with pytest.raises(ValueError, match=r"must give logits \[3, 10\] as the p-net does, got \[3, 64\]"):
-        task.loss(task.build(0), (x, y))
-    # No teacher is asked for shapes.
-    assert task.loss(task.build(0).to("meta"), (x.to("meta"), y.to("meta")))[0].is_meta
 
 
 def test_a_dense_file_teaches_and_is_told(tmp_path: Path) -> None:

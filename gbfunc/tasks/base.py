@@ -25,6 +25,7 @@ from gbfunc.formats import bytes_each
 from gbfunc.hypernets import HYPERNETS
 from gbfunc.tasks.data import Augment, Batch, Data, Split, Windows, endless_batches
 from gbfunc.tasks.pnets.base import Interface, PNet, n_params
+from gbfunc.train.distillation import distillation, logits_of
 
 Net = Callable[[Tensor], Any]
 """Inputs to logits, or to an object with logits (a Hugging Face output)."""
@@ -147,14 +148,6 @@ def token_loss(net: Net, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     return F.cross_entropy(logits_of(net(x_BL)).flatten(0, 1), y_BL.flatten()), {}
 
 
-def logits_of(output: Any) -> Tensor:
-    """Return the logits of a network's output: itself, or its attribute `logits`; `TypeError` for other outputs."""
-    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    if not isinstance(logits, Tensor):
-        raise TypeError(f"a p-net must return logits or an object with .logits, got {type(output).__name__}")
-    return logits
-
-
 @torch.no_grad()
 def accuracy(net: Net, split: Data, chunk: int = 5_000) -> float:
     """Return the part of a split (0 to 1) that `net` classifies right, `chunk` examples at a time."""
@@ -262,45 +255,7 @@ class Task:
 
 
 def taught(task: Task, teacher: nn.Module, weight: float = 0.5, temperature: float = 2.0) -> Task:
-    r"""Add a teacher to the loss of a task of examples: knowledge distillation (Hinton, Vinyals and Dean, 2015).
-
-    With $z$ the logits of the network in training and $t$ those of the teacher, at `temperature` $T$ and `weight` $a$:
-    $(1 - a) L + a T^2 KL(softmax(t / T) || softmax(z / T))$, where $L$ is the task's loss. The loss reports
-    `teacher_kl`, the divergence, beside the other metrics of a batch.
-
-    The teacher maps inputs to logits as the task's p-net does, on the device of the task's examples, in eval mode.
-    """
+    """Add a teacher to the loss of a task of examples (`gbfunc.distillation`)."""
     if task.batches is not example_batches:
         raise ValueError(f"a teacher is for tasks of examples, got {task.name}, whose batches come from an environment")
-    if not 0 <= weight <= 1:
-        raise ValueError(f"the teacher's weight must be from 0 to 1, got {weight}")
-    if not 0 < temperature < math.inf:
-        raise ValueError(f"the teacher's temperature must be a positive number, got {temperature}")
-    teacher.eval().requires_grad_(False)
-
-    def distilled(net: Net, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        outputs: list[Any] = []
-
-        def heard(x: Tensor) -> Any:
-            outputs.append(net(x))
-            return outputs[-1]
-
-        loss, aux = task.loss(heard, batch)
-        if batch[0].is_meta:
-            # Only shapes are asked for, and operations of the p-net.
-            return loss, aux
-        with torch.no_grad():
-            target = logits_of(teacher(batch[0]))
-        divergence = soft_divergence(logits_of(outputs[-1]), target, temperature)
-        return (1 - weight) * loss + weight * temperature**2 * divergence, {**aux, "teacher_kl": divergence.detach()}
-
-    return replace(task, loss=distilled)
-
-
-def soft_divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """Return the mean KL divergence (nats) of a student's softened predictions from a teacher's: 2 x [..., K] -> []."""
-    if student.shape != teacher.shape:
-        got = f"{list(student.shape)} as the p-net does, got {list(teacher.shape)}"
-        raise ValueError(f"the teacher must give logits {got}")
-    log_RK, target_RK = (F.log_softmax(z.flatten(0, -2) / temperature, -1) for z in (student, teacher))
-    return F.kl_div(log_RK, target_RK, reduction="batchmean", log_target=True)
+    return replace(task, loss=distillation(teacher, temperature=temperature, weight=weight, loss_fn=task.loss))

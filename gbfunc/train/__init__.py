@@ -2,6 +2,7 @@
 
 from gbfunc.train.alignment import UpdateAlignment, update_alignment
 from gbfunc.train.allocation import allocate_steps
+from gbfunc.train.distillation import distillation
 from gbfunc.train.gradients import LossAndGrads, LossFn, Objective, seeded
 from gbfunc.train.local import LocalState, LocalTrainStep
 from gbfunc.train.make import make_train_step
@@ -28,6 +29,7 @@ __all__ = [
     "TrainStep",
     "UpdateAlignment",
     "allocate_steps",
+    "distillation",
     "make_train_step",
     "population",
     "seeded",

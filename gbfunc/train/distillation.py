@@ -1,0 +1,111 @@
+"""The loss of a student that follows a trained network."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gbfunc.train.gradients.loss import LossFn, loss_and_aux
+
+
+def distillation(
+    teacher: nn.Module,
+    *,
+    temperature: float = 2.0,
+    weight: float = 0.5,
+    loss_fn: LossFn | None = None,
+    dim: int = -1,
+) -> LossFn:
+    r"""Make a loss function that mixes labels and a trained network: knowledge distillation (Hinton et al., 2015).
+
+    With $z$ the student's logits, $t$ the teacher's, $T$ the temperature, $a$ the weight and $L$ the label loss, the
+    loss is $(1 - a) L + a T^2 KL(softmax(t / T) || softmax(z / T))$. For a batch `(x, y)` with targets `y` of floating
+    point, the mean squared distance of the outputs takes the place of $T^2 KL$. The divergence or distance is in the
+    aux, as `teacher_kl` or `teacher_mse`.
+
+    Args:
+        teacher: the trained network. It gets the arguments of the student's call and returns outputs of the same
+            shape. The loss keeps a copy in evaluation mode, on the teacher's device, which gets no gradient.
+        temperature: softens both distributions.
+        weight: share of the teacher, 0 to 1. With 1, labels do not count.
+        loss_fn: loss on labels, as for `make_train_step`; it calls `net(...)` and returns no aux or a dict. None takes
+            batches `(x, y)`: cross entropy for classes `y`, mean squared error for numbers.
+        dim: the dimension of the classes in the outputs.
+
+    Raises:
+        TypeError: if the teacher is no module, or outputs are neither a tensor nor an object with `logits`.
+        ValueError: for a weight or temperature out of range; in a step, for outputs and targets whose shapes differ.
+
+    >>> import gbfunc as gb
+    >>> trained, pnet = nn.Linear(30, 5), nn.Linear(30, 5)
+    >>> loss_fn = gb.distillation(trained, temperature=4.0, weight=0.9)
+    >>> plan, optimizer = gb.make_plan(pnet, gb.periodic(features=2)), gb.torch_optimizer(torch.optim.Adam, lr=1e-2)
+    >>> train_step = gb.make_train_step(plan, pnet, loss_fn, optimizer)
+    >>> state, info = train_step(train_step.init(), (torch.ones(8, 30), torch.arange(8) % 5))
+    >>> sorted(info.aux)
+    ['teacher_kl']
+    """
+    if not isinstance(teacher, nn.Module):
+        raise TypeError(f"teacher must be a module, got a {type(teacher).__name__}")
+    if not 0 <= weight <= 1:
+        raise ValueError(f"weight must be from 0 to 1, got {weight}")
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature must be a positive number, got {temperature}")
+    frozen = copy.deepcopy(teacher).eval().requires_grad_(False)
+
+    def labels(net: Any, batch: Any) -> Tensor:
+        x, y = batch
+        logits, numbers = logits_of(net(x)), y.is_floating_point()
+        by_class = logits.movedim(dim, -1)
+        if y.shape != (expected := logits.shape if numbers else by_class.shape[:-1]):
+            where = "that of the outputs" if numbers else f"that of the outputs without dim={dim}"
+            raise ValueError(f"targets must have the shape {list(expected)}, {where}, got {list(y.shape)}")
+        return F.mse_loss(logits, y) if numbers else F.cross_entropy(by_class.flatten(0, -2), y.flatten())
+
+    def distilled(net: Any, batch: Any) -> tuple[Tensor, Any]:
+        calls: list[tuple[Any, Any, Any]] = []
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            calls.append((args, kwargs, net(*args, **kwargs)))
+            return calls[-1][-1]
+
+        loss, aux = loss_and_aux((loss_fn or labels)(recorded, batch))
+        if not calls or not isinstance(aux, Mapping):
+            raise ValueError(f"loss_fn must call net(...), and its aux must be a dict, got a {type(aux).__name__}")
+        args, kwargs, out = calls[-1]
+        student = logits_of(out)
+        if student.is_meta:
+            return loss, aux  # A dry run asks for shapes and operations of the p-net.
+        with torch.no_grad():
+            target = logits_of(frozen(*args, **kwargs))
+        if student.shape != target.shape:
+            got = f"{list(student.shape)} as the p-net does, got {list(target.shape)}"
+            raise ValueError(f"the teacher must give logits {got}")
+        y = batch[1] if isinstance(batch, tuple | list) and len(batch) == 2 else None
+        if isinstance(y, Tensor) and y.is_floating_point():
+            name, distance, factor = "teacher_mse", F.mse_loss(student, target), 1.0
+        else:
+            name, distance, factor = "teacher_kl", _divergence(student, target, temperature, dim), temperature**2
+        return (1 - weight) * loss + weight * factor * distance, {**aux, name: distance.detach()}
+
+    return distilled
+
+
+def _divergence(student: Tensor, teacher: Tensor, temperature: float, dim: int) -> Tensor:
+    """The mean KL divergence, in nats, of softened predictions."""
+    rows, target = (F.log_softmax(z.movedim(dim, -1).flatten(0, -2) / temperature, -1) for z in (student, teacher))
+    return F.kl_div(rows, target, reduction="batchmean", log_target=True)
+
+
+def logits_of(output: Any) -> Tensor:
+    """Return the logits of a network's output: itself, or its attribute `logits`; `TypeError` for other outputs."""
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise TypeError(f"a p-net must return logits or an object with .logits, got {type(output).__name__}")
+    return logits
