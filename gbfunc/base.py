@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gbfunc.pnet import buffers_of
+from gbfunc.pnet.describe import buffers_of
 from gbfunc.trees import differentiable
 from gbfunc.types import Params
 

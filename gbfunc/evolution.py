@@ -24,7 +24,7 @@ from gbfunc.generation import make_generator
 from gbfunc.genome import check_genome, check_plan, flatten, init_genome, sample_noise
 from gbfunc.grown import materialize
 from gbfunc.plan import Plan
-from gbfunc.pnet import PureNet
+from gbfunc.pnet.pure import PureNet
 from gbfunc.tasks.control import find_environment, play
 from gbfunc.train.gradients.loss import LossFn, loss_and_aux
 from gbfunc.trees import DIRECT, GNET, flat_genome

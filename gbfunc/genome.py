@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gbfunc.hypernets.base import normal
 from gbfunc.hypernets.ensemble import Constants, Evaluation, dense_tiles, is_exporting, joined
 from gbfunc.plan import Ensemble, Plan
-from gbfunc.pnet import ParameterInfo, check_pnet, named_tensors, parameter_infos
+from gbfunc.pnet.describe import ParameterInfo, check_pnet, named_tensors, parameter_infos
 from gbfunc.tiling import TileGrid
 from gbfunc.trees import BUFFERS, DIRECT, GNET, TensorSpec, compare_trees, flat_genome, flatten_tree, like_genome
 from gbfunc.types import Factors, Genome, GenomeLike, GNets, Params, dtype_name

@@ -9,7 +9,7 @@ from gbfunc.generation import make_generator, to_serve
 from gbfunc.genome import Noise, check_genome, check_noise, check_plan
 from gbfunc.layers.install import install_served
 from gbfunc.plan import DTYPES, Plan
-from gbfunc.pnet import with_weights
+from gbfunc.pnet.describe import with_weights
 from gbfunc.trees import flat_genome
 from gbfunc.types import GenomeLike
 

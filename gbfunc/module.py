@@ -23,7 +23,7 @@ from gbfunc.genome import Noise, check_genome, check_plan, init_genome, sample_n
 from gbfunc.layers.forms import Weight, now, unseen_by_checkpoints
 from gbfunc.layers.install import blank_layer, install
 from gbfunc.plan import Plan
-from gbfunc.pnet import copy_with, keep_statistics, named_tensors, without_sparse
+from gbfunc.pnet.describe import copy_with, keep_statistics, named_tensors, without_sparse
 from gbfunc.storage.hub import load_pretrained, push_pretrained, save_pretrained
 from gbfunc.trees import DIRECT, GNET
 from gbfunc.types import Genome, GenomeLike, Lazy, Params

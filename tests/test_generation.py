@@ -21,7 +21,7 @@ import gbfunc as gb
 from gbfunc.generation import generate_piece
 from gbfunc.hypernets import Hypernet
 from gbfunc.layers import KINDS
-from gbfunc.pnet import PureNet
+from gbfunc.pnet.pure import PureNet
 from tests.support import oracles
 from tests.support.strategies import ALL_EXAMPLES, convnets, mlps, named
 from tests.support.trees_equal import copy_tree, photograph, same_bits

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations as new
 
 from gbfunc.layers import KINDS, layer_kind
-from gbfunc.pnet import parameter_infos
+from gbfunc.pnet.describe import parameter_infos
 from tests.support import oracles
 from tests.support.strategies import Conv1D, LayerCase, layers
 

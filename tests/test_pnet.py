@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import gbfunc as gb
-from gbfunc.pnet import PureNet, buffers_of, check_pnet, eval_mode_warning, parameter_infos, with_weights
+from gbfunc.pnet.describe import buffers_of, check_pnet, eval_mode_warning, parameter_infos, with_weights
+from gbfunc.pnet.pure import PureNet
 from tests.support.trees_equal import copy_tree, photograph, same_bits
 from tests.support.zoo import BUFFERS_ONLY, ZOO, Animal, dtype_of, loss_fn, mlp
 

@@ -26,7 +26,7 @@ from gbfunc.cli.output import open_folder
 from gbfunc.lab.bench.memory import peak_resident
 from gbfunc.lab.bench.report import describe
 from gbfunc.parallel import Mesh, ScheduleCosts, gather_objects, make_schedule, simulate
-from gbfunc.pnet import skeleton_of
+from gbfunc.pnet.describe import skeleton_of
 from gbfunc.tasks import Task
 from gbfunc.tasks.base import LossFn
 from gbfunc.tasks.training import Trainer

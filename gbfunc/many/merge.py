@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gbfunc.generation import make_generator
 from gbfunc.genome import check_genome, check_plan
 from gbfunc.plan import DTYPES, Plan
-from gbfunc.pnet import named_tensors, with_weights
+from gbfunc.pnet.describe import named_tensors, with_weights
 from gbfunc.trees import differentiable, flat_genome
 from gbfunc.types import GenomeLike, Params
 

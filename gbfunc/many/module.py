@@ -24,7 +24,8 @@ from gbfunc.layers.forms import WeightForm
 from gbfunc.many.merge import check_genomes
 from gbfunc.many.row_wise import PLAIN, RowWise, prepare
 from gbfunc.plan import Plan
-from gbfunc.pnet import PureNet, skeleton_of
+from gbfunc.pnet.describe import skeleton_of
+from gbfunc.pnet.pure import PureNet
 from gbfunc.trees import differentiable, flat_genome, tree_leaves, tree_map
 from gbfunc.types import GenomeLike, Params
 

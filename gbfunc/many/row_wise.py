@@ -15,7 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gbfunc.layers.attention import attention_forward
 from gbfunc.layers.forms import WeightForm
 from gbfunc.layers.install import layer_form
-from gbfunc.pnet import PureNet, buffers_of, parameter_infos
+from gbfunc.pnet.describe import buffers_of, parameter_infos
+from gbfunc.pnet.pure import PureNet
 from gbfunc.trees import tree_leaves, tree_map
 from gbfunc.types import Params
 

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from gbfunc.layers.install import layer_form
-from gbfunc.pnet import copy_of, skeleton_of
+from gbfunc.pnet.describe import copy_of, skeleton_of
 from gbfunc.trees import tree_leaves, tree_map
 
 _ATEN = torch.ops.aten

@@ -23,7 +23,7 @@ from gbfunc.parallel.activations import MOVES, Activation, Move, Wire
 from gbfunc.parallel.collectives import Sizes, sent_bytes
 from gbfunc.parallel.tensor import TensorParallel
 from gbfunc.plan import DTYPES, Plan, TensorPlan
-from gbfunc.pnet import PureNet
+from gbfunc.pnet.pure import PureNet
 from gbfunc.trees import tree_leaves
 
 RunLoss = Callable[[Callable[..., Any], Any], Any]

@@ -37,7 +37,7 @@ from gbfunc.parallel.activations import Wire, chunk_sizes, scale_gradient
 from gbfunc.parallel.collectives import Sizes, gather_objects
 from gbfunc.parallel.mesh import Mesh
 from gbfunc.parallel.tensor_layers import Split, install_layer
-from gbfunc.pnet import skeleton_of
+from gbfunc.pnet.describe import skeleton_of
 from gbfunc.tiling import Piece
 from gbfunc.types import Params
 

@@ -27,7 +27,7 @@ from gbfunc.plan.budget import Unit, allocate, spend
 from gbfunc.plan.select import Candidate, Rule, check_targets, choose
 from gbfunc.plan.slots import BufferPlan, Slot, TensorPlan, check_stored
 from gbfunc.plan.spec import Plan
-from gbfunc.pnet import buffers_of, check_pnet
+from gbfunc.pnet.describe import buffers_of, check_pnet
 from gbfunc.tiling import MaxTile, check_max_tile
 from gbfunc.types import MatrixDims, dtype_name
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gbfunc.hypernets import Hypernet
 from gbfunc.layers import KINDS, LayerKind, layer_kind
 from gbfunc.plan.slots import TensorPlan
-from gbfunc.pnet import ParameterInfo, parameter_infos
+from gbfunc.pnet.describe import ParameterInfo, parameter_infos
 from gbfunc.types import dtype_name
 
 Rule = tuple[str, Hypernet | None]

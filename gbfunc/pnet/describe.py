@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from itertools import combinations
@@ -27,16 +26,16 @@ _WRAPPERS = {
 }
 _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked", "_u", "_v", "weight_u", "weight_v"})
 """Buffers that layers update in training mode: those of batch norm and of spectral norm, old and new."""
-_REGISTERED = frozenset({"_parameters", "_buffers", "_modules", "_flat_weights"})
-"""Attributes of a module in which its registered tensors stand; recurrent layers refresh `_flat_weights` themselves."""
+_OWN = frozenset({*vars(nn.Module()), "_flat_weights"})
+"""Attributes in which modules register tensors; recurrent layers refresh `_flat_weights` themselves."""
 _DEPTH = 4
-"""Containers inside of containers that the scan of attributes opens."""
+"""Nesting of the containers that the scan of attributes opens."""
 
 
 class ParameterInfo(NamedTuple):
-    """A parameter of a p-net by its first name, its `aliases` where it is tied, and its name in its layer `module`.
+    """A parameter of a p-net: its first name, other names (`aliases`) if it is tied, its layer and its name there.
 
-    The layer of a parametrised weight is the one that uses it, not the list of parametrisations.
+    The layer of a parametrised weight is the layer that uses the weight.
     """
 
     name: str
@@ -51,15 +50,14 @@ def check_pnet(pnet: nn.Module) -> None:
 
     Raises:
         TypeError: if `pnet` is not an `nn.Module`.
-        ValueError: for a wrapped (DDP, FSDP, compiled, scripted) or uninitialised (lazy) p-net, a parameter or buffer
-            of an unsupported layout, a parameter that shares memory with another tensor of the p-net, and a hook on a
-            parameter. The message names the cure.
+        ValueError: for a wrapped, scripted, compiled or lazy p-net, an unsupported layout of a tensor, a parameter that
+            shares memory with another tensor or an attribute, and a hook on a parameter. The message names the cure.
     """
     if not isinstance(pnet, nn.Module):
         raise TypeError(f"the p-net must be an nn.Module, got {type(pnet).__name__}")
     for name, module in pnet.named_modules():
         for base in (cls.__name__ for cls in type(module).__mro__ if cls.__name__ in _WRAPPERS):
-            # A script without tensors is as good as any function.
+            # A script without tensors is an ordinary function.
             if base != "ScriptModule" or any(True for _ in (*module.parameters(), *module.buffers())):
                 where = f" at {name!r}" if name else ""
                 raise ValueError(f"the p-net is wrapped in {base}{where}: {_WRAPPERS[base]}")
@@ -90,15 +88,16 @@ def check_pnet(pnet: nn.Module) -> None:
 
 
 def _check_attributes(pnet: nn.Module) -> None:
-    memory = {_address(x): name for name, x in named_tensors(pnet) if isinstance(x, nn.Parameter)}
+    parameters = [(name, x) for name, x in named_tensors(pnet, ties=True) if isinstance(x, nn.Parameter)]
+    memory = {_address(x): name for name, x in reversed(parameters)}
     memory.pop(0, None)
+    # The older weight and spectral norm compute the attribute in each forward.
+    computed = {name.rpartition("_")[0] for name, _ in parameters if name.endswith(("_orig", "_v"))}
     for path, module in pnet.named_modules():
-        # The older weight and spectral norm make the attribute anew in each forward.
-        made = {key.rpartition("_")[0] for key in module._parameters if key.endswith(("_orig", "_v"))}
         for key, value in vars(module).items():
-            for x in _arrays_in(value, _DEPTH) if key not in _REGISTERED | made else ():
+            attribute = f"{path}.{key}".lstrip(".")
+            for x in () if key in _OWN or attribute in computed else _arrays_in(value, _DEPTH):
                 if name := memory.get(_address(x)):
-                    attribute = f"{path}.{key}".lstrip(".")
                     raise ValueError(
                         f"the attribute {attribute!r} of the p-net shares memory with its parameter {name!r}, where "
                         f"generated weights never stand: read self.{name} in the forward, or keep a copy"
@@ -114,7 +113,7 @@ def _arrays_in(value: Any, depth: int) -> Iterator[Tensor | np.ndarray]:
 
 
 def _address(x: Tensor | np.ndarray) -> int:
-    """The address of the memory that a tensor, or the array that owns the memory, begins at; 0 where there is none."""
+    """The address of the memory that holds a tensor or array; 0 without memory."""
     if isinstance(x, np.ndarray):
         while isinstance(x.base, np.ndarray):
             x = x.base
@@ -126,12 +125,11 @@ def _address(x: Tensor | np.ndarray) -> int:
 
 
 def in_one_memory(pnet: nn.Module) -> list[tuple[tuple[str, Tensor], tuple[str, Tensor]]]:
-    """Pairs of parameters and buffers, with their names, that have entries in the same place."""
+    """Pairs of named parameters and buffers that overlap in memory."""
     places: dict[int, list[tuple[str, Tensor]]] = {}
     for name, tensor in named_tensors(pnet):
-        # Meta tensors have no address: their storage is named by its object.
-        place = _address(tensor) or (tensor.untyped_storage()._cdata if tensor.is_meta else 0)
-        if place:
+        # Meta tensors have no address, but tensors that share a storage share its object.
+        if place := _address(tensor) or (id(tensor.untyped_storage()) if tensor.is_meta else 0):
             places.setdefault(place, []).append((name, tensor))
     pairs = (pair for named in places.values() for pair in combinations(named, 2))
     return [(a, b) for a, b in pairs if _overlap(a[1], b[1])]
@@ -140,26 +138,20 @@ def in_one_memory(pnet: nn.Module) -> list[tuple[tuple[str, Tensor], tuple[str, 
 def _overlap(x: Tensor, y: Tensor) -> bool:
     if x.dtype != y.dtype or not x.numel() or not y.numel():
         return bool(x.numel() and y.numel())
-    (first, end), (other_first, other_end) = map(_extent, (x, y))
-    if end <= other_first or other_end <= first:
+    steps = [sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) for t in (x, y)]
+    a, b = int(x.storage_offset()), int(y.storage_offset())
+    if a + steps[0] < b or b + steps[1] < a:
         return False
-    places = torch.arange(max(end, other_end), device="cpu")
+    places = torch.arange(max(a + steps[0], b + steps[1]) + 1, device="cpu")
     taken = (places.as_strided(t.shape, t.stride(), t.storage_offset()).flatten() for t in (x, y))
     return bool(torch.isin(*taken).any())
 
 
-def _extent(x: Tensor) -> tuple[int, int]:
-    """The first place of a tensor in its storage, and that after the last."""
-    steps = ((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    first = int(x.storage_offset())
-    return first, first + int(sum(steps)) + 1
-
-
 def eval_mode_warning(pnet: nn.Module) -> str | None:
-    """What to tell a user who trains a p-net in eval mode; None where some module, or none at all, is in training mode.
+    """A warning where every layer that acts differently in training is in eval mode; otherwise None.
 
-    Only modules count that act otherwise in training: dropout with a rate above 0, and norms with running statistics.
-    A p-net of which some are in eval mode (frozen batch norms) is so on purpose.
+    Such layers are dropout with a rate above 0 and norms with running statistics. A p-net with only some of them in
+    eval mode (frozen batch norms) gets no warning.
 
     >>> eval_mode_warning(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)).eval())
     'the p-net is in eval mode and trains without Dropout (1): call pnet.train() before make_train_step ...'
@@ -180,9 +172,9 @@ def _trains_otherwise(module: nn.Module) -> bool:
 
 
 def named_tensors(net: nn.Module, *, ties: bool = False) -> list[tuple[str, Tensor]]:
-    """Return parameters, then buffers, by name; with `ties` under each of their names."""
-    every = not ties
-    return [*net.named_parameters(remove_duplicate=every), *net.named_buffers(remove_duplicate=every)]
+    """Parameters, then buffers, by their first names; with `ties`, under all of their names."""
+    each = (net.named_parameters, net.named_buffers)
+    return [pair for named in each for pair in named(remove_duplicate=not ties)]
 
 
 def parameter_infos(pnet: nn.Module) -> list[ParameterInfo]:
@@ -208,25 +200,25 @@ def buffers_of(pnet: nn.Module) -> dict[str, tuple[Tensor, bool]]:
 
 
 def keep_statistics(net: nn.Module, frozen: Collection[str]) -> list[nn.Module]:
-    """Put layers whose statistics are frozen buffers into evaluation mode, so that no forward updates them."""
+    """Put layers whose running statistics are frozen into evaluation mode, and return them."""
     names = (name.rpartition(".") for name in frozen)
     return [net.get_submodule(layer).eval() for layer, _, attribute in names if attribute in _STATISTICS]
 
 
 def without_sparse(net: nn.Module, names: Collection[str]) -> None:
-    """Let the embeddings of these weights give dense gradients: no other can go through what generates a weight."""
+    """Make the embeddings of these weights give dense gradients, which generation can propagate."""
     for name, layer in net.named_modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and f"{name}.weight".lstrip(".") in names:
             layer.sparse = False
 
 
 def skeleton_of(pnet: nn.Module) -> nn.Module:
-    """A copy of the module with every tensor on the meta device; `ValueError` for one that cannot be copied."""
+    """A copy of the module with every tensor on the meta device; ValueError if the module cannot be copied."""
     return copy_with(pnet, lambda name, tensor: torch.empty_like(tensor, device="meta"))
 
 
 def copy_with(pnet: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.Module:
-    """A deep copy in which every parameter and buffer is what `replace(name, tensor)` returns; ties are kept."""
+    """A deep copy with the parameters and buffers that `replace(name, tensor)` returns; ties are kept."""
     memo: dict[int, Any] = {}
     for name, tensor in named_tensors(pnet):
         fresh = replace(name, tensor.detach())
@@ -239,30 +231,24 @@ def copy_with(pnet: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.M
 
 
 def copy_of(pnet: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A deep copy whose weak references to its own parts lead to the copies. `memo` is deepcopy's."""
+    """A deep copy of a module; `memo` is that of `copy.deepcopy`."""
     for module in pnet.modules():
-        # Activations that a forward left behind carry a graph, which deepcopy refuses.
+        # Deepcopy refuses activations that a forward kept, as they carry a graph.
         memo |= {id(x): x.detach() for x in vars(module).values() if isinstance(x, Tensor) and not x.is_leaf}
     net = copy.deepcopy(pnet, memo)
     if same := {*map(id, net.modules())} & {*map(id, pnet.modules())}:
         name = next(name for name, module in pnet.named_modules() if id(module) in same)
         raise ValueError(f"a copy of the p-net has its {name!r} itself (a __deepcopy__ that returns self?)")
-    copies = {id(x): memo.get(id(x)) for x in pnet.modules()}
-    for module in net.modules():
-        for key, value in vars(module).items():
-            there = copies.get(id(value())) if isinstance(value, weakref.ref) else None
-            if there is not None:
-                vars(module)[key] = weakref.ref(there)
     return net
 
 
 def with_weights(pnet: nn.Module, weights: TensorMap, buffers: TensorMap, *, bare: Collection[str] = ()) -> nn.Module:
-    """A copy of the module with copies of these weights and buffers, those in `bare` as they are; ties are kept."""
+    """A copy of the module with these weights and buffers, copied unless named in `bare`; ties are kept."""
     both = {**weights, **buffers}
 
     def copied(name: str, own: Tensor) -> Tensor:
         x = both[name].detach()
-        # Safetensors and FSDP take contiguous tensors alone, and matrices may be generated transposed.
+        # Generated matrices may be transposed, but safetensors and FSDP take only contiguous tensors.
         memory = torch.contiguous_format if own.is_contiguous() else torch.preserve_format
         return x if name in bare else x.clone(memory_format=memory)
 

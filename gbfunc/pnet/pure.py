@@ -46,15 +46,14 @@ class FrozenBase(Protocol):
 class PureNet:
     """A p-net as a pure function: `call(weights, buffers, *args, **kwargs)`.
 
-    Changes of buffers, in place (BatchNorm's running statistics) or by assignment, land in the `buffers` dict that is
-    passed: pass clones. The function keeps the training mode the module has when it is made. Calls from threads take
-    turns.
+    The p-net's changes of buffers, in place or by assignment, change the `buffers` dict that is passed: pass clones.
+    The function keeps the training mode that the module had at construction. Threads take turns.
 
     Args:
-        pnet: the p-net; it is not changed.
-        forms: the weights that are not dense, by name; `weights` then has the inputs of the form, by the form's `keys`.
-        adapt: changes the skeleton further, and returns the parameters that it takes in another shape or kind.
-        frozen: a base whose buffers are not passed. Layers whose statistics they are stay in evaluation mode.
+        pnet: the p-net, which is not changed.
+        forms: the weights that are not dense, by name; `weights` holds the inputs of each form, by the form's `keys`.
+        adapt: changes the skeleton further, and returns the parameters that then have another shape or kind.
+        frozen: a base whose buffers are not passed. Layers with statistics among them stay in evaluation mode.
 
     Attributes:
         skeleton: the copy.
@@ -75,7 +74,7 @@ class PureNet:
             vars(layer)["train"] = lambda mode=True, layer=layer: layer
         specs = {name: TensorSpec(tuple(tensor.shape)) for name, _, tensor, *_ in parameter_infos(pnet)}
         self._buffers = dict.fromkeys((k for k in buffers_of(pnet) if k not in kept), TensorSpec())
-        # A state keeps buffers apart that stand in the memory of another.
+        # A state separates buffers that overlap in the p-net.
         self._apart = {name for pair in in_one_memory(pnet) for name, _ in pair} & self._buffers.keys()
         install(self.skeleton, forms)
         specs |= {name: TensorSpec() for name in adapt(self.skeleton) if name in specs}
@@ -83,22 +82,14 @@ class PureNet:
         self._expected = {k: spec for k, spec in specs.items() if k not in forms}
         self._expected |= {key: TensorSpec() for form in self._forms for key in form.keys}
         self._places = _places(pnet, self.skeleton, forms)
-        self._holders = {
-            name: (holder, key) for name, holder, key, _ in reversed(self._places) if name in self._buffers
-        }
+        self._holders = {name: (holder, key) for name, holder, key, _ in reversed(self._places)}
         self._modules, self._modes = list(self.skeleton.modules()), None
         self._lock, self._checked = threading.RLock(), False
 
     @property
     def dense_reads(self) -> dict[str, int]:
-        """How often the p-net has read weights as dense tensors, of those that are not: by name."""
+        """How often the p-net has read each weight that is not dense as a dense tensor, by name."""
         return {form.name: form.reads for form in self._forms if form.reads}
-
-    @property
-    def formed(self) -> Params:
-        """The weights that the call that goes on has formed, by name, of those that are not dense."""
-        weights = dict(zip((name for name, *_ in self._places), self._values(), strict=True))
-        return {k: w.formed for k, w in weights.items() if isinstance(w, Weight) and w.formed is not None}
 
     def check(self, weights: TensorMap, buffers: TensorMap) -> None:
         """Raise `ValueError` for a missing, misspelt or misshapen tensor."""
@@ -107,18 +98,18 @@ class PureNet:
 
     def __call__(self, weights: TensorMap, buffers: Params, /, *args: Any, **kwargs: Any) -> Any:
         """The p-net's output; raises `ValueError` at the first call if the tensors do not fit the p-net."""
-        return self.run(weights, buffers, _call, *args, **kwargs)
+        return self.run(weights, buffers, lambda net, *args, **kwargs: net(*args, **kwargs), *args, **kwargs)
 
     def run(
         self, weights: TensorMap, buffers: Params, function: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        """`function(net, *args, **kwargs)`, where `net` is the p-net with these tensors in place.
+        """Call `function(net, *args, **kwargs)`, where `net` is the p-net with these tensors.
 
         Outside of `kept`, the tensors leave the p-net when the function returns.
 
         Raises:
             ValueError: at the first call if the tensors do not fit the p-net; if the p-net changes a tensor of its
-                frozen base, or a buffer in the memory of another one.
+                frozen base, or a buffer that overlaps another one.
         """
         if torch.compiler.is_dynamo_compiling():
             return self._on(weights, buffers, function, args, kwargs)
@@ -140,7 +131,7 @@ class PureNet:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Leave the tensors of the last call in place until the end, for checkpoints that call parts in backward."""
+        """Keep the tensors of the last call in place, for checkpoints that call parts of the p-net in backward."""
         with self._lock:
             before, outer = self._values(), self._modes
             self._modes = [module.training for module in self._modules]
@@ -151,31 +142,20 @@ class PureNet:
                 self._set_modes(self._modes)
                 self._modes = outer
 
-    def _on(
-        self,
-        weights: TensorMap,
-        buffers: Params,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _on(self, weights: TensorMap, buffers: Params, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         tensors: dict[str, Any] = {**weights, **buffers}
         if self._frozen is not None:
             tensors.update(self._frozen.on(next(iter(weights.values())).device)[1])
         for form in self._forms:
             tensors[form.name] = Weight(form, form.taken(weights))
-        # What torch.func.functional_call does, which looks for each place anew at every call.
+        # As torch.func.functional_call, which looks up each place at every call.
         before, modes = self._values(), self._modes
-        if modes is None:
-            modes = [module.training for module in self._modules]
-        else:
-            self._set_modes(modes)
+        self._set_modes(modes := modes or [module.training for module in self._modules])
         try:
             self._set([tensors[name] for name, *_ in self._places])
             return function(self.skeleton, *args, **kwargs)
         finally:
             for name in buffers:
-                # What the module has assigned.
                 holder, key = self._holders[name]
                 buffers[name] = holder[key]
                 if self._modes is not None:
@@ -206,19 +186,15 @@ class PureNet:
                 module.training = training
 
 
-def _call(net: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return net(*args, **kwargs)
-
-
 def _places(pnet: nn.Module, skeleton: nn.Module, forms: Mapping[str, WeightForm]) -> list[tuple[str, Any, str, bool]]:
-    """Where a skeleton keeps each tensor: its first name, a dict and the key in it, or a layer and its attribute."""
+    """Where a skeleton keeps each tensor: its first name, a dict with a key or a layer with an attribute, and which."""
     first: dict[int, str] = {}
     places, seen = [], set[tuple[int, str]]()
     for name, tensor in named_tensors(pnet, ties=True):
         original = first.setdefault(id(tensor), name)
         path, _, key = name.rpartition(".")
         module = skeleton.get_submodule(path)
-        # A module that stands in two places has its tensors twice.
+        # A shared module lists its tensors under each of its names.
         if (id(module), key) in seen:
             continue
         seen.add((id(module), key))

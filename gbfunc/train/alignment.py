@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from gbfunc.generation import generate
 from gbfunc.genome import check_genome, check_plan
 from gbfunc.plan import Plan
-from gbfunc.pnet import PureNet, parameter_infos
+from gbfunc.pnet.describe import parameter_infos
+from gbfunc.pnet.pure import PureNet
 from gbfunc.train.gradients import LossFn, loss_and_aux, noise_of, seeded
 from gbfunc.train.step import TrainState, step_seed
 from gbfunc.trees import flat_genome

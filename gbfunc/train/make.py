@@ -14,7 +14,7 @@ from gbfunc.formats import Steps, check_steps
 from gbfunc.genome import check_plan
 from gbfunc.parallel import Mesh, check_equal, make_layout, text_of
 from gbfunc.plan import Plan
-from gbfunc.pnet import eval_mode_warning
+from gbfunc.pnet.describe import eval_mode_warning
 from gbfunc.train.gradients import LossFn, make_objective
 from gbfunc.train.local import LocalTrainStep
 from gbfunc.train.optimizers import Optimizer

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gbfunc.formats import Steps, Stored, as_stored, check_steps
 from gbfunc.genome import check_genome, check_seed, init_genome
 from gbfunc.parallel import Layout, Placement, Rows, from_rank_0, gather_state, shard_state
-from gbfunc.pnet import parameter_infos
+from gbfunc.pnet.describe import parameter_infos
 from gbfunc.train.gradients import Objective
 from gbfunc.train.optimizers import Optimizer, OptState, where_each
 from gbfunc.train.options import StepOptions

@@ -30,7 +30,8 @@ from gbfunc.lab.compare import base
 from gbfunc.lab.compare.base import BudgetTooSmall, Problem, Settings, Trained
 from gbfunc.lab.compare.nets import Dense
 from gbfunc.lab.compare.subspace import Subspace
-from gbfunc.pnet import PureNet, buffers_of, parameter_infos
+from gbfunc.pnet.describe import buffers_of, parameter_infos
+from gbfunc.pnet.pure import PureNet
 from gbfunc.tasks import Net, Task
 from gbfunc.tasks.pnets import PNet, mlp
 from gbfunc.types import Params

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from gbfunc.layers.factored import FactoredWeight
 from gbfunc.layers.forms import WeightForm
 from gbfunc.layers.recomputed import RecomputedWeight
-from gbfunc.pnet import PureNet, parameter_infos
+from gbfunc.pnet.describe import parameter_infos
+from gbfunc.pnet.pure import PureNet
 from gbfunc.tiling import TileGrid
 
 KINDS = ("factored", "recomputed")

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gbfunc.pnet import PureNet, buffers_of, parameter_infos, with_weights
+from gbfunc.pnet.describe import buffers_of, parameter_infos, with_weights
+from gbfunc.pnet.pure import PureNet
 from gbfunc.tasks import Net, Recipe, Task
 from gbfunc.tasks.pnets import PNet, find_pnet
 from gbfunc.tasks.pnets.base import n_params

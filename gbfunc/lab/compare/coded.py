@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from gbfunc.extras import import_extra
 from gbfunc.lab.compare import base
-from gbfunc.pnet import parameter_infos
+from gbfunc.pnet.describe import parameter_infos
 from gbfunc.types import Params
 
 VECTOR_BITS = 8

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gbfunc.lab.compare import base
 from gbfunc.lab.compare.base import BudgetTooSmall, Problem, Settings, Trained, grid
-from gbfunc.pnet import parameter_infos
+from gbfunc.pnet.describe import parameter_infos
 from gbfunc.tasks import Net, Task
 from gbfunc.tasks.pnets.base import n_params
 from gbfunc.types import Params

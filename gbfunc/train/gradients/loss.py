@@ -20,7 +20,8 @@ from gbfunc.genome import Noise, sample_noise
 from gbfunc.layers.forms import outside_autocast
 from gbfunc.parallel import Layout
 from gbfunc.plan import Plan
-from gbfunc.pnet import PureNet, without_sparse
+from gbfunc.pnet.describe import without_sparse
+from gbfunc.pnet.pure import PureNet
 from gbfunc.tiling import Piece
 from gbfunc.train.options import StepOptions
 from gbfunc.trees import DIRECT, differentiable, holds_tensors, tree_map
