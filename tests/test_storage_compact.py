@@ -110,7 +110,7 @@ NO_JSON = [{1, 2}, float("nan"), [torch.ones(1)], b"x", {"a": float("inf")}, [{1
 
 @pytest.mark.parametrize("dtype", [None, "int8"])
 def test_metadata_that_is_not_read_is_not_written(dtype: str | None, genuine: Genuine, tmp_path: Path) -> None:
-    long: list[Any] = [([{}] * 70_000, "over 65,536 dicts"), ("x" * (4 << 20), "longer than 4,194,304 bytes")]
+    long: list[Any] = [([{}] * 70_000, "70,01. dicts as JSON"), ("x" * (4 << 20), "bytes or more as JSON")]
     for value, words in [*((value, "metadata must be JSON: ") for value in NO_JSON), *long]:
         with pytest.raises(ValueError, match=words):
             gb.save(tmp_path / "g", genuine.plan, genuine.genome, dtype, metadata=value)
@@ -146,7 +146,7 @@ def test_bodies_that_are_none(genuine: Genuine, body: bytes, tmp_path: Path) -> 
         b"\x26" + body[1:]: ends,
         b"\x16" + body[1:]: "bytes of codes are not those of",
         body[:50]: "its plan cannot be unpacked: it is cut short",
-        b"\x36" + bomb: "longer than 4,194,304 bytes as JSON",
+        b"\x36" + bomb: "4,194,305 bytes or more as JSON",
         b"\x36" + b"\x01\x02\x00\xfd\xff{}" + rest: "not a plan",
         b"\x36" + plan: "declares g-nets of more parameters than the 0 ",
         b"\x36" + plan + rest[:20]: "it holds 20 bytes of numbers, expected 64 or more",

@@ -20,13 +20,12 @@ from gbfunc.types import DTYPES, JSON, Params, TensorMap, dtype_name
 
 FORMAT = "gbfunc-genome-2"
 
-# Limits of what is read: a few kB of zeros, unpacked, fill any memory; an empty dict or list, three characters of JSON,
-# takes 64 bytes; a leaf, even of one number, takes 20 us.
-MAX_PLAN_BYTES, _MAX_DICTS, _MAX_LISTS = 4 << 20, 1 << 16, 1 << 18
-_MAX_PACKED = MAX_PLAN_BYTES // 2
-MAX_HEADER_BYTES = _MAX_PACKED + (1 << 12)
-MAX_LEAVES = 1 << 15
-_MAX_TENSORS, _MAX_DIMS, _MAX_LAYERS = 1 << 14, 64, 256
+_FILES = files("gbfunc.formats")
+SCHEMA: JSON = json.loads(_FILES.joinpath("schema.json").read_text("ascii"))
+"""JSON Schema (draft 7) of the document in a file, with the limits of all readers: this package's and a page's."""
+# A few kB of zeros, unpacked, fill any memory; an empty dict or list, three characters of JSON, takes 64 bytes; a leaf,
+# even of one number, takes 20 us.
+LIMITS: dict[str, int] = SCHEMA["limits"]
 
 # Names of the dtypes in safetensors
 _CODES = dict(zip(DTYPES, ("I64", "F64", "C64", "F32", "I32", "BF16", "F16", "I16", "I8", "U8", "BOOL"), strict=True))
@@ -34,8 +33,7 @@ _CODES = dict(zip(DTYPES, ("I64", "F64", "C64", "F32", "I32", "BF16", "F16", "I1
 
 def stored_leaves(leaves: TensorMap, dtype: str | None, narrow: bool = True) -> Params:
     """The leaves that a file stores without codes, each in its dtype there; ValueError for too many leaves."""
-    if len(leaves) > MAX_LEAVES:
-        raise ValueError(f"the genome has {len(leaves):,} leaves; a file holds at most {MAX_LEAVES:,}")
+    check_most("the genome", len(leaves), "leaves", "mostLeaves")
     dtypes = {name: stored_dtype(name, x, dtype, narrow) for name, x in leaves.items()}
     return {name: x.to(dtypes[name]) for name, x in leaves.items() if dtypes[name] is not None}
 
@@ -68,7 +66,7 @@ def file_header(plan_json: str, leaves: TensorMap, stored: TensorMap, digest: st
     return len(text).to_bytes(8, "little") + text
 
 
-_WORDS, _BEFORE, _AFTER, *_DOCUMENTS = files("gbfunc.formats").joinpath("words.txt").read_text("ascii").splitlines()
+_WORDS, _BEFORE, _AFTER, *_DOCUMENTS = _FILES.joinpath("words.txt").read_text("ascii").splitlines()
 WORDS = _WORDS.encode()
 """Frequent text of plans, which packed plans of safetensors files refer to."""
 DOCUMENTS = (_BEFORE + _WORDS + _AFTER + "\n".join(_DOCUMENTS)).encode()
@@ -87,7 +85,7 @@ def pack_plan(text: str) -> str:
 
 
 def unpack_plan(packed: str) -> str:
-    """Undo `pack_plan`; `ValueError` for anything else, before more than `MAX_PLAN_BYTES` are unpacked."""
+    """Undo `pack_plan`; `ValueError` for anything else, before more than a file may hold is unpacked."""
     try:
         data = base64.b85decode(packed)
         # An incomplete last group decodes to less than it says.
@@ -124,7 +122,7 @@ def _compressed(text: str, wbits: int, words: bytes) -> bytes:
 
 def _decompressed(data: bytes, wbits: int, words: bytes) -> tuple[str, int]:
     unpacker = zlib.decompressobj(wbits, zdict=words)
-    text = unpacker.decompress(data, MAX_PLAN_BYTES + 1)
+    text = unpacker.decompress(data, LIMITS["mostPlan"] + 1)
     _check_size(text)
     if not unpacker.eof:
         raise ValueError("it is cut short")
@@ -132,16 +130,20 @@ def _decompressed(data: bytes, wbits: int, words: bytes) -> tuple[str, int]:
 
 
 def _checked(packed: bytes) -> bytes:
-    if len(packed) > _MAX_PACKED:
-        raise ValueError(f"the plan has {len(packed):,} bytes when packed; a file holds at most {_MAX_PACKED:,}")
+    check_most("the plan", len(packed), "bytes when packed", "mostPacked")
     return packed
 
 
+def check_most(owner: str, count: int, what: str, limit: str) -> None:
+    """Raise `ValueError` for more of something than a limit of the format."""
+    if count > LIMITS[limit]:
+        raise ValueError(f"{owner} has {count:,} {what}; a file holds at most {LIMITS[limit]:,}")
+
+
 def _check_size(data: bytes) -> None:
-    if len(data) > MAX_PLAN_BYTES:
-        raise ValueError(f"the plan is longer than {MAX_PLAN_BYTES:,} bytes as JSON, the most that a file holds")
-    if data.count(b"{") > _MAX_DICTS or data.count(b"[") > _MAX_LISTS:
-        raise ValueError(f"the plan has over {_MAX_DICTS:,} dicts or {_MAX_LISTS:,} lists as JSON")
+    check_most("the plan", len(data), "bytes or more as JSON", "mostPlan")
+    for mark, what in (b"{", "Dicts"), (b"[", "Lists"), (b",", "Commas"):
+        check_most("the plan", data.count(mark), f"{what.lower()} as JSON", f"most{what}")
 
 
 def check_limits(data: JSON) -> None:
@@ -149,12 +151,9 @@ def check_limits(data: JSON) -> None:
     tensors, buffers, hypernets = data["tensors"], data.get("buffers", []), data["hypernets"]
     shapes = [t["shape"] for t in tensors] + [b[1] for b in buffers]
     options = [value for h in hypernets for value in h.values() if isinstance(value, list)]
-    for what, count, most in (
-        ("names of tensors", len(shapes) + sum(len(t.get("aliases", [])) for t in tensors), _MAX_TENSORS),
-        ("hypernetworks", len(hypernets), _MAX_TENSORS),
-        ("encodings", len(data["encodings"]), _MAX_TENSORS),
-        ("dimensions in a shape", max(map(len, shapes), default=0), _MAX_DIMS),
-        ("layers in a g-net", max(map(len, options), default=0), _MAX_LAYERS),
-    ):
-        if count > most:
-            raise ValueError(f"the plan has {count:,} {what}; a file holds at most {most:,}")
+    names = len(shapes) + sum(len(t.get("aliases", [])) for t in tensors)
+    check_most("the plan", names, "names of tensors", "mostTensors")
+    check_most("the plan", len(hypernets), "hypernetworks", "mostTensors")
+    check_most("the plan", len(data["encodings"]), "encodings", "mostTensors")
+    check_most("the plan", max(map(len, shapes), default=0), "dimensions in a shape", "mostDims")
+    check_most("the plan", max(map(len, options), default=0), "layers in a g-net", "mostLayers")

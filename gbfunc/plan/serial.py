@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from gbfunc import encoding, hypernets
 from gbfunc.base import Base
 from gbfunc.encoding import Encoding, encoding_from_json
-from gbfunc.formats.layout import check_limits
+from gbfunc.formats.layout import LIMITS, check_limits, check_most
 from gbfunc.hypernets import Hypernet, from_module, hypernet_from_json
 from gbfunc.plan.slots import BufferPlan, Slot, TensorPlan
 from gbfunc.tiling import TileGrid
@@ -18,7 +18,6 @@ from gbfunc.types import DTYPES, JSON
 
 VERSION = 2
 _USUAL_KINDS = {1: "vector", 2: "linear", 4: "conv"}  # By the number of dimensions: such kinds are left out
-_MAX_TILES = 1 << 24
 C = TypeVar("C", bound=type[Hypernet] | type[Encoding])
 
 
@@ -121,8 +120,7 @@ def plan_from_json(
         base = _base(*data["base"]) if "base" in data else None
     except (KeyError, TypeError, IndexError, AttributeError, RecursionError, OverflowError) as error:
         raise ValueError(f"not a plan: {type(error).__name__}: {error}") from error
-    if (tiles := sum(s.grid.n_tiles for t in tensors for s in t.slots)) > _MAX_TILES:
-        raise ValueError(f"the plan declares {tiles} tiles; at most {_MAX_TILES:,} are read")
+    check_most("the plan", sum(s.grid.n_tiles for t in tensors for s in t.slots), "tiles", "mostTiles")
     return tensors, buffers, target, base
 
 
@@ -134,7 +132,7 @@ def _text(value: Any) -> str:
 
 def _shape(value: Any) -> tuple[int, ...]:
     shape = tuple(value)
-    if any(isinstance(n, bool) or not isinstance(n, int) or not 0 <= n < 1 << 63 for n in shape):
+    if any(type(n) is not int or not 0 <= n <= LIMITS["mostSide"] for n in shape):
         raise TypeError(f"expected a shape, got {value!r}")
     return shape
 
@@ -156,7 +154,9 @@ def _tensor(entry: JSON, hypernets: list[Hypernet], encodings: list[Encoding]) -
     name, shape, dtype = _text(entry["name"]), _shape(entry["shape"]), entry.get("dtype", "float32")
     kind = entry.get("kind", _USUAL_KINDS.get(len(shape)))
     bare = TensorPlan(name, shape, dtype, kind, aliases=aliases, note=note)
-    base = entry.get("base", False) is True
+    base = entry.get("base", False)
+    if type(base) is not bool:
+        raise TypeError(f"expected true or false, got {base!r}")
     slots, matrices = [], bare.matrices if "slots" in entry else ()
     for values, matrix in zip(entry.get("slots", ()), matrices, strict=True):
         usual: list[Any] = [0.0, "", matrix.rows, matrix.cols]

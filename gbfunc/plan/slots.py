@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gbfunc.encoding import Encoding
+from gbfunc.formats.layout import LIMITS
 from gbfunc.hypernets import Hypernet, ensemble_params
 from gbfunc.layers import KINDS
 from gbfunc.layers.factored import DeltaWeight, FactoredWeight
@@ -57,8 +58,9 @@ class Slot:
             code.check(length)
             if code.local:
                 code.check(tile)
-        if not (math.isfinite(self.scale) and math.isfinite(self.offset)):
-            raise ValueError(f"scale and offset must be finite, got {self.scale} and {self.offset}")
+        most = LIMITS["mostScale"]
+        if not (abs(self.scale) <= most and abs(self.offset) <= most):
+            raise ValueError(f"scale and offset must be at most {most:g}, got {self.scale} and {self.offset}")
         if self.hypernet.size is None:
             raise ValueError(f"a slot's hypernetwork must have a size, got {self.hypernet}")
 

@@ -24,8 +24,7 @@ from gbfunc.formats import AUTO, STORED_DTYPES, Steps, Stored, check_steps, comp
 from gbfunc.formats.compact import Compact
 from gbfunc.formats.layout import (
     FORMAT,
-    MAX_HEADER_BYTES,
-    MAX_LEAVES,
+    check_most,
     file_header,
     names_by_dtype,
     stored_leaves,
@@ -162,8 +161,7 @@ def _open(path: Path) -> Compact | _Plain:
         start = file.read(8)
         if start.startswith(compact.MAGIC):
             return Compact.parse(start + file.read())
-        if (size := int.from_bytes(start, "little")) > MAX_HEADER_BYTES:
-            raise ValueError(f"its header has {size:,} bytes, over the limit of {MAX_HEADER_BYTES:,}")
+        check_most("its header", int.from_bytes(start, "little"), "bytes", "mostHeader")
     with safe_open(path, framework="pt", device="cpu") as file:
         metadata = file.metadata() or {}
         # Copies: what safetensors returns is the mapped file, which others may change.
@@ -226,8 +224,7 @@ def _check_sizes(plan: Plan, limit: int, numbers: int) -> None:
         needed, leaves = needed + e.n_tiles * sum(sizes), leaves + len(sizes)
         if needed > numbers:
             raise ValueError(f"it declares g-nets of more parameters than the {numbers:,} of their dtype that it holds")
-        if leaves > MAX_LEAVES:
-            raise ValueError(f"it declares {leaves:,} leaves or more; a file holds at most {MAX_LEAVES:,}")
+        check_most("its plan", leaves, "leaves or more", "mostLeaves")
 
 
 def _check_range(name: str, size: Tensor, stored: Tensor) -> None:
