@@ -1,15 +1,14 @@
-"""Checks that ranks agree: hashes are compared, and texts are exchanged only to say in words what differs in them."""
+"""Checks that ranks agree: ranks compare hashes, and exchange texts only to report what differs."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
 from numbers import Number
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,12 +17,11 @@ from torch import Tensor
 from gbfunc.parallel.collectives import all_gather, gather_objects
 from gbfunc.parallel.mesh import AxisName, Mesh
 
-_MOST = 5  # Values that an error shows of two texts that differ
-_ABSENT = "(nothing)"
+_MOST = 5  # Differences that an error shows
 
 
 def check_equal(mesh: Mesh, named: Mapping[str, Tensor | str], what: str, axis: AxisName = "world") -> None:
-    """Compares tensors or texts of the same names between the ranks of an axis, which all call.
+    """Compares tensors or texts of the same names between the ranks of an axis; all of these ranks must call.
 
     Raises:
         ValueError: on every rank, with the ranks that differ from the first, the names, and both values of texts.
@@ -59,59 +57,45 @@ def hash_of(x: Tensor | str) -> int:
 def text_of(options: Any) -> str:
     """Returns options as JSON, equal in all processes with equal options, for `check_equal`.
 
-    Dataclasses, NamedTuples, mappings, sequences and styles of tensor parallelism are written out; functions as their
-    name and closure; tensors as their hash; anything else as its class, as its text may hold an address or a device.
+    Dataclasses, mappings, sequences, partial functions and styles of tensor parallelism are written out. Tensors become
+    their hash, functions their name, and other objects their class, since a text may hold an address or a device.
 
     >>> text_of({"clip_norm": 0.5, "amp": torch.bfloat16, "classes": [torch.nn.Linear]})
     '{"amp": "torch.bfloat16", "classes": ["torch.nn.modules.linear.Linear"], "clip_norm": 0.5}'
     """
-    return json.dumps(_plain(options, ()), sort_keys=True)
+    return json.dumps(options, default=_as_json, sort_keys=True)
 
 
-def _plain(x: Any, inside: tuple[int, ...]) -> Any:
-    # `inside` are the ids of the values around this one.
-    if x is None or isinstance(x, bool | int | float | str):
-        return x
-    # By name, as DTensor takes half a second to import.
+def _as_json(x: Any) -> Any:
+    # By name, since DTensor takes half a second to import.
     bases = {base.__name__ for base in type(x).__mro__}
-    if isinstance(x, torch.dtype | Number) or "Placement" in bases:
-        return repr(x) if "Placement" in bases else str(x)
+    if "ParallelStyle" in bases:
+        return {"style": type(x), **vars(x)}
+    if "Placement" in bases:
+        return repr(x)
+    if isinstance(x, torch.dtype | Number):
+        return str(x)
     if isinstance(x, Tensor):
         return f"{x.dtype} {list(x.shape)} {hash_of(x):x}"
-    parts = None if id(x) in inside else {"style": type(x), **vars(x)} if "ParallelStyle" in bases else _parts(x)
-    if isinstance(parts, Mapping):
-        return {str(k): _plain(v, (*inside, id(x))) for k, v in parts.items()}
-    if parts is not None:
-        return [_plain(v, (*inside, id(x))) for v in parts]
-    named = x if hasattr(x, "__qualname__") else type(x)
-    return f"{named.__module__}.{named.__qualname__}"
-
-
-def _parts(x: Any) -> Mapping[Any, Any] | Sequence[Any] | None:
-    if hasattr(x, "_asdict"):
-        return x._asdict()
-    if isinstance(x, Mapping | list | tuple):
-        return x
+    if isinstance(x, Mapping):
+        return {str(k): v for k, v in x.items()}
     if isinstance(x, set | frozenset):
         return sorted(x, key=str)
     if is_dataclass(x) and not isinstance(x, type):
         return {f.name: getattr(x, f.name) for f in fields(x)}
     if isinstance(x, partial):
         return {"function": x.func, "args": x.args, "keywords": x.keywords}
-    x = getattr(x, "__wrapped__", x) if hasattr(x, "cache_info") else x
-    if isinstance(x, FunctionType) and (x.__closure__ or x.__defaults__):
-        cells = dict(zip(x.__code__.co_freevars, (cell.cell_contents for cell in x.__closure__ or ()), strict=True))
-        return {"function": f"{x.__module__}.{x.__qualname__}", "defaults": x.__defaults__ or (), **cells}
-    return None
+    named = x if hasattr(x, "__qualname__") else type(x)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def _difference(first: str, text: str) -> str:
-    """How a text differs from the first rank's: ` (clip_norm: 0.5, not None)`."""
+    """The difference from the first rank's text: ` (clip_norm: 0.5, not None)`."""
     try:
         a, b = (_flat(json.loads(x)) for x in (first, text))
     except (ValueError, RecursionError):
         a, b = {"": repr(first)}, {"": repr(text)}
-    pairs = [(k, a.get(k, _ABSENT), b.get(k, _ABSENT)) for k in a | b if a.get(k) != b.get(k)]
+    pairs = [(k, a.get(k, "(nothing)"), b.get(k, "(nothing)")) for k in a | b if a.get(k) != b.get(k)]
     words = [f"{path}: {_short(y, x)}, not {_short(x, y)}".removeprefix(": ") for path, x, y in pairs[:_MOST]]
     return f" ({'; '.join(words)}{'; ...' if len(pairs) > _MOST else ''})"
 

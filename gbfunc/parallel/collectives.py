@@ -25,9 +25,6 @@ Sizes = tuple[int, ...]
 
 Kind = Literal["gather", "reduce_scatter"]
 
-Transport = Literal["nccl", "all_to_all", "p2p"]
-"""How rows travel: by nccl's collectives, by one all-to-all, or from rank to rank."""
-
 # Names of torch 2.13; before it, those that 2.13 deprecates.
 _gather_even: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_even: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -37,7 +34,6 @@ class _Exchange(NamedTuple):
     kind: Kind
     sizes: tuple[Sizes, ...]
     axis: Axis
-    transport: Transport
     mesh: Mesh | None  # Counts bytes; None while a graph is compiled
 
 
@@ -58,7 +54,7 @@ def sent_bytes(kind: Kind | Literal["all_reduce"], n_bytes: int, axis: Axis, siz
 
 
 def _exchanged(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    kind, sizes, axis, _, mesh = exchange
+    kind, sizes, axis, mesh = exchange
     if mesh is None:
         return _moved(exchange, xs)
     n_bytes = sum(sent_bytes(kind, x.nbytes, axis, s) for x, s in zip(xs, sizes, strict=True))
@@ -68,21 +64,21 @@ def _exchanged(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def _moved(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Rows of all ranks, [n, ...] -> [sum(sizes), ...]; or the sum over ranks of this rank's rows, the reverse."""
-    kind, sizes, axis, transport, _ = exchange
-    gathers, pieces = kind == "gather", []
+    kind, sizes, axis, mesh = exchange
+    gathers, nccl, pieces = kind == "gather", dist.get_backend(axis.group) == "nccl", []
     results: list[Any] = []
     for x, s in zip([x.contiguous() for x in xs], sizes, strict=True):
         mine = (s[axis.rank],) * axis.size
         there, back = (s, mine) if gathers else (mine, s)  # Rows that come from each rank, and rows that go
-        even = transport == "nccl" and len(set(s)) == 1
+        even = nccl and len(set(s)) == 1
         out = x.new_empty((sum(there) if gathers or not even else mine[0], *x.shape[1:]))
         if even:
             (_gather_even if gathers else _scatter_even)(out, x, group=axis.group)
-        elif transport == "p2p":
-            pieces.append(([x] * axis.size if gathers else x.split(back), out.split(there)))
-        else:
+        elif nccl or mesh is None:
             copies = x.repeat(axis.size, *(1 for _ in x.shape[1:])) if gathers else x
             dist.all_to_all_single(out, copies, list(there), list(back), group=axis.group)
+        else:
+            pieces.append(([x] * axis.size if gathers else x.split(back), out.split(there)))
         results.append(out if gathers or even else out.split(there))
     # Receives come first: gloo signals a sender that its receiver is ready on the connection that the receiver's rows
     # take, and behind these rows if they were there before.
@@ -129,13 +125,11 @@ class _Node(torch.autograd.Function):
 
 
 def _exchange(kind: Kind, mesh: Mesh, xs: list[Tensor], sizes: list[Sizes], axis: AxisName) -> list[Tensor]:
-    ranks, compiling = mesh.axis(axis), torch.compiler.is_compiling()
+    ranks = mesh.axis(axis)
     if ranks.size == 1:
         return xs
-    nccl = dist.get_backend(ranks.group) == "nccl"
-    transport: Transport = "nccl" if nccl else "all_to_all" if compiling else "p2p"
-    node: Any = _Node.apply(_Exchange(kind, tuple(sizes), ranks, transport, None if compiling else mesh), *xs)
-    return list(node)
+    counted = None if torch.compiler.is_compiling() else mesh
+    return [*_Node.apply(_Exchange(kind, tuple(sizes), ranks, counted), *xs)]  # pyright: ignore[reportGeneralTypeIssues]
 
 
 def all_gather(mesh: Mesh, xs: list[Tensor], sizes: list[Sizes], axis: AxisName = "gnets") -> list[Tensor]:
@@ -162,30 +156,20 @@ def sum_ranks(mesh: Mesh, x: Tensor, axis: AxisName = "world") -> Tensor:
 
 def from_rank_0(mesh: Mesh, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Rank 0's values of these tensors, on every rank."""
-    if mesh.world == 1 or not tensors:
+    if mesh.world == 1:
         return list(tensors)
-    flat = _to_bytes(mesh, tensors)
+    copies = [x.detach().clone(memory_format=torch.contiguous_format).to(mesh.device) for x in tensors]
     with mesh.faults.named("broadcast"):
-        dist.broadcast(flat, 0)
-    return _from_bytes(flat, tensors)
+        for x in copies:
+            dist.broadcast(x.reshape(-1).view(torch.uint8), 0)  # Gloo does not send all dtypes.
+    return [x.to(like.device) for x, like in zip(copies, tensors, strict=True)]
 
 
 def stack_ranks(mesh: Mesh, named: Mapping[str, Tensor]) -> Params:
-    """Tensors of every rank, by name: [...] -> [ranks, ...]; on all ranks, which have the same names and shapes."""
-    tensors = [*named.values()]
-    (rows,) = all_gather(mesh, [_to_bytes(mesh, tensors)[None]], [(1,) * mesh.world], "world")
-    return dict(zip(named, _from_bytes(rows, tensors), strict=True))
-
-
-def _to_bytes(mesh: Mesh, tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([x.detach().contiguous().reshape(-1).view(torch.uint8).to(mesh.device) for x in tensors])
-
-
-def _from_bytes(data: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    # [..., bytes]; copies: numbers must lie at multiples of their size.
-    copies = [part.clone(memory_format=torch.contiguous_format) for part in data.split([x.nbytes for x in like], -1)]
-    pairs = zip(copies, like, strict=True)
-    return [part.view(x.dtype).reshape((*data.shape[:-1], *x.shape)).to(x.device) for part, x in pairs]
+    """Tensors of every rank, by name: [...] -> [ranks, ...]; all ranks call with the same names and shapes."""
+    rows = [x.detach()[None].to(mesh.device) for x in named.values()]
+    found = all_gather(mesh, rows, [(1,) * mesh.world] * len(rows), "world")
+    return {k: x.to(like.device) for x, (k, like) in zip(found, named.items(), strict=True)}
 
 
 def gather_objects(mesh: Mesh, x: Any, axis: AxisName = "world") -> list[Any]:

@@ -1,6 +1,6 @@
 """A rank's share of a p-net's forward on the meta device: operations, saved activations and bytes sent, by block.
 
-The layers' own code runs, tensor-parallel ones included, with a wire that counts and sends nothing. A *cell* is a
+The code of the layers runs, tensor-parallel layers included, on a wire that sends nothing and counts. A *cell* is a
 block, or the part before the first block (cell 0) or after the last block (the last cell).
 """
 
@@ -51,9 +51,8 @@ class Cell:
 
 def total(cells: Iterable[Cell]) -> Cell:
     """The costs of several parts together."""
-    found = [*map(vars, cells)]
-    names = vars(Cell()) if found else ()
-    return Cell(**{k: (max if k in ("largest", "passing") else sum)(x[k] for x in found) for k in names})
+    found = [vars(Cell()), *map(vars, cells)]
+    return Cell(**{k: (max if k in ("largest", "passing") else sum)(x[k] for x in found) for k in found[0]})
 
 
 class _FusedAttention(TorchFunctionMode):
@@ -79,7 +78,7 @@ class _Sent(torch.autograd.Function):
 
 
 class DryWire(Wire):
-    """Activations between ranks on the meta device: nothing is sent, and `sent(forward, backward)` gets the bytes."""
+    """A wire on the meta device, which sends nothing and gives the bytes to `sent(forward, backward)`."""
 
     sent: Callable[[float, float], None]
 
@@ -113,16 +112,16 @@ def factor_shapes(tensor: TensorPlan) -> tuple[tuple[int, ...], tuple[int, ...]]
     return (tiles, grid.tile_rows, k), (tiles, grid.tile_cols, k)
 
 
-def _storage_of(x: Tensor | torch.UntypedStorage) -> int:
-    return (x.untyped_storage() if isinstance(x, Tensor) else x)._cdata
-
-
 class DryRun(TorchDispatchMode):
     """A rank's share of a p-net's forward; a call with a microbatch returns its costs, by cell.
 
-    `kinds` has the names of the blocks, in their order, each with a key that is equal for equal blocks; of these only
-    the first runs. `tensor` has the pieces of the layers, on a `DryWire`. A run knows the `forms` of weights that stay
-    factors, the `shapes` of pieces, and `aux`, the number of numbers that the loss function returns beside the loss.
+    `kinds` has the names of the blocks in their order, each with a key. Of blocks with equal keys only the first runs.
+    `tensor` has the pieces of the layers, on a `DryWire`.
+
+    Attributes:
+        forms: forms of the weights that stay factors, by name.
+        shapes: shapes of the pieces, by name.
+        aux: how many numbers the loss function returns beside the loss.
     """
 
     def __init__(
@@ -136,12 +135,11 @@ class DryRun(TorchDispatchMode):
             wire: Any = tensor.wire
             wire.sent = self._send
         self._weights: dict[str, Tensor] = {}
-        trained = {name: p.requires_grad for name, p in pnet.named_parameters()}
         for t in plan.tensors:
             form = t.factored_form(plan.dtype, lazy) if t.is_formable(pnet) else None
             if form is None:
                 dtype, shape = DTYPES[t.dtype], self.shapes.get(t.name, t.shape)
-                grad = dtype.is_floating_point and (bool(t.slots) or trained[t.name])
+                grad = dtype.is_floating_point and (bool(t.slots) or pnet.get_parameter(t.name).requires_grad)
                 self._weights[t.name] = torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad)
                 continue
             self.forms |= dict.fromkeys((t.name, *t.aliases), form)
@@ -157,14 +155,12 @@ class DryRun(TorchDispatchMode):
         self._cells = [Cell() for _ in range(len(self._kinds) + 2)]
         self._at, self._begun, self._seen = 0, 0, dict[Any, tuple[int, Any]]()
         inputs = [x for _, x in tree_leaves(batch) if isinstance(x, Tensor)]
-        # Storages that do not count, or no longer; alive, so that no other storage gets their address.
-        storages = [x.untyped_storage() for x in (*self._weights.values(), *self._buffers.values(), *inputs)]
-        known = {_storage_of(storage): storage for storage in storages}
+        counted = {x.untyped_storage() for x in (*self._weights.values(), *self._buffers.values(), *inputs)}
 
         def pack(x: Tensor) -> Tensor:
             storage, cell = x.untyped_storage(), self._cells[self._at]
-            n_bytes = 0 if _storage_of(storage) in known else storage.nbytes()
-            known[_storage_of(storage)] = storage
+            n_bytes = 0 if storage in counted else storage.nbytes()
+            counted.add(storage)
             cell.saved, cell.largest = cell.saved + n_bytes, max(cell.largest, n_bytes)
             return x
 
@@ -176,15 +172,13 @@ class DryRun(TorchDispatchMode):
         return self._cells
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and count it."""
         kwargs = kwargs or {}
         out, flops = func(*args, **kwargs), flop_registry.get(func._overloadpacket)
         # Torch's own counter tracks modules by hooks, which end the gradients that a forward takes.
         self._count(flops(*args, **kwargs, out_val=out) if flops else 0)
         both: Any = (args, kwargs), out
         given, made = ([x for x in optree.tree_leaves(xs) if isinstance(x, Tensor)] for xs in both)
-        places = {_storage_of(x) for x in given}
-        if any(_storage_of(x) not in places for x in made):  # Views move nothing.
+        if not {x.untyped_storage() for x in made} <= {x.untyped_storage() for x in given}:  # Views move nothing.
             self._cells[self._at].moved += sum(x.nbytes for x in (*given, *made))
         self._cells[self._at].operators += 1
         return out
@@ -195,13 +189,14 @@ class DryRun(TorchDispatchMode):
     def _adapt(self, net: nn.Module) -> Collection[str]:
         changed: Collection[str] = () if self._tensor is None else self._tensor.adapt(net)
         for name, kind in self._kinds.items():
-            block = net.get_submodule(name)
-            block.__dict__["forward"] = self._in_cell(kind, block.forward)
+            block: Any = net.get_submodule(name)
+            block.forward = self._in_cell(kind, block.forward)
         return changed
 
     def _send(self, forward: float, backward: float) -> None:
         cell = self._cells[self._at]
-        cell.sent, cell.sent_back = cell.sent + forward, cell.sent_back + backward
+        cell.sent += forward
+        cell.sent_back += backward
         cell.messages += (forward > 0) + (backward > 0)
 
     def _in_cell(self, kind: Any, forward: Callable[..., Any]) -> Callable[..., Any]:

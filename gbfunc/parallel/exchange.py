@@ -1,8 +1,6 @@
-"""What ranks exchange for a layout: outputs of generation, the sums at the end of a step, and whole states.
+"""Exchanges of a layout: outputs of generation, the sums at the end of a step, and whole states.
 
-*Outputs* go from this rank's tiles (or factors) to everyone's in one autograd node, for which the p-net waits. *Sums*:
-the loss is the mean over the global batch, so every rank counts by its rows: sum_i n_i x_i / sum_i n_i. *States* are
-full, as on one rank, or this rank's.
+The loss is the mean over the global batch, so every rank counts by its rows: sum_i n_i x_i / sum_i n_i.
 """
 
 from __future__ import annotations
@@ -27,39 +25,30 @@ from gbfunc.types import Factors, Params
 Entries = tuple[tuple[str, bool], ...]
 """The path of each leaf of an aux, and whether it is a number."""
 
-BUCKET_BYTES = 2**20  # Outputs of less are sent together: below it a collective's latency is what it costs
-
 
 class Gather(NamedTuple):
-    """From this rank's outputs to everyone's, for one call of a generator.
+    """The exchange of one call of a generator: from this rank's outputs to the outputs of all ranks.
 
-    Gradients of a rank without a row of the batch do not count (`counts`), even where they are not finite: it computes
-    the loss of a made-up row, to take part in the collectives of backward.
+    A rank without a row of the batch does not count (`counts`). The rank computes the loss of a made-up row to take
+    part in the collectives of backward, and its gradients become zeros, even where they are not finite.
     """
 
     layout: Layout
     counts: bool = True
 
     def outputs(self, mine: Mapping[str, Tensor | Factors]) -> dict[str, Tensor | Factors]:
-        """Every rank's outputs of every ensemble, from the scaled tiles [t, r, c] or factors that this rank holds."""
-        ensembles = [e for e in self.layout.plan.ensembles if e.name in mine]
-        sent = {e.name: self._sent(e, mine[e.name]) for e in ensembles}
-        pieces = [piece for parts in sent.values() for piece in parts]
-        sizes = [self.layout.sizes[name] for name, parts in sent.items() for _ in parts]
-        gathered = iter(self._silenced(_gather_in_buckets(self.layout, pieces, sizes)))
-        as_factors = self.layout.as_factors
-        return {e.name: Factors(next(gathered), next(gathered)) if as_factors(e) else next(gathered) for e in ensembles}
+        """Every rank's outputs of ensembles, from the scaled tiles [t, r, c] or factors that this rank holds."""
+        sizes = {e.name: self.layout.sizes[e.name] for e in self.layout.plan.ensembles if e.name in mine}
+        return self._gathered(mine, sizes)
 
     def slot(self, e: Ensemble, mine: Tensor | Factors, sizes: Sizes) -> Tensor | Factors:
         """Every rank's outputs of one slot of an ensemble; `sizes` are the numbers of its tiles on every rank."""
-        parts = self._sent(e, mine)
-        gathered = self._silenced(all_gather(self.layout.mesh, parts, [sizes] * len(parts)))
-        return Factors(*gathered) if len(gathered) == 2 else gathered[0]
+        return self._gathered({e.name: mine}, {e.name: sizes})[e.name]
 
     def no_tiles(self, e: Ensemble, leaves: Params) -> Tensor | Factors:
-        """The outputs of a rank that holds none of an ensemble's tiles; they depend on the leaves all the same.
+        """The outputs of a rank that holds none of an ensemble's tiles.
 
-        Without a graph this rank's backward would never come to the collective in which the others wait for it.
+        They depend on the leaves, as other ranks wait in the collectives of this rank's backward.
         """
         anchor = next(iter(leaves.values())).reshape(-1)[:0].sum()
         rows, cols, *_ = e.dims
@@ -68,41 +57,28 @@ class Gather(NamedTuple):
             return Factors(anchor.new_zeros((0, rows, k)) + anchor, anchor.new_zeros((0, cols, k)) + anchor)
         return anchor.new_zeros((0, rows, cols)) + anchor
 
+    def _gathered(
+        self, mine: Mapping[str, Tensor | Factors], sizes: Mapping[str, Sizes]
+    ) -> dict[str, Tensor | Factors]:
+        ensembles = [e for e in self.layout.plan.ensembles if e.name in sizes]
+        parts = {e.name: self._sent(e, mine[e.name]) for e in ensembles}
+        sent = [(part, sizes[name]) for name, of in parts.items() for part in of]
+        found = all_gather(self.layout.mesh, [x for x, _ in sent], [of for _, of in sent])
+        if not self.counts:
+            # The same values, and a gradient of exact zeros: the graph stays, for the others wait in it.
+            found = [torch.where(x.new_zeros((), dtype=torch.bool), x, x.detach()) for x in found]
+        rest = iter(found)
+        return {name: Factors(next(rest), next(rest)) if len(of) == 2 else next(rest) for name, of in parts.items()}
+
     def _sent(self, e: Ensemble, out: Tensor | Factors) -> list[Tensor]:
         as_factors = self.layout.as_factors(e)
         parts = [*out] if isinstance(out, Factors) and as_factors else [dense_tiles(out)]
         dtype = sent_dtype(self.layout.plan, e, as_factors)
         return parts if dtype is None else [part.to(dtype) for part in parts]
 
-    def _silenced(self, gathered: list[Tensor]) -> list[Tensor]:
-        if self.counts:
-            return gathered
-        # The same values, and a gradient of exact zeros whatever comes: the graph stays, for the others wait in it.
-        return [torch.where(x.new_zeros((), dtype=torch.bool), x, x.detach()) for x in gathered]
-
-
-def _gather_in_buckets(layout: Layout, pieces: list[Tensor], sizes: list[Sizes]) -> list[Tensor]:
-    """Tensors [t, ...] of this rank to [T, ...] of all: large ones alone, small ones of a dtype in flat buckets."""
-    counts = [tuple(n * math.prod(p.shape[1:]) for n in s) for p, s in zip(pieces, sizes, strict=True)]
-    together: dict[Any, list[int]] = {}
-    for i, (p, c) in enumerate(zip(pieces, counts, strict=True)):
-        together.setdefault(i if max(c) * p.element_size() >= BUCKET_BYTES else p.dtype, []).append(i)
-    buckets = [*together.values()]
-    sent = [torch.cat([pieces[i].reshape(-1) for i in b]) if len(b) > 1 else pieces[b[0]].reshape(-1) for b in buckets]
-    # [ranks, tensors of the bucket]: first all of rank 0's, then all of rank 1's, and so on.
-    numbers = [[*zip(*(counts[i] for i in b), strict=True)] for b in buckets]
-    flat = all_gather(layout.mesh, sent, [tuple(map(sum, of_ranks)) for of_ranks in numbers])
-    gathered: dict[int, Tensor] = {}
-    for b, of_ranks, x in zip(buckets, numbers, flat, strict=True):
-        parts = x.split([n for of_rank in of_ranks for n in of_rank]) if len(b) > 1 else (x,)
-        for k, i in enumerate(b):
-            joined = torch.cat(parts[k :: len(b)]) if len(b) > 1 else x
-            gathered[i] = joined.reshape(sum(sizes[i]), *pieces[i].shape[1:])
-    return [gathered[i] for i in range(len(pieces))]
-
 
 def zero_uncounted(layout: Layout, gradients: Params) -> Params:
-    """The gradients of a rank whose rows do not count; split leaves get theirs from the tiles that a rank holds."""
+    """The gradients of a rank whose rows do not count: only those of split leaves are kept."""
     kept = {k for k in gradients if layout.sharded and k.startswith(GNET)}
     return {k: g if k in kept else torch.zeros_like(g) for k, g in gradients.items()}
 
@@ -117,21 +93,20 @@ def reduce_step(
     before: Mapping[str, Tensor],
     agreed: Entries,
 ) -> tuple[Tensor, Any, Params, Params, Tensor, Entries]:
-    """Means over the global batch, in one all-reduce (and one more, of the split leaves, along the data axis).
+    """Computes means over the global batch, in one all-reduce (and one of the split leaves along the data axis).
 
     Args:
         layout: rows of each leaf that this rank holds.
         rows: rows of this rank's shard of the batch, divided by the ranks that have the same rows.
         loss: mean over the shard.
-        aux: means over the shard. Numbers and scalar tensors are averaged, other values stay this rank's.
-        gradients: gradients of `rows` times the loss; those of split leaves are summed over the g-net axis already.
+        aux: means over the shard. Numbers and scalar tensors are averaged; other values stay this rank's.
+        gradients: gradients of `rows` times the loss, of split leaves already summed over the g-net axis.
         buffers: buffers after the step.
         before: the buffers to average, from before the step, when they were equal on all ranks.
         agreed: entries of aux of the previous step. A rank with other entries makes all ranks compare theirs.
 
     Returns:
-        Loss, aux, gradients (on each rank of the rows that it holds), buffers, the norm of the whole gradient, and the
-        entries of aux.
+        Loss, aux, gradients, buffers, the norm of the whole gradient, and the entries of aux.
 
     Raises:
         ValueError: for an aux with tensors that are no scalars, entries that differ between ranks, or an empty batch.
@@ -239,17 +214,17 @@ def shard_state(layout: Layout, state: Any) -> Any:
 
 
 def gather_state(layout: Layout, state: Any) -> Any:
-    """Undo `shard_state`: the full state, on every rank; all ranks must call. ValueError if it is no part of one."""
+    """The full state, on every rank, undoing `shard_state`; all ranks must call. ValueError if it is no part of one."""
     check_genome(layout.plan, state, layout.shapes)
     if not layout.sharded:
         return state
     flat = flatten_tree(state)
-    sent = {name: (leaf, flat[name]) for name, leaf in _split_tensors(layout, flat).items()}
-    tiles = [layout.sizes[leaf.removeprefix(GNET).rpartition("/")[0]] for leaf, _ in sent.values()]
-    sizes = [of if x.ndim else (1,) * len(of) for of, (_, x) in zip(tiles, sent.values(), strict=True)]
-    pieces = [torch.atleast_1d(x.detach()).to(layout.mesh.device) for _, x in sent.values()]
-    for name, of, gathered in zip(sent, tiles, _gather_in_buckets(layout, pieces, sizes), strict=True):
-        # A number for all rows (the step of Adam) is that of a rank that has rows.
+    split = _split_tensors(layout, flat)
+    tiles = [layout.sizes[leaf.removeprefix(GNET).rpartition("/")[0]] for leaf in split.values()]
+    sizes = [of if flat[name].ndim else (1,) * len(of) for name, of in zip(split, tiles, strict=True)]
+    pieces = [torch.atleast_1d(flat[name].detach()).to(layout.mesh.device) for name in split]
+    for name, of, gathered in zip(split, tiles, all_gather(layout.mesh, pieces, sizes), strict=True):
+        # A number for all rows (the step of Adam) comes from a rank that has rows.
         x = flat[name]
         flat[name] = (gathered if x.ndim else gathered[next(r for r, n in enumerate(of) if n)]).to(x.device)
     return unflatten_tree(flat, state)

@@ -1,4 +1,4 @@
-"""The bytes that a layout of ranks stores and sends: from the costs of blocks to those of the stages of every rank."""
+"""The bytes that a layout of ranks stores and sends, from the costs of the blocks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Footprint(NamedTuple):
 
 
 class Model:
-    """A plan, its p-net and a global batch; `states` are the optimizer's numbers for each number of the genome."""
+    """A plan, its p-net and a global batch; the optimizer keeps `states` numbers for each number of the genome."""
 
     def __init__(
         self, plan: Plan, pnet: nn.Module, batch: Any, run: RunLoss, styles: Any, lazy: Any, states: int
@@ -77,7 +77,7 @@ class Model:
             raise ValueError(f"{words}: {error}") from error
 
     def kind(self, name: str) -> str:
-        """A text that is equal for blocks of equal costs: modules, attributes except numbers, styles, tensors."""
+        """A text that is equal for blocks of equal costs."""
         block, found = self.pnet.get_submodule(name), list[Any]()
         tensors = {name: t for t in self.plan.tensors for name in (t.name, *t.aliases)}
         for key, module in block.named_modules():
@@ -179,7 +179,7 @@ class Model:
         return [frozenset(range(a, b)) for a, b in pairwise(starts)]
 
     def weights(self, used: frozenset[int], *how: Any) -> Cell:
-        """The generated parameters that some cells use, as `made` keeps them."""
+        """The generated parameters that some cells use."""
         return total(cell for name, cell in self.made(*how).items() if self._places[name] & used)
 
     def footprint(self, layout: RankLayout) -> Footprint:
@@ -224,8 +224,7 @@ class Model:
                     split += share * math.prod(shape)
                 else:
                     replicated += math.prod(shape)
-        frozen = {name for name, p in self.pnet.named_parameters() if not p.requires_grad}
-        trained = sum(t.numel for t in self.plan.direct if t.name not in frozen)
+        trained = sum(t.numel for t in self.plan.direct if self.pnet.get_parameter(t.name).requires_grad)
         return split, replicated + trained, sum(t.numel for t in self.plan.direct) - trained
 
     def _memory(self, layout: RankLayout, made: Cell, saved: float, buffers: float) -> dict[str, float]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import isfinite
 from numbers import Real
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -191,10 +191,10 @@ def torch_schedule(
     except (TypeError, ArithmeticError, NotImplementedError) as error:
         reason = str(error) or type(error).__name__
         raise ValueError(f"{scheduler_cls.__name__} refuses its options: {reason}") from error
+    return partial(_rate_at, table=table)
 
-    def schedule(step: int) -> float:
-        if step < 0:
-            raise ValueError(f"step must be >= 0, got {step}")
-        return table[min(step, len(table) - 1)]
 
-    return schedule
+def _rate_at(step: int, table: Sequence[float]) -> float:
+    if step < 0:
+        raise ValueError(f"step must be >= 0, got {step}")
+    return table[min(step, len(table) - 1)]

@@ -270,6 +270,7 @@ def gradient(
     dtype: torch.dtype = torch.float64,
     seeds: tuple[int, ...] = (0, 1),
     sizes: tuple[int, ...] = (6, 5),
+    kind: torch.dtype = torch.int64,
     **more: Any,
 ) -> Any:
     """Loss, aux and the gradient, in the change that plain SGD of rate 1 makes; batches of several lengths."""
@@ -281,7 +282,7 @@ def gradient(
     step = gb.make_train_step(plan, pnet, loss_fn, sgd, microbatches=4, **options)
     state, found = step.init(3), []
     for seed, size in zip(seeds, sizes, strict=True):
-        tokens = torch.randint(0, 11, (8, size), generator=torch.Generator().manual_seed(seed))
+        tokens = torch.randint(0, 11, (8, size), generator=torch.Generator().manual_seed(seed)).to(kind)
         new, info = step(state, tokens)
         a, b = step.gather(state), step.gather(new)
         moved = optree.tree_map(lambda x, y: x - y, (a.gnets, a.direct), (b.gnets, b.direct))  # pyright: ignore
@@ -333,6 +334,7 @@ def run_cases(init_method: str) -> dict[str, Any]:
         refused: dict[str, Any] = {name: {"make": make} for name, (make, _) in REFUSED.items()}
         refused["another batch"] = {"make": partial(Blocks, gates), "seeds": (mesh.rank, 2)}
         refused["another shape"] = {"make": partial(Blocks, gates), "sizes": (6, 5 + mesh.rank)}
+        refused["another dtype"] = {"make": partial(Blocks, gates), "kind": (torch.int64, torch.int32)[mesh.rank]}
         drops: Any = partial(Blocks, straight, lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)))
         refused["dropout"] = {"make": drops}
         found = {name: said(case, mesh) for name, case in CASES.items()}

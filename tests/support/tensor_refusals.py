@@ -72,10 +72,15 @@ def of_other_lengths(mesh: Mesh) -> Any:
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "tensor ranks must get the same batch: different from rank 0 are rank 1 in the batch": {
+    "tensor ranks must get the same batch: different from rank 0 are rank 1 in the batch (batch[0]: ": {
         "batches": lambda mesh: [(draw(6, 10, seed=mesh.rank), draw(6, 5))]
     },
-    "are rank 1 in shapes ([0]: '[4, 10], ": {"batches": of_other_lengths},
+    "the batch (batch[1]: 'torch.float64 [4, 5]": {
+        # The check of step 2 finds examples that differ from step 1 on.
+        "batches": lambda mesh: [(draw(4, 10), draw(4, 5, seed=mesh.rank * i)) for i in range(3)],
+        "check_every": 2,
+    },
+    "are rank 1 in shapes (batch[0]: '[4, 10], ": {"batches": of_other_lengths},
     "needs a style": {
         "make": lambda: nn.Sequential(nn.LayerNorm(10), nn.Linear(10, 8), nn.Linear(8, 5)),
         "styles": {"1": ColwiseParallel(input_layouts=Shard(0)), "2": RowwiseParallel(output_layouts=Shard(0))},

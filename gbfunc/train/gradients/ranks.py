@@ -19,6 +19,7 @@ from gbfunc.parallel import (
     text_of,
     zero_uncounted,
 )
+from gbfunc.parallel.mesh import AxisName
 from gbfunc.train.gradients.loss import (
     GenomeLoss,
     Given,
@@ -30,7 +31,7 @@ from gbfunc.train.gradients.loss import (
     noise_of,
 )
 from gbfunc.train.gradients.proof import Proof, gradient_and_changes, plainly, seeded_elsewhere
-from gbfunc.trees import n_rows, tree_map
+from gbfunc.trees import n_rows, tree_leaves, tree_map
 from gbfunc.types import Params
 
 if TYPE_CHECKING:
@@ -110,18 +111,19 @@ class RankObjective(Objective):
         if self._proof is not None:
             self._proof.compare(self._layout, given, trained)
 
-    def _check_batch(self, batch: Any, whole: bool) -> None:
-        """Compare shapes of batches, or the `whole` of them, along axes whose ranks must get the same one.
+    def _check_batch(self, batch: Any, with_values: bool) -> None:
+        """Compare batches, in every step their shapes, between ranks that must get the same batch.
 
-        Messages take their sizes from the shapes, and gloo aborts a process that gets a longer one.
+        Messages take their sizes from the shapes, and gloo aborts a process that gets a longer message.
         """
         mesh = self._layout.mesh
-        axes = ("pipeline",) if self.takes_parts else ("pipeline", "tensor")
-        shapes = tree_map(lambda x: f"{[*x.shape]}, {x.dtype}" if isinstance(x, Tensor) else x, batch)
+        axes: tuple[AxisName, ...] = ("pipeline",) if self.takes_parts else ("pipeline", "tensor")
+        if all(mesh.sizes[axis] == 1 for axis in axes):
+            return
+        leaves = tree_leaves(batch, "batch")
+        forms = {path: f"{[*x.shape]}, {x.dtype}" if isinstance(x, Tensor) else x for path, x in leaves}
+        named = {"shapes": text_of(forms)} | ({"the batch": text_of(dict(leaves))} if with_values else {})
         for axis in axes:
-            if mesh.sizes[axis] == 1:
-                continue
-            named = {"shapes": text_of(shapes)} | ({"the batch": text_of(batch)} if whole else {})
             with mesh.traffic.uncounted():
                 check_equal(mesh, named, f"{axis} ranks must get the same batch", axis)
 
