@@ -6,6 +6,7 @@ or style elsewhere, fails the build.
 
 import json
 import re
+import tomllib
 from html import unescape
 from importlib import import_module
 from pathlib import Path
@@ -42,6 +43,7 @@ GROUPS = {
     # Last: these alone need an extra.
     "Evolution": "evolution.GenomeProblem evolution.ControlProblem",
 }
+URLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
 NAMES = [name for group in GROUPS.values() for name in group.split()]
 
 
@@ -58,7 +60,8 @@ class Doctests(griffe.Extension):
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Put the reference's pages into the navigation."""
+    """Link the repository, and put the reference's pages into the navigation."""
+    config.repo_url = URLS["Repository"].removesuffix(".git")
     pages = [{title: [{n.split(".")[-1]: page_of(n)} for n in group.split()]} for title, group in GROUPS.items()]
     entry = next(entry for entry in config.nav or [] if "Reference" in entry)
     entry["Reference"] = [entry["Reference"], *pages]
@@ -117,6 +120,11 @@ def reference_page(name: str) -> str:
         # Of types and codes, which are classes that users call, the arguments are what counts.
         options += "      members: false\n      show_bases: false\n      show_labels: false\n"
     return f"---\ntitle: {last}\n---\n\n::: {thing.__module__}.{thing.__qualname__}\n{options}"
+
+
+def on_page_markdown(markdown: str, **_: object) -> str:
+    """Name the repository's address, which stands in `pyproject.toml` alone."""
+    return markdown.replace("GBFUNC_REPOSITORY", URLS["Repository"])
 
 
 def on_page_content(html: str, page: Page, **_: object) -> str:

