@@ -16,8 +16,6 @@ from torch import nn
 import gbfunc as gb
 from gbfunc.cli import main
 from gbfunc.formats import Steps, as_stored, file_bytes
-from gbfunc.tasks import TASKS
-from gbfunc.tasks.training import genome_trainer
 from gbfunc.trees import flat_genome, like_genome
 
 BATCH = 64
@@ -154,8 +152,6 @@ def test_what_cannot_be_allocated(trained: Any) -> None:
     wrong = gb.make_plan(pnet, genome_params=300)
     with pytest.raises(ValueError, match="the steps are those of another plan"):
         make(wrong, pnet, rounding=steps)
-    with pytest.raises(ValueError, match="rounding='auto' says nothing of steps"):
-        make(plan, pnet, rounding="auto")
     assert isinstance(steps, Steps)
 
 
@@ -193,12 +189,47 @@ def test_stopped_it_goes_on(straight: Path, tmp_path: Path, monkeypatch: pytest.
     assert metrics["dtype"] == "auto" and metrics["best_step"] > 0.6 * metrics["steps"]
 
 
-def test_what_a_trainer_refuses_before_it_trains() -> None:
-    task = TASKS["digits"]()
-    pnet = task.build(0)
-    plan = task.plan(pnet, genome_bytes=500, stored="auto")
-    recipe = task.recipe(plan.genome_params)
-    with pytest.raises(ValueError, match="need the whole genome on each rank: replicated, got 'sharded'"):
-        genome_trainer(plan, pnet, task, recipe, 0, placement="sharded", rounding="auto", genome_bytes=500)
-    with pytest.raises(ValueError, match="need the size of their file"):
-        genome_trainer(plan, pnet, task, recipe, 0, rounding="auto")
+SIZED = {"rounding": "auto", "genome_bytes": 420, "total_steps": 40}
+
+
+@pytest.mark.parametrize("options", [{"donate": True}, {"microbatches": 2}])
+def test_a_step_chooses_its_own_steps(options: dict[str, Any], tmp_path: Path) -> None:
+    """As the same steps of `allocate_steps` at 60 to 85 %, between steps with this rounding; states carry them."""
+    pnet, batch = problem()
+    plan, note = gb.make_plan(pnet, genome_params=400), {"about": "it"}
+    auto = make(plan, pnet, **SIZED, metadata=note, **options)
+    state, by_hand = auto.init(0), auto.init(0)
+    plain = make(plan, pnet, **options)
+    assert auto.rounding(state) is None
+    for i in range(40):
+        if i in (24, 26, 28, 31, 34):
+            steps = gb.allocate_steps(plan, by_hand, 420, batch_size=BATCH, metadata=note)
+            plain = make(plan, pnet, rounding=steps, **options)
+        if i == 30:
+            # What is saved goes on, in another process as well.
+            torch.save(state, tmp_path / "state")
+            state, auto = torch.load(tmp_path / "state"), make(plan, pnet, **SIZED, metadata=note, **options)
+        state, info = auto(state, batch)
+        by_hand, expected = plain(by_hand, batch)
+        assert torch.equal(info.loss, expected.loss)
+    assert auto.rounding(state) == steps
+    size = gb.save(tmp_path / "g", plan, state, auto.stored(state), note)
+    assert 0.9 * 420 < size <= 420
+    # Before any choice, the file has the size as well.
+    early, _ = auto(auto.init(0), batch)
+    assert gb.save(tmp_path / "g", plan, early, auto.stored(early), note) <= 420
+    assert make(plan, pnet, rounding="int8").stored(state) == "int8"
+
+
+def test_what_does_not_go_with_steps_of_its_own() -> None:
+    pnet, _ = problem()
+    plan = gb.make_plan(pnet, genome_params=400)
+    for options, words in (
+        ({"rounding": "auto"}, "needs genome_bytes= and total_steps="),
+        ({"rounding": "int8", "genome_bytes": 4, "total_steps": 2}, "which go with no other rounding"),
+        ({**SIZED, "total_steps": 0}, "total_steps must be an int >= 1, got 0"),
+        ({**SIZED, "placement": "sharded"}, "on each rank, the same on all, got placement='sharded'"),
+        ({**SIZED, "local_steps": 2}, "local_steps=2"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            make(plan, pnet, **options)

@@ -162,11 +162,11 @@ def train_genome(
     trainer = genome_trainer(
         job.plan, job.pnet, task, recipe, seed, rounding=rounding, genome_bytes=n_bytes, metadata=metadata, **split
     )
-    step, coder = trainer.train_step, trainer.coder
+    step = trainer.train_step
     assert step is not None
 
     def write(genome: gb.TrainState, path: Path) -> None:
-        gb.save(path, job.plan, genome, output.dtype if coder is None else coder.final(genome), metadata)
+        gb.save(path, job.plan, genome, step.stored(genome) or output.dtype, metadata)
 
     def train(trainer: Trainer, job: Job, label: str, **hooks: Any) -> tuple[Fit, int]:
         best = Best(best_path, task.metric, write)
@@ -174,7 +174,7 @@ def train_genome(
         def keep_best(state: gb.TrainState, rows: list[dict[str, float]]) -> None:
             # All ranks gather, whichever finds its network better. Before there are steps nothing is as in a file.
             genome = step.gather(state)
-            if coder is None or coder.steps is not None:
+            if rounding is None or step.rounding(genome) is not None:
                 best(genome, rows)
 
         if output.out is not None:

@@ -25,14 +25,13 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.extras import import_extra
-from gbfunc.formats import AUTO, Steps, Stored, as_stored, file_bytes
+from gbfunc.formats import AUTO, Stored, as_stored
 from gbfunc.parallel import Mesh, Placement
 from gbfunc.tasks.base import Net, Recipe, Task, linear_decay
 from gbfunc.tasks.data import steps_per_epoch
 from gbfunc.train import TrainStep
 from gbfunc.train.gradients.loss import loss_and_aux
 from gbfunc.trees import BUFFERS, flat_genome, flatten_tree, like_genome, tree_map, unflatten_tree
-from gbfunc.types import Genome
 
 OnLog = Callable[[int, Mapping[str, float]], None]
 """Takes the steps that are done, and numbers by name."""
@@ -51,37 +50,6 @@ class Trainer(NamedTuple):
     step: Callable[[Any, Any], tuple[Any, Tensor, dict[str, Tensor]]]
     net: Callable[[Any], Net]  # the network of a state, ready to use
     train_step: TrainStep | None = None  # takes the steps of a genome; None for other trainers
-    coder: Coder | None = None  # chooses steps of quantisation during the training; None if nothing does
-
-
-class Coder:
-    """Chooses the steps of quantisation of a genome in training, so that its file has a size.
-
-    The first choice comes after 60 % of the training, which has no rounding until then, and later ones up to 85 %: with
-    the bits in the loss the genome needs fewer of them, which finer steps then take.
-    """
-
-    def __init__(self, plan: gb.Plan, genome_bytes: int, batch_size: int, total: int, metadata: Any = None) -> None:
-        self._plan, self._bytes, self._batch_size, self._metadata = plan, genome_bytes, batch_size, metadata
-        self._due = {round(total * part) for part in (0.6, 0.65, 0.7, 0.775, 0.85)} - {0}
-        self.steps: Steps | None = None  # present steps; None before the first choice
-
-    def look(self, state: gb.TrainState) -> None:
-        """Choose, if it is time."""
-        if int(state.step) in self._due:
-            self.steps = self._fitted(state)
-
-    def _fitted(self, state: gb.TrainState) -> Steps:
-        size = {"batch_size": self._batch_size, "metadata": self._metadata}
-        return gb.allocate_steps(self._plan, state, self._bytes, **size)
-
-    def final(self, state: gb.TrainState) -> Steps:
-        """Return the present steps, or others if the state's file would be too large."""
-        if self.steps is not None:
-            leaves = Genome(state.gnets, state.direct, state.buffers)
-            if sum(file_bytes(self._plan, self.steps, leaves, self._metadata).values()) <= self._bytes:
-                return self.steps
-        return self._fitted(state)
 
 
 class Fit(NamedTuple):
@@ -107,7 +75,6 @@ class Position(NamedTuple):
     history: list[dict[str, float]]  # rows
     seconds: float  # of training
     step_seconds: float  # of the steps, without validation
-    steps: Any = None  # of quantisation, as arguments of `Steps`; None before the first choice
 
 
 def total_steps(task: Task, recipe: Recipe) -> int:
@@ -130,46 +97,32 @@ def genome_trainer(
 ) -> Trainer:
     """Train a genome by a recipe; with `rounding`, as the genome is stored in such a dtype.
 
-    `rounding="auto"` stands for codes with steps that the training finds (`Coder`), for a file of `genome_bytes` with
-    `metadata`. On a mesh, each rank takes its share of every batch, and all ranks must take every step. The other
-    `options` are those of `make_train_step`, such as `parallel`, `pipeline` and `microbatches`.
+    `rounding="auto"` is for a file of `genome_bytes` with `metadata`. On a mesh, each rank takes its share of every
+    batch, and all ranks must take every step. The other `options` are those of `make_train_step`, such as `parallel`,
+    `pipeline` and `microbatches`.
     """
     steps = total_steps(task, recipe)
     direct = None if recipe.direct_lr is None else {"lr": recipe.schedule(recipe, recipe.direct_lr, steps)}
     lr = recipe.schedule(recipe, recipe.lr, steps)
     optimizer = gb.torch_optimizer(recipe.optimizer, lr=lr, direct=direct, **recipe.optimizer_options)
-    coder = None
     if rounding == AUTO:
-        if genome_bytes is None:
-            raise ValueError("codes with steps of their own need the size of their file: genome_bytes")
-        coder = Coder(plan, genome_bytes, recipe.batch_size, steps, metadata)
-        # Parts of the genome on other ranks may share a step of quantisation.
-        if placement not in ("auto", "replicated"):
-            raise ValueError(f"codes with steps need the whole genome on each rank: replicated, got {placement!r}")
-        if options.get("local_steps") is not None:
-            raise ValueError("codes with steps need the same genome on each rank: they do not go with local_steps=")
-        rounding, placement = None, "replicated"
+        options |= {"genome_bytes": genome_bytes, "metadata": metadata, "total_steps": steps}
     options = {"amp": recipe.amp} | options
     options |= dict(donate=True, clip_norm=recipe.clip_norm, on_nonfinite="raise", mesh=mesh, placement=placement)
-    now = train_step = gb.make_train_step(plan, pnet, task.loss, optimizer, rounding=rounding, **options)
+    train_step = gb.make_train_step(plan, pnet, task.loss, optimizer, rounding=rounding, **options)
 
     def step(state: gb.TrainState, batch: Any) -> tuple[gb.TrainState, Tensor, dict[str, Tensor]]:
-        nonlocal now
-        if coder is not None:
-            coder.look(state)
-            now = now.with_rounding(coder.steps)
-        state, info = now(state, batch if mesh is None else mesh.shard_batch(batch))
+        state, info = train_step(state, batch if mesh is None else mesh.shard_batch(batch))
         return state, info.loss, info.aux
 
     def net(state: gb.TrainState) -> nn.Module:
         genome = train_step.gather(state)
-        stored = rounding if coder is None else coder.steps
-        if stored is not None:
+        if (stored := train_step.rounding(genome)) is not None:
             near, _ = as_stored(plan, flat_genome(genome) | flatten_tree(genome.buffers, BUFFERS), stored)
             genome = like_genome(near, genome)._replace(buffers=unflatten_tree(near, genome.buffers, BUFFERS))
         return gb.materialize(plan, genome, pnet).eval()
 
-    return Trainer(train_step.init(seed=seed), step, net, train_step, coder)
+    return Trainer(train_step.init(seed=seed), step, net, train_step)
 
 
 def dense_trainer(net: nn.Module, task: Task, recipe: Recipe) -> Trainer:
@@ -230,9 +183,6 @@ def fit(
     state, at = checkpoints.resume(trainer.state) if checkpoints else (trainer.state, None)
     at = at or Position(0, 0, generator.get_state(), {}, {}, [], 0.0, 0.0)
     order, history, stepping, done, taken = at.order, at.history, at.step_seconds, at.done, at.done + at.more
-    if trainer.coder is not None and at.steps is not None:
-        indices, rate = at.steps
-        trainer.coder.steps = Steps(tuple((name, tuple(of_parts)) for name, of_parts in indices), rate)
     generator.set_state(order)
     batches = task.batches(task.train, recipe, generator, lambda: trainer.net(state))
     if taken:
@@ -245,9 +195,7 @@ def fit(
 
     def place(done: int, more: int, now: float) -> Position:
         totals, latest = ({name: float(x) for name, x in values.items()} for values in (sums, recent))
-        steps = trainer.coder and trainer.coder.steps
-        chosen = steps and (steps.indices, steps.rate)
-        return Position(done, more, order, totals, latest, history, now - start, stepping + now - stretch, chosen)
+        return Position(done, more, order, totals, latest, history, now - start, stepping + now - stretch)
 
     # A checkpoint at the end of a stretch was saved before its validation, which then comes first.
     for steps in range(taken + (at.more == 0), total + 1):

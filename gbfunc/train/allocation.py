@@ -5,16 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from gbfunc.formats import Steps, allocate, compact, document
+from gbfunc.formats import Steps, allocate, compact, document, file_bytes
 from gbfunc.formats.step_stream import code_bits
+from gbfunc.formats.steps import parts_of
 from gbfunc.genome import check_genome
+from gbfunc.parallel import weighted_mean
 from gbfunc.plan import Plan
 from gbfunc.train.optimizers import OptState
-from gbfunc.train.step import TrainState
-from gbfunc.trees import stored_tensors
-from gbfunc.types import Params
+from gbfunc.train.step import StepInfo, TrainState, TrainStep, checked_state
+from gbfunc.trees import stored_tensors, tree_leaves
+from gbfunc.types import Genome, Params
 
+_WHEN = (0.6, 0.65, 0.7, 0.775, 0.85)
+"""Parts of a training after which steps are chosen: numbers that need fewer bits can have finer steps."""
+
+_UNSET = -1000.0
 _SQUARES = ("exp_avg_sq", "square_avg")
 """What torch's optimizers call the running mean of a gradient's squares."""
 
@@ -82,3 +89,63 @@ def _squares(opt: OptState) -> Params:
     if broken := [k for k, x in squares.items() if not x.isfinite().all()]:
         raise ValueError(f"the mean squares of the gradients of {broken[0]!r} are not finite: training has diverged")
     return squares
+
+
+class AutoTrainStep(TrainStep):
+    """A `TrainStep` with `rounding="auto"`: the state keeps the steps that were chosen last, in `codes`."""
+
+    _last: tuple[Tensor | None, Steps | None] = None, None
+
+    def init(self, seed: int = 0, *, device: torch.device | str | None = None) -> TrainState:
+        """A fresh state, as of any step; it has no steps of quantisation yet."""
+        return super().init(seed, device=device)._replace(codes=_packed(self.plan, None))
+
+    def __call__(self, gnet_params: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
+        """One step on one batch; chooses the steps of quantisation before, if they are due.
+
+        Raises as any step, and as `allocate_steps`.
+        """
+        checked_state(gnet_params)
+        if int(gnet_params.step) in {round((self._options.total_steps or 0) * part) for part in _WHEN} - {0}:
+            first = (len(x) for _, x in tree_leaves(batch) if isinstance(x, Tensor) and x.ndim)
+            rows = torch.tensor(next(first, 0) / (self.mesh.world / self.mesh.shards))
+            total, _ = weighted_mean(self._layout, rows, [])
+            steps = self._allocated(gnet_params, batch_size=round(float(total)))
+            gnet_params = gnet_params._replace(codes=_packed(self.plan, steps))
+        return super().__call__(gnet_params, batch)
+
+    def rounding(self, state: TrainState) -> Steps | None:
+        """The steps in the state."""
+        if self._last[0] is not state.codes:
+            self._last = state.codes, _unpacked(self.plan, state.codes)
+        return self._last[1]
+
+    def stored(self, state: TrainState) -> Steps:
+        """The steps in the state, or others if its file would be too large."""
+        steps, genome = self.rounding(state), Genome(state.gnets, state.direct, state.buffers)
+        if steps and sum(file_bytes(self.plan, steps, genome, self._options.metadata).values()) <= self._bytes:
+            return steps
+        return self._allocated(state)
+
+    @property
+    def _bytes(self) -> int:
+        return self._options.genome_bytes or 0
+
+    def _allocated(self, state: TrainState, batch_size: int = 0) -> Steps:
+        metadata = self._options.metadata
+        return allocate_steps(self.plan, state, self._bytes, batch_size=batch_size, metadata=metadata)
+
+
+def _packed(plan: Plan, steps: Steps | None) -> Tensor:
+    """Rate and indices as a tensor, in which parts without steps have `_UNSET`."""
+    values = torch.full((1 + len(parts_of(plan)),), _UNSET, dtype=torch.float64, device="cpu")
+    if steps is not None:
+        # Parts of statistics come last.
+        given = [steps.rate, *steps.of_parts(parts_of(plan, steps.statistics))]
+        values[: len(given)] = torch.tensor(given, dtype=torch.float64, device="cpu")
+    return values
+
+
+def _unpacked(plan: Plan, values: Tensor) -> Steps | None:
+    rate, *indices = values[values != _UNSET].tolist() or [None]
+    return None if rate is None else Steps.of(parts_of(plan)[: len(indices)], [*map(int, indices)], rate)

@@ -12,13 +12,11 @@ statistics become their means.
 
 from __future__ import annotations
 
-from copy import copy
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from gbfunc.formats import Stored
 from gbfunc.genome import check_genome
 from gbfunc.parallel import Layout, Mesh, check_equal, make_layout, stack_ranks, taken_off, weighted_mean
 from gbfunc.train.gradients import Objective
@@ -75,13 +73,6 @@ class LocalTrainStep(TrainStep):
         settings = dict(super().settings)
         own = {"local_steps": self._length, "outer": self._outer.settings}
         return settings | {"options": {**settings.get("options", {}), **own}}
-
-    def with_rounding(self, rounding: Stored | None) -> LocalTrainStep:
-        """The same step with another rounding; raises as `make_train_step`."""
-        new = copy(self)
-        new._inner = self._inner.with_rounding(rounding)
-        new._options = new._inner._options
-        return new
 
     def __call__(self, gnet_params: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
         """One step on this rank's share of the batch; all ranks exchange after every `local_steps` steps.

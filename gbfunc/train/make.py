@@ -10,11 +10,12 @@ from typing import Any
 
 from torch import nn
 
-from gbfunc.formats import Steps, check_steps
+from gbfunc.formats import AUTO, Steps, check_steps
 from gbfunc.genome import check_plan
 from gbfunc.parallel import Mesh, check_equal, make_layout, text_of
 from gbfunc.plan import Plan
 from gbfunc.pnet.describe import eval_mode_warning
+from gbfunc.train.allocation import AutoTrainStep
 from gbfunc.train.gradients import LossFn, make_objective
 from gbfunc.train.local import LocalTrainStep
 from gbfunc.train.optimizers import Optimizer
@@ -61,7 +62,7 @@ def make_train_step(plan: Plan, pnet: nn.Module, loss_fn: LossFn, optimizer: Opt
     if isinstance(given.rounding, Steps):
         check_steps(plan, given.rounding)
     mesh = Mesh({}) if given.mesh is None else given.mesh
-    whole = given.local_steps is not None and given.placement == "auto"
+    whole = (given.local_steps is not None or given.rounding == AUTO) and given.placement == "auto"
     layout = make_layout(plan, mesh, "replicated" if whole else given.placement, lazy=given.lazy is not False)
     what = "ranks must have the same plan (make the p-net after the same torch.manual_seed on all of them)"
     check_equal(mesh, {"plan": plan.to_json(), "placement": layout.placement}, what)
@@ -72,6 +73,7 @@ def make_train_step(plan: Plan, pnet: nn.Module, loss_fn: LossFn, optimizer: Opt
     check_equal(mesh, texts | {"optimizer": text_of(optimizer.settings)}, "ranks must have the same options")
     given.check_layout(layout)
     if given.local_steps is None:
-        return TrainStep(pnet, make_objective(pnet, loss_fn, layout, given), optimizer, layout, given)
+        make = TrainStep if given.rounding != AUTO else AutoTrainStep
+        return make(pnet, make_objective(pnet, loss_fn, layout, given), optimizer, layout, given)
     alone = make_layout(plan, Mesh({}), "replicated")
     return LocalTrainStep(pnet, make_objective(pnet, loss_fn, alone, given), optimizer, layout, given)

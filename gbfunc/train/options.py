@@ -24,6 +24,8 @@ class StepOptions:
         donate: the step may update the state's buffers in place: less memory and time. Use only the state that the step
             returns: an earlier one changes with it, so keep `copy.deepcopy(state)`.
         microbatches: number of equal parts of each batch; weights are generated once, and the loss is the parts' mean.
+            A batch norm in training mode normalises each part by the statistics of the part, and updates its running
+            statistics once per part.
         clip_norm: largest Euclidean norm of the genome's gradient.
         amp: `torch.bfloat16` or `torch.float16` runs the p-net under autocast; weights are generated in float32.
         lazy: whether weights stay factors (see `generate`): True wherever they can, False nowhere, `"auto"` where a
@@ -54,6 +56,11 @@ class StepOptions:
         stages: names of the blocks that begin a stage, but for the first one; None balances counted operations.
         rounding: the loss sees the genome as `save` with this dtype stores it, and gradients go straight through the
             rounding. With steps of `allocate_steps` and a `rate`, the genome's bits are minimised beside the loss.
+            `"auto"` chooses steps after 60 % of `total_steps`, and again until 85 %, for a file of `genome_bytes`;
+            `train_step.stored(state)` is what `gb.save` then takes.
+        genome_bytes: most bytes of the file, everything counted, with `rounding="auto"`.
+        total_steps: length of the training, with `rounding="auto"`.
+        metadata: what `gb.save` will be given beside the genome, with `rounding="auto"`.
         local_steps: number of steps that each rank takes alone between exchanges of the genomes' changes
             (`gbfunc.train.local`). Each rank runs the whole p-net, holds the whole genome and reports its own share.
         outer: the optimizer that takes the mean of these changes for a gradient; None is SGD with Nesterov's momentum,
@@ -79,13 +86,18 @@ class StepOptions:
     pipeline: str | None = None
     stages: Sequence[str] | None = None
     rounding: Stored | None = None
+    genome_bytes: int | None = None
+    total_steps: int | None = None
+    metadata: Any = None
     local_steps: int | None = None
     outer: Optimizer | None = None
 
     def __post_init__(self) -> None:
-        counts = {"microbatches": 1, "check_every": 0} | ({} if self.local_steps is None else {"local_steps": 1})
+        counts = {"microbatches": 1, "check_every": 0, "local_steps": 1, "genome_bytes": 1, "total_steps": 1}
         for name, least in counts.items():
             value = getattr(self, name)
+            if value is None and name not in ("microbatches", "check_every"):
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be an int >= {least}, got {value!r}")
         if self.clip_norm is not None and not self.clip_norm > 0:
@@ -100,8 +112,12 @@ class StepOptions:
         ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
-        if self.rounding == AUTO:
-            raise ValueError("rounding='auto' says nothing of steps: give those of gb.allocate_steps")
+        if (self.rounding == AUTO) != (self.genome_bytes is not None and self.total_steps is not None):
+            raise ValueError("rounding='auto' needs genome_bytes= and total_steps=, which go with no other rounding")
+        if self.rounding == AUTO and (self.local_steps is not None or self.placement not in ("auto", "replicated")):
+            # Parts of the genome on other ranks may share a step of quantisation.
+            words = f"placement={self.placement!r}, local_steps={self.local_steps}"
+            raise ValueError(f"rounding='auto' needs the whole genome on each rank, the same on all, got {words}")
         if self.rounding is not None:
             stored_as(self.rounding, "rounding")
         if self.outer is not None and (self.local_steps is None or not isinstance(self.outer, Optimizer)):

@@ -6,15 +6,13 @@ state, batch -> loss and gradient (`gradients`) -> sums over ranks -> optimizer 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import copy
-from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from gbfunc.formats import Steps, Stored, as_stored, check_steps
+from gbfunc.formats import Stored, as_stored
 from gbfunc.genome import check_genome, check_seed, init_genome
 from gbfunc.parallel import Layout, Placement, Rows, from_rank_0, gather_state, shard_state
 from gbfunc.pnet.describe import parameter_infos
@@ -42,6 +40,7 @@ class TrainState(NamedTuple):
     opt: Any
     step: Tensor  # steps taken, int64 on the CPU
     seed: Tensor  # seed of dropout and noise, int64 on the CPU
+    codes: Tensor = torch.zeros(0, dtype=torch.float64, device="cpu")  # chosen by `rounding="auto"`
 
 
 # `torch.load` reads them as it reads a state dict.
@@ -111,17 +110,16 @@ class TrainStep:
         step, number = (torch.tensor(n, dtype=torch.int64, device="cpu") for n in (0, seed))
         return self.shard(TrainState(*genome, opt, step, number))
 
-    def with_rounding(self, rounding: Stored | None) -> TrainStep:
-        """The same step with another rounding; raises as `make_train_step`."""
-        if rounding is self._options.rounding:
-            return self
-        options = replace(self._options, rounding=rounding)
-        options.check_layout(self._layout)
-        if isinstance(rounding, Steps):
-            check_steps(self.plan, rounding)
-        new = copy(self)
-        new._options = options
-        return new
+    def rounding(self, state: TrainState) -> Stored | None:
+        """How the loss of this state rounds the genome; None for no rounding (yet, with `rounding="auto"`)."""
+        return self._options.rounding
+
+    def stored(self, state: TrainState) -> Stored | None:
+        """The dtype or steps for `gb.save(path, plan, state, train_step.stored(state))`.
+
+        With `rounding="auto"`, the file then has at most `genome_bytes`.
+        """
+        return self._options.rounding
 
     def __deepcopy__(self, memo: Any) -> TrainStep:
         return self  # The step is stateless, so copies share it.
@@ -187,9 +185,9 @@ class TrainStep:
             words = "no parameter is generated, and no direct one requires grad"
             raise ValueError(f"the loss does not depend on any trained leaf: there is none ({words})")
         leaves, rate = named | flat, dict[str, Tensor]()
-        if options.rounding is not None:
+        if (rounding := self.rounding(state)) is not None:
             with torch.enable_grad():
-                leaves, rate = as_stored(self.plan, leaves, options.rounding)
+                leaves, rate = as_stored(self.plan, leaves, rounding)
         step = int(state.step)
         loss, aux, gradients, buffers, norm = self._objective(
             leaves, flat, state.buffers, batch, step_seed(int(state.seed), step), step
@@ -217,7 +215,7 @@ class TrainStep:
         named |= new
         gnets = {e: {k: named[f"{GNET}{e}/{k}"] for k in of} for e, of in state.gnets.items()}
         direct = {k: named[f"{DIRECT}{k}"] for k in state.direct}
-        return TrainState(gnets, direct, buffers, opt, state.step + 1, state.seed), info
+        return TrainState(gnets, direct, buffers, opt, state.step + 1, state.seed, state.codes), info
 
     def _updated(
         self, state: TrainState, params: Params, gradients: Params, buffers: Params, info: StepInfo

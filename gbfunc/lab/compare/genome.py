@@ -109,8 +109,8 @@ class GenomeOf:
             plan, pnet, task, before, seed, rounding=rounding, genome_bytes=n_bytes, metadata=about or None
         )
         state = fit(trainer, task, before, seed, validate=False).state
-        if trainer.coder is not None:
-            stored = trainer.coder.final(state)
+        if stored == AUTO and trainer.train_step is not None:
+            stored = trainer.train_step.stored(state)
         if last:
             recipe = slowed(recipe, last)
             trainer = genome_trainer(plan, pnet, task, recipe, seed, rounding=stored)
