@@ -6,7 +6,6 @@ or style elsewhere, fails the build.
 
 import json
 import re
-import tomllib
 from html import unescape
 from importlib import import_module
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import griffe
+import tomllib
 from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
