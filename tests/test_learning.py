@@ -107,8 +107,13 @@ def test_rows_and_columns_interact_from_the_start(activation: str) -> None:
     assert float(means / weight.square().mean()) < 0.5  # 0.75 to 0.86 as drawn
 
 
-def test_a_rate_is_suggested_for_steps_of_adams_size() -> None:
+def test_a_rate_is_suggested_by_types_optimizer_and_base() -> None:
     plan = gb.make_plan(mlp(), rules=[(r"2\.weight", gb.from_module(small))])
     assert plan.suggested_lr() == plan.suggested_lr(torch.optim.AdamW) == gb.from_module(small).rate
-    with pytest.raises(ValueError, match="rates are known for"):
-        plan.suggested_lr(torch.optim.SGD)
+    plan = gb.make_plan(mlp())
+    assert [plan.suggested_lr(cls) for cls in (torch.optim.Adam, torch.optim.SGD)] == [2e-2, 1e-1]
+    with pytest.raises(ValueError, match="rates are known for .*, got .*RMSprop"):
+        plan.suggested_lr(torch.optim.RMSprop)
+    small_delta, large = (gb.make_plan(mlp(), base="own", genome_params=n) for n in (2_000, 20_000))
+    assert small_delta.suggested_lr() == pytest.approx(3e-2)
+    assert large.suggested_lr() == pytest.approx(3e-2 * 5_400 / large.genome_params)

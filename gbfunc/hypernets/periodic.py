@@ -99,6 +99,7 @@ class Periodic(Waves):
     """
 
     type: ClassVar[str] = "periodic"
+    rate: ClassVar[float] = 2e-2
     cosine_first: ClassVar[bool] = True
 
     @property

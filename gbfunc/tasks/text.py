@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from gbfunc.extras import import_extra
+from gbfunc.hypernets.periodic import Periodic
+from gbfunc.plan.spec import base_rate
 from gbfunc.tasks.base import LOSS, Net, Recipe, Task, accuracy, linear_decay, logits_of, text_metrics, token_loss
 from gbfunc.tasks.data import SPLIT_SEED, Batch, Split, Windows, data_folder, hold_out, leave_out, reading
 from gbfunc.tasks.pnets import PNETS, Interface, PNet
@@ -32,9 +34,8 @@ _WHOLE_RATE = 65_000  # genomes of up to so many parameters take the whole rate,
 _SMALL_BERT = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512}
 _SMALL_BERT |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _FROM_SCRATCH = Recipe(lr=1e-2, direct_lr=3e-3, dense_lr=1e-3, batch_size=32, epochs=5, clip_norm=1.0)
-_FINE_TUNING = replace(_FROM_SCRATCH, lr=3e-2, dense_lr=1e-4, betas=(0.9, 0.999), epochs=3, schedule=linear_decay)
+_FINE_TUNING = replace(_FROM_SCRATCH, dense_lr=1e-4, betas=(0.9, 0.999), epochs=3, schedule=linear_decay)
 _LEAST_STEPS, _MOST_EPOCHS = 450, 20  # of a fine-tuning: few texts are seen more often, up to so often
-_FULL_RATE = 5_400  # parameters up to which a genome of a pretrained network learns at the full rate
 _LEFT_OUT = 0.1  # part of the tokens that a fine-tuning does not see (word dropout: Iyyer et al., 2015, 2.2)
 _LEAST = 10  # texts to learn from
 _POOL = 16  # batches whose texts are sorted by length together
@@ -309,13 +310,11 @@ def _recipe(n_texts: int, pad: int, pnet: PNet, genome_params: float) -> Recipe:
         return _FROM_SCRATCH
     a_pass = max(1, n_texts // _FINE_TUNING.batch_size)
     epochs = min(max(_FINE_TUNING.epochs, math.ceil(_LEAST_STEPS / a_pass)), _MOST_EPOCHS)
-    # Adam moves every coefficient alike, and the sum of more features further.
-    lr = _FINE_TUNING.lr * _FULL_RATE / max(_FULL_RATE, genome_params)
+    lr = Periodic.rate * base_rate(genome_params)
     reasons = {
         "epochs": f"{n_texts:,} texts make {a_pass:,} steps a pass; it takes {_FINE_TUNING.epochs} passes, and up to "
         f"{_MOST_EPOCHS} where these are fewer than {_LEAST_STEPS} steps",
-        "lr": f"{_FINE_TUNING.lr:g} up to {_FULL_RATE:,} parameters, beyond that in inverse proportion; these are "
-        f"{genome_params:,.0f}",
+        "lr": f"as plan.suggested_lr() says of a base and {genome_params:,.0f} parameters",
         "augment": f"{100 * _LEFT_OUT:g} % of the tokens are left out, others each time: less is learned by heart",
     }
     return replace(_FINE_TUNING, epochs=epochs, lr=lr, augment=leave_out(_LEFT_OUT, pad), reasons=reasons)
