@@ -102,7 +102,7 @@ figure
 # genome's network is above chance at birth, and then learns no faster than random weights do: what this genome holds
 # are its own digits, and not digits in general. (In the paper nothing carried over from MNIST to Fashion-MNIST either.)
 #
-# Whole data sets take one command, `gbfunc train --from-birth FILE`. Test accuracy (%), mean and deviation over three
+# Whole data sets take one script, `notebooks/results/birth.py`. Test accuracy (%), mean and deviation over three
 # seeds, from [`results/birth.md`](results/birth.md); at birth the paper's genomes reach 94, 91 and 79 % of MNIST in as
 # many parameters. CIFAR-10's net is a narrow one, of 39,066 parameters:
 

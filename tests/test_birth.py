@@ -1,9 +1,10 @@
-"""Born, then taught: a grown network trained further, from the command line and as a function."""
+"""Born, then taught: a grown network trained further, by a script and as a function."""
 
 from __future__ import annotations
 
-import csv
 import json
+import runpy
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +13,11 @@ import torch
 from safetensors.torch import load_model
 
 import gbfunc as gb
-from gbfunc.cli import main
 from gbfunc.lab.birth import GROWN, RANDOM, in_the_size_of, lessons, teach
 from gbfunc.tasks import accuracy, find_task
 from gbfunc.tasks.pnets import Interface
 from gbfunc.tasks.training import dense_trainer, fit, genome_trainer
+from tests.support.ranks import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -30,17 +31,20 @@ def genome(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_grown_network_is_taught(genome: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_script_teaches_a_grown_network(
+    genome: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = genome.read_bytes()
+    monkeypatch.setattr(sys, "argv", ["birth.py", str(genome), "--steps", "20", "--seed", "1", "--out", str(tmp_path)])
     capsys.readouterr()
-    assert main(["train", "--from-birth", str(genome), "--steps", "20", "--seed", "1", "--out", str(tmp_path)]) == 0
-    printed, told = capsys.readouterr()
-    lines = [line for line in told.splitlines() if " accuracy " in line]
-    assert lines and all(("validation accuracy" if "choosing" in line else "test accuracy") in line for line in lines)
+    runpy.run_path(str(ROOT / "notebooks/results/birth.py"), run_name="__main__")
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     runs = metrics["runs"]["digits"]
-    assert [row["step"] for row in runs["grown"]] == [row["step"] for row in runs["random"]] == [0, 1, 10, 18, 20]
-    assert all(f"{row['accuracy']:.2%}" in printed for rows in runs.values() for row in rows)
+    assert [row["weights"] for row in printed] == ["grown", "random"]
+    for row, rows in zip(printed, runs.values(), strict=True):
+        assert [r["step"] for r in rows] == [0, 1, 10, 18, 20]
+        assert list(row["accuracy"].values()) == [r["accuracy"] for r in rows]
 
     task = find_task("digits", None, {})
     plan, held = gb.load(genome)
@@ -57,28 +61,7 @@ def test_a_grown_network_is_taught(genome: Path, tmp_path: Path, capsys: pytest.
     for name, weight in taught.state_dict().items():
         torch.testing.assert_close(weight, grown.state_dict()[name], rtol=0, atol=0)
     assert runs["grown"][-1]["accuracy"] == accuracy(taught, task.test)
-    with (tmp_path / "history.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["run"] for row in rows] == ["digits: grown"] * 5 + ["digits: random"] * 5
-    assert float(rows[4]["accuracy"]) == runs["grown"][-1]["accuracy"]
     assert (tmp_path / "birth.png").is_file() and genome.read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--genome-params", "300", "--dense"], "--dense and --genome-params cannot be used with --from-birth"),
-        (["--steps", "0"], "--steps must be at least 1"),
-        (["--other", "text"], "cannot learn the task text"),
-        (["--other", "nothing"], "no task 'nothing'"),
-    ],
-)
-def test_what_does_not_fit_is_refused(
-    genome: Path, options: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", "--from-birth", str(genome), *options]) == 2
-    assert words in capsys.readouterr().err
-    assert main(["train", "--other", "digits"]) == 2
 
 
 def test_each_start_takes_the_rate_that_is_best_on_validation() -> None:

@@ -210,12 +210,13 @@ def test_plan_tells_the_size_as_it_is_stored(tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.parametrize("dtype", [None, "float16", "int6"])
 def test_genome_bytes_are_those_of_the_whole_file(dtype: str | None, tmp_path: Path) -> None:
-    """Exact from below, with what the file says of its task; codes take what their values need."""
+    """Exact from below, with what the file says of its task; codes take what their values need, and are the default."""
     options = ["--genome-bytes", "2000", *(["--dtype", dtype] if dtype else []), "--out", str(tmp_path)]
     assert main(["train", "--sizes", "64", "48", "10", "--epochs", "1", "--batch-size", "400", *options]) == 0
     path = tmp_path / "genome.safetensors"
     size, (plan, _) = path.stat().st_size, gb.load(path)
-    assert (0.8 if dtype == "int6" else 0.95) * 2000 <= size <= 2000
+    assert (0.95 if dtype == "float16" else 0.8) * 2000 <= size <= 2000
+    assert read(tmp_path)[0]["dtype"] == (dtype or "auto")
     assert plan.target == "at most 2,000 bytes" and "genome_bytes = 2000" in (tmp_path / "config.toml").read_text()
-    most = file_bytes(plan, dtype, metadata=gb.load_metadata(path))
-    assert 1900 <= sum(most.values()) <= 2000
+    if dtype is not None:
+        assert 1900 <= sum(file_bytes(plan, dtype, metadata=gb.load_metadata(path)).values()) <= 2000

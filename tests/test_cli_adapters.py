@@ -95,14 +95,14 @@ def test_bytes_of_an_adapter_are_taken_by_codes(model: list[str], tmp_path: Path
         assert metrics["genome_bytes"] <= 1_500
         return metrics["dtype"]
 
-    assert stored() == "auto" and "dtype auto: the bytes hold" in capsys.readouterr().err
+    assert stored() == "auto" and "dtype auto: codes, which hold most in so many bytes" in capsys.readouterr().err
     plan = ["plan", *model, "--genome-bytes", "1500"]
     planned = [capsys.readouterr().out for options in ([], ["--dtype", "auto"]) if main([*plan, *options]) == 0]
     assert planned[0] == planned[1]
     assert "frozen, and not in the genome" in planned[0] and "deltas of 6 tensors" in planned[0]
     for options, dtype in (
         (["--dtype", "float16"], "float16"),
-        (["--optimizer", "SGD"], "float32"),
-        (["--placement", "sharded"], "float32"),
+        (["--optimizer", "SGD"], "int8"),
+        (["--placement", "sharded"], "int8"),
     ):
-        assert stored(*options) == dtype and "dtype auto" not in capsys.readouterr().err
+        assert stored(*options) == dtype and ("dtype int8: codes" in capsys.readouterr().err) == (dtype == "int8")

@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_model
-from torch import nn
 
 from gbfunc.cli import main
 from gbfunc.tasks import TASKS, Split, Task, accuracy, find_task, loss_fn
@@ -242,23 +241,6 @@ def test_a_dense_file_teaches_and_is_told(tmp_path: Path) -> None:
     assert float(values["train_loss"]) == pytest.approx(4 * float(values["train_teacher_kl"]), rel=1e-4)
     # A genome teaches as well, of other widths than its pupil's.
     assert main(["train", "--sizes", "64", "32", "10", *genome[5:-2], "--teacher", str(out)]) == 0
-
-
-def test_what_teaches_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_model(nn.Linear(3, 2), str(tmp_path / "other.safetensors"))
-    (tmp_path / "text").write_text("no tensors")
-    (tmp_path / "empty").mkdir()
-    genome = ["train", *MODEL, "--genome-params", "500"]
-    for options, message in (
-        (["--teacher", str(tmp_path / "no")], "--teacher: no such file or folder"),
-        (["--teacher", str(tmp_path / "empty")], "holds neither genome.safetensors nor model.safetensors"),
-        (["--teacher", str(tmp_path / "text")], "is no safetensors file"),
-        (["--teacher", str(tmp_path / "other.safetensors")], "does not hold the weights of mlp"),
-        (["--teacher-weight", "0.3"], "can be used only with --teacher"),
-    ):
-        assert main([*genome, *options]) == 2
-        told = capsys.readouterr().err
-        assert message in told and told.count("\n") == 1
 
 
 def test_a_training_goes_on_with_the_same_teacher_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

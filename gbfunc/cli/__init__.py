@@ -87,7 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         words = str(error)
         if isinstance(error, OSError) and error.strerror:
             words = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
-        print(f"gbfunc: error: {' '.join(words.split())}{_place(error)}", file=sys.stderr)
+        line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(words.split()))
+        print(f"gbfunc: error: {line}{_place(error)}", file=sys.stderr)
         return 2
     return 0
 

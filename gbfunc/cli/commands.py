@@ -18,7 +18,6 @@ from gbfunc.cli.options import (
     COUNT,
     POSITIVE,
     SEED,
-    BirthOptions,
     CheckpointOptions,
     ConfigOption,
     DataOptions,
@@ -26,11 +25,11 @@ from gbfunc.cli.options import (
     GenomeOptions,
     MaybeCount,
     PNetOptions,
-    RecipeCount,
     RunOptions,
     ScheduleName,
     StoredOptions,
     TeacherOptions,
+    recipe,
     shows,
 )
 
@@ -72,9 +71,9 @@ class Command:
 class GenomeCommand(Command, ConfigOption, DataOptions):
     """Options of a command that takes a genome, whose file says what of task and p-net is not said here."""
 
-    # What it learned: digits, mnist, fashion-mnist, cifar10, text, trec, texts, control, or module:function.
-    task: Annotated[str, shows("NAME", "the genome's")] = ""
-    # The genome, as `gbfunc train --out` writes it; or `gbfunc export`: a page, or a picture of a QR code.
+    # Task of the genome: digits, mnist, fashion-mnist, cifar10, text, trec, texts, control, or module:function.
+    task: Annotated[str, shows("NAME", "that of the genome")] = ""
+    # Genome of gbfunc train, or a page or QR code of gbfunc export.
     genome: Annotated[Path, arg(metavar="FILE")]
 
     def run(self) -> None:
@@ -92,11 +91,11 @@ class GenomeCommand(Command, ConfigOption, DataOptions):
 class Train(Command, RunOptions):
     """Train a genome on a task and measure it; under torchrun, on many ranks."""
 
-    # Train the p-net's weights themselves, without a genome: the dense baseline. The file then holds them all.
+    # Train the p-net's weights instead of a genome: the dense baseline.
     dense: bool = False
+
     output: CheckpointOptions = CheckpointOptions()
     teacher: TeacherOptions = TeacherOptions()
-    birth: BirthOptions = BirthOptions()
     execution: ExecutionOptions = ExecutionOptions()
 
 
@@ -112,12 +111,11 @@ class Eval(GenomeCommand):
 
 @dataclass(frozen=True, kw_only=True)
 class Predict(GenomeCommand):
-    """Classify images (.npy and .npz, too) and texts (.txt, an input each line)."""
+    """Classify images (also .npy and .npz) and texts (.txt, an input per line)."""
 
-    # The files. Pixels count from 0 to 255 (of 16 bits scaled so), or as the task's data has them, bright where its
-    # images are; transparent ones are white.
+    # Files. Pixels count from 0 to 255, or as in the task's data; transparent pixels are white.
     inputs: Positional[tuple[Path, ...]]
-    # Classes to tell of each input, the likeliest first.
+    # Classes to print for each input, the likeliest first.
     top: Annotated[int, arg(metavar="INT"), COUNT] = 1
 
 
@@ -125,29 +123,29 @@ class Predict(GenomeCommand):
 class Sample(GenomeCommand):
     """Write text with the language model of a genome file."""
 
-    # What it learned: text, or package.module:function.
+    # Task of the genome: text, or module:function.
     task: Annotated[str, arg(metavar="NAME")] = "text"
-    # What it goes on from.
+    # Text to continue.
     prompt: Annotated[str, shows("TEXT", "a new line")] = "\n"
-    # How much to write: characters, or tokens of the task's vocabulary.
+    # Characters to write, or tokens of the task's vocabulary.
     tokens: int = 300
-    # Below 1 it writes more carefully, above 1 more freely; 0 takes the likeliest token each time.
+    # Temperature of the draws; 0 takes the likeliest token each time.
     temperature: float = 0.8
-    # Seed of what is drawn.
+    # Seed of the draws.
     seed: Annotated[int, SEED] = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Export(GenomeCommand):
-    """Write a genome's network for programs, as a web page, or as a QR code."""
+    """Write a network for other programs, as a web page, or as a QR code."""
 
-    # Where to; a file that is there is replaced. A page of a text task takes its characters from --data-dir.
+    # File to write; an existing file is replaced. A page of a text task takes its characters from --data-dir.
     out: Annotated[Path, arg(metavar="FILE")]
-    # Address of a page of --out net.html: draw the QR code that opens it with this genome, up to some 2,200 bytes.
+    # Address of an exported page: draw the QR code that opens the page with this genome (at most some 2,200 bytes).
     qr: Annotated[str | None, shows("PAGE")] = None
-    # The format: suffixes .onnx, .pt2 (torch.export), .vmfb (IREE) and .safetensors tell it; aoti is AOTInductor.
-    to: Annotated[FormatName | None, shows(FormatName, "by the suffix of --out")] = None
-    # genome: the file holds the genome, and generates the weights where it runs; dense: it holds the weights.
+    # Format: ONNX, torch.export, AOTInductor, IREE or dense weights.
+    to: Annotated[FormatName | None, shows(FormatName, "by the suffix: .onnx, .pt2, .vmfb, .safetensors")] = None
+    # genome: the file generates the weights where it runs. dense: the file holds the weights.
     weights: Annotated[
         Literal["genome", "dense"] | None, shows("genome|dense", "genome; dense for safetensors, and adapters")
     ] = None
@@ -161,19 +159,19 @@ class Plan(Command, ConfigOption):
     genome: GenomeOptions = GenomeOptions()
     output: StoredOptions = StoredOptions()
 
-    # Plan its training on so many ranks too: memory, bytes and seconds of every layout, the fastest first.
+    # Ranks to plan a training for: memory, bytes and seconds of every layout, the fastest first.
     ranks: MaybeCount = None
     # Memory of a rank, with --ranks: 16GB, 80GiB.
     memory: Annotated[str | None, shows("SIZE", "the device's")] = None
-    # What a rank can send per second, with --ranks: 100Gbit, 12.5GB.
+    # Bandwidth between ranks, with --ranks: 100Gbit, 12.5GB.
     link: Annotated[str | None, shows("RATE", "the device's")] = None
-    # What a rank is like, with --ranks: the JSON that `gbfunc bench --calibrate` prints.
+    # Speed of a rank, with --ranks: the JSON that gbfunc bench --calibrate prints.
     device: Annotated[Path | None, shows("FILE", "50 Gflop/s, 10 GB/s, 10Gbit, 16GB")] = None
     # Examples per step of all ranks together, with --ranks.
-    batch_size: RecipeCount = None
+    batch_size: Annotated[int | None, recipe("INT", "batch_size"), COUNT] = None
     # Microbatches per step, with --ranks.
     microbatches: Annotated[int | None, shows("INT", "the fastest"), COUNT] = None
-    # How the layers of a p-net of yours are split along a tensor axis, with --ranks, as for gbfunc train.
+    # Function that splits layers of the p-net along a tensor axis, with --ranks, as for gbfunc train.
     parallel: Annotated[str | None, shows("MODULE:FUNCTION", "those of the p-net")] = None
 
 
@@ -181,29 +179,27 @@ class Plan(Command, ConfigOption):
 class Compare(Command, DataOptions):
     """Compare genomes and other small networks within the same bytes."""
 
-    # Budgets: the bytes of a periodic genome's file of so many parameters, its header included.
+    # Budgets: bytes of the file of a periodic genome of so many parameters.
     sizes: Annotated[tuple[int, ...] | None, shows("INT ...", " ".join(map(str, SIZES)))] = None
     # Budgets in bytes instead of --sizes; 1500 to 186000 by default for a pretrained p-net.
     bytes: Annotated[tuple[int, ...] | None, shows("INT ...")] = None
-    # Only these: periodic, periodic_int7, periodic_auto (codes with steps that training finds), smaller_dense,
-    # random_subspace, pruned, int8 and int4 (smaller nets; all three trained for their rounding and entropy-coded), the
-    # other types of g-net: gnet, stochastic, low_rank_genome, xox. With --pretrained: genome, genome_int7, genome_auto,
-    # linear_probe, bitfit, lora, vera, fourierft, tinylora, unilora, ia3, each in float numbers also as NAME_float16,
-    # and full_fine_tuning, whatever its size.
+    # Methods: periodic, periodic_int7, periodic_auto, smaller_dense, random_subspace, pruned, int8, int4, gnet,
+    # stochastic, low_rank_genome, xox. With --pretrained: genome, genome_int7, genome_auto, linear_probe, bitfit, lora,
+    # vera, fourierft, tinylora, unilora, ia3 (also as NAME_float16), full_fine_tuning.
     methods: Annotated[tuple[str, ...] | None, shows("NAME ...", "all")] = None
     # Trainings of each method at each size, seeded 0, 1, ...
     seeds: Annotated[int, COUNT] = 3
-    # Passes over the training examples, for all alike; candidates take a ninth, a third and all of them.
-    epochs: RecipeCount = None
-    # dtype that every method stores which has no other format; training is in float32.
+    # Passes over the training examples of every method; candidates take a ninth, a third and all of them.
+    epochs: Annotated[int | None, recipe("INT", "epochs"), COUNT] = None
+    # dtype of files of methods without a format of their own.
     dtype: Literal["float32", "float16"] = "float32"
-    # Run every network in this dtype (autocast) in training: faster where the machine has it.
+    # Train every network under autocast.
     amp: Annotated[Literal["bfloat16"] | None, shows("bfloat16")] = None
-    # One epoch, one seed, two candidates: shows that all of it runs, and nothing else.
+    # One epoch, one seed, two candidates: a test that everything runs.
     quick: Flag = False
     # Threads of the CPU.
     threads: Threads = None
-    # Folder for compare.json, the figure and the data of every network; rows that it holds are not run again.
+    # Folder for compare.json, the figure and the files of networks. Rows that are there do not run again.
     out: Path = Path("compare")
 
 
@@ -213,18 +209,17 @@ class Bench(Command):
 
     # Fewer and smaller cases: under a minute.
     quick: Flag = False
-    # Only these: demo, small_mlp, population, mlp_2048, mlp_4096, jax, generation, gpt, resnet18, remat, adapter.
+    # Cases: demo, small_mlp, population, mlp_2048, mlp_4096, jax, generation, gpt, resnet18, remat, adapter.
     cases: Annotated[tuple[str, ...] | None, shows("NAME ...", "all")] = None
-    # Runs of all these cases, one after the other: ratios are then the median over the runs, with their range.
+    # Runs of all cases; ratios are then medians over the runs, with their range.
     repeat: Annotated[int, arg(metavar="N"), COUNT] = 1
-    # Where to run: cpu, or cuda for larger sizes in bfloat16.
+    # Device: cpu, or cuda for larger sizes in bfloat16.
     device: str = "cpu"
     # Threads of the CPU.
     threads: Threads = None
     # Folder for bench.json, which is replaced.
     out: Path = Path("bench")
-    # Measure instead what `gbfunc plan --device FILE` takes, and print it as JSON: a matrix product, a copy, and an
-    # all-reduce, between the ranks of torchrun or two processes on the loopback.
+    # Measure this machine for gbfunc plan --device FILE and print JSON: a matrix product, a copy, an all-reduce.
     calibrate: Flag = False
 
 
@@ -235,12 +230,11 @@ class Federated(Command, ConfigOption):
     data: PNetOptions = PNetOptions()
     genome: GenomeOptions = GenomeOptions()
 
-    # How many there are.
+    # Clients in all.
     clients: Annotated[int, COUNT] = 100
-    # Clients that train in a round, chosen by chance.
+    # Clients that train in a round, drawn at random.
     sample: Annotated[int, COUNT] = 10
-    # How alike their examples are: concentration of the Dirichlet distribution by which each class is spread over
-    # them, 0.1 to 1; inf for parts alike.
+    # Concentration of the Dirichlet distribution that spreads each class over clients: 0.1 to 1; inf for equal parts.
     alpha: float = float("inf")
     # Rounds in all.
     rounds: Annotated[int, COUNT] = 200
@@ -250,25 +244,25 @@ class Federated(Command, ConfigOption):
     batch_size: Annotated[int, COUNT] = 32
     # Highest learning rate of clients.
     lr: Annotated[float | None, shows("FLOAT", "0.02; with convolutions 0.01; with --dense 0.1"), POSITIVE] = None
-    # Course of that rate over the rounds: averages of genomes stand still where it does not fall.
+    # Course of the learning rate over the rounds.
     schedule: Annotated[ScheduleName, arg(metavar="|".join(get_args(ScheduleName)))] = "cosine"
-    # Class of torch.optim of the clients, which begins afresh in each round.
+    # Class of torch.optim of the clients; its state begins anew in each round.
     optimizer: Annotated[str | None, shows("NAME", "Adam; with --dense SGD")] = None
     # Strategy of the server, a class of flwr.serverapp.strategy: FedAvg, FedAvgM, FedAdam, FedProx, FedMedian, ...
     strategy: Annotated[str | None, shows("NAME", "FedAvgM of momentum 0.5; with --dense FedAvg")] = None
     # Options of the class, for FedAdam '{"eta": 0.01, "beta_1": 0.9, "beta_2": 0.99}'.
     strategy_config: Annotated[str, shows("JSON")] = "{}"
-    # dtype in which clients send changes: intN codes, or the K largest numbers. Later changes make up for losses.
+    # dtype of changes that clients send: intN codes, or the K largest numbers. Later changes make up for errors.
     up: Annotated[str, arg(metavar="float32|float16|int8|...|int2|topK")] = "int4"
-    # dtype in which the server sends the genome; its own stays in float32.
+    # dtype of the genome that the server sends.
     down: Annotated[str, arg(metavar="float32|float16|int8|...|int2")] = "int8"
-    # Send the p-net's weights themselves, without a genome: the dense baseline.
+    # Train the p-net's weights instead of a genome: the dense baseline.
     dense: Flag = False
     # Rounds from one validation to the next.
     measure_every: Annotated[int, arg(metavar="ROUNDS"), COUNT] = 10
-    # Folder for metrics.json, history.csv, genome.safetensors, and server.safetensors, the server after each round.
+    # Folder for metrics.json, history.csv, genome.safetensors and server.safetensors (the server after each round).
     out: Annotated[Path | None, shows("DIR", "nothing is kept")] = None
-    # Go on from OUT/server.safetensors, with the strategy's state; clients begin with no error to add.
+    # Continue from OUT/server.safetensors.
     resume: Flag = False
 
 

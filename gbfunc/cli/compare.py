@@ -58,7 +58,7 @@ def run_compare(options: Compare) -> None:
         levels = {f"{name} ({of.rows[0].bytes:,} bytes)": of for name, of in levels.items() if of.rows}
         published = PUBLISHED.get(task.name, {}) if task.metric.name == "accuracy" else {}
         if any(part.rows for parts in known.values() for part in parts):
-            write_figure(folder / "tradeoff.png", tradeoff_figure(known, task.metric, levels, published))
+            write_figure(folder / "tradeoff.png", lambda: tradeoff_figure(known, task.metric, levels, published))
     print_tradeoff(known, problems, levels, published)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ import gbfunc as gb
 from gbfunc.cli.commands import Eval, Export, Sample
 from gbfunc.cli.job import SAID, load_task, read_json
 from gbfunc.cli.options import DataOptions, flags
-from gbfunc.cli.output import open_folder, print_metrics
+from gbfunc.cli.output import open_folder, print_metrics, printable
 from gbfunc.exporting import export_module, page
 from gbfunc.exporting.page import layers_in_a_row
 from gbfunc.exporting.qr import write_qr
@@ -31,14 +33,17 @@ from gbfunc.tasks.pnets.hugging_face import PREFIX
 from gbfunc.tasks.text import pretrained_tokens
 from gbfunc.types import JSON
 
-GENOME_FILE, BEST_FILE, WEIGHTS_FILE = "genome.safetensors", "best.safetensors", "model.safetensors"
+GENOME_FILE, BEST_FILE = "genome.safetensors", "best.safetensors"
+_HELD = (GENOME_FILE, "model.safetensors", "net.safetensors", "pytorch_model.bin", "model.pt")
+"""Files of a folder that may hold a teacher, the first one wins."""
 
 
 def run_eval(options: Eval) -> None:
     path = options.genome
     plan, task, net = read_genome(path, options)
     metrics = genome_metrics(plan, path, net, task)
-    print(plan.report(load_dtype(path), gb.load(path)[1], gb.load_metadata(path)), end="\n\n")
+    report = plan.report(load_dtype(path), gb.load(path)[1], gb.load_metadata(path))
+    print(*map(printable, report.split("\n")), "", sep="\n")
     print_metrics(metrics, task)
 
 
@@ -172,28 +177,44 @@ def measure(task: Task, net: nn.Module, prefix: str = "") -> dict[str, float]:
 
 
 def teacher_file(path: Path) -> Path:
-    files = [path / GENOME_FILE, path / WEIGHTS_FILE] if path.is_dir() else [path]
-    for file in files:
-        if file.is_file():
-            return file
-    missing = f"{path} holds neither {GENOME_FILE} nor {WEIGHTS_FILE}"
-    raise FileNotFoundError(f"--teacher: {missing if path.is_dir() else f'no such file or folder: {path}'}")
+    found = [path] if path.is_file() else [path / name for name in _HELD if (path / name).is_file()]
+    if not found:
+        missing = f"{path} holds none of {', '.join(_HELD)}" if path.is_dir() else f"no such file or folder: {path}"
+        raise FileNotFoundError(f"--teacher: {missing}")
+    return found[0]
 
 
 def read_teacher(path: Path, task: Task) -> nn.Module:
+    """Read a trained network: a genome file, or the weights of the task's p-net as safetensors or by `torch.save`."""
     path = teacher_file(path)
     try:
-        if is_genome(path):
+        with path.open("rb") as file:
+            pickled = file.read(2) in (b"PK", b"\x80\x02")
+        if not pickled and is_genome(path):
             plan, genome = gb.load(path)
             return _network(path, plan, genome, _fitted(task, plan, path, {}).build(0))
-    except SafetensorError as error:
-        raise ValueError(f"--teacher: {path} is no safetensors file: {error}") from error
-    net = task.build(0)
-    try:
-        load_model(net, path)
-    except (SafetensorError, RuntimeError) as error:
+        net = task.build(0)
+        if pickled:
+            net.load_state_dict(_pickled_weights(path))
+        else:
+            load_model(net, path)
+    except UnpicklingError as error:
+        cure = "save net.state_dict() with torch.save, or as safetensors"
+        raise ValueError(f"--teacher: {path} holds more than weights, and is not run: {cure}") from error
+    except (SafetensorError, RuntimeError, ValueError) as error:
         raise ValueError(f"--teacher: {path} does not hold the weights of {task.pnet.name}: {error}") from error
     return net.eval()
+
+
+def _pickled_weights(path: Path) -> Mapping[str, torch.Tensor]:
+    """Read tensors by name, also from within a training's checkpoint, without prefixes of wrappers."""
+    held = torch.load(path, map_location="cpu", weights_only=True)
+    for key in ("state_dict", "model_state_dict", "model"):
+        if isinstance(held, Mapping) and isinstance(held.get(key), Mapping):
+            held = held[key]
+    if not isinstance(held, Mapping) or not all(isinstance(x, torch.Tensor) for x in held.values()):
+        raise ValueError(f"expected tensors by name, such as net.state_dict(), got {type(held).__name__}")
+    return {re.sub(r"^(module\.|_orig_mod\.)+", "", name): x for name, x in held.items()}
 
 
 def run_export(options: Export) -> None:

@@ -16,7 +16,16 @@ from torch import nn
 
 import gbfunc as gb
 from gbfunc.cli.commands import Plan
-from gbfunc.cli.options import DataOptions, DtypeName, GenomeOptions, PNetOptions, RunOptions, TrainingOptions, flags
+from gbfunc.cli.options import (
+    DataOptions,
+    DtypeName,
+    ExecutionOptions,
+    GenomeOptions,
+    PNetOptions,
+    RunOptions,
+    TrainingOptions,
+    flags,
+)
 from gbfunc.cli.parser import read_config
 from gbfunc.cli.ranks import find_device, styles_of
 from gbfunc.encoding import Encoding, encoding_from_json, table
@@ -140,9 +149,14 @@ def resolved(job: Job, options: RunOptions) -> dict[str, Any]:
     }
 
 
-def dtype_of(data: PNetOptions, genome: GenomeOptions, dtype: DtypeName | None) -> DtypeName | None:
-    """Choose how the genome is stored: as the user says, or else as codes for an adapter's file of so many bytes."""
-    return AUTO if dtype is None and data.pretrained is not None and genome.genome_bytes is not None else dtype
+def dtype_of(options: Any) -> DtypeName | None:
+    """Choose how a command stores a genome: as the user says; codes for a size in bytes."""
+    if options.output.dtype is not None or options.genome.genome_bytes is None:
+        return options.output.dtype
+    optimizer = getattr(options, "training", TrainingOptions()).optimizer
+    execution = getattr(options, "execution", ExecutionOptions())
+    finds_steps = optimizer in (None, "Adam", "AdamW") and execution.local_steps is None
+    return AUTO if finds_steps and execution.placement in ("auto", "replicated") else "int8"
 
 
 def asked_recipe(recipe: Recipe, training: TrainingOptions) -> Recipe:
@@ -315,7 +329,7 @@ def run_plan(options: Plan) -> None:
         device = replace(device, memory=parse_bytes("--memory", options.memory))
     if options.link is not None:
         device = replace(device, link=parse_bytes("--link", options.link, rate=True))
-    stored = dtype_of(options.data, options.genome, options.output.dtype)
+    stored = dtype_of(options)
     job = make_job(options.data, options.genome, stored=stored)
     task, recipe, pnet = job.task, job.recipe, job.pnet
     reports = [job.plan.report(stored, metadata=about(task, options.data))]

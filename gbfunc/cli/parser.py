@@ -22,7 +22,7 @@ except ImportError as _error:
 
 from gbfunc import __version__
 from gbfunc.cli.commands import COMMANDS, Train
-from gbfunc.cli.options import ALTERNATIVES, check_values, options_of, values_of
+from gbfunc.cli.options import ALTERNATIVES, HELP_TASK, check_values, options_of, values_of
 from gbfunc.files import replace_file
 
 _STYLE = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
@@ -38,12 +38,11 @@ def parse(argv: Sequence[str]) -> Any:
     if name == "--version":
         print(f"gbfunc {__version__}")
         raise SystemExit(0)
-    if name in ("-h", "--help"):
+    if name in ("", "-h", "--help"):
         title = "Train neural networks through a genomic bottleneck."
-        tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="gbfunc", description=title, args=[name], config=_STYLE)
+        tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="gbfunc", description=title, args=["--help"], config=_STYLE)
     if name not in COMMANDS:
-        got = f"no command {name!r}{_nearest(name, COMMANDS)}" if name else "a command is missing"
-        raise ValueError(f"{got}: choose one of {', '.join(COMMANDS)}")
+        raise ValueError(f"no command {name!r}{_nearest(name, COMMANDS)}: choose one of {', '.join(COMMANDS)}")
     path, given = config_words(name, words)
     message = io.StringIO()
     try:
@@ -91,6 +90,7 @@ def config_words(command: str, argv: Sequence[str]) -> tuple[Path | None, list[s
     for option, value in following.items():
         if option.startswith("--") and option != "--prompt" and not value:
             raise ValueError(f"{option} needs a value, got '' (the present folder is '.')")
+    HELP_TASK.set(following.get("--task", "text" if command == "sample" else "digits"))
     if "--config" not in following or "config" not in known:
         return None, []
     path, given = Path(following["--config"]), {}

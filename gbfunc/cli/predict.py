@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gbfunc.cli.commands import Predict
 from gbfunc.cli.genomes import read_genome, said_by
+from gbfunc.cli.output import printable
 from gbfunc.exporting.qr import opaque, read_qr
 from gbfunc.tasks import Task, logits_of
 
@@ -42,7 +43,7 @@ def run_predict(options: Predict) -> None:
             probabilities_K = logits_of(net(x[None]))[0].softmax(0)
             best = probabilities_K.topk(min(options.top, len(names)))
             ranked = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-            print("\t".join([name, *(f"{names[k]}\t{value:.4f}" for k, value in ranked)]), flush=True)
+            print("\t".join([name, *(f"{printable(str(names[k]))}\t{value:.4f}" for k, value in ranked)]), flush=True)
 
 
 def _texts(path: Path, task: Task) -> Iterator[tuple[str, Tensor]]:

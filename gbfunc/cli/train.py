@@ -1,22 +1,24 @@
-"""`gbfunc train` and `gbfunc demo`: what is trained, kept, logged, written and measured; and `--from-birth`."""
+"""`gbfunc train` and `gbfunc demo`: what is trained, kept, logged, written and measured."""
 
 from __future__ import annotations
 
+import math
+import signal
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from safetensors.torch import save_model
+import torch
 from torch import nn
 
 import gbfunc as gb
+from gbfunc.cli import Stopped
 from gbfunc.cli.checkpoints import FOLDER, checkpoints
 from gbfunc.cli.commands import Demo, Train
 from gbfunc.cli.genomes import BEST_FILE, GENOME_FILE, genome_metrics, measure, read_genome, read_teacher
-from gbfunc.cli.job import Job, about, asked_recipe, dtype_of, make_job, resolved
+from gbfunc.cli.job import Job, about, dtype_of, make_job, resolved
 from gbfunc.cli.meter import Meter, data_digest, provenance
 from gbfunc.cli.options import RunOptions
 from gbfunc.cli.output import (
@@ -24,20 +26,20 @@ from gbfunc.cli.output import (
     open_folder,
     open_logs,
     print_metrics,
+    print_next,
     print_table,
     reporter,
     tell,
+    write_curve,
     write_figure,
     write_history,
     write_metrics,
-    write_run,
 )
 from gbfunc.cli.parser import settings_of, write_config
-from gbfunc.cli.ranks import check_alike, find_device, in_turn, open_mesh, split_over
+from gbfunc.cli.ranks import check_alike, in_turn, open_mesh, split_over
 from gbfunc.formats import AUTO
-from gbfunc.lab.birth import GROWN, LESSONS, RATES, in_the_size_of, lessons, teach
-from gbfunc.tasks import find_task
-from gbfunc.tasks.base import taught
+from gbfunc.tasks import Task, loss_fn, token_loss
+from gbfunc.tasks.base import ACCURACY, taught
 from gbfunc.tasks.pnets.base import n_params, narrowed
 from gbfunc.tasks.training import (
     Fit,
@@ -53,58 +55,61 @@ from gbfunc.tasks.training import (
 )
 from gbfunc.types import dtype_name
 
-TAUGHT_FILE = "net.safetensors"
+_PATIENCE = 300
+"""Steps after which a loss must be below that of a constant prediction."""
 
 
 def run_train(options: Train) -> None:
     output = options.output
     if output.out is not None and not output.overwrite and (output.out / "metrics.json").exists():
         resumes = output.resume is not None and any((output.out / FOLDER).glob("step-*"))
-        if not resumes and any((output.out / name).exists() for name in (GENOME_FILE, TAUGHT_FILE)):
+        if not resumes and (output.out / GENOME_FILE).exists():
             raise ValueError(
                 f"{output.out} holds a finished training: --overwrite replaces it, or choose another --out"
             )
-    if options.birth.from_birth is not None:
-        return learn_from_birth(options)
     with open_mesh(options.execution, options.training.device) as mesh:
+        dtype, teacher = dtype_of(options), None
         here = replace(options, training=replace(options.training, device=str(mesh.device)))
-        # An adapter's file of so many bytes holds codes, where no other option is against them.
-        dtype, execution, codes = dtype_of(here.data, here.genome, output.dtype), options.execution, {}
-        against = here.dense or (output.finetune, here.training.optimizer, execution.local_steps) != (None,) * 3
-        if dtype != output.dtype and not against and execution.placement in ("auto", "replicated"):
-            here = replace(here, output=replace(output, dtype=dtype))
-            found = "their steps are found from 60 % of the training on"
-            codes = {"dtype auto": f"the bytes hold some five times the numbers in codes; {found}"}
+        here = replace(here, output=replace(output, dtype=dtype))
 
         def load() -> Job:
-            job = make_job(here.data, here.genome, here.training, dense=here.dense, stored=here.output.dtype)
-            if (path := here.teacher.teacher) is None:
+            nonlocal teacher
+            job, asked = make_job(here.data, here.genome, here.training, dense=here.dense, stored=dtype), here.teacher
+            if asked.teacher is None:
                 return job
-            teacher = read_teacher(path, job.task).to(here.training.device)
-            return job._replace(task=taught(job.task, teacher, here.teacher.teacher_weight, here.teacher.temperature))
+            teacher = read_teacher(asked.teacher, job.task).to(here.training.device)
+            return job._replace(task=taught(job.task, teacher, asked.teacher_weight, asked.temperature))
 
-        # Data and models may be downloaded, or prepared in files, which all ranks then read.
+        # Rank 0 downloads and prepares files, which the other ranks read.
         job = in_turn(mesh, load)
         check_alike(mesh, here, data_digest(job.task) if mesh.world > 1 else "")
-        if mesh.rank == 0:
-            for name, why in {**job.recipe.reasons, **codes}.items():
-                value = getattr(job.recipe, name, None)
-                tell(f"{name}{f' {value:.3g}' if isinstance(value, int | float) else ''}: {why}")
-        with open_folder(output.out if mesh.rank == 0 else None) as folder:
+        is_first = mesh.rank == 0
+        for name, why in job.recipe.reasons.items() if is_first else ():
+            value = getattr(job.recipe, name, None)
+            tell(f"{name}{f' {value:.3g}' if isinstance(value, int | float) else ''}: {why}")
+        if is_first and dtype != output.dtype:
+            tell(f"dtype {dtype}: codes, which hold most in so many bytes; --dtype chooses another")
+        out = output.out if is_first else None
+        with open_folder(out, alone=True) as folder:
             split = split_over(mesh, options.execution, job.pnet, job.recipe.batch_size)
-            result, _, metrics = train_genome(job, here, folder, split)
-            if mesh.rank == 0 and output.out is not None:
-                write_run(folder, metrics, {str(metrics["network"]): result.history}, job.task)
-        if mesh.rank == 0:
-            print_metrics(metrics, job.task)
+            result, _, metrics = train_genome(job, here, folder, split, teacher)
+            if is_first:
+                runs = {str(metrics["network"]): result.history}
+                write_history(folder / "history.csv", runs)
+                write_metrics(folder / "metrics.json", metrics)
+                print_metrics(metrics, job.task)
+                if out is not None:
+                    write_curve(folder, metrics, runs, job.task)
+                print_next(out, job.task)
 
 
 def run_demo(options: Demo) -> None:
+    options = replace(options, output=replace(options.output, dtype=dtype_of(options)))
     job = make_job(options.data, options.genome, options.training, stored=options.output.dtype)
     seed, out = options.data.seed, options.output.out
     task, metric = job.task, job.task.metric
     small_pnet = narrowed(task.pnet, job.plan.genome_params)
-    with open_folder(out) as folder:
+    with open_folder(out, alone=True) as folder:
         result, generated, metrics = train_genome(job, options, folder)
         runs = {"genome": result.history}
         dense, small = (pnet.build(seed).to(options.training.device) for pnet in (task.pnet, small_pnet))
@@ -120,24 +125,27 @@ def run_demo(options: Demo) -> None:
             "pnet_label": task.pnet.label,
             "small_dense_label": small_pnet.label,
         }
+        write_history(folder / "history.csv", runs)
+        write_metrics(folder / "metrics.json", metrics)
+        rows = []
+        for network, prefix, params, n_bytes in (
+            (f"{task.pnet.label}, dense", "dense_", "pnet_params", "dense_bytes"),
+            (f"{task.pnet.label}, generated", "", "genome_params", "genome_bytes"),
+            (f"{small_pnet.label}, dense", "small_dense_", "small_dense_params", "small_dense_bytes"),
+        ):
+            ratio, shown = job.plan.pnet_params / metrics[params], metric.show(metrics[f"{prefix}test_{metric.name}"])
+            rows.append((network, f"{metrics[params]:,}", f"{ratio:.1f}x", f"{metrics[n_bytes]:,}", shown))
+        note = "Bytes: the genome's whole file; dense nets in float32, without a file's header."
+        print_table(("network", "parameters", "ratio", "bytes on disk", f"test {metric.label}"), rows, notes=[note])
         if out is not None:
             from gbfunc.plots import weight_images
 
             nets = {"generated": generated.state_dict(), "dense": dense.state_dict()}
             image = task.interface.inputs[1:] if len(task.interface.inputs) == 3 else None
             if any(w.ndim in (2, 4) for w in nets["dense"].values()):
-                write_figure(folder / "weights.png", weight_images(nets, image))
-            write_run(folder, metrics, runs, task)
-    rows = []
-    for network, prefix, params, n_bytes in (
-        (f"{task.pnet.label}, dense", "dense_", "pnet_params", "dense_bytes"),
-        (f"{task.pnet.label}, generated", "", "genome_params", "genome_bytes"),
-        (f"{small_pnet.label}, dense", "small_dense_", "small_dense_params", "small_dense_bytes"),
-    ):
-        ratio, shown = job.plan.pnet_params / metrics[params], metric.show(metrics[f"{prefix}test_{metric.name}"])
-        rows.append((network, f"{metrics[params]:,}", f"{ratio:.1f}x", f"{metrics[n_bytes]:,}", shown))
-    note = "Bytes: the genome's whole file; dense nets in float32, without a file's header."
-    print_table(("network", "parameters", "ratio", "bytes on disk", f"test {metric.label}"), rows, notes=[note])
+                write_figure(folder / "weights.png", lambda: weight_images(nets, image))
+            write_curve(folder, metrics, runs, task)
+        print_next(out, task)
 
 
 def run_fit(trainer: Trainer, job: Job, seed: int, label: str, **hooks: Any) -> Fit:
@@ -146,8 +154,39 @@ def run_fit(trainer: Trainer, job: Job, seed: int, label: str, **hooks: Any) -> 
         return fit(trainer, job.task, job.recipe, seed, report=report, **hooks)
 
 
+def fitted(job: Job, teacher: nn.Module | None, seed: int) -> gb.Genome | None:
+    """Fit a genome to the teacher's weights; None where the fit is hardly better than a constant prediction."""
+    task, plan = job.task, job.plan
+    if teacher is None or job.dense or task.metric not in ACCURACY:
+        return None
+    try:
+        genome, _ = gb.fit_genome(plan, teacher, pnet=None if plan.base is None else job.pnet, seed=seed)
+    except ValueError:
+        # The teacher has another architecture, or the plan has nothing to fit.
+        return None
+    net = gb.materialize(plan, genome, job.pnet).eval()
+    reached, most = (task.measured(x, task.val)[task.metric.name] for x in (net, teacher))
+    least = float(task.val.y.bincount().max()) / len(task.val)
+    helps = reached - least > 0.1 * (most - least)
+    words = f"a genome fitted to the teacher's weights has validation {task.metric.label} {task.metric.show(reached)}"
+    tell(f"{words}: training begins {'there' if helps else 'from random g-nets'}")
+    return genome if helps else None
+
+
+def _constant_loss(task: Task) -> float:
+    """Compute the loss (nats) of the best constant prediction on the training data; inf for other losses."""
+    labels = getattr(task.train, "tokens" if task.loss is token_loss else "y", None)
+    if task.loss not in (loss_fn, token_loss) or labels is None:
+        return math.inf
+    return float(torch.special.entr(labels.flatten().bincount() / labels.numel()).sum())
+
+
 def train_genome(
-    job: Job, options: RunOptions, folder: Path, split: Mapping[str, Any] = MappingProxyType({})
+    job: Job,
+    options: RunOptions,
+    folder: Path,
+    split: Mapping[str, Any] = MappingProxyType({}),
+    teacher: nn.Module | None = None,
 ) -> tuple[Fit, nn.Module, dict[str, Any]]:
     task, recipe, output, seed = job.task, job.recipe, options.output, options.data.seed
     n_bytes = options.genome.genome_bytes
@@ -162,8 +201,11 @@ def train_genome(
     trainer = genome_trainer(
         job.plan, job.pnet, task, recipe, seed, rounding=rounding, genome_bytes=n_bytes, metadata=metadata, **split
     )
-    step = trainer.train_step
+    step, begins_at = trainer.train_step, fitted(job, teacher, seed)
     assert step is not None
+    if begins_at is not None and step.placement == "replicated":
+        trainer = going_on(trainer, begins_at)
+    constant = _constant_loss(task)
 
     def write(genome: gb.TrainState, path: Path) -> None:
         gb.save(path, job.plan, genome, step.stored(genome) or output.dtype, metadata)
@@ -177,9 +219,21 @@ def train_genome(
             if rounding is None or step.rounding(genome) is not None:
                 best(genome, rows)
 
-        if output.out is not None:
-            hooks["on_validation"] = keep_best
-        result = run_fit(trainer, job, seed, label, log_every=output.log_every, **hooks)
+        def validated(state: gb.TrainState, rows: list[dict[str, float]]) -> None:
+            if output.out is not None:
+                keep_best(state, rows)
+            before, now = rows[-2]["step"] if len(rows) > 1 else 0, rows[-1]["step"]
+            due = before < _PATIENCE <= now or (now == steps and now >= _PATIENCE / 3)
+            if due and rows[-1]["train_loss"] >= 0.99 * constant and step.mesh.rank == 0:
+                words = f"after {now:,.0f} steps the loss {rows[-1]['train_loss']:.3g} is not below {constant:.3g}"
+                tell(f"warning: {words}, that of a constant prediction: try another --lr than {job.recipe.lr:g}")
+
+        try:
+            result = run_fit(trainer, job, seed, label, log_every=output.log_every, on_validation=validated, **hooks)
+        except KeyboardInterrupt:
+            held = f"{best_path} holds the best genome so far" if best_path.exists() else "no genome is kept"
+            cure = "--out DIR --checkpoint-every STEPS keeps checkpoints to resume from"
+            raise Stopped(signal.SIGINT, f"interrupted: {held if output.out else 'nothing is kept'}; {cure}") from None
         return result, best.step(result.history)
 
     logs = output.log if step.mesh.rank == 0 else ()
@@ -224,50 +278,3 @@ def train_genome(
         metrics |= {"best_step": best_step, **measure(task, kept_net, "best_")}
     metrics |= meter.metrics(step, job, seed, result.steps / max(result.step_seconds, 1e-9))
     return result, net, metrics | {"config": settings} | provenance(task, plan, step.mesh.device)
-
-
-def learn_from_birth(options: Train) -> None:
-    birth, out, seed = options.birth, options.output.out, options.data.seed
-    assert birth.from_birth is not None
-    plan, task, grown = read_genome(birth.from_birth, options.data)
-    recipe = task.recipe(plan.genome_params)
-    recipe = asked_recipe(replace(recipe, lr=recipe.dense_lr, epochs=1, steps=None), options.training)
-    recipe = replace(recipe, dense_lr=recipe.lr)
-    device = find_device(options.training.device)
-    tasks, grown = [task.to(device)], grown.to(device)
-    if birth.other is not None:
-        other = find_task(birth.other, birth.other_data_dir, {})
-        tasks.append(replace(in_the_size_of(other, task.interface), pnet=task.pnet).to(device))
-    with open_folder(out) as folder:
-        learned = {}
-        for one in tasks:
-            plain, rates = lessons(one, recipe), RATES if options.training.lr is None else (1.0,)
-            report = partial(reporter, total_steps=total_steps(one, plain))
-            learned[one.name] = teach(grown, one, plain, seed, rates=rates, report=report)
-        if out is not None:
-            from gbfunc.plots import birth_curves
-
-            save_model(learned[task.name][GROWN].net, str(folder / TAUGHT_FILE))
-            rows = {name: {start: taught.rows for start, taught in starts.items()} for name, starts in learned.items()}
-            flat = {f"{name}: {start}": some for name, starts in rows.items() for start, some in starts.items()}
-            write_history(folder / "history.csv", flat)
-            write_figure(folder / "birth.png", birth_curves(rows, task.metric.name, task.metric.unit))
-            lr = {name: {start: taught.lr for start, taught in starts.items()} for name, starts in learned.items()}
-            facts = {"genome": str(birth.from_birth), "batch_size": recipe.batch_size, "seed": seed, "lr": lr}
-            facts |= {"task": task.name, "metric": task.metric.name, "runs": rows}
-            write_metrics(folder / "metrics.json", facts)
-    metric = task.metric
-    for name, starts in learned.items():
-        columns = ("weights", *map(_column, next(iter(starts.values())).rows), "rate")
-        shown = [
-            (start, *(metric.show(row[metric.name]) for row in taught.rows), f"{taught.lr:.1e}")
-            for start, taught in starts.items()
-        ]
-        print_table(columns, shown, title=f"{name}: test {metric.label} after so many steps")
-
-
-def _column(row: Mapping[str, float]) -> str:
-    if not row["step"]:
-        return "birth"
-    whole = float(row["epoch"]).is_integer() and row["step"] not in LESSONS
-    return f"{row['step']:,}" + (f" (epoch {row['epoch']:g})" if whole else "")

@@ -161,7 +161,9 @@ def _open(path: Path) -> Compact | _Plain:
         start = file.read(8)
         if start.startswith(compact.MAGIC):
             return Compact.parse(start + file.read())
-        check_most("its header", int.from_bytes(start, "little"), "bytes", "mostHeader")
+        if (size := int.from_bytes(start, "little")) > path.stat().st_size:
+            raise ValueError("it is no genome, and no safetensors file")
+        check_most("its header", size, "bytes", "mostHeader")
     with safe_open(path, framework="pt", device="cpu") as file:
         metadata = file.metadata() or {}
         # Copies: what safetensors returns is the mapped file, which others may change.

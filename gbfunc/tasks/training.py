@@ -32,6 +32,7 @@ from gbfunc.tasks.data import steps_per_epoch
 from gbfunc.train import TrainStep
 from gbfunc.train.gradients.loss import loss_and_aux
 from gbfunc.trees import BUFFERS, flat_genome, flatten_tree, like_genome, tree_map, unflatten_tree
+from gbfunc.types import GenomeLike
 
 OnLog = Callable[[int, Mapping[str, float]], None]
 """Takes the steps that are done, and numbers by name."""
@@ -270,7 +271,7 @@ def slowed(recipe: Recipe, steps: int) -> Recipe:
     return replace(recipe, steps=steps, lr=RATE * recipe.lr, direct_lr=direct_lr, schedule=linear_decay, warmup=0.0)
 
 
-def going_on(trainer: Trainer, state: gb.TrainState) -> Trainer:
+def going_on(trainer: Trainer, state: GenomeLike) -> Trainer:
     """Start a trainer from a copy of the genome of a state, into which its steps may write."""
     genome: Any = tree_map(torch.clone, {name: getattr(state, name) for name in gb.Genome._fields})
     return trainer._replace(state=trainer.state._replace(**genome))

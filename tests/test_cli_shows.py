@@ -1,0 +1,184 @@
+"""What the command line shows: help, progress, results, warnings, and the command to try next."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.progress import Progress
+from safetensors.torch import save_model
+from torch import nn
+
+import gbfunc as gb
+from gbfunc.cli import main
+from gbfunc.cli.options import TASKS as SHOWN
+from gbfunc.cli.output import _Line, open_folder, printable
+from gbfunc.cli.parser import parse
+from gbfunc.tasks import TASKS, find_task
+from gbfunc.tasks.pnets.base import n_params
+from tests.test_cli import BRIEF, SMALL
+
+FOLDERS = {"mnist": "mnist", "fashion-mnist": "mnist", "cifar10": "cifar10", "trec": "trec", "texts": "trec"}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_help_shows_the_values_of_the_recipe(name: str, shared_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["train", "--task", name, "--help"])
+    words = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    shown = {
+        word.split()[0]: word.split("(default: ")[1].split(")")[0] for word in words.split(" --")[2:] if "(d" in word
+    }
+    task = find_task(name, shared_data / FOLDERS[name] if name in FOLDERS else None, {})
+    recipe = task.recipe(task.genome_params or n_params(task.build(0)) / task.compression)
+    values = {
+        "pnet": task.pnet.name,
+        "genome-params": task.genome_params,
+        "batch-size": recipe.batch_size,
+        "lr": recipe.lr,
+    }
+    values |= {"epochs": None if recipe.steps else recipe.epochs, "steps": recipe.steps, "warmup": recipe.warmup}
+    values |= {"clip-norm": recipe.clip_norm, "optimizer": recipe.optimizer.__name__}
+    assert {k: shown.get(k, "none").replace(",", "") for k in values} == {
+        k: str(x).lower() if x is None else str(x) for k, x in values.items()
+    }
+    assert "recipe)" not in words.replace("those of the recipe", "") and SHOWN.keys() == TASKS.keys()
+
+
+def test_a_line_of_progress_fits() -> None:
+    progress = Progress(disable=True)
+    bar = progress.add_task(
+        "small dense net", total=12_000, status="loss 0.1234  accuracy 0.9731  123.4 steps/s", val=""
+    )
+    progress.update(bar, completed=7_000, val="validation accuracy 97.31%")
+    lines = {width: str(_Line(width).render(progress.tasks[0])) for width in (40, 80, 120)}
+    whole = "step 7,000/12,000  loss 0.1234  validation accuracy 97.31%"
+    assert lines[80] == f"small dense net  {whole}" and lines[40].startswith("step 7,000/12,000  loss 0.1234")
+    assert lines[120] == f"{lines[80]}  accuracy 0.9731  123.4 steps/s"
+    assert str(_Line(70).render(progress.tasks[0])) == f"small den…  {whole}"
+
+
+def test_numbers_are_kept_and_shown_without_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failing(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("gbfunc.plots.learning_curve", failing)
+    assert main(["train", *BRIEF, "--out", str(tmp_path)]) == 0
+    said, told = capsys.readouterr()
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    table, course = said.split("└")
+    assert f"{metrics['test_accuracy']:.2%}" in table and "training" not in table
+    assert "training: 2 steps in " in course and "MiB of memory" in course
+    assert "warning: learning_curve.png could not be written: [Errno 28] No space left on device" in told
+    assert f"{tmp_path}: best.safetensors, config.toml, genome.safetensors, history.csv, metrics.json\n" in said
+    assert f"try next: gbfunc eval --genome {tmp_path / 'genome.safetensors'}" in said
+    assert main(["train", *BRIEF]) == 0
+    assert "nothing was written; --out DIR keeps the genome" in capsys.readouterr().out
+
+
+def test_an_interrupted_training_says_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopping(self: Any, state: Any, history: Any) -> None:
+        self._write(state, self._path)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gbfunc.cli.output.Best.__call__", stopping)
+    assert main(["train", *BRIEF, "--out", str(tmp_path)]) == 130
+    cure = "--out DIR --checkpoint-every STEPS keeps checkpoints to resume from"
+    held = f"{tmp_path / 'best.safetensors'} holds the best genome so far"
+    assert capsys.readouterr().err.splitlines()[-1] == f"gbfunc: interrupted: {held}; {cure}"
+
+
+def test_a_training_at_chance_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    steps = ["--steps", "100", "--schedule", "constant", "--measure-every", "100"]
+    assert main(["train", *SMALL, *steps, "--lr", "1e3"]) == 0
+    told = capsys.readouterr().err
+    assert "warning: after 100 steps the loss " in told and "try another --lr than 1000" in told
+    assert main(["train", *SMALL, *steps]) == 0
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_one_training_at_a_time_writes_into_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with open_folder(tmp_path, alone=True):
+        for command in ("train", "demo"):
+            assert main([command, *BRIEF, "--out", str(tmp_path)]) == 2
+            assert f"--out {tmp_path}: another training writes there" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_from_files_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *BRIEF, "--out", str(tmp_path)]) == 0
+    plan, genome = gb.load(tmp_path / "genome.safetensors")
+    said = gb.load_metadata(tmp_path / "genome.safetensors")
+    gb.save(tmp_path / "g", plan, genome, metadata=said | {"classes": ["\x1b[2J\nfake"] * 10})
+    np.save(tmp_path / "x.npy", np.zeros((8, 8)))
+    capsys.readouterr()
+    assert main(["predict", "--genome", str(tmp_path / "g"), str(tmp_path / "x.npy")]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.split("\t")[1] == r"\x1b[2J\nfake" == printable("\x1b[2J\nfake")
+    gb.save(tmp_path / "g", plan, genome, metadata={"task": "\x1b[2J"})
+    assert main(["eval", "--genome", str(tmp_path / "g")]) == 2
+    assert "\x1b" not in capsys.readouterr().err
+
+
+TEACHERS = {
+    "net.pt": lambda net: net.state_dict(),
+    "wrapped.pt": lambda net: {"epoch": 3, "model": {f"module.{k}": x for k, x in net.state_dict().items()}},
+    "whole.pt": lambda net: net,
+    "other.pt": lambda net: nn.Linear(3, 2).state_dict(),
+    "list.pt": lambda net: [1],
+}
+_HOLDS = "does not hold the weights of own_net:make: "
+NO_TEACHERS = {
+    "whole.pt": "whole.pt holds more than weights, and is not run: save net.state_dict() with torch.save",
+    "other.pt": _HOLDS,
+    "list.pt": f"{_HOLDS}expected tensors by name, such as net.state_dict(), got list",
+    "own_net.py": _HOLDS,
+    "other.safetensors": _HOLDS,
+    "none": "--teacher: no such file or folder: none",
+    "empty": "--teacher: empty holds none of genome.safetensors, model.safetensors, ",
+}
+
+
+def test_a_trained_network_teaches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    task = TASKS["digits"]()
+    monkeypatch.chdir(tmp_path)
+    Path("own_net.py").write_text(
+        "from torch import nn\ndef make():\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 90), nn.ReLU(), nn.Linear(90, 10))\n"
+    )
+    monkeypatch.delitem(sys.modules, "own_net", raising=False)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 90), nn.ReLU(), nn.Linear(90, 10))
+    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+    for _ in range(50):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(task.train.x), task.train.y).backward()
+        optimizer.step()
+    for name, held in TEACHERS.items():
+        torch.save(held(net), tmp_path / name)
+    save_model(nn.Linear(3, 2), str(tmp_path / "other.safetensors"))
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "empty").mkdir()
+    torch.save(net.state_dict(), tmp_path / "hub" / "pytorch_model.bin")
+    train = ["train", "--pnet", "own_net:make", "--steps", "2", "--teacher"]
+    for name in ("net.pt", "wrapped.pt", "hub"):
+        assert main([*train, name, "--genome-bytes", "6000", "--out", name.replace("pt", "run")]) == 0
+        told = capsys.readouterr()
+        assert (
+            "a genome fitted to the teacher's weights has validation accuracy" in told.err
+            and "begins there" in told.err
+        )
+        assert json.loads(Path(name.replace("pt", "run"), "metrics.json").read_text())["dtype"] == "auto"
+    assert main([*train, "net.pt", "--genome-params", "200"]) == 0
+    assert "training begins from random g-nets" in capsys.readouterr().err
+    for name, words in NO_TEACHERS.items():
+        assert main([*train, name]) == 2
+        told = capsys.readouterr().err
+        assert words in told and told.count("\n") == 1
