@@ -151,11 +151,10 @@ NO_TEACHERS = {
 def test_a_trained_network_teaches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     task = TASKS["digits"]()
     monkeypatch.chdir(tmp_path)
-    Path("own_net.py").write_text(
-        "from torch import nn\ndef make():\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 90), nn.ReLU(), nn.Linear(90, 10))\n"
-    )
+    made = "nn.Sequential(nn.Flatten(), nn.Linear(64, 90), nn.ReLU(), nn.Linear(90, 10))"
+    Path("own_net.py").write_text(f"from torch import nn\ndef make():\n    return {made}\n")
     monkeypatch.delitem(sys.modules, "own_net", raising=False)
-    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 90), nn.ReLU(), nn.Linear(90, 10))
+    net = eval(made)
     optimizer = torch.optim.Adam(net.parameters(), 1e-2)
     for _ in range(50):
         optimizer.zero_grad()
