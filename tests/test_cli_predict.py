@@ -139,11 +139,11 @@ def test_predict_tells_classes_by_name(genome: str, tmp_path: Path, capsys: pyte
 BAD_INPUTS: dict[str, tuple[Any, str]] = {
     "shape.npy": (np.zeros((3, 8, 9)), r"must hold images of shape (1, 8, 8), got float64 (3, 8, 9)"),
     "nan.npy": (np.full((8, 8), np.nan), "must hold images of shape (1, 8, 8), got float64 (8, 8)"),
-    "object.npy": (np.array([{}], object), "holds no arrays that can be read"),
-    "damaged.npz": (b"PK\3\4", "holds no arrays that can be read"),
-    "damaged.png": (b"\x89PNG", "is no image that can be read"),
+    "object.npy": (np.array([{}], object), "is not a valid file of arrays"),
+    "damaged.npz": (b"PK\3\4", "is not a valid file of arrays"),
+    "damaged.png": (b"\x89PNG", "is not a valid picture"),
     "words.TXT": (b"one", "is a text, and the task digits has images"),
-    "white.tiff": (Image.fromarray(np.full((8, 8), 90_000, np.int32)), "must have 8 or 16 bits, got mode I,"),
+    "white.tiff": (Image.fromarray(np.full((8, 8), 90_000, np.int32)), "expected pixels of 8 or 16 bits, got mode I,"),
 }
 
 

@@ -20,7 +20,7 @@ PACKAGE = ROOT / "gbfunc"
 # Lowest first; a room (a module or a subpackage) imports only from itself and from the rows above its own.
 LEVELS = (
     {"types", "costs", "extras"},
-    {"trees", "tiling", "encoding", "files"},
+    {"trees", "tiling", "encoding", "files", "untrusted"},
     {"hypernets", "formats"},
     {"layers"},
     {"pnet"},

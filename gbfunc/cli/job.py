@@ -10,7 +10,6 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -37,6 +36,7 @@ from gbfunc.tasks.base import SCHEDULES, example_batches
 from gbfunc.tasks.pnets import find_pnet
 from gbfunc.tasks.pnets.base import PlanOptions, options_for
 from gbfunc.types import JSON, dtype_name
+from gbfunc.untrusted import read_arrays
 
 _SIZES = ("genome_params", "genome_bytes", "compression")
 SAID = {"task": "", "task_config": "{}", "pnet": None, "pnet_config": "{}", "pretrained": None, "env": None}
@@ -282,7 +282,7 @@ def _encoding(where: str, folder: Path, value: Any) -> Encoding | None:
         return None
     try:
         if kind == "table" and "file" in options:
-            return table(np.load(folder / options["file"], allow_pickle=False))
+            return table(*read_arrays(folder / options["file"]).values())
         return encoding_from_json(_nested({"type": kind, **options}))
     except (OSError, TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from error

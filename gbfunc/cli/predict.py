@@ -5,7 +5,6 @@ Suffixes: N inputs, C channels, h rows and w columns of an image, K classes, L t
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,9 @@ from torch import Tensor
 from gbfunc.cli.commands import Predict
 from gbfunc.cli.genomes import read_genome, said_by
 from gbfunc.cli.output import printable
-from gbfunc.exporting.qr import opaque, read_qr
+from gbfunc.exporting.qr import read_qr
 from gbfunc.tasks import Task, logits_of
+from gbfunc.untrusted import read_arrays, read_picture
 
 _TEXTS = (".txt", ".text", ".md")
 
@@ -76,47 +76,26 @@ def _images(path: Path, task: Task, said: Mapping[str, Any]) -> Iterator[tuple[s
 
 
 def _picture(path: Path, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    from PIL import Image, ImageOps, UnidentifiedImageError
-
     channels, rows, cols = shape
-    try:
-        with Image.open(path) as image:
-            ImageOps.exif_transpose(image, in_place=True)  # As the camera was held.
-            sixteen = image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
-            if image.mode in ("I", "F") and not sixteen:
-                got = f"got mode {image.mode}, which has no white"
-                raise ValueError(f"its pixels must have 8 or 16 bits, {got}: save it so")
-            # The format's whites are scaled to 255, and what is transparent shows white.
-            scaled = (np.asarray(image) / 257).round().astype(np.uint8) if sixteen else None
-            shown = opaque(image) if scaled is None else Image.fromarray(scaled)
-            shown = shown.convert("L" if channels == 1 else "RGB")
-            pixels = np.asarray(shown.resize((cols, rows)), np.float32)
-    except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{path} is no image that can be read: {error}") from error
+    picture = read_picture(path, "L" if channels == 1 else "RGB")
     try:
         read_qr(path)
     except (ImportError, ValueError):
         # It is no code, or the package that reads codes is missing.
+        pixels = np.asarray(picture.resize((cols, rows)), np.float32)
         return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
     raise ValueError(f"{path} is a genome's QR code, not an image to classify: as a .png, --genome takes it")
 
 
 def _arrays(path: Path, shape: tuple[int, ...]) -> Iterator[tuple[str, NDArray[Any]]]:
-    try:
-        with path.open("rb") as file:
-            held = np.load(file, allow_pickle=False)
-            arrays = {"": held} if isinstance(held, np.ndarray) else {f"{name}, ": held[name] for name in held.files}
-    except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} holds no arrays that can be read: {error}") from error
-    for name, array in arrays.items():
+    for name, array in read_arrays(path).items():
         images = _shaped(array, shape)
-        numbers = array.dtype.kind in "uif"
-        if images is None or not len(images) or not numbers or not np.isfinite(array).all():
-            what = "" if images is None else ", with some that are not finite" if numbers else ", which are no numbers"
-            got = f"{array.dtype} {array.shape} in {name.removesuffix(', ') or 'array'}{what}"
+        if images is None or not len(images) or array.dtype.kind == "b" or not np.isfinite(array).all():
+            got = f"{array.dtype} {array.shape} in {name or 'array'}"
+            got += "" if images is None else ", expected finite numbers"
             raise ValueError(f"{path} must hold images of shape {shape}, got {got}")
         for i, image in enumerate(images):
-            yield f"{path}[{name}{i}]", image
+            yield f"{path}[{name}, {i}]" if name else f"{path}[{i}]", image
 
 
 def _shaped(array: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any] | None:

@@ -10,6 +10,7 @@ from typing import Any
 from gbfunc.exporting.page import embedded, from_address, in_address
 from gbfunc.extras import import_extra
 from gbfunc.files import replace_file
+from gbfunc.untrusted import read_picture
 
 _MOST = 2_953
 """Characters of the largest code, of version 40, at its lowest level of correction (ISO/IEC 18004)."""
@@ -43,14 +44,8 @@ def read_qr(path: str | os.PathLike[str]) -> bytes:
     Raises `ImportError` without zxing-cpp or Pillow, `FileNotFoundError` without the picture, `ValueError` for another
     picture.
     """
-    zxing, image = (import_extra(x, "reading a QR code", "gbfunc[qr]") for x in ("zxingcpp", "PIL.Image"))
-    if not Path(path).exists():
-        raise FileNotFoundError(f"no such picture: {os.fspath(path)!r}")
-    try:
-        with image.open(path) as picture:
-            codes: list[Any] = zxing.read_barcodes(opaque(picture).convert("L"), formats=zxing.BarcodeFormat.QRCode)
-    except (OSError, ValueError, image.DecompressionBombError) as error:
-        raise ValueError(f"{os.fspath(path)!r} is no picture that can be read: {error}") from error
+    zxing = import_extra("zxingcpp", "reading a QR code", "gbfunc[qr]")
+    codes: list[Any] = zxing.read_barcodes(read_picture(path, "L"), formats=zxing.BarcodeFormat.QRCode)
     if len(codes) != 1:
         raise ValueError(f"{os.fspath(path)!r} must show one QR code, it shows {len(codes)}")
     _, mark, fragment = codes[0].text.partition("#")
@@ -60,15 +55,6 @@ def read_qr(path: str | os.PathLike[str]) -> bytes:
     except ValueError:
         pass
     raise ValueError(f"the code in {os.fspath(path)!r} holds no genome: {codes[0].text[:60]!r}")
-
-
-def opaque(image: Any) -> Any:
-    """Put a Pillow image on a white ground."""
-    if not image.has_transparency_data:
-        return image
-    white = import_extra("PIL.Image", "reading a picture", "gbfunc[qr]").new("RGBA", image.size, "white")
-    white.alpha_composite(image.convert("RGBA"))
-    return white
 
 
 def shipped_genome(path: Path) -> bytes:

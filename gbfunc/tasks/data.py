@@ -8,7 +8,6 @@ Suffixes: N examples of a split, B examples of a batch, L positions of a text, C
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -138,17 +137,6 @@ def endless_batches(
     """Yield pass after pass of `epoch_batches`."""
     while True:
         yield from epoch_batches(data, batch_size, generator, augment)
-
-
-@contextmanager
-def reading(path: Path, what: str) -> Iterator[None]:
-    """Turn the errors of a decoder into a `ValueError`, or a `FileNotFoundError`, that names the file."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise FileNotFoundError(f"no such {what}: {path}") from None
-    except Exception as error:  # A damaged file can raise nearly anything.
-        raise ValueError(f"{path} is not a valid {what}: {str(error) or type(error).__name__}") from error
 
 
 def data_folder(task: str, data_dir: Path | None, holds: str) -> Path:

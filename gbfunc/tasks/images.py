@@ -8,7 +8,6 @@ from __future__ import annotations
 import gzip
 import math
 import pickle
-import zipfile
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -21,8 +20,9 @@ from numpy.typing import NDArray
 from gbfunc.extras import import_extra
 from gbfunc.tasks import data
 from gbfunc.tasks.base import Recipe, Task
-from gbfunc.tasks.data import Images, data_folder, flip_and_crop, image_splits, labels_of, reading, scaling
+from gbfunc.tasks.data import Images, data_folder, flip_and_crop, image_splits, labels_of, scaling
 from gbfunc.tasks.pnets import PNETS, Interface, PNet
+from gbfunc.untrusted import one_error, read_arrays
 
 FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -52,7 +52,7 @@ def read_idx(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
     """
     header = bytes((0, 0, 8, len(shape))) + b"".join(n.to_bytes(4, "big") for n in shape)
     size = len(header) + math.prod(shape)
-    with reading(path, "IDX file"), gzip.open(path) as file:
+    with one_error(path, "IDX file"), gzip.open(path) as file:
         # One byte more than expected: a longer file does not pass, and a bomb does not fill the memory.
         content = file.read(size + 1)
         if (got := content[: len(header)]) != header:
@@ -69,7 +69,7 @@ def load_mnist(data_dir: Path) -> tuple[Images, Images]:
         path = data_dir / f"{stem}-labels-idx1-ubyte.gz"
         images = read_idx(data_dir / f"{stem}-images-idx3-ubyte.gz", (n, 28, 28))
         labels = read_idx(path, (n,))
-        with reading(path, "file of labels"):
+        with one_error(path, "file of labels"):
             parts.append((images[:, None], labels_of(labels)))
     return parts[0], parts[1]
 
@@ -172,13 +172,10 @@ def read_packed(path: Path) -> Images:
 
     If the file says which images are `exact`, the others are left out.
     """
-    with reading(path, "CIFAR-10 .npz"):
-        with zipfile.ZipFile(path) as file:
-            if (size := sum(member.file_size for member in file.infolist())) > _MAX_UNPACKED:
-                raise ValueError(f"it would unpack to {size:,} bytes")
-        with np.load(path, allow_pickle=False) as arrays:
-            delta, labels = arrays["delta"], labels_of(arrays["labels"])
-            exact = arrays["exact"] if "exact" in arrays else np.ones(labels.shape, bool)
+    arrays = read_arrays(path, _MAX_UNPACKED, ("delta", "labels", "exact"))
+    with one_error(path, "CIFAR-10 .npz"):
+        delta, labels = arrays["delta"], labels_of(arrays["labels"])
+        exact = arrays.get("exact", np.ones(labels.shape, bool))
         if delta.dtype != np.uint8 or delta.shape != (len(labels), *_SHAPE):
             raise ValueError(f"delta must be {len(labels)} x 3 x 32 x 32 bytes, got {delta.dtype} {delta.shape}")
         if exact.shape != labels.shape or exact.dtype != bool or not exact.any():
@@ -228,7 +225,7 @@ class _Reader(pickle.Unpickler):
 
 def read_batch(path: Path) -> Images:
     """Read images [N, 3, 32, 32] and labels [N] of one batch."""
-    with reading(path, "CIFAR-10 batch"):
+    with one_error(path, "CIFAR-10 batch"):
         if (size := path.stat().st_size) > _MAX_BYTES:
             raise ValueError(f"it has {size:,} bytes, a batch has at most {_MAX_BYTES:,}")
         with path.open("rb") as file:

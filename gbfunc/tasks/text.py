@@ -21,9 +21,10 @@ from gbfunc.extras import import_extra
 from gbfunc.hypernets.periodic import Periodic
 from gbfunc.plan.spec import base_rate
 from gbfunc.tasks.base import LOSS, Net, Recipe, Task, accuracy, linear_decay, logits_of, text_metrics, token_loss
-from gbfunc.tasks.data import SPLIT_SEED, Batch, Split, Windows, data_folder, hold_out, leave_out, reading
+from gbfunc.tasks.data import SPLIT_SEED, Batch, Split, Windows, data_folder, hold_out, leave_out
 from gbfunc.tasks.pnets import PNETS, Interface, PNet
 from gbfunc.tasks.pnets.hugging_face import CONFIG, TOKENIZER, hugging_face, pretrained_folder
+from gbfunc.untrusted import one_error
 
 _MAX_BYTES = 1 << 30
 
@@ -328,7 +329,7 @@ def pretrained_tokens(pretrained: str, max_tokens: int) -> Tokens:
         for name in ("tokenizers", "transformers")
     )
     path = folder / TOKENIZER
-    with reading(path, "tokenizer of a pretrained network"):
+    with one_error(path, "tokenizer of a pretrained network"):
         tokenizer: Any = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
     tokenizer.no_padding()
     tokenizer.enable_truncation(max_tokens)
