@@ -43,7 +43,7 @@ const tried = (job) => {
     said.parts = genome.parts;
     const run = job.inputs.length ? networkOf(genome.metadata, net, job.networks) : null;
     for (const { shape, data } of job.inputs) {
-      said.outputs.push(text(run(shape ? { shape, data: Float64Array.from(data) } : data).data));
+      said.outputs.push(text(run({ shape, data: Float64Array.from(data) }).data));
     }
   } catch (error) {
     if (!(error instanceof Refusal)) throw error;
@@ -62,9 +62,7 @@ def in_node(
     assert NODE is not None
     program = folder / "page.js"
     program.write_text(f"{script(*NETWORK)}\n{DRIVER}", encoding="utf-8")
-    examples = [
-        {"data": x.tolist()} if x.ndim == 1 else {"shape": list(x.shape), "data": x.flatten().tolist()} for x in inputs
-    ]
+    examples = [{"shape": list(x.shape), "data": x.flatten().tolist()} for x in inputs]
     rest = {"inputs": examples, "networks": dict(networks)}
     jobs = json.dumps([{"genome": base64.b64encode(data).decode(), **rest} for data in files])
     done = subprocess.run([NODE, str(program)], input=jobs, capture_output=True, text=True)

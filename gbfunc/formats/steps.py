@@ -41,7 +41,7 @@ OCTAVE, LEAST, MOST = 8, -128, 127  # Indices in an octave; the smallest index, 
 LARGEST = 2047  # Largest integer
 _REACH = 400
 # Limits of the half octaves by which codes make steps finer: all indices, with the largest amplitude, stay in `_STEPS`.
-_COARSEST, _FINEST = -68, 44
+COARSEST, FINEST = -68, 44
 # Dtype and device are explicit: files do not depend on the user's defaults.
 _STEPS = torch.tensor(
     [math.ldexp(2 ** (i % OCTAVE / OCTAVE), i // OCTAVE) for i in range(-_REACH, _REACH + 1)],
@@ -171,7 +171,7 @@ def _finer(ensemble: Any, leaf: Any) -> tuple[int, ...]:
         return ()
     squares = np.asarray(ensemble.codes[leaf.codes == "col"], np.float64) ** 2
     means = squares.mean(axis=(0, 1)).tolist()
-    return tuple(min(_FINEST, max(_COARSEST, round(math.log2(x)))) if x > 0 else 0 for x in means)
+    return tuple(min(FINEST, max(COARSEST, round(math.log2(x)))) if x > 0 else 0 for x in means)
 
 
 def shifts_of(part: Part, gains: Mapping[tuple[str | None, int], Tensor], device: Any) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from torch import nn
 from gbfunc.formats.compact import EXPONENT, MAGIC, STEPS
 from gbfunc.formats.layout import DOCUMENTS, WORDS
 from gbfunc.formats.statistics import LEAST_VARIANCE
-from gbfunc.formats.steps import LARGEST
+from gbfunc.formats.steps import COARSEST, FINEST, LARGEST
 from gbfunc.formats.symbols import HALVINGS, NARROWEST, PIECE, POWERS, ROOTS, WIDEST
 from gbfunc.plan import Plan
 from gbfunc.plan.serial import VERSION
@@ -30,13 +30,28 @@ from gbfunc.types import JSON
 Layer = list[Any]
 """A layer's name in `networks.js`, and its options: as JSON."""
 
-NETWORK = ("read.js", "steps.js", "grow.js", "networks.js")
+NETWORK = ("read.js", "plan.js", "steps.js", "grow.js", "networks.js")
 """Scripts that need no browser."""
 
 PNETS = ("mlp", "convnet", "lenet5", "allconv", "resnet20", "resnet56", "gpt")
 TYPES = ("periodic", "bilinear", "low_rank", "xox", "constant", "gnet", "stochastic")
-DTYPES, MOST_WEIGHTS = ("float32", "float64"), 64_000_000
-"""P-nets that the page runs; types of g-net, dtypes and number of weights that the page grows."""
+DTYPES = ("float32", "float64")
+"""P-nets that the page runs; types of g-net and dtypes that the page grows."""
+
+LIMITS: Mapping[str, int] = MappingProxyType(
+    {
+        "mostWeights": 64_000_000,
+        "mostMemory": 96 << 20,  # Bytes of weights that grow without a click
+        "mostSeconds": 30,  # Expected time of a growth without a click
+        "workPerSecond": 200_000_000,  # Multiplications and additions
+        "mostWork": 400_000_000,  # Multiplications for one example
+        "mostNumbers": 1 << 22,  # Numbers that a layer makes of one example
+        "mostPixels": 1 << 20,  # Numbers of an image
+        "mostOutputs": 1_000,
+        "mostContext": 1 << 14,
+    }
+)
+"""Limits of the page beside those of the format: what a stranger's file may cost whoever opens it."""
 
 
 def check(plan: Plan) -> None:
@@ -47,8 +62,8 @@ def check(plan: Plan) -> None:
         raise ValueError(f"not in the browser yet: g-nets of type {', '.join(sorted(others))}")
     if others := {tensor.dtype for tensor in plan.tensors} - {*DTYPES}:
         raise ValueError(f"not in the browser yet: weights of {', '.join(sorted(others))}")
-    if plan.pnet_params > MOST_WEIGHTS:
-        raise ValueError(f"a browser grows up to {MOST_WEIGHTS:,} weights, the network has {plan.pnet_params:,}")
+    if plan.pnet_params > (most := LIMITS["mostWeights"]):
+        raise ValueError(f"a browser grows up to {most:,} weights, the network has {plan.pnet_params:,}")
 
 
 def page(
@@ -93,6 +108,7 @@ def in_address(genome: bytes) -> str:
 
 def script(*names: str) -> str:
     """Some of the page's scripts in one, after the constants that they need."""
+    schema = json.loads(files("gbfunc.formats").joinpath("schema.json").read_text("ascii"))
     constants = {
         "version": VERSION,
         "words": WORDS.decode("ascii"),
@@ -106,10 +122,12 @@ def script(*names: str) -> str:
         "halvings": HALVINGS,
         "roots": ROOTS,
         "largest": LARGEST,
+        "finer": [COARSEST, FINEST],
         "leastVariance": LEAST_VARIANCE,
-        "mostWeights": MOST_WEIGHTS,
+        "schema": schema,
+        "limits": schema["limits"] | {**LIMITS},
     }
-    return "\n".join([f"const FORMAT = {json.dumps(constants)};", *map(_source, names)])
+    return "\n".join([f"const FORMAT = {json.dumps(constants, separators=(',', ':'))};", *map(_source, names)])
 
 
 def _documents() -> bytes:
@@ -118,7 +136,7 @@ def _documents() -> bytes:
 
 
 def _source(name: str) -> str:
-    return files(__name__).joinpath(name).read_text(encoding="utf-8")
+    return re.sub("(?m)^ +", "", files(__name__).joinpath(name).read_text(encoding="utf-8"))
 
 
 def layers_in_a_row(pnet: nn.Module) -> list[Layer]:

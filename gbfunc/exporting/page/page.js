@@ -1,11 +1,19 @@
 /** Shows a genome, its growth and its network. */
 
 const $ = (id) => document.getElementById(id);
-const count = (n) => n.toLocaleString("en");
 const EMBEDDED = JSON.parse($("embedded").textContent);
 const PACE = matchMedia("(prefers-reduced-motion: reduce)").matches ? 0 : 1800; // ms that a growth takes at least
 const BUDGET = 12; // ms of work a frame
 const PEN = 22;
+const MOST_BYTES = 256 << 20; // of a file that is opened
+const SQUARES = 1 << 16; // bytes of a file that are drawn
+const FIGURES = 200;
+const FIGURE_PIXELS = 1 << 22; // of all figures
+const PICTURE_PIXELS = 1 << 24; // of an image that is opened
+const DARK = matchMedia("(prefers-color-scheme: dark)");
+
+/** What a change of the colours draws again. */
+const repaints = { genome: () => {}, weights: () => {} };
 
 const element = (tag, properties, ...children) => {
   const made = Object.assign(document.createElement(tag), properties);
@@ -16,9 +24,12 @@ const element = (tag, properties, ...children) => {
 /** What the page shows now is seen before `work` begins. */
 const afterPaint = (work) => requestAnimationFrame(() => setTimeout(work));
 
+/** A text of a file, in one line that is not too long. */
+const clipped = (text, most = 80) => (text.length > most ? `${text.slice(0, most - 3)}...` : text).replace(/\s+/g, " ");
+
 function refuse(error, what = "This genome cannot be shown") {
   if (!(error instanceof Refusal)) console.error(error);
-  $("alert").textContent = `${what}: ${error.message}.`;
+  $("alert").textContent = `${what}: ${clipped(error.message, 300)}.`;
   $("alert").hidden = false;
 }
 
@@ -33,19 +44,20 @@ function showGenome(bytes, { parts }) {
     const [hue, saturation] = INKS[part.split(" ")[0]] ?? NUMBERS;
     return `hsl(${hue} ${saturation}% ${86 - value / 4.8}%)`;
   };
+  const shown = Math.min(bytes.length, SQUARES);
   const draw = () => {
     const strip = $("strip");
     const [width, ratio] = [strip.clientWidth, devicePixelRatio];
-    const cell = Math.max(2, Math.min(11, Math.sqrt((width * 200) / bytes.length)));
+    const cell = Math.max(2, Math.min(11, Math.sqrt((width * 200) / shown)));
     const across = Math.floor(width / cell);
     strip.width = width * ratio;
-    strip.height = Math.ceil(bytes.length / across) * cell * ratio;
+    strip.height = Math.ceil(shown / across) * cell * ratio;
     strip.style.height = `${strip.height / ratio}px`;
     const ink = strip.getContext("2d");
     ink.scale(ratio, ratio);
     const size = cell - (cell > 4 ? 1 : 0);
     parts.forEach(([name, from, to]) => {
-      for (let i = from; i < to; i++) {
+      for (let i = from; i < Math.min(to, shown); i++) {
         ink.fillStyle = shade(name, bytes[i]);
         ink.fillRect((i % across) * cell, Math.floor(i / across) * cell, size, size);
       }
@@ -53,46 +65,47 @@ function showGenome(bytes, { parts }) {
   };
   $("genome").hidden = false;
   $("strip").setAttribute("aria-label", `The ${count(bytes.length)} bytes of the genome`);
-  $("genome-note").textContent = `All ${count(bytes.length)} bytes of the file, one square each.`;
+  const those = shown < bytes.length ? `The first ${count(shown)} of ${count(bytes.length)}` : `All ${count(bytes.length)}`;
+  $("genome-note").textContent = `${those} bytes of the file, one square per byte.`;
   $("legend").replaceChildren(...parts.map(([name, from, to]) => {
     const dot = element("i");
     dot.style.background = shade(name, 128);
     return element("li", {}, dot, `${name}: ${count(to - from)}`);
   }));
+  repaints.genome = draw;
   afterPaint(draw);
-  onresize = draw;
 }
 
 /* The weights, while they grow. */
 
-const WAVES = { periodic: "waves", bilinear: "pairs of waves", low_rank: "products", xox: "genes", gnet: "units", stochastic: "units" };
+const WAVES_OF = { periodic: "waves", bilinear: "pairs of waves", low_rank: "products", xox: "genes", gnet: "units", stochastic: "units" };
 
 /**
- * How the matrices of a tensor are laid out as a picture: {width, height, at}, with the pixel of each weight. Weights of
- * an image's pixels, or of a kernel, stand beside each other as in the image, as many in a row as fit into the room (in
- * pixels); other matrices are as they are.
+ * How the matrices of a tensor are laid out as a picture of at most so many pixels: {width, height, at}, with the weight
+ * of each pixel, -1 between patches. Weights of an image's pixels, or of a kernel, stand beside each other as in the
+ * image, as many in a row as fit into the room (in pixels). Of larger matrices every second, third, ... weight is shown.
  */
-function pictureOf({ kind, shape, slots: [{ grid, colCode }, ...more] }, room) {
+function pictureOf({ kind, shape, slots: [{ grid, colCode }, ...more] }, room, most) {
   const image = colCode.type === "grid" && colCode.dims.length > 1 ? colCode.dims.slice(-2) : null;
   const patch = image ?? (kind === "conv" && shape.length === 4 ? shape.slice(2) : null);
-  if (!patch || product(patch) === 1) {
-    const height = grid.rows * (more.length + 1);
-    return { width: grid.cols, height, at: (k) => k };
+  const rows = grid.rows * (more.length + 1);
+  if (!patch || product(patch) === 1 || 2 * product(patch) > most) {
+    let step = 1;
+    while (Math.ceil(rows / step) * Math.ceil(grid.cols / step) > most) step++;
+    const [height, width] = [Math.ceil(rows / step), Math.ceil(grid.cols / step)];
+    return { width, height, at: (x, y) => step * (y * grid.cols + x) };
   }
   const [h, w] = patch;
-  const patches = (grid.rows * grid.cols) / (h * w);
-  const beside = grid.cols / (h * w);
   const gap = 1;
-  const [least, most] = [0.78, 2].map((ratio) => Math.ceil(Math.sqrt((patches * ratio * h) / w)));
-  const across = beside > 3 ? beside : Math.max(least, Math.min(most, Math.floor(room / (w + gap))));
-  const width = across * (w + gap) - gap;
-  const at = (k) => {
-    const p = Math.floor(k / (h * w));
-    const y = Math.floor(k / w) % h;
-    const x = k % w;
-    return (Math.floor(p / across) * (h + gap) + y) * width + (p % across) * (w + gap) + x;
+  const patches = Math.max(1, Math.min((rows * grid.cols) / (h * w), Math.floor(most / ((h + gap) * (w + gap)))));
+  const beside = grid.cols / (h * w);
+  const [least, widest] = [0.78, 2].map((ratio) => Math.ceil(Math.sqrt((patches * ratio * h) / w)));
+  const across = Math.min(patches, beside > 3 ? beside : Math.max(least, Math.min(widest, Math.floor(room / (w + gap)))));
+  const at = (x, y) => {
+    const [p, i, j] = [Math.floor(y / (h + gap)) * across + Math.floor(x / (w + gap)), y % (h + gap), x % (w + gap)];
+    return i < h && j < w && p < patches ? p * h * w + i * w + j : -1;
   };
-  return { width, height: Math.ceil(patches / across) * (h + gap) - gap, at };
+  return { width: across * (w + gap) - gap, height: Math.ceil(patches / across) * (h + gap) - gap, at };
 }
 
 /** A figure for a tensor, with `paint`, which shows its matrices as they are. */
@@ -101,29 +114,35 @@ function figureOf(tensor, { width, height, at }, zoom) {
   const canvas = element("canvas", { width, height, className: zoom > 1 ? "large" : "" });
   canvas.style.width = `${Math.max(8, width * zoom)}px`;
   canvas.style.aspectRatio = height * zoom < 8 ? `${width * zoom} / 8` : `${width} / ${height}`;
-  const tiles = tensor.slots.reduce((n, slot) => n + slot.grid.down * slot.grid.across, 0);
-  const by = `${typeOf(hypernet).size(hypernet)} ${WAVES[hypernet.type] ?? hypernet.type}${tiles > 1 ? ` × ${tiles} tiles` : ""}`;
+  const tiles = sum(tensor.slots.map((slot) => slot.grid.down * slot.grid.across));
+  const size = typeOf(hypernet).size(hypernet);
+  const by = `${count(size)} ${WAVES_OF[hypernet.type]}${tiles > 1 ? ` × ${count(tiles)} tiles` : ""}`;
   const words = `${count(grid.rows * tensor.slots.length)} × ${count(grid.cols)} from ${by}`;
   canvas.setAttribute("role", "img");
-  canvas.setAttribute("aria-label", `Weights of ${tensor.name}, ${words}`);
-  const name = tensor.name.split(".").flatMap((part, i) => (i ? [element("wbr"), `.${part}`] : [part]));
+  canvas.setAttribute("aria-label", `Weights of ${clipped(tensor.name)}, ${words}`);
+  const name = clipped(tensor.name).split(".").flatMap((part, i) => (i ? [element("wbr"), `.${part}`] : [part]));
   const caption = element("figcaption", {}, element("b", {}, ...name), element("br"), words);
   const ink = canvas.getContext("2d");
-  const image = ink.createImageData(width, height);
-  const pixels = new Uint32Array(image.data.buffer);
-  let pixel;
+  let image;
+  let weights;
   const paint = () => {
-    if (!pixel) {
-      pixel = new Int32Array(product(tensor.shape));
-      for (let k = 0; k < pixel.length; k++) pixel[k] = at(k);
+    if (!tensor.grown) return;
+    if (!image) {
+      image = ink.createImageData(width, height);
+      weights = Int32Array.from({ length: width * height }, (_, k) => at(k % width, Math.floor(k / width)));
     }
+    const pixels = new Uint32Array(image.data.buffer);
     // Contrast by what has grown so far: a single wave is as clear as the sum of all.
-    let [grown, squares, k] = [0, 0, 0];
-    for (const matrix of tensor.matrices) for (const w of matrix) if (w) (grown++, (squares += w * w));
-    const unit = 127.5 / (2.2 * Math.sqrt(squares / grown) || 1);
-    for (const matrix of tensor.matrices) {
-      for (const w of matrix) pixels[pixel[k++]] = COLOURS[Math.max(0, Math.min(255, w * unit + 127.5)) | 0];
+    let [grown, squares] = [0, 0];
+    for (const k of weights) {
+      const w = k < 0 ? 0 : tensor.grown[k];
+      if (w) (grown++, (squares += w * w));
     }
+    const unit = 127.5 / (2.2 * Math.sqrt(squares / grown) || 1);
+    const colours = DARK.matches ? COLOURS.dark : COLOURS.light;
+    weights.forEach((k, i) => {
+      if (k >= 0) pixels[i] = colours[Math.max(0, Math.min(255, tensor.grown[k] * unit + 127.5)) | 0];
+    });
     ink.putImageData(image, 0, 0);
   };
   const figure = element("figure", {}, canvas, caption);
@@ -132,38 +151,45 @@ function figureOf(tensor, { width, height, at }, zoom) {
 }
 
 /** Blue below zero, paper at zero, orange above: little-endian RGBA. */
-const COLOURS = Uint32Array.from({ length: 256 }, (_, i) => {
-  const [x, side] = [Math.abs(i - 127.5) / 127.5, i < 128 ? [23, 78, 122] : [190, 82, 24]];
-  const [r, g, b] = [250, 249, 246].map((paper, k) => Math.round(paper + (side[k] - paper) * x ** 0.8));
+const coloursOf = (paper, below, above) => Uint32Array.from({ length: 256 }, (_, i) => {
+  const [x, side] = [Math.abs(i - 127.5) / 127.5, i < 128 ? below : above];
+  const [r, g, b] = paper.map((p, k) => Math.round(p + (side[k] - p) * x ** 0.8));
   return (255 << 24) | (b << 16) | (g << 8) | r;
 });
+const COLOURS = {
+  light: coloursOf([250, 249, 246], [23, 78, 122], [190, 82, 24]),
+  dark: coloursOf([27, 30, 36], [112, 184, 232], [244, 152, 84]),
+};
 
 /** Small kernels are shown larger than large matrices. */
 const zoomOf = ({ width, height }, zoom) => (Math.max(width, height) < 120 ? Math.max(zoom, Math.min(4, 160 / Math.max(width, height))) : zoom);
 
 const isDrawn = ({ slots }) => slots.length > 0 && slots[0].hypernet.type !== "constant";
 
-/** Grow all tensors, a frame at a time, while it is `wanted`; resolves when all weights are there. */
+/** Grows all tensors, a frame at a time, while it is `wanted`; resolves when all weights are there. */
 function grow(genome, wanted) {
-  const { tensors } = genome.plan;
-  const drawn = tensors.filter(isDrawn);
+  const generated = genome.plan.tensors.filter((t) => t.slots.length);
+  for (const tensor of generated) tensor.grown = tensor.data = null;
+  const drawn = generated.filter(isDrawn).slice(0, FIGURES);
   const width = $("tensors").clientWidth;
-  const pictures = new Map(drawn.map((tensor) => [tensor, pictureOf(tensor, width)]));
+  const most = Math.floor(FIGURE_PIXELS / Math.max(4, drawn.length));
+  const pictures = new Map(drawn.map((tensor) => [tensor, pictureOf(tensor, width, most)]));
   const largest = (side) => Math.max(1, ...[...pictures.values()].map((picture) => picture[side]));
-  const area = [...pictures.values()].reduce((sum, picture) => sum + picture.width * picture.height, 1);
+  const area = 1 + sum([...pictures.values()].map((picture) => picture.width * picture.height));
   const room = width * Math.max(480, width) * (drawn.length > 6 ? 0.6 : 1);
   const zoom = Math.min(4, width / largest("width"), Math.sqrt(room / area));
   const figures = new Map(drawn.map((tensor) => [tensor, figureOf(tensor, pictures.get(tensor), zoomOf(pictures.get(tensor), zoom))]));
   $("tensors").replaceChildren(...drawn.map((tensor) => figures.get(tensor).figure));
-  const total = tensors.filter((t) => t.slots.length).length;
+  repaints.weights = () => figures.forEach(({ paint }) => paint());
+  $("progress").hidden = false;
   const begun = performance.now();
   let done = 0;
   const steps = (function* () {
-    for (const tensor of tensors.filter((t) => t.slots.length)) {
+    for (const tensor of generated) {
       let made = 0;
-      const all = stepsOf(tensor);
-      for (const _ of growTensor(genome, tensor)) yield [tensor, (done + ++made / all) / total];
-      yield [tensor, ++done / total];
+      const all = product(tensor.shape);
+      for (const weights of growTensor(genome, tensor)) yield [tensor, (done + (made += weights) / all) / generated.length];
+      yield [tensor, ++done / generated.length];
     }
   })();
   return new Promise((resolve, reject) => {
@@ -180,8 +206,9 @@ function grow(genome, wanted) {
           if (end || ahead || performance.now() - start > BUDGET) {
             for (const tensor of changed) figures.get(tensor)?.paint();
             performance.mark("weights drawn");
-            if (end) return resolve(performance.now() - begun);
-            return afterPaint(frame);
+            if (!end) return afterPaint(frame);
+            $("progress").hidden = true;
+            return resolve(performance.now() - begun);
           }
         }
       } catch (error) {
@@ -192,28 +219,20 @@ function grow(genome, wanted) {
   });
 }
 
-/** How often `growTensor` yields. */
-function stepsOf({ slots }) {
-  const each = ({ hypernet, grid }) => {
-    const { size, dense } = typeOf(hypernet);
-    const columns = dense ? 1 : size(hypernet) * (["periodic", "bilinear"].includes(hypernet.type) ? 2 : 1);
-    return grid.down * grid.across * columns;
-  };
-  return slots.reduce((n, slot) => n + each(slot), 0);
-}
-
 function sayWeights({ plan: { tensors } }, seconds) {
   const generated = tensors.filter((t) => t.slots.length);
-  const size = (list) => list.reduce((n, t) => n + product(t.shape), 0);
+  const size = (list) => sum(list.map((t) => product(t.shape)));
   const direct = size(tensors) - size(generated);
-  const rest = direct ? ` ${count(direct)} more stand in the file as they are.` : "";
-  const time = seconds === undefined ? "" : ` It took ${seconds.toFixed(1)} s.`;
-  $("weights-note").textContent = `${count(size(generated))} weights grow, wave by wave: blue below zero, orange above.${rest}${time}`;
+  const rest = direct ? ` The file holds ${count(direct)} more as they are.` : "";
+  const hidden = generated.filter(isDrawn).length - FIGURES;
+  const others = hidden > 0 ? ` ${count(hidden)} more tensors are not drawn.` : "";
+  const time = seconds === undefined ? "" : ` Growing took ${seconds.toFixed(1)} s.`;
+  $("weights-note").textContent = `The g-nets generate ${count(size(generated))} weights: blue is below zero, orange is above.${rest}${others}${time}`;
 }
 
 /* The network: images. */
 
-function classifier(run, { interface: [[channels, rows, cols], outputs], mean, std, white = 255, classes, task }) {
+function classifier({ shape: [channels, rows, cols], outputs, mean, std, white, classes }, task) {
   const names = classes ?? Array.from({ length: outputs }, (_, i) => String(i));
   const pad = $("draw").getContext("2d", { willReadFrequently: true });
   const size = $("draw").width;
@@ -221,7 +240,7 @@ function classifier(run, { interface: [[channels, rows, cols], outputs], mean, s
   $("classifier").hidden = false;
   $("pad").hidden = channels !== 1;
   $("clear").hidden = channels !== 1;
-  $("drop-text").textContent = channels === 1 ? "or an image" : "Drop an image here, or choose one";
+  $("drop-text").textContent = channels === 1 ? "Open an image" : "Drop an image here or open one";
   $("bars").className = classes ? "named" : "";
   const bars = names.map((name) => {
     const [fill, part] = [element("i"), element("output")];
@@ -231,11 +250,14 @@ function classifier(run, { interface: [[channels, rows, cols], outputs], mean, s
   $("bars").replaceChildren(...bars.map(({ row }) => row));
   Object.assign($("seen"), { width: cols, height: rows });
   const bench = $("seen").getContext("2d");
+  let run = null; // until all weights have grown
+  let last = null;
 
   /** Show pixels [C * h * w] of 0 to 255, and what the network makes of them; null for none. */
   const show = (pixels) => {
+    last = pixels;
     bench.clearRect(0, 0, cols, rows);
-    const parts = pixels ? softmax(run(pixels)) : null;
+    const parts = pixels && run ? softmax(run(pixels)) : null;
     if (pixels) {
       const image = bench.createImageData(cols, rows);
       const plane = rows * cols;
@@ -305,7 +327,7 @@ function classifier(run, { interface: [[channels, rows, cols], outputs], mean, s
   };
   const pen = { down: false, x: size / 2, y: size / 2 };
   const stroke = (x, y, from = pen) => {
-    Object.assign(pad, { lineWidth: PEN, lineCap: "round", lineJoin: "round", strokeStyle: "#22252b" });
+    Object.assign(pad, { lineWidth: PEN, lineCap: "round", lineJoin: "round", strokeStyle: getComputedStyle($("draw")).color });
     pad.beginPath();
     pad.moveTo(from.x, from.y);
     pad.lineTo(x, y);
@@ -345,6 +367,7 @@ function classifier(run, { interface: [[channels, rows, cols], outputs], mean, s
 
   /** Pixels of an image's file, in the network's size; of one channel by the weights of ITU-R 601, as Pillow does. */
   const read = async (file) => {
+    await checkPicture(file);
     const image = await createImageBitmap(file);
     const sheet = element("canvas", { width: cols, height: rows }).getContext("2d");
     sheet.imageSmoothingQuality = "high";
@@ -364,8 +387,9 @@ function classifier(run, { interface: [[channels, rows, cols], outputs], mean, s
     let pixels;
     try {
       pixels = await read(file);
-    } catch {
-      $("answer").textContent = `${file.name} is no image that can be read`;
+    } catch (error) {
+      const why = error instanceof Refusal ? error.message : "is no image that can be read";
+      $("answer").textContent = `${clipped(file.name)} ${why}`;
       return;
     }
     clear();
@@ -383,10 +407,30 @@ function classifier(run, { interface: [[channels, rows, cols], outputs], mean, s
   show(null);
 
   /** From pixels of 0 to 255 to the network's input. */
-  return (pixels) => Float64Array.from(pixels, (v, k) => {
+  const scaled = (pixels) => Float64Array.from(pixels, (v, k) => {
     const c = Math.floor(k / (rows * cols));
     return Math.fround(((v * white) / 255 - of(mean, c)) / of(std, c));
   });
+  /** Begins to run the network, and gives what maps pixels to logits. */
+  return (net) => {
+    run = (pixels) => net({ shape: [channels, rows, cols], data: scaled(pixels) }).data;
+    show(last);
+    return run;
+  };
+}
+
+/** Throws a Refusal for a picture of too many pixels, by its header alone. */
+async function checkPicture(file) {
+  const image = new Image();
+  const loaded = new Promise((resolve, reject) => Object.assign(image, { onload: resolve, onerror: reject }));
+  image.src = URL.createObjectURL(file);
+  try {
+    await loaded;
+  } finally {
+    URL.revokeObjectURL(image.src);
+  }
+  const pixels = image.naturalWidth * image.naturalHeight;
+  if (pixels > PICTURE_PIXELS) throw new Refusal(`has ${count(pixels)} pixels, this page opens up to ${count(PICTURE_PIXELS)}`);
 }
 
 /* The network: texts. */
@@ -394,33 +438,43 @@ function classifier(run, { interface: [[channels, rows, cols], outputs], mean, s
 /** Which text is written: one stops when the next begins, or another network is shown. */
 let writing = 0;
 
-function writer(run, alphabet, context) {
+function writer({ letters, shape: [context] }) {
   $("writer").hidden = false;
   $("prompt").value ||= "ROMEO:\n";
-  const letters = Array.from(alphabet);
   $("temperature").oninput = () => ($("degrees").textContent = Number($("temperature").value).toFixed(1));
   $("text").replaceChildren();
-  $("writer").onsubmit = (event) => {
-    event.preventDefault();
-    const mine = ++writing;
-    const prompt = Array.from($("prompt").value || "\n");
-    const unknown = prompt.filter((c) => !letters.includes(c));
-    const written = prompt.map((c) => letters.indexOf(c));
-    const rest = document.createTextNode("");
-    $("text").replaceChildren(element("b", {}, prompt.join("")), rest);
-    if (unknown.length) {
-      $("text").textContent = `The network knows no ${[...new Set(unknown)].map((c) => JSON.stringify(c)).join(", ")}.`;
-      return;
-    }
-    const next = () => {
-      if (mine !== writing || rest.length >= 400) return;
-      const logits = run(written.slice(-context));
-      const temperature = Number($("temperature").value);
-      written.push(drawn(logits.slice(-letters.length), temperature));
-      rest.data += letters[written.at(-1)];
+  $("write").disabled = true;
+  $("writer").onsubmit = (event) => event.preventDefault();
+  /** Begins to run the network, and gives what maps tokens to logits. */
+  return (net) => {
+    const run = (tokens) => net({ shape: [tokens.length], data: tokens }).data;
+    const write = (prompt, length) => {
+      const mine = ++writing;
+      const written = prompt.map((c) => letters.indexOf(c));
+      const rest = document.createTextNode("");
+      $("text").replaceChildren(element("b", {}, prompt.join("")), rest);
+      const next = () => {
+        if (mine !== writing || rest.length >= length) return;
+        const logits = run(written.slice(-context));
+        written.push(drawn(logits.slice(-letters.length), Number($("temperature").value)));
+        rest.data += letters[written.at(-1)];
+        setTimeout(next);
+      };
       setTimeout(next);
     };
-    setTimeout(next);
+    $("write").disabled = false;
+    $("writer").onsubmit = (event) => {
+      event.preventDefault();
+      const prompt = Array.from($("prompt").value || "\n");
+      const unknown = [...new Set(prompt.filter((c) => !letters.includes(c)))];
+      if (!unknown.length) return write(prompt, 400);
+      writing++;
+      $("text").textContent = `The network does not know the characters ${unknown.map((c) => JSON.stringify(c)).join(", ")}.`;
+    };
+    // A sample, before anybody asks.
+    const prompt = Array.from($("prompt").value).filter((c) => letters.includes(c));
+    write(prompt.length ? prompt : letters.slice(0, 1), 200);
+    return run;
   };
 }
 
@@ -432,30 +486,24 @@ function drawn(logits, temperature) {
   return Math.max(0, parts.findIndex((p) => (left -= p) < 0));
 }
 
-/** The network in action, or why it is not. */
-function showNetwork({ metadata }, tensors) {
-  writing++;
-  $("classifier").hidden = $("writer").hidden = true;
-  const run = networkOf(metadata, tensors, EMBEDDED.networks);
-  const [inputs, outputs, tokens] = metadata.interface ?? [[], 0];
-  const about = `${metadata.pnet}, for ${metadata.task}`;
-  if (tokens) {
-    const alphabet = EMBEDDED.alphabets[metadata.alphabet];
-    if (!alphabet) throw new Refusal("this page does not know the characters of its text");
-    const logits = (list) => run(list).data;
-    writer(logits, alphabet, inputs[0]);
-    $("network-note").textContent = `The network (${about}) writes one character after the other, each from the ${inputs[0]} before it.`;
-    return logits;
-  }
-  if (inputs.length !== 3 || !metadata.std) throw new Refusal(`the page takes images and characters, and the file says of neither how they become inputs`);
-  let scaled;
-  const logits = (pixels) => run({ shape: inputs, data: scaled(pixels) }).data;
-  scaled = classifier((pixels) => logits(pixels), metadata);
-  const how = inputs[0] === 1
-    ? "Draw with a mouse, a finger or the arrow keys (with Shift the pen is up; Esc clears)."
-    : "Give it an image.";
-  $("network-note").textContent = `The network (${about}) runs as you draw. ${how}`.replace("as you draw. Give", "here. Give");
-  return logits;
+/** Shows the network, which runs as soon as what this returns is called; throws a Refusal if it cannot run. */
+function showNetwork(genome) {
+  const { metadata } = genome;
+  const about = interfaceOf(metadata, EMBEDDED.alphabets);
+  checkNetwork(networkOf(metadata, tensorsOf(genome), EMBEDDED.networks), about);
+  const name = clipped(`${metadata.pnet}, for ${metadata.task}`);
+  const drawing = "Draw with a mouse, a finger or the arrow keys. Shift lifts the pen, Esc clears.";
+  const how = about.letters
+    ? `It writes one character at a time, from up to ${count(about.shape[0])} characters before it.`
+    : about.shape[0] === 1 ? drawing : "Open an image, or drop one here.";
+  $("network-note").textContent = `This page runs the network (${name}). ${how}`;
+  $("network").hidden = false;
+  const start = about.letters ? writer(about) : classifier(about, metadata.task);
+  return () => {
+    const tensors = tensorsOf(genome);
+    // For the console.
+    globalThis.gbfunc = { genome, tensors, run: start(networkOf(metadata, tensors, EMBEDDED.networks)) };
+  };
 }
 
 /* All of it. */
@@ -466,42 +514,46 @@ let shown = 0;
 async function show(bytes) {
   const mine = ++shown;
   writing++;
-  for (const id of ["alert", "genome", "weights", "network"]) $(id).hidden = true;
-  onresize = null;
+  for (const id of ["alert", "genome", "weights", "network", "classifier", "writer"]) $(id).hidden = true;
+  delete document.body.dataset.grown;
+  delete globalThis.gbfunc;
+  Object.assign(repaints, { genome: () => {}, weights: () => {} });
   try {
     const genome = readGenome(bytes);
-    const weights = genome.plan.tensors.reduce((n, t) => n + product(t.shape), 0);
-    const dense = weights * (genome.plan.wide ? 8 : 4);
+    const { weights, wide } = genome.plan;
     $("title").textContent = `${count(weights)} weights from ${count(bytes.length)} bytes`;
     document.title = $("title").textContent;
-    $("lead").textContent = `A neural network grows here from its genome: a file ${count(Math.round(dense / bytes.length))} times smaller than its weights. The g-nets in it see where a weight stands, and generate what it is.`;
+    const times = count(Math.round((weights * (wide ? 8 : 4)) / bytes.length));
+    $("lead").textContent = `This neural network grows from its genome, a file ${times} times smaller than its weights. The g-nets in the file generate each weight from its position.`;
+    let start = () => {};
+    try {
+      start = showNetwork(genome);
+    } catch (error) {
+      refuse(error, "The network does not run here");
+    }
     showGenome(bytes, genome);
     $("weights").hidden = false;
+    $("tensors").replaceChildren();
     sayWeights(genome);
     const growth = async () => {
       $("again").disabled = true;
       const time = await grow(genome, () => mine === shown);
       if (mine !== shown) return;
       sayWeights(genome, time / 1000);
-      $("again").disabled = false;
+      Object.assign($("again"), { disabled: false, textContent: "Grow again" });
+      if (!document.body.dataset.grown) start();
+      document.body.dataset.grown = "yes";
     };
-    $("again").onclick = growth;
-    await growth();
-    if (mine === shown) startNetwork(genome);
+    $("again").onclick = () => growth().catch((error) => mine === shown && refuse(error));
+    $("again").textContent = "Grow";
+    const { seconds, bytes: memory } = costOf(genome.plan);
+    const { mostSeconds, mostMemory } = FORMAT.limits;
+    if (seconds <= mostSeconds && memory <= mostMemory) return await growth();
+    const takes = `about ${count(Math.ceil(seconds))} s and ${count(Math.ceil(memory / 2 ** 20))} MB`;
+    refuse(new Refusal(`its ${count(weights)} weights take ${takes}. Press Grow to grow them all the same`), "This genome waits");
+    $("again").disabled = false;
   } catch (error) {
     if (mine === shown) refuse(error);
-  }
-}
-
-/** Shows the network, and hands it to the console with what it is made of. */
-function startNetwork(genome) {
-  const tensors = tensorsOf(genome);
-  globalThis.gbfunc = { genome, tensors };
-  try {
-    globalThis.gbfunc.run = showNetwork(genome, tensors);
-    $("network").hidden = false;
-  } catch (error) {
-    refuse(error, "The network does not run here");
   }
 }
 
@@ -515,12 +567,17 @@ function begin() {
   }
 }
 
-/** Whether a file begins as one of safetensors: the length of its header, and the header, in JSON. */
+/** Whether a file begins as a genome: as a compact one, or with the length of a header in JSON. */
 async function isGenome(file) {
   const head = new Uint8Array(await file.slice(0, 9).arrayBuffer());
-  return head.length === 9 && head[8] === 123 && !head[6] && !head[7];
+  const compact = String.fromCharCode(...head.subarray(0, 3)) === FORMAT.magic;
+  return head.length === 9 && (compact || (head[8] === 123 && !head[6] && !head[7]));
 }
-const opened = async (file) => file && show(new Uint8Array(await file.arrayBuffer()));
+async function opened(file) {
+  if (!file) return;
+  if (file.size > MOST_BYTES) return refuse(new Refusal(`${clipped(file.name)} has ${count(file.size)} bytes`), "Not opened");
+  await show(new Uint8Array(await file.arrayBuffer()));
+}
 $("file").onchange = ({ target }) => opened(target.files[0]);
 ondragover = (event) => event.preventDefault();
 ondrop = async (event) => {
@@ -529,8 +586,10 @@ ondrop = async (event) => {
   const genomes = await Promise.all(files.map(isGenome));
   opened(files[genomes.indexOf(true)]);
   if (files.length && !genomes.includes(true) && !$("classifier").contains(event.target)) {
-    refuse(new Refusal(`${files[0].name} is no genome`), "Not opened");
+    refuse(new Refusal(`${clipped(files[0].name)} is no genome`), "Not opened");
   }
 };
+onresize = () => repaints.genome();
+DARK.onchange = () => Object.values(repaints).forEach((repaint) => repaint());
 onhashchange = begin;
 begin();

@@ -3,10 +3,13 @@
 /** What a person should read as it stands: a file that is damaged, or holds what this page does not know. */
 class Refusal extends Error {}
 
-const LIMIT = 4 << 20; // bytes of a plan as JSON
 const PLAIN = "gbfunc-genome-2";
 const ITEM_BYTES = {
   int64: 8, float64: 8, complex64: 8, float32: 4, int32: 4, bfloat16: 2, float16: 2, int16: 2, int8: 1, uint8: 1, bool: 1,
+};
+const CODES_OF = {
+  int64: "I64", float64: "F64", complex64: "C64", float32: "F32", int32: "I32", bfloat16: "BF16", float16: "F16", int16: "I16",
+  int8: "I8", uint8: "U8", bool: "BOOL",
 };
 const FLOATS = ["float64", "float32", "bfloat16", "float16"];
 const STATISTICS = { running_mean: "float16", running_var: "bfloat16" };
@@ -16,6 +19,8 @@ const RUNS = 32;
 const IN_CODES = 64;
 
 const product = (numbers) => numbers.reduce((a, b) => a * b, 1);
+const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
+const count = (n) => n.toLocaleString("en");
 const utf8 = (bytes) => new TextDecoder("utf-8", { fatal: true }).decode(bytes);
 const ascii = (text) => Uint8Array.from(text, (c) => c.charCodeAt(0));
 
@@ -25,7 +30,12 @@ const ascii = (text) => Uint8Array.from(text, (c) => c.charCodeAt(0));
  */
 function readGenome(bytes) {
   try {
-    return readFile(bytes);
+    const genome = readFile(bytes);
+    for (const [name, { data }] of Object.entries(genome.leaves)) {
+      const holds = name.startsWith("buffers/") ? (x) => !Number.isNaN(x) : Number.isFinite;
+      refuseUnless(data.every(holds), `not a valid genome: it holds values that are not finite in ${quoted(name)}`);
+    }
+    return genome;
   } catch (error) {
     if (error instanceof Refusal) throw error;
     throw new Refusal(`not a valid genome (${error.message})`);
@@ -36,24 +46,39 @@ function readFile(bytes) {
   if (bytes.length < 9) throw new Refusal(`not a genome: ${bytes.length} bytes are too few`);
   if (String.fromCharCode(...bytes.subarray(0, 3)) === FORMAT.magic) return readCompact(bytes);
   const view = new DataView(bytes.buffer, bytes.byteOffset, bytes.length);
-  const start = 8 + Number(view.getBigUint64(0, true));
-  if (start > bytes.length) throw new Refusal("not a genome, or cut short");
+  const size = Number(view.getBigUint64(0, true));
+  const start = 8 + size;
+  if (start > bytes.length || size > FORMAT.limits.mostHeader) throw new Refusal("not a genome, or cut short");
   let header;
   try {
     header = JSON.parse(utf8(bytes.subarray(8, start)));
   } catch {
     throw new Refusal("not a genome: its header cannot be read");
   }
-  const about = header.__metadata__ ?? {};
-  const tensors = {};
-  for (const [name, entry] of Object.entries(header)) {
-    if (name === "__metadata__") continue;
-    const [from, to] = entry.data_offsets;
-    if (!(0 <= from && from <= to && start + to <= bytes.length)) throw new Refusal("the file is cut short");
-    tensors[name] = { from: start + from, to: start + to, bytes: bytes.subarray(start + from, start + to) };
+  const { __metadata__: about, ...entries } = isRecord(header) ? header : {};
+  if (!isRecord(about) || about.format !== PLAIN || !isText(about.plan)) {
+    throw new Refusal("not a genome of a version that this page knows: save it again with the newest gbfunc");
   }
-  if (about.format === PLAIN && about.plan) return readPlain(about, tensors, start);
-  throw new Refusal("not a genome of a version that this page knows: save it again with the newest gbfunc");
+  refuseUnless(about.numbers === undefined || FLOATS.includes(about.numbers), "not a genome: its numbers have no known dtype");
+  return readPlain(about, tensorsIn(bytes, start, entries), start);
+}
+
+/** The tensors of a safetensors file by name, {from, to, bytes}: each [n] of the dtype that names it, without gaps. */
+function tensorsIn(bytes, start, entries) {
+  const tensors = {};
+  let total = 0;
+  for (const [name, entry] of Object.entries(entries)) {
+    const [{ shape, dtype } = {}, [from, to] = []] = [entry ?? {}, isList(entry?.data_offsets) ? entry.data_offsets : []];
+    const size = known(ITEM_BYTES, name);
+    const fits = size && dtype === known(CODES_OF, name) && isList(shape) && shape.length === 1 && to - from === size * shape[0];
+    refuseUnless(fits && isInteger(from) && 0 <= from && from <= to && start + to <= bytes.length, "not a genome, or cut short");
+    tensors[name] = { from: start + from, to: start + to, bytes: bytes.subarray(start + from, start + to) };
+    total += to - from;
+  }
+  const places = Object.values(tensors).sort((a, b) => a.from - b.from || a.to - b.to);
+  const joined = places.every(({ from }, i) => from === (i ? places[i - 1].to : start));
+  refuseUnless(joined && start + total === bytes.length, "not a genome: its tensors do not fill the file");
+  return tensors;
 }
 
 /** A file of which every tensor is of a dtype of its own; its plan is in the header. */
@@ -67,13 +92,20 @@ function readPlain(about, tensors, start) {
   ]);
   if (hex(sha256(joined([new TextEncoder().encode(text), ...said]))) !== about.sha256) throw damaged();
   const { plan, metadata } = parsePlan(text);
-  const specs = leavesOf(plan);
+  const wanted = Object.keys(plan.leaves).sort().map((name) => {
+    const { shape } = plan.leaves[name];
+    return { name, shape, dtype: storedDtype(name, plan.leaves[name], about.numbers ?? null, true), size: product(shape) };
+  });
+  for (const dtype of new Set([...names, ...wanted.map((leaf) => leaf.dtype)])) {
+    const size = ITEM_BYTES[dtype] * sum(wanted.filter((leaf) => leaf.dtype === dtype).map((leaf) => leaf.size));
+    const held = wanted.some((leaf) => leaf.dtype === dtype) ? tensors[dtype]?.bytes.length : undefined;
+    refuseUnless(held === size, "damaged: its tensors are not those of its plan");
+  }
   const flat = {};
   const places = Object.fromEntries(names.map((name) => [name, 0]));
-  for (const name of Object.keys(specs).sort()) {
-    const dtype = storedDtype(name, specs[name], about.numbers ?? null, true);
-    const end = places[dtype] + ITEM_BYTES[dtype] * product(specs[name].shape);
-    flat[name] = { shape: specs[name].shape, data: numbersOf(tensors[dtype].bytes.subarray(places[dtype], end), dtype) };
+  for (const { name, shape, dtype, size } of wanted) {
+    const end = places[dtype] + ITEM_BYTES[dtype] * size;
+    flat[name] = { shape, data: numbersOf(tensors[dtype].bytes.subarray(places[dtype], end), dtype) };
     places[dtype] = end;
   }
   const numbers = names.map((name) => [`numbers (${name})`, tensors[name].from, tensors[name].to]);
@@ -88,51 +120,54 @@ function readCompact(bytes) {
   if (crc32(checked) !== new DataView(bytes.buffer, bytes.byteOffset).getUint32(start - 4, true)) throw damaged();
   const flags = bytes[start - 5];
   const bits = flags & ~(NARROW | RUNS | IN_CODES);
+  const inCodes = (flags & IN_CODES) > 0;
+  refuseUnless(bits === FORMAT.steps || (!inCodes && bits >= 2 && bits <= 8), `not a genome: it has codes of ${bits} bits`);
   // Whole documents, packed with the words.
   const words = inflate(ascii(atob(FORMAT.documents)), 0, ascii(FORMAT.words)).out;
   const document = inflate(bytes, start, words);
   const { plan, metadata } = parsePlan(utf8(document.out));
-  const specs = leavesOf(plan);
-  const names = Object.keys(specs).sort();
-  const inCodes = (flags & IN_CODES) > 0;
+  // Numbers may take no bits: what a file of this size may make is limited all the same.
+  const most = FORMAT.limits.freeNumbers + 8 * bytes.length;
+  refuseUnless(plan.numbers <= most, `it declares ${count(plan.numbers)} numbers, and has ${count(bytes.length)} bytes`);
+  const names = Object.keys(plan.leaves).sort();
+  const sizeOf = (name) => product(plan.leaves[name].shape);
   const stepped = bits === FORMAT.steps ? steppedLeaves(plan, inCodes) : null;
-  const dtypes = Object.fromEntries(
-    names.map((name) => [name, stepped?.has(name) ? null : storedDtype(name, specs[name], `int${bits}`, (flags & NARROW) > 0)]),
-  );
+  const stored = (name) => storedDtype(name, plan.leaves[name], `int${bits}`, (flags & NARROW) > 0);
+  const dtypes = Object.fromEntries(names.map((name) => [name, stepped?.has(name) ? null : stored(name)]));
   const flat = {};
   let at = document.end;
   for (const dtype of Object.keys(ITEM_BYTES)) {
     for (const name of names.filter((name) => dtypes[name] === dtype)) {
-      const end = at + ITEM_BYTES[dtype] * product(specs[name].shape);
-      flat[name] = { shape: specs[name].shape, data: numbersOf(bytes.subarray(at, end), dtype) };
+      const end = at + ITEM_BYTES[dtype] * sizeOf(name);
+      refuseUnless(end <= bytes.length, "damaged: it holds fewer numbers than its plan has");
+      flat[name] = { shape: plan.leaves[name].shape, data: numbersOf(bytes.subarray(at, end), dtype) };
       at = end;
     }
   }
   const parts = [["container", 0, start], ["plan", start, document.end], ["direct", document.end, at]];
   if (stepped) {
-    Object.assign(flat, readSteps(bytes.subarray(at), plan, specs, inCodes));
+    Object.assign(flat, readSteps(bytes.subarray(at), plan, inCodes));
     return { plan, metadata, leaves: flat, parts: [...parts, ["codes", at, bytes.length]].filter(([, a, b]) => b > a) };
   }
   const coded = names.filter((name) => dtypes[name] === null);
-  const lengths = coded.map((name) => product(specs[name].shape));
-  const counts = coded.map((name, i) => lengths[i] / Math.max(1, blockSize(specs[name].shape)));
+  const lengths = coded.map(sizeOf);
+  const counts = coded.map((name, i) => lengths[i] / Math.max(1, blockSize(plan.leaves[name].shape)));
   const read = flags & RUNS ? readRuns : readSymbols;
   const numbers = read(bytes.subarray(at), counts, lengths, bits);
   coded.forEach((name, i) => {
     const { scales, zeros, codes } = numbers[i];
     const block = lengths[i] / counts[i];
-    const number = (k) => Math.fround(scales[Math.floor(k / block)] * (codes[k] - zeros[Math.floor(k / block)]));
-    flat[name] = { shape: specs[name].shape, data: Float64Array.from({ length: lengths[i] }, (_, k) => number(k)) };
+    const data = Float32Array.from(codes, (code, k) => scales[Math.floor(k / block)] * (code - zeros[Math.floor(k / block)]));
+    flat[name] = { shape: plan.leaves[name].shape, data };
   });
   const last = [`codes of ${bits} bits, scales`, at, bytes.length];
   return { plan, metadata, leaves: flat, parts: [...parts, last].filter(([, a, b]) => b > a) };
 }
 
-const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
-
 /** Scales, zero points and codes of each leaf from a file of too many codes for runs. */
 function readSymbols(bytes, counts, lengths, bits) {
   const end = 2 * sum(counts);
+  refuseUnless(end <= bytes.length, "damaged: it holds fewer scales than its plan has");
   const scales = numbersOf(bytes.subarray(0, end), "bfloat16");
   const symbols = unpackSymbols(bytes.subarray(end), sum(counts) + sum(lengths), bits);
   let [scale, symbol] = [0, 0];
@@ -146,6 +181,7 @@ function readSymbols(bytes, counts, lengths, bits) {
 /** The same from runs. */
 function readRuns(bytes, counts, lengths, bits) {
   const blocks = sum(counts);
+  refuseUnless(sum(lengths) + 3 * blocks <= FORMAT.limits.mostSymbols, "not a genome: it has too many codes in runs");
   const { read, close } = runReader(bytes, 3 + counts.length + 3 * blocks + sum(lengths));
   const exponents = read(blocks, 8, () => FORMAT.exponent);
   const mantissas = read(blocks, 7, () => 64);
@@ -181,11 +217,12 @@ function runReader(data, total) {
   const open = () => {
     if (x !== 1n) throw damaged();
     const [from, to] = left > FORMAT.piece ? [2, 2 + data[0] + 256 * data[1]] : [0, data.length];
-    if (!(to <= data.length && to > from && data[to - 1])) throw damaged();
-    x = BigInt(`0x${hex(data.slice(from, to).reverse())}`);
-    data = data.subarray(to);
     inPiece = Math.min(left, FORMAT.piece);
     left -= inPiece;
+    const fits = to <= data.length && to > from && to - from <= FORMAT.limits.symbolBytes * inPiece;
+    if (!fits || !data[to - 1]) throw damaged();
+    x = BigInt(`0x${hex(data.slice(from, to).reverse())}`);
+    data = data.subarray(to);
   };
   const next = (limits) => {
     if (!inPiece) open();
@@ -234,8 +271,9 @@ function blockSize(shape) {
 /** Symbols in so many bits each, or in a stream of deflate. */
 function unpackSymbols(bytes, count, bits) {
   if (bytes.length !== Math.ceil((count * bits) / 8)) {
-    const { out, end } = inflate(bytes, 0);
-    if (out.length !== count || end !== bytes.length) throw new Refusal("damaged: its codes are not those of its plan");
+    const { out, end } = inflate(bytes, 0, new Uint8Array(), count);
+    const fits = out.length === count && end === bytes.length && out.every((symbol) => symbol < 2 ** bits);
+    refuseUnless(fits, "damaged: its codes are not those of its plan");
     return out;
   }
   const digit = (k) => (bytes[k >> 3] >> (7 - (k & 7))) & 1;
@@ -246,25 +284,19 @@ function unpackSymbols(bytes, count, bits) {
   });
 }
 
-/** Numbers of a dtype, little-endian, in float64. */
+const ARRAYS = {
+  float64: Float64Array, float32: Float32Array, int32: Int32Array, int16: Int16Array, int8: Int8Array, uint8: Uint8Array, bool: Uint8Array,
+};
+
+/** Numbers of a dtype, little-endian. */
 function numbersOf(bytes, dtype) {
-  const view = new DataView(bytes.buffer, bytes.byteOffset, bytes.length);
-  const wide = new DataView(new ArrayBuffer(4));
-  const at = {
-    float64: (i) => view.getFloat64(i, true),
-    float32: (i) => view.getFloat32(i, true),
-    bfloat16: (i) => (wide.setUint16(0, view.getUint16(i, true)), wide.getFloat32(0)),
-    float16: (i) => half(view.getUint16(i, true)),
-    int64: (i) => Number(view.getBigInt64(i, true)),
-    int32: (i) => view.getInt32(i, true),
-    int16: (i) => view.getInt16(i, true),
-    int8: (i) => view.getInt8(i),
-    uint8: (i) => view.getUint8(i),
-    bool: (i) => view.getUint8(i),
-  }[dtype];
-  if (!at) throw new Refusal(`not in the browser yet: numbers of ${dtype}`);
-  const size = ITEM_BYTES[dtype];
-  return Float64Array.from({ length: bytes.length / size }, (_, i) => at(i * size));
+  const own = known(ARRAYS, dtype);
+  const { buffer } = bytes.slice();
+  if (own) return new own(buffer);
+  if (dtype === "bfloat16") return new Float32Array(Uint32Array.from(new Uint16Array(buffer), (code) => code << 16).buffer);
+  if (dtype === "float16") return Float32Array.from(new Uint16Array(buffer), half);
+  if (dtype === "int64") return Float64Array.from(new BigInt64Array(buffer), Number);
+  throw new Refusal(`not in the browser yet: numbers of ${dtype}`);
 }
 
 function half(code) {
@@ -282,10 +314,21 @@ function base85(text) {
   const view = new DataView(out.buffer);
   for (let i = 0; i < padded.length; i += 5) {
     let word = 0;
-    for (const c of padded.slice(i, i + 5)) word = 85 * word + alphabet.indexOf(c);
+    for (const c of padded.slice(i, i + 5)) {
+      const digit = alphabet.indexOf(c);
+      if (digit < 0) throw damaged();
+      word = 85 * word + digit;
+    }
+    if (word >= 2 ** 32) throw damaged();
     view.setUint32((i / 5) * 4, word);
   }
   return out.subarray(0, out.length - missing);
+}
+
+/** Padded base64. */
+function base64(text) {
+  if (!/^[A-Za-z0-9+/]*={0,2}$/.test(text)) throw new Refusal("not a plan: a table of codes is no base64");
+  return ascii(atob(text));
 }
 
 /** A genome in the fragment of an address: base64 with - and _, without padding. */
@@ -306,8 +349,20 @@ const ORDER = [16, 17, 18, 0, 8, 7, 9, 6, 10, 5, 11, 4, 12, 3, 13, 2, 14, 1, 15]
  * Raw deflate (RFC 1951) from byte `at` on, with a preset dictionary: {out, end}, `end` the byte after the stream.
  * The browser's own DecompressionStream takes no dictionary, and does not say where a stream ends.
  */
-function inflate(data, at, words = new Uint8Array()) {
-  const out = Array.from(words);
+function inflate(data, at, words = new Uint8Array(), most = FORMAT.limits.mostPlan) {
+  let out = new Uint8Array(Math.min(most, 1 << 16) + words.length);
+  out.set(words);
+  let size = words.length;
+  /** Appends a byte; copies may be longer than what they copy. */
+  const push = (byte) => {
+    if (size === out.length) {
+      refuseUnless(size < most + words.length, "its plan is too long for this page");
+      const wider = new Uint8Array(Math.min(2 * size, most + words.length));
+      wider.set(out);
+      out = wider;
+    }
+    out[size++] = byte;
+  };
   let held = 0;
   let bits = 0;
   const take = (count) => {
@@ -356,25 +411,24 @@ function inflate(data, at, words = new Uint8Array()) {
       bits = held = 0;
       const length = data[at] | (data[at + 1] << 8);
       if (at + 4 + length > data.length) throw new Refusal("damaged: a stream is cut short");
-      for (let i = 0; i < length; i++) out.push(data[at + 4 + i]);
+      for (let i = 0; i < length; i++) push(data[at + 4 + i]);
       at += 4 + length;
       continue;
     }
     const [literals, distances] = kind === 1 ? fixed() : declared();
     for (let symbol; (symbol = decode(literals)) !== 256; ) {
       if (symbol < 256) {
-        out.push(symbol);
+        push(symbol);
       } else {
         const length = LENGTHS[symbol - 257] + take(LENGTH_BITS[symbol - 257]);
         const code = decode(distances);
-        const from = out.length - DISTANCES[code] - take(DISTANCE_BITS[code]);
+        const from = size - DISTANCES[code] - take(DISTANCE_BITS[code]);
         if (!(from >= 0)) throw new Refusal("damaged: a stream copies what is not there");
-        for (let i = 0; i < length; i++) out.push(out[from + i]);
+        for (let i = 0; i < length; i++) push(out[from + i]);
       }
-      if (out.length > LIMIT + words.length) throw new Refusal("its plan is too long for this page");
     }
   }
-  return { out: Uint8Array.from(out.slice(words.length)), end: at };
+  return { out: out.slice(words.length, size), end: at };
 }
 
 /** A canonical code from the lengths of its words. */

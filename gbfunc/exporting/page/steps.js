@@ -55,19 +55,19 @@ const steppedLeaves = (plan, inCodes) => new Set([...partsOf(plan, inCodes).map(
 /** Half octaves of the root mean square of each code of an ensemble's rows or columns. */
 function finerOf(slots, side) {
   const sums = [];
-  let count = 0;
+  let tiles = 0;
   for (const { grid, rowCode, colCode } of slots) {
-    const [code, n, tile, tiles, repeats] = side === "row"
-      ? [rowCode, grid.rows, grid.tileRows, grid.down, grid.across]
-      : [colCode, grid.cols, grid.tileCols, grid.across, grid.down];
-    for (let k = 0; k < tiles; k++) {
-      for (const numbers of tileCodes(code, n, tile, k * tile)) {
-        numbers.forEach((x, i) => (sums[i] = (sums[i] ?? 0) + repeats * x * x));
-        count += repeats;
-      }
-    }
+    const [code, n, tile, along] = side === "row" ? [rowCode, grid.rows, grid.tileRows, grid.down] : [colCode, grid.cols, grid.tileCols, grid.across];
+    const own = grid.down * grid.across;
+    const squares = code.squares(code.local ? tile : n);
+    // Positions past the end of the axis repeat the last one.
+    const past = code.local ? 0 : along * tile - n;
+    const last = past ? codesOf(code, n, tile, n - 1, 1) : null;
+    squares.forEach((x, i) => (sums[i] = (sums[i] ?? 0) + own * (past ? (n * x + past * last[i] ** 2) / (n + past) : x)));
+    tiles += own;
   }
-  return sums.map((x) => (x > 0 ? Math.round(Math.log2(x / count)) : 0));
+  const [least, most] = FORMAT.finer;
+  return sums.map((x) => (x > 0 ? Math.min(most, Math.max(least, Math.round(Math.log2(x / tiles)))) : 0));
 }
 
 /** Integers -reach .. reach whose frequencies halve every 2^(width / 4): {reach, limits}. */
@@ -86,7 +86,7 @@ function geometric(width, most) {
 }
 
 /** The leaves of a stream: {name: {shape, data}}. */
-function readSteps(bytes, plan, specs, inCodes) {
+function readSteps(bytes, plan, inCodes) {
   const parts = partsOf(plan, inCodes);
   const { next, close } = runReader(bytes.subarray(2), FORMAT.piece * (bytes[0] + 256 * bytes[1]));
   const tables = new Map();
@@ -103,7 +103,11 @@ function readSteps(bytes, plan, specs, inCodes) {
   const header = (least, most) => {
     const median = next(span(most - least + 1)) + least;
     const width = next(span(WIDEST - NARROWEST + 1)) + NARROWEST;
-    return parts.map(() => integer(width, FORMAT.largest) + median);
+    return parts.map(() => {
+      const value = integer(width, FORMAT.largest) + median;
+      if (value < least || value > most) throw damaged();
+      return value;
+    });
   };
   const [indices, widths] = [header(-128, 127), header(NARROWEST, WIDEST)];
   const step = (index) => Math.fround(2 ** ((((index % OCTAVE) + OCTAVE) % OCTAVE) / OCTAVE)) * 2 ** Math.floor(index / OCTAVE);
@@ -113,31 +117,37 @@ function readSteps(bytes, plan, specs, inCodes) {
   parts.forEach(({ name, first, count, shape, gain, finer, period, deviation }, at) => {
     const [size, features] = [product(shape), shape.at(-1) ?? 1];
     const gains = gain === null ? null : held[`${gain} ${first}`];
-    const integers = new Float64Array(count * size);
-    const leaf = (leaves[name] ??= { shape: specs[name].shape, data: new Float64Array(product(specs[name].shape)) });
-    for (let k = 0; k < integers.length; k++) {
+    const integers = new Int16Array(count * size);
+    const { shape: whole } = plan.leaves[name];
+    const leaf = (leaves[name] ??= { shape: whole, data: new Float32Array(product(whole)) });
+    if (widths[at] === WIDEST && period === null) throw damaged();
+    const coded = widths[at] !== NARROWEST;
+    for (let k = 0; coded && k < integers.length; k++) {
       const own = gains && gains[Math.floor(k / size) * features + (k % features)];
       let shift = finer.length ? finer[Math.floor(k / features) % finer.length] : 0;
       if (own) shift += 32 - Math.clz32(own * own);
       const unit = step(indices[at] - (OCTAVE / 2) * shift);
-      if (own !== 0 && widths[at] !== NARROWEST) {
+      if (own !== 0) {
         const width = Math.max(NARROWEST + 1, Math.min(WIDEST - 1, widths[at] + 2 * shift));
         integers[k] = widths[at] === WIDEST ? integer(WIDEST, Math.min(FORMAT.largest, Math.floor(period / 2 / unit))) : integer(width, FORMAT.largest);
       }
-      leaf.data[first * size + k] = Math.fround(integers[k] * unit);
+      leaf.data[first * size + k] = integers[k] * unit;
     }
     if (deviation === name) {
-      logs[name] = integers.map((q) => q * step(indices[at]));
-      leaf.data = logs[name].map((u) => Math.fround(Math.max(0, Math.exp(2 * u) - FORMAT.leastVariance)));
+      logs[name] = Float64Array.from(integers, (q) => q * step(indices[at]));
+      leaf.data = Float32Array.from(logs[name], (u) => Math.max(0, Math.exp(2 * u) - FORMAT.leastVariance));
     } else if (deviation) {
-      leaf.data = integers.map((q, k) => Math.fround(q * step(indices[at]) * Math.exp(logs[deviation][k])));
+      leaf.data = Float32Array.from(integers, (q, k) => q * step(indices[at]) * Math.exp(logs[deviation][k]));
     }
     held[`${name} ${first}`] = integers;
   });
   let count = 0n;
   for (const name of inCodes ? countersOf(plan) : []) {
     const size = next(span(65));
-    for (let low = 0; low < size; low += 16) count += BigInt(next(span(1 << 16))) << BigInt(low);
+    let difference = 0n;
+    for (let low = 0; low < size; low += 16) difference += BigInt(next(span(1 << 16))) << BigInt(low);
+    if (difference.toString(2).length !== Math.max(1, size) || (size && !difference)) throw damaged();
+    count += difference;
     leaves[name] = { shape: [], data: Float64Array.of(Number(BigInt.asIntN(64, count))) };
   }
   close();
