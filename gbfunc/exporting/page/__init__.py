@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from gbfunc.formats.compact import EXPONENT, MAGIC, STEPS
-from gbfunc.formats.layout import DOCUMENTS, WORDS
+from gbfunc.formats.layout import DOCUMENTS, SCHEMA, WORDS
 from gbfunc.formats.statistics import LEAST_VARIANCE
 from gbfunc.formats.steps import COARSEST, FINEST, LARGEST
 from gbfunc.formats.symbols import HALVINGS, NARROWEST, PIECE, POWERS, ROOTS, WIDEST
@@ -108,7 +108,6 @@ def in_address(genome: bytes) -> str:
 
 def script(*names: str) -> str:
     """Some of the page's scripts in one, after the constants that they need."""
-    schema = json.loads(files("gbfunc.formats").joinpath("schema.json").read_text("ascii"))
     constants = {
         "version": VERSION,
         "words": WORDS.decode("ascii"),
@@ -124,8 +123,8 @@ def script(*names: str) -> str:
         "largest": LARGEST,
         "finer": [COARSEST, FINEST],
         "leastVariance": LEAST_VARIANCE,
-        "schema": schema,
-        "limits": schema["limits"] | {**LIMITS},
+        "schema": SCHEMA,
+        "limits": SCHEMA["limits"] | {**LIMITS},
     }
     return "\n".join([f"const FORMAT = {json.dumps(constants, separators=(',', ':'))};", *map(_source, names)])
 

@@ -127,7 +127,7 @@ function readCompact(bytes) {
   const document = inflate(bytes, start, words);
   const { plan, metadata } = parsePlan(utf8(document.out));
   // Numbers may take no bits: what a file of this size may make is limited all the same.
-  const most = FORMAT.limits.freeNumbers + 8 * bytes.length;
+  const most = FORMAT.limits.freeNumbers + FORMAT.limits.numbersPerByte * bytes.length;
   refuseUnless(plan.numbers <= most, `it declares ${count(plan.numbers)} numbers, and has ${count(bytes.length)} bytes`);
   const names = Object.keys(plan.leaves).sort();
   const sizeOf = (name) => product(plan.leaves[name].shape);
