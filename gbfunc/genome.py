@@ -82,7 +82,9 @@ def check_type(plan: Plan) -> None:
 
 def _check_parts(genome: GenomeLike) -> None:
     if not all(isinstance(getattr(genome, part, None), Mapping) for part in Genome._fields):
-        raise TypeError(f"expected a Genome or a TrainState (gnets, direct, buffers), got {type(genome).__name__}")
+        cure = ": give its genome, module.to_genome()" if hasattr(genome, "to_genome") else ""
+        got = f"got {type(genome).__name__}{cure}"
+        raise TypeError(f"expected a Genome or a TrainState (gnets, direct, buffers), {got}")
 
 
 def check_plan(plan: Plan, pnet: nn.Module) -> None:
@@ -387,6 +389,10 @@ def unstacked(rows_TK: Tensor, like: Params) -> Params:
 def _standardised(slot: _Slot, mine: Params, tile_scope: list[str], linear: list[str]) -> Params:
     """The leaves of one slot, changed so that its matrix has zero mean and unit deviation; {} if it has none."""
     mean, deviation, slopes = slot.moments(mine, linear)
+    if not math.isfinite(mean + deviation):
+        hypernet, (p, q) = slot.constants.hypernet, (x.shape[-1] for x in (slot.constants.row, slot.constants.col))
+        words = f"codes of widths {p} and {q} (an axis of length 1 has codes of width 0)"
+        raise ValueError(f"g-nets of the type {hypernet.type!r} generate weights that are not finite, from {words}")
     if not deviation > 0:
         return {}
     centred = _zeroed(mean, mine, slopes)

@@ -68,6 +68,25 @@ class Raw(Bent):
     standardised: ClassVar[bool] = False
 
 
+@dataclass(frozen=True)
+class Divides(Outer):
+    type: ClassVar[str] = "divides"
+
+    def leaves(self, dims: TileDims) -> dict[str, Leaf]:
+        return {"row": Leaf((dims.row_width, 1), "code"), "gain": Leaf((1,), "linear")}
+
+    def apply(self, leaves: Params, row_rp: Tensor, col_cq: Tensor, **unused: Any) -> Tensor:
+        return torch.tanh(row_rp @ leaves["row"]) * leaves["gain"] @ col_cq.mean(-1, keepdim=True).T
+
+
+def test_weights_that_are_not_finite_are_refused_by_type() -> None:
+    pnet = nn.Linear(30, 20)
+    gb.init_genome(gb.make_plan(pnet, Divides(1)), pnet)
+    plan = gb.make_plan(pnet, Divides(1), include=["bias"])
+    with pytest.raises(ValueError, match="'divides' generate weights that are not finite, .* 5 and 0"):
+        gb.init_genome(plan, pnet)
+
+
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
     tables: list[dict[str, Any]] = [hypernets.TYPES, encoding.TYPES]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -362,3 +363,29 @@ def test_defaults_of_torch_change_no_genome_and_no_step() -> None:
             step = gb.make_train_step(plan, pnet, loss_fn, SGD)
             states.append(step(step.init(seed=3), x)[0])
     assert same_bits(*(state[:3] for state in states))
+
+
+@pytest.mark.parametrize("kind", ["learns", "constant", "labels", "without targets", "constant, no pair"])
+def test_a_loss_of_a_constant_prediction_is_said(kind: str) -> None:
+    pnet = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    plan, x = (
+        gb.make_plan(pnet, gb.periodic(features=4)),
+        torch.randn(32, 8, generator=torch.Generator().manual_seed(0)),
+    )
+    y = (x[:, :3] * 2).argmax(1)
+    batch: Any = {"x": x, "labels": y} if kind == "labels" else (x, y, y) if kind == "constant, no pair" else (x, y)
+
+    def loss_fn(net: Any, batch: Any) -> Tensor:
+        x, y = (batch["x"], batch["labels"]) if isinstance(batch, dict) else batch[:2]
+        logits = net(x) if kind in ("learns", "without targets") else net(0 * x)
+        return logits.square().mean() if kind == "without targets" else nn.functional.cross_entropy(logits, y)
+
+    step = gb.make_train_step(plan, pnet, loss_fn, gb.torch_optimizer(torch.optim.Adam, lr=1e-2), donate=True)
+    state, said = step.init(), []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for i in range(202):
+            state, _ = step(state, batch)
+            said += [i] * (len(told) - len(said))
+    assert said == ([200] if kind in ("constant", "labels") else [])
+    assert all("is as large as that of a constant prediction" in str(one.message) for one in told)

@@ -5,6 +5,7 @@ state, batch -> loss and gradient (`gradients`) -> sums over ranks -> optimizer 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -26,6 +27,14 @@ _SHAPE, _KIND = attrgetter("shape"), attrgetter("shape", "dtype")
 
 _READ = {"cpu"}
 """Devices a number of which costs nothing to read."""
+
+_LOOK = 200
+"""The step at which a loss is compared with the losses of other targets."""
+
+_CONSTANT = (
+    "after {} steps the loss, {:.4g}, is as large as that of a constant prediction: targets in another order give no "
+    "larger one; try another learning rate (plan.suggested_lr()), then a larger genome"
+)
 
 _MIX = 0x9E3779B97F4A7C15
 """2**64 / golden ratio (Knuth, TAOCP 3, section 6.4): spreads steps over seeds."""
@@ -192,6 +201,14 @@ class TrainStep:
         loss, aux, gradients, buffers, norm = self._objective(
             leaves, flat, state.buffers, batch, step_seed(int(state.seed), step), step
         )
+        if step == _LOOK and self.mesh.world == 1 and (others := _other_targets(batch)):
+            *turned, equal = (
+                float(self._objective(leaves, flat, state.buffers, other, step_seed(int(state.seed), step), step).loss)
+                for other in others
+            )
+            # A loss that takes no targets stays as it is to the last bit.
+            if float(loss) > min(turned) - 0.01 * abs(min(turned)) and equal != float(loss):
+                warnings.warn(_CONSTANT.format(step, float(loss)), UserWarning, stacklevel=2)
         if [*map(_KIND, buffers.values())] != [*map(_KIND, state.buffers.values())]:
             check_genome(self.plan, state._replace(buffers=buffers), self._shapes)
             check_dtypes(state.buffers, buffers)
@@ -250,6 +267,16 @@ class TrainStep:
             new, leaves, buffers = unflatten_tree(flat | dict(zip(there, chosen, strict=True)), found)
             opt = opt._replace(leaves=leaves)
         return new, opt, buffers
+
+
+def _other_targets(batch: Any) -> list[Any]:
+    """Batches `(x, y)`, or with `labels`, with the targets of other rows, at last of one row; [] for other batches."""
+    labelled = isinstance(batch, dict)
+    y = batch.get("labels") if labelled else batch[1] if type(batch) in (tuple, list) and len(batch) == 2 else None
+    if not isinstance(y, Tensor) or not y.ndim:
+        return []
+    others = *(y.roll(n, 0) for n in range(1, 5)), y[:1].expand_as(y)
+    return [{**batch, "labels": other} if labelled else (batch[0], other) for other in others]
 
 
 def check_dtypes(before: Params, after: Params) -> None:
