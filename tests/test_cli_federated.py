@@ -36,6 +36,11 @@ def test_the_command_learns_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
     # What was sent before the stop counts, too.
     assert again["bytes_up"] > 1.1 * metrics["bytes_up"] and again["bytes_down"] > 1.1 * metrics["bytes_down"]
     assert again["reached"]["90%"] is None or again["reached"]["90%"]["bytes_up"] > metrics["bytes_up"]
+    # Bit for bit: momentum, and what the clients have not sent yet.
+    straight = ["--rounds", "14", "--out", str(tmp_path / "straight")]
+    assert main([*options[:-2], *straight]) == 0
+    vectors = [gb.flatten(gb.load(x / "genome.safetensors")[1])[0] for x in (out, tmp_path / "straight")]
+    assert torch.equal(*vectors)
     rounds = [int(line.split(",")[1]) for line in (out / "history.csv").read_text().splitlines()[1:]]
     assert rounds == [0, 10, 12, 14]
 
@@ -50,10 +55,15 @@ def test_clients_share_texts(shared_data: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--strategy", "FedSGD"], "--strategy must be one of FedAdagrad, FedAdam, FedAvg"),
+        (["--strategy", "FedSGD"], "--strategy must be one of Bulyan, FedAdagrad, FedAdam, FedAvg"),
         (["--strategy-config", '{"etta": 1}'], "--strategy-config does not fit FedAvgM"),
         (["--up", "int9"], "up must be one of float32"),
         (["--strategy-config", '{"min_train_nodes": 11}'], "asks for 11 min_train_nodes, there are 10 --clients"),
+        (
+            ["--strategy", "Bulyan", "--sample", "6"],
+            "Bulyan needs at least 7 clients a round for 1 num",
+        ),
+        (["--strategy", "FedTrimmedAvg"], "beta 0.2 trims none of 3 clients: give --strategy-config '{\"beta\": B}'"),
         (["--sample", "11"], "--sample 11 is more than --clients 10"),
         (["--alpha", "0"], "alpha > 0"),
         (["--resume"], "--resume needs --out"),
@@ -65,6 +75,12 @@ def test_options_that_do_not_fit_are_refused(
 ) -> None:
     assert main([*FEDERATED, *options]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "sample"), [("Krum", 5), ("MultiKrum", 5), ("Bulyan", 7), ("FedTrimmedAvg", 5)])
+def test_robust_strategies_run(name: str, sample: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FEDERATED[:-1], str(sample), "--strategy", name, "--rounds", "2", "--local-steps", "2"]) == 0
+    assert "2 rounds; a client and round" in capsys.readouterr().out
 
 
 def test_the_dense_network_travels_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import runpy
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -18,6 +21,7 @@ import gbfunc as gb
 from gbfunc.tasks import Task, find_task
 from gbfunc.tasks.data import Split
 from gbfunc.trees import flatten_tree
+from tests.support.ranks import ROOT
 
 pytest.importorskip("flwr", reason="its versions of other packages are not those of the other tests: see .ci/run")
 
@@ -28,7 +32,9 @@ from flwr.serverapp import strategy as strategies  # pyright: ignore[reportMissi
 from gbfunc.federated import FORMATS, GenomeStrategy, LocalGrid, Wire, client_app, partition
 from gbfunc.federated.client import ARRAYS, IDENTITY, METRICS, RATE, SENT_AS
 from gbfunc.federated.wire import CODES, NUMBERS, PLACES, difference
+from gbfunc.formats.compact import MAGIC
 
+HOSTILE = runpy.run_path(str(ROOT / "notebooks/results/hostile.py"))
 N, ALL = 4, {"fraction_train": 1.0, "fraction_evaluate": 0.0, "min_available_nodes": 4}
 
 
@@ -192,10 +198,11 @@ def test_a_strategy_works_without_ours(problem: Problem, app: ClientApp) -> None
 
 
 OPTIONS = {"FedAvgM": {"server_momentum": 0.5}, "FedProx": {"proximal_mu": 0.1}, "Krum": {"num_malicious_nodes": 1}}
-STRATEGIES = ("FedAvgM", "FedAdam", "FedYogi", "FedAdagrad", "FedProx", "FedMedian", "FedTrimmedAvg", "Krum", "privacy")
+OPTIONS |= {"MultiKrum": {"num_nodes_to_select": 3}, "FedTrimmedAvg": {"beta": 0.25}}
+STRATEGIES = ("FedAdam", "FedYogi", "FedAdagrad", "FedMedian", *OPTIONS)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", (*STRATEGIES, "Bulyan", "privacy"))
 def test_every_strategy_works_as_it_is(problem: Problem, app: ClientApp, name: str) -> None:
     first = server(problem).wire.vector(problem.genome)
     if name == "privacy":
@@ -286,31 +293,91 @@ def test_another_plan_base_or_library_is_refused_by_name(problem: Problem, app: 
     )
 
 
-FAULTS = {"nan": "not finite", "weight": "-5", "records": METRICS, "error": "out of memory"}
+@pytest.mark.parametrize("name", HOSTILE["STRATEGIES"])
+@pytest.mark.parametrize("kind", HOSTILE["KINDS"])
+def test_a_hostile_client_is_left_out_or_bounded(problem: Problem, app: ClientApp, kind: str, name: str) -> None:
+    honest = []
 
-
-@pytest.mark.parametrize("what", FAULTS)
-def test_what_cannot_be_used_is_left_out_and_reported(problem: Problem, app: ClientApp, what: str) -> None:
-    def faulty(message: Message, context: Context) -> Message:
+    def listening(message: Message, context: Context) -> Message:
         reply = app(message, context)
         if context.node_config["partition-id"] != 1:
-            return reply
-        arrays, metrics = reply.content.array_records[ARRAYS], reply.content.metric_records[METRICS]
-        if what == "nan":
-            arrays = ArrayRecord({NUMBERS: Array(arrays[NUMBERS].numpy() * math.nan)})
-        elif what == "weight":
-            metrics = MetricRecord({"num-examples": -5, "loss": 0.0})
-        elif what == "error":
-            return Message(Error(1, "out of memory"), reply_to=message)
-        content = {ARRAYS: arrays} if what == "records" else {ARRAYS: arrays, METRICS: metrics}
-        return Message(RecordDict(content), reply_to=message)
+            honest.append(reply.content.array_records[ARRAYS][NUMBERS].numpy())
+        return reply
 
-    vectors, counts = local_genomes(problem, app)
-    rest = [0, 2, 3]
-    found = trained(one := server(problem), faulty)
-    mean = np.average([vectors[i] for i in rest], axis=0, weights=[counts[i] for i in rest])
-    np.testing.assert_allclose(found, mean, rtol=0, atol=1e-5)
-    assert one.rounds[0].left_out.keys() == {3} and FAULTS[what] in one.rounds[0].left_out[3]
+    replay = kind == HOSTILE["REPLAY"]
+    found = trained(one := server(problem, HOSTILE["STRATEGIES"][name]()), HOSTILE["hostile"](listening, kind, 1), 2)
+    used = kind in HOSTILE["REDUCED"]
+    assert [r.used for r in one.rounds] == [N if used or replay else N - 1, N if used else N - 1]
+    assert [{*r.left_out} for r in one.rounds] == [set() if used or replay else {3}, set() if used else {3}]
+    assert {*one.rounds[0].bounded} == ({3} if used and "reversed" not in kind else set())
+    last = np.stack(honest[-3:])
+    if name == "FedAvgM":
+        assert np.linalg.norm(found - last.mean(0)) < 6 * N * one.rounds[0].norm
+    else:
+        # The middle of four numbers lies between the three honest ones.
+        assert (found >= last.min(0) - 1e-6).all() and (found <= last.max(0) + 1e-6).all()
+
+
+def test_the_only_reply_is_bounded_by_the_last_round(problem: Problem, app: ClientApp) -> None:
+    one = server(problem, strategies.FedAvg(**ALL))
+    trained(one, app)
+    far = HOSTILE["hostile"](app, "1e30 in the genome", 1)
+
+    def alone(message: Message, context: Context) -> Message:
+        gone = Message(Error(1, "\x1b[2Jgone\n"), reply_to=message)
+        return far(message, context) if context.node_config["partition-id"] == 1 else gone
+
+    before = one.wire.vector(one.genome)
+    moved = np.linalg.norm(trained(one, alone, 2) - before)
+    assert moved == pytest.approx(5 * one.rounds[0].norm, rel=1e-4)
+    assert [*one.rounds[1].bounded] == [3] and one.rounds[1].left_out[2] == "?[2Jgone?"
+    with pytest.raises(ValueError, match="bound must be at least 1, got nan"):
+        server(problem, bound=math.nan)
+
+
+NAMES = st.sampled_from([NUMBERS, CODES, PLACES, "num-examples", "loss", "server-round", ""])
+VALUES = st.one_of(st.floats(), st.integers(-(2**63), 2**63 - 1), st.lists(st.floats(), max_size=3))
+EDITS = st.lists(st.tuples(st.integers(0, 10**4), st.integers(0, 255)), max_size=4)
+
+
+@pytest.fixture(scope="module")
+def replies(problem: Problem, app: ClientApp) -> dict[str, list[Message]]:
+    found = {"float32": [], "int4": [], "top40": []}
+    for up, kept in found.items():
+        trained(server(problem, up=up), lambda m, c, x=kept: (x.append(app(m, c)), x[-1])[1])
+    return found
+
+
+@pytest.mark.process
+@settings(max_examples=400, deadline=1_000)
+@given(st.data(), st.sampled_from(["float32", "int4", "top40"]), st.sampled_from([*HOSTILE["STRATEGIES"]]))
+def test_whatever_a_client_replies_the_genome_stays_finite(
+    problem: Problem, replies: dict[str, list[Message]], data: st.DataObject, up: str, name: str
+) -> None:
+    sent = copy.deepcopy(replies[up])
+    content, drawn = sent[1].content, data.draw
+    arrays, metrics = content.array_records[ARRAYS], dict(content.metric_records[METRICS])
+    for key, array in [*arrays.items()]:
+        edited = bytearray(array.data[: len(array.data) - drawn(st.sampled_from([0, 0, 1, 40, 10**5]))])
+        for at, byte in drawn(EDITS) if edited else ():
+            edited[at % len(edited)] = byte
+        del arrays[key]
+        if key == CODES and len(edited) > 150 and drawn(st.booleans()):
+            # Behind an npy header of 128 bytes: magic, flags, checksum, content.
+            start = 128 + len(MAGIC)
+            checked = bytes(edited[start : start + 1] + edited[start + 5 :])
+            edited[start + 1 : start + 5] = zlib.crc32(checked).to_bytes(4, "little")
+        arrays[drawn(st.one_of(st.just(key), NAMES))] = Array("float32", (1,), "numpy.ndarray", bytes(edited))
+    for key in drawn(st.lists(NAMES, max_size=2)):
+        metrics[key] = drawn(VALUES)
+    sent[1].content = RecordDict({ARRAYS: arrays, METRICS: MetricRecord(metrics)})
+    one = server(problem, HOSTILE["STRATEGIES"][name](), up=up)
+    with grid_of(ClientApp()) as grid:
+        one.configure_train(1, one.wire.pack(one.wire.vector(one.genome), "float32"), ConfigRecord(), grid)
+    one.aggregate_train(1, sent)
+    ((_, used, left_out, _, means, _),) = one.rounds
+    assert np.isfinite(one.wire.vector(one.genome)).all() and np.isfinite([*means.values()]).all()
+    assert used == N - len(left_out) and {*left_out} <= {sent[1].metadata.src_node_id}
 
 
 class Book(dict[str, int]):
@@ -334,18 +401,21 @@ def test_a_server_goes_on_from_its_checkpoint(
     options: dict[str, Any] = {"up": "int4", "down": "int8", "lr": lambda round_: 1e-2 / (round_ + 1)}
     straight = trained(server(problem, make(), **options), app, rounds=4)
     path = tmp_path / "server.safetensors"
-    with grid_of(app) as grid:
-        first = server(problem, make(), checkpoint=path, **options)
-        first.strategy.book = Book(spent=7)
-        first.train(grid, 2)
-        # The nodes go on, with what they have not sent yet.
-        second = server(problem, make(), checkpoint=path, **options)
-        second.strategy.book = Book()
-        second.train(grid, 4)
-    assert [r.round for r in second.rounds] == [3, 4] and second.strategy.book == {"spent": 7}
-    # But for the privacy's noise.
-    np.testing.assert_allclose(second.wire.vector(second.genome), straight, rtol=0, atol=1e-5)
-    if make is adaptive:
+    kept = {"moments": [(np.arange(3), {7: np.float32(2.5)})], "count": 3, "on": True}
+    first = server(problem, make(), checkpoint=path, **options)
+    first.strategy.book, first.strategy.held = Book(spent=7), kept
+    trained(first, app, 2)
+    second = server(problem, make(), checkpoint=path, **options)
+    second.strategy.book = Book()
+    found = trained(second, app, 4)
+    assert [r.round for r in second.rounds] == [1, 2, 3, 4] and second.rounds[:2] == first.rounds
+    assert second.strategy.book == {"spent": 7}
+    assert str(second.strategy.held) == str({**kept, "moments": [(np.arange(3), {7: np.array(2.5, np.float32)})]})
+    if make is momentum:
+        np.testing.assert_array_equal(found, straight)
+    else:
+        # But for the privacy's noise.
+        np.testing.assert_allclose(found, straight, rtol=0, atol=1e-5)
         assert second.strategy.clipping_norm > first.strategy.clipping_norm > 1
 
 

@@ -248,7 +248,8 @@ class Federated(Command, ConfigOption):
     schedule: Annotated[ScheduleName, arg(metavar="|".join(get_args(ScheduleName)))] = "cosine"
     # Class of torch.optim of the clients; its state begins anew in each round.
     optimizer: Annotated[str | None, shows("NAME", "Adam; with --dense SGD")] = None
-    # Strategy of the server, a class of flwr.serverapp.strategy: FedAvg, FedAvgM, FedAdam, FedProx, FedMedian, ...
+    # Strategy of the server, a class of flwr.serverapp.strategy: FedAvg, FedAvgM, FedAdam, FedProx, ...; with hostile
+    # clients FedMedian, FedTrimmedAvg, Krum, MultiKrum or Bulyan.
     strategy: Annotated[str | None, shows("NAME", "FedAvgM of momentum 0.5; with --dense FedAvg")] = None
     # Options of the class, for FedAdam '{"eta": 0.01, "beta_1": 0.9, "beta_2": 0.99}'.
     strategy_config: Annotated[str, shows("JSON")] = "{}"
@@ -262,7 +263,7 @@ class Federated(Command, ConfigOption):
     measure_every: Annotated[int, arg(metavar="ROUNDS"), COUNT] = 10
     # Folder for metrics.json, history.csv, genome.safetensors and server.safetensors (the server after each round).
     out: Annotated[Path | None, shows("DIR", "nothing is kept")] = None
-    # Continue from OUT/server.safetensors.
+    # Continue from OUT/server.safetensors, bit for bit; the file holds the state of the strategy and of the clients.
     resume: Flag = False
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from gbfunc.federated import GenomeStrategy, LocalGrid
 
 SERVER_FILE = "server.safetensors"
+_ROBUST = {"Bulyan", "Krum", "MultiKrum"}
 
 
 def run_federated(options: Federated) -> None:
@@ -62,7 +63,9 @@ def run_federated(options: Federated) -> None:
                 rows.append(counted | {f"val_{name}": value for name, value in found.items()})
                 if options.out is not None:
                     write_history(folder / "history.csv", {"federated": rows})
-                report(done, f"{up:,} bytes up", task.metric.show(found[task.metric.name]))
+                left = sum(len(r.left_out) + len(r.bounded) for r in strategy.rounds)
+                status = f"{up:,} bytes up" + (f", {left} replies left out or bounded" if left else "")
+                report(done, status, task.metric.show(found[task.metric.name]))
 
             strategy.train(grid, options.rounds, evaluate_fn=measure)
         path = folder / GENOME_FILE
@@ -110,12 +113,16 @@ def _federation(job: Job, options: Federated) -> tuple[GenomeStrategy, LocalGrid
 def _strategy(options: Federated) -> Any:
     from flwr.serverapp import strategy as strategies  # pyright: ignore[reportMissingImports]
 
-    known = [name for name in strategies.__all__ if name.startswith("Fed") and "Xgb" not in name]
+    known = sorted(_ROBUST | {name for name in strategies.__all__ if name.startswith("Fed") and "Xgb" not in name})
     name, usual = options.strategy, {}
     if name is None:
         name, usual = ("FedAvg", {}) if options.dense else ("FedAvgM", {"server_momentum": 0.5})
     if name not in known:
         raise ValueError(f"--strategy must be one of {', '.join(known)}, got {name!r}")
+    if name in _ROBUST:
+        usual = {"num_malicious_nodes": 1}
+    if name == "MultiKrum":
+        usual |= {"num_nodes_to_select": max(1, options.sample - 1)}
     # A part of all nodes is rounded down: none, and at least so many.
     nodes = {"fraction_train": 1e-9, "min_train_nodes": options.sample, "min_available_nodes": options.clients}
     given = nodes | {"fraction_evaluate": 0.0} | usual | read_json("--strategy-config", options.strategy_config)
@@ -123,9 +130,19 @@ def _strategy(options: Federated) -> Any:
         asked = f"--strategy-config asks for {given[many[0]]} {many[0]}"
         raise ValueError(f"{asked}, there are {options.clients} --clients")
     try:
-        return getattr(strategies, name)(**given)
+        made = getattr(strategies, name)(**given)
     except TypeError as error:
         raise ValueError(f"--strategy-config does not fit {name}: {error}") from error
+    sample = max(int(made.fraction_train * options.clients), made.min_train_nodes)
+    if name in _ROBUST and sample < (least := (4 if name == "Bulyan" else 2) * made.num_malicious_nodes + 3):
+        got = f"{made.num_malicious_nodes} num_malicious_nodes"
+        raise ValueError(f"{name} needs at least {least} clients a round for {got}, got --sample {sample}")
+    if name == "FedTrimmedAvg" and made.beta * sample < 1:
+        raise ValueError(
+            f"FedTrimmedAvg with beta {made.beta:g} trims none of {sample} clients: "
+            f"""give --strategy-config '{{"beta": B}}' with B >= {1 / sample:.2g}"""
+        )
+    return made
 
 
 def _metrics(
@@ -145,7 +162,10 @@ def _metrics(
         "bytes_down_per_client_and_round": traffic.down / n,
         "largest_reply": traffic.largest_up,
         "reached": {f"{mark:.0%}": row and {k: row[k] for k in sent} for mark, row in reached.items()},
-        "left_out": {str(r.round): {str(k): v for k, v in r.left_out.items()} for r in strategy.rounds if r.left_out},
+        **{
+            name: {str(r.round): nodes for r in strategy.rounds if (nodes := getattr(r, name))}
+            for name in ("left_out", "bounded")
+        },
         "config": settings_of(options, {}),
     } | provenance(job.task, plan, torch.device("cpu"))
 
@@ -160,6 +180,7 @@ def _print_traffic(metrics: Mapping[str, Any]) -> None:
         if row is not None:
             sent = f"{row['bytes_up']:,} bytes up, {row['bytes_down']:,} down"
             print(f"validation {mark} after round {row['round']}: {sent}")
-    for round_, left in metrics["left_out"].items():
-        for node, words in left.items():
-            print(f"round {round_}: node {node} was left out: {words}")
+    for name in ("left_out", "bounded"):
+        for round_, nodes in metrics[name].items():
+            for node, words in nodes.items():
+                print(f"round {round_}: node {node} was {name.replace('_', ' ')}: {words}")

@@ -23,8 +23,11 @@ from gbfunc.trees import tree_map
 ARRAYS, CONFIG, METRICS, EXAMPLES = "arrays", "config", "metrics", "num-examples"
 """Names of the records of a message, and of the weight of a reply, as Flower's strategies have them."""
 
-IDENTITY, RATE, SENT_AS, PROXIMAL = "id", "lr", "as", "proximal-mu"
-"""Entries of a message's config: `wire.identity`, learning rate, dtype of the reply, weight of FedProx's term."""
+IDENTITY, RATE, SENT_AS, PROXIMAL, ROUND = "id", "lr", "as", "proximal-mu", "server-round"
+"""Entries of a message's config: `wire.identity`, learning rate, dtype of the reply, weight of FedProx's term, round.
+
+The metrics of a reply repeat the number of the round.
+"""
 
 REFUSED, _LEFT = 100, "left"
 """Code of the error with which a client refuses a message (Flower's own are smaller); a node's error feedback."""
@@ -82,7 +85,7 @@ def client_app(
             raise ValueError("mods compare the numbers of two genomes: up must be 'float32', and down no codes, "
                              f"got up={dtype!r} and {down} down")  # fmt: skip
         sent = wire.unpack(arrays)
-        sequence = np.random.SeedSequence([seed, context.node_id, int(config["server-round"])])
+        sequence = np.random.SeedSequence([seed, context.node_id, int(config[ROUND])])
         number = int(sequence.generate_state(1, np.uint64)[0]) >> 1
         order = torch.Generator().manual_seed(number)
         state = tree_map(torch.clone, fresh)._replace(**wire.genome(sent)._asdict(), seed=torch.tensor(number))
@@ -108,13 +111,13 @@ def client_app(
             change = after - sent if before is None else after - sent + before[_LEFT].numpy()
             reply = wire.pack(change, dtype)
             context.state[_LEFT] = ArrayRecord({_LEFT: Array(change - wire.unpack(reply))})
-        return {ARRAYS: reply, METRICS: MetricRecord({EXAMPLES: len(data), "loss": loss})}
+        return {ARRAYS: reply, METRICS: {"loss": loss}}
 
     def measure(config: Mapping[str, Any], arrays: ArrayRecord, data: Data, context: Context) -> dict[str, Any]:
         if evaluate is None:
             raise ValueError("this client does not evaluate: give client_app(evaluate=), or fraction_evaluate=0")
         net = materialize(plan, wire.genome(wire.unpack(arrays)), pnet).eval()
-        return {METRICS: MetricRecord({EXAMPLES: len(data), **evaluate(net, data)})}
+        return {METRICS: evaluate(net, data)}
 
     def answers(handle: Callable[..., dict[str, Any]]) -> Callable[[Message, Context], Message]:
         def answer(message: Message, context: Context) -> Message:
@@ -125,7 +128,10 @@ def client_app(
                 data = examples(context)
                 if not len(data):
                     raise ValueError(f"node {context.node_id} has no examples")
-                return Message(RecordDict(handle(config, arrays, data, context)), reply_to=message)
+                content = handle(config, arrays, data, context)
+                counted = {EXAMPLES: len(data), ROUND: int(config[ROUND])}
+                content[METRICS] = MetricRecord(counted | dict(content[METRICS]))
+                return Message(RecordDict(content), reply_to=message)
             except (ValueError, KeyError, TypeError) as error:
                 words = f"the message has no {error}" if isinstance(error, KeyError) else str(error)
             return Message(Error(REFUSED, words), reply_to=message)

@@ -6,38 +6,58 @@ import json
 import logging
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from statistics import median_low
 from typing import Any, NamedTuple
 
 import numpy as np
+import optree
+import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict  # pyright: ignore[reportMissingImports]
 from flwr.serverapp import Grid  # pyright: ignore[reportMissingImports]
 from flwr.serverapp.strategy import Result, Strategy  # pyright: ignore[reportMissingImports]
+from google.protobuf.message import DecodeError as ProtobufError
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
+from safetensors.torch import save
 
 from gbfunc import Genome, Plan
-from gbfunc.federated.client import ARRAYS, EXAMPLES, IDENTITY, METRICS, RATE, REFUSED, SENT_AS
+from gbfunc.federated.client import ARRAYS, EXAMPLES, IDENTITY, METRICS, RATE, REFUSED, ROUND, SENT_AS
 from gbfunc.federated.simulation import LocalGrid, Traffic
 from gbfunc.federated.wire import NUMBERS, Vector, Wire, check_format, difference
 from gbfunc.files import replace_file
-from gbfunc.types import GenomeLike
+from gbfunc.storage.checkpoint import pack_values, unpack_values
+from gbfunc.types import GenomeLike, Params
 
-_LOG, _VECTOR = logging.getLogger(__name__), "genome"
+_LOG, _VECTOR, _NODE, _ARRAYS = logging.getLogger(__name__), "genome", "node ", "ArrayRecord"
 
 
 class Round(NamedTuple):
     """Replies of a round, counted from 1.
 
-    `used` is the number of clients whose changes were used, `metrics` are means over them. `left_out` says why others
-    were left out of training or evaluation, by the number of their node.
+    `left_out` says why a client was left out of training or evaluation, and `bounded` which part of a reply counts less
+    than the client asked for, both by the number of the node.
+
+    Attributes:
+        used: the number of clients whose changes the strategy took.
+        metrics: means over these clients.
+        norm: the median norm of their changes before the bound; of two medians the smaller.
     """
 
     round: int
     used: int
     left_out: dict[int, str]
+    bounded: dict[int, str]
     metrics: Mapping[str, Any]
+    norm: float
+
+
+class _Reply(NamedTuple):
+    message: Message
+    metrics: dict[str, Any]
+    change: NDArray[Any]
 
 
 class GenomeStrategy(Strategy):
@@ -48,6 +68,10 @@ class GenomeStrategy(Strategy):
     with `Wire.pack` for the arrays and `client.IDENTITY`, `RATE` and `SENT_AS` in the config. `rounds` lists
     replies.
 
+    A reply that cannot be read, whose metrics differ in name from those of most clients, or which answers another round
+    is left out, and the round goes on. The norm of a change and the number of examples count up to `bound` times the
+    median of the round.
+
     Args:
         strategy: FedAvg, FedAdam, FedProx, ..., also a strategy of differential privacy.
         plan: the plan.
@@ -55,8 +79,10 @@ class GenomeStrategy(Strategy):
         lr: the clients' learning rate, or a function of the round, which counts from 0.
         down: dtype in which the genome is sent (`wire.FORMATS`).
         up: dtype in which clients send changes; or `topK`, the K largest numbers of a change (`Wire.pack`).
-        checkpoint: a file that holds, after every round, all that the next round needs; if the file exists, `train`
-            goes on from it. No part of the file is code.
+        bound: the largest norm and number of examples of a client, in medians of the round; `math.inf` for no bound.
+            A round with one reply takes the median of the last round.
+        checkpoint: a file that holds, after every round, all that the next round needs, including the states of the
+            nodes of a `LocalGrid`; if the file exists, `train` goes on from it. No part of the file is code.
         seed: seed of the choice of clients; None leaves the choice to chance.
     """
 
@@ -69,16 +95,20 @@ class GenomeStrategy(Strategy):
         lr: float | Callable[[int], float],
         down: str = "float16",
         up: str = "int4",
+        bound: float = 5.0,
         checkpoint: Path | None = None,
         seed: int | None = None,
     ) -> None:
         check_format(down, "down", change=False)
         check_format(up, "up")
+        if not bound >= 1:
+            raise ValueError(f"bound must be at least 1, got {bound}: a median client counts in full")
         self.strategy, self.wire, self.rounds, self.done = strategy, Wire(plan, genome), list[Round](), 0
         self._lr: Callable[[int], float] = lr if callable(lr) else lambda round_: lr
-        self._down, self._up = down, up
+        self._down, self._up, self._bound = down, up, bound
         self._seed = random.getrandbits(64) if seed is None else seed
-        self._path, self._grid, self._options = checkpoint, None, _attributes(strategy)
+        self._path, self._grid = checkpoint, None
+        self._options = {at: _packed(value, {}) for at, value in _attributes(strategy).items()}
         self._vector = self.wire.vector(genome)
 
     @property
@@ -111,7 +141,7 @@ class GenomeStrategy(Strategy):
     def _configured(
         self, configure: Callable[..., Any], number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        config[IDENTITY] = self.wire.identity
+        config[IDENTITY], config[ROUND] = self.wire.identity, number
         # Flower draws nodes with the generator of the process.
         before = random.getstate()
         random.seed(f"{self._seed}/{number}/{configure.__name__}")
@@ -128,70 +158,116 @@ class GenomeStrategy(Strategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         replies, number = list(replies), self.done + 1
-        used, left_out = self._usable(replies, number, [ARRAYS])
+        read, left_out = self._read_replies(replies, number, training=True)
         if replies and all(reply.has_error() and reply.error.code == REFUSED for reply in replies):
             node, words = next(iter(left_out.items()))
             raise ValueError(f"round {number}: all of {len(replies)} clients refuse; node {node}: {words}")
-        arrays, metrics = self.strategy.aggregate_train(number, used)
+        norms = {node: float(np.linalg.norm(reply.change.astype(np.float64))) for node, reply in read.items()}
+        norm = _median(norms.values())
+        if len(norms) == 1:
+            norm = min([norm, *(r.norm for r in self.rounds[-1:] if r.norm)])
+        bounded = self._bound_weights(read)
+        for node, (message, _, change) in read.items():
+            if norms[node] > self._bound * norm > 0:
+                words = f"a change of {norms[node] / norm:.3g} times the median norm counts as {self._bound:g}"
+                bounded[node] = "; ".join([words, *([bounded[node]] if node in bounded else [])])
+                change = (change * (self._bound * norm / norms[node])).astype(np.float32)
+            elif self._up == "float32":
+                continue
+            message.content.array_records[ARRAYS] = _record(self._vector + change)
+        self._warn(number, left_out, "is left out")
+        self._warn(number, bounded, "is bounded")
+        arrays, metrics = self.strategy.aggregate_train(number, [reply.message for reply in read.values()])
         if arrays is not None:
             self._vector = self.wire.unpack(arrays)
             # The strategy may compute in another dtype.
             arrays = _record(self._vector)
+        elif read:
+            _LOG.warning("round %d: %s used none of %d changes", number, _name(self.strategy), len(read))
         self.done = number
-        self.rounds.append(Round(number, len(used), left_out, dict(metrics or {})))
+        used = 0 if arrays is None else len(read)
+        self.rounds.append(Round(number, used, left_out, bounded, dict(metrics or {}), norm))
         if self._path is not None:
             self._write(self._path)
         return arrays, metrics
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        used, left_out = self._usable(replies, self.done, [])
-        self.rounds[-1].left_out.update({node: f"evaluation: {words}" for node, words in left_out.items()})
-        return self.strategy.aggregate_evaluate(self.done, used)
+        read, left_out = self._read_replies(replies, self.done, training=False)
+        bounded = self._bound_weights(read)
+        for found, kept, what in (
+            (left_out, self.rounds[-1].left_out, "is left out"),
+            (bounded, self.rounds[-1].bounded, "is bounded"),
+        ):
+            self._warn(self.done, found, what)
+            kept.update({node: f"evaluation: {words}" for node, words in found.items()})
+        return self.strategy.aggregate_evaluate(self.done, [reply.message for reply in read.values()])
 
-    def _usable(self, replies: Iterable[Message], number: int, arrays: list[str]) -> tuple[list[Any], dict[int, str]]:
-        used, left_out = [], {}
+    def _warn(self, number: int, nodes: Mapping[int, str], what: str) -> None:
+        for node, words in nodes.items():
+            _LOG.warning("round %d: node %d %s: %s", number, node, what, words)
+
+    def _read_replies(
+        self, replies: Iterable[Message], number: int, *, training: bool
+    ) -> tuple[dict[int, _Reply], dict[int, str]]:
+        read, left_out = dict[int, _Reply](), dict[int, str]()
         for reply in replies:
             node = reply.metadata.src_node_id
             try:
                 if reply.has_error():
                     raise ValueError(reply.error.reason or f"error {reply.error.code}")
-                reply.content = self._whole(reply.content, arrays)
-                used.append(reply)
-            except ValueError as error:
-                left_out[node] = str(error)
-                _LOG.warning("round %d: node %d is left out: %s", number, node, error)
-        return used, left_out
+                read[node] = self._read_reply(reply, number, training)
+            except Exception as error:  # A stranger's bytes may raise anything.
+                kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+                left_out[node] = kind + _printable(error)
+        forms = {node: _form(reply.metrics) for node, reply in read.items()}
+        for usual, _ in Counter(forms.values()).most_common(1):
+            for node in [node for node, form in forms.items() if form != usual]:
+                del read[node]
+                left_out[node] = _printable(f"its metrics are {forms[node]}, those of most clients {usual}")
+        return read, left_out
 
-    def _whole(self, content: RecordDict, arrays: list[str]) -> RecordDict:
+    def _read_reply(self, message: Message, number: int, training: bool) -> _Reply:
+        content, arrays = message.content, [ARRAYS] if training else []
         if [*content.array_records] != arrays or [*content.metric_records] != [METRICS]:
             raise ValueError(f"expected the records {', '.join((*arrays, METRICS))}, got {', '.join(content)}")
-        metrics = content.metric_records[METRICS]
+        metrics = dict(content.metric_records[METRICS])
+        if (answered := metrics.pop(ROUND, None)) != number:
+            raise ValueError(f"expected a reply to round {number}, got one to {answered}")
         weight = metrics.get(EXAMPLES)
         if not isinstance(weight, int | float) or not 0 < weight < math.inf:
             raise ValueError(f"expected a number of examples above 0, got {weight!r}")
         if bad := [name for name, value in metrics.items() if not np.isfinite(value).all()]:
             raise ValueError(f"its {', '.join(bad)} is not finite")
-        if not arrays:
-            return RecordDict({METRICS: metrics})
-        vector = self.wire.unpack(content.array_records[ARRAYS])
-        if self._up != "float32":
-            vector = self._vector + vector
-        return RecordDict({ARRAYS: _record(vector), METRICS: metrics})
+        change, content = np.zeros(0, np.float32), RecordDict({METRICS: MetricRecord(metrics)})
+        if training:
+            change = self.wire.unpack(message.content.array_records[ARRAYS])
+            content[ARRAYS] = _record(change)
+            if self._up == "float32":
+                with np.errstate(over="ignore"):
+                    change = change.astype(np.float64) - self._vector
+        message.content = content
+        return _Reply(message, metrics, change)
+
+    def _bound_weights(self, read: Mapping[int, _Reply]) -> dict[int, str]:
+        median, bounded = _median(reply.metrics[EXAMPLES] for reply in read.values()), {}
+        for node, (message, metrics, _) in read.items():
+            if (weight := metrics[EXAMPLES]) > self._bound * median:
+                message.content.metric_records[METRICS][EXAMPLES] = self._bound * median
+                bounded[node] = f"{weight:.3g} examples count as {self._bound * median:g}"
+        return bounded
 
     def _write(self, path: Path) -> None:
-        tensors, state = {_VECTOR: self._vector}, {}
-        for at, (_, value) in _attributes(self.strategy).items():
-            if hasattr(value, "load_state_dict"):
-                state[at] = value.state_dict()
-            elif isinstance(value, int | float) and not isinstance(value, bool):
-                # Numbers that change are state, others are options.
-                state |= {at: value} if value != self._options[at][1] else {}
-            else:
-                items = dict(enumerate(value)) if isinstance(value, list) else value
-                items = items.items() if isinstance(items, dict) else ()
-                tensors |= {f"{at}/{k}": np.array(x) for k, x in items if isinstance(x, np.ndarray)}
+        tensors, state = {_VECTOR: torch.from_numpy(self._vector)}, {}
+        for at, value in _attributes(self.strategy).items():
+            before, packed = len(tensors), _packed(value, tensors)
+            # Options stay as they are given; all else is state.
+            if len(tensors) > before or packed != self._options.get(at):
+                state[at] = packed
         about = {"round": self.done, "id": self.wire.identity, "strategy": _name(self.strategy), "state": state}
-        about |= {} if self._grid is None else {"traffic": self._grid.traffic}
+        about |= {"rounds": [r._asdict() for r in self.rounds]}
+        if self._grid is not None:
+            nodes = {f"{_NODE}{k}": torch.frombuffer(bytearray(x), dtype=torch.uint8) for k, x in self._grid.states()}
+            about, tensors = about | {"traffic": self._grid.traffic}, tensors | nodes
         replace_file(path, save(tensors, {"server": json.dumps(about)}))
 
     def _read(self, path: Path) -> None:
@@ -203,39 +279,75 @@ class GenomeStrategy(Strategy):
                 raise ValueError(words.replace("the server", "its writer"))
             if about["strategy"] != _name(self.strategy):
                 raise ValueError(f"it is of the strategy {about['strategy']}, got {_name(self.strategy)}")
-            vector, state = self.wire.unpack(_record(tensors.pop(_VECTOR))), about["state"]
-            for key, array in tensors.items():
-                at, _, entry = key.rpartition("/")
-                state.setdefault(at, {})[entry] = array
+            vector, rounds = self.wire.unpack(_record(tensors[_VECTOR])), []
+            for r in about["rounds"]:
+                nodes = {name: {int(k): str(x) for k, x in r[name].items()} for name in ("left_out", "bounded")}
+                rounds.append(Round(**(r | nodes)))
             attributes = _attributes(self.strategy)
-            for at, value in state.items():
-                owner, current = attributes[at]
-                if hasattr(current, "load_state_dict"):
-                    current.load_state_dict(value)
-                    continue
-                if isinstance(value, dict) and all(map(str.isdigit, value)):
-                    value = [value[k] for k in sorted(value, key=int)]
-                setattr(owner, at.rpartition("/")[2], value)
+            for at, packed in about["state"].items():
+                owner, _, name = at.rpartition("/")
+                value = None if packed is None else _unpacked(packed, tensors)
+                if (load := getattr(attributes.get(at), "load_state_dict", None)) is not None:
+                    load(value)
+                else:
+                    setattr(attributes[owner] if owner else self.strategy, name, value)
             if self._grid is not None:
-                self._grid.traffic = Traffic(*about.get("traffic", ()))
-        except (SafetensorError, ValueError, KeyError, TypeError) as error:
+                self._grid.traffic = Traffic(*about["traffic"])
+                states = {k.removeprefix(_NODE): x.tobytes() for k, x in tensors.items() if k.startswith(_NODE)}
+                self._grid.restore({int(k): x for k, x in states.items()})
+        except (SafetensorError, ProtobufError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is no checkpoint that this server can go on from: {error}") from error
-        self._vector, self.done = vector, int(about["round"])
+        self._vector, self.done, self.rounds = vector, int(about["round"]), rounds
 
 
 def _record(vector: Vector) -> ArrayRecord:
     return ArrayRecord({NUMBERS: Array(vector)})
 
 
-def _attributes(strategy: Strategy, prefix: str = "") -> dict[str, tuple[Strategy, Any]]:
-    """Owner and value of each attribute of a strategy, and of strategies inside it (privacy has one), by path."""
-    found = {f"{prefix}{name}": (strategy, value) for name, value in vars(strategy).items()}
-    for at, (_, value) in list(found.items()):
+def _median(values: Iterable[float]) -> float:
+    """The median of values above 0, of two the smaller: a client that sends zeros or 1e30 cannot move it far."""
+    return median_low([x for x in values if x > 0] or [0.0])
+
+
+def _form(metrics: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}[{len(x)}]" if isinstance(x, list) else name for name, x in sorted(metrics.items()))
+
+
+def _printable(words: object) -> str:
+    return "".join(x if x.isprintable() else "?" for x in str(words)[:300])
+
+
+def _packed(value: Any, tensors: Params) -> str | None:
+    """Describe a value as JSON, with its arrays in `tensors`; None for functions and other options."""
+
+    def leaf(x: Any) -> Any:
+        if isinstance(x, ArrayRecord):
+            return {_ARRAYS: {name: leaf(array.numpy()) for name, array in x.items()}}
+        return torch.from_numpy(np.array(x)) if isinstance(x, np.ndarray | np.generic) else x
+
+    try:
+        value = value.state_dict() if hasattr(value, "state_dict") else value
+        return json.dumps(pack_values(optree.tree_map(leaf, value), tensors))
+    except TypeError:
+        return None
+
+
+def _unpacked(text: str, arrays: Mapping[str, NDArray[Any]]) -> Any:
+    def hook(x: dict[str, Any]) -> Any:
+        return ArrayRecord({k: Array(v) for k, v in x[_ARRAYS].items()}) if _ARRAYS in x else unpack_values(arrays, x)
+
+    return json.loads(text, object_hook=hook)
+
+
+def _attributes(strategy: Strategy, prefix: str = "") -> dict[str, Any]:
+    """Attributes of a strategy, and of strategies inside it (privacy has one), by path."""
+    found = {f"{prefix}{name}": value for name, value in vars(strategy).items()}
+    for at, value in list(found.items()):
         if isinstance(value, Strategy):
             found |= _attributes(value, f"{at}/")
     return found
 
 
 def _name(strategy: Strategy) -> str:
-    parts = [value for _, value in _attributes(strategy).values() if isinstance(value, Strategy)]
+    parts = [value for value in _attributes(strategy).values() if isinstance(value, Strategy)]
     return "/".join(type(part).__name__ for part in (strategy, *parts))

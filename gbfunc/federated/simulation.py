@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from flwr.app import Context, Message, RecordDict  # pyright: ignore[reportMissingImports]
 from flwr.clientapp import ClientApp  # pyright: ignore[reportMissingImports]
-from flwr.common.serde import message_from_proto, message_to_proto  # pyright: ignore[reportMissingImports]
+from flwr.common.serde import (  # pyright: ignore[reportMissingImports]
+    message_from_proto,
+    message_to_proto,
+    recorddict_from_proto,
+    recorddict_to_proto,
+)
 from flwr.proto.message_pb2 import Message as MessageProto  # pyright: ignore[reportMissingImports]
+from flwr.proto.recorddict_pb2 import RecordDict as RecordDictProto  # pyright: ignore[reportMissingImports]
 from flwr.serverapp import Grid  # pyright: ignore[reportMissingImports]
 from flwr.supercore.run import Run  # pyright: ignore[reportMissingImports]
 from flwr.supercore.task_identity import TaskIdentity  # pyright: ignore[reportMissingImports]
@@ -36,7 +42,7 @@ class LocalGrid(Grid):
     takes longer than rounds of genomes do on few cores. The context manager sets the sender of Flower's messages.
 
     `nodes` are the configs of the nodes, as `flower-supernode --node-config` has them. `traffic` counts the bytes sent
-    so far, including those before a checkpoint from which a `GenomeStrategy` goes on.
+    so far. The checkpoint of a `GenomeStrategy` holds `traffic` and the states of the nodes.
     """
 
     def __init__(self, app: ClientApp, nodes: Iterable[Mapping[str, str | int | float | bool]]) -> None:
@@ -55,6 +61,16 @@ class LocalGrid(Grid):
     def __exit__(self, *error: Any) -> None:
         task: Any = TaskIdentity
         task._task_id, task._run_id, task._node_id = self._before
+
+    def states(self) -> Iterator[tuple[int, bytes]]:
+        """Serialise `context.state` of each node that has one."""
+        for number, context in self._contexts.items():
+            if context.state:
+                yield number, recorddict_to_proto(context.state).SerializeToString()
+
+    def restore(self, states: Mapping[int, bytes]) -> None:
+        for number, context in self._contexts.items():
+            context.state = recorddict_from_proto(RecordDictProto.FromString(states.get(number, b"")))
 
     def set_run(self, run: Run) -> None:
         pass  # There is one.

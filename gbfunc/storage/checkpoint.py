@@ -105,7 +105,7 @@ class Checkpointer:
             return
         # A donated state is overwritten by the next step, and `extra` may be changed by the caller.
         tensors = {k: leaf.detach().to("cpu", copy=True).contiguous() for k, leaf in flatten_tree(state).items()}
-        packed = json.dumps(_pack(dict(extra or {}), tensors))
+        packed = json.dumps(pack_values(dict(extra or {}), tensors))
         training = json.dumps(describe_training(self._train_step.settings, int(state.step)))
         about = {"plan": self._plan, "training": training, "extra": packed}
         failure = self._pending and self._pending.exception()
@@ -250,7 +250,7 @@ def _restore(
 def _check_metadata(metadata: dict[str, str], tensors: Params, plan: Plan, check: Callable[[JSON], None]) -> JSON:
     if metadata.get("format") != _FORMAT:
         raise ValueError(f"its format is {metadata.get('format')!r}, the one known here is {_FORMAT!r}")
-    extra = json.loads(metadata["extra"], object_hook=partial(_unpack, tensors))
+    extra = json.loads(metadata["extra"], object_hook=partial(unpack_values, tensors))
     check(extra)
     saved, expected = json.loads(metadata["plan"]), _plan_summary(plan)
     if saved["sha256"] != expected.pop("sha256"):
@@ -325,8 +325,8 @@ def _decode(data: bytes) -> tuple[dict[str, str], Params]:
     return metadata, tensors
 
 
-def _pack(x: Any, tensors: Params) -> Any:
-    """A value as JSON: its tensors go among `tensors`, and what JSON would change gets a tag."""
+def pack_values(x: Any, tensors: Params) -> Any:
+    """Describe a value as JSON: its tensors are added to `tensors`, and what JSON would change gets a tag."""
     if isinstance(x, torch.Tensor):
         if x.layout != torch.strided or x.is_meta or x.dtype not in DTYPES.values():
             got = f"{x.dtype}, {x.layout}, on {x.device}"
@@ -338,14 +338,15 @@ def _pack(x: Any, tensors: Params) -> Any:
         return {_TAG: "bytes", "of": x.hex()}
     if isinstance(x, Mapping):
         if _TAG not in x and all(isinstance(k, str) for k in x):
-            return {k: _pack(v, tensors) for k, v in x.items()}
-        return {_TAG: "dict", "of": [[_pack(k, tensors), _pack(v, tensors)] for k, v in x.items()]}
+            return {k: pack_values(v, tensors) for k, v in x.items()}
+        return {_TAG: "dict", "of": [[pack_values(k, tensors), pack_values(v, tensors)] for k, v in x.items()]}
     if isinstance(x, tuple):
-        return {_TAG: "tuple", "of": [_pack(v, tensors) for v in x]}
-    return [_pack(v, tensors) for v in x] if isinstance(x, list) else x
+        return {_TAG: "tuple", "of": [pack_values(v, tensors) for v in x]}
+    return [pack_values(v, tensors) for v in x] if isinstance(x, list) else x
 
 
-def _unpack(tensors: Params, x: JSON) -> Any:
+def unpack_values(tensors: Mapping[str, Any], x: JSON) -> Any:
+    """Undo `pack_values`, as the `object_hook` of `json.loads`."""
     make = {"tensor": tensors.__getitem__, "bytes": bytes.fromhex, "tuple": tuple, "dict": dict}
     return make[x[_TAG]](x["of"]) if _TAG in x else x
 
