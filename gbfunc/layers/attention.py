@@ -26,7 +26,7 @@ def attention_forward(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """`nn.MultiheadAttention.forward` on projections in another form than dense; the same arguments and results."""
+    """`nn.MultiheadAttention.forward` on generated projections."""
     options = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
     if not _is_usual(layer, query, key, value, key_padding_mask, attn_mask) or (is_causal and attn_mask is None):
         return nn.MultiheadAttention.forward(layer, query, key, value, *options)
@@ -47,9 +47,18 @@ def attention_forward(
     use_hint = is_causal and key_padding_mask is None and not need_weights
     mask = None if use_hint else _merge_masks(attn_mask, key_padding_mask, layer.num_heads, query.dtype)
     dropout = layer.dropout if layer.training else 0.0
-    mixed, weights = _attend(q, k, v, layer.num_heads, mask, dropout, use_hint, need_weights)
-    if weights is not None and average_attn_weights:
-        weights = weights.mean(dim=1)
+    # Scaled dot-product attention (Vaswani et al. 2017, eq. 1): [T or S, N, E] -> [N, H, T or S, D] -> [N, H, T, D].
+    heads, weights = layer.num_heads, None
+    q, k, v = (x.unflatten(-1, (heads, x.shape[-1] // heads)).permute(1, 2, 0, 3) for x in (q, k, v))
+    if need_weights:
+        scores = (q * math.sqrt(1.0 / q.shape[-1])) @ k.mT
+        weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
+        weights = F.dropout(weights, dropout) if dropout > 0.0 else weights
+        mixed = weights @ v
+        weights = weights.mean(dim=1) if average_attn_weights else weights
+    else:
+        mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout, use_hint)
+    mixed = mixed.permute(2, 0, 1, 3).reshape(query.shape)
     out = project(layer.out_proj, "weight", mixed, layer.out_proj.bias)
     return (out.transpose(0, 1) if layer.batch_first else out), weights
 
@@ -57,7 +66,7 @@ def attention_forward(
 def _is_usual(
     layer: Any, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None
 ) -> bool:
-    """Whether it is a batch, with masks, that can be computed here; otherwise torch's forward runs."""
+    """Whether inputs and masks are a batch of usual shapes; otherwise torch's forward runs."""
     if any(x.is_nested or x.ndim != 3 for x in (query, key, value)) or query.shape[-1] != layer.embed_dim:
         return False
     (targets, rows), (sources, others) = ((x.shape[:2][:: -1 if layer.batch_first else 1]) for x in (query, key))
@@ -72,52 +81,26 @@ def _is_usual(
 
 
 def project(layer: Any, attribute: str, x: Tensor, bias: Tensor | None, rows: slice | None = None) -> Tensor:
-    """`x @ W[rows].T + bias` with a weight of a layer in whatever form it has."""
+    """`x @ W[rows].T + bias` with a weight of a layer in any form."""
     weight = generated_weight(layer, attribute)
     if isinstance(weight, Weight):
         return weight.linear(x, bias, rows)
     return dense_linear(getattr(layer, attribute) if weight is None else weight, False, rows, x, bias)
 
 
-def _attend(
-    q_TNE: Tensor,
-    k_SNE: Tensor,
-    v_SNE: Tensor,
-    heads: int,
-    mask: Tensor | None,
-    dropout: float,
-    is_causal: bool,
-    need_weights: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Scaled dot-product attention (Vaswani et al. 2017, eq. 1): values [T, N, E], and weights [N, H, T, S] or None."""
-    # [L, N, E] -> [N, H, L, D]
-    q, k, v = (t.unflatten(-1, (heads, t.shape[-1] // heads)).permute(1, 2, 0, 3) for t in (q_TNE, k_SNE, v_SNE))
-    weights = None
-    if need_weights:
-        scores = (q * math.sqrt(1.0 / q.shape[-1])) @ k.mT
-        weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
-        weights = F.dropout(weights, dropout) if dropout > 0.0 else weights
-        mixed_NHTD = weights @ v
-    else:
-        mixed_NHTD = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
-    return mixed_NHTD.permute(2, 0, 1, 3).reshape(q_TNE.shape), weights
-
-
 def _merge_masks(
     attn_mask: Tensor | None, key_padding_mask: Tensor | None, heads: int, dtype: torch.dtype
 ) -> Tensor | None:
     """Add masks [T, S] or [N * H, T, S], and [N, S] of the keys: -> broadcasts to [N, H, T, S]."""
-    mask = None if attn_mask is None else _additive(attn_mask, dtype)
-    if mask is not None and mask.ndim == 3:
-        mask = mask.unflatten(0, (-1, heads))
-    if key_padding_mask is None:
-        return mask
-    padding = _additive(key_padding_mask, dtype)[:, None, None, :]
-    return padding if mask is None else mask + padding
 
+    def additive(mask: Tensor) -> Tensor:
+        if mask.dtype != torch.bool:
+            return mask.to(dtype)
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -math.inf)
 
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A boolean mask (True: hidden) as 0 and -inf; a float mask as it is."""
-    if mask.dtype != torch.bool:
-        return mask.to(dtype)
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -math.inf)
+    masks = []
+    if attn_mask is not None:
+        masks.append(additive(attn_mask if attn_mask.ndim == 2 else attn_mask.unflatten(0, (-1, heads))))
+    if key_padding_mask is not None:
+        masks.append(additive(key_padding_mask)[:, None, None, :])
+    return sum(masks[1:], masks[0]) if masks else None

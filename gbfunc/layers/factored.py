@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gbfunc.costs import missing_ranks, thin_rows
 from gbfunc.hypernets.ensemble import is_exporting
-from gbfunc.layers.forms import Needs, Source, Weight, WeightForm, added, dense_linear, outside_autocast
+from gbfunc.layers.forms import Needs, Source, Use, Weight, WeightForm, added, outside_autocast
 from gbfunc.tiling import TileGrid, join_tiles
 from gbfunc.types import Params
 
@@ -23,28 +23,26 @@ from gbfunc.types import Params
 class FactoredWeight(WeightForm):
     """A weight whose matrix has the tiles `L[i, j] @ R[i, j].T`: inputs left [T, r, k] and right [T, c, k], T = nr nc.
 
-    The layer stores it in `shape`, `transposed` as in Hugging Face's `Conv1D`. With `auto` the factors are used for
-    inputs of fewer than `thin_rows` rows, and else, as in exported programs, the dense weight.
+    The layer stores the weight in `shape`, `transposed` as in Hugging Face's `Conv1D`. With `auto` the layer applies
+    the factors to inputs of fewer than `thin_rows` rows, and otherwise, as in exported programs, the dense weight.
     """
 
     needs: Needs = "factors"
-    more: ClassVar[tuple[str, ...]] = ()
-    """Inputs beside the factors."""
-    beside_base: ClassVar[bool] = False
-    """Whether the factors stand beside a frozen weight, which is computed with in any case."""
+    more: ClassVar[tuple[str, ...]] = ()  # inputs beside the factors
+    beside_base: ClassVar[bool] = False  # whether the layer also computes with a frozen weight
 
     def __init__(
         self, name: str, shape: tuple[int, ...], grid: TileGrid, rank: int, transposed: bool, auto: bool
     ) -> None:
-        super().__init__(name, ("left", "right", *self.more))
-        self.shape, self.grid, self.transposed, self.auto = shape, grid, transposed, auto
+        super().__init__(name, ("left", "right", *self.more), transposed)
+        self.shape, self.grid, self.auto = shape, grid, auto
         self.tiles = (grid.n_rows, grid.n_cols)
         sizes = (grid.rows, grid.cols, rank, self.tiles, self.beside_base)
-        # By a dict: some compilers (torch 2.11) index no list by a bool.
+        # A dict, as some compilers (torch 2.11) cannot index a list by a bool.
         self._thin_rows = {conv: thin_rows(*sizes, conv=conv) if auto else math.inf for conv in (False, True)}
 
     def of(self, sources: Sequence[Source]) -> Params:
-        """The factors of every tile; the matrices of several sources are below each other."""
+        """The factors of every tile; the matrices of several sources are stacked."""
         factors = [source.factors() for source in sources]
         both = factors[0] if len(factors) == 1 else map(torch.cat, zip(*factors, strict=True))
         return dict(zip(self.keys, both, strict=False))
@@ -63,31 +61,38 @@ class FactoredWeight(WeightForm):
             matrix = join_tiles(left @ right.mT, self.grid)
         return (matrix.t() if self.transposed else matrix).reshape(self.shape)
 
-    def _thin(self, weight: Weight, batch_rows: int, conv: bool = False) -> bool:
-        # An exported program is for any number of rows, which it must not ask for.
+    def apply(self, weight: Weight, use: Use, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Use the factors where they pay, otherwise the dense weight."""
+        y = self.thin(weight, use, x, bias)
+        return use.run(weight.dense(), x, bias) if y is None else y
+
+    def thin(self, weight: Weight, use: Use, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        """Use the factors; None where the dense weight is used."""
+        if use.operation == "linear":
+            return self._thin_linear(weight, x, bias, *use.options)
+        if use.operation == "conv":
+            return self._thin_conv(weight, x, bias, *use.options)
+        return self._thin_embedding(weight, x, *use.options)
+
+    def _pays(self, weight: Weight, batch_rows: int, conv: bool = False) -> bool:
+        # An exported program is for any number of rows.
         dense = self.auto if is_exporting() else not batch_rows < self._thin_rows[conv]
         if dense or (weight.formed is not None and not weight.applied):
             return False
-        # A checkpoint that calls the layer again finds what it found at first.
+        # A checkpoint that calls the layer again must decide as in the first call.
         weight.applied = True
         return True
 
-    def linear(self, weight: Weight, x: Tensor, bias: Tensor | None, rows: slice | None) -> Tensor:
-        """`x @ W[rows].T + bias` as two thin products, where these pay."""
-        y = self.thin_linear(weight, x, bias, rows)
-        return dense_linear(weight.dense(), self.transposed, rows, x, bias) if y is None else y
-
-    def thin_linear(self, weight: Weight, x: Tensor, bias: Tensor | None, rows: slice | None) -> Tensor | None:
-        """`x @ (L R^T)[rows].T + bias`; None where the dense weight is used."""
+    def _thin_linear(self, weight: Weight, x: Tensor, bias: Tensor | None, rows: slice | None) -> Tensor | None:
         grid, tiles, start, stop = self.grid, slice(None), 0, self.grid.rows
         if rows is not None:
             start, stop = rows.start, rows.stop
             tiles = slice(start // grid.tile_rows, -(-stop // grid.tile_rows))
-            # Rows that begin within a tile and end in another one are cut out of the dense weight.
+            # Rows that begin within a tile and end in another tile are cut out of the dense weight.
             if start % grid.tile_rows and tiles.stop - tiles.start > 1:
                 return None
-        # A nested tensor has no number of rows, and takes the dense weight.
-        if x.is_nested or not self._thin(weight, math.prod(x.shape[:-1])):
+        # A nested tensor has no number of rows.
+        if x.is_nested or not self._pays(weight, math.prod(x.shape[:-1])):
             return None
         if x.shape[-1] != grid.cols:
             raise ValueError(f"expected an input with {grid.cols} features, got shape {tuple(x.shape)}")
@@ -100,35 +105,33 @@ class FactoredWeight(WeightForm):
             left, right = left[tiles], right[tiles]
             if len(left) == 1:
                 left = left[:, :, start - tiles.start * grid.tile_rows :][:, :, : stop - start]
-        return _linear(x, left, right, stop - start, bias)
+        if left.shape[:2] == (1, 1):
+            return F.linear(x @ right[0, 0], left[0, 0], bias)
+        # Contiguous, as the output of F.linear: dropout draws its mask in the order of memory.
+        y = from_thin(thin_product(x, right, (0, x.shape[-1])), left, ((0, stop - start),)).contiguous()
+        # Under autocast F.linear returns the narrow dtype of the products.
+        return y if bias is None else y + bias.to(y.dtype)
 
-    def conv(
-        self, weight: Weight, conv: Callable[..., Tensor], x: Tensor, bias: Tensor | None, **options: Any
-    ) -> Tensor:
-        """`conv(x, W, bias, **options)` as two thin convolutions, where these pay."""
-        y = self.thin_conv(weight, conv, x, bias, options)
-        return conv(x, weight.dense(), bias, **options) if y is None else y
-
-    def thin_conv(
-        self, weight: Weight, conv: Callable[..., Tensor], x: Tensor, bias: Tensor | None, options: dict[str, Any]
+    def _thin_conv(
+        self, weight: Weight, x: Tensor, bias: Tensor | None, conv: Callable[..., Tensor], options: dict[str, Any]
     ) -> Tensor | None:
         """A convolution with k filters per tile, then a 1x1 convolution; tiles must not cut kernels."""
         positions = math.prod(self.shape[2:])
         fits = options["groups"] == 1 and self.grid.tile_cols % positions == 0
-        if not fits or not self._thin(weight, _positions(x, self.shape[2:], options), conv=True):
+        if not fits or not self._pays(weight, _positions(x, self.shape[2:], options), conv=True):
             return None
         if x.ndim == len(self.shape) - 1:
-            y = self.thin_conv(weight, conv, x.unsqueeze(0), bias, options)
+            y = self._thin_conv(weight, x.unsqueeze(0), bias, conv, options)
             return None if y is None else y.squeeze(0).contiguous()
         channels, kernel = self.shape[1], self.shape[2:]
         if x.shape[1] != channels:
             raise ValueError(f"expected an input with {channels} channels, got shape {tuple(x.shape)}")
-        # Torch's own convolutions of images have them so on a CPU, those of volumes do not.
+        # On a CPU, torch's convolutions of images keep channels last, but those of volumes do not.
         last = (x.ndim == 4 or (x.ndim > 3 and not x.is_cpu)) and x.stride(1) == 1 and x.stride(-1) >= channels
         left, right = self.by_tile(weight.given)
         nr, nc, r, k = left.shape
         if nc > 1 and x.is_cpu and (missing := missing_ranks(nr, k)):
-            # Groups of other sizes take up to three times as long.
+            # Groups of other sizes take up to three times the time.
             left, right, k = F.pad(left, (0, missing)), F.pad(right, (0, missing)), k + missing
         width = self.grid.tile_cols // positions
         if nc * width != channels:
@@ -143,26 +146,20 @@ class FactoredWeight(WeightForm):
         else:
             y = conv(thin, mix, None, groups=nr)[:, : self.grid.rows]
             y = y if bias is None else y + bias.to(y.dtype).reshape(-1, *(1,) * len(kernel))
-        # Channels are last in memory where those of the input are: dropout draws its mask in the order of memory.
+        # The memory format of the input is kept, as dropout draws its mask in the order of memory.
         return y.movedim(1, -1).contiguous().movedim(-1, 1) if last else y.contiguous()
 
-    def embedding(self, weight: Weight, index: Tensor, padding_idx: int | None) -> Tensor:
-        """Rows of the weight, from its factors where these pay."""
-        y = self.thin_embedding(weight, index, padding_idx)
-        return F.embedding(index, weight.dense(), padding_idx) if y is None else y
-
-    def thin_embedding(self, weight: Weight, index: Tensor, padding_idx: int | None) -> Tensor | None:
-        """Rows of the left factors times the right factors; None where the dense weight is used."""
+    def _thin_embedding(self, weight: Weight, index: Tensor, padding_idx: int | None) -> Tensor | None:
         left, right = self.by_tile(weight.given)
         nr, nc, r, k = left.shape
-        # Rows of several tiles need each token's right factors: past the weight's size, form it.
+        # Rows of several tiles need right factors for each token, which may take more memory than the weight.
         many = nr > 1 and (is_exporting() or index.numel() * k > self.grid.rows)
-        if many or index.is_nested or not self._thin(weight, index.numel()):
+        if many or index.is_nested or not self._pays(weight, index.numel()):
             return None
         flat = index.reshape(-1)
         table = left.transpose(1, 2).reshape(nr * r, nc * k)[: self.grid.rows]
         rows_Bjk = F.embedding(flat, table).reshape(flat.shape[0], nc, k)
-        # Rows of a weight are as wide as the weight, also under autocast.
+        # Embeddings have the weight's dtype, also under autocast.
         with outside_autocast(index.device):
             if nr == 1:
                 y_Bjc = (rows_Bjk.transpose(0, 1) @ right[0].mT).transpose(0, 1)
@@ -170,7 +167,7 @@ class FactoredWeight(WeightForm):
                 y_Bjc = (rows_Bjk.unsqueeze(2) @ right[flat // r].mT).squeeze(2)
         y = y_Bjc.reshape(*index.shape, nc * self.grid.tile_cols)[..., : self.grid.cols].contiguous()
         if padding_idx is not None:
-            # Gradients of the padding row stop here, in both factors.
+            # The padding row gives no gradient to either factor.
             y = torch.where((index == padding_idx % self.grid.rows).unsqueeze(-1), y.detach(), y)
         return y
 
@@ -178,7 +175,7 @@ class FactoredWeight(WeightForm):
 class DeltaWeight(FactoredWeight):
     """A weight `base + delta` whose delta has the tiles `L[i, j] @ R[i, j].T`: inputs base, left and right.
 
-    The base is used in its dtype, the delta in that of its factors (LoRA in bf16 nets does likewise).
+    Base and delta are applied in their own dtypes, as LoRA does in bfloat16 nets.
     """
 
     more: ClassVar[tuple[str, ...]] = ("base",)
@@ -189,7 +186,7 @@ class DeltaWeight(FactoredWeight):
         self._base_on, self.frozen = base, self.keys[-1:]
 
     def __getstate__(self) -> dict[str, Any]:
-        # A module for serving holds the base's tensor itself.
+        # A module for serving holds the base's tensor.
         return self.__dict__ | {"_base_on": None}
 
     def of(self, sources: Sequence[Source]) -> Params:
@@ -202,69 +199,37 @@ class DeltaWeight(FactoredWeight):
         """The sum."""
         return added(given["base"], super().make(given))
 
-    def linear(self, weight: Weight, x: Tensor, bias: Tensor | None, rows: slice | None) -> Tensor:
-        """`x @ W[rows].T + bias`."""
+    def apply(self, weight: Weight, use: Use, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Use the base, and add the delta's output where the factors pay; otherwise use the dense weight."""
         left, right, base = (weight.given[k] for k in self.inputs)
-        # Autocast brings all three to its dtype.
-        same = left.dtype == base.dtype and (x.dtype == left.dtype or torch.is_autocast_enabled(x.device.type))
-        single = same and not x.is_nested and x.ndim > 1 and rows is None and self.tiles == (1, 1)
-        if single and self._thin(weight, math.prod(x.shape[:-1])):
-            # Added by the product itself, which spares a pass over the outputs; factors as [k, r] and [k, c], whose
-            # products with few columns are two to four times faster, forward and backward.
-            y = dense_linear(base, self.transposed, rows, x, bias)
+        autocast = torch.is_autocast_enabled(x.device.type)
+        single = left.dtype == base.dtype and (x.dtype == left.dtype or autocast) and not x.is_nested and x.ndim > 1
+        single = single and use.operation == "linear" and use.options == (None,) and self.tiles == (1, 1)
+        if single and self._pays(weight, math.prod(x.shape[:-1])):
+            # The product itself adds, which spares a pass over the outputs; products with factors as [k, r] and [k, c]
+            # are two to four times faster than with few columns, forward and backward.
+            y = use.run(base, x, bias)
             thin = F.linear(x, _single(right).t().contiguous())
             return torch.addmm(y.flatten(0, -2), thin.flatten(0, -2), _single(left).t().contiguous()).reshape(y.shape)
-        delta = self.thin_linear(weight, self._wide(weight, x), None, rows)
-        if delta is None:
-            return dense_linear(weight.dense(), self.transposed, rows, x, bias)
-        return _sum(dense_linear(base, self.transposed, rows, x, bias), delta)
-
-    def conv(
-        self, weight: Weight, conv: Callable[..., Tensor], x: Tensor, bias: Tensor | None, **options: Any
-    ) -> Tensor:
-        """`conv(x, W, bias, **options)`."""
-        delta = self.thin_conv(weight, conv, self._wide(weight, x), None, options)
-        if delta is None:
-            return conv(x, weight.dense(), bias, **options)
-        return _sum(conv(x, weight.given["base"], bias, **options), delta)
-
-    def embedding(self, weight: Weight, index: Tensor, padding_idx: int | None) -> Tensor:
-        """Rows of the weight."""
-        delta = self.thin_embedding(weight, index, padding_idx)
-        if delta is None:
-            return F.embedding(index, weight.dense(), padding_idx)
-        return _sum(F.embedding(index, weight.given["base"], padding_idx), delta)
-
-    def _wide(self, weight: Weight, x: Tensor) -> Tensor:
-        """The input in the dtype of the factors; under autocast the products choose theirs."""
-        return x if torch.is_autocast_enabled(x.device.type) else x.to(weight.given["left"].dtype)
-
-
-def _sum(y: Tensor, delta: Tensor) -> Tensor:
-    return y + delta.to(y.dtype)
+        # Under autocast the products choose their dtype.
+        wide = x if autocast or use.operation == "embedding" else x.to(left.dtype)
+        if (delta := self.thin(weight, use, wide, None)) is None:
+            return use.run(weight.dense(), x, bias)
+        y = use.run(base, x, bias)
+        return y + delta.to(y.dtype)
 
 
 def _single(factor: Tensor) -> Tensor:
-    """The factor of a matrix that is one tile, [1, r, k] -> [r, k]: a view, whose backward is one."""
+    """The factor of a matrix of one tile, as a view whose backward is a view: [1, r, k] -> [r, k]."""
     return factor.squeeze(0)
 
 
-def _linear(x: Tensor, left: Tensor, right: Tensor, rows: int, bias: Tensor | None) -> Tensor:
-    """`x @ W.T + bias` from factors [nr, nc, r, k] and [nr, nc, c, k]: [..., cols] -> [..., rows]."""
-    if left.shape[:2] == (1, 1):
-        return F.linear(x @ right[0, 0], left[0, 0], bias)
-    # Contiguous as F.linear's output is: dropout draws its mask in the order of memory.
-    y = from_thin(thin_product(x, right, (0, x.shape[-1])), left, ((0, rows),)).contiguous()
-    # Under autocast the products are narrow and the bias is not; F.linear returns the narrow dtype.
-    return y if bias is None else y + bias.to(y.dtype)
-
-
 def thin_product(x: Tensor, right: Tensor, cols: tuple[int, int]) -> Tensor:
-    """What columns c..d of the input give to `x R`, for every tile: [..., d - c] -> [..., nr * nc * k]."""
+    """The share of columns c..d of the input in `x R`, for every tile: [..., d - c] -> [..., nr * nc * k]."""
     nr, nc, c, k = right.shape
     if nr == nc == 1:
         return F.linear(x, right[0, 0, cols[0] : cols[1]].t())
-    # Of the tiles that they meet; at least one, also where there are none.
+    # The tiles that these columns meet, at least one.
     batch, first = math.prod(x.shape[:-1]), min(cols[0] // c, nc - 1)
     last = max(-(-cols[1] // c), first + 1)
     padded = F.pad(x.reshape(batch, x.shape[-1]), (cols[0] - first * c, last * c - cols[1]))
@@ -275,7 +240,7 @@ def thin_product(x: Tensor, right: Tensor, cols: tuple[int, int]) -> Tensor:
 
 
 def from_thin(thin: Tensor, left: Tensor, ranges: tuple[tuple[int, int], ...]) -> Tensor:
-    """Some ranges of rows of `thin @ L.T`: [..., nr * nc * k] -> [..., rows]."""
+    """Ranges of rows of `thin @ L.T`: [..., nr * nc * k] -> [..., rows]."""
     nr, nc, r, k = left.shape
     lead, batch = thin.shape[:-1], math.prod(thin.shape[:-1])
     thin_iBt = thin.reshape(batch, nr, nc * k).transpose(0, 1)
@@ -291,13 +256,13 @@ def from_thin(thin: Tensor, left: Tensor, ranges: tuple[tuple[int, int], ...]) -
 
 
 def _positions(x: Tensor, kernel: tuple[int, ...], options: Mapping[str, Any]) -> int:
-    """Rows of the matrix product that a convolution is: its output positions, batch included."""
+    """Output positions of a convolution, batch included."""
     n, padding = len(kernel), options["padding"]
     batch = x.shape[0] if x.ndim == n + 2 else 1
     if padding == "same":
         return batch * math.prod(x.shape[-n:])
     padding = (0,) * n if padding == "valid" else padding
-    # A loop: the compiler does not take a generator of sizes that it does not know.
+    # A loop, as the compiler cannot trace a generator over unknown sizes.
     for size, k, s, p, d in zip(x.shape[-n:], kernel, options["stride"], padding, options["dilation"], strict=True):
         batch *= (size + 2 * p - d * (k - 1) - 1) // s + 1
     return batch

@@ -1,15 +1,15 @@
-"""Forms of a weight: what the g-nets give for it, and how its layer computes with that.
+"""Forms of a weight: how the g-nets make it, and how its layer computes with it.
 
-A form owns both halves of a weight's life. `of(sources)` takes the matrices that the g-nets make, in the state that the
-form `needs`, to the tensors of a call, by the names in `keys`; its operations compute with them:
+`of(sources)` takes the matrices of the g-nets, in the state that the form `needs`, to the tensors of a call, by the
+names in `keys`; `apply` computes with these tensors:
 
-* `DenseWeight`: the tensor itself, formed; the layer is torch's own;
+* `DenseWeight`: the tensor itself, given to torch's own layer;
 * `FactoredWeight` (`gbfunc.layers.factored`): `W = L R^T`, tile by tile, applied as `(x R) L^T`, never formed;
 * `DeltaWeight` (there too): factors beside a frozen weight;
 * `RecomputedWeight` (`gbfunc.layers.recomputed`): `W = make(*leaves)`, made for each use and again in backward.
 
-During a call of the p-net a `Weight` stands in each layer with a form (`gbfunc.layers.install`). `layer.weight` is a
-property that gives the dense tensor, with its graph; for the rest of the call the layer uses that very tensor.
+During a call of the p-net each layer with a form holds a `Weight` (`gbfunc.layers.install`). The property
+`layer.weight` gives the dense tensor with its graph; the layer uses this tensor for the rest of the call.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ from gbfunc.types import Factors, Params, TensorMap
 Self = TypeVar("Self", bound="WeightForm")
 
 Needs = Literal["matrix", "factors", "leaves"]
-"""What a form takes of the g-nets: matrices, factors of tiles, or their leaves, to evaluate them itself."""
+"""The input of a form: matrices, factors of tiles, or leaves of g-nets that the form evaluates."""
 
 
 class Source(Protocol):
-    """One matrix of a weight, as an evaluation of the g-nets gives it (`gbfunc.generation.generator`)."""
+    """One matrix of a weight, from an evaluation of g-nets (`gbfunc.generation.generator`)."""
 
     def matrix(self) -> Tensor:
-        """The matrix [R, C], or the block of it that is wanted."""
+        """The matrix [R, C], or the requested block."""
         ...
 
     def factors(self) -> Factors:
-        """Factors of its tiles, [T, r, k] and [T, c, k]."""
+        """Factors of the tiles, [T, r, k] and [T, c, k]."""
         ...
 
     def inputs(self) -> Sequence[Tensor]:
-        """Leaves and noise of the g-nets that make it."""
+        """Leaves and noise of the g-nets."""
         ...
 
 
 class Target(NamedTuple):
-    """The tensor of the p-net that matrices are folded to.
+    """The tensor of the p-net that matrices fold to.
 
     Attributes:
         name: the parameter.
         kind: how its layer stores matrices.
-        shape: of the parameter, or of the block of it that is wanted.
-        offsets: what is added to each matrix.
-        narrow: dtype of a p-net that is narrower than the genome; None is that of the matrices.
-        base: the frozen tensor that a delta belongs to, by device; None where there is none.
-        piece: the block of the matrix that is wanted; None is all of it.
+        shape: shape of the parameter, or of the requested block.
+        offsets: numbers added to each matrix.
+        narrow: dtype of a p-net that is narrower than the genome; None keeps the dtype of the matrices.
+        base: the frozen tensor to which the matrices are a delta, by device; None for no base.
+        piece: the requested block of the matrix; None is all of it.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Target(NamedTuple):
     piece: Piece | None = None
 
     def fold(self, matrices: list[Tensor]) -> Tensor:
-        """The tensor, or its block, from its matrices."""
+        """Fold matrices to the tensor or its block."""
         if any(self.offsets):
             matrices = [m + x if x else m for m, x in zip(matrices, self.offsets, strict=True)]
         weight = self.kind.fold(matrices, self.shape)
@@ -80,19 +80,19 @@ class Target(NamedTuple):
         return weight if self.narrow is None else weight.to(self.narrow)
 
     def block(self, weight: Tensor) -> Tensor:
-        """The block of a tensor that is whole."""
+        """The requested block of the whole tensor."""
         if self.piece is None:
             return weight
         return self.kind.fold([self.piece.of(self.kind.unfold(weight)[0])], self.shape)
 
 
 def added(base: Tensor, delta: Tensor) -> Tensor:
-    """The weight of a base and a delta, in the base's dtype; the sum is taken in the wider one."""
+    """The sum of a base and a delta, taken in the wider dtype, in the base's dtype."""
     return (base + delta).to(base.dtype)
 
 
 class DenseWeight:
-    """A weight that is formed, and given to the p-net as it is."""
+    """A dense weight, given to the p-net as a tensor."""
 
     needs: Needs = "matrix"
 
@@ -104,24 +104,32 @@ class DenseWeight:
         return {self.target.name: self.target.fold([source.matrix() for source in sources])}
 
 
-class WeightForm:
-    """The form of a weight that is not dense: how it is generated, formed and applied. It holds no tensors.
+class Use(NamedTuple):
+    """One use of a weight by its layer: `run(dense weight, x, bias)`, and the options of this operation."""
 
-    Subclasses give `of`, `make` and the three operations, which take the `Weight` of a call.
+    operation: Literal["linear", "conv", "embedding"]
+    run: Callable[..., Tensor]
+    options: tuple[Any, ...]
+
+
+class WeightForm:
+    """The form of a weight that is not dense: how it is generated, formed and applied. A form holds no tensors.
 
     Attributes:
         name: the parameter.
         inputs: names of the tensors that make the weight.
-        keys: the names that these tensors have among those of a call.
+        transposed: whether the layer stores the transpose of a linear layer's weight.
+        keys: names of the inputs among the tensors of a call.
         frozen: those of the keys that take no gradient.
-        reads: how often the dense weight was read by another than its layer.
+        reads: how often code other than the layer read the dense weight.
     """
 
     needs: Needs
     frozen: tuple[str, ...] = ()
 
-    def __init__(self, name: str, inputs: tuple[str, ...]) -> None:
-        self.name, self.inputs, self.keys, self.reads = name, inputs, tuple(f"{name}_form.{k}" for k in inputs), 0
+    def __init__(self, name: str, inputs: tuple[str, ...], transposed: bool) -> None:
+        self.name, self.inputs, self.transposed = name, inputs, transposed
+        self.keys, self.reads = tuple(f"{name}_form.{k}" for k in inputs), 0
 
     def __deepcopy__(self, memo: Any) -> WeightForm:
         return self
@@ -129,7 +137,7 @@ class WeightForm:
     def renamed(self: Self, name: str) -> Self:
         """The form of the weight under another name."""
         form = copy.copy(self)
-        WeightForm.__init__(form, name, self.inputs)
+        WeightForm.__init__(form, name, self.inputs, self.transposed)
         return form
 
     def taken(self, tensors: TensorMap) -> Params:
@@ -137,35 +145,25 @@ class WeightForm:
         return {k: tensors[key] for k, key in zip(self.inputs, self.keys, strict=True)}
 
     def of(self, sources: Sequence[Source]) -> Params:
-        """The tensors of a call, by `keys`, from what the g-nets give."""
+        """The tensors of a call, by `keys`, from the g-nets."""
         raise NotImplementedError
 
     def make(self, given: Params) -> Tensor:
         """The weight in its layer's shape, in the graph of the inputs."""
         raise NotImplementedError
 
-    def linear(self, weight: Weight, x: Tensor, bias: Tensor | None, rows: slice | None) -> Tensor:
-        """`x @ W[rows].T + bias`: [..., cols] -> [..., rows]."""
-        raise NotImplementedError
-
-    def conv(
-        self, weight: Weight, conv: Callable[..., Tensor], x: Tensor, bias: Tensor | None, **options: Any
-    ) -> Tensor:
-        """`conv(x, W, bias, **options)` for `torch.conv1d`, `conv2d` or `conv3d`."""
-        raise NotImplementedError
-
-    def embedding(self, weight: Weight, index: Tensor, padding_idx: int | None) -> Tensor:
-        """Rows of the weight: integers [...] -> [..., cols]."""
+    def apply(self, weight: Weight, use: Use, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`use.run(dense weight, x, bias)` on the form's inputs."""
         raise NotImplementedError
 
 
 class Weight:
-    """A weight while its p-net is called.
+    """A weight during a call of its p-net.
 
     Attributes:
         form: its form.
         given: the inputs of the form by name.
-        formed: the dense tensor, once somebody has asked for it.
+        formed: the dense tensor, once it was asked for.
         applied: whether a layer has used the weight before it was formed.
     """
 
@@ -179,7 +177,7 @@ class Weight:
         if self.formed is None:
             first, mode = next(iter(self.given.values())), nullcontext()
             if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-                # A reader in inference mode may share the weight with one that takes gradients, where there are some.
+                # A reader in inference mode may share the weight with a reader that takes gradients.
                 mode = torch.inference_mode(first.is_inference())
             with mode, torch.enable_grad(), outside_autocast(first.device), unseen_by_checkpoints():
                 self.formed = self.form.make(self.given)
@@ -188,51 +186,64 @@ class Weight:
     def read(self) -> Tensor:
         """The dense weight, for code other than the layer's forward."""
         if not torch.compiler.is_compiling():
-            # A number that a graph changes is one that it is compiled anew for, at every call.
+            # A graph is compiled again whenever a number that it changes has changed.
             self.form.reads += 1
         return self.dense()
 
     def linear(self, x: Tensor, bias: Tensor | None, rows: slice | None = None) -> Tensor:
-        """`x @ W[rows].T + bias`."""
-        return self.form.linear(self, x, bias, rows)
+        """`x @ W[rows].T + bias`: [..., cols] -> [..., rows]."""
+        transposed = self.form.transposed
+
+        def run(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
+            return dense_linear(weight, transposed, rows, x, bias)
+
+        return self.form.apply(self, Use("linear", run, (rows,)), x, bias)
 
     def conv(self, conv: Callable[..., Tensor], x: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
-        """`conv(x, W, bias, **options)`."""
-        return self.form.conv(self, conv, x, bias, **options)
+        """`conv(x, W, bias, **options)` for `torch.conv1d`, `conv2d` or `conv3d`."""
+
+        def run(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
+            return conv(x, weight, bias, **options)
+
+        return self.form.apply(self, Use("conv", run, (conv, options)), x, bias)
 
     def embedding(self, index: Tensor, padding_idx: int | None) -> Tensor:
-        """Rows of the weight."""
-        return self.form.embedding(self, index, padding_idx)
+        """Rows of the weight: integers [...] -> [..., cols]."""
+
+        def run(weight: Tensor, index: Tensor, bias: None = None) -> Tensor:
+            return F.embedding(index, weight, padding_idx)
+
+        return self.form.apply(self, Use("embedding", run, (padding_idx,)), index, None)
 
 
 Outside = Callable[[Any, str], Any]
-"""`(layer, attribute) -> weight`, a `Weight` or a tensor: a generated weight that is read outside of a call."""
+"""`(layer, attribute) -> weight`, a `Weight` or a tensor, for reads outside of a call."""
 
 
 def now(attribute: str) -> str:
-    """The name under which a layer has a generated weight during a call: a `Weight`, or a tensor; None outside."""
+    """The attribute of a layer that holds a generated weight during a call, a `Weight` or a tensor, otherwise None."""
     return f"_{attribute}_now"
 
 
 def weight_of(layer: Any, attribute: str) -> Any:
-    """The generated weight of a layer, a `Weight` or a tensor; None in a skeleton outside of a call."""
+    """A layer's generated weight, a `Weight` or a tensor; None in a skeleton outside of a call."""
     weight = getattr(layer, now(attribute))
     outside: Outside | None = layer._outside
     return outside(layer, attribute) if weight is None and outside is not None else weight
 
 
 def generated_weight(layer: Any, attribute: str) -> Any:
-    """`weight_of` a layer that may have none: then None."""
+    """As `weight_of`, with None for a layer without generated weights."""
     return weight_of(layer, attribute) if hasattr(layer, now(attribute)) else None
 
 
 def linear_forward(layer: Any, input: Tensor) -> Tensor:
-    """The forward of `nn.Linear` on whatever form its weight has."""
+    """Forward of `nn.Linear` on a generated weight."""
     return weight_of(layer, "weight").linear(input, layer.bias)
 
 
 def conv_forward(layer: Any, input: Tensor) -> Tensor:
-    """The forward of `nn.Conv1d`, `nn.Conv2d` and `nn.Conv3d` on whatever form the weight has."""
+    """Forward of `nn.Conv1d`, `nn.Conv2d` and `nn.Conv3d` on a generated weight."""
     conv: Any = (torch.conv1d, torch.conv2d, torch.conv3d)[len(layer.kernel_size) - 1]
     options = {"stride": layer.stride, "dilation": layer.dilation, "groups": layer.groups, "padding": layer.padding}
     if layer.padding_mode != "zeros":
@@ -242,12 +253,12 @@ def conv_forward(layer: Any, input: Tensor) -> Tensor:
 
 
 def embedding_forward(layer: Any, input: Tensor) -> Tensor:
-    """The forward of `nn.Embedding` on whatever form its weight has."""
+    """Forward of `nn.Embedding` on a generated weight."""
     return weight_of(layer, "weight").embedding(input, layer.padding_idx)
 
 
 class Parameters(dict[str, Any]):
-    """Parameters of a layer in a skeleton: during a call, those with a form are the dense weights to whoever reads."""
+    """Parameters of a layer in a skeleton; during a call, a read of a weight with a form gives the dense weight."""
 
     def __init__(self, layer: nn.Module, attributes: Collection[str]) -> None:
         super().__init__(layer._parameters)
@@ -265,51 +276,30 @@ class Parameters(dict[str, Any]):
         if weight is None:
             super().__setitem__(name, value)
         else:
-            # A p-net that swaps the weight itself, by functional_call say, computes with what it gives.
+            # The p-net swaps the weight itself, for example by functional_call.
             weight.formed, weight.applied = value, False
 
-    def __iter__(self) -> Any:
-        # With a method of this name `dict(parameters)` reads each entry as `parameters[name]` does.
-        return super().__iter__()
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """`self[name]`, or the default."""
-        return self[name] if name in self else default
-
-    def copy(self) -> Any:
-        """A plain dict."""
-        return dict(self)
-
-    def values(self) -> Any:
-        """`self[name]` for all names."""
-        return [self[name] for name in self]
-
-    def items(self) -> Any:
-        """Names, and `self[name]`."""
+    def items(self) -> Any:  # noqa: D102
         return [(name, self[name]) for name in self]
 
 
 def unseen_by_checkpoints() -> AbstractContextManager[Any]:
-    """Keep what is computed inside out of the tensors that a `torch.utils.checkpoint` around it counts and drops."""
-    # Older versions of torch cannot tell whether there is one.
+    """Hide the tensors that are saved inside from a surrounding `torch.utils.checkpoint`."""
+    # Older versions of torch cannot tell whether there are hooks.
     autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
     top = getattr(autograd, "_top_saved_tensors_default_hooks", lambda _: True)
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or top(False) is None:
         return nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(_as_is, _as_is)
-
-
-def _as_is(x: Tensor) -> Tensor:
-    return x
+    return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
 
 
 def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Switch a caller's autocast off for a device: it is for the p-net, not for what makes its weights."""
+    """Switch off a caller's autocast on a device, for the generation of weights."""
     on = device.type != "meta" and torch.is_autocast_enabled(device.type)
     return torch.autocast(device.type, enabled=False) if on else nullcontext()
 
 
 def dense_linear(weight: Tensor, transposed: bool, rows: slice | None, x: Tensor, bias: Tensor | None) -> Tensor:
-    """`x @ W[rows].T + bias` with a dense weight, or the transpose that is stored of it."""
+    """`x @ W[rows].T + bias` with a dense weight that may be stored transposed."""
     weight = weight.t() if transposed else weight
     return F.linear(x, weight if rows is None else weight[rows], bias)

@@ -1,10 +1,11 @@
-"""Layers of a p-net's copy that take generated weights: which can compute on a form, and how the weights get there."""
+"""Layers of a p-net's copy that take generated weights."""
 
 from __future__ import annotations
 
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -41,9 +42,7 @@ def _stock_conv(layer: Any) -> bool:
 FORMS: Mapping[Callable[..., Any], LayerForm] = MappingProxyType(
     {
         nn.Linear.forward: LayerForm(linear_forward),
-        nn.Conv1d.forward: LayerForm(conv_forward, plain=_stock_conv),
-        nn.Conv2d.forward: LayerForm(conv_forward, plain=_stock_conv),
-        nn.Conv3d.forward: LayerForm(conv_forward, plain=_stock_conv),
+        **{c.forward: LayerForm(conv_forward, plain=_stock_conv) for c in (nn.Conv1d, nn.Conv2d, nn.Conv3d)},
         nn.Embedding.forward: LayerForm(
             embedding_forward, plain=lambda layer: layer.max_norm is None and not layer.scale_grad_by_freq
         ),
@@ -54,49 +53,46 @@ FORMS: Mapping[Callable[..., Any], LayerForm] = MappingProxyType(
         ),
     }
 )
-"""Every form of a layer, by the stock forward whose place it takes."""
+"""Every form of a layer, by the stock forward that it replaces."""
 
 
 def layer_form(layer: nn.Module) -> LayerForm | None:
-    """The form that can take the place of a layer; None where its forward is not the stock one."""
+    """The form of a layer with torch's own forward; otherwise None."""
     form = FORMS.get(_stock_forward(type(layer)))
     # A method may have been replaced on the layer itself.
     patched = any(inspect.isroutine(getattr(type(layer), name, None)) for name in vars(layer))
     return form if form is not None and form.plain(layer) and not patched else None
 
 
-def _stock_forward(cls: type[nn.Module]) -> Any:
-    return nn.Linear.forward if _transposed(cls) else _before(cls).forward
+def _own_forward(layer: type[nn.Module]) -> Any:
+    return getattr(layer, "_stock", layer).forward
 
 
-def _before(cls: type[nn.Module]) -> type[nn.Module]:
-    return getattr(cls, "_stock", cls)
+def _stock_forward(layer: type[nn.Module]) -> Any:
+    # The class belongs to a library that need not be installed.
+    hugging_face = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+    forward = _own_forward(layer)
+    return nn.Linear.forward if hugging_face is not None and forward is hugging_face.forward else forward
 
 
 def transposed(layer: nn.Module) -> bool:
-    """Whether a layer multiplies by the transpose of what a linear layer does: Hugging Face's `Conv1D`."""
-    return _transposed(type(layer))
-
-
-def _transposed(cls: type[nn.Module]) -> bool:
-    # The class belongs to a library that need not be installed.
-    hugging_face = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
-    return hugging_face is not None and _before(cls).forward is hugging_face.forward
+    """Whether a layer stores the transpose of a linear layer's weight: Hugging Face's `Conv1D`."""
+    return _own_forward(type(layer)) is not _stock_forward(type(layer))
 
 
 def formable(layer: nn.Module, attribute: str) -> bool:
     """Whether a weight of a layer can have another form than dense."""
     form = layer_form(layer)
-    there = layer._parameters.get(attribute) is not None or attribute in vars(layer).get("_names", ())
+    there = attribute in vars(layer).get("_names", ()) or getattr(layer, attribute, None) is not None
     return form is not None and attribute in form.weights and there
 
 
 def _generated(attribute: str) -> property:
-    # No partial: older Dynamo traces functions alone.
+    # No partial: older Dynamo traces only functions.
     def read(layer: Any) -> Tensor:
         weight = weight_of(layer, attribute)
         if weight is None:
-            # With this error, `layer.weight` is the skeleton's placeholder.
+            # After this error, nn.Module finds the skeleton's placeholder.
             raise AttributeError(attribute)
         return weight.read() if isinstance(weight, Weight) else weight
 
@@ -105,16 +101,16 @@ def _generated(attribute: str) -> property:
 
 @lru_cache(maxsize=256)
 def generated_class(stock: type[nn.Module], attributes: tuple[str, ...], formed: bool) -> type[nn.Module]:
-    """A subclass of a layer's class, of the same name, in which these attributes are generated weights.
+    """A subclass of a layer's class, of the same name, with these attributes generated.
 
     A `formed` layer has the forward of its `LayerForm`.
     """
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-        # No name leads to this class: pickles make it again.
+        # Pickles make the class again, as they cannot import it.
         _, _, attributes_of, *more = stock.__reduce_ex__(self, protocol)
         if isinstance(attributes_of, dict) and "_flat_weights" in attributes_of:
-            # A recurrent layer finds its weights again at its next call.
+            # A recurrent layer looks up its weights at its next call.
             attributes_of = attributes_of | {"_flat_weights": [None] * len(attributes_of["_flat_weights"])}
         return blank_layer, (stock, attributes, formed), attributes_of, *more
 
@@ -129,7 +125,7 @@ def generated_class(stock: type[nn.Module], attributes: tuple[str, ...], formed:
 
 
 def _refuse_script(self: nn.Module) -> Any:
-    raise TypeError("torch.jit.script knows no factored layers: give it that of factored=False, or use torch.jit.trace")
+    raise TypeError("torch.jit.script cannot compile factored layers: use factored=False, or torch.jit.trace")
 
 
 def blank_layer(stock: type[nn.Module], attributes: tuple[str, ...], formed: bool) -> nn.Module:
@@ -143,9 +139,9 @@ def install(net: nn.Module, forms: Mapping[str, WeightForm | None], outside: Out
 
     Args:
         net: the copy.
-        forms: by name of parameter or buffer, names of tied ones included; None is a dense tensor.
-        outside: what a read outside of a call gives. With it the tensors themselves leave the layers; without, they
-            stay as placeholders, and whoever goes through the parameters in a call sees the dense weights.
+        forms: forms by name of parameter or buffer, names of tied ones included; None is a dense tensor.
+        outside: gives the weight for a read outside of a call. With `outside` the layers lose their own tensors;
+            otherwise they stay as placeholders, and a walk through the parameters in a call gives the dense weights.
     """
     layers: dict[nn.Module, dict[str, WeightForm | None]] = {}
     names: dict[nn.Module, dict[str, str]] = {}
@@ -159,24 +155,23 @@ def install(net: nn.Module, forms: Mapping[str, WeightForm | None], outside: Out
         names.setdefault(layer, {})[attribute] = name
         formed |= set() if form is None else {layer}
     for layer in net.modules():
-        # Attention does not call its output projection, but multiplies by its weight.
+        # Attention reads the weight of its output projection instead of calling the layer.
         if isinstance(layer, nn.MultiheadAttention) and layer.out_proj in formed and layer_form(layer):
             layers.setdefault(layer, {})
             formed.add(layer)
     for layer, attributes in layers.items():
+        for attribute in attributes if outside is not None else ():
+            with suppress(AttributeError):
+                delattr(layer, attribute)
         layer.__class__ = generated_class(type(layer), tuple(attributes), layer in formed)
         vars(layer).update(_outside=outside, _forms=attributes, _names=names.get(layer, {}))
         vars(layer).update(dict.fromkeys(map(now, attributes)))
         if outside is None:
             vars(layer)["_parameters"] = Parameters(layer, attributes)
-        else:
-            for attribute in attributes:
-                layer._parameters.pop(attribute, None)
-                layer._buffers.pop(attribute, None)
 
 
 def install_served(net: nn.Module, forms: Mapping[str, WeightForm], inputs: Mapping[str, Tensor]) -> None:
-    """Make layers of a module for serving hold the inputs of their forms as parameters `NAME_INPUT`, and apply them."""
+    """Make layers of a module for serving hold the inputs of their forms as parameters `NAME_INPUT`."""
     install(net, forms, _of_own_inputs)
     made = {key: nn.Parameter(inputs[key].contiguous()) for form in forms.values() for key in form.keys}
     for name, form in forms.items():

@@ -1,42 +1,38 @@
-"""Weight tensors as matrices: which tensors a kind of layer claims, and how they fold. A new kind is one entry here."""
+"""Weight tensors as matrices: which tensors belong to a kind of layer, and how they fold. A new kind is one entry."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
 from gbfunc.types import MatrixDims
 
 Shape = tuple[int, ...]
 
-_WEIGHT_NAMES = frozenset({"weight", "weight_v", "weight_orig"})
-"""A layer's weight by its name, or as a (legacy) weight-norm or spectral-norm parametrisation stores it."""
 
 _SEPARATE = {"q_proj_weight": "embed_dim", "k_proj_weight": "kdim", "v_proj_weight": "vdim"}
-"""Projections of an `nn.MultiheadAttention` whose inputs differ in width, with their widths."""
+"""Projections of an `nn.MultiheadAttention` with inputs of different widths."""
 
 
 class LayerKind(NamedTuple):
-    """How the weight tensor of one kind of layer is seen as one or more matrices [rows, columns].
+    """The weight tensor of one kind of layer as one or more matrices [rows, columns].
 
-    Rows are output channels and columns input channels (times kernel positions, innermost), whatever the layer's
-    layout. By default a tensor [out, in, *kernel] is one matrix [out, in * prod(kernel)].
+    Rows are output channels and columns input channels (times kernel positions, innermost) in every layout. By default
+    a tensor [out, in, *kernel] is one matrix [out, in * prod(kernel)].
 
     Attributes:
-        name: the kind's name, as it stands in plans and files.
+        name: the kind's name in plans and files.
         selected: whether the default selection generates tensors of this kind.
-        claims: `(module, attribute, shape) -> bool`: is this tensor of this kind?
+        claims: `(module, attribute, shape) -> bool`, whether a tensor is of this kind.
         matrices: `shape -> (MatrixDims, ...)`.
         fold: `(matrices, shape) -> tensor` of that shape.
         unfold: `tensor -> matrices`, the inverse of `fold`.
-        block_shape: `(shape, (rows, columns)) -> shape` of what `fold` makes of a block of its one matrix.
+        block_shape: `(shape, (rows, columns)) -> shape` of a folded block of its one matrix.
     """
 
     name: str
@@ -48,10 +44,16 @@ class LayerKind(NamedTuple):
     block_shape: Callable[[Shape, tuple[int, int]], Shape] = lambda shape, block: block[: len(shape)]
 
 
-def _is_linear(module: nn.Module, attribute: str, shape: Shape) -> bool:
-    if not isinstance(module, nn.Linear) or attribute not in _WEIGHT_NAMES:
-        return False
-    return shape == (module.out_features, module.in_features)
+def _weights_of(
+    layers: type[nn.Module] | tuple[type[nn.Module], ...],
+    shape_of: Callable[[Any], Shape],
+    names: Collection[str] = ("weight", "weight_v", "weight_orig"),
+) -> Callable[[nn.Module, str, Shape], bool]:
+    """Claim a tensor of these layers by its name, those of legacy weight and spectral norm too, and its whole shape.
+
+    The magnitudes of weight norm, [out, 1, 1, ...], have another shape.
+    """
+    return lambda module, name, shape: isinstance(module, layers) and name in names and shape == shape_of(module)
 
 
 def _is_conv1d(module: nn.Module, attribute: str, shape: Shape) -> bool:
@@ -60,33 +62,23 @@ def _is_conv1d(module: nn.Module, attribute: str, shape: Shape) -> bool:
     return named and hasattr(module, "nf") and attribute == "weight" and len(shape) == 2
 
 
-def _is_conv(module: nn.Module, attribute: str, shape: Shape, transposed: bool = False) -> bool:
-    if not isinstance(module, _ConvNd) or module.transposed != transposed or attribute not in _WEIGHT_NAMES:
-        return False
-    first, second = module.out_channels, module.in_channels
-    if transposed:
-        first, second = second, first
-    # The whole shape: the magnitudes of a weight-norm parametrisation, [out, 1, 1, ...], are no kernels.
-    return shape == (first, second // module.groups, *module.kernel_size)
-
-
-def _is_in_proj(module: nn.Module, attribute: str, shape: Shape) -> bool:
-    if not isinstance(module, nn.MultiheadAttention) or attribute != "in_proj_weight":
-        return False
-    return shape == (3 * module.embed_dim, module.embed_dim)
-
-
 def _is_separate(module: nn.Module, attribute: str, shape: Shape) -> bool:
-    if not isinstance(module, nn.MultiheadAttention) or attribute not in _SEPARATE:
-        return False
-    return shape == (module.embed_dim, getattr(module, _SEPARATE[attribute]))
+    there = isinstance(module, nn.MultiheadAttention) and attribute in _SEPARATE
+    return there and shape == (module.embed_dim, getattr(module, _SEPARATE[attribute]))
 
 
-CONV = LayerKind("conv", True, _is_conv)
+_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+CONV = LayerKind(
+    "conv", True, _weights_of(_CONVS, lambda m: (m.out_channels, m.in_channels // m.groups, *m.kernel_size))
+)
 
 _KINDS = (
-    # Two dimensions alone: a matrix of more would fold back to its shape, and be no linear layer's.
-    LayerKind("linear", True, _is_linear, lambda s: (MatrixDims(s[0], s[1]),)),
+    LayerKind(
+        "linear",
+        True,
+        _weights_of(nn.Linear, lambda m: (m.out_features, m.in_features)),
+        lambda s: (MatrixDims(s[0], s[1]),),
+    ),
     # Hugging Face's `Conv1D`, which stores the transpose.
     LayerKind(
         "transposed_linear",
@@ -102,7 +94,10 @@ _KINDS = (
     LayerKind(
         "conv_transpose",
         True,
-        partial(_is_conv, transposed=True),
+        _weights_of(
+            (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+            lambda m: (m.in_channels, m.out_channels // m.groups, *m.kernel_size),
+        ),
         lambda s: CONV.matrices((s[1], s[0], *s[2:])),
         lambda m, s: m[0].reshape(s[1], s[0], *s[2:]).transpose(0, 1),
         lambda weight: CONV.unfold(weight.transpose(0, 1)),
@@ -111,7 +106,7 @@ _KINDS = (
     LayerKind(
         "attention_in",
         True,
-        _is_in_proj,
+        _weights_of(nn.MultiheadAttention, lambda m: (3 * m.embed_dim, m.embed_dim), ("in_proj_weight",)),
         lambda s: (MatrixDims(s[0] // 3, s[1]),) * 3,
         lambda m, s: torch.cat(m).reshape(s),
         lambda weight: list(weight.chunk(3)),
@@ -119,7 +114,7 @@ _KINDS = (
     LayerKind("attention", True, _is_separate),
     # The rest is generated only by name.
     LayerKind("embedding", False, lambda m, a, s: isinstance(m, nn.Embedding | nn.EmbeddingBag) and a == "weight"),
-    # One row an entry and a single column, which needs no code. A scalar is a vector of one.
+    # One row per entry and a single column, which needs no code. A scalar is a vector of one.
     LayerKind(
         "vector",
         False,
@@ -130,7 +125,7 @@ _KINDS = (
     LayerKind("matrix", False, lambda module, attribute, shape: True),
 )
 KINDS: Mapping[str, LayerKind] = MappingProxyType({kind.name: kind for kind in _KINDS})
-"""Every layer kind by name; the first that claims a tensor has it, and the last claims all that is left."""
+"""Every layer kind by name; a tensor is of the first kind that claims it, and the last kind claims any tensor."""
 
 
 def layer_kind(module: nn.Module, attribute: str, shape: Shape) -> LayerKind:

@@ -4,8 +4,8 @@ A side of a tile with codes X, code weights U and coefficients s and t is, with 
 `[s sin A + t cos A, s cos A - t sin A]`. With `g` and `h` the cotangents of its halves, `along = g sin A + h cos A` and
 `across = g cos A - h sin A`, the gradients are `ds = sum_i along`, `dt = sum_i across`, and `dA = s across - t along`.
 
-On a CPU `waves.cpp` makes all sides of a step, and their gradients, in one call each. Further derivatives, forward
-mode, `torch.func` and compiled or exported graphs use the expression in PyTorch, `Side.in_parts`.
+A backend makes all sides of a step, and their gradients, in one call each: on a CPU `waves.cpp`. Further derivatives,
+forward mode, `torch.func` and compiled or exported graphs use the expression in PyTorch, `Side.in_parts`.
 
 Suffixes: T tiles, G groups of tiles, n rows of a side, p width of its codes, H features, U 1 or T.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,19 +28,19 @@ from gbfunc.types import Factors, Kernel, Params
 
 
 def have_memory(tensors: Iterable[Tensor]) -> bool:
-    """Whether a compiled program can read them: fake and meta tensors hold nothing, others bring own operations."""
+    """Whether a compiled program can read the tensors, unlike meta and fake tensors, subclasses and batched tensors."""
     try:
         for x in tensors:
             if type(x) not in (Tensor, nn.Parameter) or x.is_meta:
                 return False
             x.data_ptr()
-    except RuntimeError:  # batched by `torch.autograd.grad(is_grads_batched=True)`, or of a transform of `torch.func`
+    except RuntimeError:  # of `torch.autograd.grad(is_grads_batched=True)` or a transform of `torch.func`
         return False
     return True
 
 
 class Side(NamedTuple):
-    """What one side of some tiles is made of."""
+    """One side of some tiles."""
 
     codes: Tensor  # of the rows [U, n, p]
     weight: Tensor  # of the codes [T, p, H], or [G, p, H]
@@ -48,9 +48,9 @@ class Side(NamedTuple):
     sine: Tensor | None = None  # the coefficients s [T, H]; None is 1
     cosine: Tensor | None = None  # the coefficients t [T, H]; None is 0
     scale: Tensor | None = None  # of the coefficients [T]; None is 1
-    groups: Tensor | None = None  # numbers in [0, G) of the tiles' code weights [T]; None where each tile has its own
-    cosine_first: bool = False  # whether the halves change places
-    period: int = 0  # what `period_of` found of the codes; 0 is none
+    groups: Tensor | None = None  # numbers in [0, G) of the tiles' code weights [T]; None for one weight per tile
+    cosine_first: bool = False  # whether the cosines' half comes first
+    period: int = 0  # of the codes (`period_of`); 0 for none
 
     def in_parts(self) -> Tensor:
         """Compute the side [T, n, 2 H] by operators of PyTorch."""
@@ -61,7 +61,7 @@ class Side(NamedTuple):
 
         def turns(codes: Tensor, phase: Tensor | None) -> tuple[Tensor, Tensor]:
             """Sines and cosines [T, H, n] of some codes."""
-            # Codes of width 0 have a product that no IREE takes.
+            # IREE cannot multiply codes of width 0.
             size = *weight_THp.shape[:-1], codes.shape[-2]
             angle = weight_THp @ codes.mT if codes.shape[-1] else codes.new_zeros(size)
             angle = angle if phase is None else angle + phase.unsqueeze(-1)
@@ -94,12 +94,12 @@ def sides_of(
     groups: Tensor | None = None,
     periods: tuple[int, int] = (0, 0),
 ) -> tuple[Side, Side]:
-    """Say what the rows' and the columns' sides of periodic or bilinear g-nets are made of.
+    """The rows' and the columns' sides of periodic or bilinear g-nets.
 
-    `scale` [T] is that of the tiles; with `groups` [T], code weights are those of groups [G, ...]; `periods` are those
+    `scale` [T] multiplies the tiles; with `groups` [T], code weights are those of groups [G, ...]; `periods` are those
     of the codes (`period_of`).
     """
-    # Weights for codes of width 0 are in no genome, and those that take their place are of tiles.
+    # Weights for codes of width 0 are in no genome, and stand here per tile.
     of_row, of_col = groups if row.shape[-1] else None, groups if col.shape[-1] else None
     phase, sine, cosine = leaves.get("phase"), leaves.get("amplitude", leaves.get("sine")), leaves.get("cosine")
     scale = None if sine is None else scale
@@ -110,7 +110,7 @@ def sides_of(
 
 
 def mixed(leaves: Params, left: Tensor, right: Tensor, scale: Tensor | None = None) -> Factors:
-    """Make factors of both sides: bilinear g-nets mix the columns of the rows' one."""
+    """The factors of both sides; bilinear g-nets mix the columns of the left side."""
     mix = leaves.get("mix")
     if mix is None:
         return Factors(left, right)
@@ -118,10 +118,9 @@ def mixed(leaves: Params, left: Tensor, right: Tensor, scale: Tensor | None = No
 
 
 def period_of(codes_Unp: Tensor) -> int:
-    """Find m such that row b m + o has the code of row b m, plus that of row o, less that of row 0.
+    """Find the cheapest m such that the code of row b m + o is that of row b m, plus that of row o, less that of row 0.
 
-    The bits of a number have such periods, and the coordinates of an image's pixels. Several m are compared by a count
-    of the work that is left; the number of rows is a period of any codes.
+    Bits of a number and coordinates of an image's pixels have such periods, and the number of rows always is one.
     """
     n = codes_Unp.shape[1]
     numbers = torch.arange(n, device=codes_Unp.device)
@@ -142,54 +141,82 @@ def period_of(codes_Unp: Tensor) -> int:
 _THREAD_WORK = 2**14
 """Sines and cosines that repay one more thread."""
 
-_OUT = 7
-"""Where the output is among the fields of a `Wave` of `waves.cpp`: after the side's tensors, before four gradients."""
+
+Pull = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
+Backend = Callable[[Sequence[Side], Sequence[Tensor]], Pull]
+"""Fills outputs [T, n, 2 H], and returns the function that fills gradients of all leaves from cotangents.
+
+Outputs and cotangents have rows last in memory.
+"""
 
 
-def _fields(sides: Sequence[Side], outputs: Sequence[Tensor], copies: list[Tensor]) -> array[int]:
-    """The sides as an array of `Wave`; `copies` keeps alive what is not contiguous."""
+def _native(sides: Sequence[Side], outputs: Sequence[Tensor]) -> Pull:
+    """The backend of CPUs: `waves.cpp`, on an array of its `Wave`s."""
     fields: list[int] = []
+    kept: list[Tensor] = []  # alive until backward, which reads them again
     for side, out in zip(sides, outputs, strict=True):
         (tiles, rows, features), (groups, width, _) = out.shape, side.weight.shape
-        for x in side[:_OUT]:
+        for x in side[:7]:
             if x is not None and not x.is_contiguous():
-                copies.append(x := x.contiguous())
+                kept.append(x := x.contiguous())
             fields.append(0 if x is None else x.data_ptr())
         step = 0 if side.codes.shape[0] == 1 else rows * width
         fields += (out.data_ptr(), 0, 0, 0, 0, tiles, groups, rows, width, features // 2, step)
         fields += (side.cosine_first, side.period or max(rows, 1))
-    return array("q", fields)  # Ten times faster than an array of ctypes.
+    waves = array("q", fields)  # Ten times faster than an array of ctypes.
+    kind = "f32" if outputs[0].dtype == torch.float32 else "f64"
+    threads = min(torch.get_num_threads(), 1 + sum([x.numel() for x in outputs]) // _THREAD_WORK)
+
+    def run(direction: str, waves: array[int]) -> None:
+        function = getattr(native.library(), f"waves_{direction}_{kind}")
+        function(ctypes.c_void_p(waves.buffer_info()[0]), ctypes.c_int64(len(sides)), threads)
+
+    def pull(cotangents: Sequence[Tensor], gradients: Sequence[Tensor], kept: Any = kept) -> None:
+        again, places = waves[:], iter([x.data_ptr() for x in gradients])
+        firsts = range(7, len(again), len(again) // len(sides))  # after the pointers of a side
+        for first, side, g in zip(firsts, sides, cotangents, strict=True):
+            again[first] = g.data_ptr()
+            for i, x in enumerate(side[1:5], first + 1):
+                if x is not None:
+                    again[i] = next(places)
+        run("backward", again)
+
+    run("forward", waves)
+    return pull
 
 
-def _call(direction: str, fields: array[int], tensors: Sequence[Tensor], count: int) -> None:
-    """Call the compiled kernels on `count` sides, whose outputs or cotangents are given."""
-    kind = "f32" if tensors[0].dtype == torch.float32 else "f64"
-    threads = min(torch.get_num_threads(), 1 + sum([x.numel() for x in tensors]) // _THREAD_WORK)
-    function = getattr(native.library(), f"waves_{direction}_{kind}")
-    function(ctypes.c_void_p(fields.buffer_info()[0]), ctypes.c_int64(count), threads)
+def _backend(sides: Sequence[Side], leaves: Sequence[Tensor], kernel: Kernel) -> Backend | None:
+    """The backend for these tensors; None for the expression in PyTorch."""
+    if kernel not in ("auto", "compiled") or torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+        return None
+    # By this test torch refuses the Function: a transform may be of the inputs of the p-net alone.
+    if torch._C._are_functorch_transforms_active():
+        return None
+    kinds = {(x.dtype, x.is_cpu) for x in (*leaves, *[side.codes for side in sides])}
+    if kinds in ({(torch.float32, True)}, {(torch.float64, True)}) and have_memory(leaves):
+        return _native if kernel == "compiled" or native.is_available(warn=False) else None
+    return None
 
 
 def _in_parts(sides: Sequence[Side], *leaves: Tensor) -> Tensors:
-    """The sides from other leaves, those of one after those of the other."""
+    """The sides from other leaves."""
     given, names = iter(leaves), Side._fields[1:5]
     filled = (side._replace(**{k: next(given) for k in names if getattr(side, k) is not None}) for side in sides)
     return tuple(side.in_parts() for side in filled)
 
 
 class _Waves(torch.autograd.Function):
-    """Many sides at once, of plain tensors: no transform of `torch.func` comes here, not even one of other tensors."""
+    """Many sides at once, of plain tensors outside of transforms of `torch.func`."""
 
     @staticmethod
-    def forward(ctx: Any, sides: Sequence[Side], *leaves: Tensor) -> Tensors:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, backend: Backend, sides: Sequence[Side], *leaves: Tensor) -> Tensors:  # pyright: ignore[reportIncompatibleMethodOverride]
         outputs: list[Tensor] = []
         for side in sides:
             tiles = (side.weight if side.groups is None else side.groups).shape[0]
             shape = tiles, side.codes.shape[1], 2 * side.weight.shape[2]
             # Rows last in memory: products with few columns are faster so.
             outputs.append(side.weight.new_empty_strided(shape, (shape[1] * shape[2], 1, shape[1])))
-        ctx.sides, ctx.copies = sides, []
-        ctx.fields = _fields(sides, outputs, ctx.copies)
-        _call("forward", ctx.fields, outputs, len(sides))
+        ctx.sides, ctx.pull = sides, backend(sides, outputs)
         ctx.save_for_backward(*leaves)
         return tuple(outputs)
 
@@ -198,48 +225,28 @@ class _Waves(torch.autograd.Function):
         leaves = ctx.saved_tensors  # Raises if one was changed: they are those of the sides.
         if torch.is_grad_enabled() or not have_memory(cotangents):
             pull: Any = torch.func.vjp(functools.partial(_in_parts, ctx.sides), *leaves)[1]
-            return None, *pull(cotangents)
+            return None, None, *pull(cotangents)
         gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in leaves]
-        fields, places, copies = ctx.fields[:], iter([x.data_ptr() for x in gradients]), []
-        firsts = range(_OUT, len(fields), len(fields) // len(ctx.sides))
-        for first, side, g in zip(firsts, ctx.sides, cotangents, strict=True):
-            _, rows, features = g.shape
-            if g.stride() != (rows * features, 1, rows) and not (g := g.mT).is_contiguous():
-                copies.append(g := g.contiguous())
-            fields[first] = g.data_ptr()
-            for i, x in enumerate(side[1:5], first + 1):
-                if x is not None:
-                    fields[i] = next(places)
-        _call("backward", fields, cotangents, len(ctx.sides))
-        return None, *gradients
-
-
-def _is_native(sides: Sequence[Side], leaves: Sequence[Tensor], kernel: Kernel) -> bool:
-    if kernel not in ("auto", "compiled") or torch.compiler.is_compiling() or forward_ad._current_level >= 0:
-        return False
-    # The test by which torch refuses such a Function: a transform may be of the inputs of the p-net alone.
-    if torch._C._are_functorch_transforms_active():
-        return False
-    kinds = {(x.dtype, x.is_cpu) for x in (*leaves, *[side.codes for side in sides])}
-    if kinds not in ({(torch.float32, True)}, {(torch.float64, True)}) or not have_memory(leaves):
-        return False
-    return kernel == "compiled" or native.is_available(warn=False)
+        strides = [(g.shape[1] * g.shape[2], 1, g.shape[1]) for g in cotangents]
+        same = zip(cotangents, strides, strict=True)
+        ctx.pull([g if g.stride() == stride else g.mT.contiguous().mT for g, stride in same], gradients)
+        return None, None, *gradients
 
 
 def waves(sides: Sequence[Side], *, kernel: Kernel = "auto") -> list[Tensor]:
     """Make some sides [T, n, 2 H], differentiable to any order in their leaves.
 
     Args:
-        sides: what they are made of; all of one dtype for the compiled form.
-        kernel: "compiled" is one C++ loop for all sides, on a CPU, in float32 or float64; "auto" is that where there is
-            a C++ compiler; other tensors, transforms and compiled graphs take the operators of PyTorch, as "eager" and
-            "reference" do, the last with a sine for each row.
+        sides: the sides, for a backend all of one dtype.
+        kernel: "compiled" is C++ on a CPU, in float32 or float64; "auto" is "compiled" if there is a C++ compiler.
+            Other tensors, transforms and compiled graphs use the operators of PyTorch, as "eager" and "reference" do;
+            "reference" computes a sine for each row.
 
     Raises:
-        RuntimeError: if "compiled" is asked for on a CPU, and there is no C++ compiler that works.
+        RuntimeError: if "compiled" is asked for on a CPU, and no C++ compiler works.
     """
     leaves = [x for side in sides for x in side[1:5] if x is not None]
-    if leaves and _is_native(sides, leaves, kernel):
-        made: Any = _Waves.apply(sides, *leaves)
+    if leaves and (backend := _backend(sides, leaves, kernel)) is not None:
+        made: Any = _Waves.apply(backend, sides, *leaves)
         return list(made)
     return [(side._replace(period=0) if kernel == "reference" else side).in_parts() for side in sides]
