@@ -109,8 +109,6 @@ def test_two_pipeline_ranks(schedule: str, folder: Path, one: dict[str, Any]) ->
     assert_same_genome(folder, schedule)
     assert (made["pipeline"], made["microbatches"]) == (schedule, 8)
     assert made["train_loss"] == pytest.approx(one["train_loss"], rel=1e-4)
-    # Equal stages would wait (ranks - 1) / (microbatches + ranks - 1) of the time; the head makes the last one longer.
-    assert (schedule == "zbv") or 1 / 9 < made["pipeline_bubble"] < 0.3
     # Activations [1, 16, 16] of 8 microbatches, in float32, and where stages make a V those of both halves.
     assert made["bytes_sent_per_step_by_axis"]["pipeline"] == 8 * 16 * 16 * 4 * (2 if schedule == "zbv" else 1)
 

@@ -29,7 +29,6 @@ from gbfunc.cli.options import (
     ScheduleName,
     StoredOptions,
     TeacherOptions,
-    recipe,
     shows,
 )
 
@@ -168,7 +167,7 @@ class Plan(Command, ConfigOption):
     # Speed of a rank, with --ranks: the JSON that gbfunc bench --calibrate prints.
     device: Annotated[Path | None, shows("FILE", "50 Gflop/s, 10 GB/s, 10Gbit, 16GB")] = None
     # Examples per step of all ranks together, with --ranks.
-    batch_size: Annotated[int | None, recipe("INT", "batch_size"), COUNT] = None
+    batch_size: Annotated[int | None, shows("INT", recipe="batch_size"), COUNT] = None
     # Microbatches per step, with --ranks.
     microbatches: Annotated[int | None, shows("INT", "the fastest"), COUNT] = None
     # Function that splits layers of the p-net along a tensor axis, with --ranks, as for gbfunc train.
@@ -190,7 +189,7 @@ class Compare(Command, DataOptions):
     # Trainings of each method at each size, seeded 0, 1, ...
     seeds: Annotated[int, COUNT] = 3
     # Passes over the training examples of every method; candidates take a ninth, a third and all of them.
-    epochs: Annotated[int | None, recipe("INT", "epochs"), COUNT] = None
+    epochs: Annotated[int | None, shows("INT", recipe="epochs"), COUNT] = None
     # dtype of files of methods without a format of their own.
     dtype: Literal["float32", "float16"] = "float32"
     # Train every network under autocast.

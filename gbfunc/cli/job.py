@@ -246,53 +246,50 @@ def _with_tuples(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_plan_config(path: Path) -> PlanOptions:
-    where, a_list, a_table = f"--plan-config {path}", "a list of regular expressions", "a table"
-    kinds = {"include": a_list, "exclude": a_list, "rules": a_table, "encodings": a_table}
-    found = read_config(path, "--plan-config")
-    for key, value in found.items():
-        if key not in kinds:
-            raise ValueError(f"{where}: there is no {key!r}; a plan has {', '.join(kinds)}")
-        is_list = isinstance(value, list) and all(isinstance(x, str) for x in value)
-        if not (is_list if kinds[key] is a_list else isinstance(value, dict)):
-            raise ValueError(f"{where}: {key} must be {kinds[key]}, got {value!r}")
-    rules = tuple(
-        (pattern, _hypernet(where, *_typed(f"{where}: rules, {pattern!r}", value, "periodic, none, ...")))
-        for pattern, value in found.get("rules", {}).items()
-    )
-    encodings = {}
-    for name, pair in found.get("encodings", {}).items():
+    where, found = f"--plan-config {path}", read_config(path, "--plan-config")
+    known = ("include", "exclude", "rules", "encodings")
+    if odd := [key for key in found if key not in known]:
+        raise ValueError(f"{where}: there is no {odd[0]!r}; a plan has {', '.join(known)}")
+    include, exclude = (found.get(key, []) for key in known[:2])
+    rules, encodings = (found.get(key, {}) for key in known[2:])
+    if not all(isinstance(x, list) and all(isinstance(one, str) for one in x) for x in (include, exclude)):
+        raise ValueError(f"{where}: include and exclude must be lists of regular expressions, got {include}, {exclude}")
+    if not isinstance(rules, dict) or not isinstance(encodings, dict):
+        raise ValueError(f"{where}: rules and encodings must be tables, got {rules}, {encodings}")
+    hypernets, codes = [], {}
+    for pattern, value in rules.items():
+        kind, options = _typed(f"{where}: rules, {pattern!r}", value)
+        hypernets.append((pattern, _hypernet(where, kind, options)))
+    for name, pair in encodings.items():
         place = f"{where}: encodings, {name!r}"
         if not isinstance(pair, list) or len(pair) != 2:
             raise ValueError(f"{place}: expected codes of [rows, columns], got {pair!r}")
-        encodings[name] = tuple(_encoding(place, path.parent, code) for code in pair)
-    include, exclude = (tuple(found.get(key, ())) for key in ("include", "exclude"))
-    return PlanOptions(rules=rules, encodings=encodings, include=include, exclude=exclude)
+        codes[name] = tuple(_encoding(place, path.parent, code) for code in pair)
+    return PlanOptions(rules=tuple(hypernets), encodings=codes, include=tuple(include), exclude=tuple(exclude))
 
 
-def _typed(where: str, value: Any, known: str) -> tuple[str, dict[str, Any]]:
+def _typed(where: str, value: Any) -> tuple[str, dict[str, Any]]:
     options = {"type": value} if isinstance(value, str) else value
     if not isinstance(options, dict) or not isinstance(options.get("type"), str):
-        raise ValueError(f"{where}: expected a type ({known}) or a table with one, got {value!r}")
+        raise ValueError(f"{where}: expected the name of a type, or a table with a type, got {value!r}")
     return options["type"], {k: v for k, v in options.items() if k != "type"}
 
 
 def _encoding(where: str, folder: Path, value: Any) -> Encoding | None:
-    kind, options = _typed(where, value, "binary, grid, default, ...")
-    if kind == "default" and not options:
+    def nested(value: Any) -> JSON:
+        kind, options = _typed(where, value)
+        inner = {key: nested(options[key]) for key in ("channels", "positions") if key in options}
+        return {"type": kind, **options, **inner}
+
+    if value == "default":
         return None
+    found = nested(value)
     try:
-        if kind == "table" and "file" in options:
-            return table(*read_arrays(folder / options["file"]).values())
-        return encoding_from_json(_nested({"type": kind, **options}))
+        if found["type"] == "table" and "file" in found:
+            return table(*read_arrays(folder / found["file"]).values())
+        return encoding_from_json(found)
     except (OSError, TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from error
-
-
-def _nested(options: dict[str, Any]) -> dict[str, Any]:
-    """Write encodings within an encoding as tables, where their names were given."""
-    inner = {key: {"type": x} if isinstance(x, str) else x for key, x in options.items() if key != "type"}
-    keys = inner.keys() & {"channels", "positions"}
-    return options | {key: _nested(inner[key]) for key in keys if isinstance(inner[key], dict)}
 
 
 def _size_of(task: Task, genome: GenomeOptions) -> dict[str, Any]:

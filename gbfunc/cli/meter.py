@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from gbfunc.cli.job import Job
 from gbfunc.cli.output import open_folder
 from gbfunc.lab.bench.memory import peak_resident
 from gbfunc.lab.bench.report import describe
-from gbfunc.parallel import Mesh, ScheduleCosts, gather_objects, make_schedule, simulate
+from gbfunc.parallel import Mesh, gather_objects
 from gbfunc.pnet.describe import skeleton_of
 from gbfunc.tasks import Task
 from gbfunc.tasks.base import LossFn
@@ -97,7 +96,7 @@ class Meter:
         peak = torch.cuda.max_memory_allocated(mesh.device) if cuda else peak_resident()
         ranks = gather_objects(mesh, (dict(self.sent), peak))
         axes = [name for name in (*mesh.sizes, "replicas", "world") if any(name in sent for sent, _ in ranks)]
-        examples, pipeline = steps_per_second * job.recipe.batch_size, self.split.get("pipeline")
+        examples = steps_per_second * job.recipe.batch_size
         found: dict[str, object] = {
             "ranks": mesh.world,
             "mesh": dict(mesh.sizes),
@@ -110,12 +109,10 @@ class Meter:
         }
         if task.interface.tokens:
             found["tokens_per_second"] = examples * task.interface.inputs[0]
-        if pipeline:
-            found["pipeline"] = pipeline
+        if "pipeline" in self.split:
+            found["pipeline"] = self.split["pipeline"]
         if self.batch is None:
             return found
-        if pipeline:
-            found["pipeline_bubble"] = self._bubble(job, mesh, pipeline)
         # Backward takes twice the operations of forward.
         flops = 3 * _forward_flops(pnet, task.loss, self.batch)
         found |= {"model_flops_per_step": flops, "model_flops_per_second": steps_per_second * flops}
@@ -123,41 +120,18 @@ class Meter:
             found["peak_flops_share"] = steps_per_second * flops / (self.peak_flops * mesh.world)
         return found
 
-    def _bubble(self, job: Job, mesh: Mesh, kind: Any) -> float:
-        """Simulate the part of the ranks' time (0 to 1) in which they wait in a pipeline.
-
-        A stage takes as long as it has operations, twice that backward; messages and generation take no time.
-        """
-        from gbfunc.parallel.chain import balanced_stages, find_blocks, trace_chain
-        from gbfunc.parallel.pipeline_order import SCHEDULES
-
-        ranks, microbatches = mesh.sizes["pipeline"], self.split["microbatches"]
-        stages, part = SCHEDULES[kind][1] * ranks, mesh.shards * microbatches
-        small = tree_map(lambda x: x[: len(x) // part] if isinstance(x, Tensor) else x, _on_meta(self.batch))
-        chain = trace_chain(job.pnet, find_blocks(job.pnet, stages), job.task.loss, small)
-        forward = [sum(chain.flops[a:b]) for a, b in pairwise(balanced_stages(chain.flops, stages))]
-        each: dict[str, Any] = {"forward": forward, "backward_input": forward, "backward_weight": forward}
-        costs = ScheduleCosts(**each, backward=[2 * flops for flops in forward], update=0.0, send=0.0, receive=0.0)
-        layers = len(forward)
-        schedule = make_schedule(kind, layers=layers, ranks=ranks, microbatches=microbatches, costs=costs)
-        return simulate(schedule).bubble
-
 
 @torch.no_grad()
 def _forward_flops(pnet: nn.Module, loss: LossFn, batch: Any) -> int:
     """Count the operations of one forward of the dense p-net, without computing where that works."""
     try:
         with FlopCounterMode(display=False) as counter:
-            loss(skeleton_of(pnet), _on_meta(batch))
+            loss(skeleton_of(pnet), tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, batch))
     except (RuntimeError, TypeError, ValueError):
         # A loss that reads numbers needs them.
         with FlopCounterMode(display=False) as counter:
             loss(copy.deepcopy(pnet), batch)
     return counter.get_total_flops()
-
-
-def _on_meta(batch: Any) -> Any:
-    return tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, batch)
 
 
 def provenance(task: Task, plan: gb.Plan, device: torch.device) -> dict[str, Any]:

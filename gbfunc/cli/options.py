@@ -25,7 +25,7 @@ TASKS = {
     "mnist": _IMAGES,
     "fashion-mnist": _IMAGES,
     "cifar10": {"pnet": "allconv", "genome_params": "14958", "lr": "0.03", "warmup": "0.2", "clip_norm": "1.0"},
-    "text": _GPT | {"measure_every": "500", "clip_norm": "1.0", "epochs": "none"},
+    "text": _GPT | {"measure_every": "500", "clip_norm": "1.0", "epochs": ""},
     "trec": _TEXTS | {"clip_norm": "1.0"},
     "texts": _TEXTS | {"clip_norm": "1.0"},
     "control": {"pnet": "actor_critic", "compression": "10", "lr": "0.01", "batch_size": "256", "epochs": "50"}
@@ -95,19 +95,14 @@ def flags(names: Iterable[str]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
-def shows(value: Any, default: str = "none") -> Any:
-    """Say how `--help` shows an option: what its values are called, or which choices there are, and its default."""
-    metavar = value if isinstance(value, str) else "|".join(get_args(value))
-    return arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
-
-
-def recipe(value: Any, name: str) -> Any:
-    """Say how `--help` shows an option whose default is a setting of the task's recipe."""
+def shows(value: Any, default: str = "", *, recipe: str = "") -> Any:
+    """Say how `--help` shows an option: a name or the choices of its values, and the default, as the task has it."""
     metavar = value if isinstance(value, str) else "|".join(get_args(value))
 
     def hint(_: str) -> str:
-        settings = TASKS.get(HELP_TASK.get())
-        return f"(default: {'as in the task' if settings is None else (_USUAL | settings).get(name, 'none')})"
+        settings = _USUAL | TASKS.get(HELP_TASK.get(), dict.fromkeys(_USUAL, "as in the task"))
+        usual = settings.get(recipe, default)
+        return f"(default: {usual})" if usual else ""
 
     return arg(metavar=metavar, help_behavior_hint=hint)
 
@@ -138,7 +133,7 @@ class DataOptions:
     task_config: Annotated[str, shows("JSON")] = "{}"
     # Network: mlp, convnet, lenet5, allconv, resnet18, resnet20, resnet56, vit, gpt, actor_critic,
     # recurrent_actor_critic, conv_actor_critic, hf:TYPE (Hugging Face), or module:function.
-    pnet: Annotated[str | None, recipe("NAME", "pnet")] = None
+    pnet: Annotated[str | None, shows("NAME", recipe="pnet")] = None
     # Options of the p-net, for gpt '{"layers": 6, "width": 384, "heads": 6}'.
     pnet_config: Annotated[str, shows("JSON", "those of the task")] = "{}"
     # Pretrained weights for trec and texts: a folder (config.json, model.safetensors, tokenizer.json), a Python package
@@ -153,7 +148,7 @@ class PNetOptions(DataOptions):
     """Data and p-net."""
 
     # Layer sizes of an mlp or an actor, inputs first.
-    sizes: Annotated[tuple[int, ...] | None, recipe("INT INT ...", "sizes")] = None
+    sizes: Annotated[tuple[int, ...] | None, shows("INT INT ...", recipe="sizes")] = None
     # Length of a control training, in steps of all environments together.
     env_steps: Annotated[int | None, shows("INT", "51200")] = None
     # Seed of initial weights, order of examples and noise.
@@ -165,11 +160,11 @@ class GenomeOptions:
     """Size of the genome, and the g-nets that generate the weights."""
 
     # Largest genome in parameters, everything counted.
-    genome_params: Annotated[int | None, recipe("INT", "genome_params")] = None
+    genome_params: Annotated[int | None, shows("INT", recipe="genome_params")] = None
     # Largest file of the genome in bytes, everything counted, stored as --dtype says.
     genome_bytes: Annotated[int | None, shows("INT")] = None
     # Parameters of the p-net / parameters of the genome.
-    compression: Annotated[float | None, recipe("FLOAT", "compression"), POSITIVE] = None
+    compression: Annotated[float | None, shows("FLOAT", recipe="compression"), POSITIVE] = None
     # Type of the g-nets.
     hypernet: Annotated[HypernetName | None, shows(HypernetName, "periodic")] = None
     # Options of the type, for gnet '{"hidden": [16, 16], "activation": "tanh"}'.
@@ -197,29 +192,29 @@ class TrainingOptions:
     """Length, learning rates and optimizer. --task NAME --help shows the defaults of another task."""
 
     # Passes over the training examples.
-    epochs: Annotated[int | None, recipe("INT", "epochs"), COUNT] = None
+    epochs: Annotated[int | None, shows("INT", recipe="epochs"), COUNT] = None
     # Training steps, an alternative to passes.
-    steps: Annotated[int | None, recipe("INT", "steps"), COUNT] = None
+    steps: Annotated[int | None, shows("INT", recipe="steps"), COUNT] = None
     # Examples per step, of all ranks together.
-    batch_size: Annotated[int | None, recipe("INT", "batch_size")] = None
+    batch_size: Annotated[int | None, shows("INT", recipe="batch_size")] = None
     # Peak learning rate of the g-nets, or of all weights of a dense net.
-    lr: Annotated[float | None, recipe("FLOAT", "lr"), POSITIVE] = None
+    lr: Annotated[float | None, shows("FLOAT", recipe="lr"), POSITIVE] = None
     # Peak learning rate of direct parameters.
-    direct_lr: Annotated[float | None, recipe("FLOAT", "direct_lr"), POSITIVE] = None
+    direct_lr: Annotated[float | None, shows("FLOAT", recipe="direct_lr"), POSITIVE] = None
     # Course of the learning rates.
-    schedule: Annotated[ScheduleName | None, recipe(ScheduleName, "schedule")] = None
+    schedule: Annotated[ScheduleName | None, shows(ScheduleName, recipe="schedule")] = None
     # Part of the steps in which the learning rates rise.
-    warmup: Annotated[float | None, recipe("FLOAT", "warmup"), PART] = None
+    warmup: Annotated[float | None, shows("FLOAT", recipe="warmup"), PART] = None
     # Class of torch.optim: Adam, AdamW, SGD, NAdam, Muon, ...
-    optimizer: Annotated[str | None, recipe("NAME", "optimizer")] = None
+    optimizer: Annotated[str | None, shows("NAME", recipe="optimizer")] = None
     # Options of the class, such as '{"momentum": 0.9}'.
     optimizer_config: Annotated[str, shows("JSON", "those of the recipe")] = "{}"
     # Weight decay of the genome.
     weight_decay: Annotated[float | None, shows("FLOAT", "that of the class")] = None
     # Largest norm of the gradient; inf for none.
-    clip_norm: Annotated[float | None, recipe("FLOAT", "clip_norm")] = None
+    clip_norm: Annotated[float | None, shows("FLOAT", recipe="clip_norm")] = None
     # Steps from one validation to the next.
-    measure_every: Annotated[int | None, recipe("STEPS", "measure_every"), COUNT] = None
+    measure_every: Annotated[int | None, shows("STEPS", recipe="measure_every"), COUNT] = None
     # Device: cpu, cuda, cuda:1, ...
     device: str = "cpu"
 

@@ -148,9 +148,8 @@ def _course(m: Mapping[str, Any]) -> Iterator[str]:
         yield f"training on {m['ranks']} ranks: {m['placement']}, {m['bytes_sent_per_step']:,.0f} bytes sent per step"
         for axis, sent in m["bytes_sent_per_step_by_axis"].items():
             yield f"  axis {axis}: {m['mesh'].get(axis, 'all')} ranks, {sent:,.0f} bytes"
-    if "pipeline_bubble" in m:
-        schedule = f"{m['pipeline']}, {m['microbatches']} microbatches"
-        yield f"training, pipeline: {schedule}, {m['pipeline_bubble']:.1%} bubble (simulated)"
+    if "pipeline" in m:
+        yield f"training, pipeline: {m['pipeline']}, {m['microbatches']} microbatches"
 
 
 def print_next(out: Path | None, task: Task) -> None:

@@ -39,8 +39,10 @@ def parse(argv: Sequence[str]) -> Any:
         print(f"gbfunc {__version__}")
         raise SystemExit(0)
     if name in ("", "-h", "--help"):
-        title = "Train neural networks through a genomic bottleneck."
-        tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="gbfunc", description=title, args=["--help"], config=_STYLE)
+        print("usage: gbfunc COMMAND [OPTIONS]\n\nTrain neural networks through a genomic bottleneck.\n")
+        print(*(f"  {command:<10} {kind.__doc__}" for command, kind in COMMANDS.items()), sep="\n")
+        print("\ngbfunc COMMAND --help shows the options of a command, gbfunc --version the version.")
+        raise SystemExit(0)
     if name not in COMMANDS:
         raise ValueError(f"no command {name!r}{_nearest(name, COMMANDS)}: choose one of {', '.join(COMMANDS)}")
     path, given = config_words(name, words)
