@@ -35,7 +35,6 @@ def test_the_command_learns_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
     assert again["rounds"] == 14
     # What was sent before the stop counts, too.
     assert again["bytes_up"] > 1.1 * metrics["bytes_up"] and again["bytes_down"] > 1.1 * metrics["bytes_down"]
-    assert again["reached"]["90%"] is None or again["reached"]["90%"]["bytes_up"] > metrics["bytes_up"]
     # Bit for bit: momentum, and what the clients have not sent yet.
     straight = ["--rounds", "14", "--out", str(tmp_path / "straight")]
     assert main([*options[:-2], *straight]) == 0

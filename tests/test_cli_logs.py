@@ -15,7 +15,7 @@ import torch
 
 import gbfunc as gb
 from gbfunc.cli import main
-from gbfunc.cli.meter import commit, data_digest
+from gbfunc.cli.meter import data_digest
 from gbfunc.cli.output import Best
 from gbfunc.tasks import TASKS, Metric, Recipe, accuracy
 from gbfunc.tasks.pnets import PNETS, mlp
@@ -134,14 +134,12 @@ def test_it_says_where_it_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyP
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert metrics["command"] == "gbfunc train --out 'a folder'"
     assert metrics["versions"]["torch"] == torch.__version__ and metrics["versions"]["gbfunc"] == gb.__version__
-    assert metrics["commit"] == commit() and isinstance(metrics["device"], str) and metrics["seconds"] > 0
+    assert isinstance(metrics["device"], str) and metrics["seconds"] > 0
     assert metrics["plan_digest"] == gb.load(tmp_path / "genome.safetensors")[0].digest()
     task = TASKS["digits"]()
     assert metrics["data_digest"] == data_digest(task)
     task.val.x[3] += 1
     assert metrics["data_digest"] != data_digest(task)
-    monkeypatch.chdir(tmp_path)
-    assert commit() is None
 
 
 def test_a_log_needs_its_package(

@@ -16,7 +16,7 @@ from gbfunc.cli.commands import Federated
 from gbfunc.cli.genomes import GENOME_FILE, genome_metrics, read_genome
 from gbfunc.cli.job import Job, about, find_optimizer, make_job, read_json
 from gbfunc.cli.meter import provenance
-from gbfunc.cli.output import open_folder, print_metrics, reporter, write_history, write_metrics
+from gbfunc.cli.output import open_folder, print_metrics, printable, reporter, write_history, write_metrics
 from gbfunc.cli.parser import settings_of
 from gbfunc.tasks.base import SCHEDULES
 from gbfunc.tasks.data import Split
@@ -70,7 +70,7 @@ def run_federated(options: Federated) -> None:
             strategy.train(grid, options.rounds, evaluate_fn=measure)
         path = folder / GENOME_FILE
         gb.save(path, job.plan, strategy.genome, None, about(task, options.data))
-        metrics = _metrics(job, options, path, strategy, grid, rows)
+        metrics = _metrics(job, options, path, strategy, grid)
         if options.out is not None:
             write_metrics(folder / "metrics.json", metrics)
     print_metrics(metrics, task)
@@ -145,12 +145,8 @@ def _strategy(options: Federated) -> Any:
     return made
 
 
-def _metrics(
-    job: Job, options: Federated, path: Path, strategy: GenomeStrategy, grid: LocalGrid, rows: list[dict[str, float]]
-) -> dict[str, Any]:
+def _metrics(job: Job, options: Federated, path: Path, strategy: GenomeStrategy, grid: LocalGrid) -> dict[str, Any]:
     plan, _, net = read_genome(path, options.data, job.task)
-    name, sent = f"val_{job.task.metric.name}", ("round", "bytes_up", "bytes_down")
-    reached = {mark: next((row for row in rows if row[name] >= mark), None) for mark in (0.90, 0.95, 0.97)}
     traffic, n = grid.traffic, max(1, grid.traffic.messages)
     return {
         **genome_metrics(plan, path, net, job.task),
@@ -161,7 +157,6 @@ def _metrics(
         "bytes_up_per_client_and_round": traffic.up / n,
         "bytes_down_per_client_and_round": traffic.down / n,
         "largest_reply": traffic.largest_up,
-        "reached": {f"{mark:.0%}": row and {k: row[k] for k in sent} for mark, row in reached.items()},
         **{
             name: {str(r.round): nodes for r in strategy.rounds if (nodes := getattr(r, name))}
             for name in ("left_out", "bounded")
@@ -172,15 +167,9 @@ def _metrics(
 
 def _print_traffic(metrics: Mapping[str, Any]) -> None:
     up, down = metrics["bytes_up_per_client_and_round"], metrics["bytes_down_per_client_and_round"]
-    print(
-        f"{metrics['rounds']} rounds; a client and round {up:,.0f} bytes up, {down:,.0f} down; in all "
-        f"{metrics['bytes_up']:,} up, {metrics['bytes_down']:,} down"
-    )
-    for mark, row in metrics["reached"].items():
-        if row is not None:
-            sent = f"{row['bytes_up']:,} bytes up, {row['bytes_down']:,} down"
-            print(f"validation {mark} after round {row['round']}: {sent}")
+    print(f"{metrics['rounds']} rounds; a client and round {up:,.0f} bytes up, {down:,.0f} down")
+    print(f"in all {metrics['bytes_up']:,} bytes up, {metrics['bytes_down']:,} down")
     for name in ("left_out", "bounded"):
         for round_, nodes in metrics[name].items():
             for node, words in nodes.items():
-                print(f"round {round_}: node {node} was {name.replace('_', ' ')}: {words}")
+                print(printable(f"round {round_}: node {node} was {name.replace('_', ' ')}: {words}"))

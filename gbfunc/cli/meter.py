@@ -6,7 +6,6 @@ import copy
 import hashlib
 import platform
 import shlex
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -123,13 +122,13 @@ class Meter:
 
 @torch.no_grad()
 def _forward_flops(pnet: nn.Module, loss: LossFn, batch: Any) -> int:
-    """Count the operations of one forward of the dense p-net, without computing where that works."""
+    """Count the operations of one forward of the dense p-net, on the meta device where the loss allows that."""
+    counter = FlopCounterMode(display=False)
     try:
-        with FlopCounterMode(display=False) as counter:
+        with counter:
             loss(skeleton_of(pnet), tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, batch))
     except (RuntimeError, TypeError, ValueError):
-        # A loss that reads numbers needs them.
-        with FlopCounterMode(display=False) as counter:
+        with counter:
             loss(copy.deepcopy(pnet), batch)
     return counter.get_total_flops()
 
@@ -138,20 +137,10 @@ def provenance(task: Task, plan: gb.Plan, device: torch.device) -> dict[str, Any
     return {
         "command": shlex.join(sys.argv),
         "versions": {"gbfunc": gb.__version__, "torch": torch.__version__, "python": platform.python_version()},
-        "commit": commit(),
         "device": describe(device, torch.get_num_threads())["machine"],
         "data_digest": data_digest(task),
         "plan_digest": plan.digest(),
     }
-
-
-def commit() -> str | None:
-    """Find the commit of the present folder, with `-dirty` behind it where files were changed since."""
-    words = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        return subprocess.run(words, capture_output=True, text=True, check=False, timeout=10).stdout.strip() or None
-    except (OSError, subprocess.TimeoutExpired):
-        return None
 
 
 def data_digest(task: Task) -> str:
