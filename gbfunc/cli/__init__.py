@@ -12,11 +12,13 @@ import signal
 import sys
 import sysconfig
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_tb
 from types import FrameType
+from typing import Any
 
 __all__ = ["main"]
 
@@ -46,6 +48,10 @@ def _stop(signum: int, frame: FrameType | None) -> None:
     raise Stopped(signum, "stopped by SIGTERM")
 
 
+def _warn(message: Warning | str, *where: Any) -> None:
+    print(f"gbfunc: warning: {message}", file=sys.stderr)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
@@ -68,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             command = parse(sys.argv[1:] if argv is None else argv)
             command.load()
         # Contexts end what a command has started.
-        with handling(_stop, signal.SIGTERM):
+        with handling(_stop, signal.SIGTERM), warnings.catch_warnings():
+            warnings.showwarning = _warn
             command.run()
     except KeyboardInterrupt:
         print("gbfunc: interrupted", file=sys.stderr)

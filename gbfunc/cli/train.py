@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import signal
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,7 +9,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import nn
 
 import gbfunc as gb
@@ -38,7 +36,6 @@ from gbfunc.cli.output import (
 from gbfunc.cli.parser import settings_of, write_config
 from gbfunc.cli.ranks import check_alike, in_turn, open_mesh, split_over
 from gbfunc.formats import AUTO
-from gbfunc.tasks import Task, loss_fn, token_loss
 from gbfunc.tasks.base import ACCURACY, taught
 from gbfunc.tasks.pnets.base import n_params, narrowed
 from gbfunc.tasks.training import (
@@ -54,9 +51,6 @@ from gbfunc.tasks.training import (
     total_steps,
 )
 from gbfunc.types import dtype_name
-
-_PATIENCE = 300
-"""Steps after which a loss must be below that of a constant prediction."""
 
 
 def run_train(options: Train) -> None:
@@ -173,14 +167,6 @@ def fitted(job: Job, teacher: nn.Module | None, seed: int) -> gb.Genome | None:
     return genome if helps else None
 
 
-def _constant_loss(task: Task) -> float:
-    """Compute the loss (nats) of the best constant prediction on the training data; inf for other losses."""
-    labels = getattr(task.train, "tokens" if task.loss is token_loss else "y", None)
-    if task.loss not in (loss_fn, token_loss) or labels is None:
-        return math.inf
-    return float(torch.special.entr(labels.flatten().bincount() / labels.numel()).sum())
-
-
 def train_genome(
     job: Job,
     options: RunOptions,
@@ -205,7 +191,6 @@ def train_genome(
     assert step is not None
     if begins_at is not None and step.placement == "replicated":
         trainer = going_on(trainer, begins_at)
-    constant = _constant_loss(task)
 
     def write(genome: gb.TrainState, path: Path) -> None:
         gb.save(path, job.plan, genome, step.stored(genome) or output.dtype, metadata)
@@ -219,17 +204,10 @@ def train_genome(
             if rounding is None or step.rounding(genome) is not None:
                 best(genome, rows)
 
-        def validated(state: gb.TrainState, rows: list[dict[str, float]]) -> None:
-            if output.out is not None:
-                keep_best(state, rows)
-            before, now = rows[-2]["step"] if len(rows) > 1 else 0, rows[-1]["step"]
-            due = before < _PATIENCE <= now or (now == steps and now >= _PATIENCE / 3)
-            if due and rows[-1]["train_loss"] >= 0.99 * constant and step.mesh.rank == 0:
-                words = f"after {now:,.0f} steps the loss {rows[-1]['train_loss']:.3g} is not below {constant:.3g}"
-                tell(f"warning: {words}, that of a constant prediction: try another --lr than {job.recipe.lr:g}")
-
+        if output.out is not None:
+            hooks["on_validation"] = keep_best
         try:
-            result = run_fit(trainer, job, seed, label, log_every=output.log_every, on_validation=validated, **hooks)
+            result = run_fit(trainer, job, seed, label, log_every=output.log_every, **hooks)
         except KeyboardInterrupt:
             held = f"{best_path} holds the best genome so far" if best_path.exists() else "no genome is kept"
             cure = "--out DIR --checkpoint-every STEPS keeps checkpoints to resume from"
