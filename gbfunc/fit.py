@@ -12,7 +12,7 @@ Suffixes: T tiles, r rows and c columns of a tile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,6 @@ from gbfunc.genome import (
     check_seed,
     check_type,
     codes_of,
-    counter,
     init_leaves,
     stacked,
     unstacked,
@@ -37,7 +36,7 @@ from gbfunc.layers import KINDS
 from gbfunc.plan import DTYPES, Ensemble, Plan
 from gbfunc.tiling import split_tiles
 from gbfunc.trees import flat_genome
-from gbfunc.types import Genome, GenomeLike, Params, TensorMap
+from gbfunc.types import Genome, GenomeLike, GNets, Params, TensorMap
 
 _SOLVES = 32
 """Iterations of conjugate gradients: as many as a tile has unknowns are exact, fewer are close."""
@@ -124,7 +123,6 @@ def fit_genome(
     seed: int = 0,
     steps: int = 500,
     lr: float = 0.05,
-    progress: Callable[[int, int], None] | None = None,
 ) -> Fit:
     """The genome whose p-net is nearest to a trained one: least squares on the weights, tile by tile.
 
@@ -147,7 +145,6 @@ def fit_genome(
         seed: seed of the start.
         steps: steps of Adam; 0 solves for the linear leaves alone.
         lr: its first learning rate, which decays to 0 by a cosine.
-        progress: called with the steps that are done and all, of all ensembles.
 
     Raises:
         ValueError: if plan, weights, base and start do not fit together, the plan generates nothing, or a weight is not
@@ -173,14 +170,14 @@ def fit_genome(
     if base is not None:
         present = base.on(device)[0]
         targets |= {t.name: targets[t.name] - present[t.name] for t in plan.generated if t.base}
-    count, gnets = counter(progress, steps * sum(bool(e.leaves) for e in plan.ensembles)), {}
+    gnets: GNets = {}
     with torch.autocast(device.type, enabled=False):
         genome = _start(plan, start, given, seed)
         for e in plan.ensembles:
             if e.leaves:
                 leaves = genome.gnets[e.name]
                 like = next(iter(leaves.values()))
-                gnets[e.name] = _fitted(_Tiles(plan, e, targets, like.dtype, like.device), leaves, steps, lr, count)
+                gnets[e.name] = _fitted(_Tiles(plan, e, targets, like.dtype, like.device), leaves, steps, lr)
         genome = genome._replace(gnets=gnets)
         with torch.no_grad():
             made = make_generator(plan, base=base)(flat_genome(genome))
@@ -191,7 +188,7 @@ def fit_genome(
     return Fit(genome, errors)
 
 
-def _fitted(tiles: _Tiles, leaves: Params, steps: int, lr: float, count: Callable[[int], None]) -> Params:
+def _fitted(tiles: _Tiles, leaves: Params, steps: int, lr: float) -> Params:
     if isinstance(tiles.constants.hypernet, LowRank):
         return _best_factors(tiles.target_Trc, tiles.constants.hypernet.known_size)
     leaves = tiles.solve({k: v.detach().clone() for k, v in leaves.items()})
@@ -205,7 +202,6 @@ def _fitted(tiles: _Tiles, leaves: Params, steps: int, lr: float, count: Callabl
             tiles.loss(trained).backward()
         adam.step()
         schedule.step()
-        count(1)
     fitted = tiles.solve({k: v.detach() for k, v in trained.items()})
     # A fit that starts at its end only loses by Adam's first steps.
     return fitted if float(tiles.loss(fitted)) < first else leaves

@@ -107,14 +107,7 @@ def check_plan(plan: Plan, pnet: nn.Module) -> None:
 
 @torch.autocast("cpu", enabled=False)
 @torch.inference_mode(False)
-def init_genome(
-    plan: Plan,
-    pnet: nn.Module,
-    seed: int = 0,
-    *,
-    device: torch.device | str | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> Genome:
+def init_genome(plan: Plan, pnet: nn.Module, seed: int = 0, *, device: torch.device | str | None = None) -> Genome:
     """A fresh genome: g-nets drawn from `seed`, direct parameters and buffers as the p-net has them now.
 
     Deltas of a base start at zero. Direct parameters of a meta-device p-net start at 0 (vectors), 1 (weights of norms)
@@ -125,7 +118,6 @@ def init_genome(
         pnet: the p-net that it was made for.
         seed: seed of the g-nets, 0 <= seed < 2**63.
         device: where the genome lives; None is the p-net's device (the CPU for a meta-device p-net).
-        progress: called from time to time with the generated weights that have their g-nets, and all of them.
 
     Raises:
         ValueError: if the p-net is not the one of the plan, or has a buffer without values; for a type of g-net without
@@ -139,12 +131,11 @@ def init_genome(
     if device is None:
         device = next((info.tensor.device for info in infos.values() if not info.tensor.is_meta), "cpu")
     generator = torch.Generator("cpu").manual_seed(check_seed(seed))
-    count = counter(progress, sum(t.numel for t in plan.generated))
     gnets: GNets = {}
     for e in plan.ensembles:
         if e.leaves:
             _check_linear(plan, e)
-            leaves = {k: v.clone() for k, v in init_leaves(e, plan.dtype, generator, count).items()}
+            leaves = {k: v.clone() for k, v in init_leaves(e, plan.dtype, generator).items()}
             for span in (p for p in e.spans if plan.tensors[p.tensor].base):
                 # A delta begins at zero, where the leaves are in which a tile is linear.
                 for k in (k for k, leaf in e.leaves.items() if leaf.role == "linear"):
@@ -159,19 +150,6 @@ def check_seed(seed: int) -> int:
     if isinstance(seed, bool) or not hasattr(seed, "__index__") or not 0 <= operator.index(seed) < 1 << 63:
         raise ValueError(f"seed must be an integer with 0 <= seed < 2**63, got {seed!r}")
     return operator.index(seed)
-
-
-def counter(progress: Callable[[int, int], None] | None, total: int) -> Callable[[int], None]:
-    """A function that adds to what is done, and calls `progress(done, total)`."""
-    done = 0
-
-    def count(more: int) -> None:
-        nonlocal done
-        done += more
-        if progress is not None:
-            progress(done, total)
-
-    return count
 
 
 def _check_linear(plan: Plan, e: Ensemble) -> None:
@@ -305,14 +283,12 @@ def _inside(lengths_T: Tensor, longest: int) -> Tensor:
     return (torch.arange(longest, device="cpu") < lengths_T[:, None])[..., None]
 
 
-def init_leaves(
-    e: Ensemble, dtype: torch.dtype, generator: torch.Generator, progress: Callable[[int], None] = lambda weights: None
-) -> Params:
+def init_leaves(e: Ensemble, dtype: torch.dtype, generator: torch.Generator) -> Params:
     """Draw an ensemble's leaves, tile by tile from one CPU generator: the same wherever tiles are later.
 
     Every slot is then centred and scaled to zero mean and unit standard deviation by its linear leaves. The mean is
     linear in them, `mean = <m, v>`, so the smallest change that removes it is `v -= m * mean / |m|^2`. A slot with a
-    single linear coefficient has its other leaves moved likewise. `progress` gets the weights of every slot done.
+    single linear coefficient has its other leaves moved likewise.
     """
     hypernet, specs = e.hypernet, e.leaves
     drawn = hypernet.init(e.dims, e.n_tiles, e.n_groups, generator)
@@ -339,7 +315,6 @@ def init_leaves(
             mine |= {k: fresh[k].to(leaves[k].dtype) for k in tile_scope}
         for k in tile_scope:
             leaves[k][span] = mine[k]
-        progress(grid.numel)
     return leaves
 
 

@@ -34,7 +34,7 @@ _OTHER_PLAN = (
     "the state dict is that of another plan, under which its numbers make other weights: a plan depends on its p-net's "
     "first weights, so keep it (gb.save, save_pretrained, Plan.to_json); dict(state_dict) is loaded all the same"
 )
-_OWN = frozenset({"plan", "to_genome", "from_genome"})
+_OWN = frozenset({"plan", "to_genome"})
 """Names of `GenomeModule` that a p-net must not have; `save_pretrained` and its like take the place of the p-net's."""
 
 
@@ -81,7 +81,7 @@ class GenomeModule(nn.Module):
     Raises:
         TypeError: for a p-net or a genome that is none.
         ValueError: if plan, p-net and genome do not fit together, the p-net is not the plan's base, it is wrapped (DDP,
-            FSDP, compiled), or it has an attribute `plan`, `to_genome` or `from_genome` of its own.
+            FSDP, compiled), or it has an attribute `plan` or `to_genome` of its own.
 
     >>> import gbfunc as gb
     >>> pnet = nn.Linear(30, 20)
@@ -128,7 +128,7 @@ class GenomeModule(nn.Module):
                 self.get_submodule(path).register_parameter(key, made)
         for name, x in given.buffers.items():
             path, _, key = name.rpartition(".")
-            self.get_submodule(path)._buffers[key] = x.detach().clone()
+            setattr(self.get_submodule(path), key, x.detach().clone())
         base, kept, sources = plan.base_tensors(pnet), {*given.direct, *given.buffers}, dict[str, str]()
         first: dict[int, str] = {}
         for name, x in named_tensors(self, ties=True):
@@ -147,11 +147,6 @@ class GenomeModule(nn.Module):
             self.register_parameter(name, nn.Parameter(x))
         self._build()
         self._freeze_statistics()
-
-    @classmethod
-    def from_genome(cls: type[Self], plan: Plan, genome: GenomeLike, pnet: nn.Module, **options: Any) -> Self:
-        """The module of a genome, of which copies are taken: `GenomeModule(plan, pnet, genome, **options)`."""
-        return cls(plan, pnet, genome, **options)
 
     def to_genome(self) -> Genome:
         """The genome as it is now: copies without a graph, for `gb.save`, `gb.generate` and `gb.materialize`.
@@ -209,13 +204,8 @@ class GenomeModule(nn.Module):
                 if not given) and the options of `push_to_hub`. Those of `PreTrainedModel.save_pretrained` that say how
                 to write large files have no effect.
 
-        Returns:
-            The commit's address with `push_to_hub=True`, else None.
-
-        Raises:
-            ImportError: for an upload without the package huggingface_hub.
-            TypeError: for an unknown option.
-            ValueError: if the plan cannot be saved (see `gb.save`).
+        Returns the commit's address with `push_to_hub=True`, otherwise None. Raises ImportError for an upload without
+        huggingface_hub, TypeError for an unknown option, and as `gb.save`.
         """
         if "state_dict" in options:
             # Trainer passes None.
@@ -223,19 +213,11 @@ class GenomeModule(nn.Module):
         return save_pretrained(self.plan, self.to_genome(), save_directory, **options)
 
     def push_to_hub(self, repo_id: str, **options: Any) -> str:
-        """Upload what `save_pretrained` writes.
+        """Upload what `save_pretrained` writes to a repository of the hub; return the commit's address.
 
-        Args:
-            repo_id: its name on the hub.
-            options: `dtype`, as in `gb.save`; and those of `huggingface_hub.ModelHubMixin.push_to_hub`: `private` (of
-                a repository that is made for it), `token`, `branch`, `commit_message`, `create_pr`, `allow_patterns`,
-                `ignore_patterns`, `delete_patterns`.
-
-        Returns:
-            The commit's address.
-
-        Raises:
-            ImportError, TypeError, ValueError: as `save_pretrained`.
+        Options are `dtype`, as in `gb.save`, and those of `huggingface_hub.ModelHubMixin.push_to_hub`: `private` (for a
+        new repository), `token`, `branch`, `commit_message`, `create_pr`, `allow_patterns`, `ignore_patterns` and
+        `delete_patterns`. Raises as `save_pretrained`.
         """
         return push_pretrained(self.plan, self.to_genome(), repo_id, **options)
 

@@ -223,7 +223,7 @@ print(module.extra_repr())
 
 # %%
 if find_spec("huggingface_hub"):
-    module = gb.GenomeModule.from_genome(plan, state, pnet).eval()
+    module = gb.GenomeModule(plan, pnet, state).eval()
     module.save_pretrained(folder / "hub")
     for file in sorted((folder / "hub").iterdir()):
         print(f"{file.name:<20} {file.stat().st_size:>7,} bytes")

@@ -179,13 +179,3 @@ def test_a_large_slot_is_measured_by_its_factors_as_by_its_weights(
     monkeypatch.setattr("gbfunc.genome._CACHED", 3_000)
     monkeypatch.setattr("gbfunc.genome._Slot.matrix", None)  # What measures by weights.
     torch.testing.assert_close(gb.init_genome(plan, pnet, 2), by_weight, rtol=1e-5, atol=1e-6)
-
-
-def test_progress_tells_the_weights_that_are_done() -> None:
-    pnet = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4), nn.Conv2d(2, 3, 3))
-    calls: list[tuple[int, int]] = []
-    plan = gb.make_plan(pnet, gb.periodic(2))
-    gb.init_genome(plan, pnet, progress=lambda done, total: calls.append((done, total)))
-    assert [total for _, total in calls] == [30 + 20 + 54] * 3
-    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
-    assert calls[-1][0] == 104

@@ -252,11 +252,10 @@ def test_a_piece_is_that_part_of_the_matrix(net: str, hypernet: Any, data: st.Da
     wanted = [x for of in leaves.values() for x in of.values()] + list(direct.values())
     tensor = data.draw(st.sampled_from(plan.tensors))
     matrices = KINDS[tensor.kind].unfold(gb.generate(plan, genome)[tensor.name])
-    part = data.draw(st.sampled_from([None, *range(len(matrices))]))
-    whole = torch.cat(matrices) if part is None else matrices[part]
+    whole = torch.cat(matrices)
     a, b = sorted(data.draw(st.tuples(*[st.integers(0, whole.shape[0])] * 2)))
     c, d = sorted(data.draw(st.tuples(*[st.integers(0, whole.shape[1])] * 2)))
-    piece = generate_piece(plan, genome, tensor.name, slice(a, b), slice(c, d), part=part)
+    piece = generate_piece(plan, genome, tensor.name, slice(a, b), slice(c, d))
     torch.testing.assert_close(piece, whole[a:b, c:d], rtol=1e-12, atol=1e-14)
     if piece.requires_grad and piece.numel():
         weight = torch.randn(piece.shape, dtype=torch.float64)
@@ -274,8 +273,6 @@ def test_a_piece_of_nothing_is_refused() -> None:
     genome = gb.init_genome(plan, pnet)
     with pytest.raises(ValueError, match=r"'fc' is no parameter of the plan; it has \['in_proj_weight'"):
         generate_piece(plan, genome, "fc")
-    with pytest.raises(ValueError, match=r"has the parts \[0, 1, 2\], got 3"):
-        generate_piece(plan, genome, "in_proj_weight", part=3)
     with pytest.raises(ValueError, match="without a step"):
         generate_piece(plan, genome, "in_proj_weight", slice(0, 4, 2))
 

@@ -114,7 +114,7 @@ def test_copies_and_pickles_work_on(again: Callable[[Any], Any], name: str) -> N
 def test_a_genome_goes_in_and_out_as_copies() -> None:
     pnet, plan, genome = genome_of(ZOO["conv_bn"])
     kept = copy.deepcopy(genome)
-    module = gb.GenomeModule.from_genome(plan, genome, pnet)
+    module = gb.GenomeModule(plan, pnet, genome)
     assert_same(module.to_genome(), genome)
     taken = module.to_genome()
     trained(module, ZOO["conv_bn"].batch())
@@ -240,7 +240,7 @@ def test_a_subclass_keeps_its_forward() -> None:
 
     pnet, plan, genome = genome_of(ZOO["mlp"])
     batch = ZOO["mlp"].batch()
-    doubled = Doubled.from_genome(plan, genome, pnet)
+    doubled = Doubled(plan, pnet, genome)
     assert isinstance(doubled, Doubled)
     assert torch.equal(doubled(batch), 2 * gb.GenomeModule(plan, pnet, genome)(batch))
 

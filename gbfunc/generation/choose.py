@@ -17,7 +17,7 @@ from gbfunc.layers import KINDS
 from gbfunc.layers.forms import DenseWeight, Needs, Target, WeightForm
 from gbfunc.layers.recomputed import RecomputedWeight
 from gbfunc.plan import DTYPES, Ensemble, Plan, TensorPlan
-from gbfunc.tiling import Cut, Piece, TileGrid, cut_piece
+from gbfunc.tiling import Cut, Piece, cut_piece
 from gbfunc.trees import flat_genome
 from gbfunc.types import GenomeLike, Kernel, Lazy, Params
 
@@ -228,7 +228,6 @@ def generate_piece(
     rows: slice = slice(None),
     cols: slice = slice(None),
     *,
-    part: int | None = None,
     noise: Noise | None = None,
     kernel: Kernel = "auto",
 ) -> Tensor:
@@ -241,34 +240,31 @@ def generate_piece(
         plan: the plan.
         genome: a `Genome` or `TrainState`.
         name: the parameter, generated or direct.
-        rows: a slice of the rows without a step; of all parts below each other, or of one.
+        rows: a slice of the rows without a step; the parts of a packed q, k, v stand below each other.
         cols: a slice of the columns without a step.
-        part: which matrix of a parameter that is several (0, 1, 2 for a packed q, k, v); None is all.
         noise: as for `generate`.
         kernel: as for `generate`.
 
     Raises:
-        ValueError: if the genome's leaves are not those of the plan, or there is no such parameter or part.
+        ValueError: if the genome's leaves are not those of the plan, or there is no such parameter.
     """
     check_genome(plan, genome, buffers=False)
     tensor = next((t for t in plan.tensors if name in (t.name, *t.aliases)), None)
     if tensor is None:
         raise ValueError(f"{name!r} is no parameter of the plan; it has {[t.name for t in plan.tensors]}")
-    grids = [TileGrid(m.rows, m.cols, m.rows, m.cols) for m in KINDS[tensor.kind].matrices(tensor.shape)]
-    if part is not None and part not in range(len(grids)):
-        raise ValueError(f"{name!r} has the parts {[*range(len(grids))]}, got {part!r}")
     if any(s.step not in (None, 1) for s in (rows, cols)):
         raise ValueError(f"rows and cols must be slices without a step, got {rows} and {cols}")
-    chosen = [*range(len(grids))] if part is None else [part]
-    (a, b, _), (c, d, _) = rows.indices(sum(grids[i].rows for i in chosen)), cols.indices(grids[0].cols)
-    pieces, first = dict[int, Piece](), 0
-    for i in chosen:
-        start, stop = (min(max(n - first, 0), grids[i].rows) for n in (a, b))
-        pieces[i] = Piece(((start, max(start, stop)),), (c, max(c, d)))
-        first += grids[i].rows
-    # One part tells the columns of an empty block.
-    met = [i for i in chosen if pieces[i].shape[0]] or chosen[:1]
-    return torch.cat([_block(plan, genome, tensor, i, pieces[i], noise or {}, kernel) for i in met])
+    matrices = list(KINDS[tensor.kind].matrices(tensor.shape))
+    (a, b, _), (c, d, _) = rows.indices(sum(m.rows for m in matrices)), cols.indices(matrices[0].cols)
+    blocks, first = list[Tensor](), 0
+    for i, m in enumerate(matrices):
+        start, stop = (min(max(n - first, 0), m.rows) for n in (a, b))
+        # The first part gives the columns of an empty block.
+        if start < stop or not i:
+            piece = Piece(((start, max(start, stop)),), (c, max(c, d)))
+            blocks.append(_block(plan, genome, tensor, i, piece, noise or {}, kernel))
+        first += m.rows
+    return torch.cat(blocks)
 
 
 def _block(

@@ -263,7 +263,6 @@ class Generator:
             stack.constants(dtype, device)
 
     def _kind(self, leaves: Params) -> tuple[torch.dtype, torch.device]:
-        """Dtype and device of generation: those of the g-nets' leaves, if there are any."""
         if self._like is not None:
             return leaves[self._like].dtype, leaves[self._like].device
         like = next(iter(leaves.values()), None)

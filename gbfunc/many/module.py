@@ -219,7 +219,6 @@ class ManyGenomes(nn.Module):
         return {key: x[index.to(x.device)] if key in self._rows else x for key, x in stored.items()}
 
     def _check(self, index: Tensor, inputs: list[tuple[str, Any]]) -> list[bool]:
-        """Return which inputs have a row each; raise as `forward`."""
         if not isinstance(index, Tensor) or index.dtype != torch.int64:
             got = str(index.dtype) if isinstance(index, Tensor) else type(index).__name__
             raise TypeError(f"index must be an int64 tensor [B] of genomes' numbers, got {got}")

@@ -98,7 +98,6 @@ def distillation(
 
 
 def _divergence(student: Tensor, teacher: Tensor, temperature: float, dim: int) -> Tensor:
-    """The mean KL divergence, in nats, of softened predictions."""
     rows, target = (F.log_softmax(z.movedim(dim, -1).flatten(0, -2) / temperature, -1) for z in (student, teacher))
     return F.kl_div(rows, target, reduction="batchmean", log_target=True)
 

@@ -128,7 +128,6 @@ class Population:
     def _gradients(
         self, frozen: Params, trained: Params, buffers: Params, batch: Any, seeds: list[int]
     ) -> tuple[Tensor, Any, Params, Params]:
-        """Losses [n], aux, gradients by name and buffers of the members."""
         objective, plan, same = self.train_step._objective, self.train_step.plan, self._same_batch
         loss, scale, like = objective.strategy.loss, objective.scale, next(iter(trained.values()))
         assert loss is not None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gbfunc.formats import Stored, as_stored
 from gbfunc.genome import check_genome, check_seed, init_genome
-from gbfunc.parallel import Layout, Placement, Rows, from_rank_0, gather_state, shard_state
+from gbfunc.parallel import Layout, Placement, from_rank_0, gather_state, shard_state
 from gbfunc.pnet.describe import parameter_infos
 from gbfunc.train.gradients import Objective
 from gbfunc.train.optimizers import Optimizer, OptState, where_each
@@ -137,11 +137,6 @@ class TrainStep:
     def placement(self) -> Placement:
         """Where the genome lives: `"replicated"`, `"sharded"` or `"factors"`."""
         return self._layout.placement
-
-    @property
-    def ownership(self) -> Mapping[str, Rows]:
-        """Rows `(first, count, total)` of each trained leaf on this rank, by `gnets/ENSEMBLE/LEAF` or `direct/NAME`."""
-        return self._layout.ownership
 
     @property
     def settings(self) -> Mapping[str, Any]:

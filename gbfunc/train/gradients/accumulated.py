@@ -43,7 +43,6 @@ class Accumulated:
         self.loss, self._scale, self._split, self._again = loss, scale, split, again
 
     def __call__(self, given: Given, wanted: list[Tensor]) -> Result:
-        """Means over the microbatches."""
         with self.loss.net.kept():
             made, weights, trained = weights_of(self.loss, given, self._again)
             sums: Params = {}
