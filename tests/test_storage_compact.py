@@ -148,7 +148,7 @@ def test_bodies_that_are_none(genuine: Genuine, body: bytes, tmp_path: Path) -> 
         body[:50]: "its plan cannot be unpacked: it is cut short",
         b"\x36" + bomb: "4,194,305 bytes or more as JSON",
         b"\x36" + b"\x01\x02\x00\xfd\xff{}" + rest: "not a plan",
-        b"\x36" + plan: "declares g-nets of more parameters than the 0 ",
+        b"\x36" + plan: "it holds 0 bytes of numbers",
         b"\x36" + plan + rest[:20]: "it holds 20 bytes of numbers, expected 64 or more",
         b"\x16" + plan + rest[:70]: "it holds 6 bytes of scales, expected ",
         b"\x36" + plan + rest[:64]: f"declares|{ends}",

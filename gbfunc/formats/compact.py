@@ -30,19 +30,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gbfunc.formats.layout import deflate, inflate, names_by_dtype, stored_leaves
+from gbfunc.formats.layout import Allowed, deflate, inflate, names_by_dtype, stored_leaves
 from gbfunc.formats.rounding import BITS, Codes, block_size, decode, encode, narrow_stats
 from gbfunc.formats.statistics import counters_of
 from gbfunc.formats.step_stream import pack_steps, unpack_steps
 from gbfunc.formats.steps import EXPECTED_BITS, EXPECTED_PART_BITS, Steps, parts_of
-from gbfunc.formats.symbols import LEAST_BITS, MAX_SYMBOLS, Reader, Run, most_runs_bytes, pack_runs
+from gbfunc.formats.symbols import MAX_SYMBOLS, Reader, Run, most_runs_bytes, pack_runs
 from gbfunc.types import DTYPES, Params, TensorMap
 
 MAGIC = b"GB5"
 _HEAD = len(MAGIC) + 1 + 4
 _NARROW, _RUNS, _STATISTICS = 16, 32, 64
 STEPS = 9
-_DEAD = 4096  # Most numbers of a feature without amplitude, which take no bits
 _EMPTY = np.empty(0, np.uint8)
 EXPONENT = 122  # Centre of the scales' exponents: 2^-5
 _MIDDLE = {bits: np.array([1 << (bits - 1)], np.uint8) for bits in range(2, 9)}
@@ -164,9 +163,10 @@ class Compact(NamedTuple):
     bits: int
     flags: int
     numbers: bytes
+    allowed: Allowed
 
     @staticmethod
-    def parse(data: bytes) -> Compact:
+    def parse(data: bytes, allowed: Allowed) -> Compact:
         """Read a file that begins with `MAGIC`; `ValueError` for a damaged one."""
         checked = data[len(MAGIC) : len(MAGIC) + 1] + data[_HEAD:]
         if len(data) < _HEAD or data[_HEAD - 4 : _HEAD] != zlib.crc32(checked).to_bytes(4, "little"):
@@ -176,12 +176,8 @@ class Compact(NamedTuple):
         bits = STEPS if bits == STEPS + _STATISTICS else bits
         if bits not in (*BITS.values(), STEPS):
             raise ValueError(f"it has codes of {bits} bits, known here are 2 to 8")
-        document, n = inflate(rest)
-        return Compact(document, bits, flags, rest[len(rest) - n :])
-
-    def max_params(self, dtype: torch.dtype) -> int:
-        """The most parameters of g-nets that the file can hold, whatever their dtype."""
-        return int(8 / LEAST_BITS) * (_DEAD if self.bits == STEPS else 1) * len(self.numbers)
+        document, n = inflate(rest, allowed)
+        return Compact(document, bits, flags, rest[len(rest) - n :], allowed)
 
     def leaves(self, plan: Any) -> Params:
         """The leaves of the file's plan; `ValueError` if the file holds others."""
@@ -193,7 +189,7 @@ class Compact(NamedTuple):
                 flat[name] = _tensor(self.numbers[at:end], DTYPES[dtype])
                 at = end
         if self.bits == STEPS:
-            flat |= unpack_steps(plan, codes, bool(self.flags & _STATISTICS))[0]
+            flat |= self._unpack_steps(plan, codes)[0]
         else:
             coded = {name: expected[name] for name in sorted(expected.keys() - plain.keys())}
             read = (self._read_runs if self.flags & _RUNS else self._read_symbols)(codes, [*coded.values()])
@@ -205,7 +201,10 @@ class Compact(NamedTuple):
         if self.bits != STEPS:
             return f"int{self.bits}"
         plan = read_plan(self.document)
-        return unpack_steps(plan, self._split(plan)[1], bool(self.flags & _STATISTICS))[1]
+        return self._unpack_steps(plan, self._split(plan)[1])[1]
+
+    def _unpack_steps(self, plan: Any, codes: bytes) -> tuple[Params, Steps]:
+        return unpack_steps(plan, codes, bool(self.flags & _STATISTICS), self.allowed)
 
     def _split(self, plan: Any) -> tuple[Params, bytes]:
         narrow = bool(self.flags & _NARROW)

@@ -14,6 +14,7 @@ import base64
 import json
 import zlib
 from importlib.resources import files
+from typing import Any, NamedTuple
 
 from gbfunc.formats.rounding import stored_dtype
 from gbfunc.types import DTYPES, JSON, Params, TensorMap, dtype_name
@@ -23,9 +24,37 @@ FORMAT = "gbfunc-genome-2"
 _FILES = files("gbfunc.formats")
 SCHEMA: JSON = json.loads(_FILES.joinpath("schema.json").read_text("ascii"))
 """JSON Schema (draft 7) of the document in a file, with the limits of all readers: this package's and a page's."""
-# A few kB of zeros, unpacked, fill any memory; an empty dict or list, three characters of JSON, takes 64 bytes; a leaf,
-# even of one number, takes 20 us.
-LIMITS: dict[str, int] = SCHEMA["limits"]
+LIMITS: dict[str, Any] = SCHEMA["limits"]
+
+
+class Allowed(NamedTuple):
+    """What a file may declare: numbers that take no bits, leaves of one number, and empty lists cost time and memory.
+
+    Attributes:
+        numbers: numbers of all leaves, also numbers of codes that the reader computes.
+        symbols: symbols in a stream of codes with steps.
+        pieces: parts of leaves, direct tensors and buffers.
+        containers: dicts and lists in the document.
+    """
+
+    numbers: int
+    symbols: int
+    pieces: int
+    containers: int
+
+    @staticmethod
+    def by(n_bytes: int, max_params: int | None = None) -> Allowed:
+        """What a file of a size may declare, or what a caller allows for a genome of so many parameters."""
+        if max_params is not None:
+            return Allowed(max_params, max_params, LIMITS["mostTensors"] * 8, LIMITS["mostLists"])
+        names = ("Numbers", "Symbols", "Pieces", "Containers")
+        return Allowed(*(LIMITS[f"free{x}"] + int(LIMITS[f"{x.lower()}PerByte"] * n_bytes) for x in names))
+
+    def check(self, what: str, count: int) -> None:
+        """Raise `ValueError` for more than is allowed of one of the attributes."""
+        if count > (most := getattr(self, what)):
+            more = "pass max_params=, the parameters that you allow, if you trust it"
+            raise ValueError(f"it declares {count:,} {what}, and a file of its size may have {most:,}: {more}")
 
 # Names of the dtypes in safetensors
 _CODES = dict(zip(DTYPES, ("I64", "F64", "C64", "F32", "I32", "BF16", "F16", "I16", "I8", "U8", "BOOL"), strict=True))
@@ -84,14 +113,14 @@ def pack_plan(text: str) -> str:
     return _checked(base64.b85encode(_compressed(text, 15, WORDS))).decode()
 
 
-def unpack_plan(packed: str) -> str:
+def unpack_plan(packed: str, allowed: Allowed) -> str:
     """Undo `pack_plan`; `ValueError` for anything else, before more than a file may hold is unpacked."""
     try:
         data = base64.b85decode(packed)
         # An incomplete last group decodes to less than it says.
         if base64.b85encode(data).decode() != packed:
             raise ValueError("its last characters are none that base85 ends with")
-        text, rest = _decompressed(data, 15, WORDS)
+        text, rest = _decompressed(data, 15, WORDS, allowed)
         if rest:
             raise ValueError(f"{rest:,} bytes follow it")
         return text
@@ -105,10 +134,10 @@ def deflate(text: str) -> bytes:
     return _checked(_compressed(text, -15, DOCUMENTS))
 
 
-def inflate(data: bytes) -> tuple[str, int]:
+def inflate(data: bytes, allowed: Allowed) -> tuple[str, int]:
     """Undoes `deflate`, and counts the bytes that follow; raises as `unpack_plan`."""
     try:
-        return _decompressed(data, -15, DOCUMENTS)
+        return _decompressed(data, -15, DOCUMENTS, allowed)
     except (ValueError, zlib.error) as error:
         raise ValueError(f"its plan cannot be unpacked: {error}") from error
 
@@ -120,10 +149,11 @@ def _compressed(text: str, wbits: int, words: bytes) -> bytes:
     return packer.compress(data) + packer.flush()
 
 
-def _decompressed(data: bytes, wbits: int, words: bytes) -> tuple[str, int]:
+def _decompressed(data: bytes, wbits: int, words: bytes, allowed: Allowed) -> tuple[str, int]:
     unpacker = zlib.decompressobj(wbits, zdict=words)
     text = unpacker.decompress(data, LIMITS["mostPlan"] + 1)
     _check_size(text)
+    allowed.check("containers", text.count(b"{") + text.count(b"["))
     if not unpacker.eof:
         raise ValueError("it is cut short")
     return text.decode(), len(unpacker.unused_data)

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gbfunc.formats.layout import Allowed
 from gbfunc.formats.statistics import codable, coded, counter_entries, counters_of, read_counters, squares_of
 from gbfunc.formats.steps import (
     LARGEST,
@@ -201,10 +202,11 @@ def _header(numbers: list[int], least: int, most: int) -> list[Entry]:
     return head + [_entry(n - median, geometric(width, LARGEST)) for n in numbers]
 
 
-def unpack_steps(plan: Any, data: bytes, statistics: bool) -> tuple[Params, Steps]:
+def unpack_steps(plan: Any, data: bytes, statistics: bool, allowed: Allowed) -> tuple[Params, Steps]:
     """Undoes `pack_steps`: the leaves in float32, and their steps; raises ValueError for any other data."""
-    parts = parts_of(plan, statistics)
-    reader = Reader(data[2:], PIECE * int.from_bytes(data[:2], "little"))
+    symbols = PIECE * int.from_bytes(data[:2], "little")
+    allowed.check("symbols", symbols - PIECE)
+    parts, reader = parts_of(plan, statistics), Reader(data[2:], symbols)
     indices = _read_header(reader, len(parts), LEAST, MOST)
     widths = _read_header(reader, len(parts), NARROWEST, WIDEST)
     seen, values = Seen({}, {}), []

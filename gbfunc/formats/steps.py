@@ -29,17 +29,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gbfunc.encoding import Binary, Encoding, PerAxis
 from gbfunc.formats.rounding import BITS, STORED_DTYPES, StoredDtype, rounded, stored_name
 from gbfunc.formats.statistics import coded, statistics_of, uncoded
 from gbfunc.trees import BUFFERS, DIRECT, GNET
 from gbfunc.types import DTYPES, Params, TensorMap
 
 V = TypeVar("V")
+Side = tuple[Encoding, int, int]
+"""A code, the length of its axis, and the length of a tile."""
 
 AUTO = "auto"  # The name of codes whose steps training finds, where a dtype is expected
 OCTAVE, LEAST, MOST = 8, -128, 127  # Indices in an octave; the smallest index, and the largest
 LARGEST = 2047  # Largest integer
 _REACH = 400
+_AT_ONCE = 1 << 18  # Numbers of codes
 # Limits of the half octaves by which codes make steps finer: all indices, with the largest amplitude, stay in `_STEPS`.
 COARSEST, FINEST = -68, 44
 # Dtype and device are explicit: files do not depend on the user's defaults.
@@ -169,9 +173,42 @@ def parts_of(plan: Any, statistics: bool = True) -> tuple[Part, ...]:
 def _finer(ensemble: Any, leaf: Any) -> tuple[int, ...]:
     if leaf.codes is None:
         return ()
-    squares = np.asarray(ensemble.codes[leaf.codes == "col"], np.float64) ** 2
-    means = squares.mean(axis=(0, 1)).tolist()
-    return tuple(min(FINEST, max(COARSEST, round(math.log2(x)))) if x > 0 else 0 for x in means)
+    sides = Counter[Side]()
+    for span in ensemble.spans:
+        sides[_side(span.slot, leaf.codes == "row")] += span.slot.grid.n_tiles
+    means = sum(n * _mean_squares(*side) for side, n in sides.items()) / sides.total()
+    return tuple(min(FINEST, max(COARSEST, round(math.log2(x)))) if x > 0 else 0 for x in means.tolist())
+
+
+def _side(slot: Any, rows: bool) -> Side:
+    grid = slot.grid
+    code, n, tile = (slot.row_code, grid.rows, grid.tile_rows) if rows else (slot.col_code, grid.cols, grid.tile_cols)
+    return code, tile if code.local else n, tile
+
+
+def numbers_of_codes(plan: Any) -> int:
+    """The numbers of codes that `parts_of` computes."""
+    sides = {_side(span.slot, rows) for e in plan.ensembles for span in e.spans for rows in (True, False)}
+    return sum(_mean_squares(*side, count=True) for side in sides)
+
+
+def _mean_squares(code: Encoding, n: int, tile: int, count: bool = False) -> Any:
+    """Mean squares of the codes of all tiles of an axis of `n` [k]; or how many numbers of codes these take."""
+    if isinstance(code, Binary):
+        return 0 if count else np.ones(code.width(n))
+    if isinstance(code, PerAxis) and code.local:
+        m = code.n_positions
+        channels, positions = (code.channels, n // m, n // m), (code.positions, m, m)
+        both = [_mean_squares(*side, count=count) for side in (channels, positions)]
+        return sum(both) if count else np.concatenate(both)
+    length = -(-n // tile) * tile
+    if count:
+        return length * code.width(n)
+    total, at_once = np.zeros(code.width(n)), max(1, _AT_ONCE // max(1, code.width(n)))
+    for first in range(0, length, at_once):
+        i = torch.arange(first, min(length, first + at_once), device="cpu").clip(max=n - 1)
+        total += code.at(i, n).double().square().sum(0).numpy()
+    return total / length
 
 
 def shifts_of(part: Part, gains: Mapping[tuple[str | None, int], Tensor], device: Any) -> tuple[Tensor, Tensor]:

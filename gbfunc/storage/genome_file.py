@@ -24,6 +24,7 @@ from gbfunc.formats import AUTO, STORED_DTYPES, Steps, Stored, check_steps, comp
 from gbfunc.formats.compact import Compact
 from gbfunc.formats.layout import (
     FORMAT,
+    Allowed,
     check_most,
     file_header,
     names_by_dtype,
@@ -31,6 +32,7 @@ from gbfunc.formats.layout import (
     unpack_plan,
 )
 from gbfunc.formats.rounding import BITS, is_stat, narrow_stats
+from gbfunc.formats.steps import numbers_of_codes
 from gbfunc.genome import check_genome, unflat_genome
 from gbfunc.plan import Plan
 from gbfunc.plan.serial import check_readable
@@ -95,22 +97,30 @@ def save(
 
 
 def load(
-    path: str | os.PathLike[str], *, factories: Sequence[Callable[..., Any]] = (), max_pnet_bytes: int = 64 << 30
+    path: str | os.PathLike[str],
+    *,
+    factories: Sequence[Callable[..., Any]] = (),
+    max_pnet_bytes: int = 64 << 30,
+    max_params: int | None = None,
 ) -> tuple[Plan, Genome]:
     """Reads and checks a file of `save`; returns the plan and the genome, on the CPU.
+
+    The plan is held against the size of the file before any number is read: no file of n bytes takes more than about
+    50 MB + 1,000 n of memory, and 0.3 s + 1 us n, unless `max_params` allows more.
 
     Args:
         path: the file.
         factories: the factories of `from_module` that the plan uses: a file alone runs no code.
         max_pnet_bytes: largest p-net that the file may declare; a small file can declare a huge one.
+        max_params: most parameters that the genome may have; None for 2^20 and 16 for each byte of the file.
 
     Raises:
         FileNotFoundError: if there is no file.
         ValueError: if the file is not a valid genome, with the reason.
     """
-    with _opened(path) as file:
+    with _opened(path, max_params) as file:
         plan = Plan.from_json(file.document, tuple(factories))
-        _check_sizes(plan, max_pnet_bytes, file.max_params(plan.dtype))
+        _check_sizes(plan, max_pnet_bytes, file)
         flat = file.leaves(plan)
         _check_values(flat, "it")
     return plan, unflat_genome(plan, flat, {b.name: flat[f"{BUFFERS}{b.name}"] for b in plan.buffers})
@@ -132,11 +142,11 @@ def load_dtype(path: str | os.PathLike[str]) -> Stored | None:
 
 
 @contextmanager
-def _opened(path: str | os.PathLike[str]) -> Iterator[Compact | _Plain]:
+def _opened(path: str | os.PathLike[str], max_params: int | None = None) -> Iterator[Compact | _Plain]:
     if not Path(path).exists():
         raise FileNotFoundError(f"no genome file at {os.fspath(path)!r}")
     try:
-        yield _open(Path(path))
+        yield _open(Path(path), max_params)
     except (SafetensorError, ValueError, OSError, MemoryError, RuntimeError) as error:
         raise ValueError(f"{os.fspath(path)!r} is not a valid genome: {error}") from error
 
@@ -154,13 +164,14 @@ def _says_genome(metadata: Mapping[str, str] | None) -> bool:
     return {"plan", "format"} <= (metadata or {}).keys()
 
 
-def _open(path: Path) -> Compact | _Plain:
+def _open(path: Path, max_params: int | None) -> Compact | _Plain:
     if not path.is_file():
         raise ValueError("it is not a file")
+    allowed = Allowed.by(path.stat().st_size, max_params)
     with path.open("rb") as file:
         start = file.read(8)
         if start.startswith(compact.MAGIC):
-            return Compact.parse(start + file.read())
+            return Compact.parse(start + file.read(), allowed)
         if (size := int.from_bytes(start, "little")) > path.stat().st_size:
             raise ValueError("it is no genome, and no safetensors file")
         check_most("its header", size, "bytes", "mostHeader")
@@ -174,7 +185,7 @@ def _open(path: Path) -> Compact | _Plain:
         raise ValueError(f"its format is {metadata['format']!r}, the one known here is {FORMAT!r}")
     if (name := metadata.get("numbers")) is not None and name not in STORED_DTYPES:
         raise ValueError(f"its dtype is {name!r}, known here are {', '.join(STORED_DTYPES)}")
-    return _Plain(unpack_plan(metadata["plan"]), name, metadata.get("sha256", ""), tensors)
+    return _Plain(unpack_plan(metadata["plan"], allowed), name, metadata.get("sha256", ""), tensors, allowed)
 
 
 class _Plain(NamedTuple):
@@ -182,11 +193,7 @@ class _Plain(NamedTuple):
     dtype: str | None  # Of trained leaves, None for the plan's
     digest: str  # That the file gives
     tensors: Params  # [n] of each dtype
-
-    def max_params(self, dtype: torch.dtype) -> int:
-        stored = stored_leaves({"": torch.empty(0, dtype=dtype)}, self.dtype)[""]
-        tensor = self.tensors.get(dtype_name(stored.dtype))
-        return 0 if tensor is None else tensor.numel()
+    allowed: Allowed
 
     def leaves(self, plan: Plan) -> Params:
         expected = plan.leaves
@@ -210,23 +217,29 @@ def _digest(plan_json: str, tensors: TensorMap) -> str:
     return digest.hexdigest()
 
 
-def _check_sizes(plan: Plan, limit: int, numbers: int) -> None:
+def _check_sizes(plan: Plan, limit: int, file: Compact | _Plain) -> None:
     size = sum(t.numel * DTYPES[t.dtype].itemsize for t in plan.tensors) + plan.buffer_bytes
     if size > limit:
         raise ValueError(
             f"it declares a p-net of {size:,} bytes, over the limit of {limit:,}: pass max_pnet_bytes if you trust it"
         )
-    needed = leaves = 0
+    pieces = len(plan.tensors) + len(plan.buffers)
+    numbers = sum(t.numel for t in plan.direct) + sum(math.prod(b.shape) for b in plan.buffers)
     for e in plan.ensembles:
-        sizes = [math.prod(leaf.shape) for leaf in e.hypernet.leaves(e.dims).values() if leaf.scope == "tile"]
+        leaves = e.hypernet.leaves(e.dims).values()
+        of_tile, of_group = (sum(math.prod(x.shape) for x in leaves if x.scope == s) for s in ("tile", "group"))
         tiles = max(span.slot.grid.n_tiles for span in e.spans)
         codes = tiles * (e.dims.rows * e.dims.row_width + e.dims.cols * e.dims.col_width) * plan.dtype.itemsize
-        if codes > limit or (tiles > 1 and not sum(sizes)):
+        if codes > limit or (tiles > 1 and not of_tile):
             raise ValueError(f"it declares codes of {codes:,} bytes in {tiles:,} tiles")
-        needed, leaves = needed + e.n_tiles * sum(sizes), leaves + len(sizes)
-        if needed > numbers:
-            raise ValueError(f"it declares g-nets of more parameters than the {numbers:,} of their dtype that it holds")
-        check_most("its plan", leaves, "leaves or more", "mostLeaves")
+        pieces, numbers = pieces + len(leaves) * len(e.spans), numbers + e.n_tiles * of_tile
+        file.allowed.check("pieces", pieces)
+        file.allowed.check("numbers", numbers)
+        numbers += e.n_groups * of_group
+    file.allowed.check("pieces", pieces)
+    file.allowed.check("numbers", numbers)
+    if isinstance(file, Compact) and file.bits == compact.STEPS:
+        file.allowed.check("numbers", numbers_of_codes(plan))
 
 
 def _check_range(name: str, size: Tensor, stored: Tensor) -> None:
