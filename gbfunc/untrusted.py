@@ -137,14 +137,16 @@ def _read_npy(file: IO[bytes], size: int) -> NDArray[Any]:
     return np.frombuffer(data, dtype).reshape(shape, order="F" if fortran else "C")
 
 
-def parse_json(content: bytes | str, name: str, max_bytes: int = MAX_BYTES) -> Any:
+def parse_json(content: bytes | str, name: str, max_bytes: int = MAX_BYTES, **options: Any) -> Any:
     """Read a JSON document of at most `max_bytes` bytes and `MAX_DEPTH` levels, with finite numbers and distinct keys.
 
-    Raises `ValueError`, which calls the document `name`, for anything else.
+    `options` of `json.loads` take the place of these checks. Raises `ValueError`, which calls the document `name`, for
+    anything else.
     """
     with one_error(name, "JSON document"):
         _check_bytes(len(content), max_bytes)
-        value = json.loads(content, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_distinct)
+        checks = {"parse_constant": _refuse, "parse_float": _finite, "object_pairs_hook": _distinct}
+        value = json.loads(content, **{**checks, **options})
         _check_depth(value, MAX_DEPTH)
         return value
 

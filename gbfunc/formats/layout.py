@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from gbfunc.formats.rounding import stored_dtype
 from gbfunc.types import DTYPES, JSON, Params, TensorMap, dtype_name
+from gbfunc.untrusted import parse_json
 
 FORMAT = "gbfunc-genome-2"
 
@@ -174,6 +175,13 @@ def _check_size(data: bytes) -> None:
     check_most("the plan", len(data), "bytes or more as JSON", "mostPlan")
     for mark, what in (b"{", "Dicts"), (b"[", "Lists"), (b",", "Commas"):
         check_most("the plan", data.count(mark), f"{what.lower()} as JSON", f"most{what}")
+
+
+def read_document(text: str) -> JSON:
+    """The plan's JSON, with the metadata beside it; `ValueError` for other JSON, or none."""
+    if not isinstance(data := parse_json(text, "the document"), dict):
+        raise ValueError("not a plan: its JSON is no object")
+    return data
 
 
 def check_limits(data: JSON) -> None:

@@ -16,6 +16,7 @@ from gbfunc.formats.rounding import BITS
 from gbfunc.formats.steps import AUTO, Steps, Stored, stored_as
 from gbfunc.trees import BUFFERS, DIRECT, GNET, compare_trees, stored_tensors
 from gbfunc.types import GenomeLike
+from gbfunc.untrusted import parse_json
 
 PLAN, METADATA, SCALES, CONTAINER = "(plan)", "(metadata)", "(scales)", "(container)"
 
@@ -27,15 +28,10 @@ def document(plan: Any, metadata: Any) -> str:
         return text
     try:
         words = json.dumps(metadata, separators=(",", ":"), allow_nan=False)
-        json.loads(words, object_pairs_hook=_check_once)
+        parse_json(words, "metadata")
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"metadata must be JSON: {error}") from error
     return f'{text[:-1]},"metadata":{words}}}'
-
-
-def _check_once(pairs: list[tuple[str, Any]]) -> None:
-    if len({key for key, _ in pairs}) < len(pairs):
-        raise ValueError(f"two keys of a dict have one name in it, of {[key for key, _ in pairs]}")
 
 
 def file_bytes(

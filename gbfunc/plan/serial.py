@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from gbfunc import encoding, hypernets
 from gbfunc.base import Base
 from gbfunc.encoding import Encoding, encoding_from_json
-from gbfunc.formats.layout import LIMITS, check_limits, check_most
+from gbfunc.formats.layout import LIMITS, check_limits, check_most, read_document
 from gbfunc.hypernets import Hypernet, from_module, hypernet_from_json
 from gbfunc.plan.slots import BufferPlan, Slot, TensorPlan
 from gbfunc.tiling import TileGrid
@@ -108,7 +108,7 @@ def plan_from_json(
     """Read what `plan_to_json` wrote: tensors, buffers, target and base; `ValueError` for anything else."""
     by_path = {f"{f.__module__}:{f.__qualname__}": f for f in factories}
     try:
-        data = json.loads(text)
+        data = read_document(text)
         if data["version"] != VERSION:
             raise ValueError(f"plan version {data['version']!r} is not the one known here, {VERSION}")
         check_limits(data)

@@ -16,7 +16,6 @@ import re
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +30,7 @@ from gbfunc.plan import Plan
 from gbfunc.train import ROLES, TrainStep
 from gbfunc.trees import compare_trees, flatten_tree, unflatten_tree
 from gbfunc.types import DTYPES, JSON, Params
+from gbfunc.untrusted import parse_json
 
 _FORMAT = "gbfunc-checkpoint-1"
 _NO_DIGEST = "0" * 64
@@ -97,6 +97,7 @@ class Checkpointer:
 
         Raises:
             TypeError: if the state holds anything but tensors, or `extra` anything else.
+            ValueError: if `extra` is nested too deep to be read.
             OSError: on rank 0 if the previous write failed; this write is tried nevertheless.
             CollectiveError: if a rank is missing.
         """
@@ -106,6 +107,7 @@ class Checkpointer:
         # A donated state is overwritten by the next step, and `extra` may be changed by the caller.
         tensors = {k: leaf.detach().to("cpu", copy=True).contiguous() for k, leaf in flatten_tree(state).items()}
         packed = json.dumps(pack_values(dict(extra or {}), tensors))
+        parse_json(packed, "extra", parse_constant=float, parse_float=float)
         training = json.dumps(describe_training(self._train_step.settings, int(state.step)))
         about = {"plan": self._plan, "training": training, "extra": packed}
         failure = self._pending and self._pending.exception()
@@ -231,33 +233,49 @@ def _restore(
                 continue
             # A valid checkpoint that does not fit is no damage: to begin again in its folder would be a mistake.
             extra = _check_metadata(metadata, tensors, train_step.plan, check)
+            training = _object(metadata, "training")
+            if not all(isinstance(value, str) for value in training.values()):
+                raise ValueError("its options of the training are not texts")
             saved = {name: x for name, x in tensors.items() if not name.startswith(_EXTRA)}
             tensors = train_step.fitted(saved)
             compare_trees(flat, tensors, "it was saved with another optimizer or p-net")
+            if int(tensors["step"]) < 0:
+                raise ValueError(f"it is of step {int(tensors['step'])}")
             for name, leaf in flat.items():
                 # What an optimizer's state is of, not a value that carries over.
                 if name.endswith("/fingerprint") and not torch.equal(tensors[name], leaf.cpu()):
                     raise ValueError("it was saved with another class of optimizer")
         except ValueError as error:
             raise ValueError(f"{file} is not a checkpoint to go on from: {error}") from error
+        except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+            words = f"its metadata cannot be read ({type(error).__name__}: {error})"
+            raise ValueError(f"{file} is not a checkpoint to go on from: {words}") from error
         for name, leaf in flat.items():
             # In the layout of the leaf that is there: sums may depend on it in the last bit.
             flat[name] = torch.empty_like(leaf, requires_grad=False).copy_(tensors[name])
-        return Checkpoint(None, extra, file, tuple(skipped)), json.loads(metadata["training"])
+        return Checkpoint(None, extra, file, tuple(skipped)), training
     return Checkpoint(None, {}, None, tuple(skipped)), {}
 
 
 def _check_metadata(metadata: dict[str, str], tensors: Params, plan: Plan, check: Callable[[JSON], None]) -> JSON:
     if metadata.get("format") != _FORMAT:
         raise ValueError(f"its format is {metadata.get('format')!r}, the one known here is {_FORMAT!r}")
-    extra = json.loads(metadata["extra"], object_hook=partial(unpack_values, tensors))
+    unpack = partial(unpack_pairs, tensors)
+    extra = _object(metadata, "extra", parse_constant=float, parse_float=float, object_pairs_hook=unpack)
     check(extra)
-    saved, expected = json.loads(metadata["plan"]), _plan_summary(plan)
+    saved, expected = _object(metadata, "plan"), _plan_summary(plan)
     if saved["sha256"] != expected.pop("sha256"):
         differing = [f"{k} {saved.get(k)} instead of {v}" for k, v in expected.items() if saved.get(k) != v]
         same_size = "of the same size; make the p-net after the same torch.manual_seed, for its scales are in the plan"
         raise ValueError(f"it was saved with another plan ({', '.join(differing) or same_size})")
     return extra
+
+
+def _object(metadata: dict[str, str], name: str, **options: Any) -> JSON:
+    found = parse_json(metadata.get(name, "null"), f"the {name!r} of its metadata", **options)
+    if not isinstance(found, dict):
+        raise ValueError(f"the {name!r} of its metadata is {type(found).__name__}, expected an object")
+    return found
 
 
 def _plan_summary(plan: Plan) -> JSON:
@@ -314,11 +332,11 @@ def _encode(tensors: Params, about: dict[str, str]) -> bytes:
 
 def _decode(data: bytes) -> tuple[dict[str, str], Params]:
     try:
-        metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+        metadata = parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")], "its header")["__metadata__"]
         digest = metadata["sha256"]
         intact = hashlib.sha256(data.replace(_entry(digest), _entry(_NO_DIGEST), 1)).hexdigest() == digest
         tensors = from_bytes(data) if intact else {}
-    except (ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
+    except (ValueError, KeyError, TypeError, SafetensorError) as error:
         raise ValueError(f"it is damaged: no checkpoint's header can be read in its {len(data):,} bytes") from error
     if not intact:
         raise ValueError("it is damaged: its digest does not fit its content")

@@ -7,7 +7,6 @@ absurd sizes gives a `ValueError`, and nothing is loaded.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from gbfunc.formats.layout import (
     check_most,
     file_header,
     names_by_dtype,
+    read_document,
     stored_leaves,
     unpack_plan,
 )
@@ -129,10 +129,7 @@ def load(
 def load_metadata(path: str | os.PathLike[str]) -> Any:
     """The metadata of a genome's file, None where it has none; raises as `load`."""
     with _opened(path) as file:
-        try:
-            return json.loads(file.document).get("metadata")
-        except (AttributeError, RecursionError) as error:
-            raise ValueError(f"not a plan: {type(error).__name__}: {error}") from error
+        return read_document(file.document).get("metadata")
 
 
 def load_dtype(path: str | os.PathLike[str]) -> Stored | None:
