@@ -13,9 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from test_storage_checkpoint import ADAM, advance, names, save
 
 import gbfunc as gb
+from gbfunc.storage import checkpoint
 from tests.support.trees_equal import same_bits
 from tests.support.zoo import step_of
 
@@ -103,3 +105,25 @@ def test_a_folder_that_cannot_be_written_is_told_at_once(where: str, tmp_path: P
     with pytest.raises(OSError, match="cannot keep checkpoints there"):
         gb.Checkpointer(tmp_path / where, step)
     assert (tmp_path / "file").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("key", ["plan", "training", "extra"])
+def test_wrong_metadata_under_a_right_digest_is_refused_in_one_line(key: str, tmp_path: Path) -> None:
+    step, _ = step_of("mlp")
+    save(tmp_path, step, step.init())
+    (path,) = tmp_path.glob("step-*")
+    metadata, tensors = checkpoint._decode(path.read_bytes())
+    about = {k: v for k, v in metadata.items() if k not in ("format", "sha256")}
+    wrong = ["null", "[]", '"x"', "{", "[" * 5000, '{"a":' * 3000, '{"sha256":[]}', '{"sha256":"x","ensembles":3}']
+    values = ('"tensor","of":"x"', '[],"of":"x"', '"dict","of":[[[1],2]]', '"bytes"')
+    tagged = ['{"a":{"$type":' + value + "}}" for value in values]
+    wrong += tagged if key == "extra" else ['{"lr":[3]}']
+    files = [checkpoint._encode(tensors, {**about, key: text}) for text in wrong if key != "extra" or "sha" not in text]
+    files.append(checkpoint._encode(tensors, {k: v for k, v in about.items() if k != key}))
+    steps = torch.tensor(-5), torch.tensor([2, 3]), torch.tensor(2.0)
+    files += [checkpoint._encode({**tensors, "step": n}, about) for n in steps]
+    for data in files:
+        path.write_bytes(data)
+        for place in (path, tmp_path):
+            with pytest.raises(ValueError, match="is not a checkpoint to go on from: [^\n]+$"):
+                gb.load_checkpoint(place, step, step.init())

@@ -198,7 +198,11 @@ def test_plans_that_are_not_packed_as_they_should_be(name: str, genuine: Genuine
 @given(st.text() | st.sampled_from(sorted(PLANS)).map(lambda name: PLANS[name][1].to_json()))
 def test_what_is_packed_is_unpacked(text: str) -> None:
     short = pack_plan(text)
-    assert unpack_plan(short, Allowed.by(len(text), 1)) == text and pack_plan(text) == short and len(short) < len(text) / 1.7 + 200
+    assert (
+        unpack_plan(short, Allowed.by(len(text), 1)) == text
+        and pack_plan(text) == short
+        and len(short) < len(text) / 1.7 + 200
+    )
     # As it stands in a file: nothing is escaped.
     assert json.dumps(short) == f'"{short}"'
 

@@ -57,6 +57,7 @@ class Allowed(NamedTuple):
             more = "pass max_params=, the parameters that you allow, if you trust it"
             raise ValueError(f"it declares {count:,} {what}, and a file of its size may have {most:,}: {more}")
 
+
 # Names of the dtypes in safetensors
 _CODES = dict(zip(DTYPES, ("I64", "F64", "C64", "F32", "I32", "BF16", "F16", "I16", "I8", "U8", "BOOL"), strict=True))
 

@@ -37,7 +37,7 @@ from gbfunc.genome import check_genome, unflat_genome
 from gbfunc.plan import Plan
 from gbfunc.plan.serial import check_readable
 from gbfunc.trees import BUFFERS, TensorSpec, compare_trees, stored_tensors
-from gbfunc.types import DTYPES, Genome, GenomeLike, Params, TensorMap, dtype_name
+from gbfunc.types import DTYPES, Genome, GenomeLike, Params, TensorMap
 
 
 def save(
