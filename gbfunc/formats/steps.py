@@ -176,7 +176,7 @@ def _finer(ensemble: Any, leaf: Any) -> tuple[int, ...]:
     sides = Counter[Side]()
     for span in ensemble.spans:
         sides[_side(span.slot, leaf.codes == "row")] += span.slot.grid.n_tiles
-    means = sum(n * _mean_squares(*side) for side, n in sides.items()) / sides.total()
+    means = np.average([_mean_squares(*side) for side in sides], axis=0, weights=[*sides.values()])
     return tuple(min(FINEST, max(COARSEST, round(math.log2(x)))) if x > 0 else 0 for x in means.tolist())
 
 

@@ -16,6 +16,7 @@ import re
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -260,8 +261,9 @@ def _restore(
 def _check_metadata(metadata: dict[str, str], tensors: Params, plan: Plan, check: Callable[[JSON], None]) -> JSON:
     if metadata.get("format") != _FORMAT:
         raise ValueError(f"its format is {metadata.get('format')!r}, the one known here is {_FORMAT!r}")
-    unpack = partial(unpack_pairs, tensors)
-    extra = _object(metadata, "extra", parse_constant=float, parse_float=float, object_pairs_hook=unpack)
+    # A hook of pairs would go first.
+    hooks = {"object_hook": partial(unpack_values, tensors), "object_pairs_hook": None}
+    extra = _object(metadata, "extra", parse_constant=float, parse_float=float, **hooks)
     check(extra)
     saved, expected = _object(metadata, "plan"), _plan_summary(plan)
     if saved["sha256"] != expected.pop("sha256"):
