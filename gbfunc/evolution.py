@@ -56,7 +56,7 @@ class GenomeProblem(Problem):
         steps: the size of z = 1 by role of leaf (code, linear, direct): a fraction of the standard deviation of the
             leaf's numbers at the start (of 1, if they are all equal).
         subspace: numbers d of a solution and a function [d] -> [P] from a solution to z of all numbers, for a search in
-            a part of the genomes (see `gbfunc.lab.compare.subspace.Projection`).
+            a subspace (see `gbfunc.lab.compare.subspace.Projection`).
         lazy: whether weights stay factors, as for `make_train_step`.
         chunk: members that grow at once, which bounds memory.
         seed: seed of the start, of noise, and of the algorithm's draws.
@@ -190,7 +190,7 @@ class ControlProblem(GenomeProblem):
 
     The p-net gives for observations [E, O] a number for each choice [E, A], of which the largest is taken, or the
     numbers of an action [E, A], which are clipped to the environment's range. Each member plays `episodes` episodes in
-    a generation; `options` are those of `GenomeProblem` except `sense`.
+    a generation; `options` go to `GenomeProblem`, without `sense`.
     """
 
     def __init__(self, plan: Plan, pnet: nn.Module, env: str, *, episodes: int = 1, **options: Any) -> None:

@@ -5,7 +5,7 @@ With the target tile $Y_t$ (the given weight, less offset and base, over the slo
     minimise   sum_t |g(theta_t) - Y_t|^2 / e_s(t)
 
 The leaves in which a tile is linear have a closed form, and are solved for by conjugate gradients before and after
-all are trained by Adam. Trained factors alone are those of the singular value decomposition.
+all are trained by Adam. Low-rank factors come from the singular value decomposition.
 
 Suffixes: T tiles, r rows and c columns of a tile.
 """
@@ -140,10 +140,10 @@ def fit_genome(
     Args:
         plan: the plan.
         trained: a module like the p-net, or its parameters and buffers by name.
-        pnet: the base, where the plan has one: what is fitted is the difference from it.
+        pnet: the base, where the plan has one: the fit is to the difference from the base.
         start: a genome to start from; None is a fresh one of `seed`.
         seed: seed of the start.
-        steps: steps of Adam; 0 solves for the linear leaves alone.
+        steps: steps of Adam; 0 solves only for the linear leaves.
         lr: its first learning rate, which decays to 0 by a cosine.
 
     Raises:

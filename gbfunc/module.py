@@ -55,13 +55,13 @@ class GenomeModule(nn.Module):
     """The p-net as a module whose parameters are the genome: `net = gb.GenomeModule(plan, pnet)`.
 
     `net` is a copy of the p-net: it has the p-net's class name, modules, attributes, methods, hooks and buffers, and
-    `isinstance` knows it as the p-net's class and as a `GenomeModule`. Whatever trains modules trains it, and sees the
-    genome alone: an optimizer's state, DDP's all-reduce and a state dict have its size. A forward generates all weights
-    once, from the parameters as they are, and a read of a weight outside of a forward (`net.fc.weight`) generates that
-    weight. A change of a generated weight in place is lost.
+    `isinstance` knows it as the p-net's class and as a `GenomeModule`. A trainer of modules sees only the genome: an
+    optimizer's state, DDP's all-reduce and a state dict have its size. A forward generates all weights once, from the
+    present parameters, and a read of a weight outside of a forward (`net.fc.weight`) generates the weight. A change of
+    a generated weight in place is lost.
 
     Parameters of the g-nets are registered on the root, as `gnets:<ensemble>:<leaf>`; direct parameters and buffers
-    have the p-net's own names. A state dict of another plan, whose numbers mean other weights, is refused where the
+    have the p-net's own names. A state dict of another plan, whose numbers mean other weights, is refused if the
     file keeps torch's metadata; a safetensors file does not say its plan. Stochastic g-nets draw from torch's default
     generator in training mode, and give their mean in evaluation mode. Direct parameters that do not require grad in
     the p-net do not here.
@@ -69,7 +69,7 @@ class GenomeModule(nn.Module):
     A base is neither parameter nor buffer of the module, nor in its state dict; it is on the device of the genome.
     Its batch norms stay in evaluation mode, and copies of the module share it until they are cast (`half()`).
 
-    `save_pretrained`, `from_pretrained` and `push_to_hub` are those of the genome and take the place of the p-net's.
+    `save_pretrained`, `from_pretrained` and `push_to_hub` work on the genome and override the p-net's methods.
 
     Args:
         plan: the plan.
@@ -136,7 +136,7 @@ class GenomeModule(nn.Module):
                 sources[name] = source
         self._frame = _Frame(plan, base, lazy, sources)
         without_sparse(self, {name for t in plan.generated for name in (t.name, *t.aliases)})
-        # The root's own weights, where it has some, are those of the p-net's class, below this one.
+        # Weights of the root itself belong to the p-net's class, below this class.
         read, made = self._read, type(self)
         this: Any = self
         this.__class__ = made._pnet_class
@@ -149,9 +149,9 @@ class GenomeModule(nn.Module):
         self._freeze_statistics()
 
     def to_genome(self) -> Genome:
-        """The genome as it is now: copies without a graph, for `gb.save`, `gb.generate` and `gb.materialize`.
+        """The present genome: copies without a graph, for `gb.save`, `gb.generate` and `gb.materialize`.
 
-        Of a module under `fully_shard` (FSDP2) the shards are gathered: all ranks must call it.
+        Shards of a module under `fully_shard` (FSDP2) are gathered: all ranks must call.
 
         Raises:
             ValueError: if a layer with generated weights was replaced, or parameters were added: a genome of the plan
@@ -201,8 +201,8 @@ class GenomeModule(nn.Module):
             save_directory: the folder; it is made where there is none.
             options: `dtype`, as in `gb.save`; `state_dict`, a state dict of the module, written beside the genome as
                 `model.safetensors`, from which `Trainer` resumes; `push_to_hub=True` with `repo_id` (the folder's name
-                if not given) and the options of `push_to_hub`. Those of `PreTrainedModel.save_pretrained` that say how
-                to write large files have no effect.
+                if not given) and the options of `push_to_hub`. Options of `PreTrainedModel.save_pretrained` for large
+                files have no effect.
 
         Returns the commit's address with `push_to_hub=True`, otherwise None. Raises ImportError for an upload without
         huggingface_hub, TypeError for an unknown option, and as `gb.save`.
@@ -235,7 +235,7 @@ class GenomeModule(nn.Module):
 
         Args:
             pretrained_model_name_or_path: the folder or name.
-            pnet: the p-net that the genome was made for; where it has a base, with the base's weights.
+            pnet: the p-net that the genome was made for; with the base's weights if the plan has a base.
             lazy: as in the constructor.
             factories: as in `gb.load`.
             options: of `huggingface_hub.hf_hub_download` (`revision`, `token`, `cache_dir`, ...).
@@ -266,7 +266,7 @@ class GenomeModule(nn.Module):
         return dict(list(self.named_parameters())[:1])
 
     def _weights(self, generator: Generator) -> dict[str, Any]:
-        """What a generator makes of the leaves: tensors and `Weight`s by name; and the base's buffers."""
+        """Generate tensors and `Weight`s by name, and add the base's buffers."""
         leaves = self._gnets()
         if not torch.compiler.is_compiling() and any(map(_is_shard, leaves.values())):
             raise RuntimeError(
@@ -289,7 +289,7 @@ class GenomeModule(nn.Module):
         return layer, attribute
 
     def _place(self, weights: dict[str, Any]) -> list[tuple[nn.Module, str, Any]]:
-        """Set the weights of a call in the layers of this very module, a replica maybe; where, and what was there."""
+        """Set the weights of a call in this module's layers (or a replica's); return places and former values."""
         placed = []
         for name, source in self._frame.sources.items():
             layer, attribute = self._layer(name)
@@ -360,7 +360,7 @@ class GenomeModule(nn.Module):
 
 def _leaf(ensemble: str, leaf: str) -> str:
     """The name of a leaf among a module's parameters: without dots, as the root has it."""
-    # Leaves of a user's module may have names that differ by a dot alone.
+    # Names of a user's leaves may differ only in dots.
     return f"gnets:{ensemble}:{leaf.replace('.', ':')}"
 
 

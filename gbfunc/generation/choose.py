@@ -1,4 +1,4 @@
-"""Chooses the form of each generated weight and how its g-nets are evaluated; generates all weights or a block."""
+"""Choose the form and the evaluation of each generated weight; generate all weights or a block."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gbfunc.parallel import Layout
 
 _NEEDS: tuple[Needs, ...] = ("leaves", "factors", "matrix")
-"""What forms need, what serves most first: leaves give factors, and factors give matrices."""
+"""Needs of forms, the most general first: leaves give factors, and factors give matrices."""
 
 
 def make_generator(
@@ -57,7 +57,7 @@ def make_generator(
         raise ValueError("the genome holds deltas of a base: give the pretrained p-net too (base=)")
     layout = layout if layout is not None and layout.sharded else None
     of_base = {} if base is None else {k: partial(base.tensor, k) for k in base.names}
-    # With a gather for each use none stays factors, nor where it is tiles that are gathered.
+    # Weights that are gathered for each use, or as tiles, do not stay factors.
     stay = layout is None or (layout.placement == "factors" and not remat)
     chooser = _Chooser(plan, kernel, layout, pnet, lazy if stay else False, remat, pieces or {}, of_base)
     made = [t for t in plan.tensors if names is None or t.name in names]
@@ -85,7 +85,7 @@ def make_generator(
     parts = (stacks, places, forms, [chooser.target(t) for t in made if not t.slots], unchanged, order, plan.dtype)
     if layout is None:
         return Generator(*parts)
-    # Not at the top: a process of its own needs nothing of ranks.
+    # Imported here: a single process does not need ranks.
     from gbfunc.generation.ranks import RankGenerator
 
     return RankGenerator(layout, *parts)
@@ -135,7 +135,7 @@ class _Chooser:
         n = sum(len(e.leaves) + len(e.hypernet.noise_shapes(e.dims)) for e in ensembles)
         # Over ranks also whether gradients count.
         n += 0 if self.layout is None else len(ensembles)
-        # By number: the names of two leaves may be equal but for what no attribute's name has.
+        # By number: two leaves' names may differ only in characters that attributes cannot have.
         inputs, transposed = tuple(f"input_{i}" for i in range(n)), tensor.kind == "transposed_linear"
         return RecomputedWeight(tensor.name, inputs, maker, transposed, split=target.piece is not None)
 
@@ -147,9 +147,9 @@ class _Chooser:
         cuts: dict[int, Cut] = {}
         for i, (name, span) in enumerate(zip(owners, e.spans, strict=True)):
             if name in forms:
-                # Of factors all are made, and the layer takes its part.
+                # All factors are made, and the layer takes its part.
                 piece = self.pieces.get(name) if forms[name].needs != "factors" else None
-                # All tiles where they are those of many ranks: the block is cut out after.
+                # Ranks make all tiles, and cut the block out of them.
                 grid = span.slot.grid
                 cuts[i] = Cut(grid, None, piece) if piece is None or layout is not None else cut_piece(grid, piece)
         if not cuts:
@@ -174,7 +174,7 @@ def to_serve(plan: Plan, generator: Generator, tensors: Params) -> tuple[Params,
         if form is None:
             weights[t.name] = tensors[t.name].detach().to(dtype)
             continue
-        # Beside a base factors are as they were in training.
+        # Factors of a delta keep their dtype.
         given = {k: x.detach() if t.base else x.detach().to(dtype) for k, x in form.taken(tensors).items()}
         if sum(x.numel() for k, x in given.items() if k != "base") < t.numel:
             forms |= dict.fromkeys((t.name, *t.aliases), form)
@@ -231,7 +231,7 @@ def generate_piece(
     noise: Noise | None = None,
     kernel: Kernel = "auto",
 ) -> Tensor:
-    """A block of one parameter's matrix, from the tiles alone that it meets: rows a..b and columns c..d.
+    """A block of one parameter's matrix, rows a..b and columns c..d; only tiles that meet the block are made.
 
     The matrix [R, C] has output channels in its rows and input channels times kernel positions in its columns, whatever
     the layer's layout; a vector is [R, 1]. For a tensor with a base, the block of its delta. Differentiable.

@@ -1,10 +1,10 @@
 """From a genome to the p-net's weights, in one autograd graph.
 
     leaves + codes --vmap(apply)--> tiles [T, r, c], or factors [T, r, k] and [T, c, k]     `Stack`, one an ensemble
-    slots ----form.of----> what the layer takes: the weight, its factors, or its leaves    `layers.forms`, one a tensor
+    slots ----form.of----> the layer's input: the weight, its factors or its leaves    `layers.forms`, one a tensor
 
-Which form a weight gets, and what a genome split over ranks gathers, is chosen when a generator is made
-(`gbfunc.generation.choose.make_generator`); a call is two loops, over ensembles and over tensors.
+`gbfunc.generation.choose.make_generator` chooses the form of each weight and the gathers of a split genome; a call is
+two loops, over ensembles and over tensors.
 
 Suffixes: T tiles, r rows and c columns of a tile, R and C of a matrix, k rank.
 """
@@ -69,8 +69,8 @@ class Stack:
 
     Attributes:
         slots: numbers of its slots that are made.
-        cuts: the tiles of each of them that are made; given by number of slot.
-        needs: what is asked of the slots.
+        cuts: the tiles that are made, by number of slot.
+        needs: the output per slot: matrix, factors or leaves.
         names: of the leaves in a genome that is flat by name.
         split: the slots of an evaluation, as their forms need them.
     """
@@ -84,7 +84,7 @@ class Stack:
         self.slots, self.cuts = [*cuts], [*cuts.values()]
         self._grids = [cut.grid for cut in self.cuts]
         self._counts = [grid.n_tiles for grid in self._grids]
-        self._held: Sequence[int] = self._counts  # tiles of each slot on this rank
+        self._held: Sequence[int] = self._counts  # tiles per slot on this rank
         specs = ensemble.leaves
         self.names = {k: f"{GNET}{ensemble.name}/{k}" for k in specs}
         self._noise = [*ensemble.hypernet.noise_shapes(ensemble.dims)]
@@ -103,7 +103,7 @@ class Stack:
         }[needs]
 
     def constants(self, dtype: torch.dtype, device: torch.device) -> Constants:
-        """What this rank's tiles are made of, but for leaves and noise."""
+        """Constants of this rank's tiles."""
         key, exporting = (dtype, device), is_exporting()
         if key in self._built and not exporting:
             return self._built[key]
@@ -128,7 +128,7 @@ class Stack:
         return offsets_T + torch.arange(len(groups), device=device)
 
     def evaluation(self, leaves: Params, noise: Params | None, dtype: torch.dtype, device: torch.device) -> Evaluation:
-        """This rank's tiles, from its leaves, among others flat by name, and the noise of all tiles."""
+        """Evaluate this rank's tiles from a flat genome and the noise of all tiles."""
         leaves = {k: leaves[name] for k, name in self.names.items()}
         if self._some:
             leaves = {k: v if k in self._shared else v[self._tiles] for k, v in leaves.items()}
@@ -153,7 +153,7 @@ class Stack:
         return self.of_tiles(evaluation.tiles())
 
     def _matrices(self, evaluation: Evaluation) -> list[Made]:
-        """The matrix of each slot; large ones one after the other, which spares memory."""
+        """Matrices of the slots; large ones are made one after the other, which spares memory."""
         dims = self.ensemble.dims
         spans = _spans([n * dims.rows * dims.cols * evaluation.constants.row.itemsize for n in self._counts])
         parts = evaluation.split([sum(self._counts[span]) for span in spans])
@@ -202,7 +202,7 @@ class Generator:
     Attributes:
         stacks: the ensembles; those whose forms evaluate them themselves come last.
         places: the form of every generated tensor, and where its matrices are: numbers of the stack, and of the slot.
-        forms: the form of each weight that is not dense, by name of parameter, names of tied ones included.
+        forms: the form of each weight that is not dense, by name of parameter, with the names of tied parameters.
         unchanged: the parameters of the base that have no delta, by device.
         frozen: names of tensors of the base: those, and the ones that deltas belong to.
         order: names of a call's outputs, in the order of the p-net's parameters.
@@ -231,8 +231,8 @@ class Generator:
         """All parameters by name, those with a form as the inputs of the form.
 
         Args:
-            leaves: the genome's, flat by name (`flat_genome`), on each rank its rows where they are split.
-            noise: noise of all tiles of the stochastic ensembles, None for the mean.
+            leaves: the genome's, flat by name (`flat_genome`); this rank's rows of a split genome.
+            noise: noise of the stochastic ensembles, for all tiles; None gives the mean.
             counts: whether gradients of this rank count, where the genome is split (see `Gather`).
         """
         dtype, device = self._kind(leaves)

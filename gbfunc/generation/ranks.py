@@ -44,7 +44,7 @@ class Remote(NamedTuple):
 class RankStack(Stack):
     """An ensemble of which each rank holds some tiles; all slots are made, and `cuts` are blocks of their matrices.
 
-    With `needs="leaves"`, each slot is gathered when asked for. `sizes` are tiles of each slot by rank.
+    With `needs="leaves"`, each slot is gathered when asked for. `sizes` are tiles per slot, by rank.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class RankStack(Stack):
 
 
 class RankGenerator(Generator):
-    """A generator whose outputs are gathered: all at once, or slot by slot where they are not to be kept."""
+    """A generator whose outputs are gathered: all at once, or slot by slot with `remat`."""
 
     def __init__(self, layout: Layout, *args: Any) -> None:
         super().__init__(*args)

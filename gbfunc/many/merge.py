@@ -1,4 +1,4 @@
-"""The weighted sum of what several genomes of a plan generate, as one plain module."""
+"""A plain module whose tensors are weighted sums over several genomes of a plan."""
 
 from __future__ import annotations
 

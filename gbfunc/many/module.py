@@ -88,7 +88,7 @@ class ManyGenomes(nn.Module):
 
     def _build(self) -> None:
         self._lock = threading.RLock()
-        # The way of each kind of calls.
+        # Ways by kind of call.
         self._known: dict[Any, _Way] = {}
         self._made: dict[tuple[str, ...], _Way] = {}
 
@@ -175,7 +175,7 @@ class ManyGenomes(nn.Module):
         return (numbers + 1) % self.n_genomes, args, kwargs
 
     def _first(self, stored: Params, index: Tensor, args: Any, kwargs: Any, split: list[bool]) -> _Way:
-        """The first way that gives each row of a batch the outputs of the row alone."""
+        """The first way in which each row has the outputs of a batch of one."""
         alone = [_checked(self._alone(stored, index, b, args, kwargs, split), 1) for b in range(len(index))]
         expected, reason = [_tensors(out) for out in alone], ""
         tolerance = _tolerance((*stored.values(), *_tensors((args, kwargs)), *expected[0]))
@@ -292,16 +292,16 @@ def _outermost(paths: Iterable[str]) -> list[str]:
 def materialize_many(plan: Plan, genomes: Sequence[GenomeLike], pnet: nn.Module) -> ManyGenomes:
     """One module for many genomes of a plan, each row of a batch with its genome: to serve, compare or ensemble them.
 
-    Row b of `net(index, x)` is `net(x[b : b + 1])` on genome `index[b]`, in eval mode. What genomes share is computed
-    once for the batch: a base, and tensors that are equal in all of them. Factors stay factors. Modules with tensors
-    that differ run under `torch.func.vmap`; the p-net around them runs as it is, and must compute each row by itself.
+    Row b of `net(index, x)` is `net(x[b : b + 1])` on genome `index[b]`, in eval mode. Shared tensors are used once for
+    the batch: a base's, and tensors that are equal in all genomes. Factors stay factors. Modules with tensors that
+    differ run under `torch.func.vmap`; the p-net around them runs once for the batch, and must not mix rows.
 
-    At the first call of each kind (structure, dtypes and shapes of the inputs, but for the number of rows) a few rows
-    with different genomes are computed alone as well. Where they differ from a batch of them, the p-net as a whole
+    At the first call of each kind (structure, dtypes and shapes of the inputs without the number of rows), a few rows
+    with different genomes are computed one by one as well. Where they differ from a batch of them, the p-net as a whole
     runs under `vmap`; where that fails or differs too, rows run one by one, with a warning.
 
     Torch's fused encoders (`nn.TransformerEncoder` in eval mode without gradients) are not used: at padded positions of
-    `src_key_padding_mask`, where they may give zeros, outputs are those of the layers' own forward.
+    `src_key_padding_mask`, where fused encoders may give zeros, outputs follow the layers' own forward.
 
     Args:
         plan: the plan.

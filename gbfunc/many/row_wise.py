@@ -31,7 +31,7 @@ class RowWise:
         pnet: the p-net.
         path: the module's path in the p-net.
         forms: forms of the p-net's weights that are not dense, by name in the p-net.
-        varying: names in the p-net of the tensors, inputs of forms among them, that have a row each.
+        varying: names in the p-net of the tensors (inputs of forms included) that have a row per genome.
 
     Attributes:
         path: the module's path.
@@ -93,7 +93,7 @@ class RowWise:
         return tree_map(lambda x: next(left) if isinstance(x, Tensor) else x, template)
 
     def _has_rows(self, x: Any, n_rows: int) -> bool:
-        """Whether an input has a row for each genome, and not one for all of them."""
+        """Whether an input has a row per genome instead of one value for all."""
         if not isinstance(x, (Tensor, *PLAIN)) and not callable(x):
             raise ValueError(f"{self.path!r} has a {type(x).__name__} as input, whose rows are not known")
         if not isinstance(x, Tensor) or x.ndim == 0:

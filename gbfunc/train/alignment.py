@@ -22,21 +22,21 @@ from gbfunc.types import GenomeLike
 class UpdateAlignment(NamedTuple):
     """Cosines between the change of the weights and their negative gradient, from -1 to 1."""
 
-    tensors: Mapping[str, float]  # of each trained parameter; nan if it did not change or has no gradient
-    overall: float  # of all of them as one vector
+    tensors: Mapping[str, float]  # per trained parameter; nan without a change or a gradient
+    overall: float  # of all parameters as one vector
 
 
 def update_alignment(
     plan: Plan, pnet: nn.Module, loss_fn: LossFn, before: TrainState, after: GenomeLike, batch: Any
 ) -> UpdateAlignment:
-    r"""Compare what a genome's update did to the weights with what gradient descent on the weights would do.
+    r"""Compare a genome's update of the weights with gradient descent on the weights.
 
     A g-net cannot move each weight by itself. With $W$ the weights that the genome $\theta$ generates and $\theta'$ the
     genome after the update, this gives the cosine between $W(\theta') - W(\theta)$ and $-\nabla_W L(W(\theta))$: 1
     where the weights went straight down their gradient, 0 where they went across it, negative where they went up. SGD
     with a small rate on the genome gives 0 or more overall, and 1 for direct parameters.
 
-    The gradient is that of the step from `before` on `batch`, with its dropout and noise, but without `amp`. Weights
+    The step from `before` on `batch` gives the gradient, with its dropout and noise, without `amp`. Weights
     are formed densely.
 
     Args:

@@ -1,4 +1,4 @@
-"""Where the bytes of a genome's file go: steps of quantisation from what an optimizer knows of the gradients."""
+"""Where the bytes of a genome's file go: steps of quantisation from the optimizer's mean squares of gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WHEN = (0.6, 0.65, 0.7, 0.775, 0.85)
 
 _UNSET = -1000.0
 _SQUARES = ("exp_avg_sq", "square_avg")
-"""What torch's optimizers call the running mean of a gradient's squares."""
+"""Names of the running mean of squared gradients in torch's optimizers."""
 
 
 def allocate_steps(
@@ -46,7 +46,7 @@ def allocate_steps(
         genome_bytes: most bytes of the file, everything counted. With its finest steps, of which a part's largest
             number has 2,047, a genome may take fewer.
         batch_size: examples of a batch; 0 leaves the rate of the bits out of the loss.
-        metadata: as of `save`, where it has any: it counts too.
+        metadata: as for `save`; its bytes count.
 
     Returns:
         The steps.
@@ -71,7 +71,7 @@ def allocate_steps(
         raise ValueError(f"genome_bytes={genome_bytes:,} is too little: what is no code takes {coarsest:,} bytes")
     over, bits = coarsest - genome_bytes, code_bits(plan, leaves, steps)
     while True:
-        # From what was taken, not from what was allowed: fewer bits may be allowed and as many taken.
+        # Subtract from the bits taken: the bits allowed may fall without effect.
         bits = max(0.0, bits - 8.0 * over)
         steps = allocate(plan, leaves, squares, bits, batch_size)
         over = len(compact.pack_with_steps(text, plan, leaves, steps)[0]) - genome_bytes
@@ -97,7 +97,7 @@ class AutoTrainStep(TrainStep):
     _last: tuple[Tensor | None, Steps | None] = None, None
 
     def init(self, seed: int = 0, *, device: torch.device | str | None = None) -> TrainState:
-        """A fresh state, as of any step; it has no steps of quantisation yet."""
+        """A fresh state, without steps of quantisation."""
         return super().init(seed, device=device)._replace(codes=_packed(self.plan, None))
 
     def __call__(self, gnet_params: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:

@@ -1,4 +1,4 @@
-"""Local steps: ranks train alone on their rows, and every so many steps an outer step takes the mean of their changes.
+"""Local steps: each rank trains on its rows, and every so many steps an outer step takes the mean of the changes.
 
 DiLoCo (Douillard et al., 2023, algorithm 1, https://arxiv.org/abs/2311.08105), a federated average (Reddi et al., 2021)
 of ranks. In a round of H steps each rank takes H inner steps from the genome theta that all have, and comes to theta_i.
@@ -40,7 +40,7 @@ class LocalState(NamedTuple):
 
 
 class WholeLocalState(NamedTuple):
-    """The state of all ranks: `start` and `outer` are equal on each."""
+    """The state of all ranks, with equal `start` and `outer`."""
 
     start: Params
     outer: OptState
@@ -53,7 +53,7 @@ torch.serialization.add_safe_globals([LocalState, WholeLocalState])
 class LocalTrainStep(TrainStep):
     """A `TrainStep` that exchanges nothing but the genomes' changes, after every `local_steps` steps.
 
-    What it reports is of this rank's rows. A step that is not finite is skipped by its rank alone, or raises there.
+    It reports this rank's rows. A step that is not finite is skipped, or raises, on its rank only.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class LocalTrainStep(TrainStep):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of any step, with the local steps among the options of the optimizer."""
+        """The settings of a step, with the local steps in the optimizer's options."""
         settings = dict(super().settings)
         own = {"local_steps": self._length, "outer": self._outer.settings}
         return settings | {"options": {**settings.get("options", {}), **own}}
@@ -137,7 +137,7 @@ class LocalTrainStep(TrainStep):
         return {k: x[index % len(x)] if k.startswith(_RANKS) else x for k, x in tensors.items()}
 
     def _begun(self, state: TrainState, anyway: bool = False) -> TrainState:
-        """The state with copies of what a round starts from, as a step may donate the leaves."""
+        """Copy the leaves that a round starts from, since a step may donate them."""
         if int(state.step) % self._length and not anyway:
             return state
         named, local = _leaves(state), state.opt

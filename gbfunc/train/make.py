@@ -24,7 +24,7 @@ from gbfunc.train.step import TrainStep
 
 
 def _with_options(function: Callable[..., TrainStep]) -> Callable[..., TrainStep]:
-    """Show the fields of `StepOptions` in the place of `**options`, for `help` and completion."""
+    """Show the fields of `StepOptions` instead of `**options`, for `help` and completion."""
     *own, _ = inspect.signature(function, eval_str=False).parameters.values()
     options = inspect.signature(StepOptions).parameters.values()
     shown = [*own, *(p.replace(kind=p.KEYWORD_ONLY) for p in options)]
@@ -44,7 +44,7 @@ def make_train_step(plan: Plan, pnet: nn.Module, loss_fn: LossFn, optimizer: Opt
         pnet: the p-net that it was made for.
         loss_fn: `(net, batch) -> loss` or `(loss, aux)`. `net` is the p-net on its generated weights: its parts can be
             called and its tensors read, as in an ordinary module. A loss function does not change `net` and does not
-            keep it: the guide "The contract" says what a p-net and a loss function may do.
+            keep it: the guide "The contract" lists the rules for p-nets and loss functions.
         optimizer: from `torch_optimizer`.
         **options: fields of `StepOptions`, which says what each means.
 

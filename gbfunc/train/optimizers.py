@@ -1,4 +1,4 @@
-"""Optimizers as pairs of pure functions `(init, update)`, made of any class of `torch.optim`.
+"""Optimizers as pairs of pure functions `(init, update)`, made from classes of `torch.optim`.
 
 Each update makes torch's optimizer on copies, hands it the state, lets it step once and takes the new state out. From
 the second step on, the fused kernel of Adam and AdamW is called without the class.
@@ -34,7 +34,7 @@ class OptState(NamedTuple):
 
     step: Tensor  # updates done, int64 on the CPU
     leaves: dict[str, Params]  # torch's state of every leaf, by name; zeros that nothing reads while `step` is 0
-    fingerprint: Tensor  # of the name of the class, int64 on the CPU: a state of one class is none of another
+    fingerprint: Tensor  # of the name of the class, int64 on the CPU: the state of another class is refused
 
 
 class Optimizer(NamedTuple):
@@ -68,11 +68,11 @@ def torch_optimizer(
     An update equals `step()` of the class with the same options. Fused kernels are used where tests hold them equal to
     the plain step, unless `fused=False` or `foreach` is given.
 
-    Most classes treat every number alone and take stacked leaves as they are. Muon (Jordan et al., 2024) and Adafactor
-    (Shazeer and Stern, 2018) mix the numbers of a matrix: they take every tile of a code or linear leaf by itself, and
-    direct leaves whole. Leaves that they refuse (Muon: all but matrices; both: empty ones) go to AdamW with the same
-    `lr` and `weight_decay`. A class that torch does not ship must treat every number alone, and keep all that changes
-    as tensors in the state of a parameter.
+    Most classes treat every number by itself and take stacked leaves unchanged. Muon (Jordan et al., 2024) and
+    Adafactor (Shazeer and Stern, 2018) mix the numbers of a matrix: they take every tile of a code or linear leaf by
+    itself, and direct leaves whole. Leaves that they refuse (Muon: all but matrices; both: empty ones) go to AdamW with
+    the same `lr` and `weight_decay`. A class that torch does not ship must treat every number by itself, and keep its
+    changing values as tensors in the state of a parameter.
 
     Args:
         cls: the class.
@@ -163,7 +163,7 @@ class _Call(NamedTuple):
     def step(
         self, step: int, params: Sequence[Tensor], grads: Sequence[Tensor], old: Sequence[Params]
     ) -> Sequence[Params]:
-        """Step `params` in place; returns the new state of each. `old` is empty at the first step."""
+        """Step `params` in place and return their new states. `old` is empty at the first step."""
         rate = self.group.lr if isinstance(self.group.lr, float) else learning_rate(self.group.lr, step)
         if old and self.adam is not None:
             counts, *moments = ([state[e] for state in old] for e in self.adam.entries)
@@ -200,7 +200,7 @@ class _Call(NamedTuple):
 class _Prepared(NamedTuple):
     calls: list[_Call]
     specs: dict[tuple[str, str], TensorSpec]  # of every tensor `(leaf, entry)` of the state
-    # The same as lists, in the order of the leaves: one comparison of each decides for what fits.
+    # The same as lists, in the order of the leaves: one comparison of each accepts a state that fits.
     leaf_specs: list[Any]
     entries: list[tuple[str, ...]]
     forms: list[Any]
@@ -234,9 +234,10 @@ def _prepare(group_of: Callable[..., ParamGroup], leaves: tuple[tuple[str, str |
 
 
 def _aligned(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Each tensor in the memory layout of another one, where it has its shape.
+    """Copy tensors to the memory layout of their counterparts of equal shape.
 
-    Fused CPU kernels ignore strides, and `torch.autograd.grad`, unlike `backward()`, returns gradients of any layout.
+    Fused CPU kernels ignore strides, and `torch.autograd.grad`, unlike `backward()`, returns gradients in other
+    layouts.
     """
     if all(map(Tensor.is_contiguous, (*tensors, *like))):
         return tensors
@@ -249,7 +250,7 @@ def _aligned(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> Sequence[Tens
 
 
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """A copy of each tensor in its layout, all in one call."""
+    """Copy all tensors in one call, in their layouts."""
     made = [torch.empty_like(x) for x in tensors]
     if made:
         torch._foreach_copy_(made, list(tensors))  # pyright: ignore[reportPrivateImportUsage]
@@ -264,7 +265,7 @@ def where_each(condition: Tensor, tensors: Sequence[Tensor], others: Sequence[Te
         flat, other = (torch.cat([of[i].reshape(-1) for i in mine]) for of in (tensors, others))
         parts = torch.where(condition, flat, other).split([tensors[i].numel() for i in mine])
         shaped = [part.view(tensors[i].shape) for i, part in zip(mine, parts, strict=True)]
-        made |= zip(mine, copies(shaped), strict=True)  # each in memory of its own
+        made |= zip(mine, copies(shaped), strict=True)  # without shared memory
     return [made[i] for i in range(len(tensors))]
 
 
@@ -287,7 +288,7 @@ def _check_memory(optimizer: torch.optim.Optimizer, before: dict[str, str], tens
 
 
 def _check_state(state: OptState, params: Params, prepared: _Prepared, cls: str, fingerprint: Tensor) -> None:
-    """Check that a state is what the class needs: some kernels write beyond a tensor that is too small."""
+    """Check the structure of a state: some kernels write beyond a tensor that is too small."""
     if not isinstance(state, OptState):
         raise TypeError(f"state must be an OptState from init or update, got {type(state).__name__}")
     if (got := int(state.fingerprint)) != int(fingerprint):

@@ -23,9 +23,9 @@ class StepOptions:
     Attributes:
         donate: the step may update the state's buffers in place: less memory and time. Use only the state that the step
             returns: an earlier one changes with it, so keep `copy.deepcopy(state)`.
-        microbatches: number of equal parts of each batch; weights are generated once, and the loss is the parts' mean.
-            A batch norm in training mode normalises each part by the statistics of the part, and updates its running
-            statistics once per part.
+        microbatches: number of equal parts to split each batch into; weights are generated once, and the loss is the
+            parts' mean. A batch norm in training mode normalises each part by the statistics of the part, and updates
+            its running statistics once per part.
         clip_norm: largest Euclidean norm of the genome's gradient.
         amp: `torch.bfloat16` or `torch.float16` runs the p-net under autocast; weights are generated in float32.
         lazy: whether weights stay factors (see `generate`): True wherever they can, False nowhere, `"auto"` where a
@@ -36,16 +36,16 @@ class StepOptions:
             genome is gathered again each time, no weight stays factors, and all ranks must use the same layers).
         on_nonfinite: `"skip"` keeps the state on a loss or gradient that is not finite, `"raise"` raises.
         kernel: implementation of ReLU, periodic and bilinear g-nets: "compiled" (C++ on a CPU; on a GPU Triton, for
-            ReLU g-nets alone), "eager" (PyTorch), "reference" (the definition) or "auto", compiled where that pays.
+            ReLU g-nets only), "eager" (PyTorch), "reference" (the definition) or "auto", compiled where that pays.
         compile: generation, p-net, loss and gradient become one compiled graph (`torch.compile`), or several where they
             cannot. The first step takes long, and calls the p-net and the loss function three times.
         mesh: the ranks (`gb.mesh`) that take each step together, each on its share of the batch: the loss is the mean
-            over the global batch, and all ranks call with the same arguments. None is this process alone.
+            over the global batch, and all ranks call with the same arguments. None is a single process.
         placement: where the genome lives on the mesh: `"replicated"`, each rank generates every weight, and only the
             genome's gradient is summed; `"sharded"`, each rank along the g-net axis holds an equal share of every
             ensemble's tiles, which are gathered; `"factors"`, the same, but types that have factors gather those;
             `"auto"`, by a count of bytes and operations (`gbfunc.parallel.placement`).
-        check_every: steps between checks that ranks hold the same state, 0 for a check of the first step alone.
+        check_every: steps between checks that ranks hold the same state, 0 checks the first step only.
         parallel: how layers are split over the mesh's tensor axis: styles of `torch.distributed.tensor.parallel` by
             name of module, as `parallelize_module` takes them; `gbfunc.parallel.styles.tensor_styles` has some. Each
             rank generates and applies its pieces. All ranks along the axis get the same rows, or, where the first layer
@@ -53,7 +53,7 @@ class StepOptions:
         pipeline: the schedule by which microbatches go through the mesh's pipeline axis: `"gpipe"`, `"1f1b"`,
             `"interleaved"` or `"zbv"` (torch's). All ranks along the axis get the same rows, of which `microbatches`
             must be a divisor; the loss function must run on the meta device up to the p-net's call.
-        stages: names of the blocks that begin a stage, but for the first one; None balances counted operations.
+        stages: names of the blocks that begin a stage, without the first; None balances counted operations.
         rounding: the loss sees the genome as `save` with this dtype stores it, and gradients go straight through the
             rounding. With steps of `allocate_steps` and a `rate`, the genome's bits are minimised beside the loss.
             `"auto"` chooses steps after 60 % of `total_steps`, and again until 85 %, for a file of `genome_bytes`;
@@ -61,7 +61,7 @@ class StepOptions:
         genome_bytes: most bytes of the file, everything counted, with `rounding="auto"`.
         total_steps: length of the training, with `rounding="auto"`.
         metadata: what `gb.save` will be given beside the genome, with `rounding="auto"`.
-        local_steps: number of steps that each rank takes alone between exchanges of the genomes' changes
+        local_steps: number of steps of each rank between exchanges of the genomes' changes
             (`gbfunc.train.local`). Each rank runs the whole p-net, holds the whole genome and reports its own share.
         outer: the optimizer that takes the mean of these changes for a gradient; None is SGD with Nesterov's momentum,
             `gb.torch_optimizer(torch.optim.SGD, lr=1.0, momentum=0.5, nesterov=True)`.

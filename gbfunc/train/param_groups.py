@@ -25,7 +25,7 @@ _FUSED: Mapping[Any, Mapping[str, frozenset[torch.dtype]]] = {
     torch.optim.SGD: {"cpu": _FULL, "cuda": _FLOATS},
     torch.optim.Adam: {"cpu": _FLOATS, "cuda": _FLOATS},
     torch.optim.AdamW: {"cpu": _FLOATS, "cuda": _FLOATS},
-    # Its CUDA kernel is younger than the oldest torch that is supported: only where it is asked for.
+    # Its CUDA kernel is younger than the oldest torch that is supported: used on request only.
     torch.optim.Adagrad: {"cpu": _FLOATS},
 }
 """Where tests hold a fused kernel equal to the plain step: dtypes by type of device."""
@@ -36,7 +36,7 @@ class Kernel(NamedTuple):
 
     function: Callable[..., None]
     entries: tuple[str, ...]  # of the state, in the function's order
-    options: dict[str, Any]  # but for `lr`
+    options: dict[str, Any]  # without `lr`
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +61,7 @@ class ParamGroup:
         return Kernel(getattr(torch, name), ("step", "exp_avg", "exp_avg_sq", *largest), options)
 
     def fuses(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether the fused kernel steps such a leaf: where it is right; on other devices, where the options ask."""
+        """Whether the fused kernel steps such a leaf: if tests cover the dtype, on other devices if the options ask."""
         asked = bool(self.options.get("fused"))
         dtypes = _FUSED.get(self.cls, {}).get(device.type)
         if dtypes is None:
@@ -134,7 +134,7 @@ def learning_rate(lr: LearningRate, step: int) -> float:
 
 
 def check_class(cls: Any) -> None:
-    """Refuse what is no optimizer class, and classes that cannot be pure functions of dense gradients."""
+    """Refuse objects other than optimizer classes, and classes that need a closure or sparse gradients."""
     if not isinstance(cls, type) or not issubclass(cls, torch.optim.Optimizer) or cls is torch.optim.Optimizer:
         raise TypeError(f"cls must be a subclass of torch.optim.Optimizer, got {cls!r}")
     if issubclass(cls, torch.optim.LBFGS):
@@ -159,7 +159,7 @@ def torch_schedule(
 
     Raises:
         TypeError: if `scheduler_cls` is no scheduler class.
-        ValueError: for options out of range, or a schedule that is no function of the step alone.
+        ValueError: for options out of range, or a schedule that depends on more than the step.
 
     >>> schedule = torch_schedule(lr_scheduler.StepLR, 0.1, steps=5, step_size=2, gamma=0.5)
     >>> [schedule(step) for step in (0, 1, 2, 3, 4, 99)]

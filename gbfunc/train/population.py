@@ -81,7 +81,7 @@ class Population:
         Args:
             states: untouched unless the train step donates.
             batch: what the loss function takes, the same for all; with `same_batch=False` a batch for each, the
-                members being the first dimension of its tensors (what is no tensor, such as a flag, is for all).
+                members being the first dimension of its tensors (all members share values that are not tensors).
 
         Raises:
             FloatingPointError: for a member's loss or gradient that is not finite, with `on_nonfinite="raise"`.
@@ -110,7 +110,7 @@ class Population:
         try:
             loss_n, aux, gradients, buffers = self._gradients(frozen, flat, buffers, batch, seeds)
         except Exception as error:
-            # What the step of one genome refuses is no matter of many.
+            # Raises first if the step of one genome refuses the batch as well.
             own = batch if self._same_batch else tree_map(lambda x: x[0] if isinstance(x, Tensor) else x, batch)
             step(self.member(states, 0), own)
             raise ValueError(f"{_VMAP}: {error}") from error
@@ -227,14 +227,14 @@ def population(
 ) -> Population:
     """Train n genomes in one vmapped step: seeds, learning rates or batches side by side.
 
-    Each member is trained as `train_step` would train it, up to rounding; dropout alone draws other numbers. A member
+    Each member is trained as `train_step` would train it, up to rounding; only dropout draws other numbers. A member
     whose loss or gradient is not finite stays as it was, but its optimizer's count of steps, such as that of Adam's
     bias correction, goes on with the others'.
 
     Args:
         train_step: the step of one genome, without a mesh, microbatches, remat or compile.
         n: members.
-        lr_factors: what the optimizer's learning rates are multiplied by, for each member; None is one for all.
+        lr_factors: factor of the optimizer's learning rates, one per member; None is 1.
         same_batch: whether all members get the same batch, or each its part of the first dimension.
 
     Raises:

@@ -57,7 +57,7 @@ torch.serialization.add_safe_globals([Genome, OptState, TrainState])
 
 
 class StepInfo(NamedTuple):
-    """What a step reports.
+    """The report of a step.
 
     Attributes:
         loss: the loss, detached, averaged over microbatches.
@@ -101,8 +101,8 @@ class TrainStep:
     def init(self, seed: int = 0, *, device: torch.device | str | None = None) -> TrainState:
         """A fresh state; the same seed gives the same genome, whatever the mesh and the placement.
 
-        All ranks of a mesh call this. Direct parameters and buffers are those of rank 0's p-net, and each rank gets its
-        part of a split genome.
+        All ranks of a mesh call this. Rank 0's p-net gives direct parameters and buffers, and each rank gets its part
+        of a split genome.
 
         Args:
             seed: of the g-nets, of dropout and of noise: 0 <= seed < 2**63.
@@ -159,7 +159,7 @@ class TrainStep:
 
     @property
     def dense_reads(self) -> dict[str, int]:
-        """How often the p-net has read weights with another form as dense tensors, by name, but for compiled steps."""
+        """Reads of weights with another form as dense tensors, by name; compiled steps do not count."""
         loss = self._objective.strategy.loss
         return {} if loss is None else loss.net.dense_reads
 
@@ -201,7 +201,7 @@ class TrainStep:
                 float(self._objective(leaves, flat, state.buffers, other, step_seed(int(state.seed), step), step).loss)
                 for other in others
             )
-            # A loss that takes no targets stays as it is to the last bit.
+            # A loss without targets is equal to the last bit.
             if float(loss) > min(turned) - 0.01 * abs(min(turned)) and equal != float(loss):
                 warnings.warn(_CONSTANT.format(step, float(loss)), UserWarning, stacklevel=2)
         if [*map(_KIND, buffers.values())] != [*map(_KIND, state.buffers.values())]:
@@ -234,8 +234,8 @@ class TrainStep:
     ) -> tuple[Params, OptState, Params] | None:
         """Leaves, optimizer's state and buffers after the step; None if loss or gradient is not finite.
 
-        A number of an accelerator is read before the first step alone, when the optimizer has no state: later both
-        outcomes are computed, and one is chosen there. The optimizer's count of steps, on the CPU, counts either.
+        An accelerator's numbers are read before the first step only, when the optimizer has no state: later steps
+        compute both outcomes and choose on the device. The optimizer's count of steps, on the CPU, counts either.
         """
         options, device, old = self._options, info.finite.device.type, state.opt
         read = device in _READ or options.on_nonfinite == "raise" or int(old.step) == 0

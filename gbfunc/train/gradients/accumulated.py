@@ -23,7 +23,7 @@ def equal_parts(n: int, batch: Any, rows: float) -> list[tuple[Any, float]]:
 
 
 def parts_of_share(n: int, takes_parts: bool, batch: Any, rows: float) -> list[tuple[Any, float]]:
-    """Microbatches of a rank's share, fewer where it has fewer rows, unless layers have collectives (`takes_parts`)."""
+    """Microbatches of a rank's share, fewer for fewer rows, unless layers have collectives (`takes_parts`)."""
     most = n_rows(batch)
     if n == 1 or most is None:
         return equal_parts(n, batch, rows)
@@ -66,8 +66,8 @@ def weights_of(loss: GenomeLoss, given: Given, again: bool) -> tuple[Params, Par
     """The weights in their graph, the same as leaves of a new graph, and the names of those that take gradients.
 
     With `again` the first are left out: backward generates them a second time. Direct parameters are leaves themselves,
-    unless rounded: a forward may set their `data`. Leaves that g-nets of several weights share are not: each of those
-    weights would get the gradient of all.
+    unless rounded: a forward may set their `data`. Leaves that g-nets of several weights share are not: each weight
+    would get the gradient of all weights.
     """
     with torch.set_grad_enabled(not again):
         weights = loss.weights(given)

@@ -25,7 +25,7 @@ _FP16_SCALE, _FP16_SCALE_PER_ROW = 2.0**10, 2.0**4
 
 
 def make_objective(pnet: nn.Module, loss_fn: LossFn, layout: Layout, options: StepOptions) -> Objective:
-    """The loss of a plan's genomes with its gradient, by what the options and the mesh ask for."""
+    """Choose how loss and gradient of a plan's genomes are computed, from the options and the mesh."""
     ranks, split, scale = layout.mesh.world, None, 1.0
     if options.parallel is not None:
         # Torch's DTensor takes half a second to import.
@@ -46,7 +46,7 @@ def make_objective(pnet: nn.Module, loss_fn: LossFn, layout: Layout, options: St
 def _strategy(
     pnet: nn.Module, loss_fn: LossFn, layout: Layout, options: StepOptions, split: TensorParallel | None, scale: float
 ) -> tuple[Strategy, Proof | None]:
-    """The strategy, and what its first step is compared with, where ranks have parts of the p-net."""
+    """The strategy, and the comparison for its first step if ranks have parts of the p-net."""
     # Weights are there one layer at a time.
     whole = partial(GenomeLoss, pnet, loss_fn, layout, replace(options, compile=False, remat="layer", microbatches=1))
     takes_parts = split is not None and split.takes_parts

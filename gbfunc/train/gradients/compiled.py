@@ -90,7 +90,7 @@ class CompiledGraph(OneGraph):
         trained = {k: x for k, x in given.leaves.items() if x.requires_grad}
         leaves = {k: x.detach() for k, x in given.leaves.items()}
         rows = self.loss.rows(given.rows)
-        # A tensor, since another number would be compiled anew.
+        # A tensor: each new Python number would be compiled again.
         factor = None if self._scale * rows == 1 else torch.tensor(self._scale * rows)
         # A failed trace inside of torch.func leaves the hooks disabled.
         with torch.autograd.graph.disable_saved_tensors_hooks("torch.func has none"):
@@ -132,7 +132,7 @@ _FIXED = (
 
 
 def _guarded(guards: Sequence[Any]) -> list[bool]:
-    """Drop guards on what a plan fixes for good; those on arguments, the loss function and the p-net are kept."""
+    """Drop guards on values that a plan fixes; keep guards on arguments, the loss function and the p-net."""
     return [not any(name in guard.name for name in _FIXED) for guard in guards]
 
 
@@ -142,7 +142,7 @@ _CODES = count()
 def _compiled(method: Any, *, fullgraph: bool = False, cpp_wrapper: bool = False) -> Callable[..., Any]:
     # Torch 2.5 has no filters.
     known = hasattr(torch.compiler, "keep_tensor_guards_unsafe")
-    # Random numbers are those of eager code.
+    # Draw the random numbers of eager code.
     options: dict[str, Any] = {"fallback_random": True}
     if known:
         options |= {"guard_filter_fn": _guarded, "cpp_wrapper": cpp_wrapper}
@@ -150,7 +150,7 @@ def _compiled(method: Any, *, fullgraph: bool = False, cpp_wrapper: bool = False
 
 
 def _own_code(method: Any) -> Callable[..., Any]:
-    """A method with a code object of its own: the compiler takes two p-nets with one for one whose shapes change."""
+    """Give a method its own code object: with a shared one, the compiler takes two p-nets for one."""
     function = method.__func__
     code = function.__code__.replace(co_name=f"{function.__name__}_{next(_CODES)}")
     own = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)

@@ -61,7 +61,7 @@ class Given(NamedTuple):
     counts: bool  # False for rows of zeros in place of an empty share, whose gradients do not count
 
     def copied(self) -> Given:
-        """The same, with copies of what a forward may change in place: buffers and the batch."""
+        """Copy buffers and the batch, which a forward may change in place."""
         batch = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, self.batch)
         return self._replace(buffers={k: b.clone() for k, b in self.buffers.items()}, batch=batch)
 
@@ -95,7 +95,7 @@ class Given(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a strategy finds on this rank's share."""
+    """Loss and gradients of this rank's share."""
 
     loss: Tensor  # the mean over the share
     aux: Any
@@ -208,7 +208,7 @@ class OneGraph:
     """One graph from the leaves to the loss, eager; `scale` that loss against underflow in half precision."""
 
     least_rows = 2
-    """Rows of zeros in the place of an empty share: some layers refuse a single one."""
+    """Rows of zeros instead of an empty share: some layers refuse a single one."""
 
     def __init__(self, loss: GenomeLoss, scale: float) -> None:
         self.loss, self._scale = loss, scale
@@ -330,7 +330,7 @@ def _joined(tensors: list[Tensor], rest: list[Any], structure: Any) -> Any:
 
 
 def loss_and_aux(out: Any) -> tuple[Tensor, Any]:
-    """Loss and aux of what a loss function returned; ValueError for anything but a scalar tensor, or that and aux."""
+    """Split the result of a loss function; ValueError unless it is a scalar tensor, or a scalar tensor and aux."""
     pair = isinstance(out, tuple) and len(out) == 2
     loss, aux = out if pair else (out, {})
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():

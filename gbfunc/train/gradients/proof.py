@@ -97,7 +97,7 @@ def as_vector(found: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
 
 
 def largest_distance(mesh: Mesh, found: Tensor, expected: Tensor) -> float:
-    """The largest `|found - expected| / |expected|` of all ranks; 0 where `expected` is not finite."""
+    """The largest `|found - expected| / |expected|` over all ranks; 0 where `expected` is not finite."""
     by, size = (float(torch.linalg.vector_norm(x)) for x in (found - expected, expected))
     apart = by / size if size and math.isfinite(by) else math.inf if by else 0.0
     return max(gather_objects(mesh, apart if math.isfinite(size) else 0.0))
@@ -126,7 +126,7 @@ def _evaluating(nets: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def gradient_and_changes(part: Part, given: Given, wanted: list[Tensor], seed: int) -> tuple[Tensor, Tensor]:
-    """The gradient and the change of buffers as vectors; `given` stays as it is."""
+    """The gradient and the change of buffers as vectors; `given` is not changed."""
     fresh = given.copied()
     with given.restored(), seeded(seed, wanted[0].device), seeded_elsewhere(seed), torch.enable_grad():
         gradients = part(fresh, wanted)
