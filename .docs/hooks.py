@@ -4,7 +4,10 @@ Formulas become MathML, so that no page fetches a script to show them; a built p
 or style elsewhere, fails the build.
 """
 
+import contextlib
+import io
 import json
+import os
 import re
 from html import unescape
 from importlib import import_module
@@ -21,6 +24,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import gbfunc as gb
+from gbfunc.cli.parser import COMMANDS, parse
 from gbfunc.exporting import page as browser
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,6 +48,8 @@ GROUPS = {
     "Evolution": "evolution.GenomeProblem evolution.ControlProblem",
 }
 URLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
+BOOSTS = {"guides/shrink.md": 12, "guides/command_line.md": 12, "guides": 4, "results": 0.5}
+"""What the score of a page in the search is multiplied by."""
 NAMES = [name for group in GROUPS.values() for name in group.split()]
 
 
@@ -62,6 +68,7 @@ class Doctests(griffe.Extension):
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Link the repository, and put the reference's pages into the navigation."""
     config.repo_url = URLS["Repository"].removesuffix(".git")
+    config.repo_name = "Repository"
     pages = [{title: [{n.split(".")[-1]: page_of(n)} for n in group.split()]} for title, group in GROUPS.items()]
     entry = next(entry for entry in config.nav or [] if "Reference" in entry)
     entry["Reference"] = [entry["Reference"], *pages]
@@ -75,14 +82,27 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     # Its links are from the root of the repository; of the site that is notebooks/.
     made = {"index.md": readme.replace("](notebooks/", "]("), "reference/index.md": reference_index()}
+    made["guides/command_line.md"] = command_line()
     made |= {page_of(name): reference_page(name) for name in NAMES}
     grown = ROOT / "notebooks" / "pages"
     alphabets = json.loads((grown / "alphabets.json").read_text(encoding="utf-8"))
     made |= {f"pages/{path.stem}.html": browser.page(path.read_bytes(), alphabets) for path in grown.glob("*.genome")}
     for path, text in made.items():
         files.append(File.generated(config, path, content=text))
-    files.append(File.generated(config, "style.css", abs_src_path=str(Path(__file__).with_name("style.css"))))
+    for name in ("style.css", "search.js"):
+        files.append(File.generated(config, name, abs_src_path=str(Path(__file__).with_name(name))))
     return files
+
+
+def command_line() -> str:
+    """Return the help of every command, as the parser writes it."""
+    os.environ["COLUMNS"] = "88"
+    lines = ["# The command line", "", "`gbfunc COMMAND --help` prints the same. `gbfunc --version` prints the version."]
+    for name in COMMANDS:
+        with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
+            parse([name, "--help"])
+        lines += ["", f"## gbfunc {name}", "", "```text", text.getvalue().rstrip(), "```"]
+    return "\n".join(lines)
 
 
 def page_of(name: str) -> str:
@@ -122,13 +142,16 @@ def reference_page(name: str) -> str:
     return f"---\ntitle: {last}\n---\n\n::: {thing.__module__}.{thing.__qualname__}\n{options}"
 
 
-def on_page_markdown(markdown: str, **_: object) -> str:
-    """Name the repository's address, which stands in `pyproject.toml` alone."""
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    """Name the repository's address, and rank guides above notebooks and results in the search."""
+    path = page.file.src_uri
+    page.meta["search"] = {"boost": BOOSTS.get(path) or BOOSTS.get(path.split("/")[0], 1)}
     return markdown.replace("GBFUNC_REPOSITORY", URLS["Repository"])
 
 
 def on_page_content(html: str, page: Page, **_: object) -> str:
     """Formulas, of pages as arithmatex marks them and of notebooks' text between dollars; links that MkDocs leaves."""
+    html = re.sub(r"<table>.*?</table>", _labelled, html, flags=re.S)
     html = re.sub(r'<span class="arithmatex">\\\((.*?)\\\)</span>', _formula, html, flags=re.S)
     if page.file.src_uri.endswith(".ipynb"):
         text = r"(?<=jp-RenderedMarkdown jp-MarkdownOutput).*?</div>"
@@ -141,6 +164,18 @@ def on_page_content(html: str, page: Page, **_: object) -> str:
         if own in gb.__all__ and (behind := find(own).__name__) != own:
             html = html.replace(f">{behind}<", f">{own}<", 1)
     return html
+
+
+def _labelled(table: re.Match[str]) -> str:
+    """Give each cell of a table the name of its column, which a phone shows beside the cell."""
+    found = re.findall(r"<th\b[^>]*>(.*?)</th>", table[0], re.S)
+    names = [re.sub(r"<[^>]+>", "", name).replace('"', "&quot;") for name in found]
+
+    def labelled(row: re.Match[str]) -> str:
+        rest = iter(names)
+        return re.sub(r"<td\b", lambda _: f'<td data-label="{next(rest, "")}"', row[0])
+
+    return re.sub(r"<tr>.*?</tr>", labelled, table[0], flags=re.S)
 
 
 def _formula(found: re.Match[str]) -> str:
