@@ -97,7 +97,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def command_line() -> str:
     """Return the help of every command, as the parser writes it."""
     os.environ["COLUMNS"] = "88"
-    lines = ["# The command line", "", "`gbfunc COMMAND --help` prints the same. `gbfunc --version` prints the version."]
+    lines = ["# The command line", "", "`gbfunc COMMAND --help` prints the same; `gbfunc --version`, the version."]
     for name in COMMANDS:
         with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
             parse([name, "--help"])
