@@ -31,6 +31,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from results.rivals import RIVALS
 
 from gbfunc.lab.compare import METHODS
 from gbfunc.lab.compare.base import Problem
@@ -64,7 +65,7 @@ print("budgets:", ", ".join(f"{p.budget:,} bytes" for p in problems))
 
 # %%
 with tempfile.TemporaryDirectory() as folder:
-    chosen = {name: METHODS[name] for name in methods}
+    chosen = {name: {**METHODS, **RIVALS}[name] for name in methods}
     *_, results = run_missing(chosen, problems, seeds=seeds, results=Results(), folder=Path(folder))
 
 print(f"{'test accuracy (%)':<24}" + "".join(f"{p.budget:>16,} B" for p in problems))

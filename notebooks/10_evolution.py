@@ -31,11 +31,11 @@ import time
 import matplotlib.pyplot as plt
 import torch
 from evotorch.algorithms import CMAES, PGPE, SNES
+from results.subspace import Projection
 from torch import nn
 
 import gbfunc as gb
 from gbfunc.evolution import ControlProblem, GenomeProblem
-from gbfunc.lab.compare.subspace import Projection
 from gbfunc.plots import LINES, MARKERS, PALETTE
 from gbfunc.tasks import accuracy, endless_batches, find_task, loss_fn
 

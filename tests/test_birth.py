@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_model
 
 import gbfunc as gb
-from gbfunc.lab.birth import GROWN, RANDOM, in_the_size_of, lessons, teach
 from gbfunc.tasks import accuracy, find_task
 from gbfunc.tasks.pnets import Interface
 from gbfunc.tasks.training import dense_trainer, fit, genome_trainer
+from notebooks.results.birth import GROWN, RANDOM, in_the_size_of, lessons, teach
 from tests.support.ranks import ROOT
 
 

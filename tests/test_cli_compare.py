@@ -12,9 +12,9 @@ import torch
 from gbfunc.cli import main
 from gbfunc.cli.compare import print_tradeoff, tradeoff_figure
 from gbfunc.lab.compare.base import Problem
-from gbfunc.lab.compare.published import PUBLISHED
 from gbfunc.lab.compare.rows import Choice, Results, Row
 from gbfunc.tasks import TASKS
+from notebooks.results.published import PUBLISHED
 
 QUICK = ["compare", "--sizes", "300", "--quick", "--methods", "periodic", "smaller_dense"]
 
@@ -47,10 +47,12 @@ def test_compare_writes_rows_and_a_figure_and_goes_on(tmp_path: Path, capsys: py
 
 
 def test_budgets_in_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    budgets = ["--bytes", "2500", "1600", "2500", "--quick", "--methods", "periodic", "int8"]
+    budgets = ["--bytes", "2500", "1600", "2500", "--quick", "--methods", "periodic", "periodic_int7"]
     assert main(["compare", *budgets, "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "compare.json").read_text())["rows"]
-    assert [(r["method"], r["budget"]) for r in rows] == [(m, b) for b in (1_600, 2_500) for m in ("periodic", "int8")]
+    assert [(r["method"], r["budget"]) for r in rows] == [
+        (m, b) for b in (1_600, 2_500) for m in ("periodic", "periodic_int7")
+    ]
     assert all(0.9 * row["budget"] <= row["bytes"] <= row["budget"] for row in rows)
     assert [row["size"] for row in rows if row["method"] == "periodic"] == [
         row["params"] for row in rows if row["method"] == "periodic"

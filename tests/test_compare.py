@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.linalg import hadamard as scipy_hadamard
 
-from gbfunc.lab.compare import METHODS
+from gbfunc.lab import compare
 from gbfunc.lab.compare.base import (
     BudgetTooSmall,
     Problem,
@@ -28,11 +28,13 @@ from gbfunc.lab.compare.base import (
 )
 from gbfunc.lab.compare.genome import GenomeOf, reference_bytes, size_within
 from gbfunc.lab.compare.rows import Results, choose, measure, of_problem, read_results, run_missing, to_json
-from gbfunc.lab.compare.subspace import Projection
 from gbfunc.tasks import TASKS, Net, Task, accuracy, find_task
 from gbfunc.tasks.pnets import find_pnet
 from gbfunc.tasks.pnets.base import n_params
+from notebooks.results.rivals import RIVALS as MORE
+from notebooks.results.subspace import Projection
 
+METHODS = {**compare.METHODS, **{name: MORE[name] for name in ("random_subspace", "pruned", "int8", "int4")}}
 NUMBERS = (torch.float32, torch.float16)
 
 

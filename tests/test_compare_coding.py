@@ -10,22 +10,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gbfunc.lab.compare import METHODS
 from gbfunc.lab.compare.base import Problem, in_use, restore, state_of
-from gbfunc.lab.compare.coded import (
+from gbfunc.tasks import TASKS
+from gbfunc.tasks.pnets import find_pnet
+from notebooks.results.coded import (
     Levels,
     RoundedNet,
     decode,
     encode,
     largest_level,
+    most_entries,
     nearest_steps,
     rounded,
     to_levels,
     vector_levels,
 )
-from gbfunc.lab.compare.nets import most_entries
-from gbfunc.tasks import TASKS
-from gbfunc.tasks.pnets import find_pnet
+from notebooks.results.rivals import RIVALS as METHODS
 
 MATRICES = st.tuples(st.integers(1, 9), st.integers(1, 9), st.floats(0, 1), st.integers(0, 2**31))
 

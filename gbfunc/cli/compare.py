@@ -20,7 +20,6 @@ from gbfunc.lab.bench.cases import choose
 from gbfunc.lab.bench.report import describe
 from gbfunc.lab.compare.base import Problem, is_pretrained
 from gbfunc.lab.compare.genome import reference_bytes, size_within
-from gbfunc.lab.compare.published import PUBLISHED, Points
 from gbfunc.lab.compare.rows import Results, of_problem, read_results, run_missing, to_json
 from gbfunc.plots import tradeoff_curves
 from gbfunc.tasks import Metric, Task
@@ -56,7 +55,7 @@ def run_compare(options: Compare) -> None:
         known = {name: [of_problem(results, problem, name) for problem in problems] for name in methods}
         levels = {name: of_problem(results, free[0], name) for name in references}
         levels = {f"{name} ({of.rows[0].bytes:,} bytes)": of for name, of in levels.items() if of.rows}
-        published = PUBLISHED.get(task.name, {}) if task.metric.name == "accuracy" else {}
+        published = lab.PUBLISHED.get(task.name, {}) if task.metric.name == "accuracy" else {}
         if any(part.rows for parts in known.values() for part in parts):
             write_figure(folder / "tradeoff.png", lambda: tradeoff_figure(known, task.metric, levels, published))
     print_tradeoff(known, problems, levels, published)
@@ -87,7 +86,7 @@ def tradeoff_figure(
     known: Mapping[str, Sequence[Results]],
     metric: Metric,
     levels: Mapping[str, Results] = MappingProxyType({}),
-    published: Mapping[str, Points] = MappingProxyType({}),
+    published: Mapping[str, lab.Points] = MappingProxyType({}),
 ) -> Figure:
     """Draw the metric over bytes; parts of one are shown by what they lack, on a logarithmic axis."""
     errors = metric.unit == "%" and metric.higher_is_better
@@ -115,7 +114,7 @@ def print_tradeoff(
     known: Mapping[str, Sequence[Results]],
     problems: Sequence[Problem],
     levels: Mapping[str, Results] = MappingProxyType({}),
-    published: Mapping[str, Points] = MappingProxyType({}),
+    published: Mapping[str, lab.Points] = MappingProxyType({}),
 ) -> None:
     first, metric = problems[0], problems[0].task.metric
 

@@ -3,20 +3,119 @@
 Options: `--data-dir`, `--other TASK` with `--other-data-dir` (another task of as many classes), `--lr`, `--epochs` or
 `--steps`, `--seed`, `--out`. Without `--lr`, each network takes the rate that is best on validation data. Writes
 `metrics.json`, `birth.png` and the taught weights (`net.safetensors`), and prints a JSON row for each network.
+
+An animal is born with the abilities that its genome holds, and learns the rest (Zador, 2019; Shuvaev et al., 2024). So
+a genome is judged by two numbers: the accuracy at birth, and how fast the network learns from there, its own task or
+another one.
 """
 
 import argparse
+import copy
 import json
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
+import torch.nn.functional as F
 from safetensors.torch import save_model
+from torch import nn
 
 from gbfunc.cli.genomes import read_genome
 from gbfunc.cli.options import DataOptions
-from gbfunc.lab.birth import GROWN, RATES, in_the_size_of, lessons, teach
 from gbfunc.plots import birth_curves
 from gbfunc.tasks import find_task
+from gbfunc.tasks.base import Recipe, Task, constant_rate
+from gbfunc.tasks.data import Split, steps_per_epoch
+from gbfunc.tasks.pnets import Interface
+from gbfunc.tasks.training import Report, dense_trainer, fit
+
+LESSONS = (1, 10, 100)
+"""Steps after which a network is measured, beside birth, an epoch and the end."""
+
+GROWN, RANDOM = "grown", "random"
+
+RATES = (1.0, 0.3, 0.1, 0.03, 0.01)
+"""Learning rates to choose from, as parts of the recipe's: the full rate undoes innate abilities in a few steps."""
+
+Progress = Callable[..., AbstractContextManager[Report]]
+"""`progress(label, split=)` opens what shows the progress of a training, measured on a split."""
+
+
+def lessons(task: Task, recipe: Recipe) -> Recipe:
+    """A recipe for weights that exist: a constant rate, no augmentation, measured after `LESSONS` and an epoch."""
+    marks = tuple(sorted({*LESSONS, steps_per_epoch(task.train, recipe.batch_size)}))
+    return replace(recipe, schedule=constant_rate, augment=None, measure_every=marks)
+
+
+class Taught(NamedTuple):
+    """The training of a network."""
+
+    rows: list[dict[str, float]]  # `step`, `epoch`, `train_loss` and the metrics of the test data, from birth on
+    lr: float  # the learning rate, which the validation data chose
+    net: nn.Module  # the network in the end
+
+
+def teach(
+    grown: nn.Module,
+    task: Task,
+    recipe: Recipe,
+    seed: int,
+    *,
+    rates: Sequence[float] = RATES,
+    report: Progress = lambda label, split: nullcontext(lambda *progress: None),
+) -> dict[str, Taught]:
+    """Train a grown network, and the same p-net from random weights, on the same batches with Adam.
+
+    Each takes the rate, a part of the recipe's `dense_lr`, with the best mean over the validations, from the first step
+    to the last. `lessons` makes the recipe; the grown network is not changed.
+    """
+    starts = {GROWN: grown, RANDOM: task.build(seed).to(next(grown.parameters()).device)}
+    metric, tested = task.metric, replace(task, val=task.test)
+
+    def taught(name: str, start: nn.Module) -> Taught:
+        def trained(rate: float, task: Task, label: str, split: str) -> Any:
+            net, slower = copy.deepcopy(start), replace(recipe, dense_lr=rate * recipe.dense_lr)
+            with report(f"{name}, {label}rate {slower.dense_lr:.1e}", split=split) as progress:
+                return net, fit(dense_trainer(net, task, slower), task, slower, seed, report=progress).history
+
+        def all_along(rate: float) -> float:
+            _, rows = trained(rate, task, "choosing, ", "validation")
+            return metric.sign * sum(row[f"val_{metric.name}"] for row in rows)
+
+        best = max(rates, key=all_along) if len(rates) > 1 else rates[0]
+        born = {"step": 0, "epoch": 0.0, **task.measured(start.eval(), tested.val)}
+        net, history = trained(best, tested, "", "test")
+        rows = [{k.removeprefix("val_"): v for k, v in row.items() if k != "seconds"} for row in history]
+        return Taught([born, *rows], best * recipe.dense_lr, net)
+
+    return {name: taught(name, start) for name, start in starts.items()}
+
+
+def in_the_size_of(task: Task, interface: Interface) -> Task:
+    """A task of images whose images are resized to another task's, so that its networks can see them.
+
+    Shrunk images are averaged, enlarged ones interpolated; both are normalised again by the training images.
+
+    Raises:
+        ValueError: if the tasks differ in more than the size of their images.
+    """
+    ours, theirs = task.interface, interface
+    if len(ours.inputs) != 3 or ours.inputs[0] != theirs.inputs[:1][0] or ours.outputs != theirs.outputs:
+        network = f"a network for inputs {theirs.inputs} and {theirs.outputs} classes cannot learn the task {task.name}"
+        raise ValueError(f"{network}, which has inputs {ours.inputs} and {ours.outputs} classes")
+    if ours.inputs == theirs.inputs:
+        return task
+
+    def resized(split: Any) -> torch.Tensor:
+        return F.interpolate(split.x, theirs.inputs[1:], mode="bilinear", antialias=True)
+
+    std, mean = torch.std_mean(resized(task.train))
+    splits = {name: getattr(task, name) for name in ("train", "val", "test")}
+    made = {name: Split((resized(split) - mean) / std, split.y) for name, split in splits.items()}
+    return replace(task, interface=interface, **made)
 
 
 def main(argv: list[str] | None = None) -> None:

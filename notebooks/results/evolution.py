@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 from evotorch.algorithms import CMAES, PGPE, SNES
+from subspace import Projection
 from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.evolution import ControlProblem, GenomeProblem
-from gbfunc.lab.compare.subspace import Projection
 from gbfunc.tasks import accuracy, endless_batches, find_task, loss_fn
 from gbfunc.tasks.control import find_environment
 

@@ -1,5 +1,7 @@
 """`gbfunc compare` with more rivals: `python notebooks/results/rivals.py --task mnist --methods seeded_networks ...`.
 
+random_subspace: weights move in a random subspace (`subspace.py`).
+int8, int4, pruned: smaller nets, trained for their rounding and entropy-coded (`coded.py`).
 low_rank: every matrix is a product of two thin ones (T. N. Sainath et al., 2013), in a net as wide as fits.
 seeded_networks: `theta = sum_k z_k theta_k`, with theta_k drawn from the seed (PRANC: P. Nooralinejad et al., 2023);
 where all would take too much memory, weights are cut into chunks, each with its part of the numbers.
@@ -29,12 +31,16 @@ from gbfunc.lab import compare
 from gbfunc.lab.compare import base
 from gbfunc.lab.compare.base import BudgetTooSmall, Problem, Settings, Trained
 from gbfunc.lab.compare.nets import Dense
-from gbfunc.lab.compare.subspace import Subspace
 from gbfunc.pnet.describe import buffers_of, parameter_infos
 from gbfunc.pnet.pure import PureNet
 from gbfunc.tasks import Net, Task
 from gbfunc.tasks.pnets import PNet, mlp
 from gbfunc.types import Params
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from notebooks.results.coded import Pruned, Quantised
+from notebooks.results.published import PUBLISHED
+from notebooks.results.subspace import RandomSubspace, Subspace
 
 RATES, LAST_SEED, MOST_NUMBERS = (1e-2, 3e-2, 1e-1), 9_999, 2**26
 
@@ -262,6 +268,10 @@ def decode_nnc(code: bytes, like: Params) -> Params:
 
 
 RIVALS = {
+    "random_subspace": RandomSubspace(),
+    "pruned": Pruned(),
+    "int8": Quantised(8),
+    "int4": Quantised(4),
     "low_rank": Formed((1, 2, 4, 8, 16), seeded=False),
     "seeded_networks": Formed((0,), seeded=True),
     "seeded_factors": Formed((2, 8), seeded=True),
@@ -271,5 +281,5 @@ RIVALS = {
 if __name__ == "__main__":
     # It needs a package of its own, and is run where it is named.
     known = {name: method for name, method in RIVALS.items() if name != "nnc" or name in sys.argv}
-    compare.METHODS = {**compare.METHODS, **known}
+    compare.METHODS, compare.PUBLISHED = {**compare.METHODS, **known}, PUBLISHED
     sys.exit(main(["compare", *sys.argv[1:]]))

@@ -18,8 +18,7 @@ import torch
 from gbfunc.lab.compare.adapters import ADAPTERS, FULL, Adapted
 from gbfunc.lab.compare.base import Method, Problem, is_pretrained
 from gbfunc.lab.compare.genome import GenomeOf
-from gbfunc.lab.compare.nets import Dense, Pruned, Quantised
-from gbfunc.lab.compare.subspace import RandomSubspace
+from gbfunc.lab.compare.nets import Dense
 from gbfunc.tasks import Task
 
 _RATES, _PERIODIC = (3e-3, 1e-2, 3e-2), (2e-2, 4e-2, 8e-2)
@@ -29,10 +28,6 @@ METHODS: Mapping[str, Method] = {
     "periodic_int7": GenomeOf("periodic", _PERIODIC, "int7"),
     "periodic_auto": GenomeOf("periodic", _PERIODIC, "auto"),
     "smaller_dense": Dense(),
-    "random_subspace": RandomSubspace(),
-    "pruned": Pruned(),
-    "int8": Quantised(8),
-    "int4": Quantised(4),
     "gnet": GenomeOf("gnet", _RATES),
     "stochastic": GenomeOf("stochastic", _RATES),
     "low_rank_genome": GenomeOf("low_rank", _RATES),
@@ -47,6 +42,12 @@ PRETRAINED_METHODS: Mapping[str, Method] = {
     **ADAPTERS,
 }
 """Every way to change a pretrained network in few bytes by its name."""
+
+Points = tuple[tuple[int, float], ...]
+"""Bytes, and test accuracy in %."""
+
+PUBLISHED: Mapping[str, Mapping[str, Points]] = {}
+"""Published networks, by the task's name and a label; `notebooks/results/rivals.py` fills the table."""
 
 REFERENCES: Mapping[str, Method] = {"full_fine_tuning": FULL}
 """References of adapters, of any size."""

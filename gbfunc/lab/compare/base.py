@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gbfunc.pnet.describe import buffers_of, parameter_infos, with_weights
-from gbfunc.pnet.pure import PureNet
 from gbfunc.tasks import Net, Recipe, Task
 from gbfunc.tasks.pnets import PNet, find_pnet
 from gbfunc.tasks.pnets.base import n_params
@@ -33,9 +32,6 @@ HEAD = "classifier"
 
 USED = 0.85
 """Part of the budget below which a file leaves bytes unused that its method should take."""
-
-MARGIN = 0.98
-"""Part of the budget that a code may take before the end of the training, which changes its length a little."""
 
 
 def is_pretrained(task: Task) -> bool:
@@ -164,18 +160,6 @@ def saved_buffers(module: nn.Module) -> Params:
     return {name: b for name, (b, saved) in buffers_of(module).items() if saved}
 
 
-def generated_net(pnet: nn.Module, weights: Callable[[], TensorMap]) -> Net:
-    """Make the p-net with weights that each call computes anew, in full precision, as a genome's are."""
-    call = PureNet(pnet)
-
-    def net(x: Tensor) -> Any:
-        with torch.autocast(x.device.type, enabled=False):
-            made = weights()
-        return call(made, {name: b for name, (b, _) in buffers_of(pnet).items()}, x)
-
-    return net
-
-
 def norms(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
     """Find the batch norms with scales, shifts and statistics, whose statistics `in_use` folds."""
     for name, norm in module.named_modules():
@@ -193,12 +177,6 @@ def in_use(module: nn.Module) -> Params:
         # A new norm has the mean 0 and the variance 1.
         state[f"{name}.weight"] = scale * (1 + norm.eps) ** 0.5
     return state
-
-
-def apart_from_norms(module: nn.Module) -> list[str]:
-    """List the names of parameters that `in_use` does not change."""
-    of_norms = {f"{name}.{key}" for name, _ in norms(module) for key in ("weight", "bias")}
-    return [o.name for o in parameter_infos(module) if o.name not in of_norms]
 
 
 def restore(module: nn.Module, state: Params) -> nn.Module:

@@ -11,7 +11,9 @@ Suffixes: B blocks of n entries, p q the sides of a block as a matrix, n = p q.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import reduce
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,13 +21,26 @@ from torch import Tensor, nn
 
 from gbfunc.lab.compare import base
 from gbfunc.lab.compare.base import BudgetTooSmall, Problem, Settings, Trained, grid
-from gbfunc.pnet.describe import parameter_infos
+from gbfunc.pnet.describe import buffers_of, parameter_infos
+from gbfunc.pnet.pure import PureNet
 from gbfunc.tasks import Net, Task
 from gbfunc.tasks.pnets.base import n_params
-from gbfunc.types import Params
+from gbfunc.types import Params, TensorMap
 
 _LAST_SEED = 9_999
 """Files have room for the digits of a seed up to this one."""
+
+
+def generated_net(pnet: nn.Module, weights: Callable[[], TensorMap]) -> Net:
+    """Make the p-net with weights that each call computes anew, in full precision, as a genome's are."""
+    call = PureNet(pnet)
+
+    def net(x: Tensor) -> Any:
+        with torch.autocast(x.device.type, enabled=False):
+            made = weights()
+        return call(made, {name: b for name, (b, _) in buffers_of(pnet).items()}, x)
+
+    return net
 
 
 class Projection:
@@ -87,7 +102,7 @@ class RandomSubspace:
         pnet = problem.task.build(seed)
         z_d = torch.zeros(settings["d"], requires_grad=True)
         subspace = Subspace(pnet, len(z_d), seed)
-        net = base.generated_net(pnet, lambda: subspace(z_d))
+        net = generated_net(pnet, lambda: subspace(z_d))
         base.train_net(problem, [z_d], net, settings["lr"], seed)
         return Trained(base.pack(base.saved_buffers(pnet) | {"z": z_d}, problem.dtype, {"seed": seed}), len(z_d))
 

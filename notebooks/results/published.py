@@ -1,4 +1,4 @@
-"""Published networks in few bytes, for the figure of a comparison: accuracy on the test split, as papers report it.
+"""Published networks in few bytes, for the figure of `rivals.py`: accuracy on the test split, as papers report it.
 
 None was run here, and data, training and what counts as a byte are the authors'.
 """
@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-Points = tuple[tuple[int, float], ...]
-"""Bytes, and test accuracy in %."""
+from gbfunc.lab.compare import Points
 
 PUBLISHED: Mapping[str, Mapping[str, Points]] = {
     "mnist": {
