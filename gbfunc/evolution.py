@@ -56,8 +56,8 @@ class GenomeProblem(Problem):
         steps: the size of z = 1 by role of leaf (code, linear, direct): a fraction of the standard deviation of the
             leaf's numbers at the start (of 1, if they are all equal).
         subspace: numbers d of a solution and a function [d] -> [P] from a solution to z of all numbers, for a search in
-                a subspace (see `Projection` of `notebooks/results/subspace.py`).
-            lazy: whether weights stay factors, as for `make_train_step`.
+            a subspace (see `Projection` of `notebooks/results/subspace.py`).
+        lazy: whether weights stay factors, as for `make_train_step`.
         chunk: members that grow at once, which bounds memory.
         seed: seed of the start, of noise, and of the algorithm's draws.
         options: EvoTorch's (https://docs.evotorch.ai/latest/reference/evotorch/core/#evotorch.core.Problem).
