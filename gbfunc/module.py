@@ -104,10 +104,8 @@ class GenomeModule(nn.Module):
             raise TypeError(f"GenomeModule takes (plan, pnet), the plan from gb.make_plan, got {type(plan).__name__}")
         check_plan(plan, pnet)
         if used := sorted(name for name in _OWN if hasattr(pnet, name)):
-            raise ValueError(
-                f"the p-net has attributes {used}, names that GenomeModule uses: rename them, or train with "
-                "gb.make_train_step"
-            )
+            words = "names that GenomeModule uses: rename them, or train with gb.make_train_step"
+            raise ValueError(f"the p-net has attributes {used}, {words}")
         kept = {t.name for t in plan.direct} | {b.name for b in plan.buffers}
         net = copy_with(pnet, lambda name, x: x.clone() if name in kept else torch.empty_like(x, device="meta"))
         net.__class__ = _module_class(cls, type(net))
@@ -247,9 +245,8 @@ class GenomeModule(nn.Module):
             ValueError: if the genome is not valid, or the p-net is not its.
         """
         if pnet is None:
-            raise TypeError(
-                "from_pretrained needs pnet=, the module that the genome was made for: a genome holds no architecture"
-            )
+            words = "the module that the genome was made for: a genome holds no architecture"
+            raise TypeError(f"from_pretrained needs pnet=, {words}")
         plan, genome = load_pretrained(pretrained_model_name_or_path, factories, **options)
         module = cls.__dict__.get("_stated", cls)(plan, pnet, genome, lazy=lazy)
         return module.to(next((x.device for x in pnet.parameters() if not x.is_meta), None))
@@ -269,9 +266,8 @@ class GenomeModule(nn.Module):
         """Generate tensors and `Weight`s by name, and add the base's buffers."""
         leaves = self._gnets()
         if not torch.compiler.is_compiling() and any(map(_is_shard, leaves.values())):
-            raise RuntimeError(
-                "the genome is sharded during this call: give fully_shard the whole module, and call the module itself"
-            )
+            words = "give fully_shard the whole module, and call the module itself"
+            raise RuntimeError(f"the genome is sharded during this call: {words}")
         with unseen_by_checkpoints():
             weights: dict[str, Any] = generator(leaves or self._any(), self._drawn)
         for form in dict.fromkeys(generator.forms.values()):

@@ -96,11 +96,7 @@ class Stack:
             tiles = [ensemble.spans[i].first + n for i, ns in numbers for n in ns]
             self._tiles = torch.tensor(tiles, dtype=torch.int64, device="cpu")
         self._built: dict[tuple[torch.dtype, torch.device], Constants] = {}
-        self.split = {
-            "matrix": self._matrices,
-            "factors": self._factors,
-            "leaves": self._apart,
-        }[needs]
+        self.split = {"matrix": self._matrices, "factors": self._factors, "leaves": self._apart}[needs]
 
     def constants(self, dtype: torch.dtype, device: torch.device) -> Constants:
         """Constants of this rank's tiles."""

@@ -81,8 +81,8 @@ class ManyGenomes(nn.Module):
             shared = all(x is values[0] or torch.equal(x, values[0]) for x in values[1:])
             self._rows |= set() if shared else {key}
             self.register_buffer(f"tensor_{i}", values[0] if shared else torch.stack(values), persistent=False)
-        self._owners = _outermost(_owner(name) for key in self._rows for name in self._names(key))
-        self.row_wise = self._owners
+        names = (name.partition(".parametrizations.")[0] for key in self._rows for name in self._names(key))
+        self.row_wise = self._owners = _outermost(name.rpartition(".")[0] for name in names)
         self.looped = False
         self._build()
 
@@ -277,16 +277,9 @@ def _same(found: list[Tensor], expected: list[Tensor], tolerance: float) -> bool
     return True
 
 
-def _owner(name: str) -> str:
-    return name.partition(".parametrizations.")[0].rpartition(".")[0]
-
-
 def _outermost(paths: Iterable[str]) -> list[str]:
-    given = set(paths)
-    inside = {
-        path for path in given for other in given if other != path and (not other or path.startswith(f"{other}."))
-    }
-    return sorted(given - inside)
+    given = sorted({*paths})
+    return [p for p in given if not any(p != other and f"{p}.".startswith(other and f"{other}.") for other in given)]
 
 
 def materialize_many(plan: Plan, genomes: Sequence[GenomeLike], pnet: nn.Module) -> ManyGenomes:

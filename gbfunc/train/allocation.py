@@ -122,18 +122,14 @@ class AutoTrainStep(TrainStep):
 
     def stored(self, state: TrainState) -> Steps:
         """The steps in the state, or others if its file would be too large."""
-        steps, genome = self.rounding(state), Genome(state.gnets, state.direct, state.buffers)
-        if steps and sum(file_bytes(self.plan, steps, genome, self._options.metadata).values()) <= self._bytes:
-            return steps
-        return self._allocated(state)
-
-    @property
-    def _bytes(self) -> int:
-        return self._options.genome_bytes or 0
+        steps, options = self.rounding(state), self._options
+        genome = Genome(state.gnets, state.direct, state.buffers)
+        size = sum(file_bytes(self.plan, steps, genome, options.metadata).values()) if steps else 0
+        return steps if steps and size <= (options.genome_bytes or 0) else self._allocated(state)
 
     def _allocated(self, state: TrainState, batch_size: int = 0) -> Steps:
-        metadata = self._options.metadata
-        return allocate_steps(self.plan, state, self._bytes, batch_size=batch_size, metadata=metadata)
+        n_bytes, metadata = self._options.genome_bytes or 0, self._options.metadata
+        return allocate_steps(self.plan, state, n_bytes, batch_size=batch_size, metadata=metadata)
 
 
 def _packed(plan: Plan, steps: Steps | None) -> Tensor:

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gbfunc.genome import Noise, check_genome
 from gbfunc.train.gradients import noise_of, seeded
-from gbfunc.train.gradients.loss import Given
+from gbfunc.train.gradients.loss import Given, detached
 from gbfunc.train.optimizers import OptState
 from gbfunc.train.step import StepInfo, TrainState, TrainStep, check_dtypes, checked_state, own_direct, step_seed
 from gbfunc.trees import (
@@ -159,10 +159,8 @@ class Population:
         aux = tree_map(lambda x: next(numbers) if isinstance(x, _NUMBERS) else x, structure[-1])
         aux = Given(frozen | trained, None, buffers, None, 1, True).detached(aux)
         # The loss may read other modules, whose graph ends here.
-        loss_n, gradients, buffers = tree_map(
-            torch.detach, (loss_n, {k: g / scale for k, g in gradients.items()}, buffers)
-        )
-        return loss_n, aux, gradients, buffers
+        gradients = {k: g.detach() / scale for k, g in gradients.items()}
+        return loss_n.detach(), aux, gradients, detached(buffers)
 
     def _committed(
         self, state: TrainState, params: Params, frozen: Params, gradients: Params, buffers: Params, info: StepInfo
@@ -171,10 +169,8 @@ class Population:
         # Reading a number of an accelerator would make it wait: there both are computed, and one is chosen.
         choosing = finite_n.device.type != "cpu" or not bool(finite_n.all())
         if choosing and step._options.on_nonfinite == "raise" and not bool(finite_n.all()):
-            members = (~finite_n).nonzero().flatten().tolist()
-            raise FloatingPointError(
-                f"loss or gradient of members {members} is not finite; the states are as they were"
-            )
+            words = f"loss or gradient of members {(~finite_n).nonzero().flatten().tolist()} is not finite"
+            raise FloatingPointError(f"{words}; the states are as they were")
         if choosing:
             gradients = _chosen(finite_n, gradients, {k: torch.zeros_like(g) for k, g in gradients.items()})
         donate = step._options.donate and not choosing and factors_n is None
@@ -263,9 +259,8 @@ def population(
             "rounding=None, local_steps=None"
         )
     if refused := [name for name in _REFUSED if issubclass(cls, getattr(torch.optim, name, ()))]:
-        raise ValueError(
-            f"{refused[0]} mixes members or their learning rates: take SGD, Adam, AdamW or another such class"
-        )
+        words = "mixes members or their learning rates: take SGD, Adam, AdamW or another such class"
+        raise ValueError(f"{refused[0]} {words}")
     for name, module in train_step._pnet.named_modules():
         if isinstance(module, _BatchNorm) and module.momentum is None and module.training:
             raise ValueError(f"{name} has momentum=None, an average by count, which no vmap takes: give it a number")

@@ -247,10 +247,8 @@ class TrainStep:
         present, opt = params, old
         if self._empty:
             present = {k: v for k, v in params.items() if k not in self._empty}
-            gradients, opt = (
-                {k: gradients[k] for k in present},
-                old._replace(leaves={k: old.leaves[k] for k in present}),
-            )
+            gradients = {k: gradients[k] for k in present}
+            opt = old._replace(leaves={k: old.leaves[k] for k in present})
         new, opt = self._optimizer.update(gradients, opt, present, self._roles, donate=options.donate and read)
         if self._empty:
             new, opt = params | new, opt._replace(leaves=old.leaves | opt.leaves)
