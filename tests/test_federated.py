@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gbfunc as gb
+from gbfunc.formats.compact import MAGIC
 from gbfunc.tasks import Task, find_task
 from gbfunc.tasks.data import Split
 from gbfunc.trees import flatten_tree
@@ -32,7 +33,6 @@ from flwr.serverapp import strategy as strategies  # pyright: ignore[reportMissi
 from gbfunc.federated import FORMATS, GenomeStrategy, LocalGrid, Wire, client_app, partition
 from gbfunc.federated.client import ARRAYS, IDENTITY, METRICS, RATE, SENT_AS
 from gbfunc.federated.wire import CODES, NUMBERS, PLACES, difference
-from gbfunc.formats.compact import MAGIC
 
 HOSTILE = runpy.run_path(str(ROOT / "notebooks/results/hostile.py"))
 N, ALL = 4, {"fraction_train": 1.0, "fraction_evaluate": 0.0, "min_available_nodes": 4}

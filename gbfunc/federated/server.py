@@ -162,21 +162,8 @@ class GenomeStrategy(Strategy):
         if replies and all(reply.has_error() and reply.error.code == REFUSED for reply in replies):
             node, words = next(iter(left_out.items()))
             raise ValueError(f"round {number}: all of {len(replies)} clients refuse; node {node}: {words}")
-        norms = {node: float(np.linalg.norm(reply.change.astype(np.float64))) for node, reply in read.items()}
-        norm = _median(norms.values())
-        if len(norms) == 1:
-            norm = min([norm, *(r.norm for r in self.rounds[-1:] if r.norm)])
-        bounded = self._bound_weights(read)
-        for node, (message, _, change) in read.items():
-            if norms[node] > self._bound * norm > 0:
-                words = f"a change of {norms[node] / norm:.3g} times the median norm counts as {self._bound:g}"
-                bounded[node] = "; ".join([words, *([bounded[node]] if node in bounded else [])])
-                change = (change * (self._bound * norm / norms[node])).astype(np.float32)
-            elif self._up == "float32":
-                continue
-            message.content.array_records[ARRAYS] = _record(self._vector + change)
-        self._warn(number, left_out, "is left out")
-        self._warn(number, bounded, "is bounded")
+        norm, bounded = self._bound_replies(read)
+        self._warn(number, left_out, bounded)
         arrays, metrics = self.strategy.aggregate_train(number, [reply.message for reply in read.values()])
         if arrays is not None:
             self._vector = self.wire.unpack(arrays)
@@ -193,18 +180,17 @@ class GenomeStrategy(Strategy):
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         read, left_out = self._read_replies(replies, self.done, training=False)
-        bounded = self._bound_weights(read)
-        for found, kept, what in (
-            (left_out, self.rounds[-1].left_out, "is left out"),
-            (bounded, self.rounds[-1].bounded, "is bounded"),
-        ):
-            self._warn(self.done, found, what)
+        _, bounded = self._bound_replies(read)
+        self._warn(self.done, left_out, bounded)
+        last = self.rounds[-1]
+        for kept, found in ((last.left_out, left_out), (last.bounded, bounded)):
             kept.update({node: f"evaluation: {words}" for node, words in found.items()})
         return self.strategy.aggregate_evaluate(self.done, [reply.message for reply in read.values()])
 
-    def _warn(self, number: int, nodes: Mapping[int, str], what: str) -> None:
-        for node, words in nodes.items():
-            _LOG.warning("round %d: node %d %s: %s", number, node, what, words)
+    def _warn(self, number: int, left_out: Mapping[int, str], bounded: Mapping[int, str]) -> None:
+        for what, nodes in (("left out", left_out), ("bounded", bounded)):
+            for node, words in nodes.items():
+                _LOG.warning("round %d: node %d is %s: %s", number, node, what, words)
 
     def _read_replies(
         self, replies: Iterable[Message], number: int, *, training: bool
@@ -248,13 +234,26 @@ class GenomeStrategy(Strategy):
         message.content = content
         return _Reply(message, metrics, change)
 
-    def _bound_weights(self, read: Mapping[int, _Reply]) -> dict[int, str]:
-        median, bounded = _median(reply.metrics[EXAMPLES] for reply in read.values()), {}
-        for node, (message, metrics, _) in read.items():
-            if (weight := metrics[EXAMPLES]) > self._bound * median:
-                message.content.metric_records[METRICS][EXAMPLES] = self._bound * median
-                bounded[node] = f"{weight:.3g} examples count as {self._bound * median:g}"
-        return bounded
+    def _bound_replies(self, read: Mapping[int, _Reply]) -> tuple[float, dict[int, str]]:
+        """Reduce changes and weights above the bound, and complete changes to genomes; gives the median norm."""
+        norms = {node: float(np.linalg.norm(reply.change.astype(np.float64))) for node, reply in read.items()}
+        norm, weight = _median(norms.values()), _median(reply.metrics[EXAMPLES] for reply in read.values())
+        if len(norms) == 1:
+            norm = min([norm, *(r.norm for r in self.rounds[-1:] if r.norm)])
+        words = dict[int, list[str]]()
+        for node, (message, metrics, change) in read.items():
+            if metrics[EXAMPLES] > self._bound * weight:
+                message.content.metric_records[METRICS][EXAMPLES] = self._bound * weight
+                words.setdefault(node, []).append(f"{metrics[EXAMPLES]:.3g} examples count as {self._bound * weight:g}")
+            if norms[node] > self._bound * norm > 0:
+                times = f"a change of {norms[node] / norm:.3g} times the median norm counts as {self._bound:g}"
+                words.setdefault(node, []).append(times)
+                change = (change * (self._bound * norm / norms[node])).astype(np.float32)
+            elif self._up == "float32":
+                continue  # The genome is there as the client sent it.
+            if len(change):
+                message.content.array_records[ARRAYS] = _record(self._vector + change)
+        return norm, {node: "; ".join(found) for node, found in words.items()}
 
     def _write(self, path: Path) -> None:
         tensors, state = {_VECTOR: torch.from_numpy(self._vector)}, {}

@@ -5,9 +5,7 @@ Suffixes: P numbers of a genome and of its buffers, in the order of their names.
 
 from __future__ import annotations
 
-import io
 import json
-import math
 import re
 from functools import lru_cache
 from typing import Any
@@ -22,6 +20,7 @@ from gbfunc.formats import BITS, Compact, pack
 from gbfunc.genome import check_genome
 from gbfunc.trees import stored_tensors, unflatten_tree
 from gbfunc.types import GenomeLike, Params
+from gbfunc.untrusted import parse_array
 
 Vector = NDArray[np.float32]
 
@@ -111,7 +110,7 @@ class Wire:
 
     def unpack(self, arrays: ArrayRecord) -> Vector:
         """Unpack a record into a vector [P], float32; `ValueError` for a damaged record or another genome's."""
-        found = {name: _read(array) for name, array in arrays.items()}
+        found = {name: parse_array(array.data, name) for name, array in arrays.items()}
         if [*found] == [CODES]:
             vector = self._decode(found[CODES].tobytes()).copy()
         elif [*found] == [NUMBERS, PLACES]:
@@ -136,19 +135,6 @@ class Wire:
         vector = np.zeros(self.size, np.float32)
         vector[found] = numbers
         return vector
-
-
-def _read(array: Array) -> NDArray[Any]:
-    """Read the numbers of an npy file; `Array.numpy` allocates whatever a header declares, and opens archives."""
-    file = io.BytesIO(array.data)
-    version = np.lib.format.read_magic(file)
-    if version != (1, 0):
-        raise ValueError(f"expected an npy file of version 1.0, got {version}")
-    shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-    numbers = array.data[file.tell() :]
-    if len(shape) != 1 or dtype.kind not in "fiu" or math.prod(shape) * dtype.itemsize != len(numbers):
-        raise ValueError(f"expected numbers [n] and their bytes, got {dtype} {shape} in {len(numbers):,} bytes")
-    return np.frombuffer(numbers, dtype)
 
 
 def _finite(vector: Vector) -> Vector:
