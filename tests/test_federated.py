@@ -188,7 +188,6 @@ def test_averages_are_those_of_the_clients_genomes(problem: Problem, app: Client
 
 
 def test_a_strategy_works_without_ours(problem: Problem, app: ClientApp) -> None:
-    """In float32 the messages are those of any Flower app."""
     wire = Wire(problem.plan, problem.genome)
     config = ConfigRecord({IDENTITY: wire.identity, RATE: 1e-2, SENT_AS: "float32"})
     with grid_of(app) as grid:
@@ -234,7 +233,6 @@ def test_mods_clip_what_clients_send(problem: Problem, app: ClientApp, kind: str
 def test_the_proximal_term_pulls_to_the_start(problem: Problem) -> None:
     app = client_app(problem.plan, problem.pnet, problem.task.loss, problem.examples, optimizer=torch.optim.SGD)
     first = server(problem).wire.vector(problem.genome)
-    # A rate of 1e-2 times a weight of 100 undoes each step.
     found = trained(server(problem, strategies.FedProx(**ALL, proximal_mu=100.0)), app)
     np.testing.assert_allclose(found, first, rtol=0, atol=1e-6)
     assert np.abs(trained(server(problem), app) - first).max() > 1e-3
@@ -244,7 +242,6 @@ def test_the_proximal_term_pulls_to_the_start(problem: Problem) -> None:
 
 @pytest.mark.parametrize("up", ["int2", "top40"])
 def test_what_is_not_sent_is_sent_the_next_time(problem: Problem, app: ClientApp, up: str) -> None:
-    """What a client sends, and what it still holds, is the sum of its changes."""
     wire = Wire(problem.plan, problem.genome)
 
     def seen(up: str, rounds: int) -> list[tuple[np.ndarray, Any, Any]]:
@@ -287,10 +284,8 @@ def test_another_plan_base_or_library_is_refused_by_name(problem: Problem, app: 
     after = task.evaluate(gb.materialize(plans[1], own.genome, task.build(0)), task.train)
     assert after != task.evaluate(task.build(0), task.train)
     here = own.wire.identity
-    assert difference(here, here) is None
-    assert "another library: 0.1.0 here, 0.0.9 at the server: all sides need the same version of gbfunc" in str(
-        difference(here, f"0.0.9{here[5:]}")
-    )
+    words = "another library: 0.1.0 here, 0.0.9 at the server: all sides need the same version of gbfunc"
+    assert difference(here, here) is None and words in str(difference(here, f"0.0.9{here[5:]}"))
 
 
 @pytest.mark.parametrize("name", HOSTILE["STRATEGIES"])
@@ -311,9 +306,8 @@ def test_a_hostile_client_is_left_out_or_bounded(problem: Problem, app: ClientAp
     assert [{*r.left_out} for r in one.rounds] == [set() if used or replay else {3}, set() if used else {3}]
     assert {*one.rounds[0].bounded} == ({3} if used and "reversed" not in kind else set())
     last = np.stack(honest[-3:])
-    if name == "FedAvgM":
-        assert np.linalg.norm(found - last.mean(0)) < 6 * N * one.rounds[0].norm
-    else:
+    assert np.linalg.norm(found - last.mean(0)) < 6 * N * one.rounds[0].norm
+    if name != "FedAvgM":
         # The middle of four numbers lies between the three honest ones.
         assert (found >= last.min(0) - 1e-6).all() and (found <= last.max(0) + 1e-6).all()
 
@@ -414,7 +408,6 @@ def test_a_server_goes_on_from_its_checkpoint(
     if make is momentum:
         np.testing.assert_array_equal(found, straight)
     else:
-        # But for the privacy's noise.
         np.testing.assert_allclose(found, straight, rtol=0, atol=1e-5)
         assert second.strategy.clipping_norm > first.strategy.clipping_norm > 1
 
@@ -455,23 +448,3 @@ def test_clients_evaluate_and_who_cannot_is_left_out_by_name(problem: Problem) -
     whole = Split(*(torch.cat([getattr(x, k) for x in rest if len(x) > 9]) for k in ("x", "y")))
     accuracy = task.evaluate(gb.materialize(problem.plan, one.genome, problem.pnet), whole)["accuracy"]
     assert result.evaluate_metrics_clientapp[1]["accuracy"] == pytest.approx(accuracy)
-
-
-@given(st.integers(1, 8), st.sampled_from([0.3, 1.0, math.inf]), st.integers(0, 5))
-def test_parts_are_disjoint_and_all(clients: int, alpha: float, seed: int) -> None:
-    parts = partition(np.arange(400) % 7, clients, alpha, seed)
-    assert len(parts) == clients and min(map(len, parts)) >= 10
-    np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.arange(400))
-
-
-def test_a_small_concentration_gives_clients_few_classes() -> None:
-    labels = np.arange(5_000) % 10
-    few, all_ = ([np.bincount(labels[p]).max() / len(p) for p in partition(labels, 20, a)] for a in (0.3, math.inf))
-    assert np.mean(few) > 0.3 > 0.2 > np.mean(all_)
-    for labels, clients, alpha, words in (
-        ([0, 1], 1, 1.0, "need 10 examples"),
-        ([0] * 50, 0, 1.0, "clients >= 1"),
-        ([0] * 50, 2, -1.0, "alpha > 0"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            partition(labels, clients, alpha)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from gbfunc import Genome, Plan, __version__
 from gbfunc.formats import BITS, Compact, pack
+from gbfunc.formats.layout import Allowed
 from gbfunc.genome import check_genome
 from gbfunc.trees import stored_tensors, unflatten_tree
 from gbfunc.types import GenomeLike, Params
@@ -74,7 +75,8 @@ class Wire:
         self.size = sum(x.numel() for x in self._sent.values())
         self._place_bits = max(1, (self.size - 1).bit_length())
         # Many nodes of one process get the same message, and each unpacks its own reply.
-        self._decode = lru_cache(2)(lambda data: self._flat(Compact.parse(data).leaves(plan)))
+        allowed = Allowed.by(0, plan.genome_params)
+        self._decode = lru_cache(2)(lambda data: self._flat(Compact.parse(data, allowed).leaves(plan)))
 
     def vector(self, genome: GenomeLike) -> Vector:
         return self._flat(stored_tensors(genome))
