@@ -107,7 +107,7 @@ def test_a_training_at_chance_says_so(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_one_training_at_a_time_writes_into_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with open_folder(tmp_path, alone=True):
+    with open_folder(tmp_path, locked=True):
         for command in ("train", "demo"):
             assert main([command, *BRIEF, "--out", str(tmp_path)]) == 2
             assert f"--out {tmp_path}: another training writes there" in capsys.readouterr().err

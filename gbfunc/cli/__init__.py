@@ -1,7 +1,7 @@
 """The command line: `gbfunc demo`, `plan`, `train`, `eval`, `predict`, `sample`, `export`, `compare`, and more.
 
-Every module of this room raises `ValueError`, `OSError` or `ImportError` for what the user can mend: options that do
-not fit, files that are missing or damaged, packages that are not installed. `main` reports these errors in one line.
+Modules of this room raise `ValueError`, `OSError` or `ImportError` for errors that the user can correct: options that
+do not fit, missing or damaged files, missing packages. `main` reports these errors in one line.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["main"]
 
 
 class Stopped(BaseException):
-    """A signal ends the command: its number, and what to say. No handler of errors catches this exception."""
+    """Ends the command after a signal: its number and a message. Handlers of `Exception` do not catch it."""
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             command = parse(sys.argv[1:] if argv is None else argv)
             command.load()
-        # Contexts end what a command has started.
+        # Contexts of the command end its processes and files.
         with handling(_stop, signal.SIGTERM), warnings.catch_warnings():
             warnings.showwarning = _warn
             command.run()
@@ -81,14 +81,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("gbfunc: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader (`| head`) has had enough; what is still buffered must not raise at exit.
+        # The reader (`| head`) has closed the pipe: buffered output must not raise at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Stopped as stopped:
         signum, words = stopped.args
         print(f"gbfunc: {words}", file=sys.stderr)
         return 128 + signum
     except (ValueError, OSError, ImportError, FloatingPointError, MemoryError, RuntimeError) as error:
-        # torch has an error of its own for a GPU's memory alone.
+        # torch raises RuntimeError when the CPU has no memory left.
         if isinstance(error, RuntimeError) and not re.search("out of memory|can't allocate memory", str(error)):
             raise
         words = str(error)

@@ -27,20 +27,20 @@ FOLDER = "checkpoints"
 
 _STEPS_BETWEEN_AGREEMENTS = 10
 _SAME = ("task", "task_config", "seed", "batch_size", "measure_every", "amp")
-"""Settings that must be the same for a training to go on, beside those that the checkpoint itself compares."""
+"""Settings that a resumed training must repeat. The checkpoint compares plan, schedule and optimizer."""
 
 
 @dataclass
 class Kept:
     """The checkpoints of one training, as its loop asks for them (`gbfunc.tasks.training.fit`)."""
 
-    train_step: TrainStep  # the step that trains
+    train_step: TrainStep
     steps: int  # of the whole training
-    settings: JSON  # what must be the same for a training to go on
-    source: Path | None  # file or folder to go on from; None begins afresh
+    settings: JSON  # that a resumed training must repeat
+    source: Path | None  # file or folder to resume; None starts a new training
     output: CheckpointOptions
-    writer: gb.Checkpointer | None = None  # where to save; None saves nothing
-    signals: list[int] = field(default_factory=list)  # that came and ask for an end
+    writer: gb.Checkpointer | None = None  # None saves nothing
+    signals: list[int] = field(default_factory=list)  # received
 
     def resume(self, state: gb.TrainState) -> tuple[gb.TrainState, Position | None]:
         source, mesh, needed = self.source, self.train_step.mesh, self.output.resume != AUTO
@@ -94,7 +94,7 @@ class Kept:
         self.signals.append(signum)
 
     def due(self, steps: int) -> bool:
-        """Whether to save after so many steps; the same on all ranks, which must all ask after every step."""
+        """Return whether to save after a step. All ranks must ask after every step, and get the same answer."""
         if self.writer is None:
             return False
         assert self.output.checkpoint_every is not None
@@ -102,7 +102,7 @@ class Kept:
         if mesh.world > 1:
             if not saves and steps % _STEPS_BETWEEN_AGREEMENTS:
                 return False
-            # A signal reaches ranks at different steps, or some alone: they stop together, as one that got SIGTERM.
+            # Ranks get a signal at different steps, or not at all, and must stop together: the others as by SIGTERM.
             signum = torch.tensor(next(iter(self.signals), 0), device=mesh.device)
             if int(sum_ranks(mesh, signum)) and not self.signals:
                 self.signals.append(signal.SIGTERM)

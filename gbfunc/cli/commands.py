@@ -40,7 +40,7 @@ SIZES = (600, 1_300, 2_000, 6_000, 20_000)
 """Budgets of `gbfunc compare`, in parameters of a periodic genome."""
 
 _MODULES = {"demo": "train", "plan": "job", "eval": "genomes", "sample": "genomes", "export": "genomes"}
-"""Modules with the functions of commands, where they are not named after the command."""
+"""Modules of commands whose function is not in a module of the same name."""
 
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 _SHIPS = (".html", ".png", ".jpg", ".jpeg", ".webp", ".svg")
@@ -152,7 +152,7 @@ class Export(GenomeCommand):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Command, ConfigOption):
-    """Show what a genome would hold, tensor by tensor; and layouts of ranks."""
+    """Show the tensors that a genome would generate, its size, and layouts of ranks."""
 
     data: PNetOptions = PNetOptions()
     genome: GenomeOptions = GenomeOptions()
@@ -166,7 +166,7 @@ class Plan(Command, ConfigOption):
     link: Annotated[str | None, shows("RATE", "the device's")] = None
     # Speed of a rank, with --ranks: the JSON that gbfunc bench --calibrate prints.
     device: Annotated[Path | None, shows("FILE", "50 Gflop/s, 10 GB/s, 10Gbit, 16GB")] = None
-    # Examples per step of all ranks together, with --ranks.
+    # Examples per step, summed over ranks, with --ranks.
     batch_size: Annotated[int | None, shows("INT", recipe="batch_size"), COUNT] = None
     # Microbatches per step, with --ranks.
     microbatches: Annotated[int | None, shows("INT", "the fastest"), COUNT] = None
@@ -186,11 +186,11 @@ class Compare(Command, DataOptions):
     # stochastic, low_rank_genome, xox. With --pretrained: genome, genome_int7, genome_auto, linear_probe, bitfit, lora,
     # vera, fourierft, tinylora, unilora, ia3 (also as NAME_float16), full_fine_tuning.
     methods: Annotated[tuple[str, ...] | None, shows("NAME ...", "all")] = None
-    # Trainings of each method at each size, seeded 0, 1, ...
+    # Seeds per method and size: 0, 1, ...
     seeds: Annotated[int, COUNT] = 3
     # Passes over the training examples of every method; candidates take a ninth, a third and all of them.
     epochs: Annotated[int | None, shows("INT", recipe="epochs"), COUNT] = None
-    # dtype of files of methods without a format of their own.
+    # dtype of files, for methods without a special format.
     dtype: Literal["float32", "float16"] = "float32"
     # Train every network under autocast.
     amp: Annotated[Literal["bfloat16"] | None, shows("bfloat16")] = None
@@ -210,7 +210,7 @@ class Bench(Command):
     quick: Flag = False
     # Cases: demo, small_mlp, population, mlp_2048, mlp_4096, jax, generation, gpt, resnet18, remat, adapter.
     cases: Annotated[tuple[str, ...] | None, shows("NAME ...", "all")] = None
-    # Runs of all cases; ratios are then medians over the runs, with their range.
+    # Runs per case; ratios are medians over the runs, with the range.
     repeat: Annotated[int, arg(metavar="N"), COUNT] = 1
     # Device: cpu, or cuda for larger sizes in bfloat16.
     device: str = "cpu"
@@ -245,7 +245,7 @@ class Federated(Command, ConfigOption):
     lr: Annotated[float | None, shows("FLOAT", "0.02; with convolutions 0.01; with --dense 0.1"), POSITIVE] = None
     # Course of the learning rate over the rounds.
     schedule: Annotated[ScheduleName, arg(metavar="|".join(get_args(ScheduleName)))] = "cosine"
-    # Class of torch.optim of the clients; its state begins anew in each round.
+    # Class of torch.optim of the clients; each round starts a new one.
     optimizer: Annotated[str | None, shows("NAME", "Adam; with --dense SGD")] = None
     # Strategy of the server, a class of flwr.serverapp.strategy: FedAvg, FedAvgM, FedAdam, FedProx, ...; with hostile
     # clients FedMedian, FedTrimmedAvg, Krum, MultiKrum or Bulyan.

@@ -1,4 +1,4 @@
-"""`gbfunc federated`: many clients with examples of their own train one genome, in one process."""
+"""`gbfunc federated`: many clients with private examples train one genome, in one process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run_federated(options: Federated) -> None:
         raise ValueError(f"--resume needs --out, a folder with the {SERVER_FILE} to go on from, got {options.out}")
     if there and not options.resume:
         raise ValueError(f"{options.out} holds a federation: --resume goes on with it, or choose another --out")
-    # Flower's own log is left out: the command shows progress of its own.
+    # The command shows its progress instead of Flower's log.
     logging.getLogger("flwr").setLevel(logging.ERROR)
     job = make_job(options.data, options.genome, dense=options.dense)
     task = job.task
@@ -81,7 +81,7 @@ def _federation(job: Job, options: Federated) -> tuple[GenomeStrategy, LocalGrid
     from gbfunc import federated as fed
 
     task, seed = job.task, options.data.seed
-    # Whose examples are whose does not change with the seed of a training.
+    # The partition does not depend on the seed.
     parts = [torch.from_numpy(p) for p in fed.partition(task.train.y, options.clients, options.alpha)]
 
     def examples(context: Any) -> Any:
@@ -123,7 +123,7 @@ def _strategy(options: Federated) -> Any:
         usual = {"num_malicious_nodes": 1}
     if name == "MultiKrum":
         usual |= {"num_nodes_to_select": max(1, options.sample - 1)}
-    # A part of all nodes is rounded down: none, and at least so many.
+    # Flower rounds the fraction of nodes down to none, and takes the minimum.
     nodes = {"fraction_train": 1e-9, "min_train_nodes": options.sample, "min_available_nodes": options.clients}
     given = nodes | {"fraction_evaluate": 0.0} | usual | read_json("--strategy-config", options.strategy_config)
     if many := [k for k, x in given.items() if k.startswith("min_") and isinstance(x, int) and x > options.clients]:

@@ -54,15 +54,15 @@ def run_sample(options: Sample) -> None:
 
 
 def read_genome(
-    path: Path, data: DataOptions, task: Task | None = None, *, alone: bool = False
+    path: Path, data: DataOptions, task: Task | None = None, *, bare: bool = False
 ) -> tuple[gb.Plan, Task, nn.Module]:
-    """Read a genome's plan, task and network; `alone` makes the task without data where the file describes it."""
+    """Read a genome's plan, task and network; `bare` makes the task without data if the file describes the inputs."""
     said = said_by(path)
     plan, genome = gb.load(path)
     if task is None:
         data = _described(path, data, said)
-        bare = alone and data.data_dir is None and "interface" in said
-        task = _task_of(data, said) if bare else load_task(data)
+        described = bare and data.data_dir is None and "interface" in said
+        task = _task_of(data, said) if described else load_task(data)
         task = task.with_pnet(_fitted(task, plan, path, read_json("--pnet-config", data.pnet_config)))
         differ = {"classes": "classes {}, the data {}", "alphabet": "another alphabet than the data's text"}
         for key, words in differ.items():
@@ -82,7 +82,7 @@ def said_by(path: Path) -> Mapping[str, Any]:
 
 
 def _described(path: Path, options: DataOptions, said: Mapping[str, Any]) -> DataOptions:
-    # The file says nothing of another task than its own.
+    # Options in the file hold for the task of the file.
     said = said if options.task in ("", said.get("task")) else {}
     taken: JSON = {}
     for name, usual in SAID.items():
@@ -94,7 +94,7 @@ def _described(path: Path, options: DataOptions, said: Mapping[str, Any]) -> Dat
             continue
         if not isinstance(value, str) or usual == "{}":
             raise ValueError(f"{path} says {name} {value!r}, expected {'an object' if usual == '{}' else 'text'}")
-        # A file runs no code: an environment's name may import a module, too.
+        # A file runs no code. The name of an environment may also import a module.
         code = value.removeprefix(PREFIX) if name == "pnet" else value
         if is_import_path(code) or (name == "env" and ":" in code):
             trust = "which is code: pass that option if you trust it"
@@ -227,7 +227,7 @@ def run_export(options: Export) -> None:
         return _to_browser(options)
     if out.suffix.lower() in (".png", ".svg"):
         raise ValueError(f"{out} would be a QR code, which opens a page: say its address as --qr PAGE")
-    plan, task, net = read_genome(options.genome, options, alone=True)
+    plan, task, net = read_genome(options.genome, options, bare=True)
     # Examples that the program is traced with, and tried on.
     shape, generator = (4, *task.interface.inputs), torch.Generator().manual_seed(0)
     if vocabulary := task.interface.vocabulary or task.interface.tokens * task.interface.outputs:
@@ -284,7 +284,7 @@ def _for_page(options: Export, said: Mapping[str, Any]) -> dict[str, JSON]:
     if name is None:
         raise ValueError("the genome's file does not name it (pnet)")
     shape, outputs = interface[0], interface[1]
-    _, _, net = read_genome(options.genome, options, alone=True)
+    _, _, net = read_genome(options.genome, options, bare=True)
     network = page.network(layers_in_a_row(net), said)
     made = net(torch.zeros(1, *shape))
     if made.shape != (1, outputs):

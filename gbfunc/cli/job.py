@@ -1,4 +1,4 @@
-"""From options to what a command works on: data, p-net, plan and recipe; and `gbfunc plan`, which shows a plan."""
+"""Makes data, p-net, plan and recipe from options; `gbfunc plan` shows a plan."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from gbfunc.untrusted import read_arrays
 
 _SIZES = ("genome_params", "genome_bytes", "compression")
 SAID = {"task": "", "task_config": "{}", "pnet": None, "pnet_config": "{}", "pretrained": None, "env": None}
-"""Options that a genome's file may hold, with the values that stand for nothing said."""
+"""Options that a genome's file may hold, with their defaults."""
 
 _SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _SCALES |= {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
@@ -72,7 +72,7 @@ def load_task(options: DataOptions) -> Task:
     if options.pretrained is not None and options.pnet not in (None, task.pnet.name):
         raise ValueError(f"{options.pretrained} holds a network of type {task.pnet.name}, got --pnet {options.pnet}")
     if options.pnet in (None, task.pnet.name):
-        # What the user leaves open is as the task has it.
+        # The task sets the other options.
         config = {**task.pnet.config, **config}
     return task.with_pnet(find_pnet(options.pnet or task.pnet.name, task.interface, config))
 
@@ -94,7 +94,7 @@ def read_json(option: str, text: str) -> dict[str, Any]:
 
 
 def about(task: Task, options: DataOptions) -> JSON:
-    """Describe a genome for its file: its task, p-net and inputs, where they are not as usual."""
+    """Describe task, p-net and inputs for the metadata of a genome file, without defaults."""
     said: JSON = {"task": options.task, "pnet": task.pnet.name}
     for name, usual in SAID.items():
         if name not in said and (value := getattr(options, name)) != usual:
@@ -130,7 +130,7 @@ def make_job(
 
 
 def resolved(job: Job, options: RunOptions) -> dict[str, Any]:
-    """Find the values of those options that the user may leave open; None where an option does not apply."""
+    """Return the values of options that have defaults in the recipe or plan; None for options without effect."""
     recipe, plan = job.recipe, job.plan
     size = dict.fromkeys(_SIZES) | ({} if job.dense else _size_of(job.task, options.genome))
     config = {name: value for name, value in recipe.optimizer_options.items() if name != "weight_decay"}
@@ -150,7 +150,7 @@ def resolved(job: Job, options: RunOptions) -> dict[str, Any]:
 
 
 def dtype_of(options: Any) -> DtypeName | None:
-    """Choose how a command stores a genome: as the user says; codes for a size in bytes."""
+    """Choose the dtype of a genome's file: the user's, or codes for a size in bytes."""
     if options.output.dtype is not None or options.genome.genome_bytes is None:
         return options.output.dtype
     optimizer = getattr(options, "training", TrainingOptions()).optimizer
@@ -197,7 +197,7 @@ def plan_changes(genome: GenomeOptions) -> Callable[[PlanOptions], PlanOptions]:
     config = read_json("--hypernet-config", genome.hypernet_config)
 
     def is_direct(name: str, excluded: Sequence[str]) -> bool:
-        # The plan says what is wrong with a pattern.
+        # `make_plan` reports wrong patterns.
         with suppress(re.error):
             ruled = [hypernet for pattern, hypernet in rules if re.search(pattern, name)]
             return ruled[:1] == [None] or any(re.search(pattern, name) for pattern in excluded)
@@ -208,7 +208,7 @@ def plan_changes(genome: GenomeOptions) -> Callable[[PlanOptions], PlanOptions]:
         if config or name != options.hypernet.type:
             options = options.with_hypernet(_hypernet("--hypernet-config", name, config))
         excluded = (*more.exclude, *genome.exclude)
-        # Codes of the p-net's own are for what is generated.
+        # Direct parameters have no codes.
         codes = {k: code for k, code in options.encodings.items() if not is_direct(k, excluded)}
         return options._replace(
             **asked,
@@ -298,7 +298,7 @@ def _size_of(task: Task, genome: GenomeOptions) -> dict[str, Any]:
 
 
 def _sized_plan(task: Task, pnet: nn.Module, genome: GenomeOptions, stored: str | None, metadata: JSON) -> gb.Plan:
-    """Plan a genome of the size that was asked for; bytes are of the whole file, with what the file says of inputs."""
+    """Plan a genome of the asked size; bytes count the whole file, metadata included."""
     size = _size_of(task, genome)
     try:
         if (limit := size.get("genome_bytes")) is None:

@@ -1,4 +1,4 @@
-"""What a training does to the machine, and where it comes from: speed, bytes sent, a profile, versions, digests."""
+"""Speed, bytes sent, profile and origin (versions, digests) of a training."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from gbfunc.trees import tree_map
 
 @dataclass
 class Meter:
-    """Measures the steps of one training, against the most that a rank can do; a profile of a few goes to a folder."""
+    """Measures the steps of one training, and profiles a few steps."""
 
     split: Mapping[str, Any]  # how the p-net is split over ranks
     peak_flops: float | None = None  # of one rank, per second

@@ -43,7 +43,7 @@ _FILES = {
     "trec": ("train.txt", "train.txt and test.txt"),
     "texts": ("train.txt", "train.txt and test.txt"),
 }
-"""Tasks that need a folder: a pattern of its files, and what the folder must hold."""
+"""Tasks that need a folder: a pattern and a description of its files."""
 
 HELP_TASK = ContextVar("HELP_TASK", default="digits")
 """The task whose defaults `--help` shows."""
@@ -149,7 +149,7 @@ class PNetOptions(DataOptions):
 
     # Layer sizes of an mlp or an actor, inputs first.
     sizes: Annotated[tuple[int, ...] | None, shows("INT INT ...", recipe="sizes")] = None
-    # Length of a control training, in steps of all environments together.
+    # Length of a control training in environment steps, summed over environments.
     env_steps: Annotated[int | None, shows("INT", "51200")] = None
     # Seed of initial weights, order of examples and noise.
     seed: Annotated[int, SEED] = 0
@@ -189,15 +189,15 @@ class GenomeOptions:
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """Length, learning rates and optimizer. --task NAME --help shows the defaults of another task."""
+    """Length, learning rates and optimizer. The defaults depend on the task: try --task NAME --help."""
 
     # Passes over the training examples.
     epochs: Annotated[int | None, shows("INT", recipe="epochs"), COUNT] = None
     # Training steps, an alternative to passes.
     steps: Annotated[int | None, shows("INT", recipe="steps"), COUNT] = None
-    # Examples per step, of all ranks together.
+    # Examples per step, summed over ranks.
     batch_size: Annotated[int | None, shows("INT", recipe="batch_size")] = None
-    # Peak learning rate of the g-nets, or of all weights of a dense net.
+    # Peak learning rate of the g-nets, or of a dense net.
     lr: Annotated[float | None, shows("FLOAT", recipe="lr"), POSITIVE] = None
     # Peak learning rate of direct parameters.
     direct_lr: Annotated[float | None, shows("FLOAT", recipe="direct_lr"), POSITIVE] = None
@@ -230,7 +230,7 @@ class StoredOptions:
 
 @dataclass(frozen=True)
 class OutputOptions(StoredOptions):
-    """What is written, and where."""
+    """Files of a training."""
 
     # Folder for genome.safetensors (the last genome), best.safetensors (the best by validation), metrics.json,
     # history.csv, config.toml and figures.
@@ -245,7 +245,7 @@ class OutputOptions(StoredOptions):
 
 @dataclass(frozen=True)
 class CheckpointOptions(OutputOptions):
-    """What is written, and where; checkpoints."""
+    """Files and checkpoints."""
 
     # Save into OUT/checkpoints every so many steps, at the end, and on SIGINT or SIGTERM; not during --finetune.
     checkpoint_every: Annotated[int | None, shows("STEPS", "never"), COUNT] = None
@@ -257,7 +257,7 @@ class CheckpointOptions(OutputOptions):
     allow_changes: bool = False
     # Replace the training that OUT holds.
     overwrite: bool = False
-    # Folder for a Chrome trace of a few early steps of each rank, and a table of operations of rank 0.
+    # Folder for a Chrome trace of three early steps per rank, and a table of operations on rank 0.
     profile: Annotated[Path | None, shows("DIR")] = None
     # Peak operations per second of a rank (gbfunc bench --calibrate): metrics then report the share in use.
     peak_flops: Annotated[float | None, shows("FLOAT"), POSITIVE] = None
@@ -271,7 +271,7 @@ class ExecutionOptions:
     amp: Annotated[Literal["bfloat16", "float16"] | None, shows("bfloat16|float16")] = None
     # Compile generation, p-net and loss into one graph; the first step takes long.
     compile: bool = False
-    # What backward computes again to save memory: g-nets (generate), also the weights of each layer (layer).
+    # Recompute weights in backward to save memory: all at once (generate), or layer by layer (layer).
     remat: Literal["none", "generate", "layer"] = "none"
     # Where ranks hold the genome: all of it on each, or shares whose weights or factors are gathered.
     placement: Literal["auto", "replicated", "sharded", "factors"] = "auto"
@@ -281,9 +281,9 @@ class ExecutionOptions:
     parallel: Annotated[str | None, shows("MODULE:FUNCTION", "those of the p-net")] = None
     # Schedule of microbatches in the pipeline.
     pipeline: Annotated[PipelineName | None, shows(PipelineName, "1f1b along a pipeline axis")] = None
-    # Equal parts of each batch; their gradients are summed.
+    # Equal parts of a batch, whose gradients are summed.
     microbatches: Annotated[int | None, shows("INT", "1; with a pipeline up to 4 times its ranks"), COUNT] = None
-    # Steps of each rank between two exchanges of changes (DiLoCo).
+    # Local steps of a rank between two exchanges of changes (DiLoCo).
     local_steps: Annotated[int | None, shows("INT", "ranks sum each gradient"), COUNT] = None
     # Learning rate of the step after an exchange; 1 without momentum averages genomes.
     outer_lr: Annotated[float, POSITIVE] = 1.0

@@ -1,4 +1,4 @@
-"""What a command shows: progress on standard error, files (each replaced in one step), tables on standard output."""
+"""Output of commands: progress on standard error, files (each replaced in one step), tables on standard output."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _WIDTH = 150
 
 
 @contextmanager
-def open_folder(path: Path | None, option: str = "--out", *, alone: bool = False) -> Iterator[Path]:
+def open_folder(path: Path | None, option: str = "--out", *, locked: bool = False) -> Iterator[Path]:
     """Open the folder that an option names, or a temporary one; new folders that stay empty are removed at the end.
 
-    `alone` refuses a folder that another process has opened so.
+    With `locked`, the folder is refused while another training holds the lock.
     """
     if path is None:
         with TemporaryDirectory(prefix="gbfunc-") as folder:
@@ -51,7 +51,7 @@ def open_folder(path: Path | None, option: str = "--out", *, alone: bool = False
         try:
             path.mkdir(parents=True, exist_ok=True)
             TemporaryFile(dir=path).close()
-            if alone and fcntl is not None:
+            if locked and fcntl is not None:
                 stack.callback(os.close, descriptor := os.open(path, os.O_RDONLY))
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -153,7 +153,7 @@ def _course(m: Mapping[str, Any]) -> Iterator[str]:
 
 
 def print_next(out: Path | None, task: Task) -> None:
-    """Print what a training wrote, and the command to try next."""
+    """Print the files of a training and the command to try next."""
     if out is None:
         return print("nothing was written; --out DIR keeps the genome")
     print(f"{out}: {', '.join(sorted(path.name for path in out.iterdir() if path.is_file()))}")

@@ -29,7 +29,7 @@ _STYLE = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
 
 _OF_ONE_RUN = ("config", "out", "log", "log_every", "checkpoint_every", "keep", "resume")
 _OF_ONE_RUN += ("allow_changes", "overwrite", "profile", "peak_flops")
-"""Options that decide nothing of a training: where options come from, and what is kept."""
+"""Options without effect on the trained genome."""
 
 
 def parse(argv: Sequence[str]) -> Any:

@@ -1,4 +1,4 @@
-"""`gbfunc predict`: the classes of files of inputs, by a genome's file alone.
+"""`gbfunc predict`: classes of inputs in files, from a genome's file without data.
 
 Suffixes: N inputs, C channels, h rows and w columns of an image, K classes, L tokens.
 """
@@ -29,8 +29,8 @@ def run_predict(options: Predict) -> None:
     if not options.inputs:
         raise ValueError("predict needs files to classify")
     said = said_by(options.genome)
-    # A tokenizer that was learned is in the task's data alone.
-    _, task, net = read_genome(options.genome, options, alone=True)
+    # A learned tokenizer needs the task's data.
+    _, task, net = read_genome(options.genome, options, bare=True)
     if task.interface.tokens or task.interface.actions:
         raise ValueError(f"predict classifies; the task {task.name} has no classes (for a language model: sample)")
     names = said.get("classes") or [str(i) for i in range(task.interface.outputs)]

@@ -1,4 +1,4 @@
-"""`gbfunc train` and `gbfunc demo`: what is trained, kept, logged, written and measured."""
+"""`gbfunc train` and `gbfunc demo`: trains a genome, keeps, logs and writes its files, and measures the network."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def run_train(options: Train) -> None:
         if is_first and dtype != output.dtype:
             tell(f"dtype {dtype}: codes, which hold most in so many bytes; --dtype chooses another")
         out = output.out if is_first else None
-        with open_folder(out, alone=True) as folder:
+        with open_folder(out, locked=True) as folder:
             split = split_over(mesh, options.execution, job.pnet, job.recipe.batch_size)
             result, _, metrics = train_genome(job, here, folder, split, teacher)
             if is_first:
@@ -103,7 +103,7 @@ def run_demo(options: Demo) -> None:
     seed, out = options.data.seed, options.output.out
     task, metric = job.task, job.task.metric
     small_pnet = narrowed(task.pnet, job.plan.genome_params)
-    with open_folder(out, alone=True) as folder:
+    with open_folder(out, locked=True) as folder:
         result, generated, metrics = train_genome(job, options, folder)
         runs = {"genome": result.history}
         dense, small = (pnet.build(seed).to(options.training.device) for pnet in (task.pnet, small_pnet))
@@ -221,7 +221,7 @@ def train_genome(
             begin_logs()
             write_config(folder / "config.toml", settings)
 
-        # Not before a step is taken: what is refused leaves the folder of another training as it was.
+        # Called at the first step: a refused training does not touch the folder.
         trainer = meter.metered(trainer, begin)
         with checkpoints(options, task, settings, steps, step) as kept, meter.profiling(step.mesh, steps):
             result, best_step = train(trainer, job, label, checkpoints=kept, on_log=on_log)
