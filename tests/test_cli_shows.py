@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from rich.progress import Progress
-from safetensors.torch import save_model
+from safetensors.torch import save_file, save_model
 from torch import nn
 
 import gbfunc as gb
@@ -20,6 +20,7 @@ from gbfunc.cli.options import TASKS as SHOWN
 from gbfunc.cli.output import _Line, open_folder, printable
 from gbfunc.cli.parser import parse
 from gbfunc.tasks import TASKS, find_task
+from gbfunc.tasks.pnets import find_pnet
 from gbfunc.tasks.pnets.base import n_params
 from tests.test_cli import BRIEF, SMALL
 
@@ -31,23 +32,17 @@ def test_help_shows_the_values_of_the_recipe(name: str, shared_data: Path, capsy
     with pytest.raises(SystemExit):
         parse(["train", "--task", name, "--help"])
     words = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    shown = {
-        word.split()[0]: word.split("(default: ")[1].split(")")[0] for word in words.split(" --")[2:] if "(d" in word
-    }
+    options = [option.partition("(default: ") for option in words.split(" --")[2:]]
+    shown = {option.split()[0]: usual.split(")")[0] for option, _, usual in options}
     task = find_task(name, shared_data / FOLDERS[name] if name in FOLDERS else None, {})
     recipe = task.recipe(task.genome_params or n_params(task.build(0)) / task.compression)
-    values = {
-        "pnet": task.pnet.name,
-        "genome-params": task.genome_params,
-        "batch-size": recipe.batch_size,
-        "lr": recipe.lr,
+    usual = {"pnet": task.pnet.name, "genome-params": task.genome_params, "optimizer": recipe.optimizer.__name__}
+    usual |= {
+        key: getattr(recipe, key.replace("-", "_")) for key in ("batch-size", "lr", "steps", "warmup", "clip-norm")
     }
-    values |= {"epochs": None if recipe.steps else recipe.epochs, "steps": recipe.steps, "warmup": recipe.warmup}
-    values |= {"clip-norm": recipe.clip_norm, "optimizer": recipe.optimizer.__name__}
-    assert {k: shown.get(k, "none").replace(",", "") for k in values} == {
-        k: str(x).lower() if x is None else str(x) for k, x in values.items()
-    }
-    assert "recipe)" not in words.replace("those of the recipe", "") and SHOWN.keys() == TASKS.keys()
+    usual["epochs"] = None if recipe.steps else recipe.epochs
+    assert {key: shown[key] for key in usual} == {k: "" if x is None else str(x) for k, x in usual.items()}
+    assert SHOWN.keys() == TASKS.keys()
 
 
 def test_a_line_of_progress_fits() -> None:
@@ -154,6 +149,7 @@ def test_a_trained_network_teaches(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     made = "nn.Sequential(nn.Flatten(), nn.Linear(64, 90), nn.ReLU(), nn.Linear(90, 10))"
     Path("own_net.py").write_text(f"from torch import nn\ndef make():\n    return {made}\n")
     monkeypatch.delitem(sys.modules, "own_net", raising=False)
+    torch.manual_seed(0)
     net = eval(made)
     optimizer = torch.optim.Adam(net.parameters(), 1e-2)
     for _ in range(50):
@@ -181,3 +177,15 @@ def test_a_trained_network_teaches(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert main([*train, name]) == 2
         told = capsys.readouterr().err
         assert words in told and told.count("\n") == 1
+
+
+def test_a_folder_of_the_hub_teaches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    config = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    net: Any = find_pnet("hf:vit", TASKS["digits"]().interface, config | {"patch_size": 4}).build(0)
+    net.save_pretrained(tmp_path / "hub")
+    sizes = ["--pnet", "hf:vit", "--pnet-config", json.dumps(config | {"patch_size": 4}), "--compression", "3"]
+    train = ["train", *sizes, "--steps", "2", "--teacher", str(tmp_path / "hub")]
+    assert main(train) == 0 and "teacher_kl" in capsys.readouterr().err
+    save_file({"vit.layernorm.bias": torch.zeros(16)}, tmp_path / "hub" / "model.safetensors", {"format": "pt"})
+    assert main(train) == 2 and "does not hold the weights of hf:vit: it lacks ['" in capsys.readouterr().err

@@ -185,24 +185,28 @@ def teacher_file(path: Path) -> Path:
 
 
 def read_teacher(path: Path, task: Task) -> nn.Module:
-    """Read a trained network: a genome file, or the weights of the task's p-net as safetensors or by `torch.save`."""
-    path = teacher_file(path)
+    """Read a trained network: a genome file, a folder of the hub, or weights of the p-net (.safetensors, .pt)."""
+    file = teacher_file(path)
     try:
-        with path.open("rb") as file:
-            pickled = file.read(2) in (b"PK", b"\x80\x02")
-        if not pickled and is_genome(path):
-            plan, genome = gb.load(path)
-            return _network(path, plan, genome, _fitted(task, plan, path, {}).build(0))
+        with file.open("rb") as opened:
+            pickled = opened.read(2) in (b"PK", b"\x80\x02")
+        if not pickled and is_genome(file):
+            plan, genome = gb.load(file)
+            return _network(file, plan, genome, _fitted(task, plan, file, {}).build(0))
         net = task.build(0)
-        if pickled:
-            net.load_state_dict(_pickled_weights(path))
+        if (path / "config.json").is_file() and hasattr(net, "from_pretrained"):
+            net, found = net.from_pretrained(path, output_loading_info=True, local_files_only=True)  # pyright: ignore[reportCallIssue]
+            if missing := found["missing_keys"]:
+                raise ValueError(f"it lacks {sorted(missing)}")
+        elif pickled:
+            net.load_state_dict(_pickled_weights(file))
         else:
-            load_model(net, path)
+            load_model(net, file)
     except UnpicklingError as error:
         cure = "save net.state_dict() with torch.save, or as safetensors"
-        raise ValueError(f"--teacher: {path} holds more than weights, and is not run: {cure}") from error
+        raise ValueError(f"--teacher: {file} holds more than weights, and is not run: {cure}") from error
     except (SafetensorError, RuntimeError, ValueError) as error:
-        raise ValueError(f"--teacher: {path} does not hold the weights of {task.pnet.name}: {error}") from error
+        raise ValueError(f"--teacher: {file} does not hold the weights of {task.pnet.name}: {error}") from error
     return net.eval()
 
 

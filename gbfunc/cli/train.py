@@ -149,7 +149,7 @@ def run_fit(trainer: Trainer, job: Job, seed: int, label: str, **hooks: Any) -> 
 
 
 def fitted(job: Job, teacher: nn.Module | None, seed: int) -> gb.Genome | None:
-    """Fit a genome to the teacher's weights; None where the fit is hardly better than a constant prediction."""
+    """Fit a genome to the teacher's weights; None if the fit has less than half of what the teacher gains on chance."""
     task, plan = job.task, job.plan
     if teacher is None or job.dense or task.metric not in ACCURACY:
         return None
@@ -161,7 +161,7 @@ def fitted(job: Job, teacher: nn.Module | None, seed: int) -> gb.Genome | None:
     net = gb.materialize(plan, genome, job.pnet).eval()
     reached, most = (task.measured(x, task.val)[task.metric.name] for x in (net, teacher))
     least = float(task.val.y.bincount().max()) / len(task.val)
-    helps = reached - least > 0.1 * (most - least)
+    helps = reached - least > 0.5 * (most - least)
     words = f"a genome fitted to the teacher's weights has validation {task.metric.label} {task.metric.show(reached)}"
     tell(f"{words}: training begins {'there' if helps else 'from random g-nets'}")
     return genome if helps else None

@@ -31,7 +31,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 """Activations of an MLP g-net."""
 
 _INITIAL_LOG_SIGMA = -3.0
-"""Every weight's deviation starts at 5 % of that of the weights."""
+"""The noise of a weight starts at 5 % of the standard deviation of the weights."""
 
 
 def _he(inputs: int) -> float:
@@ -41,11 +41,10 @@ def _he(inputs: int) -> float:
 
 @dataclass(frozen=True)
 class GNet(Hypernet):
-    """An MLP over the codes of a weight, of any depth: torchGB's and the paper's g-net.
+    """An MLP over the codes of a weight, of any depth: the g-net of torchGB and the paper.
 
     Args:
         hidden: widths of the hidden layers; None is one layer whose width the plan chooses (32 without a size target).
-            A plan with a size target scales nothing that is given here.
         activation: `"relu"`, `"tanh"`, `"gelu"` or `"sin"`.
 
     Raises:
@@ -74,7 +73,7 @@ class GNet(Hypernet):
 
     @property
     def spreads(self) -> bool:
-        """Units that bend along one sum of codes give a tile little rank; sines give it much."""
+        # Units that bend along one sum of codes give a tile little rank; sines give a tile much rank.
         return self.activation != "sin"
 
     def with_size(self, size: int) -> Hypernet:
@@ -83,7 +82,7 @@ class GNet(Hypernet):
         return replace(self, hidden=(size, *(max(1, round(n * size / first)) for n in rest)))
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
-        """Separable first layer, hidden layers `weight_i` and `bias_i`, and the head."""
+        """The separable first layer, hidden layers `weight_i` and `bias_i`, and the head."""
         if self.hidden is None:
             raise ValueError(f"{self.type} has no size yet: a plan chooses it")
         first = self.hidden[0]
@@ -106,7 +105,7 @@ class GNet(Hypernet):
         if self.activation == "sin":
             drawn["bias"] = uniform(drawn["bias"].shape, generator) * (2 * math.pi)
         elif dims.row_width + dims.col_width:
-            # Bits of +-1 sum up to this at most: every unit bends somewhere in its tile, and none is off everywhere.
+            # Sums of +-1 bits reach at most `reach`, so every unit bends within its tile.
             reach = drawn["row_weight"].abs().sum(-2) + drawn["col_weight"].abs().sum(-2)
             drawn["bias"] = drawn["bias"].clamp(-reach / 2, reach / 2)
         return drawn
@@ -118,31 +117,28 @@ class GNet(Hypernet):
     def _mean(
         self, leaves: Params, row: Tensor, col: Tensor, kernel: Kernel, head: str = "out", grid: TileGrid | None = None
     ) -> Tensor:
-        """The tiles [T, r, c] of one head, or their matrix where they are fused."""
+        """The tiles [T, r, c] of one head, or the matrix of fused tiles."""
         if self._is_fused:
             names = ("row_weight", "col_weight", "bias", f"{head}_weight", f"{head}_bias")
             return relu_matrix(row, col, *(leaves[name] for name in names), grid=grid, kernel=kernel)
-        depth = len(self.hidden or ())
-        names = [f"{part}_{i}" for i in range(1, depth) for part in ("weight", "bias")]
-        names += [f"{head}_weight", f"{head}_bias"]
-        activation = ACTIVATIONS[self.activation]
+        activation, depth = ACTIVATIONS[self.activation], len(self.hidden or ())
+        names = [*((f"weight_{i}", f"bias_{i}") for i in range(1, depth)), (f"{head}_weight", f"{head}_bias")]
 
-        def upper(pre: Tensor, params: Params) -> Tensor:
-            x = activation(pre)
-            for i in range(1, depth):
-                x = activation(x @ params[f"weight_{i}"] + params[f"bias_{i}"])
-            return x @ params[f"{head}_weight"] + params[f"{head}_bias"]
+        def upper(x: Tensor, params: Params) -> Tensor:
+            for weight, bias in names:
+                x = activation(x) @ params[weight] + params[bias]
+            return x
 
         a_TrH = project(row, leaves["row_weight"]) + leaves["bias"].unsqueeze(-2)
         b_TcH = project(col, leaves["col_weight"])
-        return chunked_apply(upper, a_TrH, b_TcH, {name: leaves[name] for name in names})
+        return chunked_apply(upper, a_TrH, b_TcH, {name: leaves[name] for pair in names for name in pair})
 
     def matrix(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, grid: TileGrid, kernel: Kernel) -> Tensor | None:
-        """A ReLU layer's matrix, written without its tiles."""
+        """The matrix of one ReLU layer, made without tiles."""
         return self._mean(leaves, row_Urp, col_Ucq, kernel, grid=grid) if self._is_fused else None
 
     def tiles(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, noise: Params | None, kernel: Kernel) -> Tensor:
-        """Tiles [T, r, c]: a draw with noise, which a stochastic g-net takes, else the mean."""
+        """Tiles [T, r, c]: their mean, or a draw with the noise of a stochastic g-net."""
         mean = self._mean(leaves, row_Urp, col_Ucq, kernel)
         if noise is None:
             return mean
@@ -151,10 +147,7 @@ class GNet(Hypernet):
 
 @dataclass(frozen=True)
 class Stochastic(GNet):
-    """An MLP with two heads: weights are drawn in training (noise is an argument) and at their mean in evaluation.
-
-    Its options are those of `gnet`.
-    """
+    """An MLP with two heads: weights are drawn in training, and at their mean in evaluation; options as for `gnet`."""
 
     type: ClassVar[str] = "stochastic"
     stochastic: ClassVar[bool] = True

@@ -24,10 +24,10 @@ _GAIN, _SHIFT = "gain", "shift"
 
 
 def _build(factory: Factory, width: int, seed: int, device: str = "cpu") -> nn.Module:
-    """A module drawn from a seed, in float32; torch's generator and defaults are left as they were."""
+    """A module drawn from a seed, in float32; torch's generator and defaults do not change."""
     default = torch.get_default_dtype()
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), torch.device(device):
-        # A tile of one weight has codes of width 0, which torch warns of for good reason elsewhere.
+        # A tile of one weight has codes of width 0.
         warnings.filterwarnings("ignore", "Initializing zero-element tensors is a no-op", UserWarning)
         torch.manual_seed(seed)
         torch.set_default_dtype(torch.float32)
@@ -39,13 +39,13 @@ def _build(factory: Factory, width: int, seed: int, device: str = "cpu") -> nn.M
 
 @lru_cache(maxsize=64)
 def _skeleton(factory: Factory, width: int, thread: int) -> nn.Module:
-    """The module without its weights; one a thread, because `functional_call` swaps weights in and out of it."""
+    """The module without its weights, one per thread, as `functional_call` swaps weights in and out."""
     return _build(factory, width, 0, "meta")
 
 
 @lru_cache(maxsize=64)
 def _linear_leaves(factory: Factory, width: int) -> frozenset[str]:
-    """Parameters of the `nn.Linear` of one output that ends the module; none where something else follows it."""
+    """Parameters of the `nn.Linear` of one output that ends the module; none if something follows this layer."""
     module = _build(factory, width, 0)
     weights = {name: p.detach().double() for name, p in module.named_parameters()}
     random = partial(torch.randn, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float64, device="cpu")
@@ -57,7 +57,7 @@ def _linear_leaves(factory: Factory, width: int) -> frozenset[str]:
     def end(values: Params) -> Tensor:
         return functional_call(module, weights | values, (x,))
 
-    # Tried out, because nothing but the forward pass says what follows the layer.
+    # Only the forward pass shows whether something follows the layer.
     with torch.no_grad():
         got, expected = end({n: v[n] - 2 * u[n] for n in names}), end(v) - 2 * end(u)
     return frozenset(names) if torch.allclose(got, expected, rtol=1e-9, atol=1e-9) else frozenset()
@@ -67,17 +67,17 @@ def _linear_leaves(factory: Factory, width: int) -> frozenset[str]:
 class FromModule(Hypernet):
     """A g-net from any module: `factory(width)` builds an `nn.Module` that maps [..., width] -> [..., 1].
 
-    Its input is the row code beside the column code of a weight. Where it ends in an `nn.Linear` of one output, `init`
-    rescales that; else the g-net gets a learned gain and shift (two parameters per tile, counted).
+    The input is the row code beside the column code of a weight. `init` rescales an `nn.Linear` of one output that ends
+    the module; other g-nets get a learned gain and shift (two parameters per tile, counted).
 
     Args:
-        factory: builds the module; it must be importable by name if the genome is to be saved, and is given to
-            `load` again.
+        factory: builds the module. To save a genome, the factory must be importable by name; `load` takes the factory
+            again.
 
     Raises:
-        TypeError: if it is not callable.
-        ValueError: if what it builds is no module of one output without buffers, draws random numbers in its forward,
-            has a frozen parameter, or names one gain or shift.
+        TypeError: if the factory is not callable.
+        ValueError: if the factory does not build a module of one output, or the module has buffers, draws random
+            numbers in its forward, has a frozen parameter, or a parameter named gain or shift.
     """
 
     factory: Factory
@@ -94,10 +94,10 @@ class FromModule(Hypernet):
             raise ValueError(f"the factory must return an nn.Module, got {type(module).__name__}")
         if any(True for _ in module.buffers()):
             raise ValueError("a g-net module must have no buffers (batch norm is out of place there)")
-        if {_GAIN, _SHIFT} & {name for name, _ in module.named_parameters()}:
+        if {_GAIN, _SHIFT} & module.state_dict().keys():
             raise ValueError(f"a g-net module must not have parameters called {_GAIN!r} or {_SHIFT!r}")
-        if frozen := [name for name, p in module.named_parameters() if not p.requires_grad]:
-            raise ValueError(f"a g-net's parameters are trained, all of them; the module's {frozen} are frozen")
+        if frozen := [name for name, p in module.state_dict(keep_vars=True).items() if not p.requires_grad]:
+            raise ValueError(f"all parameters of a g-net are trained; the module's {frozen} are frozen")
         try:
             out = vmap(module)(torch.empty(1, 3, 2, device="meta"))[0]
         except RuntimeError as error:
@@ -108,7 +108,7 @@ class FromModule(Hypernet):
             raise ValueError(f"the factory's module must map [..., width] to [..., 1]; [3, 2] gave {list(out.shape)}")
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
-        """The module's parameters; where its end is not linear, a gain and a shift beside them."""
+        """The module's parameters; also a gain and a shift, unless the module's end is linear."""
         width = dims.row_width + dims.col_width
         linear = _linear_leaves(self.factory, width)
         parameters = _skeleton(self.factory, width, get_ident()).named_parameters()
@@ -116,7 +116,7 @@ class FromModule(Hypernet):
         return leaves if linear else leaves | {_GAIN: Leaf((), "linear"), _SHIFT: Leaf((), "linear")}
 
     def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
-        """The module's initialisation, one seed per tile."""
+        """The module's own initialisation, one seed per tile."""
         width = dims.row_width + dims.col_width
         seeds = torch.randint(0, 2**62, (n_tiles,), generator=generator, dtype=torch.int64, device="cpu").tolist()
         drawn, _ = stack_module_state([_build(self.factory, width, seed) for seed in seeds])
@@ -127,11 +127,11 @@ class FromModule(Hypernet):
         return drawn
 
     def tiles(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, *unused: Any) -> Tensor:
-        """Tiles [T, r, c]: the module on the codes of each weight, a chunk of rows at a time."""
+        """Tiles [T, r, c]: the module on the codes of each weight, in chunks of rows."""
         p, q, tiles = row_Urp.shape[-1], col_Ucq.shape[-1], len(next(iter(leaves.values())))
         skeleton = _skeleton(self.factory, p + q, get_ident())
         inner = {k: v for k, v in leaves.items() if k not in (_GAIN, _SHIFT)}
-        # Codes side by side, as a sum: [row code, 0] + [0, column code].
+        # The joined codes are a sum: [row code, 0] + [0, column code].
         a, b = F.pad(row_Urp, (0, q)).expand(tiles, -1, -1), F.pad(col_Ucq, (p, 0)).expand(tiles, -1, -1)
         made = chunked_apply(lambda x, params: functional_call(skeleton, params, (x,))[..., 0], a, b, inner)
         if _GAIN not in leaves:

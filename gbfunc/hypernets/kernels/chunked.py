@@ -22,14 +22,14 @@ from gbfunc.types import Params
 
 Tensors: TypeAlias = tuple[Tensor, ...]
 
-DEFAULT_MAX_BYTES = 64 * 2**20  # So large that dispatch costs nothing, small beside a p-net that needs blocks
+DEFAULT_MAX_BYTES = 64 * 2**20  # Large against the cost of dispatch, small against p-nets that need blocks
 
 
 class RowMap(NamedTuple):
     """A function of one g-net that can be evaluated some rows at a time.
 
-    `fn(row inputs [r, ...], shared inputs) -> (row outputs [r, ...], outputs to sum over the rows)`, so many of each as
-    `inputs` and `outputs` say; `row_bytes` is the estimated memory of one row of one tile, `max_bytes` that of a block.
+    `fn(row inputs [r, ...], shared inputs) -> (row outputs [r, ...], outputs to sum over the rows)`; `inputs` and
+    `outputs` count both kinds; `row_bytes` estimates the memory of one row of one tile, `max_bytes` bounds a block.
     """
 
     fn: Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]
@@ -68,7 +68,7 @@ def _evaluate(m: RowMap, rows: Tensors, shared: Tensors) -> Tensors:
     tiles, length = rows[0].shape[:2]
     at_once = max(1, m.max_bytes // m.row_bytes)
     outputs: list[Tensor] = []
-    # The forward pass may run under autocast while the recomputation does not: both must see the same precision.
+    # Forward may run under autocast, and the recomputation without: both need the same precision.
     device = rows[0].device.type
     with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
         for t in pieces(tiles, max(1, at_once // length)):
@@ -85,7 +85,7 @@ def _evaluate(m: RowMap, rows: Tensors, shared: Tensors) -> Tensors:
 
 
 class InputsOnly(torch.autograd.Function):
-    """A function of tensors that keeps nothing but them for its derivatives; its first argument says what to do."""
+    """A function of tensors that saves only its inputs; its first argument is a description, not a tensor."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -118,11 +118,10 @@ def chunked_apply(
 ) -> Tensor:
     """Generate tiles [T, r, c] from separable pre-activations, in row blocks that backward recomputes.
 
-    `fn(pre-activations [rows, c, H], params) -> weights [rows, c]` is what follows the first layer of one g-net: it
-    treats the rows independently and draws no random numbers. `A` [T, r, H], bias included, and `B` [T, c, H] are the
-    pre-activations of rows and columns, `params` [T, ...] those of all g-nets. Blocks run over tiles too, so that
-    `max_bytes` bounds the estimated memory of the whole ensemble; a single row is never divided. Derivatives of any
-    order and mode reach `A`, `B` and `params`, and nothing that `fn` closes over.
+    `fn(pre-activations [rows, c, H], params) -> weights [rows, c]` is one g-net after its first layer; `fn` treats rows
+    independently and draws no random numbers. `A` [T, r, H] with the bias and `B` [T, c, H] are pre-activations of rows
+    and columns, and `params` [T, ...] belong to all g-nets. `max_bytes` bounds the estimated memory of a block; a single
+    row is never divided. Derivatives of any order and mode reach `A`, `B` and `params`, but not the closure of `fn`.
     """
     names, leaves = tuple(params), tuple(params.values())
 
@@ -133,7 +132,7 @@ def chunked_apply(
     # Dynamo has no batching rule for the gradient of a Function.
     if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
         return torch.vmap(row_fn)((A,), (B, *leaves))[0][0]
-    # By weight and bias this counts each activation about twice, as a forward pass keeps it: around its nonlinearity.
+    # Weight and bias count each activation about twice, as forward keeps activations before and after nonlinearities.
     floats = 2 * A.shape[-1] + sum(max(p.shape[1:], default=1) for p in leaves)
     m = RowMap(row_fn, (1, 1 + len(leaves)), (1, 0), B.shape[-2] * floats * A.element_size(), max_bytes)
     return m.apply((A,), (B, *leaves))[0]

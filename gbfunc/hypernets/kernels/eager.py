@@ -19,7 +19,7 @@ from gbfunc.tiling import TileGrid, join_stack, split_stack
 
 
 def warn_of_use(reason: str, cure: str) -> None:
-    """Warn that this form is used in the place of a compiled one."""
+    """Warn that the eager kernel replaces a compiled kernel."""
     words = f"{reason}; large ReLU ensembles use the slower eager kernel; install {cure}, or ask for kernel='eager'"
     warnings.warn(f"{words} to silence this", RuntimeWarning, stacklevel=3)
 
@@ -31,10 +31,9 @@ def reference_tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensor:
 
 
 def traced_tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensor:
-    """Generate tiles as compiles best, `W[i, j] = b + sum_h [A + B > 0] (v[h] A[i, h] + v[h] B[j, h])`.
+    """Generate tiles for compilers, `W[i, j] = b + sum_h [A + B > 0] (v[h] A[i, h] + v[h] B[j, h])`.
 
-    Its automatic derivative is the two sums of the hand-derived backward pass, which a compiler fuses: half the time of
-    the plain expression.
+    The automatic derivative is the two sums of the hand-derived backward pass: half the time of the plain expression.
     """
     active_rcH = A.unsqueeze(-2) + B.unsqueeze(-3) > 0
     terms_rcH = (A * v.unsqueeze(-2)).unsqueeze(-2) + (B * v.unsqueeze(-2)).unsqueeze(-3)
@@ -42,7 +41,7 @@ def traced_tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensor:
 
 
 def block_size(device: torch.device) -> int:
-    """Weights in one block: dispatch costs more than cache saves, and on an accelerator a block must repay a launch."""
+    """Weights in one block: as many as repay the dispatch, or on an accelerator the launch."""
     return 2**20 if device.type == "cpu" else 2**22
 
 
@@ -90,7 +89,7 @@ def _block_sums(g_Tbc: Tensor, A_TbH: Tensor, B_TcH: Tensor) -> tuple[Tensor, Te
     active_Tbc = torch.empty_like(g_Tbc)
     for h in range(len(A_HTb1)):
         torch.add(A_HTb1[h], B_HT1c[h], out=active_Tbc)
-        # One pass for `g * (x > 0)`; through a mask it would be two, the second over mixed types.
+        # One pass for `g * (x > 0)`; a mask would take two.
         torch.ops.aten.threshold_backward.grad_input(g_Tbc, active_Tbc, 0, grad_input=active_Tbc)
         torch.sum(active_Tbc, -1, out=SA_HTb[h])
         torch.sum(active_Tbc, -2, out=SB_HTc[h])
@@ -108,5 +107,5 @@ def gradients(g: Tensor, A: Tensor, B: Tensor, v: Tensor, grid: TileGrid) -> tup
             SA_TrH[t, i], part_TcH = _block_sums(g_Trc[t, i], A[t, i], B[t])
             SB_TcH[t] += part_TcH
     dv_TH, v_T1H = (A * SA_TrH).sum(1) + (B * SB_TcH).sum(1), v.unsqueeze(1)
-    # In place: the sums are fresh, and as large as the inputs.
+    # In place, as the sums are as large as the inputs.
     return SA_TrH.mul_(v_T1H), SB_TcH.mul_(v_T1H), dv_TH, g_Trc.sum((1, 2))

@@ -29,7 +29,7 @@ from gbfunc.tiling import TileGrid
 _SOURCES = sorted(x for x in Path(__file__).parent.iterdir() if x.suffix in (".cpp", ".h"))
 _AVX2 = ("-mavx2", "-mfma")
 _FLAGS = {"AVX2": _AVX2, "AVX512": (*_AVX2, "-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl")}
-"""By what this machine has. Never -march=native: a home folder may be shared by machines of many kinds."""
+"""Flags by the machine's vectors. Not -march=native, as machines of many kinds may share a home folder."""
 
 
 def _command() -> list[str]:
@@ -45,21 +45,21 @@ def _command() -> list[str]:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The compiled kernels, from the cache or made in some seconds; RuntimeError without a compiler that works."""
+    """The compiled kernels, from the cache or compiled in seconds; RuntimeError if no compiler works."""
     command = _command()
-    # One file for each state of the sources and command, kept between processes.
+    # One file per state of the sources and the command.
     sources = [str(x) for x in _SOURCES if x.suffix == ".cpp"]
     digest = hashlib.sha256(b"".join(x.read_bytes() for x in _SOURCES) + repr(command).encode()).hexdigest()[:16]
     place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gbfunc" / f"kernels_{digest}.so"
     if place.exists():
         return ctypes.CDLL(str(place))
-    # In a folder that nobody else can write: what lies in a shared one under a name that can be guessed is not loaded.
+    # A private folder: nobody else can place a library there.
     with tempfile.TemporaryDirectory(prefix="gbfunc-") as folder:
         made = Path(folder) / place.name
         run = subprocess.run([*command, *sources, "-o", str(made)], capture_output=True, text=True)
         if run.returncode:
             raise RuntimeError(f"{shlex.join(command)} failed on the kernels: {run.stderr.strip()[-2000:]}")
-        # Where nothing can be kept, each process compiles one; a library stays loaded when its file is gone.
+        # Without a cache each process compiles a library, which stays loaded after its file is deleted.
         with contextlib.suppress(OSError):
             place.parent.mkdir(parents=True, exist_ok=True)
             replace_file(place, made.read_bytes())
@@ -69,7 +69,7 @@ def library() -> ctypes.CDLL:
 
 @functools.cache
 def is_available(*, warn: bool = True) -> bool:
-    """Whether the compiled kernels are available; one warning says why they are not."""
+    """Whether the compiled kernels are available; one warning gives the reason if not."""
     try:
         library()
     except (OSError, RuntimeError) as error:
@@ -79,7 +79,7 @@ def is_available(*, warn: bool = True) -> bool:
     return True
 
 
-_THREAD_WORK = 2**16  # Hidden activations that repay one more thread: about 10 us
+_THREAD_WORK = 2**16  # Hidden activations that repay one more thread, about 10 us
 
 
 def _sides(X: Tensor, Y: Tensor, *leaves: Tensor) -> array[int]:

@@ -4,8 +4,8 @@ X and Y are codes of rows and columns. With `g` the cotangent of a tile, and the
 `SA[i, h] = sum_j g[i, j] [A[i, h] + B[j, h] > 0]` and `SB[j, h]`, the gradients are `dA = SA v`, `dB = SB v`,
 `dv[h] = sum_i A SA + sum_j B SB` and `db = sum_ij g`: no pass keeps a hidden activation per weight.
 
-The modules `native` (CPU), `triton` (GPU) and `eager` compute both passes. This module chooses one of them and makes it
-differentiable. Forward mode and second derivatives evaluate the definition in blocks of rows (`chunked`).
+The modules `native` (CPU), `triton` (GPU) and `eager` compute both passes. This module chooses a module and defines its
+derivatives. Forward mode and second derivatives evaluate the definition in blocks of rows (`chunked`).
 
 Suffixes: T tiles; U 1 or T; R, C rows and columns of a matrix; r, c of a tile; p, q widths of codes; H hidden units.
 """
@@ -28,7 +28,7 @@ from gbfunc.tiling import TileGrid, join_stack, split_stack, unbatched
 from gbfunc.types import Kernel, Params
 
 COMPILE_WORK = 2**20
-"""Hidden activations T r c H from which `kernel="auto"` compiles: a training then repays the seconds that it takes."""
+"""Hidden activations T r c H from which `kernel="auto"` compiles: a training then repays seconds of compilation."""
 
 
 @functools.cache
@@ -42,7 +42,7 @@ def _accelerator_form(device_type: str) -> ModuleType:
         if weight != 3:
             raise RuntimeError(f"it makes a weight of {weight} where 3 is right")
         return triton
-    except Exception as error:  # no Triton, no driver or no C compiler for it: each shows in another way
+    except Exception as error:  # any error: no Triton, no driver, or no C compiler for Triton
         eager.warn_of_use(f"Triton does not work on {device_type!r} ({type(error).__name__}: {error})", "triton")
         return eager
 
@@ -66,14 +66,14 @@ def _sides(X: Tensor, Y: Tensor, U: Tensor, V: Tensor, u: Tensor) -> tuple[Tenso
     return project(X, U) + u.unsqueeze(-2), project(Y, V)
 
 
-def _upper(pre: Tensor, params: Params) -> Tensor:
-    return torch.relu(pre) @ params["v"] + params["b"]
-
-
 def _by_rows(grid: TileGrid, *inputs: Tensor) -> Tensor:
     """Compute the matrix by its definition in blocks of rows, differentiable to any order in any mode."""
     *sides, v, b = inputs
-    return join_stack(chunked_apply(_upper, *_sides(*sides), {"v": v, "b": b}), grid)
+
+    def upper(pre: Tensor, params: Params) -> Tensor:
+        return torch.relu(pre) @ params["v"] + params["b"]
+
+    return join_stack(chunked_apply(upper, *_sides(*sides), {"v": v, "b": b}), grid)
 
 
 def _stack_grid(tiles: int, grid: TileGrid) -> TileGrid:
@@ -160,26 +160,23 @@ def relu_matrix(
 ) -> Tensor:
     """Generate the matrix [R, C] of ReLU g-nets, or their tiles [T, r, c] without a grid.
 
-    Every form computes half precisions in float32, returns the inputs' dtype, and is differentiable to any order in
-    the leaves (not in the codes), in reverse and forward mode, under `torch.func` and `torch.vmap`. Within
-    `torch.compile`, "auto", "eager" and "compiled" are one expression that becomes part of its graph.
+    Every kernel computes half precisions in float32, returns the dtype of the inputs, and is differentiable to any
+    order in the leaves (not in the codes), in reverse and forward mode, under `torch.func` and `torch.vmap`. Within
+    `torch.compile`, "auto", "eager" and "compiled" are one expression that becomes part of the graph.
 
     Args:
-        X: codes of the rows [U, r, p].
-        Y: codes of the columns [U, c, q].
-        U: weights of the rows' codes [T, p, H].
-        V: weights of the columns' codes [T, q, H].
+        X, Y: codes of the rows [U, r, p] and of the columns [U, c, q].
+        U, V: weights of these codes [T, p, H] and [T, q, H].
         u: biases of the hidden units [T, H].
-        v: weights of the last layer [T, H].
-        b: its bias [T].
+        v, b: weights of the last layer [T, H], and its bias [T].
         grid: the tiles of the matrix.
         kernel: "eager" works in blocks of bounded memory; "compiled" is, on a CPU, a C++ loop that is compiled once and
             kept in `$XDG_CACHE_HOME/gbfunc` or `~/.cache/gbfunc`, and on a GPU a Triton kernel; "auto" is "compiled"
-            from `COMPILE_WORK` hidden activations on, and "eager" below or, after a warning, where nothing compiles;
+            from `COMPILE_WORK` hidden activations on, and otherwise, or after a warning if nothing compiles, "eager";
             "reference" is the plain expression, of O(T r c H) memory.
 
     Raises:
-        RuntimeError: if "compiled" is asked for on a CPU, and there is no C++ compiler that works.
+        RuntimeError: if "compiled" is asked for on a CPU, and no C++ compiler works.
     """
     (tiles, hidden), rows, cols, dtype = v.shape, X.shape[-2], Y.shape[-2], v.dtype
     wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
