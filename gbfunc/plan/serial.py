@@ -161,6 +161,8 @@ def _tensor(entry: JSON, hypernets: list[Hypernet], encodings: list[Encoding]) -
     for values, matrix in zip(entry.get("slots", ()), matrices, strict=True):
         usual: list[Any] = [0.0, "", matrix.rows, matrix.cols]
         h, row_code, col_code, scale, offset, group, tile_rows, tile_cols = [*values, *usual[len(values) - 4 :]]
+        if any(type(i) is not int or i < 0 for i in values[:3]) or not {type(scale), type(offset)} <= {int, float}:
+            raise TypeError(f"expected a slot [g-net, code, code, scale, offset, ...] of numbers, got {values!r}")
         grid = TileGrid(matrix.rows, matrix.cols, tile_rows, tile_cols)
         codes = encodings[row_code], encodings[col_code]
         slots.append(Slot(hypernets[h], grid, *codes, float(scale), float(offset), _text(group)))

@@ -1,7 +1,8 @@
 """A page that grows a genome in the browser, and runs its network: one HTML file, which asks no network for anything.
 
-Its JavaScript reads a genome's file (`read.js`, `steps.js`), generates the weights (`grow.js`), runs the p-nets of the
-command line and those that `layers_in_a_row` describes (`networks.js`), and shows it all (`page.js`). The
+Its JavaScript reads a genome's file (`read.js`, `bytes.js`, `steps.js`), holds the plan against the format's schema and
+counts what the plan would make (`plan.js`), generates the weights (`grow.js`), runs the p-nets of the command line and
+those that `layers_in_a_row` describes (`networks.js`), and shows the result (`figures.js`, `images.js`, `page.js`). The
 constants of the formats are in Python.
 """
 
@@ -26,32 +27,18 @@ from gbfunc.formats.symbols import HALVINGS, NARROWEST, PIECE, POWERS, ROOTS, WI
 from gbfunc.plan import Plan
 from gbfunc.plan.serial import VERSION
 from gbfunc.types import JSON
+from gbfunc.untrusted import parse_json
 
 Layer = list[Any]
 """A layer's name in `networks.js`, and its options: as JSON."""
 
-NETWORK = ("read.js", "plan.js", "steps.js", "grow.js", "networks.js")
+NETWORK = ("read.js", "bytes.js", "plan.js", "steps.js", "grow.js", "networks.js")
 """Scripts that need no browser."""
 
 PNETS = ("mlp", "convnet", "lenet5", "allconv", "resnet20", "resnet56", "gpt")
 TYPES = ("periodic", "bilinear", "low_rank", "xox", "constant", "gnet", "stochastic")
-DTYPES = ("float32", "float64")
-"""P-nets that the page runs; types of g-net and dtypes that the page grows."""
-
-LIMITS: Mapping[str, int] = MappingProxyType(
-    {
-        "mostWeights": 64_000_000,
-        "mostMemory": 96 << 20,  # Bytes of weights that grow without a click
-        "mostSeconds": 30,  # Expected time of a growth without a click
-        "workPerSecond": 200_000_000,  # Multiplications and additions
-        "mostWork": 400_000_000,  # Multiplications for one example
-        "mostNumbers": 1 << 22,  # Numbers that a layer makes of one example
-        "mostPixels": 1 << 20,  # Numbers of an image
-        "mostOutputs": 1_000,
-        "mostContext": 1 << 14,
-    }
-)
-"""Limits of the page beside those of the format: what a stranger's file may cost whoever opens it."""
+DTYPES, MOST_WEIGHTS = ("float32", "float64"), 64_000_000
+"""P-nets that the page runs; types of g-net, dtypes and number of weights that the page grows."""
 
 
 def check(plan: Plan) -> None:
@@ -62,8 +49,8 @@ def check(plan: Plan) -> None:
         raise ValueError(f"not in the browser yet: g-nets of type {', '.join(sorted(others))}")
     if others := {tensor.dtype for tensor in plan.tensors} - {*DTYPES}:
         raise ValueError(f"not in the browser yet: weights of {', '.join(sorted(others))}")
-    if plan.pnet_params > (most := LIMITS["mostWeights"]):
-        raise ValueError(f"a browser grows up to {most:,} weights, the network has {plan.pnet_params:,}")
+    if plan.pnet_params > MOST_WEIGHTS:
+        raise ValueError(f"a browser grows up to {MOST_WEIGHTS:,} weights, the network has {plan.pnet_params:,}")
 
 
 def page(
@@ -78,7 +65,11 @@ def page(
     """
     contents = {"genome": in_address(genome), "alphabets": dict(alphabets), "networks": dict(networks)}
     held = json.dumps(contents).replace("<", "\\u003c")
-    parts = {"style": _source("page.css"), "embedded": held, "script": script(*NETWORK, "page.js")}
+    parts = {
+        "style": _source("page.css"),
+        "embedded": held,
+        "script": script(*NETWORK, "figures.js", "images.js", "page.js"),
+    }
     return re.sub(r"{{(\w+)}}", lambda match: parts[match[1]], _source("page.html"))
 
 
@@ -88,12 +79,13 @@ def network(layers: Sequence[Layer], said: Mapping[str, Any]) -> JSON:
 
 
 def embedded(text: str) -> tuple[bytes, dict[str, str]]:
-    """Read the genome's file and the alphabets from a page; `ValueError` for a text without a genome."""
+    """Read the genome's file and the alphabets from a page; raises ValueError for a text without a genome."""
     found = re.search(r'<script type="application/json" id="embedded">(.+)</script>', text)
-    held = json.loads(found[1]) if found else {}
-    if not held.get("genome"):
+    held = parse_json(found[1], "the page's content") if found else None
+    genome, alphabets = (held.get(name) for name in ("genome", "alphabets")) if isinstance(held, dict) else ("", {})
+    if not (genome and isinstance(genome, str) and isinstance(alphabets, dict)):
         raise ValueError("it is no page with a genome that gbfunc export wrote")
-    return from_address(held["genome"]), held["alphabets"]
+    return from_address(genome), alphabets
 
 
 def from_address(fragment: str) -> bytes:
@@ -124,7 +116,7 @@ def script(*names: str) -> str:
         "finer": [COARSEST, FINEST],
         "leastVariance": LEAST_VARIANCE,
         "schema": SCHEMA,
-        "limits": SCHEMA["limits"] | {**LIMITS},
+        "mostWeights": MOST_WEIGHTS,
     }
     return "\n".join([f"const FORMAT = {json.dumps(constants, separators=(',', ':'))};", *map(_source, names)])
 

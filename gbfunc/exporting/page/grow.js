@@ -181,7 +181,7 @@ function workOf({ hypernet, grid, ensemble: { dims } }) {
 /** What growing takes, by the plan alone: seconds on a slow machine, and bytes. */
 function costOf({ tensors, weights }) {
   const slots = tensors.flatMap((tensor) => tensor.slots);
-  return { seconds: sum(slots.map(workOf)) / FORMAT.limits.workPerSecond, bytes: 4 * weights };
+  return { seconds: sum(slots.map(workOf)) / LIMITS.workPerSecond, bytes: 4 * weights };
 }
 
 /** The tensor, flat, of a matrix that is stored in another order. */

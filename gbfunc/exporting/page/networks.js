@@ -14,7 +14,7 @@ function made(x, shape, work, fill) {
   const size = product(shape);
   fits(size >= 1);
   const spent = (x.spent ?? 0) + work + size;
-  const { mostWork, mostNumbers } = FORMAT.limits;
+  const { mostWork, mostNumbers } = LIMITS;
   if (spent > mostWork || size > mostNumbers) throw new Refusal("its network is too much work for this page");
   if (x.data === null) return { shape, data: null, spent };
   const data = new Float64Array(size);
@@ -315,7 +315,7 @@ function networkOf(metadata, tensors, described = {}) {
  */
 function interfaceOf({ interface: about, mean = 0, std, white = 255, classes = null, alphabet }, alphabets) {
   const [shape, outputs, tokens = false] = isList(about) ? about : [[], 0];
-  const { mostOutputs, mostPixels, mostContext } = FORMAT.limits;
+  const { mostOutputs, mostPixels, mostContext } = LIMITS;
   const isSize = (n) => Number.isSafeInteger(n) && n >= 1;
   if (!isList(shape) || !shape.every(isSize) || !isSize(outputs) || typeof tokens !== "boolean") throw new Refusal("the file does not say what its network takes and gives");
   if (outputs > mostOutputs) throw new Refusal(`its network has ${count(outputs)} outputs, this page shows up to ${count(mostOutputs)}`);

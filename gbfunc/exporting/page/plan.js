@@ -17,20 +17,33 @@ const isInteger = (value, holder, key) => Number.isInteger(value) && !DECIMALS.g
 const isList = (value) => Array.isArray(value);
 const isRecord = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
 
-/** Parses JSON and remembers the places of whole numbers that are written with a point or an exponent. */
-function parseJson(text) {
-  const { mostDicts, mostLists, mostCommas, mostDepth } = FORMAT.limits;
-  const counts = { "{": mostDicts, "[": mostLists, ",": mostCommas };
-  let depth = 0;
-  for (const [mark] of text.matchAll(/"(?:[^"\\]|\\.)*"|[[\]{},]/gs)) {
-    if (mark === "{" || mark === "[") depth++;
-    if (mark === "}" || mark === "]") depth--;
-    if (mark in counts) counts[mark]--;
-    if (depth > mostDepth || counts[mark] < 0) throw new Refusal("its plan is too long for this page");
+/** What a file of so many bytes may declare: numbers, symbols, pieces or containers. */
+const allowed = (what, bytes) => LIMITS[`free${what[0].toUpperCase()}${what.slice(1)}`] + Math.floor(LIMITS[`${what}PerByte`] * bytes);
+
+function allow(what, declared, bytes) {
+  refuseUnless(declared <= allowed(what, bytes), `it declares ${count(declared)} ${what}, and has ${count(bytes)} bytes`);
+}
+
+/** Parses the JSON of a file of so many bytes; remembers the places of whole numbers with a point or an exponent. */
+function parseJson(text, bytes) {
+  const { mostDicts, mostLists, mostCommas, mostDepth } = LIMITS;
+  const [dicts, lists, commas] = ["{", "[", ","].map((mark) => text.split(mark).length - 1);
+  const short = dicts <= mostDicts && lists <= mostLists && commas <= mostCommas;
+  refuseUnless(short, "its plan is too long for this page");
+  allow("containers", dicts + lists, bytes);
+  const open = [];
+  for (const [mark, key, colon] of text.matchAll(/("[^"\\]*(?:\\.[^"\\]*)*")(\s*:)?|[[\]{}]/gs)) {
+    if (mark === "{" || mark === "[") open.push(new Set());
+    if (mark === "}" || mark === "]") open.pop();
+    refuseUnless(open.length <= mostDepth, "its plan is nested too deep");
+    if (!colon) continue;
+    refuseUnless(!open.at(-1)?.has(key), `not a plan: the field ${quoted(key)} stands there twice`);
+    open.at(-1)?.add(key);
   }
   if (!/\d(\.0*(?!\d)|[eE])/.test(text)) return JSON.parse(text);
   // Browsers before 2025 do not give the source: there 3.0 is read as 3.
   return JSON.parse(text, function (key, value, context) {
+    refuseUnless(Math.abs(value) !== Infinity, "not a plan: it holds a number that is not finite");
     if (Number.isInteger(value) && /[.eE]/.test(context?.source ?? "")) {
       if (!DECIMALS.has(this)) DECIMALS.set(this, new Set());
       DECIMALS.get(this).add(key);
@@ -152,7 +165,7 @@ const ENCODINGS = {
   table({ shape: [n, k], dtype, data: text }) {
     refuseUnless(text.length === 4 * Math.ceil((n * k * ITEM_BYTES[dtype]) / 3), "a table has other data than its shape");
     const rows = numbersOf(base64(text), dtype);
-    refuseUnless(rows.length === n * k && rows.every((x) => Math.abs(x) <= FORMAT.limits.bandwidth), "a table holds too large numbers");
+    refuseUnless(rows.length === n * k && rows.every((x) => Math.abs(x) <= LIMITS.bandwidth), "a table holds too large numbers");
     return {
       type: "table",
       local: false,
@@ -164,7 +177,7 @@ const ENCODINGS = {
   },
 
   per_axis(data, depth) {
-    refuseUnless(depth < FORMAT.limits.depth, "its encodings are nested too deep");
+    refuseUnless(depth < LIMITS.depth, "its encodings are nested too deep");
     const m = data.n_positions;
     const [channels, positions] = [data.channels, data.positions].map((code) => encodingOf(code, depth + 1));
     const both = (n, value) => [value(channels, n / m), value(positions, m)];
@@ -254,10 +267,10 @@ function slotOf(values, [rows, cols], hypernets, encodings, name) {
   return { hypernet, grid, rowCode, colCode, scale, offset, group };
 }
 
-/** A plan and the metadata beside it, from their JSON. */
-function parsePlan(text) {
-  const data = parseJson(text);
-  const { mostTensors, mostLeaves, mostTiles, mostWeights } = FORMAT.limits;
+/** A plan and the metadata beside it, from their JSON in a file of so many bytes. */
+function parsePlan(text, bytes) {
+  const data = parseJson(text, bytes);
+  const { mostTensors, mostLeaves, mostTiles, mostWeights } = LIMITS;
   refuseUnless(!isRecord(data) || data.version === FORMAT.version, `its plan is of version ${quoted(data?.version)}, this page reads ${FORMAT.version}`);
   const wrong = breach(FORMAT.schema, { value: data });
   refuseUnless(!wrong, `not a plan: ${wrong}`);
@@ -274,8 +287,10 @@ function parsePlan(text) {
   const tiles = sum(tensors.flatMap(({ slots }) => slots.map(({ grid }) => grid.down * grid.across)));
   refuseUnless(tiles <= mostTiles, "its plan has too many tiles");
   const plan = { tensors, buffers, weights, wide: tensors.some((t) => t.dtype === "float64"), ensembles: ensemblesOf(tensors) };
+  const leaves = plan.ensembles.map(({ hypernet, dims, slots }) => slots.length * Object.keys(typeOf(hypernet).leaves(hypernet, dims)).length);
+  allow("pieces", tensors.length + buffers.length + sum(leaves), bytes);
   plan.leaves = leavesOf(plan);
-  plan.numbers = sum(Object.values(plan.leaves).map(({ shape }) => product(shape)));
+  allow("numbers", sum(Object.values(plan.leaves).map(({ shape }) => product(shape))), bytes);
   refuseUnless(Object.keys(plan.leaves).length <= mostLeaves, "its plan has too many leaves");
   return { plan, metadata: isRecord(data.metadata) ? data.metadata : {} };
 }

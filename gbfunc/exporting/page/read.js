@@ -3,6 +3,19 @@
 /** What a person should read as it stands: a file that is damaged, or holds what this page does not know. */
 class Refusal extends Error {}
 
+/** Limits of the format, and of this page: what a stranger's file may cost whoever opens it. */
+const LIMITS = {
+  ...FORMAT.schema.limits,
+  mostWeights: FORMAT.mostWeights,
+  mostMemory: 64 << 20, // bytes of weights that grow without a click
+  mostSeconds: 30, // expected, of a growth without a click
+  workPerSecond: 2e8, // multiplications and additions
+  mostWork: 4e8, // multiplications for one example
+  mostNumbers: 1 << 22, // that a layer makes of one example
+  mostPixels: 1 << 20, // numbers of an image
+  mostOutputs: 1_000,
+  mostContext: 1 << 14,
+};
 const PLAIN = "gbfunc-genome-2";
 const ITEM_BYTES = {
   int64: 8, float64: 8, complex64: 8, float32: 4, int32: 4, bfloat16: 2, float16: 2, int16: 2, int8: 1, uint8: 1, bool: 1,
@@ -48,7 +61,7 @@ function readFile(bytes) {
   const view = new DataView(bytes.buffer, bytes.byteOffset, bytes.length);
   const size = Number(view.getBigUint64(0, true));
   const start = 8 + size;
-  if (start > bytes.length || size > FORMAT.limits.mostHeader) throw new Refusal("not a genome, or cut short");
+  if (start > bytes.length || size > LIMITS.mostHeader) throw new Refusal("not a genome, or cut short");
   let header;
   try {
     header = JSON.parse(utf8(bytes.subarray(8, start)));
@@ -60,7 +73,7 @@ function readFile(bytes) {
     throw new Refusal("not a genome of a version that this page knows: save it again with the newest gbfunc");
   }
   refuseUnless(about.numbers === undefined || FLOATS.includes(about.numbers), "not a genome: its numbers have no known dtype");
-  return readPlain(about, tensorsIn(bytes, start, entries), start);
+  return readPlain(about, tensorsIn(bytes, start, entries), start, bytes.length);
 }
 
 /** The tensors of a safetensors file by name, {from, to, bytes}: each [n] of the dtype that names it, without gaps. */
@@ -82,7 +95,7 @@ function tensorsIn(bytes, start, entries) {
 }
 
 /** A file of which every tensor is of a dtype of its own; its plan is in the header. */
-function readPlain(about, tensors, start) {
+function readPlain(about, tensors, start, size) {
   const packed = base85(about.plan);
   // A preset dictionary: 6 bytes of zlib's header before the stream, and a sum of 4 bytes, which the digest makes needless.
   const text = utf8(inflate(packed, 6, ascii(FORMAT.words)).out);
@@ -91,7 +104,7 @@ function readPlain(about, tensors, start) {
     ascii(`\n${name} torch.${name} (${tensors[name].bytes.length / ITEM_BYTES[name]},)\n`), tensors[name].bytes,
   ]);
   if (hex(sha256(joined([new TextEncoder().encode(text), ...said]))) !== about.sha256) throw damaged();
-  const { plan, metadata } = parsePlan(text);
+  const { plan, metadata } = parsePlan(text, size);
   const wanted = Object.keys(plan.leaves).sort().map((name) => {
     const { shape } = plan.leaves[name];
     return { name, shape, dtype: storedDtype(name, plan.leaves[name], about.numbers ?? null, true), size: product(shape) };
@@ -125,10 +138,8 @@ function readCompact(bytes) {
   // Whole documents, packed with the words.
   const words = inflate(ascii(atob(FORMAT.documents)), 0, ascii(FORMAT.words)).out;
   const document = inflate(bytes, start, words);
-  const { plan, metadata } = parsePlan(utf8(document.out));
+  const { plan, metadata } = parsePlan(utf8(document.out), bytes.length);
   // Numbers may take no bits: what a file of this size may make is limited all the same.
-  const most = FORMAT.limits.freeNumbers + FORMAT.limits.numbersPerByte * bytes.length;
-  refuseUnless(plan.numbers <= most, `it declares ${count(plan.numbers)} numbers, and has ${count(bytes.length)} bytes`);
   const names = Object.keys(plan.leaves).sort();
   const sizeOf = (name) => product(plan.leaves[name].shape);
   const stepped = bits === FORMAT.steps ? steppedLeaves(plan, inCodes) : null;
@@ -146,7 +157,7 @@ function readCompact(bytes) {
   }
   const parts = [["container", 0, start], ["plan", start, document.end], ["direct", document.end, at]];
   if (stepped) {
-    Object.assign(flat, readSteps(bytes.subarray(at), plan, inCodes));
+    Object.assign(flat, readSteps(bytes.subarray(at), plan, inCodes, bytes.length));
     return { plan, metadata, leaves: flat, parts: [...parts, ["codes", at, bytes.length]].filter(([, a, b]) => b > a) };
   }
   const coded = names.filter((name) => dtypes[name] === null);
@@ -181,7 +192,7 @@ function readSymbols(bytes, counts, lengths, bits) {
 /** The same from runs. */
 function readRuns(bytes, counts, lengths, bits) {
   const blocks = sum(counts);
-  refuseUnless(sum(lengths) + 3 * blocks <= FORMAT.limits.mostSymbols, "not a genome: it has too many codes in runs");
+  refuseUnless(sum(lengths) + 3 * blocks <= LIMITS.mostSymbols, "not a genome: it has too many codes in runs");
   const { read, close } = runReader(bytes, 3 + counts.length + 3 * blocks + sum(lengths));
   const exponents = read(blocks, 8, () => FORMAT.exponent);
   const mantissas = read(blocks, 7, () => 64);
@@ -219,7 +230,7 @@ function runReader(data, total) {
     const [from, to] = left > FORMAT.piece ? [2, 2 + data[0] + 256 * data[1]] : [0, data.length];
     inPiece = Math.min(left, FORMAT.piece);
     left -= inPiece;
-    const fits = to <= data.length && to > from && to - from <= FORMAT.limits.symbolBytes * inPiece;
+    const fits = to <= data.length && to > from && to - from <= LIMITS.symbolBytes * inPiece;
     if (!fits || !data[to - 1]) throw damaged();
     x = BigInt(`0x${hex(data.slice(from, to).reverse())}`);
     data = data.subarray(to);
@@ -303,198 +314,4 @@ function half(code) {
   const [sign, exponent, fraction] = [code >> 15 ? -1 : 1, (code >> 10) & 31, code & 1023];
   if (exponent === 31) return fraction ? NaN : sign * Infinity;
   return sign * (exponent ? (1 + fraction / 1024) * 2 ** (exponent - 15) : fraction * 2 ** -24);
-}
-
-/** Python's `base64.b85decode`. */
-function base85(text) {
-  const alphabet = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;<=>?@^_`{|}~";
-  const missing = (5 - (text.length % 5)) % 5;
-  const padded = text + "~".repeat(missing);
-  const out = new Uint8Array((padded.length / 5) * 4);
-  const view = new DataView(out.buffer);
-  for (let i = 0; i < padded.length; i += 5) {
-    let word = 0;
-    for (const c of padded.slice(i, i + 5)) {
-      const digit = alphabet.indexOf(c);
-      if (digit < 0) throw damaged();
-      word = 85 * word + digit;
-    }
-    if (word >= 2 ** 32) throw damaged();
-    view.setUint32((i / 5) * 4, word);
-  }
-  return out.subarray(0, out.length - missing);
-}
-
-/** Padded base64. */
-function base64(text) {
-  if (!/^[A-Za-z0-9+/]*={0,2}$/.test(text)) throw new Refusal("not a plan: a table of codes is no base64");
-  return ascii(atob(text));
-}
-
-/** A genome in the fragment of an address: base64 with - and _, without padding. */
-function base64url(text) {
-  if (!/^[A-Za-z0-9_-]+$/.test(text) || text.length % 4 === 1) throw new Refusal("no genome in this address: it is damaged");
-  return ascii(atob(text.replaceAll("-", "+").replaceAll("_", "/")));
-}
-
-const EXTRA_BITS = (count, step) => Array.from({ length: count }, (_, i) => Math.max(0, Math.floor(i / step) - 1));
-const starts = (first, extra) => extra.reduce((list, bits) => [...list, list.at(-1) + (1 << bits)], [first]).slice(0, -1);
-const LENGTH_BITS = [...EXTRA_BITS(28, 4), 0];
-const LENGTHS = [...starts(3, LENGTH_BITS.slice(0, 28)), 258];
-const DISTANCE_BITS = EXTRA_BITS(30, 2);
-const DISTANCES = starts(1, DISTANCE_BITS);
-const ORDER = [16, 17, 18, 0, 8, 7, 9, 6, 10, 5, 11, 4, 12, 3, 13, 2, 14, 1, 15];
-
-/**
- * Raw deflate (RFC 1951) from byte `at` on, with a preset dictionary: {out, end}, `end` the byte after the stream.
- * The browser's own DecompressionStream takes no dictionary, and does not say where a stream ends.
- */
-function inflate(data, at, words = new Uint8Array(), most = FORMAT.limits.mostPlan) {
-  let out = new Uint8Array(Math.min(most, 1 << 16) + words.length);
-  out.set(words);
-  let size = words.length;
-  /** Appends a byte; copies may be longer than what they copy. */
-  const push = (byte) => {
-    if (size === out.length) {
-      refuseUnless(size < most + words.length, "its plan is too long for this page");
-      const wider = new Uint8Array(Math.min(2 * size, most + words.length));
-      wider.set(out);
-      out = wider;
-    }
-    out[size++] = byte;
-  };
-  let held = 0;
-  let bits = 0;
-  const take = (count) => {
-    for (; held < count; held += 8) {
-      if (at >= data.length) throw new Refusal("damaged: a stream is cut short");
-      bits |= data[at++] << held;
-    }
-    const value = bits & ((1 << count) - 1);
-    bits >>>= count;
-    held -= count;
-    return value;
-  };
-  const decode = ({ counts, symbols }) => {
-    for (let length = 1, code = 0, first = 0, index = 0; length < 16; length++) {
-      code |= take(1);
-      if (code - counts[length] < first) return symbols[index + code - first];
-      index += counts[length];
-      first = (first + counts[length]) << 1;
-      code <<= 1;
-    }
-    throw new Refusal("damaged: a stream has a code that it does not declare");
-  };
-  const fixed = () => [
-    huffman(Array.from({ length: 288 }, (_, i) => (i < 144 ? 8 : i < 256 ? 9 : i < 280 ? 7 : 8))),
-    huffman(Array(30).fill(5)),
-  ];
-  const declared = () => {
-    const [literals, distances, count] = [take(5) + 257, take(5) + 1, take(4) + 4];
-    const orders = Array(19).fill(0);
-    for (let i = 0; i < count; i++) orders[ORDER[i]] = take(3);
-    const code = huffman(orders);
-    const lengths = [];
-    while (lengths.length < literals + distances) {
-      const symbol = decode(code);
-      if (symbol < 16) lengths.push(symbol);
-      else if (symbol === 16) lengths.push(...Array(take(2) + 3).fill(lengths.at(-1)));
-      else lengths.push(...Array(symbol === 17 ? take(3) + 3 : take(7) + 11).fill(0));
-    }
-    return [huffman(lengths.slice(0, literals)), huffman(lengths.slice(literals))];
-  };
-  for (let last = 0; !last; ) {
-    last = take(1);
-    const kind = take(2);
-    if (kind === 3) throw new Refusal("damaged: a stream has a block of no kind");
-    if (kind === 0) {
-      bits = held = 0;
-      const length = data[at] | (data[at + 1] << 8);
-      if (at + 4 + length > data.length) throw new Refusal("damaged: a stream is cut short");
-      for (let i = 0; i < length; i++) push(data[at + 4 + i]);
-      at += 4 + length;
-      continue;
-    }
-    const [literals, distances] = kind === 1 ? fixed() : declared();
-    for (let symbol; (symbol = decode(literals)) !== 256; ) {
-      if (symbol < 256) {
-        push(symbol);
-      } else {
-        const length = LENGTHS[symbol - 257] + take(LENGTH_BITS[symbol - 257]);
-        const code = decode(distances);
-        const from = size - DISTANCES[code] - take(DISTANCE_BITS[code]);
-        if (!(from >= 0)) throw new Refusal("damaged: a stream copies what is not there");
-        for (let i = 0; i < length; i++) push(out[from + i]);
-      }
-    }
-  }
-  return { out: out.slice(words.length, size), end: at };
-}
-
-/** A canonical code from the lengths of its words. */
-function huffman(lengths) {
-  const counts = Array(16).fill(0);
-  lengths.forEach((length) => counts[length]++);
-  counts[0] = 0;
-  const symbols = lengths.map((length, symbol) => [length, symbol]).filter(([length]) => length);
-  return { counts, symbols: symbols.sort((a, b) => a[0] - b[0] || a[1] - b[1]).map(([, symbol]) => symbol) };
-}
-
-const primes = (count) => {
-  const found = [];
-  for (let n = 2; found.length < count; n++) if (found.every((p) => n % p)) found.push(n);
-  return found;
-};
-const fraction = (x) => ((x - Math.floor(x)) * 2 ** 32) | 0;
-const ROUNDS = primes(64).map((p) => fraction(Math.cbrt(p)));
-const INITIAL = primes(8).map((p) => fraction(Math.sqrt(p)));
-
-/** SHA-256 (FIPS 180-4), which `crypto.subtle` has only where a page comes by https. */
-function sha256(bytes) {
-  const padded = new Uint8Array(Math.ceil((bytes.length + 9) / 64) * 64);
-  padded.set(bytes);
-  padded[bytes.length] = 128;
-  const view = new DataView(padded.buffer);
-  view.setBigUint64(padded.length - 8, BigInt(bytes.length) * 8n);
-  const turn = (x, n) => (x >>> n) | (x << (32 - n));
-  const words = new Int32Array(64);
-  const hash = Int32Array.from(INITIAL);
-  for (let block = 0; block < padded.length; block += 64) {
-    for (let i = 0; i < 64; i++) {
-      if (i < 16) {
-        words[i] = view.getInt32(block + 4 * i);
-      } else {
-        const [a, b] = [words[i - 15], words[i - 2]];
-        const low = turn(a, 7) ^ turn(a, 18) ^ (a >>> 3);
-        words[i] = words[i - 16] + low + words[i - 7] + (turn(b, 17) ^ turn(b, 19) ^ (b >>> 10));
-      }
-    }
-    let [a, b, c, d, e, f, g, h] = hash;
-    for (let i = 0; i < 64; i++) {
-      const one = h + (turn(e, 6) ^ turn(e, 11) ^ turn(e, 25)) + ((e & f) ^ (~e & g)) + ROUNDS[i] + words[i];
-      const two = (turn(a, 2) ^ turn(a, 13) ^ turn(a, 22)) + ((a & b) ^ (a & c) ^ (b & c));
-      [h, g, f, e, d, c, b, a] = [g, f, e, (d + one) | 0, c, b, a, (one + two) | 0];
-    }
-    [a, b, c, d, e, f, g, h].forEach((x, i) => (hash[i] += x));
-  }
-  const out = new DataView(new ArrayBuffer(32));
-  hash.forEach((x, i) => out.setInt32(4 * i, x));
-  return new Uint8Array(out.buffer);
-}
-
-function crc32(bytes) {
-  let sum = ~0;
-  for (const byte of bytes) {
-    sum ^= byte;
-    for (let bit = 0; bit < 8; bit++) sum = (sum >>> 1) ^ (sum & 1 ? 0xedb88320 : 0);
-  }
-  return ~sum >>> 0;
-}
-
-const hex = (bytes) => Array.from(bytes, (b) => b.toString(16).padStart(2, "0")).join("");
-
-function joined(arrays) {
-  const out = new Uint8Array(arrays.reduce((n, a) => n + a.length, 0));
-  arrays.reduce((at, a) => (out.set(a, at), at + a.length), 0);
-  return out;
 }

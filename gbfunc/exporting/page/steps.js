@@ -86,7 +86,8 @@ function geometric(width, most) {
 }
 
 /** The leaves of a stream: {name: {shape, data}}. */
-function readSteps(bytes, plan, inCodes) {
+function readSteps(bytes, plan, inCodes, size) {
+  allow("symbols", FORMAT.piece * (bytes[0] + 256 * bytes[1] - 1), size);
   const parts = partsOf(plan, inCodes);
   const { next, close } = runReader(bytes.subarray(2), FORMAT.piece * (bytes[0] + 256 * bytes[1]));
   const tables = new Map();
