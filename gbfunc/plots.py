@@ -100,24 +100,6 @@ def learning_curve(runs: Runs, metric: str = "accuracy", unit: str = "%") -> Fig
     return figure
 
 
-def birth_curves(runs: Mapping[str, Runs], metric: str = "accuracy", unit: str = "%") -> Figure:
-    """Draw a metric from birth on against training steps on a logarithmic scale: one plot per task.
-
-    Runs are rows of `step` and the metric, the first at step 0, by task and by how the network starts. The unit is
-    `"%"` for values between 0 and 1.
-    """
-    _expect(runs and all(runs.values()), "task, and runs of each")
-    figure, (row,) = _figure(0.6 + 4.0 * len(runs), 3.4, columns=len(runs))
-    for axes, (task, starts) in zip(row, runs.items(), strict=True):
-        for start, rows in starts.items():
-            _draw(axes, start, rows, "step", metric, unit, markersize=4)
-        axes.set_xscale("symlog", linthresh=1)
-        axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}" if step else "birth")
-        axes.set(title=task, xlabel="training steps after birth", ylabel=f"{metric.replace('_', ' ')} ({unit})")
-    row[0].legend(frameon=False, loc="lower right")
-    return figure
-
-
 def return_curve(runs: Runs, title: str, threshold: float | None = None) -> Figure:
     """Draw the mean return against environment steps, one line per run, with a band of one standard deviation.
 

@@ -32,12 +32,12 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
-from results.birth import in_the_size_of, lessons, teach
+from results.birth import birth_curves, in_the_size_of, lessons, teach
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
 import gbfunc as gb
-from gbfunc.plots import LINES, MARKERS, PALETTE, birth_curves
+from gbfunc.plots import LINES, MARKERS, PALETTE
 from gbfunc.tasks import accuracy, endless_batches, find_task, loss_fn
 
 torch.set_num_threads(1)

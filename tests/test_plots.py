@@ -13,7 +13,6 @@ from gbfunc.parallel.schedule import Timeline, simulate
 from gbfunc.parallel.training_schedule import make_schedule
 from gbfunc.plots import (
     PALETTE,
-    birth_curves,
     learning_curve,
     plot_schedule,
     return_curve,
@@ -118,8 +117,6 @@ def test_nothing_to_draw_is_an_error() -> None:
             tradeoff_curves(curves, "x")
     with pytest.raises(ValueError, match="at least one run"):
         learning_curve({})
-    with pytest.raises(ValueError, match="at least one task"):
-        birth_curves({"digits": {}})
     for nets in ({}, {"a": {"bias": torch.zeros(3)}}):
         with pytest.raises(ValueError, match="same weight matrices"):
             weight_images(nets)

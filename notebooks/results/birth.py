@@ -12,7 +12,7 @@ another one.
 import argparse
 import copy
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -20,12 +20,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from safetensors.torch import save_model
 from torch import nn
 
 from gbfunc.cli.genomes import read_genome
 from gbfunc.cli.options import DataOptions
-from gbfunc.plots import birth_curves
+from gbfunc.plots import LINES, MARKERS, PALETTE, Runs
 from gbfunc.tasks import find_task
 from gbfunc.tasks.base import Recipe, Task, constant_rate
 from gbfunc.tasks.data import Split, steps_per_epoch
@@ -116,6 +117,28 @@ def in_the_size_of(task: Task, interface: Interface) -> Task:
     splits = {name: getattr(task, name) for name in ("train", "val", "test")}
     made = {name: Split((resized(split) - mean) / std, split.y) for name, split in splits.items()}
     return replace(task, interface=interface, **made)
+
+
+def birth_curves(runs: Mapping[str, Runs], metric: str = "accuracy", unit: str = "%") -> Figure:
+    """Draw a metric from birth on against training steps on a logarithmic scale: one plot per task.
+
+    Runs are rows of `step` and the metric, the first at step 0, by task and by how the network starts. The unit is
+    `"%"` for values between 0 and 1.
+    """
+    figure = Figure(figsize=(0.6 + 4.0 * len(runs), 3.4), layout="constrained")
+    (row,) = figure.subplots(1, len(runs), squeeze=False)
+    factor = 100 if unit == "%" else 1
+    for axes, (task, starts) in zip(row, runs.items(), strict=True):
+        for (start, rows), color, line, marker in zip(starts.items(), PALETTE, LINES, MARKERS, strict=False):
+            steps, values = [row["step"] for row in rows], [factor * row[metric] for row in rows]
+            axes.plot(steps, values, label=start, color=color, linestyle=line, marker=marker, markersize=4)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_xscale("symlog", linthresh=1)
+        axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}" if step else "birth")
+        axes.set(title=task, xlabel="training steps after birth", ylabel=f"{metric.replace('_', ' ')} ({unit})")
+    row[0].legend(frameon=False, loc="lower right")
+    return figure
 
 
 def main(argv: list[str] | None = None) -> None:
