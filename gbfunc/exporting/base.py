@@ -161,13 +161,11 @@ def _error(kind: Format, data: bytes, like: nn.Module, tried: list[Inputs]) -> f
         shapes = [[list(x.shape) for x in xs] for xs in (outputs, others)]
         if shapes[0] != shapes[1]:
             raise ValueError(f"the exported program gives outputs of shapes {shapes[0]}, the p-net {shapes[1]}")
-        for x, y in zip(outputs, others, strict=True):
-            if not y.numel():
-                continue
-            wide_x, wide_y = x.double(), y.double()
-            same = (wide_x == wide_y) | (wide_x.isnan() & wide_y.isnan())
-            error = float(torch.where(same, 0.0, (wide_x - wide_y).abs()).max())
-            size = float(torch.where(wide_y.isfinite(), wide_y.abs(), 0.0).max())
+        for x, y in zip((z.double() for z in outputs if z.numel()), (z for z in others if z.numel()), strict=True):
+            wide = y.double()
+            same = (x == wide) | (x.isnan() & wide.isnan())
+            error = float(torch.where(same, 0.0, (x - wide).abs()).max())
+            size = float(torch.where(wide.isfinite(), wide.abs(), 0.0).max())
             if not error <= _TOLERANCE.get(y.dtype, 0.0) * max(1.0, size):
                 far = f"{error:g} where they reach {size:g}"
                 raise ValueError(f"the exported program's outputs differ from the p-net's by {far}")

@@ -100,30 +100,21 @@ def in_address(genome: bytes) -> str:
 
 def script(*names: str) -> str:
     """Some of the page's scripts in one, after the constants that they need."""
-    constants = {
-        "version": VERSION,
-        "words": WORDS.decode("ascii"),
-        "documents": base64.b64encode(_documents()).decode("ascii"),
-        "magic": MAGIC.decode("ascii"),
+    packer = zlib.compressobj(9, zlib.DEFLATED, -15, zdict=WORDS)
+    documents = base64.b64encode(packer.compress(DOCUMENTS) + packer.flush()).decode("ascii")
+    texts = {"words": WORDS.decode("ascii"), "documents": documents, "magic": MAGIC.decode("ascii"), "schema": SCHEMA}
+    runs = {
         "exponent": EXPONENT,
         "piece": PIECE,
         "powers": POWERS,
-        "steps": STEPS,
-        "widths": [NARROWEST, WIDEST],
-        "halvings": HALVINGS,
         "roots": ROOTS,
-        "largest": LARGEST,
-        "finer": [COARSEST, FINEST],
-        "leastVariance": LEAST_VARIANCE,
-        "schema": SCHEMA,
-        "mostWeights": MOST_WEIGHTS,
+        "halvings": HALVINGS,
+        "steps": STEPS,
     }
-    return "\n".join([f"const FORMAT = {json.dumps(constants, separators=(',', ':'))};", *map(_source, names)])
-
-
-def _documents() -> bytes:
-    packer = zlib.compressobj(9, zlib.DEFLATED, -15, zdict=WORDS)
-    return packer.compress(DOCUMENTS) + packer.flush()
+    steps = {"widths": [NARROWEST, WIDEST], "largest": LARGEST, "finer": [COARSEST, FINEST], "version": VERSION}
+    limits = {"leastVariance": LEAST_VARIANCE, "mostWeights": MOST_WEIGHTS}
+    constants = json.dumps(texts | runs | steps | limits, separators=(",", ":"))
+    return "\n".join([f"const FORMAT = {constants};", *map(_source, names)])
 
 
 def _source(name: str) -> str:
@@ -168,39 +159,31 @@ def _conv(conv: nn.Conv2d, name: str) -> Layer | None:
     return ["conv", name, list(conv.stride), list(padding), list(conv.dilation)]
 
 
-def _layer_norm(norm: nn.LayerNorm, name: str) -> Layer | None:
-    learnt = name if norm.elementwise_affine else None
-    return ["layer_norm", learnt, norm.eps] if len(norm.normalized_shape) == 1 else None
+def _pool(pool: Any, name: str) -> Layer | None:
+    if isinstance(pool, nn.MaxPool2d):
+        kind, unusual = "max_pool", pool.return_indices or pool.dilation not in (1, (1, 1))
+    else:
+        padded = pool.padding not in (0, (0, 0)) and not pool.count_include_pad
+        kind, unusual = "avg_pool", pool.divisor_override or padded
+    return None if unusual or pool.ceil_mode else [kind, pool.kernel_size, pool.stride, pool.padding]
 
 
-def _max_pool(pool: nn.MaxPool2d, name: str) -> Layer | None:
-    usual = not (pool.ceil_mode or pool.return_indices) and pool.dilation in (1, (1, 1))
-    return ["max_pool", pool.kernel_size, pool.stride, pool.padding] if usual else None
-
-
-def _avg_pool(pool: nn.AvgPool2d, name: str) -> Layer | None:
-    padded = pool.padding not in (0, (0, 0)) and not pool.count_include_pad
-    usual = not (pool.ceil_mode or pool.divisor_override or padded)
-    return ["avg_pool", pool.kernel_size, pool.stride, pool.padding] if usual else None
+def _norm(norm: Any, name: str) -> Layer | None:
+    if isinstance(norm, nn.LayerNorm):
+        learnt = name if norm.elementwise_affine else None
+        return ["layer_norm", learnt, norm.eps] if len(norm.normalized_shape) == 1 else None
+    return ["batch_norm", name, norm.eps] if norm.running_var is not None else None
 
 
 _LAYERS: Mapping[type[nn.Module], Callable[[Any, str], Layer | None]] = {
     nn.Linear: lambda m, name: ["linear", name],
     nn.Conv2d: _conv,
-    nn.BatchNorm1d: lambda m, name: ["batch_norm", name, m.eps] if m.running_var is not None else None,
-    nn.BatchNorm2d: lambda m, name: ["batch_norm", name, m.eps] if m.running_var is not None else None,
-    nn.LayerNorm: _layer_norm,
-    nn.MaxPool2d: _max_pool,
-    nn.AvgPool2d: _avg_pool,
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.LayerNorm), _norm),
+    **dict.fromkeys((nn.MaxPool2d, nn.AvgPool2d), _pool),
     nn.AdaptiveAvgPool2d: lambda m, name: ["means"] if m.output_size in (1, (1, 1)) else None,
     nn.Flatten: lambda m, name: ["flatten"] if (m.start_dim, m.end_dim) == (1, -1) else None,
-    nn.ReLU: lambda m, name: ["relu"],
-    nn.Tanh: lambda m, name: ["tanh"],
-    nn.Sigmoid: lambda m, name: ["sigmoid"],
-    nn.SiLU: lambda m, name: ["silu"],
+    **dict.fromkeys((nn.ReLU, nn.Tanh, nn.Sigmoid, nn.SiLU), lambda m, name: [type(m).__name__.lower()]),
     nn.GELU: lambda m, name: ["gelu" if m.approximate == "none" else "gelu_tanh"],
-    nn.Dropout: lambda m, name: [],
-    nn.Dropout2d: lambda m, name: [],
-    nn.Identity: lambda m, name: [],
+    **dict.fromkeys((nn.Dropout, nn.Dropout2d, nn.Identity), lambda m, name: []),
 }
 """Descriptions of layers: [] for a layer without effect in evaluation, None for options that a page lacks."""
