@@ -258,9 +258,11 @@ class Table(Encoding):
             raise ValueError(
                 f"a table of {self.shape} in {self.dtype} has other data than {len(self.data):,} characters"
             )
-        # In their own dtype: int8 needs no look, and numbers in float64 would take eight times the file's memory.
-        if self.dtype != "int8" and not (np.abs(self._numbers) <= _MAX_BANDWIDTH).all():
-            raise ValueError(f"codes must be finite numbers, at most {_MAX_BANDWIDTH:g}")
+        # In their own dtype, as float64 would take eight times the file's memory. Infinities are within 1e9 in float16.
+        numbers = self._numbers
+        with np.errstate(over="ignore"):
+            if not (np.isfinite(numbers).all() and (np.abs(numbers) <= _MAX_BANDWIDTH).all()):
+                raise ValueError(f"codes must be finite numbers, at most {_MAX_BANDWIDTH:g}")
 
     def __repr__(self) -> str:
         return f"table({self.shape[0]}x{self.shape[1]}, {self.dtype})"

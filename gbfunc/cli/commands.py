@@ -182,9 +182,9 @@ class Compare(Command, DataOptions):
     sizes: Annotated[tuple[int, ...] | None, shows("INT ...", " ".join(map(str, SIZES)))] = None
     # Budgets in bytes instead of --sizes; 1500 to 186000 by default for a pretrained p-net.
     bytes: Annotated[tuple[int, ...] | None, shows("INT ...")] = None
-    # Methods: periodic, periodic_int7, periodic_auto, smaller_dense, random_subspace, pruned, int8, int4, gnet,
-    # stochastic, low_rank_genome, xox. With --pretrained: genome, genome_int7, genome_auto, linear_probe, bitfit, lora,
-    # vera, fourierft, tinylora, unilora, ia3 (also as NAME_float16), full_fine_tuning.
+    # Methods: periodic, periodic_int7, periodic_auto, smaller_dense, gnet, stochastic, low_rank_genome, xox.
+    # With --pretrained: genome, genome_int7, genome_auto, linear_probe, bitfit, lora, vera, fourierft, tinylora,
+    # unilora, ia3 (also as NAME_float16), full_fine_tuning.
     methods: Annotated[tuple[str, ...] | None, shows("NAME ...", "all")] = None
     # Seeds per method and size: 0, 1, ...
     seeds: Annotated[int, COUNT] = 3
