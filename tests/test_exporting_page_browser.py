@@ -89,6 +89,7 @@ def test_a_page_is_small_and_draws_at_once(digits: Path, tab: Any) -> None:
     tab.set_viewport_size({"width": 375, "height": 700})
     opened(tab, path)
     assert tab.evaluate("document.documentElement.scrollWidth") == 375
+    assert tab.locator("#draw").bounding_box()["y"] < 500 and not tab.locator("#progress").is_visible()
 
 
 def test_images_give_what_torch_gives(digits: Path, tab: Any, shared_data: Path, tmp_path: Path) -> None:
