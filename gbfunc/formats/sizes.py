@@ -55,6 +55,7 @@ def file_bytes(
     Raises:
         ValueError: as `save`, for a plan that cannot be saved or a genome that does not fit it.
     """
+    dtype = plan.default_dtype(genome is None) if dtype is None else dtype
     name, leaves = None if dtype is None else stored_as(dtype), plan.leaves
     if genome is not None:
         leaves = stored_tensors(genome)

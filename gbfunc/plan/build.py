@@ -20,7 +20,7 @@ from torch import nn
 from gbfunc.base import BaseTensors, hub_name
 from gbfunc.encoding import Encoding, PerAxis, binary, grid, per_axis, table
 from gbfunc.formats.sizes import genome_file_bytes
-from gbfunc.formats.steps import Stored, bytes_each
+from gbfunc.formats.steps import Stored, bytes_each, stored_as
 from gbfunc.hypernets import Hypernet, bilinear, low_rank, periodic
 from gbfunc.layers import KINDS
 from gbfunc.plan.budget import Unit, allocate, spend
@@ -78,9 +78,9 @@ def make_plan(
         genome_params: most parameters of the whole genome, direct parameters included.
         genome_bytes: most bytes of the genome's file, header and buffers included.
         compression: least ratio of the p-net's parameters to the genome's.
-        stored: the `dtype` of `save` that `genome_bytes` are of; None is the p-net's own. Codes count the most bytes
+        stored: the `dtype` of `save` that `genome_bytes` are of, `"float16"` by default. Codes count the most bytes
             that any values need (trained values need 5 to 15 % less), with running statistics in 16 bits; `"auto"`
-            (`allocate_steps`) counts 5 bits a number.
+            (`allocate_steps`) counts 5 bits a number. `save` and `report` of the plan take this dtype by default.
         include: regular expressions (`re.search`) for parameters to generate beside the defaults.
         exclude: regular expressions for parameters to keep direct, whatever else names them.
         rules: `(pattern, hypernetwork or None)`: other types for some parameters, None for direct; the first wins.
@@ -130,6 +130,10 @@ def make_plan(
     asked = None if compression is None else f"a compression of {compression:,.10g}x"
     codes = _check_encodings(encodings or {}, choices, promotes=target is not None)
 
+    if stored is not None and genome_bytes is None:
+        raise ValueError(f"stored={stored!r} says what genome_bytes are of: give genome_bytes too")
+    name = "" if genome_bytes is None else stored_as("float16" if stored is None else stored, "stored")
+
     def build(params: int | None, squeezed: int = 0) -> Plan:
         # 1: every vector is generated that is smaller so; 2: embeddings are of rank 1, too.
         share, fresh = 0.0 if squeezed else _DIRECT_SHARE, [replace(c) for c in choices]
@@ -141,16 +145,14 @@ def make_plan(
                 alone = periodic() if hypernet.shares else hypernet
                 _promote(fresh, share * params, alone, max_tile, _HEAD_SHARE * params)
         try:
-            return Plan(_tensors(fresh, params, codes, max_tile, asked), buffers, words, frozen, left)
+            return Plan(_tensors(fresh, params, codes, max_tile, asked), buffers, words, frozen, left, name)
         except TargetTooSmall:
             # What fails at last is below the smallest genome.
             if squeezed == 2:
                 raise
         return build(params, squeezed + 1)
 
-    if stored is not None and genome_bytes is None:
-        raise ValueError(f"stored={stored!r} says what genome_bytes are of: give genome_bytes too")
-    return build(target) if genome_bytes is None else _plan_for_bytes(build, genome_bytes, total, stored)
+    return build(target) if genome_bytes is None else _plan_for_bytes(build, genome_bytes, total, name)
 
 
 def _target(total: int, hypernet: Hypernet, targets: Mapping[str, float | None]) -> tuple[int | None, str]:
@@ -181,8 +183,8 @@ class TargetTooSmall(ValueError):
         self.least = least
 
 
-def _plan_for_bytes(build: Callable[[int], Plan], limit: int, total: int, stored: Stored | None) -> Plan:
-    each = 4 if stored is None else bytes_each(stored)
+def _plan_for_bytes(build: Callable[[int], Plan], limit: int, total: int, stored: str) -> Plan:
+    each = bytes_each(stored)
     size_of = partial(genome_file_bytes, dtype=stored)
 
     def nearest(params: int) -> tuple[int, Plan]:
@@ -202,7 +204,7 @@ def _plan_for_bytes(build: Callable[[int], Plan], limit: int, total: int, stored
             high, push = min(high, reached), 2 * push
         if -0.02 * limit <= over <= 0 or high - low <= 1 or reached > guess >= low:
             break
-        guess = reached - push * math.ceil(over / (plan.dtype.itemsize if stored is None else each))
+        guess = reached - push * math.ceil(over / each)
         if not low < guess < high:
             guess = (low + high) // 2
     if best is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from gbfunc import encoding, hypernets
@@ -12,7 +11,8 @@ from gbfunc.base import Base
 from gbfunc.encoding import Encoding, encoding_from_json
 from gbfunc.formats.layout import LIMITS, check_limits, check_most, read_document
 from gbfunc.hypernets import Hypernet, from_module, hypernet_from_json
-from gbfunc.plan.slots import BufferPlan, Slot, TensorPlan
+from gbfunc.layers import KINDS
+from gbfunc.plan.slots import BufferPlan, Slot, TensorPlan, check_kind
 from gbfunc.tiling import TileGrid
 from gbfunc.types import DTYPES, JSON
 
@@ -152,12 +152,12 @@ def _base(digest: Any, params: Any, size: Any, name: Any, revision: Any) -> Base
 def _tensor(entry: JSON, hypernets: list[Hypernet], encodings: list[Encoding]) -> TensorPlan:
     aliases, note = tuple(map(_text, entry.get("aliases", []))), _text(entry.get("note", ""))
     name, shape, dtype = _text(entry["name"]), _shape(entry["shape"]), entry.get("dtype", "float32")
-    kind = entry.get("kind", _USUAL_KINDS.get(len(shape)))
-    bare = TensorPlan(name, shape, dtype, kind, aliases=aliases, note=note)
-    base = entry.get("base", False)
+    kind, base = entry.get("kind", _USUAL_KINDS.get(len(shape))), entry.get("base", False)
     if type(base) is not bool:
         raise TypeError(f"expected true or false, got {base!r}")
-    slots, matrices = [], bare.matrices if "slots" in entry else ()
+    check_kind(name, kind)
+    matrices = KINDS[kind].matrices(shape) if "slots" in entry else ()
+    slots = []
     for values, matrix in zip(entry.get("slots", ()), matrices, strict=True):
         usual: list[Any] = [0.0, "", matrix.rows, matrix.cols]
         h, row_code, col_code, scale, offset, group, tile_rows, tile_cols = [*values, *usual[len(values) - 4 :]]
@@ -166,4 +166,4 @@ def _tensor(entry: JSON, hypernets: list[Hypernet], encodings: list[Encoding]) -
         grid = TileGrid(matrix.rows, matrix.cols, tile_rows, tile_cols)
         codes = encodings[row_code], encodings[col_code]
         slots.append(Slot(hypernets[h], grid, *codes, float(scale), float(offset), _text(group)))
-    return replace(bare, slots=tuple(slots), base=base)
+    return TensorPlan(name, shape, dtype, kind, tuple(slots), aliases, note, base)

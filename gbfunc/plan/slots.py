@@ -20,6 +20,12 @@ from gbfunc.tiling import TileGrid
 from gbfunc.types import DTYPES, Lazy, MatrixDims, TileDims
 
 
+def check_kind(name: str, kind: str) -> None:
+    """Raise `ValueError` for a kind of layers that is not known."""
+    if kind not in KINDS:
+        raise ValueError(f"{name}: unknown kind {kind!r}, known are {', '.join(KINDS)}")
+
+
 def check_stored(name: str, dtype: str) -> None:
     """Raise `ValueError` for a dtype that no genome file holds."""
     if dtype not in DTYPES:
@@ -94,8 +100,7 @@ class TensorPlan:
     base: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"{self.name}: unknown kind {self.kind!r}, known are {', '.join(KINDS)}")
+        check_kind(self.name, self.kind)
         check_stored(self.name, self.dtype)
         sizes = [(s.grid.rows, s.grid.cols) for s in self.slots]
         # A shape that no layer of the kind has (three in-projections in 7 rows) may have matrices that do not fill it.

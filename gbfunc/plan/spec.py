@@ -12,7 +12,7 @@ import torch
 from torch import nn, optim
 
 from gbfunc.base import Base, BaseTensors
-from gbfunc.formats.steps import Stored
+from gbfunc.formats.steps import AUTO, Stored
 from gbfunc.plan.ensembles import Ensemble, ensembles_of
 from gbfunc.plan.report import report
 from gbfunc.plan.serial import plan_from_json, plan_to_json
@@ -41,6 +41,7 @@ class Plan:
         target: the size target in words, or "".
         base: the base of the genome's deltas, None without one.
         left_out: layers of a base without a delta because of the class or dtype of their weights; not in files.
+        stored: the dtype in the file that a target in bytes is of, which `save` takes by default; not in files.
     """
 
     tensors: tuple[TensorPlan, ...]
@@ -48,6 +49,7 @@ class Plan:
     target: str = field(default="", compare=False)
     base: Base | None = None
     left_out: tuple[str, ...] = field(default=(), compare=False)
+    stored: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         names = [n for t in self.tensors for n in (t.name, *t.aliases)] + [b.name for b in self.buffers]
@@ -195,14 +197,18 @@ class Plan:
         All bytes together are the file's: plan, metadata, scales of codes, and container have rows of their own.
 
         Args:
-            dtype: the dtype of `gb.save`; None is the p-net's own.
+            dtype: the dtype of `gb.save`; None is that of a target in bytes, otherwise the p-net's own.
             genome: a genome, whose values decide the bytes of codes; without one the most bytes that any genome needs.
             metadata: the metadata of `gb.save`.
 
         Raises:
             ValueError: for another dtype, or a genome of another plan.
         """
-        return report(self, dtype, genome, metadata)
+        return report(self, self.default_dtype(genome is None) if dtype is None else dtype, genome, metadata)
+
+    def default_dtype(self, expected: bool = False) -> str | None:
+        """The dtype of a file where none is given; `"auto"` without the steps of a genome for `expected` bytes only."""
+        return None if not self.stored or (self.stored == AUTO and not expected) else self.stored
 
     def digest(self) -> str:
         """SHA-256 of the JSON form."""

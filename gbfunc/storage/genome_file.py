@@ -56,7 +56,8 @@ def save(
             vectors in float16, and running statistics of norms in 16 bits if these are enough; steps of
             `allocate_steps` store everything trained, and running statistics, in codes with a step for each part of the
             genome. Other buffers stay as they are. `load` gives the plan's dtypes back.
-            `make_train_step(rounding=)` trains what such a file will hold.
+            `make_train_step(rounding=)` trains what such a file will hold. None is the dtype of the plan's target in
+            bytes, otherwise the p-net's own.
         metadata: any JSON, such as names of classes; `load_metadata` reads it back.
 
     Returns:
@@ -68,6 +69,7 @@ def save(
             JSON; if metadata or the plan is longer than a file may hold.
         OSError: if the file cannot be written; a previous file is intact.
     """
+    dtype = plan.default_dtype() if dtype is None else dtype
     name = None if dtype is None else stored_as(dtype)
     if name == AUTO and not isinstance(dtype, Steps):
         raise ValueError("dtype='auto' says nothing of steps: give those of gb.allocate_steps")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -136,12 +137,19 @@ def _card(plan: Plan, sizes: dict[str, int], place: str) -> str:
     base, tags, name = plan.base, ["gbfunc", "hypernetwork"], ""
     words = {"of": "", "what": "the weights of a network", "pnet": "the network that it was made for", "base": ""}
     if base is not None:
-        tags, name, named = [*tags, "adapter"], base.name, f"`{base.name}`" if base.name else "a pretrained network"
-        named += f" (revision `{base.revision}`)" if base.revision else ""
-        frozen = f"{base.params:,} frozen parameters, {base.bytes:,} bytes, digest `{base.digest}`"
+        tags, name = [*tags, "adapter"], base.name
+        named = quoted(base.name) if base.name else "a pretrained network"
+        named += f" (revision {quoted(base.revision)})" if base.revision else ""
+        frozen = f"{base.params:,} frozen parameters, {base.bytes:,} bytes, digest {quoted(base.digest)}"
         words = {"of": f" of {named}", "what": "deltas of a network", "base": f"\nIt changes {named}: {frozen}.\n"}
         words["pnet"] = "the pretrained network, with its new head if any"
     return _CARD.format(head=card_head("gbfunc", tags, name), place=place, **words, **sizes)
+
+
+def quoted(text: str) -> str:
+    """A name from a file as code in Markdown; characters that could end the code or begin HTML become `?`."""
+    plain = re.sub(r"[^\w ./:@+-]", "?", text[:200])
+    return f"`{plain}`"
 
 
 def card_head(library: str, tags: Sequence[str], base: str = "") -> str:

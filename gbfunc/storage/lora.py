@@ -30,7 +30,7 @@ from gbfunc.genome import check_genome, check_plan
 from gbfunc.layers.factored import FactoredWeight
 from gbfunc.layers.install import transposed
 from gbfunc.plan import DTYPES, Plan
-from gbfunc.storage.hub import card_head
+from gbfunc.storage.hub import card_head, quoted
 from gbfunc.tiling import TileGrid
 from gbfunc.trees import flat_genome
 from gbfunc.types import GenomeLike, Params
@@ -221,5 +221,6 @@ def _targets(pnet: nn.Module, layers: Collection[str], saved: Collection[str]) -
 def _card(plan: Plan) -> str:
     assert plan.base is not None
     words = f"A genome of {plan.genome_params:,} parameters, exported by gbfunc as a LoRA adapter."
-    words += f"\n\nBase: {plan.base.name or 'unnamed'}, digest `{plan.base.digest}`.\n"
+    named = quoted(plan.base.name) if plan.base.name else "unnamed"
+    words += f"\n\nBase: {named}, digest {quoted(plan.base.digest)}.\n"
     return card_head("peft", ["gbfunc", "lora"], plan.base.name) + f"\n{words}"

@@ -246,7 +246,7 @@ class Task:
         `hypernet` is a key of `HYPERNETS`, or None for that of the p-net's options; `size` is `genome_params`,
         `genome_bytes` (with `stored`) or `compression` of `make_plan`.
         """
-        params = (size.get("genome_bytes") or 0) / bytes_each(size.get("stored") or "float32")
+        params = (size.get("genome_bytes") or 0) / bytes_each(size.get("stored") or "float16")
         params = size.get("genome_params") or params or n_params(module) / (size.get("compression") or 1.0)
         options = self.pnet.plan(params)
         if hypernet is not None and hypernet != options.hypernet.type:

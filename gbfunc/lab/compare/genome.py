@@ -55,9 +55,9 @@ def size_within(task: Task, budget: int) -> int:
     make = task.pnet.scaled
     for pnet in (task.pnet, *(make(part) for part in _WIDTHS[1:] if make)):
         with suppress(BudgetTooSmall):
-            return plan_for(task.with_pnet(pnet), "periodic", genome_bytes=budget).genome_params
+            return plan_for(task.with_pnet(pnet), "periodic", genome_bytes=budget, stored="float32").genome_params
     # Raises, saying why.
-    return plan_for(task, "periodic", genome_bytes=budget).genome_params
+    return plan_for(task, "periodic", genome_bytes=budget, stored="float32").genome_params
 
 
 @dataclass(frozen=True)
