@@ -128,6 +128,7 @@ def test_a_tensor_that_does_not_fit_together(fields: dict[str, Any], words: str)
 
 
 def test_a_tensor_larger_than_torch_has_any_is_reported() -> None:
-    text = '{"version":2,"hypernets":[],"encodings":[],"tensors":[{"name":"w","shape":[2147483648,2147483648],"kind":"matrix"}]}'
+    tensor = '{"name":"w","shape":[2147483648,2147483648],"kind":"matrix"}'
+    text = '{"version":2,"hypernets":[],"encodings":[],"tensors":[' + tensor + "]}"
     report = Plan.from_json(text).report()
     assert "dense 4,611,686,018,427,387,904 parameters" in report and "not to be saved" in report
