@@ -28,7 +28,7 @@ from gbfunc.storage.genome_file import is_genome, load_dtype
 from gbfunc.tasks import Task, continue_text
 from gbfunc.tasks.base import History
 from gbfunc.tasks.pnets import Interface, PNet, find_pnet
-from gbfunc.tasks.pnets.base import brief, is_import_path
+from gbfunc.tasks.pnets.base import at_most, brief, is_import_path
 from gbfunc.tasks.pnets.hugging_face import PREFIX
 from gbfunc.tasks.text import pretrained_tokens
 from gbfunc.types import JSON
@@ -70,8 +70,10 @@ def read_genome(
             if None not in (held, here) and held != here:
                 words = words.format(held, here)
                 raise ValueError(f"{path} holds {words}: --data-dir must name data with the same ones")
-    # A base may be the weights of a seed.
-    return plan, task, _network(path, plan, genome, task.build(getattr(data, "seed", 0)))
+    # A base may be the weights of a seed. Pretrained networks register each parameter more than once.
+    with at_most(4 * plan.pnet_params + (1 << 20)):
+        net = task.build(getattr(data, "seed", 0))
+    return plan, task, _network(path, plan, genome, net)
 
 
 def said_by(path: Path) -> Mapping[str, Any]:

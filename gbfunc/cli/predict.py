@@ -63,16 +63,26 @@ def _images(path: Path, task: Task, said: Mapping[str, Any]) -> Iterator[tuple[s
         raise ValueError(f"{path} is a text, and the task {task.name} has images of shape {shape}")
     if not {"mean", "std"} <= said.keys():
         raise ValueError(f"the genome's file does not say how the pixels of {task.name} are scaled (mean, std)")
-    mean, std = (np.asarray(said[name], np.float32).reshape(-1, 1, 1) for name in ("mean", "std"))
+    mean, std, white = (_numbers(said, name, shape[0]) for name in ("mean", "std", "white"))
     if not (std > 0).all():
         deviation = f"the deviation {said['std']}, expected numbers above 0"
         raise ValueError(f"the genome's file says that the pixels of {task.name} have {deviation}")
     if path.suffix.lower() in (".npy", ".npz"):
         found = _arrays(path, shape)
     else:
-        found = iter([(str(path), _picture(path, shape) * (float(said.get("white", 255)) / 255))])
+        found = iter([(str(path), _picture(path, shape) * (white / 255))])
     for name, pixels_Chw in found:
         yield name, torch.from_numpy(((pixels_Chw - mean) / std).astype(np.float32))
+
+
+def _numbers(said: Mapping[str, Any], name: str, channels: int) -> NDArray[np.float32]:
+    """Read a number, or one for each channel, from a file's metadata: [1 or C, 1, 1]."""
+    value = said.get(name, 255)
+    numbers = np.asarray(value, object).ravel().tolist()
+    known = all(type(x) in (int, float) and abs(x) < 1e30 for x in numbers)
+    if not known or len(numbers) not in ({1} if name == "white" else {1, channels}):
+        raise ValueError(f"the genome's file says {name} {value!r:.80}, expected a number, or one for each channel")
+    return np.array(numbers, np.float32).reshape(-1, 1, 1)
 
 
 def _picture(path: Path, shape: tuple[int, ...]) -> NDArray[np.float32]:

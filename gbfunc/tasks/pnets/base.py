@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from gbfunc.encoding import Encoding
 from gbfunc.hypernets import Hypernet, periodic
@@ -138,6 +139,23 @@ def seeded(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         yield
+
+
+@contextmanager
+def at_most(params: int, names: int = 1 << 15) -> Iterator[None]:
+    """Raise `ValueError` as soon as modules that are made inside have more parameters, or more names of parameters."""
+    held = [0, 0]
+
+    def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        held[:] = held[0] + (0 if parameter is None else parameter.numel()), held[1] + 1
+        if held[0] > params or held[1] > names:
+            raise ValueError(f"the network has more than {params:,} parameters or {names:,} tensors")
+
+    handle = register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def check_reads(pnet: str, interface: Interface, kind: str, ndim: int | None = None, least: int = 1) -> None:

@@ -5,6 +5,7 @@ Suffixes: B texts of a batch, L positions, E width, K classes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,11 @@ from torch import Tensor, nn
 from gbfunc.extras import import_extra
 from gbfunc.hypernets import bilinear
 from gbfunc.tasks.pnets.base import BLOCKS, Interface, PlanOptions, PNet
+from gbfunc.untrusted import parse_json
 
 PREFIX = "hf:"
+_CODE = frozenset({"auto_map", "trust_remote_code", "name_or_path", "quantization_config"})
+_MOST_COUNT, _MOST_LAYERS, _COUNTED = 1 << 24, 1 << 16, ("layer", "label", "expert", "depth", "stage")
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 _WEIGHTS = "model*.safetensors"
 _ADAPTER = PlanOptions(hypernet=bilinear(share="shapes"), base="own", modules_to_save=("classifier",))
@@ -69,6 +73,7 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
         raise ValueError(f"{pretrained} holds a network of type {template.model_type}, got {PREFIX}{model_type}")
     if unknown := [field for field in config if not hasattr(template, field)]:
         raise ValueError(f"the configuration of {name} has no fields {unknown}")
+    _check_fields(name, config)
     # Names that all models know, such as hidden_size, are the model's from here on: n_embd, say.
     given = {template.attribute_map.get(field, field): value for field, value in config.items()}
     fields = (_from_task(interface, template) if folder is None else _without_dropout(template)) | given
@@ -102,6 +107,21 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
     return PNet(name=name, make=make, plan=lambda genome_params: plan, config=source | fields)
 
 
+def _check_fields(name: str, config: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for fields that load code, and for counts beyond those of any network.
+
+    A configuration may come from a stranger's genome, and transformers makes lists of so many layers and labels.
+    """
+    for field, value in config.items():
+        if field.startswith("_") or field in _CODE or "implementation" in field:
+            raise ValueError(f"the configuration of {name} has the field {field!r}, which may load code")
+        if isinstance(value, Mapping):
+            _check_fields(name, value)
+        most = _MOST_LAYERS if any(word in field for word in _COUNTED) else _MOST_COUNT
+        if any(isinstance(n, int) and n > most for n in (value if isinstance(value, list) else [value])):
+            raise ValueError(f"the configuration of {name} has {field} {value!r:.60}, expected at most {most:,}")
+
+
 def _configuration(model_type: str, folder: Path | None, **fields: Any) -> Any:
     import transformers
 
@@ -109,9 +129,13 @@ def _configuration(model_type: str, folder: Path | None, **fields: Any) -> Any:
         if not fields and model_type not in transformers.CONFIG_MAPPING:
             raise ValueError(f"Hugging Face knows no model type {model_type!r}")
         return transformers.AutoConfig.for_model(model_type, **fields)
+    options = {"local_files_only": True, "trust_remote_code": False}
     try:
-        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, **fields)
-    except (OSError, ValueError, KeyError) as error:
+        held = parse_json((folder / CONFIG).read_bytes(), CONFIG)
+        if kernels := [k for k, v in held.items() if "implementation" in k and "/" in str(v)]:
+            raise ValueError(f"its fields {kernels} load code")
+        return transformers.AutoConfig.from_pretrained(folder, **options, **fields)
+    except (OSError, ValueError, KeyError, AttributeError) as error:
         raise ValueError(f"{folder} holds no configuration of a Hugging Face model: {error}") from error
 
 
@@ -156,7 +180,9 @@ def _pretrained(source: str, folder: Path, full: Any) -> Any:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        encoder = transformers.AutoModel.from_pretrained(folder, config=full, local_files_only=True).float()
+        encoder = transformers.AutoModel.from_pretrained(
+            folder, config=full, local_files_only=True, trust_remote_code=False
+        ).float()
     except Exception as error:  # Damaged files raise many types.
         raise ValueError(f"the weights in {folder} cannot be read: {error}") from error
     finally:
