@@ -14,6 +14,7 @@ import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jsonschema.validators import extend
 
 import gbfunc as gb
 from gbfunc.formats import step_stream
@@ -54,9 +55,9 @@ def means(n: int, count: int) -> str:
 
 GRID = {"type": "grid", "dims": [2000, 2000]}
 KERNEL = {"type": "per_axis", "channels": {"type": "binary"}, "positions": GRID, "n_positions": 4_000_000}
-IN_ROWS = [
-    {"name": f"{i:x}", "shape": [3, 1], "kind": "attention_in", "slots": [[0, 0, 0, 1.0]] * 3} for i in range(5000)
-]
+TRIPLE = {"shape": [3, 1], "kind": "attention_in", "slots": [[0, 0, 0, 1.0]] * 3}
+TILES = plan_json([linear(0, 4000, 4000, slots=[[0, 0, 0, 1.0, 0.0, "g", 1, 1]])], {"type": "xox", "genes": 1})
+WIDE = {"type": "periodic", "features": 20_000_000}
 WORK: dict[str, Callable[[], bytes]] = {
     "codes of 4 million rows": lambda: coded(9, one(4_000_000, 16)),
     "codes of 16 million rows": lambda: coded(9, one(16_777_216, 16)),
@@ -65,21 +66,15 @@ WORK: dict[str, Callable[[], bytes]] = {
     "a kernel": lambda: coded(9, one(4_000_000, 4_000_000, KERNEL)),
     "parts without bits": lambda: coded(9, direct([1000, 490_000]), stream(1)),
     "as many as are allowed": lambda: coded(9, direct([1000, 1040]), stream(1)),
-    "features without bits": lambda: coded(
-        9, one(9, 9, hypernet={"type": "periodic", "features": 20_000_000}), stream(4)
-    ),
+    "features without bits": lambda: coded(9, one(9, 9, hypernet=WIDE), stream(4)),
     "statistics without bits": lambda: coded(9 + 64, means(10**8, 1), stream(2)),
     "many statistics": lambda: coded(9 + 64, means(1, 8000), stream(16_000)),
     "cheap symbols": lambda: coded(9, direct([2000, 1000]), stream(1, NARROWEST + 1, 2_000_000)),
     "as many symbols as are allowed": lambda: coded(9, direct([260, 1000]), stream(1, NARROWEST + 1, 260_000)),
-    "many parts": lambda: coded(9, plan_json(IN_ROWS), stream(30_000)),
+    "many parts": lambda: coded(9, plan_json([{"name": f"{i:x}", **TRIPLE} for i in range(5000)]), stream(30_000)),
     "many direct tensors": lambda: coded(9, direct(*[[1, 1]] * 16_000), stream(16_000)),
     "as many parts as are allowed": lambda: coded(9, direct(*[[1, 1]] * 2_100), stream(2_100)),
-    "groups of tiles": lambda: coded(
-        9,
-        plan_json([linear(0, 4000, 4000, slots=[[0, 0, 0, 1.0, 0.0, "g", 1, 1]])], {"type": "xox", "genes": 1}),
-        bytes(9999),
-    ),
+    "groups of tiles": lambda: coded(9, TILES, bytes(9999)),
     "lists": lambda: coded(2, plan_json([], metadata=[{"a": [1]}] * 65_000)),
     "numbers": lambda: coded(2, plan_json([], metadata=[1.5] * 500_000)),
     "texts": lambda: coded(2, plan_json([], metadata=["ab"] * 800_000)),
@@ -129,15 +124,13 @@ def test_a_file_takes_what_its_size_allows(name: str, genuine: Genuine, tmp_path
 
 def test_a_caller_can_allow_more(tmp_path: Path) -> None:
     (tmp_path / "g").write_bytes(coded(9, direct([1000, 2000]), stream(1)))
-    with pytest.raises(
-        ValueError, match="declares 2,000,000 numbers, and a file of its size may have 1,049,.*max_params="
-    ):
+    with pytest.raises(ValueError, match="declares 2,000,000 numbers, and a file of its size .*max_params="):
         gb.load(tmp_path / "g")
     assert gb.load(tmp_path / "g", max_params=2_000_000)[0].genome_params == 2_000_000
 
 
 INTEGERS = jsonschema.Draft7Validator.TYPE_CHECKER.redefine("integer", lambda _, x: type(x) is int)
-VALIDATOR = jsonschema.validators.extend(jsonschema.Draft7Validator, type_checker=INTEGERS)(SCHEMA)
+VALIDATOR = extend(jsonschema.Draft7Validator, type_checker=INTEGERS)(SCHEMA)
 
 
 @settings(max_examples=150)
