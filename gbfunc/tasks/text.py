@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from gbfunc.extras import import_extra
-from gbfunc.hypernets.periodic import Periodic
 from gbfunc.plan.spec import base_rate
 from gbfunc.tasks.base import LOSS, Net, Recipe, Task, accuracy, linear_decay, logits_of, text_metrics, token_loss
 from gbfunc.tasks.data import SPLIT_SEED, Batch, Split, Windows, data_folder, hold_out, leave_out
@@ -311,7 +310,7 @@ def _recipe(n_texts: int, pad: int, pnet: PNet, genome_params: float) -> Recipe:
         return _FROM_SCRATCH
     a_pass = max(1, n_texts // _FINE_TUNING.batch_size)
     epochs = min(max(_FINE_TUNING.epochs, math.ceil(_LEAST_STEPS / a_pass)), _MOST_EPOCHS)
-    lr = Periodic.rate * base_rate(genome_params)
+    lr = base_rate(genome_params)
     reasons = {
         "epochs": f"{n_texts:,} texts make {a_pass:,} steps a pass; it takes {_FINE_TUNING.epochs} passes, and up to "
         f"{_MOST_EPOCHS} where these are fewer than {_LEAST_STEPS} steps",
