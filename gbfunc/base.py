@@ -1,6 +1,6 @@
-"""The base of an adapter: the tensors of a pretrained p-net that a genome changes by generated deltas, or not at all.
+"""The base of an adapter: frozen tensors of a pretrained p-net, to some of which a genome adds generated deltas.
 
-They are neither trained nor stored with the genome, which names them by a digest.
+A genome's file holds the digest of the base instead of the tensors.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _HUB_NAME = re.compile(r"(?:\w[\w.-]*/)?\w[\w.-]*")
 
 
 class Base(NamedTuple):
-    """What a plan says of its base."""
+    """The description of a base in a plan."""
 
     digest: str  # of names, dtypes, shapes and values of its parameters and persistent buffers
     params: int  # tied ones once
     bytes: int  # of parameters and persistent buffers
-    name: str = ""  # on a hub, "" where it has none
-    revision: str = ""  # the commit of that name, "" where it is not known
+    name: str = ""  # on a hub, otherwise ""
+    revision: str = ""  # the commit on the hub, "" if unknown
 
 
 class BaseTensors:
@@ -57,23 +57,23 @@ class BaseTensors:
 
     @property
     def names(self) -> Collection[str]:
-        """Of the parameters."""
+        """Names of the parameters."""
         return self._first[0].keys()
 
     @property
     def buffer_names(self) -> Collection[str]:
-        """Of the buffers."""
+        """Names of the buffers."""
         return self._first[1].keys()
 
     def on(self, device: torch.device) -> tuple[Params, Params]:
-        """Parameters and buffers by name, on a device; they are copied there once."""
+        """Parameters and buffers by name, copied to a device once."""
         if device not in self._on:
             params, buffers = ({k: x.to(device) for k, x in tensors.items()} for tensors in self._first)
             self._on[device] = params, buffers
         return self._on[device]
 
     def cast(self, change: Callable[[Tensor], Tensor]) -> BaseTensors | None:
-        """The base in the dtypes to which `nn.Module.to` casts with `change`; None where these are its own."""
+        """The base in the dtypes to which `nn.Module.to` casts by `change`; None if no dtype changes."""
         kinds = {x.dtype for tensors in self._first for x in tensors.values() if differentiable(x.dtype)}
         casts = {kind: new for kind in kinds if (new := change(torch.empty(0, dtype=kind)).dtype) != kind}
         if not casts:
@@ -110,7 +110,7 @@ def _update(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
     digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
-        # A quantised weight, say: a tensor made of others.
+        # A tensor made of others, such as a quantised weight.
         for part in flatten()[0]:
             _update(digest, part, getattr(tensor, part))
     elif tensor.numel():
@@ -123,7 +123,7 @@ def _update(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
 
 
 def hub_name(pnet: nn.Module) -> tuple[str, str]:
-    """Name and revision of the hub's model that a p-net, or the first of its modules that says so, was loaded from."""
+    """Name and revision of the model on a hub from which a p-net, or the first of its modules, was loaded."""
     for module in pnet.modules():
         config = getattr(module, "config", None)
         name = getattr(config, "_name_or_path", None) or getattr(config, "name_or_path", None)

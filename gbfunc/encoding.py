@@ -1,9 +1,8 @@
-"""Codes of the rows and columns of a weight matrix: what a g-net sees instead of an index.
+"""Codes of the rows and columns of a weight matrix: the inputs of a g-net.
 
-`binary`, `gray` and `one_hot` number the rows *of a tile*, so all tiles of a shape share the codes; `grid` describes a
-position on an axis with a geometry (an image, a kernel), so its codes are global and sliced per tile, and so are those
-of a `table` of the user's own. Bits come from integer arithmetic alone: they are the same on every device. An exported
-graph computes codes by the same operations of torch.
+`binary`, `gray` and `one_hot` number the rows *of a tile*, so all tiles of a shape share the codes. `grid` codes a
+position on an axis with a geometry (an image, a kernel), and `table` holds a user's codes: both are global and sliced
+per tile. Bits come from integer arithmetic, the same on every device and in exported graphs.
 
 Suffixes: n rows or columns of the axis, k width of a code, u blocks (distinct tiles along the axis), t rows of a tile.
 """
@@ -34,12 +33,12 @@ _MAX_DEPTH = 3
 
 
 def bit_width(n: int) -> int:
-    """Bits that distinguish `n` things: ceil(log2(n)), 0 for one thing."""
+    """Bits of a code for `n` things: ceil(log2(n))."""
     return (n - 1).bit_length()
 
 
 def _halves(i_k: Tensor, units: list[int]) -> Tensor:
-    """Whether positions [..., k] are in the second half of their period of `2 unit`, for each of k units, as +-1."""
+    """For each of k units, +1 for positions [..., k] in the second half of a period of `2 unit`, otherwise -1."""
     units_k = i_k.new_tensor(units)
     return torch.where(i_k % (2 * units_k) >= units_k, 1.0, -1.0)
 
@@ -49,7 +48,7 @@ def _places(n: int) -> list[int]:
 
 
 def _quotient(i: Tensor, m: int) -> Tensor:
-    """`i // m` of positions, which in a graph would be a dozen operations."""
+    """`i // m`, in fewer operations of an exported graph."""
     return ((i - i % m).double() / m).to(i.dtype)
 
 
@@ -60,16 +59,15 @@ def _joined(codes: list[Tensor], i: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Encoding:
-    """How one axis of a matrix is coded: a static, hashable description.
+    """The code of one axis of a matrix: a static, hashable description.
 
-    A subclass is a frozen dataclass whose fields are numbers, texts, tuples of them, and encodings. It has a `type`,
-    `width` and `at`; `check` if it can code some lengths only; and `local = False` if a code depends on the position on
-    the whole axis. `gb.register` lets genomes of it be saved and loaded.
+    A subclass is a frozen dataclass with fields that are numbers, texts, tuples of them, and encodings. It defines
+    `type`, `width` and `at`; `check` if only some lengths can be coded; and `local = False` if a code depends on the
+    position on the whole axis. `gb.register` lets genomes of a subclass be saved and loaded.
     """
 
     type: ClassVar[str]
-    local: ClassVar[bool] = True
-    """True where the code numbers positions within a tile, so that every tile has the same one."""
+    local: ClassVar[bool] = True  # whether codes number positions within a tile, so that all tiles share codes
 
     def width(self, n: int) -> int:
         """Numbers per code on an axis of `n`."""
@@ -85,17 +83,17 @@ class Encoding:
         return self.at(torch.arange(n, device="cpu"), n).double().numpy()
 
     def check(self, n: int) -> None:
-        """Raise `ValueError` where the encoding cannot code an axis of `n`."""
+        """Raise ValueError if the encoding cannot code an axis of `n`."""
 
     def tile_codes(self, n: int, tile: int, device: Device = "cpu") -> Tensor:
-        """Codes of the tiles that cut an axis of `n` into pieces of `tile`: [u, t, k], u = 1 where tiles share them."""
+        """Codes of the pieces of `tile` of an axis of `n`: [u, t, k], with u = 1 for shared codes."""
         self.check(tile if self.local else n)
         if self.local:
             return self.at(torch.arange(tile, device=device), tile)[None]
         n_tiles = -(-n // tile)
         i = torch.arange(n_tiles * tile, device=device)
         if n_tiles * tile > n:
-            # Positions past the end repeat the last one; what is generated for them is cropped.
+            # Positions past the end repeat the last position; their weights are cropped.
             i = i.clip(max=n - 1)
         return self.at(i.reshape(n_tiles, tile), n)
 
@@ -148,7 +146,7 @@ class OneHot(Encoding):
 
 @dataclass(frozen=True)
 class Grid(Encoding):
-    """Positions on a (row-major) grid, coded axis by axis, as `grid` makes it; axes of length 1 need no code."""
+    """Positions on a row-major grid, coded axis by axis; axes of length 1 need no code."""
 
     dims: tuple[int, ...]
     code: Literal["coordinate", "gray", "binary"] = "coordinate"
@@ -196,7 +194,7 @@ class PerAxis(Encoding):
 
     Args:
         channels: code of the input channels.
-        positions: code of the kernel positions, such as `grid(3, 3)`; the same in every tile, as tiles cut channels.
+        positions: code of the kernel positions, such as `grid(3, 3)`, shared by all tiles, as tiles cut channels.
         n_positions: positions of the kernel, 9 for 3 x 3.
 
     Raises:
@@ -239,10 +237,7 @@ class PerAxis(Encoding):
 
 @dataclass(frozen=True, repr=False)
 class Table(Encoding):
-    """Codes of the user's own, `[n, k]`: a row of numbers for each position of the whole axis; made by `table`.
-
-    `data` holds the numbers of `dtype` row by row, little-endian, in base64.
-    """
+    """Codes `[n, k]` of a user, made by `table`; `data` holds rows of little-endian numbers of `dtype` in base64."""
 
     shape: tuple[int, int]
     dtype: str
@@ -292,14 +287,14 @@ _TABLE_DTYPES = ("int8", "float16", "float32", "float64")
 
 
 def table(codes: Any) -> Encoding:
-    """Codes of one's own for an axis: kinds of units, places of neurons, rows of a connectome.
+    """Codes of an axis from a table: kinds of units, places of neurons, rows of a connectome.
 
-    Positions with the same code get the same weights: put a number of each (`gb.binary().codes(n)`) beside what they
-    have in common. A genome's file holds the codes, in the narrowest of int8, float16, float32 and float64 that holds
-    them exactly; for a formula, subclass `Encoding`, and `gb.register` the class.
+    Positions with the same code get the same weights; `gb.binary().codes(n)` beside the common columns distinguishes
+    them. A genome's file holds the codes, in the narrowest of int8, float16, float32 and float64 that holds them
+    exactly. For codes by a formula, subclass `Encoding`, and `gb.register` the class.
 
     Args:
-        codes: [n, k], an array or tensor of real numbers: a row for each position of the axis.
+        codes: array or tensor [n, k] of real numbers, a row for each position of the axis.
 
     Raises:
         ValueError: for another shape, or numbers that are not real, not finite, or above 1e9.
@@ -324,7 +319,7 @@ binary, gray, one_hot, per_axis = Binary, Gray, OneHot, PerAxis
 
 
 def grid(*dims: int, code: Literal["coordinate", "gray", "binary"] = "coordinate", bandwidth: float = 6.0) -> Encoding:
-    """Code of an axis that has a geometry: a flattened image `grid(28, 28)`, a sequence `grid(1024)`.
+    """Code of an axis with a geometry: a flattened image `grid(28, 28)`, a sequence `grid(1024)`.
 
     Args:
         dims: lengths of the axes, row-major, 16 at most; their product is the length of the coded axis.
@@ -346,7 +341,7 @@ UNKNOWN = "a class of your own is known after gb.register(its class)"
 
 
 def encoding_from_json(data: dict[str, Any]) -> Encoding:
-    """Read what `Encoding.to_json` wrote; ValueError for an unknown type or fields that do not fit it."""
+    """Read a description by `Encoding.to_json`; ValueError for an unknown type or fields that do not fit the type."""
     try:
         return ENCODINGS[data["type"]](**{k: _from_json(v) for k, v in data.items() if k != "type"})
     except (AttributeError, KeyError, TypeError, RecursionError) as error:

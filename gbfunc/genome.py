@@ -1,4 +1,4 @@
-"""The genome itself: drawing a fresh one, checking that it fits its plan, and the noise of stochastic g-nets."""
+"""Genomes: fresh ones, checks against their plan, and the noise of stochastic g-nets."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ Noise = Mapping[str, Params]
 
 _DRAWS = 8
 _NEWTON_STEPS = 8
-_FLAT = 1e-3  # A slot that keeps less than this of its deviation when it is centred is taken to be nothing but its mean
-_LARGE, _MANY = 1 << 20, 64
-"""Weights of a slot, and columns of all its factors, from which on it is measured by them: the last bits differ."""
-_SAMPLED = 64  # Rows, and columns, that tell the means of a tile
-_RIDGE = 0.01  # Against the size of the features; smaller takes out more of the means
-_CACHED = 1 << 18  # Numbers of factors that are at hand at once when a slot is measured
+_FLAT = 1e-3  # The share of its deviation below which a centred slot counts as constant
+_LARGE, _MANY = 1 << 20, 64  # Weights of a slot, and columns of all its factors, from which on moments use the factors
+_SAMPLED = 64  # Rows and columns that estimate the means of a tile
+_RIDGE = 0.01  # Against the size of the features; smaller values remove more of the means
+_CACHED = 1 << 18  # Numbers of factors in memory at once when moments use the factors
 
 
 def codes_of(ensemble: Ensemble, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Row codes [U, r, p] and column codes [U, c, q] of an ensemble as tensors; in an exported graph, as operations."""
+    """Row codes [U, r, p] and column codes [U, c, q] of an ensemble; in an exported graph, as operations."""
     if is_exporting():
         row, col = ensemble.codes_on(device)
     else:
@@ -45,7 +44,7 @@ def codes_of(ensemble: Ensemble, dtype: torch.dtype, device: torch.device) -> tu
 def check_genome(
     plan: Plan, genome: GenomeLike, shapes: Mapping[str, tuple[int, ...]] | None = None, *, buffers: bool = True
 ) -> None:
-    """Raise unless a genome, or one rank's part with these `shapes`, has its plan's names and shapes."""
+    """Raise unless a genome, or one rank's part with these `shapes`, has the plan's names and shapes."""
     check_type(plan)
     _check_parts(genome)
     expected = dict(plan.leaf_shapes if shapes is None else shapes)
@@ -88,7 +87,7 @@ def _check_parts(genome: GenomeLike) -> None:
 
 
 def check_plan(plan: Plan, pnet: nn.Module) -> None:
-    """Raise `ValueError` if the plan was made for another p-net, naming what differs, or the p-net is wrapped."""
+    """Raise ValueError with the differences if the plan was made for another p-net, or if the p-net is wrapped."""
     check_type(plan)
     check_pnet(pnet)
     given = {name: tuple(x.shape) for name, x in named_tensors(pnet)}
@@ -108,20 +107,20 @@ def check_plan(plan: Plan, pnet: nn.Module) -> None:
 @torch.autocast("cpu", enabled=False)
 @torch.inference_mode(False)
 def init_genome(plan: Plan, pnet: nn.Module, seed: int = 0, *, device: torch.device | str | None = None) -> Genome:
-    """A fresh genome: g-nets drawn from `seed`, direct parameters and buffers as the p-net has them now.
+    """A fresh genome: g-nets drawn from `seed`, direct parameters and buffers of the p-net.
 
     Deltas of a base start at zero. Direct parameters of a meta-device p-net start at 0 (vectors), 1 (weights of norms)
     or normal with deviation 1 / sqrt(fan_in).
 
     Args:
         plan: the plan.
-        pnet: the p-net that it was made for.
+        pnet: the plan's p-net.
         seed: seed of the g-nets, 0 <= seed < 2**63.
-        device: where the genome lives; None is the p-net's device (the CPU for a meta-device p-net).
+        device: device of the genome; None is the p-net's device (the CPU for a meta-device p-net).
 
     Raises:
-        ValueError: if the p-net is not the one of the plan, or has a buffer without values; for a type of g-net without
-            a leaf that scales its tiles.
+        ValueError: if the plan was made for another p-net, a buffer has no values, or a type of g-net has no leaf that
+            scales its tiles.
     """
     check_plan(plan, pnet)
     buffers = {b.name: pnet.get_buffer(b.name).detach() for b in plan.buffers}
@@ -137,7 +136,7 @@ def init_genome(plan: Plan, pnet: nn.Module, seed: int = 0, *, device: torch.dev
             _check_linear(plan, e)
             leaves = {k: v.clone() for k, v in init_leaves(e, plan.dtype, generator).items()}
             for span in (p for p in e.spans if plan.tensors[p.tensor].base):
-                # A delta begins at zero, where the leaves are in which a tile is linear.
+                # A delta begins at zero, with all linear leaves at zero.
                 for k in (k for k, leaf in e.leaves.items() if leaf.role == "linear"):
                     leaves[k][span.first : span.first + span.slot.grid.n_tiles] = 0
             gnets[e.name] = {k: v.to(device) for k, v in leaves.items()}
@@ -146,14 +145,13 @@ def init_genome(plan: Plan, pnet: nn.Module, seed: int = 0, *, device: torch.dev
 
 
 def check_seed(seed: int) -> int:
-    """Return a seed as Python's integer, from numpy's too; `ValueError` for anything but 0 .. 2**63 - 1."""
+    """A seed as a Python integer; ValueError outside of 0 .. 2**63 - 1."""
     if isinstance(seed, bool) or not hasattr(seed, "__index__") or not 0 <= operator.index(seed) < 1 << 63:
         raise ValueError(f"seed must be an integer with 0 <= seed < 2**63, got {seed!r}")
     return operator.index(seed)
 
 
 def _check_linear(plan: Plan, e: Ensemble) -> None:
-    """Refuse g-nets without a leaf in which their tiles are linear, where such a leaf is to scale or to remove them."""
     if any(leaf.role == "linear" and leaf.scope == "tile" for leaf in e.leaves.values()):
         return
     words = f"a g-net of type {e.hypernet.type!r} has no leaf of role 'linear' and scope 'tile', by which "
@@ -176,7 +174,7 @@ def _direct(info: ParameterInfo, generator: torch.Generator) -> Tensor:
 
 
 def sample_noise(plan: Plan, generator: torch.Generator, like: Tensor | None = None) -> dict[str, Params]:
-    """Standard normal noise for every stochastic ensemble from a CPU generator, in dtype and device of `like`."""
+    """Standard normal noise of every stochastic ensemble from a CPU generator, in dtype and device of `like`."""
     noise: dict[str, Params] = {}
     for e in plan.ensembles:
         if shapes := e.hypernet.noise_shapes(e.dims):
@@ -186,7 +184,7 @@ def sample_noise(plan: Plan, generator: torch.Generator, like: Tensor | None = N
 
 
 def check_noise(plan: Plan, noise: Noise | None) -> None:
-    """Raise `ValueError` for noise that is not what `sample_noise` gives; none is none."""
+    """Raise ValueError for noise with other names or shapes than `sample_noise` gives."""
     if noise:
         shapes = {e.name: (e.n_tiles, e.hypernet.noise_shapes(e.dims)) for e in plan.ensembles}
         specs = {f"{name}/{k}": TensorSpec((n, *shape)) for name, (n, of) in shapes.items() for k, shape in of.items()}
@@ -194,17 +192,17 @@ def check_noise(plan: Plan, noise: Noise | None) -> None:
 
 
 def unflat_genome(plan: Plan, leaves: Params, buffers: Params) -> Genome:
-    """The genome of a plan from its leaves by their flat names (`flat_genome`), and the p-net's buffers."""
+    """The genome of a plan from leaves by flat names (`flat_genome`) and the p-net's buffers."""
     gnets = {e.name: {k: leaves[f"{GNET}{e.name}/{k}"] for k in e.leaves} for e in plan.ensembles if e.leaves}
     return Genome(gnets, {t.name: leaves[f"{DIRECT}{t.name}"] for t in plan.direct}, buffers)
 
 
 def flatten(genome: GenomeLike) -> tuple[Tensor, Callable[[Tensor], Genome]]:
-    """The genome as one vector [P], and the function that makes a genome of such a vector again.
+    """The genome as one vector [P], and the function that makes a genome from a vector.
 
-    For evolution strategies and other packages' optimizers. Leaves stand in the order of their names, in the widest of
-    their dtypes. Buffers and parameters that are no floating-point numbers are not in the vector; each genome shares
-    them. The function is differentiable; under `vmap`, vectors [n, P] are a population.
+    The vector serves evolution strategies and optimizers of other packages. Leaves are in the order of their names and
+    in the widest of their dtypes. All genomes share the buffers and the parameters that are not floating-point numbers.
+    The function is differentiable; under `vmap`, vectors [n, P] are a population.
 
     >>> import gbfunc as gb
     >>> pnet = nn.Linear(6, 3)
@@ -230,8 +228,6 @@ def flatten(genome: GenomeLike) -> tuple[Tensor, Callable[[Tensor], Genome]]:
 
 
 class _Slot(NamedTuple):
-    """The tiles of one slot as functions of their leaves, and the grid of its matrix."""
-
     constants: Constants
     grid: TileGrid
 
@@ -239,10 +235,10 @@ class _Slot(NamedTuple):
         return joined(Evaluation(self.constants, leaves).tiles(), self.grid)
 
     def moments(self, leaves: Params, linear: Sequence[str] = ()) -> tuple[float, float, Params]:
-        """Mean and deviation of the weights, and the slopes of the mean in some leaves in which they are linear.
+        """Mean and deviation of the weights, and the slopes of the mean in the `linear` leaves.
 
-        A large matrix of factors L and R is not formed: the weights of a tile have the sum `sum_i L_i . sum_j R_j`, and
-        their squares that of the entries of `L.T @ L * R.T @ R`.
+        A large matrix of factors L and R is not formed: weights of a tile sum to `sum_i L_i . sum_j R_j`, and their
+        squares to the sum of the entries of `L.T @ L * R.T @ R`.
         """
         hypernet = self.constants.hypernet
         if not hypernet.factorised or self.grid.numel <= _LARGE or self.grid.n_tiles * hypernet.factor_width < _MANY:
@@ -266,7 +262,6 @@ class _Slot(NamedTuple):
         return total, math.sqrt(max(0.0, square - total**2)), slope
 
     def _factors(self, leaves: Params, span: slice) -> Factors:
-        """Factors of the tiles of a span from their leaves, with zeros beyond the edges of the matrix."""
         left, right = cast(Factors, Evaluation(self.constants.of(span), leaves).tiles())
         g, tile_T = self.grid, torch.arange(span.start, span.stop, device="cpu")
         left = left * _inside(g.rows - tile_T // g.n_cols * g.tile_rows, g.tile_rows)
@@ -279,16 +274,16 @@ class _Slot(NamedTuple):
 
 
 def _inside(lengths_T: Tensor, longest: int) -> Tensor:
-    """Whether a row or column of a tile lies inside the matrix: [T, longest, 1]."""
+    # Whether each row or column of a tile is inside of the matrix: [T, longest, 1].
     return (torch.arange(longest, device="cpu") < lengths_T[:, None])[..., None]
 
 
 def init_leaves(e: Ensemble, dtype: torch.dtype, generator: torch.Generator) -> Params:
-    """Draw an ensemble's leaves, tile by tile from one CPU generator: the same wherever tiles are later.
+    """Draw an ensemble's leaves, tile by tile from one CPU generator, so that a seed's genome depends on no device.
 
-    Every slot is then centred and scaled to zero mean and unit standard deviation by its linear leaves. The mean is
-    linear in them, `mean = <m, v>`, so the smallest change that removes it is `v -= m * mean / |m|^2`. A slot with a
-    single linear coefficient has its other leaves moved likewise.
+    The linear leaves then centre and scale every slot to zero mean and unit standard deviation. The mean is linear in
+    them, `mean = <m, v>`, and the smallest change that removes the mean is `v -= m * mean / |m|^2`. For a slot with a
+    single linear coefficient all leaves are moved.
     """
     hypernet, specs = e.hypernet, e.leaves
     drawn = hypernet.init(e.dims, e.n_tiles, e.n_groups, generator)
@@ -310,7 +305,7 @@ def init_leaves(e: Ensemble, dtype: torch.dtype, generator: torch.Generator) -> 
             if changed := _standardised(slot, mine, tile_scope, linear):
                 mine |= changed
                 break
-            # All its weights are equal, as with rectifiers that are off everywhere: such a slot would never train.
+            # A slot of equal weights, as from rectifiers that are off everywhere, would never train.
             fresh = hypernet.init(e.dims, grid.n_tiles, 1, generator)
             mine |= {k: fresh[k].to(leaves[k].dtype) for k in tile_scope}
         for k in tile_scope:
@@ -319,11 +314,11 @@ def init_leaves(e: Ensemble, dtype: torch.dtype, generator: torch.Generator) -> 
 
 
 def _interacting(slot: _Slot, mine: Params, linear: list[str]) -> Params:
-    """The linear leaves moved so that rows and columns of every tile interact, and of unit deviation in every tile.
+    """Linear leaves for which rows and columns of every tile interact, at unit deviation in every tile.
 
-    A tile is a sum of features with coefficients v, and most of the variance of features that bend along one sum of
-    codes is in the means of rows and columns: a matrix of rank 2, whose largest singular value makes activations grow
-    from layer to layer. With A the Gram matrix of those means, `(A / e + 1)^-1 v` takes them out (Tikhonov).
+    A tile is a sum of features with coefficients v. Most of the variance of features that bend along one sum of codes
+    is in the means of rows and columns: a matrix of rank 2, whose largest singular value makes activations grow from
+    layer to layer. With A the Gram matrix of these means, `(A / e + 1)^-1 v` removes them (Tikhonov).
     """
     generator = torch.Generator("cpu").manual_seed(0)
     rows = torch.randperm(slot.constants.row.shape[1], generator=generator, device="cpu")[:_SAMPLED]
@@ -351,18 +346,18 @@ def _interacting(slot: _Slot, mine: Params, linear: list[str]) -> Params:
 
 
 def stacked(leaves: Params) -> Tensor:
-    """All numbers of every tile's leaves as a row: [T, K]."""
+    """The leaves of every tile as a row: [T, K]."""
     return torch.cat([x.reshape(len(x), -1) for x in leaves.values()], 1)
 
 
 def unstacked(rows_TK: Tensor, like: Params) -> Params:
-    """Undo `stacked`, for leaves of the shapes of `like`."""
+    """The inverse of `stacked`, with the shapes of `like`."""
     parts = rows_TK.split([x[0].numel() for x in like.values()], 1)
     return {k: part.reshape(x.shape) for (k, x), part in zip(like.items(), parts, strict=True)}
 
 
 def _standardised(slot: _Slot, mine: Params, tile_scope: list[str], linear: list[str]) -> Params:
-    """The leaves of one slot, changed so that its matrix has zero mean and unit deviation; {} if it has none."""
+    """Leaves of one slot for a matrix of zero mean and unit deviation; {} for a constant matrix."""
     mean, deviation, slopes = slot.moments(mine, linear)
     if not math.isfinite(mean + deviation):
         hypernet, (p, q) = slot.constants.hypernet, (x.shape[-1] for x in (slot.constants.row, slot.constants.col))
@@ -372,7 +367,7 @@ def _standardised(slot: _Slot, mine: Params, tile_scope: list[str], linear: list
         return {}
     centred = _zeroed(mean, mine, slopes)
     if (left := slot.moments(mine | centred)[1]) <= _FLAT * deviation:
-        # The linear leaves are nothing but the mean (one feature, one gene): move all of the tiles' leaves instead.
+        # The linear leaves only make the mean (one feature, one gene): move all leaves of the tiles.
         centred = {k: mine[k] for k in tile_scope}
         for _ in range(_NEWTON_STEPS):
             v = {k: leaf.detach().requires_grad_() for k, leaf in centred.items()}
@@ -391,7 +386,7 @@ def _slopes(value: Tensor, leaves: Params) -> Params:
 
 
 def _zeroed(value: float, leaves: Params, slopes: Params) -> Params:
-    """The leaves after one Newton step of least norm towards `value` = 0, from its gradients `slopes`."""
+    """The leaves after one Newton step of least norm towards `value` = 0, by the gradients `slopes`."""
     square = sum(float(m.square().sum()) for m in slopes.values())
     change = value / square if 0 < square < math.inf else 0.0
     return {k: leaves[k].detach() - change * slope for k, slope in slopes.items()}

@@ -38,22 +38,18 @@ class TileGrid:
 
     @property
     def n_rows(self) -> int:
-        """Tiles along the rows."""
         return -(-self.rows // self.tile_rows)
 
     @property
     def n_cols(self) -> int:
-        """Tiles along the columns."""
         return -(-self.cols // self.tile_cols)
 
     @property
     def n_tiles(self) -> int:
-        """All tiles."""
         return self.n_rows * self.n_cols
 
     @property
     def numel(self) -> int:
-        """Weights of the matrix."""
         return self.rows * self.cols
 
 
@@ -65,11 +61,10 @@ class Piece(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Its rows and columns."""
         return sum(b - a for a, b in self.rows), self.cols[1] - self.cols[0]
 
     def of(self, matrix_RC: Tensor) -> Tensor:
-        """The block, cut out of the matrix."""
+        """Cut the block out of the matrix."""
         rows = [matrix_RC[a:b] for a, b in self.rows]
         return (rows[0] if len(rows) == 1 else torch.cat(rows))[:, slice(*self.cols)]
 
@@ -82,12 +77,12 @@ class Cut(NamedTuple):
     piece: Piece | None = None  # where the block lies in that matrix; None for all of it
 
     def crop(self, matrix_RC: Tensor) -> Tensor:
-        """The block, from the matrix of the tiles."""
+        """Cut the block out of the matrix of the tiles."""
         return matrix_RC if self.piece is None else self.piece.of(matrix_RC)
 
 
 def cut_piece(grid: TileGrid, piece: Piece) -> Cut:
-    """Which tiles a block of a matrix meets, at least one; ValueError if the block is not inside of the matrix.
+    """The tiles that a block of a matrix meets, at least one; ValueError if the block exceeds the matrix.
 
     >>> cut_piece(TileGrid(10, 6, 4, 3), Piece(((5, 9),), (0, 2))).tiles
     (2, 4)

@@ -20,7 +20,7 @@ GNET, DIRECT, BUFFERS = "gnets/", "direct/", "buffers/"
 
 
 class TensorSpec(NamedTuple):
-    """What is asked of a tensor; None is any."""
+    """Expected properties of a tensor; None is any."""
 
     shape: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None
@@ -47,19 +47,13 @@ def flatten_tree(tree: Any, prefix: str = "") -> Params:
     ['direct/0.bias', 'opt/0']
     """
     flat: Params = {}
-    _flatten_into(flat, tree, prefix)
-    return flat
-
-
-def _flatten_into(flat: Params, tree: Any, prefix: str) -> None:
     for key, child in _children(tree, prefix):
         name = f"{prefix}{key}"
-        if not isinstance(child, Tensor):
-            _flatten_into(flat, child, f"{name}/")
-        elif name in flat:
-            raise TypeError(f"two tensors of the state have the name {name!r}")
-        else:
-            flat[name] = child
+        for k, x in ((name, child),) if isinstance(child, Tensor) else flatten_tree(child, f"{name}/").items():
+            if k in flat:
+                raise TypeError(f"two tensors of the state have the name {k!r}")
+            flat[k] = x
+    return flat
 
 
 def _children(tree: Any, prefix: str) -> Iterable[tuple[Any, Any]]:
@@ -87,12 +81,12 @@ def unflatten_tree(flat: Mapping[str, Any], like: Any, prefix: str = "") -> Any:
 
 
 def flat_genome(genome: GenomeLike) -> Params:
-    """All trained leaves in one flat dict: `gnets/<ensemble>/<leaf>` and `direct/<parameter>`."""
+    """All trained leaves by name: `gnets/<ensemble>/<leaf>` and `direct/<parameter>`."""
     return flatten_tree({"gnets": genome.gnets, "direct": genome.direct})
 
 
 def stored_tensors(genome: GenomeLike) -> Params:
-    """All tensors of a genome by name, buffers among them, on the CPU and without a graph."""
+    """All tensors of a genome by name, buffers too, on the CPU and without a graph."""
     tensors = flat_genome(genome) | flatten_tree(genome.buffers, BUFFERS)
     return {k: x.detach().cpu() for k, x in tensors.items()}
 
@@ -104,10 +98,9 @@ def like_genome(flat: Params, genome: GenomeLike) -> Any:
 
 
 def compare_trees(expected: Mapping[str, Tensor | TensorSpec], got: Mapping[str, Tensor], what: str) -> None:
-    """Check that a flat tree is what is expected; tensors that are expected may be on any device.
+    """Raise ValueError, with the words `what`, for missing, unknown and wrong tensors of a flat tree.
 
-    Raises:
-        ValueError: `what`, and what is missing, unknown or of a wrong shape, dtype or device.
+    A tensor in `expected` stands for its shape and dtype.
     """
     parts = []
     if expected.keys() != got.keys():
@@ -117,7 +110,7 @@ def compare_trees(expected: Mapping[str, Tensor | TensorSpec], got: Mapping[str,
     for name, want in expected.items():
         shape, dtype, device = want if isinstance(want, TensorSpec) else (want.shape, want.dtype, None)
         x = got.get(name)
-        # One comparison decides for what fits, which all leaves do at every step.
+        # A short test for tensors that fit, as all leaves do at every step.
         if x is None or (shape in (None, x.shape) and dtype in (None, x.dtype) and device in (None, x.device)):
             continue
         pairs = zip(TensorSpec._fields, (shape and tuple(shape), dtype, device), spec_of(x), strict=True)
@@ -133,8 +126,8 @@ def _some(items: list[str], most: int = 8) -> str:
 
 
 def tree_map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """`optree.tree_map`, into any mapping too (Hugging Face's `BatchEncoding`, `ModelOutput`); None has no leaves."""
-    import optree  # here, as not every program maps a tree, and it takes a while to import
+    """`optree.tree_map`, also into any mapping (Hugging Face's `BatchEncoding`, `ModelOutput`); None has no leaves."""
+    import optree  # here, as the import takes a while
 
     def at(x: Any, *others: Any) -> Any:
         if not isinstance(x, Mapping):
@@ -145,7 +138,7 @@ def tree_map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 
 
 def _mapping_like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
-    """The items in a mapping of the same type, or in a dict if its constructor does not take them."""
+    """The items in a mapping of the same type, or in a dict if the constructor does not take them."""
     if type(mapping) is dict:
         return items
     try:
@@ -157,7 +150,7 @@ def _mapping_like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[
 
 
 def tree_leaves(tree: Any, path: str = "tree", *, packed: bool = False) -> list[tuple[str, Any]]:
-    """Every leaf with the expression that reaches it, such as `("batch['x'][0]", tensor)`; into any mapping too.
+    """Every leaf with its expression, such as `("batch['x'][0]", tensor)`, also in any mapping.
 
     `path` is the expression of the tree itself; with `packed` a `PackedSequence` is a leaf.
     """
@@ -168,11 +161,10 @@ def tree_leaves(tree: Any, path: str = "tree", *, packed: bool = False) -> list[
     named = []
     for accessor, leaf in zip(accessors, leaves, strict=True):
         here = accessor.codify(path)
-        if not isinstance(leaf, Mapping):
+        if isinstance(leaf, Mapping):
+            named += [pair for k, v in leaf.items() for pair in tree_leaves(v, f"{here}[{k!r}]", packed=packed)]
+        else:
             named.append((here, leaf))
-            continue
-        for k, v in leaf.items():
-            named += tree_leaves(v, f"{here}[{k!r}]", packed=packed)
     return named
 
 
@@ -182,7 +174,7 @@ def holds_tensors(x: Any) -> bool:
 
 
 def refuse_packed(batch: Any) -> None:
-    """Raise `ValueError` for a `PackedSequence`, whose tensors have rows of several examples each."""
+    """Raise ValueError for a `PackedSequence`, in which a row belongs to several examples."""
     if any(isinstance(x, PackedSequence) for _, x in tree_leaves(batch, packed=True)):
         raise ValueError(
             "a batch with a PackedSequence has no rows to split, and no vmap: pass padded sequences and their lengths "
@@ -193,8 +185,8 @@ def refuse_packed(batch: Any) -> None:
 def split_batch(batch: Any, n: int) -> list[Any]:
     """A batch as `n` equal microbatches, split along the first dimension: [b, ...] -> [b / n, ...].
 
-    Each has all bools. ValueError for other leaves that are no tensors, a packed sequence, and tensors whose first
-    dimension `n` does not divide or differs.
+    Each microbatch has all bools. ValueError for other leaves that are not tensors, packed sequences, and tensors with
+    different first dimensions or one that `n` does not divide.
     """
     refuse_packed(batch)
     for path, x in tree_leaves(batch, "batch"):
@@ -210,7 +202,7 @@ def split_batch(batch: Any, n: int) -> list[Any]:
 
 
 def split_rows(batch: Any, n: int) -> list[Any]:
-    """A batch in `n` shares, longer ones first, some maybe empty; each has all scalars and leaves other than tensors.
+    """A batch in `n` shares, longer ones first, some maybe empty; each share has all scalars and other leaves.
 
     ValueError for a packed sequence, a sparse or nested tensor, an array, or an object with tensors as attributes.
     """
@@ -231,7 +223,7 @@ def split_rows(batch: Any, n: int) -> list[Any]:
 
 
 def n_rows(batch: Any) -> int | None:
-    """First dimension of the tensors of a batch, None if it has no tensor with one; ValueError if they differ."""
+    """First dimension of the tensors of a batch, or None without such tensors; ValueError if dimensions differ."""
     paths = {len(x): path for path, x in tree_leaves(batch, "batch") if isinstance(x, Tensor) and x.ndim}
     if len(paths) > 1:
         got = ", ".join(f"{n} of {path}" for n, path in sorted(paths.items()))
@@ -240,9 +232,9 @@ def n_rows(batch: Any) -> int | None:
 
 
 def mean_tree(trees: Sequence[Any], weights: Sequence[float] | None = None) -> Any:
-    """The mean of every number over trees of one structure, in floating point; `weights`, of sum 1, weigh the trees.
+    """The mean of every number over trees of one structure, in floating point, by `weights` of sum 1.
 
-    What is no number is the last tree's. ValueError for trees of other structures or shapes.
+    Other leaves are taken from the last tree. ValueError for trees of different structures or shapes.
     """
 
     def mean(*values: Any) -> Any:

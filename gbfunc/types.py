@@ -1,4 +1,4 @@
-"""Shared names: the containers that every room passes around, and nothing that computes."""
+"""Names and containers that all rooms share."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ GNets: TypeAlias = dict[str, Params]
 """`{ensemble: {leaf: tensor}}`; a leaf has a leading dimension of tiles [T, ...] or of groups [G, ...]."""
 
 Kernel: TypeAlias = Literal["auto", "eager", "compiled", "reference"]
-"""Which implementation evaluates g-nets of the types that have several: ReLU, periodic and bilinear ones.
+"""The implementation of ReLU, periodic and bilinear g-nets.
 
 `"compiled"` is C++ on a CPU and, for ReLU g-nets alone, a Triton kernel on a GPU; `"eager"` is PyTorch; `"reference"`
-is the definition, in PyTorch; `"auto"` is `"compiled"` where that is available and pays, otherwise `"eager"`.
+is the definition, in PyTorch; `"auto"` is `"compiled"` where available and faster, otherwise `"eager"`.
 """
 
 Lazy: TypeAlias = bool | Literal["auto"]
-"""Whether weights stay factors: wherever they can, nowhere, or where it pays."""
+"""Whether weights stay factors: wherever possible, nowhere, or where factors are faster."""
 
 JSON: TypeAlias = dict[str, Any]
 
 _NAMES = "int64 float64 complex64 float32 int32 bfloat16 float16 int16 int8 uint8 bool"
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.split()}
-"""Dtypes of a p-net's tensors that files hold, in the order of safetensors, which writes wider ones first."""
+"""Dtypes of tensors in files, in the order of safetensors, which writes wider dtypes first."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -37,7 +37,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class Genome(NamedTuple):
-    """Everything that is needed to build the p-net, and all that is trained, saved and shipped.
+    """All tensors that build the p-net: trained, saved and sent.
 
     Attributes:
         gnets: leaves of every ensemble of g-nets.
@@ -58,7 +58,7 @@ class Factors(NamedTuple):
 
 
 class TileDims(NamedTuple):
-    """What a g-net must know of its tile: rows, columns, and the widths of their codes."""
+    """Rows and columns of a tile, and the widths of their codes."""
 
     rows: int
     cols: int
@@ -67,17 +67,11 @@ class TileDims(NamedTuple):
 
 
 class MatrixDims(NamedTuple):
-    """A matrix that a tensor folds from.
+    """A matrix of a tensor."""
 
-    Attributes:
-        rows: number of rows (output channels).
-        cols: number of columns (input channels x kernel positions).
-        kernel: kernel shape that every group of columns spans, `()` where there is none; tiles never cut it.
-    """
-
-    rows: int
-    cols: int
-    kernel: tuple[int, ...] = ()
+    rows: int  # output channels
+    cols: int  # input channels x kernel positions
+    kernel: tuple[int, ...] = ()  # kernel shape that every group of columns spans; tiles never cut kernels
 
 
 GenomeLike: TypeAlias = Any

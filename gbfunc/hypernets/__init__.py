@@ -1,4 +1,4 @@
-"""The types of g-net, and what a new one is made of; a new one is one class and one entry in `HYPERNETS`."""
+"""The types of g-net; a new type is one class and one entry in `TYPES`."""
 
 from __future__ import annotations
 
@@ -8,33 +8,17 @@ from types import MappingProxyType
 from typing import Any
 
 from gbfunc.encoding import UNKNOWN
-from gbfunc.hypernets.base import Hypernet, Leaf, Sized, draw, ensemble_params
+from gbfunc.hypernets.base import Hypernet
+from gbfunc.hypernets.base import Leaf as Leaf
+from gbfunc.hypernets.base import Sized as Sized
+from gbfunc.hypernets.base import draw as draw
+from gbfunc.hypernets.base import ensemble_params as ensemble_params
 from gbfunc.hypernets.codeless import constant, low_rank, xox
 from gbfunc.hypernets.mlp import gnet, stochastic
 from gbfunc.hypernets.module import from_module
 from gbfunc.hypernets.periodic import bilinear, periodic
-from gbfunc.types import Factors, MatrixDims, TileDims
-
-__all__ = [
-    "HYPERNETS",
-    "Factors",
-    "Hypernet",
-    "Leaf",
-    "MatrixDims",
-    "Sized",
-    "TileDims",
-    "bilinear",
-    "constant",
-    "draw",
-    "ensemble_params",
-    "from_module",
-    "gnet",
-    "hypernet_from_json",
-    "low_rank",
-    "periodic",
-    "stochastic",
-    "xox",
-]
+from gbfunc.types import Factors as Factors
+from gbfunc.types import TileDims as TileDims
 
 TYPES: dict[str, Callable[..., Hypernet]] = {
     t.type: t for t in (periodic, bilinear, constant, gnet, stochastic, low_rank, xox, from_module)
@@ -45,10 +29,10 @@ HYPERNETS: Mapping[str, Callable[..., Hypernet]] = MappingProxyType(TYPES)
 
 
 def hypernet_from_json(data: dict[str, Any], factories: Mapping[str, Callable[..., Any]]) -> Hypernet:
-    """Read what `Hypernet.to_json` wrote; `factories` of `from_module` by import path, as no file alone makes one run.
+    """Read a description by `Hypernet.to_json`; only the factories of `from_module` in `factories`, by path, can run.
 
     Raises:
-        ValueError: for an unknown type, options that do not fit it, or a factory that is not given.
+        ValueError: for an unknown type, options that do not fit the type, or a missing factory.
     """
     try:
         options = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k != "type"}

@@ -20,13 +20,13 @@ _MAX = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class Constant(Hypernet):
-    """A tensor left at a constant: it costs no parameters and is never trained.
+    """A constant tensor, without parameters and never trained.
 
     Args:
-        value: the constant, of every entry.
+        value: the value of every entry.
 
     Raises:
-        ValueError: if float32 cannot hold it.
+        ValueError: if float32 cannot hold the value.
     """
 
     value: float = 0.0
@@ -41,18 +41,14 @@ class Constant(Hypernet):
         object.__setattr__(self, "value", float(value))
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
-        """None."""
         return {}
 
     def tiles(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, *unused: Any) -> Tensor:
-        """One constant tile [1, r, c]."""
         return row_Urp.new_full((1, row_Urp.shape[-2], col_Ucq.shape[-2]), self.value)
 
 
 @dataclass(frozen=True)
 class _Factored(Sized):
-    """A tile of two trained factors."""
-
     factorised: ClassVar[bool] = True
     rate: ClassVar[float] = 2e-2
     spreads: ClassVar[bool] = True
@@ -78,12 +74,10 @@ class LowRank(_Factored):
     default_size: ClassVar[int] = 4
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
-        """Two factors: [r, k] and [c, k]."""
         k = self.known_size
         return {"left": Leaf((dims.rows, k), "linear", std=k**-0.5), "right": Leaf((dims.cols, k), "code")}
 
     def tiles(self, leaves: Params, *unused: Any) -> Factors:
-        """The factors as they are."""
         return Factors(leaves["left"], leaves["right"])
 
 
@@ -110,7 +104,6 @@ class XOX(_Factored):
         return genes | {"rules": Leaf((g, g), "linear", std=1 / g), "scale": Leaf((), "code", std=0.0, mean=1.0)}
 
     def tiles(self, leaves: Params, *unused: Any) -> Factors:
-        """Factors [T, r, g] and [T, c, g]."""
         return Factors(leaves["row_genes"] @ (leaves["rules"] * leaves["scale"][..., None, None]), leaves["col_genes"])
 
 

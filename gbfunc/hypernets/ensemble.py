@@ -1,4 +1,4 @@
-"""One evaluation of many g-nets: what their tiles are made of, and these in one call.
+"""One evaluation of many g-nets.
 
     leaves + codes --apply--> tiles [T, r, c], or factors [T, r, k] and [T, c, k] --join--> matrices [R, C]
 
@@ -8,7 +8,7 @@ Suffixes: T tiles, r rows and c columns of a tile, R and C of a matrix, p and q 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -21,28 +21,28 @@ from gbfunc.types import Factors, Kernel, Params, TileDims
 
 
 def is_exporting() -> bool:
-    """Whether `torch.export` is tracing; older torch cannot tell, and keeps codes as tables."""
+    """Whether `torch.export` is tracing; False on older torch, which exports codes as tables."""
     return getattr(torch.compiler, "is_exporting", bool)()
 
 
 class Constants(NamedTuple):
-    """All that tiles are made of but leaves and noise."""
+    """The inputs of tiles beside leaves and noise."""
 
     hypernet: Hypernet
     dims: TileDims
     kernel: Kernel
-    row: Tensor  # codes of the rows [U, r, p], U = 1 where all tiles share them
+    row: Tensor  # codes of the rows [U, r, p], U = 1 for codes that all tiles share
     col: Tensor  # codes of the columns [U, c, q]
-    scale: Tensor | None = None  # that of every tile's slot [T]
-    groups: Tensor | None = None  # the group of every tile [T]; None where leaves that tiles share are given for each
+    scale: Tensor | None = None  # scale of every tile [T]
+    groups: Tensor | None = None  # the group of every tile [T]; None if group leaves are given per tile
     empty: Mapping[str, tuple[int, ...]] = {}  # shapes of the leaves without entries, which no genome holds
-    periods: tuple[int, int] = (0, 0)  # those of the codes of periodic g-nets, 0 where they are not known
+    periods: tuple[int, int] = (0, 0)  # periods of the codes of periodic g-nets, 0 if unknown
 
     @staticmethod
     def make(
         hypernet: Hypernet, dims: TileDims, kernel: Kernel, row: Tensor, col: Tensor, *others: Tensor | None
     ) -> Constants:
-        """Constants of tiles with these codes, and scales and groups if there are any."""
+        """Constants of tiles with these codes, and with scales and groups if there are any."""
         empty = {k: leaf.shape for k, leaf in hypernet.leaves(dims).items() if 0 in leaf.shape}
         known = isinstance(hypernet, Waves) and have_memory((row, col)) and not torch.compiler.is_compiling()
         periods = (period_of(row), period_of(col)) if known else (0, 0)
@@ -60,22 +60,20 @@ class Evaluation(NamedTuple):
     """G-nets that are generated together."""
 
     constants: Constants
-    leaves: Params  # {name: [T, ...]}, or [G, ...] for those that groups of tiles share; {} for a type without leaves
+    leaves: Params  # {name: [T, ...]}, or [G, ...] for group leaves; {} for a type without leaves
     noise: Params | None = None  # {name: [T, ...]}; None for the mean
-    made: Factors | None = None  # the factors, where they are there already
+    made: Factors | None = None  # the factors, if they are made already
 
     @property
     def n_tiles(self) -> int:
-        """Number of tiles; 0 for a type without leaves, whose tiles are all alike."""
+        """Number of tiles; 0 for a type without leaves, which has equal tiles."""
         groups = self.constants.groups
         return len([*self.leaves.values(), ()][0] if groups is None else groups)
 
     def all_leaves(self) -> Params:
-        """The leaves with those that have no entries."""
-        empty, row = self.constants.empty, self.constants.row
-        if not empty:
-            return self.leaves
-        return {**self.leaves, **{k: row.new_zeros((self.n_tiles, *shape)) for k, shape in empty.items()}}
+        """All leaves, those without entries too."""
+        row = self.constants.row
+        return self.leaves | {k: row.new_zeros((self.n_tiles, *x)) for k, x in self.constants.empty.items()}
 
     def tiles(self) -> Tensor | Factors:
         """Scaled tiles [T, r, c], or their factors [T, r, k] and [T, c, k]; one tile for a type without leaves."""
@@ -88,7 +86,7 @@ class Evaluation(NamedTuple):
         return made if scale is None else dense_tiles(made) * scale[:, None, None]
 
     def _scaled(self) -> tuple[Params, Tensor | None]:
-        """The leaves of every tile, and the scale unless it is in those in which the tile is linear: they are small."""
+        """The leaves of every tile, and the scale, or None where linear leaves, which are small, are scaled."""
         hypernet, scale, groups = self.constants.hypernet, self.constants.scale, self.constants.groups
         specs, leaves = hypernet.leaves(self.constants.dims), self.all_leaves()
         if groups is not None:
@@ -99,13 +97,13 @@ class Evaluation(NamedTuple):
         return {**leaves, **{k: leaves[k] * scale.reshape(-1, *(1,) * (leaves[k].ndim - 1)) for k in linear}}, None
 
     def matrices(self, grids: Sequence[TileGrid]) -> tuple[Tensor, ...]:
-        """The matrices [R, C] that the tiles make, one grid after the other."""
+        """The matrices [R, C] of the tiles, one grid after the other."""
         if len(grids) > 1 and self.leaves:
             return join_all(dense_tiles(self.tiles()), grids)
         return tuple(self.matrix(grid) for grid in grids)
 
     def matrix(self, grid: TileGrid) -> Tensor:
-        """The one matrix [R, C] that all tiles make."""
+        """The one matrix [R, C] of all tiles."""
         c = self.constants
         if self.made is None and self.noise is None and not isinstance(c.hypernet, Waves):
             leaves, scale = self._scaled()
@@ -116,14 +114,14 @@ class Evaluation(NamedTuple):
         return joined(tiles if self.leaves else dense_tiles(tiles).expand(grid.n_tiles, -1, -1), grid)
 
     def split(self, counts: Sequence[int]) -> list[Evaluation]:
-        """So many tiles each, in order."""
+        """Evaluations of `counts` tiles each, in order."""
         if len(counts) == 1:
             return [self]
         constants, parts, first = self.constants, [], 0
         specs = {} if constants.groups is None else constants.hypernet.leaves(constants.dims)
         shared = [k for k, leaf in specs.items() if leaf.scope == "group"]
 
-        # One split node has one backward; slices would each fill a gradient of all tiles.
+        # A split has one backward; each slice would fill a gradient of all tiles.
         def cut(x: Tensor) -> Sequence[Tensor]:
             return x.split(list(counts))
 
@@ -138,7 +136,7 @@ class Evaluation(NamedTuple):
 
 
 def with_factors(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    """The evaluations, with the factors of periodic and bilinear g-nets `made`, by one operator for all of them."""
+    """The evaluations, with the factors of all periodic and bilinear g-nets `made` by one operator."""
     found = [*evaluations]
     which = [i for i, one in enumerate(found) if one.made is None and isinstance(one.constants.hypernet, Waves)]
     for i, factors in zip(which, periodic_factors([found[i] for i in which]), strict=True):
@@ -148,28 +146,23 @@ def with_factors(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
 
 def periodic_factors(evaluations: Sequence[Evaluation]) -> list[Factors]:
     """Scaled factors [T, r, k] and [T, c, k] of each evaluation of periodic or bilinear g-nets, by one operator."""
-    leaves: list[Params] = []
-    sides: list[Side] = []
-    for one in evaluations:
-        c, own = one.constants, one.all_leaves()
-        hypernet: Any = c.hypernet
-        leaves.append(own)
+    leaves, sides = [one.all_leaves() for one in evaluations], list[Side]()
+    for one, own in zip(evaluations, leaves, strict=True):
+        c, hypernet = one.constants, cast(Waves, one.constants.hypernet)
         sides += sides_of(own, c.row, c.col, hypernet.cosine_first, c.scale, c.groups, c.periods)
     made = waves(sides, kernel=evaluations[0].constants.kernel) if evaluations else []
-    factors: list[Factors] = []
-    for i, one in enumerate(evaluations):
-        factors.append(mixed(leaves[i], made[2 * i], made[2 * i + 1], one.constants.scale))
-    return factors
+    pairs = zip(evaluations, leaves, made[::2], made[1::2], strict=True)
+    return [mixed(own, left, right, one.constants.scale) for one, own, left, right in pairs]
 
 
 def dense_tiles(tiles: Tensor | Factors) -> Tensor:
-    """Tiles as they are, factors multiplied out: [T, r, c]."""
+    """Tiles [T, r, c], also from factors."""
     return tiles if isinstance(tiles, Tensor) else tiles.left @ tiles.right.mT
 
 
 def joined(tiles: Tensor | Factors, grid: TileGrid) -> Tensor:
     """The one matrix [R, C] of tiles, or of their factors."""
     if isinstance(tiles, Factors) and (grid.tile_rows, grid.tile_cols) == (grid.rows, grid.cols):
-        # One matrix product is faster than a batch of one, and backward of a view than that of an index.
+        # One matrix product is faster than a batch of one, and so is the backward of a view than of an index.
         return tiles.left.flatten(0, 1) @ tiles.right.flatten(0, 1).mT
     return join_tiles(dense_tiles(tiles), grid)

@@ -68,7 +68,6 @@ class GNet(Hypernet):
 
     @property
     def size(self) -> int | None:
-        """Width of the first hidden layer."""
         return None if self.hidden is None else self.hidden[0]
 
     @property
@@ -134,7 +133,6 @@ class GNet(Hypernet):
         return chunked_apply(upper, a_TrH, b_TcH, {name: leaves[name] for pair in names for name in pair})
 
     def matrix(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, grid: TileGrid, kernel: Kernel) -> Tensor | None:
-        """The matrix of one ReLU layer, made without tiles."""
         return self._mean(leaves, row_Urp, col_Ucq, kernel, grid=grid) if self._is_fused else None
 
     def tiles(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, noise: Params | None, kernel: Kernel) -> Tensor:
@@ -157,7 +155,6 @@ class Stochastic(GNet):
         return super()._head(width) | {"log_sigma_weight": weight, "log_sigma_bias": bias}
 
     def noise_shapes(self, dims: TileDims) -> dict[str, tuple[int, ...]]:
-        """One number for each weight."""
         return {"weight": (dims.rows, dims.cols)}
 
 

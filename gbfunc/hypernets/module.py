@@ -116,7 +116,6 @@ class FromModule(Hypernet):
         return leaves if linear else leaves | {_GAIN: Leaf((), "linear"), _SHIFT: Leaf((), "linear")}
 
     def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
-        """The module's own initialisation, one seed per tile."""
         width = dims.row_width + dims.col_width
         seeds = torch.randint(0, 2**62, (n_tiles,), generator=generator, dtype=torch.int64, device="cpu").tolist()
         drawn, _ = stack_module_state([_build(self.factory, width, seed) for seed in seeds])

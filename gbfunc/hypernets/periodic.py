@@ -24,15 +24,14 @@ from gbfunc.types import Factors, Params, TileDims
 
 @dataclass(frozen=True)
 class Waves(Sized):
-    """Sines over the codes, whose code weights some matrices may share."""
+    """Sines over the codes, with code weights that matrices may share."""
 
     features: int | None = None
     share: Literal["none", "layers", "shapes"] = "none"
     frequency: float | tuple[float, float] | None = field(default=None, kw_only=True)
     size_field: ClassVar[str] = "features"
     factorised: ClassVar[bool] = True
-    cosine_first: ClassVar[bool] = False
-    """Whether the halves of the columns' side change places."""
+    cosine_first: ClassVar[bool] = False  # whether the cosines' half of the columns' side comes first
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,23 +42,20 @@ class Waves(Sized):
 
     @property
     def default_frequency(self) -> float:
-        """The frequency where none is given."""
         return 1.0
 
     @property
     def _deviations(self) -> tuple[float, float]:
-        """Deviations of the initial code weights of the rows and of the columns."""
+        # Of the initial code weights of rows and of columns.
         frequency = self.default_frequency if self.frequency is None else self.frequency
         return frequency if isinstance(frequency, tuple) else (frequency, frequency)
 
     @property
     def factor_width(self) -> int:
-        """A sine and a cosine a feature."""
         return 2 * self.known_size
 
     @property
     def shares(self) -> bool:
-        """Whether tiles of some matrices share code weights."""
         return self.share != "none"
 
     def group(self, name: str, part: int, shape: tuple[int, int]) -> str:
@@ -69,7 +65,6 @@ class Waves(Sized):
         return {"none": "", "layers": f"{kind}:{part}:{size}", "shapes": size}[self.share]
 
     def _code_weights(self, dims: TileDims) -> dict[str, Leaf]:
-        """Leaves [p, H] and [q, H]."""
         rows, cols = self._deviations
         scope = "group" if self.shares else "tile"
         return {
@@ -78,7 +73,6 @@ class Waves(Sized):
         }
 
     def tiles(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, *unused: Any) -> Factors:
-        """Factors [T, r, 2H] and [T, c, 2H]."""
         left, right = sides_of(leaves, row_Urp, col_Ucq, self.cosine_first)
         return mixed(leaves, left.in_parts(), right.in_parts())
 
@@ -89,10 +83,10 @@ class Periodic(Waves):
 
     Args:
         features: sines per tile; None lets the plan choose (32 without a size target).
-        share: `"layers"`: tiles of the same kind and position in other layers share their code weights; `"shapes"`:
-            those of all matrices of a shape do, whatever their kind.
-        frequency: standard deviation of the initial code weights, or that of the rows' and that of the columns';
-            None is 1.0, or 2.5 with `share="layers"`.
+        share: matrices that share code weights: `"layers"`, those of the same kind and position in other layers;
+            `"shapes"`, all matrices of a shape; `"none"`.
+        frequency: standard deviation of the initial code weights, one number or one each for rows and columns; None is
+            1.0, or 2.5 with `share="layers"`.
 
     Raises:
         ValueError: for options out of range.
@@ -104,7 +98,6 @@ class Periodic(Waves):
 
     @property
     def default_frequency(self) -> float:
-        """The frequency where none is given."""
         return 2.5 if self.share == "layers" else 1.0
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
@@ -128,8 +121,8 @@ class Periodic(Waves):
 class Bilinear(Waves):
     """Sines of the rows times sines of the columns, mixed by a matrix per tile: thin factors, many coefficients.
 
-    A tile of H features has $4 H^2$ coefficients and factors of 2 H columns, where a periodic one has factors of twice
-    as many columns as features: for many matrices that share code weights, such as deltas of a pretrained net.
+    A tile of H features has $4 H^2$ coefficients and factors of 2 H columns. This type fits many matrices that share
+    code weights, such as deltas of a pretrained net.
 
     Args:
         features: sines of the rows, and of the columns; None lets the plan choose (4 without a size target).
@@ -149,7 +142,6 @@ class Bilinear(Waves):
         return self._code_weights(dims) | {"mix": Leaf((width, width), "linear", std=1 / self.known_size)}
 
     def max_size(self, dims: TileDims) -> int:
-        """The size from which on the factors are as wide as the tile."""
         return max(1, min(dims.rows, dims.cols) // 2)
 
 

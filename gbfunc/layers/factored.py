@@ -256,7 +256,6 @@ def from_thin(thin: Tensor, left: Tensor, ranges: tuple[tuple[int, int], ...]) -
 
 
 def _positions(x: Tensor, kernel: tuple[int, ...], options: Mapping[str, Any]) -> int:
-    """Output positions of a convolution, batch included."""
     n, padding = len(kernel), options["padding"]
     batch = x.shape[0] if x.ndim == n + 2 else 1
     if padding == "same":

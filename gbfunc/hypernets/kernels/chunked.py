@@ -89,7 +89,6 @@ class InputsOnly(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Keep the inputs."""
         ctx.what = inputs[0]
         ctx.save_for_backward(*inputs[1:])
         ctx.save_for_forward(*inputs[1:])
@@ -120,7 +119,7 @@ def chunked_apply(
 
     `fn(pre-activations [rows, c, H], params) -> weights [rows, c]` is one g-net after its first layer; `fn` treats rows
     independently and draws no random numbers. `A` [T, r, H] with the bias and `B` [T, c, H] are pre-activations of rows
-    and columns, and `params` [T, ...] belong to all g-nets. `max_bytes` bounds the estimated memory of a block; a single
+    and columns, and `params` [T, ...] belong to all g-nets. `max_bytes` bounds the estimated memory of a block, but a
     row is never divided. Derivatives of any order and mode reach `A`, `B` and `params`, but not the closure of `fn`.
     """
     names, leaves = tuple(params), tuple(params.values())

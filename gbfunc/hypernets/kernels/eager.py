@@ -50,7 +50,6 @@ def _is_small(A: Tensor, B: Tensor) -> bool:
 
 
 def _blocks(A: Tensor, B: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Cut a stack of tiles into blocks of whole tiles, or of some rows of one tile."""
     (tiles, rows, _), cols, size = A.shape, B.shape[1], block_size(A.device)
     for t in pieces(tiles, max(1, size // (rows * cols))):
         for i in pieces(rows, max(1, size // cols)):
@@ -83,7 +82,6 @@ def _active_sums(g: Tensor, A: Tensor, B: Tensor) -> Tensor:
 
 
 def _block_sums(g_Tbc: Tensor, A_TbH: Tensor, B_TcH: Tensor) -> tuple[Tensor, Tensor]:
-    """Both sums of a block, over active columns and over active rows: [T, b, H] and [T, c, H]."""
     A_HTb1, B_HT1c = _by_hidden(A_TbH, B_TcH)
     SA_HTb, SB_HTc = torch.empty_like(A_HTb1[..., 0]), torch.empty_like(B_HT1c[..., 0, :])
     active_Tbc = torch.empty_like(g_Tbc)

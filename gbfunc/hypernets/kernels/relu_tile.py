@@ -93,8 +93,6 @@ def _folded(size: int, dims: tuple[int | None, ...], inputs: Tensors) -> Tensors
 
 
 class _Matrix(InputsOnly):
-    """The matrix [R, C] of X, Y, U, V, u, v and b."""
-
     @staticmethod
     def forward(how: _How, *inputs: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         *sides, v, b = inputs
@@ -113,8 +111,6 @@ class _Matrix(InputsOnly):
 
 
 class _Gradients(InputsOnly):
-    """The gradients of U, V, u, v and b from that of the matrix."""
-
     @staticmethod
     def forward(how: _How, g: Tensor, *inputs: Tensor) -> Tensors:  # pyright: ignore[reportIncompatibleMethodOverride]
         X, Y, U, V, u, v, _ = inputs
@@ -146,18 +142,7 @@ class _Gradients(InputsOnly):
         return tuple(x.unflatten(0, (size, -1)) for x in found), (0,) * len(found)
 
 
-def relu_matrix(
-    X: Tensor,
-    Y: Tensor,
-    U: Tensor,
-    V: Tensor,
-    u: Tensor,
-    v: Tensor,
-    b: Tensor,
-    *,
-    grid: TileGrid | None = None,
-    kernel: Kernel = "auto",
-) -> Tensor:
+def relu_matrix(*inputs: Tensor, grid: TileGrid | None = None, kernel: Kernel = "auto") -> Tensor:
     """Generate the matrix [R, C] of ReLU g-nets, or their tiles [T, r, c] without a grid.
 
     Every kernel computes half precisions in float32, returns the dtype of the inputs, and is differentiable to any
@@ -165,10 +150,8 @@ def relu_matrix(
     `torch.compile`, "auto", "eager" and "compiled" are one expression that becomes part of the graph.
 
     Args:
-        X, Y: codes of the rows [U, r, p] and of the columns [U, c, q].
-        U, V: weights of these codes [T, p, H] and [T, q, H].
-        u: biases of the hidden units [T, H].
-        v, b: weights of the last layer [T, H], and its bias [T].
+        *inputs: codes X [U, r, p] and Y [U, c, q], their weights U [T, p, H] and V [T, q, H], biases u [T, H] of the
+            hidden units, weights v [T, H] and bias b [T] of the last layer.
         grid: the tiles of the matrix.
         kernel: "eager" works in blocks of bounded memory; "compiled" is, on a CPU, a C++ loop that is compiled once and
             kept in `$XDG_CACHE_HOME/gbfunc` or `~/.cache/gbfunc`, and on a GPU a Triton kernel; "auto" is "compiled"
@@ -178,9 +161,10 @@ def relu_matrix(
     Raises:
         RuntimeError: if "compiled" is asked for on a CPU, and no C++ compiler works.
     """
+    X, Y, *_, v, _ = inputs
     (tiles, hidden), rows, cols, dtype = v.shape, X.shape[-2], Y.shape[-2], v.dtype
     wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-    inputs = tuple(x.to(wide) for x in (X, Y, U, V, u, v, b))
+    inputs = tuple(x.to(wide) for x in inputs)
     if kernel == "reference" or torch.compiler.is_compiling() or not tiles * hidden:
         form = eager.reference_tiles if kernel == "reference" else eager.traced_tiles
         made = form(*_sides(*inputs[:5]), *inputs[5:]).to(dtype)

@@ -186,7 +186,6 @@ def _native(sides: Sequence[Side], outputs: Sequence[Tensor]) -> Pull:
 
 
 def _backend(sides: Sequence[Side], leaves: Sequence[Tensor], kernel: Kernel) -> Backend | None:
-    """The backend for these tensors; None for the expression in PyTorch."""
     if kernel not in ("auto", "compiled") or torch.compiler.is_compiling() or forward_ad._current_level >= 0:
         return None
     # By this test torch refuses the Function: a transform may be of the inputs of the p-net alone.
@@ -199,7 +198,6 @@ def _backend(sides: Sequence[Side], leaves: Sequence[Tensor], kernel: Kernel) ->
 
 
 def _in_parts(sides: Sequence[Side], *leaves: Tensor) -> Tensors:
-    """The sides from other leaves."""
     given, names = iter(leaves), Side._fields[1:5]
     filled = (side._replace(**{k: next(given) for k in names if getattr(side, k) is not None}) for side in sides)
     return tuple(side.in_parts() for side in filled)
