@@ -146,7 +146,8 @@ def with_factors(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
 
 def periodic_factors(evaluations: Sequence[Evaluation]) -> list[Factors]:
     """Scaled factors [T, r, k] and [T, c, k] of each evaluation of periodic or bilinear g-nets, by one operator."""
-    leaves, sides = [one.all_leaves() for one in evaluations], list[Side]()
+    leaves = [one.all_leaves() for one in evaluations]
+    sides: list[Side] = []
     for one, own in zip(evaluations, leaves, strict=True):
         c, hypernet = one.constants, cast(Waves, one.constants.hypernet)
         sides += sides_of(own, c.row, c.col, hypernet.cosine_first, c.scale, c.groups, c.periods)
