@@ -4,8 +4,6 @@ Each target changes the structure (the tree of a plan, the integers of a stream)
 readers see what lies behind them. Anything but `ValueError`, 2 s, or 1 GB beside the imports is a finding.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import sys

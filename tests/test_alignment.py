@@ -1,7 +1,5 @@
 """The diagnostic of a genome's update against dense weights and autograd."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

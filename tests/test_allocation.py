@@ -1,7 +1,5 @@
 """Steps of quantisation from a training: files of a size, training that sees them, the command line."""
 
-from __future__ import annotations
-
 import json
 import signal
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Arguments of public functions that stand in each other's place, and odd ones: one error that names them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

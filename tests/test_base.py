@@ -1,7 +1,5 @@
 """Adapters: a frozen base and generated deltas of it, in every mode and on p-nets that nobody tuned for."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """The bench measures what it says: the same weights by all means, bytes that are alive, times side by side."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import replace

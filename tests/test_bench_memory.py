@@ -1,7 +1,5 @@
 """What the bench runs on, and the bytes that it counts."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

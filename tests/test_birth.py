@@ -1,7 +1,5 @@
 """Born, then taught: a grown network trained further, by a script and as a function."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys

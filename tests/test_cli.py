@@ -1,7 +1,5 @@
 """The command line from end to end on real digits, and its errors."""
 
-from __future__ import annotations
-
 import csv
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Adapters of a pretrained network from the command line: trained, read back, and refused beside another base."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Training from the command line that is cut short and goes on, as a user would do it."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -1,7 +1,5 @@
 """`gbfunc compare` from end to end on real digits, and its errors."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

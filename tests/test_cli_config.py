@@ -1,7 +1,5 @@
 """`--config`: a training as a file, which repeats it bit for bit; `--plan-config`; options of plan and optimizer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

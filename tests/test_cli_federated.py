@@ -1,7 +1,5 @@
 """`gbfunc federated`, and the app of the guide."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

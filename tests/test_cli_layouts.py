@@ -1,7 +1,5 @@
 """`gbfunc train` on pipeline and tensor axes: one genome whatever the layout, and what is told of the training."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a training writes beside its genome: logs behind one hook, the best genome, and where it comes from."""
 
-from __future__ import annotations
-
 import csv
 import json
 import sys

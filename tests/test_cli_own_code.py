@@ -1,7 +1,5 @@
 """Tasks and p-nets of the user's own: what is wrong in their code is reported with its place."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`gbfunc plan --ranks`: layouts on standard output, units, and one clear error each."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from pathlib import Path

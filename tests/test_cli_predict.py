@@ -1,7 +1,5 @@
 """`gbfunc train --finetune`, and what needs the genome's file alone: `eval` and `predict`."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`gbfunc train` under `torchrun`: one genome whatever the ranks, and one voice."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Wrong input: every refusal is one line on standard error, with exit status 2 and nothing on standard output."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

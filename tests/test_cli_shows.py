@@ -1,7 +1,5 @@
 """What the command line shows: help, progress, results, warnings, and the command to try next."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

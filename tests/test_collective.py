@@ -1,7 +1,5 @@
 """Collectives in graphs, and what ranks do together when something is wrong: real processes that meet at a file."""
 
-from __future__ import annotations
-
 import re
 from functools import lru_cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Distillation: labels and a trained network in one loss."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

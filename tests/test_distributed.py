@@ -4,8 +4,6 @@ By default a case runs on two ranks or on three, and on both where the tiles do 
 `pytest -m slow`.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 from zlib import crc32

@@ -1,7 +1,5 @@
 """Codes: distinct, +-1, as narrow as can be, the same for the same place however the axis is cut."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Ensembles: many g-nets in one call are a loop over single ones, and slots start at the p-net's own deviation."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Exported files: they hold the genome, run without gbfunc, and give what the p-net gives in torch."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

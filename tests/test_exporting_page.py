@@ -1,7 +1,5 @@
 """A page's JavaScript, run by node: the weights that `gb.generate` makes, and the outputs of the p-net in torch."""
 
-from __future__ import annotations
-
 import base64
 import json
 import shutil

@@ -1,7 +1,5 @@
 """The page in a browser: it draws, runs, refuses, fits a phone, and asks no network for anything."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Genomes from strangers in a browser: what declares much is refused at once, and Python and the page agree."""
 
-from __future__ import annotations
-
 import base64
 import copy
 import hashlib

@@ -1,7 +1,5 @@
 """Genomes as QR codes: there, and back by another library, bit for bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

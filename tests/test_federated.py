@@ -1,7 +1,5 @@
 """Federated learning: what travels, what strategies make of it, who is refused, and going on from a checkpoint."""
 
-from __future__ import annotations
-
 import copy
 import math
 import runpy

@@ -1,7 +1,5 @@
 """Flower's own servers over TLS: a SuperLink and four SuperNodes, of which one is hostile in another way each round."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """How examples are spread over clients."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

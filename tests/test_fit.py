@@ -1,7 +1,5 @@
 """The genome nearest to given weights: exact where it can be, optimal where the optimum is known, never worse."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Codes of 2 to 8 bits: the numbers that they stand for are near, stay what they are, and the loss sees the same."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

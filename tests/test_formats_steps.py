@@ -1,7 +1,5 @@
 """Codes with steps of their own: what a file gives back, what it takes, and where the bits go."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Generation: equal to a loop over single weights, differentiable in every way, pure, and a plain module in the end."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

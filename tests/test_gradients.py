@@ -1,7 +1,5 @@
 """Loss and gradient of one batch: random numbers, precision, microbatches, what is not finite, and what is refused."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

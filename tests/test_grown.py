@@ -1,7 +1,5 @@
 """The `net` of a loss function is the p-net with all that it has, on generated weights."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable

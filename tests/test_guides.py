@@ -1,7 +1,5 @@
 """What the guides say to write runs, as it stands there."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

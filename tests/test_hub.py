@@ -1,7 +1,5 @@
 """Folders of the Hugging Face hub, offline."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The contract of a hypernetwork, over every type in the table, and what is special to each."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Layer kinds: weight tensors as matrices whose rows are output channels, and back."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Forms of layers: whatever form its weight has, a layer computes and learns what it does with the dense weight."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Weights that are made for each use and again in backward: when they are made, and what is kept."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Forms of layers under function transforms, autocast and the compiler."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every type of g-net learns at the first try: digits at 20x, all defaults, a constant rate, and what starts it so."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Local steps: ranks train alone between exchanges, as by hand with functional calls and optimizers of torch."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

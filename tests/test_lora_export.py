@@ -1,7 +1,5 @@
 """Deltas as LoRA folders: peft gives the same outputs."""
 
-from __future__ import annotations
-
 import copy
 import json
 import warnings

@@ -1,7 +1,5 @@
 """Many genomes in one batch give each row what its genome gives alone, and their sum is a plain module."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

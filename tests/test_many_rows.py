@@ -1,7 +1,5 @@
 """Row b of many genomes is that of its row alone, on p-nets that do something else with rows than to keep them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

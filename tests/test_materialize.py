@@ -1,7 +1,5 @@
 """Materialised p-nets, dense or with factors, are modules like any other: saved, copied, cast, exported, trained."""
 
-from __future__ import annotations
-
 import copy
 import io
 import math

@@ -1,7 +1,5 @@
 """The genome as a module: the same numbers as the functional side, in the shape that trainers of modules expect."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import io

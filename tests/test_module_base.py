@@ -1,7 +1,5 @@
 """The module of an adapter: its base is frozen, shared, and in no state dict."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

@@ -1,7 +1,5 @@
 """The module form in the hands of code that looks at a module's class, names, layers and tensors."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Trainers of modules train genomes: DDP and FSDP2 on two ranks, Hugging Face's Trainer, Accelerate."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path

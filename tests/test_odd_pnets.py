@@ -1,7 +1,5 @@
 """P-nets that reach their weights in odd ways: every mode gives what dense weights give, or refuses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
 from typing import Any

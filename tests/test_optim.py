@@ -1,7 +1,5 @@
 """Pure optimizers against torch's own: equal to a hand-written loop, and nothing given is changed."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import optree

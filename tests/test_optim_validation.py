@@ -1,7 +1,5 @@
 """Fused kernels in every dtype, classes that torch does not ship, schedules; states that do not fit are refused."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

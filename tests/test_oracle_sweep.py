@@ -5,8 +5,6 @@ that of `tests/support/dense_oracle.py`; stochastic g-nets, whose noise only the
 step (`lazy=False, remat="none"`) instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any

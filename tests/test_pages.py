@@ -1,7 +1,5 @@
 """What README and pages tell a reader to type: Python runs, and commands have the options that they name."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

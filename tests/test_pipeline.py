@@ -1,7 +1,5 @@
 """Pipelines: stages on ranks train as the whole does in one process, in float64, alone and with the other axes."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from itertools import combinations, cycle, pairwise
 from pathlib import Path

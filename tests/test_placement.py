@@ -1,7 +1,5 @@
 """Who owns which tiles, and which placement costs least."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The plan as a value: static, hashable, JSON-able, honest about the file that it leads to."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

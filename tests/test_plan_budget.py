@@ -1,7 +1,5 @@
 """Size targets: met from below, split by numel^(1/3), cut into the fewest tiles; what cannot be met is named."""
 
-from __future__ import annotations
-
 import re
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Types of g-net and encodings of the user's: registered, saved and loaded, or refused with the cure."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The report: its bytes are those of the file, and its lines fit a terminal."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which parameters are generated, by what and under which codes: patterns, rules, encodings, dtypes, initial scales."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """The planner: bytes and memory as ranks count them, large cases in seconds, and what cannot be."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The p-net as a pure function: the same as the module itself, and a refusal of what cannot be one."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

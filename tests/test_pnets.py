@@ -1,7 +1,5 @@
 """P-nets by name: they build, fit their task, scale, plan and read themselves back; wrong options are told."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Hugging Face models as p-nets: tiny configurations, and pretrained encoders in folders; nothing is downloaded."""
 
-from __future__ import annotations
-
 import json
 import socket
 from importlib.util import find_spec

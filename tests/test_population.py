@@ -1,7 +1,5 @@
 """Populations: n genomes in one vmapped step, each trained as the single step trains it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Schedules: the published rows exactly, laws of pipelines, torch's own orders, and errors."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 `GBFUNC_SITE` names the folder of a built site; `.ci/run` builds one.
 """
 
-from __future__ import annotations
-
 import functools
 import http.server
 import os

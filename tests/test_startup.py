@@ -1,7 +1,5 @@
 """What happens before torch is imported, and Ctrl-C and SIGTERM while it is."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Checkpoints: exact, sealed, kept in number, and the trainings that go on from them."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading

@@ -1,7 +1,5 @@
 """What goes wrong while training is saved: kills, full disks, folders that cannot be written."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """A checkpoint goes from any layout of ranks to any other: the same state, bit by bit, and the same genome file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

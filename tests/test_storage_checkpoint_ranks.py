@@ -1,7 +1,5 @@
 """Checkpoints of trainings on many ranks: resumed on any number of them, and after the death of one."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

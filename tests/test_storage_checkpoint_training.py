@@ -1,7 +1,5 @@
 """Checkpoints know the training that they are of, and hold whatever the loop must know."""
 
-from __future__ import annotations
-
 import math
 import random
 import re

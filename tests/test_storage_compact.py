@@ -1,7 +1,5 @@
 """Genomes in codes of 2 to 8 bits, and metadata: what a file gives back, and files made to harm."""
 
-from __future__ import annotations
-
 import hashlib
 import zlib
 from pathlib import Path

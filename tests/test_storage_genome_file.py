@@ -1,7 +1,5 @@
 """The genome's file: exact but for its dtype, whole or absent, and nothing but a ValueError for whatever is not one."""
 
-from __future__ import annotations
-
 import os
 import signal
 import stat

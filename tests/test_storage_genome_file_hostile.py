@@ -1,7 +1,5 @@
 """Files made to harm: every one gets a ValueError, soon and without the memory it asks for."""
 
-from __future__ import annotations
-
 import copy
 import json
 import zlib

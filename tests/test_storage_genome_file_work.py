@@ -1,7 +1,5 @@
 """Work in proportion to a file: what declares much and holds little is refused before anything is made."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

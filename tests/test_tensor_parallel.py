@@ -1,7 +1,5 @@
 """Tensor parallelism: pieces on ranks train as the whole does in one process, in float64."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from itertools import cycle
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiles: an exact, even cover that puts together again what it cut."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The training step: equal to a loop written by hand, whatever its options, and a pure function of state and batch."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable

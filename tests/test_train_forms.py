@@ -1,7 +1,5 @@
 """A training step on forms of layers: what it draws, reads and calls, and what is refused in every mode."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Trees of tensors by name: flattening and its inverse, splitting a batch, averaging."""
 
-from __future__ import annotations
-
 import re
 from collections import ChainMap, OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Pictures, arrays and JSON from strangers: refused by what they declare, and in one line, whatever is wrong."""
 
-from __future__ import annotations
-
 import io
 import re
 import resource

@@ -5,8 +5,6 @@ of `tests/support/dense_oracle.py`. Where a step refuses a p-net it says so; it 
 operation has the default mode, lazy weights and one of the other modes in turn; the whole product is `pytest -m slow`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cache

@@ -1,7 +1,5 @@
 """A small pretrained network with a new head, and genomes that adapt it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

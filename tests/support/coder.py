@@ -1,7 +1,5 @@
 """A p-net with everything that a loss function may reach for, in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ As a script: `crash_saves.py FOLDER ROUNDS SEED` prints a JSON object. Children 
 a round takes the time of a few saves.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -4,8 +4,6 @@ The oracle sees no mode: it generates the dense weights once, runs the p-net on 
 leaves, as an ordinary p-net's parameters are, and hands their gradients through generation by `torch.autograd.grad`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple

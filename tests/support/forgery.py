@@ -1,7 +1,5 @@
 """Files that look like genomes: a valid one, and what somebody could make of it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import tracemalloc

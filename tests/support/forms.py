@@ -3,8 +3,6 @@
 The dense kind is the oracle: it multiplies the factors out by `product`, which shares nothing with the forms.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping

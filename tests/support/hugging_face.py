@@ -1,7 +1,5 @@
 """Tiny networks of Hugging Face's transformers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

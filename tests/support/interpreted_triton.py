@@ -3,8 +3,6 @@
 `tests/test_kernels_triton.py` runs it in a process where that is so.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

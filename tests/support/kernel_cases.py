@@ -1,7 +1,5 @@
 """Inputs, the definition, transforms and measures that the tests of the kernels share."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Bytes of large tensors that are alive at once, counted: no allocator is asked."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Trainings with local steps: on ranks, and by hand in one process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Operations of layers that are not quite stock, of several layers together, and of loss functions of a net."""
 
-from __future__ import annotations
-
 import copy
 import types
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Operations of the stock layers of torch, with the options that change what is done with a weight."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

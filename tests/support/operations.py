@@ -5,8 +5,6 @@
 too, so that a wrong read changes loss and gradients.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ They read a plan's description (JSON forms of codes and hypernetworks, grids, sc
 library's arithmetic. Names: i, j row and column of a tile; y, x row and column of a matrix; t tile.
 """
 
-from __future__ import annotations
-
 import base64
 import itertools
 import math

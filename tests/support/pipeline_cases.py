@@ -1,7 +1,5 @@
 """What two ranks of a pipeline must find as one process does, or refuse."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """What layouts send and store on ranks, for the planner's tests."""
 
-from __future__ import annotations
-
 import traceback
 from collections import Counter
 from typing import Any

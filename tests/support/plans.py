@@ -1,7 +1,5 @@
 """P-nets with plans of everything that a plan's JSON or a genome's file may hold."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any

@@ -1,7 +1,5 @@
 """A tiny pretrained network as a folder, and texts that it has words for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

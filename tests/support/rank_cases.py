@@ -1,7 +1,5 @@
 """What many ranks must find as one process does: each case returns tensors, for a mesh or for none."""
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """Trainings on ranks that save, are killed, and go on."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Commands and scripts on ranks, as torchrun would start them, without its seconds of imports."""
 
-from __future__ import annotations
-
 import io
 import os
 import runpy

@@ -1,7 +1,5 @@
 """What happens on ranks: gathers in graphs, numbers that are not finite, states that drift apart, deaths."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

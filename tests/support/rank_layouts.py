@@ -1,7 +1,5 @@
 """Trainings of a GPT on meshes of every kind, which save, and go on from each other's checkpoints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Ranks that share files: one prepares them, the others find them."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any, NoReturn

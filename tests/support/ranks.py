@@ -5,8 +5,6 @@ forks a process of its own session, which forks the ranks. A function `before_fo
 before, with the arguments: what it imports is imported once.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import importlib

@@ -1,7 +1,5 @@
 """Steps of quantisation for genomes that nobody trained."""
 
-from __future__ import annotations
-
 import torch
 
 import gbfunc as gb

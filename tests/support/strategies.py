@@ -1,7 +1,5 @@
 """Hypothesis strategies: matrix shapes, tile grids, encodings, hypernetworks, layers and p-nets."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType

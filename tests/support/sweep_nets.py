@@ -1,7 +1,5 @@
 """What the oracle sweep multiplies: p-nets, hypernetworks, tilings and the options of a training step."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """What tensor-parallel ranks must find as one process does: each case returns tensors, for a mesh or for none."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence

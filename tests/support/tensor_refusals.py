@@ -1,7 +1,5 @@
 """What tensor-parallel ranks must refuse, by what the error says."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

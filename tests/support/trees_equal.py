@@ -1,7 +1,5 @@
 """Bitwise comparison and copies of trees of tensors, for tests of purity."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

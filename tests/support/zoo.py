@@ -1,7 +1,5 @@
 """A zoo of small p-nets, each with a plan, a batch and a loss: one animal for each way a module can be special."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
