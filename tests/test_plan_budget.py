@@ -16,6 +16,7 @@ from gbfunc.formats import genome_file_bytes
 from gbfunc.hypernets import Hypernet, ensemble_params
 from gbfunc.plan import Plan
 from gbfunc.plan.slots import Slot
+from gbfunc.storage.genome_file import load_dtype
 from tests.support.strategies import Conv1D, pnets
 
 api: Any = gb
@@ -139,11 +140,14 @@ def test_an_impossible_target_says_what_stands_in_the_way() -> None:
     assert 20.0 <= plan.ratio_params <= 20.4
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", torch.bfloat16, "int8", "int7", "int2"])
+@pytest.mark.parametrize("dtype", [None, "float32", "float16", torch.bfloat16, "int8", "int7", "int2"])
 def test_bytes_are_those_of_the_dtype_that_is_stored(dtype: Any, tmp_path: Path) -> None:
     pnet = mnist()
     plan = gb.make_plan(pnet, genome_bytes=3_000, stored=dtype)
-    size = gb.save(tmp_path / "genome", plan, gb.init_genome(plan, pnet), dtype)
+    # The plan's dtype is that of its report and file.
+    size = gb.save(tmp_path / "genome", plan, gb.init_genome(plan, pnet))
+    name = "float16" if dtype is None else str(dtype).removeprefix("torch.")
+    assert load_dtype(tmp_path / "genome") in (name, None) and f"bytes on disk as {name}" in plan.report()
     most = genome_file_bytes(plan, dtype)
     # What is coded takes fewer bytes than it may.
     assert 0.98 * 3_000 <= most <= 3_000 and 0.84 * 3_000 <= size <= most

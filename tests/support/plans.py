@@ -65,7 +65,7 @@ def _plans() -> dict[str, tuple[nn.Module, Plan]]:
         "float64": (mixed(torch.float64), {"hypernet": gb.periodic(2), "max_tile": (4, 9)}),
         "encodings": (mlp, {"hypernet": gb.periodic(4), "encodings": codes, "include": ["0.bias"]}),
         "target": (mlp, {"compression": 7.0}),
-        "bytes": (mlp, {"genome_bytes": 3000}),
+        "bytes": (mlp, {"genome_bytes": 3000, "stored": "float32"}),
         "shared": (two, {"hypernet": gb.periodic(2, "layers"), "max_tile": 8}),
         "tied": (Tied(), {"hypernet": gb.periodic(2), "include": ["emb"]}),
         "module": (mlp, {"hypernet": gb.from_module(linear_end), "rules": [("2", gb.from_module(bounded_end))]}),
