@@ -96,7 +96,7 @@ def test_the_mlp_example_learns(
 def test_own_work_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     Path("my_work.py").write_text(block("my_work.py", OWN))
-    program, *arguments = shlex.split(block("my_work", OWN))
+    program, *arguments = shlex.split(block("my_work", OWN).replace("\\\n", " "))
     assert program == "gbfunc" and main(arguments) == 0
     metrics = json.loads(Path("run/metrics.json").read_text())
     assert metrics["task"] == "tumours" and metrics["pnet"] == "my_work:build"

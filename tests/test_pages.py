@@ -70,7 +70,7 @@ def test_python_of_a_page_runs_from_top_to_bottom(
 def test_scripts_of_many_ranks_run_as_the_page_starts_them(i: int, ranks: int, tmp_path: Path) -> None:
     page = ROOT / RANKS
     script = ("ranks.py", "pieces.py")[i]
-    command = next(line for code in blocks(page, "bash") for line in code.splitlines() if script in line)
+    command = next(line for code in blocks(page, "bash") for line in code.splitlines() if f"{ranks} {script}" in line)
     words = shlex.split(command, comments=True)
     (tmp_path / script).write_text(blocks(page, "python")[i])
     # The commands of `tests/test_cli_ranks.py` start with torchrun itself, whose imports take seconds on each rank.
@@ -127,7 +127,7 @@ def test_scripts_with_loops_of_others_run(i: int, tmp_path: Path, request: pytes
 
 def commands(page: Path) -> list[str]:
     text = page.read_text(encoding="utf-8")
-    lines = [line for code in blocks(page, "bash") for line in code.splitlines()]
+    lines = [line for code in blocks(page, "bash") for line in code.replace("\\\n", " ").splitlines()]
     lines += [
         code.replace("\n", " ").replace(r"\|", "|") for code in re.findall(r"`(gbfunc [^`]+)`", BLOCK.sub("", text))
     ]
