@@ -56,10 +56,7 @@ def test_clients_share_texts(shared_data: Path, capsys: pytest.CaptureFixture[st
         (["--strategy-config", '{"etta": 1}'], "--strategy-config does not fit FedAvgM"),
         (["--up", "int9"], "up must be one of float32"),
         (["--strategy-config", '{"min_train_nodes": 11}'], "asks for 11 min_train_nodes, there are 10 --clients"),
-        (
-            ["--strategy", "Bulyan", "--sample", "6"],
-            "Bulyan needs at least 7 clients a round for 1 num",
-        ),
+        (["--strategy", "Bulyan", "--sample", "6"], "Bulyan needs at least 7 clients a round for 1 num"),
         (["--strategy", "FedTrimmedAvg"], "beta 0.2 trims none of 3 clients: give --strategy-config '{\"beta\": B}'"),
         (["--sample", "11"], "--sample 11 is more than --clients 10"),
         (["--alpha", "0"], "alpha > 0"),

@@ -113,13 +113,7 @@ def test_errors_say_what_was_expected(call: Any, words: str) -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [
-        {},
-        {"type": "hex"},
-        {"type": []},
-        {"type": "grid"},
-        {"type": "grid", "dims": 3, "code": "gray", "bandwidth": 1.0},
-    ]
+    [{}, {"type": "hex"}, {"type": []}, {"type": "grid"}, {"type": "grid", "dims": 3, "code": "gray", "bandwidth": 1.0}]
     + [{"type": "per_axis", "channels": {}, "positions": {}, "n_positions": 1}, [], None, "binary"]
     + [{"type": "grid", "dims": [3], "code": "gray", "bandwidth": math.inf}],
 )

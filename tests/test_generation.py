@@ -41,10 +41,7 @@ def test_generate_equals_a_loop_over_single_weights(animal: Animal) -> None:
         assert weights[t.name].dtype == getattr(torch, t.dtype)
         tolerance = 2e-2 if t.dtype == "bfloat16" else 1e-12 if t.dtype == "float64" else 2e-5
         torch.testing.assert_close(
-            weights[t.name].double(),
-            torch.from_numpy(np.array(expected[t.name])),
-            rtol=tolerance,
-            atol=tolerance,
+            weights[t.name].double(), torch.from_numpy(np.array(expected[t.name])), rtol=tolerance, atol=tolerance
         )
 
 
@@ -137,11 +134,7 @@ def test_meta_buffers_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [
-        nn.Linear(6, 7),
-        nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)),
-        nn.Sequential(mlp(), nn.Identity()),
-    ],
+    [nn.Linear(6, 7), nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), nn.Sequential(mlp(), nn.Identity())],
     ids=["missing", "shape", "names"],
 )
 def test_another_pnet_is_refused(other: nn.Module) -> None:

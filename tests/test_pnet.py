@@ -66,10 +66,7 @@ def test_parametrised_weights_belong_to_their_layer() -> None:
     owned = {o.name: (type(o.module).__name__, o.attribute) for o in parameter_infos(pnet)}
     assert owned["0.parametrizations.weight.original1"] == ("ParametrizedLinear", "weight")
     alone = nn.utils.parametrizations.weight_norm(nn.Linear(2, 3))
-    assert {(o.module is alone, o.attribute) for o in parameter_infos(alone)} == {
-        (True, "bias"),
-        (True, "weight"),
-    }
+    assert {(o.module is alone, o.attribute) for o in parameter_infos(alone)} == {(True, "bias"), (True, "weight")}
 
 
 @pytest.mark.parametrize(

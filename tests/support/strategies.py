@@ -143,15 +143,7 @@ def layers(draw: st.DrawFn) -> LayerCase:
     small = st.integers(1, 6)
     kind = draw(
         st.sampled_from(
-            [
-                "linear",
-                "transposed_linear",
-                "conv",
-                "conv_transpose",
-                "attention_in",
-                "attention",
-                "embedding",
-            ]
+            ["linear", "transposed_linear", "conv", "conv_transpose", "attention_in", "attention", "embedding"]
             + ["vector", "matrix"]
         )
     )

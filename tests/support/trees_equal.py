@@ -33,23 +33,12 @@ def bytes_of(x: Tensor) -> bytes:
 
 
 def photograph(module: nn.Module) -> Any:
-    tensors = [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     return {
         "tensors": {name: copy_tree(x) for name, x in tensors},
         "identities": [(name, id(x), x.requires_grad, x.grad is None) for name, x in tensors],
         "modules": [
-            (
-                name,
-                id(m),
-                type(m),
-                m.training,
-                sorted(vars(m)),
-                len(m._forward_hooks),
-                len(m._forward_pre_hooks),
-            )
+            (name, id(m), type(m), m.training, sorted(vars(m)), len(m._forward_hooks), len(m._forward_pre_hooks))
             for name, m in module.named_modules()
         ],
     }
