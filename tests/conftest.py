@@ -99,7 +99,6 @@ def shared_data() -> Path:
 
 @pytest.fixture(scope="module")
 def genuine(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A valid genome file with g-nets, direct parameters, and buffers of two dtypes."""
     from tests.support.forgery import Genuine
 
     return Genuine(tmp_path_factory.mktemp("genome") / "genome.safetensors")

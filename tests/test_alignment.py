@@ -72,7 +72,6 @@ def test_cosines_of_dense_weights(hypernet: Any) -> None:
 
 @pytest.mark.parametrize("hypernet", [gb.gnet(hidden=(4,)), gb.stochastic(hidden=(4,))])
 def test_direct_parameters_follow_their_gradient(hypernet: Any) -> None:
-    """By SGD they do exactly, which shows that dropout and noise are those of the step."""
     plan, pnet, train_step = make(hypernet, gb.torch_optimizer(torch.optim.SGD, lr=1e-3))
     state, _ = train_step(train_step.init(0), BATCH)
     after, _ = train_step(state, BATCH)

@@ -38,8 +38,6 @@ def tiny(variants: tuple[str, ...], width: int = 12, name: str = "tiny") -> Case
 
 
 class Mixed(nn.Module):
-    """A convolution, a linear layer and vectors, in tiles that do not divide them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(3, 5, 2)

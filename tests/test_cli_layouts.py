@@ -42,7 +42,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one(folder: Path) -> dict[str, Any]:
-    """What a single process trains, with a checkpoint in the middle."""
     options = ("--checkpoint-every", str(STEPS // 2), "--profile", str(folder / "profile one"), "--peak-flops", "1e12")
     return trained(1, folder, "one", *options)
 

@@ -29,7 +29,6 @@ def environment() -> dict[str, str]:
 
 @pytest.mark.process
 def test_two_ranks_train_the_genome_that_one_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Batch sizes are global: the same losses, but for the order of float32 sums."""
     one, two = tmp_path / "one", tmp_path / "two"
     command = [*torchrun(), "--out", str(two), "--placement", "sharded", "--mesh", "data=1,gnets=2"]
     done = subprocess.run(

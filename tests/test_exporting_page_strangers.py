@@ -36,7 +36,6 @@ def compact(text: str, numbers: bytes = b"", flags: int = 9) -> bytes:
 
 
 def plain(header: dict[str, Any], text: str, body: bytes) -> bytes:
-    """A safetensors file with its digest mended."""
     about = header["__metadata__"] | {"plan": base64.b85encode(packed(text, 15, WORDS)).decode()}
     digest = hashlib.sha256(text.encode())
     for name in sorted(header.keys() - {"__metadata__"}):
@@ -56,7 +55,6 @@ IMAGES = {"pnet": "mlp", "task": "mine", "interface": [[1, 8, 8], 10], "mean": 0
 
 
 def saved(folder: Path, text: str, dtype: Any = "int8", **said: Any) -> bytes:
-    """A plan's file with small numbers of its own."""
     made = gb.Plan.from_json(text)
     flat = {name: torch.full(leaf.shape, 0.1, dtype=leaf.dtype) for name, leaf in made.leaves.items()}
     gb.save(folder / "genome", made, unflat_genome(made, flat, {}), dtype, IMAGES | said)
@@ -160,14 +158,12 @@ VALUES = (
 
 
 def places(tree: Any) -> Iterator[tuple[Any, Any]]:
-    """Every container of a tree with each of its keys."""
     for key in list(tree) if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ():
         yield tree, key
         yield from places(tree[key])
 
 
 def mutated(rng: random.Random, tree: Any) -> Any:
-    """A tree with a change or two: another value, a missing or additional one, one more or less."""
     tree = copy.deepcopy(tree)
     for _ in range(rng.choice((1, 1, 2))):
         holder, key = rng.choice(list(places(tree)))

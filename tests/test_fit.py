@@ -109,7 +109,6 @@ def test_the_same_seed_gives_the_same_genome_and_nothing_is_changed() -> None:
 
 
 def test_every_layout_of_weights() -> None:
-    """Three matrices in one tensor, kernels, a stored transpose: what a low rank can be is found exactly."""
     conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
     with torch.random.fork_rng():
         torch.manual_seed(0)

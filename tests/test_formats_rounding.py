@@ -30,7 +30,6 @@ leaves = st.builds(
 @pytest.mark.parametrize("bits", BITS.values())
 @given(x=leaves)
 def test_codes_stand_for_near_numbers(x: Tensor, bits: int) -> None:
-    """Against a loop over blocks in float64."""
     coded = encode(x, bits)
     y, size = decode(coded, x).double().flatten(), max(1, block_size(tuple(x.shape)))
     once = rounded({"gnets/x": x}, f"int{bits}")
@@ -76,7 +75,6 @@ def step_of(animal: Animal, **options: Any) -> tuple[TrainStep, Tensor]:
     ids=str,
 )
 def test_a_step_with_rounding_is_one_at_the_rounded_genome(name: str, options: Any) -> None:
-    """Its loss, and its change of the genome that is not rounded."""
     plain, batch = step_of(ZOO[name], **options)
     rounding, _ = step_of(ZOO[name], **options, rounding="int4")
     state = plain.init(seed=3)

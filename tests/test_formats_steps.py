@@ -52,7 +52,6 @@ def as_read(plan: gb.Plan, genome: Genome, steps: Steps) -> dict[str, Tensor]:
 
 
 def with_statistics(genome: Genome, seed: int = 0) -> Genome:
-    """As after some training: means and variances of any size, and a count."""
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(name: str, x: Tensor) -> Tensor:
@@ -192,7 +191,6 @@ def by_hand(plan: gb.Plan, leaves: Params, steps: Steps) -> Tensor:
 
 @pytest.mark.parametrize("name", ["low_rank", "gnet", "layers"])
 def test_gradient_of_the_rate(name: str) -> None:
-    """Where no amplitude decides on steps: against autograd of the definition."""
     plan, genome = made(TYPES[name], max_tile=7)
     steps = replace(random_steps(plan, genome, 4.0), rate=3.0)
     leaves = {k: x.double().requires_grad_() for k, x in flat_genome(genome).items()}

@@ -22,7 +22,6 @@ _PROSE = {"extra=", "Checkpointer", '"factors"', '"replicated"'}
 
 
 def block(name: str, text: str = TEXT) -> str:
-    """The fenced block after `<!-- example: name -->`."""
     found = re.search(rf"<!-- example: {re.escape(name)} -->\n```\w+\n(.*?)```", text, re.S)
     assert found is not None
     return found[1]

@@ -19,8 +19,8 @@ from tests.support import oracles
 from tests.support.strategies import ALL_EXAMPLES, EXAMPLES, FACTORIES, bounded_end, linear_end, named
 from tests.support.trees_equal import torch_defaults
 
-BY_PATH = {f"{f.__module__}:{f.__qualname__}": f for f in FACTORIES}
 api: Any = gb
+BINARY = gb.binary()
 contract = pytest.mark.parametrize("hypernet", ALL_EXAMPLES, ids=named)
 
 
@@ -28,12 +28,13 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def tile_dims(rows: int, cols: int, row_code: Encoding, col_code: Encoding) -> TileDims:
+def tile_dims(rows: int = 6, cols: int = 5, row_code: Encoding = BINARY, col_code: Encoding = BINARY) -> TileDims:
     return TileDims(rows, cols, row_code.width(rows), col_code.width(cols))
 
 
-def codes(rows: int, cols: int, row_code: Encoding, col_code: Encoding) -> tuple[Tensor, Tensor]:
-    return torch.from_numpy(row_code.codes(rows)), torch.from_numpy(col_code.codes(cols))
+def case(row_code: Encoding = BINARY, col_code: Encoding = BINARY) -> tuple[TileDims, Tensor, Tensor]:
+    codes = torch.from_numpy(row_code.codes(6)), torch.from_numpy(col_code.codes(5))
+    return tile_dims(6, 5, row_code, col_code), *codes
 
 
 def one_gnet(hypernet: Hypernet, dims: TileDims, seed: int = 0) -> Params:
@@ -77,7 +78,7 @@ def test_init_draws_what_leaves_announce(hypernet: Hypernet, n: int, m: int, n_t
 
 @contract
 def test_init_depends_on_its_generator_alone(hypernet: Hypernet) -> None:
-    dims = tile_dims(6, 5, gb.binary(), gb.binary())
+    dims = tile_dims()
     before = torch.random.get_rng_state()
     first, again, other = (hypernet.init(dims, 3, 2, seeded(s)) for s in (1, 1, 2))
     assert torch.equal(torch.random.get_rng_state(), before)
@@ -99,20 +100,19 @@ def test_a_seed_gives_the_same_genome_whatever_torchs_defaults(hypernet: Hyperne
 @contract
 @pytest.mark.parametrize("axes", [(gb.binary(), gb.gray()), (gb.grid(3, 2), gb.one_hot())], ids=["bits", "grid"])
 def test_a_tile_equals_a_loop_over_weights(hypernet: Hypernet, axes: tuple[Encoding, Encoding]) -> None:
-    dims, (row, col) = tile_dims(6, 5, *axes), codes(6, 5, *axes)
+    dims, row, col = case(*axes)
     leaves, noise = one_gnet(hypernet, dims), noise_of(hypernet, dims)
     numpy = {k: v.numpy() for k, v in leaves.items()}
     for own in (None, noise or None):
         found = tile_of(hypernet, leaves, row, col, own)
-        expected = oracles.tile(
-            hypernet, numpy, row.numpy(), col.numpy(), {k: v.numpy() for k, v in (own or {}).items()}
-        )
+        drawn = {k: v.numpy() for k, v in (own or {}).items()}
+        expected = oracles.tile(hypernet, numpy, row.numpy(), col.numpy(), drawn)
         np.testing.assert_allclose(found.numpy(), expected, rtol=1e-9, atol=1e-12)
 
 
 @contract
 def test_factors_come_where_they_are_announced(hypernet: Hypernet) -> None:
-    dims, (row, col) = tile_dims(6, 5, gb.binary(), gb.binary()), codes(6, 5, gb.binary(), gb.binary())
+    dims, row, col = case()
     constants = Constants.make(hypernet, dims, "auto", row[None].float(), col[None].float())
     tile = Evaluation(constants, hypernet.init(dims, 1, 1, seeded())).tiles()
     assert isinstance(tile, Factors) == hypernet.factorised
@@ -123,7 +123,7 @@ def test_factors_come_where_they_are_announced(hypernet: Hypernet) -> None:
 
 @contract
 def test_a_tile_is_jointly_linear_in_its_linear_leaves(hypernet: Hypernet) -> None:
-    dims, (row, col) = tile_dims(6, 5, gb.binary(), gb.binary()), codes(6, 5, gb.binary(), gb.binary())
+    dims, row, col = case()
     first, second = (one_gnet(hypernet, dims, s) for s in (0, 1))
     linear = [k for k, leaf in hypernet.leaves(dims).items() if leaf.role == "linear"]
     assert bool(linear) == hypernet.standardised
@@ -139,7 +139,8 @@ def test_a_tile_is_jointly_linear_in_its_linear_leaves(hypernet: Hypernet) -> No
 
 @contract
 def test_json_round_trip(hypernet: Hypernet) -> None:
-    again = hypernet_from_json(json.loads(json.dumps(hypernet.to_json())), BY_PATH)
+    by_path = {f"{f.__module__}:{f.__qualname__}": f for f in FACTORIES}
+    again = hypernet_from_json(json.loads(json.dumps(hypernet.to_json())), by_path)
     assert again == hypernet
     assert hash(again) == hash(hypernet)
 
@@ -152,9 +153,7 @@ def test_size_and_with_size(hypernet: Hypernet) -> None:
     assert hypernet.with_size(hypernet.size) == hypernet
     bigger = hypernet.with_size(hypernet.size + 3)
     assert bigger.size == hypernet.size + 3
-    assert hypernet.size < (hypernet.size + 3)
-    dims = tile_dims(6, 5, gb.binary(), gb.binary())
-    sizes = [ensemble_params(hypernet.with_size(s), dims, 2, 1) for s in range(1, 12)]
+    sizes = [ensemble_params(hypernet.with_size(s), tile_dims(), 2, 1) for s in range(1, 12)]
     assert sizes == sorted(set(sizes))
 
 
@@ -169,8 +168,7 @@ def test_without_a_size_a_plan_must_choose(name: str) -> None:
 
 
 def test_stochastic_noise_is_reparameterised() -> None:
-    hypernet, dims = gb.stochastic((4,)), tile_dims(6, 5, gb.binary(), gb.binary())
-    row, col = codes(6, 5, gb.binary(), gb.binary())
+    hypernet, (dims, row, col) = gb.stochastic((4,)), case()
     leaves, noise = one_gnet(hypernet, dims), noise_of(hypernet, dims)["weight"]
     plain = {k: leaves[k] for k in gb.gnet((4,)).leaves(dims)}
     mean = tile_of(gb.gnet((4,)), plain, row, col)
@@ -198,13 +196,9 @@ def test_periodic_frequencies_of_rows_and_columns() -> None:
         torch.testing.assert_close(two[leaf], factor * one[leaf], rtol=0, atol=0)
 
 
-def test_low_rank_and_xox_stop_at_the_shorter_side() -> None:
+def test_sizes_end_at_the_shorter_side_and_scale_all_layers() -> None:
     dims = TileDims(6, 4, 0, 0)
-    assert gb.low_rank().max_size(dims) == gb.xox().max_size(dims) == 4
-    assert gb.periodic().max_size(dims) is None
-
-
-def test_gnet_scales_all_layers_with_the_first() -> None:
+    assert [net.max_size(dims) for net in (gb.low_rank(), gb.xox(), gb.periodic())] == [4, 4, None]
     assert gb.gnet((8, 4)).with_size(16) == gb.gnet((16, 8))
     assert gb.gnet((8, 1)).with_size(1) == gb.gnet((1, 1))
 
@@ -222,26 +216,6 @@ def test_from_module_draws_as_the_module_does() -> None:
     # nn.Linear draws uniformly within 1 / sqrt(fan_in).
     assert 0.45 < float(leaves["0.weight"].abs().max()) <= 0.5
     assert not torch.equal(leaves["0.weight"][0], leaves["0.weight"][1])
-
-
-def two_outputs(width: int) -> nn.Module:
-    return nn.Linear(width, 2)
-
-
-def normalised(width: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(width, 1), nn.BatchNorm1d(1))
-
-
-def frozen(width: int) -> nn.Module:
-    return nn.Linear(width, 1).requires_grad_(False)
-
-
-def with_dropout(width: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(width, 1), nn.Dropout())
-
-
-def no_module(width: int) -> Any:
-    return width
 
 
 @pytest.mark.parametrize(
@@ -264,11 +238,15 @@ def no_module(width: int) -> Any:
         (lambda: api.low_rank(-1), ValueError, "rank must be an int >= 1"),
         (lambda: api.xox(0), ValueError, "genes must be an int >= 1"),
         (lambda: api.from_module(3), TypeError, "expects a callable"),
-        (lambda: api.from_module(two_outputs), ValueError, r"\[3, 2\] gave \[3, 2\]"),
-        (lambda: api.from_module(normalised), ValueError, "no buffers"),
-        (lambda: api.from_module(frozen), ValueError, r"\['weight', 'bias'\] are frozen"),
-        (lambda: api.from_module(with_dropout), ValueError, "no random numbers"),
-        (lambda: api.from_module(no_module), ValueError, "must return an nn.Module, got int"),
+        (lambda: api.from_module(lambda n: nn.Linear(n, 2)), ValueError, r"\[3, 2\] gave \[3, 2\]"),
+        (lambda: api.from_module(lambda n: nn.BatchNorm1d(n)), ValueError, "no buffers"),
+        (lambda: api.from_module(lambda n: nn.Linear(n, 1).requires_grad_(False)), ValueError, r"'bias'\] are frozen"),
+        (
+            lambda: api.from_module(lambda n: nn.Sequential(nn.Linear(n, 1), nn.Dropout())),
+            ValueError,
+            "no random numbers",
+        ),
+        (lambda: api.from_module(lambda n: n), ValueError, "must return an nn.Module, got int"),
         (lambda: api.from_module(lambda n: nn.Linear(n, 1)).to_json(), ValueError, "importable by name"),
     ],
 )

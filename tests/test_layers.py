@@ -154,20 +154,9 @@ def test_kinds_of_what_is_not_selected() -> None:
     assert kinds_of(nn.PReLU(1)) == {"weight": "vector"}
 
 
-def test_subclasses_are_claimed_and_lookalikes_are_not() -> None:
-    class Wide(nn.Linear):
-        pass
-
-    class Lookalike(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(3, 4))
-
-    assert kinds_of(Wide(3, 4))["weight"] == "linear"
-    assert kinds_of(Lookalike())["weight"] == "matrix"
-
-
-def test_an_extra_matrix_of_a_linear_layer_is_not_its_weight() -> None:
-    layer = nn.Linear(3, 4)
-    layer.register_parameter("adapter", nn.Parameter(torch.zeros(4, 3)))
+def test_subclasses_are_claimed_and_other_matrices_are_not() -> None:
+    layer, lookalike = type("Wide", (nn.Linear,), {})(3, 4), nn.Module()
+    for module, name in ((layer, "adapter"), (lookalike, "weight")):
+        module.register_parameter(name, nn.Parameter(torch.zeros(4, 3)))
     assert kinds_of(layer) == {"weight": "linear", "bias": "vector", "adapter": "matrix"}
+    assert kinds_of(lookalike) == {"weight": "matrix"}

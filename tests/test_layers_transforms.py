@@ -7,20 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.forms import KINDS, Formed, assert_close, assert_equals_dense, on_form, vectors
+from tests.support.forms import KINDS, Formed, Reader, assert_close, assert_equals_dense, on_form, vectors
 from tests.support.zoo import SelfAttention
 
 EACH_KIND = pytest.mark.parametrize("kind", KINDS)
 Leaves = Mapping[str, Tensor]
-
-
-class Reader(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(x) + self.fc.weight.sin().sum(1)
 
 
 # module, its weights' cuts, input
@@ -93,7 +84,6 @@ def test_compiles_whole(kind: str, name: str) -> None:
 @pytest.mark.parametrize("cut", [(1, 1), (2, 2), (6, 2)])
 @pytest.mark.parametrize("name", CASES)
 def test_autocast(kind: str, name: str, cut: tuple[int, int]) -> None:
-    """Products run in bfloat16 where the dense layer's do; the weight itself is made in full precision."""
     build, cuts, x = CASES[name]
     module = build()
     x = x.float() if x.is_floating_point() else x

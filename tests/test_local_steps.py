@@ -45,7 +45,6 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @pytest.mark.process
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_do_what_is_done_by_hand(name: str, on_two: list[Any]) -> None:
-    """Uneven shares, running statistics, a rate that falls."""
     length, until, outer = CASES[name]
     settings = (outer or nesterov()).settings
     expected = by_hand(2, length, until, settings["lr"], settings["options"]["momentum"])
@@ -72,7 +71,6 @@ def test_one_rank_does_what_is_done_by_hand(length: int) -> None:
 
 @pytest.mark.process
 def test_a_rank_that_is_not_finite_counts_for_nothing(on_two: list[Any]) -> None:
-    """In its round; where none is finite the genome stays."""
     assert [found["nan"]["finite"] for found in on_two] == [[False] * 4, [True, True, False, False]]
     start, first = named(make(None).init(3)), on_two[0]["nan"]["first"]
     assert all(x.isfinite().all() for x in first.values())
@@ -88,7 +86,6 @@ def test_a_rank_that_is_not_finite_counts_for_nothing(on_two: list[Any]) -> None
 
 @pytest.mark.process
 def test_a_training_goes_on_where_it_was_saved(on_two: list[Any], folder: Path) -> None:
-    """Each rank with what it had, in the middle of a round; the states of ranks differ."""
     for found in on_two:
         assert_same(*found["own"])
         assert_same(found["resumed"], found["straight"])

@@ -140,7 +140,6 @@ def test_a_loss_is_refused_and_row_losses_are_not() -> None:
 
 
 def test_caches() -> None:
-    """One of all rows is given; one that modules change row by row is refused, and none goes in."""
     pnet, plan, genomes = planned(GPT2, [])
     net, nets = gb.materialize_many(plan, genomes, pnet), [gb.materialize(plan, g, pnet) for g in genomes]
     transformers = pytest.importorskip("transformers")

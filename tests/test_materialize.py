@@ -134,7 +134,6 @@ def test_casts_reach_the_factors(name: str, dtype: torch.dtype, tolerance: float
 
 @EACH_NET
 def test_factors_can_be_trained(name: str) -> None:
-    """The first gradient is the dense weight's, through the product; then the loss falls."""
     dense, factored, x = nets(name, 12)
     target = dense(x).detach().cos()
 

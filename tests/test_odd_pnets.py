@@ -97,9 +97,8 @@ def test_a_forward_may_set_direct_parameters(how: str, options: dict[str, Any], 
 def test_the_state_that_was_given_stays_as_it_is(make: Callable[[], nn.Module], batch: Tensor, many: bool) -> None:
     torch.manual_seed(0)
     pnet = make()
-    step = gb.make_train_step(
-        gb.make_plan(pnet, gb.periodic(2)), pnet, loss_of, gb.torch_optimizer(torch.optim.SGD, lr=1e-6)
-    )
+    optimizer = gb.torch_optimizer(torch.optim.SGD, lr=1e-6)
+    step = gb.make_train_step(gb.make_plan(pnet, gb.periodic(2)), pnet, loss_of, optimizer)
     train: Any = gb.population(step, 2) if many else step
     state = train.init()
     before = {k: v.clone() for k, v in state.direct.items()}
@@ -156,8 +155,6 @@ class Own(nn.Module):
 def test_leaves_whose_names_differ_by_a_dot_alone() -> None:
     pnet = nn.Linear(6, 4)
     plan = gb.make_plan(pnet, gb.from_module(Own))
-    losses, modes = [], list[dict[str, Any]](({}, {"remat": "layer"}))
-    for options in modes:
-        step = gb.make_train_step(plan, pnet, loss_of, SGD, **options)
-        losses.append(step(step.init(), torch.ones(2, 6))[1].loss)
+    step, again = (gb.make_train_step(plan, pnet, loss_of, SGD, remat=remat) for remat in ("none", "layer"))
+    losses = [one(one.init(), torch.ones(2, 6))[1].loss for one in (step, again)]
     torch.testing.assert_close(*losses)

@@ -87,7 +87,6 @@ def default_fused(cls: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_layout(t: Tensor, layout: str) -> Tensor:
-    """The same numbers, laid out in memory another way."""
     if layout == "reversed":
         dims = tuple(reversed(range(t.ndim)))
         return t.permute(dims).contiguous().permute(dims)

@@ -34,7 +34,6 @@ TURNS = {**dict(zip(PIPELINES, cycle([*MESHES][:3]))), "gpt gnet zbv": "tensor 2
 
 @lru_cache
 def by_ranks(axes: str) -> list[dict[str, Any]]:
-    """All cases of a mesh on all its ranks: a rank takes seconds to start."""
     names, sizes = [name for name in PIPELINES if TURNS[name] == axes], MESHES[axes]
     return run_ranks(2 ** len(sizes), "tensor_cases:run_cases", arguments={"names": names, **sizes}, timeout=300)
 

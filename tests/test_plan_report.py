@@ -20,7 +20,6 @@ METADATA = {"task": "digits", "mean": 3.5}
 
 
 def bytes_of_rows(text: str) -> dict[str, int]:
-    """The column of bytes, by tensor."""
     head, rule, *rows = text.split("\n\n")[0].splitlines()
     ends = [i for i, c in enumerate(rule + " ") if c == " " and rule[i - 1] == "-"]
     column = head.split().index("bytes")

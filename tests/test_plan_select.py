@@ -158,7 +158,6 @@ def test_what_is_frozen_stays_unless_it_is_named() -> None:
 
 
 def test_scales_are_the_deviations_of_the_pnet() -> None:
-    """In three digits."""
     pnet = net()
     plan = gb.make_plan(pnet, include=["."])
     for tensor in plan.generated:

@@ -47,7 +47,6 @@ def busiest(name: str, what: str) -> Any:
 @pytest.mark.process
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_are_those_that_ranks_send_and_store(name: str) -> None:
-    """Bytes sent, genome and optimizer are exact, the peak of all tensors alive is close."""
     memory = planned(name).memory
     assert planned(name).sent == pytest.approx(busiest(name, "sent"), rel=1e-3)
     assert memory["genome"] == pytest.approx(busiest(name, "genome"), rel=1e-3)

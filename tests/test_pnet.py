@@ -134,12 +134,8 @@ def test_what_is_no_ready_module_is_refused() -> None:
 
 def test_parameters_in_the_memory_of_others_are_refused() -> None:
     pair: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    views: list[Any] = [
-        nn.Parameter(pair[0].weight.t()),
-        nn.Parameter(pair[0].weight),
-        nn.Parameter(pair[0].weight[1:]),
-    ]
-    for pair[1].weight in views:
+    for view in (pair[0].weight.t(), pair[0].weight, pair[0].weight[1:]):
+        pair[1].weight = nn.Parameter(view)
         refused(pair, r"'(1.)?0.weight' and '(1.)?1.weight' are two tensors in the same memory.* self\.(1.)?0.weight")
     pair[1] = nn.Identity()
     pair.register_buffer("column", pair[0].weight.detach()[:, 0])
@@ -178,7 +174,7 @@ def test_activations_that_a_forward_left_behind_do_not_hinder() -> None:
     assert pnet.last.grad_fn is not None
 
 
-class Wired(nn.Module):
+class Wired(nn.Identity):
     def __init__(self, attention_dropout: float) -> None:
         super().__init__()
         self.attention_dropout = attention_dropout

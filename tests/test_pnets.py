@@ -28,7 +28,6 @@ SMALL = {
 
 
 def logits(output):
-    """A policy's logits stand beside its values."""
     return output[0] if isinstance(output, tuple) else output
 
 

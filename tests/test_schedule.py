@@ -27,7 +27,6 @@ def run(kind: ScheduleKind, **sizes: Any) -> Timeline:
 
 
 def cost(timeline: Timeline) -> tuple[float, float]:
-    """Steps and memory, without the rounding errors of binary fractions."""
     return round(timeline.steps, 9), round(timeline.peak_memory, 6)
 
 
@@ -83,7 +82,6 @@ def test_bubbles_follow_their_laws(S: int, rounds: int) -> None:
 
 @given(st.integers(2, 5), st.integers(0, 9))
 def test_1f1b_stores_activations_of_as_many_microbatches_as_stages(S: int, more: int) -> None:
-    """Not of all microbatches, as GPipe does."""
     costs = ScheduleCosts(weight=0.0, optimizer=0.0, activation=1.0)
     sizes: dict[str, Any] = {"layers": S, "ranks": S, "costs": costs}
     few, many = (run("1f1b", microbatches=M, **sizes) for M in (S, S + more))
@@ -145,7 +143,6 @@ def test_orders_do_everything_once(order: PipelineOrder, ranks: int, microbatche
 
 
 def test_layers_may_differ() -> None:
-    """The slowest stage sets the pace."""
     costs = COMPUTE._replace(forward=[1.0, 3.0], backward=[2.0, 6.0], weight=[1.0, 2.0], activation=[1.0, 1.0, 5.0])
     timeline = run("1f1b", layers=2, ranks=2, microbatches=10, costs=costs)
     assert timeline.duration == 93 and timeline.bubble == pytest.approx((93 - 30 + 3) / (2 * 93))

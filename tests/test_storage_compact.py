@@ -54,7 +54,6 @@ def test_the_words_of_a_format_stay_as_they_are() -> None:
     ("name", "digest"), {"gpt": "2f7e285a744c4629", "lenet5": "94a341f5120582ec", "mnist": "ec30b7420512c027"}.items()
 )
 def test_files_that_exist_are_read(name: str, digest: str, tmp_path: Path) -> None:
-    """Another coder, other words or other rounding would be another format."""
     path = ROOT / f"notebooks/pages/{name}.genome"
     plan, genome = gb.load(path)
     found = hashlib.sha256()
@@ -125,7 +124,6 @@ def test_every_cut_and_every_flipped_byte_is_found(genuine: Genuine, body: bytes
 
 @given(st.data())
 def test_a_body_with_anything_anywhere(genuine: Genuine, body: bytes, data: st.DataObject) -> None:
-    """The file is refused, or what it holds can be used."""
     at, n = data.draw(st.integers(0, len(body))), data.draw(st.integers(0, 9))
     path = genuine.folder / "anything"
     path.write_bytes(forged(body[:at] + data.draw(st.binary(max_size=9)) + body[at + n :]))

@@ -29,7 +29,6 @@ ALL = {**ZOO, "buffers_only": BUFFERS_ONLY}
 
 
 def expected_of(genome: gb.Genome, dtype: str | None) -> dict[str, torch.Tensor]:
-    """The leaves as they come back from a file of such a dtype."""
     if dtype in BITS:
         return rounded(leaves_of(genome), dtype)
     narrow = torch.float64 if dtype is None else STORED_DTYPES[dtype]

@@ -220,7 +220,6 @@ def plan_json(tensors: list[Any], hypernet: Any = None, encoding: Any = None, **
 
 
 def nested(depth: int) -> Any:
-    """A binary tree of encodings within encodings."""
     if not depth:
         return {"type": "binary"}
     return {"type": "per_axis", "channels": nested(depth - 1), "positions": nested(depth - 1), "n_positions": 1}
@@ -299,7 +298,6 @@ ODD += [{"type": "constant", "value": 1e308}, {"type": "periodic", "features": 2
 @settings(max_examples=250)
 @given(st.data())
 def test_a_plan_with_anything_anywhere(genuine: Genuine, data: st.DataObject) -> None:
-    """The file is refused, or what it holds can be used."""
     plan = genuine.json
     for _ in range(data.draw(st.integers(1, 2))):
         planted(plan, data.draw(st.sampled_from(list(places(plan)))), data.draw(st.sampled_from(ODD)))

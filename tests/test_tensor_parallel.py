@@ -27,7 +27,6 @@ TURNS |= {name: "2, data 2" for name in CASES if name.startswith(LANGUAGE_MODELS
 
 @lru_cache
 def by_ranks(axes: str) -> list[dict[str, Any]]:
-    """All cases of a mesh on all its ranks: a rank takes seconds to start."""
     names = [name for name in CASES if TURNS[name] == axes]
     return run_ranks(
         4 if "data" in axes else int(axes),

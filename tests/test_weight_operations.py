@@ -61,7 +61,6 @@ def oracle(name: str, microbatches: int) -> Answer:
 
 
 def step_cases(always: tuple[str, ...], names: Iterable[str] = OPERATIONS) -> Any:
-    """Operations in every mode: by default in those of `always` and in one other in turn."""
     cases, others = [], [mode for mode in MODES if mode not in always]
     for name, turn in zip(names, cycle(others)):
         for mode in MODES:
@@ -107,7 +106,6 @@ def test_the_oracle_sees_the_weights(name: str) -> None:
 
 @pytest.mark.parametrize("name", [case for case in CASES if case.id not in WALKS])
 def test_a_materialized_net_equals_the_dense_oracle(name: str) -> None:
-    """With factors or without; in evaluation mode without gradients, where torch takes its fast paths."""
     operation = OPERATIONS[name]
     # What a property multiplies out anew at each reading keeps no change, as in torch's parametrised modules.
     kept = name != "in_place_without_grad"

@@ -32,7 +32,6 @@ def state_at(step: TrainStep, steps: int) -> gb.TrainState:
 
 
 def save_without_end(step: TrainStep, folder: Path, first: int, told: int) -> None:
-    """Save one state after the other; each that is on disk is told through a pipe."""
     with gb.Checkpointer(folder, step, keep=KEEP) as checkpointer:
         # Every third without waiting: then the next save waits for it.
         for steps in range(first, first + STRIDE):
@@ -43,7 +42,6 @@ def save_without_end(step: TrainStep, folder: Path, first: int, told: int) -> No
 
 
 def kill_one(step: TrainStep, folder: Path, first: int, delay: float) -> int:
-    """The last step that a killed process had told to be on disk; at least one is."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:

@@ -33,45 +33,37 @@ class Genuine:
 
     @property
     def leaves(self) -> dict[str, Tensor]:
-        """The leaves in the file, by name."""
         return leaves_of(self.genome)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors of the file, by dtype."""
         return joined(self.leaves)
 
     @property
     def json(self) -> Any:
-        """The plan as JSON."""
         return json.loads(self.plan.to_json())
 
     @property
     def header(self) -> Any:
-        """The header of the file."""
         return json.loads(self.data[8 : 8 + int.from_bytes(self.data[:8], "little")])
 
     @property
     def body(self) -> bytes:
-        """What follows the header."""
         return self.data[8 + int.from_bytes(self.data[:8], "little") :]
 
     def copy_to(self, folder: Path) -> Path:
-        """The file once more, in another folder."""
         path = folder / "genome.safetensors"
         path.write_bytes(self.data)
         return path
 
 
 def leaves_of(genome: gb.Genome) -> dict[str, Tensor]:
-    """All leaves, by name."""
     flat = {f"gnets/{e}/{k}": v for e, leaves in genome.gnets.items() for k, v in leaves.items()}
     flat |= {f"direct/{k}": v for k, v in genome.direct.items()}
     return flat | {f"buffers/{k}": v for k, v in genome.buffers.items()}
 
 
 def joined(leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """One tensor a dtype, of the leaves in the order of their names."""
     tensors: dict[str, Tensor] = {}
     for name in sorted(leaves):
         flat, dtype = leaves[name].flatten(), str(leaves[name].dtype).removeprefix("torch.")
@@ -105,7 +97,6 @@ def refused(data: bytes, folder: Path, words: str = "", **options: Any) -> str:
 
 
 def refused_cheaply(data: bytes, folder: Path, words: str, most: int = MOST) -> str:
-    """They are few, and it takes little memory to refuse them."""
     assert len(data) < 1 << 20
     tracemalloc.start()
     try:

@@ -40,7 +40,6 @@ def product(left: Tensor, right: Tensor, shape: tuple[int, ...], grid: TileGrid,
 
 
 def make_factors(grid: TileGrid, k: int, seed: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """Leaf factors of unit-variance weights: [T, r, k], [T, c, k]."""
     draw = torch.Generator().manual_seed(seed)
     left = torch.randn(grid.n_tiles, grid.tile_rows, k, generator=draw, dtype=torch.float64) / k**0.5
     right = torch.randn(grid.n_tiles, grid.tile_cols, k, generator=draw, dtype=torch.float64) / grid.cols**0.5
@@ -59,8 +58,19 @@ def make_form(
     return RecomputedWeight(name, ("left", "right"), maker, transposed)
 
 
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.fc.weight
+        assert weight is self.fc.weight and isinstance(self.fc, nn.Linear)
+        assert next(iter(self.fc.parameters())) is weight
+        return self.fc(x) + weight.square().sum(1) + dict(self.named_parameters())["fc.weight"].sin().sum(1)
+
+
 def count_made(form: WeightForm) -> Counter[str]:
-    """Counts, from now on, how often the dense weight is made and held; uses of a recomputed one do not count."""
     made: Counter[str] = Counter()
     make = form.make
 

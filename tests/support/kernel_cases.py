@@ -65,7 +65,6 @@ def expected(grid: TileGrid, inputs: Inputs) -> list[Tensor]:
 
 
 def assert_alike(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
-    """Compare tensors, each by its largest number and, as sums of numbers around 1 may cancel, by 1."""
     for x, y in zip(found, expected, strict=True):
         size = 1 + (float(y.detach().abs().max()) if y.numel() else 0.0)
         torch.testing.assert_close(x.double(), y.double(), rtol=tolerance, atol=tolerance * size)

@@ -22,7 +22,6 @@ ADAM = gb.torch_optimizer(torch.optim.Adam, lr=lambda step: 0.02 / (step + 1))
 
 
 def pnet_of() -> nn.Module:
-    """A float64 p-net with running statistics, always the same."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(6, 14), nn.Tanh(), nn.BatchNorm1d(14), nn.Linear(14, 5)).double()

@@ -50,7 +50,6 @@ class Stemmed(Blocks):
 
 
 def run_blocks(net: Any, x: Any) -> list[Any]:
-    """The outputs of all blocks, each of the one before."""
     found = []
     for block in net.blocks:
         x = torch.tanh(block(x))
@@ -144,7 +143,6 @@ def detached(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
 
 
 def of_parts(net: Any, tokens: Tensor) -> tuple[Tensor, dict[str, Any]]:
-    """Calls parts of the p-net, reads a weight, and leaves rows out by their values."""
     x, kept = net.tokens(tokens[:, :-1]), tokens[:, 1:] > 2
     outs = run_blocks(net, x)
     loss = F.cross_entropy(net.head(outs[-1])[kept], tokens[:, 1:][kept])
@@ -301,7 +299,6 @@ CASES["half"] = partial(
 
 
 def words_of(init_method: str, which: str) -> str:
-    """The words of an error on this rank."""
     up_down = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
     lstm = partial(nn.LSTM, WIDTH, WIDTH, 2, proj_size=WIDTH // 2, bidirectional=True, batch_first=True)
     sharpened = partial(Blocks, straight, Sharpened)
@@ -320,14 +317,12 @@ def words_of(init_method: str, which: str) -> str:
 
 
 def before_fork(**arguments: Any) -> None:
-    """Import what takes seconds."""
     with suppress(ImportError):
         for name in ("t5", "bert", "llama"):
             hugging(name)
 
 
 def run_cases(init_method: str) -> dict[str, Any]:
-    """All cases on this rank, and the words of p-nets and batches that are refused."""
     with gb.mesh(pipeline=2, init_method=init_method, timeout=60 * PATIENCE) as mesh:
         refused: dict[str, Any] = {name: {"make": make} for name, (make, _) in REFUSED.items()}
         refused["another batch"] = {"make": partial(Blocks, gates), "seeds": (mesh.rank, 2)}

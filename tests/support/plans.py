@@ -27,8 +27,6 @@ class Buffers(nn.Module):
 
 
 class Tied(nn.Module):
-    """An embedding that is also the output layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.emb = nn.Embedding(11, 6)
@@ -37,13 +35,11 @@ class Tied(nn.Module):
 
 
 def mixed(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Layers of many kinds, with buffers."""
     layers = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.Linear(54, 20), Conv1D(7, 20), nn.LayerNorm(7)
     return nn.Sequential(*layers).to(dtype).append(Buffers())
 
 
 def plans() -> dict[str, tuple[nn.Module, Plan]]:
-    """P-nets with plans, of everything that a file may hold."""
     with torch.random.fork_rng():
         torch.default_generator.manual_seed(0)
         return _plans()

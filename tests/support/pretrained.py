@@ -8,7 +8,6 @@ WORDS = ("[PAD]", "[CLS]", "[SEP]", "[UNK]", "when", "where", "did", "does", "an
 
 
 def save_network(folder: Path, seed: int = 7) -> Path:
-    """A tiny BERT with words as tokens, as folders of pretrained networks are."""
     import tokenizers
     import transformers
     from tokenizers import models, normalizers, pre_tokenizers, processors
@@ -35,7 +34,6 @@ def save_network(folder: Path, seed: int = 7) -> Path:
 
 
 def save_texts(folder: Path) -> Path:
-    """Questions of two kinds, which their first words tell apart."""
     kinds = (("time", "When did"), ("place", "Where does"))
     names, ends = ("ann", "bob"), ("eat", "sleep", "eat and sleep")
     lines = [f"{kind} {start} {name} {end} ?" for name in names for end in ends for kind, start in kinds]

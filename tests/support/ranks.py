@@ -47,7 +47,6 @@ def run_ranks(
 
 
 def said(case: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    """What a case returns, or its error in words; not for an error of another rank."""
     from gbfunc.parallel import CollectiveError
 
     try:

@@ -9,7 +9,6 @@ from gbfunc.types import Genome
 
 
 def random_steps(plan: gb.Plan, genome: Genome, each: float = 5.0, seed: int = 0) -> Steps:
-    """Steps of so many bits a number, of trained ones and statistics, for gradients that are drawn."""
     generator = torch.Generator().manual_seed(seed)
     leaves = {k: x.detach().cpu() for k, x in flatten_tree(Genome(genome.gnets, genome.direct, genome.buffers)).items()}
     squares = {k: torch.rand(x.shape, generator=generator) for k, x in leaves.items() if not k.startswith(BUFFERS)}

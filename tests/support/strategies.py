@@ -28,8 +28,6 @@ def all_linear(width: int) -> nn.Module:
 
 
 class Conv1D(nn.Module):
-    """The linear layer of Hugging Face transformers, which stores its weight as [in, out]."""
-
     def __init__(self, nf: int, nx: int) -> None:
         super().__init__()
         self.nf = nf

@@ -30,8 +30,6 @@ ADAMW = gb.torch_optimizer(torch.optim.AdamW, lr=0.25)
 
 
 class Toy(nn.Module):
-    """The model of torch's example of sequence parallelism."""
-
     def __init__(self) -> None:
         super().__init__()
         self.in_proj = nn.Linear(10, 32)
@@ -64,7 +62,6 @@ def draw(*shape: int, seed: int = 1) -> Tensor:
 
 
 def steps(plan: Any, pnet: nn.Module, loss_fn: Any, batches: Any, mesh: Mesh | None, lr: float, **options: Any) -> Any:
-    """What a training finds: losses, norms and mean aux, and the whole state."""
     step = gb.make_train_step(plan, pnet, loss_fn, gb.torch_optimizer(torch.optim.AdamW, lr=lr), mesh=mesh, **options)
     state, reports = step.init(3), []
     for batch in batches:
@@ -82,7 +79,6 @@ def toy(
     copies: bool = False,
     **options: Any,
 ) -> Any:
-    """Steps on the toy; with a sequence-parallel start each rank gets its part of the rows, or a copy."""
     torch.manual_seed(0)
     pnet = Toy().double()
     batches: Any = [(draw(*lead, 10, seed=i), draw(*lead, 5, seed=100 + i)) for i in range(2)]
@@ -121,7 +117,6 @@ class Residual(nn.Module):
 
 
 def residual(mesh: Mesh | None, manner: str, **options: Any) -> Any:
-    """Steps on a sequence of 7: split over ranks and whole at the head, or with the classes split in the loss."""
     torch.manual_seed(0)
     pnet = Residual().double()
     sequence = {
@@ -167,7 +162,6 @@ def next_token(net: Callable[..., Any], tokens: Tensor) -> Tensor:
 
 
 def language_model(name: str, layers: int = 2) -> nn.Module:
-    """A small p-net of a kind that has ready-made styles."""
     torch.manual_seed(0)
     if name == "gpt":
         return GPT(22, 9, layers, 16, 4, 24, bias=True)
@@ -183,7 +177,6 @@ def language_model(name: str, layers: int = 2) -> nn.Module:
 
 
 def text(mesh: Mesh | None, name: str, hypernet: Any, include: Any = (), layers: int = 2, **options: Any) -> Any:
-    """Steps on a language model, its vocabulary split where there is a tensor axis."""
     pnet = language_model(name, layers).double()
     plan = gb.make_plan(pnet, hypernet, max_tile=10, include=include)
     if mesh is not None and mesh.sizes["tensor"] > 1:
@@ -209,7 +202,6 @@ for _name, _kind, _words, _options in (
 
 
 def one_word(mesh: Mesh | None) -> Any:
-    """Of a vocabulary of which a rank has no word."""
     torch.manual_seed(0)
     pnet = nn.Sequential(nn.Embedding(1, 6), nn.Linear(6, 5)).double()
     styles = {"0": RowwiseParallel(input_layouts=Replicate()), "1": ColwiseParallel(output_layouts=Replicate())}
@@ -251,7 +243,6 @@ for _schedule, _case, _options in (
 
 
 def before_fork(names: Sequence[str] = (), **arguments: Any) -> None:
-    """Import the libraries of the cases, which takes seconds."""
     for name in ("gpt2", "llama"):
         if any(case.startswith(name) for case in names):
             with suppress(ImportError):
@@ -259,13 +250,11 @@ def before_fork(names: Sequence[str] = (), **arguments: Any) -> None:
 
 
 def run_cases(init_method: str, names: list[str], **axes: Any) -> Mapping[str, Any]:
-    """All cases on this rank; an error as its words."""
     with gb.mesh(**axes, timeout=30 * PATIENCE, init_method=init_method) as mesh:
         return {name: said((CASES | PIPELINES | SHARDED)[name], mesh) for name in names}
 
 
 def die_in_a_pipeline(init_method: str, victim: int, timeout: float) -> str:
-    """One rank is killed in the middle of its second step; what the others say."""
     from gbfunc.parallel.pipeline import Pipeline
 
     pnet = language_model("gpt", 4).double()
@@ -289,7 +278,6 @@ def die_in_a_pipeline(init_method: str, victim: int, timeout: float) -> str:
 
 
 def rows_in_a_pipeline(init_method: str) -> dict[str, Any]:
-    """What two stages on two data shards say of rows that microbatches do not divide, and of an empty shard."""
     pnet = language_model("gpt", 4).double()
     plan = gb.make_plan(pnet, TYPES["periodic"], max_tile=10)
     batch = torch.randint(0, 22, (4, 9), generator=torch.Generator().manual_seed(0))

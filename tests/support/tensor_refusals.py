@@ -51,7 +51,6 @@ def tied() -> nn.Module:
 
 
 def between(*layers: nn.Module, width: int = 8) -> dict[str, Any]:
-    """Layers between one whose columns are split and one whose rows are; the latter is the last with a weight."""
     pnet = nn.Sequential(nn.Linear(10, width), layers[0], *layers[2:], nn.Linear(width, 5), *layers[1:2])
     return {"make": lambda: pnet, "styles": {"0": COLUMN, f"{len(pnet) - 1 - len(layers[1:2])}": ROW}}
 
@@ -141,6 +140,5 @@ CALLS |= {words: partial(step_of, **arguments) for words, arguments in REFUSED.i
 
 
 def run_refused(init_method: str) -> dict[str, str]:
-    """The words of each error on this rank."""
     with gb.mesh(tensor=2, timeout=20 * PATIENCE, init_method=init_method) as mesh:
         return {words: said(case, mesh) for words, case in CALLS.items()}
