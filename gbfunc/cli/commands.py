@@ -29,7 +29,9 @@ from gbfunc.cli.options import (
     ScheduleName,
     StoredOptions,
     TeacherOptions,
+    check_task,
     shows,
+    values_of,
 )
 
 FormatName = Literal["onnx", "pt2", "aoti", "iree", "safetensors"]
@@ -56,6 +58,7 @@ class Command:
         OpenMP reads how idle threads wait when torch is loaded. Spinning threads make the steps of a small p-net five
         to ten times as slow on a machine with other work.
         """
+        check_task(values_of(self))
         waits = not isinstance(self, Bench) and not any(name in os.environ for name in _WAITING)
         if "torch" not in sys.modules and waits:
             os.environ["OMP_WAIT_POLICY"] = "passive"

@@ -336,7 +336,6 @@ def check_values(options: Any) -> None:
     for name, others in REFUSES.items():
         if name in given and (odd := [other for other in others if other in given]):
             raise ValueError(f"{flags(odd)} cannot be used with {flags([name])}")
-    check_task(values)
 
 
 def check_task(values: dict[str, Any]) -> None:
