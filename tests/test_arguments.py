@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import gbfunc as gb
+from tests.support.strategies import Net
 from tests.support.trees_equal import same_bits
 
 PNET = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
@@ -78,20 +79,11 @@ def test_long_names_of_files(name: str, tmp_path: Path) -> None:
 
 
 def test_weights_of_a_base_without_deltas_are_reported() -> None:
-    class Packed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("qweight", torch.ones(6, 6, dtype=torch.int8))
-            self.register_buffer("mask", torch.ones(6, 6, dtype=torch.bool))
-
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(6, 6))
-
+    packed, own = Net(len, qweight=torch.ones(6, 6).char(), mask=torch.ones(6, 6).bool()), nn.Module()
+    own.weight = nn.Parameter(torch.ones(6, 6))
     whole = nn.Linear(6, 6)
     whole.weight = nn.Parameter(torch.ones(6, 6, dtype=torch.uint8), requires_grad=False)
-    net = nn.ModuleDict({"a": nn.Linear(6, 6), "b": whole, "packed": Packed(), "own": Own(), "e": nn.Embedding(3, 6)})
+    net = nn.ModuleDict({"a": nn.Linear(6, 6), "b": whole, "packed": packed, "own": own, "e": nn.Embedding(3, 6)})
     # A quantised layer of torch, whose weight is no tensor of the module.
     net["hidden"] = nn.Identity()
     vars(net["hidden"])["in_features"] = 6

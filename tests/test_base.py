@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import gbfunc as gb
 from gbfunc.formats import genome_file_bytes
 from tests.support.dense_oracle import assert_same, dense_answer, moved_deltas, step_answer, weights_of
+from tests.support.strategies import Net
 from tests.support.sweep_nets import HYPERNETS, NETS, Setting
 from tests.support.zoo import SGD, loss_fn
 
@@ -54,6 +55,16 @@ def test_a_step_is_that_of_base_and_delta(net: str, mode: str) -> None:
     assert_same(step_answer(plan, make(), loss_fn, setting.batch(), **MODES[mode]), expected, setting.tolerance)
 
 
+def kept_outputs() -> tuple[list[Tensor], Callable[..., Tensor]]:
+    outputs = []
+
+    def keep(net: Any, batch: Tensor) -> Tensor:
+        outputs.append(net(batch).detach())
+        return loss_fn(net, batch)
+
+    return outputs, keep
+
+
 EACH_NET = [(net, "periodic") for net in ("conv2d", "encoder", "tied", "gpt2", "bfloat16", "complex")]
 
 
@@ -67,12 +78,7 @@ def test_the_network_is_the_base_bit_for_bit_at_first(net: str, hypernet: str) -
         assert torch.equal(weights[name], tensor), name
     for factored in (False, True):
         assert torch.equal(gb.materialize(plan, genome, pnet, factored=factored)(batch), expected)
-    outputs = []
-
-    def keep(net: Any, batch: Tensor) -> Tensor:
-        outputs.append(net(batch).detach())
-        return loss_fn(net, batch)
-
+    outputs, keep = kept_outputs()
     for options in MODES.values():
         step = gb.make_train_step(plan, pnet, keep, SGD, **{**options, "microbatches": 1})
         step(step.init(0), batch)
@@ -100,19 +106,10 @@ def moved_genome(plan: gb.Plan, pnet: nn.Module) -> gb.Genome:
     return genome._replace(gnets=moved_deltas(plan, genome.gnets))
 
 
-class Headed(nn.Module):
-    def __init__(self, classes: int = 3) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 20))
-        self.classifier = nn.Linear(20, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.classifier(torch.relu(self.body(x)))
-
-
 def headed(seed: int = 0) -> Any:
     torch.manual_seed(seed)
-    return Headed()
+    body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 20))
+    return Net(lambda net, x: net.classifier(torch.relu(net.body(x))), body=body, classifier=nn.Linear(20, 3))
 
 
 @pytest.mark.parametrize(
@@ -202,27 +199,9 @@ def test_the_base_is_neither_trained_nor_changed_nor_copied() -> None:
     assert not torch.equal(weights["classifier.weight"], pnet.classifier.weight)
 
 
-class Counting(nn.Module):
-    calls: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 3)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return self.layer(x)
-
-
 def test_statistics_of_a_base_stay_as_they_are() -> None:
     pnet = headed().train()
-    outputs = []
-
-    def keep(net: Any, batch: Tensor) -> Tensor:
-        outputs.append(net(batch).detach())
-        return loss_fn(net, batch)
-
+    outputs, keep = kept_outputs()
     x = torch.randn(4, 6)
     plan = gb.make_plan(pnet, gb.periodic(2), base="own", modules_to_save=["classifier"])
     step = gb.make_train_step(plan, pnet, keep, SGD)
@@ -237,7 +216,7 @@ def test_statistics_of_a_base_stay_as_they_are() -> None:
 
 
 def test_a_base_that_changes_its_buffers_is_refused() -> None:
-    pnet = Counting()
+    pnet: Any = Net(lambda net, x: net.layer(x + net.calls.add_(1)), layer=nn.Linear(6, 3), calls=torch.zeros(()))
     plan = gb.make_plan(pnet, gb.periodic(2), base="own")
     step = gb.make_train_step(plan, pnet, loss_fn, SGD)
     with pytest.raises(ValueError, match="modules_to_save: 'calls'"):
@@ -298,15 +277,9 @@ def test_a_base_in_another_dtype_is_named(dtype: torch.dtype) -> None:
 
 
 def test_layers_of_eight_bits_stay_as_they_are() -> None:
-    class EightBits(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randint(-127, 128, (6, 6), dtype=torch.int8), requires_grad=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.linear(x, self.weight.to(x.dtype) / 127)
-
-    pnet = nn.Sequential(EightBits(), nn.Linear(6, 3))
+    weight = nn.Parameter(torch.randint(-127, 128, (6, 6), dtype=torch.int8), requires_grad=False)
+    bits = Net(lambda net, x: F.linear(x, net.weight.to(x.dtype) / 127), weight=weight)
+    pnet = nn.Sequential(bits, nn.Linear(6, 3))
     plan = gb.make_plan(pnet, gb.periodic(2), base="own")
     assert [t.name for t in plan.tensors] == ["1.weight"]
     step = gb.make_train_step(plan, pnet, loss_fn, SGD)

@@ -20,7 +20,6 @@ from gbfunc.types import Genome
 from tests.support.hugging_face import tiny
 from tests.support.strategies import bounded_end, linear_end
 from tests.support.versions import needs_whole_graphs
-from tests.test_base import Counting
 
 onnx, ort = (pytest.importorskip(name) for name in ("onnx", "onnxruntime"))
 pytestmark = needs_whole_graphs
@@ -125,11 +124,15 @@ def test_convolutions_and_buffers(tmp_path: Path) -> None:
 
 
 def test_buffers_that_a_forward_changes_begin_with_those_of_the_genome(tmp_path: Path) -> None:
-    class Multiplied(Counting):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * self.calls
+    class Multiplied(nn.Linear):
+        calls: Tensor
 
-    pnet, path, x = Multiplied(), tmp_path / "net.pt2", torch.ones(2, 6)
+        def forward(self, input: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(input) * self.calls
+
+    pnet, path, x = Multiplied(6, 3), tmp_path / "net.pt2", torch.ones(2, 6)
+    pnet.register_buffer("calls", torch.zeros(()))
     plan = gb.make_plan(pnet, gb.periodic(1))
     genome = gb.init_genome(plan, pnet)
     gb.export(path, plan, genome, pnet, x, "dense")

@@ -110,16 +110,12 @@ def randomise(net: nn.Module) -> None:
             nn.init.uniform_(norm.running_var, 0.5, 2.0)
 
 
-class Every(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(12, 11), nn.Linear(12, 11)
-        self.conv = nn.Conv2d(3, 6, 3)
-        self.up = nn.ConvTranspose2d(4, 3, 2, groups=1)
-        self.attention = nn.MultiheadAttention(8, 2)
-        self.embedding = nn.Embedding(9, 7)
-        self.norm = nn.BatchNorm2d(6)
-        randomise(self)
+def every() -> nn.Module:
+    parts = {"first": nn.Linear(12, 11), "second": nn.Linear(12, 11), "conv": nn.Conv2d(3, 6, 3)}
+    parts |= {"up": nn.ConvTranspose2d(4, 3, 2), "attention": nn.MultiheadAttention(8, 2)}
+    net = nn.ModuleDict({**parts, "embedding": nn.Embedding(9, 7), "norm": nn.BatchNorm2d(6)})
+    randomise(net)
+    return net
 
 
 def check_files(folder: Path, *files: tuple[gb.Plan, Genome, str | None]) -> None:
@@ -137,7 +133,7 @@ def check_files(folder: Path, *files: tuple[gb.Plan, Genome, str | None]) -> Non
 def test_weights_of_every_type(tmp_path: Path, dtype: str | None) -> None:
     torch.manual_seed(0)
     options: dict[str, Any] = {"max_tile": 5, "include": [r"embedding", r"first\.bias"]}
-    files = [(*grown(Every(), hypernet=hypernet, **options), dtype) for hypernet in TYPES]
+    files = [(*grown(every(), hypernet=hypernet, **options), dtype) for hypernet in TYPES]
     # Codes of one's own.
     own = torch.randn(9, 3), gb.per_axis(gb.table([[1, 2], [0, -3], [5, 5]]), gb.grid(2, 2), 4)
     net = grown(nn.Linear(12, 9), hypernet=gb.periodic(3), encodings={"weight": own}, max_tile=(5, 1))
@@ -147,7 +143,7 @@ def test_weights_of_every_type(tmp_path: Path, dtype: str | None) -> None:
 @needs_node
 def test_weights_of_every_stored_dtype(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    net = grown(Every(), hypernet=gb.periodic(70))
+    net = grown(every(), hypernet=gb.periodic(70))
     # More codes than a piece, and than runs, may hold.
     many = [(*grown(nn.Linear(600, rows, bias=False), rules=[(".", None)]), "int3") for rows in (20, 500)]
     check_files(tmp_path, *((*net, dtype) for dtype in DTYPES), *many)

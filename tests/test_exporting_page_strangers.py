@@ -21,7 +21,7 @@ from gbfunc.exporting.page import embedded, page
 from gbfunc.formats.layout import DOCUMENTS, WORDS, Allowed, inflate, unpack_plan
 from gbfunc.genome import unflat_genome
 from tests.support.step_cases import stored_with
-from tests.test_exporting_page import TYPES, Every
+from tests.test_exporting_page import TYPES, every
 from tests.test_exporting_page_browser import browser, pytestmark  # noqa: F401 (a fixture, and why to skip)
 
 
@@ -184,7 +184,7 @@ def mutated(rng: random.Random, tree: Any) -> Any:
 def seeds(folder: Path) -> Iterator[bytes]:
     """Files of every type of g-net, stored in every way."""
     for i, hypernet in enumerate(TYPES):
-        net = Every()
+        net = every()
         made = gb.make_plan(net, hypernet, max_tile=5, include=[r"embedding"], rules=[("first", gb.periodic(2))])
         genome = gb.init_genome(made, net, seed=0)
         gb.save(folder / "seed", made, genome, stored_with(made, genome, (None, "float16", "int7", "auto")[i % 4]))

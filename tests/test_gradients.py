@@ -15,6 +15,7 @@ from gbfunc.train import TrainStep
 from gbfunc.train.gradients.loss import Given
 from gbfunc.train.gradients.proof import Proof, gradient_and_changes, plainly
 from gbfunc.trees import flat_genome
+from tests.support.strategies import Net
 from tests.support.trees_equal import copy_tree, same_bits
 from tests.support.zoo import SGD, ZOO, loss_fn, step_of
 
@@ -192,15 +193,7 @@ def test_losses_that_cannot_be_trained_are_refused(loss: Any, words: str, option
 
 
 def test_leaves_that_the_loss_does_not_use_get_no_gradient() -> None:
-    class Half(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = nn.Linear(6, 3), nn.Linear(6, 5)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.used(x)
-
-    pnet = Half()
+    pnet = Net(lambda net, x: net.used(x), used=nn.Linear(6, 3), unused=nn.Linear(6, 5))
     plan = gb.make_plan(pnet, gb.periodic(2))
     every: tuple[dict[str, Any], ...] = ({}, {"microbatches": 2}, {"remat": "generate"}, {"remat": "layer"})
     for options in every:

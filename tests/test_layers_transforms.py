@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.forms import KINDS, Formed, Reader, assert_close, assert_equals_dense, on_form, vectors
-from tests.support.zoo import SelfAttention
+from tests.support.zoo import self_attention
 
 EACH_KIND = pytest.mark.parametrize("kind", KINDS)
 Leaves = Mapping[str, Tensor]
@@ -19,7 +19,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, tuple[int, int]], Tens
     "linear": (lambda: nn.Linear(4, 6), {"weight": (2, 2)}, vectors(3, 4)),
     "conv": (lambda: nn.Conv1d(2, 6, 2), {"weight": (2, 2)}, vectors(2, 2, 5)),
     "embedding": (lambda: nn.Embedding(6, 4, padding_idx=1), {"weight": (2, 2)}, torch.tensor([1, 5, 1])),
-    "attention": (SelfAttention, {"attention.in_proj_weight": (3, 2)}, vectors(3, 2, 8)),
+    "attention": (self_attention, {"attention.in_proj_weight": (3, 2)}, vectors(3, 2, 8)),
     "read": (Reader, {"fc.weight": (2, 2)}, vectors(3, 4)),
 }
 

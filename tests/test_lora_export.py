@@ -18,7 +18,8 @@ from gbfunc.storage.lora import as_low_rank, lora_of
 from gbfunc.tiling import join_tiles, tile_grid
 from tests.support.adapters import adapter, moved, pretrained, tokens
 from tests.support.hugging_face import tiny
-from tests.support.zoo import Tied
+from tests.support.strategies import Net
+from tests.support.zoo import tied
 
 
 def peft_model(pnet: nn.Module, folder: Path) -> nn.Module:
@@ -86,20 +87,14 @@ def test_a_norm_that_is_new_is_saved_with_its_statistics(tmp_path: Path) -> None
     assert_served(plan, genome, pnet, pretrained(), tmp_path, tokens())
 
 
-class Nested(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.inner = nn.Linear(4, 4), nn.ModuleDict({"query": nn.Linear(4, 4), "head": nn.Linear(4, 4)})
-        self.out = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.inner["head"](torch.tanh(self.inner["query"](torch.tanh(self.query(x))))))
-
-
 def nested() -> nn.Module:
+    def use(net: Any, x: Tensor) -> Tensor:
+        return net.out(net.inner["head"](torch.tanh(net.inner["query"](torch.tanh(net.query(x))))))
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return Nested()
+        inner = nn.ModuleDict({"query": nn.Linear(4, 4), "head": nn.Linear(4, 4)})
+        return Net(use, query=nn.Linear(4, 4), inner=inner, out=nn.Linear(4, 2))
 
 
 @pytest.mark.parametrize(
@@ -164,7 +159,7 @@ def test_what_cannot_be_exported_is_named() -> None:
 @pytest.mark.parametrize("name", ["embedding", "head"])
 def test_a_new_tied_tensor_is_found_by_each_of_its_names(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    pnet = Tied()
+    pnet = tied()
     plan = gb.make_plan(pnet, gb.low_rank(1), base="own", target_modules=["hidden"], modules_to_save=[name])
     assert [t.name for t in plan.tensors if not t.base] == ["embedding.weight"]
     genome = moved(gb.init_genome(plan, pnet))

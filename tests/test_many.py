@@ -16,40 +16,34 @@ from gbfunc.many import ManyGenomes
 from gbfunc.plan import Plan
 from tests.support.forms import assert_close, vectors
 from tests.support.hugging_face import tiny
+from tests.support.strategies import Net
 
 TOKENS = torch.arange(30).reshape(5, 6) * 7 % 19
 INDEX = torch.tensor([3, 0, 3, 1, 2])
 
 
-class Positions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.position = nn.Embedding(19, 12), nn.Embedding(8, 12)
-        self.hidden, self.head = nn.Linear(12, 12), nn.Linear(12, 19, bias=False)
-        self.head.weight = self.embedding.weight
+def positions() -> nn.Module:
+    def use(net: Any, tokens: Tensor) -> Tensor:
+        x = net.embedding(tokens) + net.position(torch.arange(tokens.shape[1]))
+        return net.head(net.hidden(x).tanh())
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1]))
-        return self.head(self.hidden(x).tanh())
-
-
-class TimeFirst(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.scale = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0), nn.LayerNorm(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.encoder(x.transpose(0, 1)).transpose(0, 1) * self.scale.weight
+    parts = {"embedding": nn.Embedding(19, 12), "position": nn.Embedding(8, 12), "hidden": nn.Linear(12, 12)}
+    head = nn.Linear(12, 19, bias=False)
+    head.weight = parts["embedding"].weight
+    return Net(use, **parts, head=head)
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cells, self.out = nn.LSTM(8, 6, batch_first=True), nn.Linear(6, 3)
+def time_first() -> nn.Module:
+    parts = {"encoder": nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0), "scale": nn.LayerNorm(8)}
+    return Net(lambda net, x: net.encoder(x.transpose(0, 1)).transpose(0, 1) * net.scale.weight, **parts)
 
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        every, (last, _) = self.cells(x)
-        return {"y": self.out(every), "last": (last.mT[0].t(), None), "name": "y"}
+
+def recurrent() -> nn.Module:
+    def use(net: Any, x: Tensor) -> dict[str, Any]:
+        every, (last, _) = net.cells(x)
+        return {"y": net.out(every), "last": (last.mT[0].t(), None), "name": "y"}
+
+    return Net(use, cells=nn.LSTM(8, 6, batch_first=True), out=nn.Linear(6, 3))
 
 
 def conv_net() -> nn.Module:
@@ -68,9 +62,9 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Tensor, list[str] | None]] = {
     "mlp": (mlp, vectors(5, 8), ["0", "3"]),
     "conv": (conv_net, vectors(5, 3, 5, 5), ["0", "1", "4"]),
     "encoder": (encoder, vectors(5, 5, 8), None),
-    "positions": (Positions, TOKENS, [""]),
-    "time first": (TimeFirst, vectors(5, 7, 8), [""]),
-    "recurrent": (Recurrent, vectors(5, 4, 8), None),
+    "positions": (positions, TOKENS, [""]),
+    "time first": (time_first, vectors(5, 7, 8), [""]),
+    "recurrent": (recurrent, vectors(5, 4, 8), None),
     "bert": (lambda: tiny("BertModel", vocab_size=19), TOKENS, None),
     "gpt2": (lambda: tiny("GPT2LMHeadModel", vocab_size=19, use_cache=False), TOKENS, None),
 }

@@ -14,6 +14,7 @@ from gbfunc.plan import Plan
 from tests import test_many
 from tests.support.forms import assert_close, vectors
 from tests.support.hugging_face import tiny
+from tests.support.strategies import Net
 from tests.test_many import INDEX, TOKENS, checked, one_by_one, tensors
 
 X = vectors(5, 8)
@@ -36,16 +37,9 @@ GPT2 = partial(tiny, "GPT2LMHeadModel", vocab_size=19, n_layer=1)
 MAMBA = partial(tiny, "MambaModel", vocab_size=19)
 
 
-class Windows(nn.Module):
-    table: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("table", vectors(8, 2))
-        self.bias, self.out = nn.Linear(2, 1), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(x + self.bias(self.table[None]).view(-1)[:8])
+def windows() -> nn.Module:
+    parts = {"table": vectors(8, 2), "bias": nn.Linear(2, 1), "out": nn.Linear(8, 4)}
+    return Net(lambda net, x: net.out(x + net.bias(net.table[None]).view(-1)[:8]), **parts)
 
 
 class Normed(Sorting):
@@ -57,7 +51,7 @@ class Normed(Sorting):
 ODD: dict[str, tuple[Callable[[], nn.Module], Tensor, list[str]]] = {
     "sorting": (Sorting, X, []),
     "mean": (Normed, X, []),
-    "windows": (Windows, X, ["bias"]),
+    "windows": (windows, X, ["bias"]),
     "swin": (partial(tiny, "Swinv2Model", **WINDOWS), vectors(5, 3, 8, 8), ["continuous_position_bias_mlp.0"]),
     "deberta": (partial(tiny, "DebertaV2Model", vocab_size=19, **RELATIVE), TOKENS, ["query_proj"]),
     "mamba": (partial(MAMBA, use_cache=False), TOKENS, ["x_proj", "out_proj"]),

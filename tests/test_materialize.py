@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import gbfunc as gb
 from gbfunc.layers import install
 from tests.support.forms import assert_close, vectors
-from tests.support.zoo import Tied
+from tests.support.zoo import tied
 
 
 def conv_net() -> nn.Module:
@@ -37,7 +37,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Tensor, dict[str, Any]]] = {
     "conv": (conv_net, vectors(3, 6, 4, 4), {}),
     "encoder": (encoder, vectors(2, 5, 16), {}),
     "Hugging Face": (hugging_face, vectors(4, 20), {}),
-    "tied": (Tied, TOKENS, {"include": [r"embedding\.weight"]}),
+    "tied": (tied, TOKENS, {"include": [r"embedding\.weight"]}),
 }
 EACH_NET = pytest.mark.parametrize("name", NETS)
 

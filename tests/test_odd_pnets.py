@@ -1,6 +1,7 @@
 """P-nets that reach their weights in odd ways: every mode gives what dense weights give, or refuses."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import gbfunc as gb
+from tests.support.strategies import Net
 
 SGD = gb.torch_optimizer(torch.optim.SGD, lr=1.0)
 
@@ -31,15 +33,11 @@ def test_a_layer_and_its_transpose_may_share_a_square_weight() -> None:
         torch.testing.assert_close(net(x), out, rtol=1e-9, atol=1e-9)
 
 
-class Clamped(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Any:
+class Clamped(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
         with torch.no_grad():
-            self.layer.bias.clamp_(-0.01, 0.01)
-        return self.layer(x)
+            self.bias.clamp_(-0.01, 0.01)
+        return super().forward(input)
 
 
 class Averaged(nn.Module):
@@ -90,8 +88,8 @@ def test_a_forward_may_set_direct_parameters(how: str, options: dict[str, Any], 
     ("make", "batch", "many"),
     [
         (lambda: nn.Sequential(nn.Embedding(5, 4, max_norm=0.1), nn.Linear(4, 3)), torch.arange(5), False),
-        (Clamped, torch.ones(2, 4), False),
-        (Clamped, torch.ones(2, 4), True),
+        (partial(Clamped, 4, 3), torch.ones(2, 4), False),
+        (partial(Clamped, 4, 3), torch.ones(2, 4), True),
     ],
 )
 def test_the_state_that_was_given_stays_as_it_is(make: Callable[[], nn.Module], batch: Tensor, many: bool) -> None:
@@ -142,19 +140,14 @@ def test_aux_is_what_it_was_when_it_was_returned() -> None:
     assert float(info.aux["seen"]) == 1.5 and torch.equal(info.aux["bias"], before)
 
 
-class Own(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.l = nn.Linear(width, 1, bias=False)
-        self.l_weight = nn.Parameter(torch.full((width, 1), 5.0))
-
-    def forward(self, codes: Tensor) -> Tensor:
-        return self.l(codes) + codes.tanh() @ self.l_weight
+def own(width: int) -> nn.Module:
+    parts = {"l": nn.Linear(width, 1, bias=False), "l_weight": nn.Parameter(torch.full((width, 1), 5.0))}
+    return Net(lambda net, codes: net.l(codes) + codes.tanh() @ net.l_weight, **parts)
 
 
 def test_leaves_whose_names_differ_by_a_dot_alone() -> None:
     pnet = nn.Linear(6, 4)
-    plan = gb.make_plan(pnet, gb.from_module(Own))
+    plan = gb.make_plan(pnet, gb.from_module(own))
     step, again = (gb.make_train_step(plan, pnet, loss_of, SGD, remat=remat) for remat in ("none", "layer"))
     losses = [one(one.init(), torch.ones(2, 6))[1].loss for one in (step, again)]
     torch.testing.assert_close(*losses)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import gbfunc as gb
 from gbfunc.train import TrainStep
 from tests.support.dense_oracle import READ_GRADIENTS, assert_same, dense_answer, step_answer
+from tests.support.strategies import Net
 from tests.support.trees_equal import same_bits
 from tests.support.zoo import SGD, ZOO, loss_fn, step_of
 
@@ -33,21 +34,16 @@ def conv_net() -> nn.Module:
     return nn.Sequential(*layers, nn.Dropout2d(0.3), nn.Flatten(), nn.Linear(16, 6), nn.Dropout(0.5), nn.Linear(6, 3))
 
 
-class WithWeights(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attend = nn.MultiheadAttention(8, 2, dropout=0.4, kdim=5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        mixed, weights = self.attend(x, x[..., :5], x.cos(), average_attn_weights=False)
-        return torch.cat([mixed.flatten(), weights.flatten()])[None]
+def with_weights(net: Any, x: Tensor) -> Tensor:
+    both = net.attend(x, x[..., :5], x.cos(), average_attn_weights=False)
+    return torch.cat([part.flatten() for part in both])[None]
 
 
 NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (lambda: nn.Sequential(nn.Linear(6, 7), nn.Dropout(0.5), nn.Linear(7, 3)), (4, 6)),
     "sequence": (lambda: nn.Sequential(nn.Linear(6, 7), nn.Dropout(0.5), nn.Linear(7, 3)), (4, 5, 6)),
     "conv": (conv_net, (4, 3, 6, 6)),
-    "attention": (WithWeights, (5, 3, 8)),
+    "attention": (lambda: Net(with_weights, attend=nn.MultiheadAttention(8, 2, dropout=0.4, kdim=5)), (5, 3, 8)),
 }
 
 
@@ -108,20 +104,15 @@ def test_compiled_factors_take_batches_of_any_size(lazy: Any, backend: str, monk
         torch.testing.assert_close(found.direct, wanted.direct, rtol=1e-9, atol=1e-9)
 
 
-class Adapting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.layer.weight
-        (gradient,) = torch.autograd.grad(self.layer(x).sin().sum(), [weight], create_graph=True)
-        return x @ (weight - gradient).T
+def adapting(net: Any, x: Tensor) -> Tensor:
+    weight = net.layer.weight
+    (gradient,) = torch.autograd.grad(net.layer(x).sin().sum(), [weight], create_graph=True)
+    return x @ (weight - gradient).T
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 def test_compiled_code_with_another_gradient_is_refused(graphs_alone: None) -> None:
-    pnet, batch = Adapting().double(), numbers(5, 6)
+    pnet, batch = Net(adapting, layer=nn.Linear(6, 3)).double(), numbers(5, 6)
     plan = gb.make_plan(pnet, gb.periodic(2))
     step = gb.make_train_step(plan, pnet, loss_fn, SGD, lazy=True, compile=True)
     torch._dynamo.reset()
@@ -213,18 +204,14 @@ def test_two_runs_and_a_resumed_one_are_equal_to_the_bit(name: str, mode: str, t
     assert same_bits(run(resumed, loaded.state, range(2, 4)), whole)
 
 
-class Penalised(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 7), nn.Linear(7, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.a(x).tanh()) + self.a.weight.square().mean()
+def penalised() -> nn.Module:
+    parts = {"a": nn.Linear(6, 7), "b": nn.Linear(7, 3)}
+    return Net(lambda net, x: net.b(net.a(x).tanh()) + net.a.weight.square().mean(), **parts).double()
 
 
 @EACH_MODE
 def test_reads_of_weights_that_are_not_dense_are_counted(mode: str) -> None:
-    pnet = Penalised().double()
+    pnet = penalised()
     plan = gb.make_plan(pnet, gb.low_rank(1))
     options = MODES[mode]
     step = gb.make_train_step(plan, pnet, loss_fn, SGD, **options)
@@ -236,7 +223,7 @@ def test_reads_of_weights_that_are_not_dense_are_counted(mode: str) -> None:
 
 
 def test_a_compiled_step_that_reads_a_weight_is_compiled_once(graphs_alone: None) -> None:
-    pnet = Penalised().double()
+    pnet = penalised()
     plan = gb.make_plan(pnet, gb.low_rank(1))
     step = gb.make_train_step(plan, pnet, loss_fn, SGD, lazy=True, compile=True)
     plain = gb.make_train_step(plan, pnet, loss_fn, SGD, lazy=True)

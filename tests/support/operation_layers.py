@@ -44,14 +44,8 @@ class Scaled(nn.Linear):
 
 
 class Masked(nn.Linear):
-    mask: Tensor
-
-    def __init__(self) -> None:
-        super().__init__(6, 5)
-        self.register_buffer("mask", torch.ones(5, 6).tril())
-
     def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input, self.weight * self.mask, self.bias)
+        return F.linear(input, self.weight * self.get_buffer("mask"), self.bias)
 
 
 class Bare(nn.Module):
@@ -67,19 +61,20 @@ class Bare(nn.Module):
         return h
 
 
-def patched(make: Callable[[nn.Linear], Callable[..., Tensor]]) -> nn.Linear:
-    made = nn.Linear(6, 5)
-    made.forward = make(made)
+def masked() -> nn.Linear:
+    made = Masked(6, 5)
+    made.register_buffer("mask", torch.ones(5, 6).tril())
     return made
 
 
-def doubled_forward(layer: nn.Linear, x: Tensor) -> Tensor:
-    return F.linear(x, layer.weight) * 2
+def patched() -> nn.Linear:
+    made = nn.Linear(6, 5)
+    made.forward = types.MethodType(lambda layer, x: F.linear(x, layer.weight) * 2, made)
+    return made
 
 
 def hooked(register: Callable[[nn.Linear], Any]) -> nn.Linear:
-    made = nn.Linear(6, 5)
-    register(made)
+    register(made := nn.Linear(6, 5))
     return made
 
 
@@ -87,10 +82,6 @@ def after_dry_run() -> nn.Module:
     made = quietly(nn.LazyLinear, 5)
     made(torch.ones(1, 6))
     return made
-
-
-def _reads_weight(module: nn.Linear, args: Any, out: Tensor) -> Tensor:
-    return out + args[0] @ module.weight.t()
 
 
 def _conv1d() -> nn.Module:
@@ -101,13 +92,15 @@ def _conv1d() -> nn.Module:
 
 NOT_QUITE_STOCK: Mapping[str, Operation] = {
     "subclass_forward": layer(lambda: Scaled(6, 5)),
-    "subclass_mask": layer(Masked),
-    "patched_method": layer(lambda: patched(lambda made: types.MethodType(doubled_forward, made))),
+    "subclass_mask": layer(masked),
+    "patched_method": layer(patched),
     "bare_parameters": layer(Bare, options={"include": ["."]}),
     "lazy_linear": layer(after_dry_run),
     "conv1d_hugging_face": layer(_conv1d),
     "conv1d_reads_weight": layer(_conv1d, use=lambda net, x: net.a(x) + x @ net.a.weight),
-    "hook_reads_weight": layer(lambda: hooked(lambda made: made.register_forward_hook(_reads_weight))),
+    "hook_reads_weight": layer(
+        lambda: hooked(lambda made: made.register_forward_hook(lambda m, args, out: out + args[0] @ m.weight.t()))
+    ),
     "hook_with_kwargs": layer(
         lambda: hooked(lambda made: made.register_forward_hook(lambda m, a, k, out: out * 2, with_kwargs=True)),
         use=lambda net, x: net.a(input=x),
@@ -187,12 +180,8 @@ def _gradient_penalty(net: Callable[..., Any], batch: Tensor) -> Tensor:
     return loss_of(net(x)) + gradient.square().sum()
 
 
-def _triple(m: nn.Module, *gradients: Any) -> Any:
-    return (gradients[0][0] * 3,)
-
-
 SEVERAL: Mapping[str, Operation] = {
-    "backward_hook": pair(chain, lambda layers: layers["b"].register_full_backward_hook(_triple)),
+    "backward_hook": pair(chain, lambda layers: layers["b"].register_full_backward_hook(lambda m, g, _: (g[0] * 3,))),
     "tied_layers": pair(chain, _tie),
     "tied_and_read": pair(lambda net, x: chain(net, x) @ net.b.weight, _tie),
     "same_layer_twice": pair(lambda net, x: net.a(net.a(x).tanh())),
@@ -217,6 +206,5 @@ SEVERAL: Mapping[str, Operation] = {
     "frozen_bias": pair(chain, lambda layers: layers["a"].bias.requires_grad_(False)),
     "frozen_weight": pair(chain, lambda layers: layers["a"].weight.requires_grad_(False)),
 }
-
 
 LAYERS: Mapping[str, Operation] = {**NOT_QUITE_STOCK, **SEVERAL}

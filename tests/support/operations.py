@@ -20,6 +20,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import gbfunc as gb
+from tests.support.strategies import Net
 from tests.support.zoo import DEVICE
 
 ROWS = 4
@@ -46,17 +47,6 @@ def quietly(make: Callable[..., Any], *args: Any, **options: Any) -> Any:
         return make(*args, **options)
 
 
-class Net(nn.Module):
-    def __init__(self, layers: Mapping[str, nn.Module], use: Forward) -> None:
-        super().__init__()
-        for name, layer in layers.items():
-            setattr(self, name, layer)
-        self.use = use
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.use(self, *args, **kwargs)
-
-
 class Operation(NamedTuple):
     forward: Forward
     layers: Callable[[], Mapping[str, nn.Module]] = lambda: {"a": nn.Linear(6, 5), "b": nn.Linear(5, 6)}
@@ -74,7 +64,7 @@ class Operation(NamedTuple):
     def pnet(self) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
-            net = Net(quietly(self.layers), self.forward)
+            net = Net(self.forward, **quietly(self.layers))
         cast = {torch.float64: "double", torch.float32: "float", torch.bfloat16: "bfloat16", torch.float16: "half"}
         return getattr(net, cast[self.dtype])().train(self.train).to(DEVICE)
 

@@ -27,6 +27,19 @@ def all_linear(width: int) -> nn.Module:
     return nn.Linear(width, 1)
 
 
+class Net(nn.Module):
+    """Parts and buffers by name, with a forward that is given: `use(net, *inputs)`."""
+
+    def __init__(self, use: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.use = use
+        for name, part in parts.items():
+            self.register_buffer(name, part) if type(part) is Tensor else setattr(self, name, part)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.use(self, *args, **kwargs)
+
+
 class Conv1D(nn.Module):
     def __init__(self, nf: int, nx: int) -> None:
         super().__init__()

@@ -13,6 +13,7 @@ import gbfunc as gb
 from gbfunc.hypernets import Hypernet
 from tests.support.hugging_face import tiny
 from tests.support.operations import OldFunction, scripted
+from tests.support.strategies import Net
 from tests.support.zoo import ZOO, Animal
 
 
@@ -28,65 +29,35 @@ class Residual(nn.Module):
         return self.head(torch.relu(h).mean((2, 3)))
 
 
-class EncoderDecoder(nn.Module):
-    mask: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        options = {"dropout": 0.0, "batch_first": True}
-        self.encoder = nn.TransformerEncoderLayer(4, 2, 6, **options)
-        self.decoder = nn.TransformerDecoderLayer(4, 2, 6, **options)
-        self.register_buffer("mask", torch.ones(3, 3).triu(1).bool())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.decoder(x.flip(1), self.encoder(x), tgt_mask=self.mask)
+def encoder_decoder() -> nn.Module:
+    decoder = nn.TransformerDecoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
+    mask = torch.ones(3, 3).triu(1).bool()
+    use: Any = lambda net, x: net.decoder(x.flip(1), net.encoder(x), tgt_mask=net.mask)  # noqa: E731
+    return Net(use, encoder=encoder(), decoder=decoder, mask=mask)
 
 
-class Recurrent(nn.Module):
-    def __init__(self, layer: Callable[..., nn.Module]) -> None:
-        super().__init__()
-        self.layer, self.head = layer(3, 4, batch_first=True), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(x)[0][:, -1])
+def recurrent(layer: Callable[..., nn.Module]) -> nn.Module:
+    parts = {"layer": layer(3, 4, batch_first=True), "head": nn.Linear(4, 2)}
+    return Net(lambda net, x: net.head(net.layer(x)[0][:, -1]), **parts)
 
 
-class Logits(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = tiny("GPT2LMHeadModel", n_layer=1, n_embd=4, n_positions=6, vocab_size=9)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.model(input_ids=tokens, use_cache=False).logits
+def logits() -> nn.Module:
+    model = tiny("GPT2LMHeadModel", n_layer=1, n_embd=4, n_positions=6, vocab_size=9)
+    return Net(lambda net, tokens: net.model(input_ids=tokens, use_cache=False).logits, model=model)
 
 
-class ReadByFunction(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.both, self.last = nn.Linear(6, 5), nn.Linear(5, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = OldFunction.apply(x, self.first.weight).tanh()
-        return self.last(OldFunction.apply(h, self.both.weight) + self.both(h).tanh())
+def read_by_function(net: Any, x: Tensor) -> Tensor:
+    h = OldFunction.apply(x, net.first.weight).tanh()
+    return net.last(OldFunction.apply(h, net.both.weight) + net.both(h).tanh())
 
 
-class ReadByScript(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(scripted(x, self.first.weight))
+def partly_complex(net: Any, x: Tensor) -> Tensor:
+    h = net.first(x)
+    return torch.view_as_real(net.last(torch.complex(h.sin(), h.cos()).to(torch.complex64)))
 
 
-class PartlyComplex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.real, self.complex = nn.Linear(6, 5), nn.Linear(5, 3, dtype=torch.complex64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.real(x)
-        return torch.view_as_real(self.complex(torch.complex(h.sin(), h.cos()).to(torch.complex64)))
+def three(use: Callable[..., Tensor], **options: Any) -> Animal:
+    return Animal(lambda: Net(use, first=nn.Linear(6, 5), both=nn.Linear(5, 5), last=nn.Linear(5, 3, **options)))
 
 
 class Shared(nn.Module):
@@ -128,19 +99,19 @@ NETS: Mapping[str, Animal] = MappingProxyType(
         "residual": Animal(Residual, (2, 4, 4)),
         "attention": ZOO["attention"],
         "encoder": Animal(encoder, (3, 4)),
-        "encoder_decoder": Animal(EncoderDecoder, (3, 4)),
+        "encoder_decoder": Animal(encoder_decoder, (3, 4)),
         "tied": ZOO["tied"],
-        "lstm": Animal(lambda: Recurrent(nn.LSTM), (3, 3), RECURRENT),
-        "gru": Animal(lambda: Recurrent(nn.GRU), (3, 3), RECURRENT),
-        "gpt2": Animal(Logits, (4,), {"include": ["wte"]}, tokens=9),
+        "lstm": Animal(lambda: recurrent(nn.LSTM), (3, 3), RECURRENT),
+        "gru": Animal(lambda: recurrent(nn.GRU), (3, 3), RECURRENT),
+        "gpt2": Animal(logits, (4,), {"include": ["wte"]}, tokens=9),
         "transposed_linear": ZOO["conv1d"],
         "weight_norm": ZOO["weight_norm"],
-        "function": Animal(ReadByFunction),
-        "script": Animal(ReadByScript),
+        "function": three(read_by_function),
+        "script": three(lambda net, x: net.last(scripted(x, net.first.weight))),
         "grouped_conv": ZOO["grouped_conv"],
         "autoencoder": Animal(autoencoder, (2, 5, 5)),
         "bfloat16": ZOO["bfloat16"],
-        "complex": Animal(PartlyComplex),
+        "complex": three(partly_complex, dtype=torch.complex64),
         "shared": Animal(Shared),
     }
 )

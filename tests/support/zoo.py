@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 import gbfunc as gb
 from gbfunc.hypernets import Hypernet
 from gbfunc.train import Optimizer, TrainStep
-from tests.support.strategies import Conv1D
+from tests.support.strategies import Conv1D, Net
 
 BATCH = 8
 DEVICE = torch.device(os.environ.get("GBFUNC_DEVICE", "cpu"))
@@ -57,25 +57,14 @@ def mlp(**options: Any) -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 7, **options), nn.Tanh(), nn.Linear(7, 3, **options))
 
 
-class SelfAttention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attention(x, x, x)[0]
+def self_attention() -> nn.Module:
+    return Net(lambda net, x: net.attention(x, x, x)[0], attention=nn.MultiheadAttention(8, 2, batch_first=True))
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 6)
-        self.hidden = nn.Linear(6, 6)
-        self.head = nn.Linear(6, 11, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.hidden(self.embedding(tokens))))
+def tied() -> nn.Module:
+    parts: Any = {"embedding": nn.Embedding(11, 6), "hidden": nn.Linear(6, 6), "head": nn.Linear(6, 11, bias=False)}
+    parts["head"].weight = parts["embedding"].weight
+    return Net(lambda net, tokens: net.head(torch.tanh(net.hidden(net.embedding(tokens)))), **parts)
 
 
 class Running(nn.Module):
@@ -131,10 +120,10 @@ ZOO: Mapping[str, Animal] = MappingProxyType(
             {"encodings": {"weight": (own_codes(6), gb.per_axis(gb.table(own_codes(2)), gb.grid(3, 3), 9))}},
         ),
         "transposed_conv": Animal(lambda: nn.ConvTranspose2d(3, 4, 3, stride=2), (3, 3, 3)),
-        "attention": Animal(SelfAttention, (5, 8)),
+        "attention": Animal(self_attention, (5, 8)),
         "transformer": Animal(encoder, (5, 8)),
         "transformer_eval": Animal(encoder, (5, 8), train=False),
-        "tied": Animal(Tied, (5,), {"include": [r"embedding\.weight"]}, tokens=11),
+        "tied": Animal(tied, (5,), {"include": [r"embedding\.weight"]}, tokens=11),
         "lstm": Animal(lambda: nn.LSTM(3, 5, batch_first=True), (4, 3), {"include": ["weight"]}),
         "weight_norm": Animal(lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 7)), nn.Linear(7, 3))),
         "dropout": Animal(lambda: nn.Sequential(nn.Linear(6, 7), nn.Dropout(0.5), nn.Linear(7, 3))),
