@@ -65,7 +65,7 @@ class Wire(NamedTuple):
             shape[placement.dim] = sum(sizes)
         stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
         whole: Any = {"shape": torch.Size(shape), "stride": stride}
-        return DTensor.from_local(x, self.mesh.device_meshes[self.axis.name], [placement], run_check=False, **whole)
+        return DTensor.from_local(x, self.mesh.tensor_mesh, [placement], run_check=False, **whole)
 
     def sizes_of(self, n: int) -> Sizes:
         """How long a tensor is on each rank, from how long it is here; all ranks must call."""

@@ -26,23 +26,23 @@ AxisName = Literal["world", "data", "pipeline", "gnets", "tensor", "replicas"]
 
 
 class Axis(NamedTuple):
-    """Ranks that talk to each other: their global ranks, this rank's place among them, and their process group."""
+    """Ranks that talk to each other."""
 
     name: AxisName
-    ranks: tuple[int, ...]
-    rank: int
-    group: Any
+    ranks: tuple[int, ...]  # Global ranks
+    rank: int  # Index of this rank among them
+    group: Any  # The process group
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return len(self.ranks)
 
 
 class Traffic:
     """Payload bytes that this rank sent, by kind of collective and by axis (`gbfunc.parallel.collectives.sent_bytes`).
 
-    On gloo the loopback counts the same, headers apart (under 1 %).
+    The loopback device counts the same on gloo, apart from headers (under 1 %).
     """
 
     def __init__(self) -> None:
@@ -54,14 +54,14 @@ class Traffic:
         """All bytes so far."""
         return self.by_kind.total()
 
-    def add(self, kind: str, n_bytes: int, axis: str = "world") -> None:
-        """Count a collective along an axis."""
+    def add(self, kind: str, n_bytes: int, axis: str) -> None:
+        """Counts a collective along an axis."""
         self.by_kind[kind] += n_bytes
         self.by_axis[axis] += n_bytes
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Leave out what is sent inside of this, such as checks of a first step."""
+        """Does not count collectives inside the context, such as checks of a first step."""
         before = Counter(self.by_kind), Counter(self.by_axis)
         try:
             yield
@@ -70,17 +70,17 @@ class Traffic:
 
 
 class Mesh:
-    """Ranks as a grid of `data` x `pipeline` x `gnets` x `tensor`, the last next to each other. Made by `mesh`.
+    """Ranks as a grid of `data` x `pipeline` x `gnets` x `tensor`, ranks of the last axis next to each other.
 
-    A batch is split over data and gnets. Along `gnets` the tiles of a sharded genome are split; along all other axes
-    ranks hold the same tiles. Along `pipeline` each rank runs some of the p-net's blocks, along `tensor` a part of each
-    layer, both on the same rows. A mesh is a context manager that closes itself.
+    `gbfunc.mesh` makes a mesh. A batch is split over `data` and `gnets`. The tiles of a sharded genome are split over
+    `gnets`; ranks along all other axes hold the same tiles. Each rank along `pipeline` runs some blocks of the p-net,
+    and each rank along `tensor` a part of each layer, on the same rows. A mesh is a context manager that closes itself.
 
     Attributes:
         sizes: ranks along each axis, by name.
         world, rank: number of ranks, and this rank.
         data, gnets, gnets_index: ranks along the data and the g-net axis, and this rank's position along the latter.
-        shards, shard: parts of the global batch, and this rank's part.
+        shards, shard: number of parts of the global batch, and this rank's part.
         device: device of tensors that are sent.
         timeout: seconds after which a collective fails.
         traffic: bytes sent by this rank.
@@ -128,25 +128,15 @@ class Mesh:
         return self._axes[name]
 
     @cached_property
-    def device_mesh(self) -> Any:
-        """Torch's `DeviceMesh` over the axes of more than one rank, with their names."""
+    def tensor_mesh(self) -> Any:
+        """Torch's `DeviceMesh` along the tensor axis."""
         from torch.distributed.device_mesh import DeviceMesh
 
-        axes = {name: self._axes[name] for name in AXES if self.sizes[name] > 1}
-        if not axes:
-            raise ValueError("a mesh of one rank has no DeviceMesh: it needs no process group")
-        groups = [a.group for a in axes.values()]
-        grid = torch.arange(self.world, device="cpu").reshape([a.size for a in axes.values()])
-        return DeviceMesh.from_group(groups, self.device.type, mesh=grid, mesh_dim_names=tuple(axes))
-
-    @cached_property
-    def device_meshes(self) -> Mapping[str, Any]:
-        """The part of `device_mesh` along each axis; torch takes milliseconds to cut one, and layers read it."""
-        return {name: self.device_mesh[name] for name in self.device_mesh.mesh_dim_names}
+        return DeviceMesh.from_group(self._axes["tensor"].group, self.device.type, mesh_dim_names=("tensor",))
 
     @contextmanager
-    def sending(self, kind: str, n_bytes: int, axis: str = "world") -> Iterator[None]:
-        """Count a collective along an axis, and raise `CollectiveError` where it fails."""
+    def sending(self, kind: str, n_bytes: int, axis: str) -> Iterator[None]:
+        """Counts a collective along an axis; raises `CollectiveError` if the collective fails."""
         self.traffic.add(kind, n_bytes, axis)
         with self.faults.named(kind):
             yield
@@ -154,14 +144,13 @@ class Mesh:
     def shard_batch(self, batch: Any, sequence_dim: int | None = None) -> Any:
         """Returns this rank's shard of a global batch: the first dimension split over the data and g-net axes.
 
-        The first shards get the remainder; a step of an empty shard computes the loss of rows of zeros, which do not
-        count. Ranks along the tensor and pipeline axes have the same rows. Scalars and lists of plain values are whole
-        in each shard.
+        The first shards get the remainder. A step of an empty shard computes the loss of rows of zeros, which do not
+        count. Ranks along the tensor and pipeline axes get the same rows. Each shard has all scalars and plain values.
 
         Args:
             batch: a pytree of tensors.
-            sequence_dim: a dimension that tensor ranks get parts of, as `torch.chunk` makes them, for a p-net whose
-                first layer takes these parts (sequence parallelism).
+            sequence_dim: a dimension of which tensor ranks get the parts of `torch.chunk`, for a p-net whose first
+                layer takes these parts (sequence parallelism).
 
         Raises:
             ValueError: for a batch with an array that is no tensor, or an object that has tensors as attributes.
@@ -180,13 +169,13 @@ class Mesh:
         return rows if axis.size == 1 else tree_map(part, rows)
 
     def barrier(self) -> None:
-        """Waits for all ranks; raises `CollectiveError` if one does not come within the timeout."""
+        """Waits for all ranks; raises `CollectiveError` if a rank does not call within the timeout."""
         if self.world > 1:
             with self.faults.named("barrier"):
                 dist.barrier()
 
     def close(self) -> None:
-        """Waits for all ranks, and ends the process group if this mesh began it."""
+        """Waits for all ranks, and ends the process group if this mesh began the group."""
         self.__exit__(None)
 
     def __enter__(self) -> Mesh:
@@ -195,7 +184,7 @@ class Mesh:
     def __exit__(self, kind: object, *error: object) -> None:
         if _initialised() and self._began:
             try:
-                if kind is None:  # After an error the others may never come to a barrier.
+                if kind is None:  # After an error other ranks may never call the barrier.
                     self.barrier()
             finally:
                 dist.destroy_process_group()
@@ -215,23 +204,22 @@ def mesh(
     timeout: float = 300.0,
     init_method: str = "env://",
 ) -> Mesh:
-    """Makes a grid `data` x `pipeline` x `gnets` x `tensor` of the ranks of this run; all call it alike.
+    """Makes a grid `data` x `pipeline` x `gnets` x `tensor` of the ranks of this run; all ranks call with equal sizes.
 
-    The process group is the existing one; otherwise a new one if the environment is that of `torchrun` (`RANK` is set),
-    with gloo on the CPU and nccl on CUDA; otherwise this is the only rank.
+    The mesh takes the existing process group. Without one, the mesh begins a group if `torchrun` started the ranks
+    (`RANK` is set), with gloo on the CPU and nccl on CUDA. Otherwise the mesh has one rank.
 
     Args:
         data: ranks along which the batch is split and the genome replicated.
-        gnets: ranks along which the batch is split and the genome can be sharded; None is all ranks that are left.
+        gnets: ranks along which the batch is split and the genome can be sharded; None takes all ranks that are left.
         device: `"cpu"` or `"cuda"` (this rank's GPU, by `LOCAL_RANK`), or any device.
-        pipeline: ranks along which the p-net's blocks are split.
+        pipeline: ranks along which the blocks of the p-net are split.
         tensor: ranks along which layers are split (see `make_train_step(parallel=)`).
-        timeout: seconds after which a collective fails with `CollectiveError`; an existing process group keeps its
-            limit.
+        timeout: seconds after which a collective fails; an existing process group keeps its limit.
         init_method: where ranks meet, as in `torch.distributed.init_process_group`.
 
     Raises:
-        ValueError: if the product of all axes is not the number of ranks, or ranks give different ones.
+        ValueError: if the product of all axes is not the number of ranks, or ranks give different sizes.
         CollectiveError: if a rank is missing.
 
     >>> with mesh() as one:
@@ -261,7 +249,7 @@ def mesh(
         rendezvous: Any = dist.rendezvous  # pyright: ignore[reportPrivateImportUsage]
         store = next(rendezvous(init_method, rank, world, timeout=limit))[0]
         store.set_timeout(limit)
-        # torchrun's store outlives its workers: without a name for each attempt, one may read addresses of the dead.
+        # torchrun's store outlives its workers, so each attempt has keys of its own.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
         store = dist.PrefixStore(f"attempt_{attempt}", store)  # pyright: ignore[reportPrivateImportUsage]
         backend = "nccl" if device.type == "cuda" else "gloo"

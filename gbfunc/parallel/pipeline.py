@@ -37,7 +37,7 @@ from gbfunc.parallel.chain import (
     trace_chain,
 )
 from gbfunc.parallel.mesh import Mesh
-from gbfunc.parallel.pipeline_order import SCHEDULES, schedule_class, stage_ranks
+from gbfunc.parallel.pipeline_order import SCHEDULES, schedule_class, stages_of
 from gbfunc.trees import differentiable, tree_leaves
 from gbfunc.types import Params
 
@@ -186,10 +186,10 @@ class Pipeline:
         if order not in SCHEDULES:
             raise ValueError(f"pipeline must be one of {tuple(SCHEDULES)}, got {order!r}")
         self._pnet, self.mesh, self.microbatches, self._splits = pnet, mesh, microbatches, splits
-        self._axis, self._adapt, self.order, (_, each) = mesh.axis("pipeline"), adapt, order, SCHEDULES[order]
-        self.ranks, self.stages = self._axis.size, each * self._axis.size
+        self._axis, self._adapt, self.order = mesh.axis("pipeline"), adapt, order
+        self.ranks, stages = self._axis.size, stages_of(order, self._axis.size)
+        self.mine, self.stages = stages[self._axis.rank], sum(map(len, stages))
         self._blocks = find_blocks(pnet, self.stages, splits)
-        self.mine = [s for s, rank in enumerate(stage_ranks(order, self.ranks, each)) if rank == self._axis.rank]
         if microbatches < self.ranks:
             raise ValueError(
                 f"a pipeline of {self.ranks} ranks needs at least {self.ranks} microbatches, got {microbatches}"

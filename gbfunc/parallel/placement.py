@@ -1,15 +1,14 @@
-"""Where the genome lives on a mesh: replicated, or each rank with a contiguous range of every ensemble's tiles.
+"""Placements of the genome on a mesh: replicated, or each rank with a contiguous range of every ensemble's tiles.
 
-`Layout` says which rows of which leaf a rank holds, fixed by plan and mesh. `placement="auto"` takes the placement of
-least time, by bytes sent and operations. With N ranks, S of them along the g-net axis and D along the data axis, in a
-ring, a rank has in each step:
+`placement="auto"` takes the placement of least time, by bytes sent and operations. With N ranks, S of them along the
+g-net axis and D along the data axis, in a ring, a rank has in each step:
 
-* replicated: 2 (N-1)/N G bytes, for a genome of G bytes; all of generation's operations;
-* sharded: 2 (S-1)/S W for weights of W bytes, 2 (D-1)/D G/S for the split leaves, 2 (N-1)/N of the others' bytes;
-  1/S of the operations;
-* factors: the same with the factors' bytes for W; 1/S of what makes factors, but all of the products of factors.
+* replicated: 2 (N-1)/N G bytes, for a genome of G bytes; all operations of generation;
+* sharded: 2 (S-1)/S W for weights of W bytes, 2 (D-1)/D G/S for the split leaves, 2 (N-1)/N of the bytes of other
+  leaves; 1/S of the operations;
+* factors: the same with the bytes of the factors for W; 1/S of the operations, but all products of factors.
 
-Where weights may stay factors (`lazy`), nobody multiplies these, but for tiles that are sent.
+Weights that stay factors (`lazy`) are multiplied only for tiles that are sent.
 """
 
 from __future__ import annotations
@@ -43,8 +42,9 @@ class Rows(NamedTuple):
 class Layout:
     """The placement of a plan's genome on a mesh: `"replicated"`, `"sharded"` (tiles are gathered) or `"factors"`.
 
-    `sharded` says whether leaves are split at all, which takes more than one rank along the g-net axis; `sizes` has the
-    tiles of every rank along it, by ensemble with leaves.
+    Attributes:
+        sharded: whether leaves are split, which takes more than one rank along the g-net axis.
+        sizes: tiles of every rank along the g-net axis, by ensemble with leaves.
     """
 
     def __init__(self, plan: Plan, mesh: Mesh, placement: Placement) -> None:
@@ -72,31 +72,26 @@ class Layout:
         return self.placement == "factors" and e.hypernet.factorised and bool(e.leaves)
 
     @cached_property
-    def _spans(self) -> dict[str, slice]:
-        """This rank's tiles, by flat name of the leaves that are split over the g-net axis."""
+    def split(self) -> Mapping[str, slice]:
+        """This rank's tiles of the leaves that are split over the g-net axis, by flat name."""
         leaves = ((e, k, leaf) for e in self.plan.ensembles for k, leaf in e.leaves.items() if self.sharded)
         return {f"{GNET}{e.name}/{k}": self.span(e) for e, k, leaf in leaves if leaf.scope == "tile"}
-
-    @cached_property
-    def split(self) -> frozenset[str]:
-        """Flat names of the leaves that are split over the g-net axis."""
-        return frozenset(self._spans)
 
     @cached_property
     def ownership(self) -> Mapping[str, Rows]:
         """The rows of every trained leaf that this rank holds, by flat name (`gnets/ENSEMBLE/LEAF`, `direct/NAME`)."""
         counts = {name: shape[0] if shape else 1 for name, shape in self.plan.leaf_shapes.items()}
-        mine = {name: self._spans.get(name, slice(0, n)) for name, n in counts.items()}
+        mine = {name: self.split.get(name, slice(0, n)) for name, n in counts.items()}
         return {name: Rows(rows.start, rows.stop - rows.start, counts[name]) for name, rows in mine.items()}
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every trained leaf as this rank holds it, by flat name."""
+        """Shape of every trained leaf on this rank, by flat name."""
         rows, split = self.ownership, self.split
         return {k: (rows[k].count, *s[1:]) if k in split else s for k, s in self.plan.leaf_shapes.items()}
 
     def wire_bytes(self, itemsize: int) -> tuple[int, int]:
-        """Bytes that this rank sends to gather all outputs once, and for their gradients; `itemsize` is the leaves'."""
+        """Bytes that this rank sends to gather all outputs once, and in backward, for leaves of `itemsize` bytes."""
         if not self.sharded:
             return 0, 0
         return gather_bytes(self.plan, self.mesh.gnets, self.placement, itemsize)[self.mesh.gnets_index]
@@ -108,7 +103,7 @@ def tile_shares(plan: Plan, gnets: int) -> dict[str, Sizes]:
     for e in plan.ensembles:
         if e.leaves:
             sizes[e.name] = shares_of(e.n_tiles, gnets, turn)
-            # Who has one tile more in this ensemble has none in the next ones.
+            # Ranks with one tile more in this ensemble come last in the next ensembles.
             turn = (turn + e.n_tiles) % gnets
     return sizes
 
@@ -117,16 +112,13 @@ def gather_bytes(
     plan: Plan, gnets: int, placement: Placement, itemsize: int, names: Collection[str] | None = None
 ) -> list[tuple[int, int]]:
     """Bytes that each rank sends to gather the outputs of ensembles (None: all) once, and for their gradients."""
-    out, back = [0] * gnets, [0] * gnets
-    shares = tile_shares(plan, gnets)
+    shares, sent = tile_shares(plan, gnets), [(0, 0)] * gnets
     for e in plan.ensembles:
         if e.leaves and (names is None or e.name in names):
             tile = _tile_bytes(plan, e, placement == "factors" and e.hypernet.factorised, itemsize)
-            n = e.n_tiles
-            for rank, mine in enumerate(shares[e.name]):
-                out[rank] += mine * tile * (gnets - 1)
-                back[rank] += (n - mine) * tile
-    return [*zip(out, back, strict=True)]
+            pairs = zip(sent, shares[e.name], strict=True)
+            sent = [(a + mine * tile * (gnets - 1), b + (e.n_tiles - mine) * tile) for (a, b), mine in pairs]
+    return sent
 
 
 def shares_of(n_tiles: int, ranks: int, turn: int) -> Sizes:
@@ -140,9 +132,9 @@ def shares_of(n_tiles: int, ranks: int, turn: int) -> Sizes:
 
 
 def sent_dtype(plan: Plan, e: Ensemble, as_factors: bool) -> torch.dtype | None:
-    """The dtype in which tiles are gathered: that of the tensors they make, if it is narrower; None is the leaves'.
+    """The dtype in which tiles are gathered: the dtype of their tensors if it is narrower, otherwise None.
 
-    Rounded before they are gathered tiles make the same tensors as after it, unless something is added in between.
+    Tiles make the same tensors when they are rounded before the gather, unless an offset is added in between.
     """
     narrow = {DTYPES[plan.tensors[p.tensor].dtype] for p in e.spans}
     added = any(p.slot.offset for p in e.spans)
@@ -160,7 +152,7 @@ def _tile_bytes(plan: Plan, e: Ensemble, as_factors: bool, itemsize: int) -> int
 
 
 class Cost(NamedTuple):
-    """What one step costs one rank beside the p-net: bytes sent, operations of generation, forward and backward."""
+    """Bytes that a rank sends in a step, and its operations of generation, forward and backward."""
 
     bytes: float
     operations: float
@@ -185,10 +177,10 @@ def placement_cost(plan: Plan, data: int, gnets: int, placement: Placement, lazy
 def choose_placement(
     plan: Plan, mesh: Mesh, operations_per_byte: float | None = None, *, lazy: bool = False
 ) -> Placement:
-    """The cheapest placement on a mesh; the first of `PLACEMENTS` among equals.
+    """The cheapest placement on a mesh, the first of `PLACEMENTS` among equals.
 
-    `operations_per_byte` is the machine's balance, None that of the mesh's type of device; `lazy` lets weights stay
-    factors.
+    `operations_per_byte` is the balance of the machine; None takes the balance of the mesh's type of device. Weights
+    may stay factors if `lazy`.
     """
     balance = operations_per_byte or OPERATIONS_PER_BYTE.get(mesh.device.type, OPERATIONS_PER_BYTE["cpu"])
     costs = {p: placement_cost(plan, mesh.data, mesh.gnets, p, lazy) for p in PLACEMENTS}

@@ -1,8 +1,8 @@
-"""The planner: which layouts of ranks fit, what each of them stores and sends, and how long a step takes.
+"""The planner: which layouts of ranks fit, what each layout stores and sends, and how long a step takes.
 
 Seconds are operations / flops + bytes moved / bandwidth + bytes sent / link, calls of operators and messages, and the
-bubble of the simulator; backward takes twice the operations of forward, and nothing overlaps. The costs of a layer come
-from its code, run on the meta device (`gbfunc.parallel.dry_run`).
+bubble of the simulator. Backward takes twice the operations of forward, and nothing overlaps. `gbfunc.parallel.dry_run`
+finds the costs of a layer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
-from gbfunc.parallel.pipeline_order import SCHEDULES
+from gbfunc.parallel.pipeline_order import SCHEDULES, stage_ranks
 from gbfunc.parallel.schedule import simulate
 from gbfunc.parallel.training_schedule import RankLayout, ScheduleCosts, make_schedule
 from gbfunc.plan import Plan
@@ -72,9 +72,9 @@ class LayoutPlan(NamedTuple):
 
     layout: RankLayout
     memory: Mapping[str, float]  # Bytes of the fullest rank, by part
-    sent: Mapping[str, float]  # Bytes of the rank that sends most in a step, by axis, as `mesh.traffic` counts them
-    seconds: float  # Of a step
-    bubble: float  # Part of the ranks' time in which they wait for other stages
+    sent: Mapping[str, float]  # Bytes of the rank that sends most in a step, by axis
+    seconds: float  # Duration of a step
+    bubble: float  # Part of the time in which ranks wait for other stages
 
     @property
     def peak(self) -> float:
@@ -83,40 +83,25 @@ class LayoutPlan(NamedTuple):
 
 
 class ParallelPlan(NamedTuple):
-    """The layouts of some ranks, and the needs of the dense p-net.
-
-    Attributes:
-        ranks: number of ranks.
-        device: speed and memory of each rank.
-        fits: layouts that fit, the fastest first.
-        refused: the other layouts, each with the reason.
-        smallest: fewest ranks (a divisor of `ranks`, or a multiple by a power of two) that some layout fits on, None
-            for none.
-        dense: bytes by part of a rank of FSDP that trains the dense p-net with the same optimizer on as many ranks.
-        dense_sent: bytes that this rank sends in a step.
-        rule_of_thumb: bytes in all, 12 GB per billion parameters.
-    """
+    """The layouts of some ranks, and the needs of the dense p-net."""
 
     ranks: int
     device: DeviceSpec
-    fits: tuple[LayoutPlan, ...]
-    refused: tuple[tuple[str, str], ...]
-    smallest: int | None
-    dense: Mapping[str, float]
-    dense_sent: float
-    rule_of_thumb: float
+    fits: tuple[LayoutPlan, ...]  # Layouts that fit, the fastest first
+    refused: tuple[tuple[str, str], ...]  # The other layouts, each with the reason
+    smallest: int | None  # Fewest ranks that some layout fits on: a divisor of `ranks`, or a multiple by a power of two
+    dense: Mapping[str, float]  # Bytes by part of a rank of FSDP with the dense p-net and the same optimizer
+    dense_sent: float  # Bytes that a rank of FSDP sends in a step
 
     def report(self, most: int = 20) -> str:
-        """Returns the fastest layouts as a table, the reasons of the others, and the needs of the dense p-net.
+        """Returns a table of the fastest layouts, the reasons of the others, and the needs of the dense p-net.
 
-        The last column has options of `gbfunc train`; a backslash continues in the next line, as in a shell.
+        The last column has options of `gbfunc train`, continued on the next line after a backslash.
         """
         lines = [f"{'seconds':>9}{'bubble':>8}{'memory':>9}{'sent':>9}  options"] if self.fits else []
         for p in self.fits[:most]:
             row = f"{p.seconds:>9.4g}{p.bubble:>8.0%}{_size(p.peak):>9}{_size(sum(p.sent.values())):>9}  "
-            # An option and its value stay in one line.
-            words = str(p.layout).replace(" ", _NO_BREAK).replace(f"{_NO_BREAK}--", " --")
-            lines.append(" \\\n".join(_wrapped(row, words, _WIDTH - len(" \\"))))
+            lines.append(" \\\n".join(_wrapped(row, str(p.layout), _WIDTH - len(" \\"))))
         if len(self.fits) > most:
             lines.append(f"and {len(self.fits) - most} more that fit")
         for p in self.fits[:1]:
@@ -128,27 +113,19 @@ class ParallelPlan(NamedTuple):
             lines += _wrapped(f"  {layout}: ", reason)
         if len(self.refused) > most:
             lines.append(f"  and {len(self.refused) - most} more")
-        smallest = "none of those tried" if self.smallest is None else f"{self.smallest:,}"
+        smallest = "more than were tried" if self.smallest is None else f"{self.smallest:,}"
         lines.append(f"\nfewest ranks   {smallest} (of {_size(self.device.memory)} each)")
-        dense = f"{_size(sum(self.dense.values()))} a rank ({_parts(self.dense)})"
-        lines += _wrapped("dense, FSDP    ", dense)
+        lines += _wrapped("dense, FSDP    ", f"{_size(sum(self.dense.values()))} a rank ({_parts(self.dense)})")
         lines.append(f"               {_size(self.dense_sent)} sent per step and rank")
-        # The fastest layout that splits the batch alone, if its ranks exchange once in many steps.
-        for p in [p for p in self.fits if p.layout.sizes["data"] == self.ranks > 1][:1]:
-            sent = f"{_size(sum(p.sent.values()) / 50)} sent per step and rank"
-            lines.append(f"local steps    {sent} by data alone with --local-steps 50")
-        lines.append(f"rule of thumb  {_size(self.rule_of_thumb)} in all (12 GB per billion parameters)")
         return "\n".join(lines)
 
 
-_WIDTH, _NO_BREAK = 100, "\N{NO-BREAK SPACE}"
+_WIDTH = 100
 
 
 def _size(n: float) -> str:
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if n >= scale:
-            return f"{n / scale:.3g} {unit}"
-    return f"{n:.0f} B"
+    units = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}
+    return next((f"{n / scale:.3g} {unit}" for unit, scale in units.items() if n >= scale), f"{n:.0f} B")
 
 
 def _parts(parts: Mapping[str, float]) -> str:
@@ -157,7 +134,7 @@ def _parts(parts: Mapping[str, float]) -> str:
 
 def _wrapped(start: str, text: str, width: int = _WIDTH) -> list[str]:
     wrap = textwrap.TextWrapper(width, start, " " * len(start), break_long_words=False, break_on_hyphens=False)
-    return [line.replace(_NO_BREAK, " ") for line in wrap.wrap(text or "-")]
+    return wrap.wrap(text or "-")
 
 
 _SIMULATED, _EVENTS = 64, 6_000
@@ -183,14 +160,14 @@ def plan_parallel(
 
     Args:
         plan: the plan.
-        pnet: the p-net, on any device, the meta device too.
+        pnet: the p-net, on any device, also the meta device.
         batch: a global batch, on any device; only its shapes matter.
         ranks: number of ranks.
         device: speed and memory of each rank, by default some cores of a server.
-        loss_fn: as for `make_train_step`; None calls the p-net with the batch (of a tuple its first, of a mapping its
-            items as keywords), and leaves the loss itself out.
-        parallel: styles of the layers, as for `make_train_step`; by default those of `tensor_styles`, if any.
-        microbatches: microbatches of a step; by default the fastest number for each layout.
+        loss_fn: as for `make_train_step`. None calls the p-net with the batch, its first entry if the batch is a tuple,
+            or its items as keywords if the batch is a mapping, and leaves the loss itself out.
+        parallel: styles of the layers, as for `make_train_step`; None takes `tensor_styles` of p-nets that it knows.
+        microbatches: microbatches of a step; None takes the fastest number for each layout.
         lazy: as for `make_train_step`.
         optimizer_states: numbers that the optimizer keeps for each number of the genome (Adam: 2).
 
@@ -207,24 +184,23 @@ def plan_parallel(
     model = Model(plan, pnet, batch, loss_fn or _call, parallel, lazy, optimizer_states)
     fits, refused = list[LayoutPlan](), list[tuple[str, str]]()
     for layouts, reason in _layouts(model, ranks, microbatches):
-        found = [] if reason else [_costed(model, device, layout) for layout in layouts]
+        if reason:
+            refused.append((str(layouts[0]), reason))
+            continue
+        found = [_costed(model, device, layout) for layout in layouts]
         if fitting := [p for p in found if p.peak <= device.memory]:
             fits.append(min(fitting, key=_seconds))
-        elif found:
-            least = min(found, key=lambda p: p.peak)
-            parts = sorted(least.memory.items(), key=lambda item: -item[1])[:2]
-            words = " and ".join(f"{name} {n / 1e9:,.3g} GB" for name, n in parts)
-            reason = f"needs {least.peak / 1e9:,.3g} GB of {device.memory / 1e9:,.3g} GB ({words})"
-            refused.append((str(least.layout), reason))
-        else:
-            refused.append((str(layouts[0]), reason))
+            continue
+        least = min(found, key=lambda p: p.peak)
+        parts = dict(sorted(least.memory.items(), key=lambda item: -item[1])[:2])
+        reason = f"needs {_size(least.peak)} of {_size(device.memory)} ({_parts(parts)})"
+        refused.append((str(least.layout), reason))
     fits.sort(key=_seconds)
     fits[:_SIMULATED] = [_costed(model, device, p.layout, simulated=True) for p in fits[:_SIMULATED]]
     fits.sort(key=_seconds)
     smallest = _smallest(model, device, ranks, microbatches, bool(fits))
     dense, sent = model.dense(ranks)
-    # 12 bytes per parameter: weights, gradients and one state of the optimizer in float32.
-    return ParallelPlan(ranks, device, tuple(fits), tuple(refused), smallest, dense, sent, 12.0 * plan.pnet_params)
+    return ParallelPlan(ranks, device, tuple(fits), tuple(refused), smallest, dense, sent)
 
 
 def _call(net: Callable[..., Any], batch: Any) -> Any:
@@ -235,18 +211,15 @@ def _call(net: Callable[..., Any], batch: Any) -> Any:
 
 def _layouts(model: Model, ranks: int, microbatches: int | None) -> Iterator[tuple[list[RankLayout], str]]:
     """Yields layouts that differ only in their microbatches, or one layout and the reason why it cannot run."""
-
-    def of(data: int = 1, gnets: int = 1) -> dict[str, int]:
-        return {"data": data, "pipeline": pipeline, "gnets": gnets, "tensor": tensor}
-
     divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
     for tensor in divisors:
+        of = {"data": 1, "pipeline": 1, "gnets": 1, "tensor": tensor}
         if tensor > 1 and (reason := model.why_not(tensor)):
-            pipeline = 1
-            yield [RankLayout(of())], reason
+            yield [RankLayout(of)], reason
             continue
         for shards in (d for d in reversed(divisors) if ranks // tensor % d == 0):
             rows, pipeline = model.rows / shards, ranks // tensor // shards
+            of = of | {"data": shards, "pipeline": pipeline}
             for schedule in SCHEDULES if pipeline > 1 else (None,):
                 tried = [microbatches] if microbatches else [pipeline * 2**i for i in range(4 if schedule else 8)]
                 # Without a pipeline, several ranks may have uneven microbatches; interleaved ones go in equal rounds.
@@ -255,13 +228,13 @@ def _layouts(model: Model, ranks: int, microbatches: int | None) -> Iterator[tup
                 numbers = [m for m in numbers if schedule != "interleaved" or m % (m // pipeline) == 0]
                 reason = "" if numbers else f"no number of microbatches from {pipeline} on divides {rows:.4g} rows"
                 if schedule:
-                    reason = model.why_not(tensor, pipeline * SCHEDULES[schedule][1], schedule) or reason
+                    reason = model.why_not(tensor, len(stage_ranks(schedule, pipeline)), schedule) or reason
                 reason = reason if rows >= 1 else f"{shards} shards of a batch of {model.rows} rows"
                 if reason:
-                    yield [RankLayout(of(shards), schedule=schedule)], reason
+                    yield [RankLayout(of, schedule=schedule)], reason
                     continue
                 for placement, gnets in model.placements(shards):
-                    sizes = of(shards // gnets, gnets)
+                    sizes = of | {"data": shards // gnets, "gnets": gnets}
                     for remat in ("none", "layer") if model.can_remat(placement) else ("none",):
                         # On a split genome weights that are made again are gathered again: one microbatch.
                         some = [m for m in numbers if m == 1 or remat == "none" or gnets == 1]
@@ -270,7 +243,7 @@ def _layouts(model: Model, ranks: int, microbatches: int | None) -> Iterator[tup
 
 
 def _costed(model: Model, device: DeviceSpec, layout: RankLayout, simulated: bool = False) -> LayoutPlan:
-    """Unless the pipeline is `simulated`, all ranks are as slow as the slowest, and wait for the first microbatch."""
+    """The costs of a layout, with a closed form for the bubble unless `simulated`."""
     cost, p, m = model.footprint(layout), layout.sizes["pipeline"], layout.microbatches
     forward, backward, generate = list[float](), list[float](), list[float]()
     for cell in cost.stages:
@@ -287,11 +260,10 @@ def _costed(model: Model, device: DeviceSpec, layout: RankLayout, simulated: boo
     tail = sum(axes) / device.link + len(axes) * device.latency + 3 * genome / device.bandwidth
     if simulated and layout.schedule and 6 * len(cost.stages) * m <= _EVENTS:
         half = [b / 2 for b in backward]
-        both: Any = {"generate": [g / 3 for g in generate], "generate_backward": [2 * g / 3 for g in generate]}
-        both |= {"forward": forward, "backward": backward, "backward_input": half, "backward_weight": half}
-        costs = ScheduleCosts(**both, update=0.0, all_reduce=0.0, send=hop, receive=0.0)
+        costs = ScheduleCosts(forward, backward, half, half, [g / 3 for g in generate], [2 * g / 3 for g in generate])
+        costs = costs._replace(update=0.0, all_reduce=0.0, send=hop, receive=0.0)
         weights: Any = "remat" if layout.remat == "layer" else "generated"
-        sizes: Any = {"layers": len(cost.stages), "ranks": p, "microbatches": m}
+        sizes = {"layers": len(cost.stages), "ranks": p, "microbatches": m}
         timeline = simulate(make_schedule(cast(Any, layout.schedule), weights=weights, costs=costs, **sizes))
         return LayoutPlan(layout, cost.memory, cost.sent, timeline.duration + tail, timeline.bubble)
     busiest = max(sum(forward[s] + backward[s] for s in mine) for mine in layout.stages)

@@ -193,7 +193,7 @@ class Model:
         stages = [total(cells[c] for c in of) for of in of_stage]
         parts, of_ranks = [], [frozenset().union(*(of_stage[s] for s in own)) for own in mine]
         for rank, (own, used) in enumerate(zip(mine, of_ranks, strict=True)):
-            flights = [[*zip(of, own, strict=True)] for of in in_flight(layout.order, rank, p, m, n // p)]
+            flights = [[*zip(of, own, strict=True)] for of in in_flight(layout.order, rank, p, m)]
             saved = max(sum(k * stages[s].saved for k, s in flight) for flight in flights)
             buffers = 2 * m * sum(hidden[s] + hidden[s + 1] for s in own) + max(stages[s].largest for s in own)
             parts.append(self._memory(layout, self.weights(used, *how), saved, buffers))

@@ -1,9 +1,8 @@
-"""A discrete-event simulator of training schedules: when each rank does what, what it stores, how long it waits.
+"""A discrete-event simulator of training schedules: the events of each rank, its memory and its waits.
 
-The rules are those of S. Rush's LLM Training Puzzles (2023). Ranks wait for each other in collectives and for messages,
-and nowhere else; a collective starts when the last of its ranks arrives. An entry is stored from the end of the event
-that makes the entry to the end of the last event that reads the entry. Memory is the sum of all stored entries, sampled
-when an event starts. Units are the caller's: seconds and bytes, or those of the puzzles.
+The rules come from S. Rush's LLM Training Puzzles (2023). Ranks wait for each other in collectives and for messages
+only. A collective starts when the last of its ranks arrives. An entry is stored from the end of the event that makes
+the entry to the end of the last event that reads it. Memory is the sum of all stored entries when an event starts.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Event(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """The events of each rank, in order, and the sizes of the entries that each rank stores before and after them."""
+    """The events of each rank, and the sizes of the entries that each rank stores before and after the events."""
 
     events: list[list[Event]]
     stored: list[dict[str, float]]

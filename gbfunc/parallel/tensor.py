@@ -1,15 +1,15 @@
-"""Tensor parallelism: each rank generates and applies its piece of a layer, in torch's own styles.
+"""Tensor parallelism: each rank generates and applies its piece of a layer, in the styles of torch.
 
     column parallel   y_p = x W_p^T          W_p: some rows of W       gradient of x: sum over ranks
     row parallel      y = sum_p x_p W_p^T    W_p: some columns of W    output: sum over ranks
 
-(`ColwiseParallel` and `RowwiseParallel`; Shoeybi et al., 2019.) With factors `W = L R^T` of rank k it is the *thin*
-product that is summed: a row-parallel layer sums `x_p R_p` [tokens, k] before `L^T`, and the gradient that reaches a
-column-parallel layer's `x R` is summed before `R^T`: k numbers per token travel instead of the layer's width. No weight
-and no gradient of one is ever sent: each rank's gradient of the genome is a summand of the whole one.
+(`ColwiseParallel` and `RowwiseParallel`; Shoeybi et al., 2019.) With factors `W = L R^T` of rank k, ranks sum the
+*thin* product: `x_p R_p` [tokens, k] of a row-parallel layer, and the gradient of `x R` of a column-parallel layer. So
+k numbers per token are sent instead of the layer's width. Weights and their gradients are not sent: each rank's
+gradient of the genome is a summand.
 
-Layers whose forward is the stock one run here, on uneven pieces too; other styles (`SequenceParallel`,
-`PrepareModuleInput`, those of layers with a forward of their own) are torch's, on DTensors.
+Layers with a stock forward run here, also on uneven pieces. Torch applies all other styles (`SequenceParallel`,
+`PrepareModuleInput`, styles of layers with a forward of their own) on DTensors.
 """
 
 from __future__ import annotations
@@ -42,18 +42,17 @@ from gbfunc.tiling import Piece
 from gbfunc.types import Params
 
 Styles = Mapping[str, ParallelStyle]
-"""What `torch.distributed.tensor.parallel.parallelize_module` takes: a style by name of module, wildcards too."""
+"""Styles by name of module, also with wildcards, as torch's `parallelize_module` takes them."""
 
-_ALIKE = 1e-3
-"""Largest relative difference of what ranks compute alike, which half precisions round."""
+_ALIKE = 1e-3  # Largest relative difference, by rounding in half precision, between equal numbers of two ranks
 
 
 class PackedColwiseParallel(ColwiseParallel):
-    """Column parallel for a layer whose outputs are several equal parts (q, k and v in one): each part is split.
+    """Splits each of several equal parts of a layer's outputs (q, k and v in one) by column.
 
     Args:
-        parts: how many.
-        heads: attention heads in each part, none of which is divided; None where there are none.
+        parts: number of parts.
+        heads: attention heads in each part, which stay whole; None if there are none.
         **options: as for `ColwiseParallel`.
     """
 
@@ -63,7 +62,7 @@ class PackedColwiseParallel(ColwiseParallel):
 
 
 class DividedAttributes(ParallelStyle):
-    """Divides attributes of a module, numbers of heads say, by the ranks that share it.
+    """Divides attributes of a module (such as its number of heads) by the number of tensor ranks.
 
     Args:
         *names: the attributes.
@@ -73,17 +72,16 @@ class DividedAttributes(ParallelStyle):
         super().__init__()
         self.names = names
 
+    def divide(self, module: nn.Module, ranks: int) -> None:
+        """Divides the attributes; raises ValueError if an attribute is no multiple of the ranks."""
+        for name in self.names:
+            n = getattr(module, name)
+            _check_divides(ranks, n, f"{name} of a {type(module).__name__}")
+            setattr(module, name, n // ranks)
+
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
-        divide(module, self.names, device_mesh.size())
+        self.divide(module, device_mesh.size())
         return module
-
-
-def divide(module: nn.Module, names: tuple[str, ...], ranks: int) -> None:
-    """Divide attributes of a module; ValueError where one cannot be."""
-    for name in names:
-        n = getattr(module, name)
-        _check_divides(ranks, n, f"{name} of a {type(module).__name__}")
-        setattr(module, name, n // ranks)
 
 
 def _check_divides(ranks: int, n: int, what: str) -> None:
@@ -98,23 +96,21 @@ def _check_layer(name: str, module: Any, owners: Mapping[int, str]) -> None:
     if id(module.weight) not in owners:
         raise ValueError(f"{name!r} computes its weight (a parametrization?): only parameters are split")
     if getattr(module, "max_norm", None) is not None:
-        raise ValueError(f"{name!r} has max_norm={module.max_norm}, with which its forward changes it: it is not split")
+        raise ValueError(f"{name!r} has max_norm={module.max_norm}: a layer that changes its weight is not split")
 
 
 class TensorParallel:
-    """The tensor axis of a mesh and the styles of a p-net's layers: what each rank's piece is, and how it is applied.
-
-    `styles` are those that `resolve` gives, and `wire` makes what carries activations between the ranks.
+    """The tensor axis of a mesh and the styles of a p-net's layers (from `resolve`).
 
     Attributes:
-        pieces: which part of a parameter's matrix this rank has, by name; all others are replicated.
-        shapes: shape of that part, as the layer stores it.
-        by_class: whether the last layer's classes are split over ranks.
-        local_rows: rows of this rank's part of the last layer's output, None where it is replicated.
+        pieces: this rank's part of the matrix of each split parameter, by name.
+        shapes: shape of the part, as the layer stores it.
+        by_class: whether the classes of the last layer are split over ranks.
+        local_rows: rows of this rank's part of the last layer's output, None if the output is replicated.
         takes_parts: whether some layer takes a part of the rows or of the sequence.
 
     Raises:
-        ValueError: for a layer that cannot be split so.
+        ValueError: for a layer that cannot have its style.
     """
 
     local_rows: int | None = None
@@ -127,11 +123,11 @@ class TensorParallel:
         self.ranks, self._rank = self.wire.axis.size, self.wire.axis.rank
         self._styles, self.pieces, self.shapes = styles, dict[str, Piece](), dict[str, tuple[int, ...]]()
         self._splits: dict[str, Split] = {}
-        # How a parameter is placed over the ranks, and along a split dimension the parts of all ranks.
+        # The placement of each parameter, and the sizes of the parts of all ranks.
         self._placements: dict[str, tuple[Any, Sizes]] = {}
         self._alike: dict[str, list[Tensor]] | None = {}
         self.takes_parts = any(map(_takes_parts, styles.values()))
-        owners = {id(p): n for n, p in reversed(list(pnet.named_parameters(remove_duplicate=False)))}
+        owners = {id(p): n for n, p in pnet.named_parameters()}
         scratch = skeleton_of(pnet)
         for name, style in styles.items():
             module: Any = pnet.get_submodule(name)
@@ -179,23 +175,21 @@ class TensorParallel:
         return *whole[:dim], sizes[self._rank], *whole[dim + 1 :]
 
     def adapt(self, skeleton: nn.Module) -> frozenset[str]:
-        """Put the layers' parallel forms, and torch's styles where there are none, into a p-net's skeleton.
+        """Installs the layers' parallel forms in a p-net's skeleton.
 
         Returns:
-            The parameters that it takes in another shape or kind than the p-net has.
+            The parameters that the skeleton takes in another shape or kind than the p-net has.
         """
         for name, style in self._styles.items():
             module = skeleton.get_submodule(name)
             if name in self._splits:
                 install_layer(module, self._splits[name])
-            elif isinstance(style, DividedAttributes):
-                divide(module, style.names, self.ranks)
             else:
                 self._by_torch(name, module, style)
         return frozenset(self._placements)
 
     def shrink(self, skeleton: nn.Module) -> None:
-        """Give the layers of a skeleton the shapes that this rank computes with, for a record of its operators.
+        """Gives the layers of a skeleton the shapes that this rank computes with, for torch's tracer.
 
         Raises:
             ValueError: for a style that hands on parts of the rows or of the sequence, or DTensors.
@@ -203,7 +197,7 @@ class TensorParallel:
         for name, style in self._styles.items():
             layer: Any = skeleton.get_submodule(name)
             if isinstance(style, DividedAttributes):
-                divide(layer, style.names, self.ranks)
+                style.divide(layer, self.ranks)
                 continue
             split = self._splits.get(name)
             layouts = () if split is None else (split.into, split.out)
@@ -224,21 +218,23 @@ class TensorParallel:
                 layer.nf = layer.weight.shape[1]
 
     def _by_torch(self, name: str, module: nn.Module, style: Any) -> None:
-        """Let torch apply a style to a module of a skeleton, and record what it has made of the parameters."""
-        before = dict(module.named_parameters())
-        parallelize_module(module, self.wire.mesh.device_meshes["tensor"], style)
+        """Let torch apply a style to a module of a skeleton, and record the parameters that become DTensors."""
+        if isinstance(style, DividedAttributes):
+            style.divide(module, self.ranks)
+            return
+        known = {id(p) for p in module.parameters() if isinstance(p, DTensor)}
+        parallelize_module(module, self.wire.mesh.tensor_mesh, style)
         for key, parameter in module.named_parameters():
-            if not isinstance(parameter, DTensor) or isinstance(before[key], DTensor):
+            if not isinstance(parameter, DTensor) or id(parameter) in known:
                 continue
             full, placement = f"{name}.{key}" if name else key, parameter.placements[0]
             self._placements[full] = placement, ()
             if isinstance(placement, Shard):
-                rows, cols = (*parameter.shape, 1)[:2]
                 sizes = chunk_sizes(parameter.shape[placement.dim], self.ranks)
                 start = self.wire.start(sizes)
-                mine = start, start + sizes[self._rank]
-                piece = Piece((mine,), (0, cols)) if placement.dim == 0 else Piece(((0, rows),), mine)
-                self._record(full, piece, placement, sizes, parameter.shape)
+                ranges: Any = [(0, n) for n in (*parameter.shape, 1)[:2]]
+                ranges[placement.dim] = start, start + sizes[self._rank]
+                self._record(full, Piece((ranges[0],), ranges[1]), placement, sizes, parameter.shape)
 
         def record(_: nn.Module, args: Any, out: Any) -> None:
             if isinstance(out, DTensor):
@@ -247,7 +243,7 @@ class TensorParallel:
                 self.record_output(style.sequence_sharding[0], out)
 
         def even(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            # Torch takes the parts of a plain tensor for equally long.
+            # Torch assumes that the parts of a plain tensor are equally long.
             if isinstance(args[0], DTensor):
                 return args
             dim = style.sequence_sharding[0].dim % args[0].ndim
@@ -258,24 +254,20 @@ class TensorParallel:
             module.register_forward_pre_hook(even, prepend=True)
 
     def record_output(self, placement: Any, local: Tensor) -> None:
-        """Record the placement of the last layer's output: whether the loss is of this rank's part of it alone."""
+        """Records the placement of the last layer's output, whose part the loss may take."""
         split = isinstance(placement, Shard) and placement.dim not in (-1, local.ndim - 1)
         self.local_rows = math.prod(local.shape[:-1]) if split else None
         self.by_class = isinstance(placement, Shard) and not split
 
     def backward(self) -> AbstractContextManager[Any]:
-        """What backward needs around it: `loss_parallel`, where the last layer's classes are split over ranks."""
-        # Torch's context cannot be entered twice: the caller's, around the whole step, is as good.
+        """The context of backward: `loss_parallel`, if the last layer's classes are split over ranks."""
+        # Torch's context cannot be entered twice, and the caller may have entered it around the step.
         handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", {})
         active = torch.ops.aten._log_softmax.default in handlers
         return loss_parallel() if self.by_class and not active else nullcontext()
 
-    def plain(self, loss: Any) -> Tensor:
-        """A loss as a plain tensor, the same on every rank."""
-        return loss.full_tensor() if isinstance(loss, DTensor) else loss
-
     def compare(self, loss: Tensor) -> None:
-        """At the first step, compare the loss of replicated outputs and gradients of replicated parameters over ranks.
+        """Compares the loss of replicated outputs and gradients of replicated parameters over ranks, at the first step.
 
         Raises:
             ValueError: if they differ.
@@ -297,9 +289,9 @@ class TensorParallel:
                     )
 
     def place(self, tensors: Params) -> Params:
-        """What the generator made, as the skeleton takes it: pieces as DTensors, and gradients that are summands.
+        """Generated tensors as the skeleton takes them: pieces as DTensors, and gradients that are summands.
 
-        All ranks find the same gradient of what they use alike: each gives its part of it.
+        Ranks find equal gradients of tensors that they use alike, and divide them by the number of ranks.
         """
         placed = dict(tensors)
         for name, x in tensors.items():
@@ -322,17 +314,19 @@ def _takes_parts(style: ParallelStyle) -> bool:
 
 
 def resolve(pnet: nn.Module, styles: Styles) -> dict[str, ParallelStyle]:
-    """The style of every module that a pattern names; ValueError for a pattern that names none, TypeError for no style.
+    """Returns the style of every module that a pattern names, with the patterns of `parallelize_module`.
 
-    Patterns are read as by `parallelize_module`.
+    Raises:
+        TypeError: for a value that is no style.
+        ValueError: for a pattern that names no module.
     """
     found: dict[str, ParallelStyle] = {}
     for pattern, style in styles.items():
         if not isinstance(style, ParallelStyle):
             raise TypeError(f"parallel[{pattern!r}] must be a ParallelStyle of torch, got {type(style).__name__}")
-        tokens = pattern.split(".") if pattern else []
-        names = [n for n, _ in pnet.named_modules() if len(n.split(".") if n else []) == len(tokens)]
-        matches = [n for n in names if all(fnmatch(a, b) for a, b in zip(n.split("."), tokens, strict=False))]
+        tokens = pattern.split(".")
+        names = [n for n, _ in pnet.named_modules() if bool(n) == bool(pattern) and n.count(".") == pattern.count(".")]
+        matches = [n for n in names if all(map(fnmatch, n.split("."), tokens))]
         if not matches:
             raise ValueError(f"parallel[{pattern!r}] names no module; on that level there are {names[:12]}")
         found |= dict.fromkeys(matches, style)

@@ -1,8 +1,8 @@
 """Schedules of one training step, for `simulate`: data and pipeline parallel; weights stored, sharded or generated.
 
-The first eight are the puzzles of S. Rush's LLM Training Puzzles (2023), with the entries that the published solutions
-keep longer than they must. Entries are named `activation[layer, microbatch]` (the input of a layer),
-`dactivation[...]` (its gradient), `weight[layer]`, `dweight[layer]` and so on.
+The first eight are the puzzles of S. Rush's LLM Training Puzzles (2023), and keep some entries as long as the published
+solutions do. Entries are named `activation[layer, microbatch]` (the input of a layer), `dactivation[...]` (its
+gradient), `weight[layer]`, `dweight[layer]` and so on.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
-from gbfunc.parallel.pipeline_order import SCHEDULES, Action, PipelineOrder, pipeline_order, stage_ranks
+from gbfunc.parallel.pipeline_order import Action, PipelineOrder, pipeline_order, stage_ranks, stages_of
 from gbfunc.parallel.placement import Placement
 from gbfunc.parallel.schedule import Event, Kind, Schedule
 
@@ -20,7 +20,7 @@ ScheduleKind = PipelineOrder | Literal["basic", "accumulation", "ddp", "sharded"
 
 
 class RankLayout(NamedTuple):
-    """Where and how a step runs."""
+    """The ranks and options of a step."""
 
     sizes: Mapping[str, int]  # Ranks along data, pipeline, gnets and tensor
     placement: Placement = "replicated"  # Of the genome
@@ -43,23 +43,21 @@ class RankLayout(NamedTuple):
 
     @property
     def order(self) -> str:
-        """The order of microbatches; that of 1F1B on one rank."""
+        """The order of microbatches; without a pipeline the order of 1F1B on one rank."""
         return self.schedule or "1f1b"
 
     @property
     def stages(self) -> list[list[int]]:
         """The stages of every rank of the pipeline."""
-        ranks = self.sizes["pipeline"]
-        places = stage_ranks(self.order, ranks, SCHEDULES[self.order][1])
-        return [[s for s, place in enumerate(places) if place == rank] for rank in range(ranks)]
+        return stages_of(self.order, self.sizes["pipeline"])
 
 
 class ScheduleCosts(NamedTuple):
-    """Durations of events and sizes, in any units; the defaults are those of the puzzles.
+    """Durations of events and sizes, in any units; the defaults come from the puzzles.
 
-    A cost per layer is one number, or a sequence. Durations and activations are those of one microbatch; `activation`
-    is the size of a layer's input, so a sequence of it has one entry more. For generated weights, `update` and
-    `all_reduce` are those of the whole genome, otherwise those of a layer's weight.
+    A cost per layer is one number, or a sequence. Durations and activations belong to one microbatch. `activation` is
+    the size of a layer's input, so a sequence of it has one entry more. `update` and `all_reduce` belong to the whole
+    genome if weights are generated, otherwise to the weight of a layer.
     """
 
     forward: PerLayer = 1.0
@@ -121,7 +119,7 @@ def make_schedule(
 
     Args:
         kind: `"basic"`: one rank, all microbatches at once. `"accumulation"`: one rank, the microbatches one by one.
-            `"ddp"`, `"sharded"` (weights and optimizer sharded, whole gradients), `"fsdp"` (gradients sharded too):
+            `"ddp"`, `"sharded"` (weights and optimizer sharded, whole gradients), `"fsdp"` (also sharded gradients):
             each rank has one microbatch and all layers. `"pipeline"`: each rank has one stage, through which all
             microbatches pass at once. `"gpipe"`, `"1f1b"`, `"interleaved"`, `"zbv"`: one by one, in the order of
             `pipeline_order`. `"pipeline_fsdp"`: a stage per layer with `ranks / layers` ranks of one microbatch each;
@@ -129,13 +127,13 @@ def make_schedule(
         layers: a multiple of the stages.
         ranks: ranks of a pipeline, or of data parallelism.
         microbatches: microbatches of a step; 1 for data parallelism.
-        weights: `"stored"` with their optimizer's state; `"generated"` from a genome, which every rank stores, at their
-            first use, and kept until the end; `"remat"`: generated for each forward and again for each backward. No
-            generated weight or gradient of one is sent.
+        weights: `"stored"` with the optimizer's state; `"generated"` at the first use from a genome that every rank
+            stores, and kept; or `"remat"`, generated for each forward and each backward. Generated weights and their
+            gradients are not sent.
         costs: durations and sizes.
 
     Raises:
-        ValueError: for an unknown kind, or sizes that it cannot have.
+        ValueError: for an unknown kind, or sizes that the kind does not have.
     """
     if kind not in RECIPES:
         raise ValueError(f"expected a schedule of {sorted(RECIPES)}, got {kind!r}")
@@ -146,7 +144,7 @@ def make_schedule(
         raise ValueError(f"expected sizes of at least 1, got {sizes}")
     recipe, costs = RECIPES[kind], costs or ScheduleCosts()
     depth = (layers if recipe.gathers == "all" else 1) if recipe.data_parallel else ranks
-    stages = stage_ranks(recipe.order, depth, SCHEDULES[recipe.order][1])
+    stages = stage_ranks(recipe.order, depth)
     for expected, fits in {
         "1 rank": ranks == 1 or kind not in ("basic", "accumulation"),
         "one microbatch per rank": microbatches == 1 or not recipe.data_parallel,
@@ -171,7 +169,7 @@ def _program(
     weights: WeightSource,
     costs: ScheduleCosts,
 ) -> tuple[list[Event], dict[str, float]]:
-    """The events and entries of a rank; `stages` has the place of each stage's ranks in the pipeline."""
+    """The events and entries of a rank; `stages` has the place of each stage in the pipeline."""
     layers, ranks, microbatches = sizes.values()
     together = microbatches if recipe.together else 1
     depth, each, world = max(stages) + 1, layers // len(stages), tuple(range(ranks))
@@ -179,8 +177,7 @@ def _program(
     everywhere, remat = sharded and recipe.gathers == "all", weights == "remat"
     group = world if everywhere else world[place::depth]
     own = [n for n in range(layers) if everywhere or stages[n // each] == place]
-    virtual = SCHEDULES[recipe.order][1]
-    actions = pipeline_order(recipe.order, place, depth, microbatches // together, virtual)
+    actions = pipeline_order(recipe.order, place, depth, microbatches // together)
     events, ends = list[Event](), list[str]()
     stored = {"genome": costs.genome, "genome optimizer": costs.genome_optimizer}
     if weights == "stored":

@@ -111,8 +111,8 @@ class CompiledGraph(OneGraph):
     def _with_collectives(self, wanted: list[Tensor]) -> AbstractContextManager[None]:
         mesh = self._layout.mesh
         out, back = self._layout.wire_bytes(max(x.element_size() for x in wanted))
-        mesh.traffic.add("gather", out)
-        mesh.traffic.add("reduce_scatter", back)
+        mesh.traffic.add("gather", out, "gnets")
+        mesh.traffic.add("reduce_scatter", back, "gnets")
         return mesh.faults.named("a compiled step")
 
 
