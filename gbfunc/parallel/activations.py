@@ -1,9 +1,9 @@
 """Activations between the ranks of an axis: from one layout to another, each move with its gradient.
 
 A tensor of activations is *whole* on every rank, *split* along a dimension, or *partial*: a summand of the whole. The
-gradient of a whole tensor is whole, and of a split one split alike. *Used in part*: every rank computes something else
-from it, and its gradient is the sum of what the ranks find. (Megatron-LM: Shoeybi et al., 2019; sequence parallel:
-Korthikanti et al., 2022.)
+gradient of a whole tensor is whole, and the gradient of a split tensor is split alike. *Used in part*: every rank
+computes another function of the tensor, and its gradient is a sum over ranks. (Megatron-LM: Shoeybi et al., 2019;
+sequence parallel: Korthikanti et al., 2022.)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MOVES: Mapping[tuple[Activation, Activation], tuple[Move, Move]] = {
     ("split", "whole"): ("gather", "slice"),
     ("whole", "split"): ("slice", "gather"),
 }
-"""What is done forward and backward."""
+"""Moves of forward and backward."""
 
 
 def chunk_sizes(n: int, ranks: int) -> Sizes:
@@ -59,7 +59,7 @@ class Wire(NamedTuple):
         return moved
 
     def joined(self, x: Tensor, placement: Any, sizes: Sizes = ()) -> Any:
-        """A DTensor of this rank's part; `sizes` are those of all ranks along a split dimension, even or not."""
+        """A DTensor of this rank's part; `sizes` has the parts of every rank along a split dimension, even or not."""
         shape = list(x.shape)
         if isinstance(placement, Shard):
             shape[placement.dim] = sum(sizes)

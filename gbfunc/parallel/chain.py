@@ -1,8 +1,8 @@
-"""The loss of a p-net as a chain of blocks: recorded by `torch.export`, and cut into the stages of a pipeline.
+"""The loss of a p-net as a chain of blocks, recorded by `torch.export` and cut into the stages of a pipeline.
 
-A *cell* is a block with the operators that follow until the next block; cell -1 comes before the first. An operator
-runs once, in the stage of its cell. Operators on the batch only (positions, a mask) have no cell: each stage runs those
-that it needs.
+A *cell* is a block with the operators that follow until the next block; cell -1 comes before the first block. An
+operator runs once, in the stage of its cell. Operators on the batch only (positions, a mask) have no cell, and run in
+each stage that needs them.
 """
 
 from __future__ import annotations
@@ -29,29 +29,26 @@ from gbfunc.pnet.describe import copy_of, skeleton_of
 from gbfunc.trees import tree_leaves, tree_map
 
 _ATEN = torch.ops.aten
+_CONVS = (_ATEN.conv1d.default, _ATEN.conv2d.default, _ATEN.conv3d.default)
 _LAYERS: dict[Any, tuple[str, ...]] = {
-    **dict.fromkeys((_ATEN.linear.default, _ATEN.conv1d.default), ("input", "weight", "bias")),
-    **dict.fromkeys((_ATEN.conv2d.default, _ATEN.conv3d.default), ("input", "weight", "bias")),
+    **dict.fromkeys((_ATEN.linear.default, *_CONVS), ("input", "weight", "bias")),
     _ATEN.embedding.default: ("weight", "input"),
     _ATEN.addmm.default: ("bias", "input", "weight"),
 }
 """Operators that are the forward of a layer, with their first arguments."""
 
-_MODES: dict[str, tuple[Any, int]] = {
-    "WrapWithSetGradEnabled": (torch.set_grad_enabled, 1),
-    "WrapWithAutocast": (torch.autocast, 4),
-}
-"""Calls of a subgraph, by class, that torch records for a region in a mode: the mode, and how many arguments it has."""
+_MODES = {"WrapWithSetGradEnabled": (torch.set_grad_enabled, 1), "WrapWithAutocast": (torch.autocast, 4)}
+"""Modes of regions that torch records as calls of subgraphs, by class of the call, with their numbers of arguments."""
 
 
 class Chain(NamedTuple):
     """The graph of a loss.
 
     Attributes:
-        flops: operations in each block's cell; those before the first block count for the first.
-        places: cells in which each parameter is used, by name.
-        nodes: of the graph. Their `meta` has the `cell`, the last cell that needs the value (`end`), whether its memory
-            is written to (`written`), and the value of a constant or the number of a tensor of the batch (`given`).
+        flops: operations in every block's cell; the first block also counts the operations before it.
+        places: cells that use each parameter, by name.
+        nodes: nodes of the graph. Their `meta` has the `cell`, the last cell that needs the value (`end`), whether an
+            operator writes to its memory (`written`), and a constant or the number of a tensor of the batch (`given`).
         changes: for each buffer that changes, the node with the new value, and the first and last cell that use it.
         outputs: leaves of the loss function's output, nodes or plain values, and their structure.
     """
@@ -67,7 +64,7 @@ def find_blocks(pnet: nn.Module, stages: int, splits: Sequence[str] | None = Non
     """The blocks of a p-net: the children of its largest list of at least `stages` layers, or the siblings of `splits`.
 
     Raises:
-        ValueError: if there are none, or if `splits` are not the first blocks of all stages but one.
+        ValueError: if there are none, or if `splits` does not name a block for every stage after the first.
     """
     if splits is not None:
         parents = {name.rpartition(".")[0] for name in splits}
@@ -90,13 +87,13 @@ def find_blocks(pnet: nn.Module, stages: int, splits: Sequence[str] | None = Non
 
 
 def balanced_stages(costs: Sequence[float], stages: int) -> tuple[int, ...]:
-    """First block of each stage, and the number of blocks, such that the most expensive stage costs the least.
+    """Returns every stage's first block, and the number of blocks, so that the largest cost of a stage is minimal.
 
     >>> balanced_stages([1, 1, 1, 5], 2)
     (0, 3, 4)
     """
     n, sums = len(costs), [0.0, *accumulate(costs)]
-    # For the first blocks, up to each: the cost of the most expensive stage, and first blocks of the stages.
+    # By number of first blocks: the largest cost of a stage, and the first blocks of the stages.
     best = {0: (0.0, (0,))}
     for _ in range(stages):
         best = {
@@ -112,19 +109,19 @@ def stage_of(starts: Sequence[int], cell: int) -> int:
 
 
 def shared_within(chain: Chain, starts: Sequence[int]) -> list[str]:
-    """Parameters that several blocks of a stage use, the first stage apart.
+    """Parameters that several blocks of a stage use, apart from the first stage.
 
-    Torch's zero-bubble schedule cannot divide the backward between the blocks; that of the first stage is whole.
+    Torch's zero-bubble schedule cannot divide their backward; the backward of the first stage is whole.
     """
     stages = {name: [stage_of(starts, cell) for cell in cells] for name, cells in chain.places.items()}
     return sorted(name for name, of in stages.items() if len({*of} - {0}) < len([s for s in of if s]))
 
 
 def crossing(chain: Chain, starts: Sequence[int], stage: int) -> list[fx.Node]:
-    """Values that are computed before a stage and needed in the stage or after; `starts` are from `balanced_stages`.
+    """Values that are computed before a stage and needed in the stage or after; `starts` come from `balanced_stages`.
 
     Raises:
-        ValueError: for values that cannot be sent, and for a buffer that a stage uses and a later one changes.
+        ValueError: for values that cannot be sent, and for a buffer that a stage uses and a later stage changes.
     """
     for name, (_, first, last) in chain.changes.items():
         if stage_of(starts, first) != stage_of(starts, last):
@@ -143,7 +140,7 @@ def crossing(chain: Chain, starts: Sequence[int], stage: int) -> list[fx.Node]:
 def stage_graph(
     chain: Chain, starts: Sequence[int], stage: int, received: Iterable[fx.Node], sent: Iterable[fx.Node]
 ) -> tuple[fx.Graph, list[Any]]:
-    """The graph of a stage, and the constants and numbers of tensors of the batch that follow the received values."""
+    """The graph of a stage, and its inputs after the received values: constants, or numbers of tensors of the batch."""
     here = {n for n in chain.nodes if n.meta["cell"] is not None and stage_of(starts, n.meta["cell"]) == stage}
     here |= {n for n in sent if n.meta["cell"] is None}
     for node in reversed(chain.nodes):
@@ -163,13 +160,13 @@ def described(node: fx.Node) -> str:
 
 
 def _modules_of(node: fx.Node) -> list[str]:
-    """The names of the modules that compute a node, the innermost last; empty outside of the p-net."""
+    """The names of the modules that compute a node, the innermost last."""
     stack = (node.meta.get("nn_module_stack") or {"": ("",)}).values()
     return [path.removeprefix("net").removeprefix(".") for path, *_ in stack]
 
 
 class _Loss(nn.Module):
-    """A loss function that takes and returns tensors only: first the buffers that the p-net assigns."""
+    """A loss function that takes and returns tensors only; the buffers that the p-net assigns come first."""
 
     def __init__(self, net: nn.Module, run: Callable[[Any, Any], Any], batch: Any, found: list[Any]) -> None:
         super().__init__()
@@ -193,18 +190,18 @@ def trace_chain(
     device: torch.device | None = None,
     adapt: Callable[[nn.Module], Any] = lambda net: None,
 ) -> Chain:
-    """Record the loss of a microbatch, `run(net, batch)`, without computing anything.
+    """Records the loss of a microbatch, `run(net, batch)`, without computing anything.
 
     Args:
         pnet: the p-net.
         blocks: names of the blocks.
         run: the loss function.
         batch: a microbatch. The shapes of its tensors, and all other values, are fixed in the graph.
-        device: where the tensors are to be; None for that of the p-net.
+        device: device of the tensors; None takes the device of the p-net.
         adapt: changes the copy of the p-net that is recorded.
 
     Raises:
-        ValueError: for what cannot be recorded, and for blocks that do not run in their order.
+        ValueError: for code that torch cannot record, and for blocks that do not run in their order.
     """
     place, found, states = device or next(pnet.parameters()).device, list[Any](), _states()
     skeleton = skeleton_of(pnet)
@@ -243,21 +240,18 @@ class _Recorder:
     def __init__(self, net: nn.Module, blocks: Sequence[str], program: Any) -> None:
         self._blocks, self._program, self._graph = blocks, program, fx.Graph()
         self._modules: dict[str, Any] = dict(net.named_modules(remove_duplicate=False))
-        self._parameters = dict(net.named_parameters(remove_duplicate=False))
+        self._trained = dict(net.named_parameters(remove_duplicate=False))
+        named = self._trained | dict(net.named_buffers(remove_duplicate=False))
         first: dict[Tensor, str] = {}
-        named = (*self._parameters.items(), *net.named_buffers(remove_duplicate=False))
-        self._firsts = {name: first.setdefault(x, name) for name, x in named}
+        self._firsts = {name: first.setdefault(x, name) for name, x in named.items()}
         self._state: dict[str, fx.Node] = {}
         self._writers: dict[fx.Node, list[fx.Node]] = {}
 
     def chain(self, assigned: list[str], leaves: list[Any], structure: Any) -> Chain:
         """The chain. `assigned` are buffers, whose values come first; in `leaves` the class stands for a tensor."""
         outputs = self._copy(self._program.graph_module, self._inputs(), ())
-        named = [*zip((s.target for s in self._program.graph_signature.output_specs), outputs, strict=True)]
-        # Before torch 2.7, new values of buffers that change in place are outputs with the name of the buffer.
-        changed = {self._firsts[name[4:]]: x for name, x in named if name is not None}
-        values = (x for name, x in named if name is None)
-        changed |= {self._firsts[name]: next(values) for name in assigned}
+        values = iter(outputs)
+        changed = {self._firsts[name]: next(values) for name in assigned}
         flops, places = self._find_cells(changed)
         returned = [next(values) if x is Tensor else x for x in leaves]
         for node in returned:
@@ -325,7 +319,7 @@ class _Recorder:
             self._writers.setdefault(_memory(changed), []).append(node)
             return changed
         path = _modules_of(node)[-1]
-        # A slice of a list of layers has a path, too, which the net does not know.
+        # A slice of a list of layers also has a path, which the net does not know.
         layer, given = self._modules.get(path), dict(zip(_LAYERS.get(node.target, ()), node.args, strict=False))
         own = [self._firsts.get(f"{path}.{name}") for name in ("weight", "bias")]
         if (
@@ -360,7 +354,7 @@ class _Recorder:
                 if block > cell + 1:
                     raise ValueError(f"the blocks {[*self._blocks]} must run in their order")
                 cell = max(cell, block)
-            reads = [*node.meta["reads"], *(x.target for x in node.all_input_nodes if x.target in self._parameters)]
+            reads = [*node.meta["reads"], *(x.target for x in node.all_input_nodes if x.target in self._trained)]
             for name in reads:
                 places.setdefault(name, set()).add(cell)
             flops[max(cell, 0)] += node.meta["flops"]
@@ -374,7 +368,7 @@ class _Recorder:
                     x.meta["end"] = cell
         if cell < len(self._blocks) - 1:
             raise ValueError(f"the blocks {[*self._blocks]} must run in their order, each of them")
-        return tuple(flops), {k: frozenset(places.get(self._firsts[k], {-1})) for k in self._parameters}
+        return tuple(flops), {k: frozenset(places.get(self._firsts[k], {-1})) for k in self._trained}
 
 
 def _memory(node: fx.Node) -> fx.Node:

@@ -1,6 +1,6 @@
 """Collectives on rows of tensors, in autograd graphs and outside; `CollectiveError` reports that a rank is missing.
 
-A gather stacks the rows of all ranks; a reduce-scatter sums over ranks and leaves each its rows; each is the gradient
+A gather stacks the rows of every rank; a reduce-scatter sums over ranks and leaves each its rows; each is the gradient
 of the other. Ranks have uneven, maybe empty numbers of rows, sent without padding. One autograd node exchanges many
 tensors, in one order on every rank, under `vmap` and in double backward too.
 
@@ -38,7 +38,7 @@ class _Exchange(NamedTuple):
 
 
 def sent_bytes(kind: Kind | Literal["all_reduce"], n_bytes: int, axis: Axis, sizes: Sizes = ()) -> int:
-    """Bytes that a rank sends of a tensor: all of it to each other rank, or the rows of all others; a ring sends both.
+    """Bytes that a rank sends of a tensor: all rows to each other rank, or each row to its rank; a ring sends both.
 
     >>> ranks = Axis("tensor", (0, 1, 2, 3), 1, None)
     >>> sent_bytes("gather", 40, ranks), sent_bytes("reduce_scatter", 40, ranks, (3, 1, 3, 3))
@@ -63,7 +63,7 @@ def _exchanged(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _moved(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Rows of all ranks, [n, ...] -> [sum(sizes), ...]; or the sum over ranks of this rank's rows, the reverse."""
+    """Rows of every rank, [n, ...] -> [sum(sizes), ...]; or the sum over ranks of this rank's rows, the reverse."""
     kind, sizes, axis, mesh = exchange
     gathers, nccl, pieces = kind == "gather", dist.get_backend(axis.group) == "nccl", []
     results: list[Any] = []
@@ -133,7 +133,7 @@ def _exchange(kind: Kind, mesh: Mesh, xs: list[Tensor], sizes: list[Sizes], axis
 
 
 def all_gather(mesh: Mesh, xs: list[Tensor], sizes: list[Sizes], axis: AxisName = "gnets") -> list[Tensor]:
-    """Rows of all ranks of an axis, tensor by tensor: [n, ...] -> [sum(sizes), ...]; `sizes` may hold 0.
+    """Rows of every rank along an axis, tensor by tensor: [n, ...] -> [sum(sizes), ...]; `sizes` may hold 0.
 
     Backward is a reduce-scatter: every rank's gradient of this rank's rows, summed. All ranks must take part in it.
     """

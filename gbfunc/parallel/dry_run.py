@@ -115,7 +115,7 @@ def factor_shapes(tensor: TensorPlan) -> tuple[tuple[int, ...], tuple[int, ...]]
 class DryRun(TorchDispatchMode):
     """A rank's share of a p-net's forward; a call with a microbatch returns its costs, by cell.
 
-    `kinds` has the names of the blocks in their order, each with a key. Of blocks with equal keys only the first runs.
+    `kinds` has the names of the blocks in their order, each with a key. Only the first of several blocks with equal keys runs.
     `tensor` has the pieces of the layers, on a `DryWire`.
 
     Attributes:

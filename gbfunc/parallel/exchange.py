@@ -23,14 +23,14 @@ from gbfunc.trees import GNET, flatten_tree, unflatten_tree
 from gbfunc.types import Factors, Params
 
 Entries = tuple[tuple[str, bool], ...]
-"""The path of each leaf of an aux, and whether it is a number."""
+"""Paths of the leaves of an aux, each with True for a number."""
 
 
 class Gather(NamedTuple):
-    """The exchange of one call of a generator: from this rank's outputs to the outputs of all ranks.
+    """The exchange of one call of a generator: from this rank's outputs to the outputs of every rank.
 
     A rank without a row of the batch does not count (`counts`). The rank computes the loss of a made-up row to take
-    part in the collectives of backward, and its gradients become zeros, even where they are not finite.
+    part in the collectives of backward, and its gradients become zeros, even if they are not finite.
     """
 
     layout: Layout
@@ -96,7 +96,7 @@ def reduce_step(
     """Computes means over the global batch, in one all-reduce (and one of the split leaves along the data axis).
 
     Args:
-        layout: rows of each leaf that this rank holds.
+        layout: placement of the genome.
         rows: rows of this rank's shard of the batch, divided by the ranks that have the same rows.
         loss: mean over the shard.
         aux: means over the shard. Numbers and scalar tensors are averaged; other values stay this rank's.
@@ -116,7 +116,7 @@ def reduce_step(
     split = {k: g for k, g in gradients.items() if k in layout.split}
     if split:
         split = dict(zip(split, _sum_flat(layout, list(split.values()), "replicas"), strict=True))
-    # Of the gradients' dtype on every rank: what ranks decide by must be the same bits.
+    # In the gradients' dtype, since ranks must decide by the same bits.
     wide = any(g.dtype == torch.float64 for g in gradients.values())
     square = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=mesh.device)
     if mesh.axis("replicas").rank == 0:
@@ -177,7 +177,7 @@ def weighted_mean(layout: Layout, weight: Tensor, tensors: list[Tensor]) -> tupl
     """The sum of a number over all ranks, and means of tensors with it as weight, in one all-reduce."""
     if layout.mesh.world == 1:
         return weight, tensors
-    # Of 32 bits: the widest dtype is that of all that is sent.
+    # In 32 bits, since everything is sent in the widest dtype.
     weighted = (wide * weight.to(wide) for wide in map(_wide, tensors))
     total, *sums = _sum_flat(layout, [weight.float(), *weighted], "world")
     return total, [(x / total.to(x)).to(like.dtype) for x, like in zip(sums, tensors, strict=True)]

@@ -37,11 +37,11 @@ class Faults:
 
     @contextmanager
     def named(self, what: str) -> Iterator[None]:
-        """Raise `CollectiveError` where a collective inside fails, anything else as it is."""
+        """Raises `CollectiveError` if a collective inside fails; other errors pass unchanged."""
         try:
             yield
         except RuntimeError as error:
-            # Of the backend (gloo, nccl, the ranks' store) and not of the code around it.
+            # Errors of the backend (gloo, nccl, the ranks' store) only.
             if not (isinstance(error, dist.DistError) or _GLOO.search(str(error))):
                 raise
             for group in self.groups:

@@ -1,4 +1,4 @@
-"""Ranks on a grid: who takes part, with whom each collective is, and how many bytes were sent."""
+"""Ranks on a grid: their axes, their process groups, and the bytes that they send."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ class Mesh:
     """Ranks as a grid of `data` x `pipeline` x `gnets` x `tensor`, ranks of the last axis next to each other.
 
     `gbfunc.mesh` makes a mesh. A batch is split over `data` and `gnets`. The tiles of a sharded genome are split over
-    `gnets`; ranks along all other axes hold the same tiles. Each rank along `pipeline` runs some blocks of the p-net,
-    and each rank along `tensor` a part of each layer, on the same rows. A mesh is a context manager that closes itself.
+    `gnets`; ranks along all other axes hold the same tiles. Ranks along `pipeline` run some blocks of the p-net, and
+    ranks along `tensor` parts of every layer, on the same rows. A mesh is a context manager that closes itself.
 
     Attributes:
         sizes: ranks along each axis, by name.
@@ -219,7 +219,7 @@ def mesh(
         init_method: where ranks meet, as in `torch.distributed.init_process_group`.
 
     Raises:
-        ValueError: if the product of all axes is not the number of ranks, or ranks give different sizes.
+        ValueError: if the product of the axes is not the number of ranks, or ranks give different sizes.
         CollectiveError: if a rank is missing.
 
     >>> with mesh() as one:

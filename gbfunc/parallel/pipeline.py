@@ -1,14 +1,10 @@
-"""Pipeline parallelism: each rank generates and runs some of the p-net's blocks, on torch's own schedules.
+"""Pipeline parallelism: each rank generates and runs some blocks of the p-net, in the order of torch's schedules.
 
     rank 0    embedding, blocks 0 .. i - 1    -- activations -->    rank 1    blocks i .., norm, head, loss
 
-A rank has the weights of its own blocks only. The user's `loss_fn(net, batch)` is recorded as one graph
-(`gbfunc.parallel.chain`), which is cut before the first block of each stage. A stage sends all values that later
-stages need, integers and masks included, so skips around blocks are carried. Layers are called as modules, on any form
-of their weights.
-
-Schedules: `torch.distributed.pipelining` (GPipe: Huang et al., 2019; 1F1B and interleaved: Narayanan et al., 2021;
-ZBV: Qi et al., 2024). Blocks are spread so that the largest stage has the fewest operations.
+A rank has only the weights of its blocks. `gbfunc.parallel.chain` records `loss_fn(net, batch)` as one graph, which
+is cut before every stage. A stage sends all values that later stages need, also integers and masks.
+Layers are called as modules, on any form of their weights.
 """
 
 from __future__ import annotations
@@ -84,10 +80,10 @@ class _Run(fx.Interpreter):
 
 
 class Parcel:
-    """The values of some nodes, which a stage gets, as one tensor [n], so that one gradient comes back.
+    """The values of some nodes, which a stage gets, as one tensor [n] with one gradient.
 
-    The tensor has the widest of the differentiable dtypes, and the bytes of integers and masks unchanged. A single
-    value is sent in its own shape. `like` is the tensor on the meta device.
+    The tensor has the widest of the differentiable dtypes, and holds integers and masks as bytes. `like` is the tensor
+    on the meta device.
     """
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
@@ -95,15 +91,12 @@ class Parcel:
         self._forms = [(tuple(node.meta["val"].shape), node.meta["val"].dtype) for node in nodes]
         dtypes = [dtype for _, dtype in self._forms if differentiable(dtype)]
         self.dtype = reduce(torch.promote_types, dtypes) if dtypes else torch.float32
-        self._single = len(nodes) == 1 and dtypes == [self.dtype]
-        # Numbers that each takes.
         item, numbers = self.dtype.itemsize, [(math.prod(shape), dtype) for shape, dtype in self._forms]
         self._sizes = [n if differentiable(dtype) else -(-n * dtype.itemsize // item) for n, dtype in numbers]
-        shape = self._forms[0][0] if self._single else (sum(self._sizes),)
-        self.like = torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
+        self.like = torch.empty(sum(self._sizes), dtype=self.dtype, device="meta", requires_grad=True)
 
     def pack(self, values: Sequence[Tensor]) -> Tensor:
-        """The tensor of these values; ValueError for a value of another form than was recorded."""
+        """Returns the tensor of these values; raises ValueError for a value of another form than was recorded."""
         parts = []
         for node, x, (shape, dtype), n in zip(self.nodes, values, self._forms, self._sizes, strict=True):
             if tuple(x.shape) != shape or x.dtype != dtype:
@@ -112,21 +105,19 @@ class Parcel:
             if not differentiable(dtype):
                 data = x.detach().reshape(-1).contiguous().view(torch.uint8)
                 x = F.pad(data, (0, n * self.dtype.itemsize - len(data))).view(self.dtype)
-            parts.append(x if self._single else x.reshape(-1).to(self.dtype))
-        sent = parts[0].contiguous() if self._single else torch.cat(parts)
-        # Torch's schedules detach the tensor in place, which a view refuses, and ask for its gradient.
-        sent = sent.clone() if sent._is_view() else sent
-        return sent if sent.requires_grad else sent.detach().requires_grad_()
+            parts.append(x.reshape(-1).to(self.dtype))
+        sent = torch.cat(parts)
+        return sent if sent.requires_grad else sent.requires_grad_()
 
     def unpack(self, received: Tensor) -> list[Tensor]:
-        """The values again, some of them views."""
+        """Returns the values, some of them as views."""
         values = []
         parts = received.reshape(-1).split(self._sizes)
         for node, (shape, dtype), x in zip(self.nodes, self._forms, parts, strict=True):
             if differentiable(dtype):
                 x = x.real if x.is_complex() and not dtype.is_complex else x
                 x = x.reshape(shape).to(dtype)
-                # The gradient, which is sent back: torch's zero-bubble schedule needs it so.
+                # Torch's zero-bubble schedule sends this gradient back.
                 x.register_hook(Tensor.contiguous)
             else:
                 data = x.detach().view(torch.uint8)[: math.prod(shape) * dtype.itemsize]
@@ -136,37 +127,35 @@ class Parcel:
 
 
 class _Plan(NamedTuple):
-    """How microbatches of one form go through the stages: parcels of all, the others of this rank's.
-
-    Each stage has its graph, constants and places in the batch that it takes, and names of buffers that it changes.
-    """
+    """How microbatches of one form go through the stages."""
 
     chain: Chain
-    parcels: Sequence[Parcel]
-    graphs: Mapping[int, tuple[fx.Graph, Sequence[Any], Sequence[str]]]
+    parcels: Sequence[Parcel]  # For every stage
+    graphs: Mapping[int, tuple[fx.Graph, Sequence[Any], Sequence[str]]]  # With inputs, and names of changed buffers
     schedule: Any
-    modules: Sequence[_Stage]
+    modules: Sequence[_Stage]  # This rank's stages
 
 
 class Pipeline:
-    """The pipeline axis of a mesh: which blocks are this rank's, and how microbatches go through them.
+    """The pipeline axis of a mesh: the blocks of this rank, and how microbatches go through them.
 
     Args:
         pnet: the p-net.
         order: a name of `SCHEDULES`.
         mesh: the ranks.
-        microbatches: how many.
-        splits: names of the blocks that begin a stage; None spreads them by operations.
+        microbatches: number of microbatches of a step.
+        splits: names of the blocks that begin a stage. None spreads the blocks so that the largest stage has the fewest
+            operations.
         adapt: changes a copy of the p-net into the part of a tensor rank.
 
     Attributes:
         mine: stages of this rank, of `stages` in all.
-        ranks: along the axis.
+        ranks: number of ranks along the axis.
         names: parameters that this rank needs, known after `prepare`.
-        absent: all others, on the meta device.
+        absent: all other parameters, on the meta device.
 
     Raises:
-        ValueError: for a schedule that is none, or a p-net without blocks.
+        ValueError: for an unknown schedule, or a p-net without blocks.
     """
 
     names: frozenset[str]
@@ -198,9 +187,9 @@ class Pipeline:
         self._plans: dict[Any, _Plan] = {}
 
     def prepare(self, loss_fn: Callable[[Any, Any], Any], microbatch: Any, like: nn.Module | None = None) -> None:
-        """Record the loss of a microbatch, unless microbatches of this form are known.
+        """Records the loss of a microbatch, unless microbatches of this form are known.
 
-        `like` is a copy of the p-net in the modes, training or evaluation, that are to be recorded.
+        `like` is a copy of the p-net in the modes (training or evaluation) to record.
         """
         device, leaves, net = self.mesh.device, tree_leaves(microbatch), like or self._pnet
         key = tuple((path, (x.shape, x.dtype) if isinstance(x, Tensor) else x) for path, x in leaves)
@@ -217,16 +206,16 @@ class Pipeline:
         self._now = self._plans[key]
 
     def _place(self, chain: Chain) -> None:
-        """Spread the blocks, and find the parameters of this rank's stages, tied ones by their first name."""
+        """Spread the blocks, and find the parameters of this rank's stages, tied parameters by their first name."""
         if self._splits is None:
             self._starts = balanced_stages(chain.flops, self.stages)
         else:
             self._starts = (0, *map(self._blocks.index, self._splits), len(self._blocks))
         used = {k for k, cells in chain.places.items() if {stage_of(self._starts, c) for c in cells} & {*self.mine}}
-        own = {id(p) for k, p in self._pnet.named_parameters(remove_duplicate=False) if k in used}
-        self.names = frozenset(k for k, p in self._pnet.named_parameters() if id(p) in own)
-        others = ((k, p) for k, p in self._pnet.named_parameters() if k not in self.names)
-        self.absent = {k: torch.empty_like(p, device="meta") for k, p in others}
+        own = {id(self._pnet.get_parameter(k)) for k in used}
+        named = dict(self._pnet.named_parameters())
+        self.names = frozenset(k for k, p in named.items() if id(p) in own)
+        self.absent = {k: torch.empty_like(p, device="meta") for k, p in named.items() if k not in self.names}
 
     def _plan(self, chain: Chain) -> _Plan:
         from torch.distributed.pipelining import PipelineStage
@@ -257,7 +246,7 @@ class Pipeline:
         return _Plan(chain, parcels, graphs, schedule, modules)
 
     def compute(self, net: nn.Module, stage: int, microbatch: Any, received: Tensor) -> tuple[Any, Params]:
-        """Run a stage in the p-net with this rank's weights.
+        """Runs a stage in the p-net with this rank's weights.
 
         Returns:
             The tensor that the stage sends, or the output of the loss function, and buffers that the stage changes.
@@ -277,7 +266,7 @@ class Pipeline:
         return pytree.tree_unflatten(out, structure), changed
 
     def run(self, call: Call, leaves: Params) -> dict[str, Tensor]:
-        """Send microbatches through the stages, each computed by `call`; returns the sum of the leaves' gradients."""
+        """Sends microbatches through the stages, computed by `call`; returns the sum of the leaves' gradients."""
         self.call, self.leaves = call, leaves
         for module in self._now.modules:
             module.calls = 0
@@ -301,7 +290,7 @@ class Pipeline:
         finally:
             del self.call, self.leaves
             gradients = {k: x.grad for k, x in leaves.items() if x.grad is not None}
-            # Some are leaves of the genome, for which the next run would add to them.
+            # Some are leaves of the genome, to whose gradients the next run would add.
             for x in leaves.values():
                 x.grad = None
         return gradients

@@ -26,13 +26,13 @@ SCHEDULES: Mapping[str, str] = MappingProxyType(
         "zbv": "ScheduleZBVZeroBubble",
     }
 )
-"""Torch's class of each order.
+"""Torch's classes.
 
 Sources: Huang et al., 2019 (GPipe); Narayanan et al., 2019 (1F1B) and 2021 (interleaved); Qi et al., 2024 (zero-bubble
 in the shape of a V).
 """
 
-_LOOPS = {"interleaved": 2}  # Stages of each rank, if not one
+_LOOPS = {"interleaved": 2}  # Stages per rank, if not one
 
 _FREED_LATE = 0.21
 """Part of a microbatch's activations that torch's zero-bubble schedule keeps until the end of the step, since its
@@ -58,12 +58,12 @@ def schedule_class(order: str) -> Any:
 
 
 def stage_ranks(order: str, ranks: int) -> tuple[int, ...]:
-    """The rank of each stage."""
+    """The ranks of the stages."""
     return (*range(ranks), *reversed(range(ranks))) if order == "zbv" else tuple(range(ranks)) * _LOOPS.get(order, 1)
 
 
 def stages_of(order: str, ranks: int) -> list[list[int]]:
-    """The stages of each rank."""
+    """The stages of the ranks."""
     places = stage_ranks(order, ranks)
     return [[s for s, place in enumerate(places) if place == rank] for rank in range(ranks)]
 
@@ -78,7 +78,7 @@ def pipeline_order(order: PipelineOrder, rank: int, ranks: int, microbatches: in
         raise ValueError(f"expected a pipeline order of {sorted(SCHEDULES)}, got {order!r}")
     if order in ("interleaved", "zbv"):
         return _torch_orders(order, ranks, microbatches)[rank]
-    # Written out, since old torch does not report them: forwards alone, then a forward and a backward in turn.
+    # Written out, since old torch does not report them: first forwards, then a forward and a backward in turn.
     forwards, backwards = ([Action(op, rank, i) for i in range(microbatches)] for op in ("F", "B"))
     warm_up = microbatches if order == "gpipe" else min(microbatches, ranks - 1 - rank)
     turns = (action for pair in zip(forwards[warm_up:], backwards, strict=False) for action in pair)

@@ -6,7 +6,7 @@ g-net axis and D along the data axis, in a ring, a rank has in each step:
 * replicated: 2 (N-1)/N G bytes, for a genome of G bytes; all operations of generation;
 * sharded: 2 (S-1)/S W for weights of W bytes, 2 (D-1)/D G/S for the split leaves, 2 (N-1)/N of the bytes of other
   leaves; 1/S of the operations;
-* factors: the same with the bytes of the factors for W; 1/S of the operations, but all products of factors.
+* factors: the same with the bytes of the factors for W; 1/S of the operations, but every product of factors.
 
 Weights that stay factors (`lazy`) are multiplied only for tiles that are sent.
 """

@@ -163,7 +163,7 @@ def plan_parallel(
         pnet: the p-net, on any device, also the meta device.
         batch: a global batch, on any device; only its shapes matter.
         ranks: number of ranks.
-        device: speed and memory of each rank, by default some cores of a server.
+        device: speed and memory of a rank, by default some cores of a server.
         loss_fn: as for `make_train_step`. None calls the p-net with the batch, its first entry if the batch is a tuple,
             or its items as keywords if the batch is a mapping, and leaves the loss itself out.
         parallel: styles of the layers, as for `make_train_step`; None takes `tensor_styles` of p-nets that it knows.

@@ -115,7 +115,7 @@ class Model:
         return f"several blocks of a stage use {shared[0]!r}, whose backward zbv cannot divide" if shared else ""
 
     def can_remat(self, placement: Placement) -> bool:
-        """Whether rematerialization would make weights again: only weights that do not stay factors."""
+        """True if rematerialization would generate weights again: only weights that do not stay factors."""
         factored = self.lazy is not False and placement == "replicated"
         return any(w.transient for w in self.made(1, factored, True, 1).values())
 
@@ -155,7 +155,7 @@ class Model:
                 continue
             numel = math.prod(dry.shapes.get(t.name, t.shape))
             share = numel / max(1, t.numel)
-            # A split genome gathers whole tiles. Graphs are those of PyTorch's operators, as on a GPU; the compiled
+            # A split genome gathers whole tiles. Graphs are counted for PyTorch's operators, as on a GPU; the compiled
             # loop of a CPU keeps only the leaves.
             kept = (t.numel if gnets > 1 and not remat else numel) * DTYPES[t.dtype].itemsize
             graph = 2 * _SINES * factors * (share if gnets == 1 else 1 / gnets)
@@ -165,11 +165,11 @@ class Model:
         return made
 
     def starts(self, n: int) -> tuple[int, ...]:
-        """The first block of each of n stages, and the number of blocks; (0, 0) without blocks."""
+        """The first blocks of n stages, and the number of blocks; (0, 0) without blocks."""
         return balanced_stages(self._chain.flops, n) if self.blocks else (0, 0)
 
     def crossing(self, n: int) -> list[float]:
-        """Bytes per row that cross the start of each of n stages, and the end; ValueError if they cannot be sent."""
+        """Bytes per row that cross the starts of n stages, and the end; ValueError if they cannot be sent."""
         parcels = [Parcel(crossing(self._chain, self.starts(n), stage)) for stage in range(n)]
         return [*(parcel.like.nbytes / _TRACED_ROWS for parcel in parcels), 0.0]
 

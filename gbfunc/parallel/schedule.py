@@ -1,8 +1,8 @@
-"""A discrete-event simulator of training schedules: the events of each rank, its memory and its waits.
+"""A discrete-event simulator of training schedules: when ranks compute, what they store, and how long they wait.
 
 The rules come from S. Rush's LLM Training Puzzles (2023). Ranks wait for each other in collectives and for messages
 only. A collective starts when the last of its ranks arrives. An entry is stored from the end of the event that makes
-the entry to the end of the last event that reads it. Memory is the sum of all stored entries when an event starts.
+the entry to the end of the last event that reads it. Memory is the sum of the stored entries when an event starts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Event(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """The events of each rank, and the sizes of the entries that each rank stores before and after the events."""
+    """The events of every rank, and the sizes of the entries that each rank stores before and after the events."""
 
     events: list[list[Event]]
     stored: list[dict[str, float]]
@@ -53,7 +53,7 @@ class Span(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """The spans of each rank, in order of time."""
+    """The spans of every rank, in order of time."""
 
     ranks: tuple[tuple[Span, ...], ...]
 
@@ -69,7 +69,7 @@ class Timeline(NamedTuple):
 
     @property
     def peaks(self) -> tuple[float, ...]:
-        """Peak memory of each rank."""
+        """Peak memory of every rank."""
         return tuple(max((span.memory for span in spans), default=0.0) for spans in self.ranks)
 
     @property

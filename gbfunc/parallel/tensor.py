@@ -9,7 +9,7 @@ k numbers per token are sent instead of the layer's width. Weights and their gra
 gradient of the genome is a summand.
 
 Layers with a stock forward run here, also on uneven pieces. Torch applies all other styles (`SequenceParallel`,
-`PrepareModuleInput`, styles of layers with a forward of their own) on DTensors.
+`PrepareModuleInput`, styles of other layers) on DTensors.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class TensorParallel:
     """The tensor axis of a mesh and the styles of a p-net's layers (from `resolve`).
 
     Attributes:
-        pieces: this rank's part of the matrix of each split parameter, by name.
+        pieces: this rank's part of a split parameter's matrix, by name.
         shapes: shape of the part, as the layer stores it.
         by_class: whether the classes of the last layer are split over ranks.
         local_rows: rows of this rank's part of the last layer's output, None if the output is replicated.
@@ -123,7 +123,7 @@ class TensorParallel:
         self.ranks, self._rank = self.wire.axis.size, self.wire.axis.rank
         self._styles, self.pieces, self.shapes = styles, dict[str, Piece](), dict[str, tuple[int, ...]]()
         self._splits: dict[str, Split] = {}
-        # The placement of each parameter, and the sizes of the parts of all ranks.
+        # A parameter's placement, and the sizes of every rank's part.
         self._placements: dict[str, tuple[Any, Sizes]] = {}
         self._alike: dict[str, list[Tensor]] | None = {}
         self.takes_parts = any(map(_takes_parts, styles.values()))
@@ -334,7 +334,7 @@ def resolve(pnet: nn.Module, styles: Styles) -> dict[str, ParallelStyle]:
 
 
 class _AsDTensor(torch.autograd.Function):
-    """A rank's part of a parameter as a DTensor, whose gradient is that of the part."""
+    """A rank's part of a parameter as a DTensor, and the gradient of the part."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, wire: Wire, placement: Any, sizes: Sizes) -> Tensor:

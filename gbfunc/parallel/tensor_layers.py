@@ -26,7 +26,7 @@ from gbfunc.tiling import Piece, cut_piece, join_tiles
 class Split(NamedTuple):
     """How a layer is split over the ranks."""
 
-    by_rows: bool  # By rows of its matrix (column parallel: outputs, or words), or columns (row parallel: inputs)
+    by_rows: bool  # By rows of the matrix (column parallel: outputs, or words), or columns (row parallel: inputs)
     sizes: Sizes  # Rows or columns of every rank
     piece: Piece  # The block of the matrix that is this rank's
     dims: Mapping[str, int]  # Dimensions along which its parameters are split, by name
@@ -69,7 +69,7 @@ def _dense(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _thin(layer: Any, batch: int, width: int, sent: bool) -> tuple[Tensor, Tensor] | None:
-    """The layer's factors, where thin products cost less than the piece itself, bytes on the wire included."""
+    """The layer's factors, if thin products and their bytes cost less than the piece of the weight."""
     own, split = generated_weight(layer, "weight"), layer.split
     if own is None or not isinstance(form := own.form, FactoredWeight) or own.formed is not None:
         return None
@@ -96,7 +96,7 @@ def _by_rows(layer: Any, input: Tensor) -> Any:
     if factors is None:
         y = _dense(layer, wire.move(x, *how), bias)
         return _outgoing(split, y, Shard(y.ndim - 1), split.sizes)
-    # Pieces of the whole factors get summands of the gradient, what all ranks compute alike gets its part of it.
+    # Each rank's gradient of the factors is a summand; gradients that are equal on every rank are divided by the number of ranks.
     alike = isinstance(at, Replicate) and x.requires_grad
     left, right = factors
     thin = thin_product(x, right if alike else scale_gradient(right, wire.axis.size), (0, width))
@@ -121,7 +121,7 @@ def _by_columns(layer: Any, input: Tensor) -> Any:
     else:
         part = thin_product(x, scale_gradient(factors[1], wire.axis.size), cols)
     y, at, sizes = _summed(split, part)
-    # Where ranks have parts of the rows, what they all use gets summands of its gradient.
+    # If ranks have parts of the rows, gradients of replicated tensors are summands.
     factor = float(wire.axis.size) if isinstance(at, Shard) else 1.0
     if factors is not None:
         y = from_thin(y, scale_gradient(factors[0], factor), ((0, rows),))
@@ -131,7 +131,7 @@ def _by_columns(layer: Any, input: Tensor) -> Any:
 
 
 def _embedding(layer: Any, input: Tensor) -> Any:
-    """Rows of the weight: looked up in whole factors by every rank, or each in its piece, and summed."""
+    """Rows of the weight: every rank looks them up in whole factors, or in its piece, and ranks sum."""
     split: Split = layer.split
     own, index, padding = generated_weight(layer, "weight"), _local(input), layer.padding_idx
     if own is not None and isinstance(own.form, FactoredWeight):
@@ -142,7 +142,7 @@ def _embedding(layer: Any, input: Tensor) -> Any:
         return _outgoing(split, F.embedding(index, weight, padding), Shard(index.ndim), split.sizes)
     ((first, last),) = split.piece.rows
     here = (index >= first) & (index < last)
-    # A rank without words looks up a row of zeros, in the graph of its weight: backward waits for it, too.
+    # A rank without words looks up a row of zeros in the graph of its weight, since other ranks wait in backward.
     table = weight if len(weight) else F.pad(weight, (0, 0, 0, 1))
     rows = F.embedding(torch.where(here, index - first, 0), table)
     if padding is not None:
@@ -153,7 +153,7 @@ def _embedding(layer: Any, input: Tensor) -> Any:
 
 
 def _summed(split: Split, part: Tensor) -> tuple[Tensor, Any, Sizes]:
-    """The sum over ranks, its placement, and sizes: whole, or split as the output is to be, but along features."""
+    """The sum over ranks, its placement, and sizes: whole, or split as the output, except along features."""
     out, wire = split.out, split.wire
     if isinstance(out, Shard) and out.dim % part.ndim != part.ndim - 1:
         sizes = chunk_sizes(part.shape[out.dim], wire.axis.size)

@@ -82,7 +82,7 @@ class ScheduleCosts(NamedTuple):
 class Recipe(NamedTuple):
     """The differences between schedules."""
 
-    order: PipelineOrder = "1f1b"  # Of the microbatches; on one rank one by one
+    order: PipelineOrder = "1f1b"  # Of the microbatches; one by one on one rank
     together: bool = False  # All microbatches pass at once
     data_parallel: bool = False  # Each rank has one microbatch, next to its stage of a pipeline
     gathers: Literal["stage", "all"] | None = None  # Ranks that store and gather sharded weights
@@ -169,7 +169,7 @@ def _program(
     weights: WeightSource,
     costs: ScheduleCosts,
 ) -> tuple[list[Event], dict[str, float]]:
-    """The events and entries of a rank; `stages` has the place of each stage in the pipeline."""
+    """The events and entries of a rank; `stages` has the stages' places in the pipeline."""
     layers, ranks, microbatches = sizes.values()
     together = microbatches if recipe.together else 1
     depth, each, world = max(stages) + 1, layers // len(stages), tuple(range(ranks))
