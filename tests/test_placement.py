@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gbfunc as gb
-from gbfunc.parallel import Layout, Mesh, choose_placement, placement_cost, shares_of
-from gbfunc.parallel.placement import PLACEMENTS, make_layout
+from gbfunc.parallel import Layout, Mesh
+from gbfunc.parallel.placement import PLACEMENTS, choose_placement, make_layout, placement_cost, shares_of
 
 
 def grid(data: int, gnets: int, rank: int) -> Mesh:

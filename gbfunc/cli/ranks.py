@@ -12,10 +12,10 @@ from torch import nn
 import gbfunc as gb
 from gbfunc.cli.options import ExecutionOptions, options_of, values_of
 from gbfunc.parallel import Mesh, check_equal, gather_objects, text_of
+from gbfunc.parallel.mesh import AXES
 from gbfunc.tasks.pnets.base import import_factory
 from gbfunc.train.local import nesterov
 
-AXES = ("data", "pipeline", "gnets", "tensor")
 _MICROBATCHES_PER_RANK = 4
 """Of a pipeline, where the user names none: GPipe's bubble is small from there on (Huang et al., 2019, section 2.3)."""
 

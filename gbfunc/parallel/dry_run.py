@@ -115,8 +115,8 @@ def factor_shapes(tensor: TensorPlan) -> tuple[tuple[int, ...], tuple[int, ...]]
 class DryRun(TorchDispatchMode):
     """A rank's share of a p-net's forward; a call with a microbatch returns its costs, by cell.
 
-    `kinds` has the names of the blocks in their order, each with a key. Only the first of several blocks with equal keys runs.
-    `tensor` has the pieces of the layers, on a `DryWire`.
+    `kinds` has the names of the blocks in their order, each with a key. Only the first of several
+    blocks with equal keys runs. `tensor` has the pieces of the layers, on a `DryWire`.
 
     Attributes:
         forms: forms of the weights that stay factors, by name.

@@ -77,12 +77,6 @@ class Gather(NamedTuple):
         return parts if dtype is None else [part.to(dtype) for part in parts]
 
 
-def zero_uncounted(layout: Layout, gradients: Params) -> Params:
-    """The gradients of a rank whose rows do not count: only those of split leaves are kept."""
-    kept = {k for k in gradients if layout.sharded and k.startswith(GNET)}
-    return {k: g if k in kept else torch.zeros_like(g) for k, g in gradients.items()}
-
-
 def reduce_step(
     layout: Layout,
     rows: float,

@@ -96,7 +96,7 @@ def _by_rows(layer: Any, input: Tensor) -> Any:
     if factors is None:
         y = _dense(layer, wire.move(x, *how), bias)
         return _outgoing(split, y, Shard(y.ndim - 1), split.sizes)
-    # Each rank's gradient of the factors is a summand; gradients that are equal on every rank are divided by the number of ranks.
+    # Each rank's gradient of the factors is a summand; equal gradients are divided by the number of ranks.
     alike = isinstance(at, Replicate) and x.requires_grad
     left, right = factors
     thin = thin_product(x, right if alike else scale_gradient(right, wire.axis.size), (0, width))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.parallel import CollectiveError
+from gbfunc.parallel.mesh import AXES
 from gbfunc.parallel.styles import tensor_styles
 from gbfunc.plan import Plan
 from gbfunc.tasks.pnets.gpt import GPT
@@ -35,8 +36,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline dense": {"data": 2, "pipeline": 2, "pipeline_schedule": "1f1b", "microbatches": 4, "lazy": False},
 }
 """Layouts of four ranks: axes of the mesh, and options of the step."""
-
-AXES = ("data", "pipeline", "gnets", "tensor")
 
 
 def make_case(width: int = 32, layers: int = 4) -> tuple[nn.Module, Plan, Tensor]:

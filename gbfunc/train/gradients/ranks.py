@@ -17,7 +17,6 @@ from gbfunc.parallel import (
     gather_objects,
     reduce_step,
     text_of,
-    zero_uncounted,
 )
 from gbfunc.parallel.mesh import AxisName
 from gbfunc.train.gradients.loss import (
@@ -31,7 +30,7 @@ from gbfunc.train.gradients.loss import (
     noise_of,
 )
 from gbfunc.train.gradients.proof import Proof, gradient_and_changes, plainly, seeded_elsewhere
-from gbfunc.trees import n_rows, tree_leaves, tree_map
+from gbfunc.trees import GNET, n_rows, tree_leaves, tree_map
 from gbfunc.types import Params
 
 if TYPE_CHECKING:
@@ -83,7 +82,9 @@ class RankObjective(Objective):
         given = Given(leaves, noise, {k: v.clone() for k, v in buffers.items()}, batch, rows, counts)
         seed = (seed + RANK_MIX * self._layout.mesh.shard) % 2**63
         loss, aux, gradients, counted = self._found(given, trained, seed)
-        gradients = gradients if counts else zero_uncounted(self._layout, gradients)
+        if not counts:  # The tiles of a split genome get gradients from the rows of other ranks.
+            kept = {k for k in gradients if self._layout.sharded and k.startswith(GNET)}
+            gradients = {k: g if k in kept else torch.zeros_like(g) for k, g in gradients.items()}
         before = {k: buffers[k] for k in self._averaged}
         counted, buffers = counted if rows else 0, detached(given.buffers)
         loss, aux, gradients, buffers, norm, self._entries = reduce_step(
