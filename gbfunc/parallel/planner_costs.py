@@ -103,11 +103,11 @@ class Model:
             self.dry(tensor, self.lazy is not False)
             if schedule is None:
                 return ""
+            schedule_class(schedule)
             if not self.blocks:
                 return "the p-net has no list of layers that run in their order"
             if stages > len(self.blocks):
                 return f"{stages} stages of {len(self.blocks)} blocks"
-            schedule_class(schedule)
             self.crossing(stages)
         except ValueError as error:
             return str(error)
