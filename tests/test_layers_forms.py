@@ -51,7 +51,7 @@ USES: dict[str, Callable[[Formed, Tensor], Tensor]] = {
 @pytest.mark.parametrize("use", USES)
 @settings(max_examples=10)
 @given(rows=st.integers(1, 11), cols=st.integers(1, 11), cut=st.tuples(st.integers(1, 11), st.integers(1, 11)))
-@pytest.mark.parametrize("layer", [nn.Linear, partial(nn.Linear, bias=False), hugging_face_linear], ids=str)
+@pytest.mark.parametrize("layer", [nn.Linear, partial(nn.Linear, bias=False), hugging_face_linear])
 def test_linear(kind: str, layer: Any, use: str, rows: int, cols: int, cut: tuple[int, int]) -> None:
     module = layer(cols, rows).double()
     assert not assert_equals_dense(kind, module, {"weight": cut}, USES[use], vectors(5, cols), k=1 + rows % 3).reads
