@@ -17,8 +17,8 @@ GNets: TypeAlias = dict[str, Params]
 Kernel: TypeAlias = Literal["auto", "eager", "compiled", "reference"]
 """The implementation of ReLU, periodic and bilinear g-nets.
 
-`"compiled"` is C++ on a CPU and, for ReLU g-nets alone, a Triton kernel on a GPU; `"eager"` is PyTorch; `"reference"`
-is the definition, in PyTorch; `"auto"` is `"compiled"` where available and faster, otherwise `"eager"`.
+`"compiled"` is C++ on a CPU and Triton on a GPU; `"eager"` is PyTorch; `"reference"` is the definition, in PyTorch;
+`"auto"` is `"compiled"` where available and faster, otherwise `"eager"`.
 """
 
 Lazy: TypeAlias = bool | Literal["auto"]

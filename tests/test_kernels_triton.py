@@ -1,9 +1,10 @@
-"""The Triton form of the ReLU tile, without a GPU: its numbers by the interpreter, and that it compiles for GPUs."""
+"""Triton kernels without a GPU: numbers by the interpreter, and compilation for GPUs."""
 
 from __future__ import annotations
 
 import inspect
 import os
+import re
 import subprocess
 import sys
 from itertools import product
@@ -15,6 +16,7 @@ import torch
 
 triton: Any = pytest.importorskip("triton", reason="triton is not installed (extra `triton`, Linux only)")
 form: Any = pytest.importorskip("gbfunc.hypernets.kernels.triton")
+waves: Any = pytest.importorskip("gbfunc.hypernets.kernels.waves_triton")
 
 pytestmark = pytest.mark.process
 
@@ -22,9 +24,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.skipif(triton.__version__.startswith("3.1."), reason="the interpreter of Triton 3.1 reads wrong memory")
-def test_numbers_under_the_interpreter() -> None:
-    """Runs `tests/support/interpreted_triton.py` in a process that imports Triton as its interpreter."""
-    options = ("-q", "-x", "-p", "no:cacheprovider", "tests/support/interpreted_triton.py")
+@pytest.mark.parametrize("file", ["interpreted_triton.py", "interpreted_waves.py"])
+def test_numbers_under_the_interpreter(file: str) -> None:
+    """Runs a file of tests in a process that imports Triton as its interpreter."""
+    options = ("-q", "-x", "-p", "no:cacheprovider", f"tests/support/{file}")
     command = [sys.executable, "-m", "pytest", *options]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -72,6 +75,34 @@ def test_kernels_compile_without_a_gpu(
             made = _compiled(kernel, element, by_rows, ones, target)
             assert made.asm[binary], (kernel, by_rows, ones)
             assert made.metadata.shared <= 4096  # All sums stay in registers.
+
+
+@pytest.mark.parametrize("element", ["fp32", "fp64"])
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_sides_compile_without_spills(architecture: int, element: str, tmp_path: Path, monkeypatch: Any) -> None:
+    from triton.backends import nvidia
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    assembler = Path(nvidia.__path__[0]) / "bin" / "ptxas"
+    if type(waves.forward_kernel).__name__ != "JITFunction" or not assembler.exists():
+        pytest.skip("Triton interprets here, or has no ptxas")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    blocks = {"BLOCK": waves._ROWS, "H": waves._HIDDEN, "PART": waves._PART, "K": waves._CODES}
+    blocks |= {"COLS": waves._COLS, "J": waves._SUMS, "SIDES": 8}
+    for kernel in (waves.forward_kernel, waves.partial_kernel, waves.total_kernel):
+        fixed = {name: blocks[name] for name in kernel.arg_names if name in blocks}
+        types = {name: f"*{'i64' if name in ('table', 'groups') else element}" for name in kernel.arg_names}
+        source = ASTSource(fn=kernel, signature=types | dict.fromkeys(fixed, "constexpr"), constexprs=fixed)
+        made = triton.compile(source, target=GPUTarget("cuda", architecture, 32))
+        assert made.asm["cubin"]
+        place, target = tmp_path / "kernel.ptx", re.findall(r"\.target (\w+)", made.asm["ptx"])[0]
+        place.write_text(made.asm["ptx"])
+        command = [assembler, "-v", f"--gpu-name={target}", place, "-o", tmp_path / "kernel.cubin"]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        spills = re.findall(r"(\d+) bytes spill", report)
+        registers = re.findall(r"Used (\d+) registers", report)
+        assert spills and set(spills) == {"0"} and int(registers[0]) <= 128, report
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -4,7 +4,8 @@ A side of a tile with codes X, code weights U and coefficients s and t is, with 
 `[s sin A + t cos A, s cos A - t sin A]`. With `g` and `h` the cotangents of its halves, `along = g sin A + h cos A` and
 `across = g cos A - h sin A`, the gradients are `ds = sum_i along`, `dt = sum_i across`, and `dA = s across - t along`.
 
-A backend makes all sides of a step, and their gradients, in one call each: on a CPU `waves.cpp`. Further derivatives,
+A backend makes all sides of a step, and their gradients, in one call each: on a CPU `waves.cpp`, on a GPU
+`waves_triton`. Further derivatives,
 forward mode, `torch.func` and compiled or exported graphs use the expression in PyTorch, `Side.in_parts`.
 
 Suffixes: T tiles, G groups of tiles, n rows of a side, p width of its codes, H features, U 1 or T.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -142,26 +144,28 @@ _THREAD_WORK = 2**14
 """Sines and cosines that repay one more thread."""
 
 
-Pull = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
-Backend = Callable[[Sequence[Side], Sequence[Tensor]], Pull]
-"""Fills outputs [T, n, 2 H], and returns the function that fills gradients of all leaves from cotangents.
-
-Outputs and cotangents have rows last in memory.
-"""
+Pull = Callable[[Sequence[Tensor]], list[Tensor]]
+Backend = Callable[[Sequence[Side]], tuple[list[Tensor], Pull]]
+"""Makes outputs [T, n, 2 H], rows last in memory, and a function from their cotangents to gradients of all leaves."""
 
 
-def _native(sides: Sequence[Side], outputs: Sequence[Tensor]) -> Pull:
+def _native(sides: Sequence[Side]) -> tuple[list[Tensor], Pull]:
     """The backend of CPUs: `waves.cpp`, on an array of its `Wave`s."""
     fields: list[int] = []
+    outputs: list[Tensor] = []
     kept: list[Tensor] = []  # alive until backward, which reads them again
-    for side, out in zip(sides, outputs, strict=True):
-        (tiles, rows, features), (groups, width, _) = out.shape, side.weight.shape
+    for side in sides:
+        tiles, (groups, width, features) = len(side.weight if side.groups is None else side.groups), side.weight.shape
+        rows = side.codes.shape[1]
+        # Rows last in memory: products with few columns are faster so.
+        out = side.weight.new_empty_strided((tiles, rows, 2 * features), (2 * features * rows, 1, rows))
+        outputs.append(out)
         for x in side[:7]:
             if x is not None and not x.is_contiguous():
                 kept.append(x := x.contiguous())
             fields.append(0 if x is None else x.data_ptr())
         step = 0 if side.codes.shape[0] == 1 else rows * width
-        fields += (out.data_ptr(), 0, 0, 0, 0, tiles, groups, rows, width, features // 2, step)
+        fields += (out.data_ptr(), 0, 0, 0, 0, tiles, groups, rows, width, features, step)
         fields += (side.cosine_first, side.period or max(rows, 1))
     waves = array("q", fields)  # Ten times faster than an array of ctypes.
     kind = "f32" if outputs[0].dtype == torch.float32 else "f64"
@@ -171,18 +175,36 @@ def _native(sides: Sequence[Side], outputs: Sequence[Tensor]) -> Pull:
         function = getattr(native.library(), f"waves_{direction}_{kind}")
         function(ctypes.c_void_p(waves.buffer_info()[0]), ctypes.c_int64(len(sides)), threads)
 
-    def pull(cotangents: Sequence[Tensor], gradients: Sequence[Tensor], kept: Any = kept) -> None:
-        again, places = waves[:], iter([x.data_ptr() for x in gradients])
+    def pull(cotangents: Sequence[Tensor], kept: list[Tensor] = kept) -> list[Tensor]:
+        again, gradients = waves[:], list[Tensor]()
+        strides = [(g.shape[1] * g.shape[2], 1, g.shape[1]) for g in cotangents]
+        same = zip(cotangents, strides, strict=True)
+        cotangents = [g if g.stride() == stride else g.mT.contiguous().mT for g, stride in same]
         firsts = range(7, len(again), len(again) // len(sides))  # after the pointers of a side
         for first, side, g in zip(firsts, sides, cotangents, strict=True):
             again[first] = g.data_ptr()
             for i, x in enumerate(side[1:5], first + 1):
                 if x is not None:
-                    again[i] = next(places)
+                    gradients.append(d := torch.empty_like(x, memory_format=torch.contiguous_format))
+                    again[i] = d.data_ptr()
         run("backward", again)
+        return gradients
 
     run("forward", waves)
-    return pull
+    return outputs, pull
+
+
+@functools.cache
+def _triton(device_type: str) -> Backend | None:
+    """The backend of GPUs, if it makes a side of one row there."""
+    try:
+        from gbfunc.hypernets.kernels.waves_triton import backend
+
+        one = torch.ones(1, 1, 1, dtype=torch.float32, device=device_type)
+        ((made,), _) = backend([Side(one, one)])
+        return backend if abs(float(made[0, 0, 0]) - math.sin(1)) < 1e-5 else None
+    except Exception:  # any error: no Triton, no driver, or no C compiler for Triton
+        return None
 
 
 def _backend(sides: Sequence[Side], leaves: Sequence[Tensor], kernel: Kernel) -> Backend | None:
@@ -191,10 +213,13 @@ def _backend(sides: Sequence[Side], leaves: Sequence[Tensor], kernel: Kernel) ->
     # By this test torch refuses the Function: a transform may be of the inputs of the p-net alone.
     if torch._C._are_functorch_transforms_active():
         return None
-    kinds = {(x.dtype, x.is_cpu) for x in (*leaves, *[side.codes for side in sides])}
-    if kinds in ({(torch.float32, True)}, {(torch.float64, True)}) and have_memory(leaves):
+    kinds = {(x.dtype, x.device.type) for x in (*leaves, *[side.codes for side in sides])}
+    (dtype, device), *others = kinds
+    if others or dtype not in (torch.float32, torch.float64) or not have_memory(leaves):
+        return None
+    if device == "cpu":
         return _native if kernel == "compiled" or native.is_available(warn=False) else None
-    return None
+    return _triton(device) if device == "cuda" else None
 
 
 def _in_parts(sides: Sequence[Side], *leaves: Tensor) -> Tensors:
@@ -208,13 +233,7 @@ class _Waves(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, backend: Backend, sides: Sequence[Side], *leaves: Tensor) -> Tensors:  # pyright: ignore[reportIncompatibleMethodOverride]
-        outputs: list[Tensor] = []
-        for side in sides:
-            tiles = (side.weight if side.groups is None else side.groups).shape[0]
-            shape = tiles, side.codes.shape[1], 2 * side.weight.shape[2]
-            # Rows last in memory: products with few columns are faster so.
-            outputs.append(side.weight.new_empty_strided(shape, (shape[1] * shape[2], 1, shape[1])))
-        ctx.sides, ctx.pull = sides, backend(sides, outputs)
+        ctx.sides, (outputs, ctx.pull) = sides, backend(sides)
         ctx.save_for_backward(*leaves)
         return tuple(outputs)
 
@@ -224,11 +243,7 @@ class _Waves(torch.autograd.Function):
         if torch.is_grad_enabled() or not have_memory(cotangents):
             pull: Any = torch.func.vjp(functools.partial(_in_parts, ctx.sides), *leaves)[1]
             return None, None, *pull(cotangents)
-        gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in leaves]
-        strides = [(g.shape[1] * g.shape[2], 1, g.shape[1]) for g in cotangents]
-        same = zip(cotangents, strides, strict=True)
-        ctx.pull([g if g.stride() == stride else g.mT.contiguous().mT for g, stride in same], gradients)
-        return None, None, *gradients
+        return None, None, *ctx.pull(cotangents)
 
 
 def waves(sides: Sequence[Side], *, kernel: Kernel = "auto") -> list[Tensor]:
@@ -236,9 +251,9 @@ def waves(sides: Sequence[Side], *, kernel: Kernel = "auto") -> list[Tensor]:
 
     Args:
         sides: the sides, for a backend all of one dtype.
-        kernel: "compiled" is C++ on a CPU, in float32 or float64; "auto" is "compiled" if there is a C++ compiler.
-            Other tensors, transforms and compiled graphs use the operators of PyTorch, as "eager" and "reference" do;
-            "reference" computes a sine for each row.
+        kernel: "compiled" is C++ on a CPU and Triton on a GPU, in float32 or float64; "auto" is "compiled" if there is
+            a C++ compiler, or Triton. Other tensors, transforms and compiled graphs use the operators of PyTorch, as
+            "eager" and "reference" do; "reference" computes a sine for each row.
 
     Raises:
         RuntimeError: if "compiled" is asked for on a CPU, and no C++ compiler works.
