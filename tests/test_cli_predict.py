@@ -174,6 +174,10 @@ BAD_METADATA: dict[str, tuple[Any, str]] = {
         {"interface": [[1, 8, 8], 10], "mean": 4, "std": 1, "white": "nan"},
         "says white 'nan', expected",
     ),
+    "places": (
+        {"interface": [[1, 20_000, 20_000], 10], "pnet": "hf:vit", "pnet_config": {"patch_size": 1, "hidden_size": 12}},
+        "the network makes a tensor of more than 16,777,216 numbers",
+    ),
     "classes": ({"interface": [[1, 8, 8], 10], "classes": ["a"]}, "names classes ['a'], its network has 10"),
 }
 

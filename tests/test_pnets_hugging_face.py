@@ -77,6 +77,7 @@ def test_what_the_task_decides_is_filled_in() -> None:
         ("hf:gpt2", TEXT, {"vocab_size": 5}, "hf:gpt2 has 5 tokens, the task needs 30"),
         ("hf:gpt2", TEXT, {"n_positions": 4}, "hf:gpt2 reads 4 positions, the task's texts have 8"),
         ("hf:vit", IMAGE, {"num_hidden_layers": 100_000}, "has num_hidden_layers 100000, expected at most 65,536"),
+        ("hf:vit", Interface((1, 8, 8), 10**9), {}, "has num_labels 1000000000, expected at most 65,536"),
         ("hf:vit", IMAGE, {"_attn_implementation": "org/kernel"}, "which may load code"),
         ("hf:vit", TEXT, {}, "hf:vit is no causal language model"),
         ("hf:gpt2", IMAGE, {}, "hf:gpt2 is no image classifier"),

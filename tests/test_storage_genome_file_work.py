@@ -51,6 +51,14 @@ def means(n: int, count: int) -> str:
     return plan_json([], buffers=buffers)
 
 
+def many(gnets: int) -> str:
+    """Columns of one-hot rows, each of a g-net of its own, or all of one."""
+    columns = [linear(i, 900, 1, slots=[[i % gnets, 0, 1, 1.0]]) for i in range(400)]
+    plan = json.loads(plan_json(columns, encoding={"type": "one_hot"}))
+    plan["hypernets"] = [{"type": "periodic", "features": 1, "frequency": 1 + i} for i in range(gnets)]
+    return json.dumps(plan | {"encodings": [*plan["encodings"], {"type": "binary"}]})
+
+
 GRID = {"type": "grid", "dims": [2000, 2000]}
 KERNEL = {"type": "per_axis", "channels": {"type": "binary"}, "positions": GRID, "n_positions": 4_000_000}
 TRIPLE = {"shape": [3, 1], "kind": "attention_in", "slots": [[0, 0, 0, 1.0]] * 3}
@@ -73,6 +81,9 @@ WORK: dict[str, Callable[[], bytes]] = {
     "many direct tensors": lambda: coded(9, direct(*[[1, 1]] * 16_000), stream(16_000)),
     "as many parts as are allowed": lambda: coded(9, direct(*[[1, 1]] * 2_100), stream(2_100)),
     "groups of tiles": lambda: coded(9, TILES, bytes(9999)),
+    "one code of many g-nets": lambda: coded(9, many(400), stream(2400)),
+    "many codes of one g-net": lambda: coded(9, many(1), stream(2400)),
+    "lines": lambda: coded(2, plan_json([{"name": "a", "shape": [1], "dtype": "a\nb"}])),
     "lists": lambda: coded(2, plan_json([], metadata=[{"a": [1]}] * 65_000)),
     "numbers": lambda: coded(2, plan_json([], metadata=[1.5] * 500_000)),
     "texts": lambda: coded(2, plan_json([], metadata=["ab"] * 800_000)),

@@ -71,7 +71,7 @@ def read_genome(
                 words = words.format(held, here)
                 raise ValueError(f"{path} holds {words}: --data-dir must name data with the same ones")
     # A base may be the weights of a seed. Pretrained networks register each parameter more than once.
-    with at_most(4 * plan.pnet_params + (1 << 20)):
+    with at_most(4 * (plan.pnet_params + plan.buffer_bytes) + (1 << 20)):
         net = task.build(getattr(data, "seed", 0))
     return plan, task, _network(path, plan, genome, net)
 
@@ -148,7 +148,7 @@ def _fitted(task: Task, plan: gb.Plan, path: Path, config: Mapping[str, Any]) ->
         raise ValueError(f"{holds}, which is no {pnet.name} for the task {task.name}: {error}") from error
     asked = find_pnet(pnet.name, task.interface, {**held.config, **config}).config
     if wrong := [name for name in asked if asked[name] != held.config[name]]:
-        says, holds = (", ".join(f"{name} {values[name]}" for name in wrong) for values in (asked, held.config))
+        says, holds = (", ".join(f"{name} {values[name]!s:.80}" for name in wrong) for values in (asked, held.config))
         raise ValueError(f"--pnet-config says {says}, but {path} holds {holds}")
     return held
 

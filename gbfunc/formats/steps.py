@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -154,14 +154,15 @@ class Quantised(NamedTuple):
 @lru_cache(maxsize=16)
 def parts_of(plan: Any, statistics: bool = True) -> tuple[Part, ...]:
     """The parts of all trained leaves and of statistics; parts that others depend on come first."""
-    found = []
+    found, means = [], cache(_mean_squares)
     for e in plan.ensembles:
         for name, leaf in e.leaves.items():
             spans = [(s.first, s.first + s.slot.grid.n_tiles) for s in e.spans]
             gain = None if leaf.gain is None else f"{GNET}{e.name}/{leaf.gain}"
+            finer = _finer(e, leaf, means)
             for first, last in spans if leaf.scope == "tile" else [(0, e.n_groups)]:
                 shape = (last - first, *leaf.shape)
-                found.append(Part(f"{GNET}{e.name}/{name}", first, last, shape, gain, _finer(e, leaf), leaf.period))
+                found.append(Part(f"{GNET}{e.name}/{name}", first, last, shape, gain, finer, leaf.period))
     floating = (t for t in plan.direct if DTYPES[t.dtype].is_floating_point)
     found += [Part(f"{DIRECT}{t.name}", 0, None, tuple(t.shape)) for t in floating]
     found.sort(key=lambda part: part.gain is not None)
@@ -170,13 +171,13 @@ def parts_of(plan: Any, statistics: bool = True) -> tuple[Part, ...]:
     return tuple(found)
 
 
-def _finer(ensemble: Any, leaf: Any) -> tuple[int, ...]:
+def _finer(ensemble: Any, leaf: Any, mean_squares: Callable[..., Any]) -> tuple[int, ...]:
     if leaf.codes is None:
         return ()
     sides = Counter[Side]()
     for span in ensemble.spans:
         sides[_side(span.slot, leaf.codes == "row")] += span.slot.grid.n_tiles
-    means = np.average([_mean_squares(*side) for side in sides], axis=0, weights=[*sides.values()])
+    means = np.average([mean_squares(*side) for side in sides], axis=0, weights=[*sides.values()])
     return tuple(min(FINEST, max(COARSEST, round(math.log2(x)))) if x > 0 else 0 for x in means.tolist())
 
 

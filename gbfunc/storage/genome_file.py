@@ -147,7 +147,8 @@ def _opened(path: str | os.PathLike[str], max_params: int | None = None) -> Iter
     try:
         yield _open(Path(path), max_params)
     except (SafetensorError, ValueError, OSError, MemoryError, RuntimeError) as error:
-        raise ValueError(f"{os.fspath(path)!r} is not a valid genome: {error}") from error
+        said = " ".join(str(error).split())[:1000]
+        raise ValueError(f"{os.fspath(path)!r} is not a valid genome: {said}") from error
 
 
 def is_genome(path: Path) -> bool:

@@ -10,7 +10,7 @@ import re
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -19,7 +19,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gbfunc.encoding import Encoding
 from gbfunc.hypernets import Hypernet, periodic
@@ -141,21 +145,40 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
+class _AtMost(TorchDispatchMode):
+    """Refuses operations whose results have more numbers, before they are made."""
+
+    def __init__(self, numbers: int) -> None:
+        super().__init__()
+        self._numbers = numbers
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        sizes = [x for x in args if isinstance(x, list | tuple) and all(type(n) is int for n in x)]
+        with suppress(RuntimeError):  # Shapes that do not broadcast
+            sizes.append(torch.broadcast_shapes(*(x.shape for x in args if isinstance(x, torch.Tensor))))
+        if max(map(math.prod, sizes)) > self._numbers:
+            raise ValueError(f"the network makes a tensor of more than {self._numbers:,} numbers")
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
-def at_most(params: int, names: int = 1 << 15) -> Iterator[None]:
-    """Raise `ValueError` as soon as modules that are made inside have more parameters, or more names of parameters."""
+def at_most(numbers: int, names: int = 1 << 15) -> Iterator[None]:
+    """Raise `ValueError` as soon as modules that are made inside have more numbers, or more names of tensors.
+
+    Numbers are those of parameters and buffers; other tensors may have 2^24 numbers each, or as many.
+    """
     held = [0, 0]
 
-    def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        held[:] = held[0] + (0 if parameter is None else parameter.numel()), held[1] + 1
-        if held[0] > params or held[1] > names:
-            raise ValueError(f"the network has more than {params:,} parameters or {names:,} tensors")
+    def count(module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
+        held[:] = held[0] + (0 if tensor is None else tensor.numel()), held[1] + 1
+        if held[0] > numbers or held[1] > names:
+            raise ValueError(f"the network has more than {numbers:,} numbers or {names:,} tensors")
 
-    handle = register_module_parameter_registration_hook(count)
-    try:
+    with ExitStack() as stack:
+        for register in (register_module_parameter_registration_hook, register_module_buffer_registration_hook):
+            stack.callback(register(count).remove)
+        stack.enter_context(_AtMost(max(numbers, 1 << 24)))
         yield
-    finally:
-        handle.remove()
 
 
 def check_reads(pnet: str, interface: Interface, kind: str, ndim: int | None = None, least: int = 1) -> None:

@@ -73,10 +73,10 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
         raise ValueError(f"{pretrained} holds a network of type {template.model_type}, got {PREFIX}{model_type}")
     if unknown := [field for field in config if not hasattr(template, field)]:
         raise ValueError(f"the configuration of {name} has no fields {unknown}")
-    _check_fields(name, config)
     # Names that all models know, such as hidden_size, are the model's from here on: n_embd, say.
     given = {template.attribute_map.get(field, field): value for field, value in config.items()}
     fields = (_from_task(interface, template) if folder is None else _without_dropout(template)) | given
+    _check_fields(name, fields if folder is None else given)
     try:
         full = _configuration(model_type, folder, **fields)
     except Exception as error:  # Its own validation raises many types.
