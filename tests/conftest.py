@@ -85,6 +85,19 @@ def graphs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
 
 
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs `gbfunc` with arguments, asserts its exit status, and returns what it wrote: `out` and `err`."""
+    from gbfunc.cli import main
+
+    def run(arguments: list[Any], code: int = 0) -> Any:
+        capsys.readouterr()
+        assert main([str(argument) for argument in arguments]) == code
+        return capsys.readouterr()
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder of real data sets: `GBFUNC_DATA`, else `../shared/data` beside the repository."""

@@ -126,8 +126,7 @@ def test_the_step_adds_the_gradient_of_bits(trained: Any) -> None:
     found = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
     plain = gb.torch_optimizer(torch.optim.SGD, lr=1.0)
     train_step = gb.make_train_step(plan, pnet, loss_fn, plain, rounding=steps)
-    start = train_step.init(0)._replace(gnets=state.gnets, direct=state.direct)
-    after, _ = train_step(start, batch)
+    after, _ = train_step(train_step.init(0)._replace(gnets=state.gnets, direct=state.direct), batch)
     for name, x in flat_genome(after).items():
         expected = leaves[name].detach() - found[name] - rate[name]
         torch.testing.assert_close(x, expected, rtol=1e-4, atol=1e-5, msg=name)

@@ -148,8 +148,7 @@ def test_what_is_frozen_is_in_no_plan_and_no_file(tmp_path: Path) -> None:
     assert [t.role for t in plan.tensors] == ["delta", "direct", "direct"] and not plan.buffers
     assert plan.base is not None and plan.base.params == sum(p.numel() for p in pnet.body.parameters())
     assert plan.pnet_params == sum(p.numel() for p in pnet.parameters())
-    genome = gb.init_genome(plan, pnet)
-    size = gb.save(tmp_path / "g.safetensors", plan, genome)
+    size = gb.save(tmp_path / "g.safetensors", plan, gb.init_genome(plan, pnet))
     assert size == genome_file_bytes(plan)
     with safe_open(tmp_path / "g.safetensors", framework="pt") as file:
         assert sum(file.get_tensor(k).numel() for k in file.keys()) == plan.genome_params  # noqa: SIM118
@@ -217,8 +216,7 @@ def test_statistics_of_a_base_stay_as_they_are() -> None:
 
 def test_a_base_that_changes_its_buffers_is_refused() -> None:
     pnet: Any = Net(lambda net, x: net.layer(x + net.calls.add_(1)), layer=nn.Linear(6, 3), calls=torch.zeros(()))
-    plan = gb.make_plan(pnet, gb.periodic(2), base="own")
-    step = gb.make_train_step(plan, pnet, loss_fn, SGD)
+    step = gb.make_train_step(gb.make_plan(pnet, gb.periodic(2), base="own"), pnet, loss_fn, SGD)
     with pytest.raises(ValueError, match="modules_to_save: 'calls'"):
         step(step.init(0), torch.randn(4, 6))
     assert float(pnet.calls) == 0

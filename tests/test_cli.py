@@ -4,7 +4,7 @@ import csv
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -33,9 +33,9 @@ def read(folder: Path) -> tuple[dict, list[dict[str, str]]]:
     return json.loads((folder / "metrics.json").read_text()), rows
 
 
-def test_train_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_writes_what_it_measured(tmp_path: Path, command: Any) -> None:
     out = tmp_path / "a" / "run"
-    assert main(["train", *QUICK, "--seed", "4", "--out", str(out)]) == 0
+    told = command(["train", *QUICK, "--seed", "4", "--out", out])
     metrics, rows = read(out)
     assert METRICS <= metrics.keys()
     assert metrics["task"] == "digits" and metrics["hypernet"] == "periodic" and metrics["seed"] == 4
@@ -54,16 +54,14 @@ def test_train_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFix
     task = TASKS["digits"]()
     net = gb.materialize(plan, genome, mlp((64, 48, 10), 0))
     assert accuracy(net, task.test) == metrics["test_accuracy"] > 0.2
-    told = capsys.readouterr()
     assert "\r" not in told.err and "\x1b" not in told.err + told.out
     assert told.err.splitlines() == [line for line in told.err.splitlines() if line.startswith("genome: step ")]
     assert f"{metrics['test_accuracy']:.2%}" in told.out
 
-    assert main(["eval", "--genome", str(out / "genome.safetensors")]) == 0
-    assert f"{metrics['test_accuracy']:.2%}" in capsys.readouterr().out
+    assert f"{metrics['test_accuracy']:.2%}" in command(["eval", "--genome", str(out / "genome.safetensors")]).out
 
 
-def test_dense_trains_the_net_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dense_trains_the_net_itself(tmp_path: Path, command: Any) -> None:
     sizes = ["--sizes", "64", "24", "10", "--epochs", "2"]
     assert main(["train", "--dense", *sizes, "--seed", "1", "--out", str(tmp_path)]) == 0
     metrics, rows = read(tmp_path)
@@ -77,9 +75,7 @@ def test_dense_trains_the_net_itself(tmp_path: Path, capsys: pytest.CaptureFixtu
     recipe = replace(task.recipe(metrics["genome_params"]), epochs=2)
     again = fit(dense_trainer(task.build(1), task, recipe), task, recipe, 1).history
     assert again[-1]["train_loss"] == pytest.approx(metrics["train_loss"], rel=1e-4)
-    capsys.readouterr()
-    assert main(["eval", "--genome", str(tmp_path / "genome.safetensors")]) == 0
-    assert f"{metrics['test_accuracy']:.2%}" in capsys.readouterr().out
+    assert f"{metrics['test_accuracy']:.2%}" in command(["eval", "--genome", str(tmp_path / "genome.safetensors")]).out
 
 
 def test_the_same_seed_gives_the_same_genome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,13 +111,12 @@ def test_names_cover_the_tables() -> None:
     assert set(get_args(HypernetName)) == set(HYPERNETS) - {"constant", "module"}
 
 
-def test_a_finished_training_is_replaced_only_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_training_is_replaced_only_if_asked(tmp_path: Path, command: Any) -> None:
     train = ["train", *SMALL, "--steps", "1", "--out", str(tmp_path)]
     assert main(train) == 0
     genome = (tmp_path / "genome.safetensors").read_bytes()
     for resume in ([], ["--resume", "auto"]):
-        assert main([*train, "--seed", "1", *resume]) == 2
-        told = capsys.readouterr().err.splitlines()[-1]
+        told = command([*train, "--seed", "1", *resume], 2).err.splitlines()[-1]
         assert told.endswith("holds a finished training: --overwrite replaces it, or choose another --out")
     assert (tmp_path / "genome.safetensors").read_bytes() == genome
     assert main([*train, "--seed", "1", "--overwrite"]) == 0
@@ -186,11 +181,9 @@ def test_dtype_rounds_the_genome_that_is_measured(tmp_path: Path, capsys: pytest
         assert f"{len(data):,}" in capsys.readouterr().out
 
 
-def test_plan_tells_the_size_as_it_is_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_tells_the_size_as_it_is_stored(tmp_path: Path, command: Any) -> None:
     assert main(["train", *BRIEF, "--dtype", "int5", "--out", str(tmp_path)]) == 0
-    capsys.readouterr()
-    assert main(["plan", "--config", str(tmp_path / "config.toml")]) == 0
-    told = capsys.readouterr().out
+    told = command(["plan", "--config", str(tmp_path / "config.toml")]).out
     plan, genome = gb.load(tmp_path / "genome.safetensors")
     said = gb.load_metadata(tmp_path / "genome.safetensors")
     assert told == plan.report("int5", metadata=said) + "\n" != plan.report() + "\n"

@@ -42,7 +42,6 @@ def test_an_adapter_is_trained_and_read_back(model: list[str], tmp_path: Path, c
     assert {t.name for t in plan.tensors if not t.base} == {"classifier.weight", "classifier.bias"}
     assert len([t for t in plan.tensors if t.base]) == 6
     assert (out / "genome.safetensors").stat().st_size < 5_000
-    capsys.readouterr()
     assert main(["eval", *model, "--genome", str(out / "genome.safetensors")]) == 0
     assert f"{metrics['test_accuracy']:.2%}" in capsys.readouterr().out
     _, task, net = read_genome(out / "genome.safetensors", DataOptions("texts", Path(model[3]), pretrained=model[5]))
@@ -52,7 +51,7 @@ def test_an_adapter_is_trained_and_read_back(model: list[str], tmp_path: Path, c
     assert not torch.equal(net.get_parameter(changed), base.get_parameter(changed))
 
 
-def test_another_base_is_refused(model: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_base_is_refused(model: list[str], tmp_path: Path, command: Any) -> None:
     out = tmp_path / "out"
     assert main(["train", *model, *SHORT, "--out", str(out)]) == 0
     other = [*model[:-1], str(save_network(tmp_path / "other", seed=8))]
@@ -60,10 +59,8 @@ def test_another_base_is_refused(model: list[str], tmp_path: Path, capsys: pytes
     gb.save(silent, *gb.load(genome))
     # The file names its base, where it says anything.
     assert main(["eval", *model[2:4], "--genome", str(genome)]) == 0
-    capsys.readouterr()
     for wrong, path in ((other, genome), (model[:4], silent)):
-        assert main(["eval", *wrong, "--genome", str(path)]) == 2
-        told = capsys.readouterr().err
+        told = command(["eval", *wrong, "--genome", str(path)], 2).err
         assert told.count("\n") == 1 and "is an adapter of a network of 3,520 parameters, the base that" in told
 
 

@@ -86,13 +86,11 @@ def test_from_every_checkpoint_it_ends_the_same(straight: Any, tmp_path: Path) -
         assert course(out) == straight and not (out / "checkpoints").exists()
 
 
-def test_finished_it_is_only_measured(straight: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(keeping(tmp_path, 100)) == 0
-    first = capsys.readouterr()
+def test_finished_it_is_only_measured(straight: Any, tmp_path: Path, command: Any) -> None:
+    first = command(keeping(tmp_path, 100))
     assert files(tmp_path) == [f"step-000000{STEPS}.safetensors"]
     (tmp_path / "genome.safetensors").unlink()
-    assert main(keeping(tmp_path, 100, "--resume", "auto")) == 0
-    again = capsys.readouterr()
+    again = command(keeping(tmp_path, 100, "--resume", "auto"))
     assert course(tmp_path) == straight
     assert again.err.count("\n") == 1 and "training is finished, only measured again" in again.err
     assert [line for line in again.out.splitlines() if "training" not in line] == [
@@ -100,43 +98,37 @@ def test_finished_it_is_only_measured(straight: Any, tmp_path: Path, capsys: pyt
     ]
 
 
-def test_finished_it_keeps_what_is_known_and_finetunes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_finished_it_keeps_what_is_known_and_finetunes(tmp_path: Path, command: Any) -> None:
     tuning = ["--dtype", "int8", "--finetune", "3", "--overwrite"]
-    assert main(keeping(tmp_path, 100, *tuning)) == 0
-    first, printed = json.loads((tmp_path / "metrics.json").read_text()), capsys.readouterr().out
+    printed = command(keeping(tmp_path, 100, *tuning)).out
+    first = json.loads((tmp_path / "metrics.json").read_text())
     # The folder of the training holds the checkpoints.
-    assert main(keeping(tmp_path, 100, *tuning, "--resume", str(tmp_path))) == 0
-    told = capsys.readouterr()
+    told = command(keeping(tmp_path, 100, *tuning, "--resume", str(tmp_path)))
     again = json.loads((tmp_path / "metrics.json").read_text())
     assert "training is finished, then --finetune takes its 3 steps\n" in told.err and "measured" not in told.err
     assert again.keys() == first.keys() and again["model_flops_per_step"] == first["model_flops_per_step"]
     assert "training, p-net" in printed and "training, p-net" in told.out
 
 
-def test_damaged_ones_are_passed_over_and_told(
-    straight: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_ones_are_passed_over_and_told(straight: Any, tmp_path: Path, command: Any) -> None:
     assert main(keeping(tmp_path, 4, "--keep", "9")) == 0
     folder = tmp_path / "checkpoints"
     (folder / "step-00000015.safetensors").write_bytes(b"")
     data = bytearray((folder / "step-00000012.safetensors").read_bytes())
     data[-1] ^= 1
     (folder / "step-00000012.safetensors").write_bytes(data)
-    capsys.readouterr()
-    assert main(keeping(tmp_path, 4, "--resume", "auto")) == 0
-    lines = capsys.readouterr().err.splitlines()
+    lines = command(keeping(tmp_path, 4, "--resume", "auto")).err.splitlines()
     for line, step in zip(lines, (15, 12), strict=False):
         assert line.startswith(f"gbfunc: skipped step-000000{step}.safetensors: it is damaged")
     assert lines[2].endswith("step-00000008.safetensors")
     assert course(tmp_path) == straight
-    capsys.readouterr()
     # One that the user names must be valid.
     (folder / "step-00000012.safetensors").write_bytes(data)
-    assert main([*ARGS, "--resume", str(folder / "step-00000012.safetensors")]) == 2
-    assert "is not a checkpoint to go on from: it is damaged" in capsys.readouterr().err
+    told = command([*ARGS, "--resume", folder / "step-00000012.safetensors"], 2).err
+    assert "is not a checkpoint to go on from: it is damaged" in told
 
 
-def test_other_settings_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_settings_are_refused_by_name(tmp_path: Path, command: Any) -> None:
     assert main(keeping(tmp_path, 100)) == 0
     whole = (tmp_path / "checkpoints" / "step-00000015.safetensors").read_bytes()
     config = (tmp_path / "config.toml").read_bytes()
@@ -147,24 +139,19 @@ def test_other_settings_are_refused_by_name(tmp_path: Path, capsys: pytest.Captu
         (["--genome-params", "180"], "another plan (genome_params"),
         (["--hypernet", "low_rank"], "another plan (genome_params"),
     ):
-        capsys.readouterr()
-        assert main(keeping(tmp_path, 100, "--resume", "auto", *more)) == 2
-        told = capsys.readouterr().err
+        told = command(keeping(tmp_path, 100, "--resume", "auto", *more), 2).err
         assert words in told and told.count("\n") == 1
     assert (tmp_path / "checkpoints" / "step-00000015.safetensors").read_bytes() == whole
     assert (tmp_path / "config.toml").read_bytes() == config
     # A new training does not mix with an old one.
-    assert main(keeping(tmp_path, 100)) == 2
-    assert "holds a finished training: --overwrite replaces it" in capsys.readouterr().err
+    assert "holds a finished training: --overwrite replaces it" in command(keeping(tmp_path, 100), 2).err
 
 
-def test_changes_that_are_allowed_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changes_that_are_allowed_are_told(tmp_path: Path, command: Any) -> None:
     assert main(keeping(tmp_path, 100)) == 0
     more = keeping(tmp_path, 100, "--resume", "auto", "--epochs", "4", "--lr", "0.01")
-    assert main(more) == 2
-    assert "; --allow-changes goes on nevertheless" in capsys.readouterr().err
-    assert main([*more, "--allow-changes"]) == 0
-    told = [line for line in capsys.readouterr().err.splitlines() if "changed" in line]
+    assert "; --allow-changes goes on nevertheless" in command(more, 2).err
+    told = [line for line in command([*more, "--allow-changes"]).err.splitlines() if "changed" in line]
     assert told and all(line.startswith("gbfunc: changed: ") and "(schedule " in line for line in told)
     assert [row["step"] for row in course(tmp_path)[1]] == ["5", "10", "15", "20"]
     assert files(tmp_path) == [f"step-000000{STEPS}.safetensors", "step-00000020.safetensors"]
@@ -172,8 +159,7 @@ def test_changes_that_are_allowed_are_told(tmp_path: Path, capsys: pytest.Captur
         (["--epochs", "3"], "step-00000020.safetensors is of step 20, the training shall have 15"),
         (["--batch-size", "100", "--epochs", "9"], "trained with other settings: batch_size 200, now 100"),
     ):
-        assert main(keeping(tmp_path, 100, "--resume", "auto", "--allow-changes", *other)) == 2
-        assert words in capsys.readouterr().err
+        assert words in command(keeping(tmp_path, 100, "--resume", "auto", "--allow-changes", *other), 2).err
 
 
 def test_a_full_disk_does_not_end_training(
@@ -190,7 +176,7 @@ def test_a_full_disk_does_not_end_training(
 
 
 def test_what_is_no_checkpoint_of_a_training_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any
 ) -> None:
     save = gb.Checkpointer.save
     monkeypatch.setattr(gb.Checkpointer, "save", lambda self, state, extra: save(self, state))
@@ -200,5 +186,4 @@ def test_what_is_no_checkpoint_of_a_training_is_refused(
         (tmp_path / "checkpoints", "was not saved by gbfunc train"),
         (genome, f"--resume: {genome} is a genome, not a checkpoint: a training that kept some has them in {tmp_path}"),
     ):
-        assert main([*ARGS, "--resume", str(source)]) == 2
-        assert words in capsys.readouterr().err.splitlines()[-1]
+        assert words in command([*ARGS, "--resume", str(source)], 2).err.splitlines()[-1]

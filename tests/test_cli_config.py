@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -76,16 +77,14 @@ def test_the_command_line_wins_over_alternatives_too(tmp_path: Path, capsys: pyt
     assert "give at most one of --epochs and --steps, got 1 and 2" in capsys.readouterr().err
 
 
-def test_other_commands_take_what_they_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_commands_take_what_they_share(tmp_path: Path, command: Any) -> None:
     assert main(["train", *SMALL, "--out", str(tmp_path)]) == 0
     config = str(tmp_path / "config.toml")
     accuracy = json.loads((tmp_path / "metrics.json").read_text())["test_accuracy"]
-    capsys.readouterr()
-    assert main(["eval", "--config", config, "--genome", str(tmp_path / "genome.safetensors")]) == 0
-    assert f"{accuracy:.2%}" in capsys.readouterr().out
+    evaluation = ["eval", "--config", config, "--genome", tmp_path / "genome.safetensors"]
+    assert f"{accuracy:.2%}" in command(evaluation).out
     # What is a device to train on is a file where ranks are planned.
-    assert main(["plan", "--config", config]) == 0
-    assert "1,810" in capsys.readouterr().out
+    assert "1,810" in command(["plan", "--config", config]).out
     assert not any(word.startswith("--device") for word in config_words("plan", ["--config", config])[1])
 
 

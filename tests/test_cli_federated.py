@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ pytest.importorskip("flwr", reason="its versions of other packages are not those
 FEDERATED = ["federated", "--sizes", "64", "55", "10", "--genome-params", "400", "--clients", "10", "--sample", "3"]
 
 
-def test_the_command_learns_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_learns_and_goes_on(tmp_path: Path, command: Any) -> None:
     out = tmp_path / "out"
     options = [*FEDERATED, "--alpha", "0.5", "--local-steps", "10", "--schedule", "constant", "--out", str(out)]
     assert main([*options, "--rounds", "12"]) == 0
@@ -26,8 +27,7 @@ def test_the_command_learns_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
     assert metrics["largest_reply"] < 400 / 2 + 450 and metrics["bytes_down"] < 36 * (400 + 750)
     plan, genome = gb.load(out / "genome.safetensors")
     assert plan.genome_params <= 400 and len(gb.flatten(genome)[0]) == plan.genome_params
-    assert main([*options, "--rounds", "14"]) == 2
-    assert "--resume goes on with it" in capsys.readouterr().err
+    assert "--resume goes on with it" in command([*options, "--rounds", "14"], 2).err
     assert main([*options, "--rounds", "14", "--resume"]) == 0
     again = json.loads((out / "metrics.json").read_text())
     assert again["rounds"] == 14
@@ -64,11 +64,8 @@ def test_clients_share_texts(shared_data: Path, capsys: pytest.CaptureFixture[st
         (["--clients", "1000"], "1000 clients need 10 examples each"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(
-    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*FEDERATED, *options]) == 2
-    assert words in capsys.readouterr().err
+def test_options_that_do_not_fit_are_refused(options: list[str], words: str, command: Any) -> None:
+    assert words in command([*FEDERATED, *options], 2).err
 
 
 @pytest.mark.parametrize(("name", "sample"), [("Krum", 5), ("MultiKrum", 5), ("Bulyan", 7), ("FedTrimmedAvg", 5)])

@@ -140,13 +140,10 @@ def test_it_says_where_it_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert metrics["data_digest"] != data_digest(task)
 
 
-def test_a_log_needs_its_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_log_needs_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
     for package in ("tensorboard", "wandb"):
         monkeypatch.setitem(sys.modules, package, None)
-        assert main(["train", *SMALL, "--steps", "1", "--log", package, "--out", str(tmp_path)]) == 2
-        told = capsys.readouterr().err
+        told = command(["train", *SMALL, "--steps", "1", "--log", package, "--out", str(tmp_path)], 2).err
         assert f"pip install 'gbfunc[{package}]'" in told and told.count("\n") == 1
 
 

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -146,8 +147,5 @@ def test_numbers_of_own_tasks_may_be_tensors(train: list[str]) -> None:
         ("few", "a pass of 1197 examples has 18 full batches of 64, got 5"),
     ],
 )
-def test_own_tasks_that_cannot_be_are_refused(
-    name: str, words: str, train: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*train, f"own_tasks:{name}", "--steps", "20"]) == 2
-    assert words in capsys.readouterr().err.splitlines()[-1]
+def test_own_tasks_that_cannot_be_are_refused(name: str, words: str, train: list[str], command: Any) -> None:
+    assert words in command([*train, f"own_tasks:{name}", "--steps", "20"], 2).err.splitlines()[-1]

@@ -3,6 +3,7 @@
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,15 +20,13 @@ from tests.support.tensor_cases import next_token
 SMALL = ["plan", "--compression", "5", "--sizes", "64", "32", "32", "10"]
 
 
-def test_plan_lists_layouts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--ranks", "4", "--memory", "16GB", "--link", "100Gbit", "--batch-size", "64"]) == 0
-    out = capsys.readouterr().out
+def test_plan_lists_layouts(tmp_path: Path, command: Any) -> None:
+    out = command([*SMALL, "--ranks", "4", "--memory", "16GB", "--link", "100Gbit", "--batch-size", "64"]).out
     assert "whole model" in out
     assert "fewest ranks   1 (of 16 GB each)" in out and "dense, FSDP" in out
     path = tmp_path / "device.json"
     path.write_text(DeviceSpec(memory=1e4).to_json())
-    assert main([*SMALL, "--ranks", "2", "--device", str(path)]) == 0
-    assert "0 layouts of 2 ranks fit" in capsys.readouterr().out
+    assert "0 layouts of 2 ranks fit" in command([*SMALL, "--ranks", "2", "--device", str(path)]).out
 
 
 def test_rows_fit_and_are_options_of_a_training() -> None:
@@ -47,7 +46,7 @@ def test_rows_fit_and_are_options_of_a_training() -> None:
 
 
 def test_layers_of_an_own_p_net_are_split_as_a_function_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "own_styles", raising=False)
@@ -56,13 +55,11 @@ def test_layers_of_an_own_p_net_are_split_as_a_function_says(
         "def styles(pnet):\n    return {'0': ColwiseParallel(), '2': RowwiseParallel()}\n"
         "def none(pnet):\n    return None\n"
     )
-    assert main([*SMALL, "--ranks", "2"]) == 0
-    refused = capsys.readouterr().out
+    refused = command([*SMALL, "--ranks", "2"]).out
     assert "--mesh tensor=2: " in refused and "parallel={'up': ColwiseParallel()" in " ".join(refused.split())
-    assert main([*SMALL, "--ranks", "2", "--parallel", "own_styles:styles"]) == 0
-    assert "--mesh tensor=2\n" in capsys.readouterr().out
-    assert main([*SMALL, "--ranks", "2", "--parallel", "own_styles:none"]) == 2
-    assert "--parallel own_styles:none must return styles by the names of modules, got None" in capsys.readouterr().err
+    assert "--mesh tensor=2\n" in command([*SMALL, "--ranks", "2", "--parallel", "own_styles:styles"]).out
+    told = command([*SMALL, "--ranks", "2", "--parallel", "own_styles:none"], 2).err
+    assert "--parallel own_styles:none must return styles by the names of modules, got None" in told
 
 
 def test_units_of_memory_and_of_a_link() -> None:

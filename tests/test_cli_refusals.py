@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,23 +77,19 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize(("words", "message"), OPTIONS)
-def test_wrong_options(
-    words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_options(words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(words.split()) == 2
-    told = capsys.readouterr()
+    told = command(words.split(), 2)
     assert told.out == "" and told.err.count("\n") == 1
     assert told.err.startswith("gbfunc: error: ") and message in told.err and "Errno" not in told.err
     assert not list(tmp_path.iterdir()), "a refused command leaves no folder"
 
 
-@pytest.mark.parametrize("command", ["train", "demo", "compare", "bench", "federated"])
+@pytest.mark.parametrize("name", ["train", "demo", "compare", "bench", "federated"])
 @pytest.mark.parametrize("below", ["", "a/b"])
-def test_out_that_is_a_file(command: str, below: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_out_that_is_a_file(name: str, below: str, tmp_path: Path, command: Any) -> None:
     (tmp_path / "file").write_text("mine")
-    assert main([command, "--out", str(tmp_path / "file" / below)]) == 2
-    told = capsys.readouterr().err
+    told = command([name, "--out", str(tmp_path / "file" / below)], 2).err
     assert f"{tmp_path / 'file'} is a file, expected a folder" in told and told.count("\n") == 1
 
 
@@ -123,12 +120,9 @@ PLANS = [
     ("option", "name", "text", "message"),
     [("--config", *case) for case in FILES] + [("--plan-config", "plan.toml", *case) for case in PLANS],
 )
-def test_wrong_files_of_options(
-    option: str, name: str, text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_files_of_options(option: str, name: str, text: str, message: str, tmp_path: Path, command: Any) -> None:
     (tmp_path / name).write_text(text)
-    assert main(["train", "--sizes", "64", "48", "10", option, str(tmp_path / name)]) == 2
-    told = capsys.readouterr().err
+    told = command(["train", "--sizes", "64", "48", "10", option, str(tmp_path / name)], 2).err
     assert message in told and told.count("\n") == 1
 
 
@@ -138,7 +132,7 @@ def test_the_file_is_not_blamed_for_what_the_arguments_say(tmp_path: Path, capsy
     assert "error: --epochs must be INT, got 'x'" in capsys.readouterr().err
 
 
-def test_genomes_that_do_not_fit(tmp_path: Path, shared_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_genomes_that_do_not_fit(tmp_path: Path, shared_data: Path, command: Any) -> None:
     assert main(["train", *SMALL, "--steps", "1", "--out", str(tmp_path / "run")]) == 0
     (tmp_path / "none").write_bytes(b"not a genome")
     path, data = tmp_path / "run" / "genome.safetensors", str(shared_data / "mnist")
@@ -156,9 +150,7 @@ def test_genomes_that_do_not_fit(tmp_path: Path, shared_data: Path, capsys: pyte
         (["export", *genome, "--out", str(path.parent / "metrics.json" / "net.onnx")], "is a file, expected a folder"),
         (["export", *genome, "--out", str(path.parent)], "run is a folder, expected a file"),
     ):
-        capsys.readouterr()
-        assert main(argv) == 2
-        told = capsys.readouterr()
+        told = command(argv, 2)
         assert message in told.err and told.err.count("\n") == 1 and told.out == ""
     assert path.read_bytes() == before and sorted(p.name for p in tmp_path.iterdir()) == ["none", "run"]
     assert main(["eval", *genome, "--pnet-config", json.dumps({"hidden": [48]})]) == 0

@@ -57,14 +57,13 @@ def test_a_line_of_progress_fits() -> None:
 
 
 def test_numbers_are_kept_and_shown_without_pictures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any
 ) -> None:
     def failing(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("gbfunc.plots.learning_curve", failing)
-    assert main(["train", *BRIEF, "--out", str(tmp_path)]) == 0
-    said, told = capsys.readouterr()
+    said, told = command(["train", *BRIEF, "--out", tmp_path])
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     table, course = said.split("└")
     assert f"{metrics['test_accuracy']:.2%}" in table and "training" not in table
@@ -72,8 +71,7 @@ def test_numbers_are_kept_and_shown_without_pictures(
     assert "warning: learning_curve.png could not be written: [Errno 28] No space left on device" in told
     assert f"{tmp_path}: best.safetensors, config.toml, genome.safetensors, history.csv, metrics.json\n" in said
     assert f"try next: gbfunc eval --genome {tmp_path / 'genome.safetensors'}" in said
-    assert main(["train", *BRIEF]) == 0
-    assert "nothing was written; --out DIR keeps the genome" in capsys.readouterr().out
+    assert "nothing was written; --out DIR keeps the genome" in command(["train", *BRIEF]).out
 
 
 def test_an_interrupted_training_says_what_is_there(
@@ -91,12 +89,10 @@ def test_an_interrupted_training_says_what_is_there(
 
 
 @pytest.mark.filterwarnings("default:after 200 steps")
-def test_a_training_at_chance_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_training_at_chance_says_so(command: Any) -> None:
     train = ["train", *SMALL, "--steps", "202", "--schedule", "constant", "--measure-every", "202"]
-    assert main([*train, "--lr", "1e3"]) == 0
-    assert "gbfunc: warning: after 200 steps the loss, " in capsys.readouterr().err
-    assert main(train) == 0
-    assert "warning" not in capsys.readouterr().err
+    assert "gbfunc: warning: after 200 steps the loss, " in command([*train, "--lr", "1e3"]).err
+    assert "warning" not in command(train).err
 
 
 def test_one_training_at_a_time_writes_into_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,19 +103,16 @@ def test_one_training_at_a_time_writes_into_a_folder(tmp_path: Path, capsys: pyt
     assert not list(tmp_path.iterdir())
 
 
-def test_names_from_files_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_from_files_are_escaped(tmp_path: Path, command: Any) -> None:
     assert main(["train", *BRIEF, "--out", str(tmp_path)]) == 0
     plan, genome = gb.load(tmp_path / "genome.safetensors")
     said = gb.load_metadata(tmp_path / "genome.safetensors")
     gb.save(tmp_path / "g", plan, genome, metadata=said | {"classes": ["\x1b[2J\nfake"] * 10})
     np.save(tmp_path / "x.npy", np.zeros((8, 8)))
-    capsys.readouterr()
-    assert main(["predict", "--genome", str(tmp_path / "g"), str(tmp_path / "x.npy")]) == 0
-    (line,) = capsys.readouterr().out.splitlines()
+    (line,) = command(["predict", "--genome", tmp_path / "g", tmp_path / "x.npy"]).out.splitlines()
     assert line.split("\t")[1] == r"\x1b[2J\nfake" == printable("\x1b[2J\nfake")
     gb.save(tmp_path / "g", plan, genome, metadata={"task": "\x1b[2J"})
-    assert main(["eval", "--genome", str(tmp_path / "g")]) == 2
-    assert "\x1b" not in capsys.readouterr().err
+    assert "\x1b" not in command(["eval", "--genome", str(tmp_path / "g")], 2).err
 
 
 TEACHERS = {
@@ -141,7 +134,7 @@ NO_TEACHERS = {
 }
 
 
-def test_a_trained_network_teaches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_trained_network_teaches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
     task = TASKS["digits"]()
     monkeypatch.chdir(tmp_path)
     made = "nn.Sequential(nn.Flatten(), nn.Linear(64, 90), nn.ReLU(), nn.Linear(90, 10))"
@@ -162,18 +155,15 @@ def test_a_trained_network_teaches(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     torch.save(net.state_dict(), tmp_path / "hub" / "pytorch_model.bin")
     train = ["train", "--pnet", "own_net:make", "--steps", "2", "--teacher"]
     for name in ("net.pt", "wrapped.pt", "hub"):
-        assert main([*train, name, "--genome-bytes", "6000", "--out", name.replace("pt", "run")]) == 0
-        told = capsys.readouterr()
+        told = command([*train, name, "--genome-bytes", "6000", "--out", name.replace("pt", "run")])
         assert (
             "a genome fitted to the teacher's weights has validation accuracy" in told.err
             and "begins there" in told.err
         )
         assert json.loads(Path(name.replace("pt", "run"), "metrics.json").read_text())["dtype"] == "auto"
-    assert main([*train, "net.pt", "--genome-params", "200"]) == 0
-    assert "training begins from random g-nets" in capsys.readouterr().err
+    assert "training begins from random g-nets" in command([*train, "net.pt", "--genome-params", "200"]).err
     for name, words in NO_TEACHERS.items():
-        assert main([*train, name]) == 2
-        told = capsys.readouterr().err
+        told = command([*train, name], 2).err
         assert words in told and told.count("\n") == 1
 
 

@@ -303,14 +303,12 @@ def test_aot_inductor_runs_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_digits_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_digits_from_the_command_line(tmp_path: Path, command: Any) -> None:
     small = ["--sizes", "64", "48", "10", "--genome-params", "300", "--epochs", "1", "--batch-size", "400"]
     genome, out = tmp_path / "run" / "genome.safetensors", tmp_path / "shipped" / "digits.pt2"
     assert main(["train", *small, "--out", str(tmp_path / "run")]) == 0
-    capsys.readouterr()
-    assert main(["export", "--genome", str(genome), "--out", str(out)]) == 0
-    assert f"{out}: {out.stat().st_size:,} bytes" in capsys.readouterr().out
+    assert f"{out}: {out.stat().st_size:,} bytes" in command(["export", "--genome", str(genome), "--out", str(out)]).out
     _, task, net = read_genome(genome, DataOptions())
     assert accuracy(torch.export.load(out).module(), task.test) == accuracy(net, task.test)
-    assert main(["export", "--genome", str(genome), "--out", str(tmp_path / "digits.tflite")]) == 2
-    assert "the suffix '.tflite'" in capsys.readouterr().err
+    told = command(["export", "--genome", genome, "--out", tmp_path / "digits.tflite"], 2).err
+    assert "the suffix '.tflite'" in told

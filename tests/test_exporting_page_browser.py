@@ -150,9 +150,7 @@ def test_images_in_colour(tab: Any, tmp_path: Path) -> None:
     assert torch.tensor(answers(tab)).sub(expected).abs().max() <= 6e-4
 
 
-def test_a_network_of_ones_own_runs(
-    tab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_network_of_ones_own_runs(tab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "own_net", raising=False)
     Path("own_net.py").write_text(
@@ -170,17 +168,15 @@ def test_a_network_of_ones_own_runs(
     genome = gb.init_genome(plan, net, seed=0)
     gb.save("genome", plan, genome, metadata={**said, "pnet": "own_net:net", "pnet_config": {"units": 7}})
     export = ["export", "--genome", "genome", "--out", "net.html"]
-    assert main(export) == 0
     words = "does not run the network: genome was trained with --pnet own_net:net, which is code"
-    assert words in capsys.readouterr().out
+    assert words in command(export).out
     # It grows all the same.
     opened(tab, tmp_path / "net.html")
     told = 'The network does not run here: this page does not know the network "own_net:net".'
     assert tab.inner_text("#alert") == told and not tab.locator("#network").is_visible()
     assert tab.locator("#tensors canvas").count() > 0
     tab.goto("about:blank")
-    assert main([*export, "--pnet", "own_net:net"]) == 0
-    assert "does not run" not in capsys.readouterr().out
+    assert "does not run" not in command([*export, "--pnet", "own_net:net"]).out
     pixels = np.random.default_rng(0).integers(0, 256, (5, 28, 28))
     opened(tab, tmp_path / "net.html")
     with torch.no_grad():
@@ -190,8 +186,7 @@ def test_a_network_of_ones_own_runs(
     net = import_factory("own_net:other", "a net")()
     plan = gb.make_plan(net, gb.periodic(3))
     gb.save("genome", plan, gb.init_genome(plan, net, seed=0), metadata={**said, "pnet": "own_net:other"})
-    assert main([*export, "--pnet", "own_net:other"]) == 0
-    assert "'2' is Softplus" in capsys.readouterr().out
+    assert "'2' is Softplus" in command([*export, "--pnet", "own_net:other"]).out
 
 
 DROP = """([place, files]) => {
@@ -212,8 +207,7 @@ def genome_of_images(path: Path, shape: tuple[int, ...], outputs: int, **said: A
 def test_of_genomes_that_are_dropped_the_last_is_shown(tab: Any, tmp_path: Path, digits: Path) -> None:
     small = genome_of_images(tmp_path / "small.genome", (1, 8, 8), 4)
     opened(tab, digits / "net.html")
-    large = (digits / "genome.safetensors").read_bytes()
-    tab.evaluate(DROP, ["body", [["large", list(large)]]])
+    tab.evaluate(DROP, ["body", [["large", list((digits / "genome.safetensors").read_bytes())]]])
     tab.evaluate(DROP, ["#classifier", [["small", list(small.read_bytes())]]])
     tab.locator("#network-note", has_text="mlp, for mine").wait_for()
     assert tab.inner_text("h1").startswith("625 weights")
@@ -223,15 +217,14 @@ def test_of_genomes_that_are_dropped_the_last_is_shown(tab: Any, tmp_path: Path,
     tab.locator("#alert", has_text="Not opened: notes.txt is no genome.").wait_for()
 
 
-def test_images_are_seen_as_by_predict(tab: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_images_are_seen_as_by_predict(tab: Any, tmp_path: Path, command: Any) -> None:
     genome = genome_of_images(tmp_path / "genome", (1, 16, 32), 10)
     (tmp_path / "net.html").write_text(page(genome.read_bytes()), encoding="utf-8")
     opened(tab, tmp_path / "net.html")
     ink = np.zeros((16, 32, 4), np.uint8)
     ink[3:12, 20:24, 3] = 255
     image.fromarray(ink, "RGBA").save(tmp_path / "ink.png")
-    assert main(["predict", "--genome", str(genome), str(tmp_path / "ink.png")]) == 0
-    told = capsys.readouterr().out.split("\t")
+    told = command(["predict", "--genome", str(genome), str(tmp_path / "ink.png")]).out.split("\t")
     tab.set_input_files("#image", tmp_path / "ink.png")
     tab.locator("#answer", has_text=f"{told[1]}, ").wait_for()
     assert max(answers(tab)) == pytest.approx(float(told[2]), abs=0.01)
@@ -247,7 +240,7 @@ def test_images_are_seen_as_by_predict(tab: Any, tmp_path: Path, capsys: pytest.
     assert middle == pytest.approx([8, 16], abs=0.6)
 
 
-def test_a_language_model_writes_as_torch_does(tab: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_language_model_writes_as_torch_does(tab: Any, tmp_path: Path, command: Any) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog <and back>.\n" * 200, encoding="utf-8")
     out = tmp_path / "out"
@@ -256,9 +249,7 @@ def test_a_language_model_writes_as_torch_does(tab: Any, tmp_path: Path, capsys:
     assert main([*train, "--steps", "60", "--out", str(out)]) == 0
     genome = ["--genome", str(out / "genome.safetensors"), "--data-dir", str(text), "--task-config", '{"context": 16}']
     assert main(["export", *genome, "--out", str(out / "net.html")]) == 0
-    capsys.readouterr()
-    assert main(["sample", *genome, "--prompt", "the quick", "--tokens", "40", "--temperature", "0"]) == 0
-    expected = capsys.readouterr().out[:-1]
+    expected = command(["sample", *genome, "--prompt", "the quick", "--tokens", "40", "--temperature", "0"]).out[:-1]
     opened(tab, out / "net.html")
     tab.fill("#prompt", "the quick")
     tab.fill("#temperature", "0")

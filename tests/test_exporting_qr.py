@@ -1,6 +1,7 @@
 """Genomes as QR codes: there, and back by another library, bit for bit."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,7 @@ PAGE = "https://a.org/"
 
 
 def noise(size: int) -> bytes:
-    generator = torch.Generator().manual_seed(size)
-    return bytes(torch.randint(256, (size,), generator=generator).tolist())
+    return bytes(torch.randint(256, (size,), generator=torch.Generator().manual_seed(size)).tolist())
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 100, 850, 1_500, 2_200])
@@ -54,7 +54,7 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
         read_qr(tmp_path / "none.png")
 
 
-def test_commands_take_a_code_for_a_genome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_take_a_code_for_a_genome(tmp_path: Path, command: Any) -> None:
     small = ["--pnet-config", '{"hidden": [12]}', "--genome-params", "150", "--epochs", "1", "--dtype", "int7"]
     assert main(["train", *small, "--seed", "0", "--out", str(tmp_path)]) == 0
     genome, code, page, svg = (
@@ -62,9 +62,7 @@ def test_commands_take_a_code_for_a_genome(tmp_path: Path, capsys: pytest.Captur
     )
 
     def said_by(*words: str, status: int = 0) -> str:
-        capsys.readouterr()
-        assert main([*words]) == status
-        said = capsys.readouterr()
+        said = command([*words], status)
         assert status == 0 or not said.out
         return said.err if status else said.out
 
@@ -102,13 +100,12 @@ def test_commands_take_a_code_for_a_genome(tmp_path: Path, capsys: pytest.Captur
 def test_wrong_options_get_one_line(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: Any,
     options: list[str],
     message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     plan = gb.make_plan(net := torch.nn.Linear(64, 10), gb.periodic(2))
     gb.save("genome.safetensors", plan, gb.init_genome(plan, net, seed=0), metadata={"task": "digits", "pnet": "mlp"})
-    assert main(["export", "--genome", "genome.safetensors", *options]) == 2
-    said = capsys.readouterr().err
+    said = command(["export", "--genome", "genome.safetensors", *options], 2).err
     assert message in said and said.count("\n") == 1

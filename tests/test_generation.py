@@ -242,8 +242,7 @@ def test_a_piece_is_that_part_of_the_matrix(net: str, hypernet: Any, data: st.Da
     genome = genome._replace(gnets=leaves, direct=direct)
     wanted = [x for of in leaves.values() for x in of.values()] + list(direct.values())
     tensor = data.draw(st.sampled_from(plan.tensors))
-    matrices = KINDS[tensor.kind].unfold(gb.generate(plan, genome)[tensor.name])
-    whole = torch.cat(matrices)
+    whole = torch.cat(KINDS[tensor.kind].unfold(gb.generate(plan, genome)[tensor.name]))
     a, b = sorted(data.draw(st.tuples(*[st.integers(0, whole.shape[0])] * 2)))
     c, d = sorted(data.draw(st.tuples(*[st.integers(0, whole.shape[1])] * 2)))
     piece = generate_piece(plan, genome, tensor.name, slice(a, b), slice(c, d))
@@ -291,8 +290,7 @@ def test_there_and_back(name: str) -> None:
 def test_what_is_not_in_the_vector_stays() -> None:
     pnet = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
     pnet.register_parameter("count", nn.Parameter(torch.tensor([3]), requires_grad=False))
-    plan = gb.make_plan(pnet, gb.periodic(2), max_tile=4)
-    genome = gb.init_genome(plan, pnet)
+    genome = gb.init_genome(gb.make_plan(pnet, gb.periodic(2), max_tile=4), pnet)
     vector, unflatten = gb.flatten(genome)
     made = unflatten(vector * 0)
     assert int(made.direct["count"]) == 3

@@ -92,7 +92,7 @@ def test_the_mlp_example_learns(
     assert f"{plan.ratio_params:.1f}x" in told and 20.0 <= plan.ratio_params < 20.5
 
 
-def test_own_work_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_own_work_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
     monkeypatch.chdir(tmp_path)
     Path("my_work.py").write_text(block("my_work.py", OWN))
     program, *arguments = shlex.split(block("my_work", OWN).replace("\\\n", " "))
@@ -102,12 +102,10 @@ def test_own_work_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert metrics["pnet_params"] == 31 * 200 + 201 * 2 and metrics["ratio_params"] >= 20
     assert metrics["test_accuracy"] > 0.9
     config = ["--pnet", "my_work:build", "--pnet-config", '{"width": 200}']
-    capsys.readouterr()
-    assert main(["eval", "--task", "my_work:task", *config, "--genome", "run/genome.safetensors"]) == 0
-    assert f"{metrics['test_accuracy']:.2%}" in capsys.readouterr().out
+    told = command(["eval", "--task", "my_work:task", *config, "--genome", "run/genome.safetensors"]).out
+    assert f"{metrics['test_accuracy']:.2%}" in told
     # Another width than it was trained with.
-    assert main(["eval", "--task", "my_work:task", "--genome", "run/genome.safetensors"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    assert command(["eval", "--task", "my_work:task", "--genome", "run/genome.safetensors"], 2).err.count("\n") == 1
 
 
 def test_own_types_are_saved_and_loaded(tmp_path: Path) -> None:

@@ -26,8 +26,7 @@ def test_fold_undoes_unfold(case: LayerCase) -> None:
     kind, weight = KINDS[case.kind], case.weight
     matrices = kind.unfold(weight)
     assert [tuple(m.shape) for m in matrices] == [(d.rows, d.cols) for d in kind.matrices(tuple(weight.shape))]
-    folded = kind.fold([m.clone() for m in matrices], tuple(weight.shape))
-    assert torch.equal(folded, weight)
+    assert torch.equal(kind.fold([m.clone() for m in matrices], tuple(weight.shape)), weight)
 
 
 @given(layers())

@@ -110,8 +110,7 @@ def test_autocast(kind: str, name: str, cut: tuple[int, int]) -> None:
 def test_packed_attention(kind: str, cut: tuple[int, int], use: str, batch_first: bool) -> None:
     module = nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=batch_first, dtype=torch.float64)
     cuts = {"in_proj_weight": cut, "out_proj.weight": (cut[1], cut[1])}
-    attend = attention_use(use)
-    formed = assert_equals_dense(kind, module, cuts, attend, vectors(5, 5, 8))
+    formed = assert_equals_dense(kind, module, cuts, attention_use(use), vectors(5, 5, 8))
     assert not formed.reads
 
 

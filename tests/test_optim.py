@@ -99,8 +99,7 @@ def in_layout(t: Tensor, layout: str) -> Tensor:
 @pytest.mark.parametrize("case", ELEMENTWISE, ids=ids)
 def test_equals_a_hand_written_loop(case: Case, dtype: torch.dtype) -> None:
     own: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.05} if case.name != "Rprop" else {"lr": 0.02}
-    optimizer = gb.torch_optimizer(case.cls, schedule, direct=own, **case.options)
-    params, _ = run(optimizer, 6, dtype)
+    params, _ = run(gb.torch_optimizer(case.cls, schedule, direct=own, **case.options), 6, dtype)
 
     expected = normal(0, dtype)
     options = default_fused(case.cls, case.options)

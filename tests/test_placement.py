@@ -46,8 +46,7 @@ def test_every_row_has_one_owner_along_the_gnet_axis(data: int, gnets: int, plac
 
 def test_costs_are_the_counts_of_the_documentation() -> None:
     """One 4 x 6 tile of 2 features: leaves v [2], W_r, W_c, phase; factors of 4 columns."""
-    pnet = nn.Linear(6, 4, bias=False)
-    plan = gb.make_plan(pnet, gb.periodic(2), max_tile=None)
+    plan = gb.make_plan(nn.Linear(6, 4, bias=False), gb.periodic(2), max_tile=None)
     genome = 4 * plan.genome_params
     assert placement_cost(plan, 1, 4, "replicated").bytes == pytest.approx(2 * 3 / 4 * genome)
     assert placement_cost(plan, 1, 4, "sharded").bytes == pytest.approx(2 * 3 / 4 * 4 * 24)

@@ -53,8 +53,7 @@ def test_rows_are_the_parts(name: str, dtype: str | None) -> None:
 
 
 def test_without_a_genome_codes_are_the_most_that_they_can_be() -> None:
-    net = nn.Linear(80, 70)
-    plan = gb.make_plan(net, gb.periodic(9))
+    plan = gb.make_plan(nn.Linear(80, 70), gb.periodic(9))
     assert " at most " in plan.report("int6") and " at most " not in plan.report("float16")
     zeros = gb.Genome(
         {e.name: {k: torch.zeros(s) for k, s in e.shapes.items()} for e in plan.ensembles},

@@ -112,8 +112,7 @@ def test_another_type_of_g_net_takes_the_place_of_the_tuned_one(name: str) -> No
 
 
 def test_a_genome_of_lenet_begins_unsure() -> None:
-    interface = Interface((1, 28, 28), 10)
-    pnet = find_pnet("lenet5", interface, {})
+    pnet = find_pnet("lenet5", Interface((1, 28, 28), 10), {})
     net = pnet.build(0)
     plan = gb.make_plan(net, **pnet.plan(2_000)._asdict(), genome_params=2_000)
     # Smooth images, as digits are.

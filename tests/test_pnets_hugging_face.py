@@ -51,8 +51,7 @@ def test_a_genome_of_a_tiny_model_learns(name: str, monkeypatch: pytest.MonkeyPa
     for _ in range(5):
         state, info = step(state, batch)
     assert info.loss < first.loss
-    back = gb.materialize(plan, state, pnet.build(1)).eval()
-    assert torch.isfinite(loss(back, batch)[0])
+    assert torch.isfinite(loss(gb.materialize(plan, state, pnet.build(1)).eval(), batch)[0])
 
 
 def test_what_the_task_decides_is_filled_in() -> None:
@@ -174,18 +173,16 @@ def test_places_of_networks(network: Path, tmp_path: Path, monkeypatch: pytest.M
     ],
 )
 def test_what_does_not_fit_a_pretrained_network_is_refused(
-    network: Path, data: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    network: Path, data: Path, options: list[str], message: str, command: Any
 ) -> None:
-    assert main(["train", "--task", "texts", "--data-dir", str(data), "--pretrained", str(network), *options]) == 2
-    told = capsys.readouterr().err
+    told = command(["train", "--task", "texts", "--data-dir", str(data), "--pretrained", str(network), *options], 2).err
     assert message in told and told.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_damaged_networks_are_refused(network: Path, data: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_networks_are_refused(network: Path, data: Path, name: str, command: Any) -> None:
     (network / name).write_bytes(b"{damaged")
-    assert main(["train", "--task", "texts", "--data-dir", str(data), "--pretrained", str(network)]) == 2
-    told = capsys.readouterr().err
+    told = command(["train", "--task", "texts", "--data-dir", str(data), "--pretrained", str(network)], 2).err
     assert str(network) in told and told.count("\n") == 1
     (network / name).unlink()
     assert main(["train", "--task", "texts", "--data-dir", str(data), "--pretrained", str(network)]) == 2

@@ -119,8 +119,7 @@ def test_each_member_has_its_batch(lazy: bool) -> None:
 @pytest.mark.parametrize("name", DRAWING)
 def test_members_draw_other_numbers(name: str) -> None:
     pnet, plan, batch, _ = exact(ZOO[name])
-    step = gb.make_train_step(plan, pnet, loss_fn, adam())
-    many = gb.population(step, 3)
+    many = gb.population(gb.make_train_step(plan, pnet, loss_fn, adam()), 3)
     states = many.init([1, 1, 1])
     _, info = many(states, batch)
     _, again = many(states, batch)
@@ -144,8 +143,7 @@ def test_a_member_goes_on_alone_and_comes_back(tmp_path: Any) -> None:
 @pytest.mark.parametrize("when", [0, 2])
 def test_a_member_that_is_not_finite_stays_as_it_was(when: int, cls: str) -> None:
     """At its first step too, after which it begins anew; but steps of Adam are counted for all members."""
-    optimizer = gb.torch_optimizer(getattr(torch.optim, cls), **CLASSES[cls])
-    step, good = mlp_step(optimizer, donate=True)
+    step, good = mlp_step(gb.torch_optimizer(getattr(torch.optim, cls), **CLASSES[cls]), donate=True)
     many = gb.population(step, 3, same_batch=False)
     batch = torch.stack([good] * 3)
     bad = batch.clone()

@@ -34,8 +34,7 @@ def forged(body: bytes) -> bytes:
 
 
 def test_codes_that_are_mostly_alike_take_less_than_their_bits(tmp_path: Path) -> None:
-    pnet = torch.nn.Linear(64, 64)
-    plan = gb.make_plan(pnet, rules=[(".", None)])
+    plan = gb.make_plan(torch.nn.Linear(64, 64), rules=[(".", None)])
     weight = torch.zeros(64, 64)
     weight[::7, ::5] = torch.randn(10, 13, generator=torch.Generator().manual_seed(0))
     genome = gb.Genome({}, {"weight": weight, "bias": torch.zeros(64)}, {})

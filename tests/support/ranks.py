@@ -111,8 +111,7 @@ def serve() -> None:
                 os.dup2(log.fileno(), 2)
             os.environ.clear()
             os.environ.update(environment)
-            ended = fork_ranks(world, function, folder)
-            (folder / "ended.json").write_text(json.dumps(ended))
+            (folder / "ended.json").write_text(json.dumps(fork_ranks(world, function, folder)))
         except BaseException:
             traceback.print_exc()
         finally:
