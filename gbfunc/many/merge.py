@@ -13,7 +13,7 @@ from gbfunc.genome import check_genome, check_plan
 from gbfunc.plan import DTYPES, Plan
 from gbfunc.pnet.describe import named_tensors, with_weights
 from gbfunc.trees import differentiable, flat_genome
-from gbfunc.types import GenomeLike, Params
+from gbfunc.types import GenomeLike
 
 
 def check_genomes(plan: Plan, genomes: Sequence[GenomeLike], pnet: nn.Module) -> None:
@@ -39,14 +39,8 @@ def merge_genomes(
     linear. The module is `materialize`'s for a single genome; to switch or to undo, materialise another genome, or use
     the base, which is not changed.
 
-    Args:
-        plan: the plan.
-        genomes: genomes of the plan.
-        pnet: the p-net the plan was made for, or its base; it is not changed.
-        weights: a weight for each genome, any finite numbers; None is their mean.
-
-    Raises:
-        ValueError: if genomes, plan, p-net and weights do not fit together.
+    `pnet` is the plan's p-net or base, which is not changed, and `weights` has a finite number for each genome; None
+    is the mean. Raises `ValueError` if genomes, plan, p-net and weights do not fit together.
     """
     check_genomes(plan, genomes, pnet)
     shares = [1 / len(genomes)] * len(genomes) if weights is None else [float(a) for a in weights]
@@ -56,9 +50,7 @@ def merge_genomes(
     generator = make_generator(plan, base=base)
     with torch.no_grad():
         made = [generator(flat_genome(genome)) for genome in genomes]
-    present: Params = {}
-    if base is not None:
-        present |= {name: x.detach() for name, x in named_tensors(pnet)}
+    present = {} if base is None else dict(named_tensors(pnet))
     first = max(range(len(shares)), key=lambda i: shares[i])
 
     def summed(name: str, values: list[Tensor], dtype: torch.dtype) -> Tensor:
@@ -66,7 +58,7 @@ def merge_genomes(
         if not differentiable(dtype) or len(values) == 1 == shares[0]:
             return values[first].to(dtype)
         wide = [x.detach().to(torch.complex128 if dtype.is_complex else torch.float64) for x in values]
-        start = present[name].to(wide[0]) if name in present else wide[0].new_zeros(())
+        start = present[name].detach().to(wide[0]) if name in present else wide[0].new_zeros(())
         total = sum((a * (x - start) for a, x in zip(shares, wide, strict=True)), start)
         return torch.as_tensor(total).to(dtype)
 

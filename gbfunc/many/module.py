@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -41,8 +42,7 @@ class _Frame(NamedTuple):
     forms: dict[str, WeightForm]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Frame:
-        # Nothing writes to it.
-        return self
+        return self  # Nothing writes to it.
 
 
 class _Way(NamedTuple):
@@ -58,11 +58,8 @@ class ManyGenomes(nn.Module):
     Made by `materialize_many`. It is for inference: always in eval mode; gradients reach the inputs, not the genomes.
     Tensors are on the device of the genomes and move, or are cast, with `to`, a base's too.
 
-    Attributes:
-        n_genomes: number of genomes.
-        row_wise: the modules of the p-net, by path, that ran under `vmap` in the last batch (before the first batch,
-            those that hold tensors in which genomes differ); "" is the p-net itself.
-        looped: whether the rows of the last batch ran one by one.
+    `row_wise` has the paths of the modules that ran under `vmap` in the last batch (before the first batch, of those
+    that hold tensors in which genomes differ); "" is the p-net itself. `looped` tells whether rows ran one by one.
     """
 
     def __init__(self, plan: Plan, genomes: Sequence[GenomeLike], pnet: nn.Module) -> None:
@@ -87,10 +84,8 @@ class ManyGenomes(nn.Module):
         self._build()
 
     def _build(self) -> None:
-        self._lock = threading.RLock()
-        # Ways by kind of call.
-        self._known: dict[Any, _Way] = {}
-        self._made: dict[tuple[str, ...], _Way] = {}
+        self._lock, self._way = threading.RLock(), cache(self._make_way)
+        self._known: dict[Any, _Way] = {}  # by kind of call
 
     def _apply(self: Self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
@@ -100,7 +95,7 @@ class ManyGenomes(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: x for k, x in self.__dict__.items() if k not in ("_lock", "_known", "_made")}
+        return {k: x for k, x in self.__dict__.items() if k not in ("_lock", "_known", "_way")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -112,39 +107,31 @@ class ManyGenomes(nn.Module):
                 return [tensor.name, *tensor.aliases]
         return [key]
 
-    def _way(self, paths: Sequence[str]) -> _Way:
-        """The p-net whose modules at these paths take a tensor for each row."""
-        if (made := self._made.get(tuple(paths))) is None:
-            frame = self._frame
-            modules = [RowWise(frame.pnet, path, frame.forms, self._rows) for path in paths]
+    def _make_way(self, paths: tuple[str, ...]) -> _Way:
+        _, pnet, base, forms = self._frame
+        modules = [RowWise(pnet, path, forms, self._rows) for path in paths]
 
-            def adapt(skeleton: nn.Module) -> list[str]:
-                prepare(skeleton)
-                for module in modules:
-                    module.install(skeleton)
-                # Tensors that vary have one dimension more.
-                return [key for key in self._rows if key in self._weights] if modules else []
+        def adapt(skeleton: nn.Module) -> list[str]:
+            prepare(skeleton)
+            for module in modules:
+                module.install(skeleton)
+            # Tensors that vary have one dimension more.
+            return [key for key in self._rows if key in self._weights] if modules else []
 
-            made = self._made[tuple(paths)] = _Way(PureNet(frame.pnet, frame.forms, adapt, frame.base), modules)
-        return made
+        return _Way(PureNet(pnet, forms, adapt, base), modules)
 
     def forward(self, index: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The p-net's outputs: row b is `net(x[b : b + 1])` on genome `index[b]`.
+        """The p-net's outputs: row b is `net(x[b : b + 1])` on genome `index[b]`, with `index` int64 [B].
 
-        Args:
-            index: int64 [B].
-            *args: the p-net's inputs: tensors whose first dimension is B have a row each, others are for all rows.
-            **kwargs: likewise.
+        Inputs whose first dimension is B have a row each; other inputs are for all rows.
 
         Raises:
             TypeError: if the index is not an int64 tensor, or an input or output is neither a tensor nor a plain value.
             ValueError: if it is not [B], names a genome that there is not, no input has B rows, or some output has not.
         """
-        if torch.compiler.is_dynamo_compiling():
-            # A graph would not be compared at its first call.
-            call: Any = torch.compiler.disable(self._call)
-            return call(index, *args, **kwargs)
-        return self._call(index, *args, **kwargs)
+        # A graph would not be compared at its first call.
+        call: Any = torch.compiler.disable(self._call) if torch.compiler.is_dynamo_compiling() else self._call
+        return call(index, *args, **kwargs)
 
     def _call(self, index: Tensor, *args: Any, **kwargs: Any) -> Any:
         inputs = tree_leaves((args, kwargs), "inputs")
@@ -161,7 +148,11 @@ class ManyGenomes(nn.Module):
             way = self._known[kind]
             self.looped = not way.modules and bool(self._rows)
             if self.looped:
-                return self._one_by_one(stored, index, args, kwargs, split)
+                alone = (self._alone(stored, index, b, args, kwargs, split) for b in range(len(index)))
+                each = [_checked(out, 1, one=True) for out in alone]
+                tensors = ([x for _, x in tree_leaves(out) if isinstance(x, Tensor)] for out in each)
+                joined = iter([torch.cat(rows) for rows in zip(*tensors, strict=True)])
+                return tree_map(lambda x: next(joined) if isinstance(x, Tensor) else x, each[0])
             self.row_wise = [module.path for module in way.modules]
             return _checked(self._together(way, stored, index, args, kwargs), len(index), one=self.row_wise == [""])
 
@@ -170,9 +161,7 @@ class ManyGenomes(nn.Module):
         sizes = {size for x in _tensors((args, kwargs)) for size in x.shape}
         n = next(n for n in (5, 7, 11, 13, 17, *range(19, 9999)) if n not in sizes)
         numbers = torch.arange(n, device="cpu")
-        rows, flags = (len(index) - 1 - numbers) % len(index), iter(split)
-        args, kwargs = tree_map(lambda x: x[rows.to(x.device)] if next(flags) else x, (args, kwargs))
-        return (numbers + 1) % self.n_genomes, args, kwargs
+        return (numbers + 1) % self.n_genomes, *_cut((len(index) - 1 - numbers) % len(index), args, kwargs, split)
 
     def _first(self, stored: Params, index: Tensor, args: Any, kwargs: Any, split: list[bool]) -> _Way:
         """The first way in which each row has the outputs of a batch of one."""
@@ -202,18 +191,10 @@ class ManyGenomes(nn.Module):
         return way.net(weights, buffers, *args, **kwargs)
 
     def _alone(self, stored: Params, index: Tensor, b: int, args: Any, kwargs: Any, split: list[bool]) -> Any:
-        flags = iter(split)
-        args, kwargs = tree_map(lambda x: x[b : b + 1] if next(flags) else x, (args, kwargs))
+        args, kwargs = _cut(torch.tensor([b], device="cpu"), args, kwargs, split)
         tensors = self._taken(stored, index[b])
         weights = {k: tensors[k] for k in self._weights}
         return self._way(()).net(weights, {k: tensors[k].clone() for k in self._buffers_of}, *args, **kwargs)
-
-    def _one_by_one(self, stored: Params, index: Tensor, args: Any, kwargs: Any, split: list[bool]) -> Any:
-        alone = (self._alone(stored, index, b, args, kwargs, split) for b in range(len(index)))
-        each = [_checked(out, 1, one=True) for out in alone]
-        tensors = ([x for _, x in tree_leaves(out) if isinstance(x, Tensor)] for out in each)
-        joined = iter([torch.cat(rows) for rows in zip(*tensors, strict=True)])
-        return tree_map(lambda x: next(joined) if isinstance(x, Tensor) else x, each[0])
 
     def _taken(self, stored: Params, index: Tensor) -> Params:
         return {key: x[index.to(x.device)] if key in self._rows else x for key, x in stored.items()}
@@ -251,6 +232,11 @@ def _checked(out: Any, n_rows: int, one: bool = False) -> Any:
         if one and not isinstance(x, (Tensor, *PLAIN)):
             raise TypeError(f"{at} is a {type(x).__name__}, of one row: switch it off (a cache: use_cache=False)")
     return out
+
+
+def _cut(rows: Tensor, args: Any, kwargs: Any, split: list[bool]) -> tuple[Any, Any]:
+    flags = iter(split)
+    return tree_map(lambda x: x[rows.to(x.device)] if next(flags) else x, (args, kwargs))
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -296,13 +282,8 @@ def materialize_many(plan: Plan, genomes: Sequence[GenomeLike], pnet: nn.Module)
     Torch's fused encoders (`nn.TransformerEncoder` in eval mode without gradients) are not used: at padded positions of
     `src_key_padding_mask`, where fused encoders may give zeros, outputs follow the layers' own forward.
 
-    Args:
-        plan: the plan.
-        genomes: genomes of the plan, on one device; all are generated now, and their tensors kept.
-        pnet: the p-net the plan was made for, or its base; it is not changed, and must not be while it is used here.
-
-    Raises:
-        ValueError: if genomes, plan and p-net do not fit together.
+    The genomes are on one device; all are generated now. `pnet` is the plan's p-net or base, which must not change
+    while the module is used. Raises `ValueError` if genomes, plan and p-net do not fit together.
 
     >>> import gbfunc as gb
     >>> pnet = nn.Linear(30, 20)

@@ -27,18 +27,10 @@ PLAIN = (bool, int, float, complex, str, bytes, Enum, type(None), torch.dtype, t
 class RowWise:
     """A module of the p-net under `vmap`: row `b` of its inputs with entry `b` of the tensors in `varying`.
 
-    Args:
-        pnet: the p-net.
-        path: the module's path in the p-net.
-        forms: forms of the p-net's weights that are not dense, by name in the p-net.
-        varying: names in the p-net of the tensors (inputs of forms included) that have a row per genome.
-
-    Attributes:
-        path: the module's path.
-        tensors: all tensors of the p-net during a call, by name, and the number of rows; set before each call.
+    `path`, `forms` and `varying` (inputs of forms included) have the p-net's names.
     """
 
-    tensors: tuple[Params, int]
+    tensors: tuple[Params, int]  # all tensors of the p-net, by name, and the number of rows; set before each call
 
     def __init__(self, pnet: nn.Module, path: str, forms: Mapping[str, WeightForm], varying: Collection[str]) -> None:
         module, prefix = pnet.get_submodule(path), f"{path}." if path else ""
@@ -47,14 +39,12 @@ class RowWise:
         own = {info.name: first[f"{prefix}{info.name}"] for info in parameter_infos(module)}
         mine = {name: forms[there].renamed(name) for name, there in own.items() if there in forms}
         self.path, self._net = path, PureNet(module, mine, prepare)
-        # Every tensor of the module by its name there: the name in the p-net.
+        # Names in the p-net by name in the module.
         self._weights = {k: v for k, v in own.items() if k not in mine}
-        self._weights |= {
-            key: whole for k, form in mine.items() for key, whole in zip(form.keys, forms[own[k]].keys, strict=True)
-        }
+        for k, form in mine.items():
+            self._weights |= zip(form.keys, forms[own[k]].keys, strict=True)
         self._buffers = {name: f"{prefix}{name}" for name in buffers_of(module)}
-        both = self._weights | self._buffers
-        self._varying = [name for name, there in both.items() if there in varying]
+        self._varying = [name for name, there in (self._weights | self._buffers).items() if there in varying]
 
     def install(self, skeleton: nn.Module) -> None:
         """Take the place of the module's forward."""
@@ -68,8 +58,7 @@ class RowWise:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's outputs, row by row."""
         tensors, n_rows = self.tensors
-        weights, buffers = ({k: tensors[v] for k, v in names.items()} for names in (self._weights, self._buffers))
-        everything = weights | buffers
+        everything = {k: tensors[v] for k, v in (self._weights | self._buffers).items()}
         inputs = [x for _, x in tree_leaves((args, kwargs))]
         split = [self._has_rows(x, n_rows) for x in inputs]
         template: Any = None
@@ -79,13 +68,13 @@ class RowWise:
             each, flags = iter(rows), iter(split)
             a, k = tree_map(lambda x: next(each)[None] if next(flags) else x, (args, kwargs))
             here = everything | mine
-            template = self._net({n: here[n] for n in weights}, {n: here[n] for n in buffers}, *a, **k)
+            template = self._net(*({n: here[n] for n in names} for names in (self._weights, self._buffers)), *a, **k)
             return tuple(x[0] for _, x in tree_leaves(template) if isinstance(x, Tensor))
 
-        mine = {name: everything[name] for name in self._varying}
+        given = [x for x, of_rows in zip(inputs, split, strict=True) if of_rows]
         # The fused attention of CPUs has no batching rule.
         with sdpa_kernel(SDPBackend.MATH):
-            made = vmap(row, randomness="different")(mine, [x for x, s in zip(inputs, split, strict=True) if s])
+            made = vmap(row, randomness="different")({k: everything[k] for k in self._varying}, given)
         for at, x in tree_leaves(template, "output"):
             if not isinstance(x, (Tensor, *PLAIN)) and not callable(x):
                 raise ValueError(f"{self.path!r} has a {type(x).__name__} as {at}, which is that of one row")
