@@ -45,12 +45,12 @@ def make_generator(
     Args:
         plan: the plan.
         kernel: implementation of the g-nets (`gbfunc.types.Kernel`).
-        layout: of a genome that is split over ranks: each makes its tiles, and all are gathered.
-        pnet: whose layers decide which weights can have other forms than dense.
-        lazy: whether they stay factors: True wherever they can, `"auto"` where it pays (see `FactoredWeight`).
+        layout: the placement of a genome that is split over ranks: each makes its tiles, and all are gathered.
+        pnet: decides by its layers which weights can have other forms than dense.
+        lazy: whether weights stay factors: True wherever they can, `"auto"` where it pays (see `FactoredWeight`).
         remat: whether the others are made for each use and again in backward.
         names: the parameters to make; None is all.
-        pieces: which block to make of the matrix of a parameter, by name; of factors all are made.
+        pieces: the block to make of a parameter's matrix, by name; factors are made whole.
         base: the tensors that deltas belong to; ValueError for a plan with a base, without it.
     """
     if plan.base is not None and base is None:
@@ -64,22 +64,18 @@ def make_generator(
     chosen = {t.name: chooser.form(t) for t in made if t.slots}
     stacks = [stack for e in plan.ensembles if (stack := chooser.stack(e, chosen)) is not None]
     stacks.sort(key=lambda stack: stack.needs == "leaves")
-    found = {
-        (stack.ensemble.spans[slot].tensor, stack.ensemble.spans[slot].part): (n, i)
-        for n, stack in enumerate(stacks)
-        for i, slot in enumerate(stack.slots)
-    }
+    found: dict[tuple[str, int], tuple[int, int]] = {}
+    for n, stack in enumerate(stacks):
+        spans = [stack.ensemble.spans[slot] for slot in stack.slots]
+        found |= {(plan.tensors[span.tensor].name, span.part): (n, i) for i, span in enumerate(spans)}
     places, forms = [], dict[str, WeightForm]()
-    for index, t in enumerate(plan.tensors):
-        if t.name not in chosen:
-            continue
-        form, of_tensor = chosen[t.name], [found[index, part] for part in range(len(t.slots))]
+    for t in (t for t in made if t.slots):
+        form, of_tensor = chosen[t.name], [found[t.name, part] for part in range(len(t.slots))]
         places.append((form, of_tensor))
         if isinstance(form, WeightForm):
             forms |= dict.fromkeys((t.name, *t.aliases), form)
         chooser.remade.get(t.name, []).extend((stacks[n], i) for n, i in of_tensor)
-    changed = {t.name for t in plan.tensors}
-    unchanged = {k: on for k, on in of_base.items() if k not in changed}
+    unchanged = {k: on for k, on in of_base.items() if k not in {t.name for t in plan.tensors}}
     keys = (chosen[t.name].keys if t.slots else (t.name,) for t in made)
     order = [*unchanged, *(k for of in keys for k in of)]
     parts = (stacks, places, forms, [chooser.target(t) for t in made if not t.slots], unchanged, order, plan.dtype)
@@ -132,9 +128,9 @@ class _Chooser:
             values = iter(inputs)
             return target.fold([stack.slot(number, values).matrix() for stack, number in slots])
 
-        n = sum(len(e.leaves) + len(e.hypernet.noise_shapes(e.dims)) for e in ensembles)
         # Over ranks also whether gradients count.
-        n += 0 if self.layout is None else len(ensembles)
+        also = int(self.layout is not None)
+        n = sum(len(e.leaves) + len(e.hypernet.noise_shapes(e.dims)) + also for e in ensembles)
         # By number: two leaves' names may differ only in characters that attributes cannot have.
         inputs, transposed = tuple(f"input_{i}" for i in range(n)), tensor.kind == "transposed_linear"
         return RecomputedWeight(tensor.name, inputs, maker, transposed, split=target.piece is not None)
@@ -145,13 +141,12 @@ class _Chooser:
         needs: Needs = next(need for need in _NEEDS if need in needed)
         layout = self.layout if e.leaves else None
         cuts: dict[int, Cut] = {}
-        for i, (name, span) in enumerate(zip(owners, e.spans, strict=True)):
-            if name in forms:
-                # All factors are made, and the layer takes its part.
-                piece = self.pieces.get(name) if forms[name].needs != "factors" else None
-                # Ranks make all tiles, and cut the block out of them.
-                grid = span.slot.grid
-                cuts[i] = Cut(grid, None, piece) if piece is None or layout is not None else cut_piece(grid, piece)
+        for i, name in ((i, name) for i, name in enumerate(owners) if name in forms):
+            # All factors are made, and the layer takes its part.
+            piece = self.pieces.get(name) if forms[name].needs != "factors" else None
+            # Ranks make all tiles, and cut the block out of them.
+            grid = e.spans[i].slot.grid
+            cuts[i] = Cut(grid, None, piece) if piece is None or layout is not None else cut_piece(grid, piece)
         if not cuts:
             return None
         if layout is None:
@@ -162,11 +157,9 @@ class _Chooser:
 
 
 def to_serve(plan: Plan, generator: Generator, tensors: Params) -> tuple[Params, dict[str, WeightForm], Params]:
-    """Sort a lazy generator's outputs for a module for serving.
+    """Sort a lazy generator's outputs: dense weights in the p-net's dtypes, forms that are smaller as factors, inputs.
 
-    Returns:
-        Weights in the p-net's dtypes by name; the forms that are smaller as factors, by each of their names; and the
-        inputs of these forms by their keys.
+    Forms are by each of their names, inputs by the forms' keys.
     """
     weights, forms, inputs = {k: tensors[k] for k in generator.unchanged}, dict[str, WeightForm](), Params()
     for t in plan.tensors:
@@ -256,27 +249,24 @@ def generate_piece(
         raise ValueError(f"rows and cols must be slices without a step, got {rows} and {cols}")
     matrices = list(KINDS[tensor.kind].matrices(tensor.shape))
     (a, b, _), (c, d, _) = rows.indices(sum(m.rows for m in matrices)), cols.indices(matrices[0].cols)
+
+    def block(part: int, piece: Piece) -> Tensor:
+        if not tensor.slots:
+            return piece.of(KINDS[tensor.kind].unfold(genome.direct[tensor.name])[part])
+        slot, narrow = tensor.slots[part], DTYPES[tensor.dtype]
+        e, number = next((e, i) for e in plan.ensembles for i, p in enumerate(e.spans) if p.slot is slot)
+        stack = Stack(e, kernel, {number: cut_piece(slot.grid, piece)})
+        like = next(iter(genome.gnets.get(e.name, {}).values()), torch.zeros((), dtype=plan.dtype, device="cpu"))
+        evaluation = stack.evaluation(flat_genome(genome), (noise or {}).get(e.name), like.dtype, like.device)
+        made = stack.split(evaluation)[0].matrix()
+        made = made + slot.offset if slot.offset else made
+        return made.to(narrow) if narrow.itemsize < plan.dtype.itemsize else made
+
     blocks, first = list[Tensor](), 0
     for i, m in enumerate(matrices):
         start, stop = (min(max(n - first, 0), m.rows) for n in (a, b))
         # The first part gives the columns of an empty block.
         if start < stop or not i:
-            piece = Piece(((start, max(start, stop)),), (c, max(c, d)))
-            blocks.append(_block(plan, genome, tensor, i, piece, noise or {}, kernel))
+            blocks.append(block(i, Piece(((start, max(start, stop)),), (c, max(c, d)))))
         first += m.rows
     return torch.cat(blocks)
-
-
-def _block(
-    plan: Plan, genome: GenomeLike, tensor: TensorPlan, part: int, piece: Piece, noise: Noise, kernel: Kernel
-) -> Tensor:
-    if not tensor.slots:
-        return piece.of(KINDS[tensor.kind].unfold(genome.direct[tensor.name])[part])
-    slot, narrow = tensor.slots[part], DTYPES[tensor.dtype]
-    e, number = next((e, i) for e in plan.ensembles for i, p in enumerate(e.spans) if p.slot is slot)
-    stack = Stack(e, kernel, {number: cut_piece(slot.grid, piece)})
-    like = next(iter(genome.gnets.get(e.name, {}).values()), torch.zeros((), dtype=plan.dtype, device="cpu"))
-    evaluation = stack.evaluation(flat_genome(genome), noise.get(e.name), like.dtype, like.device)
-    block = stack.split(evaluation)[0].matrix()
-    block = block + slot.offset if slot.offset else block
-    return block.to(narrow) if narrow.itemsize < plan.dtype.itemsize else block

@@ -67,48 +67,40 @@ class Local(NamedTuple):
 class Stack:
     """An ensemble with its constants at hand: from its leaves to each of its slots, all tiles on this rank.
 
-    Attributes:
-        slots: numbers of its slots that are made.
-        cuts: the tiles that are made, by number of slot.
-        needs: the output per slot: matrix, factors or leaves.
-        names: of the leaves in a genome that is flat by name.
-        split: the slots of an evaluation, as their forms need them.
+    `slots` are the numbers of the slots that are made, `cuts` the tiles of each, and `needs` the output per slot.
+    `split` gives the slots of an evaluation as their forms need them; `names` are those of leaves in a flat genome.
     """
 
     def __init__(self, ensemble: Ensemble, kernel: Kernel, cuts: Mapping[int, Cut], needs: Needs = "matrix") -> None:
         if kernel not in get_args(Kernel):
             raise ValueError(f"kernel must be one of {get_args(Kernel)}, got {kernel!r}")
-        self.ensemble, self.needs = ensemble, needs
+        self.ensemble, self.needs, spans = ensemble, needs, ensemble.spans
         self._kernel: Kernel = kernel
-        grids = [p.slot.grid for p in ensemble.spans]
         self.slots, self.cuts = [*cuts], [*cuts.values()]
         self._grids = [cut.grid for cut in self.cuts]
         self._counts = [grid.n_tiles for grid in self._grids]
         self._held: Sequence[int] = self._counts  # tiles per slot on this rank
-        specs = ensemble.leaves
-        self.names = {k: f"{GNET}{ensemble.name}/{k}" for k in specs}
+        self.names = {k: f"{GNET}{ensemble.name}/{k}" for k in ensemble.leaves}
         self._noise = [*ensemble.hypernet.noise_shapes(ensemble.dims)]
-        self._shared = tuple(k for k, leaf in specs.items() if leaf.scope == "group")
+        self._shared = tuple(k for k, leaf in ensemble.leaves.items() if leaf.scope == "group")
         self._tiles: slice | Tensor = slice(0, ensemble.n_tiles)
-        self._some = len(cuts) < len(grids) or any(cut.tiles is not None for cut in self.cuts)
+        self._some = len(cuts) < len(spans) or any(cut.tiles is not None for cut in self.cuts)
         if self._some:
-            numbers = [(i, range(grids[i].n_tiles) if cut.tiles is None else cut.tiles) for i, cut in cuts.items()]
-            tiles = [ensemble.spans[i].first + n for i, ns in numbers for n in ns]
+            made = [(i, range(spans[i].slot.grid.n_tiles) if c.tiles is None else c.tiles) for i, c in cuts.items()]
+            tiles = [spans[i].first + n for i, numbers in made for n in numbers]
             self._tiles = torch.tensor(tiles, dtype=torch.int64, device="cpu")
         self._built: dict[tuple[torch.dtype, torch.device], Constants] = {}
-        self.split = {"matrix": self._matrices, "factors": self._factors, "leaves": self._apart}[needs]
+        self.split = {"matrix": self._matrices, "factors": self.of_tiles, "leaves": self._apart}[needs]
 
     def constants(self, dtype: torch.dtype, device: torch.device) -> Constants:
-        """Constants of this rank's tiles."""
         key, exporting = (dtype, device), is_exporting()
         if key in self._built and not exporting:
             return self._built[key]
         e = self.ensemble
-        row, col = codes_of(e, dtype, device)
         first, scales = [p.first for p in e.spans], [p.slot.scale for p in e.spans]
         scale = _of_spans(first, scales, e.n_tiles, dtype, device) if e.hypernet.standardised else None
-        groups = self._groups(device) if self._shared else None
-        made = Constants.make(e.hypernet, e.dims, self._kernel, row, col, scale, groups).of(self._tiles)
+        more = *codes_of(e, dtype, device), scale, self._groups(device) if self._shared else None
+        made = Constants.make(e.hypernet, e.dims, self._kernel, *more).of(self._tiles)
         if not exporting:
             self._built[key] = made
         return made
@@ -145,9 +137,6 @@ class Stack:
     def _apart(self, evaluation: Evaluation) -> list[Local]:
         return [Local(part, cut) for part, cut in zip(evaluation.split(self._held), self.cuts, strict=True)]
 
-    def _factors(self, evaluation: Evaluation) -> list[Made]:
-        return self.of_tiles(evaluation.tiles())
-
     def _matrices(self, evaluation: Evaluation) -> list[Made]:
         """Matrices of the slots; large ones are made one after the other, which spares memory."""
         dims = self.ensemble.dims
@@ -156,8 +145,9 @@ class Stack:
         matrices = [m for i, part in enumerate(parts) for m in part.matrices(self._grids[spans[i]])]
         return [Made(m, self.cuts[i]) for i, m in enumerate(matrices)]
 
-    def of_tiles(self, tiles: Tensor | Factors) -> list[Made]:
+    def of_tiles(self, of: Evaluation | Tensor | Factors) -> list[Made]:
         """Each slot, from all tiles or their factors."""
+        tiles = of.tiles() if isinstance(of, Evaluation) else of
         if isinstance(tiles, Tensor):
             return [Made(m, cut) for m, cut in zip(join_all(tiles, self._grids), self.cuts, strict=True)]
         if len(self._counts) == 1:
@@ -197,10 +187,10 @@ class Generator:
 
     Attributes:
         stacks: the ensembles; those whose forms evaluate them themselves come last.
-        places: the form of every generated tensor, and where its matrices are: numbers of the stack, and of the slot.
+        places: the form of every generated tensor, and the numbers of stack and slot of each of its matrices.
         forms: the form of each weight that is not dense, by name of parameter, with the names of tied parameters.
         unchanged: the parameters of the base that have no delta, by device.
-        frozen: names of tensors of the base: those, and the ones that deltas belong to.
+        frozen: names of the unchanged tensors of the base, and of the tensors that deltas belong to.
         order: names of a call's outputs, in the order of the p-net's parameters.
     """
 
@@ -226,17 +216,13 @@ class Generator:
     def __call__(self, leaves: Params, noise: Noise | None = None, *, counts: bool = True) -> Params:
         """All parameters by name, those with a form as the inputs of the form.
 
-        Args:
-            leaves: the genome's, flat by name (`flat_genome`); this rank's rows of a split genome.
-            noise: noise of the stochastic ensembles, for all tiles; None gives the mean.
-            counts: whether gradients of this rank count, where the genome is split (see `Gather`).
+        `leaves` are flat by name (`flat_genome`), this rank's rows of a split genome; `noise` is that of all tiles, None
+        gives the mean; `counts` tells whether gradients of this rank count, where the genome is split (see `Gather`).
         """
         dtype, device = self._kind(leaves)
         noise = noise or {}
         with outside_autocast(device):
-            evaluations = [
-                stack.evaluation(leaves, noise.get(stack.ensemble.name), dtype, device) for stack in self.stacks
-            ]
+            evaluations = [s.evaluation(leaves, noise.get(s.ensemble.name), dtype, device) for s in self.stacks]
             evaluations[: self._evaluated] = with_factors(evaluations[: self._evaluated])
             slots = self._slots(evaluations, counts)
             tensors = {name: on(device) for name, on in self.unchanged.items()}
