@@ -157,7 +157,7 @@ class GenomeProblem(Problem):
         values: Any = solutions.values
         fitness_n = self._judged(values.clone().as_subclass(Tensor))
         good_n = torch.isfinite(fitness_n)
-        if not bool(good_n.any()):
+        if not good_n.any():
             raise FloatingPointError("no member of this generation has a finite fitness: smaller steps may help")
         worst = fitness_n[good_n].max() if self._sense == "min" else fitness_n[good_n].min()
         self.evaluations += len(fitness_n)
@@ -173,24 +173,21 @@ def _steps(plan: Plan, pnet: nn.Module, genome: GenomeLike, steps: Mapping[str, 
         raise ValueError(f"steps must give a positive number for each of {', '.join(STEPS)}, got {dict(steps)}")
     roles = {f"{GNET}{e.name}/{k}": leaf.role for e in plan.ensembles for k, leaf in e.leaves.items()}
     frozen, sizes = {f"{DIRECT}{k}" for k, p in pnet.named_parameters() if not p.requires_grad}, []
-    for name, x in sorted(flat_genome(genome).items()):
-        if x.is_floating_point():
-            deviation = float(x.detach().std(correction=0)) if x.numel() > 1 else 0.0
-            size = 0.0 if name in frozen else steps[roles.get(name, "direct")] * (deviation or 1.0)
-            sizes.append(torch.full_like(x.detach(), size).reshape(-1))
+    for name, x in sorted((k, x.detach()) for k, x in flat_genome(genome).items() if x.is_floating_point()):
+        deviation = float(x.std(correction=0)) if x.numel() > 1 else 0.0
+        size = 0.0 if name in frozen else steps[roles.get(name, "direct")] * (deviation or 1.0)
+        sizes.append(torch.full_like(x, size).reshape(-1))
     return torch.cat(sizes)
 
 
 class ControlProblem(GenomeProblem):
     """The search for the genome whose network has the largest return in an environment of gymnasium.
 
-    All members act at once, each in as many environments as it has episodes, in one `gymnasium.vector.VectorEnv`. The
-    fitness is the mean undiscounted return of the episodes of a generation. `env_steps` counts the steps of all
-    environments in episodes that had not ended.
-
-    The p-net gives for observations [E, O] a number for each choice [E, A], of which the largest is taken, or the
-    numbers of an action [E, A], which are clipped to the environment's range. Each member plays `episodes` episodes in
-    a generation; `options` go to `GenomeProblem`, without `sense`.
+    All members act at once, each in as many environments as it has `episodes` a generation, in one
+    `gymnasium.vector.VectorEnv`. The fitness is the mean undiscounted return of the episodes. `env_steps` counts the
+    steps of all environments in episodes that had not ended. The p-net gives for observations [E, O] a number for each
+    choice [E, A], of which the largest is taken, or the numbers of an action [E, A], which are clipped to the
+    environment's range. `options` go to `GenomeProblem`, without `sense`.
     """
 
     def __init__(self, plan: Plan, pnet: nn.Module, env: str, *, episodes: int = 1, **options: Any) -> None:

@@ -20,16 +20,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from gbfunc.generation import make_generator
-from gbfunc.genome import (
-    check_genome,
-    check_plan,
-    check_seed,
-    check_type,
-    codes_of,
-    init_leaves,
-    stacked,
-    unstacked,
-)
+from gbfunc.genome import check_genome, check_plan, check_seed, check_type, codes_of, init_leaves, stacked, unstacked
 from gbfunc.hypernets.codeless import LowRank
 from gbfunc.hypernets.ensemble import Constants, Evaluation, dense_tiles
 from gbfunc.layers import KINDS
@@ -88,11 +79,11 @@ class _Tiles:
         if not self.linear or any(self.specs[k].scope == "group" for k in self.linear):
             return leaves
         linear = {k: leaves[k] for k in self.linear}
+        x_TK = stacked(linear)
 
         def tiles_of(x_TK: Tensor) -> Tensor:
             return self(leaves | unstacked(x_TK, linear))
 
-        x_TK = stacked(linear)
         # It is linear: the transpose is the same everywhere.
         made, transpose = torch.func.vjp(tiles_of, x_TK)[:2]
         residual = self.target_Trc - made
@@ -144,7 +135,7 @@ def fit_genome(
         start: a genome to start from; None is a fresh one of `seed`.
         seed: seed of the start.
         steps: steps of Adam; 0 solves only for the linear leaves.
-        lr: its first learning rate, which decays to 0 by a cosine.
+        lr: first learning rate of Adam, which decays to 0 by a cosine.
 
     Raises:
         ValueError: if plan, weights, base and start do not fit together, the plan generates nothing, or a weight is not
@@ -168,17 +159,19 @@ def fit_genome(
     device = next(iter(given.values())).device
     targets = {t.name: given[t.name].double() for t in plan.generated}
     if base is not None:
-        present = base.on(device)[0]
-        targets |= {t.name: targets[t.name] - present[t.name] for t in plan.generated if t.base}
+        targets |= {t.name: targets[t.name] - base.tensor(t.name, device) for t in plan.generated if t.base}
+    if start is not None:
+        check_genome(plan, start)
+    generator = torch.Generator("cpu").manual_seed(check_seed(seed))
     gnets: GNets = {}
     with torch.autocast(device.type, enabled=False):
-        genome = _start(plan, start, given, seed)
-        for e in plan.ensembles:
-            if e.leaves:
-                leaves = genome.gnets[e.name]
-                like = next(iter(leaves.values()))
-                gnets[e.name] = _fitted(_Tiles(plan, e, targets, like.dtype, like.device), leaves, steps, lr)
-        genome = genome._replace(gnets=gnets)
+        for e in (e for e in plan.ensembles if e.leaves):
+            drawn = init_leaves(e, plan.dtype, generator) if start is None else start.gnets[e.name]
+            leaves = {k: x.to(device) for k, x in drawn.items()} if start is None else drawn
+            like = next(iter(leaves.values()))
+            gnets[e.name] = _fitted(_Tiles(plan, e, targets, like.dtype, like.device), leaves, steps, lr)
+        of = plan.direct, plan.buffers
+        genome = Genome(gnets, *({x.name: given[x.name].to(DTYPES[x.dtype], copy=True) for x in xs} for xs in of))
         with torch.no_grad():
             made = make_generator(plan, base=base)(flat_genome(genome))
     errors: dict[str, float] = {}
@@ -230,16 +223,3 @@ def _tensors_of(plan: Plan, trained: nn.Module | TensorMap) -> Params:
     if bad := [t.name for t in plan.generated if not tensors[t.name].isfinite().all()]:
         raise ValueError(f"the weights {bad} are not finite")
     return tensors
-
-
-def _start(plan: Plan, start: GenomeLike | None, given: TensorMap, seed: int) -> Genome:
-    device = next(iter(given.values())).device
-    if start is not None:
-        check_genome(plan, start)
-        gnets = start.gnets
-    else:
-        generator = torch.Generator("cpu").manual_seed(check_seed(seed))
-        drawn = {e.name: init_leaves(e, plan.dtype, generator) for e in plan.ensembles if e.leaves}
-        gnets = {name: {k: v.to(device) for k, v in leaves.items()} for name, leaves in drawn.items()}
-    direct = {t.name: given[t.name].to(DTYPES[t.dtype], copy=True) for t in plan.direct}
-    return Genome(gnets, direct, {b.name: given[b.name].to(DTYPES[b.dtype], copy=True) for b in plan.buffers})

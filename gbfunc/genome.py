@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -55,22 +55,18 @@ def check_genome(
     try:
         compare_trees({k: TensorSpec(s) for k, s in expected.items()}, flat, "the genome does not fit the plan")
     except ValueError as error:
-        cure = _cure(plan, expected, {k: tuple(x.shape) for k, x in flat.items()}, shapes is not None)
+        given, cure = {k: tuple(x.shape) for k, x in flat.items()}, ""
+        wrong = {k: (given[k], shape) for k, shape in expected.items() if given.get(k, shape) != shape}
+        if given.keys() != expected.keys():
+            pass
+        elif all(got[1:] == shape[1:] and got[:1] < shape[:1] for got, shape in wrong.values()):
+            cure = "; a state with fewer tiles is one rank's part: train_step.gather(state) makes it whole"
+        elif all(k.startswith(BUFFERS) for k in wrong):
+            words = "a buffer to which a forward gives another shape must have it in the plan"
+            cure = f"; {words}: run the p-net once, on its longest input, before gb.make_plan"
+        elif shapes is not None and plan.leaf_shapes.items() <= given.items():
+            cure = "; a whole state becomes this rank's part by train_step.shard(state)"
         raise ValueError(f"{error}{cure}") from None
-
-
-def _cure(plan: Plan, expected: Mapping[str, Any], given: Mapping[str, Any], part: bool) -> str:
-    wrong = {k: (given[k], shape) for k, shape in expected.items() if given.get(k, shape) != shape}
-    if given.keys() != expected.keys():
-        return ""
-    if all(got[1:] == shape[1:] and got[:1] < shape[:1] for got, shape in wrong.values()):
-        return "; a state with fewer tiles is one rank's part: train_step.gather(state) makes it whole"
-    if all(k.startswith(BUFFERS) for k in wrong):
-        words = "a buffer to which a forward gives another shape must have it in the plan"
-        return f"; {words}: run the p-net once, on its longest input, before gb.make_plan"
-    if part and plan.leaf_shapes.items() <= given.items():
-        return "; a whole state becomes this rank's part by train_step.shard(state)"
-    return ""
 
 
 def check_type(plan: Plan) -> None:
@@ -131,15 +127,14 @@ def init_genome(plan: Plan, pnet: nn.Module, seed: int = 0, *, device: torch.dev
         device = next((info.tensor.device for info in infos.values() if not info.tensor.is_meta), "cpu")
     generator = torch.Generator("cpu").manual_seed(check_seed(seed))
     gnets: GNets = {}
-    for e in plan.ensembles:
-        if e.leaves:
-            _check_linear(plan, e)
-            leaves = {k: v.clone() for k, v in init_leaves(e, plan.dtype, generator).items()}
-            for span in (p for p in e.spans if plan.tensors[p.tensor].base):
-                # A delta begins at zero, with all linear leaves at zero.
-                for k in (k for k, leaf in e.leaves.items() if leaf.role == "linear"):
-                    leaves[k][span.first : span.first + span.slot.grid.n_tiles] = 0
-            gnets[e.name] = {k: v.to(device) for k, v in leaves.items()}
+    for e in (e for e in plan.ensembles if e.leaves):
+        _check_linear(plan, e)
+        leaves = {k: v.clone() for k, v in init_leaves(e, plan.dtype, generator).items()}
+        for span in (p for p in e.spans if plan.tensors[p.tensor].base):
+            # A delta begins at zero, with all linear leaves at zero.
+            for k in (k for k, leaf in e.leaves.items() if leaf.role == "linear"):
+                leaves[k][span.first : span.first + span.slot.grid.n_tiles] = 0
+        gnets[e.name] = {k: v.to(device) for k, v in leaves.items()}
     direct = {t.name: _direct(infos[t.name], generator).to(device, copy=True) for t in plan.direct}
     return Genome(gnets, direct, {name: buffer.to(device, copy=True) for name, buffer in buffers.items()})
 
@@ -159,9 +154,8 @@ def _check_linear(plan: Plan, e: Ensemble) -> None:
     if any(plan.tensors[p.tensor].base for p in e.spans):
         raise ValueError(f"{words}a delta begins at zero: {cure}")
     if e.hypernet.standardised:
-        raise ValueError(
-            f"{words}weights get their first scale: {cure}, or standardised = False, and scale them yourself"
-        )
+        other = "or standardised = False, and scale them yourself"
+        raise ValueError(f"{words}weights get their first scale: {cure}, {other}")
 
 
 def _direct(info: ParameterInfo, generator: torch.Generator) -> Tensor:
@@ -249,7 +243,10 @@ class _Slot(NamedTuple):
             return float(mean.detach()), float(weights.detach().std(correction=0)), _slopes(mean, x) if x else {}
         total = square = 0.0
         slopes: list[Params] = []
-        for span in self._spans():
+        r, c, _, _ = self.constants.dims
+        step = max(1, _CACHED // ((r + c) * hypernet.factor_width))
+        for first in range(0, self.grid.n_tiles, step):
+            span = slice(first, min(first + step, self.grid.n_tiles))
             mine = {k: v[span].detach().requires_grad_(k in linear) for k, v in leaves.items()}
             with torch.enable_grad():
                 left, right = self._factors(mine, span)
@@ -263,18 +260,13 @@ class _Slot(NamedTuple):
 
     def _factors(self, leaves: Params, span: slice) -> Factors:
         left, right = cast(Factors, Evaluation(self.constants.of(span), leaves).tiles())
+        # Rows and columns beyond the matrix do not count.
         g, tile_T = self.grid, torch.arange(span.start, span.stop, device="cpu")
         left = left * _inside(g.rows - tile_T // g.n_cols * g.tile_rows, g.tile_rows)
         return Factors(left, right * _inside(g.cols - tile_T % g.n_cols * g.tile_cols, g.tile_cols))
 
-    def _spans(self) -> Iterator[slice]:
-        r, c, _, _ = self.constants.dims
-        step = max(1, _CACHED // ((r + c) * self.constants.hypernet.factor_width))
-        return (slice(first, min(first + step, self.grid.n_tiles)) for first in range(0, self.grid.n_tiles, step))
-
 
 def _inside(lengths_T: Tensor, longest: int) -> Tensor:
-    # Whether each row or column of a tile is inside of the matrix: [T, longest, 1].
     return (torch.arange(longest, device="cpu") < lengths_T[:, None])[..., None]
 
 

@@ -8,6 +8,7 @@ generated weights are properties of their layers. The genome's leaves are the pa
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
@@ -73,9 +74,9 @@ class GenomeModule(nn.Module):
 
     Args:
         plan: the plan.
-        pnet: the p-net that it was made for, and the base of a plan that has one; it is not changed.
+        pnet: the plan's p-net or base, which is not changed.
         genome: a `Genome` or `TrainState`, of which copies are taken; None draws a fresh one.
-        seed: of a fresh genome.
+        seed: seed of a fresh genome.
         lazy: whether weights stay factors, as in `make_train_step`. `torch.compile` of torch 2.5 needs False.
 
     Raises:
@@ -127,19 +128,17 @@ class GenomeModule(nn.Module):
         for name, x in given.buffers.items():
             path, _, key = name.rpartition(".")
             setattr(self.get_submodule(path), key, x.detach().clone())
-        base, kept, sources = plan.base_tensors(pnet), {*given.direct, *given.buffers}, dict[str, str]()
-        first: dict[int, str] = {}
-        for name, x in named_tensors(self, ties=True):
-            if (source := first.setdefault(id(x), name)) not in kept:
-                sources[name] = source
+        base, kept, first = plan.base_tensors(pnet), {*given.direct, *given.buffers}, dict[int, str]()
+        sources = {name: first.setdefault(id(x), name) for name, x in named_tensors(self, ties=True)}
+        sources = {name: source for name, source in sources.items() if source not in kept}
         self._frame = _Frame(plan, base, lazy, sources)
         without_sparse(self, {name for t in plan.generated for name in (t.name, *t.aliases)})
         # Weights of the root itself belong to the p-net's class, below this class.
-        read, made = self._read, type(self)
         this: Any = self
+        read, made = self._read, type(self)
         this.__class__ = made._pnet_class
-        generator = make_generator(plan, pnet=self, lazy=lazy, base=base)
-        install(self, {name: generator.forms.get(name) for name in sources}, read)
+        forms = make_generator(plan, pnet=self, lazy=lazy, base=base).forms
+        install(self, {name: forms.get(name) for name in sources}, read)
         this.__class__ = _module_class(made._stated, type(self))
         for name, x in leaves.items():
             self.register_parameter(name, nn.Parameter(x))
@@ -160,10 +159,9 @@ class GenomeModule(nn.Module):
         known |= {name for t in plan.direct for name in (t.name, *t.aliases)}
         if others := [name for name, _ in self.named_parameters() if name not in known]:
             raise ValueError(f"the module has parameters that the plan does not know: {others[:8]}; make a new plan")
-        buffers = {b.name: _gathered(self.get_buffer(b.name).detach()).clone() for b in plan.buffers}
-        named = self._gnets() | {f"{DIRECT}{t.name}": self.get_parameter(t.name) for t in plan.direct}
-        leaves = {k: _gathered(x.detach()).clone() for k, x in named.items()}
-        return unflat_genome(plan, leaves, buffers)
+        buffers = {b.name: _copied(self.get_buffer(b.name)) for b in plan.buffers}
+        named = self._leaves() | {f"{DIRECT}{t.name}": self.get_parameter(t.name) for t in plan.direct}
+        return unflat_genome(plan, {k: _copied(x) for k, x in named.items()}, buffers)
 
     @property
     def plan(self) -> Plan:
@@ -195,15 +193,11 @@ class GenomeModule(nn.Module):
     def save_pretrained(self, save_directory: str | os.PathLike[str], **options: Any) -> str | None:
         """Write a folder as the Hugging Face hub has them: `genome.safetensors`, `config.json` and a model card.
 
-        Args:
-            save_directory: the folder; it is made where there is none.
-            options: `dtype`, as in `gb.save`; `state_dict`, a state dict of the module, written beside the genome as
-                `model.safetensors`, from which `Trainer` resumes; `push_to_hub=True` with `repo_id` (the folder's name
-                if not given) and the options of `push_to_hub`. Options of `PreTrainedModel.save_pretrained` for large
-                files have no effect.
-
-        Returns the commit's address with `push_to_hub=True`, otherwise None. Raises ImportError for an upload without
-        huggingface_hub, TypeError for an unknown option, and as `gb.save`.
+        Options are `dtype`, as in `gb.save`; `state_dict`, a state dict of the module, written beside the genome as
+        `model.safetensors`, from which `Trainer` resumes; `push_to_hub=True` with `repo_id` (the folder's name if not
+        given) and the options of `push_to_hub`. Options of `PreTrainedModel.save_pretrained` for large files have no
+        effect. Returns the commit's address with `push_to_hub=True`, otherwise None. Raises ImportError for an upload
+        without huggingface_hub, TypeError for an unknown option, and as `gb.save`.
         """
         if "state_dict" in options:
             # Trainer passes None.
@@ -233,7 +227,7 @@ class GenomeModule(nn.Module):
 
         Args:
             pretrained_model_name_or_path: the folder or name.
-            pnet: the p-net that the genome was made for; with the base's weights if the plan has a base.
+            pnet: the genome's p-net, or base.
             lazy: as in the constructor.
             factories: as in `gb.load`.
             options: of `huggingface_hub.hf_hub_download` (`revision`, `token`, `cache_dir`, ...).
@@ -255,25 +249,24 @@ class GenomeModule(nn.Module):
         if (base := self._frame.base) is not None:
             keep_statistics(self, base.buffer_names)
 
-    def _gnets(self) -> Params:
-        return {f"{GNET}{e.name}/{k}": getattr(self, _leaf(e.name, k)) for e in self.plan.ensembles for k in e.leaves}
-
-    def _any(self) -> Params:
-        """A parameter that tells device and dtype where there are no g-nets."""
-        return dict(list(self.named_parameters())[:1])
+    def _leaves(self) -> Params:
+        plan = self.plan
+        gnets = {f"{GNET}{e.name}/{k}": getattr(self, _leaf(e.name, k)) for e in plan.ensembles for k in e.leaves}
+        # Without g-nets, a parameter tells device and dtype.
+        return gnets or dict(list(self.named_parameters())[:1])
 
     def _weights(self, generator: Generator) -> dict[str, Any]:
         """Generate tensors and `Weight`s by name, and add the base's buffers."""
-        leaves = self._gnets()
+        leaves = self._leaves()
         if not torch.compiler.is_compiling() and any(map(_is_shard, leaves.values())):
             words = "give fully_shard the whole module, and call the module itself"
             raise RuntimeError(f"the genome is sharded during this call: {words}")
         with unseen_by_checkpoints():
-            weights: dict[str, Any] = generator(leaves or self._any(), self._drawn)
+            weights: dict[str, Any] = generator(leaves, self._drawn)
         for form in dict.fromkeys(generator.forms.values()):
             weights[form.name] = Weight(form, form.taken(weights))
         if (base := self._frame.base) is not None:
-            weights.update(base.on(next(iter((leaves or self._any()).values())).device)[1])
+            weights.update(base.on(next(iter(leaves.values())).device)[1])
         return weights
 
     def _layer(self, name: str) -> tuple[Any, str]:
@@ -302,7 +295,7 @@ class GenomeModule(nn.Module):
 
     def _noise(self) -> Noise | None:
         drawn = self.training and self.plan.stochastic
-        return _drawn(self.plan, next(iter(self._gnets().values()))) if drawn else None  # pyright: ignore[reportCallIssue]
+        return _drawn(self.plan, next(iter(self._leaves().values()))) if drawn else None  # pyright: ignore[reportCallIssue]
 
     def _build(self) -> None:
         plan, base, lazy, _ = self._frame
@@ -312,7 +305,7 @@ class GenomeModule(nn.Module):
 
         self._generator_of, self._drawn = functools.cache(of), None
         self._generator = of(*(t.name for t in plan.generated))
-        self._generator.prepare(self._gnets() or self._any())
+        self._generator.prepare(self._leaves())
 
     def _apply(self: Self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
@@ -324,7 +317,6 @@ class GenomeModule(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        # Names and shapes do not tell scales, codes and activations.
         if hasattr(destination, "_metadata"):
             destination._metadata[prefix[:-1]]["plan"] = self.plan.digest()
 
@@ -364,8 +356,8 @@ def _is_shard(x: Any) -> bool:
     return type(x).__name__ == "DTensor"  # whose import takes a while
 
 
-def _gathered(x: Any) -> Tensor:
-    return x.full_tensor() if _is_shard(x) else x
+def _copied(x: Any) -> Tensor:
+    return (x.detach().full_tensor() if _is_shard(x) else x.detach()).clone()
 
 
 @torch.compiler.disable
@@ -376,16 +368,12 @@ def _drawn(plan: Plan, like: Tensor) -> Noise:
 
 @functools.lru_cache(maxsize=256)
 def _module_class(cls: type[GenomeModule], stock: type[nn.Module]) -> type[GenomeModule]:
-    """The class of a p-net of the class `stock` as a `GenomeModule`, of the same name and signature of forward."""
-
     def forward(self: GenomeModule, *args: Any, **kwargs: Any) -> Any:
         return cls.forward(self, *args, **kwargs)
 
-    try:
-        # Trainers choose columns of a data set by it.
+    # Trainers choose columns of a data set by it.
+    with contextlib.suppress(TypeError, ValueError):
         forward.__signature__ = inspect.signature(stock.forward)  # pyright: ignore[reportFunctionMemberAccess]
-    except (TypeError, ValueError):
-        pass
     own = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
     kind: Any = type(stock)
     return kind(stock.__name__, (cls, stock), {**own, "forward": forward, "_stated": cls, "_pnet_class": stock})

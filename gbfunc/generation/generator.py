@@ -216,8 +216,8 @@ class Generator:
     def __call__(self, leaves: Params, noise: Noise | None = None, *, counts: bool = True) -> Params:
         """All parameters by name, those with a form as the inputs of the form.
 
-        `leaves` are flat by name (`flat_genome`), this rank's rows of a split genome; `noise` is that of all tiles, None
-        gives the mean; `counts` tells whether gradients of this rank count, where the genome is split (see `Gather`).
+        `leaves` are flat by name (`flat_genome`), this rank's rows of a split genome; `noise` is that of all tiles, and
+        None gives the mean; `counts` tells whether gradients of this rank count (see `Gather`).
         """
         dtype, device = self._kind(leaves)
         noise = noise or {}

@@ -36,20 +36,9 @@ def update_alignment(
     where the weights went straight down their gradient, 0 where they went across it, negative where they went up. SGD
     with a small rate on the genome gives 0 or more overall, and 1 for direct parameters.
 
-    The step from `before` on `batch` gives the gradient, with its dropout and noise, without `amp`. Weights
-    are formed densely.
-
-    Args:
-        plan: the plan.
-        pnet: the p-net that it was made for.
-        loss_fn: as `make_train_step` takes it.
-        before: the state before the step; a step that donates leaves none.
-        after: the state or genome after the step, or after several.
-        batch: the batch of the step.
-
-    Raises:
-        TypeError: if `before` is no state.
-        ValueError: if plan, p-net and states do not fit together.
+    The step from `before` on `batch` gives the gradient, with its dropout and noise, without `amp`. Weights are formed
+    densely. A step that donates leaves no `before`; `after` is the state or genome after the step, or after several.
+    Raises TypeError if `before` is no state, ValueError if plan, p-net and states do not fit together.
     """
     if not hasattr(before, "seed"):
         raise TypeError(f"before must be a TrainState, whose seed its step used, got a {type(before).__name__}")
@@ -62,8 +51,8 @@ def update_alignment(
     with torch.no_grad():
         old, new = (generate(plan, genome, noise=noise, base=base) for genome in (before, after))
     frozen = {p.name for p in parameter_infos(pnet) if not p.tensor.requires_grad}
-    weights = {t.name: old[t.name].detach() for t in plan.tensors if t.slots or t.name not in frozen}
-    weights = {k: w.requires_grad_() for k, w in weights.items()}
+    names = [t.name for t in plan.tensors if t.slots or t.name not in frozen]
+    weights = {name: old[name].detach().requires_grad_() for name in names}
     net, buffers = PureNet(pnet, frozen=base), {k: x.clone() for k, x in before.buffers.items()}
     with seeded(seed, leaf.device), torch.enable_grad(), net.kept():
         loss, _ = loss_and_aux(net.run(old | weights, buffers, loss_fn, batch))
@@ -75,5 +64,4 @@ def update_alignment(
 
 
 def _cosine(x: Tensor, y: Tensor) -> float:
-    """Of two vectors; nan where one of them is zero."""
     return float(x @ y / (x.norm() * y.norm()))

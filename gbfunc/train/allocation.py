@@ -21,9 +21,7 @@ from gbfunc.types import Genome, Params
 _WHEN = (0.6, 0.65, 0.7, 0.775, 0.85)
 """Parts of a training after which steps are chosen: numbers that need fewer bits can have finer steps."""
 
-_UNSET = -1000.0
-_SQUARES = ("exp_avg_sq", "square_avg")
-"""Names of the running mean of squared gradients in torch's optimizers."""
+_UNSET, _SQUARES = -1000.0, ("exp_avg_sq", "square_avg")  # names of means of squared gradients in torch's optimizers
 
 
 def allocate_steps(
@@ -42,14 +40,11 @@ def allocate_steps(
 
     Args:
         plan: the plan.
-        gnet_params: a state of its training, of Adam or another optimizer with running means of squares; the whole one.
+        gnet_params: the whole state of a training with Adam or another optimizer with running means of squares.
         genome_bytes: most bytes of the file, everything counted. With its finest steps, of which a part's largest
             number has 2,047, a genome may take fewer.
         batch_size: examples of a batch; 0 leaves the rate of the bits out of the loss.
         metadata: as for `save`; its bytes count.
-
-    Returns:
-        The steps.
 
     Raises:
         ValueError: for an optimizer without squares or before its first step, squares that are not finite, a state that
@@ -109,9 +104,8 @@ class AutoTrainStep(TrainStep):
         if int(gnet_params.step) in {round((self._options.total_steps or 0) * part) for part in _WHEN} - {0}:
             first = (len(x) for _, x in tree_leaves(batch) if isinstance(x, Tensor) and x.ndim)
             rows = torch.tensor(next(first, 0) / (self.mesh.world / self.mesh.shards))
-            total, _ = weighted_mean(self._layout, rows, [])
-            steps = self._allocated(gnet_params, batch_size=round(float(total)))
-            gnet_params = gnet_params._replace(codes=_packed(self.plan, steps))
+            total = round(float(weighted_mean(self._layout, rows, [])[0]))
+            gnet_params = gnet_params._replace(codes=_packed(self.plan, self._allocated(gnet_params, total)))
         return super().__call__(gnet_params, batch)
 
     def rounding(self, state: TrainState) -> Steps | None:

@@ -60,11 +60,10 @@ class LocalTrainStep(TrainStep):
         self, pnet: nn.Module, objective: Objective, optimizer: Optimizer, layout: Layout, options: StepOptions
     ) -> None:
         super().__init__(pnet, objective, optimizer, layout, options)
-        assert options.local_steps is not None
         alone = make_layout(layout.plan, Mesh({}), "replicated")
         self._inner = TrainStep(pnet, objective, optimizer, alone, options)
         self._outer = options.outer or nesterov()
-        self._length, self._checked = options.local_steps, False
+        self._length, self._checked = options.local_steps or 1, False
         self._exchanged = [*self._trained, *sorted(f"{BUFFERS}{b.name}" for b in layout.plan.averaged)]
 
     @property
@@ -81,15 +80,19 @@ class LocalTrainStep(TrainStep):
         """
         checked_state(gnet_params)
         if not isinstance(gnet_params.opt, LocalState):
-            whole = isinstance(gnet_params.opt, WholeLocalState)
-            what = "a whole state" if whole else "a state of a step without local_steps"
-            raise ValueError(f"{what} becomes this rank's part by train_step.shard(state)")
+            raise ValueError(
+                "a state of other steps or a whole state becomes this rank's part by train_step.shard(state)"
+            )
         rows = n_rows(batch) if self.mesh.world > 1 else None
         if rows == 0:
             raise ValueError(f"rank {self.mesh.rank} has no row of the batch: local steps need one on every rank")
         state = self._begun(gnet_params)
         start, local = int(state.step), state.opt
-        self._check(state, start)
+        every = self._options.check_every // self._length or 1
+        if not self._checked or (self._options.check_every and start % (every * self._length) == 0):
+            self._checked = True
+            same = {**local.start, "step": str(start), "seed": str(int(state.seed))}
+            check_equal(self.mesh, same | flatten_tree(local.outer, "outer/"), SAME_STATE)
         own = (int(state.seed) + RANK_MIX * self.mesh.shard) % 2**63
         seed = torch.tensor(own, dtype=torch.int64, device="cpu")
         new, info = self._inner(state._replace(opt=local.inner, seed=seed), batch)
@@ -144,15 +147,6 @@ class LocalTrainStep(TrainStep):
         start = {k: named[k].detach().clone() for k in self._exchanged}
         return state._replace(opt=local._replace(start=start, rows=torch.zeros_like(local.rows)))
 
-    def _check(self, state: TrainState, step: int) -> None:
-        every = self._options.check_every // self._length or 1
-        due = self._options.check_every and step % (every * self._length) == 0
-        if self._checked and not due:
-            return
-        self._checked = True
-        same = {**state.opt.start, "step": str(step), "seed": str(int(state.seed))}
-        check_equal(self.mesh, same | flatten_tree(state.opt.outer, "outer/"), SAME_STATE)
-
     def _stepped(self, state: TrainState) -> TrainState:
         """The state after an exchange; the one before the round if no rank had a finite step."""
         named, local = _leaves(state), state.opt
@@ -169,10 +163,7 @@ class LocalTrainStep(TrainStep):
 
 
 def nesterov(lr: float = 1.0, momentum: float = 0.5) -> Optimizer:
-    """The outer optimizer; without momentum it averages at this rate.
-
-    The default is what trained a genome best (`notebooks/guides/ranks.md`); DiLoCo's weights take 0.7 and 0.9.
-    """
+    """The outer optimizer, by default what trained a genome best (`notebooks/guides/ranks.md`)."""
     return torch_optimizer(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
 
 

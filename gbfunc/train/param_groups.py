@@ -62,8 +62,7 @@ class ParamGroup:
 
     def fuses(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether the fused kernel steps such a leaf: if tests cover the dtype, on other devices if the options ask."""
-        asked = bool(self.options.get("fused"))
-        dtypes = _FUSED.get(self.cls, {}).get(device.type)
+        asked, dtypes = bool(self.options.get("fused")), _FUSED.get(self.cls, {}).get(device.type)
         if dtypes is None:
             return asked
         return dtype in dtypes and (asked or not self.options.keys() & {"fused", "foreach"})
@@ -171,8 +170,7 @@ def torch_schedule(
         raise ValueError("ReduceLROnPlateau follows a measured loss: it is no function of the step")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps must be an int >= 1, got {steps!r}")
-    if not 0 <= lr or not isfinite(lr):
-        raise ValueError(f"lr must be finite and >= 0, got {lr}")
+    learning_rate(lr, 0)
     if options.get("cycle_momentum"):
         raise ValueError("cycle_momentum must be False: only the learning rate is scheduled")
     if issubclass(scheduler_cls, lr_scheduler.OneCycleLR):

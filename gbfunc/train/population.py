@@ -76,12 +76,10 @@ class Population:
         return tree_map(lambda x: x[i].clone(), states)
 
     def __call__(self, states: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
-        """One step of every member.
+        """One step of every member; `states` are untouched unless the train step donates.
 
-        Args:
-            states: untouched unless the train step donates.
-            batch: what the loss function takes, the same for all; with `same_batch=False` a batch for each, the
-                members being the first dimension of its tensors (all members share values that are not tensors).
+        With `same_batch=False`, tensors of the batch have the members as their first dimension; all members share
+        values that are not tensors.
 
         Raises:
             FloatingPointError: for a member's loss or gradient that is not finite, with `on_nonfinite="raise"`.
@@ -94,12 +92,9 @@ class Population:
                 what = f"a batch for each of {self.n} members: the first dimension of each of its tensors"
                 raise ValueError(f"same_batch=False takes {what}, got {tuple(x.shape)}: {path}")
         state, step = states, self.train_step
-        named = checked_state(state)
-        compare_trees(
-            {k: TensorSpec((self.n, *shape)) for k, shape in step._expected.items()},
-            named | flatten_tree(state.buffers, BUFFERS),
-            f"the states are not those of a population of {self.n}",
-        )
+        named, what = checked_state(state), f"the states are not those of a population of {self.n}"
+        expected = {k: TensorSpec((self.n, *shape)) for k, shape in step._expected.items()}
+        compare_trees(expected, named | flatten_tree(state.buffers, BUFFERS), what)
         if (state.opt.step != state.opt.step[0]).any():
             raise ValueError(f"members must have taken the same number of steps, got {state.opt.step.tolist()}")
         named = named if step._options.donate else own_direct(named)
@@ -117,8 +112,8 @@ class Population:
         if any(buffers[k].shape != v.shape for k, v in state.buffers.items()):
             check_genome(step.plan, self.member(state._replace(buffers=buffers), 0))
         check_dtypes(state.buffers, buffers)
-        norms = [torch.linalg.vector_norm(g.reshape(self.n, -1), dim=1) for g in gradients.values()]
-        norm_n = torch.linalg.vector_norm(torch.stack(norms), dim=0)
+        norms = torch.stack([torch.linalg.vector_norm(g.reshape(self.n, -1), dim=1) for g in gradients.values()])
+        norm_n = torch.linalg.vector_norm(norms, dim=0)
         info = StepInfo(loss_n, norm_n, torch.isfinite(loss_n) & torch.isfinite(norm_n), aux)
         if step._options.clip_norm is not None:
             factor_n = (step._options.clip_norm / (norm_n + 1e-6)).clamp(max=1.0)
@@ -229,8 +224,8 @@ def population(
 
     Args:
         train_step: the step of one genome, without a mesh, microbatches, remat or compile.
-        n: members.
-        lr_factors: factor of the optimizer's learning rates, one per member; None is 1.
+        n: number of members.
+        lr_factors: factors of the optimizer's learning rates, one per member; None is 1.
         same_batch: whether all members get the same batch, or each its part of the first dimension.
 
     Raises:
@@ -264,13 +259,12 @@ def population(
     for name, module in train_step._pnet.named_modules():
         if isinstance(module, _BatchNorm) and module.momentum is None and module.training:
             raise ValueError(f"{name} has momentum=None, an average by count, which no vmap takes: give it a number")
-    factors = None
-    if lr_factors is not None:
-        factors = torch.as_tensor(lr_factors, dtype=torch.float64)
-        if factors.shape != (n,) or not (factors.isfinite() & (factors >= 0)).all():
-            raise ValueError(f"lr_factors must be {n} finite numbers >= 0, got {factors.tolist()}")
-        leaves = train_step.plan.leaves
-        if short := [k for k in train_step._trained if leaves[k].element_size() < 4]:
-            dtype = leaves[short[0]].dtype
-            raise ValueError(f"lr_factors multiply steps, which {dtype} rounds away: {short[0]!r} needs float32")
+    if lr_factors is None:
+        return Population(train_step, n, None, same_batch)
+    factors, leaves = torch.as_tensor(lr_factors, dtype=torch.float64), train_step.plan.leaves
+    if factors.shape != (n,) or not (factors.isfinite() & (factors >= 0)).all():
+        raise ValueError(f"lr_factors must be {n} finite numbers >= 0, got {factors.tolist()}")
+    if short := [k for k in train_step._trained if leaves[k].element_size() < 4]:
+        dtype = leaves[short[0]].dtype
+        raise ValueError(f"lr_factors multiply steps, which {dtype} rounds away: {short[0]!r} needs float32")
     return Population(train_step, n, factors, same_batch)
