@@ -33,7 +33,7 @@ MARKERS = "osD^vPX*"
 WEIGHTS = "PuOr"
 _CURVES = cycler(color=PALETTE * 8, linestyle=LINES * 14, marker=list(MARKERS) * 7)
 _MAX_FIELDS, _MAX_SIDE, _MAX_COLUMNS = 64, 64, 4
-# Colour and hatch of each kind of event: colours for computation, greys for communication.
+# Colour and hatch per kind of event: colours for computation, greys for communication.
 EVENTS: Mapping[Kind, tuple[str, str]] = {
     "forward": ("#0072B2", ""),
     "backward": ("#D55E00", ""),
@@ -130,9 +130,8 @@ def tradeoff_curves(
 ) -> Figure:
     """Draw a metric against bytes (logarithmic): a line per method through the means, a bar over the seeds.
 
-    Curves are points (bytes, metric of each seed) of each method by its label; `hollow` are other points (bytes,
-    metric), such as published ones, in grey, without a line. A scale of `"log"`, for errors, separates 1 % from 2 %
-    beside 70 %.
+    Curves map the label of a method to points (bytes, metric per seed); `hollow` maps labels to other points (bytes,
+    metric), such as published ones, in grey without a line. Errors of 1 % and 2 % separate on a `"log"` scale.
     """
     has_points = curves and all(points and all(seeds for _, seeds in points) for points in curves.values())
     _expect(has_points, "method, and points with values for each")
@@ -211,7 +210,7 @@ def weight_images(nets: Mapping[str, Mapping[str, Tensor]], image_shape: tuple[i
 
 
 def _mosaic(images: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Lay images [down, across, height, width] out beside each other, with empty seams."""
+    """Arrange images [down, across, height, width] in a grid with empty seams."""
     padded = np.pad(images, ((0, 0), (0, 0), (0, 1), (0, 1)), constant_values=np.nan)
     return np.block([list(row) for row in padded])[:-1, :-1]
 

@@ -1,6 +1,6 @@
 """`gbfunc bench`: what generation costs here, against the dense p-net and the naive implementation.
 
-With `--calibrate`: what the planner must know of this machine.
+With `--calibrate`: the speeds of this machine, for the planner.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def measure(
     visit: float,
     repeat: int = 1,
 ) -> dict[str, Any]:
-    """Run benches `repeat` times; write what is returned (`bench.json`).
+    """Run benches `repeat` times, write `bench.json` and return its content.
 
-    The rows of several runs are medians (`over_runs`); `rounds` and `visit` (s) are those of `time_together`.
+    The rows of several runs are medians (`over_runs`); `rounds` and `visit` (s) go to `time_together`.
     """
     torch.set_num_threads(setting.threads)
     results: dict[str, Any] = describe(setting.device, setting.threads)
@@ -70,7 +70,7 @@ def measure(
         print(f"{name} ({i} of {len(chosen)}, run {run + 1} of {repeat})", file=sys.stderr, flush=True)
         runs[name].append(report.run_bench(bench, setting, rounds=rounds, visit=visit, memory=run == 0))
         results["rows"] = [row for some in runs.values() for row in over_runs(some)]
-        # After each bench: what is measured is kept, should a later one fail.
+        # Written after every bench: a later failure loses nothing.
         write_metrics(folder / "bench.json", results)
     return results
 

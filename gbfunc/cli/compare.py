@@ -50,7 +50,7 @@ def run_compare(options: Compare) -> None:
         for parts in ((methods, problems), (references, free)):
             for newer in run_missing(*parts, seeds, results, nets, report, most):
                 results = newer
-                # After each row: what is measured is kept, should a later one fail.
+                # Written after every row: a later failure loses nothing.
                 write_metrics(folder / "compare.json", about | to_json(results))
         known = {name: [of_problem(results, problem, name) for problem in problems] for name in methods}
         levels = {name: of_problem(results, free[0], name) for name in references}
@@ -88,7 +88,7 @@ def tradeoff_figure(
     levels: Mapping[str, Results] = MappingProxyType({}),
     published: Mapping[str, lab.Points] = MappingProxyType({}),
 ) -> Figure:
-    """Draw the metric over bytes; parts of one are shown by what they lack, on a logarithmic axis."""
+    """Draw the metric over bytes; percents are drawn as errors on a logarithmic axis."""
     errors = metric.unit == "%" and metric.higher_is_better
 
     def shown(results: Results) -> list[float]:

@@ -107,7 +107,7 @@ class Recipe:
     amp: torch.dtype | None = None  # dtype of the p-net's autocast; None for its own
     warmup: float = 0.1  # part of the steps in which the learning rate rises
     schedule: Schedule = one_cycle
-    # Why settings are as they are, by their names, if a task chooses them by its data or the genome.
+    # Reasons for settings by their names, if a task chooses them by its data or the genome.
     reasons: Mapping[str, str] = field(default_factory=dict)
 
     @property

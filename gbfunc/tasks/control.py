@@ -41,10 +41,10 @@ class Environment(NamedTuple):
     """An environment, as a network sees it."""
 
     id: str  # its name in gymnasium's registry
-    inputs: tuple[int, ...]  # shape of what the network sees: (numbers,), or (channels, rows, columns)
+    inputs: tuple[int, ...]  # shape that the network sees: (numbers,), or (channels, rows, columns)
     n_actions: int  # choices, or numbers of an action
-    discrete: bool  # whether an action is one of so many choices
-    threshold: float | None  # mean return at which gymnasium calls it solved; None where it does not say
+    discrete: bool  # whether an action is a choice
+    threshold: float | None  # mean return at which gymnasium calls it solved, if it says
     observed: tuple[int, ...] | None = None  # the numbers of an observation that the network sees; None for all
     channels_last: bool = False  # whether the environment's images have their channels last
 
@@ -127,9 +127,8 @@ def step_envs(envs: Any, actions: Tensor) -> tuple[NDArray[Any], ...]:
 SETTINGS: Mapping[str, Settings] = MappingProxyType(
     {
         "CartPole-v1": Settings(env_steps=51_200, n_envs=8, reward_scale=0.02, lr=1e-2, dense_lr=1e-2),
-        "Pendulum-v1": replace(
-            Settings(env_steps=98_304, n_envs=8, horizon=256, epochs=10, minibatches=8, gamma=0.9),
-            **dict(entropy=0.0, reward_scale=0.05, lr=1e-2, dense_lr=3e-3),
+        "Pendulum-v1": Settings(
+            98_304, 8, 256, epochs=10, minibatches=8, gamma=0.9, entropy=0.0, reward_scale=0.05, lr=1e-2, dense_lr=3e-3
         ),
     }
 )
@@ -150,7 +149,7 @@ class Rollouts:
         return self.settings.n_envs * self.settings.horizon * self.settings.epochs
 
     def to(self, device: torch.device | str) -> Rollouts:
-        """Return itself; ValueError for any device but the CPU, where environments are."""
+        """Return itself; `ValueError` for a device other than the CPU."""
         if torch.device(device).type != "cpu":
             raise ValueError(f"the control task runs on the CPU, where its environments are; got --device {device}")
         return self
@@ -172,9 +171,9 @@ class Episodes:
 def control(env: str = "CartPole-v1", env_steps: int | None = None, observed: Sequence[int] | None = None) -> Task:
     """Load the task of acting well in an environment of gymnasium.
 
-    The training takes `env_steps` steps of all environments together, by default the best known number. The network
-    sees the numbers `observed` of an observation, by default all: [0, 2] is CartPole without velocities, which only a
-    network with a memory can balance.
+    `env_steps` counts the steps in all environments together; None takes the best known number. The network sees the
+    numbers `observed` of an observation, by default all: [0, 2] is CartPole without velocities, which only a network
+    with a memory can balance.
     """
     settings = SETTINGS.get(env, _ATARI_SETTINGS if env.startswith(ATARI) else Settings())
     if env_steps is not None:
@@ -186,11 +185,7 @@ def control(env: str = "CartPole-v1", env_steps: int | None = None, observed: Se
 
 
 def control_task(env: Environment, settings: Settings) -> Task:
-    """Make the task of an environment with settings of PPO.
-
-    The learning rate falls linearly to zero, from rollout to rollout. A seed decides the environments, the actions and
-    the order of transitions.
-    """
+    """Make the task of an environment with settings of PPO; the learning rate falls by rollouts, linearly to zero."""
     interface = Interface(env.inputs, env.n_actions, actions="choice" if env.discrete else "vector")
     size, per_rollout = settings.n_envs * settings.horizon, settings.epochs * settings.minibatches
     recipe = Recipe(
@@ -241,7 +236,7 @@ def rollout_batches(
 ) -> Iterator[Transitions]:
     """Yield minibatches of one rollout after the other; the generator's seed names the streams of random numbers.
 
-    A network with a memory gets whole sequences: those of some environments in each minibatch.
+    A network with a memory gets whole sequences per environment.
     """
     settings, seed, first = place.settings, generator.initial_seed(), net()
     rows, per_batch = settings.n_envs * settings.horizon, recipe.batch_size
@@ -285,7 +280,7 @@ def _play(
 
 @torch.no_grad()
 def _rollout(envs: Any, net: PolicyValue, front: _Front, place: Rollouts) -> tuple[Transitions, _Front]:
-    """Act for T steps in N environments: return T * N transitions, or N sequences, and the environments' next front."""
+    """Act for T steps in N environments; return T * N transitions or N sequences, and the next front."""
     settings, discrete = place.settings, place.env.discrete
     obs, restarts, starts, steps = [front[0]], [front[1]], [front[2]], []
     first = memory = front[3]
@@ -321,7 +316,7 @@ def _rollout(envs: Any, net: PolicyValue, front: _Front, place: Rollouts) -> tup
 
 
 def play(env: Environment, number: int, seed: int, act: Callable[[Tensor], Tensor]) -> tuple[NDArray[np.float64], int]:
-    """Return the undiscounted returns [N] of an episode in each of some environments, and the steps of all.
+    """Play an episode in `number` environments; return the undiscounted returns [N] and the total number of steps.
 
     `act` maps observations [N, O] to actions on the CPU: choices [N] or vectors [N, A].
     """
@@ -344,7 +339,7 @@ def play(env: Environment, number: int, seed: int, act: Callable[[Tensor], Tenso
 def evaluate(net: PolicyValue, episodes: Episodes) -> NDArray[np.float64]:
     """Return the undiscounted returns of the greedy policy (likeliest choice, mean action), one per episode."""
     env, number = episodes.env, episodes.number
-    # Only the first episode of an environment counts, so that the memory needs no more starts.
+    # Only the first episode of an environment counts: the memory starts once.
     memory, starts_1N = _blank(net, number), torch.ones(1, number, dtype=torch.bool)
 
     def act(obs_NO: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Examples to learn from: batches of a pass in random order, and chunks of all examples in order.
+"""Examples to learn from: batches of a pass in random order, and chunks in order.
 
 All randomness is drawn on the CPU and does not depend on the device.
 

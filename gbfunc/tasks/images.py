@@ -84,10 +84,10 @@ def mnist_like(
 ) -> Task:
     """Load MNIST (LeCun, Cortes and Burges) or a data set of its form, four IDX `.gz` files: 28 x 28 pixels in grey.
 
-    Of the training images, 5,000, the same ones always, are held out for validation. The others get normal noise, whose
-    deviation is `noise` relative to that of their pixels; a part, `shift`, is moved by up to one pixel each way; all
-    are turned, stretched and sheared by up to `distort`, a part of their size, and then also moved by up to 1.5 pixels.
-    Options that are None take the best known value, which depends on the size of the genome.
+    Validation holds out 5,000 training images, always the same ones. The others get normal noise, whose deviation is
+    `noise` relative to their pixels'; a part, `shift`, is moved by up to one pixel each way; all are turned, stretched
+    and sheared by up to `distort`, a part of their size, and then moved by up to 1.5 pixels. None takes the best known
+    value, which depends on the size of the genome.
     """
     asked = {"noise": noise, "shift": shift, "distort": distort}
     for option, x in asked.items():
@@ -107,7 +107,6 @@ mnist, fashion_mnist = partial(mnist_like, "mnist"), partial(mnist_like, "fashio
 
 
 def _mnist_recipe(pnet: PNet, genome_params: float, asked: Mapping[str, float | None], blank: float) -> Recipe:
-    """`blank` is a pixel of the background."""
     recipe, known = Recipe(lr=1e-2), {"noise": 0.0, "shift": 0.0, "distort": 0.0}
     if pnet.name == "mlp":
         # Genomes also learn images by heart: without noise and shifts the later epochs gain nothing.
@@ -152,7 +151,7 @@ def _cifar10_recipe(pnet: PNet, genome_params: float) -> Recipe:
 
 
 def load_cifar10(data_dir: Path) -> tuple[Images, Images]:
-    """Read the training images and the test images of a folder, of either form."""
+    """Read the training images and the test images of a folder in one of the two forms."""
     packed = [sorted(data_dir.glob(f"cifar10_{part}*.npz")) for part in ("train", "test")]
     if any(packed):
         if (counts := [len(paths) for paths in packed]) != [1, 1]:

@@ -1,7 +1,7 @@
 r"""Proximal policy optimisation (Schulman et al., 2017): advantages, policies and the clipped loss, as pure functions.
 
-The details are those of "The 37 Implementation Details of Proximal Policy Optimization" (Huang et al., ICLR blog track,
-2022) and of CleanRL. Suffixes: T steps of a rollout, N environments, B transitions of a minibatch, O numbers of an
+Details follow "The 37 Implementation Details of Proximal Policy Optimization" (Huang et al., ICLR blog track, 2022) and
+CleanRL. Suffixes: T steps of a rollout, N environments, B transitions of a minibatch, O numbers of an
 observation, P numbers that describe a policy, A numbers (or choices) of an action.
 """
 
@@ -34,8 +34,8 @@ class Settings:
     entropy: float = 0.01  # coefficient of the entropy bonus
     value: float = 0.5  # coefficient of the value loss
     clip_norm: float = 0.5  # largest Euclidean norm of the gradient
-    reward_scale: float = 1.0  # what rewards are multiplied with for training; reported returns are the environment's
-    reward_signs: bool = False  # train on the signs of rewards alone, as is usual for Atari
+    reward_scale: float = 1.0  # factor of rewards in training; reported returns are the environment's
+    reward_signs: bool = False  # train on the signs of rewards, as is usual for Atari
     lr: float = 2.5e-3  # learning rate of the genome at the start
     dense_lr: float = 2.5e-4  # learning rate of a dense net at the start
     eval_every: int = 4  # updates from one evaluation to the next
@@ -57,18 +57,18 @@ class Transitions(NamedTuple):
     """
 
     obs: Tensor  # observations [B, O]
-    actions: Tensor  # what was done: int64 [B], or float [B, A]
+    actions: Tensor  # int64 [B], or float [B, A]
     log_probs: Tensor  # of the actions under the policy that acted [B]
     advantages: Tensor  # [B]
     returns: Tensor  # targets of the value [B]
     values: Tensor  # under the network that acted [B]
     valid: Tensor  # 1 where something was done, 0 where the environment only restarted [B]
     starts: Tensor | None = None  # for a network with a memory, 1 where an episode starts [B, T]
-    memory: Tensor | None = None  # for a network with a memory, what it has at the beginning [B, M]
+    memory: Tensor | None = None  # for a network with a memory, its first memory [B, M]
 
 
 def policy(numbers_BP: Tensor, discrete: bool) -> Distribution:
-    """The distribution of actions: categorical of logits [B, A], or normal of means and log deviations [B, 2A]."""
+    """Make the distribution of actions: categorical of logits [B, A], or normal of means and log deviations [B, 2A]."""
     if discrete:
         return Categorical(logits=numbers_BP, validate_args=False)
     mean_BA, log_std_BA = numbers_BP.chunk(2, -1)

@@ -99,8 +99,7 @@ def genome_trainer(
     """Train a genome by a recipe; with `rounding`, as the genome is stored in such a dtype.
 
     `rounding="auto"` is for a file of `genome_bytes` with `metadata`. On a mesh, each rank takes its share of every
-    batch, and all ranks must take every step. The other `options` are those of `make_train_step`, such as `parallel`,
-    `pipeline` and `microbatches`.
+    batch, and all ranks must take every step. Other `options`, such as `pipeline`, go to `make_train_step`.
     """
     steps = total_steps(task, recipe)
     direct = None if recipe.direct_lr is None else {"lr": recipe.schedule(recipe, recipe.direct_lr, steps)}
@@ -169,11 +168,11 @@ def fit(
     """Train as long as the recipe says, with validations in between unless `validate` is False.
 
     `seed` decides the order of the examples. A training that `checkpoints` resumes equals an uninterrupted one:
-    `resume(state)` gives the state to begin with and its `Position` or None, `due(steps)` says after every step whether
-    to save, and `save(state, steps, position, wait=False)` may raise to stop after a signal.
+    `resume(state)` returns the first state and its `Position` or None, `due(steps)` tells whether to save, and
+    `save(state, steps, position, wait=False)` may raise to stop after a signal.
 
-    `on_log` gets the means of `train_` metrics every `log_every` steps, and `val_` metrics at each validation;
-    `on_validation` the state and the history after each validation, whose row is the last.
+    `on_log` gets the means of `train_` metrics every `log_every` steps, and the `val_` metrics of a validation;
+    `on_validation` gets the state and the history, whose last row is the validation.
     """
     if log_every < 1:
         raise ValueError(f"log_every must be at least 1, got {log_every}")
@@ -278,7 +277,7 @@ def going_on(trainer: Trainer, state: GenomeLike) -> Trainer:
 
 
 def better(task: Task, before: Mapping[str, float], fit: Fit) -> bool:
-    """Whether a training ended at least as well, on validation data, as it began."""
+    """Tell whether a training ended at least as well, on validation data, as it began."""
     name, sign = task.metric.name, task.metric.sign
     return sign * fit.history[-1][f"val_{name}"] >= sign * before[name]
 

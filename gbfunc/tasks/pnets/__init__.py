@@ -66,12 +66,12 @@ def find_pnet(name: str, interface: Interface, config: Mapping[str, Any]) -> PNe
 
 
 def checked_name(pnet: PNet, interface: Interface) -> PNet:
-    """Return a user's p-net; `ValueError` if the p-net has the name of another one, as which files would be read."""
+    """Return a user's p-net; `ValueError` if it takes the name of a different one, as which files would be read."""
     if pnet.name in PNETS:
         known, made = None, pnet.build(0)
         with suppress(ValueError):
             known = find_pnet(pnet.name, interface, pnet.config).build(0)
         if type(made) is not type(known) or repr(made) != repr(known):
-            what = f"another network than gbfunc's {pnet.name}, as which its files would be read"
-            raise ValueError(f"the p-net {pnet.name!r} of one's own is {what}: give it another name")
+            differs = f"differs from gbfunc's {pnet.name}, as which its files would be read"
+            raise ValueError(f"your p-net {pnet.name!r} {differs}: give it another name")
     return pnet

@@ -1,4 +1,4 @@
-"""Networks that act: a policy and a value of each observation, for tasks of control.
+"""Networks that act: a policy and a value per observation, for tasks of control.
 
 Observations [B, O] go in, the policy's numbers [B, P] (see `gbfunc.tasks.ppo.policy`) and values [B] come out. A
 network with an attribute `memory`, the number M of values that it carries from step to step, takes sequences instead:
@@ -66,10 +66,10 @@ def _orthogonal(layer: nn.Module, gain: float = 2**0.5) -> nn.Module:
 def actor_critic(
     interface: Interface, *, hidden: Sequence[int] = (64, 64), odd: bool = False, sizes: Sequence[int] | None = None
 ) -> PNet:
-    """Describe policy and value networks for a task of control, of `hidden` units or of all layers' `sizes`.
+    """Describe policy and value networks for a task of control by `hidden` units or the `sizes` of every layer.
 
-    A genome of an `odd` one keeps the policy's hidden biases at zero, so that its outputs are odd functions of the
-    observation, up to a constant: for an environment in which left and right are alike.
+    If `odd`, a genome keeps the policy's hidden biases at zero: the outputs are odd functions of the observation, up to
+    a constant, as for an environment in which left and right are alike.
     """
     check_reads("actor_critic", interface, "observations", 1)
     layers = layer_sizes(interface, hidden, sizes, least=3)

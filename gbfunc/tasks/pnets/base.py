@@ -44,7 +44,7 @@ class Interface(NamedTuple):
     tokens: bool = False  # whether inputs are tokens (integers), and each position is answered by a prediction
     vocabulary: int = 0  # number of tokens, for a task of texts with classes; otherwise 0
     pad: int = 0  # token that fills up short texts, for such a task
-    actions: Literal["choice", "vector"] | None = None  # what a policy decides on, for a task of control
+    actions: Literal["choice", "vector"] | None = None  # kind of actions, for a task of control
 
     @property
     def reads(self) -> str:
@@ -66,15 +66,13 @@ class PlanOptions(NamedTuple):
     max_tile: MaxTile = None  # largest tile
     base: Literal["own"] | None = None  # "own" if the p-net is pretrained, and its genome an adapter
     target_modules: str | tuple[str, ...] | None = None  # modules that an adapter changes; None for the default ones
-    modules_to_save: tuple[str, ...] = ()  # new modules of such a p-net
+    modules_to_save: tuple[str, ...] = ()  # modules that the p-net adds to its base
 
     def with_hypernet(self, hypernet: Hypernet) -> PlanOptions:
         """Change the type of g-net, also in rules that only tune the type that `hypernet` replaces."""
-        rules = []
-        for pattern, rule in self.rules:
-            tunes = rule is not None and rule.type == self.hypernet.type and rule.size is None
-            rules.append((pattern, hypernet if tunes else rule))
-        return self._replace(hypernet=hypernet, rules=tuple(rules))
+        tuned = {rule for _, rule in self.rules if rule and rule.type == self.hypernet.type and rule.size is None}
+        rules = tuple((pattern, hypernet if rule in tuned else rule) for pattern, rule in self.rules)
+        return self._replace(hypernet=hypernet, rules=rules)
 
 
 BLOCKS = PlanOptions(hypernet=periodic(share="layers"))
@@ -96,12 +94,12 @@ class PNet:
     fitted: Callable[[Shapes], PNet] | None = None
 
     def build(self, seed: int) -> nn.Module:
-        """Make the module; its first weights depend on `seed` alone, and torch's default generator is unchanged."""
+        """Make the module with the initial weights of a seed; torch's default generator is unchanged."""
         with seeded(seed):
             return self.make()
 
     def planned(self, change: Callable[[PlanOptions], PlanOptions]) -> PNet:
-        """Copy the p-net; its options of a plan become `change(options)`, for a genome of any size."""
+        """Copy the p-net; the options of its plans become `change(options)`."""
         return replace(self, plan=lambda genome_params: change(self.plan(genome_params)))
 
 
@@ -115,7 +113,7 @@ def family(
     """Add to a p-net how to scale the widths of its family and how to read them from shapes.
 
     `factory(**pnet.config)` makes the p-net again; `widths` are its options that scale, each an int or a list of ints,
-    and multiples of `multiple`; `read` finds options in the shapes of all parameters, or raises `LookupError`.
+    and multiples of `multiple`; `read` finds options in the shapes of the parameters, or raises `LookupError`.
     """
     again = partial(factory, **pnet.config)
 
@@ -241,12 +239,12 @@ def n_params(module: nn.Module) -> int:
 
 
 def is_import_path(name: str) -> bool:
-    """Whether `name` has the form `package.module:name`."""
+    """Tell whether `name` has the form `package.module:name`."""
     return _PATH.fullmatch(name) is not None
 
 
 def import_factory(path: str, returns: str) -> Callable[..., Any]:
-    """Import the function `package.module:name`, which returns `returns`; modules may lie in the present folder."""
+    """Import the function `package.module:name`, also from the present folder; `returns` is for the errors."""
     folder = os.getcwd()
     added = folder not in sys.path and "" not in sys.path
     if added:  # As `python -m` does; a console script leaves it out.
@@ -266,7 +264,7 @@ def import_factory(path: str, returns: str) -> Callable[..., Any]:
 
 
 def options_for(what: str, factory: Callable[..., Any], config: Mapping[str, Any], **given: Any) -> dict[str, Any]:
-    """Return a factory's arguments: options `config`, `ValueError` if these do not fit, and parameters in `given`."""
+    """Return a factory's arguments: `config`, and its parameters in `given`; `ValueError` if `config` does not fit."""
     signature = inspect.signature(factory)
     known = [name for name in signature.parameters if name not in given]
     unknown = [name for name in config if name not in known]

@@ -32,7 +32,7 @@ class AllConv(nn.Sequential):
     def __init__(self, channels: int, width: int, classes: int, dropout: float, norm: bool) -> None:
         layers: list[nn.Module] = []
         outs = [channels] + 3 * [width] + 5 * [2 * width]
-        # (kernel, stride, padding) of each convolution but the last.
+        # (kernel, stride, padding) of the convolutions before the last.
         shapes = [(3, 1, 1), (3, 1, 1), (3, 2, 1), (3, 1, 1), (3, 1, 1), (3, 2, 1), (3, 1, 0), (1, 1, 0)]
         for (before, out), (kernel, stride, padding) in zip(pairwise(outs), shapes, strict=True):
             layers.append(nn.Conv2d(before, out, kernel, stride, padding, bias=not norm))
@@ -123,7 +123,7 @@ class ResNet(nn.Module):
 
     The first of some stages has `width` channels; each later stage has twice as many, and half of the rows and columns.
     A stage has `blocks` blocks of two convolutions. If `padded`, shortcuts have no parameters (option A of section
-    4.2), and the initial weights are those of that section.
+    4.2), and the initial weights follow that section.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ def _convolutional(
     least: int,
     options: Callable[[], PlanOptions] | None = None,
 ) -> PNet:
-    """Describe a convolutional family, whose weight `first` has `width` rows; `options` are those of its plan."""
+    """Describe a convolutional family, whose weight `first` has `width` rows and whose plan `options` returns."""
     widths = {"width": config["width"]}
     check_reads(name, interface, "images", 3, least)
     check_options(name, **widths)

