@@ -105,7 +105,8 @@ def torch_optimizer(
         leaves: dict[str, Params] = {k: {} for k in params}
         for (k, entry), (shape, dtype, device) in prepare(params, roles).specs.items():
             leaves[k][entry] = torch.zeros(shape or (), dtype=dtype, device=device)
-        return OptState(torch.zeros((), dtype=torch.int64, device="cpu"), leaves, fingerprint.clone())
+        step, number = (torch.tensor(n, dtype=torch.int64, device="cpu") for n in (0, fingerprint))
+        return OptState(step, leaves, number)
 
     def update(
         grads: Params, state: OptState, params: Params, roles: Roles, *, donate: bool = False
@@ -287,12 +288,12 @@ def _check_memory(optimizer: torch.optim.Optimizer, before: dict[str, str], tens
             raise TypeError(f"state of {name} must be tensors, got {entry} of type {type(value).__name__}")
 
 
-def _check_state(state: OptState, params: Params, prepared: _Prepared, cls: str, fingerprint: Tensor) -> None:
+def _check_state(state: OptState, params: Params, prepared: _Prepared, cls: str, fingerprint: int) -> None:
     """Check the structure of a state: some kernels write beyond a tensor that is too small."""
     if not isinstance(state, OptState):
         raise TypeError(f"state must be an OptState from init or update, got {type(state).__name__}")
-    if (got := int(state.fingerprint)) != int(fingerprint):
-        other = next((name for name in dir(torch.optim) if int(_fingerprint(name)) == got), "another class")
+    if (got := int(state.fingerprint)) != fingerprint:
+        other = next((name for name in dir(torch.optim) if _fingerprint(name) == got), "another class")
         raise ValueError(f"the state must be one of {cls}, got one of {other}: make a new one by init")
     if [*state.leaves] == [*params] and [*map(tuple, state.leaves.values())] == prepared.entries:
         tensors = [t for of in state.leaves.values() for t in of.values()]
@@ -306,6 +307,5 @@ def _check_state(state: OptState, params: Params, prepared: _Prepared, cls: str,
         raise ValueError(f"{what}: expected the leaves {sorted(params)}, got {sorted(state.leaves)}")
 
 
-def _fingerprint(name: str) -> Tensor:
-    digest = hashlib.sha256(name.encode()).digest()
-    return torch.tensor(int.from_bytes(digest[:8], "big") >> 1, dtype=torch.int64, device="cpu")
+def _fingerprint(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
