@@ -1,7 +1,5 @@
 """Methods at equal bytes: the contract of each, the choice among candidates, and results that go on where they were."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Adapters of a pretrained p-net at equal bytes: each trains, fits, and is read back from its bytes and the base."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

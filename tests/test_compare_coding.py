@@ -1,7 +1,5 @@
 """Pruned and quantised nets: what is coded comes back, in as few bytes as it should; quantisation against torch's."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """PPO through the bottleneck in real environments, its command line, and networks that remember or see."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

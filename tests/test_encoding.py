@@ -20,12 +20,10 @@ from tests.support import oracles
 from tests.support.strategies import encodings
 from tests.support.trees_equal import same_bits
 
-AXIS = st.integers(1, 70)
-
 
 @st.composite
 def coded_axes(draw: st.DrawFn) -> tuple[Encoding, int]:
-    n = draw(AXIS)
+    n = draw(st.integers(1, 70))
     return draw(encodings(n)), n
 
 

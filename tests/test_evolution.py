@@ -1,7 +1,5 @@
 """Genomes as EvoTorch's solutions: each judged as it would be alone, in units of its steps."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import re

@@ -114,12 +114,8 @@ def test_a_genome_in_the_address(digits: Path, tab: Any, tmp_path: Path) -> None
     opened(tab, empty, f"#{address}")
     assert tab.inner_text("h1") == f"79,510 weights from {len(data)} bytes"
     damaged = address[:400] + ("A" if address[400] != "A" else "B") + address[401:]
-    for fragment, message in (
-        (damaged, "damaged"),
-        ("no genome!", "damaged"),
-        (address[:300], ""),
-        ("AAAA", "too few"),
-    ):
+    wrong = {damaged: "damaged", "no genome!": "damaged", address[:300]: "", "AAAA": "too few"}
+    for fragment, message in wrong.items():
         tab.goto("about:blank")
         opened(tab, empty, f"#{fragment}")
         said = tab.inner_text("#alert")

@@ -98,11 +98,7 @@ def test_commands_take_a_code_for_a_genome(tmp_path: Path, command: Any) -> None
     ],
 )
 def test_wrong_options_get_one_line(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    command: Any,
-    options: list[str],
-    message: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any, options: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     plan = gb.make_plan(net := torch.nn.Linear(64, 10), gb.periodic(2))

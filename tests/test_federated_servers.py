@@ -39,27 +39,12 @@ def free_port() -> int:
 
 def certificates(folder: Path) -> None:
     key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    authority = ["-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial"]
     (folder / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1")
     for words in (
         ["req", "-x509", *key, "-days", "2", "-subj", "/CN=ca", "-keyout", "ca.key", "-out", "ca.crt"],
         ["req", *key, "-subj", "/CN=localhost", "-keyout", "server.key", "-out", "server.csr"],
-        [
-            "x509",
-            "-req",
-            "-in",
-            "server.csr",
-            "-CA",
-            "ca.crt",
-            "-CAkey",
-            "ca.key",
-            "-CAcreateserial",
-            "-days",
-            "2",
-            "-out",
-            "server.crt",
-            "-extfile",
-            "names",
-        ],
+        ["x509", "-req", "-in", "server.csr", *authority, "-days", "2", "-out", "server.crt", "-extfile", "names"],
     ):
         subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
 

@@ -11,20 +11,12 @@ import gbfunc as gb
 from gbfunc.plan import Plan
 from gbfunc.tiling import split_tiles
 from tests.support import oracles
-from tests.support.strategies import linear_end
+from tests.support.strategies import linear_end, named
 from tests.support.trees_equal import same_bits
 
-FITTED = {
-    "periodic": gb.periodic(4),
-    "shared": gb.periodic(2, "layers"),
-    "gnet": gb.gnet((6,)),
-    "deep gnet": gb.gnet((4, 4), "tanh"),
-    "stochastic": gb.stochastic((5,)),
-    "low_rank": gb.low_rank(2),
-    "xox": gb.xox(3),
-    "module": gb.from_module(linear_end),
-}
-EACH = pytest.mark.parametrize("hypernet", FITTED.values(), ids=FITTED)
+FITTED = [gb.periodic(4), gb.periodic(2, "layers"), gb.gnet((6,)), gb.gnet((4, 4), "tanh"), gb.stochastic((5,))]
+FITTED += [gb.low_rank(2), gb.xox(3), gb.from_module(linear_end)]
+EACH = pytest.mark.parametrize("hypernet", FITTED, ids=named)
 
 
 def mlp(seed: int = 0) -> nn.Module:

@@ -22,15 +22,8 @@ from gbfunc.trees import flat_genome, flatten_tree, like_genome
 from gbfunc.types import Genome, Params
 from tests.support.step_cases import random_steps
 
-TYPES = {
-    "periodic": gb.periodic(6),
-    "layers": gb.periodic(3, share="layers"),
-    "bilinear": gb.bilinear(2),
-    "gnet": gb.gnet((5, 3)),
-    "stochastic": gb.stochastic((4,)),
-    "low_rank": gb.low_rank(2),
-    "xox": gb.xox(3),
-}
+EACH = (gb.periodic(6), gb.bilinear(2), gb.gnet((5, 3)), gb.stochastic((4,)), gb.low_rank(2), gb.xox(3))
+TYPES = {one.type: one for one in EACH} | {"layers": gb.periodic(3, share="layers")}
 
 
 def net() -> nn.Module:

@@ -12,14 +12,8 @@ import gbfunc as gb
 from gbfunc.hypernets import HYPERNETS, Hypernet
 from gbfunc.tasks.images import digits
 
-TYPES = {
-    "periodic": gb.periodic,
-    "bilinear": gb.bilinear,
-    "gnet": gb.gnet,
-    "stochastic": gb.stochastic,
-    "low_rank": gb.low_rank,
-    "xox": gb.xox,
-}
+EACH = (gb.periodic, gb.bilinear, gb.gnet, gb.stochastic, gb.low_rank, gb.xox)
+TYPES = {make().type: make for make in EACH}
 
 
 def mlp() -> nn.Module:

@@ -106,23 +106,11 @@ def test_the_trainer_trains_as_the_functional_step_does(name: str, tmp_path: Pat
         def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
             return torch.utils.data.SequentialSampler(self.train_dataset)
 
-    given = transformers.TrainingArguments(
-        tmp_path,
-        max_steps=STEPS,
-        per_device_train_batch_size=ROWS,
-        learning_rate=RATE,
-        lr_scheduler_type="constant",
-        weight_decay=0.0,
-        max_grad_norm=0.0,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        logging_strategy="no",
-        save_strategy="steps",
-        save_steps=2,
-        optim="adamw_torch",
-        dataloader_pin_memory=False,
-    )
+    options: dict[str, Any] = {"max_steps": STEPS, "per_device_train_batch_size": ROWS, "learning_rate": RATE}
+    options |= {"lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": 0.0, "optim": "adamw_torch"}
+    options |= {"report_to": [], "disable_tqdm": True, "logging_strategy": "no", "save_strategy": "steps"}
+    options |= {"save_steps": 2, "use_cpu": True, "dataloader_pin_memory": False}
+    given = transformers.TrainingArguments(tmp_path, **options)
     rows = rows_of(NETS[name][1])
     trainer = Recorded(model=module, args=given, train_dataset=rows, eval_dataset=rows[:ROWS])
     trainer.train()

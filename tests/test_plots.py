@@ -1,7 +1,5 @@
 """Figures are made without a window or global state, and say what they show."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

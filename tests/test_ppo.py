@@ -1,7 +1,5 @@
 """PPO's arithmetic against slow float64 loops."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

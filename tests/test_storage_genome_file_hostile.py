@@ -49,10 +49,7 @@ TENSORS: dict[str, tuple[Any, str]] = {
     ),
     "a scalar": (instead("int64", torch.tensor(0)), r"int64 is \(\), expected \(1,\)"),
     "a matrix": (lambda t: {**t, "float32": t["float32"][:, None]}, r"float32 is \(80, 1\), expected \(80,\)"),
-    "exchanged": (
-        lambda t: {"float32": t["int64"], "int64": t["float32"]},
-        r"float32 is \(1,\), expected \(80,\)",
-    ),
+    "exchanged": (lambda t: {"float32": t["int64"], "int64": t["float32"]}, r"float32 is \(1,\), expected \(80,\)"),
 }
 for dtype in (torch.float16, torch.complex64, torch.float8_e5m2):
     short = str(dtype).removeprefix("torch.")
@@ -237,10 +234,7 @@ WORK: dict[str, tuple[Callable[[], str], str]] = {
         lambda: plan_json([linear(i) for i in range(3000)], {"type": "gnet", "hidden": [1] * 256}),
         "declares 12,007 containers, and a file",
     ),
-    "dimensions": (
-        lambda: plan_json([linear(1, shape=[1] * 190_000)]),
-        "190,000 dim.* at most 64",
-    ),
+    "dimensions": (lambda: plan_json([linear(1, shape=[1] * 190_000)]), "190,000 dim.* at most 64"),
     "a tree of encodings": (lambda: plan_json([linear(1)], encoding=nested(11)), "nested 3 deep, got 4"),
     "axes of a grid": (lambda: plan_json([linear(1, 1, 1)], encoding=GRID), "at most 16 axes, got 100000"),
     "tensors": (lambda: plan_json([linear(i) for i in range(25_000)]), "declares 100,006 containers, and a file"),

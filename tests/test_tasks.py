@@ -1,7 +1,5 @@
 """Real data: its splits, its loaders and their errors; p-nets by sizes; teachers."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json

@@ -1,7 +1,5 @@
 """CIFAR-10 in both forms, and files that are damaged or mean harm."""
 
-from __future__ import annotations
-
 import codecs
 import os
 import pickle

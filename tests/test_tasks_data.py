@@ -1,7 +1,5 @@
 """Examples in batches: passes, augmentation, held-out parts."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np

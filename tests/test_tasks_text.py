@@ -1,7 +1,5 @@
 """Texts: how they are read, cut and measured, and a GPT's genome trained on one from the command line."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

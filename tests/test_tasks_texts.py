@@ -1,7 +1,5 @@
 """Texts with classes: how files are read and batches cut, and p-nets of them trained from the command line."""
 
-from __future__ import annotations
-
 import json
 from importlib.metadata import version
 from pathlib import Path

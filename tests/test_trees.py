@@ -168,15 +168,9 @@ EQUAL, FIRST = (
     "same first dimension, got",
 )
 NOT_SPLIT: dict[str, tuple[Callable[[], Any], str]] = {
-    "odd": (
-        lambda: split_batch(UserDict(a=[torch.full((3,), 12.5)]), 2),
-        r"a tensor of \(3,\), .*batch\['a'\]\[0\]",
-    ),
+    "odd": (lambda: split_batch(UserDict(a=[torch.full((3,), 12.5)]), 2), r"a tensor of \(3,\), .*batch\['a'\]\[0\]"),
     "scalar": (lambda: split_batch({"x": torch.ones(4), "y": torch.tensor(12.5)}, 2), rf"{EQUAL}a tensor of \(\)"),
-    "text": (
-        lambda: split_batch(Batch(torch.ones(4), {"a": "12.5"}), 2),
-        r"an object of type str: batch.y\['a'\]",
-    ),
+    "text": (lambda: split_batch(Batch(torch.ones(4), {"a": "12.5"}), 2), r"an object of type str: batch.y\['a'\]"),
     "set": (lambda: split_batch({"a": {12.5}}, 2), rf"{EQUAL}an object of type set: batch\['a'\]"),
     "lengths": (lambda: split_batch((torch.ones(4, 3), torch.ones(2)), 2), rf"{FIRST} 2 of .*\[1\], 4 of .*\[0\]"),
     "rows": (

@@ -1,6 +1,7 @@
 """A tiny pretrained network as a folder, and texts that it has words for."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,14 +13,13 @@ def save_network(folder: Path, seed: int = 7) -> Path:
     import transformers
     from tokenizers import models, normalizers, pre_tokenizers, processors
 
-    config = transformers.BertConfig(
-        vocab_size=len(WORDS),
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=64,
-    )
+    small: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
+    config = transformers.BertConfig(vocab_size=len(WORDS), max_position_embeddings=64, **small)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         transformers.BertModel(config).save_pretrained(folder)

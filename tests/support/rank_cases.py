@@ -25,17 +25,9 @@ def three_tanh(width: int) -> nn.Module:
 
 PLACEMENTS = ("replicated", "sharded", "factors")
 TYPES: Mapping[str, Hypernet] = MappingProxyType(
-    {
-        "periodic": gb.periodic(2),
-        "bilinear": gb.bilinear(2, share="shapes"),
-        "constant": gb.constant(0.1),
-        "gnet": gb.gnet((3,)),
-        "stochastic": gb.stochastic((3,)),
-        "low_rank": gb.low_rank(2),
-        "xox": gb.xox(2),
-        "module": gb.from_module(three_tanh),
-        "shared": gb.periodic(2, share="layers"),
-    }
+    {one.type: one for one in (gb.periodic(2), gb.bilinear(2, "shapes"), gb.constant(0.1), gb.gnet((3,)))}
+    | {one.type: one for one in (gb.stochastic((3,)), gb.low_rank(2), gb.xox(2), gb.from_module(three_tanh))}
+    | {"shared": gb.periodic(2, "layers")}
 )
 """One of each type, and one whose tiles share leaves."""
 

@@ -54,22 +54,14 @@ class Conv1D(nn.Module):
 EXAMPLES: Mapping[str, tuple[Hypernet, ...]] = MappingProxyType(
     {
         "periodic": (
-            gb.periodic(1),
-            gb.periodic(5),
-            gb.periodic(3, "layers"),
-            gb.periodic(4, "layers", frequency=1.5),
-            gb.periodic(3, "shapes"),
-            gb.periodic(2, frequency=(0.5, 2.0)),
+            *(gb.periodic(1), gb.periodic(5), gb.periodic(3, "layers"), gb.periodic(4, "layers", frequency=1.5)),
+            *(gb.periodic(3, "shapes"), gb.periodic(2, frequency=(0.5, 2.0))),
         ),
         "bilinear": (gb.bilinear(1), gb.bilinear(3, "shapes"), gb.bilinear(2, frequency=(0.5, 2.0))),
         "constant": (gb.constant(), gb.constant(-0.25)),
         "gnet": (
-            gb.gnet((2,)),
-            gb.gnet((7,)),
-            gb.gnet((4, 3)),
-            gb.gnet((3,), "tanh"),
-            gb.gnet((3, 4, 2), "gelu"),
-            gb.gnet((4,), "sin"),
+            *(gb.gnet((2,)), gb.gnet((7,)), gb.gnet((4, 3))),
+            *(gb.gnet((3,), "tanh"), gb.gnet((3, 4, 2), "gelu"), gb.gnet((4,), "sin")),
         ),
         "stochastic": (gb.stochastic((5,)), gb.stochastic((4, 3), "tanh")),
         "low_rank": (gb.low_rank(1), gb.low_rank(3)),

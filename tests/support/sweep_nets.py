@@ -142,16 +142,12 @@ HYPERNETS: Mapping[str, Callable[[], Hypernet]] = MappingProxyType(
 """With `"constant"`, a rule leaves the first weight of the p-net constant."""
 
 TILINGS = (None, 1, 3, (2, 5), 8)
+NAMES = ("lazy", "remat", "microbatches", "donate")
 LAZY, REMAT, MICROBATCHES, DONATE = (False, True, "auto"), ("none", "generate", "layer"), (1, 2), (False, True)
 OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        f"lazy_{lazy}-remat_{remat}-{n}" + ("-donate" if donate else ""): {
-            "lazy": lazy,
-            "remat": remat,
-            "microbatches": n,
-            "donate": donate,
-        }
-        for lazy, remat, n, donate in itertools.product(LAZY, REMAT, MICROBATCHES, DONATE)
+        "lazy_{}-remat_{}-{}".format(*own) + "-donate" * own[3]: dict(zip(NAMES, own, strict=True))
+        for own in itertools.product(LAZY, REMAT, MICROBATCHES, DONATE)
     }
 )
 

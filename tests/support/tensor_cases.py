@@ -47,10 +47,7 @@ def squared(net: Callable[..., Tensor], batch: tuple[Tensor, Tensor]) -> tuple[T
 
 
 def sequence_styles() -> dict[str, Any]:
-    return {
-        "in_proj": ColwiseParallel(input_layouts=Shard(0)),
-        "out_proj": RowwiseParallel(output_layouts=Shard(0)),
-    }
+    return {"in_proj": ColwiseParallel(input_layouts=Shard(0)), "out_proj": RowwiseParallel(output_layouts=Shard(0))}
 
 
 def plain_styles() -> dict[str, Any]:

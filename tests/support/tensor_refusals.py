@@ -119,10 +119,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "make": lambda: nn.Sequential(weight_norm(nn.Linear(6, 6))),
         "styles": {"0": COLUMN},
     },
-    "'0' has max_norm=1.0": {
-        "make": lambda: nn.Sequential(nn.Embedding(6, 6, max_norm=1.0)),
-        "styles": {"0": COLUMN},
-    },
+    "'0' has max_norm=1.0": {"make": lambda: nn.Sequential(nn.Embedding(6, 6, max_norm=1.0)), "styles": {"0": COLUMN}},
 }
 """Arguments of `step_of`, by what the error says."""
 
