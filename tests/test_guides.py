@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import gbfunc as gb
-from gbfunc import hypernets
+from gbfunc import encoding, hypernets
 from gbfunc.cli import main
 
 _GUIDES = Path(__file__).resolve().parents[1] / "notebooks/guides"
-TEXT, OWN = ((_GUIDES / name).read_text(encoding="utf-8") for name in ("torchgb.md", "tasks.md"))
+TEXT, OWN, CONTROL = ((_GUIDES / name).read_text(encoding="utf-8") for name in ("torchgb.md", "tasks.md", "control.md"))
 _PROSE = {"extra=", "Checkpointer", '"factors"', '"replicated"'}
 
 
@@ -118,3 +118,28 @@ def test_own_types_are_saved_and_loaded(tmp_path: Path) -> None:
         assert gb.load(tmp_path / "g")[0] == plan
     finally:
         del hypernets.TYPES["outer"]
+
+
+def test_own_encodings_are_saved_and_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": __name__}
+    exec(compile(block("own encoding", OWN), "tasks.md", "exec"), names)
+    try:
+        assert gb.load("ramp.safetensors")[0] == names["plan"]
+    finally:
+        del encoding.TYPES["ramp"]
+
+
+@pytest.mark.process
+def test_own_settings_of_control_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gymnasium")
+    monkeypatch.chdir(tmp_path)
+    Path("my_control.py").write_text(block("my_control.py", CONTROL))
+    _, *arguments = shlex.split(block("my_control", CONTROL).replace("\\\n", " ").replace("20480", "2048"))
+    assert main(arguments) == 0 and json.loads(Path("run/metrics.json").read_text())["env_steps"] == 2048
+
+
+def test_the_evolution_example_runs(workplace: None) -> None:
+    pytest.importorskip("evotorch")
+    exec(block("evolution", CONTROL), {})
+    assert gb.load("evolved.safetensors")[0].genome_params <= 450
