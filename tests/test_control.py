@@ -155,14 +155,11 @@ def test_train_writes_what_eval_reads(tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "--task", "control", "--env", "Nowhere-v0"], "no environment 'Nowhere-v0'"),
         (["train", "--task", "control", "--sizes", "3", "8", "2"], "sizes must start with 4 inputs"),
         (["train", "--task", "control", "--env-steps", "100"], "at least one rollout, 1,024 steps, got 100"),
-        (["train", "--task", "control", "--pnet", "mlp"], "reads images, the task has observations: take actor_critic"),
         (["train", "--pnet", "actor_critic"], "reads observations, the task has images: take mlp"),
         (["train", "--task", "control", "--dense", "--compression", "3"], "--compression cannot be used with --dense"),
         (["train", "--task", "control", "--resume", "auto"], "are for tasks with examples, got --task control"),
-        (["train", "--task", "control", "--device", "meta"], "--device 'meta' cannot be used"),
     ],
 )
 def test_errors_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

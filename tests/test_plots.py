@@ -55,8 +55,6 @@ def test_return_curve_draws_means_in_bands() -> None:
     assert np.asarray(axes.lines[2].get_ydata()).tolist() == [475.0, 475.0]
     heights = np.asarray(axes.collections[0].get_paths()[0].vertices)[:, 1]
     assert (heights.min(), heights.max()) == (8.0, 22.0)
-    with pytest.raises(ValueError, match="at least one run"):
-        return_curve({}, "nothing")
 
 
 def test_tradeoff_curves_show_mean_and_spread_against_bytes() -> None:
@@ -113,13 +111,13 @@ def test_nothing_to_draw_is_an_error() -> None:
     for curves in ({}, {"a": []}, {"a": [(1, [])]}):
         with pytest.raises(ValueError, match="at least one method"):
             tradeoff_curves(curves, "x")
-    with pytest.raises(ValueError, match="at least one run"):
-        learning_curve({})
-    for nets in ({}, {"a": {"bias": torch.zeros(3)}}):
+    for draw in (learning_curve, lambda runs: return_curve(runs, "nothing")):
+        with pytest.raises(ValueError, match="at least one run"):
+            draw({})
+    unequal = {"a": {"w": torch.zeros(3, 2)}, "b": {"w": torch.zeros(2, 3)}}
+    for nets in ({}, {"a": {"bias": torch.zeros(3)}}, unequal):
         with pytest.raises(ValueError, match="same weight matrices"):
             weight_images(nets)
-    with pytest.raises(ValueError, match="same weight matrices"):
-        weight_images({"a": {"w": torch.zeros(3, 2)}, "b": {"w": torch.zeros(2, 3)}})
     with pytest.raises(ValueError, match=r"finite weights, and \['w'\] are not"):
         weight_images({"a": {"w": torch.full((3, 2), torch.nan)}})
     with pytest.raises(ValueError, match="events that take time"):

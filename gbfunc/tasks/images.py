@@ -26,8 +26,6 @@ from gbfunc.untrusted import one_error, read_arrays
 
 FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-_SMALL = 1_000  # largest genomes on MNIST, in parameters, that take a high rate and little noise
-_LARGE = 3_000  # genomes of convolutional networks of more parameters gain from images that are distorted
 _SHAPE = (3, 32, 32)  # of an image of CIFAR-10
 _MAX_BYTES, _MAX_UNPACKED = 64 << 20, 1 << 30  # of CIFAR-10's files; a batch of 10,000 images has 31 MB
 
@@ -110,11 +108,11 @@ def _mnist_recipe(pnet: PNet, genome_params: float, asked: Mapping[str, float | 
     recipe, known = Recipe(lr=1e-2), {"noise": 0.0, "shift": 0.0, "distort": 0.0}
     if pnet.name == "mlp":
         # Genomes also learn images by heart: without noise and shifts the later epochs gain nothing.
-        small = genome_params <= _SMALL
+        small = genome_params <= 1_000
         known |= {"noise": 0.25 if small else 0.4, "shift": 0.3}
         lr, betas, epochs = (8e-2, (0.9, 0.95), 120) if small else (4e-2, (0.9, 0.99), 50)
         recipe = Recipe(lr=lr, betas=betas, batch_size=256, epochs=epochs)
-    elif pnet.name in ("convnet", "lenet5") and genome_params > _LARGE:
+    elif pnet.name in ("convnet", "lenet5") and genome_params > 3_000:
         known["distort"], recipe = 0.1, Recipe(lr=3e-2, batch_size=256, epochs=60)
     elif pnet.name in ("convnet", "lenet5"):
         known |= {"noise": 0.2, "shift": 0.3}

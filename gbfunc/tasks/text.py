@@ -115,21 +115,19 @@ def read_text(path: Path) -> str:
             raise FileNotFoundError(f"no .txt file in {path}")
     if (size := sum(file.stat().st_size for file in files)) > _MAX_BYTES:
         raise ValueError(f"{path} has {size:,} bytes, a text may have {_MAX_BYTES:,}")
-    contents = [content for file in files if (content := _read_file(file)).strip()]
+    contents: list[str] = []
+    for file in files:
+        try:
+            # Some editors write a mark of the byte order first, which is no character of the text.
+            content = file.read_bytes().decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file} is not a text in UTF-8 (byte {error.start:,})") from error
+        if "\0" in content:
+            raise ValueError(f"{file} is damaged or no text: it has a NUL at character {content.index(chr(0)):,}")
+        contents += [content] if content.strip() else []
     if not contents:
         raise ValueError(f"{path} holds no text")
     return "".join(c if c.endswith("\n") else f"{c}\n" for c in contents[:-1]) + contents[-1]
-
-
-def _read_file(path: Path) -> str:
-    try:
-        # Some editors write a mark of the byte order first, which is no character of the text.
-        content = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not a text in UTF-8 (byte {error.start:,})") from error
-    if "\0" in content:
-        raise ValueError(f"{path} is damaged or no text: it has a NUL at character {content.index(chr(0)):,}")
-    return content
 
 
 def characters(source: str) -> Tokens:

@@ -40,8 +40,6 @@ OnLog = Callable[[int, Mapping[str, float]], None]
 Report = Callable[[int, str, str | None], None]
 """Takes the steps taken in all, the latest figures, and the validation after these steps, if there is one."""
 
-_SECONDS_BETWEEN_REPORTS = 0.2
-
 
 class Trainer(NamedTuple):
     """Something that learns."""
@@ -217,7 +215,7 @@ def fit(
                     on_log(steps, {f"train_{k}": float(v) / min(count, log_every) for k, v in recent.items()})
                 recent = {}
             now = time.perf_counter()
-            if now - reported > _SECONDS_BETWEEN_REPORTS:
+            if now - reported > 0.2:
                 reported = now
                 report(steps, _status(sums, count, steps / (now - start)), None)
             if checkpoints and checkpoints.due(steps):

@@ -75,7 +75,11 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
         raise ValueError(f"the configuration of {name} has no fields {unknown}")
     # Names that all models know, such as hidden_size, are the model's from here on: n_embd, say.
     given = {template.attribute_map.get(field, field): value for field, value in config.items()}
-    fields = (_from_task(interface, template) if folder is None else _without_dropout(template)) | given
+    fields = _from_task(interface, template)
+    if folder is not None:
+        rates = [n for n, v in vars(template).items() if isinstance(v, float) and ("dropout" in n or "pdrop" in n)]
+        fields = dict.fromkeys(rates, 0.0) | ({"use_cache": False} if hasattr(template, "use_cache") else {})
+    fields |= given
     _check_fields(name, fields if folder is None else given)
     try:
         full = _configuration(model_type, folder, **fields)
@@ -152,11 +156,6 @@ def _from_task(interface: Interface, template: Any) -> dict[str, Any]:
         channels, rows, _ = interface.inputs
         fields = {"image_size": rows, "num_channels": channels, "num_labels": interface.outputs}
     return {template.attribute_map.get(name, name): v for name, v in fields.items() if hasattr(template, name)}
-
-
-def _without_dropout(template: Any) -> dict[str, Any]:
-    rates = {n: 0.0 for n, v in vars(template).items() if isinstance(v, float) and ("dropout" in n or "pdrop" in n)}
-    return rates | ({"use_cache": False} if hasattr(template, "use_cache") else {})
 
 
 def _check_sizes(interface: Interface, full: Any, name: str) -> None:
