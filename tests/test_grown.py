@@ -19,13 +19,9 @@ from tests.support.dense_oracle import Answer, assert_same, dense_answer, step_a
 from tests.support.hugging_face import tiny
 from tests.support.zoo import SGD
 
-MODES: dict[str, dict[str, Any]] = {
-    "dense": {"lazy": False},
-    "lazy": {"lazy": True},
-    "generate": {"remat": "generate"},
-    "layer": {"remat": "layer"},
-    "microbatches": {"lazy": True, "microbatches": 2},
-}
+MODES: dict[str, dict[str, Any]] = {"dense": {"lazy": False}, "lazy": {"lazy": True}}
+MODES |= {remat: {"remat": remat} for remat in ("generate", "layer")}
+MODES["microbatches"] = {"lazy": True, "microbatches": 2}
 EACH_MODE = pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 
 

@@ -1,9 +1,8 @@
 """A training step on forms of layers: what it draws, reads and calls, and what is refused in every mode."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -18,14 +17,8 @@ from tests.support.trees_equal import same_bits
 from tests.support.zoo import SGD, ZOO, loss_fn, step_of
 
 ADAM = gb.torch_optimizer(torch.optim.Adam, lr=0.01)
-MODES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "dense": {"lazy": False},
-        "lazy": {"lazy": True, "microbatches": 2},
-        "generate": {"remat": "generate"},
-        "layer": {"remat": "layer"},
-    }
-)
+MODES: dict[str, dict[str, Any]] = {"dense": {"lazy": False}, "lazy": {"lazy": True, "microbatches": 2}}
+MODES |= {remat: {"remat": remat} for remat in ("generate", "layer")}
 EACH_MODE = pytest.mark.parametrize("mode", MODES)
 
 

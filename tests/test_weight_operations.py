@@ -23,17 +23,9 @@ from tests.support.operation_stock import STOCK
 from tests.support.operations import READS, Operation
 
 OPERATIONS: Mapping[str, Operation] = MappingProxyType({**READS, **LAYERS, **STOCK})
-MODES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "default": {},
-        "dense": {"lazy": False},
-        "lazy": {"lazy": True},
-        "generate": {"remat": "generate"},
-        "layer": {"remat": "layer"},
-        "microbatches": {"microbatches": 2},
-        "lazy_microbatches": {"lazy": True, "microbatches": 2},
-    }
-)
+MODES: dict[str, dict[str, Any]] = {"default": {}, "dense": {"lazy": False}, "lazy": {"lazy": True}}
+MODES |= {remat: {"remat": remat} for remat in ("generate", "layer")}
+MODES |= {"microbatches": {"microbatches": 2}, "lazy_microbatches": {"lazy": True, "microbatches": 2}}
 WALKS = {"named_parameters", "parameters_to_vector", "state_dict", "func_call_of_layer"}
 """Go through the parameters by name or number: a module that keeps factors has other ones."""
 CHANGES = {"apply", "state_between_calls", "weight_kept_on_module", "calls_counted"}
