@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gbfunc.train.param_groups import ROLES, Kernel, LearningRate, ParamGroup, check_class, learning_rate, param_groups
-from gbfunc.trees import TensorSpec, compare_trees, flatten_tree, spec_of
+from gbfunc.trees import TensorSpec, compare_trees, flatten_tree, spec_of, unflatten_tree
 from gbfunc.types import Params
 
 Roles: TypeAlias = Mapping[str, str]
@@ -43,9 +43,10 @@ class Optimizer(NamedTuple):
     Attributes:
         init: `(params, roles) -> state`; ValueError for leaves of no known role and classes that cannot be pure,
             TypeError for a class that keeps anything but tensors.
-        update: `(grads, state, params, roles, *, donate=False) -> (params, state)`. Donated tensors may be updated in
-            place and returned. Results have no graph. TypeError if `state` is no `OptState`; ValueError if the state,
-            the leaves or their roles do not fit, or the learning rate is negative.
+        update: `(grads, state, params, roles, *, donate=False, finite=None) -> (params, state)`. Donated tensors may be
+            updated in place and returned. Results have no graph. From the second update on, a tensor `finite` that is
+            False keeps leaves and their state, without a read of the tensor. TypeError if `state` is no `OptState`;
+            ValueError if the state, the leaves or their roles do not fit, or the learning rate is negative.
         settings: class, learning rate and options, which all ranks must have alike.
     """
 
@@ -109,7 +110,13 @@ def torch_optimizer(
         return OptState(step, leaves, number)
 
     def update(
-        grads: Params, state: OptState, params: Params, roles: Roles, *, donate: bool = False
+        grads: Params,
+        state: OptState,
+        params: Params,
+        roles: Roles,
+        *,
+        donate: bool = False,
+        finite: Tensor | None = None,
     ) -> tuple[Params, OptState]:
         prepared = prepare(params, roles)
         if grads.keys() != params.keys() or [*map(_SPEC, map(grads.get, params))] != prepared.leaf_specs:
@@ -120,7 +127,7 @@ def torch_optimizer(
         leaves: dict[str, Params] = {}
         with torch.no_grad():
             for call in prepared.calls:
-                stepped, after = call.update(step, grads, state.leaves, params, donate)
+                stepped, after = call.update(step, grads, state.leaves, params, donate, finite)
                 new |= stepped
                 leaves |= after
         if len(prepared.calls) > 1:
@@ -138,10 +145,18 @@ class _Call(NamedTuple):
     adam: Kernel | None  # takes the place of the class from the second step on
 
     def update(
-        self, step: int, grads: Params, old: Mapping[str, Params], params: Params, donate: bool
+        self,
+        step: int,
+        grads: Params,
+        old: Mapping[str, Params],
+        params: Params,
+        donate: bool,
+        finite: Tensor | None = None,
     ) -> tuple[Params, dict[str, Params]]:
         """New leaves and their new state; `old` is not read at the first step."""
         given = [params[k] for k in self.names]
+        choose = finite is not None and self.adam is None  # Adam's kernel takes `finite` itself.
+        donate = donate and not choose
         if donate and all(map(Tensor.is_contiguous, given)):
             new = [p.detach() if p.requires_grad else p for p in given]
         else:
@@ -158,20 +173,28 @@ class _Call(NamedTuple):
             tensors = [t.detach() for t in tensors] if donate else copies(tensors)
             own = iter(_aligned(tensors, [p for of, p in zip(rows, new, strict=False) for _ in of]))
             rows = [dict(zip(of, own, strict=False)) for of in rows]
-        after = self.step(step, new, fitted, rows)
-        return dict(zip(self.names, new, strict=True)), dict(zip(self.names, after, strict=True))
+        after = self.step(step, new, fitted, rows, finite)
+        found = dict(zip(self.names, new, strict=True)), dict(zip(self.names, after, strict=True))
+        return chosen(finite, found, (params, old)) if finite is not None and choose else found
 
     def step(
-        self, step: int, params: Sequence[Tensor], grads: Sequence[Tensor], old: Sequence[Params]
+        self,
+        step: int,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        old: Sequence[Params],
+        finite: Tensor | None = None,
     ) -> Sequence[Params]:
         """Step `params` in place and return their new states. `old` is empty at the first step."""
         rate = self.group.lr if isinstance(self.group.lr, float) else learning_rate(self.group.lr, step)
         if old and self.adam is not None:
             counts, *moments = ([state[e] for state in old] for e in self.adam.entries)
             # A Python number would become a tensor for each count, as would a tensor that no `alpha` shows to be one.
-            torch._foreach_add_(counts, counts[0].new_ones(()), alpha=1)  # pyright: ignore[reportPrivateImportUsage]
+            one = counts[0].new_ones(()) if finite is None else finite.to(counts[0].dtype)
+            torch._foreach_add_(counts, one, alpha=1)  # pyright: ignore[reportPrivateImportUsage]
             moments += [[]] * (3 - len(moments))
-            self.adam.function(params, grads, *moments, counts, lr=rate, **self.adam.options)
+            skip = {} if finite is None else {"found_inf": 1 - one}
+            self.adam.function(params, grads, *moments, counts, lr=rate, **self.adam.options, **skip)
             return old
         tensors, tensor_grads = ([tile for x in xs for tile in self._tiles(x)] for xs in (params, grads))
         optimizer = self.group.cls(tensors, lr=rate, **self.options)
@@ -268,6 +291,14 @@ def where_each(condition: Tensor, tensors: Sequence[Tensor], others: Sequence[Te
         shaped = [part.view(tensors[i].shape) for i, part in zip(mine, parts, strict=True)]
         made |= zip(mine, copies(shaped), strict=True)  # without shared memory
     return [made[i] for i in range(len(tensors))]
+
+
+def chosen(condition: Tensor, tree: Any, other: Any) -> Any:
+    """The tree, with the tensors of the other one on the condition's device where the condition is False."""
+    flat, before = flatten_tree(tree), flatten_tree(other)
+    there = [k for k, x in flat.items() if x.device.type == condition.device.type]
+    found = where_each(condition, [flat[k] for k in there], [before[k] for k in there])
+    return unflatten_tree(flat | dict(zip(there, found, strict=True)), tree)
 
 
 def _memory(optimizer: torch.optim.Optimizer) -> dict[str, str]:

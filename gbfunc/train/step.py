@@ -18,7 +18,7 @@ from gbfunc.genome import check_genome, check_seed, init_genome
 from gbfunc.parallel import Layout, Placement, from_rank_0, gather_state, shard_state
 from gbfunc.pnet.describe import parameter_infos
 from gbfunc.train.gradients import Objective
-from gbfunc.train.optimizers import Optimizer, OptState, where_each
+from gbfunc.train.optimizers import Optimizer, OptState, chosen
 from gbfunc.train.options import StepOptions
 from gbfunc.trees import BUFFERS, DIRECT, GNET, flat_genome, flatten_tree, unflatten_tree
 from gbfunc.types import Genome, GNets, Params
@@ -235,7 +235,7 @@ class TrainStep:
         """Leaves, optimizer's state and buffers after the step; None if loss or gradient is not finite.
 
         An accelerator's numbers are read before the first step only, when the optimizer has no state: later steps
-        compute both outcomes and choose on the device. The optimizer's count of steps, on the CPU, counts either.
+        choose on the device. The optimizer's count of steps, on the CPU, counts either.
         """
         options, device, old = self._options, info.finite.device.type, state.opt
         read = device in _READ or options.on_nonfinite == "raise" or int(old.step) == 0
@@ -249,16 +249,12 @@ class TrainStep:
             present = {k: v for k, v in params.items() if k not in self._empty}
             gradients = {k: gradients[k] for k in present}
             opt = old._replace(leaves={k: old.leaves[k] for k in present})
-        new, opt = self._optimizer.update(gradients, opt, present, self._roles, donate=options.donate and read)
+        finite = None if read else info.finite
+        new, opt = self._optimizer.update(gradients, opt, present, self._roles, donate=options.donate, finite=finite)
         if self._empty:
             new, opt = params | new, opt._replace(leaves=old.leaves | opt.leaves)
-        if not read:
-            found = (new, opt.leaves, buffers)
-            flat, before = flatten_tree(found), flatten_tree((params, old.leaves, state.buffers))
-            there = [k for k, x in flat.items() if x.device.type == device]
-            chosen = where_each(info.finite, [flat[k] for k in there], [before[k] for k in there])
-            new, leaves, buffers = unflatten_tree(flat | dict(zip(there, chosen, strict=True)), found)
-            opt = opt._replace(leaves=leaves)
+        if finite is not None and buffers:
+            buffers = chosen(finite, buffers, state.buffers)
         return new, opt, buffers
 
 
