@@ -62,25 +62,15 @@ def _to_onnx(traced: Traced) -> bytes:
     packages = ("onnx_ir", "onnx_ir.passes.common", "onnxscript.optimizer", "onnx")
     ir, passes, optimizer, _ = (import_extra(x, "an ONNX model", "gbfunc[onnx]") for x in packages)
     with quiet():
-        made = torch.onnx.export(
-            traced.program,
-            dynamo=True,
-            optimize=False,
-            verbose=False,
-            output_names=traced.outputs,
-            dynamic_shapes=traced.dynamic_shapes,
-        )
+        options = {"output_names": traced.outputs, "dynamic_shapes": traced.dynamic_shapes}
+        made = torch.onnx.export(traced.program, dynamo=True, optimize=False, verbose=False, **options)
     assert made is not None
     model = made.model
     # No weights; and not `optimize`, whose rule for products between reshapes changed weights of MLP g-nets (0.7.2).
     optimizer.fold_constants(model, input_size_limit=16, output_size_limit=16)
-    for change in (
-        passes.DeduplicateInitializersPass(),
-        passes.CommonSubexpressionEliminationPass(),
-        passes.RemoveUnusedNodesPass(),
-        passes.ClearMetadataAndDocStringPass(),
-    ):
-        change(model)
+    kinds = passes.DeduplicateInitializersPass, passes.CommonSubexpressionEliminationPass
+    for change in (*kinds, passes.RemoveUnusedNodesPass, passes.ClearMetadataAndDocStringPass):
+        change()(model)
     # Computed values are numbered; inputs, outputs and weights keep their names.
     outputs = set(model.graph.outputs)
     for number, value in enumerate(x for node in model.graph for x in node.outputs if x not in outputs):

@@ -26,8 +26,7 @@ def distillation(
 
     With $z$ the student's logits, $t$ the teacher's, $T$ the temperature, $a$ the weight and $L$ the label loss, the
     loss is $(1 - a) L + a T^2 KL(softmax(t / T) || softmax(z / T))$. For a batch `(x, y)` with targets `y` of floating
-    point, the mean squared distance of the outputs takes the place of $T^2 KL$. The divergence or distance is in the
-    aux, as `teacher_kl` or `teacher_mse`.
+    point, the mean squared distance of the outputs replaces $T^2 KL$. The aux holds `teacher_kl` or `teacher_mse`.
 
     Args:
         teacher: the trained network. It gets the arguments of the student's call and returns outputs of the same
@@ -91,15 +90,14 @@ def distillation(
         if isinstance(y, Tensor) and y.is_floating_point():
             name, distance, factor = "teacher_mse", F.mse_loss(student, target), 1.0
         else:
-            name, distance, factor = "teacher_kl", _divergence(student, target, temperature, dim), temperature**2
+            rows, given = (
+                F.log_softmax(z.movedim(dim, -1).flatten(0, -2) / temperature, -1) for z in (student, target)
+            )
+            distance = F.kl_div(rows, soft, reduction="batchmean", log_target=True)
+            name, factor = "teacher_kl", temperature**2
         return (1 - weight) * loss + weight * factor * distance, {**aux, name: distance.detach()}
 
     return distilled
-
-
-def _divergence(student: Tensor, teacher: Tensor, temperature: float, dim: int) -> Tensor:
-    rows, target = (F.log_softmax(z.movedim(dim, -1).flatten(0, -2) / temperature, -1) for z in (student, teacher))
-    return F.kl_div(rows, target, reduction="batchmean", log_target=True)
 
 
 def logits_of(output: Any) -> Tensor:

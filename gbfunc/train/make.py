@@ -72,8 +72,7 @@ def make_train_step(plan: Plan, pnet: nn.Module, loss_fn: LossFn, optimizer: Opt
     texts |= {"training mode": text_of({name: module.training for name, module in pnet.named_modules()})}
     check_equal(mesh, texts | {"optimizer": text_of(optimizer.settings)}, "ranks must have the same options")
     given.check_layout(layout)
-    if given.local_steps is None:
-        make = TrainStep if given.rounding != AUTO else AutoTrainStep
-        return make(pnet, make_objective(pnet, loss_fn, layout, given), optimizer, layout, given)
-    alone = make_layout(plan, Mesh({}), "replicated")
-    return LocalTrainStep(pnet, make_objective(pnet, loss_fn, alone, given), optimizer, layout, given)
+    local, auto = given.local_steps is not None, given.rounding == AUTO
+    make = LocalTrainStep if local else AutoTrainStep if auto else TrainStep
+    of = make_layout(plan, Mesh({}), "replicated") if local else layout
+    return make(pnet, make_objective(pnet, loss_fn, of, given), optimizer, layout, given)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -104,12 +104,8 @@ class StepOptions:
             raise ValueError(f"clip_norm must be a number > 0 or None, got {self.clip_norm!r}")
         if self.amp not in (None, torch.bfloat16, torch.float16):
             raise ValueError(f"amp must be None, torch.bfloat16 or torch.float16, got {self.amp!r}")
-        for name, known in (
-            ("lazy", (True, False, "auto")),
-            ("remat", ("none", "generate", "layer")),
-            ("on_nonfinite", ("skip", "raise")),
-            ("kernel", ("auto", "eager", "compiled", "reference")),
-        ):
+        choices = {"remat": get_args(Remat), "on_nonfinite": ("skip", "raise"), "kernel": get_args(Kernel)}
+        for name, known in {"lazy": (True, False, "auto"), **choices}.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
         if (self.rounding == AUTO) != (self.genome_bytes is not None and self.total_steps is not None):
@@ -136,12 +132,11 @@ class StepOptions:
     def check_layout(self, layout: Layout) -> None:
         """Raise ValueError for options that the plan, the mesh, or the placement of the genome on it excludes."""
         sizes = layout.mesh.sizes
+        local = "local_steps= needs the whole {} on each rank: {}, got {}".format
         if self.local_steps is not None and sizes["tensor"] * sizes["pipeline"] > 1:
-            words = "local_steps= needs the whole p-net on each rank: a mesh of data alone"
-            raise ValueError(f"{words}, got {layout.mesh}")
+            raise ValueError(local("p-net", "a mesh of data alone", layout.mesh))
         if self.local_steps is not None and layout.placement != "replicated":
-            words = "local_steps= needs the whole genome on each rank: take placement='replicated'"
-            raise ValueError(f"{words}, got {layout.placement!r}")
+            raise ValueError(local("genome", "take placement='replicated'", repr(layout.placement)))
         if self.parallel is None and sizes["tensor"] > 1:
             raise ValueError("the mesh has a tensor axis: parallel= must say how layers are split over it")
         if self.pipeline is None and sizes["pipeline"] > 1:

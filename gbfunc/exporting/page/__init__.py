@@ -64,12 +64,8 @@ def page(
     descriptions (`network`) of p-nets that the page does not know, by their names in files.
     """
     contents = {"genome": in_address(genome), "alphabets": dict(alphabets), "networks": dict(networks)}
-    held = json.dumps(contents).replace("<", "\\u003c")
-    parts = {
-        "style": _source("page.css"),
-        "embedded": held,
-        "script": script(*NETWORK, "figures.js", "images.js", "page.js"),
-    }
+    parts = {"style": _source("page.css"), "embedded": json.dumps(contents).replace("<", "\\u003c")}
+    parts["script"] = script(*NETWORK, "figures.js", "images.js", "page.js")
     return re.sub(r"{{(\w+)}}", lambda match: parts[match[1]], _source("page.html"))
 
 
@@ -103,15 +99,8 @@ def script(*names: str) -> str:
     packer = zlib.compressobj(9, zlib.DEFLATED, -15, zdict=WORDS)
     documents = base64.b64encode(packer.compress(DOCUMENTS) + packer.flush()).decode("ascii")
     texts = {"words": WORDS.decode("ascii"), "documents": documents, "magic": MAGIC.decode("ascii"), "schema": SCHEMA}
-    runs = {
-        "exponent": EXPONENT,
-        "piece": PIECE,
-        "powers": POWERS,
-        "roots": ROOTS,
-        "halvings": HALVINGS,
-        "steps": STEPS,
-    }
-    steps = {"widths": [NARROWEST, WIDEST], "largest": LARGEST, "finer": [COARSEST, FINEST], "version": VERSION}
+    runs = {"exponent": EXPONENT, "piece": PIECE, "powers": POWERS, "roots": ROOTS, "halvings": HALVINGS}
+    steps = {"widths": [NARROWEST, WIDEST], "largest": LARGEST, "finer": [COARSEST, FINEST], "version": VERSION, "steps": STEPS}
     limits = {"leastVariance": LEAST_VARIANCE, "mostWeights": MOST_WEIGHTS}
     constants = json.dumps(texts | runs | steps | limits, separators=(",", ":"))
     return "\n".join([f"const FORMAT = {constants};", *map(_source, names)])
