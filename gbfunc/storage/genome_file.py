@@ -69,11 +69,11 @@ def save(
             JSON; if metadata or the plan is longer than a file may hold.
         OSError: if the file cannot be written; a previous file is intact.
     """
+    check_genome(plan, genome)
     dtype = plan.default_dtype() if dtype is None else dtype
     name = None if dtype is None else stored_as(dtype)
     if name == AUTO and not isinstance(dtype, Steps):
         raise ValueError("dtype='auto' says nothing of steps: give those of gb.allocate_steps")
-    check_genome(plan, genome)
     flat = stored_tensors(genome)
     compare_trees(plan.leaves, flat, "the genome does not fit the plan")
     _check_values(flat, "the genome")

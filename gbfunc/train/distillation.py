@@ -90,9 +90,8 @@ def distillation(
         if isinstance(y, Tensor) and y.is_floating_point():
             name, distance, factor = "teacher_mse", F.mse_loss(student, target), 1.0
         else:
-            rows, given = (
-                F.log_softmax(z.movedim(dim, -1).flatten(0, -2) / temperature, -1) for z in (student, target)
-            )
+            both = (z.movedim(dim, -1).flatten(0, -2) / temperature for z in (student, target))
+            rows, soft = (F.log_softmax(z, -1) for z in both)
             distance = F.kl_div(rows, soft, reduction="batchmean", log_target=True)
             name, factor = "teacher_kl", temperature**2
         return (1 - weight) * loss + weight * factor * distance, {**aux, name: distance.detach()}

@@ -100,8 +100,8 @@ def script(*names: str) -> str:
     documents = base64.b64encode(packer.compress(DOCUMENTS) + packer.flush()).decode("ascii")
     texts = {"words": WORDS.decode("ascii"), "documents": documents, "magic": MAGIC.decode("ascii"), "schema": SCHEMA}
     runs = {"exponent": EXPONENT, "piece": PIECE, "powers": POWERS, "roots": ROOTS, "halvings": HALVINGS}
-    steps = {"widths": [NARROWEST, WIDEST], "largest": LARGEST, "finer": [COARSEST, FINEST], "version": VERSION, "steps": STEPS}
-    limits = {"leastVariance": LEAST_VARIANCE, "mostWeights": MOST_WEIGHTS}
+    steps = {"widths": [NARROWEST, WIDEST], "largest": LARGEST, "finer": [COARSEST, FINEST], "version": VERSION}
+    limits = {"steps": STEPS, "leastVariance": LEAST_VARIANCE, "mostWeights": MOST_WEIGHTS}
     constants = json.dumps(texts | runs | steps | limits, separators=(",", ":"))
     return "\n".join([f"const FORMAT = {constants};", *map(_source, names)])
 
