@@ -13,9 +13,9 @@ from safetensors.torch import save_file, save_model
 from torch import nn
 
 import gbfunc as gb
-from gbfunc.cli import main
+from gbfunc.cli import main, printable
 from gbfunc.cli.options import TASKS as SHOWN
-from gbfunc.cli.output import _Line, open_folder, printable
+from gbfunc.cli.output import _Line, open_folder
 from gbfunc.cli.parser import parse
 from gbfunc.tasks import TASKS, find_task
 from gbfunc.tasks.pnets import find_pnet

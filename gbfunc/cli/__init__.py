@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_tb
 from types import FrameType
-from typing import Any
 
 __all__ = ["main"]
 
@@ -39,6 +38,11 @@ def handling(handler: Callable[[int, FrameType | None], None], *signums: int) ->
             signal.signal(signum, old)
 
 
+def printable(text: str) -> str:
+    """Write escape codes and other characters that a terminal obeys as Python writes them."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def _end(signum: int, frame: FrameType | None) -> None:
     os.write(2, b"gbfunc: interrupted\n" if signum == signal.SIGINT else b"gbfunc: stopped by SIGTERM\n")
     os._exit(128 + signum)
@@ -46,10 +50,6 @@ def _end(signum: int, frame: FrameType | None) -> None:
 
 def _stop(signum: int, frame: FrameType | None) -> None:
     raise Stopped(signum, "stopped by SIGTERM")
-
-
-def _warn(message: Warning | str, *where: Any) -> None:
-    print(f"gbfunc: warning: {message}", file=sys.stderr)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     both = (signal.SIGINT, signal.SIGTERM)
     try:
-        # An import that raised could leave a library half loaded: until all is loaded, signals end the process.
+        # An exception within an import could leave a library half loaded: until then, signals end the process.
         with handling(_end, *(signum for signum in both if signal.getsignal(signum) != signal.SIG_IGN)):
             from gbfunc.cli.parser import parse
 
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             command.load()
         # Contexts of the command end its processes and files.
         with handling(_stop, signal.SIGTERM), warnings.catch_warnings():
-            warnings.showwarning = _warn
+            warnings.showwarning = lambda message, *_, **__: print(f"gbfunc: warning: {message}", file=sys.stderr)
             command.run()
     except KeyboardInterrupt:
         print("gbfunc: interrupted", file=sys.stderr)
@@ -94,8 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         words = str(error)
         if isinstance(error, OSError) and error.strerror:
             words = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
-        line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(words.split()))
-        print(f"gbfunc: error: {line}{_place(error)}", file=sys.stderr)
+        print(f"gbfunc: error: {printable(' '.join(words.split()))}{_place(error)}", file=sys.stderr)
         return 2
     return 0
 

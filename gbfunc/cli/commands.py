@@ -14,27 +14,11 @@ from typing import Annotated, Any, Literal, get_args
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from gbfunc.cli.options import (
-    COUNT,
-    POSITIVE,
-    SEED,
-    CheckpointOptions,
-    ConfigOption,
-    DataOptions,
-    ExecutionOptions,
-    GenomeOptions,
-    MaybeCount,
-    PNetOptions,
-    RunOptions,
-    ScheduleName,
-    StoredOptions,
-    TeacherOptions,
-    check_task,
-    shows,
-    values_of,
-)
+from gbfunc.cli import options
+from gbfunc.cli.options import COUNT, POSITIVE, SEED, ScheduleName, shows
 
 FormatName = Literal["onnx", "pt2", "aoti", "iree", "safetensors"]
+WeightsName = Literal["genome", "dense"]
 Flag = FlagCreatePairsOff[bool]
 Threads = Annotated[int | None, shows("INT", "torch's"), COUNT]
 
@@ -43,10 +27,6 @@ SIZES = (600, 1_300, 2_000, 6_000, 20_000)
 
 _MODULES = {"demo": "train", "plan": "job", "eval": "genomes", "sample": "genomes", "export": "genomes"}
 """Modules of commands whose function is not in a module of the same name."""
-
-_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-_SHIPS = (".html", ".png", ".jpg", ".jpeg", ".webp", ".svg")
-"""Suffixes of pages and pictures, which may have a genome in them."""
 
 
 class Command:
@@ -58,9 +38,9 @@ class Command:
         OpenMP reads how idle threads wait when torch is loaded. Spinning threads make the steps of a small p-net five
         to ten times as slow on a machine with other work.
         """
-        check_task(values_of(self))
-        waits = not isinstance(self, Bench) and not any(name in os.environ for name in _WAITING)
-        if "torch" not in sys.modules and waits:
+        options.check_task(options.values_of(self))
+        said = os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
+        if "torch" not in sys.modules and not said and not isinstance(self, Bench):
             os.environ["OMP_WAIT_POLICY"] = "passive"
         name = type(self).__name__.lower()
         return getattr(importlib.import_module(f"gbfunc.cli.{_MODULES.get(name, name)}"), f"run_{name}")
@@ -70,7 +50,7 @@ class Command:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenomeCommand(Command, ConfigOption, DataOptions):
+class GenomeCommand(Command, options.ConfigOption, options.DataOptions):
     """Options of a command that takes a genome, whose file says what of task and p-net is not said here."""
 
     # Task of the genome: digits, mnist, fashion-mnist, cifar10, text, trec, texts, control, or module:function.
@@ -79,7 +59,7 @@ class GenomeCommand(Command, ConfigOption, DataOptions):
     genome: Annotated[Path, arg(metavar="FILE")]
 
     def run(self) -> None:
-        if self.genome.suffix.lower() not in _SHIPS:
+        if self.genome.suffix.lower() not in (".html", ".png", ".jpg", ".jpeg", ".webp", ".svg"):
             return super().run()
         from gbfunc.exporting.qr import shipped_genome
 
@@ -90,19 +70,19 @@ class GenomeCommand(Command, ConfigOption, DataOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(Command, RunOptions):
+class Train(Command, options.RunOptions):
     """Train a genome on a task and measure it; under torchrun, on many ranks."""
 
     # Train the p-net's weights instead of a genome: the dense baseline.
     dense: bool = False
 
-    output: CheckpointOptions = CheckpointOptions()
-    teacher: TeacherOptions = TeacherOptions()
-    execution: ExecutionOptions = ExecutionOptions()
+    output: options.CheckpointOptions = options.CheckpointOptions()
+    teacher: options.TeacherOptions = options.TeacherOptions()
+    execution: options.ExecutionOptions = options.ExecutionOptions()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Demo(Command, RunOptions):
+class Demo(Command, options.RunOptions):
     """Train a genome on real digits beside two dense nets, and compare them."""
 
 
@@ -148,21 +128,19 @@ class Export(GenomeCommand):
     # Format: ONNX, torch.export, AOTInductor, IREE or dense weights.
     to: Annotated[FormatName | None, shows(FormatName, "by the suffix: .onnx, .pt2, .vmfb, .safetensors")] = None
     # genome: the file generates the weights where it runs. dense: the file holds the weights.
-    weights: Annotated[
-        Literal["genome", "dense"] | None, shows("genome|dense", "genome; dense for safetensors, and adapters")
-    ] = None
+    weights: Annotated[WeightsName | None, shows(WeightsName, "genome; dense for safetensors, and adapters")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(Command, ConfigOption):
+class Plan(Command, options.ConfigOption):
     """Show the tensors that a genome would generate, its size, and layouts of ranks."""
 
-    data: PNetOptions = PNetOptions()
-    genome: GenomeOptions = GenomeOptions()
-    output: StoredOptions = StoredOptions()
+    data: options.PNetOptions = options.PNetOptions()
+    genome: options.GenomeOptions = options.GenomeOptions()
+    output: options.StoredOptions = options.StoredOptions()
 
     # Ranks to plan a training for: memory, bytes and seconds of every layout, the fastest first.
-    ranks: MaybeCount = None
+    ranks: options.MaybeCount = None
     # Memory of a rank, with --ranks: 16GB, 80GiB.
     memory: Annotated[str | None, shows("SIZE", "the device's")] = None
     # Bandwidth between ranks, with --ranks: 100Gbit, 12.5GB.
@@ -178,7 +156,7 @@ class Plan(Command, ConfigOption):
 
 
 @dataclass(frozen=True)
-class Compare(Command, DataOptions):
+class Compare(Command, options.DataOptions):
     """Compare genomes and other small networks within the same bytes."""
 
     # Budgets: bytes of the file of a periodic genome of so many parameters.
@@ -226,11 +204,11 @@ class Bench(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Federated(Command, ConfigOption):
+class Federated(Command, options.ConfigOption):
     """Simulate federated learning of a genome on Flower, clients and server."""
 
-    data: PNetOptions = PNetOptions()
-    genome: GenomeOptions = GenomeOptions()
+    data: options.PNetOptions = options.PNetOptions()
+    genome: options.GenomeOptions = options.GenomeOptions()
 
     # Clients in all.
     clients: Annotated[int, COUNT] = 100

@@ -16,10 +16,11 @@ from safetensors.torch import load_model
 from torch import nn
 
 import gbfunc as gb
+from gbfunc.cli import printable
 from gbfunc.cli.commands import Eval, Export, Sample
 from gbfunc.cli.job import SAID, load_task, read_json
 from gbfunc.cli.options import DataOptions, flags
-from gbfunc.cli.output import open_folder, print_metrics, printable
+from gbfunc.cli.output import open_folder, print_metrics
 from gbfunc.exporting import export_module, page
 from gbfunc.exporting.page import layers_in_a_row
 from gbfunc.exporting.qr import write_qr

@@ -21,6 +21,7 @@ from rich.progress import Task as Bar
 from rich.table import Column, Table
 from rich.text import Text
 
+from gbfunc.cli import printable
 from gbfunc.files import fcntl, replace_file
 from gbfunc.tasks import Metric, Task
 from gbfunc.tasks.training import LOGS, OnLog, Report
@@ -29,10 +30,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Row = Mapping[str, float]
-
-_PLAIN_LINES = 5
-_WIDTH = 150
-"""Width of a table that is written to a file."""
 
 
 @contextmanager
@@ -95,7 +92,16 @@ def write_figure(path: Path, draw: Callable[[], Figure]) -> None:
         tell(f"warning: {path.name} could not be written: {error}")
 
 
-def write_curve(folder: Path, metrics: Mapping[str, object], runs: Mapping[str, Sequence[Row]], task: Task) -> None:
+@contextmanager
+def written(
+    folder: Path, out: Path | None, task: Task, metrics: Mapping[str, Any], runs: Mapping[str, Sequence[Row]]
+) -> Iterator[None]:
+    """Write the results of a training before they are printed; then its curve, and the command to try next."""
+    write_history(folder / "history.csv", runs)
+    write_metrics(folder / "metrics.json", metrics)
+    yield
+    if out is None:
+        return print("nothing was written; --out DIR keeps the genome")
     from gbfunc.plots import learning_curve, return_curve
 
     def draw() -> Figure:
@@ -104,6 +110,9 @@ def write_curve(folder: Path, metrics: Mapping[str, object], runs: Mapping[str, 
         return learning_curve(runs, task.metric.name, task.metric.unit)
 
     write_figure(folder / "learning_curve.png", draw)
+    print(f"{out}: {', '.join(sorted(path.name for path in out.iterdir() if path.is_file()))}")
+    command = "sample" if task.interface.tokens else "eval"
+    print(f"try next: gbfunc {command} --genome {out / 'genome.safetensors'}, or gbfunc export --help")
 
 
 def print_table(columns: Sequence[str | Column], rows: Iterable[Sequence[str]], *, notes: Iterable[str] = ()) -> None:
@@ -111,8 +120,7 @@ def print_table(columns: Sequence[str | Column], rows: Iterable[Sequence[str]], 
     table = Table(columns[0], *numbers)
     for row in rows:
         table.add_row(*row) if row else table.add_section()
-    console = Console()
-    console = console if console.is_terminal else Console(width=_WIDTH)
+    console = Console(width=None if Console().is_terminal else 150)
     console.print(table)
     for note in notes:
         console.print(note, style="dim", markup=False, highlight=False)
@@ -150,20 +158,6 @@ def _course(m: Mapping[str, Any]) -> Iterator[str]:
             yield f"  axis {axis}: {m['mesh'].get(axis, 'all')} ranks, {sent:,.0f} bytes"
     if "pipeline" in m:
         yield f"training, pipeline: {m['pipeline']}, {m['microbatches']} microbatches"
-
-
-def print_next(out: Path | None, task: Task) -> None:
-    """Print the files of a training and the command to try next."""
-    if out is None:
-        return print("nothing was written; --out DIR keeps the genome")
-    print(f"{out}: {', '.join(sorted(path.name for path in out.iterdir() if path.is_file()))}")
-    command = "sample" if task.interface.tokens else "eval"
-    print(f"try next: gbfunc {command} --genome {out / 'genome.safetensors'}, or gbfunc export --help")
-
-
-def printable(text: str) -> str:
-    """Write escape codes and other characters that a terminal obeys as Python writes them."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def tell(line: str) -> None:
@@ -247,7 +241,7 @@ def reporter(label: str, total_steps: int, *, silent: bool = False, split: str =
             shown: dict[str, Any] = {} if validation is None else {"val": f"{split} {validation}"}
             progress.update(bar, completed=steps, status=status, **shown)
             if shown and not is_bar and not silent and (steps >= following or steps >= total_steps):
-                following = steps + total_steps // _PLAIN_LINES
+                following = steps + total_steps // 5
                 words = f"{label}: step {steps:,}/{total_steps:,}, {status}, {shown['val']}"
                 print(words, file=sys.stderr, flush=True)
 

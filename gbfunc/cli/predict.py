@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gbfunc.cli import printable
 from gbfunc.cli.commands import Predict
 from gbfunc.cli.genomes import read_genome, said_by
-from gbfunc.cli.output import printable
 from gbfunc.exporting.qr import read_qr
 from gbfunc.tasks import Task, logits_of
 from gbfunc.untrusted import read_arrays, read_picture

@@ -12,89 +12,55 @@ from typing import Any
 from torch import nn
 
 import gbfunc as gb
-from gbfunc.cli import Stopped
+from gbfunc.cli import Stopped, output
 from gbfunc.cli.checkpoints import FOLDER, checkpoints
 from gbfunc.cli.commands import Demo, Train
 from gbfunc.cli.genomes import BEST_FILE, GENOME_FILE, genome_metrics, measure, read_genome, read_teacher
 from gbfunc.cli.job import Job, about, dtype_of, make_job, resolved
 from gbfunc.cli.meter import Meter, data_digest, provenance
 from gbfunc.cli.options import RunOptions
-from gbfunc.cli.output import (
-    Best,
-    open_folder,
-    open_logs,
-    print_metrics,
-    print_next,
-    print_table,
-    reporter,
-    tell,
-    write_curve,
-    write_figure,
-    write_history,
-    write_metrics,
-)
+from gbfunc.cli.output import tell
 from gbfunc.cli.parser import settings_of, write_config
 from gbfunc.cli.ranks import check_alike, in_turn, open_mesh, split_over
 from gbfunc.formats import AUTO
+from gbfunc.tasks import training
 from gbfunc.tasks.base import ACCURACY, taught
 from gbfunc.tasks.pnets.base import n_params, narrowed
-from gbfunc.tasks.training import (
-    Fit,
-    Trainer,
-    better,
-    dense_trainer,
-    fit,
-    genome_trainer,
-    going_on,
-    joined,
-    slowed,
-    total_steps,
-)
 from gbfunc.types import dtype_name
 
 
 def run_train(options: Train) -> None:
-    output = options.output
-    if output.out is not None and not output.overwrite and (output.out / "metrics.json").exists():
-        resumes = output.resume is not None and any((output.out / FOLDER).glob("step-*"))
-        if not resumes and (output.out / GENOME_FILE).exists():
-            raise ValueError(
-                f"{output.out} holds a finished training: --overwrite replaces it, or choose another --out"
-            )
+    out, dtype = options.output.out, dtype_of(options)
+    finished = out is not None and (out / "metrics.json").exists() and (out / GENOME_FILE).exists()
+    resumes = options.output.resume is not None and any(((out or Path()) / FOLDER).glob("step-*"))
+    if finished and not resumes and not options.output.overwrite:
+        raise ValueError(f"{out} holds a finished training: --overwrite replaces it, or choose another --out")
     with open_mesh(options.execution, options.training.device) as mesh:
-        dtype, teacher = dtype_of(options), None
-        here = replace(options, training=replace(options.training, device=str(mesh.device)))
-        here = replace(here, output=replace(output, dtype=dtype))
+        device = replace(options.training, device=str(mesh.device))
+        here = replace(options, training=device, output=replace(options.output, dtype=dtype))
 
-        def load() -> Job:
-            nonlocal teacher
+        def load() -> tuple[Job, nn.Module | None]:
             job, asked = make_job(here.data, here.genome, here.training, dense=here.dense, stored=dtype), here.teacher
             if asked.teacher is None:
-                return job
-            teacher = read_teacher(asked.teacher, job.task).to(here.training.device)
-            return job._replace(task=taught(job.task, teacher, asked.teacher_weight, asked.temperature))
+                return job, None
+            teacher = read_teacher(asked.teacher, job.task).to(mesh.device)
+            return job._replace(task=taught(job.task, teacher, asked.teacher_weight, asked.temperature)), teacher
 
         # Rank 0 downloads and prepares files, which the other ranks read.
-        job = in_turn(mesh, load)
+        job, teacher = in_turn(mesh, load)
         check_alike(mesh, here, data_digest(job.task) if mesh.world > 1 else "")
-        is_first = mesh.rank == 0
-        for name, why in job.recipe.reasons.items() if is_first else ():
-            value = getattr(job.recipe, name, None)
-            tell(f"{name}{f' {value:.3g}' if isinstance(value, int | float) else ''}: {why}")
-        if is_first and dtype != output.dtype:
-            tell(f"dtype {dtype}: codes, which hold most in so many bytes; --dtype chooses another")
-        out = output.out if is_first else None
-        with open_folder(out, locked=True) as folder:
+        if is_first := mesh.rank == 0:
+            for name, why in job.recipe.reasons.items():
+                value = getattr(job.recipe, name, None)
+                tell(f"{name}{f' {value:.3g}' if isinstance(value, int | float) else ''}: {why}")
+            if dtype != options.output.dtype:
+                tell(f"dtype {dtype}: codes, which hold most in so many bytes; --dtype chooses another")
+        with output.open_folder(out if is_first else None, locked=True) as folder:
             split = split_over(mesh, options.execution, job.pnet, job.recipe.batch_size)
             result, _, metrics = train_genome(job, here, folder, split, teacher)
             if is_first:
-                runs = {str(metrics["network"]): result.history}
-                write_history(folder / "history.csv", runs)
-                write_metrics(folder / "metrics.json", metrics)
-                print_metrics(metrics, job.task)
-                if out is not None:
-                    write_curve(folder, metrics, runs, job.task)
-                print_next(out, job.task)
+                with output.written(folder, out, job.task, metrics, {metrics["network"]: result.history}):
+                    output.print_metrics(metrics, job.task)
 
 
 def run_demo(options: Demo) -> None:
@@ -103,12 +69,12 @@ def run_demo(options: Demo) -> None:
     seed, out = options.data.seed, options.output.out
     task, metric = job.task, job.task.metric
     small_pnet = narrowed(task.pnet, job.plan.genome_params)
-    with open_folder(out, locked=True) as folder:
+    with output.open_folder(out, locked=True) as folder:
         result, generated, metrics = train_genome(job, options, folder)
         runs = {"genome": result.history}
         dense, small = (pnet.build(seed).to(options.training.device) for pnet in (task.pnet, small_pnet))
         for label, net in (("dense p-net", dense), ("small dense net", small)):
-            runs[label] = run_fit(dense_trainer(net, task, job.recipe), job, seed, label).history
+            runs[label] = run_fit(training.dense_trainer(net, task, job.recipe), job, seed, label).history
             net.eval()
         metrics |= {
             **measure(task, dense, "dense_"),
@@ -119,8 +85,6 @@ def run_demo(options: Demo) -> None:
             "pnet_label": task.pnet.label,
             "small_dense_label": small_pnet.label,
         }
-        write_history(folder / "history.csv", runs)
-        write_metrics(folder / "metrics.json", metrics)
         rows = []
         for network, prefix, params, n_bytes in (
             (f"{task.pnet.label}, dense", "dense_", "pnet_params", "dense_bytes"),
@@ -130,22 +94,21 @@ def run_demo(options: Demo) -> None:
             ratio, shown = job.plan.pnet_params / metrics[params], metric.show(metrics[f"{prefix}test_{metric.name}"])
             rows.append((network, f"{metrics[params]:,}", f"{ratio:.1f}x", f"{metrics[n_bytes]:,}", shown))
         note = "Bytes: the genome's whole file; dense nets in float32, without a file's header."
-        print_table(("network", "parameters", "ratio", "bytes on disk", f"test {metric.label}"), rows, notes=[note])
-        if out is not None:
-            from gbfunc.plots import weight_images
+        columns = ("network", "parameters", "ratio", "bytes on disk", f"test {metric.label}")
+        with output.written(folder, out, task, metrics, runs):
+            output.print_table(columns, rows, notes=[note])
+            if out is not None and any(p.ndim in (2, 4) for p in dense.parameters()):
+                from gbfunc.plots import weight_images
 
-            nets = {"generated": generated.state_dict(), "dense": dense.state_dict()}
-            image = task.interface.inputs[1:] if len(task.interface.inputs) == 3 else None
-            if any(w.ndim in (2, 4) for w in nets["dense"].values()):
-                write_figure(folder / "weights.png", lambda: weight_images(nets, image))
-            write_curve(folder, metrics, runs, task)
-        print_next(out, task)
+                nets = {"generated": generated.state_dict(), "dense": dense.state_dict()}
+                image = task.interface.inputs[1:] if len(task.interface.inputs) == 3 else None
+                output.write_figure(folder / "weights.png", lambda: weight_images(nets, image))
 
 
-def run_fit(trainer: Trainer, job: Job, seed: int, label: str, **hooks: Any) -> Fit:
+def run_fit(trainer: training.Trainer, job: Job, seed: int, label: str, **hooks: Any) -> training.Fit:
     silent = trainer.train_step is not None and trainer.train_step.mesh.rank > 0
-    with reporter(label, total_steps(job.task, job.recipe), silent=silent) as report:
-        return fit(trainer, job.task, job.recipe, seed, report=report, **hooks)
+    with output.reporter(label, training.total_steps(job.task, job.recipe), silent=silent) as report:
+        return training.fit(trainer, job.task, job.recipe, seed, report=report, **hooks)
 
 
 def fitted(job: Job, teacher: nn.Module | None, seed: int) -> gb.Genome | None:
@@ -173,30 +136,29 @@ def train_genome(
     folder: Path,
     split: Mapping[str, Any] = MappingProxyType({}),
     teacher: nn.Module | None = None,
-) -> tuple[Fit, nn.Module, dict[str, Any]]:
-    task, recipe, output, seed = job.task, job.recipe, options.output, options.data.seed
-    n_bytes = options.genome.genome_bytes
-    if output.dtype == AUTO and (n_bytes is None or output.finetune is not None):
+) -> tuple[training.Fit, nn.Module, dict[str, Any]]:
+    task, recipe, asked, seed = job.task, job.recipe, options.output, options.data.seed
+    n_bytes, rounding = options.genome.genome_bytes, AUTO if asked.dtype == AUTO else None
+    if rounding and (n_bytes is None or asked.finetune is not None):
         raise ValueError("--dtype auto needs --genome-bytes, and no --finetune: the training itself rounds")
-    if output.finetune is not None and not task.resumable:
+    if asked.finetune is not None and not task.resumable:
         raise ValueError("--finetune is for tasks with examples, and the control task has none")
     label, settings = "dense" if job.dense else "genome", settings_of(options, resolved(job, options))
-    meter = Meter(split, getattr(output, "peak_flops", None), getattr(output, "profile", None))
-    steps, best_path, metadata = total_steps(task, recipe), folder / BEST_FILE, about(task, options.data)
-    rounding = AUTO if output.dtype == AUTO else None
-    trainer = genome_trainer(
+    meter = Meter(split, getattr(asked, "peak_flops", None), getattr(asked, "profile", None))
+    steps, best_path, metadata = training.total_steps(task, recipe), folder / BEST_FILE, about(task, options.data)
+    trainer = training.genome_trainer(
         job.plan, job.pnet, task, recipe, seed, rounding=rounding, genome_bytes=n_bytes, metadata=metadata, **split
     )
     step, begins_at = trainer.train_step, fitted(job, teacher, seed)
     assert step is not None
     if begins_at is not None and step.placement == "replicated":
-        trainer = going_on(trainer, begins_at)
+        trainer = training.going_on(trainer, begins_at)
 
     def write(genome: gb.TrainState, path: Path) -> None:
-        gb.save(path, job.plan, genome, step.stored(genome) or output.dtype, metadata)
+        gb.save(path, job.plan, genome, step.stored(genome) or asked.dtype, metadata)
 
-    def train(trainer: Trainer, job: Job, label: str, **hooks: Any) -> tuple[Fit, int]:
-        best = Best(best_path, task.metric, write)
+    def train(trainer: training.Trainer, job: Job, label: str, **hooks: Any) -> tuple[training.Fit, int]:
+        best = output.Best(best_path, task.metric, write)
 
         def keep_best(state: gb.TrainState, rows: list[dict[str, float]]) -> None:
             # All ranks gather, whichever finds its network better. Before there are steps nothing is as in a file.
@@ -204,18 +166,18 @@ def train_genome(
             if rounding is None or step.rounding(genome) is not None:
                 best(genome, rows)
 
-        if output.out is not None:
+        if asked.out is not None:
             hooks["on_validation"] = keep_best
         try:
-            result = run_fit(trainer, job, seed, label, log_every=output.log_every, **hooks)
+            result = run_fit(trainer, job, seed, label, log_every=asked.log_every, **hooks)
         except KeyboardInterrupt:
             held = f"{best_path} holds the best genome so far" if best_path.exists() else "no genome is kept"
             cure = "--out DIR --checkpoint-every STEPS keeps checkpoints to resume from"
-            raise Stopped(signal.SIGINT, f"interrupted: {held if output.out else 'nothing is kept'}; {cure}") from None
+            raise Stopped(signal.SIGINT, f"interrupted: {held if asked.out else 'nothing is kept'}; {cure}") from None
         return result, best.step(result.history)
 
-    logs = output.log if step.mesh.rank == 0 else ()
-    with open_logs(logs, output.out, settings, recipe.schedule(recipe, recipe.lr, steps)) as (begin_logs, on_log):
+    logs, rates = asked.log if step.mesh.rank == 0 else (), recipe.schedule(recipe, recipe.lr, steps)
+    with output.open_logs(logs, asked.out, settings, rates) as (begin_logs, on_log):
 
         def begin() -> None:
             begin_logs()
@@ -225,19 +187,19 @@ def train_genome(
         trainer = meter.metered(trainer, begin)
         with checkpoints(options, task, settings, steps, step) as kept, meter.profiling(step.mesh, steps):
             result, best_step = train(trainer, job, label, checkpoints=kept, on_log=on_log)
-        if output.finetune is not None:
-            job = job._replace(recipe=slowed(recipe, output.finetune))
-            more = genome_trainer(job.plan, job.pnet, task, job.recipe, seed, rounding=output.dtype, **split)
-            more = going_on(more, step.gather(result.state))
+        if asked.finetune is not None:
+            job = job._replace(recipe=training.slowed(recipe, asked.finetune))
+            more = training.genome_trainer(job.plan, job.pnet, task, job.recipe, seed, rounding=asked.dtype, **split)
+            more = training.going_on(more, step.gather(result.state))
             before = task.measured(more.net(more.state), task.val)
             tuned, best_step = train(more, job, "rounded")
-            if not better(task, before, tuned):
+            if not training.better(task, before, tuned):
                 if step.mesh.rank == 0:
                     was = f"validation {task.metric.label} {task.metric.show(before[task.metric.name])}"
                     tell(f"--finetune made it worse: kept as it was, {was}")
                 tuned = tuned._replace(state=result.state)
             best_step += result.steps
-            result = joined(result, tuned)
+            result = training.joined(result, tuned)
     path = folder / GENOME_FILE
     write(step.gather(result.state), path)
     plan, _, net = read_genome(path, options.data, task)
@@ -245,13 +207,13 @@ def train_genome(
     metrics = genome_metrics(plan, path, net, task, result.history) | {
         "network": label,
         "hypernet": job.hypernet,
-        "dtype": output.dtype or dtype_name(plan.dtype),
+        "dtype": asked.dtype or dtype_name(plan.dtype),
         "train_loss": result.history[-1]["train_loss"],
         "seconds": result.seconds,
         "steps": result.steps,
         "seed": seed,
     }
-    if best_path.exists() and output.out is not None:
+    if best_path.exists() and asked.out is not None:
         kept_net = read_genome(best_path, options.data, task)[2].to(options.training.device)
         metrics |= {"best_step": best_step, **measure(task, kept_net, "best_")}
     metrics |= meter.metrics(step, job, seed, result.steps / max(result.step_seconds, 1e-9))
