@@ -4,16 +4,14 @@ import csv
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 
 import gbfunc as gb
 from gbfunc.cli import main
-from gbfunc.cli.options import HypernetName
 from gbfunc.formats import file_bytes
-from gbfunc.hypernets import HYPERNETS
 from gbfunc.tasks import TASKS, accuracy
 from gbfunc.tasks.pnets import PNETS, mlp
 from gbfunc.tasks.training import dense_trainer, fit
@@ -104,11 +102,6 @@ def test_demo_compares_three_nets(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert f"{metrics[key]:,}" in table
     for key in ("test_accuracy", "dense_test_accuracy", "small_dense_test_accuracy"):
         assert f"{metrics[key]:.2%}" in table
-
-
-def test_names_cover_the_tables() -> None:
-    # A constant is for a rule, and a module's factory has no name on a command line.
-    assert set(get_args(HypernetName)) == set(HYPERNETS) - {"constant", "module"}
 
 
 def test_a_finished_training_is_replaced_only_if_asked(tmp_path: Path, command: Any) -> None:

@@ -134,9 +134,8 @@ def test_a_training_goes_on_in_another_layout(folder: Path, one: dict[str, Any])
     """From one process to four ranks, and from these to one process."""
     half = str(STEPS // 2)
     begun = folder / "one" / "checkpoints" / f"step-{int(half):08d}.safetensors"
-    made = trained(
-        4, folder, "later", "--mesh", "tensor=2,pipeline=2", "--resume", str(begun), "--checkpoint-every", "5"
-    )
+    options = ("--mesh", "tensor=2,pipeline=2", "--resume", str(begun), "--checkpoint-every", "5")
+    made = trained(4, folder, "later", *options)
     assert made["steps"] == STEPS
     assert_same_genome(folder, "later")
     assert {"pipeline", "tensor"} < made["bytes_sent_per_step_by_axis"].keys()

@@ -115,7 +115,7 @@ def test_which_is_the_best(sign: int, tmp_path: Path) -> None:
         history = [{"step": i, "val_x": sign * value} for i, value in enumerate(values)]
         for i in range(first, len(values)):
             best(i, history[: i + 1])
-        assert best.step(history) == (saved or [0])[-1]
+        assert best.row(history)["step"] == (saved or [0])[-1]
         return saved
 
     # One that goes on without the file of what was before begins there; one that goes on with it does not.

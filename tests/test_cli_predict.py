@@ -123,13 +123,12 @@ def test_pictures_of_any_kind_show_the_same(
 
 
 def test_predict_tells_classes_by_name(genome: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan, held = gb.load(genome)
-    classes = [f"class {i}" for i in range(10)]
-    gb.save(tmp_path / "g", plan, held, metadata=gb.load_metadata(genome) | {"classes": classes})
+    classes = [f"\x1b[2J\nclass {i}" for i in range(10)]
+    gb.save(tmp_path / "g", *gb.load(genome), metadata=gb.load_metadata(genome) | {"classes": classes})
     np.save(tmp_path / "x.npy", load_digits(return_X_y=True)[0][0].reshape(8, 8))
     (line,) = told(capsys, "predict", "--genome", tmp_path / "g", tmp_path / "x.npy", "--top", "10")
     words = line.split("\t")[1:]
-    assert sorted(words[::2]) == classes
+    assert sorted(words[::2]) == [rf"\x1b[2J\nclass {i}" for i in range(10)]
     chances = [float(chance) for chance in words[1::2]]
     assert chances == sorted(chances, reverse=True) and sum(chances) == pytest.approx(1, abs=1e-3)
 
@@ -156,29 +155,25 @@ def test_inputs_that_are_none(name: str, genome: str, tmp_path: Path, capsys: py
     assert words in told(capsys, "predict", "--genome", genome, path, code=2)[-1]
 
 
+IMAGES = {"interface": [[1, 8, 8], 10]}
 BAD_METADATA: dict[str, tuple[Any, str]] = {
     "none": (None, "does not say how the pixels of digits are scaled"),
     "code": ({"task": "os:getcwd"}, "was trained with --task os:getcwd, which is code: pass that option if you trust"),
     "code of an environment": ({"env": "os:x"}, "was trained with --env os:x, which is code"),
+    "an escape": ({"task": "\x1b[2J"}, r"\x1b[2J"),
     "a number": ({"task": 3}, "says task 3, expected text"),
     "a list": ({"pnet_config": []}, "says pnet_config [], expected an object"),
     "interface": ({"interface": [[1, 8, "x"], 10]}, "does not say what its inputs are"),
     "many": ({"interface": [[1, 8, 8], 10, False, 0, 0, None, 9]}, "does not say what its inputs are"),
     "tokens": ({"interface": [[64], 6, False, 99]}, "the genome's tokens were learned from its texts: pass --data-dir"),
-    "no deviation": (
-        {"task": "digits", "interface": [[1, 8, 8], 10], "mean": 4.9, "std": 0},
-        "says that the pixels of digits have the deviation 0, expected numbers above 0",
-    ),
-    "a mean by names": ({"interface": [[1, 8, 8], 10], "mean": {"a": 1}, "std": 1}, "says mean {'a': 1}, expected a "),
-    "white as text": (
-        {"interface": [[1, 8, 8], 10], "mean": 4, "std": 1, "white": "nan"},
-        "says white 'nan', expected",
-    ),
+    "no deviation": ({**IMAGES, "mean": 4.9, "std": 0}, "have the deviation 0, expected numbers above 0"),
+    "a mean by names": ({**IMAGES, "mean": {"a": 1}, "std": 1}, "says mean {'a': 1}, expected a "),
+    "white as text": ({**IMAGES, "mean": 4, "std": 1, "white": "nan"}, "says white 'nan', expected"),
     "places": (
         {"interface": [[1, 20_000, 20_000], 10], "pnet": "hf:vit", "pnet_config": {"patch_size": 1, "hidden_size": 12}},
         "the network makes a tensor of more than 16,777,216 numbers",
     ),
-    "classes": ({"interface": [[1, 8, 8], 10], "classes": ["a"]}, "names classes ['a'], its network has 10"),
+    "classes": ({**IMAGES, "classes": ["a"]}, "names classes ['a'], its network has 10"),
 }
 
 

@@ -31,9 +31,7 @@ def environment() -> dict[str, str]:
 def test_two_ranks_train_the_genome_that_one_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     command = [*torchrun(), "--out", str(two), "--placement", "sharded", "--mesh", "data=1,gnets=2"]
-    done = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=200 * PATIENCE, check=False
-    )
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200 * PATIENCE)
     assert done.returncode == 0, done.stderr
     assert main([*TRAIN, "--out", str(one)]) == 0
     a, b = (json.loads((out / "metrics.json").read_text()) for out in (one, two))
@@ -42,9 +40,8 @@ def test_two_ranks_train_the_genome_that_one_trains(tmp_path: Path, capsys: pyte
     assert b["mesh"] == {"data": 1, "pipeline": 1, "gnets": 2, "tensor": 1}
     assert a["bytes_sent_per_step"] == 0 and b["bytes_sent_per_step"] > 4 * 64 * 40
     assert all(m["samples_per_second"] > 0 and m["peak_memory_bytes"] > 2**20 for m in (a, b))
-    assert done.stdout.count("test accuracy") == capsys.readouterr().out.count("test accuracy") == 1, (
-        "rank 0 alone speaks"
-    )
+    # Rank 0 alone speaks.
+    assert done.stdout.count("test accuracy") == capsys.readouterr().out.count("test accuracy") == 1
 
 
 @pytest.mark.process

@@ -105,10 +105,7 @@ PLANS = [
     ("excludes = []", "there is no 'excludes'; a plan has include, exclude, rules, encodings"),
     ("include = 'a'", "include and exclude must be lists of regular expressions, got a, []"),
     ("rules = { a = 'nothing' }", "no type of g-net 'nothing'"),
-    (
-        "rules = { a = { rank = 3 } }",
-        "rules, 'a': expected the name of a type, or a table with a type, got {'rank': 3}",
-    ),
+    ("rules = { a = { rank = 3 } }", "'a': expected the name of a type, or a table with a type, got {'rank': 3}"),
     ("encodings = { '0.weight' = ['binaries', 'default'] }", "encodings, '0.weight': not an encoding"),
     ("encodings = { '0.weight' = ['binary', { type = 'grid', dims = [7, 8] }] }", "codes 56 positions"),
     ("encodings = { '0.weight' = ['binary', { type = 'table', file = 'none.npy' }] }", "none.npy"),

@@ -65,10 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: for `--help` and `--version` (0).
     """
-    both = (signal.SIGINT, signal.SIGTERM)
+    heard = {signum for signum in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(signum) != signal.SIG_IGN}
     try:
-        # An exception within an import could leave a library half loaded: until then, signals end the process.
-        with handling(_end, *(signum for signum in both if signal.getsignal(signum) != signal.SIG_IGN)):
+        # An exception inside of an import could leave a library half loaded: until all is loaded, signals end all.
+        with handling(_end, *heard):
             from gbfunc.cli.parser import parse
 
             command = parse(sys.argv[1:] if argv is None else argv)

@@ -25,10 +25,6 @@ from gbfunc.types import JSON
 
 FOLDER = "checkpoints"
 
-_STEPS_BETWEEN_AGREEMENTS = 10
-_SAME = ("task", "task_config", "seed", "batch_size", "measure_every", "amp")
-"""Settings that a resumed training must repeat. The checkpoint compares plan, schedule and optimizer."""
-
 
 @dataclass
 class Kept:
@@ -48,8 +44,8 @@ class Kept:
             return state, None
         if needed and mesh.world == 1 and not source.exists():
             raise FileNotFoundError(f"--resume: no such file or folder: {source}")
-        lines: list[str] = []
-        changed = (lambda line: lines.append(f"changed: {line}")) if self.output.allow_changes else None
+        changes: list[str] = []
+        changed = changes.append if self.output.allow_changes else None
         try:
             loaded = gb.load_checkpoint(source, self.train_step, state, check=self._check, changed=changed)
         except ValueError as error:
@@ -59,11 +55,11 @@ class Kept:
                 place = f"a training that kept some has them in {source.parent / FOLDER}"
                 words = f"--resume: {source} is a genome, not a checkpoint: {place}"
             raise ValueError(words) from error
-        lines = [f"skipped {line}" for line in loaded.skipped] + lines
-        if loaded.path is None and needed:
-            raise FileNotFoundError(f"--resume: no valid checkpoint in {source}")
+        lines = [f"skipped {line}" for line in loaded.skipped] + [f"changed: {line}" for line in changes]
         position = None
         if loaded.path is None:
+            if needed:
+                raise FileNotFoundError(f"--resume: no valid checkpoint in {source}")
             lines.append(f"no checkpoint to resume in {source}: training begins")
         else:
             held, finetune = loaded.extra["position"], self.output.finetune
@@ -82,8 +78,7 @@ class Kept:
         if "position" not in extra or "settings" not in extra:
             raise ValueError("it was not saved by gbfunc train")
         saved, now = extra["settings"], self.settings
-        names = sorted(k for k in saved.keys() | now.keys() if saved.get(k) != now.get(k))
-        if names:
+        if names := sorted(k for k in saved.keys() | now.keys() if saved.get(k) != now.get(k)):
             differing = ", ".join(f"{k} {saved.get(k)}, now {now.get(k)}" for k in names)
             raise ValueError(f"it was trained with other settings: {differing}")
 
@@ -100,7 +95,7 @@ class Kept:
         assert self.output.checkpoint_every is not None
         mesh, saves = self.train_step.mesh, steps % self.output.checkpoint_every == 0
         if mesh.world > 1:
-            if not saves and steps % _STEPS_BETWEEN_AGREEMENTS:
+            if not saves and steps % 10:
                 return False
             # Ranks get a signal at different steps, or not at all, and must stop together: the others as by SIGTERM.
             signum = torch.tensor(next(iter(self.signals), 0), device=mesh.device)
@@ -111,10 +106,9 @@ class Kept:
     def save(self, state: gb.TrainState, steps: int, position: Position, *, wait: bool = False) -> None:
         if self.writer is None:
             return
-        order = position.order.numpy().tobytes().hex()
-        extra = {"settings": self.settings, "position": position._asdict() | {"order": order}}
+        held = position._asdict() | {"order": position.order.numpy().tobytes().hex()}
         try:
-            self.writer.save(state, extra)
+            self.writer.save(state, {"settings": self.settings, "position": held})
         except OSError as error:
             # The write before failed. The disk may have room again for this checkpoint.
             tell(f"warning: {error}")
@@ -149,7 +143,8 @@ def checkpoints(
         source /= FOLDER
     if source is None and any(folder.glob("step-*")):
         raise ValueError(f"{folder} holds checkpoints: go on from them with --resume auto, or choose another --out")
-    same = {name: settings.get(name) for name in _SAME}
+    # The checkpoint itself compares plan, schedule and optimizer.
+    same = {x: settings.get(x) for x in ("task", "task_config", "seed", "batch_size", "measure_every", "amp")}
     teacher = getattr(options, "teacher", TeacherOptions())
     if teacher.teacher is not None:
         digest = hashlib.sha256(teacher_file(teacher.teacher).read_bytes()).hexdigest()

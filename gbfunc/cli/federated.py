@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from gbfunc.federated import GenomeStrategy, LocalGrid
 
 SERVER_FILE = "server.safetensors"
-_ROBUST = {"Bulyan", "Krum", "MultiKrum"}
 
 
 def run_federated(options: Federated) -> None:
@@ -45,10 +44,9 @@ def run_federated(options: Federated) -> None:
         raise ValueError(f"federated is for tasks of examples with a class each, got --task {options.data.task}")
     with open_folder(options.out) as folder:
         rows: list[dict[str, float]] = []
-        if options.resume:
-            with (folder / "history.csv").open(encoding="utf-8") as file:
-                for row in csv.DictReader(file):
-                    rows.append({k: int(x) if x.isdecimal() else float(x) for k, x in row.items() if k != "run"})
+        lines = (folder / "history.csv").read_text(encoding="utf-8").splitlines() if options.resume else []
+        for row in csv.DictReader(lines):
+            rows.append({k: int(x) if x.isdecimal() else float(x) for k, x in row.items() if k != "run"})
         strategy, grid = _federation(job, options)
         with grid, reporter("federated", options.rounds) as report:
 
@@ -98,32 +96,23 @@ def _federation(job: Job, options: Federated) -> tuple[GenomeStrategy, LocalGrid
     # Genomes of LeNet-5 learn nothing at the rate of an MLP.
     lr = options.lr or (0.1 if options.dense else 1e-2 if convolutions else 2e-2)
     schedule = SCHEDULES[options.schedule](recipe, lr, options.rounds)
-    strategy = fed.GenomeStrategy(
-        _strategy(options),
-        job.plan,
-        gb.init_genome(job.plan, job.pnet, seed),
-        lr=lambda round_: float(schedule(round_)),
-        down=options.down,
-        up=options.up,
-        checkpoint=None if options.out is None else options.out / SERVER_FILE,
-        seed=seed,
-    )
+    genome, kept = gb.init_genome(job.plan, job.pnet, seed), None if options.out is None else options.out / SERVER_FILE
+    how = {"lr": lambda round_: float(schedule(round_)), "down": options.down, "up": options.up}
+    strategy = fed.GenomeStrategy(_strategy(options), job.plan, genome, **how, checkpoint=kept, seed=seed)
     return strategy, fed.LocalGrid(app, [{"partition-id": i} for i in range(options.clients)])
 
 
 def _strategy(options: Federated) -> Any:
     from flwr.serverapp import strategy as strategies  # pyright: ignore[reportMissingImports]
 
-    known = sorted(_ROBUST | {name for name in strategies.__all__ if name.startswith("Fed") and "Xgb" not in name})
-    name, usual = options.strategy, {}
-    if name is None:
-        name, usual = ("FedAvg", {}) if options.dense else ("FedAvgM", {"server_momentum": 0.5})
+    robust = {"Bulyan", "Krum", "MultiKrum"}
+    known = sorted(robust | {name for name in strategies.__all__ if name.startswith("Fed") and "Xgb" not in name})
+    name = options.strategy or ("FedAvg" if options.dense else "FedAvgM")
     if name not in known:
         raise ValueError(f"--strategy must be one of {', '.join(known)}, got {name!r}")
-    if name in _ROBUST:
-        usual = {"num_malicious_nodes": 1}
-    if name == "MultiKrum":
-        usual |= {"num_nodes_to_select": max(1, options.sample - 1)}
+    usual: dict[str, Any] = {"num_malicious_nodes": 1} if name in robust else {}
+    usual |= {"num_nodes_to_select": max(1, options.sample - 1)} if name == "MultiKrum" else {}
+    usual |= {"server_momentum": 0.5} if options.strategy is None and not options.dense else {}
     # Flower rounds the fraction of nodes down to none, and takes the minimum.
     nodes = {"fraction_train": 1e-9, "min_train_nodes": options.sample, "min_available_nodes": options.clients}
     given = nodes | {"fraction_evaluate": 0.0} | usual | read_json("--strategy-config", options.strategy_config)
@@ -135,7 +124,7 @@ def _strategy(options: Federated) -> Any:
     except TypeError as error:
         raise ValueError(f"--strategy-config does not fit {name}: {error}") from error
     sample = max(int(made.fraction_train * options.clients), made.min_train_nodes)
-    if name in _ROBUST and sample < (least := (4 if name == "Bulyan" else 2) * made.num_malicious_nodes + 3):
+    if name in robust and sample < (least := (4 if name == "Bulyan" else 2) * made.num_malicious_nodes + 3):
         got = f"{made.num_malicious_nodes} num_malicious_nodes"
         raise ValueError(f"{name} needs at least {least} clients a round for {got}, got --sample {sample}")
     if name == "FedTrimmedAvg" and made.beta * sample < 1:
@@ -151,23 +140,21 @@ def _metrics(job: Job, options: Federated, path: Path, strategy: GenomeStrategy,
     traffic, n = grid.traffic, max(1, grid.traffic.messages)
     return {
         **genome_metrics(plan, path, net, job.task),
-        "network": "federated, dense" if job.dense else "federated",
+        "network": "federated" if job.hypernet else "federated, dense",
         "rounds": strategy.done,
         "bytes_up": traffic.up,
         "bytes_down": traffic.down,
         "bytes_up_per_client_and_round": traffic.up / n,
         "bytes_down_per_client_and_round": traffic.down / n,
         "largest_reply": traffic.largest_up,
-        **{
-            name: {str(r.round): nodes for r in strategy.rounds if (nodes := getattr(r, name))}
-            for name in ("left_out", "bounded")
-        },
+        "left_out": {str(r.round): r.left_out for r in strategy.rounds if r.left_out},
+        "bounded": {str(r.round): r.bounded for r in strategy.rounds if r.bounded},
         "config": settings_of(options, {}),
     } | provenance(job.task, plan, torch.device("cpu"))
 
 
 def _print_traffic(metrics: Mapping[str, Any]) -> None:
-    up, down = metrics["bytes_up_per_client_and_round"], metrics["bytes_down_per_client_and_round"]
+    up, down = (metrics[f"bytes_{way}_per_client_and_round"] for way in ("up", "down"))
     print(f"{metrics['rounds']} rounds; a client and round {up:,.0f} bytes up, {down:,.0f} down")
     print(f"in all {metrics['bytes_up']:,} bytes up, {metrics['bytes_down']:,} down")
     for name in ("left_out", "bounded"):

@@ -35,8 +35,6 @@ from gbfunc.tasks.text import pretrained_tokens
 from gbfunc.types import JSON
 
 GENOME_FILE, BEST_FILE = "genome.safetensors", "best.safetensors"
-_HELD = (GENOME_FILE, "model.safetensors", "net.safetensors", "pytorch_model.bin", "model.pt")
-"""Files of a folder that may hold a teacher, the first one wins."""
 
 
 def run_eval(options: Eval) -> None:
@@ -49,8 +47,7 @@ def run_eval(options: Eval) -> None:
 
 
 def run_sample(options: Sample) -> None:
-    o = options
-    _, task, net = read_genome(o.genome, o)
+    o, (_, task, net) = options, read_genome(options.genome, options)
     print(o.prompt + continue_text(net, task, o.prompt, o.tokens, temperature=o.temperature, seed=o.seed))
 
 
@@ -91,15 +88,13 @@ def _described(path: Path, options: DataOptions, said: Mapping[str, Any]) -> Dat
     for name, usual in SAID.items():
         if name not in said or getattr(options, name, None) != usual:
             continue
-        value = taken[name] = said[name]
-        if isinstance(value, dict) and usual == "{}":
-            taken[name] = json.dumps(value)
-            continue
-        if not isinstance(value, str) or usual == "{}":
+        value: Any = said[name]
+        if not isinstance(value, dict if usual == "{}" else str):
             raise ValueError(f"{path} says {name} {value!r}, expected {'an object' if usual == '{}' else 'text'}")
+        taken[name] = value if isinstance(value, str) else json.dumps(value)
         # A file runs no code. The name of an environment may also import a module.
-        code = value.removeprefix(PREFIX) if name == "pnet" else value
-        if is_import_path(code) or (name == "env" and ":" in code):
+        code = str(value).removeprefix(PREFIX) if name == "pnet" else value
+        if isinstance(code, str) and (is_import_path(code) or (name == "env" and ":" in code)):
             trust = "which is code: pass that option if you trust it"
             raise ValueError(f"{path} was trained with --{name} {value}, {trust}")
     return replace(options, **{"task": options.task or "digits"} | taken)
@@ -115,8 +110,7 @@ def _task_of(options: DataOptions, said: Mapping[str, Any]) -> Task:
         raise ValueError(f"the genome's file does not say what its inputs are ({error!r}): pass --data-dir") from error
     if options.task != (held := said.get("task", options.task)):
         raise ValueError(f"the genome's file is of the task {held}, got --task {options.task}: pass --data-dir too")
-    config: JSON = read_json("--pnet-config", options.pnet_config)
-    encode = None
+    config, encode = read_json("--pnet-config", options.pnet_config), None
     if interface.vocabulary:
         if options.pretrained is None:
             raise ValueError("the genome's tokens were learned from its texts: pass --data-dir, the folder with them")
@@ -180,9 +174,10 @@ def measure(task: Task, net: nn.Module, prefix: str = "") -> dict[str, float]:
 
 
 def teacher_file(path: Path) -> Path:
-    found = [path] if path.is_file() else [path / name for name in _HELD if (path / name).is_file()]
+    held = (GENOME_FILE, "model.safetensors", "net.safetensors", "pytorch_model.bin", "model.pt")
+    found = [path] if path.is_file() else [path / name for name in held if (path / name).is_file()]
     if not found:
-        missing = f"{path} holds none of {', '.join(_HELD)}" if path.is_dir() else f"no such file or folder: {path}"
+        missing = f"{path} holds none of {', '.join(held)}" if path.is_dir() else f"no such file or folder: {path}"
         raise FileNotFoundError(f"--teacher: {missing}")
     return found[0]
 
@@ -202,7 +197,14 @@ def read_teacher(path: Path, task: Task) -> nn.Module:
             if missing := found["missing_keys"]:
                 raise ValueError(f"it lacks {sorted(missing)}")
         elif pickled:
-            net.load_state_dict(_pickled_weights(file))
+            held: Any = torch.load(file, map_location="cpu", weights_only=True)
+            # A checkpoint of a training holds the weights under a key.
+            for key in ("state_dict", "model_state_dict", "model"):
+                if isinstance(held, Mapping) and isinstance(held.get(key), Mapping):
+                    held = held[key]
+            if not isinstance(held, Mapping) or not all(isinstance(x, torch.Tensor) for x in held.values()):
+                raise ValueError(f"expected tensors by name, such as net.state_dict(), got {type(held).__name__}")
+            net.load_state_dict({re.sub(r"^(module\.|_orig_mod\.)+", "", name): x for name, x in held.items()})
         else:
             load_model(net, file)
     except UnpicklingError as error:
@@ -211,17 +213,6 @@ def read_teacher(path: Path, task: Task) -> nn.Module:
     except (SafetensorError, RuntimeError, ValueError) as error:
         raise ValueError(f"--teacher: {file} does not hold the weights of {task.pnet.name}: {error}") from error
     return net.eval()
-
-
-def _pickled_weights(path: Path) -> Mapping[str, torch.Tensor]:
-    """Read tensors by name, also from within a training's checkpoint, without prefixes of wrappers."""
-    held = torch.load(path, map_location="cpu", weights_only=True)
-    for key in ("state_dict", "model_state_dict", "model"):
-        if isinstance(held, Mapping) and isinstance(held.get(key), Mapping):
-            held = held[key]
-    if not isinstance(held, Mapping) or not all(isinstance(x, torch.Tensor) for x in held.values()):
-        raise ValueError(f"expected tensors by name, such as net.state_dict(), got {type(held).__name__}")
-    return {re.sub(r"^(module\.|_orig_mod\.)+", "", name): x for name, x in held.items()}
 
 
 def run_export(options: Export) -> None:
@@ -264,13 +255,12 @@ def _to_browser(options: Export) -> None:
             write_qr(options.out, data, options.qr)
             print(f"{options.out}: the code of {options.qr} with the {len(data):,} bytes of the genome")
             return
-        networks, unknown = {}, ""
+        networks, alphabets, unknown = {}, {}, ""
         if said.get("pnet") not in page.PNETS:
             try:
                 networks = _for_page(options, said)
             except (ValueError, ImportError) as error:
                 unknown = f"; it shows how the weights grow, and does not run the network: {error}"
-        alphabets = {}
         if not unknown and "alphabet" in said:
             _, task, _ = read_genome(options.genome, options)
             assert task.decode is not None
@@ -290,10 +280,8 @@ def _for_page(options: Export, said: Mapping[str, Any]) -> dict[str, JSON]:
         raise ValueError("it has images for those alone whose file says what they are like (interface, mean, std)")
     if name is None:
         raise ValueError("the genome's file does not name it (pnet)")
-    shape, outputs = interface[0], interface[1]
     _, _, net = read_genome(options.genome, options, bare=True)
-    network = page.network(layers_in_a_row(net), said)
-    made = net(torch.zeros(1, *shape))
-    if made.shape != (1, outputs):
-        raise ValueError(f"it makes {list(made.shape)} of one example, expected [1, {outputs}]")
+    network, made = page.network(layers_in_a_row(net), said), net(torch.zeros(1, *interface[0]))
+    if made.shape != (1, interface[1]):
+        raise ValueError(f"it makes {list(made.shape)} of one example, expected [1, {interface[1]}]")
     return {str(name): network}

@@ -15,16 +15,7 @@ from torch import nn
 
 import gbfunc as gb
 from gbfunc.cli.commands import Plan
-from gbfunc.cli.options import (
-    DataOptions,
-    DtypeName,
-    ExecutionOptions,
-    GenomeOptions,
-    PNetOptions,
-    RunOptions,
-    TrainingOptions,
-    flags,
-)
+from gbfunc.cli.options import DataOptions, GenomeOptions, PNetOptions, TrainingOptions, flags, values_of
 from gbfunc.cli.parser import read_config
 from gbfunc.cli.ranks import find_device, styles_of
 from gbfunc.encoding import Encoding, encoding_from_json, table
@@ -42,9 +33,6 @@ _SIZES = ("genome_params", "genome_bytes", "compression")
 SAID = {"task": "", "task_config": "{}", "pnet": None, "pnet_config": "{}", "pretrained": None, "env": None}
 """Options that a genome's file may hold, with their defaults."""
 
-_SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-_SCALES |= {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
-
 
 class Job(NamedTuple):
     """Task, recipe, p-net and plan of a command."""
@@ -53,11 +41,7 @@ class Job(NamedTuple):
     recipe: Recipe  # settings, with the user's in place
     pnet: nn.Module  # the p-net with its initial weights
     plan: gb.Plan  # which of its tensors are generated, and how
-    dense: bool = False  # whether none is: the p-net's weights themselves are trained
-
-    @property
-    def hypernet(self) -> str | None:
-        return None if self.dense else self.task.pnet.plan(self.plan.genome_params).hypernet.type
+    hypernet: str | None  # type of the g-nets; None for a dense training of the p-net's own weights
 
 
 def load_task(options: DataOptions) -> Task:
@@ -118,25 +102,25 @@ def make_job(
     task = load_task(data).to(device)
     task = task.with_pnet(task.pnet.planned(plan_changes(genome)))
     pnet = task.build(data.seed).to(device)
+    plan = _sized_plan(task, pnet, genome, stored, about(task, data)) if not dense else None
+    plan = plan or gb.make_plan(pnet, rules=[(".", None)])
+    recipe = task.recipe(plan.genome_params)
     if dense:
-        plan = gb.make_plan(pnet, rules=[(".", None)])
-        recipe = task.recipe(plan.genome_params)
         reasons = {name: why for name, why in recipe.reasons.items() if name != "lr"}
         recipe = replace(recipe, lr=recipe.dense_lr, direct_lr=None, reasons=reasons)
-    else:
-        plan = _sized_plan(task, pnet, genome, stored, about(task, data))
-        recipe = task.recipe(plan.genome_params)
-    return Job(task, asked_recipe(recipe, training), pnet, plan, dense)
+    hypernet = None if dense else task.pnet.plan(plan.genome_params).hypernet.type
+    return Job(task, _asked_recipe(recipe, training), pnet, plan, hypernet)
 
 
-def resolved(job: Job, options: RunOptions) -> dict[str, Any]:
+def resolved(job: Job, genome: GenomeOptions, dtype: str | None) -> dict[str, Any]:
     """Return the values of options that have defaults in the recipe or plan; None for options without effect."""
     recipe, plan = job.recipe, job.plan
-    size = dict.fromkeys(_SIZES) | ({} if job.dense else _size_of(job.task, options.genome))
-    config = {name: value for name, value in recipe.optimizer_options.items() if name != "weight_decay"}
+    config = recipe.optimizer_options
+    decay = config.pop("weight_decay", None)
     same_dtype = {leaf.dtype for leaf in plan.leaves.values()} == {plan.dtype}
     return {
-        **size,
+        **dict.fromkeys(_SIZES),
+        **({} if job.hypernet is None else _size_of(job.task, genome)),
         "hypernet": job.hypernet,
         **{name: getattr(recipe, name) for name in ("steps", "batch_size", "lr", "direct_lr", "warmup", "clip_norm")},
         "epochs": None if recipe.steps else recipe.epochs,
@@ -144,29 +128,28 @@ def resolved(job: Job, options: RunOptions) -> dict[str, Any]:
         "schedule": recipe.schedule_name,
         "optimizer": recipe.optimizer.__name__,
         "optimizer_config": json.dumps(config),
-        "weight_decay": recipe.optimizer_options.get("weight_decay"),
-        "dtype": options.output.dtype or (dtype_name(plan.dtype) if same_dtype else None),
+        "weight_decay": decay,
+        "dtype": dtype or (dtype_name(plan.dtype) if same_dtype else None),
     }
 
 
-def dtype_of(options: Any) -> DtypeName | None:
+def dtype_of(options: Any) -> str | None:
     """Choose the dtype of a genome's file: the user's, or codes for a size in bytes."""
-    if options.output.dtype is not None or options.genome.genome_bytes is None:
-        return options.output.dtype
-    optimizer = getattr(options, "training", TrainingOptions()).optimizer
-    execution = getattr(options, "execution", ExecutionOptions())
-    finds_steps = optimizer in (None, "Adam", "AdamW") and execution.local_steps is None
-    return AUTO if finds_steps and execution.placement in ("auto", "replicated") else "int8"
+    values = values_of(options)
+    if values["dtype"] is not None or values["genome_bytes"] is None:
+        return values["dtype"]
+    finds_steps = values.get("optimizer") in (None, "Adam", "AdamW") and values.get("local_steps") is None
+    return AUTO if finds_steps and values.get("placement") in (None, "auto", "replicated") else "int8"
 
 
-def asked_recipe(recipe: Recipe, training: TrainingOptions) -> Recipe:
+def _asked_recipe(recipe: Recipe, training: TrainingOptions) -> Recipe:
     asked = given(training, *(field.name for field in fields(Recipe)))
     config = read_json("--optimizer-config", training.optimizer_config)
     if own := config.keys() & {"lr", "direct", *(["weight_decay"] if "weight_decay" in asked else [])}:
         raise ValueError(f"--optimizer-config has {sorted(own)}: --lr, --direct-lr and --weight-decay say these")
     asked["optimizer_config"] = _with_tuples(config)
-    asked |= {"schedule": SCHEDULES[training.schedule]} if training.schedule else {}
-    asked |= {"optimizer": find_optimizer(training.optimizer)} if training.optimizer else {}
+    for name, find in (("schedule", SCHEDULES.__getitem__), ("optimizer", find_optimizer)):
+        asked |= {name: find(asked[name])} if name in asked else {}
     whole = {"steps": None, "measure_every": None} if "epochs" in asked else {}
     # Reasons explain defaults only.
     known = asked.keys() | ({"epochs"} if "steps" in asked else set())
@@ -184,8 +167,8 @@ def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
 def plan_changes(genome: GenomeOptions) -> Callable[[PlanOptions], PlanOptions]:
     asked = given(genome, "base", "target_modules", "modules_to_save", "max_tile")
     if asked.get("base") == "none":
-        if odd := given(genome, "target_modules", "modules_to_save"):
-            raise ValueError(f"--base none has no adapter: drop {flags(odd)}")
+        if odd := asked.keys() & {"target_modules", "modules_to_save"}:
+            raise ValueError(f"--base none has no adapter: drop {flags(sorted(odd, reverse=True))}")
         asked |= {"base": None, "target_modules": None, "modules_to_save": ()}
     names = asked.get("target_modules") or ()
     if len(names) == 1 and (names[0] == "all-linear" or not re.fullmatch(r"[\w.]+", names[0])):
@@ -204,10 +187,9 @@ def plan_changes(genome: GenomeOptions) -> Callable[[PlanOptions], PlanOptions]:
         return False
 
     def change(options: PlanOptions) -> PlanOptions:
-        name = genome.hypernet or options.hypernet.type
+        name, excluded = genome.hypernet or options.hypernet.type, (*more.exclude, *genome.exclude)
         if config or name != options.hypernet.type:
             options = options.with_hypernet(_hypernet("--hypernet-config", name, config))
-        excluded = (*more.exclude, *genome.exclude)
         # Direct parameters have no codes.
         codes = {k: code for k, code in options.encodings.items() if not is_direct(k, excluded)}
         return options._replace(
@@ -247,25 +229,22 @@ def _with_tuples(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_plan_config(path: Path) -> PlanOptions:
     where, found = f"--plan-config {path}", read_config(path, "--plan-config")
-    known = ("include", "exclude", "rules", "encodings")
-    if odd := [key for key in found if key not in known]:
-        raise ValueError(f"{where}: there is no {odd[0]!r}; a plan has {', '.join(known)}")
-    include, exclude = (found.get(key, []) for key in known[:2])
-    rules, encodings = (found.get(key, {}) for key in known[2:])
+    usual: dict[str, Any] = {"include": [], "exclude": [], "rules": {}, "encodings": {}}
+    if odd := [key for key in found if key not in usual]:
+        raise ValueError(f"{where}: there is no {odd[0]!r}; a plan has {', '.join(usual)}")
+    include, exclude, rules, encodings = (usual | found).values()
     if not all(isinstance(x, list) and all(isinstance(one, str) for one in x) for x in (include, exclude)):
         raise ValueError(f"{where}: include and exclude must be lists of regular expressions, got {include}, {exclude}")
     if not isinstance(rules, dict) or not isinstance(encodings, dict):
         raise ValueError(f"{where}: rules and encodings must be tables, got {rules}, {encodings}")
-    hypernets, codes = [], {}
-    for pattern, value in rules.items():
-        kind, options = _typed(f"{where}: rules, {pattern!r}", value)
-        hypernets.append((pattern, _hypernet(where, kind, options)))
+    typed = {pattern: _typed(f"{where}: rules, {pattern!r}", value) for pattern, value in rules.items()}
+    hypernets, codes = tuple((pattern, _hypernet(where, *one)) for pattern, one in typed.items()), {}
     for name, pair in encodings.items():
         place = f"{where}: encodings, {name!r}"
         if not isinstance(pair, list) or len(pair) != 2:
             raise ValueError(f"{place}: expected codes of [rows, columns], got {pair!r}")
         codes[name] = tuple(_encoding(place, path.parent, code) for code in pair)
-    return PlanOptions(rules=tuple(hypernets), encodings=codes, include=tuple(include), exclude=tuple(exclude))
+    return PlanOptions(rules=hypernets, encodings=codes, include=tuple(include), exclude=tuple(exclude))
 
 
 def _typed(where: str, value: Any) -> tuple[str, dict[str, Any]]:
@@ -322,10 +301,8 @@ def run_plan(options: Plan) -> None:
         if not options.device.is_file():
             raise FileNotFoundError(f"no such device file: {options.device} (gbfunc bench --calibrate prints one)")
         device = DeviceSpec.from_json(options.device.read_text(encoding="utf-8"))
-    if options.memory is not None:
-        device = replace(device, memory=parse_bytes("--memory", options.memory))
-    if options.link is not None:
-        device = replace(device, link=parse_bytes("--link", options.link, rate=True))
+    for name, text in given(options, "memory", "link").items():
+        device = replace(device, **{name: parse_bytes(f"--{name}", text, rate=name == "link")})
     stored = dtype_of(options)
     job = make_job(options.data, options.genome, stored=stored)
     task, recipe, pnet = job.task, job.recipe, job.pnet
@@ -354,4 +331,5 @@ def parse_bytes(option: str, text: str, *, rate: bool = False) -> float:
     if match is None or (match[3] == "bit" and not rate) or not float(match[1]):
         such = "a rate such as 100Gbit or 12.5GB" if rate else "a size such as 16GB or 512MiB"
         raise ValueError(f"{option} must be {such}, got {text!r}")
-    return float(match[1]) * _SCALES[match[2]] / (8 if match[3] == "bit" else 1)
+    unit = (1024 if match[2].endswith("i") else 1000) ** " KMGT".index(match[2][:1].upper() or " ")
+    return float(match[1]) * unit / (8 if match[3] == "bit" else 1)

@@ -78,10 +78,8 @@ class Meter:
                 table = profiler.key_averages().table(sort_by=sort, row_limit=50)
                 (folder / "table.txt").write_text(table, encoding="utf-8")
 
-        with (
-            open_folder(self.profile, "--profile") as folder,
-            torch.profiler.profile(schedule=schedule, on_trace_ready=write) as profiler,
-        ):
+        watching = torch.profiler.profile(schedule=schedule, on_trace_ready=write)
+        with open_folder(self.profile, "--profile") as folder, watching as profiler:
             self.after = profiler.step
             yield
 
@@ -91,8 +89,8 @@ class Meter:
             # A finished training took no step here: draw its first batch again.
             order = torch.Generator().manual_seed(seed)
             self.batch = next(task.batches(task.train, job.recipe, order, lambda: pnet))
-        cuda = mesh.device.type == "cuda"
-        peak = torch.cuda.max_memory_allocated(mesh.device) if cuda else peak_resident()
+        on_cuda = mesh.device.type == "cuda"
+        peak = torch.cuda.max_memory_allocated(mesh.device) if on_cuda else peak_resident()
         ranks = gather_objects(mesh, (dict(self.sent), peak))
         axes = [name for name in (*mesh.sizes, "replicas", "world") if any(name in sent for sent, _ in ranks)]
         examples = steps_per_second * job.recipe.batch_size

@@ -36,13 +36,9 @@ TASKS = {
 _USUAL = {"pnet": "mlp", "batch_size": "128", "epochs": "10", "direct_lr": "that of --lr", "schedule": "one_cycle"}
 _USUAL |= {"warmup": "0.1", "optimizer": "Adam", "measure_every": "an epoch"}
 
-_FILES = {
-    "mnist": ("*-ubyte.gz", "its four IDX .gz files"),
-    "fashion-mnist": ("*-ubyte.gz", "its four IDX .gz files"),
-    "cifar10": ("cifar*10*", "its python batches (cifar-10-batches-py) or cifar10_train*.npz"),
-    "trec": ("train.txt", "train.txt and test.txt"),
-    "texts": ("train.txt", "train.txt and test.txt"),
-}
+_IDX, _TXT = ("*-ubyte.gz", "its four IDX .gz files"), ("train.txt", "train.txt and test.txt")
+_CIFAR = ("cifar*10*", "its python batches (cifar-10-batches-py) or cifar10_train*.npz")
+_FILES = {"mnist": _IDX, "fashion-mnist": _IDX, "cifar10": _CIFAR, "trec": _TXT, "texts": _TXT}
 """Tasks that need a folder: a pattern and a description of its files."""
 
 HELP_TASK = ContextVar("HELP_TASK", default="digits")
@@ -345,12 +341,13 @@ def check_task(values: dict[str, Any]) -> None:
         return
     if task not in TASKS:
         raise ValueError(f"no task {task!r}: choose one of {', '.join(TASKS)}, or package.module:function")
-    if folder is not None and task in ("digits", "control"):
-        raise ValueError(f"the task {task} reads no files, got --data-dir {folder}: drop that")
-    if folder is not None and not folder.exists():
-        raise FileNotFoundError(f"--data-dir: no such file or folder: {folder}")
     pattern, holds = _FILES.get(task, ("", ""))
-    if folder is None and holds and "genome" not in values:
-        raise ValueError(f"the {task} task needs --data-dir: the folder with {holds}")
-    if folder is not None and holds and not (any(folder.glob(pattern)) or any(folder.glob("data_batch_*"))):
+    if folder is None:
+        if holds and "genome" not in values:
+            raise ValueError(f"the {task} task needs --data-dir: the folder with {holds}")
+    elif task in ("digits", "control"):
+        raise ValueError(f"the task {task} reads no files, got --data-dir {folder}: drop that")
+    elif not folder.exists():
+        raise FileNotFoundError(f"--data-dir: no such file or folder: {folder}")
+    elif holds and not any((*folder.glob(pattern), *folder.glob("data_batch_*"))):
         raise FileNotFoundError(f"--data-dir {folder} must hold {holds}")

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
@@ -59,14 +60,12 @@ def open_folder(path: Path | None, option: str = "--out", *, locked: bool = Fals
         except OSError as error:
             reason = f"no folder that files can be written to ({error.strerror}), choose another"
             raise ValueError(f"{option} {path}: {reason}") from None
-        stack.callback(_remove_empty, new)
-        yield path
-
-
-def _remove_empty(folders: Sequence[Path]) -> None:
-    with suppress(OSError):
-        for folder in folders:
-            folder.rmdir()
+        try:
+            yield path
+        finally:
+            with suppress(OSError):
+                for folder in new:
+                    folder.rmdir()
 
 
 def write_metrics(path: Path, metrics: Mapping[str, object]) -> None:
@@ -164,29 +163,25 @@ def tell(line: str) -> None:
     print(f"gbfunc: {printable(line)}", file=sys.stderr, flush=True)
 
 
+@dataclass
 class Best:
     """Keeps the best genome by validation in a file."""
 
-    def __init__(self, path: Path, metric: Metric, write: Callable[[Any, Path], None]) -> None:
-        self._path, self._metric, self._write = path, metric, write
-        self._first: int | None = None
+    path: Path
+    metric: Metric
+    write: Callable[[Any, Path], None]
+    first: int | None = None  # row of the history at which a resumed training without the file starts
 
     def __call__(self, state: Any, history: Sequence[Row]) -> None:
-        if self._first is None:
-            # A resumed training without the file of earlier rows starts here.
-            self._first = 0 if self._path.exists() else len(history) - 1
-        if self._best(history) is history[-1]:
-            self._write(state, self._path)
+        if self.first is None:
+            self.first = 0 if self.path.exists() else len(history) - 1
+        if self.row(history) is history[-1]:
+            self.write(state, self.path)
 
-    def step(self, history: Sequence[Row]) -> int:
-        return int(self._best(history)["step"])
-
-    def _best(self, history: Sequence[Row]) -> Row:
-        def value(row: Row) -> float:
-            found = self._metric.sign * row[f"val_{self._metric.name}"]
-            return -math.inf if math.isnan(found) else found
-
-        return max(history[self._first or 0 :], key=value)
+    def row(self, history: Sequence[Row]) -> Row:
+        values = [self.metric.sign * row[f"val_{self.metric.name}"] for row in history[self.first or 0 :]]
+        best = max(range(len(values)), key=lambda i: -math.inf if math.isnan(values[i]) else values[i])
+        return history[(self.first or 0) + best]
 
 
 @contextmanager
@@ -212,19 +207,17 @@ class _Line(ProgressColumn):
 
     max_refresh = 0.2
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self._width = width
-
     def render(self, task: Bar) -> Text:
         first, *more = task.fields["status"].split("  ")
         left = "" if task.time_remaining is None else f"{timedelta(seconds=int(task.time_remaining))} left"
-        steps = f"step {task.completed:,.0f}/{task.total or 0:,.0f}"
+        steps, width = f"step {task.completed:,.0f}/{task.total or 0:,.0f}", task.fields["width"]
         line = "  ".join(word for word in (steps, first, task.fields["val"], left) if word)
-        label, room = task.description, max(self._width - len(line) - 2, 0)
-        line = f"{label if len(label) <= room else label[: room - 1] + '…'}  {line}" if room > 1 else line
+        if (room := width - len(line) - 2) > 1:
+            label = Text(task.description)
+            label.truncate(room, overflow="ellipsis")
+            line = f"{label}  {line}"
         for word in more:
-            line += f"  {word}" if len(line) + len(word) + 2 <= self._width else ""
+            line += f"  {word}" if len(line) + len(word) + 2 <= width else ""
         return Text(line, no_wrap=True)
 
 
@@ -233,8 +226,8 @@ def reporter(label: str, total_steps: int, *, silent: bool = False, split: str =
     """Show a training on standard error: a line that changes in a terminal, otherwise a line now and then."""
     console = Console(stderr=True)
     is_bar, following = console.is_terminal and not silent, 0
-    with Progress(_Line(console.width), console=console, disable=not is_bar) as progress:
-        bar = progress.add_task(label, total=total_steps, status="", val="")
+    with Progress(_Line(), console=console, disable=not is_bar) as progress:
+        bar = progress.add_task(label, total=total_steps, status="", val="", width=console.width)
 
         def report(steps: int, status: str, validation: str | None) -> None:
             nonlocal following

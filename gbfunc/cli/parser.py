@@ -27,10 +27,6 @@ from gbfunc.files import replace_file
 
 _STYLE = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
 
-_OF_ONE_RUN = ("config", "out", "log", "log_every", "checkpoint_every", "keep", "resume")
-_OF_ONE_RUN += ("allow_changes", "overwrite", "profile", "peak_flops")
-"""Options without effect on the trained genome."""
-
 
 def parse(argv: Sequence[str]) -> Any:
     """Make the command that the arguments ask for, one of `COMMANDS`; `ValueError` names the nearest option."""
@@ -127,15 +123,11 @@ def read_config(path: Path, option: str = "--config") -> dict[str, Any]:
     import tomlkit
     import yaml
 
-    readers = {
-        ".toml": lambda text: tomlkit.parse(text).unwrap(),
-        ".yaml": lambda text: yaml.safe_load(text) or {},
-        ".json": json.loads,
-    }
+    readers = {".toml": lambda text: tomlkit.parse(text).unwrap(), ".json": json.loads}
+    readers |= dict.fromkeys((".yaml", ".yml"), lambda text: yaml.safe_load(text) or {})
     if not path.is_file():
         raise FileNotFoundError(f"{option}: no such file: {path}")
-    suffix = path.suffix.lower().replace(".yml", ".yaml")
-    if suffix not in readers:
+    if (suffix := path.suffix.lower()) not in readers:
         raise ValueError(f"{option} {path} cannot be read: its name must end in .toml, .yaml, .yml or .json")
     try:
         found = readers[suffix](path.read_text(encoding="utf-8-sig"))
@@ -149,7 +141,9 @@ def read_config(path: Path, option: str = "--config") -> dict[str, Any]:
 
 def settings_of(options: Any, resolved: Mapping[str, Any]) -> dict[str, Any]:
     """Find all that decides a training: the user's options, and `resolved` values of those that were left open."""
-    every = {name: value for name, value in values_of(options).items() if name not in _OF_ONE_RUN} | {**resolved}
+    # Options without effect on the trained genome.
+    others = "config out log log_every checkpoint_every keep resume allow_changes overwrite profile peak_flops".split()
+    every = {name: value for name, value in values_of(options).items() if name not in others} | {**resolved}
     return {name: _plain(value) for name, value in every.items() if value not in (None, (), "{}")}
 
 

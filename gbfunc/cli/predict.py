@@ -21,8 +21,6 @@ from gbfunc.exporting.qr import read_qr
 from gbfunc.tasks import Task, logits_of
 from gbfunc.untrusted import read_arrays, read_picture
 
-_TEXTS = (".txt", ".text", ".md")
-
 
 @torch.no_grad()
 def run_predict(options: Predict) -> None:
@@ -59,7 +57,7 @@ def _texts(path: Path, task: Task) -> Iterator[tuple[str, Tensor]]:
 
 def _images(path: Path, task: Task, said: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     shape = task.interface.inputs
-    if path.suffix.lower() in _TEXTS:
+    if path.suffix.lower() in (".txt", ".text", ".md"):
         raise ValueError(f"{path} is a text, and the task {task.name} has images of shape {shape}")
     if not {"mean", "std"} <= said.keys():
         raise ValueError(f"the genome's file does not say how the pixels of {task.name} are scaled (mean, std)")
@@ -67,10 +65,8 @@ def _images(path: Path, task: Task, said: Mapping[str, Any]) -> Iterator[tuple[s
     if not (std > 0).all():
         deviation = f"the deviation {said['std']}, expected numbers above 0"
         raise ValueError(f"the genome's file says that the pixels of {task.name} have {deviation}")
-    if path.suffix.lower() in (".npy", ".npz"):
-        found = _arrays(path, shape)
-    else:
-        found = iter([(str(path), _picture(path, shape) * (white / 255))])
+    is_array = path.suffix.lower() in (".npy", ".npz")
+    found = _arrays(path, shape) if is_array else [(str(path), _picture(path, shape) * (white / 255))]
     for name, pixels_Chw in found:
         yield name, torch.from_numpy(((pixels_Chw - mean) / std).astype(np.float32))
 

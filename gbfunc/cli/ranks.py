@@ -16,15 +16,12 @@ from gbfunc.parallel.mesh import AXES
 from gbfunc.tasks.pnets.base import import_factory
 from gbfunc.train.local import nesterov
 
-_MICROBATCHES_PER_RANK = 4
-"""Of a pipeline, where the user names none: GPipe's bubble is small from there on (Huang et al., 2019, section 2.3)."""
 
 
 def open_mesh(options: ExecutionOptions, device: str) -> Mesh:
     find_device(device)
-    axes = parse_mesh(options.mesh)
-    data, pipeline, tensor = (axes.get(name, 1) for name in ("data", "pipeline", "tensor"))
-    return gb.mesh(data, axes.get("gnets"), device, pipeline=pipeline, tensor=tensor)
+    axes: dict[str, Any] = {"data": 1, "gnets": None} | parse_mesh(options.mesh)
+    return gb.mesh(axes.pop("data"), axes.pop("gnets"), device, **axes)
 
 
 def parse_mesh(text: str | None) -> dict[str, int]:
@@ -32,8 +29,8 @@ def parse_mesh(text: str | None) -> dict[str, int]:
     for part in () if text is None else text.split(","):
         name, _, value = map(str.strip, part.partition("="))
         if name not in AXES or name in axes or not value.isdecimal() or not int(value):
-            known = ", ".join(AXES)
-            raise ValueError(f"--mesh must name ranks along axes ({known}), such as data=2,tensor=2, got {text!r}")
+            such = f"ranks along axes ({', '.join(AXES)}), such as data=2,tensor=2"
+            raise ValueError(f"--mesh must name {such}, got {text!r}")
         axes[name] = int(value)
     if "gnets" in axes and "data" not in axes:
         raise ValueError(f"--mesh must name data too, such as data=1,{text}, got {text!r}")
@@ -53,14 +50,12 @@ def find_device(name: str) -> torch.device:
 def in_turn(mesh: Mesh, prepare: Callable[[], Any]) -> Any:
     """Call `prepare` on rank 0, then on a rank of each other machine, then on the rest: one downloads, others read."""
     turn = 0 if mesh.rank == 0 else 1 if os.environ.get("LOCAL_RANK") == "0" else 2
-    made = None
+    made = failure = None
     for now in sorted(set(gather_objects(mesh, turn))):
-        failure = None
-        if now == turn:
-            try:
-                made = prepare()
-            except Exception as error:
-                failure = error
+        try:
+            made = prepare() if now == turn else made
+        except Exception as error:
+            failure = error
         failures = gather_objects(mesh, None if failure is None else f"{type(failure).__name__}: {failure}")
         if failure is not None:
             raise failure
@@ -117,10 +112,9 @@ def pipeline_microbatches(batch_size: int, shards: int, ranks: int, given: int |
     if not fitting:
         raise ValueError(f"a pipeline of {ranks} ranks needs as many rows in each shard of the batch, got {rows}")
     if given is not None and given not in fitting:
-        known = ", ".join(map(str, fitting))
-        raise ValueError(
-            f"--microbatches must divide the {rows} rows of a shard of the batch, at least one for each of the {ranks} "
-            f"ranks of the pipeline ({known} would fit), got {given}"
-        )
-    few = [n for n in fitting if n <= _MICROBATCHES_PER_RANK * ranks] or fitting[:1]
+        known, rule = ", ".join(map(str, fitting)), f"must divide the {rows} rows of a shard of the batch"
+        each = f"at least one for each of the {ranks} ranks of the pipeline ({known} would fit)"
+        raise ValueError(f"--microbatches {rule}, {each}, got {given}")
+    # The bubble of GPipe is small from 4 microbatches per rank on (Huang et al., 2019, section 2.3).
+    few = [n for n in fitting if n <= 4 * ranks] or fitting[:1]
     return given or max(few, key=lambda n: (n % ranks == 0, n))

@@ -76,9 +76,8 @@ def run_demo(options: Demo) -> None:
         for label, net in (("dense p-net", dense), ("small dense net", small)):
             runs[label] = run_fit(training.dense_trainer(net, task, job.recipe), job, seed, label).history
             net.eval()
+        metrics |= measure(task, dense, "dense_") | measure(task, small, "small_dense_")
         metrics |= {
-            **measure(task, dense, "dense_"),
-            **measure(task, small, "small_dense_"),
             "small_dense_params": n_params(small),
             "small_dense_bytes": sum(p.nbytes for p in small.parameters()),
             "small_dense_config": dict(small_pnet.config),
@@ -114,7 +113,7 @@ def run_fit(trainer: training.Trainer, job: Job, seed: int, label: str, **hooks:
 def fitted(job: Job, teacher: nn.Module | None, seed: int) -> gb.Genome | None:
     """Fit a genome to the teacher's weights; None if the fit has less than half of what the teacher gains on chance."""
     task, plan = job.task, job.plan
-    if teacher is None or job.dense or task.metric not in ACCURACY:
+    if teacher is None or job.hypernet is None or task.metric not in ACCURACY:
         return None
     try:
         genome, _ = gb.fit_genome(plan, teacher, pnet=None if plan.base is None else job.pnet, seed=seed)
@@ -143,7 +142,8 @@ def train_genome(
         raise ValueError("--dtype auto needs --genome-bytes, and no --finetune: the training itself rounds")
     if asked.finetune is not None and not task.resumable:
         raise ValueError("--finetune is for tasks with examples, and the control task has none")
-    label, settings = "dense" if job.dense else "genome", settings_of(options, resolved(job, options))
+    label = "genome" if job.hypernet else "dense"
+    settings = settings_of(options, resolved(job, options.genome, asked.dtype))
     meter = Meter(split, getattr(asked, "peak_flops", None), getattr(asked, "profile", None))
     steps, best_path, metadata = training.total_steps(task, recipe), folder / BEST_FILE, about(task, options.data)
     trainer = training.genome_trainer(
@@ -174,7 +174,7 @@ def train_genome(
             held = f"{best_path} holds the best genome so far" if best_path.exists() else "no genome is kept"
             cure = "--out DIR --checkpoint-every STEPS keeps checkpoints to resume from"
             raise Stopped(signal.SIGINT, f"interrupted: {held if asked.out else 'nothing is kept'}; {cure}") from None
-        return result, best.step(result.history)
+        return result, int(best.row(result.history)["step"])
 
     logs, rates = asked.log if step.mesh.rank == 0 else (), recipe.schedule(recipe, recipe.lr, steps)
     with output.open_logs(logs, asked.out, settings, rates) as (begin_logs, on_log):
