@@ -88,11 +88,9 @@ def test_other_commands_take_what_they_share(tmp_path: Path, command: Any) -> No
     assert not any(word.startswith("--device") for word in config_words("plan", ["--config", config])[1])
 
 
-def test_options_of_the_plan(tmp_path: Path) -> None:
-    rules = ["--rule", '2.weight=low_rank{"rank": 2}', "4=none", "--max-tile", "16"]
-    sizes = ["--sizes", "64", "32", "32", "10"]
-    assert main(["train", *sizes, *rules, "--compression", "3", "--steps", "1", "--out", str(tmp_path)]) == 0
-    plan, _ = gb.load(tmp_path / "genome.safetensors")
+def test_options_of_the_plan() -> None:
+    genome = GenomeOptions(rule=('2.weight=low_rank{"rank": 2}', "4=none"), max_tile=(16,), compression=3)
+    plan = make_job(PNetOptions(sizes=(64, 32, 32, 10)), genome).plan
     assert "4.weight" in {t.name for t in plan.direct}
     assert {e.hypernet.type for e in plan.ensembles} >= {"periodic", "low_rank"}
     assert all(max(e.dims.rows, e.dims.cols) <= 16 for e in plan.ensembles if e.hypernet.type != "constant")

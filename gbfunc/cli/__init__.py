@@ -77,16 +77,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         with handling(_stop, signal.SIGTERM), warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: print(f"gbfunc: warning: {message}", file=sys.stderr)
             command.run()
-    except KeyboardInterrupt:
-        print("gbfunc: interrupted", file=sys.stderr)
-        return 130
+    except (KeyboardInterrupt, Stopped) as stopped:
+        signum, words = stopped.args if isinstance(stopped, Stopped) else (signal.SIGINT, "interrupted")
+        print(f"gbfunc: {words}", file=sys.stderr)
+        return 128 + signum
     except BrokenPipeError:
         # The reader (`| head`) has closed the pipe: buffered output must not raise at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except Stopped as stopped:
-        signum, words = stopped.args
-        print(f"gbfunc: {words}", file=sys.stderr)
-        return 128 + signum
     except (ValueError, OSError, ImportError, FloatingPointError, MemoryError, RuntimeError) as error:
         # torch raises RuntimeError when the CPU has no memory left.
         if isinstance(error, RuntimeError) and not re.search("out of memory|can't allocate memory", str(error)):

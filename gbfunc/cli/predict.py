@@ -97,8 +97,8 @@ def _arrays(path: Path, shape: tuple[int, ...]) -> Iterator[tuple[str, NDArray[A
     for name, array in read_arrays(path).items():
         images = _shaped(array, shape)
         if images is None or not len(images) or array.dtype.kind == "b" or not np.isfinite(array).all():
-            got = f"{array.dtype} {array.shape} in {name or 'array'}"
-            got += "" if images is None else ", expected finite numbers"
+            finite = "" if images is None else ", expected finite numbers"
+            got = f"{array.dtype} {array.shape} in {name or 'array'}{finite}"
             raise ValueError(f"{path} must hold images of shape {shape}, got {got}")
         for i, image in enumerate(images):
             yield f"{path}[{name}, {i}]" if name else f"{path}[{i}]", image
