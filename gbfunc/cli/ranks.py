@@ -17,7 +17,6 @@ from gbfunc.tasks.pnets.base import import_factory
 from gbfunc.train.local import nesterov
 
 
-
 def open_mesh(options: ExecutionOptions, device: str) -> Mesh:
     find_device(device)
     axes: dict[str, Any] = {"data": 1, "gnets": None} | parse_mesh(options.mesh)
