@@ -23,6 +23,7 @@ from gbfunc.genome import unflat_genome
 from tests.support.step_cases import stored_with
 from tests.test_exporting_page import TYPES, every
 from tests.test_exporting_page_browser import browser, pytestmark  # noqa: F401 (a fixture, and why to skip)
+from tests.test_storage_genome_file_work import stream
 
 
 def packed(text: str, wbits: int, words: bytes) -> bytes:
@@ -63,11 +64,16 @@ def saved(folder: Path, text: str, dtype: Any = "int8", **said: Any) -> bytes:
 
 HIDDEN = {"type": "gnet", "hidden": [4]}
 IMAGE = plan({"shape": [10, 64]})
+BINARY = {"type": "binary"}
+TABLE = {"type": "table", "shape": [3, 100_000], "dtype": "int8", "data": "A" * 400_000}
+GRID = {"type": "grid", "dims": [2_000_000]}
+STEPS = {"shape": [2_000_000, 1], "slots": [[0, 0, 1, 0.1]]}
 HOSTILE: dict[str, Any] = {
     "a tile of 10^9 rows": compact(plan({"slots": [[0, 0, 0, 0.1, 0.0, "", 10**9, 64]]})),
     "tiles of -1": compact(plan({"slots": [[0, 0, 0, 0.1, 0.0, "", -1, 64]]})),
     "60 million one-hot codes": compact(plan({"shape": [60_000_000, 1]}, encodings=[{"type": "one_hot"}])),
     "10^8 features": compact(plan({}, {"type": "periodic", "features": 10**8})),
+    "wide codes of a table": compact(plan(STEPS | {"shape": [3, 1]}, encodings=[TABLE, BINARY]), stream(1)),
     "a shape of text": compact(plan({"shape": "64"})),
     "a shape below zero": compact(plan({"shape": [-64, 64]})),
     "many weights": compact(plan({"shape": [60_000, 60_000]}, {"type": "constant", "value": 0.0}), flags=8),
@@ -223,6 +229,7 @@ VERDICTS = """files => files.map((data) => {
 @pytest.mark.parametrize("count", [300, pytest.param(1_000, marks=pytest.mark.slow)])
 def test_python_and_the_page_agree(browser: Any, tmp_path: Path, count: int) -> None:  # noqa: F811
     rng, whole = random.Random(count), list(seeds(tmp_path))
+    whole.append(compact(plan(STEPS, encodings=[GRID, BINARY]), stream(3)))
     files = whole + [changed(rng, rng.choice(whole)) for _ in range(count)]
     (tmp_path / "page.html").write_text(page(), encoding="utf-8")
     tab = browser.new_page()

@@ -166,13 +166,19 @@ const ENCODINGS = {
     refuseUnless(text.length === 4 * Math.ceil((n * k * ITEM_BYTES[dtype]) / 3), "a table has other data than its shape");
     const rows = numbersOf(base64(text), dtype);
     refuseUnless(rows.length === n * k && rows.every((x) => Math.abs(x) <= LIMITS.bandwidth), "a table holds too large numbers");
+    let squares;
+    const sumSquares = () => {
+      const sums = new Float64Array(k);
+      rows.forEach((x, i) => (sums[i % k] += x * x));
+      return sums.map((x) => x / n);
+    };
     return {
       type: "table",
       local: false,
           check: (length) => length === n,
       width: () => k,
       put: (out, to, i) => out.set(rows.subarray(i * k, (i + 1) * k), to),
-      squares: () => Array.from({ length: k }, (_, p) => rows.reduce((all, x, i) => all + (i % k === p ? x * x : 0), 0) / n),
+      squares: () => (squares ??= sumSquares()),
     };
   },
 
@@ -192,6 +198,7 @@ const ENCODINGS = {
         positions.put(out, to + channels.width(n / m), i % m, m);
       },
       squares: (n) => both(n, (code, length) => [...code.squares(length)]).flat(),
+      inner: (n) => both(n, (code, length) => [code, length]),
     };
   },
 };
@@ -199,7 +206,7 @@ const ENCODINGS = {
 function encodingOf(data, depth = 0) {
   const read = known(ENCODINGS, data.type);
   if (!read) throw new Refusal(`not in the browser yet: the encoding ${quoted(data.type)}`);
-  return read(data, depth);
+  return { ...read(data, depth), key: JSON.stringify(data) };
 }
 
 /* G-nets. */

@@ -70,6 +70,23 @@ function finerOf(slots, side) {
   return sums.map((x) => (x > 0 ? Math.min(most, Math.max(least, Math.round(Math.log2(x / tiles)))) : 0));
 }
 
+/** Numbers of the codes whose mean squares Python's reader computes. */
+function numbersOfCodes(ensembles) {
+  const numbers = (code, n, tile) => {
+    if (known(BITS, code.type)) return 0;
+    if (code.inner && code.local) return sum(code.inner(n).map(([inner, length]) => numbers(inner, length, length)));
+    return Math.ceil(n / tile) * tile * code.width(n);
+  };
+  const sides = new Map();
+  for (const { grid, rowCode, colCode } of ensembles.flatMap(({ slots }) => slots)) {
+    for (const [code, axis, tile] of [[rowCode, grid.rows, grid.tileRows], [colCode, grid.cols, grid.tileCols]]) {
+      const n = code.local ? tile : axis;
+      sides.set(`${code.key} ${n} ${tile}`, numbers(code, n, tile));
+    }
+  }
+  return sum([...sides.values()]);
+}
+
 /** Integers -reach .. reach whose frequencies halve every 2^(width / 4): {reach, limits}. */
 function geometric(width, most) {
   if (width <= NARROWEST) return { reach: 0, limits: [0, 1] };
@@ -87,6 +104,7 @@ function geometric(width, most) {
 
 /** The leaves of a stream: {name: {shape, data}}. */
 function readSteps(bytes, plan, inCodes, size) {
+  allow("numbers", numbersOfCodes(plan.ensembles), size);
   allow("symbols", FORMAT.piece * (bytes[0] + 256 * bytes[1] - 1), size);
   const parts = partsOf(plan, inCodes);
   const { next, close } = runReader(bytes.subarray(2), FORMAT.piece * (bytes[0] + 256 * bytes[1]));
