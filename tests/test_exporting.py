@@ -307,7 +307,8 @@ def test_digits_from_the_command_line(tmp_path: Path, command: Any) -> None:
     small = ["--sizes", "64", "48", "10", "--genome-params", "300", "--epochs", "1", "--batch-size", "400"]
     genome, out = tmp_path / "run" / "genome.safetensors", tmp_path / "shipped" / "digits.pt2"
     assert main(["train", *small, "--out", str(tmp_path / "run")]) == 0
-    assert f"{out}: {out.stat().st_size:,} bytes" in command(["export", "--genome", str(genome), "--out", str(out)]).out
+    told = command(["export", "--genome", genome, "--out", out]).out
+    assert f"{out}: {out.stat().st_size:,} bytes" in told
     _, task, net = read_genome(genome, DataOptions())
     assert accuracy(torch.export.load(out).module(), task.test) == accuracy(net, task.test)
     told = command(["export", "--genome", genome, "--out", tmp_path / "digits.tflite"], 2).err
