@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import atheris
+import atheris  # pyright: ignore[reportMissingModuleSource]
 
-with atheris.instrument_imports(include=["gbfunc"]):
+with atheris.instrument_imports(include=["gbfunc"]):  # pyright: ignore[reportAttributeAccessIssue]
     import gbfunc as gb
     from gbfunc.exporting import qr
     from gbfunc.storage import checkpoint
@@ -106,7 +106,7 @@ TARGETS: dict[str, Callable[[Any], None]] = {
 def main(target: str, seconds: str = "600") -> None:
     def once(data: bytes) -> None:
         try:
-            TARGETS[target](atheris.FuzzedDataProvider(data))
+            TARGETS[target](atheris.FuzzedDataProvider(data))  # pyright: ignore[reportAttributeAccessIssue]
         except ValueError as error:
             # The messages of libraries may have more lines.
             assert len(str(error)) < 5000

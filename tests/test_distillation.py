@@ -69,7 +69,7 @@ def test_numbers_are_compared_by_their_distance_and_classes_have_any_dimension()
 def test_steps_take_it_also_where_the_teacher_is_the_p_net(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     pnet = nn.Sequential(nn.Linear(30, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Linear(20, 3))
-    nn.init.normal_(pnet[3].weight)
+    nn.init.normal_(pnet.get_parameter("3.weight"))
     loss_fn = gb.distillation(pnet, temperature=4.0, weight=1.0)
     plan, adam = gb.make_plan(pnet, gb.periodic(features=4)), gb.torch_optimizer(torch.optim.Adam, lr=1e-2)
     step = gb.make_train_step(plan, pnet, loss_fn, adam, **options)

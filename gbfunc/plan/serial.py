@@ -131,10 +131,9 @@ def _text(value: Any) -> str:
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    shape = tuple(value)
-    if any(type(n) is not int or not 0 <= n <= LIMITS["mostSide"] for n in shape):
+    if type(value) is not list or any(type(n) is not int or not 0 <= n <= LIMITS["mostSide"] for n in value):
         raise TypeError(f"expected a shape, got {value!r}")
-    return shape
+    return tuple(value)
 
 
 def _buffer(name: Any, shape: Any, dtype: Any, persistent: Any) -> BufferPlan:

@@ -90,6 +90,10 @@ def _conv1d() -> nn.Module:
     return made
 
 
+def _adds_a_product(module: Any, args: Any, out: Any) -> Any:
+    return out + args[0] @ module.weight.t()
+
+
 NOT_QUITE_STOCK: Mapping[str, Operation] = {
     "subclass_forward": layer(lambda: Scaled(6, 5)),
     "subclass_mask": layer(masked),
@@ -98,9 +102,7 @@ NOT_QUITE_STOCK: Mapping[str, Operation] = {
     "lazy_linear": layer(after_dry_run),
     "conv1d_hugging_face": layer(_conv1d),
     "conv1d_reads_weight": layer(_conv1d, use=lambda net, x: net.a(x) + x @ net.a.weight),
-    "hook_reads_weight": layer(
-        lambda: hooked(lambda made: made.register_forward_hook(lambda m, args, out: out + args[0] @ m.weight.t()))
-    ),
+    "hook_reads_weight": layer(lambda: hooked(lambda made: made.register_forward_hook(_adds_a_product))),
     "hook_with_kwargs": layer(
         lambda: hooked(lambda made: made.register_forward_hook(lambda m, a, k, out: out * 2, with_kwargs=True)),
         use=lambda net, x: net.a(input=x),

@@ -57,14 +57,23 @@ def mlp(**options: Any) -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 7, **options), nn.Tanh(), nn.Linear(7, 3, **options))
 
 
+# Named functions: modules with them can be pickled.
+def _attend(net: Any, x: Tensor) -> Tensor:
+    return net.attention(x, x, x)[0]
+
+
+def _embed_twice(net: Any, tokens: Tensor) -> Tensor:
+    return net.head(torch.tanh(net.hidden(net.embedding(tokens))))
+
+
 def self_attention() -> nn.Module:
-    return Net(lambda net, x: net.attention(x, x, x)[0], attention=nn.MultiheadAttention(8, 2, batch_first=True))
+    return Net(_attend, attention=nn.MultiheadAttention(8, 2, batch_first=True))
 
 
 def tied() -> nn.Module:
     parts: Any = {"embedding": nn.Embedding(11, 6), "hidden": nn.Linear(6, 6), "head": nn.Linear(6, 11, bias=False)}
     parts["head"].weight = parts["embedding"].weight
-    return Net(lambda net, tokens: net.head(torch.tanh(net.hidden(net.embedding(tokens)))), **parts)
+    return Net(_embed_twice, **parts)
 
 
 class Running(nn.Module):
