@@ -75,3 +75,12 @@ def test_signals_during_the_imports_end_with_a_line(signum: int, words: str, tmp
     process.send_signal(signum)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 128 + signum and errors == f"gbfunc: {words}\n"
+
+
+@pytest.mark.process
+def test_it_trains_without_the_modules_that_windows_lacks(tmp_path: Path) -> None:
+    lacks = "import sys; sys.modules |= dict.fromkeys(['fcntl', 'resource', 'grp', 'pwd', 'termios'])"
+    runs = "from gbfunc.cli import main; sys.exit(main(['demo', '--epochs', '1', '--out', 'demo']))"
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", f"{lacks}; {runs}"], cwd=tmp_path, env=env, check=True, timeout=240)
+    assert (tmp_path / "demo/genome.safetensors").exists()

@@ -112,12 +112,12 @@ def plan_from_json(
         if data["version"] != VERSION:
             raise ValueError(f"plan version {data['version']!r} is not the one known here, {VERSION}")
         check_limits(data)
-        hypernets = [hypernet_from_json(h, by_path) for h in data["hypernets"]]
-        encodings = [encoding_from_json(e) for e in data["encodings"]]
-        tensors = tuple(_tensor(entry, hypernets, encodings) for entry in data["tensors"])
-        buffers = tuple(_buffer(*entry) for entry in data.get("buffers", []))
+        hypernets = [hypernet_from_json(h, by_path) for h in _list(data["hypernets"])]
+        encodings = [encoding_from_json(e) for e in _list(data["encodings"])]
+        tensors = tuple(_tensor(entry, hypernets, encodings) for entry in _list(data["tensors"]))
+        buffers = tuple(_buffer(*_list(entry)) for entry in _list(data.get("buffers", [])))
         target = _text(data.get("target", ""))
-        base = _base(*data["base"]) if "base" in data else None
+        base = _base(*_list(data["base"])) if "base" in data else None
     except (KeyError, TypeError, IndexError, AttributeError, RecursionError, OverflowError) as error:
         raise ValueError(f"not a plan: {type(error).__name__}: {error}") from error
     check_most("the plan", sum(s.grid.n_tiles for t in tensors for s in t.slots), "tiles", "mostTiles")
@@ -130,8 +130,14 @@ def _text(value: Any) -> str:
     return value
 
 
+def _list(value: Any) -> list[Any]:
+    if type(value) is not list:
+        raise TypeError(f"expected a list, got {value!r}")
+    return value
+
+
 def _shape(value: Any) -> tuple[int, ...]:
-    if type(value) is not list or any(type(n) is not int or not 0 <= n <= LIMITS["mostSide"] for n in value):
+    if any(type(n) is not int or not 0 <= n <= LIMITS["mostSide"] for n in _list(value)):
         raise TypeError(f"expected a shape, got {value!r}")
     return tuple(value)
 
@@ -149,7 +155,7 @@ def _base(digest: Any, params: Any, size: Any, name: Any, revision: Any) -> Base
 
 
 def _tensor(entry: JSON, hypernets: list[Hypernet], encodings: list[Encoding]) -> TensorPlan:
-    aliases, note = tuple(map(_text, entry.get("aliases", []))), _text(entry.get("note", ""))
+    aliases, note = tuple(map(_text, _list(entry.get("aliases", [])))), _text(entry.get("note", ""))
     name, shape, dtype = _text(entry["name"]), _shape(entry["shape"]), entry.get("dtype", "float32")
     kind, base = entry.get("kind", _USUAL_KINDS.get(len(shape))), entry.get("base", False)
     if type(base) is not bool:
@@ -157,9 +163,9 @@ def _tensor(entry: JSON, hypernets: list[Hypernet], encodings: list[Encoding]) -
     check_kind(name, kind)
     matrices = KINDS[kind].matrices(shape) if "slots" in entry else ()
     slots = []
-    for values, matrix in zip(entry.get("slots", ()), matrices, strict=True):
+    for values, matrix in zip(_list(entry.get("slots", [])), matrices, strict=True):
         usual: list[Any] = [0.0, "", matrix.rows, matrix.cols]
-        h, row_code, col_code, scale, offset, group, tile_rows, tile_cols = [*values, *usual[len(values) - 4 :]]
+        h, row_code, col_code, scale, offset, group, tile_rows, tile_cols = [*_list(values), *usual[len(values) - 4 :]]
         if any(type(i) is not int or i < 0 for i in values[:3]) or not {type(scale), type(offset)} <= {int, float}:
             raise TypeError(f"expected a slot [g-net, code, code, scale, offset, ...] of numbers, got {values!r}")
         grid = TileGrid(matrix.rows, matrix.cols, tile_rows, tile_cols)

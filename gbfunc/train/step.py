@@ -6,7 +6,9 @@ state, batch -> loss and gradient (`gradients`) -> sums over ranks -> optimizer 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
+from inspect import signature
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -239,6 +241,7 @@ class TrainStep:
         """
         options, device, old = self._options, info.finite.device.type, state.opt
         read = device in _READ or options.on_nonfinite == "raise" or int(old.step) == 0
+        read = read or not _takes_finite(self._optimizer.update)
         if read and not info.finite:
             if options.on_nonfinite == "raise":
                 numbers = f"loss {float(info.loss)}, gradient norm {float(info.grad_norm)}"
@@ -249,13 +252,19 @@ class TrainStep:
             present = {k: v for k, v in params.items() if k not in self._empty}
             gradients = {k: gradients[k] for k in present}
             opt = old._replace(leaves={k: old.leaves[k] for k in present})
-        finite = None if read else info.finite
-        new, opt = self._optimizer.update(gradients, opt, present, self._roles, donate=options.donate, finite=finite)
+        chosen_by = {} if read else {"finite": info.finite}
+        new, opt = self._optimizer.update(gradients, opt, present, self._roles, donate=options.donate, **chosen_by)
         if self._empty:
             new, opt = params | new, opt._replace(leaves=old.leaves | opt.leaves)
-        if finite is not None and buffers:
-            buffers = chosen(finite, buffers, state.buffers)
+        if chosen_by and buffers:
+            buffers = chosen(info.finite, buffers, state.buffers)
         return new, opt, buffers
+
+
+@cache
+def _takes_finite(update: Callable[..., Any]) -> bool:
+    """Whether an optimizer's update can choose on the device; a pair of pure functions by a user may not."""
+    return "finite" in signature(update).parameters
 
 
 def _other_targets(batch: Any) -> list[Any]:

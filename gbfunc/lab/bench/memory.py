@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import gc
 import multiprocessing
-import resource
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -93,11 +92,15 @@ def steps_memory(case: Case, make: Callable[[Case], Step], device: torch.device)
 
 
 def peak_resident() -> int:
-    """Return the most bytes of this process that were in memory at once, since its start or the last reset."""
+    """Return the peak memory of this process in bytes, since its start or the last reset; 0 where nothing tells it."""
     with contextlib.suppress(OSError):
         # Not `ru_maxrss`, where Linux has this: that is never less than the peak of the process that started this one.
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
     # Bytes on macOS, kilobytes elsewhere.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
