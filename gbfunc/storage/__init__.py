@@ -1,4 +1,4 @@
-"""All that reads or writes files: the genome's file, and checkpoints of a training. No pickle.
+"""Genome files and training checkpoints, read and written without pickle.
 
-A checkpoint is of the full state, which is tiny: one saved on N ranks is resumed on any number.
+A checkpoint holds the full state, which is small. A run can resume on a different number of ranks.
 """

@@ -1,8 +1,7 @@
-"""Checkpoints of a training: written in the background while it goes on, and the newest valid one to go on from.
+"""Training checkpoints: written in the background, and resumed from the newest valid file.
 
-A checkpoint is one safetensors file: the state's tensors by name (`opt/leaves/direct/0.bias/exp_avg`), the plan's
-digest, the optimizer's options and schedule, what else the loop must know, and a SHA-256 over all of it. It appears by
-one rename.
+A checkpoint is one safetensors file with the state's tensors by name (`opt/leaves/direct/0.bias/exp_avg`), the plan's
+digest, the optimizer's options and schedule, the values of the training loop, and a SHA-256. Writes are atomic.
 """
 
 from __future__ import annotations
@@ -35,25 +34,26 @@ from gbfunc.untrusted import parse_json
 
 _FORMAT = "gbfunc-checkpoint-1"
 _NO_DIGEST = "0" * 64
-_IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")  # How an update is computed, not which
+_IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")  # Change the speed, not the update
 _EXTRA, _TAG = "extra/", "$type"
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
 
 
 class Checkpointer:
-    """Writes checkpoints of a training into a folder, in the background, and keeps the newest.
+    """Writes training checkpoints to a folder in the background and keeps the newest.
 
-    One training at a time can hold a folder. What a killed one left half-written there is removed. On many ranks, all
-    of them make one and call `save`; rank 0 alone needs the folder and writes.
+    Only one training at a time can use a folder. Incomplete files of a killed training are removed. In distributed
+    training, every rank creates a `Checkpointer` and calls `save`, but only rank 0 needs and writes the folder.
 
     Args:
-        folder: where to; made if need be.
-        train_step: the step that trains.
-        keep: how many to keep. Older ones are removed once a new one is on disk, later ones never.
+        folder: the folder; created if it does not exist.
+        train_step: the training step.
+        keep: number of checkpoints to keep. Checkpoints of earlier steps are removed after a new one is on disk;
+            checkpoints of later steps are never removed.
 
     Raises:
-        ValueError: for `keep` below 1.
-        OSError: if the folder cannot be made or written, or another training holds it, in this process or another.
+        ValueError: if `keep` is below 1.
+        OSError: if the folder cannot be created or written, or another training in any process uses it.
 
     >>> import tempfile, torch, gbfunc as gb
     >>> pnet = torch.nn.Linear(30, 20)
@@ -78,7 +78,7 @@ class Checkpointer:
         self._unlock: Callable[[], object] = lambda: None
 
         def lock() -> None:
-            # Once: when it is closed, forgotten, or in the child of a fork, which would keep it after a kill.
+            # Releases once: on close, on collection, or in a forked child, which could hold the lock after a kill.
             self._unlock = weakref.finalize(self, os.close, _lock(self._folder))
             if fcntl is not None:
                 os.register_at_fork(after_in_child=self._unlock)
@@ -88,24 +88,24 @@ class Checkpointer:
         self._pending: Future[Path] | None = None
 
     def save(self, state: Any, extra: Mapping[str, Any] | None = None) -> None:
-        """Copies a state and writes it in the background; waits only for the previous write.
+        """Copies a state and writes the copy in the background; waits only for the previous write.
 
         Args:
-            state: a `TrainState`; on many ranks, each rank gives its part.
-            extra: rank 0's other state of the loop: position in the data, states of generators and of a data loader
-                (`loader.state_dict()`), history. Numbers, texts, bytes, tensors, None, and dicts, lists and tuples of
-                these; a NamedTuple comes back as a tuple.
+            state: a `TrainState`; in distributed training, each rank passes its part.
+            extra: other values of the training loop, read from rank 0: position in the data, states of generators and
+                of a data loader (`loader.state_dict()`), history. Supported are numbers, strings, bytes, tensors, None,
+                and dicts, lists and tuples of these. A NamedTuple is loaded as a tuple.
 
         Raises:
-            TypeError: if the state holds anything but tensors, or `extra` anything else.
-            ValueError: if `extra` is nested too deep to be read.
-            OSError: on rank 0 if the previous write failed; this write is tried nevertheless.
+            TypeError: if the state holds a value that is not a tensor, or `extra` an unsupported type.
+            ValueError: if `extra` is nested too deeply to be read.
+            OSError: on rank 0 if the previous write failed; this write starts nevertheless.
             CollectiveError: if a rank is missing.
         """
         state = self._train_step.gather(state)
         if self._train_step.mesh.rank:
             return
-        # A donated state is overwritten by the next step, and `extra` may be changed by the caller.
+        # The next step overwrites a donated state, and the caller may change `extra`.
         tensors = {k: leaf.detach().to("cpu", copy=True).contiguous() for k, leaf in flatten_tree(state).items()}
         packed = json.dumps(pack_values(dict(extra or {}), tensors))
         parse_json(packed, "extra", parse_constant=float, parse_float=float)
@@ -117,7 +117,7 @@ class Checkpointer:
             raise failure
 
     def wait(self) -> Path | None:
-        """Waits for the last checkpoint, and returns its file: None without one, and on all ranks but 0.
+        """Waits for the last checkpoint and returns its file, or None without a checkpoint or on ranks other than 0.
 
         Raises:
             OSError: if the checkpoint could not be written; earlier checkpoints are intact.
@@ -126,7 +126,7 @@ class Checkpointer:
         return None if pending is None else pending.result()
 
     def close(self) -> None:
-        """Waits for the last checkpoint, and releases the folder; raises as `wait`."""
+        """Waits for the last checkpoint and releases the folder; raises the errors of `wait`."""
         try:
             self.wait()
         finally:
@@ -137,7 +137,7 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: object, *error: object) -> None:
-        # The error that ends the block matters more than one in writing.
+        # The error that ends the block takes precedence over a write error.
         with contextlib.suppress(OSError) if kind else contextlib.nullcontext():
             self.close()
 
@@ -157,12 +157,12 @@ class Checkpointer:
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint; without any, `like`, {} and None."""
+    """A loaded checkpoint. If none was found, the fields are `like`, {} and None."""
 
-    state: Any  # In the structure and on the devices of `like`
+    state: Any  # Has the structure and devices of `like`
     extra: JSON
     path: Path | None
-    skipped: tuple[str, ...]  # A line for each newer checkpoint that is damaged, with the reason; newest first
+    skipped: tuple[str, ...]  # One line with the reason per damaged newer file; newest first
 
 
 def load_checkpoint(
@@ -173,23 +173,23 @@ def load_checkpoint(
     check: Callable[[JSON], None] = lambda extra: None,
     changed: Callable[[str], None] | None = None,
 ) -> Checkpoint:
-    """Reads and checks the newest valid checkpoint of a folder, or the checkpoint of a file.
+    """Reads and checks a checkpoint file, or the newest valid checkpoint in a folder.
 
-    On many ranks all of them call, rank 0 alone reads, and each gets its part of the state, on any number of ranks.
+    Every rank calls this function. Rank 0 reads the file, and each rank, of any number, receives its part of the state.
 
     Args:
-        path: a folder that a `Checkpointer` writes to, or one of its files. A missing folder, or a folder without a
-            valid checkpoint, gives `like` back with `path=None`.
-        train_step: the step that trains.
-        like: a state with the structure, shapes, dtypes and devices to restore, such as a fresh one.
-        check: called with the checkpoint's `extra` before other comparisons; raises ValueError to refuse it.
-        changed: allows other options of the optimizer, its schedule or the norm to clip to, and is called with each
-            change as text, such as `"lr 0.1, now 0.05"`; None refuses changes.
+        path: a folder that a `Checkpointer` writes to, or one of its files. If the folder is missing or has no valid
+            checkpoint, `like` is returned with `path=None`.
+        train_step: the training step.
+        like: a state with the structure, shapes, dtypes and devices to restore, such as a new one.
+        check: called with the checkpoint's `extra` before other comparisons; raises ValueError to reject it.
+        changed: allows changes of the optimizer's options, schedule or clipping norm. It is called with each change as
+            a string, such as `"lr 0.1, now 0.05"`. If None, changes raise ValueError.
 
     Raises:
-        FileNotFoundError: for a file that does not exist.
+        FileNotFoundError: if the file does not exist.
         CollectiveError: if a rank is missing.
-        ValueError: for a file that is damaged; for a valid checkpoint of another plan or optimizer.
+        ValueError: if the file is damaged, or the checkpoint is valid but has a different plan or optimizer.
     """
     _check_step(train_step)
     mesh, state = train_step.mesh, train_step.gather(like)
@@ -232,7 +232,7 @@ def _restore(
                     raise
                 skipped.append(f"{file.name}: {error}")
                 continue
-            # A valid checkpoint that does not fit is no damage: to begin again in its folder would be a mistake.
+            # A valid checkpoint that does not fit raises: a fresh start would mix two trainings in one folder.
             extra = _check_metadata(metadata, tensors, train_step.plan, check)
             training = _object(metadata, "training")
             if not all(isinstance(value, str) for value in training.values()):
@@ -243,7 +243,7 @@ def _restore(
             if int(tensors["step"]) < 0:
                 raise ValueError(f"it is of step {int(tensors['step'])}")
             for name, leaf in flat.items():
-                # What an optimizer's state is of, not a value that carries over.
+                # The fingerprint identifies the class of optimizer; it must match and is not restored.
                 if name.endswith("/fingerprint") and not torch.equal(tensors[name], leaf.cpu()):
                     raise ValueError("it was saved with another class of optimizer")
         except ValueError as error:
@@ -252,7 +252,7 @@ def _restore(
             words = f"its metadata cannot be read ({type(error).__name__}: {error})"
             raise ValueError(f"{file} is not a checkpoint to go on from: {words}") from error
         for name, leaf in flat.items():
-            # In the layout of the leaf that is there: sums may depend on it in the last bit.
+            # Keep the memory layout of the existing leaf: the last bit of a sum may depend on the layout.
             flat[name] = torch.empty_like(leaf, requires_grad=False).copy_(tensors[name])
         return Checkpoint(None, extra, file, tuple(skipped)), training
     return Checkpoint(None, {}, None, tuple(skipped)), {}
@@ -261,7 +261,7 @@ def _restore(
 def _check_metadata(metadata: dict[str, str], tensors: Params, plan: Plan, check: Callable[[JSON], None]) -> JSON:
     if metadata.get("format") != _FORMAT:
         raise ValueError(f"its format is {metadata.get('format')!r}, the one known here is {_FORMAT!r}")
-    # A hook of pairs would go first.
+    # `object_pairs_hook` would take precedence.
     hooks = {"object_hook": partial(unpack_values, tensors), "object_pairs_hook": None}
     extra = _object(metadata, "extra", parse_constant=float, parse_float=float, **hooks)
     check(extra)
@@ -290,9 +290,9 @@ def _plan_summary(plan: Plan) -> JSON:
 
 
 def describe_training(settings: Mapping[str, Any], step: int) -> dict[str, str]:
-    """Describes the class of optimizer and its options; a schedule by its value at `step` and a digest of many."""
+    """Describes an optimizer and its options; a schedule by its value at `step` and a digest of many values."""
     if "cls" not in settings:
-        return {k: text_of(v) for k, v in settings.items()}  # An optimizer that torch_optimizer has not made.
+        return {k: text_of(v) for k, v in settings.items()}  # Not an optimizer of torch_optimizer.
     by_role = {f"{role}.{k}": v for role in ROLES for k, v in (settings[role] or {}).items()}
     parameters = inspect.signature(settings["cls"]).parameters.items()
     default = {k: p.default for k, p in parameters if p.default is not p.empty}
@@ -307,7 +307,7 @@ def _described(x: Any, step: int) -> str:
         return text_of(float(x) if isinstance(x, int) and not isinstance(x, bool) else x)
     rate: Callable[[int], Any] = x
     values = []
-    with contextlib.suppress(Exception):  # At steps up to a million, each 3 % further, as far as the schedule goes
+    with contextlib.suppress(Exception):  # Steps 3 % apart, up to a million or the end
         for n in sorted({round(1.03**i) - 1 for i in range(468)}):
             values.append(f"{rate(n):.6g}")
     digest = hashlib.sha256(" ".join(values).encode()).hexdigest()[:8]
@@ -315,10 +315,10 @@ def _described(x: Any, step: int) -> str:
 
 
 def _differing(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """What two trainings differ in, a line each; an option that one of them does not know says nothing."""
+    """List the differences of two trainings, one line each; ignores options that only one of them has."""
 
     def of(training: Mapping[str, str], name: str) -> str | None:
-        # A role's option is the one of all roles where it is not said.
+        # A role without its own option uses the common one.
         return training.get(name, training.get(name.rpartition(".")[2]))
 
     pairs = {name: (of(saved, name), of(now, name)) for name in {**saved, **now}}
@@ -326,9 +326,9 @@ def _differing(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 
 def _encode(tensors: Params, about: dict[str, str]) -> bytes:
-    """A safetensors file with the SHA-256 of itself, as it is with a placeholder in the place of the digest."""
+    """Encode a safetensors file with its own SHA-256, computed while a placeholder fills the digest."""
     data = to_bytes(tensors, {"format": _FORMAT, "sha256": _NO_DIGEST, **about})
-    # Quotes within metadata are escaped, so that nothing else in a header reads like this.
+    # Quotes in metadata are escaped, so this pattern occurs only once in a header.
     return data.replace(_entry(_NO_DIGEST), _entry(hashlib.sha256(data).hexdigest()), 1)
 
 
@@ -346,7 +346,7 @@ def _decode(data: bytes) -> tuple[dict[str, str], Params]:
 
 
 def pack_values(x: Any, tensors: Params) -> Any:
-    """Describe a value as JSON: its tensors are added to `tensors`, and what JSON would change gets a tag."""
+    """Encode a value as JSON: adds its tensors to `tensors`, and tags the types that JSON does not preserve."""
     if isinstance(x, torch.Tensor):
         if x.layout != torch.strided or x.is_meta or x.dtype not in DTYPES.values():
             got = f"{x.dtype}, {x.layout}, on {x.device}"
@@ -366,7 +366,7 @@ def pack_values(x: Any, tensors: Params) -> Any:
 
 
 def unpack_values(tensors: Mapping[str, Any], x: JSON) -> Any:
-    """Undo `pack_values`, as the `object_hook` of `json.loads`."""
+    """Undo `pack_values`; used as the `object_hook` of `json.loads`."""
     make = {"tensor": tensors.__getitem__, "bytes": bytes.fromhex, "tuple": tuple, "dict": dict}
     return make[x[_TAG]](x["of"]) if _TAG in x else x
 
@@ -391,20 +391,20 @@ def _lock(folder: Path) -> int:
     if fcntl is None:
         return lock
     try:
-        # Unlike lockf's, this lock is of the open file: another one in this process is refused, and closing that
-        # does not release this.
+        # Unlike lockf, flock locks the open file: it refuses a second lock within this process, and closing the
+        # second file does not release the first lock.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
         os.close(lock)
         raise OSError(error.errno, "another training is keeping checkpoints there", str(folder)) from error
     except OSError:
-        return lock  # A file system without locks: what looks left over may be in the making.
+        return lock  # Without locks, a leftover file may be a write in progress.
     remove_leftovers(folder, _NAME.pattern)
     return lock
 
 
 def _on_rank_0(mesh: Mesh, do: Callable[[], Any]) -> Any:
-    """What `do` returns on rank 0, on every rank, or the `ValueError` or `OSError` that it raises; all ranks call."""
+    """Run `do` on rank 0; every rank returns its result or raises its `ValueError` or `OSError`. Collective."""
     answer = error = None
     if mesh.rank == 0:
         try:

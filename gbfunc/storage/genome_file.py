@@ -1,7 +1,7 @@
-"""The genome as one self-describing file, `genome.safetensors`. No pickle.
+"""Self-describing genome files, `genome.safetensors`, without pickle.
 
-Everything is checked on the way in: a file that is cut short, flipped, misnamed, misshapen, not finite or that declares
-absurd sizes gives a `ValueError`, and nothing is loaded.
+A file is checked before it is loaded. Truncated or corrupted data, wrong names or shapes, values that are not finite,
+and excessive declared sizes raise `ValueError`.
 """
 
 from __future__ import annotations
@@ -43,25 +43,24 @@ from gbfunc.types import DTYPES, Genome, GenomeLike, Params, TensorMap
 def save(
     path: str | os.PathLike[str], plan: Plan, genome: GenomeLike, dtype: Stored | None = None, metadata: Any = None
 ) -> int:
-    """Writes a genome with its plan: all that is needed to build the p-net's weights again.
+    """Writes a genome and its plan to a file from which the p-net's weights can be regenerated.
 
-    The file appears whole or not at all (temporary file, fsync, rename).
+    The write is atomic (temporary file, fsync, rename).
 
     Args:
         path: the file; an existing file is replaced.
         plan: the plan.
         genome: a `Genome` or `TrainState`.
-        dtype: `"float16"` or `"bfloat16"` (or torch's dtypes) rounds wider g-nets and direct parameters; `"int2"` to
-            `"int8"` stores codes of so many bits, with a scale and a zero point for each row, tile or leaf, direct
-            vectors in float16, and running statistics of norms in 16 bits if these are enough; steps of
-            `allocate_steps` store everything trained, and running statistics, in codes with a step for each part of the
-            genome. Other buffers stay as they are. `load` gives the plan's dtypes back.
-            `make_train_step(rounding=)` trains what such a file will hold. None is the dtype of the plan's target in
-            bytes, otherwise the p-net's own.
-        metadata: any JSON, such as names of classes; `load_metadata` reads it back.
+        dtype: `"float16"` or `"bfloat16"` (or torch's dtypes) rounds wider g-nets and direct parameters. `"int2"` to
+            `"int8"` stores codes of 2 to 8 bits with a scale and a zero point per row, tile or leaf, direct vectors in
+            float16, and running statistics of norms in 16 bits if these suffice. Steps from `allocate_steps` store
+            all trained values and running statistics as codes, with one step per part of the genome. Other buffers are
+            not changed. `load` restores the plan's dtypes. `make_train_step(rounding=)` trains with the rounding of the
+            file. None uses the dtype of the plan's target in bytes, or the p-net's dtypes without such a target.
+        metadata: any JSON, such as names of classes; `load_metadata` returns it.
 
     Returns:
-        Bytes written; the same genome gives the same bytes.
+        Number of bytes written. Equal genomes produce equal bytes.
 
     Raises:
         ValueError: if the genome does not fit the plan, or holds values that are not finite, or too large or too small
@@ -105,16 +104,16 @@ def load(
     max_pnet_bytes: int = 64 << 30,
     max_params: int | None = None,
 ) -> tuple[Plan, Genome]:
-    """Reads and checks a file of `save`; returns the plan and the genome, on the CPU.
+    """Reads and checks a file written by `save`; returns the plan and the genome on the CPU.
 
-    The plan is held against the size of the file before any number is read: no file of n bytes takes more than about
-    50 MB + 1,000 n of memory, and 0.3 s + 1 us n, unless `max_params` allows more.
+    The plan is checked against the size of the file before any tensor is read. Loading a file of n bytes takes at most
+    about 50 MB + 1,000 n bytes of memory and 0.3 s + 1 us n, unless `max_params` allows more.
 
     Args:
         path: the file.
-        factories: the factories of `from_module` that the plan uses: a file alone runs no code.
-        max_pnet_bytes: largest p-net that the file may declare; a small file can declare a huge one.
-        max_params: most parameters that the genome may have; None for 2^20 and 16 for each byte of the file.
+        factories: the factories of `from_module` that the plan uses. Loading runs no code from the file.
+        max_pnet_bytes: maximum size of the p-net that the file declares; a small file can declare a huge p-net.
+        max_params: maximum number of genome parameters; None allows 2^20, plus 16 per byte of the file.
 
     Raises:
         FileNotFoundError: if there is no file.
@@ -129,13 +128,13 @@ def load(
 
 
 def load_metadata(path: str | os.PathLike[str]) -> Any:
-    """The metadata of a genome's file, None where it has none; raises as `load`."""
+    """Returns the metadata of a genome file, or None without metadata; raises the errors of `load`."""
     with _opened(path) as file:
         return read_document(file.document).get("metadata")
 
 
 def load_dtype(path: str | os.PathLike[str]) -> Stored | None:
-    """The `dtype` of `save` that a file has, None for the plan's own; raises as `load`."""
+    """Returns the `dtype` a file was saved with, or None for the plan's dtypes; raises the errors of `load`."""
     with _opened(path) as file:
         return file.stored(Plan.from_json) if isinstance(file, Compact) else file.dtype
 
@@ -152,7 +151,7 @@ def _opened(path: str | os.PathLike[str], max_params: int | None = None) -> Iter
 
 
 def is_genome(path: Path) -> bool:
-    """Whether a file says that it is a genome; `SafetensorError` for one that is none and no safetensors file."""
+    """Return whether a file declares itself a genome; raises `SafetensorError` for files of other formats."""
     with path.open("rb") as file:
         if file.read(len(compact.MAGIC)) == compact.MAGIC:
             return True
@@ -177,7 +176,7 @@ def _open(path: Path, max_params: int | None) -> Compact | _Plain:
         check_most("its header", size, "bytes", "mostHeader")
     with safe_open(path, framework="pt", device="cpu") as file:
         metadata = file.metadata() or {}
-        # Copies: what safetensors returns is the mapped file, which others may change.
+        # Copies, because safetensors maps the file into memory and other processes may change it.
         tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118 (not a dict)
     if not _says_genome(metadata):
         raise ValueError("it is a safetensors file, but not a genome (no gbfunc plan in its header)")
@@ -190,9 +189,9 @@ def _open(path: Path, max_params: int | None) -> Compact | _Plain:
 
 class _Plain(NamedTuple):
     document: str
-    dtype: str | None  # Of trained leaves, None for the plan's
-    digest: str  # That the file gives
-    tensors: Params  # [n] of each dtype
+    dtype: str | None  # Stored dtype of trained leaves; None for the plan's
+    digest: str  # Digest declared by the file
+    tensors: Params  # One tensor [n] per dtype
     allowed: Allowed
 
     def leaves(self, plan: Plan) -> Params:
@@ -205,7 +204,7 @@ class _Plain(NamedTuple):
         if _digest(self.document, self.tensors) != self.digest:
             raise ValueError("its digest does not fit its content: the file is damaged")
         pieces = {k: x for d in names for k, x in zip(names[d], self.tensors[d].split(lengths[d]), strict=True)}
-        # Copies, so that no leaf keeps the memory of all others.
+        # Copies, so that a leaf does not keep the whole buffer alive.
         return {k: x.reshape(expected[k].shape).to(expected[k].dtype, copy=True) for k, x in pieces.items()}
 
 
@@ -243,10 +242,10 @@ def _check_sizes(plan: Plan, limit: int, file: Compact | _Plain) -> None:
 
 
 def _check_range(name: str, size: Tensor, stored: Tensor) -> None:
-    """Refuse a leaf of these absolute values that has no place in the range of the dtype that it is stored in."""
+    """Raise ValueError if the absolute values `size` of a leaf exceed the range of its stored dtype."""
     if not bool(torch.isfinite(stored).all()):
         raise ValueError(f"{name!r} holds {float(size.max()):g}, too large a number for {stored.dtype}")
-    # What is less than a rounding error of the leaf's largest number would not be missed.
+    # Values below the rounding error of the leaf's largest number may underflow.
     lost = size[(stored == 0) & (size > torch.finfo(stored.dtype).eps / 2 * size.amax())] if size.numel() else size
     if lost.numel():
         words = "it would be 0; dtype='bfloat16' holds smaller ones"

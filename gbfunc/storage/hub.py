@@ -1,6 +1,6 @@
-"""A genome as a folder of the Hugging Face hub: `genome.safetensors`, `config.json`, and a model card, `README.md`.
+"""Genome folders for the Hugging Face hub: `genome.safetensors`, `config.json`, and a model card, `README.md`.
 
-The package huggingface_hub moves folders to the hub and from there; one on a disk needs no package.
+Uploads and downloads need the package huggingface_hub; local folders do not.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HUB = ("huggingface_hub", "the Hugging Face hub", "huggingface_hub")
 _LARGE_FILES = frozenset(
     ("is_main_process", "max_shard_size", "safe_serialization", "save_function", "save_peft_format", "variant")
 )
-"""Options of `PreTrainedModel.save_pretrained`, which `Trainer` passes, that mean nothing for a genome."""
+"""Options of `PreTrainedModel.save_pretrained` that `Trainer` passes and a genome ignores."""
 
 _PLAIN = {"format": "pt"}
 
@@ -62,7 +62,7 @@ def save_pretrained(
     state_dict: Params | None = None,
     **options: Any,
 ) -> str | None:
-    """Write a genome's folder, as `GenomeModule.save_pretrained` does; a model card that is there stays."""
+    """Write a genome folder, as `GenomeModule.save_pretrained` does; keeps an existing model card."""
     options = {k: x for k, x in options.items() if k not in _LARGE_FILES}
     given = [*options] + ["repo_id"] * (repo_id is not None)
     if given and not push_to_hub:
@@ -85,7 +85,7 @@ def push_pretrained(
     token: str | bool | None = None,
     **options: Any,
 ) -> str:
-    """Upload a genome's folder, as `GenomeModule.push_to_hub` does, and return the commit's address."""
+    """Upload a genome folder, as `GenomeModule.push_to_hub` does, and return the URL of the commit."""
     api = import_extra(*_HUB).HfApi(token=token)
     inspect.signature(api.upload_folder).bind_partial(**options)
     with tempfile.TemporaryDirectory(prefix="gbfunc-") as folder:
@@ -97,7 +97,7 @@ def push_pretrained(
 def load_pretrained(
     name: str | os.PathLike[str], factories: Sequence[Callable[..., Any]] = (), **options: Any
 ) -> tuple[Plan, Genome]:
-    """Read a genome's folder, or that of a name on the hub, as `GenomeModule.from_pretrained` does."""
+    """Read a genome folder from disk or from the hub, as `GenomeModule.from_pretrained` does."""
     place = Path(name)
     if place.is_dir():
         if not (place / GENOME_FILE).is_file():
@@ -147,13 +147,13 @@ def _card(plan: Plan, sizes: dict[str, int], place: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """A name from a file as code in Markdown; characters that could end the code or begin HTML become `?`."""
+    """Format an untrusted name as Markdown code; replaces characters that could end the code or start HTML by `?`."""
     plain = re.sub(r"[^\w ./:@+-]", "?", text[:200])
     return f"`{plain}`"
 
 
 def card_head(library: str, tags: Sequence[str], base: str = "") -> str:
-    """The metadata of a model card, as YAML between rules; texts in it are JSON's."""
+    """Format the metadata of a model card as a YAML front matter with JSON strings."""
     about = {"base_model": base} if base else {}
     lines = [f"{k}: {json.dumps(v)}" for k, v in (about | {"library_name": library, "tags": [*tags]}).items()]
     return "\n".join(["---", *lines, "---", ""])

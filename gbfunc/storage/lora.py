@@ -1,11 +1,11 @@
-r"""Deltas of an adapter as a LoRA adapter (Hu et al., 2022), in the folder that `peft.PeftModel.from_pretrained` reads.
+r"""Exports adapter deltas as a LoRA adapter (Hu et al., 2022) that `peft.PeftModel.from_pretrained` reads.
 
-A delta with the tiles `L[i, j] @ R[i, j].T` is one product of two thin matrices, whose rank is that of all tiles:
+A delta with tiles `L[i, j] @ R[i, j].T` is one product of two thin matrices. Its rank is the sum of the tiles' ranks:
 
     W_base + delta = W_base + B A,    A [k', in],  B [out, k'],    k' = nr nc k
 
-in which the columns of B hold `L[i, j]` in the rows of tile row i, and the rows of A hold `R[i, j].T` in the columns of
-tile column j. The scales of the g-nets are in B: `lora_alpha = r` for every layer.
+The columns of B hold `L[i, j]` in the rows of tile row i, and the rows of A hold `R[i, j].T` in the columns of tile
+column j. B includes the scales of the g-nets, so `lora_alpha = r` for every layer.
 
 Suffixes: i tile rows (nr of them), j tile columns (nc), r and c rows and columns of a tile, k rank of a tile.
 """
@@ -38,26 +38,26 @@ from gbfunc.types import GenomeLike, Params
 _PREFIX = "base_model.model."
 _MAMBAS = frozenset({"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"})
 _MAMBA_LAYERS = ("conv1d", "out_proj")
-"""Layers that peft adapts in no network of these types, whose fused kernels read their weights."""
+"""Layers that peft does not adapt in these networks, because fused kernels read their weights."""
 _CONTAINERS = nn.ModuleDict | nn.ModuleList | nn.ParameterDict | nn.ParameterList
 _INSTEAD = "; gb.materialize(plan, genome, pnet) gives the whole network instead"
 
 
 def save_lora(folder: str | os.PathLike[str], plan: Plan, genome: GenomeLike, pnet: nn.Module) -> int:
-    """Writes a LoRA adapter for `peft.PeftModel.from_pretrained(pnet, folder)`; returns the bytes of its tensors.
+    """Writes a LoRA adapter for `peft.PeftModel.from_pretrained(pnet, folder)`; returns the size of its tensors.
 
-    The folder has every delta as two thin matrices, and the new modules (`modules_to_save`) whole, so the folder is
-    larger than the genome's file. The adapter gives the same outputs wherever LoRA is served, and cannot be read back
-    into a genome. Each layer of a tied weight has the matrices, which peft's merge would add twice.
+    The folder holds each delta as two thin matrices and the complete new modules (`modules_to_save`), so it is larger
+    than the genome file. The adapter produces the same outputs in any LoRA runtime and cannot be converted back into a
+    genome. Each layer of a tied weight has its own copy of the matrices, so peft's merge would add them twice.
 
     Args:
-        folder: the folder, made if need be; its files are replaced.
-        plan: the plan, which has a base.
+        folder: the folder, created if it does not exist; its files are replaced.
+        plan: a plan with a base.
         genome: a `Genome` or `TrainState`.
-        pnet: the base.
+        pnet: the base network.
 
     Raises:
-        ValueError: if plan, genome and p-net do not fit together, or with the name of a tensor that LoRA cannot hold.
+        ValueError: if plan, genome and p-net do not match, or LoRA cannot represent a tensor, which the error names.
         OSError: if a file cannot be written.
     """
     config, tensors = lora_of(plan, genome, pnet)
@@ -72,7 +72,7 @@ def save_lora(folder: str | os.PathLike[str], plan: Plan, genome: GenomeLike, pn
 
 
 def lora_of(plan: Plan, genome: GenomeLike, pnet: nn.Module) -> tuple[dict[str, Any], Params]:
-    """What `save_lora` writes: `adapter_config.json` and the tensors; raises as that."""
+    """Return the config and tensors that `save_lora` writes; raises the same errors."""
     check_plan(plan, pnet)
     check_genome(plan, genome)
     base = plan.base_tensors(pnet)
@@ -95,11 +95,11 @@ def lora_of(plan: Plan, genome: GenomeLike, pnet: nn.Module) -> tuple[dict[str, 
                 why = "is not of a layer that LoRA knows: its forward is not torch's"
             raise ValueError(f"the delta of {tensor.name!r} {why}{_INSTEAD}")
         a, b = as_low_rank(*form.by_tile(form.taken(weights)), form.grid)
-        # Each layer of a tied weight has the matrices.
+        # Each layer of a tied weight gets its own entries.
         for name in (tensor.name, *tensor.aliases):
             tensors |= _layer_tensors(pnet, name, a, b)
             ranks[name.rpartition(".")[0]] = len(a)
-    # Copies: a file holds no tensor by two names.
+    # Copies, because safetensors rejects tensors that share memory.
     new = {name: dense[t.name].to(DTYPES[t.dtype], copy=True) for t in heads for name in (t.name, *t.aliases)}
     saved = _new_modules(pnet, new.keys())
     tensors |= {f"{_PREFIX}{k}": x for k, x in _whole(pnet, saved, new | dict(genome.buffers)).items()}
@@ -107,9 +107,9 @@ def lora_of(plan: Plan, genome: GenomeLike, pnet: nn.Module) -> tuple[dict[str, 
 
 
 def as_low_rank(left_ijrk: Tensor, right_ijck: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
-    """The matrix of tiles `L[i, j] @ R[i, j].T` as `B A`: A [k', cols] and B [rows, k'].
+    """Factor the matrix of tiles `L[i, j] @ R[i, j].T` as `B A`; returns A [k', cols] and B [rows, k'].
 
-    `k'` is the rank of all tiles, or that of the matrix where this is less.
+    `k'` is the sum of the tiles' ranks, but at most `min(rows, cols)`.
     """
     b = torch.block_diag(*left_ijrk.transpose(1, 2).flatten(2))[: grid.rows]
     a = torch.cat([torch.block_diag(*right_jck.mT) for right_jck in right_ijck])[:, : grid.cols]
@@ -127,7 +127,7 @@ def _layer_tensors(pnet: nn.Module, name: str, a: Tensor, b: Tensor) -> Params:
         raise ValueError(f"the delta of {name!r} has no place in a LoRA adapter of peft's: {why}{_INSTEAD}")
     key = f"{_PREFIX}{layer}.lora_"
     if isinstance(module, nn.Embedding):
-        # Its matrix has a row for each token: what it applies is the transpose.
+        # An embedding has one row per token, so peft stores the factors transposed.
         return {f"{key}embedding_A": b.t(), f"{key}embedding_B": a.t()}
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         a = a.unflatten(1, (module.in_channels, *module.kernel_size))
@@ -163,7 +163,7 @@ def _new_modules(pnet: nn.Module, new: Collection[str]) -> list[str]:
             raise ValueError(
                 f"modules_to_save of a LoRA adapter are modules with a forward, and {name!r} is none{_INSTEAD}"
             )
-        # Peft takes every module whose name ends so, also within a word.
+        # peft matches by the end of a module's name, even within a word.
         others = [other for other in modules if other != name and other.endswith(name)]
         if others or not name:
             what = f"peft would take {others} for {name!r} too" if name else "a parameter of no submodule is new"
@@ -205,13 +205,13 @@ def _config(plan: Plan, pnet: nn.Module, ranks: Mapping[str, int], saved: list[s
 
 
 def _pattern(layer: str, ranks: Collection[str]) -> str:
-    """A key of `rank_pattern`, of which peft takes the first that is a regular expression of the name or its end."""
+    """Return a key of `rank_pattern`; peft uses the first key that matches a layer's name or its end."""
     others = (other for other in ranks if other != layer)
     return f"^{re.escape(layer)}" if any(re.match(rf"(.*\.)?({layer})$", o) for o in others) else layer
 
 
 def _targets(pnet: nn.Module, layers: Collection[str], saved: Collection[str]) -> list[str] | str:
-    """`target_modules`: full names, or a regular expression where peft would take other modules by their ends."""
+    """Return `target_modules`: full names, or a regular expression if the names also match other modules."""
     names = [name for name, _ in pnet.named_modules(remove_duplicate=False) if name not in layers]
     inside = tuple(f"{module}." for module in saved)
     clash = any(n.endswith(f".{layer}") for n in names if not f"{n}.".startswith(inside) for layer in layers)
