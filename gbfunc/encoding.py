@@ -162,7 +162,7 @@ class Grid(Encoding):
             raise ValueError(f"grid expects one or more axis lengths >= 1, got {dims}")
         if code not in ("coordinate", "gray", "binary"):
             raise ValueError(f"code must be 'coordinate', 'gray' or 'binary', got {code!r}")
-        if not (isinstance(bandwidth, int | float) and 0 < bandwidth <= _MAX_BANDWIDTH):
+        if isinstance(bandwidth, bool) or not (isinstance(bandwidth, int | float) and 0 < bandwidth <= _MAX_BANDWIDTH):
             raise ValueError(f"bandwidth must be a positive number, at most {_MAX_BANDWIDTH:g}, got {bandwidth!r}")
         object.__setattr__(self, "bandwidth", float(bandwidth))
 
@@ -207,8 +207,10 @@ class PerAxis(Encoding):
     type: ClassVar[str] = "per_axis"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.n_positions, int) or self.n_positions < 1:
+        if type(self.n_positions) is not int or self.n_positions < 1:
             raise ValueError(f"n_positions must be an int >= 1, got {self.n_positions!r}")
+        if odd := [code for code in (self.channels, self.positions) if not isinstance(code, Encoding)]:
+            raise ValueError(f"channels and positions must be encodings, got {odd[0]!r}")
         self.positions.check(self.n_positions)
         if self.depth > _MAX_DEPTH:
             raise ValueError(f"per_axis can be nested {_MAX_DEPTH} deep, got {self.depth}")

@@ -158,9 +158,9 @@ def project(codes_np: Tensor, weight_pH: Tensor) -> Tensor:
 
 
 def check_size(name: str, size: Any) -> None:
-    """Raise ValueError unless `size` is None or an int >= 1."""
-    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-        raise ValueError(f"{name} must be an int >= 1 or None (chosen by the plan), got {size!r}")
+    """Raise ValueError unless `size` is None or an int from 1 to 2**31."""
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= 2**31):
+        raise ValueError(f"{name} must be an int >= 1 (at most 2**31) or None (chosen by the plan), got {size!r}")
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,9 @@ class Waves(Sized):
         super().__post_init__()
         if self.share not in ("none", "layers", "shapes"):
             raise ValueError(f"share must be 'none', 'layers' or 'shapes', got {self.share!r}")
-        if len(self._deviations) != 2 or not all(math.isfinite(f) and f > 0 for f in self._deviations):
+        if len(self._deviations) != 2 or not all(
+            type(f) is not bool and math.isfinite(f) and f > 0 for f in self._deviations
+        ):
             raise ValueError(f"frequency must be a positive number, two of them or None, got {self.frequency!r}")
 
     @property
