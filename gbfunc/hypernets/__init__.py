@@ -1,4 +1,4 @@
-"""The types of g-net; a new type is one class and one entry in `TYPES`."""
+"""Types of g-net; a new type needs one class and one entry in `TYPES`."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from gbfunc.types import TileDims as TileDims
 TYPES: dict[str, Callable[..., Hypernet]] = {
     t.type: t for t in (periodic, bilinear, constant, gnet, stochastic, low_rank, xox, from_module)
 }
-"""`gb.register` adds to it."""
+"""Types by name; `gb.register` adds entries."""
 HYPERNETS: Mapping[str, Callable[..., Hypernet]] = MappingProxyType(TYPES)
-"""Every hypernetwork by its type."""
+"""Read-only view of all types by name."""
 
 
 def hypernet_from_json(data: dict[str, Any], factories: Mapping[str, Callable[..., Any]]) -> Hypernet:
-    """Read a description by `Hypernet.to_json`; only the factories of `from_module` in `factories`, by path, can run.
+    """Create a hypernetwork from `Hypernet.to_json`; calls only the `from_module` factories in `factories`, by path.
 
     Raises:
         ValueError: for an unknown type, options that do not fit the type, or a missing factory.

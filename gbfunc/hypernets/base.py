@@ -40,13 +40,13 @@ class Hypernet:
     """
 
     type: ClassVar[str]
-    default_size: ClassVar[int] = 32  # without a given size and without a target for the whole genome
+    default_size: ClassVar[int] = 32  # used without a size and without a target for the genome
     sizable: ClassVar[bool] = True  # False for a type without a size
     stochastic: ClassVar[bool] = False  # whether tiles take noise
     factorised: ClassVar[bool] = False  # whether tiles are `Factors`
     standardised: ClassVar[bool] = True  # whether tiles are scaled to the p-net's initial deviation
     rate: ClassVar[float] = 1e-2  # constant learning rate of Adam, chosen on validation images of digits at 20x
-    spreads: ClassVar[bool] = False  # whether more tiles give more rank than a larger size; plans then take small tiles
+    spreads: ClassVar[bool] = False  # whether more tiles add more rank than a larger size; plans then use small tiles
 
     @property
     def size(self) -> int | None:
@@ -57,7 +57,7 @@ class Hypernet:
         raise NotImplementedError
 
     def max_size(self, dims: TileDims) -> int | None:
-        """The largest useful size, or None."""
+        """Return the largest useful size, or None without a limit."""
         return None
 
     @property
@@ -71,11 +71,11 @@ class Hypernet:
         return False
 
     def group(self, name: str, part: int, shape: tuple[int, int]) -> str:
-        """The group of a matrix, by its tensor, part and shape; tiles of a group share leaves."""
+        """Return the group of a matrix from its tensor, part and shape; tiles of a group share leaves."""
         return ""
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
-        """The leaves of one g-net, by name."""
+        """Return the leaves of one g-net by name."""
         raise NotImplementedError
 
     def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
@@ -85,13 +85,13 @@ class Hypernet:
     def apply(
         self, leaves: Params, row_rp: Tensor, col_cq: Tensor, *, noise: Params | None = None, kernel: Kernel = "auto"
     ) -> Tensor | Factors:
-        """One g-net's tile: [r, c], or its factors ([r, k], [c, k]).
+        """Generate the tile of one g-net: [r, c], or its factors ([r, k], [c, k]).
 
         Args:
             leaves: leaves of ONE g-net.
             row_rp: codes of the rows: [r, p].
             col_cq: codes of the columns: [c, q].
-            noise: noise of the `noise_shapes`, or None for the mean.
+            noise: noise with the `noise_shapes`, or None for the mean.
             kernel: implementation, for a type with several (`gbfunc.types.Kernel`).
         """
         raise NotImplementedError
@@ -99,9 +99,9 @@ class Hypernet:
     def tiles(
         self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, noise: Params | None, kernel: Kernel
     ) -> Tensor | Factors:
-        """The tiles of many g-nets, [T, r, c] or factors: `apply` under `vmap`, unless a subclass is faster.
+        """Generate the tiles of many g-nets, [T, r, c] or factors; by default `apply` under `vmap`.
 
-        Leaves and noise are `{name: [T, ...]}`; codes are those of U = 1 or T tiles.
+        Leaves and noise are `{name: [T, ...]}`; codes have a first dimension U of 1 (shared) or T.
         """
 
         def apply(leaves: Params, row: Tensor, col: Tensor, noise: Params | None) -> Tensor | Factors:
@@ -111,47 +111,47 @@ class Hypernet:
         return torch.vmap(apply, (0, row_dim, col_dim, None if noise is None else 0))(leaves, row, col, noise)
 
     def matrix(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, grid: TileGrid, kernel: Kernel) -> Tensor | None:
-        """The one matrix [R, C] of all tiles, at their mean; None unless a subclass makes it without tiles."""
+        """Generate the mean matrix [R, C] without tiles; None if the type does not implement this."""
         return None
 
     def noise_shapes(self, dims: TileDims) -> dict[str, tuple[int, ...]]:
-        """Shapes of the standard normal noise of one g-net, by name."""
+        """Return the shapes of one g-net's standard normal noise by name."""
         return {}
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-able description, without defaults."""
+        """Return a JSON-able description without defaults."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         return {"type": self.type, **values}
 
 
 def ensemble_params(hypernet: Hypernet, dims: TileDims, n_tiles: int, n_groups: int) -> int:
-    """All parameters of `n_tiles` g-nets in `n_groups` groups."""
+    """Count the parameters of `n_tiles` g-nets in `n_groups` groups."""
     leaves = hypernet.leaves(dims).values()
     return sum((n_tiles if leaf.scope == "tile" else n_groups) * math.prod(leaf.shape) for leaf in leaves)
 
 
 def normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Standard normal numbers in float32 on the CPU, whatever torch's defaults: they make a seed's genome."""
+    """Draw standard normal numbers in float32 on the CPU; torch's defaults do not change a seed's genome."""
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
 
 
 def uniform(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Uniform numbers in [0, 1), in float32 on the CPU."""
+    """Draw uniform numbers in [0, 1) in float32 on the CPU."""
     return torch.rand(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
 
 
 def draw(
     leaves: Mapping[str, Leaf], n_tiles: int, n_groups: int, generator: torch.Generator, stds: Mapping[str, float] = {}
 ) -> Params:
-    """Draw normal leaves, tile by tile from one generator, of deviation `stds[name]` or otherwise their `std`."""
-    # Numbers are drawn for deviations of 0 also, so that a leaf does not depend on the deviations of others.
+    """Draw normal leaves tile by tile from one generator, with deviation `stds[name]` or the leaf's `std`."""
+    # Draw numbers even for a deviation of 0, so that a leaf does not depend on other leaves' deviations.
     counts = {"tile": n_tiles, "group": n_groups}
     drawn = {name: normal((counts[leaf.scope], *leaf.shape), generator) for name, leaf in leaves.items()}
     return {name: drawn[name] * stds.get(name, leaf.std) + leaf.mean for name, leaf in leaves.items()}
 
 
 def project(codes_np: Tensor, weight_pH: Tensor) -> Tensor:
-    """Codes times code weights, [..., n, p] @ [..., p, H]; zeros for codes of width 0, which IREE cannot multiply."""
+    """Multiply codes [..., n, p] by weights [..., p, H]; zeros for codes of width 0, which IREE cannot multiply."""
     if codes_np.shape[-1]:
         return codes_np @ weight_pH
     return codes_np.new_zeros((*weight_pH.shape[:-2], codes_np.shape[-2], weight_pH.shape[-1]))
@@ -181,7 +181,7 @@ class Sized(Hypernet):
 
     @property
     def known_size(self) -> int:
-        """The size; ValueError before a plan has chosen it."""
+        """The size; raises ValueError if a plan has not chosen it yet."""
         if self.size is None:
             raise ValueError(f"{self.type} has no size yet: a plan chooses it")
         return self.size

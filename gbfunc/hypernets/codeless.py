@@ -1,7 +1,7 @@
-r"""Types without codes: constants, trained factors, and genes with their rules of interaction (the XOX model).
+r"""Types without codes: constants, trained factors, and genes with interaction rules (the XOX model).
 
-Source of the last, $W = s X_{out} O X_{in}^T$: Barabasi et al., Complex computation from developmental priors (Nature
-Communications 2023).
+Source of the XOX model, $W = s X_{out} O X_{in}^T$: Barabasi et al., Complex computation from developmental priors
+(Nature Communications 2023).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One evaluation of many g-nets.
+"""Evaluates many g-nets together.
 
     leaves + codes --apply--> tiles [T, r, c], or factors [T, r, k] and [T, c, k] --join--> matrices [R, C]
 
@@ -21,12 +21,12 @@ from gbfunc.types import Factors, Kernel, Params, TileDims
 
 
 def is_exporting() -> bool:
-    """Whether `torch.export` is tracing; False on older torch, which exports codes as tables."""
+    """Return whether `torch.export` is tracing; False on older torch, which exports codes as tables."""
     return getattr(torch.compiler, "is_exporting", bool)()
 
 
 class Constants(NamedTuple):
-    """The inputs of tiles beside leaves and noise."""
+    """Inputs of tiles other than leaves and noise."""
 
     hypernet: Hypernet
     dims: TileDims
@@ -42,14 +42,14 @@ class Constants(NamedTuple):
     def make(
         hypernet: Hypernet, dims: TileDims, kernel: Kernel, row: Tensor, col: Tensor, *others: Tensor | None
     ) -> Constants:
-        """Constants of tiles with these codes, and with scales and groups if there are any."""
+        """Create constants from codes, and optionally scales and groups."""
         empty = {k: leaf.shape for k, leaf in hypernet.leaves(dims).items() if 0 in leaf.shape}
         known = isinstance(hypernet, Waves) and have_memory((row, col)) and not torch.compiler.is_compiling()
         periods = (period_of(row), period_of(col)) if known else (0, 0)
         return Constants(hypernet, dims, kernel, row, col, *others, empty=empty, periods=periods)
 
     def of(self, tiles: slice | Tensor) -> Constants:
-        """The constants of some tiles, by span or number."""
+        """Select the constants of some tiles, by slice or indices."""
         row, col = (x if len(x) == 1 else x[tiles] for x in (self.row, self.col))
         scale, groups = (None if x is None else x[tiles] for x in (self.scale, self.groups))
         # Not `_replace`, which Dynamo of torch 2.5 does not trace.
@@ -71,12 +71,12 @@ class Evaluation(NamedTuple):
         return len([*self.leaves.values(), ()][0] if groups is None else groups)
 
     def all_leaves(self) -> Params:
-        """All leaves, those without entries too."""
+        """Return all leaves, including empty leaves."""
         row = self.constants.row
         return self.leaves | {k: row.new_zeros((self.n_tiles, *x)) for k, x in self.constants.empty.items()}
 
     def tiles(self) -> Tensor | Factors:
-        """Scaled tiles [T, r, c], or their factors [T, r, k] and [T, c, k]; one tile for a type without leaves."""
+        """Return scaled tiles [T, r, c], or factors [T, r, k] and [T, c, k]; one tile for a type without leaves."""
         if self.made is not None:
             return self.made
         if isinstance(self.constants.hypernet, Waves):
@@ -86,7 +86,7 @@ class Evaluation(NamedTuple):
         return made if scale is None else dense_tiles(made) * scale[:, None, None]
 
     def _scaled(self) -> tuple[Params, Tensor | None]:
-        """The leaves of every tile, and the scale, or None where linear leaves, which are small, are scaled."""
+        """Return the leaves per tile and the scale; the scale is None if linear leaves already include it."""
         hypernet, scale, groups = self.constants.hypernet, self.constants.scale, self.constants.groups
         specs, leaves = hypernet.leaves(self.constants.dims), self.all_leaves()
         if groups is not None:
@@ -97,13 +97,13 @@ class Evaluation(NamedTuple):
         return {**leaves, **{k: leaves[k] * scale.reshape(-1, *(1,) * (leaves[k].ndim - 1)) for k in linear}}, None
 
     def matrices(self, grids: Sequence[TileGrid]) -> tuple[Tensor, ...]:
-        """The matrices [R, C] of the tiles, one grid after the other."""
+        """Return the matrices [R, C] of the tiles in the order of the grids."""
         if len(grids) > 1 and self.leaves:
             return join_all(dense_tiles(self.tiles()), grids)
         return tuple(self.matrix(grid) for grid in grids)
 
     def matrix(self, grid: TileGrid) -> Tensor:
-        """The one matrix [R, C] of all tiles."""
+        """Return a single matrix [R, C] from all tiles."""
         c = self.constants
         if self.made is None and self.noise is None and not isinstance(c.hypernet, Waves):
             leaves, scale = self._scaled()
@@ -121,7 +121,7 @@ class Evaluation(NamedTuple):
         specs = {} if constants.groups is None else constants.hypernet.leaves(constants.dims)
         shared = [k for k, leaf in specs.items() if leaf.scope == "group"]
 
-        # A split has one backward; each slice would fill a gradient of all tiles.
+        # A split has one backward; slices would each allocate a gradient for all tiles.
         def cut(x: Tensor) -> Sequence[Tensor]:
             return x.split(list(counts))
 
@@ -136,7 +136,7 @@ class Evaluation(NamedTuple):
 
 
 def with_factors(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    """The evaluations, with the factors of all periodic and bilinear g-nets `made` by one operator."""
+    """Compute `made`, the factors of all periodic and bilinear g-nets, with one operator."""
     found = [*evaluations]
     which = [i for i, one in enumerate(found) if one.made is None and isinstance(one.constants.hypernet, Waves)]
     for i, factors in zip(which, periodic_factors([found[i] for i in which]), strict=True):
@@ -145,7 +145,7 @@ def with_factors(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
 
 
 def periodic_factors(evaluations: Sequence[Evaluation]) -> list[Factors]:
-    """Scaled factors [T, r, k] and [T, c, k] of each evaluation of periodic or bilinear g-nets, by one operator."""
+    """Compute scaled factors [T, r, k] and [T, c, k] of periodic or bilinear g-nets with one operator."""
     leaves = [one.all_leaves() for one in evaluations]
     sides: list[Side] = []
     for one, own in zip(evaluations, leaves, strict=True):
@@ -157,13 +157,13 @@ def periodic_factors(evaluations: Sequence[Evaluation]) -> list[Factors]:
 
 
 def dense_tiles(tiles: Tensor | Factors) -> Tensor:
-    """Tiles [T, r, c], also from factors."""
+    """Return tiles [T, r, c], multiplying factors if necessary."""
     return tiles if isinstance(tiles, Tensor) else tiles.left @ tiles.right.mT
 
 
 def joined(tiles: Tensor | Factors, grid: TileGrid) -> Tensor:
-    """The one matrix [R, C] of tiles, or of their factors."""
+    """Join tiles or their factors into a single matrix [R, C]."""
     if isinstance(tiles, Factors) and (grid.tile_rows, grid.tile_cols) == (grid.rows, grid.cols):
-        # One matrix product is faster than a batch of one, and so is the backward of a view than of an index.
+        # A matrix product is faster than a batch of one, and a view has a faster backward than an index.
         return tiles.left.flatten(0, 1) @ tiles.right.flatten(0, 1).mT
     return join_tiles(dense_tiles(tiles), grid)

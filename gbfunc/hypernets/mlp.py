@@ -41,7 +41,7 @@ def _he(inputs: int) -> float:
 
 @dataclass(frozen=True)
 class GNet(Hypernet):
-    """An MLP over the codes of a weight, of any depth: the g-net of torchGB and the paper.
+    """An MLP of any depth over the codes of a weight: the g-net of torchGB and the paper.
 
     Args:
         hidden: widths of the hidden layers; None is one layer whose width the plan chooses (32 without a size target).
@@ -76,7 +76,7 @@ class GNet(Hypernet):
         return self.activation != "sin"
 
     def with_size(self, size: int) -> Hypernet:
-        """All layers scaled so that the first has `size` units."""
+        """Scale all layers so that the first has `size` units."""
         first, *rest = self.hidden or (size,)
         return replace(self, hidden=(size, *(max(1, round(n * size / first)) for n in rest)))
 
@@ -99,7 +99,7 @@ class GNet(Hypernet):
         return {"out_weight": Leaf((width,), "linear", std=_he(width)), "out_bias": Leaf((), "linear", std=0.0)}
 
     def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
-        """He-normal weights; normal biases spread the kinks over the middle of the codes, uniform ones the phases."""
+        """Draw He-normal weights, and normal biases that spread the kinks over the codes, or uniform sine phases."""
         drawn = super().init(dims, n_tiles, n_groups, generator)
         if self.activation == "sin":
             drawn["bias"] = uniform(drawn["bias"].shape, generator) * (2 * math.pi)
@@ -136,7 +136,7 @@ class GNet(Hypernet):
         return self._mean(leaves, row_Urp, col_Ucq, kernel, grid=grid) if self._is_fused else None
 
     def tiles(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, noise: Params | None, kernel: Kernel) -> Tensor:
-        """Tiles [T, r, c]: their mean, or a draw with the noise of a stochastic g-net."""
+        """Generate tiles [T, r, c]: the mean, or a sample if `noise` is given."""
         mean = self._mean(leaves, row_Urp, col_Ucq, kernel)
         if noise is None:
             return mean

@@ -45,7 +45,7 @@ def _skeleton(factory: Factory, width: int, thread: int) -> nn.Module:
 
 @lru_cache(maxsize=64)
 def _linear_leaves(factory: Factory, width: int) -> frozenset[str]:
-    """Parameters of the `nn.Linear` of one output that ends the module; none if something follows this layer."""
+    """Parameters of the `nn.Linear` of one output that ends the module; empty if an operation follows the layer."""
     module = _build(factory, width, 0)
     weights = {name: p.detach().double() for name, p in module.named_parameters()}
     random = partial(torch.randn, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float64, device="cpu")
@@ -67,8 +67,8 @@ def _linear_leaves(factory: Factory, width: int) -> frozenset[str]:
 class FromModule(Hypernet):
     """A g-net from any module: `factory(width)` builds an `nn.Module` that maps [..., width] -> [..., 1].
 
-    The input is the row code beside the column code of a weight. `init` rescales an `nn.Linear` of one output that ends
-    the module; other g-nets get a learned gain and shift (two parameters per tile, counted).
+    The input is the row code followed by the column code of a weight. `init` rescales an `nn.Linear` of one output that
+    ends the module; other g-nets get a learned gain and shift (two parameters per tile, counted).
 
     Args:
         factory: builds the module. To save a genome, the factory must be importable by name; `load` takes the factory
@@ -126,7 +126,7 @@ class FromModule(Hypernet):
         return drawn
 
     def tiles(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, *unused: Any) -> Tensor:
-        """Tiles [T, r, c]: the module on the codes of each weight, in chunks of rows."""
+        """Apply the module to the codes of every weight, in chunks of rows; returns tiles [T, r, c]."""
         p, q, tiles = row_Urp.shape[-1], col_Ucq.shape[-1], len(next(iter(leaves.values())))
         skeleton = _skeleton(self.factory, p + q, get_ident())
         inner = {k: v for k, v in leaves.items() if k not in (_GAIN, _SHIFT)}
@@ -138,7 +138,7 @@ class FromModule(Hypernet):
         return made * leaves[_GAIN][:, None, None] + leaves[_SHIFT][:, None, None]
 
     def to_json(self) -> dict[str, Any]:
-        """The factory by its import path, for information; ValueError for a lambda or a local function."""
+        """Describe the factory by its import path; raises ValueError for a lambda or a local function."""
         path = f"{getattr(self.factory, '__module__', '')}:{getattr(self.factory, '__qualname__', '')}"
         if "<" in path or path.startswith(":") or path.endswith(":"):
             raise ValueError(f"from_module's factory must be importable by name to be saved, got {self.factory!r}")

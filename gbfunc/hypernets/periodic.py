@@ -31,7 +31,7 @@ class Waves(Sized):
     frequency: float | tuple[float, float] | None = field(default=None, kw_only=True)
     size_field: ClassVar[str] = "features"
     factorised: ClassVar[bool] = True
-    cosine_first: ClassVar[bool] = False  # whether the cosines' half of the columns' side comes first
+    cosine_first: ClassVar[bool] = False  # whether cosines come first on the columns' side
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,7 +48,7 @@ class Waves(Sized):
 
     @property
     def _deviations(self) -> tuple[float, float]:
-        # Of the initial code weights of rows and of columns.
+        # Deviations of the initial code weights: (rows, columns).
         frequency = self.default_frequency if self.frequency is None else self.frequency
         return frequency if isinstance(frequency, tuple) else (frequency, frequency)
 
@@ -61,7 +61,7 @@ class Waves(Sized):
         return self.share != "none"
 
     def group(self, name: str, part: int, shape: tuple[int, int]) -> str:
-        """With `"layers"` the name without its numbers, part and shape; with `"shapes"` the shape."""
+        """Return name without numbers, part and shape for `"layers"`, or the shape for `"shapes"`."""
         size = f"{shape[0]}x{shape[1]}"
         kind = re.sub("[0-9]+", "*", name)
         return {"none": "", "layers": f"{kind}:{part}:{size}", "shapes": size}[self.share]
@@ -127,7 +127,7 @@ class Bilinear(Waves):
     code weights, such as deltas of a pretrained net.
 
     Args:
-        features: sines of the rows, and of the columns; None lets the plan choose (4 without a size target).
+        features: number of row sines, and of column sines; None lets the plan choose (4 without a size target).
         share: as for `periodic`.
         frequency: as for `periodic`; None is 1.0.
 

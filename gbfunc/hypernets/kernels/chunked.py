@@ -1,8 +1,8 @@
-"""Tiles of any g-net in row blocks that are recomputed in the backward pass: bounded memory, any order of derivative.
+"""Generates tiles in row blocks that backward recomputes, with bounded memory and derivatives of any order.
 
 A `RowMap` is a function of one g-net whose inputs are cut along the rows of its tile or shared by all rows, and whose
 outputs are cut along the rows or summed over them. Its reverse derivative is a row map too, so one `autograd.Function`
-evaluates derivatives of any order. Forward mode and compiled graphs take the plain expression.
+evaluates all higher derivatives. Forward mode and compiled graphs use the plain expression.
 
 Suffixes: T tiles; r, c rows and columns of a tile; H hidden units.
 """
@@ -49,7 +49,7 @@ class RowMap(NamedTuple):
         return self._replace(fn=fn, inputs=(n, k), outputs=self.inputs, row_bytes=2 * self.row_bytes)
 
     def apply(self, rows: Tensors, shared: Tensors) -> Tensors:
-        """Evaluate it for a stack of g-nets: row inputs [T, r, ...], shared inputs [T, ...] -> outputs [T, ...]."""
+        """Evaluate for a stack of g-nets: row inputs [T, r, ...], shared inputs [T, ...] -> outputs [T, ...]."""
         return _RowMapFunction.apply(self, *rows, *shared)
 
 
@@ -58,7 +58,7 @@ def _split_at(x: Tensors, n: int) -> tuple[Tensors, Tensors]:
 
 
 def pieces(length: int, longest: int) -> Iterator[slice]:
-    """Cut `length` into the fewest pieces of at most `longest`, as even as they can be."""
+    """Cut `length` into the fewest pieces of at most `longest`, as equal as possible."""
     step = -(-length // -(-length // longest))
     return (slice(start, min(length, start + step)) for start in range(0, length, step))
 
@@ -68,7 +68,7 @@ def _evaluate(m: RowMap, rows: Tensors, shared: Tensors) -> Tensors:
     tiles, length = rows[0].shape[:2]
     at_once = max(1, m.max_bytes // m.row_bytes)
     outputs: list[Tensor] = []
-    # Forward may run under autocast, and the recomputation without: both need the same precision.
+    # Forward may run under autocast but the recomputation does not; both need the same precision.
     device = rows[0].device.type
     with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
         for t in pieces(tiles, max(1, at_once // length)):
@@ -120,7 +120,7 @@ def chunked_apply(
     `fn(pre-activations [rows, c, H], params) -> weights [rows, c]` is one g-net after its first layer; `fn` treats rows
     independently and draws no random numbers. `A` [T, r, H] with the bias and `B` [T, c, H] are pre-activations of rows
     and columns, and `params` [T, ...] belong to all g-nets. `max_bytes` bounds the estimated memory of a block, but a
-    row is never divided. Derivatives of any order and mode reach `A`, `B` and `params`, but not the closure of `fn`.
+    row is never divided. `A`, `B` and `params` are differentiable in every order and mode; the closure of `fn` is not.
     """
     names, leaves = tuple(params), tuple(params.values())
 

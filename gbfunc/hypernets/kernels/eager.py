@@ -1,7 +1,7 @@
 """The ReLU tile in PyTorch: its definition, and eager code where there is no C++ compiler and no Triton.
 
-`W[i, j] = b + sum_h v[h] relu(A[i, h] + B[j, h])`, with `A` and `B` the halves of what the first layer feeds its ReLU.
-Few weights are one broadcast expression, of O(T r c H) memory; many are made in blocks that stay in cache.
+`W[i, j] = b + sum_h v[h] relu(A[i, h] + B[j, h])`, where `A` and `B` are row and column terms of the pre-activation.
+Small inputs use one broadcast expression with O(T r c H) memory; large inputs use blocks that fit in cache.
 
 Suffixes: R, C rows and columns of a matrix; T tiles; r, c of a tile, b rows of it in a block; H hidden units.
 """
@@ -41,7 +41,7 @@ def traced_tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensor:
 
 
 def block_size(device: torch.device) -> int:
-    """Weights in one block: as many as repay the dispatch, or on an accelerator the launch."""
+    """Return the number of weights per block, large enough to amortize dispatch or kernel launch."""
     return 2**20 if device.type == "cpu" else 2**22
 
 
@@ -57,7 +57,7 @@ def _blocks(A: Tensor, B: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 def _by_hidden(A_TbH: Tensor, B_TcH: Tensor) -> tuple[Tensor, Tensor]:
-    """One hidden unit after the other: [T, b, H], [T, c, H] -> [H, T, b, 1], [H, T, 1, c] with whole rows of c."""
+    """Move hidden units to the front: [T, b, H], [T, c, H] -> [H, T, b, 1], [H, T, 1, c] with whole rows of c."""
     return A_TbH.permute(2, 0, 1).unsqueeze(-1), B_TcH.permute(2, 0, 1).contiguous().unsqueeze(-2)
 
 
@@ -95,7 +95,7 @@ def _block_sums(g_Tbc: Tensor, A_TbH: Tensor, B_TcH: Tensor) -> tuple[Tensor, Te
 
 
 def gradients(g: Tensor, A: Tensor, B: Tensor, v: Tensor, grid: TileGrid) -> tuple[Tensor, ...]:
-    """Gradients of A, B, v and b, as large as they are, from that of the matrix [R, C]."""
+    """Compute the gradients of A, B, v and b, with their shapes, from the gradient of the matrix [R, C]."""
     g_Trc = split_stack(g, grid)
     if _is_small(A, B):
         SA_TrH, SB_TcH = _active_sums(g_Trc, A, B), _active_sums(g_Trc.mT, B, A)

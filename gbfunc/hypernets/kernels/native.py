@@ -29,7 +29,7 @@ from gbfunc.tiling import TileGrid
 _SOURCES = sorted(x for x in Path(__file__).parent.iterdir() if x.suffix in (".cpp", ".h"))
 _AVX2 = ("-mavx2", "-mfma")
 _FLAGS = {"AVX2": _AVX2, "AVX512": (*_AVX2, "-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl")}
-"""Flags by the machine's vectors. Not -march=native, as machines of many kinds may share a home folder."""
+"""Flags by vector extension. Not -march=native, because different machines may share a home folder."""
 
 
 def _command() -> list[str]:
@@ -45,9 +45,9 @@ def _command() -> list[str]:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The compiled kernels, from the cache or compiled in seconds; RuntimeError if no compiler works."""
+    """Load the kernels from the cache or compile them in seconds; raises RuntimeError if no compiler works."""
     command = _command()
-    # One file per state of the sources and the command.
+    # One file per version of the sources and the command.
     sources = [str(x) for x in _SOURCES if x.suffix == ".cpp"]
     digest = hashlib.sha256(b"".join(x.read_bytes() for x in _SOURCES) + repr(command).encode()).hexdigest()[:16]
     place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gbfunc" / f"kernels_{digest}.so"
@@ -69,7 +69,7 @@ def library() -> ctypes.CDLL:
 
 @functools.cache
 def is_available(*, warn: bool = True) -> bool:
-    """Whether the compiled kernels are available; one warning gives the reason if not."""
+    """Return whether the compiled kernels are available; warns once with the reason if not."""
     try:
         library()
     except (OSError, RuntimeError) as error:
@@ -79,11 +79,11 @@ def is_available(*, warn: bool = True) -> bool:
     return True
 
 
-_THREAD_WORK = 2**16  # Hidden activations that repay one more thread, about 10 us
+_THREAD_WORK = 2**16  # Hidden activations per additional thread, about 10 us
 
 
 def _sides(X: Tensor, Y: Tensor, *leaves: Tensor) -> array[int]:
-    """`Sides` in `relu.cpp`: the arrays, widths of the codes, and steps from the codes of a tile to the next."""
+    """Pack `Sides` of `relu.cpp`: the arrays, code widths, and strides between the codes of tiles."""
     steps = [0 if len(x) == 1 else x[0].numel() for x in (X, Y)]
     return array("q", [*map(Tensor.data_ptr, (X, Y, *leaves)), X.shape[2], Y.shape[2], *steps])
 
@@ -97,7 +97,7 @@ def _call(direction: str, grid: TileGrid, v: Tensor, parts: int, *arguments: Ten
 
 
 def _parts(grid: TileGrid) -> int:
-    """Parts of a tile that are work items: enough items for threads of uneven speed."""
+    """Return the number of parts per tile; enough work items to balance threads of uneven speed."""
     return max(1, min(-(-4 * torch.get_num_threads() // grid.n_tiles), grid.tile_rows // 16))
 
 
@@ -110,9 +110,9 @@ def matrix(inputs: Sequence[Tensor], grid: TileGrid) -> Tensor:
 
 
 def gradients(g: Tensor, inputs: Sequence[Tensor], grid: TileGrid) -> tuple[Tensor, ...]:
-    """Compute the gradients of U, V, u, v and b from that of the matrix [R, C]."""
+    """Compute the gradients of U, V, u, v and b from the gradient of the matrix [R, C]."""
     g, *sides, v, b = (x.detach().contiguous() for x in (g, *inputs))
-    # Parts of a tile have sums of their own.
+    # Each part of a tile accumulates separate sums.
     parts = _parts(grid)
     sums = [x.new_zeros(parts, *x.shape) for x in (*sides[2:], v, b)]
     _call("backward", grid, v, parts, g, _sides(*sides), v, array("q", map(Tensor.data_ptr, sums)))

@@ -159,7 +159,7 @@ def relu_matrix(*inputs: Tensor, grid: TileGrid | None = None, kernel: Kernel = 
             "reference" is the plain expression, of O(T r c H) memory.
 
     Raises:
-        RuntimeError: if "compiled" is asked for on a CPU, and no C++ compiler works.
+        RuntimeError: if `kernel="compiled"` on a CPU, and no C++ compiler works.
     """
     X, Y, *_, v, _ = inputs
     (tiles, hidden), rows, cols, dtype = v.shape, X.shape[-2], Y.shape[-2], v.dtype

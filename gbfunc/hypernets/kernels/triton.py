@@ -1,8 +1,8 @@
 """The ReLU tile on a GPU, by Triton (Tillet et al., 2019): tiles are written into their matrix and read from it.
 
 Forward, a program makes one block of a tile, a hidden unit at a time. Backward, a program takes some rows of a tile and
-some hidden units, for its part of the gradients of A, v and b; with rows and columns exchanged it gives those of B and
-v. No two programs add to one place, so results are reproducible. Sums are in float32, or float64 for float64.
+some hidden units, for its part of the gradients of A, v and b. A second launch exchanges rows and columns for B and v.
+No two programs write to the same address, so results are reproducible. Sums are in float32, or float64 for float64.
 
 Suffixes: R, C rows and columns of a matrix; T tiles; r, c rows and columns of a tile; H hidden units; P its parts.
 """
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from gbfunc.tiling import TileGrid
 
-# Block of a program: rows and columns forward; `_COLS` rows (or columns) and hidden units backward. Its sums take 8 or
-# 16 registers of each thread.
+# Block of a program: rows and columns forward; `_COLS` rows (or columns) and hidden units backward. Sums use 8 or 16
+# registers per thread.
 _ROWS, _COLS, _HIDDEN = 32, 64, 16
 
 
@@ -103,7 +103,7 @@ def tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor, grid: TileGrid) -> Tensor:
 
 
 def gradients(g: Tensor, A: Tensor, B: Tensor, v: Tensor, grid: TileGrid) -> tuple[Tensor, ...]:
-    """Gradients of A, B, v and b, as large as they are, from that of the matrix [R, C]."""
+    """Compute the gradients of A, B, v and b, with their shapes, from the gradient of the matrix [R, C]."""
     g, A, B, v = (x.detach().contiguous() for x in (g, A, B, v))
     hidden, results = A.shape[2], []
     for by_rows, x, y in ((True, A, B), (False, B, A)):

@@ -30,7 +30,7 @@ from gbfunc.types import Factors, Kernel, Params
 
 
 def have_memory(tensors: Iterable[Tensor]) -> bool:
-    """Whether a compiled program can read the tensors, unlike meta and fake tensors, subclasses and batched tensors."""
+    """Return whether compiled code can read the tensors; False for meta, fake, batched and subclassed tensors."""
     try:
         for x in tensors:
             if type(x) not in (Tensor, nn.Parameter) or x.is_meta:
@@ -42,7 +42,7 @@ def have_memory(tensors: Iterable[Tensor]) -> bool:
 
 
 class Side(NamedTuple):
-    """One side of some tiles."""
+    """The row or column side of a stack of tiles."""
 
     codes: Tensor  # of the rows [U, n, p]
     weight: Tensor  # of the codes [T, p, H], or [G, p, H]
@@ -96,12 +96,12 @@ def sides_of(
     groups: Tensor | None = None,
     periods: tuple[int, int] = (0, 0),
 ) -> tuple[Side, Side]:
-    """The rows' and the columns' sides of periodic or bilinear g-nets.
+    """Create the row and column sides of periodic or bilinear g-nets.
 
-    `scale` [T] multiplies the tiles; with `groups` [T], code weights are those of groups [G, ...]; `periods` are those
-    of the codes (`period_of`).
+    `scale` [T] multiplies the tiles; with `groups` [T], code weights are given per group [G, ...]; `periods` holds the
+    periods of the codes (`period_of`).
     """
-    # Weights for codes of width 0 are in no genome, and stand here per tile.
+    # Weights for codes of width 0 are not in the genome; here they are per tile.
     of_row, of_col = groups if row.shape[-1] else None, groups if col.shape[-1] else None
     phase, sine, cosine = leaves.get("phase"), leaves.get("amplitude", leaves.get("sine")), leaves.get("cosine")
     scale = None if sine is None else scale
@@ -112,7 +112,7 @@ def sides_of(
 
 
 def mixed(leaves: Params, left: Tensor, right: Tensor, scale: Tensor | None = None) -> Factors:
-    """The factors of both sides; bilinear g-nets mix the columns of the left side."""
+    """Combine two sides into factors; bilinear g-nets mix the columns of the left side."""
     mix = leaves.get("mix")
     if mix is None:
         return Factors(left, right)
@@ -120,9 +120,9 @@ def mixed(leaves: Params, left: Tensor, right: Tensor, scale: Tensor | None = No
 
 
 def period_of(codes_Unp: Tensor) -> int:
-    """Find the cheapest m such that the code of row b m + o is that of row b m, plus that of row o, less that of row 0.
+    """Find the cheapest period m with `code[b m + o] = code[b m] + code[o] - code[0]` for all rows.
 
-    Bits of a number and coordinates of an image's pixels have such periods, and the number of rows always is one.
+    Bits of a number and coordinates of an image's pixels have such periods. The number of rows is always a period.
     """
     n = codes_Unp.shape[1]
     numbers = torch.arange(n, device=codes_Unp.device)
@@ -141,12 +141,12 @@ def period_of(codes_Unp: Tensor) -> int:
 
 
 _THREAD_WORK = 2**14
-"""Sines and cosines that repay one more thread."""
+"""Sines and cosines per additional thread."""
 
 
 Pull = Callable[[Sequence[Tensor]], list[Tensor]]
 Backend = Callable[[Sequence[Side]], tuple[list[Tensor], Pull]]
-"""Makes outputs [T, n, 2 H], rows last in memory, and a function from their cotangents to gradients of all leaves."""
+"""Computes outputs [T, n, 2 H], rows last in memory, and a function that maps cotangents to leaf gradients."""
 
 
 def _native(sides: Sequence[Side]) -> tuple[list[Tensor], Pull]:
@@ -157,7 +157,7 @@ def _native(sides: Sequence[Side]) -> tuple[list[Tensor], Pull]:
     for side in sides:
         tiles, (groups, width, features) = len(side.weight if side.groups is None else side.groups), side.weight.shape
         rows = side.codes.shape[1]
-        # Rows last in memory: products with few columns are faster so.
+        # Rows last in memory make products with few columns faster.
         out = side.weight.new_empty_strided((tiles, rows, 2 * features), (2 * features * rows, 1, rows))
         outputs.append(out)
         for x in side[:7]:
@@ -196,7 +196,7 @@ def _native(sides: Sequence[Side]) -> tuple[list[Tensor], Pull]:
 
 @functools.cache
 def _triton(device_type: str) -> Backend | None:
-    """The backend of GPUs, if it makes a side of one row there."""
+    """Return the GPU backend, or None if it fails a test with one row."""
     try:
         from gbfunc.hypernets.kernels.waves_triton import backend
 
@@ -210,7 +210,7 @@ def _triton(device_type: str) -> Backend | None:
 def _backend(sides: Sequence[Side], leaves: Sequence[Tensor], kernel: Kernel) -> Backend | None:
     if kernel not in ("auto", "compiled") or torch.compiler.is_compiling() or forward_ad._current_level >= 0:
         return None
-    # By this test torch refuses the Function: a transform may be of the inputs of the p-net alone.
+    # torch rejects the Function under any active transform, even one over p-net inputs.
     if torch._C._are_functorch_transforms_active():
         return None
     kinds = {(x.dtype, x.device.type) for x in (*leaves, *[side.codes for side in sides])}
@@ -229,7 +229,7 @@ def _in_parts(sides: Sequence[Side], *leaves: Tensor) -> Tensors:
 
 
 class _Waves(torch.autograd.Function):
-    """Many sides at once, of plain tensors outside of transforms of `torch.func`."""
+    """Computes many sides together, from plain tensors outside `torch.func` transforms."""
 
     @staticmethod
     def forward(ctx: Any, backend: Backend, sides: Sequence[Side], *leaves: Tensor) -> Tensors:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -239,7 +239,7 @@ class _Waves(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        leaves = ctx.saved_tensors  # Raises if one was changed: they are those of the sides.
+        leaves = ctx.saved_tensors  # Raises if a leaf of the sides was modified.
         if torch.is_grad_enabled() or not have_memory(cotangents):
             pull: Any = torch.func.vjp(functools.partial(_in_parts, ctx.sides), *leaves)[1]
             return None, None, *pull(cotangents)
@@ -247,7 +247,7 @@ class _Waves(torch.autograd.Function):
 
 
 def waves(sides: Sequence[Side], *, kernel: Kernel = "auto") -> list[Tensor]:
-    """Make some sides [T, n, 2 H], differentiable to any order in their leaves.
+    """Compute sides [T, n, 2 H], differentiable to any order in their leaves.
 
     Args:
         sides: the sides, for a backend all of one dtype.
@@ -256,7 +256,7 @@ def waves(sides: Sequence[Side], *, kernel: Kernel = "auto") -> list[Tensor]:
             "eager" and "reference" do; "reference" computes a sine for each row.
 
     Raises:
-        RuntimeError: if "compiled" is asked for on a CPU, and no C++ compiler works.
+        RuntimeError: if `kernel="compiled"` on a CPU, and no C++ compiler works.
     """
     leaves = [x for side in sides for x in side[1:5] if x is not None]
     if leaves and (backend := _backend(sides, leaves, kernel)) is not None:

@@ -3,7 +3,7 @@
 One array holds the codes and leaves of all sides, and a table, made once for each set of shapes, tells every program
 its side and the side's places in the arrays. Forward, a program makes some features of some rows. Backward, a program
 sums over some rows of a tile; a second launch adds these sums over the rows and over the tiles of a group. No two
-programs add to one place, so results are reproducible. Sums are in the dtype of the leaves.
+programs write to the same address, so results are reproducible. Sums are in the dtype of the leaves.
 
 Suffixes: T tiles, G groups of tiles, n rows of a side, p width of its codes, H features; i rows, h features, k columns.
 """
@@ -25,7 +25,7 @@ from torch import Tensor
 _ROWS, _HIDDEN, _PART, _CODES, _COLS, _SUMS = 32, 8, 256, 16, 32, 32
 
 # Fields of a side in the table: its first program in each of the three launches, sizes, and places in the arrays, which
-# are -1 for absent tensors. `SUMS` is the place of [T, parts, p + 2, H], the sums of each part of the rows.
+# are -1 for absent tensors. `SUMS` is the offset of the sums [T, parts, p + 2, H] per part of the rows.
 FORWARD, PARTIAL, TOTAL, TILES, GROUPS, ROWS, WIDTH, FEATURES, PARTS, CODE_STEP = map(tl.constexpr, range(10))
 COSINE_FIRST, CODES, WEIGHT, PHASE, SINE, COSINE, SCALE, GROUP, OUT, SUMS = map(tl.constexpr, range(10, 20))
 D_WEIGHT, D_PHASE, D_SINE, D_COSINE, FIELDS = map(tl.constexpr, range(20, 25))
@@ -33,7 +33,7 @@ D_WEIGHT, D_PHASE, D_SINE, D_COSINE, FIELDS = map(tl.constexpr, range(20, 25))
 
 @triton.jit
 def _side(table, launch: tl.constexpr, SIDES: tl.constexpr) -> Any:
-    """The fields of the program's side, and the program's number among those of the side."""
+    """Return the fields of the program's side and the program's index within the side."""
     firsts = tl.load(table + tl.arange(0, SIDES) * FIELDS + launch)
     of = table + (tl.sum((firsts <= tl.program_id(0)).to(tl.int32), axis=0) - 1) * FIELDS
     return of, tl.program_id(0) - tl.load(of + launch)
@@ -41,7 +41,7 @@ def _side(table, launch: tl.constexpr, SIDES: tl.constexpr) -> Any:
 
 @triton.jit
 def _coefficients(of, x, tile, h) -> Any:
-    """`s`, `t` and their scale, of some features of a tile."""
+    """Load `s`, `t` and their scale for some features of a tile."""
     H, sine, cosine, scale = tl.load(of + FEATURES), tl.load(of + SINE), tl.load(of + COSINE), tl.load(of + SCALE)
     scale = tl.load(x + scale + tile, mask=scale >= 0, other=1.0)
     s = tl.load(x + sine + tile * H + h, mask=(h < H) & (sine >= 0), other=1.0)
@@ -51,7 +51,7 @@ def _coefficients(of, x, tile, h) -> Any:
 
 @triton.jit
 def _turns(of, x, groups, tile, i, h) -> Any:
-    """Sines and cosines [h, i] of the angles of a tile."""
+    """Compute sines and cosines [h, i] of the angles of a tile."""
     n, p, H, group = tl.load(of + ROWS), tl.load(of + WIDTH), tl.load(of + FEATURES), tl.load(of + GROUP)
     phase = tl.load(of + PHASE)
     g = tl.load(groups + group + tile, mask=group >= 0, other=0) + tl.where(group < 0, tile, 0)
@@ -74,7 +74,7 @@ def _turns(of, x, groups, tile, i, h) -> Any:
 
 @triton.jit
 def _halves(of, tile, i, h) -> Any:
-    """Places [h, i] of the sines and of the cosines among those of all sides, and whether they are there."""
+    """Return the output offsets [h, i] of sines and cosines, and the mask of valid entries."""
     n, H, first = tl.load(of + ROWS), tl.load(of + FEATURES), tl.load(of + COSINE_FIRST)
     at = tl.load(of + OUT) + (tile * 2 * H + h)[:, None] * n + i[None, :]
     return at + first * H * n, at + (1 - first) * H * n, (h < H)[:, None] & (i < n)[None, :]
@@ -165,7 +165,7 @@ def total_kernel(table, x, groups, sums, out, SIDES: tl.constexpr, COLS: tl.cons
 
 @lru_cache(maxsize=64)
 def _tabled(sides: tuple[Any, ...], device: torch.device) -> tuple[Tensor, list[int], list[list[int]], int]:
-    """The table of sides of these shapes; programs of each launch; sizes of outputs and of gradients; size of sums."""
+    """Return the table of sides, programs per launch, sizes of outputs and gradients, and the size of sums."""
     programs, rows, sizes = [0, 0, 0], list[list[int]](), {k: list[int]() for k in ("x", "group", "out", "d", "sums")}
 
     def place(array: str, shape: tuple[int, ...] | None) -> int:
@@ -196,7 +196,7 @@ def _launch(kernel: Any, programs: int, *arguments: Any) -> None:
 
 
 def backend(sides: Sequence[Any]) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], list[Tensor]]]:
-    """Make each `Side`, and a function from their cotangents to the gradients of their leaves, parts of one array."""
+    """Compute each `Side`, and a function that maps cotangents to leaf gradients, which are views of one array."""
     shapes = tuple((*(None if x is None else tuple(x.shape) for x in side[:7]), side.cosine_first) for side in sides)
     table, programs, (of_outputs, of_leaves), of_sums = _tabled(shapes, sides[0].weight.device)
     x = torch.cat([x.reshape(-1) for side in sides for x in side[:6] if x is not None])
