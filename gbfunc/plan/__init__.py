@@ -1,6 +1,6 @@
-"""The static plan: `slots` and `spec` say what it is, `ensembles` what goes together.
+"""The static plan: `slots` and `spec` define it, `ensembles` groups tiles that are generated together.
 
-`select`, `budget` and `build` make a plan, `serial` writes and reads it as JSON, and `report` shows it as a table.
+`select`, `budget` and `build` make a plan, `serial` writes and reads it as JSON, and `report` prints it as a table.
 """
 
 from gbfunc.plan.build import make_plan

@@ -1,8 +1,8 @@
-"""Sizes from a target: how the genome's parameters are split over the slots, and how each slot is cut into tiles.
+"""Sizes from a target: splits the genome's parameters over the slots and cuts each slot into tiles.
 
-The rules (design): features in proportion to numel^(1/3), at least one a slot, the rest filled greedily by the largest
-deficit; the fewest tiles with `2 * features <= min(r, c)`, halving the longer side; met from below. Types that spread
-(`Hypernet.spreads`) get parameters in proportion to numel^(1/2), in the smallest square tiles of size 1 instead.
+Slots get features in proportion to numel^(1/3), at least one per slot; the largest deficits are filled first. Each slot
+has the fewest tiles with `2 * features <= min(r, c)`, made by halving the longer side. Targets are met from below.
+Types with `Hypernet.spreads` get parameters in proportion to numel^(1/2), in the smallest square tiles of size 1.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from gbfunc.plan.slots import tile_dims
 from gbfunc.tiling import MaxTile, TileGrid, tile_grid
 from gbfunc.types import MatrixDims, TileDims
 
-_TOLERANCE = 0.02  # A target may be missed by this much before slots of equal shape get unequal sizes
-_THIN = 64  # A matrix with a side below this stays whole while 2 * features <= this: cutting it would save no time
-_NEAR = 8  # Units, and sizes from the present one, among which what uses up a target is sought
-_LEAST_SIDE = 16  # Of the tiles of a type that spreads: from there on a larger size costs less time than more tiles
+_TOLERANCE = 0.02  # Largest miss of a target, as a fraction, before slots of equal shape get unequal sizes
+_THIN = 64  # A matrix with a side below this is one tile while 2 * features <= this: cutting would save no time
+_NEAR = 8  # Number of units, and of sizes above and below the present one, searched to use up a target
+_LEAST_SIDE = 16  # Smallest tile side if `Hypernet.spreads`: below it, a larger size costs less time than more tiles
 
 
 @dataclass
 class Unit:
-    """`count` slots of equal shape, codes and hypernetwork, whose size is sought unless the hypernetwork has one."""
+    """`count` slots of equal shape, codes and hypernetwork; `size` is chosen unless the hypernetwork has a size."""
 
     matrix: MatrixDims
     hypernet: Hypernet
@@ -36,28 +36,28 @@ class Unit:
     group: str = ""
     spreads: bool = False
     count: int = 0
-    # Tiles along rows and columns without `max_tile`; smaller tiles only shorten min(r, c), which no given size needs.
+    # Number of tiles along rows and columns if `max_tile` is None. Smaller tiles do not help a fixed size.
     cut: tuple[int, int] = (1, 1)
     size: int = 1
-    larger: int = 0  # The first slots, which get one size more
+    larger: int = 0  # The first `larger` slots get `size + 1`
     _tilings: dict[tuple[int, int], tuple[TileGrid, TileDims]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.fixed = self.hypernet.size is not None
-        # A size of the user's stays in the tiles that it was given for.
+        # A size set by the user keeps the tiles it was chosen for.
         self.spreads &= self.max_tile is None and not (self.fixed and self.hypernet.sizable)
         self.numel = self.matrix.rows * self.matrix.cols
-        # Tiles cut channels, never the kernel that a channel's columns span.
+        # Tiles are cut between channels: the kernel columns of a channel stay together.
         self._kernel = math.prod(self.matrix.kernel)
         self._channels = self.matrix.cols // self._kernel
 
     @property
     def cost(self) -> int:
-        """Parameters of all slots at the present size and cut."""
+        """Total parameters of the slots at the present size and cut."""
         return self.cost_of(self.cut, self.size)
 
     def tiling(self, cut: tuple[int, int]) -> tuple[TileGrid, TileDims]:
-        """The tiles of one slot, and one of them as a g-net sees it."""
+        """Return the tile grid of one slot, and the dimensions of a tile as its g-net sees them."""
         if cut not in self._tilings:
             if self.max_tile is None:
                 rows, cols = -(-self.matrix.rows // cut[0]), self._kernel * -(-self._channels // cut[1])
@@ -68,13 +68,13 @@ class Unit:
         return self._tilings[cut]
 
     def cost_of(self, cut: tuple[int, int], size: int) -> int:
-        """Parameters of all its slots at a size and cut."""
+        """Return the total parameters of the slots at a size and cut."""
         grid, dims = self.tiling(cut)
         a_tile, a_group = _costs(self.hypernet, None if self.fixed else size, dims)
         return grid.n_tiles * (self.count * a_tile + (1 if self.hypernet.shares else self.count) * a_group)
 
     def largest(self, cut: tuple[int, int], budget: float) -> int:
-        """The largest size within the budget, the number of weights and the type's limit; at least 1."""
+        """Return the largest size within the budget, the number of weights and the type's limit; at least 1."""
         if self.fixed:
             return 1
         limit = self.hypernet.max_size(self.tiling(cut)[1]) or self.numel
@@ -86,7 +86,7 @@ class Unit:
         return low + bisect_right(larger, budget, key=lambda size: self.cost_of(cut, size))
 
     def step(self) -> int:
-        """Parameters that one size more costs; 0 where the type or the rule for tiles allows no more."""
+        """Return the cost of increasing the size by one; 0 if the type or the rule for tiles forbids a larger size."""
         size = self.size + 1
         most = self.hypernet.max_size(self.tiling(self.cut)[1]) or size
         if self.fixed or size > most or not self.fits(self.cut, size):
@@ -94,10 +94,10 @@ class Unit:
         return self.cost_of(self.cut, size) - self.cost
 
     def fits(self, cut: tuple[int, int], size: int) -> bool:
-        """Whether the rule for the number of tiles allows a size; any size fits given tiles."""
+        """Return True if the rule for the number of tiles allows a size; any size fits if `max_tile` is given."""
         if self.spreads:
             finest = self._square(_LEAST_SIDE)
-            # A whole matrix is left whole where not even two tiles are within the budget.
+            # A matrix stays one tile if the budget does not cover two.
             return size == 1 or cut == (1, 1) or (cut[0] >= finest[0] and cut[1] >= finest[1])
         dims = self.tiling(cut)[1]
         thin = min(self.matrix.rows, self.matrix.cols) < _THIN and 2 * size <= _THIN
@@ -113,13 +113,13 @@ class Unit:
         return taller if dims.rows > 1 else None
 
     def set_budget(self, budget: float) -> None:
-        """Choose the cut (fewest tiles that the rule allows) and the size for a number of parameters."""
+        """Choose the cut (fewest tiles that the rule allows) and the size for `budget` parameters."""
         if self.fixed and not self.spreads:
             return
         if self.spreads:
             most = min(budget, self.numel * self.count)
             sides = range(_LEAST_SIDE, max(_LEAST_SIDE + 1, *self.matrix[:2]))
-            # Smaller tiles cost more: the first side that the budget allows.
+            # Smaller tiles cost more, so take the first side within the budget.
             side = bisect_left(sides, True, key=lambda side: self.cost_of(self._square(side), 1) <= most)
             self.cut = self._square(_LEAST_SIDE + side)
             size = self.largest(self.cut, budget)
@@ -136,7 +136,7 @@ class Unit:
         return -(-self.matrix.rows // side), min(-(-self.matrix.cols // side), self._channels)
 
     def refine(self, budget: int) -> None:
-        """Use up a budget in finer steps than whole sizes: the fewest tiles near the present cut that nearly do."""
+        """Use up a budget in finer steps than whole sizes, by the fewest tiles near the present cut that nearly do."""
         if (self.fixed and not self.spreads) or self.max_tile is not None or self.cut == (1, 1):
             return
         options = [(self.cost, self.cut, self.size)]
@@ -150,10 +150,10 @@ class Unit:
         _, self.cut, self.size = min(near, key=lambda option: (math.prod(option[1]), -option[0]))
 
     def nearby(self) -> list[tuple[int, tuple[int, int], int]]:
-        """Parameters, cut and size of the allowed cuts and sizes near the present ones."""
+        """Return `(cost, cut, size)` for the allowed cuts and sizes near the present ones."""
         if self.fixed or self.spreads:
             return [(self.cost, self.cut, self.size)]
-        # A matrix that is one tile may become two or four; `refine` has tried finer tiles of all others.
+        # A matrix of one tile may be cut into two or four; `refine` has tried finer tiles for other matrices.
         one_tile = self.max_tile is None and self.cut == (1, 1)
         cuts = product(_cuts(self.matrix.rows, 1), _cuts(self._channels, 1)) if one_tile else [self.cut]
         least, most = max(1, self.size // 2, self.size - _NEAR), min(2 * self.size, self.size + _NEAR)
@@ -172,14 +172,14 @@ def _costs(hypernet: Hypernet, size: int | None, dims: TileDims) -> tuple[int, i
 
 
 def spend(units: list[Unit], level: float) -> int:
-    """Choose every unit's size for its share at a level: the parameters of all, the least that is possible at 0."""
+    """Size every unit for its share at `level` and return the total cost; level 0 gives the lowest possible cost."""
     for unit in units:
         unit.set_budget(_share(unit, level))
     return sum(unit.cost for unit in units)
 
 
 def allocate(units: list[Unit], budget: int) -> None:
-    """Choose sizes that cost at most `budget` parameters, which `spend(units, 0)` does not exceed, and almost that."""
+    """Choose sizes that cost almost `budget` parameters and at most that; `spend(units, 0)` must be within `budget`."""
     low, high = 0.0, 1.0
     while spend(units, high) <= budget and high < 1e9:
         low, high = high, 2 * high
@@ -203,7 +203,7 @@ def allocate(units: list[Unit], budget: int) -> None:
 
 
 def _exchange(units: list[Unit], left: int, enough: float) -> None:
-    # Two units change so that at most `enough` is left, or the least; by the fewest tiles, then the closest sizes.
+    # Changes two units to leave at most `enough`, or the least possible; prefers few tiles, then the closest sizes.
     nearby = {id(unit): unit.nearby() for unit in units}
     least: tuple[float, ...] = (left,)
     best: list[tuple[Unit, tuple[int, int], int]] = []
@@ -222,7 +222,7 @@ def _exchange(units: list[Unit], left: int, enough: float) -> None:
 
 
 def _share(unit: Unit, level: float) -> float:
-    # level * numel^(1/3) features of the whole matrix, in parameters
+    # Cost of level * numel^(1/3) features of the whole matrix, in parameters
     if unit.spreads:
         return level * unit.count * math.sqrt(unit.numel)
     first = unit.cost_of((1, 1), 1)

@@ -1,7 +1,7 @@
-"""`make_plan`: from a p-net, a hypernetwork and a size to a static plan.
+"""`make_plan`: makes a static plan from a p-net, a hypernetwork and a size.
 
-The user's patterns choose which parameters are generated, by what, and under which codes (`select`); slots of equal
-shape are sized together (`budget`); and every slot gets the scale of the p-net's initial weights.
+`select` applies the user's patterns and chooses the hypernetwork of every generated parameter; `budget` sizes slots of
+equal shape together; every slot gets the scale of the p-net's initial weights.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from gbfunc.types import MatrixDims, dtype_name
 
 Codes = tuple[Encoding | None, Encoding | None]
 OwnCodes = Encoding | torch.Tensor | np.ndarray[Any, Any] | None
-"""Of one axis, as the user gives them."""
-_DIRECT_SHARE = 0.25  # What may be direct or not takes this part of a size target; beyond it the longest are generated
-_EMBEDDING_SHARE = 0.25  # Larger embeddings are factors that take this part of a size target, or the p-net's part
-_EMBEDDING_SAVING = 2 / 3  # that they are, if that is more; where factors have at most this part of their parameters
-_HEAD_SHARE = 0.1  # What is new beside a base and generated takes this part of a size target: deltas are many
-_DELTA_SCALE = 0.1  # Deviation of a delta of unit g-nets, in that of the base's weights
-_LADDER = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)  # Where to look for the smallest file: multiples of the fewest parameters
+"""Codes of one axis, as given by the user."""
+_DIRECT_SHARE = 0.25  # Share of a size target for optional direct parameters; beyond it the longest are generated
+_EMBEDDING_SHARE = 0.25  # Embeddings above this share of a size target, and above their share of the p-net,
+_EMBEDDING_SAVING = 2 / 3  # become factors of the larger share, if factors have at most this part of their parameters
+_HEAD_SHARE = 0.1  # Share of a size target for generated parameters of new modules; deltas are numerous
+_DELTA_SCALE = 0.1  # Deviation of a delta from unit g-nets, relative to the deviation of the base's weights
+_LADDER = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)  # Multiples of the fewest parameters, searched for the smallest file
 
 
 def make_plan(
@@ -61,44 +61,44 @@ def make_plan(
 ) -> Plan:
     """Plans how a p-net's weights grow from a genome, or how a genome changes a pretrained p-net.
 
-    By default the weights of linear, convolution and attention layers are generated, and biases, norms and embeddings
+    By default, the weights of linear, convolution and attention layers are generated, and biases, norms and embeddings
     are direct parameters. If these would take over a quarter of a size target, embeddings become products of two thin
     matrices (`low_rank`), and the longest vectors are generated. A size target excludes other targets and an explicit
-    size of `hypernet` (sizes in `rules` are kept); without either, every matrix has one tile and its type's default
-    size (32 features, 32 hidden units, rank 4, 8 genes). If some of the p-net's parameters require grad and others do
-    not, the others are direct and stay as they are, unless `include` or `rules` name them.
+    size of `hypernet` (sizes in `rules` are kept). Without a target or a size, every matrix has one tile and its type's
+    default size (32 features, 32 hidden units, rank 4, 8 genes). If only some parameters require grad, the frozen
+    parameters are direct and keep their values, unless `include` or `rules` name them.
 
-    With `base="own"` the p-net's present weights are the base, and the genome an adapter: `weights = base + delta`. The
-    deltas are generated and start at exactly zero; other weights of the base are neither trained, nor counted, nor
-    stored. Norms of the base with running statistics stay in evaluation mode.
+    With `base="own"`, the p-net's present weights are the base, and the genome is an adapter: `weights = base + delta`.
+    The deltas are generated and start at exactly zero. Other weights of the base are not trained, counted or stored.
+    Norms of the base with running statistics stay in evaluation mode.
 
     Args:
-        pnet: any `nn.Module`, which is not changed. Its initial weights set the scale of the generated weights.
-        hypernet: the type of g-net; by default `periodic()`, and for deltas of a base `bilinear(share="shapes")`.
-        genome_params: most parameters of the whole genome, direct parameters included.
-        genome_bytes: most bytes of the genome's file, header and buffers included.
-        compression: least ratio of the p-net's parameters to the genome's.
-        stored: the `dtype` of `save` that `genome_bytes` are of, `"float16"` by default. Codes count the most bytes
-            that any values need (trained values need 5 to 15 % less), with running statistics in 16 bits; `"auto"`
-            (`allocate_steps`) counts 5 bits a number. `save` and `report` of the plan take this dtype by default.
-        include: regular expressions (`re.search`) for parameters to generate beside the defaults.
-        exclude: regular expressions for parameters to keep direct, whatever else names them.
-        rules: `(pattern, hypernetwork or None)`: other types for some parameters, None for direct; the first wins.
-        encodings: `{parameter: (rows, columns)}`: codes of the axes of its matrix, None for the default (`binary`); an
-            array or tensor [n, k] has codes of one's own (`table`).
-        max_tile: largest tile: None for the fewest tiles with `2 * size <= min(r, c)`, a length, or (rows, columns);
-            columns coded per axis, such as a convolution's, count channels.
+        pnet: any `nn.Module`; it is not changed. Its initial weights set the scale of the generated weights.
+        hypernet: the type of g-net, by default `periodic()`, or `bilinear(share="shapes")` for deltas of a base.
+        genome_params: maximum number of parameters of the whole genome, direct parameters included.
+        genome_bytes: maximum size of the genome's file in bytes, header and buffers included.
+        compression: minimum ratio of the p-net's parameters to the genome's.
+        stored: the `dtype` of `save` in which `genome_bytes` are counted, `"float16"` by default. Codes count at the
+            worst case (trained values need 5 to 15 % less), with running statistics in 16 bits; `"auto"`
+            (`allocate_steps`) counts 5 bits per number. `save` and `report` of the plan use this dtype by default.
+        include: regular expressions (`re.search`) for parameters to generate in addition to the defaults.
+        exclude: regular expressions for parameters to keep direct; overrides every other selection.
+        rules: pairs `(pattern, hypernetwork)` that choose other types, or None for direct; the first match applies.
+        encodings: `{parameter: (rows, columns)}`: codes for the axes of a parameter's matrix. None is the default
+            (`binary`); an array or tensor [n, k] gives custom codes (`table`).
+        max_tile: largest tile: None for the fewest tiles with `2 * size <= min(r, c)`, a length, or (rows, columns).
+            For columns coded per axis, as in a convolution, the length counts channels.
         base: `"own"`: the p-net's present tensors, except those of `modules_to_save`, in their own dtype. To serve a
-            base of float32 in a narrower dtype, convert the result of `gb.materialize`.
+            float32 base in a narrower dtype, convert the result of `gb.materialize`.
         target_modules: modules whose weights get a delta, as in PEFT: a list of names or their last parts
-            (`["query", "value"]`), a regular expression that matches whole names, or `"all-linear"`; None is every
-            linear, convolution and attention layer. `include`, `exclude` and `rules` go first.
-        modules_to_save: names, or their last parts, of modules that are not the base's, such as a new head. Their
-            parameters are direct, and start at their present values; if they would take over a quarter of a size
+            (`["query", "value"]`), a regular expression that matches whole names, or `"all-linear"`; None selects every
+            linear, convolution and attention layer. `include`, `exclude` and `rules` take precedence.
+        modules_to_save: names, or their last parts, of modules outside the base, such as a new head. Their
+            parameters are direct and start at their present values. If they would take over a quarter of a size
             target, the longest are generated, by `periodic()` if `hypernet` shares code weights between matrices.
 
     Returns:
-        The plan. A size target is met from below, within 2 % where the sizes' steps allow.
+        The plan. It meets a size target from below, within 2 % if the steps between sizes allow.
 
     Raises:
         ValueError: for a p-net that cannot be used, patterns that match nothing, contradictory sizes, or a target that
@@ -135,7 +135,7 @@ def make_plan(
     name = "" if genome_bytes is None else stored_as("float16" if stored is None else stored, "stored")
 
     def build(params: int | None, squeezed: int = 0) -> Plan:
-        # 1: every vector is generated that is smaller so; 2: embeddings are of rank 1, too.
+        # 1: vectors are generated if that saves parameters; 2: embeddings also have rank 1.
         share, fresh = 0.0 if squeezed else _DIRECT_SHARE, [replace(c) for c in choices]
         if params is not None:
             if targets is None:
@@ -147,7 +147,7 @@ def make_plan(
         try:
             return Plan(_tensors(fresh, params, codes, max_tile, asked), buffers, words, frozen, left, name)
         except TargetTooSmall:
-            # What fails at last is below the smallest genome.
+            # A target that also fails at level 2 is below the smallest genome.
             if squeezed == 2:
                 raise
         return build(params, squeezed + 1)
@@ -176,7 +176,7 @@ def _target(total: int, hypernet: Hypernet, targets: Mapping[str, float | None])
 
 
 class TargetTooSmall(ValueError):
-    """A size target below the parameters of the smallest genome, `least`."""
+    """A size target below `least`, the number of parameters of the smallest genome."""
 
     def __init__(self, words: str, least: int) -> None:
         super().__init__(words)
@@ -209,12 +209,12 @@ def _plan_for_bytes(build: Callable[[int], Plan], limit: int, total: int, stored
             guess = (low + high) // 2
     if best is not None:
         return best
-    # Fewer parameters can need more bytes: a short vector takes less room than the words that say how to generate it.
+    # Fewer parameters can need more bytes: a short vector is smaller than the text of the plan to generate it.
     least, _ = nearest(1)
     smallest = min((build(max(1, round(rung * least))) for rung in _LADDER), key=size_of)
     if (size := size_of(smallest)) <= limit:
         return smallest
-    # The plan is in the file, and in the plan the target.
+    # The file contains the plan, and the plan's text contains the target.
     while (named := size_of(replace(smallest, target=f"at most {size:,} bytes"))) > size:
         size = named
     raise ValueError(
@@ -272,9 +272,9 @@ def _tensors(
             scale = _initial_scale(choice, matrix, part)
             pair = _default_codes(matrix, codes.get(name, (None, None)))
             if isinstance(pair[1], PerAxis) and not matrix.kernel:
-                # A flattened image, say: tiles cut its channels, as they do a convolution's.
+                # For example a flattened image: tiles cut its channels, as in a convolution.
                 matrix = matrix._replace(kernel=(pair[1].n_positions,))
-            # Beside a base's matrix a delta needs no rank.
+            # A delta does not need high rank: the base's matrix has it.
             group, spreads = hypernet.group(name, part, matrix[:2]), hypernet.spreads and not choice.base
             key = matrix, hypernet, pair, tile, group, spreads
             unit = units.setdefault(key, Unit(*key))
@@ -353,12 +353,12 @@ def _default_codes(matrix: MatrixDims, given: Codes) -> tuple[Encoding, Encoding
 
 
 def _initial_scale(choice: Candidate, matrix: MatrixDims, part: int) -> tuple[float, float]:
-    """Standard deviation and offset of a slot: those of the p-net's initial weights, in three digits.
+    """Return the standard deviation and offset of a slot, from the p-net's initial weights, to three digits.
 
-    A vector keeps its mean as the offset. A deviation that is zero or undefined becomes 1 / sqrt(fan_in), with the
-    columns of a matrix or the length of a vector as fan_in. A delta has a tenth of the deviation, and no offset.
+    The offset is the mean for vectors, otherwise 0. A zero or undefined deviation becomes 1 / sqrt(fan_in), with the
+    columns of a matrix or the length of a vector as fan_in. A delta has a tenth of the deviation and offset 0.
     """
-    # Kept: a target in bytes is met by trying many plans.
+    # Cached, because a target in bytes builds many plans.
     if part in choice.scales:
         return choice.scales[part]
     weights = choice.info.tensor.detach()

@@ -1,4 +1,4 @@
-"""Ensembles: the tiles of all slots, sorted by what one vmapped call can generate together."""
+"""Ensembles: groups of tiles that one vmapped call generates together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gbfunc.types import TileDims
 
 
 class TileSpan(NamedTuple):
-    """Where the tiles of one slot stand in their ensemble: tiles `first .. first + grid.n_tiles - 1`."""
+    """The position of a slot in its ensemble: tiles `first .. first + grid.n_tiles - 1`."""
 
     tensor: int
     part: int
@@ -29,9 +29,9 @@ class TileSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Ensemble:
-    """All g-nets of one (hypernetwork with its size, tile shape, code widths): stacked leaves, one vmapped call.
+    """All g-nets with equal (hypernetwork with size, tile shape, code widths): stacked leaves, one vmapped call.
 
-    `name` is its name in the genome, `spans` are the slots that it fills, in order of their tiles.
+    `name` is the ensemble's name in the genome; `spans` are the slots that the ensemble fills, in order of their tiles.
     """
 
     name: str
@@ -41,17 +41,17 @@ class Ensemble:
 
     @property
     def n_tiles(self) -> int:
-        """Tiles."""
+        """Number of tiles."""
         return self.spans[-1].first + self.spans[-1].slot.grid.n_tiles
 
     @cached_property
     def n_groups(self) -> int:
-        """Groups that share leaves."""
+        """Number of groups of tiles that share leaves."""
         return int(self.groups.max()) + 1 if self.hypernet.shares else self.n_tiles
 
     @cached_property
     def groups(self) -> NDArray[np.int64]:
-        """Group of every tile [T]: one each, or one for each place within slots of the same group."""
+        """Group number of every tile [T]: one per tile, or one per position in slots of the same group."""
         if not self.hypernet.shares:
             return np.arange(self.n_tiles)
         numbers: dict[str, NDArray[np.int64]] = {}
@@ -66,7 +66,7 @@ class Ensemble:
 
     @property
     def leaves(self) -> dict[str, Leaf]:
-        """Leaves of ONE g-net, by name; those without numbers (weights of a code of width 0) are left out."""
+        """Leaves of ONE g-net by name, without empty leaves (weights of a code of width 0)."""
         return {k: leaf for k, leaf in self.hypernet.leaves(self.dims).items() if 0 not in leaf.shape}
 
     @property
@@ -77,22 +77,22 @@ class Ensemble:
 
     @cached_property
     def codes(self) -> tuple[Array, Array]:
-        """Row codes [U, r, p] and column codes [U, c, q]: U is 1 where all tiles share them, else the tiles."""
+        """Row codes [U, r, p] and column codes [U, c, q]: U is 1 if all tiles share codes, otherwise T."""
         row, col = (codes.double() for codes in self.codes_on("cpu"))
         try:
             return row.numpy(), col.numpy()
-        except RuntimeError:  # Under transforms of `torch.func` new tensors have no memory that numpy could share.
+        except RuntimeError:  # In `torch.func` transforms new tensors share no memory with numpy.
             return np.array(row.tolist()).reshape(row.shape), np.array(col.tolist()).reshape(col.shape)
 
     def codes_on(self, device: Device) -> tuple[Tensor, Tensor]:
-        """The codes as tensors on a device, by operations that an exported graph may hold."""
+        """Return the codes as tensors on a device, using only operations that can be exported."""
         grids = [(span.slot, span.slot.grid) for span in self.spans]
         rows = [(slot.row_code, grid.rows, grid.tile_rows) for slot, grid in grids]
         cols = [(slot.col_code, grid.cols, grid.tile_cols) for slot, grid in grids]
         return self._of_tiles(rows, device, 1), self._of_tiles(cols, device, 0)
 
     def _of_tiles(self, sides: list[tuple[Encoding, int, int]], device: Device, other: int) -> Tensor:
-        """Codes of one side of all slots, given as (code, length, tile), for all tiles: [U, t, k]."""
+        """Build the codes [U, t, k] of one side from a (code, length, tile) per slot."""
         keys = [(code, 0 if code.local else n, tile) for code, n, tile in sides]
         made = {key: side[0].tile_codes(*side[1:], device) for key, side in zip(keys, sides, strict=True)}
         if len(made) == 1 and len(made[keys[0]]) == 1:
@@ -107,7 +107,7 @@ class Ensemble:
 
 
 def ensembles_of(tensors: Sequence[TensorPlan]) -> tuple[Ensemble, ...]:
-    """The ensembles of all slots, in the order of their first tiles."""
+    """Group the slots of `tensors` into ensembles, in the order of their first tiles."""
     alike: dict[tuple[Hypernet, TileDims], list[TileSpan]] = {}
     for index, tensor in enumerate(tensors):
         for part, slot in enumerate(tensor.slots):

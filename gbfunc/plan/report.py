@@ -1,4 +1,4 @@
-"""A plan as a table: every tensor with what it is, and where the bytes of its genome's file go."""
+"""A plan as a table: the role of every tensor, and the bytes of every part of the genome's file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FEW_TILES, _FEW_FACTORED, _LARGE_TILE = 25, 9, 48
 
 
 def report(plan: Any, dtype: Stored | None, genome: GenomeLike | None, metadata: Any) -> str:
-    """As `Plan.report`."""
+    """Implement `Plan.report`."""
     name = None if dtype is None else stored_as(dtype)
     stored = "" if name is None else " in codes" if name == AUTO else f" as {name}"
     parts: dict[str, int] = {}
@@ -31,7 +31,7 @@ def report(plan: Any, dtype: Stored | None, genome: GenomeLike | None, metadata:
     except (ValueError, RuntimeError) as error:
         if genome is not None:
             raise
-        # A g-net from a function that has no import path trains, but has no file; nor has a size beyond torch's.
+        # No file can hold a g-net made by a function without an import path, or a size beyond torch's limit.
         on_disk, in_bytes = f"not to be saved: {error}", ""
     base, beside = plan.base, ", beside the base" * (plan.base is not None)
     lines = [
@@ -60,7 +60,7 @@ def report(plan: Any, dtype: Stored | None, genome: GenomeLike | None, metadata:
 
 
 def _poor(plan: Any) -> list[str]:
-    """Large tensors in few tiles of a type that gives each little rank (measured: notebooks/results/types.md)."""
+    """List large tensors in few tiles of a type with little rank per tile (measured: notebooks/results/types.md)."""
     return [
         f"{t.name} ({slot.hypernet.type}, {slot.grid.n_tiles} tiles)"
         for t in plan.tensors
@@ -71,7 +71,7 @@ def _poor(plan: Any) -> list[str]:
 
 
 def _table(plan: Any, parts: Mapping[str, int]) -> list[str]:
-    """Every tensor, and every other part of the file, under a head and a rule; [] without tensors."""
+    """Format a header, a rule, and a row per tensor and other part of the file; [] without tensors."""
     counts = Counter[str]()
     for owners in owners_of(plan).values():
         for owner, n in owners:
@@ -100,7 +100,7 @@ def _table(plan: Any, parts: Mapping[str, int]) -> list[str]:
     rows |= {name: {} for name in parts if name not in rows}
     for name, row in rows.items():
         row["tensor"], row["bytes"] = name, f"{parts.get(name, 0):,}" if parts else ""
-    # Long notes stand below the table.
+    # Long notes are printed below the table.
     notes = list(dict.fromkeys(note for row in rows.values() if len(note := row.get("note", "")) > _SHORT_NOTE))
     columns = []
     for name in _COLUMNS:

@@ -1,6 +1,6 @@
-"""What generates each parameter of a p-net; of a pretrained one, which modules an adapter changes and which it adds.
+"""Selection: the hypernetwork of every parameter, and the modules that an adapter changes or adds.
 
-The latter in PEFT's terms.
+Modules are named with PEFT's terms.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _ALL_LINEAR_KINDS = frozenset({"linear", "transposed_linear"})
 
 
 class Targets(NamedTuple):
-    """Patterns of whole names of the modules that change, and of those that are not the base's."""
+    """Patterns that match the whole names of changed modules and of new modules outside the base."""
 
     modules: Literal["all-linear"] | list[re.Pattern[str]] | None  # None is the default selection
     new: list[re.Pattern[str]]
 
     def saved(self, name: str) -> bool:
-        """Whether a parameter or buffer lies in a module that is not the base's."""
+        """Return True if a parameter or buffer is in a new module outside the base."""
         parts = name.split(".")[:-1]
         return any(_named(self.new, ".".join(parts[:n])) for n in range(1, len(parts) + 1))
 
     def changes(self, info: ParameterInfo, kind: LayerKind) -> bool:
-        """Whether a parameter of the base gets a delta."""
+        """Return True if a parameter of the base gets a delta."""
         if self.modules is None or self.modules == "all-linear":
             return kind.selected and (self.modules is None or kind.name in _ALL_LINEAR_KINDS)
         layers = [name.rpartition(".")[0] for name in (info.name, *info.aliases)]
@@ -47,7 +47,7 @@ class Targets(NamedTuple):
         return named and (kind.selected or kind.name == "embedding")
 
     def cannot_change(self, name: str, weight: Tensor, kind: LayerKind = KINDS["matrix"]) -> bool:
-        """Whether a weight of the base is in a module that changes, but is of a class or dtype without deltas."""
+        """Return True if a base weight is in a changed module but its class or dtype does not support deltas."""
         layer = name.rpartition(".")[0].partition(".parametrizations")[0]
         asked = self.modules is None or self.modules == "all-linear" or _named(self.modules, layer)
         other = kind.name == "matrix" or (kind.selected and not weight.is_floating_point())
@@ -61,7 +61,7 @@ def _named(patterns: list[re.Pattern[str]], module: str) -> bool:
 def check_targets(
     pnet: nn.Module, base: str | None, modules: str | Sequence[str] | None, new: Sequence[str]
 ) -> Targets | None:
-    """The targets of `make_plan`, None for a p-net without a base; raises ValueError or TypeError as `make_plan`."""
+    """Return the targets of `make_plan`, None without a base; raises ValueError or TypeError like `make_plan`."""
     if base not in (None, "own"):
         raise ValueError(f"base must be None or 'own' (the p-net's present weights), got {base!r}")
     if not isinstance(new, Collection) or isinstance(new, str) or not all(isinstance(n, str) for n in new):
@@ -101,15 +101,15 @@ def check_targets(
 
 @dataclass
 class Candidate:
-    """One parameter, and its plan without slots."""
+    """A parameter and its plan before slots are assigned."""
 
     info: ParameterInfo
     tensor: TensorPlan
     hypernet: Hypernet | None  # None for a direct parameter
-    movable: bool = False  # Whether a size target may have it generated
-    base: bool = False  # Whether a delta of it is generated
+    movable: bool = False  # True if a size target may turn a direct parameter into a generated one
+    base: bool = False  # True if a delta of the parameter is generated
     single_tile: bool = False
-    scales: dict[int, tuple[float, float]] = field(default_factory=dict)  # Deviation and offset of each matrix
+    scales: dict[int, tuple[float, float]] = field(default_factory=dict)  # Deviation and offset, by matrix
 
 
 def choose(
@@ -120,12 +120,12 @@ def choose(
     rules: Sequence[Rule],
     targets: Targets | None,
 ) -> tuple[list[Candidate], tuple[str, ...]]:
-    """Every parameter with its kind and hypernetwork: exclude beats rules, which beat include and the default.
+    """Choose the kind and hypernetwork of parameters: exclude overrides rules, which override include and defaults.
 
-    With a base, the parameters that change or are new; the second result names weights that cannot have a delta.
+    With a base, returns only changed and new parameters. The second result names weights that cannot have a delta.
     """
     infos = parameter_infos(pnet)
-    # Where some require grad and others do not, the others are to stay.
+    # If only some parameters require grad, the frozen parameters keep their values.
     some_trained = targets is None and any(info.tensor.requires_grad for info in infos)
     included = set[str]().union(*_matches("include", include, infos))
     excluded = set[str]().union(*_matches("exclude", exclude, infos))
@@ -151,7 +151,7 @@ def choose(
         elif some_trained and not weights.requires_grad:
             chosen, note = None, "frozen"
         else:
-            # What is new beside a base is direct, unless a size target has it generated.
+            # New parameters outside the base are direct, unless a size target requires generating them.
             generated = kind.selected if targets is None else base and targets.changes(info, kind)
             chosen, note = hypernet if generated else None, ""
         movable = not note and (kind.name in ("vector", "embedding") or (saved and kind.selected))
@@ -169,7 +169,7 @@ def choose(
     if targets is not None and not choices:
         raise ValueError("nothing of the p-net has a delta or is new: name layers by target_modules or include")
     if targets is not None:
-        # Quantised layers of other libraries keep their weights in buffers, or out of sight.
+        # Quantised layers of other libraries keep their weights in buffers, or hide them.
         left += [k for k, b in pnet.named_buffers() if b.dtype in _PACKED and targets.cannot_change(k, b)]
         sized = ((k, m) for k, m in pnet.named_modules() if isinstance(getattr(m, "in_features", None), int))
         bare = [k for k, m in sized if not any(p.ndim > 1 for p in m.parameters())]

@@ -1,4 +1,4 @@
-"""A plan as JSON, and back with every field checked: the text may come from a stranger's file."""
+"""Conversion of plans to and from JSON. Reading checks every field, because files may be untrusted."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from gbfunc.tiling import TileGrid
 from gbfunc.types import DTYPES, JSON
 
 VERSION = 2
-_USUAL_KINDS = {1: "vector", 2: "linear", 4: "conv"}  # By the number of dimensions: such kinds are left out
+_USUAL_KINDS = {1: "vector", 2: "linear", 4: "conv"}  # By number of dimensions; these kinds are omitted from the JSON
 C = TypeVar("C", bound=type[Hypernet] | type[Encoding])
 
 
 def register(cls: C) -> C:
-    """Registers a type of g-net, or an encoding, of your own for `gb.save` and `gb.load`; returns the class.
+    """Registers a custom type of g-net or encoding for `gb.save` and `gb.load`, and returns the class.
 
     Call `register` in every program that saves or loads such genomes, or use it as a class decorator above
-    `@dataclass(frozen=True)`; a file holds the class's `type` and fields and runs no code.
+    `@dataclass(frozen=True)`. Files hold the class's `type` and fields; loading runs no code from the file.
 
     Args:
-        cls: a subclass of `gbfunc.hypernets.Hypernet` or `gbfunc.encoding.Encoding`, with a `type` of its own. A class
-            of the same name, such as a notebook's cell makes again, replaces the former class.
+        cls: a subclass of `gbfunc.hypernets.Hypernet` or `gbfunc.encoding.Encoding`, that defines `type`. A class
+            with the same name, for example from a notebook cell that runs again, replaces the former class.
 
     Raises:
         TypeError: for anything else.
@@ -49,7 +49,7 @@ def register(cls: C) -> C:
 
 
 def check_readable(tensors: Sequence[TensorPlan]) -> None:
-    """Raise `ValueError` for a g-net or an encoding that `plan_from_json` would not give back, with the cure."""
+    """Raise `ValueError`, with the cure, if `plan_from_json` would not restore a g-net or an encoding."""
     slots = [slot for tensor in tensors for slot in tensor.slots]
     factories = {h.to_json()["factory"]: h.factory for s in slots if isinstance(h := s.hypernet, from_module)}
     for part in {part for s in slots for part in (s.hypernet, s.row_code, s.col_code)}:
@@ -65,7 +65,7 @@ def check_readable(tensors: Sequence[TensorPlan]) -> None:
 def plan_to_json(
     tensors: Sequence[TensorPlan], buffers: Sequence[BufferPlan], target: str, base: Base | None = None
 ) -> str:
-    """Compact JSON: hypernetworks and encodings once each, slots as short lists that refer to them."""
+    """Write compact JSON: each hypernetwork and encoding once, slots as short lists of references."""
     hypernets: dict[Hypernet, int] = {}
     encodings: dict[Encoding, int] = {}
     entries = []
@@ -105,7 +105,7 @@ def plan_to_json(
 def plan_from_json(
     text: str, factories: Sequence[Callable[..., Any]] = ()
 ) -> tuple[tuple[TensorPlan, ...], tuple[BufferPlan, ...], str, Base | None]:
-    """Read what `plan_to_json` wrote: tensors, buffers, target and base; `ValueError` for anything else."""
+    """Read the JSON of `plan_to_json`: tensors, buffers, target and base; raises `ValueError` for anything else."""
     by_path = {f"{f.__module__}:{f.__qualname__}": f for f in factories}
     try:
         data = read_document(text)

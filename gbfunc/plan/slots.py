@@ -1,4 +1,4 @@
-"""What a plan says of one tensor of the p-net: generated from slots, direct, or a buffer. No tensors live here."""
+"""The plan of one p-net tensor: generated from slots, direct, or a buffer. Plans hold no tensors."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from gbfunc.types import DTYPES, Lazy, MatrixDims, TileDims
 
 
 def check_kind(name: str, kind: str) -> None:
-    """Raise `ValueError` for a kind of layers that is not known."""
+    """Raise `ValueError` if the kind of layer is unknown."""
     if kind not in KINDS:
         raise ValueError(f"{name}: unknown kind {kind!r}, known are {', '.join(KINDS)}")
 
 
 def check_stored(name: str, dtype: str) -> None:
-    """Raise `ValueError` for a dtype that no genome file holds."""
+    """Raise `ValueError` if genome files cannot hold the dtype."""
     if dtype not in DTYPES:
         raise ValueError(f"{name} is {dtype}, which no genome file holds: it has {', '.join(DTYPES)}")
 
 
-# Kinds of layers that can apply the factors of their weight
+# Kinds of layers that can apply a factored weight
 _FACTORED_KINDS = frozenset({"linear", "transposed_linear", "conv", "attention_in", "attention", "embedding"})
 
 
 def tile_dims(grid: TileGrid, row_code: Encoding, col_code: Encoding) -> TileDims:
-    """A tile of a grid as its g-net sees it."""
+    """Return the dimensions of a tile of `grid` as its g-net sees them."""
     p, q = row_code.tile_width(grid.rows, grid.tile_rows), col_code.tile_width(grid.cols, grid.tile_cols)
     return TileDims(grid.tile_rows, grid.tile_cols, p, q)
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One matrix of a tensor, and what generates it: `offset + scale * g`.
+    """One matrix of a tensor and its generator: `offset + scale * g`.
 
-    `scale` is the standard deviation of the p-net's initialisation, `offset` its mean for vectors, 0 otherwise. Tiles
-    at the same place of slots of the same `group` share leaves, where the hypernetwork shares any.
+    `scale` is the standard deviation of the p-net's initialisation; `offset` is its mean for vectors, otherwise 0.
+    Tiles at the same position in slots of the same `group` share leaves if the hypernetwork shares any.
     """
 
     hypernet: Hypernet
@@ -72,12 +72,12 @@ class Slot:
 
     @property
     def dims(self) -> TileDims:
-        """The tile as its g-net sees it."""
+        """Dimensions of a tile as its g-net sees them."""
         return tile_dims(self.grid, self.row_code, self.col_code)
 
     @property
     def tile_params(self) -> int:
-        """Parameters of the slot's tiles, shared leaves not counted."""
+        """Parameters of the slot's tiles, without shared leaves."""
         return ensemble_params(self.hypernet, self.dims, self.grid.n_tiles, 0)
 
 
@@ -85,9 +85,8 @@ class Slot:
 class TensorPlan:
     """One parameter of the p-net, of a layer kind of `gbfunc.layers.KINDS` and a dtype such as `"float32"`.
 
-    `slots` are its matrices where it is generated, `()` where it is direct; `aliases` other names of the same (tied)
-    parameter; `note` says why it is what it is, where that needs a word. With `base`, what the slots generate is a
-    delta of the base's tensor.
+    `slots` are the matrices of a generated parameter, `()` for a direct parameter. `aliases` are other names of the
+    same (tied) parameter. `note` explains the role if needed. With `base`, slots generate a delta of the base's tensor.
     """
 
     name: str
@@ -103,7 +102,7 @@ class TensorPlan:
         check_kind(self.name, self.kind)
         check_stored(self.name, self.dtype)
         sizes = [(s.grid.rows, s.grid.cols) for s in self.slots]
-        # A shape that no layer of the kind has (three in-projections in 7 rows) may have matrices that do not fill it.
+        # The matrices may not fill a shape that no layer of the kind has (three in-projections in 7 rows).
         fits = sizes == [m[:2] for m in self.matrices] and sum(r * c for r, c in sizes) == self.numel
         if sizes and not fits:
             raise ValueError(f"{self.name}: slots of {sizes} do not fold to a {self.kind} of shape {self.shape}")
@@ -111,7 +110,7 @@ class TensorPlan:
             raise ValueError(f"{self.name}: a tensor of the base without a delta is no part of a plan")
 
     def can_factor(self, dtype: torch.dtype) -> bool:
-        """Whether g-nets of a dtype can leave it as factors: factorised ones, of one tiling for all its matrices."""
+        """Return True if g-nets of `dtype` can keep the weight as factors: factorised, one tiling for all matrices."""
         first = self.slots[0]
         alike = all((s.hypernet, s.grid) == (first.hypernet, first.grid) for s in self.slots)
         divides = len(self.slots) == 1 or first.grid.rows % first.grid.tile_rows == 0
@@ -119,7 +118,7 @@ class TensorPlan:
         return first.hypernet.factorised and self.kind in _FACTORED_KINDS and alike and divides and wide
 
     def is_formable(self, pnet: nn.Module) -> bool:
-        """Whether every layer that has it, generated, can have it in another form, and reads it as its kind says."""
+        """Return True if generated, and every layer with the parameter accepts other forms and reads it as its kind."""
         places = [name.rpartition(".") for name in (self.name, *self.aliases)]
         layers = [(pnet.get_submodule(prefix), attribute) for prefix, _, attribute in places]
         kind = self.kind == "transposed_linear"
@@ -128,9 +127,9 @@ class TensorPlan:
     def factored_form(
         self, dtype: torch.dtype, lazy: Lazy, base: Callable[[torch.device], Tensor] | None = None
     ) -> FactoredWeight | None:
-        """Its form where it stays factors by `lazy` (`"auto"`: where it pays); None where it is dense.
+        """Return the factored form if `lazy` keeps factors (`"auto"`: if they are faster), None for a dense weight.
 
-        `base` gives what a delta belongs to; without it the form is good for its shapes alone.
+        `base` returns the base's tensor of a delta. A form without `base` only describes shapes.
         """
         if not lazy or not self.can_factor(dtype):
             return None
@@ -141,22 +140,22 @@ class TensorPlan:
 
     @property
     def matrices(self) -> tuple[MatrixDims, ...]:
-        """The matrices it folds from."""
+        """The matrices that fold to the tensor."""
         return KINDS[self.kind].matrices(self.shape)
 
     @property
     def role(self) -> Literal["generated", "delta", "direct"]:
-        """Whether g-nets generate it, or what is added to the base's."""
+        """How the parameter is made: generated, as a delta of the base's tensor, or direct."""
         return "direct" if not self.slots else "delta" if self.base else "generated"
 
     @property
     def numel(self) -> int:
-        """Its entries."""
+        """Number of entries."""
         return math.prod(self.shape)
 
 
 class BufferPlan(NamedTuple):
-    """One buffer of the p-net: saved with the genome, never generated; the dense state dict has persistent ones."""
+    """A buffer of the p-net, saved with the genome; the dense state dict contains only persistent buffers."""
 
     name: str
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""The static plan: which tensors are generated, by which g-nets, over which tiles."""
+"""The static plan: generated tensors, their g-nets and their tiles."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from gbfunc.trees import BUFFERS, DIRECT, GNET, differentiable
 from gbfunc.types import DTYPES, GenomeLike, Params, dtype_name
 
 _RATES: dict[Any, float] = dict.fromkeys((optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam), 1.0) | {optim.SGD: 5.0}
-# Younger than the oldest torch that is supported.
+# The oldest supported torch has no `Muon`.
 _RATES |= {optim.Muon: 1.0} if hasattr(optim, "Muon") else {}
-"""Rates of optimizers in those of Adam."""
+"""Learning rates of optimizers, relative to Adam."""
 
 
 def base_rate(genome_params: float) -> float:
-    """Adam's rate for the deltas of a base: Adam moves the sum of more features further."""
+    """Return Adam's rate for deltas of a base; lower for large genomes, since Adam moves sums of features further."""
     return 3e-2 * min(1.0, 5_400 / max(1, genome_params))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a p-net grows from a genome: static, hashable, JSON-able. Made by `make_plan`.
+    """A static, hashable description of how a p-net grows from a genome, made by `make_plan`. Converts to JSON.
 
     Attributes:
-        tensors: every parameter of the p-net, tied ones once; with a base, those that the genome changes or adds.
-        buffers: every buffer; with a base, those of the genome.
+        tensors: every parameter of the p-net, tied parameters once; with a base, only changed and added parameters.
+        buffers: every buffer; with a base, only buffers of the genome.
         target: the size target in words, or "".
-        base: the base of the genome's deltas, None without one.
-        left_out: layers of a base without a delta because of the class or dtype of their weights; not in files.
-        stored: the dtype in the file that a target in bytes is of, which `save` takes by default; not in files.
+        base: the base of the genome's deltas, or None.
+        left_out: layers of the base whose weights have a class or dtype without deltas; not in files.
+        stored: the file dtype for which a target in bytes is counted, and the default of `save`; not in files.
     """
 
     tensors: tuple[TensorPlan, ...]
@@ -70,17 +70,17 @@ class Plan:
 
     @property
     def direct(self) -> tuple[TensorPlan, ...]:
-        """The parameters that are trained as they are."""
+        """The parameters that are trained directly."""
         return tuple(t for t in self.tensors if not t.slots)
 
     @property
     def tiles(self) -> int:
-        """All tiles, which is all g-nets."""
+        """Total number of tiles, equal to the number of g-nets."""
         return sum(e.n_tiles for e in self.ensembles)
 
     @property
     def pnet_params(self) -> int:
-        """Parameters of the dense p-net, tied ones once."""
+        """Parameters of the dense p-net, counting tied parameters once."""
         return sum(t.numel for t in self._new) + (self.base.params if self.base else 0)
 
     @property
@@ -94,22 +94,22 @@ class Plan:
 
     @property
     def ratio_params(self) -> float:
-        """Parameters of the dense p-net over those of the genome, whole model."""
+        """Ratio of the dense p-net's parameters to the genome's, for the whole model."""
         return self.pnet_params / max(1, self.genome_params)
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of all buffers."""
+        """Total bytes of the buffers."""
         return sum(math.prod(b.shape) * DTYPES[b.dtype].itemsize for b in self.buffers)
 
     @property
     def averaged(self) -> tuple[BufferPlan, ...]:
-        """Buffers that are means over ranks: running statistics. Caches, which are not persistent, are each rank's."""
+        """Buffers averaged over ranks: running statistics. Caches are not persistent and stay local to a rank."""
         return tuple(b for b in self.buffers if b.persistent and differentiable(DTYPES[b.dtype]))
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes of the dense state dict in the p-net's dtypes, tied parameters once."""
+        """Bytes of the dense state dict in the p-net's dtypes, counting tied parameters once."""
         parameters = sum(t.numel * DTYPES[t.dtype].itemsize for t in self._new)
         buffers = sum(math.prod(b.shape) * DTYPES[b.dtype].itemsize for b in self.buffers if b.persistent)
         return parameters + buffers + (self.base.bytes if self.base else 0)
@@ -124,9 +124,9 @@ class Plan:
         | `from_module` | 3e-3 | 1.5e-2 |
         | deltas of a base, up to 5,400 parameters | 3e-2 | 1.5e-1 |
 
-        Several types take the least rate. Larger genomes with a base take less, in inverse proportion. SGD without
-        momentum takes ten times the rate. Chosen on validation images of digits and MNIST, and on TREC for a base; half
-        and twice the rate learn too.
+        A plan with several types takes the lowest rate. For larger genomes with a base, the rate decreases in inverse
+        proportion. SGD without momentum takes ten times the rate. The rates were chosen on validation images of digits
+        and MNIST, and on TREC for a base; half and twice the rate also learn.
 
         Raises:
             ValueError: for any other optimizer.
@@ -140,7 +140,7 @@ class Plan:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Dtype of the g-nets: float64 for a p-net of float64, else float32."""
+        """Dtype of the g-nets: float64 if the p-net has float64 parameters, otherwise float32."""
         return torch.float64 if any(t.dtype == "float64" for t in self.tensors) else torch.float32
 
     @cached_property
@@ -151,7 +151,7 @@ class Plan:
 
     @cached_property
     def stochastic(self) -> bool:
-        """Whether any g-net takes noise."""
+        """True if any g-net takes noise."""
         return any(e.hypernet.stochastic for e in self.ensembles)
 
     @cached_property
@@ -163,11 +163,11 @@ class Plan:
         return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in specs.items()}
 
     def to_json(self) -> str:
-        """The plan as JSON; `Plan.from_json` reads it back."""
+        """Return the plan as JSON for `Plan.from_json`."""
         return plan_to_json(self.tensors, self.buffers, self.target, self.base)
 
     def base_tensors(self, pnet: nn.Module) -> BaseTensors | None:
-        """The frozen tensors of a base, None for a plan without one; raises ValueError for another base."""
+        """Return the base's frozen tensors, None without a base; raises ValueError if `pnet` is a different base."""
         if self.base is None:
             return None
         tensors = BaseTensors(pnet, {t.name for t in self._new} | {b.name for b in self.buffers})
@@ -190,28 +190,28 @@ class Plan:
 
     @staticmethod
     def from_json(text: str, factories: tuple = ()) -> Plan:
-        """Reads the text of `to_json`, with the factories of `from_module`; raises ValueError for anything else."""
+        """Reads the text of `to_json`, with the factories of `from_module`; raises ValueError for other text."""
         return Plan(*plan_from_json(text, factories))
 
     def report(self, dtype: Stored | None = None, genome: GenomeLike | None = None, metadata: Any = None) -> str:
         """Returns a text table of all tensors: role, tiles, parameters and bytes of the genome's file.
 
-        All bytes together are the file's: plan, metadata, scales of codes, and container have rows of their own.
+        The bytes add up to the size of the file; plan, metadata, scales of codes, and container have separate rows.
 
         Args:
-            dtype: the dtype of `gb.save`; None is that of a target in bytes, otherwise the p-net's own.
-            genome: a genome, whose values decide the bytes of codes; without one the most bytes that any genome needs.
+            dtype: the dtype of `gb.save`; None uses the dtype of a target in bytes, otherwise the p-net's dtypes.
+            genome: a genome whose values determine the bytes of codes; by default the worst case is reported.
             metadata: the metadata of `gb.save`.
 
         Raises:
-            ValueError: for another dtype, or a genome of another plan.
+            ValueError: if `dtype` is not supported, or `genome` belongs to a different plan.
         """
         return report(self, self.default_dtype(genome is None) if dtype is None else dtype, genome, metadata)
 
     def default_dtype(self, expected: bool = False) -> str | None:
-        """The dtype of a file where none is given; `"auto"` without the steps of a genome for `expected` bytes only."""
+        """Return the default dtype of a file; `"auto"`, which needs a genome's steps, only for `expected` bytes."""
         return None if not self.stored or (self.stored == AUTO and not expected) else self.stored
 
     def digest(self) -> str:
-        """SHA-256 of the JSON form."""
+        """Return the SHA-256 of the JSON text."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
