@@ -24,7 +24,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.skipif(triton.__version__.startswith("3.1."), reason="the interpreter of Triton 3.1 reads wrong memory")
-@pytest.mark.parametrize("file", ["interpreted_triton.py", "interpreted_waves.py", "interpreted_step.py"])
+@pytest.mark.parametrize(
+    "file",
+    ["interpreted_triton.py", pytest.param("interpreted_waves.py", marks=pytest.mark.slow), "interpreted_step.py"],
+)
 def test_numbers_under_the_interpreter(file: str) -> None:
     """Runs a file of tests in a process that imports Triton as its interpreter."""
     options = ("-q", "-x", "-p", "no:cacheprovider", f"tests/support/{file}")
