@@ -1,7 +1,7 @@
-"""Formats of genomes: how numbers are stored, where they stand in a file, and how many bytes a file takes.
+"""Formats of genomes: the storage of numbers, the layout of files, and the size of files.
 
 `rounding` and `steps` quantise, `symbols` and `step_stream` code integers, `layout` and `compact` lay files out, and
-`sizes` counts their bytes. Functions take a plan as it is and read no files; `gbfunc.storage` does.
+`sizes` counts their bytes. Functions trust the plan that they take and read no files; `gbfunc.storage` reads files.
 """
 
 from gbfunc.formats.compact import Compact, pack

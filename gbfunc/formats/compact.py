@@ -1,19 +1,19 @@
-"""A genome in codes of 2 to 8 bits, or in codes with steps, as a file with little beside them.
+"""The compact file of a genome, in codes of 2 to 8 bits or in codes with steps.
 
-A file holds, one after the other:
+A file holds, in this order:
 
     3 bytes    "GB5"
-    1 byte     bits of a code; plus 16 where running means are float16, and variances bfloat16; plus 32 for runs
-    4 bytes    CRC-32 of the byte before and of all that follows
-    document   the plan as JSON, and the metadata: one stream of raw deflate
-    plain      leaves that are not in codes, wider dtypes first, in the order of `names_by_dtype`
-    runs       one stream (`symbols`) of the leaves in codes, in the order of their names: exponents and mantissas of
-               their scales (bfloat16), zero points, and the codes of each leaf around its zero points
+    1 byte     bits of a code; plus 16 if running means are float16, and variances bfloat16; plus 32 for runs
+    4 bytes    CRC-32 of the preceding byte and the rest of the file
+    document   the plan and the metadata as JSON, in one stream of raw deflate
+    plain      leaves without codes, wider dtypes first, in the order of `names_by_dtype`
+    runs       one stream (`symbols`) of the leaves in codes, sorted by name: exponents and mantissas of the scales
+               (bfloat16), zero points, and then the codes per leaf, centred on the zero points
 
-Instead of runs, where runs would hold too many codes: the scales; then zero points and codes in as many bits each, or
-in a stream of deflate (Huffman's codes only, so at least one bit each) if that is shorter.
+If runs would hold too many codes, scales replace the runs, followed by zero points and codes. These take the bits of a
+code each, or form a stream of deflate (Huffman codes only, at least one bit per symbol) if the stream is shorter.
 
-Codes whose steps training found (`steps`) have 9 instead of their bits, and their own stream (`step_stream`) instead of
+For codes with trained steps (`steps`), the byte holds 9 instead of the bits, and a stream (`step_stream`) replaces the
 runs. Plus 64, the stream includes running statistics of norms and counters of batches (`statistics`).
 """
 
@@ -43,25 +43,25 @@ _HEAD = len(MAGIC) + 1 + 4
 _NARROW, _RUNS, _STATISTICS = 16, 32, 64
 STEPS = 9
 _EMPTY = np.empty(0, np.uint8)
-EXPONENT = 122  # Centre of the scales' exponents: 2^-5
+EXPONENT = 122  # Centre of the exponents of scales: 2^-5
 _MIDDLE = {bits: np.array([1 << (bits - 1)], np.uint8) for bits in range(2, 9)}
 
 
 class Sizes(NamedTuple):
-    """Bytes of the parts of a compact file."""
+    """Sizes of the parts of a compact file in bytes."""
 
     head: int
     document: int
     plain: Mapping[str, int]
     codes: int
-    scales: float  # Bits of scales within the codes
-    bits: Mapping[str, NDArray[np.float64] | float]  # Bits of each number of a leaf [n], or one mean for all
+    scales: float  # Bits that scales take within the codes
+    bits: Mapping[str, NDArray[np.float64] | float]  # Bits per number of a leaf [n], or their mean
 
 
 def pack(document: str, leaves: TensorMap, bits: int, most: int = MAX_SYMBOLS) -> tuple[bytes, Sizes]:
     """Packs a document and all leaves of its plan; raises ValueError for numbers that are too large.
 
-    Leaves of at most `most` symbols are in runs, which are shorter by some percent, and a hundred times as slow.
+    Leaves of at most `most` symbols are in runs, which are a few percent shorter and a hundred times slower.
     """
     narrow = narrow_stats(leaves)
     plain = stored_leaves(leaves, f"int{bits}", narrow)
@@ -75,7 +75,7 @@ def pack(document: str, leaves: TensorMap, bits: int, most: int = MAX_SYMBOLS) -
 
 
 def pack_with_steps(document: str, plan: Any, leaves: TensorMap, steps: Steps) -> tuple[bytes, Sizes]:
-    """Write a document and all leaves of its plan, those of floating point in codes with these steps."""
+    """Packs a document and all leaves of its plan, with floating-point leaves in codes with these steps."""
     narrow = narrow_stats(leaves)
     plain = _beside_steps(plan, leaves, narrow, steps.statistics)
     flags = STEPS + _NARROW * narrow + _STATISTICS * steps.statistics
@@ -85,7 +85,7 @@ def pack_with_steps(document: str, plan: Any, leaves: TensorMap, steps: Steps) -
 def _beside_steps(plan: Any, leaves: TensorMap, narrow: bool, statistics: bool) -> Params:
     coded = {part.leaf for part in parts_of(plan, statistics)}
     coded |= {*counters_of(plan)} if statistics else set()
-    # A dtype of codes changes running statistics only.
+    # The dtype "int8" changes running statistics only.
     return stored_leaves({k: x for k, x in leaves.items() if k not in coded}, "int8", narrow)
 
 
@@ -100,7 +100,7 @@ def _joined(
 
 
 def most_bytes(document: str, leaves: TensorMap, bits: int) -> Sizes:
-    """The largest file of a document and of leaves of these shapes, with narrow running statistics."""
+    """Computes the size of the largest file for these shapes of leaves, with narrow running statistics."""
     plain = {name: x.nbytes for name, x in stored_leaves(leaves, f"int{bits}").items()}
     coded = {name: x for name, x in leaves.items() if name not in plain}
     blocks, numbers = sum(map(_blocks, coded.values())), sum(x.numel() for x in coded.values())
@@ -112,7 +112,7 @@ def most_bytes(document: str, leaves: TensorMap, bits: int) -> Sizes:
 
 
 def expected_bytes(document: str, plan: Any) -> Sizes:
-    """The expected file with steps, by the shapes of its plan."""
+    """Computes the expected size of a file with steps from the shapes of the plan."""
     leaves, parts = plan.leaves, parts_of(plan)
     plain = {k: x.nbytes for k, x in _beside_steps(plan, leaves, True, True).items()}
     costs = dict.fromkeys((*(part.leaf for part in parts), *counters_of(plan)), EXPECTED_BITS)
@@ -130,7 +130,7 @@ def _fits_runs(coded: list[Tensor], most: int = MAX_SYMBOLS) -> bool:
 
 
 def _pack_runs(coded: Mapping[str, Codes], bits: int) -> tuple[bytes, float, dict[str, NDArray[np.float64]]]:
-    """The stream of all codes, the bits of scales, and the bits of each number of a leaf."""
+    """Returns the stream of codes, the bits of scales, and the bits per number by leaf."""
     scales = np.concatenate([_EMPTY, *(x.scales.view(torch.int16).numpy() for x in coded.values())])
     zeros = np.concatenate([_EMPTY, *(x.zeros.numpy() for x in coded.values())])
     about = [
@@ -140,7 +140,7 @@ def _pack_runs(coded: Mapping[str, Codes], bits: int) -> tuple[bytes, float, dic
     ]
     runs = [Run(x.codes.numpy().reshape(-1), bits, x.zeros.numpy().repeat(x.codes.shape[1])) for x in coded.values()]
     data, costs = pack_runs(about + runs)
-    # Each run begins with its spread.
+    # Each run begins with the 4 bits of its spread.
     spreads = 4.0 * (len(about) + len(runs))
     return data, spreads + sum(float(x.sum()) for x in costs[:3]), dict(zip(coded, costs[3:], strict=True))
 
@@ -157,7 +157,7 @@ def _pack_symbols(coded: Mapping[str, Codes], bits: int) -> tuple[bytes, float, 
 
 
 class Compact(NamedTuple):
-    """The content of a compact file: the document and, unread, the numbers after it."""
+    """The content of a compact file: the document, and the bytes of the numbers."""
 
     document: str
     bits: int
@@ -167,7 +167,7 @@ class Compact(NamedTuple):
 
     @staticmethod
     def parse(data: bytes, allowed: Allowed) -> Compact:
-        """Read a file that begins with `MAGIC`; `ValueError` for a damaged one."""
+        """Reads a file that begins with `MAGIC`; raises ValueError for a damaged file."""
         checked = data[len(MAGIC) : len(MAGIC) + 1] + data[_HEAD:]
         if len(data) < _HEAD or data[_HEAD - 4 : _HEAD] != zlib.crc32(checked).to_bytes(4, "little"):
             raise ValueError("its checksum does not fit its content: the file is damaged")
@@ -180,7 +180,7 @@ class Compact(NamedTuple):
         return Compact(document, bits, flags, rest[len(rest) - n :], allowed)
 
     def leaves(self, plan: Any) -> Params:
-        """The leaves of the file's plan; `ValueError` if the file holds others."""
+        """Reads the leaves; raises ValueError if they do not fit the plan."""
         expected, (plain, codes) = plan.leaves, self._split(plan)
         at, flat = 0, {}
         for dtype, names in names_by_dtype(plain).items():
@@ -197,7 +197,7 @@ class Compact(NamedTuple):
         return {name: x.reshape(expected[name].shape).to(expected[name].dtype) for name, x in flat.items()}
 
     def stored(self, read_plan: Callable[[str], Any]) -> str | Steps:
-        """The `dtype` of `save` that the file has; raises as `leaves`."""
+        """Returns the `dtype` of `save` that matches the file; raises the errors of `leaves`."""
         if self.bits != STEPS:
             return f"int{self.bits}"
         plan = read_plan(self.document)

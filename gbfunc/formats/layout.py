@@ -1,11 +1,11 @@
-"""The layout of `genome.safetensors`; leaves on the meta device give the size of a file before it exists.
+"""The layout of `genome.safetensors`; leaves on the meta device suffice to compute the size of a file.
 
     8 bytes    length of the header
-    header     JSON, padded to 8 bytes: format, plan, SHA-256; dtype, shape and place of every tensor
-    data       one tensor [n] per dtype, wider ones first: its leaves in the order of their names
+    header     JSON, padded to 8 bytes: format, plan, SHA-256; dtype, shape and offsets per tensor
+    data       one tensor [n] per dtype, wider dtypes first: the leaves of this dtype, sorted by name
 
-The plan in the header is compressed JSON, in an alphabet that JSON need not escape. `compact` has the layout of genomes
-in codes.
+The plan in the header is compressed JSON, in an alphabet that JSON does not escape. `compact` describes the layout of
+genomes in codes.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ FORMAT = "gbfunc-genome-2"
 
 _FILES = files("gbfunc.formats")
 SCHEMA: JSON = json.loads(_FILES.joinpath("schema.json").read_text("ascii"))
-"""JSON Schema (draft 7) of the document in a file, with the limits of all readers: this package's and a page's."""
+"""JSON Schema (draft 7) of the document in a file, with limits that this package and the web page share."""
 LIMITS: dict[str, Any] = SCHEMA["limits"]
 
 
 class Allowed(NamedTuple):
-    """What a file may declare: numbers that take no bits, leaves of one number, and empty lists cost time and memory.
+    """Limits of a file's content: numbers without bits, leaves of one number, and empty lists cost time and memory.
 
     Attributes:
-        numbers: numbers of all leaves, also numbers of codes that the reader computes.
+        numbers: numbers in all leaves and in the codes that the reader computes.
         symbols: symbols in a stream of codes with steps.
-        pieces: parts of leaves, direct tensors and buffers.
+        pieces: parts of leaves, direct tensors, and buffers.
         containers: dicts and lists in the document.
     """
 
@@ -45,32 +45,32 @@ class Allowed(NamedTuple):
 
     @staticmethod
     def by(n_bytes: int, max_params: int | None = None) -> Allowed:
-        """What a file of a size may declare, or what a caller allows for a genome of so many parameters."""
+        """Computes the limits from the size of a file, or from `max_params` if given."""
         if max_params is not None:
             return Allowed(max_params, max_params, LIMITS["mostTensors"] * 8, LIMITS["mostLists"])
         names = ("Numbers", "Symbols", "Pieces", "Containers")
         return Allowed(*(LIMITS[f"free{x}"] + int(LIMITS[f"{x.lower()}PerByte"] * n_bytes) for x in names))
 
     def check(self, what: str, count: int) -> None:
-        """Raise `ValueError` for more than is allowed of one of the attributes."""
+        """Raises ValueError if a count exceeds the limit named `what`."""
         if count > (most := getattr(self, what)):
             more = "pass max_params=, the parameters that you allow, if you trust it"
             raise ValueError(f"it declares {count:,} {what}, and a file of its size may have {most:,}: {more}")
 
 
-# Names of the dtypes in safetensors
+# Names of dtypes in safetensors
 _CODES = dict(zip(DTYPES, ("I64", "F64", "C64", "F32", "I32", "BF16", "F16", "I16", "I8", "U8", "BOOL"), strict=True))
 
 
 def stored_leaves(leaves: TensorMap, dtype: str | None, narrow: bool = True) -> Params:
-    """The leaves that a file stores without codes, each in its dtype there; ValueError for too many leaves."""
+    """Converts leaves without codes to their dtypes in the file; raises ValueError for too many leaves."""
     check_most("the genome", len(leaves), "leaves", "mostLeaves")
     dtypes = {name: stored_dtype(name, x, dtype, narrow) for name, x in leaves.items()}
     return {name: x.to(dtypes[name]) for name, x in leaves.items() if dtypes[name] is not None}
 
 
 def names_by_dtype(stored: TensorMap) -> dict[str, list[str]]:
-    """Leaves in the order of a file: by their dtype there, wider dtypes first, and then by name."""
+    """Sorts names in the order of a file: by dtype, wider dtypes first, and then by name."""
     names: dict[str, list[str]] = {dtype: [] for dtype in DTYPES}
     for name in sorted(stored):
         names[dtype_name(stored[name].dtype)].append(name)
@@ -78,9 +78,9 @@ def names_by_dtype(stored: TensorMap) -> dict[str, list[str]]:
 
 
 def file_header(plan_json: str, leaves: TensorMap, stored: TensorMap, digest: str = "0" * 64) -> bytes:
-    """The bytes before the data, from leaves in the plan's dtypes and in those of the file.
+    """Builds the bytes before the data from `leaves` in the dtypes of the plan, and `stored` in the dtypes of the file.
 
-    The header names a narrower dtype only if some leaf has it. Raises `ValueError` for a plan too large to read.
+    The header names a narrower dtype only if a leaf has this dtype. Raises `ValueError` for a plan too large to read.
     """
     check_limits(json.loads(plan_json))
     narrowed = {dtype_name(x.dtype) for k, x in stored.items() if x.dtype != leaves[k].dtype}
@@ -99,27 +99,27 @@ def file_header(plan_json: str, leaves: TensorMap, stored: TensorMap, digest: st
 
 _WORDS, _BEFORE, _AFTER, *_DOCUMENTS = _FILES.joinpath("words.txt").read_text("ascii").splitlines()
 WORDS = _WORDS.encode()
-"""Frequent text of plans, which packed plans of safetensors files refer to."""
+"""Preset dictionary of zlib for plans in safetensors files: frequent text of plans."""
 DOCUMENTS = (_BEFORE + _WORDS + _AFTER + "\n".join(_DOCUMENTS)).encode()
-"""The same of compact files, with whole documents of usual trainings.
+"""Preset dictionary of zlib for compact files, with whole documents of typical trainings.
 
-Nothing of either may change, or files that exist cannot be read; deflate looks 32 kB back.
+Do not change the two dictionaries: existing files would become unreadable. Deflate looks 32 kB back.
 """
 
 
 def pack_plan(text: str) -> str:
     """Packs a plan's JSON by zlib and base85, to about a fifth; raises ValueError for a plan too long to read.
 
-    Results depend on the version of zlib; every version reads them.
+    The packed text depends on the version of zlib; every version can unpack it.
     """
     return _checked(base64.b85encode(_compressed(text, 15, WORDS))).decode()
 
 
 def unpack_plan(packed: str, allowed: Allowed) -> str:
-    """Undo `pack_plan`; `ValueError` for anything else, before more than a file may hold is unpacked."""
+    """Undoes `pack_plan`; raises ValueError for other text, and stops at the limits of a file."""
     try:
         data = base64.b85decode(packed)
-        # An incomplete last group decodes to less than it says.
+        # `b85decode` accepts an incomplete last group, which decodes to fewer bytes.
         if base64.b85encode(data).decode() != packed:
             raise ValueError("its last characters are none that base85 ends with")
         text, rest = _decompressed(data, 15, WORDS, allowed)
@@ -131,13 +131,13 @@ def unpack_plan(packed: str, allowed: Allowed) -> str:
 
 
 def deflate(text: str) -> bytes:
-    """A plan's JSON as a raw deflate stream, which marks its own end; raises as `file_header`."""
+    """Packs a plan's JSON into a raw deflate stream, which marks its end; raises ValueError as `file_header` does."""
     check_limits(json.loads(text))
     return _checked(_compressed(text, -15, DOCUMENTS))
 
 
 def inflate(data: bytes, allowed: Allowed) -> tuple[str, int]:
-    """Undoes `deflate`, and counts the bytes that follow; raises as `unpack_plan`."""
+    """Undoes `deflate` and counts the bytes after the stream; raises ValueError as `unpack_plan` does."""
     try:
         return _decompressed(data, -15, DOCUMENTS, allowed)
     except (ValueError, zlib.error) as error:
@@ -167,7 +167,7 @@ def _checked(packed: bytes) -> bytes:
 
 
 def check_most(owner: str, count: int, what: str, limit: str) -> None:
-    """Raise `ValueError` for more of something than a limit of the format."""
+    """Raises ValueError if a count exceeds a limit of the format."""
     if count > LIMITS[limit]:
         raise ValueError(f"{owner} has {count:,} {what}; a file holds at most {LIMITS[limit]:,}")
 
@@ -179,14 +179,14 @@ def _check_size(data: bytes) -> None:
 
 
 def read_document(text: str) -> JSON:
-    """The plan's JSON, with the metadata beside it; `ValueError` for other JSON, or none."""
+    """Parses the JSON of a plan and the metadata; raises ValueError unless the text is a JSON object."""
     if not isinstance(data := parse_json(text, "the document"), dict):
         raise ValueError("not a plan: its JSON is no object")
     return data
 
 
 def check_limits(data: JSON) -> None:
-    """Raise `ValueError` for a plan, as JSON, that would take long to read."""
+    """Raises ValueError for the JSON of a plan that would take long to read."""
     tensors, buffers, hypernets = data["tensors"], data.get("buffers", []), data["hypernets"]
     shapes = [t["shape"] for t in tensors] + [b[1] for b in buffers]
     options = [value for h in hypernets for value in h.values() if isinstance(value, list)]

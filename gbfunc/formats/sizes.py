@@ -1,4 +1,4 @@
-"""Where the bytes of a genome's file go, from shapes alone or from a genome's values."""
+"""Sizes of a genome's file by owner, computed from shapes or from the values of a genome."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLAN, METADATA, SCALES, CONTAINER = "(plan)", "(metadata)", "(scales)", "(contai
 
 
 def document(plan: Any, metadata: Any) -> str:
-    """The plan's JSON, with the metadata as one more entry, which a plan does not read; `ValueError` if not JSON."""
+    """Adds the metadata to the JSON of the plan as an entry; raises ValueError if the metadata is not JSON."""
     text = plan.to_json()
     if metadata is None:
         return text
@@ -37,10 +37,10 @@ def document(plan: Any, metadata: Any) -> str:
 def file_bytes(
     plan: Any, dtype: Stored | None = None, genome: GenomeLike | None = None, metadata: Any = None
 ) -> dict[str, int]:
-    """Counts the bytes of a genome's file by name; their sum is the size of the file that `save` writes.
+    """Counts the bytes of a genome's file by name; the sum is the size of the file that `save` writes.
 
-    With a genome the bytes are exact; without one those of `"int2"` to `"int8"` are upper bounds, and those of
-    `"auto"` expectations. Tensors that share a stream of codes share its size in proportion to their bits.
+    With a genome the bytes are exact. Without a genome, `"int2"` to `"int8"` give upper bounds, and `"auto"` gives
+    expected sizes. Tensors in one stream of codes share the size of the stream in proportion to their bits.
 
     Args:
         plan: the plan.
@@ -97,12 +97,12 @@ def file_bytes(
 
 
 def genome_file_bytes(plan: Any, dtype: Stored | None = None) -> int:
-    """Bytes of a genome's file, header included, as of `file_bytes` without a genome."""
+    """Returns the size of a genome's file, header included: the sum of `file_bytes` without a genome."""
     return sum(file_bytes(plan, dtype).values())
 
 
 def owners_of(plan: Any) -> dict[str, list[tuple[str, int]]]:
-    """For each leaf, the owners of its numbers in order, each with how many."""
+    """Returns, for each leaf, the owners of its numbers in order, with the count per owner."""
     owners = {f"{DIRECT}{t.name}": [(t.name, t.numel)] for t in plan.direct}
     owners |= {f"{BUFFERS}{b.name}": [(b.name, math.prod(b.shape))] for b in plan.buffers}
     for e in plan.ensembles:

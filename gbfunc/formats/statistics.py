@@ -1,13 +1,13 @@
-"""Running statistics of norms in codes with steps, like trained numbers (`steps`).
+"""Coding of the running statistics of norms with steps, like trained numbers (`steps`).
 
-A norm divides by its deviation sigma, so the relevant errors are those of a mean in deviations, and the ratio of a
-deviation. Means and variances are coded in such numbers, with a step each:
+A norm divides by the deviation sigma, so the mean matters relative to sigma, and the deviation matters as a ratio.
+The coded number u of a mean or variance follows this scale; means and variances have separate steps:
 
     variance   u = ln(variance + 2^-16) / 2
-    mean       u = mean / e^(u of its variance, as it is read)
+    mean       u = mean / e^u'                 u' is the decoded u of the variance
 
-An error of one u changes the norm's output as much as the same error of its shift does at scale 1. Counters of batches
-[] follow the codes: each as its difference from the previous one, in as many bits as the difference has.
+An error of one in u changes the norm's output as much as an error of one in the shift does at scale 1. Counters of
+batches [] follow the codes: the difference from the previous counter, in the bits that the difference needs.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ MEAN, VARIANCE, COUNTER = "running_mean", "running_var", "num_batches_tracked"
 LEAST_VARIANCE = 2.0**-16
 _WORD, _SIZE = 16, 64
 FARTHEST = 128.0
-"""Most deviations of a coded mean from zero."""
+"""Largest distance of a coded mean from zero, in deviations."""
 
 
 def statistics_of(plan: Any) -> list[str]:
-    """Statistics that can be coded, variances first: those of norms with a mean and a variance."""
+    """Lists the statistics of norms that have a mean and a variance; variances come first."""
     names = {f"{BUFFERS}{b.name}" for b in plan.buffers if b.dtype.startswith(("float", "bfloat"))}
     variances = [k for k in sorted(names) if kind_of(k) == VARIANCE and sibling(k, MEAN) in names]
     return variances + [sibling(k, MEAN) for k in variances]
 
 
 def counters_of(plan: Any) -> list[str]:
-    """Leaves that count batches."""
+    """Lists the leaves that count batches."""
     scalars = (b for b in plan.buffers if b.dtype == "int64" and not b.shape)
     return sorted(f"{BUFFERS}{b.name}" for b in scalars if kind_of(b.name) == COUNTER)
 
 
 def kind_of(name: str) -> str:
-    """The last part of a name."""
+    """Returns the last part of a name."""
     return name.rpartition(".")[2]
 
 
 def sibling(name: str, kind: str) -> str:
-    """Another buffer of the same norm."""
+    """Returns the name of a second buffer of the same norm."""
     return name.removesuffix(kind_of(name)) + kind
 
 
 def codable(plan: Any, leaves: TensorMap) -> bool:
-    """Whether leaves include statistics, and all of them can be coded; those of broken norms cannot."""
+    """Returns True if leaves include statistics and all can be coded; statistics of broken norms cannot."""
     names = statistics_of(plan)
     if not names or not leaves.keys() >= {*names}:
         return False
@@ -61,14 +61,14 @@ def codable(plan: Any, leaves: TensorMap) -> bool:
         if kind_of(name) == VARIANCE:
             mean, variance = leaves[sibling(name, MEAN)].double(), leaves[name].double()
             near = mean.abs() <= FARTHEST * (variance + LEAST_VARIANCE).sqrt()
-            # False for NaN.
+            # The comparison is False for NaN.
             if not bool(((variance >= 0) & variance.isfinite() & near).all()):
                 return False
     return True
 
 
 def squares_of(name: str, leaves: TensorMap, squares: TensorMap) -> Tensor | None:
-    """Mean squares of the gradients of a statistic, from those of the norm's shift; None without a shift."""
+    """Derives the mean squared gradient of a statistic from the norm's shift; None without a shift."""
     module = name.removeprefix(BUFFERS)
     shift, scale = (f"{DIRECT}{sibling(module, kind)}" for kind in ("bias", "weight"))
     if shift not in squares or squares[shift].shape != leaves[name].shape:
@@ -77,7 +77,7 @@ def squares_of(name: str, leaves: TensorMap, squares: TensorMap) -> Tensor | Non
 
 
 def coded(name: str, leaf: Tensor, variances: Mapping[str, Tensor]) -> Tensor:
-    """The coded numbers of a statistic, in float64, by the rounded coded numbers of variances."""
+    """Computes u of a statistic in float64; means need the rounded u of their variances."""
     x = leaf.double()
     if kind_of(name) == VARIANCE:
         return (x.clamp(min=0) + LEAST_VARIANCE).log() / 2
@@ -85,14 +85,14 @@ def coded(name: str, leaf: Tensor, variances: Mapping[str, Tensor]) -> Tensor:
 
 
 def uncoded(name: str, u: Tensor, variances: Mapping[str, Tensor]) -> Tensor:
-    """Undo `coded`, in float32."""
+    """Undoes `coded`, in float32."""
     if kind_of(name) == VARIANCE:
         return ((2 * u).exp() - LEAST_VARIANCE).clamp(min=0).float()
     return (u * variances[sibling(name, VARIANCE)].exp()).float()
 
 
 def counter_entries(counters: Iterable[Tensor]) -> Iterator[list[Entry]]:
-    """Each counter as symbols."""
+    """Yields the symbols per counter."""
     before = 0
     for counter in counters:
         difference, before = (int(counter) - before) % (1 << _SIZE), int(counter)
@@ -102,7 +102,7 @@ def counter_entries(counters: Iterable[Tensor]) -> Iterator[list[Entry]]:
 
 
 def read_counters(reader: Reader, names: Iterable[str]) -> Params:
-    """Undo `counter_entries`."""
+    """Undoes `counter_entries`."""
     found, before = {}, 0
     for name in names:
         size = reader.next(range(_SIZE + 2))

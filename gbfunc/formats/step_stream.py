@@ -1,4 +1,4 @@
-"""The integers of all parts of a genome as a stream of symbols (`steps`), and steps for a given number of bits."""
+"""Coding of a genome's integers as a stream of symbols (`steps`), and the search of steps for a number of bits."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ from gbfunc.formats.symbols import NARROWEST, PIECE, WIDEST, Entry, Reader, geom
 from gbfunc.trees import DIRECT
 from gbfunc.types import Params, TensorMap
 
-_BALANCE = math.log(2) / 12  # One more bit halves `step^2` of two numbers in the loss's sum.
-_STATISTIC = -32  # Largest index of a statistic's step, 1/16 of a deviation: training cannot make up for its rounding.
-_FROZEN_ERROR = 1 / 64  # Largest error of a parameter that is not trained, relative to its largest number
+_BALANCE = math.log(2) / 12  # One more bit halves `step^2` of two numbers in the sum of the loss.
+_STATISTIC = -32  # Largest index of a statistic's step, 1/16 of a deviation: training cannot correct its rounding.
+_FROZEN_ERROR = 1 / 64  # Largest error of an untrained parameter, relative to its largest number
 _WIDTHS = np.arange(NARROWEST + 1, WIDEST)
 
 
 def _stored(found: Quantised) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The stored integers [n] of a part, and their shifts [n]."""
+    """Returns the stored integers [n] of a part, and their shifts [n]."""
     live = found.live.numpy()
     shifts = np.broadcast_to(found.shifts.numpy(), live.shape)
     return found.integers.numpy().astype(np.int64)[live], shifts[live]
 
 
 def _width_and_bits(found: Quantised) -> tuple[int, float]:
-    """The width with which a part's integers take the fewest bits, and these bits."""
+    """Finds the width that minimizes the bits of a part's integers; returns the width and the bits."""
     integers, shifts = _stored(found)
     if not integers.any():
         return NARROWEST, 0.0
@@ -70,7 +70,7 @@ def _width_and_bits(found: Quantised) -> tuple[int, float]:
 
 @lru_cache(maxsize=1)
 def _table() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Bits of the integers 0 .. `LARGEST` at each width [W, n], 0 past its reach, and its number of integers [W]."""
+    """Returns the bits of the integers 0 .. `LARGEST` by width [W, n], padded with 0, and the count per width [W]."""
     rows = [geometric_bits(int(width), LARGEST) for width in _WIDTHS]
     return np.stack([np.pad(row, (0, LARGEST + 1 - len(row))) for row in rows]), np.array([*map(len, rows)])
 
@@ -85,25 +85,25 @@ def _width_at(width: NDArray[np.int64] | int, shift: NDArray[np.int64] | int) ->
 
 
 def code_bits(plan: Any, leaves: TensorMap, steps: Steps) -> float:
-    """Bits of the integers of all parts; leaves are on the CPU."""
+    """Counts the bits of the integers in all parts; leaves are on the CPU."""
     return sum(_width_and_bits(found)[1] for found, _ in quantise(plan, leaves, steps))
 
 
 def allocate(plan: Any, leaves: TensorMap, squares: TensorMap, bits: float, examples: int = 0) -> Steps:
-    """Find the finest steps with which all integers take at most `bits`, or the largest steps.
+    """Finds the finest steps with which the integers take at most `bits`, otherwise the largest steps.
 
     Args:
         plan: the plan.
-        leaves: trained leaves on the CPU, and running statistics, if these are to have steps.
-        squares: mean squares of their gradients; leaves without any get the smallest steps.
-        bits: bits of all integers.
-        examples: examples of the batch that the gradients are means over; with them, the rate is the price at which
-            one more bit, spent on smaller steps, lowers the loss as much as the bit costs.
+        leaves: trained leaves on the CPU, and the running statistics that get steps.
+        squares: mean squares of the gradients; leaves without gradients get the smallest steps.
+        bits: most bits for the integers.
+        examples: size of the batch that gradients are averaged over. If given, the rate is the price at which one
+            more bit, spent on smaller steps, lowers the loss as much as the bit costs.
 
     Raises:
         ValueError: for a parameter that is not trained, and whose numbers are too large or too small for any steps.
     """
-    # Far beyond the needs of a normal training: a spike of the loss may have increased the squares.
+    # The range exceeds the needs of a normal training, because a spike of the loss may increase the squares.
     low, high = -40.0, 88.0
     for _ in range(21):
         middle = (low + high) / 2
@@ -111,14 +111,14 @@ def allocate(plan: Any, leaves: TensorMap, squares: TensorMap, bits: float, exam
             low = middle
         else:
             high = middle
-    # The noise of each number is h step^2 / 24, where h is `examples` times the mean square of the mean gradient.
-    # Bounded: otherwise the rate after a spike of the gradients would cause the next spike.
+    # Rounding a number raises the loss by h step^2 / 24; h is `examples` times the mean square of the mean gradient.
+    # The bound keeps the rate after a spike of the gradients from causing the next spike.
     rate = _BALANCE * examples * 4.0 ** min(high, 0.0)
     return Steps(_steps_at(plan, leaves, squares, high)[0].indices, rate)
 
 
 def _steps_at(plan: Any, leaves: TensorMap, squares: TensorMap, log_noise: float) -> tuple[Steps, float]:
-    """Steps that are about 2^log_noise over the root mean square of the gradient, and their bits."""
+    """Computes steps of about 2^log_noise over the root mean square of the gradient, and counts their bits."""
     parts = parts_of(plan, codable(plan, leaves))
     seen, indices, bits = Seen({}, {}), [], 0.0
     for part in parts:
@@ -129,7 +129,7 @@ def _steps_at(plan: Any, leaves: TensorMap, squares: TensorMap, log_noise: float
         index, coarsest = (_STATISTIC, _STATISTIC) if part.statistic else (least, MOST)
         found = squares_of(part.leaf, leaves, squares) if part.statistic else squares.get(part.leaf)
         if found is not None:
-            # The mean square for equal steps.
+            # The mean square of the gradient, rescaled to equal steps.
             even = (part.of(found).double() * torch.exp2(-shifts.double()))[alive.expand(part.shape)]
             mean = float(even.mean()) if even.numel() else 0.0
             index = coarsest if mean <= 0 else round(OCTAVE * (log_noise - math.log2(mean) / 2))
@@ -145,7 +145,7 @@ def _steps_at(plan: Any, leaves: TensorMap, squares: TensorMap, log_noise: float
 
 
 def _least(part: Part, numbers: Tensor, shifts: Tensor, alive: Tensor) -> int:
-    """The smallest index with which no number of a part exceeds `LARGEST` steps."""
+    """Finds the smallest index with which no number of a part exceeds `LARGEST` steps."""
     least = OCTAVE * (in_period(part, numbers.double()).abs() / LARGEST).log2() + OCTAVE // 2 * shifts
     stored = least[alive.expand(part.shape)]
     most = float(stored.max()) if stored.numel() else -math.inf
@@ -153,7 +153,7 @@ def _least(part: Part, numbers: Tensor, shifts: Tensor, alive: Tensor) -> int:
 
 
 def pack_steps(plan: Any, leaves: TensorMap, steps: Steps) -> tuple[bytes, float, dict[str, NDArray[np.float64]]]:
-    """The stream of all parts, the bits of steps and widths, and the bits of each number of a leaf."""
+    """Packs the parts; returns the stream, the bits of steps and widths, and the bits per number by leaf."""
     found = [one for one, _ in quantise(plan, leaves, steps)]
     parts, widths = [one.part for one in found], [_width_and_bits(one)[0] for one in found]
     entries = _header(steps.of_parts(parts), LEAST, MOST) + _header(widths, NARROWEST, WIDEST)
@@ -193,7 +193,7 @@ def _tables(found: Quantised, width: int) -> Iterator[tuple[int, list[int]]]:
 
 
 def _header(numbers: list[int], least: int, most: int) -> list[Entry]:
-    """Numbers of `least .. most`: their median, the width of the differences from the median, and the differences."""
+    """Codes numbers of `least .. most` as the median, the width of differences from the median, and the differences."""
     median = sorted(numbers)[len(numbers) // 2] if numbers else 0
     counts = np.bincount([abs(n - median) for n in numbers], minlength=1)
     width = int(_WIDTHS[np.argmin(_bits(counts))])
@@ -203,7 +203,7 @@ def _header(numbers: list[int], least: int, most: int) -> list[Entry]:
 
 
 def unpack_steps(plan: Any, data: bytes, statistics: bool, allowed: Allowed) -> tuple[Params, Steps]:
-    """Undoes `pack_steps`: the leaves in float32, and their steps; raises ValueError for any other data."""
+    """Undoes `pack_steps`: returns the leaves in float32 and the steps; raises ValueError for other data."""
     symbols = PIECE * int.from_bytes(data[:2], "little")
     allowed.check("symbols", symbols - PIECE)
     parts, reader = parts_of(plan, statistics), Reader(data[2:], symbols)

@@ -1,17 +1,17 @@
 """Steps of quantisation: each part of a leaf is stored as `number = integer * 2^(index / 8)`.
 
-A part is the stretch of a leaf that belongs to one tensor of the p-net. The loss grows by the sum of `h step^2 / 24`
-over all numbers, where h is the curvature; the mean square of the gradient stands for h (the diagonal of Fisher's
-information). For a given number of bits, the loss grows least where `sqrt(h) step` is the same everywhere (reverse
-water-filling: T. Cover, J. Thomas, Elements of Information Theory, 10.3.3). This holds within a leaf too: a code weight
-of a periodic g-net moves weights by its feature's amplitude times the code. A reader knows both, so the code weight's
-step is finer by powers of sqrt(2); numbers of a feature with amplitude 0 take no bits.
+A part is the rows of a leaf that belong to one tensor of the p-net. Rounding raises the loss by the sum of
+`h step^2 / 24` over all numbers, where h is the curvature, estimated by the mean square of the gradient (the diagonal
+of the Fisher information). For a given number of bits, the loss is least if `sqrt(h) step` is constant (reverse
+water-filling: T. Cover, J. Thomas, Elements of Information Theory, 10.3.3). This also holds within a leaf: a code
+weight of a periodic g-net changes weights by the feature's amplitude times the code. The reader knows both factors, so
+the steps of code weights are finer by powers of sqrt(2), and numbers of a feature with amplitude 0 take no bits.
 
-Integers have two-sided geometric distributions (`symbols.geometric`), one width a part. An integer takes about
-`log2(1 + e |q|)` bits on average, and the derivative of this is the gradient of the rate.
+Integers have two-sided geometric distributions (`symbols.geometric`), with one width per part. An integer q takes
+about `log2(1 + e |q|)` bits on average; the gradient of the rate is the derivative of this estimate.
 
-A file holds the steps' indices as their median and the width of the differences, then the differences; the widths of
-all parts likewise; then the integers of each part, amplitudes first and running statistics last (`statistics`).
+A file holds the indices of steps as the median, the width of the differences, and the differences; the widths of parts
+in the same form; then the integers per part, amplitudes first and running statistics last (`statistics`).
 
 Suffixes: T tiles, H features.
 """
@@ -37,32 +37,32 @@ from gbfunc.types import DTYPES, Params, TensorMap
 
 V = TypeVar("V")
 Side = tuple[Encoding, int, int]
-"""A code, the length of its axis, and the length of a tile."""
+"""An encoding, the length of its axis, and the length of a tile."""
 
-AUTO = "auto"  # The name of codes whose steps training finds, where a dtype is expected
-OCTAVE, LEAST, MOST = 8, -128, 127  # Indices in an octave; the smallest index, and the largest
+AUTO = "auto"  # Stands for codes with trained steps, instead of a dtype
+OCTAVE, LEAST, MOST = 8, -128, 127  # Indices per octave, the smallest index, and the largest index
 LARGEST = 2047  # Largest integer
 _REACH = 400
-_AT_ONCE = 1 << 18  # Numbers of codes
-# Limits of the half octaves by which codes make steps finer: all indices, with the largest amplitude, stay in `_STEPS`.
+_AT_ONCE = 1 << 18  # Numbers of codes computed in one call
+# Limits of the half octaves by which codes make steps finer. They keep indices within `_STEPS` at any amplitude.
 COARSEST, FINEST = -68, 44
-# Dtype and device are explicit: files do not depend on the user's defaults.
+# Dtype and device are explicit because files must not depend on the user's defaults.
 _STEPS = torch.tensor(
     [math.ldexp(2 ** (i % OCTAVE / OCTAVE), i // OCTAVE) for i in range(-_REACH, _REACH + 1)],
     dtype=torch.float32,
     device="cpu",
 )
-# Expected bits of a number, and of a part, when a plan is made for bytes: MNIST's networks train best with these.
+# Bits per number and per part that plans for a number of bytes assume; networks for MNIST train best with these.
 EXPECTED_BITS, EXPECTED_PART_BITS = 5.0, 11.0
 
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps of all parts of a genome, and the price of a bit.
+    """Steps of a genome, one per part, and the price of a bit.
 
     Attributes:
-        indices: `(leaf, (index, ...))`, an index for each part: a step is `2^(index / 8)`. Running statistics of norms
-            either have steps, or are stored in 16 bits.
+        indices: `(leaf, (index, ...))`, with one index per part: a step is `2^(index / 8)`. Running statistics of norms
+            without steps are stored in 16 bits.
         rate: weight of a bit in the objective `loss + rate * bits`.
     """
 
@@ -71,17 +71,17 @@ class Steps:
 
     @property
     def statistics(self) -> bool:
-        """Whether running statistics have steps."""
+        """True if running statistics have steps."""
         return any(name.startswith(BUFFERS) for name, _ in self.indices)
 
     def of_parts(self, parts: Sequence[Part]) -> list[int]:
-        """The index of each part."""
+        """Returns the index of the step for each part."""
         indices = {name: iter(of_leaf) for name, of_leaf in self.indices}
         return [next(indices[part.leaf]) for part in parts]
 
     @staticmethod
     def of(parts: Sequence[Part], indices: Sequence[int], rate: float = 0.0) -> Steps:
-        """Undo `of_parts`."""
+        """Undoes `of_parts`."""
         return Steps(tuple((name, tuple(of_leaf)) for name, of_leaf in by_leaf(parts, indices).items()), rate)
 
 
@@ -89,12 +89,12 @@ Stored = StoredDtype | Steps
 
 
 def stored_as(stored: Stored, what: str = "dtype") -> str:
-    """The name of a dtype that leaves may be stored in, `"auto"` for steps; `ValueError` for any other."""
+    """Returns the name of a dtype for stored leaves, `"auto"` for steps; raises ValueError for any other dtype."""
     return AUTO if isinstance(stored, Steps) or stored == AUTO else stored_name(stored, what)
 
 
 def bytes_each(stored: Stored) -> float:
-    """Bytes of a number in a file, on average for codes with steps; raises as `stored_as`."""
+    """Returns the bytes per number in a file, an average for codes with steps; raises as `stored_as` does."""
     name = stored_as(stored)
     if name == AUTO:
         return EXPECTED_BITS / 8
@@ -102,29 +102,29 @@ def bytes_each(stored: Stored) -> float:
 
 
 class Part(NamedTuple):
-    """A stretch of a leaf with a step of its own: rows `first .. last - 1` of its first dimension, or all of it."""
+    """Rows `first .. last - 1` of a leaf's first dimension, with one step; `last` is None for the whole leaf."""
 
     leaf: str
     first: int
     last: int | None
     shape: tuple[int, ...]
-    gain: str | None = None  # The leaf [T, H] that multiplies the features made by this leaf [T, ..., H]
-    finer: tuple[int, ...] = ()  # Half octaves by which the steps of each code's weights are finer
+    gain: str | None = None  # Name of the leaf [T, H] that multiplies the features of this leaf [T, ..., H]
+    finer: tuple[int, ...] = ()  # Half octaves by which steps are finer, per code
     period: float | None = None
     statistic: bool = False
 
     def of(self, leaf: Tensor) -> Tensor:
-        """This part of its leaf."""
+        """Selects the rows of this part."""
         return leaf if self.last is None else leaf[self.first : self.last]
 
     @property
     def gain_key(self) -> tuple[str | None, int]:
-        """The leaf and first row of its gain."""
+        """Name and first row of the gain."""
         return self.gain, self.first
 
 
 def by_leaf(parts: Sequence[Part], values: Sequence[V]) -> dict[str, list[V]]:
-    """Values of parts, grouped by leaf."""
+    """Groups the values of parts by leaf."""
     found: dict[str, list[V]] = {}
     for part, value in zip(parts, values, strict=True):
         found.setdefault(part.leaf, []).append(value)
@@ -132,28 +132,28 @@ def by_leaf(parts: Sequence[Part], values: Sequence[V]) -> dict[str, list[V]]:
 
 
 def joined(parts: Sequence[Part], values: Sequence[Tensor]) -> Params:
-    """Whole leaves from the values of their parts."""
+    """Concatenates the values of parts to whole leaves."""
     return {k: pieces[0] if len(pieces) == 1 else torch.cat(pieces) for k, pieces in by_leaf(parts, values).items()}
 
 
 class Quantised(NamedTuple):
-    """A part in integers; the other tensors broadcast to the integers' shape."""
+    """A quantised part; the other tensors broadcast to the shape of the integers."""
 
     part: Part
     integers: Tensor
     steps: Tensor
     shifts: Tensor  # Half octaves by which steps are finer
-    alive: Tensor  # Whether integers are stored
+    alive: Tensor  # True for stored integers
 
     @property
     def live(self) -> Tensor:
-        """`alive` in the part's shape."""
+        """`alive`, expanded to the shape of the part."""
         return self.alive.expand(self.part.shape)
 
 
 @lru_cache(maxsize=16)
 def parts_of(plan: Any, statistics: bool = True) -> tuple[Part, ...]:
-    """The parts of all trained leaves and of statistics; parts that others depend on come first."""
+    """Lists the parts of trained leaves and statistics; each part follows the parts that it depends on."""
     found, means = [], cache(_mean_squares)
     for e in plan.ensembles:
         for name, leaf in e.leaves.items():
@@ -188,13 +188,13 @@ def _side(slot: Any, rows: bool) -> Side:
 
 
 def numbers_of_codes(plan: Any) -> int:
-    """The numbers of codes that `parts_of` computes."""
+    """Counts the numbers of codes that `parts_of` computes."""
     sides = {_side(span.slot, rows) for e in plan.ensembles for span in e.spans for rows in (True, False)}
     return sum(_mean_squares(*side, count=True) for side in sides)
 
 
 def _mean_squares(code: Encoding, n: int, tile: int, count: bool = False) -> Any:
-    """Mean squares of the codes of all tiles of an axis of `n` [k]; or how many numbers of codes these take."""
+    """Averages the squared codes over the tiles of an axis of length `n`: [k]; `count` counts their numbers."""
     if isinstance(code, Binary):
         return 0 if count else np.ones(code.width(n))
     if isinstance(code, PerAxis) and code.local:
@@ -213,7 +213,7 @@ def _mean_squares(code: Encoding, n: int, tile: int, count: bool = False) -> Any
 
 
 def shifts_of(part: Part, gains: Mapping[tuple[str | None, int], Tensor], device: Any) -> tuple[Tensor, Tensor]:
-    """`shifts` and `alive` of a part (`Quantised`), by the integers of the gains."""
+    """Computes `shifts` and `alive` of a part (`Quantised`) from the integers of the gains."""
     ndim = len(part.shape)
     shifts = torch.zeros((1,) * ndim, dtype=torch.long, device=device)
     if part.finer:
@@ -222,7 +222,7 @@ def shifts_of(part: Part, gains: Mapping[tuple[str | None, int], Tensor], device
         return shifts, torch.ones((1,) * ndim, dtype=torch.bool, device=device)
     gain_TH = gains[part.gain_key]
     shape = (part.shape[0], *(1,) * (ndim - 2), part.shape[-1])
-    # The exponent of the square: 2 log2 |gain|, rounded down, plus 1.
+    # The exponent of the square is 2 log2 |gain|, rounded down, plus 1.
     return shifts + torch.frexp(gain_TH * gain_TH).exponent.long().reshape(shape), (gain_TH != 0).reshape(shape)
 
 
@@ -232,34 +232,34 @@ def _table(device: torch.device) -> Tensor:
 
 
 def sizes_of(index: int, shifts: Tensor) -> Tensor:
-    """Steps by their index, finer by `shifts` half octaves."""
+    """Returns the steps of an index, finer by `shifts` half octaves."""
     return _table(shifts.device)[index - OCTAVE // 2 * shifts + _REACH]
 
 
 def _limit(part: Part, steps: Tensor) -> Tensor:
-    """The largest integers of a part with a period: numbers are at most half of the period."""
+    """Computes the largest integers of a part with a period: numbers are at most half the period."""
     assert part.period is not None
     return (part.period / 2 / steps.double()).floor()
 
 
 def in_period(part: Part, x: Tensor) -> Tensor:
-    """Numbers of a part, moved by multiples of their period, if any, towards 0."""
+    """Moves the numbers of a part towards 0 by multiples of the period, if any."""
     return x if part.period is None else x - part.period * (x / part.period).round()
 
 
 def limits_of(found: Quantised) -> list[int]:
-    """The largest integer for each stored integer of a part with a period."""
+    """Lists the largest possible integer per stored integer of a part with a period."""
     return _limit(found.part, found.steps).clamp(max=LARGEST).expand(found.part.shape)[found.live].long().tolist()
 
 
 class Seen(NamedTuple):
-    """The state between parts: integers of earlier parts, by leaf and first row, and numbers of variances."""
+    """State between parts: integers of earlier parts by leaf and first row, and coded numbers of variances."""
 
     gains: dict[tuple[str | None, int], Tensor]
     variances: dict[str, Tensor]
 
     def add(self, part: Part, integers: Tensor, steps: Tensor) -> Tensor:
-        """Record a part, and return the numbers that its integers stand for."""
+        """Records a part and returns the numbers that its integers represent."""
         self.gains[part.leaf, part.first] = integers
         if not part.statistic:
             return integers * steps
@@ -269,7 +269,7 @@ class Seen(NamedTuple):
 
 
 def quantise_part(part: Part, leaf: Tensor, index: int, seen: Seen) -> tuple[Quantised, Tensor]:
-    """Quantise a part: its integers, and the numbers that these stand for."""
+    """Quantises a part; returns the integers, and the numbers that the integers represent."""
     x = part.of(leaf.detach()).float()
     x = coded(part.leaf, x, seen.variances) if part.statistic else x
     shifts, alive = shifts_of(part, seen.gains, x.device)
@@ -283,7 +283,7 @@ def quantise_part(part: Part, leaf: Tensor, index: int, seen: Seen) -> tuple[Qua
 
 
 def quantise(plan: Any, leaves: TensorMap, steps: Steps) -> Iterator[tuple[Quantised, Tensor]]:
-    """Quantise every part on the leaves' device; statistics that are not among the leaves are left out."""
+    """Quantises every part on the device of the leaves; skips statistics that `leaves` lacks."""
     parts = [part for part in parts_of(plan, steps.statistics) if part.leaf in leaves or not part.statistic]
     seen = Seen({}, {})
     for part, index in zip(parts, steps.of_parts(parts), strict=True):
@@ -291,7 +291,7 @@ def quantise(plan: Any, leaves: TensorMap, steps: Steps) -> Iterator[tuple[Quant
 
 
 def check_steps(plan: Any, steps: Steps) -> None:
-    """Raise `ValueError` if steps do not belong to a plan."""
+    """Raises ValueError if steps do not belong to a plan."""
     counts = Counter(part.leaf for part in parts_of(plan, steps.statistics))
     if {name: len(indices) for name, indices in steps.indices} != counts:
         raise ValueError("the steps are those of another plan: expected what gb.allocate_steps gives for this one")
@@ -302,7 +302,7 @@ def check_steps(plan: Any, steps: Steps) -> None:
 def as_stored(plan: Any, leaves: TensorMap, stored: Stored) -> tuple[Params, Params]:
     """Rounds leaves and buffers as a file does; gradients go straight through the rounding.
 
-    Numbers of features with amplitude 0, which are 0 in a file, keep their values: the weights are equal. The second
+    Numbers of features with amplitude 0 keep their values; a file stores 0, but the weights are equal. The second
     result is the gradient of `rate * bits` with respect to the leaves, {} without a rate.
     """
     if not isinstance(stored, Steps):
@@ -314,14 +314,14 @@ def as_stored(plan: Any, leaves: TensorMap, stored: Stored) -> tuple[Params, Par
     made = dict(leaves)
     for name, value in joined(parts, values).items():
         x = leaves[name]
-        # Straight through (Bengio et al., 2013): the value, with the gradient of the leaf.
+        # Straight-through estimator (Bengio et al., 2013): the rounded value, with the gradient of the leaf.
         made[name] = value.reshape(x.shape).to(x.dtype) + (x - x.detach())
     trained = [one for one, _ in found if not one.part.statistic]
     return made, _rate_gradient(leaves, trained, stored.rate) if stored.rate else {}
 
 
 def _rate_gradient(leaves: TensorMap, found: list[Quantised], rate: float) -> Params:
-    # n numbers of a part take `n log2(1 + e mean|x| / step)` bits; halving an amplitude saves a bit of each number.
+    # n numbers of a part take `n log2(1 + e mean|x| / step)` bits; halving an amplitude saves one bit per number.
     gradients: list[Tensor] = []
     owned: dict[tuple[str | None, int], Tensor | float] = {}
     numbers = [one.part.of(leaves[one.part.leaf].detach()).float() for one in found]

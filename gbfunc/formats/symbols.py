@@ -1,14 +1,14 @@
-"""Small integers as few bytes: asymmetric numeral systems (J. Duda, 2013) with bell curves for frequencies.
+"""Entropy coding of small integers: asymmetric numeral systems (J. Duda, 2013) with bell-shaped frequencies.
 
 A run of symbols 0 .. 2^b - 1, each with a centre, begins with 4 bits for their `spread`. With spread 0 all symbols are
 equally likely; otherwise the frequency of a symbol at a distance d from its centre is `1 + 2^12 * 2^(-q / 16)`, with
-q = `64 d^2 >> (spread - 1)`. The power is rounded for the fraction of its exponent and cut for the rest: a normal
-distribution in integers, the same on every machine. No table is stored.
+q = `64 d^2 >> (spread - 1)`. The fraction of the exponent is looked up in rounded `POWERS`, and the rest is a shift: a
+normal distribution in integers, equal on every machine. Files store no tables.
 
-The symbols of all runs are one integer x, which starts at 1. The encoder takes symbols from the last to the first: with
-frequency f out of F, and c the sum of the frequencies below, `x = x // f * F + c + x % f`. The decoder undoes this from
-the first symbol on, and ends at 1. Every 2,048 symbols have an integer, little-endian, after two bytes with its length;
-the last integer has no length.
+The encoder folds symbols into an integer x, which starts at 1, from the last symbol to the first. A symbol of frequency
+f out of F, with c the sum of the frequencies below, sets `x = x // f * F + c + x % f`. The decoder undoes this from the
+first symbol on and ends at 1. Every 2,048 symbols have one integer x, little-endian, after two bytes with the length of
+the integer; the last integer has no length.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Symbols = NDArray[np.integer[Any]]
 Entry = tuple[int, int, int]
 
 PIECE = 2048
-MAX_SYMBOLS = 1 << 18  # Of a stream: each takes some microseconds
-_MOST_BYTES = 4  # Of a symbol: no frequency is less than 1 of 2^21.
-# Fewest bits of a symbol: the most frequent one, of spread 1 with its centre at an end, is 4,097 of 4,356.
+MAX_SYMBOLS = 1 << 18  # Most symbols in a stream; each takes some microseconds
+_MOST_BYTES = 4  # Most bytes per symbol: no frequency is less than 1 of 2^21.
+# Fewest bits of a symbol: the most frequent symbol, with spread 1 and the centre at an end, is 4,097 of 4,356.
 LEAST_BITS = 1 / 12
 _ENDS = "its codes do not end where they should"
 
@@ -54,14 +54,14 @@ def _bits_of(bits: int, centre: int, spread: int) -> NDArray[np.float64]:
 
 
 class Run(NamedTuple):
-    """Symbols [n] of `bits` bits, each with a centre [n], or with a common one [1]."""
+    """Symbols [n] of `bits` bits, with a centre per symbol [n], or one common centre [1]."""
 
     symbols: Symbols
     bits: int
     centres: Symbols
 
     def costs(self) -> tuple[int, NDArray[np.float64]]:
-        """The spread that takes the fewest bits, and the bits of each symbol with it [n]."""
+        """Finds the spread that takes the fewest bits; returns the spread and the bits per symbol [n]."""
         centres, index = np.unique(self.centres, return_inverse=True)
         index = np.broadcast_to(index, self.symbols.shape)
         tables = (np.stack([_bits_of(self.bits, int(c), spread) for c in centres]) for spread in range(16))
@@ -70,7 +70,7 @@ class Run(NamedTuple):
 
 
 def pack_runs(runs: list[Run]) -> tuple[bytes, list[NDArray[np.float64]]]:
-    """The stream of some runs, and the bits of their symbols [n] each."""
+    """Packs runs into a stream; returns the stream and, for each run, the bits per symbol [n]."""
     entries: list[Entry] = []
     costs = []
     for run in runs:
@@ -85,7 +85,7 @@ def pack_runs(runs: list[Run]) -> tuple[bytes, list[NDArray[np.float64]]]:
 
 
 def join(entries: list[Entry]) -> bytes:
-    """The stream of symbols, each given by the frequencies below it, its frequency, and the sum of all."""
+    """Codes symbols as a stream; an entry holds the sum of the frequencies below, the frequency, and the total."""
     pieces = []
     for start in range(0, len(entries), PIECE):
         x = 1
@@ -97,26 +97,26 @@ def join(entries: list[Entry]) -> bytes:
 
 
 def most_runs_bytes(bits: float, symbols: int, runs: int) -> int:
-    """The most bytes of `runs` runs, with `symbols` symbols of `bits` bits in all."""
+    """Bounds the bytes of `runs` runs with `symbols` symbols, which take `bits` bits in total."""
     pieces = -(-(symbols + runs) // PIECE)
-    # An integer is at least as long as the largest sum of frequencies has bits, less than 3 bytes.
+    # An integer has at least the bits of the largest sum of frequencies, which is less than 3 bytes.
     return math.ceil((bits + 4 * runs) / 8) + 3 * pieces + 2 * max(0, pieces - 1)
 
 
 class Reader:
-    """Reads symbols from a stream of `symbols` symbols, one by one; `ValueError` for damaged streams."""
+    """Reads a stream of `symbols` symbols, one by one; raises ValueError for damaged streams."""
 
     def __init__(self, data: bytes, symbols: int) -> None:
         self._data, self._left = data, symbols
         self._x, self._in_piece = 1, 0
 
     def close(self) -> None:
-        """Raise `ValueError` unless the stream is at its end."""
+        """Raises ValueError unless the stream is at its end."""
         if self._x != 1 or self._data:
             raise ValueError(_ENDS)
 
     def next(self, limits: Sequence[int]) -> int:
-        """The next symbol, by its cumulative frequencies."""
+        """Reads the next symbol, given the cumulative frequencies."""
         if not self._in_piece:
             self._open_piece()
         self._in_piece -= 1
@@ -126,7 +126,7 @@ class Reader:
         return symbol
 
     def run(self, count: int, bits: int, centres: Symbols) -> Symbols:
-        """The symbols [count] of a run with these centres, [count] or [1]."""
+        """Reads the symbols [count] of a run with these centres, [count] or [1]."""
         spread = self.next(range(17))
         places = np.broadcast_to(centres, (count,)).tolist()
         return np.array([self.next(_limits(bits, centre, spread)) for centre in places], np.uint8)
@@ -138,20 +138,20 @@ class Reader:
         piece, self._data = self._data[start:end], self._data[end:]
         self._in_piece = min(self._left, PIECE)
         self._left -= self._in_piece
-        # No integer ends with a byte of 0.
+        # The last byte of an integer is never 0.
         if self._x != 1 or not piece or not piece[-1] or len(piece) > _MOST_BYTES * self._in_piece:
             raise ValueError(_ENDS)
         self._x = int.from_bytes(piece, "little")
 
 
 ROOTS = (16777216, 14107901, 11863283, 9975792)  # 2^24 * 2^(-i / 4)
-NARROWEST, WIDEST = -9, 31  # Widths of geometric runs: all integers are 0 at -9, and equally likely at 31
+NARROWEST, WIDEST = -9, 31  # Widths of geometric runs: integers are 0 at -9, and equally likely at 31
 HALVINGS = 22
 
 
 @lru_cache(maxsize=4096)
 def geometric(width: int, most: int) -> tuple[int, list[int]]:
-    """Integers -D .. D, whose frequencies halve every 2^(width / 4): D, at most `most`, and limits [2 D + 2]."""
+    """Returns D <= `most` and limits [2 D + 2] of the integers -D .. D; frequencies halve every 2^(width / 4)."""
     if width <= NARROWEST:
         return 0, [0, 1]
     if width >= WIDEST:
@@ -159,7 +159,7 @@ def geometric(width: int, most: int) -> tuple[int, list[int]]:
     reach = min(most, math.ceil(HALVINGS * 2 ** (width / 4)))
     distance = np.abs(np.arange(-reach, reach + 1, dtype=np.int64))
     fine = distance * 16 * ROOTS[width % 4]
-    # Sixteenths of a halving; a width below 0 has more of them.
+    # Sixteenths of a halving; widths below 0 have more sixteenths.
     sixteenths = fine >> (24 + width // 4)
     powers = np.array(POWERS, np.int64)[sixteenths % 16] << 8
     frequencies = 1 + (powers >> np.minimum(sixteenths // 16, 40))
@@ -168,7 +168,7 @@ def geometric(width: int, most: int) -> tuple[int, list[int]]:
 
 @lru_cache(maxsize=4096)
 def geometric_bits(width: int, most: int) -> NDArray[np.float64]:
-    """Bits of each of the integers 0 .. D [D + 1]."""
+    """Returns the bits of the integers 0 .. D: [D + 1]."""
     reach, limits = geometric(width, most)
     frequencies = np.diff(np.array(limits, np.float64))[reach:]
     return np.log2(limits[-1]) - np.log2(frequencies)
