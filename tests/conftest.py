@@ -2,6 +2,8 @@
 
 import gc
 import os
+import shutil
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ settings.load_profile("gbfunc")
 TRANSCENDENTAL = (torch.sin, torch.cos, torch.tanh, torch.exp, torch.log, torch.sqrt, torch.erf)
 LONG = (
     *("tensor_parallel", "distributed", "pages", "planner", "pipeline", "kernels_triton", "layers_transforms"),
-    *("export", "generate", "train_forms", "module", "storage_genome_file_hostile", "weight_operations"),
+    *("exporting", "generation", "train_forms", "module", "storage_genome_file_hostile", "weight_operations"),
 )
 """Files of 10 seconds and more, which begin first: what runs alone at the end is short."""
 
@@ -96,6 +98,20 @@ def command(capsys: pytest.CaptureFixture[str]) -> Any:
         return capsys.readouterr()
 
     return run
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """The machine's own Chromium; a test that needs one is skipped where there is none."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if path is None:
+        pytest.skip("Chromium is not installed")
+    with playwright.sync_playwright() as started:
+        # Without a sandbox Chromium also runs as root, as in a container.
+        running = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield running
+        running.close()
 
 
 @pytest.fixture(scope="session")

@@ -22,8 +22,9 @@ from gbfunc.formats.layout import DOCUMENTS, WORDS, Allowed, inflate, unpack_pla
 from gbfunc.genome import unflat_genome
 from tests.support.step_cases import stored_with
 from tests.test_exporting_page import TYPES, every
-from tests.test_exporting_page_browser import browser, pytestmark  # noqa: F401 (a fixture, and why to skip)
 from tests.test_storage_genome_file_work import stream
+
+pytestmark = pytest.mark.process
 
 
 def packed(text: str, wbits: int, words: bytes) -> bytes:
@@ -140,7 +141,7 @@ def test_pages_of_something_else_are_refused_in_one_line(held: str) -> None:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_declares_much_gets_one_line_at_once(browser: Any, tmp_path: Path, name: str) -> None:  # noqa: F811
+def test_what_declares_much_gets_one_line_at_once(browser: Any, tmp_path: Path, name: str) -> None:
     data = HOSTILE[name](tmp_path) if callable(HOSTILE[name]) else HOSTILE[name]
     (tmp_path / "page.html").write_text(page(), encoding="utf-8")
     tab = browser.new_page(reduced_motion="reduce")
@@ -227,7 +228,7 @@ VERDICTS = """files => files.map((data) => {
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(1_000, marks=pytest.mark.slow)])
-def test_python_and_the_page_agree(browser: Any, tmp_path: Path, count: int) -> None:  # noqa: F811
+def test_python_and_the_page_agree(browser: Any, tmp_path: Path, count: int) -> None:
     rng, whole = random.Random(count), list(seeds(tmp_path))
     whole.append(compact(plan(STEPS, encodings=[GRID, BINARY]), stream(3)))
     files = whole + [changed(rng, rng.choice(whole)) for _ in range(count)]

@@ -25,12 +25,17 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.mark.skipif(triton.__version__.startswith("3.1."), reason="the interpreter of Triton 3.1 reads wrong memory")
 @pytest.mark.parametrize(
-    "file",
-    ["interpreted_triton.py", pytest.param("interpreted_waves.py", marks=pytest.mark.slow), "interpreted_step.py"],
+    ("file", "marks"),
+    [
+        ("interpreted_triton.py", "not slow"),
+        ("interpreted_waves.py", "not slow"),
+        ("interpreted_step.py", "not slow"),
+        pytest.param("interpreted_waves.py", "slow", marks=pytest.mark.slow),
+    ],
 )
-def test_numbers_under_the_interpreter(file: str) -> None:
+def test_numbers_under_the_interpreter(file: str, marks: str) -> None:
     """Runs a file of tests in a process that imports Triton as its interpreter."""
-    options = ("-q", "-x", "-p", "no:cacheprovider", f"tests/support/{file}")
+    options = ("-q", "-x", "-p", "no:cacheprovider", "-m", marks, f"tests/support/{file}")
     command = [sys.executable, "-m", "pytest", *options]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

@@ -21,8 +21,6 @@ from gbfunc.hypernets.kernels.waves import Side, period_of, waves
 from gbfunc.types import Kernel, Params, TileDims
 from tests.support.kernel_cases import FAST, NEEDS_COMPILER, assert_alike, assert_trees_close
 
-# Forward mode and Inductor import parts of torch that torch itself deprecates.
-
 LEAVES = ("weight", "phase", "sine", "cosine")
 
 

@@ -6,7 +6,6 @@
 import functools
 import http.server
 import os
-import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,13 +13,10 @@ from typing import Any
 
 import pytest
 
-playwright = pytest.importorskip("playwright.sync_api")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SITE = Path(os.environ.get("GBFUNC_SITE", ""))
 pytestmark = [
     pytest.mark.process,
     pytest.mark.skipif("GBFUNC_SITE" not in os.environ, reason="GBFUNC_SITE names no built site"),
-    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed"),
 ]
 OVERFLOWS = """() => {
   const wide = [...document.querySelectorAll(".md-typeset pre > code, .md-typeset__scrollwrap")]
@@ -42,14 +38,6 @@ def address() -> Iterator[str]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/"
         server.shutdown()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as started:
-        running = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield running
-        running.close()
 
 
 @pytest.mark.parametrize("width", [1280, 390])

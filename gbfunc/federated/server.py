@@ -31,6 +31,7 @@ from gbfunc.files import replace_file
 from gbfunc.storage.checkpoint import pack_values, unpack_values
 from gbfunc.types import GenomeLike, Params
 
+_DAMAGE = SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError
 _LOG, _VECTOR, _NODE, _ARRAYS = logging.getLogger(__name__), "genome", "node ", "ArrayRecord"
 
 
@@ -294,7 +295,7 @@ class GenomeStrategy(Strategy):
                 self._grid.traffic = Traffic(*about["traffic"])
                 states = {k.removeprefix(_NODE): x.tobytes() for k, x in tensors.items() if k.startswith(_NODE)}
                 self._grid.restore({int(k): x for k, x in states.items()})
-        except (SafetensorError, ProtobufError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (*_DAMAGE, ProtobufError) as error:
             raise ValueError(f"{path} is no checkpoint that this server can go on from: {error}") from error
         self._vector, self.done, self.rounds = vector, int(about["round"]), rounds
 

@@ -273,7 +273,8 @@ def _other_targets(batch: Any) -> list[Any]:
     y = batch.get("labels") if labelled else batch[1] if type(batch) in (tuple, list) and len(batch) == 2 else None
     if not isinstance(y, Tensor) or not y.ndim:
         return []
-    others = *(y.roll(n, 0) for n in range(1, 5)), y[:1].expand_as(y)
+    # Contiguous, as other strides would compile the step anew.
+    others = *(y.roll(n, 0) for n in range(1, 5)), y[:1].expand_as(y).contiguous()
     return [{**batch, "labels": other} if labelled else (batch[0], other) for other in others]
 
 

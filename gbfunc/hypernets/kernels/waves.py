@@ -5,8 +5,8 @@ A side of a tile with codes X, code weights U and coefficients s and t is, with 
 `across = g cos A - h sin A`, the gradients are `ds = sum_i along`, `dt = sum_i across`, and `dA = s across - t along`.
 
 A backend makes all sides of a step, and their gradients, in one call each: on a CPU `waves.cpp`, on a GPU
-`waves_triton`. Further derivatives,
-forward mode, `torch.func` and compiled or exported graphs use the expression in PyTorch, `Side.in_parts`.
+`waves_triton`. Further derivatives, forward mode, `torch.func` and compiled or exported graphs use the expression in
+PyTorch, `Side.in_parts`.
 
 Suffixes: T tiles, G groups of tiles, n rows of a side, p width of its codes, H features, U 1 or T.
 """
