@@ -81,11 +81,6 @@ def run(optimizer: Optimizer, steps: int, dtype: torch.dtype = torch.float32, **
     return params, state
 
 
-def default_fused(cls: Any, options: dict[str, Any]) -> dict[str, Any]:
-    has = "fused" in cls([torch.zeros(1, 1)]).defaults
-    return options | {"fused": True} if has and not options.keys() & {"fused", "foreach"} else options
-
-
 def in_layout(t: Tensor, layout: str) -> Tensor:
     if layout == "reversed":
         dims = tuple(reversed(range(t.ndim)))
@@ -102,10 +97,9 @@ def test_equals_a_hand_written_loop(case: Case, dtype: torch.dtype) -> None:
     params, _ = run(gb.torch_optimizer(case.cls, schedule, direct=own, **case.options), 6, dtype)
 
     expected = normal(0, dtype)
-    options = default_fused(case.cls, case.options)
     direct = {"params": [expected[k] for k in SHAPES if ROLES[k] == "direct"], **own}
     stacked = {"params": [expected[k] for k in SHAPES if ROLES[k] != "direct"]}
-    reference = case.cls([stacked, direct], lr=schedule(0), **options)
+    reference = case.cls([stacked, direct], lr=schedule(0), **case.options)
     for step in range(6):
         reference.param_groups[0]["lr"] = schedule(step)
         for k, g in normal(step + 1, dtype).items():
@@ -223,7 +217,7 @@ def test_leaves_of_different_trainings_step_as_they_would_alone(name: str, donat
     mixed = copy_tree(old_state._replace(leaves=states)), copy_tree(params)
     alone = {}
     for k in SHAPES:
-        one = OptState(mixed[0].step, {k: mixed[0].leaves[k]}, mixed[0].fingerprint), {k: mixed[1][k]}
+        one = OptState(mixed[0].step, {k: mixed[0].leaves[k]}), {k: mixed[1][k]}
         alone[k] = optimizer.update({k: normal(7)[k]}, copy_tree(one[0]), copy_tree(one[1]), ROLES)
     new, after = optimizer.update(normal(7), *mixed, ROLES, donate=donate)
     assert same_bits(new, {k: alone[k][0][k] for k in SHAPES})

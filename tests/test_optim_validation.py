@@ -200,7 +200,6 @@ def test_a_tile_needs_a_leading_dimension() -> None:
         ({"lr": -0.1}, ValueError, "lr must be finite and >= 0, got -0.1"),
         ({"cycle_momentum": True}, ValueError, "only the learning rate"),
         ({"warm": 3}, ValueError, "OneCycleLR refuses its options.*warm"),
-        ({"epochs": 1, "steps_per_epoch": 2}, ValueError, "total.*steps is 2"),
         ({"scheduler_cls": lr_scheduler.LRScheduler}, ValueError, "refuses its options: NotImplementedError"),
     ],
 )
@@ -224,11 +223,6 @@ def test_a_fallback_follows_lr_and_weight_decay_of_its_role() -> None:
     assert same_bits(new["b"], expected.detach())
 
 
-def test_a_step_before_the_first_is_refused() -> None:
-    with pytest.raises(ValueError, match="step must be >= 0, got -1"):
-        gb.torch_schedule(lr_scheduler.ConstantLR, 0.1, 3)(-1)
-
-
 CLASSES = [k for k in OPTIM.__all__ if isinstance(getattr(OPTIM, k), type)]
 TAKES_FUSED = [k for k in CLASSES if "fused" in inspect.signature(getattr(OPTIM, k)).parameters]
 DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
@@ -245,8 +239,6 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", TAKES_FUSED)
 def test_an_update_equals_the_plain_step_in_every_dtype(name: str, dtype: Any, asked: Any, device: str) -> None:
-    if name == "Adagrad" and device == "cuda" and asked:
-        pytest.skip("its CUDA kernel is younger than the oldest torch that is supported")
     cls = getattr(OPTIM, name)
     for options in ({}, {"maximize": True}, *OPTIONS.get(name, [])):
         rng = torch.Generator().manual_seed(0)
@@ -301,19 +293,3 @@ def test_a_stateless_class_needs_the_names_of_its_leaves() -> None:
     params = {"w": torch.ones(2), "b": torch.ones(3)}
     with pytest.raises(ValueError, match=r"SGD .* expected the leaves \['b', 'w'\], got \['w'\]"):
         optimizer.update(params, optimizer.init({"w": params["w"]}, ROLES), params, ROLES)
-
-
-def test_the_state_of_another_class_is_refused() -> None:
-    params = {"w": torch.ones(2, 4), "b": torch.ones(3)}
-    adam, adamw, mine = (
-        gb.torch_optimizer(cls, 0.1)
-        for cls in (torch.optim.Adam, torch.optim.AdamW, type("MyAdam", (torch.optim.Adam,), {}))
-    )
-    for optimizer, name in ((adam, "Adam"), (mine, "another class")):
-        state = optimizer.init(params, ROLES)
-        for given in (state, optimizer.update(params, state, params, ROLES)[1]):
-            with pytest.raises(ValueError, match=f"the state must be one of AdamW, got one of {name}: make a new one"):
-                adamw.update(params, given, params, ROLES)
-    # Options may change at any time.
-    other = gb.torch_optimizer(torch.optim.Adam, 0.7, code={"lr": 0.2}, betas=(0.5, 0.6))
-    other.update(params, adam.init(params, ROLES), params, ROLES)

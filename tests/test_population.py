@@ -181,10 +181,8 @@ def test_what_vmap_cannot_run_is_refused_in_one_line() -> None:
     step = gb.make_train_step(gb.make_plan(pnet, gb.periodic(features=1)), pnet, loss, adam())
     for same in (True, False):
         many, x = gb.population(step, 2, same_batch=same), torch.ones(4, 6)
-        with pytest.raises(ValueError, match=r"^the p-net or the loss function works with one genome, but not in .*"):
+        with pytest.raises(ValueError, match=r"^the p-net or the loss function failed under .*"):
             many(many.init(), x if same else torch.stack([x, x]))
-        with pytest.raises(RuntimeError, match="^mat1 and mat2 shapes"):
-            many(many.init(), x[:, :5] if same else torch.ones(2, 4, 5))
 
 
 def test_members_on_a_base_are_trained_as_alone() -> None:
@@ -236,7 +234,7 @@ def test_refusals() -> None:
         (lambda: gb.population(mlp_step(microbatches=2)[0], 2), "microbatches=1"),
         (lambda: gb.population(mlp_step(local_steps=2)[0], 2), "local_steps=None"),
         (lambda: gb.population(mlp_step(rprop)[0], 2), "Rprop"),
-        (lambda: gb.population(average, 2), "^1 has momentum=None"),
+        (lambda: gb.population(average, 2)(gb.population(average, 2).init(), batch), "failed under .*vmap"),
         (lambda: gb.population(step, 0), "n >= 1"),
     ]
     for call, words in refused:

@@ -184,16 +184,6 @@ def test_another_training_is_refused(tmp_path: Path) -> None:
         gb.load_checkpoint(tmp_path, step, wide)
 
 
-def test_another_class_of_optimizer_is_refused(tmp_path: Path) -> None:
-    """Where the state says which it is of."""
-    step, _ = step_of("mlp")
-    states = [step.init()._replace(opt={"fingerprint": torch.tensor(i), "leaves": torch.ones(3)}) for i in (1, 2)]
-    save(tmp_path, step, states[0])
-    assert same_bits(gb.load_checkpoint(tmp_path, step, states[0]).state, states[0])
-    with pytest.raises(ValueError, match="step-00000000.safetensors .* another class of optimizer"):
-        gb.load_checkpoint(tmp_path, step, states[1])
-
-
 def test_what_cannot_be_saved_is_refused_at_once(tmp_path: Path) -> None:
     step, _ = step_of("mlp")
     state = step.init()

@@ -9,7 +9,6 @@ tiles); direct parameters are ordinary parameters of the p-net.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from operator import attrgetter
@@ -34,7 +33,6 @@ class OptState(NamedTuple):
 
     step: Tensor  # updates done, int64 on the CPU
     leaves: dict[str, Params]  # torch's state of every leaf, by name; zeros that nothing reads while `step` is 0
-    fingerprint: Tensor  # of the name of the class, int64 on the CPU: the state of another class is refused
 
 
 class Optimizer(NamedTuple):
@@ -66,8 +64,8 @@ def torch_optimizer(
 ) -> Optimizer:
     """Make a pure optimizer of a class of `torch.optim` (https://docs.pytorch.org/docs/stable/optim.html).
 
-    An update equals `step()` of the class with the same options. Fused kernels are used where tests hold them equal to
-    the plain step, unless `fused=False` or `foreach` is given.
+    An update equals `step()` of the class with the same options. Adam and AdamW use their fused kernels, unless
+    `fused=False` or `foreach` is given; `fused=True` has no effect on other classes.
 
     Most classes treat every number by itself and take stacked leaves unchanged. Muon (Jordan et al., 2024) and
     Adafactor (Shazeer and Stern, 2018) mix the numbers of a matrix: they take every tile of a code or linear leaf by
@@ -95,8 +93,6 @@ def torch_optimizer(
     """
     check_class(cls)
     group_of = param_groups(cls, {"lr": lr, **options}, {"code": code, "linear": linear, "direct": direct})
-    fingerprint = _fingerprint(cls.__name__)
-
     cached = lru_cache(maxsize=16)(partial(_prepare, group_of))
 
     def prepare(params: Params, roles: Roles) -> _Prepared:
@@ -106,8 +102,7 @@ def torch_optimizer(
         leaves: dict[str, Params] = {k: {} for k in params}
         for (k, entry), (shape, dtype, device) in prepare(params, roles).specs.items():
             leaves[k][entry] = torch.zeros(shape or (), dtype=dtype, device=device)
-        step, number = (torch.tensor(n, dtype=torch.int64, device="cpu") for n in (0, fingerprint))
-        return OptState(step, leaves, number)
+        return OptState(torch.tensor(0, dtype=torch.int64, device="cpu"), leaves)
 
     def update(
         grads: Params,
@@ -121,7 +116,7 @@ def torch_optimizer(
         prepared = prepare(params, roles)
         if grads.keys() != params.keys() or [*map(_SPEC, map(grads.get, params))] != prepared.leaf_specs:
             compare_trees({k: spec_of(p) for k, p in params.items()}, grads, "grads do not fit params")
-        _check_state(state, params, prepared, cls.__name__, fingerprint)
+        _check_state(state, params, prepared, cls.__name__)
         step = int(state.step)
         new: Params = {}
         leaves: dict[str, Params] = {}
@@ -132,7 +127,7 @@ def torch_optimizer(
                 leaves |= after
         if len(prepared.calls) > 1:
             new, leaves = {k: new[k] for k in params}, {k: leaves[k] for k in params}
-        return new, OptState(state.step + 1, leaves, state.fingerprint if donate else state.fingerprint.clone())
+        return new, OptState(state.step + 1, leaves)
 
     settings = {"cls": cls, "lr": lr, "code": code, "linear": linear, "direct": direct, "options": options}
     return Optimizer(init, update, settings)
@@ -140,7 +135,6 @@ def torch_optimizer(
 
 class _Call(NamedTuple):
     group: ParamGroup
-    options: dict[str, Any]
     names: list[str]
     adam: Kernel | None  # takes the place of the class from the second step on
 
@@ -197,7 +191,8 @@ class _Call(NamedTuple):
             self.adam.function(params, grads, *moments, counts, lr=rate, **self.adam.options, **skip)
             return old
         tensors, tensor_grads = ([tile for x in xs for tile in self._tiles(x)] for xs in (params, grads))
-        optimizer = self.group.cls(tensors, lr=rate, **self.options)
+        fused = {"fused": True} if self.adam else {}
+        optimizer = self.group.cls(tensors, lr=rate, **self.group.options | fused)
         for p, g in zip(tensors, tensor_grads, strict=True):
             p.grad = g
         states: list[Params] = []
@@ -239,13 +234,9 @@ def _prepare(group_of: Callable[..., ParamGroup], leaves: tuple[tuple[str, str |
             raise ValueError(f"role of leaf {name!r} must be one of {ROLES}, got {role!r}")
         group = group_of(name, role, shape)
         zeros[name] = torch.zeros(shape, dtype=dtype, device=device)
-        adam = group.adam if (fused := group.fuses(dtype, device)) else None
         # A kernel takes leaves of one dtype on one device.
-        names.setdefault((group, fused, adam and (dtype, device)), []).append(name)
-    calls = [
-        _Call(group, group.kernel(fused), named, group.adam if kind else None)
-        for (group, fused, kind), named in names.items()
-    ]
+        names.setdefault((group, (dtype, device) if group.kernel(dtype, device) else None), []).append(name)
+    calls = [_Call(group, named, group.adam if kind else None) for (group, kind), named in names.items()]
     states: dict[str, Params] = {}
     with torch.no_grad():
         for call in calls:
@@ -281,24 +272,11 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     return made
 
 
-def where_each(condition: Tensor, tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
-    """`torch.where(condition, x, y)` of tensors and others of the same shapes and dtypes, a few calls for all."""
-    made: dict[int, Tensor] = {}
-    for dtype in dict.fromkeys(x.dtype for x in tensors):
-        mine = [i for i, x in enumerate(tensors) if x.dtype == dtype]
-        flat, other = (torch.cat([of[i].reshape(-1) for i in mine]) for of in (tensors, others))
-        parts = torch.where(condition, flat, other).split([tensors[i].numel() for i in mine])
-        shaped = [part.view(tensors[i].shape) for i, part in zip(mine, parts, strict=True)]
-        made |= zip(mine, copies(shaped), strict=True)  # without shared memory
-    return [made[i] for i in range(len(tensors))]
-
-
 def chosen(condition: Tensor, tree: Any, other: Any) -> Any:
     """The tree, with the tensors of the other one on the condition's device where the condition is False."""
     flat, before = flatten_tree(tree), flatten_tree(other)
     there = [k for k, x in flat.items() if x.device.type == condition.device.type]
-    found = where_each(condition, [flat[k] for k in there], [before[k] for k in there])
-    return unflatten_tree(flat | dict(zip(there, found, strict=True)), tree)
+    return unflatten_tree(flat | {k: torch.where(condition, flat[k], before[k]) for k in there}, tree)
 
 
 def _memory(optimizer: torch.optim.Optimizer) -> dict[str, str]:
@@ -319,13 +297,10 @@ def _check_memory(optimizer: torch.optim.Optimizer, before: dict[str, str], tens
             raise TypeError(f"state of {name} must be tensors, got {entry} of type {type(value).__name__}")
 
 
-def _check_state(state: OptState, params: Params, prepared: _Prepared, cls: str, fingerprint: int) -> None:
+def _check_state(state: OptState, params: Params, prepared: _Prepared, cls: str) -> None:
     """Check the structure of a state: some kernels write beyond a tensor that is too small."""
     if not isinstance(state, OptState):
         raise TypeError(f"state must be an OptState from init or update, got {type(state).__name__}")
-    if (got := int(state.fingerprint)) != fingerprint:
-        other = next((name for name in dir(torch.optim) if _fingerprint(name) == got), "another class")
-        raise ValueError(f"the state must be one of {cls}, got one of {other}: make a new one by init")
     if [*state.leaves] == [*params] and [*map(tuple, state.leaves.values())] == prepared.entries:
         tensors = [t for of in state.leaves.values() for t in of.values()]
         if [*map(_FORM, tensors)] == prepared.forms:
@@ -336,7 +311,3 @@ def _check_state(state: OptState, params: Params, prepared: _Prepared, cls: str,
     compare_trees(expected, flatten_tree(state.leaves), what)
     if state.leaves.keys() != params.keys():  # Some classes keep nothing that could be compared.
         raise ValueError(f"{what}: expected the leaves {sorted(params)}, got {sorted(state.leaves)}")
-
-
-def _fingerprint(name: str) -> int:
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1

@@ -18,17 +18,8 @@ LearningRate: TypeAlias = float | Callable[[int], float]
 
 ROLES: tuple[str, ...] = ("code", "linear", "direct")
 
-_FULL = frozenset({torch.float32, torch.float64})
-_FLOATS = _FULL | {torch.bfloat16, torch.float16}
-_FUSED: Mapping[Any, Mapping[str, frozenset[torch.dtype]]] = {
-    # On a CPU it skips all elements of a half type that fill a vector register (torch 2.5 to 2.13).
-    torch.optim.SGD: {"cpu": _FULL, "cuda": _FLOATS},
-    torch.optim.Adam: {"cpu": _FLOATS, "cuda": _FLOATS},
-    torch.optim.AdamW: {"cpu": _FLOATS, "cuda": _FLOATS},
-    # Its CUDA kernel is younger than the oldest torch that is supported: used on request only.
-    torch.optim.Adagrad: {"cpu": _FLOATS},
-}
-"""Where tests hold a fused kernel equal to the plain step: dtypes by type of device."""
+_FUSED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+"""Dtypes in which tests hold the fused kernels of Adam and AdamW equal to the plain step, on CPUs and CUDA devices."""
 
 
 class Kernel(NamedTuple):
@@ -50,26 +41,19 @@ class ParamGroup:
 
     @cached_property
     def adam(self) -> Kernel | None:
-        """The kernel of Adam or AdamW, where it does all that their step does with these options."""
+        """The kernel of Adam or AdamW, unless the options ask for another implementation."""
         name = {torch.optim.Adam: "_fused_adam_", torch.optim.AdamW: "_fused_adamw_"}.get(cast(Any, self.cls))
         known = {"betas", "eps", "weight_decay", "amsgrad", "maximize"}
-        if name is None or self.options.keys() - known - {"fused"}:
+        if name is None or self.options.get("fused") is False or self.options.keys() - known - {"fused"}:
             return None
         options = {k: v for k, v in self.cls([torch.zeros(1)], **self.options).defaults.items() if k in known}
         options["beta1"], options["beta2"] = map(float, options.pop("betas"))
         largest = ("max_exp_avg_sq",) if options["amsgrad"] else ()
         return Kernel(getattr(torch, name), ("step", "exp_avg", "exp_avg_sq", *largest), options)
 
-    def fuses(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether the fused kernel steps such a leaf: if tests cover the dtype, on other devices if the options ask."""
-        asked, dtypes = bool(self.options.get("fused")), _FUSED.get(self.cls, {}).get(device.type)
-        if dtypes is None:
-            return asked
-        return dtype in dtypes and (asked or not self.options.keys() & {"fused", "foreach"})
-
-    def kernel(self, fused: bool) -> dict[str, Any]:
-        """The options, with the fused kernel or without it."""
-        return self.options | ({"fused": fused or None} if fused or self.options.get("fused") else {})
+    def kernel(self, dtype: torch.dtype, device: torch.device) -> Kernel | None:
+        """The kernel that steps leaves of this dtype on this device."""
+        return self.adam if dtype in _FUSED and device.type in ("cpu", "cuda") else None
 
 
 def param_groups(
@@ -121,6 +105,9 @@ def _make_group(
     except (TypeError, ValueError, RuntimeError) as error:
         known = [k for k in inspect.signature(cls).parameters if k != "params"]
         raise ValueError(f"{cls.__name__} refuses the options of {where}: {error}; its options are {known}") from error
+    if options.get("fused") and cls not in (torch.optim.Adam, torch.optim.AdamW):
+        # On a CPU the fused SGD skips all elements of a half type that fill a vector register (torch 2.5 to 2.13).
+        del options["fused"]
     return ParamGroup(cast("Callable[..., torch.optim.Optimizer]", cls), lr if callable(lr) else rate, options, by_tile)
 
 
@@ -174,18 +161,17 @@ def torch_schedule(
     if options.get("cycle_momentum"):
         raise ValueError("cycle_momentum must be False: only the learning rate is scheduled")
     if issubclass(scheduler_cls, lr_scheduler.OneCycleLR):
-        length = {} if options.keys() & {"epochs", "steps_per_epoch"} else {"total_steps": steps}
-        options = {"max_lr": lr, **length, "cycle_momentum": False} | options
+        options = {"max_lr": lr, "total_steps": steps, "cycle_momentum": False} | options
     elif issubclass(scheduler_cls, lr_scheduler.CyclicLR):
         options = {"base_lr": lr, "cycle_momentum": False} | options
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=lr)
+    optimizer, table = torch.optim.SGD([torch.zeros(1)], lr=lr), list[float]()
     try:
         scheduler = scheduler_cls(optimizer, **options)
-        table = [float(scheduler.get_last_lr()[0])]
-        for _ in range(steps - 1):
-            optimizer.step()
-            scheduler.step()
+        for _ in range(steps):
             table.append(float(scheduler.get_last_lr()[0]))
+            optimizer.step()
+            if len(table) < steps:
+                scheduler.step()
     except (TypeError, ArithmeticError, NotImplementedError) as error:
         reason = str(error) or type(error).__name__
         raise ValueError(f"{scheduler_cls.__name__} refuses its options: {reason}") from error
@@ -193,6 +179,4 @@ def torch_schedule(
 
 
 def _rate_at(step: int, table: Sequence[float]) -> float:
-    if step < 0:
-        raise ValueError(f"step must be >= 0, got {step}")
     return table[min(step, len(table) - 1)]

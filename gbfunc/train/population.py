@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.func import grad, vmap
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from gbfunc.genome import Noise, check_genome
 from gbfunc.train.gradients import noise_of, seeded
@@ -38,8 +37,8 @@ _REFUSED = ("Muon", "Adafactor", "ASGD", "Rprop")
 
 _NUMBERS = (Tensor, bool, int, float, complex)
 _VMAP = (
-    "the p-net or the loss function works with one genome, but not in torch.func's vmap and grad, as in a population "
-    "(train the members one after the other, by the train step)"
+    "the p-net or the loss function failed under torch.func's vmap and grad; if it works with one genome, train the "
+    "members one after the other, by the train step"
 )
 
 
@@ -105,9 +104,6 @@ class Population:
         try:
             loss_n, aux, gradients, buffers = self._gradients(frozen, flat, buffers, batch, seeds)
         except Exception as error:
-            # Raises first if the step of one genome refuses the batch as well.
-            own = batch if self._same_batch else tree_map(lambda x: x[0] if isinstance(x, Tensor) else x, batch)
-            step(self.member(states, 0), own)
             raise ValueError(f"{_VMAP}: {error}") from error
         if any(buffers[k].shape != v.shape for k, v in state.buffers.items()):
             check_genome(step.plan, self.member(state._replace(buffers=buffers), 0))
@@ -201,7 +197,7 @@ class Population:
 def _as_one(opt: OptState, shared: frozenset[tuple[str, str]]) -> OptState:
     """The state of an optimizer whose leaves are stacked members, shared entries once."""
     leaves = {k: {e: x[0] if (k, e) in shared else x for e, x in of.items()} for k, of in opt.leaves.items()}
-    return OptState(opt.step[0], leaves, opt.fingerprint[0])
+    return OptState(opt.step[0], leaves)
 
 
 def _beside(x_n: Tensor, like: Tensor) -> Tensor:
@@ -256,9 +252,6 @@ def population(
     if refused := [name for name in _REFUSED if issubclass(cls, getattr(torch.optim, name, ()))]:
         words = "mixes members or their learning rates: take SGD, Adam, AdamW or another such class"
         raise ValueError(f"{refused[0]} {words}")
-    for name, module in train_step._pnet.named_modules():
-        if isinstance(module, _BatchNorm) and module.momentum is None and module.training:
-            raise ValueError(f"{name} has momentum=None, an average by count, which no vmap takes: give it a number")
     if lr_factors is None:
         return Population(train_step, n, None, same_batch)
     factors, leaves = torch.as_tensor(lr_factors, dtype=torch.float64), train_step.plan.leaves

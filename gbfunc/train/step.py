@@ -6,9 +6,7 @@ state, batch -> loss and gradient (`gradients`) -> sums over ranks -> optimizer 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from functools import cache
-from inspect import signature
+from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -241,7 +239,6 @@ class TrainStep:
         """
         options, device, old = self._options, info.finite.device.type, state.opt
         read = device in _READ or options.on_nonfinite == "raise" or int(old.step) == 0
-        read = read or not _takes_finite(self._optimizer.update)
         if read and not info.finite:
             if options.on_nonfinite == "raise":
                 numbers = f"loss {float(info.loss)}, gradient norm {float(info.grad_norm)}"
@@ -259,12 +256,6 @@ class TrainStep:
         if chosen_by and buffers:
             buffers = chosen(info.finite, buffers, state.buffers)
         return new, opt, buffers
-
-
-@cache
-def _takes_finite(update: Callable[..., Any]) -> bool:
-    """Whether an optimizer's update can choose on the device; a pair of pure functions by a user may not."""
-    return "finite" in signature(update).parameters
 
 
 def _other_targets(batch: Any) -> list[Any]:

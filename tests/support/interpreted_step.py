@@ -73,7 +73,7 @@ def launches(sizes: list[int], features: int, **options: Any) -> Counter[str]:
     state = step.init(0)
     for _ in range(2):
         state, _ = step(state, batch)
-    mode = Launches([state.step, state.seed, state.opt.step, state.opt.fingerprint])
+    mode = Launches([state.step, state.seed, state.opt.step])
     with pytest.MonkeyPatch.context() as patch, mode:
         patch.setattr(waves_triton, "_launch", mode.launch)
         _, info = step(state, batch)
