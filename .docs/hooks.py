@@ -143,9 +143,10 @@ def reference_page(name: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Name the repository's address, and rank guides above notebooks and results in the search."""
+    """Name the repository's address, keep figures on one line, and rank guides above notebooks and results."""
     path = page.file.src_uri
     page.meta["search"] = {"boost": BOOSTS.get(path) or BOOSTS.get(path.split("/")[0], 1)}
+    markdown = re.sub(r"± \d+\.\d+( %)?", lambda spread: spread[0].replace(" ", "\N{NO-BREAK SPACE}"), markdown)
     return markdown.replace("GBFUNC_REPOSITORY", URLS["Repository"])
 
 
