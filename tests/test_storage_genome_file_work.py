@@ -30,11 +30,12 @@ def coded(flags: int, text: str, rest: bytes = b"") -> bytes:
     return b"GB5" + body[:1] + zlib.crc32(body).to_bytes(4, "little") + body[1:]
 
 
-def stream(parts: int, width: int = NARROWEST, symbols: int = 0) -> bytes:
-    """Parts of one width, and symbols of its most frequent kind."""
+def stream(parts: int, width: int = NARROWEST, symbols: int = 0, integer: int = 0) -> bytes:
+    """Parts of one width, and symbols of one integer; the most frequent integer is 0."""
     entries = step_stream._header([0] * parts, LEAST, MOST) + step_stream._header([width] * parts, NARROWEST, WIDEST)
     reach, limits = geometric(width, LARGEST)
-    entries += [(limits[reach], limits[reach + 1] - limits[reach], limits[-1])] * symbols
+    symbol = reach + integer
+    entries += [(limits[symbol], limits[symbol + 1] - limits[symbol], limits[-1])] * symbols
     return (-(-len(entries) // PIECE)).to_bytes(2, "little") + join(entries)
 
 
@@ -77,6 +78,7 @@ WORK: dict[str, Callable[[], bytes]] = {
     "many statistics": lambda: coded(9 + 64, means(1, 8000), stream(16_000)),
     "cheap symbols": lambda: coded(9, direct([2000, 1000]), stream(1, NARROWEST + 1, 2_000_000)),
     "as many symbols as are allowed": lambda: coded(9, direct([260, 1000]), stream(1, NARROWEST + 1, 260_000)),
+    "as many symbols as are allowed for their bytes": lambda: coded(9, direct([1000, 1000]), stream(1, 4, 10**6, 2)),
     "many parts": lambda: coded(9, plan_json([{"name": f"{i:x}", **TRIPLE} for i in range(5000)]), stream(30_000)),
     "many direct tensors": lambda: coded(9, direct(*[[1, 1]] * 16_000), stream(16_000)),
     "as many parts as are allowed": lambda: coded(9, direct(*[[1, 1]] * 2_100), stream(2_100)),

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from gbfunc.untrusted import parse_array, parse_json, read_arrays, read_picture
+from gbfunc.formats.layout import LIMITS
+from gbfunc.untrusted import MAX_DEPTH, parse_array, parse_json, read_arrays, read_picture
 
 
 def npy(array: np.ndarray) -> bytes:
@@ -143,3 +144,5 @@ def test_archives(tmp_path: Path) -> None:
 def test_json(content: str | bytes, words: str) -> None:
     assert words in refused(parse_json, content, "a page")
     assert parse_json(b'{"a": [1.5, null]}', "a page") == {"a": [1.5, None]}
+    # The web page reads its bound from the schema.
+    assert LIMITS["mostDepth"] == MAX_DEPTH

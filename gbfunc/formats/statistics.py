@@ -106,9 +106,10 @@ def read_counters(reader: Reader, names: Iterable[str]) -> Params:
     found, before = {}, 0
     for name in names:
         size = reader.next(range(_SIZE + 2))
-        words = [reader.next(range((1 << _WORD) + 1)) << low for low in range(0, size, _WORD)]
-        if sum(words).bit_length() != size:
+        words = reader.read([range((1 << _WORD) + 1)] * -(-size // _WORD))
+        difference = sum(word << (_WORD * i) for i, word in enumerate(words))
+        if difference.bit_length() != size:
             raise ValueError(f"{name!r} has not the {size} bits that it says")
-        before = (before + sum(words)) % (1 << _SIZE)
+        before = (before + difference) % (1 << _SIZE)
         found[name] = torch.tensor(before - (before >> (_SIZE - 1) << _SIZE), device="cpu")
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -159,12 +158,13 @@ def pack_steps(plan: Any, leaves: TensorMap, steps: Steps) -> tuple[bytes, float
     entries = _header(steps.of_parts(parts), LEAST, MOST) + _header(widths, NARROWEST, WIDEST)
     head, bits = _bits_of(entries).sum(), []
     for one, width in zip(found, widths, strict=True):
-        own = [] if width == NARROWEST else list(map(_entry, _stored(one)[0].tolist(), _tables(one, width)))
         of_part = np.zeros(one.part.shape)
-        if own:
+        if width != NARROWEST:
+            reaches, limits = _tables(one, width)
+            own = list(map(_entry, (_stored(one)[0] + reaches).tolist(), limits))
             of_part[one.live.numpy()] = _bits_of(own)
+            entries += own
         bits.append(of_part.reshape(-1))
-        entries += own
     numbers = {name: np.concatenate(of_parts) for name, of_parts in by_leaf(parts, bits).items()}
     counters = counters_of(plan) if steps.statistics else []
     for name, own in zip(counters, counter_entries(leaves[k] for k in counters), strict=True):
@@ -181,15 +181,18 @@ def _bits_of(entries: list[Entry]) -> NDArray[np.float64]:
     return np.log2(of[:, 2]) - np.log2(of[:, 1])
 
 
-def _entry(integer: int, table: tuple[int, list[int]]) -> Entry:
-    reach, limits = table
-    return limits[integer + reach], limits[integer + reach + 1] - limits[integer + reach], limits[-1]
+def _entry(symbol: int, limits: list[int]) -> Entry:
+    return limits[symbol], limits[symbol + 1] - limits[symbol], limits[-1]
 
 
-def _tables(found: Quantised, width: int) -> Iterator[tuple[int, list[int]]]:
-    if width == WIDEST:
-        return (geometric(WIDEST, most) for most in limits_of(found))
-    return (geometric(w, LARGEST) for w in _width_at(width, _stored(found)[1]).tolist())
+def _tables(found: Quantised, width: int) -> tuple[NDArray[np.int64], list[list[int]]]:
+    """Returns the largest integer of the tables [n] of a part's stored integers, and the tables."""
+    evenly = width == WIDEST
+    own = np.array(limits_of(found), np.int64) if evenly else _width_at(width, _stored(found)[1])
+    keys, index = np.unique(own, return_inverse=True)
+    tables = [geometric(WIDEST, key) if evenly else geometric(key, LARGEST) for key in keys.tolist()]
+    reaches = np.array([reach for reach, _ in tables], np.int64)
+    return reaches[index], [tables[i][1] for i in index.tolist()]
 
 
 def _header(numbers: list[int], least: int, most: int) -> list[Entry]:
@@ -199,7 +202,8 @@ def _header(numbers: list[int], least: int, most: int) -> list[Entry]:
     width = int(_WIDTHS[np.argmin(_bits(counts))])
     span, spans = most - least + 1, WIDEST - NARROWEST + 1
     head = [(median - least, 1, span), (width - NARROWEST, 1, spans)]
-    return head + [_entry(n - median, geometric(width, LARGEST)) for n in numbers]
+    reach, limits = geometric(width, LARGEST)
+    return head + [_entry(n - median + reach, limits) for n in numbers]
 
 
 def unpack_steps(plan: Any, data: bytes, statistics: bool, allowed: Allowed) -> tuple[Params, Steps]:
@@ -217,8 +221,9 @@ def unpack_steps(plan: Any, data: bytes, statistics: bool, allowed: Allowed) -> 
         if width == WIDEST and part.period is None:
             raise ValueError("its codes are of a width that only numbers with a period have")
         if width != NARROWEST:
-            read = [reader.next(limits) - reach for reach, limits in _tables(found, width)]
-            found.integers[found.live] = torch.tensor(read, dtype=torch.float32, device="cpu")
+            reaches, limits = _tables(found, width)
+            read = np.array(reader.read(limits), np.int64) - reaches
+            found.integers[found.live] = torch.from_numpy(read).float()
         values.append(seen.add(part, found.integers, found.steps))
     counters = read_counters(reader, counters_of(plan) if statistics else [])
     reader.close()
@@ -229,7 +234,7 @@ def _read_header(reader: Reader, count: int, least: int, most: int) -> list[int]
     median = reader.next(range(most - least + 2)) + least
     width = reader.next(range(WIDEST - NARROWEST + 2)) + NARROWEST
     reach, limits = geometric(width, LARGEST)
-    numbers = [reader.next(limits) - reach + median for _ in range(count)]
+    numbers = [symbol - reach + median for symbol in reader.read([limits] * count)]
     if any(not least <= n <= most for n in numbers):
         raise ValueError(f"its steps or widths are not within {least} .. {most}")
     return numbers
