@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -126,18 +125,16 @@ def tradeoff_curves(
     ylabel: str,
     *,
     yscale: str = "linear",
-    hollow: Mapping[str, Sequence[tuple[float, float]]] = MappingProxyType({}),
 ) -> Figure:
     """Draw a metric against bytes (logarithmic): a line per method through the means, a bar over the seeds.
 
-    Curves map the label of a method to points (bytes, metric per seed); `hollow` maps labels to other points (bytes,
-    metric), such as published ones, in grey without a line. Errors of 1 % and 2 % separate on a `"log"` scale.
+    Curves map the label of a method to points (bytes, metric per seed). Errors of 1 % and 2 % separate on a `"log"`
+    scale.
     """
     has_points = curves and all(points and all(seeds for _, seeds in points) for points in curves.values())
     _expect(has_points, "method, and points with values for each")
-    # The labels of hollow points name sources, and are long.
-    figure, ((axes,),) = _figure(7.6, 4.7 + 0.18 * len(hollow) if hollow else 4.6, which="both")
-    measured, others = [], []
+    figure, ((axes,),) = _figure(7.6, 4.6, which="both")
+    measured = []
     for i, (label, points) in enumerate(curves.items()):
         sizes, means, low, high = zip(
             *sorted((size, sum(seeds) / len(seeds), min(seeds), max(seeds)) for size, seeds in points), strict=True
@@ -145,9 +142,6 @@ def tradeoff_curves(
         bars = np.stack([np.subtract(means, low), np.subtract(high, means)])
         style = {"capsize": 3, "markersize": 5, "linewidth": 1.4 if i else 2.4}
         measured.append(axes.errorbar(sizes, means, yerr=bars, label=label, **style))
-    for i, (label, points) in enumerate(hollow.items()):
-        style = {"marker": MARKERS[i % len(MARKERS)], "markersize": 6, "markerfacecolor": "none", "color": "0.45"}
-        others += axes.plot(*zip(*points, strict=True), linestyle="none", label=label, **style)
     axes.set(xlabel="everything needed to run (bytes, logarithmic)", ylabel=ylabel, xscale="log")
     if yscale == "log":
         # Clipped: the bar of a seed without errors ends at the edge.
@@ -159,8 +153,6 @@ def tradeoff_curves(
             axis.set_major_formatter(formatter)
             axis.set_minor_formatter(NullFormatter())
     axes.legend(handles=measured, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    if hollow:
-        figure.legend(handles=others, frameon=False, loc="outside lower left", fontsize="x-small")
     return figure
 
 

@@ -53,7 +53,9 @@ def test_train_writes_what_it_measured(tmp_path: Path, command: Any) -> None:
     net = gb.materialize(plan, genome, mlp((64, 48, 10), 0))
     assert accuracy(net, task.test) == metrics["test_accuracy"] > 0.2
     assert "\r" not in told.err and "\x1b" not in told.err + told.out
-    assert told.err.splitlines() == [line for line in told.err.splitlines() if line.startswith("genome: step ")]
+    first, *lines = told.err.splitlines()
+    assert first == f"gbfunc: training on {metrics['config']['device']}, {metrics['device']}"
+    assert lines and all(line.startswith("genome: step ") for line in lines)
     assert f"{metrics['test_accuracy']:.2%}" in told.out
 
     assert f"{metrics['test_accuracy']:.2%}" in command(["eval", "--genome", str(out / "genome.safetensors")]).out

@@ -5,14 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from gbfunc.cli import main
-from gbfunc.cli.compare import print_tradeoff, tradeoff_figure
-from gbfunc.lab.compare.base import Problem
-from gbfunc.lab.compare.rows import Choice, Results, Row
+from gbfunc.lab.compare.rows import Results, Row
 from gbfunc.tasks import TASKS
 from notebooks.results.published import PUBLISHED
+from notebooks.results.rivals import with_published
 
 QUICK = ["compare", "--sizes", "300", "--quick", "--methods", "periodic", "smaller_dense"]
 
@@ -29,7 +27,7 @@ def test_compare_writes_rows_and_a_figure_and_goes_on(tmp_path: Path, capsys: py
         files = [p for p in (out / "nets").iterdir() if row["method"] in p.name]
         assert [p.stat().st_size for p in files] == [row["bytes"]] and row["bytes"] <= row["budget"]
         assert f"{100 * row['test']:.2f}" in told.out and 0 < row["val"] <= 1
-    assert f"{row['budget']:,} bytes" in told.out and "digits" in told.out and "published" not in told.out
+    assert f"{row['budget']:,} bytes" in told.out and "digits" in told.out
     searched = [choice["searched"] for choice in results["choices"]]
     assert "steps of search" in told.out and all(f"{n:,}" in told.out for n in searched)
     assert searched == [sum(t["steps"] for t in choice["tried"]) for choice in results["choices"]] and min(searched) > 0
@@ -54,20 +52,13 @@ def test_budgets_in_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "1,600 bytes" in told and "2,500 bytes" in told
 
 
-def test_published_results_stand_beside_measured_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    task = TASKS["digits"]()
+def test_published_results_stand_beside_measured_ones() -> None:
     row = Row("mnist", "int4", 1, 1_500, "float32", 10, 0, 1_490, 3_000, 0.97, 0.96, 1.0, {})
-    choice = Choice("mnist", "int4", 1, 1_500, "float32", 10, {}, [], searched=1_234)
-    known = {"int4": [Results((choice,), (row,))]}
-    problem = Problem(task, 1, 1_500, torch.float32, task.recipe(1))
-    figure = tradeoff_figure(known, task.metric, published=PUBLISHED["mnist"])
+    figure = with_published({"int4": [Results((), (row,))]}, TASKS["digits"]().metric, {})
     lines = {line.get_label(): np.asarray(line.get_xydata()) for line in figure.axes[0].lines}
     assert PUBLISHED["mnist"].keys() < {str(label) for label in lines}
     miracle = next(xy for label, xy in lines.items() if "MIRACLE" in str(label))
     assert miracle.tolist() == [[1_520, pytest.approx(0.96)], [3_030, pytest.approx(0.69)]]
-    print_tradeoff(known, [problem], published=PUBLISHED["mnist"])
-    told = capsys.readouterr().out
-    assert "96.00" in told and "1,234" in told and "arXiv 1810.00440): 1,520 bytes: 99.04, 3,030 bytes: 99.31" in told
 
 
 def test_foreign_results_are_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gbfunc.cli import main
-from gbfunc.cli.ranks import parse_mesh
+from gbfunc.cli.ranks import find_device, parse_mesh
 from tests.support.ranks import PATIENCE, ROOT
 
 TRAIN = ["train", "--epochs", "1", "--sizes", "64", "40", "10", "--genome-params", "300", "--checkpoint-every", "5"]
@@ -71,3 +71,13 @@ def test_a_mesh_is_read_from_text() -> None:
     for text in ("", "2", "data=two", "data=2,data=2", "rows=2", "gnets=2", "data=-1"):
         with pytest.raises(ValueError, match="--mesh must name"):
             parse_mesh(text)
+
+
+def test_auto_is_the_gpu_if_each_rank_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for gpus, ranks, expected in ((0, 1, "cpu"), (1, 1, "cuda"), (1, 2, "cpu"), (2, 2, "cuda")):
+        monkeypatch.setattr("torch.cuda.device_count", lambda gpus=gpus: gpus)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        assert find_device("auto").type == expected
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(ValueError, match="--device cuda needs a GPU, and torch finds none here: try --device auto"):
+        find_device("cuda")

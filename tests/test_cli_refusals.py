@@ -34,17 +34,17 @@ OPTIONS = [
     ("bench --device meta", "--device 'meta' cannot be used"),
     ("bench --quick --cases nope", "--cases nope: unknown; expected some of demo small_mlp"),
     # Task, p-net and plan
-    ("train --data-dir x", "the task digits reads no files, got --data-dir x: drop that"),
+    ("train --data-dir x", "the task digits reads no files (it has no parameter data_dir), got x: drop that"),
     ("train --task nope", "no task 'nope': choose one of"),
     ("train --task mnist", "the mnist task needs --data-dir: the folder with its four IDX .gz files"),
-    ("train --task trec --data-dir /", "--data-dir / must hold train.txt and test.txt"),
-    ("train --out /proc/x", "--out /proc/x: no folder that files can be written to (No such file or directory)"),
+    ("train --task trec --data-dir /", "/train.txt"),
+    ("train --out /proc/x", "--out /proc/x is no folder that files can be written to (No such file or directory)"),
     ("train --task no.such.module:task", "cannot import no.such.module"),
     ("train --env x", "the task digits has no option env"),
     ("train --pnet gpt --sizes 3 4", "the p-net gpt has no option sizes"),
     ("train --pnet-config {", "--pnet-config must be a JSON object such as"),
     ('plan --sizes 64 9 10 --pnet-config {"hidden":[8]}', "(hidden) both say the sizes"),
-    ("train --task text --data-dir /no/such/file", "--data-dir: no such file or folder: /no/such/file"),
+    ("train --task text --data-dir /no/such/file", "no such text file or folder: /no/such/file"),
     ("train --sizes 64 10 12", "must start with 64 inputs and end with 10"),
     (f"plan --sizes 64 {10**14} 10", "can't allocate memory: you tried to allocate"),
     ("plan --hypernet xox", "this size is the task's default: --genome-params, --genome-bytes and"),
@@ -90,7 +90,8 @@ def test_wrong_options(words: str, message: str, tmp_path: Path, monkeypatch: py
 def test_out_that_is_a_file(name: str, below: str, tmp_path: Path, command: Any) -> None:
     (tmp_path / "file").write_text("mine")
     told = command([name, "--out", str(tmp_path / "file" / below)], 2).err
-    assert f"{tmp_path / 'file'} is a file, expected a folder" in told and told.count("\n") == 1
+    assert f"{tmp_path / 'file' / below} is no folder that files can be written to (" in told
+    assert told.count("\n") == 1
 
 
 FILES = [
@@ -144,7 +145,10 @@ def test_genomes_that_do_not_fit(tmp_path: Path, shared_data: Path, command: Any
         (["eval", *genome, "--pnet-config", json.dumps({"sizes": [64, 47, 10]})], says),
         (["export", *genome, "--out", str(path.parent / "." / path.name)], "is the genome's own file, which would be"),
         (["export", *genome, "--out", str(tmp_path / "a" / "net.unknown")], "got the suffix '.unknown'; gbfunc export"),
-        (["export", *genome, "--out", str(path.parent / "metrics.json" / "net.onnx")], "is a file, expected a folder"),
+        (
+            ["export", *genome, "--out", str(path.parent / "metrics.json" / "net.onnx")],
+            "is no folder that files can be",
+        ),
         (["export", *genome, "--out", str(path.parent)], "run is a folder, expected a file"),
     ):
         told = command(argv, 2)

@@ -7,14 +7,13 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from rich.progress import Progress
 from safetensors.torch import save_file, save_model
 from torch import nn
 
 from gbfunc.cli import main
 from gbfunc.cli.options import TASKS as SHOWN
 from gbfunc.cli.options import HypernetName
-from gbfunc.cli.output import _Line, open_folder
+from gbfunc.cli.output import open_folder
 from gbfunc.cli.parser import parse
 from gbfunc.hypernets import HYPERNETS
 from gbfunc.tasks import TASKS, find_task
@@ -42,19 +41,6 @@ def test_help_shows_the_values_of_the_recipe(name: str, shared_data: Path, capsy
     assert SHOWN.keys() == TASKS.keys()
     # A constant is for a rule, and a module's factory has no name on a command line.
     assert set(get_args(HypernetName)) == HYPERNETS.keys() - {"constant", "module"}
-
-
-def test_a_line_of_progress_fits() -> None:
-    progress, status = Progress(disable=True), "loss 0.1234  accuracy 0.9731  123.4 steps/s"
-    bar = progress.add_task("small dense net", total=12_000, status=status, val="validation accuracy 97.31%")
-    lines = {}
-    for width in (40, 70, 80, 120):
-        progress.update(bar, completed=7_000, width=width)
-        lines[width] = str(_Line().render(progress.tasks[0]))
-    whole = "step 7,000/12,000  loss 0.1234  validation accuracy 97.31%"
-    assert lines[80] == f"small dense net  {whole}" and lines[40].startswith("step 7,000/12,000  loss 0.1234")
-    assert lines[120] == f"{lines[80]}  accuracy 0.9731  123.4 steps/s"
-    assert lines[70] == f"small den…  {whole}"
 
 
 def test_numbers_are_kept_and_shown_without_pictures(

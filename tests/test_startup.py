@@ -53,9 +53,6 @@ def test_threads_of_commands_wait_passively(
     [
         ([], 0, "Train neural networks through a genomic bottleneck."),
         (["train", "--task", "mnist", "--help"], 0, "(default: 0.04)"),
-        (["train", "--task", "nope"], 2, "gbfunc: error: no task 'nope': choose one of digits, mnist"),
-        (["train", "--task", "mnist", "--data-dir", "/none"], 2, "--data-dir: no such file or folder: /none"),
-        (["--help"], 0, "Train neural networks through a genomic bottleneck."),
         (["--version"], 0, "gbfunc "),
         (["trane"], 2, "gbfunc: error: no command 'trane' (did you mean train?)"),
         (["train", "--epochs", "0"], 2, "gbfunc: error: --epochs must be at least 1, got 0"),

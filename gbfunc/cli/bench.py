@@ -18,7 +18,7 @@ from gbfunc.cli.commands import Bench
 from gbfunc.cli.output import open_folder, print_table, write_metrics
 from gbfunc.cli.ranks import find_device
 from gbfunc.lab.bench import cases, report
-from gbfunc.lab.bench.report import describe, measure_ceilings, over_runs
+from gbfunc.lab.bench.report import describe, over_runs
 from gbfunc.lab.bench.variants import Setting, why_not
 from gbfunc.types import dtype_name
 
@@ -61,7 +61,7 @@ def measure(
     torch.set_num_threads(setting.threads)
     results: dict[str, Any] = describe(setting.device, setting.threads)
     results |= {"device": setting.device.type, "dtype": dtype_name(setting.amp or torch.float32)}
-    results |= {"ceilings": measure_ceilings(setting.device, rounds=rounds), "rows": []}
+    results["rows"] = []
     reasons = {case.name: why_not(case, setting) for bench in benches.values() for case in bench}
     results["skipped"] = [reason for reason in reasons.values() if reason]
     chosen = {k: some for k, bench in benches.items() if (some := tuple(c for c in bench if not reasons[c.name]))}
@@ -76,22 +76,10 @@ def measure(
 
 
 def print_results(results: Mapping[str, Any]) -> None:
-    r, ceilings = results, results["ceilings"]
-    repeated = any(len(row["ratios_to_dense"]) > 1 for row in r["rows"])
+    r, repeated = results, any(len(row["ratios_to_dense"]) > 1 for row in results["rows"])
 
     def number(value: float | None, form: str, unit: str = "") -> str:
         return "" if value is None else f"{value:{form}}{unit}"
-
-    def notes(row: Mapping[str, Any]) -> str:
-        words = []
-        if row["gflops"] is not None:
-            share = row["gflops"] / ceilings["gflops"]
-            words.append(f"{row['gflops']:.1f} GFLOP/s ({share:.0%}), {row['gb_s']:.2f} GB/s")
-            if row["peak_mb"] is not None:
-                words[-1] += f", peak {row['peak_mb'] / row['weights_mb']:.1f}x the weights"
-        if row["repeats"] < _ROUNDS:
-            words.append(f"{row['repeats']} repeats")
-        return "; ".join(words)
 
     def spread(row: Mapping[str, Any]) -> str:
         ratios = [ratio for ratio in row["ratios_to_dense"] if ratio is not None]
@@ -112,14 +100,11 @@ def print_results(results: Mapping[str, Any]) -> None:
                 *([spread(row)] if repeated else []),
                 number(row["ratio_to_naive"], ".3g"),
                 number(row["peak_mb"], ",.0f") or "out of memory",
-                notes(row),
+                f"{row['repeats']} repeats" if row["repeats"] < _ROUNDS else "",
             )
         )
         previous = row["case"]
-    machine = (
-        f"{r['machine']}, {r['threads']} threads, torch {r['torch']}, {r['dtype']}; matrix product "
-        f"{ceilings['gflops']:.0f} GFLOP/s, copy {ceilings['gb_s']:.1f} GB/s"
-    )
-    case, variant, notes_ = Column("case", no_wrap=True), Column("variant", no_wrap=True), Column()
+    machine = f"{r['machine']}, {r['threads']} threads, torch {r['torch']}, {r['dtype']}"
+    case, variant, notes = Column("case", no_wrap=True), Column("variant", no_wrap=True), Column()
     numbers = ("step", "first", "x dense", *(["range"] if repeated else []), "x naive", "peak MB")
-    print_table((case, variant, *numbers, notes_), rows, notes=[machine, *r["skipped"]])
+    print_table((case, variant, *numbers, notes), rows, notes=[machine, *r["skipped"]])

@@ -38,7 +38,6 @@ class Command:
         OpenMP reads how idle threads wait when torch is loaded. Spinning threads make the steps of a small p-net five
         to ten times as slow on a machine with other work.
         """
-        options.check_task(options.values_of(self))
         said = os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
         if "torch" not in sys.modules and not said and not isinstance(self, Bench):
             os.environ["OMP_WAIT_POLICY"] = "passive"
@@ -189,7 +188,7 @@ class Bench(Command):
 
     # Fewer and smaller cases: under a minute.
     quick: Flag = False
-    # Cases: demo, small_mlp, population, mlp_2048, mlp_4096, jax, generation, gpt, resnet18, remat, adapter.
+    # Cases: demo, small_mlp, population, mlp_2048, mlp_4096, jax, generation, gpt, resnet18, remat.
     cases: Annotated[tuple[str, ...] | None, shows("NAME ...", "all")] = None
     # Runs per case; ratios are medians over the runs, with the range.
     repeat: Annotated[int, arg(metavar="N"), COUNT] = 1

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from statistics import mean, stdev
-from types import MappingProxyType
 
 import torch
 from matplotlib.figure import Figure
@@ -55,10 +54,9 @@ def run_compare(options: Compare) -> None:
         known = {name: [of_problem(results, problem, name) for problem in problems] for name in methods}
         levels = {name: of_problem(results, free[0], name) for name in references}
         levels = {f"{name} ({of.rows[0].bytes:,} bytes)": of for name, of in levels.items() if of.rows}
-        published = lab.PUBLISHED.get(task.name, {}) if task.metric.name == "accuracy" else {}
         if any(part.rows for parts in known.values() for part in parts):
-            write_figure(folder / "tradeoff.png", lambda: tradeoff_figure(known, task.metric, levels, published))
-    print_tradeoff(known, problems, levels, published)
+            write_figure(folder / "tradeoff.png", lambda: tradeoff_figure(known, task.metric, levels))
+    print_tradeoff(known, problems, levels)
 
 
 def _problems(options: Compare, task: Task, dtype: torch.dtype) -> list[Problem]:
@@ -82,12 +80,7 @@ def _tested(results: Results, metric: Metric) -> list[float]:
     return [100 * row.test if metric.unit == "%" else row.test for row in rows]
 
 
-def tradeoff_figure(
-    known: Mapping[str, Sequence[Results]],
-    metric: Metric,
-    levels: Mapping[str, Results] = MappingProxyType({}),
-    published: Mapping[str, lab.Points] = MappingProxyType({}),
-) -> Figure:
+def tradeoff_figure(known: Mapping[str, Sequence[Results]], metric: Metric, levels: Mapping[str, Results]) -> Figure:
     """Draw the metric over bytes; percents are drawn as errors on a logarithmic axis."""
     errors = metric.unit == "%" and metric.higher_is_better
 
@@ -100,8 +93,7 @@ def tradeoff_figure(
         if any(part.rows for part in parts)
     }
     label = f"test error = 100 - {metric.label} (%, logarithmic)" if errors else f"test {metric.label} ({metric.unit})"
-    points = {label: [(n, 100 - value) for n, value in of] for label, of in published.items() if errors}
-    figure = tradeoff_curves(curves, label, yscale="log" if errors else "linear", hollow=points)
+    figure = tradeoff_curves(curves, label, yscale="log" if errors else "linear")
     (axes,) = figure.axes
     for name, results in levels.items():
         level = mean(shown(results))
@@ -111,10 +103,7 @@ def tradeoff_figure(
 
 
 def print_tradeoff(
-    known: Mapping[str, Sequence[Results]],
-    problems: Sequence[Problem],
-    levels: Mapping[str, Results] = MappingProxyType({}),
-    published: Mapping[str, lab.Points] = MappingProxyType({}),
+    known: Mapping[str, Sequence[Results]], problems: Sequence[Problem], levels: Mapping[str, Results]
 ) -> None:
     first, metric = problems[0], problems[0].task.metric
 
@@ -126,22 +115,19 @@ def print_tradeoff(
     extreme = max if metric.higher_is_better else min
     columns = zip(*values.values(), strict=True)
     best = [extreme((mean(some) for some in column if some), default=None) for column in columns]
+
+    def cell(part: Results, some: Sequence[float], top: float | None) -> str:
+        if some:
+            return f"[bold]{spread(some)}[/bold]" if mean(some) == top else spread(some)
+        # Nothing fits, or nothing is known.
+        return "-" if any(choice.settings is None for choice in part.choices) else ""
+
     rows = []
     for name, parts in known.items():
-        row = [name]
-        for part, some, top in zip(parts, values[name], best, strict=True):
-            if some:
-                row.append(f"[bold]{spread(some)}[/bold]" if mean(some) == top else spread(some))
-            else:
-                # Nothing fits, or nothing is known.
-                row.append("-" if any(choice.settings is None for choice in part.choices) else "")
         searched = [choice.searched for part in parts for choice in part.choices]
         ends = dict.fromkeys((min(searched), max(searched))) if searched else ()
-        rows.append([*row, " to ".join(f"{n:,}" for n in ends)])
+        rows.append([name, *map(cell, parts, values[name], best), " to ".join(f"{n:,}" for n in ends)])
     notes = [f"{name}: {spread(_tested(results, metric))}" for name, results in levels.items()]
-    for label, of in published.items():
-        points = ", ".join(f"{size:,} bytes: {value:.2f}" for size, value in of)
-        notes.append(f"published: {label}: {points}")
     notes.append(
         f"{first.task.name}: test {metric.label} in {metric.unit}, mean and standard deviation over seeds; "
         f"{first.steps:,} steps; -: nothing is as small as that."

@@ -237,34 +237,35 @@ def read_plan_config(path: Path) -> PlanOptions:
         raise ValueError(f"{where}: include and exclude must be lists of regular expressions, got {include}, {exclude}")
     if not isinstance(rules, dict) or not isinstance(encodings, dict):
         raise ValueError(f"{where}: rules and encodings must be tables, got {rules}, {encodings}")
-    typed = {pattern: _typed(f"{where}: rules, {pattern!r}", value) for pattern, value in rules.items()}
-    hypernets, codes = tuple((pattern, _hypernet(where, *one)) for pattern, one in typed.items()), {}
+    hypernets, codes = [], {}
+    for pattern, value in rules.items():
+        config = _described(value)
+        if not isinstance(config, dict) or "type" not in config:
+            expected = "expected the name of a type, or a table with a type"
+            raise ValueError(f"{where}: rules, {pattern!r}: {expected}, got {value!r}")
+        hypernets.append((pattern, _hypernet(where, config.pop("type"), config)))
     for name, pair in encodings.items():
         place = f"{where}: encodings, {name!r}"
         if not isinstance(pair, list) or len(pair) != 2:
             raise ValueError(f"{place}: expected codes of [rows, columns], got {pair!r}")
         codes[name] = tuple(_encoding(place, path.parent, code) for code in pair)
-    return PlanOptions(rules=hypernets, encodings=codes, include=tuple(include), exclude=tuple(exclude))
+    return PlanOptions(rules=tuple(hypernets), encodings=codes, include=tuple(include), exclude=tuple(exclude))
 
 
-def _typed(where: str, value: Any) -> tuple[str, dict[str, Any]]:
-    options = {"type": value} if isinstance(value, str) else value
-    if not isinstance(options, dict) or not isinstance(options.get("type"), str):
-        raise ValueError(f"{where}: expected the name of a type, or a table with a type, got {value!r}")
-    return options["type"], {k: v for k, v in options.items() if k != "type"}
+def _described(value: Any) -> Any:
+    """Replace the name of a type by a description without options, also in the parts of a description."""
+    value = {"type": value} if isinstance(value, str) else value
+    if not isinstance(value, dict):
+        return value
+    return {key: _described(x) if key in ("channels", "positions") else x for key, x in value.items()}
 
 
 def _encoding(where: str, folder: Path, value: Any) -> Encoding | None:
-    def nested(value: Any) -> JSON:
-        kind, options = _typed(where, value)
-        inner = {key: nested(options[key]) for key in ("channels", "positions") if key in options}
-        return {"type": kind, **options, **inner}
-
     if value == "default":
         return None
-    found = nested(value)
+    found = _described(value)
     try:
-        if found["type"] == "table" and "file" in found:
+        if isinstance(found, dict) and found.get("type") == "table" and "file" in found:
             return table(*read_arrays(folder / found["file"]).values())
         return encoding_from_json(found)
     except (OSError, TypeError, ValueError) as error:

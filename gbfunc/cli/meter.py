@@ -24,12 +24,10 @@ from gbfunc.cli.output import open_folder
 from gbfunc.lab.bench.memory import peak_resident
 from gbfunc.lab.bench.report import describe
 from gbfunc.parallel import Mesh, gather_objects
-from gbfunc.pnet.describe import skeleton_of
 from gbfunc.tasks import Task
 from gbfunc.tasks.base import LossFn
 from gbfunc.tasks.training import Trainer
 from gbfunc.train import TrainStep
-from gbfunc.trees import tree_map
 
 
 @dataclass
@@ -120,14 +118,9 @@ class Meter:
 
 @torch.no_grad()
 def _forward_flops(pnet: nn.Module, loss: LossFn, batch: Any) -> int:
-    """Count the operations of one forward of the dense p-net, on the meta device where the loss allows that."""
-    counter = FlopCounterMode(display=False)
-    try:
-        with counter:
-            loss(skeleton_of(pnet), tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, batch))
-    except (RuntimeError, TypeError, ValueError):
-        with counter:
-            loss(copy.deepcopy(pnet), batch)
+    """Count the operations of one forward of the dense p-net."""
+    with FlopCounterMode(display=False) as counter:
+        loss(copy.deepcopy(pnet), batch)
     return counter.get_total_flops()
 
 

@@ -1,5 +1,6 @@
 """Options that commands share, as typed dataclasses: the comment above an option is the text of `--help`."""
 
+import json
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import Field, dataclass, fields, is_dataclass
@@ -17,29 +18,10 @@ PipelineName = Literal["gpipe", "1f1b", "interleaved", "zbv"]
 AUTO = "auto"
 """The value of `--resume` that takes the newest valid checkpoint, if there is any."""
 
-_IMAGES = {"genome_params": "1973", "sizes": "784 800 10", "lr": "0.04", "batch_size": "256", "epochs": "50"}
-_TEXTS = {"pnet": "hf:bert", "compression": "3", "lr": "0.01", "direct_lr": "0.003", "batch_size": "32", "epochs": "5"}
-_GPT = {"pnet": "gpt", "compression": "20", "lr": "0.02", "direct_lr": "0.004", "batch_size": "12", "steps": "4000"}
-TASKS = {
-    "digits": {"genome_params": "450", "sizes": "64 1100 10", "lr": "0.04", "batch_size": "64", "epochs": "100"},
-    "mnist": _IMAGES,
-    "fashion-mnist": _IMAGES,
-    "cifar10": {"pnet": "allconv", "genome_params": "14958", "lr": "0.03", "warmup": "0.2", "clip_norm": "1.0"},
-    "text": _GPT | {"measure_every": "500", "clip_norm": "1.0", "epochs": ""},
-    "trec": _TEXTS | {"clip_norm": "1.0"},
-    "texts": _TEXTS | {"clip_norm": "1.0"},
-    "control": {"pnet": "actor_critic", "compression": "10", "lr": "0.01", "batch_size": "256", "epochs": "50"}
-    | {"schedule": "linear over rollouts", "measure_every": "64", "clip_norm": "0.5"},
-}
-"""Every task, with settings of its recipe for genome and p-net of the usual size, as `--help` shows them."""
+TASKS: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("defaults.json").read_text(encoding="utf-8"))
+"""Settings of every task's recipe for genome and p-net of the usual size, as `--help` shows them without torch."""
 
-_USUAL = {"pnet": "mlp", "batch_size": "128", "epochs": "10", "direct_lr": "that of --lr", "schedule": "one_cycle"}
-_USUAL |= {"warmup": "0.1", "optimizer": "Adam", "measure_every": "an epoch"}
-
-_IDX, _TXT = ("*-ubyte.gz", "its four IDX .gz files"), ("train.txt", "train.txt and test.txt")
-_CIFAR = ("cifar*10*", "its python batches (cifar-10-batches-py) or cifar10_train*.npz")
-_FILES = {"mnist": _IDX, "fashion-mnist": _IDX, "cifar10": _CIFAR, "trec": _TXT, "texts": _TXT}
-"""Tasks that need a folder: a pattern and a description of its files."""
+_USUAL = TASKS.pop("")
 
 HELP_TASK = ContextVar("HELP_TASK", default="digits")
 """The task whose defaults `--help` shows."""
@@ -211,8 +193,8 @@ class TrainingOptions:
     clip_norm: Annotated[float | None, shows("FLOAT", recipe="clip_norm")] = None
     # Steps from one validation to the next.
     measure_every: Annotated[int | None, shows("STEPS", recipe="measure_every"), COUNT] = None
-    # Device: cpu, cuda, cuda:1, ...
-    device: str = "cpu"
+    # Device: cpu, cuda, cuda:1, ...; auto is the GPU if there is one for each rank, otherwise the CPU.
+    device: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -332,22 +314,3 @@ def check_values(options: Any) -> None:
     for name, others in REFUSES.items():
         if name in given and (odd := [other for other in others if other in given]):
             raise ValueError(f"{flags(odd)} cannot be used with {flags([name])}")
-
-
-def check_task(values: dict[str, Any]) -> None:
-    """Refuse unknown tasks, and folders without a task's data, before torch is imported."""
-    task, folder = values.get("task"), values.get("data_dir")
-    if not task or ":" in task:
-        return
-    if task not in TASKS:
-        raise ValueError(f"no task {task!r}: choose one of {', '.join(TASKS)}, or package.module:function")
-    pattern, holds = _FILES.get(task, ("", ""))
-    if folder is None:
-        if holds and "genome" not in values:
-            raise ValueError(f"the {task} task needs --data-dir: the folder with {holds}")
-    elif task in ("digits", "control"):
-        raise ValueError(f"the task {task} reads no files, got --data-dir {folder}: drop that")
-    elif not folder.exists():
-        raise FileNotFoundError(f"--data-dir: no such file or folder: {folder}")
-    elif holds and not any((*folder.glob(pattern), *folder.glob("data_batch_*"))):
-        raise FileNotFoundError(f"--data-dir {folder} must hold {holds}")

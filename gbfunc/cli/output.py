@@ -11,16 +11,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import Progress, ProgressColumn
-from rich.progress import Task as Bar
+from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Column, Table
-from rich.text import Text
 
 from gbfunc.cli import printable
 from gbfunc.files import fcntl, replace_file
@@ -43,8 +40,7 @@ def open_folder(path: Path | None, option: str = "--out", *, locked: bool = Fals
         with TemporaryDirectory(prefix="gbfunc-") as folder:
             yield Path(folder)
         return
-    parents = (path, *path.parents)
-    new = [one for one in parents if not one.exists()]
+    new = [one for one in (path, *path.parents) if not one.exists()]
     with ExitStack() as stack:
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -54,12 +50,9 @@ def open_folder(path: Path | None, option: str = "--out", *, locked: bool = Fals
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"{option} {path}: another training writes there, choose another folder") from None
-        except (FileExistsError, NotADirectoryError):
-            file = next(one for one in parents if one.exists())
-            raise NotADirectoryError(f"{option} {path}: {file} is a file, expected a folder") from None
         except OSError as error:
-            reason = f"no folder that files can be written to ({error.strerror}), choose another"
-            raise ValueError(f"{option} {path}: {reason}") from None
+            reason = f"no folder that files can be written to ({error.strerror}): choose another"
+            raise ValueError(f"{option} {path} is {reason}") from None
         try:
             yield path
         finally:
@@ -202,32 +195,14 @@ def open_logs(
         yield begin, log if names else None
 
 
-class _Line(ProgressColumn):
-    """Shows step, loss, validation and time left, then what else fits; a label that does not fit is shortened."""
-
-    max_refresh = 0.2
-
-    def render(self, task: Bar) -> Text:
-        first, *more = task.fields["status"].split("  ")
-        left = "" if task.time_remaining is None else f"{timedelta(seconds=int(task.time_remaining))} left"
-        steps, width = f"step {task.completed:,.0f}/{task.total or 0:,.0f}", task.fields["width"]
-        line = "  ".join(word for word in (steps, first, task.fields["val"], left) if word)
-        if (room := width - len(line) - 2) > 1:
-            label = Text(task.description)
-            label.truncate(room, overflow="ellipsis")
-            line = f"{label}  {line}"
-        for word in more:
-            line += f"  {word}" if len(line) + len(word) + 2 <= width else ""
-        return Text(line, no_wrap=True)
-
-
 @contextmanager
 def reporter(label: str, total_steps: int, *, silent: bool = False, split: str = "validation") -> Iterator[Report]:
     """Show a training on standard error: a line that changes in a terminal, otherwise a line now and then."""
     console = Console(stderr=True)
     is_bar, following = console.is_terminal and not silent, 0
-    with Progress(_Line(), console=console, disable=not is_bar) as progress:
-        bar = progress.add_task(label, total=total_steps, status="", val="", width=console.width)
+    columns = ("{task.description}", MofNCompleteColumn(), TimeRemainingColumn(), "{task.fields[val]}")
+    with Progress(*columns, "{task.fields[status]}", console=console, disable=not is_bar) as progress:
+        bar = progress.add_task(label, total=total_steps, status="", val="")
 
         def report(steps: int, status: str, validation: str | None) -> None:
             nonlocal following

@@ -18,9 +18,8 @@ from gbfunc.train.local import nesterov
 
 
 def open_mesh(options: ExecutionOptions, device: str) -> Mesh:
-    find_device(device)
     axes: dict[str, Any] = {"data": 1, "gnets": None} | parse_mesh(options.mesh)
-    return gb.mesh(axes.pop("data"), axes.pop("gnets"), device, **axes)
+    return gb.mesh(axes.pop("data"), axes.pop("gnets"), find_device(device), **axes)
 
 
 def parse_mesh(text: str | None) -> dict[str, int]:
@@ -37,6 +36,12 @@ def parse_mesh(text: str | None) -> dict[str, int]:
 
 
 def find_device(name: str) -> torch.device:
+    """Find the device called `name`; "auto" is the GPU if each rank of this machine has one, otherwise the CPU."""
+    gpus = torch.cuda.device_count()
+    if name == "auto":
+        return torch.device("cuda" if gpus and gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)) else "cpu")
+    if name.startswith("cuda") and not gpus:
+        raise ValueError(f"--device {name} needs a GPU, and torch finds none here: try --device auto")
     try:
         device = torch.device(name)
         torch.zeros((), device=device).item()  # which a device without data, such as meta, refuses
@@ -50,16 +55,14 @@ def in_turn(mesh: Mesh, prepare: Callable[[], Any]) -> Any:
     """Call `prepare` on rank 0, then on a rank of each other machine, then on the rest: one downloads, others read."""
     turn = 0 if mesh.rank == 0 else 1 if os.environ.get("LOCAL_RANK") == "0" else 2
     made = failure = None
-    for now in sorted(set(gather_objects(mesh, turn))):
+    for now in range(3):
         try:
             made = prepare() if now == turn else made
         except Exception as error:
             failure = error
-        failures = gather_objects(mesh, None if failure is None else f"{type(failure).__name__}: {failure}")
-        if failure is not None:
-            raise failure
-        if failed := [rank for rank, words in enumerate(failures) if words is not None]:
-            raise ValueError(f"rank {failed[0]} cannot begin: {failures[failed[0]]}")
+        for rank, words in enumerate(gather_objects(mesh, failure and f"{type(failure).__name__}: {failure}")):
+            if words is not None:
+                raise failure or ValueError(f"rank {rank} cannot begin: {words}")
     return made
 
 
@@ -111,9 +114,8 @@ def pipeline_microbatches(batch_size: int, shards: int, ranks: int, given: int |
     if not fitting:
         raise ValueError(f"a pipeline of {ranks} ranks needs as many rows in each shard of the batch, got {rows}")
     if given is not None and given not in fitting:
-        known, rule = ", ".join(map(str, fitting)), f"must divide the {rows} rows of a shard of the batch"
-        each = f"at least one for each of the {ranks} ranks of the pipeline ({known} would fit)"
-        raise ValueError(f"--microbatches {rule}, {each}, got {given}")
+        rule = f"must divide the {rows} rows of a shard of the batch and be at least the {ranks} ranks of the pipeline"
+        raise ValueError(f"--microbatches {rule} ({', '.join(map(str, fitting))} would fit), got {given}")
     # The bubble of GPipe is small from 4 microbatches per rank on (Huang et al., 2019, section 2.3).
     few = [n for n in fitting if n <= 4 * ranks] or fitting[:1]
     return given or max(few, key=lambda n: (n % ranks == 0, n))

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 import gbfunc as gb
@@ -21,12 +22,14 @@ from gbfunc.cli.meter import Meter, data_digest, provenance
 from gbfunc.cli.options import RunOptions
 from gbfunc.cli.output import tell
 from gbfunc.cli.parser import settings_of, write_config
-from gbfunc.cli.ranks import check_alike, in_turn, open_mesh, split_over
+from gbfunc.cli.ranks import check_alike, find_device, in_turn, open_mesh, split_over
 from gbfunc.formats import AUTO
 from gbfunc.tasks import training
 from gbfunc.tasks.base import ACCURACY, taught
 from gbfunc.tasks.pnets.base import n_params, narrowed
 from gbfunc.types import dtype_name
+
+Run = TypeVar("Run", bound=RunOptions)
 
 
 def run_train(options: Train) -> None:
@@ -36,8 +39,7 @@ def run_train(options: Train) -> None:
     if finished and not resumes and not options.output.overwrite:
         raise ValueError(f"{out} holds a finished training: --overwrite replaces it, or choose another --out")
     with open_mesh(options.execution, options.training.device) as mesh:
-        device = replace(options.training, device=str(mesh.device))
-        here = replace(options, training=device, output=replace(options.output, dtype=dtype))
+        here = _settled(options, dtype, mesh.device)
 
         def load() -> tuple[Job, nn.Module | None]:
             job, asked = make_job(here.data, here.genome, here.training, dense=here.dense, stored=dtype), here.teacher
@@ -63,8 +65,13 @@ def run_train(options: Train) -> None:
                     output.print_metrics(metrics, job.task)
 
 
+def _settled(options: Run, dtype: str | None, device: torch.device) -> Run:
+    training = replace(options.training, device=str(device))
+    return replace(options, training=training, output=replace(options.output, dtype=dtype))
+
+
 def run_demo(options: Demo) -> None:
-    options = replace(options, output=replace(options.output, dtype=dtype_of(options)))
+    options = _settled(options, dtype_of(options), find_device(options.training.device))
     job = make_job(options.data, options.genome, options.training, stored=options.output.dtype)
     seed, out = options.data.seed, options.output.out
     task, metric = job.task, job.task.metric
@@ -145,6 +152,7 @@ def train_genome(
     label = "genome" if job.hypernet else "dense"
     settings = settings_of(options, resolved(job, options.genome, asked.dtype))
     meter = Meter(split, getattr(asked, "peak_flops", None), getattr(asked, "profile", None))
+    origin = provenance(task, job.plan, device := torch.device(options.training.device))
     steps, best_path, metadata = training.total_steps(task, recipe), folder / BEST_FILE, about(task, options.data)
     trainer = training.genome_trainer(
         job.plan, job.pnet, task, recipe, seed, rounding=rounding, genome_bytes=n_bytes, metadata=metadata, **split
@@ -182,6 +190,8 @@ def train_genome(
         def begin() -> None:
             begin_logs()
             write_config(folder / "config.toml", settings)
+            if step.mesh.rank == 0:
+                tell(f"training on {step.mesh.device}, {origin['device']}")
 
         # Called at the first step: a refused training does not touch the folder.
         trainer = meter.metered(trainer, begin)
@@ -203,7 +213,7 @@ def train_genome(
     path = folder / GENOME_FILE
     write(step.gather(result.state), path)
     plan, _, net = read_genome(path, options.data, task)
-    net.to(options.training.device)
+    net.to(device)
     metrics = genome_metrics(plan, path, net, task, result.history) | {
         "network": label,
         "hypernet": job.hypernet,
@@ -214,7 +224,7 @@ def train_genome(
         "seed": seed,
     }
     if best_path.exists() and asked.out is not None:
-        kept_net = read_genome(best_path, options.data, task)[2].to(options.training.device)
+        kept_net = read_genome(best_path, options.data, task)[2].to(device)
         metrics |= {"best_step": best_step, **measure(task, kept_net, "best_")}
     metrics |= meter.metrics(step, job, seed, result.steps / max(result.step_seconds, 1e-9))
-    return result, net, metrics | {"config": settings} | provenance(task, plan, step.mesh.device)
+    return result, net, metrics | {"config": settings} | origin

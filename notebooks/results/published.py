@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gbfunc.lab.compare import Points
-
-PUBLISHED: Mapping[str, Mapping[str, Points]] = {
+PUBLISHED: Mapping[str, Mapping[str, tuple[tuple[int, float], ...]]] = {
     "mnist": {
         "MIRACLE, LeNet-5 (arXiv 1810.00440)": ((1_520, 99.04), (3_030, 99.31)),
         "Bayesian compression, LeNet-5 (arXiv 1705.08665)": ((2_300, 99.0),),
@@ -34,4 +32,4 @@ PUBLISHED: Mapping[str, Mapping[str, Points]] = {
         "entropy-penalised reparametrisation, ResNet-20-4 (arXiv 1906.06624)": ((128_000, 91.2),),
     },
 }
-"""Networks by the task's name and a label; each read in its source unless the label says otherwise."""
+"""Bytes and test accuracy in % by task and label; each read in its source unless the label says otherwise."""

@@ -23,8 +23,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
+from gbfunc.cli import compare as command
 from gbfunc.cli import main
 from gbfunc.extras import import_extra
 from gbfunc.lab import compare
@@ -278,8 +280,25 @@ RIVALS = {
     "nnc": Coded(),
 }
 
+tradeoff_figure = command.tradeoff_figure
+
+
+def with_published(known: Any, metric: Any, levels: Any) -> Figure:
+    """The figure of the command with published networks, hollow and without a line."""
+    figure = tradeoff_figure(known, metric, levels)
+    task = next(row.task for parts in known.values() for part in parts for row in part.rows)
+    (axes,), drawn = figure.axes, []
+    for marker, (label, points) in zip("osD^vPX", PUBLISHED.get(task, {}).items(), strict=False):
+        sizes, errors = zip(*((size, 100 - accuracy) for size, accuracy in points), strict=True)
+        drawn += axes.plot(sizes, errors, marker, markerfacecolor="none", color="0.45", label=label)
+    if drawn:
+        figure.set_figheight(4.7 + 0.18 * len(drawn))
+        figure.legend(handles=drawn, frameon=False, loc="outside lower left", fontsize="x-small")
+    return figure
+
+
 if __name__ == "__main__":
     # It needs a package of its own, and is run where it is named.
     known = {name: method for name, method in RIVALS.items() if name != "nnc" or name in sys.argv}
-    compare.METHODS, compare.PUBLISHED = {**compare.METHODS, **known}, PUBLISHED
+    compare.METHODS, command.tradeoff_figure = {**compare.METHODS, **known}, with_published
     sys.exit(main(["compare", *sys.argv[1:]]))

@@ -18,16 +18,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.multiprocessing.spawn import spawn
 
 import gbfunc as gb
-from gbfunc.lab.bench.report import measure_ceilings, time_together
+from gbfunc.lab.bench.report import time_together
 from gbfunc.parallel import Mesh, sum_ranks
 from gbfunc.parallel.planner import DeviceSpec
 
 _SENT_BYTES, _TIMEOUT, _LAYERS, _ROUNDS = 2**25, 120.0, 100, 5
+_GEMM_WIDTH, _COPY_BYTES = 2048, 2**28
 
 
 def calibrate(device: torch.device) -> tuple[DeviceSpec, bool]:
     """Measure the device of one rank; also return whether this process reports."""
-    ceilings = measure_ceilings(device, rounds=_ROUNDS)
     first = True
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ:
         with gb.mesh(device=device) as mesh:
@@ -40,8 +40,16 @@ def calibrate(device: torch.device) -> tuple[DeviceSpec, bool]:
         memory = torch.cuda.get_device_properties(device).total_memory
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    speeds = ceilings["gflops"] * 1e9, ceilings["gb_s"] * 1e9
-    return DeviceSpec(*speeds, link, float(memory), latency, _measure_overhead(device)), first
+    return DeviceSpec(*_measure_ceilings(device), link, float(memory), latency, _measure_overhead(device)), first
+
+
+def _measure_ceilings(device: torch.device) -> tuple[float, float]:
+    """Measure operations per second of a product in float32, and bytes per second of a copy, read and written."""
+    a, b, out = (torch.randn(_GEMM_WIDTH, _GEMM_WIDTH, device=device) for _ in range(3))
+    source, target = (torch.ones(_COPY_BYTES // 4, device=device) for _ in range(2))
+    functions = {"product": lambda: torch.mm(a, b, out=out), "copy": lambda: target.copy_(source)}
+    times = time_together(functions, device, rounds=_ROUNDS)
+    return 2 * _GEMM_WIDTH**3 / times["product"].seconds, 2 * _COPY_BYTES / times["copy"].seconds
 
 
 def _measure_overhead(device: torch.device) -> float:

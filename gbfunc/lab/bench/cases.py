@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from gbfunc.hypernets import Hypernet, bilinear, gnet, periodic
+from gbfunc.hypernets import Hypernet, gnet, periodic
 from gbfunc.tasks.pnets.convnets import ResNet18
 from gbfunc.tasks.pnets.gpt import GPT
 from gbfunc.tasks.pnets.mlp import mlp, mlp_plan
@@ -39,7 +39,6 @@ class Case:
     variants: tuple[str, ...]  # names of `VARIANTS`; ratios are to "dense" and "naive", where they are among them
     periodic: Genes | None = None  # the genome of the variants with periodic g-nets
     relu: Genes | None = None  # the genome of the variants with ReLU g-nets, and of the naive one
-    adapter: Genes | None = None  # the genome of deltas of the p-net, which is then frozen
     generation: bool = False  # whether to measure the weights' generation alone, forward and backward
 
 
@@ -108,14 +107,6 @@ def resnet_case(batch: int, width: int, *more: str) -> Case:
     return _case(f"resnet18 {width}", partial(ResNet18, 3, width, 10), batches, (*_PERIODIC, *more))
 
 
-def adapter_case(layers: int, width: int, batch: int, length: int) -> Case:
-    """Make training steps of an adapter of a GPT; the texts are as short as questions, dense is full fine-tuning."""
-    net = partial(GPT, 1_000, length, layers, width, width // 32, 4 * width, bias=True)
-    variants, genes = ("dense", "adapter", "lora rank 1"), Genes(bilinear(5, share="shapes"), {"base": "own"})
-    batches = partial(sequences, batch, length, 1_000)
-    return Case(f"adapter of gpt {layers}x{width}", net, batches, variants, adapter=genes)
-
-
 def _remat(layers: int, width: int, batch: int) -> Case:
     variants = ("periodic materialised", "periodic remat generate", "periodic remat layer", "periodic lazy")
     return mlp_case((width,) * (layers + 1), batch, variants, name=f"remat {layers}x{width}")
@@ -159,7 +150,6 @@ BENCHES: Mapping[Scale, Mapping[str, Bench]] = {
         "gpt": (gpt_case(4, 512, 30_000, 4, 8, 512, (*_PERIODIC, "relu compiled")),),
         "resnet18": (resnet_case(16, 64, "relu compiled"),),
         "remat": (_remat(24, 2048, 256),),
-        "adapter": (adapter_case(6, 384, 32, 16),),
     },
     "quick": {
         "demo": (_demo(),),
@@ -170,7 +160,6 @@ BENCHES: Mapping[Scale, Mapping[str, Bench]] = {
         "gpt": (gpt_case(2, 64, 2_000, 2, 2, 128, (*_PERIODIC, "relu eager")),),
         "resnet18": (resnet_case(4, 16),),
         "remat": (_remat(12, 512, 64),),
-        "adapter": (adapter_case(2, 128, 8, 16),),
     },
     "cuda": {
         "small_mlp": _small("periodic compiled step", "relu compiled", "naive"),
@@ -181,7 +170,6 @@ BENCHES: Mapping[Scale, Mapping[str, Bench]] = {
         "gpt": (gpt_case(32, 512, 30_000, 4, 8, 512, (*_PERIODIC, "relu compiled")),),
         "resnet18": (resnet_case(512, 64, "relu compiled"),),
         "remat": (_remat(24, 8192, 1024),),
-        "adapter": (adapter_case(12, 1024, 64, 128),),
     },
 }
 """Every bench by scale and name."""

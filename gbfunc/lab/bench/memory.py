@@ -8,21 +8,20 @@ import gc
 import multiprocessing
 import sys
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from gbfunc.lab.bench.cases import Case, Genes, features
+from gbfunc.lab.bench.cases import Case, features
 from gbfunc.lab.bench.variants import Setting, Step, build
 from gbfunc.tasks.pnets.mlp import mlp
 
 _STEPS = 3
-_JOIN_TIMEOUT = 10.0
-"""Seconds in which a process that has measured may free what its libraries share with others, such as semaphores."""
 # malloc.h of glibc
 _M_MMAP_THRESHOLD, _MAPPED_BYTES = -3, 2**17
 
@@ -36,33 +35,16 @@ def measure_memory(case: Case, variant: str, setting: Setting) -> int | None:
     context = multiprocessing.get_context("forkserver")
     # Optimizers import the compiler.
     context.set_forkserver_preload([__name__, "torch._dynamo"])
-    reader, writer = context.Pipe(duplex=False)
-    with reader:
-        process = context.Process(target=_send_memory, args=(writer, case, variant, setting), daemon=True)
-        process.start()
-        writer.close()
+    with ProcessPoolExecutor(1, context) as pool:
         try:
-            measured = reader.recv()
-            process.join(_JOIN_TIMEOUT)
-        except EOFError:
+            return pool.submit(_variant_memory, case, variant, setting).result()
+        except BrokenProcessPool:
             return None
-        finally:
-            process.kill()
-            process.join()
-    if isinstance(measured, Exception):
-        raise measured
-    return measured
 
 
-def _send_memory(writer: Connection, case: Case, variant: str, setting: Setting) -> None:
-    try:
-        torch.set_num_threads(setting.threads)
-        measured = steps_memory(case, lambda case: build(case, variant, setting).step, setting.device)
-    except Exception as error:
-        measured = error
-    # Nobody listens any more where the command was ended while this process started.
-    with contextlib.suppress(BrokenPipeError):
-        writer.send(measured)
+def _variant_memory(case: Case, variant: str, setting: Setting) -> int:
+    torch.set_num_threads(setting.threads)
+    return steps_memory(case, lambda case: build(case, variant, setting).step, setting.device)
 
 
 def steps_memory(case: Case, make: Callable[[Case], Step], device: torch.device) -> int:
@@ -106,9 +88,6 @@ def peak_resident() -> int:
 
 
 def _tiny(case: Case) -> Case:
-    def small(genes: Genes | None) -> Genes | None:
-        return genes and genes._replace(options={k: v for k, v in genes.options.items() if k == "max_tile"})
-
     net = partial(nn.Linear, 32, 32, bias=False) if case.generation else partial(mlp, (32, 32, 10), 0)
-    batch = partial(features, (8, 32), 10)
-    return replace(case, net=net, batch=batch, periodic=small(case.periodic), relu=small(case.relu))
+    small = [genes and genes._replace(options={}) for genes in (case.periodic, case.relu)]
+    return replace(case, net=net, batch=partial(features, (8, 32), 10), periodic=small[0], relu=small[1])

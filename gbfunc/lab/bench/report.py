@@ -1,4 +1,4 @@
-"""Time of functions side by side, the ceilings of the machine, and the rows of `bench.json`."""
+"""Time of functions side by side, and the rows of `bench.json`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ _MOST_STEPS = 50
 # A function this slow is timed a few times only, so that one naive case does not take minutes.
 _SLOW_SECONDS, _SLOW_ROUNDS = 2.0, 2
 _WARM_UP_SECONDS = 20.0
-_GEMM_WIDTH, _COPY_BYTES = 2048, 2**28
 
 
 class Timing(NamedTuple):
@@ -69,27 +68,9 @@ def time_together(
     return {key: Timing(statistics.median(t), warm_ups[key][0], len(t)) for key, t in times.items()}
 
 
-def measure_ceilings(device: torch.device, *, rounds: int) -> dict[str, float]:
-    """Measure the 10^9 operations and 10^9 bytes a second that the machine reaches in float32.
-
-    By a matrix product (multiplications and additions count), and by a copy past caches (read and written).
-    """
-    a, b, out = (torch.randn(_GEMM_WIDTH, _GEMM_WIDTH, device=device) for _ in range(3))
-    source, target = (torch.ones(_COPY_BYTES // 4, device=device) for _ in range(2))
-    functions = {"gflops": lambda: torch.mm(a, b, out=out), "gb_s": lambda: target.copy_(source)}
-    work = {"gflops": 2 * _GEMM_WIDTH**3, "gb_s": 2 * _COPY_BYTES}
-    times = time_together(functions, device, rounds=rounds)
-    return {name: work[name] / times[name].seconds / 1e9 for name in work}
-
-
-# Operations on each weight for each feature, forward and backward. Rectifier: add, compare, multiply and add forward;
-# twice add, compare and add backward. Periodic: products of 2 H columns, one forward and two backward.
-_FLOPS = {"relu": 10, "periodic": 12}
-# A float32 weight is written once, its gradient read once.
-_BYTES = 8
-_TIMED = ("step_ms", "ratio_to_dense", "ratio_to_naive", "gflops", "gb_s")
+_TIMED = ("step_ms", "ratio_to_dense", "ratio_to_naive")
 Row = dict[str, Any]
-"""One variant of a case in `bench.json` (see `run_bench`); None is not measured."""
+"""One variant of a case in `bench.json`; None is not measured."""
 
 
 def run_bench(bench: Bench, setting: Setting, *, rounds: int, visit: float, memory: bool = True) -> list[Row]:
@@ -106,7 +87,6 @@ def run_bench(bench: Bench, setting: Setting, *, rounds: int, visit: float, memo
         (seconds, first, repeats), (weights, features) = times[name, variant], sizes[name, variant]
         dense, naive = (times.get((name, other)) for other in ("dense", "naive"))
         peak = measure_memory(case, variant, setting) if memory else None
-        flops = _FLOPS["periodic" if variant.startswith("periodic") else "relu"]
         row: Row = {
             "case": name,
             "variant": variant,
@@ -116,11 +96,7 @@ def run_bench(bench: Bench, setting: Setting, *, rounds: int, visit: float, memo
             "ratio_to_naive": naive and seconds / naive.seconds,
             "peak_mb": peak and peak / 1e6,  # of the steps in another process, in 10^6 bytes
             "weights": weights,  # of the matrices that are generated, or trained themselves
-            "weights_mb": 4 * weights / 1e6,  # as float32
             "features": features,
-            # Operations of the generation, and bytes that it cannot but move, over its time.
-            "gflops": flops * features * weights / seconds / 1e9 if case.generation else None,
-            "gb_s": _BYTES * weights / seconds / 1e9 if case.generation else None,
             "repeats": repeats,  # timings of which `step_ms` is the median
         }
         rows.append(row)

@@ -59,9 +59,8 @@ class Built(NamedTuple):
 class Variant(NamedTuple):
     """A way to run a case."""
 
-    gnets: Literal["periodic", "relu", "adapter", ""]  # the case's genome; "" is the dense p-net
+    gnets: Literal["periodic", "relu", ""]  # the case's genome; "" is the dense p-net
     make: Callable[[Setup], Step]
-    needs: str = ""  # a package that must be installed
 
 
 def loss_fn(net: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
@@ -167,14 +166,6 @@ def _population(setup: Setup, *, together: bool) -> Step:
     return at_once if together else one_by_one
 
 
-def _lora(setup: Setup) -> Step:
-    from peft import LoraConfig, get_peft_model
-
-    layers = [t.name.removesuffix(".weight") for t in setup.plan.tensors if t.base]
-    config: Any = LoraConfig(r=1, lora_alpha=1, target_modules=layers)
-    return _plain(setup, get_peft_model(setup.pnet, config))  # pyright: ignore[reportArgumentType]
-
-
 def _periodic(**options: Any) -> Variant:
     return Variant("periodic", partial(_genome, **options))
 
@@ -192,16 +183,14 @@ VARIANTS: Mapping[str, Variant] = {
     "relu eager": Variant("relu", partial(_genome, kernel="eager")),
     "relu compiled": Variant("relu", partial(_genome, kernel="compiled")),
     "naive": Variant("relu", partial(_genome, kernel="eager", lazy=False)),
-    "adapter": Variant("adapter", _genome),
-    "lora rank 1": Variant("adapter", _lora, "peft"),
     "16 genomes together": Variant("periodic", partial(_population, together=True)),
     "16 genomes one by one": Variant("periodic", partial(_population, together=False)),
-    "jax dense": Variant("periodic", partial(jax_step, thin=False), "optax"),
-    "jax thin": Variant("periodic", partial(jax_step, thin=True), "optax"),
-    "jax thin transposed": Variant("periodic", partial(jax_step, thin=True, transposed=True), "optax"),
+    "jax dense": Variant("periodic", partial(jax_step, thin=False)),
+    "jax thin": Variant("periodic", partial(jax_step, thin=True)),
+    "jax thin transposed": Variant("periodic", partial(jax_step, thin=True, transposed=True)),
 }
 """Every variant by name. "naive" has the g-nets of `NaiveGNet`; "periodic module" is a `gb.GenomeModule` with torch's
-AdamW; "lora rank 1" is peft's, on the layers of the adapter (Hu et al., 2022)."""
+AdamW."""
 
 
 def first_net(case: Case) -> nn.Module:
@@ -217,11 +206,12 @@ def plan_of(pnet: nn.Module, genes: Genes, **options: Any) -> Plan:
 
 def why_not(case: Case, setting: Setting) -> str:
     """Say why a case cannot be measured here; "" where it can."""
-    needs = {VARIANTS[variant].needs for variant in case.variants} - {""}
-    if missing := sorted(name for name in needs if find_spec(name) is None):
-        return f"{case.name}: not measured, pip install {' '.join(missing)}"
+    if not any(variant.startswith("jax") for variant in case.variants):
+        return ""
+    if find_spec("optax") is None:
+        return f"{case.name}: not measured, pip install optax"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if "optax" in needs and cores != setting.threads:
+    if cores != setting.threads:
         run = "taskset -c 0 gbfunc bench --threads 1"
         return f"{case.name}: not measured, JAX would use {cores} cores and torch {setting.threads} threads: {run}"
     return ""
@@ -229,7 +219,7 @@ def why_not(case: Case, setting: Setting) -> str:
 
 def build(case: Case, variant: str, setting: Setting) -> Built:
     """Make a variant of a case."""
-    gnets, make, _ = VARIANTS[variant]
+    gnets, make = VARIANTS[variant]
     pnet, (x, target) = first_net(case).to(setting.device), case.batch()
     batch = x.to(setting.device), target.to(setting.device)
     if not gnets:

@@ -43,12 +43,6 @@ PRETRAINED_METHODS: Mapping[str, Method] = {
 }
 """Every way to change a pretrained network in few bytes by its name."""
 
-Points = tuple[tuple[int, float], ...]
-"""Bytes, and test accuracy in %."""
-
-PUBLISHED: Mapping[str, Mapping[str, Points]] = {}
-"""Published networks, by the task's name and a label; `notebooks/results/rivals.py` fills the table."""
-
 REFERENCES: Mapping[str, Method] = {"full_fine_tuning": FULL}
 """References of adapters, of any size."""
 
