@@ -48,6 +48,9 @@ GROUPS = {
     "Evolution": "evolution.GenomeProblem evolution.ControlProblem",
 }
 URLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
+GLOSSARY = (ROOT / "notebooks" / "guides" / "glossary.md").read_text(encoding="utf-8").replace("`", "")
+TERMS = {term: re.findall(rf"\*\*{term}\*\*.*\n: (.*?)\.(?:\s|$)", GLOSSARY)[0] for term in ("p-net", "g-net")}
+"""First sentence of the glossary for each term."""
 BOOSTS = {"guides/shrink.md": 12, "guides/command_line.md": 12, "guides": 4, "results": 0.5}
 """What the score of a page in the search is multiplied by."""
 NAMES = [name for group in GROUPS.values() for name in group.split()]
@@ -147,6 +150,9 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     path = page.file.src_uri
     page.meta["search"] = {"boost": BOOSTS.get(path) or BOOSTS.get(path.split("/")[0], 1)}
     markdown = re.sub(r"± \d+\.\d+( %)?", lambda spread: spread[0].replace(" ", "\N{NO-BREAK SPACE}"), markdown)
+    if path != "guides/glossary.md" and not path.endswith(".ipynb"):
+        # Terms of the field's own show their meaning under the pointer.
+        markdown += "\n\n" + "\n".join(f"*[{term}{s}]: {TERMS[term]}" for term in TERMS for s in ("", "s"))
     return markdown.replace("GBFUNC_REPOSITORY", URLS["Repository"])
 
 
