@@ -13,9 +13,20 @@ from torch import Tensor, nn
 import gbfunc as gb
 from gbfunc.cli.bench import measure, print_results
 from gbfunc.generation import make_generator
-from gbfunc.lab.bench.cases import BENCHES, Case, Genes, choose, features, generation_case, sequences
+from gbfunc.lab.bench.cases import (
+    BENCHES,
+    VARIANTS,
+    Case,
+    NaiveGNet,
+    Setting,
+    build,
+    choose,
+    features,
+    generation_case,
+    sequences,
+    why_not,
+)
 from gbfunc.lab.bench.report import time_together
-from gbfunc.lab.bench.variants import VARIANTS, NaiveGNet, Setting, build, first_net, plan_of, why_not
 from gbfunc.tasks import find_task
 from gbfunc.tasks.pnets.mlp import mlp
 from gbfunc.trees import flat_genome
@@ -31,8 +42,8 @@ def tiny(variants: tuple[str, ...], width: int = 12, name: str = "tiny") -> Case
         partial(mlp, (8, width, 3), 0),
         partial(features, (6, 8), 3),
         variants,
-        Genes(gb.periodic(2)),
-        Genes(gb.gnet((3,)), {"max_tile": 5}),
+        {"hypernet": gb.periodic(2)},
+        {"hypernet": gb.gnet((3,)), "max_tile": 5},
     )
 
 
@@ -64,8 +75,8 @@ TRAINING = [v for v in VARIANTS if "compiled" not in v]
 def test_variants_of_one_genome_have_the_same_loss() -> None:
     case = tiny(())
     for kind in ("periodic", "relu"):
-        names = [v for v in TRAINING if VARIANTS[v].gnets == kind and "genomes" not in v and "jax" not in v]
-        losses = torch.tensor([[float(step()) for _ in range(3)] for step in (build(case, n, CPU).step for n in names)])
+        names = [v for v in TRAINING if VARIANTS[v][0] == kind and "genomes" not in v and "jax" not in v]
+        losses = torch.tensor([[float(step()) for _ in range(3)] for step in (build(case, n, CPU)[0] for n in names)])
         torch.testing.assert_close(losses, losses[:1].expand_as(losses), rtol=1e-5, atol=1e-6)
 
 
@@ -76,7 +87,7 @@ def test_the_step_in_jax_is_the_same(variant: str, ours: str) -> None:
     pytest.importorskip("optax")
     # Two matrices of one shape, whose g-nets are in one ensemble.
     case = replace(tiny(()), net=partial(mlp, (8, 8, 8, 3), 0))
-    theirs, expected = (build(case, v, CPU._replace(lr=1e-2)).step for v in (variant, ours))
+    theirs, expected = (build(case, v, CPU._replace(lr=1e-2))[0] for v in (variant, ours))
     for _ in range(5):
         assert float(theirs()) == pytest.approx(float(expected()), rel=1e-4)
 
@@ -84,28 +95,23 @@ def test_the_step_in_jax_is_the_same(variant: str, ours: str) -> None:
 def test_the_demo_s_genome_is_that_of_the_command() -> None:
     pytest.importorskip("sklearn")
     task, (case,) = find_task("digits", None, {}), BENCHES["quick"]["demo"]
-    expected, pnet = task.plan(task.build(0), genome_params=task.genome_params), first_net(case)
-    assert case.periodic is not None and plan_of(pnet, case.periodic) == expected
+    expected, pnet = task.plan(task.build(0), genome_params=task.genome_params), case.pnet()
+    assert case.periodic is not None and gb.make_plan(pnet, **case.periodic) == expected
     assert expected.genome_params == 450
 
 
 def test_genomes_together_are_those_one_by_one() -> None:
-    together, one_by_one = (build(tiny(()), f"16 genomes {how}", CPU).step for how in ("together", "one by one"))
+    together, one_by_one = (build(tiny(()), f"16 genomes {how}", CPU)[0] for how in ("together", "one by one"))
     for _ in range(3):
         torch.testing.assert_close(together(), one_by_one(), rtol=1e-5, atol=1e-6)
 
 
 def test_generation_alone_returns_gradients_of_all_leaves() -> None:
     case = generation_case(110, ())
-    eager, naive = (build(case, v, CPU).step() for v in ("relu eager", "naive"))
+    eager, naive = (build(case, v, CPU)[0]() for v in ("relu eager", "naive"))
     torch.testing.assert_close(eager, naive, rtol=1e-4, atol=1e-3)
-    built = build(case, "periodic materialised", CPU)
-    assert len(built.step()) == 4 and built.weights == 110 * 110 and built.features == 32
-
-
-def test_a_case_without_such_g_nets_is_refused() -> None:
-    with pytest.raises(ValueError, match="tiny has no relu g-nets for the variant 'relu eager'"):
-        build(replace(tiny(()), relu=None), "relu eager", CPU)
+    step, weights, features = build(case, "periodic materialised", CPU)
+    assert len(step()) == 4 and weights == 110 * 110 and features == 32
 
 
 def test_functions_are_called_in_turn() -> None:
@@ -151,7 +157,7 @@ def test_every_case_can_be_built_from_its_names() -> None:
             assert len(set(names)) == len(names)
             for case in bench:
                 assert set(case.variants) <= VARIANTS.keys()
-                kinds = {VARIANTS[v].gnets for v in case.variants} - {""}
+                kinds = {VARIANTS[v][0] for v in case.variants} - {""}
                 assert all(getattr(case, kind) is not None for kind in kinds)
     words, following = sequences(2, 6, 11)
     assert torch.equal(words[:, 1:], following[:, :-1])

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 import gbfunc as gb
-from gbfunc.lab.bench.cases import Case, Genes, features
-from gbfunc.lab.bench.memory import measure_memory, peak_resident
-from gbfunc.lab.bench.variants import Setting, build
+from gbfunc.lab.bench.cases import Case, Setting, build, features
+from gbfunc.lab.bench.report import measure_memory, peak_resident
 from gbfunc.tasks.pnets.mlp import mlp
 from tests.support.live import LiveBytes
 
@@ -25,7 +24,7 @@ CPU = Setting(torch.device("cpu"), None, 1)
 def deep(layers: int, width: int) -> Case:
     sizes = (width,) * (layers + 1)
     batch = partial(features, (2, width), width)
-    return Case("deep", partial(mlp, sizes, 0), batch, (), Genes(gb.periodic(2)))
+    return Case("deep", partial(mlp, sizes, 0), batch, (), {"hypernet": gb.periodic(2)})
 
 
 def test_live_bytes_see_what_autograd_keeps() -> None:
@@ -40,7 +39,7 @@ def test_remat_by_layer_keeps_an_eighth() -> None:
     case = deep(24, 32)
     peaks = {}
     for variant in ("periodic materialised", "periodic remat layer"):
-        step = build(case, variant, CPU).step
+        step = build(case, variant, CPU)[0]
         step()
         with LiveBytes(4 * 32 * 32) as live:
             step()
@@ -78,7 +77,8 @@ def test_a_bench_that_is_ended_leaves_no_process(tmp_path: Path) -> None:
         while len(group(bench.pid)) < 4 and bench.poll() is None:
             time.sleep(0.05)
         bench.send_signal(signal.SIGTERM)
-        assert bench.communicate()[1].endswith("gbfunc: stopped by SIGTERM\n") and bench.returncode == 143
+        # A process that has just begun may add its own error.
+        assert "gbfunc: stopped by SIGTERM\n" in bench.communicate()[1] and bench.returncode == 143
         while group(bench.pid):
             time.sleep(0.05)
     finally:

@@ -18,8 +18,8 @@ from gbfunc.cli.commands import Bench
 from gbfunc.cli.output import open_folder, print_table, write_metrics
 from gbfunc.cli.ranks import find_device
 from gbfunc.lab.bench import cases, report
+from gbfunc.lab.bench.cases import Setting, why_not
 from gbfunc.lab.bench.report import describe, over_runs
-from gbfunc.lab.bench.variants import Setting, why_not
 from gbfunc.types import dtype_name
 
 _ROUNDS = 7

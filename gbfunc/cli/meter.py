@@ -21,8 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import gbfunc as gb
 from gbfunc.cli.job import Job
 from gbfunc.cli.output import open_folder
-from gbfunc.lab.bench.memory import peak_resident
-from gbfunc.lab.bench.report import describe
+from gbfunc.lab.bench.report import describe, peak_resident
 from gbfunc.parallel import Mesh, gather_objects
 from gbfunc.tasks import Task
 from gbfunc.tasks.base import LossFn

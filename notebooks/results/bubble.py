@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import gbfunc as gb
-from gbfunc.lab.bench.variants import genome_step
+from gbfunc.lab.bench.cases import genome_step
 
 WIDTH, STEPS, MICROBATCHES, FORWARD, BACKWARD = 8, 3, 8, 0.1, 0.2
 

@@ -12,9 +12,8 @@ import sys
 import matplotlib.pyplot as plt
 import torch
 
-from gbfunc.lab.bench.cases import mlp_case
+from gbfunc.lab.bench.cases import Setting, mlp_case
 from gbfunc.lab.bench.report import run_bench
-from gbfunc.lab.bench.variants import Setting
 
 VARIANTS = ("dense", "periodic materialised", "periodic lazy")
 

@@ -9,15 +9,14 @@ import tempfile
 import torch
 
 import gbfunc as gb
-from gbfunc.lab.bench.cases import mlp_case
+from gbfunc.lab.bench.cases import loss_fn, mlp_case
 from gbfunc.lab.bench.report import time_together
-from gbfunc.lab.bench.variants import first_net, loss_fn, plan_of
 
 
 def measure(features: int, tile: int) -> None:
     case = mlp_case((2048, 2048, 2048, 10), 256, (), h=features, tile=tile)
-    net, batch = first_net(case), case.batch()
-    plan = plan_of(net, case.periodic)
+    net, batch = case.pnet(), case.batch()
+    plan = gb.make_plan(net, **case.periodic)
     optimizer = gb.torch_optimizer(torch.optim.AdamW, lr=1e-8)
     train_step = gb.make_train_step(plan, net, loss_fn, optimizer, donate=True)
     states = {name: train_step.init(seed=0) for name in ("plain", "saved")}

@@ -11,9 +11,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import gbfunc as gb
-from gbfunc.lab.bench.cases import sequences
+from gbfunc.lab.bench.cases import Step, genome_step, loss_fn, plain_step, sequences
 from gbfunc.lab.bench.report import time_together
-from gbfunc.lab.bench.variants import Step, genome_step, loss_fn, plain_step
 from gbfunc.tasks.pnets.base import seeded
 from gbfunc.tasks.pnets.gpt import GPT
 

@@ -34,9 +34,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gbfunc as gb
 from gbfunc.generation import make_generator
-from gbfunc.lab.bench.cases import Case, gpt_case, mlp_case
-from gbfunc.lab.bench.memory import steps_memory
-from gbfunc.lab.bench.variants import Step, first_net, genome_step, loss_fn, plain_step, plan_of
+from gbfunc.lab.bench.cases import Case, Step, genome_step, gpt_case, loss_fn, mlp_case, plain_step
+from gbfunc.lab.bench.report import steps_memory
 from gbfunc.parallel.styles import tensor_styles
 from gbfunc.parallel.tensor import PackedColwiseParallel, resolve
 from gbfunc.trees import GNET, flat_genome
@@ -143,14 +142,14 @@ def tensor_step(net: nn.Module, batch: Any, tensor: int, sharded: bool) -> Step:
 def torchgb_step(net: nn.Module, case: Case, batch: Any) -> Step:
     """Each rank generates whole tensors and broadcasts them; DDP all-reduces dense gradients."""
     loads, owners = [0] * dist.get_world_size(), {}
-    for t in sorted(plan_of(net, case.periodic).generated, key=lambda t: -t.numel):
+    for t in sorted(gb.make_plan(net, **case.periodic).generated, key=lambda t: -t.numel):
         owners[t.name] = min(range(len(loads)), key=loads.__getitem__)
         loads[owners[t.name]] += t.numel
     mine = [name for name, owner in owners.items() if owner == dist.get_rank()]
     parallel, parameters = DistributedDataParallel(net), dict(net.named_parameters())
     leaves, generate = [], dict
     if mine:
-        plan = plan_of(net, case.periodic, exclude=[f"^{re.escape(k)}$" for k in owners if k not in mine])
+        plan = gb.make_plan(net, **case.periodic, exclude=[f"^{re.escape(k)}$" for k in owners if k not in mine])
         genome = gb.init_genome(plan, net, 0)
         flat = flat_genome(genome._replace(direct={t.name: parameters[t.name] for t in plan.direct}))
         leaves, make = [x.requires_grad_() for k, x in flat.items() if k.startswith(GNET)], make_generator(plan)
@@ -178,8 +177,8 @@ def build(case: Case, scheme: str, rank: int, ranks: int) -> tuple[Step, gb.Plan
     """A step on this rank's share of the batch, the plan and the mesh of a genome."""
     tensor = (2 if "data" in scheme or "fsdp" in scheme else ranks) if "tensor" in scheme else 1
     parts, index = ranks // tensor, rank // tensor
-    share, net = tuple(x.chunk(parts)[index] for x in case.batch()), first_net(case)
-    plan, mesh = plan_of(net, case.periodic), None
+    share, net = tuple(x.chunk(parts)[index] for x in case.batch()), case.pnet()
+    plan, mesh = gb.make_plan(net, **case.periodic), None
     if scheme in PLACEMENTS or scheme.startswith("tensor"):
         shards = scheme in ("sharded", "factors")
         mesh, options = gb.mesh(*((1, parts) if shards else (parts, 1)), tensor=tensor), {"placement": scheme}

@@ -150,8 +150,10 @@ def relu_matrix(*inputs: Tensor, grid: TileGrid | None = None, kernel: Kernel = 
     `torch.compile`, "auto", "eager" and "compiled" are one expression that becomes part of the graph.
 
     Args:
-        *inputs: codes X [U, r, p] and Y [U, c, q], their weights U [T, p, H] and V [T, q, H], biases u [T, H] of the
-            hidden units, weights v [T, H] and bias b [T] of the last layer.
+        X, Y: codes of the rows [U, r, p] and of the columns [U, c, q].
+        U, V: weights of these codes [T, p, H] and [T, q, H].
+        u: biases of the hidden units [T, H].
+        v, b: weights of the last layer [T, H], and its bias [T].
         grid: the tiles of the matrix.
         kernel: "eager" works in blocks of bounded memory; "compiled" is, on a CPU, a C++ loop that is compiled once and
             kept in `$XDG_CACHE_HOME/gbfunc` or `~/.cache/gbfunc`, and on a GPU a Triton kernel; "auto" is "compiled"
@@ -159,9 +161,8 @@ def relu_matrix(*inputs: Tensor, grid: TileGrid | None = None, kernel: Kernel = 
             "reference" is the plain expression, of O(T r c H) memory.
 
     Raises:
-        RuntimeError: if `kernel="compiled"` on a CPU, and no C++ compiler works.
+        RuntimeError: if "compiled" is asked for on a CPU, and no C++ compiler works.
     """
-    X, Y, *_, v, _ = inputs
     (tiles, hidden), rows, cols, dtype = v.shape, X.shape[-2], Y.shape[-2], v.dtype
     wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
     inputs = tuple(x.to(wide) for x in inputs)

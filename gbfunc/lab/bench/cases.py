@@ -1,32 +1,42 @@
-"""What is measured: benches by scale and name, each some cases that are timed round-robin, together."""
+"""What is measured: benches by scale and name, each some cases, and the variants of a case: ways to run a step of it.
+
+The cases of a bench are timed round-robin, together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gbfunc.hypernets import Hypernet, gnet, periodic
+import gbfunc as gb
+from gbfunc.generation import make_generator
+from gbfunc.hypernets import Hypernet
+from gbfunc.hypernets.mlp import GNet
+from gbfunc.lab.bench.jax_steps import jax_step
+from gbfunc.plan import Plan
+from gbfunc.tasks.pnets.base import seeded
 from gbfunc.tasks.pnets.convnets import ResNet18
 from gbfunc.tasks.pnets.gpt import GPT
 from gbfunc.tasks.pnets.mlp import mlp, mlp_plan
+from gbfunc.trees import flat_genome
+from gbfunc.types import Params
 
 Scale = Literal["quick", "full", "cuda"]
 T = TypeVar("T")
-Net = Callable[[], nn.Module]
 Batch = tuple[Tensor, Tensor]
 """Inputs and targets, of equal first dimension."""
-
-
-class Genes(NamedTuple):
-    """A case's plan: its g-nets, and other options of `make_plan`."""
-
-    hypernet: Hypernet
-    options: Mapping[str, Any] = {}
+Step = Callable[[], Any]
+"""One step, which keeps its own state."""
+Options = dict[str, Any]
+"""Options of `gb.make_plan`."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +44,205 @@ class Case:
     """One p-net with its batch, and the variants to measure on it. Other processes can unpickle it."""
 
     name: str
-    net: Net  # makes the p-net
-    batch: Callable[[], Batch]  # makes the batch, on the CPU
+    net: Callable[[], nn.Module]
+    batch: Callable[[], Batch]  # on the CPU
     variants: tuple[str, ...]  # names of `VARIANTS`; ratios are to "dense" and "naive", where they are among them
-    periodic: Genes | None = None  # the genome of the variants with periodic g-nets
-    relu: Genes | None = None  # the genome of the variants with ReLU g-nets, and of the naive one
+    periodic: Options | None = None  # the genome of the variants with periodic g-nets
+    relu: Options | None = None  # the genome of the variants with ReLU g-nets, and of the naive one
     generation: bool = False  # whether to measure the weights' generation alone, forward and backward
+
+    def pnet(self) -> nn.Module:
+        """Make the p-net, the same each time."""
+        with seeded(0):
+            return self.net()
 
 
 Bench = tuple[Case, ...]
+
+
+class Setting(NamedTuple):
+    """Where to measure."""
+
+    device: torch.device  # of the p-net and its batch
+    amp: torch.dtype | None  # dtype of the p-net's autocast, for every variant alike; None is float32
+    threads: int  # of the CPU
+    # Too small a learning rate to learn: a net that fits its only batch has denormal gradients, which are slow.
+    lr: float = 1e-8
+
+
+class Setup(NamedTuple):
+    """The inputs of a variant."""
+
+    case: Case
+    plan: Any  # None for the dense p-net
+    pnet: nn.Module
+    batch: Batch
+    setting: Setting
+
+
+def loss_fn(net: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
+    """Compute the mean cross entropy of classes [B] or of tokens [B, L]."""
+    x, target = batch
+    loss: Any = F.cross_entropy(net(x).flatten(0, -2), target.flatten())
+    # The loss of logits that are split over ranks is a DTensor, whole on each.
+    return loss.to_local() if hasattr(loss, "to_local") else loss
+
+
+def plain_step(loss: Callable[[], Tensor], leaves: Iterable[Tensor] | list[dict[str, Any]], lr: float) -> Step:
+    """Make the loop that anyone would write: a loss, its gradients, a step of AdamW."""
+    optimizer = torch.optim.AdamW(leaves, lr=lr, fused=True)
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        optimizer.step()
+        return value.detach()
+
+    return step
+
+
+def _plain(setup: Setup, net: nn.Module) -> Step:
+    def loss() -> Tensor:
+        with torch.autocast(setup.setting.device.type, setup.setting.amp, enabled=setup.setting.amp is not None):
+            return loss_fn(net, setup.batch)
+
+    return plain_step(loss, [p for p in net.parameters() if p.requires_grad], setup.setting.lr)
+
+
+def genome_step(plan: Plan, pnet: nn.Module, batch: Batch, lr: float, **options: Any) -> Step:
+    """Make the library's training step with these options; its state is donated unless they differ."""
+    optimizer = gb.torch_optimizer(torch.optim.AdamW, lr=lr)
+    train_step = gb.make_train_step(plan, pnet, loss_fn, optimizer, **{"donate": True, **options})
+    state = train_step.init(seed=0)
+
+    def step() -> Tensor:
+        nonlocal state
+        state, info = train_step(state, batch)
+        return info.loss
+
+    return step
+
+
+def _genome(setup: Setup, **options: Any) -> Step:
+    """Make a training step, or for a case of generation all weights and the leaves' gradients from ones."""
+    _, plan, pnet, batch, setting = setup
+    if not setup.case.generation:
+        return genome_step(plan, pnet, batch, setting.lr, amp=setting.amp, **options)
+    leaves = flat_genome(gb.init_genome(plan, pnet, 0)._replace(direct={}))
+    trained = [x.requires_grad_() for x in leaves.values()]
+    make = make_generator(plan, kernel=options.get("kernel", "auto"))
+    cotangents = [torch.ones(t.shape, dtype=plan.dtype, device=setting.device) for t in plan.generated]
+
+    def step() -> object:
+        weights = make(leaves)
+        return torch.autograd.grad([weights[t.name] for t in plan.generated], trained, cotangents)
+
+    return step
+
+
+@dataclass(frozen=True)
+class NaiveGNet(GNet):
+    """A ReLU g-net of one layer, applied to the code of every single weight; backward keeps all activations.
+
+    This is the arithmetic of the published implementations.
+    """
+
+    def matrix(self, *args: Any) -> None:  # noqa: D102
+        return None
+
+    def tiles(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, *unused: Any) -> Any:  # noqa: D102
+        return Hypernet.tiles(self, leaves, row_Urp, col_Ucq, None, "auto")
+
+    def apply(self, leaves: Params, row_rp: Tensor, col_cq: Tensor, **unused: Any) -> Tensor:  # noqa: D102
+        shape = len(row_rp), len(col_cq), -1
+        codes_rcb = torch.cat([row_rp[:, None].expand(shape), col_cq[None].expand(shape)], -1)
+        weight_bH = torch.cat([leaves["row_weight"], leaves["col_weight"]])
+        return torch.relu(codes_rcb @ weight_bH + leaves["bias"]) @ leaves["out_weight"] + leaves["out_bias"]
+
+
+def _population(setup: Setup, *, together: bool) -> Step:
+    """Make a step of 16 genomes, in one call or one after the other."""
+    optimizer = gb.torch_optimizer(torch.optim.AdamW, lr=setup.setting.lr)
+    train_step = gb.make_train_step(setup.plan, setup.pnet, loss_fn, optimizer, donate=True, amp=setup.setting.amp)
+    many = gb.population(train_step, 16)
+    all_states, states = many.init(), [train_step.init(seed=i) for i in range(16)]
+
+    def at_once() -> Tensor:
+        nonlocal all_states
+        all_states, info = many(all_states, setup.batch)
+        return info.loss.mean()
+
+    def one_by_one() -> Tensor:
+        losses = []
+        for i, state in enumerate(states):
+            states[i], info = train_step(state, setup.batch)
+            losses.append(info.loss)
+        return torch.stack(losses).mean()
+
+    return at_once if together else one_by_one
+
+
+def _periodic(**options: Any) -> Any:
+    return "periodic", partial(_genome, **options)
+
+
+VARIANTS: Mapping[str, tuple[Literal["periodic", "relu", ""], Callable[[Setup], Step]]] = {
+    "dense": ("", lambda setup: _plain(setup, setup.pnet)),
+    "periodic materialised": _periodic(lazy=False),
+    "periodic lazy": _periodic(lazy=True),
+    "periodic auto": _periodic(lazy="auto"),
+    "periodic without donate": _periodic(lazy="auto", donate=False),
+    "periodic module": ("periodic", lambda setup: _plain(setup, gb.GenomeModule(setup.plan, setup.pnet))),
+    "periodic compiled step": _periodic(lazy="auto", compile=True),
+    "periodic remat generate": _periodic(lazy=False, remat="generate"),
+    "periodic remat layer": _periodic(lazy=False, remat="layer"),
+    "relu eager": ("relu", partial(_genome, kernel="eager")),
+    "relu compiled": ("relu", partial(_genome, kernel="compiled")),
+    "naive": ("relu", partial(_genome, kernel="eager", lazy=False)),
+    "16 genomes together": ("periodic", partial(_population, together=True)),
+    "16 genomes one by one": ("periodic", partial(_population, together=False)),
+    "jax dense": ("periodic", partial(jax_step, thin=False)),
+    "jax thin": ("periodic", partial(jax_step, thin=True)),
+    "jax thin transposed": ("periodic", partial(jax_step, thin=True, transposed=True)),
+}
+"""Genome of the case ("" is the dense p-net) and step of every variant by its name.
+
+"naive" has the g-nets of `NaiveGNet`; "periodic module" is a `gb.GenomeModule` with torch's AdamW.
+"""
+
+
+def why_not(case: Case, setting: Setting) -> str:
+    """Say why a case cannot be measured here; "" where it can."""
+    if not any(variant.startswith("jax") for variant in case.variants):
+        return ""
+    if find_spec("optax") is None:
+        return f"{case.name}: not measured, pip install optax"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if cores != setting.threads:
+        run = "taskset -c 0 gbfunc bench --threads 1"
+        return f"{case.name}: not measured, JAX would use {cores} cores and torch {setting.threads} threads: {run}"
+    return ""
+
+
+def build(case: Case, variant: str, setting: Setting) -> tuple[Step, int, int]:
+    """Make a variant of a case: its step, and the size of the matrices that are generated or trained.
+
+    Returns the step, the number of weights, and the most features of a g-net; 0 in a dense p-net.
+    """
+    gnets, make = VARIANTS[variant]
+    pnet, (x, target) = case.pnet().to(setting.device), case.batch()
+    batch = x.to(setting.device), target.to(setting.device)
+    if not gnets:
+        weights = sum(p.numel() for p in pnet.parameters() if p.ndim > 1)
+        return make(Setup(case, None, pnet, batch, setting)), weights, 0
+    options: Options = getattr(case, gnets)
+    if variant == "naive":
+        options = options | {"hypernet": NaiveGNet(options["hypernet"].hidden)}
+    plan = gb.make_plan(pnet, **options)
+    size = max(slot.hypernet.size or 0 for t in plan.generated for slot in t.slots)
+    return make(Setup(case, plan, pnet, batch, setting)), sum(t.numel for t in plan.generated), size
+
 
 _PERIODIC = ("dense", "periodic materialised", "periodic lazy", "periodic auto")
 _RELU = ("relu eager", "relu compiled")
@@ -65,7 +265,7 @@ def sequences(batch: int, length: int, vocabulary: int) -> Batch:
 
 def _case(
     name: str,
-    net: Net,
+    net: Callable[[], nn.Module],
     batch: Callable[[], Batch],
     variants: Sequence[str],
     *,
@@ -75,9 +275,9 @@ def _case(
     **options: Any,
 ) -> Case:
     """Make a case with periodic g-nets of `h` features and ReLU g-nets."""
-    tiles, relu_tiles = ({"max_tile": most, "include": include} for most in (tile, _RELU_TILE))
-    genes = Genes(periodic(h), tiles), Genes(gnet((32,)), relu_tiles)
-    return Case(name, net, batch, tuple(variants), *genes, **options)
+    genes = {"hypernet": gb.periodic(h), "max_tile": tile, "include": include}
+    relu = {"hypernet": gb.gnet((32,)), "max_tile": _RELU_TILE, "include": include}
+    return Case(name, net, batch, tuple(variants), genes, relu, **options)
 
 
 def mlp_case(sizes: tuple[int, ...], batch: int, variants: Sequence[str], *, name: str = "", **options: Any) -> Case:
@@ -115,8 +315,7 @@ def _remat(layers: int, width: int, batch: int) -> Case:
 def _demo() -> Case:
     """Make training steps of the net and the genome of `gbfunc demo`: 64-1100-10, 450 parameters."""
     sizes, variants = (64, 1100, 10), ("periodic without donate", "periodic auto", "periodic compiled step")
-    options = mlp_plan(sizes, (1, 8, 8), 3.0)._asdict()
-    genes = Genes(options.pop("hypernet"), options | {"genome_params": 450})
+    genes = mlp_plan(sizes, (1, 8, 8), 3.0)._asdict() | {"genome_params": 450}
     return replace(mlp_case(sizes, 48, ("dense", *variants, "periodic module"), name="demo"), periodic=genes)
 
 
@@ -129,7 +328,7 @@ def _small(*more: str) -> Bench:
     return (mlp_case(_SMALL, 256, (*_PERIODIC, *more), h=16),)
 
 
-def _population(batch: int) -> Case:
+def _many(batch: int) -> Case:
     variants = ("dense", "16 genomes together", "16 genomes one by one")
     return mlp_case(_SMALL, batch, variants, name=f"population, batch {batch}", h=16)
 
@@ -142,7 +341,7 @@ BENCHES: Mapping[Scale, Mapping[str, Bench]] = {
     "full": {
         "demo": (_demo(),),
         "small_mlp": _small("periodic compiled step", *_RELU, "naive"),
-        "population": (_population(256), _population(64)),
+        "population": (_many(256), _many(64)),
         "mlp_2048": _square(2048, 256, *_RELU, "naive"),
         "mlp_4096": _square(4096, 256),
         "jax": (_jax(_SMALL, 16), _jax((2048, 2048, 2048, 10)), _jax((4096, 4096, 4096, 10))),
@@ -154,7 +353,7 @@ BENCHES: Mapping[Scale, Mapping[str, Bench]] = {
     "quick": {
         "demo": (_demo(),),
         "small_mlp": _small("relu eager", "naive"),
-        "population": (_population(32),),
+        "population": (_many(32),),
         "mlp_1024": _square(1024, 256, "relu eager"),
         "generation": (generation_case(512),),
         "gpt": (gpt_case(2, 64, 2_000, 2, 2, 128, (*_PERIODIC, "relu eager")),),
@@ -163,7 +362,7 @@ BENCHES: Mapping[Scale, Mapping[str, Bench]] = {
     },
     "cuda": {
         "small_mlp": _small("periodic compiled step", "relu compiled", "naive"),
-        "population": (_population(256),),
+        "population": (_many(256),),
         "mlp_8192": _square(8192, 1024, *_RELU),
         "mlp_16384": _square(16384, 1024),
         "generation": (generation_case(4096),),

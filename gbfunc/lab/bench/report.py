@@ -1,19 +1,28 @@
-"""Time of functions side by side, and the rows of `bench.json`."""
+"""Time of functions side by side, peak memory in another process, and the rows of `bench.json`."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
+import multiprocessing
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import nn
 
-from gbfunc.lab.bench.cases import Bench
-from gbfunc.lab.bench.memory import measure_memory
-from gbfunc.lab.bench.variants import Setting, build
+from gbfunc.lab.bench.cases import Bench, Case, Setting, Step, build, features
+from gbfunc.tasks.pnets.mlp import mlp
 
 Key = TypeVar("Key")
 
@@ -68,6 +77,78 @@ def time_together(
     return {key: Timing(statistics.median(t), warm_ups[key][0], len(t)) for key, t in times.items()}
 
 
+_STEPS = 3
+# malloc.h of glibc
+_M_MMAP_THRESHOLD, _MAPPED_BYTES = -3, 2**17
+
+
+def measure_memory(case: Case, variant: str, setting: Setting) -> int | None:
+    """Measure the peak memory (B) of some steps of a variant in a new process, which never outlives this call.
+
+    None if the system ends the process, as it does when memory runs out.
+    """
+    # A server that starts before all else: a child of this process would begin with this one's peak.
+    context = multiprocessing.get_context("forkserver")
+    # Optimizers import the compiler.
+    context.set_forkserver_preload([__name__, "torch._dynamo"])
+    with ProcessPoolExecutor(1, context) as pool:
+        try:
+            return pool.submit(_variant_memory, case, variant, setting).result()
+        except BrokenProcessPool:
+            return None
+
+
+def _variant_memory(case: Case, variant: str, setting: Setting) -> int:
+    torch.set_num_threads(setting.threads)
+    return steps_memory(case, lambda case: build(case, variant, setting)[0], setting.device)
+
+
+def steps_memory(case: Case, make: Callable[[Case], Step], device: torch.device) -> int:
+    """Measure the peak memory (B) that the steps of a case add to this process, which has done little else.
+
+    Steps of a tiny case go first, so that libraries and compilers are there already.
+    """
+    cuda = device.type == "cuda"
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        # Otherwise glibc learns from each array that is freed, and keeps later ones of up to 32 MiB in its heap.
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+    make(_tiny(case))()
+    gc.freeze()  # a collection that looked at the libraries' million objects would take longer than the steps
+    before = torch.cuda.max_memory_allocated(device) if cuda else peak_resident()
+    step = make(case)
+    gc.collect()
+    # Where the peak cannot be reset, building a variant counts as its steps do.
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with contextlib.suppress(OSError):
+            # https://docs.kernel.org/filesystems/proc.html, section 3.3: 5 resets the peak resident set size.
+            Path("/proc/self/clear_refs").write_text("5")
+    for _ in range(_STEPS):
+        step()
+    return (torch.cuda.max_memory_allocated(device) if cuda else peak_resident()) - before
+
+
+def peak_resident() -> int:
+    """Return the peak memory of this process in bytes, since its start or the last reset; 0 where nothing tells it."""
+    with contextlib.suppress(OSError):
+        # Not `ru_maxrss`, where Linux has this: that is never less than the peak of the process that started this one.
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    # Bytes on macOS, kilobytes elsewhere.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _tiny(case: Case) -> Case:
+    net = partial(nn.Linear, 32, 32, bias=False) if case.generation else partial(mlp, (32, 32, 10), 0)
+    small = {k: x and {"hypernet": x["hypernet"]} for k, x in (("periodic", case.periodic), ("relu", case.relu))}
+    return replace(case, net=net, batch=partial(features, (8, 32), 10), **small)
+
+
 _TIMED = ("step_ms", "ratio_to_dense", "ratio_to_naive")
 Row = dict[str, Any]
 """One variant of a case in `bench.json`; None is not measured."""
@@ -78,9 +159,9 @@ def run_bench(bench: Bench, setting: Setting, *, rounds: int, visit: float, memo
     torch.set_num_threads(setting.threads)
     pairs = {(case.name, variant): case for case in bench for variant in case.variants}
     built = {(name, variant): build(case, variant, setting) for (name, variant), case in pairs.items()}
-    times = time_together({key: b.step for key, b in built.items()}, setting.device, rounds=rounds, visit=visit)
+    times = time_together({key: b[0] for key, b in built.items()}, setting.device, rounds=rounds, visit=visit)
     # The networks themselves must not be in memory when other processes need it.
-    sizes = {key: (b.weights, b.features) for key, b in built.items()}
+    sizes = {key: b[1:] for key, b in built.items()}
     del built
     rows = []
     for (name, variant), case in pairs.items():
