@@ -1,8 +1,6 @@
 """Figures: functions that return a matplotlib `Figure`, ready for `savefig`; no window, no global state.
 
 Each raises `ValueError` if there is nothing to show.
-
-Suffixes: R rows and C columns of a weight matrix.
 """
 
 from __future__ import annotations
@@ -28,10 +26,9 @@ Runs = Mapping[str, Sequence[Mapping[str, float]]]
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINES = ("-", "--", "-.", ":")
 MARKERS = "osD^vPX*"
-# Diverging and without red-green contrast.
-WEIGHTS = "PuOr"
+WEIGHTS = "PuOr"  # diverging and without red-green contrast
 _CURVES = cycler(color=PALETTE * 8, linestyle=LINES * 14, marker=list(MARKERS) * 7)
-_MAX_FIELDS, _MAX_SIDE, _MAX_COLUMNS = 64, 64, 4
+_MAX_SIDE, _MAX_COLUMNS = 8, 4  # images on a side of a mosaic, tensors of a net
 # Colour and hatch per kind of event: colours for computation, greys for communication.
 EVENTS: Mapping[Kind, tuple[str, str]] = {
     "forward": ("#0072B2", ""),
@@ -63,14 +60,9 @@ def _figure(
     return figure, grid
 
 
-def _expect(shown: Any, expected: str) -> None:
-    if not shown:
-        raise ValueError(f"a figure needs at least one {expected}, got none")
-
-
-def _draw(axes: Axes, label: str, rows: Sequence[Mapping[str, float]], x: str, y: str, unit: str, **style: Any) -> None:
-    factor = 100 if unit == "%" else 1
-    axes.plot([row[x] for row in rows], [factor * row[y] for row in rows], label=label, **style)
+def _expect_runs(runs: Runs) -> None:
+    if not runs:
+        raise ValueError("a figure needs at least one run, got none")
 
 
 def learning_curve(runs: Runs, metric: str = "accuracy", unit: str = "%") -> Figure:
@@ -79,14 +71,16 @@ def learning_curve(runs: Runs, metric: str = "accuracy", unit: str = "%") -> Fig
     Runs are histories by label: rows of `epoch`, `step`, `train_loss` (nats), `val_<metric>`. The unit is `"%"` for
     values between 0 and 1.
     """
-    _expect(runs, "run")
+    _expect_runs(runs)
     figure, ((loss_axes, metric_axes),) = _figure(9.0, 3.6, columns=2)
     # Rows at whole passes count passes, others steps.
     x = "epoch" if all(row["epoch"] == int(row["epoch"]) for rows in runs.values() for row in rows) else "step"
+    factor = 100 if unit == "%" else 1
     for run, rows in runs.items():
-        marker = "o" if len(rows) < 10 else ""
-        _draw(loss_axes, run, rows, x, "train_loss", "nats", marker=marker)
-        _draw(metric_axes, run, rows, x, f"val_{metric}", unit, marker=marker)
+        style = {"label": run, "marker": "o" if len(rows) < 10 else ""}
+        steps = [row[x] for row in rows]
+        loss_axes.plot(steps, [row["train_loss"] for row in rows], **style)
+        metric_axes.plot(steps, [factor * row[f"val_{metric}"] for row in rows], **style)
     loss_axes.set(xlabel=x, ylabel="training loss (cross entropy, nats)", yscale="log")
     loss_axes.yaxis.set_major_formatter("{x:g}")
     loss_axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
@@ -105,7 +99,7 @@ def return_curve(runs: Runs, title: str, threshold: float | None = None) -> Figu
     Runs are histories by label: rows of `env_steps`, `val_mean_return` and `val_std_return`. The mean return that
     solves the environment, `threshold`, is a thin line.
     """
-    _expect(runs, "run")
+    _expect_runs(runs)
     figure, ((axes,),) = _figure(5.6, 3.6)
     for label, rows in runs.items():
         names = ("env_steps", "val_mean_return", "val_std_return")
@@ -131,8 +125,8 @@ def tradeoff_curves(
     Curves map the label of a method to points (bytes, metric per seed). Errors of 1 % and 2 % separate on a `"log"`
     scale.
     """
-    has_points = curves and all(points and all(seeds for _, seeds in points) for points in curves.values())
-    _expect(has_points, "method, and points with values for each")
+    if not curves or not all(points and all(seeds for _, seeds in points) for points in curves.values()):
+        raise ValueError("a figure needs at least one method, and points with values for each, got none")
     figure, ((axes,),) = _figure(7.6, 4.6, which="both")
     measured = []
     for i, (label, points) in enumerate(curves.items()):
@@ -157,15 +151,12 @@ def tradeoff_curves(
 
 
 def weight_images(nets: Mapping[str, Mapping[str, Tensor]], image_shape: tuple[int, int] | None = None) -> Figure:
-    """Draw weights of several nets of the same shapes side by side as images, a row of images per net.
+    """Draw weights of several nets of the same shapes as images, a row of images per net.
 
-    Matrices [R, C] are sorted by similarity, rows and columns, so that structure shows as areas; long sides are thinned
-    out evenly, so that each weight is large enough to be seen. Kernels [out, in, height, width] are shown as a mosaic:
-    output channels down, input channels across. At most four tensors are shown; weights of other shapes, empty ones and
-    ones that are not real are left out.
-
-    If the first matrix reads images of `image_shape`, its first rows are shown as images too (what each hidden unit
-    responds to), and its columns are not sorted.
+    Matrices [R, C] are shown as they are, kernels [out, in, height, width] as a mosaic: output channels down, input
+    channels across. If the first matrix reads images of `image_shape`, its first rows are shown as images too: the
+    input that each hidden unit responds to. At most four tensors are shown; empty tensors, tensors of other shapes and
+    tensors that are not real are left out.
     """
     weights = {
         label: {
@@ -181,23 +172,24 @@ def weight_images(nets: Mapping[str, Mapping[str, Tensor]], image_shape: tuple[i
     if not shapes or not shapes[0] or any(s != shapes[0] for s in shapes):
         raise ValueError(f"weight_images expects nets with the same weight matrices or kernels, got {shapes}")
     names = list(shapes[0])
-    read = next((name for name in names if len(shapes[0][name]) == 2), "") if image_shape is not None else ""
-    columns = [(read, True)] * bool(read) + [(names[i], False) for i in _spread(len(names), _MAX_COLUMNS)]
+    read = [name for name in names if len(shapes[0][name]) == 2 and image_shape is not None][:1]
+    shown = [names[round(i)] for i in np.linspace(0, len(names) - 1, min(len(names), _MAX_COLUMNS))]
+    columns = [(name, image_shape) for name in read] + [(name, None) for name in shown]
     figure, grid = _figure(3.4 * len(columns), 3.1 * len(weights), rows=len(weights), columns=len(columns))
     for axes_row, (label, by_name) in zip(grid, weights.items(), strict=True):
-        for axes, (name, as_images) in zip(axes_row, columns, strict=True):
-            weight, side = by_name[name], math.isqrt(_MAX_FIELDS)
-            if as_images and image_shape is not None:
-                if weight.shape[1] != math.prod(image_shape):
-                    raise ValueError(f"rows of {weight.shape[1]} weights are no images of {image_shape}")
-                side = min(side, math.isqrt(len(weight)))
-                fields = weight[: side * side].reshape(side, side, *image_shape)
-                _show(axes, _mosaic(fields), f"{label}: rows of {name}", "pixel column", "pixel row", aspect="equal")
+        for axes, (name, image) in zip(axes_row, columns, strict=True):
+            weight = by_name[name]
+            if image is not None:
+                if weight.shape[1] != math.prod(image):
+                    raise ValueError(f"rows of {weight.shape[1]} weights are no images of {image}")
+                side = min(_MAX_SIDE, math.isqrt(len(weight)))
+                fields = weight[: side * side].reshape(side, side, *image)
+                _show(axes, _mosaic(fields), f"{label}: rows of {name}", "pixel column", "pixel row")
             elif weight.ndim == 4:
-                title = f"{label}: kernels of {name}"
-                _show(axes, _mosaic(weight[:side, :side]), title, "input channel", "output channel", aspect="equal")
+                mosaic = _mosaic(weight[:_MAX_SIDE, :_MAX_SIDE])
+                _show(axes, mosaic, f"{label}: kernels of {name}", "input channel", "output channel")
             else:
-                _show_sorted(axes, weight, f"{label}: {name}", sort_columns=name != read)
+                _show(axes, weight, f"{label}: {name}", "input unit", "output unit", aspect="auto")
     return figure
 
 
@@ -207,30 +199,8 @@ def _mosaic(images: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.block([list(row) for row in padded])[:-1, :-1]
 
 
-def _show_sorted(axes: Axes, weight_RC: NDArray[np.float32], title: str, *, sort_columns: bool) -> None:
-    part = weight_RC[np.ix_(*(_spread(n, _MAX_SIDE) for n in weight_RC.shape))]
-    left, _, right = np.linalg.svd(part, full_matrices=False)
-    order_R, order_C = _by_angle(left[:, :2]), _by_angle(right[:2].T) if sort_columns else np.arange(part.shape[1])
-    labels = []
-    for axis, what, is_sorted in ((0, "output", True), (1, "input", sort_columns)):
-        shown, n = part.shape[axis], weight_RC.shape[axis]
-        some = f"{n:,}" if shown == n else f"{shown} of {n:,}"
-        labels.append(f"{some} {what} units, {'sorted by similarity' if is_sorted else 'in order'}")
-    _show(axes, part[np.ix_(order_R, order_C)], title, *reversed(labels))
-
-
-def _spread(n: int, most: int) -> NDArray[np.int64]:
-    return np.linspace(0, n - 1, min(n, most)).round().astype(np.int64)
-
-
-def _by_angle(plane: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Order points [n, 2] by their angle: with singular vectors, similar rows come together."""
-    x, y = plane[:, 0], plane[:, -1]
-    return np.argsort(np.arctan2(y, x) if plane.shape[1] > 1 else x, kind="stable")
-
-
 def _show(
-    axes: Axes, image: NDArray[Any], title: str, xlabel: str, ylabel: str, aspect: Literal["equal", "auto"] = "auto"
+    axes: Axes, image: NDArray[Any], title: str, xlabel: str, ylabel: str, aspect: Literal["equal", "auto"] = "equal"
 ) -> None:
     # Symmetric about zero.
     limit = float(np.nanquantile(np.abs(image), 0.995)) or 1.0

@@ -25,7 +25,8 @@ def genome(tmp_path_factory: pytest.TempPathFactory) -> Path:
     plan = task.plan(pnet, genome_params=400)
     trainer = genome_trainer(plan, pnet, task, recipe := replace(task.recipe(400), epochs=8), 0)
     path = tmp_path_factory.mktemp("genome") / "genome.safetensors"
-    gb.save(path, plan, fit(trainer, task, recipe, 0, validate=False).state)
+    about = {"task": "digits", "pnet": "mlp", "pnet_config": {"hidden": [33]}}
+    gb.save(path, plan, fit(trainer, task, recipe, 0, validate=False).state, metadata=about)
     return path
 
 
@@ -46,7 +47,7 @@ def test_the_script_teaches_a_grown_network(
 
     task = find_task("digits", None, {})
     plan, held = gb.load(genome)
-    task = task.with_pnet(task.pnet.fitted({t.name: t.shape for t in plan.tensors}))  # pyright: ignore[reportOptionalCall]
+    task = task.with_pnet(task.pnet.scaled(0.03))  # pyright: ignore[reportOptionalCall]
     grown = gb.materialize(plan, held, task.build(1))
     assert runs["grown"][0]["accuracy"] == accuracy(grown, task.test)
     assert runs["random"][0]["accuracy"] == accuracy(task.build(1), task.test)

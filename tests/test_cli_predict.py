@@ -71,7 +71,13 @@ def test_a_finetune_that_makes_it_worse_is_dropped(
 def test_eval_needs_the_file_alone(trained: Path, genome: str, capsys: pytest.CaptureFixture[str]) -> None:
     said = gb.load_metadata(genome)
     scale = {"mean": pytest.approx(4.9, abs=0.1), "std": pytest.approx(6.0, abs=0.1), "white": 16}
-    assert said == {"task": "digits", "pnet": "mlp", "interface": [[1, 8, 8], 10], **scale}
+    assert said == {
+        "task": "digits",
+        "pnet": "mlp",
+        "pnet_config": {"hidden": [48]},
+        "interface": [[1, 8, 8], 10],
+        **scale,
+    }
     out = "\n".join(told(capsys, "eval", "--genome", genome))
     assert f"{json.loads((trained / 'metrics.json').read_text())['test_accuracy']:.2%}" in out
 
@@ -156,8 +162,9 @@ def test_inputs_that_are_none(name: str, genome: str, tmp_path: Path, capsys: py
 
 
 IMAGES = {"interface": [[1, 8, 8], 10]}
-BAD_METADATA: dict[str, tuple[Any, str]] = {
-    "none": (None, "does not say how the pixels of digits are scaled"),
+BAD_METADATA: dict[str, tuple[dict[str, Any], str]] = {
+    "none": ({}, "does not say how the pixels of digits are scaled"),
+    "another p-net": ({"pnet_config": {"hidden": [47]}}, "does not fit the p-net; it needs the same --pnet and"),
     "code": ({"task": "os:getcwd"}, "was trained with --task os:getcwd, which is code: pass that option if you trust"),
     "code of an environment": ({"env": "os:x"}, "was trained with --env os:x, which is code"),
     "an escape": ({"task": "\x1b[2J"}, r"\x1b[2J"),
@@ -180,7 +187,7 @@ BAD_METADATA: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", BAD_METADATA)
 def test_metadata_that_does_not_do(name: str, genome: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said, words = BAD_METADATA[name]
-    gb.save(tmp_path / "g", *gb.load(genome), metadata=said)
+    gb.save(tmp_path / "g", *gb.load(genome), metadata={"pnet_config": {"hidden": [48]}} | said)
     np.save(tmp_path / "x.npy", np.zeros((8, 8)))
     assert words in told(capsys, "predict", "--genome", tmp_path / "g", tmp_path / "x.npy", code=2)[-1]
 

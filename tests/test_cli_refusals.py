@@ -135,14 +135,13 @@ def test_genomes_that_do_not_fit(tmp_path: Path, shared_data: Path, command: Any
     (tmp_path / "none").write_bytes(b"not a genome")
     path, data = tmp_path / "run" / "genome.safetensors", str(shared_data / "mnist")
     genome, before = ["--genome", str(path)], path.read_bytes()
-    holds = "holds the genome of a p-net of 3,610 parameters (0.weight (48, 64), 0.bias (48,) and 2 more)"
-    says = "--pnet-config says hidden [47], but"
+    other = "does not fit the p-net; it needs the same --pnet and --pnet-config as in its training: the plan was made"
     for argv, message in (
         (["eval", "--genome", str(tmp_path / "none")], "is not a valid genome: it is no genome, and no safetensors"),
-        (["eval", *genome, "--task", "mnist", "--data-dir", data], f"{holds}, which is no mlp for the task mnist"),
-        (["sample", *genome], f"{holds}, which is no gpt for the task text: expected the parameters of gpt"),
-        (["eval", *genome, "--pnet-config", json.dumps({"hidden": [47]})], says),
-        (["eval", *genome, "--pnet-config", json.dumps({"sizes": [64, 47, 10]})], says),
+        (["eval", *genome, "--task", "mnist", "--data-dir", data], other),
+        (["sample", *genome], other),
+        (["eval", *genome, "--pnet-config", json.dumps({"hidden": [47]})], other),
+        (["eval", *genome, "--pnet-config", json.dumps({"sizes": [64, 47, 10]})], other),
         (["export", *genome, "--out", str(path.parent / "." / path.name)], "is the genome's own file, which would be"),
         (["export", *genome, "--out", str(tmp_path / "a" / "net.unknown")], "got the suffix '.unknown'; gbfunc export"),
         (

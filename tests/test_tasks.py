@@ -8,8 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import save_model
 
 from gbfunc.cli import main
@@ -17,10 +15,7 @@ from gbfunc.tasks import TASKS, Split, Task, accuracy, find_task, loss_fn
 from gbfunc.tasks.base import Recipe, logits_of, one_cycle
 from gbfunc.tasks.data import Augment
 from gbfunc.tasks.images import load_mnist, read_idx
-from gbfunc.tasks.pnets import PNETS, mlp
-from gbfunc.tasks.pnets.mlp import mlp_sizes
-
-SIZES = st.lists(st.integers(1, 9), min_size=2, max_size=5).map(tuple)
+from gbfunc.tasks.pnets import PNETS
 
 
 @pytest.fixture(scope="module")
@@ -37,20 +32,6 @@ def write_idx(path: Path, array: np.ndarray) -> Path:
     header = bytes((0, 0, 8, array.ndim)) + b"".join(n.to_bytes(4, "big") for n in array.shape)
     path.write_bytes(gzip.compress(header + array.astype(np.uint8).tobytes()))
     return path
-
-
-@settings(deadline=None, max_examples=30)
-@given(sizes=SIZES)
-def test_sizes_are_read_back_from_the_parameters(sizes: tuple[int, ...]) -> None:
-    shapes = {name: tuple(p.shape) for name, p in mlp(sizes, 0).named_parameters()}
-    assert mlp_sizes(shapes) == sizes
-
-
-def test_other_parameters_are_no_mlp() -> None:
-    one, apart = {"0.weight": (3, 2), "0.bias": (3,)}, {"2.weight": (5, 4), "2.bias": (5,)}
-    for shapes in ({}, {"0.weight": (3, 2)}, {"0.weight": (3, 2, 1), "0.bias": (3,)}, one | apart):
-        with pytest.raises(ValueError, match="expected the parameters of an MLP"):
-            mlp_sizes(shapes)
 
 
 def test_loss_and_accuracy_by_hand() -> None:

@@ -19,7 +19,7 @@ import gbfunc as gb
 from gbfunc.cli import printable
 from gbfunc.cli.commands import Eval, Export, Sample
 from gbfunc.cli.job import SAID, load_task, read_json
-from gbfunc.cli.options import DataOptions, flags
+from gbfunc.cli.options import DataOptions, PNetOptions, flags
 from gbfunc.cli.output import open_folder, print_metrics
 from gbfunc.exporting import export_module, page
 from gbfunc.exporting.page import layers_in_a_row
@@ -28,8 +28,8 @@ from gbfunc.files import replace_file
 from gbfunc.storage.genome_file import is_genome, load_dtype
 from gbfunc.tasks import Task, continue_text
 from gbfunc.tasks.base import History
-from gbfunc.tasks.pnets import Interface, PNet, find_pnet
-from gbfunc.tasks.pnets.base import at_most, brief, is_import_path
+from gbfunc.tasks.pnets import Interface, find_pnet
+from gbfunc.tasks.pnets.base import at_most, is_import_path
 from gbfunc.tasks.pnets.hugging_face import PREFIX
 from gbfunc.tasks.text import pretrained_tokens
 from gbfunc.types import JSON
@@ -61,7 +61,6 @@ def read_genome(
         data = _described(path, data, said)
         described = bare and data.data_dir is None and "interface" in said
         task = _task_of(data, said) if described else load_task(data)
-        task = task.with_pnet(_fitted(task, plan, path, read_json("--pnet-config", data.pnet_config)))
         differ = {"classes": "classes {}, the data {}", "alphabet": "another alphabet than the data's text"}
         for key, words in differ.items():
             held, here = said.get(key), task.about.get(key)
@@ -125,27 +124,10 @@ def _network(path: Path, plan: gb.Plan, genome: gb.Genome, pnet: nn.Module) -> n
         return gb.materialize(plan, genome, pnet).eval()
     except ValueError as error:
         if plan.base is None:
-            raise
+            cure = "the same --pnet and --pnet-config as in its training"
+            raise ValueError(f"{path} does not fit the p-net; it needs {cure}: {error}") from error
         named = plan.base.name or f"a network of {plan.base.params:,} parameters"
         raise ValueError(f"{path} is an adapter of {named}, the base that --pretrained must name: {error}") from error
-
-
-def _fitted(task: Task, plan: gb.Plan, path: Path, config: Mapping[str, Any]) -> PNet:
-    """Give the task's p-net the widths that a genome's file holds, which the user's `config` must not contradict."""
-    pnet = task.pnet
-    if pnet.fitted is None:
-        return pnet
-    shapes = {t.name: t.shape for t in plan.tensors}
-    try:
-        held = pnet.fitted(shapes)
-    except ValueError as error:
-        holds = f"{path} holds the genome of a p-net of {plan.pnet_params:,} parameters ({brief(shapes)})"
-        raise ValueError(f"{holds}, which is no {pnet.name} for the task {task.name}: {error}") from error
-    asked = find_pnet(pnet.name, task.interface, {**held.config, **config}).config
-    if wrong := [name for name in asked if asked[name] != held.config[name]]:
-        says, holds = (", ".join(f"{name} {values[name]!s:.80}" for name in wrong) for values in (asked, held.config))
-        raise ValueError(f"--pnet-config says {says}, but {path} holds {holds}")
-    return held
 
 
 def genome_metrics(plan: gb.Plan, path: Path, net: nn.Module, task: Task, history: History = ()) -> dict[str, object]:
@@ -182,15 +164,22 @@ def teacher_file(path: Path) -> Path:
     return found[0]
 
 
-def read_teacher(path: Path, task: Task) -> nn.Module:
-    """Read a trained network: a genome file, a folder of the hub, or weights of the p-net (.safetensors, .pt)."""
+def read_teacher(path: Path, task: Task, options: PNetOptions) -> nn.Module:
+    """Read a trained network: a genome file, a folder of the hub, or weights of the p-net (.safetensors, .pt).
+
+    The file of a genome names its p-net, which may be larger than that of the options.
+    """
     file = teacher_file(path)
     try:
         with file.open("rb") as opened:
             pickled = opened.read(2) in (b"PK", b"\x80\x02")
         if not pickled and is_genome(file):
-            plan, genome = gb.load(file)
-            return _network(file, plan, genome, _fitted(task, plan, file, {}).build(0))
+            if "pnet" not in said_by(file):
+                return _network(file, *gb.load(file), task.build(0))
+            own = options.pnet if is_import_path(options.pnet or "") else None
+            data_dir = options.data_dir if task.interface.vocabulary else None
+            asked = replace(options, pnet=own, pnet_config="{}", sizes=None, data_dir=data_dir)
+            return read_genome(file, asked, bare=True)[2]
         net = task.build(0)
         if (path / "config.json").is_file() and hasattr(net, "from_pretrained"):
             net, found = net.from_pretrained(path, output_loading_info=True, local_files_only=True)  # pyright: ignore[reportCallIssue]

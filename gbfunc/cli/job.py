@@ -83,6 +83,8 @@ def about(task: Task, options: DataOptions) -> JSON:
     for name, usual in SAID.items():
         if name not in said and (value := getattr(options, name)) != usual:
             said[name] = json.loads(value) if usual == "{}" else value
+    if sizes := getattr(options, "sizes", None):
+        said["pnet_config"] = {**said.get("pnet_config", {}), "hidden": list(sizes[1:-1])}
     interface = list(task.interface)
     while interface[-1] == task.interface._field_defaults.get(task.interface._fields[len(interface) - 1]):
         interface.pop()

@@ -45,7 +45,7 @@ def run_train(options: Train) -> None:
             job, asked = make_job(here.data, here.genome, here.training, dense=here.dense, stored=dtype), here.teacher
             if asked.teacher is None:
                 return job, None
-            teacher = read_teacher(asked.teacher, job.task).to(mesh.device)
+            teacher = read_teacher(asked.teacher, job.task, here.data).to(mesh.device)
             return job._replace(task=taught(job.task, teacher, asked.teacher_weight, asked.temperature)), teacher
 
         # Rank 0 downloads and prepares files, which the other ranks read.

@@ -38,8 +38,7 @@ def digits() -> Task:
     images = (pixels.reshape(-1, *interface.inputs), labels.astype(np.int64))
     (train, test, val), *scale = image_splits(images, (360, 240))
     recipe = Recipe(lr=4e-2, dense_lr=1e-2, betas=(0.9, 0.95), batch_size=64, epochs=100, augment=data.noise(0.4))
-    pnet = PNETS["mlp"](interface, hidden=(1100,), bandwidth=3.0)
-    about = {**scaling(*scale), "white": 16}
+    about, pnet = {**scaling(*scale), "white": 16}, PNETS["mlp"](interface)
     return Task("digits", interface, train, val, test, pnet, lambda pnet, size: recipe, genome_params=450, about=about)
 
 
@@ -95,10 +94,9 @@ def mnist_like(
     learned, tested = load_mnist(data_folder(name, data_dir, "its four IDX .gz files"))
     (train, val, test), mean, std = image_splits(learned, (5_000,), tested)
     interface = Interface((1, 28, 28), 10)
-    pnet = PNETS["mlp"](interface, hidden=(800,), bandwidth=6.0)
     about = scaling(mean, std) | ({"classes": list(FASHION)} if name == "fashion-mnist" else {})
     settings = partial(_mnist_recipe, asked=asked, blank=(-mean / std).item())
-    return Task(name, interface, train, val, test, pnet, settings, genome_params=1_973, about=about)
+    return Task(name, interface, train, val, test, PNETS["mlp"](interface), settings, genome_params=1_973, about=about)
 
 
 mnist, fashion_mnist = partial(mnist_like, "mnist"), partial(mnist_like, "fashion-mnist")

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from gbfunc.encoding import binary, grid, per_axis
 from gbfunc.hypernets import constant
-from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet, Shapes, check_options, check_reads, family, rows_of
+from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet, check_options, check_reads, family
 from gbfunc.tasks.pnets.mlp import layer_sizes
 
 
@@ -78,12 +78,7 @@ def actor_critic(
     widths, plan = {"hidden": list(layers[1:-1])}, PlanOptions(rules=rules)
     make = partial(ActorCritic, layers, interface.actions == "vector")
     pnet = PNet("actor_critic", make, lambda size: plan, widths | {"odd": odd}, "-".join(map(str, layers)))
-
-    def read(shapes: Shapes) -> dict[str, list[int]]:
-        count = sum(name.startswith("actor.") and len(shape) == 2 for name, shape in shapes.items())
-        return {"hidden": [rows_of(shapes, f"actor.{2 * i}.weight") for i in range(max(1, count - 1))]}
-
-    return family(partial(actor_critic, interface), pnet, widths, read)
+    return family(partial(actor_critic, interface), pnet, widths)
 
 
 class RecurrentActorCritic(nn.Module):
@@ -128,12 +123,7 @@ def recurrent_actor_critic(interface: Interface, *, hidden: int = 64, cell: Lite
     make = partial(RecurrentActorCritic, interface.inputs[0], hidden, interface.outputs, vectors, cell)
     plan, config = PlanOptions(include=(r"^cell\.weight_",)), {"hidden": hidden, "cell": cell}
     pnet = PNet(name, make, lambda size: plan, config, f"{interface.inputs[0]}-{cell} {hidden}-{interface.outputs}")
-
-    def read(shapes: Shapes) -> dict[str, int | str]:
-        hidden, rows = rows_of(shapes, "first.weight"), rows_of(shapes, "cell.weight_hh")
-        return {"hidden": hidden, "cell": "lstm" if rows == 4 * hidden else "gru"}
-
-    return family(partial(recurrent_actor_critic, interface), pnet, {"hidden": hidden}, read)
+    return family(partial(recurrent_actor_critic, interface), pnet, {"hidden": hidden})
 
 
 class ConvActorCritic(nn.Module):
@@ -175,10 +165,7 @@ def conv_actor_critic(interface: Interface, *, width: int = 32, hidden: int = 51
         places = per_axis(binary(), grid(*size), size[0] * size[1])
         return PlanOptions(encodings={"wide.weight": (None, places)})
 
-    def read(shapes: Shapes) -> dict[str, int]:
-        return {"width": rows_of(shapes, "convolutions.0.weight", 4), "hidden": rows_of(shapes, "wide.weight")}
-
     config = {"width": width, "hidden": hidden}
     label = f"{width} channels-{hidden}-{interface.outputs}"
     pnet = PNet("conv_actor_critic", make, plan, config, label)
-    return family(partial(conv_actor_critic, interface), pnet, config, read)
+    return family(partial(conv_actor_critic, interface), pnet, config)

@@ -12,7 +12,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import count
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -28,9 +27,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gbfunc.encoding import Encoding
 from gbfunc.hypernets import Hypernet, periodic
 from gbfunc.tiling import MaxTile
-
-Shapes = Mapping[str, tuple[int, ...]]
-"""Shape of every parameter by its name."""
 
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _TAKE = {"images": "mlp", "text": "gpt", "texts with classes": "hf:TYPE", "observations": "actor_critic"}
@@ -81,7 +77,7 @@ BLOCKS = PlanOptions(hypernet=periodic(share="layers"))
 
 @dataclass(frozen=True)
 class PNet:
-    """A p-net, and how to plan, narrow and recognise it."""
+    """A p-net, and how to plan and narrow it."""
 
     name: str  # its family, as on the command line
     make: Callable[[], nn.Module]  # the module, with initial weights from torch's default generator
@@ -90,8 +86,6 @@ class PNet:
     config: Mapping[str, Any] = field(default_factory=dict)  # options that made it, as JSON
     label: str = ""  # its name with its sizes, for tables
     scaled: Callable[[float], PNet] | None = None  # the same family with its widths times a factor
-    # The same family with the widths of parameters of these shapes, to read a genome's file.
-    fitted: Callable[[Shapes], PNet] | None = None
 
     def build(self, seed: int) -> nn.Module:
         """Make the module with the initial weights of a seed; torch's default generator is unchanged."""
@@ -103,19 +97,12 @@ class PNet:
         return replace(self, plan=lambda genome_params: change(self.plan(genome_params)))
 
 
-def family(
-    factory: Callable[..., PNet],
-    pnet: PNet,
-    widths: Mapping[str, Any],
-    read: Callable[[Shapes], Mapping[str, Any]],
-    multiple: int = 1,
-) -> PNet:
-    """Add to a p-net how to scale the widths of its family and how to read them from shapes.
+def family(factory: Callable[..., PNet], pnet: PNet, widths: Mapping[str, Any], multiple: int = 1) -> PNet:
+    """Add to a p-net how to scale the widths of its family.
 
     `factory(**pnet.config)` makes the p-net again; `widths` are its options that scale, each an int or a list of ints,
-    and multiples of `multiple`; `read` finds options in the shapes of the parameters, or raises `LookupError`.
+    and multiples of `multiple`.
     """
-    again = partial(factory, **pnet.config)
 
     def scaled(factor: float) -> PNet:
         def times(width: Any) -> Any:
@@ -123,16 +110,9 @@ def family(
                 return [times(n) for n in width]
             return max(1, math.floor(width * factor / multiple + 0.5)) * multiple
 
-        return again(**{name: times(width) for name, width in widths.items()})
+        return factory(**{**pnet.config, **{name: times(width) for name, width in widths.items()}})
 
-    def fitted(shapes: Shapes) -> PNet:
-        try:
-            found = read(shapes)
-        except LookupError as error:
-            raise ValueError(f"expected the parameters of {pnet.name}, with {error}") from error
-        return again(**found)
-
-    return replace(pnet, scaled=scaled, fitted=fitted)
+    return replace(pnet, scaled=scaled)
 
 
 @contextmanager
@@ -205,13 +185,6 @@ def check_options(
             raise ValueError(f"{name} of {pnet} must be true or false, got {value!r}")
 
 
-def rows_of(shapes: Shapes, name: str, ndim: int = 2) -> int:
-    """Return the rows of a weight; `KeyError` if there is no such weight of `ndim` dimensions."""
-    if len(shapes.get(name, ())) != ndim:
-        raise KeyError(name)
-    return shapes[name][0]
-
-
 def narrowed(pnet: PNet, params: int) -> PNet:
     """Find the smallest p-net of a family with at least `params` parameters, a dense net to compare a genome with."""
     if (scaled := pnet.scaled) is None:
@@ -225,12 +198,6 @@ def narrowed(pnet: PNet, params: int) -> PNet:
     # Widths are whole numbers, of millions at most.
     part = bisect_left(range(parts := 1 << 22), params, key=lambda part: size(most * part / parts))
     return scaled(most * part / parts)
-
-
-def brief(shapes: Shapes) -> str:
-    """Write names and shapes of the first parameters in a few words."""
-    words = ", ".join(f"{name} {shape}" for name, shape in list(shapes.items())[:2])
-    return words + (f" and {len(shapes) - 2} more" if len(shapes) > 2 else "")
 
 
 def n_params(module: nn.Module) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gbfunc.encoding import binary, grid, per_axis
 from gbfunc.hypernets import constant, periodic
-from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet, check_options, check_reads, family, rows_of
+from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet, check_options, check_reads, family
 
 
 class AllConv(nn.Sequential):
@@ -151,11 +151,10 @@ def _convolutional(
     interface: Interface,
     make: Callable[..., nn.Module],
     config: Mapping[str, Any],
-    first: str,
     least: int,
     options: Callable[[], PlanOptions] | None = None,
 ) -> PNet:
-    """Describe a convolutional family, whose weight `first` has `width` rows and whose plan `options` returns."""
+    """Describe a convolutional family for images of `least` rows or more, whose plan `options` returns."""
     widths = {"width": config["width"]}
     check_reads(name, interface, "images", 3, least)
     check_options(name, **widths)
@@ -173,7 +172,7 @@ def _convolutional(
         return PlanOptions(hypernet=periodic(share="shapes", frequency=2.5), rules=rules)
 
     pnet = PNet(name, net, plan, config, f"{name}, {config['width']} channels")
-    return family(partial(factory, interface), pnet, widths, lambda shapes: {"width": rows_of(shapes, first, 4)})
+    return family(partial(factory, interface), pnet, widths)
 
 
 def all_conv(interface: Interface, *, width: int = 96, dropout: float = 0.0, norm: bool = True) -> PNet:
@@ -181,7 +180,7 @@ def all_conv(interface: Interface, *, width: int = 96, dropout: float = 0.0, nor
     check_options("allconv", dropout=dropout, flags={"norm": norm})
     make = partial(AllConv, interface.inputs[0], classes=interface.outputs)
     config = dict(width=width, dropout=dropout, norm=norm)
-    return _convolutional("allconv", all_conv, interface, make, config, "0.weight", 12)
+    return _convolutional("allconv", all_conv, interface, make, config, 12)
 
 
 def lenet5(interface: Interface, *, width: int = 50) -> PNet:
@@ -190,14 +189,14 @@ def lenet5(interface: Interface, *, width: int = 50) -> PNet:
     rules = ((r"^[025]\.bias$", constant(0.0)), (r"^[57]\.weight$", periodic(frequency=0.5)))
     options = partial(_of_maps, interface, "5.weight", rules)
     make = partial(LeNet5, interface.inputs, classes=interface.outputs)
-    return _convolutional("lenet5", lenet5, interface, make, {"width": width}, "2.weight", 16, options)
+    return _convolutional("lenet5", lenet5, interface, make, {"width": width}, 16, options)
 
 
 def convnet(interface: Interface, *, width: int = 32) -> PNet:
     """`ConvNet` for an image task, its second convolution of `width` channels."""
     options = partial(_of_maps, interface, "7.weight", ((r"^[03]\.bias$", constant(0.0)),))
     make = partial(ConvNet, interface.inputs, classes=interface.outputs)
-    return _convolutional("convnet", convnet, interface, make, {"width": width}, "3.weight", 16, options)
+    return _convolutional("convnet", convnet, interface, make, {"width": width}, 16, options)
 
 
 def _of_maps(interface: Interface, name: str, rules: Any) -> PlanOptions:
@@ -216,7 +215,7 @@ def resnet(depth: int, interface: Interface, *, width: int | None = None) -> PNe
     net = ResNet18 if depth == 18 else partial(ResNet, blocks=(depth - 2) // 6)
     make = partial(net, interface.inputs[0], classes=interface.outputs)
     config = {"width": (64 if depth == 18 else 16) if width is None else width}
-    return _convolutional(f"resnet{depth}", partial(resnet, depth), interface, make, config, "stem.0.weight", 4)
+    return _convolutional(f"resnet{depth}", partial(resnet, depth), interface, make, config, 4)
 
 
 resnet18, resnet20, resnet56 = (partial(resnet, depth) for depth in (18, 20, 56))

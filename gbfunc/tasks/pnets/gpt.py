@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gbfunc.hypernets import constant, periodic
 from gbfunc.tasks.pnets import base
-from gbfunc.tasks.pnets.base import BLOCKS, Interface, PlanOptions, PNet, Shapes, rows_of
+from gbfunc.tasks.pnets.base import BLOCKS, Interface, PlanOptions, PNet
 
 _STD = 0.02  # initial deviation of weights (GPT-2)
 _PLAIN_NORMS = 30_000  # parameters of a genome below which norms have none
@@ -100,12 +100,7 @@ def gpt(
     base.check_options("gpt", **{name: x for name, x in options.items() if name != "bias"}, flags={"bias": bias})
     make = partial(GPT, interface.outputs, *interface.inputs, **options)
     pnet = PNet("gpt", make, partial(gpt_plan, interface, width), config, f"gpt, {layers} layers of {width}")
-
-    def read(shapes: Shapes) -> dict[str, int]:
-        widths = {"width": rows_of(shapes, "norm.weight", 1), "hidden": rows_of(shapes, "blocks.0.up.weight")}
-        return widths | {"layers": sum(n.endswith(".up.weight") for n in shapes), "bias": "blocks.0.up.bias" in shapes}
-
-    return base.family(partial(gpt, interface), pnet, {"width": width, "hidden": hidden}, read, heads)
+    return base.family(partial(gpt, interface), pnet, {"width": width, "hidden": hidden}, heads)
 
 
 def gpt_plan(interface: Interface, width: int, genome_params: float) -> PlanOptions:
@@ -166,10 +161,4 @@ def vit(
     plan = BLOCKS._replace(include=(r"^positions$",))
     label = f"vit, {layers} layers of {width}"
     pnet = PNet("vit", partial(ViT, interface, **options), lambda genome_params: plan, config, label)
-
-    def read(shapes: Shapes) -> dict[str, int]:
-        width, hidden = rows_of(shapes, "patches.weight", 4), rows_of(shapes, "blocks.layers.0.linear1.weight")
-        depth = sum(name.endswith(".linear1.weight") for name in shapes)
-        return {"patch": shapes["patches.weight"][-1], "layers": depth, "width": width, "hidden": hidden}
-
-    return base.family(partial(vit, interface), pnet, {"width": width, "hidden": hidden}, read, heads)
+    return base.family(partial(vit, interface), pnet, {"width": width, "hidden": hidden}, heads)

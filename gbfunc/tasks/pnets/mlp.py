@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -36,18 +36,25 @@ def mlp(sizes: tuple[int, ...], seed: int) -> nn.Sequential:
 
 
 def mlp_pnet(
-    interface: Interface, *, hidden: Sequence[int] = (800,), bandwidth: float = 6.0, sizes: Sequence[int] | None = None
+    interface: Interface,
+    *,
+    hidden: Sequence[int] | None = None,
+    bandwidth: float | None = None,
+    sizes: Sequence[int] | None = None,
 ) -> PNet:
     """Describe an MLP for an image task by its `hidden` units or the `sizes` of every layer.
 
-    `bandwidth` scales the coordinates of pixels (see `gbfunc.grid`).
+    `bandwidth` scales the coordinates of pixels (see `gbfunc.grid`). The defaults are 800 hidden units and 6.0; 1,100
+    and 3.0 for images of 8 x 8 pixels.
     """
     check_reads("mlp", interface, "images")
-    layers = layer_sizes(interface, hidden, sizes)
+    width, usual = (1100, 3.0) if interface.inputs == (1, 8, 8) else (800, 6.0)
+    bandwidth = usual if bandwidth is None else bandwidth
+    layers = layer_sizes(interface, (width,) if hidden is None else hidden, sizes)
     widths, plan = {"hidden": list(layers[1:-1])}, mlp_plan(layers, interface.inputs, bandwidth)
     config = widths | {"bandwidth": bandwidth}
     pnet = PNet("mlp", partial(MLP, layers), lambda genome_params: plan, config, "-".join(map(str, layers)))
-    return family(partial(mlp_pnet, interface), pnet, widths, lambda shapes: {"sizes": mlp_sizes(shapes)})
+    return family(partial(mlp_pnet, interface), pnet, widths)
 
 
 def layer_sizes(
@@ -61,18 +68,6 @@ def layer_sizes(
         expected = f"start with {ends[0]} inputs and end with {ends[1]} outputs, {least} or more positive ints"
         raise ValueError(f"sizes must {expected}, got {' '.join(map(str, layers)) or 'none'}")
     return layers
-
-
-def mlp_sizes(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the layer sizes of the `MLP` whose parameters have these shapes."""
-    weights = [shapes.get(f"{i}.weight", ()) for i in range(0, len(shapes), 2)]
-    if weights and all(len(w) == 2 for w in weights):
-        sizes = (weights[0][1], *(w[0] for w in weights))
-        wanted = {f"{2 * i}.weight": (b, a) for i, (a, b) in enumerate(pairwise(sizes))}
-        wanted |= {f"{2 * i}.bias": (b,) for i, b in enumerate(sizes[1:])}
-        if dict(shapes) == wanted:
-            return sizes
-    raise ValueError("expected the parameters of an MLP (0.weight, 0.bias, 2.weight, ...)")
 
 
 def mlp_plan(sizes: tuple[int, ...], inputs: tuple[int, ...], bandwidth: float) -> PlanOptions:
