@@ -98,8 +98,7 @@ def test_text_from_the_command_line(verse: Path, tmp_path: Path, capsys: pytest.
     assert metrics["ratio_params"] >= 2 and metrics["val_loss"] < math.log(20)
     assert metrics["val_bits_per_char"] == pytest.approx(metrics["val_loss"] / math.log(2))
     capsys.readouterr()
-    # Its widths are read from the file; how its heads are cut is for the user to say.
-    genome = ["--pnet-config", '{"heads": 2}', *TINY[2:], "--genome", str(out / "genome.safetensors")]
+    genome = ["--genome", str(out / "genome.safetensors")]
     assert main(["eval", *data, *genome]) == 0
     assert f"{metrics['test_loss']:.4f} nats" in capsys.readouterr().out
     sample = ["sample", *data[2:], *genome]

@@ -63,13 +63,13 @@ class Kept:
             lines.append(f"no checkpoint to resume in {source}: training begins")
         else:
             held, finetune = loaded.extra["position"], self.output.finetune
-            if (taken := held["done"] + held["more"]) > self.steps:
-                raise ValueError(f"{loaded.path} is of step {taken}, the training shall have {self.steps}")
-            after = "only measured again" if finetune is None else f"then --finetune takes its {finetune} steps"
-            end = f": training is finished, {after}" if held["done"] == self.steps else ""
-            lines.append(f"resumed {loaded.path}{end}")
             order = torch.frombuffer(bytearray.fromhex(held["order"]), dtype=torch.uint8)
             position = Position(**held | {"order": order})
+            if position.steps > self.steps:
+                raise ValueError(f"{loaded.path} is of step {position.steps}, the training shall have {self.steps}")
+            after = "only measured again" if finetune is None else f"then --finetune takes its {finetune} steps"
+            end = f": training is finished, {after}" if position.measured == self.steps else ""
+            lines.append(f"resumed {loaded.path}{end}")
         for line in lines if mesh.rank == 0 else ():
             tell(line)
         return loaded.state, position

@@ -125,7 +125,7 @@ def _network(path: Path, plan: gb.Plan, genome: gb.Genome, pnet: nn.Module) -> n
     except ValueError as error:
         if plan.base is None:
             cure = "the same --pnet and --pnet-config as in its training"
-            raise ValueError(f"{path} does not fit the p-net; it needs {cure}: {error}") from error
+            raise ValueError(f"{path} does not fit the p-net; it needs {cure}: {error!s:.200}") from error
         named = plan.base.name or f"a network of {plan.base.params:,} parameters"
         raise ValueError(f"{path} is an adapter of {named}, the base that --pretrained must name: {error}") from error
 

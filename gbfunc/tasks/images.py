@@ -182,21 +182,14 @@ def read_packed(path: Path) -> Images:
     return images, labels[exact]
 
 
-# The python batches are pickles, and a pickle is a program. They are read without running it: stand-ins for the few
-# names that a batch needs only keep their arguments.
-
-
 class _Stub:
+    """Keeps arguments and state of an object of a pickle, which is a program and is not run."""
+
     def __init__(self, *args: Any) -> None:
         self.parts = args
 
     def __setstate__(self, state: Any) -> None:
-        self.parts = state
-
-
-class _Dtype(_Stub):
-    def __setstate__(self, state: Any) -> None:
-        """Ignore the byte order, which bytes do not have."""
+        self.parts += state
 
 
 def _latin1(text: Any, encoding: Any) -> bytes:
@@ -208,7 +201,7 @@ def _latin1(text: Any, encoding: Any) -> bytes:
 
 _ARRAYS = ("multiarray._reconstruct", "numeric._frombuffer")
 _NAMES: dict[str, Any] = {f"numpy.{core}.{name}": _Stub for core in ("core", "_core") for name in _ARRAYS}
-_NAMES |= {"numpy.ndarray": _Stub, "numpy.dtype": _Dtype, "_codecs.encode": _latin1}
+_NAMES |= {"numpy.ndarray": _Stub, "numpy.dtype": _Stub, "_codecs.encode": _latin1}
 
 
 class _Reader(pickle.Unpickler):
@@ -228,8 +221,8 @@ def read_batch(path: Path) -> Images:
         # Keys are bytes in a file of Python 2.
         entries = {k.decode("latin1") if isinstance(k, bytes) else k: v for k, v in batch.items()}
         labels, array = labels_of(entries["labels"]), entries["data"]
-        # Arguments of `_frombuffer`, or the state of an array after its version.
-        data, dtype, shape, order = array.parts if len(array.parts) == 4 else [array.parts[i] for i in (4, 2, 1, 3)]
+        # Arguments of `_frombuffer`, or three of `_reconstruct` and the state of an array: version, shape, ...
+        data, dtype, shape, order = array.parts if len(array.parts) == 4 else [array.parts[i] for i in (7, 5, 4, 6)]
         if shape != (len(labels), 3_072) or dtype.parts[0] not in ("u1", b"u1", "uint8") or order not in (False, "C"):
             raise ValueError(f"data must be {len(labels)} x 3072 unsigned bytes, row by row, got {shape}")
         return np.frombuffer(data, np.uint8).reshape(-1, *_SHAPE), labels

@@ -66,14 +66,17 @@ class Fit(NamedTuple):
 class Position(NamedTuple):
     """Progress of a training, beside its state."""
 
-    done: int  # steps up to the last row of the history
-    more: int  # steps since then
+    steps: int  # taken in all
     order: Tensor  # state of the generator of the data's order and noise before the present pass over the data
-    sums: dict[str, float]  # of the metrics of the steps since then
-    recent: dict[str, float]  # of the metrics of the steps since the last entry of a log
+    sums: dict[str, float]  # of the metrics of the steps since the last row of the history
     history: list[dict[str, float]]  # rows
     seconds: float  # of training
     step_seconds: float  # of the steps, without validation
+
+    @property
+    def measured(self) -> int:
+        """Steps up to the last row of the history."""
+        return int(self.history[-1]["step"]) if self.history else 0
 
 
 def total_steps(task: Task, recipe: Recipe) -> int:
@@ -169,7 +172,7 @@ def fit(
     `resume(state)` returns the first state and its `Position` or None, `due(steps)` tells whether to save, and
     `save(state, steps, position, wait=False)` may raise to stop after a signal.
 
-    `on_log` gets the means of `train_` metrics every `log_every` steps, and the `val_` metrics of a validation;
+    `on_log` gets the `train_` metrics of every `log_every`-th step, and the `val_` metrics of a validation;
     `on_validation` gets the state and the history, whose last row is the validation.
     """
     if log_every < 1:
@@ -179,24 +182,24 @@ def fit(
     ends = {total, *(range(every, total, every) if isinstance(every, int) else every)}
     generator = torch.Generator().manual_seed(seed)
     state, at = checkpoints.resume(trainer.state) if checkpoints else (trainer.state, None)
-    at = at or Position(0, 0, generator.get_state(), {}, {}, [], 0.0, 0.0)
-    order, history, stepping, done, taken = at.order, at.history, at.step_seconds, at.done, at.done + at.more
+    at = at or Position(0, generator.get_state(), {}, [], 0.0, 0.0)
+    order, history, stepping, done, taken = at.order, at.history, at.step_seconds, at.measured, at.steps
     generator.set_state(order)
     batches = task.batches(task.train, recipe, generator, lambda: trainer.net(state))
     if taken:
         # The batches of the present pass are drawn again: order and augmentation go on where they were.
         deque(islice(batches, (taken - 1) % a_pass + 1), 0)
     # Summed as tensors: reading a number in each step would make a GPU wait.
-    sums, recent = ({k: torch.tensor(v, dtype=torch.float64) for k, v in x.items()} for x in (at.sums, at.recent))
+    sums = {name: torch.tensor(x, dtype=torch.float64) for name, x in at.sums.items()}
     reported = stretch = time.perf_counter()
     start = reported - at.seconds
 
-    def place(done: int, more: int, now: float) -> Position:
-        totals, latest = ({name: float(x) for name, x in values.items()} for values in (sums, recent))
-        return Position(done, more, order, totals, latest, history, now - start, stepping + now - stretch)
+    def place(steps: int, now: float) -> Position:
+        totals = {name: float(x) for name, x in sums.items()}
+        return Position(steps, order, totals, history, now - start, stepping + now - stretch)
 
     # A checkpoint at the end of a stretch was saved before its validation, which then comes first.
-    for steps in range(taken + (at.more == 0), total + 1):
+    for steps in range(taken + (taken == done), total + 1):
         count = steps - done
         if steps > taken:
             if (steps - 1) % a_pass == 0:
@@ -209,17 +212,15 @@ def fit(
             if sums and sums.keys() != found.keys():
                 got = f"got {sorted(sums)}, then {sorted(found)}"
                 raise ValueError(f"the loss of the task {task.name} must return the same metrics in all steps, {got}")
-            sums, recent = ({k: v + before.get(k, 0.0) for k, v in found.items()} for before in (sums, recent))
-            if steps % log_every == 0:
-                if on_log is not None:
-                    on_log(steps, {f"train_{k}": float(v) / min(count, log_every) for k, v in recent.items()})
-                recent = {}
+            sums = {name: x + sums.get(name, 0.0) for name, x in found.items()}
+            if on_log is not None and steps % log_every == 0:
+                on_log(steps, {f"train_{name}": float(x) for name, x in found.items()})
             now = time.perf_counter()
             if now - reported > 0.2:
                 reported = now
                 report(steps, _status(sums, count, steps / (now - start)), None)
             if checkpoints and checkpoints.due(steps):
-                checkpoints.save(state, steps, place(done, count, now))
+                checkpoints.save(state, steps, place(steps, now))
         if steps not in ends:
             continue
         # Reading the sums waits for the device.
@@ -236,10 +237,10 @@ def fit(
             on_validation(state, history)
             validation = f"{task.metric.label} {task.metric.show(measured[task.metric.name])}"
             report(steps, _status(sums, count, steps / seconds), validation)
-        done, sums, recent, stretch = steps, {}, {}, time.perf_counter()
+        done, sums, stretch = steps, {}, time.perf_counter()
     now = stretch = time.perf_counter()
-    if checkpoints and at.done < total:
-        checkpoints.save(state, total, place(total, 0, now), wait=True)
+    if checkpoints and at.measured < total:
+        checkpoints.save(state, total, place(total, now), wait=True)
     return Fit(state, history, now - start, total, stepping)
 
 
