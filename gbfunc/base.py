@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gbfunc.pnet.describe import buffers_of
 from gbfunc.trees import differentiable
 from gbfunc.types import Params
 
@@ -49,9 +48,8 @@ class BaseTensors:
                 raise ValueError(f"an embedding with max_norm changes its weight, and a base is frozen: {where}")
         with torch.inference_mode(False):
             params = {k: x.detach() for k, x in pnet.named_parameters() if k not in new}
-            originals = {k: pair for k, pair in buffers_of(pnet).items() if k not in new}
-            buffers = {k: b.detach().clone() for k, (b, _) in originals.items()}
-        self._saved = {k: saved for k, (_, saved) in originals.items()}
+            buffers = {k: b.detach().clone() for k, b in pnet.named_buffers() if k not in new}
+        self._saved = buffers.keys() & pnet.state_dict(keep_vars=True).keys()
         self._first = params, buffers
         self._on: dict[torch.device, tuple[Params, Params]] = {}
 
@@ -96,7 +94,7 @@ class BaseTensors:
             ValueError: if the p-net is on the meta device, where it has no values.
         """
         params, buffers = self._first
-        kept = params | {k: b for k, b in buffers.items() if self._saved[k]}
+        kept = params | {k: buffers[k] for k in self._saved}
         digest = hashlib.sha256()
         for key in sorted(kept):
             _update(digest, key, kept[key])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from itertools import combinations
 from typing import Any, NamedTuple
@@ -78,11 +77,16 @@ def check_pnet(pnet: nn.Module) -> None:
                 f"the parameter {name!r} has a hook on its gradient, which no generated weight would have: remove it, "
                 "or register it in the forward, where the weight is there (self.NAME.register_hook)"
             )
-    for (a, x), (b, y) in in_one_memory(pnet):
-        if isinstance(x, nn.Parameter) or isinstance(y, nn.Parameter):
+    places: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, x in named:
+        # Meta tensors have no address, but tensors that share a storage share its object.
+        if place := _address(x) or (id(x.untyped_storage()) if x.is_meta else 0):
+            places.setdefault(place, []).append((name, x))
+    for (a, x), (b, y) in (pair for here in places.values() for pair in combinations(here, 2)):
+        if _overlap(x, y):
             raise ValueError(
                 f"{a!r} and {b!r} are two tensors in the same memory, which training ties and a genome would not: use "
-                f"one Parameter in both places (F.linear(x, self.{a}.t()) for its transpose), or a copy (.clone())"
+                f"one tensor in both places (F.linear(x, self.{a}.t()) for its transpose), or a copy (.clone())"
             )
     _check_attributes(pnet)
 
@@ -124,27 +128,13 @@ def _address(x: Tensor | np.ndarray) -> int:
         return 0
 
 
-def in_one_memory(pnet: nn.Module) -> list[tuple[tuple[str, Tensor], tuple[str, Tensor]]]:
-    """Pairs of named parameters and buffers that overlap in memory."""
-    places: dict[int, list[tuple[str, Tensor]]] = {}
-    for name, tensor in named_tensors(pnet):
-        # Meta tensors have no address, but tensors that share a storage share its object.
-        if place := _address(tensor) or (id(tensor.untyped_storage()) if tensor.is_meta else 0):
-            places.setdefault(place, []).append((name, tensor))
-    pairs = (pair for named in places.values() for pair in combinations(named, 2))
-    return [(a, b) for a, b in pairs if _overlap(a[1], b[1])]
-
-
 def _overlap(x: Tensor, y: Tensor) -> bool:
-    if x.dtype != y.dtype or not x.numel() or not y.numel():
-        return bool(x.numel() and y.numel())
-    steps = [sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) for t in (x, y)]
-    a, b = int(x.storage_offset()), int(y.storage_offset())
-    if a + steps[0] < b or b + steps[1] < a:
-        return False
-    places = torch.arange(max(a + steps[0], b + steps[1]) + 1, device="cpu")
-    taken = (places.as_strided(t.shape, t.stride(), t.storage_offset()).flatten() for t in (x, y))
-    return bool(torch.isin(*taken).any())
+    first, last = [], []
+    for t in (x, y):
+        extent = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+        first.append(int(t.storage_offset()) * t.itemsize)
+        last.append(first[-1] + extent * t.itemsize)
+    return x.numel() > 0 < y.numel() and max(first) <= min(last)
 
 
 def eval_mode_warning(pnet: nn.Module) -> str | None:
@@ -154,21 +144,21 @@ def eval_mode_warning(pnet: nn.Module) -> str | None:
     eval mode (frozen batch norms) gets no warning.
 
     >>> eval_mode_warning(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)).eval())
-    'the p-net is in eval mode and trains without Dropout (1): call pnet.train() before make_train_step ...'
+    'the p-net is in eval mode and trains without Dropout: call pnet.train() before make_train_step ...'
     """
-    modes = [(type(m).__name__, m.training) for m in pnet.modules() if _trains_otherwise(m)]
-    if not modes or any(training for _, training in modes):
+    layers = [module for module in pnet.modules() if _trains_otherwise(module)]
+    if not layers or any(module.training for module in layers):
         return None
-    counts = ", ".join(f"{name} ({n})" for name, n in sorted(Counter(name for name, _ in modes).items()))
+    names = ", ".join(sorted({type(module).__name__ for module in layers}))
     cure = "call pnet.train() before make_train_step (from_pretrained of Hugging Face returns eval mode)"
-    return f"the p-net is in eval mode and trains without {counts}: {cure}"
+    return f"the p-net is in eval mode and trains without {names}: {cure}"
 
 
 def _trains_otherwise(module: nn.Module) -> bool:
     names = ["dropout", "attention_dropout", "hidden_dropout", "dropout_p", "drop_prob"]
     rates = [getattr(module, name, None) for name in names + ["p"] * ("Drop" in type(module).__name__)]
     drops = any(isinstance(rate, float | int) and rate > 0 for rate in rates)
-    return drops or isinstance(getattr(module, "running_mean", None), Tensor) or isinstance(module, nn.RReLU)
+    return drops or isinstance(getattr(module, "running_mean", None), Tensor)
 
 
 def named_tensors(net: nn.Module, *, ties: bool = False) -> list[tuple[str, Tensor]]:

@@ -8,17 +8,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
+from gbfunc.base import BaseTensors
 from gbfunc.layers.forms import Weight, WeightForm, now
 from gbfunc.layers.install import install
 from gbfunc.pnet.describe import (
     buffers_of,
     check_pnet,
-    in_one_memory,
     keep_statistics,
     named_tensors,
     parameter_infos,
@@ -26,21 +26,6 @@ from gbfunc.pnet.describe import (
 )
 from gbfunc.trees import TensorSpec, compare_trees
 from gbfunc.types import Params, TensorMap
-
-_CHANGES_BASE = "the p-net changes a tensor of its frozen base: name its module in modules_to_save: "
-_APART = (
-    "the p-net changes a buffer in the memory of another one, and a state keeps the two apart: register one of them, "
-    "and compute the other from it in the forward: "
-)
-
-
-class FrozenBase(Protocol):
-    """The frozen tensors of a base (`gbfunc.base.BaseTensors`)."""
-
-    @property
-    def buffer_names(self) -> Collection[str]: ...  # noqa: D102
-
-    def on(self, device: torch.device) -> tuple[Params, Params]: ...  # noqa: D102
 
 
 class PureNet:
@@ -64,7 +49,7 @@ class PureNet:
         pnet: nn.Module,
         forms: Mapping[str, WeightForm] | None = None,
         adapt: Callable[[nn.Module], Collection[str]] = lambda skeleton: (),
-        frozen: FrozenBase | None = None,
+        frozen: BaseTensors | None = None,
     ) -> None:
         check_pnet(pnet)
         forms = forms or {}
@@ -74,8 +59,6 @@ class PureNet:
             vars(layer)["train"] = lambda mode=True, layer=layer: layer
         specs = {name: TensorSpec(tuple(tensor.shape)) for name, _, tensor, *_ in parameter_infos(pnet)}
         self._buffers = dict.fromkeys((k for k in buffers_of(pnet) if k not in kept), TensorSpec())
-        # A state separates buffers that overlap in the p-net.
-        self._apart = {name for pair in in_one_memory(pnet) for name, _ in pair} & self._buffers.keys()
         install(self.skeleton, forms)
         specs |= {name: TensorSpec() for name in adapt(self.skeleton) if name in specs}
         self._forms, self._frozen = list(dict.fromkeys(forms.values())), frozen
@@ -109,7 +92,7 @@ class PureNet:
 
         Raises:
             ValueError: at the first call if the tensors do not fit the p-net; if the p-net changes a tensor of its
-                frozen base, or a buffer that overlaps another one.
+                frozen base.
         """
         if torch.compiler.is_dynamo_compiling():
             return self._on(weights, buffers, function, args, kwargs)
@@ -121,12 +104,10 @@ class PureNet:
             if self._frozen is not None:
                 params, own = self._frozen.on(next(iter(weights.values())).device)
                 frozen = params | own
-            watched = frozen | {name: buffers[name] for name in self._apart}
-            versions = [x._version for x in watched.values()]
+            versions = [x._version for x in frozen.values()]
             out = self._on(weights, buffers, function, args, kwargs)
-            for (name, x), version in zip(watched.items(), versions, strict=True):
-                if x._version != version or (name in self._apart and buffers[name] is not x):
-                    raise ValueError(f"{_APART if name in self._apart else _CHANGES_BASE}{name!r}")
+            if changed := [k for (k, x), v in zip(frozen.items(), versions, strict=True) if x._version != v]:
+                raise ValueError(f"the p-net changes {changed[0]!r} of its base: name its module in modules_to_save")
             return out
 
     @contextmanager
