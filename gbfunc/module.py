@@ -258,9 +258,6 @@ class GenomeModule(nn.Module):
     def _weights(self, generator: Generator) -> dict[str, Any]:
         """Generate tensors and `Weight`s by name, and add the base's buffers."""
         leaves = self._leaves()
-        if not torch.compiler.is_compiling() and any(map(_is_shard, leaves.values())):
-            words = "give fully_shard the whole module, and call the module itself"
-            raise RuntimeError(f"the genome is sharded during this call: {words}")
         with unseen_by_checkpoints():
             weights: dict[str, Any] = generator(leaves, self._drawn)
         for form in dict.fromkeys(generator.forms.values()):
@@ -324,14 +321,6 @@ class GenomeModule(nn.Module):
         super()._load_from_state_dict(state, prefix, note, *args)
         if note.get("plan") not in (None, self.plan.digest()):
             args[-1].append(_OTHER_PLAN)
-
-    def __prepare_scriptable__(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError(
-            "torch.jit can neither script nor trace a GenomeModule; gb.export can, and gb.materialize(plan, "
-            "module.to_genome(), pnet) is a p-net with weights"
-        )
-
-    _slow_forward = __prepare_scriptable__
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         made: Any = type(self)

@@ -137,8 +137,6 @@ def test_what_ranks_must_have_alike(on_two: list[Any]) -> None:
         ({"local_steps": True}, "local_steps must be an int >= 1"),
         ({"outer": nesterov()}, "one for local_steps=, got Optimizer, local_steps=None"),
         ({"local_steps": 2, "outer": torch.optim.SGD}, "outer must be an optimizer from gb.torch_optimizer"),
-        ({"local_steps": 2, "pipeline": "1f1b"}, "does not go with pipeline="),
-        ({"local_steps": 2, "parallel": {}}, "does not go with parallel="),
     ],
 )
 def test_what_does_not_go_together(options: dict[str, Any], words: str) -> None:

@@ -86,14 +86,6 @@ def test_a_state_dict_of_another_plan_is_refused() -> None:
     assert_same(plain.to_genome(), other.to_genome())
 
 
-@pytest.mark.parametrize("compiler", [torch.jit.script, lambda net: torch.jit.trace(net, torch.ones(2, 40))])
-def test_torch_jit_is_refused(compiler: Callable[[Any], Any]) -> None:
-    net = nn.Linear(40, 30)
-    module = gb.GenomeModule(gb.make_plan(net, gb.periodic(2)), net)
-    with pytest.raises(TypeError, match="torch.jit can neither script nor trace a GenomeModule"):
-        compiler(nn.Sequential(module))
-
-
 @pytest.mark.parametrize("again", [copy.deepcopy, copy.copy, lambda m: pickle.loads(pickle.dumps(m))])
 @pytest.mark.parametrize("name", ["conv_bn", "tied", "attention"])
 def test_copies_and_pickles_work_on(again: Callable[[Any], Any], name: str) -> None:

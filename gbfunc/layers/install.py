@@ -125,7 +125,7 @@ def generated_class(stock: type[nn.Module], attributes: tuple[str, ...], formed:
 
 
 def _refuse_script(self: nn.Module) -> Any:
-    raise TypeError("torch.jit.script cannot compile factored layers: use factored=False, or torch.jit.trace")
+    raise TypeError("torch.jit.script cannot compile factored layers: use gb.materialize with factored=False")
 
 
 def blank_layer(stock: type[nn.Module], attributes: tuple[str, ...], formed: bool) -> nn.Module:

@@ -74,11 +74,6 @@ class PureNet:
         """How often the p-net has read each weight that is not dense as a dense tensor, by name."""
         return {form.name: form.reads for form in self._forms if form.reads}
 
-    def check(self, weights: TensorMap, buffers: TensorMap) -> None:
-        """Raise `ValueError` for a missing, misspelt or misshapen tensor."""
-        compare_trees(self._expected, weights, "parameters do not fit the p-net")
-        compare_trees(self._buffers, buffers, "buffers do not fit the p-net")
-
     def __call__(self, weights: TensorMap, buffers: Params, /, *args: Any, **kwargs: Any) -> Any:
         """The p-net's output; raises `ValueError` at the first call if the tensors do not fit the p-net."""
         return self.run(weights, buffers, lambda net, *args, **kwargs: net(*args, **kwargs), *args, **kwargs)
@@ -98,7 +93,8 @@ class PureNet:
             return self._on(weights, buffers, function, args, kwargs)
         with self._lock:
             if not self._checked:
-                self.check(weights, buffers)
+                compare_trees(self._expected, weights, "parameters do not fit the p-net")
+                compare_trees(self._buffers, buffers, "buffers do not fit the p-net")
                 self._checked = True
             frozen: Params = {}
             if self._frozen is not None:

@@ -60,12 +60,12 @@ def distillation(
 
     def labels(net: Any, batch: Any) -> Tensor:
         x, y = batch
-        logits, numbers = logits_of(net(x)), y.is_floating_point()
-        by_class = logits.movedim(dim, -1)
-        if y.shape != (expected := logits.shape if numbers else by_class.shape[:-1]):
-            where = "that of the outputs" if numbers else f"that of the outputs without dim={dim}"
-            raise ValueError(f"targets must have the shape {list(expected)}, {where}, got {list(y.shape)}")
-        return F.mse_loss(logits, y) if numbers else F.cross_entropy(by_class.flatten(0, -2), y.flatten())
+        logits = logits_of(net(x))
+        if not y.is_floating_point():
+            return F.cross_entropy(logits.movedim(dim, 1) if logits.ndim > 1 else logits, y)
+        if y.shape != logits.shape:
+            raise ValueError(f"targets must have the shape {list(logits.shape)} of the outputs, got {list(y.shape)}")
+        return F.mse_loss(logits, y)
 
     def distilled(net: Any, batch: Any) -> tuple[Tensor, Any]:
         calls: list[tuple[Any, Any, Any]] = []

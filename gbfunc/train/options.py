@@ -119,11 +119,7 @@ class StepOptions:
         if self.outer is not None and (self.local_steps is None or not isinstance(self.outer, Optimizer)):
             words = "an optimizer from gb.torch_optimizer, and one for local_steps="
             raise ValueError(f"outer must be {words}, got {type(self.outer).__name__}, local_steps={self.local_steps}")
-        if self.pipeline is None and self.stages is not None:
-            raise ValueError("stages= are those of a pipeline: say pipeline=")
         for name in (name for name in ("pipeline", "parallel") if getattr(self, name) is not None):
-            if self.local_steps is not None:
-                raise ValueError(f"local_steps= needs the whole p-net on each rank: it does not go with {name}=")
             if self.compile:
                 raise ValueError(f"compile=True and {name}= do not go together")
         if self.compile and (self.microbatches > 1 or self.remat != "none"):

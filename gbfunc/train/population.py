@@ -175,13 +175,6 @@ class Population:
         }
         if choosing:
             new, buffers = _chosen(finite_n, new, params), _chosen(finite_n, buffers, state.buffers)
-            before = state.opt.leaves
-            if int(opt.step) == 1:
-                # The state that an optimizer makes at its first step, of zeros, is as good as none.
-                zeros = {k: torch.zeros_like(x) for k, x in params.items()}
-                before = step._optimizer.update(zeros, _as_one(state.opt, shared), zeros, step._roles)[1].leaves
-            kept = {k: {e: x for e, x in of.items() if (k, e) not in shared} for k, of in leaves.items()}
-            leaves = {k: of | _chosen(finite_n, kept[k], before[k]) for k, of in leaves.items()}
         opt = state.opt._replace(step=state.opt.step + 1, leaves=leaves)
         return like_genome(new | frozen, state)._replace(buffers=buffers, opt=opt, step=state.step + 1)
 
@@ -215,8 +208,7 @@ def population(
     """Train n genomes in one vmapped step: seeds, learning rates or batches side by side.
 
     Each member is trained as `train_step` would train it, up to rounding; only dropout draws other numbers. A member
-    whose loss or gradient is not finite stays as it was, but its optimizer's count of steps, such as that of Adam's
-    bias correction, goes on with the others'.
+    whose loss or gradient is not finite keeps its leaves and buffers, and its optimizer counts a gradient of zero.
 
     Args:
         train_step: the step of one genome, without a mesh, microbatches, remat or compile.
