@@ -3,26 +3,20 @@
 from gbfunc.train.alignment import UpdateAlignment, update_alignment
 from gbfunc.train.allocation import allocate_steps
 from gbfunc.train.distillation import distillation
-from gbfunc.train.gradients import LossAndGrads, LossFn, Objective, seeded
-from gbfunc.train.local import LocalState, LocalTrainStep
+from gbfunc.train.gradients import LossFn
 from gbfunc.train.make import make_train_step
 from gbfunc.train.optimizers import Optimizer, OptState, torch_optimizer
-from gbfunc.train.options import Remat, StepOptions
+from gbfunc.train.options import StepOptions
 from gbfunc.train.param_groups import ROLES, torch_schedule
 from gbfunc.train.population import Population, population
 from gbfunc.train.step import StepInfo, TrainState, TrainStep
 
 __all__ = [
     "ROLES",
-    "LocalState",
-    "LocalTrainStep",
-    "LossAndGrads",
     "LossFn",
-    "Objective",
     "OptState",
     "Optimizer",
     "Population",
-    "Remat",
     "StepOptions",
     "StepInfo",
     "TrainState",
@@ -32,7 +26,6 @@ __all__ = [
     "distillation",
     "make_train_step",
     "population",
-    "seeded",
     "torch_optimizer",
     "torch_schedule",
     "update_alignment",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,16 +21,6 @@ from gbfunc.train.options import StepOptions
 from gbfunc.train.step import TrainStep
 
 
-def _with_options(function: Callable[..., TrainStep]) -> Callable[..., TrainStep]:
-    """Show the fields of `StepOptions` instead of `**options`, for `help` and completion."""
-    *own, _ = inspect.signature(function, eval_str=False).parameters.values()
-    options = inspect.signature(StepOptions).parameters.values()
-    shown = [*own, *(p.replace(kind=p.KEYWORD_ONLY) for p in options)]
-    function.__signature__ = inspect.Signature(shown)  # pyright: ignore[reportFunctionMemberAccess]
-    return function
-
-
-@_with_options
 def make_train_step(plan: Plan, pnet: nn.Module, loss_fn: LossFn, optimizer: Optimizer, **options: Any) -> TrainStep:
     """Make the step that trains a genome: pure, `(gnet_params, batch) -> (gnet_params, info)`.
 

@@ -83,7 +83,7 @@ def torch_optimizer(
 
     Raises:
         TypeError: if `cls` is no optimizer class, or an argument has the wrong type.
-        ValueError: for LBFGS and SparseAdam, and for options that the class refuses or a pure update cannot have.
+        ValueError: for LBFGS, and for options that the class refuses or a pure update cannot have.
 
     >>> optimizer = torch_optimizer(torch.optim.SGD, lr=0.5, direct={"lr": 0.25})
     >>> params, roles = {"w": torch.ones(2), "b": torch.ones(1)}, {"w": "linear", "b": "direct"}
@@ -154,18 +154,19 @@ class _Call(NamedTuple):
         if donate and all(map(Tensor.is_contiguous, given)):
             new = [p.detach() if p.requires_grad else p for p in given]
         else:
-            new = copies(given)
-        # Classes that torch does not ship may add weight decay to the gradient in place, as torch once did.
-        copy = not donate and self.group.cls.__module__.partition(".")[0] != "torch"
-        fitted = _aligned([grads[k].clone() if copy else grads[k] for k in self.names], new)
+            new = _copies(given)
+        # Fused CPU kernels ignore strides, and `torch.autograd.grad` returns gradients in any layout.
+        fitted = [grads[k].contiguous() for k in self.names]
+        if not donate and self.group.cls.__module__.partition(".")[0] != "torch":
+            # Classes that torch does not ship may add weight decay to the gradient in place, as torch once did.
+            fitted = _copies(fitted)
         # Torch fills an empty state at its first step. Zeros, or the state after a step with zero gradients, would
         # be another algorithm: NAdam's mu_product starts at 1, Rprop's step sizes at lr, SGD's momentum at the
         # first gradient, ASGD's average at the first iterate.
         rows = [old[k] for k in self.names] if step else []
         tensors = [t for of in rows for t in of.values()]
-        if not donate or any(t.requires_grad or not t.is_contiguous() for t in (*tensors, *new)):
-            tensors = [t.detach() for t in tensors] if donate else copies(tensors)
-            own = iter(_aligned(tensors, [p for of, p in zip(rows, new, strict=False) for _ in of]))
+        if not donate or any(t.requires_grad or not t.is_contiguous() for t in tensors):
+            own = iter(_copies(tensors))
             rows = [dict(zip(of, own, strict=False)) for of in rows]
         after = self.step(step, new, fitted, rows, finite)
         found = dict(zip(self.names, new, strict=True)), dict(zip(self.names, after, strict=True))
@@ -200,7 +201,7 @@ class _Call(NamedTuple):
             views = {e: self._tiles(t) for e, t in of.items()}
             states += [{e: v[i] for e, v in views.items()} for i in range(len(self._tiles(p)))]
         optimizer.state.update(zip(tensors, states, strict=False))
-        before = {} if old else _memory(optimizer)
+        before = "" if old else _memory(optimizer)
         optimizer.step()
         for p in tensors:
             p.grad = None
@@ -248,25 +249,9 @@ def _prepare(group_of: Callable[..., ParamGroup], leaves: tuple[tuple[str, str |
     return _Prepared(calls, specs, [spec for _, _, spec in leaves], [tuple(states[k]) for k in zeros], forms)
 
 
-def _aligned(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Copy tensors to the memory layout of their counterparts of equal shape.
-
-    Fused CPU kernels ignore strides, and `torch.autograd.grad`, unlike `backward()`, returns gradients in other
-    layouts.
-    """
-    if all(map(Tensor.is_contiguous, (*tensors, *like))):
-        return tensors
-    return [
-        t
-        if t.shape != p.shape or t.stride() == p.stride()
-        else torch.empty_like(p, dtype=t.dtype, device=t.device).copy_(t)
-        for t, p in zip(tensors, like, strict=True)
-    ]
-
-
-def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy all tensors in one call, in their layouts."""
-    made = [torch.empty_like(x) for x in tensors]
+def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy all tensors in one call, without strides."""
+    made = [torch.empty_like(x, requires_grad=False, memory_format=torch.contiguous_format) for x in tensors]
     if made:
         torch._foreach_copy_(made, list(tensors))  # pyright: ignore[reportPrivateImportUsage]
     return made
@@ -279,19 +264,16 @@ def chosen(condition: Tensor, tree: Any, other: Any) -> Any:
     return unflatten_tree(flat | {k: torch.where(condition, flat[k], before[k]) for k in there}, tree)
 
 
-def _memory(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    options = {k: v for group in optimizer.param_groups for k, v in group.items() if k != "params"}
+def _memory(optimizer: torch.optim.Optimizer) -> str:
+    options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     rest = {k: v for k, v in vars(optimizer).items() if k not in ("state", "param_groups") and k[0] != "_"}
-    return {k: repr(v) for k, v in (options | rest).items()}
+    return repr((options, rest))
 
 
-def _check_memory(optimizer: torch.optim.Optimizer, before: dict[str, str], tensors: list[Tensor]) -> None:
+def _check_memory(optimizer: torch.optim.Optimizer, before: str, tensors: list[Tensor]) -> None:
     name = type(optimizer).__name__
-    changed = [k for k, v in _memory(optimizer).items() if before.get(k) != v]
-    if {id(p) for p in optimizer.state} - {id(p) for p in tensors}:
-        changed.append("state that belongs to no parameter")
-    if changed:
-        raise ValueError(f"{name} must keep all that changes in the state of a parameter, got {', '.join(changed)}")
+    if _memory(optimizer) != before or {*map(id, optimizer.state)} - {*map(id, tensors)}:
+        raise ValueError(f"{name} must keep all that changes in the state of a parameter, and changes other attributes")
     for entry, value in ((e, v) for p in tensors for e, v in optimizer.state[p].items()):
         if not isinstance(value, Tensor):
             raise TypeError(f"state of {name} must be tensors, got {entry} of type {type(value).__name__}")
