@@ -23,18 +23,16 @@ SMALL = ["plan", "--compression", "5", "--sizes", "64", "32", "32", "10"]
 def test_plan_lists_layouts(tmp_path: Path, command: Any) -> None:
     out = command([*SMALL, "--ranks", "4", "--memory", "16GB", "--link", "100Gbit", "--batch-size", "64"]).out
     assert "whole model" in out
-    assert "fewest ranks   1 (of 16 GB each)" in out and "dense, FSDP" in out
+    assert "dense, FSDP" in out
     path = tmp_path / "device.json"
     path.write_text(DeviceSpec(memory=1e4).to_json())
     assert "0 layouts of 2 ranks fit" in command([*SMALL, "--ranks", "2", "--device", str(path)]).out
 
 
-def test_rows_fit_and_are_options_of_a_training() -> None:
+def test_rows_are_options_of_a_training() -> None:
     pnet, plan, batch = make_case()
     found = gb.plan_parallel(plan, pnet, batch, ranks=4, loss_fn=next_token)
-    report = found.report(most=100)
-    assert max(map(len, report.splitlines())) <= 100
-    table = report.split("\n\n")[0].replace("\\\n", " ").splitlines()[1:]
+    table = found.report(most=100).split("\n\n")[0].splitlines()[1:]
     assert len(table) == len(found.fits) and any("--remat layer" in row for row in table)
     for row, planned in zip(table, found.fits, strict=True):
         layout = planned.layout
@@ -56,7 +54,7 @@ def test_layers_of_an_own_p_net_are_split_as_a_function_says(
         "def none(pnet):\n    return None\n"
     )
     refused = command([*SMALL, "--ranks", "2"]).out
-    assert "--mesh tensor=2: " in refused and "parallel={'up': ColwiseParallel()" in " ".join(refused.split())
+    assert "--mesh tensor=2: " in refused and "parallel={'up': ColwiseParallel()" in refused
     assert "--mesh tensor=2\n" in command([*SMALL, "--ranks", "2", "--parallel", "own_styles:styles"]).out
     told = command([*SMALL, "--ranks", "2", "--parallel", "own_styles:none"], 2).err
     assert "--parallel own_styles:none must return styles by the names of modules, got None" in told

@@ -7,8 +7,7 @@ import pytest
 import torch
 from matplotlib.axes import Axes
 
-from gbfunc.parallel.schedule import Timeline, simulate
-from gbfunc.parallel.training_schedule import make_schedule
+from gbfunc.parallel.schedule import Timeline, make_schedule, simulate
 from gbfunc.plots import (
     PALETTE,
     learning_curve,

@@ -11,8 +11,16 @@ from hypothesis import strategies as st
 from torch.distributed import pipelining
 
 from gbfunc.parallel.pipeline_order import Action, PipelineOrder, pipeline_order, stages_of
-from gbfunc.parallel.schedule import Event, Schedule, ScheduleError, Timeline, simulate
-from gbfunc.parallel.training_schedule import RECIPES, ScheduleCosts, ScheduleKind, make_schedule
+from gbfunc.parallel.schedule import (
+    RECIPES,
+    Event,
+    Schedule,
+    ScheduleCosts,
+    ScheduleKind,
+    Timeline,
+    make_schedule,
+    simulate,
+)
 from tests.support.versions import HAS_PIPELINES, needs_pipelines
 
 A, W = 131_072, 262_144
@@ -71,13 +79,14 @@ def test_other_sizes_equal_the_closed_forms(p: int, B: int, R: int) -> None:
 @needs_pipelines
 @given(st.integers(2, 6), st.integers(1, 4))
 def test_bubbles_follow_their_laws(S: int, rounds: int) -> None:
-    """(S - 1) / (S - 1 + M); interleaved, with 2 stages per rank, the wait is halved (Narayanan et al. 2021)."""
+    """(S - 1) / (S - 1 + M); the wait is halved if interleaved (Narayanan et al., 2021), a third or sixth in a V."""
     M = S * rounds
     sizes: dict[str, Any] = {"ranks": S, "microbatches": M, "costs": COMPUTE}
-    one = run("1f1b", layers=S, **sizes).bubble
-    assert one == run("gpipe", layers=S, **sizes).bubble == pytest.approx((S - 1) / (S - 1 + M))
-    assert run("interleaved", layers=2 * S, **sizes).bubble == pytest.approx((S - 1) / 2 / ((S - 1) / 2 + M))
-    assert run("zbv", layers=2 * S, **sizes).bubble < one
+    assert run("gpipe", layers=S, **sizes).bubble == pytest.approx((S - 1) / (S - 1 + M))
+    assert run("1f1b", layers=S, **sizes).bubble == pytest.approx((S - 1) / (S - 1 + M))
+    for order, part in (("interleaved", 2), ("zbv", 3 if rounds == 1 else 6)):
+        wait = (S - 1) / part
+        assert run(order, layers=2 * S, **sizes).bubble == pytest.approx(wait / (wait + M))  # type: ignore[arg-type]
 
 
 @given(st.integers(2, 5), st.integers(0, 9))
@@ -139,14 +148,6 @@ def test_orders_do_everything_once(order: PipelineOrder, ranks: int, microbatche
         assert sorted(actions) == sorted(Action(op, s, i) for op in ops for s in stages for i in range(microbatches))  # type: ignore[arg-type]
 
 
-def test_layers_may_differ() -> None:
-    costs = COMPUTE._replace(forward=[1.0, 3.0], backward=[2.0, 6.0], weight=[1.0, 2.0], activation=[1.0, 1.0, 5.0])
-    timeline = run("1f1b", layers=2, ranks=2, microbatches=10, costs=costs)
-    assert timeline.duration == 93 and timeline.bubble == pytest.approx((93 - 30 + 3) / (2 * 93))
-    with pytest.raises(ValueError, match="expected one number or 4 for forward of 4 layers, got 2"):
-        make_schedule("basic", layers=4, costs=costs)
-
-
 def test_a_message_is_received_when_it_is_sent() -> None:
     events = [[Event("send", 3.0, peer=1, tag="x"), Event("loss", 2.0)], [Event("receive", 1.0, peer=0, tag="x")]]
     timeline = simulate(Schedule(events, [{}, {}]))
@@ -180,16 +181,14 @@ REDUCE, GATHER = Event("all_reduce", ranks=(0, 1), tag="g"), Event("all_gather",
     ("events", "message"),
     [
         ([[], [RECEIVE]], "deadlock: rank 1 waits in receive of x; 1 ranks have ended"),
-        ([[SEND], [RECEIVE._replace(tag="y")]], "rank 1 waits in receive of y"),
         ([[RECEIVE._replace(peer=1), SEND], [RECEIVE, SEND._replace(peer=0)]], "0 waits .*; rank 1 waits .* 0 ranks"),
-        ([[REDUCE], []], "rank 0 waits in all_reduce of g; 1 ranks have ended"),
         ([[REDUCE], [GATHER]], "rank 0 waits in all_reduce of g; rank 1 waits in all_gather of g"),
         ([[REDUCE], [REDUCE._replace(ranks=(1, 2))], []], "rank 0 waits in all_reduce .*; rank 1 waits in all_reduce"),
         ([[Event("update", layer=3, reads=("w",))]], r"rank 0 reads w in update, but stores \['v'\]"),
     ],
 )
 def test_what_cannot_run_is_one_clear_error(events: list[list[Event]], message: str) -> None:
-    with pytest.raises(ScheduleError, match=message):
+    with pytest.raises(ValueError, match=message):
         simulate(Schedule(events, [{"v": 1.0}] * len(events)))
 
 
@@ -197,10 +196,9 @@ def test_what_cannot_run_is_one_clear_error(events: list[list[Event]], message: 
     ("kind", "sizes", "message"),
     [
         ("fast", {}, "expected a schedule of .*'zbv'.*, got 'fast'"),
-        ("ddp", {"weights": "dense"}, "expected weights 'stored', 'generated' or 'remat', got 'dense'"),
+        ("ddp", {"weights": "dense"}, "expected weights of .*'remat'.*, got 'dense'"),
         ("gpipe", {"ranks": 0}, "expected sizes of at least 1, got .*'ranks': 0"),
         ("gpipe", {"ranks": 3}, "'gpipe' expects layers in multiples of its 3 stages, got .*'layers': 4"),
-        ("zbv", {"ranks": 4}, "'zbv' expects layers in multiples of its 8 stages"),
         ("basic", {"ranks": 2}, "'basic' expects 1 rank, got .*'ranks': 2"),
         ("ddp", {"ranks": 2, "microbatches": 2}, "'ddp' expects one microbatch per rank"),
         ("pipeline_fsdp", {"ranks": 6}, "'pipeline_fsdp' expects ranks in multiples of its 4 layers"),
@@ -210,8 +208,3 @@ def test_what_cannot_run_is_one_clear_error(events: list[list[Event]], message: 
 def test_schedules_that_cannot_be_made(kind: Any, sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_schedule(kind, layers=4, **sizes)
-
-
-def test_orders_that_cannot_be_made() -> None:
-    with pytest.raises(ValueError, match="expected a pipeline order of .*, got 'dualpipe'"):
-        pipeline_order("dualpipe", 0, 2, 4)  # type: ignore[arg-type]

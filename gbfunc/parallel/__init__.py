@@ -9,8 +9,7 @@ from gbfunc.parallel.exchange import Entries, Gather, gather_state, reduce_step,
 from gbfunc.parallel.faults import CollectiveError
 from gbfunc.parallel.mesh import Mesh, mesh
 from gbfunc.parallel.placement import Layout, Placement, Rows, make_layout
-from gbfunc.parallel.schedule import simulate
-from gbfunc.parallel.training_schedule import ScheduleCosts, make_schedule
+from gbfunc.parallel.schedule import ScheduleCosts, make_schedule, simulate
 
 __all__ = ["CollectiveError", "Entries", "Gather", "Layout", "Mesh", "Placement", "Rows", "ScheduleCosts"]
 __all__ += ["all_gather", "check_equal", "from_rank_0", "gather_objects", "gather_state", "make_layout"]

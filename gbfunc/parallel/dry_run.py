@@ -22,7 +22,7 @@ from gbfunc.layers.factored import FactoredWeight
 from gbfunc.parallel.activations import MOVES, Activation, Move, Wire
 from gbfunc.parallel.collectives import Sizes, sent_bytes
 from gbfunc.parallel.tensor import TensorParallel
-from gbfunc.plan import DTYPES, Plan, TensorPlan
+from gbfunc.plan import DTYPES, Plan, Slot
 from gbfunc.pnet.pure import PureNet
 from gbfunc.trees import tree_leaves
 
@@ -58,16 +58,11 @@ def total(cells: Iterable[Cell]) -> Cell:
 class _FusedAttention(TorchFunctionMode):
     """Replaces attention by the fused operator; the meta device would take the products apart."""
 
-    def __init__(self, count: Callable[[int], None]) -> None:
-        super().__init__()
-        self._count = count
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
             q, k, v = (*args, *(kwargs or {}).values())[:3]
             if q.ndim == 4 and q.shape[-1] == v.shape[-1]:
-                self._count(4 * q.numel() * k.shape[-2])
-                return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0]
+                return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[0]
         return func(*args, **(kwargs or {}))
 
 
@@ -105,11 +100,10 @@ class DryWire(Wire):
         return float(sent_bytes(move, x.numel() * wide.itemsize, self.axis, sizes))
 
 
-def factor_shapes(tensor: TensorPlan) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of a tensor's left and right factors."""
-    grid, k = tensor.slots[0].grid, tensor.slots[0].hypernet.factor_width
-    tiles = len(tensor.slots) * grid.n_tiles
-    return (tiles, grid.tile_rows, k), (tiles, grid.tile_cols, k)
+def factor_shapes(slot: Slot) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of the left and right factors of a matrix."""
+    grid, k = slot.grid, slot.hypernet.factor_width
+    return (grid.n_tiles, grid.tile_rows, k), (grid.n_tiles, grid.tile_cols, k)
 
 
 class DryRun(TorchDispatchMode):
@@ -121,7 +115,6 @@ class DryRun(TorchDispatchMode):
     Attributes:
         forms: forms of the weights that stay factors, by name.
         shapes: shapes of the pieces, by name.
-        aux: how many numbers the loss function returns beside the loss.
     """
 
     def __init__(
@@ -130,7 +123,7 @@ class DryRun(TorchDispatchMode):
         super().__init__()
         self.forms: dict[str, FactoredWeight] = {}
         self.shapes = {} if tensor is None else tensor.shapes
-        self.aux, self._kinds, self._tensor = 0, kinds, tensor
+        self._kinds, self._tensor = kinds, tensor
         if tensor is not None:
             wire: Any = tensor.wire
             wire.sent = self._send
@@ -143,9 +136,10 @@ class DryRun(TorchDispatchMode):
                 self._weights[t.name] = torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad)
                 continue
             self.forms |= dict.fromkeys((t.name, *t.aliases), form)
-            for key, (*lead, n, k) in zip(form.keys, factor_shapes(t), strict=False):
+            for key, (tiles, n, k) in zip(form.keys, factor_shapes(t.slots[0]), strict=False):
                 # Rows last in memory, as sines are made: layers' products then read views of them.
-                factor = torch.empty((*lead, k, n), dtype=plan.dtype, device="meta").transpose(-1, -2)
+                shape = len(t.slots) * tiles, k, n
+                factor = torch.empty(shape, dtype=plan.dtype, device="meta").transpose(-1, -2)
                 self._weights[key] = factor.requires_grad_()
         self._net = PureNet(pnet, self.forms, self._adapt)
         self._buffers = {n: torch.empty_like(b, device="meta") for n, b in pnet.named_buffers()}
@@ -165,26 +159,22 @@ class DryRun(TorchDispatchMode):
             return x
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
-        with torch.enable_grad(), _FusedAttention(self._count), hooks, self:
-            out = self._net.run(self._weights, dict(self._buffers), run, batch)
-        pair = isinstance(out, tuple) and len(out) == 2
-        self.aux = sum(isinstance(x, Tensor | int | float) for _, x in tree_leaves(out[1])) if pair else 0
+        with torch.enable_grad(), _FusedAttention(), hooks, self:
+            self._net.run(self._weights, dict(self._buffers), run, batch)
         return self._cells
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out, flops = func(*args, **kwargs), flop_registry.get(func._overloadpacket)
+        cell = self._cells[self._at]
         # Torch's own counter tracks modules by hooks, which end the gradients that a forward takes.
-        self._count(flops(*args, **kwargs, out_val=out) if flops else 0)
+        cell.flops += flops(*args, **kwargs, out_val=out) if flops else 0
         both: Any = (args, kwargs), out
         given, made = ([x for x in optree.tree_leaves(xs) if isinstance(x, Tensor)] for xs in both)
         if not {x.untyped_storage() for x in made} <= {x.untyped_storage() for x in given}:  # Views move nothing.
-            self._cells[self._at].moved += sum(x.nbytes for x in (*given, *made))
-        self._cells[self._at].operators += 1
+            cell.moved += sum(x.nbytes for x in (*given, *made))
+        cell.operators += 1
         return out
-
-    def _count(self, flops: int) -> None:
-        self._cells[self._at].flops += flops
 
     def _adapt(self, net: nn.Module) -> Collection[str]:
         changed: Collection[str] = () if self._tensor is None else self._tensor.adapt(net)

@@ -1,7 +1,7 @@
 """The planner: which layouts of ranks fit, what each layout stores and sends, and how long a step takes.
 
 Seconds are operations / flops + bytes moved / bandwidth + bytes sent / link, calls of operators and messages, and the
-bubble of the simulator. Backward takes twice the operations of forward, and nothing overlaps. `gbfunc.parallel.dry_run`
+bubble of the schedule. Backward takes twice the operations of forward, and nothing overlaps. `gbfunc.parallel.dry_run`
 finds the costs of a layer.
 """
 
@@ -9,22 +9,18 @@ from __future__ import annotations
 
 import json
 import math
-import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
-from gbfunc.parallel.pipeline_order import SCHEDULES, stage_ranks
-from gbfunc.parallel.schedule import simulate
-from gbfunc.parallel.training_schedule import RankLayout, ScheduleCosts, make_schedule
 from gbfunc.plan import Plan
 
 if TYPE_CHECKING:
     from gbfunc.parallel.dry_run import RunLoss
-    from gbfunc.parallel.planner_costs import Model
+    from gbfunc.parallel.planner_costs import Model, RankLayout
 
 
 @dataclass(frozen=True)
@@ -89,38 +85,30 @@ class ParallelPlan(NamedTuple):
     device: DeviceSpec
     fits: tuple[LayoutPlan, ...]  # Layouts that fit, the fastest first
     refused: tuple[tuple[str, str], ...]  # The other layouts, each with the reason
-    smallest: int | None  # Fewest ranks that some layout fits on: a divisor of `ranks`, or a multiple by a power of two
     dense: Mapping[str, float]  # Bytes by part of a rank of FSDP with the dense p-net and the same optimizer
     dense_sent: float  # Bytes that a rank of FSDP sends in a step
 
     def report(self, most: int = 20) -> str:
         """Returns a table of the fastest layouts, the reasons of the others, and the needs of the dense p-net.
 
-        The last column has options of `gbfunc train`, continued on the next line after a backslash.
+        The last column has options of `gbfunc train`.
         """
         lines = [f"{'seconds':>9}{'bubble':>8}{'memory':>9}{'sent':>9}  options"] if self.fits else []
         for p in self.fits[:most]:
-            row = f"{p.seconds:>9.4g}{p.bubble:>8.0%}{_size(p.peak):>9}{_size(sum(p.sent.values())):>9}  "
-            lines.append(" \\\n".join(_wrapped(row, str(p.layout), _WIDTH - len(" \\"))))
+            sizes = f"{_size(p.peak):>9}{_size(sum(p.sent.values())):>9}"
+            lines.append(f"{p.seconds:>9.4g}{p.bubble:>8.0%}{sizes}  {p.layout}")
         if len(self.fits) > most:
             lines.append(f"and {len(self.fits) - most} more that fit")
         for p in self.fits[:1]:
-            lines += ["", *_wrapped("the fastest    memory ", _parts(p.memory))]
-            lines += _wrapped("               sent ", _parts(p.sent))
+            lines += ["", f"the fastest    memory {_parts(p.memory)}", f"               sent {_parts(p.sent)}"]
         ranks = f"{self.ranks:,} rank{'s' * (self.ranks > 1)}"
         lines.append(f"\n{len(self.fits)} layouts of {ranks} fit, {len(self.refused)} do not:")
-        for layout, reason in self.refused[:most]:
-            lines += _wrapped(f"  {layout}: ", reason)
+        lines += [f"  {layout}: {reason}" for layout, reason in self.refused[:most]]
         if len(self.refused) > most:
             lines.append(f"  and {len(self.refused) - most} more")
-        smallest = "more than were tried" if self.smallest is None else f"{self.smallest:,}"
-        lines.append(f"\nfewest ranks   {smallest} (of {_size(self.device.memory)} each)")
-        lines += _wrapped("dense, FSDP    ", f"{_size(sum(self.dense.values()))} a rank ({_parts(self.dense)})")
+        lines.append(f"\ndense, FSDP    {_size(sum(self.dense.values()))} a rank ({_parts(self.dense)})")
         lines.append(f"               {_size(self.dense_sent)} sent per step and rank")
         return "\n".join(lines)
-
-
-_WIDTH = 100
 
 
 def _size(n: float) -> str:
@@ -129,16 +117,8 @@ def _size(n: float) -> str:
 
 
 def _parts(parts: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {_size(n)}" for name, n in parts.items())
+    return ", ".join(f"{name} {_size(n)}" for name, n in parts.items()) or "-"
 
-
-def _wrapped(start: str, text: str, width: int = _WIDTH) -> list[str]:
-    wrap = textwrap.TextWrapper(width, start, " " * len(start), break_long_words=False, break_on_hyphens=False)
-    return wrap.wrap(text or "-")
-
-
-_SIMULATED, _EVENTS = 64, 6_000
-"""The simulator runs for this many layouts at the head of the table, up to so many events: beyond, a closed form."""
 
 _seconds = attrgetter("seconds")
 
@@ -183,7 +163,7 @@ def plan_parallel(
         raise ValueError(f"ranks must be an int >= 1, got {ranks!r}")
     model = Model(plan, pnet, batch, loss_fn or _call, parallel, lazy, optimizer_states)
     fits, refused = list[LayoutPlan](), list[tuple[str, str]]()
-    for layouts, reason in _layouts(model, ranks, microbatches):
+    for layouts, reason in model.layouts(ranks, microbatches):
         if reason:
             refused.append((str(layouts[0]), reason))
             continue
@@ -195,12 +175,8 @@ def plan_parallel(
         parts = dict(sorted(least.memory.items(), key=lambda item: -item[1])[:2])
         reason = f"needs {_size(least.peak)} of {_size(device.memory)} ({_parts(parts)})"
         refused.append((str(least.layout), reason))
-    fits.sort(key=_seconds)
-    fits[:_SIMULATED] = [_costed(model, device, p.layout, simulated=True) for p in fits[:_SIMULATED]]
-    fits.sort(key=_seconds)
-    smallest = _smallest(model, device, ranks, microbatches, bool(fits))
     dense, sent = model.dense(ranks)
-    return ParallelPlan(ranks, device, tuple(fits), tuple(refused), smallest, dense, sent)
+    return ParallelPlan(ranks, device, tuple(sorted(fits, key=_seconds)), tuple(refused), dense, sent)
 
 
 def _call(net: Callable[..., Any], batch: Any) -> Any:
@@ -209,76 +185,23 @@ def _call(net: Callable[..., Any], batch: Any) -> Any:
     return net(batch if isinstance(batch, Tensor) else batch[0])
 
 
-def _layouts(model: Model, ranks: int, microbatches: int | None) -> Iterator[tuple[list[RankLayout], str]]:
-    """Yields layouts that differ only in their microbatches, or one layout and the reason why it cannot run."""
-    divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
-    for tensor in divisors:
-        of = {"data": 1, "pipeline": 1, "gnets": 1, "tensor": tensor}
-        if tensor > 1 and (reason := model.why_not(tensor)):
-            yield [RankLayout(of)], reason
-            continue
-        for shards in (d for d in reversed(divisors) if ranks // tensor % d == 0):
-            rows, pipeline = model.rows / shards, ranks // tensor // shards
-            of = of | {"data": shards, "pipeline": pipeline}
-            for schedule in SCHEDULES if pipeline > 1 else (None,):
-                tried = [microbatches] if microbatches else [pipeline * 2**i for i in range(4 if schedule else 8)]
-                # Without a pipeline, several ranks may have uneven microbatches; interleaved ones go in equal rounds.
-                uneven = schedule is None and ranks > 1
-                numbers = [m for m in tried if pipeline <= m <= rows and (uneven or rows % m == 0)]
-                numbers = [m for m in numbers if schedule != "interleaved" or m % (m // pipeline) == 0]
-                reason = "" if numbers else f"no number of microbatches from {pipeline} on divides {rows:.4g} rows"
-                if schedule:
-                    reason = model.why_not(tensor, len(stage_ranks(schedule, pipeline)), schedule) or reason
-                reason = reason if rows >= 1 else f"{shards} shards of a batch of {model.rows} rows"
-                if reason:
-                    yield [RankLayout(of, schedule=schedule)], reason
-                    continue
-                for placement, gnets in model.placements(shards):
-                    sizes = of | {"data": shards // gnets, "gnets": gnets}
-                    for remat in ("none", "layer") if model.can_remat(placement) else ("none",):
-                        # On a split genome weights that are made again are gathered again: one microbatch.
-                        some = [m for m in numbers if m == 1 or remat == "none" or gnets == 1]
-                        if some:
-                            yield [RankLayout(sizes, placement, schedule, m, remat) for m in some], ""
-
-
-def _costed(model: Model, device: DeviceSpec, layout: RankLayout, simulated: bool = False) -> LayoutPlan:
-    """The costs of a layout, with a closed form for the bubble unless `simulated`."""
+def _costed(model: Model, device: DeviceSpec, layout: RankLayout) -> LayoutPlan:
     cost, p, m = model.footprint(layout), layout.sizes["pipeline"], layout.microbatches
-    forward, backward, generate = list[float](), list[float](), list[float]()
+    compute, generate = list[float](), list[float]()  # Of every stage, for a microbatch and for a step
     for cell in cost.stages:
         work = cell.flops / device.flops + cell.moved / device.bandwidth + cell.operators * device.overhead
-        wait = cell.messages * device.latency / 2
-        forward.append(work + cell.sent / device.link + wait)
-        backward.append(2 * work + cell.sent_back / device.link + wait)
+        sent = (cell.sent + cell.sent_back) / device.link + cell.messages * device.latency
+        compute.append(3 * work + sent)
         moved = 6 * (cell.weights + cell.transient)  # Weights are moved six times.
-        generate.append(cell.generation / device.flops + moved / device.bandwidth)
-    hop = device.latency + cost.hidden / device.link
+        again = 4 / 3 * m if layout.remat == "layer" else 1.0  # A third of generation, its forward, is there twice.
+        generate.append(again * (cell.generation / device.flops + moved / device.bandwidth))
+    busy = [m * sum(compute[s] for s in mine) + sum(generate[s] for s in mine) for mine in layout.stages]
+    # The wait of a pipeline in microbatches of its busiest rank, and a message between stages in both directions.
+    waits = {"interleaved": 1 / 2, "zbv": 1 / 6 if m >= 2 * p else 1 / 3}.get(layout.order, 1.0) * (p - 1)
+    hops = 2 * (p - 1) * (device.latency + cost.hidden / device.link)
+    duration = max(busy) + waits * max(sum(compute[s] for s in mine) for mine in layout.stages) + hops
     # Sums over ranks, gathers of a split genome, and the update.
     axes = [n for axis, n in cost.sent.items() if axis not in ("tensor", "pipeline")]
     genome = cost.memory["genome"] + cost.memory["optimizer"]
     tail = sum(axes) / device.link + len(axes) * device.latency + 3 * genome / device.bandwidth
-    if simulated and layout.schedule and 6 * len(cost.stages) * m <= _EVENTS:
-        half = [b / 2 for b in backward]
-        costs = ScheduleCosts(forward, backward, half, half, [g / 3 for g in generate], [2 * g / 3 for g in generate])
-        costs = costs._replace(update=0.0, all_reduce=0.0, send=hop, receive=0.0)
-        weights: Any = "remat" if layout.remat == "layer" else "generated"
-        sizes = {"layers": len(cost.stages), "ranks": p, "microbatches": m}
-        timeline = simulate(make_schedule(cast(Any, layout.schedule), weights=weights, costs=costs, **sizes))
-        return LayoutPlan(layout, cost.memory, cost.sent, timeline.duration + tail, timeline.bubble)
-    busiest = max(sum(forward[s] + backward[s] for s in mine) for mine in layout.stages)
-    times = 4 / 3 * m if layout.remat == "layer" else 1.0  # A third of generation, its forward, is there twice.
-    work = m * busiest + times * max(sum(generate[s] for s in mine) for mine in layout.stages)
-    ramp = 0.0 if layout.schedule == "zbv" else (p - 1) / (2 if layout.schedule == "interleaved" else 1)
-    seconds = work + ramp * busiest + 2 * (p - 1) * hop + tail
-    return LayoutPlan(layout, cost.memory, cost.sent, seconds, (seconds - work) / seconds if p > 1 else 0.0)
-
-
-def _smallest(model: Model, device: DeviceSpec, ranks: int, microbatches: int | None, fits: bool) -> int | None:
-    more = [ranks] if fits else [ranks * 2**i for i in range(1, 7)]
-    for n in [*(n for n in range(1, ranks) if ranks % n == 0), *more]:
-        # The largest number of microbatches stores the least.
-        last = (choices[-1] for choices, reason in _layouts(model, n, microbatches) if not reason)
-        if n == ranks or any(sum(model.footprint(c).memory.values()) <= device.memory for c in last):
-            return n
-    return None
+    return LayoutPlan(layout, cost.memory, cost.sent, duration + tail, 1 - sum(busy) / len(busy) / duration)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -16,17 +16,57 @@ from gbfunc.parallel.chain import Chain, balanced_stages, crossing, find_blocks,
 from gbfunc.parallel.dry_run import Cell, DryRun, DryWire, RunLoss, factor_shapes, total
 from gbfunc.parallel.mesh import Mesh
 from gbfunc.parallel.pipeline import Parcel
-from gbfunc.parallel.pipeline_order import in_flight, schedule_class
-from gbfunc.parallel.placement import Placement, gather_bytes, operations, placement_cost, products, shares_of
+from gbfunc.parallel.pipeline_order import SCHEDULES, in_flight, schedule_class, stage_ranks, stages_of
+from gbfunc.parallel.placement import (
+    PLACEMENTS,
+    Placement,
+    gather_bytes,
+    operations,
+    placement_cost,
+    products,
+    shares_of,
+)
 from gbfunc.parallel.styles import tensor_styles
 from gbfunc.parallel.tensor import TensorParallel, resolve
-from gbfunc.parallel.training_schedule import RankLayout
 from gbfunc.plan import DTYPES, Plan
 from gbfunc.trees import n_rows, tree_map
 
 _NUMBERS = ("idx", "index", "id", "number")  # Suffixes of attributes that only number a module
 _TRACED_ROWS = 2  # Rows by which blocks are found and balanced; batch norms refuse a single one
 _SINES = 0.9  # Bytes of sines that a graph keeps, per byte of factors: codes that are sums need fewer
+
+
+class RankLayout(NamedTuple):
+    """The ranks and options of a step."""
+
+    sizes: Mapping[str, int]  # Ranks along data, pipeline, gnets and tensor
+    placement: Placement = "replicated"  # Of the genome
+    schedule: str | None = None  # Of the pipeline, None without one
+    microbatches: int = 1
+    remat: str = "none"
+
+    def __str__(self) -> str:
+        """Options of `gbfunc train`, without the defaults."""
+        split = self.sizes["gnets"] > 1
+        sizes = {axis: n for axis, n in self.sizes.items() if n > 1 or (axis == "data" and split)} or {"data": 1}
+        options = {
+            "--mesh": ",".join(f"{axis}={n}" for axis, n in sizes.items()),
+            "--placement": self.placement if split else "",
+            "--pipeline": self.schedule,
+            "--microbatches": self.microbatches if self.microbatches > 1 else "",
+            "--remat": self.remat if self.remat != "none" else "",
+        }
+        return " ".join(f"{option} {value}" for option, value in options.items() if value)
+
+    @property
+    def order(self) -> str:
+        """The order of microbatches; without a pipeline the order of 1F1B on one rank."""
+        return self.schedule or "1f1b"
+
+    @property
+    def stages(self) -> list[list[int]]:
+        """The stages of every rank of the pipeline."""
+        return stages_of(self.order, self.sizes["pipeline"])
 
 
 class Footprint(NamedTuple):
@@ -114,16 +154,44 @@ class Model:
         shared = shared_within(self._chain, self.starts(stages)) if schedule == "zbv" else []
         return f"several blocks of a stage use {shared[0]!r}, whose backward zbv cannot divide" if shared else ""
 
-    def can_remat(self, placement: Placement) -> bool:
-        """True if rematerialization would generate weights again: only weights that do not stay factors."""
-        factored = self.lazy is not False and placement == "replicated"
-        return any(w.transient for w in self.made(1, factored, True, 1).values())
+    def layouts(self, ranks: int, microbatches: int | None) -> Iterator[tuple[list[RankLayout], str]]:
+        """Yields layouts that differ only in their microbatches, or one layout and the reason why it cannot run."""
+        divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
+        for tensor in divisors:
+            of = {"data": 1, "pipeline": 1, "gnets": 1, "tensor": tensor}
+            if tensor > 1 and (reason := self.why_not(tensor)):
+                yield [RankLayout(of)], reason
+                continue
+            for shards in (d for d in reversed(divisors) if ranks // tensor % d == 0):
+                rows, pipeline = self.rows / shards, ranks // tensor // shards
+                of = of | {"data": shards, "pipeline": pipeline}
+                for schedule in SCHEDULES if pipeline > 1 else (None,):
+                    tried = [microbatches] if microbatches else [pipeline * 2**i for i in range(4 if schedule else 8)]
+                    # Without a pipeline, ranks may have uneven microbatches; interleaved ones go in equal rounds.
+                    uneven = schedule is None and ranks > 1
+                    numbers = [m for m in tried if pipeline <= m <= rows and (uneven or rows % m == 0)]
+                    numbers = [m for m in numbers if schedule != "interleaved" or m % (m // pipeline) == 0]
+                    reason = "" if numbers else f"no number of microbatches from {pipeline} on divides {rows:.4g} rows"
+                    if schedule:
+                        reason = self.why_not(tensor, len(stage_ranks(schedule, pipeline)), schedule) or reason
+                    reason = reason if rows >= 1 else f"{shards} shards of a batch of {self.rows} rows"
+                    if reason:
+                        yield [RankLayout(of, schedule=schedule)], reason
+                        continue
+                    yield from ((found, "") for found in self._placed(of, schedule, numbers))
 
-    def placements(self, shards: int) -> list[tuple[Placement, int]]:
-        """Placements of the genome on the ranks that split the batch, with the ranks along the g-net axis."""
-        both: tuple[Placement, Placement] = ("sharded", "factors")
-        split = min(both, key=lambda p: placement_cost(self.plan, 1, shards, p, self.lazy is not False).bytes)
-        return [("replicated", 1), *([(split, shards)] if shards > 1 else [])]
+    def _placed(self, of: dict[str, int], schedule: str | None, numbers: list[int]) -> Iterator[list[RankLayout]]:
+        shards, lazy = of["data"], self.lazy is not False
+        costs = {p: placement_cost(self.plan, 1, shards, p, lazy).bytes for p in PLACEMENTS[1:]}
+        split = min(PLACEMENTS[1:], key=costs.__getitem__), shards
+        for placement, gnets in [(PLACEMENTS[0], 1), split][: 1 + (shards > 1)]:
+            sizes = of | {"data": shards // gnets, "gnets": gnets}
+            yield [RankLayout(sizes, placement, schedule, m) for m in numbers]
+            # Weights are generated again only if they do not stay factors. On a split genome they are also gathered
+            # again: one microbatch.
+            some = [m for m in numbers if m == 1 or gnets == 1]
+            if some and any(w.transient for w in self.made(1, lazy and gnets == 1, True, 1).values()):
+                yield [RankLayout(sizes, placement, schedule, m, "layer") for m in some]
 
     def dry(self, tensor: int, factored: bool) -> DryRun:
         """The p-net as a tensor rank runs it; ValueError if it cannot be split."""
@@ -145,11 +213,8 @@ class Model:
                 thin = plan.tensors[span.tensor].name in dry.forms
                 each = (operations(e) - products(e) * thin) / e.n_tiles
                 flops[span.tensor] = flops.get(span.tensor, 0.0) + span.slot.grid.n_tiles * each / gnets
-        for i, t in enumerate(plan.tensors):
-            if not t.slots:
-                continue
-            factorised = t.slots[0].hypernet.factorised and len({(s.hypernet, s.grid) for s in t.slots}) == 1
-            factors = float(plan.dtype.itemsize * sum(map(math.prod, factor_shapes(t)))) if factorised else 0.0
+        for i, t in ((i, t) for i, t in enumerate(plan.tensors) if t.slots):
+            factors = float(plan.dtype.itemsize * sum(math.prod(x) for s in t.slots for x in factor_shapes(s)))
             if t.name in dry.forms:
                 made[t.name] = Cell(weights=factors, graph=_SINES * factors / gnets, generation=flops[i])
                 continue
@@ -159,9 +224,9 @@ class Model:
             # loop of a CPU keeps only the leaves.
             kept = (t.numel if gnets > 1 and not remat else numel) * DTYPES[t.dtype].itemsize
             graph = 2 * _SINES * factors * (share if gnets == 1 else 1 / gnets)
-            made[t.name] = Cell(weights=kept, graph=graph, generation=flops[i] * share)
-            if remat and t.is_formable(self.pnet):
-                made[t.name] = Cell(transient=kept + graph, passing=kept + graph, generation=flops[i] * share)
+            again = remat and t.is_formable(self.pnet)
+            sizes = {"transient": kept + graph, "passing": kept + graph} if again else {"weights": kept, "graph": graph}
+            made[t.name] = Cell(**sizes, generation=flops[i] * share)
         return made
 
     def starts(self, n: int) -> tuple[int, ...]:
@@ -199,9 +264,8 @@ class Model:
             parts.append(self._memory(layout, self.weights(used, *how), saved, buffers))
         split, replicated, _ = self.genome(gnets)
         ends = [sum(hidden[s + d] for s in own for d in (0, 1) if s + 2 * d - 1 not in own) for own in mine]
-        # Numbers that the loss function returns and running statistics are averaged too.
-        statistics = sum(math.prod(b.shape) for b in self.plan.averaged)
-        numbers = replicated + 3 + self.dry(1, self.lazy is not False).aux + statistics
+        # Running statistics are averaged too, and rows, norm and loss are summed.
+        numbers = replicated + 3 + sum(math.prod(b.shape) for b in self.plan.averaged)
         world, item = math.prod(sizes.values()), self.plan.dtype.itemsize
         sent = {
             "tensor": m * max(sum(stages[s].sent + stages[s].sent_back for s in own) for own in mine),
