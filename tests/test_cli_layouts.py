@@ -146,15 +146,10 @@ def test_a_training_goes_on_in_another_layout(folder: Path, one: dict[str, Any])
 
 
 def test_microbatches_divide_the_rows() -> None:
-    cases = {(12, 1, 2, None): 6, (12, 2, 2, None): 6, (8, 1, 2, None): 8, (9, 1, 2, None): 3, (64, 1, 4, 32): 32}
+    cases = {(12, 1, 2): 6, (12, 2, 2): 6, (8, 1, 2): 8, (9, 1, 2): 3}
     assert {given: pipeline_microbatches(*given) for given in cases} == cases
-    for given, words in (
-        ((12, 1, 2, 5), r"must divide the 12 rows .* \(2, 3, 4, 6, 12 would fit\), got 5"),
-        ((12, 1, 2, 1), "at least one for each of the 2 ranks"),
-        ((13, 2, 2, None), "a batch size that its 2 shards divide, got 13"),
-        ((2, 1, 4, None), "as many rows in each shard of the batch, got 2"),
-    ):
-        with pytest.raises(ValueError, match=words):
+    for given in ((13, 2, 2), (2, 1, 4)):
+        with pytest.raises(ValueError, match="microbatches that divide the rows of each of its . shards, got --batch"):
             pipeline_microbatches(*given)
 
 

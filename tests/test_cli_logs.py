@@ -13,7 +13,7 @@ import torch
 
 import gbfunc as gb
 from gbfunc.cli import main
-from gbfunc.cli.meter import data_digest
+from gbfunc.cli.job import data_digest
 from gbfunc.cli.output import Best
 from gbfunc.tasks import TASKS, Metric, Recipe, accuracy
 from gbfunc.tasks.pnets import PNETS, mlp

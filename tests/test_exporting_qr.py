@@ -75,10 +75,6 @@ def test_commands_take_a_code_for_a_genome(tmp_path: Path, command: Any) -> None
     assert "net.html: " in said_by("export", "--genome", code, "--out", page)
     for place in (code, page):
         assert said_by("eval", "--genome", place) == expected
-    for place in (code, str(tmp_path / "code.jpg")):
-        image.open(code).convert("L").save(place)
-        words = said_by("predict", "--genome", genome, place, status=2)
-        assert "is a genome's QR code, not an image to classify" in words
     Path(page).write_text("<html>", encoding="utf-8")
     write_qr(svg, noise(50), PAGE)
     assert b"<svg" in Path(svg).read_bytes()

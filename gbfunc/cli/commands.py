@@ -25,7 +25,7 @@ Threads = Annotated[int | None, shows("INT", "torch's"), COUNT]
 SIZES = (600, 1_300, 2_000, 6_000, 20_000)
 """Budgets of `gbfunc compare`, in parameters of a periodic genome."""
 
-_MODULES = {"demo": "train", "plan": "job", "eval": "genomes", "sample": "genomes", "export": "genomes"}
+_MODULES = {"demo": "train", "plan": "job"} | dict.fromkeys(("eval", "predict", "sample", "export"), "genomes")
 """Modules of commands whose function is not in a module of the same name."""
 
 

@@ -15,8 +15,7 @@ import gbfunc as gb
 from gbfunc.cli import printable
 from gbfunc.cli.commands import Federated
 from gbfunc.cli.genomes import GENOME_FILE, genome_metrics, read_genome
-from gbfunc.cli.job import Job, about, find_optimizer, make_job, read_json
-from gbfunc.cli.meter import provenance
+from gbfunc.cli.job import Job, about, find_optimizer, make_job, provenance, read_json
 from gbfunc.cli.output import open_folder, print_metrics, reporter, write_history, write_metrics
 from gbfunc.cli.parser import settings_of
 from gbfunc.tasks.base import SCHEDULES

@@ -1,23 +1,28 @@
-"""From a genome's file to a network and its metrics: `gbfunc eval`, `sample` and `export`, and teachers."""
+"""From a genome's file to a network: `gbfunc eval`, `predict`, `sample` and `export`, and teachers.
+
+Suffixes: C channels, h rows and w columns of an image, K classes.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_model
-from torch import nn
+from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.cli import printable
-from gbfunc.cli.commands import Eval, Export, Sample
+from gbfunc.cli.commands import Eval, Export, Predict, Sample
 from gbfunc.cli.job import SAID, load_task, read_json
 from gbfunc.cli.options import DataOptions, PNetOptions, flags
 from gbfunc.cli.output import open_folder, print_metrics
@@ -26,13 +31,14 @@ from gbfunc.exporting.page import layers_in_a_row
 from gbfunc.exporting.qr import write_qr
 from gbfunc.files import replace_file
 from gbfunc.storage.genome_file import is_genome, load_dtype
-from gbfunc.tasks import Task, continue_text
+from gbfunc.tasks import Task, continue_text, logits_of
 from gbfunc.tasks.base import History
 from gbfunc.tasks.pnets import Interface, find_pnet
 from gbfunc.tasks.pnets.base import at_most, is_import_path
 from gbfunc.tasks.pnets.hugging_face import PREFIX
 from gbfunc.tasks.text import pretrained_tokens
 from gbfunc.types import JSON
+from gbfunc.untrusted import read_arrays, read_picture
 
 GENOME_FILE, BEST_FILE = "genome.safetensors", "best.safetensors"
 
@@ -191,7 +197,7 @@ def read_teacher(path: Path, task: Task, options: PNetOptions) -> nn.Module:
             for key in ("state_dict", "model_state_dict", "model"):
                 if isinstance(held, Mapping) and isinstance(held.get(key), Mapping):
                     held = held[key]
-            if not isinstance(held, Mapping) or not all(isinstance(x, torch.Tensor) for x in held.values()):
+            if not isinstance(held, Mapping) or not all(isinstance(x, Tensor) for x in held.values()):
                 raise ValueError(f"expected tensors by name, such as net.state_dict(), got {type(held).__name__}")
             net.load_state_dict({re.sub(r"^(module\.|_orig_mod\.)+", "", name): x for name, x in held.items()})
         else:
@@ -202,6 +208,93 @@ def read_teacher(path: Path, task: Task, options: PNetOptions) -> nn.Module:
     except (SafetensorError, RuntimeError, ValueError) as error:
         raise ValueError(f"--teacher: {file} does not hold the weights of {task.pnet.name}: {error}") from error
     return net.eval()
+
+
+@torch.no_grad()
+def run_predict(options: Predict) -> None:
+    if not options.inputs:
+        raise ValueError("predict needs files to classify")
+    said = said_by(options.genome)
+    # A learned tokenizer needs the task's data.
+    _, task, net = read_genome(options.genome, options, bare=True)
+    if task.interface.tokens or task.interface.actions:
+        raise ValueError(f"predict classifies; the task {task.name} has no classes (for a language model: sample)")
+    names = said.get("classes") or [str(i) for i in range(task.interface.outputs)]
+    if not isinstance(names, list) or len(names) != task.interface.outputs:
+        raise ValueError(f"{options.genome} names classes {names!r}, its network has {task.interface.outputs}")
+    for path in options.inputs:
+        if not path.is_file():
+            raise FileNotFoundError(f"no such file of inputs: {path}")
+        for name, x in _texts(path, task) if task.interface.vocabulary else _images(path, task, said):
+            probabilities_K = logits_of(net(x[None]))[0].softmax(0)
+            best = probabilities_K.topk(min(options.top, len(names)))
+            ranked = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            print("\t".join([name, *(f"{printable(str(names[k]))}\t{value:.4f}" for k, value in ranked)]), flush=True)
+
+
+def _texts(path: Path, task: Task) -> Iterator[tuple[str, Tensor]]:
+    assert task.encode is not None
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} must be a text in UTF-8, a line each: {error}") from error
+    for i, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            yield f"{path}:{i}", task.encode(line.strip())
+
+
+def _images(path: Path, task: Task, said: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    shape = task.interface.inputs
+    if path.suffix.lower() in (".txt", ".text", ".md"):
+        raise ValueError(f"{path} is a text, and the task {task.name} has images of shape {shape}")
+    if not {"mean", "std"} <= said.keys():
+        raise ValueError(f"the genome's file does not say how the pixels of {task.name} are scaled (mean, std)")
+    mean, std, white = (_numbers(said, name, shape[0]) for name in ("mean", "std", "white"))
+    if not (std > 0).all():
+        deviation = f"the deviation {said['std']}, expected numbers above 0"
+        raise ValueError(f"the genome's file says that the pixels of {task.name} have {deviation}")
+    is_array = path.suffix.lower() in (".npy", ".npz")
+    found = _arrays(path, shape) if is_array else [(str(path), _picture(path, shape) * (white / 255))]
+    for name, pixels_Chw in found:
+        yield name, torch.from_numpy(((pixels_Chw - mean) / std).astype(np.float32))
+
+
+def _numbers(said: Mapping[str, Any], name: str, channels: int) -> NDArray[np.float32]:
+    """Read a number, or one for each channel, from a file's metadata: [1 or C, 1, 1]."""
+    value = said.get(name, 255)
+    numbers = np.asarray(value, object).ravel().tolist()
+    known = all(type(x) in (int, float) and abs(x) < 1e30 for x in numbers)
+    if not known or len(numbers) not in ({1} if name == "white" else {1, channels}):
+        raise ValueError(f"the genome's file says {name} {value!r:.80}, expected a number, or one for each channel")
+    return np.array(numbers, np.float32).reshape(-1, 1, 1)
+
+
+def _picture(path: Path, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    channels, rows, cols = shape
+    pixels = np.asarray(read_picture(path, "L" if channels == 1 else "RGB").resize((cols, rows)), np.float32)
+    return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
+
+
+def _arrays(path: Path, shape: tuple[int, ...]) -> Iterator[tuple[str, NDArray[Any]]]:
+    for name, array in read_arrays(path).items():
+        images = _shaped(array, shape)
+        if images is None or not len(images) or array.dtype.kind == "b" or not np.isfinite(array).all():
+            finite = "" if images is None else ", expected finite numbers"
+            got = f"{array.dtype} {array.shape} in {name or 'array'}{finite}"
+            raise ValueError(f"{path} must hold images of shape {shape}, got {got}")
+        for i, image in enumerate(images):
+            yield f"{path}[{name}, {i}]" if name else f"{path}[{i}]", image
+
+
+def _shaped(array: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any] | None:
+    """Find images [N, C, h, w] in an array of one or many, with channels first or last, or none; None for another."""
+    channels, rows, cols = shape
+    last = (rows, cols, channels)
+    for kind in (shape, *([(rows, cols)] if channels == 1 else ()), last):
+        if array.shape[-len(kind) :] == kind and array.ndim - len(kind) in (0, 1):
+            images = array.reshape(-1, *kind)
+            return images.transpose(0, 3, 1, 2) if kind == last != shape else images.reshape(-1, *shape)
+    return None
 
 
 def run_export(options: Export) -> None:
@@ -236,7 +329,7 @@ def _to_browser(options: Export) -> None:
         raise ValueError("--weights and --to are for programs: a page and a QR code hold the genome")
     said, data = said_by(options.genome), options.genome.read_bytes()
     for name in ("task", "pnet"):
-        if (given := getattr(options, name) or said.get(name)) != (held := said.get(name)):
+        if (given := getattr(options, name)) not in (None, "", held := said.get(name)):
             raise ValueError(f"a page has the {name} of the genome's file, {held}: drop {flags([name])} {given}")
     page.check(gb.load(options.genome)[0])
     with open_folder(options.out.parent):
@@ -247,7 +340,10 @@ def _to_browser(options: Export) -> None:
         networks, alphabets, unknown = {}, {}, ""
         if said.get("pnet") not in page.PNETS:
             try:
-                networks = _for_page(options, said)
+                if not {"pnet", "interface", "mean", "std"} <= said.keys():
+                    raise ValueError("the file does not say what it is and reads (pnet, interface, mean, std)")
+                net = read_genome(options.genome, options, bare=True)[2]
+                networks[str(said["pnet"])] = page.network(layers_in_a_row(net), said)
             except (ValueError, ImportError) as error:
                 unknown = f"; it shows how the weights grow, and does not run the network: {error}"
         if not unknown and "alphabet" in said:
@@ -260,17 +356,3 @@ def _to_browser(options: Export) -> None:
         text = page.page(data, alphabets, networks).encode()
         replace_file(options.out, text)
     print(f"{options.out}: {len(text):,} bytes, the genome has {len(data):,}{unknown}")
-
-
-def _for_page(options: Export, said: Mapping[str, Any]) -> dict[str, JSON]:
-    """Describe a p-net of the user's for a page, by its name in the file."""
-    interface, name = said.get("interface"), said.get("pnet")
-    if not (isinstance(interface, list) and isinstance(interface[0], list) and {"mean", "std"} <= said.keys()):
-        raise ValueError("it has images for those alone whose file says what they are like (interface, mean, std)")
-    if name is None:
-        raise ValueError("the genome's file does not name it (pnet)")
-    _, _, net = read_genome(options.genome, options, bare=True)
-    network, made = page.network(layers_in_a_row(net), said), net(torch.zeros(1, *interface[0]))
-    if made.shape != (1, interface[1]):
-        raise ValueError(f"it makes {list(made.shape)} of one example, expected [1, {interface[1]}]")
-    return {str(name): network}

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import platform
 import re
+import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -11,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.cli.commands import Plan
@@ -21,6 +25,7 @@ from gbfunc.cli.ranks import find_device, styles_of
 from gbfunc.encoding import Encoding, encoding_from_json, table
 from gbfunc.formats import AUTO, file_bytes
 from gbfunc.hypernets import HYPERNETS, Hypernet
+from gbfunc.lab.bench.report import describe
 from gbfunc.parallel.planner import DeviceSpec
 from gbfunc.tasks import Recipe, Task, find_task
 from gbfunc.tasks.base import SCHEDULES, example_batches
@@ -296,6 +301,29 @@ def _sized_plan(task: Task, pnet: nn.Module, genome: GenomeOptions, stored: str 
         if given(genome, *_SIZES) or not (hasattr(error, "least") or str(error).startswith("genome_params=")):
             raise
         raise ValueError(f"{error}; this size is the task's default: {flags(_SIZES)} ask for others") from error
+
+
+def provenance(task: Task, plan: gb.Plan, device: torch.device) -> dict[str, Any]:
+    return {
+        "command": shlex.join(sys.argv),
+        "versions": {"gbfunc": gb.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "device": describe(device, torch.get_num_threads())["machine"],
+        "data_digest": data_digest(task),
+        "plan_digest": plan.digest(),
+    }
+
+
+def data_digest(task: Task) -> str:
+    digest = hashlib.sha256()
+    for split in (task.train, task.val, task.test):
+        for name, x in sorted(vars(split).items()):
+            digest.update(name.encode())
+            if isinstance(x, Tensor):
+                digest.update(f"{x.dtype} {tuple(x.shape)}".encode())
+                digest.update(x.cpu().contiguous().view(torch.uint8).numpy().data if x.numel() else b"")
+            elif isinstance(x, int | float | str):
+                digest.update(repr(x).encode())
+    return digest.hexdigest()
 
 
 def run_plan(options: Plan) -> None:

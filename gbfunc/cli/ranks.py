@@ -94,7 +94,7 @@ def split_over(mesh: Mesh, options: ExecutionOptions, pnet: nn.Module, batch_siz
             raise ValueError(f"--mesh tensor={pieces} cannot split this p-net: {error}{hint}") from error
     if stages == 1:
         return split | {"microbatches": options.microbatches or 1}
-    microbatches = pipeline_microbatches(batch_size, mesh.shards, stages, options.microbatches)
+    microbatches = options.microbatches or pipeline_microbatches(batch_size, mesh.shards, stages)
     return split | {"pipeline": options.pipeline or "1f1b", "microbatches": microbatches}
 
 
@@ -105,17 +105,14 @@ def styles_of(path: str, pnet: nn.Module) -> Mapping[str, Any]:
     return styles
 
 
-def pipeline_microbatches(batch_size: int, shards: int, ranks: int, given: int | None) -> int:
+def pipeline_microbatches(batch_size: int, shards: int, ranks: int) -> int:
     """Choose as many microbatches as divide a shard of the batch, up to 4 a rank; best a multiple of the ranks."""
     rows, rest = divmod(batch_size, shards)
-    if rest:
-        raise ValueError(f"a pipeline needs a batch size that its {shards} shards divide, got {batch_size}")
-    fitting = [n for n in range(ranks, rows + 1) if rows % n == 0]
-    if not fitting:
-        raise ValueError(f"a pipeline of {ranks} ranks needs as many rows in each shard of the batch, got {rows}")
-    if given is not None and given not in fitting:
-        rule = f"must divide the {rows} rows of a shard of the batch and be at least the {ranks} ranks of the pipeline"
-        raise ValueError(f"--microbatches {rule} ({', '.join(map(str, fitting))} would fit), got {given}")
     # The bubble of GPipe is small from 4 microbatches per rank on (Huang et al., 2019, section 2.3).
-    few = [n for n in fitting if n <= 4 * ranks] or fitting[:1]
-    return given or max(few, key=lambda n: (n % ranks == 0, n))
+    fitting = [n for n in range(ranks, 4 * ranks + 1) if rows % n == 0]
+    if rest or not fitting or rows < ranks:
+        needs = f"{ranks} to {4 * ranks} microbatches that divide the rows of each of its {shards} shards"
+        raise ValueError(
+            f"a pipeline needs {needs}, got a batch of {batch_size}: change --batch-size or --microbatches"
+        )
+    return max(fitting, key=lambda n: (n % ranks == 0, n))

@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
+import copy
 import signal
-from collections.abc import Mapping
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import gbfunc as gb
 from gbfunc.cli import Stopped, output
 from gbfunc.cli.checkpoints import FOLDER, checkpoints
 from gbfunc.cli.commands import Demo, Train
 from gbfunc.cli.genomes import BEST_FILE, GENOME_FILE, genome_metrics, measure, read_genome, read_teacher
-from gbfunc.cli.job import Job, about, dtype_of, make_job, resolved
-from gbfunc.cli.meter import Meter, data_digest, provenance
+from gbfunc.cli.job import Job, about, data_digest, dtype_of, make_job, provenance, resolved
 from gbfunc.cli.options import RunOptions
 from gbfunc.cli.output import tell
 from gbfunc.cli.parser import settings_of, write_config
 from gbfunc.cli.ranks import check_alike, find_device, in_turn, open_mesh, split_over
 from gbfunc.formats import AUTO
+from gbfunc.lab.bench.report import peak_resident
+from gbfunc.parallel import Mesh, gather_objects
 from gbfunc.tasks import training
 from gbfunc.tasks.base import ACCURACY, taught
 from gbfunc.tasks.pnets.base import n_params, narrowed
+from gbfunc.train import TrainStep
 from gbfunc.types import dtype_name
 
 Run = TypeVar("Run", bound=RunOptions)
@@ -109,6 +115,86 @@ def run_demo(options: Demo) -> None:
                 nets = {"generated": generated.state_dict(), "dense": dense.state_dict()}
                 image = task.interface.inputs[1:] if len(task.interface.inputs) == 3 else None
                 output.write_figure(folder / "weights.png", lambda: weight_images(nets, image))
+
+
+@dataclass
+class Meter:
+    """Measures the steps of one training, and profiles a few steps."""
+
+    split: Mapping[str, Any]  # how the p-net is split over ranks
+    peak_flops: float | None = None  # of one rank, per second
+    profile: Path | None = None
+    sent: Counter[str] = field(default_factory=Counter)  # bytes, by axis
+    steps: int = 0
+    batch: Any = None  # the first one
+    after: Callable[[], None] = lambda: None
+
+    def metered(self, trainer: training.Trainer, begin: Callable[[], None]) -> training.Trainer:
+        assert trainer.train_step is not None
+        traffic = trainer.train_step.mesh.traffic
+
+        def step(state: Any, batch: Any) -> tuple[Any, Tensor, dict[str, Tensor]]:
+            before = traffic.by_axis.copy()
+            stepped = trainer.step(state, batch)
+            if self.batch is None:
+                self.batch = batch
+                begin()
+            self.sent.update(traffic.by_axis - before)
+            self.steps += 1
+            self.after()
+            return stepped
+
+        return trainer._replace(step=step)
+
+    @contextmanager
+    def profiling(self, mesh: Mesh) -> Iterator[None]:
+        if self.profile is None:
+            yield
+            return
+        schedule = torch.profiler.schedule(wait=0, warmup=1, active=3, repeat=1)
+        sort = "self_cuda_time_total" if mesh.device.type == "cuda" else "self_cpu_time_total"
+
+        def write(profiler: torch.profiler.profile) -> None:
+            profiler.export_chrome_trace(str(folder / f"rank-{mesh.rank}.json"))
+            if mesh.rank == 0:
+                table = profiler.key_averages().table(sort_by=sort, row_limit=50)
+                (folder / "table.txt").write_text(table, encoding="utf-8")
+
+        watching = torch.profiler.profile(schedule=schedule, on_trace_ready=write)
+        with output.open_folder(self.profile, "--profile") as folder, watching as profiler:
+            self.after = profiler.step
+            yield
+
+    def metrics(self, train_step: TrainStep, job: Job, steps_per_second: float) -> dict[str, object]:
+        mesh, steps, task = train_step.mesh, max(1, self.steps), job.task
+        on_cuda = mesh.device.type == "cuda"
+        peak = torch.cuda.max_memory_allocated(mesh.device) if on_cuda else peak_resident()
+        ranks = gather_objects(mesh, (dict(self.sent), peak))
+        axes = [name for name in (*mesh.sizes, "replicas", "world") if any(name in sent for sent, _ in ranks)]
+        examples = steps_per_second * job.recipe.batch_size
+        found: dict[str, object] = {
+            "ranks": mesh.world,
+            "mesh": dict(mesh.sizes),
+            "placement": train_step.placement,
+            "microbatches": self.split.get("microbatches", 1),
+            "bytes_sent_per_step": max(sum(sent.values()) for sent, _ in ranks) / steps,
+            "bytes_sent_per_step_by_axis": {a: max(sent.get(a, 0) for sent, _ in ranks) / steps for a in axes},
+            "peak_memory_bytes": max(peak for _, peak in ranks),
+            "samples_per_second": examples,
+        }
+        if task.interface.tokens:
+            found["tokens_per_second"] = examples * task.interface.inputs[0]
+        if "pipeline" in self.split:
+            found["pipeline"] = self.split["pipeline"]
+        if self.batch is not None:
+            with torch.no_grad(), FlopCounterMode(display=False) as counter:
+                task.loss(copy.deepcopy(job.pnet), self.batch)
+            # Backward takes twice the operations of forward.
+            flops = 3 * counter.get_total_flops()
+            found |= {"model_flops_per_step": flops, "model_flops_per_second": steps_per_second * flops}
+            if self.peak_flops is not None:
+                found["peak_flops_share"] = steps_per_second * flops / (self.peak_flops * mesh.world)
+        return found
 
 
 def run_fit(trainer: training.Trainer, job: Job, seed: int, label: str, **hooks: Any) -> training.Fit:
@@ -195,7 +281,7 @@ def train_genome(
 
         # Called at the first step: a refused training does not touch the folder.
         trainer = meter.metered(trainer, begin)
-        with checkpoints(options, task, settings, steps, step) as kept, meter.profiling(step.mesh, steps):
+        with checkpoints(options, task, settings, steps, step) as kept, meter.profiling(step.mesh):
             result, best_step = train(trainer, job, label, checkpoints=kept, on_log=on_log)
         if asked.finetune is not None:
             job = job._replace(recipe=training.slowed(recipe, asked.finetune))
@@ -226,5 +312,5 @@ def train_genome(
     if best_path.exists() and asked.out is not None:
         kept_net = read_genome(best_path, options.data, task)[2].to(device)
         metrics |= {"best_step": best_step, **measure(task, kept_net, "best_")}
-    metrics |= meter.metrics(step, job, seed, result.steps / max(result.step_seconds, 1e-9))
+    metrics |= meter.metrics(step, job, result.steps / max(result.step_seconds, 1e-9))
     return result, net, metrics | {"config": settings} | origin

@@ -36,8 +36,7 @@ from torch.nn.utils import parameters_to_vector, prune
 
 from gbfunc.extras import import_extra
 from gbfunc.lab.compare import base
-from gbfunc.lab.compare.base import BudgetTooSmall, Problem, Settings, Trained
-from gbfunc.lab.compare.nets import Dense
+from gbfunc.lab.compare.base import BudgetTooSmall, Dense, Problem, Settings, Trained
 from gbfunc.pnet.describe import parameter_infos
 from gbfunc.tasks.pnets.base import PNet, n_params
 from gbfunc.types import Params

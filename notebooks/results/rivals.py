@@ -31,8 +31,7 @@ from gbfunc.cli import main
 from gbfunc.extras import import_extra
 from gbfunc.lab import compare
 from gbfunc.lab.compare import base
-from gbfunc.lab.compare.base import BudgetTooSmall, Problem, Settings, Trained
-from gbfunc.lab.compare.nets import Dense
+from gbfunc.lab.compare.base import BudgetTooSmall, Dense, Problem, Settings, Trained
 from gbfunc.pnet.describe import buffers_of, parameter_infos
 from gbfunc.pnet.pure import PureNet
 from gbfunc.tasks import Net, Task

@@ -16,9 +16,8 @@ from dataclasses import replace
 import torch
 
 from gbfunc.lab.compare.adapters import ADAPTERS, FULL, Adapted
-from gbfunc.lab.compare.base import Method, Problem, is_pretrained
+from gbfunc.lab.compare.base import Dense, Method, Problem, is_pretrained
 from gbfunc.lab.compare.genome import GenomeOf
-from gbfunc.lab.compare.nets import Dense
 from gbfunc.tasks import Task
 
 _RATES, _PERIODIC = (3e-3, 1e-2, 3e-2), (2e-2, 4e-2, 8e-2)

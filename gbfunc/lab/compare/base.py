@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -262,3 +262,32 @@ def blank(pnet: PNet) -> Params:
 def blanks(like: TensorMap) -> Params:
     """Make zeros on the CPU in the shapes of tensors, also of meta tensors."""
     return {name: torch.zeros(t.shape, dtype=t.dtype, device="cpu") for name, t in like.items()}
+
+
+@dataclass(frozen=True)
+class Dense:
+    """The weights of the net, as deep and wide as fits."""
+
+    rates: ClassVar[tuple[float, ...]] = (3e-3, 1e-2, 3e-2, 1e-1)
+
+    def candidates(self, problem: Problem) -> list[Settings]:
+        def fits(pnet: PNet) -> bool:
+            return len(self._encode(blank(pnet), pnet, problem)) <= problem.budget
+
+        return of_nets(narrow_pnets(problem.task, fits), problem.task, lr=self.rates)
+
+    def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
+        pnet = pnet_about(settings, problem.task)
+        net = pnet.build(seed)
+        train_net(problem, net.parameters(), net, settings["lr"], seed)
+        return Trained(self._encode(in_use(net), pnet, problem), n_params(net))
+
+    def load(self, data: bytes, task: Task) -> Net:
+        net = pnet_about(text_of(data), task).build(0)
+        return restore(net, self._decode(data, in_use(net), net))
+
+    def _encode(self, state: Params, pnet: PNet, problem: Problem) -> bytes:
+        return pack(state, problem.dtype, about_pnet(pnet, problem.task))
+
+    def _decode(self, data: bytes, like: Params, net: nn.Module) -> Params:
+        return unpack(data, like)
