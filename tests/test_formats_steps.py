@@ -313,7 +313,7 @@ def test_what_is_packed_is_unpacked(every: list[Run]) -> None:
     for run in every:
         np.testing.assert_array_equal(reader.run(len(run.symbols), run.bits, run.centres), run.symbols)
     reader.close()
-    bits, plain = sum(float(cost.sum()) for cost in costs), sum(len(run.symbols) * run.bits for run in every)
+    bits, plain = sum(costs), sum(len(run.symbols) * run.bits for run in every)
     pieces = math.ceil(sum(counts(every)) / PIECE)
     assert bits <= plain + 1e-6 and len(data) <= most_runs_bytes(plain, *counts(every)[::-1])
     # The integers' beginnings, and the bytes before the pieces.

@@ -54,8 +54,7 @@ class Sizes(NamedTuple):
     document: int
     plain: Mapping[str, int]
     codes: int
-    scales: float  # Bits that scales take within the codes
-    bits: Mapping[str, NDArray[np.float64] | float]  # Bits per number of a leaf [n], or their mean
+    bits: Mapping[str, float]  # Bits that a leaf takes within the codes; the rest are scales or steps
 
 
 def pack(document: str, leaves: TensorMap, bits: int, most: int = MAX_SYMBOLS) -> tuple[bytes, Sizes]:
@@ -90,12 +89,12 @@ def _beside_steps(plan: Any, leaves: TensorMap, narrow: bool, statistics: bool) 
 
 
 def _joined(
-    document: str, plain: TensorMap, flags: int, codes: bytes, scales: float, costs: Mapping[str, Any]
+    document: str, plain: TensorMap, flags: int, codes: bytes, bits: Mapping[str, float]
 ) -> tuple[bytes, Sizes]:
     text = deflate(document)
     numbers = b"".join(_bytes(plain[name]) for names in names_by_dtype(plain).values() for name in names)
     checked = bytes([flags]) + text + numbers + codes
-    sizes = Sizes(_HEAD, len(text), {name: x.nbytes for name, x in plain.items()}, len(codes), scales, costs)
+    sizes = Sizes(_HEAD, len(text), {name: x.nbytes for name, x in plain.items()}, len(codes), bits)
     return MAGIC + checked[:1] + zlib.crc32(checked).to_bytes(4, "little") + checked[1:], sizes
 
 
@@ -108,17 +107,17 @@ def most_bytes(document: str, leaves: TensorMap, bits: int) -> Sizes:
         size = most_runs_bytes((15 + bits) * blocks + bits * numbers, 3 * blocks + numbers, 3 + len(coded))
     else:
         size = 2 * blocks + math.ceil(bits * (blocks + numbers) / 8)
-    return Sizes(_HEAD, len(deflate(document)), plain, size, 8.0 * size - bits * numbers, dict.fromkeys(coded, bits))
+    own = {name: float(bits * x.numel()) for name, x in coded.items()}
+    return Sizes(_HEAD, len(deflate(document)), plain, size, own)
 
 
 def expected_bytes(document: str, plan: Any) -> Sizes:
     """Computes the expected size of a file with steps from the shapes of the plan."""
     leaves, parts = plan.leaves, parts_of(plan)
     plain = {k: x.nbytes for k, x in _beside_steps(plan, leaves, True, True).items()}
-    costs = dict.fromkeys((*(part.leaf for part in parts), *counters_of(plan)), EXPECTED_BITS)
-    about = EXPECTED_PART_BITS * len(parts)
-    codes = math.ceil((about + sum(EXPECTED_BITS * leaves[name].numel() for name in costs)) / 8) + 3
-    return Sizes(_HEAD, len(deflate(document)), plain, codes, about, costs)
+    bits = {name: EXPECTED_BITS * leaves[name].numel() for name in (*(part.leaf for part in parts), *counters_of(plan))}
+    codes = math.ceil((EXPECTED_PART_BITS * len(parts) + sum(bits.values())) / 8) + 3
+    return Sizes(_HEAD, len(deflate(document)), plain, codes, bits)
 
 
 def _blocks(leaf: Tensor) -> int:
@@ -129,8 +128,7 @@ def _fits_runs(coded: list[Tensor], most: int = MAX_SYMBOLS) -> bool:
     return sum(x.numel() + 3 * _blocks(x) for x in coded) <= most
 
 
-def _pack_runs(coded: Mapping[str, Codes], bits: int) -> tuple[bytes, float, dict[str, NDArray[np.float64]]]:
-    """Returns the stream of codes, the bits of scales, and the bits per number by leaf."""
+def _pack_runs(coded: Mapping[str, Codes], bits: int) -> tuple[bytes, dict[str, float]]:
     scales = np.concatenate([_EMPTY, *(x.scales.view(torch.int16).numpy() for x in coded.values())])
     zeros = np.concatenate([_EMPTY, *(x.zeros.numpy() for x in coded.values())])
     about = [
@@ -140,20 +138,16 @@ def _pack_runs(coded: Mapping[str, Codes], bits: int) -> tuple[bytes, float, dic
     ]
     runs = [Run(x.codes.numpy().reshape(-1), bits, x.zeros.numpy().repeat(x.codes.shape[1])) for x in coded.values()]
     data, costs = pack_runs(about + runs)
-    # Each run begins with the 4 bits of its spread.
-    spreads = 4.0 * (len(about) + len(runs))
-    return data, spreads + sum(float(x.sum()) for x in costs[:3]), dict(zip(coded, costs[3:], strict=True))
+    return data, dict(zip(coded, costs[len(about) :], strict=True))
 
 
-def _pack_symbols(coded: Mapping[str, Codes], bits: int) -> tuple[bytes, float, dict[str, float]]:
+def _pack_symbols(coded: Mapping[str, Codes], bits: int) -> tuple[bytes, dict[str, float]]:
     scales = b"".join(_bytes(code.scales) for code in coded.values())
     symbols = np.concatenate([x.numpy().reshape(-1) for code in coded.values() for x in (code.zeros, code.codes)])
     digits = np.unpackbits(symbols[:, None], axis=1)[:, 8 - bits :]
     coder = zlib.compressobj(9, zlib.DEFLATED, -15, 9, zlib.Z_HUFFMAN_ONLY)
     data = min(np.packbits(digits).tobytes(), coder.compress(symbols.tobytes()) + coder.flush(), key=len)
-    each = 8 * len(data) / len(symbols)
-    blocks = sum(len(code.zeros) for code in coded.values())
-    return scales + data, (16 + each) * blocks, dict.fromkeys(coded, each)
+    return scales + data, {name: 8 * len(data) / len(symbols) * x.codes.numel() for name, x in coded.items()}
 
 
 class Compact(NamedTuple):

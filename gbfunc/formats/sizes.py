@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -40,7 +39,8 @@ def file_bytes(
     """Counts the bytes of a genome's file by name; the sum is the size of the file that `save` writes.
 
     With a genome the bytes are exact. Without a genome, `"int2"` to `"int8"` give upper bounds, and `"auto"` gives
-    expected sizes. Tensors in one stream of codes share the size of the stream in proportion to their bits.
+    expected sizes. Leaves in one stream of codes share its size in proportion to their bits, and the
+    tensors of a leaf in proportion to their numbers.
 
     Args:
         plan: the plan.
@@ -75,13 +75,13 @@ def file_bytes(
             raise ValueError(f"{AUTO!r} says nothing of steps: give those of gb.allocate_steps")
         packed = sizes.document if bare is text else len(deflate(bare))
         parts += {PLAN: packed, METADATA: sizes.document - packed, CONTAINER: sizes.head}
-        plain, codes = sizes.plain, [(SCALES, sizes.scales)]
+        plain, codes = sizes.plain, [(SCALES, max(0.0, 8 * sizes.codes - sum(sizes.bits.values())))]
         for leaf, bits in sizes.bits.items():
-            at = 0
-            for owner, n in owners[leaf]:
-                codes.append((owner, float(bits[at : at + n].sum()) if isinstance(bits, np.ndarray) else n * bits))
-                at += n
-        for owner, size in _whole_bytes(codes, sizes.codes):
+            numel = sum(n for _, n in owners[leaf])
+            codes += [(owner, bits * n / max(1, numel)) for owner, n in owners[leaf]]
+        ends = np.cumsum([0.0, *(bits for _, bits in codes)])
+        places = np.round(ends / (ends[-1] or 1.0) * sizes.codes).astype(int)
+        for (owner, _), size in zip(codes, np.diff(places).tolist(), strict=True):
             parts[owner] += size
     else:
         stored = stored_leaves(leaves, name)
@@ -112,11 +112,3 @@ def owners_of(plan: Any) -> dict[str, list[tuple[str, int]]]:
             shared = e.hypernet.shares and leaf.scope == "group"
             owners[f"{GNET}{e.name}/{name}"] = [(f"({e.name})", e.n_groups * each)] if shared else tiles
     return owners
-
-
-def _whole_bytes(parts: Iterable[tuple[str, float]], total: int) -> Iterable[tuple[str, int]]:
-    parts = list(parts)
-    ends = np.cumsum([0.0, *(bits for _, bits in parts)])
-    places = np.round(ends / (ends[-1] or 1.0) * total).astype(int)
-    places[-1] = total
-    return [(owner, int(size)) for (owner, _), size in zip(parts, np.diff(places), strict=True)]

@@ -22,7 +22,6 @@ from gbfunc.formats.steps import (
     Quantised,
     Seen,
     Steps,
-    by_leaf,
     in_period,
     joined,
     limits_of,
@@ -151,34 +150,28 @@ def _least(part: Part, numbers: Tensor, shifts: Tensor, alive: Tensor) -> int:
     return min(MOST, max(LEAST, math.ceil(most))) if math.isfinite(most) else LEAST
 
 
-def pack_steps(plan: Any, leaves: TensorMap, steps: Steps) -> tuple[bytes, float, dict[str, NDArray[np.float64]]]:
-    """Packs the parts; returns the stream, the bits of steps and widths, and the bits per number by leaf."""
+def pack_steps(plan: Any, leaves: TensorMap, steps: Steps) -> tuple[bytes, dict[str, float]]:
+    """Packs the parts; returns the stream and the bits by leaf, without the bits of steps and widths."""
     found = [one for one, _ in quantise(plan, leaves, steps)]
-    parts, widths = [one.part for one in found], [_width_and_bits(one)[0] for one in found]
+    parts, widths = [one.part for one in found], []
+    bits = {part.leaf: 0.0 for part in parts}
+    for one in found:
+        width, of_part = _width_and_bits(one)
+        widths.append(width)
+        bits[one.part.leaf] += of_part
     entries = _header(steps.of_parts(parts), LEAST, MOST) + _header(widths, NARROWEST, WIDEST)
-    head, bits = _bits_of(entries).sum(), []
     for one, width in zip(found, widths, strict=True):
-        of_part = np.zeros(one.part.shape)
         if width != NARROWEST:
             reaches, limits = _tables(one, width)
-            own = list(map(_entry, (_stored(one)[0] + reaches).tolist(), limits))
-            of_part[one.live.numpy()] = _bits_of(own)
-            entries += own
-        bits.append(of_part.reshape(-1))
-    numbers = {name: np.concatenate(of_parts) for name, of_parts in by_leaf(parts, bits).items()}
+            entries += map(_entry, (_stored(one)[0] + reaches).tolist(), limits)
     counters = counters_of(plan) if steps.statistics else []
     for name, own in zip(counters, counter_entries(leaves[k] for k in counters), strict=True):
-        numbers[name] = _bits_of(own).sum(keepdims=True)
+        bits[name] = sum(math.log2(total / frequency) for _, frequency, total in own)
         entries += own
     pieces = -(-len(entries) // PIECE)
     if pieces > 0xFFFF:
         raise ValueError(f"{len(entries):,} numbers are too many for codes with steps of their own")
-    return pieces.to_bytes(2, "little") + join(entries), head, numbers
-
-
-def _bits_of(entries: list[Entry]) -> NDArray[np.float64]:
-    of = np.array(entries, np.float64).reshape(-1, 3)
-    return np.log2(of[:, 2]) - np.log2(of[:, 1])
+    return pieces.to_bytes(2, "little") + join(entries), bits
 
 
 def _entry(symbol: int, limits: list[int]) -> Entry:

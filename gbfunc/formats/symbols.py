@@ -29,8 +29,6 @@ PIECE = 2048
 MAX_SYMBOLS = 1 << 18  # Most symbols in a stream of runs; each takes half a microsecond
 _BLOCK = 24  # Symbols that are read from a small integer at once
 _MOST_BYTES = 4  # Most bytes per symbol: no frequency is less than 1 of 2^21.
-# Fewest bits of a symbol: the most frequent symbol, with spread 1 and the centre at an end, is 4,097 of 4,356.
-LEAST_BITS = 1 / 12
 _ENDS = "its codes do not end where they should"
 
 # 2^12 * 2^(-i / 16)
@@ -61,21 +59,21 @@ class Run(NamedTuple):
     bits: int
     centres: Symbols
 
-    def costs(self) -> tuple[int, NDArray[np.float64]]:
-        """Finds the spread that takes the fewest bits; returns the spread and the bits per symbol [n]."""
+    def cost(self) -> tuple[float, int]:
+        """Finds the spread that takes the fewest bits; returns the bits and the spread."""
         centres, index = np.unique(self.centres, return_inverse=True)
         index = np.broadcast_to(index, self.symbols.shape)
         tables = (np.stack([_bits_of(self.bits, int(c), spread) for c in centres]) for spread in range(16))
-        found = [table[index, self.symbols] for table in tables] if self.symbols.size else [np.empty(0)]
-        return min(enumerate(found), key=lambda one: float(one[1].sum()))
+        found = [float(table[index, self.symbols].sum()) for table in tables] if self.symbols.size else [0.0]
+        return min(zip(found, range(16), strict=False))
 
 
-def pack_runs(runs: list[Run]) -> tuple[bytes, list[NDArray[np.float64]]]:
-    """Packs runs into a stream; returns the stream and, for each run, the bits per symbol [n]."""
+def pack_runs(runs: list[Run]) -> tuple[bytes, list[float]]:
+    """Packs runs into a stream; returns the stream and the bits of each run."""
     entries: list[Entry] = []
     costs = []
     for run in runs:
-        spread, bits = run.costs()
+        bits, spread = run.cost()
         entries.append((spread, 1, 16))
         centres = np.broadcast_to(run.centres, run.symbols.shape).tolist()
         for symbol, centre in zip(run.symbols.tolist(), centres, strict=True):
