@@ -55,12 +55,10 @@ class BaseTensors:
 
     @property
     def names(self) -> Collection[str]:
-        """Names of the parameters."""
         return self._first[0].keys()
 
     @property
     def buffer_names(self) -> Collection[str]:
-        """Names of the buffers."""
         return self._first[1].keys()
 
     def on(self, device: torch.device) -> tuple[Params, Params]:
@@ -84,7 +82,6 @@ class BaseTensors:
         return cast
 
     def tensor(self, name: str, device: torch.device) -> Tensor:
-        """A parameter on a device."""
         return self.on(device)[0][name]
 
     def describe(self, name: str = "", revision: str = "") -> Base:

@@ -64,7 +64,6 @@ class Piece(NamedTuple):
         return sum(b - a for a, b in self.rows), self.cols[1] - self.cols[0]
 
     def of(self, matrix_RC: Tensor) -> Tensor:
-        """Cut the block out of the matrix."""
         rows = [matrix_RC[a:b] for a, b in self.rows]
         return (rows[0] if len(rows) == 1 else torch.cat(rows))[:, slice(*self.cols)]
 
@@ -77,7 +76,6 @@ class Cut(NamedTuple):
     piece: Piece | None = None  # where the block lies in that matrix; None for all of it
 
     def crop(self, matrix_RC: Tensor) -> Tensor:
-        """Cut the block out of the matrix of the tiles."""
         return matrix_RC if self.piece is None else self.piece.of(matrix_RC)
 
 

@@ -23,8 +23,7 @@ import torch
 
 from tests.support.forgery import Genuine, forged, refused_or_usable
 from tests.support.zoo import step_of
-from tests.test_storage_genome_file_hostile import ODD, places, planted
-from tests.test_storage_genome_file_work import coded
+from tests.test_storage_genome_file_hostile import ODD, coded, places, planted
 
 FOLDER = Path(tempfile.mkdtemp())
 GENUINE = Genuine(FOLDER / "genuine")

@@ -22,7 +22,7 @@ from gbfunc.formats.layout import DOCUMENTS, WORDS, Allowed, inflate, unpack_pla
 from gbfunc.genome import unflat_genome
 from tests.support.step_cases import stored_with
 from tests.test_exporting_page import TYPES, every
-from tests.test_storage_genome_file_work import stream
+from tests.test_storage_genome_file_hostile import stream
 
 pytestmark = pytest.mark.process
 

@@ -82,19 +82,6 @@ def test_long_notes_stand_below_the_table() -> None:
     assert "[1]" not in gb.make_plan(nn.Linear(4, 3), gb.periodic(1)).report()
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ('{"version": 99, "hypernets": [], "encodings": [], "tensors": []}', "version 99 is not the one known"),
-        ('{"version": 2, "hypernets": [{"type": "x"}], "encodings": [], "tensors": []}', "not a hypernetwork"),
-        ('{"version": 2, "hypernets": [], "encodings": [{"type": "x"}], "tensors": []}', "not an encoding"),
-    ],
-)
-def test_what_is_no_plan(text: str, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        Plan.from_json(text)
-
-
 def _changed(**fields: Any) -> str:
     data = json.loads(gb.make_plan(nn.MultiheadAttention(4, 2), gb.periodic(1)).to_json())
     data["tensors"][0] |= fields

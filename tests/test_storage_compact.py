@@ -16,6 +16,7 @@ from gbfunc.formats.layout import DOCUMENTS, WORDS, deflate
 from gbfunc.formats.rounding import rounded
 from gbfunc.storage.genome_file import load_dtype
 from tests.support.forgery import Genuine, leaves_of, refused, refused_cheaply, refused_or_usable
+from tests.support.step_cases import random_steps
 from tests.support.trees_equal import bytes_of, copy_tree, same_bits
 from tests.support.zoo import ZOO, genome_of
 
@@ -23,10 +24,14 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
-def body(genuine: Genuine) -> bytes:
-    gb.save(genuine.folder / "codes", genuine.plan, genuine.genome, "int6")
-    data = (genuine.folder / "codes").read_bytes()
-    return data[3:4] + data[8:]
+def bodies(genuine: Genuine) -> dict[str, bytes]:
+    found = {}
+    for name, stored in {"int6": "int6", "steps": random_steps(genuine.plan, genuine.genome)}.items():
+        gb.save(genuine.folder / "codes", genuine.plan, genuine.genome, stored)
+        data = (genuine.folder / "codes").read_bytes()
+        found[name] = data[3:4] + data[8:]
+        assert forged(found[name]) == data
+    return found
 
 
 def forged(body: bytes) -> bytes:
@@ -113,24 +118,29 @@ def test_metadata_that_is_not_read_is_not_written(dtype: str | None, genuine: Ge
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_cut_and_every_flipped_byte_is_found(genuine: Genuine, body: bytes) -> None:
-    whole = (genuine.folder / "codes").read_bytes()
-    assert whole == forged(body)
-    for at in range(0, len(whole), 3):
+@pytest.mark.parametrize("name", ["int6", "steps"])
+def test_every_cut_and_every_flipped_byte_is_found(name: str, genuine: Genuine, bodies: dict[str, bytes]) -> None:
+    whole = forged(bodies[name])
+    for at in range(0, len(whole), 5):
         refused(whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :], genuine.folder)
         refused(whole[:at], genuine.folder)
+    refused(whole + b"\0", genuine.folder)
 
 
-@given(st.data())
-def test_a_body_with_anything_anywhere(genuine: Genuine, body: bytes, data: st.DataObject) -> None:
+@pytest.mark.parametrize("name", ["int6", "steps"])
+@given(data=st.data())
+def test_a_body_with_anything_anywhere(
+    name: str, genuine: Genuine, bodies: dict[str, bytes], data: st.DataObject
+) -> None:
+    body = bodies[name]
     at, n = data.draw(st.integers(0, len(body))), data.draw(st.integers(0, 9))
     path = genuine.folder / "anything"
     path.write_bytes(forged(body[:at] + data.draw(st.binary(max_size=9)) + body[at + n :]))
     refused_or_usable(path)
 
 
-def test_bodies_that_are_none(genuine: Genuine, body: bytes, tmp_path: Path) -> None:
-    plan = deflate(genuine.plan.to_json())
+def test_bodies_that_are_none(genuine: Genuine, bodies: dict[str, bytes], tmp_path: Path) -> None:
+    plan, body = deflate(genuine.plan.to_json()), bodies["int6"]
     rest = body[1 + len(plan) :]
     flood = zlib.compressobj(9, zlib.DEFLATED, -15, 9)
     bomb = flood.compress(b" " * (1 << 25)) + flood.flush()

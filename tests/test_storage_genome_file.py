@@ -1,7 +1,6 @@
 """The genome's file: exact but for its dtype, whole or absent, and nothing but a ValueError for whatever is not one."""
 
 import os
-import signal
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -160,20 +159,6 @@ def test_what_a_link_names_is_replaced_and_keeps_its_permissions(genuine: Genuin
     gb.save(link, *genome_of(ZOO["mlp"])[1:])
     assert link.is_symlink() and not path.is_symlink() and path.read_bytes() != genuine.data
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # the child does next to nothing
-def test_what_a_killed_save_left_is_removed_by_the_next(genuine: Genuine, tmp_path: Path) -> None:
-    path, other = tmp_path / "g", tmp_path / ".h.0123456789abcdef"
-    child = os.fork()
-    if not child:
-        os.fsync = lambda file: os.kill(os.getpid(), signal.SIGKILL)
-        gb.save(path, genuine.plan, genuine.genome)
-    assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    assert len(os.listdir(tmp_path)) == 1
-    other.touch()  # Of another file, which another program may be writing.
-    gb.save(path, genuine.plan, genuine.genome)
-    assert sorted(os.listdir(tmp_path)) == [other.name, "g"]
 
 
 SPOILT: dict[str, tuple[Callable[[gb.Genome], gb.Genome], str]] = {

@@ -74,7 +74,6 @@ def pack(document: str, leaves: TensorMap, bits: int, most: int = MAX_SYMBOLS) -
 
 
 def pack_with_steps(document: str, plan: Any, leaves: TensorMap, steps: Steps) -> tuple[bytes, Sizes]:
-    """Packs a document and all leaves of its plan, with floating-point leaves in codes with these steps."""
     narrow = narrow_stats(leaves)
     plain = _beside_steps(plan, leaves, narrow, steps.statistics)
     flags = STEPS + _NARROW * narrow + _STATISTICS * steps.statistics
@@ -161,7 +160,6 @@ class Compact(NamedTuple):
 
     @staticmethod
     def parse(data: bytes, allowed: Allowed) -> Compact:
-        """Reads a file that begins with `MAGIC`; raises ValueError for a damaged file."""
         checked = data[len(MAGIC) : len(MAGIC) + 1] + data[_HEAD:]
         if len(data) < _HEAD or data[_HEAD - 4 : _HEAD] != zlib.crc32(checked).to_bytes(4, "little"):
             raise ValueError("its checksum does not fit its content: the file is damaged")
@@ -174,7 +172,6 @@ class Compact(NamedTuple):
         return Compact(document, bits, flags, rest[len(rest) - n :], allowed)
 
     def leaves(self, plan: Any) -> Params:
-        """Reads the leaves; raises ValueError if they do not fit the plan."""
         expected, (plain, codes) = plan.leaves, self._split(plan)
         at, flat = 0, {}
         for dtype, names in names_by_dtype(plain).items():

@@ -52,7 +52,6 @@ class Allowed(NamedTuple):
         return Allowed(*(LIMITS[f"free{x}"] + int(LIMITS[f"{x.lower()}PerByte"] * n_bytes) for x in names))
 
     def check(self, what: str, count: int) -> None:
-        """Raises ValueError if a count exceeds the limit named `what`."""
         if count > (most := getattr(self, what)):
             more = "pass max_params=, the parameters that you allow, if you trust it"
             raise ValueError(f"it declares {count:,} {what}, and a file of its size may have {most:,}: {more}")
@@ -167,7 +166,6 @@ def _checked(packed: bytes) -> bytes:
 
 
 def check_most(owner: str, count: int, what: str, limit: str) -> None:
-    """Raises ValueError if a count exceeds a limit of the format."""
     if count > LIMITS[limit]:
         raise ValueError(f"{owner} has {count:,} {what}; a file holds at most {LIMITS[limit]:,}")
 

@@ -62,7 +62,6 @@ def stored_dtype(name: str, leaf: Tensor, dtype: str | None, narrow: bool = True
 
 
 def is_stat(name: str) -> bool:
-    """Returns True for the name of a running statistic of a norm."""
     return name.startswith(BUFFERS) and name.rpartition(".")[2] in _STATS
 
 
@@ -90,7 +89,6 @@ def block_size(shape: tuple[int, ...]) -> int:
 
 
 def encode(leaf: Tensor, bits: int) -> Codes:
-    """Quantises a leaf."""
     x_NK = leaf.detach().float().reshape(-1, max(1, block_size(tuple(leaf.shape))))
     most = 2**bits - 1
     low_N, high_N = x_NK.amin(1).clamp(max=0), x_NK.amax(1).clamp(min=0)

@@ -97,7 +97,6 @@ def file_bytes(
 
 
 def genome_file_bytes(plan: Any, dtype: Stored | None = None) -> int:
-    """Returns the size of a genome's file, header included: the sum of `file_bytes` without a genome."""
     return sum(file_bytes(plan, dtype).values())
 
 

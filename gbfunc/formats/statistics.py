@@ -37,18 +37,15 @@ def statistics_of(plan: Any) -> list[str]:
 
 
 def counters_of(plan: Any) -> list[str]:
-    """Lists the leaves that count batches."""
     scalars = (b for b in plan.buffers if b.dtype == "int64" and not b.shape)
     return sorted(f"{BUFFERS}{b.name}" for b in scalars if kind_of(b.name) == COUNTER)
 
 
 def kind_of(name: str) -> str:
-    """Returns the last part of a name."""
     return name.rpartition(".")[2]
 
 
 def sibling(name: str, kind: str) -> str:
-    """Returns the name of a second buffer of the same norm."""
     return name.removesuffix(kind_of(name)) + kind
 
 
@@ -85,14 +82,12 @@ def coded(name: str, leaf: Tensor, variances: Mapping[str, Tensor]) -> Tensor:
 
 
 def uncoded(name: str, u: Tensor, variances: Mapping[str, Tensor]) -> Tensor:
-    """Undoes `coded`, in float32."""
     if kind_of(name) == VARIANCE:
         return ((2 * u).exp() - LEAST_VARIANCE).clamp(min=0).float()
     return (u * variances[sibling(name, VARIANCE)].exp()).float()
 
 
 def counter_entries(counters: Iterable[Tensor]) -> Iterator[list[Entry]]:
-    """Yields the symbols per counter."""
     before = 0
     for counter in counters:
         difference, before = (int(counter) - before) % (1 << _SIZE), int(counter)
@@ -102,7 +97,6 @@ def counter_entries(counters: Iterable[Tensor]) -> Iterator[list[Entry]]:
 
 
 def read_counters(reader: Reader, names: Iterable[str]) -> Params:
-    """Undoes `counter_entries`."""
     found, before = {}, 0
     for name in names:
         size = reader.next(range(_SIZE + 2))

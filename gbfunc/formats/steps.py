@@ -71,17 +71,14 @@ class Steps:
 
     @property
     def statistics(self) -> bool:
-        """True if running statistics have steps."""
         return any(name.startswith(BUFFERS) for name, _ in self.indices)
 
     def of_parts(self, parts: Sequence[Part]) -> list[int]:
-        """Returns the index of the step for each part."""
         indices = {name: iter(of_leaf) for name, of_leaf in self.indices}
         return [next(indices[part.leaf]) for part in parts]
 
     @staticmethod
     def of(parts: Sequence[Part], indices: Sequence[int], rate: float = 0.0) -> Steps:
-        """Undoes `of_parts`."""
         return Steps(tuple((name, tuple(of_leaf)) for name, of_leaf in by_leaf(parts, indices).items()), rate)
 
 
@@ -114,17 +111,14 @@ class Part(NamedTuple):
     statistic: bool = False
 
     def of(self, leaf: Tensor) -> Tensor:
-        """Selects the rows of this part."""
         return leaf if self.last is None else leaf[self.first : self.last]
 
     @property
     def gain_key(self) -> tuple[str | None, int]:
-        """Name and first row of the gain."""
         return self.gain, self.first
 
 
 def by_leaf(parts: Sequence[Part], values: Sequence[V]) -> dict[str, list[V]]:
-    """Groups the values of parts by leaf."""
     found: dict[str, list[V]] = {}
     for part, value in zip(parts, values, strict=True):
         found.setdefault(part.leaf, []).append(value)
@@ -147,7 +141,6 @@ class Quantised(NamedTuple):
 
     @property
     def live(self) -> Tensor:
-        """`alive`, expanded to the shape of the part."""
         return self.alive.expand(self.part.shape)
 
 
@@ -291,7 +284,6 @@ def quantise(plan: Any, leaves: TensorMap, steps: Steps) -> Iterator[tuple[Quant
 
 
 def check_steps(plan: Any, steps: Steps) -> None:
-    """Raises ValueError if steps do not belong to a plan."""
     counts = Counter(part.leaf for part in parts_of(plan, steps.statistics))
     if {name: len(indices) for name, indices in steps.indices} != counts:
         raise ValueError("the steps are those of another plan: expected what gb.allocate_steps gives for this one")

@@ -53,11 +53,9 @@ class Unit:
 
     @property
     def cost(self) -> int:
-        """Total parameters of the slots at the present size and cut."""
         return self.cost_of(self.cut, self.size)
 
     def tiling(self, cut: tuple[int, int]) -> tuple[TileGrid, TileDims]:
-        """Return the tile grid of one slot, and the dimensions of a tile as its g-net sees them."""
         if cut not in self._tilings:
             if self.max_tile is None:
                 rows, cols = -(-self.matrix.rows // cut[0]), self._kernel * -(-self._channels // cut[1])
@@ -68,7 +66,6 @@ class Unit:
         return self._tilings[cut]
 
     def cost_of(self, cut: tuple[int, int], size: int) -> int:
-        """Return the total parameters of the slots at a size and cut."""
         grid, dims = self.tiling(cut)
         a_tile, a_group = _costs(self.hypernet, None if self.fixed else size, dims)
         return grid.n_tiles * (self.count * a_tile + (1 if self.hypernet.shares else self.count) * a_group)

@@ -41,7 +41,6 @@ class Ensemble:
 
     @property
     def n_tiles(self) -> int:
-        """Number of tiles."""
         return self.spans[-1].first + self.spans[-1].slot.grid.n_tiles
 
     @cached_property

@@ -18,7 +18,6 @@ _FEW_TILES, _FEW_FACTORED, _LARGE_TILE = 25, 9, 48
 
 
 def report(plan: Any, dtype: Stored | None, genome: GenomeLike | None, metadata: Any) -> str:
-    """Implement `Plan.report`."""
     name = None if dtype is None else stored_as(dtype)
     stored = "" if name is None else " in codes" if name == AUTO else f" as {name}"
     parts: dict[str, int] = {}

@@ -27,7 +27,6 @@ def check_kind(name: str, kind: str) -> None:
 
 
 def check_stored(name: str, dtype: str) -> None:
-    """Raise `ValueError` if genome files cannot hold the dtype."""
     if dtype not in DTYPES:
         raise ValueError(f"{name} is {dtype}, which no genome file holds: it has {', '.join(DTYPES)}")
 
@@ -72,7 +71,6 @@ class Slot:
 
     @property
     def dims(self) -> TileDims:
-        """Dimensions of a tile as its g-net sees them."""
         return tile_dims(self.grid, self.row_code, self.col_code)
 
     @property
@@ -140,7 +138,6 @@ class TensorPlan:
 
     @property
     def matrices(self) -> tuple[MatrixDims, ...]:
-        """The matrices that fold to the tensor."""
         return KINDS[self.kind].matrices(self.shape)
 
     @property
@@ -150,7 +147,6 @@ class TensorPlan:
 
     @property
     def numel(self) -> int:
-        """Number of entries."""
         return math.prod(self.shape)
 
 

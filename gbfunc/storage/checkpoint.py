@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as from_bytes
 from safetensors.torch import save as to_bytes
 
-from gbfunc.files import fcntl, remove_leftovers, replace_file
+from gbfunc.files import fcntl, replace_file
 from gbfunc.parallel import Mesh, from_rank_0, gather_objects, text_of
 from gbfunc.plan import Plan
 from gbfunc.train import ROLES, TrainStep
@@ -37,6 +37,7 @@ _NO_DIGEST = "0" * 64
 _IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")  # Change the speed, not the update
 _EXTRA, _TAG = "extra/", "$type"
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
+_LEFTOVER = re.compile(rf"\.{_NAME.pattern}\.[0-9a-f]{{16}}")  # Temporary files of `replace_file` after a kill
 
 
 class Checkpointer:
@@ -395,7 +396,9 @@ def _lock(folder: Path) -> int:
         raise OSError(error.errno, "another training is keeping checkpoints there", str(folder)) from error
     except OSError:
         return lock  # Without locks, a leftover file may be a write in progress.
-    remove_leftovers(folder, _NAME.pattern)
+    for file in folder.iterdir():
+        if _LEFTOVER.fullmatch(file.name):
+            file.unlink(missing_ok=True)
     return lock
 
 
