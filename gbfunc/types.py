@@ -18,7 +18,7 @@ Kernel: TypeAlias = Literal["auto", "eager", "compiled", "reference"]
 """The implementation of ReLU, periodic and bilinear g-nets.
 
 `"compiled"` is C++ on a CPU and Triton on a GPU; `"eager"` is PyTorch; `"reference"` is the definition, in PyTorch;
-`"auto"` is `"compiled"` where available and faster, otherwise `"eager"`.
+`"auto"` is `"compiled"` where available, otherwise `"eager"`.
 """
 
 Lazy: TypeAlias = bool | Literal["auto"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev
 from torch.utils._pytree import tree_leaves
 
-from gbfunc.hypernets.kernels import chunked_apply, eager, native, relu_matrix
+from gbfunc.hypernets.kernels import chunked_apply, relu, relu_matrix
 from gbfunc.tiling import TileGrid
 from gbfunc.types import Kernel
 from tests.support.kernel_cases import (
@@ -65,21 +64,13 @@ def test_large_matrices(kernel: Kernel, grid: TileGrid) -> None:
     assert_alike(found(kernel, grid, inputs), expected(grid, inputs), 1e-11)
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-@pytest.mark.parametrize("block", [1, 20, 2**20], ids=["rows", "rows of tiles", "whole"])
-def test_blocks_of_any_size_give_the_same_matrix_and_gradients(grid: TileGrid, block: int) -> None:
-    inputs = inputs_of(grid)
-    with patch.object(eager, "block_size", lambda _: block):
-        assert_alike(found("eager", grid, inputs), expected(grid, inputs), 1e-12)
-
-
 @NEEDS_COMPILER
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize(
     "grid", [TileGrid(70, 9, 70, 9), TileGrid(45, 600, 40, 300), TileGrid(130, 30, 13, 7)], ids=str
 )
 def test_any_number_of_threads_and_parts(grid: TileGrid, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_THREAD_WORK", 1)
+    monkeypatch.setattr(relu, "_THREAD_WORK", 1)
     inputs, before = inputs_of(grid, 11), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

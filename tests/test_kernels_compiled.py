@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from gbfunc.hypernets.kernels import native, relu_matrix, relu_tile
+from gbfunc.hypernets.kernels import native, relu_matrix
 from gbfunc.hypernets.kernels.waves import Side, waves
 from gbfunc.tiling import TileGrid
 from tests.support.kernel_cases import GRIDS, NEEDS_COMPILER, assert_alike, expected, found, inputs_of
@@ -26,10 +26,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache of compiled kernels, and a process that has loaded none."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     native.library.cache_clear()
-    native.is_available.cache_clear()
+    native._is_available.cache_clear()
     yield tmp_path / "gbfunc"
     native.library.cache_clear()
-    native.is_available.cache_clear()
+    native._is_available.cache_clear()
 
 
 @pytest.fixture
@@ -126,14 +126,9 @@ def test_tensors_without_memory_stay_out_of_compiled_programs(without_memory: An
     assert [x.shape for x in gradients] == [x.shape for x in inputs[2:]]
 
 
-def test_a_device_without_triton_falls_back_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The meta device stands for one whose tensors have memory and that Triton does not know.
-    monkeypatch.setattr(relu_tile, "have_memory", lambda _: True)
-    relu_tile._accelerator_form.cache_clear()
-    inputs = [x.detach().to("meta").requires_grad_() for x in inputs_of(TileGrid(160, 70, 80, 70), 100)]
-    with pytest.warns(RuntimeWarning, match="Triton does not work on 'meta'.*install triton") as caught:
-        for kernel in ("auto", "compiled"):
-            gradients = torch.autograd.grad(relu_matrix(*inputs, kernel=kernel).sum(), inputs[2:])
-    assert [x.shape for x in gradients] == [x.shape for x in inputs[2:]]
-    assert sum(w.category is RuntimeWarning for w in caught) == 1
-    relu_tile._accelerator_form.cache_clear()
+@pytest.mark.usefixtures("cache")
+def test_a_gpu_without_triton_falls_back_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "find_spec", lambda _: None)
+    with pytest.warns(RuntimeWarning, match="need Triton.*install triton") as caught:
+        assert not any(native.has_kernels("cuda", kernel) for kernel in ("auto", "compiled"))
+    assert len(caught) == 1

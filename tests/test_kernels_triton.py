@@ -15,7 +15,7 @@ import pytest
 import torch
 
 triton: Any = pytest.importorskip("triton", reason="triton is not installed (extra `triton`, Linux only)")
-form: Any = pytest.importorskip("gbfunc.hypernets.kernels.triton")
+form: Any = pytest.importorskip("gbfunc.hypernets.kernels.relu_triton")
 waves: Any = pytest.importorskip("gbfunc.hypernets.kernels.waves_triton")
 
 pytestmark = pytest.mark.process

@@ -16,7 +16,6 @@ from torch.func import grad, hessian, jvp, vmap
 
 import gbfunc as gb
 from gbfunc.hypernets.ensemble import Constants, Evaluation, dense_tiles, periodic_factors, with_factors
-from gbfunc.hypernets.kernels import native
 from gbfunc.hypernets.kernels.waves import Side, period_of, waves
 from gbfunc.types import Kernel, Params, TileDims
 from tests.support.kernel_cases import FAST, NEEDS_COMPILER, assert_alike, assert_trees_close
@@ -270,20 +269,6 @@ def test_what_is_frozen_or_not_used_has_no_gradient() -> None:
         torch.testing.assert_close(x.grad, y)
     assert sides[0].weight.grad is None
     assert sides[1].sine.grad is None
-
-
-def test_without_a_compiler_the_parts_make_them_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    native.library.cache_clear()
-    native.is_available.cache_clear()
-    try:
-        side = Case().side()
-        assert_alike(with_gradients(side, "auto"), with_gradients(side, "reference"), 0)
-        with pytest.raises(RuntimeError, match="found none of CXX='no-such-compiler'"):
-            waves([side], kernel="compiled")
-    finally:
-        native.library.cache_clear()
-        native.is_available.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64])

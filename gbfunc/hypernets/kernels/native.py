@@ -1,7 +1,4 @@
-"""Compiled kernels for a CPU, and the tile of a ReLU g-net (`relu.cpp`): one pass forward and one backward, no tiles.
-
-Suffixes: R, C rows and columns of a matrix; T tiles; r, c rows and columns of a tile; H hidden units.
-"""
+"""Kernels in C++, compiled at their first use."""
 
 from __future__ import annotations
 
@@ -15,16 +12,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from array import array
-from collections.abc import Sequence
+import warnings
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from gbfunc.files import replace_file
-from gbfunc.hypernets.kernels.eager import warn_of_use
-from gbfunc.tiling import TileGrid
+from gbfunc.types import Kernel
 
 _SOURCES = sorted(x for x in Path(__file__).parent.iterdir() if x.suffix in (".cpp", ".h"))
 _AVX2 = ("-mavx2", "-mfma")
@@ -68,52 +64,28 @@ def library() -> ctypes.CDLL:
 
 
 @functools.cache
-def is_available(*, warn: bool = True) -> bool:
-    """Return whether the compiled kernels are available; warns once with the reason if not."""
+def _is_available(device_type: str) -> bool:
+    """Return whether a device's compiler is available; warns once with the reason if not."""
     try:
-        library()
+        if device_type == "cpu":
+            library()
+        elif find_spec("triton") is None:
+            raise RuntimeError("the kernels of a GPU need Triton")
     except (OSError, RuntimeError) as error:
-        if warn:
-            warn_of_use(str(error), "a C++ compiler")
+        cure = "install a C++ compiler" if device_type == "cpu" else "install triton (gbfunc[triton])"
+        words = f"{error}; slower operators of PyTorch replace the kernels; {cure}, or ask for kernel='eager'"
+        warnings.warn(f"{words} to silence this", RuntimeWarning, stacklevel=4)
         return False
     return True
 
 
-_THREAD_WORK = 2**16  # Hidden activations per additional thread, about 10 us
+def has_kernels(device_type: str, kernel: Kernel) -> bool:
+    """Return whether compiled kernels compute on this type of device: C++ on "cpu", Triton on "cuda"."""
+    if kernel not in ("auto", "compiled") or device_type not in ("cpu", "cuda"):
+        return False
+    return (kernel == "compiled" and device_type == "cpu") or _is_available(device_type)
 
 
-def _sides(X: Tensor, Y: Tensor, *leaves: Tensor) -> array[int]:
-    """Pack `Sides` of `relu.cpp`: the arrays, code widths, and strides between the codes of tiles."""
-    steps = [0 if len(x) == 1 else x[0].numel() for x in (X, Y)]
-    return array("q", [*map(Tensor.data_ptr, (X, Y, *leaves)), X.shape[2], Y.shape[2], *steps])
-
-
-def _call(direction: str, grid: TileGrid, v: Tensor, parts: int, *arguments: Tensor | array[int]) -> None:
-    sizes = array("q", (grid.rows, grid.cols, grid.tile_rows, grid.tile_cols, v.shape[1], parts))
-    places = [x.data_ptr() if isinstance(x, Tensor) else x.buffer_info()[0] for x in (*arguments, sizes)]
-    threads = min(torch.get_num_threads(), 1 + grid.numel * v.shape[1] // _THREAD_WORK)
-    kind = {torch.float32: "f32", torch.float64: "f64"}[v.dtype]
-    getattr(library(), f"relu_{direction}_{kind}")(*map(ctypes.c_void_p, places), threads)
-
-
-def _parts(grid: TileGrid) -> int:
-    """Return the number of parts per tile; enough work items to balance threads of uneven speed."""
-    return max(1, min(-(-4 * torch.get_num_threads() // grid.n_tiles), grid.tile_rows // 16))
-
-
-def matrix(inputs: Sequence[Tensor], grid: TileGrid) -> Tensor:
-    """Generate the matrix [R, C] from X, Y, U, V, u, v and b, as `relu_matrix` takes them."""
-    *sides, v, b = (x.detach().contiguous() for x in inputs)
-    W_RC = v.new_empty(grid.rows, grid.cols)
-    _call("forward", grid, v, _parts(grid), _sides(*sides), v, b, W_RC)
-    return W_RC
-
-
-def gradients(g: Tensor, inputs: Sequence[Tensor], grid: TileGrid) -> tuple[Tensor, ...]:
-    """Compute the gradients of U, V, u, v and b from the gradient of the matrix [R, C]."""
-    g, *sides, v, b = (x.detach().contiguous() for x in (g, *inputs))
-    # Each part of a tile accumulates separate sums.
-    parts = _parts(grid)
-    sums = [x.new_zeros(parts, *x.shape) for x in (*sides[2:], v, b)]
-    _call("backward", grid, v, parts, g, _sides(*sides), v, array("q", map(Tensor.data_ptr, sums)))
-    return tuple(x.sum(0) if parts > 1 else x[0] for x in sums)
+def function(name: str, dtype: torch.dtype) -> Any:
+    """Return a function of the library for float32 or float64."""
+    return getattr(library(), f"{name}_{'f32' if dtype == torch.float32 else 'f64'}")

@@ -15,30 +15,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.autograd import forward_ad
+from torch import Tensor
 
 from gbfunc.hypernets.kernels import native
-from gbfunc.hypernets.kernels.chunked import Tensors
+from gbfunc.hypernets.kernels.operation import Tensors, have_memory, is_plain_needed
 from gbfunc.types import Factors, Kernel, Params
-
-
-def have_memory(tensors: Iterable[Tensor]) -> bool:
-    """Return whether compiled code can read the tensors; False for meta, fake, batched and subclassed tensors."""
-    try:
-        for x in tensors:
-            if type(x) not in (Tensor, nn.Parameter) or x.is_meta:
-                return False
-            x.data_ptr()
-    except RuntimeError:  # of `torch.autograd.grad(is_grads_batched=True)` or a transform of `torch.func`
-        return False
-    return True
 
 
 class Side(NamedTuple):
@@ -168,11 +154,10 @@ def _native(sides: Sequence[Side]) -> tuple[list[Tensor], Pull]:
         fields += (out.data_ptr(), 0, 0, 0, 0, tiles, groups, rows, width, features, step)
         fields += (side.cosine_first, side.period or max(rows, 1))
     waves = array("q", fields)  # Ten times faster than an array of ctypes.
-    kind = "f32" if outputs[0].dtype == torch.float32 else "f64"
     threads = min(torch.get_num_threads(), 1 + sum([x.numel() for x in outputs]) // _THREAD_WORK)
 
     def run(direction: str, waves: array[int]) -> None:
-        function = getattr(native.library(), f"waves_{direction}_{kind}")
+        function = native.function(f"waves_{direction}", outputs[0].dtype)
         function(ctypes.c_void_p(waves.buffer_info()[0]), ctypes.c_int64(len(sides)), threads)
 
     def pull(cotangents: Sequence[Tensor], kept: list[Tensor] = kept) -> list[Tensor]:
@@ -194,32 +179,21 @@ def _native(sides: Sequence[Side]) -> tuple[list[Tensor], Pull]:
     return outputs, pull
 
 
-@functools.cache
-def _triton(device_type: str) -> Backend | None:
-    """Return the GPU backend, or None if it fails a test with one row."""
-    try:
-        from gbfunc.hypernets.kernels.waves_triton import backend
-
-        one = torch.ones(1, 1, 1, dtype=torch.float32, device=device_type)
-        ((made,), _) = backend([Side(one, one)])
-        return backend if abs(float(made[0, 0, 0]) - math.sin(1)) < 1e-5 else None
-    except Exception:  # any error: no Triton, no driver, or no C compiler for Triton
-        return None
-
-
 def _backend(sides: Sequence[Side], leaves: Sequence[Tensor], kernel: Kernel) -> Backend | None:
-    if kernel not in ("auto", "compiled") or torch.compiler.is_compiling() or forward_ad._current_level >= 0:
-        return None
     # torch rejects the Function under any active transform, even one over p-net inputs.
-    if torch._C._are_functorch_transforms_active():
+    if is_plain_needed() or torch._C._are_functorch_transforms_active():
         return None
     kinds = {(x.dtype, x.device.type) for x in (*leaves, *[side.codes for side in sides])}
     (dtype, device), *others = kinds
     if others or dtype not in (torch.float32, torch.float64) or not have_memory(leaves):
         return None
+    if not native.has_kernels(device, kernel):
+        return None
     if device == "cpu":
-        return _native if kernel == "compiled" or native.is_available(warn=False) else None
-    return _triton(device) if device == "cuda" else None
+        return _native
+    from gbfunc.hypernets.kernels.waves_triton import backend
+
+    return backend
 
 
 def _in_parts(sides: Sequence[Side], *leaves: Tensor) -> Tensors:

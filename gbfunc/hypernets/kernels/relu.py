@@ -1,0 +1,178 @@
+"""Matrices of ReLU g-nets, `W[i, j] = b + sum_h v[h] relu(A[i, h] + B[j, h])` with `A = X U + u` and `B = Y V`.
+
+X and Y are codes of rows and columns. With `g` the cotangent of a tile, and the sums over active columns and rows
+`SA[i, h] = sum_j g[i, j] [A[i, h] + B[j, h] > 0]` and `SB[j, h]`, the gradients are `dA = SA v`, `dB = SB v`,
+`dv[h] = sum_i A SA + sum_j B SB` and `db = sum_ij g`: no pass keeps a hidden activation per weight.
+
+Both passes are in C++ (`relu.cpp`), in Triton (`relu_triton.py`), and here in PyTorch for other devices and machines
+without a compiler. Forward mode and second derivatives evaluate the definition.
+
+Suffixes: T tiles; U 1 or T; R, C rows and columns of a matrix; r, c of a tile; p, q widths of codes; H hidden units.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from array import array
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gbfunc.hypernets.base import project
+from gbfunc.hypernets.kernels import native
+from gbfunc.hypernets.kernels.operation import Operation, Tensors
+from gbfunc.tiling import TileGrid, join_stack, split_stack
+from gbfunc.types import Kernel
+
+Pass = Callable[..., Tensors]
+
+_THREAD_WORK = 2**16  # Hidden activations per additional thread, about 10 us
+
+
+def _sides(X: Tensor, Y: Tensor, U: Tensor, V: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute A [T, r, H] and B [T, c, H]."""
+    return project(X, U) + u.unsqueeze(-2), project(Y, V)
+
+
+def _definition(grid: TileGrid, *inputs: Tensor) -> Tensors:
+    """Compute the matrix by its definition, with O(T r c H) memory."""
+    *sides, v, b = inputs
+    A, B = _sides(*sides)
+    hidden_TrcH = torch.relu(A.unsqueeze(-2) + B.unsqueeze(-3))
+    return (join_stack((hidden_TrcH * v[:, None, None]).sum(-1) + b[:, None, None], grid),)
+
+
+def _traced(A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensor:
+    """Generate tiles for compilers, `W[i, j] = b + sum_h [A + B > 0] (v[h] A[i, h] + v[h] B[j, h])`.
+
+    The automatic derivative is the two sums of the hand-derived backward pass: half the time of the plain expression.
+    """
+    active_TrcH = A.unsqueeze(-2) + B.unsqueeze(-3) > 0
+    terms_TrcH = (A * v.unsqueeze(-2)).unsqueeze(-2) + (B * v.unsqueeze(-2)).unsqueeze(-3)
+    return torch.where(active_TrcH, terms_TrcH, 0).sum(-1) + b[:, None, None]
+
+
+def _by_hidden(A_TrH: Tensor, B_TcH: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Iterate over hidden units: [T, r, 1] and [T, 1, c] with whole rows of c in memory."""
+    return zip(A_TrH.permute(2, 0, 1)[..., None], B_TcH.permute(2, 0, 1).contiguous()[..., None, :], strict=True)
+
+
+def _blocks(*tensors: Tensor) -> Iterator[Tensors]:
+    """Cut tensors along the tiles into blocks of 2**18 weights of the first tensor, [T, r, c], which fit in a cache."""
+    n = max(1, 2**18 // tensors[0][0].numel())
+    return zip(*(x.split(n) for x in tensors), strict=True)
+
+
+def _tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor, grid: TileGrid) -> Tensor:
+    """Generate the matrix of some tiles: [T, r, H], [T, c, H], [T, H], [T] -> [R, C]."""
+    made_Trc = b[:, None, None].repeat(1, *A.shape[1:2], B.shape[1])
+    for W_Trc, A_TrH, B_TcH, v_TH in _blocks(made_Trc, A, B, v):
+        hidden_Trc = torch.empty_like(W_Trc)
+        for h, sides in enumerate(_by_hidden(A_TrH, B_TcH)):
+            W_Trc.addcmul_(torch.add(*sides, out=hidden_Trc).clamp_min_(0), v_TH[:, h, None, None])
+    return join_stack(made_Trc, grid)
+
+
+def _gradients(g: Tensor, A: Tensor, B: Tensor, v: Tensor, grid: TileGrid) -> Tensors:
+    """Compute the gradients of A, B, v and b, with their shapes, from the gradient of the matrix [R, C]."""
+    blocks = list[Tensors]()
+    for g_Trc, A_TrH, B_TcH in _blocks(split_stack(g, grid), A, B):
+        active_Trc, sums = torch.empty_like(g_Trc), list[Tensors]()
+        for sides in _by_hidden(A_TrH, B_TcH):
+            torch.add(*sides, out=active_Trc)
+            # One pass for `g * (x > 0)`; a mask would take two.
+            torch.ops.aten.threshold_backward.grad_input(g_Trc, active_Trc, 0, grad_input=active_Trc)
+            sums.append((active_Trc.sum(2), active_Trc.sum(1)))
+        blocks.append((*(torch.stack(x, -1) for x in zip(*sums, strict=True)), g_Trc.sum((1, 2))))
+    SA_TrH, SB_TcH, db_T = map(torch.cat, zip(*blocks, strict=True))
+    dv_TH, v_T1H = (A * SA_TrH).sum(1) + (B * SB_TcH).sum(1), v.unsqueeze(1)
+    return SA_TrH * v_T1H, SB_TcH * v_T1H, dv_TH, db_T
+
+
+def _in_cpp(grid: TileGrid) -> tuple[Pass, Pass]:
+    # Several parts per tile balance threads of uneven speed.
+    parts = max(1, min(-(-4 * torch.get_num_threads() // grid.n_tiles), grid.tile_rows // 16))
+
+    def packed(X: Tensor, Y: Tensor, *leaves: Tensor) -> array[int]:
+        """Pack `Sides` of `relu.cpp`: the arrays, code widths, and strides between the codes of tiles."""
+        steps = [0 if len(x) == 1 else x[0].numel() for x in (X, Y)]
+        return array("q", [*map(Tensor.data_ptr, (X, Y, *leaves)), X.shape[2], Y.shape[2], *steps])
+
+    def call(direction: str, v: Tensor, *arguments: Tensor | array[int]) -> None:
+        sizes = array("q", (grid.rows, grid.cols, grid.tile_rows, grid.tile_cols, v.shape[1], parts))
+        places = [x.data_ptr() if isinstance(x, Tensor) else x.buffer_info()[0] for x in (*arguments, sizes)]
+        threads = min(torch.get_num_threads(), 1 + grid.numel * v.shape[1] // _THREAD_WORK)
+        native.function(f"relu_{direction}", v.dtype)(*map(ctypes.c_void_p, places), threads)
+
+    def run(*inputs: Tensor) -> Tensors:
+        *sides, v, b = (x.contiguous() for x in inputs)
+        W_RC = v.new_empty(grid.rows, grid.cols)
+        call("forward", v, packed(*sides), v, b, W_RC)
+        return (W_RC,)
+
+    def pull(*tensors: Tensor) -> Tensors:
+        g, *sides, v, b = (x.contiguous() for x in tensors)
+        # Each part of a tile accumulates separate sums.
+        sums = [x.new_zeros(parts, *x.shape) for x in (*sides[2:], v, b)]
+        call("backward", v, g, packed(*sides), v, array("q", map(Tensor.data_ptr, sums)))
+        return tuple(x.sum(0) if parts > 1 else x[0] for x in sums)
+
+    return run, pull
+
+
+def _in_python(grid: TileGrid, tiles: Any, gradients: Any) -> tuple[Pass, Pass]:
+    def run(*inputs: Tensor) -> Tensors:
+        *sides, v, b = inputs
+        return (tiles(*_sides(*sides), v, b, grid),)
+
+    def pull(g: Tensor, *inputs: Tensor) -> Tensors:
+        *sides, v, _ = inputs
+        dA, dB, dv, db = gradients(g, *_sides(*sides), v, grid)
+        return sides[0].mT @ dA, sides[1].mT @ dB, dA.sum(1), dv, db
+
+    return run, pull
+
+
+def relu_matrix(X: Tensor, Y: Tensor, *leaves: Tensor, grid: TileGrid | None = None, kernel: Kernel = "auto") -> Tensor:
+    """Generate the matrix [R, C] of ReLU g-nets, or their tiles [T, r, c] without a grid.
+
+    Every kernel computes half precisions in float32, returns the dtype of the leaves, and is differentiable to any
+    order in the leaves (not in the codes), in reverse and forward mode, under `torch.func` and `torch.vmap`. Within
+    `torch.compile`, "auto", "eager" and "compiled" are one expression that becomes part of the graph.
+
+    Args:
+        X: codes of the rows [U, r, p].
+        Y: codes of the columns [U, c, q].
+        *leaves: weights of the codes U [T, p, H] and V [T, q, H], biases u [T, H] of the hidden units, weights v [T, H]
+            and bias b [T] of the last layer.
+        grid: the tiles of the matrix.
+        kernel: "compiled" is, on a CPU, a C++ loop that is compiled once and kept in `$XDG_CACHE_HOME/gbfunc` or
+            `~/.cache/gbfunc`, and on a GPU a Triton kernel; "eager" takes one hidden unit after the other; "auto" is
+            "compiled", or after a warning "eager" if there is no compiler; "reference" is the plain expression, of
+            O(T r c H) memory.
+
+    Raises:
+        RuntimeError: if `kernel="compiled"` on a CPU, and no C++ compiler works.
+    """
+    (tiles, hidden), rows, cols, dtype = leaves[3].shape, X.shape[-2], Y.shape[-2], leaves[3].dtype
+    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    inputs = [x.to(wide) for x in (X, Y, *leaves)]
+    whole = grid or TileGrid(tiles * rows, cols, rows, cols)
+    if torch.compiler.is_compiling():
+        made = join_stack(_traced(*_sides(*inputs[:5]), *inputs[5:]), whole)
+    elif kernel == "reference" or not tiles * hidden:
+        (made,) = _definition(whole, *inputs)
+    else:
+        if not native.has_kernels(X.device.type, kernel):
+            passes = _in_python(whole, _tiles, _gradients)
+        elif X.device.type == "cpu":
+            passes = _in_cpp(whole)
+        else:
+            from gbfunc.hypernets.kernels import relu_triton
+
+            passes = _in_python(whole, relu_triton.tiles, relu_triton.gradients)
+        (made,) = Operation(functools.partial(_definition, whole), *passes, constants=2).apply(*inputs)
+    return (made.unflatten(0, (tiles, rows)) if grid is None else made).to(dtype)
