@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gbfunc.cli import main
 from gbfunc.formats import bytes_each
-from gbfunc.lab.compare import METHODS, PRETRAINED_METHODS, REFERENCES, methods_for, reference_problem
+from gbfunc.lab.compare import PRETRAINED_METHODS, REFERENCES, reference_problem
 from gbfunc.lab.compare.adapters import ADAPTERS, FULL, Adapted
 from gbfunc.lab.compare.base import HEAD, BudgetTooSmall, Method, Problem, Trained, unpack
 from gbfunc.lab.compare.rows import measure
@@ -190,28 +190,19 @@ def test_foreign_tensors_are_known(name: str, task: Task) -> None:
     assert list(adapter.fill(attached, {**adapter.state(attached), "other": torch.zeros(1)})) == ["other"]
 
 
-def test_a_pretrained_network_has_its_methods(task: Task) -> None:
-    scratch = replace(task, pnet=PNet("bert", make=new_bert))
-    assert methods_for(scratch, torch.float32) is METHODS
-    assert methods_for(task, torch.float16) is PRETRAINED_METHODS
-    both = methods_for(task, torch.float32)
-    twins = [f"{name}_float16" for name in PRETRAINED_METHODS if name not in ("genome_int7", "genome_auto")]
-    assert list(both) == [*PRETRAINED_METHODS, *twins]
-
-
 def test_the_command_compares_adapters_with_all_weights(
     task: Task, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gbfunc.cli.compare.load_task", lambda options: task)
-    methods = ["--methods", "bitfit", "bitfit_float16", "full_fine_tuning"]
-    options = ["compare", "--bytes", "250", "8000", "--quick", *methods, "--out", str(tmp_path)]
+    methods = ["--methods", "bitfit", "linear_probe", "full_fine_tuning"]
+    options = ["compare", "--bytes", "300", "8000", "--quick", *methods, "--out", str(tmp_path)]
     assert main(options) == 0
     told = capsys.readouterr()
     results = json.loads((tmp_path / "compare.json").read_text())
     rows = [(row["method"], row["budget"]) for row in results["rows"]]
     every = reference_problem(problem_of(task, 8_000)).budget
-    assert rows == [("bitfit_float16", 250), ("bitfit", 8_000), ("bitfit_float16", 8_000), ("full_fine_tuning", every)]
-    assert [(c["method"], c["budget"]) for c in results["choices"] if c["settings"] is None] == [("bitfit", 250)]
+    assert rows == [("linear_probe", 300), ("linear_probe", 8_000), ("bitfit", 8_000), ("full_fine_tuning", every)]
+    assert [(c["method"], c["budget"]) for c in results["choices"] if c["settings"] is None] == [("bitfit", 300)]
     test = 100 * results["rows"][-1]["test"]
     assert f"full_fine_tuning ({every:,} bytes): {test:.2f}" in told.out and f"{every:,} bytes" not in told.out[:200]
     assert (tmp_path / "tradeoff.png").read_bytes().startswith(b"\x89PNG")

@@ -33,7 +33,7 @@ def run_compare(options: Compare) -> None:
     task = load_task(DataOptions(**{field.name: getattr(options, field.name) for field in fields(DataOptions)}))
     dtype = getattr(torch, options.dtype)
     references = lab.REFERENCES if is_pretrained(task) else {}
-    chosen = choose({**lab.methods_for(task, dtype), **references}, options.methods, "--methods")
+    chosen = choose({**lab.methods_for(task), **references}, options.methods, "--methods")
     references = {name: method for name, method in chosen.items() if name in references}
     methods = {name: method for name, method in chosen.items() if name not in references}
     problems = _problems(options, task, dtype)

@@ -11,11 +11,8 @@ adapters of it (`methods_for`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
-import torch
-
-from gbfunc.lab.compare.adapters import ADAPTERS, FULL, Adapted
+from gbfunc.lab.compare.adapters import ADAPTERS, FULL
 from gbfunc.lab.compare.base import Dense, Method, Problem, is_pretrained
 from gbfunc.lab.compare.genome import GenomeOf
 from gbfunc.tasks import Task
@@ -46,14 +43,9 @@ REFERENCES: Mapping[str, Method] = {"full_fine_tuning": FULL}
 """References of adapters, of any size."""
 
 
-def methods_for(task: Task, dtype: torch.dtype) -> Mapping[str, Method]:
-    """Find the methods that fit a task's p-net; with float32, adapters are also there stored in float16."""
-    if not is_pretrained(task):
-        return METHODS
-    if dtype != torch.float32:
-        return PRETRAINED_METHODS
-    plain = {k: m for k, m in PRETRAINED_METHODS.items() if isinstance(m, Adapted | GenomeOf) and m.stored is None}
-    return {**PRETRAINED_METHODS, **{f"{k}_float16": replace(m, stored=torch.float16) for k, m in plain.items()}}
+def methods_for(task: Task) -> Mapping[str, Method]:
+    """Find the methods that fit a task's p-net."""
+    return PRETRAINED_METHODS if is_pretrained(task) else METHODS
 
 
 def reference_problem(problem: Problem) -> Problem:

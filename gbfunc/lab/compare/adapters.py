@@ -90,7 +90,6 @@ class Adapted:
     most: Callable[[Linears, Kinds, Settings], int] | None = None  # the largest one, from 1 on
     options: tuple[Settings, ...] = ({},)  # other options, each a shape of its own
     fixed: Settings | None = None  # options of every shape
-    stored: torch.dtype | None = None  # instead of the problem's dtype
 
     def attach(self, net: nn.Module, settings: Settings) -> nn.Module:
         """Change the base in place; trained tensors then require gradients."""
@@ -127,7 +126,7 @@ class Adapted:
                 yield len(sizes) + blocks - 1, partial(rung, kinds, sizes, options)
 
     def candidates(self, problem: Problem) -> list[Settings]:
-        net, dtype = problem.task.build(0).to("meta"), self.stored or problem.dtype
+        net, dtype = problem.task.build(0).to("meta"), problem.dtype
         ladders, shapes = list(self.ladders(net)), list[Settings]()
         for rungs, rung in ladders:
             most = base.largest(lambda n, rung=rung: self.length(net, rung(n), dtype) <= problem.budget, rungs)
@@ -146,7 +145,7 @@ class Adapted:
         net = self._attached(problem.task.build(seed), about["adapter"], seed)
         leaves = [p for p in net.parameters() if p.requires_grad]
         base.train_net(problem, leaves, net, settings["lr"], seed)
-        data = base.pack(self.state(net), self.stored or problem.dtype, about)
+        data = base.pack(self.state(net), problem.dtype, about)
         return Trained(data, sum(leaf.numel() for leaf in leaves))
 
     def load(self, data: bytes, task: Task) -> Net:

@@ -10,13 +10,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-
 import gbfunc as gb
-from gbfunc.formats import AUTO, StoredDtype, genome_file_bytes, stored_name
+from gbfunc.formats import AUTO, genome_file_bytes, stored_name
 from gbfunc.formats.layout import stored_leaves
 from gbfunc.lab.compare import base
-from gbfunc.lab.compare.base import BudgetTooSmall, Problem, Settings, Trained, grid, is_pretrained
+from gbfunc.lab.compare.base import BudgetTooSmall, Problem, Settings, Trained, grid
 from gbfunc.tasks import Net, Task
 from gbfunc.tasks.training import fit, genome_trainer, going_on, slowed
 from gbfunc.trees import GNET
@@ -66,7 +64,7 @@ class GenomeOf:
 
     hypernet: str  # the type, a key of `HYPERNETS`
     rates: tuple[float, ...] = ()  # learning rates to choose from; none: the recipe's for that size, and twice that
-    stored: StoredDtype | None = None  # instead of the problem's dtype: a dtype, "int2" to "int8", or "auto"
+    stored: str | None = None  # instead of the problem's dtype: "int2" to "int8", or "auto"
 
     def candidates(self, problem: Problem) -> list[Settings]:
         """Also try narrower p-nets while direct parameters fill much of the budget, and a wider one for large budgets.
@@ -129,11 +127,5 @@ class GenomeOf:
     def _plan(self, problem: Problem, about: Mapping[str, Any]) -> tuple[Task, gb.Plan]:
         """The task with the net that its file is `about`, and the genome that fills the budget."""
         dtype, task = self.stored or problem.dtype, problem.task.with_pnet(base.pnet_about(about, problem.task))
-        if self.hypernet == "periodic" and dtype == torch.float32 and not about and not is_pretrained(task):
-            # The very genome whose file the budget is, where it was not given in bytes.
-            with suppress(BudgetTooSmall):
-                plan = plan_for(task, self.hypernet, genome_params=problem.size)
-                if genome_file_bytes(plan) == problem.budget:
-                    return task, plan
         left = problem.budget - (_METADATA + len(json.dumps(about)) if about else 0)
         return task, plan_for(task, self.hypernet, genome_bytes=left, stored=dtype)
