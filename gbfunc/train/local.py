@@ -122,15 +122,9 @@ class LocalTrainStep(TrainStep):
             raise ValueError("the state is not this rank's part: train_step.shard(state) makes it of a whole one")
         state = self._begun(gnet_params)
         local = state.opt
-        mine = {**_leaves(state), "rows": local.rows, **flatten_tree(local.inner, "opt/")}
-        ranks = stack_ranks(self.mesh, mine)
-        rows, means = ranks["rows"], {k: x[0] for k, x in ranks.items()}
-        for k in self._exchanged:
-            x, first = ranks[k], local.start[k]
-            change = taken_off(first, x).to(torch.promote_types(x.dtype, torch.float32))
-            parts = (rows / rows.sum().clamp(min=1)).to(change).reshape(-1, *(1,) * first.ndim)
-            means[k] = first - (change * parts).sum(0).to(first.dtype)
-        return _with_leaves(state, means)._replace(opt=WholeLocalState(local.start, local.outer, ranks))
+        ranks = stack_ranks(self.mesh, {**_leaves(state), "rows": local.rows, **flatten_tree(local.inner, "opt/")})
+        whole = {k: x[0] for k, x in ranks.items()} | self._averaged(state)[2]
+        return _with_leaves(state, whole)._replace(opt=WholeLocalState(local.start, local.outer, ranks))
 
     def fitted(self, tensors: Params) -> Params:
         """A saved whole state's tensors, flat by name, for as many ranks as there are: rank r gets those of r mod n."""
@@ -147,19 +141,22 @@ class LocalTrainStep(TrainStep):
         start = {k: named[k].detach().clone() for k in self._exchanged}
         return state._replace(opt=local._replace(start=start, rows=torch.zeros_like(local.rows)))
 
+    def _averaged(self, state: TrainState) -> tuple[Tensor, Params, Params]:
+        """The rows of all ranks, the mean of the ranks' changes, and the leaves after the mean change."""
+        named, start = _leaves(state), state.opt.start
+        changes = [taken_off(start[k], named[k]) for k in self._exchanged]
+        total, means = weighted_mean(self._layout, state.opt.rows, changes)
+        mean = dict(zip(self._exchanged, means, strict=True))
+        return total, mean, {k: start[k] - mean[k] if total > 0 else start[k].clone() for k in self._exchanged}
+
     def _stepped(self, state: TrainState) -> TrainState:
         """The state after an exchange; the one before the round if no rank had a finite step."""
-        named, local = _leaves(state), state.opt
-        start, outer, rows = local.start, local.outer, local.rows
-        changes = [taken_off(start[k], named[k]) for k in self._exchanged]
-        total, means = weighted_mean(self._layout, rows, changes)
-        mean = dict(zip(self._exchanged, means, strict=True))
-        new = {k: start[k] - mean[k] if total > 0 else start[k].clone() for k in self._exchanged}
+        outer, (total, mean, new) = state.opt.outer, self._averaged(state)
         if total > 0:
-            delta, before = ({k: of[k] for k in self._trained} for of in (mean, start))
+            delta, before = ({k: of[k] for k in self._trained} for of in (mean, state.opt.start))
             stepped, outer = self._outer.update(delta, outer, before, self._roles)
             new |= stepped
-        return self._begun(_with_leaves(state, named | new)._replace(opt=local._replace(outer=outer)))
+        return _with_leaves(state, _leaves(state) | new)._replace(opt=state.opt._replace(outer=outer))
 
 
 def nesterov(lr: float = 1.0, momentum: float = 0.5) -> Optimizer:
