@@ -191,8 +191,6 @@ class ControlProblem(GenomeProblem):
     """
 
     def __init__(self, plan: Plan, pnet: nn.Module, env: str, *, episodes: int = 1, **options: Any) -> None:
-        if type(episodes) is not int or episodes < 1:
-            raise ValueError(f"episodes must be a positive number, got {episodes!r}")
         self.env, self.episodes, self.env_steps = find_environment(env), episodes, 0
         if len(self.env.inputs) != 1:
             raise ValueError(f"environment {env!r} must have vectors as observations, got images {self.env.inputs}")

@@ -143,8 +143,6 @@ def test_what_cannot_be_allocated(trained: Any) -> None:
     moved, _ = other(other.init(0), batch)
     with pytest.raises(ValueError, match=r"as Adam has them after a step: its optimizer keeps \['momentum_buffer'\]"):
         gb.allocate_steps(plan, moved, 400)
-    with pytest.raises(TypeError, match="takes the state of a training, got a Genome"):
-        gb.allocate_steps(plan, gb.Genome(state.gnets, state.direct, state.buffers), 400)  # pyright: ignore[reportArgumentType]
     steps = gb.allocate_steps(plan, state, 400)
     wrong = gb.make_plan(pnet, genome_params=300)
     with pytest.raises(ValueError, match="the steps are those of another plan"):

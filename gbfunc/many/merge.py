@@ -21,11 +21,8 @@ def check_genomes(plan: Plan, genomes: Sequence[GenomeLike], pnet: nn.Module) ->
     check_plan(plan, pnet)
     if not len(genomes):
         raise ValueError("expected at least one genome, got none")
-    for i, genome in enumerate(genomes):
-        try:
-            check_genome(plan, genome)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"genome {i}: {error}") from None
+    for genome in genomes:
+        check_genome(plan, genome)
 
 
 def merge_genomes(

@@ -27,8 +27,6 @@ _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked", "
 """Buffers that layers update in training mode: those of batch norm and of spectral norm, old and new."""
 _OWN = frozenset({*vars(nn.Module()), "_flat_weights"})
 """Attributes in which modules register tensors; recurrent layers refresh `_flat_weights` themselves."""
-_DEPTH = 4
-"""Nesting of the containers that the scan of attributes opens."""
 
 
 class ParameterInfo(NamedTuple):
@@ -61,7 +59,6 @@ def check_pnet(pnet: nn.Module) -> None:
                 where = f" at {name!r}" if name else ""
                 raise ValueError(f"the p-net is wrapped in {base}{where}: {_WRAPPERS[base]}")
     named = named_tensors(pnet)
-    parameters: dict[Tensor, str] = {x: name for name, x in reversed(named) if isinstance(x, nn.Parameter)}
     for name, tensor in named:
         what = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
         if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
@@ -69,9 +66,6 @@ def check_pnet(pnet: nn.Module) -> None:
         if tensor.layout != torch.strided or tensor.is_nested:
             layout = "nested" if tensor.is_nested else tensor.layout
             raise ValueError(f"{what} {name!r} has the layout {layout}: make it dense (torch.strided)")
-        if what == "parameter" and (parameter := parameters.get(tensor)) not in (None, name):
-            cure = f"read self.{parameter}, or register a copy (.detach().clone())"
-            raise ValueError(f"buffer {name!r} is the parameter {parameter!r} itself: {cure}")
         if what == "parameter" and (tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)):
             raise ValueError(
                 f"the parameter {name!r} has a hook on its gradient, which no generated weight would have: remove it, "
@@ -100,7 +94,7 @@ def _check_attributes(pnet: nn.Module) -> None:
     for path, module in pnet.named_modules():
         for key, value in vars(module).items():
             attribute = f"{path}.{key}".lstrip(".")
-            for x in () if key in _OWN or attribute in computed else _arrays_in(value, _DEPTH):
+            for x in () if key in _OWN or attribute in computed else _arrays_in(value):
                 if name := memory.get(_address(x)):
                     raise ValueError(
                         f"the attribute {attribute!r} of the p-net shares memory with its parameter {name!r}, where "
@@ -108,7 +102,7 @@ def _check_attributes(pnet: nn.Module) -> None:
                     )
 
 
-def _arrays_in(value: Any, depth: int) -> Iterator[Tensor | np.ndarray]:
+def _arrays_in(value: Any, depth: int = 4) -> Iterator[Tensor | np.ndarray]:
     if isinstance(value, Tensor | np.ndarray):
         yield value
     elif depth and isinstance(value, dict | list | tuple | set):

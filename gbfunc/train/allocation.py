@@ -49,14 +49,11 @@ def allocate_steps(
     Raises:
         ValueError: for an optimizer without squares or before its first step, squares that are not finite, a state that
             does not fit the plan, too few bytes, or a frozen parameter with numbers that no steps hold.
-        TypeError: for anything but a state.
 
     >>> steps = gb.allocate_steps(plan, state, genome_bytes=1_000, batch_size=128)  # doctest: +SKIP
     >>> train_step = gb.make_train_step(plan, pnet, loss_fn, optimizer, rounding=steps)  # doctest: +SKIP
     >>> gb.save("net.genome", plan, state, steps)  # doctest: +SKIP
     """
-    if not isinstance(gnet_params, TrainState):
-        raise TypeError(f"allocate_steps takes the state of a training, got a {type(gnet_params).__name__}")
     check_genome(plan, gnet_params, buffers=False)
     leaves = stored_tensors(gnet_params)
     squares, text = _squares(gnet_params.opt), document(plan, metadata)

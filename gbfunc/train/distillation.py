@@ -38,7 +38,7 @@ def distillation(
         dim: the dimension of the classes in the outputs.
 
     Raises:
-        TypeError: if the teacher is no module, or outputs are neither a tensor nor an object with `logits`.
+        TypeError: if outputs are neither a tensor nor an object with `logits`.
         ValueError: for a weight or temperature out of range; in a step, for outputs and targets whose shapes differ.
 
     >>> import gbfunc as gb
@@ -50,8 +50,6 @@ def distillation(
     >>> sorted(info.aux)
     ['teacher_kl']
     """
-    if not isinstance(teacher, nn.Module):
-        raise TypeError(f"teacher must be a module, got a {type(teacher).__name__}")
     if not 0 <= weight <= 1:
         raise ValueError(f"weight must be from 0 to 1, got {weight}")
     if not 0 < temperature < math.inf:

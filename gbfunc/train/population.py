@@ -56,8 +56,6 @@ class Population:
 
     def init(self, seeds: Sequence[int] | None = None, *, device: torch.device | str | None = None) -> TrainState:
         """Fresh states, each that of `train_step.init(seed)`; the seeds are 0, 1, ..., n - 1 unless given."""
-        if isinstance(seeds, int):
-            raise TypeError(f"init takes a seed for each member, such as range({self.n}), got {seeds}")
         given = range(self.n) if seeds is None else seeds
         return self.stack([self.train_step.init(seed, device=device) for seed in given])
 
@@ -65,9 +63,6 @@ class Population:
         """States of the single step, one per member, as states of the population."""
         if len(states) != self.n:
             raise ValueError(f"expected {self.n} members, got {len(states)}")
-        first = flatten_tree(states[0])
-        for i, state in enumerate(states):
-            compare_trees(first, flatten_tree(state), f"member {i} does not fit member 0")
         return tree_map(lambda *tensors: torch.stack(tensors), *states)
 
     def member(self, states: TrainState, i: int) -> TrainState:
@@ -86,10 +81,6 @@ class Population:
                 with a packed sequence, and a p-net or loss that `torch.func` cannot transform.
         """
         refuse_packed(batch)
-        for path, x in () if self._same_batch else tree_leaves(batch, "batch"):
-            if isinstance(x, Tensor) and (x.ndim == 0 or len(x) != self.n):
-                what = f"a batch for each of {self.n} members: the first dimension of each of its tensors"
-                raise ValueError(f"same_batch=False takes {what}, got {tuple(x.shape)}: {path}")
         state, step = states, self.train_step
         named, what = checked_state(state), f"the states are not those of a population of {self.n}"
         expected = {k: TensorSpec((self.n, *shape)) for k, shape in step._expected.items()}
