@@ -220,7 +220,7 @@ def test_refusals() -> None:
         (lambda: many(step.init(), batch), "population of 2"),
         (lambda: many.init([4]), "expected 2 members, got 1"),
         (lambda: many(many.stack([step.init(), step(step.init(), batch)[0]]), batch), "same number of steps"),
-        (lambda: own(states, torch.randn(3, 8, 6)), "failed under .* inconsistent sizes"),
+        (lambda: own(states, torch.randn(3, 8, 6)), "failed under .* in the mapped dimension"),
         (lambda: gb.update_alignment(step.plan, step._pnet, loss_fn, states, step.init(), batch), "wrong shape"),
         (lambda: many(states, nn.utils.rnn.pack_sequence([batch])), "PackedSequence has no rows to split, and no vmap"),
         (lambda: gb.population(unrelated, 2)(states, batch), "does not depend on any trained leaf"),
