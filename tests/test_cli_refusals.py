@@ -100,27 +100,19 @@ FILES = [
     ("a.yaml", "lr: [", "a.yaml cannot be read: "),
     ("a.ini", "lr = 1", "a.ini cannot be read: its name must end in .toml"),
     ("a.toml", "compile = 'yes'", "a.toml: compile must be true or false, got 'yes'"),
-    ("a.toml", "lr = true", "a.toml: lr must be neither true nor false, got True"),
-]
-PLANS = [
-    ("excludes = []", "there is no 'excludes'; a plan has include, exclude, rules, encodings"),
-    ("include = 'a'", "include and exclude must be lists of regular expressions, got a, []"),
-    ("rules = { a = 'nothing' }", "no type of g-net 'nothing'"),
-    ("rules = { a = { rank = 3 } }", "'a': expected the name of a type, or a table with a type, got {'rank': 3}"),
-    ("encodings = { '0.weight' = ['binaries', 'default'] }", "encodings, '0.weight': not an encoding"),
-    ("encodings = { '0.weight' = ['binary', { type = 'grid', dims = [7, 8] }] }", "codes 56 positions"),
-    ("encodings = { '0.weight' = ['binary', { type = 'table', file = 'none.npy' }] }", "none.npy"),
-    ("encodings = { 'weight' = ['binary', 'binary'] }", "encodings names 'weight', which is no parameter"),
+    ("a.toml", "lr = true", "a.toml: lr must not be true or false, got True"),
+    ("a.toml", "encodings.a = ['binary']", "--encodings: 'a': expected codes of [rows, columns], got ['binary']"),
+    ("a.toml", "encodings.'0.weight' = ['binaries', 'default']", "--encodings: '0.weight': not an encoding"),
+    ("a.toml", "encodings.a = ['binary', { type = 'table', file = 'none.npy' }]", "none.npy"),
+    ("a.toml", "encodings.a = ['binary', 'binary']", "encodings names 'a', which is no parameter"),
+    ("a.toml", "encodings.'0.weight' = ['binary', { type = 'grid', dims = [7, 8] }]", "codes 56 positions"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("option", "name", "text", "message"),
-    [("--config", *case) for case in FILES] + [("--plan-config", "plan.toml", *case) for case in PLANS],
-)
-def test_wrong_files_of_options(option: str, name: str, text: str, message: str, tmp_path: Path, command: Any) -> None:
+@pytest.mark.parametrize(("name", "text", "message"), FILES)
+def test_wrong_files_of_options(name: str, text: str, message: str, tmp_path: Path, command: Any) -> None:
     (tmp_path / name).write_text(text)
-    told = command(["train", "--sizes", "64", "48", "10", option, str(tmp_path / name)], 2).err
+    told = command(["train", "--sizes", "64", "48", "10", "--config", str(tmp_path / name)], 2).err
     assert message in told and told.count("\n") == 1
 
 

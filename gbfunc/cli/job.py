@@ -8,7 +8,7 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 import gbfunc as gb
 from gbfunc.cli.commands import Plan
 from gbfunc.cli.options import DataOptions, GenomeOptions, PNetOptions, TrainingOptions, flags, values_of
-from gbfunc.cli.parser import read_config
 from gbfunc.cli.ranks import find_device, styles_of
 from gbfunc.encoding import Encoding, encoding_from_json, table
 from gbfunc.formats import AUTO, file_bytes
@@ -182,29 +181,28 @@ def plan_changes(genome: GenomeOptions) -> Callable[[PlanOptions], PlanOptions]:
         asked["target_modules"] = names[0]
     if len(asked.get("max_tile", ())) == 1:
         (asked["max_tile"],) = asked["max_tile"]
-    more = PlanOptions() if genome.plan_config is None else read_plan_config(genome.plan_config)
-    rules = (*map(_rule, genome.rule), *more.rules)
+    rules, encodings = tuple(map(_rule, genome.rule)), _encodings(genome.encodings)
     config = read_json("--hypernet-config", genome.hypernet_config)
 
-    def is_direct(name: str, excluded: Sequence[str]) -> bool:
+    def is_direct(name: str) -> bool:
         # `make_plan` reports wrong patterns.
         with suppress(re.error):
             ruled = [hypernet for pattern, hypernet in rules if re.search(pattern, name)]
-            return ruled[:1] == [None] or any(re.search(pattern, name) for pattern in excluded)
+            return ruled[:1] == [None] or any(re.search(pattern, name) for pattern in genome.exclude)
         return False
 
     def change(options: PlanOptions) -> PlanOptions:
-        name, excluded = genome.hypernet or options.hypernet.type, (*more.exclude, *genome.exclude)
+        name = genome.hypernet or options.hypernet.type
         if config or name != options.hypernet.type:
             options = options.with_hypernet(_hypernet("--hypernet-config", name, config))
         # Direct parameters have no codes.
-        codes = {k: code for k, code in options.encodings.items() if not is_direct(k, excluded)}
+        codes = {k: code for k, code in options.encodings.items() if not is_direct(k)}
         return options._replace(
             **asked,
             rules=(*rules, *options.rules),
-            include=(*options.include, *more.include, *genome.include),
-            exclude=(*options.exclude, *excluded),
-            encodings={**codes, **more.encodings},
+            include=(*options.include, *genome.include),
+            exclude=(*options.exclude, *genome.exclude),
+            encodings={**codes, **encodings},
         )
 
     return change
@@ -234,29 +232,17 @@ def _with_tuples(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in config.items()}
 
 
-def read_plan_config(path: Path) -> PlanOptions:
-    where, found = f"--plan-config {path}", read_config(path, "--plan-config")
-    usual: dict[str, Any] = {"include": [], "exclude": [], "rules": {}, "encodings": {}}
-    if odd := [key for key in found if key not in usual]:
-        raise ValueError(f"{where}: there is no {odd[0]!r}; a plan has {', '.join(usual)}")
-    include, exclude, rules, encodings = (usual | found).values()
-    if not all(isinstance(x, list) and all(isinstance(one, str) for one in x) for x in (include, exclude)):
-        raise ValueError(f"{where}: include and exclude must be lists of regular expressions, got {include}, {exclude}")
-    if not isinstance(rules, dict) or not isinstance(encodings, dict):
-        raise ValueError(f"{where}: rules and encodings must be tables, got {rules}, {encodings}")
-    hypernets, codes = [], {}
-    for pattern, value in rules.items():
-        config = _described(value)
-        if not isinstance(config, dict) or "type" not in config:
-            expected = "expected the name of a type, or a table with a type"
-            raise ValueError(f"{where}: rules, {pattern!r}: {expected}, got {value!r}")
-        hypernets.append((pattern, _hypernet(where, config.pop("type"), config)))
-    for name, pair in encodings.items():
-        place = f"{where}: encodings, {name!r}"
+def _encodings(text: str) -> dict[str, Any]:
+    """Read codes of rows and columns by the names of parameters."""
+    found: dict[str, Any] = {}
+    for name, pair in read_json("--encodings", text).items():
         if not isinstance(pair, list) or len(pair) != 2:
-            raise ValueError(f"{place}: expected codes of [rows, columns], got {pair!r}")
-        codes[name] = tuple(_encoding(place, path.parent, code) for code in pair)
-    return PlanOptions(rules=tuple(hypernets), encodings=codes, include=tuple(include), exclude=tuple(exclude))
+            raise ValueError(f"--encodings: {name!r}: expected codes of [rows, columns], got {pair!r}")
+        try:
+            found[name] = tuple(None if code == "default" else _encoding(_described(code)) for code in pair)
+        except (OSError, TypeError, ValueError) as error:
+            raise ValueError(f"--encodings: {name!r}: {error}") from error
+    return found
 
 
 def _described(value: Any) -> Any:
@@ -267,16 +253,10 @@ def _described(value: Any) -> Any:
     return {key: _described(x) if key in ("channels", "positions") else x for key, x in value.items()}
 
 
-def _encoding(where: str, folder: Path, value: Any) -> Encoding | None:
-    if value == "default":
-        return None
-    found = _described(value)
-    try:
-        if isinstance(found, dict) and found.get("type") == "table" and "file" in found:
-            return table(*read_arrays(folder / found["file"]).values())
-        return encoding_from_json(found)
-    except (OSError, TypeError, ValueError) as error:
-        raise ValueError(f"{where}: {error}") from error
+def _encoding(found: Any) -> Encoding:
+    if isinstance(found, dict) and found.get("type") == "table" and "file" in found:
+        return table(*read_arrays(Path(found["file"])).values())
+    return encoding_from_json(found)
 
 
 def _size_of(task: Task, genome: GenomeOptions) -> dict[str, Any]:

@@ -155,8 +155,9 @@ class GenomeOptions:
     exclude: Patterns = ()
     # Other g-nets for some parameters, 'head=low_rank{"rank": 4}', or 'emb=none'. The first match wins.
     rule: Annotated[tuple[str, ...], shows("REGEX=TYPE ...")] = ()
-    # File (.toml, .yaml, .json) of include, exclude, rules and encodings: see the guide "Shrink a network".
-    plan_config: MaybeFile = None
+    # Codes of rows and columns, '{"0.weight": ["binary", {"type": "grid", "dims": [28, 28]}]}'; in a file of --config a
+    # table. See the guide "Shrink a network".
+    encodings: Annotated[str, shows("JSON", "those of the task")] = "{}"
     # own: keep the p-net's weights and generate changes (an adapter). none: generate the weights.
     base: Annotated[Literal["own", "none"] | None, shows("own|none", "own with --pretrained")] = None
     # Modules that an adapter changes, as in PEFT: names, last parts of names, or one regular expression.

@@ -108,8 +108,7 @@ def config_words(command: str, argv: Sequence[str]) -> tuple[Path | None, list[s
         if value is None or name in replaced or not same:
             continue
         if isinstance(value, bool) != isinstance(known[name].default, bool):
-            such = "neither true nor false" if isinstance(value, bool) else "true or false"
-            raise ValueError(f"{path}: {key} must be {such}, got {value!r}")
+            raise ValueError(f"{path}: {key} must {'not ' * isinstance(value, bool)}be true or false, got {value!r}")
         if isinstance(value, bool):
             words.append(option if value else f"--no-{option[2:]}")
         elif isinstance(value, list):
@@ -119,23 +118,23 @@ def config_words(command: str, argv: Sequence[str]) -> tuple[Path | None, list[s
     return path, words
 
 
-def read_config(path: Path, option: str = "--config") -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
     import tomlkit
     import yaml
 
     readers = {".toml": lambda text: tomlkit.parse(text).unwrap(), ".json": json.loads}
     readers |= dict.fromkeys((".yaml", ".yml"), lambda text: yaml.safe_load(text) or {})
     if not path.is_file():
-        raise FileNotFoundError(f"{option}: no such file: {path}")
+        raise FileNotFoundError(f"--config: no such file: {path}")
     if (suffix := path.suffix.lower()) not in readers:
-        raise ValueError(f"{option} {path} cannot be read: its name must end in .toml, .yaml, .yml or .json")
+        raise ValueError(f"--config {path} cannot be read: its name must end in .toml, .yaml, .yml or .json")
     try:
         found = readers[suffix](path.read_text(encoding="utf-8-sig"))
     except Exception as error:
         # Each reader has its own errors.
-        raise ValueError(f"{option} {path} cannot be read: {error}") from error
+        raise ValueError(f"--config {path} cannot be read: {error}") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{option} {path} must hold options by their names, got {found!r}")
+        raise ValueError(f"--config {path} must hold options by their names, got {found!r}")
     return found
 
 
