@@ -33,6 +33,7 @@ from gbfunc.tasks import training
 from gbfunc.tasks.base import ACCURACY, taught
 from gbfunc.tasks.pnets.base import n_params, narrowed
 from gbfunc.train import TrainStep
+from gbfunc.train.captured import CapturedTrainStep
 from gbfunc.types import dtype_name
 
 Run = TypeVar("Run", bound=RunOptions)
@@ -277,7 +278,8 @@ def train_genome(
             begin_logs()
             write_config(folder / "config.toml", settings)
             if step.mesh.rank == 0:
-                tell(f"training on {step.mesh.device}, {origin['device']}")
+                graphs = ", steps as CUDA graphs" if isinstance(step, CapturedTrainStep) else ""
+                tell(f"training on {step.mesh.device}, {origin['device']}{graphs}")
 
         # Called at the first step: a refused training does not touch the folder.
         trainer = meter.metered(trainer, begin)

@@ -14,6 +14,7 @@ from gbfunc.parallel import Mesh, check_equal, make_layout, text_of
 from gbfunc.plan import Plan
 from gbfunc.pnet.describe import eval_mode_warning
 from gbfunc.train.allocation import AutoTrainStep
+from gbfunc.train.captured import CapturedTrainStep
 from gbfunc.train.gradients import LossFn, make_objective
 from gbfunc.train.local import LocalTrainStep
 from gbfunc.train.optimizers import Optimizer
@@ -60,7 +61,10 @@ def make_train_step(plan: Plan, pnet: nn.Module, loss_fn: LossFn, optimizer: Opt
     texts |= {"training mode": text_of({name: module.training for name, module in pnet.named_modules()})}
     check_equal(mesh, texts | {"optimizer": text_of(optimizer.settings)}, "ranks must have the same options")
     given.check_layout(layout)
+    captured = given.captures and not plan.stochastic
+    if given.cuda_graph is True and not captured:
+        raise ValueError("cuda_graph=True: stochastic g-nets draw noise on the CPU, which no graph can replay")
     local, auto = given.local_steps is not None, given.rounding == AUTO
-    make = LocalTrainStep if local else AutoTrainStep if auto else TrainStep
+    make = LocalTrainStep if local else AutoTrainStep if auto else CapturedTrainStep if captured else TrainStep
     of = make_layout(plan, Mesh({}), "replicated") if local else layout
     return make(pnet, make_objective(pnet, loss_fn, of, given), optimizer, layout, given)

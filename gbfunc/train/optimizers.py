@@ -24,6 +24,9 @@ from gbfunc.types import Params
 Roles: TypeAlias = Mapping[str, str]
 """Role by name of leaf: `"code"`, `"linear"` or `"direct"`."""
 
+Rate: TypeAlias = Callable[[LearningRate, int], "float | Tensor"]
+"""The learning rate at a step, a number or a tensor on the device of the leaves."""
+
 # Functions in C: an update calls them for every tensor.
 _SPEC, _FORM = attrgetter("shape", "dtype", "device"), attrgetter("shape", "dtype")
 
@@ -41,10 +44,11 @@ class Optimizer(NamedTuple):
     Attributes:
         init: `(params, roles) -> state`; ValueError for leaves of no known role and classes that cannot be pure,
             TypeError for a class that keeps anything but tensors.
-        update: `(grads, state, params, roles, *, donate=False, finite=None) -> (params, state)`. Donated tensors may be
-            updated in place and returned. Results have no graph. From the second update on, a tensor `finite` that is
-            False keeps leaves and their state, without a read of the tensor. TypeError if `state` is no `OptState`;
-            ValueError if the state, the leaves or their roles do not fit, or the learning rate is negative.
+        update: `(grads, state, params, roles, *, donate=False, finite=None, rate=learning_rate) -> (params, state)`.
+            Donated tensors may be updated in place and returned. Results have no graph. From the second update on, a
+            tensor `finite` that is False keeps leaves and their state, without a read of the tensor. `rate` maps
+            `(lr, step)` to the learning rate. TypeError if `state` is no `OptState`; ValueError if the state,
+            the leaves or their roles do not fit, or the learning rate is negative.
         settings: class, learning rate and options, which all ranks must have alike.
     """
 
@@ -112,6 +116,7 @@ def torch_optimizer(
         *,
         donate: bool = False,
         finite: Tensor | None = None,
+        rate: Rate = learning_rate,
     ) -> tuple[Params, OptState]:
         prepared = prepare(params, roles)
         if grads.keys() != params.keys() or [*map(_SPEC, map(grads.get, params))] != prepared.leaf_specs:
@@ -122,7 +127,7 @@ def torch_optimizer(
         leaves: dict[str, Params] = {}
         with torch.no_grad():
             for call in prepared.calls:
-                stepped, after = call.update(step, grads, state.leaves, params, donate, finite)
+                stepped, after = call.update(step, grads, state.leaves, params, donate, finite, rate)
                 new |= stepped
                 leaves |= after
         if len(prepared.calls) > 1:
@@ -145,7 +150,8 @@ class _Call(NamedTuple):
         old: Mapping[str, Params],
         params: Params,
         donate: bool,
-        finite: Tensor | None = None,
+        finite: Tensor | None,
+        rate: Rate,
     ) -> tuple[Params, dict[str, Params]]:
         """New leaves and their new state; `old` is not read at the first step."""
         given = [params[k] for k in self.names]
@@ -168,7 +174,7 @@ class _Call(NamedTuple):
         if not donate or any(t.requires_grad or not t.is_contiguous() for t in tensors):
             own = iter(_copies(tensors))
             rows = [dict(zip(of, own, strict=False)) for of in rows]
-        after = self.step(step, new, fitted, rows, finite)
+        after = self.step(step, new, fitted, rows, finite, rate)
         found = dict(zip(self.names, new, strict=True)), dict(zip(self.names, after, strict=True))
         return chosen(finite, found, (params, old)) if finite is not None and choose else found
 
@@ -179,9 +185,10 @@ class _Call(NamedTuple):
         grads: Sequence[Tensor],
         old: Sequence[Params],
         finite: Tensor | None = None,
+        rate_of: Rate = learning_rate,
     ) -> Sequence[Params]:
         """Step `params` in place and return their new states. `old` is empty at the first step."""
-        rate = self.group.lr if isinstance(self.group.lr, float) else learning_rate(self.group.lr, step)
+        rate = self.group.lr if isinstance(self.group.lr, float) else rate_of(self.group.lr, step)
         if old and self.adam is not None:
             counts, *moments = ([state[e] for state in old] for e in self.adam.entries)
             # A Python number would become a tensor for each count, as would a tensor that no `alpha` shows to be one.

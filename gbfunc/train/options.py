@@ -39,6 +39,10 @@ class StepOptions:
             "eager" (PyTorch), "reference" (the definition) or "auto", compiled where available.
         compile: generation, p-net, loss and gradient become one compiled graph (`torch.compile`), or several where they
             cannot. The first step takes long, and calls the p-net and the loss function three times.
+        cuda_graph: on a GPU, the whole step becomes one CUDA graph per shape of batch (at most four shapes, each after
+            three eager steps), with the losses of eager steps. It needs `donate=True`, one rank, and a p-net, a loss
+            function and an optimizer that read nothing back; a step that cannot be captured raises ValueError.
+            `"auto"` continues eagerly instead, with a warning, and on a CPU without one.
         mesh: the ranks (`gb.mesh`) that take each step together, each on its share of the batch: the loss is the mean
             over the global batch, and all ranks call with the same arguments. None is a single process.
         placement: where the genome lives on the mesh: `"replicated"`, each rank generates every weight, and only the
@@ -79,6 +83,7 @@ class StepOptions:
     on_nonfinite: Literal["skip", "raise"] = "skip"
     kernel: Kernel = "auto"
     compile: bool = False
+    cuda_graph: bool | Literal["auto"] = False
     mesh: Mesh | None = None
     placement: Placement | Literal["auto"] = "auto"
     check_every: int = 100
@@ -105,7 +110,7 @@ class StepOptions:
         if self.amp not in (None, torch.bfloat16, torch.float16):
             raise ValueError(f"amp must be None, torch.bfloat16 or torch.float16, got {self.amp!r}")
         choices = {"remat": get_args(Remat), "on_nonfinite": ("skip", "raise"), "kernel": get_args(Kernel)}
-        for name, known in {"lazy": (True, False, "auto"), **choices}.items():
+        for name, known in {"lazy": (True, False, "auto"), "cuda_graph": (True, False, "auto"), **choices}.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
         if (self.rounding == AUTO) != (self.genome_bytes is not None and self.total_steps is not None):
@@ -122,8 +127,29 @@ class StepOptions:
         for name in (name for name in ("pipeline", "parallel") if getattr(self, name) is not None):
             if self.compile:
                 raise ValueError(f"compile=True and {name}= do not go together")
+        if self.cuda_graph is True:
+            self._check_graph()
         if self.compile and (self.microbatches > 1 or self.remat != "none"):
             raise ValueError("compile=True decides itself what to keep: it needs microbatches=1 and remat='none'")
+
+    def _check_graph(self) -> None:
+        if not torch.cuda.is_available():
+            raise ValueError("cuda_graph=True needs a CUDA device, got none: take cuda_graph='auto' or False")
+        needs = {"donate=True": self.donate, "on_nonfinite='skip'": self.on_nonfinite == "skip"}
+        needs |= {"rounding='auto' left out": self.rounding != AUTO, "local_steps=None": self.local_steps is None}
+        needs["a mesh of one rank"] = self.mesh is None or self.mesh.world == 1
+        if missing := [words for words, met in needs.items() if not met]:
+            raise ValueError(f"cuda_graph=True needs {', '.join(missing)}: a graph is of one process and reads nothing")
+
+    @property
+    def captures(self) -> bool:
+        """Whether steps are captured where their device allows it."""
+        if self.cuda_graph == "auto":
+            try:
+                self._check_graph()
+            except ValueError:
+                return False
+        return bool(self.cuda_graph)
 
     def check_layout(self, layout: Layout) -> None:
         """Raise ValueError for options that the plan, the mesh, or the placement of the genome on it excludes."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from gbfunc.genome import Noise, check_genome
+from gbfunc.train.captured import CapturedTrainStep
 from gbfunc.train.gradients import noise_of, seeded
 from gbfunc.train.gradients.loss import Given, detached
 from gbfunc.train.optimizers import OptState
@@ -53,6 +54,7 @@ class Population:
         self.n, self.train_step = n, train_step
         self._lr_factors, self._same_batch = lr_factors, same_batch
         self._entries: frozenset[tuple[str, str]] | None = None
+        self._graphs = train_step.of(self._eager) if isinstance(train_step, CapturedTrainStep) else None
 
     def init(self, seeds: Sequence[int] | None = None, *, device: torch.device | str | None = None) -> TrainState:
         """Fresh states, each that of `train_step.init(seed)`; the seeds are 0, 1, ..., n - 1 unless given."""
@@ -80,6 +82,11 @@ class Population:
             ValueError: as for the step of one genome, for states that have taken different numbers of steps, a batch
                 with a packed sequence, and a p-net or loss that `torch.func` cannot transform.
         """
+        if self._graphs is None:
+            return self._eager(states, batch)
+        return self._graphs(states, batch, step_seed(int(states.seed[0]), int(states.step[0])))
+
+    def _eager(self, states: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
         refuse_packed(batch)
         state, step = states, self.train_step
         named, what = checked_state(state), f"the states are not those of a population of {self.n}"
@@ -147,6 +154,9 @@ class Population:
     def _committed(
         self, state: TrainState, params: Params, frozen: Params, gradients: Params, buffers: Params, info: StepInfo
     ) -> TrainState:
+        if self._lr_factors is not None:
+            # A step copies nothing from the CPU.
+            self._lr_factors = self._lr_factors.to(info.loss.device)
         step, finite_n, factors_n = self.train_step, info.finite, self._lr_factors
         # Reading a number of an accelerator would make it wait: there both are computed, and one is chosen.
         choosing = finite_n.device.type != "cpu" or not bool(finite_n.all())

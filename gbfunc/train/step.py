@@ -28,7 +28,7 @@ _SHAPE, _KIND = attrgetter("shape"), attrgetter("shape", "dtype")
 _READ = {"cpu"}
 """Devices a number of which costs nothing to read."""
 
-_LOOK = 200
+LOOK = 200
 """The step at which a loss is compared with the losses of other targets."""
 
 _CONSTANT = (
@@ -196,7 +196,7 @@ class TrainStep:
         loss, aux, gradients, buffers, norm = self._objective(
             leaves, flat, state.buffers, batch, step_seed(int(state.seed), step), step
         )
-        if step == _LOOK and self.mesh.world == 1 and (others := _other_targets(batch)):
+        if step == LOOK and self.mesh.world == 1 and (others := _other_targets(batch)):
             *turned, equal = (
                 float(self._objective(leaves, flat, state.buffers, other, step_seed(int(state.seed), step), step).loss)
                 for other in others

@@ -290,9 +290,20 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
     return [torch.default_generator, torch.cuda.default_generators[index]]
 
 
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's default generators (dropout draws from them), and put them back; threads take turns."""
+    """Seed torch's default generators (dropout draws from them), and put them back; threads take turns.
+
+    A captured step takes the seeds of its replays.
+    """
+    if capturing(device):
+        yield
+        return
     generators = generators_of(device)
     with _DEFAULT_GENERATORS:
         states = [generator.get_state() for generator in generators]

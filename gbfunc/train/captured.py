@@ -1,0 +1,208 @@
+"""Steps as CUDA graphs: loss, gradient and update are captured once for each shape of batch, and then replayed.
+
+A replay reads its inputs from fixed memory: the state, the batch, the learning rates, and the seeds of torch's
+generators. The state that a replay returns is that memory.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gbfunc.parallel import Layout
+from gbfunc.train.gradients import Objective, seeded
+from gbfunc.train.optimizers import Optimizer
+from gbfunc.train.options import StepOptions
+from gbfunc.train.param_groups import LearningRate, learning_rate
+from gbfunc.train.step import LOOK, StepInfo, TrainState, TrainStep, step_seed
+from gbfunc.trees import flatten_tree, tree_leaves, tree_map, unflatten_tree
+
+Step = Callable[[Any, Any], tuple[Any, Any]]
+"""`(state, batch) -> (state, info)`."""
+
+WARM = 3
+"""Eager steps on a shape of batch before its step is captured."""
+
+MOST = 4
+"""Shapes of batch with a graph."""
+
+_CURE = (
+    "a p-net or a loss function that reads a number of the GPU (item(), float(), a tensor in an `if`) or computes on "
+    "the CPU cannot be captured, and neither can an optimizer with a count of steps on the CPU (take Adam or AdamW, or "
+    "capturable=True) or a class that reads the rate of a schedule (fused=True): take cuda_graph=False otherwise"
+)
+
+
+class CudaGraph:
+    """A graph of torch that one function fills and `replay` runs."""
+
+    def __init__(self, like: Tensor) -> None:
+        if like.device.type != "cuda":
+            raise ValueError(f"cuda_graph=True needs a state on a CUDA device, got {like.device}")
+        self._graph = torch.cuda.CUDAGraph()
+        self.replay = self._graph.replay
+
+    def capture(self, function: Callable[[], Any]) -> Any:
+        """Capture the function without running its kernels; the memory of what it returns belongs to the graph."""
+        with torch.cuda.graph(self._graph):
+            return function()
+
+
+class Rates:
+    """The learning rates of an optimizer's schedules: numbers in eager steps, tensors in captured ones."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[LearningRate, Tensor | None] = {}
+        self.captured = False
+
+    def __call__(self, lr: LearningRate, step: int) -> float | Tensor:
+        """The rate at a step."""
+        known = self.tensors.setdefault(lr, None)
+        return known if self.captured and known is not None else learning_rate(lr, step)
+
+    def set(self, step: int, device: torch.device) -> None:
+        """Write the rates of a step into the tensors."""
+        for lr, x in self.tensors.items():
+            x = torch.zeros((), device=device) if x is None else x
+            self.tensors[lr] = x.fill_(learning_rate(lr, step))
+
+
+class Graphs:
+    """A step by graphs, one for each shape of batch; the first steps of each shape are eager.
+
+    Args:
+        step: the eager step; it updates the state in place where it can.
+        rates: what the step's optimizer takes its learning rates from.
+        fallback: a step that cannot be captured goes on eagerly, with a warning.
+    """
+
+    def __init__(self, step: Step, rates: Rates, fallback: bool = False) -> None:
+        self._step, self._rates, self._fallback = step, rates, fallback
+        self._calls: dict[Any, int] = {}
+        self._graphs: dict[Any, tuple[Any, dict[str, Tensor], Any]] = {}  # with its batch and its info
+        self._state: Any = None
+
+    def __call__(self, state: Any, batch: Any, seed: int) -> tuple[Any, Any]:
+        """One step, whose dropout has this seed.
+
+        Raises:
+            ValueError: for a step that cannot be captured, a state or a batch on another device, or one shape of batch
+                more than `MOST`.
+        """
+        if self._fallback and not next(iter(_moving(state).values())).is_cuda:
+            return self._step(state, batch)
+        tensors, key = _parted(batch)
+        self._calls[key] = self._calls.get(key, 0) + 1
+        if self._calls[key] <= WARM:
+            return self._step(state, batch)
+        if key not in self._graphs:
+            try:
+                self._graphs[key] = self._captured(key, state, batch)
+            except (RuntimeError, ValueError) as error:
+                if not self._fallback:
+                    raise
+                warnings.warn(f"steps are not captured: {error}", UserWarning, stacklevel=3)
+                # Never again for this shape of batch.
+                self._calls[key] = -(2**62)
+                return self._step(state, batch)
+        graph, static, info = self._graphs[key]
+        _write(self._state, state)
+        torch._foreach_copy_([*static.values()], [*tensors.values()])  # pyright: ignore[reportPrivateImportUsage]
+        device = next(iter(_moving(self._state).values())).device
+        self._rates.set(int(state.opt.step.flatten()[0]), device)
+        with seeded(seed, device):
+            graph.replay()
+        opt = self._state.opt._replace(step=state.opt.step + 1)
+        # The next replay writes to the same memory.
+        info = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, info)
+        return self._state._replace(opt=opt, step=state.step + 1, seed=state.seed, codes=state.codes), info
+
+    def _captured(self, key: Any, state: Any, batch: Any) -> tuple[Any, dict[str, Tensor], Any]:
+        if len(self._graphs) == MOST:
+            words = f"cuda_graph=True has graphs for {MOST} shapes of batch, got another: {key[0]}"
+            raise ValueError(f"{words} beside {[k[0] for k in self._graphs]}: take drop_last=True or pad the batches")
+        moving = _moving(state)
+        device = next(iter(moving.values())).device
+        graph = CudaGraph(next(iter(moving.values())))
+        static = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, batch)
+        tensors, _ = _parted(static)
+        if other := {k: x for k, x in (moving | tensors).items() if x.device != device}:
+            name, x = next(iter(other.items()))
+            raise ValueError(f"a captured step needs all tensors on {device}, got {name} on {x.device}; {_CURE}")
+        if self._state is None:
+            tree = unflatten_tree({k: x.clone() for k, x in moving.items()}, _changing(state))
+            leaves = tree.pop("opt")
+            self._state = state._replace(**tree, opt=state.opt._replace(leaves=leaves))
+        _write(self._state, state)
+        self._rates.set(int(state.opt.step.flatten()[0]), device)
+        given = self._state._replace(
+            step=state.step, seed=state.seed, opt=self._state.opt._replace(step=state.opt.step)
+        )
+
+        def step() -> Any:
+            after, info = self._step(given, static)
+            # A step that makes new tensors writes them back.
+            _write(given, after)
+            return info
+
+        self._rates.captured = True
+        try:
+            return graph, tensors, graph.capture(step)
+        except RuntimeError as error:
+            raise ValueError(f"cuda_graph=True: {str(error).splitlines()[0]}; {_CURE}") from error
+        finally:
+            self._rates.captured = False
+
+
+class CapturedTrainStep(TrainStep):
+    """A step that is captured as CUDA graphs; `cuda_graph=True` of `make_train_step`."""
+
+    def __init__(
+        self, pnet: nn.Module, objective: Objective, optimizer: Optimizer, layout: Layout, options: StepOptions
+    ) -> None:
+        self.rates = Rates()
+        optimizer = optimizer._replace(update=partial(optimizer.update, rate=self.rates))
+        super().__init__(pnet, objective, optimizer, layout, options)
+        self._graphs = self.of(super().__call__)
+
+    def of(self, step: Step) -> Graphs:
+        """Graphs of another step with this step's optimizer."""
+        return Graphs(step, self.rates, self._options.cuda_graph == "auto")
+
+    def __call__(self, gnet_params: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
+        """As `TrainStep`; the returned state is the memory of the graphs."""
+        step = int(gnet_params.step)
+        # A comparison of losses is read back.
+        if step == LOOK:
+            return super().__call__(gnet_params, batch)
+        return self._graphs(gnet_params, batch, step_seed(int(gnet_params.seed), step))
+
+
+def _changing(state: Any) -> dict[str, Any]:
+    """The parts of a state that a step changes on the device."""
+    return {"gnets": state.gnets, "direct": state.direct, "buffers": state.buffers, "opt": state.opt.leaves}
+
+
+def _moving(state: Any) -> dict[str, Tensor]:
+    return flatten_tree(_changing(state))
+
+
+def _write(into: Any, state: Any) -> None:
+    """Copy a state into the memory of another one, unless the state lives there."""
+    both = zip(_moving(into).values(), _moving(state).values(), strict=True)
+    other = [(x, y) for x, y in both if x is not y and x.data_ptr() != y.data_ptr()]
+    if other:
+        torch._foreach_copy_([x for x, _ in other], [y for _, y in other])  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _parted(batch: Any) -> tuple[dict[str, Tensor], Any]:
+    """The tensors of a batch by name, and a key of their shapes and of all other values."""
+    leaves = tree_leaves(batch, "batch")
+    tensors = {name: x for name, x in leaves if isinstance(x, Tensor)}
+    shapes = tuple((name, tuple(x.shape), x.dtype) for name, x in tensors.items())
+    return tensors, (shapes, tuple((name, repr(x)) for name, x in leaves if not isinstance(x, Tensor)))
