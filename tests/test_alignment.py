@@ -70,16 +70,6 @@ def test_cosines_of_dense_weights(hypernet: Any) -> None:
     assert found.overall == pytest.approx(dots / math.sqrt(squares * lengths), rel=1e-9)
 
 
-@pytest.mark.parametrize("hypernet", [gb.gnet(hidden=(4,)), gb.stochastic(hidden=(4,))])
-def test_direct_parameters_follow_their_gradient(hypernet: Any) -> None:
-    plan, pnet, train_step = make(hypernet, gb.torch_optimizer(torch.optim.SGD, lr=1e-3))
-    state, _ = train_step(train_step.init(0), BATCH)
-    after, _ = train_step(state, BATCH)
-    found = gb.update_alignment(plan, pnet, reconstruction, state, after, BATCH).tensors
-    assert all(found[t.name] == pytest.approx(1.0, abs=1e-6) for t in plan.direct) and plan.direct
-    assert all(0.0 < found[t.name] < 0.999 for t in plan.generated)
-
-
 def test_what_does_not_move_has_no_direction() -> None:
     plan, pnet, train_step = make(gb.periodic(features=3), gb.torch_optimizer(torch.optim.SGD, lr=1e-2))
     pnet.get_parameter("down.bias").requires_grad_(False)

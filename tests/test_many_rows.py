@@ -73,7 +73,7 @@ def test_rows_are_those_of_rows_alone(name: str) -> None:
     ordered = X[:, 0].argsort()[:2]
     for rows, index in [(ordered, INDEX[[0, 0]]), (torch.arange(5), INDEX), (torch.tensor([4]), INDEX[:1])]:
         assert_close(tensors(net(index, x[rows])), one_by_one(plan, genomes, pnet, index, x[rows]), 1e-10)
-    assert not net.looped
+    assert net.row_wise
 
 
 def encoder(norm_first: bool) -> nn.Module:
@@ -108,7 +108,7 @@ def test_a_pnet_that_vmap_cannot_run_goes_row_by_row_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="rows run one by one"):
         out = net(INDEX, x)
     assert_close(out, one_by_one(plan, genomes, pnet, INDEX, x)[0], 1e-10)
-    assert net.looped
+    assert not net.row_wise
     assert_close(net(INDEX, x), out)
 
 
@@ -169,7 +169,7 @@ def test_random_rows_run_one_by_one() -> None:
     net = gb.materialize_many(plan, genomes, pnet)
     with pytest.warns(UserWarning, match="rows run one by one, as vmap cannot run the p-net: a batch gives other"):
         net(INDEX, X)
-    assert net.looped
+    assert not net.row_wise
 
 
 @pytest.mark.parametrize("path", ["", "0"])

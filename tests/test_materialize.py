@@ -4,7 +4,6 @@ import copy
 import io
 import math
 import pickle
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -233,17 +232,9 @@ def test_noise_of_another_plan_is_refused() -> None:
         gb.generate(plan, genome, noise={e: {k: v[:0] for k, v in n.items()} for e, n in noise.items()})
 
 
-def traced(net: nn.Module, x: Tensor) -> Callable[..., Tensor]:
-    with warnings.catch_warnings():
-        # Torch's scripts and traces are deprecated, and a trace fixes the size for which thin factors pay.
-        warnings.simplefilter("ignore")
-        return torch.jit.trace(net, x)  # pyright: ignore[reportReturnType]
-
-
 EXPORTS: dict[str, Callable[[nn.Module, Tensor], Callable[..., Tensor]]] = {
     "export": lambda net, x: torch.export.export(net, (x,)).module(),
     "strict": lambda net, x: torch.export.export(net, (x,), strict=True).module(),
-    "trace": traced,
 }
 
 

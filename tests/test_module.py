@@ -186,13 +186,6 @@ def test_a_compiled_module_follows_its_mode(name: str) -> None:
     assert not torch.equal(compiled(batch), compiled(batch))
 
 
-def test_conversions_reach_generation() -> None:
-    _, module, batch = module_of("mlp")
-    expected = module(batch)
-    torch.testing.assert_close(module.double()(batch.double()).float(), expected)
-    assert module.to(torch.float64) is module
-
-
 class Classifier(nn.Module):
     def __init__(self) -> None:
         super().__init__()

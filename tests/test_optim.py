@@ -206,24 +206,6 @@ def test_leaves_of_several_dtypes_step_as_they_would_alone(case: Case) -> None:
         torch.testing.assert_close((alone[k], own.leaves[k]), (params[k], state.leaves[k]), rtol=3e-7, atol=3e-7)
 
 
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("name", ["Adam", "NAdam", "ASGD", "RMSprop"])
-def test_leaves_of_different_trainings_step_as_they_would_alone(name: str, donate: bool) -> None:
-    optimizer = gb.torch_optimizer(getattr(OPTIM, name), 0.1, foreach=False)
-    (old, old_state), (young, young_state) = run(optimizer, 5), run(optimizer, 1)
-    taken = {k: old if i % 2 else young for i, k in enumerate(SHAPES)}
-    params = {k: taken[k][k] for k in SHAPES}
-    states = {k: old_state.leaves[k] if taken[k] is old else young_state.leaves[k] for k in SHAPES}
-    mixed = copy_tree(old_state._replace(leaves=states)), copy_tree(params)
-    alone = {}
-    for k in SHAPES:
-        one = OptState(mixed[0].step, {k: mixed[0].leaves[k]}), {k: mixed[1][k]}
-        alone[k] = optimizer.update({k: normal(7)[k]}, copy_tree(one[0]), copy_tree(one[1]), ROLES)
-    new, after = optimizer.update(normal(7), *mixed, ROLES, donate=donate)
-    assert same_bits(new, {k: alone[k][0][k] for k in SHAPES})
-    assert same_bits(after.leaves, {k: alone[k][1].leaves[k] for k in SHAPES})
-
-
 @given(cases)
 def test_goes_on_from_a_copied_state_with_its_names_in_another_order(case: Case) -> None:
     optimizer = gb.torch_optimizer(case.cls, schedule, **case.options)

@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -36,28 +35,6 @@ def run(step: TrainStep, state: gb.TrainState, batch: Any, steps: int = 3) -> tu
 
 def trained(state: gb.TrainState) -> Any:
     return state.gnets, state.direct
-
-
-def squared(net: Callable[..., Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-    x, y = batch
-    return (net(x) - y).square().mean()
-
-
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("donate", [False, True])
-def test_textbook_accumulation(microbatches: int, donate: bool) -> None:
-    """One weight w = 1, points (2, 4) and (3, 5): the mean gradient is (-8 - 12) / 2, so that w = 1 + 0.1 * 10 = 2."""
-    pnet = nn.Linear(1, 1, bias=False)
-    with torch.no_grad():
-        pnet.weight.fill_(1.0)
-    plan = gb.make_plan(pnet, exclude=["weight"])
-    step = gb.make_train_step(plan, pnet, squared, SGD, microbatches=microbatches, donate=donate)
-    batch = torch.tensor([[2.0], [3.0]]), torch.tensor([[4.0], [5.0]])
-    state, info = step(step.init(), batch)
-    assert float(state.direct["weight"]) == pytest.approx(2.0, abs=1e-6)
-    assert float(info.loss) == pytest.approx(4.0) and float(info.grad_norm) == pytest.approx(10.0)
-    assert gb.materialize(plan, state, pnet).get_parameter("weight").item() == pytest.approx(2.0)
-    assert pnet.weight.item() == 1.0
 
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -158,14 +135,6 @@ def test_a_step_is_a_pure_function_of_state_and_batch(name: str) -> None:
         assert (first[0].step.dtype, first[0].seed.dtype) == (torch.int64, torch.int64)
     assert same_bits(photograph(pnet), picture)
     assert not torch.equal(torch.get_rng_state(), random)  # The draws above, and nothing else.
-
-
-@EACH
-def test_training_lowers_the_loss(name: str) -> None:
-    step, batch = step_of(name, optimizer=gb.torch_optimizer(torch.optim.Adam, lr=0.03), donate=True)
-    _, losses = run(step, step.init(), batch, 20)
-    noise = 0.9 if name in ("dropout", "transformer", "stochastic") else 1.0
-    assert float(losses[-1]) < noise * float(losses[0])
 
 
 def test_the_step_keeps_the_mode_that_the_pnet_had() -> None:

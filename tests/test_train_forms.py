@@ -280,16 +280,3 @@ def test_linear_layers_take_nested_inputs(layout: torch.layout, mode: str, base:
     plan, rows = gb.make_plan(pnet, gb.low_rank(2), base=base, max_tile=64 if base else 5), numbers(8, 6)
     options = {**MODES[mode], "microbatches": 1}
     assert_same(step_answer(plan, pnet, loss, rows, **options), dense_answer(plan, pnet, loss, rows))
-
-
-@NESTED
-@pytest.mark.skipif(torch.__version__ < "2.6", reason="torch 2.5 has no gradient of an embedding of nested numbers")
-@EACH_MODE
-def test_an_embedding_takes_nested_numbers(mode: str) -> None:
-    def loss(net: Any, tokens: Tensor) -> Tensor:
-        return torch.cat(net(nested(tokens, torch.jagged)).unbind()).sin().sum()
-
-    make, tokens = lambda: nn.Embedding(40, 6).double(), torch.tensor([1, 5, 0, 1, 39])
-    plan = gb.make_plan(make(), gb.low_rank(2), include=["weight"])
-    options = {**MODES[mode], "microbatches": 1}
-    assert_same(step_answer(plan, make(), loss, tokens, **options), dense_answer(plan, make(), loss, tokens))

@@ -59,7 +59,7 @@ class ManyGenomes(nn.Module):
     Tensors are on the device of the genomes and move, or are cast, with `to`, a base's too.
 
     `row_wise` has the paths of the modules that ran under `vmap` in the last batch (before the first batch, of those
-    that hold tensors in which genomes differ); "" is the p-net itself. `looped` tells whether rows ran one by one.
+    that hold tensors in which genomes differ). "" is the p-net itself; none means that rows ran one by one.
     """
 
     def __init__(self, plan: Plan, genomes: Sequence[GenomeLike], pnet: nn.Module) -> None:
@@ -80,7 +80,6 @@ class ManyGenomes(nn.Module):
             self.register_buffer(f"tensor_{i}", values[0] if shared else torch.stack(values), persistent=False)
         names = (name.partition(".parametrizations.")[0] for key in self._rows for name in self._names(key))
         self.row_wise = self._owners = _outermost(name.rpartition(".")[0] for name in names)
-        self.looped = False
         self._build()
 
     def _build(self) -> None:
@@ -146,14 +145,13 @@ class ManyGenomes(nn.Module):
             if kind not in self._known:
                 self._known[kind] = self._first(stored, *self._trial(index, args, kwargs, split), split)
             way = self._known[kind]
-            self.looped = not way.modules and bool(self._rows)
-            if self.looped:
+            self.row_wise = [module.path for module in way.modules]
+            if not way.modules and self._rows:
                 alone = (self._alone(stored, index, b, args, kwargs, split) for b in range(len(index)))
                 each = [_checked(out, 1, one=True) for out in alone]
                 tensors = ([x for _, x in tree_leaves(out) if isinstance(x, Tensor)] for out in each)
                 joined = iter([torch.cat(rows) for rows in zip(*tensors, strict=True)])
                 return tree_map(lambda x: next(joined) if isinstance(x, Tensor) else x, each[0])
-            self.row_wise = [module.path for module in way.modules]
             return _checked(self._together(way, stored, index, args, kwargs), len(index), one=self.row_wise == [""])
 
     def _trial(self, index: Tensor, args: Any, kwargs: Any, split: list[bool]) -> tuple[Tensor, Any, Any]:

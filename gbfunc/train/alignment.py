@@ -8,11 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gbfunc.generation import generate
-from gbfunc.genome import check_genome, check_plan
+from gbfunc.grown import materialize
 from gbfunc.plan import Plan
-from gbfunc.pnet.describe import parameter_infos
-from gbfunc.pnet.pure import PureNet
+from gbfunc.pnet.describe import keep_statistics
 from gbfunc.train.gradients import LossFn, loss_and_aux, noise_of, seeded
 from gbfunc.train.step import TrainState, step_seed
 from gbfunc.trees import flat_genome
@@ -42,23 +40,17 @@ def update_alignment(
     """
     if not hasattr(before, "seed"):
         raise TypeError(f"before must be a TrainState, whose seed its step used, got a {type(before).__name__}")
-    check_plan(plan, pnet)
-    for genome in (before, after):
-        check_genome(plan, genome)
     base, seed = plan.base_tensors(pnet), step_seed(int(before.seed), int(before.step))
     leaf = next(iter(flat_genome(before).values()))
-    noise = noise_of(plan, seed, leaf)
-    with torch.no_grad():
-        old, new = (generate(plan, genome, noise=noise, base=base) for genome in (before, after))
-    frozen = {p.name for p in parameter_infos(pnet) if not p.tensor.requires_grad}
-    names = [t.name for t in plan.tensors if t.slots or t.name not in frozen]
-    weights = {name: old[name].detach().requires_grad_() for name in names}
-    net, buffers = PureNet(pnet, frozen=base), {k: x.clone() for k, x in before.buffers.items()}
-    with seeded(seed, leaf.device), torch.enable_grad(), net.kept():
-        loss, _ = loss_and_aux(net.run(old | weights, buffers, loss_fn, batch))
+    net, later = (materialize(plan, genome, pnet, noise=noise_of(plan, seed, leaf)) for genome in (before, after))
+    keep_statistics(net, () if base is None else base.buffer_names)
+    present = [(t, net.get_parameter(t.name)) for t in plan.tensors]
+    weights = {t.name: x.requires_grad_() for t, x in present if t.slots or x.requires_grad}
+    with seeded(seed, leaf.device), torch.enable_grad():
+        loss, _ = loss_and_aux(loss_fn(net, batch))
         gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True, materialize_grads=True)
     down = {k: -g.double().flatten() for k, g in zip(weights, gradients, strict=True)}
-    moved = {k: (new[k] - weights[k].detach()).double().flatten() for k in weights}
+    moved = {k: (later.get_parameter(k) - w).detach().double().flatten() for k, w in weights.items()}
     overall = _cosine(torch.cat([*moved.values()]), torch.cat([*down.values()]))
     return UpdateAlignment({k: _cosine(moved[k], down[k]) for k in weights}, overall)
 
