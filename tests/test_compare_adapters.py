@@ -17,11 +17,13 @@ from gbfunc.lab.compare.base import HEAD, BudgetTooSmall, Method, Problem, Train
 from gbfunc.lab.compare.rows import measure
 from gbfunc.tasks import Recipe, Split, Task, accuracy
 from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet
+from notebooks.results import rivals
 
 LAYERS, WIDTH, TOKENS, LENGTH, CLASSES, PAD = 3, 16, 50, 9, 4, 0
-RIVALS = {**ADAPTERS, **REFERENCES}
-EVERY = {**PRETRAINED_METHODS, **REFERENCES}
-PACKAGED = set(ADAPTERS) - {"linear_probe", "bitfit"}
+LADDERS = {**ADAPTERS, **rivals.ADAPTERS}
+RIVALS = {**LADDERS, **REFERENCES}
+EVERY = {**PRETRAINED_METHODS, **RIVALS}
+PACKAGED = set(LADDERS) - {"linear_probe", "bitfit"}
 NUMBERS = (torch.float32, torch.float16)
 RECIPE = Recipe(batch_size=32, epochs=1, clip_norm=1.0)
 BUDGET, FULL_BUDGET = 8_000, 60_000
@@ -156,7 +158,7 @@ def test_what_cannot_be_so_small_says_so(name: str, task: Task) -> None:
             rival(name).candidates(problem_of(plain, BUDGET))
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("name", LADDERS)
 def test_every_candidate_fits_and_another_rung_does_not(name: str, task: Task) -> None:
     method = rival(name)
     net = task.build(0).to("meta")

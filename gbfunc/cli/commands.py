@@ -163,8 +163,8 @@ class Compare(Command, options.DataOptions):
     # Budgets in bytes instead of --sizes; 1500 to 186000 by default for a pretrained p-net.
     bytes: Annotated[tuple[int, ...] | None, shows("INT ...")] = None
     # Methods: periodic, periodic_int7, periodic_auto, smaller_dense, gnet, stochastic, low_rank_genome, xox.
-    # With --pretrained: genome, genome_int7, genome_auto, linear_probe, bitfit, lora, vera, fourierft, tinylora,
-    # unilora, ia3, full_fine_tuning.
+    # With --pretrained: genome, genome_int7, genome_auto, linear_probe, bitfit, lora, vera, ia3,
+    # full_fine_tuning.
     methods: Annotated[tuple[str, ...] | None, shows("NAME ...", "all")] = None
     # Seeds per method and size: 0, 1, ...
     seeds: Annotated[int, COUNT] = 3

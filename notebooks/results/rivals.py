@@ -9,6 +9,11 @@ seeded_factors: the factors of a low-rank net, combined in the same way (NOLA: S
 nnc: a smaller net in Neural Network Coding (ISO/IEC 15938-17) by the package `nncodec` of its authors (D. Becking et
 al., 2023): weights after an ordinary training, a trellis, DeepCABAC, with the finest steps whose file fits.
 
+With --pretrained also these adapters of the package `peft`:
+fourierft: so many frequencies a layer. unilora: one vector for the factors of all layers, of rank 4. tinylora: one
+vector for all layers, no longer than its projection; the paper's rank, and one with room for longer vectors. The base
+gives its singular vectors, which are not counted.
+
 `subspace_net` and `low_rank_net` are p-nets: `gbfunc federated --dense --pnet notebooks.results.rivals:low_rank_net`.
 Suffixes: B chunks of n entries and k numbers.
 """
@@ -16,7 +21,7 @@ Suffixes: B chunks of n entries and k numbers.
 import math
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +36,7 @@ from gbfunc.cli import main
 from gbfunc.extras import import_extra
 from gbfunc.lab import compare
 from gbfunc.lab.compare import base
+from gbfunc.lab.compare.adapters import Adapted, Kinds, Linears
 from gbfunc.lab.compare.base import BudgetTooSmall, Dense, Problem, Settings, Trained
 from gbfunc.pnet.describe import buffers_of, parameter_infos
 from gbfunc.pnet.pure import PureNet
@@ -268,6 +274,38 @@ def decode_nnc(code: bytes, like: Params) -> Params:
     return {name: torch.as_tensor(parts[str(i)]).float().view(x.shape) for i, (name, x) in enumerate(like.items())}
 
 
+@dataclass(frozen=True)
+class FourierFT(Adapted):
+    def shapes(self, linears: Linears, kinds: Kinds) -> Iterator[tuple[Sequence[int], Settings]]:
+        yield range(1, min(math.prod(linears.kinds[k]) for k in kinds) + 1), {}
+
+
+@dataclass(frozen=True)
+class UniLora(Adapted):
+    def shapes(self, linears: Linears, kinds: Kinds) -> Iterator[tuple[Sequence[int], Settings]]:
+        yield range(1, 4 * len(linears.blocks) * sum(sum(linears.kinds[k]) for k in kinds) + 1), {}
+
+
+@dataclass(frozen=True)
+class TinyLora(Adapted):
+    def shapes(self, linears: Linears, kinds: Kinds) -> Iterator[tuple[Sequence[int], Settings]]:
+        for rank in (2, 8):
+            # Projections grow with the vector, the layers and the square of the rank.
+            yield range(1, min(len(linears.blocks) * len(kinds) * rank**2, 2_304) + 1), {"r": rank}
+
+    def state(self, net: nn.Module) -> Params:
+        names = (".tinylora_A", ".tinylora_B")
+        return {name: t for name, t in super().state(net).items() if not name.endswith(names)}
+
+
+PAIRS, SLOW = (("query", "value"), ()), (3e-3, 1e-2, 3e-2)
+ADAPTERS = {
+    "fourierft": FourierFT("FourierFTConfig", (3e-2, 1e-1, 3e-1), PAIRS, size="n_frequency"),
+    "unilora": UniLora("UniLoraConfig", (*SLOW, 1e-1), PAIRS, size="theta_d_length", fixed={"r": 4}),
+    "tinylora": TinyLora(
+        "TinyLoraConfig", SLOW, ((),), size="u", fixed={"weight_tying": 1.0, "save_projection": False}
+    ),
+}
 RIVALS = {
     "random_subspace": RandomSubspace(),
     "pruned": Pruned(),
@@ -300,4 +338,5 @@ if __name__ == "__main__":
     # It needs a package of its own, and is run where it is named.
     known = {name: method for name, method in RIVALS.items() if name != "nnc" or name in sys.argv}
     compare.METHODS, command.tradeoff_figure = {**compare.METHODS, **known}, with_published
+    compare.PRETRAINED_METHODS = {**compare.PRETRAINED_METHODS, **ADAPTERS}
     sys.exit(main(["compare", *sys.argv[1:]]))

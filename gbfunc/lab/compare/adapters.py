@@ -1,7 +1,7 @@
 """Adapters of a pretrained p-net by the package `peft`, and training of parts of the p-net.
 
-A file holds the trained tensors and the choice of layers and sizes. Seeds give random projections, and the base gives
-TinyLoRA's singular vectors, which `peft` saves: neither is counted. Every adapter brings a full linear classifier of
+A file holds the trained tensors and the choice of layers and sizes. Seeds give random projections, which are not
+counted. Every adapter brings a full linear classifier of
 E*K + K numbers for K classes, and nothing fits a smaller budget.
 
 Within a budget each adapter has some shapes (layers, rank), each as large as fits. Validation data choose the shape and
@@ -11,13 +11,11 @@ the learning rate, which all trained tensors share.
 from __future__ import annotations
 
 import copy
-import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -86,9 +84,7 @@ class Adapted:
     # Queries, as the smallest; layers that papers take; all.
     where: tuple[tuple[str, ...], ...] = (("query",), ("query", "value"), ())
     size: str = ""  # the option that grows
-    sizes: Sequence[int] = (0,)  # its values, or
-    most: Callable[[Linears, Kinds, Settings], int] | None = None  # the largest one, from 1 on
-    options: tuple[Settings, ...] = ({},)  # other options, each a shape of its own
+    sizes: Sequence[int] = (0,)  # its values
     fixed: Settings | None = None  # options of every shape
 
     def attach(self, net: nn.Module, settings: Settings) -> nn.Module:
@@ -102,8 +98,7 @@ class Adapted:
 
     def state(self, net: nn.Module) -> Params:
         """Collect the tensors of a file."""
-        state = _import_peft().get_peft_model_state_dict(net)
-        return {name: t for name, t in state.items() if not name.endswith((".tinylora_A", ".tinylora_B"))}
+        return _import_peft().get_peft_model_state_dict(net)
 
     def fill(self, net: nn.Module, state: TensorMap) -> Iterable[str]:
         """Put a state back into what `attach` gave; return names that belong to no such adapter."""
@@ -120,10 +115,13 @@ class Adapted:
             size = {self.size: sizes[max(0, n - blocks)]} if self.size else {}
             return {**options, **size, "target_modules": linears.last(min(n, blocks), kinds)}
 
-        for options, roles in product(self.options, self.where):
-            if kinds := linears.named(*roles):
-                sizes = self.sizes if self.most is None else range(1, self.most(linears, kinds, options) + 1)
+        for kinds in filter(None, (linears.named(*roles) for roles in self.where)):
+            for sizes, options in self.shapes(linears, kinds):
                 yield len(sizes) + blocks - 1, partial(rung, kinds, sizes, options)
+
+    def shapes(self, linears: Linears, kinds: Kinds) -> Iterator[tuple[Sequence[int], Settings]]:
+        """Find the sizes of such layers, the smallest first, and other options of theirs."""
+        yield self.sizes, {}
 
     def candidates(self, problem: Problem) -> list[Settings]:
         net, dtype = problem.task.build(0).to("meta"), problem.dtype
@@ -186,11 +184,7 @@ class Part(Adapted):
         return super().ladders(net) if "{}" in self.config else iter([(1, lambda n: {})])
 
 
-_PAIRS, _FRESH = (("query", "value"), ()), {"save_projection": False}
-_RATES = (3e-3, 1e-2, 3e-2)
-
-_MOST_TINY = 2_304
-"""Longest vector of TinyLoRA, whose projections grow with the vector, the layers and r^2."""
+_RATES, _FRESH = (3e-3, 1e-2, 3e-2), {"save_projection": False}
 
 ADAPTERS: Mapping[str, Adapted] = {
     "linear_probe": Part("(?!)", (1e-2, 3e-2, 1e-1)),
@@ -198,33 +192,8 @@ ADAPTERS: Mapping[str, Adapted] = {
     "bitfit": Part(r"{}\.bias", _RATES, (("query",), ("query", "up"), ("any",))),
     "lora": Adapted("LoraConfig", _RATES, size="r", sizes=(1, 2, 4, 8, 16, 32)),
     # Two trained vectors a layer, around seeded matrices of higher rank.
-    "vera": Adapted("VeraConfig", (1e-2, 3e-2, 1e-1), size="r", sizes=(64, 128, 256, 512, 1024), fixed=_FRESH),
-    # So many frequencies a layer, at most the weights of the smallest.
-    "fourierft": Adapted(
-        "FourierFTConfig",
-        (3e-2, 1e-1, 3e-1),
-        _PAIRS,
-        size="n_frequency",
-        most=lambda x, kinds, _: min(math.prod(x.kinds[k]) for k in kinds),
-    ),
-    # One vector for all layers, no longer than its projection; the paper's rank, and one with room for longer vectors.
-    "tinylora": Adapted(
-        "TinyLoraConfig",
-        _RATES,
-        ((),),
-        size="u",
-        most=lambda x, kinds, of: min(len(x.blocks) * len(kinds) * of["r"] ** 2, _MOST_TINY),
-        options=({"r": 2}, {"r": 8}),
-        fixed={"weight_tying": 1.0, **_FRESH},
-    ),
-    # One vector for the factors of all these layers, of rank 4.
-    "unilora": Adapted(
-        "UniLoraConfig",
-        (*_RATES, 1e-1),
-        _PAIRS,
-        size="theta_d_length",
-        most=lambda x, kinds, _: 4 * len(x.blocks) * sum(sum(x.kinds[k]) for k in kinds),
-        fixed={"r": 4},
+    "vera": Adapted(
+        "VeraConfig", (1e-2, 3e-2, 1e-1), size="r", sizes=(64, 128, 256, 512, 1024), fixed={"save_projection": False}
     ),
     # Scales of values; of keys, values and hidden units, as the paper has it.
     "ia3": Adapted(
