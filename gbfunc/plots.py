@@ -60,57 +60,45 @@ def _figure(
     return figure, grid
 
 
-def _expect_runs(runs: Runs) -> None:
-    if not runs:
-        raise ValueError("a figure needs at least one run, got none")
-
-
-def learning_curve(runs: Runs, metric: str = "accuracy", unit: str = "%") -> Figure:
+def learning_curve(
+    runs: Runs, metric: str = "accuracy", unit: str = "%", threshold: float | None = None, title: str = ""
+) -> Figure:
     """Draw training loss and a validation metric during training, one line per run.
 
-    Runs are histories by label: rows of `epoch`, `step`, `train_loss` (nats), `val_<metric>`. The unit is `"%"` for
-    values between 0 and 1.
+    Runs are histories by label: rows of `step`, `epoch` or `env_steps`, `train_loss` and `val_<metric>`. The unit is
+    `"%"` for values between 0 and 1. A mean, `mean_return`, gets a band of one standard deviation, `val_std_return`.
+    The value that solves the task, `threshold`, is a thin line.
     """
-    _expect_runs(runs)
+    if not runs:
+        raise ValueError("a figure needs at least one run, got none")
     figure, ((loss_axes, metric_axes),) = _figure(9.0, 3.6, columns=2)
+    rows = [row for rows in runs.values() for row in rows]
     # Rows at whole passes count passes, others steps.
-    x = "epoch" if all(row["epoch"] == int(row["epoch"]) for rows in runs.values() for row in rows) else "step"
-    factor = 100 if unit == "%" else 1
-    for run, rows in runs.items():
-        style = {"label": run, "marker": "o" if len(rows) < 10 else ""}
-        steps = [row[x] for row in rows]
-        loss_axes.plot(steps, [row["train_loss"] for row in rows], **style)
-        metric_axes.plot(steps, [factor * row[f"val_{metric}"] for row in rows], **style)
-    loss_axes.set(xlabel=x, ylabel="training loss (cross entropy, nats)", yscale="log")
-    loss_axes.yaxis.set_major_formatter("{x:g}")
-    loss_axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
-    metric_axes.set(xlabel=x, ylabel=f"validation {metric.replace('_', ' ')} ({unit})")
+    x = "env_steps" if "env_steps" in rows[0] else "step" if any(row["epoch"] % 1 for row in rows) else "epoch"
+    factor, deviation = 100 if unit == "%" else 1, f"val_{metric}".replace("mean", "std")
+    for run, history in runs.items():
+        style = {"label": run, "marker": "o" if len(history) < 10 else ""}
+        steps, loss, mean, std = (
+            np.array([row.get(name, 0.0) for row in history]) for name in (x, "train_loss", f"val_{metric}", deviation)
+        )
+        loss_axes.plot(steps, loss, **style)
+        (line,) = metric_axes.plot(steps, factor * mean, **style)
+        if metric.startswith("mean"):
+            metric_axes.fill_between(steps, mean - std, mean + std, color=line.get_color(), alpha=0.15, linewidth=0)
+    if threshold is not None:
+        metric_axes.axhline(threshold, color="black", linewidth=0.8, label=f"solved: {threshold:g}")
+    loss_axes.set(xlabel=x.replace("env_", "environment "), ylabel="training loss", title=title)
+    if all(row["train_loss"] > 0 for row in rows):
+        loss_axes.set_yscale("log")
+        loss_axes.yaxis.set_major_formatter("{x:g}")
+        loss_axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
+    label = f"validation {metric.replace('_', ' ')}" + (f" ({unit})" if unit else "")
+    metric_axes.set(xlabel=loss_axes.get_xlabel(), ylabel=label, title=title)
     if unit == "%":
         # Otherwise the first epochs press the interesting values into the uppermost pixels.
-        worst = min(100 * rows[-1][f"val_{metric}"] for rows in runs.values())
+        worst = min(100 * history[-1][f"val_{metric}"] for history in runs.values())
         metric_axes.set_ylim(max(0.0, worst - 15), 100.5)
-    metric_axes.legend(frameon=False, loc="lower right" if unit == "%" else "upper right")
-    return figure
-
-
-def return_curve(runs: Runs, title: str, threshold: float | None = None) -> Figure:
-    """Draw the mean return against environment steps, one line per run, with a band of one standard deviation.
-
-    Runs are histories by label: rows of `env_steps`, `val_mean_return` and `val_std_return`. The mean return that
-    solves the environment, `threshold`, is a thin line.
-    """
-    _expect_runs(runs)
-    figure, ((axes,),) = _figure(5.6, 3.6)
-    for label, rows in runs.items():
-        names = ("env_steps", "val_mean_return", "val_std_return")
-        steps, mean, std = (np.array([row[name] for row in rows]) for name in names)
-        (line,) = axes.plot(steps, mean, marker="o", markersize=3, label=label)
-        axes.fill_between(steps, mean - std, mean + std, color=line.get_color(), alpha=0.15, linewidth=0)
-    if threshold is not None:
-        axes.axhline(threshold, color="black", linewidth=0.8, label=f"solved: {threshold:g}")
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set(title=title, xlabel="environment steps", ylabel="return (mean, deviation over episodes)")
-    axes.legend(frameon=False)
+    metric_axes.legend(frameon=False, loc="best")
     return figure
 
 

@@ -71,7 +71,7 @@ def test_dense_trains_the_net_itself(tmp_path: Path, command: Any) -> None:
     plan, genome = gb.load(tmp_path / "genome.safetensors")
     assert not genome.gnets and genome.direct.keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
     # The same as training without gbfunc, on the same schedule and data.
-    task = TASKS["digits"]().with_pnet(PNETS["mlp"](TASKS["digits"]().interface, sizes=(64, 24, 10)))
+    task = TASKS["digits"]().with_pnet(PNETS["mlp"](TASKS["digits"]().interface, hidden=(24,)))
     recipe = replace(task.recipe(metrics["genome_params"]), epochs=2)
     again = fit(dense_trainer(task.build(1), task, recipe), task, recipe, 1).history
     assert again[-1]["train_loss"] == pytest.approx(metrics["train_loss"], rel=1e-4)

@@ -51,7 +51,7 @@ def test_logs_hold_the_course_of_a_training(tmp_path: Path) -> None:
 
 def test_a_script_gets_what_a_log_gets() -> None:
     task = TASKS["digits"]()
-    task = task.with_pnet(PNETS["mlp"](task.interface, sizes=(64, 24, 10)))
+    task = task.with_pnet(PNETS["mlp"](task.interface, hidden=(24,)))
     plan = gb.make_plan(task.build(0), gb.periodic(2))
     recipe = Recipe(lr=0.01, batch_size=100, steps=7, measure_every=5)
     heard: list[tuple[int, Mapping[str, float]]] = []

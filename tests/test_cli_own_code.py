@@ -30,10 +30,6 @@ def sized(interface, width):
 
 def read(interface):
     return json.loads("no JSON")
-
-def named():
-    from gbfunc.tasks.pnets import PNet
-    return PNet("mlp", lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 20), nn.Tanh(), nn.Linear(20, 10)))
 """
 
 
@@ -44,7 +40,6 @@ def named():
         (["--pnet", "bad_code:read"], "line 1 column 1 (char 0) (bad_code.py:21, in read)"),
         (["--pnet", "bad_import:net"], "No module named 'not_there' (bad_import.py:2, in <module>)"),
         (["--pnet", "bad_code:sized"], "bad_code:sized: missing a required argument: 'width', got the options none"),
-        (["--pnet", "bad_code:named"], "as which its files would be read: give it another name"),
         (["--pnet", "bad_code:none"], "cannot find bad_code:none: module 'bad_code' has no attribute 'none'"),
     ],
 )

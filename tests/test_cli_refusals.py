@@ -41,7 +41,7 @@ OPTIONS = [
     ("train --out /proc/x", "--out /proc/x is no folder that files can be written to (No such file or directory)"),
     ("train --task no.such.module:task", "cannot import no.such.module"),
     ("train --env x", "the task digits has no option env"),
-    ("train --pnet gpt --sizes 3 4", "the p-net gpt has no option sizes"),
+    ("train --pnet gpt --sizes 3 4", "--sizes is for the p-nets mlp and actor_critic, got gpt"),
     ("train --pnet-config {", "--pnet-config must be a JSON object such as"),
     ('plan --sizes 64 9 10 --pnet-config {"hidden":[8]}', "(hidden) both say the sizes"),
     ("train --task text --data-dir /no/such/file", "no such text file or folder: /no/such/file"),
@@ -133,7 +133,6 @@ def test_genomes_that_do_not_fit(tmp_path: Path, shared_data: Path, command: Any
         (["eval", *genome, "--task", "mnist", "--data-dir", data], other),
         (["sample", *genome], other),
         (["eval", *genome, "--pnet-config", json.dumps({"hidden": [47]})], other),
-        (["eval", *genome, "--pnet-config", json.dumps({"sizes": [64, 47, 10]})], other),
         (["export", *genome, "--out", str(path.parent / "." / path.name)], "is the genome's own file, which would be"),
         (["export", *genome, "--out", str(tmp_path / "a" / "net.unknown")], "got the suffix '.unknown'; gbfunc export"),
         (

@@ -155,7 +155,7 @@ def test_train_writes_what_eval_reads(tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "--task", "control", "--sizes", "3", "8", "2"], "sizes must start with 4 inputs"),
+        (["train", "--task", "control", "--sizes", "3", "8", "2"], "--sizes must start with 4 inputs"),
         (["train", "--task", "control", "--env-steps", "100"], "at least one rollout, 1,024 steps, got 100"),
         (["train", "--pnet", "actor_critic"], "reads observations, the task has images: take mlp"),
         (["train", "--task", "control", "--dense", "--compression", "3"], "--compression cannot be used with --dense"),
@@ -220,9 +220,8 @@ def environments() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_a_memory_is_that_of_each_episode_alone(cell: str) -> None:
-    net = RecurrentActorCritic(3, 5, 2, True, cell).double()
+def test_a_memory_is_that_of_each_episode_alone() -> None:
+    net = RecurrentActorCritic(3, 5, 2, True).double()
     obs = torch.randn(2, 9, 3, dtype=torch.float64)
     memory = torch.randn(2, net.memory, dtype=torch.float64)
     starts = torch.zeros(2, 9, dtype=torch.bool)
@@ -233,8 +232,8 @@ def test_a_memory_is_that_of_each_episode_alone(cell: str) -> None:
         for t in range(9):
             held = torch.zeros_like(held) if starts[b, t] else held
             x = torch.tanh(net.first(obs[b : b + 1, t]))
-            held = net.cell(x, held) if cell == "gru" else torch.cat(net.cell(x, (held[:, :5], held[:, 5:])), -1)
-            expected = net.heads(held[:, :5])
+            held = net.cell(x, held)
+            expected = net.heads(held)
             torch.testing.assert_close((numbers[b, t], values[b, t]), (expected[0][0], expected[1][0]))
         torch.testing.assert_close(last[b], held[0])
     blank = net(obs[:, :1], torch.ones(2, 1), memory)
@@ -323,7 +322,6 @@ def test_what_does_not_fit_is_told() -> None:
         ("recurrent_actor_critic", images, {}, "reads vectors .for images: conv_actor_critic."),
         ("actor_critic", images, {}, "reads vectors .for images: conv_actor_critic."),
         ("conv_actor_critic", vectors, {}, "reads images of 5 x 5 or more, the task has inputs of 2"),
-        ("recurrent_actor_critic", vectors, {"cell": "rnn"}, "cell of recurrent_actor_critic must be 'gru' or 'lstm'"),
         ("conv_actor_critic", images, {"width": 1.5}, "width of conv_actor_critic must be an int >= 1"),
     ):
         with pytest.raises(ValueError, match=message):

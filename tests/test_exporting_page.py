@@ -154,7 +154,6 @@ VARIANTS = [
     ("convnet", {"width": 6}),
     ("lenet5", {"width": 6}),
     ("allconv", {"width": 6}),
-    ("allconv", {"width": 5, "norm": False, "dropout": 0.5}),
     ("resnet20", {"width": 4}),
     ("resnet56", {"width": 2}),
     ("gpt", {"layers": 2, "width": 16, "heads": 2}),

@@ -12,7 +12,6 @@ from gbfunc.plots import (
     PALETTE,
     learning_curve,
     plot_schedule,
-    return_curve,
     tradeoff_curves,
     weight_images,
 )
@@ -38,7 +37,7 @@ def shown(axes: Axes) -> torch.Tensor:
 def test_learning_curve_draws_every_run_with_units(n_rows: int) -> None:
     figure = learning_curve({"genome": ROWS[:n_rows], "dense": ROWS[:n_rows]})
     loss, acc = figure.axes
-    assert loss.get_ylabel() == "training loss (cross entropy, nats)" and loss.get_xlabel() == "epoch"
+    assert loss.get_ylabel() == "training loss" and loss.get_xlabel() == "epoch"
     assert acc.get_ylabel() == "validation accuracy (%)"
     for line, color in zip(acc.lines, PALETTE, strict=False):
         assert line.get_color() == color
@@ -46,10 +45,13 @@ def test_learning_curve_draws_every_run_with_units(n_rows: int) -> None:
     assert labels(acc.get_legend()) == ["genome", "dense"]
 
 
-def test_return_curve_draws_means_in_bands() -> None:
-    rows = [{"env_steps": 100.0 * i, "val_mean_return": 10.0 * i, "val_std_return": 2.0} for i in (1, 2)]
-    axes = return_curve({"genome": rows, "dense": rows}, "CartPole-v1", 475.0).axes[0]
+def test_mean_returns_are_drawn_in_bands_against_environment_steps() -> None:
+    rows = [
+        {"env_steps": 100.0 * i, "train_loss": -0.1, "val_mean_return": 10.0 * i, "val_std_return": 2.0} for i in (1, 2)
+    ]
+    loss, axes = learning_curve({"genome": rows, "dense": rows}, "mean_return", "", 475.0, "CartPole-v1").axes
     assert axes.get_xlabel() == "environment steps" and axes.get_title() == "CartPole-v1"
+    assert loss.get_yscale() == "linear"
     assert np.asarray(axes.lines[0].get_xydata()).tolist() == [[100.0, 10.0], [200.0, 20.0]]
     assert np.asarray(axes.lines[2].get_ydata()).tolist() == [475.0, 475.0]
     heights = np.asarray(axes.collections[0].get_paths()[0].vertices)[:, 1]
@@ -98,9 +100,8 @@ def test_nothing_to_draw_is_an_error() -> None:
     for curves in ({}, {"a": []}, {"a": [(1, [])]}):
         with pytest.raises(ValueError, match="at least one method"):
             tradeoff_curves(curves, "x")
-    for draw in (learning_curve, lambda runs: return_curve(runs, "nothing")):
-        with pytest.raises(ValueError, match="at least one run"):
-            draw({})
+    with pytest.raises(ValueError, match="at least one run"):
+        learning_curve({})
     unequal = {"a": {"w": torch.zeros(3, 2)}, "b": {"w": torch.zeros(2, 3)}}
     for nets in ({}, {"a": {"bias": torch.zeros(3)}}, unequal):
         with pytest.raises(ValueError, match="same weight matrices"):

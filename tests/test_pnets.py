@@ -22,7 +22,7 @@ SMALL = {
     "vit": (IMAGE, {"width": 16, "layers": 2, "patch": 8}),
     "gpt": (TEXT, {"layers": 2, "width": 16, "heads": 2}),
     "actor_critic": (Interface((5,), 3, actions="choice"), {"hidden": [12, 8], "odd": True}),
-    "recurrent_actor_critic": (Interface((5,), 3, actions="choice"), {"hidden": 12, "cell": "lstm"}),
+    "recurrent_actor_critic": (Interface((5,), 3, actions="choice"), {"hidden": 12}),
     "conv_actor_critic": (Interface((2, 6, 7), 3, actions="choice"), {"width": 4, "hidden": 12}),
 }
 
@@ -123,7 +123,6 @@ def test_a_genome_of_lenet_begins_unsure() -> None:
 
 def test_published_sizes() -> None:
     for name, interface, config, size in (
-        ("allconv", IMAGE, {"norm": False}, 1_369_738),
         ("mlp", Interface((1, 28, 28), 10), {}, 636_010),
         ("gpt", Interface((64,), 65, tokens=True), {}, 805_248),  # nanoGPT's for a CPU, norms with biases
         ("resnet20", IMAGE, {}, 269_722),  # He et al., table 6: 0.27 and 0.85 million
@@ -155,13 +154,12 @@ def test_gpt_looks_only_back() -> None:
         ("vit", IMAGE, {"patch": 5}, "patch of vit must divide the images of 32 x 32, got 5"),
         ("gpt", TEXT, {"width": 10, "heads": 4}, "multiple of its 4 heads, got 10"),
         ("gpt", TEXT, {"layers": 0}, "layers of gpt must be an int >= 1, got 0"),
-        ("gpt", TEXT, {"dropout": 1}, "below 1, got 1"),
         ("gpt", TEXT, {"depth": 3}, "the p-net gpt has no option depth: its options are layers, width"),
         ("allconv", IMAGE, {"width": "wide"}, "width of allconv must be an int >= 1, got 'wide'"),
         ("vit", Interface((4, 8, 8), 3, actions="choice"), {}, "reads images, the task has observations"),
-        ("allconv", IMAGE, {"norm": 1}, "norm of allconv must be true or false, got 1"),
+        ("gpt", TEXT, {"bias": 1}, "bias of gpt must be true or false, got 1"),
         ("mlp", IMAGE, {"hidden": 3}, "options of the p-net mlp do not fit"),
-        ("mlp", IMAGE, {"hidden": [0]}, "end with 10 outputs, 2 or more positive ints, got 3072 0 10"),
+        ("mlp", IMAGE, {"hidden": [0]}, r"hidden of mlp must be at least 1, got \[0\]"),
         ("os:sep", IMAGE, {}, "must be a function that returns an nn.Module, got str"),
         ("os:getpid", IMAGE, {}, "must return an nn.Module or a PNet, got int"),
     ],
@@ -184,7 +182,8 @@ def test_own_pnets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     net = find_pnet("own_nets:build", IMAGE, {"width": 5}).build(0)
     assert net(inputs(IMAGE)).shape == (2, 10) and shapes(net)["1.weight"] == (5, 3072)
     assert shapes(find_pnet("own_nets:fitting", IMAGE, {}).build(0))["weight"] == (10, 7)
-    assert find_pnet("own_nets:planned", IMAGE, {}).plan(100).max_tile == 4
+    planned = find_pnet("own_nets:planned", IMAGE, {})
+    assert (planned.plan(100).max_tile, planned.name) == (4, "own_nets:planned")
     with pytest.raises(ValueError, match="own_nets:build has no option depth: its options are width"):
         find_pnet("own_nets:build", IMAGE, {"depth": 5})
     with pytest.raises(ImportError, match="cannot import own_nothing"):

@@ -217,7 +217,7 @@ def test_a_dense_file_teaches_and_is_told(tmp_path: Path) -> None:
 
 def test_a_training_goes_on_with_the_same_teacher_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for seed, name in enumerate(("a", "b")):
-        task = TASKS["digits"]().with_pnet(PNETS["mlp"](TASKS["digits"]().interface, sizes=(64, 24, 10)))
+        task = TASKS["digits"]().with_pnet(PNETS["mlp"](TASKS["digits"]().interface, hidden=(24,)))
         save_model(task.build(seed), str(tmp_path / f"{name}.safetensors"))
     genome = ["train", *MODEL, "--genome-params", "500", "--epochs", "1", "--out", str(tmp_path / "out")]
     assert main([*genome, "--teacher", str(tmp_path / "a.safetensors"), "--checkpoint-every", "2"]) == 0

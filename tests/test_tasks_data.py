@@ -1,6 +1,6 @@
 """Examples in batches: passes, augmentation, held-out parts."""
 
-from itertools import product
+from itertools import islice, product
 
 import numpy as np
 import pytest
@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gbfunc.tasks import Split, endless_batches, epoch_batches, hold_out, steps_per_epoch
-from gbfunc.tasks.data import distort, flip_and_crop, in_turn, leave_out, noise, shift
+from gbfunc.tasks import Split, endless_batches
+from gbfunc.tasks.data import distort, flip_and_crop, hold_out, in_turn, leave_out, noise, shift, steps_per_epoch
 
 
 @settings(deadline=None, max_examples=50)
@@ -52,8 +52,7 @@ def test_batches_are_full_and_never_repeat_an_example(n: int, batch_size: int, s
         with pytest.raises(ValueError, match=f"the {n} training examples, got {batch_size}"):
             steps_per_epoch(split, batch_size)
         return
-    batches = list(epoch_batches(split, batch_size, generator))
-    assert len(batches) == steps_per_epoch(split, batch_size)
+    batches = list(islice(endless_batches(split, batch_size, generator), steps_per_epoch(split, batch_size)))
     assert all(x.shape == (batch_size, 1) and torch.equal(x[:, 0].long(), y) for x, y in batches)
     seen = torch.cat([y for _, y in batches]).tolist()
     assert len(set(seen)) == len(seen) == n // batch_size * batch_size

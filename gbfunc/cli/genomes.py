@@ -34,7 +34,7 @@ from gbfunc.storage.genome_file import is_genome, load_dtype
 from gbfunc.tasks import Task, continue_text, logits_of
 from gbfunc.tasks.base import History
 from gbfunc.tasks.pnets import Interface, find_pnet
-from gbfunc.tasks.pnets.base import at_most, is_import_path
+from gbfunc.tasks.pnets.base import AtMost, is_import_path
 from gbfunc.tasks.pnets.hugging_face import PREFIX
 from gbfunc.tasks.text import pretrained_tokens
 from gbfunc.types import JSON
@@ -73,8 +73,8 @@ def read_genome(
             if None not in (held, here) and held != here:
                 words = words.format(held, here)
                 raise ValueError(f"{path} holds {words}: --data-dir must name data with the same ones")
-    # A base may be the weights of a seed. Pretrained networks register each parameter more than once.
-    with at_most(4 * (plan.pnet_params + plan.buffer_bytes) + (1 << 20)):
+    # A base may be the weights of a seed. Initializations and pretrained networks copy and view each parameter.
+    with AtMost(32 * (plan.pnet_params + plan.buffer_bytes) + (1 << 26)):
         net = task.build(getattr(data, "seed", 0))
     return plan, task, _network(path, plan, genome, net)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import platform
 import re
 import shlex
@@ -51,10 +52,17 @@ class Job(NamedTuple):
 def load_task(options: DataOptions) -> Task:
     more = given(options, "env", "env_steps", "pretrained")
     task = find_task(options.task, options.data_dir, read_json("--task-config", options.task_config) | more)
-    config, sizes = read_json("--pnet-config", options.pnet_config), given(options, "sizes")
-    if sizes and (twice := config.keys() & {"sizes", "hidden"}):
-        raise ValueError(f"--sizes and --pnet-config ({sorted(twice)[0]}) both say the sizes of the layers: give one")
-    config |= sizes
+    config, name = read_json("--pnet-config", options.pnet_config), options.pnet or task.pnet.name
+    if sizes := getattr(options, "sizes", None):
+        first, last = math.prod(task.interface.inputs), task.interface.outputs
+        if name not in ("mlp", "actor_critic"):
+            raise ValueError(f"--sizes is for the p-nets mlp and actor_critic, got {name}: give --pnet-config")
+        if "hidden" in config:
+            raise ValueError("--sizes and --pnet-config (hidden) both say the sizes of the layers: give one")
+        if len(sizes) < 2 or (sizes[0], sizes[-1]) != (first, last):
+            expected = f"start with {first} inputs and end with {last} outputs"
+            raise ValueError(f"--sizes must {expected}, got {' '.join(map(str, sizes))}")
+        config["hidden"] = list(sizes[1:-1])
     if options.pnet is None and not config:
         return task
     if options.pretrained is not None and options.pnet not in (None, task.pnet.name):
@@ -62,7 +70,7 @@ def load_task(options: DataOptions) -> Task:
     if options.pnet in (None, task.pnet.name):
         # The task sets the other options.
         config = {**task.pnet.config, **config}
-    return task.with_pnet(find_pnet(options.pnet or task.pnet.name, task.interface, config))
+    return task.with_pnet(find_pnet(name, task.interface, config))
 
 
 def given(options: object, *names: str) -> dict[str, Any]:

@@ -94,12 +94,11 @@ def written(
     yield
     if out is None:
         return print("nothing was written; --out DIR keeps the genome")
-    from gbfunc.plots import learning_curve, return_curve
+    from gbfunc.plots import learning_curve
 
     def draw() -> Figure:
-        if task.metric.name == "mean_return":
-            return return_curve(runs, str(metrics["env"]), task.facts(())["threshold"])
-        return learning_curve(runs, task.metric.name, task.metric.unit)
+        facts = task.facts(())
+        return learning_curve(runs, task.metric.name, task.metric.unit, facts.get("threshold"), facts.get("env", ""))
 
     write_figure(folder / "learning_curve.png", draw)
     print(f"{out}: {', '.join(sorted(path.name for path in out.iterdir() if path.is_file()))}")

@@ -14,31 +14,24 @@ from typing import Any
 
 from gbfunc.tasks.base import Metric, Net, Recipe, Task, accuracy, logits_of, loss_fn, token_loss
 from gbfunc.tasks.control import control
-from gbfunc.tasks.data import Batch, Data, Split, Windows, endless_batches, epoch_batches, hold_out, steps_per_epoch
+from gbfunc.tasks.data import Split, endless_batches
 from gbfunc.tasks.images import cifar10, digits, fashion_mnist, mnist
-from gbfunc.tasks.pnets import checked_name
 from gbfunc.tasks.pnets.base import import_factory, is_import_path, options_for
 from gbfunc.tasks.text import continue_text, text, texts, trec
 
 __all__ = [
     "TASKS",
-    "Batch",
-    "Data",
     "Metric",
     "Net",
     "Recipe",
     "Split",
     "Task",
-    "Windows",
     "accuracy",
     "continue_text",
     "endless_batches",
-    "epoch_batches",
     "find_task",
-    "hold_out",
     "logits_of",
     "loss_fn",
-    "steps_per_epoch",
     "token_loss",
 ]
 
@@ -76,8 +69,6 @@ def find_task(name: str, data_dir: Path | str | None, config: Mapping[str, Any])
     )
     if not isinstance(task, Task):
         raise ValueError(f"{name} must return a gbfunc.tasks.Task, got {type(task).__name__}")
-    if is_import_path(name):
-        checked_name(task.pnet, task.interface)
-        if bad := [type(x).__name__ for x in (task.train, task.val, task.test) if not hasattr(x, "to")]:
-            raise ValueError(f"train, val and test of {name} must be splits, such as gbfunc.tasks.Split, got {bad[0]}")
+    if bad := [type(x).__name__ for x in (task.train, task.val, task.test) if not hasattr(x, "to")]:
+        raise ValueError(f"train, val and test of {name} must be splits, such as gbfunc.tasks.Split, got {bad[0]}")
     return task

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,6 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
-
-from gbfunc.trees import n_rows
 
 Batch = tuple[Tensor, Tensor]
 """Inputs [B, ...] and targets: classes [B], or tokens [B, L]."""
@@ -111,32 +110,22 @@ def steps_per_epoch(data: Data, batch_size: int) -> int:
     return len(data) // batch_size
 
 
-def epoch_batches(
-    data: Data, batch_size: int, generator: torch.Generator, augment: Augment | None = None
-) -> Iterator[Batch]:
-    """Yield one pass in full batches, augmented; one CPU generator goes on from pass to pass.
-
-    A last batch that is not full is left out. Raises `ValueError` at the end for a split that gives fewer or more
-    batches: a pass could not be resumed.
-    """
-    expected, got = steps_per_epoch(data, batch_size), 0
-    words = f"a pass of {len(data)} examples has {expected} full batches of {batch_size}"
-    for batch in data.batches(batch_size, generator):
-        got += 1
-        if got <= expected:
-            yield batch if augment is None else (augment(batch[0], generator), batch[1])
-        elif got > expected + 1 or n_rows(batch) == batch_size:
-            raise ValueError(f"{words}, got more")
-    if got < expected:
-        raise ValueError(f"{words}, got {got}")
-
-
 def endless_batches(
     data: Data, batch_size: int, generator: torch.Generator, augment: Augment | None = None
 ) -> Iterator[Batch]:
-    """Yield pass after pass of `epoch_batches`."""
+    """Yield pass after pass in full batches, augmented; one CPU generator goes on from pass to pass.
+
+    Further batches of a pass, such as a last one that is not full, are left out. Raises `ValueError` for a split that
+    gives fewer batches: a pass could not be resumed.
+    """
+    expected = steps_per_epoch(data, batch_size)
     while True:
-        yield from epoch_batches(data, batch_size, generator, augment)
+        got = 0
+        for x, y in islice(data.batches(batch_size, generator), expected):
+            got += 1
+            yield x if augment is None else augment(x, generator), y
+        if got < expected:
+            raise ValueError(f"a pass of {len(data)} examples has {expected} full batches of {batch_size}, got {got}")
 
 
 def data_folder(task: str, data_dir: Path | None, holds: str) -> Path:

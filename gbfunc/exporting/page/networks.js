@@ -225,14 +225,14 @@ const NETWORKS = {
     ["conv", "0"], ["max_pool", 2], ["conv", "2"], ["max_pool", 2], ["flatten"], ["linear", "5"], ["relu"], ["linear", "7"],
   ]),
 
-  allconv: (net, { dropout = 0, norm = true }) => {
+  allconv: (net) => {
     // [stride, padding] of each convolution but the last.
     const shapes = [[1, 1], [1, 1], [2, 1], [1, 1], [1, 1], [2, 1], [1, 0], [1, 0]];
     const row = [];
     let layer = 0;
     for (const [stride, padding] of shapes) {
-      row.push(["conv", `${layer}`, stride, padding], ...(norm ? [["batch_norm", `${layer + 1}`]] : []), ["relu"]);
-      layer += (norm ? 3 : 2) + (stride === 2 && dropout ? 1 : 0);
+      row.push(["conv", `${layer}`, stride, padding], ["batch_norm", `${layer + 1}`], ["relu"]);
+      layer += 3;
     }
     return inARow(net, [...row, ["conv", `${layer}`], ["means"], ["flatten"]]);
   },

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +17,7 @@ from gbfunc.tasks.pnets.gpt import gpt, vit
 from gbfunc.tasks.pnets.hugging_face import PREFIX, hugging_face
 from gbfunc.tasks.pnets.mlp import mlp, mlp_pnet
 
-__all__ = ["PNETS", "Interface", "PNet", "PlanOptions", "checked_name", "find_pnet", "mlp", "narrowed"]
+__all__ = ["PNETS", "Interface", "PNet", "PlanOptions", "find_pnet", "mlp", "narrowed"]
 
 PNETS: Mapping[str, Callable[..., PNet]] = MappingProxyType(
     {
@@ -52,26 +52,16 @@ def find_pnet(name: str, interface: Interface, config: Mapping[str, Any]) -> PNe
         with base.seeded(0):
             made: Any = factory(**options)
         if isinstance(made, PNet):
-            return checked_name(made, interface)
+            # A file names the function, even if the p-net has the name of another.
+            return replace(made, name=name, config=config)
         if not isinstance(made, nn.Module):
             raise ValueError(f"{name} must return an nn.Module or a PNet, got {type(made).__name__}")
         return PNet(name=name, make=lambda: factory(**options), config=config)
     if name not in PNETS:
         raise ValueError(f"no p-net {name!r}: choose one of {', '.join(PNETS)}, hf:TYPE or package.module:function")
     options = base.options_for(f"the p-net {name}", PNETS[name], config, interface=interface)
+    base.check_types(name, PNETS[name], config)
     try:
         return PNETS[name](**options)
     except TypeError as error:
         raise ValueError(f"the options of the p-net {name} do not fit: {error}") from error
-
-
-def checked_name(pnet: PNet, interface: Interface) -> PNet:
-    """Return a user's p-net; `ValueError` if it takes the name of a different one, as which files would be read."""
-    if pnet.name in PNETS:
-        known, made = None, pnet.build(0)
-        with suppress(ValueError):
-            known = find_pnet(pnet.name, interface, pnet.config).build(0)
-        if type(made) is not type(known) or repr(made) != repr(known):
-            differs = f"differs from gbfunc's {pnet.name}, as which its files would be read"
-            raise ValueError(f"your p-net {pnet.name!r} {differs}: give it another name")
-    return pnet

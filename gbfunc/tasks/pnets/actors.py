@@ -16,15 +16,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from gbfunc.encoding import binary, grid, per_axis
 from gbfunc.hypernets import constant
-from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet, check_options, check_reads, family
-from gbfunc.tasks.pnets.mlp import layer_sizes
+from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet, check_reads, family
 
 
 class ActorCritic(nn.Module):
@@ -63,18 +61,16 @@ def _orthogonal(layer: nn.Module, gain: float = 2**0.5) -> nn.Module:
     return layer
 
 
-def actor_critic(
-    interface: Interface, *, hidden: Sequence[int] = (64, 64), odd: bool = False, sizes: Sequence[int] | None = None
-) -> PNet:
-    """Describe policy and value networks for a task of control by `hidden` units or the `sizes` of every layer.
+def actor_critic(interface: Interface, *, hidden: Sequence[int] = (64, 64), odd: bool = False) -> PNet:
+    """Describe policy and value networks for a task of control by the units of their `hidden` layers.
 
     If `odd`, a genome keeps the policy's hidden biases at zero: the outputs are odd functions of the observation, up to
     a constant, as for an environment in which left and right are alike.
     """
     check_reads("actor_critic", interface, "observations", 1)
-    layers = layer_sizes(interface, hidden, sizes, least=3)
+    layers = (*interface.inputs, *hidden, interface.outputs)
     biases = "|".join(str(2 * i) for i in range(len(layers) - 2))
-    rules = ((rf"^actor\.({biases})\.bias$", constant(0.0)),) if odd else ()
+    rules = ((rf"^actor\.({biases})\.bias$", constant(0.0)),) if odd and hidden else ()
     widths, plan = {"hidden": list(layers[1:-1])}, PlanOptions(rules=rules)
     make = partial(ActorCritic, layers, interface.actions == "vector")
     pnet = PNet("actor_critic", make, lambda size: plan, widths | {"odd": odd}, "-".join(map(str, layers)))
@@ -82,17 +78,13 @@ def actor_critic(
 
 
 class RecurrentActorCritic(nn.Module):
-    """A layer of tanh, a GRU or LSTM, each of H units, and a policy and a value of its state.
+    """A layer of tanh and a GRU (Cho et al., 2014), each of H units, and a policy and a value of its state."""
 
-    The memory of a `"gru"` (Cho et al., 2014) has H numbers, of an `"lstm"` (Hochreiter and Schmidhuber, 1997) 2 H.
-    """
-
-    def __init__(self, n_obs: int, hidden: int, n_actions: int, vectors: bool, cell: str) -> None:
+    def __init__(self, n_obs: int, hidden: int, n_actions: int, vectors: bool) -> None:
         super().__init__()
-        self.hidden, self.lstm = hidden, cell == "lstm"
-        self.memory = 2 * hidden if self.lstm else hidden
+        self.memory = hidden
         self.first = _orthogonal(nn.Linear(n_obs, hidden))
-        self.cell = _orthogonal((nn.LSTMCell if self.lstm else nn.GRUCell)(hidden, hidden), 1.0)
+        self.cell = _orthogonal(nn.GRUCell(hidden, hidden), 1.0)
         self.heads = ActorCritic((hidden, n_actions), vectors)
 
     def forward(
@@ -103,27 +95,23 @@ class RecurrentActorCritic(nn.Module):
             blank = obs_BTO.new_zeros(len(obs_BTO), self.memory)
             numbers, values, _ = self(obs_BTO[:, None], blank[:, :1], blank)
             return numbers[:, 0], values[:, 0]
-        x_BTH, outputs = torch.tanh(self.first(obs_BTO)), []
-        goes_on_BT1 = 1 - starts_BT.to(x_BTH)[..., None]
+        x_BTH, memories = torch.tanh(self.first(obs_BTO)), []
         memory: Tensor = memory_BM
+        goes_on_BT1 = 1 - starts_BT.to(x_BTH)[..., None]
         for x_BH, goes_on_B1 in zip(x_BTH.unbind(1), goes_on_BT1.unbind(1), strict=True):
-            memory = memory * goes_on_B1
-            memory = torch.cat(self.cell(x_BH, memory.chunk(2, -1)), -1) if self.lstm else self.cell(x_BH, memory)
-            outputs.append(memory[:, : self.hidden])
-        return *self.heads(torch.stack(outputs, 1)), memory
+            memory = self.cell(x_BH, memory * goes_on_B1)
+            memories.append(memory)
+        return *self.heads(torch.stack(memories, 1)), memory
 
 
-def recurrent_actor_critic(interface: Interface, *, hidden: int = 64, cell: Literal["gru", "lstm"] = "gru") -> PNet:
+def recurrent_actor_critic(interface: Interface, *, hidden: int = 64) -> PNet:
     """Describe a `RecurrentActorCritic` for a task of control with vectors as observations that hide some state."""
     name, vectors = "recurrent_actor_critic", interface.actions == "vector"
     check_reads(name, interface, "observations", 1)
-    check_options(name, hidden=hidden)
-    if cell not in ("gru", "lstm"):
-        raise ValueError(f"cell of {name} must be 'gru' or 'lstm', got {cell!r}")
-    make = partial(RecurrentActorCritic, interface.inputs[0], hidden, interface.outputs, vectors, cell)
-    plan, config = PlanOptions(include=(r"^cell\.weight_",)), {"hidden": hidden, "cell": cell}
-    pnet = PNet(name, make, lambda size: plan, config, f"{interface.inputs[0]}-{cell} {hidden}-{interface.outputs}")
-    return family(partial(recurrent_actor_critic, interface), pnet, {"hidden": hidden})
+    make = partial(RecurrentActorCritic, interface.inputs[0], hidden, interface.outputs, vectors)
+    plan, config = PlanOptions(include=(r"^cell\.weight_",)), {"hidden": hidden}
+    pnet = PNet(name, make, lambda size: plan, config, f"{interface.inputs[0]}-gru {hidden}-{interface.outputs}")
+    return family(partial(recurrent_actor_critic, interface), pnet, config)
 
 
 class ConvActorCritic(nn.Module):
@@ -155,7 +143,6 @@ class ConvActorCritic(nn.Module):
 def conv_actor_critic(interface: Interface, *, width: int = 32, hidden: int = 512) -> PNet:
     """Describe a `ConvActorCritic` for a task of control with images as observations."""
     check_reads("conv_actor_critic", interface, "observations", 3, least=5)
-    check_options("conv_actor_critic", width=width, hidden=hidden)
     vectors = interface.actions == "vector"
     make = partial(ConvActorCritic, interface.inputs, width, hidden, interface.outputs, vectors)
 

@@ -10,7 +10,7 @@ import re
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
 from types import MappingProxyType
@@ -18,10 +18,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_buffer_registration_hook,
-    register_module_parameter_registration_hook,
-)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gbfunc.encoding import Encoding
@@ -30,6 +26,7 @@ from gbfunc.tiling import MaxTile
 
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _TAKE = {"images": "mlp", "text": "gpt", "texts with classes": "hf:TYPE", "observations": "actor_critic"}
+_EXPECTED = {bool: "true or false", int: "an int >= 1", float: "a number >= 0"}
 
 
 class Interface(NamedTuple):
@@ -123,40 +120,23 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-class _AtMost(TorchDispatchMode):
-    """Refuses operations whose results have more numbers, before they are made."""
+class AtMost(TorchDispatchMode):
+    """Raises `ValueError` before operations inside make more numbers than so many; views count as well."""
 
     def __init__(self, numbers: int) -> None:
         super().__init__()
-        self._numbers = numbers
+        self.numbers = self.left = numbers
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         sizes = [x for x in args if isinstance(x, list | tuple) and all(type(n) is int for n in x)]
         with suppress(RuntimeError):  # Shapes that do not broadcast
             sizes.append(torch.broadcast_shapes(*(x.shape for x in args if isinstance(x, torch.Tensor))))
-        if max(map(math.prod, sizes)) > self._numbers:
-            raise ValueError(f"the network makes a tensor of more than {self._numbers:,} numbers")
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def at_most(numbers: int, names: int = 1 << 15) -> Iterator[None]:
-    """Raise `ValueError` as soon as modules that are made inside have more numbers, or more names of tensors.
-
-    Numbers are those of parameters and buffers; other tensors may have 2^24 numbers each, or as many.
-    """
-    held = [0, 0]
-
-    def count(module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
-        held[:] = held[0] + (0 if tensor is None else tensor.numel()), held[1] + 1
-        if held[0] > numbers or held[1] > names:
-            raise ValueError(f"the network has more than {numbers:,} numbers or {names:,} tensors")
-
-    with ExitStack() as stack:
-        for register in (register_module_parameter_registration_hook, register_module_buffer_registration_hook):
-            stack.callback(register(count).remove)
-        stack.enter_context(_AtMost(max(numbers, 1 << 24)))
-        yield
+        if max(map(math.prod, sizes), default=0) > self.left:
+            raise ValueError(f"the network makes tensors of more than {self.numbers:,} numbers")
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and not any(made is x for x in args):
+            self.left -= made.numel()
+        return made
 
 
 def check_reads(pnet: str, interface: Interface, kind: str, ndim: int | None = None, least: int = 1) -> None:
@@ -169,20 +149,20 @@ def check_reads(pnet: str, interface: Interface, kind: str, ndim: int | None = N
         raise ValueError(f"the p-net {pnet} reads {sizes}, the task has inputs of {got}")
 
 
-def check_options(
-    pnet: str, *, dropout: Any = 0.0, heads: Any = 1, flags: Mapping[str, Any] = MappingProxyType({}), **sizes: Any
-) -> None:
-    """Raise `ValueError` for sizes that are no positive ints, a width that heads do not divide, and other types."""
-    for name, value in {**sizes, "heads": heads}.items():
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{name} of {pnet} must be an int >= 1, got {value!r}")
-    if sizes.get("width", heads) % heads:
-        raise ValueError(f"width of {pnet} must be a multiple of its {heads} heads, got {sizes['width']}")
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout of {pnet} must be at least 0 and below 1, got {dropout!r}")
-    for name, value in flags.items():
-        if type(value) is not bool:
-            raise ValueError(f"{name} of {pnet} must be true or false, got {value!r}")
+def check_heads(pnet: str, width: int, heads: int) -> None:
+    """Raise `ValueError` for a width that the heads do not divide."""
+    if width % heads:
+        raise ValueError(f"width of {pnet} must be a multiple of its {heads} heads, got {width}")
+
+
+def check_types(pnet: str, factory: Callable[..., Any], config: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for options of another type than their defaults, and for ints below 1."""
+    for name, value in config.items():
+        kind = type(inspect.signature(factory).parameters[name].default)
+        fits = isinstance(value, int | float) if kind is float else type(value) is kind or kind not in _EXPECTED
+        numbers = value if isinstance(value, list | tuple) else [value] if type(value) is int else []
+        if not fits or not all(type(n) is int and n >= (kind is not float) for n in numbers):
+            raise ValueError(f"{name} of {pnet} must be {_EXPECTED.get(kind, 'at least 1')}, got {value!r}")
 
 
 def narrowed(pnet: PNet, params: int) -> PNet:

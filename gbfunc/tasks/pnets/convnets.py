@@ -18,27 +18,24 @@ from torch import Tensor, nn
 
 from gbfunc.encoding import binary, grid, per_axis
 from gbfunc.hypernets import constant, periodic
-from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet, check_options, check_reads, family
+from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet, check_reads, family
 
 
 class AllConv(nn.Sequential):
     """All-CNN-C (Springenberg et al., 2015, table 1): nine convolutions, strides instead of pooling.
 
-    The net of the genomic bottleneck's CIFAR-10 experiment (Shuvaev et al., PNAS 2024; 1,369,738 parameters). The first
-    three convolutions have `width` channels, the next five twice as many. Dropout comes after each stride; batch
-    normalisation after every convolution but the last, which are then without bias.
+    The net of the genomic bottleneck's CIFAR-10 experiment (Shuvaev et al., PNAS 2024), with batch normalisation
+    instead of biases after every convolution but the last. The first three convolutions have `width` channels, the
+    next five twice as many.
     """
 
-    def __init__(self, channels: int, width: int, classes: int, dropout: float, norm: bool) -> None:
+    def __init__(self, channels: int, width: int, classes: int) -> None:
         layers: list[nn.Module] = []
         outs = [channels] + 3 * [width] + 5 * [2 * width]
         # (kernel, stride, padding) of the convolutions before the last.
         shapes = [(3, 1, 1), (3, 1, 1), (3, 2, 1), (3, 1, 1), (3, 1, 1), (3, 2, 1), (3, 1, 0), (1, 1, 0)]
         for (before, out), (kernel, stride, padding) in zip(pairwise(outs), shapes, strict=True):
-            layers.append(nn.Conv2d(before, out, kernel, stride, padding, bias=not norm))
-            layers += [nn.BatchNorm2d(out)] if norm else []
-            layers.append(nn.ReLU())
-            layers += [nn.Dropout(dropout)] if stride == 2 and dropout else []
+            layers += [nn.Conv2d(before, out, kernel, stride, padding, bias=False), nn.BatchNorm2d(out), nn.ReLU()]
         super().__init__(*layers, nn.Conv2d(outs[-1], classes, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
         # Torch's initial weights are too small for nine layers without normalisation.
         self.apply(_kaiming)
@@ -157,7 +154,6 @@ def _convolutional(
     """Describe a convolutional family for images of `least` rows or more, whose plan `options` returns."""
     widths = {"width": config["width"]}
     check_reads(name, interface, "images", 3, least)
-    check_options(name, **widths)
     net = partial(make, **config)
 
     def plan(genome_params: float) -> PlanOptions:
@@ -175,12 +171,10 @@ def _convolutional(
     return family(partial(factory, interface), pnet, widths)
 
 
-def all_conv(interface: Interface, *, width: int = 96, dropout: float = 0.0, norm: bool = True) -> PNet:
+def all_conv(interface: Interface, *, width: int = 96) -> PNet:
     """`AllConv` for an image task, its options as there."""
-    check_options("allconv", dropout=dropout, flags={"norm": norm})
     make = partial(AllConv, interface.inputs[0], classes=interface.outputs)
-    config = dict(width=width, dropout=dropout, norm=norm)
-    return _convolutional("allconv", all_conv, interface, make, config, 12)
+    return _convolutional("allconv", all_conv, interface, make, {"width": width}, 12)
 
 
 def lenet5(interface: Interface, *, width: int = 50) -> PNet:

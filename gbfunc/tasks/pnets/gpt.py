@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +24,9 @@ _PLAIN_NORMS = 30_000  # parameters of a genome below which norms have none
 class Block(nn.Module):
     """Causal self-attention and an MLP, each on a normalised residual stream."""
 
-    def __init__(self, width: int, heads: int, hidden: int, dropout: float, bias: bool) -> None:
+    def __init__(self, width: int, heads: int, hidden: int, bias: bool) -> None:
         super().__init__()
-        self.heads, self.dropout = heads, dropout
+        self.heads = heads
         self.attention_norm = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width, bias=bias)
         self.out = nn.Linear(width, width, bias=bias)
@@ -38,11 +37,9 @@ class Block(nn.Module):
     def forward(self, x_BLE: Tensor) -> Tensor:
         packed = self.qkv(self.attention_norm(x_BLE)).unflatten(-1, (3, self.heads, -1))
         q_BHLD, k_BHLD, v_BHLD = packed.permute(2, 0, 3, 1, 4)
-        dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(q_BHLD, k_BHLD, v_BHLD, dropout_p=dropout, is_causal=True)
-        x_BLE = x_BLE + F.dropout(self.out(mixed.transpose(1, 2).flatten(2)), self.dropout, self.training)
-        hidden = self.down(F.gelu(self.up(self.mlp_norm(x_BLE))))
-        return x_BLE + F.dropout(hidden, self.dropout, self.training)
+        mixed = F.scaled_dot_product_attention(q_BHLD, k_BHLD, v_BHLD, is_causal=True)
+        x_BLE = x_BLE + self.out(mixed.transpose(1, 2).flatten(2))
+        return x_BLE + self.down(F.gelu(self.up(self.mlp_norm(x_BLE))))
 
 
 class GPT(nn.Module):
@@ -59,14 +56,12 @@ class GPT(nn.Module):
         width: int,
         heads: int,
         hidden: int,
-        dropout: float = 0.0,
         bias: bool = False,
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
-        self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.Sequential(*(Block(width, heads, hidden, dropout, bias) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(Block(width, heads, hidden, bias) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.tokens.weight
@@ -77,7 +72,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=_STD / math.sqrt(2 * layers) if deep else _STD)
 
     def forward(self, tokens_BL: Tensor) -> Tensor:
-        x_BLE = self.dropout(self.tokens(tokens_BL) + self.positions.weight[: tokens_BL.shape[1]])
+        x_BLE = self.tokens(tokens_BL) + self.positions.weight[: tokens_BL.shape[1]]
         return self.head(self.norm(self.blocks(x_BLE)))
 
 
@@ -88,17 +83,15 @@ def gpt(
     width: int = 128,
     heads: int = 4,
     hidden: int | None = None,
-    dropout: float = 0.0,
     bias: bool = False,
 ) -> PNet:
     """Describe a `GPT` for a text task, its options as there: by default nanoGPT's for a CPU, `hidden` 4 x `width`."""
     base.check_reads("gpt", interface, "text", 1)
     # An open `hidden` stays open in the configuration, and follows the width of a narrower net.
-    config = dict(layers=layers, width=width, heads=heads, hidden=hidden, dropout=dropout, bias=bias)
+    config = dict(layers=layers, width=width, heads=heads, hidden=hidden, bias=bias)
     hidden = 4 * width if hidden is None else hidden
-    options: dict[str, Any] = config | {"hidden": hidden}
-    base.check_options("gpt", **{name: x for name, x in options.items() if name != "bias"}, flags={"bias": bias})
-    make = partial(GPT, interface.outputs, *interface.inputs, **options)
+    base.check_heads("gpt", width, heads)
+    make = partial(GPT, interface.outputs, *interface.inputs, layers, width, heads, hidden, bias)
     pnet = PNet("gpt", make, partial(gpt_plan, interface, width), config, f"gpt, {layers} layers of {width}")
     return base.family(partial(gpt, interface), pnet, {"width": width, "hidden": hidden}, heads)
 
@@ -120,14 +113,12 @@ class ViT(nn.Module):
     `patch` divides rows and columns of the images, `heads` divides `width`, and `hidden` are the units of an MLP.
     """
 
-    def __init__(
-        self, interface: Interface, patch: int, layers: int, width: int, heads: int, hidden: int, dropout: float
-    ) -> None:
+    def __init__(self, interface: Interface, patch: int, layers: int, width: int, heads: int, hidden: int) -> None:
         super().__init__()
         channels, rows, cols = interface.inputs
         self.patches = nn.Conv2d(channels, width, patch, patch)
         self.positions = nn.Parameter(torch.randn(rows * cols // patch**2, width) * 0.02)
-        block = nn.TransformerEncoderLayer(width, heads, hidden, dropout, "gelu", batch_first=True, norm_first=True)
+        block = nn.TransformerEncoderLayer(width, heads, hidden, 0.0, "gelu", batch_first=True, norm_first=True)
         self.blocks = nn.TransformerEncoder(block, layers, nn.LayerNorm(width), enable_nested_tensor=False)
         self.head = nn.Linear(width, interface.outputs)
         for parameter in self.blocks.parameters():
@@ -147,18 +138,17 @@ def vit(
     width: int = 64,
     heads: int = 4,
     hidden: int | None = None,
-    dropout: float = 0.0,
 ) -> PNet:
     """Describe a `ViT` for an image task, its options as there; `hidden` is twice the width by default."""
     base.check_reads("vit", interface, "images", 3)
-    config = dict(patch=patch, layers=layers, width=width, heads=heads, hidden=hidden, dropout=dropout)
+    config = dict(patch=patch, layers=layers, width=width, heads=heads, hidden=hidden)
     hidden = 2 * width if hidden is None else hidden
-    options: dict[str, Any] = config | {"hidden": hidden}
-    base.check_options("vit", **options)
+    base.check_heads("vit", width, heads)
     _, rows, cols = interface.inputs
     if rows % patch or cols % patch:
         raise ValueError(f"patch of vit must divide the images of {rows} x {cols}, got {patch}")
     plan = BLOCKS._replace(include=(r"^positions$",))
     label = f"vit, {layers} layers of {width}"
-    pnet = PNet("vit", partial(ViT, interface, **options), lambda genome_params: plan, config, label)
+    make = partial(ViT, interface, patch, layers, width, heads, hidden)
+    pnet = PNet("vit", make, lambda genome_params: plan, config, label)
     return base.family(partial(vit, interface), pnet, {"width": width, "hidden": hidden}, heads)

@@ -35,14 +35,8 @@ def mlp(sizes: tuple[int, ...], seed: int) -> nn.Sequential:
         return MLP(sizes)
 
 
-def mlp_pnet(
-    interface: Interface,
-    *,
-    hidden: Sequence[int] | None = None,
-    bandwidth: float | None = None,
-    sizes: Sequence[int] | None = None,
-) -> PNet:
-    """Describe an MLP for an image task by its `hidden` units or the `sizes` of every layer.
+def mlp_pnet(interface: Interface, *, hidden: Sequence[int] | None = None, bandwidth: float | None = None) -> PNet:
+    """Describe an MLP for an image task by the units of its `hidden` layers.
 
     `bandwidth` scales the coordinates of pixels (see `gbfunc.grid`). The defaults are 800 hidden units and 6.0; 1,100
     and 3.0 for images of 8 x 8 pixels.
@@ -50,24 +44,11 @@ def mlp_pnet(
     check_reads("mlp", interface, "images")
     width, usual = (1100, 3.0) if interface.inputs == (1, 8, 8) else (800, 6.0)
     bandwidth = usual if bandwidth is None else bandwidth
-    layers = layer_sizes(interface, (width,) if hidden is None else hidden, sizes)
+    layers = (math.prod(interface.inputs), *((width,) if hidden is None else hidden), interface.outputs)
     widths, plan = {"hidden": list(layers[1:-1])}, mlp_plan(layers, interface.inputs, bandwidth)
     config = widths | {"bandwidth": bandwidth}
     pnet = PNet("mlp", partial(MLP, layers), lambda genome_params: plan, config, "-".join(map(str, layers)))
     return family(partial(mlp_pnet, interface), pnet, widths)
-
-
-def layer_sizes(
-    interface: Interface, hidden: Sequence[int], sizes: Sequence[int] | None, least: int = 2
-) -> tuple[int, ...]:
-    """Return the units of every layer; `ValueError` if `sizes` do not fit the task."""
-    ends = (math.prod(interface.inputs), interface.outputs)
-    layers = tuple((ends[0], *hidden, ends[1]) if sizes is None else sizes)
-    fits = all(type(n) is int and n >= 1 for n in layers) and len(layers) >= least
-    if not fits or (layers[0], layers[-1]) != ends:
-        expected = f"start with {ends[0]} inputs and end with {ends[1]} outputs, {least} or more positive ints"
-        raise ValueError(f"sizes must {expected}, got {' '.join(map(str, layers)) or 'none'}")
-    return layers
 
 
 def mlp_plan(sizes: tuple[int, ...], inputs: tuple[int, ...], bandwidth: float) -> PlanOptions:
