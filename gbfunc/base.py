@@ -50,35 +50,26 @@ class BaseTensors:
             params = {k: x.detach() for k, x in pnet.named_parameters() if k not in new}
             buffers = {k: b.detach().clone() for k, b in pnet.named_buffers() if k not in new}
         self._saved = buffers.keys() & pnet.state_dict(keep_vars=True).keys()
-        self._first = params, buffers
+        self.params, self.buffers = params, buffers
         self._on: dict[torch.device, tuple[Params, Params]] = {}
-
-    @property
-    def names(self) -> Collection[str]:
-        return self._first[0].keys()
-
-    @property
-    def buffer_names(self) -> Collection[str]:
-        return self._first[1].keys()
 
     def on(self, device: torch.device) -> tuple[Params, Params]:
         """Parameters and buffers by name, copied to a device once."""
         if device not in self._on:
-            params, buffers = ({k: x.to(device) for k, x in tensors.items()} for tensors in self._first)
+            params, buffers = ({k: x.to(device) for k, x in tensors.items()} for tensors in (self.params, self.buffers))
             self._on[device] = params, buffers
         return self._on[device]
 
     def cast(self, change: Callable[[Tensor], Tensor]) -> BaseTensors | None:
         """The base in the dtypes to which `nn.Module.to` casts by `change`; None if no dtype changes."""
-        kinds = {x.dtype for tensors in self._first for x in tensors.values() if differentiable(x.dtype)}
+        first = self.params, self.buffers
+        kinds = {x.dtype for tensors in first for x in tensors.values() if differentiable(x.dtype)}
         casts = {kind: new for kind in kinds if (new := change(torch.empty(0, dtype=kind)).dtype) != kind}
         if not casts:
             return None
         cast = copy(self)
-        params, buffers = (
-            {k: x.to(casts.get(x.dtype, x.dtype)) for k, x in tensors.items()} for tensors in self._first
-        )
-        cast._first, cast._on = (params, buffers), {}
+        cast.params, cast.buffers = ({k: x.to(casts.get(x.dtype, x.dtype)) for k, x in each.items()} for each in first)
+        cast._on = {}
         return cast
 
     def tensor(self, name: str, device: torch.device) -> Tensor:
@@ -90,12 +81,11 @@ class BaseTensors:
         Raises:
             ValueError: if the p-net is on the meta device, where it has no values.
         """
-        params, buffers = self._first
-        kept = params | {k: buffers[k] for k in self._saved}
+        kept = self.params | {k: self.buffers[k] for k in self._saved}
         digest = hashlib.sha256()
         for key in sorted(kept):
             _update(digest, key, kept[key])
-        sizes = sum(x.numel() for x in params.values()), sum(x.nbytes for x in kept.values())
+        sizes = sum(x.numel() for x in self.params.values()), sum(x.nbytes for x in kept.values())
         return Base(digest.hexdigest()[:_DIGEST_CHARS], *sizes, name, revision)
 
 

@@ -247,7 +247,7 @@ class GenomeModule(nn.Module):
 
     def _freeze_statistics(self) -> None:
         if (base := self._frame.base) is not None:
-            keep_statistics(self, base.buffer_names)
+            keep_statistics(self, base.buffers)
 
     def _leaves(self) -> Params:
         plan = self.plan

@@ -56,7 +56,7 @@ def make_generator(
     if plan.base is not None and base is None:
         raise ValueError("the genome holds deltas of a base: give the pretrained p-net too (base=)")
     layout = layout if layout is not None and layout.sharded else None
-    of_base = {} if base is None else {k: partial(base.tensor, k) for k in base.names}
+    of_base = {} if base is None else {k: partial(base.tensor, k) for k in base.params}
     # Weights that are gathered for each use, or as tiles, do not stay factors.
     stay = layout is None or (layout.placement == "factors" and not remat)
     chooser = _Chooser(plan, kernel, layout, pnet, lazy if stay else False, remat, pieces or {}, of_base)

@@ -54,7 +54,7 @@ class PureNet:
         check_pnet(pnet)
         forms = forms or {}
         self.skeleton = skeleton_of(pnet)
-        kept = () if frozen is None else frozen.buffer_names
+        kept = () if frozen is None else frozen.buffers
         for layer in keep_statistics(self.skeleton, kept):
             vars(layer)["train"] = lambda mode=True, layer=layer: layer
         specs = {name: TensorSpec(tuple(tensor.shape)) for name, _, tensor, *_ in parameter_infos(pnet)}

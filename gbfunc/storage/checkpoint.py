@@ -404,17 +404,15 @@ def _lock(folder: Path) -> int:
 
 def _on_rank_0(mesh: Mesh, do: Callable[[], Any]) -> Any:
     """Run `do` on rank 0; every rank returns its result or raises its `ValueError` or `OSError`. Collective."""
-    answer = error = None
+    answer = failure = None
     if mesh.rank == 0:
         try:
             answer = do()
-        except (ValueError, OSError) as failure:
-            error = failure
-    what = error and (str(error), error.errno if isinstance(error, OSError) else None)
-    answer, what = gather_objects(mesh, (answer, what))[0]
-    if error is not None:
-        raise error
-    if what is not None:
-        words, number = f"on rank 0: {what[0]}", what[1]
-        raise ValueError(words) if number is None else OSError(number, words)
+        except (ValueError, OSError) as error:
+            failure = error
+    answer, reported = gather_objects(mesh, (answer, failure))[0]
+    if failure is not None:
+        raise failure
+    if reported is not None:
+        raise type(reported)(f"on rank 0: {reported}")
     return answer

@@ -107,17 +107,9 @@ def lora_of(plan: Plan, genome: GenomeLike, pnet: nn.Module) -> tuple[dict[str, 
 
 
 def as_low_rank(left_ijrk: Tensor, right_ijck: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
-    """Factor the matrix of tiles `L[i, j] @ R[i, j].T` as `B A`; returns A [k', cols] and B [rows, k'].
-
-    `k'` is the sum of the tiles' ranks, but at most `min(rows, cols)`.
-    """
+    """Factor the matrix of tiles `L[i, j] @ R[i, j].T` as `B A`; returns A [k', cols] and B [rows, k']."""
     b = torch.block_diag(*left_ijrk.transpose(1, 2).flatten(2))[: grid.rows]
-    a = torch.cat([torch.block_diag(*right_jck.mT) for right_jck in right_ijck])[:, : grid.cols]
-    rank = min(grid.rows, grid.cols)
-    if len(a) <= rank:
-        return a, b
-    unit = torch.eye(rank, dtype=a.dtype, device=a.device)
-    return (unit, b @ a) if rank == grid.cols else (b @ a, unit)
+    return torch.cat([torch.block_diag(*right_jck.mT) for right_jck in right_ijck])[:, : grid.cols], b
 
 
 def _layer_tensors(pnet: nn.Module, name: str, a: Tensor, b: Tensor) -> Params:
@@ -185,7 +177,6 @@ def _config(plan: Plan, pnet: nn.Module, ranks: Mapping[str, int], saved: list[s
     layers = [pnet.get_submodule(layer) for layer in ranks]
     return {
         "peft_type": "LORA",
-        "task_type": None,
         "base_model_name_or_path": plan.base.name or None,
         "revision": plan.base.revision or None,
         "target_modules": _targets(pnet, ranks.keys(), saved),
@@ -194,13 +185,7 @@ def _config(plan: Plan, pnet: nn.Module, ranks: Mapping[str, int], saved: list[s
         "lora_alpha": usual,
         "rank_pattern": patterns,
         "alpha_pattern": dict(patterns),
-        "lora_dropout": 0.0,
-        "bias": "none",
         "fan_in_fan_out": any(map(transposed, layers)),
-        "use_rslora": False,
-        "use_dora": False,
-        "init_lora_weights": True,
-        "inference_mode": True,
     }
 
 
