@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Column
 
 from gbfunc.cli.commands import Bench
 from gbfunc.cli.output import open_folder, print_table, write_metrics
@@ -76,20 +75,15 @@ def measure(
 
 
 def print_results(results: Mapping[str, Any]) -> None:
-    r, repeated = results, any(len(row["ratios_to_dense"]) > 1 for row in results["rows"])
+    r, rows, previous = results, list[tuple[str, ...]](), None
 
     def number(value: float | None, form: str, unit: str = "") -> str:
         return "" if value is None else f"{value:{form}}{unit}"
 
-    def spread(row: Mapping[str, Any]) -> str:
-        ratios = [ratio for ratio in row["ratios_to_dense"] if ratio is not None]
-        return f"{min(ratios):.3g} to {max(ratios):.3g} in {len(ratios)} runs" if ratios else ""
-
-    rows: list[tuple[str, ...]] = []
-    previous = None
     for row in r["rows"]:
         if previous not in (None, row["case"]):
             rows.append(())
+        ratios = [ratio for ratio in row["ratios_to_dense"] if ratio is not None]
         rows.append(
             (
                 "" if row["case"] == previous else row["case"],
@@ -97,14 +91,12 @@ def print_results(results: Mapping[str, Any]) -> None:
                 number(row["step_ms"], ",.2f", " ms"),
                 number(row["first_ms"], ",.0f", " ms"),
                 number(row["ratio_to_dense"], ".3g"),
-                *([spread(row)] if repeated else []),
+                f"{min(ratios):.3g} to {max(ratios):.3g}" if len(ratios) > 1 else "",
                 number(row["ratio_to_naive"], ".3g"),
                 number(row["peak_mb"], ",.0f") or "out of memory",
-                f"{row['repeats']} repeats" if row["repeats"] < _ROUNDS else "",
             )
         )
         previous = row["case"]
     machine = f"{r['machine']}, {r['threads']} threads, torch {r['torch']}, {r['dtype']}"
-    case, variant, notes = Column("case", no_wrap=True), Column("variant", no_wrap=True), Column()
-    numbers = ("step", "first", "x dense", *(["range"] if repeated else []), "x naive", "peak MB")
-    print_table((case, variant, *numbers, notes), rows, notes=[machine, *r["skipped"]])
+    columns = ("case", "variant", "step", "first", "x dense", "range", "x naive", "peak MB")
+    print_table(columns, rows, notes=[machine, *r["skipped"]])

@@ -106,9 +106,8 @@ def written(
     print(f"try next: gbfunc {command} --genome {out / 'genome.safetensors'}, or gbfunc export --help")
 
 
-def print_table(columns: Sequence[str | Column], rows: Iterable[Sequence[str]], *, notes: Iterable[str] = ()) -> None:
-    numbers = (Column(name, justify="right", no_wrap=True) if isinstance(name, str) else name for name in columns[1:])
-    table = Table(columns[0], *numbers)
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, notes: Iterable[str] = ()) -> None:
+    table = Table(*(Column(name, justify="right" if i else "left", no_wrap=True) for i, name in enumerate(columns)))
     for row in rows:
         table.add_row(*row) if row else table.add_section()
     console = Console(width=None if Console().is_terminal else 150)
@@ -136,14 +135,15 @@ def _course(m: Mapping[str, Any]) -> Iterator[str]:
     """Describe time and memory of a training, a line each."""
     if "seconds" in m:
         yield f"training: {m['steps']:,} steps in {m['seconds']:.1f} s"
-    if "ranks" in m:
-        unit = "tokens" if "tokens_per_second" in m else "samples"
-        memory = f"{m['peak_memory_bytes'] / 2**20:,.0f} MiB of memory at most"
-        yield f"training speed: {m[f'{unit}_per_second']:,.0f} {unit}/s, {memory}"
+    if "ranks" not in m:
+        return
+    unit = "tokens" if "tokens_per_second" in m else "samples"
+    memory = f"{m['peak_memory_bytes'] / 2**20:,.0f} MiB of memory at most"
+    yield f"training speed: {m[f'{unit}_per_second']:,.0f} {unit}/s, {memory}"
     if "model_flops_per_second" in m:
         share = f", {m['peak_flops_share']:.1%} of peak" if "peak_flops_share" in m else ""
         yield f"training, p-net: {m['model_flops_per_second'] / 1e9:,.2f} GFLOP/s{share}"
-    if m.get("ranks", 1) > 1:
+    if m["ranks"] > 1:
         yield f"training on {m['ranks']} ranks: {m['placement']}, {m['bytes_sent_per_step']:,.0f} bytes sent per step"
         for axis, sent in m["bytes_sent_per_step_by_axis"].items():
             yield f"  axis {axis}: {m['mesh'].get(axis, 'all')} ranks, {sent:,.0f} bytes"

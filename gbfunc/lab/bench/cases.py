@@ -5,11 +5,13 @@ The cases of a bench are timed round-robin, together.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -29,7 +31,6 @@ from gbfunc.tasks.pnets.mlp import mlp, mlp_plan
 from gbfunc.trees import flat_genome
 from gbfunc.types import Params
 
-Scale = Literal["quick", "full", "cuda"]
 T = TypeVar("T")
 Batch = tuple[Tensor, Tensor]
 """Inputs and targets, of equal first dimension."""
@@ -244,9 +245,6 @@ def build(case: Case, variant: str, setting: Setting) -> tuple[Step, int, int]:
     return make(Setup(case, plan, pnet, batch, setting)), sum(t.numel for t in plan.generated), size
 
 
-_PERIODIC = ("dense", "periodic materialised", "periodic lazy", "periodic auto")
-_RELU = ("relu eager", "relu compiled")
-_SMALL = (784, 256, 256, 64, 10)
 _RELU_TILE = 100
 """Side of tiles of 10,000 weights, the published implementations' default."""
 
@@ -280,13 +278,15 @@ def _case(
     return Case(name, net, batch, tuple(variants), genes, relu, **options)
 
 
-def mlp_case(sizes: tuple[int, ...], batch: int, variants: Sequence[str], *, name: str = "", **options: Any) -> Case:
+def mlp_case(sizes: Sequence[int], batch: int, variants: Sequence[str], *, name: str = "", **options: Any) -> Case:
     """Make training steps of an MLP; a periodic g-net makes a whole matrix, unless options say otherwise."""
     name = name or "mlp " + "-".join(map(str, sizes))
-    return _case(name, partial(mlp, sizes, 0), partial(features, (batch, sizes[0]), sizes[-1]), variants, **options)
+    return _case(
+        name, partial(mlp, tuple(sizes), 0), partial(features, (batch, sizes[0]), sizes[-1]), variants, **options
+    )
 
 
-def generation_case(width: int, variants: Sequence[str] = ("periodic materialised", *_RELU, "naive")) -> Case:
+def generation_case(width: int, variants: Sequence[str]) -> Case:
     """Make the generation of one square matrix, forward and backward."""
     net, batch = partial(nn.Linear, width, width, bias=False), partial(features, (1, width), width)
     return _case(f"generate {width}x{width}", net, batch, variants, generation=True)
@@ -301,77 +301,37 @@ def gpt_case(
     return _case(net=net, batch=partial(sequences, batch, length, words), variants=variants, **options)
 
 
-def resnet_case(batch: int, width: int, *more: str) -> Case:
-    """Make training steps of a ResNet-18 on images of 32 x 32."""
+def _resnet_case(batch: int, width: int, variants: Sequence[str]) -> Case:
     batches = partial(features, (batch, 3, 32, 32), 10)
-    return _case(f"resnet18 {width}", partial(ResNet18, 3, width, 10), batches, (*_PERIODIC, *more))
+    return _case(f"resnet18 {width}", partial(ResNet18, 3, width, 10), batches, variants)
 
 
-def _remat(layers: int, width: int, batch: int) -> Case:
-    variants = ("periodic materialised", "periodic remat generate", "periodic remat layer", "periodic lazy")
-    return mlp_case((width,) * (layers + 1), batch, variants, name=f"remat {layers}x{width}")
-
-
-def _demo() -> Case:
+def _demo_case(variants: Sequence[str]) -> Case:
     """Make training steps of the net and the genome of `gbfunc demo`: 64-1100-10, 450 parameters."""
-    sizes, variants = (64, 1100, 10), ("periodic without donate", "periodic auto", "periodic compiled step")
+    sizes = (64, 1100, 10)
     genes = mlp_plan(sizes, (1, 8, 8), 3.0)._asdict() | {"genome_params": 450}
-    return replace(mlp_case(sizes, 48, ("dense", *variants, "periodic module"), name="demo"), periodic=genes)
+    return replace(mlp_case(sizes, 48, variants, name="demo"), periodic=genes)
 
 
-def _jax(sizes: tuple[int, ...], h: int = 32) -> Case:
-    variants = ("dense", "periodic auto", "periodic compiled step", "jax dense", "jax thin", "jax thin transposed")
-    return mlp_case(sizes, 256, variants, name="jax, mlp " + "-".join(map(str, sizes)), h=h)
-
-
-def _small(*more: str) -> Bench:
-    return (mlp_case(_SMALL, 256, (*_PERIODIC, *more), h=16),)
-
-
-def _many(batch: int) -> Case:
-    variants = ("dense", "16 genomes together", "16 genomes one by one")
-    return mlp_case(_SMALL, batch, variants, name=f"population, batch {batch}", h=16)
-
-
-def _square(width: int, batch: int, *more: str) -> Bench:
-    return (mlp_case((width, width, width, 10), batch, (*_PERIODIC, *more)),)
-
-
-BENCHES: Mapping[Scale, Mapping[str, Bench]] = {
-    "full": {
-        "demo": (_demo(),),
-        "small_mlp": _small("periodic compiled step", *_RELU, "naive"),
-        "population": (_many(256), _many(64)),
-        "mlp_2048": _square(2048, 256, *_RELU, "naive"),
-        "mlp_4096": _square(4096, 256),
-        "jax": (_jax(_SMALL, 16), _jax((2048, 2048, 2048, 10)), _jax((4096, 4096, 4096, 10))),
-        "generation": (generation_case(2048),),
-        "gpt": (gpt_case(4, 512, 30_000, 4, 8, 512, (*_PERIODIC, "relu compiled")),),
-        "resnet18": (resnet_case(16, 64, "relu compiled"),),
-        "remat": (_remat(24, 2048, 256),),
-    },
-    "quick": {
-        "demo": (_demo(),),
-        "small_mlp": _small("relu eager", "naive"),
-        "population": (_many(32),),
-        "mlp_1024": _square(1024, 256, "relu eager"),
-        "generation": (generation_case(512),),
-        "gpt": (gpt_case(2, 64, 2_000, 2, 2, 128, (*_PERIODIC, "relu eager")),),
-        "resnet18": (resnet_case(4, 16),),
-        "remat": (_remat(12, 512, 64),),
-    },
-    "cuda": {
-        "small_mlp": _small("periodic compiled step", "relu compiled", "naive"),
-        "population": (_many(256),),
-        "mlp_8192": _square(8192, 1024, *_RELU),
-        "mlp_16384": _square(16384, 1024),
-        "generation": (generation_case(4096),),
-        "gpt": (gpt_case(32, 512, 30_000, 4, 8, 512, (*_PERIODIC, "relu compiled")),),
-        "resnet18": (resnet_case(512, 64, "relu compiled"),),
-        "remat": (_remat(24, 8192, 1024),),
-    },
+_KINDS: Mapping[str, Callable[..., Case]] = {
+    "mlp": mlp_case,
+    "generation": generation_case,
+    "gpt": gpt_case,
+    "resnet18": _resnet_case,
+    "demo": _demo_case,
 }
-"""Every bench by scale and name."""
+
+
+def _read_benches() -> dict[str, dict[str, Bench]]:
+    def case(kind: str, **options: Any) -> Case:
+        return _KINDS[kind](**options)
+
+    benches = json.loads(Path(__file__).with_name("cases.json").read_text(encoding="utf-8"))
+    return {scale: {k: tuple(case(**x) for x in cases) for k, cases in of.items()} for scale, of in benches.items()}
+
+
+BENCHES = _read_benches()
+"""Every bench by scale (quick, full, cuda) and name."""
 
 
 def choose(table: Mapping[str, T], names: Sequence[str] | None, option: str = "--cases") -> dict[str, T]:
