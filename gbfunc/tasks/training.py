@@ -187,7 +187,7 @@ def fit(
     generator = torch.Generator().manual_seed(seed)
     state, at = checkpoints.resume(trainer.state) if checkpoints else (trainer.state, None)
     at = at or Position(0, generator.get_state(), {}, [], 0.0, 0.0)
-    order, history, stepping, done, taken = at.order, at.history, at.step_seconds, at.measured, at.steps
+    order, history, stepping, done, taken = at.order, [*at.history], at.step_seconds, at.measured, at.steps
     generator.set_state(order)
     batches = task.batches(task.train, recipe, generator, lambda: trainer.net(state))
     if taken:
