@@ -178,6 +178,6 @@ def test_what_is_no_checkpoint_of_a_training_is_refused(
     genome = tmp_path / "genome.safetensors"
     for source, words in (
         (tmp_path / "checkpoints", "was not saved by gbfunc train"),
-        (genome, f"--resume: {genome} is a genome, not a checkpoint: a training that kept some has them in {tmp_path}"),
+        (genome, f"--resume: {genome} is not a checkpoint to go on from"),
     ):
         assert words in command([*ARGS, "--resume", str(source)], 2).err.splitlines()[-1]

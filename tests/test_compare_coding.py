@@ -16,10 +16,7 @@ from notebooks.results.coded import (
     RoundedNet,
     decode,
     encode,
-    largest_level,
-    most_entries,
     nearest_steps,
-    rounded,
     to_levels,
     vector_levels,
 )
@@ -67,51 +64,6 @@ def test_the_code_is_about_as_short_as_its_entropy() -> None:
     # Columns that are never used cost next to nothing.
     weight[:, 200:] = 0
     assert len(encode({"0.weight": weight}, {"0.weight": levels_of(weight, 5)}, sparse=True)) < 0.55 * plain + 200
-
-
-def test_most_entries_fill_the_budget() -> None:
-    state = {"0.weight": sparse(40, 60, 1.0, 0), "0.bias": torch.zeros(40)}
-    weights = {"0.weight": state["0.weight"]}
-    coded = {"0.weight": levels_of(state["0.weight"], 5)}
-    n = most_entries(state, weights, coded, 1_200)
-    assert 100 < n < 2_400 and most_entries(state, weights, coded, 1e6) == 2_400
-    assert most_entries(state, weights, coded, 10) == 0
-
-
-@settings(deadline=None, max_examples=40)
-@given(matrix=MATRICES, bits=st.sampled_from([4, 5, 8]))
-def test_rounding_is_off_by_half_a_step_where_it_does_not_clip(matrix: tuple, bits: int) -> None:
-    weight = sparse(*matrix)
-    coded = levels_of(weight, bits, by_row=True)
-    inside = coded.levels.abs() < largest_level(bits)
-    step = torch.exp2((coded.steps.float() - 192) / 16)[:, None]
-    error = (coded.values() - weight).abs()
-    assert bool((error <= 0.501 * step)[inside].all())
-    # What is trained with is what is stored.
-    assert torch.allclose(rounded(weight, coded.steps, bits), coded.values(), atol=1e-6)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_steps_are_no_worse_than_those_of_the_whole_range(bits: int) -> None:
-    weight = sparse(7, 200, 1.0, 0)
-    whole = weight.abs().amax(1, keepdim=True) / largest_level(bits)
-    usual = (weight / whole).round() * whole
-    near = levels_of(weight, bits, by_row=True).values()
-    # Steps are up to 2^(1/16) coarser than asked for, and errors grow by the square of that.
-    assert bool(((near - weight).square().sum(1) <= 1.15 * (usual - weight).square().sum(1)).all())
-
-
-def test_gradients_go_straight_through_the_rounding() -> None:
-    weight = torch.tensor([[0.1, 0.26, -0.9]], requires_grad=True)
-    steps = torch.tensor([192 - 4 * 16], dtype=torch.uint8)  # 1/16
-    (rounded(weight, steps, 4) * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
-    # The last one is beyond the last level, -7/16.
-    assert weight.grad is not None and weight.grad.tolist() == [[1.0, 2.0, 0.0]]
-
-
-def test_weights_that_are_not_finite_are_refused() -> None:
-    with pytest.raises(FloatingPointError, match="diverged"):
-        nearest_steps(torch.tensor([[math.nan]]), 8)
 
 
 def test_a_rounded_net_is_the_net_of_its_rounded_weights() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -42,19 +42,13 @@ class Kept:
         source, mesh, needed = self.source, self.train_step.mesh, self.output.resume != AUTO
         if source is None:
             return state, None
-        if needed and mesh.world == 1 and not source.exists():
-            raise FileNotFoundError(f"--resume: no such file or folder: {source}")
         changes: list[str] = []
         changed = changes.append if self.output.allow_changes else None
         try:
             loaded = gb.load_checkpoint(source, self.train_step, state, check=self._check, changed=changed)
         except ValueError as error:
             words = str(error).replace("changed= allows that", "--allow-changes goes on nevertheless")
-            with suppress(ValueError, OSError):
-                gb.load(source)
-                place = f"a training that kept some has them in {source.parent / FOLDER}"
-                words = f"--resume: {source} is a genome, not a checkpoint: {place}"
-            raise ValueError(words) from error
+            raise ValueError(f"--resume: {words}") from error
         lines = [f"skipped {line}" for line in loaded.skipped] + [f"changed: {line}" for line in changes]
         position = None
         if loaded.path is None:

@@ -94,9 +94,6 @@ def run_demo(options: Demo) -> None:
         metrics |= {
             "small_dense_params": n_params(small),
             "small_dense_bytes": sum(p.nbytes for p in small.parameters()),
-            "small_dense_config": dict(small_pnet.config),
-            "pnet_label": task.pnet.label,
-            "small_dense_label": small_pnet.label,
         }
         rows = []
         for network, prefix, params, n_bytes in (
