@@ -240,16 +240,6 @@ def test_a_head_is_generated_where_it_would_take_most_of_the_target(target: int,
     assert {t.name: t.role for t in plan.tensors}["2.weight"] == role
 
 
-def test_a_bfloat16_base_stays_as_it_is() -> None:
-    pnet = nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 20)).bfloat16()
-    plan = gb.make_plan(pnet, gb.periodic(2), base="own")
-    genome, x = moved_genome(plan, pnet), torch.randn(4, 30).bfloat16()
-    factored = gb.materialize(plan, genome, pnet, factored=True)
-    assert {p.dtype for p in factored.parameters()} <= {torch.bfloat16, torch.float32}
-    assert factored(x).dtype is torch.bfloat16
-    torch.testing.assert_close(factored(x), gb.materialize(plan, genome, pnet)(x), rtol=0.05, atol=0.02)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_base_in_another_dtype_is_named(dtype: torch.dtype) -> None:
     wide = nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 20))
@@ -258,12 +248,16 @@ def test_a_base_in_another_dtype_is_named(dtype: torch.dtype) -> None:
     words = f"made for weights in float32, these are in {name}: load them in float32, .*to\\(torch.{name}\\)"
     with pytest.raises(ValueError, match=words):
         gb.materialize(plan, genome, copy.deepcopy(wide).to(dtype))
-    # One in the narrower dtype is trained as it is.
+    # One in the narrower dtype is trained and grown as it is.
     narrow = copy.deepcopy(wide).to(dtype)
     plan = gb.make_plan(narrow, gb.periodic(2), base="own")
     train_step = gb.make_train_step(plan, narrow, lambda net, x: net(x).float().square().mean(), SGD)
     state, info = train_step(train_step.init(seed=0), torch.randn(4, 30).to(dtype))
-    assert bool(info.finite) and gb.materialize(plan, state, narrow).get_parameter("0.weight").dtype is dtype
+    dense, factored = (gb.materialize(plan, state, narrow, factored=factored) for factored in (False, True))
+    assert bool(info.finite) and dense.get_parameter("0.weight").dtype is dtype
+    assert {p.dtype for p in factored.parameters()} <= {dtype, torch.float32}
+    x = torch.randn(4, 30).to(dtype)
+    torch.testing.assert_close(factored(x), dense(x), rtol=0.05, atol=0.02)
 
 
 def test_layers_of_eight_bits_stay_as_they_are() -> None:

@@ -89,15 +89,9 @@ def test_unknown_formats_and_dtypes(genuine: Genuine, tmp_path: Path) -> None:
 
 
 def test_a_dtype_that_is_not_that_of_the_tensors(genuine: Genuine, tmp_path: Path) -> None:
-    narrow = forged(genuine.plan.to_json(), genuine.tensors, numbers="bfloat16")
-    refused_cheaply(narrow, tmp_path, "missing .'bfloat16'")
-    leaves = {k: v if k.startswith("buffers/") else v.bfloat16() for k, v in genuine.leaves.items()}
-    own, other = (forged(genuine.plan.to_json(), joined(leaves), **about) for about in ({}, {"numbers": "float16"}))
-    refused_cheaply(own, tmp_path, "unknown .'bfloat16'")
-    refused_cheaply(other, tmp_path, "missing .'float16'")
-    leaves["direct/0.bias"] = torch.full((5,), torch.inf).bfloat16()
-    infinite = forged(genuine.plan.to_json(), joined(leaves), numbers="bfloat16")
-    refused_cheaply(infinite, tmp_path, "not finite in 'direct/0.bias'")
+    for numbers in ("bfloat16", "float16"):
+        wide = forged(genuine.plan.to_json(), genuine.tensors, numbers=numbers)
+        refused_cheaply(wide, tmp_path, f"missing .'{numbers}'")
 
 
 def coded(flags: int, text: str, rest: bytes = b"") -> bytes:
