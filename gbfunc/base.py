@@ -34,12 +34,7 @@ class Base(NamedTuple):
 
 
 class BaseTensors:
-    """The tensors of a base, frozen: parameters share the p-net's memory, and buffers are copies.
-
-    Args:
-        pnet: the p-net.
-        new: its parameters and buffers that are not the base's.
-    """
+    """Frozen tensors of a base, without the `new` ones: parameters share the p-net's memory, and buffers are copies."""
 
     def __init__(self, pnet: nn.Module, new: Collection[str]) -> None:
         for name, layer in pnet.named_modules():
@@ -76,11 +71,7 @@ class BaseTensors:
         return self.on(device)[0][name]
 
     def describe(self, name: str = "", revision: str = "") -> Base:
-        """Digest and sizes.
-
-        Raises:
-            ValueError: if the p-net is on the meta device, where it has no values.
-        """
+        """Returns digest and sizes; raises ValueError for a p-net on the meta device, which has no values."""
         kept = self.params | {k: self.buffers[k] for k in self._saved}
         digest = hashlib.sha256()
         for key in sorted(kept):

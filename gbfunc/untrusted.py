@@ -50,7 +50,7 @@ def one_error(path: str | os.PathLike[str], what: str) -> Iterator[None]:
         raise ValueError(f"{os.fspath(path)} is not a valid {what}: {reason}") from error
 
 
-def read_picture(path: str | os.PathLike[str], mode: str, max_pixels: int = MAX_PIXELS) -> Any:
+def read_picture(path: str | os.PathLike[str], mode: str) -> Any:
     """Read a picture as a Pillow image in mode `"L"` (8-bit grey) or `"RGB"`.
 
     The picture is turned upright as its EXIF data says, pixels of 16 bits are scaled to 8, and transparent pixels lie
@@ -59,7 +59,7 @@ def read_picture(path: str | os.PathLike[str], mode: str, max_pixels: int = MAX_
     Raises:
         ImportError: without Pillow.
         FileNotFoundError: if there is no such file.
-        ValueError: for anything else than a picture of at most `max_pixels` pixels of 8 or 16 bits.
+        ValueError: for anything else than a picture of at most `MAX_PIXELS` pixels of 8 or 16 bits.
     """
     image = import_extra("PIL.Image", "reading a picture", "gbfunc[qr]")
     turn = import_extra("PIL.ImageOps", "reading a picture", "gbfunc[qr]").exif_transpose
@@ -68,9 +68,9 @@ def read_picture(path: str | os.PathLike[str], mode: str, max_pixels: int = MAX_
         warnings.simplefilter("ignore")
         _check_bytes(Path(path).stat().st_size)
         with image.open(path, formats=[x for x in _FORMATS if image.init() or x in image.OPEN]) as picture:
-            if (pixels := math.prod(picture.size)) > max_pixels:
+            if (pixels := math.prod(picture.size)) > MAX_PIXELS:
                 size = " x ".join(map(str, picture.size))
-                raise ValueError(f"expected at most {max_pixels:,} pixels, got {size} = {pixels:,}: make it smaller")
+                raise ValueError(f"expected at most {MAX_PIXELS:,} pixels, got {size} = {pixels:,}: make it smaller")
             picture.load()
             turn(picture, in_place=True)
             sixteen = picture.mode.startswith("I;16") or (picture.mode == "I" and picture.format in ("PNG", "PPM"))
@@ -140,8 +140,7 @@ def _read_npy(file: IO[bytes], size: int) -> NDArray[Any]:
 def parse_json(content: bytes | str, name: str, max_bytes: int = MAX_BYTES, **options: Any) -> Any:
     """Read a JSON document of at most `max_bytes` bytes and `MAX_DEPTH` levels, with finite numbers and distinct keys.
 
-    `options` of `json.loads` take the place of these checks. Raises `ValueError`, which calls the document `name`, for
-    anything else.
+    Raises `ValueError`, which names the document, for anything else. `options` of `json.loads` replace these checks.
     """
     with one_error(name, "JSON document"):
         _check_bytes(len(content), max_bytes)

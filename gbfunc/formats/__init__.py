@@ -11,13 +11,5 @@ from gbfunc.formats.step_stream import allocate
 from gbfunc.formats.steps import AUTO, Steps, Stored, as_stored, bytes_each, check_steps, stored_as
 
 __all__ = ["AUTO", "BITS", "STORED_DTYPES", "Compact", "Steps", "Stored", "StoredDtype", "allocate", "as_stored"]
-__all__ += [
-    "bytes_each",
-    "check_steps",
-    "document",
-    "file_bytes",
-    "genome_file_bytes",
-    "pack",
-    "stored_as",
-    "stored_name",
-]
+__all__ += ["bytes_each", "check_steps", "document", "file_bytes", "genome_file_bytes", "pack"]
+__all__ += ["stored_as", "stored_name"]

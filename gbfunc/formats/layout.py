@@ -29,19 +29,12 @@ LIMITS: dict[str, Any] = SCHEMA["limits"]
 
 
 class Allowed(NamedTuple):
-    """Limits of a file's content: numbers without bits, leaves of one number, and empty lists cost time and memory.
+    """Limits of a file's content: numbers without bits, leaves of one number, and empty lists cost time and memory."""
 
-    Attributes:
-        numbers: numbers in all leaves and in the codes that the reader computes.
-        symbols: symbols in a stream of codes with steps.
-        pieces: parts of leaves, direct tensors, and buffers.
-        containers: dicts and lists in the document.
-    """
-
-    numbers: int
-    symbols: int
-    pieces: int
-    containers: int
+    numbers: int  # In all leaves, and in the codes that the reader computes
+    symbols: int  # In a stream of codes with steps
+    pieces: int  # Parts of leaves, direct tensors, and buffers
+    containers: int  # Dicts and lists in the document
 
     @staticmethod
     def by(n_bytes: int, max_params: int | None = None) -> Allowed:

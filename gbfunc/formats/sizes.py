@@ -39,21 +39,10 @@ def file_bytes(
     """Counts the bytes of a genome's file by name; the sum is the size of the file that `save` writes.
 
     With a genome the bytes are exact. Without a genome, `"int2"` to `"int8"` give upper bounds, and `"auto"` gives
-    expected sizes. Leaves in one stream of codes share its size in proportion to their bits, and the
-    tensors of a leaf in proportion to their numbers.
-
-    Args:
-        plan: the plan.
-        dtype: as in `save`.
-        genome: the genome, for codes.
-        metadata: as in `save`.
-
-    Returns:
-        Bytes of tensors and buffers of the p-net, of `(ensemble)` for leaves that tiles share, `(plan)`, `(metadata)`,
-        `(scales)` of codes, and `(container)` for the rest.
-
-    Raises:
-        ValueError: as `save`, for a plan that cannot be saved or a genome that does not fit it.
+    expected sizes. Leaves in one stream of codes share its size in proportion to their bits, and the tensors of a leaf
+    in proportion to their numbers. Beside tensors and buffers, names are `(ensemble)` for leaves that tiles share,
+    `(plan)`, `(metadata)`, `(scales)` of codes, and `(container)` for the rest. Arguments and errors are those of
+    `save`.
     """
     dtype = plan.default_dtype(genome is None) if dtype is None else dtype
     name, leaves = None if dtype is None else stored_as(dtype), plan.leaves

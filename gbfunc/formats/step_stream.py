@@ -90,16 +90,9 @@ def code_bits(plan: Any, leaves: TensorMap, steps: Steps) -> float:
 def allocate(plan: Any, leaves: TensorMap, squares: TensorMap, bits: float, examples: int = 0) -> Steps:
     """Finds the finest steps with which the integers take at most `bits`, otherwise the largest steps.
 
-    Args:
-        plan: the plan.
-        leaves: trained leaves on the CPU, and the running statistics that get steps.
-        squares: mean squares of the gradients; leaves without gradients get the smallest steps.
-        bits: most bits for the integers.
-        examples: size of the batch that gradients are averaged over. If given, the rate is the price at which one
-            more bit, spent on smaller steps, lowers the loss as much as the bit costs.
-
-    Raises:
-        ValueError: for a parameter that is not trained, and whose numbers are too large or too small for any steps.
+    `squares` are mean squares of gradients, averaged over `examples`; leaves without gradients get the smallest steps.
+    The rate is the price at which one more bit, spent on smaller steps, lowers the loss as much as the bit costs.
+    Raises ValueError for an untrained parameter that is too large or too small for any steps.
     """
     # The range exceeds the needs of a normal training, because a spike of the loss may increase the squares.
     low, high = -40.0, 88.0
