@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import gbfunc as gb
-from gbfunc.cli.bench import measure, print_results
+from gbfunc.cli.lab import measure, print_results
 from gbfunc.generation import make_generator
 from gbfunc.lab.bench.cases import (
     BENCHES,

@@ -195,7 +195,7 @@ def test_foreign_tensors_are_known(name: str, task: Task) -> None:
 def test_the_command_compares_adapters_with_all_weights(
     task: Task, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gbfunc.cli.compare.load_task", lambda options: task)
+    monkeypatch.setattr("gbfunc.cli.lab.load_task", lambda options: task)
     methods = ["--methods", "bitfit", "linear_probe", "full_fine_tuning"]
     options = ["compare", "--bytes", "300", "8000", "--quick", *methods, "--out", str(tmp_path)]
     assert main(options) == 0

@@ -25,7 +25,8 @@ Threads = Annotated[int | None, shows("INT", "torch's"), COUNT]
 SIZES = (600, 1_300, 2_000, 6_000, 20_000)
 """Budgets of `gbfunc compare`, in parameters of a periodic genome."""
 
-_MODULES = {"demo": "train", "plan": "job"} | dict.fromkeys(("eval", "predict", "sample", "export"), "genomes")
+_READERS = ("eval", "predict", "sample", "export")
+_MODULES = {"demo": "train", "plan": "job", "bench": "lab", "compare": "lab", **dict.fromkeys(_READERS, "genomes")}
 """Modules of commands whose function is not in a module of the same name."""
 
 

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from gbfunc.cli import compare as command
+from gbfunc.cli import lab as command
 from gbfunc.cli import main
 from gbfunc.extras import import_extra
 from gbfunc.lab import compare

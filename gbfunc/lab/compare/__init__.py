@@ -44,7 +44,6 @@ REFERENCES: Mapping[str, Method] = {"full_fine_tuning": FULL}
 
 
 def methods_for(task: Task) -> Mapping[str, Method]:
-    """Find the methods that fit a task's p-net."""
     return PRETRAINED_METHODS if is_pretrained(task) else METHODS
 
 

@@ -59,7 +59,6 @@ class Linears(NamedTuple):
 
 
 def linears_of(net: nn.Module) -> Linears:
-    """Find the linear layers of a network's blocks."""
     layers = ((re.fullmatch(r"\D+\.(\d+)\.(.+)", name), layer) for name, layer in net.named_modules())
     found = [(match[1], match[2], layer) for match, layer in layers if match and isinstance(layer, nn.Linear)]
     if not found:
@@ -97,7 +96,6 @@ class Adapted:
             return peft.get_peft_model(net, config)
 
     def state(self, net: nn.Module) -> Params:
-        """Collect the tensors of a file."""
         return _import_peft().get_peft_model_state_dict(net)
 
     def fill(self, net: nn.Module, state: TensorMap) -> Iterable[str]:

@@ -35,7 +35,6 @@ USED = 0.85
 
 
 def is_pretrained(task: Task) -> bool:
-    """Tell whether the task's p-net begins with the weights of a pretrained network."""
     return bool(task.pnet.config.get("pretrained"))
 
 
@@ -81,7 +80,6 @@ class Method(Protocol):
 
 
 def grid(**axes: Any) -> list[Settings]:
-    """Combine settings, the last axis fastest."""
     return [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
 
 
@@ -146,7 +144,6 @@ def unpack(data: bytes, like: TensorMap, rest: str | None = None) -> Params:
 
 
 def text_of(data: bytes) -> dict[str, Any]:
-    """Read the `about` of a file of `pack`."""
     return json.loads(data[3 : 3 + int.from_bytes(data[1:3], "little")] or b"{}")
 
 
@@ -156,7 +153,6 @@ def state_of(module: nn.Module) -> Params:
 
 
 def saved_buffers(module: nn.Module) -> Params:
-    """Collect the buffers that a module saves."""
     return {name: b for name, (b, saved) in buffers_of(module).items() if saved}
 
 
@@ -241,7 +237,6 @@ def about_pnet(pnet: PNet, task: Task) -> dict[str, Any]:
 
 
 def pnet_about(about: Mapping[str, Any], task: Task) -> PNet:
-    """Undo `about_pnet`."""
     if "pnet" not in about:
         return task.pnet
     return find_pnet(task.pnet.name, task.interface, {**task.pnet.config, **about["pnet"]})

@@ -35,7 +35,6 @@ _ROUNDED = 6
 
 
 def plan_for(task: Task, hypernet: str, **target: Any) -> gb.Plan:
-    """Plan as the task does."""
     try:
         # One seed for all: the initial scales are in the file, and their digits must not move its length.
         return task.plan(task.build(0), hypernet, **target)

@@ -64,7 +64,6 @@ def _head(problem: Problem, method: str) -> tuple[str, str, int, int, str, int]:
 
 
 def of_problem(results: Results, problem: Problem, method: str) -> Results:
-    """Select the results of one method and problem."""
     head = _head(problem, method)
     choices = tuple(choice for choice in results.choices if choice[:6] == head)
     return Results(choices, tuple(row for row in results.rows if row[:6] == head))
@@ -154,7 +153,6 @@ def run_missing(
 
 
 def to_json(results: Results) -> dict[str, Any]:
-    """Convert results to the content of `compare.json`."""
     return {part: [entry._asdict() for entry in entries] for part, entries in results._asdict().items()}
 
 
