@@ -59,10 +59,3 @@ def test_published_results_stand_beside_measured_ones() -> None:
     assert PUBLISHED["mnist"].keys() < {str(label) for label in lines}
     miracle = next(xy for label, xy in lines.items() if "MIRACLE" in str(label))
     assert miracle.tolist() == [[1_520, pytest.approx(0.96)], [3_030, pytest.approx(0.69)]]
-
-
-def test_foreign_results_are_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "compare.json").write_text("{}")
-    assert main([*QUICK, "--out", str(tmp_path)]) == 2
-    assert "is not the result of a comparison" in capsys.readouterr().err
-    assert (tmp_path / "compare.json").read_text() == "{}"

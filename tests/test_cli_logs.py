@@ -3,7 +3,6 @@
 import csv
 import json
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -15,9 +14,9 @@ import gbfunc as gb
 from gbfunc.cli import main
 from gbfunc.cli.job import data_digest
 from gbfunc.cli.output import Best
-from gbfunc.tasks import TASKS, Metric, Recipe, accuracy
-from gbfunc.tasks.pnets import PNETS, mlp
-from gbfunc.tasks.training import fit, genome_trainer, wandb_log
+from gbfunc.tasks import TASKS, Metric, accuracy
+from gbfunc.tasks.pnets import mlp
+from gbfunc.tasks.training import wandb_log
 
 SMALL = ["--sizes", "64", "24", "10", "--genome-params", "200", "--batch-size", "100"]
 
@@ -47,22 +46,6 @@ def test_logs_hold_the_course_of_a_training(tmp_path: Path) -> None:
         scalars = events.Scalars(name)
         assert [(s.step, pytest.approx(s.value, rel=1e-6)) for s in scalars] == entries
     assert "| lr | 0.02 |" in str(events.Tensors("settings/text_summary")[0].tensor_proto.string_val[0])
-
-
-def test_a_script_gets_what_a_log_gets() -> None:
-    task = TASKS["digits"]()
-    task = task.with_pnet(PNETS["mlp"](task.interface, hidden=(24,)))
-    plan = gb.make_plan(task.build(0), gb.periodic(2))
-    recipe = Recipe(lr=0.01, batch_size=100, steps=7, measure_every=5)
-    heard: list[tuple[int, Mapping[str, float]]] = []
-    trainer = genome_trainer(plan, task.build(0), task, recipe, 0)
-    result = fit(trainer, task, recipe, 0, on_log=lambda *entry: heard.append(entry), log_every=1)
-    losses = {step: m["train_loss"] for step, m in heard if "train_loss" in m}
-    assert list(losses) == [1, 2, 3, 4, 5, 6, 7]
-    # The history's rows are means over their stretches.
-    for row, steps in zip(result.history, ((1, 2, 3, 4, 5), (6, 7)), strict=True):
-        assert row["train_loss"] == pytest.approx(sum(losses[i] for i in steps) / len(steps), rel=1e-9)
-        assert (row["step"], {"val_accuracy": row["val_accuracy"]}) in heard
 
 
 def test_logging_goes_on_after_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

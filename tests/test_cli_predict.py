@@ -140,12 +140,12 @@ def test_predict_tells_classes_by_name(genome: str, tmp_path: Path, capsys: pyte
 
 
 BAD_INPUTS: dict[str, tuple[Any, str]] = {
-    "shape.npy": (np.zeros((3, 8, 9)), r"must hold images of shape (1, 8, 8), got float64 (3, 8, 9)"),
-    "nan.npy": (np.full((8, 8), np.nan), "must hold images of shape (1, 8, 8), got float64 (8, 8)"),
+    "shape.npy": (np.zeros((3, 8, 9)), r"must hold images of shape (1, 8, 8) in finite numbers, got float64 (3, 8, 9)"),
+    "nan.npy": (np.full((8, 8), np.nan), "must hold images of shape (1, 8, 8) in finite numbers, got float64 (8, 8)"),
     "object.npy": (np.array([{}], object), "is not a valid file of arrays"),
     "damaged.npz": (b"PK\3\4", "is not a valid file of arrays"),
     "damaged.png": (b"\x89PNG", "is not a valid picture"),
-    "words.TXT": (b"one", "is a text, and the task digits has images"),
+    "words.TXT": (b"one", "is not a valid picture"),
     "white.tiff": (Image.fromarray(np.full((8, 8), 90_000, np.int32)), "expected pixels of 8 or 16 bits, got mode I,"),
 }
 
@@ -173,7 +173,7 @@ BAD_METADATA: dict[str, tuple[dict[str, Any], str]] = {
     "interface": ({"interface": [[1, 8, "x"], 10]}, "does not say what its inputs are"),
     "many": ({"interface": [[1, 8, 8], 10, False, 0, 0, None, 9]}, "does not say what its inputs are"),
     "tokens": ({"interface": [[64], 6, False, 99]}, "the genome's tokens were learned from its texts: pass --data-dir"),
-    "no deviation": ({**IMAGES, "mean": 4.9, "std": 0}, "have the deviation 0, expected numbers above 0"),
+    "no deviation": ({**IMAGES, "mean": 4.9, "std": 0}, "says std 0, expected numbers above 0"),
     "a mean by names": ({**IMAGES, "mean": {"a": 1}, "std": 1}, "says mean {'a': 1}, expected a "),
     "white as text": ({**IMAGES, "mean": 4, "std": 1, "white": "nan"}, "says white 'nan', expected"),
     "places": (
@@ -199,7 +199,7 @@ def test_metadata_that_does_not_do(name: str, genome: str, tmp_path: Path, capsy
         ("{} {x} --pnet-config [1]", "--pnet-config must be a JSON object"),
         ("{} {x} --pnet gpt", "the p-net gpt reads text"),
         ("{}", "predict needs files"),
-        ("{} none.png", "no such file of inputs"),
+        ("{} none.png", "no such picture: none.png"),
         ("none {x}", "no such genome file"),
     ],
 )

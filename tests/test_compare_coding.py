@@ -13,7 +13,6 @@ from gbfunc.tasks import TASKS
 from gbfunc.tasks.pnets import find_pnet
 from notebooks.results.coded import (
     Levels,
-    RoundedNet,
     decode,
     encode,
     nearest_steps,
@@ -64,22 +63,6 @@ def test_the_code_is_about_as_short_as_its_entropy() -> None:
     # Columns that are never used cost next to nothing.
     weight[:, 200:] = 0
     assert len(encode({"0.weight": weight}, {"0.weight": levels_of(weight, 5)}, sparse=True)) < 0.55 * plain + 200
-
-
-def test_a_rounded_net_is_the_net_of_its_rounded_weights() -> None:
-    net = torch.nn.Sequential(
-        torch.nn.Conv2d(1, 3, 3), torch.nn.BatchNorm2d(3), torch.nn.Flatten(), torch.nn.Linear(12, 2)
-    )
-    made, x = RoundedNet(net, 4, {"0.weight": 3, "3.weight": 2}), torch.randn(5, 1, 4, 4)
-    assert torch.allclose(made(x), net(x))
-    made.steps = made.nearest_steps()
-    coded = made.levels(made.steps)
-    assert {name: len(steps) for name, steps in made.steps.items()} == {"0.weight": 3, "3.weight": 2}
-    near = restore(net, state_of(net) | {name: of.values() for name, of in coded.items()}).train()
-    out = made(x)
-    assert torch.allclose(out, near(x), atol=1e-5) and not torch.allclose(out, net(x))
-    out.sum().backward()
-    assert all(leaf.grad is not None for leaf in made.leaves.values())
 
 
 def test_norms_in_use_are_scales_and_shifts() -> None:

@@ -223,8 +223,6 @@ def run_predict(options: Predict) -> None:
     if not isinstance(names, list) or len(names) != task.interface.outputs:
         raise ValueError(f"{options.genome} names classes {names!r}, its network has {task.interface.outputs}")
     for path in options.inputs:
-        if not path.is_file():
-            raise FileNotFoundError(f"no such file of inputs: {path}")
         for name, x in _texts(path, task) if task.interface.vocabulary else _images(path, task, said):
             probabilities_K = logits_of(net(x[None]))[0].softmax(0)
             best = probabilities_K.topk(min(options.top, len(names)))
@@ -245,14 +243,11 @@ def _texts(path: Path, task: Task) -> Iterator[tuple[str, Tensor]]:
 
 def _images(path: Path, task: Task, said: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     shape = task.interface.inputs
-    if path.suffix.lower() in (".txt", ".text", ".md"):
-        raise ValueError(f"{path} is a text, and the task {task.name} has images of shape {shape}")
     if not {"mean", "std"} <= said.keys():
         raise ValueError(f"the genome's file does not say how the pixels of {task.name} are scaled (mean, std)")
     mean, std, white = (_numbers(said, name, shape[0]) for name in ("mean", "std", "white"))
     if not (std > 0).all():
-        deviation = f"the deviation {said['std']}, expected numbers above 0"
-        raise ValueError(f"the genome's file says that the pixels of {task.name} have {deviation}")
+        raise ValueError(f"the genome's file says std {said['std']!r:.80}, expected numbers above 0")
     is_array = path.suffix.lower() in (".npy", ".npz")
     found = _arrays(path, shape) if is_array else [(str(path), _picture(path, shape) * (white / 255))]
     for name, pixels_Chw in found:
@@ -279,9 +274,8 @@ def _arrays(path: Path, shape: tuple[int, ...]) -> Iterator[tuple[str, NDArray[A
     for name, array in read_arrays(path).items():
         images = _shaped(array, shape)
         if images is None or not len(images) or array.dtype.kind == "b" or not np.isfinite(array).all():
-            finite = "" if images is None else ", expected finite numbers"
-            got = f"{array.dtype} {array.shape} in {name or 'array'}{finite}"
-            raise ValueError(f"{path} must hold images of shape {shape}, got {got}")
+            got = f"{array.dtype} {array.shape} in {name or 'array'}"
+            raise ValueError(f"{path} must hold images of shape {shape} in finite numbers, got {got}")
         for i, image in enumerate(images):
             yield f"{path}[{name}, {i}]" if name else f"{path}[{i}]", image
 
