@@ -11,9 +11,9 @@ import operator
 import random
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
-from torch.utils import _pytree as pytree
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from gbfunc.layers.install import layer_form
@@ -37,26 +37,21 @@ _LAYERS: dict[Any, tuple[str, ...]] = {
 }
 """Operators that are the forward of a layer, with their first arguments."""
 
-_MODES = {"WrapWithSetGradEnabled": (torch.set_grad_enabled, 1), "WrapWithAutocast": (torch.autocast, 4)}
-"""Modes of regions that torch records as calls of subgraphs, by class of the call, with their numbers of arguments."""
-
-
 class Chain(NamedTuple):
     """The graph of a loss.
 
     Attributes:
         flops: operations in every block's cell; the first block also counts the operations before it.
         places: cells that use each parameter, by name.
-        nodes: nodes of the graph. Their `meta` has the `cell`, the last cell that needs the value (`end`), whether an
-            operator writes to its memory (`written`), and a constant or the number of a tensor of the batch (`given`).
-        changes: for each buffer that changes, the node with the new value, and the first and last cell that use it.
+        nodes: nodes of the graph. Their `meta` has the `cell`, the last cell that needs the value (`end`), the cells
+            that write to its memory (`writers`), and for an input what it is (`given`): the name of a tensor of the
+            p-net, the number of a tensor of the batch, or a constant.
         outputs: leaves of the loss function's output, nodes or plain values, and their structure.
     """
 
     flops: tuple[float, ...]
     places: Mapping[str, frozenset[int]]
     nodes: Sequence[fx.Node] = ()
-    changes: Mapping[str, tuple[fx.Node, int, int]] = {}
     outputs: tuple[Sequence[Any], Any] = ((), None)
 
 
@@ -123,13 +118,15 @@ def crossing(chain: Chain, starts: Sequence[int], stage: int) -> list[fx.Node]:
     Raises:
         ValueError: for values that cannot be sent, and for a buffer that a stage uses and a later stage changes.
     """
-    for name, (_, first, last) in chain.changes.items():
-        if stage_of(starts, first) != stage_of(starts, last):
-            raise ValueError(f"in a pipeline one stage uses the buffer {name!r} before a later one changes it")
     found = []
     for node in chain.nodes:
-        cell, end = node.meta["cell"], node.meta["end"]
-        if cell is not None and end is not None and stage_of(starts, cell) < stage <= stage_of(starts, end):
+        cell, end, name = (node.meta.get(key) for key in ("cell", "end", "given"))
+        if cell is None:
+            continue
+        of = stage_of(starts, cell)
+        if isinstance(name, str) and any(stage_of(starts, c) != of for c in node.meta["writers"]):
+            raise ValueError(f"in a pipeline one stage uses the buffer {name!r} before a later one changes it")
+        if end is not None and of < stage <= stage_of(starts, end):
             value = node.meta["val"]
             if not isinstance(value, Tensor) or not all(isinstance(n, int) for n in value.shape):
                 raise ValueError(f"in a pipeline stages send tensors of known shapes, which {described(node)} is not")
@@ -148,8 +145,14 @@ def stage_graph(
     graph, given = fx.Graph(), list[Any]()
     copies = {node: graph.placeholder(node.name) for node in received}
     for node in (n for n in chain.nodes if n in here):
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-        given += [node.meta["given"]] if node.op == "placeholder" else []
+        value = node.meta.get("given")
+        if value is None:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        elif isinstance(value, str):
+            copies[node] = graph.get_attr(value)
+        else:
+            copies[node] = graph.placeholder(node.name)
+            given.append(value)
     graph.output([copies[node] for node in sent])
     return graph, given
 
@@ -166,20 +169,19 @@ def _modules_of(node: fx.Node) -> list[str]:
 
 
 class _Loss(nn.Module):
-    """A loss function that takes and returns tensors only; the buffers that the p-net assigns come first."""
+    """A loss function that takes tensors only."""
 
-    def __init__(self, net: nn.Module, run: Callable[[Any, Any], Any], batch: Any, found: list[Any]) -> None:
+    def __init__(self, net: nn.Module, loss_of: Callable[..., Any]) -> None:
         super().__init__()
-        self.net, self._rest = net, lambda: (run, batch, found)
+        self.net, self.loss_of = net, loss_of
 
-    def forward(self, *tensors: Tensor) -> list[Tensor]:
-        (run, batch, found), given = self._rest(), iter(tensors)
+    def forward(self, *tensors: Tensor) -> Any:
         before = dict(self.net.named_buffers())
-        out = run(self.net, tree_map(lambda x: next(given) if isinstance(x, Tensor) else x, batch))
-        assigned = {k: b for k, b in self.net.named_buffers() if b is not before[k]}
-        leaves, structure = pytree.tree_flatten(out)
-        found[:] = [*assigned], [Tensor if isinstance(x, Tensor) else x for x in leaves], structure
-        return [*assigned.values(), *(x for x in leaves if isinstance(x, Tensor))]
+        out = self.loss_of(self.net, iter(tensors))
+        assigned = [name for name, buffer in self.net.named_buffers() if buffer is not before[name]]
+        if assigned:
+            raise ValueError(f"a forward must change buffers in place, and assigns {', '.join(assigned)}")
+        return out
 
 
 def trace_chain(
@@ -203,13 +205,15 @@ def trace_chain(
     Raises:
         ValueError: for code that torch cannot record, and for blocks that do not run in their order.
     """
-    place, found, states = device or next(pnet.parameters()).device, list[Any](), _states()
-    skeleton = skeleton_of(pnet)
+    place, states, skeleton = device or next(pnet.parameters()).device, _states(), skeleton_of(pnet)
     adapt(skeleton)
 
     def fake(x: Tensor) -> Tensor:
         y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=place)
         return nn.Parameter(y, x.requires_grad) if isinstance(x, nn.Parameter) else y
+
+    def loss_of(net: nn.Module, given: Iterator[Tensor]) -> Any:
+        return run(net, tree_map(lambda x: next(given) if isinstance(x, Tensor) else x, batch))
 
     with FakeTensorMode(allow_non_fake_inputs=True):
         fakes = {id(x): fake(x) for x in (*skeleton.parameters(), *skeleton.buffers())}
@@ -218,7 +222,7 @@ def trace_chain(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            program = torch.export.export(_Loss(net, run, batch, found), inputs, strict=False)
+            program = torch.export.export(_Loss(net, loss_of), inputs, strict=False)
         except Exception as error:
             words = next(filter(None, str(error).splitlines()), "")
             raise ValueError(
@@ -227,148 +231,110 @@ def trace_chain(
             ) from error
     if _states() != states:
         raise ValueError("in a pipeline random numbers must be torch's: those of Python or NumPy would be recorded")
-    return _Recorder(net, blocks, program).chain(*found)
+    return _chain_of(program, net, blocks)
 
 
 def _states() -> str:
     return repr((random.getstate(), [*np.random.get_state()]))
 
 
-class _Recorder:
-    """Makes a chain of an exported program."""
+def _chain_of(program: Any, net: nn.Module, blocks: Sequence[str]) -> Chain:
+    """Makes a chain of an exported program, whose graph changes: calls of layers replace their operators."""
+    trained = dict(net.named_parameters(remove_duplicate=False))
+    named, ties = trained | dict(net.named_buffers(remove_duplicate=False)), dict[Tensor, str]()
+    firsts = {name: ties.setdefault(x, name) for name, x in named.items()}
+    _name_inputs(program, firsts)
+    graph, modules = program.graph_module.graph, dict(net.named_modules(remove_duplicate=False))
+    for node in (n for n in graph.nodes if n.op == "call_function"):
+        names = {x.meta.get("given") for x in node.all_input_nodes}
+        node.meta |= {"flops": _flops(node), "reads": [name for name in names if name in trained]}
+        _call_layer(node, modules, firsts)
+    *nodes, output = graph.nodes
+    written = {x for node in nodes for x in _written_by(node)}
+    index = {modules[name]: i for i, name in enumerate(blocks)}
+    flops, places, cell = [0.0] * len(blocks), dict[str, set[int]](), -1
+    for node in nodes:
+        root = _memory(node)
+        node.meta |= {"cell": None, "end": None, "written": root in written, "writers": list[int]()}
+        if "given" in node.meta:
+            continue
+        for path in _modules_of(node):
+            block = index.get(modules.get(path), -1)
+            if block > cell + 1:
+                raise ValueError(f"the blocks {[*blocks]} must run in their order")
+            cell = max(cell, block)
+        flops[max(cell, 0)] += node.meta["flops"]
+        for name in node.meta["reads"]:
+            places.setdefault(name, set()).add(cell)
+        for x in _written_by(node):
+            x.meta["writers"].append(cell)
+        for x in {*node.all_input_nodes} & written:
+            # Buffers and inputs that change are values of the stage that uses them first.
+            x.meta["cell"] = cell if x.meta["cell"] is None else x.meta["cell"]
+        sources = [x for x in node.all_input_nodes if x.meta["cell"] is not None]
+        draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if sources or node.meta["reads"] or draws or root in written:
+            node.meta["cell"] = cell
+            for x in sources:
+                x.meta["end"] = cell
+    if cell < len(blocks) - 1:
+        raise ValueError(f"the blocks {[*blocks]} must run in their order, each of them (and none under autocast)")
+    leaves = [*output.args[0]]
+    for node in leaves:
+        if isinstance(node, fx.Node):
+            node.meta["end"] = len(blocks) - 1
+    of = {name: frozenset(places.get(firsts[name], {-1})) for name in trained}
+    return Chain(tuple(flops), of, nodes, (leaves, program.call_spec.out_spec))
 
-    def __init__(self, net: nn.Module, blocks: Sequence[str], program: Any) -> None:
-        self._blocks, self._program, self._graph = blocks, program, fx.Graph()
-        self._modules: dict[str, Any] = dict(net.named_modules(remove_duplicate=False))
-        self._trained = dict(net.named_parameters(remove_duplicate=False))
-        named = self._trained | dict(net.named_buffers(remove_duplicate=False))
-        first: dict[Tensor, str] = {}
-        self._firsts = {name: first.setdefault(x, name) for name, x in named.items()}
-        self._state: dict[str, fx.Node] = {}
-        self._writers: dict[fx.Node, list[fx.Node]] = {}
 
-    def chain(self, assigned: list[str], leaves: list[Any], structure: Any) -> Chain:
-        """The chain. `assigned` are buffers, whose values come first; in `leaves` the class stands for a tensor."""
-        outputs = self._copy(self._program.graph_module, self._inputs(), ())
-        values = iter(outputs)
-        changed = {self._firsts[name]: next(values) for name in assigned}
-        flops, places = self._find_cells(changed)
-        returned = [next(values) if x is Tensor else x for x in leaves]
-        for node in returned:
-            if isinstance(node, fx.Node):
-                node.meta["end"] = len(self._blocks) - 1
-        written = {k: (x, self._writers[x]) for k, x in self._state.items() if x in self._writers}
-        changes = {}
-        for name, (value, writers) in (written | {k: (x, [x]) for k, x in changed.items()}).items():
-            cells = [x.meta["cell"] for x in (self._state.get(name, value), *writers)]
-            first, *last = (-1 if cell is None else cell for cell in cells)
-            changes[name] = value, first, max(last)
-        return Chain(flops, places, [*self._graph.nodes], changes, (returned, structure))
+def _name_inputs(program: Any, firsts: Mapping[str, str]) -> None:
+    """Sets what the inputs of a graph are; tied tensors have their first name."""
+    module, numbers = program.graph_module, count()
+    specs = iter(program.graph_signature.input_specs)
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            node.meta["given"] = getattr(module, node.target)
+        elif node.op == "placeholder":
+            target = next(specs).target
+            value = next(numbers) if target is None else firsts.get(target.removeprefix("net."))
+            value = program.constants[target] if value is None else value
+            if isinstance(value, Tensor) and value.requires_grad or not isinstance(value, Tensor | int | str):
+                raise ValueError(
+                    "in a pipeline torch's tracer makes constants of a torch.Generator, and of a trained tensor that "
+                    "comes neither from net nor from the batch (of another module, or of torch.autograd.grad in a "
+                    "forward)"
+                )
+            node.meta["given"] = value
 
-    def _inputs(self) -> list[fx.Node]:
-        """A node for each input of the program, one for each tied tensor."""
-        nodes, batch = list[fx.Node](), 0
-        old = (n for n in self._program.graph.nodes if n.op == "placeholder")
-        for spec, placeholder in zip(self._program.graph_signature.input_specs, old, strict=True):
-            given, name = None, self._firsts.get((spec.target or "").removeprefix("net."))
-            if name is not None:
-                node = self._state[name] = self._state.get(name) or self._graph.get_attr(name)
-            else:
-                node = self._graph.placeholder(placeholder.name)
-                given, batch = (batch, batch + 1) if spec.target is None else (self._constant(spec.target), batch)
-            node.meta = {**placeholder.meta, "given": given}
-            nodes.append(node)
-        return nodes
 
-    def _constant(self, name: str) -> Tensor:
-        value = self._program.constants[name]
-        if not isinstance(value, Tensor) or value.requires_grad:
-            raise ValueError(
-                "in a pipeline torch's tracer makes constants of a torch.Generator, and of a trained tensor that "
-                "comes neither from net nor from the batch (of another module, or of torch.autograd.grad in a forward)"
-            )
-        return value
+def _call_layer(node: fx.Node, modules: Mapping[str, nn.Module], firsts: Mapping[str, str]) -> None:
+    """Replaces the operator of a stock layer by a call of the layer, which takes any form of its weight."""
+    path = _modules_of(node)[-1]
+    # A slice of a list of layers also has a path, which the net does not know.
+    layer, given = modules.get(path), dict(zip(_LAYERS.get(node.target, ()), node.args, strict=False))
+    if not given or layer is None or layer_form(layer) is None or layer._forward_hooks or layer._forward_pre_hooks:
+        return
+    tensors = [getattr(given.get(key), "meta", {}).get("given") for key in ("weight", "bias")]
+    own = [firsts.get(f"{path}.{key}") for key in ("weight", "bias")]
+    if tensors == own and getattr(layer, "padding_mode", "zeros") == "zeros":
+        with node.graph.inserting_before(node):
+            call = node.graph.create_node("call_module", path, (given["input"],))
+        call.meta = node.meta
+        node.replace_all_uses_with(call)
+        node.graph.erase_node(node)
 
-    def _copy(self, module: Any, inputs: Sequence[Any], modes: tuple[Any, ...]) -> list[Any]:
-        """Copy a graph, with its subgraphs in place; returns its outputs."""
-        values, given = dict[fx.Node, Any](), iter(inputs)
-        for node in module.graph.nodes:
-            mode, n = _MODES.get(type(node.target).__name__, (None, 0))
-            if node.op == "placeholder":
-                values[node] = next(given)
-            elif node.op == "output":
-                return [*map_arg(node.args[0], values.__getitem__)]
-            elif node.op == "get_attr":
-                values[node] = getattr(module, node.target)
-            elif mode is not None:
-                region, *rest = (values[x] if isinstance(x, fx.Node) else x for x in node.args[n:])
-                values[node] = self._copy(region, rest, (*modes, (mode, node.args[:n])))
-            elif node.target is operator.getitem and isinstance(values[node.args[0]], list):
-                values[node] = values[node.args[0]][node.args[1]]
-            elif any(isinstance(values[x], nn.Module) for x in node.all_input_nodes):
-                raise ValueError(f"in a pipeline torch's tracer cannot cut the subgraph of {described(node)}")
-            else:
-                values[node] = self._operator(self._graph.node_copy(node, values.__getitem__), modes)
-        return []
 
-    def _operator(self, node: fx.Node, modes: tuple[Any, ...]) -> Any:
-        """Return a call of the layer for a stock layer's operator, and for one in place the tensor that changes."""
-        node.meta |= {"modes": modes, "flops": _flops(node), "reads": ()}
-        if getattr(getattr(node.target, "_schema", None), "is_mutable", False):
-            changed: Any = node.args[0]
-            self._writers.setdefault(_memory(changed), []).append(node)
-            return changed
-        path = _modules_of(node)[-1]
-        # A slice of a list of layers also has a path, which the net does not know.
-        layer, given = self._modules.get(path), dict(zip(_LAYERS.get(node.target, ()), node.args, strict=False))
-        own = [self._firsts.get(f"{path}.{name}") for name in ("weight", "bias")]
-        if (
-            not given
-            or layer is None
-            or layer_form(layer) is None
-            or [getattr(given.get(name), "target", None) for name in ("weight", "bias")] != own
-            or layer._forward_hooks
-            or layer._forward_pre_hooks
-            or getattr(layer, "padding_mode", "zeros") != "zeros"
-        ):
-            return node
-        call = self._graph.call_module(path, (given["input"],))
-        call.meta = {**node.meta, "reads": [name for name in own if name is not None]}
-        self._graph.erase_node(node)
-        return call
-
-    def _find_cells(self, changed: dict[str, fx.Node]) -> tuple[tuple[float, ...], dict[str, frozenset[int]]]:
-        """Give nodes their cells; returns operations and places. `changed` are the values of assigned buffers."""
-        index = {id(self._modules[name]): i for i, name in enumerate(self._blocks)}
-        flops, places, cell = [0.0] * len(self._blocks), dict[str, set[int]](), -1
-        fixed = {*changed.values(), *(self._state[k] for k in changed if k in self._state)}
-        for node in self._graph.nodes:
-            written = _memory(node) in self._writers
-            node.meta |= {"cell": None, "end": None, "written": written}
-            if node.op in ("get_attr", "placeholder"):
-                # Buffers and inputs that change are values of the stage that uses them first.
-                fixed |= {node} if written else set()
-                continue
-            for path in _modules_of(node):
-                block = index.get(id(self._modules.get(path)), -1)
-                if block > cell + 1:
-                    raise ValueError(f"the blocks {[*self._blocks]} must run in their order")
-                cell = max(cell, block)
-            reads = [*node.meta["reads"], *(x.target for x in node.all_input_nodes if x.target in self._trained)]
-            for name in reads:
-                places.setdefault(name, set()).add(cell)
-            flops[max(cell, 0)] += node.meta["flops"]
-            for x in node.all_input_nodes:
-                x.meta["cell"] = cell if x in fixed and x.meta["cell"] is None else x.meta["cell"]
-            sources = [x for x in node.all_input_nodes if x.meta["cell"] is not None]
-            draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-            if sources or reads or written or draws or node in fixed:
-                node.meta["cell"] = cell
-                for x in sources:
-                    x.meta["end"] = cell
-        if cell < len(self._blocks) - 1:
-            raise ValueError(f"the blocks {[*self._blocks]} must run in their order, each of them")
-        return tuple(flops), {k: frozenset(places.get(self._firsts[k], {-1})) for k in self._trained}
+def _written_by(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose memory an operator, or a region of another mode, changes."""
+    if getattr(getattr(node.target, "_schema", None), "is_mutable", False):
+        return [_memory(node.args[0])]  # pyright: ignore[reportArgumentType]
+    found = []
+    for i, x in enumerate(node.args):
+        region = x.meta.get("given") if isinstance(x, fx.Node) else None
+        if isinstance(region, fx.GraphModule):
+            given = dict(zip(region.graph.find_nodes(op="placeholder"), node.args[i + 1 :], strict=False))
+            found += [_memory(given[y]) for n in region.graph.nodes for y in _written_by(n) if y in given]
+    return found
 
 
 def _memory(node: fx.Node) -> fx.Node:
@@ -381,13 +347,14 @@ def _memory(node: fx.Node) -> fx.Node:
 
 
 def _flops(node: fx.Node) -> int:
-    def meta(x: fx.Node) -> Any:
-        return pytree.tree_map_only(Tensor, lambda v: torch.empty(v.shape, dtype=v.dtype, device="meta"), x.meta["val"])
-
-    if len(node.all_input_nodes) < 2:
+    if len(node.all_input_nodes) < 2 or not hasattr(node.target, "_schema"):
         return 0
     # Some operators need values.
     with FlopCounterMode(display=False) as counter, suppress(RuntimeError, NotImplementedError):
         target: Any = node.target
-        target(*map_arg(node.args, meta), **map_arg(node.kwargs, meta))
+        target(*map_arg(node.args, _on_meta), **map_arg(node.kwargs, _on_meta))
     return counter.get_total_flops()
+
+
+def _on_meta(node: fx.Node) -> Any:
+    return tree_map_only(Tensor, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), node.meta["val"])

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import reduce
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
+from torch.utils._pytree import tree_unflatten
 
 from gbfunc.parallel.chain import (
     Chain,
@@ -69,14 +68,6 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return grads[0], None
-
-
-class _Run(fx.Interpreter):
-    def run_node(self, n: fx.Node) -> Any:
-        with ExitStack() as modes:
-            for mode, options in n.meta.get("modes", ()):
-                modes.enter_context(mode(*options))
-            return super().run_node(n)
 
 
 class Parcel:
@@ -131,7 +122,7 @@ class _Plan(NamedTuple):
 
     chain: Chain
     parcels: Sequence[Parcel]  # For every stage
-    graphs: Mapping[int, tuple[fx.Graph, Sequence[Any], Sequence[str]]]  # With inputs, and names of changed buffers
+    graphs: Mapping[int, tuple[fx.Graph, Sequence[Any]]]  # With inputs
     schedule: Any
     modules: Sequence[_Stage]  # This rank's stages
 
@@ -229,9 +220,7 @@ class Pipeline:
         graphs = {}
         for stage in self.mine:
             sent = parcels[stage + 1].nodes if stage < self.stages - 1 else returned
-            names = [k for k, (_, first, _) in chain.changes.items() if stage_of(self._starts, first) == stage]
-            sent = [*sent, *(chain.changes[name][0] for name in names)]
-            graphs[stage] = *stage_graph(chain, self._starts, stage, parcels[stage].nodes, sent), names
+            graphs[stage] = stage_graph(chain, self._starts, stage, parcels[stage].nodes, sent)
         dtype = next((p.dtype for p in self._pnet.parameters() if p.is_floating_point()), torch.float32)
         number, loss = (torch.empty(1, dtype=d, device="meta", requires_grad=True) for d in (torch.float32, dtype))
         # The first stage gets the number of the microbatch, the last one gives the loss.
@@ -245,25 +234,22 @@ class Pipeline:
         schedule = schedule_class(self.order)(stages[0] if len(stages) == 1 else stages, self.microbatches, **options)
         return _Plan(chain, parcels, graphs, schedule, modules)
 
-    def compute(self, net: nn.Module, stage: int, microbatch: Any, received: Tensor) -> tuple[Any, Params]:
+    def compute(self, net: nn.Module, stage: int, microbatch: Any, received: Tensor) -> Any:
         """Runs a stage in the p-net with this rank's weights.
 
         Returns:
-            The tensor that the stage sends, or the output of the loss function, and buffers that the stage changes.
+            The tensor that the stage sends, or the output of the loss function.
         """
         chain, parcels, graphs, *_ = self._now
-        graph, given, names = graphs[stage]
+        graph, given = graphs[stage]
         tensors = [x for _, x in tree_leaves(microbatch) if isinstance(x, Tensor)]
         # A forward may change the batch in place.
         inputs = [tensors[x].clone() if isinstance(x, int) else x for x in given]
-        values = _Run(net, graph=graph).run(*(parcels[stage].unpack(received) if stage else ()), *inputs)
-        n = len(values) - len(names)
-        changed = dict(zip(names, values[n:], strict=True))
+        values = fx.Interpreter(net, graph=graph).run(*(parcels[stage].unpack(received) if stage else ()), *inputs)
         if stage < self.stages - 1:
-            return parcels[stage + 1].pack(values[:n]), changed
+            return parcels[stage + 1].pack(values)
         (leaves, structure), rest = chain.outputs, iter(values)
-        out = [next(rest) if isinstance(x, fx.Node) else x for x in leaves]
-        return pytree.tree_unflatten(out, structure), changed
+        return tree_unflatten([next(rest) if isinstance(x, fx.Node) else x for x in leaves], structure)
 
     def run(self, call: Call, leaves: Params) -> dict[str, Tensor]:
         """Sends microbatches through the stages, computed by `call`; returns the sum of the leaves' gradients."""

@@ -111,9 +111,10 @@ def tuples(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
 
 
 def stem(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
-    """Changes a buffer in place, one by assignment, and its input."""
+    """Changes two buffers in place, one of them in a region without gradients, and its input."""
     net.count += 1
-    net.sums = net.sums * 0.5 + x.detach().sum()
+    with torch.no_grad():
+        net.sums.mul_(0.5).add_(x.sum())
     tokens.add_(1).remainder_(11)
     x = net.norm(net.tokens(tokens).flatten(0, 1)).unflatten(0, tokens.shape) * (1 + 0.1 * net.count)
     return net.head(run_blocks(net, x)[-1]) / net.count
@@ -203,6 +204,11 @@ def changed_later(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
     return net.head(outs[-1])
 
 
+def assigned(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    net.sums = net.sums * 0.5 + x.detach().sum()
+    return straight(net, x, tokens)
+
+
 class Climbs(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         energy = super().forward(input).tanh().square().sum()
@@ -252,6 +258,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "generator": (partial(Blocks, of_a_generator), "constants of a torch.Generator"),
     "python": (partial(Blocks, of_python), "random numbers must be torch's"),
     "buffer": (partial(Blocks, changed_later), "uses the buffer 'count' before a later one changes it"),
+    "assigned": (partial(Blocks, assigned), "a forward must change buffers in place, and assigns sums"),
     "autograd inside": (partial(Blocks, straight, lambda: Climbs(WIDTH, WIDTH)), "a trained tensor"),
     "own backward": (partial(Blocks, own_backward), "the backward of a torch.autograd.Function"),
 }

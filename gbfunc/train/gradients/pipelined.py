@@ -95,8 +95,7 @@ class Pipelined:
             # Copies: other microbatches may run before the backward of this one.
             held = before if alike else of_stages[stage]
             buffers = of_stages[stage] = {k: x.detach().clone() for k, x in held.items()}
-            out, changed = loss_of.call(weights | pipeline.absent, buffers, pipeline.compute, stage, small, received)
-            buffers.update(changed)
+            out = loss_of.call(weights | pipeline.absent, buffers, pipeline.compute, stage, small, received)
             if stage < pipeline.stages - 1:
                 return out
             if self._split is not None and self._split.by_class:
