@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from gbfunc.layers.install import layer_form
-from gbfunc.pnet.describe import copy_of, skeleton_of
+from gbfunc.pnet.describe import copy_with
 from gbfunc.trees import tree_leaves, tree_map
 
 _ATEN = torch.ops.aten
@@ -37,15 +37,16 @@ _LAYERS: dict[Any, tuple[str, ...]] = {
 }
 """Operators that are the forward of a layer, with their first arguments."""
 
+
 class Chain(NamedTuple):
     """The graph of a loss.
 
     Attributes:
         flops: operations in every block's cell; the first block also counts the operations before it.
         places: cells that use each parameter, by name.
-        nodes: nodes of the graph. Their `meta` has the `cell`, the last cell that needs the value (`end`), the cells
-            that write to its memory (`writers`), and for an input what it is (`given`): the name of a tensor of the
-            p-net, the number of a tensor of the batch, or a constant.
+        nodes: nodes of the graph. Their `meta` has the `cell`, the last cell that needs the value (`end`), whether an
+            operator writes to its memory (`written`), and for an input what it is (`given`): the name of a tensor of
+            the p-net, the number of a tensor of the batch, or a constant.
         outputs: leaves of the loss function's output, nodes or plain values, and their structure.
     """
 
@@ -116,20 +117,20 @@ def crossing(chain: Chain, starts: Sequence[int], stage: int) -> list[fx.Node]:
     """Values that are computed before a stage and needed in the stage or after; `starts` come from `balanced_stages`.
 
     Raises:
-        ValueError: for values that cannot be sent, and for a buffer that a stage uses and a later stage changes.
+        ValueError: for values that cannot be sent, and for a buffer that changes and that several stages use.
     """
     found = []
     for node in chain.nodes:
-        cell, end, name = (node.meta.get(key) for key in ("cell", "end", "given"))
-        if cell is None:
-            continue
-        of = stage_of(starts, cell)
-        if isinstance(name, str) and any(stage_of(starts, c) != of for c in node.meta["writers"]):
-            raise ValueError(f"in a pipeline one stage uses the buffer {name!r} before a later one changes it")
-        if end is not None and of < stage <= stage_of(starts, end):
+        cell, end = node.meta["cell"], node.meta["end"]
+        if "given" in node.meta and node.meta["written"]:
+            if len({stage_of(starts, user.meta["cell"]) for user in node.users}) > 1:
+                name = node.meta["given"]
+                raise ValueError(f"in a pipeline one stage changes the buffer {name!r} and another one uses it")
+        elif cell is not None and end is not None and stage_of(starts, cell) < stage <= stage_of(starts, end):
             value = node.meta["val"]
             if not isinstance(value, Tensor) or not all(isinstance(n, int) for n in value.shape):
-                raise ValueError(f"in a pipeline stages send tensors of known shapes, which {described(node)} is not")
+                what = f"{node.target} of {_modules_of(node)[-1]!r}"
+                raise ValueError(f"in a pipeline stages send tensors of known shapes, which {what} is not")
             found.append(node)
     return found
 
@@ -155,11 +156,6 @@ def stage_graph(
             given.append(value)
     graph.output([copies[node] for node in sent])
     return graph, given
-
-
-def described(node: fx.Node) -> str:
-    """An operator and its module, in words."""
-    return f"{node.target} of {_modules_of(node)[-1] or 'the loss function'!r}"
 
 
 def _modules_of(node: fx.Node) -> list[str]:
@@ -205,20 +201,22 @@ def trace_chain(
     Raises:
         ValueError: for code that torch cannot record, and for blocks that do not run in their order.
     """
-    place, states, skeleton = device or next(pnet.parameters()).device, _states(), skeleton_of(pnet)
-    adapt(skeleton)
+    place, states, mode = (
+        device or next(pnet.parameters()).device,
+        _states(),
+        FakeTensorMode(allow_non_fake_inputs=True),
+    )
 
-    def fake(x: Tensor) -> Tensor:
-        y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=place)
-        return nn.Parameter(y, x.requires_grad) if isinstance(x, nn.Parameter) else y
+    def fake(name: str, x: Tensor) -> Tensor:
+        with mode:
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=place)
 
     def loss_of(net: nn.Module, given: Iterator[Tensor]) -> Any:
         return run(net, tree_map(lambda x: next(given) if isinstance(x, Tensor) else x, batch))
 
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        fakes = {id(x): fake(x) for x in (*skeleton.parameters(), *skeleton.buffers())}
-        inputs = tuple(fake(x) for _, x in tree_leaves(batch) if isinstance(x, Tensor))
-    net = copy_of(skeleton, fakes)
+    net = copy_with(pnet, fake)
+    adapt(net)
+    inputs = tuple(fake(name, x) for name, x in tree_leaves(batch) if isinstance(x, Tensor))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -251,11 +249,13 @@ def _chain_of(program: Any, net: nn.Module, blocks: Sequence[str]) -> Chain:
         _call_layer(node, modules, firsts)
     *nodes, output = graph.nodes
     written = {x for node in nodes for x in _written_by(node)}
+    if any(isinstance(x.meta.get("given"), int) for x in written):
+        raise ValueError("in a pipeline a forward must not change the batch in place: clone the tensor")
     index = {modules[name]: i for i, name in enumerate(blocks)}
     flops, places, cell = [0.0] * len(blocks), dict[str, set[int]](), -1
     for node in nodes:
         root = _memory(node)
-        node.meta |= {"cell": None, "end": None, "written": root in written, "writers": list[int]()}
+        node.meta |= {"cell": None, "end": None, "written": root in written}
         if "given" in node.meta:
             continue
         for path in _modules_of(node):
@@ -266,14 +266,9 @@ def _chain_of(program: Any, net: nn.Module, blocks: Sequence[str]) -> Chain:
         flops[max(cell, 0)] += node.meta["flops"]
         for name in node.meta["reads"]:
             places.setdefault(name, set()).add(cell)
-        for x in _written_by(node):
-            x.meta["writers"].append(cell)
-        for x in {*node.all_input_nodes} & written:
-            # Buffers and inputs that change are values of the stage that uses them first.
-            x.meta["cell"] = cell if x.meta["cell"] is None else x.meta["cell"]
         sources = [x for x in node.all_input_nodes if x.meta["cell"] is not None]
         draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if sources or node.meta["reads"] or draws or root in written:
+        if sources or node.meta["reads"] or draws or written & {root, *node.all_input_nodes}:
             node.meta["cell"] = cell
             for x in sources:
                 x.meta["end"] = cell

@@ -9,7 +9,6 @@ Layers are called as modules, on any form of their weights.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from types import MappingProxyType
@@ -24,9 +23,7 @@ from gbfunc.parallel.chain import (
     Chain,
     balanced_stages,
     crossing,
-    described,
     find_blocks,
-    shared_within,
     stage_graph,
     stage_of,
     trace_chain,
@@ -36,8 +33,8 @@ from gbfunc.parallel.pipeline_order import SCHEDULES, schedule_class, stages_of
 from gbfunc.trees import differentiable, tree_leaves
 from gbfunc.types import Params
 
-Call = Callable[[int, int, Tensor], Tensor]
-"""`(stage, microbatch, received)`: the tensor that a stage sends, or the loss of the last stage."""
+Call = Callable[[int, Tensor], Tensor]
+"""`(stage, received)`: the tensor that a stage sends, or the loss of the last stage."""
 
 
 class _Stage(nn.Module):
@@ -45,29 +42,15 @@ class _Stage(nn.Module):
 
     def __init__(self, pipeline: Pipeline, index: int) -> None:
         super().__init__()
-        self.pipeline, self.index, self.calls = pipeline, index, 0
+        self.pipeline, self.index = pipeline, index
 
     def parameters(self, recurse: bool = True) -> Any:
         return iter(self.pipeline.leaves.values())
 
     def forward(self, received: Tensor) -> Tensor:
-        number, self.calls = self.calls, self.calls + 1
-        out = self.pipeline.call(self.index, number, received)
+        out = self.pipeline.call(self.index, received)
         # Torch's zero-bubble schedule leaves out trained tensors of a stage whose graph does not reach its input.
-        joined: Any = _Joined.apply(out, received) if self.pipeline.order == "zbv" and out.grad_fn is not None else out
-        return joined
-
-
-class _Joined(torch.autograd.Function):
-    """A copy of a stage's output, whose graph reaches the input, and brings no gradient there."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, received: Tensor) -> Tensor:
-        return out.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0], None
+        return out + received[:0].sum().abs() if self.pipeline.order == "zbv" else out
 
 
 class Parcel:
@@ -78,23 +61,19 @@ class Parcel:
     """
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
-        self.nodes = nodes
-        self._forms = [(tuple(node.meta["val"].shape), node.meta["val"].dtype) for node in nodes]
-        dtypes = [dtype for _, dtype in self._forms if differentiable(dtype)]
+        self.nodes, values = nodes, [node.meta["val"] for node in nodes]
+        dtypes = [x.dtype for x in values if differentiable(x.dtype)]
         self.dtype = reduce(torch.promote_types, dtypes) if dtypes else torch.float32
-        item, numbers = self.dtype.itemsize, [(math.prod(shape), dtype) for shape, dtype in self._forms]
-        self._sizes = [n if differentiable(dtype) else -(-n * dtype.itemsize // item) for n, dtype in numbers]
+        item = self.dtype.itemsize
+        self._sizes = [x.numel() if differentiable(x.dtype) else -(-x.nbytes // item) for x in values]
         self.like = torch.empty(sum(self._sizes), dtype=self.dtype, device="meta", requires_grad=True)
 
     def pack(self, values: Sequence[Tensor]) -> Tensor:
-        """Returns the tensor of these values; raises ValueError for a value of another form than was recorded."""
+        """Returns the tensor of these values."""
         parts = []
-        for node, x, (shape, dtype), n in zip(self.nodes, values, self._forms, self._sizes, strict=True):
-            if tuple(x.shape) != shape or x.dtype != dtype:
-                got = f"{tuple(x.shape)} of {x.dtype}"
-                raise ValueError(f"a stage must give {described(node)} as {shape} of {dtype}, got {got}")
-            if not differentiable(dtype):
-                data = x.detach().reshape(-1).contiguous().view(torch.uint8)
+        for x, n in zip(values, self._sizes, strict=True):
+            if not differentiable(x.dtype):
+                data = x.reshape(-1).contiguous().view(torch.uint8)
                 x = F.pad(data, (0, n * self.dtype.itemsize - len(data))).view(self.dtype)
             parts.append(x.reshape(-1).to(self.dtype))
         sent = torch.cat(parts)
@@ -103,16 +82,15 @@ class Parcel:
     def unpack(self, received: Tensor) -> list[Tensor]:
         """Returns the values, some of them as views."""
         values = []
-        parts = received.reshape(-1).split(self._sizes)
-        for node, (shape, dtype), x in zip(self.nodes, self._forms, parts, strict=True):
-            if differentiable(dtype):
-                x = x.real if x.is_complex() and not dtype.is_complex else x
-                x = x.reshape(shape).to(dtype)
+        for node, x in zip(self.nodes, received.reshape(-1).split(self._sizes), strict=True):
+            like = node.meta["val"]
+            if differentiable(like.dtype):
+                x = x.real if x.is_complex() and not like.is_complex() else x
+                x = x.reshape(like.shape).to(like.dtype)
                 # Torch's zero-bubble schedule sends this gradient back.
                 x.register_hook(Tensor.contiguous)
             else:
-                data = x.detach().view(torch.uint8)[: math.prod(shape) * dtype.itemsize]
-                x = data.clone().view(dtype).reshape(shape)
+                x = x.detach().view(torch.uint8)[: like.nbytes].clone().view(like.dtype).reshape(like.shape)
             values.append(x.clone() if node.meta["written"] else x)
         return values
 
@@ -124,7 +102,6 @@ class _Plan(NamedTuple):
     parcels: Sequence[Parcel]  # For every stage
     graphs: Mapping[int, tuple[fx.Graph, Sequence[Any]]]  # With inputs
     schedule: Any
-    modules: Sequence[_Stage]  # This rank's stages
 
 
 class Pipeline:
@@ -186,11 +163,10 @@ class Pipeline:
         key = tuple((path, (x.shape, x.dtype) if isinstance(x, Tensor) else x) for path, x in leaves)
         key = torch.is_autocast_enabled(device.type), any(module.training for module in net.modules()), key
         if key not in self._plans:
-            modes = {name: module.training for name, module in net.named_modules()}
 
             def adapt(skeleton: nn.Module) -> None:
-                for name, module in skeleton.named_modules():
-                    module.training = modes.get(name, module.training)
+                for module, same in zip(skeleton.modules(), net.modules(), strict=True):
+                    module.training = same.training
                 self._adapt(skeleton)
 
             self._plans[key] = self._plan(trace_chain(self._pnet, self._blocks, loss_fn, microbatch, device, adapt))
@@ -225,14 +201,14 @@ class Pipeline:
         number, loss = (torch.empty(1, dtype=d, device="meta", requires_grad=True) for d in (torch.float32, dtype))
         # The first stage gets the number of the microbatch, the last one gives the loss.
         passed = [number.detach(), *(parcel.like for parcel in parcels[1:]), loss]
-        modules, device, group = [_Stage(self, i) for i in self.mine], self.mesh.device, self._axis.group
+        device, group = self.mesh.device, self._axis.group
         stages = [
-            PipelineStage(m, m.index, self.stages, device, passed[m.index], passed[m.index + 1], group=group)
-            for m in modules
+            PipelineStage(_Stage(self, i), i, self.stages, device, passed[i], passed[i + 1], group=group)
+            for i in self.mine
         ]
         options: Any = {"loss_fn": lambda out, _: out.sum(), "scale_grads": False}
         schedule = schedule_class(self.order)(stages[0] if len(stages) == 1 else stages, self.microbatches, **options)
-        return _Plan(chain, parcels, graphs, schedule, modules)
+        return _Plan(chain, parcels, graphs, schedule)
 
     def compute(self, net: nn.Module, stage: int, microbatch: Any, received: Tensor) -> Any:
         """Runs a stage in the p-net with this rank's weights.
@@ -243,8 +219,7 @@ class Pipeline:
         chain, parcels, graphs, *_ = self._now
         graph, given = graphs[stage]
         tensors = [x for _, x in tree_leaves(microbatch) if isinstance(x, Tensor)]
-        # A forward may change the batch in place.
-        inputs = [tensors[x].clone() if isinstance(x, int) else x for x in given]
+        inputs = [tensors[x] if isinstance(x, int) else x for x in given]
         values = fx.Interpreter(net, graph=graph).run(*(parcels[stage].unpack(received) if stage else ()), *inputs)
         if stage < self.stages - 1:
             return parcels[stage + 1].pack(values)
@@ -254,8 +229,6 @@ class Pipeline:
     def run(self, call: Call, leaves: Params) -> dict[str, Tensor]:
         """Sends microbatches through the stages, computed by `call`; returns the sum of the leaves' gradients."""
         self.call, self.leaves = call, leaves
-        for module in self._now.modules:
-            module.calls = 0
         crossed = [(s + 1, s + 1) for s in self.mine] + [(s - 1, s) for s in self.mine]
         sent = [self._now.parcels[i] for other, i in crossed if 0 <= other < self.stages and other not in self.mine]
         self.mesh.traffic.add("p2p", sum(parcel.like.nbytes for parcel in sent) * self.microbatches, "pipeline")
@@ -265,10 +238,10 @@ class Pipeline:
                 self._now.schedule.step(numbers, target=numbers)
         except RuntimeError as error:
             if self.order == "zbv" and "the graph a second time" in str(error):
-                names = ", ".join(map(repr, shared_within(self._now.chain, self._starts)))
-                why = f"several blocks of a stage use {names}" if names else "a recurrent layer, or one used twice?"
-                words = f"torch's zero-bubble schedule cannot divide the backward of this p-net ({why})"
-                raise ValueError(f"{words}: take another pipeline= than 'zbv'") from error
+                raise ValueError(
+                    "torch's zero-bubble schedule cannot divide the backward of a recurrent layer, or of a parameter "
+                    "that several blocks of a stage use: take another pipeline= than 'zbv'"
+                ) from error
             # Torch's words are about itself; what failed inside is the cause.
             if error.__cause__ is None or isinstance(error, ConnectionError):
                 raise

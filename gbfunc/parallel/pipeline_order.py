@@ -32,8 +32,6 @@ Sources: Huang et al., 2019 (GPipe); Narayanan et al., 2019 (1F1B) and 2021 (int
 in the shape of a V).
 """
 
-_LOOPS = {"interleaved": 2}  # Stages per rank, if not one
-
 _FREED_LATE = 0.21
 """Part of a microbatch's activations that torch's zero-bubble schedule keeps until the end of the step, since its
 backward for inputs retains the graph (torch 2.13, blocks of a GPT, 4 to 16 microbatches)."""
@@ -59,7 +57,8 @@ def schedule_class(order: str) -> Any:
 
 def stage_ranks(order: str, ranks: int) -> tuple[int, ...]:
     """The ranks of the stages."""
-    return (*range(ranks), *reversed(range(ranks))) if order == "zbv" else tuple(range(ranks)) * _LOOPS.get(order, 1)
+    own = tuple(range(ranks))
+    return {"interleaved": own + own, "zbv": own + own[::-1]}.get(order, own)
 
 
 def stages_of(order: str, ranks: int) -> list[list[int]]:
@@ -104,8 +103,6 @@ def _torch_orders(order: PipelineOrder, ranks: int, microbatches: int) -> list[t
 @lru_cache(maxsize=4096)
 def in_flight(order: Any, rank: int, ranks: int, microbatches: int) -> tuple[tuple[float, ...], ...]:
     """The largest numbers of microbatches whose activations a rank keeps at once, by stage."""
-    if order in ("gpipe", "1f1b"):
-        return ((microbatches if order == "gpipe" else min(microbatches, ranks - rank),),)
     actions, seen = pipeline_order(order, rank, ranks, microbatches), set[tuple[int, ...]]()
     live = dict.fromkeys(sorted({action.stage for action in actions}), 0)
     for op, stage, _ in actions:

@@ -111,12 +111,11 @@ def tuples(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
 
 
 def stem(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
-    """Changes two buffers in place, one of them in a region without gradients, and its input."""
+    """Changes two buffers in place, one of them in a region without gradients."""
     net.count += 1
     with torch.no_grad():
         net.sums.mul_(0.5).add_(x.sum())
-    tokens.add_(1).remainder_(11)
-    x = net.norm(net.tokens(tokens).flatten(0, 1)).unflatten(0, tokens.shape) * (1 + 0.1 * net.count)
+    x = net.norm(x.flatten(0, 1)).unflatten(0, tokens.shape) * (1 + 0.1 * net.count)
     return net.head(run_blocks(net, x)[-1]) / net.count
 
 
@@ -209,6 +208,10 @@ def assigned(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
     return straight(net, x, tokens)
 
 
+def shifts_the_batch(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    return straight(net, net.tokens(tokens.add_(1).remainder_(11)), tokens)
+
+
 class Climbs(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         energy = super().forward(input).tanh().square().sum()
@@ -257,7 +260,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "unused": (partial(Blocks, unused), "each stage must need a tensor"),
     "generator": (partial(Blocks, of_a_generator), "constants of a torch.Generator"),
     "python": (partial(Blocks, of_python), "random numbers must be torch's"),
-    "buffer": (partial(Blocks, changed_later), "uses the buffer 'count' before a later one changes it"),
+    "buffer": (partial(Blocks, changed_later), "one stage changes the buffer 'count' and another one uses it"),
+    "batch": (partial(Blocks, shifts_the_batch), "must not change the batch in place: clone the tensor"),
     "assigned": (partial(Blocks, assigned), "a forward must change buffers in place, and assigns sums"),
     "autograd inside": (partial(Blocks, straight, lambda: Climbs(WIDTH, WIDTH)), "a trained tensor"),
     "own backward": (partial(Blocks, own_backward), "the backward of a torch.autograd.Function"),

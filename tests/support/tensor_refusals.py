@@ -108,7 +108,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "loss_fn": mean_of_sequence,
     },
     "split over ranks and made in pieces": {"make": Reader, "lazy": False, "remat": "layer"},
-    "(in_proj.weight, in_proj.bias, out_proj.weight, or a style's output): give each layer that takes it a style": {
+    "give each layer that takes a split tensor a style": {
         "loss_fn": penalised
     },
     "only linear layers and embeddings are split": {

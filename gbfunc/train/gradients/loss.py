@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gbfunc.generation import make_generator
 from gbfunc.genome import Noise, sample_noise
@@ -149,18 +148,15 @@ class GenomeLoss:
     def with_gradients(
         self, given: Given, names: list[str], factor: Tensor | None
     ) -> tuple[Tensor, Any, Params, list[Tensor]]:
-        """Loss, aux, buffers, and gradients of the loss times a factor, as one function (`torch.func`)."""
-        others: list[Any] = []
+        """Loss, aux, buffers, and gradients of the loss times a factor, by `torch.func` (aux of tensors alone)."""
 
         def loss_of(trained: Params, buffers: Params) -> tuple[Tensor, Any]:
             loss, aux = self(given._replace(leaves=given.leaves | trained, buffers=buffers))
-            tensors, *rest = _parted(aux)
-            others.extend(rest)
-            return loss if factor is None else loss * factor, (loss, tensors, buffers)
+            return loss if factor is None else loss * factor, (loss, aux, buffers)
 
         of = {k: given.leaves[k] for k in names}
-        found, (loss, tensors, buffers) = torch.func.grad(loss_of, has_aux=True)(of, given.buffers)
-        return loss, _joined(tensors, *others), buffers, [found[k].detach() for k in names]
+        found, (loss, aux, buffers) = torch.func.grad(loss_of, has_aux=True)(of, given.buffers)
+        return loss, aux, buffers, [found[k].detach() for k in names]
 
     def on(self, weights: Params, buffers: Params, batch: Any) -> tuple[Tensor, Any]:
         """Loss and aux for these weights; buffers are updated."""
@@ -325,19 +321,6 @@ def noise_of(plan: Plan, seed: int, like: Tensor) -> Noise | None:
     """The noise of stochastic g-nets in a step of this seed; None where there are none."""
     # Not dropout's seed: equal seeds draw the same numbers.
     return sample_noise(plan, torch.Generator().manual_seed(seed ^ 1), like) if plan.stochastic else None
-
-
-def _parted(aux: Any) -> tuple[list[Tensor], list[Any], Any]:
-    leaves, structure = tree_flatten(aux)
-    if not all(isinstance(x, (Tensor, str, int, float, complex, bytes)) for x in leaves):
-        raise TypeError("aux has other objects, in which there may be tensors")
-    tensors = [x for x in leaves if isinstance(x, Tensor)]
-    return tensors, [None if isinstance(x, Tensor) else x for x in leaves], structure
-
-
-def _joined(tensors: list[Tensor], rest: list[Any], structure: Any) -> Any:
-    given = iter(tensors)
-    return tree_unflatten([next(given) if x is None else x for x in rest], structure)
 
 
 def loss_and_aux(out: Any) -> tuple[Tensor, Any]:

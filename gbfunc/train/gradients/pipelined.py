@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -88,7 +89,10 @@ class Pipelined:
         seed, device = torch.initial_seed(), wanted[0].device
         generators = generators_of(device)
 
-        def call(stage: int, number: int, received: Tensor) -> Tensor:
+        numbers = {stage: count() for stage in pipeline.mine}
+
+        def call(stage: int, received: Tensor) -> Tensor:
+            number = next(numbers[stage])
             small, n = parts[number]
             for generator in generators:
                 generator.manual_seed((seed + _STAGE_MIX * (1 + number + stage * len(parts))) % 2**63)

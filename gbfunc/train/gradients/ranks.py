@@ -137,7 +137,7 @@ class SplitLoss(GenomeLoss):
         super().__init__(*args, pieces=split.pieces, adapt=split.adapt, **options)
 
     def call(self, weights: Params, buffers: Params, function: Callable[..., Any], *args: Any) -> Any:
-        with self._unmixed():
+        with _explained():
             return super().call(self._split.place(weights), buffers, function, *args)
 
     def returned(self, out: Any) -> tuple[Tensor, Any]:
@@ -149,23 +149,19 @@ class SplitLoss(GenomeLoss):
         return super().rows(rows) if self._split.local_rows is None else self._split.local_rows
 
     def gradients(self, loss: Tensor, of: list[Tensor]) -> Gradients:
-        with self._split.backward(), self._unmixed():
+        with self._split.backward(), _explained():
             return super().gradients(loss, of)
 
-    @contextmanager
-    def _unmixed(self) -> Iterator[None]:
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" not in str(error):
-                raise ValueError(f"over tensor ranks an operator failed ({error}): {SPLIT_CAUSE}") from error
-            split = ", ".join([*self._split.shapes, "or a style's output"]).removeprefix("or ")
-            raise ValueError(
-                f"an operator takes a plain tensor and one that is split over tensor ranks ({split}): give each "
-                "layer that takes it a style, and a loss function x.full_tensor()"
-            ) from error
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        words = "give each layer that takes a split tensor a style"
+        raise ValueError(f"over tensor ranks an operator failed ({error}): {words}; {SPLIT_CAUSE}") from error
 
 
 def split_proof(whole: Callable[[], GenomeLoss], loss: GenomeLoss, split: TensorParallel) -> Proof:
