@@ -116,7 +116,7 @@ def test_what_skips_a_stage_is_counted_or_refused() -> None:
     # The embedding, and the sum of the third block and its skip, for 5 words of 6 numbers.
     assert found.sent["pipeline"] == 8 * 2 * 5 * 6 * 4
     refused = dict(planned(changed_later).refused)["--mesh pipeline=2 --pipeline gpipe"]
-    assert "uses the buffer 'count' before a later one changes it" in refused
+    assert "one stage changes the buffer 'count' and another one uses it" in refused
 
 
 def test_a_forward_that_needs_values_is_no_raw_error() -> None:

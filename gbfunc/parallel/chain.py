@@ -188,15 +188,10 @@ def trace_chain(
     device: torch.device | None = None,
     adapt: Callable[[nn.Module], Any] = lambda net: None,
 ) -> Chain:
-    """Records the loss of a microbatch, `run(net, batch)`, without computing anything.
+    """Records the loss of a microbatch, `run(net, batch)`, on fake tensors of a device.
 
-    Args:
-        pnet: the p-net.
-        blocks: names of the blocks.
-        run: the loss function.
-        batch: a microbatch. The shapes of its tensors, and all other values, are fixed in the graph.
-        device: device of the tensors; None takes the device of the p-net.
-        adapt: changes the copy of the p-net that is recorded.
+    The shapes of the batch's tensors, and all other values, are fixed in the graph. `adapt` changes the copy of the
+    p-net that is recorded.
 
     Raises:
         ValueError: for code that torch cannot record, and for blocks that do not run in their order.
@@ -274,7 +269,7 @@ def _chain_of(program: Any, net: nn.Module, blocks: Sequence[str]) -> Chain:
                 x.meta["end"] = cell
     if cell < len(blocks) - 1:
         raise ValueError(f"the blocks {[*blocks]} must run in their order, each of them (and none under autocast)")
-    leaves = [*output.args[0]]
+    output.meta["cell"], leaves = cell, [*output.args[0]]
     for node in leaves:
         if isinstance(node, fx.Node):
             node.meta["end"] = len(blocks) - 1

@@ -107,14 +107,8 @@ class _Plan(NamedTuple):
 class Pipeline:
     """The pipeline axis of a mesh: the blocks of this rank, and how microbatches go through them.
 
-    Args:
-        pnet: the p-net.
-        order: a name of `SCHEDULES`.
-        mesh: the ranks.
-        microbatches: number of microbatches of a step.
-        splits: names of the blocks that begin a stage. None spreads the blocks so that the largest stage has the fewest
-            operations.
-        adapt: changes a copy of the p-net into the part of a tensor rank.
+    `splits` names the blocks that begin a stage, after the first; None spreads the blocks so that the largest stage has
+    the fewest operations. `adapt` changes a copy of the p-net into the part of a tensor rank.
 
     Attributes:
         mine: stages of this rank, of `stages` in all.
