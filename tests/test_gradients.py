@@ -221,16 +221,11 @@ def test_what_is_not_finite_is_skipped_and_training_goes_on(donate: bool, option
     after, info = step(skipped, batch)
     assert info.finite
     assert same_bits(after, reference(before._replace(step=before.step + 1), batch)[0])
-
-
-def test_what_is_not_finite_can_raise() -> None:
-    step, batch = step_of("conv_bn", optimizer=ADAM, on_nonfinite="raise")
-    state, _ = step(step.init(), batch)
-    before = copy_tree(state)
-    with pytest.raises(FloatingPointError, match="step 1: loss nan, .*the state is as it was"):
-        step(state, NAN)
-    assert same_bits(state, before)
-    assert step(state, batch)[1].finite
+    raising, _ = step_of("conv_bn", optimizer=ADAM, donate=donate, on_nonfinite="raise", **options)
+    before = copy_tree(after)
+    with pytest.raises(FloatingPointError, match="step 3: loss nan, .*the state is as it was"):
+        raising(after, NAN)
+    assert same_bits(after, before) and raising(after, batch)[1].finite
 
 
 def test_a_finite_loss_with_a_gradient_that_is_not_finite_counts_too() -> None:

@@ -136,12 +136,6 @@ def sequence(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
     return net.head(x)
 
 
-def detached(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
-    for block in net.blocks:
-        x = torch.tanh(block(x)).detach()
-    return net.head(x)
-
-
 def of_parts(net: Any, tokens: Tensor) -> tuple[Tensor, dict[str, Any]]:
     x, kept = net.tokens(tokens[:, :-1]), tokens[:, 1:] > 2
     outs = run_blocks(net, x)
@@ -238,17 +232,11 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Any, tuple[str, ...]]] = {
     "gates": (partial(Blocks, gates), next_token, ("gpipe",)),
     "unet": (partial(Blocks, unet), next_token, ALL),
     "in place": (partial(Blocks, in_place), next_token, ALL),
-    "relu in place": (
-        partial(Blocks, straight, lambda: nn.Sequential(nn.ReLU(True), nn.Linear(WIDTH, WIDTH))),
-        next_token,
-        ("1f1b",),
-    ),
     "tuples": (partial(Blocks, tuples, Routed), next_token, ("interleaved", "zbv")),
     "stem": (partial(Stemmed, stem), next_token, ("1f1b", "zbv")),
     "regions": (partial(Blocks, regions), next_token, ("gpipe",)),
     "parts": (partial(Blocks, straight), of_parts, ("1f1b",)),
     "gru": (partial(Blocks, sequence, lambda: nn.GRU(WIDTH, WIDTH, batch_first=True)), next_token, ("gpipe",)),
-    "detached": (partial(Blocks, detached), next_token, ("zbv",)),
     "t5": (partial(hugging, "t5"), hugging_loss, ("gpipe",)),
     "bert": (partial(hugging, "bert"), hugging_loss, ("1f1b",)),
     "masked llama": (partial(hugging, "llama"), hugging_loss, ("interleaved",)),
@@ -309,22 +297,19 @@ CASES["half"] = partial(
 )
 
 
-def words_of(init_method: str, which: str) -> str:
-    up_down = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+def words_of_zbv(init_method: str) -> str:
     lstm = partial(nn.LSTM, WIDTH, WIDTH, 2, proj_size=WIDTH // 2, bidirectional=True, batch_first=True)
+    with gb.mesh(pipeline=2, init_method=init_method, timeout=20 * PATIENCE) as mesh, suppress(CollectiveError):
+        return said(gradient, mesh, partial(Blocks, sequence, lstm), next_token, "zbv")
+    return ""
+
+
+def words_over_tensor_ranks(init_method: str) -> list[str]:
+    styles: dict[str, Any] = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
     sharpened = partial(Blocks, straight, Sharpened)
-    make, more = {
-        "zbv": (partial(Blocks, sequence, lstm), {"schedule": "zbv"}),
-        "softmax over a part": (sharpened, {"parallel": up_down}),
-        "sequence parallel": (sharpened, {"parallel": up_down | {"head": SequenceParallel()}}),
-    }[which]
-    axes: dict[str, Any] = {"pipeline": 2, "tensor": 2} if "parallel" in more else {"pipeline": 2}
-    try:
-        with gb.mesh(**axes, init_method=init_method, timeout=20 * PATIENCE) as mesh:
-            gradient(mesh, make, next_token, **more)
-    except (CollectiveError, ValueError) as error:
-        return str(error)
-    return "nothing"
+    with gb.mesh(pipeline=2, tensor=2, init_method=init_method, timeout=20 * PATIENCE) as mesh:
+        each = styles, styles | {"head": SequenceParallel()}
+        return [said(gradient, mesh, sharpened, next_token, parallel=parallel) for parallel in each]
 
 
 def before_fork(**arguments: Any) -> None:
