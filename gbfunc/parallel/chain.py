@@ -246,7 +246,7 @@ def _chain_of(program: Any, net: nn.Module, blocks: Sequence[str]) -> Chain:
     written = {x for node in nodes for x in _written_by(node)}
     if any(isinstance(x.meta.get("given"), int) for x in written):
         raise ValueError("in a pipeline a forward must not change the batch in place: clone the tensor")
-    index = {modules[name]: i for i, name in enumerate(blocks)}
+    index: dict[Any, int] = {modules[name]: i for i, name in enumerate(blocks)}
     flops, places, cell = [0.0] * len(blocks), dict[str, set[int]](), -1
     for node in nodes:
         root = _memory(node)
@@ -322,7 +322,7 @@ def _written_by(node: fx.Node) -> list[fx.Node]:
     for i, x in enumerate(node.args):
         region = x.meta.get("given") if isinstance(x, fx.Node) else None
         if isinstance(region, fx.GraphModule):
-            given = dict(zip(region.graph.find_nodes(op="placeholder"), node.args[i + 1 :], strict=False))
+            given: Any = dict(zip(region.graph.find_nodes(op="placeholder"), node.args[i + 1 :], strict=False))
             found += [_memory(given[y]) for n in region.graph.nodes for y in _written_by(n) if y in given]
     return found
 
