@@ -36,10 +36,8 @@ def update_alignment(
 
     The step from `before` on `batch` gives the gradient, with its dropout and noise, without `amp`. Weights are formed
     densely. A step that donates leaves no `before`; `after` is the state or genome after the step, or after several.
-    Raises TypeError if `before` is no state, ValueError if plan, p-net and states do not fit together.
+    Raises ValueError if plan, p-net and states do not fit together.
     """
-    if not hasattr(before, "seed"):
-        raise TypeError(f"before must be a TrainState, whose seed its step used, got a {type(before).__name__}")
     base, seed = plan.base_tensors(pnet), step_seed(int(before.seed), int(before.step))
     leaf = next(iter(flat_genome(before).values()))
     net, later = (materialize(plan, genome, pnet, noise=noise_of(plan, seed, leaf)) for genome in (before, after))

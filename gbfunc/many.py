@@ -10,27 +10,116 @@ Suffixes: N genomes, B rows of the batch.
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from enum import Enum
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.func import vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gbfunc.base import BaseTensors
 from gbfunc.generation import make_generator, to_serve
+from gbfunc.genome import check_genome, check_plan
+from gbfunc.layers.attention import attention_forward
 from gbfunc.layers.forms import WeightForm
-from gbfunc.many.merge import check_genomes
-from gbfunc.many.row_wise import PLAIN, RowWise, prepare
-from gbfunc.plan import Plan
-from gbfunc.pnet.describe import skeleton_of
+from gbfunc.layers.install import layer_form
+from gbfunc.plan import DTYPES, Plan
+from gbfunc.pnet.describe import buffers_of, named_tensors, parameter_infos, skeleton_of, with_weights
 from gbfunc.pnet.pure import PureNet
 from gbfunc.trees import differentiable, flat_genome, tree_leaves, tree_map
 from gbfunc.types import GenomeLike, Params
 
 Self = TypeVar("Self", bound="ManyGenomes")
+
+_PLAIN = (bool, int, float, complex, str, bytes, Enum, type(None), torch.dtype, torch.device)
+"""Inputs and outputs beside tensors: values that all rows share."""
+
+
+class RowWise:
+    """A module of the p-net under `vmap`: row `b` of its inputs with entry `b` of the tensors in `varying`.
+
+    `path`, `forms` and `varying` (inputs of forms included) have the p-net's names.
+    """
+
+    tensors: tuple[Params, int]  # all tensors of the p-net, by name, and the number of rows; set before each call
+
+    def __init__(self, pnet: nn.Module, path: str, forms: Mapping[str, WeightForm], varying: Collection[str]) -> None:
+        module, prefix = pnet.get_submodule(path), f"{path}." if path else ""
+        # Where a tensor is tied, the p-net has it under its first name.
+        first = {name: info.name for info in parameter_infos(pnet) for name in (info.name, *info.aliases)}
+        own = {info.name: first[f"{prefix}{info.name}"] for info in parameter_infos(module)}
+        mine = {name: forms[there].renamed(name) for name, there in own.items() if there in forms}
+        self.path, self._net = path, PureNet(module, mine, prepare)
+        # Names in the p-net by name in the module.
+        self._weights = {k: v for k, v in own.items() if k not in mine}
+        for k, form in mine.items():
+            self._weights |= zip(form.keys, forms[own[k]].keys, strict=True)
+        self._buffers = {name: f"{prefix}{name}" for name in buffers_of(module)}
+        self._varying = [name for name, there in (self._weights | self._buffers).items() if there in varying]
+
+    def install(self, skeleton: nn.Module) -> None:
+        """Take the place of the module's forward."""
+        module = skeleton.get_submodule(self.path)
+        object.__setattr__(module, "forward", self)
+        # The hooks are called for each row, inside.
+        for name in vars(nn.Module()):
+            if name.endswith("_hooks"):
+                vars(module)[name].clear()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's outputs, row by row."""
+        tensors, n_rows = self.tensors
+        everything = {k: tensors[v] for k, v in (self._weights | self._buffers).items()}
+        inputs = [x for _, x in tree_leaves((args, kwargs))]
+        split = [self._has_rows(x, n_rows) for x in inputs]
+        template: Any = None
+
+        def row(mine: Params, rows: list[Tensor]) -> tuple[Tensor, ...]:
+            nonlocal template
+            each, flags = iter(rows), iter(split)
+            a, k = tree_map(lambda x: next(each)[None] if next(flags) else x, (args, kwargs))
+            here = everything | mine
+            template = self._net(*({n: here[n] for n in names} for names in (self._weights, self._buffers)), *a, **k)
+            return tuple(x[0] for _, x in tree_leaves(template) if isinstance(x, Tensor))
+
+        given = [x for x, of_rows in zip(inputs, split, strict=True) if of_rows]
+        # The fused attention of CPUs has no batching rule.
+        with sdpa_kernel(SDPBackend.MATH):
+            made = vmap(row, randomness="different")({k: everything[k] for k in self._varying}, given)
+        for at, x in tree_leaves(template, "output"):
+            if not isinstance(x, (Tensor, *_PLAIN)) and not callable(x):
+                raise ValueError(f"{self.path!r} has a {type(x).__name__} as {at}, which is that of one row")
+        left = iter(made)
+        return tree_map(lambda x: next(left) if isinstance(x, Tensor) else x, template)
+
+    def _has_rows(self, x: Any, n_rows: int) -> bool:
+        """Whether an input has a row per genome instead of one value for all."""
+        if not isinstance(x, (Tensor, *_PLAIN)) and not callable(x):
+            raise ValueError(f"{self.path!r} has a {type(x).__name__} as input, whose rows are not known")
+        if not isinstance(x, Tensor) or x.ndim == 0:
+            return False
+        # Inside of the p-net another first dimension equals the number of rows in some batches and not in others.
+        if self.path and len(x) != n_rows and (len(x) != 1 or x.ndim == 1):
+            raise ValueError(f"{self.path!r} has an input of shape {tuple(x.shape)} for {n_rows} rows")
+        return len(x) == n_rows
+
+
+def prepare(net: nn.Module) -> list[str]:
+    """Set eval mode, and let torch's encoders call their layers: their fused forward has no batching rule."""
+    for module in net.eval().modules():
+        if isinstance(module, nn.MultiheadAttention) and layer_form(module):
+            object.__setattr__(module, "forward", partial(attention_forward, module))
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
+    return []
 
 
 class _Frame(NamedTuple):
@@ -64,7 +153,7 @@ class ManyGenomes(nn.Module):
 
     def __init__(self, plan: Plan, genomes: Sequence[GenomeLike], pnet: nn.Module) -> None:
         super().__init__()
-        check_genomes(plan, genomes, pnet)
+        _check_genomes(plan, genomes, pnet)
         base = plan.base_tensors(pnet)
         generator = make_generator(plan, pnet=pnet, lazy=True, base=base)
         with torch.no_grad():
@@ -207,7 +296,7 @@ class ManyGenomes(nn.Module):
         if low < 0 or high >= self.n_genomes:
             raise ValueError(f"index must be within 0 .. {self.n_genomes - 1}, got {low} .. {high}")
         for at, x in inputs:
-            if not isinstance(x, (Tensor, *PLAIN)):
+            if not isinstance(x, (Tensor, *_PLAIN)):
                 raise TypeError(f"{at} is a {type(x).__name__}: inputs must be tensors and plain values")
         split = [isinstance(x, Tensor) and x.shape[:1] == index.shape for _, x in inputs]
         if not any(split):
@@ -227,7 +316,7 @@ def _checked(out: Any, n_rows: int, one: bool = False) -> Any:
         if isinstance(x, Tensor) and x.shape[:1] != (n_rows,):
             got = f"{at} of {n_rows} {'row' if n_rows == 1 else 'rows'} has shape {tuple(x.shape)}"
             raise ValueError(f"{got}, and batches must come first: leave it out (a loss: call without labels)")
-        if one and not isinstance(x, (Tensor, *PLAIN)):
+        if one and not isinstance(x, (Tensor, *_PLAIN)):
             raise TypeError(f"{at} is a {type(x).__name__}, of one row: switch it off (a cache: use_cache=False)")
     return out
 
@@ -292,3 +381,53 @@ def materialize_many(plan: Plan, genomes: Sequence[GenomeLike], pnet: nn.Module)
     torch.Size([3, 20])
     """
     return ManyGenomes(plan, genomes, pnet)
+
+
+def _check_genomes(plan: Plan, genomes: Sequence[GenomeLike], pnet: nn.Module) -> None:
+    """Raise `ValueError` unless there are genomes, they fit the plan, and it fits the p-net."""
+    check_plan(plan, pnet)
+    if not len(genomes):
+        raise ValueError("expected at least one genome, got none")
+    for genome in genomes:
+        check_genome(plan, genome)
+
+
+def merge_genomes(
+    plan: Plan, genomes: Sequence[GenomeLike], pnet: nn.Module, weights: Sequence[float] | None = None
+) -> nn.Module:
+    """A plain module whose tensors are weighted sums of those of several genomes: their mean, or between two of them.
+
+    With W_i the tensors that genome i gives and a_i its weight, the module has `sum_i a_i W_i`, and with a base, whose
+    tensors (and present heads) are W_0, `W_0 + sum_i a_i (W_i - W_0)`: tasks are added up, or with a negative weight
+    taken away (Ilharco et al. 2023, task arithmetic). Sums of genomes would be something else, since g-nets are not
+    linear. The module is `materialize`'s for a single genome; to switch or to undo, materialise another genome, or use
+    the base, which is not changed.
+
+    `pnet` is the plan's p-net or base, which is not changed, and `weights` has a finite number for each genome; None
+    is the mean. Raises `ValueError` if genomes, plan, p-net and weights do not fit together.
+    """
+    _check_genomes(plan, genomes, pnet)
+    shares = [1 / len(genomes)] * len(genomes) if weights is None else [float(a) for a in weights]
+    if len(shares) != len(genomes) or not all(math.isfinite(a) for a in shares):
+        raise ValueError(f"expected {len(genomes)} finite weights, one for each genome, got {weights}")
+    base = plan.base_tensors(pnet)
+    generator = make_generator(plan, base=base)
+    with torch.no_grad():
+        made = [generator(flat_genome(genome)) for genome in genomes]
+    present = {} if base is None else dict(named_tensors(pnet))
+    first = max(range(len(shares)), key=lambda i: shares[i])
+
+    def summed(name: str, values: list[Tensor], dtype: torch.dtype) -> Tensor:
+        # Counters are not for sums.
+        if not differentiable(dtype) or len(values) == 1 == shares[0]:
+            return values[first].to(dtype)
+        wide = [x.detach().to(torch.complex128 if dtype.is_complex else torch.float64) for x in values]
+        start = present[name].detach().to(wide[0]) if name in present else wide[0].new_zeros(())
+        total = sum((a * (x - start) for a, x in zip(shares, wide, strict=True)), start)
+        return torch.as_tensor(total).to(dtype)
+
+    tensors = {name: made[0][name] for name in generator.unchanged}
+    tensors |= {t.name: summed(t.name, [x[t.name] for x in made], DTYPES[t.dtype]) for t in plan.tensors}
+    buffers = {b.name: summed(b.name, [g.buffers[b.name] for g in genomes], DTYPES[b.dtype]) for b in plan.buffers}
+    buffers |= {} if base is None else base.on(next(iter(tensors.values())).device)[1]
+    return with_weights(pnet, tensors, buffers)
