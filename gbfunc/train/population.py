@@ -28,7 +28,6 @@ from gbfunc.trees import (
     flatten_tree,
     like_genome,
     refuse_packed,
-    tree_leaves,
     tree_map,
 )
 from gbfunc.types import Params
@@ -36,7 +35,6 @@ from gbfunc.types import Params
 _REFUSED = ("Muon", "Adafactor", "ASGD", "Rprop")
 """Optimizers that mix the numbers of a leaf, or whose step is not proportional to the learning rate."""
 
-_NUMBERS = (Tensor, bool, int, float, complex)
 _VMAP = (
     "the p-net or the loss function failed under torch.func's vmap and grad; if it works with one genome, train the "
     "members one after the other, by the train step"
@@ -124,15 +122,10 @@ class Population:
         noise = None if drawn[0] is None else tree_map(lambda *tensors: torch.stack(tensors), *drawn)
         loss.generator.prepare(frozen | trained)
 
-        # Beside tensors an aux may have None and texts, which torch.func does not return.
-        structure: list[Any] = []
-
         def one(frozen: Params, trained: Params, noise: Noise | None, buffers: Params, small: Any) -> Any:
             def loss_of(trained: Params, buffers: Params) -> Any:
                 found, aux = loss.on(loss.generator(frozen | trained, noise), buffers, batch if same else small)
-                structure.append(aux)
-                numbers = [torch.as_tensor(x) for _, x in tree_leaves(aux) if isinstance(x, _NUMBERS)]
-                return found * scale, (found, numbers, buffers)
+                return found * scale, (found, tree_map(torch.as_tensor, aux), buffers)
 
             return grad(loss_of, has_aux=True)(trained, buffers)
 
@@ -141,11 +134,9 @@ class Population:
         with seeded(seeds[0], like.device), torch.enable_grad():
             # vmap(grad), not grad(vmap): inside of it no tensor would be seen to require a gradient.
             many = vmap(one, dims, randomness="different")
-            gradients, (loss_n, found, buffers) = many(frozen, trained, noise, buffers, None if same else batch)
+            gradients, (loss_n, aux, buffers) = many(frozen, trained, noise, buffers, None if same else batch)
             if loss_n.requires_grad:
                 loss.gradients(loss_n.sum(), [])
-        numbers = iter(found)
-        aux = tree_map(lambda x: next(numbers) if isinstance(x, _NUMBERS) else x, structure[-1])
         aux = Given(frozen | trained, None, buffers, None, 1, True).detached(aux)
         # The loss may read other modules, whose graph ends here.
         gradients = {k: g.detach() / scale for k, g in gradients.items()}
@@ -209,7 +200,8 @@ def population(
     """Train n genomes in one vmapped step: seeds, learning rates or batches side by side.
 
     Each member is trained as `train_step` would train it, up to rounding; only dropout draws other numbers. A member
-    whose loss or gradient is not finite keeps its leaves and buffers, and its optimizer counts a gradient of zero.
+    whose loss or gradient is not finite keeps its leaves and buffers, and its optimizer counts a gradient of zero. The
+    loss function's aux consists of tensors and numbers.
 
     Args:
         train_step: the step of one genome, without a mesh, microbatches, remat or compile.
