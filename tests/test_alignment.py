@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import gbfunc as gb
-from gbfunc.train import Optimizer, TrainStep
 from gbfunc.train.gradients import noise_of
-from gbfunc.train.step import step_seed
+from gbfunc.train.optimizers import Optimizer
+from gbfunc.train.step import TrainStep, step_seed
 
 BATCH = torch.randn(16, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import gbfunc as gb
 from gbfunc.formats.rounding import BITS, BLOCK, block_size, decode, encode, rounded
-from gbfunc.train import TrainStep
+from gbfunc.train.step import TrainStep
 from gbfunc.trees import flat_genome
 from tests.support.trees_equal import same_bits
 from tests.support.zoo import ZOO, Animal, dtype_of, loss_fn

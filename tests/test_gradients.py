@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gbfunc as gb
-from gbfunc.train import TrainStep
 from gbfunc.train.gradients.loss import Given
 from gbfunc.train.gradients.proof import Proof, gradient_and_changes, plainly
+from gbfunc.train.step import TrainStep
 from gbfunc.trees import flat_genome
 from tests.support.strategies import Net
 from tests.support.trees_equal import copy_tree, same_bits

@@ -13,8 +13,8 @@ from torch import Tensor
 import gbfunc as gb
 from gbfunc.cli import main
 from gbfunc.parallel import Mesh, make_layout
-from gbfunc.train import StepOptions
 from gbfunc.train.local import nesterov
+from gbfunc.train.options import StepOptions
 from gbfunc.trees import flatten_tree
 from tests.support.local_cases import CASES, SGD, by_hand, data, make, named, trained
 from tests.support.rank_commands import Ended

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import gbfunc as gb
-from gbfunc.train import Optimizer, OptState
+from gbfunc.train.optimizers import Optimizer, OptState
 from gbfunc.trees import flatten_tree
 from tests.support.trees_equal import copy_tree, same_bits
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import lr_scheduler
 
 import gbfunc as gb
-from gbfunc.train import OptState
+from gbfunc.train.optimizers import OptState
 from tests.support.trees_equal import copy_tree, same_bits
 
 OPTIM: Any = torch.optim

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import gbfunc as gb
-from gbfunc.train import Optimizer, Population, StepInfo, TrainStep
+from gbfunc.train.optimizers import Optimizer
+from gbfunc.train.population import Population
+from gbfunc.train.step import StepInfo, TrainStep
 from gbfunc.trees import flatten_tree
 from tests.support.trees_equal import copy_tree, same_bits
 from tests.support.zoo import ZOO, Animal, dtype_of, loss_fn

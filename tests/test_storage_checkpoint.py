@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 import gbfunc as gb
 from gbfunc import files
-from gbfunc.train import Optimizer, TrainStep
+from gbfunc.train.optimizers import Optimizer
+from gbfunc.train.step import TrainStep
 from tests.support.trees_equal import copy_tree, same_bits
 from tests.support.zoo import ZOO, loss_fn, mlp, step_of
 

@@ -12,7 +12,8 @@ import torch
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 import gbfunc as gb
-from gbfunc.train import Optimizer, TrainStep
+from gbfunc.train.optimizers import Optimizer
+from gbfunc.train.step import TrainStep
 from tests.support.trees_equal import same_bits
 from tests.support.zoo import loss_fn, mlp, step_of
 

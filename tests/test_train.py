@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import gbfunc as gb
-from gbfunc.train import TrainStep
+from gbfunc.train.step import TrainStep
 from tests.support.trees_equal import copy_tree, photograph, same_bits, torch_defaults
 from tests.support.zoo import SGD, ZOO, dtype_of, loss_fn, mlp, small, step_of
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gbfunc as gb
-from gbfunc.train import TrainStep
+from gbfunc.train.step import TrainStep
 from tests.support.dense_oracle import READ_GRADIENTS, assert_same, dense_answer, step_answer
 from tests.support.strategies import Net
 from tests.support.trees_equal import same_bits

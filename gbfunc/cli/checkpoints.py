@@ -20,7 +20,7 @@ from gbfunc.cli.output import tell
 from gbfunc.parallel import sum_ranks
 from gbfunc.tasks import Task
 from gbfunc.tasks.training import Position
-from gbfunc.train import TrainStep
+from gbfunc.train.step import TrainStep
 from gbfunc.types import JSON
 
 FOLDER = "checkpoints"

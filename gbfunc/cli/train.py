@@ -32,8 +32,8 @@ from gbfunc.parallel import Mesh, gather_objects
 from gbfunc.tasks import training
 from gbfunc.tasks.base import ACCURACY, taught
 from gbfunc.tasks.pnets.base import n_params, narrowed
-from gbfunc.train import TrainStep
 from gbfunc.train.captured import CapturedTrainStep
+from gbfunc.train.step import TrainStep
 from gbfunc.types import dtype_name
 
 Run = TypeVar("Run", bound=RunOptions)

@@ -27,7 +27,8 @@ from safetensors.torch import save as to_bytes
 from gbfunc.files import fcntl, replace_file
 from gbfunc.parallel import Mesh, from_rank_0, gather_objects, text_of
 from gbfunc.plan import Plan
-from gbfunc.train import ROLES, TrainStep
+from gbfunc.train.param_groups import ROLES
+from gbfunc.train.step import TrainStep
 from gbfunc.trees import compare_trees, flatten_tree, unflatten_tree
 from gbfunc.types import DTYPES, JSON, Params
 from gbfunc.untrusted import parse_json

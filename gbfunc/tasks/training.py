@@ -30,8 +30,8 @@ from gbfunc.formats import AUTO, Stored, as_stored
 from gbfunc.parallel import Mesh, Placement
 from gbfunc.tasks.base import Net, Recipe, Task, linear_decay
 from gbfunc.tasks.data import steps_per_epoch
-from gbfunc.train import TrainStep
 from gbfunc.train.gradients.loss import loss_and_aux
+from gbfunc.train.step import TrainStep
 from gbfunc.trees import BUFFERS, flat_genome, flatten_tree, like_genome, tree_map, unflatten_tree
 from gbfunc.types import GenomeLike
 

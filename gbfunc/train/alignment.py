@@ -41,7 +41,7 @@ def update_alignment(
     base, seed = plan.base_tensors(pnet), step_seed(int(before.seed), int(before.step))
     leaf = next(iter(flat_genome(before).values()))
     net, later = (materialize(plan, genome, pnet, noise=noise_of(plan, seed, leaf)) for genome in (before, after))
-    keep_statistics(net, () if base is None else base.buffer_names)
+    keep_statistics(net, () if base is None else base.buffers)
     present = [(t, net.get_parameter(t.name)) for t in plan.tensors]
     weights = {t.name: x.requires_grad_() for t, x in present if t.slots or x.requires_grad}
     with seeded(seed, leaf.device), torch.enable_grad():

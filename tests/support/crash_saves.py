@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 import gbfunc as gb
-from gbfunc.train import TrainStep
+from gbfunc.train.step import TrainStep
 from tests.support.zoo import step_of
 
 KEEP = 2

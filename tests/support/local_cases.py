@@ -9,8 +9,8 @@ from torch.func import functional_call
 
 import gbfunc as gb
 from gbfunc.parallel import Mesh
-from gbfunc.train import TrainStep
 from gbfunc.train.local import nesterov
+from gbfunc.train.step import TrainStep
 from gbfunc.trees import BUFFERS, flat_genome, flatten_tree, like_genome
 from tests.support.ranks import PATIENCE
 

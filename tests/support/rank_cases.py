@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import gbfunc as gb
 from gbfunc.hypernets import HYPERNETS, Hypernet
 from gbfunc.parallel import CollectiveError, Mesh
-from gbfunc.train import Optimizer
+from gbfunc.train.optimizers import Optimizer
 from tests.support.ranks import PATIENCE
 from tests.support.zoo import ZOO, loss_fn
 

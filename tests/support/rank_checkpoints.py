@@ -9,7 +9,7 @@ from torch import nn
 
 import gbfunc as gb
 from gbfunc.parallel import CollectiveError, Mesh
-from gbfunc.train import TrainStep
+from gbfunc.train.step import TrainStep
 from tests.support.rank_cases import ADAMW, batches, pnet_of, squared
 from tests.support.rank_cases import PLACEMENTS as PLACEMENTS
 from tests.support.ranks import PATIENCE

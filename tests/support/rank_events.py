@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gbfunc as gb
 from gbfunc.hypernets.ensemble import dense_tiles
 from gbfunc.parallel import CollectiveError, Gather, Layout, Mesh, all_gather, check_equal, reduce_scatter, text_of
-from gbfunc.train import TrainStep
+from gbfunc.train.step import TrainStep
 from tests.support.rank_cases import ADAMW, SGD, batches, pnet_of, squared
 from tests.support.ranks import PATIENCE
 from tests.support.versions import TRACES_WHOLE_NETS, fully_shard

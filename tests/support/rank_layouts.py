@@ -8,7 +8,7 @@ import torch
 import gbfunc as gb
 from gbfunc.parallel import Mesh
 from gbfunc.parallel.styles import tensor_styles
-from gbfunc.train import TrainStep
+from gbfunc.train.step import TrainStep
 from tests.support.rank_cases import TYPES
 from tests.support.ranks import PATIENCE
 from tests.support.tensor_cases import language_model, next_token

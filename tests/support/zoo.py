@@ -12,7 +12,8 @@ from torch.nn.utils import parametrizations
 
 import gbfunc as gb
 from gbfunc.hypernets import Hypernet
-from gbfunc.train import Optimizer, TrainStep
+from gbfunc.train.optimizers import Optimizer
+from gbfunc.train.step import TrainStep
 from tests.support.strategies import Conv1D, Net
 
 BATCH = 8
