@@ -65,7 +65,7 @@ WORK: dict[str, Callable[[], bytes]] = {
     "many statistics": lambda: coded(9 + 64, means(1, 8000), stream(16_000)),
     "cheap symbols": lambda: coded(9, direct([2000, 1000]), stream(1, NARROWEST + 1, 2_000_000)),
     "as many symbols as are allowed": lambda: coded(9, direct([260, 1000]), stream(1, NARROWEST + 1, 260_000)),
-    "as many symbols as are allowed for their bytes": lambda: coded(9, direct([1000, 1000]), stream(1, 4, 10**6, 2)),
+    "as many symbols as are allowed for their bytes": lambda: coded(9, direct([1000, 780]), stream(1, 4, 780_000, 2)),
     "many parts": lambda: coded(9, plan_json([{"name": f"{i:x}", **TRIPLE} for i in range(5000)]), stream(30_000)),
     "many direct tensors": lambda: coded(9, direct(*[[1, 1]] * 16_000), stream(16_000)),
     "as many parts as are allowed": lambda: coded(9, direct(*[[1, 1]] * 2_100), stream(2_100)),

@@ -114,7 +114,7 @@ def load(
         factories: the factories of `from_module` that the plan uses. Loading runs no code from the file.
         max_pnet_bytes: maximum size of the p-net that the file declares; a small file can declare a huge p-net.
         max_params: maximum number of genome parameters; None allows 2^20, plus 16 per byte of the file. Of codes with
-            steps, None allows 2^18, plus 2 per byte.
+            steps, None allows 2^18, plus 1.5 per byte.
 
     Raises:
         FileNotFoundError: if there is no file.
