@@ -79,16 +79,13 @@ def test_a_wrong_digest(name: str, genuine: Genuine, tmp_path: Path) -> None:
     refused(data, tmp_path, "its digest does not fit its content")
 
 
-def test_unknown_formats_and_dtypes(genuine: Genuine, tmp_path: Path) -> None:
+def test_formats_and_dtypes_that_are_unknown_or_others(genuine: Genuine, tmp_path: Path) -> None:
     for name in ("", "gbfunc-genome-1", "GBFUNC-GENOME-2"):
         data = forged(genuine.plan.to_json(), genuine.tensors, format=name)
         refused(data, tmp_path, f"its format is '{name}', the one known here is 'gbfunc-genome-2'")
     for name in ("", "float64", "int8", "torch.float16"):
         data = forged(genuine.plan.to_json(), genuine.tensors, numbers=name)
         refused_cheaply(data, tmp_path, f"its dtype is '{name}', known here are float32, float16, bfloat16")
-
-
-def test_a_dtype_that_is_not_that_of_the_tensors(genuine: Genuine, tmp_path: Path) -> None:
     for numbers in ("bfloat16", "float16"):
         wide = forged(genuine.plan.to_json(), genuine.tensors, numbers=numbers)
         refused_cheaply(wide, tmp_path, f"missing .'{numbers}'")

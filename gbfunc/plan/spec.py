@@ -176,10 +176,8 @@ class Plan:
             named = "" if not self.base.name else f" {self.base.name!r} (revision {self.base.revision or 'unknown'})"
             now = {name: dtype_name(x.dtype) for name, x in pnet.named_parameters()}
             pairs = {(t.dtype, now.get(t.name, t.dtype)) for t in self.tensors if t.base}
-            differing = [pair for pair in pairs if pair[0] != pair[1]]
             cure = "its weights must be those that the plan was made for"
-            if differing:
-                made, got = min(differing)
+            for made, got in (pair for pair in pairs if pair[0] != pair[1]):
                 cure = f"the plan was made for weights in {made}, these are in {got}: load them in {made}, and convert "
                 cure += f"what is made of them, gb.materialize(plan, genome, pnet).to(torch.{got})"
             raise ValueError(
