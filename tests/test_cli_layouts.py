@@ -52,7 +52,7 @@ def test_ranks_of_other_options_or_data_are_refused(folder: Path) -> None:
         (folder / f"{rank}.txt").write_text(text)
     for ended in train(2, folder, "unlike", "--data-dir", str(folder / "@rank.txt"), "--measure-every", "2@rank"):
         assert ended.code == 2 and "ranks must have the same options and data: different from rank 0" in ended.err
-        assert "are rank 1 in data (" in ended.err and "), options (measure_every: 21, not 20)\n" in ended.err
+        assert "are rank 1 in data (" in ended.err and '"measure_every": 21' in ended.err
     assert not (folder / "unlike").exists()
 
 

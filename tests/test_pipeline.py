@@ -124,7 +124,7 @@ def test_what_cannot_be_carried_is_refused_by_name() -> None:
     expected = {name: words for name, (_, words) in REFUSED.items()}
     expected["another batch"] = "must get the same batch: different from rank 0 are rank 1 in the batch"
     expected["another shape"] = "must get the same batch: different from rank 0 are rank 1 in shapes"
-    expected["another dtype"] = "are rank 1 in shapes (batch: '[8, 6], torch.int32', not '[8, 6], torch.int64'"
+    expected["another dtype"] = 'in shapes ({"batch": "[8, 6], torch.int32"}, not {"batch": "[8, 6], torch.int64"})'
     for result in by_two_ranks():
         for name, words in expected.items():
             assert words in result[name], (name, result[name])

@@ -38,7 +38,8 @@ class Remote(NamedTuple):
 
     def _tiles(self) -> Tensor | Factors:
         stack = self.stack
-        return self.gather.slot(stack.ensemble, stack.tiles(self.evaluation, self.gather), stack.sizes[self.number])
+        name, mine = stack.ensemble.name, stack.tiles(self.evaluation, self.gather)
+        return self.gather.outputs({name: mine}, {name: stack.sizes[self.number]})[name]
 
 
 class RankStack(Stack):
@@ -82,7 +83,7 @@ class RankGenerator(Generator):
             for i, s in enumerate(self.stacks)
             if isinstance(s, RankStack) and s.needs != "leaves"
         }
-        tiles, slots = gather.outputs(mine) if mine else {}, list[Sequence[Source]]()
+        tiles, slots = gather.outputs(mine, self._layout.sizes) if mine else {}, list[Sequence[Source]]()
         for i, stack in enumerate(self.stacks):
             if stack.ensemble.name in tiles:
                 slots.append(stack.of_tiles(tiles[stack.ensemble.name]))

@@ -8,10 +8,10 @@ from gbfunc.parallel.collectives import all_gather, from_rank_0, gather_objects,
 from gbfunc.parallel.exchange import Entries, Gather, gather_state, reduce_step, shard_state, taken_off, weighted_mean
 from gbfunc.parallel.faults import CollectiveError
 from gbfunc.parallel.mesh import Mesh, mesh
-from gbfunc.parallel.placement import Layout, Placement, Rows, make_layout
+from gbfunc.parallel.placement import Layout, Placement, make_layout
 from gbfunc.parallel.schedule import ScheduleCosts, make_schedule, simulate
 
-__all__ = ["CollectiveError", "Entries", "Gather", "Layout", "Mesh", "Placement", "Rows", "ScheduleCosts"]
+__all__ = ["CollectiveError", "Entries", "Gather", "Layout", "Mesh", "Placement", "ScheduleCosts"]
 __all__ += ["all_gather", "check_equal", "from_rank_0", "gather_objects", "gather_state", "make_layout"]
 __all__ += ["make_schedule", "mesh", "reduce_scatter", "reduce_step", "shard_state", "simulate", "stack_ranks"]
 __all__ += ["sum_ranks", "taken_off", "text_of", "weighted_mean"]

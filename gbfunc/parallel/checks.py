@@ -17,7 +17,7 @@ from torch import Tensor
 from gbfunc.parallel.collectives import all_gather, gather_objects
 from gbfunc.parallel.mesh import AxisName, Mesh
 
-_MOST = 5  # Differences that an error shows
+_BEFORE, _AFTER = 80, 30  # Characters that an error shows around a difference
 
 
 def check_equal(mesh: Mesh, named: Mapping[str, Tensor | str], what: str, axis: AxisName = "world") -> None:
@@ -90,24 +90,8 @@ def _as_json(x: Any) -> Any:
 
 
 def _difference(first: str, text: str) -> str:
-    """The difference from the first rank's text: ` (clip_norm: 0.5, not None)`."""
-    try:
-        a, b = (_flat(json.loads(x)) for x in (first, text))
-    except (ValueError, RecursionError):
-        a, b = {"": repr(first)}, {"": repr(text)}
-    pairs = [(k, a.get(k, "(nothing)"), b.get(k, "(nothing)")) for k in a | b if a.get(k) != b.get(k)]
-    words = [f"{path}: {_short(y, x)}, not {_short(x, y)}".removeprefix(": ") for path, x, y in pairs[:_MOST]]
-    return f" ({'; '.join(words)}{'; ...' if len(pairs) > _MOST else ''})"
-
-
-def _flat(x: Any, path: str = "") -> dict[str, str]:
-    if not isinstance(x, dict | list):
-        return {path.removeprefix("."): repr(x)}
-    parts = [(f".{k}", v) for k, v in x.items()] if isinstance(x, dict) else [(f"[{i}]", v) for i, v in enumerate(x)]
-    return {k: v for key, part in parts for k, v in _flat(part, path + key).items()}
-
-
-def _short(text: str, other: str) -> str:
-    at = len(os.path.commonprefix([text, other]))
-    start = max(0, at - 30)
-    return f"{'...' if start else ''}{text[start : at + 30]}{'...' if len(text) > at + 30 else ''}"
+    """The texts around their first difference: ` ("clip_norm": 0.5, not "clip_norm": null)`."""
+    at = len(os.path.commonprefix([first, text]))
+    start, end = max(0, at - _BEFORE), at + _AFTER
+    parts = (f"{'...' * (start > 0)}{x[start:end]}{'...' * (len(x) > end)}" for x in (text, first))
+    return f" ({', not '.join(parts)})"

@@ -53,15 +53,6 @@ def sent_bytes(kind: Kind | Literal["all_reduce"], n_bytes: int, axis: Axis, siz
     return n_bytes * (sum(sizes) - sizes[axis.rank]) // max(1, sum(sizes))
 
 
-def _exchanged(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    kind, sizes, axis, mesh = exchange
-    if mesh is None:
-        return _moved(exchange, xs)
-    n_bytes = sum(sent_bytes(kind, x.nbytes, axis, s) for x, s in zip(xs, sizes, strict=True))
-    with mesh.sending(kind, n_bytes, axis.name):
-        return _moved(exchange, xs)
-
-
 def _moved(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Rows of every rank, [n, ...] -> [sum(sizes), ...]; or the sum over ranks of this rank's rows, the reverse."""
     kind, sizes, axis, mesh = exchange
@@ -105,7 +96,12 @@ def _total(parts: Sequence[Tensor]) -> Tensor:
 class _Node(torch.autograd.Function):
     @staticmethod
     def forward(exchange: _Exchange, *xs: Tensor) -> tuple[Tensor, ...]:
-        return _exchanged(exchange, xs)
+        kind, sizes, axis, mesh = exchange
+        if mesh is None:
+            return _moved(exchange, xs)
+        n_bytes = sum(sent_bytes(kind, x.nbytes, axis, s) for x, s in zip(xs, sizes, strict=True))
+        with mesh.sending(kind, n_bytes, axis.name):
+            return _moved(exchange, xs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

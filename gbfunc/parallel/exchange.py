@@ -36,15 +36,6 @@ class Gather(NamedTuple):
     layout: Layout
     counts: bool = True
 
-    def outputs(self, mine: Mapping[str, Tensor | Factors]) -> dict[str, Tensor | Factors]:
-        """Every rank's outputs of ensembles, from the scaled tiles [t, r, c] or factors that this rank holds."""
-        sizes = {e.name: self.layout.sizes[e.name] for e in self.layout.plan.ensembles if e.name in mine}
-        return self._gathered(mine, sizes)
-
-    def slot(self, e: Ensemble, mine: Tensor | Factors, sizes: Sizes) -> Tensor | Factors:
-        """Every rank's outputs of one slot of an ensemble; `sizes` are the numbers of its tiles on every rank."""
-        return self._gathered({e.name: mine}, {e.name: sizes})[e.name]
-
     def no_tiles(self, e: Ensemble, leaves: Params) -> Tensor | Factors:
         """The outputs of a rank that holds none of an ensemble's tiles.
 
@@ -57,10 +48,12 @@ class Gather(NamedTuple):
             return Factors(anchor.new_zeros((0, rows, k)) + anchor, anchor.new_zeros((0, cols, k)) + anchor)
         return anchor.new_zeros((0, rows, cols)) + anchor
 
-    def _gathered(
-        self, mine: Mapping[str, Tensor | Factors], sizes: Mapping[str, Sizes]
-    ) -> dict[str, Tensor | Factors]:
-        ensembles = [e for e in self.layout.plan.ensembles if e.name in sizes]
+    def outputs(self, mine: Mapping[str, Tensor | Factors], sizes: Mapping[str, Sizes]) -> dict[str, Tensor | Factors]:
+        """Every rank's outputs of ensembles, from the scaled tiles [t, r, c] or factors that this rank holds.
+
+        `sizes` are the numbers of tiles on every rank, of whole ensembles or of one slot each.
+        """
+        ensembles = [e for e in self.layout.plan.ensembles if e.name in mine]
         parts = {e.name: self._sent(e, mine[e.name]) for e in ensembles}
         sent = [(part, sizes[name]) for name, of in parts.items() for part in of]
         found = all_gather(self.layout.mesh, [x for x, _ in sent], [of for _, of in sent])
@@ -201,9 +194,8 @@ def shard_state(layout: Layout, state: Any) -> Any:
         return state
     flat = flatten_tree(state)
     for name, leaf in _split_tensors(layout, flat).items():
-        first, count, _ = layout.ownership[leaf]
         # A copy: a view would keep all rows alive.
-        flat[name] = flat[name][first : first + count].clone() if flat[name].ndim else flat[name]
+        flat[name] = flat[name][layout.split[leaf]].clone() if flat[name].ndim else flat[name]
     return unflatten_tree(flat, state)
 
 

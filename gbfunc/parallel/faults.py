@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from datetime import timedelta
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 _LIVENESS_SECONDS = 3.0  # For the ranks that are left to answer after a failure: a dead one's neighbours notice first
-_UNUSED_TAG = 7919  # Of a message that nobody sends
 _GLOO = re.compile(r"\[(enforce fail at )?[^\]\s]*\bgloo[/\\][^\]\s]*:\d+\]|^Application timeout caused pair closure")
 """Gloo's errors are RuntimeErrors with a position in its source: `[.../gloo/transport/tcp/pair.cc:537] Read error`,
 `[enforce fail at .../gloo/allreduce.cc:80] size > 0`; one message has none, of every operation after a timeout."""
@@ -25,14 +22,10 @@ class CollectiveError(ConnectionError):
 
 
 class Faults:
-    """Turns the failure of a collective into a `CollectiveError`, naming the ranks that sign no list in the store then.
-
-    Connections of `groups` are aborted then, so that ranks that wait for this one fail as well.
-    """
+    """Turns the failure of a collective into a `CollectiveError`, naming the ranks that sign no list in the store."""
 
     def __init__(self, rank: int, world: int, timeout: float, store: Any) -> None:
         self.rank, self.world, self.timeout = rank, world, timeout
-        self.groups: Sequence[Any] = ()
         self._store = store
 
     @contextmanager
@@ -44,8 +37,6 @@ class Faults:
             # Errors of the backend (gloo, nccl, the ranks' store) only.
             if not (isinstance(error, dist.DistError) or _GLOO.search(str(error))):
                 raise
-            for group in self.groups:
-                _abort_connections(group)
             first = (str(error).splitlines() or [""])[0].split(". ")[0]
             raise CollectiveError(
                 f"rank {self.rank} of {self.world}: {what} failed or timed out (limit {self.timeout:g} s): "
@@ -70,17 +61,3 @@ class Faults:
         if not absent:
             return "all ranks still answer"
         return f"rank {', '.join(map(str, absent))} {'does' if len(absent) == 1 else 'do'} not answer"
-
-
-def _abort_connections(group: Any) -> None:
-    """Close this rank's connections of a group, for ranks that wait for rows which this one will never send.
-
-    A receive that times out closes all of gloo's connections; one from a rank that is dead fails before.
-    """
-    if dist.get_backend(group) != "gloo":
-        return
-    for other in range(dist.get_world_size(group)):
-        if other != dist.get_rank(group):
-            with suppress(RuntimeError):
-                work: Any = dist.irecv(torch.empty(1), dist.get_global_rank(group, other), group, _UNUSED_TAG)
-                work.wait(timedelta(milliseconds=1))

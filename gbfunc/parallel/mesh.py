@@ -40,33 +40,27 @@ class Axis(NamedTuple):
 
 
 class Traffic:
-    """Payload bytes that this rank sent, by kind of collective and by axis (`gbfunc.parallel.collectives.sent_bytes`).
+    """Payload bytes that this rank sent, by axis (`gbfunc.parallel.collectives.sent_bytes`).
 
     The loopback device counts the same on gloo, apart from headers (under 1 %).
     """
 
     def __init__(self) -> None:
-        self.by_kind: Counter[str] = Counter()
         self.by_axis: Counter[str] = Counter()
 
     @property
     def total(self) -> int:
         """All bytes so far."""
-        return self.by_kind.total()
-
-    def add(self, kind: str, n_bytes: int, axis: str) -> None:
-        """Counts a collective along an axis."""
-        self.by_kind[kind] += n_bytes
-        self.by_axis[axis] += n_bytes
+        return self.by_axis.total()
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """Does not count collectives inside the context, such as checks of a first step."""
-        before = Counter(self.by_kind), Counter(self.by_axis)
+        before = Counter(self.by_axis)
         try:
             yield
         finally:
-            self.by_kind, self.by_axis = before
+            self.by_axis = before
 
 
 class Mesh:
@@ -110,8 +104,6 @@ class Mesh:
         self.data, self.gnets = self.sizes["data"], self.sizes["gnets"]
         self.gnets_index, self.shards = self._axes["gnets"].rank, self.data * self.gnets
         self.shard = self._axes["data"].rank * self.gnets + self.gnets_index
-        if began:
-            self.faults.groups = [group for group in groups.values() if group is not None]
 
     def _axis(self, name: str, lines: list[list[int]], groups: dict[Any, Any]) -> Axis:
         ranks, key = next(tuple(line) for line in lines if self.rank in line), str(lines)
@@ -137,7 +129,7 @@ class Mesh:
     @contextmanager
     def sending(self, kind: str, n_bytes: int, axis: str) -> Iterator[None]:
         """Counts a collective along an axis; raises `CollectiveError` if the collective fails."""
-        self.traffic.add(kind, n_bytes, axis)
+        self.traffic.by_axis[axis] += n_bytes
         with self.faults.named(kind):
             yield
 

@@ -31,14 +31,6 @@ Placement = Literal["replicated", "sharded", "factors"]
 PLACEMENTS: tuple[Placement, ...] = ("replicated", "sharded", "factors")
 
 
-class Rows(NamedTuple):
-    """Part of a leaf: rows `first .. first + count - 1` of `total`."""
-
-    first: int
-    count: int
-    total: int
-
-
 class Layout:
     """The placement of a plan's genome on a mesh: `"replicated"`, `"sharded"` (tiles are gathered) or `"factors"`.
 
@@ -78,23 +70,16 @@ class Layout:
         return {f"{GNET}{e.name}/{k}": self.span(e) for e, k, leaf in leaves if leaf.scope == "tile"}
 
     @cached_property
-    def ownership(self) -> Mapping[str, Rows]:
-        """The rows of every trained leaf that this rank holds, by flat name (`gnets/ENSEMBLE/LEAF`, `direct/NAME`)."""
-        counts = {name: shape[0] if shape else 1 for name, shape in self.plan.leaf_shapes.items()}
-        mine = {name: self.split.get(name, slice(0, n)) for name, n in counts.items()}
-        return {name: Rows(rows.start, rows.stop - rows.start, counts[name]) for name, rows in mine.items()}
-
-    @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every trained leaf on this rank, by flat name."""
-        rows, split = self.ownership, self.split
-        return {k: (rows[k].count, *s[1:]) if k in split else s for k, s in self.plan.leaf_shapes.items()}
+        here = {k: rows.stop - rows.start for k, rows in self.split.items()}
+        return {k: (here[k], *shape[1:]) if k in here else shape for k, shape in self.plan.leaf_shapes.items()}
 
-    def wire_bytes(self, itemsize: int) -> tuple[int, int]:
+    def wire_bytes(self, itemsize: int) -> int:
         """Bytes that this rank sends to gather all outputs once, and in backward, for leaves of `itemsize` bytes."""
         if not self.sharded:
-            return 0, 0
-        return gather_bytes(self.plan, self.mesh.gnets, self.placement, itemsize)[self.mesh.gnets_index]
+            return 0
+        return sum(gather_bytes(self.plan, self.mesh.gnets, self.placement, itemsize)[self.mesh.gnets_index])
 
 
 def tile_shares(plan: Plan, gnets: int) -> dict[str, Sizes]:

@@ -69,15 +69,15 @@ def of_other_lengths(mesh: Mesh) -> Any:
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "tensor ranks must get the same batch: different from rank 0 are rank 1 in the batch (batch[0]: ": {
+    'tensor ranks must get the same batch: different from rank 0 are rank 1 in the batch ({"batch[0]": ': {
         "batches": lambda mesh: [(draw(6, 10, seed=mesh.rank), draw(6, 5))]
     },
-    "the batch (batch[1]: 'torch.float64 [4, 5]": {
+    '"batch[1]": "torch.float64 [4, 5]': {
         # The check of step 2 finds examples that differ from step 1 on.
         "batches": lambda mesh: [(draw(4, 10), draw(4, 5, seed=mesh.rank * i)) for i in range(3)],
         "check_every": 2,
     },
-    "are rank 1 in shapes (batch[0]: '[4, 10], ": {"batches": of_other_lengths},
+    'are rank 1 in shapes ({"batch[0]": "[4, 10], ': {"batches": of_other_lengths},
     "needs a style": {
         "make": lambda: nn.Sequential(nn.LayerNorm(10), nn.Linear(10, 8), nn.Linear(8, 5)),
         "styles": {"1": ColwiseParallel(input_layouts=Shard(0)), "2": RowwiseParallel(output_layouts=Shard(0))},
@@ -89,10 +89,10 @@ REFUSED: dict[str, dict[str, Any]] = {
     "must be a ParallelStyle of torch, got str": {"styles": {"in_proj": "colwise"}},
     "tied between layers that split it in different ways": {"make": tied, "styles": {"0": COLUMN, "1": ROW}},
     "the mesh has a tensor axis: parallel= must say": {"styles": lambda mesh: None},
-    "ranks must have the same options: different from rank 0 are rank 1 in parallel (out_": {
+    "ranks must have the same options: different from rank 0 are rank 1 in parallel (": {
         "styles": lambda mesh: plain_styles() if mesh.rank == 0 else {"in_proj": COLUMN}
     },
-    "rank 1 in parallel (in_proj.output_layouts[0]: 'Shard(dim=-1)', not 'Replicate()')": {
+    '"output_layouts": ["Shard(dim=-1)': {
         "styles": lambda mesh: {"in_proj": ColwiseParallel(output_layouts=Shard(-1) if mesh.rank else Replicate())}
     },
     "over tensor ranks an operator failed (running_mean should contain 4 elements not 8): code between layers": between(

@@ -110,9 +110,7 @@ class CompiledGraph(OneGraph):
 
     def _with_collectives(self, wanted: list[Tensor]) -> AbstractContextManager[None]:
         mesh = self._layout.mesh
-        out, back = self._layout.wire_bytes(max(x.element_size() for x in wanted))
-        mesh.traffic.add("gather", out, "gnets")
-        mesh.traffic.add("reduce_scatter", back, "gnets")
+        mesh.traffic.by_axis["gnets"] += self._layout.wire_bytes(max(x.element_size() for x in wanted))
         return mesh.faults.named("a compiled step")
 
 
