@@ -108,9 +108,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "loss_fn": mean_of_sequence,
     },
     "split over ranks and made in pieces": {"make": Reader, "lazy": False, "remat": "layer"},
-    "give each layer that takes a split tensor a style": {
-        "loss_fn": penalised
-    },
+    "give each layer that takes a split tensor a style": {"loss_fn": penalised},
     "only linear layers and embeddings are split": {
         "make": lambda: nn.Sequential(nn.LayerNorm(6)),
         "styles": {"0": COLUMN},

@@ -160,8 +160,8 @@ def _explained() -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        words = "give each layer that takes a split tensor a style"
-        raise ValueError(f"over tensor ranks an operator failed ({error}): {words}; {SPLIT_CAUSE}") from error
+        words = f"{SPLIT_CAUSE}; or give each layer that takes a split tensor a style"
+        raise ValueError(f"over tensor ranks an operator failed ({error}): {words}") from error
 
 
 def split_proof(whole: Callable[[], GenomeLoss], loss: GenomeLoss, split: TensorParallel) -> Proof:
