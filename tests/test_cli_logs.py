@@ -133,10 +133,9 @@ def test_a_log_needs_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_wandb_gets_settings_and_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = MagicMock()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.delenv("WANDB_PROJECT", raising=False)
     with wandb_log(tmp_path, {"lr": 0.1}) as on_log:
         on_log(3, {"train_loss": 1.5})
-    wandb.init.assert_called_once_with(project="gbfunc", dir=str(tmp_path), config={"lr": 0.1})
+    wandb.init.assert_called_once_with(dir=str(tmp_path), config={"lr": 0.1})
     run = wandb.init.return_value
     run.__enter__.return_value.log.assert_called_once_with({"train_loss": 1.5}, step=3)
     run.__exit__.assert_called_once()

@@ -59,9 +59,14 @@ def check_learning(plan: gb.Plan, net: torch.nn.Module, batch: tuple[torch.Tenso
 
 
 @pytest.mark.parametrize("name", sorted(PNETS))
-def test_a_family_builds_plans_and_trains(name: str) -> None:
+def test_a_family_builds_scales_plans_and_trains(name: str) -> None:
     interface, config = SMALL[name]
     pnet = find_pnet(name, interface, config)
+    assert shapes(find_pnet(name, interface, pnet.config).build(0)) == shapes(pnet.build(0)) and pnet.scaled is not None
+    sizes = [n_params(pnet.scaled(f).make()) for f in (0.0, 0.5, 1.0, 2.0)]
+    assert sizes == sorted(sizes) and sizes[2] == (total := n_params(pnet.build(0)))
+    with torch.device("meta"):
+        assert all(n_params(narrowed(pnet, params).make()) >= params for params in (1, total // 3, total))
     before = torch.get_rng_state()
     net = pnet.build(0)
     assert torch.equal(before, torch.get_rng_state())
@@ -74,20 +79,6 @@ def test_a_family_builds_plans_and_trains(name: str) -> None:
     plan = gb.make_plan(net, **pnet.plan(size)._asdict(), genome_params=size)
     assert plan.genome_params <= size
     check_learning(plan, net, (x, torch.zeros(outputs(interface)[:-1], dtype=torch.int64)))
-
-
-@pytest.mark.parametrize("name", sorted(PNETS))
-def test_a_family_is_made_again_and_scales(name: str) -> None:
-    interface, config = SMALL[name]
-    pnet = find_pnet(name, interface, config)
-    assert pnet.scaled is not None
-    own = shapes(pnet.build(0))
-    assert shapes(find_pnet(name, interface, pnet.config).build(0)) == own
-    total = n_params(pnet.build(0))
-    sizes = [n_params(pnet.scaled(f).make()) for f in (0.0, 0.5, 1.0, 2.0)]
-    assert sizes == sorted(sizes) and sizes[2] == total
-    with torch.device("meta"):
-        assert all(n_params(narrowed(pnet, params).make()) >= params for params in (1, total // 3, total))
 
 
 def test_the_small_net_is_the_smallest_that_is_no_smaller() -> None:

@@ -177,10 +177,13 @@ def test_idx_damage_is_told_apart(tmp_path: Path) -> None:
     whole = path.read_bytes()
     cases = {
         "is not a valid IDX file": (whole[:60], whole[:-6], b"not gzip at all", whole[:40] + b"\0\0\0\0" + whole[44:]),
-        "must unpack to 292 bytes, got 291": (gzip.compress(gzip.decompress(whole)[:-1]),),
-        "must unpack to 292 bytes, got more": (gzip.compress(gzip.decompress(whole) + b"x"),),
-        "start with 000008020000002800000007, got 00000802": (write_idx(tmp_path / "b.gz", array[:9]).read_bytes(),),
-        "start with 00000802": (gzip.compress(b""), gzip.compress(b"GIF89a" * 60)),
+        "takes 292 bytes that start with 000008020000002800000007, got ": (
+            gzip.compress(gzip.decompress(whole)[:-1]),
+            gzip.compress(gzip.decompress(whole) + b"x"),
+            write_idx(tmp_path / "b.gz", array[:9]).read_bytes(),
+            gzip.compress(b""),
+            gzip.compress(b"GIF89a" * 60),
+        ),
     }
     for message, contents in cases.items():
         for content in contents:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gbfunc.tasks import Split, endless_batches
-from gbfunc.tasks.data import distort, flip_and_crop, hold_out, in_turn, leave_out, noise, shift, steps_per_epoch
+from gbfunc.tasks.data import distort, hold_out, in_turn, leave_out, noise, shift, steps_per_epoch
 
 
 @settings(deadline=None, max_examples=50)
@@ -111,8 +111,7 @@ def test_nothing_and_blank_images_stay() -> None:
 @pytest.mark.parametrize("flips", [False, True])
 def test_images_are_shifted_and_mirrored(flips: bool) -> None:
     images = torch.arange(2 * 5 * 7.0).reshape(1, 2, 5, 7).repeat(1_000, 1, 1, 1) + 1
-    change = flip_and_crop(1) if flips else shift(1, 0.5, 0.0)
-    changed = change(images, torch.Generator().manual_seed(0))
+    changed = shift(1, 0.5, 0.0, mirrors=flips)(images, torch.Generator().manual_seed(0))
     ways = list(product((-1, 0, 1), (-1, 0, 1), (False, True)))
     counts = [sum(torch.equal(image, _moved(images[0], *way)) for image in changed) for way in ways]
     assert sum(counts) == 1_000

@@ -97,9 +97,9 @@ def run_demo(options: Demo) -> None:
         }
         rows = []
         for network, prefix, params, n_bytes in (
-            (f"{task.pnet.label}, dense", "dense_", "pnet_params", "dense_bytes"),
-            (f"{task.pnet.label}, generated", "", "genome_params", "genome_bytes"),
-            (f"{small_pnet.label}, dense", "small_dense_", "small_dense_params", "small_dense_bytes"),
+            (f"{task.pnet.name}, dense", "dense_", "pnet_params", "dense_bytes"),
+            (f"{task.pnet.name}, generated", "", "genome_params", "genome_bytes"),
+            (f"smaller {small_pnet.name}, dense", "small_dense_", "small_dense_params", "small_dense_bytes"),
         ):
             ratio, shown = job.plan.pnet_params / metrics[params], metric.show(metrics[f"{prefix}test_{metric.name}"])
             rows.append((network, f"{metrics[params]:,}", f"{ratio:.1f}x", f"{metrics[n_bytes]:,}", shown))

@@ -189,17 +189,12 @@ def leave_out(part: float, pad: int) -> Augment:
     return change
 
 
-def flip_and_crop(padding: int) -> Augment:
-    """Mirror every other image, and shift each by up to `padding` pixels, zeros coming in (He et al., 2015, 4.2)."""
-    return _moved(padding, 0.5, 0.0, mirrors=True)
+def shift(pixels: int, part: float, fill: float, *, mirrors: bool = False) -> Augment:
+    """Move a part of the images, each by up to `pixels` pixels up or down and left or right, `fill` coming in.
 
+    If `mirrors`, the part is mirrored, and all images are moved (He et al., 2015, 4.2).
+    """
 
-def shift(pixels: int, part: float, fill: float) -> Augment:
-    """Move a part of the images, each by up to `pixels` pixels up or down and left or right, `fill` coming in."""
-    return _moved(pixels, part, fill, mirrors=False)
-
-
-def _moved(pixels: int, part: float, fill: float, *, mirrors: bool) -> Augment:
     def change(x_BChw: Tensor, generator: torch.Generator) -> Tensor:
         n, _, rows, cols = x_BChw.shape
         chosen_B = torch.rand(n, generator=generator) < part

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from gbfunc.extras import import_extra
 from gbfunc.tasks import data
 from gbfunc.tasks.base import Recipe, Task
-from gbfunc.tasks.data import Images, data_folder, flip_and_crop, image_splits, labels_of, scaling
+from gbfunc.tasks.data import Images, data_folder, image_splits, labels_of, scaling
 from gbfunc.tasks.pnets import PNETS, Interface, PNet
 from gbfunc.untrusted import one_error, read_arrays
 
@@ -51,11 +51,9 @@ def read_idx(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
     size = len(header) + math.prod(shape)
     with one_error(path, "IDX file"), gzip.open(path) as file:
         # One byte more than expected: a longer file does not pass, and a bomb does not fill the memory.
-        content = file.read(size + 1)
-        if (got := content[: len(header)]) != header:
-            raise ValueError(f"bytes of shape {shape} start with {header.hex()}, got {got.hex() or 'nothing'}")
-        if len(content) != size:
-            raise ValueError(f"it must unpack to {size} bytes, got {'more' if len(content) > size else len(content)}")
+        if not (content := file.read(size + 1)).startswith(header) or len(content) != size:
+            got = f"{len(content)} or more that start with {content[: len(header)].hex() or 'nothing'}"
+            raise ValueError(f"shape {shape} takes {size} bytes that start with {header.hex()}, got {got}")
     return np.frombuffer(content, np.uint8, offset=len(header)).reshape(shape)
 
 
@@ -142,8 +140,9 @@ def cifar10(data_dir: Path | None = None) -> Task:
 def _cifar10_recipe(pnet: PNet, genome_params: float) -> Recipe:
     # Small genomes do not learn images by heart, large ones gain nothing at the rate of small ones.
     lr = 3e-2 if genome_params < 30_000 else 2e-2
-    shift = 0 if genome_params < 5_000 else 2 if genome_params < 15_000 else 4
-    return Recipe(lr=lr, dense_lr=3e-2, augment=flip_and_crop(shift), clip_norm=1.0, warmup=0.2)
+    pixels = 0 if genome_params < 5_000 else 2 if genome_params < 15_000 else 4
+    augment = data.shift(pixels, 0.5, 0.0, mirrors=True)
+    return Recipe(lr=lr, dense_lr=3e-2, augment=augment, clip_norm=1.0, warmup=0.2)
 
 
 def load_cifar10(data_dir: Path) -> tuple[Images, Images]:

@@ -7,7 +7,6 @@ go to a hook `on_log(step, metrics)`, as `with LOGS["tensorboard"](folder, {}) a
 from __future__ import annotations
 
 import csv
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -299,15 +298,11 @@ def joined(first: Fit, second: Fit) -> Fit:
 @contextmanager
 def csv_log(folder: Path, settings: Mapping[str, Any] = MappingProxyType({})) -> Iterator[OnLog]:
     """A row `step, metric, value` for each number, in `folder/log.csv`, behind those that it holds."""
-
-    def log(step: int, metrics: Mapping[str, float]) -> None:
-        with (folder / "log.csv").open("a", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            if not file.tell():
-                writer.writerow(["step", "metric", "value"])
-            writer.writerows([step, name, value] for name, value in metrics.items())
-
-    yield log
+    with (folder / "log.csv").open("a", buffering=1, newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        if not file.tell():
+            writer.writerow(["step", "metric", "value"])
+        yield lambda step, metrics: writer.writerows([step, name, value] for name, value in metrics.items())
 
 
 @contextmanager
@@ -317,9 +312,8 @@ def tensorboard_log(folder: Path, settings: Mapping[str, Any] = MappingProxyType
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(str(folder / "tensorboard" / f"{datetime.now():%Y%m%d-%H%M%S}")) as writer:
-        if settings:
-            table = "\n".join(["| option | value |", "|---|---|", *(f"| {k} | {v} |" for k, v in settings.items())])
-            writer.add_text("settings", table)
+        table = ["| option | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in settings.items())]
+        writer.add_text("settings", "\n".join(table))
 
         def log(step: int, metrics: Mapping[str, float]) -> None:
             for name, value in metrics.items():
@@ -330,10 +324,9 @@ def tensorboard_log(folder: Path, settings: Mapping[str, Any] = MappingProxyType
 
 @contextmanager
 def wandb_log(folder: Path, settings: Mapping[str, Any] = MappingProxyType({})) -> Iterator[OnLog]:
-    """A run of Weights & Biases, in the project that `WANDB_PROJECT` names or `gbfunc`; its files go into `folder`."""
+    """A run of Weights & Biases, in the project that `WANDB_PROJECT` names; its files go into `folder`."""
     wandb = import_extra("wandb", "--log wandb", "gbfunc[wandb]")
-    project = os.environ.get("WANDB_PROJECT", "gbfunc")
-    with wandb.init(project=project, dir=str(folder), config=dict(settings)) as run:
+    with wandb.init(dir=str(folder), config=dict(settings)) as run:
         yield lambda step, metrics: run.log(dict(metrics), step=step)
 
 

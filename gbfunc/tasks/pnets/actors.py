@@ -73,7 +73,7 @@ def actor_critic(interface: Interface, *, hidden: Sequence[int] = (64, 64), odd:
     rules = ((rf"^actor\.({biases})\.bias$", constant(0.0)),) if odd and hidden else ()
     widths, plan = {"hidden": list(layers[1:-1])}, PlanOptions(rules=rules)
     make = partial(ActorCritic, layers, interface.actions == "vector")
-    pnet = PNet("actor_critic", make, lambda size: plan, widths | {"odd": odd}, "-".join(map(str, layers)))
+    pnet = PNet("actor_critic", make, lambda size: plan, widths | {"odd": odd})
     return family(partial(actor_critic, interface), pnet, widths)
 
 
@@ -110,7 +110,7 @@ def recurrent_actor_critic(interface: Interface, *, hidden: int = 64) -> PNet:
     check_reads(name, interface, "observations", 1)
     make = partial(RecurrentActorCritic, interface.inputs[0], hidden, interface.outputs, vectors)
     plan, config = PlanOptions(include=(r"^cell\.weight_",)), {"hidden": hidden}
-    pnet = PNet(name, make, lambda size: plan, config, f"{interface.inputs[0]}-gru {hidden}-{interface.outputs}")
+    pnet = PNet(name, make, lambda size: plan, config)
     return family(partial(recurrent_actor_critic, interface), pnet, config)
 
 
@@ -153,6 +153,5 @@ def conv_actor_critic(interface: Interface, *, width: int = 32, hidden: int = 51
         return PlanOptions(encodings={"wide.weight": (None, places)})
 
     config = {"width": width, "hidden": hidden}
-    label = f"{width} channels-{hidden}-{interface.outputs}"
-    pnet = PNet("conv_actor_critic", make, plan, config, label)
+    pnet = PNet("conv_actor_critic", make, plan, config)
     return family(partial(conv_actor_critic, interface), pnet, config)

@@ -81,7 +81,6 @@ class PNet:
     # Options of `make_plan` from the size of the genome, in parameters.
     plan: Callable[[float], PlanOptions] = lambda genome_params: PlanOptions()
     config: Mapping[str, Any] = field(default_factory=dict)  # options that made it, as JSON
-    label: str = ""  # its name with its sizes, for tables
     scaled: Callable[[float], PNet] | None = None  # the same family with its widths times a factor
 
     def build(self, seed: int) -> nn.Module:

@@ -167,7 +167,7 @@ def _convolutional(
         rules = ((f"^({scales})$", constant(1.0)),) if norms else ()
         return PlanOptions(hypernet=periodic(share="shapes", frequency=2.5), rules=rules)
 
-    pnet = PNet(name, net, plan, config, f"{name}, {config['width']} channels")
+    pnet = PNet(name, net, plan, config)
     return family(partial(factory, interface), pnet, widths)
 
 

@@ -92,7 +92,7 @@ def gpt(
     hidden = 4 * width if hidden is None else hidden
     base.check_heads("gpt", width, heads)
     make = partial(GPT, interface.outputs, *interface.inputs, layers, width, heads, hidden, bias)
-    pnet = PNet("gpt", make, partial(gpt_plan, interface, width), config, f"gpt, {layers} layers of {width}")
+    pnet = PNet("gpt", make, partial(gpt_plan, interface, width), config)
     return base.family(partial(gpt, interface), pnet, {"width": width, "hidden": hidden}, heads)
 
 
@@ -148,7 +148,6 @@ def vit(
     if rows % patch or cols % patch:
         raise ValueError(f"patch of vit must divide the images of {rows} x {cols}, got {patch}")
     plan = BLOCKS._replace(include=(r"^positions$",))
-    label = f"vit, {layers} layers of {width}"
     make = partial(ViT, interface, patch, layers, width, heads, hidden)
-    pnet = PNet("vit", make, lambda genome_params: plan, config, label)
+    pnet = PNet("vit", make, lambda genome_params: plan, config)
     return base.family(partial(vit, interface), pnet, {"width": width, "hidden": hidden}, heads)
