@@ -95,7 +95,7 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
 
     def make() -> nn.Module:
         try:
-            net = auto.from_config(full) if folder is None else _pretrained(str(pretrained), folder, full)
+            net = auto.from_config(full) if folder is None else _pretrained(auto, str(pretrained), folder, full)
         except (ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
             raise ValueError(f"the configuration of {name} makes no model: {error}") from error
         if not interface.vocabulary:
@@ -169,28 +169,25 @@ def _check_sizes(interface: Interface, full: Any, name: str) -> None:
         raise ValueError(f"{name} reads {places} positions, the task's texts have {interface.inputs[0]} ({option})")
 
 
-def _pretrained(source: str, folder: Path, full: Any) -> Any:
-    """Read the encoder in a folder; its name is the source, a package or a model of the hub."""
-    import transformers
+def _pretrained(auto: Any, source: str, folder: Path, full: Any) -> Any:
+    """Read the network in a folder by its class; its name is the source, a package or a model of the hub."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        encoder = transformers.AutoModel.from_pretrained(
-            folder, config=full, local_files_only=True, trust_remote_code=False
-        ).float()
+        net = auto.from_pretrained(folder, config=full, local_files_only=True, trust_remote_code=False).float()
     except Exception as error:  # Damaged files raise many types.
         raise ValueError(f"the weights in {folder} cannot be read: {error}") from error
     finally:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
-    encoder.config.name_or_path = source
+    net.config.name_or_path = source
     # The hub's cache has a folder for each commit.
-    encoder.config._commit_hash = folder.name if folder.parent.name == "snapshots" else None
-    return encoder
+    net.config._commit_hash = folder.name if folder.parent.name == "snapshots" else None
+    return net
 
 
 def pretrained_folder(name: str) -> Path:
