@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from gbfunc.cli import main
-from gbfunc.tasks import TASKS, Windows, continue_text, find_task, token_loss
+from gbfunc.tasks import TASKS, continue_text, find_task, token_loss
 from gbfunc.tasks.base import Net, Task, text_metrics
+from gbfunc.tasks.data import Windows
 from gbfunc.tasks.text import byte_pairs, python_help, read_text
 
 TINY = ["--pnet-config", '{"layers": 1, "width": 16, "heads": 2}', "--task-config", '{"context": 16}']
