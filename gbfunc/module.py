@@ -341,12 +341,9 @@ def _leaf(ensemble: str, leaf: str) -> str:
     return f"gnets:{ensemble}:{leaf.replace('.', ':')}"
 
 
-def _is_shard(x: Any) -> bool:
-    return type(x).__name__ == "DTensor"  # whose import takes a while
-
-
 def _copied(x: Any) -> Tensor:
-    return (x.detach().full_tensor() if _is_shard(x) else x.detach()).clone()
+    shard = type(x).__name__ == "DTensor"  # whose import takes a while
+    return (x.detach().full_tensor() if shard else x.detach()).clone()
 
 
 @torch.compiler.disable

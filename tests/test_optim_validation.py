@@ -112,7 +112,7 @@ def test_a_class_that_remembers_elsewhere_is_refused(cls: Any, error: type[Excep
 SCHEDULES: list[tuple[Any, dict[str, Any]]] = [
     (lr_scheduler.OneCycleLR, {"pct_start": 0.3}),
     (lr_scheduler.OneCycleLR, {"total_steps": 20, "cycle_momentum": False}),
-    (lr_scheduler.CyclicLR, {"max_lr": 1.0, "step_size_up": 3}),
+    (lr_scheduler.CyclicLR, {"base_lr": 0.3, "max_lr": 1.0, "step_size_up": 3, "cycle_momentum": False}),
     (lr_scheduler.CosineAnnealingLR, {"T_max": 9, "eta_min": 0.01}),
     (lr_scheduler.CosineAnnealingWarmRestarts, {"T_0": 4}),
     (lr_scheduler.LinearLR, {"start_factor": 0.1, "total_iters": 5}),
@@ -123,10 +123,9 @@ SCHEDULES: list[tuple[Any, dict[str, Any]]] = [
 @pytest.mark.parametrize(("cls", "options"), SCHEDULES)
 def test_a_schedule_is_what_torch_does_step_by_step(cls: Any, options: dict[str, Any]) -> None:
     steps, lr = 12, 0.3
-    extra = {lr_scheduler.OneCycleLR: {"max_lr": lr, "total_steps": steps}, lr_scheduler.CyclicLR: {"base_lr": lr}}
+    one_cycle = {"max_lr": lr, "total_steps": steps, "cycle_momentum": False}
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=lr, momentum=0.9)
-    no_cycle = {"cycle_momentum": False} if cls in extra else {}
-    reference = cls(optimizer, **(extra.get(cls, {}) | no_cycle | options))
+    reference = cls(optimizer, **((one_cycle if cls is lr_scheduler.OneCycleLR else {}) | options))
     schedule = gb.torch_schedule(cls, lr, steps, **options)
     for step in range(steps):
         assert schedule(step) == optimizer.param_groups[0]["lr"]

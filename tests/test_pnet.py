@@ -84,9 +84,6 @@ def test_tensors_that_do_not_fit_are_refused(change: dict[str, Any], words: str)
     weights = {k: x for k, x in {**dict(pnet.named_parameters()), **change}.items() if x is not None}
     with pytest.raises(ValueError, match=words):
         PureNet(pnet)(weights, {}, torch.zeros(2, 6))
-
-
-def test_missing_buffers_are_refused() -> None:
     pnet = ZOO["conv_bn"].pnet()
     with pytest.raises(ValueError, match="buffers do not fit the p-net: missing .*running_mean"):
         PureNet(pnet)(dict(pnet.named_parameters()), {}, torch.zeros(2, 2, 6, 6))

@@ -172,18 +172,6 @@ def test_a_member_that_is_not_finite_raises_if_asked() -> None:
         many(many.init(), bad)
 
 
-def test_what_vmap_cannot_run_is_refused_in_one_line() -> None:
-    def loss(net: Any, x: Tensor) -> Tensor:
-        return net(x).square().mean() * (2 if net.weight.sum() > 0 else 1)
-
-    pnet = nn.Linear(6, 3)
-    step = gb.make_train_step(gb.make_plan(pnet, gb.periodic(features=1)), pnet, loss, adam())
-    for same in (True, False):
-        many, x = gb.population(step, 2, same_batch=same), torch.ones(4, 6)
-        with pytest.raises(ValueError, match=r"^the p-net or the loss function failed under .*"):
-            many(many.init(), x if same else torch.stack([x, x]))
-
-
 def test_members_on_a_base_are_trained_as_alone() -> None:
     pnet, batch = ZOO["mlp"].pnet().double(), ZOO["mlp"].batch(torch.float64)
     step = gb.make_train_step(gb.make_plan(pnet, gb.periodic(2), base="own"), pnet, loss_fn, adam())

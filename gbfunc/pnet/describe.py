@@ -208,18 +208,13 @@ def copy_with(pnet: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.M
         fresh = replace(name, tensor.detach())
         trained = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(fresh, tensor.requires_grad) if trained else fresh
-    try:
-        return copy_of(pnet, memo)
-    except Exception as error:
-        raise ValueError(f"the p-net ({type(pnet).__name__}) cannot be deep-copied: {error}") from error
-
-
-def copy_of(pnet: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A deep copy of a module; `memo` is that of `copy.deepcopy`."""
     for module in pnet.modules():
         # Deepcopy refuses activations that a forward kept, as they carry a graph.
         memo |= {id(x): x.detach() for x in vars(module).values() if isinstance(x, Tensor) and not x.is_leaf}
-    net = copy.deepcopy(pnet, memo)
+    try:
+        net = copy.deepcopy(pnet, memo)
+    except Exception as error:
+        raise ValueError(f"the p-net ({type(pnet).__name__}) cannot be deep-copied: {error}") from error
     if same := {*map(id, net.modules())} & {*map(id, pnet.modules())}:
         name = next(name for name, module in pnet.named_modules() if id(module) in same)
         raise ValueError(f"a copy of the p-net has its {name!r} itself (a __deepcopy__ that returns self?)")

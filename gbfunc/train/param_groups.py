@@ -133,7 +133,7 @@ def torch_schedule(
     """Run a torch scheduler once and keep its learning rates; the last one holds past the end.
 
     Only the learning rate is scheduled, not momentum. OneCycleLR (Smith and Topin, 2018) gets `max_lr=lr` and
-    `total_steps=steps`, CyclicLR `base_lr=lr`, unless `options` say otherwise.
+    `total_steps=steps`, unless `options` say otherwise.
 
     Args:
         scheduler_cls: a class of `torch.optim.lr_scheduler`.
@@ -158,8 +158,6 @@ def torch_schedule(
         raise ValueError("cycle_momentum must be False: only the learning rate is scheduled")
     if issubclass(scheduler_cls, lr_scheduler.OneCycleLR):
         options = {"max_lr": lr, "total_steps": steps, "cycle_momentum": False} | options
-    elif issubclass(scheduler_cls, lr_scheduler.CyclicLR):
-        options = {"base_lr": lr, "cycle_momentum": False} | options
     optimizer, table = torch.optim.SGD([torch.zeros(1)], lr=lr), list[float]()
     scheduler = scheduler_cls(optimizer, **options)
     for _ in range(steps):
