@@ -183,7 +183,14 @@ DROP = """([place, files]) => {
 def genome_of_images(path: Path, shape: tuple[int, ...], outputs: int, **said: Any) -> Path:
     pnet = find_pnet("mlp", Interface(shape, outputs), {"hidden": [9]})
     plan = gb.make_plan(net := pnet.build(0), gb.periodic(3))
-    known = {"task": "mine", "pnet": "mlp", "interface": [list(shape), outputs], "mean": 30.0, "std": 70.0}
+    known = {
+        "task": "mine",
+        "pnet": "mlp",
+        "pnet_config": {"hidden": [9]},
+        "interface": [list(shape), outputs],
+        "mean": 30.0,
+        "std": 70.0,
+    }
     gb.save(path, plan, gb.init_genome(plan, net, seed=0), metadata=known | said)
     return path
 
