@@ -57,15 +57,18 @@ class Sizes(NamedTuple):
     bits: Mapping[str, float]  # Bits that a leaf takes within the codes; the rest are scales or steps
 
 
-def pack(document: str, leaves: TensorMap, bits: int) -> tuple[bytes, Sizes]:
-    """Packs a document and all leaves of its plan; raises ValueError for numbers that are too large."""
+def pack(document: str, leaves: TensorMap, bits: int, most: int = MAX_SYMBOLS) -> tuple[bytes, Sizes]:
+    """Packs a document and all leaves of its plan; raises ValueError for numbers that are too large.
+
+    Leaves of at most `most` symbols are in runs, which are a few percent shorter and much slower.
+    """
     narrow = narrow_stats(leaves)
     plain = stored_leaves(leaves, f"int{bits}", narrow)
     coded = {name: encode(leaves[name], bits) for name in sorted(leaves.keys() - plain.keys())}
     for name, codes in coded.items():
         if not bool(torch.isfinite(codes.scales).all()):
             raise ValueError(f"{name!r} holds {float(leaves[name].abs().max()):g}, too large a number for int{bits}")
-    runs = _fits_runs([leaves[name] for name in coded])
+    runs = _fits_runs([leaves[name] for name in coded], most)
     stream = (_pack_runs if runs else _pack_symbols)(coded, bits)
     return _joined(document, plain, bits + _NARROW * narrow + _RUNS * runs, *stream)
 
@@ -120,9 +123,8 @@ def _blocks(leaf: Tensor) -> int:
     return leaf.numel() // max(1, block_size(tuple(leaf.shape)))
 
 
-def _fits_runs(coded: list[Tensor]) -> bool:
-    # Runs are a few percent shorter than codes of equal bits, and much slower.
-    return sum(x.numel() + 3 * _blocks(x) for x in coded) <= MAX_SYMBOLS
+def _fits_runs(coded: list[Tensor], most: int = MAX_SYMBOLS) -> bool:
+    return sum(x.numel() + 3 * _blocks(x) for x in coded) <= most
 
 
 def _pack_runs(coded: Mapping[str, Codes], bits: int) -> tuple[bytes, dict[str, float]]:
