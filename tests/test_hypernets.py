@@ -16,7 +16,7 @@ from gbfunc.hypernets import HYPERNETS, Hypernet, ensemble_params, hypernet_from
 from gbfunc.hypernets.ensemble import Constants, Evaluation, dense_tiles
 from gbfunc.types import Factors, Params, TileDims
 from tests.support import oracles
-from tests.support.strategies import ALL_EXAMPLES, EXAMPLES, FACTORIES, bounded_end, linear_end, named
+from tests.support.strategies import ALL_EXAMPLES, EXAMPLES, FACTORIES, linear_end, named
 from tests.support.trees_equal import torch_defaults
 
 api: Any = gb
@@ -201,14 +201,6 @@ def test_sizes_end_at_the_shorter_side_and_scale_all_layers() -> None:
     assert [net.max_size(dims) for net in (gb.low_rank(), gb.xox(), gb.periodic())] == [4, 4, None]
     assert gb.gnet((8, 4)).with_size(16) == gb.gnet((16, 8))
     assert gb.gnet((8, 1)).with_size(1) == gb.gnet((1, 1))
-
-
-def test_from_module_with_a_linear_end_needs_no_gain() -> None:
-    dims = TileDims(4, 3, 2, 2)
-    assert set(gb.from_module(linear_end).leaves(dims)) == {"0.weight", "0.bias", "2.weight", "2.bias"}
-    bounded = gb.from_module(bounded_end).leaves(dims)
-    assert set(bounded) == {"0.weight", "0.bias", "2.weight", "2.bias", "gain", "shift"}
-    assert {k for k, leaf in bounded.items() if leaf.role == "linear"} == {"gain", "shift"}
 
 
 def test_from_module_draws_as_the_module_does() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from threading import get_ident
 from typing import Any, ClassVar
 
@@ -43,32 +43,12 @@ def _skeleton(factory: Factory, width: int, thread: int) -> nn.Module:
     return _build(factory, width, 0, "meta")
 
 
-@lru_cache(maxsize=64)
-def _linear_leaves(factory: Factory, width: int) -> frozenset[str]:
-    """Parameters of the `nn.Linear` of one output that ends the module; empty if an operation follows the layer."""
-    module = _build(factory, width, 0)
-    weights = {name: p.detach().double() for name, p in module.named_parameters()}
-    random = partial(torch.randn, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float64, device="cpu")
-    x = random(8, width)
-    heads = [n for n, m in module.named_modules() if isinstance(m, nn.Linear) and m.out_features == 1]
-    names = [n for n in weights if heads and n.rpartition(".")[0] == heads[-1]]
-    u, v = ({n: random(weights[n].shape) for n in names} for _ in range(2))
-
-    def end(values: Params) -> Tensor:
-        return functional_call(module, weights | values, (x,))
-
-    # Only the forward pass shows whether something follows the layer.
-    with torch.no_grad():
-        got, expected = end({n: v[n] - 2 * u[n] for n in names}), end(v) - 2 * end(u)
-    return frozenset(names) if torch.allclose(got, expected, rtol=1e-9, atol=1e-9) else frozenset()
-
-
 @dataclass(frozen=True)
 class FromModule(Hypernet):
     """A g-net from any module: `factory(width)` builds an `nn.Module` that maps [..., width] -> [..., 1].
 
-    The input is the row code followed by the column code of a weight. `init` rescales an `nn.Linear` of one output that
-    ends the module; other g-nets get a learned gain and shift (two parameters per tile, counted).
+    The input is the row code followed by the column code of a weight. A learned gain and shift (two parameters per
+    tile, counted) scale the output.
 
     Args:
         factory: builds the module. To save a genome, the factory must be importable by name; `load` takes the factory
@@ -108,34 +88,28 @@ class FromModule(Hypernet):
             raise ValueError(f"the factory's module must map [..., width] to [..., 1]; [3, 2] gave {list(out.shape)}")
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
-        """The module's parameters; also a gain and a shift, unless the module's end is linear."""
-        width = dims.row_width + dims.col_width
-        linear = _linear_leaves(self.factory, width)
-        parameters = _skeleton(self.factory, width, get_ident()).named_parameters()
-        leaves = {k: Leaf(tuple(p.shape), "linear" if k in linear else "code") for k, p in parameters}
-        return leaves if linear else leaves | {_GAIN: Leaf((), "linear"), _SHIFT: Leaf((), "linear")}
+        """The module's parameters, a gain and a shift."""
+        parameters = _skeleton(self.factory, dims.row_width + dims.col_width, get_ident()).named_parameters()
+        leaves = {name: Leaf(tuple(p.shape), "code") for name, p in parameters}
+        return leaves | {_GAIN: Leaf((), "linear"), _SHIFT: Leaf((), "linear")}
 
     def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
         width = dims.row_width + dims.col_width
         seeds = torch.randint(0, 2**62, (n_tiles,), generator=generator, dtype=torch.int64, device="cpu").tolist()
         drawn, _ = stack_module_state([_build(self.factory, width, seed) for seed in seeds])
-        drawn = {name: leaf.detach().float() for name, leaf in drawn.items()}
-        if not _linear_leaves(self.factory, width):
-            gains = torch.ones(n_tiles, dtype=torch.float32, device="cpu")
-            drawn |= {_GAIN: gains, _SHIFT: torch.zeros_like(gains)}
-        return drawn
+        gains = torch.ones(n_tiles, dtype=torch.float32, device="cpu")
+        own = {_GAIN: gains, _SHIFT: torch.zeros_like(gains)}
+        return {name: leaf.detach().float() for name, leaf in drawn.items()} | own
 
     def tiles(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, *unused: Any) -> Tensor:
         """Apply the module to the codes of every weight, in chunks of rows; returns tiles [T, r, c]."""
-        p, q, tiles = row_Urp.shape[-1], col_Ucq.shape[-1], len(next(iter(leaves.values())))
-        skeleton = _skeleton(self.factory, p + q, get_ident())
-        inner = {k: v for k, v in leaves.items() if k not in (_GAIN, _SHIFT)}
+        p, q = row_Urp.shape[-1], col_Ucq.shape[-1]
+        skeleton, inner = _skeleton(self.factory, p + q, get_ident()), dict(leaves)
+        gain, shift = (inner.pop(name)[:, None, None] for name in (_GAIN, _SHIFT))
         # The joined codes are a sum: [row code, 0] + [0, column code].
-        a, b = F.pad(row_Urp, (0, q)).expand(tiles, -1, -1), F.pad(col_Ucq, (p, 0)).expand(tiles, -1, -1)
+        a, b = (x.expand(len(gain), -1, -1) for x in (F.pad(row_Urp, (0, q)), F.pad(col_Ucq, (p, 0))))
         made = chunked_apply(lambda x, params: functional_call(skeleton, params, (x,))[..., 0], a, b, inner)
-        if _GAIN not in leaves:
-            return made
-        return made * leaves[_GAIN][:, None, None] + leaves[_SHIFT][:, None, None]
+        return made * gain + shift
 
     def to_json(self) -> dict[str, Any]:
         """Describe the factory by its import path; raises ValueError for a lambda or a local function."""

@@ -144,7 +144,7 @@ def _module(net: Any, leaves: Leaves, row: list[float], col: list[float], i: int
         for k, p in module.named_parameters()
     }
     value = float(functional_call(module, own, (torch.tensor(row + col, dtype=torch.float64),)))
-    return value * float(leaves["gain"]) + float(leaves["shift"]) if "gain" in leaves else value
+    return value * float(leaves["gain"]) + float(leaves["shift"])
 
 
 WEIGHTS: Mapping[str, Callable[..., float]] = {

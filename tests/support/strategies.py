@@ -23,10 +23,6 @@ def bounded_end(width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(width, 5), nn.Tanh(), nn.Linear(5, 1), nn.Tanh())
 
 
-def all_linear(width: int) -> nn.Module:
-    return nn.Linear(width, 1)
-
-
 class Net(nn.Module):
     """Parts and buffers by name, with a forward that is given: `use(net, *inputs)`."""
 
@@ -66,12 +62,12 @@ EXAMPLES: Mapping[str, tuple[Hypernet, ...]] = MappingProxyType(
         "stochastic": (gb.stochastic((5,)), gb.stochastic((4, 3), "tanh")),
         "low_rank": (gb.low_rank(1), gb.low_rank(3)),
         "xox": (gb.xox(1), gb.xox(3)),
-        "module": (gb.from_module(linear_end), gb.from_module(bounded_end), gb.from_module(all_linear)),
+        "module": (gb.from_module(linear_end), gb.from_module(bounded_end)),
     }
 )
 """Hypernetworks of every type; the contract tests run over all of them."""
 
-FACTORIES = (linear_end, bounded_end, all_linear)
+FACTORIES = (linear_end, bounded_end)
 """What `Plan.from_json` and `load` need for the examples."""
 
 
