@@ -25,17 +25,19 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.mark.skipif(triton.__version__.startswith("3.1."), reason="the interpreter of Triton 3.1 reads wrong memory")
 @pytest.mark.parametrize(
-    ("file", "marks"),
+    ("file", "selected"),
     [
-        ("interpreted_triton.py", "not slow"),
-        ("interpreted_waves.py", "not slow"),
-        ("interpreted_step.py", "not slow"),
-        pytest.param("interpreted_waves.py", "slow", marks=pytest.mark.slow),
+        (
+            "test_kernels.py",
+            "compiled and not reverse and (values or large and 130 or transforms_agree or not_a_number)",
+        ),
+        ("test_kernels_waves.py", "compiled and not finite or large_sides or change_before"),
+        ("support/interpreted_step.py", "step"),
     ],
 )
-def test_numbers_under_the_interpreter(file: str, marks: str) -> None:
-    """Runs a file of tests in a process that imports Triton as its interpreter."""
-    options = ("-q", "-x", "-p", "no:cacheprovider", "-m", marks, f"tests/support/{file}")
+def test_numbers_under_the_interpreter(file: str, selected: str) -> None:
+    """Runs tests of kernels in a process that imports Triton as its interpreter."""
+    options = ("-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", "-k", selected, f"tests/{file}")
     command = [sys.executable, "-m", "pytest", *options]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

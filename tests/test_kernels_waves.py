@@ -18,7 +18,8 @@ import gbfunc as gb
 from gbfunc.hypernets.ensemble import Constants, Evaluation, dense_tiles, periodic_factors, with_factors
 from gbfunc.hypernets.kernels.waves import Side, period_of, waves
 from gbfunc.types import Kernel, Params, TileDims
-from tests.support.kernel_cases import FAST, NEEDS_COMPILER, assert_alike, assert_trees_close
+from tests.support.kernel_cases import FAST, INTERPRETED, NEEDS_COMPILER, assert_alike, assert_trees_close
+from tests.support.trees_equal import same_bits
 
 LEAVES = ("weight", "phase", "sine", "cosine")
 
@@ -140,24 +141,24 @@ def test_the_period_of_codes_splits_them_into_blocks_and_places(encoding: Any, d
         assert_alike(with_gradients(side._replace(period=m), kernel), expected, 1e-12)
 
 
+MANY_BLOCKS = Case(2, 300, 3, 20, groups=1), Case(40, 3, 1, 2, groups=3, own_codes=True), Case(1, 70, 18, 33)
+LARGE = [
+    *(Case(40, 150, 6, 33, groups) for groups in (None, 1, 7, 40)),
+    *(Case(1, 700, 11, 70), Case(300, 70, 3, 2, own_codes=True)),
+]
+
+
 @NEEDS_COMPILER
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize(
-    "case",
-    [
-        *(Case(40, 150, 6, 33, groups) for groups in (None, 1, 7, 40)),
-        Case(1, 700, 11, 70),
-        Case(300, 70, 3, 2, own_codes=True),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("threads", [1] if INTERPRETED else [1, 3])
+@pytest.mark.parametrize("case", MANY_BLOCKS if INTERPRETED else LARGE, ids=str)
 def test_large_sides_by_any_number_of_threads(case: Case, threads: int) -> None:
     side, before = case.side(), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        found = with_gradients(side, "compiled")
+        found, again = (with_gradients(side, "compiled") for _ in range(2))
     finally:
         torch.set_num_threads(before)
+    assert same_bits(found, again)
     assert_alike(found, with_gradients(side, "eager"), 1e-12)
 
 

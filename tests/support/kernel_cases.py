@@ -1,16 +1,18 @@
 """Inputs, the definition, transforms and measures that the tests of the kernels share."""
 
+import os
 import shutil
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from torch import Tensor
 from torch.func import grad, hessian, jacrev, jvp, vmap
 from torch.utils._pytree import tree_leaves
 
-from gbfunc.hypernets.kernels import native, relu_matrix
+from gbfunc.hypernets.kernels import native, relu, relu_matrix, waves
 from gbfunc.tiling import TileGrid, join_tiles
 from gbfunc.types import Kernel
 from tests.support.live import LiveBytes
@@ -20,6 +22,17 @@ NEEDS_COMPILER = pytest.mark.skipif(
 )
 FAST = ["eager", pytest.param("compiled", marks=NEEDS_COMPILER)]
 """The forms that are used, each to be held against the definition."""
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether kernels of a GPU replace the kernels of a CPU (`tests/test_kernels_triton.py`)."""
+if INTERPRETED:
+    from gbfunc.hypernets.kernels import relu_triton, waves_triton
+
+    assert type(relu_triton.forward_kernel).__name__ == "InterpretedFunction"
+    relu._in_cpp = lambda grid: relu._in_python(grid, relu_triton.tiles, relu_triton.gradients)
+    waves._native = waves_triton.backend
+    settings.register_profile("interpreted", settings.get_profile("gbfunc"), max_examples=5)
+    settings.load_profile("interpreted")
 
 GRIDS = [TileGrid(5, 7, 2, 3), TileGrid(4, 6, 2, 3), TileGrid(3, 3, 3, 3), TileGrid(7, 3, 2, 3)]
 LARGE = [TileGrid(130, 90, 64, 40), TileGrid(70, 600, 70, 600), TileGrid(9, 5, 1, 1), TileGrid(33, 300, 33, 100)]
