@@ -35,14 +35,14 @@ from gbfunc.storage.genome_file import load as load
 from gbfunc.storage.genome_file import load_metadata as load_metadata
 from gbfunc.storage.genome_file import save as save
 from gbfunc.storage.lora import save_lora as save_lora
-from gbfunc.train.step import TrainState as TrainState
+from gbfunc.train.alignment import update_alignment as update_alignment
 from gbfunc.train.allocation import allocate_steps as allocate_steps
 from gbfunc.train.distillation import distillation as distillation
 from gbfunc.train.make import make_train_step as make_train_step
-from gbfunc.train.population import population as population
 from gbfunc.train.optimizers import torch_optimizer as torch_optimizer
 from gbfunc.train.param_groups import torch_schedule as torch_schedule
-from gbfunc.train.alignment import update_alignment as update_alignment
+from gbfunc.train.population import population as population
+from gbfunc.train.step import TrainState as TrainState
 from gbfunc.types import Genome as Genome
 
 __version__: str

@@ -211,7 +211,7 @@ def found(*names):
 
 import gbfunc as gb
 found("optree", *(f"gbfunc.{room}" for room in ("fit", "many", "module", "parallel", "storage", "train")))
-print(gb.train.make_train_step is gb.make_train_step)
+print(gb.make_train_step is gb.train.make.make_train_step)
 found("torch.distributed.tensor", "torch.utils.flop_counter", "torch.export")
 gb.GenomeModule
 found("huggingface_hub", "peft", "transformers", "accelerate")
