@@ -159,25 +159,19 @@ def placement_cost(plan: Plan, data: int, gnets: int, placement: Placement, lazy
     return Cost(all_reduce_bytes(sent, parts) + genome, (flops - here) / parts + here)
 
 
-def choose_placement(
-    plan: Plan, mesh: Mesh, operations_per_byte: float | None = None, *, lazy: bool = False
-) -> Placement:
-    """The cheapest placement on a mesh, the first of `PLACEMENTS` among equals.
-
-    `operations_per_byte` is the balance of the machine; None takes the balance of the mesh's type of device. Weights
-    may stay factors if `lazy`.
-    """
-    balance = operations_per_byte or OPERATIONS_PER_BYTE.get(mesh.device.type, OPERATIONS_PER_BYTE["cpu"])
-    costs = {p: placement_cost(plan, mesh.data, mesh.gnets, p, lazy) for p in PLACEMENTS}
-    return min(PLACEMENTS, key=lambda p: costs[p].bytes + costs[p].operations / balance)
-
-
 def make_layout(plan: Plan, mesh: Mesh, placement: Placement | str, *, lazy: bool = False) -> Layout:
-    """The layout of a placement by name, or `"auto"`, `lazy` as for `choose_placement`; ValueError for another name."""
-    chosen = choose_placement(plan, mesh, lazy=lazy) if placement == "auto" else placement
-    if chosen not in PLACEMENTS:
+    """The layout of a placement by name; `"auto"` takes the cheapest placement (weights may stay factors if `lazy`).
+
+    Raises:
+        ValueError: for another name.
+    """
+    if placement == "auto":
+        balance = OPERATIONS_PER_BYTE.get(mesh.device.type, OPERATIONS_PER_BYTE["cpu"])
+        costs = {p: placement_cost(plan, mesh.data, mesh.gnets, p, lazy) for p in PLACEMENTS}
+        placement = min(PLACEMENTS, key=lambda p: costs[p].bytes + costs[p].operations / balance)
+    if placement not in PLACEMENTS:
         raise ValueError(f"placement must be one of {('auto', *PLACEMENTS)}, got {placement!r}")
-    return Layout(plan, mesh, cast(Placement, chosen))
+    return Layout(plan, mesh, cast(Placement, placement))
 
 
 def products(e: Ensemble) -> float:
