@@ -12,7 +12,7 @@ from gbfunc.cli import main
 from gbfunc.cli.genomes import read_genome
 from gbfunc.cli.job import Job, make_job
 from gbfunc.cli.options import DataOptions, GenomeOptions, PNetOptions
-from tests.support.pretrained import save_network, save_texts
+from tests.support.pretrained import save_language_model, save_network, save_texts
 
 pytest.importorskip("tokenizers", reason="their tokens need tokenizers")
 pytest.importorskip("transformers", reason="they need transformers")
@@ -49,6 +49,40 @@ def test_an_adapter_is_trained_and_read_back(model: list[str], tmp_path: Path, c
     frozen, changed = "encoder.embeddings.word_embeddings.weight", "encoder.encoder.layer.0.output.dense.weight"
     assert torch.equal(net.get_parameter(frozen), base.get_parameter(frozen))
     assert not torch.equal(net.get_parameter(changed), base.get_parameter(changed))
+
+
+def test_a_language_model_is_adapted_to_a_text_and_writes(tmp_path: Path, command: Any) -> None:
+    text, base, out = tmp_path / "own.txt", save_language_model(tmp_path / "llama"), tmp_path / "out"
+    text.write_text("once upon a time, upon a time once. " * 300)
+    data = ["--task", "text", "--data-dir", str(text), "--pretrained", str(base), "--task-config", '{"context": 16}']
+    command(["train", *data, "--genome-params", "300", "--steps", "40", "--seed", "1", "--out", str(out)])
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert metrics["genome_params"] <= 300 and metrics["test_loss"] < 5.5 < metrics["history"][0].get("val_loss", 9)
+    plan, genome = gb.load(out / "genome.safetensors")
+    kinds = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    assert {t.name.split(".")[-2] for t in plan.tensors if t.base} == {*kinds} and plan.base is not None
+    sample = ["sample", "--genome", str(out / "genome.safetensors"), "--data-dir", str(text), "--prompt", "once"]
+    first, second = (command([*sample, "--tokens", "12", "--seed", "3"]).out for _ in range(2))
+    assert first == second and len(first) > 4
+    task = make_job(PNetOptions("text", text, pretrained=str(base)), GenomeOptions(genome_params=300)).task
+    with torch.no_grad():
+        grown = gb.materialize(plan, genome, task.build(0)).eval()
+        x = torch.arange(10)[None]
+        written = grown.generate(x, max_new_tokens=5, do_sample=False, attention_mask=torch.ones_like(x))
+        assert written[0, 10] == grown(x).logits[0, -1].argmax()
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [({}, "or one .gguf file"), ({"a.gguf": b"GGUF", "b.gguf": b"GGUF"}, "or one .gguf file")],
+    ids=["none", "two"],
+)
+def test_a_folder_without_a_model_is_refused(files: dict[str, bytes], words: str, tmp_path: Path, command: Any) -> None:
+    (tmp_path / "llm").mkdir()
+    for name, held in files.items():
+        (tmp_path / "llm" / name).write_bytes(held)
+    told = command(["train", "--task", "text", "--pretrained", str(tmp_path / "llm")], 2).err
+    assert told.count("\n") == 1 and words in told
 
 
 def test_another_base_is_refused(model: list[str], tmp_path: Path, command: Any) -> None:

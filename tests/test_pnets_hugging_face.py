@@ -13,7 +13,7 @@ import gbfunc as gb
 from gbfunc.cli import main
 from gbfunc.tasks import find_task
 from gbfunc.tasks.pnets import Interface, PNet, find_pnet
-from gbfunc.tasks.pnets.hugging_face import TextClassifier, pretrained_folder
+from gbfunc.tasks.pnets.hugging_face import TextClassifier, pretrained_network
 from tests.support.pretrained import WORDS, save_network, save_texts
 from tests.test_pnets import check_learning, inputs, logits
 
@@ -137,22 +137,22 @@ def test_its_outputs_are_the_mean_of_the_encoder(network: Path) -> None:
 
 
 def test_places_of_networks(network: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert pretrained_folder(str(network)) == network
+    assert pretrained_network(str(network)) == (network, {})
     package = tmp_path / "site" / "a_package"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise ImportError('it need not be imported')")
     monkeypatch.syspath_prepend(str(package.parent))
     with pytest.raises(FileNotFoundError, match="package a_package holds no pretrained network"):
-        pretrained_folder("a-package")
+        pretrained_network("a-package")
     (network.rename(package / "model"))
-    assert pretrained_folder("a-package") == package / "model"
+    assert pretrained_network("a-package") == (package / "model", {})
     for name, message in (
         (str(tmp_path / "no"), "no such folder or Python package"),
         ("no_such_package", "no such folder or Python package"),
         (str(tmp_path), "must hold config.json and model.safetensors"),
     ):
         with pytest.raises(FileNotFoundError, match=message):
-            pretrained_folder(name)
+            pretrained_network(name)
 
 
 @pytest.mark.parametrize(

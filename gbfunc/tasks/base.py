@@ -163,10 +163,13 @@ def classification_metrics(net: Net, split: Split) -> dict[str, float]:
 
 
 @torch.no_grad()
-def text_metrics(net: Net, text: Windows) -> dict[str, float]:
-    """Measure `loss` (nats per token) over the windows of a text, and `bits_per_char`, which no vocabulary changes."""
+def text_metrics(net: Net, text: Windows, windows: int = 256) -> dict[str, float]:
+    """Measure `loss` (nats per token) over the windows of a text, and `bits_per_char`, which no vocabulary changes.
+
+    The net reads so many windows at once.
+    """
     total = count = 0
-    for x_BL, y_BL in text.chunks(256):
+    for x_BL, y_BL in text.chunks(windows):
         logits = logits_of(net(x_BL)).flatten(0, 1)
         total += float(F.cross_entropy(logits, y_BL.flatten(), reduction="sum"))
         count += y_BL.numel()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -22,13 +22,15 @@ from gbfunc.plan.spec import base_rate
 from gbfunc.tasks.base import LOSS, Net, Recipe, Task, accuracy, linear_decay, logits_of, text_metrics, token_loss
 from gbfunc.tasks.data import SPLIT_SEED, Batch, Split, Windows, data_folder, hold_out, leave_out
 from gbfunc.tasks.pnets import PNETS, Interface, PNet
-from gbfunc.tasks.pnets.hugging_face import CONFIG, TOKENIZER, hugging_face, pretrained_folder
+from gbfunc.tasks.pnets.hugging_face import CONFIG, TOKENIZER, hugging_face, pretrained_network
 from gbfunc.untrusted import one_error
 
 _MAX_BYTES = 1 << 30
 
 # The batch of nanoGPT's run on a CPU (config/train_shakespeare_char.py and its readme), for twice as long.
 _TEXT = Recipe(lr=2e-2, direct_lr=4e-3, dense_lr=4e-3, batch_size=12, steps=4_000, measure_every=500, clip_norm=1.0)
+_TUNING = Recipe(lr=3e-2, dense_lr=1e-4, batch_size=4, steps=300, measure_every=100, clip_norm=1.0)
+_HELD_OUT = 128  # windows that validate or test a pretrained model
 _WHOLE_RATE = 65_000  # genomes of up to so many parameters take the whole rate, larger ones less
 
 _SMALL_BERT = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512}
@@ -58,15 +60,23 @@ def _check_int(task: str, name: str, value: Any, least: int) -> None:
         raise ValueError(f"{name} of the {task} task must be an int >= {least}, got {value!r}")
 
 
+def _check_vocabulary(pretrained: str | None, vocabulary: int | None) -> None:
+    if pretrained is not None and vocabulary is not None:
+        raise ValueError(f"the pretrained network {pretrained} has its vocabulary, got vocabulary {vocabulary}")
+
+
 # Language modelling
 
 
-def text(data_dir: Path | None = None, context: int = 64, vocabulary: int | None = None) -> Task:
+def text(
+    data_dir: Path | None = None, context: int = 64, vocabulary: int | None = None, pretrained: str | None = None
+) -> Task:
     """Load the task of modelling a text: the first 5 % test, the last 10 % validate, the part between them trains.
 
     The text is a file in UTF-8, or a folder (see `read_text`), or otherwise the English of Python's help
     (`pydoc_data.topics`). The model sees `context` tokens: characters, or byte pairs made from the training part, if
-    their number is given as `vocabulary`.
+    their number is given as `vocabulary`. A pretrained causal language model (see `pretrained_network`) has its own
+    tokens, and is validated and tested on the first 128 windows of these parts.
     """
     _check_int("text", "context", context, 2)
     _check_int("text", "vocabulary", vocabulary, 257)
@@ -74,15 +84,35 @@ def text(data_dir: Path | None = None, context: int = 64, vocabulary: int | None
     # The last tenth validates, as is usual for tiny shakespeare.
     first, last = int(len(source) * 0.05), int(len(source) * 0.9)
     parts = (source[first:last], source[last:], source[:first])
-    tokens = characters(source) if vocabulary is None else byte_pairs(parts[0], vocabulary)
+    if pretrained is not None:
+        _check_vocabulary(pretrained, vocabulary)
+        tokens = pretrained_tokens(pretrained)
+    else:
+        tokens = characters(source) if vocabulary is None else byte_pairs(parts[0], vocabulary)
     train, val, test = splits = [Windows(tokens.encode(part), context, len(part)) for part in parts]
     if (n := min(len(split.tokens) for split in splits)) <= context + 1:
         where = data_dir or "the text"
         raise ValueError(f"{where} is too short: a part of it has {n} tokens, and a window needs {context + 1}")
     interface = Interface((context,), tokens.size, tokens=True)
     how: dict[str, Any] = dict(loss=token_loss, evaluate=text_metrics, metrics=LOSS)
+    if pretrained is not None:
+        val, test = (_beginning(split, tokens) for split in (val, test))
+        how |= dict(genome_params=3_000, evaluate=partial(text_metrics, windows=8))
+        pnet, recipe = hugging_face(interface, "", pretrained=pretrained), _tuning_recipe
+    else:
+        pnet, recipe = PNETS["gpt"](interface), _text_recipe
     how |= dict(encode=tokens.encode, decode=tokens.decode, about={"alphabet": tokens.digest})
-    return Task("text", interface, train, val, test, PNETS["gpt"](interface), _text_recipe, **how)
+    return Task("text", interface, train, val, test, pnet, recipe, **how)
+
+
+def _beginning(text: Windows, tokens: Tokens) -> Windows:
+    assert tokens.decode is not None
+    first = text.tokens[: _HELD_OUT * text.context + 1]
+    return Windows(first, text.context, len(tokens.decode(first.tolist())))
+
+
+def _tuning_recipe(pnet: PNet, genome_params: float) -> Recipe:
+    return replace(_TUNING, lr=base_rate(genome_params))
 
 
 def _text_recipe(pnet: PNet, genome_params: float) -> Recipe:
@@ -176,6 +206,16 @@ def continue_text(net: Net, task: Task, prompt: str, tokens: int, *, temperature
     (context,) = task.interface.inputs
     generator = torch.Generator().manual_seed(seed)
     written = task.encode(prompt).tolist()
+    if "pretrained" in task.pnet.config:
+        sampled = {"temperature": temperature} if temperature else {}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            ids = torch.tensor([written])
+            # With a cache of keys and values.
+            all_1L = cast(Any, net).generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=bool(sampled), **sampled
+            )
+        return task.decode(all_1L[0, len(written) :].tolist())
     # A model may have room for more tokens than the task has.
     start, known = len(written), task.interface.outputs
     for _ in range(tokens):
@@ -220,14 +260,13 @@ def classified(
     """Load the task of a folder: `train.txt` and `test.txt` hold a label, white space and a text per line, in UTF-8.
 
     A tenth of the training texts validates, 500 at most. The p-net is a small BERT with `vocabulary` byte-pair tokens
-    (1,000) made from the training texts, or a pretrained network with its tokens (see `pretrained_folder`). A
+    (1,000) made from the training texts, or a pretrained network with its tokens (see `pretrained_network`). A
     classifier reads the mean of at most `max_tokens` tokens. TREC (Li and Roth, 2002) has 5,452 questions to learn
     from and 500 to test, in 6 classes.
     """
     _check_int(name, "max_tokens", max_tokens, 4)
     _check_int(name, "vocabulary", vocabulary, 257)
-    if pretrained is not None and vocabulary is not None:
-        raise ValueError(f"the pretrained network {pretrained} has its vocabulary, got vocabulary {vocabulary}")
+    _check_vocabulary(pretrained, vocabulary)
     classes, labels_N, learned, test_labels_N, tested = _read_folder(name, data_dir)
     held, kept = hold_out(labels_N, (min(500, len(labels_N) // 10),), SPLIT_SEED)
     if pretrained is None:
@@ -316,19 +355,30 @@ def _recipe(n_texts: int, pad: int, pnet: PNet, genome_params: float) -> Recipe:
     return replace(_FINE_TUNING, epochs=epochs, lr=lr, augment=leave_out(_LEFT_OUT, pad), reasons=reasons)
 
 
-def pretrained_tokens(pretrained: str, max_tokens: int) -> Tokens:
+def pretrained_tokens(pretrained: str, max_tokens: int | None = None) -> Tokens:
     """Read the tokens of a pretrained network; raises as `texts`."""
-    folder = pretrained_folder(pretrained)
+    folder, gguf = pretrained_network(pretrained)
     tokenizers, transformers = (
         import_extra(name, "a pretrained network of texts", "gbfunc[text,hf]")
         for name in ("tokenizers", "transformers")
     )
-    path = folder / TOKENIZER
+    path = folder / gguf.get("gguf_file", TOKENIZER)
     with one_error(path, "tokenizer of a pretrained network"):
-        tokenizer: Any = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        tokenizer: Any = (
+            transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, **gguf).backend_tokenizer
+            if gguf
+            else tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        )
     tokenizer.no_padding()
+    if max_tokens is None:
+        tokenizer.no_truncation()
+
+        def encode(words: str) -> Tensor:
+            return torch.tensor(tokenizer.encode(words, add_special_tokens=False).ids)
+
+        return Tokens(tokenizer.get_vocab_size(), encode, tokenizer.decode, _digest(tokenizer.to_str()))
     tokenizer.enable_truncation(max_tokens)
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, **gguf)
     # A model without a pad (GPT-2) has a token that ends a text, which none holds inside.
     pad = next((v for n in ("pad_token_id", "eos_token_id") if isinstance(v := getattr(config, n, None), int)), None)
     if pad is None:

@@ -33,6 +33,22 @@ def save_network(folder: Path, seed: int = 7) -> Path:
     return folder
 
 
+def save_language_model(folder: Path, seed: int = 7) -> Path:
+    """Save a Llama of a few thousand parameters with tokens of bytes."""
+    import tokenizers
+    import transformers
+
+    small: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=300, intermediate_size=32, num_key_value_heads=1, **small)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(["once upon a time"], 300, show_progress=False)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
 def save_texts(folder: Path) -> Path:
     kinds = (("time", "When did"), ("place", "Where does"))
     names, ends = ("ann", "bob"), ("eat", "sleep", "eat and sleep")

