@@ -39,7 +39,9 @@ def save_language_model(folder: Path, seed: int = 7) -> Path:
     import transformers
 
     small: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=300, intermediate_size=32, num_key_value_heads=1, **small)
+    config = transformers.LlamaConfig(
+        vocab_size=300, intermediate_size=32, num_key_value_heads=1, tie_word_embeddings=True, **small
+    )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         transformers.LlamaForCausalLM(config).save_pretrained(folder)
