@@ -6,9 +6,11 @@ readers see what lies behind them. Anything but `ValueError`, 2 s, or 1 GB besid
 
 import io
 import json
+import logging
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,13 @@ with atheris.instrument_imports(include=["gbfunc"]):  # pyright: ignore[reportAt
     import gbfunc as gb
     from gbfunc.exporting import qr
     from gbfunc.storage import checkpoint
+
+    with suppress(ImportError):  # In the environment of Flower alone.
+        from gbfunc.federated import client, server, wire  # noqa: F401
+        from tests import test_federated_hostile as flower
+
+        for up in ("float32", "int4", "top40"):
+            flower.replies(up)
 
 import torch
 
@@ -95,6 +104,11 @@ def fuzz_qr(data: Any) -> None:
     PATH.write_bytes(picture)
     PATH.write_bytes(qr.read_qr(PATH))
     gb.load(PATH)
+
+
+def fuzz_flower(data: Any) -> None:
+    logging.disable()
+    flower.test_whatever_a_client_replies_the_genome_stays_finite.hypothesis.fuzz_one_input(data.ConsumeBytes(8192))
 
 
 TARGETS: dict[str, Callable[[Any], None]] = {

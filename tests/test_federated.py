@@ -1,82 +1,39 @@
 """Federated learning: what travels, what strategies make of it, who is refused, and going on from a checkpoint."""
 
-import copy
 import math
-import runpy
-import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import gbfunc as gb
-from gbfunc.formats.compact import MAGIC
-from gbfunc.tasks import Task, find_task
 from gbfunc.tasks.data import Split
 from gbfunc.trees import flatten_tree
-from tests.support.ranks import ROOT
 
 pytest.importorskip("flwr", reason="its versions of other packages are not those of the other tests: see .ci/run")
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict  # pyright: ignore  # noqa: E501
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message  # pyright: ignore  # noqa: E501
 from flwr.clientapp import ClientApp, mod  # pyright: ignore[reportMissingImports]
 from flwr.serverapp import strategy as strategies  # pyright: ignore[reportMissingImports]
 
-from gbfunc.federated import FORMATS, GenomeStrategy, LocalGrid, Wire, client_app, partition
-from gbfunc.federated.client import ARRAYS, IDENTITY, METRICS, RATE, SENT_AS
+from gbfunc.federated import FORMATS, GenomeStrategy, Wire, client_app
+from gbfunc.federated.client import ARRAYS, IDENTITY, RATE, SENT_AS
 from gbfunc.federated.wire import CODES, NUMBERS, PLACES, difference
-
-HOSTILE = runpy.run_path(str(ROOT / "notebooks/results/hostile.py"))
-N, ALL = 4, {"fraction_train": 1.0, "fraction_evaluate": 0.0, "min_available_nodes": 4}
+from tests.support.federated import ALL, N, Problem, grid_of, server, the_app, the_problem, trained
 
 
-class Problem(NamedTuple):
-    task: Task
-    pnet: nn.Module
-    plan: gb.Plan
-    genome: gb.Genome
-    examples: Callable[[Context], Split]
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def problem() -> Problem:
-    task = find_task("digits", None, {})
-    task = task.with_pnet(task.pnet.scaled(0.05))  # pyright: ignore[reportOptionalCall]
-    pnet = task.build(0)
-    plan = task.plan(pnet, genome_params=400)
-    parts = [torch.from_numpy(part) for part in partition(task.train.y, N, alpha=0.5)]
-
-    def examples(context: Context) -> Split:
-        part = parts[context.node_config["partition-id"]]
-        return Split(task.train.x[part], task.train.y[part])
-
-    return Problem(task, pnet, plan, gb.init_genome(plan, pnet, 0), examples)
+    return the_problem()
 
 
-@pytest.fixture(scope="module")
-def app(problem: Problem) -> ClientApp:
-    return client_app(problem.plan, problem.pnet, problem.task.loss, problem.examples, steps=3, batch_size=16)
-
-
-def grid_of(app: Callable[..., Message]) -> LocalGrid:
-    return LocalGrid(app, [{"partition-id": i} for i in range(N)])
-
-
-def server(problem: Problem, strategy: Any = None, **options: Any) -> GenomeStrategy:
-    given: dict[str, Any] = {"lr": 1e-2, "up": "float32", "down": "float32", "seed": 0} | options
-    return GenomeStrategy(strategy or strategies.FedAvg(**ALL), problem.plan, problem.genome, **given)
-
-
-def trained(strategy: GenomeStrategy, app: Callable[..., Message], rounds: int = 1) -> np.ndarray:
-    with grid_of(app) as grid:
-        strategy.train(grid, rounds)
-    return strategy.wire.vector(strategy.genome)
+@pytest.fixture
+def app() -> ClientApp:
+    return the_app()
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -284,92 +241,6 @@ def test_another_plan_base_or_library_is_refused_by_name(problem: Problem, app: 
     here = own.wire.identity
     words = "another library: 0.1.0 here, 0.0.9 at the server: all sides need the same version of gbfunc"
     assert difference(here, here) is None and words in str(difference(here, f"0.0.9{here[5:]}"))
-
-
-@pytest.mark.parametrize("name", HOSTILE["STRATEGIES"])
-@pytest.mark.parametrize("kind", HOSTILE["KINDS"])
-def test_a_hostile_client_is_left_out_or_bounded(problem: Problem, app: ClientApp, kind: str, name: str) -> None:
-    honest = []
-
-    def listening(message: Message, context: Context) -> Message:
-        reply = app(message, context)
-        if context.node_config["partition-id"] != 1:
-            honest.append(reply.content.array_records[ARRAYS][NUMBERS].numpy())
-        return reply
-
-    replay = kind == HOSTILE["REPLAY"]
-    found = trained(one := server(problem, HOSTILE["STRATEGIES"][name]()), HOSTILE["hostile"](listening, kind, 1), 2)
-    used = kind in HOSTILE["REDUCED"]
-    assert [r.used for r in one.rounds] == [N if used or replay else N - 1, N if used else N - 1]
-    assert [{*r.left_out} for r in one.rounds] == [set() if used or replay else {3}, set() if used else {3}]
-    assert {*one.rounds[0].bounded} == ({3} if used and "reversed" not in kind else set())
-    last = np.stack(honest[-3:])
-    assert np.linalg.norm(found - last.mean(0)) < 6 * N * one.rounds[0].norm
-    if name != "FedAvgM":
-        # The middle of four numbers lies between the three honest ones.
-        assert (found >= last.min(0) - 1e-6).all() and (found <= last.max(0) + 1e-6).all()
-
-
-def test_the_only_reply_is_bounded_by_the_last_round(problem: Problem, app: ClientApp) -> None:
-    one = server(problem, strategies.FedAvg(**ALL))
-    trained(one, app)
-    far = HOSTILE["hostile"](app, "1e30 in the genome", 1)
-
-    def alone(message: Message, context: Context) -> Message:
-        gone = Message(Error(1, "\x1b[2Jgone\n"), reply_to=message)
-        return far(message, context) if context.node_config["partition-id"] == 1 else gone
-
-    before = one.wire.vector(one.genome)
-    moved = np.linalg.norm(trained(one, alone, 2) - before)
-    assert moved == pytest.approx(5 * one.rounds[0].norm, rel=1e-4)
-    assert [*one.rounds[1].bounded] == [3] and one.rounds[1].left_out[2] == "?[2Jgone?"
-    with pytest.raises(ValueError, match="bound must be at least 1, got nan"):
-        server(problem, bound=math.nan)
-
-
-NAMES = st.sampled_from([NUMBERS, CODES, PLACES, "num-examples", "loss", "server-round", ""])
-VALUES = st.one_of(st.floats(), st.integers(-(2**63), 2**63 - 1), st.lists(st.floats(), max_size=3))
-EDITS = st.lists(st.tuples(st.integers(0, 10**4), st.integers(0, 255)), max_size=4)
-
-
-@pytest.fixture(scope="module")
-def replies(problem: Problem, app: ClientApp) -> dict[str, list[Message]]:
-    found = {"float32": [], "int4": [], "top40": []}
-    for up, kept in found.items():
-        trained(server(problem, up=up), lambda m, c, x=kept: (x.append(app(m, c)), x[-1])[1])
-    return found
-
-
-@pytest.mark.process
-@settings(max_examples=400, deadline=1_000)
-@given(st.data(), st.sampled_from(["float32", "int4", "top40"]), st.sampled_from([*HOSTILE["STRATEGIES"]]))
-def test_whatever_a_client_replies_the_genome_stays_finite(
-    problem: Problem, replies: dict[str, list[Message]], data: st.DataObject, up: str, name: str
-) -> None:
-    sent = copy.deepcopy(replies[up])
-    content, drawn = sent[1].content, data.draw
-    arrays, metrics = content.array_records[ARRAYS], dict(content.metric_records[METRICS])
-    for key, array in [*arrays.items()]:
-        edited = bytearray(array.data[: len(array.data) - drawn(st.sampled_from([0, 0, 1, 40, 10**5]))])
-        for at, byte in drawn(EDITS) if edited else ():
-            edited[at % len(edited)] = byte
-        del arrays[key]
-        if key == CODES and len(edited) > 150 and drawn(st.booleans()):
-            # Behind an npy header of 128 bytes: magic, flags, checksum, content.
-            start = 128 + len(MAGIC)
-            checked = bytes(edited[start : start + 1] + edited[start + 5 :])
-            edited[start + 1 : start + 5] = zlib.crc32(checked).to_bytes(4, "little")
-        arrays[drawn(st.one_of(st.just(key), NAMES))] = Array("float32", (1,), "numpy.ndarray", bytes(edited))
-    for key in drawn(st.lists(NAMES, max_size=2)):
-        metrics[key] = drawn(VALUES)
-    sent[1].content = RecordDict({ARRAYS: arrays, METRICS: MetricRecord(metrics)})
-    one = server(problem, HOSTILE["STRATEGIES"][name](), up=up)
-    with grid_of(ClientApp()) as grid:
-        one.configure_train(1, one.wire.pack(one.wire.vector(one.genome), "float32"), ConfigRecord(), grid)
-    one.aggregate_train(1, sent)
-    ((_, used, left_out, _, means, _),) = one.rounds
-    assert np.isfinite(one.wire.vector(one.genome)).all() and np.isfinite([*means.values()]).all()
-    assert used == N - len(left_out) and {*left_out} <= {sent[1].metadata.src_node_id}
 
 
 class Book(dict[str, int]):

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import optree
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict  # pyright: ignore[reportMissingImports]
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict  # pyright: ignore[reportMissingImports]
 from flwr.serverapp import Grid  # pyright: ignore[reportMissingImports]
 from flwr.serverapp.strategy import Result, Strategy  # pyright: ignore[reportMissingImports]
 from google.protobuf.message import DecodeError as ProtobufError
@@ -32,7 +33,9 @@ from gbfunc.storage.checkpoint import pack_values, unpack_values
 from gbfunc.types import GenomeLike, Params
 
 _DAMAGE = SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError
+_UNDECODABLE = ValueError, LookupError, TypeError, AttributeError, RecursionError, ProtobufError
 _LOG, _VECTOR, _NODE, _ARRAYS = logging.getLogger(__name__), "genome", "node ", "ArrayRecord"
+_POLL = 3.0  # Seconds between looks for replies, as Flower waits.
 
 
 class Round(NamedTuple):
@@ -59,6 +62,44 @@ class _Reply(NamedTuple):
     message: Message
     metrics: dict[str, Any]
     change: NDArray[Any]
+
+
+class _EachReply:
+    """A grid that pulls replies one by one: Flower raises, and drops the whole pull, if it cannot decode one of them.
+
+    Flower also believes the sender that a reply names. Here a reply is its receiver's, or left out.
+    """
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._grid, name)
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        messages, replies = list(messages), list[Message]()
+        waiting = dict(zip(self._grid.push_messages(messages), messages, strict=False))
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            for name, message in [*waiting.items()]:
+                if (reply := self._pull(name, message)) is not None:
+                    replies.append(reply)
+                    del waiting[name]
+            if not waiting or time.monotonic() > end:
+                return replies
+            time.sleep(_POLL)
+
+    def _pull(self, name: str, sent: Message) -> Message | None:
+        try:
+            if not (found := [*self._grid.pull_messages([name])]):
+                return None
+            reply, node = found[0], found[0].metadata.src_node_id
+            if node == sent.metadata.dst_node_id:
+                return reply
+            words = reply.error.reason if reply.has_error() else f"its reply claims to be node {node}'s"
+        except _UNDECODABLE as error:
+            words = f"Flower cannot decode its reply: {type(error).__name__}: {error}"
+        return Message(Error(0, words), reply_to=sent)
 
 
 class GenomeStrategy(Strategy):
@@ -129,7 +170,7 @@ class GenomeStrategy(Strategy):
         self._grid = grid if isinstance(grid, LocalGrid) else None
         if self._path is not None and self._path.exists():
             self._read(self._path)
-        return self.start(grid, _record(self._vector), num_rounds=max(0, rounds - self.done), **options)
+        return self.start(_EachReply(grid), _record(self._vector), num_rounds=max(0, rounds - self.done), **options)
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Any:
         self._vector = self.wire.unpack(arrays)
