@@ -191,12 +191,6 @@ def test_tied_weights_are_one_pair_of_factors() -> None:
     assert_close(again(x), factored(x))
 
 
-def test_torch_jit_script_is_refused() -> None:
-    _, factored, _ = nets("mlp")
-    with pytest.raises(TypeError, match="cannot compile factored layers"):
-        torch.jit.script(factored)
-
-
 def test_factors_as_large_as_the_weight_are_not_kept() -> None:
     pnet = NETS["mlp"][0]().double()
     plan = gb.make_plan(pnet, gb.periodic(30))

@@ -117,15 +117,10 @@ def generated_class(stock: type[nn.Module], attributes: tuple[str, ...], formed:
     own: dict[str, Any] = {a: _generated(a) for a in attributes}
     own |= {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__reduce_ex__": __reduce_ex__}
     own |= {"_stock": getattr(stock, "_stock", stock), "_made_of": (stock, attributes, formed)}
-    own["__prepare_scriptable__"] = _refuse_script
     if formed:
         own["forward"] = FORMS[_stock_forward(stock)].forward
     kind: Any = type(stock)
     return kind(stock.__name__, (stock,), own)
-
-
-def _refuse_script(self: nn.Module) -> Any:
-    raise TypeError("torch.jit.script cannot compile factored layers: use gb.materialize with factored=False")
 
 
 def blank_layer(stock: type[nn.Module], attributes: tuple[str, ...], formed: bool) -> nn.Module:
