@@ -54,6 +54,11 @@ def run_train(options: Train) -> None:
             if asked.teacher is None:
                 return job, None
             teacher = read_teacher(asked.teacher, job.task, here.data).to(mesh.device)
+            asks = here.training.epochs or here.training.steps or job.recipe.steps
+            if job.plan.base is None and not here.dense and not asks:
+                # A pupil learns from its teacher for long (Beyer et al., 2022).
+                reasons = {**job.recipe.reasons, "epochs": "twice those of the recipe, as there is a teacher"}
+                job = job._replace(recipe=replace(job.recipe, epochs=2 * job.recipe.epochs, reasons=reasons))
             return job._replace(task=taught(job.task, teacher, asked.teacher_weight, asked.temperature)), teacher
 
         # Rank 0 downloads and prepares files, which the other ranks read.
