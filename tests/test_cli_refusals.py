@@ -34,7 +34,7 @@ OPTIONS = [
     ("bench --device meta", "--device 'meta' cannot be used"),
     ("bench --quick --cases nope", "--cases nope: unknown; expected some of demo small_mlp"),
     # Task, p-net and plan
-    ("train --data-dir x", "the task digits reads no files (it has no parameter data_dir), got x: drop that"),
+    ("train --data-dir .", "the task digits reads no files (it has no parameter data_dir), got .: drop that"),
     ("train --task nope", "no task 'nope': choose one of"),
     ("train --task mnist", "the mnist task needs --data-dir: the folder with its four IDX .gz files"),
     ("train --task trec --data-dir /", "/train.txt"),
@@ -44,7 +44,7 @@ OPTIONS = [
     ("train --pnet gpt --sizes 3 4", "--sizes is for the p-nets mlp and actor_critic, got gpt"),
     ("train --pnet-config {", "--pnet-config must be a JSON object such as"),
     ('plan --sizes 64 9 10 --pnet-config {"hidden":[8]}', "(hidden) both say the sizes"),
-    ("train --task text --data-dir /no/such/file", "no such text file or folder: /no/such/file"),
+    ("train --task text --data-dir /no/such/file", "--data-dir: no such file or folder: /no/such/file"),
     ("train --sizes 64 10 12", "must start with 64 inputs and end with 10"),
     (f"plan --sizes 64 {10**14} 10", "can't allocate memory: you tried to allocate"),
     ("plan --hypernet xox", "this size is the task's default: --genome-params, --genome-bytes and"),

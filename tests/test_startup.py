@@ -56,6 +56,10 @@ def test_threads_of_commands_wait_passively(
         (["--version"], 0, "gbfunc "),
         (["trane"], 2, "gbfunc: error: no command 'trane' (did you mean train?)"),
         (["train", "--epochs", "0"], 2, "gbfunc: error: --epochs must be at least 1, got 0"),
+        (["train", "--task", "nope"], 2, "gbfunc: error: no task 'nope': choose one of digits, mnist, "),
+        (["eval", "--genome", "x", "--data-dir", "/nope"], 2, "--data-dir: no such file or folder: /nope\n"),
+        (["train", "--task", "mnist", "--data-dir", "/nope"], 2, "--data-dir: no such file or folder: /nope\n"),
+        (["train", "--task", "own:task", "--data-dir", "/nope"], 1, "torch was imported"),
     ],
 )
 def test_help_and_wrong_options_need_no_torch(argv: list[str], code: int, expected: str, tmp_path: Path) -> None:

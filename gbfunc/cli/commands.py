@@ -34,11 +34,18 @@ class Command:
     """Options of a command."""
 
     def load(self) -> Callable[[Any], None]:
-        """Import the command's function, and torch.
+        """Check the names of task and data, then import the command's function, and torch.
 
         OpenMP reads how idle threads wait when torch is loaded. Spinning threads make the steps of a small p-net five
         to ten times as slow on a machine with other work.
         """
+        values = options.values_of(self)
+        task, data_dir = values.get("task", ""), values.get("data_dir")
+        # Importing torch takes seconds. A task of the user's own may make its folder.
+        if task not in ("", *options.TASKS) and ":" not in task:
+            raise ValueError(f"no task {task!r}: choose one of {', '.join(options.TASKS)}, or package.module:function")
+        if data_dir is not None and ":" not in task and not data_dir.exists():
+            raise FileNotFoundError(f"--data-dir: no such file or folder: {data_dir}")
         said = os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
         if "torch" not in sys.modules and not said and not isinstance(self, Bench):
             os.environ["OMP_WAIT_POLICY"] = "passive"
