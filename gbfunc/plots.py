@@ -17,8 +17,6 @@ from matplotlib.ticker import EngFormatter, LogFormatter, LogLocator, NullFormat
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gbfunc.parallel.schedule import Kind, Span, Timeline
-
 Runs = Mapping[str, Sequence[Mapping[str, float]]]
 """Histories by label."""
 
@@ -29,22 +27,6 @@ MARKERS = "osD^vPX*"
 WEIGHTS = "PuOr"  # diverging and without red-green contrast
 _CURVES = cycler(color=PALETTE * 8, linestyle=LINES * 14, marker=list(MARKERS) * 7)
 _MAX_SIDE, _MAX_COLUMNS = 8, 4  # images on a side of a mosaic, tensors of a net
-# Colour and hatch per kind of event: colours for computation, greys for communication.
-EVENTS: Mapping[Kind, tuple[str, str]] = {
-    "forward": ("#0072B2", ""),
-    "backward": ("#D55E00", ""),
-    "backward_input": ("#D55E00", ""),
-    "backward_weight": ("#E69F00", ""),
-    "loss": ("#000000", ""),
-    "update": ("#009E73", ""),
-    "generate": ("#56B4E9", ""),
-    "generate_backward": ("#CC79A7", ""),
-    "all_reduce": ("#444444", ""),
-    "all_gather": ("#999999", ""),
-    "reduce_scatter": ("#999999", "////"),
-    "send": ("#CCCCCC", ""),
-    "receive": ("#CCCCCC", "////"),
-}
 
 
 def _figure(
@@ -103,10 +85,7 @@ def learning_curve(
 
 
 def tradeoff_curves(
-    curves: Mapping[str, Sequence[tuple[float, Sequence[float]]]],
-    ylabel: str,
-    *,
-    yscale: str = "linear",
+    curves: Mapping[str, Sequence[tuple[float, Sequence[float]]]], ylabel: str, *, yscale: str = "linear"
 ) -> Figure:
     """Draw a metric against bytes (logarithmic): a line per method through the means, a bar over the seeds.
 
@@ -198,58 +177,3 @@ def _show(
     axes.set_ylabel(ylabel, fontsize=8)
     axes.set(xticks=[], yticks=[])
     axes.figure.colorbar(shown, ax=axes, shrink=0.8, label="weight")
-
-
-def plot_schedule(timeline: Timeline, unit: str = "", memory_unit: str = "") -> Figure:
-    """Draw what each rank of a simulated schedule does over time, and below it the memory that each rank holds.
-
-    Computation is marked with its microbatch, or with its layer if there is one microbatch. Units are such as `"s"` and
-    `"B"`.
-    """
-    if not timeline.duration:
-        raise ValueError("plot_schedule expects a timeline with events that take time, got none")
-    n_ranks = len(timeline.ranks)
-    figure, grid = _figure(9.6, 1.6 + (0.8 if n_ranks <= 8 else 0.6) * n_ranks, rows=2)
-    for axes in grid.flat:
-        axes.grid(False)
-        axes.set(yticks=range(n_ranks), ylim=(n_ranks - 0.5, -0.5), xlim=(0.0, timeline.duration), ylabel="rank")
-    events_axes, memory_axes = grid.flat
-    _draw_events(events_axes, timeline)
-    _draw_memory(memory_axes, timeline, memory_unit)
-    events_axes.set_title(f"duration {timeline.duration:.4g}{f' {unit}' * bool(unit)}, bubble {timeline.bubble:.1%}")
-    memory_axes.set_xlabel(f"time ({unit})" if unit else "time")
-    figure.legend(*events_axes.get_legend_handles_labels(), frameon=False, loc="outside upper center", ncols=7)
-    return figure
-
-
-def _draw_events(axes: Axes, timeline: Timeline) -> None:
-    spans = [span for rank in timeline.ranks for span in rank if span.end > span.start]
-    by_layer = len({span.event.microbatch for span in spans if span.event.microbatch is not None}) < 2
-
-    def mark(span: Span) -> str:
-        number = span.event.layer if by_layer else span.event.microbatch
-        travels = span.event.peer is not None or span.event.ranks
-        narrow = (span.end - span.start) / timeline.duration < 0.007 * len(str(number))
-        return "" if number is None or travels or narrow else str(number)
-
-    for kind, (color, hatch) in EVENTS.items():
-        if same := [span for span in spans if span.event.kind == kind]:
-            starts, widths = [span.start for span in same], [span.end - span.start for span in same]
-            style = {"color": color, "hatch": hatch, "edgecolor": "white", "linewidth": 0.4}
-            bars = axes.barh([span.rank for span in same], widths, 0.8, starts, label=kind.replace("_", " "), **style)
-            axes.bar_label(bars, [mark(span) for span in same], label_type="center", color="white", fontsize=7)
-
-
-def _draw_memory(axes: Axes, timeline: Timeline, unit: str) -> None:
-    scale = 0.85 / (timeline.peak_memory or 1.0)
-    formatter = EngFormatter(unit=unit, places=2)
-    for rank, (spans, peak) in enumerate(zip(timeline.ranks, timeline.peaks, strict=True)):
-        memory = [span.memory for span in spans] or [0.0]
-        # From the beginning, where the first event may start later, to the end of the whole schedule.
-        times = [0.0, *(span.start for span in spans), timeline.duration]
-        tops = [rank + 0.45 - scale * height for height in (memory[0], *(span.memory for span in spans), memory[-1])]
-        axes.fill_between(times, rank + 0.45, tops, step="post", color=PALETTE[0], alpha=0.35, linewidth=0)
-        axes.step(times, tops, where="post", color=PALETTE[0], linestyle="-", marker="", linewidth=0.9)
-        place = axes.get_yaxis_transform()
-        axes.text(1.01, rank, f"peak {formatter(peak)}", transform=place, fontsize=7, va="center")
-    axes.set_title("memory stored when events start", fontsize=9)

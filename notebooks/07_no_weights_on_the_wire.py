@@ -32,13 +32,15 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import torch
 from IPython.display import display
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 from torch import nn
 
 import gbfunc as gb
 from gbfunc.generation import generate_piece
 from gbfunc.parallel import make_schedule, simulate
 from gbfunc.parallel.planner import DeviceSpec
-from gbfunc.plots import PALETTE, plot_schedule
+from gbfunc.plots import PALETTE
 
 # %% [markdown]
 # ## A layer in two pieces
@@ -183,12 +185,59 @@ plt.show()
 # backward in two and fills the gaps with the gradients of weights.
 
 # %%
+EVENTS = {
+    "forward": ("#0072B2", ""),
+    "backward": ("#D55E00", ""),
+    "backward_input": ("#D55E00", ""),
+    "backward_weight": ("#E69F00", ""),
+    "loss": ("#000000", ""),
+    "update": ("#009E73", ""),
+    "generate": ("#56B4E9", ""),
+    "generate_backward": ("#CC79A7", ""),
+    "all_reduce": ("#444444", ""),
+    "all_gather": ("#999999", ""),
+    "reduce_scatter": ("#999999", "////"),
+    "send": ("#CCCCCC", ""),
+    "receive": ("#CCCCCC", "////"),
+}
+
+
+def plot_schedule(timeline, title):
+    """Draw what each rank does over time, and below it the memory that each rank holds."""
+    n_ranks = len(timeline.ranks)
+    figure = Figure(figsize=(9.6, 1.6 + 0.8 * n_ranks), layout="constrained")
+    events, memory = figure.subplots(2)
+    for axes in (events, memory):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set(yticks=range(n_ranks), ylim=(n_ranks - 0.5, -0.5), xlim=(0.0, timeline.duration), ylabel="rank")
+    for kind, (color, hatch) in EVENTS.items():
+        if same := [s for rank in timeline.ranks for s in rank if s.end > s.start and s.event.kind == kind]:
+            starts, widths = [s.start for s in same], [s.end - s.start for s in same]
+            style = {"color": color, "hatch": hatch, "edgecolor": "white", "linewidth": 0.4}
+            bars = events.barh([s.rank for s in same], widths, 0.8, starts, label=kind.replace("_", " "), **style)
+            # Computation is marked with its microbatch, where there is room.
+            marks = [s.event.microbatch if s.end - s.start > 0.007 * timeline.duration else None for s in same]
+            marks = ["" if mark is None or kind in ("send", "receive") else str(mark) for mark in marks]
+            events.bar_label(bars, marks, label_type="center", color="white", fontsize=7)
+    scale = 0.85 / timeline.peak_memory
+    for rank, (spans, peak) in enumerate(zip(timeline.ranks, timeline.peaks, strict=True)):
+        times = [0.0, *(s.start for s in spans), timeline.duration]
+        held = [spans[0].memory, *(s.memory for s in spans), spans[-1].memory]
+        tops = [rank + 0.45 - scale * height for height in held]
+        memory.fill_between(times, rank + 0.45, tops, step="post", color=PALETTE[0], alpha=0.35, linewidth=0)
+        memory.step(times, tops, where="post", color=PALETTE[0], linewidth=0.9)
+        words = f"peak {EngFormatter(places=2)(peak)}"
+        memory.text(1.01, rank, words, transform=memory.get_yaxis_transform(), fontsize=7, va="center")
+    events.set_title(f"{title}: duration {timeline.duration:.4g}, bubble {timeline.bubble:.1%}")
+    memory.set_title("memory stored when events start", fontsize=9)
+    memory.set_xlabel("time")
+    figure.legend(*events.get_legend_handles_labels(), frameon=False, loc="outside upper center", ncols=7)
+    return figure
+
+
 for kind in ("gpipe", "1f1b", "zbv"):
     timeline = simulate(make_schedule(kind, layers=8, ranks=4, microbatches=8, weights="generated"))
-    figure = plot_schedule(timeline)
-    axes = figure.axes[0]
-    axes.set_title(f"{kind}: {axes.get_title()}")
-    display(figure)
+    display(plot_schedule(timeline, kind))
 
 # %% [markdown]
 # What is stored where, for the schedules of the training puzzles, with weights that are stored and with weights that

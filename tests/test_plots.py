@@ -7,14 +7,7 @@ import pytest
 import torch
 from matplotlib.axes import Axes
 
-from gbfunc.parallel.schedule import Timeline, make_schedule, simulate
-from gbfunc.plots import (
-    PALETTE,
-    learning_curve,
-    plot_schedule,
-    tradeoff_curves,
-    weight_images,
-)
+from gbfunc.plots import PALETTE, learning_curve, tradeoff_curves, weight_images
 
 ROWS = [{"epoch": i, "step": 10 * i, "train_loss": 2.0 / i, "val_accuracy": 1 - 0.5 / i} for i in (1, 2, 3)]
 
@@ -108,25 +101,5 @@ def test_nothing_to_draw_is_an_error() -> None:
             weight_images(nets)
     with pytest.raises(ValueError, match=r"finite weights, and \['w'\] are not"):
         weight_images({"a": {"w": torch.full((3, 2), torch.nan)}})
-    with pytest.raises(ValueError, match="events that take time"):
-        plot_schedule(Timeline(((),)))
     with pytest.raises(ValueError, match="rows of 2 weights are no images"):
         weight_images({"a": {"w": torch.zeros(3, 2)}}, (3, 3))
-
-
-def test_schedules_show_every_event_that_takes_time_and_memory() -> None:
-    timeline = simulate(make_schedule("gpipe", layers=2, ranks=2, microbatches=3))
-    figure = plot_schedule(timeline, "s", "B")
-    events, memory = figure.axes
-    spans = [span for rank in timeline.ranks for span in rank if span.end > span.start]
-    bars = [(bar.get_x(), bar.get_x() + bar.get_width()) for group in events.containers for bar in group]
-    expected = [(span.start, span.end) for span in spans]
-    assert np.asarray(sorted(bars)) == pytest.approx(np.asarray(sorted(expected)))
-    assert labels(figure.legends[0]) == ["forward", "backward", "update", "send", "receive"]
-    assert sorted(text.get_text() for text in events.texts if text.get_text()) == sorted("012" * 4)
-    assert "bubble" in events.get_title() and memory.get_xlabel() == "time (s)"
-    assert len(memory.lines) == 2 and "B" in memory.texts[0].get_text()
-    # From the base of its row up, by the part of the highest peak.
-    rows = [np.asarray(line.get_ydata(), dtype=float) for line in memory.lines]
-    heights = [rank + 0.45 - tops.min() for rank, tops in enumerate(rows)]
-    assert heights == pytest.approx([0.85 * peak / timeline.peak_memory for peak in timeline.peaks])

@@ -49,14 +49,7 @@ class GPT(nn.Module):
     """
 
     def __init__(
-        self,
-        vocabulary: int,
-        context: int,
-        layers: int,
-        width: int,
-        heads: int,
-        hidden: int,
-        bias: bool = False,
+        self, vocabulary: int, context: int, layers: int, width: int, heads: int, hidden: int, bias: bool = False
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
@@ -131,13 +124,7 @@ class ViT(nn.Module):
 
 
 def vit(
-    interface: Interface,
-    *,
-    patch: int = 4,
-    layers: int = 6,
-    width: int = 64,
-    heads: int = 4,
-    hidden: int | None = None,
+    interface: Interface, *, patch: int = 4, layers: int = 6, width: int = 64, heads: int = 4, hidden: int | None = None
 ) -> PNet:
     """Describe a `ViT` for an image task, its options as there; `hidden` is twice the width by default."""
     base.check_reads("vit", interface, "images", 3)
