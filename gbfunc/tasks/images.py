@@ -191,37 +191,23 @@ class _Stub:
         self.parts += state
 
 
-def _latin1(text: Any, encoding: Any) -> bytes:
-    """Encode text as Python 3 writes bytes for Python 2."""
-    if encoding != "latin1" or not isinstance(text, str):
-        raise pickle.UnpicklingError(f"it encodes a {type(text).__name__} as {encoding!r}")
-    return text.encode("latin1")
-
-
-_ARRAYS = ("multiarray._reconstruct", "numeric._frombuffer")
-_NAMES: dict[str, Any] = {f"numpy.{core}.{name}": _Stub for core in ("core", "_core") for name in _ARRAYS}
-_NAMES |= {"numpy.ndarray": _Stub, "numpy.dtype": _Stub, "_codecs.encode": _latin1}
-
-
 class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (full := f"{module}.{name}") not in _NAMES:
+        if (full := f"{module}.{name}") not in ("numpy.core.multiarray._reconstruct", "numpy.ndarray", "numpy.dtype"):
             raise pickle.UnpicklingError(f"it asks for {full}, which no batch of images needs")
-        return _NAMES[full]
+        return _Stub
 
 
 def read_batch(path: Path) -> Images:
-    """Read images [N, 3, 32, 32] and labels [N] of one batch."""
+    """Read images [N, 3, 32, 32] and labels [N] of one batch, as Python 2 wrote it."""
     with one_error(path, "CIFAR-10 batch"):
         if (size := path.stat().st_size) > _MAX_BYTES:
             raise ValueError(f"it has {size:,} bytes, a batch has at most {_MAX_BYTES:,}")
         with path.open("rb") as file:
-            batch = _Reader(file, encoding="bytes").load()
-        # Keys are bytes in a file of Python 2.
-        entries = {k.decode("latin1") if isinstance(k, bytes) else k: v for k, v in batch.items()}
-        labels, array = labels_of(entries["labels"]), entries["data"]
-        # Arguments of `_frombuffer`, or three of `_reconstruct` and the state of an array: version, shape, ...
-        data, dtype, shape, order = array.parts if len(array.parts) == 4 else [array.parts[i] for i in (7, 5, 4, 6)]
-        if shape != (len(labels), 3_072) or dtype.parts[0] not in ("u1", b"u1", "uint8") or order not in (False, "C"):
+            batch = _Reader(file, encoding="latin1").load()
+        labels = labels_of(batch["labels"])
+        # Three arguments of `_reconstruct`, then the state of the array.
+        *_, shape, dtype, by_columns, data = batch["data"].parts
+        if shape != (len(labels), 3_072) or dtype.parts[0] != "u1" or by_columns:
             raise ValueError(f"data must be {len(labels)} x 3072 unsigned bytes, row by row, got {shape}")
-        return np.frombuffer(data, np.uint8).reshape(-1, *_SHAPE), labels
+        return np.frombuffer(data.encode("latin1"), np.uint8).reshape(-1, *_SHAPE), labels

