@@ -200,7 +200,7 @@ class Bench(Command):
     cases: Annotated[tuple[str, ...] | None, shows("NAME ...", "all")] = None
     # Runs per case; ratios are medians over the runs, with the range.
     repeat: Annotated[int, arg(metavar="N"), COUNT] = 1
-    # Device: cpu, or cuda for larger sizes in bfloat16.
+    # Device: cpu, or cuda, where steps are measured as CUDA graphs too.
     device: str = "cpu"
     # Threads of the CPU.
     threads: Threads = None

@@ -47,7 +47,7 @@ def run_bench(options: Bench) -> None:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"--device must be cpu or cuda, got {options.device}")
     on_cuda = device.type == "cuda"
-    setting = Setting(device, torch.bfloat16 if on_cuda else None, options.threads or torch.get_num_threads())
+    setting = Setting(device, None, options.threads or torch.get_num_threads())
     benches = choose(cases.BENCHES["quick" if options.quick else "cuda" if on_cuda else "full"], options.cases)
     with open_folder(options.out) as folder:
         visit = 0.02 if options.quick else 0.1
@@ -90,6 +90,7 @@ def print_results(results: Mapping[str, Any]) -> None:
     def number(value: float | None, form: str, unit: str = "") -> str:
         return "" if value is None else f"{value:{form}}{unit}"
 
+    on_gpu = {"launches": ",.0f", "busy": ".0%"} if r["device"] == "cuda" else {}
     for row in r["rows"]:
         if previous not in (None, row["case"]):
             rows.append(())
@@ -104,11 +105,12 @@ def print_results(results: Mapping[str, Any]) -> None:
                 f"{min(ratios):.3g} to {max(ratios):.3g}" if len(ratios) > 1 else "",
                 number(row["ratio_to_naive"], ".3g"),
                 number(row["peak_mb"], ",.0f") or "out of memory",
+                *(number(row[name], form) for name, form in on_gpu.items()),
             )
         )
         previous = row["case"]
     machine = f"{r['machine']}, {r['threads']} threads, torch {r['torch']}, {r['dtype']}"
-    columns = ("case", "variant", "step", "first", "x dense", "range", "x naive", "peak MB")
+    columns = ("case", "variant", "step", "first", "x dense", "range", "x naive", "peak MB", *on_gpu)
     print_table(columns, rows, notes=[machine, *r["skipped"]])
 
 

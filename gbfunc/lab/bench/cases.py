@@ -24,8 +24,8 @@ from gbfunc.hypernets import Hypernet
 from gbfunc.hypernets.mlp import GNet
 from gbfunc.lab.bench.jax_steps import jax_step
 from gbfunc.plan import Plan
+from gbfunc.tasks.pnets import PNETS, Interface
 from gbfunc.tasks.pnets.base import seeded
-from gbfunc.tasks.pnets.convnets import ResNet18
 from gbfunc.tasks.pnets.gpt import GPT
 from gbfunc.tasks.pnets.mlp import mlp, mlp_plan
 from gbfunc.trees import flat_genome
@@ -89,9 +89,11 @@ def loss_fn(net: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
     return loss.to_local() if hasattr(loss, "to_local") else loss
 
 
-def plain_step(loss: Callable[[], Tensor], leaves: Iterable[Tensor] | list[dict[str, Any]], lr: float) -> Step:
+def plain_step(
+    loss: Callable[[], Tensor], leaves: Iterable[Tensor] | list[dict[str, Any]], lr: float, **options: Any
+) -> Step:
     """Make the loop that anyone would write: a loss, its gradients, a step of AdamW."""
-    optimizer = torch.optim.AdamW(leaves, lr=lr, fused=True)
+    optimizer = torch.optim.AdamW(leaves, lr=lr, fused=True, **options)
 
     def step() -> Tensor:
         optimizer.zero_grad()
@@ -103,12 +105,31 @@ def plain_step(loss: Callable[[], Tensor], leaves: Iterable[Tensor] | list[dict[
     return step
 
 
-def _plain(setup: Setup, net: nn.Module) -> Step:
+def _plain(setup: Setup, net: nn.Module, **options: Any) -> Step:
     def loss() -> Tensor:
         with torch.autocast(setup.setting.device.type, setup.setting.amp, enabled=setup.setting.amp is not None):
             return loss_fn(net, setup.batch)
 
-    return plain_step(loss, [p for p in net.parameters() if p.requires_grad], setup.setting.lr)
+    return plain_step(loss, [p for p in net.parameters() if p.requires_grad], setup.setting.lr, **options)
+
+
+def _dense_graph(setup: Setup) -> Step:
+    """Make the dense step as one CUDA graph."""
+    step, graph = _plain(setup, setup.pnet, capturable=True), torch.cuda.CUDAGraph()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph):
+        loss = step()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return loss
+
+    return replay
 
 
 def genome_step(plan: Plan, pnet: nn.Module, batch: Batch, lr: float, **options: Any) -> Step:
@@ -162,12 +183,14 @@ class NaiveGNet(GNet):
         return torch.relu(codes_rcb @ weight_bH + leaves["bias"]) @ leaves["out_weight"] + leaves["out_bias"]
 
 
-def _population(setup: Setup, *, together: bool) -> Step:
-    """Make a step of 16 genomes, in one call or one after the other."""
+def _population(setup: Setup, *, together: bool, n: int = 16, **options: Any) -> Step:
+    """Make a step of n genomes, in one call or one after the other."""
     optimizer = gb.torch_optimizer(torch.optim.AdamW, lr=setup.setting.lr)
-    train_step = gb.make_train_step(setup.plan, setup.pnet, loss_fn, optimizer, donate=True, amp=setup.setting.amp)
-    many = gb.population(train_step, 16)
-    all_states, states = many.init(), [train_step.init(seed=i) for i in range(16)]
+    train_step = gb.make_train_step(
+        setup.plan, setup.pnet, loss_fn, optimizer, donate=True, amp=setup.setting.amp, **options
+    )
+    many = gb.population(train_step, n)
+    all_states, states = many.init(), [] if together else [train_step.init(seed=i) for i in range(n)]
 
     def at_once() -> Tensor:
         nonlocal all_states
@@ -190,6 +213,8 @@ def _periodic(**options: Any) -> Any:
 
 VARIANTS: Mapping[str, tuple[Literal["periodic", "relu", ""], Callable[[Setup], Step]]] = {
     "dense": ("", lambda setup: _plain(setup, setup.pnet)),
+    "dense captured": ("", _dense_graph),
+    "periodic captured": _periodic(lazy="auto", cuda_graph=True),
     "periodic materialised": _periodic(lazy=False),
     "periodic lazy": _periodic(lazy=True),
     "periodic auto": _periodic(lazy="auto"),
@@ -203,6 +228,7 @@ VARIANTS: Mapping[str, tuple[Literal["periodic", "relu", ""], Callable[[Setup], 
     "naive": ("relu", partial(_genome, kernel="eager", lazy=False)),
     "16 genomes together": ("periodic", partial(_population, together=True)),
     "16 genomes one by one": ("periodic", partial(_population, together=False)),
+    "256 genomes captured": ("periodic", partial(_population, together=True, n=256, cuda_graph=True)),
     "jax dense": ("periodic", partial(jax_step, thin=False)),
     "jax thin": ("periodic", partial(jax_step, thin=True)),
     "jax thin transposed": ("periodic", partial(jax_step, thin=True, transposed=True)),
@@ -215,6 +241,8 @@ VARIANTS: Mapping[str, tuple[Literal["periodic", "relu", ""], Callable[[Setup], 
 
 def why_not(case: Case, setting: Setting) -> str:
     """Say why a case cannot be measured here; "" where it can."""
+    if setting.device.type != "cuda" and any(variant.endswith("captured") for variant in case.variants):
+        return f"{case.name}: not measured, CUDA graphs need a GPU"
     if not any(variant.startswith("jax") for variant in case.variants):
         return ""
     if find_spec("optax") is None:
@@ -301,9 +329,14 @@ def gpt_case(
     return _case(net=net, batch=partial(sequences, batch, length, words), variants=variants, **options)
 
 
-def _resnet_case(batch: int, width: int, variants: Sequence[str]) -> Case:
+def _images_case(name: str, batch: int, variants: Sequence[str], **config: Any) -> Case:
+    """Make training steps of a network of `gbfunc train --pnet` on images of CIFAR-10's size."""
     batches = partial(features, (batch, 3, 32, 32), 10)
-    return _case(f"resnet18 {width}", partial(ResNet18, 3, width, 10), batches, variants)
+    return _case(" ".join(map(str, (name, *config.values()))), partial(_image_net, name, config), batches, variants)
+
+
+def _image_net(name: str, config: Mapping[str, Any]) -> nn.Module:
+    return PNETS[name](Interface((3, 32, 32), 10), **config).build(0)
 
 
 def _demo_case(variants: Sequence[str]) -> Case:
@@ -317,7 +350,7 @@ _KINDS: Mapping[str, Callable[..., Case]] = {
     "mlp": mlp_case,
     "generation": generation_case,
     "gpt": gpt_case,
-    "resnet18": _resnet_case,
+    "images": _images_case,
     "demo": _demo_case,
 }
 

@@ -77,6 +77,17 @@ def time_together(
     return {key: Timing(statistics.median(t), warm_ups[key][0], len(t)) for key, t in times.items()}
 
 
+def _kernels(step: Step) -> tuple[float, float]:
+    """Kernels of a step, and the seconds that they take."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(_STEPS):
+            step()
+        torch.cuda.synchronize()
+    events: Any = profile.events()
+    times = [e.device_time_total for e in events if e.device_type.name == "CUDA"]
+    return len(times) / _STEPS, sum(times) / _STEPS / 1e6
+
+
 _STEPS = 3
 # malloc.h of glibc
 _M_MMAP_THRESHOLD, _MAPPED_BYTES = -3, 2**17
@@ -160,12 +171,15 @@ def run_bench(bench: Bench, setting: Setting, *, rounds: int, visit: float, memo
     pairs = {(case.name, variant): case for case in bench for variant in case.variants}
     built = {(name, variant): build(case, variant, setting) for (name, variant), case in pairs.items()}
     times = time_together({key: b[0] for key, b in built.items()}, setting.device, rounds=rounds, visit=visit)
+    on_cuda = setting.device.type == "cuda"
+    kernels = {key: _kernels(b[0]) if on_cuda else (None, None) for key, b in built.items()}
     # The networks themselves must not be in memory when other processes need it.
     sizes = {key: b[1:] for key, b in built.items()}
     del built
     rows = []
     for (name, variant), case in pairs.items():
         (seconds, first, repeats), (weights, features) = times[name, variant], sizes[name, variant]
+        launches, busy = kernels[name, variant]
         dense, naive = (times.get((name, other)) for other in ("dense", "naive"))
         peak = measure_memory(case, variant, setting) if memory else None
         row: Row = {
@@ -175,6 +189,8 @@ def run_bench(bench: Bench, setting: Setting, *, rounds: int, visit: float, memo
             "first_ms": first * 1e3,  # time of the first step, with whatever it compiles
             "ratio_to_dense": dense and seconds / dense.seconds,
             "ratio_to_naive": naive and seconds / naive.seconds,
+            "launches": launches,  # of kernels on a GPU, in a step
+            "busy": busy and busy / seconds,  # part of the time in which a GPU computes
             "peak_mb": peak and peak / 1e6,  # of the steps in another process, in 10^6 bytes
             "weights": weights,  # of the matrices that are generated, or trained themselves
             "features": features,
