@@ -262,10 +262,10 @@ def _other_targets(batch: Any) -> list[Any]:
     """Batches `(x, y)`, or with `labels`, with the targets of other rows, at last of one row; [] for other batches."""
     labelled = isinstance(batch, dict)
     y = batch.get("labels") if labelled else batch[1] if type(batch) in (tuple, list) and len(batch) == 2 else None
-    if not isinstance(y, Tensor) or not y.ndim:
+    if not isinstance(y, Tensor) or not y.ndim or len(y) < 2:
         return []
     # Contiguous, as other strides would compile the step anew.
-    others = *(y.roll(n, 0) for n in range(1, 5)), y[:1].expand_as(y).contiguous()
+    others = *(y.roll(n, 0) for n in range(1, min(5, len(y)))), y[:1].expand_as(y).contiguous()
     return [{**batch, "labels": other} if labelled else (batch[0], other) for other in others]
 
 
