@@ -18,7 +18,7 @@ import torch
 
 import gbfunc as gb
 from gbfunc.exporting.page import embedded, page
-from gbfunc.formats.layout import DOCUMENTS, WORDS, Allowed, inflate, unpack_plan
+from gbfunc.formats.layout import DOCUMENTS, Allowed, inflate
 from gbfunc.genome import unflat_genome
 from tests.support.step_cases import stored_with
 from tests.test_exporting_page import TYPES, every
@@ -27,18 +27,18 @@ from tests.test_storage_genome_file_hostile import stream
 pytestmark = pytest.mark.process
 
 
-def packed(text: str, wbits: int, words: bytes) -> bytes:
-    packer = zlib.compressobj(9, zlib.DEFLATED, wbits, 9, zdict=words)
+def packed(text: str) -> bytes:
+    packer = zlib.compressobj(9, zlib.DEFLATED, -15, 9, zdict=DOCUMENTS)
     return packer.compress(text.encode()) + packer.flush()
 
 
 def compact(text: str, numbers: bytes = b"", flags: int = 9) -> bytes:
-    checked = bytes([flags]) + packed(text, -15, DOCUMENTS) + numbers
+    checked = bytes([flags]) + packed(text) + numbers
     return b"GB5" + checked[:1] + zlib.crc32(checked).to_bytes(4, "little") + checked[1:]
 
 
 def plain(header: dict[str, Any], text: str, body: bytes) -> bytes:
-    about = header["__metadata__"] | {"plan": base64.b85encode(packed(text, 15, WORDS)).decode()}
+    about = header["__metadata__"] | {"plan": base64.b85encode(packed(text)).decode()}
     digest = hashlib.sha256(text.encode())
     for name in sorted(header.keys() - {"__metadata__"}):
         (n,), (start, end) = header[name]["shape"], header[name]["data_offsets"]
@@ -206,7 +206,7 @@ def changed(rng: random.Random, data: bytes) -> bytes:
     else:
         size = 8 + int.from_bytes(data[:8], "little")
         header, numbers = json.loads(data[8:size]), data[size:]
-        text = unpack_plan(header["__metadata__"]["plan"], Allowed.by(len(data)))
+        text = inflate(base64.b85decode(header["__metadata__"]["plan"]), Allowed.by(len(data)))[0]
     if rng.random() < 0.15:
         cut, at = rng.choice((0, 1, 8, 40)), rng.randrange(len(numbers) + 1)
         numbers = rng.choice(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import gbfunc as gb
 from gbfunc.formats import genome_file_bytes
-from gbfunc.formats.layout import DOCUMENTS, WORDS, deflate
+from gbfunc.formats.layout import DOCUMENTS, deflate
 from gbfunc.formats.rounding import rounded
 from gbfunc.storage.genome_file import load_dtype
 from tests.support.forgery import Genuine, leaves_of, refused, refused_cheaply, refused_or_usable
@@ -48,8 +48,7 @@ def test_codes_that_are_mostly_alike_take_less_than_their_bits(tmp_path: Path) -
 
 
 def test_the_words_of_a_format_stay_as_they_are() -> None:
-    digests = [hashlib.sha256(words).hexdigest()[:16] for words in (WORDS, DOCUMENTS)]
-    assert digests == ["1a4f4f1d9f983291", "515c1ab3d5ba3441"]
+    assert hashlib.sha256(DOCUMENTS).hexdigest()[:16] == "515c1ab3d5ba3441"
     # What deflate can reach from the end of a long document.
     assert len(DOCUMENTS) <= 2**15 - 262
 

@@ -3,7 +3,7 @@
 import copy
 import json
 import zlib
-from base64 import b85encode
+from base64 import b85decode, b85encode
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 
 import gbfunc as gb
 from gbfunc.formats import genome_file_bytes, step_stream
-from gbfunc.formats.layout import DOCUMENTS, SCHEMA, Allowed, pack_plan, unpack_plan
+from gbfunc.formats.layout import DOCUMENTS, SCHEMA, Allowed, inflate, pack_plan
 from gbfunc.formats.steps import LARGEST, LEAST, MOST
 from gbfunc.formats.symbols import NARROWEST, PIECE, WIDEST, geometric, join
 from gbfunc.plan import TensorPlan
@@ -80,9 +80,9 @@ def test_a_wrong_digest(name: str, genuine: Genuine, tmp_path: Path) -> None:
 
 
 def test_formats_and_dtypes_that_are_unknown_or_others(genuine: Genuine, tmp_path: Path) -> None:
-    for name in ("", "gbfunc-genome-1", "GBFUNC-GENOME-2"):
+    for name in ("", "gbfunc-genome-2", "GBFUNC-GENOME-3"):
         data = forged(genuine.plan.to_json(), genuine.tensors, format=name)
-        refused(data, tmp_path, f"its format is '{name}', the one known here is 'gbfunc-genome-2'")
+        refused(data, tmp_path, f"its format is '{name}', the one known here is 'gbfunc-genome-3'")
     for name in ("", "float64", "int8", "torch.float16"):
         data = forged(genuine.plan.to_json(), genuine.tensors, numbers=name)
         refused_cheaply(data, tmp_path, f"its dtype is '{name}', known here are float32, float16, bfloat16")
@@ -182,13 +182,11 @@ NONE = "its plan cannot be unpacked"
 PACKED: dict[str, tuple[str, str]] = {
     "bomb of spaces": (packed(b" " * (1 << 25)), "4,194,305 bytes or more as JSON"),
     "nothing": ("", NONE),
-    "not the alphabet": ('"' + VALID[1:], f"{NONE}: bad base85 character"),
-    "more than 32 bits": ("~" * 5 + VALID, f"{NONE}: base85 overflow"),
-    "not ASCII": ("ü" + VALID[1:], f"{NONE}: .*ASCII"),
-    "a lone last character": (VALID[: len(VALID) // 5 * 5] + "0", NONE),
-    "no stream": (b85encode(b"nothing of zlib's").decode(), f"{NONE}: Error -3"),
-    "without its checksum": (b85encode(zlib.compress(b"{}")[:-4]).decode(), f"{NONE}: it is cut"),
-    "trailing": (b85encode(zlib.compress(b"{}") + b"x").decode(), f"{NONE}: 1 bytes follow it"),
+    "not the alphabet": ('"' + VALID[1:], "bad base85 character"),
+    "more than 32 bits": ("~" * 5 + VALID, "base85 overflow"),
+    "not ASCII": ("ü" + VALID[1:], "ASCII"),
+    "no stream": (b85encode(b"\xffnothing of zlib's").decode(), f"{NONE}: Error -3"),
+    "a cut stream": (b85encode(b85decode(VALID)[:-2]).decode(), f"{NONE}: it is cut"),
     "not UTF-8": (packed(b"\xff\xfe"), f"{NONE}: 'utf-8' codec"),
     "too many characters": ("0" * (9 << 20), "its header has 9,437,.* bytes; a file holds at most"),
 }
@@ -201,14 +199,11 @@ def test_plans_that_are_not_packed_as_they_should_be(name: str, genuine: Genuine
     check(forged(genuine.plan.to_json(), genuine.tensors, plan=plan), tmp_path, words)
 
 
-@given(st.text() | st.sampled_from(sorted(PLANS)).map(lambda name: PLANS[name][1].to_json()))
-def test_what_is_packed_is_unpacked(text: str) -> None:
+@pytest.mark.parametrize("name", PLANS)
+def test_what_is_packed_is_unpacked(name: str) -> None:
+    text = PLANS[name][1].to_json()
     short = pack_plan(text)
-    assert (
-        unpack_plan(short, Allowed.by(len(text), 1)) == text
-        and pack_plan(text) == short
-        and len(short) < len(text) / 1.7 + 200
-    )
+    assert inflate(b85decode(short), Allowed.by(len(text), 1)) == (text, 0) and len(short) < len(text) / 1.7 + 200
     # As it stands in a file: nothing is escaped.
     assert json.dumps(short) == f'"{short}"'
 

@@ -4,8 +4,7 @@
     header     JSON, padded to 8 bytes: format, plan, SHA-256; dtype, shape and offsets per tensor
     data       one tensor [n] per dtype, wider dtypes first: the leaves of this dtype, sorted by name
 
-The plan in the header is compressed JSON, in an alphabet that JSON does not escape. `compact` describes the layout of
-genomes in codes.
+The plan in the header is compressed JSON in base85, which JSON does not escape. `compact` lays out genomes in codes.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from gbfunc.formats.rounding import stored_dtype
 from gbfunc.types import DTYPES, JSON, Params, TensorMap, dtype_name
 from gbfunc.untrusted import parse_json
 
-FORMAT = "gbfunc-genome-2"
+FORMAT = "gbfunc-genome-3"
 
 _FILES = files("gbfunc.formats")
 SCHEMA: JSON = json.loads(_FILES.joinpath("schema.json").read_text("ascii"))
@@ -74,7 +73,6 @@ def file_header(plan_json: str, leaves: TensorMap, stored: TensorMap, digest: st
 
     The header names a narrower dtype only if a leaf has this dtype. Raises `ValueError` for a plan too large to read.
     """
-    check_limits(json.loads(plan_json))
     narrowed = {dtype_name(x.dtype) for k, x in stored.items() if x.dtype != leaves[k].dtype}
     about = {"numbers": narrowed.pop()} if narrowed else {}
     metadata = {"format": FORMAT, **about, "plan": pack_plan(plan_json), "sha256": digest}
@@ -89,73 +87,43 @@ def file_header(plan_json: str, leaves: TensorMap, stored: TensorMap, digest: st
     return len(text).to_bytes(8, "little") + text
 
 
-_WORDS, _BEFORE, _AFTER, *_DOCUMENTS = _FILES.joinpath("words.txt").read_text("ascii").splitlines()
-WORDS = _WORDS.encode()
-"""Preset dictionary of zlib for plans in safetensors files: frequent text of plans."""
-DOCUMENTS = (_BEFORE + _WORDS + _AFTER + "\n".join(_DOCUMENTS)).encode()
-"""Preset dictionary of zlib for compact files, with whole documents of typical trainings.
+DOCUMENTS = _FILES.joinpath("words.txt").read_bytes().rstrip()
+"""Preset dictionary of zlib: text of plans, and documents of typical trainings; deflate looks 32 kB back.
 
-Do not change the two dictionaries: existing files would become unreadable. Deflate looks 32 kB back.
+Do not change the dictionary: existing files would become unreadable.
 """
 
 
 def pack_plan(text: str) -> str:
-    """Packs a plan's JSON by zlib and base85, to about a fifth; raises ValueError for a plan too long to read.
-
-    The packed text depends on the version of zlib; every version can unpack it.
-    """
-    return _checked(base64.b85encode(_compressed(text, 15, WORDS))).decode()
-
-
-def unpack_plan(packed: str, allowed: Allowed) -> str:
-    """Undoes `pack_plan`; raises ValueError for other text, and stops at the limits of a file."""
-    try:
-        data = base64.b85decode(packed)
-        # `b85decode` accepts an incomplete last group, which decodes to fewer bytes.
-        if base64.b85encode(data).decode() != packed:
-            raise ValueError("its last characters are none that base85 ends with")
-        text, rest = _decompressed(data, 15, WORDS, allowed)
-        if rest:
-            raise ValueError(f"{rest:,} bytes follow it")
-        return text
-    except (ValueError, zlib.error) as error:
-        raise ValueError(f"its plan cannot be unpacked: {error}") from error
+    """Packs a plan's JSON by `deflate` and base85; raises ValueError for a plan too long to read."""
+    packed = base64.b85encode(deflate(text)).decode()
+    check_most("the plan", len(packed), "bytes when packed", "mostPacked")
+    return packed
 
 
 def deflate(text: str) -> bytes:
-    """Packs a plan's JSON into a raw deflate stream, which marks its end; raises ValueError as `file_header` does."""
+    """Packs a plan's JSON into a raw deflate stream, which marks its end; raises ValueError for a plan too large.
+
+    The stream depends on the version of zlib; every version can unpack it.
+    """
+    _check_size(data := text.encode())
     check_limits(json.loads(text))
-    return _checked(_compressed(text, -15, DOCUMENTS))
-
-
-def inflate(data: bytes, allowed: Allowed) -> tuple[str, int]:
-    """Undoes `deflate` and counts the bytes after the stream; raises ValueError as `unpack_plan` does."""
-    try:
-        return _decompressed(data, -15, DOCUMENTS, allowed)
-    except (ValueError, zlib.error) as error:
-        raise ValueError(f"its plan cannot be unpacked: {error}") from error
-
-
-def _compressed(text: str, wbits: int, words: bytes) -> bytes:
-    data = text.encode()
-    _check_size(data)
-    packer = zlib.compressobj(9, zlib.DEFLATED, wbits, 9, zdict=words)
+    packer = zlib.compressobj(9, zlib.DEFLATED, -15, 9, zdict=DOCUMENTS)
     return packer.compress(data) + packer.flush()
 
 
-def _decompressed(data: bytes, wbits: int, words: bytes, allowed: Allowed) -> tuple[str, int]:
-    unpacker = zlib.decompressobj(wbits, zdict=words)
-    text = unpacker.decompress(data, LIMITS["mostPlan"] + 1)
-    _check_size(text)
-    allowed.check("containers", text.count(b"{") + text.count(b"["))
-    if not unpacker.eof:
-        raise ValueError("it is cut short")
-    return text.decode(), len(unpacker.unused_data)
-
-
-def _checked(packed: bytes) -> bytes:
-    check_most("the plan", len(packed), "bytes when packed", "mostPacked")
-    return packed
+def inflate(data: bytes, allowed: Allowed) -> tuple[str, int]:
+    """Undoes `deflate` and counts the bytes after the stream; raises ValueError for other data or beyond a limit."""
+    unpacker = zlib.decompressobj(-15, zdict=DOCUMENTS)
+    try:
+        text = unpacker.decompress(data, LIMITS["mostPlan"] + 1)
+        _check_size(text)
+        allowed.check("containers", text.count(b"{") + text.count(b"["))
+        if not unpacker.eof:
+            raise ValueError("it is cut short")
+        return text.decode(), len(unpacker.unused_data)
+    except (ValueError, zlib.error) as error:
+        raise ValueError(f"its plan cannot be unpacked: {error}") from error
 
 
 def check_most(owner: str, count: int, what: str, limit: str) -> None:
@@ -178,12 +146,14 @@ def read_document(text: str) -> JSON:
 
 def check_limits(data: JSON) -> None:
     """Raises ValueError for the JSON of a plan that would take long to read."""
-    tensors, buffers, hypernets = data["tensors"], data.get("buffers", []), data["hypernets"]
-    shapes = [t["shape"] for t in tensors] + [b[1] for b in buffers]
+    tensors, hypernets = data["tensors"], data["hypernets"]
+    shapes = [t["shape"] for t in tensors] + [b[1] for b in data.get("buffers", [])]
     options = [value for h in hypernets for value in h.values() if isinstance(value, list)]
-    names = len(shapes) + sum(len(t.get("aliases", [])) for t in tensors)
-    check_most("the plan", names, "names of tensors", "mostTensors")
-    check_most("the plan", len(hypernets), "hypernetworks", "mostTensors")
-    check_most("the plan", len(data["encodings"]), "encodings", "mostTensors")
-    check_most("the plan", max(map(len, shapes), default=0), "dimensions in a shape", "mostDims")
-    check_most("the plan", max(map(len, options), default=0), "layers in a g-net", "mostLayers")
+    for count, what, limit in (
+        (len(shapes) + sum(len(t.get("aliases", [])) for t in tensors), "names of tensors", "mostTensors"),
+        (len(hypernets), "hypernetworks", "mostTensors"),
+        (len(data["encodings"]), "encodings", "mostTensors"),
+        (max(map(len, shapes), default=0), "dimensions in a shape", "mostDims"),
+        (max(map(len, options), default=0), "layers in a g-net", "mostLayers"),
+    ):
+        check_most("the plan", count, what, limit)

@@ -13,24 +13,7 @@ from torch import Tensor
 
 from gbfunc.formats.layout import Allowed
 from gbfunc.formats.statistics import codable, coded, counter_entries, counters_of, read_counters, squares_of
-from gbfunc.formats.steps import (
-    LARGEST,
-    LEAST,
-    MOST,
-    OCTAVE,
-    Part,
-    Quantised,
-    Seen,
-    Steps,
-    in_period,
-    joined,
-    limits_of,
-    parts_of,
-    quantise,
-    quantise_part,
-    shifts_of,
-    sizes_of,
-)
+from gbfunc.formats.steps import LARGEST, LEAST, MOST, OCTAVE, Part, Quantised, Seen, Steps, joined, parts_of, quantise
 from gbfunc.formats.symbols import NARROWEST, PIECE, WIDEST, Entry, Reader, geometric, geometric_bits, join
 from gbfunc.trees import DIRECT
 from gbfunc.types import Params, TensorMap
@@ -60,7 +43,7 @@ def _width_and_bits(found: Quantised) -> tuple[int, float]:
     best = int(np.argmin(bits_W))
     width, bits = _WIDTHS[best], bits_W[best]
     if found.part.period is not None:
-        even = np.log2(2 * np.array(limits_of(found)) + 1).sum()
+        even = np.log2(2 * np.array(found.limits) + 1).sum()
         if even < bits:
             width, bits = WIDEST, even
     return int(width), float(bits)
@@ -115,7 +98,7 @@ def _steps_at(plan: Any, leaves: TensorMap, squares: TensorMap, log_noise: float
     for part in parts:
         leaf = leaves[part.leaf]
         numbers = coded(part.leaf, leaf, seen.variances) if part.statistic else part.of(leaf)
-        shifts, alive = shifts_of(part, seen.gains, "cpu")
+        shifts, alive = seen.shifts(part, "cpu")
         least = _least(part, numbers, shifts, alive)
         index, coarsest = (_STATISTIC, _STATISTIC) if part.statistic else (least, MOST)
         found = squares_of(part.leaf, leaves, squares) if part.statistic else squares.get(part.leaf)
@@ -125,7 +108,7 @@ def _steps_at(plan: Any, leaves: TensorMap, squares: TensorMap, log_noise: float
             mean = float(even.mean()) if even.numel() else 0.0
             index = coarsest if mean <= 0 else round(OCTAVE * (log_noise - math.log2(mean) / 2))
         indices.append(max(LEAST, least, min(coarsest, index)))
-        one, held = quantise_part(part, leaf, indices[-1], seen)
+        one, held = seen.quantise(part, leaf, indices[-1])
         bits += _width_and_bits(one)[1]
         if found is None and part.leaf.startswith(DIRECT) and numbers.numel():
             largest = float(numbers.abs().max())
@@ -137,7 +120,7 @@ def _steps_at(plan: Any, leaves: TensorMap, squares: TensorMap, log_noise: float
 
 def _least(part: Part, numbers: Tensor, shifts: Tensor, alive: Tensor) -> int:
     """Finds the smallest index with which no number of a part exceeds `LARGEST` steps."""
-    least = OCTAVE * (in_period(part, numbers.double()).abs() / LARGEST).log2() + OCTAVE // 2 * shifts
+    least = OCTAVE * (part.in_period(numbers.double()).abs() / LARGEST).log2() + OCTAVE // 2 * shifts
     stored = least[alive.expand(part.shape)]
     most = float(stored.max()) if stored.numel() else -math.inf
     return min(MOST, max(LEAST, math.ceil(most))) if math.isfinite(most) else LEAST
@@ -174,7 +157,7 @@ def _entry(symbol: int, limits: list[int]) -> Entry:
 def _tables(found: Quantised, width: int) -> tuple[NDArray[np.int64], list[list[int]]]:
     """Returns the largest integer of the tables [n] of a part's stored integers, and the tables."""
     evenly = width == WIDEST
-    own = np.array(limits_of(found), np.int64) if evenly else _width_at(width, _stored(found)[1])
+    own = np.array(found.limits, np.int64) if evenly else _width_at(width, _stored(found)[1])
     keys, index = np.unique(own, return_inverse=True)
     tables = [geometric(WIDEST, key) if evenly else geometric(key, LARGEST) for key in keys.tolist()]
     reaches = np.array([reach for reach, _ in tables], np.int64)
@@ -201,9 +184,7 @@ def unpack_steps(plan: Any, data: bytes, statistics: bool, allowed: Allowed) -> 
     widths = _read_header(reader, len(parts), NARROWEST, WIDEST)
     seen, values = Seen({}, {}), []
     for part, index, width in zip(parts, indices, widths, strict=True):
-        shifts, alive = shifts_of(part, seen.gains, "cpu")
-        integers = torch.zeros(part.shape, dtype=torch.float32, device="cpu")
-        found = Quantised(part, integers, sizes_of(index, shifts), shifts, alive)
+        found = seen.zeros(part, index, "cpu")
         if width == WIDEST and part.period is None:
             raise ValueError("its codes are of a width that only numbers with a period have")
         if width != NARROWEST:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple, TypeVar
@@ -113,6 +113,16 @@ class Part(NamedTuple):
     def of(self, leaf: Tensor) -> Tensor:
         return leaf if self.last is None else leaf[self.first : self.last]
 
+    def in_period(self, x: Tensor) -> Tensor:
+        """Moves numbers towards 0 by multiples of the period, if any."""
+        return x if self.period is None else x - self.period * (x / self.period).round()
+
+    def limit(self, steps: Tensor) -> Tensor:
+        """Computes the largest integers; numbers are at most half the period, if any."""
+        if self.period is None:
+            return torch.tensor(float(LARGEST), device=steps.device)
+        return (self.period / 2 / steps.double()).floor().clamp(max=LARGEST)
+
     @property
     def gain_key(self) -> tuple[str | None, int]:
         return self.gain, self.first
@@ -142,6 +152,11 @@ class Quantised(NamedTuple):
     @property
     def live(self) -> Tensor:
         return self.alive.expand(self.part.shape)
+
+    @property
+    def limits(self) -> list[int]:
+        """The largest possible integer per stored integer."""
+        return self.part.limit(self.steps).expand(self.part.shape)[self.live].long().tolist()
 
 
 @lru_cache(maxsize=16)
@@ -205,44 +220,9 @@ def _mean_squares(code: Encoding, n: int, tile: int, count: bool = False) -> Any
     return total / length
 
 
-def shifts_of(part: Part, gains: Mapping[tuple[str | None, int], Tensor], device: Any) -> tuple[Tensor, Tensor]:
-    """Computes `shifts` and `alive` of a part (`Quantised`) from the integers of the gains."""
-    ndim = len(part.shape)
-    shifts = torch.zeros((1,) * ndim, dtype=torch.long, device=device)
-    if part.finer:
-        shifts = shifts + torch.tensor(part.finer, device=device)[:, None]
-    if part.gain is None:
-        return shifts, torch.ones((1,) * ndim, dtype=torch.bool, device=device)
-    gain_TH = gains[part.gain_key]
-    shape = (part.shape[0], *(1,) * (ndim - 2), part.shape[-1])
-    # The exponent of the square is 2 log2 |gain|, rounded down, plus 1.
-    return shifts + torch.frexp(gain_TH * gain_TH).exponent.long().reshape(shape), (gain_TH != 0).reshape(shape)
-
-
 @lru_cache(maxsize=8)
 def _table(device: torch.device) -> Tensor:
     return _STEPS.to(device)
-
-
-def sizes_of(index: int, shifts: Tensor) -> Tensor:
-    """Returns the steps of an index, finer by `shifts` half octaves."""
-    return _table(shifts.device)[index - OCTAVE // 2 * shifts + _REACH]
-
-
-def _limit(part: Part, steps: Tensor) -> Tensor:
-    """Computes the largest integers of a part with a period: numbers are at most half the period."""
-    assert part.period is not None
-    return (part.period / 2 / steps.double()).floor()
-
-
-def in_period(part: Part, x: Tensor) -> Tensor:
-    """Moves the numbers of a part towards 0 by multiples of the period, if any."""
-    return x if part.period is None else x - part.period * (x / part.period).round()
-
-
-def limits_of(found: Quantised) -> list[int]:
-    """Lists the largest possible integer per stored integer of a part with a period."""
-    return _limit(found.part, found.steps).clamp(max=LARGEST).expand(found.part.shape)[found.live].long().tolist()
 
 
 class Seen(NamedTuple):
@@ -250,6 +230,35 @@ class Seen(NamedTuple):
 
     gains: dict[tuple[str | None, int], Tensor]
     variances: dict[str, Tensor]
+
+    def shifts(self, part: Part, device: Any) -> tuple[Tensor, Tensor]:
+        """Computes `shifts` and `alive` of a part (`Quantised`) from the integers of the gains."""
+        ndim = len(part.shape)
+        shifts = torch.zeros((1,) * ndim, dtype=torch.long, device=device)
+        if part.finer:
+            shifts = shifts + torch.tensor(part.finer, device=device)[:, None]
+        if part.gain is None:
+            return shifts, torch.ones((1,) * ndim, dtype=torch.bool, device=device)
+        gain_TH = self.gains[part.gain_key]
+        shape = (part.shape[0], *(1,) * (ndim - 2), part.shape[-1])
+        # The exponent of the square is 2 log2 |gain|, rounded down, plus 1.
+        return shifts + torch.frexp(gain_TH * gain_TH).exponent.long().reshape(shape), (gain_TH != 0).reshape(shape)
+
+    def zeros(self, part: Part, index: int, device: Any) -> Quantised:
+        """Returns integers 0 with the steps of an index, finer by the shifts."""
+        shifts, alive = self.shifts(part, device)
+        steps = _table(shifts.device)[index - OCTAVE // 2 * shifts + _REACH]
+        integers = torch.zeros(part.shape, dtype=torch.float32, device=device)
+        return Quantised(part, integers, steps, shifts, alive)
+
+    def quantise(self, part: Part, leaf: Tensor, index: int) -> tuple[Quantised, Tensor]:
+        """Quantises a part; returns the integers, and the numbers that the integers represent."""
+        x = part.of(leaf.detach()).float()
+        x = part.in_period(coded(part.leaf, x, self.variances) if part.statistic else x)
+        found = self.zeros(part, index, x.device)
+        limit = part.limit(found.steps).to(x.dtype)
+        integers = (x / found.steps).round().clamp(-limit, limit)
+        return found._replace(integers=integers), self.add(part, integers, found.steps)
 
     def add(self, part: Part, integers: Tensor, steps: Tensor) -> Tensor:
         """Records a part and returns the numbers that its integers represent."""
@@ -261,26 +270,12 @@ class Seen(NamedTuple):
         return uncoded(part.leaf, numbers, self.variances)
 
 
-def quantise_part(part: Part, leaf: Tensor, index: int, seen: Seen) -> tuple[Quantised, Tensor]:
-    """Quantises a part; returns the integers, and the numbers that the integers represent."""
-    x = part.of(leaf.detach()).float()
-    x = coded(part.leaf, x, seen.variances) if part.statistic else x
-    shifts, alive = shifts_of(part, seen.gains, x.device)
-    steps = sizes_of(index, shifts)
-    limit = torch.tensor(float(LARGEST), dtype=x.dtype, device=x.device)
-    if part.period is not None:
-        x = in_period(part, x)
-        limit = torch.minimum(limit, _limit(part, steps).float())
-    integers = (x / steps).round().clamp(-limit, limit)
-    return Quantised(part, integers, steps, shifts, alive), seen.add(part, integers, steps)
-
-
 def quantise(plan: Any, leaves: TensorMap, steps: Steps) -> Iterator[tuple[Quantised, Tensor]]:
     """Quantises every part on the device of the leaves; skips statistics that `leaves` lacks."""
     parts = [part for part in parts_of(plan, steps.statistics) if part.leaf in leaves or not part.statistic]
     seen = Seen({}, {})
     for part, index in zip(parts, steps.of_parts(parts), strict=True):
-        yield quantise_part(part, leaves[part.leaf], index, seen)
+        yield seen.quantise(part, leaves[part.leaf], index)
 
 
 def check_steps(plan: Any, steps: Steps) -> None:

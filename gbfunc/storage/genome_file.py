@@ -6,6 +6,7 @@ and excessive declared sizes raise `ValueError`.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import math
 import os
@@ -19,18 +20,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gbfunc.files import replace_file
-from gbfunc.formats import AUTO, STORED_DTYPES, Steps, Stored, check_steps, compact, document, stored_as
+from gbfunc.formats import AUTO, STORED_DTYPES, Steps, Stored, check_steps, compact, document, layout, stored_as
 from gbfunc.formats.compact import Compact
-from gbfunc.formats.layout import (
-    FORMAT,
-    Allowed,
-    check_most,
-    file_header,
-    names_by_dtype,
-    read_document,
-    stored_leaves,
-    unpack_plan,
-)
 from gbfunc.formats.rounding import BITS, is_stat, narrow_stats
 from gbfunc.formats.steps import numbers_of_codes
 from gbfunc.genome import check_genome, unflat_genome
@@ -76,7 +67,7 @@ def save(
     flat = stored_tensors(genome)
     compare_trees(plan.leaves, flat, "the genome does not fit the plan")
     _check_values(flat, "the genome")
-    stored = {} if name == AUTO else stored_leaves(flat, name, narrow_stats(flat))
+    stored = {} if name == AUTO else layout.stored_leaves(flat, name, narrow_stats(flat))
     for key, leaf in stored.items():
         if leaf.dtype != flat[key].dtype and not is_stat(key):
             _check_range(key, flat[key].abs(), leaf)
@@ -88,10 +79,10 @@ def save(
     elif name in BITS:
         data, _ = compact.pack(text, flat, BITS[name])
     else:
-        by_dtype = names_by_dtype(stored).items()
+        by_dtype = layout.names_by_dtype(stored).items()
         with torch.autocast("cpu", enabled=False):
             tensors = {dtype: torch.cat([stored[k].reshape(-1) for k in names]) for dtype, names in by_dtype}
-        header = file_header(text, flat, stored, _digest(text, tensors))
+        header = layout.file_header(text, flat, stored, _digest(text, tensors))
         data = b"".join([header, *(x.view(torch.uint8).numpy().data for x in tensors.values())])
     replace_file(Path(path), data)
     return len(data)
@@ -131,7 +122,7 @@ def load(
 def load_metadata(path: str | os.PathLike[str]) -> Any:
     """Returns the metadata of a genome file, or None without metadata; raises the errors of `load`."""
     with _opened(path) as file:
-        return read_document(file.document).get("metadata")
+        return layout.read_document(file.document).get("metadata")
 
 
 def load_dtype(path: str | os.PathLike[str]) -> Stored | None:
@@ -167,25 +158,26 @@ def _says_genome(metadata: Mapping[str, str] | None) -> bool:
 def _open(path: Path, max_params: int | None) -> Compact | _Plain:
     if not path.is_file():
         raise ValueError("it is not a file")
-    allowed = Allowed.by(path.stat().st_size, max_params)
+    allowed = layout.Allowed.by(path.stat().st_size, max_params)
     with path.open("rb") as file:
         start = file.read(8)
         if start.startswith(compact.MAGIC):
             return Compact.parse(start + file.read(), allowed)
         if (size := int.from_bytes(start, "little")) > path.stat().st_size:
             raise ValueError("it is no genome, and no safetensors file")
-        check_most("its header", size, "bytes", "mostHeader")
+        layout.check_most("its header", size, "bytes", "mostHeader")
     with safe_open(path, framework="pt", device="cpu") as file:
         metadata = file.metadata() or {}
         # Copies, because safetensors maps the file into memory and other processes may change it.
         tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118 (not a dict)
     if not _says_genome(metadata):
         raise ValueError("it is a safetensors file, but not a genome (no gbfunc plan in its header)")
-    if metadata["format"] != FORMAT:
-        raise ValueError(f"its format is {metadata['format']!r}, the one known here is {FORMAT!r}")
+    if metadata["format"] != layout.FORMAT:
+        raise ValueError(f"its format is {metadata['format']!r}, the one known here is {layout.FORMAT!r}")
     if (name := metadata.get("numbers")) is not None and name not in STORED_DTYPES:
         raise ValueError(f"its dtype is {name!r}, known here are {', '.join(STORED_DTYPES)}")
-    return _Plain(unpack_plan(metadata["plan"], allowed), name, metadata.get("sha256", ""), tensors, allowed)
+    document, _ = layout.inflate(base64.b85decode(metadata["plan"]), allowed)
+    return _Plain(document, name, metadata.get("sha256", ""), tensors, allowed)
 
 
 class _Plain(NamedTuple):
@@ -193,12 +185,12 @@ class _Plain(NamedTuple):
     dtype: str | None  # Stored dtype of trained leaves; None for the plan's
     digest: str  # Digest declared by the file
     tensors: Params  # One tensor [n] per dtype
-    allowed: Allowed
+    allowed: layout.Allowed
 
     def leaves(self, plan: Plan) -> Params:
         expected = plan.leaves
-        stored = stored_leaves(expected, self.dtype)
-        names = names_by_dtype(stored)
+        stored = layout.stored_leaves(expected, self.dtype)
+        names = layout.names_by_dtype(stored)
         lengths = {dtype: [stored[k].numel() for k in names[dtype]] for dtype in names}
         specs = {dtype: TensorSpec((sum(lengths[dtype]),), DTYPES[dtype]) for dtype in names}
         compare_trees(specs, self.tensors, "its tensors are not those of its plan")

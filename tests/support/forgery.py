@@ -73,7 +73,8 @@ def joined(leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def packed(plan: str | bytes) -> str:
     """Any text, as a file's plan is packed; without the words that spare a valid one some bytes."""
-    return b85encode(zlib.compress(plan if isinstance(plan, bytes) else plan.encode(), 9)).decode()
+    packer = zlib.compressobj(9, zlib.DEFLATED, -15)
+    return b85encode(packer.compress(plan if isinstance(plan, bytes) else plan.encode()) + packer.flush()).decode()
 
 
 def forged(plan: str, tensors: Mapping[str, Tensor], /, **metadata: str) -> bytes:
@@ -83,7 +84,7 @@ def forged(plan: str, tensors: Mapping[str, Tensor], /, **metadata: str) -> byte
         tensor = tensors[name]
         digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(bytes_of(tensor))
-    header = {"format": "gbfunc-genome-2", "plan": packed(plan), "sha256": digest.hexdigest(), **metadata}
+    header = {"format": "gbfunc-genome-3", "plan": packed(plan), "sha256": digest.hexdigest(), **metadata}
     return save({k: v.clone().contiguous() for k, v in tensors.items()}, header)
 
 

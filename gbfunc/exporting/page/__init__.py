@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from gbfunc.formats.compact import EXPONENT, MAGIC, STEPS
-from gbfunc.formats.layout import DOCUMENTS, SCHEMA, WORDS
+from gbfunc.formats.layout import DOCUMENTS, SCHEMA
 from gbfunc.formats.statistics import LEAST_VARIANCE
 from gbfunc.formats.steps import COARSEST, FINEST, LARGEST
 from gbfunc.formats.symbols import HALVINGS, NARROWEST, PIECE, POWERS, ROOTS, WIDEST
@@ -96,9 +96,9 @@ def in_address(genome: bytes) -> str:
 
 def script(*names: str) -> str:
     """Some of the page's scripts in one, after the constants that they need."""
-    packer = zlib.compressobj(9, zlib.DEFLATED, -15, zdict=WORDS)
+    packer = zlib.compressobj(9, zlib.DEFLATED, -15)
     documents = base64.b64encode(packer.compress(DOCUMENTS) + packer.flush()).decode("ascii")
-    texts = {"words": WORDS.decode("ascii"), "documents": documents, "magic": MAGIC.decode("ascii"), "schema": SCHEMA}
+    texts = {"documents": documents, "magic": MAGIC.decode("ascii"), "schema": SCHEMA}
     runs = {"exponent": EXPONENT, "piece": PIECE, "powers": POWERS, "roots": ROOTS, "halvings": HALVINGS}
     steps = {"widths": [NARROWEST, WIDEST], "largest": LARGEST, "finer": [COARSEST, FINEST], "version": VERSION}
     limits = {"steps": STEPS, "leastVariance": LEAST_VARIANCE, "mostWeights": MOST_WEIGHTS}

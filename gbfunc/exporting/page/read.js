@@ -16,7 +16,7 @@ const LIMITS = {
   mostOutputs: 1_000,
   mostContext: 1 << 14,
 };
-const PLAIN = "gbfunc-genome-2";
+const PLAIN = "gbfunc-genome-3";
 const ITEM_BYTES = {
   int64: 8, float64: 8, complex64: 8, float32: 4, int32: 4, bfloat16: 2, float16: 2, int16: 2, int8: 1, uint8: 1, bool: 1,
 };
@@ -94,11 +94,14 @@ function tensorsIn(bytes, start, entries) {
   return tensors;
 }
 
+/** The preset dictionary of packed plans. */
+function documents() {
+  return inflate(ascii(atob(FORMAT.documents)), 0).out;
+}
+
 /** A file of which every tensor is of a dtype of its own; its plan is in the header. */
 function readPlain(about, tensors, start, size) {
-  const packed = base85(about.plan);
-  // A preset dictionary: 6 bytes of zlib's header before the stream, and a sum of 4 bytes, which the digest makes needless.
-  const text = utf8(inflate(packed, 6, ascii(FORMAT.words)).out);
+  const text = utf8(inflate(base85(about.plan), 0, documents()).out);
   const names = Object.keys(tensors).sort();
   const said = names.flatMap((name) => [
     ascii(`\n${name} torch.${name} (${tensors[name].bytes.length / ITEM_BYTES[name]},)\n`), tensors[name].bytes,
@@ -135,9 +138,7 @@ function readCompact(bytes) {
   const bits = flags & ~(NARROW | RUNS | IN_CODES);
   const inCodes = (flags & IN_CODES) > 0;
   refuseUnless(bits === FORMAT.steps || (!inCodes && bits >= 2 && bits <= 8), `not a genome: it has codes of ${bits} bits`);
-  // Whole documents, packed with the words.
-  const words = inflate(ascii(atob(FORMAT.documents)), 0, ascii(FORMAT.words)).out;
-  const document = inflate(bytes, start, words);
+  const document = inflate(bytes, start, documents());
   const { plan, metadata } = parsePlan(utf8(document.out), bytes.length);
   // Numbers may take no bits: what a file of this size may make is limited all the same.
   const names = Object.keys(plan.leaves).sort();
