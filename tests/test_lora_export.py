@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import gbfunc as gb
-from gbfunc.storage.lora import as_low_rank, lora_of
+from gbfunc.storage.lora import as_low_rank
 from gbfunc.tiling import join_tiles, tile_grid
 from tests.support.adapters import adapter, moved, pretrained, tokens
 from tests.support.hugging_face import tiny
@@ -131,7 +131,7 @@ def test_gpt2_with_hugging_faces_conv1d_and_a_tied_embedding(tmp_path: Path) -> 
 def refused(match: str, pnet: nn.Module, hypernet: Any = None, **options: Any) -> None:
     plan = gb.make_plan(pnet, hypernet or gb.low_rank(2), base="own", **options)
     with pytest.raises(ValueError, match=f"{match}.*gb.materialize"):
-        lora_of(plan, gb.init_genome(plan, pnet), pnet)
+        gb.save_lora("nowhere", plan, gb.init_genome(plan, pnet), pnet)
 
 
 def test_what_cannot_be_exported_is_named() -> None:

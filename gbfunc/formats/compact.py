@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -184,7 +184,10 @@ class Compact(NamedTuple):
         else:
             coded = {name: expected[name] for name in sorted(expected.keys() - plain.keys())}
             read = (self._read_runs if self.flags & _RUNS else self._read_symbols)(codes, [*coded.values()])
-            flat |= {name: decode(found, coded[name]) for name, found in zip(coded, read, strict=True)}
+            for name, scales_N, zeros_N, numbers in zip(coded, *read, strict=True):
+                like = coded[name]
+                codes_NK = numbers.reshape(-1, max(1, block_size(tuple(like.shape))))
+                flat[name] = decode(Codes(codes_NK, scales_N, zeros_N), like)
         return {name: x.reshape(expected[name].shape).to(expected[name].dtype) for name, x in flat.items()}
 
     def stored(self, read_plan: Callable[[str], Any]) -> str | Steps:
@@ -208,7 +211,8 @@ class Compact(NamedTuple):
             raise ValueError(f"it holds {len(self.numbers):,} bytes of numbers, expected {at:,} or more")
         return plain, self.numbers[at:]
 
-    def _read_runs(self, data: bytes, coded: list[Tensor]) -> list[Codes]:
+    def _read_runs(self, data: bytes, coded: list[Tensor]) -> tuple[Sequence[Tensor], ...]:
+        """Reads scales, zero points and codes, by leaf."""
         counts = [_blocks(x) for x in coded]
         blocks, numbers = sum(counts), sum(x.numel() for x in coded)
         if not _fits_runs(coded):
@@ -216,28 +220,23 @@ class Compact(NamedTuple):
         reader = Reader(data, 3 + len(coded) + 3 * blocks + numbers)
         exponents = reader.run(blocks, 8, np.array([EXPONENT])).astype(np.int16)
         scales = torch.from_numpy(exponents << 7 | reader.run(blocks, 7, _MIDDLE[7])).view(torch.bfloat16)
-        zeros = torch.from_numpy(reader.run(blocks, self.bits, _MIDDLE[self.bits]))
-        found = []
-        for like, n, scales_N, zeros_N in zip(coded, counts, scales.split(counts), zeros.split(counts), strict=True):
-            centres = zeros_N.numpy().repeat(like.numel() // max(1, n))
-            codes = torch.from_numpy(reader.run(like.numel(), self.bits, centres))
-            found.append(Codes(codes.reshape(n, -1) if n else codes.reshape(0, 1), scales_N, zeros_N))
+        zeros = torch.from_numpy(reader.run(blocks, self.bits, _MIDDLE[self.bits])).split(counts)
+        codes = []
+        for like, zeros_N in zip(coded, zeros, strict=True):
+            centres = zeros_N.numpy().repeat(like.numel() // max(1, len(zeros_N)))
+            codes.append(torch.from_numpy(reader.run(like.numel(), self.bits, centres)))
         reader.close()
-        return found
+        return scales.split(counts), zeros, codes
 
-    def _read_symbols(self, data: bytes, coded: list[Tensor]) -> list[Codes]:
+    def _read_symbols(self, data: bytes, coded: list[Tensor]) -> tuple[Sequence[Tensor], ...]:
         counts = [_blocks(x) for x in coded]
         end = 2 * sum(counts)
         if end > len(data):
             raise ValueError(f"it holds {len(data):,} bytes of scales, expected {end:,} or more")
         scales = _tensor(data[:end], torch.bfloat16).split(counts)
         lengths = [n for x, count in zip(coded, counts, strict=True) for n in (count, x.numel())]
-        pieces = iter(torch.from_numpy(_unpack_symbols(data[end:], sum(lengths), self.bits)).split(lengths))
-        found = []
-        for like, scales_N in zip(coded, scales, strict=True):
-            zeros_N, codes = next(pieces), next(pieces)
-            found.append(Codes(codes.reshape(-1, max(1, block_size(tuple(like.shape)))), scales_N, zeros_N))
-        return found
+        pieces = torch.from_numpy(_unpack_symbols(data[end:], sum(lengths), self.bits)).split(lengths)
+        return scales, pieces[::2], pieces[1::2]
 
 
 def _bytes(tensor: Tensor) -> bytes:

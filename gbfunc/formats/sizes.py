@@ -51,7 +51,10 @@ def file_bytes(
         compare_trees(plan.leaves, leaves, "the genome does not fit the plan")
     text = document(plan, metadata)
     bare = text if metadata is None else plan.to_json()
-    owners, parts = owners_of(plan), Counter[str]()
+    parts, shares = Counter[str](), {}
+    for leaf, owners in owners_of(plan).items():
+        numel = max(1, sum(n for _, n in owners))
+        shares[leaf] = [(owner, n / numel) for owner, n in owners]
     if name == AUTO or name in BITS:
         if name in BITS:
             given = text, leaves, BITS[name]
@@ -65,9 +68,7 @@ def file_bytes(
         packed = sizes.document if bare is text else len(deflate(bare))
         parts += {PLAN: packed, METADATA: sizes.document - packed, CONTAINER: sizes.head}
         plain, codes = sizes.plain, [(SCALES, max(0.0, 8 * sizes.codes - sum(sizes.bits.values())))]
-        for leaf, bits in sizes.bits.items():
-            numel = sum(n for _, n in owners[leaf])
-            codes += [(owner, bits * n / max(1, numel)) for owner, n in owners[leaf]]
+        codes += [(owner, bits * share) for leaf, bits in sizes.bits.items() for owner, share in shares[leaf]]
         ends = np.cumsum([0.0, *(bits for _, bits in codes)])
         places = np.round(ends / (ends[-1] or 1.0) * sizes.codes).astype(int)
         for (owner, _), size in zip(codes, np.diff(places).tolist(), strict=True):
@@ -79,9 +80,8 @@ def file_bytes(
         extra = 0 if bare is text else len(pack_plan(text)) - packed
         parts += {PLAN: packed, METADATA: extra, CONTAINER: head - packed - extra}
     for leaf, size in plain.items():
-        numel = sum(n for _, n in owners[leaf])
-        for owner, n in owners[leaf]:
-            parts[owner] += size // max(1, numel) * n
+        for owner, share in shares[leaf]:
+            parts[owner] += round(size * share)
     return dict(parts)
 
 

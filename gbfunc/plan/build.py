@@ -326,23 +326,17 @@ def _check_encodings(
         codes = list[Encoding | None]()
         for axis, given in zip(("rows", "columns"), pair, strict=True):
             try:
-                code = _encoding(given)
-                codes.append(code)
-                if code is not None:
-                    for matrix in choice.tensor.matrices:
+                code = table(given) if isinstance(given, torch.Tensor | np.ndarray) else given
+                if not (code is None or isinstance(code, Encoding)):
+                    raise ValueError(f"expected an encoding, an array or None, got {code!r}")
+                for matrix in choice.tensor.matrices:
+                    if code is not None:
                         code.check(matrix.rows if axis == "rows" else matrix.cols)
+                codes.append(code)
             except ValueError as error:
                 raise ValueError(f"encodings[{name!r}], {axis}: {error}") from error
         checked[choice.tensor.name] = codes[0], codes[1]
     return checked
-
-
-def _encoding(codes: OwnCodes) -> Encoding | None:
-    if isinstance(codes, torch.Tensor | np.ndarray):
-        return table(codes)
-    if codes is not None and not isinstance(codes, Encoding):
-        raise ValueError(f"expected an encoding, an array or None, got {codes!r}")
-    return codes
 
 
 def _default_codes(matrix: MatrixDims, given: Codes) -> tuple[Encoding, Encoding]:

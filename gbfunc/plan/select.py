@@ -21,9 +21,6 @@ from gbfunc.types import dtype_name
 
 Rule = tuple[str, Hypernet | None]
 
-_PACKED = (torch.int8, torch.uint8, torch.int32)
-_ALL_LINEAR_KINDS = frozenset({"linear", "transposed_linear"})
-
 
 class Targets(NamedTuple):
     """Patterns that match the whole names of changed modules and of new modules outside the base."""
@@ -39,7 +36,7 @@ class Targets(NamedTuple):
     def changes(self, info: ParameterInfo, kind: LayerKind) -> bool:
         """Return True if a parameter of the base gets a delta."""
         if self.modules is None or self.modules == "all-linear":
-            return kind.selected and (self.modules is None or kind.name in _ALL_LINEAR_KINDS)
+            return kind.selected and (self.modules is None or kind.name in ("linear", "transposed_linear"))
         layers = [name.rpartition(".")[0] for name in (info.name, *info.aliases)]
         if not (info.tensor.numel() and info.tensor.is_floating_point()):
             return False
@@ -170,7 +167,8 @@ def choose(
         raise ValueError("nothing of the p-net has a delta or is new: name layers by target_modules or include")
     if targets is not None:
         # Quantised layers of other libraries keep their weights in buffers, or hide them.
-        left += [k for k, b in pnet.named_buffers() if b.dtype in _PACKED and targets.cannot_change(k, b)]
+        packed = (k for k, b in pnet.named_buffers() if b.dtype in (torch.int8, torch.uint8, torch.int32))
+        left += [k for k in packed if targets.cannot_change(k, pnet.get_buffer(k))]
         sized = ((k, m) for k, m in pnet.named_modules() if isinstance(getattr(m, "in_features", None), int))
         bare = [k for k, m in sized if not any(p.ndim > 1 for p in m.parameters())]
         left += [f"{k}.weight" for k in bare if targets.cannot_change(f"{k}.weight", torch.empty(1, 1, device="meta"))]

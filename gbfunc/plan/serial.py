@@ -12,12 +12,13 @@ from gbfunc.encoding import Encoding, encoding_from_json
 from gbfunc.formats.layout import LIMITS, check_limits, check_most, read_document
 from gbfunc.hypernets import Hypernet, from_module, hypernet_from_json
 from gbfunc.layers import KINDS
-from gbfunc.plan.slots import BufferPlan, Slot, TensorPlan, check_kind
+from gbfunc.plan.slots import BufferPlan, Slot, TensorPlan, check_kind, check_stored
 from gbfunc.tiling import TileGrid
-from gbfunc.types import DTYPES, JSON
+from gbfunc.types import JSON
 
 VERSION = 2
 _USUAL_KINDS = {1: "vector", 2: "linear", 4: "conv"}  # By number of dimensions; these kinds are omitted from the JSON
+V = TypeVar("V")
 C = TypeVar("C", bound=type[Hypernet] | type[Encoding])
 
 
@@ -112,63 +113,55 @@ def plan_from_json(
         if data["version"] != VERSION:
             raise ValueError(f"plan version {data['version']!r} is not the one known here, {VERSION}")
         check_limits(data)
-        hypernets = [hypernet_from_json(h, by_path) for h in _list(data["hypernets"])]
-        encodings = [encoding_from_json(e) for e in _list(data["encodings"])]
-        tensors = tuple(_tensor(entry, hypernets, encodings) for entry in _list(data["tensors"]))
-        buffers = tuple(_buffer(*_list(entry)) for entry in _list(data.get("buffers", [])))
-        target = _text(data.get("target", ""))
-        base = _base(*_list(data["base"])) if "base" in data else None
+        hypernets = [hypernet_from_json(h, by_path) for h in _typed(data["hypernets"], list)]
+        encodings = [encoding_from_json(e) for e in _typed(data["encodings"], list)]
+        tensors = tuple(_tensor(entry, hypernets, encodings) for entry in _typed(data["tensors"], list))
+        buffers = tuple(_buffer(*_typed(entry, list)) for entry in _typed(data.get("buffers", []), list))
+        target = _typed(data.get("target", ""), str)
+        base = _base(*_typed(data["base"], list)) if "base" in data else None
     except (KeyError, TypeError, IndexError, AttributeError, RecursionError, OverflowError) as error:
         raise ValueError(f"not a plan: {type(error).__name__}: {error}") from error
     check_most("the plan", sum(s.grid.n_tiles for t in tensors for s in t.slots), "tiles", "mostTiles")
     return tensors, buffers, target, base
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"expected text, got {value!r}")
-    return value
-
-
-def _list(value: Any) -> list[Any]:
-    if type(value) is not list:
-        raise TypeError(f"expected a list, got {value!r}")
+def _typed(value: Any, kind: type[V]) -> V:
+    if type(value) is not kind:
+        raise TypeError(f"expected {kind.__name__}, got {value!r}")
     return value
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    if any(type(n) is not int or not 0 <= n <= LIMITS["mostSide"] for n in _list(value)):
+    if any(type(n) is not int or not 0 <= n <= LIMITS["mostSide"] for n in _typed(value, list)):
         raise TypeError(f"expected a shape, got {value!r}")
     return tuple(value)
 
 
 def _buffer(name: Any, shape: Any, dtype: Any, persistent: Any) -> BufferPlan:
-    if dtype not in DTYPES or not isinstance(persistent, bool):
-        raise TypeError(f"expected a buffer [name, shape, dtype, persistent], got dtype {dtype!r}")
-    return BufferPlan(_text(name), _shape(shape), dtype, persistent)
+    check_stored(name, dtype)
+    return BufferPlan(_typed(name, str), _shape(shape), dtype, _typed(persistent, bool))
 
 
 def _base(digest: Any, params: Any, size: Any, name: Any, revision: Any) -> Base:
     if not all(type(n) is int and 0 <= n < 1 << 63 for n in (params, size)):
         raise TypeError(f"expected the parameters and bytes of a base, got {params!r} and {size!r}")
-    return Base(_text(digest), params, size, _text(name), _text(revision))
+    return Base(_typed(digest, str), params, size, _typed(name, str), _typed(revision, str))
 
 
 def _tensor(entry: JSON, hypernets: list[Hypernet], encodings: list[Encoding]) -> TensorPlan:
-    aliases, note = tuple(map(_text, _list(entry.get("aliases", [])))), _text(entry.get("note", ""))
-    name, shape, dtype = _text(entry["name"]), _shape(entry["shape"]), entry.get("dtype", "float32")
-    kind, base = entry.get("kind", _USUAL_KINDS.get(len(shape))), entry.get("base", False)
-    if type(base) is not bool:
-        raise TypeError(f"expected true or false, got {base!r}")
+    aliases = tuple(_typed(x, str) for x in _typed(entry.get("aliases", []), list))
+    name, shape, dtype = _typed(entry["name"], str), _shape(entry["shape"]), entry.get("dtype", "float32")
+    kind, base = entry.get("kind", _USUAL_KINDS.get(len(shape))), _typed(entry.get("base", False), bool)
     check_kind(name, kind)
     matrices = KINDS[kind].matrices(shape) if "slots" in entry else ()
     slots = []
-    for values, matrix in zip(_list(entry.get("slots", [])), matrices, strict=True):
+    for values, matrix in zip(_typed(entry.get("slots", []), list), matrices, strict=True):
         usual: list[Any] = [0.0, "", matrix.rows, matrix.cols]
-        h, row_code, col_code, scale, offset, group, tile_rows, tile_cols = [*_list(values), *usual[len(values) - 4 :]]
+        values = _typed(values, list) + usual[len(values) - 4 :]
+        h, row_code, col_code, scale, offset, group, tile_rows, tile_cols = values
         if any(type(i) is not int or i < 0 for i in values[:3]) or not {type(scale), type(offset)} <= {int, float}:
             raise TypeError(f"expected a slot [g-net, code, code, scale, offset, ...] of numbers, got {values!r}")
         grid = TileGrid(matrix.rows, matrix.cols, tile_rows, tile_cols)
         codes = encodings[row_code], encodings[col_code]
-        slots.append(Slot(hypernets[h], grid, *codes, float(scale), float(offset), _text(group)))
-    return TensorPlan(name, shape, dtype, kind, tuple(slots), aliases, note, base)
+        slots.append(Slot(hypernets[h], grid, *codes, float(scale), float(offset), _typed(group, str)))
+    return TensorPlan(name, shape, dtype, kind, tuple(slots), aliases, _typed(entry.get("note", ""), str), base)

@@ -21,7 +21,6 @@ from gbfunc.types import DTYPES, Lazy, MatrixDims, TileDims
 
 
 def check_kind(name: str, kind: str) -> None:
-    """Raise `ValueError` if the kind of layer is unknown."""
     if kind not in KINDS:
         raise ValueError(f"{name}: unknown kind {kind!r}, known are {', '.join(KINDS)}")
 

@@ -244,11 +244,10 @@ def _restore(
             compare_trees(flat, tensors, "it was saved with another optimizer or p-net")
             if int(tensors["step"]) < 0:
                 raise ValueError(f"it is of step {int(tensors['step'])}")
-        except ValueError as error:
-            raise ValueError(f"{file} is not a checkpoint to go on from: {error}") from error
-        except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-            words = f"its metadata cannot be read ({type(error).__name__}: {error})"
-            raise ValueError(f"{file} is not a checkpoint to go on from: {words}") from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+            raw = f"its metadata cannot be read ({type(error).__name__}: {error})"
+            why = error if isinstance(error, ValueError) else raw
+            raise ValueError(f"{file} is not a checkpoint to go on from: {why}") from error
         for name, leaf in flat.items():
             # Keep the memory layout of the existing leaf: the last bit of a sum may depend on the layout.
             flat[name] = torch.empty_like(leaf, requires_grad=False).copy_(tensors[name])

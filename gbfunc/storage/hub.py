@@ -33,8 +33,6 @@ _LARGE_FILES = frozenset(
 )
 """Options of `PreTrainedModel.save_pretrained` that `Trainer` passes and a genome ignores."""
 
-_PLAIN = {"format": "pt"}
-
 _CARD = """{head}
 # A genome{of}
 
@@ -70,7 +68,8 @@ def save_pretrained(
     place = Path(folder)
     _write(place, plan, genome, dtype, "FOLDER OR NAME")
     if state_dict is not None:
-        save_file({k: x.clone().contiguous() for k, x in state_dict.items()}, place / "model.safetensors", _PLAIN)
+        copies = {k: x.clone().contiguous() for k, x in state_dict.items()}
+        save_file(copies, place / "model.safetensors", {"format": "pt"})
     return push_pretrained(plan, genome, repo_id or place.name, dtype=dtype, **options) if push_to_hub else None
 
 
@@ -100,9 +99,6 @@ def load_pretrained(
     """Read a genome folder from disk or from the hub, as `GenomeModule.from_pretrained` does."""
     place = Path(name)
     if place.is_dir():
-        if not (place / GENOME_FILE).is_file():
-            words = f"holds no {GENOME_FILE}, which save_pretrained writes"
-            raise FileNotFoundError(f"the folder {os.fspath(name)!r} {words}")
         return load(place / GENOME_FILE, factories=factories)
     hub = import_extra(*_HUB)
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, OfflineModeIsEnabled

@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
+from gbfunc.base import Base
 from gbfunc.files import replace_file
 from gbfunc.generation import make_generator
 from gbfunc.genome import check_genome, check_plan
@@ -60,23 +61,10 @@ def save_lora(folder: str | os.PathLike[str], plan: Plan, genome: GenomeLike, pn
         ValueError: if plan, genome and p-net do not match, or LoRA cannot represent a tensor, which the error names.
         OSError: if a file cannot be written.
     """
-    config, tensors = lora_of(plan, genome, pnet)
-    place = Path(folder)
-    place.mkdir(parents=True, exist_ok=True)
-    data = to_bytes({k: x.detach().cpu().contiguous() for k, x in tensors.items()}, {"format": "pt"})
-    replace_file(place / "adapter_model.safetensors", data)
-    replace_file(place / "adapter_config.json", f"{json.dumps(config, indent=2)}\n".encode())
-    if not (place / "README.md").exists():
-        replace_file(place / "README.md", _card(plan).encode())
-    return len(data)
-
-
-def lora_of(plan: Plan, genome: GenomeLike, pnet: nn.Module) -> tuple[dict[str, Any], Params]:
-    """Return the config and tensors that `save_lora` writes; raises the same errors."""
     check_plan(plan, pnet)
     check_genome(plan, genome)
     base = plan.base_tensors(pnet)
-    if base is None:
+    if base is None or plan.base is None:
         raise ValueError(f"a LoRA adapter changes a base, and the plan has none (make_plan(base='own')){_INSTEAD}")
     deltas, heads = [t for t in plan.tensors if t.base], [t for t in plan.tensors if not t.base]
     if not deltas:
@@ -102,8 +90,23 @@ def lora_of(plan: Plan, genome: GenomeLike, pnet: nn.Module) -> tuple[dict[str, 
     # Copies, because safetensors rejects tensors that share memory.
     new = {name: dense[t.name].to(DTYPES[t.dtype], copy=True) for t in heads for name in (t.name, *t.aliases)}
     saved = _new_modules(pnet, new.keys())
-    tensors |= {f"{_PREFIX}{k}": x for k, x in _whole(pnet, saved, new | dict(genome.buffers)).items()}
-    return _config(plan, pnet, ranks, saved), tensors
+    given = new | dict(genome.buffers)
+    keys = [f"{module}.{k}" for module in saved for k in pnet.get_submodule(module).state_dict()]
+    if missing := [k for k in keys if k not in given]:
+        raise ValueError(f"modules_to_save of a LoRA adapter are whole, and {missing} are the base's{_INSTEAD}")
+    tensors |= {f"{_PREFIX}{k}": given[k] for k in keys}
+    config = _config(plan.base, pnet, ranks, saved)
+    place = Path(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    data = to_bytes({k: x.detach().cpu().contiguous() for k, x in tensors.items()}, {"format": "pt"})
+    replace_file(place / "adapter_model.safetensors", data)
+    replace_file(place / "adapter_config.json", f"{json.dumps(config, indent=2)}\n".encode())
+    if not (place / "README.md").exists():
+        head, named = card_head("peft", ["gbfunc", "lora"], plan.base.name), quoted(plan.base.name or "unnamed")
+        words = f"A genome of {plan.genome_params:,} parameters, exported by gbfunc as a LoRA adapter."
+        card = f"{head}\n{words}\n\nBase: {named}, digest {quoted(plan.base.digest)}.\n"
+        replace_file(place / "README.md", card.encode())
+    return len(data)
 
 
 def as_low_rank(left_ijrk: Tensor, right_ijck: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
@@ -163,22 +166,14 @@ def _new_modules(pnet: nn.Module, new: Collection[str]) -> list[str]:
     return saved
 
 
-def _whole(pnet: nn.Module, saved: list[str], given: Mapping[str, Tensor]) -> Params:
-    keys = [f"{module}.{k}" for module in saved for k in pnet.get_submodule(module).state_dict()]
-    if missing := [k for k in keys if k not in given]:
-        raise ValueError(f"modules_to_save of a LoRA adapter are whole, and {missing} are the base's{_INSTEAD}")
-    return {k: given[k] for k in keys}
-
-
-def _config(plan: Plan, pnet: nn.Module, ranks: Mapping[str, int], saved: list[str]) -> dict[str, Any]:
-    assert plan.base is not None
+def _config(base: Base, pnet: nn.Module, ranks: Mapping[str, int], saved: list[str]) -> dict[str, Any]:
     usual = Counter(ranks.values()).most_common(1)[0][0] if ranks else 1
     patterns = {_pattern(layer, ranks): rank for layer, rank in ranks.items() if rank != usual}
     layers = [pnet.get_submodule(layer) for layer in ranks]
     return {
         "peft_type": "LORA",
-        "base_model_name_or_path": plan.base.name or None,
-        "revision": plan.base.revision or None,
+        "base_model_name_or_path": base.name or None,
+        "revision": base.revision or None,
         "target_modules": _targets(pnet, ranks.keys(), saved),
         "modules_to_save": saved or None,
         "r": usual,
@@ -201,11 +196,3 @@ def _targets(pnet: nn.Module, layers: Collection[str], saved: Collection[str]) -
     inside = tuple(f"{module}." for module in saved)
     clash = any(n.endswith(f".{layer}") for n in names if not f"{n}.".startswith(inside) for layer in layers)
     return "|".join(map(re.escape, layers)) if clash else list(layers)
-
-
-def _card(plan: Plan) -> str:
-    assert plan.base is not None
-    words = f"A genome of {plan.genome_params:,} parameters, exported by gbfunc as a LoRA adapter."
-    named = quoted(plan.base.name) if plan.base.name else "unnamed"
-    words += f"\n\nBase: {named}, digest {quoted(plan.base.digest)}.\n"
-    return card_head("peft", ["gbfunc", "lora"], plan.base.name) + f"\n{words}"
