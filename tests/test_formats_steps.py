@@ -230,6 +230,17 @@ def test_what_is_not_trained_and_fits_no_steps_is_refused(size: float) -> None:
         allocate(plan, leaves, squares, 200.0)
 
 
+def test_a_file_of_more_codes_than_load_accepts_says_what_loads_it(tmp_path: Path) -> None:
+    plan = gb.make_plan(nn.Linear(1000, 400, bias=False), rules=[(".", None)])
+    genome = Genome({}, {"weight": torch.zeros(400, 1000)}, {})
+    genome.direct["weight"][0, 0] = 1.0
+    with pytest.warns(UserWarning, match="gb.load accepts 27.,... in .* max_params=400000$"):
+        gb.save(tmp_path / "g", plan, genome, Steps((("direct/weight", (0,)),)))
+    with pytest.raises(ValueError, match="declares .* symbols"):
+        gb.load(tmp_path / "g")
+    assert torch.equal(gb.load(tmp_path / "g", max_params=400_000)[1].direct["weight"], genome.direct["weight"])
+
+
 def test_steps_of_another_plan_are_refused(tmp_path: Path) -> None:
     plan, genome = made(gb.periodic(6))
     other, _ = made(gb.low_rank(2))

@@ -10,6 +10,7 @@ import base64
 import hashlib
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ from gbfunc.formats import AUTO, STORED_DTYPES, Steps, Stored, check_steps, comp
 from gbfunc.formats.compact import Compact
 from gbfunc.formats.rounding import BITS, is_stat, narrow_stats
 from gbfunc.formats.steps import numbers_of_codes
+from gbfunc.formats.symbols import PIECE
 from gbfunc.genome import check_genome, unflat_genome
 from gbfunc.plan import Plan
 from gbfunc.plan.serial import check_readable
@@ -51,7 +53,7 @@ def save(
         metadata: any JSON, such as names of classes; `load_metadata` returns it.
 
     Returns:
-        Number of bytes written. Equal genomes produce equal bytes.
+        Number of bytes written. A warning names `max_params` if `load` needs it. Equal genomes produce equal bytes.
 
     Raises:
         ValueError: if the genome does not fit the plan, or holds values that are not finite, or too large or too small
@@ -75,7 +77,12 @@ def save(
     text = document(plan, metadata)
     if isinstance(dtype, Steps):
         check_steps(plan, dtype)
-        data, _ = compact.pack_with_steps(text, plan, flat, dtype)
+        data, sizes = compact.pack_with_steps(text, plan, flat, dtype)
+        symbols = PIECE * (int.from_bytes(data[len(data) - sizes.codes :][:2], "little") - 1)
+        if symbols > (most := layout.Allowed.by(len(data)).symbols):
+            what = f"the file has over {symbols:,} codes with steps; gb.load accepts {most:,} in a file of its size"
+            enough = max(symbols, sum(x.numel() for x in flat.values()), numbers_of_codes(plan))
+            warnings.warn(f"{what}: load the file with max_params={enough}", UserWarning, stacklevel=2)
     elif name in BITS:
         data, _ = compact.pack(text, flat, BITS[name])
     else:
