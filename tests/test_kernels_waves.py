@@ -22,6 +22,8 @@ from tests.support.kernel_cases import FAST, INTERPRETED, NEEDS_COMPILER, assert
 from tests.support.trees_equal import same_bits
 
 LEAVES = ("weight", "phase", "sine", "cosine")
+# Triton's sides compensate the rounding of large angles, those of C++ do not.
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-6 if INTERPRETED else 1e-5}
 
 
 def leaves_of(side: Side) -> list[Tensor]:
@@ -96,7 +98,7 @@ def loop(side: Side) -> Tensor:
 
 def with_gradients(side: Side, kernel: Kernel, seed: int = 0) -> list[Tensor]:
     (out,) = waves([side], kernel=kernel)
-    g = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(out.dtype)
+    g = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(out.dtype)
     # Weights of codes without columns may be no part of the graph.
     anchored = out + 0 * sum(x.sum() for x in leaves_of(side))
     return [out.detach(), *torch.autograd.grad(anchored, leaves_of(side), g)]
@@ -109,13 +111,28 @@ def test_sides_and_gradients_equal_the_loop_and_the_parts(kernel: Kernel, case: 
     found = with_gradients(side, kernel)
     torch.testing.assert_close(found[0], loop(side), rtol=1e-12, atol=1e-12)
     assert_alike(found, with_gradients(side, "reference"), 1e-12)
-    single = side._replace(**{k: None if x is None else x.detach().float() for k, x in _floats(side).items()})
-    for leaf in leaves_of(single):
+    single = case.side(torch.float32, seed)
+    assert_exact(with_gradients(single, kernel), single, least=1.0)
+
+
+def assert_exact(found: list[Tensor], side: Side, least: float = 1e-24) -> None:
+    """Compare with float64, relative to the largest entry of each output and gradient, or to `least`."""
+    wide = side._replace(**{k: None if x is None else x.detach().double() for k, x in _floats(side).items()})
+    for leaf in leaves_of(wide):
         leaf.requires_grad_()
-    exact = single._replace(**{k: None if x is None else x.detach().double() for k, x in _floats(single).items()})
-    for leaf in leaves_of(exact):
-        leaf.requires_grad_()
-    assert_alike(with_gradients(single, kernel), with_gradients(exact, "reference"), 1e-5)
+    for x, y in zip(found, with_gradients(wide, "reference"), strict=True):
+        largest = max(float(y.abs().max()) if y.numel() else 0.0, least)
+        torch.testing.assert_close(x.double(), y, rtol=0, atol=TOLERANCES[side.codes.dtype] * largest)
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(reason="a gradient of one entry, a sum of terms of opposite signs, is off by 2e-6 of itself")
+@NEEDS_COMPILER
+@settings(max_examples=50)
+@given(CASES, st.integers(0, 99))
+def test_sides_of_random_shapes_in_float32(case: Case, seed: int) -> None:
+    side = case.side(torch.float32, seed)
+    assert_exact(with_gradients(side, "compiled"), side)
 
 
 def _floats(side: Side) -> dict[str, Tensor | None]:
@@ -149,17 +166,18 @@ LARGE = [
 
 
 @NEEDS_COMPILER
+@pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("threads", [1] if INTERPRETED else [1, 3])
 @pytest.mark.parametrize("case", MANY_BLOCKS if INTERPRETED else LARGE, ids=str)
-def test_large_sides_by_any_number_of_threads(case: Case, threads: int) -> None:
-    side, before = case.side(), torch.get_num_threads()
+def test_large_sides_by_any_number_of_threads(case: Case, threads: int, dtype: torch.dtype) -> None:
+    side, before = case.side(dtype), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         found, again = (with_gradients(side, "compiled") for _ in range(2))
     finally:
         torch.set_num_threads(before)
     assert same_bits(found, again)
-    assert_alike(found, with_gradients(side, "eager"), 1e-12)
+    assert_exact(found, side)
 
 
 @NEEDS_COMPILER
