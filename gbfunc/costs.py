@@ -13,30 +13,19 @@ from types import MappingProxyType
 FLOPS_PER_ELEMENT = 40
 """Operations in the time that writing or reading an element takes: 10 per byte, 4 bytes."""
 
-_CHANNELS, _SLOWER = 16, 1.25
-"""Convolutions compute this many channels at once, those with few channels in this part more time for each FLOP."""
+_CHANNELS, _SLOWER = 16, 1.25  # Channels that convolutions compute at once; their time for a FLOP of thin factors
 
 OPERATIONS_PER_BYTE: Mapping[str, float] = MappingProxyType({"cpu": 40.0, "cuda": 400.0})
 """Operations in the time of a byte on the wire: 50 Gflop/s (some cores) at 10 Gbit/s, 20 Tflop/s (GPU) at 50 GB/s."""
 
 
 def product_flops(rows: int, cols: int, k: int) -> float:
-    """To multiply factors to a matrix: 6 R C k.
-
-    >>> product_flops(4, 6, 4)
-    576.0
-    """
+    """To multiply factors to a matrix: 6 R C k."""
     return 6.0 * rows * cols * k
 
 
 def generation_flops(rows: int, cols: int, params: int, k: int = 0) -> float:
-    """To generate a tile by a g-net of some parameters: once per row and column, and a product of factors of rank k.
-
-    Where it has no factors (k = 0) it is evaluated for each weight.
-
-    >>> generation_flops(4, 6, 10), generation_flops(4, 6, 10, k=4)
-    (1440.0, 1176.0)
-    """
+    """To generate a tile by a g-net: per row and column, and a product of factors; without factors, per weight."""
     return 6.0 * (rows + cols if k else rows * cols) * params + product_flops(rows, cols, k)
 
 
@@ -86,9 +75,5 @@ def thin_rows(
 
 
 def all_reduce_bytes(n_bytes: float, ranks: int) -> float:
-    """Bytes that a rank sends in an all-reduce along a ring.
-
-    >>> all_reduce_bytes(100, 4)
-    150.0
-    """
+    """Bytes that a rank sends in an all-reduce along a ring."""
     return 2 * n_bytes * (ranks - 1) / ranks

@@ -28,8 +28,7 @@ Device = torch.device | str
 
 _MAX_AXIS = 1 << 31
 _MAX_BANDWIDTH = 1e9  # Of any number of a table, too
-_MAX_GRID_AXES = 16
-_MAX_DEPTH = 3
+_MAX_GRID_AXES, _MAX_DEPTH = 16, 3
 
 
 def bit_width(n: int) -> int:
@@ -192,13 +191,8 @@ class Grid(Encoding):
 class PerAxis(Encoding):
     """Code of a convolution's columns: `channels` for the input channel, `positions` for the place in the kernel.
 
-    Args:
-        channels: code of the input channels.
-        positions: code of the kernel positions, such as `grid(3, 3)`, shared by all tiles, as tiles cut channels.
-        n_positions: positions of the kernel, 9 for 3 x 3.
-
-    Raises:
-        ValueError: if `positions` does not code `n_positions`, or if either code is nested too deep.
+    `positions`, such as `grid(3, 3)`, codes `n_positions` (9 for 3 x 3), and all tiles share it, as tiles cut channels.
+    Raises ValueError if it codes another number of positions, or if either code is nested too deep.
     """
 
     channels: Encoding
@@ -251,10 +245,6 @@ class Table(Encoding):
         sizes = len(self.shape) == 2 and all(type(n) is int and 1 <= n <= _MAX_AXIS for n in self.shape)
         if not sizes or self.dtype not in _TABLE_DTYPES:
             raise ValueError(f"a table is [n, k] of {', '.join(_TABLE_DTYPES)}, got {self.shape!r} of {self.dtype!r}")
-        if len(self.data) != 4 * -(-math.prod(self.shape) * np.dtype(self.dtype).itemsize // 3):
-            raise ValueError(
-                f"a table of {self.shape} in {self.dtype} has other data than {len(self.data):,} characters"
-            )
         # In their own dtype, as float64 would take eight times the file's memory. Infinities are within 1e9 in float16.
         numbers = self._numbers
         with np.errstate(over="ignore"):

@@ -22,13 +22,11 @@ from gbfunc.types import Factors, Genome, GenomeLike, GNets, Params, dtype_name
 Noise = Mapping[str, Params]
 """`{ensemble: {name: [T, ...]}}`: standard normal noise of the stochastic ensembles."""
 
-_DRAWS = 8
-_NEWTON_STEPS = 8
+_DRAWS = _NEWTON_STEPS = 8
 _FLAT = 1e-3  # The share of its deviation below which a centred slot counts as constant
 _LARGE, _MANY = 1 << 20, 64  # Weights of a slot, and columns of all its factors, from which on moments use the factors
 _SAMPLED = 64  # Rows and columns that estimate the means of a tile
 _RIDGE = 0.01  # Against the size of the features; smaller values remove more of the means
-_CACHED = 1 << 18  # Numbers of factors in memory at once when moments use the factors
 
 
 def codes_of(ensemble: Ensemble, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -147,15 +145,12 @@ def check_seed(seed: int) -> int:
 
 
 def _check_linear(plan: Plan, e: Ensemble) -> None:
-    if any(leaf.role == "linear" and leaf.scope == "tile" for leaf in e.leaves.values()):
-        return
-    words = f"a g-net of type {e.hypernet.type!r} has no leaf of role 'linear' and scope 'tile', by which "
-    cure = "give it one, such as a gain (gbfunc.hypernets.Leaf((), 'linear'))"
-    if any(plan.tensors[p.tensor].base for p in e.spans):
-        raise ValueError(f"{words}a delta begins at zero: {cure}")
-    if e.hypernet.standardised:
-        other = "or standardised = False, and scale them yourself"
-        raise ValueError(f"{words}weights get their first scale: {cure}, {other}")
+    delta = any(plan.tensors[p.tensor].base for p in e.spans)
+    linear = any(leaf.role == "linear" and leaf.scope == "tile" for leaf in e.leaves.values())
+    if not linear and (delta or e.hypernet.standardised):
+        words = f"a g-net of type {e.hypernet.type!r} has no leaf of role 'linear' and scope 'tile', by which"
+        use = "a delta begins at zero" if delta else "weights get their first scale (or set standardised = False)"
+        raise ValueError(f"{words} {use}: give it one, such as a gain (gbfunc.hypernets.Leaf((), 'linear'))")
 
 
 def _direct(info: ParameterInfo, generator: torch.Generator) -> Tensor:
@@ -234,36 +229,22 @@ class _Slot(NamedTuple):
         A large matrix of factors L and R is not formed: weights of a tile sum to `sum_i L_i . sum_j R_j`, and their
         squares to the sum of the entries of `L.T @ L * R.T @ R`.
         """
-        hypernet = self.constants.hypernet
-        if not hypernet.factorised or self.grid.numel <= _LARGE or self.grid.n_tiles * hypernet.factor_width < _MANY:
-            x = {k: leaves[k].detach().requires_grad_() for k in linear}
-            with torch.enable_grad():
+        hypernet, g, x = self.constants.hypernet, self.grid, {k: leaves[k].detach().requires_grad_() for k in linear}
+        with torch.enable_grad():
+            if not hypernet.factorised or g.numel <= _LARGE or g.n_tiles * hypernet.factor_width < _MANY:
                 weights = self.matrix(leaves | x)
-                mean = weights.mean()
-            return float(mean.detach()), float(weights.detach().std(correction=0)), _slopes(mean, x) if x else {}
-        total = square = 0.0
-        slopes: list[Params] = []
-        r, c, _, _ = self.constants.dims
-        step = max(1, _CACHED // ((r + c) * hypernet.factor_width))
-        for first in range(0, self.grid.n_tiles, step):
-            span = slice(first, min(first + step, self.grid.n_tiles))
-            mine = {k: v[span].detach().requires_grad_(k in linear) for k, v in leaves.items()}
-            with torch.enable_grad():
-                left, right = self._factors(mine, span)
-                of_span = (left.sum(-2) * right.sum(-2)).sum() / self.grid.numel
-            slopes.append(_slopes(of_span, {k: mine[k] for k in linear}) if linear else {})
-            total += float(of_span.detach())
-            left, right = left.detach().double(), right.detach().double()
-            square += float((left.mT @ left * (right.mT @ right)).sum()) / self.grid.numel
-        slope = {k: torch.cat([of_span[k] for of_span in slopes]) for k in linear}
-        return total, math.sqrt(max(0.0, square - total**2)), slope
-
-    def _factors(self, leaves: Params, span: slice) -> Factors:
-        left, right = cast(Factors, Evaluation(self.constants.of(span), leaves).tiles())
-        # Rows and columns beyond the matrix do not count.
-        g, tile_T = self.grid, torch.arange(span.start, span.stop, device="cpu")
-        left = left * _inside(g.rows - tile_T // g.n_cols * g.tile_rows, g.tile_rows)
-        return Factors(left, right * _inside(g.cols - tile_T % g.n_cols * g.tile_cols, g.tile_cols))
+                mean, deviation = weights.mean(), float(weights.detach().std(correction=0))
+            else:
+                left, right = cast(Factors, Evaluation(self.constants, leaves | x).tiles())
+                # Rows and columns beyond the matrix do not count.
+                tile_T = torch.arange(g.n_tiles, device="cpu")
+                left = left * _inside(g.rows - tile_T // g.n_cols * g.tile_rows, g.tile_rows)
+                right = right * _inside(g.cols - tile_T % g.n_cols * g.tile_cols, g.tile_cols)
+                mean = (left.sum(-2) * right.sum(-2)).sum() / g.numel
+                left, right = left.detach().double(), right.detach().double()
+                square = float((left.mT @ left * (right.mT @ right)).sum()) / g.numel
+                deviation = math.sqrt(max(0.0, square - float(mean.detach()) ** 2))
+        return float(mean.detach()), deviation, _slopes(mean, x) if x else {}
 
 
 def _inside(lengths_T: Tensor, longest: int) -> Tensor:

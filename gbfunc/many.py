@@ -1,11 +1,6 @@
 """Many genomes of one plan at once: a batch in which every row has its genome.
 
-A module of the p-net that holds tensors in which genomes differ runs under `vmap` over the rows, each row with the
-tensors of its genome; all else, and every product with tensors that genomes share, runs once for the batch:
-
-    x [B, ...] --shared modules--> --vmap(module)(tensors[index], rows)--> ... --> y [B, ...]
-
-Suffixes: N genomes, B rows of the batch.
+x [B, ...] --shared modules--> --vmap(module)(tensors[index], rows)--> ... --> y [B, ...]
 """
 
 from __future__ import annotations
@@ -42,10 +37,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, Enum, type(None), torch.dtype, 
 
 
 class RowWise:
-    """A module of the p-net under `vmap`: row `b` of its inputs with entry `b` of the tensors in `varying`.
-
-    `path`, `forms` and `varying` (inputs of forms included) have the p-net's names.
-    """
+    """A module of the p-net under `vmap`: row `b` of its inputs with entry `b` of the tensors in `varying`."""
 
     tensors: tuple[Params, int]  # all tensors of the p-net, by name, and the number of rows; set before each call
 
@@ -142,13 +134,35 @@ class _Way(NamedTuple):
 
 
 class ManyGenomes(nn.Module):
-    """A p-net with many genomes: `net(index, *args, **kwargs)`, with the number of its genome for each row.
+    """A module for many genomes of a plan, each row of a batch with its genome: to serve, compare or ensemble them.
 
-    Made by `materialize_many`. It is for inference: always in eval mode; gradients reach the inputs, not the genomes.
-    Tensors are on the device of the genomes and move, or are cast, with `to`, a base's too.
+    Row b of `net(index, x)` is `net(x[b : b + 1])` on genome `index[b]`, in eval mode. Shared tensors are used once for
+    the batch: a base's, and tensors that are equal in all genomes. Factors stay factors. Modules with tensors that
+    differ run under `torch.func.vmap`; the p-net around them runs once for the batch, and must not mix rows. Gradients
+    reach the inputs, not the genomes.
 
-    `row_wise` has the paths of the modules that ran under `vmap` in the last batch (before the first batch, of those
-    that hold tensors in which genomes differ). "" is the p-net itself; none means that rows ran one by one.
+    At the first call of each kind (structure, dtypes and shapes of the inputs without the number of rows), a few rows
+    with different genomes are computed one by one as well. Where they differ from a batch of them, the p-net as a whole
+    runs under `vmap`; where that fails or differs too, rows run one by one, with a warning.
+
+    Torch's fused encoders (`nn.TransformerEncoder` in eval mode without gradients) are not used: at padded positions of
+    `src_key_padding_mask`, where fused encoders may give zeros, outputs follow the layers' own forward.
+
+    The genomes are on one device; all are generated now. `to` moves or casts the tensors, a base's too. `pnet` is the
+    plan's p-net or base, which must not change while the module is used. Raises `ValueError` if genomes, plan and p-net
+    do not fit together.
+
+    Attributes:
+        row_wise: paths of the modules that ran under `vmap` in the last batch; before the first batch, of the modules
+            that hold tensors in which genomes differ. "" is the p-net itself; none: rows ran one by one.
+
+    >>> import gbfunc as gb
+    >>> pnet = nn.Linear(30, 20)
+    >>> plan = gb.make_plan(pnet, gb.periodic(features=2))
+    >>> genomes = [gb.init_genome(plan, pnet, seed) for seed in range(5)]
+    >>> net = gb.materialize_many(plan, genomes, pnet)
+    >>> net(torch.tensor([3, 0, 3]), torch.ones(3, 30)).shape
+    torch.Size([3, 20])
     """
 
     def __init__(self, plan: Plan, genomes: Sequence[GenomeLike], pnet: nn.Module) -> None:
@@ -355,36 +369,10 @@ def _outermost(paths: Iterable[str]) -> list[str]:
     return [p for p in given if not any(p != other and f"{p}.".startswith(other and f"{other}.") for other in given)]
 
 
-def materialize_many(plan: Plan, genomes: Sequence[GenomeLike], pnet: nn.Module) -> ManyGenomes:
-    """One module for many genomes of a plan, each row of a batch with its genome: to serve, compare or ensemble them.
-
-    Row b of `net(index, x)` is `net(x[b : b + 1])` on genome `index[b]`, in eval mode. Shared tensors are used once for
-    the batch: a base's, and tensors that are equal in all genomes. Factors stay factors. Modules with tensors that
-    differ run under `torch.func.vmap`; the p-net around them runs once for the batch, and must not mix rows.
-
-    At the first call of each kind (structure, dtypes and shapes of the inputs without the number of rows), a few rows
-    with different genomes are computed one by one as well. Where they differ from a batch of them, the p-net as a whole
-    runs under `vmap`; where that fails or differs too, rows run one by one, with a warning.
-
-    Torch's fused encoders (`nn.TransformerEncoder` in eval mode without gradients) are not used: at padded positions of
-    `src_key_padding_mask`, where fused encoders may give zeros, outputs follow the layers' own forward.
-
-    The genomes are on one device; all are generated now. `pnet` is the plan's p-net or base, which must not change
-    while the module is used. Raises `ValueError` if genomes, plan and p-net do not fit together.
-
-    >>> import gbfunc as gb
-    >>> pnet = nn.Linear(30, 20)
-    >>> plan = gb.make_plan(pnet, gb.periodic(features=2))
-    >>> genomes = [gb.init_genome(plan, pnet, seed) for seed in range(5)]
-    >>> net = gb.materialize_many(plan, genomes, pnet)
-    >>> net(torch.tensor([3, 0, 3]), torch.ones(3, 30)).shape
-    torch.Size([3, 20])
-    """
-    return ManyGenomes(plan, genomes, pnet)
+materialize_many = ManyGenomes
 
 
 def _check_genomes(plan: Plan, genomes: Sequence[GenomeLike], pnet: nn.Module) -> None:
-    """Raise `ValueError` unless there are genomes, they fit the plan, and it fits the p-net."""
     check_plan(plan, pnet)
     if not len(genomes):
         raise ValueError("expected at least one genome, got none")

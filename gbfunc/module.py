@@ -31,13 +31,6 @@ from gbfunc.types import Genome, GenomeLike, Lazy, Params
 
 Self = TypeVar("Self", bound="GenomeModule")
 
-_OTHER_PLAN = (
-    "the state dict is that of another plan, under which its numbers make other weights: a plan depends on its p-net's "
-    "first weights, so keep it (gb.save, save_pretrained, Plan.to_json); dict(state_dict) is loaded all the same"
-)
-_OWN = frozenset({"plan", "to_genome"})
-"""Names of `GenomeModule` that a p-net must not have; `save_pretrained` and its like take the place of the p-net's."""
-
 
 class _Frame(NamedTuple):
     """The parts of a module beside its tensors: `sources` has the generator's name of every tensor that it gives."""
@@ -104,7 +97,7 @@ class GenomeModule(nn.Module):
         if not isinstance(plan, Plan):
             raise TypeError(f"GenomeModule takes (plan, pnet), the plan from gb.make_plan, got {type(plan).__name__}")
         check_plan(plan, pnet)
-        if used := sorted(name for name in _OWN if hasattr(pnet, name)):
+        if used := sorted(name for name in ("plan", "to_genome") if hasattr(pnet, name)):
             words = "names that GenomeModule uses: rename them, or train with gb.make_train_step"
             raise ValueError(f"the p-net has attributes {used}, {words}")
         kept = {t.name for t in plan.direct} | {b.name for b in plan.buffers}
@@ -320,7 +313,8 @@ class GenomeModule(nn.Module):
     def _load_from_state_dict(self, state: Any, prefix: str, note: Any, *args: Any) -> None:
         super()._load_from_state_dict(state, prefix, note, *args)
         if note.get("plan") not in (None, self.plan.digest()):
-            args[-1].append(_OTHER_PLAN)
+            words = "keep the plan, which depends on the p-net's first weights (gb.save, save_pretrained, Plan.to_json)"
+            args[-1].append(f"the state dict is that of another plan: {words}; dict(state_dict) is loaded all the same")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         made: Any = type(self)
@@ -366,6 +360,5 @@ def _module_class(cls: type[GenomeModule], stock: type[nn.Module]) -> type[Genom
 
 
 def _blank_module(cls: type[GenomeModule], layer: tuple[Any, ...]) -> GenomeModule:
-    """A module without its state: `layer` is the p-net's class, and how its own weights are generated."""
     made = _module_class(cls, layer[0] if len(layer) == 1 else type(blank_layer(*layer)))
     return made.__new__(made)

@@ -18,11 +18,7 @@ from gbfunc.types import MatrixDims
 
 @dataclass(frozen=True)
 class TileGrid:
-    """A matrix of `rows` x `cols` covered by equal tiles of `tile_rows` x `tile_cols`, the last ones cropped.
-
-    Raises:
-        ValueError: if a length is below 1, a tile exceeds the matrix, or a row or column of tiles would lie outside.
-    """
+    """A matrix covered by equal tiles, the last ones cropped; ValueError for a length below 1 or a tile beyond it."""
 
     rows: int
     cols: int
@@ -31,10 +27,8 @@ class TileGrid:
 
     def __post_init__(self) -> None:
         for axis, length, tile in (("rows", self.rows, self.tile_rows), ("cols", self.cols, self.tile_cols)):
-            if type(length) is not int or type(tile) is not int:
-                raise ValueError(f"lengths must be ints, got {axis} {length!r} in tiles of {tile!r}")
-            if not 1 <= tile <= length:
-                raise ValueError(f"a tile of {tile} {axis} does not fit a matrix of {length} {axis}")
+            if type(length) is not int or type(tile) is not int or not 1 <= tile <= length:
+                raise ValueError(f"a tile of {tile!r} {axis} does not fit a matrix of {length!r} {axis}")
 
     @property
     def n_rows(self) -> int:

@@ -190,9 +190,7 @@ def split_batch(batch: Any, n: int) -> list[Any]:
     """
     refuse_packed(batch)
     for path, x in tree_leaves(batch, "batch"):
-        if isinstance(x, bool):
-            continue
-        if not isinstance(x, Tensor) or x.ndim == 0 or len(x) % n:
+        if not isinstance(x, bool) and (not isinstance(x, Tensor) or x.ndim == 0 or len(x) % n):
             expected = f"microbatches={n} must divide the first dimension of every tensor of the batch"
             shape = f" of {tuple(x.shape)}, {x.dtype}" if isinstance(x, Tensor) else ""
             what = "a tensor" if shape else f"an object of type {type(x).__name__}"
@@ -231,7 +229,7 @@ def n_rows(batch: Any) -> int | None:
     return next(iter(paths), None)
 
 
-def mean_tree(trees: Sequence[Any], weights: Sequence[float] | None = None) -> Any:
+def mean_tree(trees: Sequence[Any], weights: Sequence[float]) -> Any:
     """The mean of every number over trees of one structure, in floating point, by `weights` of sum 1.
 
     Other leaves are taken from the last tree. ValueError for trees of different structures or shapes.
@@ -245,9 +243,7 @@ def mean_tree(trees: Sequence[Any], weights: Sequence[float] | None = None) -> A
             raise ValueError(f"aux must have tensors of the same shapes for all microbatches, got {sorted(shapes)}")
         stacked = torch.stack(numbers)
         stacked = stacked if differentiable(stacked.dtype) else stacked.float()
-        if weights is None or len(set(weights)) == 1:
-            return stacked.mean(0)
-        return torch.stack([w * x for w, x in zip(weights, stacked, strict=True)]).sum(0)
+        return sum(w * x for w, x in zip(weights, stacked, strict=True))
 
     paths, *others = ([path for path, _ in tree_leaves(tree, "aux")] for tree in trees)
     for other in others:

@@ -174,6 +174,5 @@ def test_a_large_slot_is_measured_by_its_factors_as_by_its_weights(
     plan = gb.make_plan(pnet, hypernet, max_tile=20)
     by_weight = gb.init_genome(plan, pnet, 2)
     monkeypatch.setattr("gbfunc.genome._LARGE", 0)
-    monkeypatch.setattr("gbfunc.genome._CACHED", 3_000)
     monkeypatch.setattr("gbfunc.genome._Slot.matrix", None)  # What measures by weights.
     torch.testing.assert_close(gb.init_genome(plan, pnet, 2), by_weight, rtol=1e-5, atol=1e-6)

@@ -152,13 +152,14 @@ def test_the_mean_of_trees_is_the_mean_of_every_leaf(values: list[int]) -> None:
     trees = [
         {"f": torch.tensor([v, 2.0 * v], dtype=torch.float64), "i": torch.tensor(v), "n": (v, None)} for v in values
     ]
-    mean = mean_tree(trees)
+    mean = mean_tree(trees, [1 / len(trees)] * len(trees))
     expected = sum(values) / len(values)
     assert mean["f"].dtype == torch.float64 and mean["n"][1] is None
     torch.testing.assert_close(mean["f"], torch.tensor([expected, 2 * expected], dtype=torch.float64))
     for leaf in (mean["i"], mean["n"][0]):
         torch.testing.assert_close(leaf, torch.tensor(expected))
-    mean = mean_tree([{"loss": torch.tensor(1.0), "phase": "warm"}, {"loss": torch.tensor(4.0), "phase": "hot"}])
+    named = [{"loss": torch.tensor(1.0), "phase": "warm"}, {"loss": torch.tensor(4.0), "phase": "hot"}]
+    mean = mean_tree(named, (0.5, 0.5))
     assert mean == {"loss": torch.tensor(2.5), "phase": "hot"}
 
 
@@ -181,8 +182,8 @@ NOT_SPLIT: dict[str, tuple[Callable[[], Any], str]] = {
     "packed rows": (lambda: split_rows({"x": [PACKED]}, 2), "PackedSequence has no rows to split"),
     "array": (lambda: split_rows({"y": np.ones(4)}, 2), r"batch\['y'\] is a ndarray, whose rows are not known: give"),
     "sparse": (lambda: split_rows({"y": torch.eye(4).to_sparse()}, 2), "is a tensor of layout torch.sparse_coo, whose"),
-    "entries": (lambda: mean_tree([{"a": 1.0}, {"b": 1.0}]), "aux must have the same entries for all microbatches"),
-    "shapes": (lambda: mean_tree([torch.ones(2), torch.ones(1)]), r"the same shapes.* got \[\(1,\), \(2,\)\]"),
+    "entries": (lambda: mean_tree([{"a": 1.0}, {"b": 1.0}], (0.5, 0.5)), "aux must have the same entries for all"),
+    "shapes": (lambda: mean_tree([torch.ones(2), torch.ones(1)], (1, 0)), r"the same shapes.* got \[\(1,\), \(2,\)\]"),
 }
 
 

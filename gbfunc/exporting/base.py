@@ -72,13 +72,13 @@ def export(
     check_plan(plan, pnet)
     check_genome(plan, genome)
     kind = _kind(Path(path), to)
-    chosen = weights or ("dense" if kind == SAFETENSORS or plan.base is not None else "genome")
+    dense = kind == SAFETENSORS or plan.base is not None
+    chosen = weights or ("dense" if dense else "genome")
     if chosen not in ("genome", "dense"):
         raise ValueError(f"weights must be 'genome' or 'dense', got {weights!r}")
-    if kind == SAFETENSORS and chosen == "genome":
-        raise ValueError("safetensors holds tensors and no program: weights='dense', or gb.save for the genome")
-    if plan.base is not None and chosen == "genome":
-        raise ValueError("the genome changes a base, whose weights a file with the genome alone lacks: weights='dense'")
+    if dense and chosen == "genome":
+        words = "safetensors holds no program" if kind == SAFETENSORS else "the file would lack the weights of the base"
+        raise ValueError(f"{words}: weights='dense', or gb.save for the genome")
     like = net = ready(materialize(plan, genome, pnet))
     if chosen == "genome":
         from gbfunc.module import GenomeModule
