@@ -40,7 +40,7 @@ def test_the_script_teaches_a_grown_network(
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     runs = metrics["runs"]["digits"]
-    assert [row["weights"] for row in printed] == ["grown", "random"]
+    assert [row["weights"] for row in printed] == ["grown", "shuffled", "random"]
     for row, rows in zip(printed, runs.values(), strict=True):
         assert [r["step"] for r in rows] == [0, 1, 10, 18, 20]
         assert list(row["accuracy"].values()) == [r["accuracy"] for r in rows]
@@ -52,6 +52,7 @@ def test_the_script_teaches_a_grown_network(
     assert runs["grown"][0]["accuracy"] == accuracy(grown, task.test)
     assert runs["random"][0]["accuracy"] == accuracy(task.build(1), task.test)
     assert runs["grown"][0]["accuracy"] > runs["random"][0]["accuracy"] + 0.3
+    assert runs["shuffled"][0]["accuracy"] < 0.3
     # The taught weights are those of Adam at a constant rate on the images as they are, by the one training loop.
     recipe = replace(task.recipe(0), augment=None, schedule=lambda recipe, lr, steps: lambda step: lr, steps=20)
     fit(dense_trainer(grown, task, replace(recipe, dense_lr=metrics["lr"]["digits"]["grown"])), task, recipe, 1)

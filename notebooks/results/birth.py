@@ -1,4 +1,6 @@
-"""A grown network taught further, beside random weights: `python notebooks/results/birth.py genome.safetensors`.
+"""A grown network taught further, beside its shuffled weights and random ones.
+
+Run `python notebooks/results/birth.py genome.safetensors`.
 
 Options: `--data-dir`, `--other TASK` with `--other-data-dir` (another task of as many classes), `--lr`, `--epochs` or
 `--steps`, `--seed`, `--out`. Without `--lr`, each network takes the rate that is best on validation data. Writes
@@ -36,7 +38,7 @@ from gbfunc.tasks.training import Report, dense_trainer, fit
 LESSONS = (1, 10, 100)
 """Steps after which a network is measured, beside birth, an epoch and the end."""
 
-GROWN, RANDOM = "grown", "random"
+GROWN, SHUFFLED, RANDOM = "grown", "shuffled", "random"
 
 RATES = (1.0, 0.3, 0.1, 0.03, 0.01)
 """Learning rates to choose from, as parts of the recipe's: the full rate undoes innate abilities in a few steps."""
@@ -59,21 +61,34 @@ class Taught(NamedTuple):
     net: nn.Module  # the network in the end
 
 
+def shuffled(grown: nn.Module, names: Sequence[str], seed: int) -> nn.Module:
+    """Permute the weights inside of each named tensor: the control that keeps their distribution alone."""
+    net, generator = copy.deepcopy(grown), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name in names:
+            x = net.get_parameter(name)
+            x.copy_(x.flatten()[torch.randperm(x.numel(), generator=generator)].reshape(x.shape))
+    return net
+
+
 def teach(
     grown: nn.Module,
     task: Task,
     recipe: Recipe,
     seed: int,
     *,
+    names: Sequence[str] = (),
     rates: Sequence[float] = RATES,
     report: Progress = lambda label, split: nullcontext(lambda *progress: None),
 ) -> dict[str, Taught]:
-    """Train a grown network, and the same p-net from random weights, on the same batches with Adam.
+    """Train a grown network, its shuffled weights, and random weights of the p-net, on the same batches with Adam.
 
     Each takes the rate, a part of the recipe's `dense_lr`, with the best mean over the validations, from the first step
-    to the last. `lessons` makes the recipe; the grown network is not changed.
+    to the last. `lessons` makes the recipe; the grown network is not changed. Without `names` of generated weights, no
+    shuffled network is trained.
     """
-    starts = {GROWN: grown, RANDOM: task.build(seed).to(next(grown.parameters()).device)}
+    control = {SHUFFLED: shuffled(grown, names, seed)} if names else {}
+    starts = {GROWN: grown, **control, RANDOM: task.build(seed).to(next(grown.parameters()).device)}
     metric, tested = task.metric, replace(task, val=task.test)
 
     def taught(name: str, start: nn.Module) -> Taught:
@@ -161,7 +176,8 @@ def main(argv: list[str] | None = None) -> None:
         tasks.append(replace(in_the_size_of(other, task.interface), pnet=task.pnet))
     rates, learned = RATES if options.lr is None else (1.0,), {}
     for one in tasks:
-        learned[one.name] = teach(grown, one, lessons(one, recipe), options.seed, rates=rates)
+        names = [t.name for t in plan.generated]
+        learned[one.name] = teach(grown, one, lessons(one, recipe), options.seed, names=names, rates=rates)
     options.out.mkdir(parents=True, exist_ok=True)
     save_model(learned[task.name][GROWN].net, str(options.out / "net.safetensors"))
     runs = {name: {start: taught.rows for start, taught in starts.items()} for name, starts in learned.items()}
