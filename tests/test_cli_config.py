@@ -85,7 +85,7 @@ def test_other_commands_take_what_they_share(tmp_path: Path, command: Any) -> No
     assert f"{accuracy:.2%}" in command(evaluation).out
     # What is a device to train on is a file where ranks are planned.
     assert "1,810" in command(["plan", "--config", config]).out
-    assert not any(word.startswith("--device") for word in config_words("plan", ["--config", config])[1])
+    assert not any(word.startswith("--device") for word in config_words("plan", ["--config", config]))
 
 
 def test_options_of_the_plan() -> None:

@@ -70,7 +70,7 @@ def test_units_of_memory_and_of_a_link() -> None:
 @pytest.mark.process
 @pytest.mark.skipif(torch.__version__ < "2.6", reason="a process that was in a gloo group of torch 2.5 may never end")
 def test_calibrate_prints_a_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("gbfunc.lab.bench.calibrate._measure_ceilings", lambda device: (2e9, 3e9))
+    monkeypatch.setattr("gbfunc.lab.bench.report._measure_ceilings", lambda device: (2e9, 3e9))
     assert main(["bench", "--calibrate"]) == 0
     device = DeviceSpec.from_json(capsys.readouterr().out)
     assert (device.flops, device.bandwidth) == (2e9, 3e9)

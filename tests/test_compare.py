@@ -32,7 +32,10 @@ from gbfunc.tasks.pnets.base import n_params
 from notebooks.results.rivals import RIVALS as MORE
 from notebooks.results.subspace import Projection
 
-METHODS = {**compare.METHODS, **{name: MORE[name] for name in ("random_subspace", "pruned", "int8", "int4")}}
+METHODS = {
+    **compare.METHODS,
+    **{name: MORE[name] for name in ("random_subspace", "low_rank", "pruned", "int8", "int4")},
+}
 NUMBERS = (torch.float32, torch.float16)
 
 
@@ -278,7 +281,7 @@ def test_packed_tensors_come_back(dtype: torch.dtype) -> None:
     assert len(data) == len(pack(blanks(tensors | whole), dtype))
     assert text_of(pack(tensors, dtype, {"seed": "3"})) == {"seed": "3"}
     ends = pack({"b": tensors["b"], "a": tensors["a"]}, dtype)
-    rest = unpack(ends, {"b": torch.zeros(7), "a": torch.empty(0)}, rest="a")
+    rest = unpack(ends, {"b": torch.zeros(7), "a": torch.empty(0)})
     assert torch.equal(rest["a"], back["a"].flatten()) and torch.equal(rest["b"], back["b"])
     for other in ({"b": torch.zeros(8)} | whole, tensors, tensors | whole | {"c": torch.zeros(9)}):
         with pytest.raises(ValueError, match=f"expected a file of .* bytes, got {len(data)}"):

@@ -185,13 +185,6 @@ def test_the_genome_fills_its_budget_and_belongs_to_the_base(dtype: torch.dtype,
         method.load(trained.data, other)
 
 
-@pytest.mark.parametrize("name", ["bitfit", "ia3"])
-def test_foreign_tensors_are_known(name: str, task: Task) -> None:
-    adapter, net = rival(name), task.build(0)
-    attached = adapter.attach(net, next(adapter.ladders(net))[1](1))
-    assert list(adapter.fill(attached, {**adapter.state(attached), "other": torch.zeros(1)})) == ["other"]
-
-
 def test_the_command_compares_adapters_with_all_weights(
     task: Task, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

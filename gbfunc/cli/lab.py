@@ -29,18 +29,12 @@ from gbfunc.plots import tradeoff_curves
 from gbfunc.tasks import Metric, Task
 from gbfunc.types import dtype_name
 
-_ROUNDS = 7
-_BYTES = (1_500, 3_000, 6_000, 12_000, 24_000, 48_000, 186_000)
-"""Budgets of adapters; the last one is the file of LoRA of rank 1 on all layers of MiniLM, with its classifier."""
-
 
 def run_bench(options: Bench) -> None:
     device = find_device(options.device)
     if options.calibrate:
-        from gbfunc.lab.bench.calibrate import calibrate
-
         torch.set_num_threads(options.threads or torch.get_num_threads())
-        spec, first = calibrate(device)
+        spec, first = report.calibrate(device)
         if first:
             print(spec.to_json())
         return
@@ -59,14 +53,10 @@ def measure(
     setting: Setting,
     folder: Path,
     *,
-    rounds: int = _ROUNDS,
+    rounds: int = 7,
     visit: float,
     repeat: int = 1,
 ) -> dict[str, Any]:
-    """Run benches `repeat` times, write `bench.json` and return its content.
-
-    The rows of several runs are medians (`over_runs`); `rounds` and `visit` (s) go to `time_together`.
-    """
     torch.set_num_threads(setting.threads)
     results: dict[str, Any] = describe(setting.device, setting.threads)
     results |= {"device": setting.device.type, "dtype": dtype_name(setting.amp or torch.float32)}
@@ -85,19 +75,19 @@ def measure(
 
 
 def print_results(results: Mapping[str, Any]) -> None:
-    r, rows, previous = results, list[tuple[str, ...]](), None
+    r, rows = results, list[tuple[str, ...]]()
 
     def number(value: float | None, form: str, unit: str = "") -> str:
         return "" if value is None else f"{value:{form}}{unit}"
 
     on_gpu = {"launches": ",.0f", "busy": ".0%"} if r["device"] == "cuda" else {}
-    for row in r["rows"]:
-        if previous not in (None, row["case"]):
-            rows.append(())
+    for previous, row in zip([None, *r["rows"]], r["rows"], strict=False):
+        is_first = previous is None or previous["case"] != row["case"]
+        rows += [()] * (is_first and previous is not None)
         ratios = [ratio for ratio in row["ratios_to_dense"] if ratio is not None]
         rows.append(
             (
-                "" if row["case"] == previous else row["case"],
+                row["case"] if is_first else "",
                 row["variant"],
                 number(row["step_ms"], ",.2f", " ms"),
                 number(row["first_ms"], ",.0f", " ms"),
@@ -108,7 +98,6 @@ def print_results(results: Mapping[str, Any]) -> None:
                 *(number(row[name], form) for name, form in on_gpu.items()),
             )
         )
-        previous = row["case"]
     machine = f"{r['machine']}, {r['threads']} threads, torch {r['torch']}, {r['dtype']}"
     columns = ("case", "variant", "step", "first", "x dense", "range", "x naive", "peak MB", *on_gpu)
     print_table(columns, rows, notes=[machine, *r["skipped"]])
@@ -120,7 +109,8 @@ def run_compare(options: Compare) -> None:
     task = load_task(DataOptions(**{field.name: getattr(options, field.name) for field in fields(DataOptions)}))
     dtype = getattr(torch, options.dtype)
     references = lab.REFERENCES if is_pretrained(task) else {}
-    chosen = choose({**lab.methods_for(task), **references}, options.methods, "--methods")
+    known = lab.PRETRAINED_METHODS if is_pretrained(task) else lab.METHODS
+    chosen = choose({**known, **references}, options.methods, "--methods")
     references = {name: method for name, method in chosen.items() if name in references}
     methods = {name: method for name, method in chosen.items() if name not in references}
     problems = _problems(options, task, dtype)
@@ -148,7 +138,9 @@ def run_compare(options: Compare) -> None:
 
 def _problems(options: Compare, task: Task, dtype: torch.dtype) -> list[Problem]:
     pretrained, problems = is_pretrained(task), []
-    budgets = options.bytes or (_BYTES if pretrained and options.sizes is None else None)
+    # The last one is the file of LoRA of rank 1 on all layers of MiniLM, with its classifier.
+    usual = (1_500, 3_000, 6_000, 12_000, 24_000, 48_000, 186_000)
+    budgets = options.bytes or (usual if pretrained and options.sizes is None else None)
     if budgets is None:
         sized = [(size, reference_bytes(task, size)) for size in sorted(set(options.sizes or SIZES))]
     else:
@@ -198,14 +190,9 @@ def print_tradeoff(
         digits = 2 if mean(values) > 10 else 4
         return f"{mean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
 
-    values = {name: [_tested(part, metric) for part in parts] for name, parts in known.items()}
-    extreme = max if metric.higher_is_better else min
-    columns = zip(*values.values(), strict=True)
-    best = [extreme((mean(some) for some in column if some), default=None) for column in columns]
-
-    def cell(part: Results, some: Sequence[float], top: float | None) -> str:
-        if some:
-            return f"[bold]{spread(some)}[/bold]" if mean(some) == top else spread(some)
+    def cell(part: Results) -> str:
+        if part.rows:
+            return spread(_tested(part, metric))
         # Nothing fits, or nothing is known.
         return "-" if any(choice.settings is None for choice in part.choices) else ""
 
@@ -213,7 +200,7 @@ def print_tradeoff(
     for name, parts in known.items():
         searched = [choice.searched for part in parts for choice in part.choices]
         ends = dict.fromkeys((min(searched), max(searched))) if searched else ()
-        rows.append([name, *map(cell, parts, values[name], best), " to ".join(f"{n:,}" for n in ends)])
+        rows.append([name, *map(cell, parts), " to ".join(f"{n:,}" for n in ends)])
     notes = [f"{name}: {spread(_tested(results, metric))}" for name, results in levels.items()]
     notes.append(
         f"{first.task.name}: test {metric.label} in {metric.unit}, mean and standard deviation over seeds; "

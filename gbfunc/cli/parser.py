@@ -25,8 +25,6 @@ from gbfunc.cli.commands import COMMANDS, Train
 from gbfunc.cli.options import ALTERNATIVES, HELP_TASK, check_values, options_of, values_of
 from gbfunc.files import replace_file
 
-_STYLE = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
-
 
 def parse(argv: Sequence[str]) -> Any:
     """Make the command that the arguments ask for, one of `COMMANDS`; `ValueError` names the nearest option."""
@@ -41,20 +39,15 @@ def parse(argv: Sequence[str]) -> Any:
         raise SystemExit(0)
     if name not in COMMANDS:
         raise ValueError(f"no command {name!r}{_nearest(name, COMMANDS)}: choose one of {', '.join(COMMANDS)}")
-    path, given = config_words(name, words)
-    message = io.StringIO()
+    message, style = io.StringIO(), (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
+    words = [*config_words(name, words), *words]
     try:
         with contextlib.redirect_stderr(message):
-            command = tyro.cli(COMMANDS[name], prog=f"gbfunc {name}", args=[*given, *words], config=_STYLE)
+            command = tyro.cli(COMMANDS[name], prog=f"gbfunc {name}", args=words, config=style)
     except SystemExit as end:
         if end.code in (0, None):
             raise
-        wrong = _reason(message.getvalue())
-        option = re.search(r"--[\w-]+", wrong)
-        # Arguments win over the file, which is then not to blame.
-        blames = [option is not None and any(word.startswith(option[0]) for word in some) for some in (given, words)]
-        where = f"{path}: " if blames == [True, False] else ""
-        raise ValueError(f"{where}{wrong}: see gbfunc {name} --help") from None
+        raise ValueError(f"{_reason(message.getvalue())}: see gbfunc {name} --help") from None
     check_values(command)
     return command
 
@@ -76,8 +69,8 @@ def _nearest(word: str, known: Iterable[str], most: int = 1) -> str:
     return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 
-def config_words(command: str, argv: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """Find the file of `--config` among a command's arguments, and write its options as such arguments.
+def config_words(command: str, argv: Sequence[str]) -> list[str]:
+    """Find the file of `--config` among a command's arguments, and write its options as arguments.
 
     A file is written for a training. Another command takes the options that it shares with a training, and leaves the
     rest. An option that the arguments give an alternative to is left out.
@@ -90,7 +83,7 @@ def config_words(command: str, argv: Sequence[str]) -> tuple[Path | None, list[s
             raise ValueError(f"{option} needs a value, got '' (the present folder is '.')")
     HELP_TASK.set(following.get("--task", "text" if command == "sample" else "digits"))
     if "--config" not in following or "config" not in known:
-        return None, []
+        return []
     path, given = Path(following["--config"]), {}
     for key, value in read_config(path).items():
         # A table may have the name of a subject of the help.
@@ -115,7 +108,7 @@ def config_words(command: str, argv: Sequence[str]) -> tuple[Path | None, list[s
             words += [option, *map(str, value)]
         else:
             words.append(f"{option}={json.dumps(value) if isinstance(value, dict) else value}")
-    return path, words
+    return words
 
 
 def read_config(path: Path) -> dict[str, Any]:

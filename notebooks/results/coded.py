@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -39,6 +39,7 @@ from gbfunc.lab.compare import base
 from gbfunc.lab.compare.base import BudgetTooSmall, Dense, Problem, Settings, Trained
 from gbfunc.pnet.describe import parameter_infos
 from gbfunc.tasks.pnets.base import PNet, n_params
+from gbfunc.tasks.training import fit, leaf_trainer
 from gbfunc.types import Params
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -200,7 +201,7 @@ def encode(
 def decode(data: bytes, like: Params, rows: Mapping[str, int], bits: int, sparse: bool = False) -> Params:
     """Undo `encode`, into float32; `rows` gives the number of steps per tensor in levels of `bits`."""
     plain = {name: x for name, x in like.items() if not x.is_floating_point()}
-    state = base.unpack(data, plain | {_CODE: torch.empty(0, dtype=torch.uint8)}, rest=_CODE)
+    state = base.unpack(data, plain | {_CODE: torch.empty(0, dtype=torch.uint8)})
     coder = _constriction().queue.RangeDecoder(state.pop(_CODE).numpy().view(np.uint32))
 
     def code(symbols: Ints, model: Any, *params: Any) -> Ints:
@@ -254,6 +255,19 @@ def apart_from_norms(module: nn.Module) -> list[str]:
     """List the names of parameters that `base.in_use` does not change."""
     of_norms = {f"{name}.{key}" for name, _ in base.norms(module) for key in ("weight", "bias")}
     return [o.name for o in parameter_infos(module) if o.name not in of_norms]
+
+
+def train_net(problem: Problem, net: RoundedNet, lr: float, seed: int, after: Callable[[int], None]) -> None:
+    """Train the leaves of a net as `base.train_net` does; `after` gets the number of each finished step."""
+    recipe = replace(problem.recipe, dense_lr=lr, betas=(0.9, 0.999))
+    trainer = leaf_trainer(net.leaves.values(), net, problem.task, recipe)
+
+    def step(done: int, batch: Any) -> Any:
+        result = trainer.step(done, batch)
+        after(done)
+        return result
+
+    fit(trainer._replace(step=step), problem.task, recipe, seed, validate=False)
 
 
 def _due(steps: int) -> set[int]:
@@ -310,7 +324,7 @@ class Quantised(Dense):
             if done in _due(problem.steps):
                 net.steps = fitting(net.nearest_steps(), MARGIN * problem.budget)
 
-        base.train_net(problem, net.leaves.values(), net, settings["lr"], seed, after)
+        train_net(problem, net, settings["lr"], seed, after)
         return Trained(encoded(fitting(net.steps, problem.budget)), n_params(module))
 
     def _decode(self, data: bytes, like: Params, net: nn.Module) -> Params:
@@ -376,7 +390,7 @@ class Pruned(Dense):
                 net.steps = net.nearest_steps()
                 keep(entries(net.steps, MARGIN * problem.budget))
 
-        base.train_net(problem, net.leaves.values(), net, settings["lr"], seed, after)
+        train_net(problem, net, settings["lr"], seed, after)
         keep(entries(net.steps, problem.budget))
         levels = net.levels(net.steps)
         data = encode(base.in_use(module), levels, about, sparse=True)

@@ -190,7 +190,7 @@ class Formed:
         rank, seed = about.get("rank", 0), about.get("seed", 0)
         pnet = base.pnet_about(about, task).build(seed)
         leaves = {"z": torch.empty(0)} if self.seeded else outer(pnet, rank, seed).leaves
-        state = base.unpack(data, base.saved_buffers(pnet) | leaves, rest="z")
+        state = base.unpack(data, base.saved_buffers(pnet) | leaves)
         return base.restore(pnet, state | self.form(pnet, rank, seed, len(state.get("z", ()))).weights(state))
 
     def about(self, pnet: PNet, task: Task, rank: int, seed: int) -> dict[str, Any]:
@@ -256,7 +256,7 @@ class Coded(Dense):
         return encoded(finer)
 
     def _decode(self, data: bytes, like: Params, net: nn.Module) -> Params:
-        code = base.unpack(data, {"code": torch.empty(0, dtype=torch.uint8)}, rest="code")["code"]
+        code = base.unpack(data, {"code": torch.empty(0, dtype=torch.uint8)})["code"]
         return decode_nnc(code.numpy().tobytes(), like)
 
 

@@ -109,5 +109,5 @@ class RandomSubspace:
     def load(self, data: bytes, task: Task) -> Net:
         seed = base.text_of(data)["seed"]
         pnet = task.build(seed)
-        state = base.unpack(data, base.saved_buffers(pnet) | {"z": torch.empty(0)}, rest="z")
+        state = base.unpack(data, base.saved_buffers(pnet) | {"z": torch.empty(0)})
         return base.restore(pnet, state | Subspace(pnet, len(state["z"]), seed)(state["z"]))

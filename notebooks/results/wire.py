@@ -34,7 +34,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gbfunc as gb
 from gbfunc.generation import make_generator
-from gbfunc.lab.bench.cases import Case, Step, genome_step, gpt_case, loss_fn, mlp_case, plain_step
+from gbfunc.lab.bench import cases
+from gbfunc.lab.bench.cases import Case, Step, genome_step, gpt_case, mlp_case, plain_step
 from gbfunc.lab.bench.report import steps_memory
 from gbfunc.parallel.styles import tensor_styles
 from gbfunc.parallel.tensor import PackedColwiseParallel, resolve
@@ -54,6 +55,12 @@ CASES = {
     "tiny": mlp_case((128, 128, 128, 10), 64, (*DATA, "dense_tensor", "tensor"), h=4),
 }
 LR, TIMEOUT = 1e-8, 1800
+
+
+def loss_fn(net: Any, batch: Any) -> Any:
+    """The mean cross entropy; that of logits that are split over ranks is a DTensor, whole on each."""
+    loss: Any = cases.loss_fn(net, batch)
+    return loss.to_local() if isinstance(loss, DTensor) else loss
 
 
 class Bytes(TorchDispatchMode):

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.generation import make_generator
+from gbfunc.genome import codes_of
 from gbfunc.hypernets import Hypernet
 from gbfunc.hypernets.mlp import GNet
-from gbfunc.lab.bench.jax_steps import jax_step
 from gbfunc.plan import Plan
 from gbfunc.tasks.pnets import PNETS, Interface
 from gbfunc.tasks.pnets.base import seeded
@@ -36,8 +36,6 @@ Batch = tuple[Tensor, Tensor]
 """Inputs and targets, of equal first dimension."""
 Step = Callable[[], Any]
 """One step, which keeps its own state."""
-Options = dict[str, Any]
-"""Options of `gb.make_plan`."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +46,8 @@ class Case:
     net: Callable[[], nn.Module]
     batch: Callable[[], Batch]  # on the CPU
     variants: tuple[str, ...]  # names of `VARIANTS`; ratios are to "dense" and "naive", where they are among them
-    periodic: Options | None = None  # the genome of the variants with periodic g-nets
-    relu: Options | None = None  # the genome of the variants with ReLU g-nets, and of the naive one
+    periodic: dict[str, Any] | None = None  # options of the plan of the variants with periodic g-nets
+    relu: dict[str, Any] | None = None  # options of the plan of the variants with ReLU g-nets, and of the naive one
     generation: bool = False  # whether to measure the weights' generation alone, forward and backward
 
     def pnet(self) -> nn.Module:
@@ -84,9 +82,7 @@ class Setup(NamedTuple):
 def loss_fn(net: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
     """Compute the mean cross entropy of classes [B] or of tokens [B, L]."""
     x, target = batch
-    loss: Any = F.cross_entropy(net(x).flatten(0, -2), target.flatten())
-    # The loss of logits that are split over ranks is a DTensor, whole on each.
-    return loss.to_local() if hasattr(loss, "to_local") else loss
+    return F.cross_entropy(net(x).flatten(0, -2), target.flatten())
 
 
 def plain_step(
@@ -207,6 +203,78 @@ def _population(setup: Setup, *, together: bool, n: int = 16, **options: Any) ->
     return at_once if together else one_by_one
 
 
+def jax_step(setup: Setup, *, thin: bool, transposed: bool = False) -> Step:
+    r"""Make a step of an MLP in JAX, as users would write it, under one `jax.jit`: dense, or by thin products.
+
+    With codes $X_r, X_c$ of a layer's units, $A = X_r W_r + \phi$ and $B = X_c W_c$, the weight of a periodic g-net is
+    $L R^T$ with $L = [v \sin A, v \cos A]$ and $R = [\cos B, \sin B]$: a layer gives $(x R) L^T + b$. XLA's sines are
+    faster where the units come last in memory: `transposed` makes $L^T$ and $R^T$ instead of $L$ and $R$.
+    """
+    import jax  # pyright: ignore[reportMissingImports]
+    import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
+    import optax  # pyright: ignore[reportMissingImports]
+
+    plan, cpu = setup.plan, jax.devices("cpu")[0]
+
+    def array(x: Tensor) -> Any:
+        return jax.device_put(x.detach().cpu().numpy().copy(), cpu)
+
+    params: dict[str, Any] = {name: array(p) for name, p in setup.pnet.named_parameters()}
+    codes: dict[str, Any] = {}
+    genome = gb.init_genome(plan, setup.pnet, 0)
+    for ensemble in plan.ensembles if thin else ():
+        tables = [array(x) for x in codes_of(ensemble, plan.dtype, torch.device("cpu"))]
+        for number, _, first, slot in ensemble.spans:
+            name = plan.tensors[number].name
+            params[name] = {k: array(x[first]) for k, x in genome.gnets[ensemble.name].items()}
+            codes[name] = [x[first % len(x)] for x in tables], slot.scale
+    inputs, classes = (array(x) for x in setup.batch)
+    layers = [name.removesuffix(".weight") for name in params if name.endswith(".weight")]
+    features = 0 if transposed else 1
+
+    def side(codes: Any, weight: Any) -> Any:
+        return weight.T @ codes.T if transposed else codes @ weight
+
+    def column(v: Any) -> Any:
+        return v[:, None] if transposed else v
+
+    def product(x: Any, weight: Any, name: str) -> Any:
+        if name not in codes:
+            return x @ weight.T
+        (rows, cols), scale = codes[name]
+        a, b = side(rows, weight["row_weight"]) + column(weight["phase"]), side(cols, weight["col_weight"])
+        v = column(scale * weight["amplitude"])
+        left = jnp.concatenate([v * jnp.sin(a), v * jnp.cos(a)], features)
+        right = jnp.concatenate([jnp.cos(b), jnp.sin(b)], features)
+        return (x @ right.T) @ left if transposed else (x @ right) @ left.T
+
+    def loss_of(params: Any, x: Any, classes: Any) -> Any:
+        for i, layer in enumerate(layers):
+            x = jax.nn.relu(x) if i else x
+            x = product(x, params[f"{layer}.weight"], f"{layer}.weight") + params[f"{layer}.bias"]
+        return optax.softmax_cross_entropy_with_integer_labels(x, classes).mean()
+
+    # As torch's AdamW.
+    optimizer = optax.adamw(setup.setting.lr, weight_decay=1e-2)
+
+    def update(params: Any, moments: Any, x: Any, classes: Any) -> Any:
+        loss, grads = jax.value_and_grad(loss_of)(params, x, classes)
+        updates, moments = optimizer.update(grads, moments, params)
+        return optax.apply_updates(params, updates), moments, loss
+
+    jitted = jax.jit(update, donate_argnums=(0, 1))
+    with jax.default_device(cpu):
+        moments = optimizer.init(params)
+
+    def step() -> Any:
+        nonlocal params, moments
+        params, moments, loss = jitted(params, moments, inputs, classes)
+        # Calls return before their work is done.
+        return jax.block_until_ready((loss, params, moments))[0]
+
+    return step
+
+
 def _periodic(**options: Any) -> Any:
     return "periodic", partial(_genome, **options)
 
@@ -265,16 +333,12 @@ def build(case: Case, variant: str, setting: Setting) -> tuple[Step, int, int]:
     if not gnets:
         weights = sum(p.numel() for p in pnet.parameters() if p.ndim > 1)
         return make(Setup(case, None, pnet, batch, setting)), weights, 0
-    options: Options = getattr(case, gnets)
+    options: dict[str, Any] = getattr(case, gnets)
     if variant == "naive":
         options = options | {"hypernet": NaiveGNet(options["hypernet"].hidden)}
     plan = gb.make_plan(pnet, **options)
     size = max(slot.hypernet.size or 0 for t in plan.generated for slot in t.slots)
     return make(Setup(case, plan, pnet, batch, setting)), sum(t.numel for t in plan.generated), size
-
-
-_RELU_TILE = 100
-"""Side of tiles of 10,000 weights, the published implementations' default."""
 
 
 def features(shape: tuple[int, ...], classes: int) -> Batch:
@@ -300,9 +364,9 @@ def _case(
     include: tuple[str, ...] = (),
     **options: Any,
 ) -> Case:
-    """Make a case with periodic g-nets of `h` features and ReLU g-nets."""
+    """Make a case with periodic g-nets of `h` features, and ReLU g-nets of tiles as published implementations have."""
     genes = {"hypernet": gb.periodic(h), "max_tile": tile, "include": include}
-    relu = {"hypernet": gb.gnet((32,)), "max_tile": _RELU_TILE, "include": include}
+    relu = {"hypernet": gb.gnet((32,)), "max_tile": 100, "include": include}
     return Case(name, net, batch, tuple(variants), genes, relu, **options)
 
 
@@ -368,11 +432,7 @@ BENCHES = _read_benches()
 
 
 def choose(table: Mapping[str, T], names: Sequence[str] | None, option: str = "--cases") -> dict[str, T]:
-    """Return all entries of a table, or those that are named.
-
-    Raises:
-        ValueError: for a name that is not in the table.
-    """
+    """Return all entries of a table, or the named ones; raise `ValueError` for unknown names."""
     if unknown := [name for name in names or () if name not in table]:
         raise ValueError(f"{option} {' '.join(unknown)}: unknown; expected some of {' '.join(table)}")
     return {name: entry for name, entry in table.items() if not names or name in names}

@@ -1,4 +1,4 @@
-"""Time of functions side by side, peak memory in another process, and the rows of `bench.json`."""
+"""Time of functions side by side, peak memory in another process, rows of `bench.json`, and speeds for the planner."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import multiprocessing
+import os
 import platform
 import statistics
 import sys
@@ -16,20 +17,20 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
 
+import gbfunc as gb
 from gbfunc.lab.bench.cases import Bench, Case, Setting, Step, build, features
+from gbfunc.parallel import Mesh, sum_ranks
+from gbfunc.parallel.planner import DeviceSpec
 from gbfunc.tasks.pnets.mlp import mlp
 
 Key = TypeVar("Key")
-
-_MOST_STEPS = 50
-# A function this slow is timed a few times only, so that one naive case does not take minutes.
-_SLOW_SECONDS, _SLOW_ROUNDS = 2.0, 2
-_WARM_UP_SECONDS = 20.0
 
 
 class Timing(NamedTuple):
@@ -37,7 +38,6 @@ class Timing(NamedTuple):
 
     seconds: float  # of one call, the median over the rounds
     first: float  # seconds of the first call, with whatever it compiles
-    repeats: int  # rounds that it took part in
 
 
 def time_together(
@@ -45,9 +45,8 @@ def time_together(
 ) -> dict[Key, Timing]:
     """Time functions side by side: round after round, each is visited once, so that all meet the machine's same moods.
 
-    Each is called three times before (a compiled one may compile twice), or less if that takes very long. A visit is
-    one call, or as many as fill `visit` (s) after one that is not timed and brings its data back into the caches.
-    Functions that take seconds leave after two rounds.
+    Each is called three times before (a compiled one may compile twice), or less if that takes 20 s. A visit is one
+    call, or as many as fill `visit` (s), at most 50, after one that is not timed and brings its data into the caches.
     """
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
@@ -62,35 +61,27 @@ def time_together(
     warm_ups: dict[Key, list[float]] = {}
     for key, function in functions.items():
         seconds = warm_ups[key] = [timed(function)]
-        while len(seconds) < 3 and (sum(seconds) < _WARM_UP_SECONDS or len(seconds) == 1):
+        while len(seconds) < 3 and (sum(seconds) < 20 or len(seconds) == 1):
             seconds.append(timed(function))
     times: dict[Key, list[float]] = {key: [] for key in functions}
-    for i in range(rounds):
+    for _ in range(rounds):
         for key, function in functions.items():
-            once = min(warm_ups[key])
-            if once > _SLOW_SECONDS and i >= _SLOW_ROUNDS:
-                continue
-            calls = max(1, min(_MOST_STEPS, round(visit / max(once, 1e-6))))
+            calls = max(1, min(50, round(visit / max(min(warm_ups[key]), 1e-6))))
             if calls > 1:
                 function()
             times[key].append(timed(function, calls))
-    return {key: Timing(statistics.median(t), warm_ups[key][0], len(t)) for key, t in times.items()}
+    return {key: Timing(statistics.median(t), warm_ups[key][0]) for key, t in times.items()}
 
 
 def _kernels(step: Step) -> tuple[float, float]:
     """Kernels of a step, and the seconds that they take."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(_STEPS):
+        for _ in range(3):
             step()
         torch.cuda.synchronize()
     events: Any = profile.events()
     times = [e.device_time_total for e in events if e.device_type.name == "CUDA"]
-    return len(times) / _STEPS, sum(times) / _STEPS / 1e6
-
-
-_STEPS = 3
-# malloc.h of glibc
-_M_MMAP_THRESHOLD, _MAPPED_BYTES = -3, 2**17
+    return len(times) / 3, sum(times) / 3 / 1e6
 
 
 def measure_memory(case: Case, variant: str, setting: Setting) -> int | None:
@@ -121,8 +112,9 @@ def steps_memory(case: Case, make: Callable[[Case], Step], device: torch.device)
     """
     cuda = device.type == "cuda"
     with contextlib.suppress(OSError, AttributeError):  # another C library
-        # Otherwise glibc learns from each array that is freed, and keeps later ones of up to 32 MiB in its heap.
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+        # Otherwise glibc learns from each array that is freed, and keeps later ones of up to 32 MiB in its heap. -3 is
+        # M_MMAP_THRESHOLD.
+        ctypes.CDLL(None).mallopt(-3, 2**17)
     make(_tiny(case))()
     gc.freeze()  # a collection that looked at the libraries' million objects would take longer than the steps
     before = torch.cuda.max_memory_allocated(device) if cuda else peak_resident()
@@ -135,7 +127,7 @@ def steps_memory(case: Case, make: Callable[[Case], Step], device: torch.device)
         with contextlib.suppress(OSError):
             # https://docs.kernel.org/filesystems/proc.html, section 3.3: 5 resets the peak resident set size.
             Path("/proc/self/clear_refs").write_text("5")
-    for _ in range(_STEPS):
+    for _ in range(3):
         step()
     return (torch.cuda.max_memory_allocated(device) if cuda else peak_resident()) - before
 
@@ -178,7 +170,7 @@ def run_bench(bench: Bench, setting: Setting, *, rounds: int, visit: float, memo
     del built
     rows = []
     for (name, variant), case in pairs.items():
-        (seconds, first, repeats), (weights, features) = times[name, variant], sizes[name, variant]
+        (seconds, first), (weights, features) = times[name, variant], sizes[name, variant]
         launches, busy = kernels[name, variant]
         dense, naive = (times.get((name, other)) for other in ("dense", "naive"))
         peak = measure_memory(case, variant, setting) if memory else None
@@ -194,7 +186,6 @@ def run_bench(bench: Bench, setting: Setting, *, rounds: int, visit: float, memo
             "peak_mb": peak and peak / 1e6,  # of the steps in another process, in 10^6 bytes
             "weights": weights,  # of the matrices that are generated, or trained themselves
             "features": features,
-            "repeats": repeats,  # timings of which `step_ms` is the median
         }
         rows.append(row)
     return rows
@@ -219,3 +210,74 @@ def describe(device: torch.device, threads: int) -> dict[str, object]:
         models = (line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line)
         name = next(models, name)
     return {"machine": name, "threads": threads, "torch": torch.__version__}
+
+
+_SENT_BYTES, _ROUNDS = 2**25, 5
+
+
+def calibrate(device: torch.device) -> tuple[DeviceSpec, bool]:
+    """Measure the device of one rank, for the planner; also return whether this process reports.
+
+    An all-reduce is timed between the ranks of `torchrun`, otherwise between two processes on the loopback.
+    """
+    first = True
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ:
+        with gb.mesh(device=device) as mesh:
+            link, latency, first = *_measure_link(mesh), mesh.rank == 0
+    else:
+        with TemporaryDirectory(prefix="gbfunc-") as folder:
+            spawn(_measure_loopback, (folder,), nprocs=2)
+            link, latency = torch.load(Path(folder, "0"))
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return DeviceSpec(*_measure_ceilings(device), link, float(memory), latency, _measure_overhead(device)), first
+
+
+def _measure_ceilings(device: torch.device) -> tuple[float, float]:
+    """Measure operations per second of a product in float32, and bytes per second of a copy, read and written."""
+    a, b, out = (torch.randn(2048, 2048, device=device) for _ in range(3))
+    source, target = (torch.ones(2**26, device=device) for _ in range(2))
+    functions = {"product": lambda: torch.mm(a, b, out=out), "copy": lambda: target.copy_(source)}
+    times = time_together(functions, device, rounds=_ROUNDS)
+    return 2 * 2048**3 / times["product"].seconds, 2 * source.nbytes / times["copy"].seconds
+
+
+def _measure_overhead(device: torch.device) -> float:
+    """Measure the seconds per operator of a net of tiny layers, forward and backward, module calls included."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    net = nn.Sequential(*(m for _ in range(100) for m in (nn.Linear(8, 8), nn.GELU()))).to(device)
+    x, weights = torch.ones(4, 8, device=device), list(net.parameters())
+
+    def step(x: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(net(x).sum(), weights)
+
+    operators = sum(node.op == "call_function" for node in make_fx(step)(x).graph.nodes)
+    return time_together({"step": lambda: step(x)}, device, rounds=_ROUNDS)["step"].seconds / operators
+
+
+def _measure_link(mesh: Mesh) -> tuple[float, float]:
+    """Measure the bytes per second that a rank sends, and the seconds of an all-reduce of a single number."""
+    seconds = []
+    for n in (1, _SENT_BYTES // 4):
+        x, times = torch.zeros(n, device=mesh.device), []
+        # As many calls on each rank, however long they take.
+        for _ in range(_ROUNDS + 1):
+            mesh.barrier()
+            start = time.perf_counter()
+            sum_ranks(mesh, x)
+            if mesh.device.type == "cuda":
+                torch.cuda.synchronize(mesh.device)
+            times.append(time.perf_counter() - start)
+        seconds.append(statistics.median(times[1:]))
+    small, large = seconds
+    return 2 * (mesh.world - 1) / mesh.world * _SENT_BYTES / max(large - small, 1e-9), small
+
+
+def _measure_loopback(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+    with gb.mesh(timeout=120.0, init_method=f"file://{folder}/store") as mesh:
+        torch.save(_measure_link(mesh), Path(folder, str(rank)))

@@ -5,7 +5,7 @@ parameters. It is given the same data and number of steps, and chooses its setti
 successive halving whose steps are reported. The network that is read back from the file sees the test split once.
 
 A p-net that is trained from scratch is compared with other ways to a small network, a pretrained one with other
-adapters of it (`methods_for`).
+adapters of it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gbfunc.lab.compare.adapters import ADAPTERS, FULL
-from gbfunc.lab.compare.base import Dense, Method, Problem, is_pretrained
+from gbfunc.lab.compare.base import Dense, Method, Problem
 from gbfunc.lab.compare.genome import GenomeOf
-from gbfunc.tasks import Task
 
 _RATES, _PERIODIC = (3e-3, 1e-2, 3e-2), (2e-2, 4e-2, 8e-2)
 
@@ -41,10 +40,6 @@ PRETRAINED_METHODS: Mapping[str, Method] = {
 
 REFERENCES: Mapping[str, Method] = {"full_fine_tuning": FULL}
 """References of adapters, of any size."""
-
-
-def methods_for(task: Task) -> Mapping[str, Method]:
-    return PRETRAINED_METHODS if is_pretrained(task) else METHODS
 
 
 def reference_problem(problem: Problem) -> Problem:

@@ -1,11 +1,7 @@
 """Adapters of a pretrained p-net by the package `peft`, and training of parts of the p-net.
 
-A file holds the trained tensors and the choice of layers and sizes. Seeds give random projections, which are not
-counted. Every adapter brings a full linear classifier of
-E*K + K numbers for K classes, and nothing fits a smaller budget.
-
-Within a budget each adapter has some shapes (layers, rank), each as large as fits. Validation data choose the shape and
-the learning rate, which all trained tensors share.
+A file holds the trained tensors, a linear classifier among them, and the choice of layers and sizes. Seeds give random
+projections, which are not counted. Within a budget each adapter has some shapes (layers, rank), each as large as fits.
 """
 
 from __future__ import annotations
@@ -13,7 +9,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -98,11 +94,11 @@ class Adapted:
     def state(self, net: nn.Module) -> Params:
         return _import_peft().get_peft_model_state_dict(net)
 
-    def fill(self, net: nn.Module, state: TensorMap) -> Iterable[str]:
-        """Put a state back into what `attach` gave; return names that belong to no such adapter."""
+    def fill(self, net: nn.Module, state: TensorMap) -> None:
+        """Put a state back into what `attach` gave."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Specified to not load", category=UserWarning)
-            return _import_peft().set_peft_model_state_dict(net, dict(state)).unexpected_keys
+            _import_peft().set_peft_model_state_dict(net, dict(state))
 
     def ladders(self, net: nn.Module) -> Iterator[tuple[int, Callable[[int], Settings]]]:
         """Find the shapes on a base: the number of their rungs, and settings that are larger with every rung from 1."""
@@ -146,8 +142,7 @@ class Adapted:
 
     def load(self, data: bytes, task: Task) -> Net:
         net = self._attached(task.build(0), base.text_of(data)["adapter"], 0)
-        if foreign := list(self.fill(net, base.unpack(data, self.state(net)))):
-            raise ValueError(f"these tensors belong to no such adapter: {', '.join(foreign)}")
+        self.fill(net, base.unpack(data, self.state(net)))
         return net.requires_grad_(False).eval()
 
     def length(self, net: nn.Module, settings: Settings, dtype: torch.dtype) -> int:
@@ -175,8 +170,8 @@ class Part(Adapted):
     def state(self, net: nn.Module) -> Params:
         return {name: p.detach() for name, p in net.named_parameters() if p.requires_grad}
 
-    def fill(self, net: nn.Module, state: TensorMap) -> Iterable[str]:
-        return net.load_state_dict(dict(state), strict=False).unexpected_keys
+    def fill(self, net: nn.Module, state: TensorMap) -> None:
+        net.load_state_dict(dict(state), strict=False)
 
     def ladders(self, net: nn.Module) -> Iterator[tuple[int, Callable[[int], Settings]]]:
         return super().ladders(net) if "{}" in self.config else iter([(1, lambda n: {})])
@@ -190,9 +185,7 @@ ADAPTERS: Mapping[str, Adapted] = {
     "bitfit": Part(r"{}\.bias", _RATES, (("query",), ("query", "up"), ("any",))),
     "lora": Adapted("LoraConfig", _RATES, size="r", sizes=(1, 2, 4, 8, 16, 32)),
     # Two trained vectors a layer, around seeded matrices of higher rank.
-    "vera": Adapted(
-        "VeraConfig", (1e-2, 3e-2, 1e-1), size="r", sizes=(64, 128, 256, 512, 1024), fixed={"save_projection": False}
-    ),
+    "vera": Adapted("VeraConfig", (1e-2, 3e-2, 1e-1), size="r", sizes=(64, 128, 256, 512, 1024), fixed=_FRESH),
     # Scales of values; of keys, values and hidden units, as the paper has it.
     "ia3": Adapted(
         "IA3Config",

@@ -83,27 +83,10 @@ def grid(**axes: Any) -> list[Settings]:
     return [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
 
 
-def train_net(
-    problem: Problem,
-    leaves: Iterable[Tensor],
-    net: Net,
-    lr: float,
-    seed: int,
-    after: Callable[[int], None] = lambda done: None,
-) -> None:
-    """Train leaves in place by Adam with its default moments, on the batches and steps that all methods share.
-
-    `lr` is the peak of the learning rate; `after` gets the number of each finished step.
-    """
+def train_net(problem: Problem, leaves: Iterable[Tensor], net: Net, lr: float, seed: int) -> None:
+    """Train leaves in place by Adam with its default moments and a peak rate, on the steps that all methods share."""
     recipe = replace(problem.recipe, dense_lr=lr, betas=(0.9, 0.999))
-    trainer = leaf_trainer(leaves, net, problem.task, recipe)
-
-    def step(done: int, batch: Any) -> Any:
-        result = trainer.step(done, batch)
-        after(done)
-        return result
-
-    fit(trainer._replace(step=step), problem.task, recipe, seed, validate=False)
+    fit(leaf_trainer(leaves, net, problem.task, recipe), problem.task, recipe, seed, validate=False)
 
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -121,8 +104,8 @@ def pack(tensors: TensorMap, dtype: torch.dtype, about: Mapping[str, Any] | None
     return b"".join((bytes([_FLOATS.index(dtype)]), len(text).to_bytes(2, "little"), text, *numbers))
 
 
-def unpack(data: bytes, like: TensorMap, rest: str | None = None) -> Params:
-    """Undo `pack`, with floats in float32; the vector of `like` named `rest` takes all other numbers.
+def unpack(data: bytes, like: TensorMap) -> Params:
+    """Undo `pack`, with floats in float32; the first empty tensor of `like` takes all other numbers, as a vector.
 
     Raises:
         ValueError: if the file has more or fewer numbers than `like`.
@@ -130,15 +113,15 @@ def unpack(data: bytes, like: TensorMap, rest: str | None = None) -> Params:
     start = 3 + int.from_bytes(data[1:3], "little")
     dtypes = [_FLOATS[data[0]] if t.is_floating_point() else t.dtype for t in like.values()]
     sizes = {name: t.numel() * dtype.itemsize for (name, t), dtype in zip(like.items(), dtypes, strict=True)}
-    if rest is not None:
-        sizes[rest] = max(0, sizes[rest] + len(data) - start - sum(sizes.values()))
+    for name in [name for name, size in sizes.items() if not size][:1]:
+        sizes[name] = max(0, len(data) - start - sum(sizes.values()))
     if (expected := start + sum(sizes.values())) != len(data):
         raise ValueError(f"expected a file of {expected:,} bytes, got {len(data):,}")
     parts = torch.from_numpy(np.frombuffer(data, np.uint8)[start:].copy()).split(list(sizes.values()))
     found = Params()
     for (name, t), part, dtype in zip(like.items(), parts, dtypes, strict=True):
         # Copies are aligned as their dtype asks for.
-        x = part.clone().view(dtype).reshape(-1 if name == rest else t.shape)
+        x = part.clone().view(dtype).reshape(t.shape if t.numel() else -1)
         found[name] = x.float() if t.is_floating_point() else x
     return found
 
@@ -193,16 +176,12 @@ def largest(fits: Callable[[int], bool], limit: int = 1 << 20) -> int:
     return bisect_left(range(1, limit + 1), True, high // 2, min(high, limit), key=lambda n: not fits(n))
 
 
-_PARTS, _WIDER, _LEAST_BYTES = 256, 2.0, 1 / 8
-"""Widths are tried in these parts of the p-net's; a wider net, from so many bytes for a parameter of the p-net on."""
-
-
 def of_widths(problem: Problem, parts: Sequence[float]) -> dict[float, PNet]:
-    """Scale the p-net's widths by these parts, and to a wider net for large budgets; by 1 alone without widths."""
+    """Scale the p-net's widths by these parts, and by 2 from a bit per parameter on; by 1 alone without widths."""
     task, make = problem.task, problem.task.pnet.scaled
     if make is None:
         return {1: task.pnet}
-    wider = (_WIDER,) if problem.budget >= _LEAST_BYTES * n_params(task.build(0)) else ()
+    wider = (2.0,) if 8 * problem.budget >= n_params(task.build(0)) else ()
     return {part: task.pnet if part == 1 else make(part) for part in (*parts, *wider)}
 
 
@@ -210,8 +189,8 @@ def widest(task: Task, fits: Callable[[PNet], bool], most: float = 4.0) -> PNet 
     """Find the widest p-net of the task's family, up to `most` times its widths, that fits; None if none does."""
     if (make := task.pnet.scaled) is None:
         return task.pnet if fits(task.pnet) else None
-    part = largest(lambda n: fits(make(n / _PARTS)), round(most * _PARTS))
-    return make(part / _PARTS) if part else None
+    part = largest(lambda n: fits(make(n / 256)), round(most * 256))
+    return make(part / 256) if part else None
 
 
 def narrow_pnets(task: Task, fits: Callable[[PNet], bool]) -> list[PNet]:

@@ -19,19 +19,8 @@ from gbfunc.tasks import Net, Task
 from gbfunc.tasks.training import fit, genome_trainer, going_on, slowed
 from gbfunc.trees import GNET
 
-_FILE = "genome.safetensors"
-
-_WIDTHS, _MUCH = (1, 1 / 2, 1 / 4), 1 / 3
-"""Widths to try, as parts of the p-net's; the share of a budget that direct parameters (norms) may fill."""
-
-_MOST = 1 / 2
-"""Largest size of a genome, relative to the p-net, that competes with the genome of a wider net."""
-
-_METADATA = 48
-"""Most bytes of a file's metadata beyond their JSON."""
-
-_ROUNDED = 6
-"""The last of so many parts of the training rounds the genome to its codes."""
+_WIDTHS = (1, 1 / 2, 1 / 4)
+"""Widths to try, as parts of the p-net's."""
 
 
 def plan_for(task: Task, hypernet: str, **target: Any) -> gb.Plan:
@@ -66,9 +55,9 @@ class GenomeOf:
     stored: str | None = None  # instead of the problem's dtype: "int2" to "int8", or "auto"
 
     def candidates(self, problem: Problem) -> list[Settings]:
-        """Also try narrower p-nets while direct parameters fill much of the budget, and a wider one for large budgets.
+        """Also try narrower p-nets while direct parameters fill a third of the budget, or a wider one for many bytes.
 
-        The wider p-net replaces the p-net if a genome would hardly compress that.
+        The wider p-net replaces the p-net where the genome has more than half of the p-net's parameters.
         """
         found: list[Settings] = []
         full, pnets = True, base.of_widths(problem, _WIDTHS)
@@ -81,8 +70,8 @@ class GenomeOf:
                 # Steps of codes that training finds are in codes of a fixed number of bits too.
                 dtype = "int8" if self.stored == AUTO else stored_name(self.stored or problem.dtype)
                 direct = {k: x for k, x in stored_leaves(plan.leaves, dtype).items() if not k.startswith(GNET)}
-                full = sum(x.nbytes for x in direct.values()) > _MUCH * problem.budget
-                if part == 1 and max(pnets) > 1 and plan.genome_params > _MOST * plan.pnet_params:
+                full = sum(x.nbytes for x in direct.values()) > problem.budget / 3
+                if part == 1 and max(pnets) > 1 and 2 * plan.genome_params > plan.pnet_params:
                     continue
                 usual = task.recipe(plan.genome_params).lr
                 found += [about | of for of in grid(params=(plan.genome_params,), lr=self.rates or (usual, 2 * usual))]
@@ -92,14 +81,14 @@ class GenomeOf:
         return found
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
-        """Adam with the recipe's moments on the genome, rounded in the last steps where codes are stored."""
+        """Train the genome by Adam with the recipe's moments, rounded in the last sixth of the steps for codes."""
         about = {key: settings[key] for key in settings.keys() & {"pnet"}}
         task, plan = self._plan(problem, about)
         pnet, known, lr = task.build(seed), task.recipe(plan.genome_params), settings["lr"]
         direct_lr = None if known.direct_lr is None else known.direct_lr / known.lr * lr
         recipe = replace(problem.recipe, lr=lr, direct_lr=direct_lr, betas=known.betas)
         stored: Any = self.stored or problem.dtype
-        last = max(1, problem.steps // _ROUNDED) if isinstance(stored, str) and stored != AUTO else 0
+        last = max(1, problem.steps // 6) if isinstance(stored, str) and stored != AUTO else 0
         before = replace(recipe, steps=max(1, problem.steps - last)) if last else recipe
         rounding, n_bytes = AUTO if stored == AUTO else None, problem.budget
         trainer = genome_trainer(
@@ -113,12 +102,12 @@ class GenomeOf:
             trainer = genome_trainer(plan, pnet, task, recipe, seed, rounding=stored)
             state = fit(going_on(trainer, state), task, recipe, seed, validate=False).state
         with TemporaryDirectory(prefix="gbfunc-") as folder:
-            gb.save(path := Path(folder) / _FILE, plan, state, stored, about or None)
+            gb.save(path := Path(folder, "genome"), plan, state, stored, about or None)
             return Trained(path.read_bytes(), plan.genome_params)
 
     def load(self, data: bytes, task: Task) -> Net:
         with TemporaryDirectory(prefix="gbfunc-") as folder:
-            (path := Path(folder) / _FILE).write_bytes(data)
+            (path := Path(folder, "genome")).write_bytes(data)
             plan, genome = gb.load(path)
             pnet = base.pnet_about(gb.load_metadata(path) or {}, task)
         return gb.materialize(plan, genome, pnet.build(0)).eval()
@@ -126,5 +115,6 @@ class GenomeOf:
     def _plan(self, problem: Problem, about: Mapping[str, Any]) -> tuple[Task, gb.Plan]:
         """The task with the net that its file is `about`, and the genome that fills the budget."""
         dtype, task = self.stored or problem.dtype, problem.task.with_pnet(base.pnet_about(about, problem.task))
-        left = problem.budget - (_METADATA + len(json.dumps(about)) if about else 0)
+        # Metadata take at most 48 bytes beyond their JSON.
+        left = problem.budget - (48 + len(json.dumps(about)) if about else 0)
         return task, plan_for(task, self.hypernet, genome_bytes=left, stored=dtype)

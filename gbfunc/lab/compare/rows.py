@@ -14,10 +14,6 @@ from gbfunc.lab.compare.base import USED, BudgetTooSmall, Method, Problem, Setti
 from gbfunc.tasks import Net
 from gbfunc.types import dtype_name
 
-RUNGS = ((1 / 9, 1 / 3, 3), (1 / 3, 0.0, 2), (1.0, 0.0, 1))
-"""Successive halving (K. Jamieson and A. Talwalkar, 2016): candidates are trained for a part of the steps, on a
-schedule of that length; a part of them, or so many where these are more, goes on to the next rung."""
-
 
 class Choice(NamedTuple):
     """The settings that the validation split chose for a method at a size."""
@@ -76,7 +72,9 @@ def _metric_of(problem: Problem, net: Net, split: Any) -> float:
 def choose(name: str, method: Method, problem: Problem, most: int | None = None) -> Choice:
     """Train candidates ever longer and ever fewer of them; take the last one that is left, by the validation metric.
 
-    Candidates whose file leaves more than 15 % of the budget unused come behind all that use it.
+    This is successive halving (K. Jamieson and A. Talwalkar, 2016): on each rung candidates train for a part of the
+    steps, on a schedule of that length, and a part of them, or at least so many, passes. Candidates whose file leaves
+    more than 15 % of the budget unused come behind all that use it.
     """
     head, task = _head(problem, name), problem.task
     tried: list[Settings] = []
@@ -98,7 +96,7 @@ def choose(name: str, method: Method, problem: Problem, most: int | None = None)
         left = method.candidates(problem)[:most]
     except BudgetTooSmall as error:
         return Choice(*head, settings=None, tried=[], searched=0, reason=str(error))
-    for part, passed, least in RUNGS:
+    for part, passed, least in ((1 / 9, 1 / 3, 3), (1 / 3, 0.0, 2), (1.0, 0.0, 1)):
         # With fewer there is nothing to choose on this rung.
         if len(left) > least:
             ranks = [rank(settings, max(1, math.ceil(part * problem.steps))) for settings in left]
