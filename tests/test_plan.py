@@ -29,7 +29,6 @@ def test_counts_are_those_of_the_tensors(name: str) -> None:
     unique = {t.data_ptr() if t.numel() else id(t): t for t in net.state_dict().values()}
     assert plan.dense_bytes == sum(t.numel() * t.itemsize for t in unique.values())
     assert plan.buffer_bytes == sum(b.numel() * b.itemsize for b in net.buffers())
-    assert plan.tiles == sum(e.n_tiles for e in plan.ensembles)
 
 
 @every_plan

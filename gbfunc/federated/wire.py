@@ -101,7 +101,7 @@ class Wire:
         _finite(vector)
         if dtype in BITS:
             rest = {k: torch.zeros_like(x) for k, x in self._named.items() if k not in self._sent}
-            data, _ = pack(_NO_PLAN, rest | self._leaves(vector), BITS[dtype], MOST_RUNS)
+            data, _ = pack(_NO_PLAN, None, rest | self._leaves(vector), dtype, MOST_RUNS)
             return ArrayRecord({CODES: Array(np.frombuffer(data, np.uint8))})
         if dtype in FORMATS:
             return ArrayRecord({NUMBERS: Array(_narrow(vector, dtype))})

@@ -57,27 +57,32 @@ class Sizes(NamedTuple):
     bits: Mapping[str, float]  # Bits that a leaf takes within the codes; the rest are scales or steps
 
 
-def pack(document: str, leaves: TensorMap, bits: int, most: int = MAX_SYMBOLS) -> tuple[bytes, Sizes]:
+def pack(
+    document: str, plan: Any, leaves: TensorMap, stored: str | Steps, most: int = MAX_SYMBOLS
+) -> tuple[bytes, Sizes]:
     """Packs a document and all leaves of its plan; raises ValueError for numbers that are too large.
 
-    Leaves of at most `most` symbols are in runs, which are a few percent shorter and much slower.
+    Codes of 2 to 8 bits with at most `most` symbols are in runs, which are a few percent shorter and much slower.
     """
     narrow = narrow_stats(leaves)
-    plain = stored_leaves(leaves, f"int{bits}", narrow)
-    coded = {name: encode(leaves[name], bits) for name in sorted(leaves.keys() - plain.keys())}
-    for name, codes in coded.items():
-        if not bool(torch.isfinite(codes.scales).all()):
-            raise ValueError(f"{name!r} holds {float(leaves[name].abs().max()):g}, too large a number for int{bits}")
-    runs = _fits_runs([leaves[name] for name in coded], most)
-    stream = (_pack_runs if runs else _pack_symbols)(coded, bits)
-    return _joined(document, plain, bits + _NARROW * narrow + _RUNS * runs, *stream)
-
-
-def pack_with_steps(document: str, plan: Any, leaves: TensorMap, steps: Steps) -> tuple[bytes, Sizes]:
-    narrow = narrow_stats(leaves)
-    plain = _beside_steps(plan, leaves, narrow, steps.statistics)
-    flags = STEPS + _NARROW * narrow + _STATISTICS * steps.statistics
-    return _joined(document, plain, flags, *pack_steps(plan, leaves, steps))
+    if isinstance(stored, Steps):
+        plain = _beside_steps(plan, leaves, narrow, stored.statistics)
+        flags = STEPS + _STATISTICS * stored.statistics
+        codes, own = pack_steps(plan, leaves, stored)
+    else:
+        plain, bits = stored_leaves(leaves, stored, narrow), BITS[stored]
+        coded = {name: encode(leaves[name], bits) for name in sorted(leaves.keys() - plain.keys())}
+        for name, found in coded.items():
+            if not bool(torch.isfinite(found.scales).all()):
+                raise ValueError(f"{name!r} holds {float(leaves[name].abs().max()):g}, too large a number for {stored}")
+        runs = _fits_runs([leaves[name] for name in coded], most)
+        flags = bits + _RUNS * runs
+        codes, own = (_pack_runs if runs else _pack_symbols)(coded, bits)
+    text = deflate(document)
+    numbers = b"".join(_bytes(plain[name]) for names in names_by_dtype(plain).values() for name in names)
+    checked = bytes([flags + _NARROW * narrow]) + text + numbers + codes
+    sizes = Sizes(_HEAD, len(text), {name: x.nbytes for name, x in plain.items()}, len(codes), own)
+    return MAGIC + checked[:1] + zlib.crc32(checked).to_bytes(4, "little") + checked[1:], sizes
 
 
 def _beside_steps(plan: Any, leaves: TensorMap, narrow: bool, statistics: bool) -> Params:
@@ -85,16 +90,6 @@ def _beside_steps(plan: Any, leaves: TensorMap, narrow: bool, statistics: bool) 
     coded |= {*counters_of(plan)} if statistics else set()
     # The dtype "int8" changes running statistics only.
     return stored_leaves({k: x for k, x in leaves.items() if k not in coded}, "int8", narrow)
-
-
-def _joined(
-    document: str, plain: TensorMap, flags: int, codes: bytes, bits: Mapping[str, float]
-) -> tuple[bytes, Sizes]:
-    text = deflate(document)
-    numbers = b"".join(_bytes(plain[name]) for names in names_by_dtype(plain).values() for name in names)
-    checked = bytes([flags]) + text + numbers + codes
-    sizes = Sizes(_HEAD, len(text), {name: x.nbytes for name, x in plain.items()}, len(codes), bits)
-    return MAGIC + checked[:1] + zlib.crc32(checked).to_bytes(4, "little") + checked[1:], sizes
 
 
 def most_bytes(document: str, leaves: TensorMap, bits: int) -> Sizes:
@@ -111,7 +106,6 @@ def most_bytes(document: str, leaves: TensorMap, bits: int) -> Sizes:
 
 
 def expected_bytes(document: str, plan: Any) -> Sizes:
-    """Computes the expected size of a file with steps from the shapes of the plan."""
     leaves, parts = plan.leaves, parts_of(plan)
     plain = {k: x.nbytes for k, x in _beside_steps(plan, leaves, True, True).items()}
     bits = {name: EXPECTED_BITS * leaves[name].numel() for name in (*(part.leaf for part in parts), *counters_of(plan))}
@@ -191,7 +185,6 @@ class Compact(NamedTuple):
         return {name: x.reshape(expected[name].shape).to(expected[name].dtype) for name, x in flat.items()}
 
     def stored(self, read_plan: Callable[[str], Any]) -> str | Steps:
-        """Returns the `dtype` of `save` that matches the file; raises the errors of `leaves`."""
         if self.bits != STEPS:
             return f"int{self.bits}"
         plan = read_plan(self.document)

@@ -37,7 +37,6 @@ class Allowed(NamedTuple):
 
     @staticmethod
     def by(n_bytes: int, max_params: int | None = None) -> Allowed:
-        """Computes the limits from the size of a file, or from `max_params` if given."""
         if max_params is not None:
             return Allowed(max_params, max_params, LIMITS["mostTensors"] * 8, LIMITS["mostLists"])
         names = ("Numbers", "Symbols", "Pieces", "Containers")
@@ -138,7 +137,6 @@ def _check_size(data: bytes) -> None:
 
 
 def read_document(text: str) -> JSON:
-    """Parses the JSON of a plan and the metadata; raises ValueError unless the text is a JSON object."""
     if not isinstance(data := parse_json(text, "the document"), dict):
         raise ValueError("not a plan: its JSON is no object")
     return data

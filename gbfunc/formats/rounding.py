@@ -102,7 +102,6 @@ def encode(leaf: Tensor, bits: int) -> Codes:
 
 
 def decode(coded: Codes, like: Tensor) -> Tensor:
-    """Undoes `encode`, in the shape and dtype of `like`."""
     steps_NK = coded.codes.float() - coded.zeros.float()[:, None]
     return (coded.scales.float()[:, None] * steps_NK).reshape(like.shape).to(like.dtype)
 

@@ -56,15 +56,13 @@ def file_bytes(
         numel = max(1, sum(n for _, n in owners))
         shares[leaf] = [(owner, n / numel) for owner, n in owners]
     if name == AUTO or name in BITS:
-        if name in BITS:
-            given = text, leaves, BITS[name]
-            sizes = compact.most_bytes(*given) if genome is None else compact.pack(*given)[1]
-        elif genome is None:
-            sizes = compact.expected_bytes(text, plan)
-        elif isinstance(dtype, Steps):
-            sizes = compact.pack_with_steps(text, plan, leaves, dtype)[1]
-        else:
+        if genome is None:
+            auto = name == AUTO
+            sizes = compact.expected_bytes(text, plan) if auto else compact.most_bytes(text, leaves, BITS[name])
+        elif dtype == AUTO:
             raise ValueError(f"{AUTO!r} says nothing of steps: give those of gb.allocate_steps")
+        else:
+            sizes = compact.pack(text, plan, leaves, dtype if isinstance(dtype, Steps) else name)[1]
         packed = sizes.document if bare is text else len(deflate(bare))
         parts += {PLAN: packed, METADATA: sizes.document - packed, CONTAINER: sizes.head}
         plain, codes = sizes.plain, [(SCALES, max(0.0, 8 * sizes.codes - sum(sizes.bits.values())))]

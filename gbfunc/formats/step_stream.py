@@ -25,7 +25,6 @@ _WIDTHS = np.arange(NARROWEST + 1, WIDEST)
 
 
 def _stored(found: Quantised) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns the stored integers [n] of a part, and their shifts [n]."""
     live = found.live.numpy()
     shifts = np.broadcast_to(found.shifts.numpy(), live.shape)
     return found.integers.numpy().astype(np.int64)[live], shifts[live]
@@ -66,7 +65,6 @@ def _width_at(width: NDArray[np.int64] | int, shift: NDArray[np.int64] | int) ->
 
 
 def code_bits(plan: Any, leaves: TensorMap, steps: Steps) -> float:
-    """Counts the bits of the integers in all parts; leaves are on the CPU."""
     return sum(_width_and_bits(found)[1] for found, _ in quantise(plan, leaves, steps))
 
 

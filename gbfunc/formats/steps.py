@@ -114,7 +114,6 @@ class Part(NamedTuple):
         return leaf if self.last is None else leaf[self.first : self.last]
 
     def in_period(self, x: Tensor) -> Tensor:
-        """Moves numbers towards 0 by multiples of the period, if any."""
         return x if self.period is None else x - self.period * (x / self.period).round()
 
     def limit(self, steps: Tensor) -> Tensor:
@@ -136,7 +135,6 @@ def by_leaf(parts: Sequence[Part], values: Sequence[V]) -> dict[str, list[V]]:
 
 
 def joined(parts: Sequence[Part], values: Sequence[Tensor]) -> Params:
-    """Concatenates the values of parts to whole leaves."""
     return {k: pieces[0] if len(pieces) == 1 else torch.cat(pieces) for k, pieces in by_leaf(parts, values).items()}
 
 
@@ -155,7 +153,6 @@ class Quantised(NamedTuple):
 
     @property
     def limits(self) -> list[int]:
-        """The largest possible integer per stored integer."""
         return self.part.limit(self.steps).expand(self.part.shape)[self.live].long().tolist()
 
 
@@ -196,7 +193,6 @@ def _side(slot: Any, rows: bool) -> Side:
 
 
 def numbers_of_codes(plan: Any) -> int:
-    """Counts the numbers of codes that `parts_of` computes."""
     sides = {_side(span.slot, rows) for e in plan.ensembles for span in e.spans for rows in (True, False)}
     return sum(_mean_squares(*side, count=True) for side in sides)
 

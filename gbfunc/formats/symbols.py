@@ -69,7 +69,6 @@ class Run(NamedTuple):
 
 
 def pack_runs(runs: list[Run]) -> tuple[bytes, list[float]]:
-    """Packs runs into a stream; returns the stream and the bits of each run."""
     entries: list[Entry] = []
     costs = []
     for run in runs:
@@ -115,7 +114,6 @@ class Reader:
             raise ValueError(_ENDS)
 
     def next(self, limits: Sequence[int]) -> int:
-        """Reads the next symbol, given the cumulative frequencies."""
         return self.read([limits])[0]
 
     def read(self, tables: Sequence[Sequence[int]]) -> list[int]:
@@ -184,7 +182,6 @@ def geometric(width: int, most: int) -> tuple[int, list[int]]:
 
 @lru_cache(maxsize=4096)
 def geometric_bits(width: int, most: int) -> NDArray[np.float64]:
-    """Returns the bits of the integers 0 .. D: [D + 1]."""
     reach, limits = geometric(width, most)
     frequencies = np.diff(np.array(limits, np.float64))[reach:]
     return np.log2(limits[-1]) - np.log2(frequencies)

@@ -147,7 +147,6 @@ class Unit:
         _, self.cut, self.size = min(near, key=lambda option: (math.prod(option[1]), -option[0]))
 
     def nearby(self) -> list[tuple[int, tuple[int, int], int]]:
-        """Return `(cost, cut, size)` for the allowed cuts and sizes near the present ones."""
         if self.fixed or self.spreads:
             return [(self.cost, self.cut, self.size)]
         # A matrix of one tile may be cut into two or four; `refine` has tried finer tiles for other matrices.

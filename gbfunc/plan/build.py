@@ -78,9 +78,8 @@ def make_plan(
         genome_params: maximum number of parameters of the whole genome, direct parameters included.
         genome_bytes: maximum size of the genome's file in bytes, header and buffers included.
         compression: minimum ratio of the p-net's parameters to the genome's.
-        stored: the `dtype` of `save` in which `genome_bytes` are counted, `"float16"` by default. Codes count at the
-            worst case (trained values need 5 to 15 % less), with running statistics in 16 bits; `"auto"`
-            (`allocate_steps`) counts 5 bits per number. `save` and `report` of the plan use this dtype by default.
+        stored: the dtype in which `genome_bytes` are counted, and the default of `save` and `report`; `"float16"` by
+            default. Codes count at the worst case (trained values need 5 to 15 % less), `"auto"` 5 bits per number.
         include: regular expressions (`re.search`) for parameters to generate in addition to the defaults.
         exclude: regular expressions for parameters to keep direct; overrides every other selection.
         rules: pairs `(pattern, hypernetwork)` that choose other types, or None for direct; the first match applies.
@@ -88,14 +87,12 @@ def make_plan(
             (`binary`); an array or tensor [n, k] gives custom codes (`table`).
         max_tile: largest tile: None for the fewest tiles with `2 * size <= min(r, c)`, a length, or (rows, columns).
             For columns coded per axis, as in a convolution, the length counts channels.
-        base: `"own"`: the p-net's present tensors, except those of `modules_to_save`, in their own dtype. To serve a
-            float32 base in a narrower dtype, convert the result of `gb.materialize`.
+        base: `"own"`: the p-net's present tensors in their dtypes, except those of `modules_to_save`.
         target_modules: modules whose weights get a delta, as in PEFT: a list of names or their last parts
             (`["query", "value"]`), a regular expression that matches whole names, or `"all-linear"`; None selects every
             linear, convolution and attention layer. `include`, `exclude` and `rules` take precedence.
-        modules_to_save: names, or their last parts, of modules outside the base, such as a new head. Their
-            parameters are direct and start at their present values. If they would take over a quarter of a size
-            target, the longest are generated, by `periodic()` if `hypernet` shares code weights between matrices.
+        modules_to_save: names, or their last parts, of modules outside the base, such as a new head. Their parameters
+            are direct and start at their present values; beyond a quarter of a size target, the longest are generated.
 
     Returns:
         The plan. It meets a size target from below, within 2 % if the steps between sizes allow.

@@ -70,7 +70,6 @@ def _poor(plan: Any) -> list[str]:
 
 
 def _table(plan: Any, parts: Mapping[str, int]) -> list[str]:
-    """Format a header, a rule, and a row per tensor and other part of the file; [] without tensors."""
     counts = Counter[str]()
     for owners in owners_of(plan).values():
         for owner, n in owners:

@@ -29,12 +29,10 @@ class Targets(NamedTuple):
     new: list[re.Pattern[str]]
 
     def saved(self, name: str) -> bool:
-        """Return True if a parameter or buffer is in a new module outside the base."""
         parts = name.split(".")[:-1]
         return any(_named(self.new, ".".join(parts[:n])) for n in range(1, len(parts) + 1))
 
     def changes(self, info: ParameterInfo, kind: LayerKind) -> bool:
-        """Return True if a parameter of the base gets a delta."""
         if self.modules is None or self.modules == "all-linear":
             return kind.selected and (self.modules is None or kind.name in ("linear", "transposed_linear"))
         layers = [name.rpartition(".")[0] for name in (info.name, *info.aliases)]

@@ -66,7 +66,6 @@ def check_readable(tensors: Sequence[TensorPlan]) -> None:
 def plan_to_json(
     tensors: Sequence[TensorPlan], buffers: Sequence[BufferPlan], target: str, base: Base | None = None
 ) -> str:
-    """Write compact JSON: each hypernetwork and encoding once, slots as short lists of references."""
     hypernets: dict[Hypernet, int] = {}
     encodings: dict[Encoding, int] = {}
     entries = []

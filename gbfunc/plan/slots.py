@@ -35,7 +35,6 @@ _FACTORED_KINDS = frozenset({"linear", "transposed_linear", "conv", "attention_i
 
 
 def tile_dims(grid: TileGrid, row_code: Encoding, col_code: Encoding) -> TileDims:
-    """Return the dimensions of a tile of `grid` as its g-net sees them."""
     p, q = row_code.tile_width(grid.rows, grid.tile_rows), col_code.tile_width(grid.cols, grid.tile_cols)
     return TileDims(grid.tile_rows, grid.tile_cols, p, q)
 

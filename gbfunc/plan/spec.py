@@ -20,10 +20,9 @@ from gbfunc.plan.slots import BufferPlan, TensorPlan
 from gbfunc.trees import BUFFERS, DIRECT, GNET, differentiable
 from gbfunc.types import DTYPES, GenomeLike, Params, dtype_name
 
-_RATES: dict[Any, float] = dict.fromkeys((optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam), 1.0) | {optim.SGD: 5.0}
-# The oldest supported torch has no `Muon`.
-_RATES |= {optim.Muon: 1.0} if hasattr(optim, "Muon") else {}
-"""Learning rates of optimizers, relative to Adam."""
+# Learning rates relative to Adam; the oldest supported torch has no `Muon`.
+_LIKE_ADAM = optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, getattr(optim, "Muon", optim.Adam)
+_RATES: dict[Any, float] = dict.fromkeys(_LIKE_ADAM, 1.0) | {optim.SGD: 5.0}
 
 
 def base_rate(genome_params: float) -> float:
@@ -72,11 +71,6 @@ class Plan:
     def direct(self) -> tuple[TensorPlan, ...]:
         """The parameters that are trained directly."""
         return tuple(t for t in self.tensors if not t.slots)
-
-    @property
-    def tiles(self) -> int:
-        """Total number of tiles, equal to the number of g-nets."""
-        return sum(e.n_tiles for e in self.ensembles)
 
     @property
     def pnet_params(self) -> int:

@@ -44,8 +44,8 @@ _LEFTOVER = re.compile(rf"\.{_NAME.pattern}\.[0-9a-f]{{16}}")  # Temporary files
 class Checkpointer:
     """Writes training checkpoints to a folder in the background and keeps the newest.
 
-    Only one training at a time can use a folder. Incomplete files of a killed training are removed. In distributed
-    training, every rank creates a `Checkpointer` and calls `save`, but only rank 0 needs and writes the folder.
+    One training at a time can use a folder; incomplete files of a killed training are removed. In distributed training
+    every rank creates a `Checkpointer` and calls `save`, and rank 0 alone writes the folder.
 
     Args:
         folder: the folder; created if it does not exist.
@@ -94,9 +94,9 @@ class Checkpointer:
 
         Args:
             state: a `TrainState`; in distributed training, each rank passes its part.
-            extra: other values of the training loop, read from rank 0: position in the data, states of generators and
-                of a data loader (`loader.state_dict()`), history. Supported are numbers, strings, bytes, tensors, None,
-                and dicts, lists and tuples of these. A NamedTuple is loaded as a tuple.
+            extra: other values of the training loop, read from rank 0, such as states of generators and data loaders.
+                Supported are numbers, strings, bytes, tensors, None, and dicts, lists and tuples of these; a NamedTuple
+                comes back as a tuple.
 
         Raises:
             TypeError: if the state holds a value that is not a tensor, or `extra` an unsupported type.
@@ -323,7 +323,6 @@ def _differing(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 
 def _encode(tensors: Params, about: dict[str, str]) -> bytes:
-    """Encode a safetensors file with its own SHA-256, computed while a placeholder fills the digest."""
     data = to_bytes(tensors, {"format": _FORMAT, "sha256": _NO_DIGEST, **about})
     # Quotes in metadata are escaped, so this pattern occurs only once in a header.
     return data.replace(_entry(_NO_DIGEST), _entry(hashlib.sha256(data).hexdigest()), 1)

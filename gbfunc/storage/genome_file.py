@@ -77,14 +77,14 @@ def save(
     text = document(plan, metadata)
     if isinstance(dtype, Steps):
         check_steps(plan, dtype)
-        data, sizes = compact.pack_with_steps(text, plan, flat, dtype)
+        data, sizes = compact.pack(text, plan, flat, dtype)
         symbols = PIECE * (int.from_bytes(data[len(data) - sizes.codes :][:2], "little") - 1)
         if symbols > (most := layout.Allowed.by(len(data)).symbols):
             what = f"the file has over {symbols:,} codes with steps; gb.load accepts {most:,} in a file of its size"
             enough = max(symbols, sum(x.numel() for x in flat.values()), numbers_of_codes(plan))
             warnings.warn(f"{what}: load the file with max_params={enough}", UserWarning, stacklevel=2)
     elif name in BITS:
-        data, _ = compact.pack(text, flat, BITS[name])
+        data, _ = compact.pack(text, plan, flat, name)
     else:
         by_dtype = layout.names_by_dtype(stored).items()
         with torch.autocast("cpu", enabled=False):

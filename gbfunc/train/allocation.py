@@ -58,7 +58,7 @@ def allocate_steps(
     leaves = stored_tensors(gnet_params)
     squares, text = _squares(gnet_params.opt), document(plan, metadata)
     steps = allocate(plan, leaves, squares, 0.0, batch_size)
-    coarsest = len(compact.pack_with_steps(text, plan, leaves, steps)[0])
+    coarsest = len(compact.pack(text, plan, leaves, steps)[0])
     if coarsest > genome_bytes:
         raise ValueError(f"genome_bytes={genome_bytes:,} is too little: what is no code takes {coarsest:,} bytes")
     over, bits = coarsest - genome_bytes, code_bits(plan, leaves, steps)
@@ -66,7 +66,7 @@ def allocate_steps(
         # Subtract from the bits taken: the bits allowed may fall without effect.
         bits = max(0.0, bits - 8.0 * over)
         steps = allocate(plan, leaves, squares, bits, batch_size)
-        over = len(compact.pack_with_steps(text, plan, leaves, steps)[0]) - genome_bytes
+        over = len(compact.pack(text, plan, leaves, steps)[0]) - genome_bytes
         if over <= 0 or bits == 0:
             return steps
         bits = code_bits(plan, leaves, steps)
