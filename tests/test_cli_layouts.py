@@ -149,7 +149,7 @@ def test_microbatches_divide_the_rows() -> None:
     cases = {(12, 1, 2): 6, (12, 2, 2): 6, (8, 1, 2): 8, (9, 1, 2): 3}
     assert {given: pipeline_microbatches(*given) for given in cases} == cases
     for given in ((13, 2, 2), (2, 1, 4)):
-        with pytest.raises(ValueError, match="microbatches that divide the rows of each of its . shards, got --batch"):
+        with pytest.raises(ValueError, match="divide the rows of each of its . shards, got a batch of"):
             pipeline_microbatches(*given)
 
 

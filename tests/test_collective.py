@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import gbfunc as gb
 from gbfunc.parallel import CollectiveError, Mesh
-from gbfunc.parallel.faults import Faults
+from gbfunc.parallel.mesh import failing
 from gbfunc.trees import split_rows
 from tests.support.rank_cases import pnet_of
 from tests.support.rank_events import ROWS, narrow, of_dtypes
@@ -143,14 +143,14 @@ def test_complex_and_half_precision_numbers_are_summed_whole(world: int) -> None
 
 @pytest.mark.process
 @pytest.mark.parametrize("how", ["killed", pytest.param("stuck", marks=pytest.mark.slow)])
-def test_a_missing_rank_is_named_within_the_timeout(how: str, tmp_path: Path) -> None:
+def test_a_missing_rank_ends_all_others_within_the_timeout(how: str, tmp_path: Path) -> None:
     # Torch's own timeout is half an hour: who waits for that is ended before.
     arguments = {"victim": 1, "how": how, "timeout": 8.0 * PATIENCE}
     ended = launch(3, "rank_events:die", tmp_path, 100, arguments)
     for rank in (0, 2):
         assert ended[rank][0] == 0, ended[rank]
         words = torch.load(tmp_path / f"result-{rank}.pt", weights_only=False)
-        assert f"rank {rank} of 3" in words and "rank 1 does not answer" in words
+        assert f"rank {rank} of 3" in words and "another rank died or is stuck" in words
 
 
 GLOO = "[/src/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:51606: Connection reset by peer."
@@ -168,7 +168,7 @@ OF_USERS += ["[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't a
 
 @pytest.mark.parametrize("error", [*OF_BACKENDS, *map(RuntimeError, OF_USERS)], ids=repr)
 def test_errors_of_a_backend_alone_are_a_failed_collective(error: RuntimeError) -> None:
-    with pytest.raises((CollectiveError, RuntimeError)) as caught, Faults(0, 2, 1.0, None).named("gather"):
+    with pytest.raises((CollectiveError, RuntimeError)) as caught, failing("gather", 0, 2, 1.0):
         raise error
     if error in OF_BACKENDS:
         assert isinstance(caught.value, CollectiveError) and caught.value.__cause__ is error

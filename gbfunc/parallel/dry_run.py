@@ -6,7 +6,7 @@ block, or the part before the first block (cell 0) or after the last block (the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,8 +109,7 @@ def factor_shapes(slot: Slot) -> tuple[tuple[int, ...], tuple[int, ...]]:
 class DryRun(TorchDispatchMode):
     """A rank's share of a p-net's forward; a call with a microbatch returns its costs, by cell.
 
-    `kinds` has the names of the blocks in their order, each with a key. Only the first of several
-    blocks with equal keys runs. `tensor` has the pieces of the layers, on a `DryWire`.
+    `blocks` has the names of the blocks in their order, `tensor` the pieces of the layers, on a `DryWire`.
 
     Attributes:
         forms: forms of the weights that stay factors, by name.
@@ -118,12 +117,12 @@ class DryRun(TorchDispatchMode):
     """
 
     def __init__(
-        self, plan: Plan, pnet: nn.Module, kinds: Mapping[str, Any], lazy: Any, tensor: TensorParallel | None = None
+        self, plan: Plan, pnet: nn.Module, blocks: Sequence[str], lazy: Any, tensor: TensorParallel | None = None
     ) -> None:
         super().__init__()
         self.forms: dict[str, FactoredWeight] = {}
         self.shapes = {} if tensor is None else tensor.shapes
-        self._kinds, self._tensor = kinds, tensor
+        self._blocks, self._tensor = blocks, tensor
         if tensor is not None:
             wire: Any = tensor.wire
             wire.sent = self._send
@@ -146,8 +145,7 @@ class DryRun(TorchDispatchMode):
 
     def __call__(self, run: RunLoss, batch: Any) -> list[Cell]:
         """Costs of a microbatch on the meta device; `run` calls the p-net as the loss function does."""
-        self._cells = [Cell() for _ in range(len(self._kinds) + 2)]
-        self._at, self._begun, self._seen = 0, 0, dict[Any, tuple[int, Any]]()
+        self._cells, self._at, self._begun = [Cell() for _ in range(len(self._blocks) + 2)], 0, 0
         inputs = [x for _, x in tree_leaves(batch) if isinstance(x, Tensor)]
         counted = {x.untyped_storage() for x in (*self._weights.values(), *self._buffers.values(), *inputs)}
 
@@ -178,9 +176,9 @@ class DryRun(TorchDispatchMode):
 
     def _adapt(self, net: nn.Module) -> Collection[str]:
         changed: Collection[str] = () if self._tensor is None else self._tensor.adapt(net)
-        for name, kind in self._kinds.items():
+        for name in self._blocks:
             block: Any = net.get_submodule(name)
-            block.forward = self._in_cell(kind, block.forward)
+            block.forward = self._in_cell(block.forward)
         return changed
 
     def _send(self, forward: float, backward: float) -> None:
@@ -189,17 +187,12 @@ class DryRun(TorchDispatchMode):
         cell.sent_back += backward
         cell.messages += (forward > 0) + (backward > 0)
 
-    def _in_cell(self, kind: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
-        # A block that is equal to an earlier one takes the costs and output of that block.
+    def _in_cell(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             self._begun += 1  # Blocks run in their order, each once.
-            at, given = self._begun, [x for _, x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-            key = kind, *((tuple(x.shape), x.dtype) for x in given)
-            if key not in self._seen:
-                self._at = at
-                self._seen[key] = at, forward(*args, **kwargs)
-            first, out = self._seen[key]
-            self._cells[at], self._at = self._cells[first], len(self._kinds) + 1
+            self._at = self._begun
+            out = forward(*args, **kwargs)
+            self._at = len(self._blocks) + 1
             return out
 
         return run

@@ -4,25 +4,49 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from gbfunc.parallel.faults import Faults
-from gbfunc.trees import split_rows, tree_map
+from gbfunc.trees import split_rows
 
 AXES = ("data", "pipeline", "gnets", "tensor")
 """The axes of a mesh, ranks of the last one next to each other."""
 
 AxisName = Literal["world", "data", "pipeline", "gnets", "tensor", "replicas"]
 """An axis; `"replicas"` are the ranks that hold the same tiles, which is all axes but `"gnets"`."""
+
+
+_GLOO = re.compile(r"\[(enforce fail at )?[^\]\s]*\bgloo[/\\][^\]\s]*:\d+\]|^Application timeout caused pair closure")
+"""Gloo's errors are RuntimeErrors with a position in its source: `[.../gloo/transport/tcp/pair.cc:537] Read error`,
+`[enforce fail at .../gloo/allreduce.cc:80] size > 0`; one message has none, of every operation after a timeout."""
+
+
+class CollectiveError(ConnectionError):
+    """A collective failed or timed out: another rank has died, or is stuck. The mesh cannot be used after."""
+
+
+@contextmanager
+def failing(what: str, rank: int, world: int, timeout: float) -> Iterator[None]:
+    """Raises `CollectiveError` if a collective inside fails; other errors pass unchanged."""
+    try:
+        yield
+    except RuntimeError as error:
+        # Errors of the backend (gloo, nccl, the ranks' store) only.
+        if not (isinstance(error, dist.DistError) or _GLOO.search(str(error))):
+            raise
+        first = (str(error).splitlines() or [""])[0].split(". ")[0]
+        raise CollectiveError(
+            f"rank {rank} of {world}: {what} failed or timed out (limit {timeout:g} s): another rank died or is stuck "
+            f"({first})"
+        ) from error
 
 
 class Axis(NamedTuple):
@@ -86,14 +110,12 @@ class Mesh:
         rank: int = 0,
         device: torch.device | str = "cpu",
         timeout: float = 0.0,
-        store: Any = None,
         began: bool = False,
     ) -> None:
         self.sizes = {name: sizes.get(name, 1) for name in AXES}
         self.world, self.rank = math.prod(self.sizes.values()), rank
         self.device, self.timeout = torch.device(device), timeout
         self.traffic = Traffic()
-        self.faults = Faults(self.rank, self.world, timeout, store)
         self._began = began
         grid = torch.arange(self.world, device="cpu").reshape([*self.sizes.values()])
         lines = {name: grid.movedim(i, -1).reshape(-1, self.sizes[name]) for i, name in enumerate(AXES)}
@@ -126,14 +148,11 @@ class Mesh:
 
         return DeviceMesh.from_group(self._axes["tensor"].group, self.device.type, mesh_dim_names=("tensor",))
 
-    @contextmanager
-    def sending(self, kind: str, n_bytes: int, axis: str) -> Iterator[None]:
-        """Counts a collective along an axis; raises `CollectiveError` if the collective fails."""
-        self.traffic.by_axis[axis] += n_bytes
-        with self.faults.named(kind):
-            yield
+    def failing(self, what: str) -> AbstractContextManager[None]:
+        """Raises `CollectiveError` if a collective inside fails."""
+        return failing(what, self.rank, self.world, self.timeout)
 
-    def shard_batch(self, batch: Any, sequence_dim: int | None = None) -> Any:
+    def shard_batch(self, batch: Any) -> Any:
         """Returns this rank's shard of a global batch: the first dimension split over the data and g-net axes.
 
         The first shards get the remainder. A step of an empty shard computes the loss of rows of zeros, which do not
@@ -141,29 +160,16 @@ class Mesh:
 
         Args:
             batch: a pytree of tensors.
-            sequence_dim: a dimension of which tensor ranks get the parts of `torch.chunk`, for a p-net whose first
-                layer takes these parts (sequence parallelism).
 
         Raises:
             ValueError: for a batch with an array that is no tensor, or an object that has tensors as attributes.
         """
-        rows = batch if self.shards == 1 else split_rows(batch, self.shards)[self.shard]
-        if sequence_dim is None:
-            return rows
-        axis, dim = self._axes["tensor"], sequence_dim
-
-        def part(x: Any) -> Any:
-            if not isinstance(x, Tensor) or x.ndim <= dim:
-                return x
-            parts = x.chunk(axis.size, dim)
-            return parts[axis.rank] if axis.rank < len(parts) else x.narrow(dim, x.shape[dim], 0)
-
-        return rows if axis.size == 1 else tree_map(part, rows)
+        return batch if self.shards == 1 else split_rows(batch, self.shards)[self.shard]
 
     def barrier(self) -> None:
         """Waits for all ranks; raises `CollectiveError` if a rank does not call within the timeout."""
         if self.world > 1:
-            with self.faults.named("barrier"):
+            with self.failing("barrier"):
                 dist.barrier()
 
     def close(self) -> None:
@@ -235,27 +241,21 @@ def mesh(
         raise ValueError(f"timeout must be seconds > 0, got {timeout!r}")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store, began = None, not _initialised() and _launched()
+    began = not _initialised() and _launched()
     if began:
-        rank, limit = int(os.environ["RANK"]), timedelta(seconds=timeout)
-        rendezvous: Any = dist.rendezvous  # pyright: ignore[reportPrivateImportUsage]
-        store = next(rendezvous(init_method, rank, world, timeout=limit))[0]
-        store.set_timeout(limit)
-        # torchrun's store outlives its workers, so each attempt has keys of its own.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-        store = dist.PrefixStore(f"attempt_{attempt}", store)  # pyright: ignore[reportPrivateImportUsage]
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=world)
+        backend, limit = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout)
+        of_ranks: Any = {"rank": int(os.environ["RANK"]), "world_size": world}
+        dist.init_process_group(backend, init_method=init_method, timeout=limit, **of_ranks)
     rank = dist.get_rank() if _initialised() else 0
     found: list[Any] = [sizes] * world
     if world > 1:
-        with Faults(rank, world, timeout, store).named("gather"):
+        with failing("gather", rank, world, timeout):
             dist.all_gather_object(found, sizes)
     # Groups of different meshes would wait for each other.
     for other, there in enumerate(found):
         if there != sizes:
             raise ValueError(f"ranks must make the same mesh, got {sizes} on rank {rank}, {there} on rank {other}")
-    return Mesh(sizes, rank, device, timeout, store, began)
+    return Mesh(sizes, rank, device, timeout, began)
 
 
 def _initialised() -> bool:

@@ -228,7 +228,7 @@ class Pipeline:
         self.mesh.traffic.by_axis["pipeline"] += sum(parcel.like.nbytes for parcel in sent) * self.microbatches
         numbers = torch.arange(self.microbatches, dtype=torch.float32, device=self.mesh.device)
         try:
-            with self.mesh.faults.named("a pipelined step"):
+            with self.mesh.failing("a pipelined step"):
                 self._now.schedule.step(numbers, target=numbers)
         except RuntimeError as error:
             if self.order == "zbv" and "the graph a second time" in str(error):

@@ -31,7 +31,6 @@ from gbfunc.parallel.tensor import TensorParallel, resolve
 from gbfunc.plan import DTYPES, Plan
 from gbfunc.trees import n_rows, tree_map
 
-_NUMBERS = ("idx", "index", "id", "number")  # Suffixes of attributes that only number a module
 _TRACED_ROWS = 2  # Rows by which blocks are found and balanced; batch norms refuse a single one
 _SINES = 0.9  # Bytes of sines that a graph keeps, per byte of factors: codes that are sums need fewer
 
@@ -107,7 +106,6 @@ class Model:
         # The cells that use each parameter.
         after = self._chain.places
         self._places = {t.name: frozenset(i + 1 for k in (t.name, *t.aliases) for i in after[k]) for t in plan.tensors}
-        self._kinds = {name: self.kind(name) for name in self.blocks}
         try:  # An error of the p-net shows here.
             self.cells(1, lazy is not False, self.rows)
         except RuntimeError as error:
@@ -115,20 +113,6 @@ class Model:
                 raise
             words = "layouts are planned on the meta device, where tensors have no values"
             raise ValueError(f"{words}: {error}") from error
-
-    def kind(self, name: str) -> str:
-        """A text that is equal for blocks of equal costs."""
-        block, found = self.pnet.get_submodule(name), list[Any]()
-        tensors = {name: t for t in self.plan.tensors for name in (t.name, *t.aliases)}
-        for key, module in block.named_modules():
-            plain = ((k, x) for k, x in vars(module).items() if isinstance(x, int | float | str | tuple))
-            style = self._styles.get(f"{name}.{key}" if key else name)
-            found.append((key, type(module), sorted(x for x in plain if not x[0].endswith(_NUMBERS)), id(style)))
-        for key, p in block.named_parameters(remove_duplicate=False):
-            t = tensors[f"{name}.{key}"]
-            slots = [(s.hypernet, s.grid) for s in t.slots]
-            found.append((key, tuple(p.shape), p.dtype, p.requires_grad, t.kind, slots, len(t.aliases)))
-        return repr(found)
 
     def _batch(self, rows: int) -> Any:
         def some(x: Any) -> Any:
@@ -199,7 +183,7 @@ class Model:
             raise ValueError(self._no_styles)
         mesh = Mesh({"tensor": tensor})
         parallel = TensorParallel(self.pnet, self._styles, mesh, DryWire) if tensor > 1 else None
-        return DryRun(self.plan, self.pnet, self._kinds, self.lazy if factored else False, parallel)
+        return DryRun(self.plan, self.pnet, self.blocks, self.lazy if factored else False, parallel)
 
     def cells(self, tensor: int, factored: bool, rows: int) -> list[Cell]:
         """Costs of a microbatch of so many rows."""

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 
 import gbfunc as gb
 from gbfunc.parallel import CollectiveError, Mesh
+from gbfunc.parallel.activations import chunk_sizes
 from gbfunc.parallel.styles import tensor_styles
 from gbfunc.tasks.pnets.gpt import GPT
 from tests.support.rank_cases import TYPES
@@ -58,6 +59,13 @@ def draw(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+def part(mesh: Mesh, x: Tensor, dim: int) -> Tensor:
+    """This tensor rank's part of a tensor along a dimension, maybe empty."""
+    axis = mesh.axis("tensor")
+    start = sum(chunk_sizes(x.shape[dim], axis.size)[: axis.rank])
+    return x.narrow(dim, start, chunk_sizes(x.shape[dim], axis.size)[axis.rank])
+
+
 def steps(plan: Any, pnet: nn.Module, loss_fn: Any, batches: Any, mesh: Mesh | None, lr: float, **options: Any) -> Any:
     step = gb.make_train_step(plan, pnet, loss_fn, gb.torch_optimizer(torch.optim.AdamW, lr=lr), mesh=mesh, **options)
     state, reports = step.init(3), []
@@ -80,8 +88,10 @@ def toy(
     pnet = Toy().double()
     batches: Any = [(draw(*lead, 10, seed=i), draw(*lead, 5, seed=100 + i)) for i in range(2)]
     if mesh is not None:
-        dim, options["parallel"] = 0 if styles is sequence_styles and not copies else None, styles()
-        batches = [mesh.shard_batch(batch, sequence_dim=dim) for batch in batches]
+        options["parallel"] = styles()
+        batches = [mesh.shard_batch(batch) for batch in batches]
+        if styles is sequence_styles and not copies:
+            batches = [tuple(part(mesh, x, 0) for x in batch) for batch in batches]
     return steps(gb.make_plan(pnet, hypernet, max_tile=max_tile), pnet, squared, batches, mesh, 0.25, **options)
 
 
@@ -141,7 +151,8 @@ def residual(mesh: Mesh | None, manner: str, **options: Any) -> Any:
     for i in range(2):
         x, y = draw(6, 7, 8, seed=i), torch.randint(0, 12, (6, 7), generator=torch.Generator().manual_seed(i))
         if mesh is not None:
-            (x,), y = mesh.shard_batch((x,), None if manner == "classes" else 1), mesh.shard_batch(y)
+            x, y = mesh.shard_batch((x, y))
+            x = x if manner == "classes" else part(mesh, x, 1)
         batches.append((x, y))
     if mesh is not None:
         options["parallel"] = {"sequence": sequence, "classes": classes, "prepared": prepared}[manner]

@@ -111,7 +111,7 @@ class CompiledGraph(OneGraph):
     def _with_collectives(self, wanted: list[Tensor]) -> AbstractContextManager[None]:
         mesh = self._layout.mesh
         mesh.traffic.by_axis["gnets"] += self._layout.wire_bytes(max(x.element_size() for x in wanted))
-        return mesh.faults.named("a compiled step")
+        return mesh.failing("a compiled step")
 
 
 def _compilers_own() -> tuple[type[Exception], ...]:
