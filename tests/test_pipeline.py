@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gbfunc as gb
-from gbfunc.parallel.chain import balanced_stages, find_blocks, shared_within, trace_chain
+from gbfunc.parallel.chain import balanced_stages, find_blocks, trace_chain
 from gbfunc.tasks.pnets.gpt import GPT
 from tests.support.pipeline_cases import CASES, REFUSED
 from tests.support.rank_cases import TYPES
@@ -73,7 +73,6 @@ def test_blocks_and_their_operations() -> None:
     assert chain.flops == (block, block, block + 2 * tokens * width * 11)
     assert chain.places["tokens.weight"] == chain.places["head.weight"] == {-1, 2}  # They are tied.
     assert chain.places["norm.weight"] == {2} and chain.places["positions.weight"] == {-1}
-    assert shared_within(chain, (0, 1, 3)) == []
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.integers(1, 4))

@@ -104,15 +104,6 @@ def stage_of(starts: Sequence[int], cell: int) -> int:
     return bisect_right(starts, max(cell, 0)) - 1
 
 
-def shared_within(chain: Chain, starts: Sequence[int]) -> list[str]:
-    """Parameters that several blocks of a stage use, apart from the first stage.
-
-    Torch's zero-bubble schedule cannot divide their backward; the backward of the first stage is whole.
-    """
-    stages = {name: [stage_of(starts, cell) for cell in cells] for name, cells in chain.places.items()}
-    return sorted(name for name, of in stages.items() if len({*of} - {0}) < len([s for s in of if s]))
-
-
 def crossing(chain: Chain, starts: Sequence[int], stage: int) -> list[fx.Node]:
     """Values that are computed before a stage and needed in the stage or after; `starts` come from `balanced_stages`.
 

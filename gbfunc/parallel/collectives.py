@@ -25,10 +25,6 @@ Sizes = tuple[int, ...]
 
 Kind = Literal["gather", "reduce_scatter"]
 
-# Names of torch 2.13; before it, those that 2.13 deprecates.
-_gather_even: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter_even: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 
 class _Exchange(NamedTuple):
     kind: Kind
@@ -56,24 +52,21 @@ def sent_bytes(kind: Kind | Literal["all_reduce"], n_bytes: int, axis: Axis, siz
 def _moved(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Rows of every rank, [n, ...] -> [sum(sizes), ...]; or the sum over ranks of this rank's rows, the reverse."""
     kind, sizes, axis, mesh = exchange
-    gathers, nccl, pieces = kind == "gather", dist.get_backend(axis.group) == "nccl", []
-    results: list[Any] = []
+    gathers, at_once = kind == "gather", mesh is None or dist.get_backend(axis.group) == "nccl"
+    pieces, results = list[Any](), list[Any]()
     for x, s in zip([x.contiguous() for x in xs], sizes, strict=True):
         mine = (s[axis.rank],) * axis.size
         there, back = (s, mine) if gathers else (mine, s)  # Rows that come from each rank, and rows that go
-        even = nccl and len(set(s)) == 1
-        out = x.new_empty((sum(there) if gathers or not even else mine[0], *x.shape[1:]))
-        if even:
-            (_gather_even if gathers else _scatter_even)(out, x, group=axis.group)
-        elif nccl or mesh is None:
+        out = x.new_empty((sum(there), *x.shape[1:]))
+        if at_once:
             copies = x.repeat(axis.size, *(1 for _ in x.shape[1:])) if gathers else x
             dist.all_to_all_single(out, copies, list(there), list(back), group=axis.group)
         else:
             pieces.append(([x] * axis.size if gathers else x.split(back), out.split(there)))
-        results.append(out if gathers or even else out.split(there))
+        results.append(out if gathers else out.split(there))
     # Receives come first: gloo signals a sender that its receiver is ready on the connection that the receiver's rows
     # take, and behind these rows if they were there before.
-    works: list[Any] = []
+    works = list[Any]()
     for i, rank in enumerate(axis.ranks):
         works += [dist.irecv(t[i], rank, group=axis.group) for _, t in pieces if i != axis.rank and t[i].numel()]
     for i, rank in enumerate(axis.ranks):

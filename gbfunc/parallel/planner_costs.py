@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gbfunc.costs import all_reduce_bytes
-from gbfunc.parallel.chain import Chain, balanced_stages, crossing, find_blocks, shared_within, trace_chain
+from gbfunc.parallel.chain import Chain, balanced_stages, crossing, find_blocks, trace_chain
 from gbfunc.parallel.dry_run import Cell, DryRun, DryWire, RunLoss, factor_shapes, total
 from gbfunc.parallel.mesh import Mesh
 from gbfunc.parallel.pipeline import Parcel
@@ -135,8 +135,7 @@ class Model:
             self.crossing(stages)
         except ValueError as error:
             return str(error)
-        shared = shared_within(self._chain, self.starts(stages)) if schedule == "zbv" else []
-        return f"several blocks of a stage use {shared[0]!r}, whose backward zbv cannot divide" if shared else ""
+        return ""
 
     def layouts(self, ranks: int, microbatches: int | None) -> Iterator[tuple[list[RankLayout], str]]:
         """Yields layouts that differ only in their microbatches, or one layout and the reason why it cannot run."""

@@ -85,25 +85,16 @@ def pad_vocabulary(pnet: nn.Module, ranks: int) -> nn.Module:
     if words is None:
         raise ValueError(f"a {type(pnet).__name__} has no embedding, and so no vocabulary")
     padded = ranks * math.ceil(words / ranks)
-    net = copy.deepcopy(pnet)
-    if padded == words:
-        return net
-    wider: dict[int, nn.Parameter] = {}
-
-    def rows(x: Any) -> nn.Parameter:
-        # Tied weights stay tied.
-        if id(x) not in wider:
-            zeros = x.new_zeros((padded - words, *x.shape[1:]))
-            wider[id(x)] = nn.Parameter(torch.cat([x.detach(), zeros]), requires_grad=x.requires_grad)
-        return wider[id(x)]
-
+    net, wider = copy.deepcopy(pnet), dict[Tensor, nn.Parameter]()
     for module in net.modules():
-        if isinstance(module, nn.Embedding) and module.num_embeddings == words:
-            module.weight, module.num_embeddings = rows(module.weight), padded
-        elif isinstance(module, nn.Linear) and module.out_features == words:
-            module.weight, module.out_features = rows(module.weight), padded
-            if module.bias is not None:
-                module.bias = rows(module.bias)
+        size = "num_embeddings" if isinstance(module, nn.Embedding) else "out_features"
+        if isinstance(module, nn.Embedding | nn.Linear) and getattr(module, size) == words:
+            setattr(module, size, padded)
+            for key, x in [*module.named_parameters(recurse=False)]:
+                if x not in wider:  # Tied weights stay tied.
+                    zeros = x.new_zeros((padded - words, *x.shape[1:]))
+                    wider[x] = nn.Parameter(torch.cat([x.detach(), zeros]), requires_grad=x.requires_grad)
+                setattr(module, key, wider[x])
     net.register_forward_hook(partial(_no_probability, words))
     return net
 
