@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import gbfunc as gb
-from gbfunc.parallel.dry_run import DryRun
 from gbfunc.parallel.planner import DeviceSpec
 from gbfunc.parallel.planner_costs import Footprint, Model, RankLayout
 from gbfunc.tasks.pnets.gpt import GPT
@@ -141,12 +140,3 @@ def test_layers_that_run_in_another_order_are_planned_without_a_pipeline() -> No
     assert {p.layout.sizes["pipeline"] for p in found.fits} == {1}
     assert "there are styles for" in dict(found.refused)["--mesh tensor=2"]
     assert "no list of layers that run in their order" in dict(found.refused)["--mesh pipeline=2 --pipeline gpipe"]
-
-
-def test_equal_blocks_run_once_and_cost_as_much_as_if_each_ran() -> None:
-    pnet, plan, batch = make_case()
-    model = Model(plan, pnet, batch, next_token, None, "auto", 2)
-    kinds = {name: model.kind(name) for name in model.blocks}
-    assert len(set(kinds.values())) == 1 and len(kinds) == 4
-    same, each = (DryRun(plan, pnet, k, "auto") for k in (kinds, {name: name for name in kinds}))
-    assert same(next_token, batch.to("meta")) == each(next_token, batch.to("meta"))
