@@ -50,7 +50,6 @@ class Wire(NamedTuple):
     axis: Axis
 
     def start(self, sizes: Sizes) -> int:
-        """First entry of this rank's part."""
         return sum(sizes[: self.axis.rank])
 
     def move(self, x: Tensor, start: Activation, end: Activation, dim: int = 0, sizes: Sizes = ()) -> Tensor:

@@ -41,19 +41,15 @@ _LAYERS: dict[Any, tuple[str, ...]] = {
 class Chain(NamedTuple):
     """The graph of a loss.
 
-    Attributes:
-        flops: operations in every block's cell; the first block also counts the operations before it.
-        places: cells that use each parameter, by name.
-        nodes: nodes of the graph. Their `meta` has the `cell`, the last cell that needs the value (`end`), whether an
-            operator writes to its memory (`written`), and for an input what it is (`given`): the name of a tensor of
-            the p-net, the number of a tensor of the batch, or a constant.
-        outputs: leaves of the loss function's output, nodes or plain values, and their structure.
+    The `meta` of a node has its `cell`, the last cell that needs the value (`end`), whether an operator writes to its
+    memory (`written`), and for an input what it is (`given`): the name of a tensor of the p-net, the number of a tensor
+    of the batch, or a constant.
     """
 
-    flops: tuple[float, ...]
-    places: Mapping[str, frozenset[int]]
+    flops: tuple[float, ...]  # Operations in every block's cell, in the first also those before the blocks
+    places: Mapping[str, frozenset[int]]  # Cells that use each parameter, by name
     nodes: Sequence[fx.Node] = ()
-    outputs: tuple[Sequence[Any], Any] = ((), None)
+    outputs: tuple[Sequence[Any], Any] = ((), None)  # Leaves of the loss function's output, and their structure
 
 
 def find_blocks(pnet: nn.Module, stages: int, splits: Sequence[str] | None = None) -> tuple[str, ...]:
@@ -100,7 +96,6 @@ def balanced_stages(costs: Sequence[float], stages: int) -> tuple[int, ...]:
 
 
 def stage_of(starts: Sequence[int], cell: int) -> int:
-    """The stage of a cell; cell -1 is in the first stage."""
     return bisect_right(starts, max(cell, 0)) - 1
 
 
@@ -150,14 +145,11 @@ def stage_graph(
 
 
 def _modules_of(node: fx.Node) -> list[str]:
-    """The names of the modules that compute a node, the innermost last."""
     stack = (node.meta.get("nn_module_stack") or {"": ("",)}).values()
     return [path.removeprefix("net").removeprefix(".") for path, *_ in stack]
 
 
 class _Loss(nn.Module):
-    """A loss function that takes tensors only."""
-
     def __init__(self, net: nn.Module, loss_of: Callable[..., Any]) -> None:
         super().__init__()
         self.net, self.loss_of = net, loss_of
@@ -187,11 +179,8 @@ def trace_chain(
     Raises:
         ValueError: for code that torch cannot record, and for blocks that do not run in their order.
     """
-    place, states, mode = (
-        device or next(pnet.parameters()).device,
-        _states(),
-        FakeTensorMode(allow_non_fake_inputs=True),
-    )
+    place, mode = device or next(pnet.parameters()).device, FakeTensorMode(allow_non_fake_inputs=True)
+    states = _states()
 
     def fake(name: str, x: Tensor) -> Tensor:
         with mode:

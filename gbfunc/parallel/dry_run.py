@@ -50,7 +50,6 @@ class Cell:
 
 
 def total(cells: Iterable[Cell]) -> Cell:
-    """The costs of several parts together."""
     found = [vars(Cell()), *map(vars, cells)]
     return Cell(**{k: (max if k in ("largest", "passing") else sum)(x[k] for x in found) for k in found[0]})
 
@@ -77,14 +76,14 @@ class DryWire(Wire):
 
     sent: Callable[[float, float], None]
 
-    def sizes_of(self, n: int) -> Sizes:  # noqa: D102
+    def sizes_of(self, n: int) -> Sizes:
         return (n,) * self.axis.size
 
     def joined(self, x: Tensor, placement: Any, sizes: Sizes = ()) -> Tensor:
         """A plain tensor: a DTensor needs a process group."""
         return x
 
-    def move(self, x: Tensor, start: Activation, end: Activation, dim: int = 0, sizes: Sizes = ()) -> Tensor:  # noqa: D102
+    def move(self, x: Tensor, start: Activation, end: Activation, dim: int = 0, sizes: Sizes = ()) -> Tensor:
         (there, back), shape = MOVES[start, end], list(x.shape)
         if there not in ("keep", "all_reduce"):
             shape[dim] = sum(sizes) if there == "gather" else sizes[self.axis.rank]
@@ -101,7 +100,6 @@ class DryWire(Wire):
 
 
 def factor_shapes(slot: Slot) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of the left and right factors of a matrix."""
     grid, k = slot.grid, slot.hypernet.factor_width
     return (grid.n_tiles, grid.tile_rows, k), (grid.n_tiles, grid.tile_cols, k)
 
@@ -109,11 +107,8 @@ def factor_shapes(slot: Slot) -> tuple[tuple[int, ...], tuple[int, ...]]:
 class DryRun(TorchDispatchMode):
     """A rank's share of a p-net's forward; a call with a microbatch returns its costs, by cell.
 
-    `blocks` has the names of the blocks in their order, `tensor` the pieces of the layers, on a `DryWire`.
-
-    Attributes:
-        forms: forms of the weights that stay factors, by name.
-        shapes: shapes of the pieces, by name.
+    `blocks` has the names of the blocks in their order, `tensor` the pieces of the layers, on a `DryWire`. `forms` are
+    the weights that stay factors, `shapes` those of the pieces, both by name.
     """
 
     def __init__(
@@ -144,7 +139,6 @@ class DryRun(TorchDispatchMode):
         self._buffers = {n: torch.empty_like(b, device="meta") for n, b in pnet.named_buffers()}
 
     def __call__(self, run: RunLoss, batch: Any) -> list[Cell]:
-        """Costs of a microbatch on the meta device; `run` calls the p-net as the loss function does."""
         self._cells, self._at, self._begun = [Cell() for _ in range(len(self._blocks) + 2)], 0, 0
         inputs = [x for _, x in tree_leaves(batch) if isinstance(x, Tensor)]
         counted = {x.untyped_storage() for x in (*self._weights.values(), *self._buffers.values(), *inputs)}

@@ -82,15 +82,10 @@ def reduce_step(
 ) -> tuple[Tensor, Any, Params, Params, Tensor, Entries]:
     """Computes means over the global batch, in one all-reduce (and one of the split leaves along the data axis).
 
-    Args:
-        layout: placement of the genome.
-        rows: rows of this rank's shard of the batch, divided by the ranks that have the same rows.
-        loss: mean over the shard.
-        aux: means over the shard. Numbers and scalar tensors are averaged; other values stay this rank's.
-        gradients: gradients of `rows` times the loss, of split leaves already summed over the g-net axis.
-        buffers: buffers after the step.
-        before: the buffers to average, from before the step, when they were equal on all ranks.
-        agreed: entries of aux of the previous step. A rank with other entries makes all ranks compare theirs.
+    `loss`, `aux` and `buffers` are from this rank's `rows`; gradients are of `rows` times the loss, of split leaves
+    already summed over the g-net axis. Numbers and scalar tensors of `aux` are averaged; other values stay this rank's.
+    The buffers `before` the step, equal on all ranks, are those to average. `agreed` are the entries of aux of the
+    previous step: a rank with other entries makes all ranks compare theirs.
 
     Returns:
         Loss, aux, gradients, buffers, the norm of the whole gradient, and the entries of aux.

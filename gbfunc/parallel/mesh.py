@@ -59,7 +59,6 @@ class Axis(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return len(self.ranks)
 
 
@@ -74,7 +73,6 @@ class Traffic:
 
     @property
     def total(self) -> int:
-        """All bytes so far."""
         return self.by_axis.total()
 
     @contextmanager
@@ -149,7 +147,6 @@ class Mesh:
         return DeviceMesh.from_group(self._axes["tensor"].group, self.device.type, mesh_dim_names=("tensor",))
 
     def failing(self, what: str) -> AbstractContextManager[None]:
-        """Raises `CollectiveError` if a collective inside fails."""
         return failing(what, self.rank, self.world, self.timeout)
 
     def shard_batch(self, batch: Any) -> Any:

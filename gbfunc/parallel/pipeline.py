@@ -19,22 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_unflatten
 
-from gbfunc.parallel.chain import (
-    Chain,
-    balanced_stages,
-    crossing,
-    find_blocks,
-    stage_graph,
-    stage_of,
-    trace_chain,
-)
+from gbfunc.parallel.chain import Chain, balanced_stages, crossing, find_blocks, stage_graph, stage_of, trace_chain
 from gbfunc.parallel.mesh import Mesh
 from gbfunc.parallel.pipeline_order import SCHEDULES, schedule_class, stages_of
 from gbfunc.trees import differentiable, tree_leaves
 from gbfunc.types import Params
-
-Call = Callable[[int, Tensor], Tensor]
-"""`(stage, received)`: the tensor that a stage sends, or the loss of the last stage."""
 
 
 class _Stage(nn.Module):
@@ -54,11 +43,7 @@ class _Stage(nn.Module):
 
 
 class Parcel:
-    """The values of some nodes, which a stage gets, as one tensor [n] with one gradient.
-
-    The tensor has the widest of the differentiable dtypes, and holds integers and masks as bytes. `like` is the tensor
-    on the meta device.
-    """
+    """The values of some nodes as one tensor [n] with one gradient; integers and masks as bytes."""
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
         self.nodes, values = nodes, [node.meta["val"] for node in nodes]
@@ -69,7 +54,6 @@ class Parcel:
         self.like = torch.empty(sum(self._sizes), dtype=self.dtype, device="meta", requires_grad=True)
 
     def pack(self, values: Sequence[Tensor]) -> Tensor:
-        """Returns the tensor of these values."""
         parts = []
         for x, n in zip(values, self._sizes, strict=True):
             if not differentiable(x.dtype):
@@ -80,7 +64,6 @@ class Parcel:
         return sent if sent.requires_grad else sent.requires_grad_()
 
     def unpack(self, received: Tensor) -> list[Tensor]:
-        """Returns the values, some of them as views."""
         values = []
         for node, x in zip(self.nodes, received.reshape(-1).split(self._sizes), strict=True):
             like = node.meta["val"]
@@ -109,20 +92,11 @@ class Pipeline:
 
     `splits` names the blocks that begin a stage, after the first; None spreads the blocks so that the largest stage has
     the fewest operations. `adapt` changes a copy of the p-net into the part of a tensor rank.
-
-    Attributes:
-        mine: stages of this rank, of `stages` in all.
-        ranks: number of ranks along the axis.
-        names: parameters that this rank needs, known after `prepare`.
-        absent: all other parameters, on the meta device.
-
-    Raises:
-        ValueError: for an unknown schedule, or a p-net without blocks.
     """
 
-    names: frozenset[str]
-    absent: Params
-    call: Call
+    names: frozenset[str]  # Parameters that this rank needs, known after `prepare`
+    absent: Params  # All other parameters, on the meta device
+    call: Callable[[int, Tensor], Tensor]  # (stage, received): the tensor that a stage sends, or the loss
     leaves: Mapping[str, Tensor] = MappingProxyType({})
 
     def __init__(
@@ -149,10 +123,7 @@ class Pipeline:
         self._plans: dict[Any, _Plan] = {}
 
     def prepare(self, loss_fn: Callable[[Any, Any], Any], microbatch: Any, like: nn.Module | None = None) -> None:
-        """Records the loss of a microbatch, unless microbatches of this form are known.
-
-        `like` is a copy of the p-net in the modes (training or evaluation) to record.
-        """
+        """Records the loss of a microbatch of a new form; `like` is a copy of the p-net in the modes to record."""
         device, leaves, net = self.mesh.device, tree_leaves(microbatch), like or self._pnet
         key = tuple((path, (x.shape, x.dtype) if isinstance(x, Tensor) else x) for path, x in leaves)
         key = torch.is_autocast_enabled(device.type), any(module.training for module in net.modules()), key
@@ -167,7 +138,6 @@ class Pipeline:
         self._now = self._plans[key]
 
     def _place(self, chain: Chain) -> None:
-        """Spread the blocks, and find the parameters of this rank's stages, tied parameters by their first name."""
         if self._splits is None:
             self._starts = balanced_stages(chain.flops, self.stages)
         else:
@@ -205,11 +175,7 @@ class Pipeline:
         return _Plan(chain, parcels, graphs, schedule)
 
     def compute(self, net: nn.Module, stage: int, microbatch: Any, received: Tensor) -> Any:
-        """Runs a stage in the p-net with this rank's weights.
-
-        Returns:
-            The tensor that the stage sends, or the output of the loss function.
-        """
+        """Returns the tensor that a stage sends, or the output of the loss function."""
         chain, parcels, graphs, *_ = self._now
         graph, given = graphs[stage]
         tensors = [x for _, x in tree_leaves(microbatch) if isinstance(x, Tensor)]
@@ -220,7 +186,7 @@ class Pipeline:
         (leaves, structure), rest = chain.outputs, iter(values)
         return tree_unflatten([next(rest) if isinstance(x, fx.Node) else x for x in leaves], structure)
 
-    def run(self, call: Call, leaves: Params) -> dict[str, Tensor]:
+    def run(self, call: Callable[[int, Tensor], Tensor], leaves: Params) -> dict[str, Tensor]:
         """Sends microbatches through the stages, computed by `call`; returns the sum of the leaves' gradients."""
         self.call, self.leaves = call, leaves
         crossed = [(s + 1, s + 1) for s in self.mine] + [(s - 1, s) for s in self.mine]

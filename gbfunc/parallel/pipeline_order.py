@@ -56,13 +56,11 @@ def schedule_class(order: str) -> Any:
 
 
 def stage_ranks(order: str, ranks: int) -> tuple[int, ...]:
-    """The ranks of the stages."""
     own = tuple(range(ranks))
     return {"interleaved": own + own, "zbv": own + own[::-1]}.get(order, own)
 
 
 def stages_of(order: str, ranks: int) -> list[list[int]]:
-    """The stages of the ranks."""
     places = stage_ranks(order, ranks)
     return [[s for s, place in enumerate(places) if place == rank] for rank in range(ranks)]
 

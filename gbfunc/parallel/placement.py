@@ -46,7 +46,6 @@ class Layout:
         self.sizes = tile_shares(plan, mesh.gnets)
 
     def span(self, e: Ensemble) -> slice:
-        """This rank's tiles of an ensemble."""
         if not self.sharded:
             return slice(0, e.n_tiles)
         sizes, index = self.sizes[e.name], self.mesh.gnets_index
@@ -60,7 +59,6 @@ class Layout:
         return tuple(max(0, min(b, p.first + p.slot.grid.n_tiles) - max(a, p.first)) for a, b in pairwise(ends))
 
     def as_factors(self, e: Ensemble) -> bool:
-        """Whether an ensemble is gathered as factors."""
         return self.placement == "factors" and e.hypernet.factorised and bool(e.leaves)
 
     @cached_property
@@ -129,7 +127,6 @@ def sent_dtype(plan: Plan, e: Ensemble, as_factors: bool) -> torch.dtype | None:
 
 
 def _tile_bytes(plan: Plan, e: Ensemble, as_factors: bool, itemsize: int) -> int:
-    """Bytes in which one tile of an ensemble is gathered."""
     rows, cols, *_ = e.dims
     dtype = sent_dtype(plan, e, as_factors)
     numbers = (rows + cols) * e.hypernet.factor_width if as_factors else rows * cols
@@ -175,11 +172,9 @@ def make_layout(plan: Plan, mesh: Mesh, placement: Placement | str, *, lazy: boo
 
 
 def products(e: Ensemble) -> float:
-    """Operations that multiply an ensemble's factors to tiles."""
     return e.n_tiles * product_flops(e.dims.rows, e.dims.cols, e.hypernet.factor_width)
 
 
 def operations(e: Ensemble) -> float:
-    """Operations that generate an ensemble."""
     params = sum(math.prod(leaf.shape) for leaf in e.leaves.values())
     return e.n_tiles * generation_flops(e.dims.rows, e.dims.cols, params, e.hypernet.factor_width)

@@ -59,12 +59,10 @@ class RankLayout(NamedTuple):
 
     @property
     def order(self) -> str:
-        """The order of microbatches; without a pipeline the order of 1F1B on one rank."""
-        return self.schedule or "1f1b"
+        return self.schedule or "1f1b"  # On one rank microbatches follow each other.
 
     @property
     def stages(self) -> list[list[int]]:
-        """The stages of every rank of the pipeline."""
         return stages_of(self.order, self.sizes["pipeline"])
 
 
@@ -185,7 +183,6 @@ class Model:
         return DryRun(self.plan, self.pnet, self.blocks, self.lazy if factored else False, parallel)
 
     def cells(self, tensor: int, factored: bool, rows: int) -> list[Cell]:
-        """Costs of a microbatch of so many rows."""
         return self.dry(tensor, factored)(self.run, self._batch(rows))
 
     def made(self, tensor: int, factored: bool, remat: bool, gnets: int) -> dict[str, Cell]:
@@ -231,7 +228,6 @@ class Model:
         return total(cell for name, cell in self.made(*how).items() if self._places[name] & used)
 
     def footprint(self, layout: RankLayout) -> Footprint:
-        """The bytes that a layout stores and sends."""
         sizes, m, mine = layout.sizes, layout.microbatches, layout.stages
         p, t, gnets, remat = sizes["pipeline"], sizes["tensor"], sizes["gnets"], layout.remat == "layer"
         factored = self.lazy is not False and (gnets == 1 or (layout.placement == "factors" and not remat))

@@ -63,22 +63,18 @@ class Timeline(NamedTuple):
 
     @property
     def steps(self) -> float:
-        """Start of the last event."""
         return max((span.start for spans in self.ranks for span in spans), default=0.0)
 
     @property
     def duration(self) -> float:
-        """End of the last event."""
         return max((spans[-1].end for spans in self.ranks if spans), default=0.0)
 
     @property
     def peaks(self) -> tuple[float, ...]:
-        """Peak memory of every rank."""
         return tuple(max((span.memory for span in spans), default=0.0) for spans in self.ranks)
 
     @property
     def peak_memory(self) -> float:
-        """Peak memory of the fullest rank."""
         return max(self.peaks, default=0.0)
 
     @property

@@ -73,7 +73,6 @@ class DividedAttributes(ParallelStyle):
         self.names = names
 
     def divide(self, module: nn.Module, ranks: int) -> None:
-        """Divides the attributes; raises ValueError if an attribute is no multiple of the ranks."""
         for name in self.names:
             n = getattr(module, name)
             _check_divides(ranks, n, f"{name} of a {type(module).__name__}")
@@ -100,27 +99,17 @@ def _check_layer(name: str, module: Any, owners: Mapping[int, str]) -> None:
 
 
 class TensorParallel:
-    """The tensor axis of a mesh and the styles of a p-net's layers (from `resolve`).
+    """The tensor axis of a mesh and the styles of a p-net's layers (from `resolve`)."""
 
-    Attributes:
-        pieces: this rank's part of a split parameter's matrix, by name.
-        shapes: shape of the part, as the layer stores it.
-        by_class: whether the classes of the last layer are split over ranks.
-        local_rows: rows of this rank's part of the last layer's output, None if the output is replicated.
-        takes_parts: whether some layer takes a part of the rows or of the sequence.
-
-    Raises:
-        ValueError: for a layer that cannot have its style.
-    """
-
-    local_rows: int | None = None
-    by_class = False
+    local_rows: int | None = None  # Rows of this rank's part of the last layer's output, None if replicated
+    by_class = False  # Whether the classes of the last layer are split over ranks
 
     def __init__(
         self, pnet: nn.Module, styles: Mapping[str, ParallelStyle], mesh: Mesh, wire: type[Wire] = Wire
     ) -> None:
         self.wire = wire(mesh, mesh.axis("tensor"))
         self.ranks, self._rank = self.wire.axis.size, self.wire.axis.rank
+        # This rank's part of a split parameter's matrix, and the shape of the part in its layer, by name.
         self._styles, self.pieces, self.shapes = styles, dict[str, Piece](), dict[str, tuple[int, ...]]()
         self._splits: dict[str, Split] = {}
         # A parameter's placement, and the sizes of every rank's part.
@@ -175,11 +164,7 @@ class TensorParallel:
         return *whole[:dim], sizes[self._rank], *whole[dim + 1 :]
 
     def adapt(self, skeleton: nn.Module) -> frozenset[str]:
-        """Installs the layers' parallel forms in a p-net's skeleton.
-
-        Returns:
-            The parameters that the skeleton takes in another shape or kind than the p-net has.
-        """
+        """Installs the layers' parallel forms; returns the parameters that the skeleton takes in another form."""
         for name, style in self._styles.items():
             module = skeleton.get_submodule(name)
             if name in self._splits:
@@ -218,7 +203,6 @@ class TensorParallel:
                 layer.nf = layer.weight.shape[1]
 
     def _by_torch(self, name: str, module: nn.Module, style: Any) -> None:
-        """Let torch apply a style to a module of a skeleton, and record the parameters that become DTensors."""
         if isinstance(style, DividedAttributes):
             style.divide(module, self.ranks)
             return

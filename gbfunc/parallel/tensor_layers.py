@@ -39,7 +39,6 @@ class Split(NamedTuple):
 
 
 def install_layer(layer: nn.Module, split: Split) -> None:
-    """Give a layer of the skeleton its parallel forward."""
     layer.__dict__["split"] = split
     forward: Any = _embedding if isinstance(layer, nn.Embedding) else _by_rows if split.by_rows else _by_columns
     stock: Any = type(layer)
