@@ -62,10 +62,10 @@ def train(mesh, placement):
     losses, shuffle = [], torch.Generator().manual_seed(0)
     for _ in range(3):
         for rows in torch.randperm(len(x), generator=shuffle).split(100):
-            before = mesh.traffic.total
+            before = mesh.traffic.total()
             gnet_params, info = train_step(gnet_params, mesh.shard_batch((x[rows], y[rows])))
             losses.append(float(info.loss))
-            sent = mesh.traffic.total - before
+            sent = mesh.traffic.total() - before
     whole = train_step.gather(gnet_params)
     if mesh.rank == 0:
         gb.save(folder / f"{placement}.safetensors", plan, whole)

@@ -107,10 +107,10 @@ def train(mesh, lazy):
     for i in range(10):
         draw = torch.Generator().manual_seed(i)
         batch = [torch.randn(60, n, generator=draw, dtype=torch.float64) for n in (10, 5)]
-        before = mesh.traffic.by_axis["tensor"]
+        before = mesh.traffic["tensor"]
         state, info = step(state, tuple(t.chunk(axis.size)[axis.rank] for t in batch))
         losses.append(float(info.loss))
-    return {"losses": losses, "activations": mesh.traffic.by_axis["tensor"] - before, "genome": plan.genome_params}
+    return {"losses": losses, "activations": mesh.traffic["tensor"] - before, "genome": plan.genome_params}
 
 with gb.mesh(tensor=int(sys.argv[3]), timeout=patience, init_method=f"file://{folder / 'store'}") as mesh:
     found = {str(lazy): train(mesh, lazy) for lazy in (True, False)}

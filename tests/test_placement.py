@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gbfunc as gb
-from gbfunc.parallel import Layout, Mesh
-from gbfunc.parallel.placement import PLACEMENTS, make_layout, placement_cost, shares_of
+from gbfunc.parallel import Mesh
+from gbfunc.parallel.placement import PLACEMENTS, gather_bytes, make_layout, placement_cost, shares_of
 
 
 def grid(data: int, gnets: int, rank: int) -> Mesh:
@@ -68,9 +68,8 @@ def test_auto_follows_bytes_and_operations() -> None:
     assert make_layout(heavy, grid(4, 1, 0), "auto").placement == "replicated"
 
 
-def test_wire_bytes_are_those_of_the_tiles() -> None:
+def test_bytes_of_a_gather_are_those_of_the_tiles() -> None:
     plan = plan_of()
     tiles = sum(e.n_tiles * math.prod(e.dims[:2]) for e in plan.ensembles)
     for gnets in (2, 3, 4):
-        sent = [Layout(plan, grid(1, gnets, r), "sharded").wire_bytes(4) for r in range(gnets)]
-        assert sum(sent) == 2 * 4 * tiles * (gnets - 1)
+        assert sum(map(sum, gather_bytes(plan, gnets, "sharded", 4))) == 2 * 4 * tiles * (gnets - 1)

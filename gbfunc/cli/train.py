@@ -138,12 +138,12 @@ class Meter:
         traffic = trainer.train_step.mesh.traffic
 
         def step(state: Any, batch: Any) -> tuple[Any, Tensor, dict[str, Tensor]]:
-            before = traffic.by_axis.copy()
+            before = traffic.copy()
             stepped = trainer.step(state, batch)
             if self.batch is None:
                 self.batch = batch
                 begin()
-            self.sent.update(traffic.by_axis - before)
+            self.sent.update(traffic - before)
             self.steps += 1
             self.after()
             return stepped

@@ -42,16 +42,10 @@ def make_generator(
 ) -> Generator:
     """From the leaves of a plan's genomes to the p-net's weights. `generate` is the one-off form.
 
-    Args:
-        plan: the plan.
-        kernel: implementation of the g-nets (`gbfunc.types.Kernel`).
-        layout: the placement of a genome that is split over ranks: each makes its tiles, and all are gathered.
-        pnet: decides by its layers which weights can have other forms than dense.
-        lazy: whether weights stay factors: True wherever they can, `"auto"` where it pays (see `FactoredWeight`).
-        remat: whether the others are made for each use and again in backward.
-        names: the parameters to make; None is all.
-        pieces: the block to make of a parameter's matrix, by name; factors are made whole.
-        base: the tensors that deltas belong to; ValueError for a plan with a base, without it.
+    The ranks of a `layout` make their tiles each, and gather all. The layers of `pnet` decide which weights can have
+    other forms than dense: factors (`lazy`), or leaves that are evaluated for each use and again in backward (`remat`).
+    `names` are the parameters to make, `pieces` the blocks to make of their matrices; factors are made whole. A plan
+    with a base needs the tensors of its `base` (ValueError).
     """
     if plan.base is not None and base is None:
         raise ValueError("the genome holds deltas of a base: give the pretrained p-net too (base=)")

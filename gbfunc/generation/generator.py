@@ -183,25 +183,16 @@ Form = DenseWeight | WeightForm
 
 
 class Generator:
-    """From a genome's leaves to weights: `generator(leaves) -> {name: tensor}`. Made by `make_generator`.
-
-    Attributes:
-        stacks: the ensembles; those whose forms evaluate them themselves come last.
-        places: the form of every generated tensor, and the numbers of stack and slot of each of its matrices.
-        forms: the form of each weight that is not dense, by name of parameter, with the names of tied parameters.
-        unchanged: the parameters of the base that have no delta, by device.
-        frozen: names of the unchanged tensors of the base, and of the tensors that deltas belong to.
-        order: names of a call's outputs, in the order of the p-net's parameters.
-    """
+    """From a genome's leaves to weights: `generator(leaves) -> {name: tensor}`. Made by `make_generator`."""
 
     def __init__(
         self,
-        stacks: Sequence[Stack],
-        places: Sequence[tuple[Form, list[tuple[int, int]]]],
-        forms: dict[str, WeightForm],
+        stacks: Sequence[Stack],  # Those whose forms evaluate them themselves come last
+        places: Sequence[tuple[Form, list[tuple[int, int]]]],  # Per tensor, and numbers of stack and slot per matrix
+        forms: dict[str, WeightForm],  # Of weights that are not dense, also by the names of tied parameters
         direct: Sequence[Target],
-        unchanged: Mapping[str, Callable[[torch.device], Tensor]],
-        order: Sequence[str],
+        unchanged: Mapping[str, Callable[[torch.device], Tensor]],  # Parameters of the base without a delta, by device
+        order: Sequence[str],  # Names of a call's outputs
         dtype: torch.dtype,
     ) -> None:
         # A process's first sine or tanh in several threads can be off by 8e-5 (pytorch issue 188792): one goes ahead.

@@ -93,7 +93,7 @@ class _Node(torch.autograd.Function):
         if mesh is None:
             return _moved(exchange, xs)
         n_bytes = (sent_bytes(kind, x.numel() * x.itemsize, axis, s) for x, s in zip(xs, sizes, strict=True))
-        mesh.traffic.by_axis[axis.name] += sum(n_bytes)
+        mesh.traffic[axis.name] += sum(n_bytes)
         with mesh.failing(kind):
             return _moved(exchange, xs)
 
@@ -139,7 +139,7 @@ def sum_ranks(mesh: Mesh, x: Tensor, axis: AxisName = "world") -> Tensor:
     """The sum over the ranks of an axis, in place."""
     ranks = mesh.axis(axis)
     if ranks.size > 1:
-        mesh.traffic.by_axis[axis] += sent_bytes("all_reduce", x.nbytes, ranks)
+        mesh.traffic[axis] += sent_bytes("all_reduce", x.nbytes, ranks)
         with mesh.failing("all_reduce"):
             dist.all_reduce(x, group=ranks.group)
     return x

@@ -6,7 +6,7 @@ The loss is the mean over the global batch, so every rank counts by its rows: su
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import optree
@@ -94,7 +94,7 @@ def reduce_step(
         ValueError: for an aux with tensors that are no scalars, entries that differ between ranks, or an empty batch.
     """
     mesh, dtypes = layout.mesh, {k: g.dtype for k, g in gradients.items()}
-    gradients = {k: _wide(g) for k, g in gradients.items()}
+    given, gradients = gradients, {k: _wide(g) for k, g in gradients.items()}
     split = {k: g for k, g in gradients.items() if k in layout.split}
     if split:
         split = dict(zip(split, _sum_flat(layout, list(split.values()), "replicas"), strict=True))
@@ -109,31 +109,25 @@ def reduce_step(
     own = [x for x in numbers if x is not None]
     known = own if entries == agreed else [loss.new_zeros(()) for _, number in agreed if number]
     replicated = [k for k in gradients if k not in split]
-
-    def weighted(means: Iterable[Tensor]) -> list[Tensor]:
-        return [_wide(x) * rows if rows else torch.zeros_like(_wide(x)) for x in means]
-
-    means = weighted([loss, *known, *(taken_off(x, buffers[k]) for k, x in before.items())])
+    means = map(_wide, [loss, *known, *(taken_off(x, buffers[k]) for k, x in before.items())])
+    means = [x * rows if rows else torch.zeros_like(x) for x in means]
     # Rows that are no number say that a rank has other entries.
     sent = torch.tensor(float(rows) if entries == agreed else math.nan)
     n, square, *sums = _sum_flat(layout, [sent, square, *means, *(gradients[k] for k in replicated)], "world")
-    if other := bool(n.isnan()):
-        with mesh.traffic.uncounted():
+    if n.isnan():
+        with mesh.uncounted():
             everywhere = gather_objects(mesh, entries)
             for rank, there in enumerate(everywhere):
                 if there != everywhere[0]:
                     first, own_paths = ([path for path, _ in x] for x in (everywhere[0], there))
                     words = f"rank {rank} has {own_paths}, rank 0 {first}"
                     raise ValueError(f"aux must have the same entries on all ranks, and numbers in the same: {words}")
-            n, *own = _sum_flat(layout, [torch.tensor(float(rows)), *weighted(own)], "world")
+            return reduce_step(layout, rows, loss, aux, given, buffers, before, entries)
     if not n > 0:
         raise ValueError("the global batch is empty: no rank has a row of it")
     reduced = iter([x / n.to(x.device) for x in sums])
     loss = next(reduced).to(loss.dtype)
-    means = [next(reduced) for _ in known]
-    means = [x / n.to(x.device) for x in own] if other else means
-    found = iter(means)
-    mean_aux = [x if y is None else next(found).to(y.dtype) for x, y in zip(leaves, numbers, strict=True)]
+    mean_aux = [x if y is None else next(reduced).to(y.dtype) for x, y in zip(leaves, numbers, strict=True)]
     buffers = buffers | {k: (x - next(reduced)).to(x.dtype) for k, x in before.items()}
     mean = {k: g / n.to(g) for k, g in split.items()} | dict(zip(replicated, reduced, strict=True))
     squares = [torch.linalg.vector_norm(mean[k]).square() for k in replicated]

@@ -62,29 +62,6 @@ class Axis(NamedTuple):
         return len(self.ranks)
 
 
-class Traffic:
-    """Payload bytes that this rank sent, by axis (`gbfunc.parallel.collectives.sent_bytes`).
-
-    The loopback device counts the same on gloo, apart from headers (under 1 %).
-    """
-
-    def __init__(self) -> None:
-        self.by_axis: Counter[str] = Counter()
-
-    @property
-    def total(self) -> int:
-        return self.by_axis.total()
-
-    @contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """Does not count collectives inside the context, such as checks of a first step."""
-        before = Counter(self.by_axis)
-        try:
-            yield
-        finally:
-            self.by_axis = before
-
-
 class Mesh:
     """Ranks as a grid of `data` x `pipeline` x `gnets` x `tensor`, ranks of the last axis next to each other.
 
@@ -99,7 +76,8 @@ class Mesh:
         shards, shard: number of parts of the global batch, and this rank's part.
         device: device of tensors that are sent.
         timeout: seconds after which a collective fails.
-        traffic: bytes sent by this rank.
+        traffic: payload bytes that this rank sent, a `Counter` by axis. The loopback device counts the same on gloo,
+            apart from headers (under 1 %).
     """
 
     def __init__(
@@ -113,7 +91,7 @@ class Mesh:
         self.sizes = {name: sizes.get(name, 1) for name in AXES}
         self.world, self.rank = math.prod(self.sizes.values()), rank
         self.device, self.timeout = torch.device(device), timeout
-        self.traffic = Traffic()
+        self.traffic = Counter[str]()
         self._began = began
         grid = torch.arange(self.world, device="cpu").reshape([*self.sizes.values()])
         lines = {name: grid.movedim(i, -1).reshape(-1, self.sizes[name]) for i, name in enumerate(AXES)}
@@ -146,17 +124,24 @@ class Mesh:
 
         return DeviceMesh.from_group(self._axes["tensor"].group, self.device.type, mesh_dim_names=("tensor",))
 
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Leaves collectives inside, such as checks of a first step, out of `traffic`."""
+        before = self.traffic.copy()
+        try:
+            yield
+        finally:
+            self.traffic.clear()
+            self.traffic.update(before)
+
     def failing(self, what: str) -> AbstractContextManager[None]:
         return failing(what, self.rank, self.world, self.timeout)
 
     def shard_batch(self, batch: Any) -> Any:
-        """Returns this rank's shard of a global batch: the first dimension split over the data and g-net axes.
+        """Returns this rank's shard of a batch, a pytree: the first dimension split over the data and g-net axes.
 
         The first shards get the remainder. A step of an empty shard computes the loss of rows of zeros, which do not
         count. Ranks along the tensor and pipeline axes get the same rows. Each shard has all scalars and plain values.
-
-        Args:
-            batch: a pytree of tensors.
 
         Raises:
             ValueError: for a batch with an array that is no tensor, or an object that has tensors as attributes.

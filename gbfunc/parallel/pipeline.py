@@ -191,7 +191,7 @@ class Pipeline:
         self.call, self.leaves = call, leaves
         crossed = [(s + 1, s + 1) for s in self.mine] + [(s - 1, s) for s in self.mine]
         sent = [self._now.parcels[i] for other, i in crossed if 0 <= other < self.stages and other not in self.mine]
-        self.mesh.traffic.by_axis["pipeline"] += sum(parcel.like.nbytes for parcel in sent) * self.microbatches
+        self.mesh.traffic["pipeline"] += sum(parcel.like.nbytes for parcel in sent) * self.microbatches
         numbers = torch.arange(self.microbatches, dtype=torch.float32, device=self.mesh.device)
         try:
             with self.mesh.failing("a pipelined step"):

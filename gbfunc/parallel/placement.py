@@ -73,12 +73,6 @@ class Layout:
         here = {k: rows.stop - rows.start for k, rows in self.split.items()}
         return {k: (here[k], *shape[1:]) if k in here else shape for k, shape in self.plan.leaf_shapes.items()}
 
-    def wire_bytes(self, itemsize: int) -> int:
-        """Bytes that this rank sends to gather all outputs once, and in backward, for leaves of `itemsize` bytes."""
-        if not self.sharded:
-            return 0
-        return sum(gather_bytes(self.plan, self.mesh.gnets, self.placement, itemsize)[self.mesh.gnets_index])
-
 
 def tile_shares(plan: Plan, gnets: int) -> dict[str, Sizes]:
     """Tiles of every rank along the g-net axis, by ensemble with leaves."""

@@ -229,10 +229,10 @@ def run_rank(rank: int, order: dict[str, Any]) -> list[Any]:
         step, plan, mesh = build(case, scheme, rank, ranks)
         for _ in range(2):
             float(step())
-        before = Counter(mesh.traffic.by_axis) if mesh else {}
+        before = Counter(mesh.traffic) if mesh else {}
         with Bytes() as counted:
             float(step())
-        by_axis = mesh.traffic.by_axis - before if mesh else {}
+        by_axis = mesh.traffic - before if mesh else {}
         sent = by_axis.total() + counted.of_dtensors if mesh else counted.by_ranks.total()
         row = {"sent_kb": sent / 1e3, "ratio_params": plan and round(plan.ratio_params, 1)}
         if "tensor" in scheme:

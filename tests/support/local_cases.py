@@ -153,10 +153,10 @@ def run_local(init_method: str, folder: Path) -> dict[str, Any]:
         for name, options in {"replicated": {}, "local": {"local_steps": 6}}.items():
             step = make(mesh, check_every=0, **options)
             state, _ = step(step.init(3), mesh.shard_batch(data()[0]))
-            before = mesh.traffic.total
+            before = mesh.traffic.total()
             for batch in data()[1:]:
                 state, _ = step(state, mesh.shard_batch(batch))
-            found[name] = mesh.traffic.total - before
+            found[name] = mesh.traffic.total() - before
         return found
 
 

@@ -61,14 +61,14 @@ def measure(layout: dict[str, Any]) -> dict[str, Any]:
     given: dict[str, Any] = {"kernel": "eager", "placement": "replicated", "mesh": mesh, **options}
     step = gb.make_train_step(plan, pnet, next_token, optimizer, **given)
     state, _ = step(step.init(0), mesh.shard_batch(batch))
-    before, optimizer_state = Counter(mesh.traffic.by_axis), optree.tree_leaves(state.opt.leaves)
+    before, optimizer_state = Counter(mesh.traffic), optree.tree_leaves(state.opt.leaves)
     with LiveBytes(0) as live:
         # The state is there before the step; its optimizer's part is used at the end alone.
         for x in (*_state_tensors(state), *optimizer_state):
             x.view_as(x)
         step(state, mesh.shard_batch(batch))
     return {
-        "sent": {axis: n - before[axis] for axis, n in mesh.traffic.by_axis.items() if n > before[axis]},
+        "sent": {axis: n - before[axis] for axis, n in mesh.traffic.items() if n > before[axis]},
         "optimizer": sum(x.nbytes for x in optimizer_state if x.ndim),
         "genome": sum(x.nbytes for x in _state_tensors(state)),
         "live": live.peak,

@@ -245,9 +245,9 @@ def sent(mesh: Mesh) -> dict[str, Any]:
         step = gb.make_train_step(plan, pnet, squared, ADAMW, mesh=mesh, placement=placement, check_every=0)
         state, batch = step.init(), mesh.shard_batch(batches((8,))[0])
         state, _ = step(state, batch)
-        before = mesh.traffic.by_axis.copy()
+        before = mesh.traffic.copy()
         step(state, batch)
-        found[placement] = mesh.traffic.by_axis - before
+        found[placement] = mesh.traffic - before
     return found
 
 
@@ -265,9 +265,9 @@ def narrow(mesh: Mesh | None) -> dict[str, Any]:
     x = drawn(6, 8, 6).to(torch.bfloat16)
     x = x if mesh is None else mesh.shard_batch(x)
     step(state, x)
-    before = mesh.traffic.by_axis["gnets"] if mesh else 0
+    before = mesh.traffic["gnets"] if mesh else 0
     after, _ = step(state, x)
-    sent = mesh.traffic.by_axis["gnets"] - before if mesh else 0
+    sent = mesh.traffic["gnets"] - before if mesh else 0
     return {"weights": seen[-1], "genome": step.gather(after).gnets, "sent": sent}
 
 

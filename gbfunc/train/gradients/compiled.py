@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gbfunc.parallel import CollectiveError, Layout
+from gbfunc.parallel.placement import gather_bytes
 from gbfunc.train.gradients.loss import GenomeLoss, Given, Gradients, OneGraph, Result, seeded
 from gbfunc.train.gradients.proof import Rounding, as_vector, changes_of, gradient_and_changes, largest_distance
 
@@ -109,8 +110,8 @@ class CompiledGraph(OneGraph):
         return Result(loss.detach(), given.detached(aux), tuple(found), rows)
 
     def _with_collectives(self, wanted: list[Tensor]) -> AbstractContextManager[None]:
-        mesh = self._layout.mesh
-        mesh.traffic.by_axis["gnets"] += self._layout.wire_bytes(max(x.element_size() for x in wanted))
+        layout, mesh, item = self._layout, self._layout.mesh, max(x.element_size() for x in wanted)
+        mesh.traffic["gnets"] += sum(gather_bytes(layout.plan, mesh.gnets, layout.placement, item)[mesh.gnets_index])
         return mesh.failing("a compiled step")
 
 

@@ -102,7 +102,7 @@ class RankObjective(Objective):
             what = "computes the loss of rows of zeros to take part in what all do"
             raise ValueError(f"{where}, and {what}, which failed: {error}") from error
         if not self._proven:
-            with self._layout.mesh.traffic.uncounted():
+            with self._layout.mesh.uncounted():
                 self._prove(found[0], given, trained)
             self._proven = True
         return found
@@ -125,7 +125,7 @@ class RankObjective(Objective):
         forms = {path: f"{[*x.shape]}, {x.dtype}" if isinstance(x, Tensor) else x for path, x in leaves}
         named = {"shapes": text_of(forms)} | ({"the batch": text_of(dict(leaves))} if with_values else {})
         for axis in axes:
-            with mesh.traffic.uncounted():
+            with mesh.uncounted():
                 check_equal(mesh, named, f"{axis} ranks must get the same batch", axis)
 
 
