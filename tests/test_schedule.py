@@ -1,14 +1,11 @@
 """Schedules: the published rows exactly, laws of pipelines, torch's own orders, and errors."""
 
-import re
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed import pipelining
 
 from gbfunc.parallel.pipeline_order import Action, PipelineOrder, pipeline_order, stages_of
 from gbfunc.parallel.schedule import (
@@ -114,28 +111,6 @@ def test_generated_weights_are_never_sent_and_take_less_memory(kind: ScheduleKin
     if not RECIPES[kind].gathers:
         stored, generated, remat = (run(kind, weights=w, **sizes) for w in ("stored", "generated", "remat"))
         assert remat.peak_memory < generated.peak_memory < stored.peak_memory
-
-
-@needs_pipelines
-@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 4), (2, 4), (4, 12)])
-@pytest.mark.parametrize("order", ["gpipe", "1f1b"])
-def test_orders_written_out_are_those_of_torch(order: PipelineOrder, ranks: int, microbatches: int) -> None:
-    kind: Any = pipelining.ScheduleGPipe if order == "gpipe" else pipelining.Schedule1F1B
-    stage = SimpleNamespace(
-        stage_index=0, is_first=True, is_last=False, num_stages=ranks, group_size=ranks, group_rank=0, submod=None
-    )
-    found = kind(stage, microbatches).pipeline_order
-    if not found:
-        pytest.skip("this torch does not report the order of these")
-    for rank in range(ranks):
-        matches = [re.fullmatch(r"(\d+)([FB])(\d+)", str(a)) for a in found[rank]]
-        # Numbered as they come: in what torch reports, forwards of the last stage of 1F1B are counted from one.
-        done: Counter[str] = Counter()
-        expected = []
-        for m in filter(None, matches):
-            expected.append((m[2], int(m[1]), done[m[2]]))
-            done[m[2]] += 1
-        assert [tuple(a) for a in pipeline_order(order, rank, ranks, microbatches)] == expected
 
 
 @given(st.sampled_from(PIPELINES), st.integers(1, 5), st.integers(1, 12))

@@ -87,13 +87,7 @@ class Model:
             raise ValueError("the batch must have rows, the same in all tensors, got none")
         for name in ("dry", "cells", "made", "starts", "stages", "weights", "crossing", "genome", "why_not"):
             setattr(self, name, cache(getattr(self, name)))  # Many layouts ask for the same.
-        self._styles, self._no_styles = dict[str, Any](), ""
-        try:
-            self._styles = resolve(pnet, tensor_styles(pnet) if styles is None else styles)
-        except ValueError as error:
-            if styles is not None:
-                raise
-            self._no_styles = str(error)
+        self._styles = None if styles is None else resolve(pnet, styles)
         few = self._batch(_TRACED_ROWS)
         try:  # Blocks, if the p-net has a list of layers that run one after the other.
             self.blocks = find_blocks(pnet, 2)
@@ -176,10 +170,10 @@ class Model:
 
     def dry(self, tensor: int, factored: bool) -> DryRun:
         """The p-net as a tensor rank runs it; ValueError if it cannot be split."""
-        if tensor > 1 and self._no_styles:
-            raise ValueError(self._no_styles)
-        mesh = Mesh({"tensor": tensor})
-        parallel = TensorParallel(self.pnet, self._styles, mesh, DryWire) if tensor > 1 else None
+        parallel = None
+        if tensor > 1:
+            styles = resolve(self.pnet, tensor_styles(self.pnet)) if self._styles is None else self._styles
+            parallel = TensorParallel(self.pnet, styles, Mesh({"tensor": tensor}), DryWire)
         return DryRun(self.plan, self.pnet, self.blocks, self.lazy if factored else False, parallel)
 
     def cells(self, tensor: int, factored: bool, rows: int) -> list[Cell]:

@@ -1,6 +1,5 @@
 """What layouts send and store on ranks, for the planner's tests."""
 
-import traceback
 from collections import Counter
 from typing import Any
 
@@ -9,13 +8,12 @@ import torch
 from torch import Tensor, nn
 
 import gbfunc as gb
-from gbfunc.parallel import CollectiveError
 from gbfunc.parallel.mesh import AXES
 from gbfunc.parallel.styles import tensor_styles
 from gbfunc.plan import Plan
 from gbfunc.tasks.pnets.gpt import GPT
 from tests.support.live import LiveBytes
-from tests.support.ranks import PATIENCE
+from tests.support.ranks import PATIENCE, said
 from tests.support.tensor_cases import next_token
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -76,13 +74,5 @@ def measure(layout: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_layouts(init_method: str, names: list[str]) -> dict[str, Any]:
-    results = {}
     with gb.mesh(4, 1, timeout=60 * PATIENCE, init_method=init_method):
-        for name in names:
-            try:
-                results[name] = measure(LAYOUTS[name])
-            except CollectiveError:
-                raise
-            except Exception:
-                results[name] = traceback.format_exc()
-    return results
+        return {name: said(measure, LAYOUTS[name]) for name in names}

@@ -1,6 +1,5 @@
 """What many ranks must find as one process does: each case returns tensors, for a mesh or for none."""
 
-import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -13,9 +12,9 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.hypernets import HYPERNETS, Hypernet
-from gbfunc.parallel import CollectiveError, Mesh
+from gbfunc.parallel import Mesh
 from gbfunc.train.optimizers import Optimizer
-from tests.support.ranks import PATIENCE
+from tests.support.ranks import PATIENCE, said
 from tests.support.zoo import ZOO, loss_fn
 
 
@@ -136,13 +135,5 @@ COMPILED = {name: partial(case, compile=True) for name, case in EAGER.items()}
 
 
 def run_cases(init_method: str, data: int, names: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
     with gb.mesh(data=data, init_method=init_method, timeout=30 * PATIENCE) as mesh:
-        for name in names:
-            try:
-                found[name] = (CASES | COMPILED)[name](mesh)
-            except CollectiveError:
-                raise RuntimeError(f"case {name} on rank {mesh.rank}; {found}") from None
-            except Exception:
-                found[name] = traceback.format_exc()
-    return found
+        return {name: said((CASES | COMPILED)[name], mesh) for name in names}

@@ -81,7 +81,6 @@ def toy(
     lead: tuple[int, ...],
     styles: Callable[[], dict[str, Any]] = sequence_styles,
     max_tile: Any = None,
-    copies: bool = False,
     **options: Any,
 ) -> Any:
     torch.manual_seed(0)
@@ -90,7 +89,7 @@ def toy(
     if mesh is not None:
         options["parallel"] = styles()
         batches = [mesh.shard_batch(batch) for batch in batches]
-        if styles is sequence_styles and not copies:
+        if styles is sequence_styles:
             batches = [tuple(part(mesh, x, 0) for x in batch) for batch in batches]
     return steps(gb.make_plan(pnet, hypernet, max_tile=max_tile), pnet, squared, batches, mesh, 0.25, **options)
 
@@ -100,7 +99,6 @@ for _name, _hypernet in TYPES.items():
     CASES[f"whole {_name}"] = partial(toy, hypernet=_hypernet, lead=(20,), styles=plain_styles)
     CASES[f"sequence {_name}"] = partial(toy, hypernet=_hypernet, lead=(12, 12), max_tile=(5, 7))
 _toy = partial(toy, hypernet=TYPES["periodic"])
-CASES["sequence of copies"] = partial(_toy, lead=(20,), copies=True)
 # With three ranks, one or two have no rows.
 CASES["4 rows in a sequence"] = partial(_toy, lead=(4,), microbatches=2)
 CASES["2 rows in a sequence"] = partial(_toy, lead=(2,))
