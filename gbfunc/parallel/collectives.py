@@ -53,7 +53,7 @@ def _moved(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Rows of every rank, [n, ...] -> [sum(sizes), ...]; or the sum over ranks of this rank's rows, the reverse."""
     kind, sizes, axis, mesh = exchange
     gathers, at_once = kind == "gather", mesh is None or dist.get_backend(axis.group) == "nccl"
-    pieces, results = list[Any](), list[Any]()
+    pieces, results = [], []
     for x, s in zip([x.contiguous() for x in xs], sizes, strict=True):
         mine = (s[axis.rank],) * axis.size
         there, back = (s, mine) if gathers else (mine, s)  # Rows that come from each rank, and rows that go
@@ -66,7 +66,7 @@ def _moved(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         results.append(out if gathers else out.split(there))
     # Receives come first: gloo signals a sender that its receiver is ready on the connection that the receiver's rows
     # take, and behind these rows if they were there before.
-    works = list[Any]()
+    works: list[Any] = []
     for i, rank in enumerate(axis.ranks):
         works += [dist.irecv(t[i], rank, group=axis.group) for _, t in pieces if i != axis.rank and t[i].numel()]
     for i, rank in enumerate(axis.ranks):
