@@ -18,10 +18,6 @@ from torch import Tensor, nn
 from gbfunc.trees import differentiable
 from gbfunc.types import Params
 
-_DIGEST_CHARS = 32
-"""128 bits of SHA-256, in hexadecimal."""
-_HUB_NAME = re.compile(r"(?:\w[\w.-]*/)?\w[\w.-]*")
-
 
 class Base(NamedTuple):
     """The description of a base in a plan."""
@@ -77,7 +73,7 @@ class BaseTensors:
         for key in sorted(kept):
             _update(digest, key, kept[key])
         sizes = sum(x.numel() for x in self.params.values()), sum(x.nbytes for x in kept.values())
-        return Base(digest.hexdigest()[:_DIGEST_CHARS], *sizes, name, revision)
+        return Base(digest.hexdigest()[:32], *sizes, name, revision)
 
 
 def _update(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
@@ -104,6 +100,6 @@ def hub_name(pnet: nn.Module) -> tuple[str, str]:
         config = getattr(module, "config", None)
         name = getattr(config, "_name_or_path", None) or getattr(config, "name_or_path", None)
         # A folder's path says nothing elsewhere.
-        if isinstance(name, str) and _HUB_NAME.fullmatch(name) and not os.path.exists(name):
+        if isinstance(name, str) and re.fullmatch(r"(?:\w[\w.-]*/)?\w[\w.-]*", name) and not os.path.exists(name):
             return name, str(getattr(config, "_commit_hash", None) or "")
     return "", ""

@@ -28,7 +28,6 @@ Device = torch.device | str
 
 _MAX_AXIS = 1 << 31
 _MAX_BANDWIDTH = 1e9  # Of any number of a table, too
-_MAX_GRID_AXES, _MAX_DEPTH = 16, 3
 
 
 def bit_width(n: int) -> int:
@@ -155,10 +154,8 @@ class Grid(Encoding):
 
     def __post_init__(self) -> None:
         dims, code, bandwidth = self.dims, self.code, self.bandwidth
-        if len(dims) > _MAX_GRID_AXES:
-            raise ValueError(f"grid expects at most {_MAX_GRID_AXES} axes, got {len(dims)}")
-        if not dims or any(not isinstance(d, int) or isinstance(d, bool) or not 1 <= d <= _MAX_AXIS for d in dims):
-            raise ValueError(f"grid expects one or more axis lengths >= 1, got {dims}")
+        if not 1 <= len(dims) <= 16 or any(type(d) is not int or not 1 <= d <= _MAX_AXIS for d in dims):
+            raise ValueError(f"grid expects 1 to 16 axis lengths >= 1, got {len(dims)}: {reprlib.repr(dims)}")
         if code not in ("coordinate", "gray", "binary"):
             raise ValueError(f"code must be 'coordinate', 'gray' or 'binary', got {code!r}")
         if isinstance(bandwidth, bool) or not (isinstance(bandwidth, int | float) and 0 < bandwidth <= _MAX_BANDWIDTH):
@@ -206,8 +203,8 @@ class PerAxis(Encoding):
         if odd := [code for code in (self.channels, self.positions) if not isinstance(code, Encoding)]:
             raise ValueError(f"channels and positions must be encodings, got {odd[0]!r}")
         self.positions.check(self.n_positions)
-        if self.depth > _MAX_DEPTH:
-            raise ValueError(f"per_axis can be nested {_MAX_DEPTH} deep, got {self.depth}")
+        if self.depth > 3:
+            raise ValueError(f"per_axis can be nested 3 deep, got {self.depth}")
 
     @property
     def depth(self) -> int:

@@ -7,11 +7,7 @@ from typing import Any
 
 
 def import_extra(module: str, needed_by: str, package: str) -> Any:
-    """A module of a package that may be missing.
-
-    Raises:
-        ImportError: without it, with what needs it and what to give to pip.
-    """
+    """A module of a package that may be missing; ImportError without it, with what to give to pip."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

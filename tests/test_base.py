@@ -195,7 +195,12 @@ def test_statistics_of_a_base_stay_as_they_are() -> None:
     outputs, keep = kept_outputs()
     x = torch.randn(4, 6)
     plan = gb.make_plan(pnet, gb.periodic(2), base="own", modules_to_save=["classifier"])
-    step = gb.make_train_step(plan, pnet, keep, SGD)
+
+    def trains(net: Any, batch: Tensor) -> Tensor:
+        assert net.train().training and not net.body[1].training
+        return keep(net.eval().train(), batch)
+
+    step = gb.make_train_step(plan, pnet, trains, SGD)
     state, _ = step(step.init(0), x)
     assert int(pnet.body[1].num_batches_tracked) == 0 and not state.buffers and pnet.body[1].training
     torch.testing.assert_close(outputs.pop(), headed().eval()(x))

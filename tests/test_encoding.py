@@ -90,7 +90,7 @@ def test_grid_coordinates_span_the_bandwidth_row_major() -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: gb.grid(), "one or more axis lengths"),
+        (lambda: gb.grid(), "1 to 16 axis lengths"),
         (lambda: gb.grid(0), "axis lengths >= 1"),
         (lambda: gb.grid(3, -1), "axis lengths >= 1"),
         (lambda: gb.grid(2.0), "axis lengths >= 1"),  # pyright: ignore[reportArgumentType]

@@ -117,10 +117,12 @@ def test_every_type_of_gnet(tmp_path: Path) -> None:
     assert exact(gb.export(tmp_path / "net.onnx", *net, torch.randn(2, 12)))
 
 
-def test_convolutions_and_buffers(tmp_path: Path) -> None:
+def test_convolutions_buffers_and_a_loop_whose_result_is_a_value_from_outside(tmp_path: Path) -> None:
     codes = {"0.weight": (gb.gray(), gb.per_axis(gb.one_hot(), gb.grid(3, 3), 9)), "5.weight": (None, gb.grid(6, 8, 8))}
     net = grown(convnet(), max_tile=(5, 2), encodings=codes, include=["bias"])
     assert exact(gb.export(tmp_path / "net.onnx", *net, torch.randn(2, 3, 4, 4)))
+    net = grown(nn.Sequential(nn.EmbeddingBag(10, 4), nn.Linear(4, 3)))
+    assert exact(gb.export(tmp_path / "bag.onnx", *net, torch.randint(10, (2, 4))), 1e-5)
 
 
 def test_buffers_that_a_forward_changes_begin_with_those_of_the_genome(tmp_path: Path) -> None:
@@ -164,11 +166,6 @@ def test_other_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="runtime cannot run it .*; check=False") as told:
             gb.export(tmp_path / "net.onnx", *net, x)
         assert "\n" not in str(told.value) and not (tmp_path / "net.onnx").exists()
-
-
-def test_a_loop_whose_result_is_a_value_from_outside(tmp_path: Path) -> None:
-    pnet = nn.Sequential(nn.EmbeddingBag(10, 4), nn.Linear(4, 3))
-    assert exact(gb.export(tmp_path / "net.onnx", *grown(pnet), torch.randint(10, (2, 4))), 1e-5)
 
 
 @pytest.mark.process

@@ -1,6 +1,5 @@
 """The `net` of a loss function is the p-net with all that it has, on generated weights."""
 
-import copy
 import functools
 from collections.abc import Callable
 from functools import partial
@@ -185,21 +184,6 @@ def test_modes_hold_for_one_call_and_are_restored_after_errors() -> None:
         new, _ = step(state, numbers(8, 6))
         torch.testing.assert_close(new.buffers, state.buffers, rtol=0, atol=0)
     assert seen == [True] * 3 and pnet.training
-
-
-def test_statistics_of_a_base_stay_in_evaluation_mode() -> None:
-    pnet, _ = made(Coder)
-    plan = gb.make_plan(pnet, gb.low_rank(1), base="own", max_tile=4)
-
-    def loss(net: Any, x: Tensor) -> Tensor:
-        net.train()
-        assert net.training and net.encoder[3].training and not net.encoder[1].training
-        return net.eval().train()(x).mean()
-
-    before = copy.deepcopy(dict(pnet.named_buffers()))
-    step = gb.make_train_step(plan, pnet, loss, SGD)
-    step(step.init(), numbers(8, 6))
-    torch.testing.assert_close(dict(pnet.named_buffers()), before, rtol=0, atol=0)
 
 
 def test_checkpoints_around_parts_are_right() -> None:

@@ -111,10 +111,6 @@ def test_a_genome_goes_in_and_out_as_copies() -> None:
     assert_same(genome, kept)
     assert_same(taken, kept)
     assert not any(x.requires_grad for x in flatten_tree(taken).values())
-
-
-def test_a_fresh_genome_is_that_of_the_seed() -> None:
-    pnet, plan, _ = genome_of(ZOO["mlp"])
     assert_same(gb.GenomeModule(plan, pnet, seed=3).to_genome(), gb.init_genome(plan, pnet, 3))
 
 

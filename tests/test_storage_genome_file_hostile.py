@@ -145,7 +145,7 @@ HOSTILE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "one-hot": (lambda p: huge(p, 100_000, 100_000, "periodic", {"type": "one_hot"}), "declares codes of"),
     "grid": (
         lambda p: huge(p, 9, 9, code={"type": "grid", "dims": [2**31] * 99, "code": "gray", "bandwidth": 6.0}),
-        "at most 16 axes, got 99",
+        "1 to 16 axis lengths >= 1, got 99",
     ),
     "features": (lambda p: hypernet(p, type="periodic", features=2**31), "declares .* numbers, and"),
     "module": (lambda p: hypernet(p, type="module", factory="os:system"), "needs the g-net factory 'os:system'"),

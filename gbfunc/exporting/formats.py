@@ -72,8 +72,8 @@ def _to_onnx(traced: Traced) -> bytes:
     for change in (*kinds, passes.RemoveUnusedNodesPass, passes.ClearMetadataAndDocStringPass):
         change()(model)
     # Computed values are numbered; inputs, outputs and weights keep their names.
-    outputs = set(model.graph.outputs)
-    for number, value in enumerate(x for node in model.graph for x in node.outputs if x not in outputs):
+    inner = (x for node in model.graph for x in node.outputs if x not in set(model.graph.outputs))
+    for number, value in enumerate(inner):
         value.name = f"v{number}"
     for node in model.graph:
         node.name = ""

@@ -19,8 +19,7 @@ _MOST = 2_953
 def write_qr(path: str | os.PathLike[str], genome: bytes, page: str) -> None:
     """Draw the code of `PAGE#genome` as a PNG or an SVG, by the suffix of its path.
 
-    `genome` is a genome's file, `page` the address of a page that `gbfunc export --out net.html` wrote. Raises
-    `ImportError` without segno, `ValueError` for a genome too large for a code, or another address or suffix.
+    Raises `ImportError` without segno, `ValueError` for a genome too large for a code, or another address or suffix.
     """
     place = Path(path)
     if place.suffix.lower() not in (".png", ".svg"):
@@ -39,11 +38,7 @@ def write_qr(path: str | os.PathLike[str], genome: bytes, page: str) -> None:
 
 
 def read_qr(path: str | os.PathLike[str]) -> bytes:
-    """Read the genome's file from a picture of a code, bit for bit.
-
-    Raises `ImportError` without zxing-cpp or Pillow, `FileNotFoundError` without the picture, `ValueError` for another
-    picture.
-    """
+    """Read the genome's file from a picture of a code; `ImportError` without zxing-cpp or Pillow, or as `open`."""
     zxing = import_extra("zxingcpp", "reading a QR code", "gbfunc[qr]")
     codes: list[Any] = zxing.read_barcodes(read_picture(path, "L"), formats=zxing.BarcodeFormat.QRCode)
     if len(codes) != 1:

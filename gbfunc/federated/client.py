@@ -95,11 +95,8 @@ def client_app(
             losses.append(info.loss)
             if start is not None:
                 # The step of FedProx's term (Li et al., 2020): exactly its gradient's with SGD, otherwise decoupled.
-                pulled = tree_map(
-                    lambda x, y: x.lerp(y, rate[0] * proximal) if x.is_floating_point() else x,
-                    (state.gnets, state.direct),
-                    (start.gnets, start.direct),
-                )
+                pairs = [(state.gnets, state.direct), (start.gnets, start.direct)]
+                pulled = tree_map(lambda x, y: x.lerp(y, rate[0] * proximal) if x.is_floating_point() else x, *pairs)
                 state = state._replace(gnets=pulled[0], direct=pulled[1])
         after, loss = wire.vector(state), float(torch.stack(losses).mean())
         if not (np.isfinite(after).all() and math.isfinite(loss)):

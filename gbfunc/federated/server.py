@@ -32,8 +32,7 @@ from gbfunc.files import replace_file
 from gbfunc.storage.checkpoint import pack_values, unpack_values
 from gbfunc.types import GenomeLike, Params
 
-_DAMAGE = SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError
-_UNDECODABLE = ValueError, LookupError, TypeError, AttributeError, RecursionError, ProtobufError
+_UNDECODABLE = ValueError, LookupError, TypeError, AttributeError, RecursionError, ProtobufError, SafetensorError
 _LOG, _VECTOR, _NODE, _ARRAYS = logging.getLogger(__name__), "genome", "node ", "ArrayRecord"
 _POLL = 3.0  # Seconds between looks for replies, as Flower waits.
 
@@ -106,9 +105,7 @@ class GenomeStrategy(Strategy):
     """A strategy of Flower's whose arrays are a genome, sent in few bytes each way.
 
     The strategy inside sees genomes in float32: the genome that it sends is rounded to `down`, and a change that comes
-    back is added to the genome before rounding. Where both are float32, the strategy inside works without this class,
-    with `Wire.pack` for the arrays and `client.IDENTITY`, `RATE` and `SENT_AS` in the config. `rounds` lists
-    replies.
+    back is added to the genome before rounding. `rounds` lists replies.
 
     A reply that cannot be read, whose metrics differ in name from those of most clients, or which answers another round
     is left out, and the round goes on. The norm of a change and the number of examples count up to `bound` times the
@@ -205,7 +202,7 @@ class GenomeStrategy(Strategy):
             node, words = next(iter(left_out.items()))
             raise ValueError(f"round {number}: all of {len(replies)} clients refuse; node {node}: {words}")
         norm, bounded = self._bound_replies(read)
-        self._warn(number, left_out, bounded)
+        _warn(number, left_out, bounded)
         arrays, metrics = self.strategy.aggregate_train(number, [reply.message for reply in read.values()])
         if arrays is not None:
             self._vector = self.wire.unpack(arrays)
@@ -223,16 +220,11 @@ class GenomeStrategy(Strategy):
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         read, left_out = self._read_replies(replies, self.done, training=False)
         _, bounded = self._bound_replies(read)
-        self._warn(self.done, left_out, bounded)
+        _warn(self.done, left_out, bounded)
         last = self.rounds[-1]
         for kept, found in ((last.left_out, left_out), (last.bounded, bounded)):
             kept.update({node: f"evaluation: {words}" for node, words in found.items()})
         return self.strategy.aggregate_evaluate(self.done, [reply.message for reply in read.values()])
-
-    def _warn(self, number: int, left_out: Mapping[int, str], bounded: Mapping[int, str]) -> None:
-        for what, nodes in (("left out", left_out), ("bounded", bounded)):
-            for node, words in nodes.items():
-                _LOG.warning("round %d: node %d is %s: %s", number, node, what, words)
 
     def _read_replies(
         self, replies: Iterable[Message], number: int, *, training: bool
@@ -336,9 +328,14 @@ class GenomeStrategy(Strategy):
                 self._grid.traffic = Traffic(*about["traffic"])
                 states = {k.removeprefix(_NODE): x.tobytes() for k, x in tensors.items() if k.startswith(_NODE)}
                 self._grid.restore({int(k): x for k, x in states.items()})
-        except (*_DAMAGE, ProtobufError) as error:
+        except _UNDECODABLE as error:
             raise ValueError(f"{path} is no checkpoint that this server can go on from: {error}") from error
         self._vector, self.done, self.rounds = vector, int(about["round"]), rounds
+
+
+def _warn(number: int, left_out: Mapping[int, str], bounded: Mapping[int, str]) -> None:
+    for node, words in (*left_out.items(), *bounded.items()):
+        _LOG.warning("round %d: node %d: %s", number, node, words)
 
 
 def _record(vector: Vector) -> ArrayRecord:

@@ -98,17 +98,17 @@ class Wire:
         numbers of largest magnitude in float16 and their places (sparsification with memory: Stich et al., 2018).
         """
         check_format(dtype)
-        _finite(vector)
+        vector = _finite(vector)
         if dtype in BITS:
             rest = {k: torch.zeros_like(x) for k, x in self._named.items() if k not in self._sent}
             data, _ = pack(_NO_PLAN, None, rest | self._leaves(vector), dtype, MOST_RUNS)
             return ArrayRecord({CODES: Array(np.frombuffer(data, np.uint8))})
         if dtype in FORMATS:
-            return ArrayRecord({NUMBERS: Array(_narrow(vector, dtype))})
+            return ArrayRecord({NUMBERS: Array(_finite(vector, dtype))})
         count = min(self.size, int(dtype.removeprefix("top")))
         places = np.sort(np.argpartition(np.abs(vector), -count)[-count:])
         bits = (places[:, None] >> np.arange(self._place_bits) & 1).astype(np.uint8)
-        return ArrayRecord({NUMBERS: Array(_narrow(vector[places], "float16")), PLACES: Array(np.packbits(bits))})
+        return ArrayRecord({NUMBERS: Array(_finite(vector[places], "float16")), PLACES: Array(np.packbits(bits))})
 
     def unpack(self, arrays: ArrayRecord) -> Vector:
         """Unpack a record into a vector [P], float32; `ValueError` for a damaged record or another genome's."""
@@ -122,8 +122,7 @@ class Wire:
         elif (numbers := found[NUMBERS]).dtype.kind != "f" or numbers.shape != (self.size,):
             raise ValueError(f"expected {self.size:,} numbers, got {numbers.dtype} {numbers.shape}")
         else:
-            with np.errstate(over="ignore"):
-                vector = numbers.astype(np.float32)
+            vector = numbers
         return _finite(vector)
 
     def _placed(self, numbers: NDArray[Any], places: NDArray[Any]) -> Vector:
@@ -139,15 +138,9 @@ class Wire:
         return vector
 
 
-def _finite(vector: Vector) -> Vector:
-    if bad := int((~np.isfinite(vector)).sum()):
-        raise ValueError(f"{bad} of the genome's {len(vector):,} numbers are not finite")
-    return vector
-
-
-def _narrow(numbers: Vector, dtype: str) -> NDArray[Any]:
+def _finite(vector: NDArray[Any], dtype: str = "float32") -> NDArray[Any]:
     with np.errstate(over="ignore"):
-        narrow = numbers.astype(dtype)
-    if not np.isfinite(narrow).all():
-        raise ValueError(f"the genome holds {np.abs(numbers).max():g}, too large a number for {dtype}")
+        narrow = vector.astype(dtype)
+    if bad := int((~np.isfinite(narrow)).sum()):
+        raise ValueError(f"{bad} of the genome's {len(vector):,} numbers are not finite in {dtype}")
     return narrow
