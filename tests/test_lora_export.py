@@ -144,7 +144,7 @@ def test_what_cannot_be_exported_is_named() -> None:
     refused("'0.weight' has no place.*one group", nn.Sequential(nn.Conv2d(2, 4, 3, groups=2)))
     net = nn.ModuleDict({"inner": nn.Linear(4, 4), "head": nn.Linear(4, 2), "more": nn.ParameterList([torch.ones(2)])})
     refused("the plan has new modules alone", net, modules_to_save=["head"], exclude=["inner"])
-    refused("with a forward, and 'more' is none", net, target_modules=["inner"], modules_to_save=["more"])
+    refused("have a forward, and 'more' has none", net, target_modules=["inner"], modules_to_save=["more"])
     mamba = tiny("MambaModel", vocab_size=11)
     refused("it refuses 'layers.0.mixer.out_proj' of a mamba", mamba, target_modules=["out_proj"])
     pnet = nn.Sequential(nn.Linear(4, 4))

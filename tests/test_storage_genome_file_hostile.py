@@ -222,12 +222,6 @@ def plan_json(tensors: list[Any], hypernet: Any = None, encoding: Any = None, **
     return json.dumps(plan, separators=(",", ":"))
 
 
-def nested(depth: int) -> Any:
-    if not depth:
-        return {"type": "binary"}
-    return {"type": "per_axis", "channels": nested(depth - 1), "positions": nested(depth - 1), "n_positions": 1}
-
-
 def test_what_is_not_read_is_not_written(tmp_path: Path) -> None:
     shapes = [(2 + i // 100, 2 + i % 100) for i in range(9_000)]
     with pytest.raises(ValueError, match="the genome has 36,000 leaves; a file holds at most 32,768"):

@@ -39,7 +39,7 @@ from gbfunc.formats.symbols import MAX_SYMBOLS, Reader, Run, most_runs_bytes, pa
 from gbfunc.types import DTYPES, Params, TensorMap
 
 MAGIC = b"GB5"
-_HEAD = len(MAGIC) + 1 + 4
+HEAD = len(MAGIC) + 1 + 4
 _NARROW, _RUNS, _STATISTICS = 16, 32, 64
 STEPS = 9
 _EMPTY = np.empty(0, np.uint8)
@@ -50,7 +50,6 @@ _MIDDLE = {bits: np.array([1 << (bits - 1)], np.uint8) for bits in range(2, 9)}
 class Sizes(NamedTuple):
     """Sizes of the parts of a compact file in bytes."""
 
-    head: int
     document: int
     plain: Mapping[str, int]
     codes: int
@@ -81,7 +80,7 @@ def pack(
     text = deflate(document)
     numbers = b"".join(_bytes(plain[name]) for names in names_by_dtype(plain).values() for name in names)
     checked = bytes([flags + _NARROW * narrow]) + text + numbers + codes
-    sizes = Sizes(_HEAD, len(text), {name: x.nbytes for name, x in plain.items()}, len(codes), own)
+    sizes = Sizes(len(text), {name: x.nbytes for name, x in plain.items()}, len(codes), own)
     return MAGIC + checked[:1] + zlib.crc32(checked).to_bytes(4, "little") + checked[1:], sizes
 
 
@@ -102,7 +101,7 @@ def most_bytes(document: str, leaves: TensorMap, bits: int) -> Sizes:
     else:
         size = 2 * blocks + math.ceil(bits * (blocks + numbers) / 8)
     own = {name: float(bits * x.numel()) for name, x in coded.items()}
-    return Sizes(_HEAD, len(deflate(document)), plain, size, own)
+    return Sizes(len(deflate(document)), plain, size, own)
 
 
 def expected_bytes(document: str, plan: Any) -> Sizes:
@@ -110,7 +109,7 @@ def expected_bytes(document: str, plan: Any) -> Sizes:
     plain = {k: x.nbytes for k, x in _beside_steps(plan, leaves, True, True).items()}
     bits = {name: EXPECTED_BITS * leaves[name].numel() for name in (*(part.leaf for part in parts), *counters_of(plan))}
     codes = math.ceil((EXPECTED_PART_BITS * len(parts) + sum(bits.values())) / 8) + 3
-    return Sizes(_HEAD, len(deflate(document)), plain, codes, bits)
+    return Sizes(len(deflate(document)), plain, codes, bits)
 
 
 def _blocks(leaf: Tensor) -> int:
@@ -154,8 +153,8 @@ class Compact(NamedTuple):
 
     @staticmethod
     def parse(data: bytes, allowed: Allowed) -> Compact:
-        checked = data[len(MAGIC) : len(MAGIC) + 1] + data[_HEAD:]
-        if len(data) < _HEAD or data[_HEAD - 4 : _HEAD] != zlib.crc32(checked).to_bytes(4, "little"):
+        checked = data[len(MAGIC) : len(MAGIC) + 1] + data[HEAD:]
+        if len(data) < HEAD or data[HEAD - 4 : HEAD] != zlib.crc32(checked).to_bytes(4, "little"):
             raise ValueError("its checksum does not fit its content: the file is damaged")
         flags, rest = checked[0], checked[1:]
         bits = flags & ~(_NARROW | _RUNS)

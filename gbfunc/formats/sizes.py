@@ -64,7 +64,7 @@ def file_bytes(
         else:
             sizes = compact.pack(text, plan, leaves, dtype if isinstance(dtype, Steps) else name)[1]
         packed = sizes.document if bare is text else len(deflate(bare))
-        parts += {PLAN: packed, METADATA: sizes.document - packed, CONTAINER: sizes.head}
+        parts += {PLAN: packed, METADATA: sizes.document - packed, CONTAINER: compact.HEAD}
         plain, codes = sizes.plain, [(SCALES, max(0.0, 8 * sizes.codes - sum(sizes.bits.values())))]
         codes += [(owner, bits * share) for leaf, bits in sizes.bits.items() for owner, share in shares[leaf]]
         ends = np.cumsum([0.0, *(bits for _, bits in codes)])

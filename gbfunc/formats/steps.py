@@ -1,17 +1,16 @@
 """Steps of quantisation: each part of a leaf is stored as `number = integer * 2^(index / 8)`.
 
 A part is the rows of a leaf that belong to one tensor of the p-net. Rounding raises the loss by the sum of
-`h step^2 / 24` over all numbers, where h is the curvature, estimated by the mean square of the gradient (the diagonal
-of the Fisher information). For a given number of bits, the loss is least if `sqrt(h) step` is constant (reverse
-water-filling: T. Cover, J. Thomas, Elements of Information Theory, 10.3.3). This also holds within a leaf: a code
-weight of a periodic g-net changes weights by the feature's amplitude times the code. The reader knows both factors, so
-the steps of code weights are finer by powers of sqrt(2), and numbers of a feature with amplitude 0 take no bits.
+`h step^2 / 24`, where h is the curvature, estimated by the mean square of the gradient (diagonal of the Fisher
+information). For a given number of bits, the loss is least if `sqrt(h) step` is constant (reverse water-filling:
+T. Cover, J. Thomas, Elements of Information Theory, 10.3.3). A code weight of a periodic g-net changes weights by the
+amplitude times the code, so its steps are finer by powers of sqrt(2); features with amplitude 0 take no bits.
 
 Integers have two-sided geometric distributions (`symbols.geometric`), with one width per part. An integer q takes
 about `log2(1 + e |q|)` bits on average; the gradient of the rate is the derivative of this estimate.
 
-A file holds the indices of steps as the median, the width of the differences, and the differences; the widths of parts
-in the same form; then the integers per part, amplitudes first and running statistics last (`statistics`).
+A file holds the indices of steps (median, width of the differences, differences), the widths of parts in the same form,
+and the integers per part, amplitudes first and running statistics last (`statistics`).
 
 Suffixes: T tiles, H features.
 """

@@ -180,7 +180,6 @@ def geometric(width: int, most: int) -> tuple[int, list[int]]:
     return reach, [0, *np.cumsum(frequencies).tolist()]
 
 
-@lru_cache(maxsize=4096)
 def geometric_bits(width: int, most: int) -> NDArray[np.float64]:
     reach, limits = geometric(width, most)
     frequencies = np.diff(np.array(limits, np.float64))[reach:]

@@ -76,11 +76,8 @@ class Unit:
             return 1
         limit = self.hypernet.max_size(self.tiling(cut)[1]) or self.numel
         budget = min(budget, self.numel * self.count)
-        low = 1
-        while 2 * low <= limit and self.cost_of(cut, 2 * low) <= budget:
-            low *= 2
-        larger = range(low + 1, min(2 * low, limit + 1))
-        return low + bisect_right(larger, budget, key=lambda size: self.cost_of(cut, size))
+        sizes = range(1, limit + 1)
+        return max(1, bisect_right(sizes, budget, key=lambda size: self.cost_of(cut, size)))
 
     def step(self) -> int:
         """Return the cost of increasing the size by one; 0 if the type or the rule for tiles forbids a larger size."""

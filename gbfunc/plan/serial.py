@@ -12,7 +12,7 @@ from gbfunc.encoding import Encoding, encoding_from_json
 from gbfunc.formats.layout import LIMITS, check_limits, check_most, read_document
 from gbfunc.hypernets import Hypernet, from_module, hypernet_from_json
 from gbfunc.layers import KINDS
-from gbfunc.plan.slots import BufferPlan, Slot, TensorPlan, check_kind, check_stored
+from gbfunc.plan.slots import BufferPlan, Slot, TensorPlan, check_stored
 from gbfunc.tiling import TileGrid
 from gbfunc.types import JSON
 
@@ -151,7 +151,8 @@ def _tensor(entry: JSON, hypernets: list[Hypernet], encodings: list[Encoding]) -
     aliases = tuple(_typed(x, str) for x in _typed(entry.get("aliases", []), list))
     name, shape, dtype = _typed(entry["name"], str), _shape(entry["shape"]), entry.get("dtype", "float32")
     kind, base = entry.get("kind", _USUAL_KINDS.get(len(shape))), _typed(entry.get("base", False), bool)
-    check_kind(name, kind)
+    if kind not in KINDS:
+        raise ValueError(f"{name}: unknown kind {kind!r}, known are {', '.join(KINDS)}")
     matrices = KINDS[kind].matrices(shape) if "slots" in entry else ()
     slots = []
     for values, matrix in zip(_typed(entry.get("slots", []), list), matrices, strict=True):

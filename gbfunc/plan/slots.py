@@ -20,11 +20,6 @@ from gbfunc.tiling import TileGrid
 from gbfunc.types import DTYPES, Lazy, MatrixDims, TileDims
 
 
-def check_kind(name: str, kind: str) -> None:
-    if kind not in KINDS:
-        raise ValueError(f"{name}: unknown kind {kind!r}, known are {', '.join(KINDS)}")
-
-
 def check_stored(name: str, dtype: str) -> None:
     if dtype not in DTYPES:
         raise ValueError(f"{name} is {dtype}, which no genome file holds: it has {', '.join(DTYPES)}")
@@ -95,7 +90,6 @@ class TensorPlan:
     base: bool = False
 
     def __post_init__(self) -> None:
-        check_kind(self.name, self.kind)
         check_stored(self.name, self.dtype)
         sizes = [(s.grid.rows, s.grid.cols) for s in self.slots]
         # The matrices may not fill a shape that no layer of the kind has (three in-projections in 7 rows).

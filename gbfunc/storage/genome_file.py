@@ -11,7 +11,7 @@ import hashlib
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +31,8 @@ from gbfunc.plan import Plan
 from gbfunc.plan.serial import check_readable
 from gbfunc.trees import BUFFERS, TensorSpec, compare_trees, stored_tensors
 from gbfunc.types import DTYPES, Genome, GenomeLike, Params, TensorMap
+
+_MARKS = {"plan", "format"}  # Entries of a genome's header
 
 
 def save(
@@ -155,11 +157,7 @@ def is_genome(path: Path) -> bool:
         if file.read(len(compact.MAGIC)) == compact.MAGIC:
             return True
     with safe_open(path, framework="pt") as file:
-        return _says_genome(file.metadata())
-
-
-def _says_genome(metadata: Mapping[str, str] | None) -> bool:
-    return {"plan", "format"} <= (metadata or {}).keys()
+        return _MARKS <= (file.metadata() or {}).keys()
 
 
 def _open(path: Path, max_params: int | None) -> Compact | _Plain:
@@ -177,7 +175,7 @@ def _open(path: Path, max_params: int | None) -> Compact | _Plain:
         metadata = file.metadata() or {}
         # Copies, because safetensors maps the file into memory and other processes may change it.
         tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118 (not a dict)
-    if not _says_genome(metadata):
+    if not _MARKS <= metadata.keys():
         raise ValueError("it is a safetensors file, but not a genome (no gbfunc plan in its header)")
     if metadata["format"] != layout.FORMAT:
         raise ValueError(f"its format is {metadata['format']!r}, the one known here is {layout.FORMAT!r}")

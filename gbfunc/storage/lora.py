@@ -155,9 +155,7 @@ def _new_modules(pnet: nn.Module, new: Collection[str]) -> list[str]:
     modules = [name for name, _ in pnet.named_modules(remove_duplicate=False)]
     for name in saved:
         if isinstance(pnet.get_submodule(name), _CONTAINERS):
-            raise ValueError(
-                f"modules_to_save of a LoRA adapter are modules with a forward, and {name!r} is none{_INSTEAD}"
-            )
+            raise ValueError(f"modules_to_save of a LoRA adapter have a forward, and {name!r} has none{_INSTEAD}")
         # peft matches by the end of a module's name, even within a word.
         others = [other for other in modules if other != name and other.endswith(name)]
         if others or not name:
@@ -168,7 +166,8 @@ def _new_modules(pnet: nn.Module, new: Collection[str]) -> list[str]:
 
 def _config(base: Base, pnet: nn.Module, ranks: Mapping[str, int], saved: list[str]) -> dict[str, Any]:
     usual = Counter(ranks.values()).most_common(1)[0][0] if ranks else 1
-    patterns = {_pattern(layer, ranks): rank for layer, rank in ranks.items() if rank != usual}
+    # peft uses the first key that matches the end of a layer's name; these match the whole name.
+    patterns = {f"^{re.escape(layer)}": rank for layer, rank in ranks.items() if rank != usual}
     layers = [pnet.get_submodule(layer) for layer in ranks]
     return {
         "peft_type": "LORA",
@@ -182,12 +181,6 @@ def _config(base: Base, pnet: nn.Module, ranks: Mapping[str, int], saved: list[s
         "alpha_pattern": dict(patterns),
         "fan_in_fan_out": any(map(transposed, layers)),
     }
-
-
-def _pattern(layer: str, ranks: Collection[str]) -> str:
-    """Return a key of `rank_pattern`; peft uses the first key that matches a layer's name or its end."""
-    others = (other for other in ranks if other != layer)
-    return f"^{re.escape(layer)}" if any(re.match(rf"(.*\.)?({layer})$", o) for o in others) else layer
 
 
 def _targets(pnet: nn.Module, layers: Collection[str], saved: Collection[str]) -> list[str] | str:
