@@ -19,14 +19,14 @@ def small(n: int, seed: int = 0) -> Images:
     return random.randint(0, 256, (n, 3, 32, 32)).astype(np.uint8), np.arange(n) % 10
 
 
-def write_batch(path: Path, images: np.ndarray, labels: list, dtype: bytes = b"u1", by_columns: bool = False) -> Path:
+def write_batch(path: Path, images: np.ndarray, labels: list, dtype: bytes = b"u1", order: bytes = b"\x89") -> Path:
     """Write a batch with the opcodes of the data set, which Python 2 wrote: strings of 8 bits for the bytes."""
     data, n = images.tobytes(), len(images).to_bytes(2, "little")
     row = (images.size // len(images)).to_bytes(2, "little")
     array = (
         b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(K\x00tU\x01btR(K\x01(M" + n + b"M" + row + b"t"
         b"cnumpy\ndtype\n(U\x02" + dtype + b"K\x00K\x01tR(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
-        + (b"\x88" if by_columns else b"\x89") + b"T" + len(data).to_bytes(4, "little") + data + b"tb"
+        + order + b"T" + len(data).to_bytes(4, "little") + data + b"tb"
     )  # fmt: skip
     path.write_bytes(b"\x80\x02}(U\x04data" + array + b"U\x06labels" + pickle.dumps(labels, 2)[2:-1] + b"u.")
     return path
@@ -96,7 +96,7 @@ def test_a_damaged_batch_is_one_line(tmp_path: Path) -> None:
             assert str(path) in str(error)
     for data, own, options, message in (
         (images, labels.tolist(), {"dtype": b"i8"}, "data must be 3 x 3072 unsigned bytes"),
-        (images, labels.tolist(), {"by_columns": True}, "data must be 3 x 3072 unsigned bytes, row by row"),
+        (images, labels.tolist(), {"order": b"\x88"}, "data must be 3 x 3072 unsigned bytes, row by row"),
         (images[:, :2], labels.tolist(), {}, r"data must be 3 x 3072 unsigned bytes, row by row, got \(3, 2048\)"),
         (images, [0, 1], {}, r"data must be 2 x 3072 .* got \(3, 3072\)"),
         (images, [0, 1, "2"], {}, "labels must be integers from 0 to 9"),

@@ -370,17 +370,18 @@ def pretrained_tokens(pretrained: str, max_tokens: int | None = None) -> Tokens:
             else tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
         )
     tokenizer.no_padding()
-    if max_tokens is None:
-        tokenizer.no_truncation()
+    tokenizer.no_truncation()
+    if not (classes := max_tokens is not None):
+        pad = 0
+    else:
+        tokenizer.enable_truncation(max_tokens)
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, **gguf)
+        # A model without a pad (GPT-2) has a token that ends a text, which none holds inside.
+        pads = (getattr(config, name, None) for name in ("pad_token_id", "eos_token_id"))
+        if (pad := next((x for x in pads if isinstance(x, int)), None)) is None:
+            raise ValueError(f"{folder / CONFIG} names no pad_token_id, which fills up short texts")
 
-        def encode(words: str) -> Tensor:
-            return torch.tensor(tokenizer.encode(words, add_special_tokens=False).ids)
+    def encode(words: str) -> Tensor:
+        return torch.tensor(tokenizer.encode(words, add_special_tokens=classes).ids)
 
-        return Tokens(tokenizer.get_vocab_size(), encode, tokenizer.decode, _digest(tokenizer.to_str()))
-    tokenizer.enable_truncation(max_tokens)
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, **gguf)
-    # A model without a pad (GPT-2) has a token that ends a text, which none holds inside.
-    pad = next((v for n in ("pad_token_id", "eos_token_id") if isinstance(v := getattr(config, n, None), int)), None)
-    if pad is None:
-        raise ValueError(f"{folder / CONFIG} names no pad_token_id, which fills up short texts")
-    return Tokens(tokenizer.get_vocab_size(), lambda words: torch.tensor(tokenizer.encode(words).ids), pad=pad)
+    return Tokens(tokenizer.get_vocab_size(), encode, tokenizer.decode, _digest(tokenizer.to_str()), pad)

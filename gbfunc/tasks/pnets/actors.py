@@ -73,8 +73,7 @@ def actor_critic(interface: Interface, *, hidden: Sequence[int] = (64, 64), odd:
     rules = ((rf"^actor\.({biases})\.bias$", constant(0.0)),) if odd and hidden else ()
     widths, plan = {"hidden": list(layers[1:-1])}, PlanOptions(rules=rules)
     make = partial(ActorCritic, layers, interface.actions == "vector")
-    pnet = PNet("actor_critic", make, lambda size: plan, widths | {"odd": odd})
-    return family(partial(actor_critic, interface), pnet, widths)
+    return family("actor_critic", actor_critic, interface, make, plan, widths | {"odd": odd}, widths)
 
 
 class RecurrentActorCritic(nn.Module):
@@ -110,8 +109,7 @@ def recurrent_actor_critic(interface: Interface, *, hidden: int = 64) -> PNet:
     check_reads(name, interface, "observations", 1)
     make = partial(RecurrentActorCritic, interface.inputs[0], hidden, interface.outputs, vectors)
     plan, config = PlanOptions(include=(r"^cell\.weight_",)), {"hidden": hidden}
-    pnet = PNet(name, make, lambda size: plan, config)
-    return family(partial(recurrent_actor_critic, interface), pnet, config)
+    return family(name, recurrent_actor_critic, interface, make, plan, config, config)
 
 
 class ConvActorCritic(nn.Module):
@@ -145,13 +143,8 @@ def conv_actor_critic(interface: Interface, *, width: int = 32, hidden: int = 51
     check_reads("conv_actor_critic", interface, "observations", 3, least=5)
     vectors = interface.actions == "vector"
     make = partial(ConvActorCritic, interface.inputs, width, hidden, interface.outputs, vectors)
-
-    def plan(genome_params: float) -> PlanOptions:
-        with torch.device("meta"):
-            size = make().size
-        places = per_axis(binary(), grid(*size), size[0] * size[1])
-        return PlanOptions(encodings={"wide.weight": (None, places)})
-
-    config = {"width": width, "hidden": hidden}
-    pnet = PNet("conv_actor_critic", make, plan, config)
-    return family(partial(conv_actor_critic, interface), pnet, config)
+    with torch.device("meta"):
+        size = make().size
+    places = per_axis(binary(), grid(*size), size[0] * size[1])
+    plan, config = PlanOptions(encodings={"wide.weight": (None, places)}), {"width": width, "hidden": hidden}
+    return family("conv_actor_critic", conv_actor_critic, interface, make, plan, config, config)

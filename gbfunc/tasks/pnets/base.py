@@ -93,11 +93,20 @@ class PNet:
         return replace(self, plan=lambda genome_params: change(self.plan(genome_params)))
 
 
-def family(factory: Callable[..., PNet], pnet: PNet, widths: Mapping[str, Any], multiple: int = 1) -> PNet:
-    """Add to a p-net how to scale the widths of its family.
+def family(
+    name: str,
+    factory: Callable[..., PNet],
+    interface: Interface,
+    make: Callable[[], nn.Module],
+    plan: PlanOptions | Callable[[float], PlanOptions],
+    config: Mapping[str, Any],
+    widths: Mapping[str, Any],
+    multiple: int = 1,
+) -> PNet:
+    """Describe a p-net, and how to scale the widths of its family.
 
-    `factory(**pnet.config)` makes the p-net again; `widths` are its options that scale, each an int or a list of ints,
-    and multiples of `multiple`.
+    `factory(interface, **config)` makes the p-net again; `widths` are its options that scale, each an int or a list of
+    ints, and multiples of `multiple`.
     """
 
     def scaled(factor: float) -> PNet:
@@ -106,9 +115,9 @@ def family(factory: Callable[..., PNet], pnet: PNet, widths: Mapping[str, Any], 
                 return [times(n) for n in width]
             return max(1, math.floor(width * factor / multiple + 0.5)) * multiple
 
-        return factory(**{**pnet.config, **{name: times(width) for name, width in widths.items()}})
+        return factory(interface, **{**config, **{name: times(width) for name, width in widths.items()}})
 
-    return replace(pnet, scaled=scaled)
+    return PNet(name, make, (lambda size: plan) if isinstance(plan, PlanOptions) else plan, config, scaled)
 
 
 @contextmanager

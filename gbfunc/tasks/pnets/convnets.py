@@ -133,19 +133,7 @@ ResNet18 = partial(ResNet, stages=4, blocks=2, padded=False)
 """ResNet-18 with a stem for images of 32 x 32."""
 
 
-def _family(
-    name: str,
-    factory: Callable[..., PNet],
-    interface: Interface,
-    make: Callable[[int, int], nn.Module],
-    width: int,
-    plan: Callable[[float], PlanOptions],
-) -> PNet:
-    config, net = {"width": width}, partial(make, width, interface.outputs)
-    return family(partial(factory, interface), PNet(name, net, plan, config), config)
-
-
-def _normed_plan(norms: str, genome_params: float) -> PlanOptions:
+def _normed_plan(norms: str) -> PlanOptions:
     """Plan a net with norms whose weights match a pattern; convolutions of equal shape share code weights.
 
     Norms only shift, and the layers after norms take over their scales: more sines for the same size.
@@ -156,8 +144,9 @@ def _normed_plan(norms: str, genome_params: float) -> PlanOptions:
 def all_conv(interface: Interface, *, width: int = 96) -> PNet:
     """`AllConv` for an image task, its options as there."""
     check_reads("allconv", interface, "images", 3, 12)
-    plan = partial(_normed_plan, rf"^({'|'.join(map(str, range(1, 24, 3)))})\.weight$")
-    return _family("allconv", all_conv, interface, partial(AllConv, interface.inputs[0]), width, plan)
+    plan, config = _normed_plan(rf"^({'|'.join(map(str, range(1, 24, 3)))})\.weight$"), {"width": width}
+    make = partial(AllConv, interface.inputs[0], width, interface.outputs)
+    return family("allconv", all_conv, interface, make, plan, config, config)
 
 
 def lenet5(interface: Interface, *, width: int = 50) -> PNet:
@@ -181,7 +170,8 @@ def _of_maps(
     places = _maps(interface.inputs)
     code = per_axis(binary(), grid(*places, bandwidth=2.0), math.prod(places))
     plan = PlanOptions(encodings={weight: (binary(), code)}, rules=rules)
-    return _family(name, factory, interface, partial(make, interface.inputs), width, lambda genome_params: plan)
+    net, config = partial(make, interface.inputs, width, interface.outputs), {"width": width}
+    return family(name, factory, interface, net, plan, config, config)
 
 
 def resnet(depth: int, interface: Interface, *, width: int | None = None) -> PNet:
@@ -192,8 +182,10 @@ def resnet(depth: int, interface: Interface, *, width: int | None = None) -> PNe
     """
     check_reads(f"resnet{depth}", interface, "images", 3, 4)
     net = ResNet18 if depth == 18 else partial(ResNet, blocks=(depth - 2) // 6)
-    width, plan = width or (64 if depth == 18 else 16), partial(_normed_plan, r"\.[14]\.weight$")
-    return _family(f"resnet{depth}", partial(resnet, depth), interface, partial(net, interface.inputs[0]), width, plan)
+    config = {"width": width or (64 if depth == 18 else 16)}
+    make = partial(net, interface.inputs[0], classes=interface.outputs, **config)
+    plan = _normed_plan(r"\.[14]\.weight$")
+    return family(f"resnet{depth}", partial(resnet, depth), interface, make, plan, config, config)
 
 
 resnet18, resnet20, resnet56 = (partial(resnet, depth) for depth in (18, 20, 56))

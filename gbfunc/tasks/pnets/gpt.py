@@ -85,8 +85,8 @@ def gpt(
     hidden = 4 * width if hidden is None else hidden
     base.check_heads("gpt", width, heads)
     make = partial(GPT, interface.outputs, *interface.inputs, layers, width, heads, hidden, bias)
-    pnet = PNet("gpt", make, partial(gpt_plan, interface, width), config)
-    return base.family(partial(gpt, interface), pnet, {"width": width, "hidden": hidden}, heads)
+    plan, widths = partial(gpt_plan, interface, width), {"width": width, "hidden": hidden}
+    return base.family("gpt", gpt, interface, make, plan, config, widths, heads)
 
 
 def gpt_plan(interface: Interface, width: int, genome_params: float) -> PlanOptions:
@@ -134,7 +134,6 @@ def vit(
     _, rows, cols = interface.inputs
     if rows % patch or cols % patch:
         raise ValueError(f"patch of vit must divide the images of {rows} x {cols}, got {patch}")
-    plan = BLOCKS._replace(include=(r"^positions$",))
+    plan, widths = BLOCKS._replace(include=(r"^positions$",)), {"width": width, "hidden": hidden}
     make = partial(ViT, interface, patch, layers, width, heads, hidden)
-    pnet = PNet("vit", make, lambda genome_params: plan, config)
-    return base.family(partial(vit, interface), pnet, {"width": width, "hidden": hidden}, heads)
+    return base.family("vit", vit, interface, make, plan, config, widths, heads)

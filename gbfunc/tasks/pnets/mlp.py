@@ -47,8 +47,7 @@ def mlp_pnet(interface: Interface, *, hidden: Sequence[int] | None = None, bandw
     layers = (math.prod(interface.inputs), *((width,) if hidden is None else hidden), interface.outputs)
     widths, plan = {"hidden": list(layers[1:-1])}, mlp_plan(layers, interface.inputs, bandwidth)
     config = widths | {"bandwidth": bandwidth}
-    pnet = PNet("mlp", partial(MLP, layers), lambda genome_params: plan, config)
-    return family(partial(mlp_pnet, interface), pnet, widths)
+    return family("mlp", mlp_pnet, interface, partial(MLP, layers), plan, config, widths)
 
 
 def mlp_plan(sizes: tuple[int, ...], inputs: tuple[int, ...], bandwidth: float) -> PlanOptions:
