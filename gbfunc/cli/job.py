@@ -114,7 +114,8 @@ def make_job(
     training = training or TrainingOptions()
     device = find_device(training.device)
     task = load_task(data).to(device)
-    task = task.with_pnet(task.pnet.planned(plan_changes(genome)))
+    plan_of, change = task.pnet.plan, plan_changes(genome)
+    task = task.with_pnet(replace(task.pnet, plan=lambda size: change(plan_of(size))))
     pnet = task.build(data.seed).to(device)
     plan = _sized_plan(task, pnet, genome, stored, about(task, data)) if not dense else None
     plan = plan or gb.make_plan(pnet, rules=[(".", None)])

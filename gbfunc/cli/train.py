@@ -293,11 +293,11 @@ def train_genome(
             job = job._replace(recipe=training.slowed(recipe, asked.finetune))
             more = training.genome_trainer(job.plan, job.pnet, task, job.recipe, seed, rounding=asked.dtype, **split)
             more = training.going_on(more, step.gather(result.state))
-            before = task.measured(more.net(more.state), task.val)
+            metric, before = task.metric, task.measured(more.net(more.state), task.val)[task.metric.name]
             tuned, best_step = train(more, job, "rounded")
-            if not training.better(task, before, tuned):
+            if not metric.sign * (tuned.history[-1][f"val_{metric.name}"] - before) >= 0:
                 if step.mesh.rank == 0:
-                    was = f"validation {task.metric.label} {task.metric.show(before[task.metric.name])}"
+                    was = f"validation {metric.label} {metric.show(before)}"
                     tell(f"--finetune made it worse: kept as it was, {was}")
                 tuned = tuned._replace(state=result.state)
             best_step += result.steps

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from gbfunc import Plan, make_plan, torch_schedule
 from gbfunc.formats import bytes_each
 from gbfunc.hypernets import HYPERNETS
-from gbfunc.tasks.data import Augment, Batch, Data, Split, Windows, endless_batches
+from gbfunc.tasks.data import Augment, Batch, Data, Windows, endless_batches
 from gbfunc.tasks.pnets.base import Interface, PNet, n_params
 from gbfunc.train.distillation import distillation, logits_of
 
@@ -123,8 +123,6 @@ class Recipe:
         return adam | decay | dict(self.optimizer_config)
 
 
-LossFn = Callable[[Net, Any], tuple[Tensor, dict[str, Tensor]]]
-Evaluate = Callable[[Net, Any], dict[str, float]]
 Batches = Callable[[Any, Recipe, torch.Generator, Callable[[], Net]], Iterator[Any]]
 History = Sequence[Mapping[str, float]]
 
@@ -155,11 +153,6 @@ def accuracy(net: Net, split: Data, chunk: int = 500) -> float:
         raise ValueError("accuracy expects a split with examples, got an empty one")
     hits = sum(int((logits_of(net(x)).argmax(1) == y_B).sum()) for x, y_B in split.chunks(chunk))
     return hits / len(split)
-
-
-def classification_metrics(net: Net, split: Split) -> dict[str, float]:
-    """Measure `accuracy`."""
-    return {"accuracy": accuracy(net, split)}
 
 
 @torch.no_grad()
@@ -196,8 +189,9 @@ class Task:
     settings: Callable[[PNet, float], Recipe] = lambda pnet, genome_params: Recipe()
     genome_params: int | None = None  # size target by default; None for `compression`
     compression: float = 20.0  # the same as a ratio
-    loss: LossFn = loss_fn  # (net, batch) -> (loss, metrics of the batch)
-    evaluate: Evaluate = classification_metrics  # (net, split) -> {metric: value}
+    # Of a batch: the loss, and metrics by their names.
+    loss: Callable[[Net, Any], tuple[Tensor, dict[str, Tensor]]] = loss_fn
+    evaluate: Callable[[Net, Any], dict[str, float]] = lambda net, split: {"accuracy": accuracy(net, split)}
     metrics: tuple[Metric, ...] = ACCURACY  # results of `evaluate`, the one to judge by first
     # Text to tokens [N] (`ValueError` for text without tokens) and tokens to text, for a task of texts.
     encode: Callable[[str], Tensor] | None = None

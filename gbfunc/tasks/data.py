@@ -240,8 +240,6 @@ def hold_out(labels_N: NDArray[np.int64], counts: tuple[int, ...], seed: int) ->
     Every part holds the classes in proportion. The same seed gives the same parts on every machine.
     """
     n = len(labels_N)
-    if min(counts, default=0) < 0 or sum(counts) > n:
-        raise ValueError(f"cannot hold out {counts} of {n} examples")
     # RandomState's stream is frozen across numpy versions; Generator's is not.
     shuffled_N = np.random.RandomState(seed).permutation(n)
     share_N = np.empty(n)

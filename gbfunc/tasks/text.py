@@ -94,25 +94,22 @@ def text(
         where = data_dir or "the text"
         raise ValueError(f"{where} is too short: a part of it has {n} tokens, and a window needs {context + 1}")
     interface = Interface((context,), tokens.size, tokens=True)
-    how: dict[str, Any] = dict(loss=token_loss, evaluate=text_metrics, metrics=LOSS)
+    how: dict[str, Any] = dict(loss=token_loss, evaluate=text_metrics, metrics=LOSS, settings=_text_recipe)
     if pretrained is not None:
         val, test = (_beginning(split, tokens) for split in (val, test))
         how |= dict(genome_params=3_000, evaluate=partial(text_metrics, windows=8))
-        pnet, recipe = hugging_face(interface, "", pretrained=pretrained), _tuning_recipe
+        pnet = hugging_face(interface, "", pretrained=pretrained)
+        how |= dict(settings=lambda pnet, genome_params: replace(_TUNING, lr=base_rate(genome_params)))
     else:
-        pnet, recipe = PNETS["gpt"](interface), _text_recipe
+        pnet = PNETS["gpt"](interface)
     how |= dict(encode=tokens.encode, decode=tokens.decode, about={"alphabet": tokens.digest})
-    return Task("text", interface, train, val, test, pnet, recipe, **how)
+    return Task("text", interface, train, val, test, pnet, **how)
 
 
 def _beginning(text: Windows, tokens: Tokens) -> Windows:
     assert tokens.decode is not None
     first = text.tokens[: _HELD_OUT * text.context + 1]
     return Windows(first, text.context, len(tokens.decode(first.tolist())))
-
-
-def _tuning_recipe(pnet: PNet, genome_params: float) -> Recipe:
-    return replace(_TUNING, lr=base_rate(genome_params))
 
 
 def _text_recipe(pnet: PNet, genome_params: float) -> Recipe:
@@ -267,7 +264,19 @@ def classified(
     _check_int(name, "max_tokens", max_tokens, 4)
     _check_int(name, "vocabulary", vocabulary, 257)
     _check_vocabulary(pretrained, vocabulary)
-    classes, labels_N, learned, test_labels_N, tested = _read_folder(name, data_dir)
+    folder = data_folder(name, data_dir, "train.txt and test.txt")
+    labels, learned = read_labelled(path := folder / "train.txt")
+    test_labels, tested = read_labelled(test_path := folder / "test.txt")
+    if len(classes := sorted(set(labels))) < 2:
+        raise ValueError(f"{path} must hold texts of two classes or more, got {classes[0]!r} alone")
+    if len(learned) < _LEAST:
+        raise ValueError(f"{path} must hold {_LEAST} texts or more, got {len(learned)}")
+    number = {label: i for i, label in enumerate(classes)}
+    if unknown := [(i, label) for i, label in enumerate(test_labels, 1) if label not in number]:
+        names = ", ".join(map(repr, classes[:10])) + (", ..." if len(classes) > 10 else "")
+        line, label = unknown[0]
+        raise ValueError(f"{test_path}, line {line}: no label {label!r} in train.txt, which has {names}")
+    labels_N, test_labels_N = (np.array([number[label] for label in part]) for part in (labels, test_labels))
     held, kept = hold_out(labels_N, (min(500, len(labels_N) // 10),), SPLIT_SEED)
     if pretrained is None:
         # After the pad, which is 0.
@@ -296,24 +305,6 @@ def classified(
 
 
 texts, trec = partial(classified, "texts"), partial(classified, "trec")
-
-
-def _read_folder(name: str, data_dir: Path | None) -> tuple[list[str], Labels, list[str], Labels, list[str]]:
-    folder = data_folder(name, data_dir, "train.txt and test.txt")
-    train, test = folder / "train.txt", folder / "test.txt"
-    (labels, learned), (test_labels, tested) = read_labelled(train), read_labelled(test)
-    classes = sorted(set(labels))
-    number = {label: i for i, label in enumerate(classes)}
-    if len(classes) < 2:
-        raise ValueError(f"{train} must hold texts of two classes or more, got {classes[0]!r} alone")
-    if len(learned) < _LEAST:
-        raise ValueError(f"{train} must hold {_LEAST} texts or more, got {len(learned)}")
-    for i, label in enumerate(test_labels, 1):
-        if label not in number:
-            names = ", ".join(map(repr, classes[:10])) + (", ..." if len(classes) > 10 else "")
-            raise ValueError(f"{test}, line {i}: no label {label!r} in train.txt, which has {names}")
-    labels_N, test_labels_N = (np.array([number[label] for label in part]) for part in (labels, test_labels))
-    return classes, labels_N, learned, test_labels_N, tested
 
 
 def read_labelled(path: Path) -> tuple[list[str], list[str]]:

@@ -178,8 +178,6 @@ def fit(
     `on_log` gets the `train_` metrics of every `log_every`-th step, and the `val_` metrics of a validation;
     `on_validation` gets the state and the history, whose last row is the validation.
     """
-    if log_every < 1:
-        raise ValueError(f"log_every must be at least 1, got {log_every}")
     total, a_pass = total_steps(task, recipe), steps_per_epoch(task.train, recipe.batch_size)
     every = recipe.measure_every or a_pass
     ends = {total, *(range(every, total, every) if isinstance(every, int) else every)}
@@ -278,12 +276,6 @@ def going_on(trainer: Trainer, state: GenomeLike) -> Trainer:
     """Start a trainer from a copy of the genome of a state, into which its steps may write."""
     genome: Any = tree_map(torch.clone, {name: getattr(state, name) for name in gb.Genome._fields})
     return trainer._replace(state=trainer.state._replace(**genome))
-
-
-def better(task: Task, before: Mapping[str, float], fit: Fit) -> bool:
-    """Tell whether a training ended at least as well, on validation data, as it began."""
-    name, sign = task.metric.name, task.metric.sign
-    return sign * fit.history[-1][f"val_{name}"] >= sign * before[name]
 
 
 def joined(first: Fit, second: Fit) -> Fit:

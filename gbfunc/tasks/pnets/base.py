@@ -11,7 +11,7 @@ import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -87,10 +87,6 @@ class PNet:
         """Make the module with the initial weights of a seed; torch's default generator is unchanged."""
         with seeded(seed):
             return self.make()
-
-    def planned(self, change: Callable[[PlanOptions], PlanOptions]) -> PNet:
-        """Copy the p-net; the options of its plans become `change(options)`."""
-        return replace(self, plan=lambda genome_params: change(self.plan(genome_params)))
 
 
 def family(
@@ -200,10 +196,8 @@ def is_import_path(name: str) -> bool:
 
 def import_factory(path: str, returns: str) -> Callable[..., Any]:
     """Import the function `package.module:name`, also from the present folder; `returns` is for the errors."""
-    folder = os.getcwd()
-    added = folder not in sys.path and "" not in sys.path
-    if added:  # As `python -m` does; a console script leaves it out.
-        sys.path.insert(0, folder)
+    # As `python -m` does; a console script leaves the folder out.
+    sys.path.insert(0, folder := os.getcwd())
     try:
         factory = pkgutil.resolve_name(path)
     except ImportError as error:
@@ -211,8 +205,7 @@ def import_factory(path: str, returns: str) -> Callable[..., Any]:
     except AttributeError as error:
         raise ValueError(f"cannot find {path}: {error}") from error
     finally:
-        if added:
-            sys.path.remove(folder)
+        sys.path.remove(folder)
     if not callable(factory):
         raise ValueError(f"{path} must be a function that returns {returns}, got {type(factory).__name__}")
     return factory
