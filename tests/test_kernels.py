@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev
 from torch.utils._pytree import tree_leaves
 
-from gbfunc.hypernets.kernels import chunked_apply, relu, relu_matrix
+from gbfunc.hypernets.kernels import relu
+from gbfunc.hypernets.kernels.chunked import chunked_apply
+from gbfunc.hypernets.kernels.relu import relu_matrix
 from gbfunc.tiling import TileGrid
 from gbfunc.types import Kernel
 from tests.support.kernel_cases import (

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from gbfunc.hypernets.kernels import native, relu_matrix
+from gbfunc.hypernets.kernels import native
+from gbfunc.hypernets.kernels.relu import relu_matrix
 from gbfunc.hypernets.kernels.waves import Side, waves
 from gbfunc.tiling import TileGrid
 from tests.support.kernel_cases import GRIDS, NEEDS_COMPILER, assert_alike, expected, found, inputs_of

@@ -15,8 +15,6 @@ from torch import Tensor
 from gbfunc.hypernets.base import Hypernet, Leaf, Sized
 from gbfunc.types import Factors, Params, TileDims
 
-_MAX = torch.finfo(torch.float32).max
-
 
 @dataclass(frozen=True)
 class Constant(Hypernet):
@@ -36,7 +34,11 @@ class Constant(Hypernet):
 
     def __post_init__(self) -> None:
         value: Any = self.value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MAX:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not abs(value) <= torch.finfo(torch.float32).max
+        ):
             raise ValueError(f"value must be a finite number that float32 can hold, got {value!r}")
         object.__setattr__(self, "value", float(value))
 

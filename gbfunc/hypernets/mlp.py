@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gbfunc.hypernets.base import Hypernet, Leaf, check_size, project, uniform
-from gbfunc.hypernets.kernels import chunked_apply, relu_matrix
+from gbfunc.hypernets.kernels.chunked import chunked_apply
+from gbfunc.hypernets.kernels.relu import relu_matrix
 from gbfunc.tiling import TileGrid
 from gbfunc.types import Kernel, Params, TileDims
 
@@ -29,9 +30,6 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {"relu": F.relu, "tanh": torch.tanh, "gelu": F.gelu, "sin": torch.sin}
 )
 """Activations of an MLP g-net."""
-
-_INITIAL_LOG_SIGMA = -3.0
-"""The noise of a weight starts at 5 % of the standard deviation of the weights."""
 
 
 def _he(inputs: int) -> float:
@@ -151,7 +149,8 @@ class Stochastic(GNet):
     stochastic: ClassVar[bool] = True
 
     def _head(self, width: int) -> dict[str, Leaf]:
-        weight, bias = Leaf((width,), "code", std=0.0), Leaf((), "code", std=0.0, mean=_INITIAL_LOG_SIGMA)
+        # Noise starts at exp(-3), 5 % of the standard deviation of the weights.
+        weight, bias = Leaf((width,), "code", std=0.0), Leaf((), "code", std=0.0, mean=-3.0)
         return super()._head(width) | {"log_sigma_weight": weight, "log_sigma_bias": bias}
 
     def noise_shapes(self, dims: TileDims) -> dict[str, tuple[int, ...]]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
 from gbfunc.hypernets.base import Hypernet, Leaf
-from gbfunc.hypernets.kernels import chunked_apply
+from gbfunc.hypernets.kernels.chunked import chunked_apply
 from gbfunc.types import Params, TileDims
 
 Factory = Callable[[int], nn.Module]
@@ -37,9 +37,9 @@ def _build(factory: Factory, width: int, seed: int, device: str = "cpu") -> nn.M
             torch.set_default_dtype(default)
 
 
+# One per thread, as `functional_call` swaps weights in and out.
 @lru_cache(maxsize=64)
 def _skeleton(factory: Factory, width: int, thread: int) -> nn.Module:
-    """The module without its weights, one per thread, as `functional_call` swaps weights in and out."""
     return _build(factory, width, 0, "meta")
 
 

@@ -96,11 +96,11 @@ def _merge_masks(
     def additive(mask: Tensor) -> Tensor:
         if mask.dtype != torch.bool:
             return mask.to(dtype)
-        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -math.inf)
+        return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
 
-    masks = []
     if attn_mask is not None:
-        masks.append(additive(attn_mask if attn_mask.ndim == 2 else attn_mask.unflatten(0, (-1, heads))))
-    if key_padding_mask is not None:
-        masks.append(additive(key_padding_mask)[:, None, None, :])
-    return sum(masks[1:], masks[0]) if masks else None
+        attn_mask = additive(attn_mask if attn_mask.ndim == 2 else attn_mask.unflatten(0, (-1, heads)))
+    if key_padding_mask is None:
+        return attn_mask
+    keys = additive(key_padding_mask)[:, None, None, :]
+    return keys if attn_mask is None else attn_mask + keys

@@ -105,8 +105,6 @@ class FactoredWeight(WeightForm):
             left, right = left[tiles], right[tiles]
             if len(left) == 1:
                 left = left[:, :, start - tiles.start * grid.tile_rows :][:, :, : stop - start]
-        if left.shape[:2] == (1, 1):
-            return F.linear(x @ right[0, 0], left[0, 0], bias)
         # Contiguous, as the output of F.linear: dropout draws its mask in the order of memory.
         y = from_thin(thin_product(x, right, (0, x.shape[-1])), left, ((0, stop - start),)).contiguous()
         # Under autocast F.linear returns the narrow dtype of the products.

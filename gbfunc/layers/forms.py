@@ -38,37 +38,24 @@ class Source(Protocol):
 
     def matrix(self) -> Tensor:
         """The matrix [R, C], or the requested block."""
-        ...
 
     def factors(self) -> Factors:
         """Factors of the tiles, [T, r, k] and [T, c, k]."""
-        ...
 
     def inputs(self) -> Sequence[Tensor]:
         """Leaves and noise of the g-nets."""
-        ...
 
 
 class Target(NamedTuple):
-    """The tensor of the p-net that matrices fold to.
+    """The tensor of the p-net that matrices fold to."""
 
-    Attributes:
-        name: the parameter.
-        kind: how its layer stores matrices.
-        shape: shape of the parameter, or of the requested block.
-        offsets: numbers added to each matrix.
-        narrow: dtype of a p-net that is narrower than the genome; None keeps the dtype of the matrices.
-        base: the frozen tensor to which the matrices are a delta, by device; None for no base.
-        piece: the requested block of the matrix; None is all of it.
-    """
-
-    name: str
+    name: str  # of the parameter
     kind: LayerKind
-    shape: tuple[int, ...]
-    offsets: tuple[float, ...] = ()
-    narrow: torch.dtype | None = None
-    base: Callable[[torch.device], Tensor] | None = None
-    piece: Piece | None = None
+    shape: tuple[int, ...]  # of the parameter, or of the requested block
+    offsets: tuple[float, ...] = ()  # numbers added to each matrix
+    narrow: torch.dtype | None = None  # dtype of a p-net narrower than the genome; None keeps that of the matrices
+    base: Callable[[torch.device], Tensor] | None = None  # the frozen tensor to which the matrices are a delta
+    piece: Piece | None = None  # the requested block of the matrix; None for all of the matrix
 
     def fold(self, matrices: list[Tensor]) -> Tensor:
         """Fold matrices to the tensor or its block."""
@@ -115,21 +102,17 @@ class Use(NamedTuple):
 class WeightForm:
     """The form of a weight that is not dense: how it is generated, formed and applied. A form holds no tensors.
 
-    Attributes:
-        name: the parameter.
-        inputs: names of the tensors that make the weight.
-        transposed: whether the layer stores the transpose of a linear layer's weight.
-        keys: names of the inputs among the tensors of a call.
-        frozen: those of the keys that take no gradient.
-        reads: how often code other than the layer read the dense weight.
+    `inputs` are the tensors that make the weight of parameter `name`. A layer may store the transpose of a linear
+    layer's weight (`transposed`).
     """
 
     needs: Needs
-    frozen: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()  # keys that take no gradient
 
     def __init__(self, name: str, inputs: tuple[str, ...], transposed: bool) -> None:
         self.name, self.inputs, self.transposed = name, inputs, transposed
-        self.keys, self.reads = tuple(f"{name}_form.{k}" for k in inputs), 0
+        self.keys = tuple(f"{name}_form.{k}" for k in inputs)  # names of the inputs among the tensors of a call
+        self.reads = 0  # how often code other than the layer read the dense weight
 
     def __deepcopy__(self, memo: Any) -> WeightForm:
         return self
@@ -158,19 +141,12 @@ class WeightForm:
 
 
 class Weight:
-    """A weight during a call of its p-net.
-
-    Attributes:
-        form: its form.
-        given: the inputs of the form by name.
-        formed: the dense tensor, once it was asked for.
-        applied: whether a layer has used the weight before it was formed.
-    """
+    """A weight during a call of its p-net, from the inputs of its form by name."""
 
     def __init__(self, form: WeightForm, given: Params) -> None:
         self.form, self.given = form, given
-        self.formed: Tensor | None = None
-        self.applied = False
+        self.formed: Tensor | None = None  # the dense tensor, once read
+        self.applied = False  # whether a layer used the weight before the dense tensor was formed
 
     def dense(self) -> Tensor:
         """The dense weight; the same tensor throughout a call of the p-net."""
@@ -193,27 +169,18 @@ class Weight:
     def linear(self, x: Tensor, bias: Tensor | None, rows: slice | None = None) -> Tensor:
         """`x @ W[rows].T + bias`: [..., cols] -> [..., rows]."""
         transposed = self.form.transposed
-
-        def run(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
-            return dense_linear(weight, transposed, rows, x, bias)
-
-        return self.form.apply(self, Use("linear", run, (rows,)), x, bias)
+        use = Use("linear", lambda weight, x, bias=None: dense_linear(weight, transposed, rows, x, bias), (rows,))
+        return self.form.apply(self, use, x, bias)
 
     def conv(self, conv: Callable[..., Tensor], x: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
         """`conv(x, W, bias, **options)` for `torch.conv1d`, `conv2d` or `conv3d`."""
-
-        def run(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
-            return conv(x, weight, bias, **options)
-
-        return self.form.apply(self, Use("conv", run, (conv, options)), x, bias)
+        use = Use("conv", lambda weight, x, bias=None: conv(x, weight, bias, **options), (conv, options))
+        return self.form.apply(self, use, x, bias)
 
     def embedding(self, index: Tensor, padding_idx: int | None) -> Tensor:
         """Rows of the weight: integers [...] -> [..., cols]."""
-
-        def run(weight: Tensor, index: Tensor, bias: None = None) -> Tensor:
-            return F.embedding(index, weight, padding_idx)
-
-        return self.form.apply(self, Use("embedding", run, (padding_idx,)), index, None)
+        use = Use("embedding", lambda weight, x, bias=None: F.embedding(x, weight, padding_idx), (padding_idx,))
+        return self.form.apply(self, use, index, None)
 
 
 Outside = Callable[[Any, str], Any]

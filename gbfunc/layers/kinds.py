@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from gbfunc.types import MatrixDims
 
 Shape = tuple[int, ...]
-
-
 _SEPARATE = {"q_proj_weight": "embed_dim", "k_proj_weight": "kdim", "v_proj_weight": "vdim"}
 """Projections of an `nn.MultiheadAttention` with inputs of different widths."""
 
@@ -73,12 +71,7 @@ CONV = LayerKind(
 )
 
 _KINDS = (
-    LayerKind(
-        "linear",
-        True,
-        _weights_of(nn.Linear, lambda m: (m.out_features, m.in_features)),
-        lambda s: (MatrixDims(s[0], s[1]),),
-    ),
+    LayerKind("linear", True, _weights_of(nn.Linear, lambda m: (m.out_features, m.in_features))),
     # Hugging Face's `Conv1D`, which stores the transpose.
     LayerKind(
         "transposed_linear",

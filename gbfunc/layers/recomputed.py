@@ -22,12 +22,7 @@ class RecomputedWeight(WeightForm):
     needs: Needs = "leaves"
 
     def __init__(
-        self,
-        name: str,
-        inputs: tuple[str, ...],
-        maker: Callable[..., Tensor],
-        transposed: bool,
-        split: bool = False,
+        self, name: str, inputs: tuple[str, ...], maker: Callable[..., Tensor], transposed: bool, split: bool = False
     ) -> None:
         super().__init__(name, inputs, transposed)
         self.maker, self.split = maker, split

@@ -16,14 +16,7 @@ from torch import nn
 from gbfunc.base import BaseTensors
 from gbfunc.layers.forms import Weight, WeightForm, now
 from gbfunc.layers.install import install
-from gbfunc.pnet.describe import (
-    buffers_of,
-    check_pnet,
-    keep_statistics,
-    named_tensors,
-    parameter_infos,
-    skeleton_of,
-)
+from gbfunc.pnet.describe import buffers_of, check_pnet, keep_statistics, named_tensors, parameter_infos, skeleton_of
 from gbfunc.trees import TensorSpec, compare_trees
 from gbfunc.types import Params, TensorMap
 
@@ -143,10 +136,8 @@ class PureNet:
                 self._set_modes(modes)
 
     def _values(self) -> list[Any]:
-        return [
-            getattr(holder, key) if of_form else dict.__getitem__(holder, key)
-            for _, holder, key, of_form in self._places
-        ]
+        get = dict.__getitem__
+        return [getattr(x, key) if of_form else get(x, key) for _, x, key, of_form in self._places]
 
     def _set(self, values: Sequence[Any]) -> None:
         for (_, holder, key, of_form), x in zip(self._places, values, strict=True):

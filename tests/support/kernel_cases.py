@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.func import grad, hessian, jacrev, jvp, vmap
 from torch.utils._pytree import tree_leaves
 
-from gbfunc.hypernets.kernels import native, relu, relu_matrix, waves
+from gbfunc.hypernets.kernels import native, relu, waves
+from gbfunc.hypernets.kernels.relu import relu_matrix
 from gbfunc.tiling import TileGrid, join_tiles
 from gbfunc.types import Kernel
 from tests.support.live import LiveBytes

@@ -14,19 +14,7 @@ namespace {
 // NaN stays NaN, as in torch.
 template <class S>
 Vec<S> relu(Vec<S> x) {
-#if defined(__AVX512F__)
-  if constexpr (sizeof(S) == 4)
-    return _mm512_max_ps(Vec<S>{}, x);
-  else
-    return _mm512_max_pd(Vec<S>{}, x);
-#elif defined(__AVX2__)
-  if constexpr (sizeof(S) == 4)
-    return _mm256_max_ps(Vec<S>{}, x);
-  else
-    return _mm256_max_pd(Vec<S>{}, x);
-#else
   return x < Vec<S>{} ? Vec<S>{} : x;
-#endif
 }
 
 // Adds a value to a sum where x > y, and returns it there, and zero elsewhere.

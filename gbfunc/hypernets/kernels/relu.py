@@ -27,36 +27,27 @@ from gbfunc.hypernets.kernels.operation import Operation, Tensors
 from gbfunc.tiling import TileGrid, join_stack, split_stack
 from gbfunc.types import Kernel
 
-Pass = Callable[..., Tensors]
-
 _THREAD_WORK = 2**16  # Hidden activations per additional thread, about 10 us
 
 
 def _sides(X: Tensor, Y: Tensor, U: Tensor, V: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute A [T, r, H] and B [T, c, H]."""
     return project(X, U) + u.unsqueeze(-2), project(Y, V)
 
 
 def _definition(grid: TileGrid, *inputs: Tensor) -> Tensors:
-    """Compute the matrix by its definition, with O(T r c H) memory."""
+    """Compute the matrix `b + sum_h [A + B > 0] (v[h] A[i, h] + v[h] B[j, h])`, with O(T r c H) memory.
+
+    The automatic derivative is the two sums of the hand-derived backward pass: compiled, half the time of `relu`.
+    """
     *sides, v, b = inputs
     A, B = _sides(*sides)
-    hidden_TrcH = torch.relu(A.unsqueeze(-2) + B.unsqueeze(-3))
-    return (join_stack((hidden_TrcH * v[:, None, None]).sum(-1) + b[:, None, None], grid),)
-
-
-def _traced(A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensor:
-    """Generate tiles for compilers, `W[i, j] = b + sum_h [A + B > 0] (v[h] A[i, h] + v[h] B[j, h])`.
-
-    The automatic derivative is the two sums of the hand-derived backward pass: half the time of the plain expression.
-    """
-    active_TrcH = A.unsqueeze(-2) + B.unsqueeze(-3) > 0
+    idle_TrcH = A.unsqueeze(-2) + B.unsqueeze(-3) <= 0
     terms_TrcH = (A * v.unsqueeze(-2)).unsqueeze(-2) + (B * v.unsqueeze(-2)).unsqueeze(-3)
-    return torch.where(active_TrcH, terms_TrcH, 0).sum(-1) + b[:, None, None]
+    return (join_stack(torch.where(idle_TrcH, 0, terms_TrcH).sum(-1) + b[:, None, None], grid),)
 
 
 def _by_hidden(A_TrH: Tensor, B_TcH: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Iterate over hidden units: [T, r, 1] and [T, 1, c] with whole rows of c in memory."""
+    # [T, r, 1] and [T, 1, c] of each hidden unit, with whole rows of c in memory.
     return zip(A_TrH.permute(2, 0, 1)[..., None], B_TcH.permute(2, 0, 1).contiguous()[..., None, :], strict=True)
 
 
@@ -92,12 +83,12 @@ def _gradients(g: Tensor, A: Tensor, B: Tensor, v: Tensor, grid: TileGrid) -> Te
     return SA_TrH * v_T1H, SB_TcH * v_T1H, dv_TH, db_T
 
 
-def _in_cpp(grid: TileGrid) -> tuple[Pass, Pass]:
+def _in_cpp(grid: TileGrid) -> tuple[Callable[..., Tensors], Callable[..., Tensors]]:
     # Several parts per tile balance threads of uneven speed.
     parts = max(1, min(-(-4 * torch.get_num_threads() // grid.n_tiles), grid.tile_rows // 16))
 
     def packed(X: Tensor, Y: Tensor, *leaves: Tensor) -> array[int]:
-        """Pack `Sides` of `relu.cpp`: the arrays, code widths, and strides between the codes of tiles."""
+        # `Sides` of `relu.cpp`.
         steps = [0 if len(x) == 1 else x[0].numel() for x in (X, Y)]
         return array("q", [*map(Tensor.data_ptr, (X, Y, *leaves)), X.shape[2], Y.shape[2], *steps])
 
@@ -123,7 +114,7 @@ def _in_cpp(grid: TileGrid) -> tuple[Pass, Pass]:
     return run, pull
 
 
-def _in_python(grid: TileGrid, tiles: Any, gradients: Any) -> tuple[Pass, Pass]:
+def _in_python(grid: TileGrid, tiles: Any, gradients: Any) -> tuple[Callable[..., Tensors], Callable[..., Tensors]]:
     def run(*inputs: Tensor) -> Tensors:
         *sides, v, b = inputs
         return (tiles(*_sides(*sides), v, b, grid),)
@@ -161,9 +152,7 @@ def relu_matrix(X: Tensor, Y: Tensor, *leaves: Tensor, grid: TileGrid | None = N
     wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
     inputs = [x.to(wide) for x in (X, Y, *leaves)]
     whole = grid or TileGrid(tiles * rows, cols, rows, cols)
-    if torch.compiler.is_compiling():
-        made = join_stack(_traced(*_sides(*inputs[:5]), *inputs[5:]), whole)
-    elif kernel == "reference" or not tiles * hidden:
+    if torch.compiler.is_compiling() or kernel == "reference" or not tiles * hidden:
         (made,) = _definition(whole, *inputs)
     else:
         if not native.has_kernels(X.device.type, kernel):
