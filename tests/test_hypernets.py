@@ -233,11 +233,7 @@ def test_from_module_draws_as_the_module_does() -> None:
         (lambda: api.from_module(lambda n: nn.Linear(n, 2)), ValueError, r"\[3, 2\] gave \[3, 2\]"),
         (lambda: api.from_module(lambda n: nn.BatchNorm1d(n)), ValueError, "no buffers"),
         (lambda: api.from_module(lambda n: nn.Linear(n, 1).requires_grad_(False)), ValueError, r"'bias'\] are frozen"),
-        (
-            lambda: api.from_module(lambda n: nn.Sequential(nn.Linear(n, 1), nn.Dropout())),
-            ValueError,
-            "no random numbers",
-        ),
+        (lambda: api.from_module(lambda n: nn.Sequential(nn.Linear(n, 1), nn.Dropout())), ValueError, "no random"),
         (lambda: api.from_module(lambda n: n), ValueError, "must return an nn.Module, got int"),
         (lambda: api.from_module(lambda n: nn.Linear(n, 1)).to_json(), ValueError, "importable by name"),
     ],

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.func import grad, hessian, jacfwd, jacrev
+from torch.func import grad, hessian
 from torch.utils._pytree import tree_leaves
 
 from gbfunc.hypernets.kernels import relu
@@ -35,7 +35,6 @@ from tests.support.kernel_cases import (
     transformed,
 )
 from tests.support.trees_equal import same_bits, torch_defaults
-from tests.support.versions import needs_whole_graphs
 
 FORMS = ["reference", *FAST]
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -196,27 +195,12 @@ def population(f: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-DEEP_TRANSFORMS: dict[str, Callable[[Callable[..., Tensor]], Callable[..., Any]]] = {
-    "vmap": population,
-    "vmap of grad": lambda f: population(grad(squares(f), (0, 1, 2))),
-    "grad of vmap": lambda f: grad(squares(population(f)), (0, 1, 2)),
-    "forward mode": lambda f: jacfwd(f, (0, 1, 2)),
-    "hessian": lambda f: hessian(squares(f), (0, 1, 2)),
-    "reverse over reverse": lambda f: jacrev(jacrev(squares(f), (0, 2)), (0, 2)),
-}
-
-
-@pytest.mark.parametrize("name", DEEP_TRANSFORMS)
-def test_chunks_under_transforms(name: str) -> None:
-    transform, case = DEEP_TRANSFORMS[name], deep_case(2, 5, 3, 2)
-    assert_trees_close(transform(chunked(400))(*case), transform(whole)(*case))
-
-
-@pytest.mark.parametrize("name", ["vmap of grad", pytest.param("grad of vmap", marks=needs_whole_graphs)])
-def test_compiled_programs_may_contain_chunks(name: str) -> None:
-    transform, case = DEEP_TRANSFORMS[name], deep_case(2, 5, 3, 2)
-    program = torch.compile(transform(chunked(400)), fullgraph=True, backend="aot_eager")
-    assert_trees_close(program(*case), transform(whole)(*case))
+def test_chunks_under_transforms_and_in_compiled_programs() -> None:
+    case = deep_case(2, 5, 3, 2)
+    of_chunks, of_whole = (population(grad(squares(f), (0, 1, 2))) for f in (chunked(400), whole))
+    for program in (of_chunks, torch.compile(of_chunks, fullgraph=True, backend="aot_eager")):
+        assert_trees_close(program(*case), of_whole(*case))
+    assert_trees_close(*(hessian(squares(f), (0, 1, 2))(*case) for f in (chunked(400), whole)))
 
 
 def test_chunks_ignore_autocast() -> None:

@@ -121,17 +121,13 @@ class Evaluation(NamedTuple):
         constants, parts, first = self.constants, [], 0
         specs = {} if constants.groups is None else constants.hypernet.leaves(constants.dims)
         shared = [k for k, leaf in specs.items() if leaf.scope == "group"]
-
         # A split has one backward; slices would each allocate a gradient for all tiles.
-        def cut(x: Tensor) -> Sequence[Tensor]:
-            return x.split(list(counts))
-
-        leaves = {k: [v] * len(counts) if k in shared else cut(v) for k, v in self.leaves.items()}
-        made = [None] * len(counts) if self.made is None else [*map(Factors, *map(cut, self.made))]
-        for i, count in enumerate(counts):
+        leaves = {k: [v] * len(counts) if k in shared else v.split(list(counts)) for k, v in self.leaves.items()}
+        made = [None] * len(counts) if self.made is None else map(Factors, *(x.split(list(counts)) for x in self.made))
+        for i, (count, factors) in enumerate(zip(counts, made, strict=True)):
             span = slice(first, first + count)
             noise = self.noise and {k: v[span] for k, v in self.noise.items()}
-            parts.append(Evaluation(constants.of(span), {k: v[i] for k, v in leaves.items()}, noise, made[i]))
+            parts.append(Evaluation(constants.of(span), {k: v[i] for k, v in leaves.items()}, noise, factors))
             first += count
         return parts
 

@@ -43,13 +43,10 @@ class Waves(Sized):
             raise ValueError(f"frequency must be a positive number, two of them or None, got {self.frequency!r}")
 
     @property
-    def default_frequency(self) -> float:
-        return 1.0
-
-    @property
     def _deviations(self) -> tuple[float, float]:
         # Deviations of the initial code weights: (rows, columns).
-        frequency = self.default_frequency if self.frequency is None else self.frequency
+        default = 2.5 if self.share == "layers" and self.type == "periodic" else 1.0
+        frequency = default if self.frequency is None else self.frequency
         return frequency if isinstance(frequency, tuple) else (frequency, frequency)
 
     @property
@@ -62,8 +59,7 @@ class Waves(Sized):
 
     def group(self, name: str, part: int, shape: tuple[int, int]) -> str:
         """Return name without numbers, part and shape for `"layers"`, or the shape for `"shapes"`."""
-        size = f"{shape[0]}x{shape[1]}"
-        kind = re.sub("[0-9]+", "*", name)
+        size, kind = f"{shape[0]}x{shape[1]}", re.sub("[0-9]+", "*", name)
         return {"none": "", "layers": f"{kind}:{part}:{size}", "shapes": size}[self.share]
 
     def _code_weights(self, dims: TileDims) -> dict[str, Leaf]:
@@ -97,10 +93,6 @@ class Periodic(Waves):
     type: ClassVar[str] = "periodic"
     rate: ClassVar[float] = 2e-2
     cosine_first: ClassVar[bool] = True
-
-    @property
-    def default_frequency(self) -> float:
-        return 2.5 if self.share == "layers" else 1.0
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
         """Code weights [p, H] and [q, H] with phase and amplitude, or shared ones with two coefficients a feature."""

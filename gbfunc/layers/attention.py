@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gbfunc.layers.forms import Weight, dense_linear, generated_weight
+from gbfunc.layers.forms import Weight, dense_linear, weight_of
 
 
 def attention_forward(
@@ -82,7 +82,7 @@ def _is_usual(
 
 def project(layer: Any, attribute: str, x: Tensor, bias: Tensor | None, rows: slice | None = None) -> Tensor:
     """`x @ W[rows].T + bias` with a weight of a layer in any form."""
-    weight = generated_weight(layer, attribute)
+    weight = weight_of(layer, attribute)
     if isinstance(weight, Weight):
         return weight.linear(x, bias, rows)
     return dense_linear(getattr(layer, attribute) if weight is None else weight, False, rows, x, bias)

@@ -29,7 +29,6 @@ class FactoredWeight(WeightForm):
 
     needs: Needs = "factors"
     more: ClassVar[tuple[str, ...]] = ()  # inputs beside the factors
-    beside_base: ClassVar[bool] = False  # whether the layer also computes with a frozen weight
 
     def __init__(
         self, name: str, shape: tuple[int, ...], grid: TileGrid, rank: int, transposed: bool, auto: bool
@@ -37,7 +36,7 @@ class FactoredWeight(WeightForm):
         super().__init__(name, ("left", "right", *self.more), transposed)
         self.shape, self.grid, self.auto = shape, grid, auto
         self.tiles = (grid.n_rows, grid.n_cols)
-        sizes = (grid.rows, grid.cols, rank, self.tiles, self.beside_base)
+        sizes = (grid.rows, grid.cols, rank, self.tiles, bool(self.more))
         # A dict, as some compilers (torch 2.11) cannot index a list by a bool.
         self._thin_rows = {conv: thin_rows(*sizes, conv=conv) if auto else math.inf for conv in (False, True)}
 
@@ -54,11 +53,9 @@ class FactoredWeight(WeightForm):
     def make(self, given: Params) -> Tensor:
         """Multiply the factors out."""
         left, right = given["left"], given["right"]
-        if self.tiles == (1, 1):
-            # One matrix product is faster than a batch of one.
-            matrix = _single(left) @ _single(right).mT
-        else:
-            matrix = join_tiles(left @ right.mT, self.grid)
+        # One matrix product is faster than a batch of one.
+        single = self.tiles == (1, 1)
+        matrix = _single(left) @ _single(right).mT if single else join_tiles(left @ right.mT, self.grid)
         return (matrix.t() if self.transposed else matrix).reshape(self.shape)
 
     def apply(self, weight: Weight, use: Use, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -68,11 +65,9 @@ class FactoredWeight(WeightForm):
 
     def thin(self, weight: Weight, use: Use, x: Tensor, bias: Tensor | None) -> Tensor | None:
         """Use the factors; None where the dense weight is used."""
-        if use.operation == "linear":
-            return self._thin_linear(weight, x, bias, *use.options)
-        if use.operation == "conv":
-            return self._thin_conv(weight, x, bias, *use.options)
-        return self._thin_embedding(weight, x, *use.options)
+        if use.operation == "embedding":
+            return self._thin_embedding(weight, x, *use.options)
+        return (self._thin_linear if use.operation == "linear" else self._thin_conv)(weight, x, bias, *use.options)
 
     def _pays(self, weight: Weight, batch_rows: int, conv: bool = False) -> bool:
         # An exported program is for any number of rows.
@@ -177,7 +172,6 @@ class DeltaWeight(FactoredWeight):
     """
 
     more: ClassVar[tuple[str, ...]] = ("base",)
-    beside_base: ClassVar[bool] = True
 
     def __init__(self, base: Callable[[torch.device], Tensor] | None, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

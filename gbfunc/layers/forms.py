@@ -193,15 +193,11 @@ def now(attribute: str) -> str:
 
 
 def weight_of(layer: Any, attribute: str) -> Any:
-    """A layer's generated weight, a `Weight` or a tensor; None in a skeleton outside of a call."""
-    weight = getattr(layer, now(attribute))
+    """A generated weight, a `Weight` or a tensor; None without one, and in a skeleton outside of a call."""
+    if (weight := getattr(layer, now(attribute), None)) is not None or not hasattr(layer, now(attribute)):
+        return weight
     outside: Outside | None = layer._outside
-    return outside(layer, attribute) if weight is None and outside is not None else weight
-
-
-def generated_weight(layer: Any, attribute: str) -> Any:
-    """As `weight_of`, with None for a layer without generated weights."""
-    return weight_of(layer, attribute) if hasattr(layer, now(attribute)) else None
+    return None if outside is None else outside(layer, attribute)
 
 
 def linear_forward(layer: Any, input: Tensor) -> Tensor:

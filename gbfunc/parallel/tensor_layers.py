@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from gbfunc.costs import OPERATIONS_PER_BYTE, dense_flops, thin_flops
 from gbfunc.layers.factored import FactoredWeight, from_thin, thin_product
-from gbfunc.layers.forms import dense_linear, generated_weight
+from gbfunc.layers.forms import dense_linear, weight_of
 from gbfunc.parallel.activations import Wire, chunk_sizes, scale_gradient
 from gbfunc.parallel.collectives import Sizes
 from gbfunc.tiling import Piece, cut_piece, join_tiles
@@ -51,7 +51,7 @@ def _local(x: Any) -> Any:
 
 def _dense(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     """The product with this rank's piece of a weight that is not thin."""
-    own, split, ranks = generated_weight(layer, "weight"), layer.split, layer.split.wire.axis.size
+    own, split, ranks = weight_of(layer, "weight"), layer.split, layer.split.wire.axis.size
     if own is None:
         return dense_linear(_local(layer.weight), split.transposed, None, x, bias)
     form = own.form
@@ -69,7 +69,7 @@ def _dense(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
 
 def _thin(layer: Any, batch: int, width: int, sent: bool) -> tuple[Tensor, Tensor] | None:
     """The layer's factors, if thin products and their bytes cost less than the piece of the weight."""
-    own, split = generated_weight(layer, "weight"), layer.split
+    own, split = weight_of(layer, "weight"), layer.split
     if own is None or not isinstance(form := own.form, FactoredWeight) or own.formed is not None:
         return None
     left = own.given["left"]
@@ -132,7 +132,7 @@ def _by_columns(layer: Any, input: Tensor) -> Any:
 def _embedding(layer: Any, input: Tensor) -> Any:
     """Rows of the weight: every rank looks them up in whole factors, or in its piece, and ranks sum."""
     split: Split = layer.split
-    own, index, padding = generated_weight(layer, "weight"), _local(input), layer.padding_idx
+    own, index, padding = weight_of(layer, "weight"), _local(input), layer.padding_idx
     if own is not None and isinstance(own.form, FactoredWeight):
         # Generating the rows takes less than sending them.
         return _outgoing(split, own.embedding(index, padding), Replicate())

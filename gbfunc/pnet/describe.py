@@ -24,7 +24,7 @@ _WRAPPERS = {
     "ScriptModule": "its code is compiled and cannot take generated weights: pass the module before torch.jit",
 }
 _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked", "_u", "_v", "weight_u", "weight_v"})
-"""Buffers that layers update in training mode: those of batch norm and of spectral norm, old and new."""
+"""Buffers that batch norm and spectral norm, old and new, update in training mode."""
 _OWN = frozenset({*vars(nn.Module()), "_flat_weights"})
 """Attributes in which modules register tensors; recurrent layers refresh `_flat_weights` themselves."""
 
@@ -123,22 +123,16 @@ def _address(x: Tensor | np.ndarray) -> int:
 
 
 def _overlap(x: Tensor, y: Tensor) -> bool:
-    first, last = [], []
-    for t in (x, y):
-        extent = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-        first.append(int(t.storage_offset()) * t.itemsize)
-        last.append(first[-1] + extent * t.itemsize)
+    first = [int(t.storage_offset()) * t.itemsize for t in (x, y)]
+    extents = [sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)) * t.itemsize for t in (x, y)]
+    last = map(sum, zip(first, extents, strict=True))
     return x.numel() > 0 < y.numel() and max(first) <= min(last)
 
 
 def eval_mode_warning(pnet: nn.Module) -> str | None:
-    """A warning where every layer that acts differently in training is in eval mode; otherwise None.
+    """A warning where all dropout layers and norms with running statistics are in eval mode; otherwise None.
 
-    Such layers are dropout with a rate above 0 and norms with running statistics. A p-net with only some of them in
-    eval mode (frozen batch norms) gets no warning.
-
-    >>> eval_mode_warning(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)).eval())
-    'the p-net is in eval mode and trains without Dropout: call pnet.train() before make_train_step ...'
+    A p-net with only some of these layers in eval mode (frozen batch norms) gets no warning.
     """
     layers = [module for module in pnet.modules() if _trains_otherwise(module)]
     if not layers or any(module.training for module in layers):

@@ -14,8 +14,6 @@ from torch import Tensor
 from gbfunc.hypernets.kernels.operation import Operation, Tensors
 from gbfunc.types import Params
 
-DEFAULT_MAX_BYTES = 64 * 2**20  # Large against the cost of dispatch, small against p-nets that need blocks
-
 
 def _pieces(length: int, longest: int) -> Iterator[slice]:
     """Cut `length` into the fewest pieces of at most `longest`, as equal as possible."""
@@ -23,8 +21,9 @@ def _pieces(length: int, longest: int) -> Iterator[slice]:
     return (slice(start, min(length, start + step)) for start in range(0, length, step))
 
 
+# By default 64 MiB: large against the cost of dispatch, small against p-nets that need blocks.
 def chunked_apply(
-    fn: Callable[[Tensor, Params], Tensor], A: Tensor, B: Tensor, params: Params, *, max_bytes: int = DEFAULT_MAX_BYTES
+    fn: Callable[[Tensor, Params], Tensor], A: Tensor, B: Tensor, params: Params, *, max_bytes: int = 2**26
 ) -> Tensor:
     """Generate tiles [T, r, c] from separable pre-activations, in row blocks that backward recomputes.
 

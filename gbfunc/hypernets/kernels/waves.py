@@ -14,7 +14,6 @@ Suffixes: T tiles, G groups of tiles, n rows of a side, p width of its codes, H 
 from __future__ import annotations
 
 import ctypes
-import functools
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -47,9 +46,8 @@ class Side(NamedTuple):
         n = codes.shape[-2]
         m = self.period or n
 
+        # Sines and cosines [T, H, n] of some codes; IREE cannot multiply codes of width 0.
         def turns(codes: Tensor, phase: Tensor | None) -> tuple[Tensor, Tensor]:
-            """Sines and cosines [T, H, n] of some codes."""
-            # IREE cannot multiply codes of width 0.
             size = *weight_THp.shape[:-1], codes.shape[-2]
             angle = weight_THp @ codes.mT if codes.shape[-1] else codes.new_zeros(size)
             angle = angle if phase is None else angle + phase.unsqueeze(-1)
@@ -126,9 +124,7 @@ def period_of(codes_Unp: Tensor) -> int:
     return min((m for m in {n, *runs} if m == n or (work(m) < work(n) and fits(m))), key=work)
 
 
-_THREAD_WORK = 2**14
-"""Sines and cosines per additional thread."""
-
+_THREAD_WORK = 2**14  # Sines and cosines per additional thread
 
 Pull = Callable[[Sequence[Tensor]], list[Tensor]]
 Backend = Callable[[Sequence[Side]], tuple[list[Tensor], Pull]]
@@ -196,12 +192,6 @@ def _backend(sides: Sequence[Side], leaves: Sequence[Tensor], kernel: Kernel) ->
     return backend
 
 
-def _in_parts(sides: Sequence[Side], *leaves: Tensor) -> Tensors:
-    given, names = iter(leaves), Side._fields[1:5]
-    filled = (side._replace(**{k: next(given) for k in names if getattr(side, k) is not None}) for side in sides)
-    return tuple(side.in_parts() for side in filled)
-
-
 class _Waves(torch.autograd.Function):
     """Computes many sides together, from plain tensors outside `torch.func` transforms."""
 
@@ -214,10 +204,16 @@ class _Waves(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         leaves = ctx.saved_tensors  # Raises if a leaf of the sides was modified.
-        if torch.is_grad_enabled() or not have_memory(cotangents):
-            pull: Any = torch.func.vjp(functools.partial(_in_parts, ctx.sides), *leaves)[1]
-            return None, None, *pull(cotangents)
-        return None, None, *ctx.pull(cotangents)
+        if not torch.is_grad_enabled() and have_memory(cotangents):
+            return None, None, *ctx.pull(cotangents)
+
+        def in_parts(*leaves: Tensor) -> Tensors:
+            given, names = iter(leaves), Side._fields[1:5]
+            filled = ({k: next(given) for k in names if getattr(side, k) is not None} for side in ctx.sides)
+            return tuple(side._replace(**own).in_parts() for side, own in zip(ctx.sides, filled, strict=True))
+
+        pull: Any = torch.func.vjp(in_parts, *leaves)[1]
+        return None, None, *pull(cotangents)
 
 
 def waves(sides: Sequence[Side], *, kernel: Kernel = "auto") -> list[Tensor]:
