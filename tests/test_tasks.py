@@ -80,8 +80,6 @@ def test_digits(digits: Task) -> None:
     # The demo's claim: at least 40 times smaller, on a p-net of at least 80,000 parameters.
     n_pnet = sum(p.numel() for p in digits.build(0).parameters())
     assert digits.genome_params is not None and n_pnet >= 80_000 and n_pnet >= 40 * digits.genome_params
-    again = TASKS["digits"]()
-    assert torch.equal(digits.test.x, again.test.x) and torch.equal(digits.val.y, again.val.y)
     from sklearn.datasets import load_digits
 
     # All of the data set, once.
@@ -98,7 +96,6 @@ def test_mnist(mnist: Task) -> None:
     # Published counts of the test labels.
     counts = [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
     assert torch.bincount(mnist.test.y).tolist() == counts
-    assert sum(p.numel() for p in mnist.build(0).parameters()) == 636_010
     small, large = mnist.recipe(613), mnist.recipe(1_973)
     assert [spread_of(recipe.augment) for recipe in (small, large)] == pytest.approx([0.25, 0.4], rel=0.02)
 
