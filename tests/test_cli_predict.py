@@ -200,7 +200,7 @@ def test_metadata_that_does_not_do(name: str, genome: str, tmp_path: Path, capsy
         ("{} {x} --pnet gpt", "the p-net gpt reads text"),
         ("{}", "predict needs files"),
         ("{} none.png", "no such picture: none.png"),
-        ("none {x}", "no such genome file"),
+        ("none {x}", "no genome file at"),
     ],
 )
 def test_options_against_the_file(

@@ -65,13 +65,13 @@ OPTIONS = [
     ("train --pipeline gpipe", "--pipeline gpipe needs a pipeline axis, such as --mesh pipeline=2"),
     ("train --parallel own:styles", "--parallel own:styles needs a tensor axis, such as --mesh tensor=2"),
     # Files
-    ("eval --genome /no/such/genome", "no such genome file: /no/such/genome"),
+    ("eval --genome /no/such/genome", "no genome file at '/no/such/genome'"),
     ("train --config none.toml", "--config: no such file: none.toml"),
     ("train --out " + "x" * 300, "x/metrics.json: File name too long"),
     # Layouts and comparisons
     ("plan --ranks 2 --memory 1Gbit", "--memory must be a size such as 16GB or 512MiB, got '1Gbit'"),
     ("plan --ranks 2 --link fast", "--link must be a rate such as 100Gbit or 12.5GB, got 'fast'"),
-    ("plan --ranks 2 --device nowhere.json", "no such device file: nowhere.json"),
+    ("plan --ranks 2 --device nowhere.json", "nowhere.json: No such file or directory"),
     ("compare --methods magic", "--methods magic: unknown; expected some of periodic "),
     ("compare --bytes 300", "at most 300 bytes cannot be reached: the smallest genome's file has"),
 ]

@@ -90,7 +90,7 @@ def test_commands_take_a_code_for_a_genome(tmp_path: Path, command: Any) -> None
         (["--out", "net.html", "--pnet", "gpt"], "a page has the pnet of the genome's file, mlp: drop --pnet gpt"),
         (["--out", "code.png", "--qr", PAGE, "--task", "mnist"], "the task of the genome's file, digits: drop"),
         (["--out", "code.txt", "--qr", PAGE], "a QR code is a .png or an .svg"),
-        (["--out", "net.html", "--genome", "none.safetensors"], "no such genome file: none.safetensors"),
+        (["--out", "net.html", "--genome", "none.safetensors"], "no genome file at 'none.safetensors'"),
     ],
 )
 def test_wrong_options_get_one_line(

@@ -80,8 +80,6 @@ def read_genome(
 
 
 def said_by(path: Path) -> Mapping[str, Any]:
-    if not path.is_file():
-        raise FileNotFoundError(f"no such genome file: {path}")
     said = gb.load_metadata(path)
     return said if isinstance(said, Mapping) else {}
 
@@ -248,8 +246,12 @@ def _images(path: Path, task: Task, said: Mapping[str, Any]) -> Iterator[tuple[s
     mean, std, white = (_numbers(said, name, shape[0]) for name in ("mean", "std", "white"))
     if not (std > 0).all():
         raise ValueError(f"the genome's file says std {said['std']!r:.80}, expected numbers above 0")
-    is_array = path.suffix.lower() in (".npy", ".npz")
-    found = _arrays(path, shape) if is_array else [(str(path), _picture(path, shape) * (white / 255))]
+    if path.suffix.lower() in (".npy", ".npz"):
+        found = _arrays(path, shape)
+    else:
+        picture = read_picture(path, "L" if shape[0] == 1 else "RGB").resize(shape[:0:-1])
+        pixels_hwC = np.asarray(picture, np.float32).reshape(*shape[1:], shape[0])
+        found = [(str(path), pixels_hwC.transpose(2, 0, 1) * (white / 255))]
     for name, pixels_Chw in found:
         yield name, torch.from_numpy(((pixels_Chw - mean) / std).astype(np.float32))
 
@@ -264,12 +266,6 @@ def _numbers(said: Mapping[str, Any], name: str, channels: int) -> NDArray[np.fl
     return np.array(numbers, np.float32).reshape(-1, 1, 1)
 
 
-def _picture(path: Path, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    channels, rows, cols = shape
-    pixels = np.asarray(read_picture(path, "L" if channels == 1 else "RGB").resize((cols, rows)), np.float32)
-    return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
-
-
 def _arrays(path: Path, shape: tuple[int, ...]) -> Iterator[tuple[str, NDArray[Any]]]:
     for name, array in read_arrays(path).items():
         images = _shaped(array, shape)
@@ -282,9 +278,7 @@ def _arrays(path: Path, shape: tuple[int, ...]) -> Iterator[tuple[str, NDArray[A
 
 def _shaped(array: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any] | None:
     """Find images [N, C, h, w] in an array of one or many, with channels first or last, or none; None for another."""
-    channels, rows, cols = shape
-    last = (rows, cols, channels)
-    for kind in (shape, *([(rows, cols)] if channels == 1 else ()), last):
+    for kind in (shape, *([shape[1:]] if shape[0] == 1 else ()), last := (*shape[1:], shape[0])):
         if array.shape[-len(kind) :] == kind and array.ndim - len(kind) in (0, 1):
             images = array.reshape(-1, *kind)
             return images.transpose(0, 3, 1, 2) if kind == last != shape else images.reshape(-1, *shape)

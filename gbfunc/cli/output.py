@@ -147,8 +147,6 @@ def _course(m: Mapping[str, Any]) -> Iterator[str]:
         yield f"training on {m['ranks']} ranks: {m['placement']}, {m['bytes_sent_per_step']:,.0f} bytes sent per step"
         for axis, sent in m["bytes_sent_per_step_by_axis"].items():
             yield f"  axis {axis}: {m['mesh'].get(axis, 'all')} ranks, {sent:,.0f} bytes"
-    if "pipeline" in m:
-        yield f"training, pipeline: {m['pipeline']}, {m['microbatches']} microbatches"
 
 
 def tell(line: str) -> None:

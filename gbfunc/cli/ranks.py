@@ -30,8 +30,6 @@ def parse_mesh(text: str | None) -> dict[str, int]:
             such = f"ranks along axes ({', '.join(AXES)}), such as data=2,tensor=2"
             raise ValueError(f"--mesh must name {such}, got {text!r}")
         axes[name] = int(value)
-    if "gnets" in axes and "data" not in axes:
-        raise ValueError(f"--mesh must name data too, such as data=1,{text}, got {text!r}")
     return axes
 
 

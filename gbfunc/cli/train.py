@@ -97,10 +97,8 @@ def run_demo(options: Demo) -> None:
             runs[label] = run_fit(training.dense_trainer(net, task, job.recipe), job, seed, label).history
             net.eval()
         metrics |= measure(task, dense, "dense_") | measure(task, small, "small_dense_")
-        metrics |= {
-            "small_dense_params": n_params(small),
-            "small_dense_bytes": sum(p.nbytes for p in small.parameters()),
-        }
+        n_bytes = sum(p.nbytes for p in small.parameters())
+        metrics |= {"small_dense_params": n_params(small), "small_dense_bytes": n_bytes}
         rows = []
         for network, prefix, params, n_bytes in (
             (f"{task.pnet.name}, dense", "dense_", "pnet_params", "dense_bytes"),

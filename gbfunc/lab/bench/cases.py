@@ -410,24 +410,15 @@ def _demo_case(variants: Sequence[str]) -> Case:
     return replace(mlp_case(sizes, 48, variants, name="demo"), periodic=genes)
 
 
-_KINDS: Mapping[str, Callable[..., Case]] = {
-    "mlp": mlp_case,
-    "generation": generation_case,
-    "gpt": gpt_case,
-    "images": _images_case,
-    "demo": _demo_case,
+def _read_case(kind: str, **options: Any) -> Case:
+    kinds: dict[str, Callable[..., Case]] = {"mlp": mlp_case, "generation": generation_case, "gpt": gpt_case}
+    return {**kinds, "images": _images_case, "demo": _demo_case}[kind](**options)
+
+
+BENCHES: Mapping[str, Mapping[str, Bench]] = {
+    scale: {name: tuple(_read_case(**x) for x in cases) for name, cases in benches.items()}
+    for scale, benches in json.loads(Path(__file__).with_name("cases.json").read_text(encoding="utf-8")).items()
 }
-
-
-def _read_benches() -> dict[str, dict[str, Bench]]:
-    def case(kind: str, **options: Any) -> Case:
-        return _KINDS[kind](**options)
-
-    benches = json.loads(Path(__file__).with_name("cases.json").read_text(encoding="utf-8"))
-    return {scale: {k: tuple(case(**x) for x in cases) for k, cases in of.items()} for scale, of in benches.items()}
-
-
-BENCHES = _read_benches()
 """Every bench by scale (quick, full, cuda) and name."""
 
 
