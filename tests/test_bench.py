@@ -100,12 +100,6 @@ def test_the_demo_s_genome_is_that_of_the_command() -> None:
     assert expected.genome_params == 450
 
 
-def test_genomes_together_are_those_one_by_one() -> None:
-    together, one_by_one = (build(tiny(()), f"16 genomes {how}", CPU)[0] for how in ("together", "one by one"))
-    for _ in range(3):
-        torch.testing.assert_close(together(), one_by_one(), rtol=1e-5, atol=1e-6)
-
-
 def test_generation_alone_returns_gradients_of_all_leaves() -> None:
     case = generation_case(110, ())
     eager, naive = (build(case, v, CPU)[0]() for v in ("relu eager", "naive"))

@@ -78,18 +78,6 @@ def test_dense_trains_the_net_itself(tmp_path: Path, command: Any) -> None:
     assert f"{metrics['test_accuracy']:.2%}" in command(["eval", "--genome", str(tmp_path / "genome.safetensors")]).out
 
 
-def test_the_same_seed_gives_the_same_genome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    genomes = []
-    for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
-        assert main(["train", *BRIEF, "--seed", seed, "--out", str(tmp_path / name)]) == 0
-        genomes.append((tmp_path / name / "genome.safetensors").read_bytes())
-    assert genomes[0] == genomes[1] != genomes[2]
-    (tmp_path / "empty").mkdir()
-    monkeypatch.chdir(tmp_path / "empty")
-    assert main(["train", *BRIEF]) == 0
-    assert not list(Path().iterdir()), "without --out nothing is written"
-
-
 def test_demo_compares_three_nets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", *QUICK, "--out", str(tmp_path)]) == 0
     metrics, rows = read(tmp_path)
@@ -116,16 +104,6 @@ def test_a_finished_training_is_replaced_only_if_asked(tmp_path: Path, command: 
     assert (tmp_path / "genome.safetensors").read_bytes() == genome
     assert main([*train, "--seed", "1", "--overwrite"]) == 0
     assert (tmp_path / "genome.safetensors").read_bytes() != genome
-
-
-def test_a_refused_command_leaves_no_folder(tmp_path: Path) -> None:
-    out = tmp_path / "a" / "b"
-    for options in (
-        ["--optimizer-config", '{"nope": 1}', "--checkpoint-every", "1"],
-        ["--log-every", "0", "--checkpoint-every", "1", "--log", "csv"],
-        ["--batch-size", "5000", "--log", "csv"],
-    ):
-        assert main(["train", *SMALL, *options, "--out", str(out)]) == 2 and not list(tmp_path.iterdir())
 
 
 def labelled(folder: Path, names: tuple[str, str]) -> list[str]:

@@ -12,7 +12,6 @@ import yaml
 import gbfunc as gb
 from gbfunc.cli import main
 from gbfunc.cli.job import make_job
-from gbfunc.cli.options import GenomeOptions, PNetOptions
 from gbfunc.cli.parser import config_words, parse
 
 SMALL = ["--sizes", "64", "24", "10", "--genome-params", "200", "--steps", "6", "--batch-size", "100"]
@@ -86,14 +85,6 @@ def test_other_commands_take_what_they_share(tmp_path: Path, command: Any) -> No
     # What is a device to train on is a file where ranks are planned.
     assert "1,810" in command(["plan", "--config", config]).out
     assert not any(word.startswith("--device") for word in config_words("plan", ["--config", config]))
-
-
-def test_options_of_the_plan() -> None:
-    genome = GenomeOptions(rule=('2.weight=low_rank{"rank": 2}', "4=none"), max_tile=(16,), compression=3)
-    plan = make_job(PNetOptions(sizes=(64, 32, 32, 10)), genome).plan
-    assert "4.weight" in {t.name for t in plan.direct}
-    assert {e.hypernet.type for e in plan.ensembles} >= {"periodic", "low_rank"}
-    assert all(max(e.dims.rows, e.dims.cols) <= 16 for e in plan.ensembles if e.hypernet.type != "constant")
 
 
 TOML = """

@@ -58,7 +58,8 @@ OPTIONS = [
     ("train --base none --target-modules query", "--base none has no adapter: drop --target-modules"),
     # Training
     ("train --optimizer adam", "--optimizer must be a class of torch.optim (ASGD, Adadelta, "),
-    ('train --optimizer-config {"nope":1}', "Adam refuses the options of all leaves"),
+    ("train --batch-size 5000 --log csv --out a/b", "batch size must be between 1 and the 1197 training examples"),
+    ('train --optimizer-config {"nope":1} --checkpoint-every 1 --out a/b', "Adam refuses the options of all leaves"),
     ('train --optimizer-config {"lr":0.1}', "has ['lr']: --lr, --direct-lr and --weight-decay say these"),
     ("train --mesh tensor=3", "the axes' product must be the number of ranks, 1, got data 1 * pipeline 1 * gnets 1"),
     ("train --mesh rows=2", "--mesh must name ranks along axes (data, pipeline, gnets, tensor), such as"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,7 +71,13 @@ def run_federated(options: Federated) -> None:
         if options.out is not None:
             write_metrics(folder / "metrics.json", metrics)
     print_metrics(metrics, task)
-    _print_traffic(metrics)
+    up, down = (metrics[f"bytes_{way}_per_client_and_round"] for way in ("up", "down"))
+    print(f"{metrics['rounds']} rounds; a client and round {up:,.0f} bytes up, {down:,.0f} down")
+    print(f"in all {metrics['bytes_up']:,} bytes up, {metrics['bytes_down']:,} down")
+    for name in ("left_out", "bounded"):
+        for round_, nodes in metrics[name].items():
+            for node, words in nodes.items():
+                print(printable(f"round {round_}: node {node} was {name.replace('_', ' ')}: {words}"))
 
 
 def _federation(job: Job, options: Federated) -> tuple[GenomeStrategy, LocalGrid]:
@@ -150,13 +155,3 @@ def _metrics(job: Job, options: Federated, path: Path, strategy: GenomeStrategy,
         "bounded": {str(r.round): r.bounded for r in strategy.rounds if r.bounded},
         "config": settings_of(options, {}),
     } | provenance(job.task, plan, torch.device("cpu"))
-
-
-def _print_traffic(metrics: Mapping[str, Any]) -> None:
-    up, down = (metrics[f"bytes_{way}_per_client_and_round"] for way in ("up", "down"))
-    print(f"{metrics['rounds']} rounds; a client and round {up:,.0f} bytes up, {down:,.0f} down")
-    print(f"in all {metrics['bytes_up']:,} bytes up, {metrics['bytes_down']:,} down")
-    for name in ("left_out", "bounded"):
-        for round_, nodes in metrics[name].items():
-            for node, words in nodes.items():
-                print(printable(f"round {round_}: node {node} was {name.replace('_', ' ')}: {words}"))

@@ -92,8 +92,6 @@ def _described(path: Path, options: DataOptions, said: Mapping[str, Any]) -> Dat
         if name not in said or getattr(options, name, None) != usual:
             continue
         value: Any = said[name]
-        if not isinstance(value, dict if usual == "{}" else str):
-            raise ValueError(f"{path} says {name} {value!r}, expected {'an object' if usual == '{}' else 'text'}")
         taken[name] = value if isinstance(value, str) else json.dumps(value)
         # A file runs no code. The name of an environment may also import a module.
         code = str(value).removeprefix(PREFIX) if name == "pnet" else value

@@ -49,13 +49,7 @@ def run_bench(options: Bench) -> None:
 
 
 def measure(
-    benches: Mapping[str, cases.Bench],
-    setting: Setting,
-    folder: Path,
-    *,
-    rounds: int = 7,
-    visit: float,
-    repeat: int = 1,
+    benches: Mapping[str, cases.Bench], setting: Setting, folder: Path, visit: float, repeat: int = 1, rounds: int = 7
 ) -> dict[str, Any]:
     torch.set_num_threads(setting.threads)
     results: dict[str, Any] = describe(setting.device, setting.threads)

@@ -161,10 +161,7 @@ def _genome(setup: Setup, **options: Any) -> Step:
 
 @dataclass(frozen=True)
 class NaiveGNet(GNet):
-    """A ReLU g-net of one layer, applied to the code of every single weight; backward keeps all activations.
-
-    This is the arithmetic of the published implementations.
-    """
+    """A ReLU g-net of one layer, applied to the code of every weight, as published implementations do."""
 
     def matrix(self, *args: Any) -> None:  # noqa: D102
         return None
@@ -301,10 +298,7 @@ VARIANTS: Mapping[str, tuple[Literal["periodic", "relu", ""], Callable[[Setup], 
     "jax thin": ("periodic", partial(jax_step, thin=True)),
     "jax thin transposed": ("periodic", partial(jax_step, thin=True, transposed=True)),
 }
-"""Genome of the case ("" is the dense p-net) and step of every variant by its name.
-
-"naive" has the g-nets of `NaiveGNet`; "periodic module" is a `gb.GenomeModule` with torch's AdamW.
-"""
+"""Genome of the case ("" is the dense p-net) and step of every variant by its name."""
 
 
 def why_not(case: Case, setting: Setting) -> str:
@@ -323,10 +317,7 @@ def why_not(case: Case, setting: Setting) -> str:
 
 
 def build(case: Case, variant: str, setting: Setting) -> tuple[Step, int, int]:
-    """Make a variant of a case: its step, and the size of the matrices that are generated or trained.
-
-    Returns the step, the number of weights, and the most features of a g-net; 0 in a dense p-net.
-    """
+    """Make a variant: its step, the weights of its matrices, and the most features of a g-net (0 in a dense p-net)."""
     gnets, make = VARIANTS[variant]
     pnet, (x, target) = case.pnet().to(setting.device), case.batch()
     batch = x.to(setting.device), target.to(setting.device)

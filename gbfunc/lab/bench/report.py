@@ -85,10 +85,7 @@ def _kernels(step: Step) -> tuple[float, float]:
 
 
 def measure_memory(case: Case, variant: str, setting: Setting) -> int | None:
-    """Measure the peak memory (B) of some steps of a variant in a new process, which never outlives this call.
-
-    None if the system ends the process, as it does when memory runs out.
-    """
+    """Measure the peak memory (B) of some steps of a variant in a new process; None if memory runs out there."""
     # A server that starts before all else: a child of this process would begin with this one's peak.
     context = multiprocessing.get_context("forkserver")
     # Optimizers import the compiler.

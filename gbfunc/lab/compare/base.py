@@ -31,7 +31,7 @@ HEAD = "classifier"
 """The module that a pretrained base does not have: each method trains and stores it, or what generates it."""
 
 USED = 0.85
-"""Part of the budget below which a file leaves bytes unused that its method should take."""
+"""Least part of a budget that the file of a candidate should fill."""
 
 
 def is_pretrained(task: Task) -> bool:
@@ -165,11 +165,7 @@ def restore(module: nn.Module, state: Params) -> nn.Module:
 
 
 def largest(fits: Callable[[int], bool], limit: int = 1 << 20) -> int:
-    """Find the largest n up to `limit` for which a monotone `fits` holds, 0 if none does.
-
-    >>> largest(lambda n: n * n <= 30)
-    5
-    """
+    """Find the largest n up to `limit` for which a monotone `fits` holds, 0 if none does."""
     high = 1
     while high < limit and fits(high):
         high *= 2
