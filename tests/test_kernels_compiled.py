@@ -26,11 +26,12 @@ INPUTS = inputs_of(GRIDS[0], dtype=torch.float32)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache of compiled kernels, and a process that has loaded none."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    native.library.cache_clear()
-    native._is_available.cache_clear()
+    cached = (native.library, native.function, native.has_kernels, native._is_available)
+    for function in cached:
+        function.cache_clear()
     yield tmp_path / "gbfunc"
-    native.library.cache_clear()
-    native._is_available.cache_clear()
+    for function in cached:
+        function.cache_clear()
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gbfunc.hypernets.kernels.operation import Operation, Tensors
+from gbfunc.hypernets.kernels.operation import Operation
+from gbfunc.hypernets.kernels.waves import Tensors
 from gbfunc.types import Params
 
 

@@ -79,6 +79,7 @@ def _is_available(device_type: str) -> bool:
     return True
 
 
+@functools.cache
 def has_kernels(device_type: str, kernel: Kernel) -> bool:
     """Return whether compiled kernels compute on this type of device: C++ on "cpu", Triton on "cuda"."""
     if kernel not in ("auto", "compiled") or device_type not in ("cpu", "cuda"):
@@ -86,6 +87,7 @@ def has_kernels(device_type: str, kernel: Kernel) -> bool:
     return (kernel == "compiled" and device_type == "cpu") or _is_available(device_type)
 
 
+@functools.cache
 def function(name: str, dtype: torch.dtype) -> Any:
     """Return a function of the library for float32 or float64."""
     return getattr(library(), f"{name}_{'f32' if dtype == torch.float32 else 'f64'}")
