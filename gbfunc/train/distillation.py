@@ -15,12 +15,7 @@ from gbfunc.train.gradients.loss import LossFn, loss_and_aux
 
 
 def distillation(
-    teacher: nn.Module,
-    *,
-    temperature: float = 2.0,
-    weight: float = 0.5,
-    loss_fn: LossFn | None = None,
-    dim: int = -1,
+    teacher: nn.Module, *, temperature: float = 2.0, weight: float = 0.5, loss_fn: LossFn | None = None, dim: int = -1
 ) -> LossFn:
     r"""Make a loss function that mixes labels and a trained network: knowledge distillation (Hinton et al., 2015).
 

@@ -21,15 +21,7 @@ from gbfunc.train.gradients import noise_of, seeded
 from gbfunc.train.gradients.loss import Given, detached
 from gbfunc.train.optimizers import OptState
 from gbfunc.train.step import StepInfo, TrainState, TrainStep, check_dtypes, checked_state, own_direct, step_seed
-from gbfunc.trees import (
-    BUFFERS,
-    TensorSpec,
-    compare_trees,
-    flatten_tree,
-    like_genome,
-    refuse_packed,
-    tree_map,
-)
+from gbfunc.trees import BUFFERS, TensorSpec, compare_trees, flatten_tree, like_genome, refuse_packed, tree_map
 from gbfunc.types import Params
 
 _REFUSED = ("Muon", "Adafactor", "ASGD", "Rprop")

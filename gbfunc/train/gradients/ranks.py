@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gbfunc.parallel import (
-    CollectiveError,
-    Entries,
-    Layout,
-    check_equal,
-    gather_objects,
-    reduce_step,
-    text_of,
-)
+from gbfunc.parallel import CollectiveError, Entries, Layout, check_equal, gather_objects, reduce_step, text_of
 from gbfunc.parallel.mesh import AxisName
 from gbfunc.train.gradients.loss import (
     GenomeLoss,
