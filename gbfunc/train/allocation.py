@@ -84,7 +84,7 @@ def _squares(opt: OptState) -> Params:
 
 
 class AutoTrainStep(TrainStep):
-    """A `TrainStep` with `rounding="auto"`: the state keeps the steps that were chosen last, in `codes`."""
+    """A `TrainStep` with `rounding="auto"`: the state keeps the last steps of quantisation in `codes`."""
 
     _last: tuple[Tensor | None, Steps | None] = None, None
 
@@ -93,10 +93,7 @@ class AutoTrainStep(TrainStep):
         return super().init(seed, device=device)._replace(codes=_packed(self.plan, None))
 
     def __call__(self, gnet_params: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
-        """One step on one batch; chooses the steps of quantisation before, if they are due.
-
-        Raises as any step, and as `allocate_steps`.
-        """
+        """One step on one batch; chooses the steps of quantisation before, if due. Raises as `allocate_steps` too."""
         checked_state(gnet_params)
         if int(gnet_params.step) in {round((self._options.total_steps or 0) * part) for part in _WHEN} - {0}:
             first = (len(x) for _, x in tree_leaves(batch) if isinstance(x, Tensor) and x.ndim)

@@ -73,13 +73,7 @@ class Rates:
 
 
 class Graphs:
-    """A step by graphs, one for each shape of batch; the first steps of each shape are eager.
-
-    Args:
-        step: the eager step; it updates the state in place where it can.
-        rates: what the step's optimizer takes its learning rates from.
-        fallback: a step that cannot be captured goes on eagerly, with a warning.
-    """
+    """A step by graphs, one for each shape of batch; with `fallback`, a step that cannot be captured stays eager."""
 
     def __init__(self, step: Step, rates: Rates, fallback: bool = False) -> None:
         self._step, self._rates, self._fallback = step, rates, fallback
@@ -88,12 +82,7 @@ class Graphs:
         self._state: Any = None
 
     def __call__(self, state: Any, batch: Any, seed: int) -> tuple[Any, Any]:
-        """One step, whose dropout has this seed.
-
-        Raises:
-            ValueError: for a step that cannot be captured, a state or a batch on another device, or one shape of batch
-                more than `MOST`.
-        """
+        """One step, whose dropout has this seed."""
         if self._fallback and not next(iter(_moving(state).values())).is_cuda:
             return self._step(state, batch)
         tensors, key = _parted(batch)
@@ -107,8 +96,7 @@ class Graphs:
                 if not self._fallback:
                     raise
                 warnings.warn(f"steps are not captured: {error}", UserWarning, stacklevel=3)
-                # Never again for this shape of batch.
-                self._calls[key] = -(2**62)
+                self._calls[key] = -(2**62)  # This shape of batch stays eager.
                 return self._step(state, batch)
         graph, static, info = self._graphs[key]
         _write(self._state, state)
@@ -140,9 +128,8 @@ class Graphs:
             self._state = state._replace(**tree, opt=state.opt._replace(leaves=leaves))
         _write(self._state, state)
         self._rates.set(int(state.opt.step.flatten()[0]), device)
-        given = self._state._replace(
-            step=state.step, seed=state.seed, opt=self._state.opt._replace(step=state.opt.step)
-        )
+        opt = self._state.opt._replace(step=state.opt.step)
+        given = self._state._replace(step=state.step, seed=state.seed, opt=opt)
 
         def step() -> Any:
             after, info = self._step(given, static)
@@ -160,7 +147,7 @@ class Graphs:
 
 
 class CapturedTrainStep(TrainStep):
-    """A step that is captured as CUDA graphs; `cuda_graph=True` of `make_train_step`."""
+    """A `TrainStep` that is captured as CUDA graphs."""
 
     def __init__(
         self, pnet: nn.Module, objective: Objective, optimizer: Optimizer, layout: Layout, options: StepOptions
@@ -177,8 +164,7 @@ class CapturedTrainStep(TrainStep):
     def __call__(self, gnet_params: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
         """As `TrainStep`; the returned state is the memory of the graphs."""
         step = int(gnet_params.step)
-        # A comparison of losses is read back.
-        if step == LOOK:
+        if step == LOOK:  # The step reads losses.
             return super().__call__(gnet_params, batch)
         return self._graphs(gnet_params, batch, step_seed(int(gnet_params.seed), step))
 

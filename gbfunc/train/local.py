@@ -40,7 +40,7 @@ class LocalState(NamedTuple):
 
 
 class WholeLocalState(NamedTuple):
-    """The state of all ranks, with equal `start` and `outer`."""
+    """The state of all ranks, which have equal `start` and `outer`."""
 
     start: Params
     outer: OptState
@@ -51,10 +51,7 @@ torch.serialization.add_safe_globals([LocalState, WholeLocalState])
 
 
 class LocalTrainStep(TrainStep):
-    """A `TrainStep` that exchanges nothing but the genomes' changes, after every `local_steps` steps.
-
-    It reports this rank's rows. A step that is not finite is skipped, or raises, on its rank only.
-    """
+    """A `TrainStep` whose ranks exchange the genomes' changes after every `local_steps` steps; reports its own rows."""
 
     def __init__(
         self, pnet: nn.Module, objective: Objective, optimizer: Optimizer, layout: Layout, options: StepOptions
@@ -69,9 +66,8 @@ class LocalTrainStep(TrainStep):
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of a step, with the local steps in the optimizer's options."""
-        settings = dict(super().settings)
-        own = {"local_steps": self._length, "outer": self._outer.settings}
-        return settings | {"options": {**settings.get("options", {}), **own}}
+        settings, own = super().settings, {"local_steps": self._length, "outer": self._outer.settings}
+        return {**settings, "options": {**settings["options"], **own}}
 
     def __call__(self, gnet_params: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
         """One step on this rank's share of the batch; all ranks exchange after every `local_steps` steps.
@@ -80,9 +76,8 @@ class LocalTrainStep(TrainStep):
         """
         checked_state(gnet_params)
         if not isinstance(gnet_params.opt, LocalState):
-            raise ValueError(
-                "a state of other steps or a whole state becomes this rank's part by train_step.shard(state)"
-            )
+            words = "a state of other steps or a whole state becomes this rank's part by train_step.shard(state)"
+            raise ValueError(words)
         rows = n_rows(batch) if self.mesh.world > 1 else None
         if rows == 0:
             raise ValueError(f"rank {self.mesh.rank} has no row of the batch: local steps need one on every rank")

@@ -21,11 +21,8 @@ from gbfunc.train.param_groups import ROLES, Kernel, LearningRate, ParamGroup, c
 from gbfunc.trees import TensorSpec, compare_trees, flatten_tree, spec_of, unflatten_tree
 from gbfunc.types import Params
 
-Roles: TypeAlias = Mapping[str, str]
-"""Role by name of leaf: `"code"`, `"linear"` or `"direct"`."""
-
-Rate: TypeAlias = Callable[[LearningRate, int], "float | Tensor"]
-"""The learning rate at a step, a number or a tensor on the device of the leaves."""
+Roles: TypeAlias = Mapping[str, str]  # by name of leaf: `"code"`, `"linear"` or `"direct"`
+Rate: TypeAlias = Callable[[LearningRate, int], "float | Tensor"]  # at a step; a tensor is on the device of the leaves
 
 # Functions in C: an update calls them for every tensor.
 _SPEC, _FORM = attrgetter("shape", "dtype", "device"), attrgetter("shape", "dtype")

@@ -43,7 +43,7 @@ class Population:
     def __init__(self, train_step: TrainStep, n: int, lr_factors: Tensor | None, same_batch: bool) -> None:
         self.n, self.train_step = n, train_step
         self._lr_factors, self._same_batch = lr_factors, same_batch
-        self._entries: frozenset[tuple[str, str]] | None = None
+        self._entries: set[tuple[str, str]] | None = None
         self._graphs = train_step.of(self._eager) if isinstance(train_step, CapturedTrainStep) else None
 
     def init(self, seeds: Sequence[int] | None = None, *, device: torch.device | str | None = None) -> TrainState:
@@ -150,31 +150,25 @@ class Population:
             gradients = _chosen(finite_n, gradients, {k: torch.zeros_like(g) for k, g in gradients.items()})
         donate = step._options.donate and not choosing and factors_n is None
         shared = self._shared(params)
-        new, opt = step._optimizer.update(gradients, _as_one(state.opt, shared), params, step._roles, donate=donate)
+        one = {k: {e: x[0] if (k, e) in shared else x for e, x in of.items()} for k, of in state.opt.leaves.items()}
+        old = OptState(state.opt.step[0], one)
+        new, opt = step._optimizer.update(gradients, old, params, step._roles, donate=donate)
         if factors_n is not None:
             new = {k: torch.lerp(params[k], v, _beside(factors_n.to(v), v)) for k, v in new.items()}
-        leaves = {
-            k: {e: x.expand(self.n, *x.shape).clone() if (k, e) in shared else x for e, x in of.items()}
-            for k, of in opt.leaves.items()
-        }
+        leaves = {k: dict(of) for k, of in opt.leaves.items()}
+        for k, e in shared:
+            leaves[k][e] = leaves[k][e].expand(self.n, *leaves[k][e].shape).clone()
         if choosing:
             new, buffers = _chosen(finite_n, new, params), _chosen(finite_n, buffers, state.buffers)
         opt = state.opt._replace(step=state.opt.step + 1, leaves=leaves)
         return like_genome(new | frozen, state)._replace(buffers=buffers, opt=opt, step=state.step + 1)
 
-    def _shared(self, params: Params) -> frozenset[tuple[str, str]]:
+    def _shared(self, params: Params) -> set[tuple[str, str]]:
         """Entries of the optimizer's state that members share, such as counts of steps."""
         if self._entries is None:
             leaves = self.train_step._optimizer.init(params, self.train_step._roles).leaves
-            entries = ((k, e) for k, of in leaves.items() for e, x in of.items() if x.shape != params[k].shape)
-            self._entries = frozenset(entries)
+            self._entries = {(k, e) for k, of in leaves.items() for e, x in of.items() if x.shape != params[k].shape}
         return self._entries
-
-
-def _as_one(opt: OptState, shared: frozenset[tuple[str, str]]) -> OptState:
-    """The state of an optimizer whose leaves are stacked members, shared entries once."""
-    leaves = {k: {e: x[0] if (k, e) in shared else x for e, x in of.items()} for k, of in opt.leaves.items()}
-    return OptState(opt.step[0], leaves)
 
 
 def _beside(x_n: Tensor, like: Tensor) -> Tensor:
@@ -222,10 +216,8 @@ def population(
     options, cls = train_step._options, train_step._optimizer.settings["cls"]
     alone = train_step.mesh.world == options.microbatches == 1 and not options.compile and options.local_steps is None
     if not alone or options.remat != "none" or options.rounding is not None:
-        raise ValueError(
-            "a population is one vmapped step: it needs no mesh, microbatches=1, remat='none', compile=False, "
-            "rounding=None, local_steps=None"
-        )
+        needs = "no mesh, microbatches=1, remat='none', compile=False, rounding=None, local_steps=None"
+        raise ValueError(f"a population is one vmapped step: it needs {needs}")
     if refused := [name for name in _REFUSED if issubclass(cls, getattr(torch.optim, name, ()))]:
         words = "mixes members or their learning rates: take SGD, Adam, AdamW or another such class"
         raise ValueError(f"{refused[0]} {words}")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gbfunc.layers.forms import outside_autocast
-from gbfunc.train.gradients.loss import NO_GRADIENT, GenomeLoss, Given, Gradients, Result, detached
+from gbfunc.train.gradients.loss import NO_GRADIENT, GenomeLoss, Given, Gradients, OneGraph, Result, detached
 from gbfunc.trees import DIRECT, differentiable, mean_tree, n_rows, split_batch, split_rows
 from gbfunc.types import Params
 
@@ -31,16 +31,15 @@ def parts_of_share(n: int, takes_parts: bool, batch: Any, rows: float) -> list[t
     return [(small, (n_rows(small) or 0) * rows / most if most else 0) for small in parts]
 
 
-class Accumulated:
+class Accumulated(OneGraph):
     """Gradients of the weights, summed over microbatches, then of the genome.
 
     With `again`, weights have no graph until backward generates them a second time.
     """
 
-    least_rows = 2
-
     def __init__(self, loss: GenomeLoss, scale: float, split: Split, again: bool) -> None:
-        self.loss, self._scale, self._split, self._again = loss, scale, split, again
+        super().__init__(loss, scale)
+        self._split, self._again = split, again
 
     def __call__(self, given: Given, wanted: list[Tensor]) -> Result:
         with self.loss.net.kept():

@@ -18,8 +18,6 @@ from gbfunc.train.gradients.proof import Rounding, as_vector, changes_of, gradie
 
 _FAILS = "compiled by torch.compile, the step fails, and the code as it is does not: pass compile=False"
 
-Graph = Callable[[Given, list[Tensor]], Result]
-
 
 class CompiledGraph(OneGraph):
     """The loss as one graph, compiled by `torch.compile`.
@@ -34,13 +32,12 @@ class CompiledGraph(OneGraph):
         self._rounding = Rounding(layout.plan, amp)
         self._apart = _compiled(loss.__call__)
         self._joint = [_compiled(loss.with_gradients, fullgraph=True, cpp_wrapper=on_cpu) for on_cpu in (False, True)]
-        self._graphs: list[Graph] = [self._as_one, self._as_two] if joint else [self._as_two]
-        self._counted = self._with_collectives if layout.sharded else lambda wanted: nullcontext()
+        self._graphs = [self._as_one, self._as_two] if joint else [self._as_two]
         self._layout, self._checked = layout, False
 
     def __call__(self, given: Given, wanted: list[Tensor]) -> Result:
         self.loss.generator.prepare(given.leaves)
-        with self._counted(wanted):
+        with self._with_collectives(wanted) if self._layout.sharded else nullcontext():
             if self._checked:
                 try:
                     return self._graphs[0](given, wanted)

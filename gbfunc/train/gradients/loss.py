@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -121,18 +122,10 @@ class GenomeLoss:
     ) -> None:
         self.function, self._amp = loss_fn, options.amp
         base = layout.plan.base_tensors(pnet)
-        self.generator = make_generator(
-            layout.plan,
-            kernel=options.kernel,
-            layout=layout,
-            pnet=pnet,
-            # Dynamo of torch 2.5 does not trace forms of layers.
-            lazy=options.lazy if not options.compile or torch.__version__ >= "2.6" else False,
-            remat=options.remat == "layer",
-            names=names,
-            pieces=pieces,
-            base=base,
-        )
+        # Dynamo of torch 2.5 does not trace forms of layers.
+        lazy = options.lazy if not options.compile or torch.__version__ >= "2.6" else False
+        make = partial(make_generator, layout.plan, kernel=options.kernel, layout=layout, pnet=pnet, base=base)
+        self.generator = make(lazy=lazy, remat=options.remat == "layer", names=names, pieces=pieces)
         self.net = PureNet(pnet, self.generator.forms, adapt, base)
         without_sparse(self.net.skeleton, {name for t in layout.plan.generated for name in (t.name, *t.aliases)})
         # The loss must not depend on them.

@@ -88,7 +88,6 @@ class Pipelined:
         ends: list[tuple[Tensor, Any, float]] = []
         seed, device = torch.initial_seed(), wanted[0].device
         generators = generators_of(device)
-
         numbers = {stage: count() for stage in pipeline.mine}
 
         def call(stage: int, received: Tensor) -> Tensor:
