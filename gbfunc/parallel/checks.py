@@ -17,8 +17,6 @@ from torch import Tensor
 from gbfunc.parallel.collectives import all_gather, gather_objects
 from gbfunc.parallel.mesh import AxisName, Mesh
 
-_BEFORE, _AFTER = 80, 30  # Characters that an error shows around a difference
-
 
 def check_equal(mesh: Mesh, named: Mapping[str, Tensor | str], what: str, axis: AxisName = "world") -> None:
     """Compares tensors or texts of the same names between the ranks of an axis; all of these ranks must call.
@@ -92,6 +90,6 @@ def _as_json(x: Any) -> Any:
 def _difference(first: str, text: str) -> str:
     """The texts around their first difference: ` ("clip_norm": 0.5, not "clip_norm": null)`."""
     at = len(os.path.commonprefix([first, text]))
-    start, end = max(0, at - _BEFORE), at + _AFTER
+    start, end = max(0, at - 80), at + 30
     parts = (f"{'...' * (start > 0)}{x[start:end]}{'...' * (len(x) > end)}" for x in (text, first))
     return f" ({', not '.join(parts)})"

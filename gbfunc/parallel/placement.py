@@ -32,18 +32,13 @@ PLACEMENTS: tuple[Placement, ...] = ("replicated", "sharded", "factors")
 
 
 class Layout:
-    """The placement of a plan's genome on a mesh: `"replicated"`, `"sharded"` (tiles are gathered) or `"factors"`.
-
-    Attributes:
-        sharded: whether leaves are split, which takes more than one rank along the g-net axis.
-        sizes: tiles of every rank along the g-net axis, by ensemble with leaves.
-    """
+    """The placement of a plan's genome on a mesh: `"replicated"`, `"sharded"` (tiles are gathered) or `"factors"`."""
 
     def __init__(self, plan: Plan, mesh: Mesh, placement: Placement) -> None:
         self.plan, self.mesh = plan, mesh
         self.placement: Placement = placement
         self.sharded = placement != "replicated" and mesh.gnets > 1
-        self.sizes = tile_shares(plan, mesh.gnets)
+        self.sizes = tile_shares(plan, mesh.gnets)  # By ensemble with leaves, of every rank along the g-net axis
 
     def span(self, e: Ensemble) -> slice:
         if not self.sharded:

@@ -11,7 +11,6 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
@@ -120,9 +119,6 @@ def _parts(parts: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {_size(n)}" for name, n in parts.items()) or "-"
 
 
-_seconds = attrgetter("seconds")
-
-
 def plan_parallel(
     plan: Plan,
     pnet: nn.Module,
@@ -169,14 +165,15 @@ def plan_parallel(
             continue
         found = [_costed(model, device, layout) for layout in layouts]
         if fitting := [p for p in found if p.peak <= device.memory]:
-            fits.append(min(fitting, key=_seconds))
+            fits.append(min(fitting, key=lambda p: p.seconds))
             continue
         least = min(found, key=lambda p: p.peak)
         parts = dict(sorted(least.memory.items(), key=lambda item: -item[1])[:2])
         reason = f"needs {_size(least.peak)} of {_size(device.memory)} ({_parts(parts)})"
         refused.append((str(least.layout), reason))
     dense, sent = model.dense(ranks)
-    return ParallelPlan(ranks, device, tuple(sorted(fits, key=_seconds)), tuple(refused), dense, sent)
+    fits.sort(key=lambda p: p.seconds)
+    return ParallelPlan(ranks, device, tuple(fits), tuple(refused), dense, sent)
 
 
 def _call(net: Callable[..., Any], batch: Any) -> Any:

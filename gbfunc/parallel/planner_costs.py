@@ -88,10 +88,9 @@ class Model:
         for name in ("dry", "cells", "made", "starts", "stages", "weights", "crossing", "genome", "why_not"):
             setattr(self, name, cache(getattr(self, name)))  # Many layouts ask for the same.
         self._styles = None if styles is None else resolve(pnet, styles)
-        few = self._batch(_TRACED_ROWS)
         try:  # Blocks, if the p-net has a list of layers that run one after the other.
             self.blocks = find_blocks(pnet, 2)
-            self._chain = trace_chain(pnet, self.blocks, run, few)
+            self._chain = trace_chain(pnet, self.blocks, run, self._batch(_TRACED_ROWS))
         except (RuntimeError, ValueError):  # Also if the loss function calls parts of the p-net.
             self.blocks = ()
             self._chain = Chain((), {name: frozenset({-1}) for t in plan.tensors for name in (t.name, *t.aliases)})
@@ -157,8 +156,7 @@ class Model:
 
     def _placed(self, of: dict[str, int], schedule: str | None, numbers: list[int]) -> Iterator[list[RankLayout]]:
         shards, lazy = of["data"], self.lazy is not False
-        costs = {p: placement_cost(self.plan, 1, shards, p, lazy).bytes for p in PLACEMENTS[1:]}
-        split = min(PLACEMENTS[1:], key=costs.__getitem__), shards
+        split = min(PLACEMENTS[1:], key=lambda p: placement_cost(self.plan, 1, shards, p, lazy).bytes), shards
         for placement, gnets in [(PLACEMENTS[0], 1), split][: 1 + (shards > 1)]:
             sizes = of | {"data": shards // gnets, "gnets": gnets}
             yield [RankLayout(sizes, placement, schedule, m) for m in numbers]
