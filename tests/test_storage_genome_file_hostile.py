@@ -152,6 +152,10 @@ HOSTILE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a side that no tensor has": (lambda p: tensor(p, "5.bias").__setitem__("shape", [0, 1 << 63]), "expected a shape"),
     "half a kernel": (lambda p: tensor(p, "0.weight")["slots"][0].__setitem__(slice(4, 8), [0.0, "", 2, 10]), "whole"),
     "another kind": (another_kind, "cannot have shape|do not fold"),
+    "no kind": (lambda p: tensor(p).__setitem__("kind", "nothing"), "unknown kind 'nothing'"),
+    "no dtype": (lambda p: tensor(p).__setitem__("dtype", "float7"), "is float7, which no genome file holds"),
+    "no code": (lambda p: tensor(p)["slots"][0].__setitem__(1, -1), "expected a slot"),
+    "scale": (lambda p: tensor(p)["slots"][0].__setitem__(3, 1e300), "must be at most 1e"),
     "version": (lambda p: p.__setitem__("version", 3), "plan version 3 is not the one known here, 2"),
     "same name twice": (lambda p: tensor(p).__setitem__("name", "0.bias"), "a name of its own"),
 }
