@@ -10,8 +10,8 @@ A file holds, in this order:
     runs       one stream (`symbols`) of the leaves in codes, sorted by name: exponents and mantissas of the scales
                (bfloat16), zero points, and then the codes per leaf, centred on the zero points
 
-If runs would hold too many codes, scales replace the runs, followed by zero points and codes. These take the bits of a
-code each, or form a stream of deflate (Huffman codes only, at least one bit per symbol) if the stream is shorter.
+If runs would hold too many codes, scales replace the runs, followed by zero points and codes: in their bits, or as a
+stream of deflate (Huffman codes only, at least one bit per symbol) if the stream is shorter.
 
 For codes with trained steps (`steps`), the byte holds 9 instead of the bits, and a stream (`step_stream`) replaces the
 runs. Plus 64, the stream includes running statistics of norms and counters of batches (`statistics`).

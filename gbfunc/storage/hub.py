@@ -125,11 +125,8 @@ def _write(folder: Path, plan: Plan, genome: GenomeLike, dtype: Stored | None, p
         "plan": {"digest": plan.digest(), **sizes},
     }
     replace_file(folder / "config.json", f"{json.dumps(config, indent=2)}\n".encode())
-    if not (folder / "README.md").exists():
-        replace_file(folder / "README.md", _card(plan, sizes, place).encode())
-
-
-def _card(plan: Plan, sizes: dict[str, int], place: str) -> str:
+    if (folder / "README.md").exists():
+        return
     base, tags, name = plan.base, ["gbfunc", "hypernetwork"], ""
     words = {"of": "", "what": "the weights of a network", "pnet": "the network that it was made for", "base": ""}
     if base is not None:
@@ -139,7 +136,8 @@ def _card(plan: Plan, sizes: dict[str, int], place: str) -> str:
         frozen = f"{base.params:,} frozen parameters, {base.bytes:,} bytes, digest {quoted(base.digest)}"
         words = {"of": f" of {named}", "what": "deltas of a network", "base": f"\nIt changes {named}: {frozen}.\n"}
         words["pnet"] = "the pretrained network, with its new head if any"
-    return _CARD.format(head=card_head("gbfunc", tags, name), place=place, **words, **sizes)
+    card = _CARD.format(head=card_head("gbfunc", tags, name), place=place, **words, **sizes)
+    replace_file(folder / "README.md", card.encode())
 
 
 def quoted(text: str) -> str:
