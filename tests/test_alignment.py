@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import gbfunc as gb
-from gbfunc.train.gradients import noise_of
+from gbfunc.train.gradients.loss import noise_of
 from gbfunc.train.optimizers import Optimizer
 from gbfunc.train.step import TrainStep, step_seed
 

@@ -145,14 +145,6 @@ def test_amp_runs_the_pnet_narrow_and_keeps_the_genome_wide(dtype: torch.dtype, 
     assert {leaf.dtype for leaf in leaves} == {torch.float32}
 
 
-def test_a_step_is_the_same_whatever_mode_it_is_called_in() -> None:
-    step, batch = step_of("mlp", optimizer=ADAM)
-    state = step.init()
-    expected = step(state, batch)
-    with torch.no_grad():
-        assert same_bits(step(state, batch), expected)
-
-
 def test_what_the_loss_returns_beside_is_averaged_over_microbatches() -> None:
     def loss(net: Callable[..., Tensor], batch: Any) -> tuple[Tensor, Any]:
         out = net(batch["x"])

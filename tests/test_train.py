@@ -337,10 +337,8 @@ def test_defaults_of_torch_change_no_genome_and_no_step() -> None:
 )
 def test_a_loss_of_a_constant_prediction_is_said(kind: str) -> None:
     pnet = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
-    plan, x = (
-        gb.make_plan(pnet, gb.periodic(features=4)),
-        torch.randn(3 if "few" in kind else 32, 8, generator=torch.Generator().manual_seed(0)),
-    )
+    plan, generator = gb.make_plan(pnet, gb.periodic(features=4)), torch.Generator().manual_seed(0)
+    x = torch.randn(3 if "few" in kind else 32, 8, generator=generator)
     y = (x[:, :3] * 2).argmax(1)
     batch: Any = {"x": x, "labels": y} if kind == "labels" else (x, y, y) if kind == "constant, no pair" else (x, y)
 

@@ -17,7 +17,7 @@ from gbfunc import Plan, make_train_step, materialize, torch_optimizer
 from gbfunc.federated.wire import CODES, Wire, check_format, difference
 from gbfunc.tasks.base import Evaluate
 from gbfunc.tasks.data import Augment, Data, endless_batches
-from gbfunc.train.gradients import LossFn
+from gbfunc.train.gradients.loss import LossFn
 from gbfunc.trees import tree_map
 
 ARRAYS, CONFIG, METRICS, EXAMPLES = "arrays", "config", "metrics", "num-examples"

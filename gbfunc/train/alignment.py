@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gbfunc.grown import materialize
 from gbfunc.plan import Plan
 from gbfunc.pnet.describe import keep_statistics
-from gbfunc.train.gradients import LossFn, loss_and_aux, noise_of, seeded
+from gbfunc.train.gradients.loss import LossFn, loss_and_aux, noise_of, seeded
 from gbfunc.train.step import TrainState, step_seed
 from gbfunc.trees import flat_genome
 from gbfunc.types import GenomeLike

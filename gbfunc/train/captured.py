@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gbfunc.parallel import Layout
-from gbfunc.train.gradients import Objective, seeded
+from gbfunc.train.gradients.loss import Objective, seeded
 from gbfunc.train.optimizers import Optimizer
 from gbfunc.train.options import StepOptions
 from gbfunc.train.param_groups import LearningRate, learning_rate

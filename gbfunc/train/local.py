@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gbfunc.genome import check_genome
 from gbfunc.parallel import Layout, Mesh, check_equal, make_layout, stack_ranks, taken_off, weighted_mean
-from gbfunc.train.gradients import Objective
+from gbfunc.train.gradients.loss import Objective
 from gbfunc.train.gradients.ranks import RANK_MIX, SAME_STATE
 from gbfunc.train.optimizers import Optimizer, OptState, torch_optimizer
 from gbfunc.train.options import StepOptions

@@ -15,7 +15,8 @@ from gbfunc.plan import Plan
 from gbfunc.pnet.describe import eval_mode_warning
 from gbfunc.train.allocation import AutoTrainStep
 from gbfunc.train.captured import CapturedTrainStep
-from gbfunc.train.gradients import LossFn, make_objective
+from gbfunc.train.gradients.choose import make_objective
+from gbfunc.train.gradients.loss import LossFn
 from gbfunc.train.local import LocalTrainStep
 from gbfunc.train.optimizers import Optimizer
 from gbfunc.train.options import StepOptions

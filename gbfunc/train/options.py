@@ -127,29 +127,24 @@ class StepOptions:
         for name in (name for name in ("pipeline", "parallel") if getattr(self, name) is not None):
             if self.compile:
                 raise ValueError(f"compile=True and {name}= do not go together")
-        if self.cuda_graph is True:
-            self._check_graph()
+        if self.cuda_graph is True and (words := self._graph_lacks()):
+            raise ValueError(f"cuda_graph=True needs {words}")
         if self.compile and (self.microbatches > 1 or self.remat != "none"):
             raise ValueError("compile=True decides itself what to keep: it needs microbatches=1 and remat='none'")
 
-    def _check_graph(self) -> None:
+    def _graph_lacks(self) -> str:
         if not torch.cuda.is_available():
-            raise ValueError("cuda_graph=True needs a CUDA device, got none: take cuda_graph='auto' or False")
+            return "a CUDA device, got none: take cuda_graph='auto' or False"
         needs = {"donate=True": self.donate, "on_nonfinite='skip'": self.on_nonfinite == "skip"}
         needs |= {"rounding='auto' left out": self.rounding != AUTO, "local_steps=None": self.local_steps is None}
         needs["a mesh of one rank"] = self.mesh is None or self.mesh.world == 1
-        if missing := [words for words, met in needs.items() if not met]:
-            raise ValueError(f"cuda_graph=True needs {', '.join(missing)}: a graph is of one process and reads nothing")
+        missing = [words for words, met in needs.items() if not met]
+        return f"{', '.join(missing)}: a graph is of one process and reads nothing" if missing else ""
 
     @property
     def captures(self) -> bool:
         """Whether steps are captured where their device allows it."""
-        if self.cuda_graph == "auto":
-            try:
-                self._check_graph()
-            except ValueError:
-                return False
-        return bool(self.cuda_graph)
+        return self.cuda_graph is not False and not self._graph_lacks()
 
     def check_layout(self, layout: Layout) -> None:
         """Raise ValueError for options that the plan, the mesh, or the placement of the genome on it excludes."""

@@ -17,8 +17,7 @@ from torch.func import grad, vmap
 
 from gbfunc.genome import Noise, check_genome
 from gbfunc.train.captured import CapturedTrainStep
-from gbfunc.train.gradients import noise_of, seeded
-from gbfunc.train.gradients.loss import Given, detached
+from gbfunc.train.gradients.loss import Given, detached, noise_of, seeded
 from gbfunc.train.optimizers import OptState
 from gbfunc.train.step import StepInfo, TrainState, TrainStep, check_dtypes, checked_state, own_direct, step_seed
 from gbfunc.trees import BUFFERS, TensorSpec, compare_trees, flatten_tree, like_genome, refuse_packed, tree_map

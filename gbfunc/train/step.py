@@ -17,7 +17,7 @@ from gbfunc.formats import Stored, as_stored
 from gbfunc.genome import check_genome, check_seed, init_genome
 from gbfunc.parallel import Layout, Placement, from_rank_0, gather_state, shard_state
 from gbfunc.pnet.describe import parameter_infos
-from gbfunc.train.gradients import Objective
+from gbfunc.train.gradients.loss import Objective
 from gbfunc.train.optimizers import Optimizer, OptState, chosen
 from gbfunc.train.options import StepOptions
 from gbfunc.trees import BUFFERS, DIRECT, GNET, flat_genome, flatten_tree, unflatten_tree
@@ -113,7 +113,7 @@ class TrainStep:
             device = self.mesh.device
         genome: Genome = init_genome(self.plan, self._pnet, seed, device=device)
         named = flatten_tree(genome)
-        genome = unflatten_tree(dict(zip(named, from_rank_0(self.mesh, list(named.values())), strict=True)), genome)
+        genome = unflatten_tree(dict(zip(named, from_rank_0(self.mesh, [*named.values()]), strict=True)), genome)
         named = flat_genome(genome)
         opt = self._optimizer.init({k: named[k] for k in self._trained}, self._roles)
         step, number = (torch.tensor(n, dtype=torch.int64, device="cpu") for n in (0, seed))
@@ -234,8 +234,7 @@ class TrainStep:
     ) -> tuple[Params, OptState, Params] | None:
         """Leaves, optimizer's state and buffers after the step; None if loss or gradient is not finite.
 
-        An accelerator's numbers are read before the first step only, when the optimizer has no state: later steps
-        choose on the device. The optimizer's count of steps, on the CPU, counts either.
+        Reads an accelerator's numbers only while the optimizer has no state: later steps choose on the device.
         """
         options, device, old = self._options, info.finite.device.type, state.opt
         read = device in _READ or options.on_nonfinite == "raise" or int(old.step) == 0

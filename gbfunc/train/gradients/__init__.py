@@ -6,8 +6,3 @@
 
 `choose` picks one, and `ranks` adds up over ranks that have a share of the batch each.
 """
-
-from gbfunc.train.gradients.choose import make_objective
-from gbfunc.train.gradients.loss import LossAndGrads, LossFn, Objective, loss_and_aux, noise_of, seeded
-
-__all__ = ["LossAndGrads", "LossFn", "Objective", "loss_and_aux", "make_objective", "noise_of", "seeded"]

@@ -32,10 +32,7 @@ def parts_of_share(n: int, takes_parts: bool, batch: Any, rows: float) -> list[t
 
 
 class Accumulated(OneGraph):
-    """Gradients of the weights, summed over microbatches, then of the genome.
-
-    With `again`, weights have no graph until backward generates them a second time.
-    """
+    """Gradients of the weights, summed over microbatches, then of the genome; `again` as for `weights_of`."""
 
     def __init__(self, loss: GenomeLoss, scale: float, split: Split, again: bool) -> None:
         super().__init__(loss, scale)

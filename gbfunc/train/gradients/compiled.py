@@ -20,11 +20,10 @@ _FAILS = "compiled by torch.compile, the step fails, and the code as it is does 
 
 
 class CompiledGraph(OneGraph):
-    """The loss as one graph, compiled by `torch.compile`.
+    """The loss, compiled by `torch.compile`.
 
-    Loss and gradient are one graph, by `torch.func`, where the compiler can make one, on a CPU without Python around
-    its kernels; else a graph each, by autograd, whose calls take some 0.3 ms more. The layout's collectives, which have
-    no Python inside of a graph, are counted and named here.
+    Loss and gradient are one graph, by `torch.func`, where the compiler can make one; otherwise a graph each, by
+    autograd, whose calls take some 0.3 ms more. Collectives inside of a graph are counted here.
     """
 
     def __init__(self, loss: GenomeLoss, scale: float, layout: Layout, amp: torch.dtype | None, *, joint: bool) -> None:

@@ -286,11 +286,8 @@ def capturing(device: torch.device) -> bool:
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's default generators (dropout draws from them), and put them back; threads take turns.
-
-    A captured step takes the seeds of its replays.
-    """
-    if capturing(device):
+    """Seed torch's default generators (dropout draws from them), and put them back; threads take turns."""
+    if capturing(device):  # Replays seed the generators.
         yield
         return
     generators = generators_of(device)
