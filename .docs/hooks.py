@@ -39,8 +39,9 @@ GROUPS = {
     "Files": "save load load_metadata export Checkpointer load_checkpoint",
     "Adapters and modules": "GenomeModule materialize_many merge_genomes save_lora",
     "Many ranks": "mesh plan_parallel",
-    "What these take and return": "formats.Steps train.TrainStep train.StepInfo train.Optimizer train.Population "
-    "train.UpdateAlignment fit.Fit many.ManyGenomes storage.checkpoint.Checkpoint exporting.Exported "
+    "What these take and return": "formats.Steps train.step.TrainStep train.step.StepInfo "
+    "train.optimizers.Optimizer train.population.Population train.alignment.UpdateAlignment "
+    "fit.Fit many.ManyGenomes storage.checkpoint.Checkpoint exporting.Exported "
     "parallel.Mesh parallel.CollectiveError parallel.planner.DeviceSpec parallel.planner.ParallelPlan "
     "parallel.styles.tensor_styles parallel.styles.pad_vocabulary",
     "To make your own": "hypernets.Hypernet hypernets.Sized hypernets.Leaf hypernets.Factors encoding.Encoding",

@@ -322,9 +322,8 @@ def grid(*dims: int, code: Literal["coordinate", "gray", "binary"] = "coordinate
 
 
 TYPES: dict[str, type[Encoding]] = {t.type: t for t in (Binary, Gray, OneHot, Grid, PerAxis, Table)}
-"""`gb.register` adds to it."""
 ENCODINGS: Mapping[str, type[Encoding]] = MappingProxyType(TYPES)
-"""Every encoding by its type."""
+"""Every encoding by its type; `gb.register` adds to `TYPES`."""
 
 UNKNOWN = "a class of your own is known after gb.register(its class)"
 

@@ -55,14 +55,12 @@ def check_genome(
     except ValueError as error:
         given, cure = {k: tuple(x.shape) for k, x in flat.items()}, ""
         wrong = {k: (given[k], shape) for k, shape in expected.items() if given.get(k, shape) != shape}
-        if given.keys() != expected.keys():
-            pass
-        elif all(got[1:] == shape[1:] and got[:1] < shape[:1] for got, shape in wrong.values()):
+        same = given.keys() == expected.keys()
+        if same and all(got[1:] == shape[1:] and got[:1] < shape[:1] for got, shape in wrong.values()):
             cure = "; a state with fewer tiles is one rank's part: train_step.gather(state) makes it whole"
-        elif all(k.startswith(BUFFERS) for k in wrong):
-            words = "a buffer to which a forward gives another shape must have it in the plan"
-            cure = f"; {words}: run the p-net once, on its longest input, before gb.make_plan"
-        elif shapes is not None and plan.leaf_shapes.items() <= given.items():
+        elif same and all(k.startswith(BUFFERS) for k in wrong):
+            cure = "; where a forward changes a buffer's shape, run it once, on the longest input, before gb.make_plan"
+        elif same and shapes is not None and plan.leaf_shapes.items() <= given.items():
             cure = "; a whole state becomes this rank's part by train_step.shard(state)"
         raise ValueError(f"{error}{cure}") from None
 
@@ -75,9 +73,8 @@ def check_type(plan: Plan) -> None:
 
 def _check_parts(genome: GenomeLike) -> None:
     if not all(isinstance(getattr(genome, part, None), Mapping) for part in Genome._fields):
-        cure = ": give its genome, module.to_genome()" if hasattr(genome, "to_genome") else ""
-        got = f"got {type(genome).__name__}{cure}"
-        raise TypeError(f"expected a Genome or a TrainState (gnets, direct, buffers), {got}")
+        got = f"{type(genome).__name__}" + (": give module.to_genome()" if hasattr(genome, "to_genome") else "")
+        raise TypeError(f"expected a Genome or a TrainState (gnets, direct, buffers), got {got}")
 
 
 def check_plan(plan: Plan, pnet: nn.Module) -> None:

@@ -115,8 +115,6 @@ def prepare(net: nn.Module) -> list[str]:
 
 
 class _Frame(NamedTuple):
-    """The parts of the module beside its tensors; the p-net is without its weights."""
-
     plan: Plan
     pnet: nn.Module
     base: BaseTensors | None

@@ -111,13 +111,10 @@ def check_max_tile(max_tile: MaxTile) -> tuple[int, int] | None:
 
 
 def tile_grid(matrix: MatrixDims | tuple[int, int], max_tile: MaxTile = None) -> TileGrid:
-    """The most even cut of a matrix into tiles of at most `max_tile`.
+    """The most even cut of a matrix into tiles of at most `max_tile`: 256 rows in tiles of at most 100 are 3 x 86.
 
-    256 rows at most 100 long give 3 tiles of 86 rows, not of 100, so that almost nothing that is generated is cropped.
-
-    Args:
-        matrix: rows and columns; where the columns span a kernel, tiles cut channels and never kernels.
-        max_tile: None (one tile), a length for both sides, or (rows, columns); columns count channels.
+    `max_tile` is None (one tile), a length for both sides, or (rows, columns). Where columns span a kernel, tiles cut
+    channels and never kernels, and `max_tile` counts channels.
     """
     dims = matrix if isinstance(matrix, MatrixDims) else MatrixDims(matrix[0], matrix[1])
     pair = check_max_tile(max_tile)

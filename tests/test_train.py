@@ -275,7 +275,7 @@ def test_a_buffer_that_a_forward_gives_another_shape_is_refused_with_the_cure(
     pnet.register_buffer("places", torch.zeros(0, dtype=torch.float64), persistent=False)
     plan = gb.make_plan(pnet, gb.periodic(2))
     step = gb.make_train_step(plan, pnet, loss_fn, SGD, compile=compile)
-    cure = r"places is \(5,\), expected \(0,\).*run the p-net once, on its longest input, before gb.make_plan"
+    cure = r"places is \(5,\), expected \(0,\).*run it once, on the longest input, before gb.make_plan"
     with pytest.raises(ValueError, match=cure):
         step(step.init(), batch)
     if not compile:

@@ -20,14 +20,9 @@ from gbfunc.tasks.data import Augment, Data, endless_batches
 from gbfunc.train.gradients.loss import LossFn
 from gbfunc.trees import tree_map
 
-ARRAYS, CONFIG, METRICS, EXAMPLES = "arrays", "config", "metrics", "num-examples"
-"""Names of the records of a message, and of the weight of a reply, as Flower's strategies have them."""
-
+ARRAYS, CONFIG, METRICS, EXAMPLES = "arrays", "config", "metrics", "num-examples"  # as Flower's strategies have them
 IDENTITY, RATE, SENT_AS, PROXIMAL, ROUND = "id", "lr", "as", "proximal-mu", "server-round"
-"""Entries of a message's config: `wire.identity`, learning rate, dtype of the reply, weight of FedProx's term, round.
-
-The metrics of a reply repeat the number of the round.
-"""
+"""Entries of a message's config: `wire.identity`, learning rate, dtype of the reply, FedProx's weight, round."""
 
 REFUSED, _LEFT = 100, "left"
 """Code of the error with which a client refuses a message (Flower's own are smaller); a node's error feedback."""
@@ -131,7 +126,7 @@ def client_app(
                 return Message(RecordDict(content), reply_to=message)
             except (ValueError, KeyError, TypeError) as error:
                 words = f"the message has no {error}" if isinstance(error, KeyError) else str(error)
-            return Message(Error(REFUSED, words), reply_to=message)
+                return Message(Error(REFUSED, words), reply_to=message)
 
         return answer
 

@@ -37,20 +37,16 @@ class Traffic(NamedTuple):
 class LocalGrid(Grid):
     """Nodes that run a client's app in this process, one after the other: `with LocalGrid(...) as grid:`.
 
-    Every message is serialised and read again, so the other side gets the content of a real message. A node keeps its
-    `context.state` from round to round. Flower's own simulation engine (Ray) starts a process for each core, which
-    takes longer than rounds of genomes do on few cores. The context manager sets the sender of Flower's messages.
+    Every message is serialised and read again. A node keeps its `context.state` from round to round. The context
+    manager sets the sender of Flower's messages.
 
-    `nodes` are the configs of the nodes, as `flower-supernode --node-config` has them. `traffic` counts the bytes sent
-    so far. The checkpoint of a `GenomeStrategy` holds `traffic` and the states of the nodes.
+    `nodes` are the configs of the nodes, as `flower-supernode --node-config` has them. `traffic` counts the bytes sent.
     """
 
     def __init__(self, app: ClientApp, nodes: Iterable[Mapping[str, str | int | float | bool]]) -> None:
         self.traffic, self._app, self._replies = Traffic(), app, dict[str, Message]()
-        self._contexts = {
-            number: Context(_RUN, number, dict(config), RecordDict(), {})
-            for number, config in enumerate(nodes, _SERVER + 1)
-        }
+        numbered = enumerate(nodes, _SERVER + 1)
+        self._contexts = {number: Context(_RUN, number, {**config}, RecordDict(), {}) for number, config in numbered}
 
     def __enter__(self) -> LocalGrid:
         task: Any = TaskIdentity
@@ -109,8 +105,7 @@ def _through(message: Message) -> tuple[Message, int]:
     return message_from_proto(MessageProto.FromString(data)), len(data)
 
 
-LEAST = 10
-"""Examples that a client has at least: splits with fewer are drawn again (Li et al., 2021)."""
+LEAST = 10  # Examples that a client has at least: splits with fewer are drawn again (Li et al., 2021)
 
 
 def partition(labels: ArrayLike, clients: int, alpha: float = math.inf, seed: int = 0) -> list[NDArray[np.int64]]:
