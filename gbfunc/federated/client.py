@@ -15,7 +15,6 @@ from torch import nn
 
 from gbfunc import Plan, make_train_step, materialize, torch_optimizer
 from gbfunc.federated.wire import CODES, Wire, check_format, difference
-from gbfunc.tasks.base import Evaluate
 from gbfunc.tasks.data import Augment, Data, endless_batches
 from gbfunc.train.gradients.loss import LossFn
 from gbfunc.trees import tree_map
@@ -38,7 +37,7 @@ def client_app(
     batch_size: int = 32,
     optimizer: type[torch.optim.Optimizer] = torch.optim.Adam,
     options: Mapping[str, Any] | None = None,
-    evaluate: Evaluate | None = None,
+    evaluate: Callable[[Any, Any], dict[str, float]] | None = None,
     augment: Augment | None = None,
     seed: int = 0,
     mods: Sequence[Callable[..., Message]] = (),
