@@ -91,7 +91,6 @@ class RowWise:
         return tree_map(lambda x: next(left) if isinstance(x, Tensor) else x, template)
 
     def _has_rows(self, x: Any, n_rows: int) -> bool:
-        """Whether an input has a row per genome instead of one value for all."""
         if not isinstance(x, (Tensor, *_PLAIN)) and not callable(x):
             raise ValueError(f"{self.path!r} has a {type(x).__name__} as input, whose rows are not known")
         if not isinstance(x, Tensor) or x.ndim == 0:
@@ -125,10 +124,8 @@ class _Frame(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """The p-net as a function of a batch, and its modules that run row by row; without them, rows run one by one."""
-
     net: PureNet
-    modules: list[RowWise]
+    modules: list[RowWise]  # that run row by row; without them, rows run one by one
 
 
 class ManyGenomes(nn.Module):

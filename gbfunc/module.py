@@ -249,7 +249,6 @@ class GenomeModule(nn.Module):
         return gnets or dict(list(self.named_parameters())[:1])
 
     def _weights(self, generator: Generator) -> dict[str, Any]:
-        """Generate tensors and `Weight`s by name, and add the base's buffers."""
         leaves = self._leaves()
         with unseen_by_checkpoints():
             weights: dict[str, Any] = generator(leaves, self._drawn)
@@ -330,7 +329,6 @@ class GenomeModule(nn.Module):
 
 
 def _leaf(ensemble: str, leaf: str) -> str:
-    """The name of a leaf among a module's parameters: without dots, as the root has it."""
     # Names of a user's leaves may differ only in dots.
     return f"gnets:{ensemble}:{leaf.replace('.', ':')}"
 

@@ -87,7 +87,6 @@ def _to_onnx(traced: Traced) -> bytes:
 
 
 def _name_sizes(graph: Any) -> None:
-    """Name the dimensions that may have any size: the batch, and lengths of texts."""
     sizes = [list(value.type.tensor_type.shape.dim) for value in (*graph.input, *graph.output)]
     inputs = sizes[: len(graph.input)]
     lengths = dict.fromkeys(size.dim_param for shape in inputs for size in shape[1:] if size.dim_param)
