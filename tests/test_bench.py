@@ -100,14 +100,6 @@ def test_the_demo_s_genome_is_that_of_the_command() -> None:
     assert expected.genome_params == 450
 
 
-def test_generation_alone_returns_gradients_of_all_leaves() -> None:
-    case = generation_case(110, ())
-    eager, naive = (build(case, v, CPU)[0]() for v in ("relu eager", "naive"))
-    torch.testing.assert_close(eager, naive, rtol=1e-4, atol=1e-3)
-    step, weights, features = build(case, "periodic materialised", CPU)
-    assert len(step()) == 4 and weights == 110 * 110 and features == 32
-
-
 def test_functions_are_called_in_turn() -> None:
     calls: list[str] = []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
@@ -22,7 +23,7 @@ from gbfunc.lab import compare as lab
 from gbfunc.lab.bench import cases, report
 from gbfunc.lab.bench.cases import Setting, choose, why_not
 from gbfunc.lab.bench.report import describe, over_runs
-from gbfunc.lab.compare.base import Problem, is_pretrained
+from gbfunc.lab.compare.base import Problem
 from gbfunc.lab.compare.genome import reference_bytes, size_within
 from gbfunc.lab.compare.rows import Results, of_problem, read_results, run_missing, to_json
 from gbfunc.plots import tradeoff_curves
@@ -102,19 +103,16 @@ def run_compare(options: Compare) -> None:
         torch.set_num_threads(options.threads)
     task = load_task(DataOptions(**{field.name: getattr(options, field.name) for field in fields(DataOptions)}))
     dtype = getattr(torch, options.dtype)
-    references = lab.REFERENCES if is_pretrained(task) else {}
-    known = lab.PRETRAINED_METHODS if is_pretrained(task) else lab.METHODS
+    pretrained = bool(task.pnet.config.get("pretrained"))
+    known, references = (lab.PRETRAINED_METHODS, lab.REFERENCES) if pretrained else (lab.METHODS, {})
     chosen = choose({**known, **references}, options.methods, "--methods")
     references = {name: method for name, method in chosen.items() if name in references}
     methods = {name: method for name, method in chosen.items() if name not in references}
-    problems = _problems(options, task, dtype)
+    problems = _problems(options, task, dtype, pretrained)
     free = [lab.reference_problem(problems[0])] if references else []
     about = describe(torch.device("cpu"), torch.get_num_threads())
     seeds, most = (1, 2) if options.quick else (options.seeds, None)
-
-    def report(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
+    report = partial(print, file=sys.stderr, flush=True)
     with open_folder(options.out) as folder, open_folder(folder / "nets") as nets:
         results = read_results(folder / "compare.json")
         for parts in ((methods, problems), (references, free)):
@@ -130,8 +128,8 @@ def run_compare(options: Compare) -> None:
     print_tradeoff(known, problems, levels)
 
 
-def _problems(options: Compare, task: Task, dtype: torch.dtype) -> list[Problem]:
-    pretrained, problems = is_pretrained(task), []
+def _problems(options: Compare, task: Task, dtype: torch.dtype, pretrained: bool) -> list[Problem]:
+    problems = []
     # The last one is the file of LoRA of rank 1 on all layers of MiniLM, with its classifier.
     usual = (1_500, 3_000, 6_000, 12_000, 24_000, 48_000, 186_000)
     budgets = options.bytes or (usual if pretrained and options.sizes is None else None)

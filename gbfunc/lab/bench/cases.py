@@ -1,7 +1,4 @@
-"""What is measured: benches by scale and name, each some cases, and the variants of a case: ways to run a step of it.
-
-The cases of a bench are timed round-robin, together.
-"""
+"""Benches by scale and name, each some cases, and the variants of a case: ways to run a step of it."""
 
 from __future__ import annotations
 

@@ -1,11 +1,7 @@
 """gbfunc beside what else one would do, at equal bytes: what `gbfunc compare` runs.
 
-Every method gets the same budget (`Problem`): so many bytes, or those of the file of a periodic genome of so many
-parameters. It is given the same data and number of steps, and chooses its settings on the validation split, by
-successive halving whose steps are reported. The network that is read back from the file sees the test split once.
-
-A p-net that is trained from scratch is compared with other ways to a small network, a pretrained one with other
-adapters of it.
+Every method gets the same budget (`Problem`), data and steps, and chooses its settings on the validation split. The
+network that is read back from the file sees the test split once.
 """
 
 from __future__ import annotations

@@ -34,10 +34,6 @@ USED = 0.85
 """Least part of a budget that the file of a candidate should fill."""
 
 
-def is_pretrained(task: Task) -> bool:
-    return bool(task.pnet.config.get("pretrained"))
-
-
 class Problem(NamedTuple):
     """The same task for every method."""
 

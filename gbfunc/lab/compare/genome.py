@@ -19,9 +19,6 @@ from gbfunc.tasks import Net, Task
 from gbfunc.tasks.training import fit, genome_trainer, going_on, slowed
 from gbfunc.trees import GNET
 
-_WIDTHS = (1, 1 / 2, 1 / 4)
-"""Widths to try, as parts of the p-net's."""
-
 
 def plan_for(task: Task, hypernet: str, **target: Any) -> gb.Plan:
     try:
@@ -39,7 +36,7 @@ def reference_bytes(task: Task, size: int) -> int:
 def size_within(task: Task, budget: int) -> int:
     """Count parameters of the periodic genome, of the task or else of a narrower net, that fills so many bytes."""
     make = task.pnet.scaled
-    for pnet in (task.pnet, *(make(part) for part in _WIDTHS[1:] if make)):
+    for pnet in (task.pnet, *(make(part) for part in (1 / 2, 1 / 4) if make)):
         with suppress(BudgetTooSmall):
             return plan_for(task.with_pnet(pnet), "periodic", genome_bytes=budget, stored="float32").genome_params
     # Raises, saying why.
@@ -60,7 +57,7 @@ class GenomeOf:
         The wider p-net replaces the p-net where the genome has more than half of the p-net's parameters.
         """
         found: list[Settings] = []
-        full, pnets = True, base.of_widths(problem, _WIDTHS)
+        full, pnets = True, base.of_widths(problem, (1, 1 / 2, 1 / 4))
         for part, pnet in pnets.items():
             if part < 1 and not full:
                 continue
