@@ -38,12 +38,15 @@ class Source(Protocol):
 
     def matrix(self) -> Tensor:
         """The matrix [R, C], or the requested block."""
+        ...
 
     def factors(self) -> Factors:
         """Factors of the tiles, [T, r, k] and [T, c, k]."""
+        ...
 
     def inputs(self) -> Sequence[Tensor]:
         """Leaves and noise of the g-nets."""
+        ...
 
 
 class Target(NamedTuple):
