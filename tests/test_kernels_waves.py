@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -271,6 +272,14 @@ def test_leaves_that_change_before_backward_are_an_error() -> None:
         side.weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+@NEEDS_COMPILER
+def test_outputs_are_freed_without_a_collection_of_cycles() -> None:
+    (out,) = waves([Case().side()], kernel="compiled")
+    freed = weakref.ref(out)
+    del out
+    assert freed() is None
 
 
 @NEEDS_COMPILER

@@ -265,7 +265,7 @@ void backward(const Wave<S>& w, Feature<S>& f, Size tile, Size h) {
   if (w.d_cosine) w.d_cosine[at] = f.d_t * scale;
 }
 
-// Calls make(scratch, wave, first feature, end) for some features of each of several waves, in parallel.
+// Calls make()(wave, first feature, end) for some features of each of several waves, in parallel.
 template <class S, class F>
 void by_features(const Wave<S>* waves, Size count, int threads, F make) {
   struct Item {
@@ -278,9 +278,9 @@ void by_features(const Wave<S>* waves, Size count, int threads, F make) {
   }
 #pragma omp parallel num_threads(threads)
   {
-    Feature<S> f;
+    auto f = make();
 #pragma omp for schedule(dynamic)
-    for (Size i = 0; i < Size(items.size()); i++) make(f, waves[items[i].wave], items[i].first, items[i].end);
+    for (Size i = 0; i < Size(items.size()); i++) f(waves[items[i].wave], items[i].first, items[i].end);
   }
 }
 
@@ -288,23 +288,27 @@ template <class S>
 void all_forward(const Wave<S>* waves, Size count, int threads) {
   for (Size i = 0; i < count; i++)
     prefer_large_pages(waves[i].out, waves[i].tiles * waves[i].rows * waves[i].features * 2 * sizeof(S));
-  by_features(waves, count, threads, [](Feature<S>& f, const Wave<S>& w, Size first, Size end) {
-    for (Size tile = 0; tile < w.tiles; tile++)
-      for (Size h = first; h < end; h++) forward(w, f, tile, h);
+  by_features(waves, count, threads, [] {
+    return [f = Feature<S>()](const Wave<S>& w, Size first, Size end) mutable {
+      for (Size tile = 0; tile < w.tiles; tile++)
+        for (Size h = first; h < end; h++) forward(w, f, tile, h);
+    };
   });
 }
 
 template <class S>
 void all_backward(const Wave<S>* waves, Size count, int threads) {
-  by_features(waves, count, threads, [](Feature<S>& f, const Wave<S>& w, Size first, Size end) {
-    for (Size row = 0; row < w.n_groups * w.width; row++)
-      std::fill(w.d_weights + row * w.features + first, w.d_weights + row * w.features + end, S(0));
-    for (Size tile = 0; tile < w.tiles; tile++)
-      for (Size h = first; h < end; h++) {
-        backward(w, f, tile, h);
-        S* d = w.d_weights + w.group_of(tile) * w.width * w.features + h;
-        for (Size j = 0; j < w.width; j++) d[j * w.features] += f.d_weights[j];
-      }
+  by_features(waves, count, threads, [] {
+    return [f = Feature<S>()](const Wave<S>& w, Size first, Size end) mutable {
+      for (Size row = 0; row < w.n_groups * w.width; row++)
+        std::fill(w.d_weights + row * w.features + first, w.d_weights + row * w.features + end, S(0));
+      for (Size tile = 0; tile < w.tiles; tile++)
+        for (Size h = first; h < end; h++) {
+          backward(w, f, tile, h);
+          S* d = w.d_weights + w.group_of(tile) * w.width * w.features + h;
+          for (Size j = 0; j < w.width; j++) d[j * w.features] += f.d_weights[j];
+        }
+    };
   });
 }
 

@@ -171,8 +171,11 @@ def _native(sides: Sequence[Side]) -> tuple[list[Tensor], Pull]:
     waves = array("q", fields)  # Ten times faster than an array of ctypes.
     threads = min(torch.get_num_threads(), 1 + sum([x.numel() for x in outputs]) // _THREAD_WORK)
 
+    # Not the outputs: they would hold their graph, which holds `pull`, until Python collects cycles.
+    dtype = sides[0].weight.dtype
+
     def run(direction: str, waves: array[int]) -> None:
-        function = native.function(f"waves_{direction}", outputs[0].dtype)
+        function = native.function(f"waves_{direction}", dtype)
         function(ctypes.c_void_p(waves.buffer_info()[0]), ctypes.c_int64(len(sides)), threads)
 
     def pull(cotangents: Sequence[Tensor], kept: list[Tensor] = kept) -> list[Tensor]:
