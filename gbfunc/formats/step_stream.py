@@ -31,7 +31,6 @@ def _stored(found: Quantised) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def _width_and_bits(found: Quantised) -> tuple[int, float]:
-    """Finds the width that minimizes the bits of a part's integers; returns the width and the bits."""
     integers, shifts = _stored(found)
     if not integers.any():
         return NARROWEST, 0.0

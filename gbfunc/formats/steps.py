@@ -247,7 +247,6 @@ class Seen(NamedTuple):
         return Quantised(part, integers, steps, shifts, alive)
 
     def quantise(self, part: Part, leaf: Tensor, index: int) -> tuple[Quantised, Tensor]:
-        """Quantises a part; returns the integers, and the numbers that the integers represent."""
         x = part.of(leaf.detach()).float()
         x = part.in_period(coded(part.leaf, x, self.variances) if part.statistic else x)
         found = self.zeros(part, index, x.device)

@@ -106,7 +106,6 @@ class Ensemble:
 
 
 def ensembles_of(tensors: Sequence[TensorPlan]) -> tuple[Ensemble, ...]:
-    """Group the slots of `tensors` into ensembles, in the order of their first tiles."""
     alike: dict[tuple[Hypernet, TileDims], list[TileSpan]] = {}
     for index, tensor in enumerate(tensors):
         for part, slot in enumerate(tensor.slots):
