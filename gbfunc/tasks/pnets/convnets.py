@@ -94,12 +94,15 @@ class Residual(nn.Module):
     def __init__(self, channels: int, out: int, stride: int, padded: bool) -> None:
         super().__init__()
         self.convolutions = nn.Sequential(*_normed(channels, out, 3, stride), nn.ReLU(), *_normed(out, out, 3))
-        zeros = nn.AvgPool2d(1, stride), nn.ZeroPad3d((0, 0, 0, 0, 0, out - channels))
-        shortcut = nn.Sequential(*(zeros if padded else _normed(channels, out, 1, stride)))
+        self.stride, self.zeros = stride, (out - channels) * padded
+        shortcut = nn.Identity() if padded else nn.Sequential(*_normed(channels, out, 1, stride))
         self.shortcut = nn.Identity() if stride == 1 and channels == out else shortcut
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.convolutions(x) + self.shortcut(x))
+        shortcut = self.shortcut(x)
+        if self.zeros:
+            shortcut = F.pad(x[..., :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.zeros))
+        return F.relu(self.convolutions(x) + shortcut)
 
 
 def _normed(channels: int, out: int, kernel: int, stride: int = 1) -> tuple[nn.Module, nn.Module]:
