@@ -4,8 +4,6 @@ Operations are multiplications and additions, of forward and backward together: 
 A matrix has R rows, C columns and nr x nc tiles with factors of rank k, and is applied to B rows of a batch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from types import MappingProxyType

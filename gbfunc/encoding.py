@@ -7,8 +7,6 @@ per tile. Bits come from integer arithmetic, the same on every device and in exp
 Suffixes: n rows or columns of the axis, k width of a code, u blocks (distinct tiles along the axis), t rows of a tile.
 """
 
-from __future__ import annotations
-
 import base64
 import math
 import reprlib

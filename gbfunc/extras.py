@@ -1,7 +1,5 @@
 """Packages that only a part of gbfunc needs."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

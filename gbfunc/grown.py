@@ -1,7 +1,5 @@
 """A grown p-net as a plain module, for everything that takes an `nn.Module`: evaluation, export, serving."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

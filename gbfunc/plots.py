@@ -3,8 +3,6 @@
 Each raises `ValueError` if there is nothing to show.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal

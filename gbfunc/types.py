@@ -1,7 +1,5 @@
 """Names and containers that all rooms share."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 

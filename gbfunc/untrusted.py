@@ -4,8 +4,6 @@ Each reader bounds what a file declares before memory is allocated, and raises `
 wrong with the content.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -4,8 +4,6 @@ Modules of this room raise `ValueError`, `OSError` or `ImportError` for errors t
 do not fit, missing or damaged files, missing packages. `main` reports these errors in one line.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Checkpoints of a command's training: where to go on, when to save, and a last one before it is stopped."""
 
-from __future__ import annotations
-
 import hashlib
 import signal
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Suffixes: C channels, h rows and w columns of an image, K classes.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

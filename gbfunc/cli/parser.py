@@ -3,8 +3,6 @@
 Wrong arguments and files raise `ValueError` with the nearest name.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

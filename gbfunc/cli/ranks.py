@@ -1,7 +1,5 @@
 """The ranks that a command was started on: their mesh, how the p-net is split over it, and whose turn it is."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """`export`: a file of a chosen kind, run and compared before it is there."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

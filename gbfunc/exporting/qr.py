@@ -1,7 +1,5 @@
 """A genome as a QR code: the address of a page that grows it, with the file in its fragment."""
 
-from __future__ import annotations
-
 import io
 import os
 from pathlib import Path

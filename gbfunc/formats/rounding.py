@@ -10,8 +10,6 @@ means are float16 and running variances bfloat16, unless a mean is too far from 
 Suffixes: N blocks, K numbers per block.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

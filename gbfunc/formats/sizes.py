@@ -1,7 +1,5 @@
 """Sizes of a genome's file by owner, computed from shapes or from the values of a genome."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

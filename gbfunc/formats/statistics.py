@@ -10,8 +10,6 @@ An error of one in u changes the norm's output as much as an error of one in the
 batches [] follow the codes: the difference from the previous counter, in the bits that the difference needs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Coding of a genome's integers as a stream of symbols (`steps`), and the search of steps for a number of bits."""
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 from typing import Any

@@ -11,8 +11,6 @@ first symbol on and ends at 1. Every 2,048 symbols have one integer x, little-en
 the integer; the last integer has no length.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Sequence

@@ -9,8 +9,6 @@ two loops, over ensembles and over tensors.
 Suffixes: T tiles, r rows and c columns of a tile, R and C of a matrix, k rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, get_args
 

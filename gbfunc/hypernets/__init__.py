@@ -1,7 +1,5 @@
 """Types of g-net; a new type needs one class and one entry in `TYPES`."""
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType

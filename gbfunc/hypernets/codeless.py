@@ -4,8 +4,6 @@ Source of the XOX model, $W = s X_{out} O X_{in}^T$: Barabasi et al., Complex co
 (Nature Communications 2023).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

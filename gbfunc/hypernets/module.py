@@ -1,7 +1,5 @@
 """A g-net from any `nn.Module`: stacked by `torch.func.stack_module_state`, called by `torch.func.functional_call`."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass

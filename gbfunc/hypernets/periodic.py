@@ -7,8 +7,6 @@ $W_r, W_c$ belong to the group and $s, t$ to the tile. The addition theorem give
 Bilinear ones mix all pairs: $g_{ij} = \phi(A_i)^T M \phi(B_j)$ with $\phi = [\sin, \cos]$ and $M$ of the tile.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass, field

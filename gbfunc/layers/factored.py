@@ -3,8 +3,6 @@
 Suffixes: i tile rows (nr of them), j tile columns (nc), r and c rows and columns of a tile, k rank, B batch rows.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Weight tensors as matrices: which tensors belong to a kind of layer, and how they fold. A new kind is one entry."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """Checks that ranks agree: ranks compare hashes, and exchange texts only to report what differs."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

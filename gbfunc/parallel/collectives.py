@@ -8,8 +8,6 @@ On gloo ranks send to each other: gloo's reduce-scatter sends twice the bytes, a
 graph has in its place, takes twice the time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 

@@ -3,8 +3,6 @@
 The loss is the mean over the global batch, so every rank counts by its rows: sum_i n_i x_i / sum_i n_i.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -11,8 +11,6 @@ g-net axis and D along the data axis, in a ring, a rank has in each step:
 Weights that stay factors (`lazy`) are multiplied only for tiles that are sent.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
 from functools import cached_property

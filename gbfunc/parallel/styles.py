@@ -4,8 +4,6 @@ Queries, keys, values and up-projections are split by column (each rank has some
 row; the embedding and the head by words (Shoeybi et al., 2019).
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

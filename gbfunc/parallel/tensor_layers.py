@@ -4,8 +4,6 @@ by rows (column parallel)    y_p = x W_p^T          with factors    y_p = (x R) 
 by columns (row parallel)    y = sum_p x_p W_p^T    with factors    y = (sum_p x_p R_p) L^T
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ has the fewest tiles with `2 * features <= min(r, c)`, made by halving the longe
 Types with `Hypernet.spreads` get parameters in proportion to numel^(1/2), in the smallest square tiles of size 1.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Ensembles: groups of tiles that one vmapped call generates together."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

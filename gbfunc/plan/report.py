@@ -1,7 +1,5 @@
 """A plan as a table: the role of every tensor, and the bytes of every part of the genome's file."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Conversion of plans to and from JSON. Reading checks every field, because files may be untrusted."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """The plan of one p-net tensor: generated from slots, direct, or a buffer. Plans hold no tensors."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The function works on a skeleton: a copy of the module whose tensors have no storage. The user's module is not touched.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager

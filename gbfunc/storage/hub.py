@@ -3,8 +3,6 @@
 Uploads and downloads need the package huggingface_hub; local folders do not.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import os

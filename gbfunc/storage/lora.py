@@ -10,8 +10,6 @@ column j. B includes the scales of the g-nets, so `lora_alpha = r` for every lay
 Suffixes: i tile rows (nr of them), j tile columns (nc), r and c rows and columns of a tile, k rank of a tile.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

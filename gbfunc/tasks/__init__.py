@@ -4,8 +4,6 @@ Factories of tasks and of p-nets raise `ValueError` for options that are out of 
 damaged files, `FileNotFoundError` for missing ones, and `ImportError` for packages that are not installed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from inspect import signature
 from pathlib import Path

@@ -3,8 +3,6 @@
 Suffixes: N images, C channels, h rows, w columns.
 """
 
-from __future__ import annotations
-
 import gzip
 import math
 import pickle

@@ -1,7 +1,5 @@
 """How well a genome's update follows the gradient of the p-net's weights: a diagnostic of one step."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

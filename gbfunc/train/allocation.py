@@ -1,7 +1,5 @@
 """Where the bytes of a genome's file go: steps of quantisation from the optimizer's mean squares of gradients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

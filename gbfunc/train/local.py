@@ -10,8 +10,6 @@ an all-reduce of the genome in H steps, not in each. Inner optimizers keep their
 statistics become their means.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Making a training step: options and arguments checked, on all ranks alike, and what takes the steps chosen."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import replace
 from typing import Any

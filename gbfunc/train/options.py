@@ -1,7 +1,5 @@
 """The options of a training step, checked once."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args

@@ -6,8 +6,6 @@ those that `layers_in_a_row` describes (`networks.js`), and shows the result (`f
 constants of the formats are in Python.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import re

@@ -1,7 +1,5 @@
 """Kernels in C++, compiled at their first use."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

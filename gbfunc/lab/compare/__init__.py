@@ -4,8 +4,6 @@ Every method gets the same budget (`Problem`), data and steps, and chooses its s
 network that is read back from the file sees the test split once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from gbfunc.lab.compare.adapters import ADAPTERS, FULL

@@ -1,7 +1,5 @@
 """gbfunc's types of g-net: the file of the genome, its plan included."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """P-nets by name, for any task that they fit. A new family is one file and one entry in `PNETS`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType

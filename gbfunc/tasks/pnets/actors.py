@@ -11,8 +11,6 @@ Suffixes: B environments or examples, T steps, O numbers of an observation, P nu
 of a memory, H hidden units; C channels, h rows and w columns of an image.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise

@@ -3,8 +3,6 @@
 Suffixes: B examples of a batch, C channels, h rows, w columns, K classes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -4,8 +4,6 @@ Suffixes: B examples of a batch, L positions, E width, V tokens of the vocabular
 channels, h rows and w columns of an image, K classes.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

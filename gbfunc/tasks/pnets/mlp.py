@@ -1,7 +1,5 @@
 """Multilayer perceptrons by their layer sizes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Microbatches: gradients add up on the weights, and go through the g-nets once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One graph, compiled."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
