@@ -78,7 +78,14 @@ def adam(steps: int = 60) -> Any:
 
 def make(pnet: nn.Module, loss: Any = loss_fn, optimizer: Any = None, **options: Any) -> Any:
     plan = gb.make_plan(pnet, gb.periodic(features=4))
-    return gb.make_train_step(plan, pnet, loss, optimizer or adam(), donate=True, **options)
+    return gb.make_train_step(plan, pnet, loss, optimizer or adam(), **{"donate": True, **options})
+
+
+def trained(step: Any, rows: int, n: int = captured.WARM + 1) -> tuple[Any, Any]:
+    state, info = step.init(0), None
+    for _ in range(n):
+        state, info = step(state, batch_of(rows, 0))
+    return state, info
 
 
 @pytest.mark.parametrize(
@@ -104,17 +111,13 @@ def test_a_captured_training_equals_an_eager_one(options: dict[str, Any]) -> Non
 
 
 def test_another_state_is_copied_in_and_earlier_infos_stay() -> None:
-    step = make(net(), cuda_graph=True)
-    state, batch = step.init(0), batch_of(8, 0)
-    for _ in range(captured.WARM + 2):
-        state, info = step(state, batch)
-    kept, loss = tree_map(torch.clone, state), info.loss
-    value = loss.clone()
-    state, first = step(state, batch)
-    assert loss.equal(value)
+    step, batch = make(net(), cuda_graph=True), batch_of(8, 0)
+    state, info = trained(step, 8, captured.WARM + 2)
+    kept, value = tree_map(torch.clone, state), info.loss.clone()
+    _, first = step(state, batch)
+    assert info.loss.equal(value)
     # As after a resumed checkpoint.
-    _, again = step(kept, batch)
-    torch.testing.assert_close(again.loss, first.loss, rtol=0, atol=0)
+    assert step(kept, batch)[1].loss.equal(first.loss)
 
 
 def test_a_population_is_captured() -> None:
@@ -129,46 +132,33 @@ def test_a_population_is_captured() -> None:
 
 def test_a_fifth_shape_of_batch_is_refused_with_the_others_named() -> None:
     step = make(net(), cuda_graph=True)
-    state = step.init(0)
-    with pytest.raises(
-        ValueError, match=r"4 shapes of batch, got another: .*\(24, 12\).* beside .*\(4, 12\).*drop_last"
-    ):
+    words = r"4 shapes of batch, got another: .*\(24, 12\).* beside .*\(4, 12\).*drop_last"
+    with pytest.raises(ValueError, match=words):
         for n in (4, 8, 12, 16, 24):
-            for i in range(captured.WARM + 1):
-                state, _ = step(state, batch_of(n, i))
+            trained(step, n)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"donate": False}, "donate=True"),
-        ({"on_nonfinite": "raise"}, "on_nonfinite='skip'"),
-        ({"local_steps": 4}, "local_steps=None"),
-        ({"rounding": "auto", "genome_bytes": 900, "total_steps": 9}, "rounding='auto' left out"),
-    ],
-    ids=str,
-)
+AUTO = {"rounding": "auto", "genome_bytes": 900, "total_steps": 9}
+NEEDS = [({"donate": False}, "donate=True"), ({"on_nonfinite": "raise"}, "on_nonfinite='skip'")]
+NEEDS += [({"local_steps": 4}, "local_steps=None"), (AUTO, "rounding='auto' left out")]
+
+
+@pytest.mark.parametrize(("options", "words"), NEEDS, ids=str)
 def test_options_that_read_numbers_are_refused_by_name(options: dict[str, Any], words: str) -> None:
-    pnet = net()
-    plan, given = gb.make_plan(pnet, gb.periodic(features=4)), {"donate": True, "cuda_graph": True} | options
     with pytest.raises(ValueError, match=f"cuda_graph=True needs .*{words}"):
-        gb.make_train_step(plan, pnet, loss_fn, adam(), **given)
+        make(net(), cuda_graph=True, **options)
     # "auto" trains eagerly.
-    gb.make_train_step(plan, pnet, loss_fn, adam(), **given | {"cuda_graph": "auto"})
+    make(net(), cuda_graph="auto", **options)
 
 
-def test_stochastic_g_nets_are_refused() -> None:
+def test_noise_and_a_missing_gpu_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     pnet = net()
     with pytest.raises(ValueError, match="stochastic g-nets draw noise on the CPU"):
         gb.make_train_step(gb.make_plan(pnet, gb.stochastic()), pnet, loss_fn, adam(), donate=True, cuda_graph=True)
-
-
-def test_without_a_gpu_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="needs a CUDA device, got none: take cuda_graph='auto' or False"):
-        make(net(), cuda_graph=True)
-    step = make(net(), cuda_graph="auto")
-    assert type(step) is TrainStep
+        make(pnet, cuda_graph=True)
+    assert type(make(pnet, cuda_graph="auto")) is TrainStep
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU: GBFUNC_DEVICE=cuda")
@@ -177,13 +167,7 @@ def test_a_loss_that_reads_a_number_is_refused_at_capture() -> None:
         loss = loss_fn(net, batch)[0]
         return loss * 2 if loss.item() > 0 else loss
 
-    step = make(net(), reads, cuda_graph=True)
-    state = step.init(0)
     with pytest.raises(ValueError, match="reads a number of the GPU"):
-        for i in range(captured.WARM + 1):
-            state, _ = step(state, batch_of(8, i))
-    step = make(net(), reads, cuda_graph="auto")
-    state = step.init(0)
+        trained(make(net(), reads, cuda_graph=True), 8)
     with pytest.warns(UserWarning, match="steps are not captured"):
-        for i in range(captured.WARM + 1):
-            state, _ = step(state, batch_of(8, i))
+        trained(make(net(), reads, cuda_graph="auto"), 8)

@@ -73,19 +73,6 @@ def test_a_language_model_is_adapted_to_a_text_and_writes(tmp_path: Path, comman
         assert written[0, 10] == grown(x).logits[0, -1].argmax()
 
 
-@pytest.mark.parametrize(
-    ("files", "words"),
-    [({}, "or one .gguf file"), ({"a.gguf": b"GGUF", "b.gguf": b"GGUF"}, "or one .gguf file")],
-    ids=["none", "two"],
-)
-def test_a_folder_without_a_model_is_refused(files: dict[str, bytes], words: str, tmp_path: Path, command: Any) -> None:
-    (tmp_path / "llm").mkdir()
-    for name, held in files.items():
-        (tmp_path / "llm" / name).write_bytes(held)
-    told = command(["train", "--task", "text", "--pretrained", str(tmp_path / "llm")], 2).err
-    assert told.count("\n") == 1 and words in told
-
-
 def test_another_base_is_refused(model: list[str], tmp_path: Path, command: Any) -> None:
     out = tmp_path / "out"
     assert main(["train", *model, *SHORT, "--out", str(out)]) == 0

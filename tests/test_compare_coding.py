@@ -11,14 +11,7 @@ from hypothesis import strategies as st
 from gbfunc.lab.compare.base import Problem, in_use, restore, state_of
 from gbfunc.tasks import TASKS
 from gbfunc.tasks.pnets import find_pnet
-from notebooks.results.coded import (
-    Levels,
-    decode,
-    encode,
-    nearest_steps,
-    to_levels,
-    vector_levels,
-)
+from notebooks.results.coded import Levels, decode, encode, nearest_steps, to_levels, vector_levels
 from notebooks.results.rivals import RIVALS as METHODS
 
 MATRICES = st.tuples(st.integers(1, 9), st.integers(1, 9), st.floats(0, 1), st.integers(0, 2**31))

@@ -1,7 +1,5 @@
 """ReLU matrices: every form equals the definition, in derivatives of every order and mode, transforms and memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

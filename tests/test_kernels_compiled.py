@@ -1,7 +1,5 @@
 """The compiled ReLU tile: its C++ loop, and what happens where nothing can be compiled."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Iterator

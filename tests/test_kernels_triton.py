@@ -1,7 +1,5 @@
 """Triton kernels without a GPU: numbers by the interpreter, and compilation for GPUs."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import re

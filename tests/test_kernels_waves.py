@@ -1,7 +1,5 @@
 """Sides of periodic g-nets: a loop over their entries as the oracle, derivatives of every order, transforms."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import weakref

@@ -9,12 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from flwr.app import Context, Message, RecordDict  # pyright: ignore[reportMissingImports]
 from flwr.clientapp import ClientApp  # pyright: ignore[reportMissingImports]
-from flwr.common.serde import (  # pyright: ignore[reportMissingImports]
-    message_from_proto,
-    message_to_proto,
-    recorddict_from_proto,
-    recorddict_to_proto,
-)
+from flwr.common.serde import message_from_proto, message_to_proto, recorddict_from_proto, recorddict_to_proto  # pyright: ignore[reportMissingImports]
 from flwr.proto.message_pb2 import Message as MessageProto  # pyright: ignore[reportMissingImports]
 from flwr.proto.recorddict_pb2 import RecordDict as RecordDictProto  # pyright: ignore[reportMissingImports]
 from flwr.serverapp import Grid  # pyright: ignore[reportMissingImports]

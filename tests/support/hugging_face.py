@@ -9,13 +9,8 @@ GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16, "bos_token_i
 GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 BERT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 BERT |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-SIZES = {
-    "GPT2": GPT2,
-    "Bert": BERT,
-    "Mamba": {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4},
-    "DebertaV2": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24},
-    "Swinv2": {},
-}
+MAMBA = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
+SIZES = {"GPT2": GPT2, "Bert": BERT, "Mamba": MAMBA, "DebertaV2": BERT | {"num_hidden_layers": 1}, "Swinv2": {}}
 
 
 def tiny(name: str, **options: Any) -> Any:

@@ -3,8 +3,6 @@
 `tests/test_kernels_triton.py` runs it in a process with this setting.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import pairwise
 from typing import Any
