@@ -19,6 +19,7 @@ Runs = Mapping[str, Sequence[Mapping[str, float]]]
 
 # M. Okabe and K. Ito, Color Universal Design (2008): distinct with every common colour vision deficiency.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+LINES, MARKERS = ("-", "--", "-.", ":"), "osD^vPX*"
 WEIGHTS = "PuOr"  # diverging and without red-green contrast
 _MAX_SIDE, _MAX_COLUMNS = 8, 4  # images on a side of a mosaic, tensors of a net
 
@@ -29,7 +30,7 @@ def _figure(
     figure = Figure(figsize=(width, height), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False)
     for axes in grid.flat:
-        axes.set_prop_cycle(color=PALETTE * 8, linestyle=["-", "--", "-.", ":"] * 14, marker=list("osD^vPX*") * 7)
+        axes.set_prop_cycle(color=PALETTE * 8, linestyle=LINES * 14, marker=list(MARKERS) * 7)
         axes.grid(alpha=0.3, which=which)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
