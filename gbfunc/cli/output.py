@@ -86,7 +86,12 @@ def write_figure(path: Path, draw: Callable[[], Figure]) -> None:
 
 @contextmanager
 def written(
-    folder: Path, out: Path | None, task: Task, metrics: Mapping[str, Any], runs: Mapping[str, Sequence[Row]]
+    folder: Path,
+    out: Path | None,
+    task: Task,
+    metrics: Mapping[str, Any],
+    runs: Mapping[str, Sequence[Row]],
+    data_dir: Path | None = None,
 ) -> Iterator[None]:
     """Write the results of a training before they are printed; then its curve, and the command to try next."""
     write_history(folder / "history.csv", runs)
@@ -103,7 +108,8 @@ def written(
     write_figure(folder / "learning_curve.png", draw)
     print(f"{out}: {', '.join(sorted(path.name for path in out.iterdir() if path.is_file()))}")
     command = "sample" if task.interface.tokens else "eval"
-    print(f"try next: gbfunc {command} --genome {out / 'genome.safetensors'}, or gbfunc export --help")
+    data = "" if data_dir is None else f" --data-dir {data_dir}"
+    print(f"try next: gbfunc {command}{data} --genome {out / 'genome.safetensors'}, or gbfunc export --help")
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, notes: Iterable[str] = ()) -> None:

@@ -74,7 +74,9 @@ def run_train(options: Train) -> None:
             split = split_over(mesh, options.execution, job.pnet, job.recipe.batch_size)
             result, _, metrics = train_genome(job, here, folder, split, teacher)
             if is_first:
-                with output.written(folder, out, job.task, metrics, {metrics["network"]: result.history}):
+                with output.written(
+                    folder, out, job.task, metrics, {metrics["network"]: result.history}, here.data.data_dir
+                ):
                     output.print_metrics(metrics, job.task)
 
 

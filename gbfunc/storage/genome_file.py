@@ -29,7 +29,7 @@ from gbfunc.formats.symbols import PIECE
 from gbfunc.genome import check_genome, unflat_genome
 from gbfunc.plan import Plan
 from gbfunc.plan.serial import check_readable
-from gbfunc.trees import BUFFERS, TensorSpec, compare_trees, stored_tensors
+from gbfunc.trees import BUFFERS, DIRECT, TensorSpec, compare_trees, stored_tensors
 from gbfunc.types import DTYPES, Genome, GenomeLike, Params, TensorMap
 
 _MARKS = {"plan", "format"}  # Entries of a genome's header
@@ -246,8 +246,11 @@ def _check_range(name: str, size: Tensor, stored: Tensor) -> None:
     # Values below the rounding error of the leaf's largest number may underflow.
     lost = size[(stored == 0) & (size > torch.finfo(stored.dtype).eps / 2 * size.amax())] if size.numel() else size
     if lost.numel():
-        words = "it would be 0; dtype='bfloat16' holds smaller ones"
-        raise ValueError(f"{name!r} holds {float(lost.max()):g}, too small a number for {stored.dtype}: {words}")
+        words = f"{name!r} holds {float(lost.max()):g}, too small a number for {stored.dtype}"
+        if not name.startswith(DIRECT):
+            raise ValueError(f"{words}: it would be 0; dtype='bfloat16' holds smaller ones")
+        # Such as the biases of keys, whose gradient is a rounding error.
+        warnings.warn(f"{words}, in which it is 0; dtype='bfloat16' holds smaller ones", UserWarning, stacklevel=3)
 
 
 def _check_values(flat: TensorMap, what: str) -> None:
