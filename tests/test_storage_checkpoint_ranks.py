@@ -68,7 +68,7 @@ def test_a_rank_that_dies_in_a_save(victim: int, moment: str, tmp_path: Path) ->
     ended = launch(2, "rank_checkpoints:killed", tmp_path, 100, arguments)
     assert ended[victim][0] == -9 and ended[1 - victim][0] == 0, ended
     error = torch.load(tmp_path / f"result-{1 - victim}.pt", weights_only=False)
-    assert f"rank {victim}" in error
+    assert "another rank died or is stuck" in error
     # What was committed is there; what was not has left no trace that misleads.
     step = make(None)
     found = gb.load_checkpoint(tmp_path / "run", step, step.init())
