@@ -108,7 +108,6 @@ def test_numbers_beyond_a_dtype_are_not_saved(genuine: Genuine, tmp_path: Path) 
         with pytest.raises(ValueError, match=f"holds {words} for torch.float16"):
             gb.save(tmp_path / "h", genuine.plan, genome, "float16")
         bias.zero_()
-    # Beside a number 2^11 times as large, they are less than its rounding error.
     bias[:2] = torch.tensor([2e-8 * 2**11, 2e-8])
     gb.save(path, genuine.plan, genuine.genome._replace(direct=genome.direct), "float16")
     assert not (tmp_path / "h").exists()
