@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.train import captured
+from gbfunc.train import options as step_options
 from gbfunc.train.gradients import loss as losses
 from gbfunc.train.step import TrainStep
 from gbfunc.trees import tree_leaves, tree_map
@@ -31,7 +32,7 @@ class Replayed:
             cell.cell_contents for cell in function.__closure__ or () if isinstance(cell.cell_contents, captured.Graphs)
         )
         self._rates, before = graphs._rates, {k: x.clone() for k, x in captured._moving(graphs._state).items()}
-        with torch.random.fork_rng(), self._watch.context() as patch:
+        with torch.random.fork_rng(devices=[]), self._watch.context() as patch:
             patch.setattr(losses, "capturing", lambda device: True)
             self._out = function()
         for k, x in captured._moving(graphs._state).items():
@@ -53,7 +54,7 @@ class Replayed:
 def graph(monkeypatch: pytest.MonkeyPatch) -> None:
     if not CUDA:
         monkeypatch.setattr(captured, "CudaGraph", Replayed)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(step_options, "is_available", lambda: True)
 
 
 def net() -> nn.Module:
@@ -147,7 +148,6 @@ NEEDS += [({"local_steps": 4}, "local_steps=None"), (AUTO, "rounding='auto' left
 def test_options_that_read_numbers_are_refused_by_name(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=f"cuda_graph=True needs .*{words}"):
         make(net(), cuda_graph=True, **options)
-    # "auto" trains eagerly.
     make(net(), cuda_graph="auto", **options)
 
 
@@ -155,7 +155,7 @@ def test_noise_and_a_missing_gpu_are_refused_by_name(monkeypatch: pytest.MonkeyP
     pnet = net()
     with pytest.raises(ValueError, match="stochastic g-nets draw noise on the CPU"):
         gb.make_train_step(gb.make_plan(pnet, gb.stochastic()), pnet, loss_fn, adam(), donate=True, cuda_graph=True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(step_options, "is_available", lambda: False)
     with pytest.raises(ValueError, match="needs a CUDA device, got none: take cuda_graph='auto' or False"):
         make(pnet, cuda_graph=True)
     assert type(make(pnet, cuda_graph="auto")) is TrainStep

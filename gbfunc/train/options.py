@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
+from torch.cuda import is_available
 
 from gbfunc.formats import AUTO, Stored, stored_as
 from gbfunc.parallel import Layout, Mesh, Placement
@@ -131,7 +132,7 @@ class StepOptions:
             raise ValueError("compile=True decides itself what to keep: it needs microbatches=1 and remat='none'")
 
     def _graph_lacks(self) -> str:
-        if not torch.cuda.is_available():
+        if not is_available():
             return "a CUDA device, got none: take cuda_graph='auto' or False"
         needs = {"donate=True": self.donate, "on_nonfinite='skip'": self.on_nonfinite == "skip"}
         needs |= {"rounding='auto' left out": self.rounding != AUTO, "local_steps=None": self.local_steps is None}
