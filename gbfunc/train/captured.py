@@ -80,6 +80,7 @@ class Graphs:
         self._calls: dict[Any, int] = {}
         self._graphs: dict[Any, tuple[Any, dict[str, Tensor], Any]] = {}  # with its batch and its info
         self._state: Any = None
+        self._own: dict[str, Tensor] = {}  # the tensors of that state
 
     def __call__(self, state: Any, batch: Any, seed: int) -> tuple[Any, Any]:
         """One step, whose dropout has this seed."""
@@ -99,9 +100,9 @@ class Graphs:
                 self._calls[key] = -(2**62)  # This shape of batch stays eager.
                 return self._step(state, batch)
         graph, static, info = self._graphs[key]
-        _write(self._state, state)
+        _write(self._own, _moving(state))
         torch._foreach_copy_([*static.values()], [*tensors.values()])  # pyright: ignore[reportPrivateImportUsage]
-        device = next(iter(_moving(self._state).values())).device
+        device = next(iter(self._own.values())).device
         self._rates.set(int(state.opt.step.flatten()[0]), device)
         with seeded(seed, device):
             graph.replay()
@@ -126,7 +127,8 @@ class Graphs:
             tree = unflatten_tree({k: x.clone() for k, x in moving.items()}, _changing(state))
             leaves = tree.pop("opt")
             self._state = state._replace(**tree, opt=state.opt._replace(leaves=leaves))
-        _write(self._state, state)
+            self._own = _moving(self._state)
+        _write(self._own, moving)
         self._rates.set(int(state.opt.step.flatten()[0]), device)
         opt = self._state.opt._replace(step=state.opt.step)
         given = self._state._replace(step=state.step, seed=state.seed, opt=opt)
@@ -134,7 +136,7 @@ class Graphs:
         def step() -> Any:
             after, info = self._step(given, static)
             # A step that makes new tensors writes them back.
-            _write(given, after)
+            _write(self._own, _moving(after))
             return info
 
         self._rates.captured = True
@@ -178,9 +180,9 @@ def _moving(state: Any) -> dict[str, Tensor]:
     return flatten_tree(_changing(state))
 
 
-def _write(into: Any, state: Any) -> None:
-    """Copy a state into the memory of another one, unless the state lives there."""
-    both = zip(_moving(into).values(), _moving(state).values(), strict=True)
+def _write(into: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+    """Copy tensors into the memory of others of the same names, unless they live there."""
+    both = zip(into.values(), tensors.values(), strict=True)
     other = [(x, y) for x, y in both if x is not y and x.data_ptr() != y.data_ptr()]
     if other:
         torch._foreach_copy_([x for x, _ in other], [y for _, y in other])  # pyright: ignore[reportPrivateImportUsage]
