@@ -34,11 +34,11 @@ import torch
 from IPython.display import display
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
+from results.schedules import make_schedule, simulate
 from torch import nn
 
 import gbfunc as gb
 from gbfunc.generation import generate_piece
-from gbfunc.parallel import make_schedule, simulate
 from gbfunc.parallel.planner import DeviceSpec
 from gbfunc.plots import PALETTE
 
@@ -179,10 +179,10 @@ plt.show()
 # %% [markdown]
 # ## Schedules
 #
-# A pipeline waits while it fills and drains: its *bubble*. The simulator plays a schedule event by event, with the
-# costs of any machine, and draws it. First the plain order, forward and then backward of all microbatches (GPipe), then
-# one forward and one backward in turn (1F1B), which holds fewer activations, then the zero-bubble order, which splits
-# backward in two and fills the gaps with the gradients of weights.
+# A pipeline waits while it fills and drains: its *bubble*. The simulator `results/schedules.py` plays a schedule event
+# by event, with the costs of any machine. First the plain order, forward and then backward of all microbatches
+# (GPipe), then one forward and one backward in turn (1F1B), which holds fewer activations, then the zero-bubble order,
+# which splits backward in two and fills the gaps with the gradients of weights.
 
 # %%
 EVENTS = {

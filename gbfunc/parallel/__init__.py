@@ -1,4 +1,4 @@
-"""Many ranks: a mesh, collectives that carry gradients, placements of the genome, and simulated schedules.
+"""Many ranks: a mesh, collectives that carry gradients, and placements of the genome.
 
 The only user of `torch.distributed`.
 """
@@ -8,9 +8,7 @@ from gbfunc.parallel.collectives import all_gather, from_rank_0, gather_objects,
 from gbfunc.parallel.exchange import Entries, Gather, gather_state, reduce_step, shard_state, taken_off, weighted_mean
 from gbfunc.parallel.mesh import CollectiveError, Mesh, mesh
 from gbfunc.parallel.placement import Layout, Placement, make_layout
-from gbfunc.parallel.schedule import ScheduleCosts, make_schedule, simulate
 
-__all__ = ["CollectiveError", "Entries", "Gather", "Layout", "Mesh", "Placement", "ScheduleCosts"]
-__all__ += ["all_gather", "check_equal", "from_rank_0", "gather_objects", "gather_state", "make_layout"]
-__all__ += ["make_schedule", "mesh", "reduce_scatter", "reduce_step", "shard_state", "simulate", "stack_ranks"]
-__all__ += ["sum_ranks", "taken_off", "text_of", "weighted_mean"]
+__all__ = ["CollectiveError", "Entries", "Gather", "Layout", "Mesh", "Placement", "all_gather", "check_equal"]
+__all__ += ["from_rank_0", "gather_objects", "gather_state", "make_layout", "mesh", "reduce_scatter", "reduce_step"]
+__all__ += ["shard_state", "stack_ranks", "sum_ranks", "taken_off", "text_of", "weighted_mean"]

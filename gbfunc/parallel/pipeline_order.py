@@ -11,21 +11,17 @@ import re
 from collections.abc import Mapping
 from functools import lru_cache
 from operator import le
-from types import MappingProxyType, SimpleNamespace
-from typing import Any, Literal, NamedTuple, cast
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
-PipelineOrder = Literal["gpipe", "1f1b", "interleaved", "zbv"]
-
-SCHEDULES: Mapping[str, str] = MappingProxyType(
-    {
-        "gpipe": "ScheduleGPipe",
-        "1f1b": "Schedule1F1B",
-        "interleaved": "ScheduleInterleaved1F1B",
-        "zbv": "ScheduleZBVZeroBubble",
-    }
-)
+SCHEDULES: Mapping[str, str] = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "zbv": "ScheduleZBVZeroBubble",
+}
 """Torch's classes.
 
 Sources: Huang et al., 2019 (GPipe); Narayanan et al., 2019 (1F1B) and 2021 (interleaved); Qi et al., 2024 (zero-bubble
@@ -35,14 +31,6 @@ in the shape of a V).
 _FREED_LATE = 0.21
 """Part of a microbatch's activations that torch's zero-bubble schedule keeps until the end of the step, since its
 backward for inputs retains the graph (torch 2.13, blocks of a GPT, 4 to 16 microbatches)."""
-
-
-class Action(NamedTuple):
-    """Forward (F), backward (B), or its halves: gradients of the inputs (I) and of the weights (W) of a stage."""
-
-    op: Literal["F", "B", "I", "W"]
-    stage: int
-    microbatch: int
 
 
 def schedule_class(order: str) -> Any:
@@ -65,25 +53,13 @@ def stages_of(order: str, ranks: int) -> list[list[int]]:
     return [[s for s, place in enumerate(places) if place == rank] for rank in range(ranks)]
 
 
-def pipeline_order(order: PipelineOrder, rank: int, ranks: int, microbatches: int) -> tuple[Action, ...]:
-    """The actions of a rank, in order.
-
-    Raises:
-        ValueError: for another order, sizes that the order does not have, or a schedule that this torch lacks.
-    """
-    if order not in SCHEDULES:
-        raise ValueError(f"expected a pipeline order of {sorted(SCHEDULES)}, got {order!r}")
-    if order in ("interleaved", "zbv"):
-        return _torch_orders(order, ranks, microbatches)[rank]
-    # Written out, since old torch does not report them: first forwards, then a forward and a backward in turn.
-    forwards, backwards = ([Action(op, rank, i) for i in range(microbatches)] for op in ("F", "B"))
-    warm_up = microbatches if order == "gpipe" else min(microbatches, ranks - 1 - rank)
-    turns = (action for pair in zip(forwards[warm_up:], backwards, strict=False) for action in pair)
-    return (*forwards[:warm_up], *turns, *backwards[microbatches - warm_up :])
-
-
 @lru_cache(maxsize=64)
-def _torch_orders(order: PipelineOrder, ranks: int, microbatches: int) -> list[tuple[Action, ...]]:
+def torch_orders(order: str, ranks: int, microbatches: int) -> list[list[tuple[str, int, int]]]:
+    """What every rank does in turn, for `"interleaved"` and `"zbv"`: an operation on a stage and a microbatch.
+
+    Forward (F), backward (B), or its halves: gradients of the inputs (I) and of the weights (W) of a stage.
+    """
+
     class Order(schedule_class(order)):
         def _prepare_schedule_with_comms(self, *_: Any, **__: Any) -> None:
             """Leave messages out, which take most of the time."""
@@ -95,14 +71,16 @@ def _torch_orders(order: PipelineOrder, ranks: int, microbatches: int) -> list[t
     found = Order(stages, microbatches).pipeline_order
     # Idle slots and messages do not match.
     matches = [[re.fullmatch(r"(\d+)([FBIW])(\d+)", str(a)) for a in found[rank]] for rank in range(ranks)]
-    return [tuple(Action(cast(Any, m[2]), int(m[1]), int(m[3])) for m in of if m) for of in matches]
+    return [[(m[2], int(m[1]), int(m[3])) for m in of if m] for of in matches]
 
 
 @lru_cache(maxsize=4096)
-def in_flight(order: Any, rank: int, ranks: int, microbatches: int) -> tuple[tuple[float, ...], ...]:
+def in_flight(order: str, rank: int, ranks: int, microbatches: int) -> tuple[tuple[float, ...], ...]:
     """The largest numbers of microbatches whose activations a rank keeps at once, by stage."""
-    actions, seen = pipeline_order(order, rank, ranks, microbatches), set[tuple[int, ...]]()
-    live = dict.fromkeys(sorted({action.stage for action in actions}), 0)
+    if order in ("gpipe", "1f1b"):
+        return ((microbatches if order == "gpipe" else min(microbatches, ranks - rank),),)
+    actions, seen = torch_orders(order, ranks, microbatches)[rank], set[tuple[int, ...]]()
+    live = dict.fromkeys(sorted({stage for _, stage, _ in actions}), 0)
     for op, stage, _ in actions:
         live[stage] += {"F": 1, "B": -1, "I": 0, "W": -1}[op]
         seen.add(tuple(live.values()))

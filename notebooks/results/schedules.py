@@ -1,5 +1,7 @@
 """A discrete-event simulator of training steps: when ranks compute, what they store, and how long they wait.
 
+Run `python notebooks/results/schedules.py`. The script prints steps and memory of the puzzles.
+
 The rules and the first eight schedules come from S. Rush's LLM Training Puzzles (2023). The schedules keep some entries
 as long as the published solutions do. Ranks wait for each other in collectives and for messages only. A collective
 starts when the last of its ranks arrives. An entry is stored from the end of the event that makes the entry to the end
@@ -13,12 +15,36 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
-from gbfunc.parallel.pipeline_order import Action, PipelineOrder, pipeline_order, stage_ranks
+from gbfunc.parallel.pipeline_order import stage_ranks, torch_orders
 
 Computation = Literal["forward", "backward", "backward_input", "backward_weight", "generate", "generate_backward"]
 Kind = Computation | Literal["loss", "update", "all_reduce", "all_gather", "reduce_scatter", "send", "receive"]
 WeightSource = Literal["stored", "generated", "remat"]
+PipelineOrder = Literal["gpipe", "1f1b", "interleaved", "zbv"]
 ScheduleKind = PipelineOrder | Literal["basic", "accumulation", "ddp", "sharded", "fsdp", "pipeline", "pipeline_fsdp"]
+
+
+class Action(NamedTuple):
+    """Forward (F), backward (B), or its halves: gradients of the inputs (I) and of the weights (W) of a stage."""
+
+    op: str
+    stage: int
+    microbatch: int
+
+
+def pipeline_order(order: PipelineOrder, rank: int, ranks: int, microbatches: int) -> list[Action]:
+    """The actions of a rank, in order.
+
+    Raises:
+        ValueError: for sizes that the order does not have, or a schedule that this torch lacks.
+    """
+    if order in ("interleaved", "zbv"):
+        return [Action(*action) for action in torch_orders(order, ranks, microbatches)[rank]]
+    # Written out, since old torch does not report them: first forwards, then a forward and a backward in turn.
+    forwards, backwards = ([Action(op, rank, i) for i in range(microbatches)] for op in ("F", "B"))
+    warm_up = microbatches if order == "gpipe" else min(microbatches, ranks - 1 - rank)
+    turns = (action for pair in zip(forwards[warm_up:], backwards, strict=False) for action in pair)
+    return [*forwards[:warm_up], *turns, *backwards[microbatches - warm_up :]]
 
 
 class Event(NamedTuple):
@@ -337,3 +363,23 @@ def _program(
         # Ends that are kept are read once more.
         emit("update", layer, None, (name, *ends))
     return events, stored
+
+
+PUZZLES: Mapping[ScheduleKind, tuple[Mapping[str, Any], str]] = {
+    "basic": ({"layers": 2, "microbatches": 4}, "17 / 2.6M"),
+    "accumulation": ({"layers": 2, "microbatches": 4}, "17 / 2.0M"),
+    "ddp": ({"layers": 2, "ranks": 4}, "5 / 1.8M"),
+    "sharded": ({"layers": 6, "ranks": 4}, "20 / 2.8M"),
+    "fsdp": ({"layers": 6, "ranks": 4}, "20 / 2.3M"),
+    "pipeline": ({"layers": 8, "ranks": 4, "microbatches": 4}, "66 / 3.3M"),
+    "gpipe": ({"layers": 8, "ranks": 4, "microbatches": 4}, "33 / 4.1M"),
+    "pipeline_fsdp": ({"layers": 4, "ranks": 16}, "15 / 1.0M"),
+}
+"""Sizes of the eight puzzles, with the published steps and memory."""
+
+
+if __name__ == "__main__":
+    print(f"{'schedule':<16}{'steps':>8}{'memory':>12}   published")
+    for kind, (sizes, published) in PUZZLES.items():
+        timeline = simulate(make_schedule(kind, **sizes))
+        print(f"{kind:<16}{timeline.steps:>8.1f}{timeline.peak_memory:>12,.0f}   {published}")
