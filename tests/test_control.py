@@ -1,6 +1,9 @@
 """PPO through the bottleneck in real environments, its command line, and networks that remember or see."""
 
+import importlib.util
 import json
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +31,7 @@ from gbfunc.tasks.control import (
     rollout_batches,
 )
 from gbfunc.tasks.pnets import PNETS, find_pnet
-from gbfunc.tasks.pnets.actors import ActorCritic, ConvActorCritic, RecurrentActorCritic
+from gbfunc.tasks.pnets.actors import ActorCritic, ConvActorCritic, Normalizer, RecurrentActorCritic
 from gbfunc.tasks.ppo import Settings, ppo_loss
 from gbfunc.tasks.training import Fit, fit, genome_trainer
 from gbfunc.trees import flat_genome
@@ -159,7 +162,6 @@ def test_train_writes_what_eval_reads(tmp_path: Path, capsys: pytest.CaptureFixt
         (["train", "--task", "control", "--env-steps", "100"], "at least one rollout, 1,024 steps, got 100"),
         (["train", "--pnet", "actor_critic"], "reads observations, the task has images: take mlp"),
         (["train", "--task", "control", "--dense", "--compression", "3"], "--compression cannot be used with --dense"),
-        (["train", "--task", "control", "--resume", "auto"], "are for tasks with examples, got --task control"),
     ],
 )
 def test_errors_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -291,6 +293,64 @@ def test_a_genome_that_sees() -> None:
     assert isinstance(net, ConvActorCritic) and plan.ratio_params >= 4
     returns = evaluate(net, task.test)
     assert returns.shape == (10,) and returns.mean() > 3.5
+
+
+def test_statistics_are_those_of_all_observations_seen() -> None:
+    layer, x = Normalizer(3).double(), 5 + 2 * torch.randn(60, 3, dtype=torch.float64)
+    torch.testing.assert_close(layer(x[:7]), x[:7].clamp(-10, 10))
+    for part in x[7:].split((13, 40)):
+        layer(part)
+    torch.testing.assert_close((layer.mean, layer.variance), (x.mean(0), x.var(0, correction=0)))
+    assert int(layer.count) == 60
+    near = layer.eval()(x)
+    torch.testing.assert_close(near.mean(0), torch.zeros(3, dtype=torch.float64))
+    torch.testing.assert_close(near.std(0, correction=0), torch.ones(3, dtype=torch.float64))
+    assert int(layer.count) == 60 and float(layer(1e9 + x).min()) == 10
+
+
+def test_a_genome_keeps_statistics_of_observations() -> None:
+    task = control_task(find_environment("Recall-v0"), replace(FAST, env_steps=256))
+    net, plan, result = train(task, 2.0, validate=False)
+    assert {buffer.name for buffer in plan.buffers} == {f"normalizer.{x}" for x in ("mean", "variance", "count")}
+    # Two rollouts of 128 steps, each used four times.
+    assert net.get_buffer("normalizer.count") == result.state.buffers["normalizer.count"] == 2 * 4 * 128
+    assert 0.05 < net.get_buffer("normalizer.mean")[1] < 0.5
+
+
+def test_stopped_it_goes_on_between_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """A pass is 4 rollouts of 512 steps in `Recall`, 64 steps of training."""
+    command = ["train", "--task", "control", "--env", "Recall-v0", "--env-steps", "4096", "--compression", "9", "--out"]
+    straight, out = tmp_path / "straight", tmp_path / "out"
+    assert main([*command, str(straight)]) == 0
+    keeping, save = [*command, str(out), "--checkpoint-every", "64", "--resume", "auto"], gb.Checkpointer.save
+
+    def saving(self: gb.Checkpointer, state: Any, extra: Any = None) -> None:
+        save(self, state, extra)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gb.Checkpointer, "save", saving)
+        assert main(keeping) == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM after step 64" in capsys.readouterr().err
+    assert main([*command, str(out), "--checkpoint-every", "16", "--resume", "auto"]) == 2
+    assert "must be a multiple of 64, the steps of a pass" in capsys.readouterr().err
+    assert main(keeping) == 0
+    for name in ("genome.safetensors", "best.safetensors"):
+        assert (out / name).read_bytes() == (straight / name).read_bytes()
+    found = [[row.split(",")[:-1] for row in (x / "history.csv").read_text().split()] for x in (straight, out)]
+    assert found[0] == found[1] and len(found[0]) == 3
+
+
+@pytest.mark.parametrize(("name", "package"), [("HalfCheetah-v5", "mujoco"), ("MinAtar/Breakout-v1", "minatar")])
+def test_robots_and_small_games(name: str, package: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if not importlib.util.find_spec(package):
+        assert main(["train", "--task", "control", "--env", name]) == 2
+        told = capsys.readouterr().err
+        assert "pip install" in told and f"[{package}]" in told and told.count("\n") == 1
+        return
+    env = find_environment(name)
+    task = control_task(env, replace(FAST, env_steps=128))
+    assert env.episodes == 10 and train(task, 5.0, validate=False)[2].steps == 16
 
 
 def test_images_are_channels_first_and_of_any_type() -> None:

@@ -16,7 +16,6 @@ from gbfunc.cli.genomes import teacher_file
 from gbfunc.cli.options import AUTO, CheckpointOptions, RunOptions, TeacherOptions, values_of
 from gbfunc.cli.output import tell
 from gbfunc.parallel import sum_ranks
-from gbfunc.tasks import Task
 from gbfunc.tasks.training import Position
 from gbfunc.train.step import TrainStep
 from gbfunc.types import JSON
@@ -33,6 +32,7 @@ class Kept:
     settings: JSON  # that a resumed training must repeat
     source: Path | None  # file or folder to resume; None starts a new training
     output: CheckpointOptions
+    unit: int  # number of steps between those after which a training can go on
     writer: gb.Checkpointer | None = None  # None saves nothing
     signals: list[int] = field(default_factory=list)  # received
 
@@ -82,7 +82,7 @@ class Kept:
 
     def due(self, steps: int) -> bool:
         """Return whether to save after a step. All ranks must ask after every step, and get the same answer."""
-        if self.writer is None:
+        if self.writer is None or steps % self.unit:
             return False
         assert self.output.checkpoint_every is not None
         mesh, saves = self.train_step.mesh, steps % self.output.checkpoint_every == 0
@@ -118,15 +118,16 @@ class Kept:
 
 @contextmanager
 def checkpoints(
-    options: RunOptions, task: Task, settings: JSON, steps: int, train_step: TrainStep
+    options: RunOptions, settings: JSON, steps: int, unit: int, train_step: TrainStep
 ) -> Iterator[Kept | None]:
     """Open the checkpoints that the options ask for; meanwhile SIGINT and SIGTERM save before they stop."""
     output = options.output
     if not isinstance(output, CheckpointOptions) or (output.checkpoint_every, output.resume) == (None, None):
         yield None
         return
-    if not task.resumable:
-        raise ValueError(f"--checkpoint-every and --resume are for tasks with examples, got --task {task.name}")
+    if (output.checkpoint_every or 0) % unit:
+        expected = f"a multiple of {unit}, the steps of a pass, between which this task resumes"
+        raise ValueError(f"--checkpoint-every must be {expected}; got {output.checkpoint_every}")
     if output.out is None and output.resume == AUTO:
         raise ValueError("--resume auto needs --out, the folder that holds the checkpoints")
     folder = (output.out or Path()) / FOLDER
@@ -136,12 +137,12 @@ def checkpoints(
     if source is None and any(folder.glob("step-*")):
         raise ValueError(f"{folder} holds checkpoints: go on from them with --resume auto, or choose another --out")
     # The checkpoint itself compares plan, schedule and optimizer.
-    same = {x: settings.get(x) for x in ("task", "task_config", "seed", "batch_size", "measure_every", "amp")}
+    same = {x: settings.get(x) for x in ("task", "task_config", "env", "seed", "batch_size", "measure_every", "amp")}
     teacher = getattr(options, "teacher", TeacherOptions())
     if teacher.teacher is not None:
         digest = hashlib.sha256(teacher_file(teacher.teacher).read_bytes()).hexdigest()
         same |= values_of(teacher) | {"teacher": digest[:16]}
-    kept = Kept(train_step, steps, same, source, output)
+    kept = Kept(train_step, steps, same, source, output, unit)
     if output.checkpoint_every is None:
         yield kept
         return

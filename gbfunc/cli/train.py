@@ -32,6 +32,7 @@ from gbfunc.lab.bench.report import peak_resident
 from gbfunc.parallel import Mesh, gather_objects
 from gbfunc.tasks import training
 from gbfunc.tasks.base import ACCURACY, taught
+from gbfunc.tasks.data import steps_per_epoch
 from gbfunc.tasks.pnets.base import n_params, narrowed
 from gbfunc.train.captured import CapturedTrainStep
 from gbfunc.train.step import TrainStep
@@ -287,7 +288,8 @@ def train_genome(
 
         # Called at the first step: a refused training does not touch the folder.
         trainer = meter.metered(trainer, begin)
-        with checkpoints(options, task, settings, steps, step) as kept, meter.profiling(step.mesh):
+        unit = 1 if task.resumable else steps_per_epoch(task.train, recipe.batch_size)
+        with checkpoints(options, settings, steps, unit, step) as kept, meter.profiling(step.mesh):
             result, best_step = train(trainer, job, label, checkpoints=kept, on_log=on_log)
         if asked.finetune is not None:
             job = job._replace(recipe=training.slowed(recipe, asked.finetune))

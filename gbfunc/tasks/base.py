@@ -198,7 +198,7 @@ class Task:
     decode: Callable[[list[int]], str] | None = None
     # (train, recipe, generator, net) -> batches without end; `generator` decides the order, `net()` is the network now.
     batches: Batches = example_batches
-    resumable: bool = True  # whether batches can be drawn again, so that a training can go on from a checkpoint
+    resumable: bool = True  # whether a training can go on from any step; otherwise it does so between passes alone
     # More metadata for a genome's file: `mean` and `std` of pixels, by channel if need be, the largest pixel if that is
     # not 255 (`white`), and names of `classes`.
     about: Mapping[str, Any] = field(default_factory=dict)

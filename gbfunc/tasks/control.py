@@ -1,7 +1,7 @@
 """Control: policy and value networks of gymnasium's environments through the bottleneck, learnt by PPO.
 
-A pass over the data is one rollout of the present network, whose transitions are used a few times. The validation and
-test splits are fixed episodes, in which the greedy policy acts.
+A pass over the data is some rollouts in fresh environments, each of the present network, whose transitions are used a
+few times. The validation and test splits are fixed episodes, in which the greedy policy acts.
 
 Suffixes: T steps of a rollout, N environments, B transitions (or sequences), O numbers of an observation (or channels,
 rows and columns of an image), P numbers that describe a policy, M numbers of a memory.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -47,11 +46,12 @@ class Environment(NamedTuple):
     threshold: float | None  # mean return at which gymnasium calls it solved, if it says
     observed: tuple[int, ...] | None = None  # the numbers of an observation that the network sees; None for all
     channels_last: bool = False  # whether the environment's images have their channels last
+    limit: int | None = None  # steps of the longest episode, if it says
 
     @property
     def episodes(self) -> int:
-        """Number of episodes of an evaluation: as in gymnasium's "solved", and fewer if networks see images."""
-        return 100 if len(self.inputs) == 1 else 10
+        """Number of episodes of an evaluation: as in gymnasium's "solved", and fewer of images or 1,000 steps."""
+        return 100 if len(self.inputs) == 1 and (self.limit or 0) < 1_000 else 10
 
     def seen(self, obs: NDArray[Any]) -> Tensor:
         """Convert observations [..., O] for the network: float32, or uint8 images, channels first."""
@@ -72,7 +72,7 @@ def find_environment(env_id: str, observed: Sequence[int] | None = None) -> Envi
     from gymnasium.spaces import Box, Discrete
 
     seen, done = envs.single_observation_space, envs.single_action_space
-    threshold = envs.spec.reward_threshold if envs.spec else None
+    threshold, limit = (getattr(envs.spec, name, None) for name in ("reward_threshold", "max_episode_steps"))
     envs.close()
     shape = tuple[int, ...](seen.shape if isinstance(seen, Box) else ())
     n_actions, discrete = None, isinstance(done, Discrete)
@@ -90,7 +90,7 @@ def find_environment(env_id: str, observed: Sequence[int] | None = None) -> Envi
             raise ValueError(f"{expected}, got {observed!r} and observations of shape {shape}")
         shape, observed = (len(observed),), tuple(observed)
     inputs = (shape[-1], *shape[:-1]) if last else shape
-    return Environment(env_id, inputs, n_actions, discrete, threshold, observed, last)
+    return Environment(env_id, inputs, n_actions, discrete, threshold, observed, last, limit)
 
 
 def make_envs(env_id: str, n: int) -> Any:
@@ -104,6 +104,8 @@ def make_envs(env_id: str, n: int) -> Any:
     if env_id.startswith(ATARI):
         gymnasium.register_envs(import_extra("ale_py", "a game of Atari's", "gbfunc[atari]"))
         options = {"reward_clipping": False, "max_num_frames_per_episode": 5 * 60 * 60}
+    if env_id.startswith("MinAtar/") and env_id not in gymnasium.registry:
+        import_extra("minatar.gym", "a game of MinAtar", "gbfunc[minatar]").register_envs()
     try:
         envs = gymnasium.make_vec(env_id, num_envs=n, **options)
     except gymnasium.error.DependencyNotInstalled as error:
@@ -126,6 +128,12 @@ def step_envs(envs: Any, actions: Tensor) -> tuple[NDArray[Any], ...]:
 
 SETTINGS: Mapping[str, Settings] = MappingProxyType(
     {
+        **dict.fromkeys(
+            ("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5"),
+            Settings(
+                999_424, 8, 256, epochs=10, minibatches=8, entropy=0.0, reward_scale=0.05, dense_lr=1e-3, eval_every=16
+            ),
+        ),
         "CartPole-v1": Settings(env_steps=51_200, n_envs=8, reward_scale=0.02, lr=1e-2, dense_lr=1e-2),
         "Pendulum-v1": Settings(
             98_304, 8, 256, epochs=10, minibatches=8, gamma=0.9, entropy=0.0, reward_scale=0.05, lr=1e-2, dense_lr=3e-3
@@ -140,13 +148,18 @@ _ATARI_SETTINGS = Settings(env_steps=10_000_000, n_envs=8, clip=0.1, reward_sign
 
 @dataclass(frozen=True)
 class Rollouts:
-    """An environment to learn in; its length is the transitions of one rollout, every pass counted."""
+    """An environment to learn in; its length is the transitions of a pass, each as often as it is used."""
 
     env: Environment
     settings: Settings
 
+    @property
+    def per_pass(self) -> int:
+        """Number of rollouts in the same environments, so many that the longest episode can end."""
+        return max(self.settings.eval_every, -(-(self.env.limit or 1) // self.settings.horizon))
+
     def __len__(self) -> int:
-        return self.settings.n_envs * self.settings.horizon * self.settings.epochs
+        return self.settings.n_envs * self.settings.horizon * self.settings.epochs * self.per_pass
 
     def to(self, device: torch.device | str) -> Rollouts:
         """Return itself; `ValueError` for a device other than the CPU."""
@@ -194,7 +207,7 @@ def control_task(env: Environment, settings: Settings) -> Task:
         betas=(0.9, 0.999),
         eps=1e-5,
         batch_size=size // settings.minibatches,
-        epochs=settings.updates,
+        steps=settings.updates * per_rollout,
         measure_every=settings.eval_every * per_rollout,
         clip_norm=settings.clip_norm,
         schedule=lambda recipe, lr, steps: lambda step: lr * (1 - step // per_rollout * per_rollout / steps),
@@ -203,7 +216,8 @@ def control_task(env: Environment, settings: Settings) -> Task:
         pnet = PNETS["conv_actor_critic"](interface)
     else:
         # Left and right are alike in CartPole.
-        pnet = PNETS["actor_critic"](interface, odd=env.id == "CartPole-v1")
+        small = env.id in ("CartPole-v1", "Pendulum-v1")
+        pnet = PNETS["actor_critic"](interface, odd=env.id == "CartPole-v1", normalize=not small)
 
     def facts(history: History) -> dict[str, Any]:
         limit = env.threshold
@@ -234,32 +248,34 @@ def control_task(env: Environment, settings: Settings) -> Task:
 def rollout_batches(
     place: Rollouts, recipe: Recipe, generator: torch.Generator, net: Callable[[], PolicyValue]
 ) -> Iterator[Transitions]:
-    """Yield minibatches of one rollout after the other; the generator's seed names the streams of random numbers.
+    """Yield minibatches of one rollout after the other; each pass draws its seed, and makes its environments.
 
     A network with a memory gets whole sequences per environment.
     """
-    settings, seed, first = place.settings, generator.initial_seed(), net()
+    settings = place.settings
     rows, per_batch = settings.n_envs * settings.horizon, recipe.batch_size
-    memory = _blank(first, settings.n_envs)
+    memory = _blank(net(), settings.n_envs)
     if memory is not None:
         if per_batch % settings.horizon:
             words = f"whole sequences of {settings.horizon} steps in each minibatch"
             raise ValueError(f"a network with a memory needs {words}, got minibatches of {per_batch} steps")
         rows, per_batch = settings.n_envs, per_batch // settings.horizon
-    used = len(place) // recipe.batch_size * per_batch
-    envs = make_envs(place.env.id, settings.n_envs)
-    try:
-        obs_NO, restarts_N = place.env.reset(envs, stream(seed, _RESETS)), np.zeros(settings.n_envs, bool)
-        front: _Front = (obs_NO, restarts_N, ~restarts_N, memory)
-        order = torch.Generator().manual_seed(stream(seed, _ORDER))
-        for rollout in count(1):
-            with seeded(stream(seed, _ACTIONS, rollout)):
-                data, front = _rollout(envs, first if rollout == 1 else net(), front, place)
-            index = torch.cat([torch.randperm(rows, generator=order) for _ in range(settings.epochs)])
-            for index_B in index[:used].split(per_batch):
-                yield Transitions._make(None if x is None else x[index_B] for x in data)
-    finally:
-        envs.close()
+    used = len(place) // place.per_pass // recipe.batch_size * per_batch
+    while True:
+        seed = int(torch.randint(2**62, (), generator=generator))
+        envs = make_envs(place.env.id, settings.n_envs)
+        try:
+            obs_NO, restarts_N = place.env.reset(envs, stream(seed, _RESETS)), np.zeros(settings.n_envs, bool)
+            front: _Front = (obs_NO, restarts_N, ~restarts_N, memory)
+            order = torch.Generator().manual_seed(stream(seed, _ORDER))
+            for rollout in range(place.per_pass):
+                with seeded(stream(seed, _ACTIONS, rollout)):
+                    data, front = _rollout(envs, net(), front, place)
+                index = torch.cat([torch.randperm(rows, generator=order) for _ in range(settings.epochs)])
+                for index_B in index[:used].split(per_batch):
+                    yield Transitions._make(None if x is None else x[index_B] for x in data)
+        finally:
+            envs.close()
 
 
 def _blank(net: PolicyValue, n: int) -> Tensor | None:

@@ -23,24 +23,53 @@ from gbfunc.hypernets import constant
 from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet, check_reads, family
 
 
+class Normalizer(nn.Module):
+    """Moves each observed number to mean 0 and deviation 1, as seen so far, within -10 to 10: [B, O] -> [B, O].
+
+    In training mode, a batch then updates the statistics, which are buffers.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    count: Tensor
+
+    def __init__(self, n_obs: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(n_obs))
+        self.register_buffer("variance", torch.ones(n_obs))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, obs_BO: Tensor) -> Tensor:
+        near_BO = ((obs_BO - self.mean) / (self.variance + 1e-8).sqrt()).clamp(-10, 10)
+        if self.training:
+            variance_O, mean_O = torch.var_mean(obs_BO.detach(), 0, correction=0)
+            self.count = self.count + len(obs_BO)
+            part, moved_O = len(obs_BO) / self.count, mean_O - self.mean
+            self.variance = self.variance.lerp(variance_O, part) + part * (1 - part) * moved_O.square()
+            self.mean = self.mean + part * moved_O
+        return near_BO
+
+
 class ActorCritic(nn.Module):
     """Two tanh networks, `actor` and `critic`: observations [B, O] -> the policy's numbers [B, P] and values [B].
 
     The actor's layers have `sizes` units, observations first; the critic's end with one. Weights start orthogonal with
     gain sqrt(2), the policy's last layer with 0.01, the value's with 1; biases start at zero. If actions are `vectors`,
-    their log deviation `log_std` does not depend on the observation.
+    their log deviation `log_std` does not depend on the observation. A `Normalizer` may come first.
     """
 
-    def __init__(self, sizes: Sequence[int], vectors: bool = False) -> None:
+    def __init__(self, sizes: Sequence[int], vectors: bool = False, normalize: bool = False) -> None:
         super().__init__()
+        self.normalizer = Normalizer(sizes[0]) if normalize else nn.Identity()
         self.actor = _tanh_mlp(sizes, 0.01)
         self.critic = _tanh_mlp((*sizes[:-1], 1), 1.0)
         self.log_std = nn.Parameter(torch.zeros(sizes[-1])) if vectors else None
 
     def forward(self, obs_BO: Tensor) -> tuple[Tensor, Tensor]:
-        out = self.actor(obs_BO)
+        x_BO = self.normalizer(obs_BO)
+        out = self.actor(x_BO)
         numbers_BP = out if self.log_std is None else torch.cat([out, self.log_std.expand_as(out)], -1)
-        return numbers_BP, self.critic(obs_BO).squeeze(-1)
+        return numbers_BP, self.critic(x_BO).squeeze(-1)
 
 
 def _tanh_mlp(sizes: Sequence[int], head_gain: float) -> nn.Sequential:
@@ -59,8 +88,12 @@ def _orthogonal(layer: nn.Module, gain: float = 2**0.5) -> nn.Module:
     return layer
 
 
-def actor_critic(interface: Interface, *, hidden: Sequence[int] = (64, 64), odd: bool = False) -> PNet:
+def actor_critic(
+    interface: Interface, *, hidden: Sequence[int] = (64, 64), odd: bool = False, normalize: bool = False
+) -> PNet:
     """Describe policy and value networks for a task of control by the units of their `hidden` layers.
+
+    If `normalize`, buffers of the network hold the mean and variance of the observations, by which it scales them.
 
     If `odd`, a genome keeps the policy's hidden biases at zero: the outputs are odd functions of the observation, up to
     a constant, as for an environment in which left and right are alike.
@@ -70,8 +103,9 @@ def actor_critic(interface: Interface, *, hidden: Sequence[int] = (64, 64), odd:
     biases = "|".join(str(2 * i) for i in range(len(layers) - 2))
     rules = ((rf"^actor\.({biases})\.bias$", constant(0.0)),) if odd and hidden else ()
     widths, plan = {"hidden": list(layers[1:-1])}, PlanOptions(rules=rules)
-    make = partial(ActorCritic, layers, interface.actions == "vector")
-    return family("actor_critic", actor_critic, interface, make, plan, widths | {"odd": odd}, widths)
+    make = partial(ActorCritic, layers, interface.actions == "vector", normalize)
+    config = widths | {"odd": odd, "normalize": normalize}
+    return family("actor_critic", actor_critic, interface, make, plan, config, widths)
 
 
 class RecurrentActorCritic(nn.Module):
