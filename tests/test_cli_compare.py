@@ -3,14 +3,9 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from gbfunc.cli import main
-from gbfunc.lab.compare.rows import Results, Row
-from gbfunc.tasks import TASKS
-from notebooks.results.published import PUBLISHED
-from notebooks.results.rivals import with_published
 
 QUICK = ["compare", "--sizes", "300", "--quick", "--methods", "periodic", "smaller_dense"]
 
@@ -50,12 +45,3 @@ def test_budgets_in_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert all(row["size"] == row["params"] for row in rows if row["method"] == "periodic")
     told = capsys.readouterr().out
     assert "1,600 bytes" in told and "2,500 bytes" in told
-
-
-def test_published_results_stand_beside_measured_ones() -> None:
-    row = Row("mnist", "int4", 1, 1_500, "float32", 10, 0, 1_490, 3_000, 0.97, 0.96, 1.0, {})
-    figure = with_published({"int4": [Results((), (row,))]}, TASKS["digits"]().metric, {})
-    lines = {line.get_label(): np.asarray(line.get_xydata()) for line in figure.axes[0].lines}
-    assert PUBLISHED["mnist"].keys() < {str(label) for label in lines}
-    miracle = next(xy for label, xy in lines.items() if "MIRACLE" in str(label))
-    assert miracle.tolist() == [[1_520, pytest.approx(0.96)], [3_030, pytest.approx(0.69)]]

@@ -6,9 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from scipy.linalg import hadamard as scipy_hadamard
 
 from gbfunc.lab import compare
 from gbfunc.lab.compare.base import (
@@ -18,9 +15,12 @@ from gbfunc.lab.compare.base import (
     Trained,
     blanks,
     grid,
+    in_use,
     largest,
     narrow_pnets,
     pack,
+    restore,
+    state_of,
     text_of,
     unpack,
 )
@@ -30,12 +30,8 @@ from gbfunc.tasks import TASKS, Net, Task, accuracy, find_task
 from gbfunc.tasks.pnets import find_pnet
 from gbfunc.tasks.pnets.base import n_params
 from notebooks.results.rivals import RIVALS as MORE
-from notebooks.results.subspace import Projection
 
-METHODS = {
-    **compare.METHODS,
-    **{name: MORE[name] for name in ("random_subspace", "low_rank", "pruned", "int8", "int4")},
-}
+METHODS = {**compare.METHODS, **{k: MORE[k] for k in ("random_subspace", "low_rank", "pruned", "int8", "int4")}}
 NUMBERS = (torch.float32, torch.float16)
 
 
@@ -288,23 +284,25 @@ def test_packed_tensors_come_back(dtype: torch.dtype) -> None:
             unpack(data, blanks(other))
 
 
-def matrix(projection: Projection) -> torch.Tensor:
-    """The projection as a matrix [D, d], column by column."""
-    return torch.stack([projection(e) for e in torch.eye(projection.d)], 1)
+def test_norms_in_use_are_scales_and_shifts() -> None:
+    task = TASKS["digits"]()
+    pnet = find_pnet("resnet20", task.interface, {"width": 2})
+    net, x = pnet.build(0), task.val.x[:20]
+    for _ in range(3):
+        net.train()(torch.randn_like(x) + x)
+    state, fewer = state_of(net), in_use(net)
+    assert not [name for name in fewer if "running" in name or "tracked" in name] and fewer.keys() < state.keys()
+    assert all(torch.equal(fewer[name], t) for name, t in state.items() if t.ndim > 1)
+    assert torch.allclose(restore(pnet.build(1), fewer)(x), net.eval()(x), atol=1e-4)
 
 
-@settings(deadline=None, max_examples=30)
-@given(d=st.integers(1, 40), more=st.integers(0, 200), seed=st.integers(0, 2**31))
-def test_it_is_a_hadamard_matrix_with_random_signs(d: int, more: int, seed: int) -> None:
-    D = d + more
-    found_Dd = matrix(Projection(d, D, seed)).double()
-    assert torch.allclose(found_Dd.abs(), torch.full((D, d), D**-0.5).double(), atol=1e-6)
-    n = 1 << (d - 1).bit_length()
-    expected = torch.from_numpy(scipy_hadamard(n)).double()
-    for first in range(0, D, n):
-        block = found_Dd[first : first + n] * D**0.5
-        # Every column of a block is that of the Hadamard matrix, with a sign.
-        signs = block[0]
-        assert torch.allclose(block, expected[: len(block), :d] * signs, atol=1e-5)
-    # The seed alone decides.
-    assert torch.equal(found_Dd, matrix(Projection(d, D, seed)).double())
+@pytest.mark.parametrize("name", ["int8", "int4", "pruned"])
+def test_training_for_the_rounding_fills_the_budget_and_learns(name: str, task: Task) -> None:
+    problem = Problem(task, 400, 1_600, torch.float32, replace(task.recipe(400), epochs=4))
+    method = METHODS[name]
+    settings = max(
+        method.candidates(problem), key=lambda s: (s["lr"], len(s.get("pnet", {"hidden": "1"})["hidden"]) == 1)
+    )
+    made = method.train(problem, settings, 0)
+    assert 0.85 * 1_600 < len(made.data) <= 1_600
+    assert task.evaluate(method.load(made.data, task), task.val)["accuracy"] > 0.8

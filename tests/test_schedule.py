@@ -1,6 +1,5 @@
 """Schedules: the published rows exactly, laws of pipelines, torch's own orders, and errors."""
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -28,7 +27,6 @@ A, W = 131_072, 262_144
 # No time for messages and updates; forward takes as long as each half of backward.
 COMPUTE = ScheduleCosts(backward=2.0, backward_input=1.0, backward_weight=1.0, send=0.0, receive=0.0, update=0.0)
 PIPELINES: tuple[PipelineOrder, ...] = ("gpipe", "1f1b", "interleaved", "zbv") if HAS_PIPELINES else ("gpipe", "1f1b")
-KINDS = [kind for kind in sorted(RECIPES) if kind not in ("interleaved", "zbv") or HAS_PIPELINES]
 
 
 def run(kind: ScheduleKind, **sizes: Any) -> Timeline:
@@ -79,31 +77,16 @@ def test_bubbles_follow_their_laws(S: int, rounds: int) -> None:
         assert run(order, layers=2 * S, **sizes).bubble == pytest.approx(wait / (wait + M))  # type: ignore[arg-type]
 
 
-@given(st.integers(2, 5), st.integers(0, 9))
-def test_1f1b_stores_activations_of_as_many_microbatches_as_stages(S: int, more: int) -> None:
-    costs = ScheduleCosts(weight=0.0, optimizer=0.0, activation=1.0)
-    sizes: dict[str, Any] = {"layers": S, "ranks": S, "costs": costs}
-    few, many = (run("1f1b", microbatches=M, **sizes) for M in (S, S + more))
-    assert many.peaks == few.peaks and max(many.peaks) <= S + 2
-    assert run("gpipe", microbatches=S + more, **sizes).peak_memory >= S + more
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind, recipe in RECIPES.items() if recipe.gathers is None])
 def test_generated_weights_are_never_sent_and_take_less_memory(kind: ScheduleKind) -> None:
-    alone = kind in ("basic", "accumulation")
-    sizes: dict[str, Any] = {"ranks": 1 if alone else 4, "layers": 4 if kind == "pipeline_fsdp" else 16}
+    if kind in ("interleaved", "zbv") and not HAS_PIPELINES:
+        pytest.skip("torch 2.7 has these orders")
+    sizes: dict[str, Any] = {"ranks": 1 if kind in ("basic", "accumulation") else 4, "layers": 16}
     sizes["microbatches"] = 1 if RECIPES[kind].data_parallel else 4
-    for weights, times in (("generated", 1), ("remat", 2)):
-        schedule = make_schedule(kind, weights=weights, **sizes)  # pyright: ignore[reportArgumentType]
-        assert not any("weight" in e.tag for events in schedule.events for e in events)
-        for events in schedule.events:
-            assert [e.tag for e in events if e.kind == "all_reduce"] == ([] if alone else ["dgenome"])
-            uses = Counter((e.layer, e.microbatch) for e in events if e.kind in ("backward", "backward_input"))
-            made = len(uses) * times if times == 2 else len({layer for layer, _ in uses})
-            assert sum(e.kind == "generate" for e in events) == made
-    if not RECIPES[kind].gathers:
-        stored, generated, remat = (run(kind, weights=w, **sizes) for w in ("stored", "generated", "remat"))
-        assert remat.peak_memory < generated.peak_memory < stored.peak_memory
+    schedules = [make_schedule(kind, weights=w, **sizes) for w in ("remat", "generated", "stored")]  # pyright: ignore
+    assert not any("weight" in e.tag for schedule in schedules[:2] for events in schedule.events for e in events)
+    peaks = [simulate(schedule).peak_memory for schedule in schedules]
+    assert peaks == sorted(peaks) and len({*peaks}) == 3
 
 
 @given(st.sampled_from(PIPELINES), st.integers(1, 5), st.integers(1, 12))
@@ -120,18 +103,6 @@ def test_orders_do_everything_once(order: PipelineOrder, ranks: int, microbatche
 
 
 @pytest.mark.parametrize(
-    ("events", "message"),
-    [
-        ([[], [Event("receive", peer=0, tag="x")]], "deadlock: rank 1 waits in receive of x; 1 ranks have ended"),
-        ([[Event("update", layer=3, reads=("w",))]], r"rank 0 reads w in update, but stores \['v'\]"),
-    ],
-)
-def test_what_cannot_run_is_one_clear_error(events: list[list[Event]], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        simulate(Schedule(events, [{"v": 1.0}] * len(events)))
-
-
-@pytest.mark.parametrize(
     ("kind", "sizes", "message"),
     [
         ("fast", {}, "expected a schedule of .*'zbv'.*, got 'fast'"),
@@ -142,3 +113,8 @@ def test_what_cannot_run_is_one_clear_error(events: list[list[Event]], message: 
 def test_schedules_that_cannot_be_made(kind: Any, sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_schedule(kind, layers=4, **sizes)
+
+
+def test_a_deadlock_is_one_clear_error() -> None:
+    with pytest.raises(ValueError, match="deadlock: rank 1 waits in receive of x; 1 ranks have ended"):
+        simulate(Schedule([[], [Event("receive", peer=0, tag="x")]], [{}, {}]))

@@ -153,7 +153,7 @@ class Plan(Command, options.ConfigOption):
     output: options.StoredOptions = options.StoredOptions()
 
     # Ranks to plan a training for: memory, bytes and seconds of every layout, the fastest first.
-    ranks: options.MaybeCount = None
+    ranks: Annotated[int | None, shows("INT"), COUNT] = None
     # Memory of a rank, with --ranks: 16GB, 80GiB.
     memory: Annotated[str | None, shows("SIZE", "the device's")] = None
     # Bandwidth between ranks, with --ranks: 100Gbit, 12.5GB.

@@ -26,6 +26,7 @@ from gbfunc.encoding import Encoding, encoding_from_json, table
 from gbfunc.formats import AUTO, file_bytes
 from gbfunc.hypernets import HYPERNETS, Hypernet
 from gbfunc.lab.bench.report import describe
+from gbfunc.parallel import text_of
 from gbfunc.parallel.planner import DeviceSpec
 from gbfunc.tasks import Recipe, Task, find_task
 from gbfunc.tasks.base import SCHEDULES, example_batches
@@ -303,16 +304,9 @@ def provenance(task: Task, plan: gb.Plan, device: torch.device) -> dict[str, Any
 
 
 def data_digest(task: Task) -> str:
-    digest = hashlib.sha256()
-    for split in (task.train, task.val, task.test):
-        for name, x in sorted(vars(split).items()):
-            digest.update(name.encode())
-            if isinstance(x, Tensor):
-                digest.update(f"{x.dtype} {tuple(x.shape)}".encode())
-                digest.update(x.cpu().contiguous().view(torch.uint8).numpy().data if x.numel() else b"")
-            elif isinstance(x, int | float | str):
-                digest.update(repr(x).encode())
-    return digest.hexdigest()
+    splits = [vars(split) for split in (task.train, task.val, task.test)]
+    known = [{k: x for k, x in split.items() if isinstance(x, Tensor | int | float | str)} for split in splits]
+    return hashlib.sha256(text_of(known).encode()).hexdigest()
 
 
 def run_plan(options: Plan) -> None:

@@ -85,9 +85,7 @@ def shows(value: Any, default: str = "", *, recipe: str = "") -> Any:
     return arg(metavar=metavar, help_behavior_hint=hint)
 
 
-MaybeCount = Annotated[int | None, shows("INT"), COUNT]
 MaybePath = Annotated[Path | None, shows("PATH")]
-MaybeFile = Annotated[Path | None, shows("FILE")]
 Patterns = Annotated[tuple[str, ...], shows("REGEX ...")]
 
 
@@ -96,7 +94,7 @@ class ConfigOption:
     """Where options come from."""
 
     # File of options by name (.toml, .yaml, .json), such as OUT/config.toml. Arguments win.
-    config: MaybeFile = None
+    config: Annotated[Path | None, shows("FILE")] = None
 
 
 @dataclass(frozen=True)

@@ -42,12 +42,10 @@ def check_equal(mesh: Mesh, named: Mapping[str, Tensor | str], what: str, axis: 
 
 def hash_of(x: Tensor | str) -> int:
     """63 bits of BLAKE2 over dtype, shape and bytes of a tensor, or over a text."""
-    if isinstance(x, str):
-        content = x.encode()
-    else:
-        flat = x.detach().cpu().contiguous().reshape(-1)
-        content = f"{x.dtype} {tuple(x.shape)} ".encode() + flat.view(torch.uint8).numpy().tobytes()
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") >> 1
+    digest = hashlib.blake2b((x if isinstance(x, str) else f"{x.dtype} {tuple(x.shape)} ").encode(), digest_size=8)
+    if isinstance(x, Tensor):
+        digest.update(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return int.from_bytes(digest.digest(), "little") >> 1
 
 
 def text_of(options: Any) -> str:

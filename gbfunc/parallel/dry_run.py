@@ -139,7 +139,7 @@ class DryRun(TorchDispatchMode):
         self._buffers = {n: torch.empty_like(b, device="meta") for n, b in pnet.named_buffers()}
 
     def __call__(self, run: RunLoss, batch: Any) -> list[Cell]:
-        self._cells, self._at, self._begun = [Cell() for _ in range(len(self._blocks) + 2)], 0, 0
+        self._cells, self._at = [Cell() for _ in range(len(self._blocks) + 2)], 0
         inputs = [x for _, x in tree_leaves(batch) if isinstance(x, Tensor)]
         counted = {x.untyped_storage() for x in (*self._weights.values(), *self._buffers.values(), *inputs)}
 
@@ -170,9 +170,10 @@ class DryRun(TorchDispatchMode):
 
     def _adapt(self, net: nn.Module) -> Collection[str]:
         changed: Collection[str] = () if self._tensor is None else self._tensor.adapt(net)
-        for name in self._blocks:
-            block: Any = net.get_submodule(name)
-            block.forward = self._in_cell(block.forward)
+        for i, name in enumerate(self._blocks, 1):
+            block, after = net.get_submodule(name), len(self._blocks) + 1
+            block.register_forward_pre_hook(lambda *_, i=i: setattr(self, "_at", i))
+            block.register_forward_hook(lambda *_, after=after: setattr(self, "_at", after))
         return changed
 
     def _send(self, forward: float, backward: float) -> None:
@@ -180,13 +181,3 @@ class DryRun(TorchDispatchMode):
         cell.sent += forward
         cell.sent_back += backward
         cell.messages += (forward > 0) + (backward > 0)
-
-    def _in_cell(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            self._begun += 1  # Blocks run in their order, each once.
-            self._at = self._begun
-            out = forward(*args, **kwargs)
-            self._at = len(self._blocks) + 1
-            return out
-
-        return run

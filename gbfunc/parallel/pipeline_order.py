@@ -28,10 +28,6 @@ Sources: Huang et al., 2019 (GPipe); Narayanan et al., 2019 (1F1B) and 2021 (int
 in the shape of a V).
 """
 
-_FREED_LATE = 0.21
-"""Part of a microbatch's activations that torch's zero-bubble schedule keeps until the end of the step, since its
-backward for inputs retains the graph (torch 2.13, blocks of a GPT, 4 to 16 microbatches)."""
-
 
 def schedule_class(order: str) -> Any:
     """Torch's class of an order; ValueError if this torch lacks the class or its option `scale_grads`."""
@@ -85,5 +81,7 @@ def in_flight(order: str, rank: int, ranks: int, microbatches: int) -> tuple[tup
         live[stage] += {"F": 1, "B": -1, "I": 0, "W": -1}[op]
         seen.add(tuple(live.values()))
     most = [a for a in seen if not any(a != b and all(map(le, a, b)) for b in seen)]
-    late = _FREED_LATE if order == "zbv" else 0.0
+    # Part of a microbatch's activations that torch's zero-bubble schedule keeps until the end of the step, since its
+    # backward for inputs retains the graph (torch 2.13, blocks of a GPT, 4 to 16 microbatches).
+    late = 0.21 if order == "zbv" else 0.0
     return tuple(tuple(n + late * (microbatches - n) for n in a) for a in most)

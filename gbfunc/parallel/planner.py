@@ -183,9 +183,9 @@ def _call(net: Callable[..., Any], batch: Any) -> Any:
 
 
 def _costed(model: Model, device: DeviceSpec, layout: RankLayout) -> LayoutPlan:
-    cost, p, m = model.footprint(layout), layout.sizes["pipeline"], layout.microbatches
+    (memory, all_sent, stages, hidden), p, m = model.footprint(layout), layout.sizes["pipeline"], layout.microbatches
     compute, generate = list[float](), list[float]()  # Of every stage, for a microbatch and for a step
-    for cell in cost.stages:
+    for cell in stages:
         work = cell.flops / device.flops + cell.moved / device.bandwidth + cell.operators * device.overhead
         sent = (cell.sent + cell.sent_back) / device.link + cell.messages * device.latency
         compute.append(3 * work + sent)
@@ -195,10 +195,10 @@ def _costed(model: Model, device: DeviceSpec, layout: RankLayout) -> LayoutPlan:
     busy = [m * sum(compute[s] for s in mine) + sum(generate[s] for s in mine) for mine in layout.stages]
     # The wait of a pipeline in microbatches of its busiest rank, and a message between stages in both directions.
     waits = {"interleaved": 1 / 2, "zbv": 1 / 6 if m >= 2 * p else 1 / 3}.get(layout.order, 1.0) * (p - 1)
-    hops = 2 * (p - 1) * (device.latency + cost.hidden / device.link)
+    hops = 2 * (p - 1) * (device.latency + hidden / device.link)
     duration = max(busy) + waits * max(sum(compute[s] for s in mine) for mine in layout.stages) + hops
     # Sums over ranks, gathers of a split genome, and the update.
-    axes = [n for axis, n in cost.sent.items() if axis not in ("tensor", "pipeline")]
-    genome = cost.memory["genome"] + cost.memory["optimizer"]
+    axes = [n for axis, n in all_sent.items() if axis not in ("tensor", "pipeline")]
+    genome = memory["genome"] + memory["optimizer"]
     tail = sum(axes) / device.link + len(axes) * device.latency + 3 * genome / device.bandwidth
-    return LayoutPlan(layout, cost.memory, cost.sent, duration + tail, 1 - sum(busy) / len(busy) / duration)
+    return LayoutPlan(layout, memory, all_sent, duration + tail, 1 - sum(busy) / len(busy) / duration)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -64,15 +64,6 @@ class RankLayout(NamedTuple):
     @property
     def stages(self) -> list[list[int]]:
         return stages_of(self.order, self.sizes["pipeline"])
-
-
-class Footprint(NamedTuple):
-    """The bytes that a layout stores and sends, and the costs of its stages."""
-
-    memory: Mapping[str, float]  # Bytes of the fullest rank, by part
-    sent: Mapping[str, float]  # Most bytes of a rank in a step, by axis
-    stages: Sequence[Cell]  # For a microbatch, with the weights
-    hidden: float  # The most bytes between two stages, for a microbatch
 
 
 class Model:
@@ -219,7 +210,8 @@ class Model:
         """The generated parameters that some cells use."""
         return total(cell for name, cell in self.made(*how).items() if self._places[name] & used)
 
-    def footprint(self, layout: RankLayout) -> Footprint:
+    def footprint(self, layout: RankLayout) -> tuple[dict[str, float], dict[str, float], list[Cell], float]:
+        """Bytes of the fullest rank by part, most bytes sent by axis; a microbatch's costs by stage, and largest hop."""
         sizes, m, mine = layout.sizes, layout.microbatches, layout.stages
         p, t, gnets, remat = sizes["pipeline"], sizes["tensor"], sizes["gnets"], layout.remat == "layer"
         factored = self.lazy is not False and (gnets == 1 or (layout.placement == "factors" and not remat))
@@ -247,7 +239,7 @@ class Model:
         }
         with_weights = [total([cell, self.weights(of, *how)]) for cell, of in zip(stages, of_stage, strict=True)]
         fullest = max(parts, key=lambda part: sum(part.values()))
-        return Footprint(fullest, {axis: n for axis, n in sent.items() if n}, with_weights, max(hidden))
+        return fullest, {axis: n for axis, n in sent.items() if n}, with_weights, max(hidden)
 
     def genome(self, gnets: int) -> tuple[float, float, float]:
         """Numbers of the genome on a rank: of split leaves, of other trained ones, and of frozen ones."""

@@ -44,8 +44,6 @@ from gbfunc.types import Params
 Styles = Mapping[str, ParallelStyle]
 """Styles by name of module, also with wildcards, as torch's `parallelize_module` takes them."""
 
-_ALIKE = 1e-3  # Largest relative difference, by rounding in half precision, between equal numbers of two ranks
-
 
 class PackedColwiseParallel(ColwiseParallel):
     """Splits each of several equal parts of a layer's outputs (q, k and v in one) by column.
@@ -265,7 +263,8 @@ class TensorParallel:
         for rank, other in zip(self.wire.axis.ranks, gather_objects(self.wire.mesh, norms, "tensor"), strict=True):
             for name, norm in norms.items():
                 apart = abs(norm - other.get(name, math.nan))
-                if not apart <= _ALIKE * max(abs(norm), 1e-30) and math.isfinite(norm):
+                # Equal numbers of two ranks may differ by rounding in half precision.
+                if not apart <= 1e-3 * max(abs(norm), 1e-30) and math.isfinite(norm):
                     raise ValueError(
                         f"{name} is {norm:.6g} on rank {self.wire.mesh.rank}, and on rank {rank} {other.get(name)}: "
                         "a layer on a part of the sequence needs a style (SequenceParallel()), and dropout takes equal "

@@ -149,7 +149,6 @@ def _tiny(case: Case) -> Case:
     return replace(case, net=net, batch=partial(features, (8, 32), 10), **small)
 
 
-_TIMED = ("step_ms", "ratio_to_dense", "ratio_to_naive")
 Row = dict[str, Any]
 """One variant of a case in `bench.json`; None is not measured."""
 
@@ -192,7 +191,7 @@ def over_runs(runs: Sequence[Sequence[Row]]) -> list[Row]:
     """Merge several runs of a bench: medians of times and ratios, the rest as in the first run."""
     rows = []
     for same in zip(*runs, strict=True):
-        timed = [k for k in _TIMED if same[0][k] is not None]
+        timed = [k for k in ("step_ms", "ratio_to_dense", "ratio_to_naive") if same[0][k] is not None]
         row = same[0] | {k: statistics.median(run[k] for run in same) for k in timed}
         rows.append(row | {"ratios_to_dense": [run["ratio_to_dense"] for run in same]})
     return rows
