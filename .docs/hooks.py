@@ -35,7 +35,8 @@ GROUPS = {
     "Codes of rows and columns": "binary gray grid one_hot per_axis table",
     "Train": "make_train_step distillation allocate_steps TrainState torch_optimizer torch_schedule population "
     "update_alignment",
-    "Genomes and their weights": "Genome init_genome generate materialize fit_genome flatten sample_noise",
+    "Genomes and their weights": "Genome init_genome generate materialize carry_over shuffled fit_genome flatten "
+    "sample_noise",
     "Files": "save load load_metadata export Checkpointer load_checkpoint",
     "Adapters and modules": "GenomeModule materialize_many merge_genomes save_lora",
     "Many ranks": "mesh plan_parallel",

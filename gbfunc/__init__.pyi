@@ -12,7 +12,9 @@ from gbfunc.generation import generate as generate
 from gbfunc.genome import flatten as flatten
 from gbfunc.genome import init_genome as init_genome
 from gbfunc.genome import sample_noise as sample_noise
+from gbfunc.grown import carry_over as carry_over
 from gbfunc.grown import materialize as materialize
+from gbfunc.grown import shuffled as shuffled
 from gbfunc.hypernets import bilinear as bilinear
 from gbfunc.hypernets import constant as constant
 from gbfunc.hypernets import from_module as from_module

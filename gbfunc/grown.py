@@ -1,7 +1,13 @@
-"""A grown p-net as a plain module, for everything that takes an `nn.Module`: evaluation, export, serving."""
+"""A grown p-net as a plain module, for everything that takes an `nn.Module`: evaluation, export, serving.
+
+`carry_over` and `shuffled` make networks to compare it with.
+"""
+
+import copy
+from collections.abc import Iterable, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gbfunc.generation import make_generator, to_serve
 from gbfunc.genome import Noise, check_genome, check_noise, check_plan
@@ -48,3 +54,53 @@ def materialize(
     net = with_weights(pnet, weights, buffers, bare=forms)
     install_served(net, forms, inputs)
     return net
+
+
+@torch.no_grad()
+def shuffled(net: nn.Module, seed: int = 0, *, names: Iterable[str] | None = None) -> nn.Module:
+    """A copy of a network with the numbers inside each weight permuted: the control that keeps their distribution.
+
+    `names` are the parameters to permute; None permutes all of at least two dimensions.
+    """
+    made, generator = copy.deepcopy(net), torch.Generator().manual_seed(seed)
+    for name in [k for k, x in made.named_parameters() if x.ndim >= 2] if names is None else names:
+        x = made.get_parameter(name)
+        x.copy_(x.flatten()[torch.randperm(x.numel(), generator=generator).to(x.device)].reshape(x.shape))
+    return made
+
+
+@torch.no_grad()
+def carry_over(source: nn.Module, net: nn.Module, *, layers: int | None = None) -> nn.Module:
+    """A copy of a network with the parameters and buffers of another where names and shapes agree: transfer.
+
+    A layer begins with a weight of at least two dimensions, and its biases, norms and buffers follow. Where shapes
+    differ, as in the last layer for other classes, the copy keeps the values of `net`.
+
+    Args:
+        source: a trained or grown network.
+        net: the network for the new task, with its own first weights; it is not changed.
+        layers: number of layers to carry over, from the first on; None for all.
+
+    Raises:
+        ValueError: if `layers` is below 1, or nothing agrees.
+    """
+    if layers is not None and layers < 1:
+        raise ValueError(f"layers must be an int >= 1 or None, got {layers!r}")
+    made = copy.deepcopy(net)
+    into = {name: x for name, x, _ in _by_layer(made)}
+    first = {name: x for name, x, layer in _by_layer(source) if layers is None or layer <= layers}
+    if not (shared := [name for name, x in first.items() if name in into and into[name].shape == x.shape]):
+        raise ValueError(f"expected tensors of equal names and shapes, got {[*first]} and {[*into]}")
+    for name in shared:
+        into[name].copy_(first[name])
+    return made
+
+
+def _by_layer(net: nn.Module) -> Iterator[tuple[str, Tensor, int]]:
+    """Parameters and buffers by name, module after module, with their layer: 1, 2, ..."""
+    layer = 0
+    for prefix, module in net.named_modules():
+        for kind in (module.named_parameters, module.named_buffers):
+            for name, x in kind(prefix, recurse=False):
+                layer += isinstance(x, nn.Parameter) and x.ndim >= 2
+                yield name, x, layer

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_model
+from torch import nn
 
 import gbfunc as gb
 from gbfunc.tasks import accuracy, find_task
@@ -88,3 +89,39 @@ def test_images_in_another_size() -> None:
     assert in_the_size_of(task, task.interface) is task
     with pytest.raises(ValueError, match="cannot learn the task digits"):
         in_the_size_of(task, Interface((3, 8, 8), 10))
+
+
+def normed(classes: int) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, classes))
+
+
+def test_shuffled_weights_are_the_same_numbers_at_other_places() -> None:
+    net = normed(3)
+    state = {name: x.clone() for name, x in net.state_dict().items()}
+    made, again, one = gb.shuffled(net, 5), gb.shuffled(net, 5), gb.shuffled(net, 5, names=["4.weight"])
+    for name, x in made.state_dict().items():
+        weight = name in ("0.weight", "4.weight")
+        assert x.equal(state[name]) != weight and x.equal(again.state_dict()[name])
+        assert x.flatten().sort().values.equal(state[name].flatten().sort().values)
+        assert one.state_dict()[name].equal(state[name]) == (name != "4.weight")
+        assert net.state_dict()[name].equal(state[name])
+
+
+@pytest.mark.parametrize("layers", [1, 2, None])
+def test_layers_carry_over_with_their_norms_where_shapes_agree(layers: int | None) -> None:
+    source, net, same = normed(3), normed(7), normed(3)
+    source(torch.randn(8, 1, 8, 8))
+    for target in (net, same):
+        before = {name: x.clone() for name, x in target.state_dict().items()}
+        made = gb.carry_over(source, target, layers=layers).state_dict()
+        for name, x in source.state_dict().items():
+            carried = name[0] in "01" or (target is same and layers != 1)
+            assert made[name].equal(x if carried else before[name])
+            assert target.state_dict()[name].equal(before[name])
+
+
+def test_what_cannot_carry_over_is_named() -> None:
+    with pytest.raises(ValueError, match="layers must be an int >= 1 or None, got 0"):
+        gb.carry_over(normed(3), normed(3), layers=0)
+    with pytest.raises(ValueError, match="equal names and shapes"):
+        gb.carry_over(nn.Linear(3, 2), nn.Linear(4, 5))

@@ -26,6 +26,7 @@ from matplotlib.figure import Figure
 from safetensors.torch import save_model
 from torch import nn
 
+import gbfunc as gb
 from gbfunc.cli.genomes import read_genome
 from gbfunc.cli.options import DataOptions
 from gbfunc.plots import LINES, MARKERS, PALETTE, Runs
@@ -61,16 +62,6 @@ class Taught(NamedTuple):
     net: nn.Module  # the network in the end
 
 
-def shuffled(grown: nn.Module, names: Sequence[str], seed: int) -> nn.Module:
-    """Permute the weights inside of each named tensor: the control that keeps their distribution alone."""
-    net, generator = copy.deepcopy(grown), torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name in names:
-            x = net.get_parameter(name)
-            x.copy_(x.flatten()[torch.randperm(x.numel(), generator=generator)].reshape(x.shape))
-    return net
-
-
 def teach(
     grown: nn.Module,
     task: Task,
@@ -87,7 +78,7 @@ def teach(
     to the last. `lessons` makes the recipe; the grown network is not changed. Without `names` of generated weights, no
     shuffled network is trained.
     """
-    control = {SHUFFLED: shuffled(grown, names, seed)} if names else {}
+    control = {SHUFFLED: gb.shuffled(grown, seed, names=names)} if names else {}
     starts = {GROWN: grown, **control, RANDOM: task.build(seed).to(next(grown.parameters()).device)}
     metric, tested = task.metric, replace(task, val=task.test)
 
