@@ -2,8 +2,10 @@
 
 import json
 import runpy
+import signal
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,9 +14,11 @@ from safetensors.torch import load_model
 from torch import nn
 
 import gbfunc as gb
+from gbfunc.cli import Stopped
 from gbfunc.tasks import accuracy, find_task
 from gbfunc.tasks.pnets import Interface
 from gbfunc.tasks.training import dense_trainer, fit, genome_trainer
+from notebooks.results import paper, paper_lives
 from notebooks.results.birth import GROWN, RANDOM, in_the_size_of, lessons, teach
 from tests.support.ranks import ROOT
 
@@ -97,31 +101,40 @@ def normed(classes: int) -> nn.Module:
 
 def test_shuffled_weights_are_the_same_numbers_at_other_places() -> None:
     net = normed(3)
-    state = {name: x.clone() for name, x in net.state_dict().items()}
-    made, again, one = gb.shuffled(net, 5), gb.shuffled(net, 5), gb.shuffled(net, 5, names=["4.weight"])
-    for name, x in made.state_dict().items():
-        weight = name in ("0.weight", "4.weight")
-        assert x.equal(state[name]) != weight and x.equal(again.state_dict()[name])
-        assert x.flatten().sort().values.equal(state[name].flatten().sort().values)
-        assert one.state_dict()[name].equal(state[name]) == (name != "4.weight")
-        assert net.state_dict()[name].equal(state[name])
+    made, one = gb.shuffled(net, 5), gb.shuffled(net, 5, names=["4.weight"])
+    for name, x in net.state_dict().items():
+        y = made.state_dict()[name]
+        assert y.equal(x) != (name in ("0.weight", "4.weight"))
+        assert x.flatten().sort().values.equal(y.flatten().sort().values)
+        assert one.state_dict()[name].equal(x) != (name == "4.weight")
 
 
-@pytest.mark.parametrize("layers", [1, 2, None])
-def test_layers_carry_over_with_their_norms_where_shapes_agree(layers: int | None) -> None:
-    source, net, same = normed(3), normed(7), normed(3)
+@pytest.mark.parametrize(("layers", "classes"), [(1, 3), (2, 3), (None, 3), (None, 7)])
+def test_layers_carry_over_with_their_norms_where_shapes_agree(layers: int | None, classes: int) -> None:
+    source, net = normed(3), normed(classes)
     source(torch.randn(8, 1, 8, 8))
-    for target in (net, same):
-        before = {name: x.clone() for name, x in target.state_dict().items()}
-        made = gb.carry_over(source, target, layers=layers).state_dict()
-        for name, x in source.state_dict().items():
-            carried = name[0] in "01" or (target is same and layers != 1)
-            assert made[name].equal(x if carried else before[name])
-            assert target.state_dict()[name].equal(before[name])
-
-
-def test_what_cannot_carry_over_is_named() -> None:
+    made = gb.carry_over(source, net, layers=layers).state_dict()
+    for name, x in source.state_dict().items():
+        carried = name[0] in "01" or (classes == 3 and layers != 1)
+        assert made[name].equal(x if carried else net.state_dict()[name])
     with pytest.raises(ValueError, match="layers must be an int >= 1 or None, got 0"):
-        gb.carry_over(normed(3), normed(3), layers=0)
+        gb.carry_over(source, net, layers=0)
     with pytest.raises(ValueError, match="equal names and shapes"):
         gb.carry_over(nn.Linear(3, 2), nn.Linear(4, 5))
+
+
+@pytest.mark.parametrize("arguments", ["nope", "mnist --seeds 1 1", "mnist --epochs 0", "cifar --data-dir here", "--x"])
+def test_experiments_of_the_paper_refuse_in_one_line(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert paper.main(arguments.split()) == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+def test_an_interrupted_life_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    task = find_task("digits", None, {})
+    task = task.with_pnet(task.pnet.scaled(0.02))  # pyright: ignore[reportOptionalCall]
+    learn = partial(paper_lives.live, task=task, recipe=task.recipe(0), seed=0, epochs=3, rates=(1,))
+    stop = lambda _, rows: len(rows) == 5 and signal.raise_signal(signal.SIGTERM)  # noqa: E731
+    with pytest.raises(Stopped):
+        learn(tmp_path / "cut", task.build(0), on_validation=stop)
+    again, whole = (learn(tmp_path / name, task.build(0)) for name in ("cut", "whole"))
+    assert again.rows == whole.rows and again.epochs_until(50.0) < 3
+    assert all(map(torch.equal, again.net.parameters(), whole.net.parameters()))

@@ -1,0 +1,209 @@
+"""Trainings of `paper.py`: genomes, and networks that learn from birth on. Each goes on where it was interrupted.
+
+A network without a genome is trained as a plan in which every parameter is direct, so that one loop with one kind of
+checkpoint serves both.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import signal
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import nn
+
+import gbfunc as gb
+from gbfunc.cli import handling
+from gbfunc.cli.checkpoints import Kept
+from gbfunc.cli.options import AUTO, CheckpointOptions
+from gbfunc.plots import LINES, MARKERS, PALETTE
+from gbfunc.tasks import Task, accuracy
+from gbfunc.tasks.base import Recipe, constant_rate
+from gbfunc.tasks.data import steps_per_epoch
+from gbfunc.tasks.training import fit as fit_task
+from gbfunc.tasks.training import genome_trainer, total_steps
+
+Rows = list[dict[str, float]]
+"""`step`, `epoch`, `validation` and `test` accuracy (0 to 1), from birth on."""
+
+FIRST = (1, 3, 10, 30, 100)
+"""Steps after birth at which a network is measured, beside birth and every epoch."""
+
+
+class Life(NamedTuple):
+    """A network that learned from birth on."""
+
+    rows: Rows
+    rate: float
+    net: nn.Module
+
+    def at(self, step: float) -> float:
+        """Test accuracy (%) after the last measurement up to a step."""
+        return 100 * [row["test"] for row in self.rows if row["step"] <= step][-1]
+
+    def epochs_until(self, accuracy: float) -> float:
+        """Epochs until a test accuracy (%), between measurements by a straight line; infinity for never."""
+        before = None
+        for row in self.rows:
+            if (reached := 100 * row["test"]) >= accuracy:
+                if before is None:
+                    return 0.0
+                part = (accuracy - 100 * before["test"]) / (reached - 100 * before["test"])
+                return before["epoch"] + part * (row["epoch"] - before["epoch"])
+            before = row
+        return math.inf
+
+
+def with_test(task: Task) -> Task:
+    """A task whose validations also measure the test images, which choose nothing."""
+    both = lambda net, _: {"accuracy": accuracy(net, task.val), "test": accuracy(net, task.test)}  # noqa: E731
+    return replace(task, evaluate=both)
+
+
+def train(
+    folder: Path,
+    plan: gb.Plan,
+    pnet: nn.Module,
+    task: Task,
+    recipe: Recipe,
+    seed: int,
+    on_validation: Callable[[Any, Rows], None] = lambda state, history: None,
+) -> tuple[nn.Module, Rows]:
+    """Train a genome, or go on, or read what was trained: the grown network and the rows of its validations."""
+    trainer = genome_trainer(plan, pnet, task, recipe, seed)
+    assert trainer.train_step is not None
+    settings = {"task": task.name, "images": len(task.train), "seed": seed, "batch_size": recipe.batch_size}
+    source = folder if any(folder.glob("step-*")) else None
+    options = CheckpointOptions(out=folder, checkpoint_every=200, resume=AUTO)
+    kept = Kept(trainer.train_step, total_steps(task, recipe), settings, source, options)
+    try:
+        with (
+            gb.Checkpointer(folder, trainer.train_step, keep=1) as kept.writer,
+            handling(kept.note, signal.SIGINT, signal.SIGTERM),
+        ):
+            done = fit_task(trainer, task, recipe, seed, checkpoints=kept, on_validation=on_validation)
+    except ValueError as error:
+        if source is None:
+            raise
+        raise ValueError(f"{folder} holds another training ({error}): choose another --out") from error
+    return cast(nn.Module, trainer.net(done.state)), done.history
+
+
+def train_weights(
+    folder: Path, start: nn.Module, task: Task, recipe: Recipe, seed: int, **options: Any
+) -> tuple[nn.Module, Rows]:
+    """Train the weights of a network itself, at the recipe's `dense_lr`; `start` is not changed."""
+    net = copy.deepcopy(start).train()
+    weights = replace(recipe, lr=recipe.dense_lr, direct_lr=None)
+    return train(folder, gb.make_plan(net, exclude=[""]), net, task, weights, seed, **options)
+
+
+def live(
+    folder: Path,
+    start: nn.Module,
+    task: Task,
+    recipe: Recipe,
+    seed: int,
+    epochs: int,
+    rates: Sequence[float],
+    **options: Any,
+) -> Life:
+    """Let a network learn at a constant rate on unchanged images, measured from birth on.
+
+    Of `rates`, parts of the recipe's `dense_lr`, the one with the best mean of all validations is taken.
+    """
+    both, a_pass = with_test(task), steps_per_epoch(task.train, recipe.batch_size)
+    marks = tuple(sorted({*FIRST, *range(a_pass, epochs * a_pass, a_pass)} - {0}))
+    still = replace(recipe, schedule=constant_rate, augment=None, epochs=epochs, steps=None, measure_every=marks)
+    born = both.measured(start.eval(), task.val)
+    lives = []
+    for rate in rates:
+        slower = replace(still, dense_lr=rate * recipe.dense_lr)
+        net, history = train_weights(folder / f"rate-{slower.dense_lr:.0e}", start, both, slower, seed, **options)
+        rows = [{"step": 0, "epoch": 0.0, "validation": born["accuracy"], "test": born["test"]}]
+        for row in history:
+            found = {"validation": row["val_accuracy"], "test": row["val_test"]}
+            rows.append({"step": row["step"], "epoch": row["step"] / a_pass} | found)
+        lives.append(Life(rows, slower.dense_lr, net))
+    return max(lives, key=lambda life: statistics.mean(row["validation"] for row in life.rows))
+
+
+def lives(
+    folder: Path,
+    starts: Mapping[str, Callable[[int], nn.Module]],
+    task: Task,
+    recipe: Recipe,
+    seeds: Iterable[int],
+    epochs: int,
+    rates: Sequence[float],
+) -> dict[str, list[Life]]:
+    """Let several starts learn, one life per seed. The first seed chooses the rate of a start for all seeds."""
+    found: dict[str, list[Life]] = {}
+    for name, start in starts.items():
+        found[name], chosen = [], rates
+        for seed in seeds:
+            life = live(folder / f"{name}-{seed}".replace(" ", "-"), start(seed), task, recipe, seed, epochs, chosen)
+            found[name].append(life)
+            chosen = (life.rate / recipe.dense_lr,)
+    return found
+
+
+def shown(values: Iterable[float], digits: int = 2, unit: str = " %") -> str:
+    """Mean and standard deviation over seeds; infinity counts as never reached."""
+    values = [*values]
+    if any(map(math.isinf, values)):
+        return f"not in {sum(map(math.isinf, values))} of {len(values)}" if len(values) > 1 else "never"
+    spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{spread}{unit}"
+
+
+def report(
+    out: Path, name: str, columns: Sequence[str], rows: Sequence[Sequence[str]], figure: Figure, data: Any
+) -> None:
+    """Print a table in Markdown, and write the numbers and the figure."""
+    for row in (columns, ["---"] * len(columns), *rows):
+        print(f"| {' | '.join(row)} |")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{name}.json").write_text(json.dumps(data, indent=1), encoding="utf-8")
+    figure.savefig(out / f"{name}.png", dpi=110)
+    print(f"\n{out / name}.png", flush=True)
+
+
+def as_data(found: Mapping[str, Sequence[Life]]) -> dict[str, Any]:
+    """Write lives as JSON: rate and rows of each."""
+    return {name: [{"rate": life.rate, "rows": life.rows} for life in of] for name, of in found.items()}
+
+
+def axes_of(columns: int = 1, height: float = 3.6) -> tuple[Figure, list[Axes]]:
+    """A figure of some plots in a row."""
+    figure = Figure(figsize=(0.6 + 4.4 * columns, height), layout="constrained")
+    (row,) = figure.subplots(1, columns, squeeze=False)
+    for axes in row:
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, [*row]
+
+
+def draw_lives(axes: Axes, found: Mapping[str, Sequence[Life]], title: str = "", *, log: bool = True) -> None:
+    """Draw test accuracy from birth on: the mean over seeds, and a band of one deviation."""
+    for i, (name, of) in enumerate(found.items()):
+        test = 100 * torch.tensor([[row["test"] for row in life.rows] for life in of], dtype=torch.float64)
+        mean, std = test.mean(0), test.std(0, correction=int(len(of) > 1))
+        x = [row["step" if log else "epoch"] for row in of[0].rows]
+        style = {"color": PALETTE[i % 7], "linestyle": LINES[i % 4], "marker": MARKERS[i % 8], "markersize": 3.5}
+        axes.plot(x, mean, label=name, **style)
+        axes.fill_between(x, mean - std, mean + std, color=style["color"], alpha=0.15, linewidth=0)
+    if log:
+        axes.set_xscale("symlog", linthresh=1)
+        axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}" if step else "birth")
+    axes.set(xlabel=f"{'steps' if log else 'epochs'} of learning after birth", ylabel="test accuracy (%)", title=title)
+    axes.legend(frameon=False, fontsize=8)
