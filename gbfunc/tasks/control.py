@@ -130,9 +130,7 @@ SETTINGS: Mapping[str, Settings] = MappingProxyType(
     {
         **dict.fromkeys(
             ("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5"),
-            Settings(
-                999_424, 8, 256, epochs=10, minibatches=8, entropy=0.0, reward_scale=0.05, dense_lr=1e-3, eval_every=16
-            ),
+            Settings(999_424, 8, 256, 10, 8, entropy=0.0, reward_scale=0.05, lr=3e-3, dense_lr=1e-3, eval_every=16),
         ),
         "CartPole-v1": Settings(env_steps=51_200, n_envs=8, reward_scale=0.02, lr=1e-2, dense_lr=1e-2),
         "Pendulum-v1": Settings(

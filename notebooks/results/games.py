@@ -1,0 +1,279 @@
+"""A dueling DQN of small games whose network grows from a genome, beside the same network with weights of its own.
+
+Run `python notebooks/results/games.py --out games` (`pip install 'gbfunc[cli,minatar]'`).
+
+Mnih et al. (2015) with the double targets of van Hasselt et al. (2016) and the dueling heads of Wang et al. (2016): the
+network grows once per vector step, acts in all environments, and a genome as of some updates ago gives the targets.
+The p-net is `conv_actor_critic`: its policy head holds the advantages, its value head the values.
+
+Options: `--games`, `--frames` (steps of all environments together), `--compressions` (0 is the dense net), `--lr` and
+`--dense-lr`, `--width` and `--hidden` (of the p-net), `--envs`, `--update-every` (frames), `--replay`
+(transitions), `--segment`, `--seeds`, `--out`. A training is cut into segments of so many frames, each in environments
+made anew: the same command goes on after an interruption from the last segment, bit for bit. Writes `games.json` and
+`games.png`, and prints a table.
+
+Atari's BeamRider, as in Shuvaev et al. (2024), needs `gbfunc[atari]`:
+
+    python notebooks/results/games.py --games ALE/BeamRider-v5 --frames 200000 --width 32 --hidden 1024 --envs 4 \\
+        --replay 20000 --compressions 0 492 --seeds 0 --out beamrider
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from safetensors.numpy import load_file, save_file
+from torch import Tensor, nn
+
+import gbfunc as gb
+from gbfunc.plots import LINES, PALETTE
+from gbfunc.tasks.control import ATARI, Environment, find_environment, make_envs, stream
+from gbfunc.tasks.pnets import PNETS, Interface
+
+GAMMA, BATCH, UPDATES_PER_TARGET = 0.99, 64, 250
+"""Discount; transitions of an update; updates from one target to the next."""
+
+EXPLORING, LEAST = 0.1, 0.05
+"""Part of the frames in which the rate of random actions falls from 1, and the rate after that."""
+
+EPISODES, LONGEST = 10, 5_000
+"""Episodes of an evaluation, and the steps after which one is cut."""
+
+FIRST = 5_000
+"""Frames before the first update."""
+
+
+def q_values(net: Any, obs: Tensor) -> Tensor:
+    """Return the values of all actions [B, A] in some states: the state's value plus centred advantages."""
+    advantages_BA, values_B = net(obs)
+    return values_B[:, None] + advantages_BA - advantages_BA.mean(1, keepdim=True)
+
+
+def loss_fn(net: Any, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """Return Huber's loss of the values of the actions taken [B]."""
+    obs, actions_B, targets_B = batch
+    return F.smooth_l1_loss(q_values(net, obs).gather(1, actions_B[:, None])[:, 0], targets_B)
+
+
+class Replay:
+    """The last steps of all environments, each observation once: rings of T rows of N environments.
+
+    The row after a step holds its next observation. A row in which an environment only starts anew is no transition.
+    """
+
+    def __init__(self, rows: int, n: int, env: Environment) -> None:
+        self.rows, self.n, self.count = rows, n, 0
+        self.obs = np.zeros((rows, n, *env.inputs), np.uint8)
+        self.actions = np.zeros((rows, n), np.int64)
+        self.rewards = np.zeros((rows, n), np.float32)
+        self.over, self.valid = np.zeros((rows, n), bool), np.zeros((rows, n), bool)
+
+    def add(self, obs: Tensor, actions: Tensor, rewards: Any, over: Any, valid: Any) -> None:
+        """Add a step of all environments."""
+        row, self.count = self.count % self.rows, self.count + 1
+        self.obs[row], self.actions[row], self.rewards[row] = obs.numpy(), actions.numpy(), rewards
+        self.over[row], self.valid[row] = over, valid
+
+    def sample(self, draws: np.random.Generator, number: int) -> tuple[Tensor, ...]:
+        """Draw transitions: observations, actions, rewards, whether the episode ended, and next observations."""
+        first, found = max(0, self.count - self.rows), []
+        while len(found) < number:
+            # The newest row has no next observation yet.
+            row, column = int(draws.integers(first, self.count - 1)) % self.rows, int(draws.integers(self.n))
+            if self.valid[row, column]:
+                found.append((row, column))
+        rows, columns = np.array(found).T
+        at, after = (rows, columns), ((rows + 1) % self.rows, columns)
+        return tuple(
+            map(torch.from_numpy, (self.obs[at], self.actions[at], self.rewards[at], self.over[at], self.obs[after]))
+        )
+
+    def cut(self) -> None:
+        """Forget the newest row, whose next observation would be that of another environment."""
+        self.valid[(self.count - 1) % self.rows] = False
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return all that a file must hold."""
+        names = ("obs", "actions", "rewards", "over", "valid")
+        return {"count": np.array(self.count)} | {name: getattr(self, name) for name in names}
+
+    def restore(self, path: Path) -> None:
+        """Read what `arrays` returned."""
+        for name, array in load_file(path).items():
+            setattr(self, name, int(array) if name == "count" else array)
+
+
+def seen(env: Environment, obs: Tensor) -> Tensor:
+    """Observations for the network: bytes of images, and zeros and ones of MinAtar."""
+    return obs if env.id.startswith(ATARI) else obs.float()
+
+
+@torch.no_grad()
+def evaluate(net: nn.Module, env: Environment, seed: int) -> list[float]:
+    """Return the undiscounted return of one episode in each of some environments, 1 % of the actions random."""
+    envs, draws = make_envs(env.id, EPISODES), torch.Generator().manual_seed(seed)
+    returns, running = np.zeros(EPISODES), np.ones(EPISODES, bool)
+    obs = env.reset(envs, seed)
+    for _ in range(LONGEST):
+        actions = acting(net, env, obs, 0.01, draws)
+        array, rewards, terminated, truncated, _ = envs.step(actions.numpy())
+        obs, returns = env.seen(array), returns + rewards * running
+        running &= ~(terminated | truncated)
+        if not running.any():
+            break
+    envs.close()
+    return returns.tolist()
+
+
+@torch.no_grad()
+def acting(net: nn.Module, env: Environment, obs: Tensor, rate: float, draws: torch.Generator) -> Tensor:
+    """Choose the best actions [N], or with a probability of `rate` any."""
+    best_N = q_values(net, seen(env, obs)).argmax(1)
+    any_N = torch.randint(env.n_actions, best_N.shape, generator=draws)
+    return torch.where(torch.rand(best_N.shape, generator=draws) < rate, any_N, best_N)
+
+
+def learn(options: argparse.Namespace, game: str, compression: float, seed: int) -> dict[str, Any]:
+    """Train one network, or go on with it; return its size and its rows of `frames` and `returns`."""
+    out = options.out / f"{game.replace('/', '-')}, {compression:g}x, {seed}"
+    out.mkdir(parents=True, exist_ok=True)
+    if (out / "result.json").exists():
+        return json.loads((out / "result.json").read_text())
+    env, n = find_environment(game), options.envs
+    interface = Interface(env.inputs, env.n_actions, actions="choice")
+    described = PNETS["conv_actor_critic"](interface, width=options.width, hidden=options.hidden)
+    pnet = described.build(seed)
+    if compression:
+        size = sum(p.numel() for p in pnet.parameters()) / compression
+        plan = gb.make_plan(pnet, **described.plan(size)._asdict(), compression=compression)
+    else:
+        plan = gb.make_plan(pnet, rules=[(".", None)])
+    adam = gb.torch_optimizer(torch.optim.Adam, lr=options.lr if compression else options.dense_lr, eps=1e-5)
+    train_step = gb.make_train_step(plan, pnet, loss_fn, adam, donate=True, clip_norm=10.0)
+    loaded = gb.load_checkpoint(out, train_step, train_step.init(seed=seed))
+    state, replay = loaded.state, Replay(options.replay // n, n, env)
+    rows = loaded.extra["rows"] if loaded.path else []
+    done = loaded.extra["segments"] if loaded.path else 0
+    if loaded.path:
+        replay.restore(out / f"replay-{done}.safetensors")
+    per_segment, segments = options.segment // n, -(-options.frames // options.segment)
+    with gb.Checkpointer(out, train_step, keep=1) as checkpointer:
+        for segment in range(done, segments):
+            begun, draws = time.perf_counter(), np.random.default_rng(stream(seed, segment, 0))
+            generator = torch.Generator().manual_seed(stream(seed, segment, 1))
+            envs, updates, losses = make_envs(game, n), 0, []
+            obs, restarts = env.reset(envs, stream(seed, segment, 2)), np.zeros(n, bool)
+            net, target = (gb.materialize(plan, state, pnet).eval() for _ in range(2))
+            for step in range(per_segment):
+                frames = segment * options.segment + step * n
+                net.load_state_dict(gb.generate(plan, state))
+                rate = max(LEAST, 1 - (1 - LEAST) * frames / (EXPLORING * options.frames))
+                actions = acting(net, env, obs, rate, generator)
+                array, rewards, terminated, truncated, _ = envs.step(actions.numpy())
+                rewards = np.sign(rewards) if game.startswith(ATARI) else rewards
+                replay.add(obs, actions, rewards, terminated, ~restarts)
+                obs, restarts = env.seen(array), terminated | truncated
+                for _ in range(n // options.update_every if frames >= FIRST else 0):
+                    before, taken_B, rewards_B, over_B, after = replay.sample(draws, BATCH)
+                    with torch.no_grad():
+                        best_B1 = q_values(net, seen(env, after)).argmax(1, keepdim=True)
+                        next_B = q_values(target, seen(env, after)).gather(1, best_B1)[:, 0]
+                    batch = seen(env, before), taken_B, rewards_B + GAMMA * next_B * ~over_B
+                    state, info = train_step(state, batch)
+                    updates += 1
+                    losses.append(info.loss)
+                    if updates % UPDATES_PER_TARGET == 0:
+                        target.load_state_dict(gb.generate(plan, state))
+            envs.close()
+            replay.cut()
+            returns = evaluate(gb.materialize(plan, state, pnet).eval(), env, stream(0, 7))
+            seconds = time.perf_counter() - begun
+            rows.append({"frames": (segment + 1) * options.segment, "returns": returns, "seconds": seconds})
+            loss = float(torch.stack(losses).mean()) if losses else float("nan")
+            told = f"{game} {compression:g}x seed {seed}: {rows[-1]['frames']:,} frames"
+            print(f"{told}, return {statistics.fmean(returns):.2f}, loss {loss:.4f}, {seconds:.0f} s", flush=True)
+            # The replay first: a checkpoint without its replay could not go on.
+            save_file(replay.arrays(), out / f"replay-{segment + 1}.safetensors")
+            checkpointer.save(state, {"rows": rows, "segments": segment + 1})
+            checkpointer.wait()
+            (out / f"replay-{segment}.safetensors").unlink(missing_ok=True)
+    gb.save(out / "genome.safetensors", plan, state)
+    result = {"params": plan.genome_params, "ratio": plan.ratio_params, "pnet": plan.pnet_params, "rows": rows}
+    (out / "result.json").write_text(json.dumps(result))
+    (out / f"replay-{segments}.safetensors").unlink(missing_ok=True)
+    return result
+
+
+def curves(runs: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]) -> Figure:
+    """Draw returns against frames: mean and range over seeds, one plot per game."""
+    figure = Figure(figsize=(0.6 + 3.6 * len(runs), 3.4), layout="constrained")
+    (row,) = figure.subplots(1, len(runs), squeeze=False)
+    for axes, (game, sizes) in zip(row, runs.items(), strict=True):
+        for (name, seeds), color, line in zip(sizes.items(), PALETTE, LINES * 2, strict=False):
+            frames = [point["frames"] / 1e3 for point in seeds[0]["rows"]]
+            values = [[statistics.fmean(point["returns"]) for point in seed["rows"]] for seed in seeds]
+            columns = list(zip(*values, strict=True))
+            axes.plot(frames, [statistics.fmean(x) for x in columns], label=name, color=color, linestyle=line)
+            axes.fill_between(frames, [min(x) for x in columns], [max(x) for x in columns], color=color, alpha=0.15)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set(title=game, xlabel="frames (thousands)", ylabel="mean return")
+        axes.legend(frameon=False)
+    return figure
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Train all networks, print the table, draw the figure."""
+    parser = argparse.ArgumentParser()
+    games = ["MinAtar/SpaceInvaders-v1", "MinAtar/Breakout-v1", "MinAtar/Seaquest-v1"]
+    parser.add_argument("--games", nargs="+", default=games)
+    parser.add_argument("--compressions", type=float, nargs="+", default=[0.0, 500.0, 1_000.0, 3_500.0])
+    defaults = {
+        "frames": 1_000_000,
+        "width": 16,
+        "hidden": 256,
+        "envs": 16,
+        "update-every": 4,
+        "replay": 100_000,
+        "segment": 25_000,
+    }
+    for name, value in defaults.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--lr", type=float, default=2.5e-3)
+    parser.add_argument("--dense-lr", type=float, default=2.5e-4)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--out", type=Path, default=Path("games"))
+    options = parser.parse_args(argv)
+    if options.envs % options.update_every or min(options.replay, options.segment) < 2 * options.envs:
+        parser.error("--envs must be a multiple of --update-every, --replay and --segment at least twice --envs")
+    torch.set_num_threads(1)
+    runs: dict[str, dict[str, Any]] = {}
+    lines = []
+    for game in options.games:
+        for compression in options.compressions:
+            seeds = [learn(options, game, compression, seed) for seed in options.seeds]
+            size = (
+                f"{seeds[0]['params']:,} ({seeds[0]['ratio']:,.0f}x)" if compression else f"{seeds[0]['pnet']:,}, dense"
+            )
+            runs.setdefault(game, {})[size] = seeds
+            # The mean of the last fifth of the evaluations: one evaluation is noisy.
+            last = [seed["rows"][-max(1, len(seed["rows"]) // 5) :] for seed in seeds]
+            means = [statistics.fmean(x for row in rows for x in row["returns"]) for rows in last]
+            deviation = f" ± {statistics.stdev(means):.2f}" if len(means) > 1 else ""
+            seconds = statistics.fmean(sum(row["seconds"] for row in seed["rows"]) for seed in seeds)
+            lines.append(f"| {game} | {size} | {statistics.fmean(means):.2f}{deviation} | {seconds / 60:.0f} |")
+    print("\n".join(["| game | parameters | return | minutes each |", "|---|---|---|---|", *lines]))
+    (options.out / "games.json").write_text(json.dumps(runs))
+    curves(runs).savefig(options.out / "games.png", dpi=150)
+
+
+if __name__ == "__main__":
+    main()
