@@ -26,7 +26,20 @@ from gbfunc.tasks.pnets import PNETS, Interface
 from gbfunc.tasks.training import total_steps
 from gbfunc.untrusted import read_arrays
 from notebooks.results.garments import garments as drawn_garments
-from notebooks.results.paper_lives import as_data, axes_of, draw_lives, live, lives, report, shown, train, train_weights
+from notebooks.results.paper_lives import (
+    as_data,
+    axes_of,
+    classical_mds,
+    dimension,
+    draw_lives,
+    live,
+    lives,
+    report,
+    shown,
+    smoothness,
+    train,
+    train_weights,
+)
 
 if TYPE_CHECKING:
     from notebooks.results.paper import Setting
@@ -42,7 +55,7 @@ SMALLEST, OTHER = 613, 1_000
 
 GROWN, SHUFFLED, NAIVE, CARRIED = "grown", "shuffled", "naive", "weights carried over"
 SCALED = "naive in the grown deviations"
-MNIST_RATES, CIFAR_RATES = (3.0, 1.0, 0.3, 0.1), (0.1, 0.03)
+MNIST_RATES, CIFAR_RATES = (1.0, 0.3, 0.1), (0.1, 0.03)
 """Learning rates after birth to choose from, as parts of the recipe's `dense_lr`."""
 
 
@@ -377,27 +390,6 @@ def weights(setting: Setting) -> None:
             for path in sorted(folder.glob("*.safetensors")):
                 met.append((name, seed, int(path.stem), load_file(path)["weight"]))
     _describe_weights(setting, met)
-
-
-def classical_mds(points_NP: Tensor) -> tuple[Tensor, Tensor]:
-    """Multidimensional scaling of Euclidean distances (Torgerson): coordinates [N, N], and the share of each axis."""
-    centred_NP = (points_NP - points_NP.mean(0)).double()
-    values, vectors = torch.linalg.eigh(centred_NP @ centred_NP.T)
-    values, vectors = values.flip(0).clamp_min(0), vectors.flip(1)
-    return vectors * values.sqrt(), values / values.sum()
-
-
-def dimension(weight_RC: Tensor) -> float:
-    """Participation ratio of the squared singular values: how many directions share the weights."""
-    squares = torch.linalg.svdvals(weight_RC.double()).square()
-    return float(squares.sum().square() / squares.square().sum())
-
-
-def smoothness(weight_RC: Tensor) -> float:
-    """Correlation of the weights of neighbouring pixels."""
-    images = weight_RC.reshape(len(weight_RC), 28, 28)
-    pairs = torch.stack([images[:, :, 1:].flatten(), images[:, :, :-1].flatten()])
-    return float(torch.corrcoef(pairs)[0, 1])
 
 
 def _describe_weights(setting: Setting, met: list[tuple[str, int, int, Tensor]]) -> None:

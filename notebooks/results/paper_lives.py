@@ -2,6 +2,8 @@
 
 A network without a genome is trained as a plan in which every parameter is direct, so that one loop with one kind of
 checkpoint serves both.
+
+Suffixes: N networks, P weights of one, R rows and C columns of a weight.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from torch import nn
+from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.cli import handling
@@ -35,7 +37,7 @@ from gbfunc.tasks.training import genome_trainer, total_steps
 Rows = list[dict[str, float]]
 """`step`, `epoch`, `validation` and `test` accuracy (0 to 1), from birth on."""
 
-FIRST = (1, 3, 10, 30, 100)
+FIRST = (1, 10, 100)
 """Steps after birth at which a network is measured, beside birth and every epoch."""
 
 
@@ -84,7 +86,7 @@ def train(
     settings = {"task": task.name, "images": len(task.train), "seed": seed, "batch_size": recipe.batch_size}
     source = folder if any(folder.glob("step-*")) else None
     options = CheckpointOptions(out=folder, checkpoint_every=200, resume=AUTO)
-    kept = Kept(trainer.train_step, total_steps(task, recipe), settings, source, options)
+    kept = Kept(trainer.train_step, total_steps(task, recipe), settings, source, options, 1)
     try:
         with (
             gb.Checkpointer(folder, trainer.train_step, keep=1) as kept.writer,
@@ -207,3 +209,25 @@ def draw_lives(axes: Axes, found: Mapping[str, Sequence[Life]], title: str = "",
         axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}" if step else "birth")
     axes.set(xlabel=f"{'steps' if log else 'epochs'} of learning after birth", ylabel="test accuracy (%)", title=title)
     axes.legend(frameon=False, fontsize=8)
+
+
+def classical_mds(points_NP: Tensor) -> tuple[Tensor, Tensor]:
+    """Multidimensional scaling of Euclidean distances (Torgerson): coordinates [N, N], and the share of each axis."""
+    centred_NP = (points_NP - points_NP.mean(0)).double()
+    values, vectors = torch.linalg.eigh(centred_NP @ centred_NP.T)
+    values, vectors = values.flip(0).clamp_min(0), vectors.flip(1)
+    return vectors * values.sqrt(), values / values.sum()
+
+
+def dimension(weight_RC: Tensor) -> float:
+    """Participation ratio of the squared singular values: how many directions share the weights."""
+    squares = torch.linalg.svdvals(weight_RC.double()).square()
+    return float(squares.sum().square() / squares.square().sum())
+
+
+def smoothness(weight_RC: Tensor) -> float:
+    """Correlation of the weights of neighbouring pixels in a row of a square image."""
+    side = math.isqrt(weight_RC.shape[1])
+    images = weight_RC.reshape(len(weight_RC), side, side)
+    pairs = torch.stack([images[:, :, 1:].flatten(), images[:, :, :-1].flatten()])
+    return float(torch.corrcoef(pairs)[0, 1])
