@@ -40,7 +40,15 @@ class BaseTensors:
         with torch.inference_mode(False):
             params = {k: x.detach() for k, x in pnet.named_parameters() if k not in new}
             buffers = {k: b.detach().clone() for k, b in pnet.named_buffers() if k not in new}
-        self._saved = buffers.keys() & pnet.state_dict(keep_vars=True).keys()
+        state = pnet.state_dict(keep_vars=True)
+        self._saved = buffers.keys() & state.keys()
+        # Weights that quantised layers pack into objects; their copies are not kept.
+        tensors = {id(x) for named in (pnet.parameters(), pnet.buffers()) for x in named}
+        packed = {k: x if isinstance(x, tuple) else (x,) for k, x in state.items() if id(x) not in tensors}
+        parts = {f"{k}.{i}": x for k, each in packed.items() for i, x in enumerate(each) if isinstance(x, Tensor)}
+        # Their numbers, of a byte each in torch's layers.
+        self._packed = sum(x.numel() for x in parts.values())
+        self._packed_digest = _digest({k: x.dequantize() if x.is_quantized else x for k, x in parts.items()})
         self.params, self.buffers = params, buffers
         self._on: dict[torch.device, tuple[Params, Params]] = {}
 
@@ -69,11 +77,16 @@ class BaseTensors:
     def describe(self, name: str = "", revision: str = "") -> Base:
         """Returns digest and sizes; raises ValueError for a p-net on the meta device, which has no values."""
         kept = self.params | {k: self.buffers[k] for k in self._saved}
-        digest = hashlib.sha256()
-        for key in sorted(kept):
-            _update(digest, key, kept[key])
-        sizes = sum(x.numel() for x in self.params.values()), sum(x.nbytes for x in kept.values())
-        return Base(digest.hexdigest()[:32], *sizes, name, revision)
+        digest = _digest(kept, self._packed_digest if self._packed else b"")
+        params = sum(x.numel() for x in self.params.values()) + self._packed
+        return Base(digest.hex()[:32], params, sum(x.nbytes for x in kept.values()) + self._packed, name, revision)
+
+
+def _digest(tensors: Params, start: bytes = b"") -> bytes:
+    digest = hashlib.sha256(start)
+    for key in sorted(tensors):
+        _update(digest, key, tensors[key])
+    return digest.digest()
 
 
 def _update(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:

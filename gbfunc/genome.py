@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from gbfunc.hypernets.base import normal
 from gbfunc.hypernets.ensemble import Constants, Evaluation, dense_tiles, is_exporting, joined
+from gbfunc.layers.beside import hidden_layers
+from gbfunc.layers.kinds import DELTA
 from gbfunc.plan import Ensemble, Plan
 from gbfunc.pnet.describe import ParameterInfo, check_pnet, named_tensors, parameter_infos
 from gbfunc.tiling import TileGrid
@@ -84,6 +86,9 @@ def check_plan(plan: Plan, pnet: nn.Module) -> None:
     given = {name: tuple(x.shape) for name, x in named_tensors(pnet)}
     expected = {t.name: t.shape for t in plan.tensors} | {b.name: b.shape for b in plan.buffers}
     if plan.base is not None:
+        given |= {
+            f"{k}.{DELTA}".lstrip("."): (getattr(m, "out_features", 0), m.in_features) for k, m in hidden_layers(pnet)
+        }
         given = {k: shape for k, shape in given.items() if k in expected}
     if given != expected:
         other = {k: given.get(k) for k in sorted(given.keys() | expected.keys()) if given.get(k) != expected.get(k)}

@@ -6,6 +6,8 @@
 import copy
 from collections.abc import Iterable, Iterator
 
+import warnings
+
 import torch
 from torch import Tensor, nn
 
@@ -35,6 +37,9 @@ def materialize(
         noise: of stochastic g-nets, from `gb.sample_noise(plan, generator)`: each draw makes another network of the
             one genome. None gives the mean weights.
 
+    Deltas of layers that hide their weight, such as quantised layers, stay beside these layers in either case, as
+    parameters of the layers: with `factored=False` a warning names them.
+
     Raises:
         ValueError: if genome, noise, plan and p-net do not fit together.
     """
@@ -42,10 +47,16 @@ def materialize(
     check_genome(plan, genome)
     check_noise(plan, noise)
     base = plan.base_tensors(pnet)
-    generator = make_generator(plan, pnet=pnet if factored else None, lazy=factored, base=base)
+    generator = make_generator(plan, pnet=pnet, lazy=factored, base=base)
     with torch.no_grad():
         tensors = generator(flat_genome(genome), noise)
     weights, forms, inputs = to_serve(plan, generator, tensors)
+    if forms and not factored:
+        names, words = (
+            ", ".join(sorted(forms)),
+            "cannot be merged, and stay beside their layers, which hide their weights",
+        )
+        warnings.warn(f"{names} {words}: factored=True expects such layers", stacklevel=2)
     # A layer with factors has no use for the memory of its weight: one entry stands there until it is removed.
     kept = [t for t in plan.tensors if t.name in forms]
     weights |= {t.name: torch.zeros((), dtype=DTYPES[t.dtype]).expand(t.shape) for t in kept}

@@ -390,6 +390,9 @@ def merge_genomes(
     is the mean. Raises `ValueError` if genomes, plan, p-net and weights do not fit together.
     """
     _check_genomes(plan, genomes, pnet)
+    if beside := [t.name for t in plan.tensors if t.kind == "beside"]:
+        words = "stay beside layers that hide their weight, and cannot be summed with it"
+        raise ValueError(f"{', '.join(beside)} {words}: gb.materialize_many serves several genomes")
     shares = [1 / len(genomes)] * len(genomes) if weights is None else [float(a) for a in weights]
     if len(shares) != len(genomes) or not all(math.isfinite(a) for a in shares):
         raise ValueError(f"expected {len(genomes)} finite weights, one for each genome, got {weights}")

@@ -124,6 +124,7 @@ class GenomeModule(nn.Module):
         base, kept, first = plan.base_tensors(pnet), {*given.direct, *given.buffers}, dict[int, str]()
         sources = {name: first.setdefault(id(x), name) for name, x in named_tensors(self, ties=True)}
         sources = {name: source for name, source in sources.items() if source not in kept}
+        sources |= {t.name: t.name for t in plan.tensors if t.kind == "beside"}
         self._frame = _Frame(plan, base, lazy, sources)
         without_sparse(self, {name for t in plan.generated for name in (t.name, *t.aliases)})
         # Weights of the root itself belong to the p-net's class, below this class.

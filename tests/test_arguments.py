@@ -88,13 +88,19 @@ def test_weights_of_a_base_without_deltas_are_reported() -> None:
     net["hidden"] = nn.Identity()
     vars(net["hidden"])["in_features"] = 6
 
-    def left_out(**options: Any) -> tuple[str, ...]:
+    def left_out(**options: Any) -> set[str]:
         plan = gb.make_plan(net, base="own", **options)
         assert gb.Plan.from_json(plan.to_json()) == plan
-        assert plan.report().count("left out     " + ", ".join(plan.left_out)) == bool(plan.left_out)
-        return plan.left_out
+        lines = [line for line in plan.report().splitlines() if line.startswith("left out")]
+        assert lines == [f"left out     {name}: {why}" for name, why in plan.left_out.items()]
+        return {*plan.left_out}
 
-    assert left_out() == left_out(target_modules="all-linear") == ("b", "own", "packed", "hidden")
-    assert left_out(target_modules=["a"]) == () and left_out(target_modules="a|b") == ("b",)
-    assert left_out(exclude=["own"], modules_to_save=["packed"]) == ("b", "hidden")
-    assert gb.make_plan(PNET).left_out == ()
+    assert left_out() == left_out(target_modules="all-linear") == {"b", "own", "packed", "hidden"}
+    assert left_out(target_modules=["a"]) == set() and left_out(target_modules="a|b") == {"b"}
+    assert left_out(exclude=["own"], modules_to_save=["packed"]) == {"b", "hidden"}
+    reasons = gb.make_plan(net, base="own").left_out
+    assert "a Linear: its forward of torch.float32 fails: " in reasons["b"] and "its class is unknown" in reasons["own"]
+    assert "'packed.qweight' is packed" in reasons["packed"] and "in_features and no out_features" in reasons["hidden"]
+    with pytest.raises(ValueError, match="nothing of the p-net has a delta .*; left out 'b', a Linear"):
+        gb.make_plan(nn.ModuleDict({"b": whole}), base="own")
+    assert not gb.make_plan(PNET).left_out

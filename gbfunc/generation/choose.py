@@ -14,6 +14,7 @@ from gbfunc.base import BaseTensors
 from gbfunc.generation.generator import Form, Generator, Stack
 from gbfunc.genome import Noise, check_genome, check_noise
 from gbfunc.layers import KINDS
+from gbfunc.layers.beside import BesideWeight
 from gbfunc.layers.forms import DenseWeight, Needs, Target, WeightForm
 from gbfunc.layers.recomputed import RecomputedWeight
 from gbfunc.plan import DTYPES, Ensemble, Plan, TensorPlan
@@ -101,21 +102,24 @@ class _Chooser:
         shape = tensor.shape if piece is None else kind.block_shape(tensor.shape, piece.shape)
         # Generation runs in the leaves' dtype; only a narrower p-net (bf16, fp16) is cast to.
         cast = narrow if narrow.itemsize < self.plan.dtype.itemsize else None
-        base = self.of_base[tensor.name] if tensor.base else None
+        base = self.of_base.get(tensor.name) if tensor.base else None
         return Target(tensor.name, kind, shape, tuple(s.offset for s in tensor.slots), cast, base, piece)
 
     def form(self, tensor: TensorPlan) -> Form:
-        target = self.target(tensor)
+        target, beside = self.target(tensor), tensor.kind == "beside" and self.pnet is not None
+        dense = BesideWeight(target) if beside else DenseWeight(target)
         if self.pnet is None or not tensor.is_formable(self.pnet):
-            return DenseWeight(target)
+            if beside:
+                raise ValueError(f"the layer of {tensor.name!r} has another forward than at make_plan: restore it")
+            return dense
         if (factored := tensor.factored_form(self.plan.dtype, self.lazy, target.base)) is not None:
             return factored
         if not self.remat:
-            return DenseWeight(target)
+            return dense
         places = {p.part: e for e in self.plan.ensembles for p in e.spans if self.plan.tensors[p.tensor] is tensor}
         ensembles = [places[part] for part in range(len(tensor.slots))]
         if not all(e.leaves for e in ensembles):
-            return DenseWeight(target)
+            return dense
         slots = self.remade.setdefault(tensor.name, [])
 
         def maker(*inputs: Tensor) -> Tensor:
@@ -163,7 +167,7 @@ def to_serve(plan: Plan, generator: Generator, tensors: Params) -> tuple[Params,
             continue
         # Factors of a delta keep their dtype.
         given = {k: x.detach() if t.base else x.detach().to(dtype) for k, x in form.taken(tensors).items()}
-        if sum(x.numel() for k, x in given.items() if k != "base") < t.numel:
+        if t.kind == "beside" or sum(x.numel() for k, x in given.items() if k != "base") < t.numel:
             forms |= dict.fromkeys((t.name, *t.aliases), form)
             inputs |= zip(form.keys, given.values(), strict=True)
         else:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from gbfunc.layers.attention import attention_forward
+from gbfunc.layers.beside import beside_forward
 from gbfunc.layers.forms import (
     Outside,
     Parameters,
@@ -24,6 +25,7 @@ from gbfunc.layers.forms import (
     now,
     weight_of,
 )
+from gbfunc.layers.kinds import DELTA
 
 
 class LayerForm(NamedTuple):
@@ -55,10 +57,13 @@ FORMS: Mapping[Callable[..., Any], LayerForm] = MappingProxyType(
 )
 """Every form of a layer, by the stock forward that it replaces."""
 
+BESIDE = LayerForm(beside_forward, (DELTA,))
+"""The form of a layer with a forward of its own."""
+
 
 def layer_form(layer: nn.Module) -> LayerForm | None:
-    """The form of a layer with torch's own forward; otherwise None."""
-    form = FORMS.get(_stock_forward(type(layer)))
+    """The form of a layer with torch's own forward, or with numbers of features; otherwise None."""
+    form = FORMS.get(_stock_forward(type(layer)), BESIDE if hasattr(layer, "in_features") else None)
     # A method may have been replaced on the layer itself.
     patched = any(inspect.isroutine(getattr(type(layer), name, None)) for name in vars(layer))
     return form if form is not None and form.plain(layer) and not patched else None
@@ -83,7 +88,7 @@ def transposed(layer: nn.Module) -> bool:
 def formable(layer: nn.Module, attribute: str) -> bool:
     """Whether a weight of a layer can have another form than dense."""
     form = layer_form(layer)
-    there = attribute in vars(layer).get("_names", ()) or getattr(layer, attribute, None) is not None
+    there = attribute in (DELTA, *vars(layer).get("_names", ())) or getattr(layer, attribute, None) is not None
     return form is not None and attribute in form.weights and there
 
 
@@ -118,7 +123,7 @@ def generated_class(stock: type[nn.Module], attributes: tuple[str, ...], formed:
     own |= {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__reduce_ex__": __reduce_ex__}
     own |= {"_stock": getattr(stock, "_stock", stock), "_made_of": (stock, attributes, formed)}
     if formed:
-        own["forward"] = FORMS[_stock_forward(stock)].forward
+        own["forward"] = FORMS.get(_stock_forward(stock), BESIDE).forward
     kind: Any = type(stock)
     return kind(stock.__name__, (stock,), own)
 

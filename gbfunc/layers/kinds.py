@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from gbfunc.types import MatrixDims
 
 Shape = tuple[int, ...]
+DELTA = "delta"
+"""The name of a delta beside a layer that hides its weight (`gbfunc.layers.beside`)."""
 _SEPARATE = {"q_proj_weight": "embed_dim", "k_proj_weight": "kdim", "v_proj_weight": "vdim"}
 """Projections of an `nn.MultiheadAttention` with inputs of different widths."""
 
@@ -103,6 +105,7 @@ _KINDS = (
         lambda weight: list(weight.chunk(3)),
     ),
     LayerKind("attention", True, _is_separate),
+    LayerKind("beside", True, lambda module, attribute, shape: attribute == DELTA and not hasattr(module, DELTA)),
     # The rest is generated only by name.
     LayerKind("embedding", False, lambda m, a, s: isinstance(m, nn.Embedding | nn.EmbeddingBag) and a == "weight"),
     # One row per entry and a single column, which needs no code. A scalar is a vector of one.

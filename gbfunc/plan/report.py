@@ -47,8 +47,9 @@ def report(plan: Any, dtype: Stored | None, genome: GenomeLike | None, metadata:
             f"genome       deltas of {deltas} tensors {plan.genome_params - head:,} parameters; "
             f"{len(new)} new tensors {head:,}",
         ]
-    if plan.left_out:
-        lines.append(f"left out     {', '.join(plan.left_out)}: no deltas for weights of this class or dtype")
+    if beside := [t.name for t in plan.tensors if t.kind == "beside"]:
+        lines.append(f"beside       {len(beside)} deltas stay beside layers that hide their weight; none can be merged")
+    lines += [f"left out     {name}: {why}" for name, why in plan.left_out.items()]
     if plan.target:
         lines.append(f"asked for    {plan.target}")
     if poor := _poor(plan):

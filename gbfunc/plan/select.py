@@ -15,11 +15,14 @@ from torch import Tensor, nn
 
 from gbfunc.hypernets import Hypernet
 from gbfunc.layers import KINDS, LayerKind, layer_kind
+from gbfunc.layers.beside import hidden_layers, unit_outputs
+from gbfunc.layers.kinds import DELTA
 from gbfunc.plan.slots import TensorPlan
 from gbfunc.pnet.describe import ParameterInfo, parameter_infos
 from gbfunc.types import dtype_name
 
 Rule = tuple[str, Hypernet | None]
+_LINEAR = ("linear", "transposed_linear", "beside")
 
 
 class Targets(NamedTuple):
@@ -27,6 +30,8 @@ class Targets(NamedTuple):
 
     modules: Literal["all-linear"] | list[re.Pattern[str]] | None  # None is the default selection
     new: list[re.Pattern[str]]
+    infos: list[ParameterInfo]  # of the parameters, and of deltas beside layers that hide their weight
+    hidden: dict[str, str]  # names of layers that hide their weight and cannot have a delta: the reason
 
     def saved(self, name: str) -> bool:
         parts = name.split(".")[:-1]
@@ -34,19 +39,26 @@ class Targets(NamedTuple):
 
     def changes(self, info: ParameterInfo, kind: LayerKind) -> bool:
         if self.modules is None or self.modules == "all-linear":
-            return kind.selected and (self.modules is None or kind.name in ("linear", "transposed_linear"))
+            return kind.selected and (self.modules is None or kind.name in _LINEAR)
         layers = [name.rpartition(".")[0] for name in (info.name, *info.aliases)]
         if not (info.tensor.numel() and info.tensor.is_floating_point()):
             return False
         named = any(_named(self.modules, layer.partition(".parametrizations")[0]) for layer in layers)
         return named and (kind.selected or kind.name == "embedding")
 
+    def asks(self, layer: str) -> bool:
+        """Return True for a layer of the base whose weight gets a delta if that is possible."""
+        named = self.modules is None or self.modules == "all-linear" or _named(self.modules, layer)
+        return named and not self.saved(f"{layer}.weight")
+
     def cannot_change(self, name: str, weight: Tensor, kind: LayerKind = KINDS["matrix"]) -> bool:
         """Return True if a base weight is in a changed module but its class or dtype does not support deltas."""
-        layer = name.rpartition(".")[0].partition(".parametrizations")[0]
-        asked = self.modules is None or self.modules == "all-linear" or _named(self.modules, layer)
         other = kind.name == "matrix" or (kind.selected and not weight.is_floating_point())
-        return asked and other and weight.ndim > 1 and weight.numel() > 0 and not self.saved(name)
+        return other and weight.ndim > 1 and weight.numel() > 0 and self.asks(_layer_of(name))
+
+
+def _layer_of(name: str) -> str:
+    return name.rpartition(".")[0].partition(".parametrizations")[0]
 
 
 def _named(patterns: list[re.Pattern[str]], module: str) -> bool:
@@ -69,7 +81,7 @@ def check_targets(
             raise ValueError("target_modules and modules_to_save are of an adapter: they need base='own'")
         return None
     every = pnet.named_modules(remove_duplicate=False)
-    names = [name for name, module in every if name and [*module.parameters(), *module.buffers()]]
+    names = [k for k, m in every if k and (hasattr(m, "in_features") or [*m.parameters(), *m.buffers()])]
 
     def pattern(what: str, word: str, regular: bool = False) -> re.Pattern[str]:
         try:
@@ -80,18 +92,26 @@ def check_targets(
             raise ValueError(f"{what} {word!r} names no module with a parameter or buffer; the p-net has {names}")
         return found
 
-    added = [pattern("modules_to_save", word) for word in new]
+    infos, hidden = parameter_infos(pnet), dict[str, str]()
+    like = next((torch.empty(0).to(x.tensor) for x in infos if x.tensor.is_floating_point()), torch.empty(0))
+    for name, layer in hidden_layers(pnet):
+        delta = f"{name}.{DELTA}".lstrip(".")
+        try:
+            infos.append(ParameterInfo(delta, (), unit_outputs(layer, like), layer, DELTA))
+        except ValueError as error:
+            hidden[name] = f"a {type(layer).__name__}: {error}"
+    targets = Targets(None, [pattern("modules_to_save", word) for word in new], infos, hidden)
     if modules is None or modules == "all-linear":
-        return Targets(None if modules is None else "all-linear", added)
+        return targets._replace(modules=modules)
     words, regular = ([modules], True) if isinstance(modules, str) else (modules, False)
     changed = [pattern("target_modules", word, regular) for word in words]
-    infos = [(x, layer_kind(x.module, x.attribute, tuple(x.tensor.shape))) for x in parameter_infos(pnet)]
+    kinds = [(x, layer_kind(x.module, x.attribute, tuple(x.tensor.shape))) for x in infos]
     for word, found in zip(words, changed, strict=True):
-        if not any(Targets([found], []).changes(*pair) for pair in infos):
+        if not any(targets._replace(modules=[found]).changes(*pair) for pair in kinds):
             what = "no linear, convolution, attention or embedding layer of floating-point weights"
             cure = "name its parameters by include, the layers inside of it, or it in modules_to_save"
             raise ValueError(f"target_modules {word!r} names {what}: {cure}")
-    return Targets(changed, added)
+    return targets._replace(modules=changed)
 
 
 @dataclass
@@ -114,12 +134,13 @@ def choose(
     exclude: Sequence[str],
     rules: Sequence[Rule],
     targets: Targets | None,
-) -> tuple[list[Candidate], tuple[str, ...]]:
+) -> tuple[list[Candidate], dict[str, str]]:
     """Choose the kind and hypernetwork of parameters: exclude overrides rules, which override include and defaults.
 
-    With a base, returns only changed and new parameters. The second result names weights that cannot have a delta.
+    With a base, returns only changed and new parameters. The second result has the layers that cannot have a delta, and
+    the reasons.
     """
-    infos = parameter_infos(pnet)
+    infos = parameter_infos(pnet) if targets is None else targets.infos
     # If only some parameters require grad, the frozen parameters keep their values.
     some_trained = targets is None and any(info.tensor.requires_grad for info in infos)
     included = set[str]().union(*_matches("include", include, infos))
@@ -131,7 +152,10 @@ def choose(
     by_rule: dict[str, Hypernet | None] = {}
     for names, (_, ruled) in zip(_matches("rules", [r[0] for r in rules], infos), rules, strict=True):
         by_rule = dict.fromkeys(names, ruled) | by_rule
-    choices, left = [], []
+    choices, left = (
+        [],
+        {k: why for k, why in (targets.hidden if targets else {}).items() if targets and targets.asks(k)},
+    )
     for info in infos:
         name, weights, shape = info.name, info.tensor, tuple(info.tensor.shape)
         kind = layer_kind(info.module, info.attribute, shape)
@@ -156,21 +180,31 @@ def choose(
                 raise ValueError(f"{what} cannot be generated: exclude it")
             chosen, movable = None, False
         if base and chosen is None:
-            if not note and targets is not None and targets.cannot_change(name, weights, kind):
-                left.append(name)
+            if note:
+                left.pop(_layer_of(name), None)
+            elif targets is not None and targets.cannot_change(name, weights, kind):
+                what = "its class is unknown" if weights.is_floating_point() else f"its weight is {weights.dtype}"
+                left.setdefault(_layer_of(name), f"a {type(info.module).__name__} without in_features: {what}")
             continue
+        if kind.name == "beside":
+            if saved:
+                continue
+            left.pop(_layer_of(name), None)
+            shape = info.module.out_features, info.module.in_features
         tensor = TensorPlan(name, shape, dtype_name(weights.dtype), kind.name, aliases=info.aliases, note=note)
         choices.append(Candidate(info, tensor, chosen, movable and not base, base))
-    if targets is not None and not choices:
-        raise ValueError("nothing of the p-net has a delta or is new: name layers by target_modules or include")
     if targets is not None:
-        # Quantised layers of other libraries keep their weights in buffers, or hide them.
+        # Quantised layers of other libraries keep their weights in buffers.
         packed = (k for k, b in pnet.named_buffers() if b.dtype in (torch.int8, torch.uint8, torch.int32))
-        left += [k for k in packed if targets.cannot_change(k, pnet.get_buffer(k))]
-        sized = ((k, m) for k, m in pnet.named_modules() if isinstance(getattr(m, "in_features", None), int))
-        bare = [k for k, m in sized if not any(p.ndim > 1 for p in m.parameters())]
-        left += [f"{k}.weight" for k in bare if targets.cannot_change(f"{k}.weight", torch.empty(1, 1, device="meta"))]
-    return choices, tuple(dict.fromkeys(name.rpartition(".")[0] or name for name in left))
+        beside = [_layer_of(info.name) for info in infos if info.attribute == DELTA]
+        for k in (k for k in packed if targets.cannot_change(k, pnet.get_buffer(k))):
+            if not any(f"{k}.".startswith(layer and f"{layer}.") for layer in beside):
+                named = type(pnet.get_submodule(layer := _layer_of(k))).__name__
+                left.setdefault(layer, f"a {named} without in_features: its buffer {k!r} is packed")
+        if not choices:
+            words = "nothing of the p-net has a delta or is new: name layers by target_modules or include"
+            raise ValueError("; ".join([words, *(f"left out {k!r}, {why}" for k, why in left.items())]))
+    return choices, left
 
 
 def _matches(what: str, patterns: Sequence[str], infos: list[ParameterInfo]) -> list[set[str]]:

@@ -24,7 +24,7 @@ def check_stored(name: str, dtype: str) -> None:
 
 
 # Kinds of layers that can apply a factored weight
-_FACTORED_KINDS = frozenset({"linear", "transposed_linear", "conv", "attention_in", "attention", "embedding"})
+_FACTORED_KINDS = frozenset({"linear", "transposed_linear", "conv", "attention_in", "attention", "beside", "embedding"})
 
 
 def tile_dims(grid: TileGrid, row_code: Encoding, col_code: Encoding) -> TileDims:
@@ -119,12 +119,14 @@ class TensorPlan:
 
         `base` returns the base's tensor of a delta. A form without `base` only describes shapes.
         """
-        if not lazy or not self.can_factor(dtype):
+        beside = self.kind == "beside"
+        if not (lazy or beside) or not self.can_factor(dtype):
             return None
         first, rank = self.slots[0].grid, self.slots[0].hypernet.factor_width
         grid = TileGrid(len(self.slots) * first.rows, first.cols, first.tile_rows, first.tile_cols)
-        options = (self.name, self.shape, grid, rank, self.kind == "transposed_linear", lazy == "auto")
-        return DeltaWeight(base, *options) if self.base else FactoredWeight(*options)
+        # A delta beside its layer is never added to a weight: factors take less time for any number of rows.
+        options = (self.name, self.shape, grid, rank, self.kind == "transposed_linear", lazy == "auto" and not beside)
+        return DeltaWeight(base, *options) if self.base and not beside else FactoredWeight(*options)
 
     @property
     def matrices(self) -> tuple[MatrixDims, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -39,7 +40,7 @@ class Plan:
         buffers: every buffer; with a base, only buffers of the genome.
         target: the size target in words, or "".
         base: the base of the genome's deltas, or None.
-        left_out: layers of the base whose weights have a class or dtype without deltas; not in files.
+        left_out: layers of the base that cannot have deltas, with the reasons; not in files.
         stored: the file dtype for which a target in bytes is counted, and the default of `save`; not in files.
     """
 
@@ -47,7 +48,7 @@ class Plan:
     buffers: tuple[BufferPlan, ...] = ()
     target: str = field(default="", compare=False)
     base: Base | None = None
-    left_out: tuple[str, ...] = field(default=(), compare=False)
+    left_out: Mapping[str, str] = field(default_factory=dict, compare=False)
     stored: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:

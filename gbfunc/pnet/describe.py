@@ -205,6 +205,8 @@ def copy_with(pnet: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.M
     for module in pnet.modules():
         # Deepcopy refuses activations that a forward kept, as they carry a graph.
         memo |= {id(x): x.detach() for x in vars(module).values() if isinstance(x, Tensor) and not x.is_leaf}
+        # Packed weights of a quantised base never change.
+        memo |= {id(x): x for x in vars(module).values() if isinstance(x, torch.ScriptObject)}
     try:
         net = copy.deepcopy(pnet, memo)
     except Exception as error:

@@ -169,4 +169,8 @@ def _places(pnet: nn.Module, skeleton: nn.Module, forms: Mapping[str, WeightForm
         else:
             holder = module._parameters if key in module._parameters else module._buffers
             places.append((original, holder, key, False))
+    # The p-net has no tensor for a delta beside a layer.
+    for name in forms.keys() - {name for name, _ in named_tensors(pnet, ties=True)}:
+        path, _, key = name.rpartition(".")
+        places.append((name, skeleton.get_submodule(path), now(key), True))
     return places

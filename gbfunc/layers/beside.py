@@ -1,0 +1,150 @@
+"""Linear layers that hide their weight, such as quantised ones: a delta beside the layer, `y = layer(x) + x delta^T`.
+
+Such a layer has integers `in_features` and `out_features` and a forward of its own. Its delta is the tensor `NAME.delta`
+of a plan, [out, in], which the p-net does not have.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from gbfunc.layers.attention import project
+from gbfunc.layers.forms import Needs, Source, Target, Use, Weight, WeightForm, weight_of
+from gbfunc.layers.kinds import DELTA
+from gbfunc.types import Params
+
+_SAMPLED, _CHUNK = 64, 256  # Inputs whose columns of the weight estimate its deviation; columns read at once
+_LINEAR = 0.05  # Share of the largest output within which the outputs of a linear layer add up
+
+
+def hidden_layers(net: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Layers with numbers of features, and without a matrix of floating-point numbers that could have a delta."""
+    for name, layer in net.named_modules():
+        sizes = getattr(layer, "out_features", None), getattr(layer, "in_features", None)
+        inner = [m for m in layer.modules() if m is not layer]
+        matrices = [p for m in inner for p in m._parameters.values() if p is not None and p.ndim > 1]
+        own = [p for p in layer._parameters.values() if p is not None and p.shape in (sizes, sizes[::-1])]
+        if isinstance(sizes[1], int) and not any(p.is_floating_point() for p in matrices + own):
+            if not any(isinstance(getattr(m, "in_features", None), int) for m in inner):
+                yield name, layer
+
+
+def unit_outputs(layer: Any, like: Tensor) -> Tensor:
+    """Columns of a layer's weight [out, n] in the dtype and on the device of `like`, from n spread unit vectors.
+
+    Raises:
+        ValueError: if the layer is not a linear layer of its numbers of features.
+    """
+    rows, cols = getattr(layer, "out_features", None), layer.in_features
+    if not isinstance(rows, int):
+        raise ValueError("it has in_features and no out_features")
+    if hasattr(layer, DELTA) or "forward" in vars(layer):
+        taken = "attribute 'delta'" if hasattr(layer, DELTA) else "replaced forward"
+        raise ValueError(f"it has a {taken} of its own")
+    if like.is_meta:
+        return like.new_empty(rows, cols)
+    which = torch.linspace(0, cols - 1, min(cols, _SAMPLED), device="cpu").long()
+    unit = torch.eye(cols, dtype=like.dtype, device="cpu")[which].to(like.device)
+    try:
+        with torch.no_grad():
+            zero, out, both = (type(layer).forward(layer, x) for x in (unit[:1] * 0, unit, unit + unit.flip(0)))
+    except Exception as error:  # A layer may raise anything.
+        raise ValueError(f"its forward of {like.dtype} fails: {str(error).partition(chr(10))[0]}") from error
+    if not isinstance(out, Tensor) or out.shape != (len(which), rows) or not out.is_floating_point():
+        got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+        raise ValueError(f"its forward of {tuple(unit.shape)} gives {got}, not {(len(which), rows)}")
+    if float((both - (out + out.flip(0) - zero)).abs().max()) > _LINEAR * float(out.abs().max()):
+        raise ValueError("its forward is not linear")
+    return (out - zero).t()
+
+
+class BesideWeight(WeightForm):
+    """A dense delta beside its layer, for types of g-net without factors."""
+
+    needs: Needs = "matrix"
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target.name, ("matrix",), transposed=False)
+        self.target = target
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A module for serving holds the delta.
+        return self.__dict__ | {"target": None}
+
+    def of(self, sources: Sequence[Source]) -> Params:
+        return {self.keys[0]: self.target.fold([source.matrix() for source in sources])}
+
+    def make(self, given: Params) -> Tensor:
+        return given["matrix"]
+
+    def apply(self, weight: Weight, use: Use, x: Tensor, bias: Tensor | None) -> Tensor:
+        return use.run(weight.dense(), x, bias)
+
+
+class _Layer(torch.autograd.Function):
+    """A layer that keeps nothing for backward: `run(x)`, which runs again for its gradient.
+
+    Where the layer has no gradient, such as integer kernels, the gradient is that of its dequantised weight, whose
+    columns are the outputs of unit vectors.
+    """
+
+    @staticmethod
+    def forward(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        return run(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, Tensor], output: Tensor) -> None:
+        ctx.run, x = inputs
+        ctx.save_for_backward(x)
+        kind = x.device.type
+        ctx.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        (x,) = ctx.saved_tensors
+        with torch.autocast(*ctx.autocast), torch.enable_grad(), warnings.catch_warnings():
+            # Of operators without a gradient.
+            warnings.simplefilter("ignore")
+            again = x.detach().requires_grad_()
+            out = ctx.run(again)
+            found = torch.autograd.grad(out, again, grad, allow_unused=True)[0] if out.requires_grad else None
+        return None, _through_units(ctx.run, x, grad) if found is None else found
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[None, int], run: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, int]:
+        return _Layer.apply(run, x.movedim(in_dims[1], 0)), 0
+
+
+def _kept(layer: nn.Module) -> nn.Module:
+    """A copy with the tensors of this call, for backward, when the p-net has them no more."""
+    kept = object.__new__(type(layer))
+    tensors = {"_parameters": dict(layer._parameters), "_buffers": dict(layer._buffers)}
+    vars(kept).update(vars(layer), _modules={k: m and _kept(m) for k, m in layer._modules.items()}, **tensors)
+    return kept
+
+
+def _through_units(run: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> Tensor:
+    cols, parts = x.shape[-1], list[Tensor]()
+    zero = run(x.new_zeros(1, cols))
+    for first in range(0, cols, _CHUNK):
+        unit = x.new_zeros(min(_CHUNK, cols - first), cols)
+        unit.diagonal(first).fill_(1)
+        parts.append(grad @ (run(unit) - zero).to(grad.dtype).t())
+    return torch.cat(parts, -1).to(x.dtype)
+
+
+def beside_forward(layer: Any, input: Tensor) -> Tensor:
+    """The layer's own forward, plus the delta's output in the dtype of the g-nets."""
+    y = _Layer.apply(partial(layer._stock.forward, _kept(layer)), input)
+    weight = weight_of(layer, DELTA)
+    first = next(iter(weight.given.values())) if isinstance(weight, Weight) else weight
+    wide = input if torch.is_autocast_enabled(input.device.type) else input.to(first.dtype)
+    return y + project(layer, DELTA, wide, None).to(y.dtype)
