@@ -52,11 +52,8 @@ def materialize(
         tensors = generator(flat_genome(genome), noise)
     weights, forms, inputs = to_serve(plan, generator, tensors)
     if forms and not factored:
-        names, words = (
-            ", ".join(sorted(forms)),
-            "cannot be merged, and stay beside their layers, which hide their weights",
-        )
-        warnings.warn(f"{names} {words}: factored=True expects such layers", stacklevel=2)
+        words = "stay beside their layers, which hide their weights: factored=True asks for no merged weights"
+        warnings.warn(f"{', '.join(sorted(forms))} {words}", stacklevel=2)
     # A layer with factors has no use for the memory of its weight: one entry stands there until it is removed.
     kept = [t for t in plan.tensors if t.name in forms]
     weights |= {t.name: torch.zeros((), dtype=DTYPES[t.dtype]).expand(t.shape) for t in kept}

@@ -14,7 +14,6 @@ from gbfunc.base import BaseTensors
 from gbfunc.generation.generator import Form, Generator, Stack
 from gbfunc.genome import Noise, check_genome, check_noise
 from gbfunc.layers import KINDS
-from gbfunc.layers.beside import BesideWeight
 from gbfunc.layers.forms import DenseWeight, Needs, Target, WeightForm
 from gbfunc.layers.recomputed import RecomputedWeight
 from gbfunc.plan import DTYPES, Ensemble, Plan, TensorPlan
@@ -106,20 +105,17 @@ class _Chooser:
         return Target(tensor.name, kind, shape, tuple(s.offset for s in tensor.slots), cast, base, piece)
 
     def form(self, tensor: TensorPlan) -> Form:
-        target, beside = self.target(tensor), tensor.kind == "beside" and self.pnet is not None
-        dense = BesideWeight(target) if beside else DenseWeight(target)
+        target = self.target(tensor)
         if self.pnet is None or not tensor.is_formable(self.pnet):
-            if beside:
-                raise ValueError(f"the layer of {tensor.name!r} has another forward than at make_plan: restore it")
-            return dense
+            return DenseWeight(target)
         if (factored := tensor.factored_form(self.plan.dtype, self.lazy, target.base)) is not None:
             return factored
         if not self.remat:
-            return dense
+            return DenseWeight(target)
         places = {p.part: e for e in self.plan.ensembles for p in e.spans if self.plan.tensors[p.tensor] is tensor}
         ensembles = [places[part] for part in range(len(tensor.slots))]
         if not all(e.leaves for e in ensembles):
-            return dense
+            return DenseWeight(target)
         slots = self.remade.setdefault(tensor.name, [])
 
         def maker(*inputs: Tensor) -> Tensor:

@@ -1,13 +1,13 @@
 """Linear layers that hide their weight, such as quantised ones: a delta beside the layer, `y = layer(x) + x delta^T`.
 
-Such a layer has integers `in_features` and `out_features` and a forward of its own. Its delta is the tensor `NAME.delta`
-of a plan, [out, in], which the p-net does not have.
+Such a layer has integers `in_features` and `out_features` and a forward of its own. Its delta [out, in] is the tensor
+`NAME.delta` of a plan, which the p-net does not have. The delta stays factors.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -15,25 +15,23 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from gbfunc.layers.attention import project
-from gbfunc.layers.forms import Needs, Source, Target, Use, Weight, WeightForm, weight_of
+from gbfunc.layers.forms import weight_of
 from gbfunc.layers.kinds import DELTA
-from gbfunc.types import Params
 
 _SAMPLED, _CHUNK = 64, 256  # Inputs whose columns of the weight estimate its deviation; columns read at once
 _LINEAR = 0.05  # Share of the largest output within which the outputs of a linear layer add up
 
 
 def hidden_layers(net: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Layers with numbers of features, and without a matrix of floating-point numbers that could have a delta."""
+    """Layers with a number of inputs, and without a matrix of floating-point numbers that could have a delta."""
     for name, layer in net.named_modules():
         sizes = getattr(layer, "out_features", None), getattr(layer, "in_features", None)
         inner = [m for m in layer.modules() if m is not layer]
-        matrices = [p for m in inner for p in m._parameters.values() if p is not None and p.ndim > 1]
         own = [p for p in layer._parameters.values() if p is not None and p.shape in (sizes, sizes[::-1])]
-        if isinstance(sizes[1], int) and not any(p.is_floating_point() for p in matrices + own):
-            if not any(isinstance(getattr(m, "in_features", None), int) for m in inner):
-                yield name, layer
+        matrices = own + [p for m in inner for p in m._parameters.values() if p is not None and p.ndim > 1]
+        nested = any(hasattr(m, "in_features") for m in inner) or any(p.is_floating_point() for p in matrices)
+        if isinstance(sizes[1], int) and not nested:
+            yield name, layer
 
 
 def unit_outputs(layer: Any, like: Tensor) -> Tensor:
@@ -43,11 +41,10 @@ def unit_outputs(layer: Any, like: Tensor) -> Tensor:
         ValueError: if the layer is not a linear layer of its numbers of features.
     """
     rows, cols = getattr(layer, "out_features", None), layer.in_features
-    if not isinstance(rows, int):
-        raise ValueError("it has in_features and no out_features")
-    if hasattr(layer, DELTA) or "forward" in vars(layer):
-        taken = "attribute 'delta'" if hasattr(layer, DELTA) else "replaced forward"
-        raise ValueError(f"it has a {taken} of its own")
+    if not isinstance(rows, int) or hasattr(layer, DELTA) or "forward" in vars(layer):
+        raise ValueError(
+            "it has no out_features, an attribute 'delta', or a forward of its own beside that of its class"
+        )
     if like.is_meta:
         return like.new_empty(rows, cols)
     which = torch.linspace(0, cols - 1, min(cols, _SAMPLED), device="cpu").long()
@@ -63,29 +60,6 @@ def unit_outputs(layer: Any, like: Tensor) -> Tensor:
     if float((both - (out + out.flip(0) - zero)).abs().max()) > _LINEAR * float(out.abs().max()):
         raise ValueError("its forward is not linear")
     return (out - zero).t()
-
-
-class BesideWeight(WeightForm):
-    """A dense delta beside its layer, for types of g-net without factors."""
-
-    needs: Needs = "matrix"
-
-    def __init__(self, target: Target) -> None:
-        super().__init__(target.name, ("matrix",), transposed=False)
-        self.target = target
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A module for serving holds the delta.
-        return self.__dict__ | {"target": None}
-
-    def of(self, sources: Sequence[Source]) -> Params:
-        return {self.keys[0]: self.target.fold([source.matrix() for source in sources])}
-
-    def make(self, given: Params) -> Tensor:
-        return given["matrix"]
-
-    def apply(self, weight: Weight, use: Use, x: Tensor, bias: Tensor | None) -> Tensor:
-        return use.run(weight.dense(), x, bias)
 
 
 class _Layer(torch.autograd.Function):
@@ -145,6 +119,5 @@ def beside_forward(layer: Any, input: Tensor) -> Tensor:
     """The layer's own forward, plus the delta's output in the dtype of the g-nets."""
     y = _Layer.apply(partial(layer._stock.forward, _kept(layer)), input)
     weight = weight_of(layer, DELTA)
-    first = next(iter(weight.given.values())) if isinstance(weight, Weight) else weight
-    wide = input if torch.is_autocast_enabled(input.device.type) else input.to(first.dtype)
-    return y + project(layer, DELTA, wide, None).to(y.dtype)
+    wide = input if torch.is_autocast_enabled(input.device.type) else input.to(weight.given["left"].dtype)
+    return y + weight.linear(wide, None).to(y.dtype)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gbfunc.hypernets import Hypernet
-from gbfunc.layers import KINDS, LayerKind, layer_kind
+from gbfunc.layers import LayerKind, layer_kind
 from gbfunc.layers.beside import hidden_layers, unit_outputs
 from gbfunc.layers.kinds import DELTA
 from gbfunc.plan.slots import TensorPlan
@@ -22,6 +22,7 @@ from gbfunc.pnet.describe import ParameterInfo, parameter_infos
 from gbfunc.types import dtype_name
 
 Rule = tuple[str, Hypernet | None]
+_PACKED = (torch.int8, torch.uint8, torch.int32)
 _LINEAR = ("linear", "transposed_linear", "beside")
 
 
@@ -46,15 +47,17 @@ class Targets(NamedTuple):
         named = any(_named(self.modules, layer.partition(".parametrizations")[0]) for layer in layers)
         return named and (kind.selected or kind.name == "embedding")
 
-    def asks(self, layer: str) -> bool:
-        """Return True for a layer of the base whose weight gets a delta if that is possible."""
-        named = self.modules is None or self.modules == "all-linear" or _named(self.modules, layer)
-        return named and not self.saved(f"{layer}.weight")
-
-    def cannot_change(self, name: str, weight: Tensor, kind: LayerKind = KINDS["matrix"]) -> bool:
-        """Return True if a base weight is in a changed module but its class or dtype does not support deltas."""
-        other = kind.name == "matrix" or (kind.selected and not weight.is_floating_point())
-        return other and weight.ndim > 1 and weight.numel() > 0 and self.asks(_layer_of(name))
+    def left_out(self, pnet: nn.Module, weights: dict[str, Tensor], others: Collection[str]) -> dict[str, str]:
+        """Layers of the base whose weights were to have a delta and cannot, and the reasons; without `others`."""
+        # Quantised layers of other libraries keep their weights in buffers.
+        packed = {k: b for k, b in pnet.named_buffers() if b.dtype in _PACKED and b.ndim > 1 and b.numel()}
+        left = dict(self.hidden)
+        for name, x in (weights | packed).items():
+            what = f"{type(pnet.get_submodule(_layer_of(name))).__name__} with {name!r} in {dtype_name(x.dtype)}"
+            left.setdefault(_layer_of(name), f"a {what}, without in_features and out_features")
+        named = self.modules if isinstance(self.modules, list) else [re.compile("(?s).*")]
+        asked = (k for k in left if _named(named, k) and not self.saved(f"{k}.weight"))
+        return {k: left[k] for k in asked if not f"{k}.".startswith(tuple(others))}
 
 
 def _layer_of(name: str) -> str:
@@ -92,20 +95,20 @@ def check_targets(
             raise ValueError(f"{what} {word!r} names no module with a parameter or buffer; the p-net has {names}")
         return found
 
-    infos, hidden = parameter_infos(pnet), dict[str, str]()
-    like = next((torch.empty(0).to(x.tensor) for x in infos if x.tensor.is_floating_point()), torch.empty(0))
+    targets = Targets(None, [pattern("modules_to_save", word) for word in new], parameter_infos(pnet), {})
+    like = next((x.tensor for x in targets.infos if x.tensor.is_floating_point()), torch.empty(0)).detach()
     for name, layer in hidden_layers(pnet):
         delta = f"{name}.{DELTA}".lstrip(".")
         try:
-            infos.append(ParameterInfo(delta, (), unit_outputs(layer, like), layer, DELTA))
+            units = [] if targets.saved(delta) else [unit_outputs(layer, like)]
+            targets.infos.extend(ParameterInfo(delta, (), x, layer, DELTA) for x in units)
         except ValueError as error:
-            hidden[name] = f"a {type(layer).__name__}: {error}"
-    targets = Targets(None, [pattern("modules_to_save", word) for word in new], infos, hidden)
+            targets.hidden[name] = f"a {type(layer).__name__}: {error}"
     if modules is None or modules == "all-linear":
         return targets._replace(modules=modules)
     words, regular = ([modules], True) if isinstance(modules, str) else (modules, False)
     changed = [pattern("target_modules", word, regular) for word in words]
-    kinds = [(x, layer_kind(x.module, x.attribute, tuple(x.tensor.shape))) for x in infos]
+    kinds = [(x, layer_kind(x.module, x.attribute, tuple(x.tensor.shape))) for x in targets.infos]
     for word, found in zip(words, changed, strict=True):
         if not any(targets._replace(modules=[found]).changes(*pair) for pair in kinds):
             what = "no linear, convolution, attention or embedding layer of floating-point weights"
@@ -152,13 +155,13 @@ def choose(
     by_rule: dict[str, Hypernet | None] = {}
     for names, (_, ruled) in zip(_matches("rules", [r[0] for r in rules], infos), rules, strict=True):
         by_rule = dict.fromkeys(names, ruled) | by_rule
-    choices, left = (
-        [],
-        {k: why for k, why in (targets.hidden if targets else {}).items() if targets and targets.asks(k)},
-    )
+    choices, unchanged, beside = [], dict[str, Tensor](), list[str]()
     for info in infos:
         name, weights, shape = info.name, info.tensor, tuple(info.tensor.shape)
         kind = layer_kind(info.module, info.attribute, shape)
+        if kind.name == "beside":
+            beside.append(f"{_layer_of(name)}.".lstrip("."))
+            shape = tuple(getattr(info.module, side) for side in ("out_features", "in_features"))
         saved = targets is not None and any(map(targets.saved, (name, *info.aliases)))
         base = targets is not None and not saved
         if name in excluded:
@@ -180,30 +183,18 @@ def choose(
                 raise ValueError(f"{what} cannot be generated: exclude it")
             chosen, movable = None, False
         if base and chosen is None:
-            if note:
-                left.pop(_layer_of(name), None)
-            elif targets is not None and targets.cannot_change(name, weights, kind):
-                what = "its class is unknown" if weights.is_floating_point() else f"its weight is {weights.dtype}"
-                left.setdefault(_layer_of(name), f"a {type(info.module).__name__} without in_features: {what}")
+            other = kind.name == "matrix" or (kind.selected and not weights.is_floating_point())
+            unchanged |= {name: weights} if other and not note and weights.ndim > 1 and weights.numel() else {}
             continue
-        if kind.name == "beside":
-            if saved:
-                continue
-            left.pop(_layer_of(name), None)
-            shape = info.module.out_features, info.module.in_features
+        if kind.name == "beside" and not (chosen and chosen.factorised):
+            words = "is beside a layer that hides its weight, and needs a type with factors, such as gb.bilinear()"
+            raise ValueError(f"{name!r} {words}, got {chosen}")
         tensor = TensorPlan(name, shape, dtype_name(weights.dtype), kind.name, aliases=info.aliases, note=note)
         choices.append(Candidate(info, tensor, chosen, movable and not base, base))
-    if targets is not None:
-        # Quantised layers of other libraries keep their weights in buffers.
-        packed = (k for k, b in pnet.named_buffers() if b.dtype in (torch.int8, torch.uint8, torch.int32))
-        beside = [_layer_of(info.name) for info in infos if info.attribute == DELTA]
-        for k in (k for k in packed if targets.cannot_change(k, pnet.get_buffer(k))):
-            if not any(f"{k}.".startswith(layer and f"{layer}.") for layer in beside):
-                named = type(pnet.get_submodule(layer := _layer_of(k))).__name__
-                left.setdefault(layer, f"a {named} without in_features: its buffer {k!r} is packed")
-        if not choices:
-            words = "nothing of the p-net has a delta or is new: name layers by target_modules or include"
-            raise ValueError("; ".join([words, *(f"left out {k!r}, {why}" for k, why in left.items())]))
+    left = {} if targets is None else targets.left_out(pnet, unchanged, beside)
+    if targets is not None and not choices:
+        words = "nothing of the p-net has a delta or is new: name layers by target_modules or include"
+        raise ValueError("; ".join([words, *(f"left out {k!r}, {why}" for k, why in left.items())]))
     return choices, left
 
 
