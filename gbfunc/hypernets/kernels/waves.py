@@ -139,8 +139,8 @@ def period_of(codes_Unp: Tensor) -> int:
         return -(-n // m) * (-(-m // 16) + 3) + (m + n / m) / 2
 
     changed = (codes_Unp != codes_Unp[:, :1]).any(0)
-    runs = {int(column.nonzero()[0]) for column in changed.unbind(1) if column.any()}
-    return min((m for m in {n, *runs} if m == n or (work(m) < work(n) and fits(m))), key=work)
+    runs = changed.int().argmax(0)[changed.any(0)].tolist()
+    return next(m for m in sorted({n, *runs}, key=work) if m == n or fits(m))
 
 
 _THREAD_WORK = 2**14  # Sines and cosines per additional thread
