@@ -152,7 +152,8 @@ def _check_linear(plan: Plan, e: Ensemble) -> None:
     if not linear and (delta or e.hypernet.standardised):
         words = f"a g-net of type {e.hypernet.type!r} has no leaf of role 'linear' and scope 'tile', by which"
         use = "a delta begins at zero" if delta else "weights get their first scale (or set standardised = False)"
-        raise ValueError(f"{words} {use}: give it one, such as a gain (gbfunc.hypernets.Leaf((), 'linear'))")
+        where = f"for {plan.tensors[e.spans[0].tensor].name} with codes of widths {e.dims[2]} and {e.dims[3]}"
+        raise ValueError(f"{words} {use}, {where}: give it one, such as a gain (gbfunc.hypernets.Leaf((), 'linear'))")
 
 
 def _direct(info: ParameterInfo, generator: torch.Generator) -> Tensor:

@@ -22,6 +22,12 @@ class Net(nn.Module):
         a, b = x.shape
         return self.layer(x)
 
+def flat():
+    return nn.Linear(64, 10)
+
+def few(interface):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 9))
+
 def net():
     return Net()
 
@@ -33,11 +39,18 @@ def read(interface):
 """
 
 
+_FLAT = (
+    "[B, C, H, W] = [2, 1, 8, 8]: start with nn.Flatten(); mat1 and mat2 shapes cannot be multiplied (16x8 and 64x10)"
+)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--pnet", "bad_code:net"], ") (bad_code.py:11, in forward)"),
-        (["--pnet", "bad_code:read"], "line 1 column 1 (char 0) (bad_code.py:21, in read)"),
+        (["--pnet", "bad_code:flat", "--teacher", "bad_code.py"], _FLAT),
+        (["--pnet", "bad_code:few"], "and gave outputs [2, 9], expected [2, 10]: change its last layer"),
+        (["--pnet", "bad_code:read"], "line 1 column 1 (char 0) (bad_code.py:27, in read)"),
         (["--pnet", "bad_import:net"], "No module named 'not_there' (bad_import.py:2, in <module>)"),
         (["--pnet", "bad_code:sized"], "bad_code:sized: missing a required argument: 'width', got the options none"),
         (["--pnet", "bad_code:none"], "cannot find bad_code:none: module 'bad_code' has no attribute 'none'"),

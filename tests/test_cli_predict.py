@@ -163,10 +163,15 @@ def test_inputs_that_are_none(name: str, genome: str, tmp_path: Path, capsys: py
 
 IMAGES = {"interface": [[1, 8, 8], 10]}
 BAD_METADATA: dict[str, tuple[dict[str, Any], str]] = {
-    "none": ({}, "does not say how the pixels of digits are scaled"),
+    "none": (
+        {"task": ""},
+        "does not say its task: pass --task NAME --pnet NAME, or write them by gb.save(..., metadata=...)",
+    ),
+    "no task": ({"task": "", "pnet": "os:x"}, "does not say its task: pass --task NAME --pnet os:x"),
+    "no pixels": ({}, "does not say how the pixels of digits are scaled"),
     "another p-net": ({"pnet_config": {"hidden": [47]}}, "does not fit the p-net; it needs the same --pnet and"),
-    "code": ({"task": "os:getcwd"}, "was trained with --task os:getcwd, which is code: pass that option if you trust"),
-    "code of an environment": ({"env": "os:x"}, "was trained with --env os:x, which is code"),
+    "code": ({"task": "os:getcwd"}, "code that a file may not run: if you trust it, pass --task os:getcwd"),
+    "code of an environment": ({"task": "os:getcwd", "env": "os:x"}, "pass --task os:getcwd --env os:x"),
     "an escape": ({"task": "\x1b[2J"}, r"\x1b[2J"),
     "a number": ({"task": 3}, "no task '3': choose one of"),
     "a list": ({"pnet_config": []}, "--pnet-config must be a JSON object"),
@@ -187,7 +192,7 @@ BAD_METADATA: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", BAD_METADATA)
 def test_metadata_that_does_not_do(name: str, genome: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said, words = BAD_METADATA[name]
-    gb.save(tmp_path / "g", *gb.load(genome), metadata={"pnet_config": {"hidden": [48]}} | said)
+    gb.save(tmp_path / "g", *gb.load(genome), metadata={"task": "digits", "pnet_config": {"hidden": [48]}} | said)
     np.save(tmp_path / "x.npy", np.zeros((8, 8)))
     assert words in told(capsys, "predict", "--genome", tmp_path / "g", tmp_path / "x.npy", code=2)[-1]
 

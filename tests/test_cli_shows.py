@@ -97,7 +97,7 @@ TEACHERS = {
     "other.pt": lambda net: nn.Linear(3, 2).state_dict(),
     "list.pt": lambda net: [1],
 }
-_HOLDS = "does not hold the weights of own_net:make: "
+_HOLDS = "does not hold the weights of own_net:make; the p-net must have the teacher's module names: "
 NO_TEACHERS = {
     "whole.pt": "whole.pt holds more than weights, and is not run: save net.state_dict() with torch.save",
     "other.pt": _HOLDS,
@@ -132,7 +132,13 @@ def test_a_trained_network_teaches(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for name in ("net.pt", "wrapped.pt", "hub"):
         told = command([*train, name, "--genome-bytes", "6000", "--out", name.replace("pt", "run")]).err
         assert "a genome fitted to the teacher's weights has validation accuracy" in told and "begins there" in told
-        assert json.loads(Path(name.replace("pt", "run"), "metrics.json").read_text())["dtype"] == "auto"
+        metrics = json.loads(Path(name.replace("pt", "run"), "metrics.json").read_text())
+        assert metrics["dtype"] == "auto" and f"accuracy {metrics['teacher_val_accuracy']:.2%}" in told
+    assert "the teacher is near chance" not in told
+    torch.save({k: 0 * x for k, x in net.state_dict().items()}, "chance.pt")
+    shown = command([*train, "chance.pt", "--genome-params", "900", "--out", "chance"])
+    assert "the teacher is near chance" in shown.err and "teacher: validation accuracy" in shown.out
+    assert "gbfunc eval --pnet own_net:make --genome chance" in shown.out
     assert "training begins from random g-nets" in command([*train, "net.pt", "--genome-params", "200"]).err
     for name, words in NO_TEACHERS.items():
         told = command([*train, name], 2).err
@@ -148,4 +154,4 @@ def test_a_folder_of_the_hub_teaches(tmp_path: Path, capsys: pytest.CaptureFixtu
     train = ["train", *sizes, "--steps", "2", "--teacher", str(tmp_path / "hub")]
     assert main(train) == 0 and "teacher_kl" in capsys.readouterr().err
     save_file({"vit.layernorm.bias": torch.zeros(16)}, tmp_path / "hub" / "model.safetensors", {"format": "pt"})
-    assert main(train) == 2 and "does not hold the weights of hf:vit: it lacks ['" in capsys.readouterr().err
+    assert main(train) == 2 and "module names: it lacks ['" in capsys.readouterr().err

@@ -234,3 +234,11 @@ def test_a_large_model_is_planned_without_a_list_of_its_tiles(ratio: float) -> N
     plan = gb.make_plan(net, gb.periodic(share="layers"), compression=ratio, include=[r"^0\."])
     assert plan.ratio_params >= ratio
     assert time.process_time() - start < 20  # 1.3 s alone, minutes when tiles were listed.
+
+
+@pytest.mark.parametrize(
+    ("size", "words"), [({"genome_bytes": 99_999}, "choose a smaller genome"), ({"genome_params": 20}, "smallest size")]
+)
+def test_sizes_that_make_no_sense_are_warned_of(size: dict[str, Any], words: str) -> None:
+    with pytest.warns(UserWarning, match=words):
+        gb.make_plan(nn.Linear(64, 32, bias=False), **size)

@@ -62,8 +62,8 @@ def read_genome(
     said = said_by(path)
     plan, genome = gb.load(path)
     if task is None:
-        data = _described(path, data, said)
         described = bare and data.data_dir is None and "interface" in said
+        data = _described(path, data, said, described)
         task = _task_of(data, said) if described else load_task(data)
         differ = {"classes": "classes {}, the data {}", "alphabet": "another alphabet than the data's text"}
         for key, words in differ.items():
@@ -82,21 +82,29 @@ def said_by(path: Path) -> Mapping[str, Any]:
     return said if isinstance(said, Mapping) else {}
 
 
-def _described(path: Path, options: DataOptions, said: Mapping[str, Any]) -> DataOptions:
+def _described(path: Path, options: DataOptions, said: Mapping[str, Any], described: bool) -> DataOptions:
+    if not (options.task or said.get("task") or described):
+        cure = f"pass --task NAME --pnet {said.get('pnet', 'NAME')}, or write them by gb.save(..., metadata=...)"
+        raise ValueError(f"{path} does not say its task: {cure}, as the guide 'Files and exports' shows")
     # Options in the file hold for the task of the file.
-    said = said if options.task in ("", said.get("task")) else {}
+    said = said if options.task in ("", said.get("task", options.task)) else {}
     taken: JSON = {}
+    code: list[str] = []
     for name, usual in SAID.items():
         if name not in said or getattr(options, name, None) != usual:
             continue
         value: Any = said[name]
         taken[name] = value if isinstance(value, str) else json.dumps(value)
         # A file runs no code. The name of an environment may also import a module.
-        code = str(value).removeprefix(PREFIX) if name == "pnet" else value
-        if isinstance(code, str) and (is_import_path(code) or (name == "env" and ":" in code)):
-            trust = "which is code: pass that option if you trust it"
-            raise ValueError(f"{path} was trained with --{name} {value}, {trust}")
-    return replace(options, **{"task": options.task or "digits"} | taken)
+        word = str(value).removeprefix(PREFIX) if name == "pnet" else value
+        if isinstance(word, str) and (is_import_path(word) or (name == "env" and ":" in word)):
+            code.append(f"--{name} {value}")
+    options = replace(options, **{"task": options.task or "digits"} | taken)
+    if code:
+        bundled = described or ":" in options.task or options.task in ("digits", "text", "control")
+        code += ["--data-dir FOLDER"] * (not bundled and options.data_dir is None)
+        raise ValueError(f"{path} names code that a file may not run: if you trust it, pass {' '.join(code)}")
+    return options
 
 
 def _task_of(options: DataOptions, said: Mapping[str, Any]) -> Task:
@@ -200,7 +208,8 @@ def read_teacher(path: Path, task: Task, options: PNetOptions) -> nn.Module:
         cure = "save net.state_dict() with torch.save, or as safetensors"
         raise ValueError(f"--teacher: {file} holds more than weights, and is not run: {cure}") from error
     except (SafetensorError, RuntimeError, ValueError) as error:
-        raise ValueError(f"--teacher: {file} does not hold the weights of {task.pnet.name}: {error}") from error
+        cure = "the p-net must have the teacher's module names"
+        raise ValueError(f"--teacher: {file} does not hold the weights of {task.pnet.name}; {cure}: {error}") from error
     return net.eval()
 
 
@@ -313,7 +322,7 @@ def _to_browser(options: Export) -> None:
         raise ValueError("--weights and --to are for programs: a page and a QR code hold the genome")
     said, data = said_by(options.genome), options.genome.read_bytes()
     for name in ("task", "pnet"):
-        if (given := getattr(options, name)) not in (None, "", held := said.get(name)):
+        if (given := getattr(options, name)) not in (None, "", held := said.get(name, given)):
             raise ValueError(f"a page has the {name} of the genome's file, {held}: drop {flags([name])} {given}")
     page.check(gb.load(options.genome)[0])
     with open_folder(options.out.parent):
@@ -324,8 +333,9 @@ def _to_browser(options: Export) -> None:
         networks, alphabets, unknown = {}, {}, ""
         if said.get("pnet") not in page.PNETS:
             try:
-                if not {"pnet", "interface", "mean", "std"} <= said.keys():
-                    raise ValueError("the file does not say what it is and reads (pnet, interface, mean, std)")
+                if lacks := [name for name in ("pnet", "interface", "mean", "std") if name not in said]:
+                    cure = "write them by gb.save(..., metadata=...), as the guide 'Files and exports' shows"
+                    raise ValueError(f"the file does not say its {', '.join(lacks)}: {cure}")
                 net = read_genome(options.genome, options, bare=True)[2]
                 networks[str(said["pnet"])] = page.network(layers_in_a_row(net), said)
             except (ValueError, ImportError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
@@ -29,9 +30,9 @@ from gbfunc.lab.bench.report import describe
 from gbfunc.parallel import text_of
 from gbfunc.parallel.planner import DeviceSpec
 from gbfunc.tasks import Recipe, Task, find_task
-from gbfunc.tasks.base import SCHEDULES, example_batches
+from gbfunc.tasks.base import SCHEDULES, example_batches, logits_of, loss_fn, token_loss
 from gbfunc.tasks.pnets import find_pnet
-from gbfunc.tasks.pnets.base import PlanOptions, options_for
+from gbfunc.tasks.pnets.base import PlanOptions, options_for, seeded
 from gbfunc.types import JSON, dtype_name
 from gbfunc.untrusted import read_arrays
 
@@ -118,6 +119,7 @@ def make_job(
     plan_of, change = task.pnet.plan, plan_changes(genome)
     task = task.with_pnet(replace(task.pnet, plan=lambda size: change(plan_of(size))))
     pnet = task.build(data.seed).to(device)
+    _check_forward(task, pnet)
     plan = _sized_plan(task, pnet, genome, stored, about(task, data)) if not dense else None
     plan = plan or gb.make_plan(pnet, rules=[(".", None)])
     recipe = task.recipe(plan.genome_params)
@@ -126,6 +128,24 @@ def make_job(
         recipe = replace(recipe, lr=recipe.dense_lr, direct_lr=None, reasons=reasons)
     hypernet = None if dense else task.pnet.plan(plan.genome_params).hypernet.type
     return Job(task, _asked_recipe(recipe, training), pnet, plan, hypernet)
+
+
+def _check_forward(task: Task, pnet: nn.Module) -> None:
+    """Raise `ValueError` for a p-net that fails on two examples of a task, or has fewer outputs than the task."""
+    if task.batches is not example_batches or task.loss not in (loss_fn, token_loss):
+        return
+    x, (_, outputs, tokens, *_), net = next(iter(task.train.chunks(2)))[0], task.interface, copy.deepcopy(pnet)
+    words = f"the p-net {task.pnet.name} got inputs {'[B, C, H, W] = ' * (x.ndim == 4)}{list(x.shape)}"
+    with torch.no_grad(), seeded(0):
+        try:
+            found, expected = [*logits_of(net(x)).shape], [*x.shape[: 1 + tokens], outputs]
+        except Exception as error:
+            with suppress(Exception):
+                net(x.flatten(1))
+                words += ": start with nn.Flatten()"
+            raise ValueError(f"{words}; {error}") from error
+    if found[:-1] != expected[:-1] or found[-1] < outputs:
+        raise ValueError(f"{words} and gave outputs {found}, expected {expected}: change its last layer")
 
 
 def resolved(job: Job, genome: GenomeOptions, dtype: str | None) -> dict[str, Any]:

@@ -160,7 +160,7 @@ class GenomeOptions:
     base: Annotated[Literal["own", "none"] | None, shows("own|none", "own with --pretrained")] = None
     # Modules that an adapter changes, as in PEFT: names, last parts of names, or one regular expression.
     target_modules: Annotated[tuple[str, ...] | None, shows("NAME ...", "all-linear")] = None
-    # New modules beside the base; the genome holds all of them.
+    # New modules beside the base. They are trained directly; beyond a quarter of the genome, the longest are generated.
     modules_to_save: Annotated[tuple[str, ...] | None, shows("NAME ...", "classifier with --pretrained")] = None
 
 
@@ -272,8 +272,9 @@ class ExecutionOptions:
 class TeacherOptions:
     """A trained network whose outputs are targets beside the labels (Hinton et al., 2015)."""
 
-    # Trained network: weights of the p-net (.pt, .safetensors), a genome file, or a folder with one of these (also of
-    # the Hugging Face hub).
+    # Trained network: a .pt or .safetensors file with the module names of the p-net, a genome, or a folder with one of
+    # these (also of the Hugging Face hub). It gets inputs as the task scales them: images [B, C, H, W] of mean 0 and
+    # deviation 1 (for others see the guide "Shrink a trained network").
     teacher: MaybePath = None
     # Part of the loss that follows the teacher instead of the labels.
     teacher_weight: Annotated[float, PART] = 0.5

@@ -86,12 +86,7 @@ def write_figure(path: Path, draw: Callable[[], Figure]) -> None:
 
 @contextmanager
 def written(
-    folder: Path,
-    out: Path | None,
-    task: Task,
-    metrics: Mapping[str, Any],
-    runs: Mapping[str, Sequence[Row]],
-    data_dir: Path | None = None,
+    folder: Path, out: Path | None, task: Task, metrics: Mapping[str, Any], runs: Mapping[str, Sequence[Row]]
 ) -> Iterator[None]:
     """Write the results of a training before they are printed; then its curve, and the command to try next."""
     write_history(folder / "history.csv", runs)
@@ -108,8 +103,12 @@ def written(
     write_figure(folder / "learning_curve.png", draw)
     print(f"{out}: {', '.join(sorted(path.name for path in out.iterdir() if path.is_file()))}")
     command = "sample" if task.interface.tokens else "eval"
-    data = "" if data_dir is None else f" --data-dir {data_dir}"
-    print(f"try next: gbfunc {command}{data} --genome {out / 'genome.safetensors'}, or gbfunc export --help")
+    for name in ("task", "pnet", "env", "data_dir"):
+        said = str(metrics["config"].get(name, ""))
+        # A file does not run the code that it names.
+        if said and (name == "data_dir" or ":" in said.removeprefix("hf:")):
+            command += f" --{name.replace('_', '-')} {said}"
+    print(f"try next: gbfunc {command} --genome {out / 'genome.safetensors'}, or gbfunc export --help")
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, notes: Iterable[str] = ()) -> None:
@@ -128,8 +127,9 @@ def print_metrics(metrics: Mapping[str, Any], task: Task) -> None:
         ("parameters", f"{m['genome_params']:,}", f"{m['pnet_params']:,}", f"{m['ratio_params']:.1f}"),
         ("bytes", f"{m['genome_bytes']:,}", f"{m['dense_bytes']:,}", f"{m['ratio_bytes']:.1f}"),
     ]
-    for split, name in (("val", "validation"), ("test", "test")):
-        rows += [(f"{name} {x.label}", x.show(m[f"{split}_{x.name}"])) for x in task.metrics]
+    for split, name in (("val", "validation"), ("teacher_val", "teacher: validation"), ("test", "test")):
+        known = (x for x in task.metrics if f"{split}_{x.name}" in m)
+        rows += [(f"{name} {x.label}", x.show(m[f"{split}_{x.name}"])) for x in known]
     for name in task.facts(()):
         if m[name] is not None or "seconds" in m:
             shown = f"{m[name]:,}" if isinstance(m[name], int | float) else str(m[name] or "-")

@@ -75,9 +75,7 @@ def run_train(options: Train) -> None:
             split = split_over(mesh, options.execution, job.pnet, job.recipe.batch_size)
             result, _, metrics = train_genome(job, here, folder, split, teacher)
             if is_first:
-                with output.written(
-                    folder, out, job.task, metrics, {metrics["network"]: result.history}, here.data.data_dir
-                ):
+                with output.written(folder, out, job.task, metrics, {metrics["network"]: result.history}):
                     output.print_metrics(metrics, job.task)
 
 
@@ -209,19 +207,23 @@ def run_fit(trainer: training.Trainer, job: Job, seed: int, label: str, **hooks:
         return training.fit(trainer, job.task, job.recipe, seed, report=report, **hooks)
 
 
-def fitted(job: Job, teacher: nn.Module | None, seed: int) -> gb.Genome | None:
-    """Fit a genome to the teacher's weights; None if the fit has less than half of what the teacher gains on chance."""
-    task, plan = job.task, job.plan
-    if teacher is None or job.hypernet is None or task.metric not in ACCURACY:
+def fitted(job: Job, teacher: nn.Module | None, measured: Mapping[str, float], seed: int) -> gb.Genome | None:
+    """Fit a genome to a teacher; None if the fit's accuracy is nearer to chance than to the teacher's."""
+    task, plan, of = job.task, job.plan, job.task.metric
+    if teacher is None:
         return None
+    tell(f"the teacher has validation {of.label} {of.show(most := measured[of.name])}")
+    if of not in ACCURACY or job.hypernet is None:
+        return None
+    if most < 0.1 + (least := float(task.val.y.bincount().max()) / len(task.val)):
+        tell("warning: the teacher is near chance: is it trained, on inputs scaled as the task scales them?")
     try:
         genome, _ = gb.fit_genome(plan, teacher, pnet=None if plan.base is None else job.pnet, seed=seed)
     except ValueError:
         # The teacher has another architecture, or the plan has nothing to fit.
         return None
     net = gb.materialize(plan, genome, job.pnet).eval()
-    reached, most = (task.measured(x, task.val)[task.metric.name] for x in (net, teacher))
-    least = float(task.val.y.bincount().max()) / len(task.val)
+    reached = task.measured(net, task.val)[of.name]
     helps = reached - least > 0.5 * (most - least)
     words = f"a genome fitted to the teacher's weights has validation {task.metric.label} {task.metric.show(reached)}"
     tell(f"{words}: training begins {'there' if helps else 'from random g-nets'}")
@@ -249,7 +251,8 @@ def train_genome(
     trainer = training.genome_trainer(
         job.plan, job.pnet, task, recipe, seed, rounding=rounding, genome_bytes=n_bytes, metadata=metadata, **split
     )
-    step, begins_at = trainer.train_step, fitted(job, teacher, seed)
+    taught_by = {} if teacher is None else task.measured(teacher, task.val)
+    step, begins_at = trainer.train_step, fitted(job, teacher, taught_by, seed)
     assert step is not None
     if begins_at is not None and step.placement == "replicated":
         trainer = training.going_on(trainer, begins_at)
@@ -320,5 +323,6 @@ def train_genome(
     if best_path.exists() and asked.out is not None:
         kept_net = read_genome(best_path, options.data, task)[2].to(device)
         metrics |= {"best_step": best_step, **measure(task, kept_net, "best_")}
+    metrics |= {f"teacher_val_{name}": value for name, value in taught_by.items()}
     metrics |= meter.metrics(step, job, result.steps / max(result.step_seconds, 1e-9))
     return result, net, metrics | {"config": settings} | origin

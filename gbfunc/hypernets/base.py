@@ -18,16 +18,28 @@ from gbfunc.types import Factors, Kernel, Params, TileDims
 
 
 class Leaf(NamedTuple):
-    """One array of a g-net's parameters."""
+    """One array of a g-net's parameters. `gain`, `codes` and `period` only matter for `rounding="auto"`.
 
-    shape: tuple[int, ...]  # for ONE g-net
-    role: Literal["code", "linear"]  # "linear" if the tile is (jointly) linear in the leaf, so that `init` may rescale
-    scope: Literal["tile", "group"] = "tile"  # one leaf per tile, or one that the tiles of a group share
-    std: float = 1.0  # standard deviation of initial numbers
-    gain: str | None = None  # the leaf [H] of the same scope that multiplies the output of this leaf [..., H]
-    codes: Literal["row", "col"] | None = None  # the codes that the rows of this leaf [p, H] multiply
-    period: float | None = None  # numbers that differ by a period are equivalent
-    mean: float = 0.0  # mean of initial numbers
+    Attributes:
+        shape: shape for one g-net; a genome stacks the leaves of all g-nets: [T, *shape].
+        role: `"linear"` if doubling all linear leaves doubles the tile (amplitudes), otherwise `"code"`. A type needs a
+            linear leaf per tile: `init` rescales these leaves to the p-net's initial deviation; for deltas they are 0.
+        scope: `"tile"` for a leaf per tile, `"group"` for one that the tiles of a group (`Hypernet.group`) share.
+        std: standard deviation of the initial numbers, which are normal.
+        mean: mean of the initial numbers.
+        gain: name of the leaf [H] that multiplies the output of this leaf [..., H]; a gain of 0 drops the feature.
+        codes: `"row"` or `"col"`: the codes that multiply this leaf [p, H]; larger codes take finer steps.
+        period: numbers that differ by the period give the same tile (a phase: 2 pi).
+    """
+
+    shape: tuple[int, ...]
+    role: Literal["code", "linear"]
+    scope: Literal["tile", "group"] = "tile"
+    std: float = 1.0
+    gain: str | None = None
+    codes: Literal["row", "col"] | None = None
+    period: float | None = None
+    mean: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -54,7 +66,7 @@ class Hypernet:
         return None if self.sizable else 0
 
     def with_size(self, size: int) -> Hypernet:
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define size and with_size, or set sizable = False")
 
     def max_size(self, dims: TileDims) -> int | None:
         """Return the largest useful size, or None without a limit."""
@@ -76,7 +88,7 @@ class Hypernet:
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
         """Return the leaves of one g-net by name."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define leaves(self, dims)")
 
     def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
         """Draw the leaves of all g-nets of an ensemble: `{leaf: [T or G, *shape]}` in float32 on the CPU."""
@@ -94,7 +106,7 @@ class Hypernet:
             noise: noise with the `noise_shapes`, or None for the mean.
             kernel: implementation, for a type with several (`gbfunc.types.Kernel`).
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define apply(self, leaves, row_rp, col_cq, **unused)")
 
     def tiles(
         self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, noise: Params | None, kernel: Kernel
@@ -105,7 +117,14 @@ class Hypernet:
         """
 
         def apply(leaves: Params, row: Tensor, col: Tensor, noise: Params | None) -> Tensor | Factors:
-            return self.apply(leaves, row, col, noise=noise, kernel=kernel)
+            made = self.apply(leaves, row, col, noise=noise, kernel=kernel)
+            sides = (row.shape[0], self.factor_width), (col.shape[0], self.factor_width)
+            expected = sides if self.factorised else (row.shape[0], col.shape[0])
+            pair, shape = isinstance(made, Factors), getattr(made, "shape", ())
+            if (got := tuple(tuple(x.shape) for x in made) if pair else tuple(shape)) != expected:
+                words = f"{type(self).__name__}.apply must return shape {expected}, got {got}"
+                raise ValueError(f"{words}: rows come first, and Factors need factorised = True")
+            return made
 
         (row, row_dim), (col, col_dim) = ((x[0], None) if len(x) == 1 else (x, 0) for x in (row_Urp, col_Ucq))
         return torch.vmap(apply, (0, row_dim, col_dim, None if noise is None else 0))(leaves, row, col, noise)
@@ -170,6 +189,9 @@ class Sized(Hypernet):
     size_field: ClassVar[str]
 
     def __post_init__(self) -> None:
+        if (name := getattr(self, "size_field", None)) not in (names := [f.name for f in fields(self)]):
+            cure = "@dataclass(frozen=True), and size_field: ClassVar[str] = the name of a field"
+            raise TypeError(f"{type(self).__name__} needs {cure}; its fields are {names}, its size_field {name!r}")
         check_size(self.size_field, self.size)
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,7 +25,7 @@ from gbfunc.formats.steps import Stored, bytes_each, stored_as
 from gbfunc.hypernets import Hypernet, bilinear, low_rank, periodic
 from gbfunc.layers import KINDS
 from gbfunc.plan.budget import Unit, allocate, spend
-from gbfunc.plan.select import Candidate, Rule, check_targets, choose
+from gbfunc.plan.select import Candidate, Rule, check_hypernet, check_targets, choose
 from gbfunc.plan.slots import BufferPlan, Slot, TensorPlan, check_stored
 from gbfunc.plan.spec import Plan
 from gbfunc.pnet.describe import buffers_of, check_pnet
@@ -95,7 +96,8 @@ def make_plan(
             are direct and start at their present values; beyond a quarter of a size target, the longest are generated.
 
     Returns:
-        The plan. It meets a size target from below, within 2 % if the steps between sizes allow.
+        The plan. Its genome has at most the target size, and at least 98 % if the types have sizes in between. A
+        warning tells of a genome as large as the p-net, and of g-nets that all have their smallest size.
 
     Raises:
         ValueError: for a p-net that cannot be used, patterns that match nothing, contradictory sizes, or a target that
@@ -106,8 +108,7 @@ def make_plan(
     check_max_tile(max_tile)
     if hypernet is None:
         hypernet = periodic() if base is None else bilinear(share="shapes")
-    if not isinstance(hypernet, Hypernet):
-        raise TypeError(f"hypernet must come from a factory such as gb.periodic(), got {hypernet!r}")
+    check_hypernet("hypernet", hypernet)
     targets = check_targets(pnet, base, target_modules, modules_to_save)
     choices, left = choose(pnet, hypernet, include, exclude, rules, targets)
     buffers = tuple(
@@ -149,7 +150,15 @@ def make_plan(
                 raise
         return build(params, squeezed + 1)
 
-    return build(target) if genome_bytes is None else _plan_for_bytes(build, genome_bytes, total, name)
+    plan = build(target) if genome_bytes is None else _plan_for_bytes(build, genome_bytes, total, name)
+    sizes = {(slot.hypernet.size, slot.grid.n_tiles) for tensor in plan.generated for slot in tensor.slots}
+    if sizes and plan.ratio_params <= 1.05:
+        words = f"the genome has {plan.genome_params:,} parameters, the p-net only {total:,}"
+        warnings.warn(f"{words}: choose a smaller genome, such as a compression of 10", stacklevel=2)
+    elif words and base is None and {(1, 1)} <= sizes <= {(1, 1), (0, 1)}:
+        words = "every g-net has its smallest size, and may learn little"
+        warnings.warn(f"{words}: choose a genome about four times as large", stacklevel=2)
+    return plan
 
 
 def _target(total: int, hypernet: Hypernet, targets: Mapping[str, float | None]) -> tuple[int | None, str]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from inspect import signature
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -149,9 +150,10 @@ def choose(
     included = set[str]().union(*_matches("include", include, infos))
     excluded = set[str]().union(*_matches("exclude", exclude, infos))
     for rule in rules:
-        pair = isinstance(rule, tuple | list) and len(rule) == 2
-        if not pair or not (rule[1] is None or isinstance(rule[1], Hypernet)):
+        if not (isinstance(rule, tuple | list) and len(rule) == 2):
             raise TypeError(f"a rule must be (pattern, hypernetwork or None), got {rule!r}")
+        if rule[1] is not None:
+            check_hypernet(f"the g-net of the rule {rule[0]!r}", rule[1])
     by_rule: dict[str, Hypernet | None] = {}
     for names, (_, ruled) in zip(_matches("rules", [r[0] for r in rules], infos), rules, strict=True):
         by_rule = dict.fromkeys(names, ruled) | by_rule
@@ -196,6 +198,20 @@ def choose(
         words = "nothing of the p-net has a delta or is new: name layers by target_modules or include"
         raise ValueError("; ".join([words, *(f"left out {k!r}, {why}" for k, why in left.items())]))
     return choices, left
+
+
+def check_hypernet(what: str, hypernet: Any) -> None:
+    """Raise `TypeError` unless `hypernet` is an instance of a type of g-net with a name."""
+    if not isinstance(hypernet, Hypernet):
+        got = f"the class {hypernet.__name__}: call it" if isinstance(hypernet, type) else repr(hypernet)
+        raise TypeError(f"{what} must be an instance of a type of g-net, such as gb.periodic(), got {got}")
+    if not isinstance(getattr(hypernet, "type", None), str):
+        raise TypeError(f"{type(hypernet).__name__} has no name for files: give it type: ClassVar[str] = 'a name'")
+    try:
+        signature(hypernet.apply).bind({}, None, None, noise=None, kernel="auto")
+    except TypeError as error:
+        usual = "apply(self, leaves, row_rp, col_cq, **unused), which also takes noise= and kernel="
+        raise TypeError(f"{type(hypernet).__name__} must define {usual}: {error}") from error
 
 
 def _matches(what: str, patterns: Sequence[str], infos: list[ParameterInfo]) -> list[set[str]]:
