@@ -13,7 +13,7 @@ from torch.func import grad, hessian
 from torch.utils._pytree import tree_leaves
 
 from gbfunc.hypernets.kernels import relu
-from gbfunc.hypernets.kernels.chunked import chunked_apply
+from gbfunc.hypernets.kernels.operation import chunked_apply
 from gbfunc.hypernets.kernels.relu import relu_matrix
 from gbfunc.tiling import TileGrid
 from gbfunc.types import Kernel

@@ -331,7 +331,8 @@ def test_factors_of_many_runs_are_those_of_each_tile(kernel: Kernel, kinds: list
         for t in range(one.n_tiles):
             group = t if c.groups is None else t % 2
             own = {k: v[group if specs[k].scope == "group" else t, None] for k, v in leaves.items()}
-            made = dense_tiles(c.hypernet.tiles(own, c.row, c.col[t, None], None, "auto"))[0]
+            single = Evaluation(Constants.make(c.hypernet, c.dims, "reference", c.row, c.col[t, None]), own)
+            made = dense_tiles(single.tiles())[0]
             torch.testing.assert_close(tiles[t], made * c.scale[t], rtol=1e-12, atol=1e-12)
 
 

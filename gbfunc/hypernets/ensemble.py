@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from gbfunc.hypernets import Hypernet
-from gbfunc.hypernets.kernels.waves import Side, have_memory, mixed, period_of, sides_of, waves
+from gbfunc.hypernets.kernels.operation import have_memory
+from gbfunc.hypernets.kernels.waves import Side, period_of, waves
 from gbfunc.hypernets.periodic import Waves
 from gbfunc.tiling import TileGrid, join_all, join_tiles
 from gbfunc.types import Factors, Kernel, Params, TileDims
@@ -144,12 +145,21 @@ def periodic_factors(evaluations: Sequence[Evaluation]) -> list[Factors]:
     """Compute scaled factors [T, r, k] and [T, c, k] of periodic or bilinear g-nets with one operator."""
     leaves = [one.all_leaves() for one in evaluations]
     sides: list[Side] = []
-    for one, own in zip(evaluations, leaves, strict=True):
-        c, hypernet = one.constants, cast(Waves, one.constants.hypernet)
-        sides += sides_of(own, c.row, c.col, hypernet.cosine_first, c.scale, c.groups, c.periods)
+    for (c, *_), own in zip(evaluations, leaves, strict=True):
+        # Weights for codes of width 0 are not in the genome; here they are per tile.
+        of_row, of_col = (c.groups if codes.shape[-1] else None for codes in (c.row, c.col))
+        phase, sine, cosine = own.get("phase"), own.get("amplitude", own.get("sine")), own.get("cosine")
+        scale, first = None if sine is None else c.scale, cast(Waves, c.hypernet).cosine_first
+        sides.append(Side(c.row, own["row_weight"], phase, sine, cosine, scale, of_row, False, c.periods[0]))
+        sides.append(Side(c.col, own["col_weight"], None, None, None, None, of_col, first, c.periods[1]))
     made = waves(sides, kernel=evaluations[0].constants.kernel) if evaluations else []
-    pairs = zip(evaluations, leaves, made[::2], made[1::2], strict=True)
-    return [mixed(own, left, right, one.constants.scale) for one, own, left, right in pairs]
+    factors: list[Factors] = []
+    for (c, *_), own, left, right in zip(evaluations, leaves, made[::2], made[1::2], strict=True):
+        mix = own.get("mix")  # Bilinear g-nets mix the columns of the left side.
+        if mix is not None:
+            left = left @ (mix if c.scale is None else mix * c.scale[:, None, None])
+        factors.append(Factors(left, right))
+    return factors
 
 
 def dense_tiles(tiles: Tensor | Factors) -> Tensor:

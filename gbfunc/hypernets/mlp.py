@@ -8,8 +8,6 @@ The first layer is separable: its pre-activation is $A_{ih} + B_{jh}$ with $A = 
 ReLU layer the rest is one fused reduction; other g-nets run in chunks of rows that are recomputed in backward.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -21,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gbfunc.hypernets.base import Hypernet, Leaf, check_size, project, uniform
-from gbfunc.hypernets.kernels.chunked import chunked_apply
+from gbfunc.hypernets.kernels.operation import chunked_apply
 from gbfunc.hypernets.kernels.relu import relu_matrix
 from gbfunc.tiling import TileGrid
 from gbfunc.types import Kernel, Params, TileDims

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
 from gbfunc.hypernets.base import Hypernet, Leaf
-from gbfunc.hypernets.kernels.chunked import chunked_apply
+from gbfunc.hypernets.kernels.operation import chunked_apply
 from gbfunc.types import Params, TileDims
 
 Factory = Callable[[int], nn.Module]

@@ -10,19 +10,17 @@ Bilinear ones mix all pairs: $g_{ij} = \phi(A_i)^T M \phi(B_j)$ with $\phi = [\s
 import math
 import re
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor
 
 from gbfunc.hypernets.base import Leaf, Sized, uniform
-from gbfunc.hypernets.kernels.waves import mixed, sides_of
-from gbfunc.types import Factors, Params, TileDims
+from gbfunc.types import Params, TileDims
 
 
 @dataclass(frozen=True)
 class Waves(Sized):
-    """Sines over the codes, with code weights that matrices may share."""
+    """Sines over the codes, with code weights that matrices may share; `periodic_factors` makes their factors."""
 
     features: int | None = None
     share: Literal["none", "layers", "shapes"] = "none"
@@ -67,10 +65,6 @@ class Waves(Sized):
             "row_weight": Leaf((dims.row_width, self.known_size), "code", scope, rows, codes="row"),
             "col_weight": Leaf((dims.col_width, self.known_size), "code", scope, cols, codes="col"),
         }
-
-    def tiles(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, *unused: Any) -> Factors:
-        left, right = sides_of(leaves, row_Urp, col_Ucq, self.cosine_first)
-        return mixed(leaves, left.in_parts(), right.in_parts())
 
 
 @dataclass(frozen=True)

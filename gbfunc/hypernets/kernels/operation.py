@@ -1,17 +1,40 @@
-"""Functions with forward and backward passes of their own, differentiable to any order in every mode."""
+"""Functions with forward and backward passes of their own, differentiable to any order in every mode.
+
+Suffixes: T tiles; r, c rows and columns of a tile; H hidden units.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 
-from gbfunc.hypernets.kernels.waves import Tensors, have_memory, is_plain_needed
 from gbfunc.tiling import unbatched
+from gbfunc.types import Params
+
+Tensors: TypeAlias = tuple[Tensor, ...]
+
+
+def have_memory(tensors: Iterable[Tensor]) -> bool:
+    """Return whether compiled code can read the tensors; False for meta, fake, batched and subclassed tensors."""
+    try:
+        for x in tensors:
+            if type(x) not in (Tensor, nn.Parameter) or x.is_meta:
+                return False
+            x.data_ptr()
+    except RuntimeError:  # of `torch.autograd.grad(is_grads_batched=True)` or a transform of `torch.func`
+        return False
+    return True
+
+
+def is_plain_needed() -> bool:
+    """Return whether only PyTorch's operators work here: in compiled graphs and in forward mode."""
+    return torch.compiler.is_compiling() or forward_ad._current_level >= 0
 
 
 class Operation(NamedTuple):
@@ -68,3 +91,57 @@ class _Function(torch.autograd.Function):
         members = zip(*unbatched(info.batch_size, in_dims[1:], inputs), strict=True)
         outputs = tuple(map(torch.stack, zip(*(operation.apply(*x) for x in members), strict=True)))
         return outputs, (0,) * len(outputs)
+
+
+def _pieces(length: int, longest: int) -> Iterator[slice]:
+    """Cut `length` into the fewest pieces of at most `longest`, as equal as possible."""
+    step = -(-length // -(-length // longest))
+    return (slice(start, min(length, start + step)) for start in range(0, length, step))
+
+
+# By default 64 MiB: large against the cost of dispatch, small against p-nets that need blocks.
+def chunked_apply(
+    fn: Callable[[Tensor, Params], Tensor], A: Tensor, B: Tensor, params: Params, *, max_bytes: int = 2**26
+) -> Tensor:
+    """Generate tiles [T, r, c] from separable pre-activations, in row blocks that backward recomputes.
+
+    `fn(pre-activations [rows, c, H], params) -> weights [rows, c]` is one g-net after its first layer; `fn` treats rows
+    independently and draws no random numbers. `A` [T, r, H] with the bias and `B` [T, c, H] are pre-activations of rows
+    and columns, and `params` [T, ...] belong to all g-nets. `max_bytes` bounds the estimated memory of a block, but a
+    row is never divided. `A`, `B` and `params` are differentiable in every order and mode; the closure of `fn` is not.
+    Forward mode, compiled graphs and second derivatives use no blocks.
+    """
+    names, leaves = tuple(params), tuple(params.values())
+
+    def whole(A: Tensor, B: Tensor, *leaves: Tensor) -> Tensors:
+        def tile(A_rH: Tensor, B_cH: Tensor, *leaves: Tensor) -> Tensor:
+            return fn(A_rH[:, None] + B_cH, dict(zip(names, leaves, strict=True)))
+
+        return (torch.vmap(tile)(A, B, *leaves),)
+
+    # Weight and bias count each activation about twice, as forward keeps activations before and after nonlinearities.
+    floats = 2 * A.shape[-1] + sum(max(p.shape[1:], default=1) for p in leaves)
+    at_once = max(1, max_bytes // (B.shape[-2] * floats * A.element_size()))
+
+    def blocks(A: Tensor) -> Iterator[tuple[slice, slice]]:
+        tiles, rows = A.shape[:2]
+        for t in _pieces(tiles, max(1, at_once // rows)):
+            for i in _pieces(rows, min(rows, at_once)):
+                yield t, i
+
+    def run(A: Tensor, *shared: Tensor) -> Tensors:
+        made = A.new_empty(*A.shape[:2], shared[0].shape[1])
+        for t, i in blocks(A):
+            made[t, i] = whole(A[t, i], *(x[t] for x in shared))[0]
+        return (made,)
+
+    def pull(g: Tensor, A: Tensor, *shared: Tensor) -> Tensors:
+        dA, sums = torch.empty_like(A), [torch.zeros_like(x) for x in shared]
+        for t, i in blocks(A):
+            of_block: Any = torch.func.vjp(whole, A[t, i], *(x[t] for x in shared))[1]
+            dA[t, i], *parts = of_block((g[t, i],))
+            for total, part in zip(sums, parts, strict=True):
+                total[t] += part
+        return dA, *sums
+
+    return Operation(whole, run, pull).apply(A, B, *leaves)[0]

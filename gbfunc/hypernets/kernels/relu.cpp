@@ -187,12 +187,12 @@ template <class S>
 void finish(S* sums, const S* A, S sign, const S* v, S* dv, Size rows, Size hidden) {
   for (Size h = 0; h < hidden; h += kLanes<S>) {
     const Vec<S> scale = load(v + h, hidden - h);
-    Vec<S> total = {};
+    Vec<S> products = {};
     for (Size i = 0; i < rows; i++, sums += kLanes<S>, A += kLanes<S>) {
-      total += load(sums) * load(A);
+      products += load(sums) * load(A);
       store(sums, load(sums) * scale);
     }
-    store(dv + h, load(dv + h, hidden - h) + total * sign, hidden - h);
+    store(dv + h, load(dv + h, hidden - h) + products * sign, hidden - h);
   }
 }
 
@@ -234,12 +234,8 @@ void backward(const S* dW, Sides<S> s, const S* v, Gradients<S> d, Grid g, int t
         project_back(s.Y_of(it, left), SB.data(), d.V + offset * s.q * H, (S*)nullptr, cols, s.q, H);
         for (Size i = 0; i < rows; i++) {
           Vec<S> sum = {};
-          Size j = 0;
-          for (; j + lanes <= cols; j += lanes) sum += load(gt + i * g.cols + j);
-          S total = 0;
-          for (; j < cols; j++) total += gt[i * g.cols + j];
-          for (Size l = 0; l < lanes; l++) total += sum[l];
-          d.b[offset] += total;
+          for (Size j = 0; j < cols; j += lanes) sum += load(gt + i * g.cols + j, cols - j);
+          d.b[offset] += total<S>(sum);
         }
       }
       finish(SA.data(), a.data(), S(1), vt, dvt, rows, H);

@@ -83,6 +83,16 @@ Vec<S> spread(S x) {
   return x - Vec<S>{};  // not `x +`: only the difference to 0 is x for each x, so that it costs nothing
 }
 
+// Sum of a vector's numbers.
+template <class S>
+S total(Vec<S> x) {
+  S numbers[kLanes<S>];
+  std::memcpy(numbers, &x, kBytes);
+  for (Size half = kLanes<S> / 2; half; half /= 2)
+    for (Size l = 0; l < half; l++) numbers[l] += numbers[l + half];
+  return numbers[0];
+}
+
 Size round_up(Size n, Size step) { return (n + step - 1) / step * step; }
 
 // Asks for large pages under memory that is written for the first time: small ones take longer to get than to fill.

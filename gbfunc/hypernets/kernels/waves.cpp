@@ -47,21 +47,6 @@ struct Bits<double> {
   static constexpr int sign_shift = 62;
 };
 
-// Whether any bit is set.
-template <class S>
-bool any(typename Bits<S>::type x) {
-#if defined(__AVX512F__)
-  return _mm512_test_epi32_mask((__m512i)x, (__m512i)x);
-#elif defined(__AVX2__)
-  return !_mm256_testz_si256((__m256i)x, (__m256i)x);
-#else
-  std::uint64_t words[kBytes / 8], all = 0;
-  std::memcpy(words, &x, kBytes);
-  for (const auto word : words) all |= word;
-  return all;
-#endif
-}
-
 // Horner's rule, highest coefficient first.
 template <class S, int N>
 Vec<S> polynomial(const S (&c)[N], Vec<S> z) {
@@ -104,25 +89,9 @@ void sincos(Vec<S> x, Vec<S>& sin, Vec<S>& cos) {
   const I cos_bits = ((c_bits & ~swapped) | (s_bits & swapped)) ^ (((quarter + 1) & 2) << B::sign_shift);
   std::memcpy(&sin, &sin_bits, kBytes);
   std::memcpy(&cos, &cos_bits, kBytes);
-  const I large = ~((x < spread(B::limit)) & (x > spread(-B::limit)));  // or not a number
-  if (__builtin_expect(any<S>(large), 0))
-    for (Size l = 0; l < kLanes<S>; l++) {
-      sin[l] = std::sin(x[l]);
-      cos[l] = std::cos(x[l]);
-    }
 }
 
 constexpr Size kChunk = 512;  // places whose numbers stay in the first-level cache
-
-// Sum of a vector's numbers.
-template <class S>
-S total(Vec<S> x) {
-  S numbers[kLanes<S>];
-  std::memcpy(numbers, &x, kBytes);
-  for (Size half = kLanes<S> / 2; half; half /= 2)
-    for (Size l = 0; l < half; l++) numbers[l] += numbers[l + half];
-  return numbers[0];
-}
 
 // Numbers in whole vectors.
 template <class S>
@@ -173,13 +142,23 @@ struct Feature {
     turn(codes.blocks.data(), codes.block_step, codes.count, S(0), block_sin, block_cos);
   }
 
-  // Sines and cosines of some columns of codes [p, step].
+  // Sines and cosines of some columns of codes [p, step]; one by one if an angle is large or not a number.
   void turn(const S* from, Size step, Size some, S first, Row<S>& sines, Row<S>& cosines) {
     sines.fit(some), cosines.fit(some);
+    typename Bits<S>::type large = {};
     for (Size k = 0; k < Size(sines.vectors.size()); k++) {
       Vec<S> a = spread(first);
       for (Size j = 0; j < Size(weights.size()); j++) a += load(from + j * step + k * kLanes<S>) * spread(weights[j]);
+      large |= ~((a < spread(Bits<S>::limit)) & (a > spread(-Bits<S>::limit)));
       sincos<S>(a, sines.vectors[k], cosines.vectors[k]);
+    }
+    bool any = false;
+    for (Size l = 0; l < kLanes<S>; l++) any |= large[l] != 0;
+    if (!any) return;
+    for (Size i = 0; i < some; i++) {
+      S a = first;
+      for (Size j = 0; j < Size(weights.size()); j++) a += from[j * step + i] * weights[j];
+      sines.data()[i] = std::sin(a), cosines.data()[i] = std::cos(a);
     }
   }
 
@@ -265,22 +244,18 @@ void backward(const Wave<S>& w, Feature<S>& f, Size tile, Size h) {
   if (w.d_cosine) w.d_cosine[at] = f.d_t * scale;
 }
 
-// Calls make()(wave, first feature, end) for some features of each of several waves, in parallel.
+// Calls f(wave, scratch space, first feature, end) for some features of each of several waves, in parallel.
 template <class S, class F>
-void by_features(const Wave<S>* waves, Size count, int threads, F make) {
-  struct Item {
-    Size wave, first, end;
-  };
-  std::vector<Item> items;
-  for (Size i = 0; i < count; i++) {
-    const Size H = waves[i].features, some = threads > 1 ? (H + 2 * threads - 1) / (2 * threads) : H;
-    for (Size first = 0; first < H; first += some) items.push_back({i, first, std::min(H, first + some)});
-  }
+void by_features(const Wave<S>* waves, Size count, int threads, F f) {
+  const Size parts = threads > 1 ? 2 * threads : 1;
 #pragma omp parallel num_threads(threads)
   {
-    auto f = make();
+    Feature<S> scratch;
 #pragma omp for schedule(dynamic)
-    for (Size i = 0; i < Size(items.size()); i++) f(waves[items[i].wave], items[i].first, items[i].end);
+    for (Size i = 0; i < count * parts; i++) {
+      const Size H = waves[i / parts].features, part = i % parts;
+      f(waves[i / parts], scratch, part * H / parts, (part + 1) * H / parts);
+    }
   }
 }
 
@@ -288,27 +263,23 @@ template <class S>
 void all_forward(const Wave<S>* waves, Size count, int threads) {
   for (Size i = 0; i < count; i++)
     prefer_large_pages(waves[i].out, waves[i].tiles * waves[i].rows * waves[i].features * 2 * sizeof(S));
-  by_features(waves, count, threads, [] {
-    return [f = Feature<S>()](const Wave<S>& w, Size first, Size end) mutable {
-      for (Size tile = 0; tile < w.tiles; tile++)
-        for (Size h = first; h < end; h++) forward(w, f, tile, h);
-    };
+  by_features(waves, count, threads, [](const Wave<S>& w, Feature<S>& f, Size first, Size end) {
+    for (Size tile = 0; tile < w.tiles; tile++)
+      for (Size h = first; h < end; h++) forward(w, f, tile, h);
   });
 }
 
 template <class S>
 void all_backward(const Wave<S>* waves, Size count, int threads) {
-  by_features(waves, count, threads, [] {
-    return [f = Feature<S>()](const Wave<S>& w, Size first, Size end) mutable {
-      for (Size row = 0; row < w.n_groups * w.width; row++)
-        std::fill(w.d_weights + row * w.features + first, w.d_weights + row * w.features + end, S(0));
-      for (Size tile = 0; tile < w.tiles; tile++)
-        for (Size h = first; h < end; h++) {
-          backward(w, f, tile, h);
-          S* d = w.d_weights + w.group_of(tile) * w.width * w.features + h;
-          for (Size j = 0; j < w.width; j++) d[j * w.features] += f.d_weights[j];
-        }
-    };
+  by_features(waves, count, threads, [](const Wave<S>& w, Feature<S>& f, Size first, Size end) {
+    for (Size row = 0; row < w.n_groups * w.width; row++)
+      std::fill(w.d_weights + row * w.features + first, w.d_weights + row * w.features + end, S(0));
+    for (Size tile = 0; tile < w.tiles; tile++)
+      for (Size h = first; h < end; h++) {
+        backward(w, f, tile, h);
+        S* d = w.d_weights + w.group_of(tile) * w.width * w.features + h;
+        for (Size j = 0; j < w.width; j++) d[j * w.features] += f.d_weights[j];
+      }
   });
 }
 

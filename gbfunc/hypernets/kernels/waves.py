@@ -15,34 +15,15 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.autograd import forward_ad
+from torch import Tensor
 
 from gbfunc.hypernets.kernels import native
-from gbfunc.types import Factors, Kernel, Params
-
-Tensors: TypeAlias = tuple[Tensor, ...]
-
-
-def have_memory(tensors: Iterable[Tensor]) -> bool:
-    """Return whether compiled code can read the tensors; False for meta, fake, batched and subclassed tensors."""
-    try:
-        for x in tensors:
-            if type(x) not in (Tensor, nn.Parameter) or x.is_meta:
-                return False
-            x.data_ptr()
-    except RuntimeError:  # of `torch.autograd.grad(is_grads_batched=True)` or a transform of `torch.func`
-        return False
-    return True
-
-
-def is_plain_needed() -> bool:
-    """Return whether only PyTorch's operators work here: in compiled graphs and in forward mode."""
-    return torch.compiler.is_compiling() or forward_ad._current_level >= 0
+from gbfunc.hypernets.kernels.operation import Tensors, have_memory, is_plain_needed
+from gbfunc.types import Kernel
 
 
 class Side(NamedTuple):
@@ -88,38 +69,6 @@ class Side(NamedTuple):
         if m < n:
             halves = tuple(x.flatten(-2)[..., :n] for x in halves)
         return torch.cat(halves[::-1] if self.cosine_first else halves, -2).mT
-
-
-def sides_of(
-    leaves: Params,
-    row: Tensor,
-    col: Tensor,
-    cosine_first: bool,
-    scale: Tensor | None = None,
-    groups: Tensor | None = None,
-    periods: tuple[int, int] = (0, 0),
-) -> tuple[Side, Side]:
-    """Create the row and column sides of periodic or bilinear g-nets.
-
-    `scale` [T] multiplies the tiles; with `groups` [T], code weights are given per group [G, ...]; `periods` holds the
-    periods of the codes (`period_of`).
-    """
-    # Weights for codes of width 0 are not in the genome; here they are per tile.
-    of_row, of_col = groups if row.shape[-1] else None, groups if col.shape[-1] else None
-    phase, sine, cosine = leaves.get("phase"), leaves.get("amplitude", leaves.get("sine")), leaves.get("cosine")
-    scale = None if sine is None else scale
-    return (
-        Side(row, leaves["row_weight"], phase, sine, cosine, scale, of_row, False, periods[0]),
-        Side(col, leaves["col_weight"], None, None, None, None, of_col, cosine_first, periods[1]),
-    )
-
-
-def mixed(leaves: Params, left: Tensor, right: Tensor, scale: Tensor | None = None) -> Factors:
-    """Combine two sides into factors; bilinear g-nets mix the columns of the left side."""
-    mix = leaves.get("mix")
-    if mix is None:
-        return Factors(left, right)
-    return Factors(left @ (mix if scale is None else mix * scale[:, None, None]), right)
 
 
 def period_of(codes_Unp: Tensor) -> int:
