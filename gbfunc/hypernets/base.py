@@ -159,14 +159,11 @@ def uniform(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     return torch.rand(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
 
 
-def draw(
-    leaves: Mapping[str, Leaf], n_tiles: int, n_groups: int, generator: torch.Generator, stds: Mapping[str, float] = {}
-) -> Params:
-    """Draw normal leaves tile by tile from one generator, with deviation `stds[name]` or the leaf's `std`."""
+def draw(leaves: Mapping[str, Leaf], n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
+    """Draw normal leaves tile by tile from one generator."""
     # Draw numbers even for a deviation of 0, so that a leaf does not depend on other leaves' deviations.
     counts = {"tile": n_tiles, "group": n_groups}
-    drawn = {name: normal((counts[leaf.scope], *leaf.shape), generator) for name, leaf in leaves.items()}
-    return {name: drawn[name] * stds.get(name, leaf.std) + leaf.mean for name, leaf in leaves.items()}
+    return {k: normal((counts[x.scope], *x.shape), generator) * x.std + x.mean for k, x in leaves.items()}
 
 
 def project(codes_np: Tensor, weight_pH: Tensor) -> Tensor:

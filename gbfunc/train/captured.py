@@ -4,8 +4,6 @@ A replay reads its inputs from fixed memory: the state, the batch, the learning 
 generators. The state that a replay returns is that memory.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import partial

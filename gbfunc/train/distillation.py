@@ -1,7 +1,5 @@
 """The loss of a student that follows a trained network."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Mapping

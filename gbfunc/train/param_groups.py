@@ -1,7 +1,5 @@
 """Options of a class of `torch.optim`, checked, for the leaves of each role; its schedulers as tables."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@ Members never mix: each has its leaves, its noise, its gradient norm and its lea
 Suffixes: n members.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -57,8 +57,7 @@ def library() -> ctypes.CDLL:
         with contextlib.suppress(OSError):
             place.parent.mkdir(parents=True, exist_ok=True)
             replace_file(place, made.read_bytes())
-            return ctypes.CDLL(str(place))
-        return ctypes.CDLL(str(made))
+        return ctypes.CDLL(str(place if place.exists() else made))
 
 
 @functools.cache

@@ -4,8 +4,8 @@ X and Y are codes of rows and columns. With `g` the cotangent of a tile, and the
 `SA[i, h] = sum_j g[i, j] [A[i, h] + B[j, h] > 0]` and `SB[j, h]`, the gradients are `dA = SA v`, `dB = SB v`,
 `dv[h] = sum_i A SA + sum_j B SB` and `db = sum_ij g`: no pass keeps a hidden activation per weight.
 
-Both passes are in C++ (`relu.cpp`), in Triton (`relu_triton.py`), and here in PyTorch for other devices and machines
-without a compiler. Forward mode and second derivatives evaluate the definition.
+Both passes are in C++ (`relu.cpp`), in Triton (`relu_triton.py`), and here in PyTorch. Forward mode and second
+derivatives evaluate the definition.
 
 Suffixes: T tiles; U 1 or T; R, C rows and columns of a matrix; r, c of a tile; p, q widths of codes; H hidden units.
 """
@@ -52,7 +52,7 @@ def _by_hidden(A_TrH: Tensor, B_TcH: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _blocks(*tensors: Tensor) -> Iterator[Tensors]:
-    """Cut tensors along the tiles into blocks of 2**18 weights of the first tensor, [T, r, c], which fit in a cache."""
+    # 2**18 weights of the first tensor, [T, r, c], fit in a cache.
     n = max(1, 2**18 // tensors[0][0].numel())
     return zip(*(x.split(n) for x in tensors), strict=True)
 
@@ -128,25 +128,11 @@ def _in_python(grid: TileGrid, tiles: Any, gradients: Any) -> tuple[Callable[...
 
 
 def relu_matrix(X: Tensor, Y: Tensor, *leaves: Tensor, grid: TileGrid | None = None, kernel: Kernel = "auto") -> Tensor:
-    """Generate the matrix [R, C] of ReLU g-nets, or their tiles [T, r, c] without a grid.
+    """Generate the matrix [R, C] of ReLU g-nets, or their tiles [T, r, c] without a grid; half precisions in float32.
 
-    Every kernel computes half precisions in float32, returns the dtype of the leaves, and is differentiable to any
-    order in the leaves (not in the codes), in reverse and forward mode, under `torch.func` and `torch.vmap`. Within
-    `torch.compile`, "auto", "eager" and "compiled" are one expression that becomes part of the graph.
-
-    Args:
-        X: codes of the rows [U, r, p].
-        Y: codes of the columns [U, c, q].
-        *leaves: weights of the codes U [T, p, H] and V [T, q, H], biases u [T, H] of the hidden units, weights v [T, H]
-            and bias b [T] of the last layer.
-        grid: the tiles of the matrix.
-        kernel: "compiled" is, on a CPU, a C++ loop that is compiled once and kept in `$XDG_CACHE_HOME/gbfunc` or
-            `~/.cache/gbfunc`, and on a GPU a Triton kernel; "eager" takes one hidden unit after the other; "auto" is
-            "compiled", or after a warning "eager" if there is no compiler; "reference" is the plain expression, of
-            O(T r c H) memory.
-
-    Raises:
-        RuntimeError: if `kernel="compiled"` on a CPU, and no C++ compiler works.
+    `leaves` are U [T, p, H], V [T, q, H], u [T, H], v [T, H] and b [T]; the codes X [U, r, p] and Y [U, c, q] have no
+    gradient. Compiled graphs contain the definition. Raises RuntimeError if `kernel="compiled"` on a CPU, and no C++
+    compiler works.
     """
     (tiles, hidden), rows, cols, dtype = leaves[3].shape, X.shape[-2], Y.shape[-2], leaves[3].dtype
     wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype

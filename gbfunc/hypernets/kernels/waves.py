@@ -188,16 +188,11 @@ class _Waves(torch.autograd.Function):
 
 
 def waves(sides: Sequence[Side], *, kernel: Kernel = "auto") -> list[Tensor]:
-    """Compute sides [T, n, 2 H], differentiable to any order in their leaves.
+    """Compute sides [T, n, 2 H] of one dtype, differentiable to any order in their leaves.
 
-    Args:
-        sides: the sides, for a backend all of one dtype.
-        kernel: "compiled" is C++ on a CPU and Triton on a GPU, in float32 or float64; "auto" is "compiled" if there is
-            a C++ compiler, or Triton. Other tensors, transforms and compiled graphs use the operators of PyTorch, as
-            "eager" and "reference" do; "reference" computes a sine for each row.
-
-    Raises:
-        RuntimeError: if `kernel="compiled"` on a CPU, and no C++ compiler works.
+    Tensors that no backend takes, transforms and compiled graphs use the operators of PyTorch, as "eager" and
+    "reference" do; "reference" computes a sine for each row. Raises RuntimeError if `kernel="compiled"` on a CPU, and
+    no C++ compiler works.
     """
     leaves = [x for side in sides for x in side[1:5] if x is not None]
     if leaves and (backend := _backend(sides, leaves, kernel)) is not None:

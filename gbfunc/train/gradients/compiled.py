@@ -45,32 +45,30 @@ class CompiledGraph(OneGraph):
             return self._first(given, wanted)
 
     def _first(self, given: Given, wanted: list[Tensor]) -> Result:
-        eager = gradient_and_changes(self._eagerly, given, wanted, 0)
-        while self._graphs:
+        eager, failure = gradient_and_changes(self._eagerly, given, wanted, 0), RuntimeError(_FAILS)
+        for i, graph in enumerate(self._graphs):
             fresh = given.copied()
             try:
                 with given.restored(), seeded(0, wanted[0].device):
-                    result = self._graphs[0](fresh, wanted)
+                    result = graph(fresh, wanted)
             except CollectiveError:
                 raise
             except Exception as error:
-                if len(self._graphs) == 1:
-                    reason = str(error).partition("\n")[0]
-                    raise RuntimeError(f"{_FAILS} ({type(error).__name__}: {reason})") from error
-            else:
-                found = as_vector(result.gradients, wanted), changes_of(given.buffers, fresh.buffers)
-                apart = [largest_distance(self._layout.mesh, x, y) for x, y in zip(found, eager, strict=True)]
-                if max(apart) <= self._rounding.most:
-                    self._checked = True
-                    return self._graphs[0](given, wanted)
-                if len(self._graphs) == 1:
-                    raise ValueError(
-                        f"compiled by torch.compile, the gradient is {apart[0]:.2g} of its norm, and the change of "
-                        f"buffers {apart[1]:.2g} of its, away from those of the code as it is (torch.autograd.grad "
-                        "inside of a forward or loss is known to be wrong there): pass compile=False"
-                    )
-            del self._graphs[0]
-        raise AssertionError("the last graph returns or raises")
+                reason = str(error).partition("\n")[0]
+                failure = RuntimeError(f"{_FAILS} ({type(error).__name__}: {reason})")
+                failure.__cause__ = error
+                continue
+            found = as_vector(result.gradients, wanted), changes_of(given.buffers, fresh.buffers)
+            apart = [largest_distance(self._layout.mesh, x, y) for x, y in zip(found, eager, strict=True)]
+            if max(apart) <= self._rounding.most:
+                self._graphs, self._checked = self._graphs[i:], True
+                return graph(given, wanted)
+            failure = ValueError(
+                f"compiled by torch.compile, the gradient is {apart[0]:.2g} of its norm, and the change of buffers "
+                f"{apart[1]:.2g} of its, away from those of the code as it is (torch.autograd.grad inside of a forward "
+                "or loss is known to be wrong there): pass compile=False"
+            )
+        raise failure
 
     def _eagerly(self, given: Given, wanted: list[Tensor]) -> Gradients:
         with self.loss.net.kept():

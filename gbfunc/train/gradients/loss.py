@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -164,14 +165,11 @@ class GenomeLoss:
         with torch.autocast(device, self._amp) if self._amp else nullcontext():
             return self.net.run(weights, buffers, function, *args)
 
-    @contextmanager
-    def without_amp(self) -> Iterator[None]:
-        """Compute in the p-net's own precision."""
-        amp, self._amp = self._amp, None
-        try:
-            yield
-        finally:
-            self._amp = amp
+    def without_amp(self) -> GenomeLoss:
+        """The same loss, in the p-net's own precision."""
+        other = copy(self)
+        other._amp = None
+        return other
 
     def returned(self, out: Any) -> tuple[Tensor, Any]:
         return loss_and_aux(out)

@@ -57,18 +57,17 @@ class Pipelined:
         """The gradient of a microbatch over the stages, against that of the whole p-net on one rank."""
 
         def part(given: Given, wanted: list[Tensor]) -> Gradients:
-            loss = self._prepared(given.batch, wanted[0].device, None)
-            with loss.without_amp():
-                alike = [(given.batch, 1 / self._n)] * self._n
-                found = self._result(given, wanted, loss, alike, True).gradients
+            loss = self._prepared(given.batch, wanted[0].device, None).without_amp()
+            found = self._result(given, wanted, loss, [(given.batch, 1 / self._n)] * self._n, True).gradients
             return tuple(None if g is None else g / self._scale for g in found)
 
         def few(batch: Any) -> Any:
             return equal_parts(self._n, batch, 1)[0][0]
 
-        if self._split is None:
-            return Proof(whole, part, lambda: self.loss, few, ("pipeline",), _CAUSE)
-        return Proof(whole, part, lambda: self.loss, few, ("pipeline", "tensor"), f"{_CAUSE}; or {SPLIT_CAUSE}")
+        axes, cause = ("pipeline",), _CAUSE
+        if self._split is not None:
+            axes, cause = ("pipeline", "tensor"), f"{_CAUSE}; or {SPLIT_CAUSE}"
+        return Proof(whole, part, lambda: self.loss, few, axes, cause)
 
     def _prepared(self, microbatch: Any, device: torch.device, amp: torch.dtype | None) -> GenomeLoss:
         """The loss, when stages know this form of microbatches."""

@@ -1,7 +1,5 @@
 """The first step that is compiled, or that ranks with parts of the p-net take, against the plain one."""
 
-from __future__ import annotations
-
 import math
 import random
 import warnings
@@ -105,12 +103,7 @@ def largest_distance(mesh: Mesh, found: Tensor, expected: Tensor) -> float:
 
 def plainly(loss: GenomeLoss) -> Part:
     """The gradient by one graph, in the p-net's own precision."""
-
-    def gradients(given: Given, wanted: list[Tensor]) -> Gradients:
-        with loss.without_amp():
-            return OneGraph(loss, 1.0)(given, wanted).gradients
-
-    return gradients
+    return lambda given, wanted: OneGraph(loss.without_amp(), 1.0)(given, wanted).gradients
 
 
 @contextmanager
