@@ -109,23 +109,6 @@ def test_two_pipeline_ranks(schedule: str, folder: Path, one: dict[str, Any]) ->
     assert made["bytes_sent_per_step_by_axis"]["pipeline"] == 8 * 16 * 16 * 4 * (2 if schedule == "zbv" else 1)
 
 
-FOUR = [f"tensor=2,pipeline=2 --pipeline {schedule}" for schedule in ("gpipe", "1f1b", "interleaved", "zbv")]
-FOUR += ["data=2,tensor=2", "data=2,pipeline=2", "data=1,gnets=2,tensor=2"]
-
-
-@pytest.mark.process
-@needs_pipelines
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", FOUR)
-def test_four_ranks_on_two_axes(mesh: str, folder: Path, one: dict[str, Any]) -> None:
-    words = [*mesh.split(), *(["--microbatches", "4"] if "--pipeline" in mesh else [])]
-    made = trained(4, folder, mesh, "--mesh", *words)
-    assert_same_genome(folder, mesh)
-    if "--pipeline" in mesh:
-        assert made["microbatches"] == 4 and made["mesh"] == {"data": 1, "pipeline": 2, "gnets": 1, "tensor": 2}
-        assert {"pipeline", "tensor"} < made["bytes_sent_per_step_by_axis"].keys()
-
-
 def test_microbatches_divide_the_rows() -> None:
     cases = {(12, 1, 2): 6, (12, 2, 2): 6, (8, 1, 2): 8, (9, 1, 2): 3}
     assert {given: pipeline_microbatches(*given) for given in cases} == cases

@@ -50,12 +50,12 @@ def test_a_gather_is_right_in_every_graph(world: int) -> None:
 def test_ranks_with_other_options_are_told_which(world: int) -> None:
     for found in every(world, "configurations"):
         where = f"rank {world - 1} in it"
-        assert found["same"] == ""
+        assert found["same"] is None
         assert '"clip_norm": 0.5' in found["options"] and '"clip_norm": null' in found["options"]
         assert "optim.adamw.AdamW" in found["optimizer"] and "optim.adam.Adam" in found["optimizer"]
         assert re.search(r'"features": ?3.*, not .*"features": ?2', found["plan"])
-        assert found["text"].endswith(f"{where} (...{'x' * 80}z, not ...{'x' * 80}y)")
-        assert found["tensor"].endswith(where)
+        assert found["text"].endswith(f"{where} (...{'x' * 80}z, not ...{'x' * 80}y)\n")
+        assert found["tensor"].endswith(f"{where}\n")
 
 
 @WORLDS
@@ -74,7 +74,7 @@ def test_what_cannot_be_is_refused_in_words(world: int) -> None:
         assert re.search(r"different from rank 0 are rank 1 in direct/0\.bias$", found["drift"])
         assert re.search(r"same torch\.manual_seed.*rank 1 in plan", found["plan"])
         for name, words in (("DDP", "(ddp.module)"), ("FSDP", "before wrapping it"), ("FSDP2", "before fully_shard")):
-            whole, inside = found[name].split("ValueError: ")[1:]
+            whole, inside = found[name]
             assert words in whole and words in inside and "at '0'" in inside
         assert "needs microbatches=1" in found["remat"] and "placement='factors'" in found["lazy"]
         assert "got 'elsewhere'" in found["placement"]

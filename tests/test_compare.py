@@ -180,22 +180,6 @@ def test_a_method_that_breaks_its_bounds_is_found_out(problem: Problem, tmp_path
         measure("greedy", _Steps(), problem._replace(budget=0), {"answer": 1}, 0, tmp_path / "net")
 
 
-def test_validation_data_choose(problem: Problem) -> None:
-    val = problem.task.val
-    # In these splits all examples are twos, or ones: only the first may count.
-    twos, ones = (replace(val, y=torch.full_like(val.y, n)) for n in (2, 1))
-    method = _Steps()
-    task = replace(problem.task, val=twos, test=ones)
-    six = problem._replace(task=task, recipe=replace(problem.recipe, steps=7), budget=1)
-    choice = choose("steps", method, six)
-    assert choice.settings == {"answer": 2} and choice.searched == 3 * 3 + 2 * 7
-    assert [t["val"] for t in choice.tried] == [0.0, 1.0, 0.0, 1.0, 0.0]
-    assert [(t["steps"], t["bytes"]) for t in choice.tried] == 3 * [(3, 1)] + 2 * [(7, 1)]
-    assert [t[0]["answer"] for t in method.trained] == [1, 2, 3, 2, 1]
-    assert all(steps in (3, 7) and seed == 0 for _, steps, seed in method.trained)
-    assert choose("steps", method, six, most=1).settings == {"answer": 1}
-
-
 def test_halving_ends_with_two_candidates_and_all_steps(problem: Problem) -> None:
     class Twelve(_Steps):
         def candidates(self, problem: Problem) -> list[Settings]:
@@ -210,11 +194,14 @@ def test_halving_ends_with_two_candidates_and_all_steps(problem: Problem) -> Non
             right = {3: 1.0, 5: 0.9}.get(data[0], 0.0)
             return lambda x: torch.nn.functional.one_hot((torch.arange(len(x)) < right * len(x)).long(), 10)
 
-    val = replace(problem.task.val, y=torch.ones_like(problem.task.val.y))
-    task = replace(problem.task, val=val)
+    # By test data all classes but two would be right.
+    ones, zeros = (replace(problem.task.val, y=torch.full_like(problem.task.val.y, n)) for n in (1, 0))
+    task = replace(problem.task, val=ones, test=zeros)
     nine = problem._replace(task=task, recipe=replace(problem.recipe, steps=9), budget=100)
-    choice = choose("twelve", Twelve(), nine)
+    choice = choose("twelve", method := Twelve(), nine)
     assert [t["steps"] for t in choice.tried] == 12 * [1] + 4 * [3] + 2 * [9]
+    assert [(t["steps"], 0) for t in choice.tried] == [(steps, seed) for _, steps, seed in method.trained]
+    assert choose("twelve", method, nine, most=1).settings == {"answer": 0}
     assert choice.settings == {"answer": 5} and choice.searched == 12 + 12 + 18
     assert 3 not in [t["answer"] for t in choice.tried[-2:]]
 

@@ -25,15 +25,8 @@ Threads = Annotated[int | None, shows("INT", "torch's"), COUNT]
 SIZES = (600, 1_300, 2_000, 6_000, 20_000)
 """Budgets of `gbfunc compare`, in parameters of a periodic genome."""
 
-_MODULES = {
-    "demo": "train",
-    "train": "train",
-    "federated": "federated",
-    "plan": "job",
-    "bench": "lab",
-    "compare": "lab",
-}
-"""Modules of commands' functions; `genomes` has the others."""
+_FILES = {"demo": "train", "train": "train", "federated": "federated", "plan": "job", "bench": "lab", "compare": "lab"}
+"""Files of commands' functions; `genomes` has the others."""
 
 
 class Command:
@@ -56,7 +49,7 @@ class Command:
         if "torch" not in sys.modules and not said and not isinstance(self, Bench):
             os.environ["OMP_WAIT_POLICY"] = "passive"
         name = type(self).__name__.lower()
-        return getattr(importlib.import_module(f"gbfunc.cli.{_MODULES.get(name, 'genomes')}"), f"run_{name}")
+        return getattr(importlib.import_module(f"gbfunc.cli.{_FILES.get(name, 'genomes')}"), f"run_{name}")
 
     def run(self) -> None:
         self.load()(self)

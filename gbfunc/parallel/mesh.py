@@ -67,7 +67,8 @@ class Mesh:
 
     `gbfunc.mesh` makes a mesh. A batch is split over `data` and `gnets`. The tiles of a sharded genome are split over
     `gnets`; ranks along all other axes hold the same tiles. Ranks along `pipeline` run some blocks of the p-net, and
-    ranks along `tensor` parts of every layer, on the same rows. A mesh is a context manager that closes itself.
+    ranks along `tensor` parts of every layer, on the same rows. A mesh is a context manager: the end of a block waits
+    for all ranks, and ends the process group if this mesh began the group.
 
     Attributes:
         sizes: ranks along each axis, by name.
@@ -153,10 +154,6 @@ class Mesh:
         if self.world > 1:
             with self.failing("barrier"):
                 dist.barrier()
-
-    def close(self) -> None:
-        """Waits for all ranks, and ends the process group if this mesh began the group."""
-        self.__exit__(None)
 
     def __enter__(self) -> Mesh:
         return self

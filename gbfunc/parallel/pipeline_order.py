@@ -10,7 +10,6 @@ import inspect
 import re
 from collections.abc import Mapping
 from functools import lru_cache
-from operator import le
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,7 +71,7 @@ def torch_orders(order: str, ranks: int, microbatches: int) -> list[list[tuple[s
 
 @lru_cache(maxsize=4096)
 def in_flight(order: str, rank: int, ranks: int, microbatches: int) -> tuple[tuple[float, ...], ...]:
-    """The largest numbers of microbatches whose activations a rank keeps at once, by stage."""
+    """The numbers of microbatches whose activations a rank keeps at once, by stage, in the course of a step."""
     if order in ("gpipe", "1f1b"):
         return ((microbatches if order == "gpipe" else min(microbatches, ranks - rank),),)
     actions, seen = torch_orders(order, ranks, microbatches)[rank], set[tuple[int, ...]]()
@@ -80,8 +79,7 @@ def in_flight(order: str, rank: int, ranks: int, microbatches: int) -> tuple[tup
     for op, stage, _ in actions:
         live[stage] += {"F": 1, "B": -1, "I": 0, "W": -1}[op]
         seen.add(tuple(live.values()))
-    most = [a for a in seen if not any(a != b and all(map(le, a, b)) for b in seen)]
     # Part of a microbatch's activations that torch's zero-bubble schedule keeps until the end of the step, since its
     # backward for inputs retains the graph (torch 2.13, blocks of a GPT, 4 to 16 microbatches).
     late = 0.21 if order == "zbv" else 0.0
-    return tuple(tuple(n + late * (microbatches - n) for n in a) for a in most)
+    return tuple(tuple(n + late * (microbatches - n) for n in a) for a in seen)

@@ -211,7 +211,7 @@ class Model:
         return total(cell for name, cell in self.made(*how).items() if self._places[name] & used)
 
     def footprint(self, layout: RankLayout) -> tuple[dict[str, float], dict[str, float], list[Cell], float]:
-        """Bytes of the fullest rank by part, most bytes sent by axis; a microbatch's costs by stage, and largest hop."""
+        """The fullest rank's bytes by part, most bytes sent by axis, costs of a microbatch by stage, largest hop."""
         sizes, m, mine = layout.sizes, layout.microbatches, layout.stages
         p, t, gnets, remat = sizes["pipeline"], sizes["tensor"], sizes["gnets"], layout.remat == "layer"
         factored = self.lazy is not False and (gnets == 1 or (layout.placement == "factors" and not remat))

@@ -12,7 +12,7 @@ from gbfunc.parallel import Mesh
 from gbfunc.train.local import nesterov
 from gbfunc.train.step import TrainStep
 from gbfunc.trees import BUFFERS, flat_genome, flatten_tree, like_genome
-from tests.support.ranks import PATIENCE
+from tests.support.ranks import PATIENCE, said
 
 ROWS = (8, 7, 5, 8, 4, 9, 8)
 """Rows of the global batches; on two ranks some have more than others."""
@@ -110,23 +110,17 @@ def nans_of_rank_0(mesh: Mesh) -> dict[str, Any]:
 
 
 def refusals(mesh: Mesh) -> list[str]:
-    told = []
     step = make(mesh, local_steps=2, check_every=2)
     state = step.init(3)
-    for attempt in (
+    attempts = (
         lambda: make(mesh, local_steps=2 + mesh.rank),
         lambda: make(mesh, local_steps=2, outer=nesterov(0.5 + mesh.rank)),
         lambda: make(mesh, local_steps=2, placement="sharded"),
         lambda: step(like_genome({k: x + mesh.rank for k, x in flat_genome(state).items()}, state), data()[0]),
         lambda: step(state, tuple(x[:0] for x in data()[0])),
         lambda: step(step.gather(state), data()[0]),
-    ):
-        try:
-            attempt()
-            told.append("nothing")
-        except ValueError as error:
-            told.append(str(error))
-    return told
+    )
+    return [str(said(attempt)) for attempt in attempts]
 
 
 def run_local(init_method: str, folder: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from gbfunc.hypernets.ensemble import dense_tiles
 from gbfunc.parallel import CollectiveError, Gather, Layout, Mesh, all_gather, check_equal, reduce_scatter, text_of
 from gbfunc.train.step import TrainStep
 from tests.support.rank_cases import ADAMW, SGD, batches, pnet_of, squared
-from tests.support.ranks import PATIENCE
+from tests.support.ranks import PATIENCE, said
 from tests.support.versions import TRACES_WHOLE_NETS, fully_shard
 
 ROWS = (3, 0, 2, 1)
@@ -111,7 +111,7 @@ def uncounted(mesh: Mesh) -> dict[str, float]:
     return found
 
 
-def configurations(mesh: Mesh) -> dict[str, str]:
+def configurations(mesh: Mesh) -> dict[str, Any]:
     last = mesh.rank == mesh.world - 1
     table = gb.torch_schedule(torch.optim.lr_scheduler.StepLR, 0.2 if last else 0.1, steps=3, step_size=2)
     optimizer = gb.torch_optimizer(torch.optim.AdamW if last else torch.optim.Adam, lr=table)
@@ -123,17 +123,7 @@ def configurations(mesh: Mesh) -> dict[str, str]:
         "text": "x" * 200 + "yz"[last],
         "tensor": torch.ones(2) * mesh.rank,
     }
-    return {
-        name: outcome(lambda x=x: check_equal(mesh, {"it": x, "too": "same"}, "ranks")) for name, x in cases.items()
-    }
-
-
-def outcome(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except (ValueError, FloatingPointError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return {name: said(check_equal, mesh, {"it": x, "too": "same"}, "ranks") for name, x in cases.items()}
 
 
 def not_finite(mesh: Mesh) -> dict[str, Any]:
@@ -152,11 +142,11 @@ def not_finite(mesh: Mesh) -> dict[str, Any]:
         state = step.init()
         after, info = step(state, (x, y))
         found[placement] = (info.finite, after.gnets == state.gnets, int(after.step))
-        found[f"{placement} raise"] = outcome(lambda m=make, s=state: m(on_nonfinite="raise")(s, (x, y)))
+        found[f"{placement} raise"] = said(make(on_nonfinite="raise"), state, (x, y))
     return found
 
 
-def refusals(mesh: Mesh) -> dict[str, str]:
+def refusals(mesh: Mesh) -> dict[str, Any]:
     pnet = pnet_of()
     plan, batch = gb.make_plan(pnet, gb.periodic(2), max_tile=(4, 4)), mesh.shard_batch(batches((8,))[0])
 
@@ -194,11 +184,11 @@ def refusals(mesh: Mesh) -> dict[str, str]:
     }
     wrappers: dict[str, Callable[[nn.Module], Any]] = {"DDP": DistributedDataParallel, "FSDP2": fully_shard}
     wrappers["FSDP"] = partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
-    found = {name: outcome(call) for name, call in calls.items()}
+    found = {name: said(call) for name, call in calls.items()}
     for name, wrap in wrappers.items():
         # As a whole, and a layer inside.
         nets = (wrap(nn.Sequential(nn.Linear(3, 3))), nn.Sequential(wrap(nn.Linear(3, 3)), nn.Linear(3, 3)))
-        found[name] = "".join(outcome(lambda n=net: gb.make_plan(n)) for net in nets)
+        found[name] = [said(gb.make_plan, net) for net in nets]
     return found
 
 

@@ -107,7 +107,6 @@ def _plain(setup: Setup, net: nn.Module, **options: Any) -> Step:
 
 
 def _dense_graph(setup: Setup) -> Step:
-    """Make the dense step as one CUDA graph."""
     step, graph = _plain(setup, setup.pnet, capturable=True), torch.cuda.CUDAGraph()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
