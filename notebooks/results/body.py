@@ -67,6 +67,10 @@ def changed_body(env_id: str, what: str, factor: float) -> str:
         assert option is not None
         option.set("gravity", f"0 0 {-9.81 * factor}")
     elif what == "friction":
+        default = root.find("default/geom")
+        assert default is not None
+        # MuJoCo's own, where the file has none. The larger friction of two bodies counts, so the floor changes as well.
+        default.set("friction", default.get("friction", "1 0.005 0.0001"))
         for geom in root.iter("geom"):
             scaled(geom, "friction", factor)
     else:

@@ -38,14 +38,14 @@ from gbfunc.plots import LINES, PALETTE
 from gbfunc.tasks.control import ATARI, Environment, find_environment, make_envs, stream
 from gbfunc.tasks.pnets import PNETS, Interface
 
-GAMMA, BATCH, UPDATES_PER_TARGET = 0.99, 64, 250
+GAMMA, BATCH, UPDATES_PER_TARGET = 0.99, 32, 250
 """Discount; transitions of an update; updates from one target to the next."""
 
 EXPLORING, LEAST = 0.1, 0.05
 """Part of the frames in which the rate of random actions falls from 1, and the rate after that."""
 
-EPISODES, LONGEST = 10, 5_000
-"""Episodes of an evaluation, and the steps after which one is cut."""
+EPISODES, ATARI_EPISODES, LONGEST = 10, 3, 5_000
+"""Episodes of an evaluation, in MinAtar and Atari, and the steps after which one is cut."""
 
 FIRST = 5_000
 """Frames before the first update."""
@@ -119,8 +119,9 @@ def seen(env: Environment, obs: Tensor) -> Tensor:
 @torch.no_grad()
 def evaluate(net: nn.Module, env: Environment, seed: int) -> list[float]:
     """Return the undiscounted return of one episode in each of some environments, 1 % of the actions random."""
-    envs, draws = make_envs(env.id, EPISODES), torch.Generator().manual_seed(seed)
-    returns, running = np.zeros(EPISODES), np.ones(EPISODES, bool)
+    number = ATARI_EPISODES if env.id.startswith(ATARI) else EPISODES
+    envs, draws = make_envs(env.id, number), torch.Generator().manual_seed(seed)
+    returns, running = np.zeros(number), np.ones(number, bool)
     obs = env.reset(envs, seed)
     for _ in range(LONGEST):
         actions = acting(net, env, obs, 0.01, draws)
@@ -239,7 +240,7 @@ def main(argv: list[str] | None = None) -> None:
     defaults = {
         "frames": 1_000_000,
         "width": 16,
-        "hidden": 256,
+        "hidden": 384,
         "envs": 16,
         "update-every": 4,
         "replay": 100_000,
