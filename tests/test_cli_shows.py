@@ -21,7 +21,7 @@ from gbfunc.tasks.pnets import find_pnet
 from gbfunc.tasks.pnets.base import n_params
 from tests.test_cli import BRIEF, SMALL
 
-FOLDERS = {"mnist": "mnist", "fashion-mnist": "mnist", "cifar10": "cifar10", "trec": "trec", "texts": "trec"}
+FOLDERS = dict(zip(SHOWN, ("", "mnist", "mnist", "cifar10", "cifar10", "", "trec", "trec", ""), strict=True))
 
 
 @pytest.mark.parametrize("name", SHOWN)
@@ -31,7 +31,7 @@ def test_help_shows_the_values_of_the_recipe(name: str, shared_data: Path, capsy
     words = " ".join(capsys.readouterr().out.replace("│", " ").split())
     options = [option.partition("(default: ") for option in words.split(" --")[2:]]
     shown = {option.split()[0]: usual.split(")")[0] for option, _, usual in options}
-    task = find_task(name, shared_data / FOLDERS[name] if name in FOLDERS else None, {})
+    task = find_task(name, shared_data / FOLDERS[name] if FOLDERS[name] else None, {})
     recipe = task.recipe(task.genome_params or n_params(task.build(0)) / task.compression)
     usual = {"pnet": task.pnet.name, "genome-params": task.genome_params, "optimizer": recipe.optimizer.__name__}
     shared = ("batch-size", "lr", "steps", "warmup", "clip-norm")

@@ -72,7 +72,6 @@ def test_what_the_task_decides_is_filled_in() -> None:
         ("hf:vit", IMAGE, {"_attn_implementation": "org/kernel"}, "which may load code"),
         ("hf:vit", TEXT, {}, "hf:vit is no causal language model"),
         ("hf:gpt2", IMAGE, {}, "hf:gpt2 is no image classifier"),
-        ("hf:vit", IMAGE, {"pretrained": "x"}, "pretrained weights are for tasks of texts: text, texts or trec"),
         ("hf:vit", Interface((8,), 2, vocabulary=9), {}, "hf:vit is no encoder of texts"),
         ("hf:t5", Interface((8,), 2, vocabulary=9), {}, "hf:t5 is no encoder of texts"),
     ],

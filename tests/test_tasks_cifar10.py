@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gbfunc.tasks import find_task
-from gbfunc.tasks.images import load_cifar10, read_batch, read_packed
+from gbfunc.tasks.images import load_cifar, read_batch, read_packed
 
 Images = tuple[np.ndarray, np.ndarray]
 
@@ -119,12 +119,12 @@ def test_the_standard_folder(folder: Path) -> None:
 
 
 def test_both_forms_are_the_same_and_images_that_are_not_exact_are_left_out(folder: Path, tmp_path: Path) -> None:
-    train, test = load_cifar10(folder)
+    train, test = load_cifar(folder)
     other = tmp_path / "packed"
     other.mkdir()
     write_packed(other / "cifar10_train.npz", *train)
     write_packed(other / "cifar10_test.npz", *test)
-    for a, b in zip((*train, *test), sum(load_cifar10(other), ()), strict=True):
+    for a, b in zip((*train, *test), sum(load_cifar(other), ()), strict=True):
         assert np.array_equal(a, b)
     images, labels = small(5)
     exact = np.array([1, 0, 1, 1, 0], bool)

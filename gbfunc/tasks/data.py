@@ -137,11 +137,11 @@ def data_folder(task: str, data_dir: Path | None, holds: str) -> Path:
     return data_dir
 
 
-def labels_of(labels: Any) -> NDArray[np.int64]:
-    """Return the labels of ten classes as an array; `ValueError` for others than 0 to 9."""
-    array = np.asarray(labels)
-    if array.ndim != 1 or not array.size or array.dtype.kind not in "iu" or not 0 <= array.min() <= array.max() <= 9:
-        raise ValueError(f"labels must be integers from 0 to 9, got {labels!r:.80}")
+def labels_of(labels: Any, classes: int = 10) -> NDArray[np.int64]:
+    """Return the labels as an array; `ValueError` for others than 0 to `classes` - 1."""
+    array, last = np.asarray(labels), classes - 1
+    if array.ndim != 1 or not array.size or array.dtype.kind not in "iu" or not 0 <= array.min() <= array.max() <= last:
+        raise ValueError(f"labels must be integers from 0 to {last}, got {labels!r:.80}")
     return array.astype(np.int64)
 
 

@@ -127,15 +127,16 @@ def cifar10(data_dir: Path | None = None) -> Task:
     training images, the same ones always, is held out for validation.
     """
     folder = data_folder("cifar10", data_dir, "its python batches (cifar-10-batches-py) or cifar10_train*.npz")
-    learned, tested = load_cifar10(folder)
+    learned, tested = load_cifar(folder)
     (train, val, test), *scale = image_splits(learned, (len(learned[1]) // 10,), tested, by_channel=True)
     interface = Interface(_SHAPE, 10)
     about = scaling(*scale) | {"classes": list(CIFAR10)}
     pnet = PNETS["allconv"](interface)
-    return Task("cifar10", interface, train, val, test, pnet, _cifar10_recipe, genome_params=14_958, about=about)
+    return Task("cifar10", interface, train, val, test, pnet, cifar10_recipe, genome_params=14_958, about=about)
 
 
-def _cifar10_recipe(pnet: PNet, genome_params: float) -> Recipe:
+def cifar10_recipe(pnet: PNet, genome_params: float) -> Recipe:
+    """Choose the recipe for small photographs."""
     # Small genomes do not learn images by heart, large ones gain nothing at the rate of small ones.
     lr = 3e-2 if genome_params < 30_000 else 2e-2
     pixels = 0 if genome_params < 5_000 else 2 if genome_params < 15_000 else 4
@@ -143,14 +144,14 @@ def _cifar10_recipe(pnet: PNet, genome_params: float) -> Recipe:
     return Recipe(lr=lr, dense_lr=3e-2, augment=augment, clip_norm=1.0, warmup=0.2)
 
 
-def load_cifar10(data_dir: Path) -> tuple[Images, Images]:
-    """Read the training images and the test images of a folder in one of the two forms."""
-    packed = [sorted(data_dir.glob(f"cifar10_{part}*.npz")) for part in ("train", "test")]
+def load_cifar(data_dir: Path, name: str = "cifar10", classes: int = 10) -> tuple[Images, Images]:
+    """Read the training images and the test images of a folder in one of the two forms; `name` may be a pattern."""
+    packed = [sorted(data_dir.glob(f"{name}_{part}*.npz")) for part in ("train", "test")]
     if any(packed):
         if (counts := [len(paths) for paths in packed]) != [1, 1]:
-            expected = f"{data_dir} must hold one cifar10_train*.npz and one cifar10_test*.npz"
+            expected = f"{data_dir} must hold one {name}_train*.npz and one {name}_test*.npz"
             raise FileNotFoundError(f"{expected}, not {counts[0]} and {counts[1]}")
-        return read_packed(packed[0][0]), read_packed(packed[1][0])
+        return read_packed(packed[0][0], classes), read_packed(packed[1][0], classes)
     folder = inner if (inner := data_dir / "cifar-10-batches-py").is_dir() else data_dir
     if not any(folder.glob("data_batch_*")):
         raise FileNotFoundError(f"{folder} holds neither CIFAR-10's python batches nor cifar10_train*.npz")
@@ -159,14 +160,14 @@ def load_cifar10(data_dir: Path) -> tuple[Images, Images]:
     return (images, labels), read_batch(folder / "test_batch")
 
 
-def read_packed(path: Path) -> Images:
+def read_packed(path: Path, classes: int = 10) -> Images:
     """Read an `.npz` of CIFAR-10: `labels` [N], and `delta` [N, 3, 32, 32] with R - G, G, B - G as differences.
 
     If the file says which images are `exact`, the others are left out.
     """
     arrays = read_arrays(path, _MAX_UNPACKED, ("delta", "labels", "exact"))
     with one_error(path, "CIFAR-10 .npz"):
-        delta, labels = arrays["delta"], labels_of(arrays["labels"])
+        delta, labels = arrays["delta"], labels_of(arrays["labels"], classes)
         exact = arrays.get("exact", np.ones(labels.shape, bool))
         if delta.dtype != np.uint8 or delta.shape != (len(labels), *_SHAPE):
             raise ValueError(f"delta must be {len(labels)} x 3 x 32 x 32 bytes, got {delta.dtype} {delta.shape}")

@@ -1,4 +1,4 @@
-"""Any Hugging Face model from its configuration (`hf:gpt2`, `hf:llama`, `hf:vit`, ...), and pretrained encoders.
+"""Any Hugging Face model from its configuration (`hf:gpt2`, `hf:llama`, `hf:vit`, ...), and pretrained networks.
 
 Suffixes: B texts of a batch, L positions, E width, K classes.
 """
@@ -6,6 +6,7 @@ Suffixes: B texts of a batch, L positions, E width, K classes.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,13 +17,13 @@ from torch import Tensor, nn
 
 from gbfunc.extras import import_extra
 from gbfunc.hypernets import bilinear
-from gbfunc.tasks.pnets.base import BLOCKS, Interface, PlanOptions, PNet
+from gbfunc.tasks.pnets.base import BLOCKS, Interface, PlanOptions, PNet, n_params
 from gbfunc.untrusted import parse_json
 
 PREFIX = "hf:"
 _CODE = frozenset({"auto_map", "trust_remote_code", "name_or_path", "quantization_config"})
 _MOST_COUNT, _MOST_LAYERS, _COUNTED = 1 << 24, 1 << 16, ("layer", "label", "expert", "depth", "stage")
-CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+CONFIG, TOKENIZER, PREPROCESSOR = "config.json", "tokenizer.json", "preprocessor_config.json"
 _WEIGHTS = "model*.safetensors"
 _ADAPTER = PlanOptions(hypernet=bilinear(share="shapes"), base="own", modules_to_save=("classifier",))
 
@@ -58,14 +59,13 @@ class TextClassifier(nn.Module):
 def hugging_face(interface: Interface, model_type: str, *, pretrained: str | None = None, **config: Any) -> PNet:
     """Describe a Hugging Face model: a causal language model, an image classifier, or a `TextClassifier`.
 
-    The type is `gpt2`, `bert`, ..., or empty for the type of the network `pretrained` (see `pretrained_network`), whose
-    weights are for texts. The task fills in the fields of the configuration that `config` leaves open:
+    The type is `gpt2`, `bert`, ..., or empty for the type of the network `pretrained` (see `pretrained_network`). The
+    task fills in the fields of the configuration that `config` leaves open:
     vocabulary and pad, classes, size and channels of an image, length of a text. A `TextClassifier` has no pooler. A
-    pretrained network keeps its configuration, without dropout.
+    pretrained network keeps its configuration, without dropout; one of images gets a new last layer, which a genome
+    holds whole if it has more parameters than the layer.
     """
     transformers = import_extra("transformers", "a Hugging Face p-net", "gbfunc[hf]")
-    if pretrained is not None and not (interface.vocabulary or interface.tokens):
-        raise ValueError("pretrained weights are for tasks of texts: text, texts or trec")
     if interface.reads not in _KINDS:
         raise ValueError(f"Hugging Face models read no {interface.reads}: take actor_critic for a task of control")
     folder = None if pretrained is None else pretrained_network(str(pretrained))
@@ -79,7 +79,7 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
     given = {template.attribute_map.get(field, field): value for field, value in config.items()}
     fields = _from_task(interface, template)
     if folder is not None:
-        rates = [n for n, v in vars(template).items() if isinstance(v, float) and ("dropout" in n or "pdrop" in n)]
+        rates = [n for n, v in vars(template).items() if isinstance(v, float) and "drop" in n]
         fields = dict.fromkeys(rates, 0.0) | ({"use_cache": False} if hasattr(template, "use_cache") else {})
     fields |= given
     _check_fields(name, fields if folder is None else given)
@@ -87,6 +87,8 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
         full = _configuration(model_type, folder, **fields)
     except Exception as error:  # Its own validation raises many types.
         raise ValueError(f"the configuration of {name} is refused: {error}") from error
+    if adapts := folder is not None and interface.reads == "images":
+        full.num_labels = interface.outputs
     auto, kind = _KINDS[interface.reads]
     auto = getattr(transformers, auto)
     sized = all(isinstance(getattr(full, size, None), int) for size in ("vocab_size", "hidden_size"))
@@ -95,11 +97,20 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
         raise ValueError(f"{name} is no {kind}: it does not fit this task")
     _check_sizes(interface, full, name)
     # The backward pass of the fused attention takes ten times as long in bfloat16 on a CPU.
-    eager = (interface.vocabulary or folder is not None) and interface.inputs[0] <= 128
+    eager = (interface.vocabulary or (folder is not None and interface.tokens)) and interface.inputs[0] <= 128
+    adapter, head = _ADAPTER if interface.vocabulary else _ADAPTER._replace(modules_to_save=()), ""
+    whole, least = adapter, 0
+    if adapts:
+        with torch.device("meta"):
+            net = auto.from_config(full)
+        head = _head_of(net, interface.outputs)
+        adapter, least = adapter._replace(modules_to_save=(head,)), n_params(net.get_submodule(head))
+        # Not generated, however small the rest.
+        whole = adapter._replace(exclude=(rf"^{re.escape(head)}\.",))
 
     def make() -> nn.Module:
         try:
-            net = auto.from_config(full) if folder is None else _pretrained(str(pretrained), folder, full, auto)
+            net = auto.from_config(full) if folder is None else _pretrained(str(pretrained), folder, full, auto, head)
         except (ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
             raise ValueError(f"the configuration of {name} makes no model: {error}") from error
         if eager:
@@ -110,9 +121,11 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
             net.pooler = None
         return TextClassifier(net, full.hidden_size, interface.outputs, interface.pad).train()
 
-    adapter = _ADAPTER if interface.vocabulary else _ADAPTER._replace(modules_to_save=())
-    plan, source = (BLOCKS, {}) if folder is None else (adapter, {"pretrained": str(pretrained)})
-    return PNet(name=name, make=make, plan=lambda genome_params: plan, config=source | fields)
+    def plan(genome_params: float) -> PlanOptions:
+        return BLOCKS if folder is None else whole if genome_params > least else adapter
+
+    source = {} if folder is None else {"pretrained": str(pretrained)}
+    return PNet(name=name, make=make, plan=plan, config=source | fields)
 
 
 def _check_fields(name: str, config: Mapping[str, Any]) -> None:
@@ -174,8 +187,16 @@ def _check_sizes(interface: Interface, full: Any, name: str) -> None:
         raise ValueError(f"{name} reads {places} positions, the task's texts have {interface.inputs[0]} ({option})")
 
 
-def _pretrained(name: str, source: Source, full: Any, auto: Any) -> Any:
-    """Read a network by its class; its name is a folder, a package or a model of the hub."""
+def _head_of(net: nn.Module, classes: int) -> str:
+    """Find the last linear layer, which has an output per class."""
+    heads = [name for name, layer in net.named_modules() if getattr(layer, "out_features", None) == classes]
+    if not heads:
+        raise ValueError(f"{type(net).__name__} has no linear layer with {classes} outputs, an output per class")
+    return heads[-1]
+
+
+def _pretrained(name: str, source: Source, full: Any, auto: Any, head: str) -> Any:
+    """Read a network by its class, without the layer `head`; its name is a folder, a package or a model of the hub."""
     folder, gguf = source
     from transformers.utils import logging
 
@@ -184,7 +205,11 @@ def _pretrained(name: str, source: Source, full: Any, auto: Any) -> Any:
     logging.disable_progress_bar()
     try:
         options = {"local_files_only": True, "trust_remote_code": False, "dtype": torch.float32, **gguf}
-        net = auto.from_pretrained(folder, config=copy.deepcopy(full), **options)
+        options |= {"ignore_mismatched_sizes": bool(head), "output_loading_info": True}
+        net, found = auto.from_pretrained(folder, config=copy.deepcopy(full), **options)
+        lacking = {*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])}
+        if head and (lacking := sorted(key for key in lacking if not key.startswith(f"{head}."))):
+            raise ValueError(f"they do not fill {', '.join(lacking[:3])}")
         if gguf:
             # The dequantized weights in a model that transformers does not call quantized.
             read, net = net.state_dict(), auto.from_config(full)
@@ -222,7 +247,9 @@ def pretrained_network(name: str) -> Source:
     elif name.count("/") == 1 and not name.startswith(("/", ".")):
         hub = import_extra("huggingface_hub", f"downloading {name}", "gbfunc[hf]")
         try:
-            places = [Path(hub.snapshot_download(name, allow_patterns=[CONFIG, TOKENIZER, f"{_WEIGHTS}*"]))]
+            places = [
+                Path(hub.snapshot_download(name, allow_patterns=[CONFIG, TOKENIZER, PREPROCESSOR, f"{_WEIGHTS}*"]))
+            ]
         except Exception as error:  # Offline, unknown, without leave: each its own type.
             raise FileNotFoundError(f"no folder {name}, and the hub gave no such model: {error}") from error
     else:

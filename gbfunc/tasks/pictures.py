@@ -1,0 +1,170 @@
+"""The task `images`: a user's own pictures, in a folder per class or in CIFAR's files.
+
+Suffixes: N pictures, C channels, h rows, w columns.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gbfunc.extras import import_extra
+from gbfunc.plan.spec import base_rate
+from gbfunc.tasks.base import Recipe, Task, linear_decay
+from gbfunc.tasks.data import SPLIT_SEED, Batch, Split, data_folder, hold_out, scaling
+from gbfunc.tasks.images import cifar10_recipe, load_cifar
+from gbfunc.tasks.pnets import PNETS, Interface, PNet
+from gbfunc.tasks.pnets.base import n_params
+from gbfunc.tasks.pnets.hugging_face import CONFIG, PREPROCESSOR, hugging_face, pretrained_network
+from gbfunc.untrusted import one_error, parse_json, read_picture
+
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".gif", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp", ".avif", ".jp2")
+_HOLDS = f"a folder of pictures ({' '.join(_SUFFIXES)}) per class, or CIFAR's files"
+_CIFAR = ("data_batch_*", "cifar-10-batches-py", "cifar*_train*.npz")
+_LEAST, _MAX_BYTES = 10, 1 << 33  # pictures to learn from, and bytes of all pictures in memory
+_SIZE, _ADAPTER = 32, 6_000  # rows of pictures without a base; parameters of an adapter beside the head
+_FINE_TUNING = Recipe(batch_size=32, epochs=5, dense_lr=1e-3, clip_norm=1.0, schedule=linear_decay)
+
+Labelled = tuple[Any, NDArray[np.int64]]
+"""Pictures, files or bytes [C, h, w], and their classes [N]."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pictures(Split):
+    """Pictures [N, C, h, w] in bytes with a class each; batches are normalised."""
+
+    scale: tuple[list[float], list[float]] = ([], [])  # mean and deviation of bytes, by channel
+
+    def __getitem__(self, index: Any) -> Batch:
+        x_BChw, y_B = super().__getitem__(index)
+        mean_C11, std_C11 = torch.tensor(self.scale, device=x_BChw.device)[..., None, None]
+        # Convolutions on a CPU take half the time in this layout.
+        return ((x_BChw - mean_C11) / std_C11).contiguous(memory_format=torch.channels_last), y_B
+
+
+def images(data_dir: Path | None = None, pretrained: str | None = None, size: int | None = None) -> Task:
+    """Load pictures in a folder per class, or in CIFAR's files (see `load_cifar`), scaled to `size` rows and columns.
+
+    The preprocessor of the image classifier `pretrained` (see `pretrained_network`) decides the size and how channels
+    are normalised, and the classifier gets a new head. Otherwise the size is 32, and the training pictures decide.
+
+    `train` and `test`, or `train` and `val`, may be folders of such folders; `val` validates if all three are there. A
+    tenth of the training pictures stands in for each part that is not there: always the same one, with classes in
+    proportion.
+    """
+    if size is not None and (type(size) is not int or size < 12):
+        raise ValueError(f"size of the images task must be an int >= 12, got {size!r}")
+    names, parts = find_parts(data_folder("images", data_dir, _HOLDS))
+    usual, *scale = (_SIZE,) if pretrained is None else preprocessing(pretrained_network(str(pretrained))[0])
+    size = size or usual
+    interface = Interface((3, size, size), 1 + max(int(labels_N.max()) for _, labels_N in parts.values()))
+    pnet, settings, params = PNETS["allconv"](interface), cifar10_recipe, 14_958
+    if pretrained is not None:
+        pnet, settings = hugging_face(interface, "", pretrained=pretrained), _recipe
+        net = pnet.build(0).eval()
+        with torch.no_grad(), one_error(pretrained, f"network for pictures of {size} x {size}"):
+            net(torch.zeros(1, *interface.inputs))
+        params = _ADAPTER + sum(n_params(net.get_submodule(name)) for name in pnet.plan(0).modules_to_save)
+    if (needed := sum(len(labels_N) for _, labels_N in parts.values()) * 3 * size**2) > _MAX_BYTES:
+        raise ValueError(
+            f"the pictures take {needed:,} bytes at size {size}, expected at most {_MAX_BYTES:,}: lower it"
+        )
+    pixels = {part: read_pixels(pictures, size) for part, (pictures, _) in parts.items()}
+    if not scale:
+        some_NhwC = pixels["train"][:: 1 + len(pixels["train"]) // 1_000].astype(np.float64)
+        scale = [some_NhwC.mean((0, 1, 2)), np.maximum(some_NhwC.std((0, 1, 2)), 1)]
+    mean, std = (numbers_C.tolist() for numbers_C in scale)
+    train, val, test = (
+        Pictures(torch.from_numpy(pixels[part]).permute(0, 3, 1, 2), torch.from_numpy(parts[part][1]), (mean, std))
+        for part in ("train", "val", "test")
+    )
+    about = scaling(*scale) | ({"classes": names} if names else {})
+    return Task("images", interface, train, val, test, pnet, settings, genome_params=params, about=about)
+
+
+def _recipe(pnet: PNet, genome_params: float) -> Recipe:
+    return replace(_FINE_TUNING, lr=base_rate(genome_params))
+
+
+def find_parts(folder: Path) -> tuple[list[str], dict[str, Labelled]]:
+    """Find names of classes, none in CIFAR's files, and the pictures of `train`, `val` and `test`, as `images` says.
+
+    Hidden files and folders, and files without the suffix of a picture, are left out.
+    """
+    names: list[str] = []
+    parts: dict[str, Labelled] = {}
+    if any(any(folder.glob(pattern)) for pattern in _CIFAR):
+        parts["train"], parts["test"] = load_cifar(folder, "cifar*", 256)
+    else:
+        inner = {name: folder / name for name in ("train", "val", "test") if _folders(folder / name)}
+        inner = inner if "train" in inner and len(inner) > 1 else {"train": folder}
+        for part, path in inner.items():
+            found = _by_class(path)
+            names = names or [*found]
+            if unknown := [name for name in found if name not in names]:
+                raise ValueError(f"{path} has a class {unknown[0]!r}, which {inner['train']} lacks")
+            labels = [names.index(name) for name, paths in found.items() for _ in paths]
+            parts[part] = sum(found.values(), []), np.array(labels)
+    if "test" not in parts and "val" in parts:
+        parts["test"] = parts.pop("val")
+    pictures, labels_N = parts["train"]
+    if labels_N.max() < 1 or len(labels_N) < _LEAST:
+        got = f"{len(labels_N)} of {', '.join(map(repr, names[:5])) or 'one class'}"
+        raise ValueError(f"{folder} must hold {_LEAST} pictures to learn from, of two classes or more, got {got}")
+    lacking = [part for part in ("val", "test") if part not in parts]
+    held = hold_out(labels_N, (len(labels_N) // 10,) * len(lacking), SPLIT_SEED)
+    for part, index_N in zip((*lacking, "train"), held, strict=True):
+        parts[part] = [pictures[i] for i in index_N], labels_N[index_N]
+    return names, parts
+
+
+def _folders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("[!.]*") if path.is_dir())
+
+
+def _by_class(folder: Path) -> dict[str, list[Path]]:
+    """List the pictures of each class, whose name is its folder's."""
+    found = {
+        inner.name: sorted(x for x in inner.rglob("[!.]*") if x.suffix.lower() in _SUFFIXES and x.is_file())
+        for inner in _folders(folder)
+    }
+    if not any(found.values()):
+        raise FileNotFoundError(f"{folder} holds no pictures: it must hold {_HOLDS}")
+    if empty := [name for name, paths in found.items() if not paths]:
+        raise ValueError(f"the class {folder / empty[0]} holds no pictures: add some, or remove the folder")
+    return found
+
+
+def read_pixels(pictures: Sequence[Any], size: int) -> NDArray[np.uint8]:
+    """Read pictures of any size as bytes [N, h, w, C] of `size` rows and columns; `ValueError` names a damaged file."""
+    image = import_extra("PIL.Image", "reading pictures", "gbfunc[qr]")
+    pixels_NhwC = np.empty((len(pictures), size, size, 3), np.uint8)
+    for i, source in enumerate(pictures):
+        is_file = isinstance(source, Path)
+        picture = read_picture(source, "RGB") if is_file else image.fromarray(source.transpose(1, 2, 0).copy())
+        pixels_NhwC[i] = np.asarray(picture.resize((size, size)))
+    return pixels_NhwC
+
+
+def preprocessing(folder: Path) -> tuple[int, NDArray[np.float64], NDArray[np.float64]]:
+    """Read how a pretrained network takes pictures: rows and columns; mean and deviation [C] of bytes."""
+    timm, path = parse_json((folder / CONFIG).read_bytes(), CONFIG).get("pretrained_cfg"), folder / PREPROCESSOR
+    if timm is None and not path.is_file():
+        raise FileNotFoundError(f"{folder} has no {PREPROCESSOR}, which says how the network takes pictures: add it")
+    with one_error(path, "preprocessor of pictures"):
+        if timm is not None:
+            size, mean, std, each = timm["input_size"][-1], timm["mean"], timm["std"], 255.0
+        else:
+            said = parse_json(path.read_bytes(), PREPROCESSOR)
+            size = said["crop_size"] if said.get("do_center_crop") else said["size"]
+            size = size.get("height") or size["shortest_edge"] if isinstance(size, Mapping) else size
+            mean, std = (said["image_mean"], said["image_std"]) if said.get("do_normalize", True) else (0.0, 1.0)
+            each = 1 / said.get("rescale_factor", 1 / 255) if said.get("do_rescale", True) else 1.0
+        mean_C, std_C = (np.broadcast_to(np.asarray(x, np.float64) * each, 3) for x in (mean, std))
+        if not (np.isfinite(mean_C).all() and (std_C > 0).all()):
+            raise ValueError(f"expected a mean and a deviation above 0 of three channels, got {mean} and {std}")
+        return int(size), mean_C, std_C

@@ -1,0 +1,157 @@
+"""The task `images`: folders of pictures and CIFAR's files, and adapters of tiny pretrained networks."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import gbfunc as gb
+from gbfunc.tasks import find_task
+from tests.test_tasks_cifar10 import small, write_packed
+
+CLASSES = ("\x1b[2Jcats", "dogs", "owls")
+VIT = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 8}
+KINDS = {
+    "ConvNext": ({"num_stages": 2, "depths": [1, 1], "hidden_sizes": [16, 32]}, "classifier"),
+    "ResNet": ({"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}, "classifier.1"),
+    "ViT": (VIT | {"image_size": 32}, "classifier"),
+}
+"""Options of small networks, and the names of their heads."""
+MEAN, STD = (127.5, 102.0, 76.5), (51.0, 51.0, 25.5)
+SAID = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.2, 0.1], "size": {"height": 32, "width": 32}}
+
+
+def save_pictures(folder: Path, classes: tuple[str, ...] = CLASSES, n: int = 12) -> Path:
+    """Save pictures of several sizes and formats, whose colours tell the class."""
+    random = np.random.RandomState(0)
+    for k, name in enumerate(classes):
+        (folder / name / "deep").mkdir(parents=True)
+        (folder / name / "notes.txt").write_text("no picture")
+        for i in range(n):
+            pixels = random.randint(0, 90, (20 + i, 30, 3)).astype(np.uint8)
+            pixels[..., k % 3] += 150
+            Image.fromarray(pixels).save(folder / name / ("deep" if i % 2 else "") / f"{i}.{('png', 'JPG')[i % 2]}")
+    return folder
+
+
+def save_base(folder: Path, kind: str = "ConvNext", seed: int = 7) -> Path:
+    transformers = pytest.importorskip("transformers", reason="pretrained networks need transformers")
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        config = getattr(transformers, f"{kind}Config")(**KINDS[kind][0], num_labels=7)
+        net = getattr(transformers, f"{kind}ForImageClassification")(config).train()
+        # Gives norms their statistics.
+        net(torch.randn(64, 3, 32, 32))
+        net.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(SAID))
+    return folder
+
+
+def normalised(path: Path, size: int, mean: Any, std: Any) -> torch.Tensor:
+    pixels_hwC = np.asarray(Image.open(path).resize((size, size)), np.float64)
+    return torch.from_numpy(((pixels_hwC - np.array(mean)) / np.array(std)).transpose(2, 0, 1))
+
+
+def test_pictures_are_split_and_normalised(tmp_path: Path) -> None:
+    task = find_task("images", save_pictures(tmp_path / "data"), {"size": 16})
+    assert [len(part) for part in (task.train, task.val, task.test)] == [30, 3, 3]
+    assert task.about["classes"] == [*CLASSES] and task.interface == ((3, 16, 16), 3, False, 0, 0, None)
+    assert task.val.y.tolist() == [0, 1, 2] and task.train.y.bincount().tolist() == [10, 10, 10]
+    own = normalised(tmp_path / "data" / "dogs" / "0.png", 16, task.about["mean"], task.about["std"])
+    x_NChw = torch.cat([part[:][0] for part in (task.train, task.val, task.test)])
+    assert x_NChw.dtype == torch.float32 and float((x_NChw - own).abs().amax((1, 2, 3)).min()) < 1e-5
+    x_NChw = task.train[:][0]
+    assert float(x_NChw.mean((0, 2, 3)).abs().max()) < 1e-4 and abs(float(x_NChw.std()) - 1) < 1e-2
+
+
+@pytest.mark.parametrize("second", ["test", "val"])
+def test_parts_of_a_folder(second: str, tmp_path: Path) -> None:
+    save_pictures(tmp_path / "train")
+    save_pictures(tmp_path / second, n=4)
+    task = find_task("images", tmp_path, {})
+    assert [len(part) for part in (task.train, task.val, task.test)] == [33, 3, 12]
+    save_pictures(tmp_path / ("val" if second == "test" else "test"), CLASSES[:2], 2)
+    task = find_task("images", tmp_path, {})
+    assert len(task.train) == 36 and len(getattr(task, second)) == 12
+    save_pictures(tmp_path / "test" / "bats", ("more",), 1)
+    with pytest.raises(ValueError, match=r"test has a class 'bats', which .*train lacks"):
+        find_task("images", tmp_path, {})
+
+
+def test_files_of_cifar(tmp_path: Path) -> None:
+    images, labels = small(200)[0], np.arange(200) % 20
+    write_packed(tmp_path / "cifar100_train20k.npz", images, labels)
+    write_packed(tmp_path / "cifar100_test5k.npz", images[:20], labels[:20])
+    task = find_task("images", tmp_path, {})
+    assert (len(task.train), len(task.val), task.interface.outputs) == (180, 20, 20) and "classes" not in task.about
+    assert torch.equal(task.test.x, torch.from_numpy(images[:20]))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_learns_predicts_and_knows_its_base(kind: str, tmp_path: Path, command: Any) -> None:
+    data, base, out = save_pictures(tmp_path / "data"), save_base(tmp_path / "base", kind), tmp_path / "out"
+    words = ["--task", "images", "--data-dir", data, "--pretrained", base, "--lr", "0.03", "--epochs", "20"]
+    command(["train", *words, "--batch-size", "10", "--dtype", "float16", "--out", out])
+    genome, picture = out / "genome.safetensors", data / CLASSES[0] / "0.png"
+    plan, held = gb.load(genome)
+    kinds = {t.name: (t.role, t.base) for t in plan.tensors}
+    assert kinds[f"{KINDS[kind][1]}.weight"] == ("direct", False) and sum(base for _, base in kinds.values()) > 5
+    assert json.loads((out / "metrics.json").read_text())["test_accuracy"] == 1.0
+    assert "100.00%" in command(["eval", "--data-dir", data, "--genome", genome]).out
+    task = find_task("images", data, {"pretrained": str(base)})
+    assert (tuple(task.about["mean"]), tuple(task.about["std"])) == (MEAN, STD)
+    net: Any = gb.materialize(plan, held, task.build(3)).eval()
+    chance = net(normalised(picture, 32, MEAN, STD)[None].float()).logits.softmax(1)[0, 0].item()
+    line = command(["predict", "--genome", genome, picture]).out.strip().split("\t")
+    assert line[1] == r"\x1b[2Jcats" and float(line[2]) == pytest.approx(chance, abs=1e-3)
+    other = save_base(tmp_path / "other", kind, 8)
+    told = command(["predict", "--genome", genome, "--pretrained", other, picture], 2).err
+    assert told.count("\n") == 1 and "the base that --pretrained must name" in told
+    # A head that takes more than the genome is generated.
+    assert task.pnet.plan(20).exclude == () != task.pnet.plan(100).exclude
+
+
+def spoil(data: Path, base: Path, what: str) -> None:
+    said, picture = base / "preprocessor_config.json", data / "dogs" / "0.png"
+    if what == "an empty class":
+        save_pictures(data, ("xs",), 0)
+    elif what == "damaged":
+        picture.write_bytes(picture.read_bytes()[:90])
+    elif what in ("one class", "nothing"):
+        _ = [shutil.rmtree(data / name) for name in CLASSES[what == "one class" :]]
+    elif what == "no preprocessor":
+        said.unlink()
+    elif what == "preprocessor":
+        said.write_text(json.dumps(SAID | {"image_std": 0}))
+    elif what == "weights":
+        shutil.copy(save_base(base.parent / "vit", "ViT") / "model.safetensors", base)
+    elif what == "texts":
+        (base / "config.json").write_text('{"model_type": "bert"}')
+
+
+REFUSED = {
+    "nothing": "data holds no pictures: it must hold a folder of pictures (.png .jpg ",
+    "an empty class": "the class {}/data/xs holds no pictures: add some, or remove the folder",
+    "one class": "must hold 10 pictures to learn from, of two classes or more, got 12 of '\\x1b[2Jcats'",
+    "damaged": "{}/data/dogs/0.png is not a valid picture",
+    "size": "size of the images task must be an int >= 12, got 9",
+    "no preprocessor": "base has no preprocessor_config.json, which says how the network takes pictures: add it",
+    "preprocessor": "base/preprocessor_config.json is not a valid preprocessor of pictures: expected a mean and",
+    "weights": "the weights in {}/base cannot be read: they do not fill ",
+    "texts": "hf:bert is no image classifier: it does not fit this task",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refusals(what: str, tmp_path: Path, command: Any) -> None:
+    data, base = save_pictures(tmp_path / "data"), save_base(tmp_path / "base")
+    spoil(data, base, what)
+    size = ["--task-config", '{"size": 9}'] if what == "size" else []
+    told = command(["plan", "--task", "images", "--data-dir", data, "--pretrained", base, *size], 2).err
+    assert told.count("\n") == 1 and REFUSED[what].format(tmp_path) in told
