@@ -52,7 +52,7 @@ class Setting(NamedTuple):
     epochs: int | None  # of a genome's training, or of the training of weights before a transfer
     learning: int | None  # epochs of learning after birth
     width: int | None  # channels of the convolutional p-net
-    images: int | None  # of CIFAR-10 to train on
+    images: int | None  # of CIFAR to train on
 
 
 class Parser(argparse.ArgumentParser):
@@ -76,7 +76,7 @@ def parse(argv: Sequence[str] | None = None) -> Setting:
         ("epochs", "epochs of a genome's training"),
         ("learning", "epochs of learning after birth"),
         ("width", "channels of the first convolutions"),
-        ("images", "images of CIFAR-10 to train on"),
+        ("images", "images of CIFAR to train on"),
     ):
         parser.add_argument(f"--{name}", type=int, help=words)
     options = parser.parse_args(argv)

@@ -34,6 +34,7 @@ from notebooks.results.paper_lives import (
     draw_lives,
     live,
     lives,
+    read_by,
     report,
     shown,
     smoothness,
@@ -293,21 +294,16 @@ def cifar100_task(setting: Setting, width: int) -> Task:
 
     interface = Interface((3, 32, 32), 100)
     (learn, val, test), *_ = image_splits(read("train"), (2_000,), read("test"), by_channel=True)
-    settings = find_task_settings(setting)
+    settings = find_task("cifar10", setting.data_dir / "cifar10", {}).settings
     task = Task("cifar100", interface, learn, val, test, PNETS["allconv"](interface, width=width), settings)
-    return few(task, 2_560, 1_000) if setting.quick else task
-
-
-def find_task_settings(setting: Setting) -> Callable[..., Recipe]:
-    """The recipe of CIFAR-10."""
-    return find_task("cifar10", setting.data_dir / "cifar10", {}).settings
+    return few(task, setting.images or (2_560 if setting.quick else None), 1_000 if setting.quick else None)
 
 
 def transfer(setting: Setting) -> None:
     """From CIFAR-10 to CIFAR-100: naive, weights carried over, genome, layers 1 to k of the genome's network."""
     width = setting.width or (8 if setting.quick else 16)
     source, target = cifar_task(setting, width), cifar100_task(setting, width)
-    depths = (1, 4) if setting.quick else (1, 2, 4, 6)
+    depths = (1, 4)
     claims = {
         NAIVE: "some 20 epochs",
         CARRIED: "1 epoch",
@@ -339,11 +335,12 @@ def _carried(
 
     starts: dict[str, Callable[[int], nn.Module]] = {NAIVE: naive, CARRIED: carried, "genome": of_genome(None)}
     folder = setting.out / "lives" / f"{source.name}-{target.name}".replace(" ", "-")
-    found = lives(folder, starts, target, recipe, setting.seeds, learning, CIFAR_RATES[: 1 if setting.quick else None])
+    rates = CIFAR_RATES[: 1 if setting.quick else None]
+    found = lives(folder, starts, target, recipe, setting.seeds, learning, rates, first=())
     # Its first layers take the rate of the whole.
     rate = found["genome"][0].rate / recipe.dense_lr
     parts = {f"genome, layer{'s 1-' + str(k) if k > 1 else ' 1'}": of_genome(k) for k in depths}
-    found |= lives(folder, parts, target, recipe, setting.seeds, learning, (rate,))
+    found |= lives(folder, parts, target, recipe, setting.seeds, learning, (rate,), first=())
     _transferred(setting, found, claims, title)
 
 
@@ -393,7 +390,7 @@ def weights(setting: Setting) -> None:
 
 
 def _describe_weights(setting: Setting, met: list[tuple[str, int, int, Tensor]]) -> None:
-    places, shares = classical_mds(torch.stack([weight.flatten() for *_, weight in met]))
+    places, shares = classical_mds(torch.stack([read_by(weight) for *_, weight in met]))
     figure, axes = axes_of(2)
     rows, last, ends = [], max(step for _, _, step, _ in met), {}
     data: dict[str, Any] = {"shares": shares[:10].tolist()}
@@ -421,7 +418,7 @@ def _describe_weights(setting: Setting, met: list[tuple[str, int, int, Tensor]])
             axes[1].plot(range(1, len(spectrum) + 1), spectrum, label=f"{name}, {when}", **line)
             ends[f"{name}, {when}"] = {"0.weight": of[0]}
     axes[0].set(xlabel=f"axis 1 ({shares[0]:.0%} of the squared distances)", ylabel=f"axis 2 ({shares[1]:.0%})")
-    axes[0].set_title("first layers while they learn; stars: birth")
+    axes[0].set_title("what first layers read while they learn; stars: birth")
     axes[1].set(
         xlabel="index", ylabel="singular value", xscale="log", yscale="log", title="spectrum of the first layer"
     )

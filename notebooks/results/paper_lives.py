@@ -38,7 +38,7 @@ Rows = list[dict[str, float]]
 """`step`, `epoch`, `validation` and `test` accuracy (0 to 1), from birth on."""
 
 FIRST = (1, 10, 100)
-"""Steps after birth at which a network is measured, beside birth and every epoch."""
+"""Steps after birth at which a network is measured, beside birth and every epoch, unless others are given."""
 
 
 class Life(NamedTuple):
@@ -117,6 +117,7 @@ def live(
     seed: int,
     epochs: int,
     rates: Sequence[float],
+    first: Sequence[int] = FIRST,
     **options: Any,
 ) -> Life:
     """Let a network learn at a constant rate on unchanged images, measured from birth on.
@@ -124,7 +125,7 @@ def live(
     Of `rates`, parts of the recipe's `dense_lr`, the one with the best mean of all validations is taken.
     """
     both, a_pass = with_test(task), steps_per_epoch(task.train, recipe.batch_size)
-    marks = tuple(sorted({*FIRST, *range(a_pass, epochs * a_pass, a_pass)} - {0}))
+    marks = tuple(sorted({*first, *range(a_pass, epochs * a_pass, a_pass)} - {0}))
     still = replace(recipe, schedule=constant_rate, augment=None, epochs=epochs, steps=None, measure_every=marks)
     born = both.measured(start.eval(), task.val)
     lives = []
@@ -147,13 +148,15 @@ def lives(
     seeds: Iterable[int],
     epochs: int,
     rates: Sequence[float],
+    first: Sequence[int] = FIRST,
 ) -> dict[str, list[Life]]:
     """Let several starts learn, one life per seed. The first seed chooses the rate of a start for all seeds."""
     found: dict[str, list[Life]] = {}
     for name, start in starts.items():
         found[name], chosen = [], rates
         for seed in seeds:
-            life = live(folder / f"{name}-{seed}".replace(" ", "-"), start(seed), task, recipe, seed, epochs, chosen)
+            to = folder / f"{name}-{seed}".replace(" ", "-")
+            life = live(to, start(seed), task, recipe, seed, epochs, chosen, first)
             found[name].append(life)
             chosen = (life.rate / recipe.dense_lr,)
     return found
@@ -217,6 +220,12 @@ def classical_mds(points_NP: Tensor) -> tuple[Tensor, Tensor]:
     values, vectors = torch.linalg.eigh(centred_NP @ centred_NP.T)
     values, vectors = values.flip(0).clamp_min(0), vectors.flip(1)
     return vectors * values.sqrt(), values / values.sum()
+
+
+def read_by(weight_RC: Tensor) -> Tensor:
+    """Second moments of the rows [C * C], of norm 1: what a layer reads, whatever the order and scale of its units."""
+    moments_CC = weight_RC.T @ weight_RC
+    return (moments_CC / moments_CC.norm()).flatten()
 
 
 def dimension(weight_RC: Tensor) -> float:
