@@ -5,14 +5,15 @@ Suffixes: T tiles; r, c rows and columns of a tile; H hidden units.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 from gbfunc.tiling import unbatched
 from gbfunc.types import Params
@@ -35,6 +36,10 @@ def have_memory(tensors: Iterable[Tensor]) -> bool:
 def is_plain_needed() -> bool:
     """Return whether only PyTorch's operators work here: in compiled graphs and in forward mode."""
     return torch.compiler.is_compiling() or forward_ad._current_level >= 0
+
+
+def _without_autocast(device: str) -> AbstractContextManager[Any]:
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 class Operation(NamedTuple):
@@ -70,8 +75,7 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def forward(operation: Operation, *inputs: Tensor) -> Tensors:  # pyright: ignore[reportIncompatibleMethodOverride]
         # Forward may run under autocast but backward does not; both need the same precision.
-        device = inputs[0].device.type
-        with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
+        with _without_autocast(inputs[0].device.type):
             return (operation.run if have_memory(inputs) else operation.definition)(*inputs)
 
     @staticmethod
@@ -93,12 +97,6 @@ class _Function(torch.autograd.Function):
         return outputs, (0,) * len(outputs)
 
 
-def _pieces(length: int, longest: int) -> Iterator[slice]:
-    """Cut `length` into the fewest pieces of at most `longest`, as equal as possible."""
-    step = -(-length // -(-length // longest))
-    return (slice(start, min(length, start + step)) for start in range(0, length, step))
-
-
 # By default 64 MiB: large against the cost of dispatch, small against p-nets that need blocks.
 def chunked_apply(
     fn: Callable[[Tensor, Params], Tensor], A: Tensor, B: Tensor, params: Params, *, max_bytes: int = 2**26
@@ -108,40 +106,26 @@ def chunked_apply(
     `fn(pre-activations [rows, c, H], params) -> weights [rows, c]` is one g-net after its first layer; `fn` treats rows
     independently and draws no random numbers. `A` [T, r, H] with the bias and `B` [T, c, H] are pre-activations of rows
     and columns, and `params` [T, ...] belong to all g-nets. `max_bytes` bounds the estimated memory of a block, but a
-    row is never divided. `A`, `B` and `params` are differentiable in every order and mode; the closure of `fn` is not.
-    Forward mode, compiled graphs and second derivatives use no blocks.
+    row is never divided. Transforms and compiled graphs use no blocks.
     """
-    names, leaves = tuple(params), tuple(params.values())
 
-    def whole(A: Tensor, B: Tensor, *leaves: Tensor) -> Tensors:
-        def tile(A_rH: Tensor, B_cH: Tensor, *leaves: Tensor) -> Tensor:
-            return fn(A_rH[:, None] + B_cH, dict(zip(names, leaves, strict=True)))
+    def whole(A: Tensor, B: Tensor, params: Params) -> Tensor:
+        return torch.vmap(lambda A_rH, B_cH, params: fn(A_rH[:, None] + B_cH, params))(A, B, params)
 
-        return (torch.vmap(tile)(A, B, *leaves),)
-
+    if is_plain_needed() or not have_memory((A, B, *params.values())):
+        return whole(A, B, params)
     # Weight and bias count each activation about twice, as forward keeps activations before and after nonlinearities.
-    floats = 2 * A.shape[-1] + sum(max(p.shape[1:], default=1) for p in leaves)
+    floats = 2 * A.shape[-1] + sum(max(p.shape[1:], default=1) for p in params.values())
     at_once = max(1, max_bytes // (B.shape[-2] * floats * A.element_size()))
-
-    def blocks(A: Tensor) -> Iterator[tuple[slice, slice]]:
-        tiles, rows = A.shape[:2]
-        for t in _pieces(tiles, max(1, at_once // rows)):
-            for i in _pieces(rows, min(rows, at_once)):
-                yield t, i
-
-    def run(A: Tensor, *shared: Tensor) -> Tensors:
-        made = A.new_empty(*A.shape[:2], shared[0].shape[1])
-        for t, i in blocks(A):
-            made[t, i] = whole(A[t, i], *(x[t] for x in shared))[0]
-        return (made,)
-
-    def pull(g: Tensor, A: Tensor, *shared: Tensor) -> Tensors:
-        dA, sums = torch.empty_like(A), [torch.zeros_like(x) for x in shared]
-        for t, i in blocks(A):
-            of_block: Any = torch.func.vjp(whole, A[t, i], *(x[t] for x in shared))[1]
-            dA[t, i], *parts = of_block((g[t, i],))
-            for total, part in zip(sums, parts, strict=True):
-                total[t] += part
-        return dA, *sums
-
-    return Operation(whole, run, pull).apply(A, B, *leaves)[0]
+    tiles = []
+    with _without_autocast(A.device.type):
+        for A_TrH, B_TcH, *leaves in zip(
+            *(x.split(max(1, at_once // A.shape[1])) for x in (A, B, *params.values())), strict=True
+        ):
+            own = dict(zip(params, leaves, strict=True))
+            rows = [
+                checkpoint(whole, x, B_TcH, own, use_reentrant=False, preserve_rng_state=False)
+                for x in A_TrH.split(at_once, 1)
+            ]
+            tiles.append(torch.cat(rows, 1))
+        return torch.cat(tiles)
