@@ -1,7 +1,5 @@
 """Steps of quantisation from a training: files of a size, training that sees them, the command line."""
 
-import json
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import gbfunc as gb
-from gbfunc.cli import main
 from gbfunc.formats import Steps, as_stored, file_bytes
 from gbfunc.trees import flat_genome, like_genome
 
@@ -150,40 +147,6 @@ def test_what_cannot_be_allocated(trained: Any) -> None:
     assert isinstance(steps, Steps)
 
 
-ARGS = ["train", "--sizes", "64", "40", "10", "--dtype", "auto", "--genome-bytes", "360", "--epochs", "4"]
-ARGS += ["--batch-size", "200"]
-
-
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("straight")
-    assert main([*ARGS, "--out", str(out)]) == 0
-    return out
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("stop", [11, 13, 17])
-def test_stopped_it_goes_on(straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int) -> None:
-    save = gb.Checkpointer.save
-
-    def saving(self: gb.Checkpointer, state: Any, extra: Any = None) -> None:
-        if int(state.step) == stop:
-            signal.raise_signal(signal.SIGTERM)
-        save(self, state, extra)
-
-    keeping = [*ARGS, "--out", str(tmp_path), "--checkpoint-every", "1", "--resume", "auto"]
-    with monkeypatch.context() as patch:
-        patch.setattr(gb.Checkpointer, "save", saving)
-        assert main(keeping) == 128 + signal.SIGTERM
-    assert main(keeping) == 0
-    for name in ("genome.safetensors", "best.safetensors"):
-        assert (tmp_path / name).read_bytes() == (straight / name).read_bytes()
-        assert (straight / name).stat().st_size <= 360
-    metrics = json.loads((straight / "metrics.json").read_text())
-    # Only networks as they are in files count.
-    assert metrics["dtype"] == "auto" and metrics["best_step"] > 0.6 * metrics["steps"]
-
-
 SIZED = {"rounding": "auto", "genome_bytes": 420, "total_steps": 40}
 
 
@@ -202,8 +165,10 @@ def test_a_step_chooses_its_own_steps(options: dict[str, Any], tmp_path: Path) -
             plain = make(plan, pnet, rounding=steps, **options)
         if i == 30:
             # What is saved goes on, in another process as well.
-            torch.save(state, tmp_path / "state")
-            state, auto = torch.load(tmp_path / "state"), make(plan, pnet, **SIZED, metadata=note, **options)
+            with gb.Checkpointer(tmp_path / "run", auto) as checkpointer:
+                checkpointer.save(state)
+            auto = make(plan, pnet, **SIZED, metadata=note, **options)
+            state = gb.load_checkpoint(tmp_path / "run", auto, auto.init(1)).state
         state, info = auto(state, batch)
         by_hand, expected = plain(by_hand, batch)
         assert torch.equal(info.loss, expected.loss)

@@ -98,10 +98,6 @@ def test_what_does_not_fit_is_refused(module: gb.GenomeModule, tmp_path: Path) -
         gb.GenomeModule.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match="the plan was made for another p-net"):
         gb.GenomeModule.from_pretrained(tmp_path, pnet=ZOO["mlp"].pnet())
-    content = (tmp_path / "genome.safetensors").read_bytes()
-    (tmp_path / "genome.safetensors").write_bytes(content[:-1])
-    with pytest.raises(ValueError, match="is not a valid genome"):
-        gb.GenomeModule.from_pretrained(tmp_path, pnet=ZOO["conv_bn"].pnet())
     (tmp_path / "genome.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="no genome file at '.*genome.safetensors'"):
         gb.GenomeModule.from_pretrained(tmp_path, pnet=ZOO["conv_bn"].pnet())

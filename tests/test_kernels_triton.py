@@ -27,7 +27,6 @@ ROOT = Path(__file__).resolve().parents[1]
     [
         ("test_kernels.py", "compiled and not reverse and (values or 130 or transforms_agree or not_a_number)"),
         ("test_kernels_waves.py", "compiled and not finite or large_sides or change_before"),
-        pytest.param("test_kernels_waves.py", "random_shapes", marks=pytest.mark.slow),
         ("support/interpreted_step.py", "step"),
     ],
 )
@@ -38,7 +37,7 @@ def test_numbers_under_the_interpreter(file: str, selected: str) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
-    assert re.search("passed|xfailed", run.stdout) and "skipped" not in run.stdout
+    assert "passed" in run.stdout and "skipped" not in run.stdout
 
 
 def _compiled(kernel: Any, element: str, by_rows: bool, ones: tuple[str, ...], target: Any) -> Any:

@@ -50,7 +50,7 @@ ELEMENTWISE = [
     Case("ASGD", {"foreach": True, "weight_decay": 0.1}),
 ]
 MIXING = [Case("Adafactor"), Case("Adafactor", {"foreach": True, "weight_decay": 0.1})]
-MIXING += [Case("Muon"), Case("Muon", {"nesterov": False})] if hasattr(OPTIM, "Muon") else []
+MIXING += [Case("Muon"), Case("Muon", {"nesterov": False, "weight_decay": 0.5})] if hasattr(OPTIM, "Muon") else []
 CASES = ELEMENTWISE + MIXING
 REFUSED = ("LBFGS", "SparseAdam", "Optimizer")
 
@@ -119,7 +119,9 @@ def test_classes_that_mix_numbers_act_on_each_tile(case: Case) -> None:
         )
         for p, unit_grads in units:
             muon_refuses = case.name == "Muon" and p.ndim != 2
-            reference = torch.optim.AdamW([p], lr=0.1, fused=True) if muon_refuses else case.cls([p], **case.options)
+            decay = {k: v for k, v in case.options.items() if k == "weight_decay"}
+            adamw = torch.optim.AdamW([p], lr=0.1, fused=True, **decay)
+            reference = adamw if muon_refuses else case.cls([p], **case.options)
             for step, g in enumerate(unit_grads):
                 reference.param_groups[0]["lr"] = schedule(step)
                 p.grad = g

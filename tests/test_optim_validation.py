@@ -139,8 +139,9 @@ def options_error(**options: Any) -> Callable[[], Any]:
     return lambda: gb.torch_optimizer(**({"cls": torch.optim.AdamW, "lr": 0.1} | options))
 
 
-def adam_state(step: int, leaves: Any = None) -> OptState:
-    state = gb.torch_optimizer(torch.optim.Adam, 0.1).init({"w": torch.ones(2)}, {"w": "direct"})
+def adam_state(step: int, leaves: Any = None, like: Tensor | None = None) -> OptState:
+    params = {"w": torch.ones(2) if like is None else like}
+    state = gb.torch_optimizer(torch.optim.Adam, 0.1).init(params, {"w": "direct"})
     return state._replace(step=torch.tensor(step), leaves=state.leaves if leaves is None else leaves)
 
 
@@ -175,6 +176,10 @@ def update_error(**changed: Any) -> Callable[[], Any]:
         (update_error(state={}), TypeError, "state must be an OptState .* got dict"),
         (update_error(state=adam_state(0, {})), ValueError, "does not fit Adam and the parameters: missing .*exp_avg"),
         (update_error(state=adam_state(1)), ValueError, "got -0.9 at step 1"),
+        *(
+            (update_error(state=adam_state(1, like=other)), ValueError, "does not fit Adam and the parameters: .*w/exp")
+            for other in (torch.ones(1), torch.ones(3), torch.ones(2).double())
+        ),
     ],
 )
 def test_clear_errors(call: Callable[[], Any], error: type[Exception], message: str) -> None:
@@ -202,20 +207,6 @@ def test_clear_errors_of_schedules(changed: dict[str, Any], error: type[Exceptio
     arguments: dict[str, Any] = {"scheduler_cls": lr_scheduler.OneCycleLR, "lr": 0.1, "steps": 5}
     with pytest.raises(error, match=message):
         gb.torch_schedule(**(arguments | changed))
-
-
-def test_a_fallback_follows_lr_and_weight_decay_of_its_role() -> None:
-    muon = getattr(OPTIM, "Muon", None)
-    if muon is None:
-        pytest.skip("this torch has no Muon")
-    options: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.5}
-    optimizer = gb.torch_optimizer(muon, 0.1, direct=options, nesterov=False)
-    params, grads = params_and_grads(0)
-    expected = params["b"].clone()
-    new, _ = optimizer.update(grads, optimizer.init(params, ROLES), params, ROLES)
-    expected.grad = grads["b"]
-    torch.optim.AdamW([expected], fused=True, **options).step()
-    assert same_bits(new["b"], expected.detach())
 
 
 CLASSES = [k for k in OPTIM.__all__ if isinstance(getattr(OPTIM, k), type)]
@@ -258,29 +249,6 @@ def test_an_update_equals_the_plain_step_in_every_dtype(name: str, dtype: Any, a
             # Fused kernels round a half type once per step, the plain ones after every operation.
             eps = torch.finfo(dtype).eps
             torch.testing.assert_close(params[k], p.detach(), rtol=4 * eps, atol=4 * eps)
-
-
-OTHER: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
-    "fewer tiles": lambda params: {k: p[:-1] for k, p in params.items()},
-    "more tiles": lambda params: {k: torch.cat([p, p]) for k, p in params.items()},
-    "another dtype": lambda params: {k: p.double() for k, p in params.items()},
-    "fewer leaves": lambda params: {"w": params["w"]},
-    "more leaves": lambda params: {**params, "more": torch.ones(1)},
-}
-
-
-@pytest.mark.parametrize("other", OTHER)
-@pytest.mark.parametrize("name", [k for k in CLASSES if k not in ("LBFGS", "SparseAdam", "Optimizer")])
-def test_the_state_of_other_parameters_is_refused_before_the_step(name: str, other: str) -> None:
-    options: Any = {"momentum": 0.9} if name == "SGD" else {}
-    optimizer = gb.torch_optimizer(getattr(OPTIM, name), 0.1, **options)
-    params = {"w": torch.ones(9, 40, 40), "b": torch.ones(3)}
-    grads, before = copy_tree(params), copy_tree(params)
-    state = optimizer.init(OTHER[other](params), ROLES)
-    for step in (0, 1):
-        with pytest.raises(ValueError, match=f"the state does not fit {name} and the parameters: "):
-            optimizer.update(grads, state._replace(step=torch.tensor(step)), params, ROLES, donate=True)
-        assert same_bits((params, grads), (before, before))
 
 
 def test_a_stateless_class_needs_the_names_of_its_leaves() -> None:

@@ -1,6 +1,5 @@
-"""Checkpoints of trainings on many ranks: resumed on any number of them, and after the death of one."""
+"""Checkpoints of trainings on many ranks: errors on every rank, and the death of one."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +8,10 @@ import pytest
 import torch
 
 import gbfunc as gb
-from tests.support.rank_checkpoints import PLACEMENTS, course, make
+from tests.support.rank_checkpoints import course, make
 from tests.support.ranks import PATIENCE, launch, run_ranks
 
 pytestmark = pytest.mark.process
-
-UNTIL, SAVED = 6, 3
 
 
 def assert_close_trees(found: Any, expected: Any, tolerance: float) -> None:
@@ -24,38 +21,10 @@ def assert_close_trees(found: Any, expected: Any, tolerance: float) -> None:
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("courses")
-
-
-@pytest.fixture(scope="module")
-def straight(folders: Path) -> Any:
-    return course(None, folders / "straight", UNTIL)["state"]
-
-
-@pytest.fixture(scope="module")
-def on_two(folders: Path) -> list[Any]:
-    course(None, folders / "one", SAVED)
-    begin = [(str(folders / placement), SAVED, placement) for placement in PLACEMENTS]
-    return run_ranks(2, "rank_checkpoints:run_courses", arguments={"tasks": begin, "refused": folders / "one"})
-
-
-def test_two_go_on_as_three(folders: Path, on_two: list[Any], straight: Any) -> None:
-    tasks = []
-    for placement, other in zip(PLACEMENTS, (*PLACEMENTS[1:], PLACEMENTS[0]), strict=True):
-        target = folders / f"{placement} to three"
-        shutil.copytree(folders / placement, target)
-        tasks.append((str(target), UNTIL, other))
-    for found in run_ranks(3, "rank_checkpoints:run_courses", arguments={"tasks": tasks, "refused": folders / "one"}):
-        for folder, _, _ in tasks:
-            assert found[folder]["from"] == f"step-{SAVED:08d}.safetensors"
-            assert_close_trees(found[folder]["state"], straight, 1e-9)
-
-
-def test_every_rank_is_told(on_two: list[Any]) -> None:
-    for rank, found in enumerate(on_two):
-        folder, plan, file = found["refusals"]
+def test_every_rank_is_told(tmp_path: Path) -> None:
+    course(None, tmp_path / "one", 1)
+    for rank, found in enumerate(run_ranks(2, "rank_checkpoints:refusals", arguments={"folder": tmp_path / "one"})):
+        folder, plan, file = found
         assert "cannot keep checkpoints there" in folder
         assert "another plan" in plan and plan.startswith("ValueError")
         assert file.startswith("FileNotFoundError")

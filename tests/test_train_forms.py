@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import gbfunc as gb
-from gbfunc.train.step import TrainStep
 from tests.support.dense_oracle import READ_GRADIENTS, assert_same, dense_answer, step_answer
 from tests.support.strategies import Net
 from tests.support.trees_equal import same_bits
-from tests.support.zoo import SGD, ZOO, loss_fn, step_of
+from tests.support.zoo import SGD, loss_fn, step_of
 
 ADAM = gb.torch_optimizer(torch.optim.Adam, lr=0.01)
 MODES: dict[str, dict[str, Any]] = {"dense": {"lazy": False}, "lazy": {"lazy": True, "microbatches": 2}}
@@ -97,29 +95,6 @@ def test_compiled_factors_take_batches_of_any_size(lazy: Any, backend: str, monk
         torch.testing.assert_close(found.direct, wanted.direct, rtol=1e-9, atol=1e-9)
 
 
-def adapting(net: Any, x: Tensor) -> Tensor:
-    weight = net.layer.weight
-    (gradient,) = torch.autograd.grad(net.layer(x).sin().sum(), [weight], create_graph=True)
-    return x @ (weight - gradient).T
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
-def test_compiled_code_with_another_gradient_is_refused(graphs_alone: None) -> None:
-    pnet, batch = Net(adapting, layer=nn.Linear(6, 3)).double(), numbers(5, 6)
-    plan = gb.make_plan(pnet, gb.periodic(2))
-    step = gb.make_train_step(plan, pnet, loss_fn, SGD, lazy=True, compile=True)
-    torch._dynamo.reset()
-    # Torch 2.13 leaves the second derivative out; others know it, or refuse it themselves.
-    expected = gb.make_train_step(plan, pnet, loss_fn, SGD)(step.init(), batch)[0].gnets
-    try:
-        found = step(step.init(), batch)[0].gnets
-    except (RuntimeError, ValueError) as error:
-        assert "double backward" in str(error) or "away from those of the code as it is" in str(error)
-        assert "pass compile=False" in str(error)
-    else:
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize("joint", [False, True])
 def test_compiled_code_that_loses_a_change_of_a_buffer_is_refused(joint: bool, graphs_alone: None) -> None:
@@ -168,33 +143,6 @@ def test_the_loss_function_is_called_once_a_microbatch_with_real_data(mode: str)
         state, _ = step(state, batch)
         assert len(seen) == n * microbatches
     assert torch.equal(torch.cat(seen), torch.cat([batch, batch]))
-
-
-@EACH_MODE
-@pytest.mark.parametrize("name", ["conv_bn", "transformer", "tied"])
-def test_two_runs_and_a_resumed_one_are_equal_to_the_bit(name: str, mode: str, tmp_path: Path) -> None:
-    animal = ZOO[name]
-    pnet = animal.pnet()
-    plan = animal.plan(pnet, hypernet=gb.low_rank(1))
-
-    def made() -> TrainStep:
-        return gb.make_train_step(plan, pnet, loss_fn, ADAM, **MODES[mode])
-
-    def run(step: TrainStep, state: Any, steps: range) -> Any:
-        for n in steps:
-            state, _ = step(state, animal.batch(seed=n))
-        return state
-
-    step = made()
-    half = run(step, step.init(1), range(2))
-    whole = run(step, half, range(2, 4))
-    other = made()
-    assert same_bits(run(other, other.init(1), range(4)), whole)
-    with gb.Checkpointer(tmp_path, step) as saver:
-        saver.save(half)
-    resumed = made()
-    loaded = gb.load_checkpoint(tmp_path, resumed, resumed.init())
-    assert same_bits(run(resumed, loaded.state, range(2, 4)), whole)
 
 
 def penalised() -> nn.Module:

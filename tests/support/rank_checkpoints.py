@@ -11,7 +11,6 @@ import gbfunc as gb
 from gbfunc.parallel import CollectiveError, Mesh
 from gbfunc.train.step import TrainStep
 from tests.support.rank_cases import ADAMW, batches, pnet_of, squared
-from tests.support.rank_cases import PLACEMENTS as PLACEMENTS
 from tests.support.ranks import PATIENCE
 
 
@@ -46,27 +45,22 @@ def die_at(moment: str) -> None:
     os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # pyright: ignore
 
 
-def refusals(mesh: Mesh, folder: Path) -> list[str]:
-    step, told = make(mesh), []
-    other_pnet = nn.Linear(6, 5).double()
-    other = gb.make_train_step(gb.make_plan(other_pnet), other_pnet, squared, ADAMW, mesh=mesh)
-    missing = folder / "step-00000099.safetensors"
-    for attempt in (
-        lambda: gb.Checkpointer("/proc/checkpoints", step),
-        lambda: gb.load_checkpoint(folder, other, other.init()),
-        lambda: gb.load_checkpoint(missing, step, step.init()),
-    ):
-        try:
-            attempt()
-        except (ValueError, OSError) as error:
-            told.append(f"{type(error).__name__}: {error}")
-    return told
-
-
-def run_courses(init_method: str, tasks: list[tuple[str, int, str]], refused: str) -> dict[str, Any]:
+def refusals(init_method: str, folder: Path) -> list[str]:
     with gb.mesh(init_method=init_method, timeout=30 * PATIENCE) as mesh:
-        found: dict[str, Any] = {folder: course(mesh, Path(folder), until, at) for folder, until, at in tasks}
-        return found | {"refusals": refusals(mesh, Path(refused))}
+        step, told = make(mesh), []
+        other_pnet = nn.Linear(6, 5).double()
+        other = gb.make_train_step(gb.make_plan(other_pnet), other_pnet, squared, ADAMW, mesh=mesh)
+        missing = folder / "step-00000099.safetensors"
+        for attempt in (
+            lambda: gb.Checkpointer("/proc/checkpoints", step),
+            lambda: gb.load_checkpoint(folder, other, other.init()),
+            lambda: gb.load_checkpoint(missing, step, step.init()),
+        ):
+            try:
+                attempt()
+            except (ValueError, OSError) as error:
+                told.append(f"{type(error).__name__}: {error}")
+        return told
 
 
 def killed(init_method: str, folder: str, victim: int, moment: str, timeout: float) -> str:
