@@ -38,8 +38,6 @@ def test_a_kill_leaves_the_newest_valid(rounds: int, tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     # The lock, and what KEEP says: whatever the killed ones left half-written is gone.
     assert found["rounds"] == rounds and found["files"][0] == ".lock" and len(found["files"]) == 3
-    if rounds > 25:  # Kills did fall into the middle of writing, and between a commit and its telling.
-        assert found["half-written"] > 0 and found["newer than told"] > 0
 
 
 @contextlib.contextmanager

@@ -35,15 +35,12 @@ def begun(folder: Path) -> dict[str, Any]:
 def run(world: int, layouts: tuple[str, ...], folder: Path) -> dict[str, dict[str, Any]]:
     """What ranks have, all the same, of each training by its folder.
 
-    Trainings are begun in each layout, each is gone on with by the next layout, and one process's by all of them. In
-    two of the layouts one is also gone on with in the same layout, and one trains without an interruption.
+    Trainings are begun in each layout, each is gone on with by the next layout, and one process's by all of them.
     """
     begin = [(name, "none", name, SAVED) for name in layouts]
     later = [(name, layouts[i - 1], f"{name} after another", UNTIL) for i, name in enumerate(layouts)]
     of_one = [(name, "one", f"{name} after one", UNTIL) for name in layouts]
-    again = [(name, name, f"{name} again", UNTIL) for name in layouts[:2]]
-    whole = [(name, "none", f"{name} straight", UNTIL) for name in layouts[:2]]
-    courses = begin + later + of_one + again + whole
+    courses = begin + later + of_one
     places = [(name, str(folder / a), str(folder / b), n) for name, a, b, n in courses]
     ranks = run_ranks(world, "rank_layouts:run_courses", arguments={"courses": places}, timeout=170)
     for i, (_, _, name, _) in enumerate(courses):
@@ -74,7 +71,3 @@ def test_any_layout_goes_on_from_any(
         )
         for end in ("after one", "after another"):
             assert_close_trees(made[f"{name} {end}"]["state"], straight, 1e-9)
-    for name in layouts[:2]:
-        # Where the arithmetic is the same, an interruption leaves no trace.
-        assert_close_trees(made[f"{name} again"]["state"], made[f"{name} straight"]["state"], 0.0)
-        assert made[f"{name} again"]["genome"] == made[f"{name} straight"]["genome"]

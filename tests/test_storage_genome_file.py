@@ -154,10 +154,6 @@ def test_what_a_link_names_is_replaced_and_keeps_its_permissions(genuine: Genuin
 
 SPOILT: dict[str, tuple[Callable[[gb.Genome], gb.Genome], str]] = {
     "nan": (lambda g: g._replace(direct={k: v * torch.nan for k, v in g.direct.items()}), "not finite in 'direct/"),
-    "infinite": (
-        lambda g: g._replace(gnets={e: {k: v / 0 for k, v in n.items()} for e, n in g.gnets.items()}),
-        "not finite",
-    ),
     "nan buffer": (
         lambda g: g._replace(buffers={**g.buffers, "1.running_mean": torch.full((5,), torch.nan)}),
         "NaN in 'buffers/1",
