@@ -23,8 +23,7 @@ from gbfunc.types import Params, TensorMap
 MEAN, VARIANCE, COUNTER = "running_mean", "running_var", "num_batches_tracked"
 LEAST_VARIANCE = 2.0**-16
 _WORD, _SIZE = 16, 64
-FARTHEST = 128.0
-"""Largest distance of a coded mean from zero, in deviations."""
+FARTHEST = 128.0  # Largest distance of a coded mean from zero, in deviations
 
 
 def statistics_of(plan: Any) -> list[str]:

@@ -35,9 +35,7 @@ from gbfunc.trees import BUFFERS, DIRECT, GNET
 from gbfunc.types import DTYPES, Params, TensorMap
 
 V = TypeVar("V")
-Side = tuple[Encoding, int, int]
-"""An encoding, the length of its axis, and the length of a tile."""
-
+Side = tuple[Encoding, int, int]  # An encoding, the length of its axis, and the length of a tile
 AUTO = "auto"  # Stands for codes with trained steps, instead of a dtype
 OCTAVE, LEAST, MOST = 8, -128, 127  # Indices per octave, the smallest index, and the largest index
 LARGEST = 2047  # Largest integer

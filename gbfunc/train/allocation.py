@@ -16,9 +16,8 @@ from gbfunc.train.step import StepInfo, TrainState, TrainStep, checked_state
 from gbfunc.trees import stored_tensors, tree_leaves
 from gbfunc.types import Genome, Params
 
+# Parts of a training after which steps are chosen: numbers that need fewer bits can have finer steps.
 _WHEN = (0.6, 0.65, 0.7, 0.775, 0.85)
-"""Parts of a training after which steps are chosen: numbers that need fewer bits can have finer steps."""
-
 _UNSET, _SQUARES = -1000.0, ("exp_avg_sq", "square_avg")  # names of means of squared gradients in torch's optimizers
 
 

@@ -20,14 +20,9 @@ from gbfunc.train.param_groups import LearningRate, learning_rate
 from gbfunc.train.step import LOOK, StepInfo, TrainState, TrainStep, step_seed
 from gbfunc.trees import flatten_tree, tree_leaves, tree_map, unflatten_tree
 
-Step = Callable[[Any, Any], tuple[Any, Any]]
-"""`(state, batch) -> (state, info)`."""
-
-WARM = 3
-"""Eager steps on a shape of batch before its step is captured."""
-
-MOST = 4
-"""Shapes of batch with a graph."""
+Step = Callable[[Any, Any], tuple[Any, Any]]  # `(state, batch) -> (state, info)`
+WARM = 3  # eager steps on a shape of batch before its step is captured
+MOST = 4  # shapes of batch with a graph
 
 _CURE = (
     "a p-net or a loss function that reads a number of the GPU (item(), float(), a tensor in an `if`) or computes on "

@@ -11,13 +11,10 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from torch.optim import lr_scheduler
 
-LearningRate: TypeAlias = float | Callable[[int], float]
-"""A number, or a function of the step, which counts from 0."""
-
+LearningRate: TypeAlias = float | Callable[[int], float]  # a number, or a function of the step, which counts from 0
 ROLES: tuple[str, ...] = ("code", "linear", "direct")
-
+# Dtypes in which tests hold the fused kernels of Adam and AdamW equal to the plain step, on CPUs and CUDA devices.
 _FUSED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-"""Dtypes in which tests hold the fused kernels of Adam and AdamW equal to the plain step, on CPUs and CUDA devices."""
 
 
 class Kernel(NamedTuple):

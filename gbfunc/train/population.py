@@ -21,9 +21,8 @@ from gbfunc.train.step import StepInfo, TrainState, TrainStep, check_dtypes, che
 from gbfunc.trees import BUFFERS, TensorSpec, compare_trees, flatten_tree, like_genome, refuse_packed, tree_map
 from gbfunc.types import Params
 
+# Optimizers that mix the numbers of a leaf, or whose step is not proportional to the learning rate.
 _REFUSED = ("Muon", "Adafactor", "ASGD", "Rprop")
-"""Optimizers that mix the numbers of a leaf, or whose step is not proportional to the learning rate."""
-
 _VMAP = (
     "the p-net or the loss function failed under torch.func's vmap and grad; if it works with one genome, train the "
     "members one after the other, by the train step"

@@ -24,20 +24,13 @@ from gbfunc.trees import BUFFERS, DIRECT, GNET, flat_genome, flatten_tree, unfla
 from gbfunc.types import Genome, GNets, Params
 
 _SHAPE, _KIND = attrgetter("shape"), attrgetter("shape", "dtype")
-
-_READ = {"cpu"}
-"""Devices a number of which costs nothing to read."""
-
-LOOK = 200
-"""The step at which a loss is compared with the losses of other targets."""
-
+_READ = {"cpu"}  # devices a number of which costs nothing to read
+LOOK = 200  # the step at which a loss is compared with the losses of other targets
+_MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio (Knuth, TAOCP 3, section 6.4): spreads steps over seeds
 _CONSTANT = (
     "after {} steps the loss, {:.4g}, is as large as that of a constant prediction: targets in another order give no "
     "larger one; try another learning rate (plan.suggested_lr()), then a larger genome"
 )
-
-_MIX = 0x9E3779B97F4A7C15
-"""2**64 / golden ratio (Knuth, TAOCP 3, section 6.4): spreads steps over seeds."""
 
 
 class TrainState(NamedTuple):

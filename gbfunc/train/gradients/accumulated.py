@@ -11,8 +11,7 @@ from gbfunc.train.gradients.loss import NO_GRADIENT, GenomeLoss, Given, Gradient
 from gbfunc.trees import DIRECT, differentiable, mean_tree, n_rows, split_batch, split_rows
 from gbfunc.types import Params
 
-Split = Callable[[Any, int], list[tuple[Any, float]]]
-"""`(batch, rows) -> microbatches`, each with its rows."""
+Split = Callable[[Any, int], list[tuple[Any, float]]]  # `(batch, rows) -> microbatches`, each with its rows
 
 
 def equal_parts(n: int, batch: Any, rows: float) -> list[tuple[Any, float]]:

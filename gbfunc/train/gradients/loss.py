@@ -44,11 +44,8 @@ _OWN_READ = (
     "loss function NAME.detach(), for NAME "
 )
 
-_FEW = 1 << 15
-"""Gradients up to this size are flattened before the norm is computed: half the time; twice with a million."""
-
-_DEFAULT_GENERATORS = threading.RLock()
-"""Held while a step seeds torch's default generators, which all threads share."""
+_FEW = 1 << 15  # Gradients up to this size are flattened before the norm: half the time; twice with a million.
+_DEFAULT_GENERATORS = threading.RLock()  # held while a step seeds torch's default generators, which all threads share
 
 
 class Given(NamedTuple):

@@ -24,8 +24,8 @@ _CAUSE = (
     "a pipeline runs the operators that torch.export records, and the record lacks what is no operator on tensors (the "
     "backward of a torch.autograd.Function, a counter or a random number in Python)"
 )
+# An odd constant of splitmix64 (Steele et al., 2014): separates the random numbers of stages and microbatches.
 _STAGE_MIX = 0x94D049BB133111EB
-"""An odd constant of splitmix64 (Steele et al., 2014): separates the random numbers of stages and microbatches."""
 
 
 class Pipelined:

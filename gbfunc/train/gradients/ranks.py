@@ -32,10 +32,8 @@ SPLIT_CAUSE = (
     "code between layers gets a rank's part of the features, and a softmax or mean over a part is another function, as "
     "is that of a loss over a part of the sequence: gather them first, by the style's output_layouts=Replicate()"
 )
-
+# An odd constant of splitmix64 (Steele et al., 2014): separates the random numbers of ranks.
 RANK_MIX = 0xBF58476D1CE4E5B9
-"""An odd constant of splitmix64 (Steele et al., 2014): separates the random numbers of ranks."""
-
 SAME_STATE = "ranks must hold the same state (make it by train_step.init(seed), or load the same on all of them)"
 
 
