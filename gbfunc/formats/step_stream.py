@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from gbfunc.formats.layout import Allowed
 from gbfunc.formats.statistics import codable, coded, counter_entries, counters_of, read_counters, squares_of
-from gbfunc.formats.steps import LARGEST, LEAST, MOST, OCTAVE, Part, Quantised, Seen, Steps, joined, parts_of, quantise
+from gbfunc.formats.steps import LARGEST, LEAST, MOST, OCTAVE, Quantised, Seen, Steps, joined, parts_of, quantise
 from gbfunc.formats.symbols import NARROWEST, PIECE, WIDEST, Entry, Reader, geometric, geometric_bits, join
 from gbfunc.trees import DIRECT
 from gbfunc.types import Params, TensorMap
@@ -94,7 +93,11 @@ def _steps_at(plan: Any, leaves: TensorMap, squares: TensorMap, log_noise: float
         leaf = leaves[part.leaf]
         numbers = coded(part.leaf, leaf, seen.variances) if part.statistic else part.of(leaf)
         shifts, alive = seen.shifts(part, "cpu")
-        least = _least(part, numbers, shifts, alive)
+        # The smallest index with which no number of a part exceeds `LARGEST` steps.
+        logs = OCTAVE * (part.in_period(numbers.double()).abs() / LARGEST).log2() + OCTAVE // 2 * shifts
+        stored = logs[alive.expand(part.shape)]
+        most = float(stored.max()) if stored.numel() else -math.inf
+        least = min(MOST, max(LEAST, math.ceil(most))) if math.isfinite(most) else LEAST
         index, coarsest = (_STATISTIC, _STATISTIC) if part.statistic else (least, MOST)
         found = squares_of(part.leaf, leaves, squares) if part.statistic else squares.get(part.leaf)
         if found is not None:
@@ -111,14 +114,6 @@ def _steps_at(plan: Any, leaves: TensorMap, squares: TensorMap, log_noise: float
                 cure = "register it as a buffer, which is stored as it is"
                 raise ValueError(f"{part.leaf!r}, which is not trained, holds {largest:g}: no codes do; {cure}")
     return Steps.of(parts, indices), bits
-
-
-def _least(part: Part, numbers: Tensor, shifts: Tensor, alive: Tensor) -> int:
-    """Finds the smallest index with which no number of a part exceeds `LARGEST` steps."""
-    least = OCTAVE * (part.in_period(numbers.double()).abs() / LARGEST).log2() + OCTAVE // 2 * shifts
-    stored = least[alive.expand(part.shape)]
-    most = float(stored.max()) if stored.numel() else -math.inf
-    return min(MOST, max(LEAST, math.ceil(most))) if math.isfinite(most) else LEAST
 
 
 def pack_steps(plan: Any, leaves: TensorMap, steps: Steps) -> tuple[bytes, dict[str, float]]:

@@ -11,10 +11,9 @@ from gbfunc.formats.steps import parts_of
 from gbfunc.genome import check_genome
 from gbfunc.parallel import weighted_mean
 from gbfunc.plan import Plan
-from gbfunc.train.optimizers import OptState
 from gbfunc.train.step import StepInfo, TrainState, TrainStep, checked_state
 from gbfunc.trees import stored_tensors, tree_leaves
-from gbfunc.types import Genome, Params
+from gbfunc.types import Genome
 
 # Parts of a training after which steps are chosen: numbers that need fewer bits can have finer steps.
 _WHEN = (0.6, 0.65, 0.7, 0.775, 0.85)
@@ -52,8 +51,14 @@ def allocate_steps(
     >>> gb.save("net.genome", plan, state, steps)  # doctest: +SKIP
     """
     check_genome(plan, gnet_params, buffers=False)
-    leaves = stored_tensors(gnet_params)
-    squares, text = _squares(gnet_params.opt), document(plan, metadata)
+    leaves, opt, text = stored_tensors(gnet_params), gnet_params.opt, document(plan, metadata)
+    name = next((name for leaf in opt.leaves.values() for name in _SQUARES if name in leaf), None)
+    if name is None or int(opt.step) == 0:
+        what = "no step was taken" if name else f"its optimizer keeps {[*next(iter(opt.leaves.values()), {})]}"
+        raise ValueError(f"steps are chosen by mean squares of gradients, as Adam has them after a step: {what}")
+    squares = {k: leaf[name].detach().cpu().to(torch.float32) for k, leaf in opt.leaves.items()}
+    if broken := [k for k, x in squares.items() if not x.isfinite().all()]:
+        raise ValueError(f"the mean squares of the gradients of {broken[0]!r} are not finite: training has diverged")
     steps = allocate(plan, leaves, squares, 0.0, batch_size)
     coarsest = len(compact.pack(text, plan, leaves, steps)[0])
     if coarsest > genome_bytes:
@@ -67,17 +72,6 @@ def allocate_steps(
         if over <= 0 or bits == 0:
             return steps
         bits = code_bits(plan, leaves, steps)
-
-
-def _squares(opt: OptState) -> Params:
-    name = next((name for leaf in opt.leaves.values() for name in _SQUARES if name in leaf), None)
-    if name is None or int(opt.step) == 0:
-        what = "no step was taken" if name else f"its optimizer keeps {[*next(iter(opt.leaves.values()), {})]}"
-        raise ValueError(f"steps are chosen by mean squares of gradients, as Adam has them after a step: {what}")
-    squares = {k: leaf[name].detach().cpu().to(torch.float32) for k, leaf in opt.leaves.items()}
-    if broken := [k for k, x in squares.items() if not x.isfinite().all()]:
-        raise ValueError(f"the mean squares of the gradients of {broken[0]!r} are not finite: training has diverged")
-    return squares
 
 
 class AutoTrainStep(TrainStep):

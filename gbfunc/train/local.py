@@ -91,7 +91,15 @@ class LocalTrainStep(TrainStep):
         new, info = self._inner(state._replace(opt=local.inner, seed=seed), batch)
         counted = local.rows + (1 if rows is None else rows) * info.finite.to(local.rows)
         state = new._replace(opt=local._replace(inner=new.opt, rows=counted), seed=state.seed)
-        return self._stepped(state) if (start + 1) % self._length == 0 else state, info
+        if (start + 1) % self._length:
+            return state, info
+        # The state before the round if no rank had a finite step.
+        outer, (total, mean, new) = local.outer, self._averaged(state)
+        if total > 0:
+            delta, before = ({k: of[k] for k in self._trained} for of in (mean, local.start))
+            stepped, outer = self._outer.update(delta, outer, before, self._roles)
+            new |= stepped
+        return _with_leaves(state, _leaves(state) | new)._replace(opt=state.opt._replace(outer=outer)), info
 
     def shard(self, state: TrainState) -> TrainState:
         """This rank's part of a whole state; one of a step without `local_steps` begins a round."""
@@ -141,15 +149,6 @@ class LocalTrainStep(TrainStep):
         total, means = weighted_mean(self._layout, state.opt.rows, changes)
         mean = dict(zip(self._exchanged, means, strict=True))
         return total, mean, {k: start[k] - mean[k] if total > 0 else start[k].clone() for k in self._exchanged}
-
-    def _stepped(self, state: TrainState) -> TrainState:
-        """The state after an exchange; the one before the round if no rank had a finite step."""
-        outer, (total, mean, new) = state.opt.outer, self._averaged(state)
-        if total > 0:
-            delta, before = ({k: of[k] for k in self._trained} for of in (mean, state.opt.start))
-            stepped, outer = self._outer.update(delta, outer, before, self._roles)
-            new |= stepped
-        return _with_leaves(state, _leaves(state) | new)._replace(opt=state.opt._replace(outer=outer))
 
 
 def nesterov(lr: float = 1.0, momentum: float = 0.5) -> Optimizer:

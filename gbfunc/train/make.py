@@ -1,11 +1,9 @@
 """Making a training step: options and arguments checked, on all ranks alike, and the strategy of its gradient."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,15 +18,11 @@ from gbfunc.train.captured import CapturedTrainStep
 from gbfunc.train.gradients.accumulated import Accumulated, equal_parts, parts_of_share
 from gbfunc.train.gradients.compiled import CompiledGraph
 from gbfunc.train.gradients.loss import GenomeLoss, LossFn, Objective, OneGraph, Strategy
-from gbfunc.train.gradients.proof import Proof
 from gbfunc.train.gradients.ranks import RankObjective, SplitLoss, SplitObjective, split_proof
 from gbfunc.train.local import LocalTrainStep
 from gbfunc.train.optimizers import Optimizer
 from gbfunc.train.options import StepOptions
 from gbfunc.train.step import TrainStep
-
-if TYPE_CHECKING:
-    from gbfunc.parallel.tensor import TensorParallel
 
 
 def make_train_step(plan: Plan, pnet: nn.Module, loss_fn: LossFn, optimizer: Optimizer, **options: Any) -> TrainStep:
@@ -91,18 +85,6 @@ def _make_objective(pnet: nn.Module, loss_fn: LossFn, layout: Layout, options: S
     if options.amp == torch.float16:
         # Against underflow of small gradients (Micikevicius et al., 2018); over ranks, of each row's.
         scale = 2.0**10 if ranks == 1 else 2.0**4
-    strategy, proof = _strategy(pnet, loss_fn, layout, options, split, scale)
-    if ranks == 1:
-        return Objective(layout.plan, strategy, scale)
-    if split is None:
-        return RankObjective(layout, strategy, scale, options.check_every, proof)
-    return SplitObjective(split, layout, strategy, scale, options.check_every, proof)
-
-
-def _strategy(
-    pnet: nn.Module, loss_fn: LossFn, layout: Layout, options: StepOptions, split: TensorParallel | None, scale: float
-) -> tuple[Strategy, Proof | None]:
-    """The strategy, and the comparison for its first step if ranks have parts of the p-net."""
     # Weights are there one layer at a time.
     whole = partial(GenomeLoss, pnet, loss_fn, layout, replace(options, compile=False, remat="layer", microbatches=1))
     takes_parts = split is not None and split.takes_parts
@@ -115,14 +97,21 @@ def _strategy(
 
         pieces = {} if split is None else {"adapt": split.shrink}
         pipeline = Pipeline(pnet, options.pipeline, layout.mesh, n, options.stages, **pieces)
-        strategy = Pipelined(pipeline, make, loss_fn, scale, again, split, options.amp)
-        return strategy, strategy.proof(whole)
-    loss = make()
-    proof = None if split is None or takes_parts else split_proof(whole, loss, split)
-    if options.compile:
-        return CompiledGraph(loss, scale, layout, options.amp, joint=split is None), proof
-    if n == 1 and not again:
-        return OneGraph(loss, scale), proof
-    alone = layout.mesh.world == 1 and options.local_steps is None
-    parts = partial(equal_parts, n) if alone else partial(parts_of_share, n, takes_parts)
-    return Accumulated(loss, scale, parts, again), proof
+        strategy: Strategy = (stages := Pipelined(pipeline, make, loss_fn, scale, again, split, options.amp))
+        proof = stages.proof(whole)
+    else:
+        loss = make()
+        proof = None if split is None or takes_parts else split_proof(whole, loss, split)
+        if options.compile:
+            strategy = CompiledGraph(loss, scale, layout, options.amp, joint=split is None)
+        elif n == 1 and not again:
+            strategy = OneGraph(loss, scale)
+        else:
+            alone = ranks == 1 and options.local_steps is None
+            parts = partial(equal_parts, n) if alone else partial(parts_of_share, n, takes_parts)
+            strategy = Accumulated(loss, scale, parts, again)
+    if ranks == 1:
+        return Objective(layout.plan, strategy, scale)
+    if split is None:
+        return RankObjective(layout, strategy, scale, options.check_every, proof)
+    return SplitObjective(split, layout, strategy, scale, options.check_every, proof)

@@ -209,8 +209,13 @@ class _Call(NamedTuple):
         optimizer.step()
         for p in tensors:
             p.grad = None
-        if not old:
-            _check_memory(optimizer, before, tensors)
+        name = type(optimizer).__name__
+        if not old and (_memory(optimizer) != before or {*map(id, optimizer.state)} - {*map(id, tensors)}):
+            words = "must keep all that changes in the state of a parameter, and changes other attributes"
+            raise ValueError(f"{name} {words}")
+        for entry, value in () if old else ((e, v) for p in tensors for e, v in optimizer.state[p].items()):
+            if not isinstance(value, Tensor):
+                raise TypeError(f"state of {name} must be tensors, got {entry} of type {type(value).__name__}")
         after = iter([optimizer.state[p] for p in tensors])
         if not self.group.by_tile:
             return [*after]
@@ -272,15 +277,6 @@ def _memory(optimizer: torch.optim.Optimizer) -> str:
     options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     rest = {k: v for k, v in vars(optimizer).items() if k not in ("state", "param_groups") and k[0] != "_"}
     return repr((options, rest))
-
-
-def _check_memory(optimizer: torch.optim.Optimizer, before: str, tensors: list[Tensor]) -> None:
-    name = type(optimizer).__name__
-    if _memory(optimizer) != before or {*map(id, optimizer.state)} - {*map(id, tensors)}:
-        raise ValueError(f"{name} must keep all that changes in the state of a parameter, and changes other attributes")
-    for entry, value in ((e, v) for p in tensors for e, v in optimizer.state[p].items()):
-        if not isinstance(value, Tensor):
-            raise TypeError(f"state of {name} must be tensors, got {entry} of type {type(value).__name__}")
 
 
 def _check_state(state: OptState, params: Params, prepared: _Prepared, cls: str) -> None:

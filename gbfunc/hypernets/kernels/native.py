@@ -26,21 +26,17 @@ _AVX2 = ("-mavx2", "-mfma")
 _FLAGS = {"AVX2": _AVX2, "AVX512": (*_AVX2, "-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl")}
 
 
-def _command() -> list[str]:
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Load the kernels from the cache or compile them in seconds; raises RuntimeError if no compiler works."""
     named = shlex.split(os.environ.get("CXX", ""))
     compiler = next(filter(None, map(shutil.which, named[:1] or ["c++", "g++", "clang++"])), None)
     if compiler is None:
         looked_for = f"CXX={os.environ['CXX']!r}" if named else "c++, g++ and clang++"
         raise RuntimeError(f"the compiled kernels need a C++ compiler, found none of {looked_for} on the path")
-    flags = ["-std=c++17", "-O3", "-shared", "-fPIC", *_FLAGS.get(torch.backends.cpu.get_cpu_capability(), ())]
     # Apple's compiler has no OpenMP; there the loops run on one thread.
-    return [compiler, *named[1:], *flags, *([] if sys.platform == "darwin" else ["-fopenmp"])]
-
-
-@functools.cache
-def library() -> ctypes.CDLL:
-    """Load the kernels from the cache or compile them in seconds; raises RuntimeError if no compiler works."""
-    command = _command()
+    flags = ["-std=c++17", "-O3", "-shared", "-fPIC", *([] if sys.platform == "darwin" else ["-fopenmp"])]
+    command = [compiler, *named[1:], *flags, *_FLAGS.get(torch.backends.cpu.get_cpu_capability(), ())]
     # One file per version of the sources and the command.
     sources = [str(x) for x in _SOURCES if x.suffix == ".cpp"]
     digest = hashlib.sha256(b"".join(x.read_bytes() for x in _SOURCES) + repr(command).encode()).hexdigest()[:16]

@@ -1,7 +1,7 @@
 """One graph, compiled."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import count
 from types import FunctionType, MethodType
 from typing import Any
@@ -34,7 +34,11 @@ class CompiledGraph(OneGraph):
 
     def __call__(self, given: Given, wanted: list[Tensor]) -> Result:
         self.loss.generator.prepare(given.leaves)
-        with self._with_collectives(wanted) if self._layout.sharded else nullcontext():
+        layout, mesh = self._layout, self._layout.mesh
+        if layout.sharded:
+            sent = gather_bytes(layout.plan, mesh.gnets, layout.placement, max(x.element_size() for x in wanted))
+            mesh.traffic["gnets"] += sum(sent[mesh.gnets_index])
+        with mesh.failing("a compiled step") if layout.sharded else nullcontext():
             if self._checked:
                 try:
                     return self._graphs[0](given, wanted)
@@ -101,11 +105,6 @@ class CompiledGraph(OneGraph):
             found = torch.autograd.grad([*trained.values()], wanted, found, allow_unused=True)
         return Result(loss.detach(), given.detached(aux), tuple(found), rows)
 
-    def _with_collectives(self, wanted: list[Tensor]) -> AbstractContextManager[None]:
-        layout, mesh, item = self._layout, self._layout.mesh, max(x.element_size() for x in wanted)
-        mesh.traffic["gnets"] += sum(gather_bytes(layout.plan, mesh.gnets, layout.placement, item)[mesh.gnets_index])
-        return mesh.failing("a compiled step")
-
 
 def _compilers_own() -> tuple[type[Exception], ...]:
     """Errors of the compiler itself, which come before anything has run."""
@@ -115,28 +114,13 @@ def _compilers_own() -> tuple[type[Exception], ...]:
     return (tracing.TorchDynamoException,) if more is None else (tracing.TorchDynamoException, more)
 
 
-_FIXED = (
-    "self.generator",
-    # With what follows the name: other packages' names begin so.
-    *("__import_gbfunc_dot_", "__import_torch_dot_", "__import__('torch')", "__builtins_dict_", "type(given)"),
-)
-
-
-def _guarded(guards: Sequence[Any]) -> list[bool]:
-    """Drop guards on values that a plan fixes; keep guards on arguments, the loss function and the p-net."""
-    return [not any(name in guard.name for name in _FIXED) for guard in guards]
-
-
 _CODES = count()
 
 
 def _compiled(method: Any, *, fullgraph: bool = False, cpp_wrapper: bool = False) -> Callable[..., Any]:
-    # Torch 2.5 has no filters.
-    known = hasattr(torch.compiler, "keep_tensor_guards_unsafe")
-    # Draw the random numbers of eager code.
-    options: dict[str, Any] = {"fallback_random": True}
-    if known:
-        options |= {"guard_filter_fn": _guarded, "cpp_wrapper": cpp_wrapper}
+    # Draw the random numbers of eager code. Torch below 2.8 makes wrappers in Python.
+    cpp_wrapper = cpp_wrapper and hasattr(torch.compiler, "keep_tensor_guards_unsafe")
+    options: dict[str, Any] = {"fallback_random": True, "cpp_wrapper": cpp_wrapper}
     return torch.compile(_own_code(method), fullgraph=fullgraph, options=options)
 
 

@@ -64,10 +64,9 @@ class Pipelined:
         def few(batch: Any) -> Any:
             return equal_parts(self._n, batch, 1)[0][0]
 
-        axes, cause = ("pipeline",), _CAUSE
-        if self._split is not None:
-            axes, cause = ("pipeline", "tensor"), f"{_CAUSE}; or {SPLIT_CAUSE}"
-        return Proof(whole, part, lambda: self.loss, few, axes, cause)
+        if self._split is None:
+            return Proof(whole, part, lambda: self.loss, few, ("pipeline",), _CAUSE)
+        return Proof(whole, part, lambda: self.loss, few, ("pipeline", "tensor"), f"{_CAUSE}; or {SPLIT_CAUSE}")
 
     def _prepared(self, microbatch: Any, device: torch.device, amp: torch.dtype | None) -> GenomeLoss:
         """The loss, when stages know this form of microbatches."""
