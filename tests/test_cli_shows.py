@@ -97,11 +97,11 @@ TEACHERS = {
     "other.pt": lambda net: nn.Linear(3, 2).state_dict(),
     "list.pt": lambda net: [1],
 }
-_HOLDS = "does not hold the weights of own_net:make; the p-net must have the teacher's module names: "
+_HOLDS = "does not hold the weights of own_net:make"
 NO_TEACHERS = {
     "whole.pt": "whole.pt holds more than weights, and is not run: save net.state_dict() with torch.save",
-    "other.pt": _HOLDS,
-    "list.pt": f"{_HOLDS}expected tensors by name, such as net.state_dict(), got list",
+    "other.pt": f"{_HOLDS} (modules must have the same names): ",
+    "list.pt": f"{_HOLDS}: expected tensors by name, such as net.state_dict(), got list",
     "own_net.py": _HOLDS,
     "other.safetensors": _HOLDS,
     "none": "--teacher: no such file or folder: none",
@@ -154,4 +154,4 @@ def test_a_folder_of_the_hub_teaches(tmp_path: Path, capsys: pytest.CaptureFixtu
     train = ["train", *sizes, "--steps", "2", "--teacher", str(tmp_path / "hub")]
     assert main(train) == 0 and "teacher_kl" in capsys.readouterr().err
     save_file({"vit.layernorm.bias": torch.zeros(16)}, tmp_path / "hub" / "model.safetensors", {"format": "pt"})
-    assert main(train) == 2 and "module names: it lacks ['" in capsys.readouterr().err
+    assert main(train) == 2 and "does not hold the weights of hf:vit: it lacks ['" in capsys.readouterr().err

@@ -97,15 +97,15 @@ def test_own_work_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comman
     Path("my_work.py").write_text(block("my_work.py", OWN))
     program, *arguments = shlex.split(block("my_work", OWN).replace("\\\n", " "))
     assert program == "gbfunc" and main(arguments) == 0
-    metrics = json.loads(Path("run/metrics.json").read_text())
+    metrics = json.loads(Path("tumours/metrics.json").read_text())
     assert metrics["task"] == "tumours" and metrics["pnet"] == "my_work:build"
     assert metrics["pnet_params"] == 31 * 200 + 201 * 2 and metrics["ratio_params"] >= 20
     assert metrics["test_accuracy"] > 0.9
     config = ["--pnet", "my_work:build", "--pnet-config", '{"width": 200}']
-    told = command(["eval", "--task", "my_work:task", *config, "--genome", "run/genome.safetensors"]).out
+    told = command(["eval", "--task", "my_work:task", *config, "--genome", "tumours/genome.safetensors"]).out
     assert f"{metrics['test_accuracy']:.2%}" in told
     # Another width than it was trained with.
-    assert command(["eval", "--task", "my_work:task", "--genome", "run/genome.safetensors"], 2).err.count("\n") == 1
+    assert command(["eval", "--task", "my_work:task", "--genome", "tumours/genome.safetensors"], 2).err.count("\n") == 1
 
 
 def test_own_types_are_saved_and_loaded(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_own_settings_of_control_train(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     Path("my_control.py").write_text(block("my_control.py", CONTROL))
     _, *arguments = shlex.split(block("my_control", CONTROL).replace("\\\n", " ").replace("20480", "2048"))
-    assert main(arguments) == 0 and json.loads(Path("run/metrics.json").read_text())["env_steps"] == 2048
+    assert main(arguments) == 0 and json.loads(Path("cartpole-own/metrics.json").read_text())["env_steps"] == 2048
 
 
 def test_the_evolution_example_runs(workplace: None) -> None:

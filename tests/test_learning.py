@@ -79,7 +79,7 @@ TOO_SMALL = [(gb.gnet(), 200.0), (gb.low_rank(), 50.0)]
 def test_a_plan_says_where_a_type_may_not_learn(hypernet: Any, ratio: float) -> None:
     said = (hypernet, ratio) in TOO_SMALL
     report = gb.make_plan(mlp(), hypernet, compression=ratio).report()
-    assert ("little rank  " in report) == said
+    assert ("too few tiles to learn" in report) == said
     assert not said or "2.weight (" in report
 
 

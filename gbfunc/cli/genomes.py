@@ -207,8 +207,8 @@ def read_teacher(path: Path, task: Task, options: PNetOptions) -> nn.Module:
         cure = "save net.state_dict() with torch.save, or as safetensors"
         raise ValueError(f"--teacher: {file} holds more than weights, and is not run: {cure}") from error
     except (SafetensorError, RuntimeError, ValueError) as error:
-        cure = "the p-net must have the teacher's module names"
-        raise ValueError(f"--teacher: {file} does not hold the weights of {task.pnet.name}; {cure}: {error}") from error
+        cure = " (modules must have the same names)" * isinstance(error, RuntimeError)
+        raise ValueError(f"--teacher: {file} does not hold the weights of {task.pnet.name}{cure}: {error}") from error
     return net.eval()
 
 

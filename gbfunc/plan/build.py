@@ -86,8 +86,8 @@ def make_plan(
         rules: pairs `(pattern, hypernetwork)` that choose other types, or None for direct; the first match applies.
         encodings: `{parameter: (rows, columns)}`: codes for the axes of a parameter's matrix. None is the default
             (`binary`); an array or tensor [n, k] gives custom codes (`table`).
-        max_tile: largest tile: None for the fewest tiles with `2 * size <= min(r, c)`, a length, or (rows, columns).
-            For columns coded per axis, as in a convolution, the length counts channels.
+        max_tile: largest tile: a length, or (rows, columns), where columns of a convolution count channels. None is one
+            tile per matrix; for a size target, as few tiles as the type of g-net allows at this size.
         base: `"own"`: the p-net's present tensors in their dtypes, except those of `modules_to_save`.
         target_modules: modules whose weights get a delta, as in PEFT: a list of names or their last parts
             (`["query", "value"]`), a regular expression that matches whole names, or `"all-linear"`; None selects every

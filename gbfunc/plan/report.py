@@ -53,7 +53,7 @@ def report(plan: Any, dtype: Stored | None, genome: GenomeLike | None, metadata:
     if plan.target:
         lines.append(f"asked for    {plan.target}")
     if poor := _poor(plan):
-        lines.append(f"little rank  {', '.join(poor)}: may not learn; gb.periodic() does")
+        lines.append(f"warning      {', '.join(poor)}: too few tiles to learn well; choose gb.periodic() or more tiles")
     return "\n".join(lines)
 
 
