@@ -22,11 +22,8 @@ class Net(nn.Module):
         a, b = x.shape
         return self.layer(x)
 
-def flat():
-    return nn.Linear(64, 10)
-
-def few(interface):
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 9))
+def head(flat, n):
+    return nn.Sequential(*[nn.Flatten()] * flat, nn.Linear(64, n))
 
 def net():
     return Net()
@@ -48,9 +45,12 @@ _FLAT = (
     ("options", "words"),
     [
         (["--pnet", "bad_code:net"], ") (bad_code.py:11, in forward)"),
-        (["--pnet", "bad_code:flat", "--teacher", "bad_code.py"], _FLAT),
-        (["--pnet", "bad_code:few"], "and gave outputs [2, 9], expected [2, 10]: change its last layer"),
-        (["--pnet", "bad_code:read"], "line 1 column 1 (char 0) (bad_code.py:27, in read)"),
+        (["--pnet", "bad_code:head", "--pnet-config", '{"flat": 0, "n": 10}', "--teacher", "bad_code.py"], _FLAT),
+        (
+            ["--pnet", "bad_code:head", "--pnet-config", '{"flat": 1, "n": 9}'],
+            "expected [2, 10]: change its last layer",
+        ),
+        (["--pnet", "bad_code:read"], "line 1 column 1 (char 0) (bad_code.py:24, in read)"),
         (["--pnet", "bad_import:net"], "No module named 'not_there' (bad_import.py:2, in <module>)"),
         (["--pnet", "bad_code:sized"], "bad_code:sized: missing a required argument: 'width', got the options none"),
         (["--pnet", "bad_code:none"], "cannot find bad_code:none: module 'bad_code' has no attribute 'none'"),

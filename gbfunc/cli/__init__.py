@@ -51,17 +51,10 @@ def _stop(signum: int, frame: FrameType | None) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
+    """Run the command line with arguments, by default the process's, and return the exit code.
 
-    Args:
-        argv: arguments without the program's name, by default those of the process.
-
-    Returns:
-        Exit code: 0; 2 after a user's error, reported in one line on standard error; 128 + the number of the signal
-        that ended it.
-
-    Raises:
-        SystemExit: for `--help` and `--version` (0).
+    The code is 2 after a user's error, reported in one line on standard error, and 128 + N if signal N ended the
+    command. `--help` and `--version` raise SystemExit.
     """
     heard = {signum for signum in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(signum) != signal.SIG_IGN}
     try:

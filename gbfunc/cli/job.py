@@ -161,7 +161,7 @@ def resolved(job: Job, genome: GenomeOptions, dtype: str | None) -> dict[str, An
         **{name: getattr(recipe, name) for name in ("steps", "batch_size", "lr", "direct_lr", "warmup", "clip_norm")},
         "epochs": None if recipe.steps else recipe.epochs,
         "measure_every": recipe.measure_every if isinstance(recipe.measure_every, int) else None,
-        "schedule": recipe.schedule_name,
+        "schedule": next((name for name, schedule in SCHEDULES.items() if schedule is recipe.schedule), None),
         "optimizer": recipe.optimizer.__name__,
         "optimizer_config": json.dumps(config),
         "weight_decay": decay,

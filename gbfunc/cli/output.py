@@ -128,8 +128,7 @@ def print_metrics(metrics: Mapping[str, Any], task: Task) -> None:
         ("bytes", f"{m['genome_bytes']:,}", f"{m['dense_bytes']:,}", f"{m['ratio_bytes']:.1f}"),
     ]
     for split, name in (("val", "validation"), ("teacher_val", "teacher: validation"), ("test", "test")):
-        known = (x for x in task.metrics if f"{split}_{x.name}" in m)
-        rows += [(f"{name} {x.label}", x.show(m[f"{split}_{x.name}"])) for x in known]
+        rows += [(f"{name} {x.label}", x.show(m[k])) for x in task.metrics if (k := f"{split}_{x.name}") in m]
     for name in task.facts(()):
         if m[name] is not None or "seconds" in m:
             shown = f"{m[name]:,}" if isinstance(m[name], int | float) else str(m[name] or "-")

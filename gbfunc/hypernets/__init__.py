@@ -27,11 +27,7 @@ HYPERNETS: Mapping[str, Callable[..., Hypernet]] = MappingProxyType(TYPES)
 
 
 def hypernet_from_json(data: dict[str, Any], factories: Mapping[str, Callable[..., Any]]) -> Hypernet:
-    """Create a hypernetwork from `Hypernet.to_json`; calls only the `from_module` factories in `factories`, by path.
-
-    Raises:
-        ValueError: for an unknown type, options that do not fit the type, or a missing factory.
-    """
+    """Create a hypernetwork from `Hypernet.to_json`; calls only the `from_module` factories in `factories`, by path."""
     try:
         options = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k != "type"}
         if data["type"] == "module":

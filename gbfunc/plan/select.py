@@ -152,8 +152,7 @@ def choose(
     for rule in rules:
         if not (isinstance(rule, tuple | list) and len(rule) == 2):
             raise TypeError(f"a rule must be (pattern, hypernetwork or None), got {rule!r}")
-        if rule[1] is not None:
-            check_hypernet(f"the g-net of the rule {rule[0]!r}", rule[1])
+        check_hypernet(f"the g-net of the rule {rule[0]!r}", hypernet if rule[1] is None else rule[1])
     by_rule: dict[str, Hypernet | None] = {}
     for names, (_, ruled) in zip(_matches("rules", [r[0] for r in rules], infos), rules, strict=True):
         by_rule = dict.fromkeys(names, ruled) | by_rule

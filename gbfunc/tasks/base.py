@@ -111,11 +111,6 @@ class Recipe:
     reasons: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def schedule_name(self) -> str | None:
-        """Name of the schedule in `SCHEDULES`; None for a task's own."""
-        return next((name for name, schedule in SCHEDULES.items() if schedule is self.schedule), None)
-
-    @property
     def optimizer_options(self) -> dict[str, Any]:
         """All options of the optimizer's class except the learning rate."""
         adam = {"betas": self.betas, "eps": self.eps} if "betas" in signature(self.optimizer).parameters else {}
