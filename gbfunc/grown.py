@@ -4,9 +4,8 @@
 """
 
 import copy
-from collections.abc import Iterable, Iterator
-
 import warnings
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
