@@ -103,6 +103,6 @@ def test_weights_of_a_base_without_deltas_are_reported() -> None:
         "a Linear: its forward of torch.float32 fails: " in reasons["b"] and "has no out_features" in reasons["hidden"]
     )
     assert "with 'own.weight' in float32" in reasons["own"] and "with 'packed.qweight' in int8" in reasons["packed"]
-    with pytest.raises(ValueError, match="nothing of the p-net has a delta .*; left out 'b', a Linear"):
+    with pytest.raises(ValueError, match="no parameter of the p-net has a delta .*; left out 'b', a Linear"):
         gb.make_plan(nn.ModuleDict({"b": whole}), base="own")
     assert not gb.make_plan(PNET).left_out

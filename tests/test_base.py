@@ -285,7 +285,7 @@ def test_wrong_targets_are_refused() -> None:
         ({"base": "own", "target_modules": ["nothing"]}, "names no module"),
         ({"base": "own", "target_modules": "("}, "regular expression"),
         ({"base": "own", "modules_to_save": ["nothing"]}, "names no module"),
-        ({"base": "own", "target_modules": [], "modules_to_save": []}, "nothing of the p-net"),
+        ({"base": "own", "target_modules": [], "modules_to_save": []}, "no parameter of the p-net has a delta"),
         ({"base": "own", "target_modules": ["body.0", "body.1"]}, "'body.1' names no linear"),
         ({"base": "own", "target_modules": ["body.0", "body"]}, "'body' names no linear"),
     ]

@@ -119,7 +119,7 @@ def test_a_delta_beside_a_layer_is_added_to_its_dequantised_weight(name: str, hy
         state, info = step(step.init(0)._replace(gnets=genome.gnets), x)
         assert_close(info.loss, expected.square().mean(), tolerance)
         assert any(not torch.equal(v, genome.gnets[e][k]) for e, own in state.gnets.items() for k, v in own.items())
-    with pytest.raises(ValueError, match="'0.delta' is beside a layer .*, and needs a type with factors"):
+    with pytest.raises(ValueError, match="'0.delta' is added to a layer .*, and needs a type with factors"):
         gb.make_plan(pnet, gb.gnet((3,)), base="own")
     with pytest.raises(ValueError, match="0.delta, 2.delta.* cannot be summed"):
         gb.merge_genomes(plan, [genome], pnet)

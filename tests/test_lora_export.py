@@ -152,7 +152,7 @@ def test_what_cannot_be_exported_is_named() -> None:
     with pytest.raises(ValueError, match="changes a base, and the plan has none"):
         gb.save_lora("nowhere", plan, gb.init_genome(plan, pnet), pnet)
     pnet, plan, genome = adapter()
-    with pytest.raises(ValueError, match="its weights must be those that the plan was made for"):
+    with pytest.raises(ValueError, match="load the weights that the plan was made for"):
         gb.save_lora("nowhere", plan, genome, pretrained(1))
 
 

@@ -83,7 +83,7 @@ def test_copies_and_pickles_bring_the_base(again: Any) -> None:
 
 def test_another_base_is_refused(tmp_path: Path) -> None:
     pnet, plan, genome = adapter()
-    with pytest.raises(ValueError, match="its weights must be those that the plan was made for"):
+    with pytest.raises(ValueError, match="load the weights that the plan was made for"):
         gb.GenomeModule(plan, pretrained(1), genome)
     # The head is not the base's: it may start anywhere.
     other = pretrained()

@@ -87,7 +87,7 @@ def test_spread_is_the_best_there_is(costs: list[int], stages: int) -> None:
 
 
 def test_what_is_no_chain_is_refused() -> None:
-    with pytest.raises(ValueError, match="a Linear has no list of 2 layers or more: name blocks by stages="):
+    with pytest.raises(ValueError, match="a list of >= 2 layers, got a Linear: name blocks in stages="):
         find_blocks(nn.Linear(2, 2), 2)
     blocks = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     with pytest.raises(ValueError, match="stages must name 1 blocks of one module"):
@@ -133,7 +133,7 @@ def test_layers_and_styles_that_stages_cannot_have_are_refused() -> None:
     assert any("another pipeline= than 'zbv'" in x for x in run_ranks(2, "pipeline_cases:words_of_zbv", timeout=90))
     for softmax, sequence in run_ranks(4, "pipeline_cases:words_over_tensor_ranks", timeout=180):
         assert "code between layers gets a rank's part of the features" in softmax, softmax
-        assert "'head' cannot have SequenceParallel: torch's tracer takes column and row parallel" in sequence, sequence
+        assert "or split along features, got SequenceParallel: torch's tracer takes no other" in sequence, sequence
 
 
 @pytest.mark.process

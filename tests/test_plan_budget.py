@@ -211,10 +211,10 @@ def test_equal_layers_get_equal_sizes_and_one_ensemble() -> None:
         ({"compression": 1.0}, "compression must be a number > 1, got 1.0"),
         ({"compression": float("nan")}, "compression must be a number > 1, got nan"),
         ({"compression": 1_000_000}, "a compression of 1,000,000x cannot be reached: the smallest possible genome"),
-        ({"genome_params": 636_010}, "genome_params=636,010 is no compression: the p-net has 636,010 parameters"),
+        ({"genome_params": 636_010}, "genome_params must be below the p-net's 636,010 parameters"),
         ({"genome_bytes": 300}, "at most 300 bytes cannot be reached: the smallest genome's file has"),
         ({"genome_params": 20}, "a genome of 20 parameters cannot be reached"),
-        ({"genome_params": 2_000, "stored": "int7"}, "stored='int7' says what genome_bytes are of"),
+        ({"genome_params": 2_000, "stored": "int7"}, "needs a target in bytes, got stored='int7' only"),
         ({"genome_bytes": 2_000, "stored": "int9"}, "must be None or one of"),
     ],
 )

@@ -88,7 +88,7 @@ def test_weights_that_are_not_finite_are_refused_by_type() -> None:
 @pytest.mark.parametrize(
     ("has", "words"),
     [
-        ({"type": None}, "Own has no name for files: give it type"),
+        ({"type": None}, "Own has no name for files: define type"),
         ({"size_field": "n"}, r"Own needs @dataclass.*size_field.*; its fields are \['rank'\], its size_field 'n'"),
         ({"apply": lambda self, leaves, row, col: row}, "Own must define apply.*, which also takes noise="),
         ({"apply": lambda *x, **_: Outer.apply(*x).T}, r"shape \(9, 12\), got \(12, 9\): rows come first"),
@@ -155,7 +155,7 @@ def test_what_cannot_be_registered_is_refused() -> None:
         with pytest.raises(TypeError, match="a text `type` of its own"):
             gb.register(wrong)  # pyright: ignore[reportArgumentType, reportCallIssue]
     thief: Any = dataclass(frozen=True)(type("Thief", (Outer,), {"type": "periodic"}))
-    with pytest.raises(ValueError, match="the type 'periodic' is that of gbfunc.hypernets.periodic.Periodic"):
+    with pytest.raises(ValueError, match="the type 'periodic' belongs to gbfunc.hypernets.periodic.Periodic"):
         gb.register(thief)
     assert gb.periodic(3) == hypernets.hypernet_from_json(json.loads('{"type": "periodic", "features": 3}'), {})
 

@@ -202,5 +202,5 @@ def test_a_zero_or_unknown_deviation_is_that_of_the_fan_in(
 def test_a_pnet_that_holds_nonsense_is_refused(value: float) -> None:
     pnet = nn.Linear(4, 3)
     nn.init.constant_(pnet.weight, value)
-    with pytest.raises(ValueError, match="parameter 'weight' of the p-net holds values that are not finite"):
+    with pytest.raises(ValueError, match="parameter 'weight' of the p-net must be finite"):
         gb.make_plan(pnet)

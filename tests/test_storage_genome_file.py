@@ -184,7 +184,7 @@ def test_plans_that_no_file_may_hold_are_not_saved(tmp_path: Path) -> None:
         plan = gb.make_plan(pnet, hypernet)
         with pytest.raises(ValueError, match=words):
             gb.save(tmp_path / "g", plan, gb.init_genome(plan, pnet))
-        assert os.listdir(tmp_path) == [] and f"not to be saved: {words[:11]}" in plan.report()
+        assert os.listdir(tmp_path) == [] and f"cannot be saved: {words[:11]}" in plan.report()
 
 
 def test_a_file_cut_anywhere_is_refused(genuine: Genuine, tmp_path: Path) -> None:

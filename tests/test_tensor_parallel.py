@@ -84,7 +84,7 @@ def test_a_vocabulary_is_padded_without_probability_for_the_new_words() -> None:
     assert (logits.softmax(-1)[..., 65:] == 0).all()
     fitting: Any = pad_vocabulary(pnet, 5)
     assert fitting.head.out_features == 65
-    with pytest.raises(ValueError, match="has no embedding"):
+    with pytest.raises(ValueError, match="expected a p-net with an embedding"):
         pad_vocabulary(nn.Linear(2, 2), 2)
 
 

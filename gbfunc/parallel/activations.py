@@ -1,9 +1,9 @@
-"""Activations between the ranks of an axis: from one layout to another, each move with its gradient.
+"""Changes of an activation's layout on the ranks of an axis, with the change of the gradient in backward.
 
-A tensor of activations is *whole* on every rank, *split* along a dimension, or *partial*: a summand of the whole. The
-gradient of a whole tensor is whole, and the gradient of a split tensor is split alike. *Used in part*: every rank
-computes another function of the tensor, and its gradient is a sum over ranks. (Megatron-LM: Shoeybi et al., 2019;
-sequence parallel: Korthikanti et al., 2022.)
+An activation is *replicated* (equal on all ranks), *split* along a dimension, or *partial* (the activation is the sum
+of the ranks' tensors). The gradient has the activation's layout, except for a tensor with a *partial gradient*: the
+tensor is replicated, but each rank computes another function of the tensor, so the gradient is a sum over ranks.
+(Megatron-LM: Shoeybi et al., 2019; sequence parallel: Korthikanti et al., 2022.)
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from torch.distributed.tensor import DTensor, Shard
 from gbfunc.parallel.collectives import Sizes, all_gather, reduce_scatter, sum_ranks
 from gbfunc.parallel.mesh import Axis, Mesh
 
-Activation = Literal["whole", "split", "partial", "used in part"]
+Activation = Literal["replicated", "split", "partial", "partial gradient"]
 Move = Literal["keep", "all_reduce", "gather", "reduce_scatter", "slice"]
 
 MOVES: Mapping[tuple[Activation, Activation], tuple[Move, Move]] = {
-    ("partial", "whole"): ("all_reduce", "keep"),  # The end of a row-parallel layer,
-    ("partial", "split"): ("reduce_scatter", "gather"),  # and with sequence parallel.
-    ("whole", "used in part"): ("keep", "all_reduce"),  # The start of a column-parallel layer,
-    ("split", "used in part"): ("gather", "reduce_scatter"),  # and with sequence parallel.
-    ("split", "whole"): ("gather", "slice"),
-    ("whole", "split"): ("slice", "gather"),
+    ("partial", "replicated"): ("all_reduce", "keep"),  # Output of a row-parallel layer
+    ("partial", "split"): ("reduce_scatter", "gather"),  # The same with sequence parallelism
+    ("replicated", "partial gradient"): ("keep", "all_reduce"),  # Input of a column-parallel layer
+    ("split", "partial gradient"): ("gather", "reduce_scatter"),  # The same with sequence parallelism
+    ("split", "replicated"): ("gather", "slice"),
+    ("replicated", "split"): ("slice", "gather"),
 }
-"""Moves of forward and backward."""
+"""The moves in forward and in backward, by the layouts before and after the move."""
 
 
 def chunk_sizes(n: int, ranks: int) -> Sizes:
-    """How `torch.chunk`, and DTensor with it, splits n entries over ranks.
+    """Return the number of entries of every rank if `torch.chunk` or a DTensor splits n entries.
 
     >>> chunk_sizes(32, 3), chunk_sizes(4, 3)
     ((11, 11, 10), (2, 2, 0))
@@ -44,7 +44,7 @@ def chunk_sizes(n: int, ranks: int) -> Sizes:
 
 
 class Wire(NamedTuple):
-    """The ranks along an axis of a mesh, for moves of activations between them."""
+    """The connection between the ranks along an axis of a mesh, which moves activations."""
 
     mesh: Mesh
     axis: Axis
@@ -53,21 +53,21 @@ class Wire(NamedTuple):
         return sum(sizes[: self.axis.rank])
 
     def move(self, x: Tensor, start: Activation, end: Activation, dim: int = 0, sizes: Sizes = ()) -> Tensor:
-        """A tensor in another layout, and its gradient moved back; split it is along `dim`, in parts of `sizes`."""
+        """Change a tensor's layout; backward changes the gradient back. `sizes` are all ranks' lengths along `dim`."""
         moved: Any = _Moved.apply(x, self, *MOVES[start, end], dim, sizes)
         return moved
 
     def joined(self, x: Tensor, placement: Any, sizes: Sizes = ()) -> Any:
-        """A DTensor of this rank's part; `sizes` has the parts of every rank along a split dimension, even or not."""
+        """Build a DTensor from this rank's part; `sizes` are all ranks' lengths along a split dimension."""
         shape = list(x.shape)
         if isinstance(placement, Shard):
             shape[placement.dim] = sum(sizes)
         stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-        whole: Any = {"shape": torch.Size(shape), "stride": stride}
-        return DTensor.from_local(x, self.mesh.tensor_mesh, [placement], run_check=False, **whole)
+        layout: Any = {"shape": torch.Size(shape), "stride": stride}
+        return DTensor.from_local(x, self.mesh.tensor_mesh, [placement], run_check=False, **layout)
 
     def sizes_of(self, n: int) -> Sizes:
-        """How long a tensor is on each rank, from how long it is here; all ranks must call."""
+        """Return the lengths of a tensor on all ranks from its length on this rank; all ranks must call."""
         mine = torch.tensor([n], dtype=torch.int64, device=self.mesh.device)
         sizes = _moved(self, mine, "gather", 0, (1,) * self.axis.size)
         return tuple(sizes.tolist())
@@ -80,7 +80,7 @@ def _moved(wire: Wire, x: Tensor, move: Move, dim: int, sizes: Sizes) -> Tensor:
     if move == "slice":
         return x.narrow(dim, wire.start(sizes), sizes[axis.rank]).contiguous()
     if move == "all_reduce":
-        # A sum of narrow numbers is rounded once.
+        # Sum in float32 at least, so that a sum in half precision is rounded only once.
         dtype, order = torch.promote_types(x.dtype, torch.float32), torch.contiguous_format
         return sum_ranks(mesh, x.detach().to(dtype, memory_format=order, copy=True), axis.name).to(x.dtype)
     exchange = all_gather if move == "gather" else reduce_scatter
@@ -101,7 +101,7 @@ class _Moved(torch.autograd.Function):
 
 
 def scale_gradient(x: Tensor, factor: float, seen: list[Tensor] | None = None) -> Tensor:
-    """Return `x` unchanged, and multiply its gradient by `factor`; `seen` gets the gradient as it came."""
+    """Return `x` unchanged and multiply its gradient by `factor`; append the unscaled gradient to `seen`."""
     if factor == 1.0 or not (y := x.view_as(x)).requires_grad:
         return x
 

@@ -1,8 +1,8 @@
-"""The loss of a p-net as a chain of blocks, recorded by `torch.export` and cut into the stages of a pipeline.
+"""Records the loss of a p-net as a graph with `torch.export` and cuts the graph into the stages of a pipeline.
 
-A *cell* is a block with the operators that follow until the next block; cell -1 comes before the first block. An
-operator runs once, in the stage of its cell. Operators on the batch only (positions, a mask) have no cell, and run in
-each stage that needs them.
+A *cell* is a block and the operators between the block and the next one; cell -1 comes before the first block. An
+operator with a cell runs once, in the stage that contains the cell. Operators that depend only on the batch, such as
+positions and masks, have no cell and run in every stage that needs their values.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ _LAYERS: dict[Any, tuple[str, ...]] = {
     _ATEN.embedding.default: ("weight", "input"),
     _ATEN.addmm.default: ("bias", "input", "weight"),
 }
-"""Operators that are the forward of a layer, with their first arguments."""
+"""Operators that compute the forward of a layer, with the names of their first arguments."""
 
 
 class Chain(NamedTuple):
     """The graph of a loss.
 
-    The `meta` of a node has its `cell`, the last cell that needs the value (`end`), whether an operator writes to its
-    memory (`written`), and for an input what it is (`given`): the name of a tensor of the p-net, the number of a tensor
+    A node's `meta` has its `cell`, the last cell that needs the node's value (`end`), and whether an operator writes to
+    the node's memory (`written`). The `origin` of an input is the name of a tensor of the p-net, the index of a tensor
     of the batch, or a constant.
     """
 
-    flops: tuple[float, ...]  # Operations in every block's cell, in the first also those before the blocks
+    flops: tuple[float, ...]  # Operations in the cell of every block; cell -1 counts for the first block
     places: Mapping[str, frozenset[int]]  # Cells that use each parameter, by name
     nodes: Sequence[fx.Node] = ()
-    outputs: tuple[Sequence[Any], Any] = ((), None)  # Leaves of the loss function's output, and their structure
+    outputs: tuple[Sequence[Any], Any] = ((), None)  # Leaves of the loss function's output, and their tree structure
 
 
 def find_blocks(pnet: nn.Module, stages: int, splits: Sequence[str] | None = None) -> tuple[str, ...]:
-    """The blocks of a p-net: the children of its largest list of at least `stages` layers, or the siblings of `splits`.
+    """Return the blocks: siblings of `splits`, or children of the list of >= `stages` layers with most parameters.
 
     Raises:
-        ValueError: if there are none, or if `splits` does not name a block for every stage after the first.
+        ValueError: if no such list exists, or if `splits` does not name the first block of each stage after the first.
     """
     if splits is not None:
         parents = {name.rpartition(".")[0] for name in splits}
@@ -70,7 +70,8 @@ def find_blocks(pnet: nn.Module, stages: int, splits: Sequence[str] | None = Non
             if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) >= stages
         }
         if not lists:
-            raise ValueError(f"a {type(pnet).__name__} has no list of {stages} layers or more: name blocks by stages=")
+            kind = type(pnet).__name__
+            raise ValueError(f"expected a list of >= {stages} layers, got a {kind}: name blocks in stages=")
         parent = max(lists, key=lambda name: lists[name])
     names = tuple(f"{parent}.{n}" if parent else n for n, _ in pnet.get_submodule(parent).named_children())
     if splits is not None and not set(splits) <= set(names):
@@ -79,13 +80,13 @@ def find_blocks(pnet: nn.Module, stages: int, splits: Sequence[str] | None = Non
 
 
 def balanced_stages(costs: Sequence[float], stages: int) -> tuple[int, ...]:
-    """Returns every stage's first block, and the number of blocks, so that the largest cost of a stage is minimal.
+    """Return every stage's first block, and the number of blocks, so that the largest cost of a stage is minimal.
 
     >>> balanced_stages([1, 1, 1, 5], 2)
     (0, 3, 4)
     """
     n, sums = len(costs), [0.0, *accumulate(costs)]
-    # By number of first blocks: the largest cost of a stage, and the first blocks of the stages.
+    # For the first n blocks, by n: the largest cost of a stage, and where the stages start and end.
     best = {0: (0.0, (0,))}
     for _ in range(stages):
         best = {
@@ -100,17 +101,17 @@ def stage_of(starts: Sequence[int], cell: int) -> int:
 
 
 def crossing(chain: Chain, starts: Sequence[int], stage: int) -> list[fx.Node]:
-    """Values that are computed before a stage and needed in the stage or after; `starts` come from `balanced_stages`.
+    """Return values computed before a stage and needed in or after the stage; `starts` are from `balanced_stages`.
 
     Raises:
-        ValueError: for values that cannot be sent, and for a buffer that changes and that several stages use.
+        ValueError: if a value cannot be sent, or if several stages use a buffer that the forward changes.
     """
     found = []
     for node in chain.nodes:
         cell, end = node.meta["cell"], node.meta["end"]
-        if "given" in node.meta and node.meta["written"]:
+        if "origin" in node.meta and node.meta["written"]:
             if len({stage_of(starts, user.meta["cell"]) for user in node.users}) > 1:
-                name = node.meta["given"]
+                name = node.meta["origin"]
                 raise ValueError(f"in a pipeline one stage changes the buffer {name!r} and another one uses it")
         elif cell is not None and end is not None and stage_of(starts, cell) < stage <= stage_of(starts, end):
             value = node.meta["val"]
@@ -124,24 +125,24 @@ def crossing(chain: Chain, starts: Sequence[int], stage: int) -> list[fx.Node]:
 def stage_graph(
     chain: Chain, starts: Sequence[int], stage: int, received: Iterable[fx.Node], sent: Iterable[fx.Node]
 ) -> tuple[fx.Graph, list[Any]]:
-    """The graph of a stage, and its inputs after the received values: constants, or numbers of tensors of the batch."""
+    """Return a stage's graph and its inputs after the received values: constants, or indices of the batch's tensors."""
     here = {n for n in chain.nodes if n.meta["cell"] is not None and stage_of(starts, n.meta["cell"]) == stage}
     here |= {n for n in sent if n.meta["cell"] is None}
     for node in reversed(chain.nodes):
         here |= {x for x in node.all_input_nodes if x.meta["cell"] is None} if node in here else set()
-    graph, given = fx.Graph(), list[Any]()
+    graph, inputs = fx.Graph(), list[Any]()
     copies = {node: graph.placeholder(node.name) for node in received}
     for node in (n for n in chain.nodes if n in here):
-        value = node.meta.get("given")
+        value = node.meta.get("origin")
         if value is None:
             copies[node] = graph.node_copy(node, copies.__getitem__)
         elif isinstance(value, str):
             copies[node] = graph.get_attr(value)
         else:
             copies[node] = graph.placeholder(node.name)
-            given.append(value)
+            inputs.append(value)
     graph.output([copies[node] for node in sent])
-    return graph, given
+    return graph, inputs
 
 
 def _modules_of(node: fx.Node) -> list[str]:
@@ -159,7 +160,7 @@ class _Loss(nn.Module):
         out = self.loss_of(self.net, iter(tensors))
         assigned = [name for name, buffer in self.net.named_buffers() if buffer is not before[name]]
         if assigned:
-            raise ValueError(f"a forward must change buffers in place, and assigns {', '.join(assigned)}")
+            raise ValueError(f"a forward must change buffers in place, got new tensors for {', '.join(assigned)}")
         return out
 
 
@@ -171,13 +172,13 @@ def trace_chain(
     device: torch.device | None = None,
     adapt: Callable[[nn.Module], Any] = lambda net: None,
 ) -> Chain:
-    """Records the loss of a microbatch, `run(net, batch)`, on fake tensors of a device.
+    """Record the loss of a microbatch, `run(net, batch)`, with fake tensors on a device.
 
-    The shapes of the batch's tensors, and all other values, are fixed in the graph. `adapt` changes the copy of the
-    p-net that is recorded.
+    The graph is specialized to the shapes of the batch's tensors and to its other values. Before the recording, `adapt`
+    changes a copy of the p-net, which runs in place of the p-net.
 
     Raises:
-        ValueError: for code that torch cannot record, and for blocks that do not run in their order.
+        ValueError: if torch cannot record the code, or if the blocks do not run in their order.
     """
     place, mode = device or next(pnet.parameters()).device, FakeTensorMode(allow_non_fake_inputs=True)
     states = _states()
@@ -186,8 +187,8 @@ def trace_chain(
         with mode:
             return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=place)
 
-    def loss_of(net: nn.Module, given: Iterator[Tensor]) -> Any:
-        return run(net, tree_map(lambda x: next(given) if isinstance(x, Tensor) else x, batch))
+    def loss_of(net: nn.Module, tensors: Iterator[Tensor]) -> Any:
+        return run(net, tree_map(lambda x: next(tensors) if isinstance(x, Tensor) else x, batch))
 
     net = copy_with(pnet, fake)
     adapt(net)
@@ -199,11 +200,11 @@ def trace_chain(
         except Exception as error:
             words = next(filter(None, str(error).splitlines()), "")
             raise ValueError(
-                "in a pipeline torch.export records the loss function and the p-net, which failed (it takes no values "
-                f"of tensors, as by .item() or if, and no gradients): {type(error).__name__}: {words}"
+                "in a pipeline the loss function and the p-net must be code that torch.export can record, without "
+                f".item(), if on values of tensors, or gradients, got {type(error).__name__}: {words}"
             ) from error
     if _states() != states:
-        raise ValueError("in a pipeline random numbers must be torch's: those of Python or NumPy would be recorded")
+        raise ValueError("in a pipeline random numbers must be torch's, got numbers of Python or NumPy: use torch.rand")
     return _chain_of(program, net, blocks)
 
 
@@ -212,26 +213,26 @@ def _states() -> str:
 
 
 def _chain_of(program: Any, net: nn.Module, blocks: Sequence[str]) -> Chain:
-    """Makes a chain of an exported program, whose graph changes: calls of layers replace their operators."""
+    """Build a chain from an exported program; in the program's graph, replace layers' operators by calls of layers."""
     trained = dict(net.named_parameters(remove_duplicate=False))
     named, ties = trained | dict(net.named_buffers(remove_duplicate=False)), dict[Tensor, str]()
     firsts = {name: ties.setdefault(x, name) for name, x in named.items()}
     _name_inputs(program, firsts)
     graph, modules = program.graph_module.graph, dict(net.named_modules(remove_duplicate=False))
     for node in (n for n in graph.nodes if n.op == "call_function"):
-        names = {x.meta.get("given") for x in node.all_input_nodes}
+        names = {x.meta.get("origin") for x in node.all_input_nodes}
         node.meta |= {"flops": _flops(node), "reads": [name for name in names if name in trained]}
         _call_layer(node, modules, firsts)
     *nodes, output = graph.nodes
     written = {x for node in nodes for x in _written_by(node)}
-    if any(isinstance(x.meta.get("given"), int) for x in written):
+    if any(isinstance(x.meta.get("origin"), int) for x in written):
         raise ValueError("in a pipeline a forward must not change the batch in place: clone the tensor")
     index: dict[Any, int] = {modules[name]: i for i, name in enumerate(blocks)}
     flops, places, cell = [0.0] * len(blocks), dict[str, set[int]](), -1
     for node in nodes:
         root = _memory(node)
         node.meta |= {"cell": None, "end": None, "written": root in written}
-        if "given" in node.meta:
+        if "origin" in node.meta:
             continue
         for path in _modules_of(node):
             block = index.get(modules.get(path), -1)
@@ -248,67 +249,67 @@ def _chain_of(program: Any, net: nn.Module, blocks: Sequence[str]) -> Chain:
             for x in sources:
                 x.meta["end"] = cell
     if cell < len(blocks) - 1:
-        raise ValueError(f"the blocks {[*blocks]} must run in their order, each of them (and none under autocast)")
+        raise ValueError(f"the blocks {[*blocks]} must all run, in their order, and outside autocast regions")
     output.meta["cell"], leaves = cell, [*output.args[0]]
     for node in leaves:
         if isinstance(node, fx.Node):
             node.meta["end"] = len(blocks) - 1
-    of = {name: frozenset(places.get(firsts[name], {-1})) for name in trained}
-    return Chain(tuple(flops), of, nodes, (leaves, program.call_spec.out_spec))
+    cells = {name: frozenset(places.get(firsts[name], {-1})) for name in trained}
+    return Chain(tuple(flops), cells, nodes, (leaves, program.call_spec.out_spec))
 
 
 def _name_inputs(program: Any, firsts: Mapping[str, str]) -> None:
-    """Sets what the inputs of a graph are; tied tensors have their first name."""
+    """Set the `origin` of a graph's inputs; tied tensors get the first of their names."""
     module, numbers = program.graph_module, count()
     specs = iter(program.graph_signature.input_specs)
     for node in module.graph.nodes:
         if node.op == "get_attr":
-            node.meta["given"] = getattr(module, node.target)
+            node.meta["origin"] = getattr(module, node.target)
         elif node.op == "placeholder":
             target = next(specs).target
             value = next(numbers) if target is None else firsts.get(target.removeprefix("net."))
             value = program.constants[target] if value is None else value
             if isinstance(value, Tensor) and value.requires_grad or not isinstance(value, Tensor | int | str):
                 raise ValueError(
-                    "in a pipeline torch's tracer makes constants of a torch.Generator, and of a trained tensor that "
-                    "comes neither from net nor from the batch (of another module, or of torch.autograd.grad in a "
-                    "forward)"
+                    "in a pipeline the loss function must use only tensors of net and of the batch, got a "
+                    "torch.Generator or another trained tensor, which torch's tracer would make a constant (of another "
+                    "module, or from torch.autograd.grad in a forward)"
                 )
-            node.meta["given"] = value
+            node.meta["origin"] = value
 
 
 def _call_layer(node: fx.Node, modules: Mapping[str, nn.Module], firsts: Mapping[str, str]) -> None:
-    """Replaces the operator of a stock layer by a call of the layer, which takes any form of its weight."""
+    """Replace the operator of a stock layer by a call of the layer, which supports every form of its weight."""
     path = _modules_of(node)[-1]
-    # A slice of a list of layers also has a path, which the net does not know.
-    layer, given = modules.get(path), dict(zip(_LAYERS.get(node.target, ()), node.args, strict=False))
-    if not given or layer is None or layer_form(layer) is None or layer._forward_hooks or layer._forward_pre_hooks:
+    # The path of a slice of a list of layers names no module of the net.
+    layer, args = modules.get(path), dict(zip(_LAYERS.get(node.target, ()), node.args, strict=False))
+    if not args or layer is None or layer_form(layer) is None or layer._forward_hooks or layer._forward_pre_hooks:
         return
-    tensors = [getattr(given.get(key), "meta", {}).get("given") for key in ("weight", "bias")]
+    tensors = [getattr(args.get(key), "meta", {}).get("origin") for key in ("weight", "bias")]
     own = [firsts.get(f"{path}.{key}") for key in ("weight", "bias")]
     if tensors == own and getattr(layer, "padding_mode", "zeros") == "zeros":
         with node.graph.inserting_before(node):
-            call = node.graph.create_node("call_module", path, (given["input"],))
+            call = node.graph.create_node("call_module", path, (args["input"],))
         call.meta = node.meta
         node.replace_all_uses_with(call)
         node.graph.erase_node(node)
 
 
 def _written_by(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose memory an operator, or a region of another mode, changes."""
+    """Return the nodes whose memory an operator changes; the operator may be a region such as `torch.no_grad`."""
     if getattr(getattr(node.target, "_schema", None), "is_mutable", False):
         return [_memory(node.args[0])]  # pyright: ignore[reportArgumentType]
     found = []
     for i, x in enumerate(node.args):
-        region = x.meta.get("given") if isinstance(x, fx.Node) else None
+        region = x.meta.get("origin") if isinstance(x, fx.Node) else None
         if isinstance(region, fx.GraphModule):
-            given: Any = dict(zip(region.graph.find_nodes(op="placeholder"), node.args[i + 1 :], strict=False))
-            found += [_memory(given[y]) for n in region.graph.nodes for y in _written_by(n) if y in given]
+            inputs: Any = dict(zip(region.graph.find_nodes(op="placeholder"), node.args[i + 1 :], strict=False))
+            found += [_memory(inputs[y]) for n in region.graph.nodes for y in _written_by(n) if y in inputs]
     return found
 
 
 def _memory(node: fx.Node) -> fx.Node:
-    """The node whose memory a node shares."""
+    """Return the node that owns the memory of a node's value, which may be a view."""
     while True:
         returns = getattr(getattr(node.target, "_schema", None), "returns", ())
         if not any(r.alias_info for r in returns) and node.target is not operator.getitem:
@@ -319,7 +320,7 @@ def _memory(node: fx.Node) -> fx.Node:
 def _flops(node: fx.Node) -> int:
     if len(node.all_input_nodes) < 2 or not hasattr(node.target, "_schema"):
         return 0
-    # Some operators need values.
+    # Operators that need the values of tensors fail on the meta device and count as 0.
     with FlopCounterMode(display=False) as counter, suppress(RuntimeError, NotImplementedError):
         target: Any = node.target
         target(*map_arg(node.args, _on_meta), **map_arg(node.kwargs, _on_meta))

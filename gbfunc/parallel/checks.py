@@ -1,4 +1,4 @@
-"""Checks that ranks agree: ranks compare hashes, and exchange texts only to report what differs."""
+"""Checks that ranks agree: ranks compare hashes, and exchange texts only to report a difference."""
 
 import hashlib
 import json
@@ -17,10 +17,10 @@ from gbfunc.parallel.mesh import AxisName, Mesh
 
 
 def check_equal(mesh: Mesh, named: Mapping[str, Tensor | str], what: str, axis: AxisName = "world") -> None:
-    """Compares tensors or texts of the same names between the ranks of an axis; all of these ranks must call.
+    """Compare named tensors or texts between the ranks of an axis; all ranks of the axis must call.
 
     Raises:
-        ValueError: on every rank, with the ranks that differ from the first, the names, and both values of texts.
+        ValueError: on every rank, with the ranks that differ from the first rank, and the names and texts that differ.
         CollectiveError: if a rank is missing.
     """
     ranks, names = mesh.axis(axis).ranks, sorted(named)
@@ -41,7 +41,7 @@ def check_equal(mesh: Mesh, named: Mapping[str, Tensor | str], what: str, axis: 
 
 
 def hash_of(x: Tensor | str) -> int:
-    """63 bits of BLAKE2 over dtype, shape and bytes of a tensor, or over a text."""
+    """Return 63 bits of the BLAKE2 hash of a text, or of a tensor's dtype, shape and bytes."""
     digest = hashlib.blake2b((x if isinstance(x, str) else f"{x.dtype} {tuple(x.shape)} ").encode(), digest_size=8)
     if isinstance(x, Tensor):
         digest.update(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -49,10 +49,11 @@ def hash_of(x: Tensor | str) -> int:
 
 
 def text_of(options: Any) -> str:
-    """Returns options as JSON, equal in all processes with equal options, for `check_equal`.
+    """Write options as JSON for `check_equal`; equal options give equal texts in all processes.
 
-    Dataclasses, mappings, sequences, partial functions and styles of tensor parallelism are written out. Tensors become
-    their hash, functions their name, and other objects their class, since a text may hold an address or a device.
+    Dataclasses, mappings, sequences, partial functions and styles of tensor parallelism are written out. A tensor is
+    written as its hash, a function as its name, and any other object as its class, because an object's text may contain
+    an address or a device.
 
     >>> text_of({"clip_norm": 0.5, "amp": torch.bfloat16, "classes": [torch.nn.Linear]})
     '{"amp": "torch.bfloat16", "classes": ["torch.nn.modules.linear.Linear"], "clip_norm": 0.5}'
@@ -61,7 +62,7 @@ def text_of(options: Any) -> str:
 
 
 def _as_json(x: Any) -> Any:
-    # By name, since DTensor takes half a second to import.
+    # Compare names of classes, because the import of DTensor takes half a second.
     bases = {base.__name__ for base in type(x).__mro__}
     if "ParallelStyle" in bases:
         return {"style": type(x), **vars(x)}
@@ -84,8 +85,8 @@ def _as_json(x: Any) -> Any:
 
 
 def _difference(first: str, text: str) -> str:
-    """The texts around their first difference: ` ("clip_norm": 0.5, not "clip_norm": null)`."""
+    """Quote both texts around their first difference: ` ("clip_norm": 0.5, not "clip_norm": null)`."""
     at = len(os.path.commonprefix([first, text]))
     start, end = max(0, at - 80), at + 30
-    parts = (f"{'...' * (start > 0)}{x[start:end]}{'...' * (len(x) > end)}" for x in (text, first))
-    return f" ({', not '.join(parts)})"
+    quotes = (f"{'...' * (start > 0)}{x[start:end]}{'...' * (len(x) > end)}" for x in (text, first))
+    return f" ({', not '.join(quotes)})"

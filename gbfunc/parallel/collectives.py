@@ -1,11 +1,11 @@
-"""Collectives on rows of tensors, in autograd graphs and outside; `CollectiveError` reports that a rank is missing.
+"""Collectives on rows of tensors, differentiable; `CollectiveError` reports a missing rank.
 
-A gather stacks the rows of every rank; a reduce-scatter sums over ranks and leaves each its rows; each is the gradient
-of the other. Ranks have uneven, maybe empty numbers of rows, sent without padding. One autograd node exchanges many
-tensors, in one order on every rank, under `vmap` and in double backward too.
+A gather stacks the rows of every rank. A reduce-scatter sums over ranks and returns to each rank its rows. Each is the
+gradient of the other. Ranks may have different numbers of rows, also none; rows are sent without padding. One autograd
+node exchanges many tensors in the same order on every rank, and supports `vmap` and double backward.
 
-On gloo ranks send to each other: gloo's reduce-scatter sends twice the bytes, and its all-to-all, which a compiled
-graph has in its place, takes twice the time.
+On gloo, ranks exchange point-to-point messages, because gloo's reduce-scatter sends twice the bytes. Compiled graphs
+use gloo's all-to-all, which takes twice the time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from gbfunc.parallel.mesh import Axis, AxisName, Mesh
 from gbfunc.types import Params
 
 Sizes = tuple[int, ...]
-"""Rows of every rank along an axis."""
+"""The number of rows on every rank along an axis."""
 
 Kind = Literal["gather", "reduce_scatter"]
 
@@ -28,11 +28,11 @@ class _Exchange(NamedTuple):
     kind: Kind
     sizes: tuple[Sizes, ...]
     axis: Axis
-    mesh: Mesh | None  # Counts bytes; None while a graph is compiled
+    mesh: Mesh | None  # Counts the bytes sent; None while a graph is compiled
 
 
 def sent_bytes(kind: Kind | Literal["all_reduce"], n_bytes: int, axis: Axis, sizes: Sizes = ()) -> int:
-    """Bytes that a rank sends of a tensor: all rows to each other rank, or each row to its rank; a ring sends both.
+    """Return the bytes that a rank sends: all rows to each other rank, each row to its rank, or both in a ring.
 
     >>> ranks = Axis("tensor", (0, 1, 2, 3), 1, None)
     >>> sent_bytes("gather", 40, ranks), sent_bytes("reduce_scatter", 40, ranks, (3, 1, 3, 3))
@@ -48,40 +48,40 @@ def sent_bytes(kind: Kind | Literal["all_reduce"], n_bytes: int, axis: Axis, siz
 
 
 def _moved(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Rows of every rank, [n, ...] -> [sum(sizes), ...]; or the sum over ranks of this rank's rows, the reverse."""
+    """Gather rows, [n, ...] -> [sum(sizes), ...], or sum this rank's rows over ranks, [sum(sizes), ...] -> [n, ...]."""
     kind, sizes, axis, mesh = exchange
     gathers, at_once = kind == "gather", mesh is None or dist.get_backend(axis.group) == "nccl"
     pieces, results = [], []
     for x, s in zip([x.contiguous() for x in xs], sizes, strict=True):
         mine = (s[axis.rank],) * axis.size
-        there, back = (s, mine) if gathers else (mine, s)  # Rows that come from each rank, and rows that go
-        out = x.new_empty((sum(there), *x.shape[1:]))
+        received, sent = (s, mine) if gathers else (mine, s)  # Rows from each rank, and rows to each rank
+        out = x.new_empty((sum(received), *x.shape[1:]))
         if at_once:
             copies = x.repeat(axis.size, *(1 for _ in x.shape[1:])) if gathers else x
-            dist.all_to_all_single(out, copies, list(there), list(back), group=axis.group)
+            dist.all_to_all_single(out, copies, list(received), list(sent), group=axis.group)
         else:
-            pieces.append(([x] * axis.size if gathers else x.split(back), out.split(there)))
-        results.append(out if gathers else out.split(there))
-    # Receives come first: gloo signals a sender that its receiver is ready on the connection that the receiver's rows
-    # take, and behind these rows if they were there before.
+            pieces.append(([x] * axis.size if gathers else x.split(sent), out.split(received)))
+        results.append(out if gathers else out.split(received))
+    # Post all receives first. Gloo tells a sender that the receiver is ready on the connection that also carries the
+    # receiver's rows; a receive posted after a send would wait until these rows have arrived.
     works: list[Any] = []
     for i, rank in enumerate(axis.ranks):
         works += [dist.irecv(t[i], rank, group=axis.group) for _, t in pieces if i != axis.rank and t[i].numel()]
     for i, rank in enumerate(axis.ranks):
-        works += [dist.isend(g[i], rank, group=axis.group) for g, _ in pieces if i != axis.rank and g[i].numel()]
-    for given, taken in pieces:
-        taken[axis.rank].copy_(given[axis.rank])
+        works += [dist.isend(s[i], rank, group=axis.group) for s, _ in pieces if i != axis.rank and s[i].numel()]
+    for source, target in pieces:
+        target[axis.rank].copy_(source[axis.rank])
     for work in works:
         work.wait()
     return tuple(x if isinstance(x, Tensor) else _total(x) for x in results)
 
 
-def _total(parts: Sequence[Tensor]) -> Tensor:
-    # In the order of ranks, whoever came first; narrow numbers are rounded once.
-    total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32)) + parts[1]
-    for part in parts[2:]:
-        total += part
-    return total.to(parts[0].dtype)
+def _total(summands: Sequence[Tensor]) -> Tensor:
+    # Add in the order of the ranks, so that all ranks get the same bits; round half precision once, at the end.
+    total = summands[0].to(torch.promote_types(summands[0].dtype, torch.float32)) + summands[1]
+    for summand in summands[2:]:
+        total += summand
+    return total.to(summands[0].dtype)
 
 
 class _Node(torch.autograd.Function):
@@ -106,7 +106,7 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], exchange: _Exchange, *xs: Tensor) -> tuple[Any, Any]:
-        # Rows stay first, the batch comes second.
+        # The exchange is along the first dimension, so the batch dimension becomes the second.
         n, both = info.batch_size, zip(xs, in_dims[1:], strict=True)
         moved = [x.unsqueeze(1).expand(len(x), n, *x.shape[1:]) if d is None else x.movedim(d, 1) for x, d in both]
         return _Node.apply(exchange, *moved), (1,) * len(xs)
@@ -121,20 +121,20 @@ def _exchange(kind: Kind, mesh: Mesh, xs: list[Tensor], sizes: list[Sizes], axis
 
 
 def all_gather(mesh: Mesh, xs: list[Tensor], sizes: list[Sizes], axis: AxisName = "gnets") -> list[Tensor]:
-    """Rows of every rank along an axis, tensor by tensor: [n, ...] -> [sum(sizes), ...]; `sizes` may hold 0.
+    """Gather the rows of every rank along an axis, per tensor: [n, ...] -> [sum(sizes), ...].
 
-    Backward is a reduce-scatter: every rank's gradient of this rank's rows, summed. All ranks must take part in it.
+    Backward is a reduce-scatter, which sums the ranks' gradients of this rank's rows. All ranks must run backward.
     """
     return _exchange("gather", mesh, xs, sizes, axis)
 
 
 def reduce_scatter(mesh: Mesh, xs: list[Tensor], sizes: list[Sizes], axis: AxisName = "gnets") -> list[Tensor]:
-    """The sum over ranks of this rank's rows, tensor by tensor: [sum(sizes), ...] -> [n, ...]; backward gathers."""
+    """Sum this rank's rows over an axis, per tensor: [sum(sizes), ...] -> [n, ...]; backward is a gather."""
     return _exchange("reduce_scatter", mesh, xs, sizes, axis)
 
 
 def sum_ranks(mesh: Mesh, x: Tensor, axis: AxisName = "world") -> Tensor:
-    """The sum over the ranks of an axis, in place."""
+    """Sum a tensor over the ranks of an axis, in place."""
     ranks = mesh.axis(axis)
     if ranks.size > 1:
         mesh.traffic[axis] += sent_bytes("all_reduce", x.nbytes, ranks)
@@ -144,25 +144,24 @@ def sum_ranks(mesh: Mesh, x: Tensor, axis: AxisName = "world") -> Tensor:
 
 
 def from_rank_0(mesh: Mesh, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Rank 0's values of these tensors, on every rank."""
     if mesh.world == 1:
         return list(tensors)
     copies = [x.detach().clone(memory_format=torch.contiguous_format).to(mesh.device) for x in tensors]
     with mesh.failing("broadcast"):
         for x in copies:
-            dist.broadcast(x.reshape(-1).view(torch.uint8), 0)  # Gloo does not send all dtypes.
+            dist.broadcast(x.reshape(-1).view(torch.uint8), 0)  # As bytes: gloo does not support every dtype.
     return [x.to(like.device) for x, like in zip(copies, tensors, strict=True)]
 
 
 def stack_ranks(mesh: Mesh, named: Mapping[str, Tensor]) -> Params:
-    """Tensors of every rank, by name: [...] -> [ranks, ...]; all ranks call with the same names and shapes."""
+    """Stack the tensors of all ranks, by name: [...] -> [ranks, ...]; all ranks call with equal names and shapes."""
     rows = [x.detach()[None].to(mesh.device) for x in named.values()]
     found = all_gather(mesh, rows, [(1,) * mesh.world] * len(rows), "world")
     return {k: x.to(like.device) for x, (k, like) in zip(found, named.items(), strict=True)}
 
 
 def gather_objects(mesh: Mesh, x: Any, axis: AxisName = "world") -> list[Any]:
-    """A small object from every rank of an axis, in their order; not counted in `mesh.traffic`."""
+    """Return a small object from every rank of an axis, in the order of ranks; not counted in `mesh.traffic`."""
     ranks = mesh.axis(axis)
     if ranks.size == 1:
         return [x]

@@ -1,6 +1,6 @@
-"""A rank's share of a p-net's forward on the meta device: operations, saved activations and bytes sent, by block.
+"""Counts a rank's operations, saved activations and bytes sent in a p-net's forward, per block, on the meta device.
 
-The code of the layers runs, tensor-parallel layers included, on a wire that sends nothing and counts. A *cell* is a
+The layers, also tensor-parallel ones, run their own code; a `DryWire` counts the bytes and sends nothing. A *cell* is a
 block, or the part before the first block (cell 0) or after the last block (the last cell).
 """
 
@@ -27,26 +27,26 @@ from gbfunc.pnet.pure import PureNet
 from gbfunc.trees import tree_leaves
 
 RunLoss = Callable[[Callable[..., Any], Any], Any]
-"""`(net, batch)`: calls the p-net as the loss function does."""
+"""A function `(net, batch)` that calls the p-net like the loss function."""
 
 
 @dataclass
 class Cell:
-    """The costs of a part of the p-net for one microbatch, forward (backward takes the same operations twice)."""
+    """The costs of a part of the p-net for one microbatch, in forward; backward has twice the operations."""
 
     flops: float = 0.0  # Multiplications and additions
     moved: float = 0.0  # Bytes that operations read and write
-    saved: float = 0.0  # Bytes kept for backward, without weights, but with those that layers form from factors
+    saved: float = 0.0  # Bytes saved for backward: no weights, except those that a layer computes from factors
     sent: float = 0.0  # Bytes that a rank sends along the tensor axis in forward
-    sent_back: float = 0.0  # The same in backward
-    messages: float = 0.0  # Collectives, forward and backward
+    sent_back: float = 0.0  # Bytes that a rank sends along the tensor axis in backward
+    messages: float = 0.0  # Number of collectives in forward and backward
     operators: float = 0.0  # Calls of torch's operators in forward
-    largest: float = 0.0  # Bytes of the largest tensor that is kept
-    weights: float = 0.0  # Bytes of generated weights or factors that are kept
-    graph: float = 0.0  # Bytes kept for backward through their generation
-    transient: float = 0.0  # Bytes of weights and graphs that are made for each use
-    passing: float = 0.0  # Bytes of the largest of these
-    generation: float = 0.0  # Operations of generation and its backward
+    largest: float = 0.0  # Bytes of the largest saved tensor
+    weights: float = 0.0  # Bytes of generated weights or factors that are stored for the step
+    graph: float = 0.0  # Bytes saved for the backward of generating `weights`
+    transient: float = 0.0  # Bytes of weights, and of their graphs, that are generated again for each use
+    passing: float = 0.0  # Bytes of the largest of the transient weights with its graph
+    generation: float = 0.0  # Operations of generation, forward and backward
 
 
 def total(cells: Iterable[Cell]) -> Cell:
@@ -55,7 +55,7 @@ def total(cells: Iterable[Cell]) -> Cell:
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Replaces attention by the fused operator; the meta device would take the products apart."""
+    """Replaces attention by the fused operator; on the meta device torch would use separate matrix products."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
@@ -72,7 +72,7 @@ class _Sent(torch.autograd.Function):
 
 
 class DryWire(Wire):
-    """A wire on the meta device, which sends nothing and gives the bytes to `sent(forward, backward)`."""
+    """A wire on the meta device, which sends nothing and reports the bytes to `sent(forward, backward)`."""
 
     sent: Callable[[float, float], None]
 
@@ -80,7 +80,7 @@ class DryWire(Wire):
         return (n,) * self.axis.size
 
     def joined(self, x: Tensor, placement: Any, sizes: Sizes = ()) -> Tensor:
-        """A plain tensor: a DTensor needs a process group."""
+        """Return the plain tensor, because a DTensor needs a process group."""
         return x
 
     def move(self, x: Tensor, start: Activation, end: Activation, dim: int = 0, sizes: Sizes = ()) -> Tensor:
@@ -94,9 +94,9 @@ class DryWire(Wire):
     def _bytes(self, x: Tensor, move: Move, sizes: Sizes) -> float:
         if move in ("keep", "slice"):
             return 0.0
-        # Narrow numbers are summed as wide ones.
-        wide = torch.promote_types(x.dtype, torch.float32) if move == "all_reduce" else x.dtype
-        return float(sent_bytes(move, x.numel() * wide.itemsize, self.axis, sizes))
+        # All-reduces send half precision as float32.
+        dtype = torch.promote_types(x.dtype, torch.float32) if move == "all_reduce" else x.dtype
+        return float(sent_bytes(move, x.numel() * dtype.itemsize, self.axis, sizes))
 
 
 def factor_shapes(slot: Slot) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -105,10 +105,10 @@ def factor_shapes(slot: Slot) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 class DryRun(TorchDispatchMode):
-    """A rank's share of a p-net's forward; a call with a microbatch returns its costs, by cell.
+    """Runs a rank's share of a p-net's forward; a call with a microbatch returns the costs of every cell.
 
-    `blocks` has the names of the blocks in their order, `tensor` the pieces of the layers, on a `DryWire`. `forms` are
-    the weights that stay factors, `shapes` those of the pieces, both by name.
+    `blocks` are the names of the blocks, in order. `tensor` splits the layers over ranks and has a `DryWire`. `forms`
+    are the weights that stay factors, and `shapes` the shapes of this rank's pieces, both by name.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class DryRun(TorchDispatchMode):
                 continue
             self.forms |= dict.fromkeys((t.name, *t.aliases), form)
             for key, (tiles, n, k) in zip(form.keys, factor_shapes(t.slots[0]), strict=False):
-                # Rows last in memory, as sines are made: layers' products then read views of them.
+                # In memory, rows are the last dimension, as in generated sines; layers multiply views of the sines.
                 shape = len(t.slots) * tiles, k, n
                 factor = torch.empty(shape, dtype=plan.dtype, device="meta").transpose(-1, -2)
                 self._weights[key] = factor.requires_grad_()
@@ -159,12 +159,12 @@ class DryRun(TorchDispatchMode):
         kwargs = kwargs or {}
         out, flops = func(*args, **kwargs), flop_registry.get(func._overloadpacket)
         cell = self._cells[self._at]
-        # Torch's own counter tracks modules by hooks, which end the gradients that a forward takes.
+        # Torch's FlopCounterMode is not used: its module hooks detach gradients that a forward computes.
         cell.flops += flops(*args, **kwargs, out_val=out) if flops else 0
         both: Any = (args, kwargs), out
-        given, made = ([x for x in optree.tree_leaves(xs) if isinstance(x, Tensor)] for xs in both)
-        if not {x.untyped_storage() for x in made} <= {x.untyped_storage() for x in given}:  # Views move nothing.
-            cell.moved += sum(x.nbytes for x in (*given, *made))
+        inputs, outputs = ([x for x in optree.tree_leaves(xs) if isinstance(x, Tensor)] for xs in both)
+        if not {x.untyped_storage() for x in outputs} <= {x.untyped_storage() for x in inputs}:  # Views move nothing.
+            cell.moved += sum(x.nbytes for x in (*inputs, *outputs))
         cell.operators += 1
         return out
 

@@ -1,6 +1,6 @@
-"""Exchanges of a layout: outputs of generation, the sums at the end of a step, and whole states.
+"""The exchanges of a layout: generated tiles, the sums at the end of a step, and full states.
 
-The loss is the mean over the global batch, so every rank counts by its rows: sum_i n_i x_i / sum_i n_i.
+The loss is the mean over the global batch, so means over ranks are weighted by rows: sum_i n_i x_i / sum_i n_i.
 """
 
 import math
@@ -21,23 +21,23 @@ from gbfunc.trees import GNET, flatten_tree, unflatten_tree
 from gbfunc.types import Factors, Params
 
 Entries = tuple[tuple[str, bool], ...]
-"""Paths of the leaves of an aux, each with True for a number."""
+"""The path of every leaf of an aux, and whether the leaf is a number."""
 
 
 class Gather(NamedTuple):
-    """The exchange of one call of a generator: from this rank's outputs to the outputs of every rank.
+    """Gathers the generated outputs of all ranks in one call of a generator.
 
-    A rank without a row of the batch does not count (`counts`). The rank computes the loss of a made-up row to take
-    part in the collectives of backward, and its gradients become zeros, even if they are not finite.
+    `counts` is False on a rank without a row of the batch. To take part in the collectives of backward, the rank
+    computes the loss of a row of zeros; its gradients become zeros, even if they are not finite.
     """
 
     layout: Layout
     counts: bool = True
 
     def no_tiles(self, e: Ensemble, leaves: Params) -> Tensor | Factors:
-        """The outputs of a rank that holds none of an ensemble's tiles.
+        """Return the empty output of a rank without tiles of an ensemble, connected to the leaves in the graph.
 
-        They depend on the leaves, as other ranks wait in the collectives of this rank's backward.
+        Without the connection, this rank's backward would skip the collectives, and other ranks would wait forever.
         """
         anchor = next(iter(leaves.values())).reshape(-1)[:0].sum()
         rows, cols, *_ = e.dims
@@ -47,25 +47,25 @@ class Gather(NamedTuple):
         return anchor.new_zeros((0, rows, cols)) + anchor
 
     def outputs(self, mine: Mapping[str, Tensor | Factors], sizes: Mapping[str, Sizes]) -> dict[str, Tensor | Factors]:
-        """Every rank's outputs of ensembles, from the scaled tiles [t, r, c] or factors that this rank holds.
+        """Gather the scaled tiles [t, r, c] or factors of ensembles from all ranks.
 
-        `sizes` are the numbers of tiles on every rank, of whole ensembles or of one slot each.
+        `sizes` has the number of tiles on every rank, of an entire ensemble or of one of its slots, by ensemble.
         """
         ensembles = [e for e in self.layout.plan.ensembles if e.name in mine]
-        parts = {e.name: self._sent(e, mine[e.name]) for e in ensembles}
-        sent = [(part, sizes[name]) for name, of in parts.items() for part in of]
-        found = all_gather(self.layout.mesh, [x for x, _ in sent], [of for _, of in sent])
+        sent = {e.name: self._sent(e, mine[e.name]) for e in ensembles}
+        rows = [(x, sizes[name]) for name, tensors in sent.items() for x in tensors]
+        found = all_gather(self.layout.mesh, [x for x, _ in rows], [n for _, n in rows])
         if not self.counts:
-            # The same values, and a gradient of exact zeros: the graph stays, for the others wait in it.
+            # Make the gradient exactly zero, but keep the graph: the other ranks wait for this rank in backward.
             found = [torch.where(x.new_zeros((), dtype=torch.bool), x, x.detach()) for x in found]
         rest = iter(found)
-        return {name: Factors(next(rest), next(rest)) if len(of) == 2 else next(rest) for name, of in parts.items()}
+        return {name: Factors(next(rest), next(rest)) if len(xs) == 2 else next(rest) for name, xs in sent.items()}
 
     def _sent(self, e: Ensemble, out: Tensor | Factors) -> list[Tensor]:
         as_factors = self.layout.as_factors(e)
-        parts = [*out] if isinstance(out, Factors) and as_factors else [dense_tiles(out)]
+        tensors = [*out] if isinstance(out, Factors) and as_factors else [dense_tiles(out)]
         dtype = sent_dtype(self.layout.plan, e, as_factors)
-        return parts if dtype is None else [part.to(dtype) for part in parts]
+        return tensors if dtype is None else [x.to(dtype) for x in tensors]
 
 
 def reduce_step(
@@ -78,25 +78,25 @@ def reduce_step(
     before: Mapping[str, Tensor],
     agreed: Entries,
 ) -> tuple[Tensor, Any, Params, Params, Tensor, Entries]:
-    """Computes means over the global batch, in one all-reduce (and one of the split leaves along the data axis).
+    """Average a step's results over the global batch, in one all-reduce, and another one if leaves are split.
 
-    `loss`, `aux` and `buffers` are from this rank's `rows`; gradients are of `rows` times the loss, of split leaves
-    already summed over the g-net axis. Numbers and scalar tensors of `aux` are averaged; other values stay this rank's.
-    The buffers `before` the step, equal on all ranks, are those to average. `agreed` are the entries of aux of the
-    previous step: a rank with other entries makes all ranks compare theirs.
+    `loss`, `aux` and `buffers` are results of this rank's `rows`; `gradients` are of `rows` times the loss, and those
+    of split leaves are already summed over the g-net axis. Numbers and scalar tensors of `aux` are averaged; other
+    values remain those of this rank. `before` has the buffers to average as before the step, equal on all ranks. If a
+    rank's entries of aux differ from `agreed`, the entries of the previous step, all ranks compare their entries.
 
     Returns:
-        Loss, aux, gradients, buffers, the norm of the whole gradient, and the entries of aux.
+        Loss, aux, gradients, buffers, the norm of the full gradient, and the entries of aux.
 
     Raises:
-        ValueError: for an aux with tensors that are no scalars, entries that differ between ranks, or an empty batch.
+        ValueError: if aux has non-scalar tensors or entries that differ between ranks, or if no rank has rows.
     """
     mesh, dtypes = layout.mesh, {k: g.dtype for k, g in gradients.items()}
-    given, gradients = gradients, {k: _wide(g) for k, g in gradients.items()}
+    unrounded, gradients = gradients, {k: _wide(g) for k, g in gradients.items()}
     split = {k: g for k, g in gradients.items() if k in layout.split}
     if split:
         split = dict(zip(split, _sum_flat(layout, list(split.values()), "replicas"), strict=True))
-    # In the gradients' dtype, since ranks must decide by the same bits.
+    # Accumulate in the gradients' widest dtype: ranks must decide from the same bits whether a norm is finite.
     wide = any(g.dtype == torch.float64 for g in gradients.values())
     square = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=mesh.device)
     if mesh.axis("replicas").rank == 0:
@@ -107,9 +107,9 @@ def reduce_step(
     own = [x for x in numbers if x is not None]
     known = own if entries == agreed else [loss.new_zeros(()) for _, number in agreed if number]
     replicated = [k for k in gradients if k not in split]
-    means = map(_wide, [loss, *known, *(taken_off(x, buffers[k]) for k, x in before.items())])
+    means = map(_wide, [loss, *known, *(decrease(x, buffers[k]) for k, x in before.items())])
     means = [x * rows if rows else torch.zeros_like(x) for x in means]
-    # Rows that are no number say that a rank has other entries.
+    # NaN in place of the number of rows tells all ranks that this rank has other entries.
     sent = torch.tensor(float(rows) if entries == agreed else math.nan)
     n, square, *sums = _sum_flat(layout, [sent, square, *means, *(gradients[k] for k in replicated)], "world")
     if n.isnan():
@@ -120,7 +120,7 @@ def reduce_step(
                     first, own_paths = ([path for path, _ in x] for x in (everywhere[0], there))
                     words = f"rank {rank} has {own_paths}, rank 0 {first}"
                     raise ValueError(f"aux must have the same entries on all ranks, and numbers in the same: {words}")
-            return reduce_step(layout, rows, loss, aux, given, buffers, before, entries)
+            return reduce_step(layout, rows, loss, aux, unrounded, buffers, before, entries)
     if not n > 0:
         raise ValueError("the global batch is empty: no rank has a row of it")
     reduced = iter([x / n.to(x.device) for x in sums])
@@ -134,8 +134,8 @@ def reduce_step(
     return loss, aux, {k: mean[k].to(dtype) for k, dtype in dtypes.items()}, buffers, norm, entries
 
 
-def taken_off(before: Tensor, after: Tensor) -> Tensor:
-    """The difference, in which what stays, infinities too, stays bit for bit."""
+def decrease(before: Tensor, after: Tensor) -> Tensor:
+    """Return `before - after`, with 0 for equal entries, also for equal infinities."""
     return torch.where(after == before, torch.zeros_like(before), before - after)
 
 
@@ -148,62 +148,62 @@ def _number(x: Any) -> Tensor | None:
 
 
 def weighted_mean(layout: Layout, weight: Tensor, tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """The sum of a number over all ranks, and means of tensors with it as weight, in one all-reduce."""
+    """Sum `weight` over all ranks, and average tensors with it, in one all-reduce."""
     if layout.mesh.world == 1:
         return weight, tensors
-    # In 32 bits, since everything is sent in the widest dtype.
+    # The weight is sent in float32: a float64 weight would make the flat buffer float64.
     weighted = (wide * weight.to(wide) for wide in map(_wide, tensors))
     total, *sums = _sum_flat(layout, [weight.float(), *weighted], "world")
     return total, [(x / total.to(x)).to(like.dtype) for x, like in zip(sums, tensors, strict=True)]
 
 
 def _wide(x: Tensor) -> Tensor:
-    # Numbers of half precision times rows would overflow, and be rounded twice.
+    # In half precision, numbers times rows would overflow, and would be rounded twice.
     return x.detach().to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _sum_flat(layout: Layout, tensors: list[Tensor], axis: AxisName) -> list[Tensor]:
-    """Sums over the ranks of an axis, in one flat buffer of the widest dtype; each in its dtype again."""
+    """Sum tensors over the ranks of an axis, in one flat buffer of the widest dtype; keeps the tensors' dtypes."""
     if layout.mesh.axis(axis).size == 1:
         return tensors
     real = [torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach() for x in tensors]
     dtype = torch.float64 if any(x.dtype == torch.float64 for x in real) else torch.float32
     flat = torch.cat([x.to(layout.mesh.device, dtype).reshape(-1) for x in real])
-    parts = sum_ranks(layout.mesh, flat, axis).split([x.numel() for x in real])
-    sums = [part.reshape(x.shape).to(x.device, x.dtype) for part, x in zip(parts, real, strict=True)]
+    totals = sum_ranks(layout.mesh, flat, axis).split([x.numel() for x in real])
+    sums = [total.reshape(x.shape).to(x.device, x.dtype) for total, x in zip(totals, real, strict=True)]
     return [torch.complex(*y.unbind(-1)) if x.is_complex() else y for x, y in zip(tensors, sums, strict=True)]
 
 
 def shard_state(layout: Layout, state: Any) -> Any:
-    """This rank's rows of a full state: of split leaves and their optimizer state. ValueError if it is not full."""
+    """Take this rank's rows of a full state's split leaves and of their optimizer state; ValueError if not full."""
     check_genome(layout.plan, state)
     if not layout.sharded:
         return state
     flat = flatten_tree(state)
     for name, leaf in _split_tensors(layout, flat).items():
-        # A copy: a view would keep all rows alive.
+        # Copy: a view would keep the memory of all rows.
         flat[name] = flat[name][layout.split[leaf]].clone() if flat[name].ndim else flat[name]
     return unflatten_tree(flat, state)
 
 
 def gather_state(layout: Layout, state: Any) -> Any:
-    """The full state, on every rank, undoing `shard_state`; all ranks must call. ValueError if it is no part of one."""
+    """Undo `shard_state`: return the full state on every rank. All ranks must call; ValueError if not a rank's part."""
     check_genome(layout.plan, state, layout.shapes)
     if not layout.sharded:
         return state
     flat = flatten_tree(state)
     split = _split_tensors(layout, flat)
     tiles = [layout.sizes[leaf.removeprefix(GNET).rpartition("/")[0]] for leaf in split.values()]
-    sizes = [of if flat[name].ndim else (1,) * len(of) for name, of in zip(split, tiles, strict=True)]
+    sizes = [n if flat[name].ndim else (1,) * len(n) for name, n in zip(split, tiles, strict=True)]
     pieces = [torch.atleast_1d(flat[name].detach()).to(layout.mesh.device) for name in split]
-    for name, of, gathered in zip(split, tiles, all_gather(layout.mesh, pieces, sizes), strict=True):
-        # A number for all rows (the step of Adam) comes from a rank that has rows.
+    for name, n_tiles, gathered in zip(split, tiles, all_gather(layout.mesh, pieces, sizes), strict=True):
+        # Take a scalar that concerns all rows (the step of Adam) from the first rank with rows.
         x = flat[name]
-        flat[name] = (gathered if x.ndim else gathered[next(r for r, n in enumerate(of) if n)]).to(x.device)
+        flat[name] = (gathered if x.ndim else gathered[next(r for r, n in enumerate(n_tiles) if n)]).to(x.device)
     return unflatten_tree(flat, state)
 
 
 def _split_tensors(layout: Layout, flat: Params) -> dict[str, str]:
-    """Split tensors of a state, the optimizer's too, each with its leaf, in one order everywhere."""
+    """Return the leaf of every split tensor of a state, also of the optimizer's tensors, in one order on all ranks."""
     leaf_of = {k: k if k.startswith(GNET) else k.removeprefix("opt/leaves/").rpartition("/")[0] for k in sorted(flat)}
     return {name: leaf for name, leaf in leaf_of.items() if leaf in layout.split}

@@ -18,28 +18,28 @@ import torch.distributed as dist
 from gbfunc.trees import split_rows
 
 AXES = ("data", "pipeline", "gnets", "tensor")
-"""The axes of a mesh, ranks of the last one next to each other."""
+"""The axes of a mesh; ranks along the last axis are next to each other."""
 
 AxisName = Literal["world", "data", "pipeline", "gnets", "tensor", "replicas"]
-"""An axis; `"replicas"` are the ranks that hold the same tiles, which is all axes but `"gnets"`."""
-
+"""The name of an axis; `"replicas"` are the ranks with the same tiles: all axes except `"gnets"`."""
 
 _GLOO = re.compile(r"\[(enforce fail at )?[^\]\s]*\bgloo[/\\][^\]\s]*:\d+\]|^Application timeout caused pair closure")
-"""Gloo's errors are RuntimeErrors with a position in its source: `[.../gloo/transport/tcp/pair.cc:537] Read error`,
-`[enforce fail at .../gloo/allreduce.cc:80] size > 0`; one message has none, of every operation after a timeout."""
+"""Matches the messages of gloo's RuntimeErrors. They have a position in gloo's source, as in
+`[.../gloo/transport/tcp/pair.cc:537] Read error` and `[enforce fail at .../gloo/allreduce.cc:80] size > 0`. Only the
+message of an operation after a timeout has no position."""
 
 
 class CollectiveError(ConnectionError):
-    """A collective failed or timed out: another rank has died, or is stuck. The mesh cannot be used after."""
+    """A collective failed or timed out because another rank died or is stuck. The mesh is unusable afterwards."""
 
 
 @contextmanager
 def failing(what: str, rank: int, world: int, timeout: float) -> Iterator[None]:
-    """Raises `CollectiveError` if a collective inside fails; other errors pass unchanged."""
+    """Convert errors of collectives in the context to `CollectiveError`; other errors pass unchanged."""
     try:
         yield
     except RuntimeError as error:
-        # Errors of the backend (gloo, nccl, the ranks' store) only.
+        # Convert only errors of the backend: gloo, nccl or the ranks' store.
         if not (isinstance(error, dist.DistError) or _GLOO.search(str(error))):
             raise
         first = (str(error).splitlines() or [""])[0].split(". ")[0]
@@ -50,11 +50,11 @@ def failing(what: str, rank: int, world: int, timeout: float) -> Iterator[None]:
 
 
 class Axis(NamedTuple):
-    """Ranks that talk to each other."""
+    """The ranks that exchange data along an axis."""
 
     name: AxisName
     ranks: tuple[int, ...]  # Global ranks
-    rank: int  # Index of this rank among them
+    rank: int  # Index of this rank in `ranks`
     group: Any  # The process group
 
     @property
@@ -63,22 +63,22 @@ class Axis(NamedTuple):
 
 
 class Mesh:
-    """Ranks as a grid of `data` x `pipeline` x `gnets` x `tensor`, ranks of the last axis next to each other.
+    """A grid of ranks: `data` x `pipeline` x `gnets` x `tensor`. `gbfunc.mesh` builds a mesh.
 
-    `gbfunc.mesh` makes a mesh. A batch is split over `data` and `gnets`. The tiles of a sharded genome are split over
-    `gnets`; ranks along all other axes hold the same tiles. Ranks along `pipeline` run some blocks of the p-net, and
-    ranks along `tensor` parts of every layer, on the same rows. A mesh is a context manager: the end of a block waits
-    for all ranks, and ends the process group if this mesh began the group.
+    A batch is split over the axes `data` and `gnets`. The tiles of a sharded genome are split over `gnets`; ranks along
+    all other axes have the same tiles. The blocks of the p-net are split over `pipeline`, and every layer is split over
+    `tensor`; these ranks process the same rows. A mesh is a context manager: its exit waits for all ranks, and destroys
+    the process group if the mesh initialized the group.
 
     Attributes:
         sizes: ranks along each axis, by name.
         world, rank: number of ranks, and this rank.
-        data, gnets, gnets_index: ranks along the data and the g-net axis, and this rank's position along the latter.
-        shards, shard: number of parts of the global batch, and this rank's part.
+        data, gnets: number of ranks along the data axis and along the g-net axis.
+        gnets_index: the position of this rank along the g-net axis.
+        shards, shard: number of shards of the global batch, and the index of this rank's shard.
         device: device of tensors that are sent.
         timeout: seconds after which a collective fails.
-        traffic: payload bytes that this rank sent, a `Counter` by axis. The loopback device counts the same on gloo,
-            apart from headers (under 1 %).
+        traffic: payload bytes that this rank sent, a `Counter` by axis. Headers, under 1 % on gloo, are not counted.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Mesh:
         grid = torch.arange(self.world, device="cpu").reshape([*self.sizes.values()])
         lines = {name: grid.movedim(i, -1).reshape(-1, self.sizes[name]) for i, name in enumerate(AXES)}
         lines |= {"replicas": lines["gnets"].T, "world": grid.reshape(1, -1)}
-        # Equal lines of ranks share a process group.
+        # Axes with the same lines of ranks share process groups.
         groups: dict[Any, Any] = {}
         self._axes = {name: self._axis(name, line.tolist(), groups) for name, line in lines.items()}
         self.data, self.gnets = self.sizes["data"], self.sizes["gnets"]
@@ -108,14 +108,13 @@ class Mesh:
         ranks, key = next(tuple(line) for line in lines if self.rank in line), str(lines)
         if key not in groups:
             groups[key] = None
-            if _initialised() and len(ranks) > 1:  # Else a mesh to compute with.
+            if _initialised() and len(ranks) > 1:  # Without process groups, a mesh only describes a layout.
                 limit = timedelta(seconds=self.timeout)
                 world = len(ranks) == self.world
                 groups[key] = dist.group.WORLD if world else dist.new_subgroups_by_enumeration(lines, timeout=limit)[0]
         return Axis(cast(AxisName, name), ranks, ranks.index(self.rank), groups[key])
 
     def axis(self, name: AxisName) -> Axis:
-        """The ranks along an axis that this one talks to."""
         return self._axes[name]
 
     @cached_property
@@ -127,7 +126,7 @@ class Mesh:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Leaves collectives inside, such as checks of a first step, out of `traffic`."""
+        """Exclude collectives in the context, such as checks of a first step, from `traffic`."""
         before = self.traffic.copy()
         try:
             yield
@@ -139,13 +138,14 @@ class Mesh:
         return failing(what, self.rank, self.world, self.timeout)
 
     def shard_batch(self, batch: Any) -> Any:
-        """Returns this rank's shard of a batch, a pytree: the first dimension split over the data and g-net axes.
+        """Return this rank's shard of a batch, a pytree whose first dimension is split over the data and g-net axes.
 
-        The first shards get the remainder. A step of an empty shard computes the loss of rows of zeros, which do not
-        count. Ranks along the tensor and pipeline axes get the same rows. Each shard has all scalars and plain values.
+        The first shards get the remainder. A step of an empty shard computes the loss of a row of zeros, which has no
+        weight in the mean. Ranks along the tensor and pipeline axes get the same rows. Each shard has all scalars and
+        values that are not tensors.
 
         Raises:
-            ValueError: for a batch with an array that is no tensor, or an object that has tensors as attributes.
+            ValueError: if the batch has an array that is not a tensor, or an object with tensors as attributes.
         """
         return batch if self.shards == 1 else split_rows(batch, self.shards)[self.shard]
 
@@ -181,22 +181,22 @@ def mesh(
     timeout: float = 300.0,
     init_method: str = "env://",
 ) -> Mesh:
-    """Makes a grid `data` x `pipeline` x `gnets` x `tensor` of the ranks of this run; all ranks call with equal sizes.
+    """Build a mesh `data` x `pipeline` x `gnets` x `tensor` of this run's ranks; all ranks call with equal sizes.
 
-    The mesh takes the existing process group. Without one, the mesh begins a group if `torchrun` started the ranks
+    The mesh uses the existing process group. Without a group, the mesh initializes one if `torchrun` started the ranks
     (`RANK` is set), with gloo on the CPU and nccl on CUDA. Otherwise the mesh has one rank.
 
     Args:
-        data: ranks along which the batch is split and the genome replicated.
-        gnets: ranks along which the batch is split and the genome can be sharded; None takes all ranks that are left.
-        device: `"cpu"` or `"cuda"` (this rank's GPU, by `LOCAL_RANK`), or any device.
-        pipeline: ranks along which the blocks of the p-net are split.
-        tensor: ranks along which layers are split (see `make_train_step(parallel=)`).
-        timeout: seconds after which a collective fails; an existing process group keeps its limit.
-        init_method: where ranks meet, as in `torch.distributed.init_process_group`.
+        data: number of ranks over which the batch is split and the genome is replicated.
+        gnets: number of ranks over which the batch is split and the genome can be sharded; None uses all other ranks.
+        device: `"cpu"`, `"cuda"` (the GPU with the number `LOCAL_RANK`), or any device.
+        pipeline: number of ranks over which the blocks of the p-net are split.
+        tensor: number of ranks over which layers are split (see `make_train_step(parallel=)`).
+        timeout: seconds after which a collective fails; an existing process group keeps its timeout.
+        init_method: the URL for the ranks' first connection, as in `torch.distributed.init_process_group`.
 
     Raises:
-        ValueError: if the product of the axes is not the number of ranks, or ranks give different sizes.
+        ValueError: if the product of the axes is not the number of ranks, or if ranks pass different sizes.
         CollectiveError: if a rank is missing.
 
     >>> with mesh() as one:
@@ -223,17 +223,17 @@ def mesh(
     began = not _initialised() and _launched()
     if began:
         backend, limit = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout)
-        of_ranks: Any = {"rank": int(os.environ["RANK"]), "world_size": world}
-        dist.init_process_group(backend, init_method=init_method, timeout=limit, **of_ranks)
+        ranks: Any = {"rank": int(os.environ["RANK"]), "world_size": world}
+        dist.init_process_group(backend, init_method=init_method, timeout=limit, **ranks)
     rank = dist.get_rank() if _initialised() else 0
     found: list[Any] = [sizes] * world
     if world > 1:
         with failing("gather", rank, world, timeout):
             dist.all_gather_object(found, sizes)
-    # Groups of different meshes would wait for each other.
-    for other, there in enumerate(found):
-        if there != sizes:
-            raise ValueError(f"ranks must make the same mesh, got {sizes} on rank {rank}, {there} on rank {other}")
+    # With different meshes, the ranks would wait for each other's process groups forever.
+    for other, theirs in enumerate(found):
+        if theirs != sizes:
+            raise ValueError(f"ranks must make the same mesh, got {sizes} on rank {rank}, {theirs} on rank {other}")
     return Mesh(sizes, rank, device, timeout, began)
 
 

@@ -1,10 +1,10 @@
-"""Pipeline parallelism: each rank generates and runs some blocks of the p-net, in the order of torch's schedules.
+"""Pipeline parallelism: each rank generates and runs some blocks of the p-net, in the order of a schedule of torch.
 
     rank 0    embedding, blocks 0 .. i - 1    -- activations -->    rank 1    blocks i .., norm, head, loss
 
-A rank has only the weights of its blocks. `gbfunc.parallel.chain` records `loss_fn(net, batch)` as one graph, which
-is cut before every stage. A stage sends all values that later stages need, also integers and masks.
-Layers are called as modules, on any form of their weights.
+A rank has only the weights of its blocks. `gbfunc.parallel.chain` records `loss_fn(net, batch)` as one graph and cuts
+the graph before every stage. A stage sends all values that later stages need, integers and masks included. The graph
+calls layers as modules, so that their weights may have any form.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gbfunc.types import Params
 
 
 class _Stage(nn.Module):
-    """A stage as torch's schedules run it, microbatch by microbatch."""
+    """A stage as a module, which torch's schedules call once per microbatch."""
 
     def __init__(self, pipeline: Pipeline, index: int) -> None:
         super().__init__()
@@ -38,12 +38,12 @@ class _Stage(nn.Module):
 
     def forward(self, received: Tensor) -> Tensor:
         out = self.pipeline.call(self.index, received)
-        # Torch's zero-bubble schedule leaves out trained tensors of a stage whose graph does not reach its input.
+        # If a stage's output is not connected to the stage's input, torch's zero-bubble schedule skips trained tensors.
         return out + received[:0].sum().abs() if self.pipeline.order == "zbv" else out
 
 
 class Parcel:
-    """The values of some nodes as one tensor [n] with one gradient; integers and masks as bytes."""
+    """Packs the values of nodes into one tensor [n] with one gradient; integers and masks are packed as bytes."""
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
         self.nodes, values = nodes, [node.meta["val"] for node in nodes]
@@ -54,13 +54,13 @@ class Parcel:
         self.like = torch.empty(sum(self._sizes), dtype=self.dtype, device="meta", requires_grad=True)
 
     def pack(self, values: Sequence[Tensor]) -> Tensor:
-        parts = []
+        flat = []
         for x, n in zip(values, self._sizes, strict=True):
             if not differentiable(x.dtype):
                 data = x.reshape(-1).contiguous().view(torch.uint8)
                 x = F.pad(data, (0, n * self.dtype.itemsize - len(data))).view(self.dtype)
-            parts.append(x.reshape(-1).to(self.dtype))
-        sent = torch.cat(parts)
+            flat.append(x.reshape(-1).to(self.dtype))
+        sent = torch.cat(flat)
         return sent if sent.requires_grad else sent.requires_grad_()
 
     def unpack(self, received: Tensor) -> list[Tensor]:
@@ -70,7 +70,7 @@ class Parcel:
             if differentiable(like.dtype):
                 x = x.real if x.is_complex() and not like.is_complex() else x
                 x = x.reshape(like.shape).to(like.dtype)
-                # Torch's zero-bubble schedule sends this gradient back.
+                # Torch's zero-bubble schedule sends this gradient back, and sends must be contiguous.
                 x.register_hook(Tensor.contiguous)
             else:
                 x = x.detach().view(torch.uint8)[: like.nbytes].clone().view(like.dtype).reshape(like.shape)
@@ -79,24 +79,24 @@ class Parcel:
 
 
 class _Plan(NamedTuple):
-    """How microbatches of one form go through the stages."""
+    """The recorded stages and the schedule for microbatches of equal shapes."""
 
     chain: Chain
-    parcels: Sequence[Parcel]  # For every stage
-    graphs: Mapping[int, tuple[fx.Graph, Sequence[Any]]]  # With inputs
+    parcels: Sequence[Parcel]  # The values that every stage receives
+    graphs: Mapping[int, tuple[fx.Graph, Sequence[Any]]]  # Graph and inputs of this rank's stages
     schedule: Any
 
 
 class Pipeline:
-    """The pipeline axis of a mesh: the blocks of this rank, and how microbatches go through them.
+    """Splits a p-net over the pipeline axis of a mesh and sends microbatches through the stages.
 
-    `splits` names the blocks that begin a stage, after the first; None spreads the blocks so that the largest stage has
-    the fewest operations. `adapt` changes a copy of the p-net into the part of a tensor rank.
+    `splits` names the first block of every stage after the first; None divides the blocks so that the largest stage has
+    the fewest operations. `adapt` converts a copy of the p-net to the layers of a rank of the tensor axis.
     """
 
-    names: frozenset[str]  # Parameters that this rank needs, known after `prepare`
+    names: frozenset[str]  # Names of the parameters that this rank needs, set by `prepare`
     absent: Params  # All other parameters, on the meta device
-    call: Callable[[int, Tensor], Tensor]  # (stage, received): the tensor that a stage sends, or the loss
+    call: Callable[[int, Tensor], Tensor]  # (stage, received): returns the tensor that a stage sends, or the loss
     leaves: Mapping[str, Tensor] = MappingProxyType({})
 
     def __init__(
@@ -123,7 +123,7 @@ class Pipeline:
         self._plans: dict[Any, _Plan] = {}
 
     def prepare(self, loss_fn: Callable[[Any, Any], Any], microbatch: Any, like: nn.Module | None = None) -> None:
-        """Records the loss of a microbatch of a new form; `like` is a copy of the p-net in the modes to record."""
+        """Record the loss of a microbatch of new shapes; `like` is a copy of the p-net in the modes to record."""
         device, leaves, net = self.mesh.device, tree_leaves(microbatch), like or self._pnet
         key = tuple((path, (x.shape, x.dtype) if isinstance(x, Tensor) else x) for path, x in leaves)
         key = torch.is_autocast_enabled(device.type), any(module.training for module in net.modules()), key
@@ -155,7 +155,7 @@ class Pipeline:
             self._place(chain)
         parcels = [Parcel(crossing(chain, self._starts, stage)) for stage in range(self.stages)]
         if not all(parcel.nodes for parcel in parcels[1:]):
-            raise ValueError("in a pipeline each stage must need a tensor of the ones before it: take fewer ranks")
+            raise ValueError("in a pipeline each stage must need a tensor of the stages before it: take fewer ranks")
         returned = [x for x in chain.outputs[0] if isinstance(x, fx.Node)]
         graphs = {}
         for stage in self.mine:
@@ -163,7 +163,7 @@ class Pipeline:
             graphs[stage] = stage_graph(chain, self._starts, stage, parcels[stage].nodes, sent)
         dtype = next((p.dtype for p in self._pnet.parameters() if p.is_floating_point()), torch.float32)
         number, loss = (torch.empty(1, dtype=d, device="meta", requires_grad=True) for d in (torch.float32, dtype))
-        # The first stage gets the number of the microbatch, the last one gives the loss.
+        # The first stage receives the index of the microbatch; the last stage returns the loss.
         passed = [number.detach(), *(parcel.like for parcel in parcels[1:]), loss]
         device, group = self.mesh.device, self._axis.group
         stages = [
@@ -177,9 +177,9 @@ class Pipeline:
     def compute(self, net: nn.Module, stage: int, microbatch: Any, received: Tensor) -> Any:
         """Returns the tensor that a stage sends, or the output of the loss function."""
         chain, parcels, graphs, *_ = self._now
-        graph, given = graphs[stage]
+        graph, origins = graphs[stage]
         tensors = [x for _, x in tree_leaves(microbatch) if isinstance(x, Tensor)]
-        inputs = [tensors[x] if isinstance(x, int) else x for x in given]
+        inputs = [tensors[x] if isinstance(x, int) else x for x in origins]
         values = fx.Interpreter(net, graph=graph).run(*(parcels[stage].unpack(received) if stage else ()), *inputs)
         if stage < self.stages - 1:
             return parcels[stage + 1].pack(values)
@@ -187,7 +187,7 @@ class Pipeline:
         return tree_unflatten([next(rest) if isinstance(x, fx.Node) else x for x in leaves], structure)
 
     def run(self, call: Callable[[int, Tensor], Tensor], leaves: Params) -> dict[str, Tensor]:
-        """Sends microbatches through the stages, computed by `call`; returns the sum of the leaves' gradients."""
+        """Send microbatches through the stages, which `call` computes; return the sum of the leaves' gradients."""
         self.call, self.leaves = call, leaves
         crossed = [(s + 1, s + 1) for s in self.mine] + [(s - 1, s) for s in self.mine]
         sent = [self._now.parcels[i] for other, i in crossed if 0 <= other < self.stages and other not in self.mine]
@@ -202,14 +202,14 @@ class Pipeline:
                     "torch's zero-bubble schedule cannot divide the backward of a recurrent layer, or of a parameter "
                     "that several blocks of a stage use: take another pipeline= than 'zbv'"
                 ) from error
-            # Torch's words are about itself; what failed inside is the cause.
+            # Torch's error only names its schedule; raise the error of the stage, which is the cause.
             if error.__cause__ is None or isinstance(error, ConnectionError):
                 raise
             raise error.__cause__ from None
         finally:
             del self.call, self.leaves
             gradients = {k: x.grad for k, x in leaves.items() if x.grad is not None}
-            # Some are leaves of the genome, to whose gradients the next run would add.
+            # Reset the gradients: the leaves may belong to the genome, and the next run would add to their gradients.
             for x in leaves.values():
                 x.grad = None
         return gradients

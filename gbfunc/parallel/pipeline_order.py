@@ -1,7 +1,7 @@
 """The order in which a rank of a pipeline works on stages and microbatches, from `torch.distributed.pipelining`.
 
-Stages are numbered along the p-net. A rank has one stage, several in a loop (rank r has stages r, R + r, 2 R + r, ...),
-or two in the shape of a V (stages r and 2 R - 1 - r).
+Stages are numbered along the p-net. With R ranks, rank r has stage r (`gpipe`, `1f1b`), stages r and R + r
+(`interleaved`), or stages r and 2 R - 1 - r, in the shape of a V (`zbv`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SCHEDULES: Mapping[str, str] = {
     "interleaved": "ScheduleInterleaved1F1B",
     "zbv": "ScheduleZBVZeroBubble",
 }
-"""Torch's classes.
+"""The class of torch for every order.
 
 Sources: Huang et al., 2019 (GPipe); Narayanan et al., 2019 (1F1B) and 2021 (interleaved); Qi et al., 2024 (zero-bubble
 in the shape of a V).
@@ -29,12 +29,12 @@ in the shape of a V).
 
 
 def schedule_class(order: str) -> Any:
-    """Torch's class of an order; ValueError if this torch lacks the class or its option `scale_grads`."""
+    """Return torch's class for an order; raise ValueError if torch lacks the class or its option `scale_grads`."""
     from torch.distributed import pipelining
 
     kind = getattr(pipelining, SCHEDULES[order], None)
     if kind is None or "scale_grads" not in inspect.signature(kind).parameters:
-        raise ValueError(f"torch {torch.__version__} has no {SCHEDULES[order]} that this pipeline can use: 2.7 has")
+        raise ValueError(f"pipeline={order!r} needs {SCHEDULES[order]} of torch >= 2.7, got torch {torch.__version__}")
     return kind
 
 
@@ -50,28 +50,28 @@ def stages_of(order: str, ranks: int) -> list[list[int]]:
 
 @lru_cache(maxsize=64)
 def torch_orders(order: str, ranks: int, microbatches: int) -> list[list[tuple[str, int, int]]]:
-    """What every rank does in turn, for `"interleaved"` and `"zbv"`: an operation on a stage and a microbatch.
+    """Return the sequence of (operation, stage, microbatch) of every rank, for `"interleaved"` and `"zbv"`.
 
-    Forward (F), backward (B), or its halves: gradients of the inputs (I) and of the weights (W) of a stage.
+    Operations are forward (F), backward (B), and the halves of backward: gradients of inputs (I) and of weights (W).
     """
 
     class Order(schedule_class(order)):
         def _prepare_schedule_with_comms(self, *_: Any, **__: Any) -> None:
-            """Leave messages out, which take most of the time."""
+            """Leave messages out: their computation would take most of the time."""
 
     n = 2 * ranks
     about = {"num_stages": n, "group_size": ranks, "group_rank": 0, "submod": None}
     mine = stages_of(order, ranks)[0]
     stages: Any = [SimpleNamespace(stage_index=s, is_first=s == 0, is_last=s == n - 1, **about) for s in mine]
     found = Order(stages, microbatches).pipeline_order
-    # Idle slots and messages do not match.
+    # Idle slots and messages do not match the pattern.
     matches = [[re.fullmatch(r"(\d+)([FBIW])(\d+)", str(a)) for a in found[rank]] for rank in range(ranks)]
-    return [[(m[2], int(m[1]), int(m[3])) for m in of if m] for of in matches]
+    return [[(m[2], int(m[1]), int(m[3])) for m in rank if m] for rank in matches]
 
 
 @lru_cache(maxsize=4096)
 def in_flight(order: str, rank: int, ranks: int, microbatches: int) -> tuple[tuple[float, ...], ...]:
-    """The numbers of microbatches whose activations a rank keeps at once, by stage, in the course of a step."""
+    """Return the distinct numbers of microbatches, per stage, whose activations a rank stores at the same time."""
     if order in ("gpipe", "1f1b"):
         return ((microbatches if order == "gpipe" else min(microbatches, ranks - rank),),)
     actions, seen = torch_orders(order, ranks, microbatches)[rank], set[tuple[int, ...]]()
@@ -79,7 +79,7 @@ def in_flight(order: str, rank: int, ranks: int, microbatches: int) -> tuple[tup
     for op, stage, _ in actions:
         live[stage] += {"F": 1, "B": -1, "I": 0, "W": -1}[op]
         seen.add(tuple(live.values()))
-    # Part of a microbatch's activations that torch's zero-bubble schedule keeps until the end of the step, since its
-    # backward for inputs retains the graph (torch 2.13, blocks of a GPT, 4 to 16 microbatches).
+    # Share of a microbatch's activations that torch's zero-bubble schedule stores until the end of the step, because
+    # its backward for inputs retains the graph (measured: torch 2.13, blocks of a GPT, 4 to 16 microbatches).
     late = 0.21 if order == "zbv" else 0.0
     return tuple(tuple(n + late * (microbatches - n) for n in a) for a in seen)

@@ -1,14 +1,14 @@
-"""Placements of the genome on a mesh: replicated, or each rank with a contiguous range of every ensemble's tiles.
+"""Placements of the genome on a mesh: replicated, or split so that each rank has a range of every ensemble's tiles.
 
-`placement="auto"` takes the placement of least time, by bytes sent and operations. With N ranks, S of them along the
-g-net axis and D along the data axis, in a ring, a rank has in each step:
+`placement="auto"` chooses the fastest placement, estimated from bytes and operations. With N ranks in a ring, S along
+the g-net axis and D along the data axis, a rank sends these bytes and performs these operations in each step:
 
 * replicated: 2 (N-1)/N G bytes, for a genome of G bytes; all operations of generation;
-* sharded: 2 (S-1)/S W for weights of W bytes, 2 (D-1)/D G/S for the split leaves, 2 (N-1)/N of the bytes of other
-  leaves; 1/S of the operations;
-* factors: the same with the bytes of the factors for W; 1/S of the operations, but every product of factors.
+* sharded: 2 (S-1)/S W bytes for weights of W bytes, 2 (D-1)/D G/S for the split leaves, and 2 (N-1)/N of the bytes of
+  other leaves; 1/S of the operations;
+* factors: as sharded, with W the bytes of the factors; 1/S of the operations, but all products of factors.
 
-Weights that stay factors (`lazy`) are multiplied only for tiles that are sent.
+If weights stay factors (`lazy`), only the sharded placement multiplies factors, for the tiles that are sent.
 """
 
 import math
@@ -36,7 +36,7 @@ class Layout:
         self.plan, self.mesh = plan, mesh
         self.placement: Placement = placement
         self.sharded = placement != "replicated" and mesh.gnets > 1
-        self.sizes = tile_shares(plan, mesh.gnets)  # By ensemble with leaves, of every rank along the g-net axis
+        self.sizes = tile_shares(plan, mesh.gnets)  # Number of tiles on every rank, by ensemble with leaves
 
     def span(self, e: Ensemble) -> slice:
         if not self.sharded:
@@ -46,7 +46,7 @@ class Layout:
         return slice(first, first + sizes[index])
 
     def sizes_of(self, e: Ensemble, slot: int) -> Sizes:
-        """Tiles of one slot of an ensemble that every rank along the g-net axis holds."""
+        """Return the number of tiles of a slot on every rank along the g-net axis."""
         p = e.spans[slot]
         ends = [0, *accumulate(self.sizes[e.name])]
         return tuple(max(0, min(b, p.first + p.slot.grid.n_tiles) - max(a, p.first)) for a, b in pairwise(ends))
@@ -56,24 +56,24 @@ class Layout:
 
     @cached_property
     def split(self) -> Mapping[str, slice]:
-        """This rank's tiles of the leaves that are split over the g-net axis, by flat name."""
+        """This rank's range of tiles in the leaves that are split over the g-net axis, by flat name."""
         leaves = ((e, k, leaf) for e in self.plan.ensembles for k, leaf in e.leaves.items() if self.sharded)
         return {f"{GNET}{e.name}/{k}": self.span(e) for e, k, leaf in leaves if leaf.scope == "tile"}
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every trained leaf on this rank, by flat name."""
-        here = {k: rows.stop - rows.start for k, rows in self.split.items()}
-        return {k: (here[k], *shape[1:]) if k in here else shape for k, shape in self.plan.leaf_shapes.items()}
+        """The shape of every trained leaf on this rank, by flat name."""
+        rows = {k: span.stop - span.start for k, span in self.split.items()}
+        return {k: (rows[k], *shape[1:]) if k in rows else shape for k, shape in self.plan.leaf_shapes.items()}
 
 
 def tile_shares(plan: Plan, gnets: int) -> dict[str, Sizes]:
-    """Tiles of every rank along the g-net axis, by ensemble with leaves."""
+    """Return the number of tiles on every rank along the g-net axis, by ensemble with leaves."""
     sizes, turn = {}, 0
     for e in plan.ensembles:
         if e.leaves:
             sizes[e.name] = shares_of(e.n_tiles, gnets, turn)
-            # Ranks with one tile more in this ensemble come last in the next ensembles.
+            # The next ensemble's remainder starts after the ranks that have one more tile of this ensemble.
             turn = (turn + e.n_tiles) % gnets
     return sizes
 
@@ -81,7 +81,7 @@ def tile_shares(plan: Plan, gnets: int) -> dict[str, Sizes]:
 def gather_bytes(
     plan: Plan, gnets: int, placement: Placement, itemsize: int, names: Collection[str] | None = None
 ) -> list[tuple[int, int]]:
-    """Bytes that each rank sends to gather the outputs of ensembles (None: all) once, and for their gradients."""
+    """Return each rank's bytes to gather outputs of ensembles (None: all) once, and to reduce their gradients."""
     shares, sent = tile_shares(plan, gnets), [(0, 0)] * gnets
     for e in plan.ensembles:
         if e.leaves and (names is None or e.name in names):
@@ -92,7 +92,7 @@ def gather_bytes(
 
 
 def shares_of(n_tiles: int, ranks: int, turn: int) -> Sizes:
-    """Tiles of every rank, equal to within one; the ranks with one more begin at `turn`.
+    """Divide tiles over ranks, equal to within one; the ranks with one more tile begin at `turn`.
 
     >>> shares_of(7, 3, 0), shares_of(7, 3, 1), shares_of(1, 4, 2)
     ((3, 2, 2), (2, 3, 2), (0, 0, 1, 0))
@@ -102,9 +102,9 @@ def shares_of(n_tiles: int, ranks: int, turn: int) -> Sizes:
 
 
 def sent_dtype(plan: Plan, e: Ensemble, as_factors: bool) -> torch.dtype | None:
-    """The dtype in which tiles are gathered: the dtype of their tensors if it is narrower, otherwise None.
+    """Return the dtype in which tiles are gathered: the dtype of their tensors if narrower, otherwise None.
 
-    Tiles make the same tensors when they are rounded before the gather, unless an offset is added in between.
+    Rounding before the gather instead of after gives the same tensors, unless an offset is added in between.
     """
     narrow = {DTYPES[plan.tensors[p.tensor].dtype] for p in e.spans}
     added = any(p.slot.offset for p in e.spans)
@@ -121,33 +121,33 @@ def _tile_bytes(plan: Plan, e: Ensemble, as_factors: bool, itemsize: int) -> int
 
 
 class Cost(NamedTuple):
-    """Bytes that a rank sends in a step, and its operations of generation, forward and backward."""
+    """The bytes that a rank sends in a step, and the rank's operations for generation, forward and backward."""
 
     bytes: float
     operations: float
 
 
 def placement_cost(plan: Plan, data: int, gnets: int, placement: Placement, lazy: bool = False) -> Cost:
-    """The cost of a placement on `data` x `gnets` ranks, where weights may or may not stay factors."""
+    """Return the cost of a placement on `data` x `gnets` ranks; with `lazy`, weights may stay factors."""
     item, total = plan.dtype.itemsize, plan.genome_params
     ensembles = [e for e in plan.ensembles if e.leaves]
     flops = sum(map(operations, ensembles))
     if lazy and placement != "sharded":
         flops -= sum(map(products, ensembles))
-    ranks, parts = data * gnets, 1 if placement == "replicated" else gnets  # Into how many the tiles are split
+    ranks, shards = data * gnets, 1 if placement == "replicated" else gnets  # Number of shards of the tiles
     factored = {e.name for e in ensembles if placement == "factors" and e.hypernet.factorised}
     sent = sum(e.n_tiles * _tile_bytes(plan, e, e.name in factored, item) for e in ensembles)
-    here = sum(products(e) for e in ensembles if e.name in factored and not lazy)
+    multiplied = sum(products(e) for e in ensembles if e.name in factored and not lazy)
     tiles = sum(math.prod(s) for e in ensembles for k, s in e.shapes.items() if e.leaves[k].scope == "tile")
-    genome = all_reduce_bytes(tiles / parts * item, ranks // parts) + all_reduce_bytes((total - tiles) * item, ranks)
-    return Cost(all_reduce_bytes(sent, parts) + genome, (flops - here) / parts + here)
+    genome = all_reduce_bytes(tiles / shards * item, ranks // shards) + all_reduce_bytes((total - tiles) * item, ranks)
+    return Cost(all_reduce_bytes(sent, shards) + genome, (flops - multiplied) / shards + multiplied)
 
 
 def make_layout(plan: Plan, mesh: Mesh, placement: Placement | str, *, lazy: bool = False) -> Layout:
-    """The layout of a placement by name; `"auto"` takes the cheapest placement (weights may stay factors if `lazy`).
+    """Return the layout of a placement by name; `"auto"` chooses the cheapest. With `lazy`, weights may stay factors.
 
     Raises:
-        ValueError: for another name.
+        ValueError: for any other name.
     """
     if placement == "auto":
         balance = OPERATIONS_PER_BYTE.get(mesh.device.type, OPERATIONS_PER_BYTE["cpu"])

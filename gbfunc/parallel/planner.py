@@ -1,8 +1,8 @@
-"""The planner: which layouts of ranks fit, what each layout stores and sends, and how long a step takes.
+"""The planner: estimates the memory, the bytes sent and the time of a step for every layout of ranks.
 
-Seconds are operations / flops + bytes moved / bandwidth + bytes sent / link, calls of operators and messages, and the
-bubble of the schedule. Backward takes twice the operations of forward, and nothing overlaps. `gbfunc.parallel.dry_run`
-finds the costs of a layer.
+The time is the sum of operations / flops, bytes moved / bandwidth, bytes sent / link, a constant per operator and per
+message, and the idle time of the pipeline. Backward has twice the operations of forward, and nothing overlaps.
+`gbfunc.parallel.dry_run` measures the costs of every block.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """The speed and memory of one rank; `gbfunc bench --calibrate` measures them. The defaults are a few server cores.
+    """The speed and memory of one rank, by default a few cores of a server; `gbfunc bench --calibrate` measures them.
 
     Attributes:
-        flops: operations per second of a matrix product, multiplications and additions.
+        flops: multiplications and additions per second in a matrix product.
         bandwidth: bytes per second that a copy reads and writes.
-        link: bytes per second that a rank sends to others (10 Gbit/s).
+        link: bytes per second that a rank sends to other ranks; the default is 10 Gbit/s.
         memory: bytes.
-        latency: seconds of a message without content.
-        overhead: seconds of an operator without work.
+        latency: seconds per message without content.
+        overhead: seconds per call of an operator on an empty tensor.
     """
 
     flops: float = 50e9
@@ -49,12 +49,12 @@ class DeviceSpec:
                 raise ValueError(f"{name} of a device must be a number {least} 0, got {value!r}")
 
     def to_json(self) -> str:
-        """The JSON that `gbfunc plan --device FILE` takes."""
+        """Write the JSON that `gbfunc plan --device FILE` reads."""
         return json.dumps(asdict(self), indent=2)
 
     @staticmethod
     def from_json(text: str) -> DeviceSpec:
-        """Undoes `to_json`; raises ValueError for anything else."""
+        """Undo `to_json`; raise ValueError for any other text."""
         try:
             return DeviceSpec(**json.loads(text))
         except (TypeError, json.JSONDecodeError) as error:
@@ -66,31 +66,30 @@ class LayoutPlan(NamedTuple):
     """A layout and its costs."""
 
     layout: RankLayout
-    memory: Mapping[str, float]  # Bytes of the fullest rank, by part
+    memory: Mapping[str, float]  # Bytes of the rank that needs most, by use
     sent: Mapping[str, float]  # Bytes of the rank that sends most in a step, by axis
     seconds: float  # Duration of a step
-    bubble: float  # Part of the time in which ranks wait for other stages
+    bubble: float  # Fraction of the time in which ranks wait for other stages
 
     @property
     def peak(self) -> float:
-        """Bytes of the fullest rank."""
         return sum(self.memory.values())
 
 
 class ParallelPlan(NamedTuple):
-    """The layouts of some ranks, and the needs of the dense p-net."""
+    """The layouts of a number of ranks, and the costs of the dense p-net with FSDP."""
 
     ranks: int
     device: DeviceSpec
     fits: tuple[LayoutPlan, ...]  # Layouts that fit, the fastest first
     refused: tuple[tuple[str, str], ...]  # The other layouts, each with the reason
-    dense: Mapping[str, float]  # Bytes by part of a rank of FSDP with the dense p-net and the same optimizer
+    dense: Mapping[str, float]  # Bytes, by use, of a rank of FSDP with the dense p-net and the same optimizer
     dense_sent: float  # Bytes that a rank of FSDP sends in a step
 
     def report(self, most: int = 20) -> str:
-        """Returns a table of the fastest layouts, the reasons of the others, and the needs of the dense p-net.
+        """Return a table of the fastest layouts, why other layouts do not fit, and the costs of the dense p-net.
 
-        The last column has options of `gbfunc train`.
+        The last column has the layout's options for `gbfunc train`.
         """
         lines = [f"{'seconds':>9}{'bubble':>8}{'memory':>9}{'sent':>9}  options"] if self.fits else []
         for p in self.fits[:most]:
@@ -132,29 +131,29 @@ def plan_parallel(
     lazy: Any = "auto",
     optimizer_states: int = 2,
 ) -> ParallelPlan:
-    """Computes the memory, traffic and time of every layout of some ranks, without running a layout.
+    """Compute the memory, traffic and time of every layout of some ranks, without running a layout.
 
     Args:
         plan: the plan.
         pnet: the p-net, on any device, also the meta device.
         batch: a global batch, on any device; only its shapes matter.
         ranks: number of ranks.
-        device: speed and memory of a rank, by default some cores of a server.
-        loss_fn: as for `make_train_step`. None calls the p-net with the batch, its first entry if the batch is a tuple,
-            or its items as keywords if the batch is a mapping, and leaves the loss itself out.
-        parallel: styles of the layers, as for `make_train_step`; None takes `tensor_styles` of p-nets that it knows.
-        microbatches: microbatches of a step; None takes the fastest number for each layout.
-        lazy: as for `make_train_step`.
-        optimizer_states: numbers that the optimizer keeps for each number of the genome (Adam: 2).
+        device: speed and memory of a rank; the default is a few cores of a server.
+        loss_fn: as in `make_train_step`. None calls the p-net with the batch, with the first entry of a tuple, or with
+            the items of a mapping as keywords; then the cost of the loss is not counted.
+        parallel: styles of the layers, as in `make_train_step`; None uses `tensor_styles` if it knows the p-net.
+        microbatches: number of microbatches of a step; None chooses the fastest number for each layout.
+        lazy: as in `make_train_step`.
+        optimizer_states: numbers that the optimizer stores for each number of the genome (Adam: 2).
 
     Raises:
         ValueError: for ranks < 1, a batch without rows, or a plan with a base.
     """
-    from gbfunc.parallel.planner_costs import Model  # Torch's counter of operations takes time to import.
+    from gbfunc.parallel.planner_costs import Model  # Imports torch's counter of operations, which takes time.
 
     device = device or DeviceSpec()
     if plan.base is not None:
-        raise ValueError("a p-net with a base is not split: plan_parallel is for plans without one")
+        raise ValueError("plan_parallel expects a plan without a base, got one with a base: its p-net is not split")
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"ranks must be an int >= 1, got {ranks!r}")
     model = Model(plan, pnet, batch, loss_fn or _call, parallel, lazy, optimizer_states)
@@ -184,20 +183,20 @@ def _call(net: Callable[..., Any], batch: Any) -> Any:
 
 def _costed(model: Model, device: DeviceSpec, layout: RankLayout) -> LayoutPlan:
     (memory, all_sent, stages, hidden), p, m = model.footprint(layout), layout.sizes["pipeline"], layout.microbatches
-    compute, generate = list[float](), list[float]()  # Of every stage, for a microbatch and for a step
+    compute, generate = list[float](), list[float]()  # Seconds of every stage: per microbatch, and per step
     for cell in stages:
         work = cell.flops / device.flops + cell.moved / device.bandwidth + cell.operators * device.overhead
         sent = (cell.sent + cell.sent_back) / device.link + cell.messages * device.latency
         compute.append(3 * work + sent)
-        moved = 6 * (cell.weights + cell.transient)  # Weights are moved six times.
-        again = 4 / 3 * m if layout.remat == "layer" else 1.0  # A third of generation, its forward, is there twice.
-        generate.append(again * (cell.generation / device.flops + moved / device.bandwidth))
+        moved = 6 * (cell.weights + cell.transient)  # A step reads or writes weights six times.
+        repeats = 4 / 3 * m if layout.remat == "layer" else 1.0  # The forward, a third of generation, runs twice.
+        generate.append(repeats * (cell.generation / device.flops + moved / device.bandwidth))
     busy = [m * sum(compute[s] for s in mine) + sum(generate[s] for s in mine) for mine in layout.stages]
-    # The wait of a pipeline in microbatches of its busiest rank, and a message between stages in both directions.
+    # The idle time of a pipeline, in microbatches of its busiest rank, and messages between stages in both directions.
     waits = {"interleaved": 1 / 2, "zbv": 1 / 6 if m >= 2 * p else 1 / 3}.get(layout.order, 1.0) * (p - 1)
     hops = 2 * (p - 1) * (device.latency + hidden / device.link)
     duration = max(busy) + waits * max(sum(compute[s] for s in mine) for mine in layout.stages) + hops
-    # Sums over ranks, gathers of a split genome, and the update.
+    # After the pipeline: sums over ranks, gathers of a split genome, and the optimizer's update.
     axes = [n for axis, n in all_sent.items() if axis not in ("tensor", "pipeline")]
     genome = memory["genome"] + memory["optimizer"]
     tail = sum(axes) / device.link + len(axes) * device.latency + 3 * genome / device.bandwidth

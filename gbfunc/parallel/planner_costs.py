@@ -1,4 +1,4 @@
-"""The bytes that a layout of ranks stores and sends, from the costs of the blocks."""
+"""Computes the bytes that a layout of ranks stores and sends, from the costs of the p-net's blocks."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from gbfunc.parallel.tensor import TensorParallel, resolve
 from gbfunc.plan import DTYPES, Plan
 from gbfunc.trees import n_rows, tree_map
 
-_TRACED_ROWS = 2  # Rows by which blocks are found and balanced; batch norms refuse a single one
-_SINES = 0.9  # Bytes of sines that a graph keeps, per byte of factors: codes that are sums need fewer
+_TRACED_ROWS = 2  # Number of rows with which blocks are recorded and balanced; batch norms refuse a single row
+_SINES = 0.9  # Bytes of sines that a graph saves, per byte of factors; below 1, as sums of codes save fewer
 
 
 class RankLayout(NamedTuple):
     """The ranks and options of a step."""
 
-    sizes: Mapping[str, int]  # Ranks along data, pipeline, gnets and tensor
-    placement: Placement = "replicated"  # Of the genome
-    schedule: str | None = None  # Of the pipeline, None without one
+    sizes: Mapping[str, int]  # Number of ranks along data, pipeline, gnets and tensor
+    placement: Placement = "replicated"  # Placement of the genome
+    schedule: str | None = None  # Schedule of the pipeline, None without a pipeline
     microbatches: int = 1
     remat: str = "none"
 
     def __str__(self) -> str:
-        """Options of `gbfunc train`, without the defaults."""
+        """Return the options of `gbfunc train` that differ from the defaults."""
         split = self.sizes["gnets"] > 1
         sizes = {axis: n for axis, n in self.sizes.items() if n > 1 or (axis == "data" and split)} or {"data": 1}
         options = {
@@ -67,7 +67,7 @@ class RankLayout(NamedTuple):
 
 
 class Model:
-    """A plan, its p-net and a global batch; the optimizer keeps `states` numbers for each number of the genome."""
+    """The costs of a plan's training step with a global batch; an optimizer has `states` numbers per trained number."""
 
     def __init__(
         self, plan: Plan, pnet: nn.Module, batch: Any, run: RunLoss, styles: Any, lazy: Any, states: int
@@ -75,25 +75,25 @@ class Model:
         self.plan, self.pnet, self.batch, self.run, self.lazy, self.states = plan, pnet, batch, run, lazy, states
         self.rows = n_rows(batch) or 0
         if not self.rows:
-            raise ValueError("the batch must have rows, the same in all tensors, got none")
-        for name in ("dry", "cells", "made", "starts", "stages", "weights", "crossing", "genome", "why_not"):
-            setattr(self, name, cache(getattr(self, name)))  # Many layouts ask for the same.
+            raise ValueError("the batch must have rows, equally many in all tensors, got none")
+        for name in ("dry", "cells", "generated", "starts", "stages", "weights", "crossing", "genome", "why_not"):
+            setattr(self, name, cache(getattr(self, name)))  # Many layouts need the same results.
         self._styles = None if styles is None else resolve(pnet, styles)
-        try:  # Blocks, if the p-net has a list of layers that run one after the other.
+        try:  # Find blocks: the p-net may have a list of layers that run in sequence.
             self.blocks = find_blocks(pnet, 2)
             self._chain = trace_chain(pnet, self.blocks, run, self._batch(_TRACED_ROWS))
-        except (RuntimeError, ValueError):  # Also if the loss function calls parts of the p-net.
+        except (RuntimeError, ValueError):  # Without blocks, or if the loss function calls parts of the p-net.
             self.blocks = ()
             self._chain = Chain((), {name: frozenset({-1}) for t in plan.tensors for name in (t.name, *t.aliases)})
-        # The cells that use each parameter.
+        # The cells that use each parameter. Cell -1 of the chain is cell 0 here.
         after = self._chain.places
         self._places = {t.name: frozenset(i + 1 for k in (t.name, *t.aliases) for i in after[k]) for t in plan.tensors}
-        try:  # An error of the p-net shows here.
+        try:  # Run the p-net once, so that its errors are raised before the search.
             self.cells(1, lazy is not False, self.rows)
         except RuntimeError as error:
             if "meta" not in str(error):
                 raise
-            words = "layouts are planned on the meta device, where tensors have no values"
+            words = "plan_parallel expects a forward that runs on the meta device, where tensors have no values, got"
             raise ValueError(f"{words}: {error}") from error
 
     def _batch(self, rows: int) -> Any:
@@ -104,7 +104,7 @@ class Model:
         return tree_map(some, self.batch)
 
     def why_not(self, tensor: int, stages: int = 1, schedule: str | None = None) -> str:
-        """Why layers cannot be split over so many tensor ranks, or the p-net into stages; empty if they can."""
+        """Explain why layers cannot be split over `tensor` ranks, or the p-net into stages; empty if both can."""
         try:
             self.dry(tensor, self.lazy is not False)
             if schedule is None:
@@ -120,19 +120,19 @@ class Model:
         return ""
 
     def layouts(self, ranks: int, microbatches: int | None) -> Iterator[tuple[list[RankLayout], str]]:
-        """Yields layouts that differ only in their microbatches, or one layout and the reason why it cannot run."""
+        """Yield layouts that differ only in their number of microbatches, or one layout and why it cannot run."""
         divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
         for tensor in divisors:
-            of = {"data": 1, "pipeline": 1, "gnets": 1, "tensor": tensor}
+            sizes = {"data": 1, "pipeline": 1, "gnets": 1, "tensor": tensor}
             if tensor > 1 and (reason := self.why_not(tensor)):
-                yield [RankLayout(of)], reason
+                yield [RankLayout(sizes)], reason
                 continue
             for shards in (d for d in reversed(divisors) if ranks // tensor % d == 0):
                 rows, pipeline = self.rows / shards, ranks // tensor // shards
-                of = of | {"data": shards, "pipeline": pipeline}
+                sizes = sizes | {"data": shards, "pipeline": pipeline}
                 for schedule in SCHEDULES if pipeline > 1 else (None,):
                     tried = [microbatches] if microbatches else [pipeline * 2**i for i in range(4 if schedule else 8)]
-                    # Without a pipeline, ranks may have uneven microbatches; interleaved ones go in equal rounds.
+                    # Without a pipeline, microbatches may be uneven. The interleaved schedule needs equal rounds.
                     uneven = schedule is None and ranks > 1
                     numbers = [m for m in tried if pipeline <= m <= rows and (uneven or rows % m == 0)]
                     numbers = [m for m in numbers if schedule != "interleaved" or m % (m // pipeline) == 0]
@@ -141,24 +141,24 @@ class Model:
                         reason = self.why_not(tensor, len(stage_ranks(schedule, pipeline)), schedule) or reason
                     reason = reason if rows >= 1 else f"{shards} shards of a batch of {self.rows} rows"
                     if reason:
-                        yield [RankLayout(of, schedule=schedule)], reason
+                        yield [RankLayout(sizes, schedule=schedule)], reason
                         continue
-                    yield from ((found, "") for found in self._placed(of, schedule, numbers))
+                    yield from ((found, "") for found in self._placed(sizes, schedule, numbers))
 
-    def _placed(self, of: dict[str, int], schedule: str | None, numbers: list[int]) -> Iterator[list[RankLayout]]:
-        shards, lazy = of["data"], self.lazy is not False
+    def _placed(self, sizes: dict[str, int], schedule: str | None, numbers: list[int]) -> Iterator[list[RankLayout]]:
+        shards, lazy = sizes["data"], self.lazy is not False
         split = min(PLACEMENTS[1:], key=lambda p: placement_cost(self.plan, 1, shards, p, lazy).bytes), shards
         for placement, gnets in [(PLACEMENTS[0], 1), split][: 1 + (shards > 1)]:
-            sizes = of | {"data": shards // gnets, "gnets": gnets}
+            sizes = sizes | {"data": shards // gnets, "gnets": gnets}
             yield [RankLayout(sizes, placement, schedule, m) for m in numbers]
-            # Weights are generated again only if they do not stay factors. On a split genome they are also gathered
-            # again: one microbatch.
+            # Recomputation concerns only weights that do not stay factors. With a split genome, every microbatch would
+            # gather them again, so only one microbatch is tried.
             some = [m for m in numbers if m == 1 or gnets == 1]
-            if some and any(w.transient for w in self.made(1, lazy and gnets == 1, True, 1).values()):
+            if some and any(w.transient for w in self.generated(1, lazy and gnets == 1, True, 1).values()):
                 yield [RankLayout(sizes, placement, schedule, m, "layer") for m in some]
 
     def dry(self, tensor: int, factored: bool) -> DryRun:
-        """The p-net as a tensor rank runs it; ValueError if it cannot be split."""
+        """Return the dry run of a rank of the tensor axis; raise ValueError if the p-net cannot be split."""
         parallel = None
         if tensor > 1:
             styles = resolve(self.pnet, tensor_styles(self.pnet)) if self._styles is None else self._styles
@@ -168,9 +168,9 @@ class Model:
     def cells(self, tensor: int, factored: bool, rows: int) -> list[Cell]:
         return self.dry(tensor, factored)(self.run, self._batch(rows))
 
-    def made(self, tensor: int, factored: bool, remat: bool, gnets: int) -> dict[str, Cell]:
-        """Every generated parameter as a tensor rank keeps it."""
-        dry, plan, made, flops = self.dry(tensor, factored), self.plan, dict[str, Cell](), dict[int, float]()
+    def generated(self, tensor: int, factored: bool, remat: bool, gnets: int) -> dict[str, Cell]:
+        """Return the costs of every generated parameter on a rank of the tensor axis, by name."""
+        dry, plan, costs, flops = self.dry(tensor, factored), self.plan, dict[str, Cell](), dict[int, float]()
         for e in plan.ensembles:
             for span in e.spans:
                 thin = plan.tensors[span.tensor].name in dry.forms
@@ -179,55 +179,55 @@ class Model:
         for i, t in ((i, t) for i, t in enumerate(plan.tensors) if t.slots):
             factors = float(plan.dtype.itemsize * sum(math.prod(x) for s in t.slots for x in factor_shapes(s)))
             if t.name in dry.forms:
-                made[t.name] = Cell(weights=factors, graph=_SINES * factors / gnets, generation=flops[i])
+                costs[t.name] = Cell(weights=factors, graph=_SINES * factors / gnets, generation=flops[i])
                 continue
             numel = math.prod(dry.shapes.get(t.name, t.shape))
             share = numel / max(1, t.numel)
-            # A split genome gathers whole tiles. Graphs are counted for PyTorch's operators, as on a GPU; the compiled
-            # loop of a CPU keeps only the leaves.
+            # A split genome gathers entire tiles. Graphs are estimated for PyTorch's operators, as on a GPU; the
+            # compiled loop on a CPU saves only the leaves.
             kept = (t.numel if gnets > 1 and not remat else numel) * DTYPES[t.dtype].itemsize
             graph = 2 * _SINES * factors * (share if gnets == 1 else 1 / gnets)
             again = remat and t.is_formable(self.pnet)
             sizes = {"transient": kept + graph, "passing": kept + graph} if again else {"weights": kept, "graph": graph}
-            made[t.name] = Cell(**sizes, generation=flops[i] * share)
-        return made
+            costs[t.name] = Cell(**sizes, generation=flops[i] * share)
+        return costs
 
     def starts(self, n: int) -> tuple[int, ...]:
-        """The first blocks of n stages, and the number of blocks; (0, 0) without blocks."""
+        """Return the first block of each of n stages, and the number of blocks; (0, 0) without blocks."""
         return balanced_stages(self._chain.flops, n) if self.blocks else (0, 0)
 
     def crossing(self, n: int) -> list[float]:
-        """Bytes per row that cross the starts of n stages, and the end; ValueError if they cannot be sent."""
+        """Return the bytes per row sent to each of n stages, and 0; raise ValueError if values cannot be sent."""
         parcels = [Parcel(crossing(self._chain, self.starts(n), stage)) for stage in range(n)]
         return [*(parcel.like.nbytes / _TRACED_ROWS for parcel in parcels), 0.0]
 
     def stages(self, n: int) -> list[frozenset[int]]:
-        """The cells of n stages; the first and last stage have the outermost cells too."""
+        """Return the cells of n stages; the first and the last stage include the cells before and after the blocks."""
         starts = [0, *(start + 1 for start in self.starts(n)[1:-1]), len(self.blocks) + 2]
         return [frozenset(range(a, b)) for a, b in pairwise(starts)]
 
-    def weights(self, used: frozenset[int], *how: Any) -> Cell:
-        """The generated parameters that some cells use."""
-        return total(cell for name, cell in self.made(*how).items() if self._places[name] & used)
+    def weights(self, used: frozenset[int], *options: Any) -> Cell:
+        """Return the total cost of the generated parameters that some cells use; `options` are those of `generated`."""
+        return total(cell for name, cell in self.generated(*options).items() if self._places[name] & used)
 
     def footprint(self, layout: RankLayout) -> tuple[dict[str, float], dict[str, float], list[Cell], float]:
-        """The fullest rank's bytes by part, most bytes sent by axis, costs of a microbatch by stage, largest hop."""
+        """Return a rank's most bytes stored and sent, each stage's costs of a microbatch, and the largest message."""
         sizes, m, mine = layout.sizes, layout.microbatches, layout.stages
         p, t, gnets, remat = sizes["pipeline"], sizes["tensor"], sizes["gnets"], layout.remat == "layer"
         factored = self.lazy is not False and (gnets == 1 or (layout.placement == "factors" and not remat))
         n, rows = sum(map(len, mine)), math.ceil(self.rows / (sizes["data"] * gnets * m))
         cells, hidden, of_stage = self.cells(t, factored, rows), [rows * x for x in self.crossing(n)], self.stages(n)
-        how = t, factored, remat, gnets
-        stages = [total(cells[c] for c in of) for of in of_stage]
-        parts, of_ranks = [], [frozenset().union(*(of_stage[s] for s in own)) for own in mine]
+        options = t, factored, remat, gnets
+        stages = [total(cells[c] for c in used) for used in of_stage]
+        stored, of_ranks = [], [frozenset().union(*(of_stage[s] for s in own)) for own in mine]
         for rank, (own, used) in enumerate(zip(mine, of_ranks, strict=True)):
-            flights = [[*zip(of, own, strict=True)] for of in in_flight(layout.order, rank, p, m)]
+            flights = [[*zip(counts, own, strict=True)] for counts in in_flight(layout.order, rank, p, m)]
             saved = max(sum(k * stages[s].saved for k, s in flight) for flight in flights)
             buffers = 2 * m * sum(hidden[s] + hidden[s + 1] for s in own) + max(stages[s].largest for s in own)
-            parts.append(self._memory(layout, self.weights(used, *how), saved, buffers))
+            stored.append(self._memory(layout, self.weights(used, *options), saved, buffers))
         split, replicated, _ = self.genome(gnets)
         ends = [sum(hidden[s + d] for s in own for d in (0, 1) if s + 2 * d - 1 not in own) for own in mine]
-        # Running statistics are averaged too, and rows, norm and loss are summed.
+        # All-reduced numbers also include running statistics, and the number of rows, the norm and the loss.
         numbers = replicated + 3 + sum(math.prod(b.shape) for b in self.plan.averaged)
         world, item = math.prod(sizes.values()), self.plan.dtype.itemsize
         sent = {
@@ -237,12 +237,12 @@ class Model:
             "replicas": all_reduce_bytes(split * item, world // gnets),
             "world": all_reduce_bytes(numbers * item, world),
         }
-        with_weights = [total([cell, self.weights(of, *how)]) for cell, of in zip(stages, of_stage, strict=True)]
-        fullest = max(parts, key=lambda part: sum(part.values()))
+        with_weights = [total([cell, self.weights(of, *options)]) for cell, of in zip(stages, of_stage, strict=True)]
+        fullest = max(stored, key=lambda memory: sum(memory.values()))
         return fullest, {axis: n for axis, n in sent.items() if n}, with_weights, max(hidden)
 
     def genome(self, gnets: int) -> tuple[float, float, float]:
-        """Numbers of the genome on a rank: of split leaves, of other trained ones, and of frozen ones."""
+        """Count a rank's numbers of the genome: in split leaves, in other trained tensors, and in frozen tensors."""
         split = replicated = 0.0
         for e in self.plan.ensembles:
             share = shares_of(e.n_tiles, gnets, 0)[0] / e.n_tiles
@@ -254,17 +254,17 @@ class Model:
         trained = sum(t.numel for t in self.plan.direct if self.pnet.get_parameter(t.name).requires_grad)
         return split, replicated + trained, sum(t.numel for t in self.plan.direct) - trained
 
-    def _memory(self, layout: RankLayout, made: Cell, saved: float, buffers: float) -> dict[str, float]:
+    def _memory(self, layout: RankLayout, generated: Cell, saved: float, buffers: float) -> dict[str, float]:
         item, (split, replicated, frozen) = self.plan.dtype.itemsize, self.genome(layout.sizes["gnets"])
-        trained, weights = item * (split + replicated), made.weights + made.passing
-        # Gradients that do not add up over microbatches take the place of activations, which backward frees.
+        trained, weights = item * (split + replicated), generated.weights + generated.passing
+        # With one microbatch, gradients of weights use the memory of activations that backward has freed.
         once = layout.microbatches == 1 and layout.schedule is None
-        # Otherwise the genome's gradients come after the activations. Gradients of weights coexist with the most
-        # activations in 1F1B and with plain microbatches, but not in schedules that peak before backward.
+        # Otherwise the genome's gradients are computed after activations are freed. Gradients of weights coexist with
+        # the most activations in 1F1B and with plain microbatches, but not in schedules that peak before backward.
         gradients = weights if layout.order == "1f1b" else 0.0
         flat = trained if once and math.prod(layout.sizes.values()) > 1 else 0.0
         return {
-            "weights": weights + made.graph,
+            "weights": weights + generated.graph,
             "genome": trained + item * frozen,
             "optimizer": self.states * trained,
             "gradients": trained + max(0.0, weights - saved) if once else max(gradients, trained),
@@ -279,11 +279,11 @@ class Model:
         return max((2 if layout.remat == "layer" else 1) * out + back for out, back in gathers)
 
     def dense(self, ranks: int) -> tuple[dict[str, float], float]:
-        """Bytes by part of a rank of FSDP on the dense p-net, and the bytes that it sends in a step."""
+        """Return the bytes, by use, of a rank of FSDP with the dense p-net, and the bytes that it sends per step."""
         cells = self.cells(1, False, -(-self.rows // ranks))
         n_bytes = {t.name: t.numel * DTYPES[t.dtype].itemsize for t in self.plan.tensors}
         blocks = [sum(n for name, n in n_bytes.items() if i in self._places[name]) for i in range(len(cells))]
         share = sum(n_bytes.values()) / ranks
-        parts = {"weights": share, "gradients": share, "optimizer": self.states * share}
-        parts |= {"gathered block": 2 * max(blocks) if ranks > 1 else 0.0}
-        return parts | {"activations": sum(cell.saved for cell in cells)}, 3 * share * (ranks - 1)
+        memory = {"weights": share, "gradients": share, "optimizer": self.states * share}
+        memory |= {"gathered block": 2 * max(blocks) if ranks > 1 else 0.0}
+        return memory | {"activations": sum(cell.saved for cell in cells)}, 3 * share * (ranks - 1)

@@ -1,7 +1,7 @@
-"""Ready-made styles of tensor parallelism for p-nets that are known, and a vocabulary that ranks divide.
+"""Predefined styles of tensor parallelism for known p-nets, and padding of a vocabulary for the number of ranks.
 
-Queries, keys, values and up-projections are split by column (each rank has some heads), output and down-projections by
-row; the embedding and the head by words (Shoeybi et al., 2019).
+Queries, keys, values and up-projections are column parallel, so that each rank has some heads. Output and
+down-projections are row parallel. The embedding and the head are split over words (Shoeybi et al., 2019).
 """
 
 import copy
@@ -19,9 +19,9 @@ from gbfunc.parallel.tensor import DividedAttributes, PackedColwiseParallel, Sty
 
 
 def tensor_styles(pnet: nn.Module) -> Styles:
-    """The styles of the library's `GPT`, or Hugging Face's `GPT2LMHeadModel` or `LlamaForCausalLM`.
+    """Return styles for `make_train_step(parallel=)`; raise ValueError for an unsupported p-net.
 
-    They are for `make_train_step(parallel=)`; another p-net raises ValueError.
+    Supports the library's `GPT`, and Hugging Face's `GPT2LMHeadModel` and `LlamaForCausalLM`.
     """
     net: Any = pnet
     column, row, packed = ColwiseParallel(), RowwiseParallel(), PackedColwiseParallel
@@ -45,7 +45,7 @@ def tensor_styles(pnet: nn.Module) -> Styles:
             "transformer.h.*.mlp.c_proj": row,
             "lm_head": head,
         },
-        # Its attention takes the number of heads from the width that it gets.
+        # Llama's attention derives the number of heads from the width of the projections.
         "LlamaForCausalLM": lambda: {
             "model.embed_tokens": words,
             "model.layers.*.self_attn.q_proj": packed(1, net.config.num_attention_heads),
@@ -60,28 +60,28 @@ def tensor_styles(pnet: nn.Module) -> Styles:
     make = known.get(type(pnet).__name__)
     if make is None:
         raise ValueError(
-            f"there are styles for {', '.join(known)}, got a {type(pnet).__name__}: write yours as "
+            f"there are styles for {', '.join(known)}, got a {type(pnet).__name__}: write your own styles as "
             "parallel={'up': ColwiseParallel(), 'down': RowwiseParallel()}"
         )
     return make()
 
 
 def pad_vocabulary(pnet: nn.Module, ranks: int) -> nn.Module:
-    """A copy of a language model whose vocabulary the ranks divide; words that were added get no probability.
+    """Copy a language model and pad its vocabulary to a multiple of `ranks`; added words get no probability.
 
-    Embeddings and linear layers with as many rows as the vocabulary (that of the first embedding) get rows of zeros,
-    and the model's logits of these are minus infinity.
+    The vocabulary's size is the number of rows of the first embedding. All embeddings and linear layers with this
+    number of rows get additional rows of zeros. The model's logits of the additional rows are minus infinity.
 
     Args:
         pnet: a model whose output, or whose output's `logits`, are logits [..., words].
-        ranks: of the tensor axis.
+        ranks: number of ranks along the tensor axis.
 
     Raises:
         ValueError: if the model has no embedding.
     """
     words = next((m.num_embeddings for m in pnet.modules() if isinstance(m, nn.Embedding)), None)
     if words is None:
-        raise ValueError(f"a {type(pnet).__name__} has no embedding, and so no vocabulary")
+        raise ValueError(f"expected a p-net with an embedding, whose vocabulary is padded, got a {type(pnet).__name__}")
     padded = ranks * math.ceil(words / ranks)
     net, wider = copy.deepcopy(pnet), dict[Tensor, nn.Parameter]()
     for module in net.modules():

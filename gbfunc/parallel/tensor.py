@@ -1,15 +1,15 @@
-"""Tensor parallelism: each rank generates and applies its piece of a layer, in the styles of torch.
+"""Tensor parallelism: each rank generates and applies its piece of a layer, with the styles of torch.
 
     column parallel   y_p = x W_p^T          W_p: some rows of W       gradient of x: sum over ranks
     row parallel      y = sum_p x_p W_p^T    W_p: some columns of W    output: sum over ranks
 
 (`ColwiseParallel` and `RowwiseParallel`; Shoeybi et al., 2019.) With factors `W = L R^T` of rank k, ranks sum the
-*thin* product: `x_p R_p` [tokens, k] of a row-parallel layer, and the gradient of `x R` of a column-parallel layer. So
-k numbers per token are sent instead of the layer's width. Weights and their gradients are not sent: each rank's
-gradient of the genome is a summand.
+*thin* product: `x_p R_p` [tokens, k] of a row-parallel layer, and the gradient of `x R` of a column-parallel layer.
+Ranks then send k numbers per token instead of the layer's width. Weights and their gradients are never sent, because
+each rank computes a summand of the genome's gradient.
 
-Layers with a stock forward run here, also on uneven pieces. Torch applies all other styles (`SequenceParallel`,
-`PrepareModuleInput`, styles of other layers) on DTensors.
+gbfunc computes layers with a stock forward, also with uneven pieces. Torch applies all other styles
+(`SequenceParallel`, `PrepareModuleInput`, styles of other layers) with DTensors.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from gbfunc.tiling import Piece
 from gbfunc.types import Params
 
 Styles = Mapping[str, ParallelStyle]
-"""Styles by name of module, also with wildcards, as torch's `parallelize_module` takes them."""
+"""Styles by name of module, with wildcards, as in torch's `parallelize_module`."""
 
 
 class PackedColwiseParallel(ColwiseParallel):
-    """Splits each of several equal parts of a layer's outputs (q, k and v in one) by column.
+    """Column parallelism for a layer with several equal parts of outputs (queries, keys, values); splits each part.
 
     Args:
         parts: number of parts.
-        heads: attention heads in each part, which stay whole; None if there are none.
+        heads: number of attention heads in each part, which are not cut; None for a layer without heads.
         **options: as for `ColwiseParallel`.
     """
 
@@ -89,30 +89,31 @@ def _check_divides(ranks: int, n: int, what: str) -> None:
 
 def _check_layer(name: str, module: Any, owners: Mapping[int, str]) -> None:
     if not transposed(module) and not isinstance(module, nn.Linear | nn.Embedding):
-        raise ValueError(f"{name!r} is a {type(module).__name__}: only linear layers and embeddings are split")
+        raise ValueError(f"{name!r} must be a linear layer or embedding to be split, got a {type(module).__name__}")
     if id(module.weight) not in owners:
-        raise ValueError(f"{name!r} computes its weight (a parametrization?): only parameters are split")
+        raise ValueError(f"{name!r} must have a parameter as its weight to be split, got a parametrized weight")
     if getattr(module, "max_norm", None) is not None:
-        raise ValueError(f"{name!r} has max_norm={module.max_norm}: a layer that changes its weight is not split")
+        raise ValueError(f"{name!r} must not change its weight to be split, got max_norm={module.max_norm}")
 
 
 class TensorParallel:
-    """The tensor axis of a mesh and the styles of a p-net's layers (from `resolve`)."""
+    """Splits the layers of a p-net over the tensor axis of a mesh, by the styles that `resolve` returns."""
 
-    local_rows: int | None = None  # Rows of this rank's part of the last layer's output, None if replicated
-    by_class = False  # Whether the classes of the last layer are split over ranks
+    local_rows: int | None = None  # Number of rows of the last layer's output on this rank, None if not split
+    by_class = False  # Whether the classes of the last layer's output are split over ranks
 
     def __init__(
         self, pnet: nn.Module, styles: Mapping[str, ParallelStyle], mesh: Mesh, wire: type[Wire] = Wire
     ) -> None:
         self.wire = wire(mesh, mesh.axis("tensor"))
         self.ranks, self._rank = self.wire.axis.size, self.wire.axis.rank
-        # This rank's part of a split parameter's matrix, and the shape of the part in its layer, by name.
+        # This rank's piece of a split parameter's matrix, and the shape of the piece in the layer, by name.
         self._styles, self.pieces, self.shapes = styles, dict[str, Piece](), dict[str, tuple[int, ...]]()
         self._splits: dict[str, Split] = {}
-        # A parameter's placement, and the sizes of every rank's part.
+        # The placement of a parameter, and the lengths of all ranks' pieces.
         self._placements: dict[str, tuple[Any, Sizes]] = {}
-        self._alike: dict[str, list[Tensor]] | None = {}
+        # Gradients to compare between ranks at the first step; None after the comparison.
+        self._compared: dict[str, list[Tensor]] | None = {}
         self.takes_parts = any(map(_takes_parts, styles.values()))
         owners = {id(p): n for n, p in pnet.named_parameters()}
         scratch = skeleton_of(pnet)
@@ -133,13 +134,13 @@ class TensorParallel:
     def _split(self, name: str, module: Any, style: Any) -> Split:
         flipped = transposed(module)
         rows, cols = module.weight.shape[::-1] if flipped else module.weight.shape
-        # An embedding's matrix has its words in rows: row parallel splits these.
+        # The matrix of an embedding has its words in rows, and a row-parallel embedding is split over words.
         by_rows = isinstance(style, ColwiseParallel) != isinstance(module, nn.Embedding)
         parts, length = 1, rows if by_rows else cols
         if isinstance(style, PackedColwiseParallel):
             parts = style.parts
             if length % parts or not by_rows:
-                raise ValueError(f"{name!r} has {length} outputs, which are not {parts} equal parts")
+                raise ValueError(f"{name!r} must have {parts} equal parts of outputs, got {length} outputs")
             what = f"{name!r}, {'heads' if style.heads else 'outputs of a part'}"
             _check_divides(self.ranks, style.heads or length // parts, what)
         sizes = chunk_sizes(length // parts, self.ranks)
@@ -158,11 +159,11 @@ class TensorParallel:
             raise ValueError(f"{name!r} is tied between layers that split it in different ways: give them one style")
         self._placements[name], self.shapes[name] = (placement, sizes), self._shape(shape, placement.dim, sizes)
 
-    def _shape(self, whole: Any, dim: int, sizes: Sizes) -> tuple[int, ...]:
-        return *whole[:dim], sizes[self._rank], *whole[dim + 1 :]
+    def _shape(self, full: Any, dim: int, sizes: Sizes) -> tuple[int, ...]:
+        return *full[:dim], sizes[self._rank], *full[dim + 1 :]
 
     def adapt(self, skeleton: nn.Module) -> frozenset[str]:
-        """Installs the layers' parallel forms; returns the parameters that the skeleton takes in another form."""
+        """Install the parallel layers; return the names of parameters that the skeleton takes as pieces or DTensors."""
         for name, style in self._styles.items():
             module = skeleton.get_submodule(name)
             if name in self._splits:
@@ -172,10 +173,10 @@ class TensorParallel:
         return frozenset(self._placements)
 
     def shrink(self, skeleton: nn.Module) -> None:
-        """Gives the layers of a skeleton the shapes that this rank computes with, for torch's tracer.
+        """Give the layers of a skeleton the shapes of this rank's pieces, for torch's tracer.
 
         Raises:
-            ValueError: for a style that hands on parts of the rows or of the sequence, or DTensors.
+            ValueError: for a style whose inputs or outputs are DTensors, or are split along rows or the sequence.
         """
         for name, style in self._styles.items():
             layer: Any = skeleton.get_submodule(name)
@@ -186,17 +187,17 @@ class TensorParallel:
             layouts = () if split is None else (split.into, split.out)
             if split is None or not split.local or any(isinstance(x, Shard) and x.dim != -1 for x in layouts):
                 raise ValueError(
-                    f"in a pipeline {name!r} cannot have {type(style).__name__}: torch's tracer takes column and row "
-                    "parallel styles whose inputs and outputs are whole, or split along features"
+                    f"in a pipeline {name!r} must have a column or row parallel style whose inputs and outputs are "
+                    f"replicated or split along features, got {type(style).__name__}: torch's tracer takes no other"
                 )
             words = isinstance(layer, nn.Embedding)
             features = split.out if words or split.by_rows else split.into
-            # Words that are split give rows of the whole width.
+            # An embedding that is split over words returns rows of the full width.
             if isinstance(features, Shard) and not (words and split.by_rows):
                 for key, dim in split.dims.items():
-                    whole = getattr(layer, key)
-                    part = whole.new_empty(self._shape(whole.shape, dim, split.sizes))
-                    setattr(layer, key, nn.Parameter(part, whole.requires_grad))
+                    full = getattr(layer, key)
+                    part = full.new_empty(self._shape(full.shape, dim, split.sizes))
+                    setattr(layer, key, nn.Parameter(part, full.requires_grad))
             if split.transposed:
                 layer.nf = layer.weight.shape[1]
 
@@ -225,7 +226,7 @@ class TensorParallel:
                 self.record_output(style.sequence_sharding[0], out)
 
         def even(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            # Torch assumes that the parts of a plain tensor are equally long.
+            # Torch would assume that plain tensors have equal lengths on all ranks.
             if isinstance(args[0], DTensor):
                 return args
             dim = style.sequence_sharding[0].dim % args[0].ndim
@@ -236,56 +237,56 @@ class TensorParallel:
             module.register_forward_pre_hook(even, prepend=True)
 
     def record_output(self, placement: Any, local: Tensor) -> None:
-        """Records the placement of the last layer's output, whose part the loss may take."""
+        """Record the placement of a layer's output; the last one tells how the loss's input is split."""
         split = isinstance(placement, Shard) and placement.dim not in (-1, local.ndim - 1)
         self.local_rows = math.prod(local.shape[:-1]) if split else None
         self.by_class = isinstance(placement, Shard) and not split
 
     def backward(self) -> AbstractContextManager[Any]:
-        """The context of backward: `loss_parallel`, if the last layer's classes are split over ranks."""
-        # Torch's context cannot be entered twice, and the caller may have entered it around the step.
+        """Return the context of backward: `loss_parallel` if the last layer's classes are split over ranks."""
+        # Torch's context cannot be nested, and the caller may have entered `loss_parallel` around the step.
         handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", {})
         active = torch.ops.aten._log_softmax.default in handlers
         return loss_parallel() if self.by_class and not active else nullcontext()
 
     def compare(self, loss: Tensor) -> None:
-        """Compares the loss of replicated outputs and gradients of replicated parameters over ranks, at the first step.
+        """Compare, at the first step, a replicated loss and the gradients of replicated parameters between ranks.
 
         Raises:
-            ValueError: if they differ.
+            ValueError: if the loss or a gradient differs.
         """
-        if self._alike is None:
+        if self._compared is None:
             return
-        norms = {k: math.hypot(*map(float, map(torch.linalg.vector_norm, xs))) for k, xs in self._alike.items() if xs}
-        self._alike = None
+        gradients, self._compared = self._compared, None
+        norms = {k: math.hypot(*map(float, map(torch.linalg.vector_norm, xs))) for k, xs in gradients.items() if xs}
         if self.local_rows is None:
             norms["the loss"] = float(loss.detach())
         for rank, other in zip(self.wire.axis.ranks, gather_objects(self.wire.mesh, norms, "tensor"), strict=True):
             for name, norm in norms.items():
-                apart = abs(norm - other.get(name, math.nan))
-                # Equal numbers of two ranks may differ by rounding in half precision.
-                if not apart <= 1e-3 * max(abs(norm), 1e-30) and math.isfinite(norm):
+                difference = abs(norm - other.get(name, math.nan))
+                # The tolerance allows for rounding in half precision.
+                if not difference <= 1e-3 * max(abs(norm), 1e-30) and math.isfinite(norm):
                     raise ValueError(
-                        f"{name} is {norm:.6g} on rank {self.wire.mesh.rank}, and on rank {rank} {other.get(name)}: "
-                        "a layer on a part of the sequence needs a style (SequenceParallel()), and dropout takes equal "
-                        "parts, since parts of other sizes draw different random numbers"
+                        f"{name} must be equal on all ranks, got {norm:.6g} on rank {self.wire.mesh.rank} and "
+                        f"{other.get(name)} on rank {rank}: give layers on a part of the sequence a style "
+                        "(SequenceParallel()), and dropout parts of equal size, which draw the same random numbers"
                     )
 
     def place(self, tensors: Params) -> Params:
-        """Generated tensors as the skeleton takes them: pieces as DTensors, and gradients that are summands.
+        """Convert generated tensors to the form that the skeleton takes: pieces become DTensors.
 
-        Ranks find equal gradients of tensors that they use alike, and divide them by the number of ranks.
+        The genome's gradient is summed over ranks, so gradients of replicated tensors are divided by their number.
         """
         placed = dict(tensors)
         for name, x in tensors.items():
-            weight, _, given = name.rpartition("_form.")
+            weight, _, key = name.rpartition("_form.")
             if name in self._placements:
                 placed[name] = _AsDTensor.apply(x, self.wire, *self._placements[name])
-            # All others are what this rank's pieces are made of.
-            elif x.requires_grad and (weight not in self.pieces or given in ("left", "right")):
+            # The remaining tensors are used for this rank's pieces only: their gradients are summands already.
+            elif x.requires_grad and (weight not in self.pieces or key in ("left", "right")):
                 seen = None
-                if self._alike is not None and not weight and name.rpartition(".")[0] not in self._splits:
-                    seen = self._alike.setdefault(f"the norm of the gradient of {name}", [])
+                if self._compared is not None and not weight and name.rpartition(".")[0] not in self._splits:
+                    seen = self._compared.setdefault(f"the norm of the gradient of {name}", [])
                 placed[name] = scale_gradient(x, 1 / self.ranks, seen)
         return placed
 
@@ -297,10 +298,10 @@ def _takes_parts(style: ParallelStyle) -> bool:
 
 
 def resolve(pnet: nn.Module, styles: Styles) -> dict[str, ParallelStyle]:
-    """Returns the style of every module that a pattern names, with the patterns of `parallelize_module`.
+    """Return the style of every module whose name matches a pattern, as in `parallelize_module`.
 
     Raises:
-        TypeError: for a value that is no style.
+        TypeError: for a value that is not a style.
         ValueError: for a pattern that names no module.
     """
     found: dict[str, ParallelStyle] = {}
@@ -317,7 +318,7 @@ def resolve(pnet: nn.Module, styles: Styles) -> dict[str, ParallelStyle]:
 
 
 class _AsDTensor(torch.autograd.Function):
-    """A rank's part of a parameter as a DTensor, and the gradient of the part."""
+    """Convert a rank's piece of a parameter to a DTensor, and the DTensor's gradient to the piece's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, wire: Wire, placement: Any, sizes: Sizes) -> Tensor:
@@ -333,5 +334,5 @@ class _AsDTensor(torch.autograd.Function):
         if isinstance(ctx.placement, Shard) and found != ctx.placement:
             grad, found = grad.redistribute(placements=(ctx.placement,)), ctx.placement
         local = grad.to_local()
-        # A replicated gradient is equal on all ranks, a partial one is a summand already.
+        # A replicated gradient is equal on all ranks and counts once; a partial gradient is already a summand.
         return (local / ctx.ranks if isinstance(found, Replicate) else local), None, None, None

@@ -1,4 +1,4 @@
-"""Layers whose matrix is split over tensor ranks: column and row parallel, on factors or on a piece of the weight.
+"""Layers whose matrix is split over the ranks of the tensor axis, computed with factors or with a piece of the weight.
 
 by rows (column parallel)    y_p = x W_p^T          with factors    y_p = (x R) L_p^T
 by columns (row parallel)    y = sum_p x_p W_p^T    with factors    y = (sum_p x_p R_p) L^T
@@ -24,16 +24,16 @@ from gbfunc.tiling import Piece, cut_piece, join_tiles
 class Split(NamedTuple):
     """How a layer is split over the ranks."""
 
-    by_rows: bool  # By rows of the matrix (column parallel: outputs, or words), or columns (row parallel: inputs)
-    sizes: Sizes  # Rows or columns of every rank
-    piece: Piece  # The block of the matrix that is this rank's
-    dims: Mapping[str, int]  # Dimensions along which its parameters are split, by name
-    into: Any  # Layout of a plain input
+    by_rows: bool  # Rows of the matrix are split (column parallel: outputs or words), otherwise columns (row parallel)
+    sizes: Sizes  # Number of rows or columns on every rank
+    piece: Piece  # This rank's block of the matrix
+    dims: Mapping[str, int]  # Dimension along which each split parameter is split, by name
+    into: Any  # Layout of an input that is a plain tensor
     out: Any  # Layout of the output
-    local: bool  # Whether the output is a plain tensor, and not a DTensor
+    local: bool  # Whether the output is a plain tensor instead of a DTensor
     transposed: bool  # Whether the layer stores the transpose of its matrix
-    wire: Wire  # The ranks
-    record: Callable[[Any, Tensor], None]  # Gets the placement and the local part of each output
+    wire: Wire  # Connection to the other ranks
+    record: Callable[[Any, Tensor], None]  # Called with the placement and the local part of each output
 
 
 def install_layer(layer: nn.Module, split: Split) -> None:
@@ -48,14 +48,14 @@ def _local(x: Any) -> Any:
 
 
 def _dense(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-    """The product with this rank's piece of a weight that is not thin."""
+    """Multiply `x` by this rank's piece of the weight, without thin products."""
     own, split, ranks = weight_of(layer, "weight"), layer.split, layer.split.wire.axis.size
     if own is None:
         return dense_linear(_local(layer.weight), split.transposed, None, x, bias)
     form = own.form
     if not isinstance(form, FactoredWeight):
         return own.linear(x, bias)
-    if own.formed is not None:  # for another reader
+    if own.formed is not None:  # The dense weight exists, because a module read `layer.weight`.
         weight = scale_gradient(own.formed, ranks)
         return F.linear(x, split.piece.of(weight.t() if form.transposed else weight), bias)
     cut = cut_piece(form.grid, split.piece)
@@ -66,7 +66,7 @@ def _dense(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _thin(layer: Any, batch: int, width: int, sent: bool) -> tuple[Tensor, Tensor] | None:
-    """The layer's factors, if thin products and their bytes cost less than the piece of the weight."""
+    """Return the layer's factors if thin products, and sending them, cost less than the piece of the weight."""
     own, split = weight_of(layer, "weight"), layer.split
     if own is None or not isinstance(form := own.form, FactoredWeight) or own.formed is not None:
         return None
@@ -75,8 +75,8 @@ def _thin(layer: Any, batch: int, width: int, sent: bool) -> tuple[Tensor, Tenso
     rows, cols, ranks = form.grid.rows, form.grid.cols, split.wire.axis.size
     balance = OPERATIONS_PER_BYTE.get(left.device.type, OPERATIONS_PER_BYTE["cpu"])
     byte = balance * 2 * left.element_size() * batch * sent
-    parts = (ranks, 1) if split.by_rows else (1, ranks)
-    thin = thin_flops(rows, cols, k, (nr, nc), batch, parts) + byte * nr * nc * k
+    pieces = (ranks, 1) if split.by_rows else (1, ranks)
+    thin = thin_flops(rows, cols, k, (nr, nc), batch, pieces) + byte * nr * nc * k
     pays = not form.auto or thin < dense_flops(rows, cols, k, batch) / ranks + byte * width
     return form.by_tile(own.given) if pays else None
 
@@ -86,19 +86,21 @@ def _by_rows(layer: Any, input: Tensor) -> Any:
     wire, bias = split.wire, _local(layer.bias)
     x, at, sizes = _incoming(split, input)
     if isinstance(at, Shard) and at.dim in (-1, x.ndim - 1):
-        x, at = wire.move(x, "split", "whole", -1, sizes), Replicate()
+        x, at = wire.move(x, "split", "replicated", -1, sizes), Replicate()
     width = x.shape[-1]
     factors = _thin(layer, x.numel() // max(1, width), width, x.requires_grad)
-    how: Any = ("split", "used in part", at.dim, sizes) if isinstance(at, Shard) else ("whole", "used in part")
+    start: Any = ("split", at.dim, sizes) if isinstance(at, Shard) else ("replicated",)
+    move: Any = start[0], "partial gradient", *start[1:]
     if factors is None:
-        y = _dense(layer, wire.move(x, *how), bias)
+        y = _dense(layer, wire.move(x, *move), bias)
         return _outgoing(split, y, Shard(y.ndim - 1), split.sizes)
-    # Each rank's gradient of the factors is a summand; equal gradients are divided by the number of ranks.
-    alike = isinstance(at, Replicate) and x.requires_grad
+    # `place` divides the gradients of factors, which may be equal on all ranks, by the number of ranks. Summands are
+    # multiplied by the number here.
+    replicated = isinstance(at, Replicate) and x.requires_grad
     left, right = factors
-    thin = thin_product(x, right if alike else scale_gradient(right, wire.axis.size), (0, width))
-    if alike or isinstance(at, Shard):
-        thin = wire.move(thin, *how)
+    thin = thin_product(x, right if replicated else scale_gradient(right, wire.axis.size), (0, width))
+    if replicated or isinstance(at, Shard):
+        thin = wire.move(thin, *move)
     y = from_thin(thin, scale_gradient(left, wire.axis.size), split.piece.rows)
     y = y if bias is None else y + bias.to(y.dtype)
     return _outgoing(split, y, Shard(y.ndim - 1), split.sizes)
@@ -109,7 +111,7 @@ def _by_columns(layer: Any, input: Tensor) -> Any:
     wire, bias, cols, rows = split.wire, layer.bias, split.piece.cols, split.piece.shape[0]
     x, at, _ = _incoming(split, input, last=True)
     if isinstance(at, Replicate):
-        x = wire.move(x, "whole", "split", -1, split.sizes)
+        x = wire.move(x, "replicated", "split", -1, split.sizes)
     if x.shape[-1] != cols[1] - cols[0]:
         raise ValueError(f"expected {cols[1] - cols[0]} of {sum(split.sizes)} features here, got {tuple(x.shape)}")
     factors = _thin(layer, math.prod(x.shape[:-1]), rows, True)
@@ -118,7 +120,7 @@ def _by_columns(layer: Any, input: Tensor) -> Any:
     else:
         part = thin_product(x, scale_gradient(factors[1], wire.axis.size), cols)
     y, at, sizes = _summed(split, part)
-    # If ranks have parts of the rows, gradients of replicated tensors are summands.
+    # If the output is split along rows, each rank's gradients of the left factor and of the bias are summands.
     factor = float(wire.axis.size) if isinstance(at, Shard) else 1.0
     if factors is not None:
         y = from_thin(y, scale_gradient(factors[0], factor), ((0, rows),))
@@ -128,38 +130,38 @@ def _by_columns(layer: Any, input: Tensor) -> Any:
 
 
 def _embedding(layer: Any, input: Tensor) -> Any:
-    """Rows of the weight: every rank looks them up in whole factors, or in its piece, and ranks sum."""
+    """Look up rows in the full factors, or look up rows in this rank's piece and sum over ranks."""
     split: Split = layer.split
     own, index, padding = weight_of(layer, "weight"), _local(input), layer.padding_idx
     if own is not None and isinstance(own.form, FactoredWeight):
-        # Generating the rows takes less than sending them.
+        # Computing the rows from factors costs less than sending the rows.
         return _outgoing(split, own.embedding(index, padding), Replicate())
     weight = _local(layer.weight) if own is None else own.dense()
     if not split.by_rows:
         return _outgoing(split, F.embedding(index, weight, padding), Shard(index.ndim), split.sizes)
     ((first, last),) = split.piece.rows
     here = (index >= first) & (index < last)
-    # A rank without words looks up a row of zeros in the graph of its weight, since other ranks wait in backward.
+    # A rank without words adds a row of zeros to its weight in the graph, because the other ranks wait in backward.
     table = weight if len(weight) else F.pad(weight, (0, 0, 0, 1))
     rows = F.embedding(torch.where(here, index - first, 0), table)
     if padding is not None:
-        # The row of padding has no gradient.
+        # The row with the index `padding_idx` has no gradient.
         rows = torch.where((index == padding % sum(split.sizes)).unsqueeze(-1), rows.detach(), rows)
     part = torch.where(here.unsqueeze(-1), rows, torch.zeros_like(rows))
     return _outgoing(split, *_summed(split, part))
 
 
 def _summed(split: Split, part: Tensor) -> tuple[Tensor, Any, Sizes]:
-    """The sum over ranks, its placement, and sizes: whole, or split as the output, except along features."""
+    """Sum over ranks; return the sum, its placement, and the lengths of all ranks' parts of a split sum."""
     out, wire = split.out, split.wire
     if isinstance(out, Shard) and out.dim % part.ndim != part.ndim - 1:
         sizes = chunk_sizes(part.shape[out.dim], wire.axis.size)
         return wire.move(part, "partial", "split", out.dim, sizes), out, sizes
-    return wire.move(part, "partial", "whole"), Replicate(), ()
+    return wire.move(part, "partial", "replicated"), Replicate(), ()
 
 
 def _incoming(split: Split, input: Tensor, last: bool = False) -> tuple[Tensor, Any, Sizes]:
-    """A layer's local input, its placement (`Replicate` or `Shard`), and the lengths of the parts on all ranks."""
+    """Return a layer's local input, its placement (`Replicate` or `Shard`), and the lengths of all ranks' parts."""
     wire = split.wire
     if isinstance(input, DTensor):
         at = input.placements[0]
@@ -179,7 +181,7 @@ def _incoming(split: Split, input: Tensor, last: bool = False) -> tuple[Tensor, 
         return input, at, ()
     dim = at.dim % input.ndim
     if last and dim != input.ndim - 1:
-        raise ValueError(f"a row-parallel layer takes inputs that are whole or split along features, got {at}")
+        raise ValueError(f"a row-parallel layer takes inputs that are replicated or split along features, got {at}")
     return input, Shard(dim), () if last else wire.sizes_of(input.shape[dim])
 
 
@@ -187,10 +189,10 @@ def _outgoing(split: Split, y: Tensor, at: Any, sizes: Sizes = ()) -> Any:
     wire = split.wire
     at, want = (Shard(p.dim % y.ndim) if isinstance(p, Shard) else p for p in (at, split.out))
     if at != want and isinstance(at, Shard):
-        y, at = wire.move(y, "split", "whole", at.dim, sizes), Replicate()
+        y, at = wire.move(y, "split", "replicated", at.dim, sizes), Replicate()
     if at != want and isinstance(want, Shard):
         sizes = chunk_sizes(y.shape[want.dim], wire.axis.size)
-        y, at = wire.move(y, "whole", "split", want.dim, sizes), want
+        y, at = wire.move(y, "replicated", "split", want.dim, sizes), want
     if at != want:
         raise ValueError(f"output_layouts of a layer must be Replicate() or Shard(dim), got {want}")
     split.record(at, y)

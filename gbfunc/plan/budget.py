@@ -1,8 +1,8 @@
-"""Sizes from a target: splits the genome's parameters over the slots and cuts each slot into tiles.
+"""Chooses sizes for a target: divides the genome's parameters among slots (matrices) and cuts each slot into tiles.
 
-Slots get features in proportion to numel^(1/3), at least one per slot; the largest deficits are filled first. Each slot
-has the fewest tiles with `2 * features <= min(r, c)`, made by halving the longer side. Targets are met from below.
-Types with `Hypernet.spreads` get parameters in proportion to numel^(1/2), in the smallest square tiles of size 1.
+A slot's features grow with numel^(1/3), with at least one. Parameters left by rounding go to the slots furthest below
+their share. Each slot has the fewest tiles with `2 * features <= min(r, c)`; cuts halve the longer side. Genomes never
+exceed the target. With `Hypernet.spreads`, parameters grow with numel^(1/2), and tiles are small squares of size 1.
 """
 
 import math
@@ -19,13 +19,13 @@ from gbfunc.types import MatrixDims, TileDims
 
 _TOLERANCE = 0.02  # Largest miss of a target, as a fraction, before slots of equal shape get unequal sizes
 _THIN = 64  # A matrix with a side below this is one tile while 2 * features <= this: cutting would save no time
-_NEAR = 8  # Number of units, and of sizes above and below the present one, searched to use up a target
+_NEAR = 8  # Number of units, and of sizes above and below the present size, that the last search tries
 _LEAST_SIDE = 16  # Smallest tile side if `Hypernet.spreads`: below it, a larger size costs less time than more tiles
 
 
 @dataclass
 class Unit:
-    """`count` slots of equal shape, codes and hypernetwork; `size` is chosen unless the hypernetwork has a size."""
+    """Slots of equal shape, codes and hypernetwork, `count` in number; `size` is chosen unless the hypernet has one."""
 
     matrix: MatrixDims
     hypernet: Hypernet
@@ -42,7 +42,7 @@ class Unit:
 
     def __post_init__(self) -> None:
         self.fixed = self.hypernet.size is not None
-        # A size set by the user keeps the tiles it was chosen for.
+        # With an explicit size, the matrix keeps the tiles for which the user chose the size.
         self.spreads &= self.max_tile is None and not (self.fixed and self.hypernet.sizable)
         self.numel = self.matrix.rows * self.matrix.cols
         # Tiles are cut between channels: the kernel columns of a channel stay together.
@@ -105,7 +105,7 @@ class Unit:
         return taller if dims.rows > 1 else None
 
     def set_budget(self, budget: float) -> None:
-        """Choose the cut (fewest tiles that the rule allows) and the size for `budget` parameters."""
+        """Choose the number of tiles, the fewest that the rule allows, and the size for `budget` parameters."""
         if self.fixed and not self.spreads:
             return
         if self.spreads:
@@ -128,7 +128,7 @@ class Unit:
         return -(-self.matrix.rows // side), min(-(-self.matrix.cols // side), self._channels)
 
     def refine(self, budget: int) -> None:
-        """Use up a budget in finer steps than whole sizes, by the fewest tiles near the present cut that nearly do."""
+        """Spend more of a budget than an integer size can, with the fewest additional tiles that spend nearly all."""
         if (self.fixed and not self.spreads) or self.max_tile is not None or self.cut == (1, 1):
             return
         options = [(self.cost, self.cut, self.size)]
@@ -163,14 +163,14 @@ def _costs(hypernet: Hypernet, size: int | None, dims: TileDims) -> tuple[int, i
 
 
 def spend(units: list[Unit], level: float) -> int:
-    """Size every unit for its share at `level` and return the total cost; level 0 gives the lowest possible cost."""
+    """Give every unit its share of parameters at `level`, and return the total cost, which is lowest at level 0."""
     for unit in units:
         unit.set_budget(_share(unit, level))
     return sum(unit.cost for unit in units)
 
 
 def allocate(units: list[Unit], budget: int) -> None:
-    """Choose sizes that cost almost `budget` parameters and at most that; `spend(units, 0)` must be within `budget`."""
+    """Choose sizes that cost at most, and almost, `budget` parameters; `spend(units, 0)` must be within `budget`."""
     low, high = 0.0, 1.0
     while spend(units, high) <= budget and high < 1e9:
         low, high = high, 2 * high
@@ -194,7 +194,7 @@ def allocate(units: list[Unit], budget: int) -> None:
 
 
 def _exchange(units: list[Unit], left: int, enough: float) -> None:
-    # Changes two units to leave at most `enough`, or the least possible; prefers few tiles, then the closest sizes.
+    # Change two units to leave at most `enough` parameters, or the least possible; prefers few tiles and small changes.
     nearby = {id(unit): unit.nearby() for unit in units}
     least: tuple[float, ...] = (left,)
     best: list[tuple[Unit, tuple[int, int], int]] = []
@@ -213,7 +213,7 @@ def _exchange(units: list[Unit], left: int, enough: float) -> None:
 
 
 def _share(unit: Unit, level: float) -> float:
-    # Cost of level * numel^(1/3) features of the whole matrix, in parameters
+    # The number of parameters of level * numel^(1/3) features in one tile
     if unit.spreads:
         return level * unit.count * math.sqrt(unit.numel)
     first = unit.cost_of((1, 1), 1)

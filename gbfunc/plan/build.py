@@ -1,7 +1,7 @@
 """`make_plan`: makes a static plan from a p-net, a hypernetwork and a size.
 
-`select` applies the user's patterns and chooses the hypernetwork of every generated parameter; `budget` sizes slots of
-equal shape together; every slot gets the scale of the p-net's initial weights.
+`select` applies the user's patterns and chooses the hypernetwork of every generated parameter. `budget` chooses one
+size for all slots of equal shape. Every slot has the standard deviation of the p-net's initial weights as its scale.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from gbfunc.types import MatrixDims, dtype_name
 Codes = tuple[Encoding | None, Encoding | None]
 OwnCodes = Encoding | torch.Tensor | np.ndarray[Any, Any] | None
 """Codes of one axis, as given by the user."""
-_DIRECT_SHARE = 0.25  # Share of a size target for optional direct parameters; beyond it the longest are generated
-_EMBEDDING_SHARE = 0.25  # Embeddings above this share of a size target, and above their share of the p-net,
-_EMBEDDING_SAVING = 2 / 3  # become factors of the larger share, if factors have at most this part of their parameters
-_HEAD_SHARE = 0.1  # Share of a size target for generated parameters of new modules; deltas are numerous
-_DELTA_SCALE = 0.1  # Deviation of a delta from unit g-nets, relative to the deviation of the base's weights
+_DIRECT_SHARE = 0.25  # Share of a size target for optional direct parameters; the longest are generated beyond it
+_EMBEDDING_SHARE = 0.25  # Share for direct embeddings, or their share of the p-net if larger; others become factors
+_EMBEDDING_SAVING = 2 / 3  # Largest ratio of parameters for which an embedding is replaced by factors
+_HEAD_SHARE = 0.1  # Share of a size target for generated parameters of new modules
+_DELTA_SCALE = 0.1  # Initial deviation of a delta, relative to the deviation of the base's weights
 _LADDER = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)  # Multiples of the fewest parameters, searched for the smallest file
 
 
@@ -60,48 +60,49 @@ def make_plan(
     target_modules: str | Sequence[str] | None = None,
     modules_to_save: Sequence[str] = (),
 ) -> Plan:
-    """Plans how a p-net's weights grow from a genome, or how a genome changes a pretrained p-net.
+    """Plan how a p-net's weights are generated from a genome, or how a genome changes a pretrained p-net.
 
-    By default, the weights of linear, convolution and attention layers are generated, and biases, norms and embeddings
-    are direct parameters. If these would take over a quarter of a size target, embeddings become products of two thin
-    matrices (`low_rank`), and the longest vectors are generated. A size target excludes other targets and an explicit
-    size of `hypernet` (sizes in `rules` are kept). Without a target or a size, every matrix has one tile and its type's
-    default size (32 features, 32 hidden units, rank 4, 8 genes). If only some parameters require grad, the frozen
-    parameters are direct and keep their values, unless `include` or `rules` name them.
+    By default, the weights of linear, convolution and attention layers are generated. Biases, norms and embeddings are
+    direct parameters. If direct parameters would exceed a quarter of a size target, embeddings are generated as
+    products of two thin matrices (`low_rank`), and the longest vectors are generated too. A size target cannot be
+    combined with another target or with an explicit size of `hypernet`; sizes in `rules` are kept. Without a target or
+    a size, every matrix has one tile with the default size of its type (32 features, 32 hidden units, rank 4, 8 genes).
+    If only some parameters require grad, frozen parameters keep their values, unless `include` or `rules` name them.
 
     With `base="own"`, the p-net's present weights are the base, and the genome is an adapter: `weights = base + delta`.
     The deltas are generated and start at exactly zero. Other weights of the base are not trained, counted or stored.
     Norms of the base with running statistics stay in evaluation mode.
 
     Args:
-        pnet: any `nn.Module`; it is not changed. Its initial weights set the scale of the generated weights.
+        pnet: any `nn.Module`, which is not changed. Its initial weights set the scale of the generated weights.
         hypernet: the type of g-net, by default `periodic()`, or `bilinear(share="shapes")` for deltas of a base.
         genome_params: maximum number of parameters of the whole genome, direct parameters included.
         genome_bytes: maximum size of the genome's file in bytes, header and buffers included.
         compression: minimum ratio of the p-net's parameters to the genome's.
-        stored: the dtype in which `genome_bytes` are counted, and the default of `save` and `report`; `"float16"` by
-            default. Codes count at the worst case (trained values need 5 to 15 % less), `"auto"` 5 bits per number.
+        stored: the dtype of the file that `genome_bytes` limits, and the default of `save` and `report`; `"float16"` by
+            default. Integer dtypes are counted at their largest size (trained values need 5 to 15 % less), and `"auto"`
+            at 5 bits per number.
         include: regular expressions (`re.search`) for parameters to generate in addition to the defaults.
         exclude: regular expressions for parameters to keep direct; overrides every other selection.
         rules: pairs `(pattern, hypernetwork)` that choose other types, or None for direct; the first match applies.
-        encodings: `{parameter: (rows, columns)}`: codes for the axes of a parameter's matrix. None is the default
-            (`binary`); an array or tensor [n, k] gives custom codes (`table`).
-        max_tile: largest tile: a length, or (rows, columns), where columns of a convolution count channels. None is one
-            tile per matrix; for a size target, as few tiles as the type of g-net allows at this size.
-        base: `"own"`: the p-net's present tensors in their dtypes, except those of `modules_to_save`.
+        encodings: the encodings of rows and columns, `{parameter: (rows, columns)}`. None means the default (`binary`);
+            an array or tensor [n, k] has the coordinates of n positions (`table`).
+        max_tile: largest tile: a length, or (rows, columns), where columns of a convolution count channels. None means
+            one tile per matrix; with a size target, the fewest tiles that the type of g-net allows at its size.
+        base: None, or `"own"` for the p-net's present tensors in their dtypes, except those of `modules_to_save`.
         target_modules: modules whose weights get a delta, as in PEFT: a list of names or their last parts
             (`["query", "value"]`), a regular expression that matches whole names, or `"all-linear"`; None selects every
             linear, convolution and attention layer. `include`, `exclude` and `rules` take precedence.
         modules_to_save: names, or their last parts, of modules outside the base, such as a new head. Their parameters
-            are direct and start at their present values; beyond a quarter of a size target, the longest are generated.
+            are direct and start at their present values. Beyond a quarter of a size target, the longest are generated.
 
     Returns:
-        The plan. Its genome has at most the target size, and at least 98 % if the types have sizes in between. A
-        warning tells of a genome as large as the p-net, and of g-nets that all have their smallest size.
+        The plan. Its genome has at most the target size, and at least 98 % of it if the types' sizes allow this. A
+        warning is issued if the genome is as large as the p-net, or if all g-nets have their smallest size.
 
     Raises:
-        ValueError: for a p-net that cannot be used, patterns that match nothing, contradictory sizes, or a target that
-            cannot be reached, with the smallest genome.
+        ValueError: for an unsupported p-net, patterns that match nothing, contradictory sizes, or a target that cannot
+            be reached; the message has the size of the smallest genome.
         TypeError: for arguments of a wrong type.
     """
     check_pnet(pnet)
@@ -129,19 +130,19 @@ def make_plan(
     codes = _check_encodings(encodings or {}, choices, promotes=target is not None)
 
     if stored is not None and genome_bytes is None:
-        raise ValueError(f"stored={stored!r} says what genome_bytes are of: give genome_bytes too")
+        raise ValueError(f"stored= needs a target in bytes, got stored={stored!r} only: give genome_bytes too")
     name = "" if genome_bytes is None else stored_as("float16" if stored is None else stored, "stored")
 
     def build(params: int | None, squeezed: int = 0) -> Plan:
-        # 1: vectors are generated if that saves parameters; 2: embeddings also have rank 1.
+        # From level 1 on, vectors are generated if that saves parameters. At level 2, embeddings also have rank 1.
         share, fresh = 0.0 if squeezed else _DIRECT_SHARE, [replace(c) for c in choices]
         if params is not None:
             if targets is None:
                 _factor_embeddings(fresh, 0 if squeezed == 2 else params)
                 _promote(fresh, share * params, hypernet, max_tile)
             else:
-                alone = periodic() if hypernet.shares else hypernet
-                _promote(fresh, share * params, alone, max_tile, _HEAD_SHARE * params)
+                unshared = periodic() if hypernet.shares else hypernet
+                _promote(fresh, share * params, unshared, max_tile, _HEAD_SHARE * params)
         try:
             return Plan(_tensors(fresh, params, codes, max_tile, asked), buffers, words, frozen, left, name)
         except TargetTooSmall:
@@ -162,12 +163,12 @@ def make_plan(
 
 
 def _target(total: int, hypernet: Hypernet, targets: Mapping[str, float | None]) -> tuple[int | None, str]:
-    given = {k: v for k, v in targets.items() if v is not None}
-    if not given:
+    chosen = {k: v for k, v in targets.items() if v is not None}
+    if not chosen:
         return None, ""
-    if len(given) > 1:
-        raise ValueError(f"give at most one of genome_params, genome_bytes and compression, got {given}")
-    ((key, value),) = given.items()
+    if len(chosen) > 1:
+        raise ValueError(f"give at most one of genome_params, genome_bytes and compression, got {chosen}")
+    ((key, value),) = chosen.items()
     if hypernet.size is not None and hypernet.sizable:
         raise ValueError(f"{key}={value} and an explicit size ({hypernet}) exclude each other: drop one")
     kinds, least, what = (float | int, 1, "a number > 1") if key == "compression" else (int, 0, "an int >= 1")
@@ -177,12 +178,12 @@ def _target(total: int, hypernet: Hypernet, targets: Mapping[str, float | None])
         params = int(total / value)
         return params, f"{value:g}x fewer parameters, at most {params:,}"
     if key == "genome_params" and value >= total:
-        raise ValueError(f"genome_params={value:,} is no compression: the p-net has {total:,} parameters")
+        raise ValueError(f"genome_params must be below the p-net's {total:,} parameters, got {value:,}")
     return int(value), f"at most {value:,} {'bytes' if key == 'genome_bytes' else 'parameters'}"
 
 
 class TargetTooSmall(ValueError):
-    """A size target below `least`, the number of parameters of the smallest genome."""
+    """Raised for a size target below `least`, the number of parameters of the smallest genome."""
 
     def __init__(self, words: str, least: int) -> None:
         super().__init__(words)
@@ -215,12 +216,12 @@ def _plan_for_bytes(build: Callable[[int], Plan], limit: int, total: int, stored
             guess = (low + high) // 2
     if best is not None:
         return best
-    # Fewer parameters can need more bytes: a short vector is smaller than the text of the plan to generate it.
+    # Fewer parameters can need more bytes, because the text of a plan for a short vector is longer than the vector.
     least, _ = nearest(1)
     smallest = min((build(max(1, round(rung * least))) for rung in _LADDER), key=size_of)
     if (size := size_of(smallest)) <= limit:
         return smallest
-    # The file contains the plan, and the plan's text contains the target.
+    # The file contains the plan, and the plan's text contains the target. A larger target may have more digits.
     while (named := size_of(replace(smallest, target=f"at most {size:,} bytes"))) > size:
         size = named
     raise ValueError(
@@ -265,7 +266,7 @@ def _promote(
 def _tensors(
     choices: list[Candidate], target: int | None, codes: Mapping[str, Codes], max_tile: MaxTile, asked: str | None
 ) -> tuple[TensorPlan, ...]:
-    parts: list[tuple[str, tuple[float, float], Unit]] = []
+    matrices: list[tuple[str, tuple[float, float], Unit]] = []
     units: dict[tuple[Any, ...], Unit] = {}
     for choice in choices:
         if choice.hypernet is None:
@@ -278,14 +279,14 @@ def _tensors(
             scale = _initial_scale(choice, matrix, part)
             pair = _default_codes(matrix, codes.get(name, (None, None)))
             if isinstance(pair[1], PerAxis) and not matrix.kernel:
-                # For example a flattened image: tiles cut its channels, as in a convolution.
+                # Cut tiles between channels, as in a convolution, for example for a flattened image.
                 matrix = matrix._replace(kernel=(pair[1].n_positions,))
-            # A delta does not need high rank: the base's matrix has it.
+            # A delta does not need the high rank that small tiles give, because the base's matrix has high rank.
             group, spreads = hypernet.group(name, part, matrix[:2]), hypernet.spreads and not choice.base
             key = matrix, hypernet, pair, tile, group, spreads
             unit = units.setdefault(key, Unit(*key))
             unit.count += 1
-            parts.append((name, scale if hypernet.standardised else (1.0, 0.0), unit))
+            matrices.append((name, scale if hypernet.standardised else (1.0, 0.0), unit))
     if target is not None:
         kept = sum(c.tensor.numel for c in choices if c.hypernet is None)
         least = spend(list(units.values()), 0)
@@ -293,7 +294,7 @@ def _tensors(
             raise _too_small(choices, target, kept, least, asked)
         allocate(list(units.values()), target - kept)
     slots: dict[str, list[Slot]] = {}
-    for name, scale, unit in parts:
+    for name, scale, unit in matrices:
         size = unit.size + 1 if unit.larger > 0 else unit.size
         unit.larger -= 1
         sized = unit.hypernet if unit.fixed else unit.hypernet.with_size(size)
@@ -330,9 +331,9 @@ def _check_encodings(
         if choice.hypernet is None and not may_be:
             raise ValueError(f"encodings names {name!r}, which is direct: add it to include or rules")
         codes = list[Encoding | None]()
-        for axis, given in zip(("rows", "columns"), pair, strict=True):
+        for axis, own in zip(("rows", "columns"), pair, strict=True):
             try:
-                code = table(given) if isinstance(given, torch.Tensor | np.ndarray) else given
+                code = table(own) if isinstance(own, torch.Tensor | np.ndarray) else own
                 if not (code is None or isinstance(code, Encoding)):
                     raise ValueError(f"expected an encoding, an array or None, got {code!r}")
                 for matrix in choice.tensor.matrices:
@@ -345,20 +346,20 @@ def _check_encodings(
     return checked
 
 
-def _default_codes(matrix: MatrixDims, given: Codes) -> tuple[Encoding, Encoding]:
+def _default_codes(matrix: MatrixDims, own: Codes) -> tuple[Encoding, Encoding]:
     columns = binary()
     if (n := math.prod(matrix.kernel)) > 1:
         columns = per_axis(columns, grid(*matrix.kernel, bandwidth=2.0), n)
-    return given[0] or binary(), given[1] or columns
+    return own[0] or binary(), own[1] or columns
 
 
 def _initial_scale(choice: Candidate, matrix: MatrixDims, part: int) -> tuple[float, float]:
     """Return the standard deviation and offset of a slot, from the p-net's initial weights, to three digits.
 
-    The offset is the mean for vectors, otherwise 0. A zero or undefined deviation becomes 1 / sqrt(fan_in), with the
-    columns of a matrix or the length of a vector as fan_in. A delta has a tenth of the deviation and offset 0.
+    The offset is the mean for vectors, otherwise 0. A zero or undefined deviation becomes 1 / sqrt(fan_in), where
+    fan_in is the columns of a matrix or the length of a vector. A delta has a tenth of the deviation and offset 0.
     """
-    # Cached, because a target in bytes builds many plans.
+    # The result is cached, because a target in bytes builds many plans.
     if part in choice.scales:
         return choice.scales[part]
     weights = choice.info.tensor.detach()
@@ -370,7 +371,7 @@ def _initial_scale(choice: Candidate, matrix: MatrixDims, part: int) -> tuple[fl
     values = KINDS[choice.tensor.kind].unfold(weights)[part].double()
     largest, std = float(torch.linalg.vector_norm(values, math.inf)), float(values.std(correction=0))
     if not math.isfinite(largest):
-        raise ValueError(f"parameter {choice.tensor.name!r} of the p-net holds values that are not finite")
+        raise ValueError(f"parameter {choice.tensor.name!r} of the p-net must be finite, got NaN or infinite values")
     tiny = std <= 1e-8 * max(1.0, largest)
     scale, offset = (fallback if tiny else std), float(values.mean()) if vector else 0.0
     scale, offset = (_DELTA_SCALE * scale, 0.0) if choice.base else (scale, offset)

@@ -27,7 +27,7 @@ class TileSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Ensemble:
-    """All g-nets with equal (hypernetwork with size, tile shape, code widths): stacked leaves, one vmapped call.
+    """All g-nets with equal hypernetwork, size, tile shape and code widths; their leaves are stacked for one vmap call.
 
     `name` is the ensemble's name in the genome; `spans` are the slots that the ensemble fills, in order of their tiles.
     """
@@ -48,7 +48,7 @@ class Ensemble:
 
     @cached_property
     def groups(self) -> NDArray[np.int64]:
-        """Group number of every tile [T]: one per tile, or one per position in slots of the same group."""
+        """Group index of every tile [T]: a group per tile, or per position in the slots of a shared group."""
         if not self.hypernet.shares:
             return np.arange(self.n_tiles)
         numbers: dict[str, NDArray[np.int64]] = {}
@@ -68,7 +68,7 @@ class Ensemble:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Stacked shapes of the leaves: [T or G, ...]."""
+        """Shapes of the stacked leaves: [T, ...], or [G, ...] for leaves that a group shares."""
         counts = {"tile": self.n_tiles, "group": self.n_groups}
         return {k: (counts[leaf.scope], *leaf.shape) for k, leaf in self.leaves.items()}
 
@@ -78,7 +78,7 @@ class Ensemble:
         row, col = (codes.double() for codes in self.codes_on("cpu"))
         try:
             return row.numpy(), col.numpy()
-        except RuntimeError:  # In `torch.func` transforms new tensors share no memory with numpy.
+        except RuntimeError:  # Inside `torch.func` transforms, a tensor cannot share memory with NumPy.
             return np.array(row.tolist()).reshape(row.shape), np.array(col.tolist()).reshape(col.shape)
 
     def codes_on(self, device: Device) -> tuple[Tensor, Tensor]:

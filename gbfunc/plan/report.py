@@ -1,4 +1,4 @@
-"""A plan as a table: the role of every tensor, and the bytes of every part of the genome's file."""
+"""Prints a plan as a table with the role of every tensor and the bytes of every part of the genome's file."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -28,8 +28,8 @@ def report(plan: Any, dtype: Stored | None, genome: GenomeLike | None, metadata:
     except (ValueError, RuntimeError) as error:
         if genome is not None:
             raise
-        # No file can hold a g-net made by a function without an import path, or a size beyond torch's limit.
-        on_disk, in_bytes = f"not to be saved: {error}", ""
+        # Files cannot have a g-net from a function without an import path, or a size beyond torch's limit.
+        on_disk, in_bytes = f"cannot be saved: {error}", ""
     base, beside = plan.base, ", beside the base" * (plan.base is not None)
     lines = [
         *_table(plan, parts),
@@ -58,7 +58,7 @@ def report(plan: Any, dtype: Stored | None, genome: GenomeLike | None, metadata:
 
 
 def _poor(plan: Any) -> list[str]:
-    """List large tensors in few tiles of a type with little rank per tile (measured: notebooks/results/types.md)."""
+    """List large tensors with few tiles whose type has a low rank per tile (measured: notebooks/results/types.md)."""
     return [
         f"{t.name} ({slot.hypernet.type}, {slot.grid.n_tiles} tiles)"
         for t in plan.tensors
@@ -75,7 +75,7 @@ def _table(plan: Any, parts: Mapping[str, int]) -> list[str]:
             counts[owner] += n
     rows: dict[str, dict[str, str]] = {}
     for t in plan.tensors:
-        made: dict[str, str] = {}
+        tiles: dict[str, str] = {}
         if t.slots:
             sizes: dict[str, set[int]] = {}
             for slot in t.slots:
@@ -83,8 +83,8 @@ def _table(plan: Any, parts: Mapping[str, int]) -> list[str]:
             types = [f"{k}({', '.join(map(str, sorted(n)))})" if n else k for k, n in sorted(sizes.items())]
             grids = {f"{s.grid.n_tiles} of {s.grid.tile_rows}x{s.grid.tile_cols}" for s in t.slots}
             several = f"{len(t.slots)} x " if len(t.slots) > 1 else ""
-            made = {"by": ", ".join(types), "tiles": several + ", ".join(sorted(grids))}
-        rows[t.name] = {"shape": _dims(t), "role": t.role, "parameters": f"{counts[t.name]:,}", "note": t.note, **made}
+            tiles = {"by": ", ".join(types), "tiles": several + ", ".join(sorted(grids))}
+        rows[t.name] = {"shape": _dims(t), "role": t.role, "parameters": f"{counts[t.name]:,}", "note": t.note, **tiles}
         rows |= {alias: {"role": "tied", "by": f"to {t.name}", "parameters": "0"} for alias in t.aliases}
     for e in plan.ensembles:
         if e.hypernet.shares:

@@ -1,6 +1,6 @@
-"""Selection: the hypernetwork of every parameter, and the modules that an adapter changes or adds.
+"""Chooses the hypernetwork of every parameter, and the modules that an adapter changes or adds.
 
-Modules are named with PEFT's terms.
+The options for modules have PEFT's names.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _LINEAR = ("linear", "transposed_linear", "beside")
 class Targets(NamedTuple):
     """Patterns that match the whole names of changed modules and of new modules outside the base."""
 
-    modules: Literal["all-linear"] | list[re.Pattern[str]] | None  # None is the default selection
+    modules: Literal["all-linear"] | list[re.Pattern[str]] | None  # None means the default selection
     new: list[re.Pattern[str]]
-    infos: list[ParameterInfo]  # of the parameters, and of deltas beside layers that hide their weight
-    hidden: dict[str, str]  # names of layers that hide their weight and cannot have a delta: the reason
+    infos: list[ParameterInfo]  # Parameters, and deltas beside layers that hide their weight
+    hidden: dict[str, str]  # Layers that hide their weight and cannot have a delta, with the reason
 
     def saved(self, name: str) -> bool:
         parts = name.split(".")[:-1]
@@ -49,8 +49,8 @@ class Targets(NamedTuple):
         return named and (kind.selected or kind.name == "embedding")
 
     def left_out(self, pnet: nn.Module, weights: dict[str, Tensor], others: Collection[str]) -> dict[str, str]:
-        """Layers of the base whose weights were to have a delta and cannot, and the reasons; without `others`."""
-        # Quantised layers of other libraries keep their weights in buffers.
+        """Return the selected layers of the base that cannot have a delta, and the reasons; excludes `others`."""
+        # Quantized layers of other libraries store their weights in buffers.
         packed = {k: b for k, b in pnet.named_buffers() if b.dtype in _PACKED and b.ndim > 1 and b.numel()}
         left = dict(self.hidden)
         for name, x in (weights | packed).items():
@@ -82,7 +82,7 @@ def check_targets(
         raise TypeError(f"target_modules must be a list of names, a regular expression or None, got {modules!r}")
     if base is None:
         if modules is not None or new:
-            raise ValueError("target_modules and modules_to_save are of an adapter: they need base='own'")
+            raise ValueError("target_modules and modules_to_save need a base, got base=None: pass base='own'")
         return None
     every = pnet.named_modules(remove_duplicate=False)
     names = [k for k, m in every if k and (hasattr(m, "in_features") or [*m.parameters(), *m.buffers()])]
@@ -113,14 +113,14 @@ def check_targets(
     for word, found in zip(words, changed, strict=True):
         if not any(targets._replace(modules=[found]).changes(*pair) for pair in kinds):
             what = "no linear, convolution, attention or embedding layer of floating-point weights"
-            cure = "name its parameters by include, the layers inside of it, or it in modules_to_save"
+            cure = "name the module's parameters in include, the layers inside it, or the module in modules_to_save"
             raise ValueError(f"target_modules {word!r} names {what}: {cure}")
     return targets._replace(modules=changed)
 
 
 @dataclass
 class Candidate:
-    """A parameter and its plan before slots are assigned."""
+    """A parameter and its plan, before slots are assigned."""
 
     info: ParameterInfo
     tensor: TensorPlan
@@ -141,8 +141,8 @@ def choose(
 ) -> tuple[list[Candidate], dict[str, str]]:
     """Choose the kind and hypernetwork of parameters: exclude overrides rules, which override include and defaults.
 
-    With a base, returns only changed and new parameters. The second result has the layers that cannot have a delta, and
-    the reasons.
+    With a base, only changed and new parameters are returned. The second result has the reason for each layer that
+    cannot have a delta.
     """
     infos = parameter_infos(pnet) if targets is None else targets.infos
     # If only some parameters require grad, the frozen parameters keep their values.
@@ -188,13 +188,13 @@ def choose(
             unchanged |= {name: weights} if other and not note and weights.ndim > 1 and weights.numel() else {}
             continue
         if kind.name == "beside" and not (chosen and chosen.factorised):
-            words = "is beside a layer that hides its weight, and needs a type with factors, such as gb.bilinear()"
+            words = "is added to a layer that hides its weight, and needs a type with factors, such as gb.bilinear()"
             raise ValueError(f"{name!r} {words}, got {chosen}")
         tensor = TensorPlan(name, shape, dtype_name(weights.dtype), kind.name, aliases=info.aliases, note=note)
         choices.append(Candidate(info, tensor, chosen, movable and not base, base))
     left = {} if targets is None else targets.left_out(pnet, unchanged, beside)
     if targets is not None and not choices:
-        words = "nothing of the p-net has a delta or is new: name layers by target_modules or include"
+        words = "no parameter of the p-net has a delta or is new: name layers in target_modules or include"
         raise ValueError("; ".join([words, *(f"left out {k!r}, {why}" for k, why in left.items())]))
     return choices, left
 
@@ -205,7 +205,7 @@ def check_hypernet(what: str, hypernet: Any) -> None:
         got = f"the class {hypernet.__name__}: call it" if isinstance(hypernet, type) else repr(hypernet)
         raise TypeError(f"{what} must be an instance of a type of g-net, such as gb.periodic(), got {got}")
     if not isinstance(getattr(hypernet, "type", None), str):
-        raise TypeError(f"{type(hypernet).__name__} has no name for files: give it type: ClassVar[str] = 'a name'")
+        raise TypeError(f"{type(hypernet).__name__} has no name for files: define type: ClassVar[str] = 'a name'")
     try:
         signature(hypernet.apply).bind({}, None, None, noise=None, kernel="auto")
     except TypeError as error:

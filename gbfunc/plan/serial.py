@@ -21,18 +21,18 @@ C = TypeVar("C", bound=type[Hypernet] | type[Encoding])
 
 
 def register(cls: C) -> C:
-    """Registers a custom type of g-net or encoding for `gb.save` and `gb.load`, and returns the class.
+    """Register a custom type of g-net or encoding for `gb.save` and `gb.load`, and return the class.
 
-    Call `register` in every program that saves or loads such genomes, or use it as a class decorator above
-    `@dataclass(frozen=True)`. Files hold the class's `type` and fields; loading runs no code from the file.
+    Call `register` in every program that saves or loads genomes with the type, or use `register` as a class decorator
+    above `@dataclass(frozen=True)`. Files contain the class's `type` and fields; loading runs no code from the file.
 
     Args:
-        cls: a subclass of `gbfunc.hypernets.Hypernet` or `gbfunc.encoding.Encoding`, that defines `type`. A class
-            with the same name, for example from a notebook cell that runs again, replaces the former class.
+        cls: a subclass of `gbfunc.hypernets.Hypernet` or `gbfunc.encoding.Encoding` that defines `type`. A class of the
+            same name, for example from a notebook cell that runs again, replaces the former class.
 
     Raises:
         TypeError: for anything else.
-        ValueError: if another class has its `type`.
+        ValueError: if another class has the same `type`.
     """
     bases = {Hypernet: hypernets.TYPES, Encoding: encoding.TYPES}
     table = next((bases[base] for base in bases if isinstance(cls, type) and issubclass(cls, base)), None)
@@ -42,13 +42,13 @@ def register(cls: C) -> C:
         )
     other = table.setdefault(cls.type, cls)
     if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
-        raise ValueError(f"the type {cls.type!r} is that of {other.__module__}.{other.__qualname__}: choose another")
+        raise ValueError(f"the type {cls.type!r} belongs to {other.__module__}.{other.__qualname__}: choose another")
     table[cls.type] = cls
     return cls
 
 
 def check_readable(tensors: Sequence[TensorPlan]) -> None:
-    """Raise `ValueError`, with the cure, if `plan_from_json` would not restore a g-net or an encoding."""
+    """Raise `ValueError` if `plan_from_json` would not restore a g-net or an encoding."""
     slots = [slot for tensor in tensors for slot in tensor.slots]
     factories = {h.to_json()["factory"]: h.factory for s in slots if isinstance(h := s.hypernet, from_module)}
     for part in {part for s in slots for part in (s.hypernet, s.row_code, s.col_code)}:
@@ -108,7 +108,7 @@ def plan_from_json(
     try:
         data = read_document(text)
         if data["version"] != VERSION:
-            raise ValueError(f"plan version {data['version']!r} is not the one known here, {VERSION}")
+            raise ValueError(f"expected a plan of version {VERSION}, got version {data['version']!r}: update gbfunc")
         check_limits(data)
         hypernets = [hypernet_from_json(h, by_path) for h in _typed(data["hypernets"], list)]
         encodings = [encoding_from_json(e) for e in _typed(data["encodings"], list)]

@@ -20,7 +20,7 @@ from gbfunc.types import DTYPES, Lazy, MatrixDims, TileDims
 
 def check_stored(name: str, dtype: str) -> None:
     if dtype not in DTYPES:
-        raise ValueError(f"{name} is {dtype}, which no genome file holds: it has {', '.join(DTYPES)}")
+        raise ValueError(f"{name} must have a dtype of genome files ({', '.join(DTYPES)}), got {dtype}")
 
 
 # Kinds of layers that can apply a factored weight
@@ -34,10 +34,10 @@ def tile_dims(grid: TileGrid, row_code: Encoding, col_code: Encoding) -> TileDim
 
 @dataclass(frozen=True)
 class Slot:
-    """One matrix of a tensor and its generator: `offset + scale * g`.
+    """One matrix of a tensor, generated as `offset + scale * g`, where g is the output of the g-nets.
 
-    `scale` is the standard deviation of the p-net's initialisation; `offset` is its mean for vectors, otherwise 0.
-    Tiles at the same position in slots of the same `group` share leaves if the hypernetwork shares any.
+    `scale` is the standard deviation of the p-net's initial weights, and `offset` their mean for vectors, otherwise 0.
+    If the hypernetwork has shared leaves, tiles at the same position in slots of the same `group` share them.
     """
 
     hypernet: Hypernet
@@ -90,41 +90,41 @@ class TensorPlan:
     def __post_init__(self) -> None:
         check_stored(self.name, self.dtype)
         sizes = [(s.grid.rows, s.grid.cols) for s in self.slots]
-        # The matrices may not fill a shape that no layer of the kind has (three in-projections in 7 rows).
+        # The matrices may cover too little of a shape that no layer of the kind has (three in-projections in 7 rows).
         fits = sizes == [m[:2] for m in self.matrices] and sum(r * c for r, c in sizes) == self.numel
         if sizes and not fits:
             raise ValueError(f"{self.name}: slots of {sizes} do not fold to a {self.kind} of shape {self.shape}")
         if self.base and not sizes:
-            raise ValueError(f"{self.name}: a tensor of the base without a delta is no part of a plan")
+            raise ValueError(f"{self.name}: a tensor of the base must have slots for its delta, got none")
 
     def can_factor(self, dtype: torch.dtype) -> bool:
-        """Return True if g-nets of `dtype` can keep the weight as factors: factorised, one tiling for all matrices."""
+        """Return True if the weight may stay factors of `dtype`; all matrices then have equal factorised g-nets."""
         first = self.slots[0]
-        alike = all((s.hypernet, s.grid) == (first.hypernet, first.grid) for s in self.slots)
+        equal = all((s.hypernet, s.grid) == (first.hypernet, first.grid) for s in self.slots)
         divides = len(self.slots) == 1 or first.grid.rows % first.grid.tile_rows == 0
         wide = self.base or DTYPES[self.dtype].itemsize >= dtype.itemsize
-        return first.hypernet.factorised and self.kind in _FACTORED_KINDS and alike and divides and wide
+        return first.hypernet.factorised and self.kind in _FACTORED_KINDS and equal and divides and wide
 
     def is_formable(self, pnet: nn.Module) -> bool:
-        """Return True if generated, and every layer with the parameter accepts other forms and reads it as its kind."""
-        places = [name.rpartition(".") for name in (self.name, *self.aliases)]
-        layers = [(pnet.get_submodule(prefix), attribute) for prefix, _, attribute in places]
-        kind = self.kind == "transposed_linear"
-        return bool(self.slots) and all(formable(m, attribute) and transposed(m) == kind for m, attribute in layers)
+        """Return True if the parameter is generated and all layers that use it accept other forms of their weight."""
+        names = [name.rpartition(".") for name in (self.name, *self.aliases)]
+        layers = [(pnet.get_submodule(prefix), attribute) for prefix, _, attribute in names]
+        flipped = self.kind == "transposed_linear"
+        return bool(self.slots) and all(formable(m, attribute) and transposed(m) == flipped for m, attribute in layers)
 
     def factored_form(
         self, dtype: torch.dtype, lazy: Lazy, base: Callable[[torch.device], Tensor] | None = None
     ) -> FactoredWeight | None:
-        """Return the factored form if `lazy` keeps factors (`"auto"`: if they are faster), None for a dense weight.
+        """Return the factored form, or None if the weight is dense; with `lazy="auto"`, layers use the faster of both.
 
-        `base` returns the base's tensor of a delta. A form without `base` only describes shapes.
+        `base` returns the tensor to which a delta is added; without `base`, the form only describes shapes.
         """
         beside = self.kind == "beside"
         if not (lazy or beside) or not self.can_factor(dtype):
             return None
         first, rank = self.slots[0].grid, self.slots[0].hypernet.factor_width
         grid = TileGrid(len(self.slots) * first.rows, first.cols, first.tile_rows, first.tile_cols)
-        # A delta beside its layer is never added to a weight: factors take less time for any number of rows.
+        # A delta beside a layer is never added to a weight, so its factors are faster for any number of rows.
         options = (self.name, self.shape, grid, rank, self.kind == "transposed_linear", lazy == "auto" and not beside)
         return DeltaWeight(base, *options) if self.base and not beside else FactoredWeight(*options)
 
@@ -134,7 +134,7 @@ class TensorPlan:
 
     @property
     def role(self) -> Literal["generated", "delta", "direct"]:
-        """How the parameter is made: generated, as a delta of the base's tensor, or direct."""
+        """The role of the parameter: generated, generated as a delta of the base's tensor, or direct."""
         return "direct" if not self.slots else "delta" if self.base else "generated"
 
     @property

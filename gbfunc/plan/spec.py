@@ -21,19 +21,19 @@ from gbfunc.plan.slots import BufferPlan, TensorPlan
 from gbfunc.trees import BUFFERS, DIRECT, GNET, differentiable
 from gbfunc.types import DTYPES, GenomeLike, Params, dtype_name
 
-# Learning rates relative to Adam; the oldest supported torch has no `Muon`.
+# Learning rates relative to Adam's. The oldest supported torch has no `Muon`.
 _LIKE_ADAM = optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, getattr(optim, "Muon", optim.Adam)
 _RATES: dict[Any, float] = dict.fromkeys(_LIKE_ADAM, 1.0) | {optim.SGD: 5.0}
 
 
 def base_rate(genome_params: float) -> float:
-    """Return Adam's rate for deltas of a base; lower for large genomes, since Adam moves sums of features further."""
+    """Return Adam's rate for deltas of a base; lower above 5,400 parameters, where Adam changes a delta by more."""
     return 3e-2 * min(1.0, 5_400 / max(1, genome_params))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A static, hashable description of how a p-net grows from a genome, made by `make_plan`. Converts to JSON.
+    """A static, hashable description of how a p-net is generated from a genome. `make_plan` makes plans.
 
     Attributes:
         tensors: every parameter of the p-net, tied parameters once; with a base, only changed and added parameters.
@@ -54,9 +54,9 @@ class Plan:
     def __post_init__(self) -> None:
         names = [n for t in self.tensors for n in (t.name, *t.aliases)] + [b.name for b in self.buffers]
         if len(set(names)) != len(names):
-            raise ValueError("every tensor of a plan needs a name of its own")
+            raise ValueError(f"the tensors of a plan must have different names, got {names}")
         if self.base is None and (deltas := [t.name for t in self.tensors if t.base]):
-            raise ValueError(f"{deltas} are deltas of a base, and the plan names none")
+            raise ValueError(f"a plan with deltas must have a base, got none for the deltas {deltas}")
 
     @cached_property
     def ensembles(self) -> tuple[Ensemble, ...]:
@@ -110,7 +110,7 @@ class Plan:
         return parameters + buffers + (self.base.bytes if self.base else 0)
 
     def suggested_lr(self, optimizer: type[torch.optim.Optimizer] = torch.optim.Adam) -> float:
-        """Suggest a constant learning rate; a one-cycle or cosine schedule takes up to twice the rate as its peak.
+        """Suggest a constant learning rate; the peak of a one-cycle or cosine schedule may be twice this rate.
 
         | g-nets | Adam, AdamW, NAdam, RAdam, Muon | SGD with momentum 0.9 |
         |---|---|---|
@@ -119,16 +119,16 @@ class Plan:
         | `from_module` | 3e-3 | 1.5e-2 |
         | deltas of a base, up to 5,400 parameters | 3e-2 | 1.5e-1 |
 
-        A plan with several types takes the lowest rate. For larger genomes with a base, the rate decreases in inverse
-        proportion. SGD without momentum takes ten times the rate. The rates were chosen on validation images of digits
-        and MNIST, and on TREC for a base; half and twice the rate also learn.
+        A plan with several types has the lowest of their rates. With a base, the rate is inversely proportional to the
+        genome's size above 5,400 parameters. SGD without momentum needs ten times the rate. The rates were chosen on
+        validation data of digits, MNIST and (with a base) TREC; half and twice the rate also learn.
 
         Raises:
             ValueError: for any other optimizer.
         """
         if (factor := _RATES.get(optimizer)) is None:
             names = [cls.__name__ for cls in _RATES]
-            raise ValueError(f"rates are known for {names}, got {optimizer!r}: try some on validation data")
+            raise ValueError(f"rates are known for {names}, got {optimizer!r}: try several rates on validation data")
         if self.base is not None:
             return factor * base_rate(self.genome_params)
         return factor * min((slot.hypernet.rate for t in self.tensors for slot in t.slots), default=1e-3)
@@ -146,7 +146,7 @@ class Plan:
 
     @cached_property
     def stochastic(self) -> bool:
-        """True if any g-net takes noise."""
+        """True if any g-net has noise as an input."""
         return any(e.hypernet.stochastic for e in self.ensembles)
 
     @cached_property
@@ -166,34 +166,34 @@ class Plan:
         if self.base is None:
             return None
         tensors = BaseTensors(pnet, {t.name for t in self._new} | {b.name for b in self.buffers})
-        given = tensors.describe()
-        if given.digest != self.base.digest:
+        found = tensors.describe()
+        if found.digest != self.base.digest:
             named = "" if not self.base.name else f" {self.base.name!r} (revision {self.base.revision or 'unknown'})"
             now = {name: dtype_name(x.dtype) for name, x in pnet.named_parameters()}
             pairs = {(t.dtype, now.get(t.name, t.dtype)) for t in self.tensors if t.base}
-            cure = "its weights must be those that the plan was made for"
-            for made, got in (pair for pair in pairs if pair[0] != pair[1]):
-                cure = f"the plan was made for weights in {made}, these are in {got}: load them in {made}, and convert "
-                cure += f"what is made of them, gb.materialize(plan, genome, pnet).to(torch.{got})"
+            cure = "load the weights that the plan was made for"
+            for planned, got in (pair for pair in pairs if pair[0] != pair[1]):
+                cure = f"the plan was made for weights in {planned}, these are in {got}: load them in {planned}, and "
+                cure += f"convert the materialized p-net, gb.materialize(plan, genome, pnet).to(torch.{got})"
             raise ValueError(
                 f"the genome's base{named} has digest {self.base.digest} ({self.base.params:,} parameters), this p-net "
-                f"has {given.digest} ({given.params:,}): {cure}"
+                f"has {found.digest} ({found.params:,}): {cure}"
             )
         return tensors
 
     @staticmethod
     def from_json(text: str, factories: tuple = ()) -> Plan:
-        """Reads the text of `to_json`, with the factories of `from_module`; raises ValueError for other text."""
+        """Read the text of `to_json`, with the factories of `from_module`; raise ValueError for any other text."""
         return Plan(*plan_from_json(text, factories))
 
     def report(self, dtype: Stored | None = None, genome: GenomeLike | None = None, metadata: Any = None) -> str:
-        """Returns a text table of all tensors: role, tiles, parameters and bytes of the genome's file.
+        """Return a text table of all tensors: role, tiles, parameters and bytes of the genome's file.
 
-        The bytes add up to the size of the file; plan, metadata, scales of codes, and container have separate rows.
+        The bytes add up to the size of the file. Plan, metadata, quantization scales and container have separate rows.
 
         Args:
             dtype: the dtype of `gb.save`; None uses the dtype of a target in bytes, otherwise the p-net's dtypes.
-            genome: a genome whose values determine the bytes of codes; by default the worst case is reported.
+            genome: a genome, whose values determine the bytes of integer dtypes; None reports the largest size.
             metadata: the metadata of `gb.save`.
 
         Raises:
@@ -202,7 +202,7 @@ class Plan:
         return report(self, self.default_dtype(genome is None) if dtype is None else dtype, genome, metadata)
 
     def default_dtype(self, expected: bool = False) -> str | None:
-        """Return the default dtype of a file; `"auto"`, which needs a genome's steps, only for `expected` bytes."""
+        """Return the default dtype of a file; `"auto"` only if `expected`, because files need a genome's scales."""
         return None if not self.stored or (self.stored == AUTO and not expected) else self.stored
 
     def digest(self) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gbfunc.genome import check_genome
-from gbfunc.parallel import Layout, Mesh, check_equal, make_layout, stack_ranks, taken_off, weighted_mean
+from gbfunc.parallel import Layout, Mesh, check_equal, decrease, make_layout, stack_ranks, weighted_mean
 from gbfunc.train.gradients.loss import Objective
 from gbfunc.train.gradients.ranks import RANK_MIX, SAME_STATE
 from gbfunc.train.optimizers import Optimizer, OptState, torch_optimizer
@@ -145,7 +145,7 @@ class LocalTrainStep(TrainStep):
     def _averaged(self, state: TrainState) -> tuple[Tensor, Params, Params]:
         """The rows of all ranks, the mean of the ranks' changes, and the leaves after the mean change."""
         named, start = _leaves(state), state.opt.start
-        changes = [taken_off(start[k], named[k]) for k in self._exchanged]
+        changes = [decrease(start[k], named[k]) for k in self._exchanged]
         total, means = weighted_mean(self._layout, state.opt.rows, changes)
         mean = dict(zip(self._exchanged, means, strict=True))
         return total, mean, {k: start[k] - mean[k] if total > 0 else start[k].clone() for k in self._exchanged}

@@ -244,13 +244,13 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Any, tuple[str, ...]]] = {
 """Makers of p-nets, their loss functions, and schedules."""
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "branch": (partial(Blocks, branch), "torch.export records the loss function and the p-net, which failed"),
+    "branch": (partial(Blocks, branch), "the p-net must be code that torch.export can record"),
     "unused": (partial(Blocks, unused), "each stage must need a tensor"),
     "generator": (partial(Blocks, of_a_generator), "constants of a torch.Generator"),
     "python": (partial(Blocks, of_python), "random numbers must be torch's"),
     "buffer": (partial(Blocks, changed_later), "one stage changes the buffer 'count' and another one uses it"),
     "batch": (partial(Blocks, shifts_the_batch), "must not change the batch in place: clone the tensor"),
-    "assigned": (partial(Blocks, assigned), "a forward must change buffers in place, and assigns sums"),
+    "assigned": (partial(Blocks, assigned), "a forward must change buffers in place, got new tensors for sums"),
     "autograd inside": (partial(Blocks, straight, lambda: Climbs(WIDTH, WIDTH)), "a trained tensor"),
     "own backward": (partial(Blocks, own_backward), "the backward of a torch.autograd.Function"),
 }

@@ -75,7 +75,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "check_every": 2,
     },
     'are rank 1 in shapes ({"batch[0]": "[4, 10], ': {"batches": of_other_lengths},
-    "needs a style": {
+    "a part of the sequence a style": {
         "make": lambda: nn.Sequential(nn.LayerNorm(10), nn.Linear(10, 8), nn.Linear(8, 5)),
         "styles": {"1": ColwiseParallel(input_layouts=Shard(0)), "2": RowwiseParallel(output_layouts=Shard(0))},
         "batches": lambda mesh: [(draw(6, 10, seed=mesh.rank), draw(6, 5, seed=mesh.rank))],
@@ -97,7 +97,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     ),
     "code between layers gets a rank's part of the features": between(nn.Softmax(-1)),
     "on one rank: code between layers": between(nn.Softmax(-1), nn.Identity(), nn.Dropout(0.5)),
-    "dropout takes equal parts": between(nn.Dropout(), nn.Dropout(), width=7),
+    "dropout parts of equal size": between(nn.Dropout(), nn.Dropout(), width=7),
     "as is that of a loss over a part of the sequence": {
         "make": lambda: nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 5)),
         "styles": {"0": COLUMN, "2": RowwiseParallel(output_layouts=Shard(1))},
@@ -106,15 +106,15 @@ REFUSED: dict[str, dict[str, Any]] = {
     },
     "split over ranks and made in pieces": {"make": Reader, "lazy": False, "remat": "layer"},
     "give each layer that takes a split tensor a style": {"loss_fn": penalised},
-    "only linear layers and embeddings are split": {
+    "must be a linear layer or embedding to be split, got a LayerNorm": {
         "make": lambda: nn.Sequential(nn.LayerNorm(6)),
         "styles": {"0": COLUMN},
     },
-    "computes its weight (a parametrization?)": {
+    "must have a parameter as its weight to be split": {
         "make": lambda: nn.Sequential(weight_norm(nn.Linear(6, 6))),
         "styles": {"0": COLUMN},
     },
-    "'0' has max_norm=1.0": {"make": lambda: nn.Sequential(nn.Embedding(6, 6, max_norm=1.0)), "styles": {"0": COLUMN}},
+    "got max_norm=1.0": {"make": lambda: nn.Sequential(nn.Embedding(6, 6, max_norm=1.0)), "styles": {"0": COLUMN}},
 }
 """Arguments of `step_of`, by what the error says."""
 
