@@ -309,7 +309,7 @@ def test_a_forged_base_in_a_plan_is_refused() -> None:
         with pytest.raises(ValueError):
             gb.Plan.from_json(json.dumps(data | {"base": base}))
     del data["base"]
-    with pytest.raises(ValueError, match="deltas of a base"):
+    with pytest.raises(ValueError, match="must have a base"):
         gb.Plan.from_json(json.dumps(data))
 
 
