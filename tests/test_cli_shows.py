@@ -78,7 +78,7 @@ def test_an_interrupted_training_says_what_is_there(
 @pytest.mark.filterwarnings("default:after 200 steps")
 def test_a_training_at_chance_says_so(command: Any) -> None:
     train = ["train", *SMALL, "--steps", "202", "--schedule", "constant", "--measure-every", "202"]
-    assert "gbfunc: warning: after 200 steps the loss, " in command([*train, "--lr", "1e3"]).err
+    assert "gbfunc: warning: after 200 steps the loss, " in command([*train, "--lr", "10"]).err
     assert "warning" not in command(train).err
 
 

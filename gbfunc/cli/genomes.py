@@ -172,10 +172,7 @@ def teacher_file(path: Path) -> Path:
 
 
 def read_teacher(path: Path, task: Task, options: PNetOptions) -> nn.Module:
-    """Read a trained network: a genome file, a folder of the hub, or weights of the p-net (.safetensors, .pt).
-
-    The file of a genome names its p-net, which may be larger than that of the options.
-    """
+    """Read a trained network: a genome file (of any p-net), a folder of the hub, or weights (.safetensors, .pt)."""
     file = teacher_file(path)
     try:
         with file.open("rb") as opened:

@@ -101,11 +101,7 @@ def pack(tensors: TensorMap, dtype: torch.dtype, about: Mapping[str, Any] | None
 
 
 def unpack(data: bytes, like: TensorMap) -> Params:
-    """Undo `pack`, with floats in float32; the first empty tensor of `like` takes all other numbers, as a vector.
-
-    Raises:
-        ValueError: if the file has more or fewer numbers than `like`.
-    """
+    """Undo `pack`, with floats in float32; the first empty tensor of `like` takes all other numbers, as a vector."""
     start = 3 + int.from_bytes(data[1:3], "little")
     dtypes = [_FLOATS[data[0]] if t.is_floating_point() else t.dtype for t in like.values()]
     sizes = {name: t.numel() * dtype.itemsize for (name, t), dtype in zip(like.items(), dtypes, strict=True)}
