@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from matplotlib.figure import Figure
 from safetensors.torch import load_file, save_file
@@ -22,9 +21,9 @@ from gbfunc.plots import LINES, MARKERS, PALETTE, weight_images
 from gbfunc.tasks import Task, accuracy, find_task
 from gbfunc.tasks.base import Recipe
 from gbfunc.tasks.data import Split, image_splits, steps_per_epoch
+from gbfunc.tasks.images import cifar10_recipe, load_cifar
 from gbfunc.tasks.pnets import PNETS, Interface
 from gbfunc.tasks.training import total_steps
-from gbfunc.untrusted import read_arrays
 from notebooks.results.garments import garments as drawn_garments
 from notebooks.results.paper_lives import (
     as_data,
@@ -278,24 +277,10 @@ def _transferred(setting: Setting, found: Any, claims: dict[str, str], title: st
 
 def cifar100_task(setting: Setting, width: int) -> Task:
     """CIFAR-100's part: 18,000 images to train on, 2,000 to validate, 5,000 to test."""
-
-    def read(part: str) -> tuple[np.ndarray, np.ndarray]:
-        paths = sorted((setting.data_dir / "cifar100").glob(f"cifar100_{part}*.npz"))
-        if len(paths) != 1:
-            raise FileNotFoundError(
-                f"{setting.data_dir / 'cifar100'} must hold one cifar100_{part}*.npz, not {len(paths)}"
-            )
-        arrays = read_arrays(paths[0], 1 << 30, ("delta", "labels"))
-        images = arrays["delta"]
-        for axis in (2, 3):
-            np.cumsum(images, axis, dtype=np.uint8, out=images)
-        images[:, (0, 2)] += images[:, 1:2]
-        return images, arrays["labels"].astype(np.int64)
-
+    learned, tested = load_cifar(setting.data_dir / "cifar100", "cifar100", 100)
     interface = Interface((3, 32, 32), 100)
-    (learn, val, test), *_ = image_splits(read("train"), (2_000,), read("test"), by_channel=True)
-    settings = find_task("cifar10", setting.data_dir / "cifar10", {}).settings
-    task = Task("cifar100", interface, learn, val, test, PNETS["allconv"](interface, width=width), settings)
+    (learn, val, test), *_ = image_splits(learned, (2_000,), tested, by_channel=True)
+    task = Task("cifar100", interface, learn, val, test, PNETS["allconv"](interface, width=width), cifar10_recipe)
     return few(task, setting.images or (2_560 if setting.quick else None), 1_000 if setting.quick else None)
 
 
