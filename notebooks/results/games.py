@@ -12,9 +12,9 @@ Options: `--games`, `--frames` (steps of all environments together), `--compress
 made anew: the same command goes on after an interruption from the last segment, bit for bit. Writes `games.json` and
 `games.png`, and prints a table.
 
-Atari's BeamRider, as in Shuvaev et al. (2024), needs `gbfunc[atari]`:
+Atari's BeamRider, as in Shuvaev et al. (2024), needs `gbfunc[atari]`; an hour of one core for each network:
 
-    python notebooks/results/games.py --games ALE/BeamRider-v5 --frames 200000 --width 32 --hidden 1024 --envs 4 \\
+    python notebooks/results/games.py --games ALE/BeamRider-v5 --frames 240000 --width 32 --hidden 1024 --envs 8 \\
         --replay 20000 --compressions 0 492 --seeds 0 --out beamrider
 """
 
