@@ -16,6 +16,7 @@ The experiment is that of Shuvaev et al. (2024) on HalfCheetah.
 """
 
 import argparse
+import csv
 import json
 import statistics
 from collections.abc import Mapping, Sequence
@@ -120,6 +121,13 @@ def first_training(options: argparse.Namespace, kind: str, seed: int) -> dict[st
     return json.loads((out / "metrics.json").read_text())
 
 
+def first_curve(options: argparse.Namespace, kind: str, seed: int) -> list[dict[str, float]]:
+    """Read the rows of `env_steps` and `mean_return` of a first training, on the validation episodes."""
+    with (options.out / f"{kind}-{seed}" / "history.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [{"env_steps": float(row["env_steps"]), "mean_return": float(row["val_mean_return"])} for row in rows]
+
+
 def start(options: argparse.Namespace, task: Task, kind: str, seed: int) -> nn.Module:
     """Make the network that learns in the changed body."""
     if kind == NAIVE:
@@ -164,7 +172,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 def curves(runs: Mapping[str, Mapping[str, Sequence[Sequence[Mapping[str, float]]]]]) -> Figure:
-    """Draw returns against environment steps after the change: mean and range over seeds, one plot per change."""
+    """Draw returns against environment steps: mean and range over seeds, a plot per change after the first training."""
     figure = Figure(figsize=(0.6 + 3.6 * len(runs), 3.4), layout="constrained")
     (row,) = figure.subplots(1, len(runs), squeeze=False)
     for axes, (change, starts) in zip(row, runs.items(), strict=True):
@@ -175,8 +183,8 @@ def curves(runs: Mapping[str, Mapping[str, Sequence[Sequence[Mapping[str, float]
             axes.fill_between(steps, [min(x) for x in values], [max(x) for x in values], color=color, alpha=0.15)
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.set(title=change, xlabel="environment steps after the change (thousands)", ylabel="mean return")
-    row[0].legend(frameon=False)
+        axes.set(title=change, xlabel="environment steps (thousands)", ylabel="mean return")
+        axes.legend(frameon=False)
     return figure
 
 
@@ -209,7 +217,9 @@ def main(argv: list[str] | None = None) -> None:
         found = [first_training(options, kind, seed) for seed in options.seeds]
         size = f"{found[0]['genome_params']:,} ({found[0]['ratio_params']:.1f}x)"
         lines.append(f"| {kind} | {size} | {spread([row['test_mean_return'] for row in found])} |")
-    runs: dict[str, dict[str, Any]] = {}
+    kinds = ("genome", "dense")
+    first = {kind: [first_curve(options, kind, seed) for seed in options.seeds] for kind in kinds}
+    runs: dict[str, dict[str, Any]] = {"first training": first}
     lines += [
         "",
         "| change | weights | at birth | after a tenth | at the end | mean of the curve |",
