@@ -109,7 +109,8 @@ def make_envs(env_id: str, n: int) -> Any:
     try:
         envs = gymnasium.make_vec(env_id, num_envs=n, **options)
     except gymnasium.error.DependencyNotInstalled as error:
-        raise ImportError(f"environment {env_id!r} needs more packages: {error}") from error
+        cure = "pip install 'gbfunc[mujoco]'" if "mujoco" in str(error).lower() else error
+        raise ImportError(f"environment {env_id!r} needs more packages: {cure}") from error
     except gymnasium.error.Error as error:
         raise ValueError(f"no environment {env_id!r}: {error}") from error
     mode = envs.metadata.get("autoreset_mode")

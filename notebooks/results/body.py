@@ -210,6 +210,10 @@ def main(argv: list[str] | None = None) -> None:
             what not in ("gravity", "friction", "limb") or not factor.replace(".", "", 1).isdigit()
         ):
             parser.error(f"--changes takes same, gravity=X, friction=X and limb=X, got {change}")
+    try:
+        find_environment(options.env)
+    except (ImportError, ValueError) as error:
+        parser.error(str(error))
     torch.set_num_threads(1)
     options.out.mkdir(parents=True, exist_ok=True)
     lines = [f"| {options.env}, {options.steps:,} steps | parameters | return of the trained net |", "|---|---|---|"]

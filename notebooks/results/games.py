@@ -255,6 +255,11 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if options.envs % options.update_every or min(options.replay, options.segment) < 2 * options.envs:
         parser.error("--envs must be a multiple of --update-every, --replay and --segment at least twice --envs")
+    try:
+        for game in options.games:
+            find_environment(game)
+    except (ImportError, ValueError) as error:
+        parser.error(str(error))
     torch.set_num_threads(1)
     runs: dict[str, dict[str, Any]] = {}
     lines = []
