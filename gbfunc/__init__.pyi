@@ -20,6 +20,7 @@ from gbfunc.hypernets import constant as constant
 from gbfunc.hypernets import from_module as from_module
 from gbfunc.hypernets import gnet as gnet
 from gbfunc.hypernets import low_rank as low_rank
+from gbfunc.hypernets import new_rows as new_rows
 from gbfunc.hypernets import periodic as periodic
 from gbfunc.hypernets import stochastic as stochastic
 from gbfunc.hypernets import xox as xox

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from copy import copy
 from typing import NamedTuple
 
@@ -30,15 +30,21 @@ class Base(NamedTuple):
 
 
 class BaseTensors:
-    """Frozen tensors of a base, without the `new` ones: parameters share the p-net's memory, and buffers are copies."""
+    """Frozen tensors of a base, without the `new` ones: parameters share the p-net's memory, and buffers are copies.
 
-    def __init__(self, pnet: nn.Module, new: Collection[str]) -> None:
+    `grown` are functions that take parameters with new rows to those of the base, by name.
+    """
+
+    def __init__(
+        self, pnet: nn.Module, new: Collection[str], grown: Mapping[str, Callable[[Tensor], Tensor]] = {}
+    ) -> None:
         for name, layer in pnet.named_modules():
             if getattr(layer, "max_norm", None) is not None and f"{name}.weight".lstrip(".") not in new:
                 where = f"name it in modules_to_save, or set max_norm=None: {name!r}"
                 raise ValueError(f"an embedding with max_norm changes its weight, and a base is frozen: {where}")
         with torch.inference_mode(False):
             params = {k: x.detach() for k, x in pnet.named_parameters() if k not in new}
+            params |= {k: old(params[k]) for k, old in grown.items()}
             buffers = {k: b.detach().clone() for k, b in pnet.named_buffers() if k not in new}
         state = pnet.state_dict(keep_vars=True)
         self._saved = buffers.keys() & state.keys()

@@ -57,9 +57,8 @@ class _Tiles:
         for span in e.spans:
             tensor, slot = plan.tensors[span.tensor], span.slot
             matrix = KINDS[tensor.kind].unfold(targets[tensor.name])[span.part].to(device, torch.float64) - slot.offset
-            if e.hypernet.standardised:
-                # Without a scale there is nothing that g-nets could change.
-                matrix = matrix / slot.scale if slot.scale else torch.zeros_like(matrix)
+            # Without a scale there is nothing that g-nets could change.
+            matrix = matrix / slot.scale if slot.scale else torch.zeros_like(matrix)
             tiles.append(split_tiles(matrix, slot.grid))
             inside.append(split_tiles(torch.ones_like(matrix, dtype=dtype), slot.grid))
             energies += [float(matrix.square().sum()) or 1.0] * slot.grid.n_tiles

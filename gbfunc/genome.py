@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gbfunc.hypernets.base import normal
 from gbfunc.hypernets.ensemble import Constants, Evaluation, dense_tiles, is_exporting, joined
 from gbfunc.layers.beside import hidden_layers
-from gbfunc.layers.kinds import DELTA
+from gbfunc.layers.kinds import DELTA, KINDS
 from gbfunc.plan import Ensemble, Plan
 from gbfunc.pnet.describe import ParameterInfo, check_pnet, named_tensors, parameter_infos
 from gbfunc.tiling import TileGrid
@@ -134,6 +134,10 @@ def init_genome(plan: Plan, pnet: nn.Module, seed: int = 0, *, device: torch.dev
             # A delta begins at zero, with all linear leaves at zero.
             for k in (k for k, leaf in e.leaves.items() if leaf.role == "linear"):
                 leaves[k][span.first : span.first + span.slot.grid.n_tiles] = 0
+            if new := (tensor := plan.tensors[span.tensor]).new_rows:
+                # The base has none of these rows.
+                values = infos[tensor.name].tensor.detach()
+                leaves["rows"][span.first] = KINDS[tensor.kind].unfold(values)[span.part][-new:] / span.slot.scale
         gnets[e.name] = {k: v.to(device) for k, v in leaves.items()}
     direct = {t.name: _direct(infos[t.name], generator).to(device, copy=True) for t in plan.direct}
     return Genome(gnets, direct, {name: buffer.to(device, copy=True) for name, buffer in buffers.items()})

@@ -39,8 +39,8 @@ def test_help_shows_the_values_of_the_recipe(name: str, shared_data: Path, capsy
     usual["epochs"] = None if recipe.steps else recipe.epochs
     assert {key: shown[key] for key in usual} == {k: "" if x is None else str(x) for k, x in usual.items()}
     assert SHOWN.keys() == TASKS.keys()
-    # A constant is for a rule, and a module's factory has no name on a command line.
-    assert set(get_args(HypernetName)) == HYPERNETS.keys() - {"constant", "module"}
+    # A constant and new rows are for a rule, and a module's factory has no name on a command line.
+    assert set(get_args(HypernetName)) == HYPERNETS.keys() - {"constant", "new_rows", "module"}
 
 
 def test_numbers_are_kept_and_shown_without_pictures(

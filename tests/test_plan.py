@@ -49,7 +49,7 @@ def test_every_hypernet_goes_through_a_plan(hypernet: Any) -> None:
     net = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
     plan = gb.make_plan(net, hypernet, max_tile=4)
     assert Plan.from_json(plan.to_json(), FACTORIES) == plan
-    tiles = 1 if hypernet.type == "constant" else 4
+    tiles = 1 if hypernet.type in ("constant", "new_rows") else 4
     assert [t.slots[0].grid.n_tiles for t in plan.generated] == [tiles, tiles // 2 or 1]
     weights = gb.generate(plan, gb.init_genome(plan, net))
     assert {k: v.shape for k, v in weights.items()} == {k: v.shape for k, v in net.named_parameters()}

@@ -59,7 +59,7 @@ class Command:
 class GenomeCommand(Command, options.ConfigOption, options.DataOptions):
     """Options of a command that takes a genome, whose file says what of task and p-net is not said here."""
 
-    # Task of the genome: digits, mnist, fashion-mnist, cifar10, images, text, trec, texts, control or module:function.
+    # Task of the genome: digits, mnist, fashion-mnist, cifar10, images, text, chat, trec, texts, control, module:function.
     task: Annotated[str, shows("NAME", "that of the genome")] = ""
     # Genome of gbfunc train, or a page or QR code of gbfunc export.
     genome: Annotated[Path, arg(metavar="FILE")]
@@ -109,11 +109,9 @@ class Predict(GenomeCommand):
 
 @dataclass(frozen=True, kw_only=True)
 class Sample(GenomeCommand):
-    """Write text with the language model of a genome file."""
+    """Write text with the language model of a genome file; that of a chat answers."""
 
-    # Task of the genome: text, or module:function.
-    task: Annotated[str, arg(metavar="NAME")] = "text"
-    # Text to continue.
+    # Text to continue, or to answer.
     prompt: Annotated[str, shows("TEXT", "a new line")] = "\n"
     # Characters to write, or tokens of the task's vocabulary.
     tokens: int = 300

@@ -31,6 +31,7 @@ from gbfunc.files import replace_file
 from gbfunc.storage.genome_file import is_genome, load_dtype
 from gbfunc.tasks import Task, continue_text, logits_of
 from gbfunc.tasks.base import History
+from gbfunc.tasks.chat import chat_tokens
 from gbfunc.tasks.pnets import Interface, find_pnet
 from gbfunc.tasks.pnets.base import AtMost, is_import_path
 from gbfunc.tasks.pnets.hugging_face import PREFIX
@@ -51,8 +52,12 @@ def run_eval(options: Eval) -> None:
 
 
 def run_sample(options: Sample) -> None:
-    o, (_, task, net) = options, read_genome(options.genome, options)
-    print(o.prompt + continue_text(net, task, o.prompt, o.tokens, temperature=o.temperature, seed=o.seed))
+    o, said = options, said_by(options.genome)
+    data = replace(o, task=o.task or said.get("task", "text"))
+    # A pretrained network brings its tokens.
+    _, task, net = read_genome(o.genome, data, bare=(o.pretrained or said.get("pretrained")) is not None)
+    written = continue_text(net, task, o.prompt, o.tokens, temperature=o.temperature, seed=o.seed)
+    print(written if task.name == "chat" else o.prompt + written)
 
 
 def read_genome(
@@ -117,13 +122,15 @@ def _task_of(options: DataOptions, said: Mapping[str, Any]) -> Task:
         raise ValueError(f"the genome's file does not say what its inputs are ({error!r}): pass --data-dir") from error
     if options.task != (held := said.get("task", options.task)):
         raise ValueError(f"the genome's file is of the task {held}, got --task {options.task}: pass --data-dir too")
-    config, encode = read_json("--pnet-config", options.pnet_config) | given(options, "pretrained"), None
-    if interface.vocabulary:
-        if options.pretrained is None:
-            raise ValueError("the genome's tokens were learned from its texts: pass --data-dir, the folder with them")
-        encode = pretrained_tokens(options.pretrained, interface.inputs[0]).encode
+    config, coders = read_json("--pnet-config", options.pnet_config) | given(options, "pretrained"), {}
+    if interface.vocabulary and options.pretrained is None:
+        raise ValueError("the genome's tokens were learned from its texts: pass --data-dir, the folder with them")
+    if options.pretrained is not None and (interface.vocabulary or interface.tokens):
+        most, chats = interface.inputs[0] if interface.vocabulary else None, options.task == "chat"
+        tokens = chat_tokens(options.pretrained)[0] if chats else pretrained_tokens(options.pretrained, most)
+        coders = {"encode": tokens.encode, "decode": tokens.decode}
     pnet = find_pnet(options.pnet or "mlp", interface, config)
-    return Task(options.task, interface, None, None, None, pnet, encode=encode)
+    return Task(options.task, interface, None, None, None, pnet, **coders)
 
 
 def _network(path: Path, plan: gb.Plan, genome: gb.Genome, pnet: nn.Module) -> nn.Module:

@@ -101,7 +101,7 @@ class ConfigOption:
 class DataOptions:
     """Data and p-net."""
 
-    # Task: digits, mnist, fashion-mnist, cifar10, images, text, trec, texts, control, or module:function.
+    # Task: digits, mnist, fashion-mnist, cifar10, images, text, chat, trec, texts, control, or module:function.
     task: Annotated[str, arg(metavar="NAME")] = "digits"
     # Folder with the task's data; for text also a file. digits and control need none, text has one built in.
     data_dir: MaybePath = None

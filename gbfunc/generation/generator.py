@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gbfunc.genome import Noise, codes_of
+from gbfunc.hypernets import new_rows
 from gbfunc.hypernets.ensemble import Constants, Evaluation, is_exporting, joined, with_factors
 from gbfunc.layers.forms import DenseWeight, Needs, Source, Target, WeightForm, outside_autocast
 from gbfunc.plan import Ensemble
@@ -96,7 +97,8 @@ class Stack:
             return self._built[key]
         e = self.ensemble
         first, scales = [p.first for p in e.spans], [p.slot.scale for p in e.spans]
-        scale = _of_spans(first, scales, e.n_tiles, dtype, device) if e.hypernet.standardised else None
+        scaled = e.hypernet.standardised or isinstance(e.hypernet, new_rows)
+        scale = _of_spans(first, scales, e.n_tiles, dtype, device) if scaled else None
         more = *codes_of(e, dtype, device), scale, self._groups(device) if self._shared else None
         made = Constants.make(e.hypernet, e.dims, self._kernel, *more).of(self._tiles)
         if not exporting:

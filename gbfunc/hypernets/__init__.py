@@ -11,7 +11,7 @@ from gbfunc.hypernets.base import Leaf as Leaf
 from gbfunc.hypernets.base import Sized as Sized
 from gbfunc.hypernets.base import draw as draw
 from gbfunc.hypernets.base import ensemble_params as ensemble_params
-from gbfunc.hypernets.codeless import constant, low_rank, xox
+from gbfunc.hypernets.codeless import constant, low_rank, new_rows, xox
 from gbfunc.hypernets.mlp import gnet, stochastic
 from gbfunc.hypernets.module import from_module
 from gbfunc.hypernets.periodic import bilinear, periodic
@@ -19,7 +19,7 @@ from gbfunc.types import Factors as Factors
 from gbfunc.types import TileDims as TileDims
 
 TYPES: dict[str, Callable[..., Hypernet]] = {
-    t.type: t for t in (periodic, bilinear, constant, gnet, stochastic, low_rank, xox, from_module)
+    t.type: t for t in (periodic, bilinear, constant, gnet, stochastic, low_rank, xox, new_rows, from_module)
 }
 """Types by name; `gb.register` adds entries."""
 HYPERNETS: Mapping[str, Callable[..., Hypernet]] = MappingProxyType(TYPES)

@@ -1,4 +1,4 @@
-r"""Types without codes: constants, trained factors, and genes with interaction rules (the XOX model).
+r"""Types without codes: constants, trained rows and factors, and genes with interaction rules (the XOX model).
 
 Source of the XOX model, $W = s X_{out} O X_{in}^T$: Barabasi et al., Complex computation from developmental priors
 (Nature Communications 2023).
@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from gbfunc.hypernets.base import Hypernet, Leaf, Sized
+from gbfunc.hypernets.base import Hypernet, Leaf, Sized, check_size
 from gbfunc.types import Factors, Params, TileDims
 
 
@@ -107,4 +108,42 @@ class XOX(_Factored):
         return Factors(leaves["row_genes"] @ (leaves["rules"] * leaves["scale"][..., None, None]), leaves["col_genes"])
 
 
-constant, low_rank, xox = Constant, LowRank, XOX
+@dataclass(frozen=True)
+class NewRows(Hypernet):
+    """Trained rows at the end of a matrix, such as the embeddings of new tokens; the other rows are zero.
+
+    With a base, the rows replace those of the base instead of changing them: they start at the p-net's present values,
+    and the base's digest does not depend on these values.
+
+    Args:
+        rows: the number of rows.
+
+    Raises:
+        ValueError: for a number below 1; when planned, for a matrix with fewer rows.
+    """
+
+    rows: int = 1
+    type: ClassVar[str] = "new_rows"
+    sizable: ClassVar[bool] = False
+    factorised: ClassVar[bool] = True
+    standardised: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_size("rows", self.rows)
+
+    @property
+    def factor_width(self) -> int:
+        return self.rows
+
+    def leaves(self, dims: TileDims) -> dict[str, Leaf]:
+        if self.rows > dims.rows:
+            raise ValueError(f"new_rows({self.rows}) needs a matrix of as many rows, got one of {dims.rows}")
+        return {"rows": Leaf((self.rows, dims.cols), "linear", std=dims.cols**-0.5)}
+
+    def tiles(self, leaves: Params, row_Urp: Tensor, *unused: Any) -> Factors:
+        rows_Tkc = leaves["rows"]
+        places_rk = F.pad(torch.eye(self.rows).to(rows_Tkc), (0, 0, row_Urp.shape[-2] - self.rows, 0))
+        return Factors(places_rk.expand(len(rows_Tkc), -1, -1), rows_Tkc.mT)
+
+
+constant, low_rank, xox, new_rows = Constant, LowRank, XOX, NewRows

@@ -22,11 +22,11 @@ from gbfunc.base import BaseTensors, hub_name
 from gbfunc.encoding import Encoding, PerAxis, binary, grid, per_axis, table
 from gbfunc.formats.sizes import genome_file_bytes
 from gbfunc.formats.steps import Stored, bytes_each, stored_as
-from gbfunc.hypernets import Hypernet, bilinear, low_rank, periodic
+from gbfunc.hypernets import Hypernet, bilinear, low_rank, new_rows, periodic
 from gbfunc.layers import KINDS
 from gbfunc.plan.budget import Unit, allocate, spend
 from gbfunc.plan.select import Candidate, Rule, check_hypernet, check_targets, choose
-from gbfunc.plan.slots import BufferPlan, Slot, TensorPlan, check_stored
+from gbfunc.plan.slots import BufferPlan, Slot, TensorPlan, check_stored, old_rows
 from gbfunc.plan.spec import Plan
 from gbfunc.pnet.describe import buffers_of, check_pnet
 from gbfunc.tiling import MaxTile, check_max_tile
@@ -122,7 +122,9 @@ def make_plan(
     frozen = None
     if targets is not None:
         new = {c.tensor.name for c in choices if not c.base} | {b.name for b in buffers}
-        frozen = BaseTensors(pnet, new).describe(*hub_name(pnet))
+        changed = ((c.tensor, c.hypernet) for c in choices if c.base)
+        grown = {t.name: old_rows(t, h.rows) for t, h in changed if isinstance(h, new_rows)}
+        frozen = BaseTensors(pnet, new, grown).describe(*hub_name(pnet))
     total = sum(c.tensor.numel for c in choices if not c.base) + (frozen.params if frozen else 0)
     sizes = {"genome_params": genome_params, "genome_bytes": genome_bytes, "compression": compression}
     target, words = _target(total, hypernet, sizes)
@@ -286,7 +288,12 @@ def _tensors(
             key = matrix, hypernet, pair, tile, group, spreads
             unit = units.setdefault(key, Unit(*key))
             unit.count += 1
-            matrices.append((name, scale if hypernet.standardised else (1.0, 0.0), unit))
+            if isinstance(hypernet, new_rows):
+                # A power of two, so that rows of a base are stored without rounding.
+                scale = 2.0 ** round(math.log2(scale[0])), 0.0
+            elif not hypernet.standardised:
+                scale = 1.0, 0.0
+            matrices.append((name, scale, unit))
     if target is not None:
         kept = sum(c.tensor.numel for c in choices if c.hypernet is None)
         least = spend(list(units.values()), 0)

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gbfunc.encoding import Encoding
 from gbfunc.formats.layout import LIMITS
-from gbfunc.hypernets import Hypernet, ensemble_params
+from gbfunc.hypernets import Hypernet, ensemble_params, new_rows
 from gbfunc.layers import KINDS
 from gbfunc.layers.factored import DeltaWeight, FactoredWeight
 from gbfunc.layers.install import formable, transposed
@@ -138,8 +139,20 @@ class TensorPlan:
         return "direct" if not self.slots else "delta" if self.base else "generated"
 
     @property
+    def new_rows(self) -> int:
+        """Rows at the end of the base's matrices that are new: no part of the base."""
+        found = (slot.hypernet.rows for slot in self.slots if isinstance(slot.hypernet, new_rows))
+        return max(found, default=0) if self.base else 0
+
+    @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+
+def old_rows(tensor: TensorPlan, new: int) -> Callable[[Tensor], Tensor]:
+    """Return the function that puts zeros into the new rows of a base's tensor."""
+    kind = KINDS[tensor.kind]
+    return lambda x: kind.fold([F.pad(m[:-new], (0, 0, 0, new)) for m in kind.unfold(x)], tensor.shape)
 
 
 class BufferPlan(NamedTuple):

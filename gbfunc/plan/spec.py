@@ -17,7 +17,7 @@ from gbfunc.formats.steps import AUTO, Stored
 from gbfunc.plan.ensembles import Ensemble, ensembles_of
 from gbfunc.plan.report import report
 from gbfunc.plan.serial import plan_from_json, plan_to_json
-from gbfunc.plan.slots import BufferPlan, TensorPlan
+from gbfunc.plan.slots import BufferPlan, TensorPlan, old_rows
 from gbfunc.trees import BUFFERS, DIRECT, GNET, differentiable
 from gbfunc.types import DTYPES, GenomeLike, Params, dtype_name
 
@@ -165,7 +165,8 @@ class Plan:
         """Return the base's frozen tensors, None without a base; raises ValueError if `pnet` is a different base."""
         if self.base is None:
             return None
-        tensors = BaseTensors(pnet, {t.name for t in self._new} | {b.name for b in self.buffers})
+        grown = {t.name: old_rows(t, t.new_rows) for t in self.tensors if t.new_rows}
+        tensors = BaseTensors(pnet, {t.name for t in self._new} | {b.name for b in self.buffers}, grown)
         found = tensors.describe()
         if found.digest != self.base.digest:
             named = "" if not self.base.name else f" {self.base.name!r} (revision {self.base.revision or 'unknown'})"

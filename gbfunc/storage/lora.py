@@ -67,6 +67,8 @@ def save_lora(folder: str | os.PathLike[str], plan: Plan, genome: GenomeLike, pn
     deltas, heads = [t for t in plan.tensors if t.base], [t for t in plan.tensors if not t.base]
     if not deltas:
         raise ValueError(f"a LoRA adapter changes a layer, and the plan has new modules alone{_INSTEAD}")
+    if grown := [t.name for t in deltas if t.new_rows]:
+        raise ValueError(f"{grown} have new rows, and a LoRA adapter adds to rows that the base has{_INSTEAD}")
     generator = make_generator(plan, pnet=pnet, lazy=True, base=base, names={t.name for t in deltas})
     with torch.no_grad():
         weights = generator(flat_genome(genome))

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gbfunc.tasks.base import Metric, Net, Recipe, Task, accuracy, logits_of, loss_fn, token_loss
+from gbfunc.tasks.chat import chat
 from gbfunc.tasks.control import control
 from gbfunc.tasks.data import Split, endless_batches
 from gbfunc.tasks.images import cifar10, digits, fashion_mnist, mnist
@@ -42,6 +43,7 @@ TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType(
         "cifar10": cifar10,
         "images": images,
         "text": text,
+        "chat": chat,
         "trec": trec,
         "texts": texts,
         "control": control,

@@ -160,7 +160,7 @@ def text_metrics(net: Net, text: Windows, windows: int = 256) -> dict[str, float
     for x_BL, y_BL in text.chunks(windows):
         logits = logits_of(net(x_BL)).flatten(0, 1)
         total += float(F.cross_entropy(logits, y_BL.flatten(), reduction="sum"))
-        count += y_BL.numel()
+        count += int((y_BL >= 0).sum())
     loss = total / count
     return {"loss": loss, "bits_per_char": loss / math.log(2) * len(text.tokens) / text.chars}
 

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from gbfunc.extras import import_extra
 from gbfunc.plan.spec import base_rate
 from gbfunc.tasks.base import LOSS, Net, Recipe, Task, accuracy, linear_decay, logits_of, text_metrics, token_loss
-from gbfunc.tasks.data import SPLIT_SEED, Batch, Split, Windows, data_folder, hold_out, leave_out
+from gbfunc.tasks.data import SPLIT_SEED, Batch, Data, Split, Windows, data_folder, hold_out, leave_out
 from gbfunc.tasks.pnets import PNETS, Interface, PNet
 from gbfunc.tasks.pnets.hugging_face import CONFIG, TOKENIZER, hugging_face, pretrained_network
 from gbfunc.untrusted import one_error
@@ -30,7 +30,7 @@ _MAX_BYTES = 1 << 30
 # The batch of nanoGPT's run on a CPU (config/train_shakespeare_char.py and its readme), for twice as long.
 _TEXT = Recipe(lr=2e-2, direct_lr=4e-3, dense_lr=4e-3, batch_size=12, steps=4_000, measure_every=500, clip_norm=1.0)
 _TUNING = Recipe(lr=3e-2, dense_lr=1e-4, batch_size=4, steps=300, measure_every=100, clip_norm=1.0)
-_HELD_OUT = 128  # windows that validate or test a pretrained model
+HELD_OUT = 128  # windows that validate or test a pretrained model
 _WHOLE_RATE = 65_000  # genomes of up to so many parameters take the whole rate, larger ones less
 
 _SMALL_BERT = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512}
@@ -39,7 +39,7 @@ _FROM_SCRATCH = Recipe(lr=1e-2, direct_lr=3e-3, dense_lr=1e-3, batch_size=32, ep
 _FINE_TUNING = replace(_FROM_SCRATCH, dense_lr=1e-4, betas=(0.9, 0.999), epochs=3, schedule=linear_decay)
 _LEAST_STEPS, _MOST_EPOCHS = 450, 20  # of a fine-tuning: few texts are seen more often, up to so often
 _LEFT_OUT = 0.1  # part of the tokens that a fine-tuning does not see (word dropout: Iyyer et al., 2015, 2.2)
-_LEAST = 10  # texts to learn from
+LEAST = 10  # texts to learn from
 _POOL = 16  # batches whose texts are sorted by length together
 
 Labels = NDArray[np.int64]
@@ -55,7 +55,8 @@ class Tokens(NamedTuple):
     pad: int = 0  # token that fills up short texts, if no text contains it
 
 
-def _check_int(task: str, name: str, value: Any, least: int) -> None:
+def check_int(task: str, name: str, value: Any, least: int) -> None:
+    """Raise `ValueError` for an option of a task that is no int, or a smaller one."""
     if value is not None and (type(value) is not int or value < least):
         raise ValueError(f"{name} of the {task} task must be an int >= {least}, got {value!r}")
 
@@ -78,8 +79,8 @@ def text(
     their number is given as `vocabulary`. A pretrained causal language model (see `pretrained_network`) has its own
     tokens, and is validated and tested on the first 128 windows of these parts.
     """
-    _check_int("text", "context", context, 2)
-    _check_int("text", "vocabulary", vocabulary, 257)
+    check_int("text", "context", context, 2)
+    check_int("text", "vocabulary", vocabulary, 257)
     source = python_help() if data_dir is None else read_text(data_dir)
     # The last tenth validates, as is usual for tiny shakespeare.
     first, last = int(len(source) * 0.05), int(len(source) * 0.9)
@@ -93,22 +94,30 @@ def text(
     if (n := min(len(split.tokens) for split in splits)) <= context + 1:
         where = data_dir or "the text"
         raise ValueError(f"{where} is too short: a part of it has {n} tokens, and a window needs {context + 1}")
+    if pretrained is not None:
+        val, test = (_beginning(split, tokens) for split in (val, test))
+    return language_task("text", (train, val, test), tokens, context, pretrained)
+
+
+def language_task(
+    name: str, splits: tuple[Data, Data, Data], tokens: Tokens, context: int, pretrained: str | None
+) -> Task:
+    """Make the task of next tokens from its training, validation and test part."""
     interface = Interface((context,), tokens.size, tokens=True)
     how: dict[str, Any] = dict(loss=token_loss, evaluate=text_metrics, metrics=LOSS, settings=_text_recipe)
     if pretrained is not None:
-        val, test = (_beginning(split, tokens) for split in (val, test))
         how |= dict(genome_params=3_000, evaluate=partial(text_metrics, windows=8))
         pnet = hugging_face(interface, "", pretrained=pretrained)
         how |= dict(settings=lambda pnet, genome_params: replace(_TUNING, lr=base_rate(genome_params)))
     else:
         pnet = PNETS["gpt"](interface)
     how |= dict(encode=tokens.encode, decode=tokens.decode, about={"alphabet": tokens.digest})
-    return Task("text", interface, train, val, test, pnet, **how)
+    return Task(name, interface, *splits, pnet, **how)
 
 
 def _beginning(text: Windows, tokens: Tokens) -> Windows:
     assert tokens.decode is not None
-    first = text.tokens[: _HELD_OUT * text.context + 1]
+    first = text.tokens[: HELD_OUT * text.context + 1]
     return Windows(first, text.context, len(tokens.decode(first.tolist())))
 
 
@@ -168,7 +177,7 @@ def characters(source: str) -> Tokens:
             raise ValueError(f"no {names} among the {len(alphabet)} characters of the text")
         return torch.tensor([number[char] for char in part])
 
-    return Tokens(len(alphabet), encode, lambda tokens: "".join(alphabet[t] for t in tokens), _digest(alphabet))
+    return Tokens(len(alphabet), encode, lambda tokens: "".join(alphabet[t] for t in tokens), digest_of(alphabet))
 
 
 def byte_pairs(source: str, vocabulary: int) -> Tokens:
@@ -176,11 +185,12 @@ def byte_pairs(source: str, vocabulary: int) -> Tokens:
     tokenizers = import_extra("tokenizers", "a vocabulary of byte pairs", "gbfunc[text]")
     tokenizer = tokenizers.ByteLevelBPETokenizer()
     tokenizer.train_from_iterator([source], vocabulary, min_frequency=0, show_progress=False)
-    size, digest = tokenizer.get_vocab_size(), _digest(tokenizer.to_str())
+    size, digest = tokenizer.get_vocab_size(), digest_of(tokenizer.to_str())
     return Tokens(size, lambda part: torch.tensor(tokenizer.encode(part).ids), tokenizer.decode, digest)
 
 
-def _digest(words: str) -> str:
+def digest_of(words: str) -> str:
+    """Return a short digest of a text."""
     return hashlib.sha256(words.encode()).hexdigest()[:8]
 
 
@@ -261,16 +271,16 @@ def classified(
     classifier reads the mean of at most `max_tokens` tokens. TREC (Li and Roth, 2002) has 5,452 questions to learn
     from and 500 to test, in 6 classes.
     """
-    _check_int(name, "max_tokens", max_tokens, 4)
-    _check_int(name, "vocabulary", vocabulary, 257)
+    check_int(name, "max_tokens", max_tokens, 4)
+    check_int(name, "vocabulary", vocabulary, 257)
     _check_vocabulary(pretrained, vocabulary)
     folder = data_folder(name, data_dir, "train.txt and test.txt")
     labels, learned = read_labelled(path := folder / "train.txt")
     test_labels, tested = read_labelled(test_path := folder / "test.txt")
     if len(classes := sorted(set(labels))) < 2:
         raise ValueError(f"{path} must hold texts of two classes or more, got {classes[0]!r} alone")
-    if len(learned) < _LEAST:
-        raise ValueError(f"{path} must hold {_LEAST} texts or more, got {len(learned)}")
+    if len(learned) < LEAST:
+        raise ValueError(f"{path} must hold {LEAST} texts or more, got {len(learned)}")
     number = {label: i for i, label in enumerate(classes)}
     if unknown := [(i, label) for i, label in enumerate(test_labels, 1) if label not in number]:
         names = ", ".join(map(repr, classes[:10])) + (", ..." if len(classes) > 10 else "")
@@ -348,25 +358,20 @@ def _recipe(n_texts: int, pad: int, pnet: PNet, genome_params: float) -> Recipe:
 
 def pretrained_tokens(pretrained: str, max_tokens: int | None = None) -> Tokens:
     """Read the tokens of a pretrained network; raises as `texts`."""
-    folder, gguf = pretrained_network(pretrained)
+    folder = pretrained_network(pretrained)
     tokenizers, transformers = (
         import_extra(name, "a pretrained network of texts", "gbfunc[text,hf]")
         for name in ("tokenizers", "transformers")
     )
-    path = folder / gguf.get("gguf_file", TOKENIZER)
-    with one_error(path, "tokenizer of a pretrained network"):
-        tokenizer: Any = (
-            transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, **gguf).backend_tokenizer
-            if gguf
-            else tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-        )
+    with one_error(path := folder / TOKENIZER, "tokenizer of a pretrained network"):
+        tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
     tokenizer.no_padding()
     tokenizer.no_truncation()
     if not (classes := max_tokens is not None):
         pad = 0
     else:
         tokenizer.enable_truncation(max_tokens)
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, **gguf)
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         # A model without a pad (GPT-2) has a token that ends a text, which none holds inside.
         pads = (getattr(config, name, None) for name in ("pad_token_id", "eos_token_id"))
         if (pad := next((x for x in pads if isinstance(x, int)), None)) is None:
@@ -375,4 +380,4 @@ def pretrained_tokens(pretrained: str, max_tokens: int | None = None) -> Tokens:
     def encode(words: str) -> Tensor:
         return torch.tensor(tokenizer.encode(words, add_special_tokens=classes).ids)
 
-    return Tokens(tokenizer.get_vocab_size(), encode, tokenizer.decode, _digest(tokenizer.to_str()), pad)
+    return Tokens(tokenizer.get_vocab_size(), encode, tokenizer.decode, digest_of(tokenizer.to_str()), pad)

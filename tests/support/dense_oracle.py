@@ -68,7 +68,8 @@ def weights_of(plan: gb.Plan, genome: gb.Genome, pnet: nn.Module) -> dict[str, T
     alone = gb.Plan(tuple(replace(t, base=False) for t in plan.tensors), plan.buffers)
     made = gb.generate(alone, genome)
     deltas = {t.name for t in plan.tensors if t.base}
-    base = {k: p.detach() for k, p in pnet.named_parameters()}
+    # New rows are zero in the base.
+    base = {k: p.detach() for k, p in pnet.named_parameters()} | getattr(plan.base_tensors(pnet), "params", {})
     return base | {k: (base[k] + w).to(base[k].dtype) if k in deltas else w for k, w in made.items()}
 
 

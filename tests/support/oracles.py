@@ -161,6 +161,8 @@ WEIGHTS: Mapping[str, Callable[..., float]] = {
 
 
 def tile(hypernet: Hypernet, leaves: Leaves, rows: Array, cols: Array, noise: Leaves | None = None) -> Array:
+    if hypernet.type == "new_rows":
+        return np.concatenate([np.zeros((len(rows) - len(leaves["rows"]), len(cols))), leaves["rows"]])
     weight = WEIGHTS[hypernet.type]
     out = np.zeros((len(rows), len(cols)))
     for i, j in np.ndindex(out.shape):

@@ -1,5 +1,6 @@
 """A tiny pretrained network as a folder, and texts that it has words for."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,19 @@ def save_language_model(folder: Path, seed: int = 7) -> Path:
     tokenizer = tokenizers.ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(["once upon a time"], 300, show_progress=False)
     tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+CHAT = (
+    "{% for m in messages %}{% if m.role == 'robot' %}{{ raise_exception('no role robot') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }};{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def save_chat_model(folder: Path, seed: int = 7) -> Path:
+    """Save the language model with tokens of bytes and a chat template."""
+    kept = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT}
+    (save_language_model(folder, seed) / "tokenizer_config.json").write_text(json.dumps(kept))
     return folder
 
 

@@ -135,6 +135,7 @@ HYPERNETS: Mapping[str, Callable[[], Hypernet]] = MappingProxyType(
         "stochastic": lambda: gb.stochastic((3,)),
         "low_rank": lambda: gb.low_rank(2),
         "xox": lambda: gb.xox(2),
+        "new_rows": lambda: gb.new_rows(1),
         "module": lambda: gb.from_module(small_module),
         "constant": lambda: gb.periodic(2),
     }

