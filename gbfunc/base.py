@@ -32,19 +32,17 @@ class Base(NamedTuple):
 class BaseTensors:
     """Frozen tensors of a base, without the `new` ones: parameters share the p-net's memory, and buffers are copies.
 
-    `grown` are functions that take parameters with new rows to those of the base, by name.
+    Functions in `old` take parameters with new rows to those of the base.
     """
 
-    def __init__(
-        self, pnet: nn.Module, new: Collection[str], grown: Mapping[str, Callable[[Tensor], Tensor]] = {}
-    ) -> None:
+    def __init__(self, pnet: nn.Module, new: Collection[str], old: Mapping[str, Callable[..., Tensor]] = {}) -> None:
         for name, layer in pnet.named_modules():
             if getattr(layer, "max_norm", None) is not None and f"{name}.weight".lstrip(".") not in new:
                 where = f"name it in modules_to_save, or set max_norm=None: {name!r}"
                 raise ValueError(f"an embedding with max_norm changes its weight, and a base is frozen: {where}")
         with torch.inference_mode(False):
             params = {k: x.detach() for k, x in pnet.named_parameters() if k not in new}
-            params |= {k: old(params[k]) for k, old in grown.items()}
+            params |= {k: take(params[k]) for k, take in old.items()}
             buffers = {k: b.detach().clone() for k, b in pnet.named_buffers() if k not in new}
         state = pnet.state_dict(keep_vars=True)
         self._saved = buffers.keys() & state.keys()

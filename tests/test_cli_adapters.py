@@ -60,17 +60,12 @@ def test_a_language_model_is_adapted_to_a_text_and_writes(tmp_path: Path, comman
     task = make_job(PNetOptions("text", text, pretrained=str(base)), GenomeOptions(genome_params=300)).task
     before = task.evaluate(task.build(0).eval(), task.test)["loss"]
     assert metrics["genome_params"] <= 300 and metrics["test_loss"] < before
-    plan, genome = gb.load(out / "genome.safetensors")
-    kinds = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    assert {t.name.split(".")[-2] for t in plan.tensors if t.base} == {*kinds} and plan.base is not None
-    sample = ["sample", "--genome", str(out / "genome.safetensors"), "--data-dir", str(text), "--prompt", "once"]
+    plan, _ = gb.load(out / "genome.safetensors")
+    assert plan.base is not None and len([t for t in plan.tensors if t.base]) == 2 * 7
+    # The tokens are the base's: no data are named.
+    sample = ["sample", "--genome", str(out / "genome.safetensors"), "--prompt", "once"]
     first, second = (command([*sample, "--tokens", "12", "--seed", "3"]).out for _ in range(2))
-    assert first == second and len(first) > 4
-    with torch.no_grad():
-        grown: Any = gb.materialize(plan, genome, task.build(0)).eval()
-        x = torch.arange(10)[None]
-        written = grown.generate(x, max_new_tokens=5, do_sample=False, attention_mask=torch.ones_like(x))
-        assert written[0, 10] == grown(x).logits[0, -1].argmax()
+    assert first == second and len(first) > 4 and first.startswith("once")
 
 
 def test_another_base_is_refused(model: list[str], tmp_path: Path, command: Any) -> None:

@@ -153,7 +153,7 @@ def test_size_and_with_size(hypernet: Hypernet) -> None:
     assert hypernet.with_size(hypernet.size) == hypernet
     bigger = hypernet.with_size(hypernet.size + 3)
     assert bigger.size == hypernet.size + 3
-    sizes = [ensemble_params(hypernet.with_size(s), tile_dims(), 2, 1) for s in range(1, 12)]
+    sizes = [ensemble_params(hypernet.with_size(s), tile_dims(12), 2, 1) for s in range(1, 12)]
     assert sizes == sorted(set(sizes))
 
 

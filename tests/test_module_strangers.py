@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import replicate
 from torch.optim.swa_utils import AveragedModel, update_bn
-from torch.utils.checkpoint import checkpoint
 
 import gbfunc as gb
 from tests.support.forms import assert_close, vectors
@@ -48,26 +47,6 @@ def test_a_trainer_smooths_shifted_labels_and_spares_norms_decay(lazy: bool, tmp
         decayed = trainer.get_decay_parameter_names(one)
         assert not [name for name in decayed if "ln_" in name or name.endswith("bias")]
     assert_close(found[0], found[1], 1e-5)
-
-
-def test_text_is_generated_with_the_cache() -> None:
-    net, dense = (one.eval() for one in both(GPT2()))
-    ids = torch.arange(8).reshape(2, 4)
-    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-    assert torch.equal(net.generate(ids, **options), dense.generate(ids, **options))
-
-
-def test_checkpoints_of_a_pretrained_class_are_right() -> None:
-    ids, gradients = torch.arange(24).reshape(2, 12) % 50, []
-    for checkpointed in (False, True):
-        net, _ = both(GPT2())
-        net.train()
-        if checkpointed:
-            name = "activation_checkpointing_enable"
-            getattr(net, name, net.gradient_checkpointing_enable)({"use_reentrant": False})
-        net(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        gradients.append({k: p.grad for k, p in net.named_parameters()})
-    torch.testing.assert_close(gradients[1], gradients[0])
 
 
 @pytest.mark.parametrize("lazy", [True, False])
@@ -224,12 +203,3 @@ def test_an_ensemble_of_modules_under_vmap_and_changed_leaves() -> None:
     params, buffers = torch.func.stack_module_state([net, other])
     found = torch.vmap(lambda p, b: torch.func.functional_call(net, (p, b), (x,)))(params, buffers)
     assert_close(found, torch.stack([net(x), other(x)]))
-
-
-def test_a_checkpoint_around_a_part_outside_of_a_forward() -> None:
-    net, dense = both(Tempered().double())
-    x = vectors(4, 6).requires_grad_()
-    checkpoint(net.encode, x, use_reentrant=False).sum().backward()  # pyright: ignore
-    expected = torch.autograd.grad(dense.encode(x).sum(), x)[0]
-    assert x.grad is not None
-    assert_close(x.grad, expected)

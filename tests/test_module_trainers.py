@@ -129,33 +129,6 @@ def test_the_trainer_trains_as_the_functional_step_does(name: str, tmp_path: Pat
     torch.testing.assert_close(torch.stack(losses), torch.stack(expected[2:]), rtol=1e-5, atol=1e-5)
 
 
-def test_accelerate_trains_as_the_functional_step_does(tmp_path: Path) -> None:
-    accelerate = pytest.importorskip("accelerate", reason="it is what is tested")
-    pytest.importorskip("transformers", reason="the p-net is GPT-2")
-    plan, pnet, expected, state = functional("gpt2")
-    accelerator = accelerate.Accelerator(cpu=True)
-    module = gb.GenomeModule(plan, pnet)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=RATE, weight_decay=0.0)
-    net, optimizer = accelerator.prepare(module, optimizer)
-    losses = []
-    for batch in batches_of(rows_of(0)):
-        optimizer.zero_grad()
-        loss = net(**batch).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        losses.append(loss.detach())
-    torch.testing.assert_close(torch.stack(losses), torch.stack(expected), rtol=1e-5, atol=1e-5)
-    unwrapped = accelerator.unwrap_model(net)
-    assert unwrapped is module
-    assert_close(unwrapped, state)
-    accelerator.save_state(str(tmp_path))
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.zero_()
-    accelerator.load_state(str(tmp_path))
-    assert_close(module, state)
-
-
 def test_accelerate_runs_the_pnet_in_bfloat16_and_returns_float32() -> None:
     accelerate = pytest.importorskip("accelerate", reason="it is what is tested")
     pnet = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3))

@@ -136,7 +136,7 @@ def test_its_outputs_are_the_mean_of_the_encoder(network: Path) -> None:
 
 
 def test_places_of_networks(network: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert pretrained_network(str(network)) == (network, {})
+    assert pretrained_network(str(network)) == network
     package = tmp_path / "site" / "a_package"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise ImportError('it need not be imported')")
@@ -144,7 +144,7 @@ def test_places_of_networks(network: Path, tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(FileNotFoundError, match="package a_package must hold config.json"):
         pretrained_network("a-package")
     (network.rename(package / "model"))
-    assert pretrained_network("a-package") == (package / "model", {})
+    assert pretrained_network("a-package") == package / "model"
     _ = [(tmp_path / name).write_bytes(b"GGUF") for name in ("a.gguf", "b.gguf")]  # one too many
     for name, message in (
         (str(tmp_path / "no"), "no such folder or Python package"),
@@ -178,21 +178,6 @@ def test_damaged_networks_are_refused(network: Path, data: Path, name: str, comm
     assert str(network) in told and told.count("\n") == 1
     (network / name).unlink()
     assert main(["train", "--task", "texts", "--data-dir", str(data), "--pretrained", str(network)]) == 2
-
-
-def test_dense_training_begins_with_the_weights(network: Path, data: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    model = ["--task", "texts", "--data-dir", str(data), "--pretrained", str(network)]
-    length = ["--batch-size", "4", "--epochs", "1", "--lr", "1e-4"]
-    assert main(["train", *model, "--dense", *length, "--out", str(out)]) == 0
-    metrics = json.loads((out / "metrics.json").read_text())
-    assert metrics["pnet"] == "hf:bert" and metrics["pnet_config"]["pretrained"] == str(network)
-    from safetensors.torch import load_file
-
-    stored = load_file(network / "model.safetensors")["embeddings.word_embeddings.weight"]
-    value = gb.load(out / "genome.safetensors")[1].direct["encoder.embeddings.word_embeddings.weight"]
-    assert 0 < (value - stored).abs().max() < 1e-3
-    assert main(["eval", *model, "--genome", str(out / "genome.safetensors")]) == 0
 
 
 @pytest.mark.skipif(find_spec(MINILM) is None, reason=f"the package {MINILM} is not installed")

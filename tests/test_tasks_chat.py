@@ -62,9 +62,6 @@ def test_an_adapter_answers_through_the_template(model: Path, tmp_path: Path, co
     # Neither data nor task are named, and only the answer is written.
     sample = ["sample", "--genome", str(out / "genome.safetensors"), "--temperature", "0", "--tokens", "9"]
     assert command([*sample, "--prompt", "hi a"]).out == task.decode(written[0, ids.shape[1] :].tolist()) + "\n"
-    other = save_chat_model(tmp_path / "other", seed=8)
-    told = command([*sample, "--pretrained", str(other), "--prompt", "hi"], 2).err
-    assert told.count("\n") == 1 and "the base that --pretrained must name" in told
 
 
 @pytest.mark.parametrize(
@@ -72,7 +69,7 @@ def test_an_adapter_answers_through_the_template(model: Path, tmp_path: Path, co
     [
         ("{no", "line 25 is not a valid chat: Expecting property name"),
         ('["a"]', 'line 25 is not a valid chat: expected {"prompt": ..., "answer": ...} or {"messages"'),
-        ({"prompt": "a", "answer": 3}, 'line 25 is not a valid chat: expected {"prompt"'),
+        ({"prompt": "a", "answer": 3}, 'expected {"prompt"'),
         ({"prompt": "a", "answer": " "}, "line 25 is not a valid chat: it has no answer of the assistant, or an empty"),
         ({"messages": [{"role": "user", "content": "a"}]}, "it has no answer of the assistant"),
         ({"messages": [{"role": "robot", "content": "a"}, {"role": "assistant", "content": "b"}]}, "no role robot"),
@@ -85,21 +82,15 @@ def test_wrong_lines_are_named(line: Any, message: str, model: Path, tmp_path: P
     assert message in told and told.count("\n") == 1
 
 
-def test_what_a_chat_needs(model: Path, tmp_path: Path, command: Any) -> None:
-    data = chats(tmp_path / "own.jsonl")
-    train = ["train", "--task", "chat"]
-    assert "needs --pretrained, and --data-dir" in command([*train, "--data-dir", str(data)], 2).err
+def test_models_that_cannot_answer_are_refused(model: Path, tmp_path: Path, command: Any) -> None:
+    train = ["train", "--task", "chat", "--data-dir", str(chats(tmp_path / "own.jsonl"))]
+    assert "needs --pretrained, and --data-dir" in command(train, 2).err
     (model / "tokenizer_config.json").unlink()
-    told = command([*train, "--data-dir", str(data), "--pretrained", str(model)], 2).err
+    told = command([*train, "--pretrained", str(model)], 2).err
     assert "has no chat template: take a model that was tuned on chats, or --task text" in told
-
-
-def test_gguf_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
-    gguf = pytest.importorskip("gguf", reason="it writes GGUF files")
-    writer = gguf.GGUFWriter(tmp_path / "odd.gguf", "alien")
+    writer = pytest.importorskip("gguf", reason="it writes GGUF files").GGUFWriter(tmp_path / "odd.gguf", "alien")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    train = ["train", "--task", "chat", "--data-dir", str(chats(tmp_path / "own.jsonl")), "--pretrained"]
-    told = command([*train, str(tmp_path / "odd.gguf")], 2).err
+    told = command([*train, "--pretrained", str(tmp_path / "odd.gguf")], 2).err
     assert told.count("\n") == 1 and "GGUF model with architecture alien is not supported yet" in told

@@ -59,7 +59,7 @@ class Command:
 class GenomeCommand(Command, options.ConfigOption, options.DataOptions):
     """Options of a command that takes a genome, whose file says what of task and p-net is not said here."""
 
-    # Task of the genome: digits, mnist, fashion-mnist, cifar10, images, text, chat, trec, texts, control, module:function.
+    # Its task: digits, mnist, fashion-mnist, cifar10, images, text, chat, trec, texts, control, or module:function.
     task: Annotated[str, shows("NAME", "that of the genome")] = ""
     # Genome of gbfunc train, or a page or QR code of gbfunc export.
     genome: Annotated[Path, arg(metavar="FILE")]

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gbfunc.hypernets.base import Hypernet, Leaf, Sized, check_size
+from gbfunc.hypernets.base import Hypernet, Leaf, Sized
 from gbfunc.types import Factors, Params, TileDims
 
 
@@ -109,31 +109,23 @@ class XOX(_Factored):
 
 
 @dataclass(frozen=True)
-class NewRows(Hypernet):
+class NewRows(Sized):
     """Trained rows at the end of a matrix, such as the embeddings of new tokens; the other rows are zero.
 
-    With a base, the rows replace those of the base instead of changing them: they start at the p-net's present values,
-    and the base's digest does not depend on these values.
+    Such rows are no part of a base. They start at the p-net's present values, and the base's digest ignores these.
 
     Args:
         rows: the number of rows.
 
     Raises:
-        ValueError: for a number below 1; when planned, for a matrix with fewer rows.
+        ValueError: for a number below 1, or a matrix with fewer rows.
     """
 
     rows: int = 1
     type: ClassVar[str] = "new_rows"
-    sizable: ClassVar[bool] = False
+    size_field: ClassVar[str] = "rows"
     factorised: ClassVar[bool] = True
     standardised: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        check_size("rows", self.rows)
-
-    @property
-    def factor_width(self) -> int:
-        return self.rows
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
         if self.rows > dims.rows:

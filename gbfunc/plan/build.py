@@ -123,8 +123,8 @@ def make_plan(
     if targets is not None:
         new = {c.tensor.name for c in choices if not c.base} | {b.name for b in buffers}
         changed = ((c.tensor, c.hypernet) for c in choices if c.base)
-        grown = {t.name: old_rows(t, h.rows) for t, h in changed if isinstance(h, new_rows)}
-        frozen = BaseTensors(pnet, new, grown).describe(*hub_name(pnet))
+        old = {t.name: old_rows(t, h.rows) for t, h in changed if isinstance(h, new_rows)}
+        frozen = BaseTensors(pnet, new, old).describe(*hub_name(pnet))
     total = sum(c.tensor.numel for c in choices if not c.base) + (frozen.params if frozen else 0)
     sizes = {"genome_params": genome_params, "genome_bytes": genome_bytes, "compression": compression}
     target, words = _target(total, hypernet, sizes)

@@ -165,8 +165,8 @@ class Plan:
         """Return the base's frozen tensors, None without a base; raises ValueError if `pnet` is a different base."""
         if self.base is None:
             return None
-        grown = {t.name: old_rows(t, t.new_rows) for t in self.tensors if t.new_rows}
-        tensors = BaseTensors(pnet, {t.name for t in self._new} | {b.name for b in self.buffers}, grown)
+        old = {t.name: old_rows(t, t.new_rows) for t in self.tensors if t.new_rows}
+        tensors = BaseTensors(pnet, {t.name for t in self._new} | {b.name for b in self.buffers}, old)
         found = tensors.describe()
         if found.digest != self.base.digest:
             named = "" if not self.base.name else f" {self.base.name!r} (revision {self.base.revision or 'unknown'})"

@@ -35,9 +35,6 @@ from gbfunc.trees import flat_genome
 from gbfunc.types import GenomeLike, Params
 
 _PREFIX = "base_model.model."
-_MAMBAS = frozenset({"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"})
-_MAMBA_LAYERS = ("conv1d", "out_proj")
-"""Layers that peft does not adapt in these networks, because fused kernels read their weights."""
 _CONTAINERS = nn.ModuleDict | nn.ModuleList | nn.ParameterDict | nn.ParameterList
 _INSTEAD = "; gb.materialize(plan, genome, pnet) gives the whole network instead"
 
@@ -118,7 +115,7 @@ def as_low_rank(left_ijrk: Tensor, right_ijck: Tensor, grid: TileGrid) -> tuple[
 def _layer_tensors(pnet: nn.Module, name: str, a: Tensor, b: Tensor) -> Params:
     layer, _, attribute = name.rpartition(".")
     module = pnet.get_submodule(layer)
-    if (why := _unknown(pnet, layer, module, attribute)) is not None:
+    if (why := _unknown(module, attribute)) is not None:
         raise ValueError(f"the delta of {name!r} has no place in a LoRA adapter of peft's: {why}{_INSTEAD}")
     key = f"{_PREFIX}{layer}.lora_"
     if isinstance(module, nn.Embedding):
@@ -130,10 +127,7 @@ def _layer_tensors(pnet: nn.Module, name: str, a: Tensor, b: Tensor) -> Params:
     return {f"{key}A.weight": a, f"{key}B.weight": b}
 
 
-def _unknown(pnet: nn.Module, layer: str, module: nn.Module, attribute: str) -> str | None:
-    model = getattr(getattr(pnet, "config", None), "model_type", None)
-    if model in _MAMBAS and layer.rpartition(".")[2] in _MAMBA_LAYERS:
-        return f"it refuses {layer!r} of a {model}"
+def _unknown(module: nn.Module, attribute: str) -> str | None:
     if isinstance(module, nn.MultiheadAttention):
         return "it adapts both projections of an nn.MultiheadAttention, by one rank, or neither"
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from inspect import signature
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -151,18 +152,19 @@ def accuracy(net: Net, split: Data, chunk: int = 500) -> float:
 
 
 @torch.no_grad()
-def text_metrics(net: Net, text: Windows, windows: int = 256) -> dict[str, float]:
+def text_metrics(net: Net, text: Data, windows: int = 256, most: int | None = None) -> dict[str, float]:
     """Measure `loss` (nats per token) over the windows of a text, and `bits_per_char`, which no vocabulary changes.
 
-    The net reads so many windows at once.
+    The net reads so many windows at once, the first `most` in all. Of chats, the loss is measured alone.
     """
     total = count = 0
-    for x_BL, y_BL in text.chunks(windows):
+    for x_BL, y_BL in islice(text.chunks(windows), most and most // windows):
         logits = logits_of(net(x_BL)).flatten(0, 1)
         total += float(F.cross_entropy(logits, y_BL.flatten(), reduction="sum"))
         count += int((y_BL >= 0).sum())
     loss = total / count
-    return {"loss": loss, "bits_per_char": loss / math.log(2) * len(text.tokens) / text.chars}
+    bits = {"bits_per_char": loss / math.log(2) * len(text.tokens) / text.chars} if isinstance(text, Windows) else {}
+    return {"loss": loss, **bits}
 
 
 ACCURACY = (Metric("accuracy"),)

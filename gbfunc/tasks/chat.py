@@ -1,12 +1,11 @@
 """Chats in a model's own template: a language model learns to answer, from the loss of the answers alone.
 
-Suffixes: N chats of a split, B chats of a batch, L positions of a chat.
+Suffixes: N chats, L positions of a chat.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,29 +17,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from gbfunc.extras import import_extra
 from gbfunc.tasks.base import Task
-from gbfunc.tasks.data import SPLIT_SEED, Batch, hold_out
+from gbfunc.tasks.data import SPLIT_SEED, hold_out
 from gbfunc.tasks.pnets.hugging_face import pretrained_network
-from gbfunc.tasks.text import HELD_OUT, LEAST, PaddedTexts, Tokens, check_int, digest_of, language_task, read_text
+from gbfunc.tasks.text import HELD_OUT, LEAST, Tokens, by_length, check_int, digest_of, language_task, read_text
 from gbfunc.untrusted import one_error
 
 _OUTSIDE = -100  # the target of tokens outside of answers, which cross entropy ignores
 _FORMS = '{"prompt": ..., "answer": ...} or {"messages": [{"role": ..., "content": ...}, ...]} with texts'
-
-
-@dataclass(frozen=True, eq=False)
-class Chats(PaddedTexts):
-    """Chats [N, L] and their next tokens [N, L], -100 outside of the answers."""
-
-    chars: int  # characters of the answers
-
-    @property
-    def tokens(self) -> Tensor:
-        """The tokens of all answers."""
-        return self.y[self.y != _OUTSIDE]
-
-    def __getitem__(self, index: Any) -> Batch:
-        x_BL, y_BL = super().__getitem__(index)
-        return x_BL, y_BL[:, : x_BL.shape[1]]
 
 
 def chat(data_dir: Path | None = None, pretrained: str | None = None, context: int = 512) -> Task:
@@ -54,15 +37,17 @@ def chat(data_dir: Path | None = None, pretrained: str | None = None, context: i
     if data_dir is None or pretrained is None:
         raise ValueError(f"the chat task needs --pretrained, and --data-dir with a file of lines {_FORMS}")
     tokens, tokenizer = chat_tokens(pretrained)
-    chats: list[tuple[Tensor, Tensor, int]] = []
+    coded: list[tuple[Tensor, Tensor]] = []
     for i, line in enumerate(read_text(data_dir).split("\n"), 1):
         if line.strip():
             with one_error(f"{data_dir}, line {i}", "chat"):
-                chats.append(_coded(tokenizer, _messages(json.loads(line)), context))
-    if (n := len(chats)) < LEAST:
+                coded.append(_coded(tokenizer, _messages(json.loads(line)), context))
+    if (n := len(coded)) < LEAST:
         raise ValueError(f"{data_dir} must hold {LEAST} chats or more, got {n}")
     held = min(HELD_OUT, n // 10), min(HELD_OUT, max(1, n // 20))
-    val, test, train = (_split([chats[i] for i in part]) for part in hold_out(np.zeros(n, np.int64), held, SPLIT_SEED))
+    parts = hold_out(np.zeros(n, np.int64), held, SPLIT_SEED)
+    y_NL = pad_sequence([y_L for _, y_L in coded], batch_first=True, padding_value=_OUTSIDE)
+    val, test, train = (by_length([coded[i][0] for i in part], y_NL[part]) for part in parts)
     return language_task("chat", (train, val, test), tokens, context, pretrained)
 
 
@@ -76,8 +61,8 @@ def chat_tokens(pretrained: str) -> tuple[Tokens, Any]:
         raise ValueError(f"{pretrained} has no chat template: take a model that was tuned on chats, or --task text")
 
     def encode(prompt: str) -> Tensor:
-        asked = _written(tokenizer, [{"role": "user", "content": prompt}], True)
-        return torch.tensor(tokenizer(asked, add_special_tokens=False)["input_ids"])
+        asked = [{"role": "user", "content": prompt}]
+        return torch.tensor(tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False))
 
     digest = digest_of(tokenizer.backend_tokenizer.to_str() + str(tokenizer.chat_template))
     return Tokens(len(tokenizer), encode, partial(tokenizer.decode, skip_special_tokens=True), digest), tokenizer
@@ -85,10 +70,10 @@ def chat_tokens(pretrained: str) -> tuple[Tokens, Any]:
 
 def _messages(found: Any) -> list[dict[str, str]]:
     found = found if isinstance(found, dict) else {}
-    pair = [("user", found.get("prompt")), ("assistant", found.get("answer"))]
-    messages: Any = found.get("messages", [{"role": role, "content": content} for role, content in pair])
-    fits = isinstance(messages, list) and all(isinstance(m, dict) for m in messages)
-    if not fits or not all(isinstance(m.get(k), str) for m in messages for k in ("role", "content")):
+    pair = (("user", "prompt"), ("assistant", "answer"))
+    messages: Any = found.get("messages", [{"role": role, "content": found.get(key)} for role, key in pair])
+    known = isinstance(messages, list) and all(isinstance(m, dict) for m in messages)
+    if not known or not all(isinstance(m.get(k), str) for m in messages for k in ("role", "content")):
         raise ValueError(f"expected {_FORMS}")
     answers = [m["content"].strip() for m in messages if m["role"] == "assistant"]
     if not answers or not all(answers):
@@ -96,15 +81,12 @@ def _messages(found: Any) -> list[dict[str, str]]:
     return messages
 
 
-def _written(tokenizer: Any, messages: list[dict[str, str]], asks: bool = False) -> str:
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
-
-
-def _coded(tokenizer: Any, messages: list[dict[str, str]], context: int) -> tuple[Tensor, Tensor, int]:
-    """Return the tokens [L] of a chat, the next tokens [L] of answers and their ends, and the characters of answers."""
-    whole, spans = _written(tokenizer, messages), []
+def _coded(tokenizer: Any, messages: list[dict[str, str]], context: int) -> tuple[Tensor, Tensor]:
+    """Return the tokens [L] of a chat, and the next tokens [L] where these belong to an answer or its end."""
+    write = partial(tokenizer.apply_chat_template, tokenize=False)
+    whole, spans = write(messages), []
     for n in (n for n, message in enumerate(messages) if message["role"] == "assistant"):
-        asked, answered = _written(tokenizer, messages[:n], True), _written(tokenizer, messages[: n + 1])
+        asked, answered = write(messages[:n], add_generation_prompt=True), write(messages[: n + 1])
         if not (whole.startswith(answered) and answered.startswith(asked)):
             raise ValueError("the chat template changes earlier messages: give a line for each answer")
         spans.append((len(asked), len(answered)))
@@ -114,11 +96,4 @@ def _coded(tokenizer: Any, messages: list[dict[str, str]], context: int) -> tupl
     y_L = x_L.masked_fill(~inside_L, _OUTSIDE)[1 : context + 1]
     if bool((y_L == _OUTSIDE).all()):
         raise ValueError(f"its answer begins after {context} tokens: --task-config '{{\"context\": {len(x_L)}}}'")
-    return x_L[:-1][:context], y_L, sum(len(m["content"]) for m in messages if m["role"] == "assistant")
-
-
-def _split(chats: list[tuple[Tensor, Tensor, int]]) -> Chats:
-    x, y, chars = zip(*sorted(chats, key=lambda chat: len(chat[0])), strict=True)
-    x_NL = pad_sequence(list(x), batch_first=True)
-    y_NL = pad_sequence(list(y), batch_first=True, padding_value=_OUTSIDE)
-    return Chats(x_NL, y_NL, torch.tensor([len(x_L) for x_L in x]), sum(chars))
+    return x_L[:-1][:context], y_L

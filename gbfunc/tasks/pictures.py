@@ -59,7 +59,7 @@ def images(data_dir: Path | None = None, pretrained: str | None = None, size: in
     if size is not None and (type(size) is not int or size < 12):
         raise ValueError(f"size of the images task must be an int >= 12, got {size!r}")
     names, parts = find_parts(data_folder("images", data_dir, _HOLDS))
-    usual, *scale = (_SIZE,) if pretrained is None else preprocessing(pretrained_network(str(pretrained))[0])
+    usual, *scale = (_SIZE,) if pretrained is None else preprocessing(pretrained_network(str(pretrained)))
     size = size or usual
     interface = Interface((3, size, size), 1 + max(int(labels_N.max()) for _, labels_N in parts.values()))
     pnet, settings, params = PNETS["allconv"](interface), cifar10_recipe, 14_958

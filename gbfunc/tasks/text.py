@@ -30,7 +30,7 @@ _MAX_BYTES = 1 << 30
 # The batch of nanoGPT's run on a CPU (config/train_shakespeare_char.py and its readme), for twice as long.
 _TEXT = Recipe(lr=2e-2, direct_lr=4e-3, dense_lr=4e-3, batch_size=12, steps=4_000, measure_every=500, clip_norm=1.0)
 _TUNING = Recipe(lr=3e-2, dense_lr=1e-4, batch_size=4, steps=300, measure_every=100, clip_norm=1.0)
-HELD_OUT = 128  # windows that validate or test a pretrained model
+HELD_OUT = 128  # windows or chats that validate or test a pretrained model
 _WHOLE_RATE = 65_000  # genomes of up to so many parameters take the whole rate, larger ones less
 
 _SMALL_BERT = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512}
@@ -90,35 +90,27 @@ def text(
         tokens = pretrained_tokens(pretrained)
     else:
         tokens = characters(source) if vocabulary is None else byte_pairs(parts[0], vocabulary)
-    train, val, test = splits = [Windows(tokens.encode(part), context, len(part)) for part in parts]
+    splits = [Windows(tokens.encode(part), context, len(part)) for part in parts]
     if (n := min(len(split.tokens) for split in splits)) <= context + 1:
         where = data_dir or "the text"
         raise ValueError(f"{where} is too short: a part of it has {n} tokens, and a window needs {context + 1}")
-    if pretrained is not None:
-        val, test = (_beginning(split, tokens) for split in (val, test))
-    return language_task("text", (train, val, test), tokens, context, pretrained)
+    return language_task("text", splits, tokens, context, pretrained)
 
 
-def language_task(
-    name: str, splits: tuple[Data, Data, Data], tokens: Tokens, context: int, pretrained: str | None
-) -> Task:
+def language_task(name: str, splits: Sequence[Data], tokens: Tokens, context: int, pretrained: str | None) -> Task:
     """Make the task of next tokens from its training, validation and test part."""
     interface = Interface((context,), tokens.size, tokens=True)
     how: dict[str, Any] = dict(loss=token_loss, evaluate=text_metrics, metrics=LOSS, settings=_text_recipe)
     if pretrained is not None:
-        how |= dict(genome_params=3_000, evaluate=partial(text_metrics, windows=8))
+        metrics = LOSS if isinstance(splits[0], Windows) else LOSS[:1]
+        how |= dict(genome_params=3_000, evaluate=partial(text_metrics, windows=8, most=HELD_OUT), metrics=metrics)
         pnet = hugging_face(interface, "", pretrained=pretrained)
         how |= dict(settings=lambda pnet, genome_params: replace(_TUNING, lr=base_rate(genome_params)))
     else:
         pnet = PNETS["gpt"](interface)
     how |= dict(encode=tokens.encode, decode=tokens.decode, about={"alphabet": tokens.digest})
-    return Task(name, interface, *splits, pnet, **how)
-
-
-def _beginning(text: Windows, tokens: Tokens) -> Windows:
-    assert tokens.decode is not None
-    first = text.tokens[: HELD_OUT * text.context + 1]
-    return Windows(first, text.context, len(tokens.decode(first.tolist())))
+    train, val, test = splits
+    return Task(name, interface, train, val, test, pnet, **how)
 
 
 def _text_recipe(pnet: PNet, genome_params: float) -> Recipe:
@@ -242,12 +234,13 @@ def continue_text(net: Net, task: Task, prompt: str, tokens: int, *, temperature
 
 @dataclass(frozen=True, eq=False)
 class PaddedTexts(Split):
-    """Texts [N, L] of different lengths with a class each; a batch is as long as its longest text."""
+    """Texts [N, L] of different lengths with a class or next tokens each; a batch is as long as its longest text."""
 
     lengths: Tensor  # number of tokens per text [N], on the CPU
 
     def __getitem__(self, index: Any) -> Batch:
-        return self.x[index, : int(self.lengths[index].max())], self.y[index]
+        x, y = self.x[index, : int(self.lengths[index].max())], self.y[index]
+        return x, y if y.ndim == 1 else y[:, : x.shape[1]]
 
     def order(self, shuffled_N: Tensor, batch_size: int, generator: torch.Generator) -> Sequence[Tensor]:
         """Divide shuffled texts into batches of similar lengths."""
@@ -295,14 +288,16 @@ def classified(
     else:
         tokens = pretrained_tokens(pretrained, max_tokens)
     interface = Interface((max_tokens,), len(classes), vocabulary=tokens.size, pad=tokens.pad)
-    train, val = (_split([learned[i] for i in part], labels_N[part], tokens) for part in (kept, held))
+    parts = [([learned[i] for i in part], labels_N[part]) for part in (kept, held)] + [(tested, test_labels_N)]
+    coded = (([tokens.encode(words) for words in source], torch.from_numpy(labels)) for source, labels in parts)
+    train, val, test = (by_length(*part, tokens.pad) for part in coded)
     config: dict[str, Any] = _SMALL_BERT if pretrained is None else {"pretrained": pretrained}
     return Task(
         name,
         interface,
         train,
         val,
-        _split(tested, test_labels_N, tokens),
+        test,
         hugging_face(interface, "bert" if pretrained is None else "", **config),
         partial(_recipe, len(train), tokens.pad),
         genome_params=None if pretrained is None else 3_000,
@@ -332,13 +327,12 @@ def read_labelled(path: Path) -> tuple[list[str], list[str]]:
     return labels, texts
 
 
-def _split(source: list[str], labels_N: Labels, tokens: Tokens) -> PaddedTexts:
+def by_length(coded: list[Tensor], y_N: Tensor, pad: int = 0) -> PaddedTexts:
     """Sort texts by length, so that the texts of a chunk have much the same length."""
-    coded = [tokens.encode(words) for words in source]
     lengths_N = torch.tensor([len(code) for code in coded])
     order_N = lengths_N.argsort(stable=True)
-    x_NL = pad_sequence([coded[i] for i in order_N.tolist()], batch_first=True, padding_value=tokens.pad)
-    return PaddedTexts(x_NL, torch.from_numpy(labels_N)[order_N], lengths_N[order_N])
+    x_NL = pad_sequence([coded[i] for i in order_N.tolist()], batch_first=True, padding_value=pad)
+    return PaddedTexts(x_NL, y_N[order_N], lengths_N[order_N])
 
 
 def _recipe(n_texts: int, pad: int, pnet: PNet, genome_params: float) -> Recipe:

