@@ -123,7 +123,7 @@ def test_genomes_that_do_not_fit(tmp_path: Path, shared_data: Path, command: Any
     for argv, message in (
         (["eval", "--genome", str(tmp_path / "none")], "is not a valid genome: it is no genome, and no safetensors"),
         (["eval", *genome, "--task", "mnist", "--data-dir", data], other),
-        (["sample", *genome], other),
+        (["sample", *genome], "the task digits has no text to go on from"),
         (["eval", *genome, "--pnet-config", json.dumps({"hidden": [47]})], other),
         (["export", *genome, "--out", str(path.parent / "." / path.name)], "is the genome's own file, which would be"),
         (["export", *genome, "--out", str(tmp_path / "a" / "net.unknown")], "got the suffix '.unknown'; gbfunc export"),

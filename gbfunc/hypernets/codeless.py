@@ -133,9 +133,9 @@ class NewRows(Sized):
         return {"rows": Leaf((self.rows, dims.cols), "linear", std=dims.cols**-0.5)}
 
     def tiles(self, leaves: Params, row_Urp: Tensor, *unused: Any) -> Factors:
-        rows_Tkc = leaves["rows"]
-        places_rk = F.pad(torch.eye(self.rows).to(rows_Tkc), (0, 0, row_Urp.shape[-2] - self.rows, 0))
-        return Factors(places_rk.expand(len(rows_Tkc), -1, -1), rows_Tkc.mT)
+        x, more = leaves["rows"], row_Urp.shape[-2] - self.rows
+        places_rk = F.pad(torch.eye(self.rows, dtype=x.dtype, device=x.device), (0, 0, more, 0))
+        return Factors(places_rk.expand(len(x), -1, -1), x.mT)
 
 
 constant, low_rank, xox, new_rows = Constant, LowRank, XOX, NewRows

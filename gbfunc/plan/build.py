@@ -288,11 +288,9 @@ def _tensors(
             key = matrix, hypernet, pair, tile, group, spreads
             unit = units.setdefault(key, Unit(*key))
             unit.count += 1
-            if isinstance(hypernet, new_rows):
-                # A power of two, so that rows of a base are stored without rounding.
-                scale = 2.0 ** round(math.log2(scale[0])), 0.0
-            elif not hypernet.standardised:
-                scale = 1.0, 0.0
+            if not hypernet.standardised:
+                # A power of two, so that new rows are stored without rounding.
+                scale = (2.0 ** round(math.log2(scale[0])) if isinstance(hypernet, new_rows) else 1.0), 0.0
             matrices.append((name, scale, unit))
     if target is not None:
         kept = sum(c.tensor.numel for c in choices if c.hypernet is None)

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -41,8 +40,6 @@ _LEAST_STEPS, _MOST_EPOCHS = 450, 20  # of a fine-tuning: few texts are seen mor
 _LEFT_OUT = 0.1  # part of the tokens that a fine-tuning does not see (word dropout: Iyyer et al., 2015, 2.2)
 LEAST = 10  # texts to learn from
 _POOL = 16  # batches whose texts are sorted by length together
-
-Labels = NDArray[np.int64]
 
 
 class Tokens(NamedTuple):

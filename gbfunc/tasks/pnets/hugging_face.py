@@ -244,8 +244,8 @@ def _unpacked(file: Path) -> Path:
     atexit.register(shutil.rmtree, place, ignore_errors=True)
     net.save_pretrained(place)
     tokenizer.save_pretrained(place)
-    # Readers of the cache never see a part.
-    return place.rename(folder) if cache else place
+    # Another process may have been faster.
+    return place.rename(folder) if cache and not folder.exists() else place
 
 
 def pretrained_network(name: str) -> Path:
