@@ -228,7 +228,7 @@ def _plan_for_bytes(build: Callable[[int], Plan], limit: int, total: int, stored
         size = named
     raise ValueError(
         f"at most {limit:,} bytes cannot be reached: the smallest genome's file has {size:,} bytes "
-        "(header and buffers included)"
+        "(header and buffers included); the report of a larger genome shows what takes them"
     )
 
 
@@ -309,13 +309,15 @@ def _tensors(
 
 def _too_small(choices: list[Candidate], target: int, direct: int, least: int, asked: str | None) -> TargetTooSmall:
     kept = sorted((c.tensor for c in choices if c.hypernet is None), key=lambda t: -t.numel)
-    big = [t for t in kept if len(t.shape) > 1 and t.numel > 0.05 * target]
+    big = [t for t in kept if len(t.shape) > 1 and t.numel > 0.05 * target and not t.note]
     smallest, total = direct + least, sum(c.tensor.numel for c in choices)
     words = f"{asked or f'a genome of {target:,} parameters'} cannot be reached: the smallest possible genome here has "
     words += f"{smallest:,} parameters ({total / smallest:.1f}x): {direct:,} direct ones "
     words += f"and {least:,} of g-nets at their smallest size"
     if kept:
-        words += "; the largest direct tensors are " + ", ".join(f"{t.name} ({t.numel:,})" for t in kept[:3])
+        words += "; the largest direct tensors are " + ", ".join(
+            f"{t.name} ({t.numel:,}{t.note and ', ' + t.note})" for t in kept[:3]
+        )
     if big:
         words += "; generate them too: include=[" + ", ".join(repr(re.escape(t.name)) for t in big[:3]) + "]"
     return TargetTooSmall(words, smallest)

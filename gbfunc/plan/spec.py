@@ -127,8 +127,8 @@ class Plan:
             ValueError: for any other optimizer.
         """
         if (factor := _RATES.get(optimizer)) is None:
-            names = [cls.__name__ for cls in _RATES]
-            raise ValueError(f"rates are known for {names}, got {optimizer!r}: try several rates on validation data")
+            names, got = [cls.__name__ for cls in _RATES], getattr(optimizer, "__name__", "an instance: give its class")
+            raise ValueError(f"rates are known for {names}, got {got}: try several rates on validation data")
         if self.base is not None:
             return factor * base_rate(self.genome_params)
         return factor * min((slot.hypernet.rate for t in self.tensors for slot in t.slots), default=1e-3)

@@ -31,7 +31,7 @@ def distillation(
         dim: the dimension of the classes in the outputs.
 
     Raises:
-        TypeError: if outputs are neither a tensor nor an object with `logits`.
+        TypeError: for a teacher that is no module, and for outputs that are neither a tensor nor have `logits`.
         ValueError: for a weight or temperature out of range; in a step, for outputs and targets whose shapes differ.
 
     >>> import gbfunc as gb
@@ -47,6 +47,8 @@ def distillation(
         raise ValueError(f"weight must be from 0 to 1, got {weight}")
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature must be a positive number, got {temperature}")
+    if not isinstance(teacher, nn.Module):
+        raise TypeError(f"teacher must be a module, such as gb.materialize(plan, genome, pnet), got {type(teacher)}")
     frozen = copy.deepcopy(teacher).eval().requires_grad_(False)
 
     def labels(net: Any, batch: Any) -> Tensor:
