@@ -31,7 +31,7 @@ OPTIONS = [
     ("train --dense --rule 0=none", "--rule cannot be used with --dense"),
     ("bench --repeat 2 --calibrate", "--repeat cannot be used with --calibrate"),
     ("bench --device meta", "--device 'meta' cannot be used"),
-    ("bench --quick --cases nope", "--cases nope: unknown; expected some of demo small_mlp"),
+    ("bench --quick --cases nope", "--cases must be some of demo small_mlp"),
     # Task, p-net and plan
     ("train --data-dir .", "the task digits reads no files (it has no parameter data_dir), got .: drop that"),
     ("train --task nope", "no task 'nope': choose one of"),

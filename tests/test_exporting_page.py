@@ -269,7 +269,7 @@ def hooked() -> nn.Module:
         (nn.Sequential(nn.Sequential(nn.Softplus())), "'0.0' is Softplus"),
         (hooked(), "with a hook"),
         (nn.Sequential(nn.Conv2d(1, 1, 2, padding="same")), "'0' is Conv2d"),
-        (nn.Sequential(nn.Conv2d(1, 1, 3, padding=1, padding_mode="circular")), "the usual options alone"),
+        (nn.Sequential(nn.Conv2d(1, 1, 3, padding=1, padding_mode="circular")), "only the usual options of layers"),
         (nn.Sequential(nn.MaxPool2d(2, ceil_mode=True)), "ceil_mode=True"),
         (nn.Sequential(nn.AvgPool2d(2, padding=1, count_include_pad=False)), "'0' is AvgPool2d"),
         (nn.Sequential(nn.AdaptiveAvgPool2d(2)), "'0' is AdaptiveAvgPool2d"),

@@ -31,7 +31,7 @@ def test_bytes_come_back_bit_for_bit(tmp_path: Path, size: int) -> None:
 
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     path, segno = tmp_path / "code.png", pytest.importorskip("segno")
-    with pytest.raises(ValueError, match="up to 2,203 bytes with this address, the genome has 2,204"):
+    with pytest.raises(ValueError, match="up to 2,203 bytes with this address, got a genome of 2,204 bytes"):
         write_qr(path, noise(2_204), PAGE)
     for page in ("", "https://a.org/#b", "https://\u00e4.org"):
         with pytest.raises(ValueError, match="address of the page"):
@@ -42,14 +42,14 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
             read_qr(path)
 
     image.new("L", (50, 50), 255).save(path)
-    refused("must show one QR code, it shows 0")
+    refused("must show one QR code, got 0")
     image.new("L", (6_000, 6_000)).save(path)
     refused("expected at most 33,554,432 pixels, got 6000 x 6000")
     path.write_bytes(b"no picture")
     refused("is not a valid picture")
     for text in ("https://a.org/", "https://a.org/#", "https://a.org/#not a genome"):
         segno.make_qr(text).save(str(path))
-        refused("holds no genome")
+        refused("must have a genome")
     with pytest.raises(FileNotFoundError):
         read_qr(tmp_path / "none.png")
 
@@ -78,8 +78,8 @@ def test_commands_take_a_code_for_a_genome(tmp_path: Path, command: Any) -> None
     Path(page).write_text("<html>", encoding="utf-8")
     write_qr(svg, noise(50), PAGE)
     assert b"<svg" in Path(svg).read_bytes()
-    assert "net.html holds no genome: it is no page" in said_by("eval", "--genome", page, status=2)
-    assert "is no picture in pixels" in said_by("eval", "--genome", svg, status=2)
+    assert "net.html must be a page with a genome: expected" in said_by("eval", "--genome", page, status=2)
+    assert "expected an image in pixels" in said_by("eval", "--genome", svg, status=2)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_commands_take_a_code_for_a_genome(tmp_path: Path, command: Any) -> None
         (["--out", "net.html", "--weights", "dense"], "--weights and --to are for programs"),
         (["--out", "net.html", "--pnet", "gpt"], "a page has the pnet of the genome's file, mlp: drop --pnet gpt"),
         (["--out", "code.png", "--qr", PAGE, "--task", "mnist"], "the task of the genome's file, digits: drop"),
-        (["--out", "code.txt", "--qr", PAGE], "a QR code is a .png or an .svg"),
+        (["--out", "code.txt", "--qr", PAGE], "must end in .png or .svg"),
         (["--out", "net.html", "--genome", "none.safetensors"], "no genome file at 'none.safetensors'"),
     ],
 )

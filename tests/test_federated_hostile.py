@@ -91,9 +91,9 @@ class Unreliable(LocalGrid):
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (DecodeError("wrong tag"), "Flower cannot decode its reply: DecodeError: wrong tag"),
-        (KeyError("arraychunk_ids"), "Flower cannot decode its reply: KeyError: 'arraychunk_ids'"),
-        (None, "its reply claims to be node 5's"),
+        (DecodeError("wrong tag"), "Flower cannot decode the reply: DecodeError: wrong tag"),
+        (KeyError("arraychunk_ids"), "Flower cannot decode the reply: KeyError: 'arraychunk_ids'"),
+        (None, "the reply claims to be from node 5"),
     ],
 )
 def test_replies_that_flower_cannot_decode_are_left_out(

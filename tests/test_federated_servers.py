@@ -168,5 +168,5 @@ def test_no_hostile_node_over_tls_stops_the_rounds(tmp_path: Path) -> None:
     for kind in ("none", *HOSTILE["REDUCED"]):
         assert used.pop(kind) == (4,)
     assert {count for count, _ in used.values()} == {3}
-    assert "Flower cannot decode its reply: DecodeError" in used["undecodable"][1]
-    assert used["signed by another"][1] == "its reply claims to be node 7's"
+    assert "Flower cannot decode the reply: DecodeError" in used["undecodable"][1]
+    assert used["signed by another"][1] == "the reply claims to be from node 7"

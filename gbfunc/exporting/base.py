@@ -1,4 +1,4 @@
-"""`export`: a file of a chosen kind, run and compared before it is there."""
+"""`export`: writes a network to a file for other programs, after running the program and comparing its outputs."""
 
 import os
 import tempfile
@@ -19,11 +19,11 @@ from gbfunc.types import GenomeLike
 
 SAFETENSORS = "safetensors"
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-"""Largest difference of outputs over the largest output, by their dtype."""
+"""Largest allowed error of outputs, relative to the largest output, by their dtype."""
 
 
 class Exported(NamedTuple):
-    """The size of a file, and the largest difference of its outputs from the p-net's in torch; None if not run."""
+    """The size of a file, and the largest difference between its outputs and the p-net's; None if it was not run."""
 
     bytes: int
     max_error: float | None
@@ -41,27 +41,27 @@ def export(
     dynamic_shapes: Any = AUTO,
     check: bool = True,
 ) -> Exported:
-    """Write the network that a genome makes as a file that other programs run without gbfunc.
+    """Write the network that a genome generates to a file that other programs run without gbfunc.
 
-    The network is in evaluation mode; stochastic g-nets give their mean. The file appears whole or not at all, after
-    its program gave the p-net's outputs.
+    The network is in evaluation mode, and stochastic g-nets generate their mean. If the format's runtime is installed,
+    the file is written only if the program reproduces the p-net's outputs. The file is written atomically.
 
     Args:
-        path: the file; an existing one is replaced.
+        path: the file; an existing file is replaced.
         plan: the plan.
         genome: a `Genome` or `TrainState`.
-        pnet: the p-net; a genome needs no more than its architecture.
-        example: inputs of a call: a tensor, a tuple of inputs, or a dict of inputs by name; none for `"safetensors"`.
-        weights: `"genome"`: the file holds the genome, in kilobytes, and generates the weights by standard operations;
-            or `"dense"`, also the default for safetensors and for a genome that changes a base.
-        to: the format, by default that of the path's suffix: `"onnx"`; `"pt2"` (`torch.export.load(path).module()`);
+        pnet: the p-net; without a base, only its architecture matters.
+        example: inputs of a call: a tensor, a tuple of inputs, or a dict of inputs by name; None for `"safetensors"`.
+        weights: `"genome"` writes the genome (kilobytes) and the operations that generate the weights; `"dense"` writes
+            the weights, and is the default for safetensors and for a genome with a base.
+        to: the format, by default from the path's suffix: `"onnx"`; `"pt2"` (`torch.export.load(path).module()`);
             `"aoti"` (machine code, compiled in a minute, for `torch._inductor.aoti_load_package(path)` and C++);
             `"iree"` (`.vmfb`, for IREE's runtime on CPUs); `"safetensors"`, the state dict of dense weights.
-        dynamic_shapes: dimensions that may have other sizes than in the example: `"batch"`, the first one of every
-            tensor; `"auto"`, also the length of texts (integers [B, L]) where the network and the format allow it;
-            None, none; or a value that `torch.export.export` takes.
-        check: run the program where its runtime is installed, on the example, on one row more, and on texts that are
-            shorter by a token.
+        dynamic_shapes: the dimensions that may differ from the example. `"batch"`: the first dimension of every tensor;
+            `"auto"`: also the length of texts (integers [B, L]) if the network and the format allow it; None: no
+            dimension; or a value for `torch.export.export`.
+        check: run the program, if its runtime is installed, with the example, with an additional row, and with texts
+            that are one token shorter.
 
     Raises:
         ImportError: if a package is missing, naming the extra that installs it.
@@ -76,7 +76,7 @@ def export(
         raise ValueError(f"weights must be 'genome' or 'dense', got {weights!r}")
     if dense and chosen == "genome":
         words = "safetensors holds no program" if kind == SAFETENSORS else "the file would lack the weights of the base"
-        raise ValueError(f"{words}: weights='dense', or gb.save for the genome")
+        raise ValueError(f"{words}: pass weights='dense', or use gb.save for the genome")
     like = net = ready(materialize(plan, genome, pnet))
     if chosen == "genome":
         from gbfunc.module import GenomeModule
@@ -88,7 +88,7 @@ def export(
 def export_module(
     path: str | os.PathLike[str], net: nn.Module, example: Any = None, to: str | None = None, **options: Any
 ) -> Exported:
-    """Write a network with its dense weights to a file, in evaluation mode; options and errors as of `export`."""
+    """Write a network with dense weights to a file, in evaluation mode; options and errors are those of `export`."""
     options = {"dynamic_shapes": AUTO, "check": True, **options}
     return _write(Path(path), _kind(Path(path), to), ready(net), net, example, **options)
 
@@ -99,13 +99,13 @@ def _kind(path: Path, to: str | None) -> str:
     if kind not in (*FORMATS, SAFETENSORS):
         known = ", ".join([*(f"{name} ({suffix})" for suffix, name in suffixes.items()), "aoti"])
         got = f"to={to!r}" if to is not None else f"the suffix {path.suffix!r}"
-        more = "gbfunc export writes pages (.html) and QR codes (.png, .svg), too"
+        more = "gbfunc export also writes pages (.html) and QR codes (.png, .svg)"
         raise ValueError(f"the format must be one of {known}, got {got}; {more}")
     return kind
 
 
 def ready(net: nn.Module) -> nn.Module:
-    """Put a network into evaluation mode on the CPU, without gradients and caches of keys and values."""
+    """Put a network into evaluation mode on the CPU, without gradients and without caches of keys and values."""
     for module in net.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False):
@@ -117,7 +117,7 @@ def _write(
     path: Path, kind: str, net: nn.Module, like: nn.Module, example: Any, dynamic_shapes: Any, check: bool
 ) -> Exported:
     if kind == SAFETENSORS:
-        # Tied weights are under each of their names.
+        # Tied weights are written under each of their names.
         weights = {k: x.detach().cpu().clone().contiguous() for k, x in net.state_dict().items()}
         data, error = to_safetensors(weights), None
     else:
@@ -149,23 +149,23 @@ def _error(kind: Format, data: bytes, like: nn.Module, tried: list[Inputs]) -> f
             got = [run(inputs) for inputs in tried]
         except ImportError:
             return None
-        except Exception as error:  # of several private types
+        except Exception as error:  # Runtimes raise private types of errors.
             said = " ".join(str(error).split())[:300]
-            raise ValueError(f"the file's runtime cannot run it ({said}); check=False writes it anyway") from error
+            raise ValueError(f"the runtime cannot run the file ({said}): check=False writes it anyway") from error
         with torch.no_grad():
             expected = [inputs.outputs_of(like) for inputs in tried]
     largest = 0.0
     for outputs, others in zip(got, expected, strict=True):
         shapes = [[list(x.shape) for x in xs] for xs in (outputs, others)]
         if shapes[0] != shapes[1]:
-            raise ValueError(f"the exported program gives outputs of shapes {shapes[0]}, the p-net {shapes[1]}")
+            raise ValueError(f"expected outputs of shapes {shapes[1]}, got {shapes[0]} from the exported program")
         for x, y in zip((z.double() for z in outputs if z.numel()), (z for z in others if z.numel()), strict=True):
             wide = y.double()
             same = (x == wide) | (x.isnan() & wide.isnan())
             error = float(torch.where(same, 0.0, (x - wide).abs()).max())
             size = float(torch.where(wide.isfinite(), wide.abs(), 0.0).max())
             if not error <= _TOLERANCE.get(y.dtype, 0.0) * max(1.0, size):
-                far = f"{error:g} where they reach {size:g}"
+                far = f"up to {error:g}; the largest output is {size:g}"
                 raise ValueError(f"the exported program's outputs differ from the p-net's by {far}")
             largest = max(largest, error)
     return largest

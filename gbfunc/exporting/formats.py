@@ -1,4 +1,4 @@
-"""The kinds of files: how each is made of a traced program, and run again."""
+"""The formats of exported files: for each, functions that write a traced program and that run the file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gbfunc.exporting.program import BATCH, Inputs, Run, Traced, quiet
 from gbfunc.extras import import_extra
 
 _IREE_FLAGS = (
-    # Constants that are computed stay computed: the file holds the genome, not the weights.
+    # Do not evaluate constant expressions: the file must contain the genome instead of the weights.
     "--iree-opt-const-eval=false",
     "--iree-opt-const-expr-hoisting=false",
     "--iree-llvmcpu-debug-symbols=false",
@@ -31,7 +31,7 @@ def _to_pt2(traced: Traced) -> bytes:
     raw, packed = io.BytesIO(), io.BytesIO()
     with quiet():
         torch.export.save(traced.program, raw)
-    # torch does not compress. The date is fixed: the same program gives the same bytes.
+    # Compress, which torch does not. The fixed date makes the bytes of a program reproducible.
     with zipfile.ZipFile(raw) as source, zipfile.ZipFile(packed, "w") as target:
         for entry in source.infolist():
             target.writestr(zipfile.ZipInfo(entry.filename), source.read(entry), zipfile.ZIP_DEFLATED)
@@ -63,15 +63,15 @@ def _to_onnx(traced: Traced) -> bytes:
     ir, passes, optimizer, _ = (import_extra(x, "an ONNX model", "gbfunc[onnx]") for x in packages)
     with quiet():
         options = {"output_names": traced.outputs, "dynamic_shapes": traced.dynamic_shapes}
-        made = torch.onnx.export(traced.program, dynamo=True, optimize=False, verbose=False, **options)
-    assert made is not None
-    model = made.model
-    # No weights; and not `optimize`, whose rule for products between reshapes changed weights of MLP g-nets (0.7.2).
+        exported = torch.onnx.export(traced.program, dynamo=True, optimize=False, verbose=False, **options)
+    assert exported is not None
+    model = exported.model
+    # Small limits, so that no weights become constants. `optimize` of 0.7.2 changed the weights of MLP g-nets.
     optimizer.fold_constants(model, input_size_limit=16, output_size_limit=16)
     kinds = passes.DeduplicateInitializersPass, passes.CommonSubexpressionEliminationPass
     for change in (*kinds, passes.RemoveUnusedNodesPass, passes.ClearMetadataAndDocStringPass):
         change()(model)
-    # Computed values are numbered; inputs, outputs and weights keep their names.
+    # Replace the names of intermediate values by numbers; inputs, outputs and weights keep their names.
     inner = (x for node in model.graph for x in node.outputs if x not in set(model.graph.outputs))
     for number, value in enumerate(inner):
         value.name = f"v{number}"
@@ -82,7 +82,7 @@ def _to_onnx(traced: Traced) -> bytes:
     if traced.dynamic_shapes is None:
         _name_sizes(proto.graph)
     if (size := proto.ByteSize()) >= 2**31:
-        raise ValueError(f"one ONNX file holds less than 2 GiB, this model has {size:,} bytes: weights='genome'")
+        raise ValueError(f"an ONNX file must be below 2 GiB, got {size:,} bytes: pass weights='genome'")
     return proto.SerializeToString(deterministic=True)
 
 
@@ -104,8 +104,8 @@ def _run_onnx(data: bytes, folder: Path) -> Run:
     names = [x.name for x in session.get_inputs()]
 
     def outputs(inputs: Inputs) -> list[Tensor]:
-        given = {name: x.numpy() for name, x in zip(names, inputs.tensors, strict=True)}
-        return [torch.from_numpy(x) for x in session.run(None, given)]
+        feed = {name: x.numpy() for name, x in zip(names, inputs.tensors, strict=True)}
+        return [torch.from_numpy(x) for x in session.run(None, feed)]
 
     return outputs
 
@@ -129,14 +129,14 @@ def _run_iree(data: bytes, folder: Path) -> Run:
     name = next(n for n in module.vm_module.function_names if not n.startswith("__") and not n.endswith("$async"))
 
     def outputs(inputs: Inputs) -> list[Tensor]:
-        made = module[name](*(x.numpy() for x in inputs.tensors))
-        return [torch.from_numpy(x.to_host().copy()) for x in (made if isinstance(made, tuple) else (made,))]
+        found = module[name](*(x.numpy() for x in inputs.tensors))
+        return [torch.from_numpy(x.to_host().copy()) for x in (found if isinstance(found, tuple) else (found,))]
 
     return outputs
 
 
 class Format(NamedTuple):
-    """A kind of file: its suffix, and functions from a program to bytes and from bytes, with a folder, to a run."""
+    """A format: its suffix, a function from a program to bytes, and one from bytes and a temporary folder to a run."""
 
     suffix: str
     write: Callable[[Traced], bytes]
@@ -146,6 +146,6 @@ class Format(NamedTuple):
 FORMATS: Mapping[str, Format] = {
     "onnx": Format(".onnx", _to_onnx, _run_onnx),
     "pt2": Format(".pt2", _to_pt2, _run_pt2),
-    "aoti": Format("", _to_aoti, _run_aoti),  # .pt2 is torch.export's
+    "aoti": Format("", _to_aoti, _run_aoti),  # No suffix: `.pt2` selects torch.export
     "iree": Format(".vmfb", _to_iree, _run_iree),
 }

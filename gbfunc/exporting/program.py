@@ -1,4 +1,4 @@
-"""A network's inputs, and its call as one traced program, with weights or with the genome that generates them."""
+"""Traces the call of a network as one program, with its weights or with the genome that generates them."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves  # which Hugging Face makes its outputs known to
+from torch.utils._pytree import tree_leaves  # Not optree: Hugging Face registers its outputs here
 
 from gbfunc.trees import tree_map
 
 if TYPE_CHECKING:
-    # It takes half a second to import.
+    # The import takes half a second.
     from torch.export import ExportedProgram
 
 AUTO, BATCH = "auto", "batch"
 
 
 class Inputs(NamedTuple):
-    """Arguments of a network's call."""
+    """The arguments of a network's call."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     @staticmethod
     def of(example: Any, net: nn.Module) -> Inputs:
-        """An example on the CPU: one input, a tuple of inputs, or inputs by name, in the order that the network has."""
+        """Convert an example, on the CPU: one input, a tuple of inputs, or inputs by name, in the forward's order."""
         args, kwargs = tuple(example) if isinstance(example, tuple | list) else (example,), {}
         if isinstance(example, Mapping):
             names = list(inspect.signature(net.forward).parameters)
@@ -49,11 +49,11 @@ class Inputs(NamedTuple):
         return Inputs(*tree_map(change, tuple(self)))
 
     def longer(self) -> Inputs:
-        """Append the first row of every tensor to it, for a batch size that a traced program has not seen."""
+        """Append a copy of the first row to every tensor, for a batch size that tracing did not use."""
         return self.mapped(lambda x: torch.cat([x, x[:1]]) if _has_rows(x) else x)
 
     def shorter(self) -> Inputs:
-        """Leave out the last token of every text, for a length that a traced program has not seen."""
+        """Remove the last token of every text, for a length that tracing did not use."""
         return self.mapped(lambda x: x[:, :-1] if is_text(x) else x)
 
     def outputs_of(self, net: Callable[..., Any]) -> list[Tensor]:
@@ -69,12 +69,12 @@ def _has_rows(x: Any) -> bool:
 
 
 def is_text(x: Any) -> bool:
-    """Recognise tokens [B, L] or their mask; L is at least 3, since torch treats a length of 1 as a special size."""
+    """Return True for tokens or a mask [B, L] with L >= 3; torch would specialize to a length of 1."""
     return isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point() and x.shape[1] > 2
 
 
 class Traced(NamedTuple):
-    """A network's call as a graph of operations, names of its outputs, and dynamic shapes that are the user's own."""
+    """The graph of a network's call, the names of its outputs, and the dynamic shapes if the user gave a structure."""
 
     program: ExportedProgram
     outputs: list[str]
@@ -82,14 +82,14 @@ class Traced(NamedTuple):
 
 
 def trace(net: nn.Module, inputs: Inputs, dynamic_shapes: Any) -> Traced:
-    """Trace a network's call, without the places of its operations in the source.
+    """Trace a network's call; the graph has no positions in the source code.
 
-    Raises `ValueError` if `torch.export` cannot trace the call, `ImportError` with a torch older than 2.6.
+    Raises `ValueError` if `torch.export` cannot trace the call, and `ImportError` if torch is older than 2.6.
     """
     from torch.export import Dim, export
 
     if torch.__version__ < "2.6":
-        raise ImportError(f"exports are traced by torch >= 2.6, this is {torch.__version__}")
+        raise ImportError(f"exports need torch >= 2.6, got {torch.__version__}")
     batched = dynamic_shapes in (AUTO, BATCH)
     args, kwargs = inputs.longer() if batched else inputs
     shapes = dynamic_shapes
@@ -101,14 +101,14 @@ def trace(net: nn.Module, inputs: Inputs, dynamic_shapes: Any) -> Traced:
     buffers = [(*name.rpartition(".")[::2], x) for name, x in net.named_buffers(remove_duplicate=False)]
     values = {id(x): x.clone() for *_, x in buffers}
     try:
-        # The first call fills caches; the file has the genome's buffers, whatever a forward changes.
+        # The first call fills caches. Afterwards the genome's buffers are restored, because a forward may change them.
         with torch.no_grad():
             outputs = net(*args, **kwargs)
         for path, name, x in buffers:
             setattr(net.get_submodule(path), name, values[id(x)])
         with torch.no_grad(), quiet():
             program = export(net, args, kwargs, dynamic_shapes=shapes)
-    except Exception as error:  # whatever a forward raises, and several private errors of torch's
+    except Exception as error:  # A forward may raise any exception, and torch raises private types.
         hint = "; dynamic_shapes=None keeps the example's shapes" if dynamic_shapes is not None else ""
         raise ValueError(f"torch.export cannot trace the p-net: {' '.join(str(error).split())[:300]}{hint}") from error
     for node in program.graph.nodes:
@@ -128,7 +128,7 @@ def _names(outputs: Any) -> list[str]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence what torch's exporters say, about which a user can do nothing."""
+    """Silence the logs and warnings of torch's exporters, which concern no user."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

@@ -1,4 +1,4 @@
-"""A genome as a QR code: the address of a page that grows it, with the file in its fragment."""
+"""QR codes of genomes: a code has the address of a page that grows the genome, with the genome's file as fragment."""
 
 import io
 import os
@@ -11,52 +11,52 @@ from gbfunc.files import replace_file
 from gbfunc.untrusted import read_picture
 
 _MOST = 2_953
-"""Characters of the largest code, of version 40, at its lowest level of correction (ISO/IEC 18004)."""
+"""Characters in the largest code (version 40) with the lowest level of error correction (ISO/IEC 18004)."""
 
 
 def write_qr(path: str | os.PathLike[str], genome: bytes, page: str) -> None:
-    """Draw the code of `PAGE#genome` as a PNG or an SVG, by the suffix of its path.
+    """Write the QR code of the address `PAGE#GENOME` as a PNG or SVG file, by the suffix of the path.
 
-    Raises `ImportError` without segno, `ValueError` for a genome too large for a code, or another address or suffix.
+    Raises `ImportError` without segno, and `ValueError` for a genome that is too large, or a wrong address or suffix.
     """
     place = Path(path)
     if place.suffix.lower() not in (".png", ".svg"):
-        raise ValueError(f"a QR code is a .png or an .svg, got {place.name!r}")
+        raise ValueError(f"the path of a QR code must end in .png or .svg, got {place.name!r}")
     if not page or "#" in page or not page.isascii():
         raise ValueError(f"the address of the page must be plain text without a fragment (#...), got {page!r}")
     segno = import_extra("segno", "a QR code", "gbfunc[qr]")
     text = f"{page}#{in_address(genome)}"
     if len(text) > _MOST:
         most = (_MOST - len(page) - 1) * 3 // 4
-        more = f"with this address, the genome has {len(genome):,}"
-        raise ValueError(f"a QR code holds genomes of up to {max(0, most):,} bytes {more}")
-    drawn = io.BytesIO()
-    segno.make_qr(text, mode="byte", error="L").save(drawn, kind=place.suffix[1:].lower(), scale=4)
-    replace_file(place, drawn.getvalue())
+        more = f"with this address, got a genome of {len(genome):,} bytes"
+        raise ValueError(f"a QR code holds up to {max(0, most):,} bytes {more}")
+    image = io.BytesIO()
+    segno.make_qr(text, mode="byte", error="L").save(image, kind=place.suffix[1:].lower(), scale=4)
+    replace_file(place, image.getvalue())
 
 
 def read_qr(path: str | os.PathLike[str]) -> bytes:
-    """Read the genome's file from a picture of a code; `ImportError` without zxing-cpp or Pillow, or as `open`."""
+    """Read a genome's file from an image of a QR code; raise `ImportError` without zxing-cpp or Pillow."""
     zxing = import_extra("zxingcpp", "reading a QR code", "gbfunc[qr]")
     codes: list[Any] = zxing.read_barcodes(read_picture(path, "L"), formats=zxing.BarcodeFormat.QRCode)
     if len(codes) != 1:
-        raise ValueError(f"{os.fspath(path)!r} must show one QR code, it shows {len(codes)}")
+        raise ValueError(f"{os.fspath(path)!r} must show one QR code, got {len(codes)}")
     _, mark, fragment = codes[0].text.partition("#")
     try:
         if mark and fragment:
             return from_address(fragment)
     except ValueError:
         pass
-    raise ValueError(f"the code in {os.fspath(path)!r} holds no genome: {codes[0].text[:60]!r}")
+    raise ValueError(f"the code in {os.fspath(path)!r} must have a genome, got {codes[0].text[:60]!r}")
 
 
 def shipped_genome(path: Path) -> bytes:
-    """Read the genome's file from a page, or from a picture of a code; raises as `read_qr`."""
+    """Read a genome's file from a page, or from an image of a QR code; errors are those of `read_qr`."""
     if path.suffix.lower() == ".svg":
-        raise ValueError(f"{path} is no picture in pixels, of which codes are read: make it a .png")
+        raise ValueError(f"expected an image in pixels, got {path}: convert the image to .png")
     if path.suffix.lower() != ".html":
         return read_qr(path)
     try:
         return embedded(path.read_text(encoding="utf-8"))[0]
     except ValueError as error:
-        raise ValueError(f"{path} holds no genome: {error}") from error
+        raise ValueError(f"{path} must be a page with a genome: {error}") from error

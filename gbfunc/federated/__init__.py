@@ -1,4 +1,4 @@
-"""Federated learning of genomes on Flower: genomes travel in place of weights, by any strategy of Flower's."""
+"""Federated learning with Flower: messages contain genomes instead of weights, with any strategy of Flower."""
 
 try:
     import flwr  # noqa: F401  # pyright: ignore[reportMissingImports]

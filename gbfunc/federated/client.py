@@ -1,4 +1,4 @@
-"""The client: trains the genome of a message on local examples and replies with its change; an app that Flower runs."""
+"""The client, an app for Flower: trains the genome of a message on local examples and replies with an update."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from gbfunc.tasks.data import Augment, Data, endless_batches
 from gbfunc.train.gradients.loss import LossFn
 from gbfunc.trees import tree_map
 
-ARRAYS, CONFIG, METRICS, EXAMPLES = "arrays", "config", "metrics", "num-examples"  # as Flower's strategies have them
+ARRAYS, CONFIG, METRICS, EXAMPLES = "arrays", "config", "metrics", "num-examples"  # Names that Flower's strategies use
 IDENTITY, RATE, SENT_AS, PROXIMAL, ROUND = "id", "lr", "as", "proximal-mu", "server-round"
 """Entries of a message's config: `wire.identity`, learning rate, dtype of the reply, FedProx's weight, round."""
 
-REFUSED, _LEFT = 100, "left"
-"""Code of the error with which a client refuses a message (Flower's own are smaller); a node's error feedback."""
+REFUSED, _RESIDUAL = 100, "left"
+"""The error code of a client that refuses a message (Flower's codes are smaller); the name of the error feedback."""
 
 
 def client_app(
@@ -42,32 +42,32 @@ def client_app(
     seed: int = 0,
     mods: Sequence[Callable[..., Message]] = (),
 ) -> ClientApp:
-    """Make a `ClientApp` that trains genomes of a plan on the examples of a node.
+    """Build a `ClientApp` that trains genomes of a plan on the examples of a node.
 
-    The server's message sets the learning rate and the dtype of the reply (see `GenomeStrategy`). In float32 the reply
-    is the trained genome itself, which any strategy and differential privacy of Flower's take. Otherwise the reply is
-    the change, in a narrower dtype or in codes; its error stays in the node's `context.state` and is added to the next
-    change (error feedback; Seide et al., 2014).
+    The server's message sets the learning rate and the dtype of the reply (see `GenomeStrategy`). In float32, the reply
+    is the trained genome, which all strategies and differential privacy of Flower accept. Otherwise the reply is the
+    update (the trained genome minus the received one), rounded to a narrower dtype. The rounding error is stored in the
+    node's `context.state` and added to the next update (error feedback; Seide et al., 2014).
 
     Args:
-        plan: the plan, as the genome's file has it on all sides.
-        pnet: the p-net of the plan; for an adapter the pretrained one.
-        loss_fn: as for `gb.make_train_step`.
-        examples: gives the examples of a node from its context (`context.node_config`), for each message.
-        steps: local steps of a round.
-        batch_size: examples of a step, or all examples of a node that has fewer.
-        optimizer: class of `torch.optim`, which starts afresh in every round.
-        options: options of that class, as for `gb.torch_optimizer`.
-        evaluate: gives metrics of a network on the node's examples, for rounds of evaluation.
-        augment: changes the inputs of a batch.
-        seed: seed of the order of the examples and of dropout, with the number of the node and of the round.
-        mods: mods of Flower around training (`fixedclipping_mod`, `LocalDpMod(...)`), for messages in plain numbers.
+        plan: the plan, which must be the server's plan.
+        pnet: the p-net of the plan; for an adapter, the pretrained network.
+        loss_fn: as in `gb.make_train_step`.
+        examples: returns the examples of a node from its context (`context.node_config`); called for each message.
+        steps: number of training steps per round.
+        batch_size: number of examples per step; a node with fewer examples uses all of them.
+        optimizer: a class of `torch.optim`; its state is reset in every round.
+        options: options of the optimizer, as in `gb.torch_optimizer`.
+        evaluate: returns metrics of a network on the node's examples, in rounds with evaluation.
+        augment: transforms the inputs of a batch.
+        seed: seed of the order of the examples and of dropout, combined with the numbers of the node and the round.
+        mods: Flower's mods around training (`fixedclipping_mod`, `LocalDpMod(...)`); they need `up="float32"`.
     """
     if steps < 1 or batch_size < 1:
         raise ValueError(f"steps and batch_size must be at least 1, got {steps} and {batch_size}")
     rate = [0.0]
-    made = torch_optimizer(optimizer, lr=lambda step: rate[0], **(options or {}))
-    train_step = make_train_step(plan, pnet, loss_fn, made, donate=True)
+    with_rate = torch_optimizer(optimizer, lr=lambda step: rate[0], **(options or {}))
+    train_step = make_train_step(plan, pnet, loss_fn, with_rate, donate=True)
     fresh = train_step.init(seed=seed)
     wire, app = Wire(plan, fresh), ClientApp()
 
@@ -75,9 +75,9 @@ def client_app(
         rate[0], dtype, proximal = float(config[RATE]), str(config[SENT_AS]), float(config.get(PROXIMAL, 0.0))
         check_format(dtype, "the dtype that the server asks for")
         if mods and (dtype != "float32" or CODES in arrays):
-            down = "codes" if CODES in arrays else "numbers"
-            raise ValueError("mods compare the numbers of two genomes: up must be 'float32', and down no codes, "
-                             f"got up={dtype!r} and {down} down")  # fmt: skip
+            down = "an integer dtype" if CODES in arrays else "a float dtype"
+            raise ValueError("mods compare the numbers of two genomes: up must be 'float32', and down a float dtype, "
+                             f"got up={dtype!r} and {down}")  # fmt: skip
         sent = wire.unpack(arrays)
         sequence = np.random.SeedSequence([seed, context.node_id, int(config[ROUND])])
         number = int(sequence.generate_state(1, np.uint64)[0]) >> 1
@@ -88,25 +88,25 @@ def client_app(
             state, info = train_step(state, batch)
             losses.append(info.loss)
             if start is not None:
-                # The step of FedProx's term (Li et al., 2020): exactly its gradient's with SGD, otherwise decoupled.
+                # A separate step for FedProx's term (Li et al., 2020): its gradient with SGD, decoupled otherwise.
                 pairs = [(state.gnets, state.direct), (start.gnets, start.direct)]
                 pulled = tree_map(lambda x, y: x.lerp(y, rate[0] * proximal) if x.is_floating_point() else x, *pairs)
                 state = state._replace(gnets=pulled[0], direct=pulled[1])
         after, loss = wire.vector(state), float(torch.stack(losses).mean())
         if not (np.isfinite(after).all() and math.isfinite(loss)):
-            raise ValueError(f"training gave numbers that are not finite, at a learning rate of {rate[0]:g}")
+            raise ValueError(f"the numbers after training are not finite, at a learning rate of {rate[0]:g}: lower it")
         if dtype == "float32":
             reply = wire.pack(after, dtype)
         else:
-            before = context.state.array_records.get(_LEFT)
-            change = after - sent if before is None else after - sent + before[_LEFT].numpy()
-            reply = wire.pack(change, dtype)
-            context.state[_LEFT] = ArrayRecord({_LEFT: Array(change - wire.unpack(reply))})
+            before = context.state.array_records.get(_RESIDUAL)
+            update = after - sent if before is None else after - sent + before[_RESIDUAL].numpy()
+            reply = wire.pack(update, dtype)
+            context.state[_RESIDUAL] = ArrayRecord({_RESIDUAL: Array(update - wire.unpack(reply))})
         return {ARRAYS: reply, METRICS: {"loss": loss}}
 
     def measure(config: Mapping[str, Any], arrays: ArrayRecord, data: Data, context: Context) -> dict[str, Any]:
         if evaluate is None:
-            raise ValueError("this client does not evaluate: give client_app(evaluate=), or fraction_evaluate=0")
+            raise ValueError("this client does not evaluate: pass client_app(evaluate=), or fraction_evaluate=0")
         net = materialize(plan, wire.genome(wire.unpack(arrays)), pnet).eval()
         return {METRICS: evaluate(net, data)}
 
@@ -118,7 +118,7 @@ def client_app(
                     raise ValueError(words)
                 data = examples(context)
                 if not len(data):
-                    raise ValueError(f"node {context.node_id} has no examples")
+                    raise ValueError(f"node {context.node_id} must have examples, got none")
                 content = handle(config, arrays, data, context)
                 counted = {EXAMPLES: len(data), ROUND: int(config[ROUND])}
                 content[METRICS] = MetricRecord(counted | dict(content[METRICS]))

@@ -1,4 +1,4 @@
-"""The server: any of Flower's strategies on genomes that travel in few bytes."""
+"""The server: applies any strategy of Flower to genomes, which messages contain in a compact form."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ from gbfunc.types import GenomeLike, Params
 
 _UNDECODABLE = ValueError, LookupError, TypeError, AttributeError, RecursionError, ProtobufError, SafetensorError
 _LOG, _VECTOR, _NODE, _ARRAYS = logging.getLogger(__name__), "genome", "node ", "ArrayRecord"
-_POLL = 3.0  # Seconds between looks for replies, as Flower waits.
+_POLL = 3.0  # Seconds between two requests for replies, as in Flower
 
 
 class Round(NamedTuple):
-    """Replies of a round, counted from 1.
-
-    `left_out` says why a client was left out of training or evaluation, and `bounded` which part of a reply counts less
-    than the client asked for, both by the number of the node.
+    """The result of a round.
 
     Attributes:
-        used: the number of clients whose changes the strategy took.
-        metrics: means over these clients.
-        norm: the median norm of their changes before the bound; of two medians the smaller.
+        round: the number of the round, from 1.
+        used: the number of clients whose updates the strategy used.
+        left_out: why a client was left out of training or evaluation, by the number of the node.
+        bounded: which part of a client's reply was reduced, by the number of the node.
+        metrics: means over the clients whose updates were used.
+        norm: the median norm of updates before the bound (for an even number, the smaller of the middle two).
     """
 
     round: int
@@ -60,13 +60,13 @@ class Round(NamedTuple):
 class _Reply(NamedTuple):
     message: Message
     metrics: dict[str, Any]
-    change: NDArray[Any]
+    update: NDArray[Any]
 
 
 class _EachReply:
-    """A grid that pulls replies one by one: Flower raises, and drops the whole pull, if it cannot decode one of them.
+    """A grid that pulls replies one at a time: Flower drops all pulled replies if it cannot decode one of them.
 
-    Flower also believes the sender that a reply names. Here a reply is its receiver's, or left out.
+    Flower also trusts the sender that a reply names. Here, only the receiver of a message can reply.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -95,34 +95,34 @@ class _EachReply:
             reply, node = found[0], found[0].metadata.src_node_id
             if node == sent.metadata.dst_node_id:
                 return reply
-            words = reply.error.reason if reply.has_error() else f"its reply claims to be node {node}'s"
+            words = reply.error.reason if reply.has_error() else f"the reply claims to be from node {node}"
         except _UNDECODABLE as error:
-            words = f"Flower cannot decode its reply: {type(error).__name__}: {error}"
+            words = f"Flower cannot decode the reply: {type(error).__name__}: {error}"
         return Message(Error(0, words), reply_to=sent)
 
 
 class GenomeStrategy(Strategy):
-    """A strategy of Flower's whose arrays are a genome, sent in few bytes each way.
+    """Wraps a strategy of Flower so that messages contain a genome, or its update, in a compact form.
 
-    The strategy inside sees genomes in float32: the genome that it sends is rounded to `down`, and a change that comes
-    back is added to the genome before rounding. `rounds` lists replies.
+    The wrapped strategy sees genomes in float32. The server rounds the strategy's genome to `down` and sends it.
+    Clients reply with updates, which are added to the genome before rounding. `rounds` lists the results of all rounds.
 
-    A reply that cannot be read, whose metrics differ in name from those of most clients, or which answers another round
-    is left out, and the round goes on. The norm of a change and the number of examples count up to `bound` times the
-    median of the round.
+    A reply is left out, and the round continues, if the reply cannot be read, answers another round, or has metrics
+    with other names than the metrics of most clients. The norm of an update and the number of examples are reduced to
+    at most `bound` times the median of the round.
 
     Args:
-        strategy: FedAvg, FedAdam, FedProx, ..., also a strategy of differential privacy.
+        strategy: FedAvg, FedAdam, FedProx, ..., or a strategy with differential privacy.
         plan: the plan.
-        genome: a genome of the plan, where training starts.
+        genome: a genome of the plan, from which training starts.
         lr: the clients' learning rate, or a function of the round, which counts from 0.
-        down: dtype in which the genome is sent (`wire.FORMATS`).
-        up: dtype in which clients send changes; or `topK`, the K largest numbers of a change (`Wire.pack`).
+        down: the dtype in which the genome is sent (`wire.FORMATS`).
+        up: the dtype in which clients send updates, or `topK` for the K largest numbers of an update (`Wire.pack`).
         bound: the largest norm and number of examples of a client, in medians of the round; `math.inf` for no bound.
-            A round with one reply takes the median of the last round.
-        checkpoint: a file that holds, after every round, all that the next round needs, including the states of the
-            nodes of a `LocalGrid`; if the file exists, `train` goes on from it. No part of the file is code.
-        seed: seed of the choice of clients; None leaves the choice to chance.
+            A round with one reply uses the median norm of the last round if smaller.
+        checkpoint: a file, written after every round, with all data that the next round needs, including the states of
+            the nodes of a `LocalGrid`. If the file exists, `train` resumes from it. Reading the file runs no code.
+        seed: seed of the selection of clients; None draws a random seed.
     """
 
     def __init__(
@@ -159,10 +159,10 @@ class GenomeStrategy(Strategy):
         self.strategy.summary()
 
     def train(self, grid: Grid, rounds: int, **options: Any) -> Result:
-        """Train until so many rounds are done in all, from the checkpoint if there is one.
+        """Train until `rounds` rounds are done in total; resume from the checkpoint if it exists.
 
-        `grid` are the nodes, as Flower gives them to a server's app; `options` go to `Strategy.start`. Raises
-        `ValueError` for a checkpoint of another server, or if all clients refuse in a round.
+        `grid` has the nodes, as in Flower's server app; `options` are those of `Strategy.start`. Raises `ValueError`
+        for a checkpoint of another server, or if all clients refuse in a round.
         """
         self._grid = grid if isinstance(grid, LocalGrid) else None
         if self._path is not None and self._path.exists():
@@ -181,7 +181,7 @@ class GenomeStrategy(Strategy):
         self, configure: Callable[..., Any], number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
         config[IDENTITY], config[ROUND] = self.wire.identity, number
-        # Flower draws nodes with the generator of the process.
+        # Flower selects nodes with the global random generator.
         before = random.getstate()
         random.seed(f"{self._seed}/{number}/{configure.__name__}")
         try:
@@ -206,10 +206,10 @@ class GenomeStrategy(Strategy):
         arrays, metrics = self.strategy.aggregate_train(number, [reply.message for reply in read.values()])
         if arrays is not None:
             self._vector = self.wire.unpack(arrays)
-            # The strategy may compute in another dtype.
+            # Convert to float32, because the strategy may compute in another dtype.
             arrays = _record(self._vector)
         elif read:
-            _LOG.warning("round %d: %s used none of %d changes", number, _name(self.strategy), len(read))
+            _LOG.warning("round %d: %s used none of %d updates", number, _name(self.strategy), len(read))
         self.done = number
         used = 0 if arrays is None else len(read)
         self.rounds.append(Round(number, used, left_out, bounded, dict(metrics or {}), norm))
@@ -222,8 +222,8 @@ class GenomeStrategy(Strategy):
         _, bounded = self._bound_replies(read)
         _warn(self.done, left_out, bounded)
         last = self.rounds[-1]
-        for kept, found in ((last.left_out, left_out), (last.bounded, bounded)):
-            kept.update({node: f"evaluation: {words}" for node, words in found.items()})
+        for recorded, found in ((last.left_out, left_out), (last.bounded, bounded)):
+            recorded.update({node: f"evaluation: {words}" for node, words in found.items()})
         return self.strategy.aggregate_evaluate(self.done, [reply.message for reply in read.values()])
 
     def _read_replies(
@@ -236,14 +236,14 @@ class GenomeStrategy(Strategy):
                 if reply.has_error():
                     raise ValueError(reply.error.reason or f"error {reply.error.code}")
                 read[node] = self._read_reply(reply, number, training)
-            except Exception as error:  # A stranger's bytes may raise anything.
+            except Exception as error:  # Untrusted bytes may raise any exception.
                 kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
                 left_out[node] = kind + _printable(error)
         forms = {node: _form(reply.metrics) for node, reply in read.items()}
         for usual, _ in Counter(forms.values()).most_common(1):
             for node in [node for node, form in forms.items() if form != usual]:
                 del read[node]
-                left_out[node] = _printable(f"its metrics are {forms[node]}, those of most clients {usual}")
+                left_out[node] = _printable(f"expected the metrics of most clients, {usual}, got {forms[node]}")
         return read, left_out
 
     def _read_reply(self, message: Message, number: int, training: bool) -> _Reply:
@@ -257,43 +257,43 @@ class GenomeStrategy(Strategy):
         if not isinstance(weight, int | float) or not 0 < weight < math.inf:
             raise ValueError(f"expected a number of examples above 0, got {weight!r}")
         if bad := [name for name, value in metrics.items() if not np.isfinite(value).all()]:
-            raise ValueError(f"its {', '.join(bad)} is not finite")
-        change, content = np.zeros(0, np.float32), RecordDict({METRICS: MetricRecord(metrics)})
+            raise ValueError(f"{', '.join(bad)} must be finite")
+        update, content = np.zeros(0, np.float32), RecordDict({METRICS: MetricRecord(metrics)})
         if training:
-            change = self.wire.unpack(message.content.array_records[ARRAYS])
-            content[ARRAYS] = _record(change)
+            update = self.wire.unpack(message.content.array_records[ARRAYS])
+            content[ARRAYS] = _record(update)
             if self._up == "float32":
                 with np.errstate(over="ignore"):
-                    change = change.astype(np.float64) - self._vector
+                    update = update.astype(np.float64) - self._vector
         message.content = content
-        return _Reply(message, metrics, change)
+        return _Reply(message, metrics, update)
 
     def _bound_replies(self, read: Mapping[int, _Reply]) -> tuple[float, dict[int, str]]:
-        """Reduce changes and weights above the bound, and complete changes to genomes; gives the median norm."""
-        norms = {node: float(np.linalg.norm(reply.change.astype(np.float64))) for node, reply in read.items()}
+        """Reduce updates and weights above the bound, convert updates to genomes, and return the median norm."""
+        norms = {node: float(np.linalg.norm(reply.update.astype(np.float64))) for node, reply in read.items()}
         norm, weight = _median(norms.values()), _median(reply.metrics[EXAMPLES] for reply in read.values())
         if len(norms) == 1:
             norm = min([norm, *(r.norm for r in self.rounds[-1:] if r.norm)])
         words = dict[int, list[str]]()
-        for node, (message, metrics, change) in read.items():
+        for node, (message, metrics, update) in read.items():
             if metrics[EXAMPLES] > self._bound * weight:
                 message.content.metric_records[METRICS][EXAMPLES] = self._bound * weight
                 words.setdefault(node, []).append(f"{metrics[EXAMPLES]:.3g} examples count as {self._bound * weight:g}")
             if norms[node] > self._bound * norm > 0:
-                times = f"a change of {norms[node] / norm:.3g} times the median norm counts as {self._bound:g}"
+                times = f"an update of {norms[node] / norm:.3g} times the median norm counts as {self._bound:g}"
                 words.setdefault(node, []).append(times)
-                change = (change * (self._bound * norm / norms[node])).astype(np.float32)
+                update = (update * (self._bound * norm / norms[node])).astype(np.float32)
             elif self._up == "float32":
-                continue  # The genome is there as the client sent it.
-            if len(change):
-                message.content.array_records[ARRAYS] = _record(self._vector + change)
+                continue  # The message already contains the genome.
+            if len(update):
+                message.content.array_records[ARRAYS] = _record(self._vector + update)
         return norm, {node: "; ".join(found) for node, found in words.items()}
 
     def _write(self, path: Path) -> None:
         tensors, state = {_VECTOR: torch.from_numpy(self._vector)}, {}
         for at, value in _attributes(self.strategy).items():
             before, packed = len(tensors), _packed(value, tensors)
-            # Options stay as they are given; all else is state.
+            # Attributes that equal the options at construction are not stored.
             if len(tensors) > before or packed != self._options.get(at):
                 state[at] = packed
         about = {"round": self.done, "id": self.wire.identity, "strategy": _name(self.strategy), "state": state}
@@ -311,7 +311,7 @@ class GenomeStrategy(Strategy):
             if (words := difference(self.wire.identity, about["id"])) is not None:
                 raise ValueError(words.replace("the server", "its writer"))
             if about["strategy"] != _name(self.strategy):
-                raise ValueError(f"it is of the strategy {about['strategy']}, got {_name(self.strategy)}")
+                raise ValueError(f"expected the strategy {about['strategy']}, got {_name(self.strategy)}")
             vector, rounds = self.wire.unpack(_record(tensors[_VECTOR])), []
             for r in about["rounds"]:
                 nodes = {name: {int(k): str(x) for k, x in r[name].items()} for name in ("left_out", "bounded")}
@@ -329,7 +329,7 @@ class GenomeStrategy(Strategy):
                 states = {k.removeprefix(_NODE): x.tobytes() for k, x in tensors.items() if k.startswith(_NODE)}
                 self._grid.restore({int(k): x for k, x in states.items()})
         except _UNDECODABLE as error:
-            raise ValueError(f"{path} is no checkpoint that this server can go on from: {error}") from error
+            raise ValueError(f"{path} must be a checkpoint of this server: {error}") from error
         self._vector, self.done, self.rounds = vector, int(about["round"]), rounds
 
 
@@ -343,7 +343,7 @@ def _record(vector: Vector) -> ArrayRecord:
 
 
 def _median(values: Iterable[float]) -> float:
-    """The median of values above 0, of two the smaller: a client that sends zeros or 1e30 cannot move it far."""
+    """Return the lower median of values above 0, which one client cannot move far by sending 0 or 1e30."""
     return median_low([x for x in values if x > 0] or [0.0])
 
 
@@ -378,7 +378,7 @@ def _unpacked(text: str, arrays: Mapping[str, NDArray[Any]]) -> Any:
 
 
 def _attributes(strategy: Strategy, prefix: str = "") -> dict[str, Any]:
-    """Attributes of a strategy, and of strategies inside it (privacy has one), by path."""
+    """Return the attributes of a strategy, and of strategies that it wraps (as privacy does), by path."""
     found = {f"{prefix}{name}": value for name, value in vars(strategy).items()}
     for at, value in list(found.items()):
         if isinstance(value, Strategy):
@@ -387,5 +387,5 @@ def _attributes(strategy: Strategy, prefix: str = "") -> dict[str, Any]:
 
 
 def _name(strategy: Strategy) -> str:
-    parts = [value for value in _attributes(strategy).values() if isinstance(value, Strategy)]
-    return "/".join(type(part).__name__ for part in (strategy, *parts))
+    wrapped = [value for value in _attributes(strategy).values() if isinstance(value, Strategy)]
+    return "/".join(type(x).__name__ for x in (strategy, *wrapped))

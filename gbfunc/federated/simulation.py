@@ -1,4 +1,4 @@
-"""A federation in one process: examples spread over clients, and rounds with real apps, strategies and messages."""
+"""Simulates a federation in one process, with the apps, strategies and messages of a real federation."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from flwr.supercore.run import Run  # pyright: ignore[reportMissingImports]
 from flwr.supercore.task_identity import TaskIdentity  # pyright: ignore[reportMissingImports]
 from numpy.typing import ArrayLike, NDArray
 
-_SERVER, _RUN = 1, 1  # as Flower's first run has them
+_SERVER, _RUN = 1, 1  # Numbers of Flower's first server and run
 
 
 class Traffic(NamedTuple):
-    """Bytes of messages to clients and from clients, metadata included, and of the largest reply."""
+    """Number of messages, bytes of messages to and from clients, with metadata, and bytes of the largest reply."""
 
     down: int = 0
     up: int = 0
@@ -30,12 +30,12 @@ class Traffic(NamedTuple):
 
 
 class LocalGrid(Grid):
-    """Nodes that run a client's app in this process, one after the other: `with LocalGrid(...) as grid:`.
+    """Nodes that run a client's app in this process, one after another: `with LocalGrid(...) as grid:`.
 
-    Every message is serialised and read again. A node keeps its `context.state` from round to round. The context
+    Every message is serialized and deserialized. A node keeps its `context.state` from round to round. The context
     manager sets the sender of Flower's messages.
 
-    `nodes` are the configs of the nodes, as `flower-supernode --node-config` has them. `traffic` counts the bytes sent.
+    `nodes` are the nodes' configs, as in `flower-supernode --node-config`. `traffic` counts the bytes sent.
     """
 
     def __init__(self, app: ClientApp, nodes: Iterable[Mapping[str, str | int | float | bool]]) -> None:
@@ -54,7 +54,7 @@ class LocalGrid(Grid):
         task._task_id, task._run_id, task._node_id = self._before
 
     def states(self) -> Iterator[tuple[int, bytes]]:
-        """Serialise `context.state` of each node that has one."""
+        """Serialize `context.state` of each node that has one."""
         for number, context in self._contexts.items():
             if context.state:
                 yield number, recorddict_to_proto(context.state).SerializeToString()
@@ -64,7 +64,7 @@ class LocalGrid(Grid):
             context.state = recorddict_from_proto(RecordDictProto.FromString(states.get(number, b"")))
 
     def set_run(self, run: Run) -> None:
-        pass  # There is one.
+        pass  # A local grid has one run only.
 
     @property
     def run(self) -> Run:
@@ -100,15 +100,15 @@ def _through(message: Message) -> tuple[Message, int]:
     return message_from_proto(MessageProto.FromString(data)), len(data)
 
 
-LEAST = 10  # Examples that a client has at least: splits with fewer are drawn again (Li et al., 2021)
+LEAST = 10  # Minimum number of examples of a client; splits with fewer are drawn again (Li et al., 2021)
 
 
 def partition(labels: ArrayLike, clients: int, alpha: float = math.inf, seed: int = 0) -> list[NDArray[np.int64]]:
-    """Split the examples over clients; give each client's indices. A seed gives the same parts on every machine.
+    """Divide examples with labels [N] among clients, and return the indices of each client's examples.
 
-    With a finite `alpha` every class [N] is spread over the clients in parts drawn from a Dirichlet distribution of
-    that concentration (Hsu, Qi and Brown, 2019): at 0.3 a client of MNIST has most of its examples from some three
-    classes. `math.inf` spreads examples alike, in parts of equal size.
+    With a finite `alpha`, the examples of every class are divided by shares from a Dirichlet distribution with this
+    concentration (Hsu, Qi and Brown, 2019). At 0.3, most examples of a client of MNIST come from about three classes.
+    `math.inf` divides examples at random into sets of equal size. A seed gives the same result on every machine.
 
     Raises `ValueError` for arguments out of range, or if not every client can have `LEAST` examples.
 
@@ -120,7 +120,7 @@ def partition(labels: ArrayLike, clients: int, alpha: float = math.inf, seed: in
         raise ValueError(f"expected labels [N], clients >= 1 and alpha > 0, got {labels_N.shape}, {clients}, {alpha}")
     if len(labels_N) < LEAST * clients:
         raise ValueError(f"{clients} clients need {LEAST} examples each, got {len(labels_N)} in all")
-    # RandomState's stream is frozen across numpy versions; Generator's is not.
+    # RandomState draws the same numbers in all versions of NumPy; Generator does not.
     draw = np.random.RandomState(seed)
     if math.isinf(alpha):
         return [np.sort(part) for part in np.array_split(draw.permutation(len(labels_N)), clients)]
@@ -130,7 +130,7 @@ def partition(labels: ArrayLike, clients: int, alpha: float = math.inf, seed: in
         for members in classes:
             order, shares = draw.permutation(members), draw.dirichlet([alpha] * clients)
             pieces.append(np.split(order, (np.cumsum(shares)[:-1] * len(members)).astype(np.int64)))
-        parts = [np.sort(np.concatenate(of_client)) for of_client in zip(*pieces, strict=True)]
-        if min(map(len, parts)) >= LEAST:
-            return parts
+        indices = [np.sort(np.concatenate(of_client)) for of_client in zip(*pieces, strict=True)]
+        if min(map(len, indices)) >= LEAST:
+            return indices
     raise ValueError(f"no split of {len(labels_N)} examples gives each of {clients} clients {LEAST} at alpha {alpha:g}")

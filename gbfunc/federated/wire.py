@@ -1,6 +1,6 @@
-"""Messages between server and clients: a genome, or the change of a genome, as arrays that Flower sends.
+"""Messages between server and clients: a genome, or the update of a genome, as arrays that Flower sends.
 
-Suffixes: P numbers of a genome and of its buffers, in the order of their names.
+Suffix P: the numbers of a genome and of its buffers, in the order of their names.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from gbfunc.untrusted import parse_array
 Vector = NDArray[np.float32]
 
 NUMBERS, CODES, PLACES = "genome", "codes", "places"
-"""Names of a record's arrays: numbers [P]; codes, as bytes [n]; or numbers [k] and their places, as bits."""
+"""Names of a record's arrays: numbers [P]; coded integers, as bytes [n]; or numbers [k] and their places, as bits."""
 
-# Codes are written like a genome's file, which begins with its plan: both sides have the plan already.
+# Coded integers are packed as in a genome's file, but with an empty plan: both sides already have the plan.
 _NO_PLAN = json.dumps({"version": 2, "hypernets": [], "encodings": [], "tensors": []}, separators=(",", ":"))
 
 MOST_RUNS = 1 << 14
-"""Symbols that a message may have in runs: each takes about a microsecond at both ends."""
+"""Largest number of run-length symbols in a message; each takes about a microsecond to write and to read."""
 
 FORMATS = ("float32", "float16", *BITS)
-"""Dtypes in which numbers may be sent; a change may also be sent as `topK`, the K largest of its numbers."""
+"""Dtypes in which numbers may be sent; an update may also be sent as `topK`, its K largest numbers."""
 
 
 def difference(here: str, there: str) -> str | None:
-    """Name the first difference of two identities and its cure; None if they are equal."""
-    # A plan names its base, so another base also makes another plan.
+    """Describe the first difference between two identities; return None if they are equal."""
+    # Compare bases before plans: a plan names its base, so different bases also mean different plans.
     for name, a, b in zip(("library", "base", "plan"), here.split("/"), f"{there}//".split("/"), strict=False):
         if a != b:
-            cure = "all sides need the same version of gbfunc and genome file, and the pretrained network that it names"
+            cure = "all sides need one version of gbfunc, one genome file, and the pretrained network that it names"
             return f"another {name}: {a} here, {b or 'none'} at the server: {cure}"
     return None
 
 
 def check_format(dtype: str, what: str = "dtype", *, change: bool = True) -> None:
-    """Raise `ValueError` unless a dtype is one of `FORMATS` or, for a change, `topK`."""
+    """Raise `ValueError` unless a dtype is one of `FORMATS` or, for an update (`change`), `topK`."""
     if dtype not in FORMATS and not (change and re.fullmatch(r"top[1-9]\d*", dtype)):
         more = ", or topK for the K largest numbers" if change else ""
         raise ValueError(f"{what} must be one of {', '.join(FORMATS)}{more}, got {dtype!r}")
@@ -58,10 +58,10 @@ def check_format(dtype: str, what: str = "dtype", *, change: bool = True) -> Non
 class Wire:
     """Converts genomes of one plan to vectors, and vectors to records of a message.
 
-    Buffers of floating point (running statistics) travel with the genome; others, such as counts of batches, come
-    from the genome `like`. `identity` (version of the library, digests of base and plan) must be equal on both sides.
+    Floating-point buffers (running statistics) are sent with the genome; others, such as counts of batches, are those
+    of the genome `like`. `identity` (library's version, digests of base and plan) must be equal on both sides.
 
-    Raises `ValueError` if the plan and the genome `like` do not fit together, or for complex numbers.
+    Raises `ValueError` if the genome `like` does not fit the plan, or has complex numbers.
     """
 
     def __init__(self, plan: Plan, like: GenomeLike) -> None:
@@ -70,11 +70,11 @@ class Wire:
         self.identity = f"{__version__}/{base}/{plan.digest()[:16]}"
         self._like, self._named = Genome(like.gnets, like.direct, like.buffers), stored_tensors(like)
         if left := [k for k, x in self._named.items() if x.is_complex()]:
-            raise ValueError(f"messages hold real numbers, and of the genome {', '.join(left)} are complex")
+            raise ValueError(f"messages must have real numbers, got complex numbers in {', '.join(left)}")
         self._sent = {k: x for k, x in sorted(self._named.items()) if x.is_floating_point()}
         self.size = sum(x.numel() for x in self._sent.values())
         self._place_bits = max(1, (self.size - 1).bit_length())
-        # Many nodes of one process get the same message, and each unpacks its own reply.
+        # Cached: many nodes of one process get the same message, and each node unpacks its reply again.
         allowed = Allowed.by(0, plan.genome_params)
         self._decode = lru_cache(2)(lambda data: self._flat(Compact.parse(data, allowed).leaves(plan)))
 
@@ -88,14 +88,14 @@ class Wire:
         return np.concatenate([named[k].float().reshape(-1).numpy() for k in self._sent])
 
     def _leaves(self, vector: Vector) -> Params:
-        parts = torch.from_numpy(np.array(vector, np.float32)).split([x.numel() for x in self._sent.values()])
-        return {k: p.reshape(x.shape).to(x.dtype) for (k, x), p in zip(self._sent.items(), parts, strict=True)}
+        flat = torch.from_numpy(np.array(vector, np.float32)).split([x.numel() for x in self._sent.values()])
+        return {k: p.reshape(x.shape).to(x.dtype) for (k, x), p in zip(self._sent.items(), flat, strict=True)}
 
     def pack(self, vector: Vector, dtype: str) -> ArrayRecord:
-        """Pack a vector [P] into a record; `ValueError` for numbers that the dtype does not hold.
+        """Pack a vector [P] into a record; raise `ValueError` for numbers outside the dtype's range.
 
-        `dtype` is one of `FORMATS`, where `"int2"` to `"int8"` are codes as in a genome's file; or `"topK"` for the K
-        numbers of largest magnitude in float16 and their places (sparsification with memory: Stich et al., 2018).
+        `dtype` is one of `FORMATS`, where `"int2"` to `"int8"` are quantized as in a genome's file, or `"topK"` for the
+        K numbers of largest magnitude in float16 and their places (sparsification with memory: Stich et al., 2018).
         """
         check_format(dtype)
         vector = _finite(vector)
@@ -111,7 +111,7 @@ class Wire:
         return ArrayRecord({NUMBERS: Array(_finite(vector[places], "float16")), PLACES: Array(np.packbits(bits))})
 
     def unpack(self, arrays: ArrayRecord) -> Vector:
-        """Unpack a record into a vector [P], float32; `ValueError` for a damaged record or another genome's."""
+        """Unpack a record into a float32 vector [P]; raise `ValueError` for a damaged record or another genome's."""
         found = {name: parse_array(array.data, name) for name, array in arrays.items()}
         if [*found] == [CODES]:
             vector = self._decode(found[CODES].tobytes()).copy()
@@ -132,7 +132,7 @@ class Wire:
                              f"{numbers.shape} with {places.dtype} {places.shape}")  # fmt: skip
         found = np.unpackbits(places, count=count * width).reshape(count, width) @ (1 << np.arange(width))
         if (np.diff(found) <= 0).any() or (count and found[-1] >= self.size):
-            raise ValueError(f"expected rising places below {self.size:,}, got others")
+            raise ValueError(f"expected increasing places below {self.size:,}, got others")
         vector = np.zeros(self.size, np.float32)
         vector[found] = numbers
         return vector

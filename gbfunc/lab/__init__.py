@@ -1,1 +1,1 @@
-"""Measured comparisons: `bench` of speed, memory and traffic, `compare` of accuracy at equal bytes."""
+"""Comparisons on a user's machine: `bench` measures speed and memory, `compare` accuracy at equal numbers of bytes."""

@@ -272,8 +272,8 @@ def _name_inputs(program: Any, firsts: Mapping[str, str]) -> None:
             if isinstance(value, Tensor) and value.requires_grad or not isinstance(value, Tensor | int | str):
                 raise ValueError(
                     "in a pipeline the loss function must use only tensors of net and of the batch, got a "
-                    "torch.Generator or another trained tensor, which torch's tracer would make a constant (of another "
-                    "module, or from torch.autograd.grad in a forward)"
+                    "torch.Generator or a trained tensor from elsewhere (another module, or torch.autograd.grad in a "
+                    "forward), which torch's tracer would make a constant"
                 )
             node.meta["origin"] = value
 

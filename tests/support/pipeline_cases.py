@@ -246,7 +246,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Any, tuple[str, ...]]] = {
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "branch": (partial(Blocks, branch), "the p-net must be code that torch.export can record"),
     "unused": (partial(Blocks, unused), "each stage must need a tensor"),
-    "generator": (partial(Blocks, of_a_generator), "constants of a torch.Generator"),
+    "generator": (partial(Blocks, of_a_generator), "got a torch.Generator or a trained tensor"),
     "python": (partial(Blocks, of_python), "random numbers must be torch's"),
     "buffer": (partial(Blocks, changed_later), "one stage changes the buffer 'count' and another one uses it"),
     "batch": (partial(Blocks, shifts_the_batch), "must not change the batch in place: clone the tensor"),

@@ -1,9 +1,9 @@
-"""A page that grows a genome in the browser, and runs its network: one HTML file, which asks no network for anything.
+"""Builds a page that grows a genome in the browser and runs its network: one HTML file without requests to a server.
 
-Its JavaScript reads a genome's file (`read.js`, `bytes.js`, `steps.js`), holds the plan against the format's schema and
-counts what the plan would make (`plan.js`), generates the weights (`grow.js`), runs the p-nets of the command line and
-those that `layers_in_a_row` describes (`networks.js`), and shows the result (`figures.js`, `images.js`, `page.js`). The
-constants of the formats are in Python.
+The page's JavaScript reads a genome's file (`read.js`, `bytes.js`, `steps.js`), checks the plan against the format's
+schema and limits (`plan.js`), generates the weights (`grow.js`), runs the p-nets of the command line and p-nets that
+`layers_in_a_row` describes (`networks.js`), and shows the result (`figures.js`, `images.js`, `page.js`). The constants
+of the formats are defined in Python.
 """
 
 import base64
@@ -28,15 +28,15 @@ from gbfunc.types import JSON
 from gbfunc.untrusted import parse_json
 
 Layer = list[Any]
-"""A layer's name in `networks.js`, and its options: as JSON."""
+"""A layer as JSON: its name in `networks.js`, and its options."""
 
 NETWORK = ("read.js", "bytes.js", "plan.js", "steps.js", "grow.js", "networks.js")
-"""Scripts that need no browser."""
+"""Scripts that also run without a browser."""
 
 PNETS = ("mlp", "convnet", "lenet5", "allconv", "resnet20", "resnet56", "gpt")
 TYPES = ("periodic", "bilinear", "low_rank", "xox", "constant", "gnet", "stochastic")
 DTYPES, MOST_WEIGHTS = ("float32", "float64"), 64_000_000
-"""P-nets that the page runs; types of g-net, dtypes and number of weights that the page grows."""
+"""P-nets that the page runs; types of g-net, dtypes, and the largest number of weights that the page generates."""
 
 
 def check(plan: Plan) -> None:
@@ -48,7 +48,7 @@ def check(plan: Plan) -> None:
     if others := {tensor.dtype for tensor in plan.tensors} - {*DTYPES}:
         raise ValueError(f"not in the browser yet: weights of {', '.join(sorted(others))}")
     if plan.pnet_params > MOST_WEIGHTS:
-        raise ValueError(f"a browser grows up to {MOST_WEIGHTS:,} weights, the network has {plan.pnet_params:,}")
+        raise ValueError(f"a browser grows up to {MOST_WEIGHTS:,} weights, got a network with {plan.pnet_params:,}")
 
 
 def page(
@@ -56,10 +56,10 @@ def page(
     alphabets: Mapping[str, str] = MappingProxyType({}),
     networks: Mapping[str, JSON] = MappingProxyType({}),
 ) -> str:
-    """The page with a genome, which is shown if the page's address has none in its fragment.
+    """Return the page as HTML; `genome` is shown unless the fragment of the page's address has another genome.
 
-    `alphabets` are the characters that language models write, by their names in genomes' files; `networks` are
-    descriptions (`network`) of p-nets that the page does not know, by their names in files.
+    `alphabets` are the characters of language models, by their names in genomes' files. `networks` are descriptions
+    (`network`) of p-nets that the page does not know, by their names in files.
     """
     contents = {"genome": in_address(genome), "alphabets": dict(alphabets), "networks": dict(networks)}
     parts = {"style": _source("page.css"), "embedded": json.dumps(contents).replace("<", "\\u003c")}
@@ -75,25 +75,25 @@ def network(layers: Sequence[Layer], said: Mapping[str, Any]) -> JSON:
 def embedded(text: str) -> tuple[bytes, dict[str, str]]:
     """Read the genome's file and the alphabets from a page; raises ValueError for a text without a genome."""
     found = re.search(r'<script type="application/json" id="embedded">(.+)</script>', text)
-    held = parse_json(found[1], "the page's content") if found else None
-    genome, alphabets = (held.get(name) for name in ("genome", "alphabets")) if isinstance(held, dict) else ("", {})
+    content = parse_json(found[1], "the page's content") if found else None
+    genome, alphabets = (content.get(k) for k in ("genome", "alphabets")) if isinstance(content, dict) else ("", {})
     if not (genome and isinstance(genome, str) and isinstance(alphabets, dict)):
-        raise ValueError("it is no page with a genome that gbfunc export wrote")
+        raise ValueError("expected a page with a genome, from gbfunc export, got another text")
     return from_address(genome), alphabets
 
 
 def from_address(fragment: str) -> bytes:
-    """Undo `in_address`; `ValueError` for another text."""
+    """Undo `in_address`; raise `ValueError` for any other text."""
     return base64.b64decode(fragment + "=" * (-len(fragment) % 4), altchars=b"-_", validate=True)
 
 
 def in_address(genome: bytes) -> str:
-    """A genome's file as the fragment of an address: base64 (RFC 4648, section 5) without padding."""
+    """Encode a genome's file as the fragment of an address: base64 (RFC 4648, section 5) without padding."""
     return base64.urlsafe_b64encode(genome).decode("ascii").rstrip("=")
 
 
 def script(*names: str) -> str:
-    """Some of the page's scripts in one, after the constants that they need."""
+    """Concatenate scripts of the page, after the constants that they need."""
     packer = zlib.compressobj(9, zlib.DEFLATED, -15)
     documents = base64.b64encode(packer.compress(DOCUMENTS) + packer.flush()).decode("ascii")
     texts = {"documents": documents, "magic": MAGIC.decode("ascii"), "schema": SCHEMA}
@@ -120,7 +120,7 @@ def _walk(module: nn.Module, name: str, names: Mapping[nn.Module, str]) -> Itera
     if type(module).forward is nn.Sequential.forward:
         for child in module._modules.values():
             assert child is not None
-            # The first name, if a module stands in two places: buffers have no other.
+            # A module in two places has its first name, which is the only name of its buffers.
             yield from _walk(child, names[child], names)
         return
     describe = _LAYERS.get(type(module))
@@ -131,7 +131,7 @@ def _walk(module: nn.Module, name: str, names: Mapping[nn.Module, str]) -> Itera
         raise ValueError(f"a page runs an nn.Sequential of {known} without hooks; {what}")
     layer = describe(module, name)
     if layer is None:
-        raise ValueError(f"{name!r} is {module}, of which a page knows the usual options alone")
+        raise ValueError(f"a page supports only the usual options of layers, and {name!r} is {module}")
     if layer:
         yield layer
 
@@ -173,4 +173,4 @@ _LAYERS: Mapping[type[nn.Module], Callable[[Any, str], Layer | None]] = {
     nn.GELU: lambda m, name: ["gelu" if m.approximate == "none" else "gelu_tanh"],
     **dict.fromkeys((nn.Dropout, nn.Dropout2d, nn.Identity), lambda m, name: []),
 }
-"""Descriptions of layers: [] for a layer without effect in evaluation, None for options that a page lacks."""
+"""Functions that describe layers: [] for a layer without effect in evaluation, None for unsupported options."""

@@ -1,1 +1,1 @@
-"""Measurements of generated against dense p-nets, side by side: what `gbfunc bench` runs."""
+"""Measurements of generated and dense p-nets, which `gbfunc bench` runs."""

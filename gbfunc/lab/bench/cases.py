@@ -1,4 +1,4 @@
-"""Benches by scale and name, each some cases, and the variants of a case: ways to run a step of it."""
+"""The cases of all benches, by scale and name, and the variants of a case, which are ways to run its step."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ from gbfunc.types import Params
 
 T = TypeVar("T")
 Batch = tuple[Tensor, Tensor]
-"""Inputs and targets, of equal first dimension."""
+"""Inputs and targets with equal first dimensions."""
 Step = Callable[[], Any]
-"""One step, which keeps its own state."""
+"""A function that runs one step and keeps the state between steps."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One p-net with its batch, and the variants to measure on it. Other processes can unpickle it."""
+    """A p-net, its batch, and the variants to measure. Cases can be pickled for other processes."""
 
     name: str
     net: Callable[[], nn.Module]
-    batch: Callable[[], Batch]  # on the CPU
-    variants: tuple[str, ...]  # names of `VARIANTS`; ratios are to "dense" and "naive", where they are among them
-    periodic: dict[str, Any] | None = None  # options of the plan of the variants with periodic g-nets
-    relu: dict[str, Any] | None = None  # options of the plan of the variants with ReLU g-nets, and of the naive one
-    generation: bool = False  # whether to measure the weights' generation alone, forward and backward
+    batch: Callable[[], Batch]  # Makes the batch on the CPU
+    variants: tuple[str, ...]  # Names in `VARIANTS`; times are relative to "dense" and "naive" if included
+    periodic: dict[str, Any] | None = None  # Options of the plan for variants with periodic g-nets
+    relu: dict[str, Any] | None = None  # Options of the plan for variants with ReLU g-nets, "naive" included
+    generation: bool = False  # Measure only the generation of the weights, forward and backward
 
     def pnet(self) -> nn.Module:
-        """Make the p-net, the same each time."""
+        """Build the p-net, with the same weights in each call."""
         with seeded(0):
             return self.net()
 
@@ -57,17 +57,17 @@ Bench = tuple[Case, ...]
 
 
 class Setting(NamedTuple):
-    """Where to measure."""
+    """The machine's settings for a measurement."""
 
-    device: torch.device  # of the p-net and its batch
-    amp: torch.dtype | None  # dtype of the p-net's autocast, for every variant alike; None is float32
-    threads: int  # of the CPU
-    # Too small a learning rate to learn: a net that fits its only batch has denormal gradients, which are slow.
+    device: torch.device  # Device of the p-net and its batch
+    amp: torch.dtype | None  # Autocast dtype of the p-net for all variants; None is float32
+    threads: int  # Number of CPU threads
+    # The rate is too small to learn. A net that fitted its only batch would have denormal gradients, which are slow.
     lr: float = 1e-8
 
 
 class Setup(NamedTuple):
-    """The inputs of a variant."""
+    """The inputs of a variant's step."""
 
     case: Case
     plan: Any  # None for the dense p-net
@@ -85,7 +85,7 @@ def loss_fn(net: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
 def plain_step(
     loss: Callable[[], Tensor], leaves: Iterable[Tensor] | list[dict[str, Any]], lr: float, **options: Any
 ) -> Step:
-    """Make the loop that anyone would write: a loss, its gradients, a step of AdamW."""
+    """Build a plain training step in torch: a loss, its gradients, and a step of AdamW."""
     optimizer = torch.optim.AdamW(leaves, lr=lr, fused=True, **options)
 
     def step() -> Tensor:
@@ -125,7 +125,7 @@ def _dense_graph(setup: Setup) -> Step:
 
 
 def genome_step(plan: Plan, pnet: nn.Module, batch: Batch, lr: float, **options: Any) -> Step:
-    """Make the library's training step with these options; its state is donated unless they differ."""
+    """Build the library's training step with options; the state is donated by default."""
     optimizer = gb.torch_optimizer(torch.optim.AdamW, lr=lr)
     train_step = gb.make_train_step(plan, pnet, loss_fn, optimizer, **{"donate": True, **options})
     state = train_step.init(seed=0)
@@ -139,7 +139,7 @@ def genome_step(plan: Plan, pnet: nn.Module, batch: Batch, lr: float, **options:
 
 
 def _genome(setup: Setup, **options: Any) -> Step:
-    """Make a training step, or for a case of generation all weights and the leaves' gradients from ones."""
+    """Build a training step or, for a case of generation, a step that generates weights and runs their backward."""
     _, plan, pnet, batch, setting = setup
     if not setup.case.generation:
         return genome_step(plan, pnet, batch, setting.lr, amp=setting.amp, **options)
@@ -157,7 +157,7 @@ def _genome(setup: Setup, **options: Any) -> Step:
 
 @dataclass(frozen=True)
 class NaiveGNet(GNet):
-    """A ReLU g-net of one layer, applied to the code of every weight, as published implementations do."""
+    """A ReLU g-net with one hidden layer, evaluated per weight, as in published implementations."""
 
     def matrix(self, *args: Any) -> None:  # noqa: D102
         return None
@@ -173,7 +173,7 @@ class NaiveGNet(GNet):
 
 
 def _population(setup: Setup, *, together: bool, n: int = 16, **options: Any) -> Step:
-    """Make a step of n genomes, in one call or one after the other."""
+    """Build a step that trains n genomes, in one call or one after another."""
     optimizer = gb.torch_optimizer(torch.optim.AdamW, lr=setup.setting.lr)
     train_step = gb.make_train_step(
         setup.plan, setup.pnet, loss_fn, optimizer, donate=True, amp=setup.setting.amp, **options
@@ -197,11 +197,11 @@ def _population(setup: Setup, *, together: bool, n: int = 16, **options: Any) ->
 
 
 def jax_step(setup: Setup, *, thin: bool, transposed: bool = False) -> Step:
-    r"""Make a step of an MLP in JAX, as users would write it, under one `jax.jit`: dense, or by thin products.
+    r"""Build the training step of an MLP in JAX, as users would write it, under one `jax.jit`: dense or thin.
 
     With codes $X_r, X_c$ of a layer's units, $A = X_r W_r + \phi$ and $B = X_c W_c$, the weight of a periodic g-net is
-    $L R^T$ with $L = [v \sin A, v \cos A]$ and $R = [\cos B, \sin B]$: a layer gives $(x R) L^T + b$. XLA's sines are
-    faster where the units come last in memory: `transposed` makes $L^T$ and $R^T$ instead of $L$ and $R$.
+    $L R^T$ with $L = [v \sin A, v \cos A]$ and $R = [\cos B, \sin B]$. With `thin`, a layer computes $(x R) L^T + b$.
+    `transposed` computes $L^T$ and $R^T$ instead of $L$ and $R$: XLA's sines are faster with units as last dimension.
     """
     import jax  # pyright: ignore[reportMissingImports]
     import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
@@ -247,7 +247,7 @@ def jax_step(setup: Setup, *, thin: bool, transposed: bool = False) -> Step:
             x = product(x, params[f"{layer}.weight"], f"{layer}.weight") + params[f"{layer}.bias"]
         return optax.softmax_cross_entropy_with_integer_labels(x, classes).mean()
 
-    # As torch's AdamW.
+    # The same update as torch's AdamW
     optimizer = optax.adamw(setup.setting.lr, weight_decay=1e-2)
 
     def update(params: Any, moments: Any, x: Any, classes: Any) -> Any:
@@ -262,7 +262,7 @@ def jax_step(setup: Setup, *, thin: bool, transposed: bool = False) -> Step:
     def step() -> Any:
         nonlocal params, moments
         params, moments, loss = jitted(params, moments, inputs, classes)
-        # Calls return before their work is done.
+        # JAX's calls return before the computation ends.
         return jax.block_until_ready((loss, params, moments))[0]
 
     return step
@@ -294,11 +294,11 @@ VARIANTS: Mapping[str, tuple[Literal["periodic", "relu", ""], Callable[[Setup], 
     "jax thin": ("periodic", partial(jax_step, thin=True)),
     "jax thin transposed": ("periodic", partial(jax_step, thin=True, transposed=True)),
 }
-"""Genome of the case ("" is the dense p-net) and step of every variant by its name."""
+"""The genome ("" for the dense p-net) and the function that builds the step, by the name of the variant."""
 
 
 def why_not(case: Case, setting: Setting) -> str:
-    """Say why a case cannot be measured here; "" where it can."""
+    """Explain why a case cannot be measured on this machine; return "" if it can."""
     if setting.device.type != "cuda" and any(variant.endswith("captured") for variant in case.variants):
         return f"{case.name}: not measured, CUDA graphs need a GPU"
     if not any(variant.startswith("jax") for variant in case.variants):
@@ -313,7 +313,7 @@ def why_not(case: Case, setting: Setting) -> str:
 
 
 def build(case: Case, variant: str, setting: Setting) -> tuple[Step, int, int]:
-    """Make a variant: its step, the weights of its matrices, and the most features of a g-net (0 in a dense p-net)."""
+    """Build a variant's step; also return its number of weights, and its g-nets' largest number of features (or 0)."""
     gnets, make = VARIANTS[variant]
     pnet, (x, target) = case.pnet().to(setting.device), case.batch()
     batch = x.to(setting.device), target.to(setting.device)
@@ -329,13 +329,13 @@ def build(case: Case, variant: str, setting: Setting) -> tuple[Step, int, int]:
 
 
 def features(shape: tuple[int, ...], classes: int) -> Batch:
-    """Draw a batch of normal inputs [B, ...] with random classes [B]."""
+    """Draw a batch of normally distributed inputs [B, ...] with random classes [B]."""
     draw = torch.Generator().manual_seed(0)
     return torch.randn(shape, generator=draw), torch.randint(classes, shape[:1], generator=draw)
 
 
 def sequences(batch: int, length: int, vocabulary: int) -> Batch:
-    """Draw a batch of random tokens [B, L] and the tokens after them [B, L]."""
+    """Draw a batch of random tokens [B, L] and the next tokens [B, L]."""
     tokens = torch.randint(vocabulary, (batch, length + 1), generator=torch.Generator().manual_seed(0))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
@@ -351,14 +351,14 @@ def _case(
     include: tuple[str, ...] = (),
     **options: Any,
 ) -> Case:
-    """Make a case with periodic g-nets of `h` features, and ReLU g-nets of tiles as published implementations have."""
+    """Build a case with periodic g-nets of `h` features, and ReLU g-nets with tiles of published implementations."""
     genes = {"hypernet": gb.periodic(h), "max_tile": tile, "include": include}
     relu = {"hypernet": gb.gnet((32,)), "max_tile": 100, "include": include}
     return Case(name, net, batch, tuple(variants), genes, relu, **options)
 
 
 def mlp_case(sizes: Sequence[int], batch: int, variants: Sequence[str], *, name: str = "", **options: Any) -> Case:
-    """Make training steps of an MLP; a periodic g-net makes a whole matrix, unless options say otherwise."""
+    """Build the case of training an MLP; by default, one periodic g-net generates an entire matrix."""
     name = name or "mlp " + "-".join(map(str, sizes))
     return _case(
         name, partial(mlp, tuple(sizes), 0), partial(features, (batch, sizes[0]), sizes[-1]), variants, **options
@@ -366,7 +366,7 @@ def mlp_case(sizes: Sequence[int], batch: int, variants: Sequence[str], *, name:
 
 
 def generation_case(width: int, variants: Sequence[str]) -> Case:
-    """Make the generation of one square matrix, forward and backward."""
+    """Build the case of generating one square matrix, forward and backward."""
     net, batch = partial(nn.Linear, width, width, bias=False), partial(features, (1, width), width)
     return _case(f"generate {width}x{width}", net, batch, variants, generation=True)
 
@@ -374,14 +374,14 @@ def generation_case(width: int, variants: Sequence[str]) -> Case:
 def gpt_case(
     batch: int, length: int, words: int, layers: int, heads: int, width: int, variants: Sequence[str], **options: Any
 ) -> Case:
-    """Make training steps of a GPT with biases, as torchGB's; its tied embedding is generated too."""
+    """Build the case of training a GPT with biases, as in torchGB; its tied embedding is also generated."""
     net = partial(GPT, words, length, layers, width, heads, 4 * width, bias=True)
     options = {"name": f"gpt {layers}x{width}", "include": (r"^(tokens|positions)\.weight$",)} | options
     return _case(net=net, batch=partial(sequences, batch, length, words), variants=variants, **options)
 
 
 def _images_case(name: str, batch: int, variants: Sequence[str], **config: Any) -> Case:
-    """Make training steps of a network of `gbfunc train --pnet` on images of CIFAR-10's size."""
+    """Build the case of training a network of `gbfunc train --pnet` on images of CIFAR-10's size."""
     batches = partial(features, (batch, 3, 32, 32), 10)
     return _case(" ".join(map(str, (name, *config.values()))), partial(_image_net, name, config), batches, variants)
 
@@ -391,7 +391,7 @@ def _image_net(name: str, config: Mapping[str, Any]) -> nn.Module:
 
 
 def _demo_case(variants: Sequence[str]) -> Case:
-    """Make training steps of the net and the genome of `gbfunc demo`: 64-1100-10, 450 parameters."""
+    """Build the case of training the net (64-1100-10) and the genome (450 parameters) of `gbfunc demo`."""
     sizes = (64, 1100, 10)
     genes = mlp_plan(sizes, (1, 8, 8), 3.0)._asdict() | {"genome_params": 450}
     return replace(mlp_case(sizes, 48, variants, name="demo"), periodic=genes)
@@ -406,11 +406,11 @@ BENCHES: Mapping[str, Mapping[str, Bench]] = {
     scale: {name: tuple(_read_case(**x) for x in cases) for name, cases in benches.items()}
     for scale, benches in json.loads(Path(__file__).with_name("cases.json").read_text(encoding="utf-8")).items()
 }
-"""Every bench by scale (quick, full, cuda) and name."""
+"""The cases of every bench, by scale (quick, full, cuda) and name."""
 
 
 def choose(table: Mapping[str, T], names: Sequence[str] | None, option: str = "--cases") -> dict[str, T]:
     """Return all entries of a table, or the named ones; raise `ValueError` for unknown names."""
     if unknown := [name for name in names or () if name not in table]:
-        raise ValueError(f"{option} {' '.join(unknown)}: unknown; expected some of {' '.join(table)}")
+        raise ValueError(f"{option} must be some of {' '.join(table)}, got {' '.join(unknown)}")
     return {name: entry for name, entry in table.items() if not names or name in names}

@@ -1,4 +1,4 @@
-"""Time of functions side by side, peak memory in another process, rows of `bench.json`, and speeds for the planner."""
+"""Measures times in alternation, peak memory in another process, and a device for the planner; rows of `bench.json`."""
 
 from __future__ import annotations
 
@@ -34,19 +34,20 @@ Key = TypeVar("Key")
 
 
 class Timing(NamedTuple):
-    """Time of one function."""
+    """The time of one function."""
 
-    seconds: float  # of one call, the median over the rounds
-    first: float  # seconds of the first call, with whatever it compiles
+    seconds: float  # Seconds per call, the median over the rounds
+    first: float  # Seconds of the first call, compilation included
 
 
 def time_together(
     functions: Mapping[Key, Callable[[], Any]], device: torch.device, *, rounds: int, visit: float = 0.1
 ) -> dict[Key, Timing]:
-    """Time functions side by side: round after round, each is visited once, so that all meet the machine's same moods.
+    """Time functions in alternation, so that changes of the machine's speed affect all functions equally.
 
-    Each is called three times before (a compiled one may compile twice), or less if that takes 20 s. A visit is one
-    call, or as many as fill `visit` (s), at most 50, after one that is not timed and brings its data into the caches.
+    First, each function is called three times, because a compiled function may compile twice, or less often if that
+    takes 20 s. Then each round times every function for `visit` seconds, with at most 50 calls and at least one. More
+    than one call follows a call that is not timed and brings the function's data into the caches.
     """
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
@@ -74,7 +75,7 @@ def time_together(
 
 
 def _kernels(step: Step) -> tuple[float, float]:
-    """Kernels of a step, and the seconds that they take."""
+    """Return the number of GPU kernels in a step, and their total seconds."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(3):
             step()
@@ -85,10 +86,10 @@ def _kernels(step: Step) -> tuple[float, float]:
 
 
 def measure_memory(case: Case, variant: str, setting: Setting) -> int | None:
-    """Measure the peak memory (B) of some steps of a variant in a new process; None if memory runs out there."""
-    # A server that starts before all else: a child of this process would begin with this one's peak.
+    """Measure the peak memory (B) of a variant's steps in a new process; None if the process runs out of memory."""
+    # The fork server starts first and is small. A child of this process would start with this process's peak.
     context = multiprocessing.get_context("forkserver")
-    # Optimizers import the compiler.
+    # Preload the compiler, which optimizers import.
     context.set_forkserver_preload([__name__, "torch._dynamo"])
     with ProcessPoolExecutor(1, context) as pool:
         try:
@@ -103,21 +104,21 @@ def _variant_memory(case: Case, variant: str, setting: Setting) -> int:
 
 
 def steps_memory(case: Case, make: Callable[[Case], Step], device: torch.device) -> int:
-    """Measure the peak memory (B) that the steps of a case add to this process, which has done little else.
+    """Measure the peak memory (B) that the steps of a case add to this new process.
 
-    Steps of a tiny case go first, so that libraries and compilers are there already.
+    Steps of a tiny case run first, so that libraries and compilers are loaded.
     """
     cuda = device.type == "cuda"
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        # Otherwise glibc learns from each array that is freed, and keeps later ones of up to 32 MiB in its heap. -3 is
-        # M_MMAP_THRESHOLD.
+    with contextlib.suppress(OSError, AttributeError):  # A C library other than glibc
+        # Set glibc's M_MMAP_THRESHOLD (-3). Otherwise glibc raises the threshold when a large array is freed, and keeps
+        # later arrays of up to 32 MiB in its heap.
         ctypes.CDLL(None).mallopt(-3, 2**17)
     make(_tiny(case))()
-    gc.freeze()  # a collection that looked at the libraries' million objects would take longer than the steps
+    gc.freeze()  # Collecting the libraries' million objects would take longer than the steps.
     before = torch.cuda.max_memory_allocated(device) if cuda else peak_resident()
     step = make(case)
     gc.collect()
-    # Where the peak cannot be reset, building a variant counts as its steps do.
+    # If the peak cannot be reset, the memory for building the variant also counts.
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
     else:
@@ -130,9 +131,9 @@ def steps_memory(case: Case, make: Callable[[Case], Step], device: torch.device)
 
 
 def peak_resident() -> int:
-    """Return the peak memory of this process in bytes, since its start or the last reset; 0 where nothing tells it."""
+    """Return the peak memory of this process in bytes since its start or the last reset, or 0 if unknown."""
     with contextlib.suppress(OSError):
-        # Not `ru_maxrss`, where Linux has this: that is never less than the peak of the process that started this one.
+        # Prefer this to `ru_maxrss`, which is never below the peak of the parent process.
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
     try:
@@ -150,18 +151,18 @@ def _tiny(case: Case) -> Case:
 
 
 Row = dict[str, Any]
-"""One variant of a case in `bench.json`; None is not measured."""
+"""The measurements of one variant of a case in `bench.json`; None means not measured."""
 
 
 def run_bench(bench: Bench, setting: Setting, *, rounds: int, visit: float, memory: bool = True) -> list[Row]:
-    """Time all variants of a bench side by side in this process, then measure the memory of each."""
+    """Time all variants of a bench in alternation in this process, then measure the memory of each variant."""
     torch.set_num_threads(setting.threads)
     pairs = {(case.name, variant): case for case in bench for variant in case.variants}
     built = {(name, variant): build(case, variant, setting) for (name, variant), case in pairs.items()}
     times = time_together({key: b[0] for key, b in built.items()}, setting.device, rounds=rounds, visit=visit)
     on_cuda = setting.device.type == "cuda"
     kernels = {key: _kernels(b[0]) if on_cuda else (None, None) for key, b in built.items()}
-    # The networks themselves must not be in memory when other processes need it.
+    # Free the networks' memory for the processes that measure memory.
     sizes = {key: b[1:] for key, b in built.items()}
     del built
     rows = []
@@ -173,14 +174,14 @@ def run_bench(bench: Bench, setting: Setting, *, rounds: int, visit: float, memo
         row: Row = {
             "case": name,
             "variant": variant,
-            "step_ms": seconds * 1e3,  # median time of a step (of one generation, forward and backward)
-            "first_ms": first * 1e3,  # time of the first step, with whatever it compiles
+            "step_ms": seconds * 1e3,  # Median time of a step, or of one generation, forward and backward
+            "first_ms": first * 1e3,  # Time of the first step, compilation included
             "ratio_to_dense": dense and seconds / dense.seconds,
             "ratio_to_naive": naive and seconds / naive.seconds,
-            "launches": launches,  # of kernels on a GPU, in a step
-            "busy": busy and busy / seconds,  # part of the time in which a GPU computes
-            "peak_mb": peak and peak / 1e6,  # of the steps in another process, in 10^6 bytes
-            "weights": weights,  # of the matrices that are generated, or trained themselves
+            "launches": launches,  # Kernels per step on a GPU
+            "busy": busy and busy / seconds,  # Fraction of the time in which a GPU computes
+            "peak_mb": peak and peak / 1e6,  # Peak memory of the steps in another process, in 10^6 bytes
+            "weights": weights,  # Number of weights that are generated or, if dense, trained
             "features": features,
         }
         rows.append(row)
@@ -188,7 +189,7 @@ def run_bench(bench: Bench, setting: Setting, *, rounds: int, visit: float, memo
 
 
 def over_runs(runs: Sequence[Sequence[Row]]) -> list[Row]:
-    """Merge several runs of a bench: medians of times and ratios, the rest as in the first run."""
+    """Merge several runs of a bench: take medians of times and ratios, and other values from the first run."""
     rows = []
     for same in zip(*runs, strict=True):
         timed = [k for k in ("step_ms", "ratio_to_dense", "ratio_to_naive") if same[0][k] is not None]
@@ -198,7 +199,7 @@ def over_runs(runs: Sequence[Sequence[Row]]) -> list[Row]:
 
 
 def describe(device: torch.device, threads: int) -> dict[str, object]:
-    """Describe a machine: the accelerator or processor, threads, torch."""
+    """Describe a machine: the accelerator or processor, the number of threads, and torch's version."""
     name = platform.processor() or platform.machine()
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -212,9 +213,9 @@ _SENT_BYTES, _ROUNDS = 2**25, 5
 
 
 def calibrate(device: torch.device) -> tuple[DeviceSpec, bool]:
-    """Measure the device of one rank, for the planner; also return whether this process reports.
+    """Measure the device of one rank, for the planner; also return whether this process is the one that reports.
 
-    An all-reduce is timed between the ranks of `torchrun`, otherwise between two processes on the loopback.
+    An all-reduce is timed between the ranks of `torchrun`, or between two processes on the loopback device.
     """
     first = True
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ:
@@ -232,7 +233,7 @@ def calibrate(device: torch.device) -> tuple[DeviceSpec, bool]:
 
 
 def _measure_ceilings(device: torch.device) -> tuple[float, float]:
-    """Measure operations per second of a product in float32, and bytes per second of a copy, read and written."""
+    """Measure a float32 matrix product in operations per second, and a copy in bytes read and written per second."""
     a, b, out = (torch.randn(2048, 2048, device=device) for _ in range(3))
     source, target = (torch.ones(2**26, device=device) for _ in range(2))
     functions = {"product": lambda: torch.mm(a, b, out=out), "copy": lambda: target.copy_(source)}
@@ -241,7 +242,7 @@ def _measure_ceilings(device: torch.device) -> tuple[float, float]:
 
 
 def _measure_overhead(device: torch.device) -> float:
-    """Measure the seconds per operator of a net of tiny layers, forward and backward, module calls included."""
+    """Measure the seconds per operator in a net of tiny layers, forward and backward, with the calls of modules."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     net = nn.Sequential(*(m for _ in range(100) for m in (nn.Linear(8, 8), nn.GELU()))).to(device)
@@ -259,7 +260,7 @@ def _measure_link(mesh: Mesh) -> tuple[float, float]:
     seconds = []
     for n in (1, _SENT_BYTES // 4):
         x, times = torch.zeros(n, device=mesh.device), []
-        # As many calls on each rank, however long they take.
+        # All ranks must make the same number of calls, so the number does not depend on time.
         for _ in range(_ROUNDS + 1):
             mesh.barrier()
             start = time.perf_counter()

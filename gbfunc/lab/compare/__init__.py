@@ -1,7 +1,7 @@
-"""gbfunc beside what else one would do, at equal bytes: what `gbfunc compare` runs.
+"""Compares gbfunc with other methods of compression at equal numbers of bytes; `gbfunc compare` runs the comparison.
 
 Every method gets the same budget (`Problem`), data and steps, and chooses its settings on the validation split. The
-network that is read back from the file sees the test split once.
+network is read from the method's file and evaluated once on the test split.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ METHODS: Mapping[str, Method] = {
     "low_rank_genome": GenomeOf("low_rank", _RATES),
     "xox": GenomeOf("xox", _RATES),
 }
-"""Every way to a small network by its name."""
+"""Methods for a small network, by name."""
 
 PRETRAINED_METHODS: Mapping[str, Method] = {
     "genome": GenomeOf("bilinear"),
@@ -30,14 +30,14 @@ PRETRAINED_METHODS: Mapping[str, Method] = {
     "genome_auto": GenomeOf("bilinear", stored="auto"),
     **ADAPTERS,
 }
-"""Every way to change a pretrained network in few bytes by its name."""
+"""Methods that change a pretrained network in few bytes, by name."""
 
 REFERENCES: Mapping[str, Method] = {"full_fine_tuning": FULL}
-"""References of adapters, of any size."""
+"""References for adapters, without a limit on bytes."""
 
 
 def reference_problem(problem: Problem) -> Problem:
-    """Change a problem for the methods of `REFERENCES`: the budget becomes a file of all weights."""
+    """Change a problem for the methods of `REFERENCES`: the budget becomes the size of a file with all weights."""
     net = problem.task.build(0).to("meta")
     budget = FULL.length(net, {}, problem.dtype)
     return problem._replace(size=budget // problem.dtype.itemsize, budget=budget)

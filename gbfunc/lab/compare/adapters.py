@@ -1,7 +1,7 @@
-"""Adapters of a pretrained p-net by the package `peft`, and training of parts of the p-net.
+"""Adapters of a pretrained p-net from the package `peft`, and training of some of the p-net's parameters.
 
-A file holds the trained tensors, a linear classifier among them, and the choice of layers and sizes. Seeds give random
-projections, which are not counted. Within a budget each adapter has some shapes (layers, rank), each as large as fits.
+A file has the trained tensors, with a linear classifier, and the names of layers and sizes. Random projections come
+from seeds and are not counted. Each adapter has several choices of layers, with the largest size that fits the budget.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ _KINDS = {
     "up": r"(.*\.)?(intermediate\.dense|fc1|up_proj|lin1)",
     "down": r"output\.dense|(.*\.)?(fc2|down_proj|lin2)",
 }
-"""Names of layers in the blocks of BERT, RoBERTa, DistilBERT, Llama, MPNet and others."""
+"""Patterns of the layers' names in the blocks of BERT, RoBERTa, DistilBERT, Llama, MPNet and others, by role."""
 
 Kinds = tuple[str, ...]
 
 
 class Linears(NamedTuple):
-    """The linear layers of a network's equal blocks, `encoder.layer.3.output.dense` say."""
+    """The linear layers in the equal blocks of a network, such as `encoder.layer.3.output.dense`."""
 
-    blocks: tuple[str, ...]  # numbers, the first block first
-    kinds: Mapping[str, tuple[int, int]]  # outputs and inputs by the name inside a block, in order
+    blocks: tuple[str, ...]  # Numbers of the blocks, in order
+    kinds: Mapping[str, tuple[int, int]]  # Number of outputs and inputs, by the layer's name in a block
 
     def named(self, *roles: str) -> Kinds:
-        """List names inside a block by roles, keys of `_KINDS`: all without roles; "any" is a pattern for norms too."""
+        """Return layers' names in a block by role (key of `_KINDS`); () means all layers, and "any" also norms."""
         if roles == ("any",):
             return (".*",)
         known = [_KINDS[role] for role in roles]
         return tuple(k for k in self.kinds if not known or any(re.fullmatch(pattern, k) for pattern in known))
 
     def last(self, n: int, kinds: Kinds) -> str:
-        """Make a pattern for the names of such layers in the last `n` blocks."""
+        """Return a pattern for the names of layers in the last `n` blocks."""
         return rf".*\.({'|'.join(self.blocks[-n:])})\.({'|'.join(kinds)})"
 
 
@@ -69,24 +69,25 @@ def _import_peft() -> Any:
 
 @dataclass(frozen=True)
 class Adapted:
-    """The method of an adapter of the package `peft`, trained by Adam with the classifier.
+    """The method of an adapter from the package `peft`, trained by Adam together with the classifier.
 
-    An adapter grows over ever more of the last blocks at its least size, then in size.
+    To fill a budget, the adapter is first applied with its smallest size to as many of the last blocks as fit. Then the
+    size is increased.
     """
 
-    config: str  # its class of settings: `LoraConfig`, ...
-    rates: tuple[float, ...]  # learning rates to choose from
-    # Queries, as the smallest; layers that papers take; all.
+    config: str  # Name of the adapter's config class, such as `LoraConfig`
+    rates: tuple[float, ...]  # Learning rates to choose from
+    # Roles of the changed layers: queries only (the fewest parameters), the layers in papers, or all layers
     where: tuple[tuple[str, ...], ...] = (("query",), ("query", "value"), ())
-    size: str = ""  # the option that grows
-    sizes: Sequence[int] = (0,)  # its values
-    fixed: Settings | None = None  # options of every shape
+    size: str = ""  # The option that sets the size
+    sizes: Sequence[int] = (0,)  # Values of this option
+    fixed: Settings | None = None  # Other options
 
     def attach(self, net: nn.Module, settings: Settings) -> nn.Module:
-        """Change the base in place; trained tensors then require gradients."""
+        """Add the adapter to the base in place; afterwards, only trained tensors require gradients."""
         peft = _import_peft()
         with warnings.catch_warnings():
-            # Projections are to come from their seed.
+            # The warning is expected: projections are drawn from their seed and not saved.
             warnings.filterwarnings("ignore", message="Specified to not save", category=UserWarning)
             config = getattr(peft, self.config)(modules_to_save=[HEAD], **settings, **(self.fixed or {}))
             return peft.get_peft_model(net, config)
@@ -95,13 +96,13 @@ class Adapted:
         return _import_peft().get_peft_model_state_dict(net)
 
     def fill(self, net: nn.Module, state: TensorMap) -> None:
-        """Put a state back into what `attach` gave."""
+        """Load a state into a network from `attach`."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Specified to not load", category=UserWarning)
             _import_peft().set_peft_model_state_dict(net, dict(state))
 
     def ladders(self, net: nn.Module) -> Iterator[tuple[int, Callable[[int], Settings]]]:
-        """Find the shapes on a base: the number of their rungs, and settings that are larger with every rung from 1."""
+        """Yield, per choice of layers, a number of rungs and a function from rung 1, 2, ... to ever larger settings."""
         linears = linears_of(net)
         blocks = len(linears.blocks)
 
@@ -114,7 +115,7 @@ class Adapted:
                 yield len(sizes) + blocks - 1, partial(rung, kinds, sizes, options)
 
     def shapes(self, linears: Linears, kinds: Kinds) -> Iterator[tuple[Sequence[int], Settings]]:
-        """Find the sizes of such layers, the smallest first, and other options of theirs."""
+        """Yield the increasing sizes of an adapter on these layers, with the options that belong to the sizes."""
         yield self.sizes, {}
 
     def candidates(self, problem: Problem) -> list[Settings]:
@@ -125,11 +126,11 @@ class Adapted:
             if most and (settings := rung(most)) not in shapes:
                 shapes.append(settings)
         if not ladders:
-            raise BudgetTooSmall("the p-net has no layers that it is for")
+            raise BudgetTooSmall("the p-net has none of the adapter's layers")
         if not shapes:
             least = min(self.length(net, rung(1), dtype) for _, rung in ladders)
             kind = dtype_name(dtype)
-            raise BudgetTooSmall(f"the smallest one takes {least:,} bytes in {kind}, its classifier included")
+            raise BudgetTooSmall(f"the smallest adapter takes {least:,} bytes in {kind}, with its classifier")
         return base.grid(adapter=shapes, lr=self.rates)
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
@@ -146,20 +147,19 @@ class Adapted:
         return net.requires_grad_(False).eval()
 
     def length(self, net: nn.Module, settings: Settings, dtype: torch.dtype) -> int:
-        """Count the bytes of a file, for a base on the meta device."""
-        # A copy of shapes costs nothing, and no matrix is decomposed.
+        """Return the bytes of a file, from a base on the meta device, where copies and decompositions cost nothing."""
         attached = self._attached(copy.deepcopy(net), settings, 0)
         return len(base.pack(base.blanks(self.state(attached)), dtype, {"adapter": settings}))
 
     def _attached(self, net: nn.Module, settings: Settings, seed: int) -> nn.Module:
-        # Adapters draw from torch's default generator.
+        # Adapters draw random numbers from torch's default generator.
         with seeded(seed):
             return self.attach(net, settings)
 
 
 @dataclass(frozen=True)
 class Part(Adapted):
-    """Some of the base's parameters themselves, whose names match the pattern `config`; {} are the chosen layers."""
+    """Trains the base's parameters whose names match the pattern `config`, where {} stands for the chosen layers."""
 
     def attach(self, net: nn.Module, settings: Settings) -> nn.Module:
         pattern = self.config.format(settings.get("target_modules"))
@@ -181,12 +181,12 @@ _RATES, _FRESH = (3e-3, 1e-2, 3e-2), {"save_projection": False}
 
 ADAPTERS: Mapping[str, Adapted] = {
     "linear_probe": Part("(?!)", (1e-2, 3e-2, 1e-1)),
-    # Of queries; of queries and hidden units, which do nearly all (E. Ben Zaken et al., 2022); of all.
+    # Biases of queries; of queries and hidden units, which nearly suffice (E. Ben Zaken et al., 2022); or of all layers
     "bitfit": Part(r"{}\.bias", _RATES, (("query",), ("query", "up"), ("any",))),
     "lora": Adapted("LoraConfig", _RATES, size="r", sizes=(1, 2, 4, 8, 16, 32)),
-    # Two trained vectors a layer, around seeded matrices of higher rank.
+    # Two trained vectors per layer, which scale seeded matrices of higher rank
     "vera": Adapted("VeraConfig", (1e-2, 3e-2, 1e-1), size="r", sizes=(64, 128, 256, 512, 1024), fixed=_FRESH),
-    # Scales of values; of keys, values and hidden units, as the paper has it.
+    # Scales of values; or of keys, values and hidden units, as in the paper
     "ia3": Adapted(
         "IA3Config",
         _RATES,
@@ -194,7 +194,7 @@ ADAPTERS: Mapping[str, Adapted] = {
         fixed={"feedforward_modules": rf"\D+\.\d+\.({_KINDS['down']})"},
     ),
 }
-"""Every rival by its name."""
+"""All adapters, by name."""
 
 FULL = Part(".*", (3e-5, 1e-4, 2e-4))
-"""Full fine-tuning, the reference of adapters."""
+"""Full fine-tuning, the reference for adapters."""

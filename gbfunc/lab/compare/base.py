@@ -1,6 +1,7 @@
-"""Methods of compression: each fits something trainable into a number of bytes, and reads it back from the bytes.
+"""The protocol of methods of compression, and the functions that they share.
 
-Methods share the training, tensors as bytes, and smaller nets of a task's family.
+A method trains a network whose file has at most a number of bytes, and reads the network from the file. Methods share
+the training, the format of tensors, and the choice of smaller p-nets.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ from gbfunc.tasks.training import fit, leaf_trainer, total_steps
 from gbfunc.types import Params, TensorMap
 
 Settings: TypeAlias = dict[str, Any]
-"""Learning rate, widths, ..., as validation data choose them; JSON."""
+"""Settings chosen on validation data, such as the learning rate and widths, as JSON."""
 
 HEAD = "classifier"
-"""The module that a pretrained base does not have: each method trains and stores it, or what generates it."""
+"""The module that is new beside a pretrained base: each method trains and stores the module, or generates it."""
 
 USED = 0.85
-"""Least part of a budget that the file of a candidate should fill."""
+"""The smallest share of the budget that a candidate's file should use."""
 
 
 class Problem(NamedTuple):
-    """The same task for every method."""
+    """The task and the budget, equal for all methods."""
 
-    task: Task  # data and p-net
-    size: int  # parameters of the periodic genome that fills the budget
-    budget: int  # most bytes of everything that is needed to run
-    dtype: torch.dtype  # stored, unless a method has another format
-    recipe: Recipe  # batch size, augmentation, warm-up and length of every training; its rates suit the genome
+    task: Task  # Data and p-net
+    size: int  # Number of parameters of a periodic genome that fills the budget
+    budget: int  # Largest number of bytes of all data that are needed to run the network
+    dtype: torch.dtype  # Dtype of files, unless a method has its own
+    recipe: Recipe  # Batch size, augmentation, warm-up and length of every training; rates are those of the genome
 
     @property
     def steps(self) -> int:
@@ -49,29 +50,29 @@ class Problem(NamedTuple):
 
 
 class BudgetTooSmall(ValueError):
-    """The method can make nothing of this task that is as small as the budget."""
+    """Raised if even the smallest network of a method exceeds the budget."""
 
 
 class Trained(NamedTuple):
     """The result of a training."""
 
-    data: bytes  # everything that is needed to run, beside the code
-    params: int  # trained parameters in it
+    data: bytes  # All data that are needed to run the network, except code
+    params: int  # Number of trained parameters in the data
 
 
 class Method(Protocol):
-    """A way to a network in few bytes. A new one is one file and one entry in `METHODS`."""
+    """A method that trains a network in few bytes. A new method is one file and one entry in `METHODS`."""
 
     def candidates(self, problem: Problem) -> list[Settings]:
-        """Return the settings among which validation data choose, each within the budget, or raise BudgetTooSmall."""
+        """Return the settings to choose from, all within the budget; raise BudgetTooSmall if there are none."""
         ...
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
-        """Train with one of the candidates, into data within the budget; `seed` decides all that is random."""
+        """Train with one of the candidates and return data within the budget; `seed` determines all random numbers."""
         ...
 
     def load(self, data: bytes, task: Task) -> Net:
-        """Read the network from nothing but the data and the task's code."""
+        """Read the network from the data and the task's code, without any other file."""
         ...
 
 
@@ -80,19 +81,19 @@ def grid(**axes: Any) -> list[Settings]:
 
 
 def train_net(problem: Problem, leaves: Iterable[Tensor], net: Net, lr: float, seed: int) -> None:
-    """Train leaves in place by Adam with its default moments and a peak rate, on the steps that all methods share."""
+    """Train leaves in place by Adam with default betas and a peak rate, for the number of steps of all methods."""
     recipe = replace(problem.recipe, dense_lr=lr, betas=(0.9, 0.999))
     fit(leaf_trainer(leaves, net, problem.task, recipe), problem.task, recipe, seed, validate=False)
 
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-"""By the first byte of a file."""
+"""Dtypes of files; the first byte of a file is the index."""
 
 
 def pack(tensors: TensorMap, dtype: torch.dtype, about: Mapping[str, Any] | None = None) -> bytes:
-    """Write a file of numbers alone, behind a byte for the `dtype` of floats, and `about` as JSON with its length.
+    """Write a file: a byte for the `dtype` of floats, the length of `about`, `about` as JSON, and all numbers.
 
-    The reader knows names, order, shapes and kinds from the code.
+    Names, order, shapes and integer dtypes of the tensors are not in the file; the reader has them from the code.
     """
     text = json.dumps(about, separators=(",", ":")).encode() if about else b""
     stored = (t.detach().to("cpu", dtype if t.is_floating_point() else t.dtype) for t in tensors.values())
@@ -101,7 +102,7 @@ def pack(tensors: TensorMap, dtype: torch.dtype, about: Mapping[str, Any] | None
 
 
 def unpack(data: bytes, like: TensorMap) -> Params:
-    """Undo `pack`, with floats in float32; the first empty tensor of `like` takes all other numbers, as a vector."""
+    """Undo `pack`, with floats in float32; the first empty tensor of `like` gets all remaining numbers as a vector."""
     start = 3 + int.from_bytes(data[1:3], "little")
     dtypes = [_FLOATS[data[0]] if t.is_floating_point() else t.dtype for t in like.values()]
     sizes = {name: t.numel() * dtype.itemsize for (name, t), dtype in zip(like.items(), dtypes, strict=True)}
@@ -109,11 +110,11 @@ def unpack(data: bytes, like: TensorMap) -> Params:
         sizes[name] = max(0, len(data) - start - sum(sizes.values()))
     if (expected := start + sum(sizes.values())) != len(data):
         raise ValueError(f"expected a file of {expected:,} bytes, got {len(data):,}")
-    parts = torch.from_numpy(np.frombuffer(data, np.uint8)[start:].copy()).split(list(sizes.values()))
+    pieces = torch.from_numpy(np.frombuffer(data, np.uint8)[start:].copy()).split(list(sizes.values()))
     found = Params()
-    for (name, t), part, dtype in zip(like.items(), parts, dtypes, strict=True):
-        # Copies are aligned as their dtype asks for.
-        x = part.clone().view(dtype).reshape(t.shape if t.numel() else -1)
+    for (name, t), piece, dtype in zip(like.items(), pieces, dtypes, strict=True):
+        # Copy, because the memory of a piece may not be aligned for its dtype.
+        x = piece.clone().view(dtype).reshape(t.shape if t.numel() else -1)
         found[name] = x.float() if t.is_floating_point() else x
     return found
 
@@ -123,7 +124,7 @@ def text_of(data: bytes) -> dict[str, Any]:
 
 
 def state_of(module: nn.Module) -> Params:
-    """Collect all that a module holds, tied parameters once: parameters and buffers that it saves."""
+    """Collect a module's parameters, tied parameters once, and persistent buffers."""
     return {o.name: o.tensor.detach() for o in parameter_infos(module)} | saved_buffers(module)
 
 
@@ -132,57 +133,57 @@ def saved_buffers(module: nn.Module) -> Params:
 
 
 def norms(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
-    """Find the batch norms with scales, shifts and statistics, whose statistics `in_use` folds."""
+    """Find the batch norms whose running statistics `in_use` folds into scales and shifts."""
     for name, norm in module.named_modules():
         if isinstance(norm, _BatchNorm) and norm.affine and norm.track_running_stats:
             yield name, norm
 
 
 def in_use(module: nn.Module) -> Params:
-    """Collect the state, the statistics of batch norms folded into scales and shifts; `restore` into a new module."""
+    """Collect the state and fold the statistics of batch norms into scales and shifts; `restore` reads the result."""
     state = state_of(module)
     for name, norm in norms(module):
         state.pop(f"{name}.num_batches_tracked", None)
         scale = state[f"{name}.weight"] / (state.pop(f"{name}.running_var") + norm.eps).sqrt()
         state[f"{name}.bias"] = state[f"{name}.bias"] - scale * state.pop(f"{name}.running_mean")
-        # A new norm has the mean 0 and the variance 1.
+        # The running statistics of a new norm are mean 0 and variance 1.
         state[f"{name}.weight"] = scale * (1 + norm.eps) ** 0.5
     return state
 
 
 def restore(module: nn.Module, state: Params) -> nn.Module:
-    """Copy a module, in use, with what `state_of` gave; or a new module with what `in_use` gave."""
+    """Copy a module with tensors from `state_of`, or a new module with tensors from `in_use`, in evaluation mode."""
     buffers = {name: state.get(name, b) for name, (b, _) in buffers_of(module).items()}
     return with_weights(module, {o.name: state[o.name] for o in parameter_infos(module)}, buffers).eval()
 
 
 def largest(fits: Callable[[int], bool], limit: int = 1 << 20) -> int:
-    """Find the largest n up to `limit` for which a monotone `fits` holds, 0 if none does."""
+    """Find the largest n up to `limit` for which the monotone `fits` is True; return 0 if there is none."""
     high = 1
     while high < limit and fits(high):
         high *= 2
     return bisect_left(range(1, limit + 1), True, high // 2, min(high, limit), key=lambda n: not fits(n))
 
 
-def of_widths(problem: Problem, parts: Sequence[float]) -> dict[float, PNet]:
-    """Scale the p-net's widths by these parts, and by 2 from a bit per parameter on; by 1 alone without widths."""
+def of_widths(problem: Problem, factors: Sequence[float]) -> dict[float, PNet]:
+    """Scale the p-net's widths, if it has any, by factors, and by 2 if the budget has a bit per parameter or more."""
     task, make = problem.task, problem.task.pnet.scaled
     if make is None:
         return {1: task.pnet}
     wider = (2.0,) if 8 * problem.budget >= n_params(task.build(0)) else ()
-    return {part: task.pnet if part == 1 else make(part) for part in (*parts, *wider)}
+    return {factor: task.pnet if factor == 1 else make(factor) for factor in (*factors, *wider)}
 
 
 def widest(task: Task, fits: Callable[[PNet], bool], most: float = 4.0) -> PNet | None:
-    """Find the widest p-net of the task's family, up to `most` times its widths, that fits; None if none does."""
+    """Find the p-net with the task's widths times at most `most` that is the widest to fit; None if none fits."""
     if (make := task.pnet.scaled) is None:
         return task.pnet if fits(task.pnet) else None
-    part = largest(lambda n: fits(make(n / 256)), round(most * 256))
-    return make(part / 256) if part else None
+    factor = largest(lambda n: fits(make(n / 256)), round(most * 256))
+    return make(factor / 256) if factor else None
 
 
 def narrow_pnets(task: Task, fits: Callable[[PNet], bool]) -> list[PNet]:
-    """Find the nets of the p-net's family that fill a budget, as wide as fits; perceptrons of 0 to 2 hidden layers."""
+    """Find the widest p-nets that fit; for an MLP, one with each of 0, 1 and 2 hidden layers."""
     if task.pnet.name == "mlp":
 
         def of(depth: int, width: int) -> PNet:
@@ -193,12 +194,12 @@ def narrow_pnets(task: Task, fits: Callable[[PNet], bool]) -> list[PNet]:
     else:
         nets = list(filter(None, [widest(task, fits)]))
     if not nets:
-        raise BudgetTooSmall(f"no {task.pnet.name} is as small as that")
+        raise BudgetTooSmall(f"no {task.pnet.name} fits the budget")
     return nets
 
 
 def about_pnet(pnet: PNet, task: Task) -> dict[str, Any]:
-    """Say, for settings and files, how a p-net of the task's family differs from the task's."""
+    """Return the options in which a p-net differs from the task's p-net, for settings and files."""
     differs = {name: value for name, value in pnet.config.items() if task.pnet.config.get(name) != value}
     return differs and {"pnet": differs}
 
@@ -210,25 +211,25 @@ def pnet_about(about: Mapping[str, Any], task: Task) -> PNet:
 
 
 def of_nets(pnets: Iterable[PNet], task: Task, **axes: Any) -> list[Settings]:
-    """Combine p-nets of the task's family, each once, with other settings."""
+    """Combine different p-nets with other settings."""
     abouts = {json.dumps(about): about for about in (about_pnet(pnet, task) for pnet in pnets)}
     return [about | settings for about in abouts.values() for settings in grid(**axes)]
 
 
 def blank(pnet: PNet) -> Params:
-    """Make zeros in the shapes of a p-net's `in_use`, to measure its file."""
+    """Return zeros in the shapes of a p-net's `in_use`, to measure the size of its file."""
     with torch.device("meta"):
         return blanks(in_use(pnet.make()))
 
 
 def blanks(like: TensorMap) -> Params:
-    """Make zeros on the CPU in the shapes of tensors, also of meta tensors."""
+    """Return zeros on the CPU in the shapes of tensors, which may be meta tensors."""
     return {name: torch.zeros(t.shape, dtype=t.dtype, device="cpu") for name, t in like.items()}
 
 
 @dataclass(frozen=True)
 class Dense:
-    """The weights of the net, as deep and wide as fits."""
+    """A dense network whose weights fit the budget, as wide as possible for each depth."""
 
     rates: ClassVar[tuple[float, ...]] = (3e-3, 1e-2, 3e-2, 1e-1)
 

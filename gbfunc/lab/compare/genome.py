@@ -1,4 +1,4 @@
-"""gbfunc's types of g-net: the file of the genome, its plan included."""
+"""The method of gbfunc, for each type of g-net; the file is the genome's file, plan included."""
 
 import json
 from collections.abc import Mapping
@@ -20,63 +20,64 @@ from gbfunc.trees import GNET
 
 def plan_for(task: Task, hypernet: str, **target: Any) -> gb.Plan:
     try:
-        # One seed for all: the initial scales are in the file, and their digits must not move its length.
+        # Always the same seed: the file has the initial scales, whose digits must not change the file's length.
         return task.plan(task.build(0), hypernet, **target)
     except ValueError as error:
         raise BudgetTooSmall(str(error)) from error
 
 
 def reference_bytes(task: Task, size: int) -> int:
-    """Count what `gb.save` writes of a periodic genome of so many parameters: the bytes that every method may use."""
+    """Return the budget of all methods: the bytes of the file of a periodic genome with `size` parameters."""
     return genome_file_bytes(plan_for(task, "periodic", genome_params=size))
 
 
 def size_within(task: Task, budget: int) -> int:
-    """Count parameters of the periodic genome, of the task or else of a narrower net, that fills so many bytes."""
+    """Return the number of parameters of a periodic genome that fills a budget; narrows the net if necessary."""
     make = task.pnet.scaled
-    for pnet in (task.pnet, *(make(part) for part in (1 / 2, 1 / 4) if make)):
+    for pnet in (task.pnet, *(make(factor) for factor in (1 / 2, 1 / 4) if make)):
         with suppress(BudgetTooSmall):
             return plan_for(task.with_pnet(pnet), "periodic", genome_bytes=budget, stored="float32").genome_params
-    # Raises, saying why.
+    # This call raises the error with the reason.
     return plan_for(task, "periodic", genome_bytes=budget, stored="float32").genome_params
 
 
 @dataclass(frozen=True)
 class GenomeOf:
-    """A genome of one type of g-net."""
+    """A genome with one type of g-net."""
 
-    hypernet: str  # the type, a key of `HYPERNETS`
-    rates: tuple[float, ...] = ()  # learning rates to choose from; none: the recipe's for that size, and twice that
-    stored: str | None = None  # instead of the problem's dtype: "int2" to "int8", or "auto"
+    hypernet: str  # The type, a key of `HYPERNETS`
+    rates: tuple[float, ...] = ()  # Learning rates to choose from; () means the recipe's rate and twice the rate
+    stored: str | None = None  # Dtype of the file, "int2" to "int8" or "auto"; None means the problem's dtype
 
     def candidates(self, problem: Problem) -> list[Settings]:
-        """Also try narrower p-nets while direct parameters fill a third of the budget, or a wider one for many bytes.
+        """Combine p-nets of several widths with learning rates.
 
-        The wider p-net replaces the p-net where the genome has more than half of the p-net's parameters.
+        Narrower p-nets are included while direct parameters take more than a third of the budget. A wider p-net is
+        included for large budgets, and replaces a p-net whose genome has more than half of its parameters.
         """
         found: list[Settings] = []
         full, pnets = True, base.of_widths(problem, (1, 1 / 2, 1 / 4))
-        for part, pnet in pnets.items():
-            if part < 1 and not full:
+        for factor, pnet in pnets.items():
+            if factor < 1 and not full:
                 continue
             full, about = True, base.about_pnet(pnet, problem.task)
             with suppress(BudgetTooSmall):
                 task, plan = self._plan(problem, about)
-                # Steps of codes that training finds are in codes of a fixed number of bits too.
+                # Sizes of direct parameters in "auto" are estimated as in int8.
                 dtype = "int8" if self.stored == AUTO else stored_name(self.stored or problem.dtype)
                 direct = {k: x for k, x in stored_leaves(plan.leaves, dtype).items() if not k.startswith(GNET)}
                 full = sum(x.nbytes for x in direct.values()) > problem.budget / 3
-                if part == 1 and max(pnets) > 1 and 2 * plan.genome_params > plan.pnet_params:
+                if factor == 1 and max(pnets) > 1 and 2 * plan.genome_params > plan.pnet_params:
                     continue
                 usual = task.recipe(plan.genome_params).lr
                 found += [about | of for of in grid(params=(plan.genome_params,), lr=self.rates or (usual, 2 * usual))]
         if not found:
-            # Raises, saying why.
+            # This call raises the error with the reason.
             self._plan(problem, {})
         return found
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
-        """Train the genome by Adam with the recipe's moments, rounded in the last sixth of the steps for codes."""
+        """Train the genome by Adam with the recipe's betas; integer dtypes round it in the last sixth of the steps."""
         about = {key: settings[key] for key in settings.keys() & {"pnet"}}
         task, plan = self._plan(problem, about)
         pnet, known, lr = task.build(seed), task.recipe(plan.genome_params), settings["lr"]
@@ -108,8 +109,8 @@ class GenomeOf:
         return gb.materialize(plan, genome, pnet.build(0)).eval()
 
     def _plan(self, problem: Problem, about: Mapping[str, Any]) -> tuple[Task, gb.Plan]:
-        """The task with the net that its file is `about`, and the genome that fills the budget."""
+        """Return the task with the p-net that `about` describes, and the plan of a genome that fills the budget."""
         dtype, task = self.stored or problem.dtype, problem.task.with_pnet(base.pnet_about(about, problem.task))
-        # Metadata take at most 48 bytes beyond their JSON.
+        # Metadata take at most 48 bytes in addition to their JSON.
         left = problem.budget - (48 + len(json.dumps(about)) if about else 0)
         return task, plan_for(task, self.hypernet, genome_bytes=left, stored=dtype)

@@ -1,4 +1,4 @@
-"""Rows of `compare.json`: settings chosen on validation data, a row per seed; and the runs that produce them."""
+"""Runs of a comparison and the rows of `compare.json`: settings chosen on validation data, and a result per seed."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Choice(NamedTuple):
 
     task: str
     method: str
-    size: int  # parameters of the periodic genome that fills the budget
-    budget: int  # most bytes of everything that is needed to run
-    dtype: str  # stored, unless the method has another format
-    steps: int  # length of the training
-    settings: Settings | None  # the choice, None if nothing fits
-    tried: list[Settings]  # every training of a candidate, with its steps, bytes, metric on the validation split
-    searched: int  # steps of all these trainings
-    reason: str = ""  # why nothing fits
+    size: int  # Number of parameters of a periodic genome that fills the budget
+    budget: int  # Largest number of bytes of all data that are needed to run the network
+    dtype: str  # Dtype of the file, unless the method has its own
+    steps: int  # Training steps
+    settings: Settings | None  # The chosen settings, None if nothing fits
+    tried: list[Settings]  # Settings, training steps, bytes and validation metric of every training in the search
+    searched: int  # Total training steps of the search
+    reason: str = ""  # Why nothing fits
 
 
 class Row(NamedTuple):
@@ -40,16 +40,16 @@ class Row(NamedTuple):
     dtype: str
     steps: int
     seed: int
-    bytes: int  # length of the file that the network was read back from
-    params: int  # trained parameters in the file
-    val: float  # metric on the validation split
-    test: float  # metric on the test split
-    seconds: float  # time of the training
+    bytes: int  # Size of the file from which the network was read
+    params: int  # Number of trained parameters in the file
+    val: float  # Metric on the validation split
+    test: float  # Metric on the test split
+    seconds: float  # Time of the training
     settings: Settings
 
 
 class Results(NamedTuple):
-    """All choices and rows so far."""
+    """All choices and rows up to now."""
 
     choices: tuple[Choice, ...] = ()
     rows: tuple[Row, ...] = ()
@@ -70,11 +70,10 @@ def _metric_of(problem: Problem, net: Net, split: Any) -> float:
 
 
 def choose(name: str, method: Method, problem: Problem, most: int | None = None) -> Choice:
-    """Train candidates ever longer and ever fewer of them; take the last one that is left, by the validation metric.
+    """Choose settings by successive halving on the validation metric (K. Jamieson and A. Talwalkar, 2016).
 
-    This is successive halving (K. Jamieson and A. Talwalkar, 2016): on each rung candidates train for a part of the
-    steps, on a schedule of that length, and a part of them, or at least so many, passes. Candidates whose file leaves
-    more than 15 % of the budget unused come behind all that use it.
+    Each of three rungs trains fewer candidates for more steps, with a schedule of this length, and keeps the best of
+    them. Candidates whose file leaves more than 15 % of the budget unused rank below all other candidates.
     """
     head, task = _head(problem, name), problem.task
     tried: list[Settings] = []
@@ -86,7 +85,7 @@ def choose(name: str, method: Method, problem: Problem, most: int | None = None)
             data = method.train(brief, settings, 0).data
             size, value = len(data), _metric_of(problem, method.load(data, task), task.val)
         except FloatingPointError:
-            pass  # it diverged
+            pass  # The training diverged.
         tried.append({**settings, "steps": steps, "bytes": size, "val": value})
         if value is None or math.isnan(value):
             return False, -math.inf
@@ -96,24 +95,24 @@ def choose(name: str, method: Method, problem: Problem, most: int | None = None)
         left = method.candidates(problem)[:most]
     except BudgetTooSmall as error:
         return Choice(*head, settings=None, tried=[], searched=0, reason=str(error))
-    for part, passed, least in ((1 / 9, 1 / 3, 3), (1 / 3, 0.0, 2), (1.0, 0.0, 1)):
-        # With fewer there is nothing to choose on this rung.
+    for share, passed, least in ((1 / 9, 1 / 3, 3), (1 / 3, 0.0, 2), (1.0, 0.0, 1)):
+        # A rung with at most `least` candidates has no choice to make.
         if len(left) > least:
-            ranks = [rank(settings, max(1, math.ceil(part * problem.steps))) for settings in left]
+            ranks = [rank(settings, max(1, math.ceil(share * problem.steps))) for settings in left]
             order = sorted(range(len(left)), key=ranks.__getitem__, reverse=True)
             left = [left[i] for i in order[: max(least, math.ceil(passed * len(left)))]]
     return Choice(*head, settings=left[0], tried=tried, searched=sum(training["steps"] for training in tried))
 
 
 def measure(name: str, method: Method, problem: Problem, settings: Settings, seed: int, path: Path) -> Row:
-    """Train, write the data to a file, and measure the network that is read back from it."""
+    """Train, write the data to a file, and evaluate the network that is read from the file."""
     start = time.perf_counter()
     trained = method.train(problem, settings, seed)
     seconds = round(time.perf_counter() - start, 2)
     path.write_bytes(trained.data)
     data = path.read_bytes()
     if len(data) > problem.budget:
-        raise ValueError(f"{name} took {len(data):,} bytes, the budget is {problem.budget:,}")
+        raise ValueError(f"{name} must fit {problem.budget:,} bytes, got {len(data):,}")
     net = method.load(data, problem.task)
     val, test = (_metric_of(problem, net, split) for split in (problem.task.val, problem.task.test))
     return Row(*_head(problem, name), seed, len(data), trained.params, val, test, seconds, settings)
@@ -128,7 +127,7 @@ def run_missing(
     report: Callable[[str], None] = lambda line: None,
     most: int | None = None,
 ) -> Iterator[Results]:
-    """Run missing choices and rows one at a time, and yield all results after each."""
+    """Run missing choices and rows one at a time, and yield all results after each run."""
     for problem in problems:
         for name, method in methods.items():
             known, where = of_problem(results, problem, name), f"{name} at {problem.budget:,} bytes"
@@ -155,11 +154,11 @@ def to_json(results: Results) -> dict[str, Any]:
 
 
 def read_results(path: Path) -> Results:
-    """Read a `compare.json`; no results if there is none."""
+    """Read a `compare.json`; return no results if the file does not exist."""
     if not path.exists():
         return Results()
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         return Results(tuple(Choice(**c) for c in content["choices"]), tuple(Row(**r) for r in content["rows"]))
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} is not the result of a comparison ({error}): move it away") from error
+        raise ValueError(f"{path} must be a file of gbfunc compare ({error}): move the file away") from error
