@@ -111,7 +111,7 @@ def checked(
     pnet: nn.Module, plan: Plan, genomes: list[gb.Genome], x: Tensor, index: Tensor | None = None
 ) -> ManyGenomes:
     index = INDEX if index is None else index
-    net = gb.materialize_many(plan, genomes, pnet)
+    net: Any = gb.materialize_many(plan, genomes, pnet)
     assert_close(tensors(net(index, x)), one_by_one(plan, genomes, pnet, index, x), 1e-10)
     return net
 

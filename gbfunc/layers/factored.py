@@ -34,6 +34,7 @@ class FactoredWeight(WeightForm):
         super().__init__(name, ("left", "right", *self.more), transposed)
         self.shape, self.grid, self.auto = shape, grid, auto
         self.tiles = (grid.n_rows, grid.n_cols)
+        self.rank = rank * grid.n_tiles  # of the factors of the whole matrix (`as_low_rank`)
         sizes = (grid.rows, grid.cols, rank, self.tiles, bool(self.more))
         # A dict, as some compilers (torch 2.11) cannot index a list by a bool.
         self._thin_rows = {conv: thin_rows(*sizes, conv=conv) if auto else math.inf for conv in (False, True)}
@@ -206,6 +207,51 @@ class DeltaWeight(FactoredWeight):
         if (delta := self.thin(weight, use, wide, None)) is None:
             return use.run(weight.dense(), x, bias)
         y = use.run(base, x, bias)
+        return y + delta.to(y.dtype)
+
+
+def as_low_rank(left_ijrk: Tensor, right_ijck: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
+    """Factor the matrix of tiles `L[i, j] @ R[i, j].T` as `B A`; returns A [k', cols] and B [rows, k']."""
+    b = torch.block_diag(*left_ijrk.transpose(1, 2).flatten(2))[: grid.rows]
+    return torch.cat([torch.block_diag(*right_jck.mT) for right_jck in right_ijck])[:, : grid.cols], b
+
+
+class RowFactors(WeightForm):
+    """The weight of a linear layer with factors for each row of a batch: `W[b] = base + L[b] M[b] R[b]^T`.
+
+    Inputs are left [B, r, k], mix [B, k, k], right [B, c, k] and maybe base; without the dimension B for all rows.
+    """
+
+    needs: Needs = "factors"
+
+    def __init__(self, form: FactoredWeight, rank: int) -> None:
+        super().__init__(form.name, ("left", "mix", "right", *form.more), form.transposed)
+        self.frozen, self.sizes = form.frozen, ((form.grid.rows, rank), (rank, rank), (form.grid.cols, rank))
+
+    @staticmethod
+    def of_tiles(form: FactoredWeight, given: Params) -> tuple[Tensor, Tensor, Tensor]:
+        """The factors of another form of the weight: left, mix and right."""
+        right, left = as_low_rank(*form.by_tile(given), form.grid)
+        return left, torch.eye(len(right), dtype=left.dtype, device=left.device), right.t().contiguous()
+
+    def make(self, given: Params) -> Tensor:
+        """The weight, [B, ...] for rows."""
+        delta = given["left"] @ given["mix"] @ given["right"].mT
+        delta = delta.mT if self.transposed else delta
+        return added(given["base"], delta) if "base" in given else delta
+
+    def apply(self, weight: Weight, use: Use, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Use the base once for all rows, and each row's factors; ValueError if the input has other rows."""
+        given, left = weight.given, weight.given["left"]
+        wide, size = x if torch.is_autocast_enabled(x.device.type) else x.to(left.dtype), x.shape[:-1]
+        if left.ndim == 3:
+            if x.ndim < 2 or len(x) not in (1, len(left)):
+                raise ValueError(f"{self.name!r} is applied to an input of shape {tuple(x.shape)} for {len(left)} rows")
+            wide, size = wide.reshape(len(x), -1, x.shape[-1]), (len(left), *x.shape[1:-1])
+        delta = (wide @ given["right"] @ given["mix"].mT @ left.mT).reshape(*size, left.shape[-2])
+        if "base" not in given:
+            return delta if bias is None else delta + bias
+        y = use.run(given["base"], x, bias)
         return y + delta.to(y.dtype)
 
 

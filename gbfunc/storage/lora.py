@@ -26,11 +26,10 @@ from gbfunc.base import Base
 from gbfunc.files import replace_file
 from gbfunc.generation import make_generator
 from gbfunc.genome import check_genome, check_plan
-from gbfunc.layers.factored import FactoredWeight
+from gbfunc.layers.factored import FactoredWeight, as_low_rank
 from gbfunc.layers.install import transposed
 from gbfunc.plan import DTYPES, Plan
 from gbfunc.storage.hub import card_head, quoted
-from gbfunc.tiling import TileGrid
 from gbfunc.trees import flat_genome
 from gbfunc.types import GenomeLike, Params
 
@@ -104,12 +103,6 @@ def save_lora(folder: str | os.PathLike[str], plan: Plan, genome: GenomeLike, pn
         card = f"{head}\n{words}\n\nBase: {named}, digest {quoted(plan.base.digest)}.\n"
         replace_file(place / "README.md", card.encode())
     return len(data)
-
-
-def as_low_rank(left_ijrk: Tensor, right_ijck: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
-    """Factor the matrix of tiles `L[i, j] @ R[i, j].T` as `B A`; returns A [k', cols] and B [rows, k']."""
-    b = torch.block_diag(*left_ijrk.transpose(1, 2).flatten(2))[: grid.rows]
-    return torch.cat([torch.block_diag(*right_jck.mT) for right_jck in right_ijck])[:, : grid.cols], b
 
 
 def _layer_tensors(pnet: nn.Module, name: str, a: Tensor, b: Tensor) -> Params:

@@ -1,0 +1,438 @@
+"""Many genomes of one p-net or base at once: a batch in which every row has its genome.
+
+x [B, ...] --shared modules; factors [B, ...]; vmap(module)(tensors[index], rows)--> ... --> y [B, ...]
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, lru_cache, partial
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gbfunc.base import BaseTensors
+from gbfunc.generation import Generator, make_generator, to_serve
+from gbfunc.hypernets.ensemble import Evaluation
+from gbfunc.hypernets.periodic import Bilinear
+from gbfunc.layers.factored import FactoredWeight, RowFactors
+from gbfunc.layers.forms import WeightForm
+from gbfunc.many.merge import check_genomes
+from gbfunc.many.rows import PLAIN, RowWise, joined, prepare
+from gbfunc.many.text import generate_rows
+from gbfunc.plan import Plan, TensorPlan
+from gbfunc.pnet.describe import skeleton_of
+from gbfunc.pnet.pure import PureNet
+from gbfunc.trees import BUFFERS, GNET, differentiable, flat_genome, flatten_tree, tree_leaves, tree_map
+from gbfunc.types import DTYPES, GenomeLike, Params, dtype_name
+
+Self = TypeVar("Self", bound="ManyGenomes")
+_LINEAR = ("linear", "transposed_linear", "beside")
+_TRANSIENT = ("_lock", "_known", "_way", "_generators", "_grown", "_last")
+
+
+class _Frame(NamedTuple):
+    pnet: nn.Module  # without values
+    plans: list[Plan]
+    bases: list[BaseTensors | None]  # of each plan
+    base: BaseTensors | None  # without the new tensors of any plan
+    tensors: dict[str, TensorPlan]  # of all plans
+    buffers: list[str]  # of all plans
+    forms: dict[str, WeightForm]  # of all plans, also by the names of tied parameters
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Frame:
+        return self  # Nothing writes to it.
+
+    @staticmethod
+    def of(plans: list[Plan], pnet: nn.Module, stacks: Sequence[Params]) -> _Frame:
+        """Forms are factors where all plans' genomes have some, otherwise dense weights.
+
+        Raises:
+            ValueError: for plans with and without a base.
+        """
+        bases = [plan.base_tensors(pnet) for plan in plans]
+        if None in bases and any(bases):
+            raise ValueError("some plans have a base and others have none: serve them apart")
+        tensors = {t.name: t for plan in plans for t in plan.tensors}
+        buffers = dict.fromkeys(b.name for plan in plans for b in plan.buffers)
+        new = {t.name for plan in plans for t in plan.tensors if not t.base} | buffers.keys()
+        base = None if bases[0] is None else BaseTensors(pnet, new)
+        frame = _Frame(skeleton_of(pnet), plans, bases, base, tensors, [*buffers], {})
+        firsts = ({name: x[0] for name, x in stack.items()} for stack in stacks)
+        served = [frame.serve(kind, frame.generator(kind), genome)[1] for kind, genome in enumerate(firsts)]
+        names = [{t.name for t in plan.tensors} for plan in plans]
+        for name, t in tensors.items():
+            own = [of.get(name) for of, has in zip(served, names, strict=True) if name in has]
+            factored = [form for form in own if isinstance(form, FactoredWeight)]
+            rank, linear = max((form.rank for form in factored), default=0), t.kind in _LINEAR and own == factored
+            if linear and (t.kind == "beside" or rank * sum(t.shape) < t.numel):
+                frame.forms.update(dict.fromkeys((name, *t.aliases), RowFactors(factored[0], rank)))
+            elif own[0] is not None and len(plans) == 1:
+                frame.forms.update(dict.fromkeys((name, *t.aliases), own[0]))
+        return frame
+
+    def generator(self, kind: int) -> Generator:
+        return make_generator(self.plans[kind], pnet=self.pnet, lazy=True, base=self.bases[kind])
+
+    @torch.no_grad()
+    def serve(self, kind: int, generator: Generator, genome: Params) -> tuple[Params, dict[str, WeightForm], Params]:
+        return to_serve(self.plans[kind], generator, generator(genome))
+
+    def varying(self, stacks: Sequence[Params]) -> set[str]:
+        """Keys of the tensors in which genomes differ; all that are not the base's for several plans."""
+        leaves = {k for k, x in stacks[0].items() if x.stride(0) and len(x) > 1}
+        (plan, *others), names = self.plans, {k.partition("/")[2] for k in leaves}
+        for e in plan.ensembles:
+            if any(f"{GNET}{e.name}/{k}" in leaves for k in e.leaves):
+                names |= {plan.tensors[span.tensor].name for span in e.spans}
+        found = {*self.tensors, *self.buffers} & (names if not others else {*self.tensors, *self.buffers})
+        forms = {form.name: form for form in self.forms.values()}
+        keys = {k for name in found for k in (forms[name].keys if name in forms else (name,))}
+        return keys.difference(*(form.frozen for form in forms.values()))
+
+    def grow(self, kind: int, generator: Generator, genome: Params) -> Params:
+        """The tensors in which genomes may differ, of one genome by flat names, in the forms of all plans."""
+        plan, base, made = self.plans[kind], self.bases[kind], Params()
+        weights, own, inputs = self.serve(kind, generator, genome)
+        like = torch.empty(0, dtype=plan.dtype, device=next(iter(genome.values())).device)
+        others = {} if base is None else dict(item for part in base.on(like.device) for item in part.items())
+        sides, padded = _sides(plan, generator, genome), dict[Any, tuple[Any, Tensor]]()
+
+        def fit(x: Tensor | None, size: tuple[int, int]) -> Tensor:
+            # One tensor for all layers that share a side, or have none.
+            new = like.new_zeros(size) if x is None else F.pad(x, (0, size[1] - x.shape[1], 0, size[0] - x.shape[0]))
+            return padded.setdefault((id(x), size), (x, new))[1]
+
+        for name in self.tensors:
+            form, given = self.forms.get(name), own[name].taken(inputs) if name in own else {}
+            if isinstance(form, RowFactors):
+                factors = sides.get(name) or (
+                    form.of_tiles(cast(FactoredWeight, own[name]), given) if given else (None,) * 3
+                )
+                given = {k: fit(x, size) for k, x, size in zip(form.inputs, factors, form.sizes, strict=False)}
+            if form is None:
+                weight = own[name].make(given) if given else weights.get(name)
+                made[name] = others[name] if weight is None else weight
+            else:
+                made |= {key: given[k] for k, key in zip(form.inputs, form.keys, strict=True) if key not in form.frozen}
+        return made | {k: genome[of] if (of := f"{BUFFERS}{k}") in genome else others[k] for k in self.buffers}
+
+
+def _sides(plan: Plan, generator: Generator, genome: Params) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """Left side, mix and right side of bilinear weights of one tile, which share the sides of their group."""
+    made = {}
+    for stack in generator.stacks:
+        e, leaves = stack.ensemble, {k: genome[name] for k, name in stack.names.items()}
+        c = stack.constants(leaves["mix"].dtype, leaves["mix"].device) if isinstance(e.hypernet, Bilinear) else None
+        if c is None or c.scale is None or len(leaves) < 3 or len(c.row) + len(c.col) > 2:
+            continue
+        unmixed = torch.eye(e.hypernet.factor_width).to(leaves["mix"]).expand(len(leaves["row_weight"]), -1, -1)
+        sides = Evaluation(c._replace(scale=None, groups=None), leaves | {"mix": unmixed}).tiles()
+        left, right = (x.unbind() for x in sides)
+        mix_T = leaves["mix"] * c.scale[:, None, None]
+        for span in e.spans:
+            tensor, group = plan.tensors[span.tensor], e.groups[span.first]
+            if len(tensor.slots) == span.slot.grid.n_tiles == 1:
+                made[tensor.name] = left[group], mix_T[span.first], right[group]
+    return made
+
+
+class _Way(NamedTuple):
+    net: PureNet
+    modules: list[RowWise]
+    paths: list[str]  # of modules that compute row by row; none if rows run one by one
+
+
+class _Call(NamedTuple):
+    args: Any
+    kwargs: Any
+    split: list[bool]  # whether each input has rows
+    use: Callable[..., Any] = lambda net, rows, *args, **kwargs: net(*args, **kwargs)
+
+    def of(self, rows: Tensor) -> _Call:
+        return _Call(*cut(rows, self.args, self.kwargs, self.split), self.split, self.use)
+
+
+class ManyGenomes(nn.Module):
+    """A module in which each row of a batch has its genome, from `materialize_many`.
+
+    Attributes:
+        n_genomes: the number of genomes.
+        row_wise: paths of the modules that computed row by row in the last batch; before the first batch, of the
+            modules that hold tensors in which genomes differ. "" is the p-net itself; none: rows ran one by one.
+    """
+
+    def __init__(
+        self, plans: Sequence[Plan], genomes: Sequence[GenomeLike], pnet: nn.Module, grown: int | None
+    ) -> None:
+        super().__init__()
+        by_id = {id(plan): plan for plan in plans}
+        kinds = [*dict.fromkeys(by_id.values())]
+        numbers = {key: kinds.index(plan) for key, plan in by_id.items()}
+        self._kinds, self.n_genomes, self._most = [numbers[id(plan)] for plan in plans], len(genomes), grown
+        groups = [[i for i, own in enumerate(self._kinds) if own == kind] for kind in range(len(kinds))]
+        self._places = {i: n for own in groups for n, i in enumerate(own)}
+        for plan, own in zip(kinds, groups, strict=True):
+            check_genomes(plan, [genomes[i] for i in own], pnet)
+        # Leaves and buffers of all genomes of a plan, [N, ...].
+        self._stacks = [stacked_genomes([genomes[i] for i in own]) for own in groups]
+        self._frame = _Frame.of(kinds, pnet, self._stacks)
+        self._rows = self._frame.varying(self._stacks)
+        base, frozen = self._frame.base, [key for form in self._frame.forms.values() for key in form.frozen]
+        tensors = {} if base is None else {k: x for k, x in base.params.items() if k not in self._frame.tensors}
+        tensors |= {} if base is None else {key: base.params[key.rpartition("_form.")[0]] for key in frozen}
+        self._keys = [*tensors]
+        for i, x in enumerate(tensors.values()):
+            self.register_buffer(f"tensor_{i}", x, persistent=False)
+        # Device and dtype of the tensors that grow, by their dtype in the plans.
+        for dtype in {DTYPES[x.dtype] for plan in kinds for x in (*plan.tensors, *plan.buffers)} | {kinds[0].dtype}:
+            like = next(x for stack in self._stacks for x in stack.values())
+            self.register_buffer(f"like_{dtype_name(dtype)}", like.new_empty(0, dtype=dtype), persistent=False)
+        owners, direct = set[str](), set[str]()
+        for name in (name for key in self._rows for name in self._names(key)):
+            path = name.partition(".parametrizations.")[0].rpartition(".")[0]
+            (direct if isinstance(self._frame.forms.get(name), RowFactors) else owners).add(path)
+        self._owners = outermost(owners)
+        self.row_wise = self._paths = outermost(owners | direct)
+        self._build()
+
+    def _build(self) -> None:
+        self._lock, self._way = threading.RLock(), cache(self._make_way)
+        self._known: dict[Any, _Way] = {}  # by kind of call
+        self._generators, self._grown = cache(self._frame.generator), lru_cache(self._most)(self._grow)
+        self._last: tuple[Any, Params] = None, {}  # numbers of the last batch, and its tensors
+
+    def _apply(self: Self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        if self._frame.base is not None and (base := self._frame.base.cast(fn)) is not None:
+            self._frame = self._frame._replace(base=base)
+        self._build()
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: x for k, x in self.__dict__.items() if k not in _TRANSIENT}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._build()
+
+    def _names(self, key: str) -> list[str]:
+        tensor = self._frame.tensors.get(key.partition("_form.")[0])
+        return [key] if tensor is None else [tensor.name, *tensor.aliases]
+
+    def _make_way(self, paths: tuple[str, ...] | None) -> _Way:
+        frame = self._frame
+        modules = [RowWise(frame.pnet, path, frame.forms, self._rows) for path in paths or ()]
+
+        def adapt(skeleton: nn.Module) -> list[str]:
+            prepare(skeleton)
+            for module in modules:
+                module.install(skeleton)
+            # Tensors that vary have one dimension more.
+            return [*self._rows] if modules else []
+
+        net = PureNet(frame.pnet, frame.forms, adapt, frame.base)
+        return _Way(net, modules, [] if paths is None else [*paths] if paths == ("",) else self._paths)
+
+    def forward(self, index: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The p-net's outputs: row b is `net(x[b : b + 1])` on genome `index[b]`, with `index` int64 [B].
+
+        Inputs whose first dimension is B have a row each; other inputs are for all rows.
+
+        Raises:
+            TypeError: if the index is not an int64 tensor, or an input or output is neither a tensor nor a plain value.
+            ValueError: if it is not [B], names a genome that there is not, no input has B rows, or some output has not.
+        """
+        # A graph would not be compared at its first call.
+        call: Any = torch.compiler.disable(self._call) if torch.compiler.is_dynamo_compiling() else self._call
+        return call(index, args, kwargs)
+
+    def generate(self, index: Tensor, tokens: Tensor, *, seeds: Sequence[int] | None = None, **options: Any) -> Tensor:
+        """Tokens [B, L] by `generate` of transformers, with the cache: row b with genome `index[b]`.
+
+        Args:
+            index: numbers of the genomes, int64 [B].
+            tokens: prompts [B, T], of one length or padded on the left.
+            seeds: a seed per row for `do_sample=True`: row b then draws the tokens that it draws alone after
+                `torch.manual_seed(seeds[b])`. Without seeds, rows draw from torch's default generator together.
+            options: of `generate`, with one sequence per row: `attention_mask`, `max_new_tokens`, `do_sample`,
+                `temperature`, ...
+
+        Raises:
+            ValueError: if the p-net has no `generate` or its rows do not run as a batch, for several sequences per row,
+                for another number of seeds, and as `forward`.
+        """
+        beams = {k: n for k in ("num_beams", "num_return_sequences") if (n := options.get(k) or 1) != 1}
+        if beams or not hasattr(self._frame.pnet, "generate"):
+            raise ValueError(f"expected a p-net with generate, and one sequence per row, got {beams or 'no generate'}")
+        if seeds is not None and len(seeds) != len(index):
+            raise ValueError(f"expected a seed for each of {len(index)} rows, got {len(seeds)}")
+        masks = {k: options.pop(k) for k in ("attention_mask",) if k in options}
+        return self._call(index, (tokens,), {"use_cache": False, **masks}, partial(generate_rows, seeds, options))
+
+    def _call(self, index: Tensor, args: Any, kwargs: Any, *use: Callable[..., Any]) -> Any:
+        inputs = tree_leaves((args, kwargs), "inputs")
+        call = _Call(args, kwargs, check_call(index, self.n_genomes, inputs), *use)
+        with self._lock:
+            if len(index) == 1:
+                return _checked(self._alone(index, 0, call), 1, one=True)
+            autocast = [torch.is_autocast_enabled(kind) for kind in {x.device.type for x in self.buffers()}]
+            kind = (*autocast, *map(_kind, inputs, call.split))
+            if kind not in self._known:
+                self._known[kind] = self._first(*self._trial(index, call))
+            way = self._known[kind]
+            self.row_wise, whole = way.paths, way.paths == [""]
+            if use and self._rows and (whole or not way.paths):
+                raise ValueError("rows of this p-net do not run as a batch: generate by gb.materialize, one by one")
+            if self._rows and not way.paths:
+                each = [_checked(self._alone(index, b, call), 1, one=True) for b in range(len(index))]
+                return joined(each, torch.arange(len(each), device="cpu"))
+            return _checked(self._together(way, index, call), len(index), one=whole)
+
+    def _trial(self, index: Tensor, call: _Call) -> tuple[Tensor, _Call]:
+        """Rows of a batch in another order, each with another genome: as many as no dimension of the inputs has."""
+        sizes = {size for x in _tensors((call.args, call.kwargs)) for size in x.shape}
+        n = next(n for n in (5, 7, 11, 13, 17, *range(19, 9999)) if n not in sizes)
+        numbers = torch.arange(n, device="cpu")
+        rows = call.of((len(index) - 1 - numbers) % len(index))
+        return (numbers + 1) % self.n_genomes, _Call(rows.args, rows.kwargs, rows.split)
+
+    def _first(self, index: Tensor, call: _Call) -> _Way:
+        """The first way in which each row has the outputs of a batch of one."""
+        alone = [_checked(self._alone(index, b, call), 1) for b in range(len(index))]
+        expected, reason = [_tensors(out) for out in alone], ""
+        tolerance = _tolerance((*self.buffers(), *_tensors((call.args, call.kwargs)), *expected[0]))
+        for paths in dict.fromkeys((tuple(self._owners), ("",) if self._rows else ())):
+            _checked(alone[0], 1, one=paths == ("",))
+            try:
+                out = self._together(self._way(paths), index, call)
+            except Exception as error:  # A module may raise anything inside of vmap.
+                reason = str(error).partition("\n")[0]
+                continue
+            found = _tensors(_checked(out, len(index)))
+            if all(_same([x[b : b + 1] for x in found], own, tolerance) for b, own in enumerate(expected)):
+                return self._way(paths)
+            reason = "a batch gives other outputs than its rows"
+        warnings.warn(f"rows run one by one, as vmap cannot run the p-net: {reason}", stacklevel=5)
+        return self._way(None)
+
+    def _together(self, way: _Way, index: Tensor, call: _Call) -> Any:
+        tensors = self._taken(index)
+        frozen = {} if self._frame.base is None else self._frame.base.on(next(self.buffers()).device)[1]
+        for module in way.modules:
+            module.tensors = tensors | frozen, len(index)
+        buffers = {k: tensors.pop(k) for k in self._frame.buffers}
+        return way.net.run(tensors, buffers, call.use, range(len(index)), *call.args, **call.kwargs)
+
+    def _alone(self, index: Tensor, b: int, call: _Call) -> Any:
+        row, tensors = call.of(torch.tensor([b], device="cpu")), self._taken(index[b])
+        buffers = {k: tensors.pop(k).clone() for k in self._frame.buffers}
+        return self._way(None).net.run(tensors, buffers, call.use, [b], *row.args, **row.kwargs)
+
+    def _taken(self, index: Tensor) -> Params:
+        """The tensors of genomes, of each row with `index` [B], without a dimension of rows with `index` []."""
+        numbers: Any = index.tolist()
+        if self._last[0] != numbers:
+            # A batch that comes again, as in each step of a text, is not stacked again.
+            each = [self._grown(i) for i in (numbers if index.ndim else [numbers])]
+            made, stacked = dict(each[0]), dict[tuple[int, ...], Tensor]()
+            for key in self._rows if index.ndim else ():
+                rows = [x[key] for x in each]
+                # Layers may share a side of their factors.
+                place = (*map(Tensor.data_ptr, rows), *rows[0].shape)
+                made[key] = stacked[place] = stacked[place] if place in stacked else torch.stack(rows)
+            self._last = numbers, made
+        return {key: self.get_buffer(f"tensor_{i}") for i, key in enumerate(self._keys)} | self._last[1]
+
+    def _grow(self, number: int) -> Params:
+        kind, place = self._kinds[number], self._places[number]
+        genome = {k: x[place] for k, x in self._stacks[kind].items()}
+        made = self._frame.grow(kind, self._generators(kind), genome)
+        return {k: x.to(self.get_buffer(f"like_{dtype_name(x.dtype)}")) for k, x in made.items()}
+
+
+def check_call(index: Tensor, n_genomes: int, inputs: list[tuple[str, Any]]) -> list[bool]:
+    """Whether each input has rows; raises as `ManyGenomes.forward`."""
+    if not isinstance(index, Tensor) or index.dtype != torch.int64:
+        got = str(index.dtype) if isinstance(index, Tensor) else type(index).__name__
+        raise TypeError(f"index must be an int64 tensor [B] of genomes' numbers, got {got}")
+    if index.ndim != 1 or not len(index):
+        raise ValueError(f"index must have shape [B] with B >= 1, got {tuple(index.shape)}")
+    low, high = int(index.min()), int(index.max())
+    if low < 0 or high >= n_genomes:
+        raise ValueError(f"index must be within 0 .. {n_genomes - 1}, got {low} .. {high}")
+    for at, x in inputs:
+        if not isinstance(x, (Tensor, *PLAIN)):
+            raise TypeError(f"{at} is a {type(x).__name__}: inputs must be tensors and plain values")
+    split = [isinstance(x, Tensor) and x.shape[:1] == index.shape for _, x in inputs]
+    if not any(split):
+        shapes = [tuple(x.shape) for _, x in inputs if isinstance(x, Tensor)]
+        raise ValueError(f"index has {len(index)} rows, and no input has: their shapes are {shapes}")
+    return split
+
+
+def _kind(named: tuple[str, Any], has_rows: bool) -> Any:
+    at, x = named
+    return (at, has_rows, x.dtype, x.shape[has_rows:]) if isinstance(x, Tensor) else (at, type(x), x)
+
+
+def _checked(out: Any, n_rows: int, one: bool = False) -> Any:
+    """An output; ValueError if a tensor has not this many rows, TypeError for an object of `one` row of several."""
+    for at, x in tree_leaves(out, "output"):
+        if isinstance(x, Tensor) and x.shape[:1] != (n_rows,):
+            got = f"{at} of {n_rows} {'row' if n_rows == 1 else 'rows'} has shape {tuple(x.shape)}"
+            raise ValueError(f"{got}, and batches must come first: leave it out (a loss: call without labels)")
+        if one and not isinstance(x, (Tensor, *PLAIN)):
+            raise TypeError(f"{at} is a {type(x).__name__}, of one row: switch it off (a cache: use_cache=False)")
+    return out
+
+
+def cut(rows: Tensor, args: Any, kwargs: Any, split: list[bool]) -> tuple[Any, Any]:
+    """Some rows of the inputs that have rows."""
+    flags = iter(split)
+    return tree_map(lambda x: x[rows.to(x.device)] if next(flags) else x, (args, kwargs))
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [x.detach() for _, x in tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def _tolerance(tensors: Iterable[Tensor]) -> float:
+    """Rounding by another order of sums, relative to the largest entry: 1e-6, 2e-3, and 0.1 in half precision."""
+    floating = [x for x in tensors if differentiable(x.dtype)]
+    dtypes = {x.dtype for x in floating}
+    for device in {x.device.type for x in floating}:
+        dtypes |= {torch.get_autocast_dtype(device)} if torch.is_autocast_enabled(device) else set()
+    return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0) ** 0.4
+
+
+def _same(found: list[Tensor], expected: list[Tensor], tolerance: float) -> bool:
+    if [(x.shape, x.dtype) for x in found] != [(x.shape, x.dtype) for x in expected]:
+        return False
+    for x, y in zip(found, expected, strict=True):
+        # Entries of a mask, which are the same in both, may be as large as 1e9.
+        largest = float(torch.where(x == y, 0, y).nan_to_num(0, 0, 0).abs().max()) if x.numel() else 0.0
+        if not torch.equal(x, y) and not torch.allclose(x, y, 0, tolerance * largest, equal_nan=True):
+            return False
+    return True
+
+
+def stacked_genomes(genomes: Sequence[GenomeLike]) -> Params:
+    """Leaves and buffers by flat names, [N, ...]; equal ones as one tensor, with a stride of 0."""
+    flat = [flat_genome(genome) | flatten_tree(genome.buffers, BUFFERS) for genome in genomes]
+
+    def stack(first: Tensor, *others: Tensor) -> Tensor:
+        same = all(x is first or torch.equal(x, first) for x in others)
+        return first.detach().expand(len(flat), *first.shape) if same else torch.stack([first, *others]).detach()
+
+    return {k: stack(*(x[k] for x in flat)) for k in flat[0]}
+
+
+def outermost(paths: Iterable[str]) -> list[str]:
+    """The sorted paths of modules that are in none of the others."""
+    given = sorted({*paths})
+    return [p for p in given if not any(p != other and f"{p}.".startswith(other and f"{other}.") for other in given)]

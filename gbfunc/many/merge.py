@@ -1,0 +1,67 @@
+"""The weighted sum of genomes as a plain module."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from gbfunc.generation import make_generator
+from gbfunc.genome import check_genome, check_plan
+from gbfunc.plan import DTYPES, Plan
+from gbfunc.pnet.describe import named_tensors, with_weights
+from gbfunc.trees import differentiable, flat_genome
+from gbfunc.types import GenomeLike
+
+
+def check_genomes(plan: Plan, genomes: Sequence[GenomeLike], pnet: nn.Module) -> None:
+    """Raise `ValueError` unless there is a genome, and all fit the plan and the p-net."""
+    check_plan(plan, pnet)
+    if not len(genomes):
+        raise ValueError("expected at least one genome, got none")
+    for genome in genomes:
+        check_genome(plan, genome)
+
+
+def merge_genomes(
+    plan: Plan, genomes: Sequence[GenomeLike], pnet: nn.Module, weights: Sequence[float] | None = None
+) -> nn.Module:
+    """A plain module whose tensors are weighted sums of those of several genomes: their mean, or between two of them.
+
+    With W_i the tensors that genome i gives and a_i its weight, the module has `sum_i a_i W_i`, and with a base, whose
+    tensors (and present heads) are W_0, `W_0 + sum_i a_i (W_i - W_0)`: tasks are added up, or with a negative weight
+    taken away (Ilharco et al. 2023, task arithmetic). Sums of genomes would be something else, since g-nets are not
+    linear. The module is `materialize`'s for a single genome; to switch or to undo, materialise another genome, or use
+    the base, which is not changed.
+
+    `pnet` is the plan's p-net or base, which is not changed, and `weights` has a finite number for each genome; None
+    is the mean. Raises `ValueError` if genomes, plan, p-net and weights do not fit together.
+    """
+    check_genomes(plan, genomes, pnet)
+    if beside := [t.name for t in plan.tensors if t.kind == "beside"]:
+        words = "stay beside layers that hide their weight, and cannot be summed with it"
+        raise ValueError(f"{', '.join(beside)} {words}: gb.materialize_many serves several genomes")
+    shares = [1 / len(genomes)] * len(genomes) if weights is None else [float(a) for a in weights]
+    if len(shares) != len(genomes) or not all(math.isfinite(a) for a in shares):
+        raise ValueError(f"expected {len(genomes)} finite weights, one for each genome, got {weights}")
+    base = plan.base_tensors(pnet)
+    generator = make_generator(plan, base=base)
+    with torch.no_grad():
+        made = [generator(flat_genome(genome)) for genome in genomes]
+    present = {} if base is None else dict(named_tensors(pnet))
+    first = max(range(len(shares)), key=lambda i: shares[i])
+
+    def summed(name: str, values: list[Tensor], dtype: torch.dtype) -> Tensor:
+        # Counters are not for sums.
+        if not differentiable(dtype) or len(values) == 1 == shares[0]:
+            return values[first].to(dtype)
+        wide = [x.detach().to(torch.complex128 if dtype.is_complex else torch.float64) for x in values]
+        start = present[name].detach().to(wide[0]) if name in present else wide[0].new_zeros(())
+        total = sum((a * (x - start) for a, x in zip(shares, wide, strict=True)), start)
+        return torch.as_tensor(total).to(dtype)
+
+    tensors = {name: made[0][name] for name in generator.unchanged}
+    tensors |= {t.name: summed(t.name, [x[t.name] for x in made], DTYPES[t.dtype]) for t in plan.tensors}
+    buffers = {b.name: summed(b.name, [g.buffers[b.name] for g in genomes], DTYPES[b.dtype]) for b in plan.buffers}
+    buffers |= {} if base is None else base.on(next(iter(tensors.values())).device)[1]
+    return with_weights(pnet, tensors, buffers)

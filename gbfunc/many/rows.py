@@ -1,0 +1,122 @@
+"""Modules of a p-net that run row by row: row b of the inputs with entry b of each tensor that differs."""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gbfunc.layers.attention import attention_forward
+from gbfunc.layers.forms import WeightForm
+from gbfunc.layers.install import layer_form
+from gbfunc.layers.kinds import DELTA
+from gbfunc.pnet.describe import buffers_of, parameter_infos
+from gbfunc.pnet.pure import PureNet
+from gbfunc.trees import tree_leaves, tree_map
+from gbfunc.types import Params
+
+PLAIN = (bool, int, float, complex, str, bytes, Enum, type(None), torch.dtype, torch.device)
+"""Inputs and outputs beside tensors: values that all rows share."""
+
+
+class RowWise:
+    """A module of the p-net under `vmap`: row `b` of its inputs with entry `b` of the tensors in `varying`."""
+
+    tensors: tuple[Params, int]  # all tensors of the p-net, by name, and the number of rows; set before each call
+
+    def __init__(self, pnet: nn.Module, path: str, forms: Mapping[str, WeightForm], varying: Collection[str]) -> None:
+        module, prefix = pnet.get_submodule(path), f"{path}." if path else ""
+        # Where a tensor is tied, the p-net has it under its first name.
+        first = {name: info.name for info in parameter_infos(pnet) for name in (info.name, *info.aliases)}
+        own = {info.name: first[f"{prefix}{info.name}"] for info in parameter_infos(module)}
+        # Deltas beside layers are no parameters.
+        own |= {k.removeprefix(prefix): k for k in forms if k.startswith(prefix) and k.rpartition(".")[2] == DELTA}
+        mine = {name: forms[there].renamed(name) for name, there in own.items() if there in forms}
+        self.path, self._net = path, PureNet(module, mine, prepare)
+        # Names in the p-net by name in the module.
+        self._weights = {k: v for k, v in own.items() if k not in mine}
+        for k, form in mine.items():
+            self._weights |= zip(form.keys, forms[own[k]].keys, strict=True)
+        self._buffers = {name: f"{prefix}{name}" for name in buffers_of(module)}
+        self._varying = [name for name, there in (self._weights | self._buffers).items() if there in varying]
+
+    def install(self, skeleton: nn.Module) -> None:
+        """Take the place of the module's forward."""
+        module = skeleton.get_submodule(self.path)
+        object.__setattr__(module, "forward", self)
+        # The hooks are called for each row, inside.
+        for name in vars(nn.Module()):
+            if name.endswith("_hooks"):
+                vars(module)[name].clear()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's outputs, row by row."""
+        tensors, n_rows = self.tensors
+        everything = {k: tensors[v] for k, v in (self._weights | self._buffers).items()}
+        inputs = [x for _, x in tree_leaves((args, kwargs))]
+        split = [self._has_rows(x, n_rows) for x in inputs]
+        template: Any = None
+
+        def row(mine: Params, rows: list[Tensor]) -> tuple[Tensor, ...]:
+            nonlocal template
+            each, flags = iter(rows), iter(split)
+            a, k = tree_map(lambda x: next(each)[None] if next(flags) else x, (args, kwargs))
+            here = everything | mine
+            template = self._net(*({n: here[n] for n in names} for names in (self._weights, self._buffers)), *a, **k)
+            return tuple(x[0] for _, x in tree_leaves(template) if isinstance(x, Tensor))
+
+        given = [x for x, of_rows in zip(inputs, split, strict=True) if of_rows]
+        # The fused attention of CPUs has no batching rule.
+        with sdpa_kernel(SDPBackend.MATH):
+            made = vmap(row, randomness="different")({k: everything[k] for k in self._varying}, given)
+        for at, x in tree_leaves(template, "output"):
+            if not isinstance(x, (Tensor, *PLAIN)) and not callable(x):
+                raise ValueError(f"{self.path!r} has a {type(x).__name__} as {at}, which is that of one row")
+        left = iter(made)
+        return tree_map(lambda x: next(left) if isinstance(x, Tensor) else x, template)
+
+    def _has_rows(self, x: Any, n_rows: int) -> bool:
+        if not isinstance(x, (Tensor, *PLAIN)) and not callable(x):
+            raise ValueError(f"{self.path!r} has a {type(x).__name__} as input, whose rows are not known")
+        if not isinstance(x, Tensor) or x.ndim == 0:
+            return False
+        # Inside of the p-net another first dimension equals the number of rows in some batches and not in others.
+        if self.path and len(x) != n_rows and (len(x) != 1 or x.ndim == 1):
+            raise ValueError(f"{self.path!r} has an input of shape {tuple(x.shape)} for {n_rows} rows")
+        return len(x) == n_rows
+
+
+def prepare(net: nn.Module) -> list[str]:
+    """Set eval mode, and let torch's encoders call their layers: their fused forward has no batching rule."""
+    for module in net.eval().modules():
+        if isinstance(module, nn.MultiheadAttention) and layer_form(module):
+            object.__setattr__(module, "forward", partial(attention_forward, module))
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
+    return []
+
+
+def joined(outputs: Sequence[Any], order: Tensor) -> Any:
+    """Outputs of parts of a batch as one, rows in `order`; small ones are padded at the end by -inf (integers: -1)."""
+    parts = iter([*zip(*([x for _, x in tree_leaves(out) if isinstance(x, Tensor)] for out in outputs), strict=True)])
+
+    def join(first: Any) -> Any:
+        if not isinstance(first, Tensor):
+            return first
+        each, padded = next(parts), list[Tensor]()
+        padding = -math.inf if first.is_floating_point() else -1
+        sides = [max(n) for n in zip(*(x.shape[1:] for x in each), strict=True)]
+        for x in each:
+            missing = [n for side, own in zip(sides[::-1], x.shape[:0:-1], strict=True) for n in (0, side - own)]
+            padded.append(F.pad(x, missing, value=padding) if any(missing) else x)
+        return torch.cat(padded)[order.to(first.device)]
+
+    return tree_map(join, outputs[0])
