@@ -4,12 +4,9 @@
 `sizes` counts their bytes. Functions trust the plan that they take and read no files; `gbfunc.storage` reads files.
 """
 
+# ruff: noqa: F401
 from gbfunc.formats.compact import Compact, pack
 from gbfunc.formats.rounding import BITS, STORED_DTYPES, StoredDtype, stored_name
 from gbfunc.formats.sizes import document, file_bytes, genome_file_bytes
 from gbfunc.formats.step_stream import allocate
 from gbfunc.formats.steps import AUTO, Steps, Stored, as_stored, bytes_each, check_steps, stored_as
-
-__all__ = ["AUTO", "BITS", "STORED_DTYPES", "Compact", "Steps", "Stored", "StoredDtype", "allocate", "as_stored"]
-__all__ += ["bytes_each", "check_steps", "document", "file_bytes", "genome_file_bytes", "pack"]
-__all__ += ["stored_as", "stored_name"]

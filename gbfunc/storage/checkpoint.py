@@ -235,7 +235,17 @@ def _restore(
                 skipped.append(f"{file.name}: {error}")
                 continue
             # A valid checkpoint that does not fit raises: a fresh start would mix two trainings in one folder.
-            extra = _check_metadata(metadata, tensors, train_step.plan, check)
+            if metadata.get("format") != _FORMAT:
+                raise ValueError(f"its format is {metadata.get('format')!r}, the one known here is {_FORMAT!r}")
+            # `object_pairs_hook` would take precedence.
+            hooks = {"object_hook": partial(unpack_values, tensors), "object_pairs_hook": None}
+            extra = _object(metadata, "extra", parse_constant=float, parse_float=float, **hooks)
+            check(extra)
+            plan, expected = _object(metadata, "plan"), _plan_summary(train_step.plan)
+            if plan["sha256"] != expected.pop("sha256"):
+                differing = [f"{k} {plan.get(k)} instead of {v}" for k, v in expected.items() if plan.get(k) != v]
+                same_size = "of the same size; make the p-net after the same torch.manual_seed: the plan has its scales"
+                raise ValueError(f"it was saved with another plan ({', '.join(differing) or same_size})")
             training = _object(metadata, "training")
             if not all(isinstance(value, str) for value in training.values()):
                 raise ValueError("its options of the training are not texts")
@@ -253,21 +263,6 @@ def _restore(
             flat[name] = torch.empty_like(leaf, requires_grad=False).copy_(tensors[name])
         return Checkpoint(None, extra, file, tuple(skipped)), training
     return Checkpoint(None, {}, None, tuple(skipped)), {}
-
-
-def _check_metadata(metadata: dict[str, str], tensors: Params, plan: Plan, check: Callable[[JSON], None]) -> JSON:
-    if metadata.get("format") != _FORMAT:
-        raise ValueError(f"its format is {metadata.get('format')!r}, the one known here is {_FORMAT!r}")
-    # `object_pairs_hook` would take precedence.
-    hooks = {"object_hook": partial(unpack_values, tensors), "object_pairs_hook": None}
-    extra = _object(metadata, "extra", parse_constant=float, parse_float=float, **hooks)
-    check(extra)
-    saved, expected = _object(metadata, "plan"), _plan_summary(plan)
-    if saved["sha256"] != expected.pop("sha256"):
-        differing = [f"{k} {saved.get(k)} instead of {v}" for k, v in expected.items() if saved.get(k) != v]
-        same_size = "of the same size; make the p-net after the same torch.manual_seed, for its scales are in the plan"
-        raise ValueError(f"it was saved with another plan ({', '.join(differing) or same_size})")
-    return extra
 
 
 def _object(metadata: dict[str, str], name: str, **options: Any) -> JSON:

@@ -26,21 +26,19 @@ from gbfunc.types import Genome, GenomeLike, Params
 GENOME_FILE = "genome.safetensors"
 
 _HUB = ("huggingface_hub", "the Hugging Face hub", "huggingface_hub")
-_LARGE_FILES = frozenset(
-    ("is_main_process", "max_shard_size", "safe_serialization", "save_function", "save_peft_format", "variant")
-)
-"""Options of `PreTrainedModel.save_pretrained` that `Trainer` passes and a genome ignores."""
+# Options of `PreTrainedModel.save_pretrained` that `Trainer` passes and a genome ignores.
+_LARGE_FILES = "is_main_process max_shard_size safe_serialization save_function save_peft_format variant".split()
 
 _CARD = """{head}
 # A genome{of}
 
 {genome_params:,} trained parameters in a file of {genome_bytes:,} bytes, from which
-gbfunc generates {what} of {pnet_params:,} parameters ({dense_bytes:,} bytes).
-{base}
+gbfunc generates {pnet_params:,} weights ({dense_bytes:,} bytes){base}.
+
 ```python
 import gbfunc as gb
 
-pnet = ...  # {pnet}
+pnet = ...  # the network that it was made for
 module = gb.GenomeModule.from_pretrained("{place}", pnet=pnet)
 outputs = module.eval()(...)
 ```
@@ -125,16 +123,13 @@ def _write(folder: Path, plan: Plan, genome: GenomeLike, dtype: Stored | None, p
     replace_file(folder / "config.json", f"{json.dumps(config, indent=2)}\n".encode())
     if (folder / "README.md").exists():
         return
-    base, tags, name = plan.base, ["gbfunc", "hypernetwork"], ""
-    words = {"of": "", "what": "the weights of a network", "pnet": "the network that it was made for", "base": ""}
+    base, head, words = plan.base, card_head("gbfunc", ["gbfunc", "hypernetwork"]), {"of": "", "base": ""}
     if base is not None:
-        tags, name = [*tags, "adapter"], base.name
-        named = quoted(base.name) if base.name else "a pretrained network"
-        named += f" (revision {quoted(base.revision)})" if base.revision else ""
-        frozen = f"{base.params:,} frozen parameters, {base.bytes:,} bytes, digest {quoted(base.digest)}"
-        words = {"of": f" of {named}", "what": "deltas of a network", "base": f"\nIt changes {named}: {frozen}.\n"}
-        words["pnet"] = "the pretrained network, with its new head if any"
-    card = _CARD.format(head=card_head("gbfunc", tags, name), place=place, **words, **sizes)
+        head = card_head("gbfunc", ["gbfunc", "hypernetwork", "adapter"], base.name)
+        words["of"] = f" of {quoted(base.name) if base.name else 'a pretrained network'}"
+        words["of"] += f" (revision {quoted(base.revision)})" if base.revision else ""
+        words["base"] = f", deltas of {base.params:,} frozen parameters with the digest {quoted(base.digest)}"
+    card = _CARD.format(head=head, place=place, **words, **sizes)
     replace_file(folder / "README.md", card.encode())
 
 

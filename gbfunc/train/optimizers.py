@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from gbfunc.train.param_groups import ROLES, Kernel, LearningRate, ParamGroup, check_class, learning_rate, param_groups
+from gbfunc.train.param_groups import ROLES, Kernel, LearningRate, ParamGroup, learning_rate, param_groups
 from gbfunc.trees import TensorSpec, compare_trees, flatten_tree, spec_of, unflatten_tree
 from gbfunc.types import Params
 
@@ -92,7 +92,11 @@ def torch_optimizer(
     >>> params
     {'w': tensor([0.5000, 0.5000]), 'b': tensor([0.7500])}
     """
-    check_class(cls)
+    kind: Any = cls
+    if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer) or kind is torch.optim.Optimizer:
+        raise TypeError(f"cls must be a subclass of torch.optim.Optimizer, got {kind!r}")
+    if issubclass(cls, torch.optim.LBFGS):
+        raise ValueError("LBFGS evaluates the loss many times a step (it needs a closure): take a first-order class")
     group_of = param_groups(cls, {"lr": lr, **options}, {"code": code, "linear": linear, "direct": direct})
     cached = lru_cache(maxsize=16)(partial(_prepare, group_of))
 

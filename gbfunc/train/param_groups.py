@@ -114,14 +114,6 @@ def learning_rate(lr: LearningRate, step: int) -> float:
     return rate
 
 
-def check_class(cls: Any) -> None:
-    """Refuse objects other than optimizer classes, and classes that need a closure."""
-    if not isinstance(cls, type) or not issubclass(cls, torch.optim.Optimizer) or cls is torch.optim.Optimizer:
-        raise TypeError(f"cls must be a subclass of torch.optim.Optimizer, got {cls!r}")
-    if issubclass(cls, torch.optim.LBFGS):
-        raise ValueError("LBFGS evaluates the loss many times a step (it needs a closure): take a first-order class")
-
-
 def torch_schedule(
     scheduler_cls: type[lr_scheduler.LRScheduler], lr: float, steps: int, **options: Any
 ) -> Callable[[int], float]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -188,11 +188,20 @@ class GenomeLoss:
         return found[: len(of)]
 
 
-class OneGraph:
+class Strategy:
+    """How the genome's gradient is computed: `OneGraph`, or one of the other files."""
+
+    loss: GenomeLoss | None = None  # None before a first call that makes it
+    least_rows: int = 2  # rows of zeros in the place of an empty share: some layers refuse a single one
+
+    def __call__(self, given: Given, wanted: list[Tensor]) -> Result:
+        raise NotImplementedError
+
+
+class OneGraph(Strategy):
     """One graph from the leaves to the loss, eager; `scale` that loss against underflow in half precision."""
 
-    least_rows = 2
-    """Rows of zeros instead of an empty share: some layers refuse a single one."""
+    loss: GenomeLoss
 
     def __init__(self, loss: GenomeLoss, scale: float) -> None:
         self.loss, self._scale = loss, scale
@@ -208,18 +217,6 @@ class OneGraph:
         if all(g is None for g in gradients):
             raise ValueError(NO_GRADIENT)
         return Result(loss.detach(), given.detached(aux), gradients, rows)
-
-
-class Strategy(Protocol):
-    """How the genome's gradient is computed: `OneGraph`, or one of the other files."""
-
-    @property
-    def loss(self) -> GenomeLoss | None: ...  # noqa: D102 (None before a first call that makes it)
-
-    @property
-    def least_rows(self) -> int: ...  # noqa: D102 (rows of zeros in the place of an empty share)
-
-    def __call__(self, given: Given, wanted: list[Tensor]) -> Result: ...  # noqa: D102
 
 
 class LossAndGrads(NamedTuple):

@@ -13,7 +13,7 @@ from torch import Tensor
 from gbfunc.parallel import gather_objects
 from gbfunc.parallel.pipeline import Pipeline
 from gbfunc.train.gradients.accumulated import equal_parts, mean_of, through_gnets, weights_of
-from gbfunc.train.gradients.loss import GenomeLoss, Given, Gradients, LossFn, Result, generators_of
+from gbfunc.train.gradients.loss import GenomeLoss, Given, Gradients, LossFn, Result, Strategy, generators_of
 from gbfunc.train.gradients.proof import Proof
 from gbfunc.train.gradients.ranks import SPLIT_CAUSE
 
@@ -28,7 +28,7 @@ _CAUSE = (
 _STAGE_MIX = 0x94D049BB133111EB
 
 
-class Pipelined:
+class Pipelined(Strategy):
     """Gradients of this rank's weights by a schedule, then of the genome.
 
     The parameters of a rank are known when the loss has been recorded with a first batch: then `build` makes the loss.
@@ -47,7 +47,6 @@ class Pipelined:
         self._pipeline, self._build, self._loss_fn, self._scale = pipeline, build, loss_fn, scale
         self._again, self._split, self._amp, self._n = again, split, amp, pipeline.microbatches
         self.least_rows = max(2, self._n)
-        self.loss: GenomeLoss | None = None
 
     def __call__(self, given: Given, wanted: list[Tensor]) -> Result:
         parts = equal_parts(self._n, given.batch, given.rows)
