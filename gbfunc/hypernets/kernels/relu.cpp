@@ -26,16 +26,11 @@ Vec<S> add_where_greater(Vec<S>& sum, Vec<S> x, Vec<S> y, Vec<S> value) {
     const __mmask16 active = _mm512_cmp_ps_mask(x, y, _CMP_GT_OQ);
     sum = _mm512_mask_add_ps(sum, active, sum, value);
     return _mm512_maskz_mov_ps(active, value);
-  } else {
-    const __mmask8 active = _mm512_cmp_pd_mask(x, y, _CMP_GT_OQ);
-    sum = _mm512_mask_add_pd(sum, active, sum, value);
-    return _mm512_maskz_mov_pd(active, value);
   }
-#else
+#endif
   const Vec<S> active = x > y ? value : Vec<S>{};
   sum += active;
   return active;
-#endif
 }
 
 struct Grid {

@@ -33,18 +33,11 @@ struct Wave {
 };
 
 template <class S>
-struct Bits;
-template <>
-struct Bits<float> {
-  typedef std::int32_t type __attribute__((vector_size(kBytes)));
-  static constexpr float magic = 12582912.0f, limit = 8192.0f;  // 1.5 * 2^23: adding it rounds to a whole number
-  static constexpr int sign_shift = 30;
-};
-template <>
-struct Bits<double> {
-  typedef std::int64_t type __attribute__((vector_size(kBytes)));
-  static constexpr double magic = 6755399441055744.0, limit = 1e6;  // 1.5 * 2^52
-  static constexpr int sign_shift = 62;
+struct Bits {
+  typedef std::conditional_t<sizeof(S) == 4, std::int32_t, std::int64_t> type __attribute__((vector_size(kBytes)));
+  static constexpr S magic = sizeof(S) == 4 ? 12582912.0 : 6755399441055744.0;  // adding 1.5 * 2^23 or 2^52 rounds
+  static constexpr S limit = sizeof(S) == 4 ? 8192.0 : 1e6;
+  static constexpr int sign_shift = 8 * sizeof(S) - 2;
 };
 
 // Horner's rule, highest coefficient first.
