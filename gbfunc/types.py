@@ -12,11 +12,11 @@ Params: TypeAlias = dict[str, Tensor]
 GNets: TypeAlias = dict[str, Params]
 """`{ensemble: {leaf: tensor}}`; a leaf has a leading dimension of tiles [T, ...] or of groups [G, ...]."""
 
-Kernel: TypeAlias = Literal["auto", "eager", "compiled", "reference"]
+Kernel: TypeAlias = Literal["auto", "eager", "compiled"]
 """The implementation of ReLU, periodic and bilinear g-nets.
 
-`"compiled"` is C++ on a CPU and Triton on a GPU; `"eager"` is PyTorch; `"reference"` is the definition, in PyTorch;
-`"auto"` is `"compiled"` where available, otherwise `"eager"`.
+`"compiled"` is C++ on a CPU and Triton on a GPU; `"eager"` is PyTorch; `"auto"` is `"compiled"` where available,
+otherwise `"eager"`.
 """
 
 Lazy: TypeAlias = bool | Literal["auto"]

@@ -33,7 +33,6 @@ from tests.support.kernel_cases import (
     transformed,
 )
 
-FORMS = ["reference", *FAST]
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
@@ -44,7 +43,7 @@ def grids(draw: st.DrawFn) -> TileGrid:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("kernel", FORMS)
+@pytest.mark.parametrize("kernel", FAST)
 @given(grids(), st.integers(1, 20), st.booleans(), st.tuples(st.integers(0, 3), st.integers(0, 3)), st.integers(0, 99))
 def test_values_and_gradients_equal_the_definition(
     kernel: Kernel, dtype: torch.dtype, grid: TileGrid, hidden: int, shared: bool, widths: tuple[int, int], seed: int
@@ -87,7 +86,7 @@ def test_inputs_of_any_strides(kernel: Kernel) -> None:
     assert_alike(found(kernel, grid, strided), found(kernel, grid, inputs), 1e-12)
 
 
-@pytest.mark.parametrize("kernel", FORMS)
+@pytest.mark.parametrize("kernel", FAST)
 def test_what_is_not_a_number_is_not_hidden(kernel: Kernel) -> None:
     inputs = [x.detach() for x in inputs_of(TileGrid(5, 9, 5, 9), shared=False)]
     inputs[0][0, 2, 0] = torch.nan

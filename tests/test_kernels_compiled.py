@@ -67,7 +67,7 @@ def test_every_width_of_vectors_makes_the_matrix(
         )
         leaves = [x.requires_grad_() for x in (weight, phase, sine, cosine)]
         side = Side(codes, leaves[0], leaves[1], leaves[2], leaves[3])
-        one, other = (waves([side], kernel=kernel)[0] for kernel in ("compiled", "reference"))
+        one, other = (waves([side], kernel=kernel)[0] for kernel in ("compiled", "eager"))
         made, parts = ([x, *torch.autograd.grad(x, leaves, torch.ones_like(x))] for x in (one, other))
         assert_alike(made, parts, tolerance)
 

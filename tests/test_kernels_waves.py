@@ -95,8 +95,9 @@ def loop(side: Side) -> Tensor:
     return out
 
 
-def with_gradients(side: Side, kernel: Kernel, seed: int = 0) -> list[Tensor]:
-    (out,) = waves([side], kernel=kernel)
+def with_gradients(side: Side, kernel: Kernel | None, seed: int = 0) -> list[Tensor]:
+    """Values and gradients; those of a sine for each row without a kernel."""
+    (out,) = [side._replace(period=0).in_parts()] if kernel is None else waves([side], kernel=kernel)
     g = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(out.dtype)
     # Weights of codes without columns may be no part of the graph.
     anchored = out + 0 * sum(x.sum() for x in leaves_of(side))
@@ -109,7 +110,7 @@ def test_sides_and_gradients_equal_the_loop_and_the_parts(kernel: Kernel, case: 
     side = case.side(seed=seed)
     found = with_gradients(side, kernel)
     torch.testing.assert_close(found[0], loop(side), rtol=1e-12, atol=1e-12)
-    assert_alike(found, with_gradients(side, "reference"), 1e-12)
+    assert_alike(found, with_gradients(side, None), 1e-12)
     single = case.side(torch.float32, seed)
     assert_exact(with_gradients(single, kernel), single, least=1.0)
 
@@ -119,7 +120,7 @@ def assert_exact(found: list[Tensor], side: Side, least: float = 1e-24) -> None:
     wide = side._replace(**{k: None if x is None else x.detach().double() for k, x in _floats(side).items()})
     for leaf in leaves_of(wide):
         leaf.requires_grad_()
-    for x, y in zip(found, with_gradients(wide, "reference"), strict=True):
+    for x, y in zip(found, with_gradients(wide, None), strict=True):
         largest = max(float(y.abs().max()) if y.numel() else 0.0, least)
         torch.testing.assert_close(x.double(), y, rtol=0, atol=TOLERANCES[side.codes.dtype] * largest)
 
@@ -142,7 +143,7 @@ def test_the_period_of_codes_splits_them_into_blocks_and_places(encoding: Any, d
     drawn = data.draw(st.sampled_from(FORMS))
     case = dataclasses.replace(drawn, rows=n, width=codes.shape[2], own_codes=False)
     side = case.side()._replace(codes=codes)
-    expected = with_gradients(side, "reference")
+    expected = with_gradients(side, None)
     for kernel in ("auto", "eager"):
         assert_alike(with_gradients(side._replace(period=m), kernel), expected, 1e-12)
 
@@ -204,7 +205,7 @@ def test_arguments_of_any_strides(kernel: Kernel, case: Case) -> None:
 
     other = side._replace(**{k: strided(x) for k, x in _floats(side).items()}, groups=strided(side.groups))
     assert not any(x.is_contiguous() for x in leaves_of(other))
-    assert_alike(with_gradients(other, kernel), with_gradients(side, "reference"), 1e-12)
+    assert_alike(with_gradients(other, kernel), with_gradients(side, None), 1e-12)
 
 
 # torch 2.5 uses there what it deprecates itself.
@@ -248,7 +249,7 @@ def test_transforms_agree_with_those_of_the_parts(name: str) -> None:
     def objective(kernel: Kernel) -> Callable[..., Tensor]:
         return lambda *x: waves([_with(side, x)], kernel=kernel)[0].square().sum().sin()
 
-    expected = TRANSFORMS["grad" if name == "compiled" else name](objective("reference"))(*leaves)
+    expected = TRANSFORMS["grad" if name == "compiled" else name](objective("eager"))(*leaves)
     assert_trees_close(TRANSFORMS[name](objective("auto"))(*leaves), expected)
 
 
@@ -279,7 +280,7 @@ def test_what_is_frozen_or_not_used_has_no_gradient() -> None:
     made = waves(sides, kernel="compiled")
     assert {type(x.grad_fn) for x in made} == {type(made[0].grad_fn)}
     made[1].sum().backward()
-    parts = waves(sides, kernel="reference")[1]
+    parts = waves(sides, kernel="eager")[1]
     leaves = [x for x in leaves_of(sides[1]) if x.requires_grad]
     for x, y in zip(leaves, torch.autograd.grad(parts.sum(), leaves), strict=True):
         torch.testing.assert_close(x.grad, y)
@@ -321,7 +322,7 @@ def test_factors_of_many_runs_are_those_of_each_tile(kernel: Kernel, kinds: list
         for t in range(one.n_tiles):
             group = t if c.groups is None else t % 2
             own = {k: v[group if specs[k].scope == "group" else t, None] for k, v in leaves.items()}
-            single = Evaluation(Constants.make(c.hypernet, c.dims, "reference", c.row, c.col[t, None]), own)
+            single = Evaluation(Constants.make(c.hypernet, c.dims, "eager", c.row, c.col[t, None]), own)
             made = dense_tiles(single.tiles())[0]
             torch.testing.assert_close(tiles[t], made * c.scale[t], rtol=1e-12, atol=1e-12)
 

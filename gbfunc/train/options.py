@@ -35,7 +35,7 @@ class StepOptions:
             genome is gathered again each time, no weight stays factors, and all ranks must use the same layers).
         on_nonfinite: `"skip"` keeps the state on a loss or gradient that is not finite, `"raise"` raises.
         kernel: implementation of ReLU, periodic and bilinear g-nets: "compiled" (C++ on a CPU, Triton on a GPU),
-            "eager" (PyTorch), "reference" (the definition) or "auto", compiled where available.
+            "eager" (PyTorch) or "auto", compiled where available.
         compile: generation, p-net, loss and gradient become one compiled graph (`torch.compile`), or several where they
             cannot. The first step takes long, and calls the p-net and the loss function three times.
         cuda_graph: on a GPU, the whole step becomes one CUDA graph per shape of batch (at most four shapes, each after

@@ -138,7 +138,7 @@ def relu_matrix(X: Tensor, Y: Tensor, *leaves: Tensor, grid: TileGrid | None = N
     wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
     inputs = [x.to(wide) for x in (X, Y, *leaves)]
     whole = grid or TileGrid(tiles * rows, cols, rows, cols)
-    if torch.compiler.is_compiling() or kernel == "reference" or not tiles * hidden:
+    if torch.compiler.is_compiling() or not tiles * hidden:
         (made,) = _definition(whole, *inputs)
     else:
         if not native.has_kernels(X.device.type, kernel):

@@ -190,12 +190,11 @@ class _Waves(torch.autograd.Function):
 def waves(sides: Sequence[Side], *, kernel: Kernel = "auto") -> list[Tensor]:
     """Compute sides [T, n, 2 H] of one dtype, differentiable to any order in their leaves.
 
-    Tensors that no backend takes, transforms and compiled graphs use the operators of PyTorch, as "eager" and
-    "reference" do; "reference" computes a sine for each row. Raises RuntimeError if `kernel="compiled"` on a CPU, and
-    no C++ compiler works.
+    Tensors that no backend takes, transforms and compiled graphs use the operators of PyTorch. Raises RuntimeError if
+    `kernel="compiled"` on a CPU, and no C++ compiler works.
     """
     leaves = [x for side in sides for x in side[1:5] if x is not None]
     if leaves and (backend := _backend(sides, leaves, kernel)) is not None:
         made: Any = _Waves.apply(backend, sides, *leaves)
         return list(made)
-    return [(side._replace(period=0) if kernel == "reference" else side).in_parts() for side in sides]
+    return [side.in_parts() for side in sides]
