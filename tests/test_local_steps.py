@@ -162,12 +162,6 @@ def test_inputs_stay_as_they_are() -> None:
     assert_same(flatten_tree(kept), flatten_tree(first))
 
 
-def test_rounding_goes_with_local_steps() -> None:
-    step = make(None, local_steps=2)
-    rounded = trained(make(None, local_steps=2, rounding="int4"), 2)
-    assert not torch.equal(rounded.direct["0.bias"], trained(step, 2).direct["0.bias"])
-
-
 @pytest.mark.process
 def test_the_command_trains_on_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What it sends is divided by the steps; another length of rounds is another training."""

@@ -14,21 +14,11 @@ from hypothesis import strategies as st
 
 import gbfunc as gb
 from gbfunc import files
-from gbfunc.train.optimizers import Optimizer
 from gbfunc.train.step import TrainStep
 from tests.support.trees_equal import copy_tree, same_bits
 from tests.support.zoo import ZOO, loss_fn, mlp, step_of
 
 ADAM = gb.torch_optimizer(torch.optim.AdamW, lr=lambda step: 0.02 / (step + 1))
-OPTIMIZERS = {
-    "sgd": gb.torch_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
-    "adam": gb.torch_optimizer(torch.optim.Adam, lr=0.01, amsgrad=True),
-    "nadam": gb.torch_optimizer(torch.optim.NAdam, lr=0.01, direct={"lr": 0.1}),
-    "rprop": gb.torch_optimizer(torch.optim.Rprop, lr=0.01),
-    "adafactor": gb.torch_optimizer(torch.optim.Adafactor, lr=0.01),
-}
-if hasattr(torch.optim, "Muon"):  # Younger than the oldest torch that is supported.
-    OPTIMIZERS["muon"] = gb.torch_optimizer(torch.optim.Muon, lr=0.01)
 
 
 def advance(step: TrainStep, state: Any, batch: Any, steps: int) -> Any:
@@ -63,11 +53,6 @@ def goes_on(step: TrainStep, batch: Any, folder: Path) -> None:
 @pytest.mark.parametrize("name", [name for name in ZOO if name != "meta"])
 def test_every_training_goes_on(name: str, tmp_path: Path) -> None:
     goes_on(*step_of(name, optimizer=ADAM, donate=True), tmp_path)
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_every_optimizer_goes_on(optimizer: Optimizer, tmp_path: Path) -> None:
-    goes_on(*step_of("mixed", optimizer=optimizer, donate=True), tmp_path)
 
 
 def test_a_state_is_copied_before_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
