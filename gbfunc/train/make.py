@@ -103,7 +103,7 @@ def _make_objective(pnet: nn.Module, loss_fn: LossFn, layout: Layout, options: S
         loss = make()
         proof = None if split is None or takes_parts else split_proof(whole, loss, split)
         if options.compile:
-            strategy = CompiledGraph(loss, scale, layout, options.amp, joint=split is None)
+            strategy = CompiledGraph(loss, scale, layout, joint=split is None)
         elif n == 1 and not again:
             strategy = OneGraph(loss, scale)
         else:

@@ -12,7 +12,7 @@ from torch import Tensor
 from gbfunc.parallel import CollectiveError, Layout
 from gbfunc.parallel.placement import gather_bytes
 from gbfunc.train.gradients.loss import GenomeLoss, Given, Gradients, OneGraph, Result, seeded
-from gbfunc.train.gradients.proof import Rounding, as_vector, changes_of, gradient_and_changes, largest_distance
+from gbfunc.train.gradients.proof import as_vector, changes_of, gradient_and_changes, largest_distance
 
 _FAILS = "compiled by torch.compile, the step fails, and the code as it is does not: pass compile=False"
 
@@ -24,9 +24,8 @@ class CompiledGraph(OneGraph):
     autograd, whose calls take some 0.3 ms more. Collectives inside of a graph are counted here.
     """
 
-    def __init__(self, loss: GenomeLoss, scale: float, layout: Layout, amp: torch.dtype | None, *, joint: bool) -> None:
+    def __init__(self, loss: GenomeLoss, scale: float, layout: Layout, *, joint: bool) -> None:
         super().__init__(loss, scale)
-        self._rounding = Rounding(layout.plan, amp)
         self._apart = _compiled(loss.__call__)
         self._joint = [_compiled(loss.with_gradients, fullgraph=True, cpp_wrapper=on_cpu) for on_cpu in (False, True)]
         self._graphs = [self._as_one, self._as_two] if joint else [self._as_two]
@@ -64,7 +63,7 @@ class CompiledGraph(OneGraph):
                 continue
             found = as_vector(result.gradients, wanted), changes_of(given.buffers, fresh.buffers)
             apart = [largest_distance(self._layout.mesh, x, y) for x, y in zip(found, eager, strict=True)]
-            if max(apart) <= self._rounding.most:
+            if max(apart) <= self.loss.tolerance:
                 self._graphs, self._checked = self._graphs[i:], True
                 return graph(given, wanted)
             failure = ValueError(
@@ -76,9 +75,7 @@ class CompiledGraph(OneGraph):
 
     def _eagerly(self, given: Given, wanted: list[Tensor]) -> Gradients:
         with self.loss.net.kept():
-            with self._rounding:
-                loss, aux = self.loss(given)
-            return self._result(given, wanted, loss, aux).gradients
+            return self._result(given, wanted, *self.loss(given)).gradients
 
     def _as_two(self, given: Given, wanted: list[Tensor]) -> Result:
         return self._result(given, wanted, *self._apart(given))

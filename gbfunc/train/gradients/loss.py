@@ -129,6 +129,12 @@ class GenomeLoss:
         # The loss must not depend on them.
         self._own = {name: p for name, p in pnet.named_parameters() if differentiable(p.dtype)}
 
+    @property
+    def tolerance(self) -> float:
+        """How far gradients may be apart by rounding, relative to their norm: by the p-net's coarsest dtype."""
+        dtypes = {torch.float32, *(p.dtype for p in self._own.values())} | ({self._amp} if self._amp else set())
+        return max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.4
+
     def weights(self, given: Given) -> Params:
         """The weights, in their forms."""
         return self.generator(given.leaves, given.noise, counts=given.counts)

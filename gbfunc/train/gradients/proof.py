@@ -10,11 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gbfunc.parallel import Layout, gather_objects, sum_ranks
 from gbfunc.parallel.mesh import AxisName, Mesh
-from gbfunc.plan import DTYPES, Plan
 from gbfunc.train.gradients.loss import GenomeLoss, Given, Gradients, OneGraph, seeded
 from gbfunc.trees import differentiable
 from gbfunc.types import Params
@@ -39,22 +37,21 @@ class Proof(NamedTuple):
             ValueError: on every rank, if they differ by more than rounding does.
         """
         mesh, whole, wanted = layout.mesh, self.whole(), [*trained.values()]
-        rounding, given = Rounding(layout.plan), given._replace(batch=self.few(given.batch), rows=1)
+        most, given = whole.without_amp().tolerance, given._replace(batch=self.few(given.batch), rows=1)
         nets = [loss.net.skeleton for loss in (whole, self.loss()) if loss is not None]
         ranks, worst = f"over {' and '.join(self.axes)} ranks", [math.inf]
         # Split features, and stages, draw different random numbers.
         for mode in nullcontext(), _evaluating(nets):
             with mode:
                 found = gradient_and_changes(self.part, given, wanted, 0)
-                with rounding:
-                    alone = gradient_and_changes(plainly(whole), given, wanted, 0)
+                alone = gradient_and_changes(plainly(whole), given, wanted, 0)
                 for axis in self.axes:
                     sum_ranks(mesh, found[0], axis)
                 worst = [largest_distance(mesh, x, y) for x, y in zip(found, alone, strict=True)]
-                if max(worst) <= rounding.most:
+                if max(worst) <= most:
                     return
                 again = gradient_and_changes(plainly(whole), given, wanted, 1)
-                drawn = max(largest_distance(mesh, x, y) for x, y in zip(again, alone, strict=True)) > rounding.most
+                drawn = max(largest_distance(mesh, x, y) for x, y in zip(again, alone, strict=True)) > most
             if not drawn:
                 raise ValueError(
                     f"{ranks} the gradient is {worst[0]:.2g} of its norm, and the change of buffers {worst[1]:.2g} of "
@@ -64,26 +61,6 @@ class Proof(NamedTuple):
             f"the first step {ranks} was not compared with one on one rank: the p-net's forward is random in eval mode",
             stacklevel=2,
         )
-
-
-class Rounding(TorchDispatchMode):
-    """How far gradients may be apart by rounding: watches for the coarsest precision that operators compute in."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, plan: Plan, amp: torch.dtype | None = None) -> None:
-        super().__init__()
-        self._dtypes = {plan.dtype, *(DTYPES[t.dtype] for t in plan.tensors)} | ({amp} if amp else set())
-
-    @property
-    def most(self) -> float:
-        """Relative to their norm."""
-        return max(torch.finfo(dtype).eps for dtype in self._dtypes if differentiable(dtype)) ** 0.4
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **kwargs or {})
-        self._dtypes |= {x.dtype for x in (out if isinstance(out, list | tuple) else (out,)) if isinstance(x, Tensor)}
-        return out
 
 
 def as_vector(found: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
