@@ -1,7 +1,6 @@
 """The task `images`: folders of pictures and CIFAR's files, and adapters of tiny pretrained networks."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,14 @@ from PIL import Image
 
 import gbfunc as gb
 from gbfunc.tasks import find_task
+from tests.test_pnets_hugging_face import SIZES
 from tests.test_tasks_cifar10 import small, write_packed
 
 CLASSES = ("\x1b[2Jcats", "dogs", "owls")
-VIT = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 8}
 KINDS = {
     "ConvNext": ({"num_stages": 2, "depths": [1, 1], "hidden_sizes": [16, 32]}, "classifier"),
     "ResNet": ({"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}, "classifier.1"),
-    "ViT": (VIT | {"image_size": 32}, "classifier"),
+    "ViT": (SIZES | {"patch_size": 8, "image_size": 32}, "classifier"),
 }
 """Options of small networks, and the names of their heads."""
 MEAN, STD = (127.5, 102.0, 76.5), (51.0, 51.0, 25.5)
@@ -59,14 +58,13 @@ def normalised(path: Path, size: int, mean: Any, std: Any) -> torch.Tensor:
 
 def test_pictures_are_split_and_normalised(tmp_path: Path) -> None:
     task = find_task("images", save_pictures(tmp_path / "data"), {"size": 16})
-    assert [len(part) for part in (task.train, task.val, task.test)] == [30, 3, 3]
-    assert task.about["classes"] == [*CLASSES] and task.interface == ((3, 16, 16), 3, False, 0, 0, None)
-    assert task.val.y.tolist() == [0, 1, 2] and task.train.y.bincount().tolist() == [10, 10, 10]
+    assert task.about["classes"] == [*CLASSES] and task.interface[:2] == ((3, 16, 16), 3)
+    assert task.test.y.tolist() == task.val.y.tolist() == [0, 1, 2] and task.train.y.bincount().tolist() == [10] * 3
     own = normalised(tmp_path / "data" / "dogs" / "0.png", 16, task.about["mean"], task.about["std"])
     x_NChw = torch.cat([part[:][0] for part in (task.train, task.val, task.test)])
     assert x_NChw.dtype == torch.float32 and float((x_NChw - own).abs().amax((1, 2, 3)).min()) < 1e-5
-    x_NChw = task.train[:][0]
-    assert float(x_NChw.mean((0, 2, 3)).abs().max()) < 1e-4 and abs(float(x_NChw.std()) - 1) < 1e-2
+    deviation, mean = torch.std_mean(task.train[:][0], (0, 2, 3))
+    assert float(mean.abs().max()) < 1e-4 and float((deviation - 1).abs().max()) < 1e-2
 
 
 @pytest.mark.parametrize("second", ["test", "val"])
@@ -117,41 +115,36 @@ def test_an_adapter_learns_predicts_and_knows_its_base(kind: str, tmp_path: Path
     assert task.pnet.plan(20).exclude == () != task.pnet.plan(100).exclude
 
 
-def spoil(data: Path, base: Path, what: str) -> None:
-    said, picture = base / "preprocessor_config.json", data / "dogs" / "0.png"
-    if what == "an empty class":
-        save_pictures(data, ("xs",), 0)
-    elif what == "damaged":
-        picture.write_bytes(picture.read_bytes()[:90])
-    elif what in ("one class", "nothing"):
-        _ = [shutil.rmtree(data / name) for name in CLASSES[what == "one class" :]]
-    elif what == "no preprocessor":
-        said.unlink()
-    elif what == "preprocessor":
-        said.write_text(json.dumps(SAID | {"image_std": 0}))
-    elif what == "weights":
-        shutil.copy(save_base(base.parent / "vit", "ViT") / "model.safetensors", base)
-    elif what == "texts":
-        (base / "config.json").write_text('{"model_type": "bert"}')
+SPOILT = [
+    ("data/xs/none.txt", b"", "the class {}/data/xs holds no pictures: add some, or remove the folder"),
+    ("data/dogs/0.png", b"\x89PNG", "{}/data/dogs/0.png is not a valid picture"),
+    ("base/preprocessor_config.json", None, "base has no preprocessor_config.json, which says how the network takes"),
+    (
+        "base/preprocessor_config.json",
+        b"{}",
+        "preprocessor_config.json is not a valid preprocessor of pictures: 'size'",
+    ),
+    ("base/config.json", b'{"model_type": "bert"}', "hf:bert is no image classifier: it does not fit this task"),
+    # An empty file of weights.
+    ("base/model.safetensors", b"\2\0\0\0\0\0\0\0{}", "the weights in {}/base cannot be read: they do not fill "),
+]
 
 
-REFUSED = {
-    "nothing": "data holds no pictures: it must hold a folder of pictures (.png .jpg ",
-    "an empty class": "the class {}/data/xs holds no pictures: add some, or remove the folder",
-    "one class": "must hold 10 pictures to learn from, of two classes or more, got 12 of '\\x1b[2Jcats'",
-    "damaged": "{}/data/dogs/0.png is not a valid picture",
-    "size": "size of the images task must be an int >= 12, got 9",
-    "no preprocessor": "base has no preprocessor_config.json, which says how the network takes pictures: add it",
-    "preprocessor": "base/preprocessor_config.json is not a valid preprocessor of pictures: expected a mean and",
-    "weights": "the weights in {}/base cannot be read: they do not fill ",
-    "texts": "hf:bert is no image classifier: it does not fit this task",
-}
+@pytest.mark.parametrize(("name", "content", "message"), SPOILT)
+def test_damaged_files_are_refused(
+    name: str, content: bytes | None, message: str, tmp_path: Path, command: Any
+) -> None:
+    data, base, path = save_pictures(tmp_path / "data"), save_base(tmp_path / "base"), tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    _ = path.unlink() if content is None else path.write_bytes(content)
+    told = command(["plan", "--task", "images", "--data-dir", data, "--pretrained", base], 2).err
+    assert told.count("\n") == 1 and message.format(tmp_path) in told
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_refusals(what: str, tmp_path: Path, command: Any) -> None:
-    data, base = save_pictures(tmp_path / "data"), save_base(tmp_path / "base")
-    spoil(data, base, what)
-    size = ["--task-config", '{"size": 9}'] if what == "size" else []
-    told = command(["plan", "--task", "images", "--data-dir", data, "--pretrained", base, *size], 2).err
-    assert told.count("\n") == 1 and REFUSED[what].format(tmp_path) in told
+def test_folders_and_sizes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"holds no pictures: it must hold a folder of pictures \(.png .jpg "):
+        find_task("images", tmp_path, {})
+    with pytest.raises(ValueError, match="10 pictures to learn from, of two classes or more, got 12 of 'one'"):
+        find_task("images", save_pictures(tmp_path, ("one",)), {})
+    with pytest.raises(ValueError, match="size of the images task must be an int >= 12, got 9"):
+        find_task("images", tmp_path, {"size": 9})

@@ -66,10 +66,9 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
     """Describe a Hugging Face model: a causal language model, an image classifier, or a `TextClassifier`.
 
     The type is `gpt2`, `bert`, ..., or empty for the type of the network `pretrained` (see `pretrained_network`). The
-    task fills in the fields of the configuration that `config` leaves open:
-    vocabulary and pad, classes, size and channels of an image, length of a text. A `TextClassifier` has no pooler. A
-    pretrained network keeps its configuration, without dropout; one of images gets a new last layer, which a genome
-    holds whole if it has more parameters than the layer.
+    task fills in the fields of the configuration that `config` leaves open: vocabulary and pad, classes, size and
+    channels of an image, length of a text. A `TextClassifier` has no pooler. A pretrained network keeps its
+    configuration, without dropout. One of images gets a new last layer, which larger genomes hold whole.
     """
     transformers = import_extra("transformers", "a Hugging Face p-net", "gbfunc[hf]")
     if interface.reads not in _KINDS:
@@ -105,14 +104,15 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
     # The backward pass of the fused attention takes ten times as long in bfloat16 on a CPU.
     eager = (interface.vocabulary or (folder is not None and interface.tokens)) and interface.inputs[0] <= 128
     adapter, head = _ADAPTER if interface.vocabulary else _ADAPTER._replace(modules_to_save=()), ""
-    whole, least = adapter, 0
+    least = 0
     if adapts:
         with torch.device("meta"):
-            net = auto.from_config(full)
-        head = _head_of(net, interface.outputs)
-        adapter, least = adapter._replace(modules_to_save=(head,)), n_params(net.get_submodule(head))
-        # Not generated, however small the rest.
-        whole = adapter._replace(exclude=(rf"^{re.escape(head)}\.",))
+            layers = auto.from_config(full).named_modules()
+        heads = {key: x for key, x in layers if getattr(x, "out_features", None) == interface.outputs}
+        if not heads:
+            raise ValueError(f"{name} has no linear layer with {interface.outputs} outputs, an output per class")
+        head, layer = heads.popitem()
+        adapter, least = adapter._replace(modules_to_save=(head,)), n_params(layer)
 
     def make() -> nn.Module:
         try:
@@ -128,7 +128,9 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
         return TextClassifier(net, full.hidden_size, interface.outputs, interface.pad).train()
 
     def plan(genome_params: float) -> PlanOptions:
-        return BLOCKS if folder is None else whole if genome_params > least else adapter
+        # A head that is excluded is not generated, however small the rest.
+        whole = (rf"^{re.escape(head)}\.",) if head and genome_params > least else ()
+        return BLOCKS if folder is None else adapter._replace(exclude=whole)
 
     source = {} if folder is None else {"pretrained": str(pretrained)}
     return PNet(name=name, make=make, plan=plan, config=source | fields)
@@ -190,14 +192,6 @@ def _check_sizes(interface: Interface, full: Any, name: str) -> None:
     # Below 0: no limit (XLNet).
     if texts and places is not None and 0 <= places < interface.inputs[0]:
         raise ValueError(f"{name} reads {places} positions, the task's texts have {interface.inputs[0]} ({option})")
-
-
-def _head_of(net: nn.Module, classes: int) -> str:
-    """Find the last linear layer, which has an output per class."""
-    heads = [name for name, layer in net.named_modules() if getattr(layer, "out_features", None) == classes]
-    if not heads:
-        raise ValueError(f"{type(net).__name__} has no linear layer with {classes} outputs, an output per class")
-    return heads[-1]
 
 
 def _pretrained(name: str, folder: Path, full: Any, auto: Any, head: str, **gguf: Any) -> Any:
