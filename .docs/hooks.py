@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # The reference's list, in which each public name stands once, and what users meet without writing its name.
 GROUPS = {
     "Plan": "make_plan Plan register",
-    "Types of g-net": "periodic bilinear gnet stochastic low_rank xox constant from_module",
+    "Types of g-net": "periodic bilinear gnet stochastic low_rank xox constant new_rows from_module",
     "Codes of rows and columns": "binary gray grid one_hot per_axis table",
     "Train": "make_train_step distillation allocate_steps TrainState torch_optimizer torch_schedule population "
     "update_alignment",
