@@ -1,10 +1,10 @@
-"""Codes of the rows and columns of a weight matrix: the inputs of a g-net.
+"""Encodings: the coordinates of rows and columns of a weight matrix, which are the inputs of a g-net.
 
-`binary`, `gray` and `one_hot` number the rows *of a tile*, so all tiles of a shape share the codes. `grid` codes a
-position on an axis with a geometry (an image, a kernel), and `table` holds a user's codes: both are global and sliced
-per tile. Bits come from integer arithmetic, the same on every device and in exported graphs.
+`binary`, `gray` and `one_hot` code the position *within a tile*, so all tiles of a shape have the same codes. `grid`
+codes the position on an axis with a geometry (an image, a kernel), and `table` has the user's codes; both depend on the
+position on the entire axis. Integer arithmetic computes bits, with equal results on all devices and in exported graphs.
 
-Suffixes: n rows or columns of the axis, k width of a code, u blocks (distinct tiles along the axis), t rows of a tile.
+Suffixes: n rows or columns of the axis, k width of a code, u tiles along the axis, t rows of a tile.
 """
 
 import base64
@@ -25,16 +25,16 @@ Array = NDArray[np.float64]
 Device = torch.device | str
 
 _MAX_AXIS = 1 << 31
-_MAX_BANDWIDTH = 1e9  # Of any number of a table, too
+_MAX_BANDWIDTH = 1e9  # Also the largest number of a table
 
 
 def bit_width(n: int) -> int:
-    """Bits of a code for `n` things: ceil(log2(n))."""
+    """Return the number of bits of a code for `n` positions: ceil(log2(n))."""
     return (n - 1).bit_length()
 
 
 def _halves(i_k: Tensor, units: list[int]) -> Tensor:
-    """For each of k units, +1 for positions [..., k] in the second half of a period of `2 unit`, otherwise -1."""
+    """Return +1 for positions [..., k] in the second half of the period `2 unit` of each of k units, otherwise -1."""
     units_k = i_k.new_tensor(units)
     return torch.where(i_k % (2 * units_k) >= units_k, 1.0, -1.0)
 
@@ -44,7 +44,7 @@ def _places(n: int) -> list[int]:
 
 
 def _quotient(i: Tensor, m: int) -> Tensor:
-    """`i // m`, in fewer operations of an exported graph."""
+    """Return `i // m`, with fewer operations in an exported graph."""
     return ((i - i % m).double() / m).to(i.dtype)
 
 
@@ -55,41 +55,41 @@ def _joined(codes: list[Tensor], i: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Encoding:
-    """The code of one axis of a matrix: a static, hashable description.
+    """A static, hashable description of how one axis of a matrix is coded.
 
-    A subclass is a frozen dataclass with fields that are numbers, texts, tuples of them, and encodings. It defines
-    `type`, `width` and `at`; `check` if only some lengths can be coded; and `local = False` if a code depends on the
-    position on the whole axis. `gb.register` lets genomes of a subclass be saved and loaded.
+    A subclass is a frozen dataclass whose fields are numbers, strings, encodings, or tuples of these. A subclass
+    defines `type`, `width` and `at`. It overrides `check` if only some lengths can be coded, and sets `local = False`
+    if a code depends on the position on the entire axis. `gb.register` allows genomes with a subclass to be saved.
     """
 
     type: ClassVar[str]
-    local: ClassVar[bool] = True  # whether codes number positions within a tile, so that all tiles share codes
+    local: ClassVar[bool] = True  # True if a code depends only on the position within a tile
 
     def width(self, n: int) -> int:
-        """Numbers per code on an axis of `n`."""
+        """Return the number of entries per code on an axis of length `n`."""
         raise NotImplementedError
 
     def at(self, i: Tensor, n: int) -> Tensor:
-        """Codes of integer positions i of 0 .. n-1, by operations of torch: [...] -> [..., k], all distinct."""
+        """Compute unique codes of integer positions 0 .. n-1 by operations of torch: [...] -> [..., k]."""
         raise NotImplementedError
 
     def codes(self, n: int) -> Array:
-        """Codes of positions 0 .. n-1: [n, k]."""
+        """Return the codes of positions 0 .. n-1: [n, k]."""
         self.check(n)
         return self.at(torch.arange(n, device="cpu"), n).double().numpy()
 
     def check(self, n: int) -> None:
-        """Raise ValueError if the encoding cannot code an axis of `n`."""
+        """Raise ValueError if the encoding cannot code an axis of length `n`."""
 
     def tile_codes(self, n: int, tile: int, device: Device = "cpu") -> Tensor:
-        """Codes of the pieces of `tile` of an axis of `n`: [u, t, k], with u = 1 for shared codes."""
+        """Return the codes of all tiles of length `tile` on an axis of length `n`: [u, t, k], with u = 1 if `local`."""
         self.check(tile if self.local else n)
         if self.local:
             return self.at(torch.arange(tile, device=device), tile)[None]
         n_tiles = -(-n // tile)
         i = torch.arange(n_tiles * tile, device=device)
         if n_tiles * tile > n:
-            # Positions past the end repeat the last position; their weights are cropped.
+            # Positions past the end repeat the last position; the weights there are cropped.
             i = i.clip(max=n - 1)
         return self.at(i.reshape(n_tiles, tile), n)
 
@@ -97,14 +97,14 @@ class Encoding:
         return self.width(tile if self.local else n)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-able description; `encoding_from_json` reads it back."""
+        """Return a description for JSON, which `encoding_from_json` reads."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {"type": self.type} | {k: v.to_json() if isinstance(v, Encoding) else v for k, v in values.items()}
 
 
 @dataclass(frozen=True)
 class Binary(Encoding):
-    """Plain binary code of the position within a tile: ceil(log2(n)) numbers of +-1."""
+    """Binary code of the position within a tile: ceil(log2(n)) numbers, each +1 or -1."""
 
     type: ClassVar[str] = "binary"
 
@@ -117,7 +117,7 @@ class Binary(Encoding):
 
 @dataclass(frozen=True)
 class Gray(Binary):
-    """Gray code of the position within a tile: ceil(log2(n)) numbers of +-1; neighbours differ in one."""
+    """Gray code of the position within a tile: ceil(log2(n)) numbers, each +1 or -1; neighbours differ in one."""
 
     type: ClassVar[str] = "gray"
 
@@ -142,7 +142,7 @@ class OneHot(Encoding):
 
 @dataclass(frozen=True)
 class Grid(Encoding):
-    """Positions on a row-major grid, coded axis by axis; axes of length 1 need no code."""
+    """Code of a position on a row-major grid: the codes of its coordinates; axes of length 1 have no code."""
 
     dims: tuple[int, ...]
     code: Literal["coordinate", "gray", "binary"] = "coordinate"
@@ -177,17 +177,18 @@ class Grid(Encoding):
             if self.code != "coordinate":
                 codes.append((Gray() if self.code == "gray" else Binary()).at(j, d))
             elif d > 1:
-                # Symmetric about 0, and exact at both ends.
+                # Coordinates are symmetric about 0, and exactly +-bandwidth at both ends.
                 codes.append(((2 * j - (d - 1)).double() / (d - 1) * self.bandwidth)[..., None])
         return _joined(codes, i)
 
 
 @dataclass(frozen=True)
 class PerAxis(Encoding):
-    """Code of a convolution's columns: `channels` for the input channel, `positions` for the place in the kernel.
+    """Code of a convolution's columns: `channels` codes the input channel, `positions` the position in the kernel.
 
-    `positions`, such as `grid(3, 3)`, codes `n_positions` (9 for 3 x 3), and all tiles share it, as tiles cut channels.
-    Raises ValueError if it codes another number of positions, or if either code is nested too deep.
+    `positions`, such as `grid(3, 3)`, codes `n_positions` positions (9 for 3 x 3). Tiles are cut between channels, so
+    all tiles share the codes of positions. Raises ValueError if `positions` cannot code `n_positions`, or if an
+    encoding is nested too deep.
     """
 
     channels: Encoding
@@ -214,7 +215,7 @@ class PerAxis(Encoding):
 
     def check(self, n: int) -> None:
         if n % self.n_positions:
-            raise ValueError(f"an axis of {n} does not hold whole kernels of {self.n_positions} positions")
+            raise ValueError(f"an axis must have a multiple of {self.n_positions} kernel positions, got {n}")
         self.channels.check(n // self.n_positions)
         self.positions.check(self.n_positions)
 
@@ -228,7 +229,7 @@ class PerAxis(Encoding):
 
 @dataclass(frozen=True, repr=False)
 class Table(Encoding):
-    """Codes `[n, k]` of a user, made by `table`; `data` holds rows of little-endian numbers of `dtype` in base64."""
+    """Codes `[n, k]` from `table`; `data` has the rows as little-endian numbers of `dtype` in base64."""
 
     shape: tuple[int, int]
     dtype: str
@@ -240,7 +241,7 @@ class Table(Encoding):
         sizes = len(self.shape) == 2 and all(type(n) is int and 1 <= n <= _MAX_AXIS for n in self.shape)
         if not sizes or self.dtype not in _TABLE_DTYPES:
             raise ValueError(f"a table is [n, k] of {', '.join(_TABLE_DTYPES)}, got {self.shape!r} of {self.dtype!r}")
-        # In their own dtype, as float64 would take eight times the file's memory. Infinities are within 1e9 in float16.
+        # Check in the table's dtype: float64 could take eight times the memory. In float16, 1e9 rounds to infinity.
         numbers = self._numbers
         with np.errstate(over="ignore"):
             if not (np.isfinite(numbers).all() and (np.abs(numbers) <= _MAX_BANDWIDTH).all()):
@@ -256,12 +257,12 @@ class Table(Encoding):
 
     @cached_property
     def rows(self) -> Array:
-        """The codes: [n, k]."""
+        """The codes [n, k] in float64."""
         return self._numbers.astype(np.float64)
 
     def check(self, n: int) -> None:
         if n != self.shape[0]:
-            raise ValueError(f"a table of {self.shape[0]} codes, but the axis has {n}")
+            raise ValueError(f"a table for this axis must have {n} codes, got {self.shape[0]}")
 
     def width(self, n: int) -> int:
         return self.shape[1]
@@ -274,17 +275,17 @@ _TABLE_DTYPES = ("int8", "float16", "float32", "float64")
 
 
 def table(codes: Any) -> Encoding:
-    """Codes of an axis from a table: kinds of units, places of neurons, rows of a connectome.
+    """Code an axis by a table, for example with types of units, positions of neurons, or rows of a connectome.
 
-    Positions with the same code get the same weights; `gb.binary().codes(n)` beside the common columns distinguishes
-    them. A genome's file holds the codes, in the narrowest of int8, float16, float32 and float64 that holds them
-    exactly. For codes by a formula, subclass `Encoding`, and `gb.register` the class.
+    Positions with equal codes get equal weights. To distinguish positions, append the columns of
+    `gb.binary().codes(n)`. A genome's file contains the codes, in the narrowest of int8, float16, float32 and float64
+    that represents all numbers exactly. To compute codes by a formula, subclass `Encoding` and `gb.register` the class.
 
     Args:
-        codes: array or tensor [n, k] of real numbers, a row for each position of the axis.
+        codes: array or tensor [n, k] of real numbers, with a row for each position of the axis.
 
     Raises:
-        ValueError: for another shape, or numbers that are not real, not finite, or above 1e9.
+        ValueError: for any other shape, or numbers that are not real, not finite, or above 1e9 in magnitude.
 
     >>> table([[0.0, 1.0], [0.5, -1.0], [2.0, 1.0]])
     table(3x2, float16)
@@ -306,28 +307,28 @@ binary, gray, one_hot, per_axis = Binary, Gray, OneHot, PerAxis
 
 
 def grid(*dims: int, code: Literal["coordinate", "gray", "binary"] = "coordinate", bandwidth: float = 6.0) -> Encoding:
-    """Code of an axis with a geometry: a flattened image `grid(28, 28)`, a sequence `grid(1024)`.
+    """Code an axis with a geometry, such as a flattened image `grid(28, 28)` or a sequence `grid(1024)`.
 
     Args:
-        dims: lengths of the axes, row-major, 16 at most; their product is the length of the coded axis.
-        code: `"coordinate"`: each axis as one number in [-bandwidth, bandwidth]; `"gray"` or `"binary"`: bits.
-        bandwidth: largest coordinate; more makes weights vary faster along the axis.
+        dims: lengths of the grid's axes, row-major, at most 16; their product is the length of the coded axis.
+        code: `"coordinate"` codes each axis by one number in [-bandwidth, bandwidth], `"gray"` and `"binary"` by bits.
+        bandwidth: largest coordinate; with a larger bandwidth, weights vary faster along the axis.
 
     Raises:
-        ValueError: for no axis or too many, one shorter than 1, an unknown code, or a bandwidth that is not positive.
+        ValueError: for no axis or more than 16, an axis shorter than 1, an unknown code, or a bandwidth <= 0.
     """
     return Grid(dims, code, bandwidth)
 
 
 TYPES: dict[str, type[Encoding]] = {t.type: t for t in (Binary, Gray, OneHot, Grid, PerAxis, Table)}
 ENCODINGS: Mapping[str, type[Encoding]] = MappingProxyType(TYPES)
-"""Every encoding by its type; `gb.register` adds to `TYPES`."""
+"""All types of encoding by name; `gb.register` adds to `TYPES`."""
 
-UNKNOWN = "a class of your own is known after gb.register(its class)"
+UNKNOWN = "register a class of your own by gb.register(its class)"
 
 
 def encoding_from_json(data: dict[str, Any]) -> Encoding:
-    """Read a description by `Encoding.to_json`; ValueError for an unknown type or fields that do not fit the type."""
+    """Read a description from `Encoding.to_json`; raise ValueError for an unknown type or wrong fields."""
     try:
         return ENCODINGS[data["type"]](**{k: _from_json(v) for k, v in data.items() if k != "type"})
     except (AttributeError, KeyError, TypeError, RecursionError) as error:

@@ -1,8 +1,8 @@
-"""Genomes that evolve: problems for the algorithms of EvoTorch (N. E. Toklu et al., 2023), without a gradient.
+"""Evolution of genomes: problems for the gradient-free algorithms of EvoTorch (N. E. Toklu et al., 2023).
 
-A solution z is the genome `start + steps * z`, where `start` is the vector of `gb.flatten`. A standard deviation of 1
-therefore suits every algorithm, and the steps say what 1 means for code weights, linear coefficients and direct
-parameters. The members of a generation grow and are judged by one `vmap`.
+A solution z is the genome `start + steps * z`, where `start` is the vector of `gb.flatten`. All algorithms can use a
+standard deviation of 1; the steps are the corresponding changes of code weights, linear coefficients and direct
+parameters. One `vmap` generates and evaluates the members of a generation.
 
 Suffixes: n members, z numbers of a solution, P of a genome, E episodes, N environments, O numbers of an observation.
 """
@@ -36,33 +36,33 @@ with warnings.catch_warnings():
     from evotorch import Problem, SolutionBatch
 
 STEPS: Mapping[str, float] = MappingProxyType({"code": 0.1, "linear": 0.1, "direct": 0.1})
-"""Steps by role of leaf, as fractions of the standard deviation that a leaf has at the start."""
+"""Steps by role of leaf, as fractions of the initial standard deviation of the leaf."""
 
 
 class GenomeProblem(Problem):
-    """The search for the genome with the best loss: `PGPE(GenomeProblem(...), stdev_init=1.0, ...)`.
+    """The search for the genome with the best loss, as in `PGPE(GenomeProblem(...), stdev_init=1.0, ...)`.
 
-    The members of a generation see the same batch, the next one of `batches`, and the same noise of stochastic g-nets.
-    A loss that is not finite counts as the worst of its generation. New solutions are the start (z = 0) and standard
-    normal mutants of the start. `evaluations` counts the members judged so far.
+    All members of a generation have the same batch, the next of `batches`, and the same noise of stochastic g-nets. A
+    loss that is not finite is replaced by the worst loss of its generation. New solutions are the start (z = 0) and
+    standard normal mutants of the start. `evaluations` is the number of members evaluated.
 
     Args:
-        plan: the plan. Rules that keep every tensor direct make a problem of the p-net's own weights.
-        pnet: the p-net of the plan, in the training mode that counts; `vmap` knows no `nn.LSTM` and `nn.GRU`.
-        loss_fn: `(net, batch) -> loss` or `(loss, aux)`, as for `make_train_step`.
-        batches: a batch for each generation; `itertools.repeat(batch)` for the same.
-        sense: whether the loss is minimised or maximised.
-        start: the genome where the search starts; None draws one from `seed`.
-        steps: the size of z = 1 by role of leaf (code, linear, direct): a fraction of the standard deviation of the
-            leaf's numbers at the start (of 1, if they are all equal).
-        subspace: numbers d of a solution and a function [d] -> [P] from a solution to z of all numbers, for a search in
-            a subspace (see `Projection` of `notebooks/results/subspace.py`).
-        lazy: whether weights stay factors, as for `make_train_step`.
-        chunk: members that grow at once, which bounds memory.
-        seed: seed of the start, of noise, and of the algorithm's draws.
-        options: EvoTorch's (https://docs.evotorch.ai/latest/reference/evotorch/core/#evotorch.core.Problem).
+        plan: the plan. If rules keep every tensor direct, the search is for the p-net's own weights.
+        pnet: the p-net, in training or evaluation mode as needed; `vmap` does not support `nn.LSTM` and `nn.GRU`.
+        loss_fn: `(net, batch) -> loss` or `(loss, aux)`, as in `make_train_step`.
+        batches: a batch per generation; `itertools.repeat(batch)` for the same batch in all generations.
+        sense: `"min"` minimizes the loss, `"max"` maximizes it.
+        start: the genome at which the search starts; None draws a genome from `seed`.
+        steps: the change of a leaf for z = 1, by role (code, linear, direct), as a fraction of the standard deviation
+            of the leaf's numbers at the start (or of 1 if all numbers are equal).
+        subspace: (d, function) for a search in a subspace of dimension d; the function [d] -> [P] maps a solution to z
+            (see `Projection` in `notebooks/results/subspace.py`).
+        lazy: whether weights stay factors, as in `make_train_step`.
+        chunk: number of members to evaluate at once, which limits memory; None evaluates all members at once.
+        seed: seed of the start, of noise, and of the algorithm's random numbers.
+        options: options of EvoTorch (https://docs.evotorch.ai/latest/reference/evotorch/core/#evotorch.core.Problem).
 
-    An algorithm's step raises `ValueError` if the batches are at an end or a forward changes buffers in place, and
+    An algorithm's step raises `ValueError` if no batch is left or a forward changes buffers in place, and
     `FloatingPointError` if no member of a generation has a finite loss.
     """
 
@@ -101,24 +101,24 @@ class GenomeProblem(Problem):
         super().__init__(sense, solution_length=length, seed=seed, **where, **options)
 
     def vector(self, solution_z: Tensor) -> Tensor:
-        """The genome of a solution [z] as a vector [P] of `gb.flatten`."""
+        """Return the genome of a solution [z] as a vector [P] of `gb.flatten`."""
         z_P = solution_z if self._expand is None else self._expand(solution_z)
         return self.start_P + self.steps_P * z_P
 
     def genome(self, solution_z: Any) -> Genome:
-        """The genome of a solution: a vector [z], or an algorithm's `status["center"]` or `status["best"]`."""
+        """Return the genome of a solution: a vector [z], or an algorithm's `status["center"]` or `status["best"]`."""
         values = solution_z if isinstance(solution_z, Tensor) else solution_z.values
         return self._unflatten(self.vector(values.clone().as_subclass(Tensor)).detach())
 
     def net(self, solution_z: Any) -> nn.Module:
-        """The network that a solution grows, as `gb.materialize` gives it."""
+        """Return the network of a solution, generated by `gb.materialize`."""
         return materialize(self.plan, self.genome(solution_z), self.pnet)
 
     @torch.no_grad()
     def losses(self, solutions_nz: Tensor, batch: Any) -> Tensor:
-        """Return the losses [n] of some solutions [n, z] on a batch, by one `vmap`."""
+        """Compute the losses [n] of solutions [n, z] on a batch, with one `vmap`."""
         if (loss_fn := self._loss_fn) is None:
-            raise TypeError("a problem of control has no losses: see its method returns")
+            raise TypeError("a ControlProblem has no losses: use its method returns")
 
         def loss(weights: Params, buffers: Params) -> Tensor:
             return loss_and_aux(self._call.run(weights, buffers, loss_fn, batch))[0].reshape(())
@@ -128,12 +128,12 @@ class GenomeProblem(Problem):
         return one(solutions_nz)
 
     def _grower(self, call: Callable[[Params, Params], Any]) -> Callable[[Tensor], Params]:
-        """Give the function from a solution [z] to its weights, for one generation with one noise.
+        """Return a function from a solution [z] to its weights, for one generation with shared noise.
 
-        The first `call`, on the start's weights, shows which buffers a forward changes in place.
+        Once, `call` runs on the weights of the start, to detect buffers that a forward changes in place.
         """
         leaves = flat_genome(self._unflatten(self.start_P))
-        # Constants are made first, which cannot be done inside `vmap`.
+        # Compute constants before, because this is not possible inside `vmap`.
         self._weights_of.prepare(leaves)
         noise = sample_noise(self.plan, self._noise_draws, self.start_P) if self.plan.stochastic else None
         if not self._tried:
@@ -141,8 +141,8 @@ class GenomeProblem(Problem):
             call(self._weights_of(leaves, noise), dict(own))
             if changed := [k for k, x in own.items() if not torch.equal(x.nan_to_num(), self._buffers[k].nan_to_num())]:
                 raise ValueError(
-                    f"the p-net's forward changes its buffers {', '.join(changed)} in place, and the members of a "
-                    "generation share them: pnet.eval() keeps the statistics of norms; keep other state elsewhere"
+                    f"a forward must not change buffers in place, got {', '.join(changed)}, which the members of a "
+                    "generation share: pnet.eval() keeps the statistics of norms; store other state elsewhere"
                 )
             self._tried = True
         return lambda solution_z: self._weights_of(flat_genome(self._unflatten(self.vector(solution_z))), noise)
@@ -150,7 +150,7 @@ class GenomeProblem(Problem):
     def _judged(self, solutions_nz: Tensor) -> Tensor:
         batch = next(self._batches, self)
         if batch is self:
-            raise ValueError(f"the batches are at an end after {self.evaluations} evaluations: give one per generation")
+            raise ValueError(f"no batch is left after {self.evaluations} evaluations: pass one batch per generation")
         return self.losses(solutions_nz, batch)
 
     def _evaluate_batch(self, solutions: SolutionBatch) -> None:
@@ -158,7 +158,7 @@ class GenomeProblem(Problem):
         fitness_n = self._judged(values.clone().as_subclass(Tensor))
         good_n = torch.isfinite(fitness_n)
         if not good_n.any():
-            raise FloatingPointError("no member of this generation has a finite fitness: smaller steps may help")
+            raise FloatingPointError("no member of this generation has a finite fitness: try smaller steps")
         worst = fitness_n[good_n].max() if self._sense == "min" else fitness_n[good_n].min()
         self.evaluations += len(fitness_n)
         solutions.set_evals(torch.where(good_n, fitness_n, worst))
@@ -183,11 +183,10 @@ def _steps(plan: Plan, pnet: nn.Module, genome: GenomeLike, steps: Mapping[str, 
 class ControlProblem(GenomeProblem):
     """The search for the genome whose network has the largest return in an environment of gymnasium.
 
-    All members act at once, each in as many environments as it has `episodes` a generation, in one
-    `gymnasium.vector.VectorEnv`. The fitness is the mean undiscounted return of the episodes. `env_steps` counts the
-    steps of all environments in episodes that had not ended. The p-net gives for observations [E, O] a number for each
-    choice [E, A], of which the largest is taken, or the numbers of an action [E, A], which are clipped to the
-    environment's range. `options` go to `GenomeProblem`, without `sense`.
+    One `gymnasium.vector.VectorEnv` runs all members at once, each in `episodes` environments per generation. The
+    fitness is the mean undiscounted return of a member's episodes. `env_steps` is the total number of steps in unended
+    episodes. For observations [E, O], the p-net returns a score per choice [E, A], of which the largest is chosen, or
+    the numbers of an action [E, A], clipped to the environment's range. `options` are those of `GenomeProblem`.
     """
 
     def __init__(self, plan: Plan, pnet: nn.Module, env: str, *, episodes: int = 1, **options: Any) -> None:
@@ -198,7 +197,7 @@ class ControlProblem(GenomeProblem):
 
     @torch.no_grad()
     def returns(self, solutions_nz: Tensor, episodes: int, seed: int) -> Tensor:
-        """Undiscounted returns [n, E] of some solutions [n, z] in fresh episodes, whose starts depend on the seed."""
+        """Compute undiscounted returns [n, E] of solutions [n, z] in new episodes; the seed sets their starts."""
         n, start_EO = len(solutions_nz), self.start_P.new_zeros((episodes, *self.env.inputs))
         weights = vmap(self._grower(lambda weights, buffers: self._call(weights, buffers, start_EO)))(solutions_nz)
         act = vmap(lambda weights, obs_EO: self._call(weights, dict(self._buffers), obs_EO), randomness="different")

@@ -1,11 +1,11 @@
-r"""The genome nearest to given weights: every ensemble of g-nets fitted to its tiles by least squares.
+r"""Fits a genome to weights: every ensemble of g-nets is fitted to its tiles by least squares.
 
-With the target tile $Y_t$ (the given weight, less offset and base, over the slot's scale) of a slot of energy $e_s$,
+With target tiles $Y_t = (W - offset - base) / scale$ and the sum of squares $e_s$ of all targets of a slot,
 
-    minimise   sum_t |g(theta_t) - Y_t|^2 / e_s(t)
+    minimize   sum_t |g(theta_t) - Y_t|^2 / e_s(t)
 
-The leaves in which a tile is linear have a closed form, and are solved for by conjugate gradients before and after
-all are trained by Adam. Low-rank factors come from the singular value decomposition.
+Adam trains all leaves. Before and after, conjugate gradients solve for the leaves in which a tile is linear, which is a
+linear least-squares problem. Low-rank factors are computed by the singular value decomposition instead.
 
 Suffixes: T tiles, r rows and c columns of a tile.
 """
@@ -30,16 +30,16 @@ from gbfunc.trees import flat_genome
 from gbfunc.types import Genome, GenomeLike, GNets, Params, TensorMap
 
 _SOLVES = 32
-"""Iterations of conjugate gradients: as many as a tile has unknowns are exact, fewer are close."""
+"""Iterations of conjugate gradients; the solution is exact after as many iterations as a tile has unknowns."""
 
 
 class Fit(NamedTuple):
-    """A genome that was fitted to given weights.
+    """A genome that was fitted to weights.
 
     Attributes:
         genome: the genome.
-        errors: `|W - W_hat| / |W|` (Frobenius) of every generated tensor, by name; 0 if both are zero. W is the delta
-            for a tensor of a base.
+        errors: `|W - W_hat| / |W|` (Frobenius) of every generated tensor, by name; 0 if both are zero. For a tensor of
+            a base, W is the delta.
     """
 
     genome: Genome
@@ -47,7 +47,7 @@ class Fit(NamedTuple):
 
 
 class _Tiles:
-    """The tiles [T, r, c] of one ensemble as functions of its leaves, with their targets."""
+    """The tiles [T, r, c] of an ensemble as a function of its leaves, and the target tiles."""
 
     def __init__(self, plan: Plan, e: Ensemble, targets: TensorMap, dtype: torch.dtype, device: torch.device) -> None:
         self.specs, self.groups = e.leaves, torch.from_numpy(e.groups).to(device)
@@ -57,7 +57,7 @@ class _Tiles:
         for span in e.spans:
             tensor, slot = plan.tensors[span.tensor], span.slot
             matrix = KINDS[tensor.kind].unfold(targets[tensor.name])[span.part].to(device, torch.float64) - slot.offset
-            # Without a scale there is nothing that g-nets could change.
+            # With scale 0, g-nets cannot change the matrix, so the target is 0.
             matrix = matrix / slot.scale if slot.scale else torch.zeros_like(matrix)
             tiles.append(split_tiles(matrix, slot.grid))
             inside.append(split_tiles(torch.ones_like(matrix, dtype=dtype), slot.grid))
@@ -74,7 +74,7 @@ class _Tiles:
 
     @torch.no_grad()
     def solve(self, leaves: Params) -> Params:
-        """The leaves with the best linear ones, tile by tile (CGLS; Bjorck, 1996, section 7.4)."""
+        """Solve for the best linear leaves, tile by tile (CGLS; Bjorck, 1996, section 7.4)."""
         if not self.linear or any(self.specs[k].scope == "group" for k in self.linear):
             return leaves
         linear = {k: leaves[k] for k in self.linear}
@@ -83,16 +83,16 @@ class _Tiles:
         def tiles_of(x_TK: Tensor) -> Tensor:
             return self(leaves | unstacked(x_TK, linear))
 
-        # It is linear: the transpose is the same everywhere.
-        made, transpose = torch.func.vjp(tiles_of, x_TK)[:2]
-        residual = self.target_Trc - made
+        # The map is linear, so the transpose does not depend on x.
+        start_Trc, transpose = torch.func.vjp(tiles_of, x_TK)[:2]
+        residual = self.target_Trc - start_Trc
         slope_TK = direction_TK = transpose(residual)[0]
         square_T = slope_TK.square().sum(1)
         for _ in range(_SOLVES):
-            made = tiles_of(direction_TK)
-            step_T = _ratio(square_T, made.square().sum((1, 2)))
+            change_Trc = tiles_of(direction_TK)
+            step_T = _ratio(square_T, change_Trc.square().sum((1, 2)))
             x_TK = x_TK + step_T[:, None] * direction_TK
-            residual = residual - step_T[:, None, None] * made
+            residual = residual - step_T[:, None, None] * change_Trc
             slope_TK, before_T = transpose(residual)[0], square_T
             square_T = slope_TK.square().sum(1)
             direction_TK = slope_TK + _ratio(square_T, before_T)[:, None] * direction_TK
@@ -114,30 +114,30 @@ def fit_genome(
     steps: int = 500,
     lr: float = 0.05,
 ) -> Fit:
-    """The genome whose p-net is nearest to a trained one: least squares on the weights, tile by tile.
+    """Find the genome whose weights are nearest to trained weights, by least squares, tile by tile.
 
-    Direct parameters and buffers are copied. Weights that were trained without a genome are usually far from all that
-    a small one generates: errors near 1 are no failure of the fit. Training on the task is then what helps, with the
-    fit as its start:
+    Direct parameters and buffers are copied. Weights that were trained without a genome are usually far from all
+    weights that a small genome generates, so errors near 1 do not mean that the fit failed. Train on the task
+    afterwards, starting from the fit:
 
         state = train_step.init(seed=0)
         genome, errors = gb.fit_genome(plan, trained)
         state = state._replace(gnets=genome.gnets, direct=genome.direct, buffers=genome.buffers)
 
-    or, repeatedly, training of the weights themselves from where the fit is (Shuvaev et al., 2024):
-    `trained = gb.materialize(plan, genome, pnet)`, train it for a while, `gb.fit_genome(plan, trained, start=genome)`.
+    Alternatively, alternate between training the dense weights and fitting (Shuvaev et al., 2024): train
+    `gb.materialize(plan, genome, pnet)` for some steps, then call `gb.fit_genome(plan, trained, start=genome)`.
 
     Args:
         plan: the plan.
-        trained: a module like the p-net, or its parameters and buffers by name.
-        pnet: the base, where the plan has one: the fit is to the difference from the base.
-        start: a genome to start from; None is a fresh one of `seed`.
-        seed: seed of the start.
-        steps: steps of Adam; 0 solves only for the linear leaves.
-        lr: first learning rate of Adam, which decays to 0 by a cosine.
+        trained: a module with the p-net's architecture, or its parameters and buffers by name.
+        pnet: the base, if the plan has one; the deltas are fitted to the difference from the base.
+        start: a genome from which the fit starts; None draws a genome from `seed`.
+        seed: seed of the drawn genome.
+        steps: number of Adam steps; 0 only solves for the linear leaves.
+        lr: initial learning rate of Adam, which decays to 0 along a cosine.
 
     Raises:
-        ValueError: if plan, weights, base and start do not fit together, the plan generates nothing, or a weight is not
+        ValueError: if plan, weights, base and start do not match, the plan generates nothing, or a weight is not
             finite.
 
     >>> import gbfunc as gb
@@ -149,14 +149,14 @@ def fit_genome(
     """
     check_type(plan)
     if not any(e.leaves for e in plan.ensembles):
-        raise ValueError("the plan generates no tensor by g-nets with parameters: there is nothing to fit")
+        raise ValueError("fit_genome expects a plan with g-nets that have parameters, got none")
     if steps < 0 or not lr > 0:
         raise ValueError(f"steps must be >= 0 and lr > 0, got {steps} and {lr}")
     if (plan.base is None) != (pnet is None):
-        raise ValueError(f"the plan has {'a base: give it, as pnet=' if pnet is None else 'no base: leave out pnet='}")
-    given, base = _tensors_of(plan, trained), None if pnet is None else plan.base_tensors(pnet)
-    device = next(iter(given.values())).device
-    targets = {t.name: given[t.name].double() for t in plan.generated}
+        raise ValueError(f"the plan has {'a base: pass it as pnet=' if pnet is None else 'no base: leave out pnet='}")
+    weights, base = _tensors_of(plan, trained), None if pnet is None else plan.base_tensors(pnet)
+    device = next(iter(weights.values())).device
+    targets = {t.name: weights[t.name].double() for t in plan.generated}
     if base is not None:
         targets |= {t.name: targets[t.name] - base.tensor(t.name, device) for t in plan.generated if t.base}
     if start is not None:
@@ -169,14 +169,14 @@ def fit_genome(
             leaves = {k: x.to(device) for k, x in drawn.items()} if start is None else drawn
             like = next(iter(leaves.values()))
             gnets[e.name] = _fitted(_Tiles(plan, e, targets, like.dtype, like.device), leaves, steps, lr)
-        of = plan.direct, plan.buffers
-        genome = Genome(gnets, *({x.name: given[x.name].to(DTYPES[x.dtype], copy=True) for x in xs} for xs in of))
+        copied = plan.direct, plan.buffers
+        genome = Genome(gnets, *({x.name: weights[x.name].to(DTYPES[x.dtype], copy=True) for x in xs} for xs in copied))
         with torch.no_grad():
-            made = make_generator(plan, base=base)(flat_genome(genome))
+            generated = make_generator(plan, base=base)(flat_genome(genome))
     errors: dict[str, float] = {}
     for name, target in targets.items():
-        left, size = float((made[name].to(target) - given[name].to(target)).norm()), float(target.norm())
-        errors[name] = left / size if size else float(left > 0)
+        error, size = float((generated[name].to(target) - weights[name].to(target)).norm()), float(target.norm())
+        errors[name] = error / size if size else float(error > 0)
     return Fit(genome, errors)
 
 
@@ -195,12 +195,12 @@ def _fitted(tiles: _Tiles, leaves: Params, steps: int, lr: float) -> Params:
         adam.step()
         schedule.step()
     fitted = tiles.solve({k: v.detach() for k, v in trained.items()})
-    # A fit that starts at its end only loses by Adam's first steps.
+    # Keep the first solution if Adam made it worse, as its first steps do near an optimum.
     return fitted if float(tiles.loss(fitted)) < first else leaves
 
 
 def _best_factors(tiles_Trc: Tensor, rank: int) -> Params:
-    """Factors [T, r, k] and [T, c, k] of the nearest tiles of a rank (Eckart and Young, 1936), of equal norms."""
+    """Compute factors [T, r, k] and [T, c, k], of equal norms, of the nearest tiles of rank k (Eckart, Young, 1936)."""
     u, s, vh = torch.linalg.svd(tiles_Trc, full_matrices=False)
     more = max(0, rank - s.shape[-1])
     left, right = u * s.sqrt()[:, None], vh.mT * s.sqrt()[:, None]
@@ -216,9 +216,9 @@ def _tensors_of(plan: Plan, trained: nn.Module | TensorMap) -> Params:
     shapes = {x.name: x.shape for x in (*plan.tensors, *plan.buffers)}
     got = {name: tuple(trained[name].shape) if name in trained else None for name in shapes}
     if wrong := [name for name in shapes if got[name] != shapes[name]]:
-        expected, given = ({name: of[name] for name in wrong} for of in (shapes, got))
-        raise ValueError(f"the weights do not fit the plan: expected {expected}, got {given}")
+        expected, found = ({name: sizes[name] for name in wrong} for sizes in (shapes, got))
+        raise ValueError(f"the weights do not fit the plan: expected {expected}, got {found}")
     tensors = {name: trained[name].detach() for name in shapes}
     if bad := [t.name for t in plan.generated if not tensors[t.name].isfinite().all()]:
-        raise ValueError(f"the weights {bad} are not finite")
+        raise ValueError(f"the weights must be finite, got NaN or infinite numbers in {bad}")
     return tensors

@@ -1,4 +1,4 @@
-"""Genomes: fresh ones, checks against their plan, and the noise of stochastic g-nets."""
+"""Initial genomes, checks of genomes against a plan, and the noise of stochastic g-nets."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from gbfunc.trees import BUFFERS, DIRECT, GNET, TensorSpec, compare_trees, flat_
 from gbfunc.types import Factors, Genome, GenomeLike, GNets, Params, dtype_name
 
 Noise = Mapping[str, Params]
-"""`{ensemble: {name: [T, ...]}}`: standard normal noise of the stochastic ensembles."""
+"""Standard normal noise [T, ...] of stochastic g-nets, by ensemble and name."""
 
 _DRAWS = _NEWTON_STEPS = 8
-_FLAT = 1e-3  # The share of its deviation below which a centred slot counts as constant
-_LARGE, _MANY = 1 << 20, 64  # Weights of a slot, and columns of all its factors, from which on moments use the factors
-_SAMPLED = 64  # Rows and columns that estimate the means of a tile
-_RIDGE = 0.01  # Against the size of the features; smaller values remove more of the means
+_FLAT = 1e-3  # A slot is constant if centring reduces its standard deviation below this fraction
+_LARGE, _MANY = 1 << 20, 64  # From these numbers of weights, and of columns of factors, on, moments use the factors
+_SAMPLED = 64  # Number of rows and columns from which the means of a tile are estimated
+_RIDGE = 0.01  # Ridge, relative to the features' mean square; smaller values remove more of the means
 
 
 def codes_of(ensemble: Ensemble, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Row codes [U, r, p] and column codes [U, c, q] of an ensemble; in an exported graph, as operations."""
+    """Return row codes [U, r, p] and column codes [U, c, q] of an ensemble; exported graphs compute the codes."""
     if is_exporting():
         row, col = ensemble.codes_on(device)
     else:
-        # Copies, as views of one number are not writable.
+        # Copy, because an array that repeats one number is not writable.
         row, col = (torch.from_numpy(codes.copy()) for codes in ensemble.codes)
     return row.to(device, dtype), col.to(device, dtype)
 
@@ -44,9 +44,9 @@ def codes_of(ensemble: Ensemble, dtype: torch.dtype, device: torch.device) -> tu
 def check_genome(
     plan: Plan, genome: GenomeLike, shapes: Mapping[str, tuple[int, ...]] | None = None, *, buffers: bool = True
 ) -> None:
-    """Raise unless a genome, or one rank's part with these `shapes`, has the plan's names and shapes."""
+    """Raise an error unless a genome, or a rank's part of one with `shapes`, has the plan's names and shapes."""
     check_type(plan)
-    _check_parts(genome)
+    _check_fields(genome)
     expected = dict(plan.leaf_shapes if shapes is None else shapes)
     flat = flat_genome(genome)
     if buffers:
@@ -55,15 +55,15 @@ def check_genome(
     try:
         compare_trees({k: TensorSpec(s) for k, s in expected.items()}, flat, "the genome does not fit the plan")
     except ValueError as error:
-        given, cure = {k: tuple(x.shape) for k, x in flat.items()}, ""
-        wrong = {k: (given[k], shape) for k, shape in expected.items() if given.get(k, shape) != shape}
-        same = given.keys() == expected.keys()
+        found, cure = {k: tuple(x.shape) for k, x in flat.items()}, ""
+        wrong = {k: (found[k], shape) for k, shape in expected.items() if found.get(k, shape) != shape}
+        same = found.keys() == expected.keys()
         if same and all(got[1:] == shape[1:] and got[:1] < shape[:1] for got, shape in wrong.values()):
-            cure = "; a state with fewer tiles is one rank's part: train_step.gather(state) makes it whole"
+            cure = "; a state with fewer tiles is one rank's part: train_step.gather(state) returns the full state"
         elif same and all(k.startswith(BUFFERS) for k in wrong):
-            cure = "; where a forward changes a buffer's shape, run it once, on the longest input, before gb.make_plan"
-        elif same and shapes is not None and plan.leaf_shapes.items() <= given.items():
-            cure = "; a whole state becomes this rank's part by train_step.shard(state)"
+            cure = "; if a forward changes a buffer's shape, run it once, on the longest input, before gb.make_plan"
+        elif same and shapes is not None and plan.leaf_shapes.items() <= found.items():
+            cure = "; a full state becomes this rank's part by train_step.shard(state)"
         raise ValueError(f"{error}{cure}") from None
 
 
@@ -73,46 +73,46 @@ def check_type(plan: Plan) -> None:
         raise TypeError(f"expected a plan of gb.make_plan, got {type(plan).__name__}")
 
 
-def _check_parts(genome: GenomeLike) -> None:
-    if not all(isinstance(getattr(genome, part, None), Mapping) for part in Genome._fields):
-        got = f"{type(genome).__name__}" + (": give module.to_genome()" if hasattr(genome, "to_genome") else "")
+def _check_fields(genome: GenomeLike) -> None:
+    if not all(isinstance(getattr(genome, field, None), Mapping) for field in Genome._fields):
+        got = f"{type(genome).__name__}" + (": pass module.to_genome()" if hasattr(genome, "to_genome") else "")
         raise TypeError(f"expected a Genome or a TrainState (gnets, direct, buffers), got {got}")
 
 
 def check_plan(plan: Plan, pnet: nn.Module) -> None:
-    """Raise ValueError with the differences if the plan was made for another p-net, or if the p-net is wrapped."""
+    """Raise ValueError, with the differences, if the plan was made for another p-net or if the p-net is wrapped."""
     check_type(plan)
     check_pnet(pnet)
-    given = {name: tuple(x.shape) for name, x in named_tensors(pnet)}
+    found = {name: tuple(x.shape) for name, x in named_tensors(pnet)}
     expected = {t.name: t.shape for t in plan.tensors} | {b.name: b.shape for b in plan.buffers}
     if plan.base is not None:
-        given |= {
+        found |= {
             f"{k}.{DELTA}".lstrip("."): (getattr(m, "out_features", 0), m.in_features) for k, m in hidden_layers(pnet)
         }
-        given = {k: shape for k, shape in given.items() if k in expected}
-    if given != expected:
-        other = {k: given.get(k) for k in sorted(given.keys() | expected.keys()) if given.get(k) != expected.get(k)}
+        found = {k: shape for k, shape in found.items() if k in expected}
+    if found != expected:
+        other = {k: found.get(k) for k in sorted(found.keys() | expected.keys()) if found.get(k) != expected.get(k)}
         raise ValueError(f"the plan was made for another p-net: this one differs in {other}")
     cast = {k: dtype_name(p.dtype) for k, p in pnet.named_parameters()} if plan.base is None else {}
     if other := [t for t in plan.generated if cast.get(t.name, t.dtype) != t.dtype]:
         name, dtype = other[0].name, other[0].dtype
-        words = f"{name!r} is {cast[name]}, and the plan generates it in {dtype}"
-        raise ValueError(f"the p-net was cast after its plan was made: {words}; plan it as it is now")
+        words = f"expected {name!r} in {dtype}, got {cast[name]}"
+        raise ValueError(f"the p-net was cast after its plan was made: {words}; make a new plan")
 
 
 @torch.autocast("cpu", enabled=False)
 @torch.inference_mode(False)
 def init_genome(plan: Plan, pnet: nn.Module, seed: int = 0, *, device: torch.device | str | None = None) -> Genome:
-    """A fresh genome: g-nets drawn from `seed`, direct parameters and buffers of the p-net.
+    """Draw a genome: random g-nets, and the p-net's direct parameters and buffers.
 
-    Deltas of a base start at zero. Direct parameters of a meta-device p-net start at 0 (vectors), 1 (weights of norms)
-    or normal with deviation 1 / sqrt(fan_in).
+    Deltas of a base start at zero. If the p-net is on the meta device, direct parameters are 0 (vectors), 1 (weights of
+    norms) or normally distributed with standard deviation 1 / sqrt(fan_in).
 
     Args:
         plan: the plan.
         pnet: the plan's p-net.
-        seed: seed of the g-nets, 0 <= seed < 2**63.
-        device: device of the genome; None is the p-net's device (the CPU for a meta-device p-net).
+        seed: seed of the random g-nets, 0 <= seed < 2**63.
+        device: device of the genome; None means the p-net's device (the CPU for a p-net on the meta device).
 
     Raises:
         ValueError: if the plan was made for another p-net, a buffer has no values, or a type of g-net has no leaf that
@@ -131,7 +131,7 @@ def init_genome(plan: Plan, pnet: nn.Module, seed: int = 0, *, device: torch.dev
         _check_linear(plan, e)
         leaves = {k: v.clone() for k, v in init_leaves(e, plan.dtype, generator).items()}
         for span in (p for p in e.spans if plan.tensors[p.tensor].base):
-            # A delta begins at zero, with all linear leaves at zero.
+            # A delta starts at zero if all linear leaves are zero.
             for k in (k for k, leaf in e.leaves.items() if leaf.role == "linear"):
                 leaves[k][span.first : span.first + span.slot.grid.n_tiles] = 0
             if new := (tensor := plan.tensors[span.tensor]).new_rows:
@@ -144,7 +144,7 @@ def init_genome(plan: Plan, pnet: nn.Module, seed: int = 0, *, device: torch.dev
 
 
 def check_seed(seed: int) -> int:
-    """A seed as a Python integer; ValueError outside of 0 .. 2**63 - 1."""
+    """Convert a seed to a Python integer; raise ValueError unless 0 <= seed < 2**63."""
     if isinstance(seed, bool) or not hasattr(seed, "__index__") or not 0 <= operator.index(seed) < 1 << 63:
         raise ValueError(f"seed must be an integer with 0 <= seed < 2**63, got {seed!r}")
     return operator.index(seed)
@@ -157,7 +157,7 @@ def _check_linear(plan: Plan, e: Ensemble) -> None:
         words = f"a g-net of type {e.hypernet.type!r} has no leaf of role 'linear' and scope 'tile', by which"
         use = "a delta begins at zero" if delta else "weights get their first scale (or set standardised = False)"
         where = f"for {plan.tensors[e.spans[0].tensor].name} with codes of widths {e.dims[2]} and {e.dims[3]}"
-        raise ValueError(f"{words} {use}, {where}: give it one, such as a gain (gbfunc.hypernets.Leaf((), 'linear'))")
+        raise ValueError(f"{words} {use}, {where}: add a leaf, such as a gain (gbfunc.hypernets.Leaf((), 'linear'))")
 
 
 def _direct(info: ParameterInfo, generator: torch.Generator) -> Tensor:
@@ -170,7 +170,7 @@ def _direct(info: ParameterInfo, generator: torch.Generator) -> Tensor:
 
 
 def sample_noise(plan: Plan, generator: torch.Generator, like: Tensor | None = None) -> dict[str, Params]:
-    """Standard normal noise of every stochastic ensemble from a CPU generator, in dtype and device of `like`."""
+    """Draw standard normal noise for all stochastic ensembles from a CPU generator, in dtype and device of `like`."""
     noise: dict[str, Params] = {}
     for e in plan.ensembles:
         if shapes := e.hypernet.noise_shapes(e.dims):
@@ -180,25 +180,25 @@ def sample_noise(plan: Plan, generator: torch.Generator, like: Tensor | None = N
 
 
 def check_noise(plan: Plan, noise: Noise | None) -> None:
-    """Raise ValueError for noise with other names or shapes than `sample_noise` gives."""
+    """Raise ValueError unless noise has the names and shapes of `sample_noise`."""
     if noise:
         shapes = {e.name: (e.n_tiles, e.hypernet.noise_shapes(e.dims)) for e in plan.ensembles}
-        specs = {f"{name}/{k}": TensorSpec((n, *shape)) for name, (n, of) in shapes.items() for k, shape in of.items()}
+        specs = {f"{name}/{k}": TensorSpec((n, *x)) for name, (n, named) in shapes.items() for k, x in named.items()}
         compare_trees(specs, flatten_tree(noise), "the noise does not fit the plan")
 
 
 def unflat_genome(plan: Plan, leaves: Params, buffers: Params) -> Genome:
-    """The genome of a plan from leaves by flat names (`flat_genome`) and the p-net's buffers."""
+    """Build a genome from leaves by flat name (`flat_genome`) and the p-net's buffers."""
     gnets = {e.name: {k: leaves[f"{GNET}{e.name}/{k}"] for k in e.leaves} for e in plan.ensembles if e.leaves}
     return Genome(gnets, {t.name: leaves[f"{DIRECT}{t.name}"] for t in plan.direct}, buffers)
 
 
 def flatten(genome: GenomeLike) -> tuple[Tensor, Callable[[Tensor], Genome]]:
-    """The genome as one vector [P], and the function that makes a genome from a vector.
+    """Return a genome as one vector [P], and a function that converts a vector to a genome.
 
-    The vector serves evolution strategies and optimizers of other packages. Leaves are in the order of their names and
-    in the widest of their dtypes. All genomes share the buffers and the parameters that are not floating-point numbers.
-    The function is differentiable; under `vmap`, vectors [n, P] are a population.
+    The vector is for evolution strategies and for optimizers of other packages. Leaves are concatenated in the order of
+    their names, in the widest of their dtypes. Buffers and parameters that are not floating-point numbers are not in
+    the vector; all genomes share them. The function is differentiable, and `vmap` applies it to a population [n, P].
 
     >>> import gbfunc as gb
     >>> pnet = nn.Linear(6, 3)
@@ -207,7 +207,7 @@ def flatten(genome: GenomeLike) -> tuple[Tensor, Callable[[Tensor], Genome]]:
     >>> len(vector) == plan.genome_params, gb.generate(plan, unflatten(0 * vector))["weight"].abs().max()
     (True, tensor(0.))
     """
-    _check_parts(genome)
+    _check_fields(genome)
     named = flat_genome(genome)
     leaves = {k: named[k] for k in sorted(named) if named[k].is_floating_point()}
     dtype = reduce(torch.promote_types, (x.dtype for x in leaves.values()), torch.float16)
@@ -216,9 +216,9 @@ def flatten(genome: GenomeLike) -> tuple[Tensor, Callable[[Tensor], Genome]]:
     def unflatten(vector: Tensor) -> Genome:
         if vector.shape != (sum(sizes),):
             raise ValueError(f"expected a vector of {sum(sizes)} numbers, got shape {tuple(vector.shape)}")
-        parts = zip(leaves.items(), vector.split(sizes), strict=True)
-        made = {k: part.reshape(x.shape).to(x.dtype) for (k, x), part in parts}
-        return like_genome(named | made, Genome(genome.gnets, genome.direct, dict(genome.buffers)))
+        pairs = zip(leaves.items(), vector.split(sizes), strict=True)
+        changed = {k: numbers.reshape(x.shape).to(x.dtype) for (k, x), numbers in pairs}
+        return like_genome(named | changed, Genome(genome.gnets, genome.direct, dict(genome.buffers)))
 
     return torch.cat([x.detach().reshape(-1).to(dtype) for x in leaves.values()]), unflatten
 
@@ -231,10 +231,10 @@ class _Slot(NamedTuple):
         return joined(Evaluation(self.constants, leaves).tiles(), self.grid)
 
     def moments(self, leaves: Params, linear: Sequence[str] = ()) -> tuple[float, float, Params]:
-        """Mean and deviation of the weights, and the slopes of the mean in the `linear` leaves.
+        """Return mean and deviation of the weights, and the gradient of the mean with respect to `linear` leaves.
 
-        A large matrix of factors L and R is not formed: weights of a tile sum to `sum_i L_i . sum_j R_j`, and their
-        squares to the sum of the entries of `L.T @ L * R.T @ R`.
+        A large matrix with factors L and R is not formed: the weights of a tile sum to `sum_i L_i . sum_j R_j`, and
+        their squares to the sum of the entries of `L.T @ L * R.T @ R`.
         """
         hypernet, g, x = self.constants.hypernet, self.grid, {k: leaves[k].detach().requires_grad_() for k in linear}
         with torch.enable_grad():
@@ -243,7 +243,7 @@ class _Slot(NamedTuple):
                 mean, deviation = weights.mean(), float(weights.detach().std(correction=0))
             else:
                 left, right = cast(Factors, Evaluation(self.constants, leaves | x).tiles())
-                # Rows and columns beyond the matrix do not count.
+                # Exclude the rows and columns of the last tiles beyond the matrix.
                 tile_T = torch.arange(g.n_tiles, device="cpu")
                 left = left * _inside(g.rows - tile_T // g.n_cols * g.tile_rows, g.tile_rows)
                 right = right * _inside(g.cols - tile_T % g.n_cols * g.tile_cols, g.tile_cols)
@@ -259,11 +259,11 @@ def _inside(lengths_T: Tensor, longest: int) -> Tensor:
 
 
 def init_leaves(e: Ensemble, dtype: torch.dtype, generator: torch.Generator) -> Params:
-    """Draw an ensemble's leaves, tile by tile from one CPU generator, so that a seed's genome depends on no device.
+    """Draw an ensemble's leaves, tile by tile from one CPU generator, so that the genome is equal on all devices.
 
-    The linear leaves then centre and scale every slot to zero mean and unit standard deviation. The mean is linear in
-    them, `mean = <m, v>`, and the smallest change that removes the mean is `v -= m * mean / |m|^2`. For a slot with a
-    single linear coefficient all leaves are moved.
+    Then the linear leaves v are changed so that every slot has zero mean and unit standard deviation. The mean is
+    linear in v, `mean = <m, v>`, and the smallest change that removes the mean is `v -= m * mean / |m|^2`. In a slot
+    with a single linear coefficient, all leaves of its tiles are changed.
     """
     hypernet, specs = e.hypernet, e.leaves
     drawn = hypernet.init(e.dims, e.n_tiles, e.n_groups, generator)
@@ -285,7 +285,7 @@ def init_leaves(e: Ensemble, dtype: torch.dtype, generator: torch.Generator) -> 
             if changed := _standardised(slot, mine, tile_scope, linear):
                 mine |= changed
                 break
-            # A slot of equal weights, as from rectifiers that are off everywhere, would never train.
+            # Draw again: a slot with equal weights, for example if all rectifiers are off, could not be trained.
             fresh = hypernet.init(e.dims, grid.n_tiles, 1, generator)
             mine |= {k: fresh[k].to(leaves[k].dtype) for k in tile_scope}
         for k in tile_scope:
@@ -294,11 +294,12 @@ def init_leaves(e: Ensemble, dtype: torch.dtype, generator: torch.Generator) -> 
 
 
 def _interacting(slot: _Slot, mine: Params, linear: list[str]) -> Params:
-    """Linear leaves for which rows and columns of every tile interact, at unit deviation in every tile.
+    """Return linear leaves that reduce the means of rows and columns, with unit deviation in every tile.
 
-    A tile is a sum of features with coefficients v. Most of the variance of features that bend along one sum of codes
-    is in the means of rows and columns: a matrix of rank 2, whose largest singular value makes activations grow from
-    layer to layer. With A the Gram matrix of these means, `(A / e + 1)^-1 v` removes them (Tikhonov).
+    A tile is a sum of features with coefficients v. If features are functions of one sum of codes, such as rectifiers,
+    most of their variance is in the means of rows and columns: a matrix of rank 2 with a large singular value, which
+    makes activations grow from layer to layer. With the Gram matrix A of the means, `(A / e + 1)^-1 v` reduces the
+    means (Tikhonov).
     """
     generator = torch.Generator("cpu").manual_seed(0)
     rows = torch.randperm(slot.constants.row.shape[1], generator=generator, device="cpu")[:_SAMPLED]
@@ -308,12 +309,12 @@ def _interacting(slot: _Slot, mine: Params, linear: list[str]) -> Params:
     shaped = {k: mine[k] for k in linear}
     v_TK = stacked(shaped)
 
-    def made(v_TK: Tensor) -> Tensor:
+    def tiles_of(v_TK: Tensor) -> Tensor:
         return dense_tiles(Evaluation(constants, mine | unstacked(v_TK, shaped)).tiles())
 
     means: list[Tensor] = []
     for basis_K in torch.eye(v_TK.shape[1], dtype=v_TK.dtype, device="cpu"):
-        tile_Trc = made(basis_K.expand(tiles, -1))
+        tile_Trc = tiles_of(basis_K.expand(tiles, -1))
         ends = tile_Trc.mean(2) / math.sqrt(len(rows)), tile_Trc.mean(1) / math.sqrt(len(cols))
         means.append(torch.cat(ends, 1).double())
     means_TKn = torch.stack(means, 1)
@@ -321,23 +322,23 @@ def _interacting(slot: _Slot, mine: Params, linear: list[str]) -> Params:
     size_T = gram_TKK.diagonal(dim1=1, dim2=2).mean(1)[:, None, None].clamp_min(1e-12)
     left_TKK = gram_TKK / (_RIDGE * size_T) + torch.eye(v_TK.shape[1], dtype=torch.float64, device="cpu")
     v_TK = torch.linalg.solve(left_TKK, v_TK.double()[..., None])[..., 0].to(v_TK.dtype)
-    std_T = made(v_TK).std((1, 2), correction=0)
+    std_T = tiles_of(v_TK).std((1, 2), correction=0)
     return unstacked(v_TK / torch.where(std_T > _FLAT * std_T.median(), std_T, 1)[:, None], shaped)
 
 
 def stacked(leaves: Params) -> Tensor:
-    """The leaves of every tile as a row: [T, K]."""
+    """Concatenate the leaves of every tile: [T, ...], ... -> [T, K]."""
     return torch.cat([x.reshape(len(x), -1) for x in leaves.values()], 1)
 
 
 def unstacked(rows_TK: Tensor, like: Params) -> Params:
-    """The inverse of `stacked`, with the shapes of `like`."""
-    parts = rows_TK.split([x[0].numel() for x in like.values()], 1)
-    return {k: part.reshape(x.shape) for (k, x), part in zip(like.items(), parts, strict=True)}
+    """Undo `stacked`, with the names and shapes of `like`."""
+    columns = rows_TK.split([x[0].numel() for x in like.values()], 1)
+    return {k: column.reshape(x.shape) for (k, x), column in zip(like.items(), columns, strict=True)}
 
 
 def _standardised(slot: _Slot, mine: Params, tile_scope: list[str], linear: list[str]) -> Params:
-    """Leaves of one slot for a matrix of zero mean and unit deviation; {} for a constant matrix."""
+    """Return leaves that give a slot zero mean and unit deviation; return {} for a constant matrix."""
     mean, deviation, slopes = slot.moments(mine, linear)
     if not math.isfinite(mean + deviation):
         hypernet, (p, q) = slot.constants.hypernet, (x.shape[-1] for x in (slot.constants.row, slot.constants.col))
@@ -347,7 +348,7 @@ def _standardised(slot: _Slot, mine: Params, tile_scope: list[str], linear: list
         return {}
     centred = _zeroed(mean, mine, slopes)
     if (left := slot.moments(mine | centred)[1]) <= _FLAT * deviation:
-        # The linear leaves only make the mean (one feature, one gene): move all leaves of the tiles.
+        # With one feature or gene, the linear leaves determine only the mean, so all leaves of the tiles are changed.
         centred = {k: mine[k] for k in tile_scope}
         for _ in range(_NEWTON_STEPS):
             v = {k: leaf.detach().requires_grad_() for k, leaf in centred.items()}
@@ -366,7 +367,7 @@ def _slopes(value: Tensor, leaves: Params) -> Params:
 
 
 def _zeroed(value: float, leaves: Params, slopes: Params) -> Params:
-    """The leaves after one Newton step of least norm towards `value` = 0, by the gradients `slopes`."""
+    """Return the leaves after a Newton step of minimal norm towards `value` = 0; `slopes` are the gradients."""
     square = sum(float(m.square().sum()) for m in slopes.values())
     change = value / square if 0 < square < math.inf else 0.0
     return {k: leaves[k].detach() - change * slope for k, slope in slopes.items()}

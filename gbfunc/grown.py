@@ -1,6 +1,6 @@
-"""A grown p-net as a plain module, for everything that takes an `nn.Module`: evaluation, export, serving.
+"""`materialize`: builds the generated p-net as a plain `nn.Module` for evaluation, export and serving.
 
-`carry_over` and `shuffled` make networks to compare it with.
+`carry_over` and `shuffled` build networks for comparisons.
 """
 
 import copy
@@ -22,25 +22,25 @@ from gbfunc.types import GenomeLike
 def materialize(
     plan: Plan, genome: GenomeLike, pnet: nn.Module, *, factored: bool = False, noise: Noise | None = None
 ) -> nn.Module:
-    """A copy of the p-net with the generated weights and the genome's buffers.
+    """Copy the p-net with the generated weights and the genome's buffers.
 
     Args:
         plan: the plan.
         genome: a `Genome` or `TrainState`.
-        pnet: the p-net the plan was made for; it is not changed. The copy keeps its training mode.
-        factored: keep the factors of weights whose factors are smaller, as parameters `NAME_left` and `NAME_right` of
-            layers that apply them, instead of forming the weights: less memory, and less time where the factors are
-            thin. `layer.weight` then is a property that multiplies the factors out at each read: a change of the
-            tensor in place is lost. Code that changes weights (PEFT's `merge_and_unload`) or knows them by the p-net's
-            names (`save_pretrained` of Hugging Face) needs `factored=False`, a plain module with nothing of gbfunc.
-        noise: of stochastic g-nets, from `gb.sample_noise(plan, generator)`: each draw makes another network of the
-            one genome. None gives the mean weights.
+        pnet: the plan's p-net, which is not changed. The copy has the same training mode.
+        factored: store a weight as factors, the parameters `NAME_left` and `NAME_right` of its layer, if the factors
+            are smaller than the weight. This takes less memory, and less time if the factors are thin. `layer.weight`
+            is then a property that multiplies the factors, so in-place changes of the tensor are lost. Code that
+            changes weights (PEFT's `merge_and_unload`) or depends on the p-net's names (`save_pretrained` of Hugging
+            Face) needs `factored=False`, which returns a plain module without gbfunc.
+        noise: noise of stochastic g-nets, from `gb.sample_noise(plan, generator)`; each noise generates a different
+            network. None generates the mean weights.
 
-    Deltas of layers that hide their weight, such as quantised layers, stay beside these layers in either case, as
-    parameters of the layers: with `factored=False` a warning names them.
+    Deltas of layers that hide their weight, such as quantized layers, are always stored as parameters of these layers.
+    With `factored=False`, a warning names the deltas.
 
     Raises:
-        ValueError: if genome, noise, plan and p-net do not fit together.
+        ValueError: if genome, noise, plan and p-net do not match.
     """
     check_plan(plan, pnet)
     check_genome(plan, genome)
@@ -51,11 +51,11 @@ def materialize(
         tensors = generator(flat_genome(genome), noise)
     weights, forms, inputs = to_serve(plan, generator, tensors)
     if forms and not factored:
-        words = "stay beside their layers, which hide their weights: factored=True asks for no merged weights"
+        words = "stay beside their layers, which hide their weights: factored=True avoids this warning"
         warnings.warn(f"{', '.join(sorted(forms))} {words}", stacklevel=2)
-    # A layer with factors has no use for the memory of its weight: one entry stands there until it is removed.
-    kept = [t for t in plan.tensors if t.name in forms]
-    weights |= {t.name: torch.zeros((), dtype=DTYPES[t.dtype]).expand(t.shape) for t in kept}
+    # A layer with factors needs no memory for its weight: one expanded number is the weight until it is removed.
+    factored_tensors = [t for t in plan.tensors if t.name in forms]
+    weights |= {t.name: torch.zeros((), dtype=DTYPES[t.dtype]).expand(t.shape) for t in factored_tensors}
     buffers = {b.name: genome.buffers[b.name].to(DTYPES[b.dtype]) for b in plan.buffers}
     buffers |= {} if base is None else base.on(next(iter(weights.values())).device)[1]
     net = with_weights(pnet, weights, buffers, bare=forms)
@@ -65,46 +65,46 @@ def materialize(
 
 @torch.no_grad()
 def shuffled(net: nn.Module, seed: int = 0, *, names: Iterable[str] | None = None) -> nn.Module:
-    """A copy of a network with the numbers inside each weight permuted: the control that keeps their distribution.
+    """Copy a network and permute the numbers in each weight: a control with the same distribution of weights.
 
-    `names` are the parameters to permute; None permutes all of at least two dimensions.
+    `names` are the parameters to permute; None permutes all parameters with at least two dimensions.
     """
-    made, generator = copy.deepcopy(net), torch.Generator().manual_seed(seed)
-    for name in [k for k, x in made.named_parameters() if x.ndim >= 2] if names is None else names:
-        x = made.get_parameter(name)
+    control, generator = copy.deepcopy(net), torch.Generator().manual_seed(seed)
+    for name in [k for k, x in control.named_parameters() if x.ndim >= 2] if names is None else names:
+        x = control.get_parameter(name)
         x.copy_(x.flatten()[torch.randperm(x.numel(), generator=generator).to(x.device)].reshape(x.shape))
-    return made
+    return control
 
 
 @torch.no_grad()
 def carry_over(source: nn.Module, net: nn.Module, *, layers: int | None = None) -> nn.Module:
-    """A copy of a network with the parameters and buffers of another where names and shapes agree: transfer.
+    """Copy a network, and copy parameters and buffers with equal names and shapes from another network (transfer).
 
-    A layer begins with a weight of at least two dimensions, and its biases, norms and buffers follow. Where shapes
-    differ, as in the last layer for other classes, the copy keeps the values of `net`.
+    A layer starts with a weight of at least two dimensions and includes the biases, norms and buffers that follow. If
+    shapes differ, as in the last layer for other classes, the copy has the values of `net`.
 
     Args:
-        source: a trained or grown network.
-        net: the network for the new task, with its own first weights; it is not changed.
-        layers: number of layers to carry over, from the first on; None for all.
+        source: a trained or generated network.
+        net: the network for the new task, with initial weights, which is not changed.
+        layers: number of layers to copy, from the first on; None copies all layers.
 
     Raises:
-        ValueError: if `layers` is below 1, or nothing agrees.
+        ValueError: if `layers` is below 1, or no tensor has an equal name and shape.
     """
     if layers is not None and layers < 1:
         raise ValueError(f"layers must be an int >= 1 or None, got {layers!r}")
-    made = copy.deepcopy(net)
-    into = {name: x for name, x, _ in _by_layer(made)}
+    target = copy.deepcopy(net)
+    into = {name: x for name, x, _ in _by_layer(target)}
     first = {name: x for name, x, layer in _by_layer(source) if layers is None or layer <= layers}
     if not (shared := [name for name, x in first.items() if name in into and into[name].shape == x.shape]):
         raise ValueError(f"expected tensors of equal names and shapes, got {[*first]} and {[*into]}")
     for name in shared:
         into[name].copy_(first[name])
-    return made
+    return target
 
 
 def _by_layer(net: nn.Module) -> Iterator[tuple[str, Tensor, int]]:
-    """Parameters and buffers by name, module after module, with their layer: 1, 2, ..."""
+    """Yield names, parameters and buffers, module after module, with the number of the layer: 1, 2, ..."""
     layer = 0
     for prefix, module in net.named_modules():
         for kind in (module.named_parameters, module.named_buffers):

@@ -1,6 +1,6 @@
-"""Figures: functions that return a matplotlib `Figure`, ready for `savefig`; no window, no global state.
+"""Functions that return a matplotlib `Figure` for `savefig`, without a window or global state.
 
-Each raises `ValueError` if there is nothing to show.
+Each function raises `ValueError` if there is nothing to draw.
 """
 
 import math
@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Runs = Mapping[str, Sequence[Mapping[str, float]]]
-"""Histories by label."""
+"""Training histories by label."""
 
-# M. Okabe and K. Ito, Color Universal Design (2008): distinct with every common colour vision deficiency.
+# M. Okabe and K. Ito, Color Universal Design (2008): distinct for people with common colour vision deficiencies
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINES, MARKERS = ("-", "--", "-.", ":"), "osD^vPX*"
-WEIGHTS = "PuOr"  # diverging and without red-green contrast
-_MAX_SIDE, _MAX_COLUMNS = 8, 4  # images on a side of a mosaic, tensors of a net
+WEIGHTS = "PuOr"  # A diverging colour map without red-green contrast
+_MAX_SIDE, _MAX_COLUMNS = 8, 4  # Images along a side of a mosaic, and tensors per network
 
 
 def _figure(
@@ -40,17 +40,17 @@ def _figure(
 def learning_curve(
     runs: Runs, metric: str = "accuracy", unit: str = "%", threshold: float | None = None, title: str = ""
 ) -> Figure:
-    """Draw training loss and a validation metric during training, one line per run.
+    """Draw the training loss and a validation metric during training, with one line per run.
 
-    Runs are histories by label: rows of `step`, `epoch` or `env_steps`, `train_loss` and `val_<metric>`. The unit is
-    `"%"` for values between 0 and 1. A mean, `mean_return`, gets a band of one standard deviation, `val_std_return`.
-    The value that solves the task, `threshold`, is a thin line.
+    `runs` are histories by label: rows with `step`, `epoch` or `env_steps`, `train_loss` and `val_<metric>`. With the
+    unit `"%"`, values between 0 and 1 are drawn as percentages. A band around a mean (`mean_return`) shows one standard
+    deviation (`val_std_return`). A thin line marks `threshold`, the value that solves the task.
     """
     if not runs:
         raise ValueError("a figure needs at least one run, got none")
     figure, ((loss_axes, metric_axes),) = _figure(9.0, 3.6, columns=2)
     rows = [row for rows in runs.values() for row in rows]
-    # Rows at whole passes count passes, others steps.
+    # The x axis shows epochs if all rows are at the end of an epoch, otherwise steps.
     x = "env_steps" if "env_steps" in rows[0] else "step" if any(row["epoch"] % 1 for row in rows) else "epoch"
     factor, deviation = 100 if unit == "%" else 1, f"val_{metric}".replace("mean", "std")
     for run, history in runs.items():
@@ -72,7 +72,7 @@ def learning_curve(
     label = f"validation {metric.replace('_', ' ')}" + (f" ({unit})" if unit else "")
     metric_axes.set(xlabel=loss_axes.get_xlabel(), ylabel=label, title=title)
     if unit == "%":
-        # Otherwise the first epochs press the interesting values into the uppermost pixels.
+        # Limit the range, because the first epochs would compress the final values to a few pixels.
         worst = min(100 * history[-1][f"val_{metric}"] for history in runs.values())
         metric_axes.set_ylim(max(0.0, worst - 15), 100.5)
     metric_axes.legend(frameon=False, loc="best")
@@ -82,10 +82,10 @@ def learning_curve(
 def tradeoff_curves(
     curves: Mapping[str, Sequence[tuple[float, Sequence[float]]]], ylabel: str, *, yscale: str = "linear"
 ) -> Figure:
-    """Draw a metric against bytes (logarithmic): a line per method through the means, a bar over the seeds.
+    """Draw a metric against bytes (logarithmic), with one line per method through the means, and bars over the seeds.
 
-    Curves map the label of a method to points (bytes, metric per seed). Errors of 1 % and 2 % separate on a `"log"`
-    scale.
+    `curves` maps the label of a method to points (bytes, metric per seed). With `yscale="log"`, small errors, such as
+    1 % and 2 %, are easier to distinguish.
     """
     if not curves or not all(points and all(seeds for _, seeds in points) for points in curves.values()):
         raise ValueError("a figure needs at least one method, and points with values for each, got none")
@@ -100,9 +100,9 @@ def tradeoff_curves(
         measured.append(axes.errorbar(sizes, means, yerr=bars, label=label, **style))
     axes.set(xlabel="everything needed to run (bytes, logarithmic)", ylabel=ylabel, xscale="log")
     if yscale == "log":
-        # Clipped: the bar of a seed without errors ends at the edge.
+        # Clip, so that the bar of a seed without errors ends at the edge.
         axes.set_yscale(yscale, nonpositive="clip")
-    # On less than a decade, matplotlib's default labels all minor ticks, one over the other.
+    # On less than a decade, matplotlib would label all minor ticks, and the labels would overlap.
     for axis, formatter in ((axes.xaxis, EngFormatter(unit="B")), (axes.yaxis, StrMethodFormatter("{x:g}"))):
         if axis.get_scale() == "log":
             axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -113,12 +113,12 @@ def tradeoff_curves(
 
 
 def weight_images(nets: Mapping[str, Mapping[str, Tensor]], image_shape: tuple[int, int] | None = None) -> Figure:
-    """Draw weights of several nets of the same shapes as images, a row of images per net.
+    """Draw the weights of several networks with equal shapes as images, with one row of images per network.
 
-    Matrices [R, C] are shown as they are, kernels [out, in, height, width] as a mosaic: output channels down, input
-    channels across. If the first matrix reads images of `image_shape`, its first rows are shown as images too: the
-    input that each hidden unit responds to. At most four tensors are shown; empty tensors, tensors of other shapes and
-    tensors that are not real are left out.
+    A matrix [R, C] is one image. Kernels [out, in, height, width] are a mosaic, with output channels from top to bottom
+    and input channels from left to right. With `image_shape`, the first rows of the first matrix are also drawn as
+    images: the input to which each hidden unit responds. At most four tensors are drawn; tensors that are empty, have
+    other numbers of dimensions, or are not real are left out.
     """
     weights = {
         label: {
@@ -129,7 +129,7 @@ def weight_images(nets: Mapping[str, Mapping[str, Tensor]], image_shape: tuple[i
         for label, tensors in nets.items()
     }
     if broken := {k for by_name in weights.values() for k, m in by_name.items() if not np.isfinite(m).all()}:
-        raise ValueError(f"weight_images expects finite weights, and {sorted(broken)} are not")
+        raise ValueError(f"weight_images expects finite weights, got NaN or infinite numbers in {sorted(broken)}")
     shapes = [{name: m.shape for name, m in by_name.items()} for by_name in weights.values()]
     if not shapes or not shapes[0] or any(s != shapes[0] for s in shapes):
         raise ValueError(f"weight_images expects nets with the same weight matrices or kernels, got {shapes}")
@@ -143,7 +143,7 @@ def weight_images(nets: Mapping[str, Mapping[str, Tensor]], image_shape: tuple[i
             weight = by_name[name]
             if image is not None:
                 if weight.shape[1] != math.prod(image):
-                    raise ValueError(f"rows of {weight.shape[1]} weights are no images of {image}")
+                    raise ValueError(f"expected rows of {math.prod(image)} weights for {image}, got {weight.shape[1]}")
                 side = min(_MAX_SIDE, math.isqrt(len(weight)))
                 fields = weight[: side * side].reshape(side, side, *image)
                 _show(axes, _mosaic(fields), f"{label}: rows of {name}", "pixel column", "pixel row")
@@ -156,7 +156,7 @@ def weight_images(nets: Mapping[str, Mapping[str, Tensor]], image_shape: tuple[i
 
 
 def _mosaic(images: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Arrange images [down, across, height, width] in a grid with empty seams."""
+    """Arrange images [rows, columns, height, width] in a grid with gaps."""
     padded = np.pad(images, ((0, 0), (0, 0), (0, 1), (0, 1)), constant_values=np.nan)
     return np.block([list(row) for row in padded])[:-1, :-1]
 
@@ -164,7 +164,7 @@ def _mosaic(images: NDArray[np.float32]) -> NDArray[np.float32]:
 def _show(
     axes: Axes, image: NDArray[Any], title: str, xlabel: str, ylabel: str, aspect: Literal["equal", "auto"] = "equal"
 ) -> None:
-    # Symmetric about zero.
+    # The colour range is symmetric about zero.
     limit = float(np.nanquantile(np.abs(image), 0.995)) or 1.0
     shown = axes.imshow(image, cmap=WEIGHTS, vmin=-limit, vmax=limit, interpolation="nearest", aspect=aspect)
     axes.set_title(title, fontsize=9)

@@ -1,4 +1,4 @@
-"""Cutting a matrix into equal tiles and putting it together again.
+"""Cuts matrices into equal tiles, and joins tiles to matrices.
 
 Suffixes: R, C rows and columns of the matrix; T tiles, row-major; r, c rows and columns of a tile.
 """
@@ -18,7 +18,7 @@ from gbfunc.types import MatrixDims
 
 @dataclass(frozen=True)
 class TileGrid:
-    """A matrix covered by equal tiles, the last ones cropped; ValueError for a length below 1 or a tile beyond it."""
+    """A matrix covered by equal tiles; the last tiles are cropped. Raises ValueError unless 1 <= tile <= length."""
 
     rows: int
     cols: int
@@ -48,7 +48,7 @@ class TileGrid:
 
 
 class Piece(NamedTuple):
-    """A block of a matrix: ranges `a .. b - 1` of rows, one below the other, and columns `c .. d - 1`."""
+    """A block of a matrix: ranges `a .. b - 1` of rows, concatenated, and one range `c .. d - 1` of columns."""
 
     rows: tuple[tuple[int, int], ...]
     cols: tuple[int, int]
@@ -63,35 +63,35 @@ class Piece(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """The tiles that a block of a matrix meets."""
+    """The tiles that overlap a block of a matrix."""
 
-    grid: TileGrid  # the matrix that these tiles make
-    tiles: tuple[int, ...] | None = None  # their numbers in the whole grid; None for all
-    piece: Piece | None = None  # where the block lies in that matrix; None for all of it
+    grid: TileGrid  # The smaller matrix that the overlapping tiles form
+    tiles: tuple[int, ...] | None = None  # Indices of the tiles in the full grid; None for all tiles
+    piece: Piece | None = None  # The position of the block in the smaller matrix; None for the entire matrix
 
     def crop(self, matrix_RC: Tensor) -> Tensor:
         return matrix_RC if self.piece is None else self.piece.of(matrix_RC)
 
 
 def cut_piece(grid: TileGrid, piece: Piece) -> Cut:
-    """The tiles that a block of a matrix meets, at least one; ValueError if the block exceeds the matrix.
+    """Find the tiles, at least one, that overlap a block of a matrix; raise ValueError if the block exceeds the matrix.
 
     >>> cut_piece(TileGrid(10, 6, 4, 3), Piece(((5, 9),), (0, 2))).tiles
     (2, 4)
     """
     ranges = [*((r, grid.rows) for r in piece.rows), (piece.cols, grid.cols)]
     if not all(0 <= a <= b <= n for (a, b), n in ranges) or not piece.rows:
-        raise ValueError(f"{piece} is not inside of a matrix of {grid.rows} x {grid.cols}")
+        raise ValueError(f"expected a block inside a matrix of {grid.rows} x {grid.cols}, got {piece}")
     r, c = grid.tile_rows, grid.tile_cols
 
-    def met(a: int, b: int, tile: int, most: int) -> range:
+    def overlapping(a: int, b: int, tile: int, most: int) -> range:
         first = min(a // tile, most - 1)
         return range(first, max(-(-b // tile), first + 1))
 
-    parts = [met(a, b, r, grid.n_rows) for a, b in piece.rows]
-    rows, cols = sorted({i for part in parts for i in part}), met(*piece.cols, c, grid.n_cols)
+    spans = [overlapping(a, b, r, grid.n_rows) for a, b in piece.rows]
+    rows, cols = sorted({i for span in spans for i in span}), overlapping(*piece.cols, c, grid.n_cols)
     tiles = tuple(i * grid.n_cols + j for i in rows for j in cols)
-    shifts = [(rows.index(part[0]) - part[0]) * r for part in parts]
+    shifts = [(rows.index(span[0]) - span[0]) * r for span in spans]
     moved = tuple((a + shift, b + shift) for (a, b), shift in zip(piece.rows, shifts, strict=True))
     inside = Piece(moved, (piece.cols[0] - cols[0] * c, piece.cols[1] - cols[0] * c))
     return Cut(TileGrid(len(rows) * r, len(cols) * c, r, c), tiles, inside)
@@ -101,7 +101,7 @@ MaxTile = int | tuple[int, int] | None
 
 
 def check_max_tile(max_tile: MaxTile) -> tuple[int, int] | None:
-    """The largest tile as (rows, columns), or None for one tile per matrix; ValueError for another type."""
+    """Return the largest tile as (rows, columns), None for one tile per matrix; raise ValueError for other types."""
     if max_tile is None:
         return None
     pair = (max_tile, max_tile) if isinstance(max_tile, int) else max_tile
@@ -111,10 +111,10 @@ def check_max_tile(max_tile: MaxTile) -> tuple[int, int] | None:
 
 
 def tile_grid(matrix: MatrixDims | tuple[int, int], max_tile: MaxTile = None) -> TileGrid:
-    """The most even cut of a matrix into tiles of at most `max_tile`: 256 rows in tiles of at most 100 are 3 x 86.
+    """Cut a matrix into tiles of at most `max_tile`, as evenly as possible: 256 rows with at most 100 give 3 x 86.
 
-    `max_tile` is None (one tile), a length for both sides, or (rows, columns). Where columns span a kernel, tiles cut
-    channels and never kernels, and `max_tile` counts channels.
+    `max_tile` is None (one tile), a length for both sides, or (rows, columns). If columns have kernel positions, tiles
+    are cut between channels, and `max_tile` counts channels.
     """
     dims = matrix if isinstance(matrix, MatrixDims) else MatrixDims(matrix[0], matrix[1])
     pair = check_max_tile(max_tile)
@@ -129,7 +129,7 @@ def tile_grid(matrix: MatrixDims | tuple[int, int], max_tile: MaxTile = None) ->
 
 
 def split_tiles(matrix_RC: Tensor, grid: TileGrid) -> Tensor:
-    """Cut a matrix into tiles, zero beyond its edge: [R, C] -> [T, r, c]."""
+    """Cut a matrix into tiles, padded with zeros: [R, C] -> [T, r, c]."""
     if tuple(matrix_RC.shape) != (grid.rows, grid.cols):
         raise ValueError(f"expected a matrix of {(grid.rows, grid.cols)}, got {tuple(matrix_RC.shape)}")
     return split_stack(matrix_RC, grid)
@@ -141,7 +141,7 @@ def join_tiles(tiles_Trc: Tensor, grid: TileGrid) -> Tensor:
 
 
 def join_all(tiles_Trc: Tensor, grids: Sequence[TileGrid]) -> tuple[Tensor, ...]:
-    """Rebuild several matrices from their tiles, one after the other in a stack: [T, r, c] -> [R, C], ..."""
+    """Rebuild several matrices from one stack of their tiles: [T, r, c] -> [R, C], ..."""
     r, c = grids[0].tile_rows, grids[0].tile_cols
     counts = [grid.n_tiles for grid in grids]
     if tuple(tiles_Trc.shape) != (sum(counts), r, c) or any((g.tile_rows, g.tile_cols) != (r, c) for g in grids):
@@ -152,12 +152,12 @@ def join_all(tiles_Trc: Tensor, grids: Sequence[TileGrid]) -> tuple[Tensor, ...]
         return (join_stack(tiles_Trc, grids[0]),)
     if torch.compiler.is_compiling():
         return tuple(map(join_stack, tiles_Trc.split(counts), grids))
-    # What `split` returns allows no change in place.
+    # Copies, because views from `split` could not be changed in place.
     return _Retile.apply(True, tuple(grids), tiles_Trc)  # pyright: ignore[reportReturnType]
 
 
 def _is_stack(grid: TileGrid) -> bool:
-    """Whether the tiles lie one below the other without a gap, as in memory."""
+    """Return True if the stack of tiles, in memory, is the matrix."""
     return grid.n_cols == 1 and grid.rows % grid.tile_rows == 0
 
 
@@ -166,7 +166,7 @@ def join_stack(tiles: Tensor, grid: TileGrid) -> Tensor:
     if _is_stack(grid):
         return tiles.reshape(*tiles.shape[:-3], grid.rows, grid.cols)
     r, c = grid.tile_rows, grid.tile_cols
-    # The compiler fuses the plain expression, and knows no Function with a jvp.
+    # The compiler fuses the plain expression below, and does not support a Function with a jvp.
     if (grid.rows % r or grid.cols % c) and not torch.compiler.is_compiling():
         return _Retile.apply(True, (grid,), tiles)[0]  # pyright: ignore[reportOptionalSubscript]
     blocks = tiles.unflatten(-3, (grid.n_rows, grid.n_cols)).transpose(-3, -2)
@@ -174,14 +174,14 @@ def join_stack(tiles: Tensor, grid: TileGrid) -> Tensor:
 
 
 def split_stack(matrices: Tensor, grid: TileGrid) -> Tensor:
-    """The transpose of `join_stack`: [..., R, C] -> [..., T, r, c], zero beyond the edges."""
+    """Cut matrices into tiles, padded with zeros (the transpose of `join_stack`): [..., R, C] -> [..., T, r, c]."""
     if _is_stack(grid):
         return matrices.reshape(*matrices.shape[:-2], -1, grid.tile_rows, grid.cols)
     return _Retile.apply(False, (grid,), matrices)[0]  # pyright: ignore[reportOptionalSubscript]
 
 
 def copy_tiles(matrix: Tensor, tiles: Tensor, grid: TileGrid, joins: bool) -> None:
-    """Copy tiles [..., T, r, c] of a grid, or some rows of them, into a matrix [..., R, C]; or back, zero beyond it."""
+    """Copy tiles [..., T, r, c], or some rows of tiles, into a matrix [..., R, C], or back with zeros as padding."""
     r, c = grid.tile_rows, grid.tile_cols
     blocks = tiles.unflatten(-3, (-1, grid.n_cols))
     top, left = blocks.shape[-4] - 1, grid.n_cols - 1
@@ -200,12 +200,12 @@ def copy_tiles(matrix: Tensor, tiles: Tensor, grid: TileGrid, joins: bool) -> No
 
 
 def unbatched(size: int, in_dims: Sequence[int | None], tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Tensors of a vmap with its dimension of `size` in front; those without it repeat."""
+    """Move the batch dimension of a vmap to the front; expand tensors without batch dimension to `size`."""
     return (x.expand(size, *x.shape) if d is None else x.movedim(d, 0) for x, d in zip(tensors, in_dims, strict=True))
 
 
 class _Retile(torch.autograd.Function):
-    """Join tiles into matrices, or cut matrices into tiles: one copy there and one back, as slices would not."""
+    """Joins tiles into matrices, or cuts matrices into tiles, with one copy in forward and one in backward."""
 
     @staticmethod
     def forward(joins: bool, grids: tuple[TileGrid, ...], *inputs: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]

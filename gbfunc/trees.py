@@ -20,7 +20,7 @@ GNET, DIRECT, BUFFERS = "gnets/", "direct/", "buffers/"
 
 
 class TensorSpec(NamedTuple):
-    """Expected properties of a tensor; None is any."""
+    """Expected properties of a tensor; None allows any value."""
 
     shape: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None
@@ -28,20 +28,20 @@ class TensorSpec(NamedTuple):
 
 
 def differentiable(dtype: torch.dtype) -> bool:
-    """Whether numbers are real or complex."""
+    """Return True for real and complex floating-point dtypes."""
     return dtype.is_floating_point or dtype.is_complex
 
 
 def spec_of(x: Tensor) -> TensorSpec:
-    """The spec of a tensor."""
+    """Return the properties of a tensor."""
     return TensorSpec(tuple(x.shape), x.dtype, x.device)
 
 
 def flatten_tree(tree: Any, prefix: str = "") -> Params:
-    """Every tensor of a tree by its name after `prefix`, in the order of the tree.
+    """Return every tensor of a tree by its name, with `prefix`, in the order of the tree.
 
     Raises:
-        TypeError: for a leaf that is no tensor, or two tensors of one name.
+        TypeError: for a leaf that is not a tensor, or two tensors with equal names.
 
     >>> list(flatten_tree({"direct": {"0.bias": torch.ones(1)}, "opt": (torch.ones(2), None)}))
     ['direct/0.bias', 'opt/0']
@@ -63,11 +63,11 @@ def _children(tree: Any, prefix: str) -> Iterable[tuple[Any, Any]]:
         return zip(getattr(tree, "_fields", range(len(tree))), tree, strict=True)
     if tree is None:
         return ()
-    raise TypeError(f"a state must hold tensors alone, got {type(tree).__name__} at {prefix[:-1]!r}")
+    raise TypeError(f"a state must contain only tensors, got {type(tree).__name__} at {prefix[:-1]!r}")
 
 
 def unflatten_tree(flat: Mapping[str, Any], like: Any, prefix: str = "") -> Any:
-    """Undo `flatten_tree`: the values of `flat` in the structure of `like`, whose tensors are not read."""
+    """Undo `flatten_tree`: return the values of `flat` in the structure of `like`, whose tensors are not read."""
     if like is None:
         return None
     values = {
@@ -81,44 +81,44 @@ def unflatten_tree(flat: Mapping[str, Any], like: Any, prefix: str = "") -> Any:
 
 
 def flat_genome(genome: GenomeLike) -> Params:
-    """All trained leaves by name: `gnets/<ensemble>/<leaf>` and `direct/<parameter>`."""
+    """Return all trained leaves by name: `gnets/<ensemble>/<leaf>` and `direct/<parameter>`."""
     return flatten_tree({"gnets": genome.gnets, "direct": genome.direct})
 
 
 def stored_tensors(genome: GenomeLike) -> Params:
-    """All tensors of a genome by name, buffers too, on the CPU and without a graph."""
+    """Return all tensors of a genome by name, buffers included, on the CPU and detached."""
     tensors = flat_genome(genome) | flatten_tree(genome.buffers, BUFFERS)
     return {k: x.detach().cpu() for k, x in tensors.items()}
 
 
 def like_genome(flat: Params, genome: GenomeLike) -> Any:
-    """Undo `flat_genome`: a `Genome` or `TrainState` with the values of `flat` in place of its leaves."""
+    """Undo `flat_genome`: return a `Genome` or `TrainState` whose leaves have the values of `flat`."""
     gnets, direct = unflatten_tree(flat, genome.gnets, GNET), unflatten_tree(flat, genome.direct, DIRECT)
     return genome._replace(gnets=gnets, direct=direct)
 
 
 def compare_trees(expected: Mapping[str, Tensor | TensorSpec], got: Mapping[str, Tensor], what: str) -> None:
-    """Raise ValueError, with the words `what`, for missing, unknown and wrong tensors of a flat tree.
+    """Raise ValueError, beginning with `what`, if a flat tree has missing, unknown or wrong tensors.
 
-    A tensor in `expected` stands for its shape and dtype.
+    For a tensor in `expected`, the shape and the dtype are compared.
     """
-    parts = []
+    found = []
     if expected.keys() != got.keys():
         missing, unknown = sorted(expected.keys() - got.keys()), sorted(got.keys() - expected.keys())
-        parts = [f"missing {_some(missing)}, unknown {_some(unknown)}"]
+        found = [f"missing {_some(missing)}, unknown {_some(unknown)}"]
     wrong: dict[str, list[str]] = {}
     for name, want in expected.items():
         shape, dtype, device = want if isinstance(want, TensorSpec) else (want.shape, want.dtype, None)
         x = got.get(name)
-        # A short test for tensors that fit, as all leaves do at every step.
+        # Compare without building a spec, because every step checks all leaves and nearly all of them fit.
         if x is None or (shape in (None, x.shape) and dtype in (None, x.dtype) and device in (None, x.device)):
             continue
         pairs = zip(TensorSpec._fields, (shape and tuple(shape), dtype, device), spec_of(x), strict=True)
         field, a, b = next((field, a, b) for field, a, b in pairs if a is not None and a != b)
         wrong.setdefault(field, []).append(f"{name} is {b}, expected {a}")
-    parts += [f"wrong {k} {_some(sorted(wrong[k]))}" for k in TensorSpec._fields if k in wrong]
-    if parts:
-        raise ValueError(f"{what}: {', '.join(parts)}")
+    found += [f"wrong {k} {_some(sorted(wrong[k]))}" for k in TensorSpec._fields if k in wrong]
+    if found:
+        raise ValueError(f"{what}: {', '.join(found)}")
 
 
 def _some(items: list[str], most: int = 8) -> str:
@@ -126,8 +126,8 @@ def _some(items: list[str], most: int = 8) -> str:
 
 
 def tree_map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """`optree.tree_map`, also into any mapping (Hugging Face's `BatchEncoding`, `ModelOutput`); None has no leaves."""
-    import optree  # here, as the import takes a while
+    """Like `optree.tree_map`, but also maps over any mapping (Hugging Face's `ModelOutput`); None has no leaves."""
+    import optree  # Imported here, because the import is slow
 
     def at(x: Any, *others: Any) -> Any:
         if not isinstance(x, Mapping):
@@ -138,55 +138,55 @@ def tree_map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 
 
 def _mapping_like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
-    """The items in a mapping of the same type, or in a dict if the constructor does not take them."""
+    """Return the items in a mapping of the same type, or in a dict if the type's constructor does not accept them."""
     if type(mapping) is dict:
         return items
     try:
-        made: Any = type(mapping)(items)  # pyright: ignore[reportCallIssue]
-        same = made.keys() == items.keys() and all(made[k] is x for k, x in items.items())
-    except Exception:  # A constructor may raise anything.
+        built: Any = type(mapping)(items)  # pyright: ignore[reportCallIssue]
+        same = built.keys() == items.keys() and all(built[k] is x for k, x in items.items())
+    except Exception:  # A constructor may raise any exception.
         return items
-    return made if same else items
+    return built if same else items
 
 
 def tree_leaves(tree: Any, path: str = "tree", *, packed: bool = False) -> list[tuple[str, Any]]:
-    """Every leaf with its expression, such as `("batch['x'][0]", tensor)`, also in any mapping.
+    """Return every leaf with its expression, such as `("batch['x'][0]", tensor)`; also enters any mapping.
 
-    `path` is the expression of the tree itself; with `packed` a `PackedSequence` is a leaf.
+    `path` is the expression of the tree. With `packed`, a `PackedSequence` is a leaf.
     """
-    import optree  # as in `tree_map`
+    import optree  # Imported here, as in `tree_map`
 
     is_leaf = (lambda x: isinstance(x, PackedSequence)) if packed else None
     accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf)
     named = []
     for accessor, leaf in zip(accessors, leaves, strict=True):
-        here = accessor.codify(path)
+        expression = accessor.codify(path)
         if isinstance(leaf, Mapping):
-            named += [pair for k, v in leaf.items() for pair in tree_leaves(v, f"{here}[{k!r}]", packed=packed)]
+            named += [pair for k, v in leaf.items() for pair in tree_leaves(v, f"{expression}[{k!r}]", packed=packed)]
         else:
-            named.append((here, leaf))
+            named.append((expression, leaf))
     return named
 
 
 def holds_tensors(x: Any) -> bool:
-    """Whether a leaf is an object with tensors as attributes."""
+    """Return True for an object that is not a tensor and has tensors as attributes."""
     return not isinstance(x, Tensor) and any(isinstance(v, Tensor) for v in getattr(x, "__dict__", {}).values())
 
 
 def refuse_packed(batch: Any) -> None:
-    """Raise ValueError for a `PackedSequence`, in which a row belongs to several examples."""
+    """Raise ValueError for a `PackedSequence`, whose rows mix examples."""
     if any(isinstance(x, PackedSequence) for _, x in tree_leaves(batch, packed=True)):
         raise ValueError(
-            "a batch with a PackedSequence has no rows to split, and no vmap: pass padded sequences and their lengths "
+            "a batch must have rows to split or vmap, got a PackedSequence: pass padded sequences and their lengths "
             "(with microbatches, pack them in the loss function)"
         )
 
 
 def split_batch(batch: Any, n: int) -> list[Any]:
-    """A batch as `n` equal microbatches, split along the first dimension: [b, ...] -> [b / n, ...].
+    """Split a batch into `n` equal microbatches along the first dimension: [b, ...] -> [b / n, ...].
 
-    Each microbatch has all bools. ValueError for other leaves that are not tensors, packed sequences, and tensors with
-    different first dimensions or one that `n` does not divide.
+    Bools are copied to every microbatch. Raises ValueError for any other leaf that is not a tensor, for packed
+    sequences, and if first dimensions differ or are not divisible by `n`.
     """
     refuse_packed(batch)
     for path, x in tree_leaves(batch, "batch"):
@@ -200,28 +200,29 @@ def split_batch(batch: Any, n: int) -> list[Any]:
 
 
 def split_rows(batch: Any, n: int) -> list[Any]:
-    """A batch in `n` shares, longer ones first, some maybe empty; each share has all scalars and other leaves.
+    """Split the rows of a batch into `n` shares; the first shares get the remainder, and shares may be empty.
 
-    ValueError for a packed sequence, a sparse or nested tensor, an array, or an object with tensors as attributes.
+    Leaves without rows are copied to every share. Raises ValueError for a packed sequence, a sparse or nested tensor,
+    an array, or an object with tensors as attributes.
     """
     refuse_packed(batch)
     leaves = tree_leaves(batch, "batch")
     for path, x in leaves:
         if holds_tensors(x) or (not isinstance(x, Tensor) and getattr(x, "ndim", 0)):
-            raise ValueError(f"{path} is a {type(x).__name__}, whose rows are not known: give tensors, as a dict say")
+            raise ValueError(f"{path} must have tensors, to split its rows, got a {type(x).__name__}: pass a dict")
         if isinstance(x, Tensor) and (x.layout != torch.strided or x.is_nested):
             what = "a nested tensor" if x.is_nested else f"a tensor of layout {x.layout}"
-            raise ValueError(f"{path} is {what}, whose rows torch cannot split: give dense tensors, or their parts")
+            raise ValueError(f"{path} must be a dense tensor to split its rows, got {what}: pass its dense parts")
     pieces = [x.tensor_split(n) if isinstance(x, Tensor) and x.ndim else (x,) * n for _, x in leaves]
     shares = []
     for i in range(n):
-        rest = iter([parts[i] for parts in pieces])
+        rest = iter([piece[i] for piece in pieces])
         shares.append(tree_map(lambda x, rest=rest: next(rest), batch))
     return shares
 
 
 def n_rows(batch: Any) -> int | None:
-    """First dimension of the tensors of a batch, or None without such tensors; ValueError if dimensions differ."""
+    """Return the first dimension of a batch's tensors, None without tensors; raise ValueError if dimensions differ."""
     paths = {len(x): path for path, x in tree_leaves(batch, "batch") if isinstance(x, Tensor) and x.ndim}
     if len(paths) > 1:
         got = ", ".join(f"{n} of {path}" for n, path in sorted(paths.items()))
@@ -230,9 +231,9 @@ def n_rows(batch: Any) -> int | None:
 
 
 def mean_tree(trees: Sequence[Any], weights: Sequence[float]) -> Any:
-    """The mean of every number over trees of one structure, in floating point, by `weights` of sum 1.
+    """Average every number over trees of equal structure, in floating point, with `weights` that sum to 1.
 
-    Other leaves are taken from the last tree. ValueError for trees of different structures or shapes.
+    Other leaves are taken from the last tree. Raises ValueError for trees with different structures or shapes.
     """
 
     def mean(*values: Any) -> Any:

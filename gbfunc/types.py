@@ -1,4 +1,4 @@
-"""Names and containers that all rooms share."""
+"""Types, names and containers for all rooms."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -7,26 +7,26 @@ import torch
 from torch import Tensor
 
 Params: TypeAlias = dict[str, Tensor]
-"""Flat `{name: tensor}`."""
+"""Tensors by name."""
 
 GNets: TypeAlias = dict[str, Params]
-"""`{ensemble: {leaf: tensor}}`; a leaf has a leading dimension of tiles [T, ...] or of groups [G, ...]."""
+"""Leaves by ensemble and name; the first dimension of a leaf is tiles [T, ...] or groups of tiles [G, ...]."""
 
 Kernel: TypeAlias = Literal["auto", "eager", "compiled"]
 """The implementation of ReLU, periodic and bilinear g-nets.
 
-`"compiled"` is C++ on a CPU and Triton on a GPU; `"eager"` is PyTorch; `"auto"` is `"compiled"` where available,
+`"compiled"` is C++ on a CPU and Triton on a GPU; `"eager"` is PyTorch; `"auto"` is `"compiled"` if available,
 otherwise `"eager"`.
 """
 
 Lazy: TypeAlias = bool | Literal["auto"]
-"""Whether weights stay factors: wherever possible, nowhere, or where factors are faster."""
+"""Whether weights stay factors: True wherever possible, False nowhere, `"auto"` where factors are faster."""
 
 JSON: TypeAlias = dict[str, Any]
 
 _NAMES = "int64 float64 complex64 float32 int32 bfloat16 float16 int16 int8 uint8 bool"
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.split()}
-"""Dtypes of tensors in files, in the order of safetensors, which writes wider dtypes first."""
+"""Dtypes of tensors in files, in the order in which safetensors writes tensors."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -35,12 +35,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class Genome(NamedTuple):
-    """All tensors that build the p-net: trained, saved and sent.
+    """All tensors that determine the p-net; these are trained, saved and sent.
 
     Attributes:
-        gnets: leaves of every ensemble of g-nets.
-        direct: the p-net's parameters that no g-net generates (biases, norms, ...), by name.
-        buffers: the p-net's buffers (running statistics, ...), by name.
+        gnets: the leaves of every ensemble of g-nets.
+        direct: parameters of the p-net that are trained directly (biases, norms, ...), by name.
+        buffers: buffers of the p-net (running statistics, ...), by name.
     """
 
     gnets: GNets
@@ -56,7 +56,7 @@ class Factors(NamedTuple):
 
 
 class TileDims(NamedTuple):
-    """Rows and columns of a tile, and the widths of their codes."""
+    """The size of a tile in rows and columns, and the widths of the codes of rows and columns."""
 
     rows: int
     cols: int
@@ -65,14 +65,14 @@ class TileDims(NamedTuple):
 
 
 class MatrixDims(NamedTuple):
-    """A matrix of a tensor."""
+    """The size of a matrix that a tensor unfolds to."""
 
-    rows: int  # output channels
-    cols: int  # input channels x kernel positions
-    kernel: tuple[int, ...] = ()  # kernel shape that every group of columns spans; tiles never cut kernels
+    rows: int  # Output channels
+    cols: int  # Input channels x kernel positions
+    kernel: tuple[int, ...] = ()  # Shape of the kernel; tiles are cut between input channels
 
 
 GenomeLike: TypeAlias = Any
-"""A `Genome` or anything with the same three attributes, such as a `TrainState`."""
+"""A `Genome`, or any object with its three attributes, such as a `TrainState`."""
 
 TensorMap: TypeAlias = Mapping[str, Tensor]

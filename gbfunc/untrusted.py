@@ -1,7 +1,7 @@
-"""Readers of pictures, arrays and JSON from strangers.
+"""Readers of images, arrays and JSON from untrusted sources.
 
-Each reader bounds what a file declares before memory is allocated, and raises `ValueError`, in one line, whatever is
-wrong with the content.
+Each reader checks the size that a file declares before memory is allocated, and raises a `ValueError` of one line for
+any invalid content.
 """
 
 import io
@@ -22,53 +22,53 @@ from numpy.typing import NDArray
 from gbfunc.extras import import_extra
 
 MAX_PIXELS = 1 << 25
-"""Most pixels of a picture: 33.5 million, which take 100 MB as RGB."""
+"""Largest number of pixels of an image: 33.5 million, which take 100 MB as RGB."""
 MAX_BYTES = 1 << 28
-"""Most bytes of a file, and of the arrays that are unpacked from a file: 256 MiB."""
+"""Largest number of bytes of a file, and of the arrays that a file contains: 256 MiB."""
 MAX_DEPTH = 100
-"""Most levels of lists and objects of a JSON document."""
+"""Largest number of nested lists and objects in a JSON document."""
 
-# Decoders of raster pictures alone: Pillow's reader of PostScript starts a program.
+# Only decoders of raster images: Pillow's reader of PostScript would start another program.
 _FORMATS = ("PNG", "JPEG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "AVIF", "JPEG2000")
 _HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 
 @contextmanager
 def one_error(path: str | os.PathLike[str], what: str) -> Iterator[None]:
-    """Turn any error of a decoder into a `ValueError` of one line that names the file and `what` was expected.
+    """Convert any error of a decoder to a `ValueError` of one line, which names the file and `what` was expected.
 
-    Raises `FileNotFoundError`, in the same words, if the file is missing.
+    Raises `FileNotFoundError`, also in one line, if the file is missing.
     """
     try:
         yield
     except FileNotFoundError:
         raise FileNotFoundError(f"no such {what}: {os.fspath(path)}") from None
-    except Exception as error:  # A damaged file can raise nearly anything.
+    except Exception as error:  # For a damaged file, a decoder can raise nearly any exception.
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"{os.fspath(path)} is not a valid {what}: {reason}") from error
 
 
 def read_picture(path: str | os.PathLike[str], mode: str) -> Any:
-    """Read a picture as a Pillow image in mode `"L"` (8-bit grey) or `"RGB"`.
+    """Read an image file as a Pillow image in mode `"L"` (8-bit grey) or `"RGB"`.
 
-    The picture is turned upright as its EXIF data says, pixels of 16 bits are scaled to 8, and transparent pixels lie
-    on a white ground.
+    The image is rotated according to its EXIF data, 16-bit pixels are scaled to 8 bits, and transparency is rendered on
+    white.
 
     Raises:
-        ImportError: without Pillow.
-        FileNotFoundError: if there is no such file.
-        ValueError: for anything else than a picture of at most `MAX_PIXELS` pixels of 8 or 16 bits.
+        ImportError: if Pillow is not installed.
+        FileNotFoundError: if the file does not exist.
+        ValueError: unless the file is an image of at most `MAX_PIXELS` pixels with 8 or 16 bits.
     """
     image = import_extra("PIL.Image", "reading a picture", "gbfunc[qr]")
     turn = import_extra("PIL.ImageOps", "reading a picture", "gbfunc[qr]").exif_transpose
     with one_error(path, "picture"), warnings.catch_warnings():
-        # Pillow warns of much larger pictures, and of damaged metadata.
+        # Pillow's warnings concern larger images, which are refused below, and damaged metadata, which is not used.
         warnings.simplefilter("ignore")
         _check_bytes(Path(path).stat().st_size)
         with image.open(path, formats=[x for x in _FORMATS if image.init() or x in image.OPEN]) as picture:
             if (pixels := math.prod(picture.size)) > MAX_PIXELS:
                 size = " x ".join(map(str, picture.size))
-                raise ValueError(f"expected at most {MAX_PIXELS:,} pixels, got {size} = {pixels:,}: make it smaller")
+                raise ValueError(f"expected at most {MAX_PIXELS:,} pixels, got {size} = {pixels:,}: resize the image")
             picture.load()
             turn(picture, in_place=True)
             sixteen = picture.mode.startswith("I;16") or (picture.mode == "I" and picture.format in ("PNG", "PPM"))
@@ -86,14 +86,14 @@ def read_picture(path: str | os.PathLike[str], mode: str) -> Any:
 def read_arrays(
     path: str | os.PathLike[str], max_bytes: int = MAX_BYTES, only: Collection[str] | None = None
 ) -> dict[str, NDArray[Any]]:
-    """Read the arrays of a `.npz` by their names, or the array of a `.npy` under the name `""`.
+    """Read the arrays of a `.npz` file by name, or the array of a `.npy` file with the name `""`.
 
-    With `only`, arrays of other names are not read.
+    With `only`, arrays with other names are not read.
 
     Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: for anything else than arrays of booleans, integers and real numbers that take at most `max_bytes`
-            bytes, in the file and in memory.
+        FileNotFoundError: if the file does not exist.
+        ValueError: unless the file has arrays of booleans, integers or real numbers that take at most `max_bytes` bytes
+            in the file and in memory.
     """
     with one_error(path, "file of arrays"), open(path, "rb") as file:
         _check_bytes(size := os.fstat(file.fileno()).st_size, max_bytes)
@@ -105,7 +105,7 @@ def read_arrays(
             _check_bytes(sum(member.file_size for member in members), max_bytes)
             names = [member.filename.removesuffix(".npy") for member in members]
             if len({*names}) < len(names):
-                raise ValueError(f"expected a name for each array, got {names}")
+                raise ValueError(f"expected different names of arrays, got {names}")
             arrays = {}
             for name, member in zip(names, members, strict=True):
                 if only is None or name in only:
@@ -115,30 +115,31 @@ def read_arrays(
 
 
 def parse_array(content: bytes, name: str = "array") -> NDArray[Any]:
-    """Read an array from the bytes of a `.npy`; `ValueError`, which calls the array `name`, as in `read_arrays`."""
+    """Read an array from the bytes of a `.npy` file; errors are those of `read_arrays` and name the array `name`."""
     with one_error(name, "array"):
         return _read_npy(io.BytesIO(content), len(content))
 
 
 def _read_npy(file: IO[bytes], size: int) -> NDArray[Any]:
-    """Read an array from a file that holds `size` bytes and no others; they are held against the header first."""
+    """Read an array from a file of `size` bytes, after comparing the size with the header."""
     version = npy.read_magic(file)
     if version not in _HEADERS:
         raise ValueError(f"expected version 1.0 or 2.0 of the .npy format, got {'.'.join(map(str, version))}")
     shape, fortran, dtype = _HEADERS[version](file)
     if dtype.kind not in "biuf":
         raise ValueError(f"expected booleans, integers or real numbers, got {dtype}")
-    declared, held = math.prod(shape) * dtype.itemsize, size - file.tell()
-    if min(shape, default=0) < 0 or declared != held:
-        raise ValueError(f"expected {declared:,} bytes for shape {shape} of {dtype}, got {held:,}")
+    declared, present = math.prod(shape) * dtype.itemsize, size - file.tell()
+    if min(shape, default=0) < 0 or declared != present:
+        raise ValueError(f"expected {declared:,} bytes for shape {shape} of {dtype}, got {present:,}")
     data = bytearray(file.read(declared))
     return np.frombuffer(data, dtype).reshape(shape, order="F" if fortran else "C")
 
 
 def parse_json(content: bytes | str, name: str, max_bytes: int = MAX_BYTES, **options: Any) -> Any:
-    """Read a JSON document of at most `max_bytes` bytes and `MAX_DEPTH` levels, with finite numbers and distinct keys.
+    """Read a JSON document of at most `max_bytes` bytes and `MAX_DEPTH` levels, with finite numbers and unique keys.
 
-    Raises `ValueError`, which names the document, for anything else. `options` of `json.loads` replace these checks.
+    Raises `ValueError`, with the name of the document, for any other text. `options` of `json.loads` replace the checks
+    of numbers and keys.
     """
     with one_error(name, "JSON document"):
         _check_bytes(len(content), max_bytes)

@@ -82,7 +82,7 @@ def test_what_cannot_be_is_refused_in_words(world: int) -> None:
         assert "aux must have the same entries on all ranks" in found["entries"]
         assert 'rank 1 in what requires grad ({"0.bias": false, ' in found["frozen"]
         assert "rank 1 in training mode" in found["modes"]
-        assert "batch is a SimpleNamespace, whose rows are not known" in found["object"]
+        assert "batch must have tensors, to split its rows, got a SimpleNamespace" in found["object"]
 
 
 @WORLDS

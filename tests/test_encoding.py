@@ -100,7 +100,7 @@ def test_grid_coordinates_span_the_bandwidth_row_major() -> None:
         (lambda: gb.grid(28, 28).check(700), r"grid\(28x28\) codes 784 positions, but the axis has 700"),
         (lambda: gb.per_axis(gb.binary(), gb.grid(3, 3), 8), "9 positions, but the axis has 8"),
         (lambda: gb.per_axis(gb.binary(), gb.binary(), 0), "n_positions"),
-        (lambda: gb.per_axis(gb.binary(), gb.grid(3, 3), 9).check(20), "whole kernels of 9"),
+        (lambda: gb.per_axis(gb.binary(), gb.grid(3, 3), 9).check(20), "a multiple of 9 kernel positions, got 20"),
     ],
 )
 def test_errors_say_what_was_expected(call: Any, words: str) -> None:

@@ -174,7 +174,7 @@ def test_what_cannot_be_saved_is_refused_at_once(tmp_path: Path) -> None:
     step, _ = step_of("mlp")
     state = step.init()
     with gb.Checkpointer(tmp_path, step) as checkpointer:
-        with pytest.raises(TypeError, match="tensors alone, got int at 'opt'"):
+        with pytest.raises(TypeError, match="only tensors, got int at 'opt'"):
             checkpointer.save(state._replace(opt=3))
         with pytest.raises(TypeError, match="not JSON serializable"):
             checkpointer.save(state, {"net": mlp()})

@@ -212,7 +212,7 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], words: str) -
 def test_a_p_net_that_was_cast_after_its_plan_was_made_is_refused() -> None:
     pnet = mlp()
     plan, genome = (made := gb.make_plan(pnet, gb.periodic(2))), gb.init_genome(made, pnet)
-    words = "cast after its plan was made: '0.weight' is bfloat16, and the plan generates it in float32"
+    words = "cast after its plan was made: expected '0.weight' in float32, got bfloat16"
     for use in (
         lambda: gb.make_train_step(plan, pnet, loss_fn, SGD),
         lambda: gb.materialize(plan, genome, pnet),
