@@ -78,7 +78,7 @@ def cifar_task(setting: Setting, width: int, folder: str = "cifar10") -> Task:
     return task.with_pnet(PNETS["allconv"](task.interface, width=width))
 
 
-def seeded_recipe(task: Task, size: float, epochs: int, name: str) -> Recipe:
+def recipe_of(task: Task, size: float, epochs: int, name: str) -> Recipe:
     """The task's recipe with so many epochs, measured at the end; convolutions in bfloat16."""
     recipe = replace(task.recipe(size), epochs=epochs, amp=None if name == "mlp" else torch.bfloat16)
     return replace(recipe, measure_every=total_steps(task, recipe))
@@ -88,7 +88,7 @@ def grown(setting: Setting, task: Task, seed: int, epochs: int, **size: Any) -> 
     """The network of a genome that is trained for a task."""
     pnet = task.build(seed)
     plan = task.plan(pnet, **size)
-    recipe = seeded_recipe(task, plan.genome_params, epochs, task.pnet.name)
+    recipe = recipe_of(task, plan.genome_params, epochs, task.pnet.name)
     name = f"{task.name}-{plan.pnet_params}-{plan.genome_params}-{seed}".replace(" ", "-")
     return plan, train(setting.out / "genomes" / name, plan, pnet, task, recipe, seed)[0].eval()
 
@@ -97,7 +97,7 @@ def trained(setting: Setting, task: Task, seed: int, epochs: int) -> nn.Module:
     """A network whose weights are trained for a task, for as long as a genome."""
     net = task.build(seed)
     numbers = sum(p.numel() for p in net.parameters())
-    recipe = seeded_recipe(task, numbers, epochs, task.pnet.name)
+    recipe = recipe_of(task, numbers, epochs, task.pnet.name)
     name = f"{task.name}-{numbers}-{seed}".replace(" ", "-")
     return train_weights(setting.out / "weights" / name, net, task, recipe, seed)[0].eval()
 
