@@ -64,7 +64,7 @@ def make_train_step(plan: Plan, pnet: nn.Module, loss_fn: LossFn, optimizer: Opt
     texts |= {"training mode": text_of({name: module.training for name, module in pnet.named_modules()})}
     check_equal(mesh, texts | {"optimizer": text_of(optimizer.settings)}, "ranks must have the same options")
     given.check_layout(layout)
-    captured = given.captures and not plan.stochastic
+    captured = given.cuda_graph is not False and not given.graph_lacks() and not plan.stochastic
     if given.cuda_graph is True and not captured:
         raise ValueError("cuda_graph=True: stochastic g-nets draw noise on the CPU, which no graph can replay")
     local, auto = given.local_steps is not None, given.rounding == AUTO

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from gbfunc.train.param_groups import ROLES, Kernel, LearningRate, ParamGroup, learning_rate, param_groups
+from gbfunc.train.param_groups import FUSED, ROLES, Kernel, LearningRate, ParamGroup, learning_rate, param_groups
 from gbfunc.trees import TensorSpec, compare_trees, flatten_tree, spec_of, unflatten_tree
 from gbfunc.types import Params
 
@@ -249,7 +249,8 @@ def _prepare(group_of: Callable[..., ParamGroup], leaves: tuple[tuple[str, str |
         group = group_of(name, role, shape)
         zeros[name] = torch.zeros(shape, dtype=dtype, device=device)
         # A kernel takes leaves of one dtype on one device.
-        names.setdefault((group, (dtype, device) if group.kernel(dtype, device) else None), []).append(name)
+        fused = group.adam and dtype in FUSED and device.type in ("cpu", "cuda")
+        names.setdefault((group, (dtype, device) if fused else None), []).append(name)
     calls = [_Call(group, named, group.adam if kind else None) for (group, kind), named in names.items()]
     states: dict[str, Params] = {}
     with torch.no_grad():

@@ -126,12 +126,13 @@ class StepOptions:
         for name in (name for name in ("pipeline", "parallel") if getattr(self, name) is not None):
             if self.compile:
                 raise ValueError(f"compile=True and {name}= do not go together")
-        if self.cuda_graph is True and (words := self._graph_lacks()):
+        if self.cuda_graph is True and (words := self.graph_lacks()):
             raise ValueError(f"cuda_graph=True needs {words}")
         if self.compile and (self.microbatches > 1 or self.remat != "none"):
             raise ValueError("compile=True decides itself what to keep: it needs microbatches=1 and remat='none'")
 
-    def _graph_lacks(self) -> str:
+    def graph_lacks(self) -> str:
+        """What a captured step lacks; "" if nothing."""
         if not is_available():
             return "a CUDA device, got none: take cuda_graph='auto' or False"
         needs = {"donate=True": self.donate, "on_nonfinite='skip'": self.on_nonfinite == "skip"}
@@ -139,11 +140,6 @@ class StepOptions:
         needs["a mesh of one rank"] = self.mesh is None or self.mesh.world == 1
         missing = [words for words, met in needs.items() if not met]
         return f"{', '.join(missing)}: a graph is of one process and reads nothing" if missing else ""
-
-    @property
-    def captures(self) -> bool:
-        """Whether steps are captured where their device allows it."""
-        return self.cuda_graph is not False and not self._graph_lacks()
 
     def check_layout(self, layout: Layout) -> None:
         """Raise ValueError for options that the plan, the mesh, or the placement of the genome on it excludes."""

@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 LearningRate: TypeAlias = float | Callable[[int], float]  # a number, or a function of the step, which counts from 0
 ROLES: tuple[str, ...] = ("code", "linear", "direct")
 # Dtypes in which tests hold the fused kernels of Adam and AdamW equal to the plain step, on CPUs and CUDA devices.
-_FUSED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+FUSED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Kernel(NamedTuple):
@@ -45,10 +45,6 @@ class ParamGroup:
         options["beta1"], options["beta2"] = map(float, options.pop("betas"))
         largest = ("max_exp_avg_sq",) if options["amsgrad"] else ()
         return Kernel(getattr(torch, name), ("step", "exp_avg", "exp_avg_sq", *largest), options)
-
-    def kernel(self, dtype: torch.dtype, device: torch.device) -> Kernel | None:
-        """The kernel that steps leaves of this dtype on this device."""
-        return self.adam if dtype in _FUSED and device.type in ("cpu", "cuda") else None
 
 
 def param_groups(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import grad, vmap
+from torch.func import vmap
 
 from gbfunc.genome import Noise, check_genome
 from gbfunc.train.captured import CapturedTrainStep
@@ -110,24 +110,21 @@ class Population:
         noise = None if drawn[0] is None else tree_map(lambda *tensors: torch.stack(tensors), *drawn)
         loss.generator.prepare(frozen | trained)
 
-        def one(frozen: Params, trained: Params, noise: Noise | None, buffers: Params, small: Any) -> Any:
-            def loss_of(trained: Params, buffers: Params) -> Any:
-                found, aux = loss.on(loss.generator(frozen | trained, noise), buffers, batch if same else small)
-                return found * scale, (found, tree_map(torch.as_tensor, aux), buffers)
-
-            return grad(loss_of, has_aux=True)(trained, buffers)
+        def one(leaves: Params, noise: Noise | None, buffers: Params, small: Any) -> Any:
+            given = Given(leaves, noise, buffers, batch if same else small, 1, True)
+            return loss.with_gradients(given, [*trained], scale)
 
         rows = None if same else tree_map(lambda x: 0 if isinstance(x, Tensor) else None, batch)
-        dims = (0, 0, None if noise is None else 0, 0, rows)
+        dims = (0, None if noise is None else 0, 0, rows)
         with seeded(seeds[0], like.device), torch.enable_grad():
             # vmap(grad), not grad(vmap): inside of it no tensor would be seen to require a gradient.
             many = vmap(one, dims, randomness="different")
-            gradients, (loss_n, aux, buffers) = many(frozen, trained, noise, buffers, None if same else batch)
+            loss_n, aux, buffers, found = many(frozen | trained, noise, buffers, None if same else batch)
             if loss_n.requires_grad:
                 loss.gradients(loss_n.sum(), [])
         aux = Given(frozen | trained, None, buffers, None, 1, True).detached(aux)
         # The loss may read other modules, whose graph ends here.
-        gradients = {k: g.detach() / scale for k, g in gradients.items()}
+        gradients = {k: g.detach() / scale for k, g in zip(trained, found, strict=True)}
         return loss_n.detach(), aux, gradients, detached(buffers)
 
     def _committed(

@@ -143,13 +143,13 @@ class GenomeLoss:
         return self.on(self.weights(given), given.buffers, given.batch)
 
     def with_gradients(
-        self, given: Given, names: list[str], factor: Tensor | None
+        self, given: Given, names: list[str], factor: Tensor | float | None
     ) -> tuple[Tensor, Any, Params, list[Tensor]]:
-        """Loss, aux, buffers, and gradients of the loss times a factor, by `torch.func` (aux of tensors alone)."""
+        """Loss, aux, buffers, and gradients of the loss times a factor, by `torch.func`; numbers of aux as tensors."""
 
         def loss_of(trained: Params, buffers: Params) -> tuple[Tensor, Any]:
             loss, aux = self(given._replace(leaves=given.leaves | trained, buffers=buffers))
-            return loss if factor is None else loss * factor, (loss, aux, buffers)
+            return loss if factor is None else loss * factor, (loss, tree_map(torch.as_tensor, aux), buffers)
 
         of = {k: given.leaves[k] for k in names}
         found, (loss, aux, buffers) = torch.func.grad(loss_of, has_aux=True)(of, given.buffers)

@@ -1,13 +1,11 @@
 """The first step that is compiled, or that ranks with parts of the p-net take, against the plain one."""
 
 import math
-import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -98,7 +96,7 @@ def _evaluating(nets: Sequence[nn.Module]) -> Iterator[None]:
 def gradient_and_changes(part: Part, given: Given, wanted: list[Tensor], seed: int) -> tuple[Tensor, Tensor]:
     """The gradient and the change of buffers as vectors; `given` is not changed."""
     fresh = given.copied()
-    with given.restored(), seeded(seed, wanted[0].device), seeded_elsewhere(seed), torch.enable_grad():
+    with given.restored(), seeded(seed, wanted[0].device), torch.enable_grad():
         gradients = part(fresh, wanted)
     return as_vector(gradients, wanted), changes_of(given.buffers, fresh.buffers)
 
@@ -108,16 +106,3 @@ def changes_of(before: Params, after: Params) -> Tensor:
     pairs = [(x, after[k].detach()) for k, x in before.items() if differentiable(x.dtype)]
     changes = [y - x if x.shape == y.shape else y for x, y in pairs]
     return as_vector([x.nan_to_num(0.0, 0.0, 0.0) for x in changes], changes)
-
-
-@contextmanager
-def seeded_elsewhere(seed: int) -> Iterator[None]:
-    """Seed Python's and NumPy's global random numbers, and put them back after."""
-    states = random.getstate(), np.random.get_state()
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])

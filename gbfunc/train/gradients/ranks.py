@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gbfunc.parallel import CollectiveError, Entries, Layout, check_equal, gather_objects, reduce_step, text_of
+from gbfunc.parallel import Entries, Layout, check_equal, gather_objects, reduce_step, text_of
 from gbfunc.parallel.mesh import AxisName
 from gbfunc.train.gradients.loss import (
     GenomeLoss,
@@ -21,7 +21,7 @@ from gbfunc.train.gradients.loss import (
     detached,
     noise_of,
 )
-from gbfunc.train.gradients.proof import Proof, gradient_and_changes, plainly, seeded_elsewhere
+from gbfunc.train.gradients.proof import Proof, gradient_and_changes, plainly
 from gbfunc.trees import GNET, n_rows, tree_leaves, tree_map
 from gbfunc.types import Params
 
@@ -83,14 +83,7 @@ class RankObjective(Objective):
         return LossAndGrads(loss, aux, gradients, buffers, norm)
 
     def _found(self, given: Given, trained: Params, seed: int) -> tuple[Tensor, Any, Params, float]:
-        try:
-            found = super()._found(given, trained, seed)
-        except Exception as error:
-            if given.counts or isinstance(error, CollectiveError):
-                raise
-            where = f"rank {self._layout.mesh.rank} has no row of the batch"
-            what = "computes the loss of rows of zeros to take part in what all do"
-            raise ValueError(f"{where}, and {what}, which failed: {error}") from error
+        found = super()._found(given, trained, seed)
         if not self._proven:
             with self._layout.mesh.uncounted():
                 self._prove(found[0], given, trained)
@@ -179,9 +172,7 @@ class SplitObjective(RankObjective):
         self._split, self.takes_parts = split, split.takes_parts
 
     def _found(self, given: Given, trained: Params, seed: int) -> tuple[Tensor, Any, Params, float]:
-        # Tensor ranks must draw the same numbers from Python and NumPy too.
-        with seeded_elsewhere(seed):
-            loss, aux, gradients, counted = super()._found(given, trained, seed)
+        loss, aux, gradients, counted = super()._found(given, trained, seed)
         # Tensor ranks have the same rows, unless the last layer's outputs are a part of them.
         return loss, aux, gradients, counted / (self._split.ranks if self._split.local_rows is None else 1)
 
