@@ -27,13 +27,12 @@ def given(form: RecomputedWeight, *tensors: Tensor) -> tuple[Any, ...]:
 
 
 # Each use that is not the stock linear one is run once more in backward, on the weight that is made there.
-@pytest.mark.parametrize("use", ["linear", "rows", "conv", "embedding"])
+@pytest.mark.parametrize("use", ["linear", "conv", "embedding"])
 def test_made_once_forward_and_once_backward(use: str) -> None:
     made: Counter[str] = Counter()
     weight, half = given(doubled(made), vectors(6, 2, 3) if use == "conv" else vectors(6, 4))
     uses: dict[str, Any] = {
         "linear": lambda: weight.linear(vectors(3, 4), None),
-        "rows": lambda: weight.linear(vectors(3, 4), None, slice(2, 5)),
         "conv": lambda: weight.conv(torch.conv1d, vectors(3, 2, 7), None, stride=2),
         "embedding": lambda: weight.embedding(torch.tensor([1, 5, 1]), 5),
     }

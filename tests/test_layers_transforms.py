@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.forms import KINDS, Formed, Reader, assert_close, assert_equals_dense, on_form, vectors
-from tests.support.zoo import self_attention
+from tests.support.forms import KINDS, Formed, Reader, assert_close, on_form, vectors
 
 EACH_KIND = pytest.mark.parametrize("kind", KINDS)
 Leaves = Mapping[str, Tensor]
@@ -19,7 +18,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, tuple[int, int]], Tens
     "linear": (lambda: nn.Linear(4, 6), {"weight": (2, 2)}, vectors(3, 4)),
     "conv": (lambda: nn.Conv1d(2, 6, 2), {"weight": (2, 2)}, vectors(2, 2, 5)),
     "embedding": (lambda: nn.Embedding(6, 4, padding_idx=1), {"weight": (2, 2)}, torch.tensor([1, 5, 1])),
-    "attention": (self_attention, {"attention.in_proj_weight": (3, 2)}, vectors(3, 2, 8)),
     "read": (Reader, {"fc.weight": (2, 2)}, vectors(3, 4)),
 }
 
@@ -100,68 +98,3 @@ def test_autocast(kind: str, name: str, cut: tuple[int, int]) -> None:
         assert actual.dtype == expected.dtype
         scale = expected.abs().max().clamp(min=1)  # bfloat16 sums round in proportion to their largest terms.
         assert_close(actual / scale, expected / scale, tolerance)
-
-
-# Rows of the three projections are blocks of the packed weight: tiles that end where they do, and others.
-@EACH_KIND
-@pytest.mark.parametrize("cut", [(1, 1), (3, 1), (6, 3), (24, 8), (2, 2), (4, 1), (5, 2)])
-@pytest.mark.parametrize("use", ["self", "cross", "masked", "causal", "hidden", "no weights"])
-@pytest.mark.parametrize("batch_first", [False, True])
-def test_packed_attention(kind: str, cut: tuple[int, int], use: str, batch_first: bool) -> None:
-    module = nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=batch_first, dtype=torch.float64)
-    cuts = {"in_proj_weight": cut, "out_proj.weight": (cut[1], cut[1])}
-    formed = assert_equals_dense(kind, module, cuts, attention_use(use), vectors(5, 5, 8))
-    assert not formed.reads
-
-
-@EACH_KIND
-@pytest.mark.parametrize("cut", [(1, 1), (2, 3)])
-@pytest.mark.parametrize("use", ["separate", "separate causal"])
-def test_separate_attention(kind: str, cut: tuple[int, int], use: str) -> None:
-    module = nn.MultiheadAttention(8, 2, dropout=0.3, kdim=3, vdim=5, dtype=torch.float64)
-    cuts = {"q_proj_weight": cut, "k_proj_weight": cut, "v_proj_weight": cut, "out_proj.weight": (1, 1)}
-    assert not assert_equals_dense(kind, module, cuts, attention_use(use), vectors(5, 5, 8)).reads
-
-
-def attention_use(name: str) -> Callable[[Formed, Tensor], Any]:
-    causal = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
-    hidden = torch.zeros(5, 5, dtype=torch.bool)
-    hidden[0, -1] = True
-    uses: dict[str, Callable[[Formed, Tensor], Any]] = {
-        "self": lambda net, x: net(x, x, x, average_attn_weights=False),
-        "cross": lambda net, x: net(x, x.sin(), x.cos()),
-        "masked": lambda net, x: net(x, x, x, attn_mask=causal.repeat(10, 1, 1) < 0),
-        "causal": lambda net, x: net(x, x, x, attn_mask=causal, is_causal=True, need_weights=False),
-        "hidden": lambda net, x: net(x, x, x, attn_mask=causal < 0, key_padding_mask=hidden),
-        "no weights": lambda net, x: net(x, x, x, key_padding_mask=hidden, need_weights=False),
-        "separate": lambda net, x: net(x, x[..., :3].sin(), x[..., :5].cos()),
-        "separate causal": lambda net, x: net(x, x[..., :3], x[..., :5], attn_mask=causal, is_causal=True),
-    }
-    return uses[name]
-
-
-@EACH_KIND
-@pytest.mark.parametrize(
-    ("inputs", "options"),
-    [
-        ((vectors(5, 8),) * 3, {}),
-        ((vectors(5, 2, 6),) * 3, {}),
-        ((vectors(5, 2, 8),) * 3, {"is_causal": True}),
-        ((vectors(5, 2, 8),) * 3, {"attn_mask": torch.zeros(4, 4)}),
-    ],
-    ids=["unbatched", "features", "no mask", "mask"],
-)
-def test_rare_inputs_get_the_answer_or_the_error_of_the_stock_layer(kind: str, inputs: Any, options: Any) -> None:
-    module = nn.MultiheadAttention(8, 2, dtype=torch.float64)
-    cuts = {"in_proj_weight": (3, 1), "out_proj.weight": (1, 1)}
-
-    def use(net: Any, *inputs: Tensor) -> Any:
-        return net(*inputs, **options)
-
-    try:
-        module(*inputs, **options)
-    except (AssertionError, RuntimeError) as error:
-        with pytest.raises(type(error)):
-            on_form(kind, module, cuts)(*inputs, **options)
-    else:
-        assert_equals_dense(kind, module, cuts, use, *inputs)

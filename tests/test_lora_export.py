@@ -138,8 +138,12 @@ def test_what_cannot_be_exported_is_named() -> None:
     refused("'query.weight' .a linear by gnet. has no factors", pretrained(), gb.gnet((3,)), target_modules=["query"])
     refused("the delta of 'query.bias' .a vector", pretrained(), target_modules=["query"], include=["query.bias"])
     attention = nn.TransformerEncoderLayer(8, 2, 12)
-    refused("'self_attn.in_proj_weight' has no place.*both projections", attention, target_modules=["self_attn"])
-    refused("'self_attn.out_proj.weight' has no place.*ignored", attention, target_modules=["out_proj"])
+    refused(
+        "'self_attn.in_proj_weight' .a attention_in by low_rank. has no factors",
+        attention,
+        target_modules=["self_attn"],
+    )
+    refused("'self_attn.out_proj.weight' is not of a layer that LoRA knows", attention, target_modules=["out_proj"])
     refused("'0.weight' has no place.*no dilation", nn.Sequential(nn.Conv2d(2, 3, 3, dilation=2)))
     refused("'0.weight' has no place.*one group", nn.Sequential(nn.Conv2d(2, 4, 3, groups=2)))
     net = nn.ModuleDict({"inner": nn.Linear(4, 4), "head": nn.Linear(4, 2), "more": nn.ParameterList([torch.ones(2)])})

@@ -40,10 +40,8 @@ class FactoredWeight(WeightForm):
         self._thin_rows = {conv: thin_rows(*sizes, conv=conv) if auto else math.inf for conv in (False, True)}
 
     def of(self, sources: Sequence[Source]) -> Params:
-        """The factors of every tile; the matrices of several sources are stacked."""
-        factors = [source.factors() for source in sources]
-        both = factors[0] if len(factors) == 1 else map(torch.cat, zip(*factors, strict=True))
-        return dict(zip(self.keys, both, strict=False))
+        """The factors of every tile."""
+        return dict(zip(self.keys, sources[0].factors(), strict=False))
 
     def by_tile(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The factors by row and column of tiles: [nr, nc, r, k] and [nr, nc, c, k]."""
@@ -77,14 +75,8 @@ class FactoredWeight(WeightForm):
         weight.applied = True
         return True
 
-    def _thin_linear(self, weight: Weight, x: Tensor, bias: Tensor | None, rows: slice | None) -> Tensor | None:
-        grid, tiles, start, stop = self.grid, slice(None), 0, self.grid.rows
-        if rows is not None:
-            start, stop = rows.start, rows.stop
-            tiles = slice(start // grid.tile_rows, -(-stop // grid.tile_rows))
-            # Rows that begin within a tile and end in another tile are cut out of the dense weight.
-            if start % grid.tile_rows and tiles.stop - tiles.start > 1:
-                return None
+    def _thin_linear(self, weight: Weight, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        grid = self.grid
         # A nested tensor has no number of rows.
         if x.is_nested or not self._pays(weight, math.prod(x.shape[:-1])):
             return None
@@ -92,15 +84,10 @@ class FactoredWeight(WeightForm):
             raise ValueError(f"expected an input with {grid.cols} features, got shape {tuple(x.shape)}")
         given = weight.given
         if self.tiles == (1, 1):
-            left = _single(given["left"])
-            return F.linear(x @ _single(given["right"]), left if rows is None else left[rows], bias)
+            return F.linear(x @ _single(given["right"]), _single(given["left"]), bias)
         left, right = self.by_tile(given)
-        if rows is not None:
-            left, right = left[tiles], right[tiles]
-            if len(left) == 1:
-                left = left[:, :, start - tiles.start * grid.tile_rows :][:, :, : stop - start]
         # Contiguous, as the output of F.linear: dropout draws its mask in the order of memory.
-        y = from_thin(thin_product(x, right, (0, x.shape[-1])), left, ((0, stop - start),)).contiguous()
+        y = from_thin(thin_product(x, right, (0, grid.cols)), left, ((0, grid.rows),)).contiguous()
         # Under autocast F.linear returns the narrow dtype of the products.
         return y if bias is None else y + bias.to(y.dtype)
 
@@ -195,7 +182,7 @@ class DeltaWeight(FactoredWeight):
         left, right, base = (weight.given[k] for k in self.inputs)
         autocast = torch.is_autocast_enabled(x.device.type)
         single = left.dtype == base.dtype and (x.dtype == left.dtype or autocast) and not x.is_nested and x.ndim > 1
-        single = single and use.operation == "linear" and use.options == (None,) and self.tiles == (1, 1)
+        single = single and use.operation == "linear" and self.tiles == (1, 1)
         if single and self._pays(weight, math.prod(x.shape[:-1])):
             # The product itself adds, which spares a pass over the outputs; products with factors as [k, r] and [k, c]
             # are two to four times faster than with few columns, forward and backward.

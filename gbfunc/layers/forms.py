@@ -99,7 +99,7 @@ class Use(NamedTuple):
 
     operation: Literal["linear", "conv", "embedding"]
     run: Callable[..., Tensor]
-    options: tuple[Any, ...]
+    options: tuple[Any, ...] = ()
 
 
 class WeightForm:
@@ -169,10 +169,10 @@ class Weight:
             self.form.reads += 1
         return self.dense()
 
-    def linear(self, x: Tensor, bias: Tensor | None, rows: slice | None = None) -> Tensor:
-        """`x @ W[rows].T + bias`: [..., cols] -> [..., rows]."""
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`x @ W.T + bias`: [..., cols] -> [..., rows]."""
         transposed = self.form.transposed
-        use = Use("linear", lambda weight, x, bias=None: dense_linear(weight, transposed, rows, x, bias), (rows,))
+        use = Use("linear", lambda weight, x, bias=None: dense_linear(weight, transposed, x, bias))
         return self.form.apply(self, use, x, bias)
 
     def conv(self, conv: Callable[..., Tensor], x: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
@@ -265,7 +265,6 @@ def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, enabled=False) if on else nullcontext()
 
 
-def dense_linear(weight: Tensor, transposed: bool, rows: slice | None, x: Tensor, bias: Tensor | None) -> Tensor:
-    """`x @ W[rows].T + bias` with a dense weight that may be stored transposed."""
-    weight = weight.t() if transposed else weight
-    return F.linear(x, weight if rows is None else weight[rows], bias)
+def dense_linear(weight: Tensor, transposed: bool, x: Tensor, bias: Tensor | None) -> Tensor:
+    """`x @ W.T + bias` with a dense weight that may be stored transposed."""
+    return F.linear(x, weight.t() if transposed else weight, bias)

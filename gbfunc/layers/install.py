@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from gbfunc.layers.attention import attention_forward
 from gbfunc.layers.beside import beside_forward
 from gbfunc.layers.forms import (
     Outside,
@@ -48,11 +47,6 @@ FORMS: Mapping[Callable[..., Any], LayerForm] = MappingProxyType(
         nn.Embedding.forward: LayerForm(
             embedding_forward, plain=lambda layer: layer.max_norm is None and not layer.scale_grad_by_freq
         ),
-        nn.MultiheadAttention.forward: LayerForm(
-            attention_forward,
-            ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
-            plain=lambda layer: layer.bias_k is None and layer.bias_v is None and not layer.add_zero_attn,
-        ),
     }
 )
 """Every form of a layer, by the stock forward that it replaces."""
@@ -66,7 +60,9 @@ def layer_form(layer: nn.Module) -> LayerForm | None:
     form = FORMS.get(_stock_forward(type(layer)), BESIDE if hasattr(layer, "in_features") else None)
     # A method may have been replaced on the layer itself.
     patched = any(inspect.isroutine(getattr(type(layer), name, None)) for name in vars(layer))
-    return form if form is not None and form.plain(layer) and not patched else None
+    # nn.MultiheadAttention reads the weight of its output projection instead of calling the layer.
+    read = isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear)
+    return form if form is not None and form.plain(layer) and not (patched or read) else None
 
 
 def _own_forward(layer: type[nn.Module]) -> Any:
@@ -154,11 +150,6 @@ def install(net: nn.Module, forms: Mapping[str, WeightForm | None], outside: Out
         layers.setdefault(layer, {})[attribute] = form
         names.setdefault(layer, {})[attribute] = name
         formed |= set() if form is None else {layer}
-    for layer in net.modules():
-        # Attention reads the weight of its output projection instead of calling the layer.
-        if isinstance(layer, nn.MultiheadAttention) and layer.out_proj in formed and layer_form(layer):
-            layers.setdefault(layer, {})
-            formed.add(layer)
     for layer, attributes in layers.items():
         for attribute in attributes if outside is not None else ():
             with suppress(AttributeError):

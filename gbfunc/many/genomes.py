@@ -97,10 +97,13 @@ class _Frame(NamedTuple):
     def grow(self, kind: int, generator: Generator, genome: Params) -> Params:
         """The tensors in which genomes may differ, of one genome by flat names, in the forms of all plans."""
         plan, base, made = self.plans[kind], self.bases[kind], Params()
-        weights, own, inputs = self.serve(kind, generator, genome)
         like = torch.empty(0, dtype=plan.dtype, device=next(iter(genome.values())).device)
         others = {} if base is None else dict(item for part in base.on(like.device) for item in part.items())
         sides, padded = _sides(plan, generator, genome), dict[Any, tuple[Any, Tensor]]()
+        apart = [
+            t.name for t in plan.tensors if not (t.name in sides and isinstance(self.forms.get(t.name), RowFactors))
+        ]
+        weights, own, inputs = self.serve(kind, generator, genome) if apart else ({}, {}, {})
 
         def fit(x: Tensor | None, size: tuple[int, int]) -> Tensor:
             # One tensor for all layers that share a side, or have none.

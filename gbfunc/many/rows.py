@@ -3,7 +3,6 @@
 import math
 from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +11,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gbfunc.layers.attention import attention_forward
 from gbfunc.layers.forms import WeightForm
-from gbfunc.layers.install import layer_form
 from gbfunc.layers.kinds import DELTA
 from gbfunc.pnet.describe import buffers_of, parameter_infos
 from gbfunc.pnet.pure import PureNet
@@ -93,11 +90,11 @@ class RowWise:
 
 
 def prepare(net: nn.Module) -> list[str]:
-    """Set eval mode, and let torch's encoders call their layers: their fused forward has no batching rule."""
+    """Set eval mode, without the fused forwards of torch's attention and encoders, which have no batching rule."""
     for module in net.eval().modules():
-        if isinstance(module, nn.MultiheadAttention) and layer_form(module):
-            object.__setattr__(module, "forward", partial(attention_forward, module))
-        if isinstance(module, nn.TransformerEncoderLayer):
+        if isinstance(module, nn.MultiheadAttention):
+            module.training, module.dropout = True, 0.0
+        elif isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0
         elif isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False

@@ -51,7 +51,7 @@ def _dense(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply `x` by this rank's piece of the weight, without thin products."""
     own, split, ranks = weight_of(layer, "weight"), layer.split, layer.split.wire.axis.size
     if own is None:
-        return dense_linear(_local(layer.weight), split.transposed, None, x, bias)
+        return dense_linear(_local(layer.weight), split.transposed, x, bias)
     form = own.form
     if not isinstance(form, FactoredWeight):
         return own.linear(x, bias)

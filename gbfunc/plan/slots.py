@@ -25,7 +25,7 @@ def check_stored(name: str, dtype: str) -> None:
 
 
 # Kinds of layers that can apply a factored weight
-_FACTORED_KINDS = frozenset({"linear", "transposed_linear", "conv", "attention_in", "attention", "beside", "embedding"})
+_FACTORED_KINDS = frozenset({"linear", "transposed_linear", "conv", "beside", "embedding"})
 
 
 def tile_dims(grid: TileGrid, row_code: Encoding, col_code: Encoding) -> TileDims:
@@ -99,12 +99,9 @@ class TensorPlan:
             raise ValueError(f"{self.name}: a tensor of the base must have slots for its delta, got none")
 
     def can_factor(self, dtype: torch.dtype) -> bool:
-        """Return True if the weight may stay factors of `dtype`; all matrices then have equal factorised g-nets."""
-        first = self.slots[0]
-        equal = all((s.hypernet, s.grid) == (first.hypernet, first.grid) for s in self.slots)
-        divides = len(self.slots) == 1 or first.grid.rows % first.grid.tile_rows == 0
+        """Return True if g-nets of `dtype` can keep the weight as factors."""
         wide = self.base or DTYPES[self.dtype].itemsize >= dtype.itemsize
-        return first.hypernet.factorised and self.kind in _FACTORED_KINDS and equal and divides and wide
+        return self.slots[0].hypernet.factorised and self.kind in _FACTORED_KINDS and wide
 
     def is_formable(self, pnet: nn.Module) -> bool:
         """Return True if the parameter is generated and all layers that use it accept other forms of their weight."""
@@ -123,8 +120,7 @@ class TensorPlan:
         beside = self.kind == "beside"
         if not (lazy or beside) or not self.can_factor(dtype):
             return None
-        first, rank = self.slots[0].grid, self.slots[0].hypernet.factor_width
-        grid = TileGrid(len(self.slots) * first.rows, first.cols, first.tile_rows, first.tile_cols)
+        grid, rank = self.slots[0].grid, self.slots[0].hypernet.factor_width
         # A delta beside a layer is never added to a weight, so its factors are faster for any number of rows.
         options = (self.name, self.shape, grid, rank, self.kind == "transposed_linear", lazy == "auto" and not beside)
         return DeltaWeight(base, *options) if self.base and not beside else FactoredWeight(*options)

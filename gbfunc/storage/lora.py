@@ -121,10 +121,6 @@ def _layer_tensors(pnet: nn.Module, name: str, a: Tensor, b: Tensor) -> Params:
 
 
 def _unknown(module: nn.Module, attribute: str) -> str | None:
-    if isinstance(module, nn.MultiheadAttention):
-        return "it adapts both projections of an nn.MultiheadAttention, by one rank, or neither"
-    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        return "attention does not call its output projection, so an adapter there is ignored"
     if attribute != "weight":
         return f"it adapts weights, not {attribute!r} of a {type(module).__name__}"
     if isinstance(module, nn.Embedding):

@@ -66,7 +66,7 @@ def memory() -> dict[str, float]:
     return {k: int(status[k].split()[0]) * 1024 / 1e6 for k in ("VmRSS", "VmHWM")}
 
 
-def tokens_per_second(calls: dict[str, Any], rounds: int = 5) -> None:
+def tokens_per_second(calls: dict[str, Any], rounds: int = 3) -> None:
     """The best of several rounds in turn, by processor time: other processes share the machine."""
     best: dict[str, float] = {}
     for _ in range(1 + rounds):
