@@ -206,13 +206,9 @@ class TrainStep:
             factor = (options.clip_norm / (norm + 1e-6)).clamp(max=1.0)
             clipped = torch._foreach_mul([*gradients.values()], factor)  # pyright: ignore[reportPrivateImportUsage]
             gradients = dict(zip(gradients, clipped, strict=True))
-        params: Params = {}
-        for k, leaf in flat.items():
-            # A forward may have set the `data` of direct parameters.
-            x = leaf if k.startswith(DIRECT) else named[k]
-            params[k] = x.detach() if x.requires_grad else x
-            if rate:
-                gradients[k] = gradients[k] + rate[k]
+        params = {k: named[k].detach() if named[k].requires_grad else named[k] for k in flat}
+        if rate:
+            gradients = {k: g + rate[k] for k, g in gradients.items()}
         found = self._updated(state, params, gradients, buffers, info)
         if found is None:
             return state._replace(step=state.step + 1), info

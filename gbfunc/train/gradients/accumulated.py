@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gbfunc.layers.forms import outside_autocast
 from gbfunc.train.gradients.loss import NO_GRADIENT, GenomeLoss, Given, Gradients, OneGraph, Result, detached
-from gbfunc.trees import DIRECT, differentiable, mean_tree, n_rows, split_batch, split_rows
+from gbfunc.trees import differentiable, mean_tree, n_rows, split_batch, split_rows
 from gbfunc.types import Params
 
 Split = Callable[[Any, int], list[tuple[Any, float]]]  # `(batch, rows) -> microbatches`, each with its rows
@@ -58,19 +58,14 @@ class Accumulated(OneGraph):
 def weights_of(loss: GenomeLoss, given: Given, again: bool) -> tuple[Params, Params, list[str]]:
     """The weights in their graph, the same as leaves of a new graph, and the names of those that take gradients.
 
-    With `again` the first are left out: backward generates them a second time. Direct parameters are leaves themselves,
-    unless rounded: a forward may set their `data`. Leaves that g-nets of several weights share are not: each weight
-    would get the gradient of all weights.
+    With `again` the first are left out: backward generates them a second time.
     """
     with torch.set_grad_enabled(not again):
         weights = loss.weights(given)
-    own = {id(x) for k, x in given.leaves.items() if k.startswith(DIRECT) and x.is_leaf}
     leaves, trained = Params(), list[str]()
     for k, w in weights.items():
-        direct = id(w) in own
-        leaves[k] = w if direct else w.detach()
-        takes = w.requires_grad or (again and not direct and differentiable(w.dtype))
-        if takes and k not in loss.generator.frozen:
+        leaves[k] = w.detach()
+        if (w.requires_grad or (again and differentiable(w.dtype))) and k not in loss.generator.frozen:
             trained.append(k)
             leaves[k].requires_grad_()
     return {} if again else weights, leaves, trained

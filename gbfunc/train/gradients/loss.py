@@ -66,13 +66,12 @@ class Given(NamedTuple):
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Put direct parameters back after a forward that may change them in place."""
-        before = [(x, x.data, x.data.clone()) for k, x in self.leaves.items() if k.startswith(DIRECT)]
+        before = [(x.detach(), x.detach().clone()) for k, x in self.leaves.items() if k.startswith(DIRECT)]
         try:
             yield
         finally:
-            for x, own, values in before:
-                own.copy_(values)
-                x.data = own
+            for x, values in before:
+                x.copy_(values)
 
     def detached(self, aux: Any) -> Any:
         """Aux without its graph, with copies of buffers and direct parameters, which the step changes later."""
