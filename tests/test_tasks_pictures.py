@@ -11,6 +11,7 @@ from PIL import Image
 
 import gbfunc as gb
 from gbfunc.tasks import find_task
+from gbfunc.tasks.pictures import preprocessing
 from tests.test_pnets_hugging_face import SIZES
 from tests.test_tasks_cifar10 import small, write_packed
 
@@ -118,11 +119,15 @@ def test_an_adapter_learns_predicts_and_knows_its_base(kind: str, tmp_path: Path
 SPOILT = [
     ("data/xs/none.txt", b"", "the class {}/data/xs holds no pictures: add some, or remove the folder"),
     ("data/dogs/0.png", b"\x89PNG", "{}/data/dogs/0.png is not a valid picture"),
-    ("base/preprocessor_config.json", None, "base has no preprocessor_config.json, which says how the network takes"),
+    (
+        "base/preprocessor_config.json",
+        None,
+        "no such preprocessor, which says how a network takes pictures: {}/base/preprocessor_config.json",
+    ),
     (
         "base/preprocessor_config.json",
         b"{}",
-        "preprocessor_config.json is not a valid preprocessor of pictures: 'size'",
+        "is not a valid preprocessor, which says how a network takes pictures: 'size'",
     ),
     ("base/config.json", b'{"model_type": "bert"}', "hf:bert is no image classifier: it does not fit this task"),
     # An empty file of weights.
@@ -139,6 +144,13 @@ def test_damaged_files_are_refused(
     _ = path.unlink() if content is None else path.write_bytes(content)
     told = command(["plan", "--task", "images", "--data-dir", data, "--pretrained", base], 2).err
     assert told.count("\n") == 1 and message.format(tmp_path) in told
+
+
+def test_timm_says_in_its_configuration_how_it_takes_pictures(tmp_path: Path) -> None:
+    known = {"input_size": [3, 24, 24], "mean": [0.5, 0.4, 0.3], "std": [0.2, 0.2, 0.1]}
+    (tmp_path / "config.json").write_text(json.dumps({"architecture": "resnet10t", "pretrained_cfg": known}))
+    size, mean_C, std_C = preprocessing(tmp_path)
+    assert (size, *mean_C, *std_C) == pytest.approx((24, *MEAN, *STD))
 
 
 def test_folders_and_sizes_are_refused(tmp_path: Path) -> None:

@@ -72,9 +72,7 @@ def images(data_dir: Path | None = None, pretrained: str | None = None, size: in
         head = sum(n_params(net.get_submodule(name)) for name in pnet.plan(0).modules_to_save)
         settings, params = partial(_recipe, head), head + _ADAPTER
     if (needed := sum(len(labels_N) for _, labels_N in parts.values()) * 3 * size**2) > _MAX_BYTES:
-        raise ValueError(
-            f"the pictures take {needed:,} bytes at size {size}, expected at most {_MAX_BYTES:,}: lower it"
-        )
+        raise ValueError(f"the pictures take {needed:,} bytes at size {size}, at most {_MAX_BYTES:,} fit: lower it")
     pixels = {part: read_pixels(pictures, size) for part, (pictures, _) in parts.items()}
     if not scale:
         some_NhwC = pixels["train"][:: 1 + len(pixels["train"]) // 1_000].astype(np.float64)
@@ -156,18 +154,16 @@ def read_pixels(pictures: Sequence[Any], size: int) -> NDArray[np.uint8]:
 
 def preprocessing(folder: Path) -> tuple[int, NDArray[np.float64], NDArray[np.float64]]:
     """Read how a pretrained network takes pictures: rows and columns; mean and deviation [C] of bytes."""
-    timm, path = parse_json((folder / CONFIG).read_bytes(), CONFIG).get("pretrained_cfg"), folder / PREPROCESSOR
-    if timm is None and not path.is_file():
-        raise FileNotFoundError(f"{folder} has no {PREPROCESSOR}, which says how the network takes pictures: add it")
-    with one_error(path, "preprocessor of pictures"):
-        if timm is not None:
-            size, mean, std, each = timm["input_size"][-1], timm["mean"], timm["std"], 255.0
-        else:
+    path, timm = folder / PREPROCESSOR, parse_json((folder / CONFIG).read_bytes(), CONFIG).get("pretrained_cfg")
+    with one_error(path, "preprocessor, which says how a network takes pictures"):
+        if timm is None:
             said = parse_json(path.read_bytes(), PREPROCESSOR)
-            size = said["crop_size"] if said.get("do_center_crop") else said["size"]
-            size = size.get("height") or size["shortest_edge"] if isinstance(size, Mapping) else size
-            mean, std = (said["image_mean"], said["image_std"]) if said.get("do_normalize", True) else (0.0, 1.0)
-            each = 1 / said.get("rescale_factor", 1 / 255) if said.get("do_rescale", True) else 1.0
+        else:
+            said = {"size": timm["input_size"][-1], "image_mean": timm["mean"], "image_std": timm["std"]}
+        size = said["crop_size"] if said.get("do_center_crop") else said["size"]
+        size = size.get("height") or size["shortest_edge"] if isinstance(size, Mapping) else size
+        mean, std = (said["image_mean"], said["image_std"]) if said.get("do_normalize", True) else (0.0, 1.0)
+        each = 1 / said.get("rescale_factor", 1 / 255) if said.get("do_rescale", True) else 1.0
         mean_C, std_C = (np.broadcast_to(np.asarray(x, np.float64) * each, 3) for x in (mean, std))
         if not (np.isfinite(mean_C).all() and (std_C > 0).all()):
             raise ValueError(f"expected a mean and a deviation above 0 of three channels, got {mean} and {std}")
