@@ -332,7 +332,7 @@ plt.show()
 # Gradients through learning are those of finite differences (in float64, up to rounding):
 
 # %%
-double = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+double = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 2)).double()
 double_plan = gb.make_plan(double, gb.periodic(features=2))
 start, back = gb.flatten(gb.init_genome(double_plan, double, seed=1))
 x, y = torch.randn(6, 3, dtype=torch.float64), torch.tensor([0, 1, 0, 1, 1, 0])
