@@ -12,11 +12,12 @@
 # ---
 
 # %% [markdown]
-# # Quickstart: a network that grows from a genome
+# # Quickstart: a network generated from a genome
 #
-# A **p-net** (any `nn.Module`) gets all its weights from **g-nets**, tiny functions of a weight's coordinates. Only the
-# **genome**, which is the g-nets' parameters and a few direct ones, is trained, saved and shipped. This notebook trains
-# one on scikit-learn's real handwritten digits, looks at what was generated, and reads the file back.
+# **G-nets** generate all weights of a **p-net**, which is any `nn.Module`. A g-net is a small function of the
+# coordinates of a weight. The **genome** consists of the parameters of the g-nets and of a few direct parameters.
+# Only the genome is trained, saved and sent. This notebook trains a genome on scikit-learn's handwritten digits,
+# shows the generated weights, and loads the file.
 
 # %%
 import tempfile
@@ -42,9 +43,9 @@ len(train), len(test)
 # %% [markdown]
 # ## Plan
 #
-# Any module will do. The plan is static: it says which tensors are generated, by what, over which tiles, at what cost.
-# Here a genome of at most 2,000 parameters, everything counted. The pixels are an image, so their axis is coded by
-# coordinates.
+# `gb.make_plan` accepts any module. The plan is static. It contains the generated tensors, their types of g-net,
+# their tiles and their sizes. This genome has at most 2,000 parameters, everything counted. The pixels form an image,
+# so the codes of their axis are coordinates.
 
 # %%
 torch.manual_seed(0)
@@ -61,7 +62,7 @@ print(plan.report())
 # %% [markdown]
 # ## Train
 #
-# A step is a pure function: the state goes in, a new state comes out, and the p-net itself is never touched.
+# A training step is a pure function. It takes a state and returns a new state. It does not modify the p-net.
 
 
 # %%
@@ -98,9 +99,10 @@ ax.set(xlabel="step", ylabel="cross entropy of the batch (nats)", yscale="log", 
 plt.show()
 
 # %% [markdown]
-# ## Look
+# ## Look at the weights
 #
-# Each of the 600 hidden units has an 8 x 8 image of weights. No g-net saw an image: all of this grew from coordinates.
+# The incoming weights of each of the 600 hidden units form an image of 8 x 8 pixels. The g-nets generate these images
+# from coordinates alone.
 
 # %%
 after = gb.generate(plan, gnet_params)
@@ -117,9 +119,9 @@ fig.suptitle("Input weights of the first 8 hidden units (8 x 8 pixels each)")
 plt.show()
 
 # %% [markdown]
-# ## Ship
+# ## Save and load
 #
-# One file holds the genome and its plan. What comes back is a plain module, without gbfunc in it.
+# One file contains the genome and its plan. `gb.materialize` returns a plain module, which does not need gbfunc.
 
 # %%
 with tempfile.TemporaryDirectory() as folder:
@@ -133,8 +135,8 @@ print(f"{size_on_disk:,} bytes on disk; the dense state dict has {plan.dense_byt
 # %% [markdown]
 # ## Transform
 #
-# Weights are a differentiable function of the genome, also under `torch.func`: here 20 genomes at once, and the spread
-# of the loss over them.
+# Weights are a differentiable function of the genome. Transforms of `torch.func` apply to this function. This cell
+# evaluates 20 genomes at once and prints the spread of their losses.
 
 # %%
 population = [gb.init_genome(plan, pnet, seed) for seed in range(20)]

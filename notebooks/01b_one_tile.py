@@ -14,9 +14,8 @@
 # %% [markdown]
 # # One tile: from codes to weights
 #
-# A g-net never sees a weight's index, only the **codes** of its row and its column. This notebook takes one g-net
-# apart: the codes, the few numbers that it holds, its tile, the two thin factors of the tile, and how tiles make a
-# matrix.
+# A g-net computes a weight from the **codes** of its row and its column. This notebook examines one g-net: the codes,
+# the parameters, the tile, the two thin factors of the tile, and the matrix that several tiles form.
 
 # %%
 import matplotlib.pyplot as plt
@@ -33,9 +32,9 @@ from gbfunc.tiling import join_tiles, split_tiles, tile_grid
 # %% [markdown]
 # ## Codes
 #
-# Bits number the rows of a tile: `binary` plainly, `gray` so that neighbours differ in one bit. An axis that has a
-# geometry, such as the pixels of an image, is better coded by its coordinates: two numbers for each of the 64 pixels
-# of an 8 x 8 image, where bits would be six.
+# Bits number the rows of a tile. `binary` uses plain binary numbers. `gray` uses Gray codes, in which neighbours
+# differ in one bit. If an axis has a geometry, such as the pixels of an image, coordinates are the better code. Each
+# of the 64 pixels of an 8 x 8 image has a code of two coordinates instead of six bits.
 
 # %%
 shown = {
@@ -53,9 +52,9 @@ plt.show()
 # %% [markdown]
 # ## One g-net
 #
-# A layer that reads 8 x 8 images, all of its 32 x 64 weights from one periodic g-net with four sines. Its leaves are
-# everything that is trained: 36 numbers for 2,048 weights. (A smaller `bandwidth` makes weights vary more slowly
-# along the axis; 2 is easy on the eye.)
+# The layer reads images of 8 x 8 pixels. One periodic g-net with four sines generates all of its 32 x 64 weights. The
+# leaves of the g-net are its trained parameters: 36 numbers for 2,048 weights. With a smaller `bandwidth`, weights
+# vary more slowly along the axis. The value 2 makes the picture easy to read.
 
 # %%
 torch.manual_seed(0)
@@ -68,8 +67,8 @@ print(f"{plan.genome_params} parameters make {plan.pnet_params:,} weights")
 
 # %% [markdown]
 # The weight of row *i* and column *j* is a sum of sines of the codes, $w_{ij} = \sigma \sum_h v_h \sin(A_{ih} +
-# B_{jh})$ with $A = X_r W_r + \phi$ and $B = X_c W_c$, where $\sigma$ is the deviation that the layer's own weights
-# had. Written out, it is what the library generates.
+# B_{jh})$ with $A = X_r W_r + \phi$ and $B = X_c W_c$. $\sigma$ is the standard deviation of the layer's initial
+# weights. The next cell computes this formula and compares the result with the library.
 
 # %%
 row_codes = torch.from_numpy(gb.binary().codes(32)).float()
@@ -94,7 +93,8 @@ fig.colorbar(image, ax=axes, label="weight")
 plt.show()
 
 # %% [markdown]
-# Each row of the tile is an 8 x 8 image: a sum of plane waves, whose phases the row's bits choose.
+# Each row of the tile is an image of 8 x 8 pixels. The image is a sum of plane waves, and the bits of the row
+# determine their phases.
 
 # %%
 fig, axes = plt.subplots(2, 8, figsize=(9, 2.6), layout="constrained")
@@ -107,11 +107,10 @@ fig.suptitle("What the first 16 units respond to (8 x 8 pixels each)", fontsize=
 plt.show()
 
 # %% [markdown]
-# ## The same tile as a product
+# ## The tile as a product
 #
-# Because $\sin(a + b) = \sin a \cos b + \cos a \sin b$, the tile is exactly $L R^\top$, with two columns a sine. That
-# is why generation is a matrix product, and why a layer can be applied to real digits without ever forming its
-# weights.
+# Because $\sin(a + b) = \sin a \cos b + \cos a \sin b$, the tile equals $L R^\top$, with two columns per sine.
+# Generation is therefore a matrix product. A layer can also be applied to digits without forming its weights.
 
 # %%
 L = torch.cat([torch.sin(A) * v, torch.cos(A) * v], 1)
@@ -136,10 +135,10 @@ for ax, matrix, title, xlabel, ylabel in [
 plt.show()
 
 # %% [markdown]
-# ## Tiles make a matrix
+# ## Tiles form a matrix
 #
-# A large matrix can be cut into tiles, each with a g-net of its own. The cut is the most even one with tiles of at
-# most the given size; what the last ones generate beyond the edge is cropped.
+# A large matrix can be divided into tiles, each with its own g-net. The tiles have at most the given size, and the
+# division is as even as possible. The parts of tiles beyond the edge of the matrix are cropped.
 
 # %%
 grid = tile_grid((52, 90), max_tile=(20, 25))
@@ -156,8 +155,8 @@ ax.set(title=title, xlabel="column", ylabel="row")
 plt.show()
 
 # %% [markdown]
-# The law of tiling is `join(split(W)) == W`, for every matrix and every tile. Hypothesis looks for a counterexample,
-# here and now, among one thousand matrices and tilings.
+# The law of tiling is `join(split(W)) == W` for every matrix and every tile. The next cell uses hypothesis to search
+# for a counterexample among one thousand matrices and tilings.
 
 # %%
 sizes = st.integers(1, 40)

@@ -14,10 +14,10 @@
 # %% [markdown]
 # # A p-net through the bottleneck: the training step by hand
 #
-# A training step does four things: it generates the weights, runs the p-net with them, takes the gradient with
-# respect to the *genome*, and lets an optimizer change the genome. This notebook writes each of them in plain
-# PyTorch, shows that `gb.make_train_step` does the same, checks the gradient end to end, and looks at the weights
-# before and after training.
+# A training step generates the weights, runs the p-net with these weights, computes the gradient with respect to the
+# *genome*, and updates the genome with an optimizer. This notebook writes these four operations in plain PyTorch and
+# shows that `gb.make_train_step` computes the same. It then checks the gradient against a finite difference and shows
+# the weights before and after training.
 
 # %%
 import matplotlib.pyplot as plt
@@ -50,8 +50,9 @@ print(plan.report())
 # %% [markdown]
 # ## The step, by hand
 #
-# `gb.generate` is a differentiable function of the genome, so the loss is one too, and one call of
-# `torch.autograd.grad` goes all the way back: through the p-net, the weights, the tiles and the sines.
+# `gb.generate` is a differentiable function of the genome. The loss is therefore a differentiable function of the
+# genome as well. One call of `torch.autograd.grad` differentiates through the p-net, the weights, the tiles and the
+# sines.
 
 
 # %%
@@ -79,8 +80,8 @@ for name, gradient in flat(*functional).items():
 print("torch.autograd.grad and torch.func.grad agree on", ", ".join(leaves))
 
 # %% [markdown]
-# Fourteen steps, one pass over the digits, with an ordinary `torch.optim.Adam` on the leaves; and the same by the
-# library, from the same genome.
+# The next cell takes fourteen steps, one pass over the digits, with an ordinary `torch.optim.Adam` on the leaves.
+# Then the library's step takes the same steps from the same genome.
 
 # %%
 adam = torch.optim.Adam(leaves.values(), lr=2e-2)
@@ -117,8 +118,8 @@ plt.show()
 # %% [markdown]
 # ## The gradient, end to end
 #
-# Nothing is taken on trust: here is one number of the genome, a code weight of the first layer's g-net, moved by
-# hand. The slope of the loss there must be what the gradient says.
+# This check changes one number of the genome: a code weight of the first layer's g-net. The slope of the loss along
+# this number must equal the gradient.
 
 # %%
 state = train_step.init(seed=0)
@@ -151,9 +152,9 @@ ax.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# ## Train, and look
+# ## Train and look at the weights
 #
-# The library's step, for forty passes over the digits.
+# The library's step trains for forty passes over the digits.
 
 # %%
 epochs = 40
@@ -172,7 +173,8 @@ print(f"{plan.genome_params} parameters instead of {plan.pnet_params:,}: test ac
 assert accuracy > 0.9
 
 # %% [markdown]
-# The left column shows 64 hidden units, each as the 8 x 8 image that it responds to; the others show whole matrices.
+# The left column shows the incoming weights of 64 hidden units, each as an image of 8 x 8 pixels. The other columns
+# show whole matrices.
 
 # %%
 weights = {"before": gb.generate(plan, start), "after": gb.generate(plan, gnet_params)}

@@ -16,12 +16,14 @@
 # %% [markdown]
 # # Compression against accuracy
 #
-# Whoever wants a small file has other choices than a genome: a smaller network, a random subspace, fewer bits. Here
-# each of them gets the **same bytes**, counted as the file that holds everything needed to run, the same digits and
-# the same number of steps; settings (learning rates, widths, depths) are chosen on validation digits, and the test
-# digits are looked at once, by the network as it is read back from its file.
+# A genome is not the only way to make a small file. Alternatives are a smaller network, a random subspace, or fewer
+# bits per weight. This notebook compares them at **equal bytes**: the bytes of the file that contains everything
+# needed to run the network. All methods train on the same digits for the same number of steps. Settings (learning
+# rates, widths, depths) are chosen on validation digits. The test digits are used once, by the network that is loaded
+# from its file.
 #
-# `gbfunc compare --task digits` does this in full; this is its machinery with a small p-net and a short training.
+# `gbfunc compare --task digits` runs the full comparison. This notebook uses the same code with a small p-net and a
+# short training.
 
 # %%
 # %matplotlib inline
@@ -61,7 +63,7 @@ print("budgets:", ", ".join(f"{p.budget:,} bytes" for p in problems))
 # %% [markdown]
 # ## Measure
 #
-# Three seeds of each method at each size. What does not fit into so few bytes says so.
+# Three seeds of each method at each size. A method that does not fit into the bytes prints a message.
 
 # %%
 with tempfile.TemporaryDirectory() as folder:
@@ -89,11 +91,15 @@ figure.axes[0].set_title("Digits, every method at the same bytes")
 figure
 
 # %% [markdown]
-# At equal bytes a periodic genome in float32 is above the smaller dense net at all three sizes, most at the smallest,
-# and level with a random subspace, within the spread of seeds, at the two smaller ones. int8 weights of a smaller net,
-# trained for their rounding, are far better there. A genome that is trained for its file, too, is level with them at
-# all three, within the spread. Low rank does not fit into the smallest budget, and needs the largest to train in so few
-# steps. `gbfunc compare` draws the same figure for any task, at length.
+# At equal bytes, the results are:
 #
-# What was tried for the recipes of MNIST and CIFAR-10 stands with their results:
-# [MNIST](results/mnist.md#what-was-tried), [CIFAR-10](results/cifar10.md#what-was-tried).
+# * **A periodic genome in float32** is better than the smaller dense net at all three sizes, most clearly at the
+#   smallest. At the two smaller sizes, it equals the random subspace within the spread over seeds.
+# * **int8 weights of a smaller net**, trained with rounding, are much better than both at the two smaller sizes.
+# * **A genome trained for its file** equals the int8 net at all three sizes, within the spread over seeds.
+# * **Low rank** does not fit into the smallest budget. It needs the largest budget to learn in so few steps.
+#
+# `gbfunc compare` draws the same figure for any task, with longer trainings.
+#
+# The pages of results list the rejected settings for MNIST and CIFAR-10: [MNIST](results/mnist.md#what-was-tried),
+# [CIFAR-10](results/cifar10.md#what-was-tried).

@@ -14,11 +14,11 @@
 # ---
 
 # %% [markdown]
-# # A language model that writes from a genome
+# # A language model generated from a genome
 #
-# A small GPT learns the English of Python's own help, one character after the other. None of its matrices is stored:
-# a genome of 81 kB generates them. Beside it, on the same batches, two dense nets learn: the same GPT, and a narrower
-# one whose *file* is as large as the genome's.
+# A small GPT learns the English text of Python's own help, one character after the other. None of its matrices is
+# stored: a genome of 81 kB generates them. Two dense nets learn on the same batches for comparison: the same GPT, and
+# a narrower GPT whose *file* is as large as the genome's file.
 
 # %%
 # %matplotlib inline
@@ -44,11 +44,14 @@ print(task.decode(task.val.tokens[300:520].tolist()))
 # %% [markdown]
 # ## The plan
 #
-# Blocks of a Transformer are alike, so tiles of the same kind and place share their *code weights*, the frequencies
-# and phases of the sines, and keep only coefficients of their own (`gb.periodic(share="layers")`). The table of
-# positions is generated too. Characters have no geometry: their embedding stays as it is, and is half of this genome.
-# (By itself so small a size target makes the embedding a product of two thin matrices, and norms without parameters, as
-# `gbfunc train` does: better after 2,000 steps, worse after the 600 that are taken here.)
+# The blocks of a Transformer have the same structure. With `gb.periodic(share="layers")`, tiles of the same kind and
+# position share their *code weights*, which are the frequencies and phases of the sines. Each tile has its own
+# coefficients. The table of positions is generated too. Characters have no geometry, so the embedding of characters
+# stays direct and takes half of this genome.
+#
+# By default, so small a size target stores the embedding as a product of two thin matrices, and uses norms without
+# parameters, as `gbfunc train` does. These defaults are better after 2,000 steps and worse after the 600 steps of
+# this notebook.
 
 # %%
 net = gpt.build(seed=0)
@@ -58,8 +61,8 @@ print(plan.report())
 # %% [markdown]
 # ## Train
 #
-# A plan that generates nothing makes the same step train a dense net. The learning rates are the best of those tried
-# on validation text, for each of the three.
+# A plan without generated tensors makes the same step train a dense net. The learning rate of each of the three
+# networks is the best of the rates tried on validation text.
 
 # %%
 STEPS = 200 if "CI" in os.environ else 600  # fewer where it is run to see that it runs
@@ -115,7 +118,8 @@ learning_curve({label: history for label, (_, _, history, _) in runs.items()}, "
 # %% [markdown]
 # ## Write
 #
-# Before training, and from the files: each holds all that is needed beside the code and the alphabet.
+# Each network generates text before the training and from its file. Besides the file, generation needs only the code
+# and the alphabet.
 
 # %%
 prompt = "An object "
@@ -127,10 +131,10 @@ for label, (pnet, path, _, _) in runs.items():
     print(f"\n--- {label}, {path.stat().st_size:,} bytes:", prompt + text, sep="\n")
 
 # %% [markdown]
-# ## What the genome generates
+# ## The generated weights
 #
-# The matrices that make queries, keys and values (three times 96 rows), beside those of the dense GPT: values get the
-# smallest weights in both.
+# The matrices of queries, keys and values (three times 96 rows), next to the same matrices of the dense GPT. In both
+# networks, the values have the smallest weights.
 
 # %%
 names = ["blocks.0.qkv.weight", "blocks.1.qkv.weight"]
@@ -141,5 +145,5 @@ for name, label in (("generated", "genome"), ("dense", "dense, the same GPT")):
 weight_images(shown)
 
 # %% [markdown]
-# `gbfunc train --task text` does this at full length, with four layers of 128: its results on tiny shakespeare, and
-# what was tried for them and for this notebook, are in [results/language.md](results/language.md).
+# `gbfunc train --task text` trains the full version with four layers of width 128. [Language](results/language.md)
+# has its results on tiny shakespeare, and the rejected settings of this page and of this notebook.

@@ -14,12 +14,12 @@
 # ---
 
 # %% [markdown]
-# # Your own: a hypernetwork and a layer
+# # Your own hypernetwork and layer
 #
-# Nothing in gbfunc is special about its own types. This notebook brings a **layer** that the library has never seen
-# and two **hypernetworks**, one from an ordinary `nn.Module` and one as a class with factors, trains real digits with
-# them, and compares them with the default, `gb.periodic()`, at nearly equal size. Its last network has **units of
-# kinds**, as a retina has.
+# gbfunc treats your own types like its built-in types. This notebook defines a **layer** that the library does not
+# know, and two **hypernetworks**: one from an ordinary `nn.Module`, and one as a class with factors. It trains them
+# on digits and compares them with the default, `gb.periodic()`, at nearly equal size. The last network has hidden
+# **units of several kinds**, like a retina.
 
 # %%
 import tempfile
@@ -45,10 +45,10 @@ print(len(train), "digits to train on,", len(val), "to choose settings by,", len
 # %% [markdown]
 # ## A layer
 #
-# Any module with any parameters is a p-net. This one keeps the filters of each quadrant of the image apart, in one
-# tensor of three dimensions. The default selection knows linear layers, convolutions and attention; any other tensor
-# is named in `include`, and is then generated as a matrix [first dimension, all others]. What its columns mean is for
-# `encodings` to say: here each of the 64 columns is a pixel within a quadrant.
+# Any module with any parameters is a p-net. This module has separate filters for each quadrant of the image, in one
+# tensor of three dimensions. By default, a plan selects the weights of linear layers, convolutions and attention.
+# Name any other tensor in `include`; the plan generates the tensor as a matrix [first dimension, all others].
+# `encodings` gives the codes of its columns. In this example, each of the 64 columns is a pixel within a quadrant.
 
 
 # %%
@@ -83,8 +83,8 @@ print(plan_with(gb.periodic(), genome_params=500).report())
 # %% [markdown]
 # ## A hypernetwork from a module
 #
-# `gb.from_module` takes any module that maps a weight's codes, side by side, to the weight. Here a network of sines
-# on sines (Sitzmann et al., 2020), written as one would write it anyway.
+# `gb.from_module` takes any module that maps the concatenated codes of a weight to the weight. This module is a
+# network of sines on sines (Sitzmann et al., 2020).
 
 
 # %%
@@ -102,10 +102,10 @@ class Siren(nn.Module):
 # %% [markdown]
 # ## A hypernetwork as a class
 #
-# A type of its own says how many numbers a g-net has, how they start, and what tile they make. This one multiplies a
-# bump over the rows by a wave over the columns, $w_{ij} = \sum_h v_h\, e^{-A_{ih}^2} \sin(B_{jh})$, which is a
-# product of two thin matrices; so it returns `Factors`, and the library never forms the weights where that pays. With
-# a size field, the plan can choose the size.
+# A type of g-net defines the parameters of a g-net, their initial values, and the tile. This type multiplies a bump
+# over the rows by a wave over the columns, $w_{ij} = \sum_h v_h\, e^{-A_{ih}^2} \sin(B_{jh})$. The tile is a product
+# of two thin matrices. The class therefore returns `Factors`, and the library does not form the weights where factors
+# are faster. The class has a size field, so that the plan can choose the size.
 
 
 # %%
@@ -147,10 +147,10 @@ for label, plan in plans.items():
     print(f"{label:<22} {plan.genome_params} parameters, {plan.ratio_params:.1f}x")
 
 # %% [markdown]
-# ## Equal size, equal chance
+# ## A fair comparison
 #
-# Every type is trained at the same two learning rates; the best on the *validation* digits is then trained with three
-# seeds, and only then are the test digits looked at.
+# Every type is trained at the same two learning rates. The better rate on the *validation* digits is then trained
+# with three seeds. Only these trainings are measured on the test digits.
 
 
 # %%
@@ -196,18 +196,18 @@ ax.spines[["top", "right"]].set_visible(False)
 plt.show()
 
 # %% [markdown]
-# Sines on sines are level with the default (their seeds overlap), and ask for more arithmetic, being computed weight
-# by weight; bumps times waves are behind. With 360 test digits one digit is 0.3 points, so what is less than a point
-# apart here is not told apart.
+# Sines on sines have the same accuracy as the default (their seeds overlap). They need more arithmetic, because the
+# module computes one weight at a time. Bumps times waves are less accurate. One of the 360 test digits is 0.3 points,
+# so differences below a point mean nothing.
 
 # %% [markdown]
-# ## Units of kinds
+# ## Units of several kinds
 #
-# In a retina cells come in kinds, and each kind tiles the image: what a cell looks at follows from what it is and where
-# it is. The 128 hidden units below are 8 kinds at 4 x 4 places, coded by three bits of the kind and two coordinates of
-# the place; `gb.table` takes any numbers, so measured kinds of neurons, their depths, or rows of a connectome go the
-# same way. G-nets then see who is alike and who is near. Beside them is an equal genome whose units have the default
-# codes, the bits of their index.
+# The cells of a retina come in kinds, and the cells of each kind tile the image. The position and the kind of a cell
+# determine its inputs. The 128 hidden units of this network are 8 kinds at 4 x 4 places. The code of a unit consists
+# of three bits for its kind and two coordinates for its place. `gb.table` takes any numbers as codes, for example
+# measured kinds of neurons, their depths, or rows of a connectome. The g-nets then receive the kind and the place of
+# each unit. For comparison, a genome of the same size uses the default codes, the bits of the unit's index.
 
 # %%
 kinds, side = torch.as_tensor(gb.binary().codes(8)), torch.tensor([-3.0, -1.0, 1.0, 3.0])
@@ -230,8 +230,8 @@ for label, plan in {"kinds at places": plan_of(gb.table(cells)), "bits of an ind
     print(f"{label:<17} {plan.genome_params} parameters, test accuracy {found.mean():.1f} +- {found.std():.1f} %")
 
 # %% [markdown]
-# The genome's file holds a table, once however many axes use it, and the report counts it in `(plan)`. Where a formula
-# gives the same codes, its name costs next to nothing:
+# The genome's file stores a table once, even if several axes use it. The report counts the table in `(plan)`. If a
+# formula gives the same codes, the file stores the name of the formula, which takes few bytes:
 
 # %%
 formula = gb.per_axis(gb.binary(), gb.grid(4, 4, bandwidth=3.0), 16)
@@ -241,15 +241,16 @@ for label, units in {"table": gb.table(cells), "formula": formula, "bits": None}
     print(f"plan with {label:<8}", file_bytes(plan_of(units), "int7")["(plan)"], "bytes")
 
 # %% [markdown]
-# Here kinds and bits are level: three seeds overlap. A trained network may put any cell anywhere, so what kinds buy is
-# sense, not accuracy: a weight of this genome is a function of who is wired to whom and where.
+# In this experiment, kinds and bits have the same accuracy: three seeds overlap. Training may place any cell
+# anywhere. Kinds therefore bring an interpretation and no accuracy: a weight of this genome is a function of the
+# kinds and the places of two units.
 #
-# ## What a file needs
+# ## Files
 #
-# A file never makes anybody's code run. A genome whose g-nets come from a factory is read back by whoever passes that
-# factory; a class of one's own is saved and read back once `gb.register` knows it, which is a class decorator too. A
-# layer that should be selected by default, or seen as other matrices than [first, all others], is one file and one
-# entry in `gbfunc.layers.KINDS`.
+# Loading a file never runs code of its author. If a genome's g-nets come from a factory, pass this factory to load
+# the file. If they come from a class of your own, register the class with `gb.register`, which is also a class
+# decorator; then files with this class can be saved and loaded. To select a layer by default, or to read it as other
+# matrices than [first, all others], write one file and one entry in `gbfunc.layers.KINDS`.
 
 # %%
 plan = plans["siren (a module)"]

@@ -12,11 +12,11 @@
 # ---
 
 # %% [markdown]
-# # Many ranks: the same genome, and little to send
+# # Many ranks: one genome, few bytes
 #
-# Data-parallel training sends the gradient of every weight, every step. Through the bottleneck, ranks need only agree
-# on the **genome**. This notebook starts two ranks, trains real digits in all placements of the genome, shows that
-# they find the genome that one process finds, and counts what went over the wire.
+# Data-parallel training sends the gradient of every weight in every step. With a genomic bottleneck, ranks only have
+# to agree on the **genome**. This notebook starts two ranks and trains on digits in all placements of the genome. It
+# shows that the ranks find the same genome as one process, and counts the sent bytes.
 
 # %%
 import json
@@ -34,8 +34,9 @@ from gbfunc.plots import LINES, PALETTE
 # %% [markdown]
 # ## The script
 #
-# This is what `torchrun` would start on every rank. Three things make it a script for many of them: the mesh, `mesh=`
-# in `make_train_step`, and `mesh.share`, which takes a rank's rows of the *global* batch. Alone, it is one process.
+# `torchrun` would start this script on every rank. Three changes make it a script for many ranks: the mesh, `mesh=`
+# in `make_train_step`, and `mesh.share`, which takes a rank's rows of the *global* batch. Without `torchrun`, the
+# script runs as one process.
 
 # %%
 SCRIPT = """
@@ -109,10 +110,13 @@ print(f"p-net of {alone['pnet']:,} weights from a genome of {alone['genome']} pa
 # %% [markdown]
 # ## The same genome
 #
-# *Replicated*: every rank generates every weight. *Sharded*: each rank owns half of the tiles, with their part of the
-# genome and of the optimizer's state, and the tiles are gathered inside the same autograd graph. *Factors*: the same,
-# but the thin factors of the tiles are gathered instead. None of it changes the result, up to rounding. (Training
-# amplifies rounding, so the script computes in double precision, where equal is seen to be equal.)
+# * *Replicated*: every rank generates every weight.
+# * *Sharded*: each rank owns half of the tiles, with their part of the genome and of the optimizer's state. The tiles
+#   are gathered inside the same autograd graph.
+# * *Factors*: as sharded, but the thin factors of the tiles are gathered instead of the tiles.
+#
+# The placement does not change the result, up to rounding. Training amplifies rounding errors, so the script computes
+# in double precision, in which equal results can be recognized.
 
 # %%
 for label, (found, other) in runs.items():
@@ -130,10 +134,10 @@ ax.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# ## What went over the wire
+# ## Sent bytes
 #
-# Each rank counts the bytes that it puts on the wire. `DistributedDataParallel` of the dense p-net all-reduces eight
-# bytes a weight (a double), of which a ring of *N* ranks sends $2 (N - 1) / N$ from each.
+# Each rank counts the bytes that it sends. `DistributedDataParallel` of the dense p-net all-reduces eight bytes per
+# weight (a double). In a ring of *N* ranks, each rank sends $2 (N - 1) / N$ times these bytes.
 
 # %%
 sent = {"DDP, dense p-net\n(arithmetic)": 2 * (2 - 1) / 2 * 8 * alone["pnet"]}
@@ -149,6 +153,7 @@ ax.spines[["top", "right"]].set_visible(False)
 plt.show()
 
 # %% [markdown]
-# Replicated, the ranks send the genome's gradient: the ratio of compression is also the ratio of traffic. Sharded,
-# they send the generated weights and their gradients, about what DDP sends: that placement is for genomes, or work to
-# generate, too large for one rank. `placement="auto"`, the default, counts and takes the cheapest.
+# With the replicated placement, the ranks send the genome's gradient, so the compression is also the ratio of the
+# traffic. With the sharded placement, they send the generated weights and their gradients, about as many bytes as
+# DDP. The sharded placement is for genomes that are too large for one rank, or too expensive to generate on one rank.
+# `placement="auto"`, the default, counts bytes and operations and takes the cheapest placement.

@@ -14,12 +14,12 @@
 # ---
 
 # %% [markdown]
-# # Many ranks, no weights on the wire
+# # Many ranks without sending weights
 #
-# A p-net that is too large for one rank is cut: each rank runs a *piece* of every layer (tensor parallelism) or some of
-# the *blocks* (pipeline parallelism). Elsewhere the weights of such pieces are stored, gathered and reduced. A
-# generated weight never needs to move: every rank generates the piece that it uses, and what travels is activations
-# and the gradient of a genome of kilobytes.
+# A p-net that is too large for one rank is divided. Each rank runs a *piece* of every layer (tensor parallelism) or
+# some of the *blocks* (pipeline parallelism). Other libraries store, gather and reduce the weights of the pieces. A
+# generated weight is never sent: every rank generates the piece that it uses. The ranks send activations and the
+# gradient of a genome of kilobytes.
 
 # %%
 import json
@@ -45,9 +45,9 @@ from gbfunc.plots import PALETTE
 # %% [markdown]
 # ## A layer in two pieces
 #
-# `y = relu(x A^T) B^T`: a rank has some rows of `A` (*column parallel*, in the words of the field, which stores the
-# transpose) and the same columns of `B` (*row parallel*). The hidden units are never gathered; the output is a sum over
-# ranks. Each rank generates its rows and columns from the tiles that they meet, and from no others:
+# The layer is `y = relu(x A^T) B^T`. A rank has some rows of `A` (*column parallel*; the name refers to the columns
+# of `A^T`) and the same columns of `B` (*row parallel*). The hidden units are never gathered, and the output is a sum
+# over ranks. Each rank generates its rows and columns from the tiles that overlap them, and from no other tiles:
 
 # %%
 torch.manual_seed(0)
@@ -67,14 +67,16 @@ whole = gb.materialize(plan, genome, pnet)(x)
 print(f"largest difference between two pieces and the whole: {float((together - whole).abs().max().detach()):.0e}")
 
 # %% [markdown]
-# ## What travels: the thin product
+# ## Sending the thin product
 #
-# The sum over ranks has 96 numbers per row here, and with dense weights it must. But a generated matrix is
-# `B = L R^T` with thin factors, so that `sum_p x_p B_p^T = (sum_p x_p R_p) L^T`: the ranks sum the *thin* product and
-# multiply by `L^T` afterwards, each by itself. Eight numbers per row travel, and the gradient back likewise.
+# The sum over ranks has 96 numbers per row in this example. With dense weights, the ranks have to send all of them. A
+# generated matrix is `B = L R^T` with thin factors, so that `sum_p x_p B_p^T = (sum_p x_p R_p) L^T`. The ranks sum
+# the *thin* product, and each rank multiplies the sum by `L^T` afterwards. The ranks send eight numbers per row, and
+# eight numbers per row for the gradient.
 #
-# The toy model of torch's example, on three ranks that get 11, 11 and 10 of its 32 hidden units, each with a third of
-# the rows (sequence parallel), in float64. This is the script that `torchrun` would start on every rank:
+# The next script trains the toy model of torch's example in float64 on three ranks. The ranks get 11, 11 and 10 of
+# the 32 hidden units, and a third of the rows each (sequence parallel). `torchrun` would start this script on every
+# rank:
 
 # %%
 SCRIPT = """
@@ -146,10 +148,11 @@ for lazy, words in (("True", "thin products"), ("False", "whole ones")):
     print(f"{words:<14} {sent}, losses of 10 steps differ from one process by {apart:.0e}")
 
 # %% [markdown]
-# ## What each scheme sends
+# ## Numbers sent by each scheme
 #
-# For a layer of width `d` with `k` thin numbers, `T` tokens per rank and step, `N` ranks and a genome of `G` numbers
-# (a row-parallel sum forward and a column-parallel one backward; rings):
+# The table is for a layer of width `d` with `k` thin numbers, `T` tokens per rank and step, `N` ranks and a genome of
+# `G` numbers. The layer has a row-parallel sum in the forward pass and a column-parallel sum in the backward pass.
+# All collectives use rings.
 #
 # | scheme | activations | weights and their gradients | genome |
 # |---|---|---|---|
@@ -179,10 +182,13 @@ plt.show()
 # %% [markdown]
 # ## Schedules
 #
-# A pipeline waits while it fills and drains: its *bubble*. The simulator `results/schedules.py` plays a schedule event
-# by event, with the costs of any machine. First the plain order, forward and then backward of all microbatches
-# (GPipe), then one forward and one backward in turn (1F1B), which holds fewer activations, then the zero-bubble order,
-# which splits backward in two and fills the gaps with the gradients of weights.
+# The ranks of a pipeline wait while the pipeline fills and drains. This waiting time is the *bubble*.
+# `results/schedules.py` simulates a schedule event by event, with the costs of any machine. The next cell simulates
+# three schedules:
+#
+# * **GPipe**: the forward passes of all microbatches, then all backward passes.
+# * **1F1B**: one forward pass and one backward pass in turn, which stores fewer activations.
+# * **Zero bubble**: divides the backward pass in two parts, and fills the gaps with the gradients of the weights.
 
 # %%
 EVENTS = {
@@ -240,8 +246,8 @@ for kind in ("gpipe", "1f1b", "zbv"):
     display(plot_schedule(timeline, kind))
 
 # %% [markdown]
-# What is stored where, for the schedules of the training puzzles, with weights that are stored and with weights that
-# are generated (and made again in backward):
+# The next table shows the memory of the schedules of the LLM training puzzles: with stored weights, and with
+# generated weights that are generated again in the backward pass:
 
 # %%
 print(f"{'schedule':<14} {'stored':>10} {'generated':>10} {'again':>10}   (M numbers, the fullest rank)")
@@ -257,9 +263,10 @@ for kind, sizes in {
 # %% [markdown]
 # ## The planner
 #
-# A Llama of 7 billion parameters, trained from a genome of 316,160 numbers on eight accelerators (200 Tflop/s, 80 GB,
-# links of 100 Gbit/s), 64 sequences of 2,048 tokens. Nothing runs: what layers cost and send comes from their code on
-# the meta device. The weights of the p-net take few bytes, as factors; what fills a rank is activations.
+# The example is a Llama of 7 billion parameters with a genome of 316,160 numbers. It trains on eight accelerators
+# (200 Tflop/s, 80 GB, links of 100 Gbit/s) with 64 sequences of 2,048 tokens. The planner does not run the training.
+# It computes the costs and the traffic of the layers from their code on the meta device. As factors, the weights of
+# the p-net take few bytes. Most of a rank's memory holds activations.
 
 # %%
 import warnings

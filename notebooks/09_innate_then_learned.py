@@ -16,10 +16,11 @@
 # %% [markdown]
 # # Innate, then learned
 #
-# An animal is born with what its genome holds, and learns the rest (Zador, 2019; Shuvaev et al., PNAS 2024). A genome
-# here is the same: it grows a network that can do something at once, and whose own weights can then be trained. This
-# notebook looks at both parts on real digits: a network at birth and as it learns, many brains of one genome, genomes
-# that evolve without gradients, a population of them in one step, and a genome that is trained *for learning*.
+# The genome of an animal determines what the animal can do at birth; the animal learns the rest (Zador, 2019; Shuvaev
+# et al., PNAS 2024). In the same way, a network generated from a genome performs a task at birth, and its weights can
+# then be trained. This notebook shows both parts on handwritten digits: a network at birth and during learning, many
+# brains from one genome, evolution without gradients, a population of genomes in one step, and a genome that is
+# trained *for learning*.
 
 # %%
 # %matplotlib inline
@@ -61,12 +62,13 @@ def trained(plan, pnet, steps, lr):
 
 
 # %% [markdown]
-# ## Born, then taught
+# ## Learning after birth
 #
-# A genome of some 300 numbers grows a p-net of 82,510 weights. `teach` trains those weights on, with Adam at a constant
-# rate, and beside them the same p-net from random weights, on the same batches. Each takes the rate that is best on the
-# validation images all along. A second task is MNIST in 8 x 8 pixels, of which the genome knows nothing; where its
-# files are missing, it is the digits lying on their side.
+# A genome of some 300 numbers generates a p-net of 82,510 weights. `teach` continues to train these weights with Adam
+# at a constant rate. For comparison, the same p-net learns from random weights on the same batches. Each network uses
+# the rate that is best on the validation images during the whole training. The second task is MNIST in 8 x 8 pixels,
+# which the genome was not trained on. If the files of MNIST are missing, the second task is the same digits,
+# transposed.
 
 # %%
 pnet = task.build(seed=0)
@@ -96,15 +98,19 @@ figure = birth_curves(runs)
 figure
 
 # %% [markdown]
-# At birth the grown network reads more than nine digits in ten, where random weights are at chance. Its best rate is a
-# small one, as a larger one undoes in one step what is innate. Random weights, at a larger rate, come close after ten
-# steps and level after three passes: what is innate is an advantage while experience is short. On the other task the
-# genome's network is above chance at birth, and then learns no faster than random weights do: what this genome holds
-# are its own digits, and not digits in general. (In the paper nothing carried over from MNIST to Fashion-MNIST either.)
+# At birth, the generated network classifies more than nine of ten digits correctly, and random weights are at chance.
+# The best rate of the generated network is small, because a larger rate destroys the innate ability in one step.
+# Random weights learn at a larger rate. They come close after ten steps and reach the same accuracy after three
+# passes. The innate ability is an advantage while experience is short.
 #
-# Whole data sets take one script, `notebooks/results/birth.py`. Test accuracy (%), mean and deviation over three
-# seeds, from [`results/birth.md`](results/birth.md); at birth the paper's genomes reach 94, 91 and 79 % of MNIST in as
-# many parameters. CIFAR-10's net is a narrow one, of 39,066 parameters:
+# On the second task, the generated network is above chance at birth. It then learns no faster than random weights,
+# because the genome encodes its own digits and not digits in general. (In the paper, nothing transferred from MNIST
+# to Fashion-MNIST either.)
+#
+# The script `notebooks/results/birth.py` repeats the experiment on whole data sets. The next table shows its test
+# accuracy (%), as mean and standard deviation over three seeds, from [`results/birth.md`](results/birth.md). At
+# birth, the paper's genomes have 94, 91 and 79 % on MNIST with the same numbers of parameters. The net for CIFAR-10
+# is narrow, with 39,066 parameters:
 
 # %%
 RESULTS = [
@@ -122,9 +128,10 @@ for name, genome, values in RESULTS:
 # %% [markdown]
 # ## Many brains of one genome
 #
-# A *stochastic* g-net gives each weight a mean and a deviation, so one genome grows as many networks as one likes:
-# `materialize(noise=...)` grows one from a draw of `sample_noise`. Training makes the deviations small, so here they
-# are also multiplied: noise is an argument, and weights are linear in it.
+# A *stochastic* g-net gives each weight a mean and a standard deviation, so that one genome can generate any number
+# of networks. `materialize(noise=...)` generates one network from a draw of `sample_noise`. Training makes the
+# deviations small, so this cell also multiplies the noise. This is possible because the noise is an argument and the
+# weights are linear in the noise.
 
 # %%
 small = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
@@ -149,10 +156,10 @@ for factor in (1, 30, 100, 300):
 # %% [markdown]
 # ## Evolution
 #
-# `gb.flatten` gives a genome as one vector, and the way back: what evolution strategies need, and any other package
-# that searches vectors. Here natural evolution strategies (Salimans et al., 2017) see only the losses of 32 mirrored
-# mutants per generation, all of which grow and are judged in one `vmap`; no gradient reaches the genome. The curve is
-# drawn below.
+# `gb.flatten` returns a genome as one vector, and a function from vectors to genomes. Evolution strategies and other
+# packages search such vectors. This cell uses natural evolution strategies (Salimans et al., 2017). Each generation
+# has 32 mirrored mutants, and one `vmap` generates and evaluates all of them. The search only uses their losses; no
+# gradient reaches the genome. The curve is drawn in the next section.
 
 # %%
 tiny = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
@@ -186,8 +193,8 @@ print(f"{len(vector)} numbers, {generations[-1]} generations of {2 * MUTANTS}: {
 # %% [markdown]
 # ## A population in one step
 #
-# `gb.population` trains many genomes at once, in one vmapped step: seeds, learning rates or batches side by side. Each
-# member is trained as it would be alone. Here 16 learning rates at once:
+# `gb.population` trains many genomes in one vmapped step. The members differ in seed, learning rate or batch. The
+# training of each member equals its training without the others. This cell trains 16 learning rates at once:
 
 # %%
 middle = task.with_pnet(task.pnet.scaled(64 / 1100))
@@ -242,10 +249,11 @@ plt.show()
 # %% [markdown]
 # ## Born to learn
 #
-# A genome can also be trained for what its network will be able to *learn* (model-agnostic meta-learning, Finn et al.,
-# 2017). Each task shows five digits once, under names from 0 to 4 that are drawn anew each time: no genome can know
-# the names, they must be learned; what can be innate is how digits differ. Learning is two steps of gradient descent
-# on all grown weights, and as everything is a pure function, the genome's gradient goes through those steps:
+# A genome can also be trained so that its network *learns* well (model-agnostic meta-learning, Finn et al., 2017).
+# Each task shows five digits once, with labels from 0 to 4 that are drawn at random for each task. No genome can know
+# these labels, so the network has to learn them. The differences between digits can be innate. Learning takes two
+# steps of gradient descent on all generated weights. Everything is a pure function, so the genome's gradient goes
+# through these steps:
 #
 # genome -> `generate` -> weights -> two steps on five images -> loss on other images.
 
@@ -325,11 +333,11 @@ ax.legend(frameon=False, loc="upper left", fontsize=8)
 plt.show()
 
 # %% [markdown]
-# Both are at chance at birth, as they must be. After one step the network of the genome knows the five names; random
-# weights, at the best of three rates, stay far below it however long they learn: five images do not say how digits
-# differ, and the genome does.
+# Both networks are at chance at birth, because the labels are random. After one step, the network of the genome knows
+# the five labels. Random weights, at the best of three rates, stay far below at any number of steps: five images do
+# not show how digits differ, and the genome encodes these differences.
 #
-# Gradients through learning are those of finite differences (in float64, up to rounding):
+# The gradient through the steps of learning equals finite differences (in float64, up to rounding):
 
 # %%
 double = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 2)).double()

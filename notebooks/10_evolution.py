@@ -16,11 +16,11 @@
 # %% [markdown]
 # # Evolution
 #
-# Genomes evolve: they are copied with errors, and those whose animals do well are kept. No gradient reaches them. A
-# genome here is a few hundred numbers whatever the size of the network that it grows, and that is what evolution
-# strategies can search: their cost grows with the numbers searched. The algorithms are
-# [EvoTorch's](https://docs.evotorch.ai) (`pip install 'gbfunc[evolve]'`); `GenomeProblem` makes a plan, a p-net and a
-# loss function into something that they can search. Whole tables: [`results/evolution.md`](results/evolution.md).
+# Evolution copies genomes with random changes and keeps those with the best results. It uses no gradient. A genome
+# has a few hundred numbers, whatever the size of the generated network. Evolution strategies can search a few hundred
+# numbers; their cost grows with the number of searched parameters. The algorithms come from
+# [EvoTorch](https://docs.evotorch.ai) (`pip install 'gbfunc[evolve]'`). `GenomeProblem` makes an EvoTorch problem
+# from a plan, a p-net and a loss function. Complete tables: [`results/evolution.md`](results/evolution.md).
 
 # %%
 # %matplotlib inline
@@ -54,9 +54,9 @@ def batches(seed=0):
 # %% [markdown]
 # ## A genome is a solution
 #
-# The search is in units of *steps*: a solution `z` stands for the genome `start + steps * z`, where `steps` are parts
-# of the deviation that code weights, linear coefficients and direct parameters have at the start. So a standard
-# deviation of 1 is right for every algorithm.
+# The search is in units of *steps*. A solution `z` stands for the genome `start + steps * z`. `steps` are fractions
+# of the initial standard deviations of code weights, linear coefficients and direct parameters. A standard deviation
+# of 1 therefore fits every algorithm.
 
 # %%
 small = task.with_pnet(task.pnet.scaled(64 / 1100))
@@ -73,8 +73,8 @@ print(f"{problem.solution_length} numbers for {sum(p.numel() for p in net.parame
 print(f"after {problem.evaluations} evaluations: {accuracy(net, task.test):.1%} of the test images")
 
 # %% [markdown]
-# A population grows and is judged in one `vmap`. Beside it, what one would write for each member: `generate`, the
-# p-net, the loss.
+# One `vmap` generates and evaluates a population. The cell compares it with a loop over the members that calls
+# `generate`, the p-net and the loss.
 
 # %%
 z = torch.randn(256, problem.solution_length, generator=torch.Generator().manual_seed(0))
@@ -104,9 +104,14 @@ print(f"256 members: {looped:.0f} ms one by one, {vmapped:.0f} ms together: {loo
 # %% [markdown]
 # ## At equal evaluations
 #
-# The same algorithm, population and batches on four things: the genome; the p-net's own weights (a plan that keeps
-# every tensor direct); the weights of a small net with as many numbers as the genome; and a random subspace of the
-# p-net's weights with as many. Each takes the step, 0.05 or 0.15, that ends best on validation images.
+# The same algorithm, population and batches search four things:
+#
+# * the genome;
+# * the p-net's weights (a plan in which every tensor is direct);
+# * the weights of a small net with as many numbers as the genome;
+# * a random subspace of the p-net's weights with as many numbers as the genome.
+#
+# Each search uses the step size, 0.05 or 0.15, with the best final accuracy on validation images.
 
 # %%
 MEMBERS, GENERATIONS = 96, 40 if "CI" in os.environ else 160  # fewer where it is run to see that it runs
@@ -162,16 +167,16 @@ for ax in axes:
 plt.show()
 
 # %% [markdown]
-# With few evaluations the p-net's own 4,810 weights evolve fastest, and a random subspace of them does better than the
-# genome: a mutant of a dense net changes a little everywhere, and directions that help are many. A net that is as small
-# as the genome is the worst of all. The genome's search is a rugged one, as its numbers are frequencies and phases;
-# what it buys is that all that was found fits into 448 numbers. After 128,000 evaluations genome and
-# dense weights are within a point of each other (the tables).
+# With few evaluations, the p-net's 4,810 weights evolve fastest, and a random subspace of the weights is better than
+# the genome. A mutation of a dense net changes all weights slightly, and many directions improve the net. The small
+# net with as many numbers as the genome is the worst. The search space of the genome is rugged, because its numbers
+# are frequencies and phases. The advantage of the genome is its size: the result is stored in 448 numbers. After
+# 128,000 evaluations, genome and dense weights are within a point of each other (see the tables).
 #
 # ## Acting
 #
-# `ControlProblem` has the return of episodes in place of a loss: all members act at once, in one vectorised environment
-# of gymnasium.
+# `ControlProblem` replaces the loss by the return of episodes. All members act at the same time in one vectorized
+# environment of gymnasium.
 
 # %%
 torch.manual_seed(0)

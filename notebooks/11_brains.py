@@ -16,10 +16,10 @@
 # %% [markdown]
 # # What a genome says of brains
 #
-# Three questions, each some ten lines of the library and a figure: what is born able to learn, how brains of one genome
-# differ and what that is good for, and what kinds of cells do. Here one seed and short trainings;
-# [`results/brains.md`](results/brains.md) has three seeds and longer ones, by the same code:
-# `GBFUNC_FULL=1 python notebooks/11_brains.py`.
+# This notebook asks three questions, each with about ten lines of library calls and a figure: which starts learn fast
+# after birth, how brains of one genome differ and whether their differences are useful, and what kinds of cells
+# compute. It uses one seed and short trainings. [`results/brains.md`](results/brains.md) has three seeds and longer
+# trainings by the same code: `GBFUNC_FULL=1 python notebooks/11_brains.py`.
 
 # %%
 # %matplotlib inline
@@ -87,12 +87,17 @@ def trained(plan, pnet, steps, lr, seed, after=lambda state: state, start=None):
 # %% [markdown]
 # ## Learning after birth
 #
-# A network is born and meets a task that is new: the ten digits under other names, or turned by an angle, or with their
-# pixels exchanged. It sees two images of each digit and takes k steps of gradient descent on its own weights. Four
-# starts: a genome of 600 numbers that was trained *for learning* such tasks (the gradient goes through two steps of
-# learning, as in notebook 09), the same for the 4,810 weights themselves
-# (model-agnostic meta-learning, Finn et al., 2017), a genome trained on the one task of digits as they are, and random
-# weights. Each learns at the rate, of five, that is best on validation tasks.
+# A network is born and meets a new task: the labels of the ten digits are permuted (*new names*), the images are
+# rotated, or the pixels are permuted. It sees two images of each digit and takes k steps of gradient descent on its
+# weights. There are four starts:
+#
+# * a genome of 600 numbers that was trained *for learning* such tasks; the gradient goes through two steps of
+#   learning, as in notebook 09;
+# * the 4,810 weights, trained for learning in the same way (model-agnostic meta-learning, Finn et al., 2017);
+# * a genome that was trained on one task, the digits with their usual labels;
+# * random weights.
+#
+# Each start learns at the best of five rates on validation tasks.
 
 # %%
 learner = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
@@ -216,19 +221,21 @@ finish(axes, "brains_learning")
 print(f"{time.process_time() - began:.0f} s of CPU so far")
 
 # %% [markdown]
-# A genome can be born to learn. Under new names, 600 numbers that were trained for learning give a network that knows
-# most digits after one step, before the 4,810 weights that were trained for it do and far before random weights. Turned
-# images, of which more can be innate than a way to learn, are the weights' own: there they stay ahead. Exchanged pixels
-# leave little that could be innate, and both are a few points better than random weights. A genome that was trained on
-# the one task is the worst start of all, which is what readers of the paper saw: it is the bottleneck's *task*, and not
-# the bottleneck, that decides whether a network learns fast.
+# * **Permuted labels**: the network of the genome for learning knows most digits after one step. The 4,810 weights
+#   that were trained for learning need more steps, and random weights need many more.
+# * **Rotated images**: the weights trained for learning stay ahead. In this family, more than a way to learn can be
+#   innate.
+# * **Permuted pixels**: little can be innate. Genome and weights for learning are a few points better than random
+#   weights.
+# * **The genome of one task** is the worst start in all families. Readers of the paper observed the same. The *task*
+#   of the bottleneck decides whether a network learns fast, and not the bottleneck.
 #
 # ## Brains that differ
 #
-# A stochastic g-net gives each weight a mean and a deviation. Here the deviation is held at a level in units of the
-# weights' first deviation, while the means are trained under fresh noise at every step: a genome of brains that differ.
-# Twenty brains of each. *Alike*: linear centred kernel alignment (Kornblith et al., 2019) of the hidden layers of two
-# brains on the test images, 1 where they are the same up to a rotation.
+# A stochastic g-net gives each weight a mean and a standard deviation. In this experiment, the standard deviation is
+# fixed at a level, in units of the initial standard deviation of the weights. The means are trained with new noise in
+# every step. Each genome generates twenty brains. *Alike* is the linear centred kernel alignment (Kornblith et al.,
+# 2019) of the hidden layers of two brains on the test images. It is 1 if the two layers are equal up to a rotation.
 
 # %%
 body = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
@@ -317,16 +324,16 @@ finish(axes, "brains_differ")
 print(f"{time.process_time() - began:.0f} s of CPU so far")
 
 # %% [markdown]
-# Up to a level of 0.3 noise costs next to nothing; brains that differ by a quarter of their weights' deviation lose a
-# point, and their vote wins it back. Their hidden layers stay almost the same (alignment near 1): one genome is
-# one representation. As a protection noise is weak: it does not help where units are lost, and where synapses are lost
-# it helps in the middle of the range at most.
+# Up to a level of 0.3, noise costs almost no accuracy. Brains that differ by a quarter of their weights' standard
+# deviation lose a point, and their vote recovers it. Their hidden layers stay almost the same (alignment near 1): one
+# genome is one representation. Noise protects little. It does not help where units are lost. Where synapses are lost,
+# it helps at most in the middle of the range.
 #
 # ## Kinds of cells
 #
-# 256 hidden units are coded by their kind, one of K, and their place: the units of a kind lie on a grid, as the cells
-# of a kind tile a retina. `gb.table` takes such codes. Plain bits, which number the units, are the comparison. All
-# genomes have 450 numbers; a file holds the table too.
+# The code of each of the 256 hidden units consists of its kind, one of K, and its place. The units of a kind lie on a
+# grid, as the cells of a kind tile a retina. `gb.table` takes such codes. For comparison, plain bits number the
+# units. All genomes have 450 numbers. The file of a genome with kinds also contains the table.
 
 # %%
 kinds_net = nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
@@ -387,8 +394,8 @@ for kinds, rows in found.items():
     print(f"{label:<16} {numbers[0]:>8} {round(statistics.mean(sizes)):>12} {shown(scores):>20} {explained:>30}")
 
 # %% [markdown]
-# What do kinds come to do? Below, eight kinds: the mean incoming field of each, and what is lost of each digit's
-# accuracy where the kind is silenced.
+# The next figures show what eight kinds compute: the mean incoming field of each kind, and the accuracy that each
+# digit loses if the kind is silenced.
 
 # %%
 weights = {k: w.detach() for k, w in eight.named_parameters()}
@@ -426,7 +433,7 @@ print(f"whole: {float(whole.mean()):.1f} %; lost by silencing a kind: {silenced}
 print(f"{time.process_time() - began:.0f} s of CPU in all")
 
 # %% [markdown]
-# Kinds cost numbers (a row of each code matrix for every kind), so a genome of the same size has fewer features: plain
-# bits are the more accurate code, and the smaller file, as they are a formula where kinds are a table. What kinds buy
-# is order. Eight of them tell some 40 % of what units respond to, against 5 to 7 % for the same grouping of units that
-# bits code, and silencing one costs mostly one to three digits.
+# Each kind needs a row in each code matrix, so a genome of the same size has fewer features. Plain bits are therefore
+# the more accurate code. They also give the smaller file, because the bits are a formula and the kinds are a table.
+# Kinds order the units. Eight kinds explain some 40 % of the variance of the units' responses, and the same groups of
+# units coded by bits explain 5 to 7 %. Silencing a kind mostly lowers the accuracy of one to three digits.

@@ -16,11 +16,11 @@
 # %% [markdown]
 # # The paper
 #
-# *Encoding innate ability through a genomic bottleneck* (Shuvaev, Lachi, Koulakov, Zador, PNAS 2024) asks what a
-# network can do at birth, what its shuffled weights can do, and whether it learns another task faster. This notebook
-# runs a small version of each experiment on 8 x 8 digits. The experiments on MNIST and CIFAR are one command each,
-# `python notebooks/results/paper.py EXPERIMENT`; [the results page](results/paper.md) has their figures beside the
-# paper's.
+# *Encoding innate ability through a genomic bottleneck* (Shuvaev, Lachi, Koulakov, Zador, PNAS 2024) asks three
+# questions: what a network can do at birth, what its shuffled weights can do, and whether the network learns another
+# task faster. This notebook runs a small version of each experiment on 8 x 8 digits. The experiments on MNIST and
+# CIFAR are one command each, `python notebooks/results/paper.py EXPERIMENT`. [The results page](results/paper.md)
+# compares their figures with the paper's figures.
 
 # %%
 # %matplotlib inline
@@ -59,8 +59,8 @@ print(task.build(0))
 # %% [markdown]
 # ## Birth
 #
-# A genome is trained end to end, and the network that grows from it is measured before it learns anything. The same
-# p-net with random weights, a *naive* net, is at chance.
+# A genome is trained end to end. The network generated from the genome is measured before its weights are trained.
+# The same p-net with random weights, a *naive* net, is at chance.
 
 # %%
 SIZES = (150, 300, 600)
@@ -83,9 +83,9 @@ print(f"naive: {shown(100 * accuracy(naive(seed), task.test) for seed in SEEDS)}
 # %% [markdown]
 # ## Shuffled weights
 #
-# `gb.shuffled` permutes the numbers inside each weight matrix. Their distribution is the same, their places are lost.
-# In the paper a shuffled network is at chance at birth and then learns markedly faster than a naive one.
-# Each start takes the learning rate, of three, with the best validations of seed 0.
+# `gb.shuffled` permutes the numbers inside each weight matrix. The distribution of the numbers stays the same, and
+# their places are lost. In the paper, a shuffled network is at chance at birth and then learns markedly faster than a
+# naive network. Each start uses the learning rate, of three, with the best validation accuracies of seed 0.
 
 # %%
 starts = {
@@ -104,14 +104,15 @@ draw_lives(axes, found, "digits")
 figure
 
 # %% [markdown]
-# The shuffled network is at chance at birth, as in the paper. It does not learn faster than a naive net here: what is
-# innate is in the places of the weights. All three meet after some epochs.
+# The shuffled network is at chance at birth, as in the paper. In this experiment, it does not learn faster than a
+# naive net: the innate ability is in the places of the weights. All three networks reach the same accuracy after some
+# epochs.
 #
 # ## Another task
 #
-# The same digits lie on their side. `gb.carry_over` copies the weights of a network into another one, all layers or the
-# first `layers` ones. The paper's networks for MNIST are slower than naive ones on Fashion-MNIST, while those for
-# CIFAR-10 learn SVHN fast.
+# The second task is the same digits, transposed (rows and columns exchanged). `gb.carry_over` copies the weights of a
+# network into another network, either all layers or the first `layers` layers. In the paper, networks for MNIST learn
+# Fashion-MNIST more slowly than naive networks, and networks for CIFAR-10 learn SVHN fast.
 
 # %%
 sides = {name: getattr(task, name) for name in ("train", "val", "test")}
@@ -132,15 +133,15 @@ draw_lives(axes, carried, turned.name)
 figure
 
 # %% [markdown]
-# Nothing carries over to the turned digits: the grown network is at chance and learns them more slowly than a naive
-# net, as in the paper's experiment with Fashion-MNIST. Its first layer alone costs little and gains nothing.
+# Nothing transfers to the transposed digits. The generated network is at chance and learns them more slowly than a
+# naive net, as in the paper's experiment with Fashion-MNIST. Its first layer alone costs little and gains nothing.
 
 # %% [markdown]
 # ## What a genome says of weights
 #
-# First layers of grown and naive networks while they learn: a map by multidimensional scaling, the spectrum of singular
-# values, and the weights as images. The map compares what layers read from the pixels, whatever the order and the scale
-# of their hidden units.
+# The figures compare the first layers of generated and naive networks during learning: a map by multidimensional
+# scaling, the spectrum of singular values, and the weights as images. The map compares which directions of the pixels
+# the layers respond to. It does not depend on the order and the scale of the hidden units.
 
 # %%
 met = []
@@ -187,20 +188,20 @@ filters = {name: weight for name, weight in ends.items() if name.endswith("at bi
 weight_images(filters, (8, 8))
 
 # %% [markdown]
-# Grown weights are smooth and lie in few dimensions. The genome's networks do not move on the map while they learn. The
-# naive nets of three seeds move far and along one path: their weights become smoother and lose dimensions, but the two
-# kinds stay apart. Equal accuracy does not mean equal weights.
+# Generated weights are smooth and lie in few dimensions. On the map, the networks of the genome do not move during
+# learning. The naive nets of three seeds move far and along one path. Their weights become smoother and lose
+# dimensions, but generated and naive networks stay apart. Equal accuracy does not mean equal weights.
 
 # %% [markdown]
 # ## A model of fitness
 #
-# Why is a genome small, if a larger one is better at birth? This model is our own and simpler than the paper's: an
-# animal lives $T$ steps, its fitness is the mean of what it can do while it lives, minus a cost of each number of its
-# genome, which each generation copies, repairs and protects against mutations:
+# A larger genome is better at birth. Why is a genome small? This model is our own and simpler than the paper's model.
+# An animal lives $T$ steps. Its fitness is the mean accuracy over its life, minus a cost for each number of its
+# genome, because each generation copies, repairs and protects the genome against mutations:
 #
 # $$F(n, T) = \frac{1}{T} \int_0^T \mathrm{accuracy}_n(t)\,\mathrm{d}t - c\,n$$
 #
-# The curves are those of the networks above, taught from birth on. A naive net has $n = 0$.
+# The curves are those of the networks above, which learn from birth on. A naive net has $n = 0$.
 
 # %%
 ages = {f"{plans[n].genome_params} numbers": (lambda seed, n=n: born[n, seed]) for n in SIZES} | {"none (naive)": naive}
@@ -239,7 +240,7 @@ panels[0].legend(frameon=False, fontsize=8)
 plt.show()
 
 # %% [markdown]
-# Where a number of the genome is cheap, a genome of middle size is fittest in a life of any length. Where numbers are
-# dear, the smallest genome is fittest in a short life, and no genome at all in a longer one, in which learning replaces
-# what is innate. The costs and the lengths of a life are chosen to show both cases; the accuracies are those that the
-# cells above measured.
+# If a number of the genome is cheap, a genome of middle size has the highest fitness for any length of life. If
+# numbers are expensive, the smallest genome has the highest fitness in a short life. In a longer life, learning
+# replaces the innate ability, and no genome at all has the highest fitness. The costs and the lengths of a life are
+# chosen to show both cases. The accuracies are those measured in the cells above.
