@@ -101,8 +101,8 @@ plt.show()
 # %% [markdown]
 # ## Look at the weights
 #
-# The incoming weights of each of the 600 hidden units form an image of 8 x 8 pixels. The g-nets generate these images
-# from coordinates alone.
+# The incoming weights of a hidden unit form an image of 8 x 8 pixels. The g-nets generate the images of all 600 units
+# from coordinates.
 
 # %%
 after = gb.generate(plan, gnet_params)

@@ -16,9 +16,9 @@
 # %% [markdown]
 # # A language model generated from a genome
 #
-# A small GPT learns the English text of Python's own help, one character after the other. None of its matrices is
-# stored: a genome of 81 kB generates them. Two dense nets learn on the same batches for comparison: the same GPT, and
-# a narrower GPT whose *file* is as large as the genome's file.
+# A small GPT learns the English text of Python's own help, one character after the other. Its file stores no
+# matrices: a genome of 81 kB generates them. Two dense nets learn on the same batches for comparison: the same GPT,
+# and a narrower GPT whose *file* is as large as the genome's file.
 
 # %%
 # %matplotlib inline
@@ -61,8 +61,8 @@ print(plan.report())
 # %% [markdown]
 # ## Train
 #
-# A plan without generated tensors makes the same step train a dense net. The learning rate of each of the three
-# networks is the best of the rates tried on validation text.
+# A plan without generated tensors makes the same step train a dense net. Each of the three networks uses the learning
+# rate with the lowest validation loss among the rates tried.
 
 # %%
 STEPS = 200 if "CI" in os.environ else 600  # fewer where it is run to see that it runs

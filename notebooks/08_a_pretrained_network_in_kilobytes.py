@@ -255,8 +255,8 @@ else:
 # ## Many at once
 #
 # `gb.materialize_many` makes a module of many genomes on one base. Each row of a batch names its genome, and the
-# products with the base are computed once for all rows. The genomes of this cell are those of the training after
-# every eight steps.
+# products with the base are computed once for all rows. The genomes in this cell are copies of the trained genome,
+# taken every eight steps.
 
 # %%
 many = gb.materialize_many(plan, genomes, pnet)

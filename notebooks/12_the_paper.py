@@ -201,7 +201,7 @@ weight_images(filters, (8, 8))
 #
 # $$F(n, T) = \frac{1}{T} \int_0^T \mathrm{accuracy}_n(t)\,\mathrm{d}t - c\,n$$
 #
-# The curves are those of the networks above, which learn from birth on. A naive net has $n = 0$.
+# The curves come from the networks above, which learn from birth on. A naive net has $n = 0$.
 
 # %%
 ages = {f"{plans[n].genome_params} numbers": (lambda seed, n=n: born[n, seed]) for n in SIZES} | {"none (naive)": naive}
