@@ -288,12 +288,6 @@ def test_what_is_frozen_or_not_used_has_no_gradient() -> None:
     assert sides[1].sine.grad is None
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64])
-def test_other_dtypes_are_made_by_the_parts(dtype: torch.dtype) -> None:
-    side = Case().side(dtype)
-    assert_alike([x.abs() for x in with_gradients(side, "auto")], [x.abs() for x in with_gradients(side, "eager")], 0)
-
-
 DIMS = TileDims(4, 5, 2, 3)
 TYPES = [h(2, share=s) for h in (gb.periodic, gb.bilinear) for s in ("none", "layers")]
 

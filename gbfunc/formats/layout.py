@@ -22,8 +22,8 @@ from gbfunc.untrusted import parse_json
 FORMAT = "gbfunc-genome-3"
 
 _FILES = files("gbfunc.formats")
+# JSON Schema (draft 7) of the document in a file, with limits that this package and the web page share
 SCHEMA: JSON = json.loads(_FILES.joinpath("schema.json").read_text("ascii"))
-"""JSON Schema (draft 7) of the document in a file, with limits that this package and the web page share."""
 LIMITS: dict[str, Any] = SCHEMA["limits"]
 
 
@@ -86,11 +86,9 @@ def file_header(plan_json: str, leaves: TensorMap, stored: TensorMap, digest: st
     return len(text).to_bytes(8, "little") + text
 
 
+# Preset dictionary of zlib: text of plans, and documents of typical trainings; deflate looks 32 kB back. Do not change
+# the dictionary: existing files would become unreadable.
 DOCUMENTS = _FILES.joinpath("words.txt").read_bytes().rstrip()
-"""Preset dictionary of zlib: text of plans, and documents of typical trainings; deflate looks 32 kB back.
-
-Do not change the dictionary: existing files would become unreadable.
-"""
 
 
 def pack_plan(text: str) -> str:

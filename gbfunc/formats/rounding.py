@@ -20,12 +20,9 @@ from gbfunc.trees import BUFFERS, DIRECT
 from gbfunc.types import DTYPES, Params, TensorMap, dtype_name
 
 BITS = {f"int{bits}": bits for bits in range(2, 9)}  # Bits of a code by the name of the dtype
+# Floating-point dtypes for stored leaves, instead of the dtypes of the plan
 STORED_DTYPES = {name: DTYPES[name] for name in ("float32", "float16", "bfloat16")}
-"""Floating-point dtypes for stored leaves, instead of the dtypes of the plan."""
-
-StoredDtype = str | torch.dtype
-"""A key of `STORED_DTYPES` or `BITS`, or the torch dtype of this name."""
-
+StoredDtype = str | torch.dtype  # A key of `STORED_DTYPES` or `BITS`, or the torch dtype of this name
 BLOCK = 64
 
 # Running statistics by their names in torch: variances need range, means need precision.

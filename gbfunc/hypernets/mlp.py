@@ -27,7 +27,6 @@ from gbfunc.types import Kernel, Params, TileDims
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {"relu": F.relu, "tanh": torch.tanh, "gelu": F.gelu, "sin": torch.sin}
 )
-"""Activations of an MLP g-net."""
 
 
 def _he(inputs: int) -> float:

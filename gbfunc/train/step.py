@@ -117,10 +117,7 @@ class TrainStep:
         return self._options.rounding
 
     def stored(self, state: TrainState) -> Stored | None:
-        """The dtype or steps for `gb.save(path, plan, state, train_step.stored(state))`.
-
-        With `rounding="auto"`, the file then has at most `genome_bytes`.
-        """
+        """The dtype or steps for `gb.save`; with `rounding="auto"`, the file then has at most `genome_bytes`."""
         return self._options.rounding
 
     def __deepcopy__(self, memo: Any) -> TrainStep:

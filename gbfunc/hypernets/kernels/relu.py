@@ -35,10 +35,8 @@ def _sides(X: Tensor, Y: Tensor, U: Tensor, V: Tensor, u: Tensor) -> tuple[Tenso
 
 
 def _definition(grid: TileGrid, *inputs: Tensor) -> Tensors:
-    """Compute the matrix `b + sum_h [A + B > 0] (v[h] A[i, h] + v[h] B[j, h])`, with O(T r c H) memory.
-
-    The automatic derivative is the two sums of the hand-derived backward pass: compiled, half the time of `relu`.
-    """
+    # `b + sum_h [A + B > 0] (v[h] A[i, h] + v[h] B[j, h])`, with O(T r c H) memory. The automatic derivative is the two
+    # sums of the hand-derived backward pass: compiled, half the time of `relu`.
     *sides, v, b = inputs
     A, B = _sides(*sides)
     idle_TrcH = A.unsqueeze(-2) + B.unsqueeze(-3) <= 0

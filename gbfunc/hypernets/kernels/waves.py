@@ -95,8 +95,8 @@ def period_of(codes_Unp: Tensor) -> int:
 _THREAD_WORK = 2**14  # Sines and cosines per additional thread
 
 Pull = Callable[[Sequence[Tensor]], list[Tensor]]
+# Computes outputs [T, n, 2 H], rows last in memory, and a function that maps cotangents to leaf gradients.
 Backend = Callable[[Sequence[Side]], tuple[list[Tensor], Pull]]
-"""Computes outputs [T, n, 2 H], rows last in memory, and a function that maps cotangents to leaf gradients."""
 
 
 def _native(sides: Sequence[Side]) -> tuple[list[Tensor], Pull]:

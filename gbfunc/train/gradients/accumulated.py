@@ -56,10 +56,7 @@ class Accumulated(OneGraph):
 
 
 def weights_of(loss: GenomeLoss, given: Given, again: bool) -> tuple[Params, Params, list[str]]:
-    """The weights in their graph, the same as leaves of a new graph, and the names of those that take gradients.
-
-    With `again` the first are left out: backward generates them a second time.
-    """
+    """The weights in their graph ({} with `again`), as leaves of a new graph, and the names that take gradients."""
     with torch.set_grad_enabled(not again):
         weights = loss.weights(given)
     leaves, trained = Params(), list[str]()

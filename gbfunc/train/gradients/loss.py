@@ -28,9 +28,7 @@ from gbfunc.train.options import StepOptions
 from gbfunc.trees import DIRECT, differentiable, holds_tensors, tree_map
 from gbfunc.types import Params
 
-LossFn = Callable[[Any, Any], Any]
-"""`(net, batch) -> loss` or `(loss, aux)`; `net` is the p-net on its generated weights."""
-
+LossFn = Callable[[Any, Any], Any]  # `(net, batch) -> loss` or `(loss, aux)`; `net` is the p-net on generated weights
 Gradients = tuple[Tensor | None, ...]
 
 NO_GRADIENT = (

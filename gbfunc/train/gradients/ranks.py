@@ -72,6 +72,10 @@ class RankObjective(Objective):
         given = Given(leaves, noise, {k: v.clone() for k, v in buffers.items()}, batch, rows, counts)
         seed = (seed + RANK_MIX * self._layout.mesh.shard) % 2**63
         loss, aux, gradients, counted = self._found(given, trained, seed)
+        if not self._proven:
+            with self._layout.mesh.uncounted():
+                self._prove(loss, given, trained)
+            self._proven = True
         if not counts:  # The tiles of a split genome get gradients from the rows of other ranks.
             kept = {k for k in gradients if self._layout.sharded and k.startswith(GNET)}
             gradients = {k: g if k in kept else torch.zeros_like(g) for k, g in gradients.items()}
@@ -81,14 +85,6 @@ class RankObjective(Objective):
             self._layout, counted, loss, aux, gradients, buffers, before, self._entries
         )
         return LossAndGrads(loss, aux, gradients, buffers, norm)
-
-    def _found(self, given: Given, trained: Params, seed: int) -> tuple[Tensor, Any, Params, float]:
-        found = super()._found(given, trained, seed)
-        if not self._proven:
-            with self._layout.mesh.uncounted():
-                self._prove(found[0], given, trained)
-            self._proven = True
-        return found
 
     def _prove(self, loss: Tensor, given: Given, trained: Params) -> None:
         """Check what the first step has found; all ranks call."""
