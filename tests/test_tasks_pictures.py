@@ -104,6 +104,7 @@ def test_an_adapter_learns_predicts_and_knows_its_base(kind: str, tmp_path: Path
     assert json.loads((out / "metrics.json").read_text())["test_accuracy"] == 1.0
     assert "100.00%" in command(["eval", "--data-dir", data, "--genome", genome]).out
     task = find_task("images", data, {"pretrained": str(base)})
+    assert (task.recipe(0).batch_size, task.recipe(0).epochs) == (30, 20)
     assert (tuple(task.about["mean"]), tuple(task.about["std"])) == (MEAN, STD)
     net: Any = gb.materialize(plan, held, task.build(3)).eval()
     chance = net(normalised(picture, 32, MEAN, STD)[None].float()).logits.softmax(1)[0, 0].item()

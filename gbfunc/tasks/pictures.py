@@ -3,6 +3,7 @@
 Suffixes: N pictures, C channels, h rows, w columns.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +29,7 @@ _HOLDS = f"a folder of pictures ({' '.join(_SUFFIXES)}) per class, or CIFAR's fi
 _CIFAR = ("data_batch_*", "cifar-10-batches-py", "cifar*_train*.npz")
 _LEAST, _MAX_BYTES = 10, 1 << 33  # pictures to learn from, and bytes of all pictures in memory
 _SIZE, _ADAPTER = 32, 6_000  # rows of pictures without a base; parameters of an adapter beside the head
-_FINE_TUNING = Recipe(direct_lr=3e-3, dense_lr=3e-4, batch_size=32, epochs=5, clip_norm=1.0, schedule=linear_decay)
+_FINE_TUNING = Recipe(direct_lr=3e-3, dense_lr=3e-4, clip_norm=1.0, schedule=linear_decay)
 
 Labelled = tuple[Any, NDArray[np.int64]]
 """Pictures, files or bytes [C, h, w], and their classes [N]."""
@@ -70,7 +71,7 @@ def images(data_dir: Path | None = None, pretrained: str | None = None, size: in
         with torch.no_grad(), one_error(pretrained, f"network for pictures of {size} x {size}"):
             net(torch.zeros(1, *interface.inputs))
         head = sum(n_params(net.get_submodule(name)) for name in pnet.plan(0).modules_to_save)
-        settings, params = partial(_recipe, head), head + _ADAPTER
+        settings, params = partial(_recipe, head, len(parts["train"][1])), head + _ADAPTER
     if (needed := sum(len(labels_N) for _, labels_N in parts.values()) * 3 * size**2) > _MAX_BYTES:
         raise ValueError(f"the pictures take {needed:,} bytes at size {size}, at most {_MAX_BYTES:,} fit: lower it")
     pixels = {part: read_pixels(pictures, size) for part, (pictures, _) in parts.items()}
@@ -86,10 +87,13 @@ def images(data_dir: Path | None = None, pretrained: str | None = None, size: in
     return Task("images", interface, train, val, test, pnet, settings, genome_params=params, about=about)
 
 
-def _recipe(head: int, pnet: PNet, genome_params: float) -> Recipe:
+def _recipe(head: int, pictures: int, pnet: PNet, genome_params: float) -> Recipe:
+    batch_size = min(32, pictures)
+    # Five passes, and up to 20 where these are fewer than 450 steps.
+    epochs = min(max(5, math.ceil(450 * batch_size / pictures)), 20)
     # A third of the rate for texts: 1e-2 is better than 3e-2 and 3e-3 for 5,000 parameters beside a direct head.
-    deltas = genome_params - head if genome_params > head else genome_params
-    return replace(_FINE_TUNING, lr=base_rate(deltas) / 3)
+    lr = base_rate(genome_params - head if genome_params > head else genome_params) / 3
+    return replace(_FINE_TUNING, lr=lr, batch_size=batch_size, epochs=epochs)
 
 
 def find_parts(folder: Path) -> tuple[list[str], dict[str, Labelled]]:
