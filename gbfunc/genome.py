@@ -135,7 +135,6 @@ def init_genome(plan: Plan, pnet: nn.Module, seed: int = 0, *, device: torch.dev
             for k in (k for k, leaf in e.leaves.items() if leaf.role == "linear"):
                 leaves[k][span.first : span.first + span.slot.grid.n_tiles] = 0
             if new := (tensor := plan.tensors[span.tensor]).new_rows:
-                # The base has none of these rows.
                 values = infos[tensor.name].tensor.detach()
                 leaves["rows"][span.first] = KINDS[tensor.kind].unfold(values)[span.part][-new:] / span.slot.scale
         gnets[e.name] = {k: v.to(device) for k, v in leaves.items()}

@@ -60,9 +60,6 @@ def test_a_language_model_is_adapted_to_a_text_and_writes(tmp_path: Path, comman
     task = make_job(PNetOptions("text", text, pretrained=str(base)), GenomeOptions(genome_params=300)).task
     before = task.evaluate(task.build(0).eval(), task.test)["loss"]
     assert metrics["genome_params"] <= 300 and metrics["test_loss"] < before
-    plan, _ = gb.load(out / "genome.safetensors")
-    assert plan.base is not None and len([t for t in plan.tensors if t.base]) == 2 * 7
-    # The tokens are the base's: no data are named.
     sample = ["sample", "--genome", str(out / "genome.safetensors"), "--prompt", "once"]
     first, second = (command([*sample, "--tokens", "12", "--seed", "3"]).out for _ in range(2))
     assert first == second and len(first) > 4 and first.startswith("once")

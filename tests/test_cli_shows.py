@@ -21,7 +21,6 @@ from gbfunc.tasks.pnets import find_pnet
 from gbfunc.tasks.pnets.base import n_params
 from tests.test_cli import BRIEF, SMALL
 
-# A chat needs a pretrained model, which decides.
 FOLDERS = dict.fromkeys([name for name in SHOWN if name != "chat"], "") | dict.fromkeys(("trec", "texts"), "trec")
 FOLDERS |= dict.fromkeys(("mnist", "fashion-mnist"), "mnist") | dict.fromkeys(("cifar10", "images"), "cifar10")
 

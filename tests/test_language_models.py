@@ -20,13 +20,11 @@ EMBEDDING = "model.embed_tokens.weight"
 
 def llama(dtype: torch.dtype = torch.float64, tied: bool = True, grown_by: int = 0, seed: int = 0) -> Any:
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        config = transformers.LlamaConfig(vocab_size=50 if grown_by else 52, tie_word_embeddings=tied, **sizes)
-        net = transformers.LlamaForCausalLM(config).to(dtype)
-        torch.manual_seed(seed)
-        if grown_by:
-            net.resize_token_embeddings(50 + grown_by)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(vocab_size=50 if grown_by else 52, tie_word_embeddings=tied, **sizes)
+    net = transformers.LlamaForCausalLM(config).to(dtype)
+    torch.manual_seed(seed)
+    net.resize_token_embeddings(50 + grown_by) if grown_by else None
     return net.train()
 
 

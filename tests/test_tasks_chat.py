@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import gbfunc as gb
 from gbfunc.tasks import find_task
-from tests.support.pretrained import save_chat_model
+from gbfunc.tasks.pnets.hugging_face import pretrained_network
+from tests.support.pretrained import CHAT, save_chat_model
 
-pytest.importorskip("tokenizers", reason="their tokens need tokenizers")
 pytest.importorskip("transformers", reason="they need transformers")
 
 
@@ -30,8 +31,8 @@ def test_the_loss_is_that_of_the_answers_by_a_hand_made_mask(model: Path, tmp_pa
     turns = (("system", "be kind"), ("user", "a"), ("assistant", "b c"), ("user", "d"), ("assistant", "e"))
     messages = [{"role": role, "content": content} for role, content in turns]
     data = chats(tmp_path / "own.jsonl", *[{"messages": messages}] * 60)
-    task = find_task("chat", data, {"pretrained": str(model), "context": 80})
-    assert task.decode is not None and [len(x) for x in (task.train, task.val, task.test)] == [62, 7, 3]
+    task: Any = find_task("chat", data, {"pretrained": str(model), "context": 80})
+    assert [len(x) for x in (task.train, task.val, task.test)] == [62, 7, 3]
     net = task.build(0).eval().requires_grad_(False)
     for split in (task.train, task.val, task.test):
         losses = []
@@ -44,7 +45,7 @@ def test_the_loss_is_that_of_the_answers_by_a_hand_made_mask(model: Path, tmp_pa
                 assert inside == (int(y_L[i]) >= 0) and (not inside or task.decode([int(y_L[i])]) == text[i + 1])
                 losses += [-float(logp_LV[i, y_L[i]])] if inside else []
         assert task.evaluate(net, split)["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
-    assert task.encode is not None and task.decode(task.encode("hi").tolist()) == "[user]hi;[assistant]"
+    assert task.decode(task.encode("hi").tolist()) == "[user]hi;[assistant]"
 
 
 def test_an_adapter_answers_through_the_template(model: Path, tmp_path: Path, command: Any) -> None:
@@ -52,11 +53,10 @@ def test_an_adapter_answers_through_the_template(model: Path, tmp_path: Path, co
     train = ["train", "--task", "chat", "--pretrained", str(model), "--data-dir", str(data), "--genome-params", "900"]
     command([*train, "--task-config", '{"context": 64}', "--steps", "60", "--lr", "0.1", "--out", str(out)])
     metrics = json.loads((out / "metrics.json").read_text())
-    task = find_task("chat", data, {"pretrained": str(model), "context": 64})
+    task: Any = find_task("chat", data, {"pretrained": str(model), "context": 64})
     net: Any = task.build(0).eval()
     assert metrics["test_loss"] < task.evaluate(net, task.test)["loss"] - 0.1
     grown: Any = gb.materialize(*gb.load(out / "genome.safetensors"), net).eval()
-    assert task.encode is not None and task.decode is not None
     ids = task.encode("hi a")[None]
     written = grown.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
     # Neither data nor task are named, and only the answer is written.
@@ -69,9 +69,7 @@ def test_an_adapter_answers_through_the_template(model: Path, tmp_path: Path, co
     [
         ("{no", "line 25 is not a valid chat: Expecting property name"),
         ('["a"]', 'line 25 is not a valid chat: expected {"prompt": ..., "answer": ...} or {"messages"'),
-        ({"prompt": "a", "answer": 3}, 'expected {"prompt"'),
         ({"prompt": "a", "answer": " "}, "line 25 is not a valid chat: it has no answer of the assistant, or an empty"),
-        ({"messages": [{"role": "user", "content": "a"}]}, "it has no answer of the assistant"),
         ({"messages": [{"role": "robot", "content": "a"}, {"role": "assistant", "content": "b"}]}, "no role robot"),
         ({"prompt": "a" * 99, "answer": "b"}, "its answer begins after 64 tokens: --task-config '{\"context\": 119}'"),
     ],
@@ -88,9 +86,31 @@ def test_models_that_cannot_answer_are_refused(model: Path, tmp_path: Path, comm
     (model / "tokenizer_config.json").unlink()
     told = command([*train, "--pretrained", str(model)], 2).err
     assert "has no chat template: take a model that was tuned on chats, or --task text" in told
-    writer = pytest.importorskip("gguf", reason="it writes GGUF files").GGUFWriter(tmp_path / "odd.gguf", "alien")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    told = command([*train, "--pretrained", str(tmp_path / "odd.gguf")], 2).err
-    assert told.count("\n") == 1 and "GGUF model with architecture alien is not supported yet" in told
+
+
+def test_gguf_files_are_unpacked_once(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gguf = pytest.importorskip("gguf", reason="it writes GGUF files")
+    state, words = load_file(model / "model.safetensors"), json.loads((model / "tokenizer.json").read_text())["model"]
+    sizes = {"vocab_size": 300, "context_length": 64, "embedding_length": 16, "block_count": 2, "head_count": 2}
+    sizes |= {"feed_forward_length": 32, "head_count_kv": 1, "rope_freq_base": 1e4, "layer_norm_rms_eps": 1e-6}
+    sizes |= {"tokenizer_model": "gpt2", "token_list": [*words["vocab"], *map(str, range(1_000, 2_000))][:300]}
+    sizes |= {"token_merges": [" ".join(pair) for pair in words["merges"]], "chat_template": CHAT}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
+    monkeypatch.setenv("GBFUNC_CACHE", str(tmp_path / "cache"))
+    for architecture in ("llama", "alien"):
+        writer = gguf.GGUFWriter(tmp_path / f"{architecture}.gguf", architecture)
+        for name, value in sizes.items():
+            getattr(writer, f"add_{name}")(value)
+        for name, x in state.items():
+            writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), x.numpy())
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    found = pretrained_network(str(tmp_path / "llama.gguf"))
+    assert [*(tmp_path / "cache").iterdir()] == [found] and (found / "chat_template.jinja").read_text() == CHAT
+    # Rows of queries and keys have another order in GGUF files.
+    again = {k: x.sort(0)[0] for k, x in load_file(found / "model.safetensors").items()}
+    torch.testing.assert_close(again, {k: x.sort(0)[0] for k, x in state.items()}, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="GGUF model with architecture alien is not supported yet"):
+        pretrained_network(str(tmp_path / "alien.gguf"))

@@ -54,7 +54,6 @@ def run_eval(options: Eval) -> None:
 def run_sample(options: Sample) -> None:
     said = said_by(options.genome)
     o = options if options.task or "task" in said else replace(options, task="text")
-    # A pretrained network brings its tokens.
     _, task, net = read_genome(o.genome, o, bare="pretrained" in said or o.pretrained is not None)
     written = continue_text(net, task, o.prompt, o.tokens, temperature=o.temperature, seed=o.seed)
     print(written if task.name == "chat" else o.prompt + written)

@@ -3,8 +3,6 @@
 Suffixes: N chats, L positions of a chat.
 """
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

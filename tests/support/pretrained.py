@@ -59,7 +59,6 @@ CHAT = (
 
 
 def save_chat_model(folder: Path, seed: int = 7) -> Path:
-    """Save the language model with tokens of bytes and a chat template."""
     kept = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT}
     (save_language_model(folder, seed) / "tokenizer_config.json").write_text(json.dumps(kept))
     return folder

@@ -228,6 +228,7 @@ def _unpacked(file: Path) -> Path:
     folder = Path(cache or "", f"{file.stem}-{file.stat().st_size}-{file.stat().st_mtime_ns}")
     if cache and folder.is_dir():
         return folder
+    Path(cache or ".").mkdir(parents=True, exist_ok=True)
     with one_error(file, "GGUF file of a language model"):
         config, auto = transformers.AutoConfig.from_pretrained(file.parent, **gguf), transformers.AutoModelForCausalLM
         # The dequantized weights in a model that transformers does not call quantized.
@@ -238,7 +239,6 @@ def _unpacked(file: Path) -> Path:
     atexit.register(shutil.rmtree, place, ignore_errors=True)
     net.save_pretrained(place)
     tokenizer.save_pretrained(place)
-    # Another process may have been faster.
     return place.rename(folder) if cache and not folder.exists() else place
 
 
