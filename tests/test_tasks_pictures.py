@@ -12,14 +12,14 @@ from PIL import Image
 import gbfunc as gb
 from gbfunc.tasks import find_task
 from gbfunc.tasks.pictures import preprocessing
-from tests.test_pnets_hugging_face import SIZES
 from tests.test_tasks_cifar10 import small, write_packed
 
+VIT = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 CLASSES = ("\x1b[2Jcats", "dogs", "owls")
 KINDS = {
     "ConvNext": ({"num_stages": 2, "depths": [1, 1], "hidden_sizes": [16, 32]}, "classifier"),
     "ResNet": ({"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}, "classifier.1"),
-    "ViT": (SIZES | {"patch_size": 8, "image_size": 32}, "classifier"),
+    "ViT": (VIT | {"patch_size": 8, "image_size": 32}, "classifier"),
 }
 """Options of small networks, and the names of their heads."""
 MEAN, STD = (127.5, 102.0, 76.5), (51.0, 51.0, 25.5)

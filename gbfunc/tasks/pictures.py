@@ -25,7 +25,7 @@ from gbfunc.tasks.pnets.hugging_face import CONFIG, PREPROCESSOR, hugging_face, 
 from gbfunc.untrusted import one_error, parse_json, read_picture
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".gif", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp", ".avif", ".jp2")
-_HOLDS = f"a folder of pictures ({' '.join(_SUFFIXES)}) per class, or CIFAR's files"
+_HOLDS = f"a folder of pictures ({' '.join(_SUFFIXES)}) per class, or CIFAR's (cifar-10-batches-py, cifar*_train*.npz)"
 _CIFAR = ("data_batch_*", "cifar-10-batches-py", "cifar*_train*.npz")
 _LEAST, _MAX_BYTES = 10, 1 << 33  # pictures to learn from, and bytes of all pictures in memory
 _SIZE, _ADAPTER = 32, 6_000  # rows of pictures without a base; parameters of an adapter beside the head

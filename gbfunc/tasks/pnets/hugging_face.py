@@ -92,20 +92,17 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
         full = _configuration(model_type, folder, **fields)
     except Exception as error:  # Its own validation raises many types.
         raise ValueError(f"the configuration of {name} is refused: {error}") from error
-    if adapts := folder is not None and interface.reads == "images":
-        full.num_labels = interface.outputs
     auto, kind = _KINDS[interface.reads]
     auto = getattr(transformers, auto)
     sized = all(isinstance(getattr(full, size, None), int) for size in ("vocab_size", "hidden_size"))
     encodes = sized and not full.is_encoder_decoder
     if type(full) not in auto._model_mapping or (interface.vocabulary and not encodes):
         raise ValueError(f"{name} is no {kind}: it does not fit this task")
-    _check_sizes(interface, full, name)
     # The backward pass of the fused attention takes ten times as long in bfloat16 on a CPU.
     eager = (interface.vocabulary or (folder is not None and interface.tokens)) and interface.inputs[0] <= 128
-    adapter, head = _ADAPTER if interface.vocabulary else _ADAPTER._replace(modules_to_save=()), ""
-    least = 0
-    if adapts:
+    adapter, head, least = _ADAPTER if interface.vocabulary else _ADAPTER._replace(modules_to_save=()), "", 0
+    if folder is not None and interface.reads == "images":
+        full.num_labels = interface.outputs
         with torch.device("meta"):
             layers = auto.from_config(full).named_modules()
         heads = {key: x for key, x in layers if getattr(x, "out_features", None) == interface.outputs}
@@ -113,6 +110,7 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
             raise ValueError(f"{name} has no linear layer with {interface.outputs} outputs, an output per class")
         head, layer = heads.popitem()
         adapter, least = adapter._replace(modules_to_save=(head,)), n_params(layer)
+    _check_sizes(interface, full, name)
 
     def make() -> nn.Module:
         try:
