@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -17,7 +15,6 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.generation import make_generator
-from gbfunc.genome import codes_of
 from gbfunc.hypernets import Hypernet
 from gbfunc.hypernets.mlp import GNet
 from gbfunc.plan import Plan
@@ -196,78 +193,6 @@ def _population(setup: Setup, *, together: bool, n: int = 16, **options: Any) ->
     return at_once if together else one_by_one
 
 
-def jax_step(setup: Setup, *, thin: bool, transposed: bool = False) -> Step:
-    r"""Build the training step of an MLP in JAX, as users would write it, under one `jax.jit`: dense or thin.
-
-    With codes $X_r, X_c$ of a layer's units, $A = X_r W_r + \phi$ and $B = X_c W_c$, the weight of a periodic g-net is
-    $L R^T$ with $L = [v \sin A, v \cos A]$ and $R = [\cos B, \sin B]$. With `thin`, a layer computes $(x R) L^T + b$.
-    `transposed` computes $L^T$ and $R^T$ instead of $L$ and $R$: XLA's sines are faster with units as last dimension.
-    """
-    import jax  # pyright: ignore[reportMissingImports]
-    import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
-    import optax  # pyright: ignore[reportMissingImports]
-
-    plan, cpu = setup.plan, jax.devices("cpu")[0]
-
-    def array(x: Tensor) -> Any:
-        return jax.device_put(x.detach().cpu().numpy().copy(), cpu)
-
-    params: dict[str, Any] = {name: array(p) for name, p in setup.pnet.named_parameters()}
-    codes: dict[str, Any] = {}
-    genome = gb.init_genome(plan, setup.pnet, 0)
-    for ensemble in plan.ensembles if thin else ():
-        tables = [array(x) for x in codes_of(ensemble, plan.dtype, torch.device("cpu"))]
-        for number, _, first, slot in ensemble.spans:
-            name = plan.tensors[number].name
-            params[name] = {k: array(x[first]) for k, x in genome.gnets[ensemble.name].items()}
-            codes[name] = [x[first % len(x)] for x in tables], slot.scale
-    inputs, classes = (array(x) for x in setup.batch)
-    layers = [name.removesuffix(".weight") for name in params if name.endswith(".weight")]
-    features = 0 if transposed else 1
-
-    def side(codes: Any, weight: Any) -> Any:
-        return weight.T @ codes.T if transposed else codes @ weight
-
-    def column(v: Any) -> Any:
-        return v[:, None] if transposed else v
-
-    def product(x: Any, weight: Any, name: str) -> Any:
-        if name not in codes:
-            return x @ weight.T
-        (rows, cols), scale = codes[name]
-        a, b = side(rows, weight["row_weight"]) + column(weight["phase"]), side(cols, weight["col_weight"])
-        v = column(scale * weight["amplitude"])
-        left = jnp.concatenate([v * jnp.sin(a), v * jnp.cos(a)], features)
-        right = jnp.concatenate([jnp.cos(b), jnp.sin(b)], features)
-        return (x @ right.T) @ left if transposed else (x @ right) @ left.T
-
-    def loss_of(params: Any, x: Any, classes: Any) -> Any:
-        for i, layer in enumerate(layers):
-            x = jax.nn.relu(x) if i else x
-            x = product(x, params[f"{layer}.weight"], f"{layer}.weight") + params[f"{layer}.bias"]
-        return optax.softmax_cross_entropy_with_integer_labels(x, classes).mean()
-
-    # The same update as torch's AdamW
-    optimizer = optax.adamw(setup.setting.lr, weight_decay=1e-2)
-
-    def update(params: Any, moments: Any, x: Any, classes: Any) -> Any:
-        loss, grads = jax.value_and_grad(loss_of)(params, x, classes)
-        updates, moments = optimizer.update(grads, moments, params)
-        return optax.apply_updates(params, updates), moments, loss
-
-    jitted = jax.jit(update, donate_argnums=(0, 1))
-    with jax.default_device(cpu):
-        moments = optimizer.init(params)
-
-    def step() -> Any:
-        nonlocal params, moments
-        params, moments, loss = jitted(params, moments, inputs, classes)
-        # JAX's calls return before the computation ends.
-        return jax.block_until_ready((loss, params, moments))[0]
-
-    return step
-
-
 def _periodic(**options: Any) -> Any:
     return "periodic", partial(_genome, **options)
 
@@ -290,9 +215,6 @@ VARIANTS: Mapping[str, tuple[Literal["periodic", "relu", ""], Callable[[Setup], 
     "16 genomes together": ("periodic", partial(_population, together=True)),
     "16 genomes one by one": ("periodic", partial(_population, together=False)),
     "256 genomes captured": ("periodic", partial(_population, together=True, n=256, cuda_graph=True)),
-    "jax dense": ("periodic", partial(jax_step, thin=False)),
-    "jax thin": ("periodic", partial(jax_step, thin=True)),
-    "jax thin transposed": ("periodic", partial(jax_step, thin=True, transposed=True)),
 }
 """The genome ("" for the dense p-net) and the function that builds the step, by the name of the variant."""
 
@@ -301,14 +223,6 @@ def why_not(case: Case, setting: Setting) -> str:
     """Explain why a case cannot be measured on this machine; return "" if it can."""
     if setting.device.type != "cuda" and any(variant.endswith("captured") for variant in case.variants):
         return f"{case.name}: not measured, CUDA graphs need a GPU"
-    if not any(variant.startswith("jax") for variant in case.variants):
-        return ""
-    if find_spec("optax") is None:
-        return f"{case.name}: not measured, pip install optax"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if cores != setting.threads:
-        run = "taskset -c 0 gbfunc bench --threads 1"
-        return f"{case.name}: not measured, JAX would use {cores} cores and torch {setting.threads} threads: {run}"
     return ""
 
 
