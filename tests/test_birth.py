@@ -16,10 +16,8 @@ from torch import nn
 import gbfunc as gb
 from gbfunc.cli import Stopped
 from gbfunc.tasks import accuracy, find_task
-from gbfunc.tasks.pnets import Interface
 from gbfunc.tasks.training import dense_trainer, fit, genome_trainer
 from notebooks.results import paper, paper_lives
-from notebooks.results.birth import GROWN, RANDOM, in_the_size_of, lessons, teach
 from tests.support.ranks import ROOT
 
 
@@ -67,32 +65,6 @@ def test_the_script_teaches_a_grown_network(
         torch.testing.assert_close(weight, grown.state_dict()[name], rtol=0, atol=0)
     assert runs["grown"][-1]["accuracy"] == accuracy(taught, task.test)
     assert (tmp_path / "birth.png").is_file() and genome.read_bytes() == before
-
-
-def test_each_start_takes_the_rate_that_is_best_on_validation() -> None:
-    task = find_task("digits", None, {})
-    task = task.with_pnet(task.pnet.scaled(0.02))  # pyright: ignore[reportOptionalCall]
-    recipe = lessons(task, replace(task.recipe(0), steps=15))
-    grown = task.build(5)
-    both = {rates: teach(grown, task, recipe, 0, rates=rates) for rates in ((1.0,), (1e-3,), (1e-3, 1.0))}
-    for start in (GROWN, RANDOM):
-        fast, slow, chosen = (taught[start] for taught in both.values())
-        assert chosen.lr == fast.lr == recipe.dense_lr and chosen.rows == fast.rows != slow.rows
-        assert chosen.rows[0] == slow.rows[0] and set(chosen.rows[0]) == {"step", "epoch", "accuracy"}
-
-
-def test_images_in_another_size() -> None:
-    task = find_task("digits", None, {})
-    large = in_the_size_of(task, Interface((1, 28, 28), 10))
-    assert large.train.x.shape[1:] == large.interface.inputs == (1, 28, 28) and large.test.y is task.test.y
-    assert float(large.train.x.mean()) == pytest.approx(0, abs=1e-4)
-    assert float(large.train.x.std()) == pytest.approx(1, abs=1e-4)
-    again = in_the_size_of(large, task.interface)
-    seen = torch.stack([again.test.x.flatten(), task.test.x.flatten()])
-    assert float(torch.corrcoef(seen)[0, 1]) > 0.9
-    assert in_the_size_of(task, task.interface) is task
-    with pytest.raises(ValueError, match="cannot learn the task digits"):
-        in_the_size_of(task, Interface((3, 8, 8), 10))
 
 
 def normed(classes: int) -> nn.Module:

@@ -281,15 +281,3 @@ def test_norms_in_use_are_scales_and_shifts() -> None:
     assert not [name for name in fewer if "running" in name or "tracked" in name] and fewer.keys() < state.keys()
     assert all(torch.equal(fewer[name], t) for name, t in state.items() if t.ndim > 1)
     assert torch.allclose(restore(pnet.build(1), fewer)(x), net.eval()(x), atol=1e-4)
-
-
-@pytest.mark.parametrize("name", ["int8", "int4", "pruned"])
-def test_training_for_the_rounding_fills_the_budget_and_learns(name: str, task: Task) -> None:
-    problem = Problem(task, 400, 1_600, torch.float32, replace(task.recipe(400), epochs=4))
-    method = METHODS[name]
-    settings = max(
-        method.candidates(problem), key=lambda s: (s["lr"], len(s.get("pnet", {"hidden": "1"})["hidden"]) == 1)
-    )
-    made = method.train(problem, settings, 0)
-    assert 0.85 * 1_600 < len(made.data) <= 1_600
-    assert task.evaluate(method.load(made.data, task), task.val)["accuracy"] > 0.8

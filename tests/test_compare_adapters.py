@@ -150,7 +150,7 @@ def test_what_is_read_back_is_what_was_trained(name: str, task: Task, monkeypatc
 
 @pytest.mark.parametrize("name", RIVALS)
 def test_what_cannot_be_so_small_says_so(name: str, task: Task) -> None:
-    with pytest.raises(BudgetTooSmall, match=r"takes [\d,]+ bytes in float32, its classifier included"):
+    with pytest.raises(BudgetTooSmall, match=r"takes [\d,]+ bytes in float32, with its classifier"):
         rival(name).candidates(problem_of(task, 280))
     plain = replace(task, pnet=PNet("plain", make=lambda: nn.Sequential(nn.Linear(3, 3))))
     if name not in ("linear_probe", *REFERENCES):

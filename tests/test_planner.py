@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 import gbfunc as gb
+from gbfunc.parallel.pipeline_order import in_flight, stages_of
 from gbfunc.parallel.planner import DeviceSpec
 from gbfunc.parallel.planner_costs import Model, RankLayout
 from gbfunc.tasks.pnets.gpt import GPT
+from notebooks.results.schedules import pipeline_order
 from tests.support.pipeline_cases import Blocks, changed_later, unet
 from tests.support.planner_cases import AXES, LAYOUTS, make_case
 from tests.support.ranks import run_ranks
@@ -141,3 +143,14 @@ def test_layers_that_run_in_another_order_are_planned_without_a_pipeline() -> No
     assert {p.layout.sizes["pipeline"] for p in found.fits} == {1}
     assert "there are styles for" in dict(found.refused)["--mesh tensor=2"]
     assert "no list of layers that run in their order" in dict(found.refused)["--mesh pipeline=2 --pipeline gpipe"]
+
+
+@needs_pipelines
+@pytest.mark.parametrize("order", ["gpipe", "1f1b", "interleaved"])
+def test_microbatches_in_flight_are_those_of_the_order(order: Any) -> None:
+    for ranks, microbatches in ((1, 3), (2, 4), (4, 12)):
+        for rank, stages in enumerate(stages_of(order, ranks)):
+            actions = pipeline_order(order, rank, ranks, microbatches)
+            assert len(actions) == 2 * len(stages) * microbatches
+            live = [sum({"F": 1, "B": -1}[a.op] for a in actions[:n]) for n in range(len(actions) + 1)]
+            assert max(map(sum, in_flight(order, rank, ranks, microbatches))) == max(live)
