@@ -159,8 +159,7 @@ def make_plan(
         words = f"the genome has {plan.genome_params:,} parameters, the p-net only {total:,}"
         warnings.warn(f"{words}: choose a smaller genome, such as a compression of 10", stacklevel=2)
     elif words and base is None and {(1, 1)} <= sizes <= {(1, 1), (0, 1)}:
-        words = "every g-net has its smallest size, and may learn little"
-        warnings.warn(f"{words}: choose a genome about four times as large", stacklevel=2)
+        warnings.warn("every g-net has its smallest size and may learn little: choose a 4x larger genome", stacklevel=2)
     return plan
 
 
