@@ -100,7 +100,7 @@ def test_a_finished_training_is_replaced_only_if_asked(tmp_path: Path, command: 
     genome = (tmp_path / "genome.safetensors").read_bytes()
     for resume in ([], ["--resume", "auto"]):
         told = command([*train, "--seed", "1", *resume], 2).err.splitlines()[-1]
-        assert told.endswith("holds a finished training: --overwrite replaces it, or choose another --out")
+        assert told.endswith("has a finished training: --overwrite replaces it, or choose another --out")
     assert (tmp_path / "genome.safetensors").read_bytes() == genome
     assert main([*train, "--seed", "1", "--overwrite"]) == 0
     assert (tmp_path / "genome.safetensors").read_bytes() != genome
@@ -123,7 +123,7 @@ def test_labels_and_characters_mean_what_they_did(tmp_path: Path, capsys: pytest
     assert main(["train", *one, *small, "--compression", "1.5", "--out", str(out)]) == 0
     assert main(["eval", "--genome", str(out / "genome.safetensors"), *one]) == 0
     assert main(["eval", "--genome", str(out / "genome.safetensors"), *other]) == 2
-    assert "holds classes ['cool', 'hot'], the data ['apt', 'hot']" in capsys.readouterr().err
+    assert "has classes ['cool', 'hot'], the data ['apt', 'hot']" in capsys.readouterr().err
     (tmp_path / "low.txt").write_text("a small text of lower case\n" * 300)
     (tmp_path / "high.txt").write_text("A SMALL TEXT OF LOWER CASE\n" * 300)
     small = ["--pnet-config", json.dumps({"layers": 1, "width": 16, "heads": 2, "hidden": 16}), "--steps", "2"]

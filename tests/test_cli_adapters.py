@@ -104,7 +104,7 @@ def test_bytes_of_an_adapter_are_taken_by_codes(model: list[str], tmp_path: Path
         assert metrics["genome_bytes"] <= 1_500
         return metrics["dtype"]
 
-    assert stored() == "auto" and "dtype auto: codes, which hold most in so many bytes" in capsys.readouterr().err
+    assert stored() == "auto" and "dtype auto: most parameters for the number of bytes" in capsys.readouterr().err
     plan = ["plan", *model, "--genome-bytes", "1500"]
     planned = [capsys.readouterr().out for options in ([], ["--dtype", "auto"]) if main([*plan, *options]) == 0]
     assert planned[0] == planned[1]

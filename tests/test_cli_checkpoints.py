@@ -132,7 +132,7 @@ def test_other_settings_are_refused_by_name(tmp_path: Path, command: Any) -> Non
     assert (tmp_path / "checkpoints" / "step-00000015.safetensors").read_bytes() == whole
     assert (tmp_path / "config.toml").read_bytes() == config
     # A new training does not mix with an old one.
-    assert "holds a finished training: --overwrite replaces it" in command(keeping(tmp_path, 100), 2).err
+    assert "has a finished training: --overwrite replaces it" in command(keeping(tmp_path, 100), 2).err
 
 
 def test_changes_that_are_allowed_are_told(tmp_path: Path, command: Any) -> None:
@@ -144,7 +144,7 @@ def test_changes_that_are_allowed_are_told(tmp_path: Path, command: Any) -> None
     assert [row["step"] for row in course(tmp_path)[1]] == ["5", "10", "15", "20"]
     assert files(tmp_path) == [f"step-000000{STEPS}.safetensors", "step-00000020.safetensors"]
     for other, words in (
-        (["--epochs", "3"], "step-00000020.safetensors is of step 20, the training shall have 15"),
+        (["--epochs", "3"], "step-00000020.safetensors must be of at most 15 steps, got step 20"),
         (["--batch-size", "100", "--epochs", "9"], "trained with other settings: batch_size 200, now 100"),
     ):
         assert words in command(keeping(tmp_path, 100, "--resume", "auto", "--allow-changes", *other), 2).err
@@ -171,7 +171,7 @@ def test_what_is_no_checkpoint_of_a_training_is_refused(
     assert main(keeping(tmp_path, 100)) == 0
     genome = tmp_path / "genome.safetensors"
     for source, words in (
-        (tmp_path / "checkpoints", "was not saved by gbfunc train"),
+        (tmp_path / "checkpoints", "expected a checkpoint of gbfunc train"),
         (genome, f"--resume: {genome} is not a checkpoint to go on from"),
     ):
         assert words in command([*ARGS, "--resume", str(source)], 2).err.splitlines()[-1]

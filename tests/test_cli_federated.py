@@ -27,7 +27,7 @@ def test_the_command_learns_and_goes_on(tmp_path: Path, command: Any) -> None:
     assert metrics["largest_reply"] < 400 / 2 + 450 and metrics["bytes_down"] < 36 * (400 + 750)
     plan, genome = gb.load(out / "genome.safetensors")
     assert plan.genome_params <= 400 and len(gb.flatten(genome)[0]) == plan.genome_params
-    assert "--resume goes on with it" in command([*options, "--rounds", "14"], 2).err
+    assert "--resume continues it" in command([*options, "--rounds", "14"], 2).err
     assert main([*options, "--rounds", "14", "--resume"]) == 0
     again = json.loads((out / "metrics.json").read_text())
     assert again["rounds"] == 14
@@ -55,10 +55,10 @@ def test_clients_share_texts(shared_data: Path, capsys: pytest.CaptureFixture[st
         (["--strategy", "FedSGD"], "--strategy must be one of Bulyan, FedAdagrad, FedAdam, FedAvg"),
         (["--strategy-config", '{"etta": 1}'], "--strategy-config does not fit FedAvgM"),
         (["--up", "int9"], "up must be one of float32"),
-        (["--strategy-config", '{"min_train_nodes": 11}'], "asks for 11 min_train_nodes, there are 10 --clients"),
+        (["--strategy-config", '{"min_train_nodes": 11}'], "min_train_nodes must be at most --clients 10, got 11"),
         (["--strategy", "Bulyan", "--sample", "6"], "Bulyan needs at least 7 clients a round for 1 num"),
         (["--strategy", "FedTrimmedAvg"], "beta 0.2 trims none of 3 clients: give --strategy-config '{\"beta\": B}'"),
-        (["--sample", "11"], "--sample 11 is more than --clients 10"),
+        (["--sample", "11"], "--sample must be at most --clients 10, got 11"),
         (["--alpha", "0"], "alpha > 0"),
         (["--resume"], "--resume needs --out"),
         (["--clients", "1000"], "1000 clients need 10 examples each"),

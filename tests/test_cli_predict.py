@@ -135,8 +135,8 @@ def test_predict_tells_classes_by_name(genome: str, tmp_path: Path, capsys: pyte
 
 
 BAD_INPUTS: dict[str, tuple[Any, str]] = {
-    "shape.npy": (np.zeros((3, 8, 9)), r"must hold images of shape (1, 8, 8) in finite numbers, got float64 (3, 8, 9)"),
-    "nan.npy": (np.full((8, 8), np.nan), "must hold images of shape (1, 8, 8) in finite numbers, got float64 (8, 8)"),
+    "shape.npy": (np.zeros((3, 8, 9)), r"must have images of shape (1, 8, 8) in finite numbers, got float64 (3, 8, 9)"),
+    "nan.npy": (np.full((8, 8), np.nan), "must have images of shape (1, 8, 8) in finite numbers, got float64 (8, 8)"),
     "object.npy": (np.array([{}], object), "is not a valid file of arrays"),
     "damaged.npz": (b"PK\3\4", "is not a valid file of arrays"),
     "damaged.png": (b"\x89PNG", "is not a valid picture"),
@@ -172,15 +172,15 @@ BAD_METADATA: dict[str, tuple[dict[str, Any], str]] = {
     "a list": ({"pnet_config": []}, "--pnet-config must be a JSON object"),
     "interface": ({"interface": [[1, 8, "x"], 10]}, "does not say what its inputs are"),
     "many": ({"interface": [[1, 8, 8], 10, False, 0, 0, None, 9]}, "does not say what its inputs are"),
-    "tokens": ({"interface": [[64], 6, False, 99]}, "the genome's tokens were learned from its texts: pass --data-dir"),
-    "no deviation": ({**IMAGES, "mean": 4.9, "std": 0}, "says std 0, expected numbers above 0"),
-    "a mean by names": ({**IMAGES, "mean": {"a": 1}, "std": 1}, "says mean {'a': 1}, expected a "),
-    "white as text": ({**IMAGES, "mean": 4, "std": 1, "white": "nan"}, "says white 'nan', expected"),
+    "tokens": ({"interface": [[64], 6, False, 99]}, "tokens were learned from its texts: pass their folder"),
+    "no deviation": ({**IMAGES, "mean": 4.9, "std": 0}, "must have a std above 0, got 0"),
+    "a mean by names": ({**IMAGES, "mean": {"a": 1}, "std": 1}, "as mean, got {'a': 1}"),
+    "white as text": ({**IMAGES, "mean": 4, "std": 1, "white": "nan"}, "as white, got 'nan'"),
     "places": (
         {"interface": [[1, 20_000, 20_000], 10], "pnet": "hf:vit", "pnet_config": {"patch_size": 1, "hidden_size": 12}},
         "the network makes tensors of more than ",
     ),
-    "classes": ({**IMAGES, "classes": ["a"]}, "names classes ['a'], its network has 10"),
+    "classes": ({**IMAGES, "classes": ["a"]}, "must name 10 classes, got ['a']"),
 }
 
 
@@ -195,7 +195,7 @@ def test_metadata_that_does_not_do(name: str, genome: str, tmp_path: Path, capsy
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("{} {x} --task mnist", "the genome's file is of the task digits, got --task mnist: pass --data-dir too"),
+        ("{} {x} --task mnist", "the genome's file has the task digits, got --task mnist: pass --data-dir too"),
         ("{} {x} --pnet gpt", "the p-net gpt reads text"),
         ("{}", "predict needs files"),
         ("{} none.png", "no such picture: none.png"),

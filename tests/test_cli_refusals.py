@@ -37,12 +37,12 @@ OPTIONS = [
     ("train --task nope", "no task 'nope': choose one of"),
     ("train --task mnist", "the mnist task needs --data-dir: the folder with its four IDX .gz files"),
     ("train --task trec --data-dir /", "/train.txt"),
-    ("train --out /proc/x", "--out /proc/x is no folder that files can be written to (No such file or directory)"),
+    ("train --out /proc/x", "--out must be a folder for writing, got /proc/x (No such file or directory)"),
     ("train --task no.such.module:task", "cannot import no.such.module"),
     ("train --env x", "the task digits has no option env"),
     ("train --pnet gpt --sizes 3 4", "--sizes is for the p-nets mlp and actor_critic, got gpt"),
     ("train --pnet-config {", "--pnet-config must be a JSON object such as"),
-    ('plan --sizes 64 9 10 --pnet-config {"hidden":[8]}', "(hidden) both say the sizes"),
+    ('plan --sizes 64 9 10 --pnet-config {"hidden":[8]}', "got --sizes and --pnet-config (hidden)"),
     ("train --task text --data-dir /no/such/file", "--data-dir: no such file or folder: /no/such/file"),
     ("train --sizes 64 10 12", "must start with 64 inputs and end with 10"),
     (f"plan --sizes 64 {10**14} 10", "can't allocate memory: you tried to allocate"),
@@ -58,7 +58,7 @@ OPTIONS = [
     ("train --optimizer adam", "--optimizer must be a class of torch.optim (ASGD, Adadelta, "),
     ("train --batch-size 5000 --log csv --out a/b", "batch size must be between 1 and the 1197 training examples"),
     ('train --optimizer-config {"nope":1} --checkpoint-every 1 --out a/b', "Adam refuses the options of all leaves"),
-    ('train --optimizer-config {"lr":0.1}', "has ['lr']: --lr, --direct-lr and --weight-decay say these"),
+    ('train --optimizer-config {"lr":0.1}', "has ['lr']: use --lr, --direct-lr and --weight-decay for these"),
     ("train --mesh tensor=3", "the axes' product must be the number of ranks, 1, got data 1 * pipeline 1 * gnets 1"),
     ("train --mesh rows=2", "--mesh must name ranks along axes (data, pipeline, gnets, tensor), such as"),
     ("train --pipeline gpipe", "--pipeline gpipe needs a pipeline axis, such as --mesh pipeline=2"),
@@ -88,13 +88,13 @@ def test_wrong_options(words: str, message: str, tmp_path: Path, monkeypatch: py
 def test_out_that_is_a_file(name: str, below: str, tmp_path: Path, command: Any) -> None:
     (tmp_path / "file").write_text("mine")
     told = command([name, "--out", str(tmp_path / "file" / below)], 2).err
-    assert f"{tmp_path / 'file' / below} is no folder that files can be written to (" in told
+    assert f"must be a folder for writing, got {tmp_path / 'file' / below} (" in told
     assert told.count("\n") == 1
 
 
 FILES = [
     ("a.toml", "epoch = 3", "a.toml: there is no option 'epoch' (did you mean epochs?)"),
-    ("a.json", "[1]", "a.json must hold options by their names, got [1]"),
+    ("a.json", "[1]", "a.json must have options by name, got [1]"),
     ("a.yaml", "lr: [", "a.yaml cannot be read: "),
     ("a.ini", "lr = 1", "a.ini cannot be read: its name must end in .toml"),
     ("a.toml", "compile = 'yes'", "a.toml: compile must be true or false, got 'yes'"),
@@ -125,13 +125,13 @@ def test_genomes_that_do_not_fit(tmp_path: Path, shared_data: Path, command: Any
         (["eval", *genome, "--task", "mnist", "--data-dir", data], other),
         (["sample", *genome], "the task digits has no text to go on from"),
         (["eval", *genome, "--pnet-config", json.dumps({"hidden": [47]})], other),
-        (["export", *genome, "--out", str(path.parent / "." / path.name)], "is the genome's own file, which would be"),
+        (["export", *genome, "--out", str(path.parent / "." / path.name)], "must differ from the genome's file, got"),
         (["export", *genome, "--out", str(tmp_path / "a" / "net.unknown")], "got the suffix '.unknown'; gbfunc export"),
         (
             ["export", *genome, "--out", str(path.parent / "metrics.json" / "net.onnx")],
-            "is no folder that files can be",
+            "must be a folder for writing",
         ),
-        (["export", *genome, "--out", str(path.parent)], "run is a folder, expected a file"),
+        (["export", *genome, "--out", str(path.parent)], "must be a file, got the folder"),
     ):
         told = command(argv, 2)
         assert message in told.err and told.err.count("\n") == 1 and told.out == ""

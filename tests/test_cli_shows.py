@@ -71,8 +71,8 @@ def test_an_interrupted_training_says_what_is_there(
 
     monkeypatch.setattr("gbfunc.cli.output.Best.__call__", stopping)
     assert main(["train", *BRIEF, "--out", str(tmp_path)]) == 130
-    cure = "--out DIR --checkpoint-every STEPS keeps checkpoints to resume from"
-    held = f"{tmp_path / 'best.safetensors'} holds the best genome so far"
+    cure = "--out DIR --checkpoint-every STEPS saves checkpoints to resume from"
+    held = f"{tmp_path / 'best.safetensors'} has the best genome so far"
     assert capsys.readouterr().err.splitlines()[-1] == f"gbfunc: interrupted: {held}; {cure}"
 
 
@@ -98,15 +98,15 @@ TEACHERS = {
     "other.pt": lambda net: nn.Linear(3, 2).state_dict(),
     "list.pt": lambda net: [1],
 }
-_HOLDS = "does not hold the weights of own_net:make"
+_HOLDS = "must have the weights of own_net:make"
 NO_TEACHERS = {
-    "whole.pt": "whole.pt holds more than weights, and is not run: save net.state_dict() with torch.save",
+    "whole.pt": "whole.pt has objects other than weights, which are not run: save net.state_dict() with torch.save",
     "other.pt": f"{_HOLDS} (modules must have the same names): ",
     "list.pt": f"{_HOLDS}: expected tensors by name, such as net.state_dict(), got list",
     "own_net.py": _HOLDS,
     "other.safetensors": _HOLDS,
     "none": "--teacher: no such file or folder: none",
-    "empty": "--teacher: empty holds none of genome.safetensors, model.safetensors, ",
+    "empty": "--teacher: empty has none of genome.safetensors, model.safetensors, ",
 }
 
 
@@ -132,7 +132,7 @@ def test_a_trained_network_teaches(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     train = ["train", "--pnet", "own_net:make", "--steps", "2", "--teacher"]
     for name in ("net.pt", "wrapped.pt", "hub"):
         told = command([*train, name, "--genome-bytes", "6000", "--out", name.replace("pt", "run")]).err
-        assert "a genome fitted to the teacher's weights has validation accuracy" in told and "begins there" in told
+        assert "a genome fitted to the teacher's weights has validation accuracy" in told and "begins from this" in told
         metrics = json.loads(Path(name.replace("pt", "run"), "metrics.json").read_text())
         assert metrics["dtype"] == "auto" and "near chance" not in told
         assert f"gbfunc: the teacher has validation accuracy {metrics['teacher_val_accuracy']:.2%}\n" in told
@@ -155,4 +155,4 @@ def test_a_folder_of_the_hub_teaches(tmp_path: Path, capsys: pytest.CaptureFixtu
     train = ["train", *sizes, "--steps", "2", "--teacher", str(tmp_path / "hub")]
     assert main(train) == 0 and "teacher_kl" in capsys.readouterr().err
     save_file({"vit.layernorm.bias": torch.zeros(16)}, tmp_path / "hub" / "model.safetensors", {"format": "pt"})
-    assert main(train) == 2 and "does not hold the weights of hf:vit: it lacks ['" in capsys.readouterr().err
+    assert main(train) == 2 and "must have the weights of hf:vit: it lacks ['" in capsys.readouterr().err

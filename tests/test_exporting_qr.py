@@ -85,7 +85,7 @@ def test_commands_take_a_code_for_a_genome(tmp_path: Path, command: Any) -> None
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--out", "code.png"], "say its address as --qr PAGE"),
+        (["--out", "code.png"], "pass the page's address as --qr PAGE"),
         (["--out", "net.html", "--weights", "dense"], "--weights and --to are for programs"),
         (["--out", "net.html", "--pnet", "gpt"], "a page has the pnet of the genome's file, mlp: drop --pnet gpt"),
         (["--out", "code.png", "--qr", PAGE, "--task", "mnist"], "the task of the genome's file, digits: drop"),

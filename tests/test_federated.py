@@ -284,7 +284,7 @@ def test_a_server_goes_on_from_its_checkpoint(
 def test_checkpoints_of_others_are_refused(problem: Problem, app: ClientApp, tmp_path: Path) -> None:
     path = tmp_path / "server.safetensors"
     trained(server(problem, checkpoint=path), app)
-    with pytest.raises(ValueError, match="of the strategy FedAvg, got FedAdam"):
+    with pytest.raises(ValueError, match="expected the strategy FedAvg, got FedAdam"):
         trained(server(problem, strategies.FedAdam(**ALL), checkpoint=path), app, 2)
     plan = problem.task.plan(problem.pnet, genome_params=300)
     smaller = problem._replace(plan=plan, genome=gb.init_genome(plan, problem.pnet))

@@ -90,7 +90,7 @@ def test_the_first_rule_that_matches_counts() -> None:
         ({"encodings": {"0.weight": (None, None)}}, ValueError, "'0.weight', which is direct: add it to include"),
         ({"encodings": {"1.weight": gb.binary()}}, ValueError, "must be a pair of encodings"),
         ({"encodings": {"1.weight": (None, gb.grid(7))}}, ValueError, r"\['1.weight'\], columns: grid.7. codes 7"),
-        ({"encodings": {"1.weight": (torch.ones(7, 2), None)}}, ValueError, "rows: a table .* must have 8 codes, got 7"),
+        ({"encodings": {"1.weight": (torch.ones(7, 2), None)}}, ValueError, "rows: .* must have 8 codes, got 7"),
         ({"encodings": {"1.weight": (None, "gray")}}, ValueError, "expected an encoding, an array or None, got 'gray'"),
     ],
 )

@@ -1,7 +1,7 @@
 """The command line: `gbfunc demo`, `plan`, `train`, `eval`, `predict`, `sample`, `export`, `compare`, and more.
 
-Modules of this room raise `ValueError`, `OSError` or `ImportError` for errors that the user can correct: options that
-do not fit, missing or damaged files, missing packages. `main` reports these errors in one line.
+Modules of this room raise `ValueError`, `OSError` or `ImportError` for errors that the user can correct: contradictory
+options, missing or damaged files, missing packages. `main` reports these errors in one line.
 """
 
 import os
@@ -21,12 +21,12 @@ __all__ = ["main"]
 
 
 class Stopped(BaseException):
-    """Ends the command after a signal: its number and a message. Handlers of `Exception` do not catch it."""
+    """Ends the command after a signal; has the signal's number and a message. Not caught by `except Exception`."""
 
 
 @contextmanager
 def handling(handler: Callable[[int, FrameType | None], None], *signums: int) -> Iterator[None]:
-    """Let a function handle signals; only the main thread may."""
+    """Handle signals with a function in the context; does nothing outside the main thread."""
     is_main = threading.current_thread() is threading.main_thread()
     before = {signum: signal.signal(signum, handler) for signum in signums if is_main}
     try:
@@ -37,7 +37,7 @@ def handling(handler: Callable[[int, FrameType | None], None], *signums: int) ->
 
 
 def printable(text: str) -> str:
-    """Write escape codes and other characters that a terminal obeys as Python writes them."""
+    """Replace control characters, which a terminal would interpret, by Python's escape sequences."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
@@ -51,20 +51,20 @@ def _stop(signum: int, frame: FrameType | None) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line with arguments, by default the process's, and return the exit code.
+    """Run the command line and return the exit code; `argv` are the arguments, by default those of the process.
 
-    The code is 2 after a user's error, reported in one line on standard error, and 128 + N if signal N ended the
-    command. `--help` and `--version` raise SystemExit.
+    The exit code is 2 after an error of the user, which standard error has in one line, and 128 + N if signal N ended
+    the command. `--help` and `--version` raise SystemExit.
     """
     heard = {signum for signum in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(signum) != signal.SIG_IGN}
     try:
-        # An exception inside of an import could leave a library half loaded: until all is loaded, signals end all.
+        # Until all imports are done, signals end the process: an exception could leave a library partly imported.
         with handling(_end, *heard):
             from gbfunc.cli.parser import parse
 
             command = parse(sys.argv[1:] if argv is None else argv)
             command.load()
-        # Contexts of the command end its processes and files.
+        # From here on, signals raise exceptions, so that contexts of the command close its files and processes.
         with handling(_stop, signal.SIGTERM), warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: print(f"gbfunc: warning: {message}", file=sys.stderr)
             command.run()
@@ -73,10 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gbfunc: {words}", file=sys.stderr)
         return 128 + signum
     except BrokenPipeError:
-        # The reader (`| head`) has closed the pipe: buffered output must not raise at exit.
+        # The other end of the pipe (such as `| head`) is closed. Buffered output must not raise an error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError, ImportError, FloatingPointError, MemoryError, RuntimeError) as error:
-        # torch raises RuntimeError when the CPU has no memory left.
+        # torch raises RuntimeError if the CPU has no memory left; other RuntimeErrors are bugs.
         if isinstance(error, RuntimeError) and not re.search("out of memory|can't allocate memory", str(error)):
             raise
         words = str(error)
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _place(error: BaseException | None) -> str:
-    """Find where the user's own code raised an error or its cause: ` (file.py:12, in forward)`, or nothing."""
+    """Return where the user's code raised an error or its cause, ` (file.py:12, in forward)`, or an empty string."""
     ours, standard = Path(__file__).parents[1], Path(sysconfig.get_path("stdlib"))
     while error is not None:
         for frame, line in reversed([*walk_tb(error.__traceback__)]):

@@ -1,4 +1,4 @@
-"""Checkpoints of a command's training: where to go on, when to save, and a last one before it is stopped."""
+"""Checkpoints of a command's training: resumes, saves, and saves a last time before a signal stops the training."""
 
 import hashlib
 import signal
@@ -24,17 +24,17 @@ FOLDER = "checkpoints"
 
 
 @dataclass
-class Kept:
-    """The checkpoints of one training, as its loop asks for them (`gbfunc.tasks.training.fit`)."""
+class Checkpoints:
+    """The checkpoints of one training, with the methods that the training loop calls (`gbfunc.tasks.training.fit`)."""
 
     train_step: TrainStep
-    steps: int  # of the whole training
-    settings: JSON  # that a resumed training must repeat
-    source: Path | None  # file or folder to resume; None starts a new training
+    steps: int  # Total number of training steps
+    settings: JSON  # Settings that must not change when a training is resumed
+    source: Path | None  # File or folder to resume from; None starts a new training
     output: CheckpointOptions
-    unit: int  # number of steps between those after which a training can go on
+    unit: int  # The training can be resumed after multiples of this number of steps
     writer: gb.Checkpointer | None = None  # None saves nothing
-    signals: list[int] = field(default_factory=list)  # received
+    signals: list[int] = field(default_factory=list)  # Signals received
 
     def resume(self, state: gb.TrainState) -> tuple[gb.TrainState, Position | None]:
         source, mesh, needed = self.source, self.train_step.mesh, self.output.resume != AUTO
@@ -54,11 +54,11 @@ class Kept:
                 raise FileNotFoundError(f"--resume: no valid checkpoint in {source}")
             lines.append(f"no checkpoint to resume in {source}: training begins")
         else:
-            held, finetune = loaded.extra["position"], self.output.finetune
-            order = torch.frombuffer(bytearray.fromhex(held["order"]), dtype=torch.uint8)
-            position = Position(**held | {"order": order})
+            saved, finetune = loaded.extra["position"], self.output.finetune
+            order = torch.frombuffer(bytearray.fromhex(saved["order"]), dtype=torch.uint8)
+            position = Position(**saved | {"order": order})
             if position.steps > self.steps:
-                raise ValueError(f"{loaded.path} is of step {position.steps}, the training shall have {self.steps}")
+                raise ValueError(f"{loaded.path} must be of at most {self.steps} steps, got step {position.steps}")
             after = "only measured again" if finetune is None else f"then --finetune takes its {finetune} steps"
             end = f": training is finished, {after}" if position.measured == self.steps else ""
             lines.append(f"resumed {loaded.path}{end}")
@@ -68,20 +68,20 @@ class Kept:
 
     def _check(self, extra: JSON) -> None:
         if "position" not in extra or "settings" not in extra:
-            raise ValueError("it was not saved by gbfunc train")
+            raise ValueError("expected a checkpoint of gbfunc train, got another")
         saved, now = extra["settings"], self.settings
         if names := sorted(k for k in saved.keys() | now.keys() if saved.get(k) != now.get(k)):
             differing = ", ".join(f"{k} {saved.get(k)}, now {now.get(k)}" for k in names)
             raise ValueError(f"it was trained with other settings: {differing}")
 
-    def note(self, signum: int, frame: FrameType | None) -> None:
-        # Launchers pass a Ctrl-C on as SIGTERM, beside the SIGINT of the terminal: only a second Ctrl-C is impatience.
+    def receive(self, signum: int, frame: FrameType | None) -> None:
+        # After Ctrl-C, launchers send SIGTERM in addition to the terminal's SIGINT. Only a second SIGINT stops at once.
         if signum == signal.SIGINT and signum in self.signals:
             raise KeyboardInterrupt
         self.signals.append(signum)
 
     def due(self, steps: int) -> bool:
-        """Return whether to save after a step. All ranks must ask after every step, and get the same answer."""
+        """Return True if a checkpoint is due after a step; all ranks must call after every step, with one result."""
         if self.writer is None or steps % self.unit:
             return False
         assert self.output.checkpoint_every is not None
@@ -89,7 +89,8 @@ class Kept:
         if mesh.world > 1:
             if not saves and steps % 10:
                 return False
-            # Ranks get a signal at different steps, or not at all, and must stop together: the others as by SIGTERM.
+            # Ranks may receive a signal at different steps or not at all, and must stop together: if any rank has a
+            # signal, all others stop as if they had received SIGTERM.
             signum = torch.tensor(next(iter(self.signals), 0), device=mesh.device)
             if int(sum_ranks(mesh, signum)) and not self.signals:
                 self.signals.append(signal.SIGTERM)
@@ -98,11 +99,11 @@ class Kept:
     def save(self, state: gb.TrainState, steps: int, position: Position, *, wait: bool = False) -> None:
         if self.writer is None:
             return
-        held = position._asdict() | {"order": position.order.numpy().tobytes().hex()}
+        saved = position._asdict() | {"order": position.order.numpy().tobytes().hex()}
         try:
-            self.writer.save(state, {"settings": self.settings, "position": held})
+            self.writer.save(state, {"settings": self.settings, "position": saved})
         except OSError as error:
-            # The write before failed. The disk may have room again for this checkpoint.
+            # The error is of the previous write; there may be space on the disk for this checkpoint.
             tell(f"warning: {error}")
         signum, path = next(iter(self.signals), None), None
         try:
@@ -119,33 +120,33 @@ class Kept:
 @contextmanager
 def checkpoints(
     options: RunOptions, settings: JSON, steps: int, unit: int, train_step: TrainStep
-) -> Iterator[Kept | None]:
-    """Open the checkpoints that the options ask for; meanwhile SIGINT and SIGTERM save before they stop."""
+) -> Iterator[Checkpoints | None]:
+    """Open the checkpoints that the options choose; in the context, SIGINT and SIGTERM save before they stop."""
     output = options.output
     if not isinstance(output, CheckpointOptions) or (output.checkpoint_every, output.resume) == (None, None):
         yield None
         return
     if (output.checkpoint_every or 0) % unit:
-        expected = f"a multiple of {unit}, the steps of a pass, between which this task resumes"
+        expected = f"a multiple of {unit}, the steps of an epoch, since this task resumes only between epochs"
         raise ValueError(f"--checkpoint-every must be {expected}; got {output.checkpoint_every}")
     if output.out is None and output.resume == AUTO:
-        raise ValueError("--resume auto needs --out, the folder that holds the checkpoints")
+        raise ValueError("--resume auto needs --out, the folder with the checkpoints")
     folder = (output.out or Path()) / FOLDER
     source = None if output.resume is None else folder if output.resume == AUTO else Path(output.resume)
     if source is not None and (source / FOLDER).is_dir():
         source /= FOLDER
     if source is None and any(folder.glob("step-*")):
-        raise ValueError(f"{folder} holds checkpoints: go on from them with --resume auto, or choose another --out")
-    # The checkpoint itself compares plan, schedule and optimizer.
+        raise ValueError(f"{folder} has checkpoints: resume with --resume auto, or choose another --out")
+    # The plan, the schedule and the optimizer are compared when the checkpoint is loaded.
     same = {x: settings.get(x) for x in ("task", "task_config", "env", "seed", "batch_size", "measure_every", "amp")}
     teacher = getattr(options, "teacher", TeacherOptions())
     if teacher.teacher is not None:
         digest = hashlib.sha256(teacher_file(teacher.teacher).read_bytes()).hexdigest()
         same |= values_of(teacher) | {"teacher": digest[:16]}
-    kept = Kept(train_step, steps, same, source, output, unit)
+    opened = Checkpoints(train_step, steps, same, source, output, unit)
     if output.checkpoint_every is None:
-        yield kept
+        yield opened
         return
-    listening = handling(kept.note, signal.SIGINT, signal.SIGTERM)
-    with gb.Checkpointer(folder, train_step, keep=output.keep) as kept.writer, listening:
-        yield kept
+    listening = handling(opened.receive, signal.SIGINT, signal.SIGTERM)
+    with gb.Checkpointer(folder, train_step, keep=output.keep) as opened.writer, listening:
+        yield opened

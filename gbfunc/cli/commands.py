@@ -1,6 +1,6 @@
-"""The commands and their options. They are parsed before torch is imported: no module here may import it.
+"""The commands and their options. Options are parsed before torch is imported, so no module used here may import torch.
 
-A command `name` is a dataclass `Name` here, in `COMMANDS`, and a function `run_name` of a module, which takes it.
+A command `name` is a dataclass `Name` in `COMMANDS`, and a function `run_name(command)` in another module.
 """
 
 import importlib
@@ -23,30 +23,30 @@ Flag = FlagCreatePairsOff[bool]
 Threads = Annotated[int | None, shows("INT", "torch's"), COUNT]
 
 SIZES = (600, 1_300, 2_000, 6_000, 20_000)
-"""Budgets of `gbfunc compare`, in parameters of a periodic genome."""
+"""Default budgets of `gbfunc compare`, in parameters of a periodic genome."""
 
 _FILES = {"demo": "train", "train": "train", "federated": "federated", "plan": "job", "bench": "lab", "compare": "lab"}
-"""Files of commands' functions; `genomes` has the others."""
+"""Modules of the commands' functions; `genomes` has all other functions."""
 
 
 class Command:
-    """Options of a command."""
+    """Base of all commands: options, and methods to run them."""
 
     def load(self) -> Callable[[Any], None]:
-        """Check the names of task and data, then import the command's function, and torch.
+        """Check the names of task and data, then import the command's function and torch.
 
-        OpenMP reads how idle threads wait when torch is loaded. Spinning threads make the steps of a small p-net five
-        to ten times as slow on a machine with other work.
+        OpenMP reads how idle threads wait when torch is imported. On a machine with other work, spinning threads make
+        the steps of a small p-net five to ten times as slow.
         """
         values = options.values_of(self)
         task, data_dir = values.get("task", ""), values.get("data_dir")
-        # Importing torch takes seconds. A task of the user's own may make its folder.
+        # Check before torch is imported, which takes seconds. A task of the user may create its folder.
         if task not in ("", *options.TASKS) and ":" not in task:
             raise ValueError(f"no task {task!r}: choose one of {', '.join(options.TASKS)}, or package.module:function")
         if data_dir is not None and ":" not in task and not data_dir.exists():
             raise FileNotFoundError(f"--data-dir: no such file or folder: {data_dir}")
-        said = os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
-        if "torch" not in sys.modules and not said and not isinstance(self, Bench):
+        chosen = os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
+        if "torch" not in sys.modules and not chosen and not isinstance(self, Bench):
             os.environ["OMP_WAIT_POLICY"] = "passive"
         name = type(self).__name__.lower()
         return getattr(importlib.import_module(f"gbfunc.cli.{_FILES.get(name, 'genomes')}"), f"run_{name}")
@@ -57,7 +57,7 @@ class Command:
 
 @dataclass(frozen=True, kw_only=True)
 class GenomeCommand(Command, options.ConfigOption, options.DataOptions):
-    """Options of a command that takes a genome, whose file says what of task and p-net is not said here."""
+    """Options of a command that reads a genome; the file has defaults for the options of task and p-net."""
 
     # Its task: digits, mnist, fashion-mnist, cifar10, images, text, chat, trec, texts, control, or module:function.
     task: Annotated[str, shows("NAME", "that of the genome")] = ""
@@ -89,12 +89,12 @@ class Train(Command, options.RunOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Demo(Command, options.RunOptions):
-    """Train a genome on real digits beside two dense nets, and compare them."""
+    """Train a genome and two dense networks on images of digits, and compare them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eval(GenomeCommand):
-    """Show where a genome file's bytes go; rebuild its p-net and measure it."""
+    """Show the size of every part of a genome file, rebuild the p-net, and measure it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,13 +111,13 @@ class Predict(GenomeCommand):
 class Sample(GenomeCommand):
     """Write text with the language model of a genome file; that of a chat answers."""
 
-    # Text to continue, or to answer.
+    # Text to continue or to answer.
     prompt: Annotated[str, shows("TEXT", "a new line")] = "\n"
     # Characters to write, or tokens of the task's vocabulary.
     tokens: int = 300
-    # Temperature of the draws; 0 takes the likeliest token each time.
+    # Temperature of sampling; 0 always takes the most likely token.
     temperature: float = 0.8
-    # Seed of the draws.
+    # Seed of sampling.
     seed: Annotated[int, SEED] = 0
 
 
@@ -127,11 +127,11 @@ class Export(GenomeCommand):
 
     # File to write; an existing file is replaced. A page of a text task takes its characters from --data-dir.
     out: Annotated[Path, arg(metavar="FILE")]
-    # Address of an exported page: draw the QR code that opens the page with this genome (at most some 2,200 bytes).
+    # Address of an exported page: write a QR code that opens the page with this genome (at most about 2,200 bytes).
     qr: Annotated[str | None, shows("PAGE")] = None
     # Format: ONNX, torch.export, AOTInductor, IREE or dense weights.
     to: Annotated[FormatName | None, shows(FormatName, "by the suffix: .onnx, .pt2, .vmfb, .safetensors")] = None
-    # genome: the file generates the weights where it runs. dense: the file holds the weights.
+    # genome: the file generates the weights when it runs. dense: the file contains the weights.
     weights: Annotated[WeightsName | None, shows(WeightsName, "genome; dense for safetensors, and adapters")] = None
 
 
@@ -143,7 +143,7 @@ class Plan(Command, options.ConfigOption):
     genome: options.GenomeOptions = options.GenomeOptions()
     output: options.StoredOptions = options.StoredOptions()
 
-    # Ranks to plan a training for: memory, bytes and seconds of every layout, the fastest first.
+    # Number of ranks: show memory, bytes sent and seconds per step of every layout, the fastest first.
     ranks: Annotated[int | None, shows("INT"), COUNT] = None
     # Memory of a rank, with --ranks: 16GB, 80GiB.
     memory: Annotated[str | None, shows("SIZE", "the device's")] = None
@@ -161,9 +161,9 @@ class Plan(Command, options.ConfigOption):
 
 @dataclass(frozen=True)
 class Compare(Command, options.DataOptions):
-    """Compare genomes and other small networks within the same bytes."""
+    """Compare genomes and other small networks at equal numbers of bytes."""
 
-    # Budgets: bytes of the file of a periodic genome of so many parameters.
+    # Budgets: the bytes of files of periodic genomes with these numbers of parameters.
     sizes: Annotated[tuple[int, ...] | None, shows("INT ...", " ".join(map(str, SIZES)))] = None
     # Budgets in bytes instead of --sizes; 1500 to 186000 by default for a pretrained p-net.
     bytes: Annotated[tuple[int, ...] | None, shows("INT ...")] = None
@@ -173,23 +173,23 @@ class Compare(Command, options.DataOptions):
     methods: Annotated[tuple[str, ...] | None, shows("NAME ...", "all")] = None
     # Seeds per method and size: 0, 1, ...
     seeds: Annotated[int, COUNT] = 3
-    # Passes over the training examples of every method; candidates take a ninth, a third and all of them.
+    # Passes over the training examples for every method. The search for settings trains for shorter times as well.
     epochs: Annotated[int | None, shows("INT", recipe="epochs"), COUNT] = None
-    # dtype of files, for methods without a special format.
+    # dtype of files, for methods without their own format.
     dtype: Literal["float32", "float16"] = "float32"
     # Train every network under autocast.
     amp: Annotated[Literal["bfloat16"] | None, shows("bfloat16")] = None
-    # One epoch, one seed, two candidates: a test that everything runs.
+    # One epoch, one seed, two candidates: only tests that everything runs.
     quick: Flag = False
     # Threads of the CPU.
     threads: Threads = None
-    # Folder for compare.json, the figure and the files of networks. Rows that are there do not run again.
+    # Folder for compare.json, the figure and the files of networks. Finished rows do not run again.
     out: Path = Path("compare")
 
 
 @dataclass(frozen=True)
 class Bench(Command):
-    """Measure training steps and generation side by side: time and memory."""
+    """Measure the time and memory of training steps and of generation, compared with dense p-nets."""
 
     # Fewer and smaller cases: under a minute.
     quick: Flag = False
@@ -197,47 +197,47 @@ class Bench(Command):
     cases: Annotated[tuple[str, ...] | None, shows("NAME ...", "all")] = None
     # Runs per case; ratios are medians over the runs, with the range.
     repeat: Annotated[int, arg(metavar="N"), COUNT] = 1
-    # Device: cpu, or cuda, where steps are measured as CUDA graphs too.
+    # Device: cpu, or cuda, which also measures steps as CUDA graphs.
     device: str = "cpu"
     # Threads of the CPU.
     threads: Threads = None
     # Folder for bench.json, which is replaced.
     out: Path = Path("bench")
-    # Measure this machine for gbfunc plan --device FILE and print JSON: a matrix product, a copy, an all-reduce.
+    # Measure this machine (a matrix product, a copy, an all-reduce) and print JSON for gbfunc plan --device FILE.
     calibrate: Flag = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Federated(Command, options.ConfigOption):
-    """Simulate federated learning of a genome on Flower, clients and server."""
+    """Simulate federated learning of a genome with Flower: the clients and the server."""
 
     data: options.PNetOptions = options.PNetOptions()
     genome: options.GenomeOptions = options.GenomeOptions()
 
-    # Clients in all.
+    # Number of clients.
     clients: Annotated[int, COUNT] = 100
-    # Clients that train in a round, drawn at random.
+    # Number of clients that train in a round, drawn at random.
     sample: Annotated[int, COUNT] = 10
-    # Concentration of the Dirichlet distribution that spreads each class over clients: 0.1 to 1; inf for equal parts.
+    # Concentration of the Dirichlet distribution that divides each class among clients, 0.1 to 1; inf divides equally.
     alpha: float = float("inf")
-    # Rounds in all.
+    # Total number of rounds.
     rounds: Annotated[int, COUNT] = 200
     # Training steps of a client in a round.
     local_steps: Annotated[int, COUNT] = 20
-    # Examples of a step.
+    # Examples per step.
     batch_size: Annotated[int, COUNT] = 32
     # Highest learning rate of clients.
     lr: Annotated[float | None, shows("FLOAT", "0.02; with convolutions 0.01; with --dense 0.1"), POSITIVE] = None
     # Course of the learning rate over the rounds.
     schedule: Annotated[ScheduleName, arg(metavar="|".join(get_args(ScheduleName)))] = "cosine"
-    # Class of torch.optim of the clients; each round starts a new one.
+    # Class of torch.optim for the clients; its state is reset in each round.
     optimizer: Annotated[str | None, shows("NAME", "Adam; with --dense SGD")] = None
     # Strategy of the server, a class of flwr.serverapp.strategy: FedAvg, FedAvgM, FedAdam, FedProx, ...; with hostile
     # clients FedMedian, FedTrimmedAvg, Krum, MultiKrum or Bulyan.
     strategy: Annotated[str | None, shows("NAME", "FedAvgM of momentum 0.5; with --dense FedAvg")] = None
     # Options of the class, for FedAdam '{"eta": 0.01, "beta_1": 0.9, "beta_2": 0.99}'.
     strategy_config: Annotated[str, shows("JSON")] = "{}"
-    # dtype of changes that clients send: intN codes, or the K largest numbers. Later changes make up for errors.
+    # dtype of updates that clients send: intN (quantized), or the K largest numbers. Errors are added to later updates.
     up: Annotated[str, arg(metavar="float32|float16|int8|...|int2|topK")] = "int4"
     # dtype of the genome that the server sends.
     down: Annotated[str, arg(metavar="float32|float16|int8|...|int2")] = "int8"
@@ -247,7 +247,7 @@ class Federated(Command, options.ConfigOption):
     measure_every: Annotated[int, arg(metavar="ROUNDS"), COUNT] = 10
     # Folder for metrics.json, history.csv, genome.safetensors and server.safetensors (the server after each round).
     out: Annotated[Path | None, shows("DIR", "nothing is kept")] = None
-    # Continue from OUT/server.safetensors, bit for bit; the file holds the state of the strategy and of the clients.
+    # Continue from OUT/server.safetensors, with equal results; the file has the states of strategy and clients.
     resume: Flag = False
 
 

@@ -1,4 +1,4 @@
-"""`gbfunc federated`: many clients with private examples train one genome, in one process."""
+"""`gbfunc federated`: simulates clients with private examples that train one genome, in one process."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ SERVER_FILE = "server.safetensors"
 
 def run_federated(options: Federated) -> None:
     if options.sample > options.clients:
-        raise ValueError(f"--sample {options.sample} is more than --clients {options.clients}")
-    there = options.out is not None and (options.out / SERVER_FILE).exists()
-    if options.resume and not there:
-        raise ValueError(f"--resume needs --out, a folder with the {SERVER_FILE} to go on from, got {options.out}")
-    if there and not options.resume:
-        raise ValueError(f"{options.out} holds a federation: --resume goes on with it, or choose another --out")
-    # The command shows its progress instead of Flower's log.
+        raise ValueError(f"--sample must be at most --clients {options.clients}, got {options.sample}")
+    saved = options.out is not None and (options.out / SERVER_FILE).exists()
+    if options.resume and not saved:
+        raise ValueError(f"--resume needs --out, a folder with {SERVER_FILE}, got {options.out}")
+    if saved and not options.resume:
+        raise ValueError(f"{options.out} has a federation: --resume continues it, or choose another --out")
+    # Hide Flower's log: the command shows its own progress.
     logging.getLogger("flwr").setLevel(logging.ERROR)
     job = make_job(options.data, options.genome, dense=options.dense)
     task = job.task
     if not isinstance(task.train, Split):
-        raise ValueError(f"federated is for tasks of examples with a class each, got --task {options.data.task}")
+        raise ValueError(f"federated needs a task of examples with classes, got --task {options.data.task}")
     with open_folder(options.out) as folder:
         rows: list[dict[str, float]] = []
         lines = (folder / "history.csv").read_text(encoding="utf-8").splitlines() if options.resume else []
@@ -84,12 +84,12 @@ def _federation(job: Job, options: Federated) -> tuple[GenomeStrategy, LocalGrid
     from gbfunc import federated as fed
 
     task, seed = job.task, options.data.seed
-    # The partition does not depend on the seed.
-    parts = [torch.from_numpy(p) for p in fed.partition(task.train.y, options.clients, options.alpha)]
+    # The partition is the same for all seeds.
+    indices = [torch.from_numpy(i) for i in fed.partition(task.train.y, options.clients, options.alpha)]
 
     def examples(context: Any) -> Any:
-        part = parts[context.node_config["partition-id"]]
-        return replace(task.train, **{name: rows[part] for name, rows in vars(task.train).items()})
+        own = indices[context.node_config["partition-id"]]
+        return replace(task.train, **{name: rows[own] for name, rows in vars(task.train).items()})
 
     optimizer = find_optimizer(options.optimizer or ("SGD" if options.dense else "Adam"))
     recipe = replace(job.recipe, optimizer=optimizer)
@@ -97,12 +97,12 @@ def _federation(job: Job, options: Federated) -> tuple[GenomeStrategy, LocalGrid
     sizes = {"steps": options.local_steps, "batch_size": options.batch_size}
     app = fed.client_app(job.plan, job.pnet, task.loss, examples, **sizes, **learning)
     convolutions = any(t.kind in ("conv", "conv_transpose") for t in job.plan.generated)
-    # Genomes of LeNet-5 learn nothing at the rate of an MLP.
+    # At the rate of an MLP, genomes of LeNet-5 do not learn.
     lr = options.lr or (0.1 if options.dense else 1e-2 if convolutions else 2e-2)
     schedule = SCHEDULES[options.schedule](recipe, lr, options.rounds)
-    genome, kept = gb.init_genome(job.plan, job.pnet, seed), None if options.out is None else options.out / SERVER_FILE
-    how = {"lr": lambda round_: float(schedule(round_)), "down": options.down, "up": options.up}
-    strategy = fed.GenomeStrategy(_strategy(options), job.plan, genome, **how, checkpoint=kept, seed=seed)
+    genome, path = gb.init_genome(job.plan, job.pnet, seed), None if options.out is None else options.out / SERVER_FILE
+    sending = {"lr": lambda round_: float(schedule(round_)), "down": options.down, "up": options.up}
+    strategy = fed.GenomeStrategy(_strategy(options), job.plan, genome, **sending, checkpoint=path, seed=seed)
     return strategy, fed.LocalGrid(app, [{"partition-id": i} for i in range(options.clients)])
 
 
@@ -117,26 +117,26 @@ def _strategy(options: Federated) -> Any:
     usual: dict[str, Any] = {"num_malicious_nodes": 1} if name in robust else {}
     usual |= {"num_nodes_to_select": max(1, options.sample - 1)} if name == "MultiKrum" else {}
     usual |= {"server_momentum": 0.5} if options.strategy is None and not options.dense else {}
-    # Flower rounds the fraction of nodes down to none, and takes the minimum.
+    # Flower rounds this small fraction of nodes down to 0, and then takes the minimum number.
     nodes = {"fraction_train": 1e-9, "min_train_nodes": options.sample, "min_available_nodes": options.clients}
-    given = nodes | {"fraction_evaluate": 0.0} | usual | read_json("--strategy-config", options.strategy_config)
-    if many := [k for k, x in given.items() if k.startswith("min_") and isinstance(x, int) and x > options.clients]:
-        asked = f"--strategy-config asks for {given[many[0]]} {many[0]}"
-        raise ValueError(f"{asked}, there are {options.clients} --clients")
+    config = nodes | {"fraction_evaluate": 0.0} | usual | read_json("--strategy-config", options.strategy_config)
+    if many := [k for k, x in config.items() if k.startswith("min_") and isinstance(x, int) and x > options.clients]:
+        expected = f"--strategy-config: {many[0]} must be at most --clients {options.clients}"
+        raise ValueError(f"{expected}, got {config[many[0]]}")
     try:
-        made = getattr(strategies, name)(**given)
+        strategy = getattr(strategies, name)(**config)
     except TypeError as error:
         raise ValueError(f"--strategy-config does not fit {name}: {error}") from error
-    sample = max(int(made.fraction_train * options.clients), made.min_train_nodes)
-    if name in robust and sample < (least := (4 if name == "Bulyan" else 2) * made.num_malicious_nodes + 3):
-        got = f"{made.num_malicious_nodes} num_malicious_nodes"
+    sample = max(int(strategy.fraction_train * options.clients), strategy.min_train_nodes)
+    if name in robust and sample < (least := (4 if name == "Bulyan" else 2) * strategy.num_malicious_nodes + 3):
+        got = f"{strategy.num_malicious_nodes} num_malicious_nodes"
         raise ValueError(f"{name} needs at least {least} clients a round for {got}, got --sample {sample}")
-    if name == "FedTrimmedAvg" and made.beta * sample < 1:
+    if name == "FedTrimmedAvg" and strategy.beta * sample < 1:
         raise ValueError(
-            f"FedTrimmedAvg with beta {made.beta:g} trims none of {sample} clients: "
+            f"FedTrimmedAvg with beta {strategy.beta:g} trims none of {sample} clients: "
             f"""give --strategy-config '{{"beta": B}}' with B >= {1 / sample:.2g}"""
         )
-    return made
+    return strategy
 
 
 def _metrics(job: Job, options: Federated, path: Path, strategy: GenomeStrategy, grid: LocalGrid) -> dict[str, Any]:

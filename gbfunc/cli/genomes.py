@@ -1,4 +1,4 @@
-"""From a genome's file to a network: `gbfunc eval`, `predict`, `sample` and `export`, and teachers.
+"""Builds networks from genome files, for `gbfunc eval`, `predict`, `sample` and `export`; reads teachers.
 
 Suffixes: C channels, h rows and w columns of an image, K classes.
 """
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import gbfunc as gb
 from gbfunc.cli import printable
 from gbfunc.cli.commands import Eval, Export, Predict, Sample
-from gbfunc.cli.job import SAID, given, load_task, read_json
+from gbfunc.cli.job import SAID, chosen, load_task, read_json
 from gbfunc.cli.options import DataOptions, PNetOptions, flags
 from gbfunc.cli.output import open_folder, print_metrics
 from gbfunc.exporting import export_module, page
@@ -62,7 +62,7 @@ def run_sample(options: Sample) -> None:
 def read_genome(
     path: Path, data: DataOptions, task: Task | None = None, *, bare: bool = False
 ) -> tuple[gb.Plan, Task, nn.Module]:
-    """Read a genome's plan, task and network; `bare` makes the task without data if the file describes the inputs."""
+    """Read a genome's plan, task and network; with `bare`, a task has no data if the file describes the inputs."""
     said = said_by(path)
     plan, genome = gb.load(path)
     if task is None:
@@ -71,11 +71,11 @@ def read_genome(
         task = _task_of(data, said) if described else load_task(data)
         differ = {"classes": "classes {}, the data {}", "alphabet": "another alphabet than the data's text"}
         for key, words in differ.items():
-            held, here = said.get(key), task.about.get(key)
-            if None not in (held, here) and held != here:
-                words = words.format(held, here)
-                raise ValueError(f"{path} holds {words}: --data-dir must name data with the same ones")
-    # A base may be the weights of a seed. Initializations and pretrained networks copy and view each parameter.
+            in_file, in_data = said.get(key), task.about.get(key)
+            if None not in (in_file, in_data) and in_file != in_data:
+                words = words.format(in_file, in_data)
+                raise ValueError(f"{path} has {words}: --data-dir must name data with the same ones")
+    # The seed matters if the base is initial weights. The limit allows for copies of each parameter.
     with AtMost(32 * (plan.pnet_params + plan.buffer_bytes) + (1 << 26)):
         net = task.build(getattr(data, "seed", 0))
     return plan, task, _network(path, plan, genome, net)
@@ -90,7 +90,7 @@ def _described(path: Path, options: DataOptions, said: Mapping[str, Any], descri
     if not (options.task or said.get("task") or described):
         cure = f"pass --task NAME --pnet {said.get('pnet', 'NAME')}, or write them by gb.save(..., metadata=...)"
         raise ValueError(f"{path} does not say its task: {cure}, as the guide 'Files and exports' shows")
-    # Options in the file hold for the task of the file.
+    # The options in the file are only for the task in the file.
     said = said if options.task in ("", said.get("task", options.task)) else {}
     taken: JSON = {}
     code: list[str] = []
@@ -99,7 +99,7 @@ def _described(path: Path, options: DataOptions, said: Mapping[str, Any], descri
             continue
         value: Any = said[name]
         taken[name] = value if isinstance(value, str) else json.dumps(value)
-        # A file runs no code. The name of an environment may also import a module.
+        # A file must not run code by naming a function; the name of an environment may also import a module.
         word = str(value).removeprefix(PREFIX) if name == "pnet" else value
         if isinstance(word, str) and (is_import_path(word) or (name == "env" and ":" in word)):
             code.append(f"--{name} {value}")
@@ -119,11 +119,11 @@ def _task_of(options: DataOptions, said: Mapping[str, Any]) -> Task:
             raise TypeError(f"expected positive numbers, got {said['interface']!r}")
     except (TypeError, ValueError) as error:
         raise ValueError(f"the genome's file does not say what its inputs are ({error!r}): pass --data-dir") from error
-    if options.task != (held := said.get("task", options.task)):
-        raise ValueError(f"the genome's file is of the task {held}, got --task {options.task}: pass --data-dir too")
-    config, coders = read_json("--pnet-config", options.pnet_config) | given(options, "pretrained"), {}
+    if options.task != (expected := said.get("task", options.task)):
+        raise ValueError(f"the genome's file has the task {expected}, got --task {options.task}: pass --data-dir too")
+    config, coders = read_json("--pnet-config", options.pnet_config) | chosen(options, "pretrained"), {}
     if interface.vocabulary and options.pretrained is None:
-        raise ValueError("the genome's tokens were learned from its texts: pass --data-dir, the folder with them")
+        raise ValueError("the genome's tokens were learned from its texts: pass their folder as --data-dir")
     if options.pretrained is not None and (interface.vocabulary or interface.tokens):
         most, chats = interface.inputs[0] if interface.vocabulary else None, options.task == "chat"
         tokens = chat_tokens(options.pretrained)[0] if chats else pretrained_tokens(options.pretrained, most)
@@ -169,16 +169,16 @@ def measure(task: Task, net: nn.Module, prefix: str = "") -> dict[str, float]:
 
 
 def teacher_file(path: Path) -> Path:
-    held = (GENOME_FILE, "model.safetensors", "net.safetensors", "pytorch_model.bin", "model.pt")
-    found = [path] if path.is_file() else [path / name for name in held if (path / name).is_file()]
+    names = (GENOME_FILE, "model.safetensors", "net.safetensors", "pytorch_model.bin", "model.pt")
+    found = [path] if path.is_file() else [path / name for name in names if (path / name).is_file()]
     if not found:
-        missing = f"{path} holds none of {', '.join(held)}" if path.is_dir() else f"no such file or folder: {path}"
+        missing = f"{path} has none of {', '.join(names)}" if path.is_dir() else f"no such file or folder: {path}"
         raise FileNotFoundError(f"--teacher: {missing}")
     return found[0]
 
 
 def read_teacher(path: Path, task: Task, options: PNetOptions) -> nn.Module:
-    """Read a trained network: a genome file (of any p-net), a folder of the hub, or weights (.safetensors, .pt)."""
+    """Read a trained network: a genome file (of any p-net), a Hugging Face folder, or weights (.safetensors, .pt)."""
     file = teacher_file(path)
     try:
         with file.open("rb") as opened:
@@ -188,45 +188,45 @@ def read_teacher(path: Path, task: Task, options: PNetOptions) -> nn.Module:
                 return _network(file, *gb.load(file), task.build(0))
             own = options.pnet if is_import_path(options.pnet or "") else None
             data_dir = options.data_dir if task.interface.vocabulary else None
-            asked = replace(options, pnet=own, pnet_config="{}", sizes=None, data_dir=data_dir)
-            return read_genome(file, asked, bare=True)[2]
+            without = replace(options, pnet=own, pnet_config="{}", sizes=None, data_dir=data_dir)
+            return read_genome(file, without, bare=True)[2]
         net = task.build(0)
         if (path / "config.json").is_file() and hasattr(net, "from_pretrained"):
             net, found = net.from_pretrained(path, output_loading_info=True, local_files_only=True)  # pyright: ignore[reportCallIssue]
             if missing := found["missing_keys"]:
                 raise ValueError(f"it lacks {sorted(missing)}")
         elif pickled:
-            held: Any = torch.load(file, map_location="cpu", weights_only=True)
-            # A checkpoint of a training holds the weights under a key.
+            weights: Any = torch.load(file, map_location="cpu", weights_only=True)
+            # Checkpoints of trainings often have the weights under a key.
             for key in ("state_dict", "model_state_dict", "model"):
-                if isinstance(held, Mapping) and isinstance(held.get(key), Mapping):
-                    held = held[key]
-            if not isinstance(held, Mapping) or not all(isinstance(x, Tensor) for x in held.values()):
-                raise ValueError(f"expected tensors by name, such as net.state_dict(), got {type(held).__name__}")
-            net.load_state_dict({re.sub(r"^(module\.|_orig_mod\.)+", "", name): x for name, x in held.items()})
+                if isinstance(weights, Mapping) and isinstance(weights.get(key), Mapping):
+                    weights = weights[key]
+            if not isinstance(weights, Mapping) or not all(isinstance(x, Tensor) for x in weights.values()):
+                raise ValueError(f"expected tensors by name, such as net.state_dict(), got {type(weights).__name__}")
+            net.load_state_dict({re.sub(r"^(module\.|_orig_mod\.)+", "", name): x for name, x in weights.items()})
         else:
             load_model(net, file)
     except UnpicklingError as error:
         cure = "save net.state_dict() with torch.save, or as safetensors"
-        raise ValueError(f"--teacher: {file} holds more than weights, and is not run: {cure}") from error
+        raise ValueError(f"--teacher: {file} has objects other than weights, which are not run: {cure}") from error
     except (SafetensorError, RuntimeError, ValueError) as error:
         cure = " (modules must have the same names)" * isinstance(error, RuntimeError)
-        raise ValueError(f"--teacher: {file} does not hold the weights of {task.pnet.name}{cure}: {error}") from error
+        raise ValueError(f"--teacher: {file} must have the weights of {task.pnet.name}{cure}: {error}") from error
     return net.eval()
 
 
 @torch.no_grad()
 def run_predict(options: Predict) -> None:
     if not options.inputs:
-        raise ValueError("predict needs files to classify")
+        raise ValueError("predict needs files to classify, got none")
     said = said_by(options.genome)
-    # A learned tokenizer needs the task's data.
+    # Without data, if the file describes the inputs; a learned tokenizer needs the data.
     _, task, net = read_genome(options.genome, options, bare=True)
     if task.interface.tokens or task.interface.actions:
         raise ValueError(f"predict classifies; the task {task.name} has no classes (for a language model: sample)")
     names = said.get("classes") or [str(i) for i in range(task.interface.outputs)]
     if not isinstance(names, list) or len(names) != task.interface.outputs:
-        raise ValueError(f"{options.genome} names classes {names!r}, its network has {task.interface.outputs}")
+        raise ValueError(f"{options.genome} must name {task.interface.outputs} classes, got {names!r}")
     for path in options.inputs:
         for name, x in _texts(path, task) if task.interface.vocabulary else _images(path, task, said):
             probabilities_K = logits_of(net(x[None]))[0].softmax(0)
@@ -252,7 +252,7 @@ def _images(path: Path, task: Task, said: Mapping[str, Any]) -> Iterator[tuple[s
         raise ValueError(f"the genome's file does not say how the pixels of {task.name} are scaled (mean, std)")
     mean, std, white = (_numbers(said, name, shape[0]) for name in ("mean", "std", "white"))
     if not (std > 0).all():
-        raise ValueError(f"the genome's file says std {said['std']!r:.80}, expected numbers above 0")
+        raise ValueError(f"the genome's file must have a std above 0, got {said['std']!r:.80}")
     if path.suffix.lower() in (".npy", ".npz"):
         found = _arrays(path, shape)
     else:
@@ -264,12 +264,12 @@ def _images(path: Path, task: Task, said: Mapping[str, Any]) -> Iterator[tuple[s
 
 
 def _numbers(said: Mapping[str, Any], name: str, channels: int) -> NDArray[np.float32]:
-    """Read a number, or one for each channel, from a file's metadata: [1 or C, 1, 1]."""
+    """Read one number, or one number per channel, from a file's metadata: [1 or C, 1, 1]."""
     value = said.get(name, 255)
     numbers = np.asarray(value, object).ravel().tolist()
     known = all(type(x) in (int, float) and abs(x) < 1e30 for x in numbers)
     if not known or len(numbers) not in ({1} if name == "white" else {1, channels}):
-        raise ValueError(f"the genome's file says {name} {value!r:.80}, expected a number, or one for each channel")
+        raise ValueError(f"the genome's file must have a number, or one per channel, as {name}, got {value!r:.80}")
     return np.array(numbers, np.float32).reshape(-1, 1, 1)
 
 
@@ -278,13 +278,13 @@ def _arrays(path: Path, shape: tuple[int, ...]) -> Iterator[tuple[str, NDArray[A
         images = _shaped(array, shape)
         if images is None or not len(images) or array.dtype.kind == "b" or not np.isfinite(array).all():
             got = f"{array.dtype} {array.shape} in {name or 'array'}"
-            raise ValueError(f"{path} must hold images of shape {shape} in finite numbers, got {got}")
+            raise ValueError(f"{path} must have images of shape {shape} in finite numbers, got {got}")
         for i, image in enumerate(images):
             yield f"{path}[{name}, {i}]" if name else f"{path}[{i}]", image
 
 
 def _shaped(array: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any] | None:
-    """Find images [N, C, h, w] in an array of one or many, with channels first or last, or none; None for another."""
+    """Convert one image, or several, to [N, C, h, w]; channels may be first, last or absent. None for other shapes."""
     for kind in (shape, *([shape[1:]] if shape[0] == 1 else ()), last := (*shape[1:], shape[0])):
         if array.shape[-len(kind) :] == kind and array.ndim - len(kind) in (0, 1):
             images = array.reshape(-1, *kind)
@@ -295,15 +295,15 @@ def _shaped(array: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any] | None:
 def run_export(options: Export) -> None:
     out = options.out
     if out.exists() and options.genome.exists() and out.samefile(options.genome):
-        raise ValueError(f"--out {out} is the genome's own file, which would be lost: choose another name")
+        raise ValueError(f"--out must differ from the genome's file, got {out}: choose another name")
     if out.is_dir():
-        raise IsADirectoryError(f"--out {out} is a folder, expected a file")
+        raise IsADirectoryError(f"--out must be a file, got the folder {out}")
     if options.qr is not None or out.suffix.lower() == ".html":
         return _to_browser(options)
     if out.suffix.lower() in (".png", ".svg"):
-        raise ValueError(f"{out} would be a QR code, which opens a page: say its address as --qr PAGE")
+        raise ValueError(f"{out} is a QR code, which opens a page: pass the page's address as --qr PAGE")
     plan, task, net = read_genome(options.genome, options, bare=True)
-    # Examples that the program is traced with, and tried on.
+    # Inputs for tracing the program and for comparing its outputs.
     shape, generator = (4, *task.interface.inputs), torch.Generator().manual_seed(0)
     if vocabulary := task.interface.vocabulary or task.interface.tokens * task.interface.outputs:
         x = torch.randint(vocabulary, shape, generator=generator)
@@ -311,21 +311,21 @@ def run_export(options: Export) -> None:
         x = torch.randn(shape, generator=generator)
     with open_folder(out.parent):
         if plan.base is not None and options.weights != "genome":
-            # The network has no longer the weights of the base, which the genome would change.
-            made = export_module(out, net, x, options.to)
+            # The network already has the changed weights of the base; the genome must not change them again.
+            result = export_module(out, net, x, options.to)
         else:
-            made = gb.export(out, plan, gb.load(options.genome)[1], net, x, options.weights, options.to)
-    error = "" if made.max_error is None else f"; its outputs are those of the p-net within {made.max_error:.1e}"
-    print(f"{out}: {made.bytes:,} bytes, the genome has {options.genome.stat().st_size:,}{error}")
+            result = gb.export(out, plan, gb.load(options.genome)[1], net, x, options.weights, options.to)
+    error = "" if result.max_error is None else f"; its outputs are those of the p-net within {result.max_error:.1e}"
+    print(f"{out}: {result.bytes:,} bytes, the genome has {options.genome.stat().st_size:,}{error}")
 
 
 def _to_browser(options: Export) -> None:
     if (options.weights or options.to) is not None:
-        raise ValueError("--weights and --to are for programs: a page and a QR code hold the genome")
+        raise ValueError("--weights and --to are for programs: pages and QR codes always have the genome")
     said, data = said_by(options.genome), options.genome.read_bytes()
     for name in ("task", "pnet"):
-        if (given := getattr(options, name)) not in (None, "", held := said.get(name, given)):
-            raise ValueError(f"a page has the {name} of the genome's file, {held}: drop {flags([name])} {given}")
+        if (value := getattr(options, name)) not in (None, "", in_file := said.get(name, value)):
+            raise ValueError(f"a page has the {name} of the genome's file, {in_file}: drop {flags([name])} {value}")
     page.check(gb.load(options.genome)[0])
     with open_folder(options.out.parent):
         if options.qr is not None:

@@ -1,4 +1,4 @@
-"""Makes data, p-net, plan and recipe from options; `gbfunc plan` shows a plan."""
+"""Builds data, p-net, plan and recipe from options; `gbfunc plan` shows a plan."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ from gbfunc.untrusted import read_arrays
 
 _SIZES = ("genome_params", "genome_bytes", "compression")
 SAID = {"task": "", "task_config": "{}", "pnet": None, "pnet_config": "{}", "pretrained": None, "env": None}
-"""Options that a genome's file may hold, with their defaults."""
+"""Options that a genome's file may contain, with their defaults."""
 
 
 class Job(NamedTuple):
-    """Task, recipe, p-net and plan of a command."""
+    """The task, recipe, p-net and plan of a command."""
 
-    task: Task  # data and p-net, on the device to train on
-    recipe: Recipe  # settings, with the user's in place
-    pnet: nn.Module  # the p-net with its initial weights
-    plan: gb.Plan  # which of its tensors are generated, and how
-    hypernet: str | None  # type of the g-nets; None for a dense training of the p-net's own weights
+    task: Task  # Data and p-net, on the device for training
+    recipe: Recipe  # The task's settings, changed by the user's options
+    pnet: nn.Module  # The p-net with its initial weights
+    plan: gb.Plan
+    hypernet: str | None  # Type of the g-nets; None if the p-net's own weights are trained (--dense)
 
 
 def load_task(options: DataOptions) -> Task:
-    more = given(options, "env", "env_steps", "pretrained")
+    more = chosen(options, "env", "env_steps", "pretrained")
     task = find_task(options.task, options.data_dir, read_json("--task-config", options.task_config) | more)
     config, name = read_json("--pnet-config", options.pnet_config), options.pnet or task.pnet.name
     if sizes := getattr(options, "sizes", None):
@@ -60,7 +60,7 @@ def load_task(options: DataOptions) -> Task:
         if name not in ("mlp", "actor_critic"):
             raise ValueError(f"--sizes is for the p-nets mlp and actor_critic, got {name}: give --pnet-config")
         if "hidden" in config:
-            raise ValueError("--sizes and --pnet-config (hidden) both say the sizes of the layers: give one")
+            raise ValueError("expected the sizes of layers once, got --sizes and --pnet-config (hidden): drop one")
         if len(sizes) < 2 or (sizes[0], sizes[-1]) != (first, last):
             expected = f"start with {first} inputs and end with {last} outputs"
             raise ValueError(f"--sizes must {expected}, got {' '.join(map(str, sizes))}")
@@ -68,19 +68,19 @@ def load_task(options: DataOptions) -> Task:
     if options.pnet is None and not config:
         return task
     if options.pretrained is not None and options.pnet not in (None, task.pnet.name):
-        raise ValueError(f"{options.pretrained} holds a network of type {task.pnet.name}, got --pnet {options.pnet}")
+        raise ValueError(f"{options.pretrained} has a network of type {task.pnet.name}, got --pnet {options.pnet}")
     if options.pnet in (None, task.pnet.name):
-        # The task sets the other options.
+        # All other options are those of the task.
         config = {**task.pnet.config, **config}
     return task.with_pnet(find_pnet(name, task.interface, config))
 
 
-def given(options: object, *names: str) -> dict[str, Any]:
+def chosen(options: object, *names: str) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(options, name, None)) is not None}
 
 
 def read_json(option: str, text: str) -> dict[str, Any]:
-    """Read the object that an option holds."""
+    """Read the JSON object in an option."""
     expected = f"{option} must be a JSON object such as '{{\"width\": 64}}', got {text!r}"
     try:
         value = json.loads(text)
@@ -92,7 +92,7 @@ def read_json(option: str, text: str) -> dict[str, Any]:
 
 
 def about(task: Task, options: DataOptions) -> JSON:
-    """Describe task, p-net and inputs for the metadata of a genome file, without defaults."""
+    """Return the metadata of a genome file: task, p-net and inputs, without defaults."""
     said: JSON = {"task": options.task, "pnet": task.pnet.name}
     for name, usual in SAID.items():
         if name not in said and (value := getattr(options, name)) != usual:
@@ -127,11 +127,11 @@ def make_job(
         reasons = {name: why for name, why in recipe.reasons.items() if name != "lr"}
         recipe = replace(recipe, lr=recipe.dense_lr, direct_lr=None, reasons=reasons)
     hypernet = None if dense else task.pnet.plan(plan.genome_params).hypernet.type
-    return Job(task, _asked_recipe(recipe, training), pnet, plan, hypernet)
+    return Job(task, _recipe_with(recipe, training), pnet, plan, hypernet)
 
 
 def _check_forward(task: Task, pnet: nn.Module) -> None:
-    """Raise `ValueError` for a p-net that fails on two examples of a task, or has fewer outputs than the task."""
+    """Raise `ValueError` if the p-net fails on two examples of the task, or has fewer outputs than the task."""
     if task.batches is not example_batches or task.loss not in (loss_fn, token_loss):
         return
     x, (_, outputs, tokens, *_), net = next(iter(task.train.chunks(2)))[0], task.interface, copy.deepcopy(pnet)
@@ -145,11 +145,11 @@ def _check_forward(task: Task, pnet: nn.Module) -> None:
                 words += ": start with nn.Flatten()"
             raise ValueError(f"{words}; {error}") from error
     if found[:-1] != expected[:-1] or found[-1] < outputs:
-        raise ValueError(f"{words} and gave outputs {found}, expected {expected}: change its last layer")
+        raise ValueError(f"{words} and must give outputs {expected}, got {found}: change its last layer")
 
 
 def resolved(job: Job, genome: GenomeOptions, dtype: str | None) -> dict[str, Any]:
-    """Return the values of options that have defaults in the recipe or plan; None for options without effect."""
+    """Return options whose defaults are in the recipe or the plan, with their values; None for unused options."""
     recipe, plan = job.recipe, job.plan
     config = recipe.optimizer_options
     decay = config.pop("weight_decay", None)
@@ -170,7 +170,7 @@ def resolved(job: Job, genome: GenomeOptions, dtype: str | None) -> dict[str, An
 
 
 def dtype_of(options: Any) -> str | None:
-    """Choose the dtype of a genome's file: the user's, or codes for a size in bytes."""
+    """Choose the dtype of a genome's file: the user's dtype, or an integer dtype for a size in bytes."""
     values = values_of(options)
     if values["dtype"] is not None or values["genome_bytes"] is None:
         return values["dtype"]
@@ -178,19 +178,19 @@ def dtype_of(options: Any) -> str | None:
     return AUTO if finds_steps and values.get("placement") in (None, "auto", "replicated") else "int8"
 
 
-def _asked_recipe(recipe: Recipe, training: TrainingOptions) -> Recipe:
-    asked = given(training, *(field.name for field in fields(Recipe)))
+def _recipe_with(recipe: Recipe, training: TrainingOptions) -> Recipe:
+    own = chosen(training, *(field.name for field in fields(Recipe)))
     config = read_json("--optimizer-config", training.optimizer_config)
-    if own := config.keys() & {"lr", "direct", *(["weight_decay"] if "weight_decay" in asked else [])}:
-        raise ValueError(f"--optimizer-config has {sorted(own)}: --lr, --direct-lr and --weight-decay say these")
-    asked["optimizer_config"] = _with_tuples(config)
+    if twice := config.keys() & {"lr", "direct", *(["weight_decay"] if "weight_decay" in own else [])}:
+        raise ValueError(f"--optimizer-config has {sorted(twice)}: use --lr, --direct-lr and --weight-decay for these")
+    own["optimizer_config"] = _with_tuples(config)
     for name, find in (("schedule", SCHEDULES.__getitem__), ("optimizer", find_optimizer)):
-        asked |= {name: find(asked[name])} if name in asked else {}
-    whole = {"steps": None, "measure_every": None} if "epochs" in asked else {}
-    # Reasons explain defaults only.
-    known = asked.keys() | ({"epochs"} if "steps" in asked else set())
+        own |= {name: find(own[name])} if name in own else {}
+    by_epochs = {"steps": None, "measure_every": None} if "epochs" in own else {}
+    # Drop the reasons of settings that the user chose.
+    known = own.keys() | ({"epochs"} if "steps" in own else set())
     reasons = {name: why for name, why in recipe.reasons.items() if name not in known}
-    return replace(recipe, **(whole | asked), reasons=reasons)
+    return replace(recipe, **(by_epochs | own), reasons=reasons)
 
 
 def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
@@ -201,21 +201,21 @@ def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
 
 
 def plan_changes(genome: GenomeOptions) -> Callable[[PlanOptions], PlanOptions]:
-    asked = given(genome, "base", "target_modules", "modules_to_save", "max_tile")
-    if asked.get("base") == "none":
-        if odd := asked.keys() & {"target_modules", "modules_to_save"}:
+    own = chosen(genome, "base", "target_modules", "modules_to_save", "max_tile")
+    if own.get("base") == "none":
+        if odd := own.keys() & {"target_modules", "modules_to_save"}:
             raise ValueError(f"--base none has no adapter: drop {flags(sorted(odd, reverse=True))}")
-        asked |= {"base": None, "target_modules": None, "modules_to_save": ()}
-    names = asked.get("target_modules") or ()
+        own |= {"base": None, "target_modules": None, "modules_to_save": ()}
+    names = own.get("target_modules") or ()
     if len(names) == 1 and (names[0] == "all-linear" or not re.fullmatch(r"[\w.]+", names[0])):
-        asked["target_modules"] = names[0]
-    if len(asked.get("max_tile", ())) == 1:
-        (asked["max_tile"],) = asked["max_tile"]
+        own["target_modules"] = names[0]
+    if len(own.get("max_tile", ())) == 1:
+        (own["max_tile"],) = own["max_tile"]
     rules, encodings = tuple(map(_rule, genome.rule)), _encodings(genome.encodings)
     config = read_json("--hypernet-config", genome.hypernet_config)
 
     def is_direct(name: str) -> bool:
-        # `make_plan` reports wrong patterns.
+        # Ignore invalid patterns here: `make_plan` reports them.
         with suppress(re.error):
             ruled = [hypernet for pattern, hypernet in rules if re.search(pattern, name)]
             return ruled[:1] == [None] or any(re.search(pattern, name) for pattern in genome.exclude)
@@ -228,7 +228,7 @@ def plan_changes(genome: GenomeOptions) -> Callable[[PlanOptions], PlanOptions]:
         # Direct parameters have no codes.
         codes = {k: code for k, code in options.encodings.items() if not is_direct(k)}
         return options._replace(
-            **asked,
+            **own,
             rules=(*rules, *options.rules),
             include=(*options.include, *genome.include),
             exclude=(*options.exclude, *genome.exclude),
@@ -263,7 +263,7 @@ def _with_tuples(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _encodings(text: str) -> dict[str, Any]:
-    """Read codes of rows and columns by the names of parameters."""
+    """Read the encodings of rows and columns, by the names of parameters."""
     found: dict[str, Any] = {}
     for name, pair in read_json("--encodings", text).items():
         if not isinstance(pair, list) or len(pair) != 2:
@@ -276,7 +276,7 @@ def _encodings(text: str) -> dict[str, Any]:
 
 
 def _described(value: Any) -> Any:
-    """Replace the name of a type by a description without options, also in the parts of a description."""
+    """Replace the name of an encoding by a description without options, also in nested descriptions."""
     value = {"type": value} if isinstance(value, str) else value
     if not isinstance(value, dict):
         return value
@@ -291,11 +291,11 @@ def _encoding(found: Any) -> Encoding:
 
 def _size_of(task: Task, genome: GenomeOptions) -> dict[str, Any]:
     usual = "genome_params" if task.genome_params else "compression"
-    return given(genome, *_SIZES) or {usual: getattr(task, usual)}
+    return chosen(genome, *_SIZES) or {usual: getattr(task, usual)}
 
 
 def _sized_plan(task: Task, pnet: nn.Module, genome: GenomeOptions, stored: str | None, metadata: JSON) -> gb.Plan:
-    """Plan a genome of the asked size; bytes count the whole file, metadata included."""
+    """Plan a genome of the size in the options; a size in bytes includes the file's metadata."""
     size = _size_of(task, genome)
     try:
         if (limit := size.get("genome_bytes")) is None:
@@ -308,7 +308,7 @@ def _sized_plan(task: Task, pnet: nn.Module, genome: GenomeOptions, stored: str 
                 return plan
             left -= over
     except ValueError as error:
-        if given(genome, *_SIZES) or not (hasattr(error, "least") or str(error).startswith("genome_params=")):
+        if chosen(genome, *_SIZES) or not (hasattr(error, "least") or str(error).startswith("genome_params=")):
             raise
         raise ValueError(f"{error}; this size is the task's default: {flags(_SIZES)} ask for others") from error
 
@@ -333,7 +333,7 @@ def run_plan(options: Plan) -> None:
     device = DeviceSpec()
     if options.device is not None:
         device = DeviceSpec.from_json(options.device.read_text(encoding="utf-8"))
-    for name, text in given(options, "memory", "link").items():
+    for name, text in chosen(options, "memory", "link").items():
         device = replace(device, **{name: parse_bytes(f"--{name}", text, rate=name == "link")})
     stored = dtype_of(options)
     job = make_job(options.data, options.genome, stored=stored)
@@ -341,7 +341,7 @@ def run_plan(options: Plan) -> None:
     reports = [job.plan.report(stored, metadata=about(task, options.data))]
     if options.ranks is not None:
         if task.batches is not example_batches:
-            raise ValueError(f"--ranks plans tasks of examples, the batches of {task.name} come from an environment")
+            raise ValueError(f"--ranks needs a task with examples, got {task.name}, whose batches need an environment")
         one = next(task.batches(task.train, replace(recipe, batch_size=1), torch.Generator(), lambda: pnet))
         rows = options.batch_size or recipe.batch_size
         layouts = gb.plan_parallel(
@@ -361,7 +361,7 @@ def run_plan(options: Plan) -> None:
 def parse_bytes(option: str, text: str, *, rate: bool = False) -> float:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([KMGT]i|[kMGT]|)(B|bit)(?:/s)?\s*", text)
     if match is None or (match[3] == "bit" and not rate) or not float(match[1]):
-        such = "a rate such as 100Gbit or 12.5GB" if rate else "a size such as 16GB or 512MiB"
-        raise ValueError(f"{option} must be {such}, got {text!r}")
+        expected = "a rate such as 100Gbit or 12.5GB" if rate else "a size such as 16GB or 512MiB"
+        raise ValueError(f"{option} must be {expected}, got {text!r}")
     unit = (1024 if match[2].endswith("i") else 1000) ** " KMGT".index(match[2][:1].upper() or " ")
     return float(match[1]) * unit / (8 if match[3] == "bit" else 1)

@@ -1,4 +1,4 @@
-"""`gbfunc bench` and `gbfunc compare`: steps beside the dense p-net's, and genomes beside what else one would do."""
+"""`gbfunc bench` compares steps with those of dense p-nets; `gbfunc compare` compares genomes with other methods."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def measure(
         print(f"{name} ({i} of {len(chosen)}, run {run + 1} of {repeat})", file=sys.stderr, flush=True)
         runs[name].append(report.run_bench(bench, setting, rounds=rounds, visit=visit, memory=run == 0))
         results["rows"] = [row for some in runs.values() for row in over_runs(some)]
-        # Written after every bench: a later failure loses nothing.
+        # Write after every bench, so that a later failure loses no results.
         write_metrics(folder / "bench.json", results)
     return results
 
@@ -115,28 +115,28 @@ def run_compare(options: Compare) -> None:
     report = partial(print, file=sys.stderr, flush=True)
     with open_folder(options.out) as folder, open_folder(folder / "nets") as nets:
         results = read_results(folder / "compare.json")
-        for parts in ((methods, problems), (references, free)):
-            for newer in run_missing(*parts, seeds, results, nets, report, most):
+        for pair in ((methods, problems), (references, free)):
+            for newer in run_missing(*pair, seeds, results, nets, report, most):
                 results = newer
-                # Written after every row: a later failure loses nothing.
+                # Write after every row, so that a later failure loses no results.
                 write_metrics(folder / "compare.json", about | to_json(results))
         known = {name: [of_problem(results, problem, name) for problem in problems] for name in methods}
         levels = {name: of_problem(results, free[0], name) for name in references}
         levels = {f"{name} ({of.rows[0].bytes:,} bytes)": of for name, of in levels.items() if of.rows}
-        if any(part.rows for parts in known.values() for part in parts):
+        if any(found.rows for by_problem in known.values() for found in by_problem):
             write_figure(folder / "tradeoff.png", lambda: tradeoff_figure(known, task.metric, levels))
     print_tradeoff(known, problems, levels)
 
 
 def _problems(options: Compare, task: Task, dtype: torch.dtype, pretrained: bool) -> list[Problem]:
     problems = []
-    # The last one is the file of LoRA of rank 1 on all layers of MiniLM, with its classifier.
+    # The last budget is the size of a file of LoRA with rank 1 on all layers of MiniLM, with its classifier.
     usual = (1_500, 3_000, 6_000, 12_000, 24_000, 48_000, 186_000)
     budgets = options.bytes or (usual if pretrained and options.sizes is None else None)
     if budgets is None:
         sized = [(size, reference_bytes(task, size)) for size in sorted(set(options.sizes or SIZES))]
     else:
-        # The numbers that a budget could hold are the same whatever is the best genome of the day.
+        # For a pretrained p-net, the size is the number of float32 numbers in a budget, whatever genomes fit.
         sized = [(b // 4 if pretrained else size_within(task, b), b) for b in sorted(set(budgets))]
     for size, budget in sized:
         recipe = replace(task.recipe(size), amp=options.amp and getattr(torch, options.amp))
@@ -152,7 +152,7 @@ def _tested(results: Results, metric: Metric) -> list[float]:
 
 
 def tradeoff_figure(known: Mapping[str, Sequence[Results]], metric: Metric, levels: Mapping[str, Results]) -> Figure:
-    """Draw the metric over bytes; percents are drawn as errors on a logarithmic axis."""
+    """Draw the metric against bytes; percentages are drawn as errors on a logarithmic axis."""
     errors = metric.unit == "%" and metric.higher_is_better
 
     def shown(results: Results) -> list[float]:
@@ -185,7 +185,7 @@ def print_tradeoff(
     def cell(part: Results) -> str:
         if part.rows:
             return spread(_tested(part, metric))
-        # Nothing fits, or nothing is known.
+        # "-" if nothing fits; empty if there is no result yet.
         return "-" if any(choice.settings is None for choice in part.choices) else ""
 
     rows = []
@@ -196,7 +196,7 @@ def print_tradeoff(
     notes = [f"{name}: {spread(_tested(results, metric))}" for name, results in levels.items()]
     notes.append(
         f"{first.task.name}: test {metric.label} in {metric.unit}, mean and standard deviation over seeds; "
-        f"{first.steps:,} steps; -: nothing is as small as that."
+        f"{first.steps:,} steps; -: no network fits the budget."
     )
     budgets = [f"{problem.budget:,} bytes" for problem in problems]
     print_table(("method", *budgets, "steps of search"), rows, notes=notes)

@@ -1,4 +1,4 @@
-"""Options that commands share, as typed dataclasses: the comment above an option is the text of `--help`."""
+"""Options that several commands have, as typed dataclasses; the comment above an option is its text in `--help`."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -16,10 +16,10 @@ LogName = Literal["csv", "tensorboard", "wandb"]
 PipelineName = Literal["gpipe", "1f1b", "interleaved", "zbv"]
 
 AUTO = "auto"
-"""The value of `--resume` that takes the newest valid checkpoint, if there is any."""
+"""The value of `--resume` for the newest valid checkpoint, if any."""
 
 TASKS: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("defaults.json").read_text(encoding="utf-8"))
-"""Settings of every task's recipe for genome and p-net of the usual size, as `--help` shows them without torch."""
+"""Settings of every task's recipe at the default sizes of genome and p-net, which `--help` shows without torch."""
 
 _USUAL = TASKS.pop("")
 
@@ -27,7 +27,7 @@ HELP_TASK = ContextVar("HELP_TASK", default="digits")
 """The task whose defaults `--help` shows."""
 
 ALTERNATIVES = (("epochs", "steps"), ("genome_params", "genome_bytes", "compression"), ("sizes", "bytes"))
-"""Options of which a command takes at most one."""
+"""Options that exclude each other."""
 
 NEEDS = {
     "ranks": ("memory", "link", "device", "batch_size", "microbatches", "parallel"),
@@ -36,11 +36,11 @@ NEEDS = {
     "out": ("log", "checkpoint_every"),
     "dtype": ("finetune",),
 }
-"""Options that other options of the same command need."""
+"""Options (keys) that are required by other options (values) of the same command."""
 
 
 class Bound(NamedTuple):
-    """The values that an option may have, beside None, and how an error describes them."""
+    """A condition on the value of an option, unless it is None, and the condition in words for an error."""
 
     holds: Callable[[Any], bool]
     words: str
@@ -74,7 +74,7 @@ def flags(names: Iterable[str]) -> str:
 
 
 def shows(value: Any, default: str = "", *, recipe: str = "") -> Any:
-    """Say how `--help` shows an option: a name or the choices of its values, and the default, as the task has it."""
+    """Describe an option for `--help`: the name or choices of its value, and the default, which a recipe may set."""
     metavar = value if isinstance(value, str) else "|".join(get_args(value))
 
     def hint(_: str) -> str:
@@ -91,9 +91,9 @@ Patterns = Annotated[tuple[str, ...], shows("REGEX ...")]
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigOption:
-    """Where options come from."""
+    """The file of options."""
 
-    # File of options by name (.toml, .yaml, .json), such as OUT/config.toml. Arguments win.
+    # File of options by name (.toml, .yaml, .json), such as OUT/config.toml. Arguments override the file.
     config: Annotated[Path | None, shows("FILE")] = None
 
 
@@ -103,7 +103,7 @@ class DataOptions:
 
     # Task: digits, mnist, fashion-mnist, cifar10, images, text, chat, trec, texts, control, or module:function.
     task: Annotated[str, arg(metavar="NAME")] = "digits"
-    # Folder with the task's data; for text also a file. digits and control need none, text has one built in.
+    # Folder with the task's data; for text also a file. digits and control need no data, text has a built-in file.
     data_dir: MaybePath = None
     # Options of the task, for text '{"context": 128, "vocabulary": 1024}'.
     task_config: Annotated[str, shows("JSON")] = "{}"
@@ -126,9 +126,9 @@ class PNetOptions(DataOptions):
 
     # Layer sizes of an mlp or an actor, inputs first.
     sizes: Annotated[tuple[int, ...] | None, shows("INT INT ...", recipe="sizes")] = None
-    # Length of a control training in environment steps, summed over environments.
+    # Length of a training of the control task, in steps of all environments.
     env_steps: Annotated[int | None, shows("INT", "51200")] = None
-    # Seed of initial weights, order of examples and noise.
+    # Seed of initial weights, of the order of examples, and of noise.
     seed: Annotated[int, SEED] = 0
 
 
@@ -136,32 +136,32 @@ class PNetOptions(DataOptions):
 class GenomeOptions:
     """Size of the genome, and the g-nets that generate the weights."""
 
-    # Largest genome in parameters, everything counted.
+    # Largest number of parameters of the genome, direct parameters included.
     genome_params: Annotated[int | None, shows("INT", recipe="genome_params")] = None
-    # Largest file of the genome in bytes, everything counted, stored as --dtype says.
+    # Largest size of the genome's file in bytes, with --dtype.
     genome_bytes: Annotated[int | None, shows("INT")] = None
-    # Parameters of the p-net / parameters of the genome.
+    # Ratio of the p-net's parameters to the genome's.
     compression: Annotated[float | None, shows("FLOAT", recipe="compression"), POSITIVE] = None
     # Type of the g-nets.
     hypernet: Annotated[HypernetName | None, shows(HypernetName, "periodic")] = None
     # Options of the type, for gnet '{"hidden": [16, 16], "activation": "tanh"}'.
     hypernet_config: Annotated[str, shows("JSON", "those of the task")] = "{}"
-    # Largest tile: length, or rows and columns.
+    # Largest tile: a length, or rows and columns.
     max_tile: Annotated[tuple[int, ...] | None, shows("INT [INT]", "as few tiles as the size allows")] = None
-    # Parameters to generate beside the usual ones.
+    # Parameters to generate in addition to the default.
     include: Patterns = ()
     # Parameters to train directly.
     exclude: Patterns = ()
-    # Other g-nets for some parameters, 'head=low_rank{"rank": 4}', or 'emb=none'. The first match wins.
+    # Other g-nets for some parameters, 'head=low_rank{"rank": 4}', or 'emb=none'. The first match applies.
     rule: Annotated[tuple[str, ...], shows("REGEX=TYPE ...")] = ()
     # Codes of rows and columns, '{"0.weight": ["binary", {"type": "grid", "dims": [28, 28]}]}'; in a file of --config a
     # table. See the guide "Shrink a network".
     encodings: Annotated[str, shows("JSON", "those of the task")] = "{}"
-    # own: keep the p-net's weights and generate changes (an adapter). none: generate the weights.
+    # own: keep the p-net's weights and generate deltas (an adapter). none: generate the weights.
     base: Annotated[Literal["own", "none"] | None, shows("own|none", "own with --pretrained")] = None
     # Modules that an adapter changes, as in PEFT: names, last parts of names, or one regular expression.
     target_modules: Annotated[tuple[str, ...] | None, shows("NAME ...", "all-linear")] = None
-    # New modules beside the base. They are trained directly; beyond a quarter of the genome, the longest are generated.
+    # New modules outside the base, trained directly; beyond a quarter of the genome, the longest are generated.
     modules_to_save: Annotated[tuple[str, ...] | None, shows("NAME ...", "classifier with --pretrained")] = None
 
 
@@ -171,7 +171,7 @@ class TrainingOptions:
 
     # Passes over the training examples.
     epochs: Annotated[int | None, shows("INT", recipe="epochs"), COUNT] = None
-    # Training steps, an alternative to passes.
+    # Training steps, instead of passes.
     steps: Annotated[int | None, shows("INT", recipe="steps"), COUNT] = None
     # Examples per step, summed over ranks.
     batch_size: Annotated[int | None, shows("INT", recipe="batch_size")] = None
@@ -179,9 +179,9 @@ class TrainingOptions:
     lr: Annotated[float | None, shows("FLOAT", recipe="lr"), POSITIVE] = None
     # Peak learning rate of direct parameters.
     direct_lr: Annotated[float | None, shows("FLOAT", recipe="direct_lr"), POSITIVE] = None
-    # Course of the learning rates.
+    # Schedule of the learning rates.
     schedule: Annotated[ScheduleName | None, shows(ScheduleName, recipe="schedule")] = None
-    # Part of the steps in which the learning rates rise.
+    # Fraction of the steps in which the learning rates rise.
     warmup: Annotated[float | None, shows("FLOAT", recipe="warmup"), PART] = None
     # Class of torch.optim: Adam, AdamW, SGD, NAdam, Muon, ...
     optimizer: Annotated[str | None, shows("NAME", recipe="optimizer")] = None
@@ -189,7 +189,7 @@ class TrainingOptions:
     optimizer_config: Annotated[str, shows("JSON", "those of the recipe")] = "{}"
     # Weight decay of the genome.
     weight_decay: Annotated[float | None, shows("FLOAT", "that of the class")] = None
-    # Largest norm of the gradient; inf for none.
+    # Largest norm of the gradient; inf for no clipping.
     clip_norm: Annotated[float | None, shows("FLOAT", recipe="clip_norm")] = None
     # Steps from one validation to the next.
     measure_every: Annotated[int | None, shows("STEPS", recipe="measure_every"), COUNT] = None
@@ -201,8 +201,8 @@ class TrainingOptions:
 class StoredOptions:
     """How the genome is stored."""
 
-    # dtype of the genome's file. intN: codes of N bits with scales, rounded after training. auto: codes whose steps the
-    # training finds; needs --genome-bytes.
+    # dtype of the genome's file. intN: integers of N bits with scales, rounded after training. auto: integers whose
+    # scales are trained; needs --genome-bytes.
     dtype: Annotated[DtypeName | None, shows(DtypeName, "float32; auto with --genome-bytes")] = None
 
 
@@ -210,14 +210,14 @@ class StoredOptions:
 class OutputOptions(StoredOptions):
     """Files of a training."""
 
-    # Folder for genome.safetensors (the last genome), best.safetensors (the best by validation), metrics.json,
-    # history.csv, config.toml and figures.
+    # Folder for genome.safetensors (the last genome), best.safetensors (the best genome on validation data),
+    # metrics.json, history.csv, config.toml and figures.
     out: Annotated[Path | None, shows("DIR", "nothing is kept")] = None
-    # Additional steps with the genome rounded as --dtype says.
+    # Additional training steps with the genome rounded to --dtype.
     finetune: Annotated[int | None, shows("STEPS"), COUNT] = None
     # Logs of metrics: OUT/log.csv, OUT/tensorboard, Weights & Biases.
     log: Annotated[tuple[LogName, ...], shows(" ".join(get_args(LogName)))] = ()
-    # Training steps from one entry of a log to the next.
+    # Training steps between two entries of a log.
     log_every: Annotated[int, COUNT] = 10
 
 
@@ -225,33 +225,33 @@ class OutputOptions(StoredOptions):
 class CheckpointOptions(OutputOptions):
     """Files and checkpoints."""
 
-    # Save into OUT/checkpoints every so many steps, at the end, and on SIGINT or SIGTERM; not during --finetune.
+    # Steps between checkpoints in OUT/checkpoints; also saves at the end and on SIGINT or SIGTERM, not in --finetune.
     checkpoint_every: Annotated[int | None, shows("STEPS", "never"), COUNT] = None
-    # Checkpoints to keep.
+    # Number of checkpoints to keep.
     keep: Annotated[int, COUNT] = 3
     # Continue from the newest valid checkpoint of OUT, if there is one (auto), or from a file or folder.
     resume: Annotated[str | None, shows("auto|PATH", "begin anew")] = None
     # Continue with another learning rate, schedule, length or optimizer than before.
     allow_changes: bool = False
-    # Replace the training that OUT holds.
+    # Replace the training in OUT.
     overwrite: bool = False
     # Folder for a Chrome trace of three early steps per rank, and a table of operations on rank 0.
     profile: Annotated[Path | None, shows("DIR")] = None
-    # Peak operations per second of a rank (gbfunc bench --calibrate): metrics then report the share in use.
+    # Peak operations per second of a rank (gbfunc bench --calibrate); metrics then show which fraction was used.
     peak_flops: Annotated[float | None, shows("FLOAT"), POSITIVE] = None
 
 
 @dataclass(frozen=True)
 class ExecutionOptions:
-    """How steps run, and over which ranks of torchrun."""
+    """How steps run, and how they are split over the ranks of torchrun."""
 
     # Run the p-net under autocast; weights are generated in float32.
     amp: Annotated[Literal["bfloat16", "float16"] | None, shows("bfloat16|float16")] = None
-    # Compile generation, p-net and loss into one graph; the first step takes long.
+    # Compile generation, p-net and loss into one graph; the first step is slow.
     compile: bool = False
     # Recompute weights in backward to save memory: all at once (generate), or layer by layer (layer).
     remat: Literal["none", "generate", "layer"] = "none"
-    # Where ranks hold the genome: all of it on each, or shares whose weights or factors are gathered.
+    # Placement of the genome: all of it on each rank, or split, so that weights or factors are gathered.
     placement: Literal["auto", "replicated", "sharded", "factors"] = "auto"
     # Ranks along the axes data, gnets, pipeline and tensor, such as data=2,tensor=2.
     mesh: Annotated[str | None, shows("AXIS=INT,...", "data=1")] = None
@@ -261,23 +261,23 @@ class ExecutionOptions:
     pipeline: Annotated[PipelineName | None, shows(PipelineName, "1f1b along a pipeline axis")] = None
     # Equal parts of a batch, whose gradients are summed.
     microbatches: Annotated[int | None, shows("INT", "1; with a pipeline up to 4 times its ranks"), COUNT] = None
-    # Local steps of a rank between two exchanges of changes (DiLoCo).
+    # Local steps of a rank between two exchanges of updates (DiLoCo).
     local_steps: Annotated[int | None, shows("INT", "ranks sum each gradient"), COUNT] = None
     # Learning rate of the step after an exchange; 1 without momentum averages genomes.
     outer_lr: Annotated[float, POSITIVE] = 1.0
-    # Nesterov's momentum of the step after an exchange.
+    # Nesterov momentum of the step after an exchange.
     outer_momentum: Annotated[float, MOMENTUM] = 0.5
 
 
 @dataclass(frozen=True)
 class TeacherOptions:
-    """A trained network whose outputs are targets beside the labels (Hinton et al., 2015)."""
+    """A trained network whose outputs are targets in addition to the labels (Hinton et al., 2015)."""
 
     # Trained network: a .pt or .safetensors file with the module names of the p-net, a genome, or a folder with one of
-    # these (also of the Hugging Face hub). It gets inputs as the task scales them: images [B, C, H, W] of mean 0 and
-    # deviation 1 (for others see the guide "Shrink a trained network").
+    # these (also from the Hugging Face hub). Its inputs are scaled by the task: images [B, C, H, W] have mean 0 and
+    # deviation 1 (for other teachers, see the guide "Shrink a trained network").
     teacher: MaybePath = None
-    # Part of the loss that follows the teacher instead of the labels.
+    # Weight of the teacher in the loss; the labels have the rest.
     teacher_weight: Annotated[float, PART] = 0.5
     # Temperature of both networks' predictions.
     temperature: Annotated[float, POSITIVE] = 2.0
@@ -285,7 +285,7 @@ class TeacherOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(ConfigOption):
-    """Options of a training; each group is one of the help's."""
+    """Options of a training; each field is a group of `--help`."""
 
     data: PNetOptions = PNetOptions()
     genome: GenomeOptions = GenomeOptions()
@@ -294,13 +294,13 @@ class RunOptions(ConfigOption):
 
 
 REFUSES = {"dense": tuple(options_of(GenomeOptions)), "calibrate": ("quick", "cases", "repeat", "out")}
-"""Options that have no effect beside another option."""
+"""Options (values) that have no effect with another option (key)."""
 
 
 def check_values(options: Any) -> None:
     known, values = options_of(options), values_of(options)
-    given = {name: value for name, value in values.items() if value != known[name].default}
-    for name, value in given.items():
+    changed = {name: value for name, value in values.items() if value != known[name].default}
+    for name, value in changed.items():
         for bound in getattr(known[name].type, "__metadata__", ()):
             if isinstance(bound, Bound) and value is not None and not bound.holds(value):
                 raise ValueError(f"{flags([name])} must be {bound.words}, got {value}")
@@ -310,8 +310,8 @@ def check_values(options: Any) -> None:
             got = (" ".join(map(str, value)) if isinstance(value, tuple) else str(value) for value in some)
             raise ValueError(f"give at most one of {flags(names)}, got {' and '.join(got)}")
     for name, others in NEEDS.items():
-        if name in values and values[name] is None and (odd := [other for other in others if other in given]):
+        if name in values and values[name] is None and (odd := [other for other in others if other in changed]):
             raise ValueError(f"{flags(odd)} can be used only with {flags([name])}")
     for name, others in REFUSES.items():
-        if name in given and (odd := [other for other in others if other in given]):
+        if name in changed and (odd := [other for other in others if other in changed]):
             raise ValueError(f"{flags(odd)} cannot be used with {flags([name])}")

@@ -1,4 +1,4 @@
-"""Output of commands: progress on standard error, files (each replaced in one step), tables on standard output."""
+"""Output of commands: progress on standard error, files (replaced atomically), and tables on standard output."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ Row = Mapping[str, float]
 
 @contextmanager
 def open_folder(path: Path | None, option: str = "--out", *, locked: bool = False) -> Iterator[Path]:
-    """Open the folder that an option names, or a temporary one; new folders that stay empty are removed at the end.
+    """Open the folder of an option, or a temporary folder; at the end, new folders that are empty are removed.
 
-    With `locked`, the folder is refused while another training holds the lock.
+    With `locked`, raises ValueError if another training has locked the folder.
     """
     if path is None:
         with TemporaryDirectory(prefix="gbfunc-") as folder:
@@ -51,8 +51,8 @@ def open_folder(path: Path | None, option: str = "--out", *, locked: bool = Fals
         except BlockingIOError:
             raise ValueError(f"{option} {path}: another training writes there, choose another folder") from None
         except OSError as error:
-            reason = f"no folder that files can be written to ({error.strerror}): choose another"
-            raise ValueError(f"{option} {path} is {reason}") from None
+            reason = f"a folder for writing, got {path} ({error.strerror}): choose another"
+            raise ValueError(f"{option} must be {reason}") from None
         try:
             yield path
         finally:
@@ -75,7 +75,7 @@ def write_history(path: Path, runs: Mapping[str, Sequence[Row]]) -> None:
 
 
 def write_figure(path: Path, draw: Callable[[], Figure]) -> None:
-    """Draw a figure and write it; a failure is a warning, since numbers are written by then."""
+    """Draw a figure and write it; a failure is only a warning, because the numbers are already written."""
     content = io.BytesIO()
     try:
         draw().savefig(content, format="png", dpi=150)
@@ -88,7 +88,7 @@ def write_figure(path: Path, draw: Callable[[], Figure]) -> None:
 def written(
     folder: Path, out: Path | None, task: Task, metrics: Mapping[str, Any], runs: Mapping[str, Sequence[Row]]
 ) -> Iterator[None]:
-    """Write the results of a training before they are printed; then its curve, and the command to try next."""
+    """Write results of a training, and, after the context has printed them, the curve and a command to try next."""
     write_history(folder / "history.csv", runs)
     write_metrics(folder / "metrics.json", metrics)
     yield
@@ -105,7 +105,7 @@ def written(
     command = "sample" if task.interface.tokens else "eval"
     for name in ("task", "pnet", "env", "data_dir"):
         said = str(metrics["config"].get(name, ""))
-        # A file does not run the code that it names.
+        # The command must name code and data, which the genome's file cannot provide.
         if said and (name == "data_dir" or ":" in said.removeprefix("hf:")):
             command += f" --{name.replace('_', '-')} {said}"
     print(f"try next: gbfunc {command} --genome {out / 'genome.safetensors'}, or gbfunc export --help")
@@ -137,7 +137,7 @@ def print_metrics(metrics: Mapping[str, Any], task: Task) -> None:
 
 
 def _course(m: Mapping[str, Any]) -> Iterator[str]:
-    """Describe time and memory of a training, a line each."""
+    """Yield lines about the time and memory of a training."""
     if "seconds" in m:
         yield f"training: {m['steps']:,} steps in {m['seconds']:.1f} s"
     if "ranks" not in m:
@@ -160,12 +160,12 @@ def tell(line: str) -> None:
 
 @dataclass
 class Best:
-    """Keeps the best genome by validation in a file."""
+    """Writes the genome with the best validation metric to a file."""
 
     path: Path
     metric: Metric
     write: Callable[[Any, Path], None]
-    first: int | None = None  # row of the history at which a resumed training without the file starts
+    first: int | None = None  # First row of the history to compare; later rows only, if a resumed training has no file
 
     def __call__(self, state: Any, history: Sequence[Row]) -> None:
         if self.first is None:
@@ -183,7 +183,7 @@ class Best:
 def open_logs(
     names: Sequence[str], folder: Path | None, settings: Mapping[str, Any], rate: Callable[[int], float]
 ) -> Iterator[tuple[Callable[[], None], OnLog | None]]:
-    """Open logs by their names: a function that begins them all, and one hook for them (None without a name)."""
+    """Prepare logs by name; yield a function that opens the logs, and a hook that writes to all (None without logs)."""
     logs: list[OnLog] = []
     with ExitStack() as stack:
 
@@ -199,7 +199,7 @@ def open_logs(
 
 @contextmanager
 def reporter(label: str, total_steps: int, *, silent: bool = False, split: str = "validation") -> Iterator[Report]:
-    """Show a training on standard error: a line that changes in a terminal, otherwise a line now and then."""
+    """Show the progress of a training on standard error: a bar in a terminal, otherwise about five lines."""
     console = Console(stderr=True)
     is_bar, following = console.is_terminal and not silent, 0
     columns = ("{task.description}", MofNCompleteColumn(), TimeRemainingColumn(), "{task.fields[val]}")

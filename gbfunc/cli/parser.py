@@ -1,6 +1,6 @@
-"""From arguments, and a file of `--config`, to a command; and the file that holds the options of a training.
+"""Parses arguments and the file of `--config`; writes the file with the options of a training.
 
-Wrong arguments and files raise `ValueError` with the nearest name.
+Wrong arguments and files raise `ValueError` with the most similar name.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from gbfunc.files import replace_file
 
 
 def parse(argv: Sequence[str]) -> Any:
-    """Make the command that the arguments ask for, one of `COMMANDS`; `ValueError` names the nearest option."""
+    """Parse arguments to a command, an instance of one of `COMMANDS`; errors name the most similar option."""
     name, *words = argv or [""]
     if name == "--version":
         print(f"gbfunc {__version__}")
@@ -51,7 +51,7 @@ def parse(argv: Sequence[str]) -> Any:
 
 
 def _reason(message: str) -> str:
-    """Find the first paragraph in a box of tyro, and the nearest option if there is one."""
+    """Extract the first paragraph, and the most similar option if any, from a box of tyro."""
     lines = [line.strip("│ ") for line in message.splitlines()[1:]]
     blocks = " ".join(line if line.strip("─-╰╯") else "\n" for line in lines).split("\n")
     words = next(block for block in blocks if block.strip()).strip().removesuffix(".")
@@ -68,33 +68,33 @@ def _nearest(word: str, known: Iterable[str], most: int = 1) -> str:
 
 
 def config_words(command: str, argv: Sequence[str]) -> list[str]:
-    """Find the file of `--config` among a command's arguments, and write its options as arguments.
+    """Convert the file of `--config`, if the arguments name one, to arguments.
 
-    A file is written for a training. Another command takes the options that it shares with a training, and leaves the
-    rest. An option that the arguments give an alternative to is left out.
+    The file has options of a training; other commands use the options that they share with a training. If the arguments
+    have an alternative to an option, the file's option is ignored.
     """
     known, trained = options_of(COMMANDS[command]), options_of(Train)
-    parts = [part for word in argv for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    following = dict(pairwise(parts))
+    tokens = [token for word in argv for token in (word.split("=", 1) if word.startswith("--") else [word])]
+    following = dict(pairwise(tokens))
     for option, value in following.items():
         if option.startswith("--") and option != "--prompt" and not value:
-            raise ValueError(f"{option} needs a value, got '' (the present folder is '.')")
+            raise ValueError(f"{option} needs a value, got '' (the current folder is '.')")
     HELP_TASK.set(following.get("--task", "text" if command == "sample" else "digits"))
     if "--config" not in following or "config" not in known:
         return []
-    path, given = Path(following["--config"]), {}
+    path, in_file = Path(following["--config"]), {}
     for key, value in read_config(path).items():
-        # A table may have the name of a subject of the help.
+        # Tables of the file group options under any name.
         is_table = isinstance(value, dict) and key.replace("-", "_") not in trained
-        given |= value if is_table else {key: value}
-    said = {part.removeprefix("--").replace("-", "_") for part in parts if part.startswith("--")}
-    replaced = {name for names in ALTERNATIVES if said & {*names} for name in names if name not in said}
+        in_file |= value if is_table else {key: value}
+    passed = {token.removeprefix("--").replace("-", "_") for token in tokens if token.startswith("--")}
+    replaced = {name for names in ALTERNATIVES if passed & {*names} for name in names if name not in passed}
     words: list[str] = []
-    for key, value in given.items():
+    for key, value in in_file.items():
         name, option = key.replace("-", "_"), f"--{key.replace('_', '-')}"
         if name not in known and name not in trained:
             raise ValueError(f"{path}: there is no option {key!r}{_nearest(name, known, 3)}")
-        # Another option may have the same name: a device is a file where ranks are planned.
+        # Options with one name may differ: `--device` of `gbfunc plan` is a file.
         same = name in known and (name == "task" or trained.get(name, known[name]) is known[name])
         if value is None or name in replaced or not same:
             continue
@@ -122,16 +122,16 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         found = readers[suffix](path.read_text(encoding="utf-8-sig"))
     except Exception as error:
-        # Each reader has its own errors.
+        # Each parser has its own types of errors.
         raise ValueError(f"--config {path} cannot be read: {error}") from error
     if not isinstance(found, dict):
-        raise ValueError(f"--config {path} must hold options by their names, got {found!r}")
+        raise ValueError(f"--config {path} must have options by name, got {found!r}")
     return found
 
 
 def settings_of(options: Any, resolved: Mapping[str, Any]) -> dict[str, Any]:
-    """Find all that decides a training: the user's options, and `resolved` values of those that were left open."""
-    # Options without effect on the trained genome.
+    """Return all settings that determine a training: the user's options, and the `resolved` values of defaults."""
+    # These options do not change the trained genome.
     others = "config out log log_every checkpoint_every keep resume allow_changes overwrite profile peak_flops".split()
     every = {name: value for name, value in values_of(options).items() if name not in others} | {**resolved}
     return {name: _plain(value) for name, value in every.items() if value not in (None, (), "{}")}
@@ -146,5 +146,5 @@ def _plain(value: Any) -> Any:
 def write_config(path: Path, settings: Mapping[str, Any]) -> None:
     import tomlkit
 
-    head = "# The whole training; gbfunc train --config FILE repeats it, gbfunc train --help says what is what.\n\n"
+    head = "# All settings of a training. gbfunc train --config FILE repeats it; gbfunc train --help explains them.\n\n"
     replace_file(path, (head + tomlkit.dumps(settings)).encode())

@@ -1,4 +1,4 @@
-"""The ranks that a command was started on: their mesh, how the p-net is split over it, and whose turn it is."""
+"""Runs a command on several ranks: builds the mesh, splits the p-net over it, and lets ranks prepare files in turn."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -22,17 +22,17 @@ def open_mesh(options: ExecutionOptions, device: str) -> Mesh:
 
 def parse_mesh(text: str | None) -> dict[str, int]:
     axes: dict[str, int] = {}
-    for part in () if text is None else text.split(","):
-        name, _, value = map(str.strip, part.partition("="))
+    for item in () if text is None else text.split(","):
+        name, _, value = map(str.strip, item.partition("="))
         if name not in AXES or name in axes or not value.isdecimal() or not int(value):
-            such = f"ranks along axes ({', '.join(AXES)}), such as data=2,tensor=2"
-            raise ValueError(f"--mesh must name {such}, got {text!r}")
+            expected = f"ranks along axes ({', '.join(AXES)}), such as data=2,tensor=2"
+            raise ValueError(f"--mesh must name {expected}, got {text!r}")
         axes[name] = int(value)
     return axes
 
 
 def find_device(name: str) -> torch.device:
-    """Find the device called `name`; "auto" is the GPU if each rank of this machine has one, otherwise the CPU."""
+    """Return the device `name`; "auto" is the GPU if the machine has one per rank, otherwise the CPU."""
     gpus = torch.cuda.device_count()
     if name == "auto":
         return torch.device("cuda" if gpus and gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)) else "cpu")
@@ -40,7 +40,7 @@ def find_device(name: str) -> torch.device:
         raise ValueError(f"--device {name} needs a GPU, and torch finds none here: try --device auto")
     try:
         device = torch.device(name)
-        torch.zeros((), device=device).item()  # which a device without data, such as meta, refuses
+        torch.zeros((), device=device).item()  # Fails on devices without data, such as meta.
     except (RuntimeError, AssertionError, ImportError) as error:
         reason = str(error).splitlines()[0].partition(". ")[0]
         raise ValueError(f"--device {name!r} cannot be used: {reason}") from error
@@ -48,26 +48,26 @@ def find_device(name: str) -> torch.device:
 
 
 def in_turn(mesh: Mesh, prepare: Callable[[], Any]) -> Any:
-    """Call `prepare` on rank 0, then on a rank of each other machine, then on the rest: one downloads, others read."""
+    """Call `prepare` on rank 0, then on a rank of each other machine, then on the rest, so that only one downloads."""
     turn = 0 if mesh.rank == 0 else 1 if os.environ.get("LOCAL_RANK") == "0" else 2
-    made = failure = None
+    prepared = failure = None
     for now in range(3):
         try:
-            made = prepare() if now == turn else made
+            prepared = prepare() if now == turn else prepared
         except Exception as error:
             failure = error
         for rank, words in enumerate(gather_objects(mesh, failure and f"{type(failure).__name__}: {failure}")):
             if words is not None:
                 raise failure or ValueError(f"rank {rank} cannot begin: {words}")
-    return made
+    return prepared
 
 
 def check_alike(mesh: Mesh, options: Any, data_digest: str) -> None:
-    """Raise `ValueError` where ranks have other options or data, and would wait for each other; paths may differ."""
-    own = {name for name, field in options_of(options).items() if "Path" in str(field.type)}
-    own |= {"device", "resume", "pretrained", "log"}
-    said = {name: x is not None if name in own else x for name, x in values_of(options).items()}
-    check_equal(mesh, {"options": text_of(said), "data": data_digest}, "ranks must have the same options and data")
+    """Raise `ValueError` if ranks have different options or data, with which they would hang; paths may differ."""
+    local = {name for name, field in options_of(options).items() if "Path" in str(field.type)}
+    local |= {"device", "resume", "pretrained", "log"}
+    compared = {name: x is not None if name in local else x for name, x in values_of(options).items()}
+    check_equal(mesh, {"options": text_of(compared), "data": data_digest}, "ranks must have the same options and data")
 
 
 def split_over(mesh: Mesh, options: ExecutionOptions, pnet: nn.Module, batch_size: int) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def split_over(mesh: Mesh, options: ExecutionOptions, pnet: nn.Module, batch_siz
         if (value := getattr(options, option)) is not None and mesh.sizes[axis] == 1:
             raise ValueError(f"--{option} {value} needs a {axis} axis, such as --mesh {axis}=2")
     if pieces > 1:
-        # Torch's DTensor takes half a second to import.
+        # The import of torch's DTensor takes half a second.
         from gbfunc.parallel.styles import tensor_styles
 
         try:
@@ -102,9 +102,9 @@ def styles_of(path: str, pnet: nn.Module) -> Mapping[str, Any]:
 
 
 def pipeline_microbatches(batch_size: int, shards: int, ranks: int) -> int:
-    """Choose as many microbatches as divide a shard of the batch, up to 4 a rank; best a multiple of the ranks."""
+    """Choose the largest number of microbatches, up to 4 per rank, that divides a shard; prefers multiples of ranks."""
     rows, rest = divmod(batch_size, shards)
-    # The bubble of GPipe is small from 4 microbatches per rank on (Huang et al., 2019, section 2.3).
+    # GPipe's idle time is small with at least 4 microbatches per rank (Huang et al., 2019, section 2.3).
     fitting = [n for n in range(ranks, 4 * ranks + 1) if rows % n == 0]
     if rest or not fitting or rows < ranks:
         needs = f"{ranks} to {4 * ranks} microbatches that divide the rows of each of its {shards} shards"

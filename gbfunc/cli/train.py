@@ -1,4 +1,4 @@
-"""`gbfunc train` and `gbfunc demo`: trains a genome, keeps, logs and writes its files, and measures the network."""
+"""`gbfunc train` and `gbfunc demo`: train a genome, write logs and files, and measure the network."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run_train(options: Train) -> None:
     finished = out is not None and (out / "metrics.json").exists() and (out / GENOME_FILE).exists()
     resumes = options.output.resume is not None and any(((out or Path()) / FOLDER).glob("step-*"))
     if finished and not resumes and not options.output.overwrite:
-        raise ValueError(f"{out} holds a finished training: --overwrite replaces it, or choose another --out")
+        raise ValueError(f"{out} has a finished training: --overwrite replaces it, or choose another --out")
     with open_mesh(options.execution, options.training.device) as mesh:
         here = _settled(options, dtype, mesh.device)
 
@@ -57,7 +57,7 @@ def run_train(options: Train) -> None:
             teacher = read_teacher(asked.teacher, job.task, here.data).to(mesh.device)
             asks = here.training.epochs or here.training.steps or job.recipe.steps
             if job.plan.base is None and not here.dense and not asks:
-                # A pupil learns from its teacher for long (Beyer et al., 2022).
+                # Distillation needs long trainings (Beyer et al., 2022).
                 reasons = {**job.recipe.reasons, "epochs": "twice those of the recipe, as there is a teacher"}
                 job = job._replace(recipe=replace(job.recipe, epochs=2 * job.recipe.epochs, reasons=reasons))
             return job._replace(task=taught(job.task, teacher, asked.teacher_weight, asked.temperature)), teacher
@@ -70,7 +70,7 @@ def run_train(options: Train) -> None:
                 value = getattr(job.recipe, name, None)
                 tell(f"{name}{f' {value:.3g}' if isinstance(value, int | float) else ''}: {why}")
             if dtype != options.output.dtype:
-                tell(f"dtype {dtype}: codes, which hold most in so many bytes; --dtype chooses another")
+                tell(f"dtype {dtype}: most parameters for the number of bytes; --dtype chooses another")
         with output.open_folder(out if is_first else None, locked=True) as folder:
             split = split_over(mesh, options.execution, job.pnet, job.recipe.batch_size)
             result, _, metrics = train_genome(job, here, folder, split, teacher)
@@ -124,12 +124,12 @@ def run_demo(options: Demo) -> None:
 class Meter:
     """Measures the steps of one training, and profiles a few steps."""
 
-    split: Mapping[str, Any]  # how the p-net is split over ranks
-    peak_flops: float | None = None  # of one rank, per second
+    split: Mapping[str, Any]  # Options that split the p-net over ranks
+    peak_flops: float | None = None  # Peak operations per second of one rank
     profile: Path | None = None
-    sent: Counter[str] = field(default_factory=Counter)  # bytes, by axis
+    sent: Counter[str] = field(default_factory=Counter)  # Bytes sent by this rank, by axis
     steps: int = 0
-    batch: Any = None  # the first one
+    batch: Any = None  # The first batch
     after: Callable[[], None] = lambda: None
 
     def metered(self, trainer: training.Trainer, begin: Callable[[], None]) -> training.Trainer:
@@ -190,10 +190,10 @@ class Meter:
         if "pipeline" in self.split:
             found["pipeline"] = self.split["pipeline"]
         if self.batch is not None:
-            # The counter does not know every fused kernel of attention.
+            # Use plain attention, because the counter does not support all fused kernels.
             with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
                 task.loss(copy.deepcopy(job.pnet), self.batch)
-            # Backward takes twice the operations of forward.
+            # Backward has twice the operations of forward.
             flops = 3 * counter.get_total_flops()
             found |= {"model_flops_per_step": flops, "model_flops_per_second": steps_per_second * flops}
             if self.peak_flops is not None:
@@ -208,12 +208,12 @@ def run_fit(trainer: training.Trainer, job: Job, seed: int, label: str, **hooks:
 
 
 def fitted(job: Job, teacher: nn.Module | None, measured: Mapping[str, float], seed: int) -> gb.Genome | None:
-    """Fit a genome to a teacher; None if the fit's accuracy is nearer to chance than to the teacher's."""
-    task, plan, of = job.task, job.plan, job.task.metric
+    """Fit a genome to a teacher; return None if the fit's accuracy is nearer to chance than to the teacher's."""
+    task, plan, metric = job.task, job.plan, job.task.metric
     if teacher is None:
         return None
-    tell(f"the teacher has validation {of.label} {of.show(most := measured[of.name])}")
-    if of not in ACCURACY or job.hypernet is None:
+    tell(f"the teacher has validation {metric.label} {metric.show(most := measured[metric.name])}")
+    if metric not in ACCURACY or job.hypernet is None:
         return None
     if most < 0.1 + (least := float(task.val.y.bincount().max()) / len(task.val)):
         tell("warning: the teacher is near chance: is it trained, on inputs scaled as the task scales them?")
@@ -223,10 +223,10 @@ def fitted(job: Job, teacher: nn.Module | None, measured: Mapping[str, float], s
         # The teacher has another architecture, or the plan has nothing to fit.
         return None
     net = gb.materialize(plan, genome, job.pnet).eval()
-    reached = task.measured(net, task.val)[of.name]
+    reached = task.measured(net, task.val)[metric.name]
     helps = reached - least > 0.5 * (most - least)
-    words = f"a genome fitted to the teacher's weights has validation {task.metric.label} {task.metric.show(reached)}"
-    tell(f"{words}: training begins {'there' if helps else 'from random g-nets'}")
+    words = f"a genome fitted to the teacher's weights has validation {metric.label} {metric.show(reached)}"
+    tell(f"{words}: training begins from {'this genome' if helps else 'random g-nets'}")
     return genome if helps else None
 
 
@@ -242,7 +242,7 @@ def train_genome(
     if rounding and (n_bytes is None or asked.finetune is not None):
         raise ValueError("--dtype auto needs --genome-bytes, and no --finetune: the training itself rounds")
     if asked.finetune is not None and not task.resumable:
-        raise ValueError("--finetune is for tasks with examples, and the control task has none")
+        raise ValueError("--finetune needs a task with examples, got the control task, which has none: drop --finetune")
     label = "genome" if job.hypernet else "dense"
     settings = settings_of(options, resolved(job, options.genome, asked.dtype))
     meter = Meter(split, getattr(asked, "peak_flops", None), getattr(asked, "profile", None))
@@ -264,7 +264,8 @@ def train_genome(
         best = output.Best(best_path, task.metric, write)
 
         def keep_best(state: gb.TrainState, rows: list[dict[str, float]]) -> None:
-            # All ranks gather, whichever finds its network better. Before there are steps nothing is as in a file.
+            # All ranks must gather, whether their metric improved or not. With `auto`, genomes are written once the
+            # scales of integers are known.
             genome = step.gather(state)
             if rounding is None or step.rounding(genome) is not None:
                 best(genome, rows)
@@ -274,9 +275,9 @@ def train_genome(
         try:
             result = run_fit(trainer, job, seed, label, log_every=asked.log_every, **hooks)
         except KeyboardInterrupt:
-            held = f"{best_path} holds the best genome so far" if best_path.exists() else "no genome is kept"
-            cure = "--out DIR --checkpoint-every STEPS keeps checkpoints to resume from"
-            raise Stopped(signal.SIGINT, f"interrupted: {held if asked.out else 'nothing is kept'}; {cure}") from None
+            saved = f"{best_path} has the best genome so far" if best_path.exists() else "no genome is kept"
+            cure = "--out DIR --checkpoint-every STEPS saves checkpoints to resume from"
+            raise Stopped(signal.SIGINT, f"interrupted: {saved if asked.out else 'nothing is kept'}; {cure}") from None
         return result, int(best.row(result.history)["step"])
 
     logs, rates = asked.log if step.mesh.rank == 0 else (), recipe.schedule(recipe, recipe.lr, steps)
@@ -289,11 +290,11 @@ def train_genome(
                 graphs = ", steps as CUDA graphs" if isinstance(step, CapturedTrainStep) else ""
                 tell(f"training on {step.mesh.device}, {origin['device']}{graphs}")
 
-        # Called at the first step: a refused training does not touch the folder.
+        # `begin` is called at the first step, so that a training that is refused does not change the folder.
         trainer = meter.metered(trainer, begin)
         unit = 1 if task.resumable else steps_per_epoch(task.train, recipe.batch_size)
-        with checkpoints(options, settings, steps, unit, step) as kept, meter.profiling(step.mesh):
-            result, best_step = train(trainer, job, label, checkpoints=kept, on_log=on_log)
+        with checkpoints(options, settings, steps, unit, step) as saved, meter.profiling(step.mesh):
+            result, best_step = train(trainer, job, label, checkpoints=saved, on_log=on_log)
         if asked.finetune is not None:
             job = job._replace(recipe=training.slowed(recipe, asked.finetune))
             more = training.genome_trainer(job.plan, job.pnet, task, job.recipe, seed, rounding=asked.dtype, **split)
@@ -321,8 +322,8 @@ def train_genome(
         "seed": seed,
     }
     if best_path.exists() and asked.out is not None:
-        kept_net = read_genome(best_path, options.data, task)[2].to(device)
-        metrics |= {"best_step": best_step, **measure(task, kept_net, "best_")}
+        best_net = read_genome(best_path, options.data, task)[2].to(device)
+        metrics |= {"best_step": best_step, **measure(task, best_net, "best_")}
     metrics |= {f"teacher_val_{name}": value for name, value in taught_by.items()}
     metrics |= meter.metrics(step, job, result.steps / max(result.step_seconds, 1e-9))
     return result, net, metrics | {"config": settings} | origin
