@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gbfunc.layers.beside import hidden_layers
 from gbfunc.trees import differentiable
 from gbfunc.types import Params
 
@@ -50,8 +51,12 @@ class BaseTensors:
         tensors = {id(x) for named in (pnet.parameters(), pnet.buffers()) for x in named}
         packed = {k: x if isinstance(x, tuple) else (x,) for k, x in state.items() if id(x) not in tensors}
         parts = {f"{k}.{i}": x for k, each in packed.items() for i, x in enumerate(each) if isinstance(x, Tensor)}
-        # Their numbers, of a byte each in torch's layers.
-        self._packed = sum(x.numel() for x in parts.values())
+        self._packed_bytes = sum(x.nbytes for x in parts.values())
+        # Weights without a parameter of their shape count as well.
+        self._hidden = 0
+        for _, layer in hidden_layers(pnet):
+            own = sum(p.numel() for p in layer.parameters() if p.ndim > 1 and not p.is_floating_point())
+            self._hidden += getattr(layer, "out_features", 0) * layer.in_features - own
         self._packed_digest = _digest({k: x.dequantize() if x.is_quantized else x for k, x in parts.items()})
         self.params, self.buffers = params, buffers
         self._on: dict[torch.device, tuple[Params, Params]] = {}
@@ -81,9 +86,10 @@ class BaseTensors:
     def describe(self, name: str = "", revision: str = "") -> Base:
         """Returns digest and sizes; raises ValueError for a p-net on the meta device, which has no values."""
         kept = self.params | {k: self.buffers[k] for k in self._saved}
-        digest = _digest(kept, self._packed_digest if self._packed else b"")
-        params = sum(x.numel() for x in self.params.values()) + self._packed
-        return Base(digest.hex()[:32], params, sum(x.nbytes for x in kept.values()) + self._packed, name, revision)
+        digest = _digest(kept, self._packed_digest if self._packed_bytes else b"")
+        params = sum(x.numel() for x in self.params.values()) + self._hidden
+        size = sum(x.nbytes for x in kept.values()) + self._packed_bytes
+        return Base(digest.hex()[:32], params, size, name, revision)
 
 
 def _digest(tensors: Params, start: bytes = b"") -> bytes:

@@ -93,6 +93,7 @@ def test_a_delta_beside_a_layer_is_added_to_its_dequantised_weight(name: str, hy
     pnet = make(0)
     plan, x = gb.make_plan(pnet, hypernet, base="own"), X.to(torch.float32 if "torch" in name else torch.float64)
     assert {"0.delta", "2.delta"} <= {t.name for t in plan.tensors} and not plan.left_out
+    assert plan.pnet_params >= 16 * 12 + 12 * 8 + 8 * 4
     fresh = gb.init_genome(plan, pnet)
     assert torch.equal(gb.materialize(plan, fresh, pnet, factored=True)(x), pnet(x))
     genome = fresh._replace(gnets=moved_deltas(plan, fresh.gnets))

@@ -265,8 +265,8 @@ class Classifier(nn.Module):
         self.body = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 6))
         self.head = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x + self.shift))
+    def forward(self, x: Tensor, shifts: Tensor | None = None) -> Tensor:
+        return self.head(self.body(x + (self.shift if shifts is None else shifts.sum(0))))
 
 
 @pytest.mark.parametrize("hypernet", [gb.periodic(1), gb.gnet((3,)), gb.periodic(1, "layers")], ids=str)

@@ -91,6 +91,12 @@ def test_heads_with_their_own_classes() -> None:
             row: Tensor = gb.materialize(plans[i], genomes[i], pnets[i])(x[b : b + 1])[0]
             assert_close(out[b, : heads[i]], row)
             assert bool((out[b, heads[i] :] == -math.inf).all())
+    # An input for all rows is as long as the batch of one p-net.
+    index, shifts = torch.tensor([1, 2, 1, 2, 0]), vectors(2, 8)
+    out = net(index, x, shifts)
+    for b, i in enumerate(index.tolist()):
+        alone = gb.materialize(plans[i], genomes[i], pnets[i])
+        assert_close(out[b, : heads[i]], alone(x[b : b + 1], shifts)[0])
     for wrong in ((plans[:2], genomes, pnets), (plans, genomes, pnets[:1]), ([], [], body)):
         with pytest.raises(ValueError, match="expected at least one genome, and a plan and a p-net for each"):
             gb.materialize_many(*wrong)

@@ -238,7 +238,8 @@ class ManyGenomes(nn.Module):
             # Tensors that vary have one dimension more.
             return [*self._rows] if modules else []
 
-        net = PureNet(frame.pnet, frame.forms, adapt, frame.base)
+        # Without modules row by row, one net computes one row and a batch.
+        net = self._way(None).net if paths == () else PureNet(frame.pnet, frame.forms, adapt, frame.base)
         return _Way(net, modules, [] if paths is None else [*paths] if paths == ("",) else self._paths)
 
     def forward(self, index: Tensor, *args: Any, **kwargs: Any) -> Any:

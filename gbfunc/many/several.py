@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gbfunc.genome import check_type
 from gbfunc.many.genomes import ManyGenomes, check_call, cut
 from gbfunc.many.rows import joined
 from gbfunc.plan import Plan
-from gbfunc.trees import tree_leaves
+from gbfunc.trees import tree_leaves, tree_map
 from gbfunc.types import GenomeLike
 
 
@@ -23,15 +24,23 @@ class ManyNets(nn.Module):
 
     def forward(self, index: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As `ManyGenomes.forward`; tensors of different sizes are padded at the end, with -inf (integers: -1)."""
-        split = check_call(index, self.n_genomes, tree_leaves((args, kwargs), "inputs"))
+        inputs = tree_leaves((args, kwargs), "inputs")
+        split = check_call(index, self.n_genomes, inputs)
+        shared = {
+            len(x) for (_, x), own in zip(inputs, split, strict=True) if isinstance(x, Tensor) and x.ndim and not own
+        }
         net_B, number_B = self.get_buffer("numbers")[index].unbind(-1)
         places, parts = list[Tensor](), list[Any]()
         for n, net in enumerate(self.nets):
             if len(rows := (net_B == n).nonzero()[:, 0]):
-                given, options = cut(rows, args, kwargs, split)
-                parts.append(net(number_B[rows], *given, **options))
-                places.append(rows)
-        return joined(parts, torch.cat(places).argsort())
+                # Rows come again where an input for all rows would have as many.
+                size = next(size for size in range(len(rows), 2 * len(index) + 9) if size not in shared)
+                more = rows[torch.arange(size, device=rows.device) % len(rows)]
+                given, options = cut(more, args, kwargs, split)
+                parts.append(net(number_B[more], *given, **options))
+                # These sort behind the batch.
+                places.append(torch.cat([rows, rows.new_full((size - len(rows),), len(index))]))
+        return joined(parts, torch.cat(places).argsort()[: len(index)])
 
 
 def materialize_many(
@@ -79,6 +88,8 @@ def materialize_many(
     >>> net(torch.tensor([3, 0, 3]), torch.ones(3, 30)).shape
     torch.Size([3, 20])
     """
+    for each in [plan] if isinstance(plan, Plan) else plan:
+        check_type(each)
     genomes = [*genomes]
     plans = [plan] * len(genomes) if isinstance(plan, Plan) else [*plan]
     pnets = [pnet] * len(genomes) if isinstance(pnet, nn.Module) else [*pnet]
