@@ -10,7 +10,7 @@ from gbfunc.genome import check_type
 from gbfunc.many.genomes import ManyGenomes, check_call, cut
 from gbfunc.many.rows import joined
 from gbfunc.plan import Plan
-from gbfunc.trees import tree_leaves, tree_map
+from gbfunc.trees import tree_leaves
 from gbfunc.types import GenomeLike
 
 
