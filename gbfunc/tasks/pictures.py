@@ -31,9 +31,6 @@ _LEAST, _MAX_BYTES = 10, 1 << 33  # pictures to learn from, and bytes of all pic
 _SIZE, _ADAPTER = 32, 6_000  # rows of pictures without a base; parameters of an adapter beside the head
 _FINE_TUNING = Recipe(direct_lr=3e-3, dense_lr=3e-4, clip_norm=1.0, schedule=linear_decay)
 
-Labelled = tuple[Any, NDArray[np.int64]]
-"""Pictures, files or bytes [C, h, w], and their classes [N]."""
-
 
 @dataclass(frozen=True, eq=False)
 class Pictures(Split):
@@ -96,13 +93,13 @@ def _recipe(head: int, pictures: int, pnet: PNet, genome_params: float) -> Recip
     return replace(_FINE_TUNING, lr=lr, batch_size=batch_size, epochs=epochs)
 
 
-def find_parts(folder: Path) -> tuple[list[str], dict[str, Labelled]]:
+def find_parts(folder: Path) -> tuple[list[str], dict[str, tuple[Any, NDArray[np.int64]]]]:
     """Find names of classes, none in CIFAR's files, and the pictures of `train`, `val` and `test`, as `images` says.
 
     Hidden files and folders, and files without the suffix of a picture, are left out.
     """
     names: list[str] = []
-    parts: dict[str, Labelled] = {}
+    parts: dict[str, tuple[Any, NDArray[np.int64]]] = {}  # files, or bytes [C, h, w], and classes
     if any(any(folder.glob(pattern)) for pattern in _CIFAR):
         parts["train"], parts["test"] = load_cifar(folder, "cifar*", 256)
     else:
