@@ -257,7 +257,6 @@ class Table(Encoding):
 
     @cached_property
     def rows(self) -> Array:
-        """The codes [n, k] in float64."""
         return self._numbers.astype(np.float64)
 
     def check(self, n: int) -> None:

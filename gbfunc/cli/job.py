@@ -80,7 +80,6 @@ def chosen(options: object, *names: str) -> dict[str, Any]:
 
 
 def read_json(option: str, text: str) -> dict[str, Any]:
-    """Read the JSON object in an option."""
     expected = f"{option} must be a JSON object such as '{{\"width\": 64}}', got {text!r}"
     try:
         value = json.loads(text)
@@ -263,7 +262,6 @@ def _with_tuples(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _encodings(text: str) -> dict[str, Any]:
-    """Read the encodings of rows and columns, by the names of parameters."""
     found: dict[str, Any] = {}
     for name, pair in read_json("--encodings", text).items():
         if not isinstance(pair, list) or len(pair) != 2:

@@ -137,7 +137,6 @@ def print_metrics(metrics: Mapping[str, Any], task: Task) -> None:
 
 
 def _course(m: Mapping[str, Any]) -> Iterator[str]:
-    """Yield lines about the time and memory of a training."""
     if "seconds" in m:
         yield f"training: {m['steps']:,} steps in {m['seconds']:.1f} s"
     if "ranks" not in m:

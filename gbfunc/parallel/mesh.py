@@ -119,7 +119,6 @@ class Mesh:
 
     @cached_property
     def tensor_mesh(self) -> Any:
-        """Torch's `DeviceMesh` along the tensor axis."""
         from torch.distributed.device_mesh import DeviceMesh
 
         return DeviceMesh.from_group(self._axes["tensor"].group, self.device.type, mesh_dim_names=("tensor",))

@@ -46,7 +46,6 @@ class Layout:
         return slice(first, first + sizes[index])
 
     def sizes_of(self, e: Ensemble, slot: int) -> Sizes:
-        """Return the number of tiles of a slot on every rank along the g-net axis."""
         p = e.spans[slot]
         ends = [0, *accumulate(self.sizes[e.name])]
         return tuple(max(0, min(b, p.first + p.slot.grid.n_tiles) - max(a, p.first)) for a, b in pairwise(ends))

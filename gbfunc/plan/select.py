@@ -200,7 +200,6 @@ def choose(
 
 
 def check_hypernet(what: str, hypernet: Any) -> None:
-    """Raise `TypeError` unless `hypernet` is an instance of a type of g-net with a name."""
     if not isinstance(hypernet, Hypernet):
         got = f"the class {hypernet.__name__}: call it" if isinstance(hypernet, type) else repr(hypernet)
         raise TypeError(f"{what} must be an instance of a type of g-net, such as gb.periodic(), got {got}")

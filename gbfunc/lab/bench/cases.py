@@ -170,7 +170,6 @@ class NaiveGNet(GNet):
 
 
 def _population(setup: Setup, *, together: bool, n: int = 16, **options: Any) -> Step:
-    """Build a step that trains n genomes, in one call or one after another."""
     optimizer = gb.torch_optimizer(torch.optim.AdamW, lr=setup.setting.lr)
     train_step = gb.make_train_step(
         setup.plan, setup.pnet, loss_fn, optimizer, donate=True, amp=setup.setting.amp, **options

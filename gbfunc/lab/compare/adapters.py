@@ -96,7 +96,6 @@ class Adapted:
         return _import_peft().get_peft_model_state_dict(net)
 
     def fill(self, net: nn.Module, state: TensorMap) -> None:
-        """Load a state into a network from `attach`."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Specified to not load", category=UserWarning)
             _import_peft().set_peft_model_state_dict(net, dict(state))

@@ -211,7 +211,6 @@ def pnet_about(about: Mapping[str, Any], task: Task) -> PNet:
 
 
 def of_nets(pnets: Iterable[PNet], task: Task, **axes: Any) -> list[Settings]:
-    """Combine different p-nets with other settings."""
     abouts = {json.dumps(about): about for about in (about_pnet(pnet, task) for pnet in pnets)}
     return [about | settings for about in abouts.values() for settings in grid(**axes)]
 
@@ -223,7 +222,6 @@ def blank(pnet: PNet) -> Params:
 
 
 def blanks(like: TensorMap) -> Params:
-    """Return zeros on the CPU in the shapes of tensors, which may be meta tensors."""
     return {name: torch.zeros(t.shape, dtype=t.dtype, device="cpu") for name, t in like.items()}
 
 
