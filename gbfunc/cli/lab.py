@@ -122,7 +122,7 @@ def run_compare(options: Compare) -> None:
                 write_metrics(folder / "compare.json", about | to_json(results))
         known = {name: [of_problem(results, problem, name) for problem in problems] for name in methods}
         levels = {name: of_problem(results, free[0], name) for name in references}
-        levels = {f"{name} ({of.rows[0].bytes:,} bytes)": of for name, of in levels.items() if of.rows}
+        levels = {f"{name} ({found.rows[0].bytes:,} bytes)": found for name, found in levels.items() if found.rows}
         if any(found.rows for by_problem in known.values() for found in by_problem):
             write_figure(folder / "tradeoff.png", lambda: tradeoff_figure(known, task.metric, levels))
     print_tradeoff(known, problems, levels)
@@ -159,9 +159,9 @@ def tradeoff_figure(known: Mapping[str, Sequence[Results]], metric: Metric, leve
         return [100 - value if errors else value for value in _tested(results, metric)]
 
     curves = {
-        name: [(mean(row.bytes for row in part.rows), shown(part)) for part in parts if part.rows]
-        for name, parts in known.items()
-        if any(part.rows for part in parts)
+        name: [(mean(row.bytes for row in found.rows), shown(found)) for found in by_budget if found.rows]
+        for name, by_budget in known.items()
+        if any(found.rows for found in by_budget)
     }
     label = f"test error = 100 - {metric.label} (%, logarithmic)" if errors else f"test {metric.label} ({metric.unit})"
     figure = tradeoff_curves(curves, label, yscale="log" if errors else "linear")
@@ -178,22 +178,22 @@ def print_tradeoff(
 ) -> None:
     first, metric = problems[0], problems[0].task.metric
 
-    def spread(values: Sequence[float]) -> str:
+    def with_deviation(values: Sequence[float]) -> str:
         digits = 2 if mean(values) > 10 else 4
         return f"{mean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
 
-    def cell(part: Results) -> str:
-        if part.rows:
-            return spread(_tested(part, metric))
+    def cell(found: Results) -> str:
+        if found.rows:
+            return with_deviation(_tested(found, metric))
         # "-" if nothing fits; empty if there is no result yet.
-        return "-" if any(choice.settings is None for choice in part.choices) else ""
+        return "-" if any(choice.settings is None for choice in found.choices) else ""
 
     rows = []
-    for name, parts in known.items():
-        searched = [choice.searched for part in parts for choice in part.choices]
+    for name, by_budget in known.items():
+        searched = [choice.searched for found in by_budget for choice in found.choices]
         ends = dict.fromkeys((min(searched), max(searched))) if searched else ()
-        rows.append([name, *map(cell, parts), " to ".join(f"{n:,}" for n in ends)])
-    notes = [f"{name}: {spread(_tested(results, metric))}" for name, results in levels.items()]
+        rows.append([name, *map(cell, by_budget), " to ".join(f"{n:,}" for n in ends)])
+    notes = [f"{name}: {with_deviation(_tested(results, metric))}" for name, results in levels.items()]
     notes.append(
         f"{first.task.name}: test {metric.label} in {metric.unit}, mean and standard deviation over seeds; "
         f"{first.steps:,} steps; -: no network fits the budget."

@@ -98,13 +98,13 @@ class ParallelPlan(NamedTuple):
         if len(self.fits) > most:
             lines.append(f"and {len(self.fits) - most} more that fit")
         for p in self.fits[:1]:
-            lines += ["", f"the fastest    memory {_parts(p.memory)}", f"               sent {_parts(p.sent)}"]
+            lines += ["", f"the fastest    memory {_listed(p.memory)}", f"               sent {_listed(p.sent)}"]
         ranks = f"{self.ranks:,} rank{'s' * (self.ranks > 1)}"
         lines.append(f"\n{len(self.fits)} layouts of {ranks} fit, {len(self.refused)} do not:")
         lines += [f"  {layout}: {reason}" for layout, reason in self.refused[:most]]
         if len(self.refused) > most:
             lines.append(f"  and {len(self.refused) - most} more")
-        lines.append(f"\ndense, FSDP    {_size(sum(self.dense.values()))} a rank ({_parts(self.dense)})")
+        lines.append(f"\ndense, FSDP    {_size(sum(self.dense.values()))} a rank ({_listed(self.dense)})")
         lines.append(f"               {_size(self.dense_sent)} sent per step and rank")
         return "\n".join(lines)
 
@@ -114,8 +114,8 @@ def _size(n: float) -> str:
     return next((f"{n / scale:.3g} {unit}" for unit, scale in units.items() if n >= scale), f"{n:.0f} B")
 
 
-def _parts(parts: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {_size(n)}" for name, n in parts.items()) or "-"
+def _listed(named: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {_size(n)}" for name, n in named.items()) or "-"
 
 
 def plan_parallel(
@@ -167,8 +167,8 @@ def plan_parallel(
             fits.append(min(fitting, key=lambda p: p.seconds))
             continue
         least = min(found, key=lambda p: p.peak)
-        parts = dict(sorted(least.memory.items(), key=lambda item: -item[1])[:2])
-        reason = f"needs {_size(least.peak)} of {_size(device.memory)} ({_parts(parts)})"
+        named = dict(sorted(least.memory.items(), key=lambda item: -item[1])[:2])
+        reason = f"needs {_size(least.peak)} of {_size(device.memory)} ({_listed(named)})"
         refused.append((str(least.layout), reason))
     dense, sent = model.dense(ranks)
     fits.sort(key=lambda p: p.seconds)

@@ -91,12 +91,12 @@ class Ensemble:
     def _of_tiles(self, sides: list[tuple[Encoding, int, int]], device: Device, other: int) -> Tensor:
         """Build the codes [U, t, k] of one side from a (code, length, tile) per slot."""
         keys = [(code, 0 if code.local else n, tile) for code, n, tile in sides]
-        made = {key: side[0].tile_codes(*side[1:], device) for key, side in zip(keys, sides, strict=True)}
-        if len(made) == 1 and len(made[keys[0]]) == 1:
-            return made[keys[0]]
+        by_key = {key: side[0].tile_codes(*side[1:], device) for key, side in zip(keys, sides, strict=True)}
+        if len(by_key) == 1 and len(by_key[keys[0]]) == 1:
+            return by_key[keys[0]]
         full = []
         for key, span in zip(keys, self.spans, strict=True):
-            codes_utk, grid = made[key], span.slot.grid
+            codes_utk, grid = by_key[key], span.slot.grid
             codes = codes_utk[:, None] if other else codes_utk[None]
             codes = codes.broadcast_to(grid.n_rows, grid.n_cols, *codes_utk.shape[1:])
             full.append(codes.reshape(grid.n_tiles, *codes_utk.shape[1:]))

@@ -18,10 +18,10 @@ _FEW_TILES, _FEW_FACTORED, _LARGE_TILE = 25, 9, 48
 def report(plan: Any, dtype: Stored | None, genome: GenomeLike | None, metadata: Any) -> str:
     name = None if dtype is None else stored_as(dtype)
     stored = "" if name is None else " in codes" if name == AUTO else f" as {name}"
-    parts: dict[str, int] = {}
+    n_bytes: dict[str, int] = {}
     try:
-        parts = file_bytes(plan, dtype, genome, metadata)
-        size = sum(parts.values())
+        n_bytes = file_bytes(plan, dtype, genome, metadata)
+        size = sum(n_bytes.values())
         most = "" if genome is not None else "at most " if name in BITS else "about " * (name == AUTO)
         on_disk = f"{most}{size:,} bytes on disk{stored} (header and buffers included)"
         in_bytes = f", {plan.dense_bytes / size:.1f}x in bytes"
@@ -32,7 +32,7 @@ def report(plan: Any, dtype: Stored | None, genome: GenomeLike | None, metadata:
         on_disk, in_bytes = f"cannot be saved: {error}", ""
     base, beside = plan.base, ", beside the base" * (plan.base is not None)
     lines = [
-        *_table(plan, parts),
+        *_table(plan, n_bytes),
         "",
         f"whole model  dense {plan.pnet_params:,} parameters, {plan.dense_bytes:,} bytes",
         f"             genome {plan.genome_params:,} parameters, {on_disk}",
@@ -68,7 +68,7 @@ def _poor(plan: Any) -> list[str]:
     ]
 
 
-def _table(plan: Any, parts: Mapping[str, int]) -> list[str]:
+def _table(plan: Any, n_bytes: Mapping[str, int]) -> list[str]:
     counts = Counter[str]()
     for owners in owners_of(plan).values():
         for owner, n in owners:
@@ -94,9 +94,9 @@ def _table(plan: Any, parts: Mapping[str, int]) -> list[str]:
         rows[b.name] = {"shape": _dims(b), "role": "buffer", "parameters": f"({counts[b.name]:,})"}
     if not rows:
         return []
-    rows |= {name: {} for name in parts if name not in rows}
+    rows |= {name: {} for name in n_bytes if name not in rows}
     for name, row in rows.items():
-        row["tensor"], row["bytes"] = name, f"{parts.get(name, 0):,}" if parts else ""
+        row["tensor"], row["bytes"] = name, f"{n_bytes.get(name, 0):,}" if n_bytes else ""
     # Long notes are printed below the table.
     notes = list(dict.fromkeys(note for row in rows.values() if len(note := row.get("note", "")) > _SHORT_NOTE))
     columns = []

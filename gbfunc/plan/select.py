@@ -36,8 +36,8 @@ class Targets(NamedTuple):
     hidden: dict[str, str]  # Layers that hide their weight and cannot have a delta, with the reason
 
     def saved(self, name: str) -> bool:
-        parts = name.split(".")[:-1]
-        return any(_named(self.new, ".".join(parts[:n])) for n in range(1, len(parts) + 1))
+        path = name.split(".")[:-1]
+        return any(_named(self.new, ".".join(path[:n])) for n in range(1, len(path) + 1))
 
     def changes(self, info: ParameterInfo, kind: LayerKind) -> bool:
         if self.modules is None or self.modules == "all-linear":
