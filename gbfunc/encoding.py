@@ -129,7 +129,7 @@ class Gray(Binary):
 
 @dataclass(frozen=True)
 class OneHot(Encoding):
-    """One indicator (0 or 1) per position within a tile: n numbers."""
+    """One-hot code of the position within a tile: n numbers, 1 at the position and 0 elsewhere."""
 
     type: ClassVar[str] = "one_hot"
 

@@ -68,7 +68,7 @@ def check_genome(
 
 
 def check_type(plan: Plan) -> None:
-    """Raise `TypeError` for anything but a plan."""
+    """Raise `TypeError` unless `plan` is a `Plan`."""
     if not isinstance(plan, Plan):
         raise TypeError(f"expected a plan of gb.make_plan, got {type(plan).__name__}")
 

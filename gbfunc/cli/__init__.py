@@ -21,7 +21,7 @@ __all__ = ["main"]
 
 
 class Stopped(BaseException):
-    """Ends the command after a signal; has the signal's number and a message. Not caught by `except Exception`."""
+    """Ends the command after a signal; has the signal's number and a message. `except Exception` does not catch it."""
 
 
 @contextmanager

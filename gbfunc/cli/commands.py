@@ -109,7 +109,7 @@ class Predict(GenomeCommand):
 
 @dataclass(frozen=True, kw_only=True)
 class Sample(GenomeCommand):
-    """Write text with the language model of a genome file; that of a chat answers."""
+    """Write text with the language model of a genome file, or answer with its chat model."""
 
     # Text to continue or to answer.
     prompt: Annotated[str, shows("TEXT", "a new line")] = "\n"

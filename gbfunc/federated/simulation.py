@@ -54,7 +54,7 @@ class LocalGrid(Grid):
         task._task_id, task._run_id, task._node_id = self._before
 
     def states(self) -> Iterator[tuple[int, bytes]]:
-        """Serialize `context.state` of each node that has one."""
+        """Yield the number and the serialized `context.state` of every node with a state."""
         for number, context in self._contexts.items():
             if context.state:
                 yield number, recorddict_to_proto(context.state).SerializeToString()

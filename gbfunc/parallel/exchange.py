@@ -109,7 +109,7 @@ def reduce_step(
     replicated = [k for k in gradients if k not in split]
     means = map(_wide, [loss, *known, *(decrease(x, buffers[k]) for k, x in before.items())])
     means = [x * rows if rows else torch.zeros_like(x) for x in means]
-    # NaN in place of the number of rows tells all ranks that this rank has other entries.
+    # NaN instead of the number of rows tells all ranks that this rank has other entries.
     sent = torch.tensor(float(rows) if entries == agreed else math.nan)
     n, square, *sums = _sum_flat(layout, [sent, square, *means, *(gradients[k] for k in replicated)], "world")
     if n.isnan():

@@ -243,7 +243,7 @@ class TensorParallel:
         self.by_class = isinstance(placement, Shard) and not split
 
     def backward(self) -> AbstractContextManager[Any]:
-        """Return the context of backward: `loss_parallel` if the last layer's classes are split over ranks."""
+        """Return the context for backward: `loss_parallel` if the last layer's classes are split, otherwise empty."""
         # Torch's context cannot be nested, and the caller may have entered `loss_parallel` around the step.
         handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", {})
         active = torch.ops.aten._log_softmax.default in handlers

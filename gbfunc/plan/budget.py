@@ -128,7 +128,7 @@ class Unit:
         return -(-self.matrix.rows // side), min(-(-self.matrix.cols // side), self._channels)
 
     def refine(self, budget: int) -> None:
-        """Spend more of a budget than an integer size can, with the fewest additional tiles that spend nearly all."""
+        """Add tiles, as few as possible, to spend nearly all of a budget; changes of the size alone are too coarse."""
         if (self.fixed and not self.spreads) or self.max_tile is not None or self.cut == (1, 1):
             return
         options = [(self.cost, self.cut, self.size)]
