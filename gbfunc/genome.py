@@ -121,7 +121,7 @@ def init_genome(plan: Plan, pnet: nn.Module, seed: int = 0, *, device: torch.dev
     check_plan(plan, pnet)
     buffers = {b.name: pnet.get_buffer(b.name).detach() for b in plan.buffers}
     if empty := [name for name, buffer in buffers.items() if buffer.is_meta]:
-        raise ValueError(f"buffers {empty} of the p-net are on the meta device and have no values: give them some")
+        raise ValueError(f"buffers {empty} of the p-net are on the meta device and have no values: give them values")
     infos = {info.name: info for info in parameter_infos(pnet)}
     if device is None:
         device = next((info.tensor.device for info in infos.values() if not info.tensor.is_meta), "cpu")

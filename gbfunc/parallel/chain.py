@@ -117,7 +117,7 @@ def crossing(chain: Chain, starts: Sequence[int], stage: int) -> list[fx.Node]:
             value = node.meta["val"]
             if not isinstance(value, Tensor) or not all(isinstance(n, int) for n in value.shape):
                 what = f"{node.target} of {_modules_of(node)[-1]!r}"
-                raise ValueError(f"in a pipeline stages send tensors of known shapes, which {what} is not")
+                raise ValueError(f"in a pipeline values between stages must be tensors of known shapes, got {what}")
             found.append(node)
     return found
 
