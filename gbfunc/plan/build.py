@@ -380,6 +380,7 @@ def _initial_scale(choice: Candidate, matrix: MatrixDims, part: int) -> tuple[fl
         raise ValueError(f"parameter {choice.tensor.name!r} of the p-net must be finite, got NaN or infinite values")
     tiny = std <= 1e-8 * max(1.0, largest)
     scale, offset = (fallback if tiny else std), float(values.mean()) if vector else 0.0
-    scale, offset = (_DELTA_SCALE * scale, 0.0) if choice.base else (scale, offset)
+    delta = choice.base and not isinstance(choice.hypernet, new_rows)
+    scale, offset = (_DELTA_SCALE * scale, 0.0) if delta else (scale, offset)
     choice.scales[part] = float(f"{scale:.3g}"), float(f"{offset:.3g}")
     return choice.scales[part]

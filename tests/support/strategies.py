@@ -62,7 +62,7 @@ EXAMPLES: Mapping[str, tuple[Hypernet, ...]] = MappingProxyType(
         "stochastic": (gb.stochastic((5,)), gb.stochastic((4, 3), "tanh")),
         "low_rank": (gb.low_rank(1), gb.low_rank(3)),
         "xox": (gb.xox(1), gb.xox(3)),
-        "new_rows": (gb.new_rows(1), gb.new_rows(2)),
+        "new_rows": (gb.new_rows(1),),
         "module": (gb.from_module(linear_end), gb.from_module(bounded_end)),
     }
 )
