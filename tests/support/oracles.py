@@ -136,6 +136,11 @@ def _xox(net: Any, leaves: Leaves, row: list[float], col: list[float], i: int, j
     return float(leaves["scale"]) * sum(float(out[i, a]) * float(rules[a, b]) * float(into[j, b]) for a, b in pairs)
 
 
+def _new_rows(net: Any, leaves: Leaves, row: list[float], col: list[float], i: int, j: int, noise: Leaves) -> float:
+    place = i - int(leaves["height"]) + net.rows
+    return float(leaves["rows"][place, j]) if place >= 0 else 0.0
+
+
 def _module(net: Any, leaves: Leaves, row: list[float], col: list[float], i: int, j: int, noise: Leaves) -> float:
     module = net.factory(len(row) + len(col)).double()
     # Leaves without numbers are not stored; `reshape` undoes what numpy makes of a scalar.
@@ -155,15 +160,14 @@ WEIGHTS: Mapping[str, Callable[..., float]] = {
     "stochastic": _gnet,
     "low_rank": _low_rank,
     "xox": _xox,
+    "new_rows": _new_rows,
     "module": _module,
 }
 """One weight `(hypernet, leaves of one g-net, row code, column code, i, j, noise of one g-net)` of every type."""
 
 
 def tile(hypernet: Hypernet, leaves: Leaves, rows: Array, cols: Array, noise: Leaves | None = None) -> Array:
-    if hypernet.type == "new_rows":
-        return np.concatenate([np.zeros((len(rows) - len(leaves["rows"]), len(cols))), leaves["rows"]])
-    weight = WEIGHTS[hypernet.type]
+    weight, leaves = WEIGHTS[hypernet.type], {**leaves, "height": np.array(len(rows))}
     out = np.zeros((len(rows), len(cols)))
     for i, j in np.ndindex(out.shape):
         out[i, j] = weight(hypernet, leaves, list(rows[i]), list(cols[j]), i, j, noise or {})
@@ -222,6 +226,7 @@ def weights(
                 numbers = groups.setdefault(name, {})
                 group = numbers.setdefault(key, len(numbers))
                 own = {k: v[group if scopes[k] == "group" else index] for k, v in stacked.items()}
+                own["height"] = np.array(grid.tile_rows)
                 drawn = {k: v[index] for k, v in own_noise.items()}
                 for i, j in itertools.product(range(grid.tile_rows), range(grid.tile_cols)):
                     y, x = block_row * grid.tile_rows + i, block_col * grid.tile_cols + j
