@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -254,17 +253,6 @@ def test_a_base_in_another_dtype_is_named(dtype: torch.dtype) -> None:
     words = f"made for weights in float32, these are in {name}: load them in float32, .*to\\(torch.{name}\\)"
     with pytest.raises(ValueError, match=words):
         gb.materialize(plan, genome, copy.deepcopy(wide).to(dtype))
-
-
-def test_layers_of_eight_bits_stay_as_they_are() -> None:
-    weight = nn.Parameter(torch.randint(-127, 128, (6, 6), dtype=torch.int8), requires_grad=False)
-    bits = Net(lambda net, x: F.linear(x, net.weight.to(x.dtype) / 127), weight=weight)
-    pnet = nn.Sequential(bits, nn.Linear(6, 3))
-    plan = gb.make_plan(pnet, gb.periodic(2), base="own")
-    assert [t.name for t in plan.tensors] == ["1.weight"]
-    step = gb.make_train_step(plan, pnet, loss_fn, SGD)
-    step(step.init(0), torch.randn(4, 6))
-    assert gb.generate(plan, gb.init_genome(plan, pnet), base=pnet)["0.weight"].dtype is torch.int8
 
 
 def test_wrong_targets_are_refused() -> None:

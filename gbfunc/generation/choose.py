@@ -112,9 +112,9 @@ class _Chooser:
             return factored
         if not self.remat:
             return DenseWeight(target)
-        places = {p.part: e for e in self.plan.ensembles for p in e.spans if self.plan.tensors[p.tensor] is tensor}
-        ensembles = [places[part] for part in range(len(tensor.slots))]
-        if not all(e.leaves for e in ensembles):
+        # Layers with other forms have weights of one matrix.
+        e = next(e for e in self.plan.ensembles for p in e.spans if self.plan.tensors[p.tensor] is tensor)
+        if not e.leaves:
             return DenseWeight(target)
         slots = self.remade.setdefault(tensor.name, [])
 
@@ -123,8 +123,7 @@ class _Chooser:
             return target.fold([stack.slot(number, values).matrix() for stack, number in slots])
 
         # Over ranks also whether gradients count.
-        also = int(self.layout is not None)
-        n = sum(len(e.leaves) + len(e.hypernet.noise_shapes(e.dims)) + also for e in ensembles)
+        n = len(e.leaves) + len(e.hypernet.noise_shapes(e.dims)) + int(self.layout is not None)
         # By number: two leaves' names may differ only in characters that attributes cannot have.
         inputs, transposed = tuple(f"input_{i}" for i in range(n)), tensor.kind == "transposed_linear"
         return RecomputedWeight(tensor.name, inputs, maker, transposed, split=target.piece is not None)
