@@ -18,7 +18,7 @@ from gbfunc.lab.bench.report import measure_memory, peak_resident
 from gbfunc.tasks.pnets.mlp import mlp
 from tests.support.live import LiveBytes
 
-CPU = Setting(torch.device("cpu"), None, 1)
+CPU = Setting(torch.device("cpu"), 1)
 
 
 def deep(layers: int, width: int) -> Case:

@@ -21,14 +21,13 @@ from gbfunc.cli.output import open_folder, print_table, write_figure, write_metr
 from gbfunc.cli.ranks import find_device
 from gbfunc.lab import compare as lab
 from gbfunc.lab.bench import cases, report
-from gbfunc.lab.bench.cases import Setting, choose, why_not
+from gbfunc.lab.bench.cases import Setting, choose
 from gbfunc.lab.bench.report import describe, over_runs
 from gbfunc.lab.compare.base import Problem
 from gbfunc.lab.compare.genome import reference_bytes, size_within
 from gbfunc.lab.compare.rows import Results, of_problem, read_results, run_missing, to_json
 from gbfunc.plots import tradeoff_curves
 from gbfunc.tasks import Metric, Task
-from gbfunc.types import dtype_name
 
 
 def run_bench(options: Bench) -> None:
@@ -42,7 +41,7 @@ def run_bench(options: Bench) -> None:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"--device must be cpu or cuda, got {options.device}")
     on_cuda = device.type == "cuda"
-    setting = Setting(device, None, options.threads or torch.get_num_threads())
+    setting = Setting(device, options.threads or torch.get_num_threads())
     benches = choose(cases.BENCHES["quick" if options.quick else "cuda" if on_cuda else "full"], options.cases)
     with open_folder(options.out) as folder:
         visit = 0.02 if options.quick else 0.1
@@ -54,14 +53,10 @@ def measure(
 ) -> dict[str, Any]:
     torch.set_num_threads(setting.threads)
     results: dict[str, Any] = describe(setting.device, setting.threads)
-    results |= {"device": setting.device.type, "dtype": dtype_name(setting.amp or torch.float32)}
-    results["rows"] = []
-    reasons = {case.name: why_not(case, setting) for bench in benches.values() for case in bench}
-    results["skipped"] = [reason for reason in reasons.values() if reason]
-    chosen = {k: some for k, bench in benches.items() if (some := tuple(c for c in bench if not reasons[c.name]))}
-    runs: dict[str, list[list[report.Row]]] = {name: [] for name in chosen}
-    for run, (i, (name, bench)) in product(range(repeat), enumerate(chosen.items(), 1)):
-        print(f"{name} ({i} of {len(chosen)}, run {run + 1} of {repeat})", file=sys.stderr, flush=True)
+    results |= {"device": setting.device.type, "rows": []}
+    runs: dict[str, list[list[report.Row]]] = {name: [] for name in benches}
+    for run, (i, (name, bench)) in product(range(repeat), enumerate(benches.items(), 1)):
+        print(f"{name} ({i} of {len(benches)}, run {run + 1} of {repeat})", file=sys.stderr, flush=True)
         runs[name].append(report.run_bench(bench, setting, rounds=rounds, visit=visit, memory=run == 0))
         results["rows"] = [row for some in runs.values() for row in over_runs(some)]
         # Write after every bench, so that a later failure loses no results.
@@ -93,9 +88,9 @@ def print_results(results: Mapping[str, Any]) -> None:
                 *(number(row[name], form) for name, form in on_gpu.items()),
             )
         )
-    machine = f"{r['machine']}, {r['threads']} threads, torch {r['torch']}, {r['dtype']}"
+    machine = f"{r['machine']}, {r['threads']} threads, torch {r['torch']}"
     columns = ("case", "variant", "step", "first", "x dense", "range", "x naive", "peak MB", *on_gpu)
-    print_table(columns, rows, notes=[machine, *r["skipped"]])
+    print_table(columns, rows, notes=[machine])
 
 
 def run_compare(options: Compare) -> None:

@@ -1,8 +1,5 @@
 """Base of tasks: data in three splits, a p-net, a loss, metrics, and a recipe that trains its genome well.
 
-Commands know nothing else of a task. A task learns from examples (`Split`, `Windows`), or from an environment in which
-the network in training acts (`gbfunc.tasks.control`): its `batches` decide.
-
 Suffixes: B examples of a batch, L positions of a text, K classes, V tokens of the vocabulary, R rows of logits.
 """
 
@@ -42,16 +39,13 @@ class Metric(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Its name for a person."""
         return self.name.replace("_", " ")
 
     @property
     def sign(self) -> int:
-        """The sign that makes larger values better ones."""
         return 1 if self.higher_is_better else -1
 
     def show(self, value: float) -> str:
-        """Write a value for a person."""
         return f"{value:.2%}" if self.unit == "%" else f"{value:.{self.digits}f} {self.unit}".rstrip()
 
 
@@ -113,7 +107,6 @@ class Recipe:
 
     @property
     def optimizer_options(self) -> dict[str, Any]:
-        """All options of the optimizer's class except the learning rate."""
         adam = {"betas": self.betas, "eps": self.eps} if "betas" in signature(self.optimizer).parameters else {}
         decay = {} if self.weight_decay is None else {"weight_decay": self.weight_decay}
         return adam | decay | dict(self.optimizer_config)
@@ -204,15 +197,12 @@ class Task:
 
     @property
     def metric(self) -> Metric:
-        """The metric to judge by."""
         return self.metrics[0]
 
     def to(self, device: torch.device | str) -> Task:
-        """Copy the task with its examples on `device`."""
         return replace(self, train=self.train.to(device), val=self.val.to(device), test=self.test.to(device))
 
     def with_pnet(self, pnet: PNet) -> Task:
-        """Copy the task with another p-net."""
         return replace(self, pnet=pnet)
 
     def build(self, seed: int) -> nn.Module:

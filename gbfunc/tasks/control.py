@@ -176,7 +176,6 @@ class Episodes:
     number: int
 
     def to(self, device: torch.device | str) -> Episodes:
-        """Return itself: environments are on the CPU."""
         return self
 
 

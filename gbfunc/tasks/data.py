@@ -53,16 +53,12 @@ class Split:
         return self.x[index], self.y[index]
 
     def batches(self, batch_size: int, generator: torch.Generator) -> Iterator[Batch]:
-        """Yield one shuffled pass in full batches; examples that do not fill a batch are left out.
-
-        The CPU generator decides the order, and goes on from pass to pass.
-        """
+        """Yield one shuffled pass in full batches; examples that do not fill a batch are left out."""
         used = steps_per_epoch(self, batch_size) * batch_size
         for index_B in self.order(torch.randperm(len(self), generator=generator)[:used], batch_size, generator):
             yield self[index_B]
 
     def order(self, shuffled_N: Tensor, batch_size: int, generator: torch.Generator) -> Sequence[Tensor]:
-        """Divide shuffled examples into batches."""
         return shuffled_N.split(batch_size)
 
     def chunks(self, size: int) -> Iterator[Batch]:
@@ -70,7 +66,6 @@ class Split:
         return (self[start : start + size] for start in range(0, len(self), size))
 
     def to(self, device: torch.device | str) -> Split:
-        """Copy the examples to `device`."""
         return replace(self, x=self.x.to(device), y=self.y.to(device))
 
 
@@ -99,7 +94,6 @@ class Windows:
             yield windows[:, :-1], windows[:, 1:]
 
     def to(self, device: torch.device | str) -> Windows:
-        """Copy the tokens to `device`."""
         return replace(self, tokens=self.tokens.to(device))
 
 

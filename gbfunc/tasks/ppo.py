@@ -46,7 +46,6 @@ class Settings:
 
     @property
     def updates(self) -> int:
-        """Rollouts in all."""
         return max(1, self.env_steps // (self.n_envs * self.horizon))
 
 

@@ -240,7 +240,6 @@ class PaddedTexts(Split):
         return x, y if y.ndim == 1 else y[:, : x.shape[1]]
 
     def order(self, shuffled_N: Tensor, batch_size: int, generator: torch.Generator) -> Sequence[Tensor]:
-        """Divide shuffled texts into batches of similar lengths."""
         # Sorted within pools of batches: half as many pads, and batches remain random.
         pools = (pool[self.lengths[pool].argsort(stable=True)] for pool in shuffled_N.split(_POOL * batch_size))
         batches = [index_B for pool in pools for index_B in pool.split(batch_size)]

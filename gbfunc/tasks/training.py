@@ -1,8 +1,4 @@
-"""The training loop of the command line and of the lab: any trainer, a task's data, a row of history per validation.
-
-A short training may follow, with the genome rounded as its file will hold it (`slowed`, `going_on`, `joined`). Numbers
-go to a hook `on_log(step, metrics)`, as `with LOGS["tensorboard"](folder, {}) as on_log` opens one.
-"""
+"""The training loop of the command line and of the lab: a trainer, a task's data, a row of history per validation."""
 
 from __future__ import annotations
 
@@ -75,7 +71,6 @@ class Position(NamedTuple):
 
     @property
     def measured(self) -> int:
-        """Steps up to the last row of the history."""
         return int(self.history[-1]["step"]) if self.history else 0
 
 

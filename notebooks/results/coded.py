@@ -38,12 +38,13 @@ from gbfunc.extras import import_extra
 from gbfunc.lab.compare import base
 from gbfunc.lab.compare.base import BudgetTooSmall, Dense, Problem, Settings, Trained
 from gbfunc.pnet.describe import parameter_infos
+from gbfunc.tasks import Net, Task
 from gbfunc.tasks.pnets.base import PNet, n_params
 from gbfunc.tasks.training import fit, leaf_trainer
 from gbfunc.types import Params
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from notebooks.results.subspace import generated_net
+from notebooks.results.subspace import generated_net, unpack_last
 
 MARGIN = 0.98
 """Part of the budget that a code may take before the end of the training, which changes its length a little."""
@@ -201,7 +202,7 @@ def encode(
 def decode(data: bytes, like: Params, rows: Mapping[str, int], bits: int, sparse: bool = False) -> Params:
     """Undo `encode`, into float32; `rows` gives the number of steps per tensor in levels of `bits`."""
     plain = {name: x for name, x in like.items() if not x.is_floating_point()}
-    state = base.unpack(data, plain | {_CODE: torch.empty(0, dtype=torch.uint8)})
+    state = unpack_last(data, plain, _CODE, torch.uint8)
     coder = _constriction().queue.RangeDecoder(state.pop(_CODE).numpy().view(np.uint32))
 
     def code(symbols: Ints, model: Any, *params: Any) -> Ints:
@@ -253,8 +254,8 @@ class RoundedNet:
 
 def apart_from_norms(module: nn.Module) -> list[str]:
     """List the names of parameters that `base.in_use` does not change."""
-    of_norms = {f"{name}.{key}" for name, _ in base.norms(module) for key in ("weight", "bias")}
-    return [o.name for o in parameter_infos(module) if o.name not in of_norms]
+    folded = {name.rpartition(".")[0] for name in base.state_of(module).keys() - base.in_use(module).keys()}
+    return [o.name for o in parameter_infos(module) if o.name.rpartition(".")[0] not in folded]
 
 
 def train_net(problem: Problem, net: RoundedNet, lr: float, seed: int, after: Callable[[int], None]) -> None:
@@ -327,8 +328,10 @@ class Quantised(Dense):
         train_net(problem, net, settings["lr"], seed, after)
         return Trained(encoded(fitting(net.steps, problem.budget)), n_params(module))
 
-    def _decode(self, data: bytes, like: Params, net: nn.Module) -> Params:
-        return decode(data, like, _rows(like, base.text_of(data).get("rows", True)), self.bits)
+    def load(self, data: bytes, task: Task) -> Net:
+        net = base.pnet_about(about := base.text_of(data), task).build(0)
+        rows = _rows(like := base.in_use(net), about.get("rows", True))
+        return base.restore(net, decode(data, like, rows, self.bits))
 
 
 def _rows(state: Params, by_row: bool) -> dict[str, int]:
@@ -396,8 +399,10 @@ class Pruned(Dense):
         data = encode(base.in_use(module), levels, about, sparse=True)
         return Trained(data, sum(int(x.levels.count_nonzero()) for x in levels.values()))
 
-    def _decode(self, data: bytes, like: Params, net: nn.Module) -> Params:
-        return decode(data, like, dict.fromkeys(apart_from_norms(net), 1), self.bits, sparse=True)
+    def load(self, data: bytes, task: Task) -> Net:
+        net = base.pnet_about(base.text_of(data), task).build(0)
+        rows = dict.fromkeys(apart_from_norms(net), 1)
+        return base.restore(net, decode(data, base.in_use(net), rows, self.bits, sparse=True))
 
 
 def most_entries(

@@ -30,7 +30,7 @@ if __name__ == "__main__":
         "weights": tuple(mlp_case((w,) * 3, 256, VARIANTS) for w in widths),
         "features": tuple(mlp_case((width,) * 3, 256, VARIANTS, name=f"mlp {width} H={h}", h=h) for h in features),
     }
-    setting = Setting(torch.device("cpu"), None, torch.get_num_threads())
+    setting = Setting(torch.device("cpu"), torch.get_num_threads())
     for by, bench in benches.items():
         curves: dict[str, list[tuple[float, float]]] = {}
         for row in run_bench(bench, setting, rounds=7, visit=0.1, memory=False):

@@ -94,7 +94,7 @@ def jax_step(setup: Setup, *, thin: bool, transposed: bool = False) -> Step:
 
 def main() -> None:
     torch.set_num_threads(1)
-    setting, ours = Setting(torch.device("cpu"), None, 1), ("dense", "periodic auto", "periodic compiled step")
+    setting, ours = Setting(torch.device("cpu"), 1), ("dense", "periodic auto", "periodic compiled step")
     forms = {"jax dense": {"thin": False}, "jax thin": {"thin": True}}
     forms["jax thin transposed"] = {"thin": True, "transposed": True}
     for sizes, features in NETWORKS.items():

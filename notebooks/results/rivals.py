@@ -47,7 +47,7 @@ from gbfunc.types import Params
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from notebooks.results.coded import Pruned, Quantised
 from notebooks.results.published import PUBLISHED
-from notebooks.results.subspace import RandomSubspace, Subspace
+from notebooks.results.subspace import RandomSubspace, Subspace, unpack_last
 
 RATES, LAST_SEED, MOST_NUMBERS = (1e-2, 3e-2, 1e-1), 9_999, 2**26
 
@@ -165,7 +165,7 @@ class Formed:
                 if d := base.largest(room, sum(t.numel() for t in first.values())):
                     found += base.grid(d=(d,), rank=(rank,), lr=RATES)
                 continue
-            pnet = base.widest(task, lambda p, r=rank: fits(low_rank(blank(p), r, 0).leaves, p, r), 1.0)
+            pnet = widest(task, lambda p, r=rank: fits(low_rank(blank(p), r, 0).leaves, p, r))
             # Without a matrix that is larger than its factors the net is a dense one.
             if pnet and len(low_rank(state := blank(pnet), rank, 0).leaves) > len(state):
                 found += base.of_nets([pnet], task, rank=(rank,), lr=RATES)
@@ -189,8 +189,11 @@ class Formed:
         about = base.text_of(data)
         rank, seed = about.get("rank", 0), about.get("seed", 0)
         pnet = base.pnet_about(about, task).build(seed)
-        leaves = {"z": torch.empty(0)} if self.seeded else outer(pnet, rank, seed).leaves
-        state = base.unpack(data, base.saved_buffers(pnet) | leaves)
+        state = base.saved_buffers(pnet)
+        if self.seeded:
+            state = unpack_last(data, state, "z")
+        else:
+            state = base.unpack(data, state | outer(pnet, rank, seed).leaves)
         return base.restore(pnet, state | self.form(pnet, rank, seed, len(state.get("z", ()))).weights(state))
 
     def about(self, pnet: PNet, task: Task, rank: int, seed: int) -> dict[str, Any]:
@@ -203,6 +206,14 @@ class Formed:
             return factors
         inner = seeded_networks(factors.leaves, d, seed)
         return Form(inner.leaves, lambda leaves: factors.weights(inner.weights(leaves)))
+
+
+def widest(task: Task, fits: Callable[[PNet], bool]) -> PNet | None:
+    """Find the widest p-net that fits, at most as wide as the task's; None if none fits."""
+    if (make := task.pnet.scaled) is None:
+        return task.pnet if fits(task.pnet) else None
+    factor = base.largest(lambda n: fits(make(n / 256)), 256)
+    return make(factor / 256) if factor else None
 
 
 def blank(pnet: PNet) -> Params:
@@ -255,9 +266,10 @@ class Coded(Dense):
             raise BudgetTooSmall("the coarsest steps take more")
         return encoded(finer)
 
-    def _decode(self, data: bytes, like: Params, net: nn.Module) -> Params:
-        code = base.unpack(data, {"code": torch.empty(0, dtype=torch.uint8)})["code"]
-        return decode_nnc(code.numpy().tobytes(), like)
+    def load(self, data: bytes, task: Task) -> Net:
+        net = base.pnet_about(base.text_of(data), task).build(0)
+        code = unpack_last(data, {}, "code", torch.uint8)["code"]
+        return base.restore(net, decode_nnc(code.numpy().tobytes(), base.in_use(net)))
 
 
 def encode_nnc(state: Params, qp: int) -> bytes:

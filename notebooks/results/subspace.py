@@ -31,6 +31,14 @@ _LAST_SEED = 9_999
 """Files have room for the digits of a seed up to this one."""
 
 
+def unpack_last(data: bytes, like: TensorMap, name: str, dtype: torch.dtype | None = None) -> Params:
+    """Undo `base.pack` of tensors like `like` and, at the end, a vector of any length, by default of floats."""
+    stored = base.FLOATS[data[0]]
+    known = len(base.pack(base.blanks(like), stored)) + int.from_bytes(data[1:3], "little")
+    length = (len(data) - known) // (dtype or stored).itemsize
+    return base.unpack(data, {**like, name: torch.zeros(length, dtype=dtype)})
+
+
 def generated_net(pnet: nn.Module, weights: Callable[[], TensorMap]) -> Net:
     """Make the p-net with weights that each call computes anew, in full precision, as a genome's are."""
     call = PureNet(pnet)
@@ -109,5 +117,5 @@ class RandomSubspace:
     def load(self, data: bytes, task: Task) -> Net:
         seed = base.text_of(data)["seed"]
         pnet = task.build(seed)
-        state = base.unpack(data, base.saved_buffers(pnet) | {"z": torch.empty(0)})
+        state = unpack_last(data, base.saved_buffers(pnet), "z")
         return base.restore(pnet, state | Subspace(pnet, len(state["z"]), seed)(state["z"]))

@@ -57,7 +57,6 @@ class Setting(NamedTuple):
     """The machine's settings for a measurement."""
 
     device: torch.device  # Device of the p-net and its batch
-    amp: torch.dtype | None  # Autocast dtype of the p-net for all variants; None is float32
     threads: int  # Number of CPU threads
     # The rate is too small to learn. A net that fitted its only batch would have denormal gradients, which are slow.
     lr: float = 1e-8
@@ -96,11 +95,8 @@ def plain_step(
 
 
 def _plain(setup: Setup, net: nn.Module, **options: Any) -> Step:
-    def loss() -> Tensor:
-        with torch.autocast(setup.setting.device.type, setup.setting.amp, enabled=setup.setting.amp is not None):
-            return loss_fn(net, setup.batch)
-
-    return plain_step(loss, [p for p in net.parameters() if p.requires_grad], setup.setting.lr, **options)
+    trained = [p for p in net.parameters() if p.requires_grad]
+    return plain_step(lambda: loss_fn(net, setup.batch), trained, setup.setting.lr, **options)
 
 
 def _dense_graph(setup: Setup) -> Step:
@@ -139,7 +135,7 @@ def _genome(setup: Setup, **options: Any) -> Step:
     """Build a training step or, for a case of generation, a step that generates weights and runs their backward."""
     _, plan, pnet, batch, setting = setup
     if not setup.case.generation:
-        return genome_step(plan, pnet, batch, setting.lr, amp=setting.amp, **options)
+        return genome_step(plan, pnet, batch, setting.lr, **options)
     leaves = flat_genome(gb.init_genome(plan, pnet, 0)._replace(direct={}))
     trained = [x.requires_grad_() for x in leaves.values()]
     make = make_generator(plan, kernel=options.get("kernel", "auto"))
@@ -171,9 +167,7 @@ class NaiveGNet(GNet):
 
 def _population(setup: Setup, *, together: bool, n: int = 16, **options: Any) -> Step:
     optimizer = gb.torch_optimizer(torch.optim.AdamW, lr=setup.setting.lr)
-    train_step = gb.make_train_step(
-        setup.plan, setup.pnet, loss_fn, optimizer, donate=True, amp=setup.setting.amp, **options
-    )
+    train_step = gb.make_train_step(setup.plan, setup.pnet, loss_fn, optimizer, donate=True, **options)
     many = gb.population(train_step, n)
     all_states, states = many.init(), [] if together else [train_step.init(seed=i) for i in range(n)]
 
@@ -216,13 +210,6 @@ VARIANTS: Mapping[str, tuple[Literal["periodic", "relu", ""], Callable[[Setup], 
     "256 genomes captured": ("periodic", partial(_population, together=True, n=256, cuda_graph=True)),
 }
 """The genome ("" for the dense p-net) and the function that builds the step, by the name of the variant."""
-
-
-def why_not(case: Case, setting: Setting) -> str:
-    """Explain why a case cannot be measured on this machine; return "" if it can."""
-    if setting.device.type != "cuda" and any(variant.endswith("captured") for variant in case.variants):
-        return f"{case.name}: not measured, CUDA graphs need a GPU"
-    return ""
 
 
 def build(case: Case, variant: str, setting: Setting) -> tuple[Step, int, int]:

@@ -136,10 +136,8 @@ def peak_resident() -> int:
         # Prefer this to `ru_maxrss`, which is never below the peak of the parent process.
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 0
+    import resource  # Imported here, because Windows has no such module
+
     # Bytes on macOS, kilobytes elsewhere.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 

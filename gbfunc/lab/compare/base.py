@@ -1,14 +1,10 @@
-"""The protocol of methods of compression, and the functions that they share.
-
-A method trains a network whose file has at most a number of bytes, and reads the network from the file. Methods share
-the training, the format of tensors, and the choice of smaller p-nets.
-"""
+"""The protocol of methods of compression, and the functions that they share."""
 
 from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
@@ -86,7 +82,7 @@ def train_net(problem: Problem, leaves: Iterable[Tensor], net: Net, lr: float, s
     fit(leaf_trainer(leaves, net, problem.task, recipe), problem.task, recipe, seed, validate=False)
 
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of files; the first byte of a file is the index."""
 
 
@@ -98,23 +94,21 @@ def pack(tensors: TensorMap, dtype: torch.dtype, about: Mapping[str, Any] | None
     text = json.dumps(about, separators=(",", ":")).encode() if about else b""
     stored = (t.detach().to("cpu", dtype if t.is_floating_point() else t.dtype) for t in tensors.values())
     numbers = (t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in stored)
-    return b"".join((bytes([_FLOATS.index(dtype)]), len(text).to_bytes(2, "little"), text, *numbers))
+    return b"".join((bytes([FLOATS.index(dtype)]), len(text).to_bytes(2, "little"), text, *numbers))
 
 
 def unpack(data: bytes, like: TensorMap) -> Params:
-    """Undo `pack`, with floats in float32; the first empty tensor of `like` gets all remaining numbers as a vector."""
+    """Undo `pack`, with floats in float32."""
     start = 3 + int.from_bytes(data[1:3], "little")
-    dtypes = [_FLOATS[data[0]] if t.is_floating_point() else t.dtype for t in like.values()]
+    dtypes = [FLOATS[data[0]] if t.is_floating_point() else t.dtype for t in like.values()]
     sizes = {name: t.numel() * dtype.itemsize for (name, t), dtype in zip(like.items(), dtypes, strict=True)}
-    for name in [name for name, size in sizes.items() if not size][:1]:
-        sizes[name] = max(0, len(data) - start - sum(sizes.values()))
     if (expected := start + sum(sizes.values())) != len(data):
         raise ValueError(f"expected a file of {expected:,} bytes, got {len(data):,}")
     pieces = torch.from_numpy(np.frombuffer(data, np.uint8)[start:].copy()).split(list(sizes.values()))
     found = Params()
     for (name, t), piece, dtype in zip(like.items(), pieces, dtypes, strict=True):
         # Copy, because the memory of a piece may not be aligned for its dtype.
-        x = piece.clone().view(dtype).reshape(t.shape if t.numel() else -1)
+        x = piece.clone().view(dtype).reshape(t.shape)
         found[name] = x.float() if t.is_floating_point() else x
     return found
 
@@ -132,17 +126,12 @@ def saved_buffers(module: nn.Module) -> Params:
     return {name: b for name, (b, saved) in buffers_of(module).items() if saved}
 
 
-def norms(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
-    """Find the batch norms whose running statistics `in_use` folds into scales and shifts."""
-    for name, norm in module.named_modules():
-        if isinstance(norm, _BatchNorm) and norm.affine and norm.track_running_stats:
-            yield name, norm
-
-
 def in_use(module: nn.Module) -> Params:
     """Collect the state and fold the statistics of batch norms into scales and shifts; `restore` reads the result."""
     state = state_of(module)
-    for name, norm in norms(module):
+    for name, norm in module.named_modules():
+        if not (isinstance(norm, _BatchNorm) and norm.affine and norm.track_running_stats):
+            continue
         state.pop(f"{name}.num_batches_tracked", None)
         scale = state[f"{name}.weight"] / (state.pop(f"{name}.running_var") + norm.eps).sqrt()
         state[f"{name}.bias"] = state[f"{name}.bias"] - scale * state.pop(f"{name}.running_mean")
@@ -174,16 +163,8 @@ def of_widths(problem: Problem, factors: Sequence[float]) -> dict[float, PNet]:
     return {factor: task.pnet if factor == 1 else make(factor) for factor in (*factors, *wider)}
 
 
-def widest(task: Task, fits: Callable[[PNet], bool], most: float = 4.0) -> PNet | None:
-    """Find the p-net with the task's widths times at most `most` that is the widest to fit; None if none fits."""
-    if (make := task.pnet.scaled) is None:
-        return task.pnet if fits(task.pnet) else None
-    factor = largest(lambda n: fits(make(n / 256)), round(most * 256))
-    return make(factor / 256) if factor else None
-
-
 def narrow_pnets(task: Task, fits: Callable[[PNet], bool]) -> list[PNet]:
-    """Find the widest p-nets that fit; for an MLP, one with each of 0, 1 and 2 hidden layers."""
+    """Find the widest p-net that fits, up to four times as wide; for an MLP, one for each of 0 to 2 hidden layers."""
     if task.pnet.name == "mlp":
 
         def of(depth: int, width: int) -> PNet:
@@ -191,8 +172,11 @@ def narrow_pnets(task: Task, fits: Callable[[PNet], bool]) -> list[PNet]:
 
         widths = {depth: largest(lambda n, depth=depth: fits(of(depth, n))) for depth in (1, 2)}
         nets = [of(depth, n) for depth, n in widths.items() if n] + [of(0, 0)] * fits(of(0, 0))
+    elif (make := task.pnet.scaled) is None:
+        nets = [task.pnet] * fits(task.pnet)
     else:
-        nets = list(filter(None, [widest(task, fits)]))
+        factor = largest(lambda n: fits(make(n / 256)), 4 * 256)
+        nets = [make(factor / 256)] if factor else []
     if not nets:
         raise BudgetTooSmall(f"no {task.pnet.name} fits the budget")
     return nets
@@ -245,10 +229,7 @@ class Dense:
 
     def load(self, data: bytes, task: Task) -> Net:
         net = pnet_about(text_of(data), task).build(0)
-        return restore(net, self._decode(data, in_use(net), net))
+        return restore(net, unpack(data, in_use(net)))
 
     def _encode(self, state: Params, pnet: PNet, problem: Problem) -> bytes:
         return pack(state, problem.dtype, about_pnet(pnet, problem.task))
-
-    def _decode(self, data: bytes, like: Params, net: nn.Module) -> Params:
-        return unpack(data, like)

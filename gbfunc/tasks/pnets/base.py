@@ -41,7 +41,6 @@ class Interface(NamedTuple):
 
     @property
     def reads(self) -> str:
-        """The kind of the inputs."""
         if self.actions:
             return "observations"
         return "text" if self.tokens else "texts with classes" if self.vocabulary else "images"
