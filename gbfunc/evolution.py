@@ -128,10 +128,7 @@ class GenomeProblem(Problem):
         return one(solutions_nz)
 
     def _grower(self, call: Callable[[Params, Params], Any]) -> Callable[[Tensor], Params]:
-        """Return a function from a solution [z] to its weights, for one generation with shared noise.
-
-        Once, `call` runs on the weights of the start, to detect buffers that a forward changes in place.
-        """
+        """Return a function from a solution [z] to its weights, for one generation with shared noise."""
         leaves = flat_genome(self._unflatten(self.start_P))
         # Compute constants before, because this is not possible inside `vmap`.
         self._weights_of.prepare(leaves)

@@ -164,7 +164,6 @@ def _mosaic(images: NDArray[np.float32]) -> NDArray[np.float32]:
 def _show(
     axes: Axes, image: NDArray[Any], title: str, xlabel: str, ylabel: str, aspect: Literal["equal", "auto"] = "equal"
 ) -> None:
-    # The colour range is symmetric about zero.
     limit = float(np.nanquantile(np.abs(image), 0.995)) or 1.0
     shown = axes.imshow(image, cmap=WEIGHTS, vmin=-limit, vmax=limit, interpolation="nearest", aspect=aspect)
     axes.set_title(title, fontsize=9)

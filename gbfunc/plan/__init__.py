@@ -1,7 +1,4 @@
-"""The static plan: `slots` and `spec` define it, `ensembles` groups tiles that are generated together.
-
-`select`, `budget` and `build` make a plan, `serial` writes and reads it as JSON, and `report` prints it as a table.
-"""
+"""The static plan: `slots` and `spec` define it, `ensembles` groups tiles that are generated together."""
 
 from gbfunc.plan.build import make_plan
 from gbfunc.plan.ensembles import Ensemble

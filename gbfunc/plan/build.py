@@ -1,8 +1,4 @@
-"""`make_plan`: makes a static plan from a p-net, a hypernetwork and a size.
-
-`select` applies the user's patterns and chooses the hypernetwork of every generated parameter. `budget` chooses one
-size for all slots of equal shape. Every slot has the standard deviation of the p-net's initial weights as its scale.
-"""
+"""`make_plan`: makes a static plan from a p-net, a hypernetwork and a size."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Chooses the hypernetwork of every parameter, and the modules that an adapter changes or adds.
-
-The options for modules have PEFT's names.
-"""
+"""Chooses the hypernetwork of every parameter, and the modules that an adapter changes or adds."""
 
 from __future__ import annotations
 

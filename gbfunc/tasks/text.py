@@ -63,9 +63,6 @@ def _check_vocabulary(pretrained: str | None, vocabulary: int | None) -> None:
         raise ValueError(f"the pretrained network {pretrained} has its vocabulary, got vocabulary {vocabulary}")
 
 
-# Language modelling
-
-
 def text(
     data_dir: Path | None = None, context: int = 64, vocabulary: int | None = None, pretrained: str | None = None
 ) -> Task:
@@ -207,7 +204,6 @@ def continue_text(net: Net, task: Task, prompt: str, tokens: int, *, temperature
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             ids = torch.tensor([written])
-            # With a cache of keys and values.
             all_1L = cast(Any, net).generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=bool(sampled), **sampled
             )
@@ -224,9 +220,6 @@ def continue_text(net: Net, task: Task, prompt: str, tokens: int, *, temperature
             token = torch.multinomial(weights_V, 1, generator=generator)
         written.append(int(token))
     return task.decode(written[start:])
-
-
-# Texts with classes
 
 
 @dataclass(frozen=True, eq=False)

@@ -219,7 +219,6 @@ def fit(
                 checkpoints.save(state, steps, place(steps, now))
         if steps not in ends:
             continue
-        # Reading the sums waits for the device.
         means = {f"train_{name}": float(value) / count for name, value in sums.items()}
         if not isfinite(means["train_loss"]):
             raise FloatingPointError(f"the loss is not finite before step {steps}")

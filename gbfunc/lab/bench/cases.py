@@ -27,7 +27,6 @@ from gbfunc.types import Params
 
 T = TypeVar("T")
 Batch = tuple[Tensor, Tensor]
-"""Inputs and targets with equal first dimensions."""
 Step = Callable[[], Any]
 """A function that runs one step and keeps the state between steps."""
 
@@ -283,11 +282,8 @@ def gpt_case(
 def _images_case(name: str, batch: int, variants: Sequence[str], **config: Any) -> Case:
     """Build the case of training a network of `gbfunc train --pnet` on images of CIFAR-10's size."""
     batches = partial(features, (batch, 3, 32, 32), 10)
-    return _case(" ".join(map(str, (name, *config.values()))), partial(_image_net, name, config), batches, variants)
-
-
-def _image_net(name: str, config: Mapping[str, Any]) -> nn.Module:
-    return PNETS[name](Interface((3, 32, 32), 10), **config).build(0)
+    pnet = PNETS[name](Interface((3, 32, 32), 10), **config)
+    return _case(" ".join(map(str, (name, *config.values()))), pnet.make, batches, variants)
 
 
 def _demo_case(variants: Sequence[str]) -> Case:

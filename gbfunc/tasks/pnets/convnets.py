@@ -130,15 +130,9 @@ class ResNet(nn.Module):
         return self.head(self.blocks(F.relu(self.stem(x_BChw))).mean((-2, -1)))
 
 
-ResNet18 = partial(ResNet, stages=4, blocks=2, padded=False)
-"""ResNet-18 with a stem for images of 32 x 32."""
-
-
 def _normed_plan(norms: str) -> PlanOptions:
-    """Plan a net with norms whose weights match a pattern; convolutions of equal shape share code weights.
-
-    Norms only shift, and the layers after norms take over their scales: more sines for the same size.
-    """
+    """Plan a net with norms whose weights match a pattern; convolutions of equal shape share code weights."""
+    # Norms only shift, and the layers after norms take over their scales: more sines for the same size.
     return PlanOptions(hypernet=periodic(share="shapes", frequency=2.5), rules=((norms, constant(1.0)),))
 
 
@@ -176,15 +170,15 @@ def _of_maps(
 
 
 def resnet(depth: int, interface: Interface, *, width: int | None = None) -> PNet:
-    """`ResNet18`, or the `ResNet` of 6 n + 2 layers in three stages, for an image task.
+    """Describe ResNet-18 with a stem for small images, or the `ResNet` of 6 n + 2 layers in three stages.
 
     The first stage has `width` channels, by default 64 at depth 18, otherwise 16: depth 20 has 269,722 parameters and
     depth 56 853,018.
     """
     check_reads(f"resnet{depth}", interface, "images", 3, 4)
-    net = ResNet18 if depth == 18 else partial(ResNet, blocks=(depth - 2) // 6)
+    form = {"stages": 4, "blocks": 2, "padded": False} if depth == 18 else {"blocks": (depth - 2) // 6}
     config = {"width": width or (64 if depth == 18 else 16)}
-    make = partial(net, interface.inputs[0], classes=interface.outputs, **config)
+    make = partial(ResNet, interface.inputs[0], classes=interface.outputs, **form, **config)
     plan = _normed_plan(r"\.[14]\.weight$")
     return family(f"resnet{depth}", partial(resnet, depth), interface, make, plan, config, config)
 

@@ -88,10 +88,8 @@ def gpt(
 
 
 def gpt_plan(interface: Interface, width: int, genome_params: float) -> PlanOptions:
-    """Plan a `GPT`: blocks share code weights, positions are generated too, norms are direct only in large genomes.
-
-    In small genomes, the layers after norms take over their scales and shifts: more sines for the same size.
-    """
+    """Plan a `GPT`: blocks share code weights, positions are generated too, norms are direct only in large genomes."""
+    # In small genomes, the layers after norms take over their scales and shifts: more sines for the same size.
     positions = (r"^positions\.weight$", periodic(min(*interface.inputs, width), frequency=2.5))
     plain = ((r"norm\.weight$", constant(1.0)), (r"norm\.bias$", constant(0.0)))
     rules = (positions, *(plain if genome_params < _PLAIN_NORMS else ()))

@@ -135,10 +135,8 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
 
 
 def _check_fields(name: str, config: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for fields that load code and for counts that no network reaches.
-
-    A configuration may come from a stranger's genome, and transformers makes a list entry per layer and label.
-    """
+    """Raise `ValueError` for fields that load code and for counts that no network reaches."""
+    # A configuration may come from a stranger's genome, and transformers makes a list entry per layer and label.
     for field, value in config.items():
         if field.startswith("_") or field in _CODE or "implementation" in field:
             raise ValueError(f"the configuration of {name} has the field {field!r}, which may load code")
