@@ -193,7 +193,7 @@ class Bench(Command):
 
     # Fewer and smaller cases: under a minute.
     quick: Flag = False
-    # Cases: demo, small_mlp, population, mlp_2048, mlp_4096, generation, gpt, resnet18, remat.
+    # Cases: demo, small_mlp, mlp_2048, mlp_4096, generation, gpt, resnet18, remat.
     cases: Annotated[tuple[str, ...] | None, shows("NAME ...", "all")] = None
     # Runs per case; ratios are medians over the runs, with the range.
     repeat: Annotated[int, arg(metavar="N"), COUNT] = 1

@@ -164,27 +164,6 @@ class NaiveGNet(GNet):
         return torch.relu(codes_rcb @ weight_bH + leaves["bias"]) @ leaves["out_weight"] + leaves["out_bias"]
 
 
-def _population(setup: Setup, *, together: bool, n: int = 16, **options: Any) -> Step:
-    optimizer = gb.torch_optimizer(torch.optim.AdamW, lr=setup.setting.lr)
-    train_step = gb.make_train_step(setup.plan, setup.pnet, loss_fn, optimizer, donate=True, **options)
-    many = gb.population(train_step, n)
-    all_states, states = many.init(), [] if together else [train_step.init(seed=i) for i in range(n)]
-
-    def at_once() -> Tensor:
-        nonlocal all_states
-        all_states, info = many(all_states, setup.batch)
-        return info.loss.mean()
-
-    def one_by_one() -> Tensor:
-        losses = []
-        for i, state in enumerate(states):
-            states[i], info = train_step(state, setup.batch)
-            losses.append(info.loss)
-        return torch.stack(losses).mean()
-
-    return at_once if together else one_by_one
-
-
 def _periodic(**options: Any) -> Any:
     return "periodic", partial(_genome, **options)
 
@@ -204,9 +183,6 @@ VARIANTS: Mapping[str, tuple[Literal["periodic", "relu", ""], Callable[[Setup], 
     "relu eager": ("relu", partial(_genome, kernel="eager")),
     "relu compiled": ("relu", partial(_genome, kernel="compiled")),
     "naive": ("relu", partial(_genome, kernel="eager", lazy=False)),
-    "16 genomes together": ("periodic", partial(_population, together=True)),
-    "16 genomes one by one": ("periodic", partial(_population, together=False)),
-    "256 genomes captured": ("periodic", partial(_population, together=True, n=256, cuda_graph=True)),
 }
 """The genome ("" for the dense p-net) and the function that builds the step, by the name of the variant."""
 
