@@ -2,10 +2,8 @@
 
 import json
 import runpy
-import signal
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,10 +12,8 @@ from safetensors.torch import load_model
 from torch import nn
 
 import gbfunc as gb
-from gbfunc.cli import Stopped
 from gbfunc.tasks import accuracy, find_task
 from gbfunc.tasks.training import dense_trainer, fit, genome_trainer
-from notebooks.results import paper, paper_lives
 from tests.support.ranks import ROOT
 
 
@@ -93,20 +89,3 @@ def test_layers_carry_over_with_their_norms_where_shapes_agree(layers: int | Non
         gb.carry_over(source, net, layers=0)
     with pytest.raises(ValueError, match="equal names and shapes"):
         gb.carry_over(nn.Linear(3, 2), nn.Linear(4, 5))
-
-
-@pytest.mark.parametrize("arguments", ["nope", "mnist --seeds 1 1", "mnist --epochs 0", "cifar --data-dir here", "--x"])
-def test_experiments_of_the_paper_refuse_in_one_line(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert paper.main(arguments.split()) == 2 and capsys.readouterr().err.count("\n") == 1
-
-
-def test_an_interrupted_life_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    task = find_task("digits", None, {})
-    task = task.with_pnet(task.pnet.scaled(0.02))  # pyright: ignore[reportOptionalCall]
-    learn = partial(paper_lives.live, task=task, recipe=task.recipe(0), seed=0, epochs=3, rates=(1,))
-    stop = lambda _, rows: len(rows) == 5 and signal.raise_signal(signal.SIGTERM)  # noqa: E731
-    with pytest.raises(Stopped):
-        learn(tmp_path / "cut", task.build(0), on_validation=stop)
-    again, whole = (learn(tmp_path / name, task.build(0)) for name in ("cut", "whole"))
-    assert again.rows == whole.rows and again.epochs_until(50.0) < 3
-    assert all(map(torch.equal, again.net.parameters(), whole.net.parameters()))
