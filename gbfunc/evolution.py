@@ -23,6 +23,7 @@ from gbfunc.extras import import_extra
 from gbfunc.generation import make_generator
 from gbfunc.genome import check_genome, check_plan, flatten, init_genome, sample_noise
 from gbfunc.grown import materialize
+from gbfunc.many.rows import unfused
 from gbfunc.plan import Plan
 from gbfunc.pnet.pure import PureNet
 from gbfunc.tasks.control import find_environment, play
@@ -92,7 +93,7 @@ class GenomeProblem(Problem):
         self._buffers = {k: v.detach() for k, v in genome.buffers.items()}
         base = plan.base_tensors(pnet)
         self._weights_of = make_generator(plan, pnet=pnet, lazy=lazy, base=base)
-        self._call = PureNet(pnet, self._weights_of.forms, frozen=base)
+        self._call = PureNet(pnet, self._weights_of.forms, unfused, base)
         self._noise_draws, self._tried = torch.Generator().manual_seed(seed), False
         length, self._expand = subspace if subspace is not None else (len(self.start_P), None)
         if self._expand is not None and self._expand(self.start_P.new_zeros(length)).shape != self.start_P.shape:

@@ -48,7 +48,7 @@ _FLAT = (
         (["--pnet", "bad_code:head", "--pnet-config", '{"flat": 0, "n": 10}', "--teacher", "bad_code.py"], _FLAT),
         (
             ["--pnet", "bad_code:head", "--pnet-config", '{"flat": 1, "n": 9}'],
-            "expected [2, 10]: change its last layer",
+            "must give outputs [2, 10], got [2, 9]: change its last layer",
         ),
         (["--pnet", "bad_code:read"], "line 1 column 1 (char 0) (bad_code.py:24, in read)"),
         (["--pnet", "bad_import:net"], "No module named 'not_there' (bad_import.py:2, in <module>)"),

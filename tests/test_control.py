@@ -333,7 +333,7 @@ def test_stopped_it_goes_on_between_passes(tmp_path: Path, monkeypatch: pytest.M
         assert main(keeping) == 128 + signal.SIGTERM
     assert "stopped by SIGTERM after step 64" in capsys.readouterr().err
     assert main([*command, str(out), "--checkpoint-every", "16", "--resume", "auto"]) == 2
-    assert "must be a multiple of 64, the steps of a pass" in capsys.readouterr().err
+    assert "must be a multiple of 64, the steps of an epoch" in capsys.readouterr().err
     assert main(keeping) == 0
     for name in ("genome.safetensors", "best.safetensors"):
         assert (out / name).read_bytes() == (straight / name).read_bytes()

@@ -154,7 +154,7 @@ def test_places_of_networks(network: Path, tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--pnet", "hf:gpt2"], "holds a network of type hf:bert, got --pnet hf:gpt2"),
+        (["--pnet", "hf:gpt2"], "a network of type hf:bert, got --pnet hf:gpt2"),
         (["--pnet-config", '{"max_position_embeddings": 8}'], "hf:bert reads 8 positions, the task's texts have 64"),
         (["--pnet-config", '{"no_field": 8}'], "has no fields ['no_field']"),
         (["--task-config", '{"max_tokens": 65}'], "hf:bert reads 64 positions, the task's texts have 65 (max_tokens)"),

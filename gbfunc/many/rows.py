@@ -90,9 +90,14 @@ class RowWise:
 
 
 def prepare(net: nn.Module) -> list[str]:
-    """Set eval mode, without the fused forwards of torch's attention and encoders, which have no batching rule."""
-    for module in net.eval().modules():
-        if isinstance(module, nn.MultiheadAttention):
+    """Set eval mode, without fused forwards."""
+    return unfused(net.eval())
+
+
+def unfused(net: nn.Module) -> list[str]:
+    """Avoid the fused forwards of torch's attention and encoders in eval mode, which have no batching rule."""
+    for module in net.modules():
+        if isinstance(module, nn.MultiheadAttention) and not module.training:
             module.training, module.dropout = True, 0.0
         elif isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.cli import handling
-from gbfunc.cli.checkpoints import Kept
+from gbfunc.cli.checkpoints import Checkpoints
 from gbfunc.cli.options import AUTO, CheckpointOptions
 from gbfunc.plots import LINES, MARKERS, PALETTE
 from gbfunc.tasks import Task, accuracy
@@ -86,11 +86,11 @@ def train(
     settings = {"task": task.name, "images": len(task.train), "seed": seed, "batch_size": recipe.batch_size}
     source = folder if any(folder.glob("step-*")) else None
     options = CheckpointOptions(out=folder, checkpoint_every=200, resume=AUTO)
-    kept = Kept(trainer.train_step, total_steps(task, recipe), settings, source, options, 1)
+    kept = Checkpoints(trainer.train_step, total_steps(task, recipe), settings, source, options, 1)
     try:
         with (
             gb.Checkpointer(folder, trainer.train_step, keep=1) as kept.writer,
-            handling(kept.note, signal.SIGINT, signal.SIGTERM),
+            handling(kept.receive, signal.SIGINT, signal.SIGTERM),
         ):
             done = fit_task(trainer, task, recipe, seed, checkpoints=kept, on_validation=on_validation)
     except ValueError as error:
