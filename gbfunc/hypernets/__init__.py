@@ -1,4 +1,4 @@
-"""Types of g-net; a new type needs one class and one entry in `TYPES`."""
+"""Types of g-net. A new type needs one class and one entry in `TYPES`."""
 
 import reprlib
 from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ HYPERNETS: Mapping[str, Callable[..., Hypernet]] = MappingProxyType(TYPES)
 
 
 def hypernet_from_json(data: dict[str, Any], factories: Mapping[str, Callable[..., Any]]) -> Hypernet:
-    """Create a hypernetwork from `Hypernet.to_json`; calls only the `from_module` factories in `factories`, by path."""
+    """Create a hypernetwork from the output of `Hypernet.to_json`; `factories` are allowed, by import path."""
     try:
         options = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k != "type"}
         if data["type"] == "module":

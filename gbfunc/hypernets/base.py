@@ -18,18 +18,18 @@ from gbfunc.types import Factors, Kernel, Params, TileDims
 
 
 class Leaf(NamedTuple):
-    """One array of a g-net's parameters. `gain`, `codes` and `period` only matter for `rounding="auto"`.
+    """One array of a g-net's parameters. Only `rounding="auto"` uses `gain`, `codes` and `period`.
 
     Attributes:
         shape: shape for one g-net; a genome stacks the leaves of all g-nets: [T, *shape].
         role: `"linear"` if doubling all linear leaves doubles the tile (amplitudes), otherwise `"code"`. A type needs a
-            linear leaf per tile: `init` rescales these leaves to the p-net's initial deviation; for deltas they are 0.
-        scope: `"tile"` for a leaf per tile, `"group"` for one that the tiles of a group (`Hypernet.group`) share.
-        std: standard deviation of the initial numbers, which are normal.
-        mean: mean of the initial numbers.
+            linear leaf per tile. `init` scales linear leaves to the p-net's initial deviation, or to 0 for deltas.
+        scope: `"tile"` if each tile has its own leaf; `"group"` if the tiles of a group (`Hypernet.group`) share one.
+        std: standard deviation of the normal distribution that initial values are drawn from.
+        mean: mean of this distribution.
         gain: name of the leaf [H] that multiplies the output of this leaf [..., H]; a gain of 0 drops the feature.
-        codes: `"row"` or `"col"`: the codes that multiply this leaf [p, H]; larger codes take finer steps.
-        period: numbers that differ by the period give the same tile (a phase: 2 pi).
+        codes: `"row"` or `"col"`: the codes that multiply this leaf [p, H]. Leaves of larger codes are rounded finer.
+        period: values that differ by the period give the same tile (2 pi for a phase).
     """
 
     shape: tuple[int, ...]
@@ -44,15 +44,15 @@ class Leaf(NamedTuple):
 
 @dataclass(frozen=True)
 class Hypernet:
-    """A type of g-net with its options: static, hashable, JSON-able; its size is None until a plan chooses it.
+    """A type of g-net with its options: static, hashable and JSON-able. The size is None until a plan chooses it.
 
-    A subclass is a frozen dataclass with fields that are numbers, texts and tuples of them. It has its own `type`, and
-    defines `leaves` and `apply` (or `tiles`). The size of a `Sized` subclass is a field. `gb.register` lets genomes of
-    a subclass be saved and loaded.
+    A subclass is a frozen dataclass whose fields are numbers, strings, or tuples of numbers or strings. A subclass has
+    its own `type`, and defines `leaves` and `apply` (or `tiles`). A `Sized` subclass has a field for its size. Genomes
+    of a subclass can be saved and loaded after `gb.register`.
     """
 
     type: ClassVar[str]
-    default_size: ClassVar[int] = 32  # used without a size and without a target for the genome
+    default_size: ClassVar[int] = 32  # used if neither a size nor a target size of the genome is given
     sizable: ClassVar[bool] = True  # False for a type without a size
     stochastic: ClassVar[bool] = False  # whether tiles take noise
     factorised: ClassVar[bool] = False  # whether tiles are `Factors`
@@ -62,7 +62,7 @@ class Hypernet:
 
     @property
     def size(self) -> int | None:
-        """Features, hidden width, rank or genes; 0 for a type without a size."""
+        """Number of features, hidden units, ranks or genes; 0 for a type without a size."""
         return None if self.sizable else 0
 
     def with_size(self, size: int) -> Hypernet:
@@ -74,7 +74,7 @@ class Hypernet:
 
     @property
     def factor_width(self) -> int:
-        """Columns of the factors; 0 for a type without factors."""
+        """Number of columns of the factors; 0 for a type without factors."""
         return self.size or 0 if self.factorised else 0
 
     @property
@@ -83,7 +83,7 @@ class Hypernet:
         return False
 
     def group(self, name: str, part: int, shape: tuple[int, int]) -> str:
-        """Return the group of a matrix from its tensor, part and shape; tiles of a group share leaves."""
+        """Return the group of a matrix: part number `part` of the tensor `name`. Tiles of a group share leaves."""
         return ""
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
@@ -91,19 +91,19 @@ class Hypernet:
         raise NotImplementedError(f"{type(self).__name__} must define leaves(self, dims)")
 
     def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
-        """Draw the leaves of all g-nets of an ensemble: `{leaf: [T or G, *shape]}` in float32 on the CPU."""
+        """Draw the leaves of all g-nets of an ensemble: `{name: [T or G, *shape]}` in float32 on the CPU."""
         return draw(self.leaves(dims), n_tiles, n_groups, generator)
 
     def apply(
         self, leaves: Params, row_rp: Tensor, col_cq: Tensor, *, noise: Params | None = None, kernel: Kernel = "auto"
     ) -> Tensor | Factors:
-        """Generate the tile of one g-net: [r, c], or its factors ([r, k], [c, k]).
+        """Generate the tile of one g-net, [r, c], or the factors of the tile, [r, k] and [c, k].
 
         Args:
-            leaves: leaves of ONE g-net.
+            leaves: leaves of a single g-net, without the dimension T.
             row_rp: codes of the rows: [r, p].
             col_cq: codes of the columns: [c, q].
-            noise: noise with the `noise_shapes`, or None for the mean.
+            noise: noise of the shapes `noise_shapes`; None generates the mean.
             kernel: implementation, for a type with several (`gbfunc.types.Kernel`).
         """
         raise NotImplementedError(f"{type(self).__name__} must define apply(self, leaves, row_rp, col_cq, **unused)")
@@ -111,9 +111,9 @@ class Hypernet:
     def tiles(
         self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, noise: Params | None, kernel: Kernel
     ) -> Tensor | Factors:
-        """Generate the tiles of many g-nets, [T, r, c] or factors; by default `apply` under `vmap`.
+        """Generate the tiles [T, r, c] of many g-nets, or their factors. By default, `vmap` calls `apply`.
 
-        Leaves and noise are `{name: [T, ...]}`; codes have a first dimension U of 1 (shared) or T.
+        Leaves and noise are `{name: [T, ...]}`. The first dimension U of the codes is T, or 1 if tiles share codes.
         """
 
         def apply(leaves: Params, row: Tensor, col: Tensor, noise: Params | None) -> Tensor | Factors:
@@ -130,7 +130,7 @@ class Hypernet:
         return torch.vmap(apply, (0, row_dim, col_dim, None if noise is None else 0))(leaves, row, col, noise)
 
     def matrix(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, grid: TileGrid, kernel: Kernel) -> Tensor | None:
-        """Generate the mean matrix [R, C] without tiles; None if the type does not implement this."""
+        """Generate the mean matrix [R, C] directly, without tiles; None if the type has no such method."""
         return None
 
     def noise_shapes(self, dims: TileDims) -> dict[str, tuple[int, ...]]:
@@ -138,7 +138,7 @@ class Hypernet:
         return {}
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON-able description without defaults."""
+        """Return a JSON-able description: the type and the options that differ from their defaults."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         return {"type": self.type, **values}
 
@@ -150,7 +150,7 @@ def ensemble_params(hypernet: Hypernet, dims: TileDims, n_tiles: int, n_groups: 
 
 
 def normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Draw standard normal numbers in float32 on the CPU; torch's defaults do not change a seed's genome."""
+    """Draw standard normal numbers in float32 on the CPU, whatever torch's default dtype and device are."""
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
 
 
@@ -167,7 +167,7 @@ def draw(leaves: Mapping[str, Leaf], n_tiles: int, n_groups: int, generator: tor
 
 
 def project(codes_np: Tensor, weight_pH: Tensor) -> Tensor:
-    """Multiply codes [..., n, p] by weights [..., p, H]; zeros for codes of width 0, which IREE cannot multiply."""
+    """Multiply codes [..., n, p] by weights [..., p, H]. Codes of width 0, which IREE cannot multiply, give zeros."""
     if codes_np.shape[-1]:
         return codes_np @ weight_pH
     return codes_np.new_zeros((*weight_pH.shape[:-2], codes_np.shape[-2], weight_pH.shape[-1]))

@@ -112,7 +112,7 @@ class XOX(_Factored):
 class NewRows(Sized):
     """Trained rows at the end of a matrix, such as the embeddings of new tokens; the other rows are zero.
 
-    Such rows are no part of a base. They start at the p-net's present values, and the base's digest ignores these.
+    New rows do not belong to the base. They start at the p-net's current values, which the base's digest ignores.
 
     Args:
         rows: the number of rows.
@@ -129,7 +129,7 @@ class NewRows(Sized):
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
         if self.rows > dims.rows:
-            raise ValueError(f"new_rows({self.rows}) needs a matrix of as many rows, got one of {dims.rows}")
+            raise ValueError(f"new_rows({self.rows}) needs a matrix of at least {self.rows} rows, got {dims.rows}")
         return {"rows": Leaf((self.rows, dims.cols), "linear", std=dims.cols**-0.5)}
 
     def tiles(self, leaves: Params, row_Urp: Tensor, *unused: Any) -> Factors:

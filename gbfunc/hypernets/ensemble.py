@@ -27,7 +27,7 @@ def is_exporting() -> bool:
 
 
 class Constants(NamedTuple):
-    """Inputs of tiles other than leaves and noise."""
+    """Inputs that tiles are generated from, other than leaves and noise."""
 
     hypernet: Hypernet
     dims: TileDims
@@ -58,16 +58,16 @@ class Constants(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """G-nets that are generated together."""
+    """G-nets of one ensemble that are evaluated together, with their leaves and constants."""
 
     constants: Constants
     leaves: Params  # {name: [T, ...]}, or [G, ...] for group leaves; {} for a type without leaves
     noise: Params | None = None  # {name: [T, ...]}; None for the mean
-    made: Factors | None = None  # the factors, if they are made already
+    made: Factors | None = None  # the factors, if `with_factors` has computed them already
 
     @property
     def n_tiles(self) -> int:
-        """Number of tiles; 0 for a type without leaves, which has equal tiles."""
+        """Number of tiles; 0 for a type without leaves, whose tiles are all equal."""
         groups = self.constants.groups
         return len([*self.leaves.values(), ()][0] if groups is None else groups)
 
@@ -115,13 +115,13 @@ class Evaluation(NamedTuple):
         return joined(tiles if self.leaves else dense_tiles(tiles).expand(grid.n_tiles, -1, -1), grid)
 
     def split(self, counts: Sequence[int]) -> list[Evaluation]:
-        """Evaluations of `counts` tiles each, in order."""
+        """Split into consecutive evaluations with these numbers of tiles."""
         if len(counts) == 1:
             return [self]
         constants, parts, first = self.constants, [], 0
         specs = {} if constants.groups is None else constants.hypernet.leaves(constants.dims)
         shared = [k for k, leaf in specs.items() if leaf.scope == "group"]
-        # A split has one backward; slices would each allocate a gradient for all tiles.
+        # `split` has a single backward. Each slice instead would allocate a gradient for all tiles.
         leaves = {k: [v] * len(counts) if k in shared else v.split(list(counts)) for k, v in self.leaves.items()}
         made = [None] * len(counts) if self.made is None else map(Factors, *(x.split(list(counts)) for x in self.made))
         for i, (count, factors) in enumerate(zip(counts, made, strict=True)):
@@ -133,7 +133,7 @@ class Evaluation(NamedTuple):
 
 
 def with_factors(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    """Compute `made`, the factors of all periodic and bilinear g-nets, with one operator."""
+    """Set `made` of the periodic and bilinear g-nets to their factors, which one operator computes."""
     found = [*evaluations]
     which = [i for i, one in enumerate(found) if one.made is None and isinstance(one.constants.hypernet, Waves)]
     for i, factors in zip(which, periodic_factors([found[i] for i in which]), strict=True):
@@ -146,7 +146,7 @@ def periodic_factors(evaluations: Sequence[Evaluation]) -> list[Factors]:
     leaves = [one.all_leaves() for one in evaluations]
     sides: list[Side] = []
     for (c, *_), own in zip(evaluations, leaves, strict=True):
-        # Weights for codes of width 0 are not in the genome; here they are per tile.
+        # Code weights for codes of width 0 are not in the genome: `all_leaves` makes them for each tile.
         of_row, of_col = (c.groups if codes.shape[-1] else None for codes in (c.row, c.col))
         phase, sine, cosine = own.get("phase"), own.get("amplitude", own.get("sine")), own.get("cosine")
         scale, first = None if sine is None else c.scale, cast(Waves, c.hypernet).cosine_first
@@ -170,6 +170,6 @@ def dense_tiles(tiles: Tensor | Factors) -> Tensor:
 def joined(tiles: Tensor | Factors, grid: TileGrid) -> Tensor:
     """Join tiles or their factors into a single matrix [R, C]."""
     if isinstance(tiles, Factors) and (grid.tile_rows, grid.tile_cols) == (grid.rows, grid.cols):
-        # A matrix product is faster than a batch of one, and a view has a faster backward than an index.
+        # A matrix product is faster than a batched product of one, and a view's backward is faster than an index's.
         return tiles.left.flatten(0, 1) @ tiles.right.flatten(0, 1).mT
     return join_tiles(dense_tiles(tiles), grid)

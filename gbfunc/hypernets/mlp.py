@@ -1,11 +1,11 @@
 r"""MLP g-nets over the codes of a weight, as in the genomic bottleneck, plain and stochastic.
 
 Source: Shuvaev et al., Encoding innate ability through a genomic bottleneck (PNAS 2024, doi 10.1073/pnas.2409160121).
-A stochastic one has a mean and a log standard deviation per weight, drawn by reparameterisation,
+A stochastic g-net generates a mean and a log standard deviation per weight, and draws the weight by reparameterisation:
 $w = \mu + e^{s} \epsilon$, $\epsilon \sim N(0, 1)$ (Kingma and Welling, Auto-encoding variational Bayes, 2014, eq. 4).
 
-The first layer is separable: its pre-activation is $A_{ih} + B_{jh}$ with $A = X_r W_r + b$ and $B = X_c W_c$. With one
-ReLU layer the rest is one fused reduction; other g-nets run in chunks of rows that are recomputed in backward.
+The first layer is separable: its pre-activation is $A_{ih} + B_{jh}$ with $A = X_r W_r + b$ and $B = X_c W_c$. A g-net
+with one ReLU layer is computed by one fused reduction. Other g-nets run in blocks of rows, recomputed in backward.
 """
 
 import math
@@ -30,8 +30,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 
 
 def _he(inputs: int) -> float:
-    """Deviation of the weights of a layer (He et al., 2015)."""
-    return math.sqrt(2 / max(1, inputs))
+    return math.sqrt(2 / max(1, inputs))  # standard deviation of initial weights (He et al., 2015)
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class GNet(Hypernet):
     """An MLP of any depth over the codes of a weight: the g-net of torchGB and the paper.
 
     Args:
-        hidden: widths of the hidden layers; None is one layer whose width the plan chooses (32 without a size target).
+        hidden: widths of the hidden layers. None is one layer, whose width the plan chooses (32 without a size target).
         activation: `"relu"`, `"tanh"`, `"gelu"` or `"sin"`.
 
     Raises:
@@ -67,16 +66,16 @@ class GNet(Hypernet):
 
     @property
     def spreads(self) -> bool:
-        # Units that bend along one sum of codes give a tile little rank; sines give a tile much rank.
+        # Each unit adds little to a tile's rank if it bends only once along a sum of codes. A sine adds much.
         return self.activation != "sin"
 
     def with_size(self, size: int) -> Hypernet:
-        """Scale all layers so that the first has `size` units."""
+        """Scale the widths of all hidden layers so that the first layer has `size` units."""
         first, *rest = self.hidden or (size,)
         return replace(self, hidden=(size, *(max(1, round(n * size / first)) for n in rest)))
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
-        """The separable first layer, hidden layers `weight_i` and `bias_i`, and the head."""
+        """Return the leaves of the separable first layer, of hidden layers (`weight_i`, `bias_i`), and of the head."""
         if self.hidden is None:
             raise ValueError(f"{self.type} has no size yet: a plan chooses it")
         first = self.hidden[0]
@@ -94,7 +93,7 @@ class GNet(Hypernet):
         return {"out_weight": Leaf((width,), "linear", std=_he(width)), "out_bias": Leaf((), "linear", std=0.0)}
 
     def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
-        """Draw He-normal weights, and normal biases that spread the kinks over the codes, or uniform sine phases."""
+        """Draw He-normal weights, and normal biases clipped so that units bend inside the tile, or uniform phases."""
         drawn = super().init(dims, n_tiles, n_groups, generator)
         if self.activation == "sin":
             drawn["bias"] = uniform(drawn["bias"].shape, generator) * (2 * math.pi)
@@ -111,7 +110,7 @@ class GNet(Hypernet):
     def _mean(
         self, leaves: Params, row: Tensor, col: Tensor, kernel: Kernel, head: str = "out", grid: TileGrid | None = None
     ) -> Tensor:
-        """The tiles [T, r, c] of one head, or the matrix of fused tiles."""
+        """Return the tiles [T, r, c] of the mean or the `log_sigma` head, or a matrix if the g-net is fused."""
         if self._is_fused:
             names = ("row_weight", "col_weight", "bias", f"{head}_weight", f"{head}_bias")
             return relu_matrix(row, col, *(leaves[name] for name in names), grid=grid, kernel=kernel)
@@ -140,7 +139,7 @@ class GNet(Hypernet):
 
 @dataclass(frozen=True)
 class Stochastic(GNet):
-    """An MLP with two heads: weights are drawn in training, and at their mean in evaluation; options as for `gnet`."""
+    """An MLP with heads for each weight's mean and log deviation; evaluation uses the mean. Options as for `gnet`."""
 
     type: ClassVar[str] = "stochastic"
     stochastic: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""A g-net from any `nn.Module`: stacked by `torch.func.stack_module_state`, called by `torch.func.functional_call`."""
+"""A g-net from any `nn.Module`, by `torch.func.stack_module_state` and `torch.func.functional_call`."""
 
 import warnings
 from collections.abc import Callable
@@ -22,10 +22,10 @@ _GAIN, _SHIFT = "gain", "shift"
 
 
 def _build(factory: Factory, width: int, seed: int, device: str = "cpu") -> nn.Module:
-    """A module drawn from a seed, in float32; torch's generator and defaults do not change."""
+    """Build a float32 module from a seed, without a change of torch's generator and defaults."""
     default = torch.get_default_dtype()
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), torch.device(device):
-        # A tile of one weight has codes of width 0.
+        # A tile of one weight has codes of width 0, for which torch warns about empty parameters.
         warnings.filterwarnings("ignore", "Initializing zero-element tensors is a no-op", UserWarning)
         torch.manual_seed(seed)
         torch.set_default_dtype(torch.float32)
@@ -35,7 +35,7 @@ def _build(factory: Factory, width: int, seed: int, device: str = "cpu") -> nn.M
             torch.set_default_dtype(default)
 
 
-# One per thread, as `functional_call` swaps weights in and out.
+# Each thread has its own skeleton, because `functional_call` replaces the skeleton's weights during a call.
 @lru_cache(maxsize=64)
 def _skeleton(factory: Factory, width: int, thread: int) -> nn.Module:
     return _build(factory, width, 0, "meta")
@@ -45,12 +45,12 @@ def _skeleton(factory: Factory, width: int, thread: int) -> nn.Module:
 class FromModule(Hypernet):
     """A g-net from any module: `factory(width)` builds an `nn.Module` that maps [..., width] -> [..., 1].
 
-    The input is the row code followed by the column code of a weight. A learned gain and shift (two parameters per
-    tile, counted) scale the output.
+    The input is the row code of a weight, followed by its column code. Each tile also learns a gain and a shift of the
+    output, which count as two parameters.
 
     Args:
-        factory: builds the module. To save a genome, the factory must be importable by name; `load` takes the factory
-            again.
+        factory: builds the module. Saving a genome needs a factory that can be imported by name, and `gb.load` needs
+            the factory as an argument.
 
     Raises:
         TypeError: if the factory is not callable.
@@ -71,22 +71,22 @@ class FromModule(Hypernet):
         if not isinstance(module, nn.Module):
             raise ValueError(f"the factory must return an nn.Module, got {type(module).__name__}")
         if any(True for _ in module.buffers()):
-            raise ValueError("a g-net module must have no buffers (batch norm is out of place there)")
+            raise ValueError("a g-net module must have no buffers: remove layers such as batch norm")
         if {_GAIN, _SHIFT} & module.state_dict().keys():
-            raise ValueError(f"a g-net module must not have parameters called {_GAIN!r} or {_SHIFT!r}")
+            raise ValueError(f"a g-net module must not have parameters called {_GAIN!r} or {_SHIFT!r}: rename them")
         if frozen := [name for name, p in module.state_dict(keep_vars=True).items() if not p.requires_grad]:
-            raise ValueError(f"all parameters of a g-net are trained; the module's {frozen} are frozen")
+            raise ValueError(f"all parameters of a g-net are trained, but {frozen} are frozen: unfreeze or remove them")
         try:
             out = vmap(module)(torch.empty(1, 3, 2, device="meta"))[0]
         except RuntimeError as error:
             if "random" not in str(error):
                 raise
-            raise ValueError("a g-net module must draw no random numbers (dropout is out of place there)") from error
+            raise ValueError("a g-net module must draw no random numbers: remove layers such as dropout") from error
         if tuple(out.shape) != (3, 1):
             raise ValueError(f"the factory's module must map [..., width] to [..., 1]; [3, 2] gave {list(out.shape)}")
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
-        """The module's parameters, a gain and a shift."""
+        """Return the module's parameters, a gain and a shift."""
         parameters = _skeleton(self.factory, dims.row_width + dims.col_width, get_ident()).named_parameters()
         leaves = {name: Leaf(tuple(p.shape), "code") for name, p in parameters}
         return leaves | {_GAIN: Leaf((), "linear"), _SHIFT: Leaf((), "linear")}
@@ -100,7 +100,7 @@ class FromModule(Hypernet):
         return {name: leaf.detach().float() for name, leaf in drawn.items()} | own
 
     def tiles(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, *unused: Any) -> Tensor:
-        """Apply the module to the codes of every weight, in chunks of rows; returns tiles [T, r, c]."""
+        """Apply the module to the codes of every weight, in blocks of rows; returns tiles [T, r, c]."""
         p, q = row_Urp.shape[-1], col_Ucq.shape[-1]
         skeleton, inner = _skeleton(self.factory, p + q, get_ident()), dict(leaves)
         gain, shift = (inner.pop(name)[:, None, None] for name in (_GAIN, _SHIFT))

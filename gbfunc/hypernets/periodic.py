@@ -1,10 +1,10 @@
 r"""Periodic g-nets: a sum of sines over the codes, which is exactly a product of two thin matrices.
 
-With `share="none"`, $g_{ij} = \sum_h v_h \sin(A_{ih} + B_{jh})$ with $A = X_r W_r + \phi$, $B = X_c W_c$.
-With code weights that are shared, $g_{ij} = \sum_h s_h \sin(A_{ih} + B_{jh}) + t_h \cos(A_{ih} + B_{jh})$, where
-$W_r, W_c$ belong to the group and $s, t$ to the tile. The addition theorem gives the factors, of 2 H columns each.
+With `share="none"`, a tile is $g_{ij} = \sum_h v_h \sin(A_{ih} + B_{jh})$ with $A = X_r W_r + \phi$ and $B = X_c W_c$.
+With shared code weights, a tile is $g_{ij} = \sum_h s_h \sin(A_{ih} + B_{jh}) + t_h \cos(A_{ih} + B_{jh})$. The group
+has the code weights $W_r, W_c$, and each tile has $s, t$. The addition theorem gives factors of 2 H columns.
 
-Bilinear ones mix all pairs: $g_{ij} = \phi(A_i)^T M \phi(B_j)$ with $\phi = [\sin, \cos]$ and $M$ of the tile.
+Bilinear g-nets mix all pairs: $g_{ij} = \phi(A_i)^T M \phi(B_j)$ with $\phi = [\sin, \cos]$ and a matrix $M$ per tile.
 """
 
 import math
@@ -20,14 +20,14 @@ from gbfunc.types import Params, TileDims
 
 @dataclass(frozen=True)
 class Waves(Sized):
-    """Sines over the codes, with code weights that matrices may share; `periodic_factors` makes their factors."""
+    """Base of g-nets made of sines over the codes. Matrices may share code weights; see `periodic_factors`."""
 
     features: int | None = None
     share: Literal["none", "layers", "shapes"] = "none"
     frequency: float | tuple[float, float] | None = field(default=None, kw_only=True)
     size_field: ClassVar[str] = "features"
     factorised: ClassVar[bool] = True
-    cosine_first: ClassVar[bool] = False  # whether cosines come first on the columns' side
+    cosine_first: ClassVar[bool] = False  # whether cosines come before sines in the right factor
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -40,7 +40,7 @@ class Waves(Sized):
 
     @property
     def _deviations(self) -> tuple[float, float]:
-        # Deviations of the initial code weights: (rows, columns).
+        # Standard deviations of the initial code weights: (rows, columns).
         default = 2.5 if self.share == "layers" and self.type == "periodic" else 1.0
         frequency = default if self.frequency is None else self.frequency
         return frequency if isinstance(frequency, tuple) else (frequency, frequency)
@@ -54,7 +54,7 @@ class Waves(Sized):
         return self.share != "none"
 
     def group(self, name: str, part: int, shape: tuple[int, int]) -> str:
-        """Return name without numbers, part and shape for `"layers"`, or the shape for `"shapes"`."""
+        """Return the name without numbers, the part and the shape for `"layers"`, or the shape for `"shapes"`."""
         size, kind = f"{shape[0]}x{shape[1]}", re.sub("[0-9]+", "*", name)
         return {"none": "", "layers": f"{kind}:{part}:{size}", "shapes": size}[self.share]
 
@@ -72,11 +72,11 @@ class Periodic(Waves):
     """Sums of sines over the codes: the default g-net, fast (a batched GEMM) and good at high compression.
 
     Args:
-        features: sines per tile; None lets the plan choose (32 without a size target).
-        share: matrices that share code weights: `"layers"`, those of the same kind and position in other layers;
-            `"shapes"`, all matrices of a shape; `"none"`.
-        frequency: standard deviation of the initial code weights, one number or one each for rows and columns; None is
-            1.0, or 2.5 with `share="layers"`.
+        features: number of sines per tile; None lets the plan choose (32 without a size target).
+        share: which matrices share code weights. `"layers"`: matrices whose names differ only in numbers, such as the
+            same weight of each block. `"shapes"`: all matrices of a shape. `"none"`: no matrices.
+        frequency: standard deviation of the initial code weights, either one number or a pair for rows and columns.
+            None is 1.0, or 2.5 with `share="layers"`.
 
     Raises:
         ValueError: for options out of range.
@@ -87,7 +87,7 @@ class Periodic(Waves):
     cosine_first: ClassVar[bool] = True
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
-        """Code weights [p, H] and [q, H] with phase and amplitude, or shared ones with two coefficients a feature."""
+        """Return code weights [p, H] and [q, H], with phases and amplitudes, or with two coefficients if shared."""
         h, codes = self.known_size, self._code_weights(dims)
         coefficient = Leaf((h,), "linear", std=math.sqrt((1 if self.shares else 2) / h))
         if self.shares:
@@ -96,7 +96,7 @@ class Periodic(Waves):
         return {k: leaf._replace(gain="amplitude") for k, leaf in codes.items()} | {"amplitude": coefficient}
 
     def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
-        """Draw normal code weights of deviation `frequency`, uniform phases, normal coefficients."""
+        """Draw code weights, phases and coefficients: normal of deviation `frequency`, uniform, and normal."""
         drawn = super().init(dims, n_tiles, n_groups, generator)
         if "phase" in drawn:
             drawn["phase"] = uniform(drawn["phase"].shape, generator) * (2 * math.pi)
@@ -107,7 +107,7 @@ class Periodic(Waves):
 class Bilinear(Waves):
     """Sines of the rows times sines of the columns, mixed by a matrix per tile: thin factors, many coefficients.
 
-    A tile of H features has $4 H^2$ coefficients and factors of 2 H columns. This type fits many matrices that share
+    A tile of H features has $4 H^2$ coefficients and factors of 2 H columns. This type suits many matrices that share
     code weights, such as deltas of a pretrained net.
 
     Args:
@@ -123,7 +123,7 @@ class Bilinear(Waves):
     default_size: ClassVar[int] = 4
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
-        """Code weights [p, H] and [q, H], and the tile's mixing matrix [2H, 2H]."""
+        """Return code weights [p, H] and [q, H], and the tile's mixing matrix [2H, 2H]."""
         width = self.factor_width
         return self._code_weights(dims) | {"mix": Leaf((width, width), "linear", std=1 / self.known_size)}
 

@@ -1,4 +1,4 @@
-"""Layers of a p-net: their weights as matrices (`kinds`), and their forms when these are generated (`forms`)."""
+"""Layers of a p-net: how their weights fold to matrices (`kinds`), and how they compute with generated weights."""
 
 from gbfunc.layers.kinds import KINDS, LayerKind, layer_kind
 

@@ -1,6 +1,6 @@
-"""Weights that stay factors: `W = L R^T`, tile by tile, applied as `(x R) L^T` and never multiplied out.
+"""Weights kept as factors: `W = L R^T`, tile by tile, applied as `(x R) L^T` without forming `W`.
 
-Suffixes: i tile rows (nr of them), j tile columns (nc), r and c rows and columns of a tile, k rank, B batch rows.
+Suffixes: i tile rows (number nr), j tile columns (nc), r and c rows and columns of a tile, k rank, B batch rows.
 """
 
 import math
@@ -21,12 +21,12 @@ from gbfunc.types import Params
 class FactoredWeight(WeightForm):
     """A weight whose matrix has the tiles `L[i, j] @ R[i, j].T`: inputs left [T, r, k] and right [T, c, k], T = nr nc.
 
-    The layer stores the weight in `shape`, `transposed` as in Hugging Face's `Conv1D`. With `auto` the layer applies
-    the factors to inputs of fewer than `thin_rows` rows, and otherwise, as in exported programs, the dense weight.
+    The layer stores the weight in `shape` (`transposed` for Hugging Face's `Conv1D`). With `auto`, factors are applied
+    to inputs of fewer than `thin_rows` rows, and the dense weight to other inputs and in exported programs.
     """
 
     needs: Needs = "factors"
-    more: ClassVar[tuple[str, ...]] = ()  # inputs beside the factors
+    more: ClassVar[tuple[str, ...]] = ()  # inputs other than the factors
 
     def __init__(
         self, name: str, shape: tuple[int, ...], grid: TileGrid, rank: int, transposed: bool, auto: bool
@@ -34,50 +34,50 @@ class FactoredWeight(WeightForm):
         super().__init__(name, ("left", "right", *self.more), transposed)
         self.shape, self.grid, self.auto = shape, grid, auto
         self.tiles = (grid.n_rows, grid.n_cols)
-        self.rank = rank * grid.n_tiles  # of the factors of the whole matrix (`as_low_rank`)
+        self.rank = rank * grid.n_tiles  # rank of the whole matrix's factors (`as_low_rank`)
         sizes = (grid.rows, grid.cols, rank, self.tiles, bool(self.more))
-        # A dict, as some compilers (torch 2.11) cannot index a list by a bool.
+        # A dict, because torch.compile of torch 2.11 cannot index a list by a bool.
         self._thin_rows = {conv: thin_rows(*sizes, conv=conv) if auto else math.inf for conv in (False, True)}
 
     def of(self, sources: Sequence[Source]) -> Params:
-        """The factors of every tile."""
+        """Return the factors of every tile."""
         return dict(zip(self.keys, sources[0].factors(), strict=False))
 
     def by_tile(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """The factors by row and column of tiles: [nr, nc, r, k] and [nr, nc, c, k]."""
+        """Arrange the factors by tile row and tile column: [nr, nc, r, k] and [nr, nc, c, k]."""
         return inputs["left"].unflatten(0, self.tiles), inputs["right"].unflatten(0, self.tiles)
 
     def make(self, given: Params) -> Tensor:
         """Multiply the factors out."""
         left, right = given["left"], given["right"]
-        # One matrix product is faster than a batch of one.
+        # A matrix product is faster than a batched product of one.
         single = self.tiles == (1, 1)
         matrix = _single(left) @ _single(right).mT if single else join_tiles(left @ right.mT, self.grid)
         return (matrix.t() if self.transposed else matrix).reshape(self.shape)
 
     def apply(self, weight: Weight, use: Use, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Use the factors where they pay, otherwise the dense weight."""
+        """Apply the factors if this is faster, otherwise the dense weight."""
         y = self.thin(weight, use, x, bias)
         return use.run(weight.dense(), x, bias) if y is None else y
 
     def thin(self, weight: Weight, use: Use, x: Tensor, bias: Tensor | None) -> Tensor | None:
-        """Use the factors; None where the dense weight is used."""
+        """Apply the factors; returns None if the dense weight should be used instead."""
         if use.operation == "embedding":
             return self._thin_embedding(weight, x, *use.options)
         return (self._thin_linear if use.operation == "linear" else self._thin_conv)(weight, x, bias, *use.options)
 
     def _pays(self, weight: Weight, batch_rows: int, conv: bool = False) -> bool:
-        # An exported program is for any number of rows.
+        # An exported program must run for any number of rows, so the number cannot decide here.
         dense = self.auto if is_exporting() else not batch_rows < self._thin_rows[conv]
         if dense or (weight.formed is not None and not weight.applied):
             return False
-        # A checkpoint that calls the layer again must decide as in the first call.
+        # When a checkpoint calls the layer again, the layer must decide as in the first call.
         weight.applied = True
         return True
 
     def _thin_linear(self, weight: Weight, x: Tensor, bias: Tensor | None) -> Tensor | None:
         grid = self.grid
-        # A nested tensor has no number of rows.
+        # Nested tensors use the dense weight, because they have no number of rows.
         if x.is_nested or not self._pays(weight, math.prod(x.shape[:-1])):
             return None
         if x.shape[-1] != grid.cols:
@@ -86,7 +86,7 @@ class FactoredWeight(WeightForm):
         if self.tiles == (1, 1):
             return F.linear(x @ _single(given["right"]), _single(given["left"]), bias)
         left, right = self.by_tile(given)
-        # Contiguous, as the output of F.linear: dropout draws its mask in the order of memory.
+        # Contiguous like the output of F.linear, because a later dropout draws its mask in the order of memory.
         y = from_thin(thin_product(x, right, (0, grid.cols)), left, ((0, grid.rows),)).contiguous()
         # Under autocast F.linear returns the narrow dtype of the products.
         return y if bias is None else y + bias.to(y.dtype)
@@ -94,7 +94,7 @@ class FactoredWeight(WeightForm):
     def _thin_conv(
         self, weight: Weight, x: Tensor, bias: Tensor | None, conv: Callable[..., Tensor], options: dict[str, Any]
     ) -> Tensor | None:
-        """A convolution with k filters per tile, then a 1x1 convolution; tiles must not cut kernels."""
+        """Convolve with k filters per tile, then with 1x1 filters; returns None if tiles cut kernels."""
         positions = math.prod(self.shape[2:])
         fits = options["groups"] == 1 and self.grid.tile_cols % positions == 0
         if not fits or not self._pays(weight, _positions(x, self.shape[2:], options), conv=True):
@@ -105,12 +105,12 @@ class FactoredWeight(WeightForm):
         channels, kernel = self.shape[1], self.shape[2:]
         if x.shape[1] != channels:
             raise ValueError(f"expected an input with {channels} channels, got shape {tuple(x.shape)}")
-        # On a CPU, torch's convolutions of images keep channels last, but those of volumes do not.
+        # On a CPU, torch's 2D convolutions keep the channels-last memory format, but 3D convolutions do not.
         last = (x.ndim == 4 or (x.ndim > 3 and not x.is_cpu)) and x.stride(1) == 1 and x.stride(-1) >= channels
         left, right = self.by_tile(weight.given)
         nr, nc, r, k = left.shape
         if nc > 1 and x.is_cpu and (missing := missing_ranks(nr, k)):
-            # Groups of other sizes take up to three times the time.
+            # Pad the rank: on a CPU, groups of other sizes take up to three times as long.
             left, right, k = F.pad(left, (0, missing)), F.pad(right, (0, missing)), k + missing
         width = self.grid.tile_cols // positions
         if nc * width != channels:
@@ -125,20 +125,20 @@ class FactoredWeight(WeightForm):
         else:
             y = conv(thin, mix, None, groups=nr)[:, : self.grid.rows]
             y = y if bias is None else y + bias.to(y.dtype).reshape(-1, *(1,) * len(kernel))
-        # The memory format of the input is kept, as dropout draws its mask in the order of memory.
+        # Keep the input's memory format, because a later dropout draws its mask in the order of memory.
         return y.movedim(1, -1).contiguous().movedim(-1, 1) if last else y.contiguous()
 
     def _thin_embedding(self, weight: Weight, index: Tensor, padding_idx: int | None) -> Tensor | None:
         left, right = self.by_tile(weight.given)
         nr, nc, r, k = left.shape
-        # Rows of several tiles need right factors for each token, which may take more memory than the weight.
+        # With several tile rows, each token gathers its own right factors. These may take more memory than the weight.
         many = nr > 1 and (is_exporting() or index.numel() * k > self.grid.rows)
         if many or index.is_nested or not self._pays(weight, index.numel()):
             return None
         flat = index.reshape(-1)
         table = left.transpose(1, 2).reshape(nr * r, nc * k)[: self.grid.rows]
         rows_Bjk = F.embedding(flat, table).reshape(flat.shape[0], nc, k)
-        # Embeddings have the weight's dtype, also under autocast.
+        # An embedding's output has the weight's dtype, also under autocast.
         with outside_autocast(index.device):
             if nr == 1:
                 y_Bjc = (rows_Bjk.transpose(0, 1) @ right[0].mT).transpose(0, 1)
@@ -154,7 +154,7 @@ class FactoredWeight(WeightForm):
 class DeltaWeight(FactoredWeight):
     """A weight `base + delta` whose delta has the tiles `L[i, j] @ R[i, j].T`: inputs base, left and right.
 
-    Base and delta are applied in their own dtypes, as LoRA does in bfloat16 nets.
+    Base and delta are applied in their own dtypes, as in PEFT's LoRA of a bfloat16 net.
     """
 
     more: ClassVar[tuple[str, ...]] = ("base",)
@@ -164,28 +164,28 @@ class DeltaWeight(FactoredWeight):
         self._base_on, self.frozen = base, self.keys[-1:]
 
     def __getstate__(self) -> dict[str, Any]:
-        # A module for serving holds the base's tensor.
+        # Pickles do not need the base: a module for serving holds the base's tensor as a parameter.
         return self.__dict__ | {"_base_on": None}
 
     def of(self, sources: Sequence[Source]) -> Params:
-        """The factors, and the base's tensor."""
+        """Return the factors and the base's tensor."""
         assert self._base_on is not None
         factors = super().of(sources)
         return factors | {self.keys[-1]: self._base_on(next(iter(factors.values())).device)}
 
     def make(self, given: Params) -> Tensor:
-        """The sum."""
+        """Add the delta to the base."""
         return added(given["base"], super().make(given))
 
     def apply(self, weight: Weight, use: Use, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Use the base, and add the delta's output where the factors pay; otherwise use the dense weight."""
+        """Apply the base and add the output of the delta's factors, or apply the dense weight if this is faster."""
         left, right, base = (weight.given[k] for k in self.inputs)
         autocast = torch.is_autocast_enabled(x.device.type)
         single = left.dtype == base.dtype and (x.dtype == left.dtype or autocast) and not x.is_nested and x.ndim > 1
         single = single and use.operation == "linear" and self.tiles == (1, 1)
         if single and self._pays(weight, math.prod(x.shape[:-1])):
-            # The product itself adds, which spares a pass over the outputs; products with factors as [k, r] and [k, c]
-            # are two to four times faster than with few columns, forward and backward.
+            # `addmm` adds within the product, which saves a pass over the outputs. Contiguous factors [k, r] and [k, c]
+            # make the products two to four times faster, forward and backward, than factors of few columns.
             y = use.run(base, x, bias)
             thin = F.linear(x, _single(right).t().contiguous())
             return torch.addmm(y.flatten(0, -2), thin.flatten(0, -2), _single(left).t().contiguous()).reshape(y.shape)
@@ -198,7 +198,7 @@ class DeltaWeight(FactoredWeight):
 
 
 def as_low_rank(left_ijrk: Tensor, right_ijck: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
-    """Factor the matrix of tiles `L[i, j] @ R[i, j].T` as `B A`; returns A [k', cols] and B [rows, k']."""
+    """Write the matrix of tiles `L[i, j] @ R[i, j].T` as a product `B A`; returns A [k', cols] and B [rows, k']."""
     b = torch.block_diag(*left_ijrk.transpose(1, 2).flatten(2))[: grid.rows]
     return torch.cat([torch.block_diag(*right_jck.mT) for right_jck in right_ijck])[:, : grid.cols], b
 
@@ -206,7 +206,7 @@ def as_low_rank(left_ijrk: Tensor, right_ijck: Tensor, grid: TileGrid) -> tuple[
 class RowFactors(WeightForm):
     """The weight of a linear layer with factors for each row of a batch: `W[b] = base + L[b] M[b] R[b]^T`.
 
-    Inputs are left [B, r, k], mix [B, k, k], right [B, c, k] and maybe base; without the dimension B for all rows.
+    Inputs are left [B, r, k], mix [B, k, k], right [B, c, k] and maybe base. Shared factors have no dimension B.
     """
 
     needs: Needs = "factors"
@@ -217,23 +217,24 @@ class RowFactors(WeightForm):
 
     @staticmethod
     def of_tiles(form: FactoredWeight, given: Params) -> tuple[Tensor, Tensor, Tensor]:
-        """The factors of another form of the weight: left, mix and right."""
+        """Convert the inputs of a `FactoredWeight` to left, mix and right, without a dimension B."""
         right, left = as_low_rank(*form.by_tile(given), form.grid)
         return left, torch.eye(len(right), dtype=left.dtype, device=left.device), right.t().contiguous()
 
     def make(self, given: Params) -> Tensor:
-        """The weight, [B, ...] for rows."""
+        """Form the weight of each row [B, ...], or the weight that all rows share."""
         delta = given["left"] @ given["mix"] @ given["right"].mT
         delta = delta.mT if self.transposed else delta
         return added(given["base"], delta) if "base" in given else delta
 
     def apply(self, weight: Weight, use: Use, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Use the base once for all rows, and each row's factors; ValueError if the input has other rows."""
+        """Apply the base once to all rows, and each row's factors; ValueError if the number of rows differs."""
         given, left = weight.given, weight.given["left"]
         wide, size = x if torch.is_autocast_enabled(x.device.type) else x.to(left.dtype), x.shape[:-1]
         if left.ndim == 3:
             if x.ndim < 2 or len(x) not in (1, len(left)):
-                raise ValueError(f"{self.name!r} is applied to an input of shape {tuple(x.shape)} for {len(left)} rows")
+                words = f"{self.name!r} expects an input of 1 or {len(left)} rows"
+                raise ValueError(f"{words} (one per set of factors), got shape {tuple(x.shape)}")
             wide, size = wide.reshape(len(x), -1, x.shape[-1]), (len(left), *x.shape[1:-1])
         delta = (wide @ given["right"] @ given["mix"].mT @ left.mT).reshape(*size, left.shape[-2])
         if "base" not in given:
@@ -243,16 +244,16 @@ class RowFactors(WeightForm):
 
 
 def _single(factor: Tensor) -> Tensor:
-    """The factor of a matrix of one tile, as a view whose backward is a view: [1, r, k] -> [r, k]."""
+    """Return the only tile's factor, [1, r, k] -> [r, k], as a view whose backward is a view too."""
     return factor.squeeze(0)
 
 
 def thin_product(x: Tensor, right: Tensor, cols: tuple[int, int]) -> Tensor:
-    """The share of columns c..d of the input in `x R`, for every tile: [..., d - c] -> [..., nr * nc * k]."""
+    """Multiply columns a..b of the input by their rows of `R`, for all tiles: [..., b - a] -> [..., nr * nc * k]."""
     nr, nc, c, k = right.shape
     if nr == nc == 1:
         return F.linear(x, right[0, 0, cols[0] : cols[1]].t())
-    # The tiles that these columns meet, at least one.
+    # The tile columns first..last that overlap the input's columns, at least one.
     batch, first = math.prod(x.shape[:-1]), min(cols[0] // c, nc - 1)
     last = max(-(-cols[1] // c), first + 1)
     padded = F.pad(x.reshape(batch, x.shape[-1]), (cols[0] - first * c, last * c - cols[1]))
@@ -263,7 +264,7 @@ def thin_product(x: Tensor, right: Tensor, cols: tuple[int, int]) -> Tensor:
 
 
 def from_thin(thin: Tensor, left: Tensor, ranges: tuple[tuple[int, int], ...]) -> Tensor:
-    """Ranges of rows of `thin @ L.T`: [..., nr * nc * k] -> [..., rows]."""
+    """Compute `thin @ L.T` for some ranges of the matrix's rows: [..., nr * nc * k] -> [..., rows]."""
     nr, nc, r, k = left.shape
     lead, batch = thin.shape[:-1], math.prod(thin.shape[:-1])
     thin_iBt = thin.reshape(batch, nr, nc * k).transpose(0, 1)
@@ -284,7 +285,7 @@ def _positions(x: Tensor, kernel: tuple[int, ...], options: Mapping[str, Any]) -
     if padding == "same":
         return batch * math.prod(x.shape[-n:])
     padding = (0,) * n if padding == "valid" else padding
-    # A loop, as the compiler cannot trace a generator over unknown sizes.
+    # A loop, because torch.compile cannot trace a generator over dynamic sizes.
     for size, k, s, p, d in zip(x.shape[-n:], kernel, options["stride"], padding, options["dilation"], strict=True):
         batch *= (size + 2 * p - d * (k - 1) - 1) // s + 1
     return batch

@@ -1,4 +1,4 @@
-"""Layers of a p-net's copy that take generated weights."""
+"""Changes the layers of a p-net's copy so that they use generated weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from gbfunc.layers.kinds import DELTA
 
 
 class LayerForm(NamedTuple):
-    """The forward of a layer on the forms of its `weights`, and whether its options allow one."""
+    """A forward that uses the forms of the `weights`; `plain(layer)` tells whether the layer's options allow this."""
 
     forward: Callable[..., Any]
     weights: tuple[str, ...] = ("weight",)
@@ -49,16 +49,16 @@ FORMS: Mapping[Callable[..., Any], LayerForm] = MappingProxyType(
         ),
     }
 )
-"""Every form of a layer, by the stock forward that it replaces."""
+"""The form of each layer type, by the torch forward that the form replaces."""
 
 BESIDE = LayerForm(beside_forward, (DELTA,))
-"""The form of a layer with a forward of its own."""
+"""The form of a layer that hides its weight in a custom forward."""
 
 
 def layer_form(layer: nn.Module) -> LayerForm | None:
-    """The form of a layer with torch's own forward, or with numbers of features; otherwise None."""
+    """Return the form of a layer with torch's own forward, or with `in_features`; None for other layers."""
     form = FORMS.get(_stock_forward(type(layer)), BESIDE if hasattr(layer, "in_features") else None)
-    # A method may have been replaced on the layer itself.
+    # A method that was replaced on the layer itself may compute something else.
     patched = any(inspect.isroutine(getattr(type(layer), name, None)) for name in vars(layer))
     # nn.MultiheadAttention reads the weight of its output projection instead of calling the layer.
     read = isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear)
@@ -70,30 +70,30 @@ def _own_forward(layer: type[nn.Module]) -> Any:
 
 
 def _stock_forward(layer: type[nn.Module]) -> Any:
-    # The class belongs to a library that need not be installed.
+    # transformers may not be installed: look the class up only if transformers has been imported.
     hugging_face = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
     forward = _own_forward(layer)
     return nn.Linear.forward if hugging_face is not None and forward is hugging_face.forward else forward
 
 
 def transposed(layer: nn.Module) -> bool:
-    """Whether a layer stores the transpose of a linear layer's weight: Hugging Face's `Conv1D`."""
+    """Return whether a layer stores the transpose of a linear layer's weight, as Hugging Face's `Conv1D` does."""
     return _own_forward(type(layer)) is not _stock_forward(type(layer))
 
 
 def formable(layer: nn.Module, attribute: str) -> bool:
-    """Whether a weight of a layer can have another form than dense."""
+    """Return whether a weight of a layer can have another form than dense."""
     form = layer_form(layer)
     there = attribute in (DELTA, *vars(layer).get("_names", ())) or getattr(layer, attribute, None) is not None
     return form is not None and attribute in form.weights and there
 
 
 def _generated(attribute: str) -> property:
-    # No partial: older Dynamo traces only functions.
+    # Not a `functools.partial`, which older versions of torch.compile do not trace.
     def read(layer: Any) -> Tensor:
         weight = weight_of(layer, attribute)
         if weight is None:
-            # After this error, nn.Module finds the skeleton's placeholder.
+            # An AttributeError makes nn.Module look up the skeleton's placeholder instead.
             raise AttributeError(attribute)
         return weight.read() if isinstance(weight, Weight) else weight
 
@@ -102,16 +102,16 @@ def _generated(attribute: str) -> property:
 
 @lru_cache(maxsize=256)
 def generated_class(stock: type[nn.Module], attributes: tuple[str, ...], formed: bool) -> type[nn.Module]:
-    """A subclass of a layer's class, of the same name, with these attributes generated.
+    """Make a subclass of a layer's class, with the same name, whose `attributes` are generated.
 
     A `formed` layer has the forward of its `LayerForm`.
     """
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-        # Pickles make the class again, as they cannot import it.
+        # Unpickling makes the class again, because a class made at run time cannot be imported.
         _, _, attributes_of, *more = stock.__reduce_ex__(self, protocol)
         if isinstance(attributes_of, dict) and "_flat_weights" in attributes_of:
-            # A recurrent layer looks up its weights at its next call.
+            # Drop the list of weights: a recurrent layer looks up its weights again at the next call.
             attributes_of = attributes_of | {"_flat_weights": [None] * len(attributes_of["_flat_weights"])}
         return blank_layer, (stock, attributes, formed), attributes_of, *more
 
@@ -125,19 +125,19 @@ def generated_class(stock: type[nn.Module], attributes: tuple[str, ...], formed:
 
 
 def blank_layer(stock: type[nn.Module], attributes: tuple[str, ...], formed: bool) -> nn.Module:
-    """A layer with generated weights, without its state."""
+    """Make a layer with generated weights, before its state is set."""
     made = generated_class(stock, attributes, formed)
     return made.__new__(made)
 
 
 def install(net: nn.Module, forms: Mapping[str, WeightForm | None], outside: Outside | None = None) -> None:
-    """Make the layers of a p-net's copy take weights in these forms, which a call sets as attributes `now(NAME)`.
+    """Make the layers of a p-net's copy use generated weights, which each call sets as attributes `now(NAME)`.
 
     Args:
         net: the copy.
-        forms: forms by name of parameter or buffer, names of tied ones included; None is a dense tensor.
-        outside: gives the weight for a read outside of a call. With `outside` the layers lose their own tensors;
-            otherwise they stay as placeholders, and a walk through the parameters in a call gives the dense weights.
+        forms: forms by name of a parameter or buffer, under all names of tied tensors. None is a dense tensor.
+        outside: generates a weight that is read outside of a call. With `outside`, the layers lose their own tensors.
+            Without `outside`, these tensors stay as placeholders, and `parameters()` in a call gives dense weights.
     """
     layers: dict[nn.Module, dict[str, WeightForm | None]] = {}
     names: dict[nn.Module, dict[str, str]] = {}
@@ -146,7 +146,7 @@ def install(net: nn.Module, forms: Mapping[str, WeightForm | None], outside: Out
         prefix, _, attribute = name.rpartition(".")
         layer = net.get_submodule(prefix)
         if form is not None and not formable(layer, attribute):
-            raise ValueError(f"{name!r} of a {type(layer).__name__} cannot have another form than dense")
+            raise ValueError(f"{name!r} of a {type(layer).__name__} cannot have another form than dense: use None")
         layers.setdefault(layer, {})[attribute] = form
         names.setdefault(layer, {})[attribute] = name
         formed |= set() if form is None else {layer}
@@ -162,7 +162,7 @@ def install(net: nn.Module, forms: Mapping[str, WeightForm | None], outside: Out
 
 
 def install_served(net: nn.Module, forms: Mapping[str, WeightForm], inputs: Mapping[str, Tensor]) -> None:
-    """Make layers of a module for serving hold the inputs of their forms as parameters `NAME_INPUT`."""
+    """Store the inputs of forms as parameters `NAME_INPUT` of the layers, in a module for serving."""
     install(net, forms, _of_own_inputs)
     made = {key: nn.Parameter(inputs[key].contiguous()) for form in forms.values() for key in form.keys}
     for name, form in forms.items():

@@ -1,4 +1,4 @@
-"""A weight that is made for each use and again in backward, so that no weight is kept."""
+"""A weight that is generated for each use and again in backward, so that no weight stays in memory."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from gbfunc.types import Params
 
 
 class RecomputedWeight(WeightForm):
-    """A weight `maker(*inputs)` that lives only during an operation; the layer may store it `transposed`.
+    """A weight `maker(*inputs)` that exists only during an operation; the layer may store the weight `transposed`.
 
-    `maker` is pure and draws no random numbers. Only the layer may read a `split` weight. Transforms of `torch.func`
-    and `torch.compile` decide themselves what they keep.
+    `maker` is pure and draws no random numbers. A `split` weight is one rank's piece, which only the layer may read.
+    Transforms of `torch.func` and `torch.compile` decide themselves which tensors they keep for backward.
     """
 
     needs: Needs = "leaves"
@@ -28,17 +28,17 @@ class RecomputedWeight(WeightForm):
         self.maker, self.split = maker, split
 
     def of(self, sources: Sequence[Source]) -> Params:
-        """The leaves and noise of all sources."""
+        """Return the leaves and the noise of all sources."""
         return dict(zip(self.keys, (x for source in sources for x in source.inputs()), strict=True))
 
     def make(self, given: Params) -> Tensor:
-        """The dense weight; RuntimeError if this rank has only a piece of the weight."""
+        """Form the dense weight; raises RuntimeError if this rank has only a piece of the weight."""
         if self.split:
             raise RuntimeError(f"{self.name!r} is split over ranks and made in pieces: read it with remat='none'")
         return self.maker(*(given[k] for k in self.inputs))
 
     def apply(self, weight: Weight, use: Use, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Make the weight, use it, and make it again in backward."""
+        """Generate the weight, use the weight, and generate the weight again in backward."""
         others = (x,) if bias is None else (x, bias)
         if weight.formed is not None:
             return use.run(weight.dense(), *others)
@@ -51,7 +51,7 @@ class RecomputedWeight(WeightForm):
 
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return used(*inputs, *others)
-        # The second run stops before the operation, as soon as the weight is there.
+        # In backward, the checkpoint runs `used` again, and stops as soon as the weight is generated.
         made: Tensor = checkpoint(  # pyright: ignore[reportAssignmentType]
             used, *inputs, *others, use_reentrant=False, preserve_rng_state=False, determinism_check="none"
         )

@@ -1,1 +1,1 @@
-"""Generation of tiles at the machine's limit: ReLU tiles and sines by native operators, row blocks for other g-nets."""
+"""Fast generation of tiles: native operators for ReLU g-nets and sines, and row blocks for other g-nets."""

@@ -1,4 +1,4 @@
-"""Kernels in C++, compiled at their first use."""
+"""Kernels in C++, compiled when they are first used."""
 
 import contextlib
 import ctypes

@@ -1,4 +1,4 @@
-"""Functions with forward and backward passes of their own, differentiable to any order in every mode.
+"""Functions with hand-written forward and backward passes, differentiable to any order in every mode.
 
 Suffixes: T tiles; r, c rows and columns of a tile; H hidden units.
 """
@@ -43,10 +43,10 @@ def _without_autocast(device: str) -> AbstractContextManager[Any]:
 
 
 class Operation(NamedTuple):
-    """A function of tensors, from its definition and from faster passes.
+    """A function of tensors, given by its definition in PyTorch and by faster forward and backward passes.
 
-    `run(*inputs)` computes `definition(*inputs)`, and `pull(*cotangents, *inputs)` the gradients of all inputs but the
-    first `constants`. Both take plain tensors with memory. Without `pull`, gradients are those of the definition.
+    `run(*inputs)` computes `definition(*inputs)`. `pull(*cotangents, *inputs)` computes the gradients of all inputs
+    except the first `constants`. Both take plain tensors with memory. Without `pull`, autograd derives the definition.
     """
 
     definition: Callable[..., Tensors]
@@ -91,13 +91,13 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], operation: Operation, *inputs: Tensor) -> tuple[Tensors, Any]:
-        # One by one, as the passes know neither batches nor the memory of many.
+        # Run one batch entry after another: the passes have no batch dimension, and entries together need more memory.
         members = zip(*unbatched(info.batch_size, in_dims[1:], inputs), strict=True)
         outputs = tuple(map(torch.stack, zip(*(operation.apply(*x) for x in members), strict=True)))
         return outputs, (0,) * len(outputs)
 
 
-# By default 64 MiB: large against the cost of dispatch, small against p-nets that need blocks.
+# The default is 64 MiB: large enough to hide the dispatch of operators, and small against p-nets that need blocks.
 def chunked_apply(
     fn: Callable[[Tensor, Params], Tensor], A: Tensor, B: Tensor, params: Params, *, max_bytes: int = 2**26
 ) -> Tensor:
@@ -114,7 +114,7 @@ def chunked_apply(
 
     if is_plain_needed() or not have_memory((A, B, *params.values())):
         return whole(A, B, params)
-    # Weight and bias count each activation about twice, as forward keeps activations before and after nonlinearities.
+    # Weights and biases together count each activation about twice: forward keeps it before and after nonlinearities.
     floats = 2 * A.shape[-1] + sum(max(p.shape[1:], default=1) for p in params.values())
     at_once = max(1, max_bytes // (B.shape[-2] * floats * A.element_size()))
     tiles = []

@@ -35,8 +35,8 @@ def _sides(X: Tensor, Y: Tensor, U: Tensor, V: Tensor, u: Tensor) -> tuple[Tenso
 
 
 def _definition(grid: TileGrid, *inputs: Tensor) -> Tensors:
-    # `b + sum_h [A + B > 0] (v[h] A[i, h] + v[h] B[j, h])`, with O(T r c H) memory. The automatic derivative is the two
-    # sums of the hand-derived backward pass: compiled, half the time of `relu`.
+    # `b + sum_h [A + B > 0] (v[h] A[i, h] + v[h] B[j, h])`, with O(T r c H) memory. Autograd derives the same two sums
+    # as the hand-written backward pass. Compiled, this form takes half the time of `relu`.
     *sides, v, b = inputs
     A, B = _sides(*sides)
     idle_TrcH = A.unsqueeze(-2) + B.unsqueeze(-3) <= 0
@@ -82,11 +82,11 @@ def _gradients(g: Tensor, A: Tensor, B: Tensor, v: Tensor, grid: TileGrid) -> Te
 
 
 def _in_cpp(grid: TileGrid) -> tuple[Callable[..., Tensors], Callable[..., Tensors]]:
-    # Several parts per tile balance threads of uneven speed.
+    # Tiles are cut into several parts, so that fast threads can take more parts than slow threads.
     parts = max(1, min(-(-4 * torch.get_num_threads() // grid.n_tiles), grid.tile_rows // 16))
 
     def packed(X: Tensor, Y: Tensor, *leaves: Tensor) -> array[int]:
-        # `Sides` of `relu.cpp`.
+        # The fields of struct `Sides` in `relu.cpp`.
         steps = [0 if len(x) == 1 else x[0].numel() for x in (X, Y)]
         return array("q", [*map(Tensor.data_ptr, (X, Y, *leaves)), X.shape[2], Y.shape[2], *steps])
 
@@ -126,11 +126,11 @@ def _in_python(grid: TileGrid, tiles: Any, gradients: Any) -> tuple[Callable[...
 
 
 def relu_matrix(X: Tensor, Y: Tensor, *leaves: Tensor, grid: TileGrid | None = None, kernel: Kernel = "auto") -> Tensor:
-    """Generate the matrix [R, C] of ReLU g-nets, or their tiles [T, r, c] without a grid; half precisions in float32.
+    """Generate the matrix [R, C] of ReLU g-nets, or tiles [T, r, c] without a grid; float32 for half-precision inputs.
 
     `leaves` are U [T, p, H], V [T, q, H], u [T, H], v [T, H] and b [T]; the codes X [U, r, p] and Y [U, c, q] have no
-    gradient. Compiled graphs contain the definition. Raises RuntimeError if `kernel="compiled"` on a CPU, and no C++
-    compiler works.
+    gradient. Compiled graphs contain the definition. Raises RuntimeError for `kernel="compiled"` on a CPU without a
+    working C++ compiler.
     """
     (tiles, hidden), rows, cols, dtype = leaves[3].shape, X.shape[-2], Y.shape[-2], leaves[3].dtype
     wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype

@@ -1,7 +1,8 @@
 """The ReLU tile on a GPU, by Triton (Tillet et al., 2019): tiles are written into their matrix and read from it.
 
-Forward, a program makes one block of a tile, a hidden unit at a time. Backward, a program takes some rows of a tile and
-some hidden units, for its part of the gradients of A, v and b. A second launch exchanges rows and columns for B and v.
+In forward, a program makes one block of a tile, a hidden unit at a time. In backward, a program takes some rows of a
+tile and some hidden units, and computes parts of the gradients of A, v and b. A second launch, with rows and columns
+exchanged, computes the gradients of B and v.
 No two programs write to the same address, so results are reproducible. Sums are in float32, or float64 for float64.
 
 Suffixes: R, C rows and columns of a matrix; T tiles; r, c rows and columns of a tile; H hidden units; P its parts.
@@ -17,8 +18,8 @@ from torch import Tensor
 
 from gbfunc.tiling import TileGrid
 
-# Block of a program: rows and columns forward; `_COLS` rows (or columns) and hidden units backward. Sums use 8 or 16
-# registers per thread.
+# Block sizes of a program. Forward: rows and columns. Backward: `_COLS` rows (or columns), and hidden units. The sums
+# of a block use 8 or 16 registers per thread.
 _ROWS, _COLS, _HIDDEN = 32, 64, 16
 
 
@@ -86,7 +87,6 @@ def backward_kernel(
 
 
 def _launch(kernel: Any, programs: tuple[int, int], tensors: Sequence[Tensor], grid: TileGrid, *blocks: int) -> None:
-    """Run a kernel on the device of its tensors [..., H], which say the type of its sums."""
     hidden, is_double = tensors[1].shape[-1], tensors[1].dtype == torch.float64
     sizes = (grid.rows, grid.cols, grid.tile_rows, grid.tile_cols, hidden)
     with torch.cuda.device_of(tensors[1]):

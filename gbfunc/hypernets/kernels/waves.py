@@ -1,12 +1,12 @@
-"""Sines and cosines of codes, with their coefficients: the factors of periodic g-nets, of many of them in one operator.
+"""Factors of periodic g-nets: sines and cosines of codes with coefficients, for many g-nets in one operator.
 
-A side of a tile with codes X, code weights U and coefficients s and t is, with A = X U + phase, the thin matrix
-`[s sin A + t cos A, s cos A - t sin A]`. With `g` and `h` the cotangents of its halves, `along = g sin A + h cos A` and
-`across = g cos A - h sin A`, the gradients are `ds = sum_i along`, `dt = sum_i across`, and `dA = s across - t along`.
+A side is the left or right factor of a tile. With codes X, code weights U, A = X U + phase and coefficients s and t, a
+side is the thin matrix `[s sin A + t cos A, s cos A - t sin A]`. Let `g` and `h` be the cotangents of its halves,
+`along = g sin A + h cos A` and `across = g cos A - h sin A`. The gradients are `ds = sum_i along`, `dt = sum_i across`
+and `dA = s across - t along`.
 
-A backend makes all sides of a step, and their gradients, in one call each: on a CPU `waves.cpp`, on a GPU
-`waves_triton`. Further derivatives, forward mode, `torch.func` and compiled or exported graphs use the expression in
-PyTorch, `Side.in_parts`.
+A backend computes all sides of a step in one call, and their gradients in another: `waves.cpp` on a CPU, `waves_triton`
+on a GPU. Higher derivatives, forward mode, `torch.func` and compiled or exported graphs use `Side.in_parts`.
 
 Suffixes: T tiles, G groups of tiles, n rows of a side, p width of its codes, H features, U 1 or T.
 """
@@ -27,7 +27,7 @@ from gbfunc.types import Kernel
 
 
 class Side(NamedTuple):
-    """The row or column side of a stack of tiles."""
+    """The left (row) or right (column) factors of a stack of tiles, from their codes and leaves."""
 
     codes: Tensor  # of the rows [U, n, p]
     weight: Tensor  # of the codes [T, p, H], or [G, p, H]
@@ -74,7 +74,7 @@ class Side(NamedTuple):
 def period_of(codes_Unp: Tensor) -> int:
     """Find the cheapest period m with `code[b m + o] = code[b m] + code[o] - code[0]` for all rows.
 
-    Bits of a number and coordinates of an image's pixels have such periods. The number of rows is always a period.
+    The bits of a number have periods, as do the coordinates of an image's pixels. The number of rows is always one.
     """
     n = codes_Unp.shape[1]
     numbers = torch.arange(n, device=codes_Unp.device)
@@ -100,10 +100,10 @@ Backend = Callable[[Sequence[Side]], tuple[list[Tensor], Pull]]
 
 
 def _native(sides: Sequence[Side]) -> tuple[list[Tensor], Pull]:
-    """The backend of CPUs: `waves.cpp`, on an array of its `Wave`s."""
+    """Compute sides on a CPU with `waves.cpp`, which takes an array of its struct `Wave`."""
     fields: list[int] = []
     outputs: list[Tensor] = []
-    kept: list[Tensor] = []  # alive until backward, which reads them again
+    kept: list[Tensor] = []  # tensors that must stay alive, because backward reads their memory
     for side in sides:
         tiles, (groups, width, features) = len(side.weight if side.groups is None else side.groups), side.weight.shape
         rows = side.codes.shape[1]
@@ -190,8 +190,8 @@ class _Waves(torch.autograd.Function):
 def waves(sides: Sequence[Side], *, kernel: Kernel = "auto") -> list[Tensor]:
     """Compute sides [T, n, 2 H] of one dtype, differentiable to any order in their leaves.
 
-    Tensors that no backend takes, transforms and compiled graphs use the operators of PyTorch. Raises RuntimeError if
-    `kernel="compiled"` on a CPU, and no C++ compiler works.
+    PyTorch's operators compute sides in transforms, in compiled graphs, and of tensors that no backend accepts. Raises
+    RuntimeError for `kernel="compiled"` on a CPU without a working C++ compiler.
     """
     leaves = [x for side in sides for x in side[1:5] if x is not None]
     if leaves and (backend := _backend(sides, leaves, kernel)) is not None:

@@ -1,8 +1,8 @@
 """The sides of periodic g-nets on a GPU, by Triton: all sides of a step in one launch, their gradients in two.
 
-One array holds the codes and leaves of all sides, and a table, made once for each set of shapes, tells every program
-its side and the side's places in the arrays. Forward, a program makes some features of some rows. Backward, a program
-sums over some rows of a tile; a second launch adds these sums over the rows and over the tiles of a group. No two
+One array holds the codes and leaves of all sides. A table, made once for each set of shapes, tells every program its
+side and the side's places in the arrays. In forward, a program makes some features of some rows. In backward, a program
+sums over some rows of a tile. A second launch adds these sums over the rows, and over the tiles of a group. No two
 programs write to the same address, so results are reproducible. Sums are in the dtype of the leaves.
 
 Suffixes: T tiles, G groups of tiles, n rows of a side, p width of its codes, H features; i rows, h features, k columns.
@@ -20,8 +20,8 @@ from torch import Tensor
 
 # No `from __future__ import annotations`: the interpreter of Triton 3.1 does not read annotations that are strings.
 
-# Rows and features of a block; rows and codes of which one program of the first launch backward makes sums; columns of
-# one program of the second launch, and sums that it reads at once.
+# Block sizes. Forward: rows and features of a program. First launch of backward: rows and codes that a program sums.
+# Second launch of backward: columns of a program, and the number of sums that a program reads at once.
 _ROWS, _HIDDEN, _PART, _CODES, _COLS, _SUMS = 32, 8, 256, 16, 32, 32
 
 # Fields of a side in the table: its first program in each of the three launches, sizes, and places in the arrays, which
@@ -189,7 +189,6 @@ def _tabled(sides: tuple[Any, ...], device: torch.device) -> tuple[Tensor, list[
 
 
 def _launch(kernel: Any, programs: int, *arguments: Any) -> None:
-    """Run programs of a kernel on the device of its first tensor."""
     if programs:
         with torch.cuda.device_of(arguments[0]):
             kernel[(programs,)](*arguments)
