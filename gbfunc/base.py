@@ -1,6 +1,6 @@
-"""The base of an adapter: frozen tensors of a pretrained p-net, to some of which a genome adds generated deltas.
+"""The base of an adapter: the frozen tensors of a pretrained p-net. A genome adds generated deltas to some of them.
 
-A genome's file holds the digest of the base instead of the tensors.
+A genome file stores the digest of the base instead of the base's tensors.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from gbfunc.types import Params
 class Base(NamedTuple):
     """The description of a base in a plan."""
 
-    digest: str  # of names, dtypes, shapes and values of its parameters and persistent buffers
-    params: int  # tied ones once
-    bytes: int  # of parameters and persistent buffers
-    name: str = ""  # on a hub, otherwise ""
-    revision: str = ""  # the commit on the hub, "" if unknown
+    digest: str  # hash of names, dtypes, shapes and values of parameters and persistent buffers
+    params: int  # number of parameters; tied parameters count once
+    bytes: int  # size of parameters and persistent buffers
+    name: str = ""  # name on a hub; "" if the p-net is not from a hub
+    revision: str = ""  # commit on the hub; "" if unknown
 
 
 class BaseTensors:
@@ -45,12 +45,12 @@ class BaseTensors:
             buffers = {k: b.detach().clone() for k, b in pnet.named_buffers() if k not in new}
         state = pnet.state_dict(keep_vars=True)
         self._saved = buffers.keys() & state.keys()
-        # Weights that quantised layers pack into objects; their copies are not kept.
+        # The digest and the size include weights that quantised layers pack into objects. Copies are not kept.
         tensors = {id(x) for named in (pnet.parameters(), pnet.buffers()) for x in named}
         packed = {k: x if isinstance(x, tuple) else (x,) for k, x in state.items() if id(x) not in tensors}
         parts = {f"{k}.{i}": x for k, each in packed.items() for i, x in enumerate(each) if isinstance(x, Tensor)}
         self._packed_bytes = sum(x.nbytes for x in parts.values())
-        # Weights without a parameter of their shape count as well.
+        # Count the weights of layers that have no parameter of the weight's shape.
         self._hidden = 0
         for _, layer in hidden_layers(pnet):
             own = sum(p.numel() for p in layer.parameters() if p.ndim > 1 and not p.is_floating_point())
@@ -60,14 +60,14 @@ class BaseTensors:
         self._on: dict[torch.device, tuple[Params, Params]] = {}
 
     def on(self, device: torch.device) -> tuple[Params, Params]:
-        """Parameters and buffers by name, copied to a device once."""
+        """Return parameters and buffers by name on a device; the first call copies them."""
         if device not in self._on:
             params, buffers = ({k: x.to(device) for k, x in tensors.items()} for tensors in (self.params, self.buffers))
             self._on[device] = params, buffers
         return self._on[device]
 
     def cast(self, change: Callable[[Tensor], Tensor]) -> BaseTensors | None:
-        """The base in the dtypes to which `nn.Module.to` casts by `change`; None if no dtype changes."""
+        """Cast the base as `nn.Module.to` does with the function `change`; returns None if no dtype changes."""
         first = self.params, self.buffers
         kinds = {x.dtype for tensors in first for x in tensors.values() if differentiable(x.dtype)}
         casts = {kind: new for kind in kinds if (new := change(torch.empty(0, dtype=kind)).dtype) != kind}
@@ -82,7 +82,7 @@ class BaseTensors:
         return self.on(device)[0][name]
 
     def describe(self, name: str = "", revision: str = "") -> Base:
-        """Returns digest and sizes; raises ValueError for a p-net on the meta device, which has no values."""
+        """Return digest and sizes; raises ValueError for a p-net on the meta device, which has no values."""
         kept = self.params | {k: self.buffers[k] for k in self._saved}
         digest = _digest(kept, self._packed_digest if self._packed_bytes else b"")
         params = sum(x.numel() for x in self.params.values()) + self._hidden
@@ -99,28 +99,28 @@ def _digest(tensors: Params, start: bytes = b"") -> bytes:
 
 def _update(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
     if tensor.is_meta:
-        raise ValueError(f"{name!r} of the base is on the meta device and has no values")
+        raise ValueError(f"{name!r} of the base is on the meta device and has no values: load the p-net's weights")
     digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
-        # A tensor made of others, such as a quantised weight.
+        # A tensor subclass that consists of inner tensors, such as a quantised weight.
         for part in flatten()[0]:
             _update(digest, part, getattr(tensor, part))
     elif tensor.numel():
         try:
             values = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()
         except RuntimeError as error:
-            hint = "inside of a torch.func transform, give plan.base_tensors(pnet), made outside"
+            hint = "in a torch.func transform, pass plan.base_tensors(pnet), made outside of the transform"
             raise ValueError(f"{name!r} of the base cannot be read ({error}): {hint}") from error
         digest.update(values.data)
 
 
 def hub_name(pnet: nn.Module) -> tuple[str, str]:
-    """Name and revision of the model on a hub from which a p-net, or the first of its modules, was loaded."""
+    """Return the hub name and revision from which a p-net, or the first of its modules, was loaded; "" if unknown."""
     for module in pnet.modules():
         config = getattr(module, "config", None)
         name = getattr(config, "_name_or_path", None) or getattr(config, "name_or_path", None)
-        # A folder's path says nothing elsewhere.
+        # The path of a local folder means nothing on another machine.
         if isinstance(name, str) and re.fullmatch(r"(?:\w[\w.-]*/)?\w[\w.-]*", name) and not os.path.exists(name):
             return name, str(getattr(config, "_commit_hash", None) or "")
     return "", ""

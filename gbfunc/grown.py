@@ -36,8 +36,8 @@ def materialize(
         noise: noise of stochastic g-nets, from `gb.sample_noise(plan, generator)`; each noise generates a different
             network. None generates the mean weights.
 
-    Deltas of layers that hide their weight, such as quantized layers, are always stored as parameters of these layers.
-    With `factored=False`, a warning names the deltas.
+    Deltas of layers that hide their weight, such as quantized layers, are always stored as factors, as parameters of
+    these layers. With `factored=False`, a warning names these deltas.
 
     Raises:
         ValueError: if genome, noise, plan and p-net do not match.
@@ -53,7 +53,7 @@ def materialize(
     if forms and not factored:
         words = "stay beside their layers, which hide their weights: factored=True avoids this warning"
         warnings.warn(f"{', '.join(sorted(forms))} {words}", stacklevel=2)
-    # A layer with factors needs no memory for its weight: one expanded number is the weight until it is removed.
+    # `with_weights` needs a tensor for every weight. An expanded number takes no memory; `install_served` removes it.
     factored_tensors = [t for t in plan.tensors if t.name in forms]
     weights |= {t.name: torch.zeros((), dtype=DTYPES[t.dtype]).expand(t.shape) for t in factored_tensors}
     buffers = {b.name: genome.buffers[b.name].to(DTYPES[b.dtype]) for b in plan.buffers}
@@ -97,7 +97,7 @@ def carry_over(source: nn.Module, net: nn.Module, *, layers: int | None = None) 
     into = {name: x for name, x, _ in _by_layer(target)}
     first = {name: x for name, x, layer in _by_layer(source) if layers is None or layer <= layers}
     if not (shared := [name for name, x in first.items() if name in into and into[name].shape == x.shape]):
-        raise ValueError(f"expected tensors of equal names and shapes, got {[*first]} and {[*into]}")
+        raise ValueError(f"expected networks with tensors of equal names and shapes, got {[*first]} and {[*into]}")
     for name in shared:
         into[name].copy_(first[name])
     return target

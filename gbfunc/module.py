@@ -1,9 +1,9 @@
-"""The genome as an `nn.Module`, for whatever trains modules: loops, `Trainer`, `Accelerate`, DDP, `torch.compile`.
+"""The genome as an `nn.Module`, for anything that trains modules: loops, `Trainer`, `Accelerate`, DDP, `torch.compile`.
 
     parameters (the genome's leaves) --generate--> weights --the p-net's forward--> outputs
 
-The module is the p-net itself: a copy of it, of a class made at run time with the name of the p-net's class, whose
-generated weights are properties of their layers. The genome's leaves are the parameters in their place.
+The module is a copy of the p-net. Its class is made at run time, and has the name of the p-net's class. Generated
+weights are properties of their layers. The parameters of the module are the genome's leaves.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Self = TypeVar("Self", bound="GenomeModule")
 
 
 class _Frame(NamedTuple):
-    """The parts of a module beside its tensors: `sources` has the generator's name of every tensor that it gives."""
+    """The state of a module other than tensors; `sources` maps names of generated tensors to the generator's names."""
 
     plan: Plan
     base: BaseTensors | None
@@ -41,41 +41,40 @@ class _Frame(NamedTuple):
     sources: dict[str, str]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Frame:
-        # Nothing writes to a base: copies share it.
+        # Copies share the frame, because the base never changes.
         return self
 
 
 class GenomeModule(nn.Module):
     """The p-net as a module whose parameters are the genome: `net = gb.GenomeModule(plan, pnet)`.
 
-    `net` is a copy of the p-net: it has the p-net's class name, modules, attributes, methods, hooks and buffers, and
-    `isinstance` knows it as the p-net's class and as a `GenomeModule`. A trainer of modules sees only the genome: an
-    optimizer's state, DDP's all-reduce and a state dict have its size. A forward generates all weights once, from the
-    present parameters, and a read of a weight outside of a forward (`net.fc.weight`) generates the weight. A change of
-    a generated weight in place is lost.
+    `net` is a copy of the p-net, with the p-net's class name, modules, attributes, methods, hooks and buffers. `net` is
+    an instance of both the p-net's class and `GenomeModule`. A trainer sees only the genome as parameters, so optimizer
+    states, DDP's all-reduce and state dicts have the genome's size. A forward generates all weights once, from the
+    current parameters. Reading a weight outside of a forward (`net.fc.weight`) generates that weight. In-place changes
+    of a generated weight are lost.
 
-    Parameters of the g-nets are registered on the root, as `gnets:<ensemble>:<leaf>`; direct parameters and buffers
-    have the p-net's own names. A state dict of another plan, whose numbers mean other weights, is refused if the
-    file keeps torch's metadata; a safetensors file does not say its plan. Stochastic g-nets draw from torch's default
-    generator in training mode, and give their mean in evaluation mode. Direct parameters that do not require grad in
-    the p-net do not here.
+    Parameters of the g-nets are registered on the root, as `gnets:<ensemble>:<leaf>`. Direct parameters and buffers
+    have the p-net's names. A state dict of another plan is refused, because its numbers would mean other weights. This
+    check needs torch's metadata, which safetensors files lack. Stochastic g-nets draw from torch's default generator in
+    training mode, and generate means in evaluation mode. Direct parameters require grad if they do in the p-net.
 
-    A base is neither parameter nor buffer of the module, nor in its state dict; it is on the device of the genome.
-    Its batch norms stay in evaluation mode, and copies of the module share it until they are cast (`half()`).
+    The tensors of a base are not parameters or buffers of the module, and not in state dicts. They follow the genome's
+    device. The base's batch norms stay in evaluation mode. Copies of the module share the base until a cast (`half()`).
 
     `save_pretrained`, `from_pretrained` and `push_to_hub` work on the genome and override the p-net's methods.
 
     Args:
         plan: the plan.
         pnet: the plan's p-net or base, which is not changed.
-        genome: a `Genome` or `TrainState`, of which copies are taken; None draws a fresh one.
-        seed: seed of a fresh genome.
+        genome: a `Genome` or `TrainState`, which is copied; None draws a new genome.
+        seed: seed of a new genome.
         lazy: whether weights stay factors, as in `make_train_step`. `torch.compile` of torch 2.5 needs False.
 
     Raises:
-        TypeError: for a p-net or a genome that is none.
-        ValueError: if plan, p-net and genome do not fit together, the p-net is not the plan's base, it is wrapped (DDP,
-            FSDP, compiled), or it has an attribute `plan` or `to_genome` of its own.
+        TypeError: if an argument has the wrong type.
+        ValueError: if plan, p-net and genome do not fit together, or the p-net is not the plan's base, is wrapped (DDP,
+            FSDP, compiled), or has an attribute `plan` or `to_genome`.
 
     >>> import gbfunc as gb
     >>> pnet = nn.Linear(30, 20)
@@ -91,7 +90,7 @@ class GenomeModule(nn.Module):
     _pnet_class: type[nn.Module]
 
     def __new__(cls: type[Self], plan: Any = None, pnet: Any = None, *args: Any, **kwargs: Any) -> Self:
-        """Copy the p-net into a class that is the p-net's and this one."""
+        """Copy the p-net, and give the copy a class that inherits from this class and the p-net's class."""
         if pnet is None:
             return super().__new__(cls)  # pyright: ignore[reportArgumentType]
         if not isinstance(plan, Plan):
@@ -127,7 +126,8 @@ class GenomeModule(nn.Module):
         sources |= {t.name: t.name for t in plan.tensors if t.kind == "beside"}
         self._frame = _Frame(plan, base, lazy, sources)
         without_sparse(self, {name for t in plan.generated for name in (t.name, *t.aliases)})
-        # Weights of the root itself belong to the p-net's class, below this class.
+        # `install` makes weights of the root properties of its class: the p-net's class must be set meanwhile, because
+        # the properties belong below this class.
         this: Any = self
         read, made = self._read, type(self)
         this.__class__ = made._pnet_class
@@ -140,13 +140,13 @@ class GenomeModule(nn.Module):
         self._freeze_statistics()
 
     def to_genome(self) -> Genome:
-        """The present genome: copies without a graph, for `gb.save`, `gb.generate` and `gb.materialize`.
+        """Copy the current genome, without a graph, for `gb.save`, `gb.generate` and `gb.materialize`.
 
-        Shards of a module under `fully_shard` (FSDP2) are gathered: all ranks must call.
+        For a module under `fully_shard` (FSDP2), all ranks must call this method, because shards are gathered.
 
         Raises:
-            ValueError: if a layer with generated weights was replaced, or parameters were added: a genome of the plan
-                cannot hold them.
+            ValueError: if a layer with generated weights was replaced, or parameters were added, which a genome of this
+                plan cannot store.
         """
         plan = self.plan
         known = {_leaf(e.name, k) for e in plan.ensembles for k in e.leaves}
@@ -163,7 +163,7 @@ class GenomeModule(nn.Module):
         return self._frame.plan
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The p-net's output on the weights that the genome generates now."""
+        """Return the p-net's output with the weights that the current genome generates."""
         self._drawn = self._noise()
         placed = self._place(self._weights(self._generator))
         try:
@@ -175,23 +175,23 @@ class GenomeModule(nn.Module):
                 layer, key = self._layer(b.name)
                 buffer = getattr(layer, key, None)
                 if isinstance(buffer, Tensor) and buffer.requires_grad:
-                    # Assigned with a graph, which must not live from call to call.
+                    # The forward assigned a buffer with a graph, which must not reach into the next call.
                     setattr(layer, key, buffer.detach())
 
     def train(self: Self, mode: bool = True) -> Self:
-        """Set the training mode; what would change a base's statistics stays in evaluation mode."""
+        """Set the training mode. Layers with running statistics of a base stay in evaluation mode."""
         super().train(mode)
         self._freeze_statistics()
         return self
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **options: Any) -> str | None:
-        """Write a folder as the Hugging Face hub has them: `genome.safetensors`, `config.json` and a model card.
+        """Write a folder in the Hugging Face layout: `genome.safetensors`, `config.json` and a model card.
 
-        Options are `dtype`, as in `gb.save`; `state_dict`, a state dict of the module, written beside the genome as
-        `model.safetensors`, from which `Trainer` resumes; `push_to_hub=True` with `repo_id` (the folder's name if not
-        given) and the options of `push_to_hub`. Options of `PreTrainedModel.save_pretrained` for large files have no
-        effect. Returns the commit's address with `push_to_hub=True`, otherwise None. Raises ImportError for an upload
-        without huggingface_hub, TypeError for an unknown option, and as `gb.save`.
+        The option `dtype` is that of `gb.save`. With `state_dict`, a state dict of the module, `model.safetensors` is
+        also written, from which `Trainer` resumes. `push_to_hub=True` uploads the folder to `repo_id` (by default, the
+        folder's name), and takes the options of `push_to_hub`. `PreTrainedModel.save_pretrained`'s options for large
+        files have no effect. Returns the commit's URL with `push_to_hub=True`, otherwise None. Raises TypeError for an
+        unknown option, ImportError for an upload without huggingface_hub, and the errors of `gb.save`.
         """
         if "state_dict" in options:
             # Trainer passes None.
@@ -199,11 +199,11 @@ class GenomeModule(nn.Module):
         return save_pretrained(self.plan, self.to_genome(), save_directory, **options)
 
     def push_to_hub(self, repo_id: str, **options: Any) -> str:
-        """Upload what `save_pretrained` writes to a repository of the hub; return the commit's address.
+        """Upload the files of `save_pretrained` to a repository of the Hugging Face hub; returns the commit's URL.
 
-        Options are `dtype`, as in `gb.save`, and those of `huggingface_hub.ModelHubMixin.push_to_hub`: `private` (for a
+        Options are `dtype` of `gb.save`, and options of `huggingface_hub.ModelHubMixin.push_to_hub`: `private` (for a
         new repository), `token`, `branch`, `commit_message`, `create_pr`, `allow_patterns`, `ignore_patterns` and
-        `delete_patterns`. Raises as `save_pretrained`.
+        `delete_patterns`. Raises the errors of `save_pretrained`.
         """
         return push_pretrained(self.plan, self.to_genome(), repo_id, **options)
 
@@ -217,20 +217,20 @@ class GenomeModule(nn.Module):
         factories: Sequence[Callable[..., Any]] = (),
         **options: Any,
     ) -> Self:
-        """The module of a folder, or of a name on the hub, that `save_pretrained` or `push_to_hub` wrote.
+        """Load a module from a folder or a hub repository that `save_pretrained` or `push_to_hub` wrote.
 
         Args:
-            pretrained_model_name_or_path: the folder or name.
-            pnet: the genome's p-net, or base.
+            pretrained_model_name_or_path: the folder, or the name of the repository.
+            pnet: the p-net or base that the genome was made for.
             lazy: as in the constructor.
             factories: as in `gb.load`.
-            options: of `huggingface_hub.hf_hub_download` (`revision`, `token`, `cache_dir`, ...).
+            options: options of `huggingface_hub.hf_hub_download` (`revision`, `token`, `cache_dir`, ...).
 
         Raises:
-            FileNotFoundError: if there is no such folder or name, or it has no genome.
-            ImportError: for a name on the hub without the package huggingface_hub.
-            TypeError: without `pnet`.
-            ValueError: if the genome is not valid, or the p-net is not its.
+            FileNotFoundError: if the folder or repository does not exist, or has no genome.
+            ImportError: for a hub repository, if the package huggingface_hub is not installed.
+            TypeError: if `pnet` is None.
+            ValueError: if the genome is not valid, or does not fit the p-net.
         """
         if pnet is None:
             words = "the module that the genome was made for: a genome holds no architecture"
@@ -246,7 +246,7 @@ class GenomeModule(nn.Module):
     def _leaves(self) -> Params:
         plan = self.plan
         gnets = {f"{GNET}{e.name}/{k}": getattr(self, _leaf(e.name, k)) for e in plan.ensembles for k in e.leaves}
-        # Without g-nets, a parameter tells device and dtype.
+        # Without g-nets, the first parameter gives the device and the dtype.
         return gnets or dict(list(self.named_parameters())[:1])
 
     def _weights(self, generator: Generator) -> dict[str, Any]:
@@ -260,7 +260,7 @@ class GenomeModule(nn.Module):
         return weights
 
     def _layer(self, name: str) -> tuple[Any, str]:
-        """The layer of a tensor, None where another module is in its place, and the tensor's name in it."""
+        """Return the layer of a tensor (None if the layer was replaced) and the tensor's attribute there."""
         *path, attribute = name.split(".")
         layer: Any = self
         for part in path:
@@ -268,7 +268,7 @@ class GenomeModule(nn.Module):
         return layer, attribute
 
     def _place(self, weights: dict[str, Any]) -> list[tuple[nn.Module, str, Any]]:
-        """Set the weights of a call in this module's layers (or a replica's); return places and former values."""
+        """Set a call's weights in the layers of this module or replica; returns (layer, attribute, former value)s."""
         placed = []
         for name, source in self._frame.sources.items():
             layer, attribute = self._layer(name)
@@ -279,7 +279,7 @@ class GenomeModule(nn.Module):
         return placed
 
     def _read(self, layer: nn.Module, attribute: str) -> Any:
-        """A weight that is read outside of a forward, in a checkpoint's backward say."""
+        """Generate a weight that is read outside of a forward, for example in a checkpoint's backward."""
         source = self._frame.sources[vars(layer)["_names"][attribute]]
         return self._weights(self._generator_of(source))[source]
 
@@ -301,7 +301,7 @@ class GenomeModule(nn.Module):
         super()._apply(fn, recurse)
         if self._frame.base is not None and (base := self._frame.base.cast(fn)) is not None:
             self._frame = self._frame._replace(base=base)
-        # Constants for the device of the leaves, which a compiled forward cannot make.
+        # Build constants for the leaves' new device now, because a compiled forward cannot build them.
         self._build()
         return self
 
@@ -310,9 +310,9 @@ class GenomeModule(nn.Module):
         if hasattr(destination, "_metadata"):
             destination._metadata[prefix[:-1]]["plan"] = self.plan.digest()
 
-    def _load_from_state_dict(self, state: Any, prefix: str, note: Any, *args: Any) -> None:
-        super()._load_from_state_dict(state, prefix, note, *args)
-        if note.get("plan") not in (None, self.plan.digest()):
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *args: Any) -> None:
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+        if metadata.get("plan") not in (None, self.plan.digest()):
             words = "keep the plan, which depends on the p-net's first weights (gb.save, save_pretrained, Plan.to_json)"
             args[-1].append(f"the state dict is that of another plan: {words}; dict(state_dict) is loaded all the same")
 
@@ -330,18 +330,18 @@ class GenomeModule(nn.Module):
 
 
 def _leaf(ensemble: str, leaf: str) -> str:
-    # Names of a user's leaves may differ only in dots.
+    # Parameter names must not contain dots.
     return f"gnets:{ensemble}:{leaf.replace('.', ':')}"
 
 
 def _copied(x: Any) -> Tensor:
-    shard = type(x).__name__ == "DTensor"  # whose import takes a while
+    shard = type(x).__name__ == "DTensor"  # compared by name, because the import of DTensor is slow
     return (x.detach().full_tensor() if shard else x.detach()).clone()
 
 
 @torch.compiler.disable
 def _drawn(plan: Plan, like: Tensor) -> Noise:
-    """Noise from torch's default generator, which no graph can hold."""
+    """Draw noise from torch's default generator, which a compiled graph cannot contain."""
     return sample_noise(plan, torch.default_generator, like)
 
 
@@ -350,7 +350,7 @@ def _module_class(cls: type[GenomeModule], stock: type[nn.Module]) -> type[Genom
     def forward(self: GenomeModule, *args: Any, **kwargs: Any) -> Any:
         return cls.forward(self, *args, **kwargs)
 
-    # Trainers choose columns of a data set by it.
+    # Trainers select the columns of a data set by the signature of `forward`.
     with contextlib.suppress(TypeError, ValueError):
         forward.__signature__ = inspect.signature(stock.forward)  # pyright: ignore[reportFunctionMemberAccess]
     own = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}

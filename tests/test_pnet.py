@@ -230,5 +230,5 @@ def test_a_copy_that_is_the_module_itself_is_refused() -> None:
             return self
 
     pnet = nn.Sequential(nn.Linear(4, 4), Shared(4, 2))
-    with pytest.raises(ValueError, match="a copy of the p-net has its '1' itself"):
+    with pytest.raises(ValueError, match="a deep copy of the p-net shares the module '1'"):
         PureNet(pnet)

@@ -1,4 +1,4 @@
-"""From a genome to the p-net's weights, in one autograd graph: one path, in whatever form a layer takes them."""
+"""Generates the p-net's weights from a genome in one autograd graph, each weight in the form that its layer uses."""
 
 from gbfunc.generation.choose import generate, generate_piece, make_generator, to_serve
 from gbfunc.generation.generator import Generator

@@ -1,4 +1,4 @@
-"""Choose the form and the evaluation of each generated weight; generate all weights or a block."""
+"""Choose how each weight is generated and in which form, and generate all weights or a block of one weight."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gbfunc.parallel import Layout
 
 _NEEDS: tuple[Needs, ...] = ("leaves", "factors", "matrix")
-"""Needs of forms, the most general first: leaves give factors, and factors give matrices."""
+"""What forms may need, the most general first: factors can be computed from leaves, and matrices from factors."""
 
 
 def make_generator(
@@ -40,18 +40,18 @@ def make_generator(
     pieces: Mapping[str, Piece] | None = None,
     base: BaseTensors | None = None,
 ) -> Generator:
-    """From the leaves of a plan's genomes to the p-net's weights. `generate` is the one-off form.
+    """Make a function from the leaves of a genome to the p-net's weights. `generate` is the function for a single use.
 
-    The ranks of a `layout` make their tiles each, and gather all. The layers of `pnet` decide which weights can have
-    other forms than dense: factors (`lazy`), or leaves that are evaluated for each use and again in backward (`remat`).
-    `names` are the parameters to make, `pieces` the blocks to make of their matrices; factors are made whole. A plan
-    with a base needs the tensors of its `base` (ValueError).
+    With a `layout`, each rank generates its tiles, and gathers the others. The layers of `pnet` decide which weights
+    can stay factors (`lazy`), or be generated for each use and again in backward (`remat`). `names` selects parameters,
+    and `pieces` selects blocks of their matrices; factors are always of the whole matrix. A plan with a base needs
+    `base`, the base's tensors; otherwise ValueError is raised.
     """
     if plan.base is not None and base is None:
-        raise ValueError("the genome holds deltas of a base: give the pretrained p-net too (base=)")
+        raise ValueError("the genome holds deltas of a base, but base is None: pass the pretrained p-net (base=)")
     layout = layout if layout is not None and layout.sharded else None
     of_base = {} if base is None else {k: partial(base.tensor, k) for k in base.params}
-    # Weights that are gathered for each use, or as tiles, do not stay factors.
+    # Ranks that gather tiles, or gather again for each use, need dense weights instead of factors.
     stay = layout is None or (layout.placement == "factors" and not remat)
     chooser = _Chooser(plan, kernel, layout, pnet, lazy if stay else False, remat, pieces or {}, of_base)
     made = [t for t in plan.tensors if names is None or t.name in names]
@@ -75,7 +75,7 @@ def make_generator(
     parts = (stacks, places, forms, [chooser.target(t) for t in made if not t.slots], unchanged, order, plan.dtype)
     if layout is None:
         return Generator(*parts)
-    # Imported here: a single process does not need ranks.
+    # Imported here, because a single process does not need `torch.distributed`.
     from gbfunc.generation.ranks import RankGenerator
 
     return RankGenerator(layout, *parts)
@@ -83,7 +83,7 @@ def make_generator(
 
 @dataclass
 class _Chooser:
-    """Gives each tensor of a plan its form, and each ensemble its stack; arguments as for `make_generator`."""
+    """Chooses a form for each tensor and a stack for each ensemble; fields as for `make_generator`."""
 
     plan: Plan
     kernel: Kernel
@@ -93,13 +93,13 @@ class _Chooser:
     remat: bool
     pieces: Mapping[str, Piece]
     of_base: Mapping[str, Callable[[torch.device], Tensor]]
-    # Places of matrices that forms make again, by name of tensor: known when the stacks are.
+    # For each tensor to be recomputed, the stack and the slot of each matrix. `make_generator` fills in the lists.
     remade: dict[str, list[tuple[Stack, int]]] = field(default_factory=dict)
 
     def target(self, tensor: TensorPlan) -> Target:
         kind, piece, narrow = KINDS[tensor.kind], self.pieces.get(tensor.name), DTYPES[tensor.dtype]
         shape = tensor.shape if piece is None else kind.block_shape(tensor.shape, piece.shape)
-        # Generation runs in the leaves' dtype; only a narrower p-net (bf16, fp16) is cast to.
+        # Generation runs in the leaves' dtype. Weights are cast only if the p-net's dtype is narrower (bf16, fp16).
         cast = narrow if narrow.itemsize < self.plan.dtype.itemsize else None
         base = self.of_base.get(tensor.name) if tensor.base else None
         return Target(tensor.name, kind, shape, tuple(s.offset for s in tensor.slots), cast, base, piece)
@@ -122,9 +122,9 @@ class _Chooser:
             values = iter(inputs)
             return target.fold([stack.slot(number, values).matrix() for stack, number in slots])
 
-        # Over ranks also whether gradients count.
+        # Over ranks, one more input tells whether gradients count.
         n = len(e.leaves) + len(e.hypernet.noise_shapes(e.dims)) + int(self.layout is not None)
-        # By number: two leaves' names may differ only in characters that attributes cannot have.
+        # Inputs are numbered, because names of leaves may contain characters that attributes cannot have.
         inputs, transposed = tuple(f"input_{i}" for i in range(n)), tensor.kind == "transposed_linear"
         return RecomputedWeight(tensor.name, inputs, maker, transposed, split=target.piece is not None)
 
@@ -135,9 +135,9 @@ class _Chooser:
         layout = self.layout if e.leaves else None
         cuts: dict[int, Cut] = {}
         for i, name in ((i, name) for i, name in enumerate(owners) if name in forms):
-            # All factors are made, and the layer takes its part.
+            # Factors are always generated for the whole matrix. The layer selects a part of them.
             piece = self.pieces.get(name) if forms[name].needs != "factors" else None
-            # Ranks make all tiles, and cut the block out of them.
+            # Ranks generate all tiles, and cut the block out of the gathered tiles.
             grid = e.spans[i].slot.grid
             cuts[i] = Cut(grid, None, piece) if piece is None or layout is not None else cut_piece(grid, piece)
         if not cuts:
@@ -150,9 +150,9 @@ class _Chooser:
 
 
 def to_serve(plan: Plan, generator: Generator, tensors: Params) -> tuple[Params, dict[str, WeightForm], Params]:
-    """Sort a lazy generator's outputs: dense weights in the p-net's dtypes, forms that are smaller as factors, inputs.
+    """Decide which outputs of a lazy generator a module for serving stores dense, and which as smaller factors.
 
-    Forms are by each of their names, inputs by the forms' keys.
+    Returns dense weights by name in the p-net's dtypes, forms by name (tied names too), and the forms' inputs by key.
     """
     weights, forms, inputs = {k: tensors[k] for k in generator.unchanged}, dict[str, WeightForm](), Params()
     for t in plan.tensors:
@@ -160,7 +160,7 @@ def to_serve(plan: Plan, generator: Generator, tensors: Params) -> tuple[Params,
         if form is None:
             weights[t.name] = tensors[t.name].detach().to(dtype)
             continue
-        # Factors of a delta keep their dtype.
+        # Factors of a delta keep the genome's dtype.
         given = {k: x.detach() if t.base else x.detach().to(dtype) for k, x in form.taken(tensors).items()}
         if t.kind == "beside" or sum(x.numel() for k, x in given.items() if k != "base") < t.numel:
             forms |= dict.fromkeys((t.name, *t.aliases), form)
@@ -178,20 +178,20 @@ def generate(
     kernel: Kernel = "auto",
     base: nn.Module | BaseTensors | None = None,
 ) -> Params:
-    """All parameters of the p-net by name, direct ones included: `{name: Tensor}`.
+    """Generate all parameters of the p-net, and include direct parameters: `{name: Tensor}`.
 
-    Differentiable with respect to `genome.gnets` and `genome.direct`, also under `torch.func` transforms.
+    The result is differentiable with respect to `genome.gnets` and `genome.direct`, also in `torch.func` transforms.
 
     Args:
         plan: the plan.
-        genome: a `Genome` or `TrainState`; one that is split over ranks must be gathered first.
-        noise: noise of stochastic g-nets (see `sample_noise`); None gives the mean weights.
+        genome: a `Genome` or `TrainState`. A genome that is split over ranks must be gathered first.
+        noise: noise of stochastic g-nets (see `sample_noise`); None generates the mean weights.
         kernel: implementation of the g-nets (`gbfunc.types.Kernel`).
-        base: the pretrained p-net of a plan with a base: parameters without a delta are its tensors. For many calls,
-            and inside of `torch.func` transforms, `plan.base_tensors(pnet)`, which is checked once.
+        base: the pretrained p-net of a plan with a base. Parameters without a delta are returned as they are. For many
+            calls, and in `torch.func` transforms, pass `plan.base_tensors(pnet)`, which checks the p-net once.
 
     Raises:
-        ValueError: if the genome's leaves, the noise or the base are not those of the plan, or for an unknown kernel.
+        ValueError: if the genome, the noise or the base do not fit the plan, or for an unknown kernel.
 
     >>> import gbfunc as gb
     >>> pnet = torch.nn.Linear(30, 20)
@@ -202,7 +202,7 @@ def generate(
     check_genome(plan, genome, buffers=False)
     check_noise(plan, noise)
     if base is not None and plan.base is None:
-        raise ValueError("the plan has no base: the genome holds all of the p-net")
+        raise ValueError("the plan has no base, but base was given: the genome generates all weights, so omit base=")
     tensors = plan.base_tensors(base) if isinstance(base, nn.Module) else base
     return make_generator(plan, kernel=kernel, base=tensors)(flat_genome(genome), noise)
 
@@ -217,22 +217,22 @@ def generate_piece(
     noise: Noise | None = None,
     kernel: Kernel = "auto",
 ) -> Tensor:
-    """A block of one parameter's matrix, rows a..b and columns c..d; only tiles that meet the block are made.
+    """Generate a block of one parameter's matrix. Only tiles that overlap the block are generated.
 
-    The matrix [R, C] has output channels in its rows and input channels times kernel positions in its columns, whatever
-    the layer's layout; a vector is [R, 1]. For a tensor with a base, the block of its delta. Differentiable.
+    Whatever the layer's layout, the matrix [R, C] has output channels as rows, and input channels times kernel
+    positions as columns; a vector is [R, 1]. A parameter with a base gives a block of the delta. Differentiable.
 
     Args:
         plan: the plan.
         genome: a `Genome` or `TrainState`.
         name: the parameter, generated or direct.
-        rows: a slice of the rows without a step; the parts of a packed q, k, v stand below each other.
+        rows: a slice of the rows without a step. The matrices of a packed q, k, v tensor are stacked along the rows.
         cols: a slice of the columns without a step.
         noise: as for `generate`.
         kernel: as for `generate`.
 
     Raises:
-        ValueError: if the genome's leaves are not those of the plan, or there is no such parameter.
+        ValueError: if the genome does not fit the plan, the plan has no such parameter, or a slice has a step.
     """
     check_genome(plan, genome, buffers=False)
     tensor = next((t for t in plan.tensors if name in (t.name, *t.aliases)), None)
@@ -258,7 +258,7 @@ def generate_piece(
     blocks, first = list[Tensor](), 0
     for i, m in enumerate(matrices):
         start, stop = (min(max(n - first, 0), m.rows) for n in (a, b))
-        # The first part gives the columns of an empty block.
+        # An empty block has the dtype and the columns of the first matrix.
         if start < stop or not i:
             blocks.append(block(i, Piece(((start, max(start, stop)),), (c, max(c, d)))))
         first += m.rows

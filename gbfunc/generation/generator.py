@@ -1,10 +1,10 @@
-"""From a genome to the p-net's weights, in one autograd graph.
+"""Generates the p-net's weights from a genome in one autograd graph.
 
-    leaves + codes --vmap(apply)--> tiles [T, r, c], or factors [T, r, k] and [T, c, k]     `Stack`, one an ensemble
-    slots ----form.of----> the layer's input: the weight, its factors or its leaves    `layers.forms`, one a tensor
+    leaves + codes --vmap(apply)--> tiles [T, r, c], or factors [T, r, k] and [T, c, k]     one `Stack` per ensemble
+    slots --form.of--> the layer's input: a weight, factors or leaves             one form (`layers.forms`) per tensor
 
-`gbfunc.generation.choose.make_generator` chooses the form of each weight and the gathers of a split genome; a call is
-two loops, over ensembles and over tensors.
+A slot is one generated matrix. `gbfunc.generation.choose.make_generator` chooses the form of each weight, and the
+gathers of a split genome. A call loops first over ensembles, then over tensors.
 
 Suffixes: T tiles, r rows and c columns of a tile, R and C of a matrix, k rank.
 """
@@ -26,11 +26,11 @@ from gbfunc.trees import DIRECT, GNET
 from gbfunc.types import Factors, Kernel, Params
 
 _RUN_BYTES = 2**22
-"""Tiles from which on slots are generated apart: fewer cost calls, more cost fresh memory (2 x 17 MB: 15 ms)."""
+"""Bytes of tiles per call. Smaller calls cost overhead; larger calls allocate more memory (2 x 17 MB: 15 ms)."""
 
 
 class Made(NamedTuple):
-    """The matrix of a slot, or the factors of its tiles (`gbfunc.layers.forms.Source`)."""
+    """A slot that is generated already, as a matrix or as factors of tiles; a `gbfunc.layers.forms.Source`."""
 
     value: Tensor | Factors
     cut: Cut
@@ -48,7 +48,7 @@ class Made(NamedTuple):
 
 
 class Local(NamedTuple):
-    """The g-nets of a slot, which are evaluated when something is asked of them."""
+    """A slot whose g-nets are evaluated only when the matrix or the factors are requested; a `Source`."""
 
     evaluation: Evaluation
     cut: Cut
@@ -64,10 +64,10 @@ class Local(NamedTuple):
 
 
 class Stack:
-    """An ensemble with its constants at hand: from its leaves to each of its slots, all tiles on this rank.
+    """Generates the slots of an ensemble from the ensemble's leaves. All tiles are on this rank.
 
-    `slots` are the numbers of the slots that are made, `cuts` the tiles of each, and `needs` the output per slot.
-    `split` gives the slots of an evaluation as their forms need them; `names` are those of leaves in a flat genome.
+    `slots` are the numbers of the generated slots, `cuts` the tiles of each slot, and `needs` the output per slot.
+    `split` turns an evaluation into one `Source` per slot. `names` maps leaves to their names in a flat genome.
     """
 
     def __init__(self, ensemble: Ensemble, kernel: Kernel, cuts: Mapping[int, Cut], needs: Needs = "matrix") -> None:
@@ -78,7 +78,7 @@ class Stack:
         self.slots, self.cuts = [*cuts], [*cuts.values()]
         self._grids = [cut.grid for cut in self.cuts]
         self._counts = [grid.n_tiles for grid in self._grids]
-        self._held: Sequence[int] = self._counts  # tiles per slot on this rank
+        self._local_counts: Sequence[int] = self._counts  # tiles per slot on this rank
         self.names = {k: f"{GNET}{ensemble.name}/{k}" for k in ensemble.leaves}
         self._noise = [*ensemble.hypernet.noise_shapes(ensemble.dims)]
         self._shared = tuple(k for k, leaf in ensemble.leaves.items() if leaf.scope == "group")
@@ -106,7 +106,7 @@ class Stack:
         return made
 
     def _groups(self, device: torch.device) -> Tensor:
-        """Group of every tile [T]; in an exported graph by spans of consecutive numbers, not as a table."""
+        """Return the group of every tile [T]. An exported graph stores spans of consecutive groups, not a table."""
         groups = self.ensemble.groups
         if not is_exporting():
             return torch.from_numpy(groups).to(device, torch.int64)
@@ -116,7 +116,7 @@ class Stack:
         return offsets_T + torch.arange(len(groups), device=device)
 
     def evaluation(self, leaves: Params, noise: Params | None, dtype: torch.dtype, device: torch.device) -> Evaluation:
-        """Evaluate this rank's tiles from a flat genome and the noise of all tiles."""
+        """Select the constants, leaves and noise of this rank's tiles from a flat genome and the noise of all tiles."""
         leaves = {k: leaves[name] for k, name in self.names.items()}
         if self._some:
             leaves = {k: v if k in self._shared else v[self._tiles] for k, v in leaves.items()}
@@ -124,21 +124,21 @@ class Stack:
         return Evaluation(self.constants(dtype, device), leaves, noise)
 
     def slot(self, number: int, inputs: Iterator[Tensor]) -> Source:
-        """One slot, from the leaves and noise of this rank's tiles of it (`Source.inputs`)."""
+        """Return one slot, from the leaves and the noise of the slot's tiles on this rank (`Source.inputs`)."""
         return Local(self._filled(number, inputs), self.cuts[number])
 
     def _filled(self, number: int, inputs: Iterator[Tensor]) -> Evaluation:
         leaves = {k: next(inputs) for k in self.names}
         noise = {k: next(inputs) for k in self._noise} or None
-        like, first = next(iter(leaves.values())), sum(self._held[:number])
-        constants = self.constants(like.dtype, like.device).of(slice(first, first + self._held[number]))
+        like, first = next(iter(leaves.values())), sum(self._local_counts[:number])
+        constants = self.constants(like.dtype, like.device).of(slice(first, first + self._local_counts[number]))
         return Evaluation(constants, leaves, noise)
 
     def _apart(self, evaluation: Evaluation) -> list[Local]:
-        return [Local(part, cut) for part, cut in zip(evaluation.split(self._held), self.cuts, strict=True)]
+        return [Local(part, cut) for part, cut in zip(evaluation.split(self._local_counts), self.cuts, strict=True)]
 
     def _matrices(self, evaluation: Evaluation) -> list[Made]:
-        """Matrices of the slots; large ones are made one after the other, which spares memory."""
+        """Generate the slots as matrices. Large matrices are generated one after the other, to save memory."""
         dims = self.ensemble.dims
         spans = _spans([n * dims.rows * dims.cols * evaluation.constants.row.itemsize for n in self._counts])
         parts = evaluation.split([sum(self._counts[span]) for span in spans])
@@ -146,7 +146,7 @@ class Stack:
         return [Made(m, self.cuts[i]) for i, m in enumerate(matrices)]
 
     def of_tiles(self, of: Evaluation | Tensor | Factors) -> list[Made]:
-        """Each slot, from all tiles or their factors."""
+        """Divide the tiles of all slots, or their factors, among the slots."""
         tiles = of.tiles() if isinstance(of, Evaluation) else of
         if isinstance(tiles, Tensor):
             return [Made(m, cut) for m, cut in zip(join_all(tiles, self._grids), self.cuts, strict=True)]
@@ -157,9 +157,9 @@ class Stack:
 
 
 def _of_spans(first_S: list[int], values_S: list[float], n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One value for each span of consecutive tiles, for every tile: [T]."""
+    """Repeat the value of each span of consecutive tiles for every tile of the span: [S] -> [T]."""
     if len(set(values_S)) == 1:
-        # No `full`: ONNX rounds its number to float32.
+        # Not `torch.full`, whose value ONNX rounds to float32.
         return torch.tensor(values_S[:1], dtype=dtype, device=device).expand(n)
     values, first = torch.tensor(values_S, dtype=dtype, device=device), torch.tensor(first_S, device=device)
     if is_exporting():
@@ -168,7 +168,7 @@ def _of_spans(first_S: list[int], values_S: list[float], n: int, dtype: torch.dt
 
 
 def _spans(sizes: list[int]) -> list[slice]:
-    """Cut a sequence of slots into spans of at least `_RUN_BYTES`, the last one maybe smaller."""
+    """Group consecutive slots of these byte sizes into spans of at least `_RUN_BYTES`; the last may be smaller."""
     spans: list[slice] = []
     first = total = 0
     for i, size in enumerate(sizes, 1):
@@ -183,19 +183,19 @@ Form = DenseWeight | WeightForm
 
 
 class Generator:
-    """From a genome's leaves to weights: `generator(leaves) -> {name: tensor}`. Made by `make_generator`."""
+    """Generates weights from a genome's leaves: `generator(leaves) -> {name: tensor}`. See `make_generator`."""
 
     def __init__(
         self,
-        stacks: Sequence[Stack],  # Those whose forms evaluate them themselves come last
-        places: Sequence[tuple[Form, list[tuple[int, int]]]],  # Per tensor, and numbers of stack and slot per matrix
-        forms: dict[str, WeightForm],  # Of weights that are not dense, also by the names of tied parameters
+        stacks: Sequence[Stack],  # Stacks with needs="leaves" come last
+        places: Sequence[tuple[Form, list[tuple[int, int]]]],  # Per tensor: form, and (stack, slot) of each matrix
+        forms: dict[str, WeightForm],  # Forms of weights that are not dense, by all names of tied parameters
         direct: Sequence[Target],
         unchanged: Mapping[str, Callable[[torch.device], Tensor]],  # Parameters of the base without a delta, by device
         order: Sequence[str],  # Names of a call's outputs
         dtype: torch.dtype,
     ) -> None:
-        # A process's first sine or tanh in several threads can be off by 8e-5 (pytorch issue 188792): one goes ahead.
+        # One thread goes first: a process's first sine or tanh is off by 8e-5 in several (pytorch issue 188792).
         torch.tanh(torch.sin(torch.zeros(1, dtype=torch.float32, device="cpu")))
         self.stacks, self.forms, self.unchanged = stacks, forms, unchanged
         self.frozen = {*unchanged, *(key for form in forms.values() for key in form.frozen)}
@@ -205,10 +205,10 @@ class Generator:
         self._like = next((name for stack in stacks for name in stack.names.values()), None)
 
     def __call__(self, leaves: Params, noise: Noise | None = None, *, counts: bool = True) -> Params:
-        """All parameters by name, those with a form as the inputs of the form.
+        """Generate all parameters by name. A parameter with a form is returned as the inputs of the form.
 
-        `leaves` are flat by name (`flat_genome`), this rank's rows of a split genome; `noise` is that of all tiles, and
-        None gives the mean; `counts` tells whether gradients of this rank count (see `Gather`).
+        `leaves` is a flat genome (`flat_genome`), or this rank's rows of a split genome. `noise` is the noise of all
+        tiles; None generates the mean. `counts` tells whether gradients of this rank count (see `Gather`).
         """
         dtype, device = self._kind(leaves)
         noise = noise or {}
@@ -224,11 +224,11 @@ class Generator:
             return {k: tensors[k] for k in self.order}
 
     def _slots(self, evaluations: Sequence[Evaluation], counts: bool) -> list[Sequence[Source]]:
-        # Not `zip(strict=True)`, at which torch.compile of torch 2.5 fails.
+        # Not `zip(strict=True)`, which torch.compile of torch 2.5 cannot trace.
         return [stack.split(evaluations[i]) for i, stack in enumerate(self.stacks)]
 
     def prepare(self, leaves: Params) -> None:
-        """Build the constants for these leaves, which a compiled call cannot do itself."""
+        """Build the constants for the dtype and device of these leaves. A compiled call cannot build constants."""
         dtype, device = self._kind(leaves)
         for on in self.unchanged.values():
             on(device)

@@ -1,4 +1,4 @@
-"""Generation of a genome that is split over ranks: each makes its tiles, and all are gathered in one autograd node."""
+"""Generates weights from a genome split over ranks: each rank makes its tiles, and one autograd node gathers all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gbfunc.types import Factors, Kernel
 
 
 class Remote(NamedTuple):
-    """The g-nets of a slot of which each rank holds some; all ranks evaluate them together, and gather."""
+    """A slot whose g-nets are split over ranks. On request, each rank makes its tiles, and all ranks gather them."""
 
     stack: RankStack
     number: int
@@ -43,9 +43,9 @@ class Remote(NamedTuple):
 
 
 class RankStack(Stack):
-    """An ensemble of which each rank holds some tiles; all slots are made, and `cuts` are blocks of their matrices.
+    """Generates all slots of an ensemble whose tiles are split over ranks; `cuts` are blocks of the slots' matrices.
 
-    With `needs="leaves"`, each slot is gathered when asked for. `sizes` are tiles per slot, by rank.
+    With `needs="leaves"`, a slot is gathered only on request. `sizes` are the numbers of each slot's tiles by rank.
     """
 
     def __init__(
@@ -56,15 +56,15 @@ class RankStack(Stack):
         self._layout = layout
         super().__init__(ensemble, kernel, every, needs)
         self._tiles = layout.span(ensemble)
-        self._held = [sizes[layout.mesh.gnets_index] for sizes in self.sizes]
+        self._local_counts = [sizes[layout.mesh.gnets_index] for sizes in self.sizes]
 
     def slot(self, number: int, inputs: Iterator[Tensor]) -> Source:
-        """One slot, from its inputs: leaves and noise of this rank's tiles, and whether its gradients count."""
+        """Return one slot, from the leaves and noise of this rank's tiles, and a flag whether gradients count."""
         evaluation = self._filled(number, inputs)
         return Remote(self, number, evaluation, Gather(self._layout, bool(next(inputs))))
 
     def tiles(self, evaluation: Evaluation, gather: Gather) -> Tensor | Factors:
-        """This rank's tiles or factors, to be gathered; it may hold none."""
+        """Return this rank's tiles or factors, to be gathered. A rank may have no tiles."""
         return evaluation.tiles() if evaluation.n_tiles else gather.no_tiles(self.ensemble, evaluation.leaves)
 
 
@@ -77,7 +77,7 @@ class RankGenerator(Generator):
 
     def _slots(self, evaluations: Sequence[Evaluation], counts: bool) -> list[Sequence[Source]]:
         gather = Gather(self._layout, counts)
-        # Outside vmap, all at once: collectives have no batching rule, and each costs its latency.
+        # One gather for all ensembles, outside of vmap: each collective costs latency, and has no batching rule.
         mine = {
             s.ensemble.name: s.tiles(evaluations[i], gather)
             for i, s in enumerate(self.stacks)
@@ -88,8 +88,8 @@ class RankGenerator(Generator):
             if stack.ensemble.name in tiles:
                 slots.append(stack.of_tiles(tiles[stack.ensemble.name]))
             elif isinstance(stack, RankStack):
-                # Not gathered yet: each slot is, by itself.
-                parts = evaluations[i].split(stack._held)
+                # Each slot is gathered later, when a layer requests the slot.
+                parts = evaluations[i].split(stack._local_counts)
                 slots.append([Remote(stack, number, part, gather) for number, part in enumerate(parts)])
             else:
                 slots.append(stack.split(evaluations[i]))

@@ -1,4 +1,4 @@
-"""The parts of a p-net: checks, its parameters and buffers by name, and copies with other tensors."""
+"""Checks a p-net, lists its parameters and buffers by name, and copies a p-net with other tensors."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _WRAPPERS = {
 _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked", "_u", "_v", "weight_u", "weight_v"})
 """Buffers that batch norm and spectral norm, old and new, update in training mode."""
 _OWN = frozenset({*vars(nn.Module()), "_flat_weights"})
-"""Attributes in which modules register tensors; recurrent layers refresh `_flat_weights` themselves."""
+"""Attributes in which modules register tensors. `_flat_weights` is a list that recurrent layers update themselves."""
 
 
 class ParameterInfo(NamedTuple):
-    """A parameter of a p-net: its first name, other names (`aliases`) if it is tied, its layer and its name there.
+    """A parameter of a p-net: its first name, its other names if tied (`aliases`), its layer, and its attribute there.
 
     The layer of a parametrised weight is the layer that uses the weight.
     """
@@ -47,14 +47,14 @@ def check_pnet(pnet: nn.Module) -> None:
 
     Raises:
         TypeError: if `pnet` is not an `nn.Module`.
-        ValueError: for a wrapped, scripted, compiled or lazy p-net, an unsupported layout of a tensor, a parameter that
-            shares memory with another tensor or an attribute, and a hook on a parameter. The message names the cure.
+        ValueError: if the p-net is wrapped, scripted, compiled or lazy, a tensor has an unsupported layout, a parameter
+            shares memory with another tensor or an attribute, or has a hook. The message says what to change.
     """
     if not isinstance(pnet, nn.Module):
         raise TypeError(f"the p-net must be an nn.Module, got {type(pnet).__name__}")
     for name, module in pnet.named_modules():
         for base in (cls.__name__ for cls in type(module).__mro__ if cls.__name__ in _WRAPPERS):
-            # A script without tensors is an ordinary function.
+            # A scripted module without tensors needs no generated weights, like an ordinary function.
             if base != "ScriptModule" or any(True for _ in (*module.parameters(), *module.buffers())):
                 where = f" at {name!r}" if name else ""
                 raise ValueError(f"the p-net is wrapped in {base}{where}: {_WRAPPERS[base]}")
@@ -68,19 +68,19 @@ def check_pnet(pnet: nn.Module) -> None:
             raise ValueError(f"{what} {name!r} has the layout {layout}: make it dense (torch.strided)")
         if what == "parameter" and (tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)):
             raise ValueError(
-                f"the parameter {name!r} has a hook on its gradient, which no generated weight would have: remove it, "
-                "or register it in the forward, where the weight is there (self.NAME.register_hook)"
+                f"the parameter {name!r} has a hook on its gradient, which the generated weight lacks: remove it, "
+                "or register the hook in the forward, on the generated weight (self.NAME.register_hook)"
             )
     places: dict[int, list[tuple[str, Tensor]]] = {}
     for name, x in named:
-        # Meta tensors have no address, but tensors that share a storage share its object.
+        # Meta tensors have no address. If they share memory, they have the same storage object.
         if place := _address(x) or (id(x.untyped_storage()) if x.is_meta else 0):
             places.setdefault(place, []).append((name, x))
     for (a, x), (b, y) in (pair for here in places.values() for pair in combinations(here, 2)):
         if _overlap(x, y):
             raise ValueError(
-                f"{a!r} and {b!r} are two tensors in the same memory, which training ties and a genome would not: use "
-                f"one tensor in both places (F.linear(x, self.{a}.t()) for its transpose), or a copy (.clone())"
+                f"{a!r} and {b!r} are two tensors in the same memory, which a genome cannot tie: use one tensor in "
+                f"both places (F.linear(x, self.{a}.t()) for its transpose), or a copy (.clone())"
             )
     _check_attributes(pnet)
 
@@ -89,7 +89,7 @@ def _check_attributes(pnet: nn.Module) -> None:
     parameters = [(name, x) for name, x in named_tensors(pnet, ties=True) if isinstance(x, nn.Parameter)]
     memory = {_address(x): name for name, x in reversed(parameters)}
     memory.pop(0, None)
-    # The older weight and spectral norm compute the attribute in each forward.
+    # Legacy weight norm and spectral norm set this attribute in each forward.
     computed = {name.rpartition("_")[0] for name, _ in parameters if name.endswith(("_orig", "_v"))}
     for path, module in pnet.named_modules():
         for key, value in vars(module).items():
@@ -97,8 +97,8 @@ def _check_attributes(pnet: nn.Module) -> None:
             for x in () if key in _OWN or attribute in computed else _arrays_in(value):
                 if name := memory.get(_address(x)):
                     raise ValueError(
-                        f"the attribute {attribute!r} of the p-net shares memory with its parameter {name!r}, where "
-                        f"generated weights never stand: read self.{name} in the forward, or keep a copy"
+                        f"the attribute {attribute!r} of the p-net shares memory with its parameter {name!r}, but not "
+                        f"with the generated weight: read self.{name} in the forward, or keep a copy"
                     )
 
 
@@ -111,14 +111,14 @@ def _arrays_in(value: Any, depth: int = 4) -> Iterator[Tensor | np.ndarray]:
 
 
 def _address(x: Tensor | np.ndarray) -> int:
-    """The address of the memory that holds a tensor or array; 0 without memory."""
+    """Return the address of the memory that holds a tensor or array; 0 without memory."""
     if isinstance(x, np.ndarray):
         while isinstance(x.base, np.ndarray):
             x = x.base
         return _address(x.base) if isinstance(x.base, Tensor) else x.__array_interface__["data"][0]
     try:
         return x.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # of a fake tensor, or one of a transform of torch.func
+    except (NotImplementedError, RuntimeError):  # raised by fake tensors, and by tensors of `torch.func` transforms
         return 0
 
 
@@ -130,7 +130,7 @@ def _overlap(x: Tensor, y: Tensor) -> bool:
 
 
 def eval_mode_warning(pnet: nn.Module) -> str | None:
-    """A warning where all dropout layers and norms with running statistics are in eval mode; otherwise None.
+    """Return a warning if all dropout layers and norms with running statistics are in eval mode; otherwise None.
 
     A p-net with only some of these layers in eval mode (frozen batch norms) gets no warning.
     """
@@ -150,13 +150,13 @@ def _trains_otherwise(module: nn.Module) -> bool:
 
 
 def named_tensors(net: nn.Module, *, ties: bool = False) -> list[tuple[str, Tensor]]:
-    """Parameters, then buffers, by their first names; with `ties`, under all of their names."""
+    """List parameters, then buffers, by their first names, or by all of their names with `ties`."""
     each = (net.named_parameters, net.named_buffers)
     return [pair for named in each for pair in named(remove_duplicate=not ties)]
 
 
 def parameter_infos(pnet: nn.Module) -> list[ParameterInfo]:
-    """Every parameter once, in the p-net's order, with its aliases and its layer."""
+    """List every parameter once, in the p-net's order, with its aliases and its layer."""
     named: dict[int, tuple[Tensor, list[str]]] = {}
     for name, parameter in pnet.named_parameters(remove_duplicate=False):
         named.setdefault(id(parameter), (parameter, []))[1].append(name)
@@ -172,7 +172,7 @@ def parameter_infos(pnet: nn.Module) -> list[ParameterInfo]:
 
 
 def buffers_of(pnet: nn.Module) -> dict[str, tuple[Tensor, bool]]:
-    """Every buffer once: `{name: (tensor, persistent)}`."""
+    """Return every buffer once: `{name: (tensor, persistent)}`."""
     saved = set(pnet.state_dict(keep_vars=True))
     return {name: (buffer, name in saved) for name, buffer in pnet.named_buffers()}
 
@@ -184,28 +184,28 @@ def keep_statistics(net: nn.Module, frozen: Collection[str]) -> list[nn.Module]:
 
 
 def without_sparse(net: nn.Module, names: Collection[str]) -> None:
-    """Make the embeddings of these weights give dense gradients, which generation can propagate."""
+    """Switch off sparse gradients of the embeddings with these weights, because generation needs dense gradients."""
     for name, layer in net.named_modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and f"{name}.weight".lstrip(".") in names:
             layer.sparse = False
 
 
 def skeleton_of(pnet: nn.Module) -> nn.Module:
-    """A copy of the module with every tensor on the meta device; ValueError if the module cannot be copied."""
+    """Copy the module with every tensor on the meta device; raises ValueError if the module cannot be copied."""
     return copy_with(pnet, lambda name, tensor: torch.empty_like(tensor, device="meta"))
 
 
 def copy_with(pnet: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.Module:
-    """A deep copy with the parameters and buffers that `replace(name, tensor)` returns; ties are kept."""
+    """Deep-copy the module with the parameters and buffers that `replace(name, tensor)` returns; ties stay."""
     memo: dict[int, Any] = {}
     for name, tensor in named_tensors(pnet):
         fresh = replace(name, tensor.detach())
         trained = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(fresh, tensor.requires_grad) if trained else fresh
     for module in pnet.modules():
-        # Deepcopy refuses activations that a forward kept, as they carry a graph.
+        # `deepcopy` fails at activations that a forward stored as attributes, because they have a graph.
         memo |= {id(x): x.detach() for x in vars(module).values() if isinstance(x, Tensor) and not x.is_leaf}
-        # Packed weights of a quantised base never change.
+        # Packed weights of a quantised base never change, so the copy shares them.
         memo |= {id(x): x for x in vars(module).values() if isinstance(x, torch.ScriptObject)}
     try:
         net = copy.deepcopy(pnet, memo)
@@ -213,12 +213,12 @@ def copy_with(pnet: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.M
         raise ValueError(f"the p-net ({type(pnet).__name__}) cannot be deep-copied: {error}") from error
     if same := {*map(id, net.modules())} & {*map(id, pnet.modules())}:
         name = next(name for name, module in pnet.named_modules() if id(module) in same)
-        raise ValueError(f"a copy of the p-net has its {name!r} itself (a __deepcopy__ that returns self?)")
+        raise ValueError(f"a deep copy of the p-net shares the module {name!r} with it: does __deepcopy__ return self?")
     return net
 
 
 def with_weights(pnet: nn.Module, weights: TensorMap, buffers: TensorMap, *, bare: Collection[str] = ()) -> nn.Module:
-    """A copy of the module with these weights and buffers, copied unless named in `bare`; ties are kept."""
+    """Copy the module with these weights and buffers; tensors named in `bare` are not cloned, and ties stay."""
     both = {**weights, **buffers}
 
     def copied(name: str, own: Tensor) -> Tensor:

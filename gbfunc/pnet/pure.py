@@ -22,14 +22,14 @@ from gbfunc.types import Params, TensorMap
 class PureNet:
     """A p-net as a pure function: `call(weights, buffers, *args, **kwargs)`.
 
-    The p-net's changes of buffers, in place or by assignment, change the `buffers` dict that is passed: pass clones.
-    The function keeps the training mode that the module had at construction. Threads take turns.
+    If the p-net changes buffers, in place or by assignment, the `buffers` dict that was passed changes: pass clones.
+    The function keeps the training mode that the module had at construction. Calls from several threads take turns.
 
     Args:
         pnet: the p-net, which is not changed.
         forms: the weights that are not dense, by name; `weights` holds the inputs of each form, by the form's `keys`.
-        adapt: changes the skeleton further, and returns the parameters that then have another shape or kind.
-        frozen: a base whose buffers are not passed. Layers with statistics among them stay in evaluation mode.
+        adapt: changes the skeleton further, and returns the names of parameters that then have another shape or kind.
+        frozen: a base, whose buffers are not passed. Layers with running statistics of the base stay in eval mode.
 
     Attributes:
         skeleton: the copy.
@@ -62,11 +62,11 @@ class PureNet:
 
     @property
     def dense_reads(self) -> dict[str, int]:
-        """How often the p-net has read each weight that is not dense as a dense tensor, by name."""
+        """Number of times that the p-net has read a weight with a form as a dense tensor, by name."""
         return {form.name: form.reads for form in self._forms if form.reads}
 
     def __call__(self, weights: TensorMap, buffers: Params, /, *args: Any, **kwargs: Any) -> Any:
-        """The p-net's output; raises `ValueError` at the first call if the tensors do not fit the p-net."""
+        """Return the p-net's output; the first call raises ValueError if the tensors do not fit the p-net."""
         return self.run(weights, buffers, lambda net, *args, **kwargs: net(*args, **kwargs), *args, **kwargs)
 
     def run(
@@ -74,11 +74,11 @@ class PureNet:
     ) -> Any:
         """Call `function(net, *args, **kwargs)`, where `net` is the p-net with these tensors.
 
-        Outside of `kept`, the tensors leave the p-net when the function returns.
+        When the function returns, the tensors are removed from the p-net, except in the context `kept`.
 
         Raises:
-            ValueError: at the first call if the tensors do not fit the p-net; if the p-net changes a tensor of its
-                frozen base.
+            ValueError: at the first call, if the tensors do not fit the p-net; at any call, if the p-net changes a
+                tensor of its frozen base.
         """
         if torch.compiler.is_dynamo_compiling():
             return self._on(weights, buffers, function, args, kwargs)
@@ -99,7 +99,7 @@ class PureNet:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Keep the tensors of the last call in place, for checkpoints that call parts of the p-net in backward."""
+        """Keep the tensors of the last call in the p-net, because checkpoints call its layers again in backward."""
         with self._lock:
             before, outer = self._values(), self._modes
             self._modes = [module.training for module in self._modules]
@@ -116,7 +116,7 @@ class PureNet:
             tensors.update(self._frozen.on(next(iter(weights.values())).device)[1])
         for form in self._forms:
             tensors[form.name] = Weight(form, form.taken(weights))
-        # As torch.func.functional_call, which looks up each place at every call.
+        # This is `torch.func.functional_call`, which would look up the place of each tensor at every call.
         before, modes = self._values(), self._modes
         self._set_modes(modes := modes or [module.training for module in self._modules])
         try:
@@ -127,7 +127,7 @@ class PureNet:
                 holder, key = self._holders[name]
                 buffers[name] = holder[key]
                 if self._modes is not None:
-                    # A checkpoint that calls a layer again does not change its buffers twice.
+                    # When a checkpoint calls a layer again, only this copy of the buffer changes a second time.
                     holder[key] = buffers[name].detach().clone()
             if self._modes is None:
                 self._set(before)
@@ -140,10 +140,10 @@ class PureNet:
     def _set(self, values: Sequence[Any]) -> None:
         for (_, holder, key, of_form), x in zip(self._places, values, strict=True):
             if of_form:
-                # Not by the dict of attributes, which torch.compile takes for another object.
+                # Not through `vars(holder)`, which torch.compile treats as another object.
                 object.__setattr__(holder, key, x)
             else:
-                # The entry itself, not the dense weight that `Parameters` shows.
+                # Set the entry itself, not the dense weight that `Parameters` returns.
                 dict.__setitem__(holder, key, x)
 
     def _set_modes(self, modes: Sequence[bool]) -> None:
@@ -153,14 +153,14 @@ class PureNet:
 
 
 def _places(pnet: nn.Module, skeleton: nn.Module, forms: Mapping[str, WeightForm]) -> list[tuple[str, Any, str, bool]]:
-    """Where a skeleton keeps each tensor: its first name, a dict with a key or a layer with an attribute, and which."""
+    """List where a skeleton stores each tensor: (first name, dict or layer, key or attribute, whether a layer)."""
     first: dict[int, str] = {}
     places, seen = [], set[tuple[int, str]]()
     for name, tensor in named_tensors(pnet, ties=True):
         original = first.setdefault(id(tensor), name)
         path, _, key = name.rpartition(".")
         module = skeleton.get_submodule(path)
-        # A shared module lists its tensors under each of its names.
+        # The tensors of a shared module are listed under each name of the module.
         if (id(module), key) in seen:
             continue
         seen.add((id(module), key))
@@ -169,7 +169,7 @@ def _places(pnet: nn.Module, skeleton: nn.Module, forms: Mapping[str, WeightForm
         else:
             holder = module._parameters if key in module._parameters else module._buffers
             places.append((original, holder, key, False))
-    # The p-net has no tensor for a delta beside a layer.
+    # A delta beside a layer has a form, but no tensor of the p-net.
     for name in forms.keys() - {name for name, _ in named_tensors(pnet, ties=True)}:
         path, _, key = name.rpartition(".")
         places.append((name, skeleton.get_submodule(path), now(key), True))
