@@ -33,7 +33,7 @@ class Base(NamedTuple):
 class BaseTensors:
     """Frozen tensors of a base, without the `new` ones: parameters share the p-net's memory, and buffers are copies."""
 
-    # Functions in `old` take parameters with new rows to those of the base.
+    # Tensors named in `new` are not part of the base. Functions in `old` remove the new rows from a parameter.
     def __init__(self, pnet: nn.Module, new: Collection[str], old: Mapping[str, Callable[..., Tensor]] = {}) -> None:
         for name, layer in pnet.named_modules():
             if getattr(layer, "max_norm", None) is not None and f"{name}.weight".lstrip(".") not in new:

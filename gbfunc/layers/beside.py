@@ -1,7 +1,7 @@
 """Linear layers that hide their weight, such as quantised ones: a delta beside the layer, `y = layer(x) + x delta^T`.
 
-Such a layer has integers `in_features` and `out_features` and a forward of its own. Its delta [out, in] is the tensor
-`NAME.delta` of a plan, which the p-net does not have. The delta stays factors.
+A layer of this kind has integers `in_features` and `out_features` and a custom forward. The delta [out, in] is the
+tensor `NAME.delta` of a plan. The p-net has no tensor of this name. The delta is never multiplied out.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch.autograd.function import once_differentiable
 from gbfunc.layers.forms import weight_of
 from gbfunc.layers.kinds import DELTA
 
-_SAMPLED, _CHUNK = 64, 256  # Inputs whose columns of the weight estimate its deviation; columns read at once
-_LINEAR = 0.05  # Share of the largest output within which the outputs of a linear layer add up
+_SAMPLED, _CHUNK = 64, 256  # Columns sampled to estimate a weight's standard deviation; columns read at once
+_LINEAR = 0.05  # Tolerated error of f(x) + f(y) = f(x + y) in a linear layer, relative to the largest output
 
 
 def hidden_layers(net: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Layers with a number of inputs, and without a matrix of floating-point numbers that could have a delta."""
+    """Yield layers that have `in_features`, but no floating-point weight to which a delta could be added."""
     for name, layer in net.named_modules():
         sizes = getattr(layer, "out_features", None), getattr(layer, "in_features", None)
         inner = [m for m in layer.modules() if m is not layer]
@@ -35,10 +35,10 @@ def hidden_layers(net: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def unit_outputs(layer: Any, like: Tensor) -> Tensor:
-    """Columns of a layer's weight [out, n] in the dtype and on the device of `like`, from n spread unit vectors.
+    """Compute n evenly spaced columns of a layer's weight [out, n] from unit vectors, with dtype and device of `like`.
 
     Raises:
-        ValueError: if the layer is not a linear layer of its numbers of features.
+        ValueError: if the layer is not linear, or not a map from `in_features` to `out_features` numbers.
     """
     rows, cols = getattr(layer, "out_features", None), layer.in_features
     if not isinstance(rows, int) or hasattr(layer, DELTA) or "forward" in vars(layer):
@@ -63,10 +63,10 @@ def unit_outputs(layer: Any, like: Tensor) -> Tensor:
 
 
 class _Layer(torch.autograd.Function):
-    """A layer that keeps nothing for backward: `run(x)`, which runs again for its gradient.
+    """Applies a layer, `run(x)`, keeps no tensors but x, and runs the layer again in backward for the gradient.
 
-    Where the layer has no gradient, such as integer kernels, the gradient is that of its dequantised weight, whose
-    columns are the outputs of unit vectors.
+    If the layer has no gradient, as with integer kernels, the gradient is computed with the dequantised weight. The
+    columns of this weight are the outputs of unit vectors.
     """
 
     @staticmethod
@@ -85,7 +85,7 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
         (x,) = ctx.saved_tensors
         with torch.autocast(*ctx.autocast), torch.enable_grad(), warnings.catch_warnings():
-            # Of operators without a gradient.
+            # Operators without a gradient may warn.
             warnings.simplefilter("ignore")
             again = x.detach().requires_grad_()
             out = ctx.run(again)
@@ -98,7 +98,7 @@ class _Layer(torch.autograd.Function):
 
 
 def _kept(layer: nn.Module) -> nn.Module:
-    """A copy with the tensors of this call, for backward, when the p-net has them no more."""
+    """Copy a layer with the tensors of this call, because backward runs after the p-net has lost these tensors."""
     kept = object.__new__(type(layer))
     tensors = {"_parameters": dict(layer._parameters), "_buffers": dict(layer._buffers)}
     vars(kept).update(vars(layer), _modules={k: m and _kept(m) for k, m in layer._modules.items()}, **tensors)
@@ -116,7 +116,7 @@ def _through_units(run: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> 
 
 
 def beside_forward(layer: Any, input: Tensor) -> Tensor:
-    """The layer's own forward, plus the delta's output in the dtype of the g-nets."""
+    """Compute the layer's own forward, and add the delta's output, computed in the dtype of the g-nets."""
     y = _Layer.apply(partial(layer._stock.forward, _kept(layer)), input)
     weight = weight_of(layer, DELTA)
     wide = input if torch.is_autocast_enabled(input.device.type) else input.to(weight.given["left"].dtype)

@@ -1,4 +1,4 @@
-"""How well a genome's update follows the gradient of the p-net's weights: a diagnostic of one step."""
+"""A diagnostic of one training step: how well a genome's update follows the gradient of the p-net's weights."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -16,10 +16,10 @@ from gbfunc.types import GenomeLike
 
 
 class UpdateAlignment(NamedTuple):
-    """Cosines between the change of the weights and their negative gradient, from -1 to 1."""
+    """Cosines, from -1 to 1, between the change of the weights and the negative gradient of the weights."""
 
-    tensors: Mapping[str, float]  # per trained parameter; nan without a change or a gradient
-    overall: float  # of all parameters as one vector
+    tensors: Mapping[str, float]  # per trained parameter; nan if the change or the gradient is zero
+    overall: float  # cosine of all parameters as one vector
 
 
 def update_alignment(
@@ -27,14 +27,14 @@ def update_alignment(
 ) -> UpdateAlignment:
     r"""Compare a genome's update of the weights with gradient descent on the weights.
 
-    A g-net cannot move each weight by itself. With $W$ the weights that the genome $\theta$ generates and $\theta'$ the
-    genome after the update, this gives the cosine between $W(\theta') - W(\theta)$ and $-\nabla_W L(W(\theta))$: 1
-    where the weights went straight down their gradient, 0 where they went across it, negative where they went up. SGD
-    with a small rate on the genome gives 0 or more overall, and 1 for direct parameters.
+    A g-net cannot change each weight independently. Let $W$ be the weights that the genome $\theta$ generates, and
+    $\theta'$ the genome after the update. The result is the cosine between $W(\theta') - W(\theta)$ and
+    $-\nabla_W L(W(\theta))$: 1 for steepest descent, 0 for an orthogonal change, negative for ascent. SGD on the genome
+    with a small learning rate gives at least 0 overall, and 1 for direct parameters.
 
-    The step from `before` on `batch` gives the gradient, with its dropout and noise, without `amp`. Weights are formed
-    densely. A step that donates leaves no `before`; `after` is the state or genome after the step, or after several.
-    Raises ValueError if plan, p-net and states do not fit together.
+    The gradient is that of the step from `before` on `batch`, with the step's dropout and noise, but without `amp`.
+    `after` is the state or genome after one or more steps. A step with `donate=True` overwrites `before`: do not use
+    such a step here. Raises ValueError if plan, p-net and states do not fit together.
     """
     base, seed = plan.base_tensors(pnet), step_seed(int(before.seed), int(before.step))
     leaf = next(iter(flat_genome(before).values()))

@@ -1,4 +1,4 @@
-"""Where the bytes of a genome's file go: steps of quantisation from the optimizer's mean squares of gradients."""
+"""Allocates the bytes of a genome file: chooses quantization steps from the optimizer's mean squared gradients."""
 
 from typing import Any
 
@@ -15,36 +15,36 @@ from gbfunc.train.step import StepInfo, TrainState, TrainStep, checked_state
 from gbfunc.trees import stored_tensors, tree_leaves
 from gbfunc.types import Genome
 
-# Parts of a training after which steps are chosen: numbers that need fewer bits can have finer steps.
+# Fractions of the training after which quantization steps are chosen again, because the stored bits change.
 _WHEN = (0.6, 0.65, 0.7, 0.775, 0.85)
-_UNSET, _SQUARES = -1000.0, ("exp_avg_sq", "square_avg")  # names of means of squared gradients in torch's optimizers
+_UNSET, _SQUARES = -1000.0, ("exp_avg_sq", "square_avg")  # torch's names for running means of squared gradients
 
 
 def allocate_steps(
     plan: Plan, gnet_params: TrainState, genome_bytes: int, *, batch_size: int = 0, metadata: Any = None
 ) -> Steps:
-    r"""Choose how coarsely each part of a genome is stored, so that its file has a size and the loss grows least.
+    r"""Choose quantization steps for each part of a genome, so that the file has a given size and the loss grows least.
 
-    For each part of a genome (a tensor's share of a leaf), the step of quantisation times $\sqrt{\overline{g^2}}$ is
-    the same, where $\overline{g^2}$ is the mean square of the gradient that the optimizer has: reverse water-filling
-    with the diagonal of Fisher's information (`gbfunc.formats.steps`).
+    A part is the share of one tensor in a leaf. The quantization step times $\sqrt{\overline{g^2}}$ is the same for all
+    parts, where $\overline{g^2}$ is the optimizer's mean square of the part's gradient. This is reverse water-filling
+    with the diagonal of the Fisher information (`gbfunc.formats.steps`).
 
-    The result says how `save` stores a genome, and what `make_train_step(rounding=)` trains: the loss then sees the
-    genome as the file will hold it, plus the bits of the file if `batch_size` is given. Allocate after 60 % of the
-    steps, go on with a step made with the result, and allocate some times more: numbers that need fewer bits can have
-    finer steps.
+    Pass the result to `save`, and to `make_train_step(rounding=)`. The loss then uses the genome as the file will store
+    it. With a `batch_size`, the number of bits in the file is added to the loss. Allocate after 60 % of the training,
+    continue with a training step made with the result, and allocate again a few times: training reduces the bits that
+    some values need, which leaves bits for finer quantization steps.
 
     Args:
         plan: the plan.
-        gnet_params: the whole state of a training with Adam or another optimizer with running means of squares.
-        genome_bytes: most bytes of the file, everything counted. With its finest steps, of which a part's largest
-            number has 2,047, a genome may take fewer.
-        batch_size: examples of a batch; 0 leaves the rate of the bits out of the loss.
-        metadata: as for `save`; its bytes count.
+        gnet_params: the whole state of a training with Adam or another optimizer that averages squared gradients.
+        genome_bytes: maximum size of the file in bytes, everything counted. The file may be smaller, because the finest
+            quantization step of a part divides the part's largest value by 2,047.
+        batch_size: number of examples in a batch; 0 adds no bits to the loss.
+        metadata: as for `save`; counts into the size.
 
     Raises:
-        ValueError: for an optimizer without squares or before its first step, squares that are not finite, a state that
-            does not fit the plan, too few bytes, or a frozen parameter with numbers that no steps hold.
+        ValueError: if the optimizer has no mean squares or took no step, mean squares are not finite, the state does
+            not fit the plan, `genome_bytes` is too small, or a frozen parameter cannot be quantized.
 
     >>> steps = gb.allocate_steps(plan, state, genome_bytes=1_000, batch_size=128)  # doctest: +SKIP
     >>> train_step = gb.make_train_step(plan, pnet, loss_fn, optimizer, rounding=steps)  # doctest: +SKIP
@@ -65,7 +65,7 @@ def allocate_steps(
         raise ValueError(f"genome_bytes={genome_bytes:,} is too little: what is no code takes {coarsest:,} bytes")
     over, bits = coarsest - genome_bytes, code_bits(plan, leaves, steps)
     while True:
-        # Subtract from the bits taken: the bits allowed may fall without effect.
+        # Subtract from the bits that the genome uses. Lowering the allowed bits may have no effect.
         bits = max(0.0, bits - 8.0 * over)
         steps = allocate(plan, leaves, squares, bits, batch_size)
         over = len(compact.pack(text, plan, leaves, steps)[0]) - genome_bytes
@@ -75,16 +75,16 @@ def allocate_steps(
 
 
 class AutoTrainStep(TrainStep):
-    """A `TrainStep` with `rounding="auto"`: the state keeps the last steps of quantisation in `codes`."""
+    """A `TrainStep` with `rounding="auto"`: the state's `codes` hold the last quantization steps."""
 
     _last: tuple[Tensor | None, Steps | None] = None, None
 
     def init(self, seed: int = 0, *, device: torch.device | str | None = None) -> TrainState:
-        """A fresh state, without steps of quantisation."""
+        """Create a new state, without quantization steps."""
         return super().init(seed, device=device)._replace(codes=_packed(self.plan, None))
 
     def __call__(self, gnet_params: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
-        """One step on one batch; chooses the steps of quantisation before, if due. Raises as `allocate_steps` too."""
+        """Train on one batch; if due, first choose quantization steps. Also raises the errors of `allocate_steps`."""
         checked_state(gnet_params)
         if int(gnet_params.step) in {round((self._options.total_steps or 0) * part) for part in _WHEN} - {0}:
             first = (len(x) for _, x in tree_leaves(batch) if isinstance(x, Tensor) and x.ndim)
@@ -94,13 +94,13 @@ class AutoTrainStep(TrainStep):
         return super().__call__(gnet_params, batch)
 
     def rounding(self, state: TrainState) -> Steps | None:
-        """The steps in the state."""
+        """Return the quantization steps in the state; None before the first choice."""
         if self._last[0] is not state.codes:
             self._last = state.codes, _unpacked(self.plan, state.codes)
         return self._last[1]
 
     def stored(self, state: TrainState) -> Steps:
-        """The steps in the state, or others if its file would be too large."""
+        """Return the quantization steps in the state, or coarser steps if the file would be too large."""
         steps, options = self.rounding(state), self._options
         genome = Genome(state.gnets, state.direct, state.buffers)
         size = sum(file_bytes(self.plan, steps, genome, options.metadata).values()) if steps else 0
@@ -112,7 +112,7 @@ class AutoTrainStep(TrainStep):
 
 
 def _packed(plan: Plan, steps: Steps | None) -> Tensor:
-    """Rate and indices as a tensor, in which parts without steps have `_UNSET`."""
+    """Pack the rate and the indices of quantization steps into a tensor; parts without steps are `_UNSET`."""
     values = torch.full((1 + len(parts_of(plan)),), _UNSET, dtype=torch.float64, device="cpu")
     if steps is not None:
         # Parts of statistics come last.

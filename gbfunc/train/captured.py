@@ -1,7 +1,7 @@
-"""Steps as CUDA graphs: loss, gradient and update are captured once for each shape of batch, and then replayed.
+"""Training steps as CUDA graphs: loss, gradient and update are captured once per batch shape, and then replayed.
 
 A replay reads its inputs from fixed memory: the state, the batch, the learning rates, and the seeds of torch's
-generators. The state that a replay returns is that memory.
+generators. The tensors of the returned state lie in the same fixed memory.
 """
 
 import warnings
@@ -21,8 +21,8 @@ from gbfunc.train.step import LOOK, StepInfo, TrainState, TrainStep, step_seed
 from gbfunc.trees import flatten_tree, tree_leaves, tree_map, unflatten_tree
 
 Step = Callable[[Any, Any], tuple[Any, Any]]  # `(state, batch) -> (state, info)`
-WARM = 3  # eager steps on a shape of batch before its step is captured
-MOST = 4  # shapes of batch with a graph
+WARM = 3  # number of eager steps for a batch shape before a graph is captured
+MOST = 4  # maximum number of batch shapes that have a graph
 
 _CURE = (
     "a p-net or a loss function that reads a number of the GPU (item(), float(), a tensor in an `if`) or computes on "
@@ -32,7 +32,7 @@ _CURE = (
 
 
 class CudaGraph:
-    """A graph of torch that one function fills and `replay` runs."""
+    """A CUDA graph: `capture` records a function, and `replay` runs the recorded kernels."""
 
     def __init__(self, like: Tensor) -> None:
         if like.device.type != "cuda":
@@ -41,7 +41,7 @@ class CudaGraph:
         self.replay = self._graph.replay
 
     def capture(self, function: Callable[[], Any]) -> Any:
-        """Capture the function without running its kernels; the memory of what it returns belongs to the graph."""
+        """Record the function without running its kernels; the returned tensors lie in the graph's memory."""
         with torch.cuda.graph(self._graph):
             return function()
 
@@ -54,19 +54,19 @@ class Rates:
         self.captured = False
 
     def __call__(self, lr: LearningRate, step: int) -> float | Tensor:
-        """The rate at a step."""
+        """Return the learning rate at a training step."""
         known = self.tensors.setdefault(lr, None)
         return known if self.captured and known is not None else learning_rate(lr, step)
 
     def set(self, step: int, device: torch.device) -> None:
-        """Write the rates of a step into the tensors."""
+        """Write the learning rates of a training step into the tensors."""
         for lr, x in self.tensors.items():
             x = torch.zeros((), device=device) if x is None else x
             self.tensors[lr] = x.fill_(learning_rate(lr, step))
 
 
 class Graphs:
-    """A step by graphs, one for each shape of batch; with `fallback`, a step that cannot be captured stays eager."""
+    """A training step with one graph per batch shape; with `fallback`, steps that cannot be captured stay eager."""
 
     def __init__(self, step: Step, rates: Rates, fallback: bool = False) -> None:
         self._step, self._rates, self._fallback = step, rates, fallback
@@ -76,7 +76,7 @@ class Graphs:
         self._own: dict[str, Tensor] = {}  # the tensors of that state
 
     def __call__(self, state: Any, batch: Any, seed: int) -> tuple[Any, Any]:
-        """One step, whose dropout has this seed."""
+        """Train on one batch; `seed` is the seed of dropout."""
         if self._fallback and not next(iter(_moving(state).values())).is_cuda:
             return self._step(state, batch)
         tensors, key = _parted(batch)

@@ -1,4 +1,4 @@
-"""Making a training step: options and arguments checked, on all ranks alike, and the strategy of its gradient."""
+"""Makes training steps: checks the options, also across ranks, and chooses how gradients are computed."""
 
 import warnings
 from dataclasses import replace
@@ -26,24 +26,24 @@ from gbfunc.train.step import TrainStep
 
 
 def make_train_step(plan: Plan, pnet: nn.Module, loss_fn: LossFn, optimizer: Optimizer, **options: Any) -> TrainStep:
-    """Make the step that trains a genome: pure, `(gnet_params, batch) -> (gnet_params, info)`.
+    """Make a pure function that trains a genome on one batch: `(gnet_params, batch) -> (gnet_params, info)`.
 
-    The p-net is copied without its weights and never changed; the step keeps the training mode of now. Direct
-    parameters that do not require grad stay as they are.
+    The p-net is copied without its weights, and never changed. Training steps use the p-net's current training mode.
+    Direct parameters that do not require grad are not trained.
 
     Args:
         plan: the plan.
-        pnet: the p-net that it was made for.
-        loss_fn: `(net, batch) -> loss` or `(loss, aux)`. `net` is the p-net on its generated weights: its parts can be
-            called and its tensors read, as in an ordinary module. A loss function does not change `net` and does not
-            keep it: the guide "The contract" lists the rules for p-nets and loss functions.
-        optimizer: from `torch_optimizer`.
-        **options: fields of `StepOptions`, which says what each means.
+        pnet: the p-net that the plan was made for.
+        loss_fn: `(net, batch) -> loss` or `(loss, aux)`. `net` is the p-net with generated weights. The function may
+            call modules of `net` and read tensors of `net`, as in an ordinary module, but must not change or keep
+            `net`. The guide "The contract" lists the rules for p-nets and loss functions.
+        optimizer: an optimizer made by `torch_optimizer`.
+        **options: fields of `StepOptions`.
 
     Raises:
-        TypeError: for an unknown option.
-        ValueError: for options out of range, a p-net that is not the plan's, or one that cannot be a pure function (see
-            `check_pnet`).
+        TypeError: for an unknown option, or an optimizer that `torch_optimizer` did not make.
+        ValueError: for options out of range, a p-net that does not fit the plan, or a p-net that cannot be a pure
+            function (see `check_pnet`).
     """
     given = StepOptions(**options)
     if not isinstance(optimizer, Optimizer):
@@ -74,24 +74,24 @@ def make_train_step(plan: Plan, pnet: nn.Module, loss_fn: LossFn, optimizer: Opt
 
 
 def _make_objective(pnet: nn.Module, loss_fn: LossFn, layout: Layout, options: StepOptions) -> Objective:
-    """Choose how loss and gradient of a plan's genomes are computed, from the options and the mesh."""
+    """Choose how the loss and the gradient are computed, from the options and the mesh."""
     ranks, split, scale = layout.mesh.world, None, 1.0
     if options.parallel is not None:
-        # Torch's DTensor takes half a second to import.
+        # Imported here, because the import of torch's DTensor takes half a second.
         from gbfunc.parallel.tensor import TensorParallel, resolve
 
         styles = resolve(pnet, options.parallel)
         split = TensorParallel(pnet, styles, layout.mesh) if layout.mesh.sizes["tensor"] > 1 else None
     if options.amp == torch.float16:
-        # Against underflow of small gradients (Micikevicius et al., 2018); over ranks, of each row's.
+        # Loss scaling prevents underflow of small gradients (Micikevicius et al., 2018). Ranks scale each row's loss.
         scale = 2.0**10 if ranks == 1 else 2.0**4
-    # Weights are there one layer at a time.
+    # A proof on the whole p-net saves memory with remat="layer": only one layer's weights exist at a time.
     whole = partial(GenomeLoss, pnet, loss_fn, layout, replace(options, compile=False, remat="layer", microbatches=1))
     takes_parts = split is not None and split.takes_parts
     again, n = options.remat == "generate", options.microbatches
     make = partial(GenomeLoss if split is None else partial(SplitLoss, split), pnet, loss_fn, layout, options)
     if options.pipeline is not None and layout.mesh.sizes["pipeline"] > 1:
-        # Torch's pipelines take a while to import.
+        # Imported here, because the import of torch's pipelines is slow.
         from gbfunc.parallel.pipeline import Pipeline
         from gbfunc.train.gradients.pipelined import Pipelined
 

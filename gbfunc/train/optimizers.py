@@ -1,7 +1,7 @@
 """Optimizers as pairs of pure functions `(init, update)`, made from classes of `torch.optim`.
 
-Each update makes torch's optimizer on copies, hands it the state, lets it step once and takes the new state out. From
-the second step on, the fused kernel of Adam and AdamW is called without the class.
+Each update copies the leaves, makes torch's optimizer of them with the given state, calls `step()` once, and returns
+the new state. From the second update on, Adam and AdamW call torch's fused kernel directly, without the class.
 
 Leaves have roles. Code weights and linear coefficients of g-nets are stacked, [T, ...], with T tiles (or groups of
 tiles); direct parameters are ordinary parameters of the p-net.
@@ -31,22 +31,22 @@ _SPEC, _FORM = attrgetter("shape", "dtype", "device"), attrgetter("shape", "dtyp
 class OptState(NamedTuple):
     """The state of an optimizer; its structure is fixed at init."""
 
-    step: Tensor  # updates done, int64 on the CPU
-    leaves: dict[str, Params]  # torch's state of every leaf, by name; zeros that nothing reads while `step` is 0
+    step: Tensor  # number of updates, int64 on the CPU
+    leaves: dict[str, Params]  # torch's state of every leaf, by name; unused zeros while `step` is 0
 
 
 class Optimizer(NamedTuple):
     """A pair of pure functions over flat dicts of tensors.
 
     Attributes:
-        init: `(params, roles) -> state`; ValueError for leaves of no known role and classes that cannot be pure,
-            TypeError for a class that keeps anything but tensors.
+        init: `(params, roles) -> state`. Raises ValueError for an unknown role and for a class that cannot be pure, and
+            TypeError for a class with a state that does not consist of tensors.
         update: `(grads, state, params, roles, *, donate=False, finite=None, rate=learning_rate) -> (params, state)`.
-            Donated tensors may be updated in place and returned. Results have no graph. From the second update on, a
-            tensor `finite` that is False keeps leaves and their state, without a read of the tensor. `rate` maps
-            `(lr, step)` to the learning rate. TypeError if `state` is no `OptState`; ValueError if the state,
-            the leaves or their roles do not fit, or the learning rate is negative.
-        settings: class, learning rate and options, which all ranks must have alike.
+            With `donate`, tensors may be updated in place and returned. Results have no graph. From the second update
+            on, leaves and state stay as they are if the tensor `finite` is False; its value is never read on the CPU.
+            `rate` maps `(lr, step)` to the learning rate. Raises TypeError if `state` is not an `OptState`, and
+            ValueError if state, leaves or roles do not fit together, or the learning rate is negative.
+        settings: class, learning rate and options, which must be equal on all ranks.
     """
 
     init: Callable[[Params, Roles], OptState]
@@ -63,28 +63,28 @@ def torch_optimizer(
     direct: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Optimizer:
-    """Make a pure optimizer of a class of `torch.optim` (https://docs.pytorch.org/docs/stable/optim.html).
+    """Make a pure optimizer from a class of `torch.optim` (https://docs.pytorch.org/docs/stable/optim.html).
 
     An update equals `step()` of the class with the same options. Adam and AdamW use their fused kernels, unless
     `fused=False` or `foreach` is given; `fused=True` has no effect on other classes.
 
-    Most classes treat every number by itself and take stacked leaves unchanged. Muon (Jordan et al., 2024) and
-    Adafactor (Shazeer and Stern, 2018) mix the numbers of a matrix: they take every tile of a code or linear leaf by
-    itself, and direct leaves whole. Leaves that they refuse (Muon: all but matrices; both: empty ones) go to AdamW with
-    the same `lr` and `weight_decay`. A class that torch does not ship must treat every number by itself, and keep its
-    changing values as tensors in the state of a parameter.
+    Most classes update every number separately, so stacked leaves need no special care. Muon (Jordan et al., 2024) and
+    Adafactor (Shazeer and Stern, 2018) mix the numbers of a matrix. Both update each tile of a code or linear leaf
+    separately, and direct leaves as a whole. Both pass empty leaves to AdamW with the same `lr` and `weight_decay`, and
+    Muon also passes all leaves that are not matrices. A class from outside of torch must update every number
+    separately, and keep everything that changes as tensors in the state of a parameter.
 
     Args:
         cls: the class.
-        lr: learning rate, or a function of the step, which counts from 0.
-        code: options, `lr` among them, in which leaves of role `"code"` differ.
+        lr: learning rate, or a function of the number of the training step, which counts from 0.
+        code: options, including `lr`, that leaves of role `"code"` have instead of the general options.
         linear: the same for leaves of role `"linear"`.
         direct: the same for direct parameters.
         **options: options of the class.
 
     Raises:
-        TypeError: if `cls` is no optimizer class, or an argument has the wrong type.
-        ValueError: for LBFGS, and for options that the class refuses or a pure update cannot have.
+        TypeError: if `cls` is not an optimizer class, or an argument has the wrong type.
+        ValueError: for LBFGS, and for options that the class refuses or a pure update cannot support.
 
     >>> optimizer = torch_optimizer(torch.optim.SGD, lr=0.5, direct={"lr": 0.25})
     >>> params, roles = {"w": torch.ones(2), "b": torch.ones(1)}, {"w": "linear", "b": "direct"}
@@ -142,7 +142,7 @@ def torch_optimizer(
 class _Call(NamedTuple):
     group: ParamGroup
     names: list[str]
-    adam: Kernel | None  # takes the place of the class from the second step on
+    adam: Kernel | None  # the fused kernel that replaces the class from the second step on
 
     def update(
         self,
@@ -154,7 +154,7 @@ class _Call(NamedTuple):
         finite: Tensor | None,
         rate: Rate,
     ) -> tuple[Params, dict[str, Params]]:
-        """New leaves and their new state; `old` is not read at the first step."""
+        """Return new leaves and their new state; the first step ignores `old`."""
         given = [params[k] for k in self.names]
         choose = finite is not None and self.adam is None  # Adam's kernel takes `finite` itself.
         donate = donate and not choose
@@ -240,7 +240,7 @@ class _Prepared(NamedTuple):
 
 
 def _prepare(group_of: Callable[..., ParamGroup], leaves: tuple[tuple[str, str | None, Any], ...]) -> _Prepared:
-    """Which leaves are stepped together, and the structure of their state, taken from a step on zeros."""
+    """Group the leaves that are updated together, and find the structure of their state by a step on zeros."""
     names: dict[tuple[Any, ...], list[str]] = {}
     zeros: Params = {}
     for name, role, (shape, dtype, device) in leaves:
@@ -272,7 +272,7 @@ def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def chosen(condition: Tensor, tree: Any, other: Any) -> Any:
-    """The tree, with the tensors of the other one on the condition's device where the condition is False."""
+    """Select tensors of `tree` if the condition is True, otherwise of `other`, among tensors on its device."""
     flat, before = flatten_tree(tree), flatten_tree(other)
     there = [k for k, x in flat.items() if x.device.type == condition.device.type]
     return unflatten_tree(flat | {k: torch.where(condition, flat[k], before[k]) for k in there}, tree)

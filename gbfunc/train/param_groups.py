@@ -1,4 +1,4 @@
-"""Options of a class of `torch.optim`, checked, for the leaves of each role; its schedulers as tables."""
+"""Checks the options of a class of `torch.optim` for the leaves of each role, and turns schedulers into tables."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -21,13 +21,13 @@ class Kernel(NamedTuple):
     """A fused kernel of torch."""
 
     function: Callable[..., None]
-    entries: tuple[str, ...]  # of the state, in the function's order
-    options: dict[str, Any]  # without `lr`
+    entries: tuple[str, ...]  # names of the optimizer state's tensors, in the function's order
+    options: dict[str, Any]  # options other than `lr`
 
 
 @dataclass(frozen=True, eq=False)
 class ParamGroup:
-    """A class with its options, for the leaves of one or more roles; `by_tile` steps each of their tiles by itself."""
+    """An optimizer class and its options for leaves of some roles; with `by_tile`, each tile is updated separately."""
 
     cls: Callable[..., torch.optim.Optimizer]
     lr: LearningRate
@@ -36,7 +36,7 @@ class ParamGroup:
 
     @cached_property
     def adam(self) -> Kernel | None:
-        """The kernel of Adam or AdamW, unless the options ask for another implementation."""
+        """The fused kernel of Adam or AdamW; None for other classes, or if the options need another implementation."""
         name = {torch.optim.Adam: "_fused_adam_", torch.optim.AdamW: "_fused_adamw_"}.get(cast(Any, self.cls))
         known = {"betas", "eps", "weight_decay", "amsgrad", "maximize"}
         if name is None or self.options.get("fused") is False or self.options.keys() - known - {"fused"}:
@@ -50,8 +50,8 @@ class ParamGroup:
 def param_groups(
     cls: type[torch.optim.Optimizer], options: dict[str, Any], by_role: Mapping[str, Mapping[str, Any] | None]
 ) -> Callable[[str, str, tuple[int, ...]], ParamGroup]:
-    """A function `(name, role, shape) -> ParamGroup`; all options are checked here, before any step."""
-    muon = getattr(torch.optim, "Muon", None)  # Younger than the oldest torch that is supported.
+    """Check all options, and make a function `(name, role, shape) -> ParamGroup`."""
+    muon = getattr(torch.optim, "Muon", None)  # The oldest supported torch has no Muon.
     matrices_only = muon is not None and issubclass(cls, muon)
     mixes = matrices_only or issubclass(cls, torch.optim.Adafactor)
     plain = _make_group(cls, options, "all leaves")
@@ -103,7 +103,7 @@ def _make_group(
 
 
 def learning_rate(lr: LearningRate, step: int) -> float:
-    """The rate at a step, checked, as torch checks no schedule."""
+    """Return the learning rate at a training step, and check it, because torch does not check schedules."""
     rate = float(lr(step) if callable(lr) else lr)
     if not 0 <= rate or not isfinite(rate):
         raise ValueError(f"lr must be finite and >= 0, got {rate} at step {step}")
@@ -113,7 +113,7 @@ def learning_rate(lr: LearningRate, step: int) -> float:
 def torch_schedule(
     scheduler_cls: type[lr_scheduler.LRScheduler], lr: float, steps: int, **options: Any
 ) -> Callable[[int], float]:
-    """Run a torch scheduler once and keep its learning rates; the last one holds past the end.
+    """Run a torch scheduler once and keep its learning rates in a table. The last rate also holds after the end.
 
     Only the learning rate is scheduled, not momentum. OneCycleLR (Smith and Topin, 2018) gets `max_lr=lr` and
     `total_steps=steps`, unless `options` say otherwise.
@@ -121,11 +121,11 @@ def torch_schedule(
     Args:
         scheduler_cls: a class of `torch.optim.lr_scheduler`.
         lr: learning rate.
-        steps: length of the table, steps 0 to `steps - 1`.
+        steps: length of the table: training steps 0 to `steps - 1`.
         options: options of the class.
 
     Raises:
-        TypeError: if `scheduler_cls` is no scheduler class, or a scheduler of a measured loss.
+        TypeError: if `scheduler_cls` is not a scheduler class, or needs a measured loss (ReduceLROnPlateau).
         ValueError: for options out of range.
 
     >>> schedule = torch_schedule(lr_scheduler.StepLR, 0.1, steps=5, step_size=2, gamma=0.5)

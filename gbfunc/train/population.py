@@ -1,7 +1,7 @@
 """A population: genomes of one plan that are trained together, in one vmapped step.
 
-Small networks spend most of a step on calling operations, and a call for n genomes costs little more than for one.
-Members never mix: each has its leaves, its noise, its gradient norm and its learning rate, and loses its own loss.
+Small networks spend most of a training step on operator calls, and a call for n genomes costs little more than for one.
+Members are independent: each member has its own leaves, noise, loss, gradient norm and learning rate.
 
 Suffixes: n members.
 """
@@ -21,7 +21,7 @@ from gbfunc.train.step import StepInfo, TrainState, TrainStep, check_dtypes, che
 from gbfunc.trees import BUFFERS, TensorSpec, compare_trees, flatten_tree, like_genome, refuse_packed, tree_map
 from gbfunc.types import Params
 
-# Optimizers that mix the numbers of a leaf, or whose step is not proportional to the learning rate.
+# Optimizers that mix the numbers of a leaf, or whose update is not proportional to the learning rate.
 _REFUSED = ("Muon", "Adafactor", "ASGD", "Rprop")
 _VMAP = (
     "the p-net or the loss function failed under torch.func's vmap and grad; if it works with one genome, train the "
@@ -30,10 +30,10 @@ _VMAP = (
 
 
 class Population:
-    """`population(states, batch) -> (states, info)`, a step of n genomes at once. Made by `gb.population`.
+    """A training step of n genomes at once, `population(states, batch) -> (states, info)`, from `gb.population`.
 
-    Every tensor of `states`, a `TrainState`, has the members as its first dimension; `info` is a `StepInfo` of tensors
-    [n]. `train_step` is the step of one genome, which the population's is equal to.
+    `states` is a `TrainState` whose tensors have the members as first dimension. `info` is a `StepInfo` of tensors [n].
+    `train_step` trains a single genome. The population trains each member in the same way.
     """
 
     def __init__(self, train_step: TrainStep, n: int, lr_factors: Tensor | None, same_batch: bool) -> None:
@@ -43,30 +43,30 @@ class Population:
         self._graphs = train_step.of(self._eager) if isinstance(train_step, CapturedTrainStep) else None
 
     def init(self, seeds: Sequence[int] | None = None, *, device: torch.device | str | None = None) -> TrainState:
-        """Fresh states, each that of `train_step.init(seed)`; the seeds are 0, 1, ..., n - 1 unless given."""
+        """Stack the states of `train_step.init(seed)` for all seeds, by default 0, 1, ..., n - 1."""
         given = range(self.n) if seeds is None else seeds
         return self.stack([self.train_step.init(seed, device=device) for seed in given])
 
     def stack(self, states: Sequence[TrainState]) -> TrainState:
-        """States of the single step, one per member, as states of the population."""
+        """Stack states of `train_step`, one per member, to states of the population."""
         if len(states) != self.n:
             raise ValueError(f"expected {self.n} members, got {len(states)}")
         return tree_map(lambda *tensors: torch.stack(tensors), *states)
 
     def member(self, states: TrainState, i: int) -> TrainState:
-        """One member's state, for `gb.save`, `gb.materialize` and `train_step`: copies of its tensors."""
+        """Copy the state of one member, for `gb.save`, `gb.materialize` and `train_step`."""
         return tree_map(lambda x: x[i].clone(), states)
 
     def __call__(self, states: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
-        """One step of every member; `states` are untouched unless the train step donates.
+        """Train every member on one batch. `states` do not change unless the train step donates.
 
-        With `same_batch=False`, tensors of the batch have the members as their first dimension; all members share
-        values that are not tensors.
+        With `same_batch=False`, the first dimension of the batch's tensors are the members. Values that are not tensors
+        are shared.
 
         Raises:
-            FloatingPointError: for a member's loss or gradient that is not finite, with `on_nonfinite="raise"`.
-            ValueError: as for the step of one genome, for states that have taken different numbers of steps, a batch
-                with a packed sequence, and a p-net or loss that `torch.func` cannot transform.
+            FloatingPointError: with `on_nonfinite="raise"`, if a member's loss or gradient is not finite.
+            ValueError: as for `train_step`; also for members with different numbers of training steps, a batch with a
+                packed sequence, and a p-net or loss function that `torch.func` cannot transform.
         """
         if self._graphs is None:
             return self._eager(states, batch)
@@ -117,13 +117,13 @@ class Population:
         rows = None if same else tree_map(lambda x: 0 if isinstance(x, Tensor) else None, batch)
         dims = (0, None if noise is None else 0, 0, rows)
         with seeded(seeds[0], like.device), torch.enable_grad():
-            # vmap(grad), not grad(vmap): inside of it no tensor would be seen to require a gradient.
+            # Compute vmap(grad), not grad(vmap), under which code inside sees no tensor that requires a gradient.
             many = vmap(one, dims, randomness="different")
             loss_n, aux, buffers, found = many(frozen | trained, noise, buffers, None if same else batch)
             if loss_n.requires_grad:
                 loss.gradients(loss_n.sum(), [])
         aux = Given(frozen | trained, None, buffers, None, 1, True).detached(aux)
-        # The loss may read other modules, whose graph ends here.
+        # The loss function may use other modules. Detach, so that their graph ends here.
         gradients = {k: g.detach() / scale for k, g in zip(trained, found, strict=True)}
         return loss_n.detach(), aux, gradients, detached(buffers)
 
@@ -131,10 +131,10 @@ class Population:
         self, state: TrainState, params: Params, frozen: Params, gradients: Params, buffers: Params, info: StepInfo
     ) -> TrainState:
         if self._lr_factors is not None:
-            # A step copies nothing from the CPU.
+            # Copy the factors to the device once, so that later training steps copy nothing from the CPU.
             self._lr_factors = self._lr_factors.to(info.loss.device)
         step, finite_n, factors_n = self.train_step, info.finite, self._lr_factors
-        # Reading a number of an accelerator would make it wait: there both are computed, and one is chosen.
+        # Reading a value from an accelerator would wait for it, so compute both results there and select one.
         choosing = finite_n.device.type != "cpu" or not bool(finite_n.all())
         if choosing and step._options.on_nonfinite == "raise" and not bool(finite_n.all()):
             words = f"loss or gradient of members {(~finite_n).nonzero().flatten().tolist()} is not finite"
@@ -157,7 +157,7 @@ class Population:
         return like_genome(new | frozen, state)._replace(buffers=buffers, opt=opt, step=state.step + 1)
 
     def _shared(self, params: Params) -> set[tuple[str, str]]:
-        """Entries of the optimizer's state that members share, such as counts of steps."""
+        """Find the entries of the optimizer's state that members share, such as counts of updates."""
         if self._entries is None:
             leaves = self.train_step._optimizer.init(params, self.train_step._roles).leaves
             self._entries = {(k, e) for k, of in leaves.items() for e, x in of.items() if x.shape != params[k].shape}
@@ -176,21 +176,21 @@ def _chosen(first_n: Tensor, a: Params, b: Params) -> Params:
 def population(
     train_step: TrainStep, n: int, *, lr_factors: Sequence[float] | Tensor | None = None, same_batch: bool = True
 ) -> Population:
-    """Train n genomes in one vmapped step: seeds, learning rates or batches side by side.
+    """Train n genomes in one vmapped training step, for example with different seeds, learning rates or batches.
 
-    Each member is trained as `train_step` would train it, up to rounding; only dropout draws other numbers. A member
-    whose loss or gradient is not finite keeps its leaves and buffers, and its optimizer counts a gradient of zero. The
-    loss function's aux consists of tensors and numbers.
+    Each member is trained as by `train_step`, up to rounding errors and other random numbers in dropout. A member with
+    a loss or gradient that is not finite keeps its leaves and buffers, and its optimizer gets a gradient of zero. `aux`
+    of the loss function must consist of tensors and numbers.
 
     Args:
         train_step: the step of one genome, without a mesh, microbatches, remat or compile.
         n: number of members.
-        lr_factors: factors of the optimizer's learning rates, one per member; None is 1.
-        same_batch: whether all members get the same batch, or each its part of the first dimension.
+        lr_factors: one factor per member that multiplies the optimizer's learning rate; None is 1 for all members.
+        same_batch: True gives the same batch to all members; False gives each member one entry of the first dimension.
 
     Raises:
-        TypeError: if `train_step` is none.
-        ValueError: for options that one vmapped step cannot have.
+        TypeError: if `train_step` is not a `TrainStep`.
+        ValueError: for options that a vmapped training step does not support.
 
     >>> import gbfunc as gb
     >>> pnet = torch.nn.Linear(6, 3)

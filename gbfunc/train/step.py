@@ -24,8 +24,8 @@ from gbfunc.trees import BUFFERS, DIRECT, GNET, flat_genome, flatten_tree, unfla
 from gbfunc.types import Genome, GNets, Params
 
 _SHAPE, _KIND = attrgetter("shape"), attrgetter("shape", "dtype")
-_READ = {"cpu"}  # devices a number of which costs nothing to read
-LOOK = 200  # the step at which a loss is compared with the losses of other targets
+_READ = {"cpu"}  # devices from which Python reads a value without waiting
+LOOK = 200  # the training step at which the loss is compared with the loss of shuffled targets
 _MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio (Knuth, TAOCP 3, section 6.4): spreads steps over seeds
 _CONSTANT = (
     "after {} steps the loss, {:.4g}, is as large as that of a constant prediction: targets in another order give no "
@@ -34,7 +34,7 @@ _CONSTANT = (
 
 
 class TrainState(NamedTuple):
-    """The state that a step carries over: a pytree of tensors."""
+    """The state of a training between two steps: a pytree of tensors."""
 
     gnets: GNets  # leaves of every ensemble
     direct: Params
@@ -42,22 +42,22 @@ class TrainState(NamedTuple):
     opt: Any
     step: Tensor  # steps taken, int64 on the CPU
     seed: Tensor  # seed of dropout and noise, int64 on the CPU
-    codes: Tensor = torch.zeros(0, dtype=torch.float64, device="cpu")  # chosen by `rounding="auto"`
+    codes: Tensor = torch.zeros(0, dtype=torch.float64, device="cpu")  # quantization steps of `rounding="auto"`
 
 
-# `torch.load` reads them as it reads a state dict.
+# `torch.load(weights_only=True)` may then load these classes.
 torch.serialization.add_safe_globals([Genome, OptState, TrainState])
 
 
 class StepInfo(NamedTuple):
-    """The report of a step.
+    """The report of a training step.
 
     Attributes:
         loss: the loss, detached, averaged over microbatches.
         grad_norm: Euclidean norm of the genome's gradient before clipping.
-        finite: whether loss and gradient are finite, a bool tensor; if not, the step changed nothing but `step` (and
-            on an accelerator the optimizer's count of steps).
-        aux: the second value of the loss function, detached, averaged over microbatches; {} without one.
+        finite: a bool tensor, whether loss and gradient are finite. If False, only `step` of the state has changed (on
+            an accelerator, also the optimizer's count of updates).
+        aux: the second output of the loss function, detached, averaged over microbatches; {} if there is none.
     """
 
     loss: Tensor
@@ -67,11 +67,11 @@ class StepInfo(NamedTuple):
 
 
 class TrainStep:
-    """`train_step(state, batch) -> (state, info)`, and `train_step.init(seed) -> state`. Made by `make_train_step`.
+    """A training step: `init(seed) -> state` and `train_step(state, batch) -> (state, info)`; see `make_train_step`.
 
     Attributes:
         plan: the plan.
-        mesh: the ranks that take each step together.
+        mesh: the ranks that run each training step together.
     """
 
     def __init__(
@@ -85,21 +85,21 @@ class TrainStep:
         frozen = {f"{DIRECT}{p.name}" for p in parameter_infos(pnet) if not p.tensor.requires_grad}
         self._frozen = frozen & self._roles.keys()
         self._trained = [name for name in self._roles if name not in self._frozen]
-        # Leaves all rows of which are on other ranks.
+        # Leaves that have no rows on this rank.
         self._empty = {k for k in layout.split if not layout.shapes[k][0]}
         self._shapes = layout.shapes if layout.sharded else None
         self._expected = layout.shapes | {f"{BUFFERS}{b.name}": b.shape for b in plan.buffers}
 
     @torch.inference_mode(False)
     def init(self, seed: int = 0, *, device: torch.device | str | None = None) -> TrainState:
-        """A fresh state; the same seed gives the same genome, whatever the mesh and the placement.
+        """Create a new state. The same seed gives the same genome for any mesh and placement.
 
-        All ranks of a mesh call this. Rank 0's p-net gives direct parameters and buffers, and each rank gets its part
-        of a split genome.
+        All ranks of a mesh must call this method. Direct parameters and buffers are those of rank 0's p-net. Each rank
+        gets its part of a split genome.
 
         Args:
-            seed: of the g-nets, of dropout and of noise: 0 <= seed < 2**63.
-            device: where the state lives; None is the p-net's device, with a mesh of many GPUs the mesh's.
+            seed: seed of the g-nets, of dropout and of noise: 0 <= seed < 2**63.
+            device: device of the state; None is the p-net's device, or the mesh's device for a mesh of several GPUs.
         """
         seed = check_seed(seed)
         if device is None and self.mesh.world > 1 and self.mesh.device.type != "cpu":
@@ -113,11 +113,11 @@ class TrainStep:
         return self.shard(TrainState(*genome, opt, step, number))
 
     def rounding(self, state: TrainState) -> Stored | None:
-        """How the loss of this state rounds the genome; None for no rounding (yet, with `rounding="auto"`)."""
+        """Return how the next training step rounds the genome; None if it does not (yet, with `rounding="auto"`)."""
         return self._options.rounding
 
     def stored(self, state: TrainState) -> Stored | None:
-        """The dtype or steps for `gb.save`; with `rounding="auto"`, the file then has at most `genome_bytes`."""
+        """Return the dtype or quantization steps for `gb.save`; `rounding="auto"` respects `genome_bytes`."""
         return self._options.rounding
 
     def __deepcopy__(self, memo: Any) -> TrainStep:
@@ -125,7 +125,7 @@ class TrainStep:
 
     @property
     def placement(self) -> Placement:
-        """Where the genome lives: `"replicated"`, `"sharded"` or `"factors"`."""
+        """How the genome is placed on ranks: `"replicated"`, `"sharded"` or `"factors"`."""
         return self._layout.placement
 
     @property
@@ -134,39 +134,39 @@ class TrainStep:
         return {**self._optimizer.settings, "clip_norm": self._options.clip_norm}
 
     def shard(self, state: TrainState) -> TrainState:
-        """This rank's part of a whole state; the state itself if the genome is not split."""
+        """Return this rank's part of a whole state; the state itself if the genome is not split."""
         return shard_state(self._layout, state)
 
     def gather(self, gnet_params: TrainState) -> TrainState:
-        """The whole state, on every rank, for `gb.save`, `gb.generate` and `gb.materialize`; all ranks must call."""
+        """Gather the whole state on every rank, for `gb.save`, `gb.generate` or `gb.materialize`; all ranks call."""
         return gather_state(self._layout, gnet_params)
 
     def fitted(self, tensors: Params) -> Params:
-        """A saved whole state's tensors, flat by name, for this number of ranks; ValueError for one of local steps."""
+        """Fit a saved whole state's tensors, flat by name, to these ranks; ValueError for a state of local steps."""
         if any(name.startswith("opt/ranks/") for name in tensors):
             raise ValueError("it is of a training with local steps: say local_steps= too")
         return tensors
 
     @property
     def dense_reads(self) -> dict[str, int]:
-        """Reads of weights with another form as dense tensors, by name; compiled steps do not count."""
+        """Number of times that weights with a form were read as dense tensors, by name, without compiled steps."""
         loss = self._objective.strategy.loss
         return {} if loss is None else loss.net.dense_reads
 
     def __call__(self, gnet_params: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
-        """One step on one batch.
+        """Train on one batch.
 
         Args:
-            gnet_params: the state; untouched unless the step donates.
-            batch: what the loss function takes; with microbatches, its tensors are split along their first dimension.
-                With a mesh, this rank's share of the global batch (`mesh.shard_batch(batch)`): all its tensors have the
-                share's rows as their first dimension, which may be 0, and aux may hold scalars only.
+            gnet_params: the state, which does not change unless the training step donates.
+            batch: the batch for the loss function. Microbatches split its tensors along the first dimension. With a
+                mesh, `batch` is this rank's share of the global batch (`mesh.shard_batch(batch)`). All tensors then
+                have the share's rows as first dimension, which may be 0, and `aux` may hold only scalars.
 
         Raises:
             CollectiveError: if a rank is missing.
-            FloatingPointError: for a loss or gradient that is not finite, with `on_nonfinite="raise"`.
-            ValueError: for a state that does not fit the plan, a batch that microbatches cannot split, a loss that is
-                no scalar or does not depend on trained leaves, or a buffer whose shape or dtype a forward changes.
+            FloatingPointError: with `on_nonfinite="raise"`, if the loss or the gradient is not finite.
+            ValueError: if the state does not fit the plan, microbatches cannot split the batch, the loss is not a
+                scalar or does not depend on trained leaves, or a forward changes a buffer's shape or dtype.
         """
         state, options = gnet_params, self._options
         named = checked_state(state)
@@ -191,13 +191,13 @@ class TrainStep:
                 float(self._objective(leaves, flat, state.buffers, other, step_seed(int(state.seed), step), step).loss)
                 for other in others
             )
-            # A loss without targets is equal to the last bit.
+            # If the loss does not use the targets, both losses are equal to the last bit.
             if float(loss) > min(turned) - 0.01 * abs(min(turned)) and equal != float(loss):
                 warnings.warn(_CONSTANT.format(step, float(loss)), UserWarning, stacklevel=2)
         if [*map(_KIND, buffers.values())] != [*map(_KIND, state.buffers.values())]:
             check_genome(self.plan, state._replace(buffers=buffers), self._shapes)
             check_dtypes(state.buffers, buffers)
-        # x - x is 0 where x is finite, and in no other case equal to anything: a third of the time of `isfinite`.
+        # x - x is 0 if x is finite, otherwise nan, which equals nothing. This takes a third of the time of `isfinite`.
         info = StepInfo(loss, norm, (loss - loss) == (norm - norm), aux)
         if options.clip_norm is not None:
             factor = (options.clip_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -218,9 +218,9 @@ class TrainStep:
     def _updated(
         self, state: TrainState, params: Params, gradients: Params, buffers: Params, info: StepInfo
     ) -> tuple[Params, OptState, Params] | None:
-        """Leaves, optimizer's state and buffers after the step; None if loss or gradient is not finite.
+        """Return new leaves, optimizer state and buffers; None if loss or gradient is not finite.
 
-        Reads an accelerator's numbers only while the optimizer has no state: later steps choose on the device.
+        Only the first update on an accelerator waits to read values. Later updates select results on the device.
         """
         options, device, old = self._options, info.finite.device.type, state.opt
         read = device in _READ or options.on_nonfinite == "raise" or int(old.step) == 0
@@ -244,18 +244,18 @@ class TrainStep:
 
 
 def _other_targets(batch: Any) -> list[Any]:
-    """Batches `(x, y)`, or with `labels`, with the targets of other rows, at last of one row; [] for other batches."""
+    """Replace the targets of a batch `(x, y)` or with `labels` by those of other rows, and last by those of one row."""
     labelled = isinstance(batch, dict)
     y = batch.get("labels") if labelled else batch[1] if type(batch) in (tuple, list) and len(batch) == 2 else None
     if not isinstance(y, Tensor) or not y.ndim or len(y) < 2:
         return []
-    # Contiguous, as other strides would compile the step anew.
+    # Contiguous, because other strides would recompile the training step.
     others = *(y.roll(n, 0) for n in range(1, min(5, len(y)))), y[:1].expand_as(y).contiguous()
     return [{**batch, "labels": other} if labelled else (batch[0], other) for other in others]
 
 
 def check_dtypes(before: Params, after: Params) -> None:
-    """ValueError for buffers to which a forward gave another dtype."""
+    """Raise ValueError if a forward changed the dtype of a buffer."""
     for name, x in before.items():
         if after[name].dtype != x.dtype:
             words = f"a forward gives the buffer {name!r} the dtype {after[name].dtype}, and the state has {x.dtype}"
@@ -263,17 +263,17 @@ def check_dtypes(before: Params, after: Params) -> None:
 
 
 def own_direct(leaves: Params) -> Params:
-    """The leaves, with copies of direct ones: a forward may change those in place (`nn.Embedding(max_norm=)`)."""
+    """Copy direct parameters, because a forward may change them in place (`nn.Embedding(max_norm=)`)."""
     return {k: v.detach().clone() if k.startswith(DIRECT) else v for k, v in leaves.items()}
 
 
 def step_seed(seed: int, step: int) -> int:
-    """The seed of dropout and noise at a step."""
+    """Return the seed of dropout and noise at a training step."""
     return (seed + _MIX * (step + 1)) % 2**63
 
 
 def checked_state(state: Any) -> Params:
-    """A state's leaves as `flat_genome` names them; TypeError for anything but a state."""
+    """Return a state's leaves by the names of `flat_genome`; raises TypeError if `state` is not a `TrainState`."""
     for field in TrainState._fields:
         if not hasattr(state, field):
             words = "train_step takes (state, batch), the state from train_step.init(seed), got a"
