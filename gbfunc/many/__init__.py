@@ -1,4 +1,4 @@
-"""Many genomes in a batch, and their weighted sum."""
+"""Modules that apply many genomes in one batch, and weighted sums of genomes."""
 
 from gbfunc.many.genomes import ManyGenomes
 from gbfunc.many.merge import merge_genomes

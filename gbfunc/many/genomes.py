@@ -1,4 +1,4 @@
-"""Many genomes of one p-net or base at once: a batch in which every row has its genome.
+"""Applies many genomes of one p-net or base in a single batch: each row of the batch has its own genome.
 
 x [B, ...] --shared modules; factors [B, ...]; vmap(module)(tensors[index], rows)--> ... --> y [B, ...]
 """
@@ -32,27 +32,27 @@ from gbfunc.types import DTYPES, GenomeLike, Params, dtype_name
 
 Self = TypeVar("Self", bound="ManyGenomes")
 _LINEAR = ("linear", "transposed_linear", "beside")
-_TRANSIENT = ("_lock", "_known", "_way", "_generators", "_grown", "_last")
+_TRANSIENT = ("_lock", "_known", "_mode", "_generators", "_grown", "_last")
 
 
 class _Frame(NamedTuple):
-    pnet: nn.Module  # without values
+    pnet: nn.Module  # a copy on the meta device
     plans: list[Plan]
-    bases: list[BaseTensors | None]  # of each plan
-    base: BaseTensors | None  # without the new tensors of any plan
-    tensors: dict[str, TensorPlan]  # of all plans
-    buffers: list[str]  # of all plans
-    forms: dict[str, WeightForm]  # of all plans, also by the names of tied parameters
+    bases: list[BaseTensors | None]  # one base per plan
+    base: BaseTensors | None  # the tensors of the base that are new in none of the plans
+    tensors: dict[str, TensorPlan]  # the tensors of all plans by name
+    buffers: list[str]  # names of the buffers of all plans
+    forms: dict[str, WeightForm]  # forms that all plans use, by all names of tied parameters
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Frame:
-        return self  # Nothing writes to it.
+        return self  # A frame never changes, so copies share it.
 
     @staticmethod
     def of(plans: list[Plan], pnet: nn.Module, stacks: Sequence[Params]) -> _Frame:
-        """Forms are factors where all plans' genomes have some, otherwise dense weights.
+        """Choose factors for weights that are factors in the genomes of all plans, and dense weights otherwise.
 
         Raises:
-            ValueError: for plans with and without a base.
+            ValueError: if some plans have a base, and others have none.
         """
         bases = [plan.base_tensors(pnet) for plan in plans]
         if None in bases and any(bases):
@@ -83,7 +83,7 @@ class _Frame(NamedTuple):
         return to_serve(self.plans[kind], generator, generator(genome))
 
     def varying(self, stacks: Sequence[Params]) -> set[str]:
-        """Keys of the tensors in which genomes differ; all that are not the base's for several plans."""
+        """Return the keys of tensors in which genomes differ; for several plans, of all tensors except the base's."""
         leaves = {k for k, x in stacks[0].items() if x.stride(0) and len(x) > 1}
         (plan, *others), names = self.plans, {k.partition("/")[2] for k in leaves}
         for e in plan.ensembles:
@@ -95,7 +95,7 @@ class _Frame(NamedTuple):
         return keys.difference(*(form.frozen for form in forms.values()))
 
     def grow(self, kind: int, generator: Generator, genome: Params) -> Params:
-        """The tensors in which genomes may differ, of one genome by flat names, in the forms of all plans."""
+        """Generate the tensors in which genomes may differ, from a flat genome, in the forms that all plans share."""
         plan, base, made = self.plans[kind], self.bases[kind], Params()
         like = torch.empty(0, dtype=plan.dtype, device=next(iter(genome.values())).device)
         others = {} if base is None else dict(item for part in base.on(like.device) for item in part.items())
@@ -106,7 +106,7 @@ class _Frame(NamedTuple):
         weights, own, inputs = self.serve(kind, generator, genome) if apart else ({}, {}, {})
 
         def fit(x: Tensor | None, size: tuple[int, int]) -> Tensor:
-            # One tensor for all layers that share a side, or have none.
+            # Layers that share a factor, or have none, get the same padded tensor.
             new = like.new_zeros(size) if x is None else F.pad(x, (0, size[1] - x.shape[1], 0, size[0] - x.shape[0]))
             return padded.setdefault((id(x), size), (x, new))[1]
 
@@ -126,7 +126,7 @@ class _Frame(NamedTuple):
 
 
 def _sides(plan: Plan, generator: Generator, genome: Params) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """Left side, mix and right side of bilinear weights of one tile, which share the sides of their group."""
+    """Return left factor, mix and right factor of bilinear weights of one tile; groups share left and right factors."""
     made = {}
     for stack in generator.stacks:
         e, leaves = stack.ensemble, {k: genome[name] for k, name in stack.names.items()}
@@ -144,10 +144,10 @@ def _sides(plan: Plan, generator: Generator, genome: Params) -> dict[str, tuple[
     return made
 
 
-class _Way(NamedTuple):
+class _Mode(NamedTuple):
     net: PureNet
     modules: list[RowWise]
-    paths: list[str]  # of modules that compute row by row; none if rows run one by one
+    paths: list[str]  # paths of modules that compute row by row; empty if rows run one by one
 
 
 class _Call(NamedTuple):
@@ -161,12 +161,12 @@ class _Call(NamedTuple):
 
 
 class ManyGenomes(nn.Module):
-    """A module in which each row of a batch has its genome, from `materialize_many`.
+    """A module that applies a different genome to each row of a batch, made by `materialize_many`.
 
     Attributes:
         n_genomes: the number of genomes.
-        row_wise: paths of the modules that computed row by row in the last batch; before the first batch, of the
-            modules that hold tensors in which genomes differ. "" is the p-net itself; none: rows ran one by one.
+        row_wise: paths of the modules that computed row by row in the last batch, or, before the first batch, of the
+            modules in which genomes differ. "" is the p-net itself. The list is empty if rows ran one by one.
     """
 
     def __init__(
@@ -204,8 +204,8 @@ class ManyGenomes(nn.Module):
         self._build()
 
     def _build(self) -> None:
-        self._lock, self._way = threading.RLock(), cache(self._make_way)
-        self._known: dict[Any, _Way] = {}  # by kind of call
+        self._lock, self._mode = threading.RLock(), cache(self._make_mode)
+        self._known: dict[Any, _Mode] = {}  # by kind of call
         self._generators, self._grown = cache(self._frame.generator), lru_cache(self._most)(self._grow)
         self._last: tuple[Any, Params] = None, {}  # numbers of the last batch, and its tensors
 
@@ -227,7 +227,7 @@ class ManyGenomes(nn.Module):
         tensor = self._frame.tensors.get(key.partition("_form.")[0])
         return [key] if tensor is None else [tensor.name, *tensor.aliases]
 
-    def _make_way(self, paths: tuple[str, ...] | None) -> _Way:
+    def _make_mode(self, paths: tuple[str, ...] | None) -> _Mode:
         frame = self._frame
         modules = [RowWise(frame.pnet, path, frame.forms, self._rows) for path in paths or ()]
 
@@ -235,40 +235,40 @@ class ManyGenomes(nn.Module):
             prepare(skeleton)
             for module in modules:
                 module.install(skeleton)
-            # Tensors that vary have one dimension more.
+            # Tensors in which genomes differ have an additional dimension for rows.
             return [*self._rows] if modules else []
 
-        # Without modules row by row, one net computes one row and a batch.
-        net = self._way(None).net if paths == () else PureNet(frame.pnet, frame.forms, adapt, frame.base)
-        return _Way(net, modules, [] if paths is None else [*paths] if paths == ("",) else self._paths)
+        # If no module computes row by row, the net for single rows also computes batches.
+        net = self._mode(None).net if paths == () else PureNet(frame.pnet, frame.forms, adapt, frame.base)
+        return _Mode(net, modules, [] if paths is None else [*paths] if paths == ("",) else self._paths)
 
     def forward(self, index: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The p-net's outputs: row b is `net(x[b : b + 1])` on genome `index[b]`, with `index` int64 [B].
+        """Return the p-net's outputs: row b is `net(x[b : b + 1])` with genome `index[b]`, where `index` is int64 [B].
 
-        Inputs whose first dimension is B have a row each; other inputs are for all rows.
+        Inputs with first dimension B are divided into rows. All rows share the other inputs.
 
         Raises:
             TypeError: if the index is not an int64 tensor, or an input or output is neither a tensor nor a plain value.
-            ValueError: if it is not [B], names a genome that there is not, no input has B rows, or some output has not.
+            ValueError: if the index is not [B] or out of range, no input has B rows, or an output does not have B rows.
         """
-        # A graph would not be compared at its first call.
+        # Not compiled: a compiled graph would skip the comparison of the first call with single rows.
         call: Any = torch.compiler.disable(self._call) if torch.compiler.is_dynamo_compiling() else self._call
         return call(index, args, kwargs)
 
     def generate(self, index: Tensor, tokens: Tensor, *, seeds: Sequence[int] | None = None, **options: Any) -> Tensor:
-        """Tokens [B, L] by `generate` of transformers, with the cache: row b with genome `index[b]`.
+        """Generate tokens [B, L] with `generate` of transformers and its cache; row b uses genome `index[b]`.
 
         Args:
             index: numbers of the genomes, int64 [B].
-            tokens: prompts [B, T], of one length or padded on the left.
-            seeds: a seed per row for `do_sample=True`: row b then draws the tokens that it draws alone after
-                `torch.manual_seed(seeds[b])`. Without seeds, rows draw from torch's default generator together.
-            options: of `generate`, with one sequence per row: `attention_mask`, `max_new_tokens`, `do_sample`,
+            tokens: prompts [B, T], of equal length or padded on the left.
+            seeds: one seed per row for `do_sample=True`. Row b then draws the same tokens as in a single call after
+                `torch.manual_seed(seeds[b])`. Without seeds, all rows draw from torch's default generator.
+            options: options of `generate`, with one sequence per row: `attention_mask`, `max_new_tokens`, `do_sample`,
                 `temperature`, ...
 
         Raises:
-            ValueError: if the p-net has no `generate` or its rows do not run as a batch, for several sequences per row,
-                for another number of seeds, and as `forward`.
+            ValueError: if the p-net has no `generate` or cannot run rows as a batch, options ask for several sequences
+                per row, the number of seeds is not B, and for the errors of `forward`.
         """
         beams = {k: n for k in ("num_beams", "num_return_sequences") if (n := options.get(k) or 1) != 1}
         if beams or not hasattr(self._frame.pnet, "generate"):
@@ -288,65 +288,65 @@ class ManyGenomes(nn.Module):
             kind = (*autocast, *map(_kind, inputs, call.split))
             if kind not in self._known:
                 self._known[kind] = self._first(*self._trial(index, call))
-            way = self._known[kind]
-            self.row_wise, whole = way.paths, way.paths == [""]
-            if use and self._rows and (whole or not way.paths):
+            mode = self._known[kind]
+            self.row_wise, whole = mode.paths, mode.paths == [""]
+            if use and self._rows and (whole or not mode.paths):
                 raise ValueError("rows of this p-net do not run as a batch: generate by gb.materialize, one by one")
-            if self._rows and not way.paths:
+            if self._rows and not mode.paths:
                 each = [_checked(self._alone(index, b, call), 1, one=True) for b in range(len(index))]
                 return joined(each, torch.arange(len(each), device="cpu"))
-            return _checked(self._together(way, index, call), len(index), one=whole)
+            return _checked(self._together(mode, index, call), len(index), one=whole)
 
     def _trial(self, index: Tensor, call: _Call) -> tuple[Tensor, _Call]:
-        """Rows of a batch in another order, each with another genome: as many as no dimension of the inputs has."""
+        """Select rows of the batch, with a different genome each; their number equals no dimension of the inputs."""
         sizes = {size for x in _tensors((call.args, call.kwargs)) for size in x.shape}
         n = next(n for n in (5, 7, 11, 13, 17, *range(19, 9999)) if n not in sizes)
         numbers = torch.arange(n, device="cpu")
         rows = call.of((len(index) - 1 - numbers) % len(index))
         return (numbers + 1) % self.n_genomes, _Call(rows.args, rows.kwargs, rows.split)
 
-    def _first(self, index: Tensor, call: _Call) -> _Way:
-        """The first way in which each row has the outputs of a batch of one."""
+    def _first(self, index: Tensor, call: _Call) -> _Mode:
+        """Find the first mode to compute a batch in which each row has the same outputs as in a batch of one."""
         alone = [_checked(self._alone(index, b, call), 1) for b in range(len(index))]
         expected, reason = [_tensors(out) for out in alone], ""
         tolerance = _tolerance((*self.buffers(), *_tensors((call.args, call.kwargs)), *expected[0]))
         for paths in dict.fromkeys((tuple(self._owners), ("",) if self._rows else ())):
             _checked(alone[0], 1, one=paths == ("",))
             try:
-                out = self._together(self._way(paths), index, call)
+                out = self._together(self._mode(paths), index, call)
             except Exception as error:  # A module may raise anything inside of vmap.
                 reason = str(error).partition("\n")[0]
                 continue
             found = _tensors(_checked(out, len(index)))
             if all(_same([x[b : b + 1] for x in found], own, tolerance) for b, own in enumerate(expected)):
-                return self._way(paths)
+                return self._mode(paths)
             reason = "a batch gives other outputs than its rows"
         warnings.warn(f"rows run one by one, as vmap cannot run the p-net: {reason}", stacklevel=5)
-        return self._way(None)
+        return self._mode(None)
 
-    def _together(self, way: _Way, index: Tensor, call: _Call) -> Any:
+    def _together(self, mode: _Mode, index: Tensor, call: _Call) -> Any:
         tensors = self._taken(index)
         frozen = {} if self._frame.base is None else self._frame.base.on(next(self.buffers()).device)[1]
-        for module in way.modules:
+        for module in mode.modules:
             module.tensors = tensors | frozen, len(index)
         buffers = {k: tensors.pop(k) for k in self._frame.buffers}
-        return way.net.run(tensors, buffers, call.use, range(len(index)), *call.args, **call.kwargs)
+        return mode.net.run(tensors, buffers, call.use, range(len(index)), *call.args, **call.kwargs)
 
     def _alone(self, index: Tensor, b: int, call: _Call) -> Any:
         row, tensors = call.of(torch.tensor([b], device="cpu")), self._taken(index[b])
         buffers = {k: tensors.pop(k).clone() for k in self._frame.buffers}
-        return self._way(None).net.run(tensors, buffers, call.use, [b], *row.args, **row.kwargs)
+        return self._mode(None).net.run(tensors, buffers, call.use, [b], *row.args, **row.kwargs)
 
     def _taken(self, index: Tensor) -> Params:
-        """The tensors of genomes, of each row with `index` [B], without a dimension of rows with `index` []."""
+        """Return the tensors of the rows' genomes for an `index` [B], or of a single genome for an `index` []."""
         numbers: Any = index.tolist()
         if self._last[0] != numbers:
-            # A batch that comes again, as in each step of a text, is not stacked again.
+            # Keep the stacked tensors, because each token of a generated text uses the same genomes again.
             each = [self._grown(i) for i in (numbers if index.ndim else [numbers])]
             made, stacked = dict(each[0]), dict[tuple[int, ...], Tensor]()
             for key in self._rows if index.ndim else ():
                 rows = [x[key] for x in each]
-                # Layers may share a side of their factors.
+                # Layers may share a left or right factor, which is stacked only once.
                 place = (*map(Tensor.data_ptr, rows), *rows[0].shape)
                 made[key] = stacked[place] = stacked[place] if place in stacked else torch.stack(rows)
             self._last = numbers, made
@@ -360,7 +360,7 @@ class ManyGenomes(nn.Module):
 
 
 def check_call(index: Tensor, n_genomes: int, inputs: list[tuple[str, Any]]) -> list[bool]:
-    """Whether each input has rows; raises as `ManyGenomes.forward`."""
+    """Return for each input whether it has rows; raises the errors of `ManyGenomes.forward`."""
     if not isinstance(index, Tensor) or index.dtype != torch.int64:
         got = str(index.dtype) if isinstance(index, Tensor) else type(index).__name__
         raise TypeError(f"index must be an int64 tensor [B] of genomes' numbers, got {got}")
@@ -385,7 +385,7 @@ def _kind(named: tuple[str, Any], has_rows: bool) -> Any:
 
 
 def _checked(out: Any, n_rows: int, one: bool = False) -> Any:
-    """An output; ValueError if a tensor has not this many rows, TypeError for an object of `one` row of several."""
+    """Check that all tensors of an output have `n_rows` rows, and with `one`, that the output has no other objects."""
     for at, x in tree_leaves(out, "output"):
         if isinstance(x, Tensor) and x.shape[:1] != (n_rows,):
             got = f"{at} of {n_rows} {'row' if n_rows == 1 else 'rows'} has shape {tuple(x.shape)}"
@@ -396,7 +396,7 @@ def _checked(out: Any, n_rows: int, one: bool = False) -> Any:
 
 
 def cut(rows: Tensor, args: Any, kwargs: Any, split: list[bool]) -> tuple[Any, Any]:
-    """Some rows of the inputs that have rows."""
+    """Select rows of those inputs that have rows."""
     flags = iter(split)
     return tree_map(lambda x: x[rows.to(x.device)] if next(flags) else x, (args, kwargs))
 
@@ -406,7 +406,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _tolerance(tensors: Iterable[Tensor]) -> float:
-    """Rounding by another order of sums, relative to the largest entry: 1e-6, 2e-3, and 0.1 in half precision."""
+    """Return the tolerated error relative to the largest entry: 1e-6 in float64, 2e-3 in float32, 0.1 in half."""
     floating = [x for x in tensors if differentiable(x.dtype)]
     dtypes = {x.dtype for x in floating}
     for device in {x.device.type for x in floating}:
@@ -418,7 +418,7 @@ def _same(found: list[Tensor], expected: list[Tensor], tolerance: float) -> bool
     if [(x.shape, x.dtype) for x in found] != [(x.shape, x.dtype) for x in expected]:
         return False
     for x, y in zip(found, expected, strict=True):
-        # Entries of a mask, which are the same in both, may be as large as 1e9.
+        # Ignore equal entries for the scale: entries of a mask may be as large as 1e9.
         largest = float(torch.where(x == y, 0, y).nan_to_num(0, 0, 0).abs().max()) if x.numel() else 0.0
         if not torch.equal(x, y) and not torch.allclose(x, y, 0, tolerance * largest, equal_nan=True):
             return False
@@ -426,7 +426,7 @@ def _same(found: list[Tensor], expected: list[Tensor], tolerance: float) -> bool
 
 
 def stacked_genomes(genomes: Sequence[GenomeLike]) -> Params:
-    """Leaves and buffers by flat names, [N, ...]; equal ones as one tensor, with a stride of 0."""
+    """Stack leaves and buffers by flat names to [N, ...]; equal tensors are stored once, with a stride of 0."""
     flat = [flat_genome(genome) | flatten_tree(genome.buffers, BUFFERS) for genome in genomes]
 
     def stack(first: Tensor, *others: Tensor) -> Tensor:
@@ -437,6 +437,6 @@ def stacked_genomes(genomes: Sequence[GenomeLike]) -> Params:
 
 
 def outermost(paths: Iterable[str]) -> list[str]:
-    """The sorted paths of modules that are in none of the others."""
+    """Return the sorted paths of modules that are not inside another of the given modules."""
     given = sorted({*paths})
     return [p for p in given if not any(p != other and f"{p}.".startswith(other and f"{other}.") for other in given)]

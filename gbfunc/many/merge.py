@@ -15,7 +15,7 @@ from gbfunc.types import GenomeLike
 
 
 def check_genomes(plan: Plan, genomes: Sequence[GenomeLike], pnet: nn.Module) -> None:
-    """Raise `ValueError` unless there is a genome, and all fit the plan and the p-net."""
+    """Raise ValueError if there are no genomes, or a genome does not fit the plan and the p-net."""
     check_plan(plan, pnet)
     if not len(genomes):
         raise ValueError("expected at least one genome, got none")
@@ -26,16 +26,16 @@ def check_genomes(plan: Plan, genomes: Sequence[GenomeLike], pnet: nn.Module) ->
 def merge_genomes(
     plan: Plan, genomes: Sequence[GenomeLike], pnet: nn.Module, weights: Sequence[float] | None = None
 ) -> nn.Module:
-    """A plain module whose tensors are weighted sums of those of several genomes: their mean, or between two of them.
+    """Make a plain module whose tensors are a weighted sum of the tensors that several genomes generate.
 
-    With W_i the tensors that genome i gives and a_i its weight, the module has `sum_i a_i W_i`, and with a base, whose
-    tensors (and present heads) are W_0, `W_0 + sum_i a_i (W_i - W_0)`: tasks are added up, or with a negative weight
-    taken away (Ilharco et al. 2023, task arithmetic). Sums of genomes would be something else, since g-nets are not
-    linear. The module is `materialize`'s for a single genome; to switch or to undo, materialise another genome, or use
-    the base, which is not changed.
+    Let W_i be the tensors of genome i, and a_i its weight. The module has the tensors `sum_i a_i W_i`. With a base of
+    tensors W_0 (including the current heads), the module has `W_0 + sum_i a_i (W_i - W_0)`. Positive weights add
+    tasks, and negative weights remove tasks (task arithmetic, Ilharco et al. 2023). A sum of the genomes themselves
+    would generate other tensors, because g-nets are not linear. For a single genome of weight 1, the result equals
+    that of `materialize`.
 
-    `pnet` is the plan's p-net or base, which is not changed, and `weights` has a finite number for each genome; None
-    is the mean. Raises `ValueError` if genomes, plan, p-net and weights do not fit together.
+    `pnet` is the plan's p-net or base, which does not change. `weights` has a finite number for each genome; None takes
+    the mean. Raises ValueError if genomes, plan, p-net and weights do not fit together.
     """
     check_genomes(plan, genomes, pnet)
     if beside := [t.name for t in plan.tensors if t.kind == "beside"]:
@@ -52,7 +52,7 @@ def merge_genomes(
     first = max(range(len(shares)), key=lambda i: shares[i])
 
     def summed(name: str, values: list[Tensor], dtype: torch.dtype) -> Tensor:
-        # Counters are not for sums.
+        # Counters are not summed, but taken from the genome of the largest weight.
         if not differentiable(dtype) or len(values) == 1 == shares[0]:
             return values[first].to(dtype)
         wide = [x.detach().to(torch.complex128 if dtype.is_complex else torch.float64) for x in values]

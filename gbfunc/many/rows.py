@@ -1,4 +1,4 @@
-"""Modules of a p-net that run row by row: row b of the inputs with entry b of each tensor that differs."""
+"""Modules of a p-net that compute row by row: row b of the inputs uses entry b of each tensor that varies."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -19,24 +19,24 @@ from gbfunc.trees import tree_leaves, tree_map
 from gbfunc.types import Params
 
 PLAIN = (bool, int, float, complex, str, bytes, Enum, type(None), torch.dtype, torch.device)
-"""Inputs and outputs beside tensors: values that all rows share."""
+"""Types of inputs and outputs, other than tensors, that all rows may share."""
 
 
 class RowWise:
-    """A module of the p-net under `vmap`: row `b` of its inputs with entry `b` of the tensors in `varying`."""
+    """A module of the p-net under `vmap`: row `b` of its inputs uses entry `b` of the tensors in `varying`."""
 
-    tensors: tuple[Params, int]  # all tensors of the p-net, by name, and the number of rows; set before each call
+    tensors: tuple[Params, int]  # the p-net's tensors by name, and the number of rows; set before each call
 
     def __init__(self, pnet: nn.Module, path: str, forms: Mapping[str, WeightForm], varying: Collection[str]) -> None:
         module, prefix = pnet.get_submodule(path), f"{path}." if path else ""
-        # Where a tensor is tied, the p-net has it under its first name.
+        # The p-net lists a tied tensor under its first name only.
         first = {name: info.name for info in parameter_infos(pnet) for name in (info.name, *info.aliases)}
         own = {info.name: first[f"{prefix}{info.name}"] for info in parameter_infos(module)}
-        # Deltas beside layers are no parameters.
+        # Deltas beside layers have forms, but are not parameters of the module.
         own |= {k.removeprefix(prefix): k for k in forms if k.startswith(prefix) and k.rpartition(".")[2] == DELTA}
         mine = {name: forms[there].renamed(name) for name, there in own.items() if there in forms}
         self.path, self._net = path, PureNet(module, mine, prepare)
-        # Names in the p-net by name in the module.
+        # Map names in the module to names in the p-net.
         self._weights = {k: v for k, v in own.items() if k not in mine}
         for k, form in mine.items():
             self._weights |= zip(form.keys, forms[own[k]].keys, strict=True)
@@ -44,10 +44,10 @@ class RowWise:
         self._varying = [name for name, there in (self._weights | self._buffers).items() if there in varying]
 
     def install(self, skeleton: nn.Module) -> None:
-        """Take the place of the module's forward."""
+        """Replace the module's forward in the skeleton by this object."""
         module = skeleton.get_submodule(self.path)
         object.__setattr__(module, "forward", self)
-        # The hooks are called for each row, inside.
+        # Remove the module's hooks here, because the copy inside this object calls them for each row.
         for name in vars(nn.Module()):
             if name.endswith("_hooks"):
                 vars(module)[name].clear()
@@ -83,19 +83,19 @@ class RowWise:
             raise ValueError(f"{self.path!r} has a {type(x).__name__} as input, whose rows are not known")
         if not isinstance(x, Tensor) or x.ndim == 0:
             return False
-        # Inside of the p-net another first dimension equals the number of rows in some batches and not in others.
+        # Inside the p-net, refuse other first dimensions: in some batches, they could equal the number of rows.
         if self.path and len(x) != n_rows and (len(x) != 1 or x.ndim == 1):
             raise ValueError(f"{self.path!r} has an input of shape {tuple(x.shape)} for {n_rows} rows")
         return len(x) == n_rows
 
 
 def prepare(net: nn.Module) -> list[str]:
-    """Set eval mode, without fused forwards."""
+    """Set eval mode, and switch off fused forwards."""
     return unfused(net.eval())
 
 
 def unfused(net: nn.Module) -> list[str]:
-    """Avoid the fused forwards of torch's attention and encoders in eval mode, which have no batching rule."""
+    """Switch off the fused eval-mode forwards of torch's attention and encoders, which have no batching rule."""
     for module in net.modules():
         if isinstance(module, nn.MultiheadAttention) and not module.training:
             module.training, module.dropout = True, 0.0
@@ -107,7 +107,7 @@ def unfused(net: nn.Module) -> list[str]:
 
 
 def joined(outputs: Sequence[Any], order: Tensor) -> Any:
-    """Outputs of parts of a batch as one, rows in `order`; small ones are padded at the end by -inf (integers: -1)."""
+    """Join the outputs of parts of a batch, with rows in `order`; pads smaller tensors with -inf (integers: -1)."""
     parts = iter([*zip(*([x for _, x in tree_leaves(out) if isinstance(x, Tensor)] for out in outputs), strict=True)])
 
     def join(first: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Genomes of several plans and p-nets in a batch."""
+"""Applies genomes of several plans and p-nets in a single batch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from gbfunc.types import GenomeLike
 
 
 class ManyNets(nn.Module):
-    """A module in which each row of a batch has its genome, of several p-nets, such as one body and several heads."""
+    """A module that applies a different genome of several p-nets to each row, such as one body with several heads."""
 
     def __init__(self, nets: Sequence[ManyGenomes], numbers: Sequence[tuple[int, int]]) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class ManyNets(nn.Module):
         self.register_buffer("numbers", torch.tensor(numbers), persistent=False)
 
     def forward(self, index: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As `ManyGenomes.forward`; tensors of different sizes are padded at the end, with -inf (integers: -1)."""
+        """Compute as `ManyGenomes.forward`; smaller outputs are padded at the end with -inf (integers: -1)."""
         inputs = tree_leaves((args, kwargs), "inputs")
         split = check_call(index, self.n_genomes, inputs)
         shared = {
@@ -33,12 +33,12 @@ class ManyNets(nn.Module):
         places, parts = list[Tensor](), list[Any]()
         for n, net in enumerate(self.nets):
             if len(rows := (net_B == n).nonzero()[:, 0]):
-                # Rows come again where an input for all rows would have as many.
+                # Repeat rows if a shared input has as many entries, so that shared inputs are not divided into rows.
                 size = next(size for size in range(len(rows), 2 * len(index) + 9) if size not in shared)
                 more = rows[torch.arange(size, device=rows.device) % len(rows)]
                 given, options = cut(more, args, kwargs, split)
                 parts.append(net(number_B[more], *given, **options))
-                # These sort behind the batch.
+                # Give repeated rows a number beyond the batch, so that `argsort` moves them to the end.
                 places.append(torch.cat([rows, rows.new_full((size - len(rows),), len(index))]))
         return joined(parts, torch.cat(places).argsort()[: len(index)])
 
@@ -50,32 +50,32 @@ def materialize_many(
     *,
     grown: int | None = None,
 ) -> ManyGenomes | ManyNets:
-    """A module for many genomes, each row of a batch with its genome: to serve, compare or ensemble them.
+    """Make a module that applies a different genome to each row of a batch, to serve, compare or ensemble genomes.
 
-    Row b of `net(index, x)` is `net(x[b : b + 1])` on genome `index[b]`, in eval mode. Shared tensors are used once for
-    the batch: a base's, and tensors that are equal in all genomes. Factors of linear layers stay factors, each row with
-    its own. Other modules with tensors that differ run under `torch.func.vmap`; the p-net around them runs once for the
-    batch, and must not mix rows. Gradients reach the inputs, not the genomes. `net.generate(index, tokens)` writes
-    text by a p-net of transformers.
+    Row b of `net(index, x)` is `net(x[b : b + 1])` with genome `index[b]`, in eval mode. Tensors that are equal in all
+    genomes, such as a base's, are applied once to the whole batch. In linear layers, each row uses its own factors.
+    Other modules in which genomes differ run under `torch.func.vmap`. The rest of the p-net runs once for the batch,
+    and must not mix rows. Gradients reach the inputs, but not the genomes. `net.generate(index, tokens)` generates text
+    with a p-net of transformers.
 
-    Genomes may have different plans of a p-net or base: other sizes, other layers. Genomes with different heads have
-    different p-nets, which may share their body; the rows of each p-net then run together. Their outputs are padded at
-    the end to the largest, with -inf, so that a softmax or argmax sees only the classes of the row (integers: -1).
+    Genomes may have different plans of a p-net or base, such as other sizes or layers. Genomes with different heads
+    have different p-nets, which may share a body. The rows of each p-net run together. Smaller outputs are padded at
+    the end with -inf (integers: -1), so that a softmax or argmax sees only the classes of the row.
 
-    At the first call of each kind (structure, dtypes and shapes of the inputs without the number of rows), a few rows
-    with different genomes are computed one by one as well. Where they differ from a batch of them, the p-net as a whole
-    runs under `vmap`; where that fails or differs too, rows run one by one, with a warning.
+    The first call of each kind (structure, dtypes and shapes of the inputs without the number of rows) also computes a
+    few rows with different genomes one by one. If a batch of these rows has other outputs, the whole p-net runs under
+    `vmap`. If `vmap` fails or has other outputs, rows run one by one, with a warning.
 
-    Torch's fused encoders (`nn.TransformerEncoder` in eval mode without gradients) are not used: at padded positions of
-    `src_key_padding_mask`, where fused encoders may give zeros, outputs follow the layers' own forward.
+    Torch's fused encoders (`nn.TransformerEncoder` in eval mode without gradients) are not used. They may output zeros
+    at padded positions of `src_key_padding_mask`, where this module has the outputs of the layers' own forward.
 
-    A genome grows in the first batch that has it. `to` moves or casts the grown tensors, a base's too.
+    Weights of a genome are generated in the first batch with this genome. `to` also moves or casts these weights.
 
     Args:
         plan: the plan, or a plan per genome.
-        genomes: each a `Genome` or `TrainState`.
+        genomes: genomes, each a `Genome` or `TrainState`.
         pnet: the plan's p-net or base, or one per genome, which must not change while the module is used.
-        grown: number of genomes whose weights or factors are kept once they have grown in a batch; None keeps all.
+        grown: number of genomes whose generated weights or factors are kept for later batches; None keeps all.
 
     Raises:
         ValueError: if genomes, plans and p-nets do not fit together.

@@ -1,4 +1,4 @@
-"""Text of a batch in which each row has its genome, by `generate` of transformers."""
+"""Generates text for a batch in which each row has its own genome, with `generate` of transformers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class _Draws:
-    """The last processor of logits: draws a token per row from the row's generator, and leaves only this token."""
+    """A processor of logits that draws one token per row from the row's generator, and excludes all other tokens."""
 
     def __init__(self, seeds: Sequence[int]) -> None:
         self.seeds, self.generators = seeds, list[torch.Generator]()
@@ -28,7 +28,7 @@ def generate_rows(
     if seeds is None:
         return net.generate(*args, **kwargs, **options)
     own, draws = net._get_logits_processor, _Draws([seeds[b] for b in rows])
-    # Options may add processors only before those of sampling (temperature, top_k, ...).
+    # Replace the method, because `generate` runs processors from its options before temperature, top_k and so on.
     vars(net)["_get_logits_processor"] = lambda *args, **kwargs: type(made := own(*args, **kwargs))([*made, draws])
     try:
         return net.generate(*args, **kwargs, **options)
