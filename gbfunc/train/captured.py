@@ -128,7 +128,7 @@ class Graphs:
 
         def step() -> Any:
             after, info = self._step(given, static)
-            # A step that makes new tensors writes them back.
+            # Copy new tensors into the fixed memory, from which the next replay reads.
             _write(self._own, _moving(after))
             return info
 
@@ -153,13 +153,13 @@ class CapturedTrainStep(TrainStep):
         self._graphs = self.of(super().__call__)
 
     def of(self, step: Step) -> Graphs:
-        """Graphs of another step with this step's optimizer."""
+        """Make graphs of another training step that uses this step's optimizer."""
         return Graphs(step, self.rates, self._options.cuda_graph == "auto")
 
     def __call__(self, gnet_params: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
-        """As `TrainStep`; the returned state is the memory of the graphs."""
+        """Train as `TrainStep` does; the tensors of the returned state lie in the memory of the graphs."""
         step = int(gnet_params.step)
-        if step == LOOK:  # The step reads losses.
+        if step == LOOK:  # This step reads losses, which a graph cannot.
             return super().__call__(gnet_params, batch)
         return self._graphs(gnet_params, batch, step_seed(int(gnet_params.seed), step))
 

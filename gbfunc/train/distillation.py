@@ -1,4 +1,4 @@
-"""The loss of a student that follows a trained network."""
+"""Knowledge distillation: a loss function that trains a student to follow a trained network."""
 
 import copy
 import math
@@ -15,24 +15,24 @@ from gbfunc.train.gradients.loss import LossFn, loss_and_aux
 def distillation(
     teacher: nn.Module, *, temperature: float = 2.0, weight: float = 0.5, loss_fn: LossFn | None = None, dim: int = -1
 ) -> LossFn:
-    r"""Make a loss function that mixes labels and a trained network: knowledge distillation (Hinton et al., 2015).
+    r"""Make a loss function from labels and the outputs of a trained network (distillation, Hinton et al., 2015).
 
-    With $z$ the student's logits, $t$ the teacher's, $T$ the temperature, $a$ the weight and $L$ the label loss, the
-    loss is $(1 - a) L + a T^2 KL(softmax(t / T) || softmax(z / T))$. For a batch `(x, y)` with targets `y` of floating
-    point, the mean squared distance of the outputs replaces $T^2 KL$. The aux holds `teacher_kl` or `teacher_mse`.
+    Let $z$ be the student's logits, $t$ the teacher's, $T$ the temperature, $a$ the weight and $L$ the label loss. The
+    loss is $(1 - a) L + a T^2 KL(softmax(t / T) || softmax(z / T))$. For a batch `(x, y)` with floating-point targets
+    `y`, the mean squared error of the outputs replaces $T^2 KL$. `aux` contains `teacher_kl` or `teacher_mse`.
 
     Args:
-        teacher: the trained network. It gets the arguments of the student's call and returns outputs of the same
-            shape. The loss keeps a copy in evaluation mode, on the teacher's device, which gets no gradient.
-        temperature: softens both distributions.
-        weight: share of the teacher, 0 to 1. With 1, labels do not count.
-        loss_fn: loss on labels, as for `make_train_step`; it calls `net(...)` and returns no aux or a dict. None takes
-            batches `(x, y)`: cross entropy for classes `y`, mean squared error for numbers.
-        dim: the dimension of the classes in the outputs.
+        teacher: the trained network, which is called with the student's arguments and must return outputs of the same
+            shape. The loss function keeps a copy in evaluation mode, on the teacher's device, without gradients.
+        temperature: divides the logits of both networks.
+        weight: weight of the teacher, from 0 to 1. With 1, labels are ignored.
+        loss_fn: loss on labels, as for `make_train_step`, which calls `net(...)` and returns no aux or a dict. None
+            takes batches `(x, y)`, with cross entropy for classes `y` and mean squared error for numbers `y`.
+        dim: dimension of the classes in the outputs.
 
     Raises:
-        TypeError: for a teacher that is no module, and for outputs that are neither a tensor nor have `logits`.
-        ValueError: for a weight or temperature out of range; in a step, for outputs and targets whose shapes differ.
+        TypeError: if the teacher is not a module, or an output is neither a tensor nor has `logits`.
+        ValueError: if the weight or temperature is out of range; in a training step, if shapes of outputs differ.
 
     >>> import gbfunc as gb
     >>> trained, pnet = nn.Linear(30, 5), nn.Linear(30, 5)

@@ -1,13 +1,12 @@
-"""Local steps: each rank trains on its rows, and every so many steps an outer step takes the mean of the changes.
+"""Local steps: each rank trains on its own rows, and after H steps an outer optimizer applies the ranks' mean update.
 
-DiLoCo (Douillard et al., 2023, algorithm 1, https://arxiv.org/abs/2311.08105), a federated average (Reddi et al., 2021)
-of ranks. In a round of H steps each rank takes H inner steps from the genome theta that all have, and comes to theta_i.
-With n_i rows of the batches that it has counted,
+The algorithm is DiLoCo (Douillard et al., 2023, algorithm 1, https://arxiv.org/abs/2311.08105), a federated average
+(Reddi et al., 2021). In a round, each rank trains H inner steps from a common genome theta to theta_i, on n_i rows:
 
-    delta = sum_i n_i (theta - theta_i) / sum_i n_i,    theta <- outer optimizer(theta, gradient delta),
+    delta = sum_i n_i (theta - theta_i) / sum_i n_i,    theta <- outer optimizer(theta, gradient delta).
 
-an all-reduce of the genome in H steps, not in each. Inner optimizers keep their states, which never travel. Running
-statistics become their means.
+The genome is all-reduced once in H steps, not in every step. The states of inner optimizers stay on their ranks.
+Running statistics are averaged.
 """
 
 from typing import Any, NamedTuple
@@ -29,27 +28,27 @@ _RANKS = "opt/ranks/"
 
 
 class LocalState(NamedTuple):
-    """The optimizer's state of a training with local steps, on a rank."""
+    """The optimizer's state of a rank in a training with local steps."""
 
     inner: OptState
-    rows: Tensor  # that this rank has counted since the round began, float64
-    start: Params  # the genome and running statistics when the round began, by flat name
+    rows: Tensor  # number of rows that this rank has trained on in this round, float64
+    start: Params  # genome and running statistics at the start of the round, by flat name
     outer: OptState
 
 
 class WholeLocalState(NamedTuple):
-    """The state of all ranks, which have equal `start` and `outer`."""
+    """The optimizer's state of all ranks, which have equal `start` and `outer`."""
 
     start: Params
     outer: OptState
-    ranks: Params  # the rest, by flat name, [ranks, ...] each
+    ranks: Params  # everything else by flat name, stacked over ranks: [ranks, ...]
 
 
 torch.serialization.add_safe_globals([LocalState, WholeLocalState])
 
 
 class LocalTrainStep(TrainStep):
-    """A `TrainStep` whose ranks exchange the genomes' changes after every `local_steps` steps; reports its own rows."""
+    """A `TrainStep` whose ranks average their genomes every `local_steps` steps; a rank reports only its own rows."""
 
     def __init__(
         self, pnet: nn.Module, objective: Objective, optimizer: Optimizer, layout: Layout, options: StepOptions
@@ -63,14 +62,14 @@ class LocalTrainStep(TrainStep):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of a step, with the local steps in the optimizer's options."""
+        """The settings of a `TrainStep`, with `local_steps` and `outer` among the optimizer's options."""
         settings, own = super().settings, {"local_steps": self._length, "outer": self._outer.settings}
         return {**settings, "options": {**settings["options"], **own}}
 
     def __call__(self, gnet_params: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
-        """One step on this rank's share of the batch; all ranks exchange after every `local_steps` steps.
+        """Train on this rank's share of the batch; every `local_steps` steps, all ranks average their genomes.
 
-        Raises as a step of one process, ValueError for ranks that differ in what must be equal, and for no rows.
+        Raises the errors of `TrainStep`, and ValueError if ranks have different states, or a rank has no rows.
         """
         checked_state(gnet_params)
         if not isinstance(gnet_params.opt, LocalState):
@@ -93,7 +92,7 @@ class LocalTrainStep(TrainStep):
         state = new._replace(opt=local._replace(inner=new.opt, rows=counted), seed=state.seed)
         if (start + 1) % self._length:
             return state, info
-        # The state before the round if no rank had a finite step.
+        # If no rank had a finite loss in this round, `_averaged` returns the state before the round.
         outer, (total, mean, new) = local.outer, self._averaged(state)
         if total > 0:
             delta, before = ({k: of[k] for k in self._trained} for of in (mean, local.start))
@@ -102,7 +101,7 @@ class LocalTrainStep(TrainStep):
         return _with_leaves(state, _leaves(state) | new)._replace(opt=state.opt._replace(outer=outer)), info
 
     def shard(self, state: TrainState) -> TrainState:
-        """This rank's part of a whole state; one of a step without `local_steps` begins a round."""
+        """Return this rank's part of a whole state. A state of a step without `local_steps` starts a new round."""
         check_genome(self.plan, state)
         whole = state.opt
         if isinstance(whole, LocalState):
@@ -117,7 +116,7 @@ class LocalTrainStep(TrainStep):
         return _with_leaves(state, mine)._replace(opt=LocalState(opt, mine["rows"], whole.start, whole.outer))
 
     def gather(self, gnet_params: TrainState) -> TrainState:
-        """The whole state, on every rank, with the plain mean of the ranks' genomes; all ranks must call."""
+        """Gather the whole state on every rank, with the mean of the ranks' genomes; all ranks must call."""
         check_genome(self.plan, gnet_params)
         if not isinstance(gnet_params.opt, LocalState):
             raise ValueError("the state is not this rank's part: train_step.shard(state) makes it of a whole one")
@@ -128,14 +127,14 @@ class LocalTrainStep(TrainStep):
         return _with_leaves(state, whole)._replace(opt=WholeLocalState(local.start, local.outer, ranks))
 
     def fitted(self, tensors: Params) -> Params:
-        """A saved whole state's tensors, flat by name, for as many ranks as there are: rank r gets those of r mod n."""
+        """Fit a saved whole state's tensors, flat by name, to these ranks: rank r gets the tensors of rank r mod n."""
         if not any(name.startswith(_RANKS) for name in tensors):
             raise ValueError("it is of a training without local steps: train_step.shard(state) begins some from it")
         index = torch.arange(self.mesh.world)
         return {k: x[index % len(x)] if k.startswith(_RANKS) else x for k, x in tensors.items()}
 
     def _begun(self, state: TrainState, anyway: bool = False) -> TrainState:
-        """Copy the leaves that a round starts from, since a step may donate them."""
+        """Start a round if one is due: copy the leaves, because a training step may donate them."""
         if int(state.step) % self._length and not anyway:
             return state
         named, local = _leaves(state), state.opt
@@ -143,7 +142,7 @@ class LocalTrainStep(TrainStep):
         return state._replace(opt=local._replace(start=start, rows=torch.zeros_like(local.rows)))
 
     def _averaged(self, state: TrainState) -> tuple[Tensor, Params, Params]:
-        """The rows of all ranks, the mean of the ranks' changes, and the leaves after the mean change."""
+        """Return the rows of all ranks, the mean of the ranks' updates, and the leaves after the mean update."""
         named, start = _leaves(state), state.opt.start
         changes = [decrease(start[k], named[k]) for k in self._exchanged]
         total, means = weighted_mean(self._layout, state.opt.rows, changes)
@@ -152,7 +151,7 @@ class LocalTrainStep(TrainStep):
 
 
 def nesterov(lr: float = 1.0, momentum: float = 0.5) -> Optimizer:
-    """The outer optimizer, by default what trained a genome best (`notebooks/guides/ranks.md`)."""
+    """Make the outer optimizer. The defaults trained a genome best (`notebooks/guides/ranks.md`)."""
     return torch_optimizer(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
 
 

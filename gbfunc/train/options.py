@@ -20,57 +20,57 @@ class StepOptions:
     """Options of `make_train_step`.
 
     Attributes:
-        donate: the step may update the state's buffers in place: less memory and time. Use only the state that the step
-            returns: an earlier one changes with it, so keep `copy.deepcopy(state)`.
-        microbatches: number of equal parts to split each batch into; weights are generated once, and the loss is the
-            parts' mean. A batch norm in training mode normalises each part by the statistics of the part, and updates
-            its running statistics once per part.
-        clip_norm: largest Euclidean norm of the genome's gradient.
+        donate: whether the step may update the state in place, which saves memory and time. Use only the returned state
+            afterwards. To keep an earlier state, copy it first with `copy.deepcopy(state)`.
+        microbatches: number of equal parts to split each batch into. Weights are generated once, and the loss is the
+            mean over the parts. A batch norm in training mode normalises each part by the statistics of the part, and
+            updates its running statistics once per part.
+        clip_norm: maximum Euclidean norm of the genome's gradient.
         amp: `torch.bfloat16` or `torch.float16` runs the p-net under autocast; weights are generated in float32.
-        lazy: whether weights stay factors (see `generate`): True wherever they can, False nowhere, `"auto"` where a
-            count of operations and bytes says that factors pay. Only layers with torch's forward apply factors: other
+        lazy: whether weights stay factors. True keeps all possible factors, False keeps none, and `"auto"` keeps those
+            that are faster by a count of operations and bytes. Only layers with torch's forward apply factors. Other
             code reads the dense weight (counted by `dense_reads`).
-        remat: what backward makes again instead of keeping: nothing (`"none"`, the fastest), what lies between genome
-            and weights (`"generate"`), or the weights too, each made just before its layer uses it (`"layer"`; a split
-            genome is gathered again each time, no weight stays factors, and all ranks must use the same layers).
-        on_nonfinite: `"skip"` keeps the state on a loss or gradient that is not finite, `"raise"` raises.
+        remat: which tensors backward recomputes. `"none"`, the fastest: none. `"generate"`: the tensors between genome
+            and weights. `"layer"`: also each weight, just before its layer uses the weight; a split genome is gathered
+            again each time, no weight stays factors, and all ranks must use the same layers.
+        on_nonfinite: if loss or gradient is not finite, `"skip"` keeps the state, and `"raise"` raises an error.
         kernel: implementation of ReLU, periodic and bilinear g-nets: "compiled" (C++ on a CPU, Triton on a GPU),
             "eager" (PyTorch) or "auto", compiled where available.
-        compile: generation, p-net, loss and gradient become one compiled graph (`torch.compile`), or several where they
-            cannot. The first step takes long, and calls the p-net and the loss function three times.
-        cuda_graph: on a GPU, the whole step becomes one CUDA graph per shape of batch (at most four shapes, each after
-            three eager steps), with the losses of eager steps. It needs `donate=True`, one rank, and a p-net, a loss
-            function and an optimizer that read nothing back; a step that cannot be captured raises ValueError.
-            `"auto"` continues eagerly instead, with a warning, and on a CPU without one.
-        mesh: the ranks (`gb.mesh`) that take each step together, each on its share of the batch: the loss is the mean
-            over the global batch, and all ranks call with the same arguments. None is a single process.
-        placement: where the genome lives on the mesh: `"replicated"`, each rank generates every weight, and only the
-            genome's gradient is summed; `"sharded"`, each rank along the g-net axis holds an equal share of every
-            ensemble's tiles, which are gathered; `"factors"`, the same, but types that have factors gather those;
-            `"auto"`, by a count of bytes and operations (`gbfunc.parallel.placement`).
-        check_every: steps between checks that ranks hold the same state, 0 checks the first step only.
-        parallel: how layers are split over the mesh's tensor axis: styles of `torch.distributed.tensor.parallel` by
-            name of module, as `parallelize_module` takes them; `gbfunc.parallel.styles.tensor_styles` has some. Each
-            rank generates and applies its pieces. All ranks along the axis get the same rows, or, where the first layer
-            takes a sharded input, each its part.
-        pipeline: the schedule by which microbatches go through the mesh's pipeline axis: `"gpipe"`, `"1f1b"`,
-            `"interleaved"` or `"zbv"` (torch's). All ranks along the axis get the same rows, of which `microbatches`
-            must be a divisor; the loss function must run on the meta device up to the p-net's call.
-        stages: names of the blocks that begin a stage, without the first; None balances counted operations.
-        rounding: the loss sees the genome as `save` with this dtype stores it, and gradients go straight through the
-            rounding. With steps of `allocate_steps` and a `rate`, the genome's bits are minimised beside the loss.
-            `"auto"` chooses steps after 60 % of `total_steps`, and again until 85 %, for a file of `genome_bytes`;
-            `train_step.stored(state)` is what `gb.save` then takes.
-        genome_bytes: most bytes of the file, everything counted, with `rounding="auto"`.
-        total_steps: length of the training, with `rounding="auto"`.
-        metadata: what `gb.save` will be given beside the genome, with `rounding="auto"`.
-        local_steps: number of steps of each rank between exchanges of the genomes' changes
-            (`gbfunc.train.local`). Each rank runs the whole p-net, holds the whole genome and reports its own share.
-        outer: the optimizer that takes the mean of these changes for a gradient; None is SGD with Nesterov's momentum,
+        compile: whether to compile generation, p-net, loss and gradient with `torch.compile`, to one graph if possible.
+            The first training step takes long, and calls the p-net and the loss function three times.
+        cuda_graph: True captures the training step as one CUDA graph per batch shape (at most four shapes, each after
+            three eager steps), with the same losses as eager steps. This needs a GPU, `donate=True`, one rank, and a
+            p-net, a loss function and an optimizer that read no values on the CPU. A step that cannot be captured
+            raises ValueError. `"auto"` continues eagerly instead, with a warning on a GPU.
+        mesh: the ranks (`gb.mesh`) that run each training step together, each on its share of the batch. The loss is
+            the mean over the global batch. All ranks use the same arguments. None is a single process.
+        placement: how ranks divide the genome. `"replicated"`: each rank generates every weight, and only the genome's
+            gradient is summed. `"sharded"`: each rank along the g-net axis has an equal share of every ensemble's
+            tiles, and tiles are gathered. `"factors"`: the same, but factors are gathered if the type has factors.
+            `"auto"`: chosen by a count of bytes and operations (`gbfunc.parallel.placement`).
+        check_every: number of training steps between checks that ranks have equal states; 0 checks only the first.
+        parallel: how layers are split over the mesh's tensor axis: a style of `torch.distributed.tensor.parallel` per
+            module name, as for `parallelize_module`; see `gbfunc.parallel.styles.tensor_styles`. Each rank generates
+            and applies its pieces. All ranks along the axis get the same rows. If the first layer takes a sharded
+            input, each rank gets its part of the rows instead.
+        pipeline: the schedule of microbatches along the mesh's pipeline axis: torch's `"gpipe"`, `"1f1b"`,
+            `"interleaved"` or `"zbv"`. All ranks along the axis get the same rows. `microbatches` must divide their
+            number. The loss function must run on the meta device up to the p-net's call.
+        stages: names of the first blocks of all stages but the first; None balances counted operations.
+        rounding: the dtype of `save`. The loss uses the genome as a file stores it, and gradients pass straight through
+            rounding. Quantization steps from `allocate_steps` with a `rate` add the genome's bits to the loss. `"auto"`
+            chooses quantization steps after 60 % of `total_steps`, and again until 85 %, for a file of at most
+            `genome_bytes`. Then pass `train_step.stored(state)` to `gb.save`.
+        genome_bytes: maximum size of the file in bytes, everything counted, with `rounding="auto"`.
+        total_steps: number of training steps, with `rounding="auto"`.
+        metadata: the metadata that `gb.save` will store, with `rounding="auto"`.
+        local_steps: number of training steps of each rank between averages of the genomes (`gbfunc.train.local`).
+            Each rank runs the whole p-net, has the whole genome, and reports its own share.
+        outer: the optimizer that uses the ranks' mean update as gradient; None is SGD with Nesterov's momentum,
             `gb.torch_optimizer(torch.optim.SGD, lr=1.0, momentum=0.5, nesterov=True)`.
 
     Raises:
-        ValueError: for options out of range, or that exclude each other.
+        ValueError: for options out of range, or options that exclude each other.
     """
 
     donate: bool = False
@@ -132,7 +132,7 @@ class StepOptions:
             raise ValueError("compile=True decides itself what to keep: it needs microbatches=1 and remat='none'")
 
     def graph_lacks(self) -> str:
-        """What a captured step lacks; "" if nothing."""
+        """Return what CUDA graphs need but these options lack, as words for an error; "" if nothing."""
         if not is_available():
             return "a CUDA device, got none: take cuda_graph='auto' or False"
         needs = {"donate=True": self.donate, "on_nonfinite='skip'": self.on_nonfinite == "skip"}
@@ -142,7 +142,7 @@ class StepOptions:
         return f"{', '.join(missing)}: a graph is of one process and reads nothing" if missing else ""
 
     def check_layout(self, layout: Layout) -> None:
-        """Raise ValueError for options that the plan, the mesh, or the placement of the genome on it excludes."""
+        """Raise ValueError for options that do not go with the plan, the mesh or the genome's placement."""
         sizes = layout.mesh.sizes
         local = "local_steps= needs the whole {} on each rank: {}, got {}".format
         if self.local_steps is not None and sizes["tensor"] * sizes["pipeline"] > 1:
@@ -161,7 +161,7 @@ class StepOptions:
             # Ranks with fewer rows may have fewer microbatches, and would miss the gathers of the others.
             raise ValueError("remat='layer' on a split genome gathers for each use: it needs microbatches=1")
         if self.rounding is not None:
-            # Tiles of several ranks may have a scale in common.
+            # Tiles on different ranks may share a scale.
             raise ValueError("rounding= needs the whole genome on each rank: take placement='replicated'")
         if layout.placement == "sharded" and self.lazy is True:
             raise ValueError("lazy=True needs factors, and placement='sharded' gathers tiles: take placement='factors'")
