@@ -117,7 +117,7 @@ History = Sequence[Mapping[str, float]]
 
 
 def example_batches(data: Data, recipe: Recipe, generator: torch.Generator, net: Callable[[], Net]) -> Iterator[Batch]:
-    """Yield pass after pass over a split of examples, augmented, whatever the network is."""
+    """Yield augmented batches of a split of examples, pass after pass; `net` is not used."""
     return endless_batches(data, recipe.batch_size, generator, recipe.augment)
 
 
@@ -137,7 +137,7 @@ def token_loss(net: Net, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
 
 @torch.no_grad()
 def accuracy(net: Net, split: Data, chunk: int = 500) -> float:
-    """Return the part of a split (0 to 1) that `net` classifies right, `chunk` examples at a time."""
+    """Return the fraction of a split (0 to 1) that `net` classifies correctly, with `chunk` examples per call."""
     if not len(split):
         raise ValueError("accuracy expects a split with examples, got an empty one")
     hits = sum(int((logits_of(net(x)).argmax(1) == y_B).sum()) for x, y_B in split.chunks(chunk))
@@ -148,7 +148,7 @@ def accuracy(net: Net, split: Data, chunk: int = 500) -> float:
 def text_metrics(net: Net, text: Data, windows: int = 256, most: int | None = None) -> dict[str, float]:
     """Measure `loss` (nats per token) over the windows of a text, and `bits_per_char`, which no vocabulary changes.
 
-    The net reads so many windows at once, the first `most` in all. Of chats, the loss is measured alone.
+    The net reads `windows` windows per call, and in total the first `most`. For chats, only `loss` is measured.
     """
     total = count = 0
     for x_BL, y_BL in islice(text.chunks(windows), most and most // windows):
@@ -210,11 +210,11 @@ class Task:
         return self.pnet.build(seed)
 
     def recipe(self, genome_params: float) -> Recipe:
-        """Choose the settings for a genome of a size."""
+        """Choose the settings for a genome with this number of parameters."""
         return self.settings(self.pnet, genome_params)
 
     def measured(self, net: Net, split: Any) -> dict[str, float]:
-        """Return the results of `evaluate` as numbers; `ValueError` for other results, or if one of `metrics` lacks."""
+        """Return the results of `evaluate`; raises ValueError if one is no number, or one of `metrics` is missing."""
         found: Any = self.evaluate(net, split)
         names = {metric.name for metric in self.metrics}
         if isinstance(found, Mapping) and names <= found.keys():
@@ -224,7 +224,7 @@ class Task:
         raise ValueError(f"{expected}, got {found!r:.200}")
 
     def plan(self, module: nn.Module, hypernet: str | None = None, **size: Any) -> Plan:
-        """Plan a genome for a module made by `build` in the best known way.
+        """Plan a genome for a module made by `build`, with the best known options for this task.
 
         `hypernet` is a key of `HYPERNETS`, or None for that of the p-net's options; `size` is `genome_params`,
         `genome_bytes` (with `stored`) or `compression` of `make_plan`.

@@ -29,7 +29,7 @@ def chat(data_dir: Path | None = None, pretrained: str | None = None, context: i
 
     `data_dir` is a file in UTF-8 with a chat per line, in JSON: `{"prompt": ..., "answer": ...}`, or `{"messages":
     [{"role": "user", "content": ...}, ...]}` with one answer of the `assistant` or more. A random tenth validates and a
-    twentieth tests, 128 chats at most. The model reads the first `context` tokens of a chat.
+    twentieth tests, at most 128 chats each. The model reads the first `context` tokens of a chat.
     """
     check_int("chat", "context", context, 2)
     if data_dir is None or pretrained is None:

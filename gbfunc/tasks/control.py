@@ -37,7 +37,7 @@ _RESETS, _ORDER, _ACTIONS, _CHECKS, _FINAL = range(5)
 
 
 class Environment(NamedTuple):
-    """An environment, as a network sees it."""
+    """The properties of an environment that networks and training need."""
 
     id: str  # its name in gymnasium's registry
     inputs: tuple[int, ...]  # shape that the network sees: (numbers,), or (channels, rows, columns)
@@ -154,7 +154,7 @@ class Rollouts:
 
     @property
     def per_pass(self) -> int:
-        """Number of rollouts in the same environments, so many that the longest episode can end."""
+        """Number of rollouts in the same environments: enough for the longest episode to end."""
         return max(self.settings.eval_every, -(-(self.env.limit or 1) // self.settings.horizon))
 
     def __len__(self) -> int:
@@ -284,7 +284,7 @@ def _blank(net: PolicyValue, n: int) -> Tensor | None:
 def _play(
     net: PolicyValue, obs_TNO: Tensor, starts_TN: Tensor, memory_NM: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """[T, N, O] -> the policy's numbers [T, N, P], values [T, N] and the memory after these steps."""
+    """Apply a network to observations [T, N, O]; returns the policy [T, N, P], values [T, N] and the last memory."""
     if memory_NM is None:
         numbers, values = net(obs_TNO.flatten(0, 1))
         return numbers.unflatten(0, obs_TNO.shape[:2]), values.unflatten(0, obs_TNO.shape[:2]), None

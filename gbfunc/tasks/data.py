@@ -1,4 +1,4 @@
-"""Examples to learn from: batches of a pass in random order, and chunks in order.
+"""Data sets for training and evaluation: random batches of a pass over the data, and chunks in order.
 
 All randomness is drawn on the CPU and does not depend on the device.
 
@@ -37,7 +37,7 @@ SPLIT_SEED = 0
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Examples with a class each."""
+    """Examples with one class per example."""
 
     x: Tensor  # inputs [N, ...], float32, normalised
     y: Tensor  # classes [N], int64
@@ -224,7 +224,7 @@ def distort(change: float, pixels: float, fill: float) -> Augment:
 
 
 def in_turn(*changes: Augment) -> Augment:
-    """Make one change after the other."""
+    """Chain augmentations: apply each to the output of the previous one."""
     return lambda x, generator: reduce(lambda x, change: change(x, generator), changes, x)
 
 

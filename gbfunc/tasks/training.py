@@ -34,40 +34,40 @@ OnLog = Callable[[int, Mapping[str, float]], None]
 """Takes the steps that are done, and numbers by name."""
 
 Report = Callable[[int, str, str | None], None]
-"""Takes the steps taken in all, the latest figures, and the validation after these steps, if there is one."""
+"""Called with the total number of training steps, the latest metrics, and the validation after them or None."""
 
 
 class Trainer(NamedTuple):
-    """Something that learns."""
+    """The functions that `fit` needs of anything that is trained."""
 
     state: Any  # the first state
-    # A state and a batch to the next state, the loss and other metrics of the batch.
+    # Maps a state and a batch to the next state, the loss, and other metrics of the batch.
     step: Callable[[Any, Any], tuple[Any, Tensor, dict[str, Tensor]]]
     net: Callable[[Any], Net]  # the network of a state, ready to use
     train_step: TrainStep | None = None  # takes the steps of a genome; None for other trainers
 
 
 class Fit(NamedTuple):
-    """Result of a training."""
+    """The result of a training."""
 
     state: Any  # the last state
     # A row per validation: `epoch` (passes over the data), `step`, the task's counts, `train_loss` and other `train_`
     # metrics (means since the last row), `val_` metrics, `seconds` since the start.
     history: list[dict[str, float]]
-    seconds: float  # of training, validation included
-    steps: int  # taken in all
-    step_seconds: float  # of the steps with their batches, without validation
+    seconds: float  # duration of the training, including validation
+    steps: int  # total number of training steps
+    step_seconds: float  # duration of the training steps and their batches, without validation
 
 
 class Position(NamedTuple):
-    """Progress of a training, beside its state."""
+    """The progress of a training, other than the state."""
 
-    steps: int  # taken in all
-    order: Tensor  # state of the generator of the data's order and noise before the present pass over the data
-    sums: dict[str, float]  # of the metrics of the steps since the last row of the history
+    steps: int  # total number of training steps
+    order: Tensor  # state of the generator of data order and noise, before the current pass over the data
+    sums: dict[str, float]  # sums of the metrics of training steps since the last row of the history
     history: list[dict[str, float]]  # rows
-    seconds: float  # of training
-    step_seconds: float  # of the steps, without validation
+    seconds: float  # duration of the training
+    step_seconds: float  # duration of the training steps, without validation
 
     @property
     def measured(self) -> int:
@@ -283,7 +283,7 @@ def joined(first: Fit, second: Fit) -> Fit:
 
 @contextmanager
 def csv_log(folder: Path, settings: Mapping[str, Any] = MappingProxyType({})) -> Iterator[OnLog]:
-    """A row `step, metric, value` for each number, in `folder/log.csv`, behind those that it holds."""
+    """Append a row `step, metric, value` to `folder/log.csv` for each number."""
     with (folder / "log.csv").open("a", buffering=1, newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         if not file.tell():
@@ -293,7 +293,7 @@ def csv_log(folder: Path, settings: Mapping[str, Any] = MappingProxyType({})) ->
 
 @contextmanager
 def tensorboard_log(folder: Path, settings: Mapping[str, Any] = MappingProxyType({})) -> Iterator[OnLog]:
-    """Scalars for TensorBoard, and the settings as a text, in a folder of this run below `folder/tensorboard`."""
+    """Write scalars, and the settings as text, for TensorBoard to a new folder for this run in `folder/tensorboard`."""
     import_extra("tensorboard", "--log tensorboard", "gbfunc[tensorboard]")
     from torch.utils.tensorboard import SummaryWriter
 
@@ -310,7 +310,7 @@ def tensorboard_log(folder: Path, settings: Mapping[str, Any] = MappingProxyType
 
 @contextmanager
 def wandb_log(folder: Path, settings: Mapping[str, Any] = MappingProxyType({})) -> Iterator[OnLog]:
-    """A run of Weights & Biases, in the project that `WANDB_PROJECT` names; its files go into `folder`."""
+    """Log to a run of Weights & Biases in the project `WANDB_PROJECT`, with local files in `folder`."""
     wandb = import_extra("wandb", "--log wandb", "gbfunc[wandb]")
     with wandb.init(dir=str(folder), config=dict(settings)) as run:
         yield lambda step, metrics: run.log(dict(metrics), step=step)

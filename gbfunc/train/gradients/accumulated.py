@@ -1,4 +1,4 @@
-"""Microbatches: gradients add up on the weights, and go through the g-nets once."""
+"""Microbatches: gradients of the weights are summed over microbatches, and pass through the g-nets once."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,12 +15,12 @@ Split = Callable[[Any, int], list[tuple[Any, float]]]  # `(batch, rows) -> micro
 
 
 def equal_parts(n: int, batch: Any, rows: float) -> list[tuple[Any, float]]:
-    """Equal microbatches, each with its part of the rows."""
+    """Split a batch into equal microbatches, each with its number of rows."""
     return [(small, rows / n) for small in split_batch(batch, n)] if n > 1 else [(batch, rows)]
 
 
 def parts_of_share(n: int, takes_parts: bool, batch: Any, rows: float) -> list[tuple[Any, float]]:
-    """Microbatches of a rank's share, fewer for fewer rows, unless layers have collectives (`takes_parts`)."""
+    """Split a rank's share into microbatches: fewer for few rows, unless layers run collectives (`takes_parts`)."""
     most = n_rows(batch)
     if n == 1 or most is None:
         return equal_parts(n, batch, rows)
@@ -69,7 +69,7 @@ def weights_of(loss: GenomeLoss, given: Given, again: bool) -> tuple[Params, Par
 
 
 def through_gnets(weights: Params, sums: Params, wanted: list[Tensor]) -> Gradients:
-    """Gradients of the genome from those of the weights."""
+    """Compute gradients of the genome from gradients of the weights."""
     used = [k for k in sums if weights[k].requires_grad]
     if not used:
         return (None,) * len(wanted)
@@ -78,7 +78,7 @@ def through_gnets(weights: Params, sums: Params, wanted: list[Tensor]) -> Gradie
 
 
 def mean_of(ends: list[tuple[Tensor, Any, float]]) -> tuple[Tensor, Any]:
-    """Mean loss and aux of microbatches, by their rows; empty ones are skipped."""
+    """Average loss and aux of microbatches, weighted by their rows; empty microbatches are skipped."""
     kept = [end for end in ends if end[2]] or ends[:1]
     total = sum(rows for *_, rows in kept) or 1
     fractions = [rows / total for *_, rows in kept]

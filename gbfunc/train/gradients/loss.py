@@ -1,4 +1,4 @@
-"""The loss of a genome with its gradient, by one graph from the leaves through the weights to the loss.
+"""Computes the loss of a genome and its gradient, in one graph from the leaves through the weights to the loss.
 
 leaves --generator--> weights --p-net, loss function--> loss --backward--> gradients of the leaves
 """
@@ -133,7 +133,7 @@ class GenomeLoss:
         return max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.4
 
     def weights(self, given: Given) -> Params:
-        """The weights, in their forms."""
+        """Generate the weights, in their forms."""
         return self.generator(given.leaves, given.noise, counts=given.counts)
 
     def __call__(self, given: Given) -> tuple[Tensor, Any]:
@@ -142,7 +142,7 @@ class GenomeLoss:
     def with_gradients(
         self, given: Given, names: list[str], factor: Tensor | float | None
     ) -> tuple[Tensor, Any, Params, list[Tensor]]:
-        """Loss, aux, buffers, and gradients of the loss times a factor, by `torch.func`; numbers of aux as tensors."""
+        """Return loss, aux (numbers as tensors), buffers, and gradients of the loss times a factor, by `torch.func`."""
 
         def loss_of(trained: Params, buffers: Params) -> tuple[Tensor, Any]:
             loss, aux = self(given._replace(leaves=given.leaves | trained, buffers=buffers))
@@ -153,20 +153,20 @@ class GenomeLoss:
         return loss, aux, buffers, [found[k].detach() for k in names]
 
     def on(self, weights: Params, buffers: Params, batch: Any) -> tuple[Tensor, Any]:
-        """Loss and aux for these weights; buffers are updated."""
+        """Return loss and aux for these weights, and update the buffers."""
         loss, aux = self.returned(self.call(weights, buffers, self.function, batch))
         if not loss.requires_grad:
             raise ValueError(NO_GRADIENT)
         return loss.reshape(()) if loss.ndim else loss, aux
 
     def call(self, weights: Params, buffers: Params, function: Callable[..., Any], *args: Any) -> Any:
-        """`function(net, *args)`, where `net` is the p-net on these weights; buffers are updated."""
+        """Call `function(net, *args)`, where `net` is the p-net with these weights, and update the buffers."""
         device = next((w.device.type for w in weights.values()), "cpu") if self._amp else ""
         with torch.autocast(device, self._amp) if self._amp else nullcontext():
             return self.net.run(weights, buffers, function, *args)
 
     def without_amp(self) -> GenomeLoss:
-        """The same loss, in the p-net's own precision."""
+        """Return the same loss without autocast, in the p-net's own precision."""
         other = copy(self)
         other._amp = None
         return other
@@ -179,7 +179,7 @@ class GenomeLoss:
         return rows or 1
 
     def gradients(self, loss: Tensor, of: list[Tensor]) -> Gradients:
-        """Gradients of a loss, None for tensors without a part; ValueError if the p-net's own parameters have one."""
+        """Return gradients of a loss (None for unused tensors); ValueError if the p-net's own parameters get some."""
         own = {k: x for k, x in self._own.items() if x.requires_grad}
         inputs = [*of, *own.values()]
         # Backward under a caller's autocast would compute the products of generation in half precision.
@@ -192,7 +192,7 @@ class GenomeLoss:
 
 
 class Strategy:
-    """How the genome's gradient is computed: `OneGraph`, or one of the other files."""
+    """Base of the ways to compute the genome's gradient: `OneGraph`, and classes in the other files here."""
 
     loss: GenomeLoss | None = None  # None before a first call that makes it
     least_rows: int = 2  # rows of zeros in the place of an empty share: some layers refuse a single one
@@ -252,7 +252,7 @@ class Objective:
         return LossAndGrads(loss, aux, gradients, detached(given.buffers), norm)
 
     def _found(self, given: Given, trained: Params, seed: int) -> tuple[Tensor, Any, Params, float]:
-        """Loss, aux, gradients of the sum of the rows' losses, and rows."""
+        """Return loss, aux, gradients of the sum of the rows' losses, and the number of rows."""
         wanted = [*trained.values()]
         with seeded(seed, wanted[0].device), torch.enable_grad():
             loss, aux, found, rows = self.strategy(given, wanted)
@@ -267,7 +267,7 @@ class Objective:
 
 
 def generators_of(device: torch.device) -> list[torch.Generator]:
-    """Torch's default generators, of the CPU and of a device."""
+    """Return torch's default generators of the CPU and of a device."""
     if device.type != "cuda":
         return [torch.default_generator]
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -275,13 +275,13 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured."""
+    """Return whether a CUDA graph is being captured."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's default generators (dropout draws from them), and put them back; threads take turns."""
+    """Seed torch's default generators, which dropout uses, and restore their states; threads take turns."""
     if capturing(device):  # Replays seed the generators.
         yield
         return
@@ -303,7 +303,7 @@ def detached(buffers: Params) -> Params:
 
 
 def noise_of(plan: Plan, seed: int, like: Tensor) -> Noise | None:
-    """The noise of stochastic g-nets in a step of this seed; None where there are none."""
+    """Draw the noise of stochastic g-nets for a training step of this seed; None without stochastic g-nets."""
     # Not dropout's seed: equal seeds draw the same numbers.
     return sample_noise(plan, torch.Generator().manual_seed(seed ^ 1), like) if plan.stochastic else None
 

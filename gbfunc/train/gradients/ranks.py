@@ -1,4 +1,4 @@
-"""The loss of a genome with its gradient, where many ranks take each step together: each computes those of its rows."""
+"""Computes the loss of a genome and its gradient on several ranks, each of which computes them for its own rows."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class RankObjective(Objective):
     def __call__(
         self, leaves: Params, trained: Params, buffers: Params, batch: Any, seed: int, step: int
     ) -> LossAndGrads:
-        """Loss and gradient of the global batch; buffers are averaged."""
+        """Return loss and gradient of the global batch, and average the buffers over ranks."""
         due = not self._checked or bool(self._check_every and step % self._check_every == 0)
         self._check_batch(batch, due)
         if due:
@@ -87,7 +87,7 @@ class RankObjective(Objective):
         return LossAndGrads(loss, aux, gradients, buffers, norm)
 
     def _prove(self, loss: Tensor, given: Given, trained: Params) -> None:
-        """Check what the first step has found; all ranks call."""
+        """Check the loss and the gradient of the first training step; all ranks must call."""
         if self._proof is not None:
             self._proof.compare(self._layout, given, trained)
 
@@ -144,7 +144,7 @@ def _explained() -> Iterator[None]:
 
 
 def split_proof(whole: Callable[[], GenomeLoss], loss: GenomeLoss, split: TensorParallel) -> Proof:
-    """The gradient of a few rows over tensor ranks, against the gradient of the whole p-net on one rank."""
+    """Compare the gradient of a few rows over tensor ranks with the gradient of the whole p-net on one rank."""
 
     def few(batch: Any) -> Any:
         return tree_map(lambda x: x[: max(2, split.ranks)] if isinstance(x, Tensor) and x.ndim else x, batch)
