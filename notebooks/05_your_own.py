@@ -34,7 +34,7 @@ import torch.nn.functional as F
 
 import gbfunc as gb
 from gbfunc.formats import file_bytes
-from gbfunc.hypernets import Factors, Leaf, Sized, draw
+from gbfunc.hypernets import Factors, Leaf, Sized
 from gbfunc.plots import MARKERS, PALETTE
 from gbfunc.tasks.images import digits
 
@@ -119,17 +119,12 @@ class BumpWave(Sized):
     def leaves(self, dims):
         h = self.features
         return {
-            "row_weight": Leaf((dims.row_width, h), "code"),
+            "row_weight": Leaf((dims.row_width, h), "code", std=dims.row_width**-0.5),
             "col_weight": Leaf((dims.col_width, h), "code"),
             "row_shift": Leaf((h,), "code"),
-            "col_shift": Leaf((h,), "code"),
+            "col_shift": Leaf((h,), "code", std=2.0),
             "amplitude": Leaf((h,), "linear"),
         }
-
-    def init(self, dims, n_tiles, n_groups, generator):
-        shifts = {"row_shift": 1.0, "col_shift": 2.0}
-        stds = {"row_weight": dims.row_width**-0.5, "col_weight": 1.0, "amplitude": 1.0, **shifts}
-        return draw(self.leaves(dims), n_tiles, n_groups, generator, stds)
 
     def apply(self, leaves, row_codes, col_codes, *, noise=None, kernel="auto"):
         bumps = torch.exp(-((row_codes @ leaves["row_weight"] + leaves["row_shift"]) ** 2))
