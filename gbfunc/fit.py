@@ -137,8 +137,7 @@ def fit_genome(
         lr: initial learning rate of Adam, which decays to 0 along a cosine.
 
     Raises:
-        ValueError: if plan, weights, base and start do not match, the plan generates nothing, or a weight is not
-            finite.
+        ValueError: if plan, weights, base and start do not match, if the plan generates nothing, or for inf and NaN.
 
     >>> import gbfunc as gb
     >>> trained = nn.Linear(30, 20)

@@ -46,7 +46,7 @@ class _Frame(NamedTuple):
 
 
 class GenomeModule(nn.Module):
-    """The p-net as a module whose parameters are the genome: `net = gb.GenomeModule(plan, pnet)`.
+    """The p-net as a module with the genome as parameters: `GenomeModule(plan, pnet, genome=None, *, seed, lazy)`.
 
     `net` is a copy of the p-net, with the p-net's class name, modules, attributes, methods, hooks and buffers. `net` is
     an instance of both the p-net's class and `GenomeModule`. A trainer sees only the genome as parameters, so optimizer
@@ -55,21 +55,20 @@ class GenomeModule(nn.Module):
     of a generated weight are lost.
 
     Parameters of the g-nets are registered on the root, as `gnets:<ensemble>:<leaf>`. Direct parameters and buffers
-    have the p-net's names. A state dict of another plan is refused, because its numbers would mean other weights. This
-    check needs torch's metadata, which safetensors files lack. Stochastic g-nets draw from torch's default generator in
-    training mode, and generate means in evaluation mode. Direct parameters require grad if they do in the p-net.
+    have the p-net's names and start at its values, and require grad if they do there. `load_state_dict` refuses a state
+    dict of another plan by torch's metadata, which safetensors files lack. In training mode, stochastic g-nets draw
+    from torch's default generator. In evaluation mode, they generate means.
 
     The tensors of a base are not parameters or buffers of the module, and not in state dicts. They follow the genome's
-    device. The base's batch norms stay in evaluation mode. Copies of the module share the base until a cast (`half()`).
+    device. The base's batch norms stay in evaluation mode. Copies of the module share the base's memory until a cast.
 
     `save_pretrained`, `from_pretrained` and `push_to_hub` work on the genome and override the p-net's methods.
 
     Args:
-        plan: the plan.
         pnet: the plan's p-net or base, which is not changed.
         genome: a `Genome` or `TrainState`, which is copied; None draws a new genome.
         seed: seed of a new genome.
-        lazy: whether weights stay factors, as in `make_train_step`. `torch.compile` of torch 2.5 needs False.
+        lazy: whether weights stay factors, as in `StepOptions`. Set False for `torch.compile` with torch 2.5.
 
     Raises:
         TypeError: if an argument has the wrong type.

@@ -51,8 +51,7 @@ def one_error(path: str | os.PathLike[str], what: str) -> Iterator[None]:
 def read_picture(path: str | os.PathLike[str], mode: str) -> Any:
     """Read an image file as a Pillow image in mode `"L"` (8-bit grey) or `"RGB"`.
 
-    The image is rotated according to its EXIF data, 16-bit pixels are scaled to 8 bits, and transparency is rendered on
-    white.
+    The image is rotated according to its EXIF data, 16-bit pixels are scaled to 8 bits, and transparency turns white.
 
     Raises:
         ImportError: if Pillow is not installed.

@@ -274,7 +274,7 @@ def _encodings(text: str) -> dict[str, Any]:
 
 
 def _described(value: Any) -> Any:
-    """Replace the name of an encoding by a description without options, also in nested descriptions."""
+    """Replace an encoding's name by `{"type": name}`, also inside of other encodings."""
     value = {"type": value} if isinstance(value, str) else value
     if not isinstance(value, dict):
         return value

@@ -225,7 +225,7 @@ class OutputOptions(StoredOptions):
 class CheckpointOptions(OutputOptions):
     """Files and checkpoints."""
 
-    # Steps between checkpoints in OUT/checkpoints; also saves at the end and on SIGINT or SIGTERM, not in --finetune.
+    # Steps between checkpoints in OUT/checkpoints, also saved at the end and on SIGINT or SIGTERM. None in --finetune.
     checkpoint_every: Annotated[int | None, shows("STEPS", "never"), COUNT] = None
     # Number of checkpoints to keep.
     keep: Annotated[int, COUNT] = 3

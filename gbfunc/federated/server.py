@@ -113,7 +113,6 @@ class GenomeStrategy(Strategy):
 
     Args:
         strategy: FedAvg, FedAdam, FedProx, ..., or a strategy with differential privacy.
-        plan: the plan.
         genome: a genome of the plan, from which training starts.
         lr: the clients' learning rate, or a function of the round, which counts from 0.
         down: the dtype in which the genome is sent (`wire.FORMATS`).

@@ -39,8 +39,7 @@ def file_bytes(
     With a genome the bytes are exact. Without a genome, `"int2"` to `"int8"` give upper bounds, and `"auto"` gives
     expected sizes. Leaves in one stream of codes share its size in proportion to their bits, and the tensors of a leaf
     in proportion to their numbers. Beside tensors and buffers, names are `(ensemble)` for leaves that tiles share,
-    `(plan)`, `(metadata)`, `(scales)` of codes, and `(container)` for the rest. Arguments and errors are those of
-    `save`.
+    `(plan)`, `(metadata)`, `(scales)` of codes, and `(container)` for the rest. Arguments and errors are as in `save`.
     """
     dtype = plan.default_dtype(genome is None) if dtype is None else dtype
     name, leaves = None if dtype is None else stored_as(dtype), plan.leaves

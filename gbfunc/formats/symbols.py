@@ -163,7 +163,7 @@ HALVINGS = 22
 
 @lru_cache(maxsize=4096)
 def geometric(width: int, most: int) -> tuple[int, list[int]]:
-    """Returns D <= `most` and limits [2 D + 2] of the integers -D .. D; frequencies halve every 2^(width / 4)."""
+    """Return D <= `most` and the cumulative frequencies [2 D + 2] of -D .. D, which halve per 2^(width / 4)."""
     if width <= NARROWEST:
         return 0, [0, 1]
     if width >= WIDEST:

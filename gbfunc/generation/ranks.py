@@ -59,7 +59,7 @@ class RankStack(Stack):
         self._local_counts = [sizes[layout.mesh.gnets_index] for sizes in self.sizes]
 
     def slot(self, number: int, inputs: Iterator[Tensor]) -> Source:
-        """Return one slot, from the leaves and noise of this rank's tiles, and a flag whether gradients count."""
+        """Return one slot. `inputs` yields leaves and noise of this rank's tiles, then whether gradients are needed."""
         evaluation = self._filled(number, inputs)
         return Remote(self, number, evaluation, Gather(self._layout, bool(next(inputs))))
 

@@ -57,7 +57,7 @@ class Hypernet:
     stochastic: ClassVar[bool] = False  # whether tiles take noise
     factorised: ClassVar[bool] = False  # whether tiles are `Factors`
     standardised: ClassVar[bool] = True  # whether tiles are scaled to the p-net's initial deviation
-    rate: ClassVar[float] = 1e-2  # constant learning rate of Adam, chosen on validation images of digits at 20x
+    rate: ClassVar[float] = 1e-2  # constant learning rate of Adam, chosen by validation on digits at 20x compression
     spreads: ClassVar[bool] = False  # whether more tiles add more rank than a larger size; plans then use small tiles
 
     @property

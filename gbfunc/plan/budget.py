@@ -19,7 +19,7 @@ from gbfunc.types import MatrixDims, TileDims
 
 _TOLERANCE = 0.02  # Largest miss of a target, as a fraction, before slots of equal shape get unequal sizes
 _THIN = 64  # A matrix with a side below this is one tile while 2 * features <= this: cutting would save no time
-_NEAR = 8  # Number of units, and of sizes above and below the present size, that the last search tries
+_NEAR = 8  # The last search tries so many units, and for each unit so many sizes above and below its size
 _LEAST_SIDE = 16  # Smallest tile side if `Hypernet.spreads`: below it, a larger size costs less time than more tiles
 
 

@@ -60,9 +60,9 @@ def make_plan(
 
     By default, the weights of linear, convolution and attention layers are generated. Biases, norms and embeddings are
     direct parameters. If direct parameters would exceed a quarter of a size target, embeddings are generated as
-    products of two thin matrices (`low_rank`), and the longest vectors are generated too. A size target cannot be
-    combined with another target or with an explicit size of `hypernet`; sizes in `rules` are kept. Without a target or
-    a size, every matrix has one tile with the default size of its type (32 features, 32 hidden units, rank 4, 8 genes).
+    products of two thin matrices (`low_rank`), and the longest vectors are generated too. Give at most one target, or a
+    size in `hypernet` (`periodic(features=8)`); sizes in `rules` are not changed. Otherwise, each matrix is one tile of
+    a g-net of its type's default size: 32 features (`periodic`), 32 hidden units (`gnet`), rank 4, or 8 genes (`xox`).
     If only some parameters require grad, frozen parameters keep their values, unless `include` or `rules` name them.
 
     With `base="own"`, the p-net's present weights are the base, and the genome is an adapter: `weights = base + delta`.
@@ -75,16 +75,16 @@ def make_plan(
         genome_params: maximum number of parameters of the whole genome, direct parameters included.
         genome_bytes: maximum size of the genome's file in bytes, header and buffers included.
         compression: minimum ratio of the p-net's parameters to the genome's.
-        stored: the dtype of the file that `genome_bytes` limits, and the default of `save` and `report`; `"float16"` by
-            default. Integer dtypes are counted at their largest size (trained values need 5 to 15 % less), and `"auto"`
-            at 5 bits per number.
+        stored: the dtype of the genome's file, by default `"float16"`, which `genome_bytes` counts and `save` and
+            `report` take by default. Integer dtypes are counted at their largest size (files of trained genomes are 5
+            to 15 % smaller), `"auto"` at 5 bits per number.
         include: regular expressions (`re.search`) for parameters to generate in addition to the defaults.
         exclude: regular expressions for parameters to keep direct; overrides every other selection.
         rules: pairs `(pattern, hypernetwork)` that choose other types, or None for direct; the first match applies.
         encodings: the encodings of rows and columns, `{parameter: (rows, columns)}`. None means the default (`binary`);
-            an array or tensor [n, k] has the coordinates of n positions (`table`).
+            an array or tensor [n, k] gives k coordinates for each of n rows or columns (`table`).
         max_tile: largest tile: a length, or (rows, columns), where columns of a convolution count channels. None means
-            one tile per matrix; with a size target, the fewest tiles that the type of g-net allows at its size.
+            one tile per matrix; with a size target, the fewest tiles whose sides are at least twice the features.
         base: None, or `"own"` for the p-net's present tensors in their dtypes, except those of `modules_to_save`.
         target_modules: modules whose weights get a delta, as in PEFT: a list of names or their last parts
             (`["query", "value"]`), a regular expression that matches whole names, or `"all-linear"`; None selects every

@@ -7,6 +7,7 @@ from typing import Any
 from gbfunc.formats.rounding import BITS
 from gbfunc.formats.sizes import file_bytes, owners_of
 from gbfunc.formats.steps import AUTO, Stored, stored_as
+from gbfunc.hypernets import ensemble_params
 from gbfunc.plan.slots import BufferPlan, TensorPlan
 from gbfunc.types import GenomeLike
 
@@ -40,7 +41,8 @@ def report(plan: Any, dtype: Stored | None, genome: GenomeLike | None, metadata:
     ]
     if base is not None:
         new = [t for t in plan.tensors if not t.base]
-        head = sum(s.tile_params for t in new for s in t.slots) + sum(t.numel for t in plan.direct)
+        head = sum(ensemble_params(s.hypernet, s.dims, s.grid.n_tiles, 0) for t in new for s in t.slots)
+        head += sum(t.numel for t in plan.direct)
         named, deltas = f"{base.name}, " * bool(base.name), sum(t.base for t in plan.tensors)
         lines += [
             f"base         {named}{base.params:,} parameters, {base.bytes:,} bytes: frozen, and not in the genome",

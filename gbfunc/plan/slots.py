@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gbfunc.encoding import Encoding
 from gbfunc.formats.layout import LIMITS
-from gbfunc.hypernets import Hypernet, ensemble_params, new_rows
+from gbfunc.hypernets import Hypernet, new_rows
 from gbfunc.layers import KINDS
 from gbfunc.layers.factored import DeltaWeight, FactoredWeight
 from gbfunc.layers.install import formable, transposed
@@ -65,11 +65,6 @@ class Slot:
     def dims(self) -> TileDims:
         return tile_dims(self.grid, self.row_code, self.col_code)
 
-    @property
-    def tile_params(self) -> int:
-        """Parameters of the slot's tiles, without shared leaves."""
-        return ensemble_params(self.hypernet, self.dims, self.grid.n_tiles, 0)
-
 
 @dataclass(frozen=True)
 class TensorPlan:
@@ -121,7 +116,7 @@ class TensorPlan:
         if not (lazy or beside) or not self.can_factor(dtype):
             return None
         grid, rank = self.slots[0].grid, self.slots[0].hypernet.factor_width
-        # A delta beside a layer is never added to a weight, so its factors are faster for any number of rows.
+        # A delta that is computed beside its layer needs no dense weight: factors are faster for any batch.
         options = (self.name, self.shape, grid, rank, self.kind == "transposed_linear", lazy == "auto" and not beside)
         return DeltaWeight(base, *options) if self.base and not beside else FactoredWeight(*options)
 

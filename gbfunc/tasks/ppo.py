@@ -79,9 +79,8 @@ def gae(
 ) -> Tensor:
     r"""Generalised advantage estimates (Schulman et al., 2016, equation 16): [T, N].
 
-    $\delta_t = r_t + \gamma V(s_{t+1}) - V(s_t)$, $\hat A_t = \delta_t + \gamma \lambda \hat A_{t+1}$. After a terminal
-    state the value is 0; after an episode that was cut short, the value of its last state stands for the rest. The sum
-    ends at either.
+    $\delta_t = r_t + \gamma V(s_{t+1}) - V(s_t)$, $\hat A_t = \delta_t + \gamma \lambda \hat A_{t+1}$. The sum ends
+    with the episode: a terminal state has the value 0, and an episode that is cut short that of its last state.
 
     Values [T + 1, N] are of the states before each step and of the one after the last; a time limit truncates.
     """

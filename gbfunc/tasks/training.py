@@ -261,7 +261,7 @@ RATE = 0.03
 
 
 def slowed(recipe: Recipe, steps: int) -> Recipe:
-    """Return the recipe of the short training, whose rate goes on falling."""
+    """Return the recipe of a fine-tuning of `steps` steps, at `RATE` of the recipe's learning rates, decaying to 0."""
     direct_lr = None if recipe.direct_lr is None else RATE * recipe.direct_lr
     return replace(recipe, steps=steps, lr=RATE * recipe.lr, direct_lr=direct_lr, schedule=linear_decay, warmup=0.0)
 

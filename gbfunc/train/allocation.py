@@ -65,7 +65,7 @@ def allocate_steps(
         raise ValueError(f"genome_bytes={genome_bytes:,} is too little: what is no code takes {coarsest:,} bytes")
     over, bits = coarsest - genome_bytes, code_bits(plan, leaves, steps)
     while True:
-        # Subtract from the bits that the genome uses. Lowering the allowed bits may have no effect.
+        # Subtract from the bits in use: if fewer than the allowed bits are in use, lowering these changes nothing.
         bits = max(0.0, bits - 8.0 * over)
         steps = allocate(plan, leaves, squares, bits, batch_size)
         over = len(compact.pack(text, plan, leaves, steps)[0]) - genome_bytes

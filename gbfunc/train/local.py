@@ -101,7 +101,7 @@ class LocalTrainStep(TrainStep):
         return _with_leaves(state, _leaves(state) | new)._replace(opt=state.opt._replace(outer=outer)), info
 
     def shard(self, state: TrainState) -> TrainState:
-        """Return this rank's part of a whole state. A state of a step without `local_steps` starts a new round."""
+        """Return this rank's part of a whole state. The state of a step without `local_steps` starts a round."""
         check_genome(self.plan, state)
         whole = state.opt
         if isinstance(whole, LocalState):

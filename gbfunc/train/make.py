@@ -26,24 +26,32 @@ from gbfunc.train.step import TrainStep
 
 
 def make_train_step(plan: Plan, pnet: nn.Module, loss_fn: LossFn, optimizer: Optimizer, **options: Any) -> TrainStep:
-    """Make a pure function that trains a genome on one batch: `(gnet_params, batch) -> (gnet_params, info)`.
+    """Make a pure function that trains a genome on one batch: `train_step(state, batch) -> (state, info)`.
 
-    The p-net is copied without its weights, and never changed. Training steps use the p-net's current training mode.
-    Direct parameters that do not require grad are not trained.
+    `train_step.init(seed)` gives the first state, a `TrainState` of the genome, the buffers and the optimizer's state.
+    `info` is a `StepInfo`: loss, gradient norm, aux. Only the p-net's structure is copied, with its training or
+    evaluation mode of now. Direct parameters that do not require grad are not trained. For a loop with
+    `loss.backward()` and any optimizer, use `GenomeModule`. `materialize` returns the trained network.
 
     Args:
         plan: the plan.
-        pnet: the p-net that the plan was made for.
+        pnet: the p-net that the plan was made for, which is not changed.
         loss_fn: `(net, batch) -> loss` or `(loss, aux)`. `net` is the p-net with generated weights. The function may
             call modules of `net` and read tensors of `net`, as in an ordinary module, but must not change or keep
             `net`. The guide "The contract" lists the rules for p-nets and loss functions.
         optimizer: an optimizer made by `torch_optimizer`.
-        **options: fields of `StepOptions`.
+        **options: fields of `StepOptions`, such as `donate`, `microbatches`, `clip_norm`, `amp`, `lazy` and `mesh`.
 
     Raises:
         TypeError: for an unknown option, or an optimizer that `torch_optimizer` did not make.
         ValueError: for options out of range, a p-net that does not fit the plan, or a p-net that cannot be a pure
             function (see `check_pnet`).
+
+    >>> import gbfunc as gb
+    >>> optimizer = gb.torch_optimizer(torch.optim.Adam, lr=1e-2)
+    >>> plan = gb.make_plan(pnet := nn.Linear(30, 20), gb.periodic(features=2))
+    >>> train_step = gb.make_train_step(plan, pnet, lambda net, x: net(x).square().mean(), optimizer)
+    >>> state, info = train_step(train_step.init(seed=0), torch.ones(3, 30))
     """
     given = StepOptions(**options)
     if not isinstance(optimizer, Optimizer):

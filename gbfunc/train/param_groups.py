@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 
 LearningRate: TypeAlias = float | Callable[[int], float]  # a number, or a function of the step, which counts from 0
 ROLES: tuple[str, ...] = ("code", "linear", "direct")
-# Dtypes in which tests hold the fused kernels of Adam and AdamW equal to the plain step, on CPUs and CUDA devices.
+# Dtypes for which tests check that the fused kernels of Adam and AdamW give the plain step, on CPU and CUDA.
 FUSED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 

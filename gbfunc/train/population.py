@@ -60,8 +60,7 @@ class Population:
     def __call__(self, states: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
         """Train every member on one batch. `states` do not change unless the train step donates.
 
-        With `same_batch=False`, the first dimension of the batch's tensors are the members. Values that are not tensors
-        are shared.
+        With `same_batch=False`, the first dimension of the batch's tensors is the member. Other values are shared.
 
         Raises:
             FloatingPointError: with `on_nonfinite="raise"`, if a member's loss or gradient is not finite.

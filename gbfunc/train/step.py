@@ -70,7 +70,6 @@ class TrainStep:
     """A training step: `init(seed) -> state` and `train_step(state, batch) -> (state, info)`; see `make_train_step`.
 
     Attributes:
-        plan: the plan.
         mesh: the ranks that run each training step together.
     """
 
@@ -94,8 +93,8 @@ class TrainStep:
     def init(self, seed: int = 0, *, device: torch.device | str | None = None) -> TrainState:
         """Create a new state. The same seed gives the same genome for any mesh and placement.
 
-        All ranks of a mesh must call this method. Direct parameters and buffers are those of rank 0's p-net. Each rank
-        gets its part of a split genome.
+        Direct parameters and buffers start as in the p-net, on a mesh as in rank 0's p-net. All ranks of a mesh must
+        call this method. If the mesh splits the genome, each rank gets its own part.
 
         Args:
             seed: seed of the g-nets, of dropout and of noise: 0 <= seed < 2**63.

@@ -24,8 +24,8 @@ from torch import Tensor
 # Second launch of backward: columns of a program, and the number of sums that a program reads at once.
 _ROWS, _HIDDEN, _PART, _CODES, _COLS, _SUMS = 32, 8, 256, 16, 32, 32
 
-# Fields of a side in the table: its first program in each of the three launches, sizes, and places in the arrays, which
-# are -1 for absent tensors. `SUMS` is the offset of the sums [T, parts, p + 2, H] per part of the rows.
+# Columns of the table of sides: the side's first program in each of the three launches, its sizes, and the offsets of
+# its tensors, -1 if absent. `SUMS` is the offset of the partial sums [T, parts, p + 2, H], one per part of the rows.
 FORWARD, PARTIAL, TOTAL, TILES, GROUPS, ROWS, WIDTH, FEATURES, PARTS, CODE_STEP = map(tl.constexpr, range(10))
 COSINE_FIRST, CODES, WEIGHT, PHASE, SINE, COSINE, SCALE, GROUP, OUT, SUMS = map(tl.constexpr, range(10, 20))
 D_WEIGHT, D_PHASE, D_SINE, D_COSINE, FIELDS = map(tl.constexpr, range(20, 25))

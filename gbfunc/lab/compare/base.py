@@ -141,7 +141,7 @@ def in_use(module: nn.Module) -> Params:
 
 
 def restore(module: nn.Module, state: Params) -> nn.Module:
-    """Copy a module with tensors from `state_of`, or a new module with tensors from `in_use`, in evaluation mode."""
+    """Return a copy of the module in evaluation mode with the tensors `state`, from `state_of` or `in_use`."""
     buffers = {name: state.get(name, b) for name, (b, _) in buffers_of(module).items()}
     return with_weights(module, {o.name: state[o.name] for o in parameter_infos(module)}, buffers).eval()
 

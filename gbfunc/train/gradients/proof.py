@@ -22,8 +22,8 @@ class Proof(NamedTuple):
     """A comparison of the first step's gradient and changes of buffers with those of the whole p-net, on a few rows."""
 
     whole: Callable[[], GenomeLoss]  # makes the loss of the whole p-net on this rank
-    part: Part  # this rank's part of the gradient, as steps compute it
-    loss: Callable[[], GenomeLoss | None]  # the loss of the steps
+    part: Part  # computes this rank's part of the gradient as training steps do
+    loss: Callable[[], GenomeLoss | None]  # returns the loss that training steps use
     few: Callable[[Any], Any]  # takes the rows from a batch
     axes: tuple[AxisName, ...]  # along which the parts are summed
     cause: str  # of a difference, and its cure
