@@ -50,8 +50,8 @@ def a_finer_step(plan: Plan, left: int) -> str | None:
         for slot in tensor.slots:
             net, dims, limit = slot.hypernet, slot.dims, slot.hypernet.max_size(slot.dims)
             assert net.size is not None
-            cost = ensemble_params(net.with_size(net.size + 1), dims, slot.grid.n_tiles, 0)
-            if (limit is None or net.size < limit) and cost <= slot.grid.numel and cost - slot.tile_params <= left:
+            cost, now = (ensemble_params(n, dims, slot.grid.n_tiles, 0) for n in (net.with_size(net.size + 1), net))
+            if (limit is None or net.size < limit) and cost <= slot.grid.numel and cost - now <= left:
                 return tensor.name
     return None
 

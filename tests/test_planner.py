@@ -137,6 +137,7 @@ class Backwards(nn.Sequential):
         return x
 
 
+@needs_pipelines
 def test_layers_that_run_in_another_order_are_planned_without_a_pipeline() -> None:
     pnet = Backwards(nn.Linear(8, 8), nn.Linear(8, 8))
     found = gb.plan_parallel(gb.make_plan(pnet, gb.periodic(2)), pnet, torch.zeros(4, 8), ranks=2)

@@ -12,6 +12,7 @@ import gbfunc as gb
 from tests.support.dense_oracle import READ_GRADIENTS, assert_same, dense_answer, step_answer
 from tests.support.strategies import Net
 from tests.support.trees_equal import same_bits
+from tests.support.versions import needs_whole_graphs
 from tests.support.zoo import SGD, loss_fn, step_of
 
 ADAM = gb.torch_optimizer(torch.optim.Adam, lr=0.01)
@@ -163,6 +164,7 @@ def test_reads_of_weights_that_are_not_dense_are_counted(mode: str) -> None:
         assert step.dense_reads == ({} if mode == "dense" else {"a.weight": n * calls})
 
 
+@needs_whole_graphs
 def test_a_compiled_step_that_reads_a_weight_is_compiled_once(graphs_alone: None) -> None:
     pnet = penalised()
     plan = gb.make_plan(pnet, gb.low_rank(1))
