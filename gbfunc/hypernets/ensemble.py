@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from gbfunc.hypernets import Hypernet
-from gbfunc.hypernets.kernels.operation import have_memory
-from gbfunc.hypernets.kernels.waves import Side, period_of, waves
+from gbfunc.hypernets.kernels.waves import Side, have_memory, period_of, waves
 from gbfunc.hypernets.periodic import Waves
 from gbfunc.tiling import TileGrid, join_all, join_tiles
 from gbfunc.types import Factors, Kernel, Params, TileDims

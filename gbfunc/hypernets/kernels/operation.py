@@ -5,37 +5,18 @@ Suffixes: T tiles; r, c rows and columns of a tile; H hidden units.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.autograd import forward_ad
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from gbfunc.hypernets.kernels.waves import Tensors, have_memory, is_plain_needed
 from gbfunc.tiling import unbatched
 from gbfunc.types import Params
-
-Tensors: TypeAlias = tuple[Tensor, ...]
-
-
-def have_memory(tensors: Iterable[Tensor]) -> bool:
-    """Return whether compiled code can read the tensors; False for meta, fake, batched and subclassed tensors."""
-    try:
-        for x in tensors:
-            if type(x) not in (Tensor, nn.Parameter) or x.is_meta:
-                return False
-            x.data_ptr()
-    except RuntimeError:  # of `torch.autograd.grad(is_grads_batched=True)` or a transform of `torch.func`
-        return False
-    return True
-
-
-def is_plain_needed() -> bool:
-    """Return whether only PyTorch's operators work here: in compiled graphs and in forward mode."""
-    return torch.compiler.is_compiling() or forward_ad._current_level >= 0
 
 
 def _without_autocast(device: str) -> AbstractContextManager[Any]:

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from gbfunc.hypernets.base import project
 from gbfunc.hypernets.kernels import native
-from gbfunc.hypernets.kernels.operation import Operation, Tensors
+from gbfunc.hypernets.kernels.operation import Operation
+from gbfunc.hypernets.kernels.waves import Tensors
 from gbfunc.tiling import TileGrid, join_stack, split_stack
 from gbfunc.types import Kernel
 

@@ -15,15 +15,17 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from gbfunc.hypernets.kernels import native
-from gbfunc.hypernets.kernels.operation import Tensors, have_memory, is_plain_needed
 from gbfunc.types import Kernel
+
+Tensors: TypeAlias = tuple[Tensor, ...]
 
 
 class Side(NamedTuple):
@@ -90,6 +92,23 @@ def period_of(codes_Unp: Tensor) -> int:
     changed = (codes_Unp != codes_Unp[:, :1]).any(0)
     runs = changed.int().argmax(0)[changed.any(0)].tolist()
     return next(m for m in sorted({n, *runs}, key=work) if m == n or fits(m))
+
+
+def have_memory(tensors: Iterable[Tensor]) -> bool:
+    """Return whether compiled code can read the tensors; False for meta, fake, batched and subclassed tensors."""
+    try:
+        for x in tensors:
+            if type(x) not in (Tensor, nn.Parameter) or x.is_meta:
+                return False
+            x.data_ptr()
+    except RuntimeError:  # of `torch.autograd.grad(is_grads_batched=True)` or a transform of `torch.func`
+        return False
+    return True
+
+
+def is_plain_needed() -> bool:
+    """Return whether only PyTorch's operators work here: in compiled graphs and in forward mode."""
+    return torch.compiler.is_compiling() or forward_ad._current_level >= 0
 
 
 _THREAD_WORK = 2**14  # Sines and cosines per additional thread
