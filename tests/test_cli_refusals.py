@@ -69,7 +69,7 @@ OPTIONS = [
     # Layouts and comparisons
     ("plan --ranks 2 --memory 1Gbit", "--memory must be a size such as 16GB or 512MiB, got '1Gbit'"),
     ("plan --ranks 2 --link fast", "--link must be a rate such as 100Gbit or 12.5GB, got 'fast'"),
-    ("plan --ranks 2 --device nowhere.json", "nowhere.json: No such file or directory"),
+    ("plan --ranks 2 --device nowhere.json", "no such device file: nowhere.json"),
     ("compare --bytes 300", "at most 300 bytes cannot be reached: the smallest genome's file has"),
 ]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import math
@@ -29,6 +28,7 @@ from gbfunc.hypernets import HYPERNETS, Hypernet
 from gbfunc.lab.bench.report import describe
 from gbfunc.parallel import text_of
 from gbfunc.parallel.planner import DeviceSpec
+from gbfunc.pnet.describe import copy_with
 from gbfunc.tasks import Recipe, Task, find_task
 from gbfunc.tasks.base import SCHEDULES, example_batches, logits_of, loss_fn, token_loss
 from gbfunc.tasks.pnets import find_pnet
@@ -133,7 +133,9 @@ def _check_forward(task: Task, pnet: nn.Module) -> None:
     """Raise `ValueError` if the p-net fails on two examples of the task, or has fewer outputs than the task."""
     if task.batches is not example_batches or task.loss not in (loss_fn, token_loss):
         return
-    x, (_, outputs, tokens, *_), net = next(iter(task.train.chunks(2)))[0], task.interface, copy.deepcopy(pnet)
+    x, (_, outputs, tokens, *_) = next(iter(task.train.chunks(2)))[0], task.interface
+    buffers = dict(pnet.named_buffers())
+    net = copy_with(pnet, lambda name, x: x.clone() if name in buffers else x)  # The copy shares the parameters.
     words = f"the p-net {task.pnet.name} got inputs {'[B, C, H, W] = ' * (x.ndim == 4)}{list(x.shape)}"
     with torch.no_grad(), seeded(0):
         try:
@@ -330,6 +332,8 @@ def data_digest(task: Task) -> str:
 def run_plan(options: Plan) -> None:
     device = DeviceSpec()
     if options.device is not None:
+        if not options.device.is_file():
+            raise FileNotFoundError(f"no such device file: {options.device} (gbfunc bench --calibrate prints one)")
         device = DeviceSpec.from_json(options.device.read_text(encoding="utf-8"))
     for name, text in chosen(options, "memory", "link").items():
         device = replace(device, **{name: parse_bytes(f"--{name}", text, rate=name == "link")})
