@@ -149,7 +149,10 @@ HOSTILE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "features": (lambda p: hypernet(p, type="periodic", features=2**31), "declares .* numbers, and"),
     "module": (lambda p: hypernet(p, type="module", factory="os:system"), "needs the g-net factory 'os:system'"),
     "a side that no tensor has": (lambda p: tensor(p, "5.bias").__setitem__("shape", [0, 1 << 63]), "expected a shape"),
-    "half a kernel": (lambda p: tensor(p, "0.weight")["slots"][0].__setitem__(slice(4, 8), [0.0, "", 2, 10]), "multi"),
+    "half a kernel": (
+        lambda p: tensor(p, "0.weight")["slots"][0].__setitem__(slice(4, 8), [0.0, "", 2, 10]),
+        "must have a multiple of 9 kernel positions, got 10",
+    ),
     "another kind": (another_kind, "cannot have shape|do not fold"),
     "no kind": (lambda p: tensor(p).__setitem__("kind", "nothing"), "unknown kind 'nothing'"),
     "no dtype": (lambda p: tensor(p).__setitem__("dtype", "float7"), "must have a dtype .*, got float7"),
