@@ -56,7 +56,8 @@ class _Tiles:
         tiles, inside, energies = [], [], []
         for span in e.spans:
             tensor, slot = plan.tensors[span.tensor], span.slot
-            matrix = KINDS[tensor.kind].unfold(targets[tensor.name])[span.part].to(device, torch.float64) - slot.offset
+            matrices = KINDS[tensor.kind].unfold(targets[tensor.name])
+            matrix = matrices[span.matrix].to(device, torch.float64) - slot.offset
             # With scale 0, g-nets cannot change the matrix, so the target is 0.
             matrix = matrix / slot.scale if slot.scale else torch.zeros_like(matrix)
             tiles.append(split_tiles(matrix, slot.grid))

@@ -136,7 +136,7 @@ def init_genome(plan: Plan, pnet: nn.Module, seed: int = 0, *, device: torch.dev
                 leaves[k][span.first : span.first + span.slot.grid.n_tiles] = 0
             if new := (tensor := plan.tensors[span.tensor]).new_rows:
                 values = infos[tensor.name].tensor.detach()
-                leaves["rows"][span.first] = KINDS[tensor.kind].unfold(values)[span.part][-new:] / span.slot.scale
+                leaves["rows"][span.first] = KINDS[tensor.kind].unfold(values)[span.matrix][-new:] / span.slot.scale
         gnets[e.name] = {k: v.to(device) for k, v in leaves.items()}
     direct = {t.name: _direct(infos[t.name], generator).to(device, copy=True) for t in plan.direct}
     return Genome(gnets, direct, {name: buffer.to(device, copy=True) for name, buffer in buffers.items()})

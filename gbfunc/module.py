@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from gbfunc.base import BaseTensors
 from gbfunc.generation import Generator, make_generator
 from gbfunc.genome import Noise, check_genome, check_plan, init_genome, sample_noise, unflat_genome
-from gbfunc.layers.forms import Weight, now, unseen_by_checkpoints
+from gbfunc.layers.forms import Weight, generated_attribute, unseen_by_checkpoints
 from gbfunc.layers.install import blank_layer, install
 from gbfunc.plan import Plan
 from gbfunc.pnet.describe import copy_with, keep_statistics, named_tensors, without_sparse
@@ -272,7 +272,7 @@ class GenomeModule(nn.Module):
         for name, source in self._frame.sources.items():
             layer, attribute = self._layer(name)
             if layer is not None:
-                key = now(attribute)
+                key = generated_attribute(attribute)
                 placed.append((layer, key, getattr(layer, key, None)))
                 object.__setattr__(layer, key, weights[source])
         return placed

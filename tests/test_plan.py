@@ -35,7 +35,7 @@ def test_counts_are_those_of_the_tensors(name: str) -> None:
 def test_ensembles_hold_every_slot_once(name: str) -> None:
     _, plan = PLANS[name]
     slots = [(i, p) for i, t in enumerate(plan.tensors) for p in range(len(t.slots))]
-    placed = [(p.tensor, p.part) for e in plan.ensembles for p in e.spans]
+    placed = [(p.tensor, p.matrix) for e in plan.ensembles for p in e.spans]
     assert sorted(placed) == slots
     assert len({e.name for e in plan.ensembles}) == len({(e.hypernet, e.dims) for e in plan.ensembles})
     for e in plan.ensembles:

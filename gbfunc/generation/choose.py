@@ -61,7 +61,7 @@ def make_generator(
     found: dict[tuple[str, int], tuple[int, int]] = {}
     for n, stack in enumerate(stacks):
         spans = [stack.ensemble.spans[slot] for slot in stack.slots]
-        found |= {(plan.tensors[span.tensor].name, span.part): (n, i) for i, span in enumerate(spans)}
+        found |= {(plan.tensors[span.tensor].name, span.matrix): (n, i) for i, span in enumerate(spans)}
     places, forms = [], dict[str, WeightForm]()
     for t in (t for t in made if t.slots):
         form, of_tensor = chosen[t.name], [found[t.name, part] for part in range(len(t.slots))]

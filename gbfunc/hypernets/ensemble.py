@@ -62,7 +62,7 @@ class Evaluation(NamedTuple):
     constants: Constants
     leaves: Params  # {name: [T, ...]}, or [G, ...] for group leaves; {} for a type without leaves
     noise: Params | None = None  # {name: [T, ...]}; None for the mean
-    made: Factors | None = None  # the factors, if `with_factors` has computed them already
+    factors: Factors | None = None  # of the tiles; None until `with_factors` has computed the factors
 
     @property
     def n_tiles(self) -> int:
@@ -77,13 +77,13 @@ class Evaluation(NamedTuple):
 
     def tiles(self) -> Tensor | Factors:
         """Return scaled tiles [T, r, c], or factors [T, r, k] and [T, c, k]; one tile for a type without leaves."""
-        if self.made is not None:
-            return self.made
+        if self.factors is not None:
+            return self.factors
         if isinstance(self.constants.hypernet, Waves):
             return periodic_factors([self])[0]
         c, (leaves, scale) = self.constants, self._scaled()
-        made = c.hypernet.tiles(leaves, c.row, c.col, self.noise, c.kernel)
-        return made if scale is None else dense_tiles(made) * scale[:, None, None]
+        tiles = c.hypernet.tiles(leaves, c.row, c.col, self.noise, c.kernel)
+        return tiles if scale is None else dense_tiles(tiles) * scale[:, None, None]
 
     def _scaled(self) -> tuple[Params, Tensor | None]:
         """Return the leaves per tile and the scale; the scale is None if linear leaves already include it."""
@@ -105,7 +105,7 @@ class Evaluation(NamedTuple):
     def matrix(self, grid: TileGrid) -> Tensor:
         """Return a single matrix [R, C] from all tiles."""
         c = self.constants
-        if self.made is None and self.noise is None and not isinstance(c.hypernet, Waves):
+        if self.factors is None and self.noise is None and not isinstance(c.hypernet, Waves):
             leaves, scale = self._scaled()
             matrix = c.hypernet.matrix(leaves, c.row, c.col, grid, c.kernel)
             if matrix is not None and scale is None:
@@ -122,8 +122,9 @@ class Evaluation(NamedTuple):
         shared = [k for k, leaf in specs.items() if leaf.scope == "group"]
         # `split` has a single backward. Each slice instead would allocate a gradient for all tiles.
         leaves = {k: [v] * len(counts) if k in shared else v.split(list(counts)) for k, v in self.leaves.items()}
-        made = [None] * len(counts) if self.made is None else map(Factors, *(x.split(list(counts)) for x in self.made))
-        for i, (count, factors) in enumerate(zip(counts, made, strict=True)):
+        sides = [] if self.factors is None else [x.split(list(counts)) for x in self.factors]
+        all_factors = [*map(Factors, *sides)] if sides else [None] * len(counts)
+        for i, (count, factors) in enumerate(zip(counts, all_factors, strict=True)):
             span = slice(first, first + count)
             noise = self.noise and {k: v[span] for k, v in self.noise.items()}
             parts.append(Evaluation(constants.of(span), {k: v[i] for k, v in leaves.items()}, noise, factors))
@@ -132,9 +133,9 @@ class Evaluation(NamedTuple):
 
 
 def with_factors(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    """Set `made` of the periodic and bilinear g-nets to their factors, which one operator computes."""
+    """Set `factors` of the periodic and bilinear g-nets to their factors, which one operator computes."""
     found = [*evaluations]
-    which = [i for i, one in enumerate(found) if one.made is None and isinstance(one.constants.hypernet, Waves)]
+    which = [i for i, one in enumerate(found) if one.factors is None and isinstance(one.constants.hypernet, Waves)]
     for i, factors in zip(which, periodic_factors([found[i] for i in which]), strict=True):
         found[i] = Evaluation(*found[i][:-1], factors)
     return found

@@ -119,5 +119,5 @@ def beside_forward(layer: Any, input: Tensor) -> Tensor:
     """Compute the layer's own forward, and add the delta's output, computed in the dtype of the g-nets."""
     y = _Layer.apply(partial(layer._stock.forward, _kept(layer)), input)
     weight = weight_of(layer, DELTA)
-    wide = input if torch.is_autocast_enabled(input.device.type) else input.to(weight.given["left"].dtype)
+    wide = input if torch.is_autocast_enabled(input.device.type) else input.to(weight.inputs["left"].dtype)
     return y + weight.linear(wide, None).to(y.dtype)

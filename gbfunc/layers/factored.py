@@ -47,9 +47,9 @@ class FactoredWeight(WeightForm):
         """Arrange the factors by tile row and tile column: [nr, nc, r, k] and [nr, nc, c, k]."""
         return inputs["left"].unflatten(0, self.tiles), inputs["right"].unflatten(0, self.tiles)
 
-    def make(self, given: Params) -> Tensor:
+    def make(self, inputs: Params) -> Tensor:
         """Multiply the factors out."""
-        left, right = given["left"], given["right"]
+        left, right = inputs["left"], inputs["right"]
         # A matrix product is faster than a batched product of one.
         single = self.tiles == (1, 1)
         matrix = _single(left) @ _single(right).mT if single else join_tiles(left @ right.mT, self.grid)
@@ -82,10 +82,9 @@ class FactoredWeight(WeightForm):
             return None
         if x.shape[-1] != grid.cols:
             raise ValueError(f"expected an input with {grid.cols} features, got shape {tuple(x.shape)}")
-        given = weight.given
         if self.tiles == (1, 1):
-            return F.linear(x @ _single(given["right"]), _single(given["left"]), bias)
-        left, right = self.by_tile(given)
+            return F.linear(x @ _single(weight.inputs["right"]), _single(weight.inputs["left"]), bias)
+        left, right = self.by_tile(weight.inputs)
         # Contiguous like the output of F.linear, because a later dropout draws its mask in the order of memory.
         y = from_thin(thin_product(x, right, (0, grid.cols)), left, ((0, grid.rows),)).contiguous()
         # Under autocast F.linear returns the narrow dtype of the products.
@@ -107,7 +106,7 @@ class FactoredWeight(WeightForm):
             raise ValueError(f"expected an input with {channels} channels, got shape {tuple(x.shape)}")
         # On a CPU, torch's 2D convolutions keep the channels-last memory format, but 3D convolutions do not.
         last = (x.ndim == 4 or (x.ndim > 3 and not x.is_cpu)) and x.stride(1) == 1 and x.stride(-1) >= channels
-        left, right = self.by_tile(weight.given)
+        left, right = self.by_tile(weight.inputs)
         nr, nc, r, k = left.shape
         if nc > 1 and x.is_cpu and (missing := missing_ranks(nr, k)):
             # Pad the rank: on a CPU, groups of other sizes take up to three times as long.
@@ -129,7 +128,7 @@ class FactoredWeight(WeightForm):
         return y.movedim(1, -1).contiguous().movedim(-1, 1) if last else y.contiguous()
 
     def _thin_embedding(self, weight: Weight, index: Tensor, padding_idx: int | None) -> Tensor | None:
-        left, right = self.by_tile(weight.given)
+        left, right = self.by_tile(weight.inputs)
         nr, nc, r, k = left.shape
         # With several tile rows, each token gathers its own right factors. These may take more memory than the weight.
         many = nr > 1 and (is_exporting() or index.numel() * k > self.grid.rows)
@@ -173,13 +172,13 @@ class DeltaWeight(FactoredWeight):
         factors = super().of(sources)
         return factors | {self.keys[-1]: self._base_on(next(iter(factors.values())).device)}
 
-    def make(self, given: Params) -> Tensor:
+    def make(self, inputs: Params) -> Tensor:
         """Add the delta to the base."""
-        return added(given["base"], super().make(given))
+        return added(inputs["base"], super().make(inputs))
 
     def apply(self, weight: Weight, use: Use, x: Tensor, bias: Tensor | None) -> Tensor:
         """Apply the base and add the output of the delta's factors, or apply the dense weight if this is faster."""
-        left, right, base = (weight.given[k] for k in self.inputs)
+        left, right, base = (weight.inputs[k] for k in self.inputs)
         autocast = torch.is_autocast_enabled(x.device.type)
         single = left.dtype == base.dtype and (x.dtype == left.dtype or autocast) and not x.is_nested and x.ndim > 1
         single = single and use.operation == "linear" and self.tiles == (1, 1)
@@ -216,30 +215,30 @@ class RowFactors(WeightForm):
         self.frozen, self.sizes = form.frozen, ((form.grid.rows, rank), (rank, rank), (form.grid.cols, rank))
 
     @staticmethod
-    def of_tiles(form: FactoredWeight, given: Params) -> tuple[Tensor, Tensor, Tensor]:
+    def of_tiles(form: FactoredWeight, inputs: Params) -> tuple[Tensor, Tensor, Tensor]:
         """Convert the inputs of a `FactoredWeight` to left, mix and right, without a dimension B."""
-        right, left = as_low_rank(*form.by_tile(given), form.grid)
+        right, left = as_low_rank(*form.by_tile(inputs), form.grid)
         return left, torch.eye(len(right), dtype=left.dtype, device=left.device), right.t().contiguous()
 
-    def make(self, given: Params) -> Tensor:
+    def make(self, inputs: Params) -> Tensor:
         """Form the weight of each row [B, ...], or the weight that all rows share."""
-        delta = given["left"] @ given["mix"] @ given["right"].mT
+        delta = inputs["left"] @ inputs["mix"] @ inputs["right"].mT
         delta = delta.mT if self.transposed else delta
-        return added(given["base"], delta) if "base" in given else delta
+        return added(inputs["base"], delta) if "base" in inputs else delta
 
     def apply(self, weight: Weight, use: Use, x: Tensor, bias: Tensor | None) -> Tensor:
         """Apply the base once to all rows, and each row's factors; ValueError if the number of rows differs."""
-        given, left = weight.given, weight.given["left"]
+        inputs, left = weight.inputs, weight.inputs["left"]
         wide, size = x if torch.is_autocast_enabled(x.device.type) else x.to(left.dtype), x.shape[:-1]
         if left.ndim == 3:
             if x.ndim < 2 or len(x) not in (1, len(left)):
                 words = f"{self.name!r} expects an input of 1 or {len(left)} rows"
                 raise ValueError(f"{words} (one per set of factors), got shape {tuple(x.shape)}")
             wide, size = wide.reshape(len(x), -1, x.shape[-1]), (len(left), *x.shape[1:-1])
-        delta = (wide @ given["right"] @ given["mix"].mT @ left.mT).reshape(*size, left.shape[-2])
-        if "base" not in given:
+        delta = (wide @ inputs["right"] @ inputs["mix"].mT @ left.mT).reshape(*size, left.shape[-2])
+        if "base" not in inputs:
             return delta if bias is None else delta + bias
-        y = use.run(given["base"], x, bias)
+        y = use.run(inputs["base"], x, bias)
         return y + delta.to(y.dtype)
 
 

@@ -134,8 +134,8 @@ class WeightForm:
         """Return the form's input tensors by `keys`, from one source per matrix."""
         raise NotImplementedError
 
-    def make(self, given: Params) -> Tensor:
-        """Form the dense weight, in the layer's shape and differentiable in the inputs `given`."""
+    def make(self, inputs: Params) -> Tensor:
+        """Form the dense weight, in the layer's shape and differentiable in `inputs`."""
         raise NotImplementedError
 
     def apply(self, weight: Weight, use: Use, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -144,22 +144,22 @@ class WeightForm:
 
 
 class Weight:
-    """A generated weight during a call of the p-net: a form with its input tensors (`given`) by name."""
+    """A generated weight during a call of the p-net: a form with its input tensors (`inputs`) by name."""
 
-    def __init__(self, form: WeightForm, given: Params) -> None:
-        self.form, self.given = form, given
+    def __init__(self, form: WeightForm, inputs: Params) -> None:
+        self.form, self.inputs = form, inputs
         self.formed: Tensor | None = None  # the dense tensor, after the first read
         self.applied = False  # whether a layer used the inputs before the dense tensor was formed
 
     def dense(self) -> Tensor:
         """Return the dense weight: the same tensor throughout a call of the p-net."""
         if self.formed is None:
-            first, mode = next(iter(self.given.values())), nullcontext()
+            first, mode = next(iter(self.inputs.values())), nullcontext()
             if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
                 # A later read outside of inference mode may need gradients of this tensor.
                 mode = torch.inference_mode(first.is_inference())
             with mode, torch.enable_grad(), outside_autocast(first.device), unseen_by_checkpoints():
-                self.formed = self.form.make(self.given)
+                self.formed = self.form.make(self.inputs)
         return self.formed
 
     def read(self) -> Tensor:
@@ -190,14 +190,15 @@ Outside = Callable[[Any, str], Any]
 """Function `(layer, attribute) -> weight` that generates a weight read outside of a call: a `Weight` or a tensor."""
 
 
-def now(attribute: str) -> str:
+def generated_attribute(attribute: str) -> str:
     """Name the attribute that holds a generated weight (a `Weight` or a tensor) during a call, and None otherwise."""
-    return f"_{attribute}_now"
+    return f"_generated_{attribute}"
 
 
 def weight_of(layer: Any, attribute: str) -> Any:
     """Return a layer's generated `Weight` or tensor; None if not generated, or in a skeleton outside of a call."""
-    if (weight := getattr(layer, now(attribute), None)) is not None or not hasattr(layer, now(attribute)):
+    key = generated_attribute(attribute)
+    if (weight := getattr(layer, key, None)) is not None or not hasattr(layer, key):
         return weight
     outside: Outside | None = layer._outside
     return None if outside is None else outside(layer, attribute)
@@ -231,7 +232,7 @@ class Parameters(dict[str, Any]):
         self._layer, self._attributes = layer, attributes
 
     def _weight(self, name: str) -> Weight | None:
-        return getattr(self._layer, now(name)) if name in self._attributes else None
+        return getattr(self._layer, generated_attribute(name)) if name in self._attributes else None
 
     def __getitem__(self, name: str) -> Any:
         weight = self._weight(name)

@@ -20,8 +20,8 @@ from gbfunc.layers.forms import (
     WeightForm,
     conv_forward,
     embedding_forward,
+    generated_attribute,
     linear_forward,
-    now,
     weight_of,
 )
 from gbfunc.layers.kinds import DELTA
@@ -131,7 +131,7 @@ def blank_layer(stock: type[nn.Module], attributes: tuple[str, ...], formed: boo
 
 
 def install(net: nn.Module, forms: Mapping[str, WeightForm | None], outside: Outside | None = None) -> None:
-    """Make the layers of a p-net's copy use generated weights, which each call sets as attributes `now(NAME)`.
+    """Make the layers of a p-net's copy use generated weights, which each call sets as attributes.
 
     Args:
         net: the copy.
@@ -156,7 +156,7 @@ def install(net: nn.Module, forms: Mapping[str, WeightForm | None], outside: Out
                 delattr(layer, attribute)
         layer.__class__ = generated_class(type(layer), tuple(attributes), layer in formed)
         vars(layer).update(_outside=outside, _forms=attributes, _names=names.get(layer, {}))
-        vars(layer).update(dict.fromkeys(map(now, attributes)))
+        vars(layer).update(dict.fromkeys(map(generated_attribute, attributes)))
         if outside is None:
             vars(layer)["_parameters"] = Parameters(layer, attributes)
 

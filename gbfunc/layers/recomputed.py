@@ -31,18 +31,18 @@ class RecomputedWeight(WeightForm):
         """Return the leaves and the noise of all sources."""
         return dict(zip(self.keys, (x for source in sources for x in source.inputs()), strict=True))
 
-    def make(self, given: Params) -> Tensor:
+    def make(self, inputs: Params) -> Tensor:
         """Form the dense weight; raises RuntimeError if this rank has only a piece of the weight."""
         if self.split:
             raise RuntimeError(f"{self.name!r} is split over ranks and made in pieces: read it with remat='none'")
-        return self.maker(*(given[k] for k in self.inputs))
+        return self.maker(*(inputs[k] for k in self.inputs))
 
     def apply(self, weight: Weight, use: Use, x: Tensor, bias: Tensor | None) -> Tensor:
         """Generate the weight, use the weight, and generate the weight again in backward."""
         others = (x,) if bias is None else (x, bias)
         if weight.formed is not None:
             return use.run(weight.dense(), *others)
-        inputs = tuple(weight.given[k] for k in self.inputs)
+        inputs = tuple(weight.inputs[k] for k in self.inputs)
 
         def used(*tensors: Tensor) -> Tensor:
             with outside_autocast(x.device):

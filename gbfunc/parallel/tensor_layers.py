@@ -61,7 +61,7 @@ def _dense(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     cut = cut_piece(form.grid, split.piece)
     tiles: Any = [*(cut.tiles or ())]
     tiles = slice(tiles[0], tiles[-1] + 1) if tiles[-1] - tiles[0] == len(tiles) - 1 else tiles
-    left, right = (scale_gradient(factor, ranks)[tiles] for factor in (own.given["left"], own.given["right"]))
+    left, right = (scale_gradient(factor, ranks)[tiles] for factor in (own.inputs["left"], own.inputs["right"]))
     return F.linear(x, cut.crop(join_tiles(left @ right.mT, cut.grid)), bias)
 
 
@@ -70,7 +70,7 @@ def _thin(layer: Any, batch: int, width: int, sent: bool) -> tuple[Tensor, Tenso
     own, split = weight_of(layer, "weight"), layer.split
     if own is None or not isinstance(form := own.form, FactoredWeight) or own.formed is not None:
         return None
-    left = own.given["left"]
+    left = own.inputs["left"]
     (nr, nc), k = form.tiles, left.shape[-1]
     rows, cols, ranks = form.grid.rows, form.grid.cols, split.wire.axis.size
     balance = OPERATIONS_PER_BYTE.get(left.device.type, OPERATIONS_PER_BYTE["cpu"])
@@ -78,7 +78,7 @@ def _thin(layer: Any, batch: int, width: int, sent: bool) -> tuple[Tensor, Tenso
     pieces = (ranks, 1) if split.by_rows else (1, ranks)
     thin = thin_flops(rows, cols, k, (nr, nc), batch, pieces) + byte * nr * nc * k
     pays = not form.auto or thin < dense_flops(rows, cols, k, batch) / ranks + byte * width
-    return form.by_tile(own.given) if pays else None
+    return form.by_tile(own.inputs) if pays else None
 
 
 def _by_rows(layer: Any, input: Tensor) -> Any:

@@ -17,10 +17,10 @@ from gbfunc.types import TileDims
 
 
 class TileSpan(NamedTuple):
-    """The position of a slot in its ensemble: tiles `first .. first + grid.n_tiles - 1`."""
+    """The position of matrix `matrix` of tensor `tensor` in an ensemble: tiles `first .. first + grid.n_tiles - 1`."""
 
     tensor: int
-    part: int
+    matrix: int
     first: int
     slot: Slot
 
@@ -106,10 +106,10 @@ class Ensemble:
 def ensembles_of(tensors: Sequence[TensorPlan]) -> tuple[Ensemble, ...]:
     alike: dict[tuple[Hypernet, TileDims], list[TileSpan]] = {}
     for index, tensor in enumerate(tensors):
-        for part, slot in enumerate(tensor.slots):
+        for matrix, slot in enumerate(tensor.slots):
             spans = alike.setdefault((slot.hypernet, slot.dims), [])
             first = spans[-1].first + spans[-1].slot.grid.n_tiles if spans else 0
-            spans.append(TileSpan(index, part, first, slot))
+            spans.append(TileSpan(index, matrix, first, slot))
     ensembles: dict[str, Ensemble] = {}
     for (hypernet, dims), spans in alike.items():
         name = base = f"{hypernet.type}{hypernet.size or ''}_{dims.rows}x{dims.cols}"

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gbfunc.base import BaseTensors
-from gbfunc.layers.forms import Weight, WeightForm, now
+from gbfunc.layers.forms import Weight, WeightForm, generated_attribute
 from gbfunc.layers.install import install
 from gbfunc.pnet.describe import buffers_of, check_pnet, keep_statistics, named_tensors, parameter_infos, skeleton_of
 from gbfunc.trees import TensorSpec, compare_trees
@@ -165,12 +165,12 @@ def _places(pnet: nn.Module, skeleton: nn.Module, forms: Mapping[str, WeightForm
             continue
         seen.add((id(module), key))
         if name in forms:
-            places.append((forms[name].name, module, now(key), True))
+            places.append((forms[name].name, module, generated_attribute(key), True))
         else:
             holder = module._parameters if key in module._parameters else module._buffers
             places.append((original, holder, key, False))
     # A delta beside a layer has a form, but no tensor of the p-net.
     for name in forms.keys() - {name for name, _ in named_tensors(pnet, ties=True)}:
         path, _, key = name.rpartition(".")
-        places.append((name, skeleton.get_submodule(path), now(key), True))
+        places.append((name, skeleton.get_submodule(path), generated_attribute(key), True))
     return places
