@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gbfunc as gb
-from gbfunc.train.gradients.loss import Given
-from gbfunc.train.gradients.proof import Proof, gradient_and_changes, plainly
+from gbfunc.train.gradients.loss import StepInputs
+from gbfunc.train.gradients.proof import Proof, gradient_and_changes, plain_gradients
 from gbfunc.train.step import TrainStep
 from gbfunc.trees import flat_genome
 from tests.support.strategies import Net
@@ -41,9 +41,9 @@ def test_random_numbers_come_from_seed_and_step_alone(name: str, options: dict[s
     assert len({*first, *losses(2)}) == 8
 
 
-def given_of(step: TrainStep, batch: Any) -> tuple[Any, Given]:
+def inputs_of(step: TrainStep, batch: Any) -> tuple[Any, StepInputs]:
     leaves = {k: x.requires_grad_() for k, x in flat_genome(step.init()).items()}
-    return step._objective.strategy.loss, Given(leaves, None, {}, batch, 3, True)
+    return step._objective.strategy.loss, StepInputs(leaves, None, {}, batch, 3, True)
 
 
 class Noisy(nn.Linear):
@@ -57,20 +57,20 @@ def test_a_proof_of_what_is_random_in_eval_mode_too_says_that_it_is_none(shift: 
     step = gb.make_train_step(
         gb.make_plan(pnet, gb.periodic(2)), pnet, lambda net, b: F.mse_loss(net(b[0]), b[1]), STILL
     )
-    loss, given = given_of(step, batch)
+    loss, inputs = inputs_of(step, batch)
 
-    def part(given: Given, wanted: list[Tensor]) -> Any:
+    def part(inputs: StepInputs, wanted: list[Tensor]) -> Any:
         torch.manual_seed(1 + torch.initial_seed())
-        given = given._replace(batch=(given.batch[0], given.batch[1] + shift))
-        return plainly(loss)(given, wanted)
+        inputs = inputs._replace(batch=(inputs.batch[0], inputs.batch[1] + shift))
+        return plain_gradients(loss)(inputs, wanted)
 
     proof = Proof(lambda: loss, part, lambda: loss, lambda batch: batch, ("tensor",), "the part")
     if shift:
         with pytest.raises(ValueError, match="away from those of the p-net on one rank: the part"):
-            proof.compare(step._layout, given, given.leaves)
+            proof.compare(step._layout, inputs, inputs.leaves)
     else:
         with pytest.warns(UserWarning, match="over tensor ranks was not compared"):
-            proof.compare(step._layout, given, given.leaves)
+            proof.compare(step._layout, inputs, inputs.leaves)
 
 
 def test_what_a_comparison_runs_leaves_the_batch_as_it_was() -> None:
@@ -80,8 +80,8 @@ def test_what_a_comparison_runs_leaves_the_batch_as_it_was() -> None:
 
     pnet, batch = Halving(4, 4), torch.ones(3, 4)
     step = gb.make_train_step(gb.make_plan(pnet, gb.periodic(2)), pnet, loss_fn, STILL)
-    loss, given = given_of(step, batch)
-    gradient_and_changes(plainly(loss), given, [*given.leaves.values()], 0)
+    loss, inputs = inputs_of(step, batch)
+    gradient_and_changes(plain_gradients(loss), inputs, [*inputs.leaves.values()], 0)
     assert torch.equal(batch, torch.ones(3, 4))
     step(step.init(), batch)
     assert torch.equal(batch, torch.full((3, 4), 0.5))

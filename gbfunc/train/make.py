@@ -96,7 +96,7 @@ def _make_objective(pnet: nn.Module, loss_fn: LossFn, layout: Layout, options: S
     # A proof on the whole p-net saves memory with remat="layer": only one layer's weights exist at a time.
     whole = partial(GenomeLoss, pnet, loss_fn, layout, replace(options, compile=False, remat="layer", microbatches=1))
     takes_parts = split is not None and split.takes_parts
-    again, n = options.remat == "generate", options.microbatches
+    regenerate, n = options.remat == "generate", options.microbatches
     make = partial(GenomeLoss if split is None else partial(SplitLoss, split), pnet, loss_fn, layout, options)
     if options.pipeline is not None and layout.mesh.sizes["pipeline"] > 1:
         # Imported here, because the import of torch's pipelines is slow.
@@ -105,19 +105,19 @@ def _make_objective(pnet: nn.Module, loss_fn: LossFn, layout: Layout, options: S
 
         pieces = {} if split is None else {"adapt": split.shrink}
         pipeline = Pipeline(pnet, options.pipeline, layout.mesh, n, options.stages, **pieces)
-        strategy: Strategy = (stages := Pipelined(pipeline, make, loss_fn, scale, again, split, options.amp))
+        strategy: Strategy = (stages := Pipelined(pipeline, make, loss_fn, scale, regenerate, split, options.amp))
         proof = stages.proof(whole)
     else:
         loss = make()
         proof = None if split is None or takes_parts else split_proof(whole, loss, split)
         if options.compile:
             strategy = CompiledGraph(loss, scale, layout, joint=split is None)
-        elif n == 1 and not again:
+        elif n == 1 and not regenerate:
             strategy = OneGraph(loss, scale)
         else:
             alone = ranks == 1 and options.local_steps is None
             parts = partial(equal_parts, n) if alone else partial(parts_of_share, n, takes_parts)
-            strategy = Accumulated(loss, scale, parts, again)
+            strategy = Accumulated(loss, scale, parts, regenerate)
     if ranks == 1:
         return Objective(layout.plan, strategy, scale)
     if split is None:

@@ -15,7 +15,7 @@ from torch.func import vmap
 
 from gbfunc.genome import Noise, check_genome
 from gbfunc.train.captured import CapturedTrainStep
-from gbfunc.train.gradients.loss import Given, detached, noise_of, seeded
+from gbfunc.train.gradients.loss import StepInputs, detached, noise_of, seeded
 from gbfunc.train.optimizers import OptState
 from gbfunc.train.step import StepInfo, TrainState, TrainStep, check_dtypes, checked_state, own_direct, step_seed
 from gbfunc.trees import BUFFERS, TensorSpec, compare_trees, flatten_tree, like_genome, refuse_packed, tree_map
@@ -110,8 +110,8 @@ class Population:
         loss.generator.prepare(frozen | trained)
 
         def one(leaves: Params, noise: Noise | None, buffers: Params, small: Any) -> Any:
-            given = Given(leaves, noise, buffers, batch if same else small, 1, True)
-            return loss.with_gradients(given, [*trained], scale)
+            inputs = StepInputs(leaves, noise, buffers, batch if same else small, 1, True)
+            return loss.with_gradients(inputs, [*trained], scale)
 
         rows = None if same else tree_map(lambda x: 0 if isinstance(x, Tensor) else None, batch)
         dims = (0, None if noise is None else 0, 0, rows)
@@ -121,7 +121,7 @@ class Population:
             loss_n, aux, buffers, found = many(frozen | trained, noise, buffers, None if same else batch)
             if loss_n.requires_grad:
                 loss.gradients(loss_n.sum(), [])
-        aux = Given(frozen | trained, None, buffers, None, 1, True).detached(aux)
+        aux = StepInputs(frozen | trained, None, buffers, None, 1, True).detached(aux)
         # The loss function may use other modules. Detach, so that their graph ends here.
         gradients = {k: g.detach() / scale for k, g in zip(trained, found, strict=True)}
         return loss_n.detach(), aux, gradients, detached(buffers)

@@ -1,1 +1,1 @@
-"""Loss and gradient of a genome on one batch, one file per strategy; `loss` is the eager one in one process."""
+"""Compute the loss and the gradient of a genome on one batch: base classes in `loss`, one strategy per other file."""

@@ -1,4 +1,4 @@
-"""Microbatches: gradients of the weights are summed over microbatches, and pass through the g-nets once."""
+"""Microbatches: gradients of the weights are summed over microbatches, and then pass through the g-nets once."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,20 +7,23 @@ import torch
 from torch import Tensor
 
 from gbfunc.layers.forms import outside_autocast
-from gbfunc.train.gradients.loss import NO_GRADIENT, GenomeLoss, Given, Gradients, OneGraph, Result, detached
+from gbfunc.train.gradients.loss import NO_GRADIENT, GenomeLoss, Gradients, OneGraph, Result, StepInputs, detached
 from gbfunc.trees import differentiable, mean_tree, n_rows, split_batch, split_rows
 from gbfunc.types import Params
 
-Split = Callable[[Any, int], list[tuple[Any, float]]]  # `(batch, rows) -> microbatches`, each with its rows
+Split = Callable[[Any, int], list[tuple[Any, float]]]  # `(batch, number of rows) -> [(microbatch, number of rows)]`
 
 
 def equal_parts(n: int, batch: Any, rows: float) -> list[tuple[Any, float]]:
-    """Split a batch into equal microbatches, each with its number of rows."""
+    """Split a batch of `rows` rows into n equal microbatches; returns `[(microbatch, number of rows)]`."""
     return [(small, rows / n) for small in split_batch(batch, n)] if n > 1 else [(batch, rows)]
 
 
 def parts_of_share(n: int, takes_parts: bool, batch: Any, rows: float) -> list[tuple[Any, float]]:
-    """Split a rank's share into microbatches: fewer for few rows, unless layers run collectives (`takes_parts`)."""
+    """Split a rank's share into at most n microbatches; returns `[(microbatch, number of rows)]`.
+
+    With `takes_parts`, layers run collectives, so every rank must have n microbatches, even empty ones.
+    """
     most = n_rows(batch)
     if n == 1 or most is None:
         return equal_parts(n, batch, rows)
@@ -29,43 +32,47 @@ def parts_of_share(n: int, takes_parts: bool, batch: Any, rows: float) -> list[t
 
 
 class Accumulated(OneGraph):
-    """Gradients of the weights, summed over microbatches, then of the genome; `again` as for `weights_of`."""
+    """Sums gradients of the weights over microbatches, and computes the genome's gradient from the sum."""
 
-    def __init__(self, loss: GenomeLoss, scale: float, split: Split, again: bool) -> None:
+    def __init__(self, loss: GenomeLoss, scale: float, split: Split, regenerate: bool) -> None:
         super().__init__(loss, scale)
-        self._split, self._again = split, again
+        self._split, self._regenerate = split, regenerate
 
-    def __call__(self, given: Given, wanted: list[Tensor]) -> Result:
+    def __call__(self, inputs: StepInputs, wanted: list[Tensor]) -> Result:
         with self.loss.net.kept():
-            made, weights, trained = weights_of(self.loss, given, self._again)
+            generated, weights, trained = weights_of(self.loss, inputs, self._regenerate)
             sums: Params = {}
             ends: list[tuple[Tensor, Any, float]] = []
-            for small, n in self._split(given.batch, given.rows):
-                loss, aux = self.loss.on(weights, given.buffers, small)
+            for small, n in self._split(inputs.batch, inputs.rows):
+                loss, aux = self.loss.on(weights, inputs.buffers, small)
                 rows = self.loss.rows(n)
-                given.buffers.update(detached(given.buffers))
-                ends.append((loss.detach(), given.detached(aux), rows))
+                inputs.buffers.update(detached(inputs.buffers))
+                ends.append((loss.detach(), inputs.detached(aux), rows))
                 gradients = self.loss.gradients(loss * (self._scale * rows), [weights[k] for k in trained])
                 for k, g in zip(trained, gradients, strict=True):
                     if g is not None:
                         sums[k] = sums[k] + g if k in sums else g
-            gradients = through_gnets(made or self.loss.weights(given), sums, wanted)
+            gradients = through_gnets(generated or self.loss.weights(inputs), sums, wanted)
             if all(g is None for g in gradients):
                 raise ValueError(NO_GRADIENT)
             return Result(*mean_of(ends), gradients, sum(rows for *_, rows in ends))
 
 
-def weights_of(loss: GenomeLoss, given: Given, again: bool) -> tuple[Params, Params, list[str]]:
-    """The weights in their graph ({} with `again`), as leaves of a new graph, and the names that take gradients."""
-    with torch.set_grad_enabled(not again):
-        weights = loss.weights(given)
+def weights_of(loss: GenomeLoss, inputs: StepInputs, regenerate: bool) -> tuple[Params, Params, list[str]]:
+    """Generate the weights, and cut the graph between the g-nets and the p-net.
+
+    Returns the weights with their graph, the weights as leaves of a new graph, and the names of weights that need
+    gradients. With `regenerate`, the first is {}: to save memory, backward generates the weights again.
+    """
+    with torch.set_grad_enabled(not regenerate):
+        weights = loss.weights(inputs)
     leaves, trained = Params(), list[str]()
     for k, w in weights.items():
         leaves[k] = w.detach()
-        if (w.requires_grad or (again and differentiable(w.dtype))) and k not in loss.generator.frozen:
+        if (w.requires_grad or (regenerate and differentiable(w.dtype))) and k not in loss.generator.frozen:
             trained.append(k)
             leaves[k].requires_grad_()
-    return {} if again else weights, leaves, trained
+    return {} if regenerate else weights, leaves, trained
 
 
 def through_gnets(weights: Params, sums: Params, wanted: list[Tensor]) -> Gradients:

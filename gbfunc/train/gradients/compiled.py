@@ -1,7 +1,8 @@
-"""One graph, compiled."""
+"""Computes loss and gradient by `torch.compile`, and compares the first compiled step with an eager step."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from itertools import count
 from types import FunctionType, MethodType
 from typing import Any
@@ -11,48 +12,50 @@ from torch import Tensor
 
 from gbfunc.parallel import CollectiveError, Layout
 from gbfunc.parallel.placement import gather_bytes
-from gbfunc.train.gradients.loss import GenomeLoss, Given, Gradients, OneGraph, Result, seeded
+from gbfunc.train.gradients.loss import GenomeLoss, Gradients, OneGraph, Result, StepInputs, seeded
 from gbfunc.train.gradients.proof import as_vector, changes_of, gradient_and_changes, largest_distance
 
 _FAILS = "compiled by torch.compile, the step fails, and the code as it is does not: pass compile=False"
 
 
 class CompiledGraph(OneGraph):
-    """The loss, compiled by `torch.compile`.
+    """Computes the loss and the gradient by `torch.compile`.
 
-    Loss and gradient are one graph, by `torch.func`, where the compiler can make one; otherwise a graph each, by
-    autograd, whose calls take some 0.3 ms more. Collectives inside of a graph are counted here.
+    If `joint` and the compiler supports the code, `torch.func` computes both in one graph. Otherwise autograd uses a
+    graph for the forward and one for the backward, which takes about 0.3 ms longer per call.
     """
 
     def __init__(self, loss: GenomeLoss, scale: float, layout: Layout, *, joint: bool) -> None:
         super().__init__(loss, scale)
-        self._apart = _compiled(loss.__call__)
-        self._joint = [_compiled(loss.with_gradients, fullgraph=True, cpp_wrapper=on_cpu) for on_cpu in (False, True)]
-        self._graphs = [self._as_one, self._as_two] if joint else [self._as_two]
+        self._compiled_loss = _compiled(loss.__call__)
+        compiled = partial(_compiled, loss.with_gradients, fullgraph=True)
+        self._compiled_gradients = {on_cpu: compiled(cpp_wrapper=on_cpu) for on_cpu in (False, True)}
+        self._graphs = [self._one_graph, self._two_graphs] if joint else [self._two_graphs]
         self._layout, self._checked = layout, False
 
-    def __call__(self, given: Given, wanted: list[Tensor]) -> Result:
-        self.loss.generator.prepare(given.leaves)
+    def __call__(self, inputs: StepInputs, wanted: list[Tensor]) -> Result:
+        self.loss.generator.prepare(inputs.leaves)
         layout, mesh = self._layout, self._layout.mesh
         if layout.sharded:
+            # Collectives inside a compiled graph do not count their bytes, so they are counted here.
             sent = gather_bytes(layout.plan, mesh.gnets, layout.placement, max(x.element_size() for x in wanted))
             mesh.traffic["gnets"] += sum(sent[mesh.gnets_index])
         with mesh.failing("a compiled step") if layout.sharded else nullcontext():
             if self._checked:
                 try:
-                    return self._graphs[0](given, wanted)
-                except _compilers_own():
+                    return self._graphs[0](inputs, wanted)
+                except _compiler_errors():
                     if len(self._graphs) == 1:
                         raise
                     del self._graphs[0]
-            return self._first(given, wanted)
+            return self._first_call(inputs, wanted)
 
-    def _first(self, given: Given, wanted: list[Tensor]) -> Result:
-        eager, failure = gradient_and_changes(self._eagerly, given, wanted, 0), RuntimeError(_FAILS)
+    def _first_call(self, inputs: StepInputs, wanted: list[Tensor]) -> Result:
+        eager, failure = gradient_and_changes(self._eager_gradients, inputs, wanted, 0), RuntimeError(_FAILS)
         for i, graph in enumerate(self._graphs):
-            fresh = given.copied()
+            fresh = inputs.copied()
             try:
-                with given.restored(), seeded(0, wanted[0].device):
+                with inputs.restored(), seeded(0, wanted[0].device):
                     result = graph(fresh, wanted)
             except CollectiveError:
                 raise
@@ -61,11 +64,11 @@ class CompiledGraph(OneGraph):
                 failure = RuntimeError(f"{_FAILS} ({type(error).__name__}: {reason})")
                 failure.__cause__ = error
                 continue
-            found = as_vector(result.gradients, wanted), changes_of(given.buffers, fresh.buffers)
+            found = as_vector(result.gradients, wanted), changes_of(inputs.buffers, fresh.buffers)
             apart = [largest_distance(self._layout.mesh, x, y) for x, y in zip(found, eager, strict=True)]
             if max(apart) <= self.loss.tolerance:
                 self._graphs, self._checked = self._graphs[i:], True
-                return graph(given, wanted)
+                return graph(inputs, wanted)
             failure = ValueError(
                 f"compiled by torch.compile, the gradient is {apart[0]:.2g} of its norm, and the change of buffers "
                 f"{apart[1]:.2g} of its, away from those of the code as it is (torch.autograd.grad inside of a forward "
@@ -73,40 +76,40 @@ class CompiledGraph(OneGraph):
             )
         raise failure
 
-    def _eagerly(self, given: Given, wanted: list[Tensor]) -> Gradients:
+    def _eager_gradients(self, inputs: StepInputs, wanted: list[Tensor]) -> Gradients:
         with self.loss.net.kept():
-            return self._result(given, wanted, *self.loss(given)).gradients
+            return self._result(inputs, wanted, *self.loss(inputs)).gradients
 
-    def _as_two(self, given: Given, wanted: list[Tensor]) -> Result:
-        return self._result(given, wanted, *self._apart(given))
+    def _two_graphs(self, inputs: StepInputs, wanted: list[Tensor]) -> Result:
+        return self._result(inputs, wanted, *self._compiled_loss(inputs))
 
-    def _as_one(self, given: Given, wanted: list[Tensor]) -> Result:
-        trained = {k: x for k, x in given.leaves.items() if x.requires_grad}
-        leaves = {k: x.detach() for k, x in given.leaves.items()}
-        rows = self.loss.rows(given.rows)
-        # A tensor: each new Python number would be compiled again.
+    def _one_graph(self, inputs: StepInputs, wanted: list[Tensor]) -> Result:
+        trained = {k: x for k, x in inputs.leaves.items() if x.requires_grad}
+        leaves = {k: x.detach() for k, x in inputs.leaves.items()}
+        rows = self.loss.rows(inputs.rows)
+        # A tensor, because each new Python number would cause a recompilation.
         factor = None if self._scale * rows == 1 else torch.tensor(self._scale * rows)
-        # A failed trace inside of torch.func leaves the hooks disabled.
+        # A failed trace inside torch.func would leave the hooks disabled. This context restores them.
         with torch.autograd.graph.disable_saved_tensors_hooks("torch.func has none"):
-            joint = self._joint[wanted[0].is_cpu]
-            loss, aux, buffers, found = joint(given._replace(leaves=leaves), [*trained], factor)
-        given.buffers.update(buffers)
+            compiled = self._compiled_gradients[wanted[0].is_cpu]
+            loss, aux, buffers, found = compiled(inputs._replace(leaves=leaves), [*trained], factor)
+        inputs.buffers.update(buffers)
         if loss.requires_grad:
-            # By parameters of the p-net's own.
+            # The loss depends on the p-net's own parameters, which is an error: this call raises it.
             self.loss.gradients(loss, [])
         by_leaf = dict(zip(map(id, trained.values()), found, strict=True))
         if by_leaf.keys() == set(map(id, wanted)):
             found = [by_leaf[id(x)] for x in wanted]
         else:
-            # Leaves are made of those that are trained.
+            # The leaves are functions of `wanted`, such as rounded copies: continue the backward to `wanted`.
             found = torch.autograd.grad([*trained.values()], wanted, found, allow_unused=True)
-        return Result(loss.detach(), given.detached(aux), tuple(found), rows)
+        return Result(loss.detach(), inputs.detached(aux), tuple(found), rows)
 
 
-def _compilers_own() -> tuple[type[Exception], ...]:
-    """Errors of the compiler itself, which come before anything has run."""
+def _compiler_errors() -> tuple[type[Exception], ...]:
+    """Return the classes of errors that the compiler raises before any compiled code has run."""
     tracing: Any = torch._dynamo.exc  # pyright: ignore[reportAttributeAccessIssue]
-    # Too many values raise an error that is not of their class.
+    # Too many recompilations raise an error that is not a subclass of TorchDynamoException.
     more = getattr(tracing, "FailOnRecompileLimitHit", None)
     return (tracing.TorchDynamoException,) if more is None else (tracing.TorchDynamoException, more)
 
@@ -115,14 +118,14 @@ _CODES = count()
 
 
 def _compiled(method: Any, *, fullgraph: bool = False, cpp_wrapper: bool = False) -> Callable[..., Any]:
-    # Draw the random numbers of eager code. Torch below 2.8 makes wrappers in Python.
+    # `fallback_random` draws the random numbers of eager code. The C++ wrapper needs torch 2.8 or later.
     cpp_wrapper = cpp_wrapper and hasattr(torch.compiler, "keep_tensor_guards_unsafe")
     options: dict[str, Any] = {"fallback_random": True, "cpp_wrapper": cpp_wrapper}
-    return torch.compile(_own_code(method), fullgraph=fullgraph, options=options)
+    return torch.compile(_with_new_code(method), fullgraph=fullgraph, options=options)
 
 
-def _own_code(method: Any) -> Callable[..., Any]:
-    """Give a method its own code object: with a shared one, the compiler takes two p-nets for one."""
+def _with_new_code(method: Any) -> Callable[..., Any]:
+    """Copy a method with a new code object. With a shared one, the compiler would mix up the graphs of two p-nets."""
     function = method.__func__
     code = function.__code__.replace(co_name=f"{function.__name__}_{next(_CODES)}")
     own = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)

@@ -1,4 +1,4 @@
-"""Computes the loss of a genome and its gradient, in one graph from the leaves through the weights to the loss.
+"""Computes the loss and the gradient of a genome, in one graph from the leaves through the weights to the loss.
 
 leaves --generator--> weights --p-net, loss function--> loss --backward--> gradients of the leaves
 """
@@ -41,29 +41,29 @@ _OWN_READ = (
     "the loss depends on parameters of the p-net itself, which are not generated: a forward must read self.NAME, a "
     "loss function NAME.detach(), for NAME "
 )
+# Gradients with at most this many numbers are flattened before the norm, which halves the time of small gradients.
+_FLATTENED = 1 << 15
+_DEFAULT_GENERATORS = threading.RLock()  # All threads share torch's default generators, which steps seed and restore.
 
-_FEW = 1 << 15  # Gradients up to this size are flattened before the norm: half the time; twice with a million.
-_DEFAULT_GENERATORS = threading.RLock()  # held while a step seeds torch's default generators, which all threads share
 
+class StepInputs(NamedTuple):
+    """What the loss of a training step depends on, on this rank."""
 
-class Given(NamedTuple):
-    """The arguments of the loss on this rank."""
-
-    leaves: Params  # flat by name
+    leaves: Params  # by flat name
     noise: Noise | None
-    buffers: Params  # clones, which the forward updates
-    batch: Any  # this rank's share
-    rows: int
-    counts: bool  # False for rows of zeros in place of an empty share, whose gradients do not count
+    buffers: Params  # clones, which the forward updates in place
+    batch: Any  # this rank's share of the batch
+    rows: int  # number of rows in the share
+    counts: bool  # False if rows of zeros replace an empty share; their gradients are then discarded
 
-    def copied(self) -> Given:
-        """Copy buffers and the batch, which a forward may change in place."""
+    def copied(self) -> StepInputs:
+        """Copy the buffers and the batch, because a forward may change them in place."""
         batch = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, self.batch)
         return self._replace(buffers={k: b.clone() for k, b in self.buffers.items()}, batch=batch)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Put direct parameters back after a forward that may change them in place."""
+        """Restore direct parameters afterwards, because a forward may change them in place."""
         before = [(x.detach(), x.detach().clone()) for k, x in self.leaves.items() if k.startswith(DIRECT)]
         try:
             yield
@@ -72,7 +72,7 @@ class Given(NamedTuple):
                 x.copy_(values)
 
     def detached(self, aux: Any) -> Any:
-        """Aux without its graph, with copies of buffers and direct parameters, which the step changes later."""
+        """Detach aux. Copy tensors that share memory with buffers or direct parameters, which later steps change."""
         if type(aux) is dict and not aux:
             return aux
         direct = (x for k, x in self.leaves.items() if k.startswith(DIRECT))
@@ -92,16 +92,16 @@ class Given(NamedTuple):
 class Result(NamedTuple):
     """Loss and gradients of this rank's share."""
 
-    loss: Tensor  # the mean over the share
+    loss: Tensor  # mean over the share
     aux: Any
-    gradients: Gradients  # of the scaled sum of the rows' losses; None for tensors without a part in the loss
-    rows: float
+    gradients: Gradients  # of the scaled sum of the rows' losses; None for tensors that the loss does not use
+    rows: float  # number of rows
 
 
 class GenomeLoss:
-    """Loss and aux of a p-net on the weights of a genome: `generator` makes them of leaves, `net` takes them.
+    """Computes the loss and aux of a genome: `generator` generates the weights, and `net` applies the p-net.
 
-    `names` and `pieces` are as for `make_generator`, `adapt` as for `PureNet`.
+    `names` and `pieces` are arguments of `make_generator`, and `adapt` is an argument of `PureNet`.
     """
 
     def __init__(
@@ -117,39 +117,39 @@ class GenomeLoss:
     ) -> None:
         self.function, self._amp = loss_fn, options.amp
         base = layout.plan.base_tensors(pnet)
-        # Dynamo of torch 2.5 does not trace forms of layers.
+        # Dynamo of torch 2.5 cannot trace layers with factored weights.
         lazy = options.lazy if not options.compile or torch.__version__ >= "2.6" else False
         make = partial(make_generator, layout.plan, kernel=options.kernel, layout=layout, pnet=pnet, base=base)
         self.generator = make(lazy=lazy, remat=options.remat == "layer", names=names, pieces=pieces)
         self.net = PureNet(pnet, self.generator.forms, adapt, base)
         without_sparse(self.net.skeleton, {name for t in layout.plan.generated for name in (t.name, *t.aliases)})
-        # The loss must not depend on them.
+        # Kept to raise an error if the loss depends on the p-net's own parameters.
         self._own = {name: p for name, p in pnet.named_parameters() if differentiable(p.dtype)}
 
     @property
     def tolerance(self) -> float:
-        """How far gradients may be apart by rounding, relative to their norm: by the p-net's coarsest dtype."""
+        """Distance of two gradients, relative to the norm, that rounding in the p-net's coarsest dtype may cause."""
         dtypes = {torch.float32, *(p.dtype for p in self._own.values())} | ({self._amp} if self._amp else set())
         return max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.4
 
-    def weights(self, given: Given) -> Params:
-        """Generate the weights, in their forms."""
-        return self.generator(given.leaves, given.noise, counts=given.counts)
+    def weights(self, inputs: StepInputs) -> Params:
+        """Generate the weights, as dense tensors or as the inputs of their forms."""
+        return self.generator(inputs.leaves, inputs.noise, counts=inputs.counts)
 
-    def __call__(self, given: Given) -> tuple[Tensor, Any]:
-        return self.on(self.weights(given), given.buffers, given.batch)
+    def __call__(self, inputs: StepInputs) -> tuple[Tensor, Any]:
+        return self.on(self.weights(inputs), inputs.buffers, inputs.batch)
 
     def with_gradients(
-        self, given: Given, names: list[str], factor: Tensor | float | None
+        self, inputs: StepInputs, names: list[str], factor: Tensor | float | None
     ) -> tuple[Tensor, Any, Params, list[Tensor]]:
-        """Return loss, aux (numbers as tensors), buffers, and gradients of the loss times a factor, by `torch.func`."""
+        """Compute by `torch.func`: loss times factor, aux as tensors, new buffers, and gradients of the first."""
 
         def loss_of(trained: Params, buffers: Params) -> tuple[Tensor, Any]:
-            loss, aux = self(given._replace(leaves=given.leaves | trained, buffers=buffers))
+            loss, aux = self(inputs._replace(leaves=inputs.leaves | trained, buffers=buffers))
             return loss if factor is None else loss * factor, (loss, tree_map(torch.as_tensor, aux), buffers)
 
-        of = {k: given.leaves[k] for k in names}
-        found, (loss, aux, buffers) = torch.func.grad(loss_of, has_aux=True)(of, given.buffers)
+        trained = {k: inputs.leaves[k] for k in names}
+        found, (loss, aux, buffers) = torch.func.grad(loss_of, has_aux=True)(trained, inputs.buffers)
         return loss, aux, buffers, [found[k].detach() for k in names]
 
     def on(self, weights: Params, buffers: Params, batch: Any) -> tuple[Tensor, Any]:
@@ -175,14 +175,14 @@ class GenomeLoss:
         return loss_and_aux(out)
 
     def rows(self, rows: float) -> float:
-        # Rows of zeros have a weight as well; what comes of them does not count.
+        # An empty share is computed on rows of zeros, whose result is discarded: any number but 0 will do.
         return rows or 1
 
     def gradients(self, loss: Tensor, of: list[Tensor]) -> Gradients:
-        """Return gradients of a loss (None for unused tensors); ValueError if the p-net's own parameters get some."""
+        """Return gradients, None for tensors without one; ValueError if the loss uses the p-net's own parameters."""
         own = {k: x for k, x in self._own.items() if x.requires_grad}
         inputs = [*of, *own.values()]
-        # Backward under a caller's autocast would compute the products of generation in half precision.
+        # Under the caller's autocast, backward would compute the matrix products of the g-nets in half precision.
         with outside_autocast(loss.device):
             found = torch.autograd.grad(loss, inputs, allow_unused=True) if inputs else ()
         read = [k for k, g in zip(own, found[len(of) :], strict=True) if g is not None]
@@ -192,48 +192,48 @@ class GenomeLoss:
 
 
 class Strategy:
-    """Base of the ways to compute the genome's gradient: `OneGraph`, and classes in the other files here."""
+    """Base class of the ways to compute a genome's gradient. Each subclass has a file in this folder."""
 
-    loss: GenomeLoss | None = None  # None before a first call that makes it
-    least_rows: int = 2  # rows of zeros in the place of an empty share: some layers refuse a single one
+    loss: GenomeLoss | None = None  # None until the first call builds the loss
+    least_rows: int = 2  # number of rows of zeros that replace an empty share; some layers refuse a single row
 
-    def __call__(self, given: Given, wanted: list[Tensor]) -> Result:
+    def __call__(self, inputs: StepInputs, wanted: list[Tensor]) -> Result:
         raise NotImplementedError
 
 
 class OneGraph(Strategy):
-    """One graph from the leaves to the loss, eager; `scale` that loss against underflow in half precision."""
+    """Runs one eager graph from the leaves to the loss. `scale` multiplies the loss to avoid underflow in float16."""
 
     loss: GenomeLoss
 
     def __init__(self, loss: GenomeLoss, scale: float) -> None:
         self.loss, self._scale = loss, scale
 
-    def __call__(self, given: Given, wanted: list[Tensor]) -> Result:
+    def __call__(self, inputs: StepInputs, wanted: list[Tensor]) -> Result:
         with self.loss.net.kept():
-            return self._result(given, wanted, *self.loss(given))
+            return self._result(inputs, wanted, *self.loss(inputs))
 
-    def _result(self, given: Given, wanted: list[Tensor], loss: Tensor, aux: Any) -> Result:
-        rows = self.loss.rows(given.rows)
+    def _result(self, inputs: StepInputs, wanted: list[Tensor], loss: Tensor, aux: Any) -> Result:
+        rows = self.loss.rows(inputs.rows)
         factor = self._scale * rows
         gradients = self.loss.gradients(loss if factor == 1 else loss * factor, wanted)
         if all(g is None for g in gradients):
             raise ValueError(NO_GRADIENT)
-        return Result(loss.detach(), given.detached(aux), gradients, rows)
+        return Result(loss.detach(), inputs.detached(aux), gradients, rows)
 
 
 class LossAndGrads(NamedTuple):
-    """Loss and gradient of a batch, detached, with the norm of the gradient."""
+    """The loss and the gradient of a batch, detached."""
 
     loss: Tensor
     aux: Any
     gradients: Params
-    buffers: Params  # after the step
-    norm: Tensor
+    buffers: Params  # after the forward
+    norm: Tensor  # Euclidean norm of the gradient
 
 
 class Objective:
-    """The loss of a genome on a batch, with its gradient, in one process; the strategy's loss has been scaled."""
+    """Computes the loss and the gradient of a genome in one process. Divides the strategy's gradients by `scale`."""
 
     def __init__(self, plan: Plan, strategy: Strategy, scale: float) -> None:
         self._plan, self.strategy, self.scale = plan, strategy, scale
@@ -241,21 +241,24 @@ class Objective:
     def __call__(
         self, leaves: Params, trained: Params, buffers: Params, batch: Any, seed: int, step: int
     ) -> LossAndGrads:
-        """Loss and gradient for `leaves`, which are the `trained` ones and others, or made of them; `buffers` stay."""
+        """Return the loss, and its gradient with respect to `trained`; `buffers` do not change.
+
+        `leaves` are all leaves: the tensors of `trained` or differentiable functions of them, and frozen leaves.
+        """
         noise = noise_of(self._plan, seed, next(iter(trained.values())))
-        given = Given(leaves, noise, {k: v.clone() for k, v in buffers.items()}, batch, 1, True)
-        loss, aux, gradients, _ = self._found(given, trained, seed)
+        inputs = StepInputs(leaves, noise, {k: v.clone() for k, v in buffers.items()}, batch, 1, True)
+        loss, aux, gradients, _ = self._with_gradients(inputs, trained, seed)
         tensors = [*gradients.values()]
-        if sum(map(Tensor.numel, tensors)) > _FEW:
+        if sum(map(Tensor.numel, tensors)) > _FLATTENED:
             tensors = torch._foreach_norm(tensors)  # pyright: ignore[reportPrivateImportUsage]
         norm = torch.linalg.vector_norm(_flatten_dense_tensors([*tensors]))
-        return LossAndGrads(loss, aux, gradients, detached(given.buffers), norm)
+        return LossAndGrads(loss, aux, gradients, detached(inputs.buffers), norm)
 
-    def _found(self, given: Given, trained: Params, seed: int) -> tuple[Tensor, Any, Params, float]:
-        """Return loss, aux, gradients of the sum of the rows' losses, and the number of rows."""
+    def _with_gradients(self, inputs: StepInputs, trained: Params, seed: int) -> tuple[Tensor, Any, Params, float]:
+        """Return loss, aux, gradients of the sum of the rows' losses, and the number of rows of this rank."""
         wanted = [*trained.values()]
         with seeded(seed, wanted[0].device), torch.enable_grad():
-            loss, aux, found, rows = self.strategy(given, wanted)
+            loss, aux, found, rows = self.strategy(inputs, wanted)
         scale = self.scale
         gradients: Params = {}
         for (name, leaf), gradient in zip(trained.items(), found, strict=True):
@@ -275,14 +278,14 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
 
 
 def capturing(device: torch.device) -> bool:
-    """Return whether a CUDA graph is being captured."""
+    """Return True while a CUDA graph is being captured on the device."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's default generators, which dropout uses, and restore their states; threads take turns."""
-    if capturing(device):  # Replays seed the generators.
+    """Seed torch's default generators, which dropout uses, and restore their states; one thread at a time."""
+    if capturing(device):  # Each replay of the graph seeds the generators instead.
         yield
         return
     generators = generators_of(device)
@@ -298,13 +301,13 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def detached(buffers: Params) -> Params:
-    """Detach buffers from a graph in which a module may have changed them."""
+    """Detach buffers, because a module may have assigned tensors with a graph."""
     return {k: v.detach() for k, v in buffers.items()}
 
 
 def noise_of(plan: Plan, seed: int, like: Tensor) -> Noise | None:
     """Draw the noise of stochastic g-nets for a training step of this seed; None without stochastic g-nets."""
-    # Not dropout's seed: equal seeds draw the same numbers.
+    # Not the seed itself: dropout uses the seed, and would draw the same numbers.
     return sample_noise(plan, torch.Generator().manual_seed(seed ^ 1), like) if plan.stochastic else None
 
 

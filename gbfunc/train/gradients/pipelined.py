@@ -1,4 +1,4 @@
-"""Microbatches that go from rank to rank, each of which has some blocks of the p-net."""
+"""Pipeline parallelism: each rank runs some blocks of the p-net, and microbatches pass from rank to rank."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 from gbfunc.parallel import gather_objects
 from gbfunc.parallel.pipeline import Pipeline
 from gbfunc.train.gradients.accumulated import equal_parts, mean_of, through_gnets, weights_of
-from gbfunc.train.gradients.loss import GenomeLoss, Given, Gradients, LossFn, Result, Strategy, generators_of
+from gbfunc.train.gradients.loss import GenomeLoss, Gradients, LossFn, Result, StepInputs, Strategy, generators_of
 from gbfunc.train.gradients.proof import Proof
-from gbfunc.train.gradients.ranks import SPLIT_CAUSE
+from gbfunc.train.gradients.ranks import SPLIT_ADVICE
 
 if TYPE_CHECKING:
     from gbfunc.parallel.tensor import TensorParallel
 
-_CAUSE = (
+_ADVICE = (
     "a pipeline runs the operators that torch.export records, and the record lacks what is no operator on tensors (the "
     "backward of a torch.autograd.Function, a counter or a random number in Python)"
 )
@@ -29,9 +29,9 @@ _STAGE_MIX = 0x94D049BB133111EB
 
 
 class Pipelined(Strategy):
-    """Gradients of this rank's weights by a schedule, then of the genome.
+    """Computes gradients of this rank's weights by a pipeline schedule, and the genome's gradient from them.
 
-    The parameters of a rank are known when the loss has been recorded with a first batch: then `build` makes the loss.
+    `build` makes the loss at the first call: only then does a recorded forward tell which parameters this rank uses.
     """
 
     def __init__(
@@ -40,35 +40,35 @@ class Pipelined(Strategy):
         build: Callable[..., GenomeLoss],
         loss_fn: LossFn,
         scale: float,
-        again: bool,
+        regenerate: bool,
         split: TensorParallel | None,
         amp: torch.dtype | None,
     ) -> None:
         self._pipeline, self._build, self._loss_fn, self._scale = pipeline, build, loss_fn, scale
-        self._again, self._split, self._amp, self._n = again, split, amp, pipeline.microbatches
+        self._regenerate, self._split, self._amp, self._n = regenerate, split, amp, pipeline.microbatches
         self.least_rows = max(2, self._n)
 
-    def __call__(self, given: Given, wanted: list[Tensor]) -> Result:
-        parts = equal_parts(self._n, given.batch, given.rows)
-        return self._result(given, wanted, self._prepared(parts[0][0], wanted[0].device, self._amp), parts, False)
+    def __call__(self, inputs: StepInputs, wanted: list[Tensor]) -> Result:
+        parts = equal_parts(self._n, inputs.batch, inputs.rows)
+        return self._result(inputs, wanted, self._prepared(parts[0][0], wanted[0].device, self._amp), parts, False)
 
-    def proof(self, whole: Callable[[], GenomeLoss]) -> Proof:
-        """The gradient of a microbatch over the stages, against that of the whole p-net on one rank."""
+    def proof(self, make_full_loss: Callable[[], GenomeLoss]) -> Proof:
+        """Compare the gradient of one microbatch over all stages with the gradient of the whole p-net on one rank."""
 
-        def part(given: Given, wanted: list[Tensor]) -> Gradients:
-            loss = self._prepared(given.batch, wanted[0].device, None).without_amp()
-            found = self._result(given, wanted, loss, [(given.batch, 1 / self._n)] * self._n, True).gradients
+        def local_gradients(inputs: StepInputs, wanted: list[Tensor]) -> Gradients:
+            loss = self._prepared(inputs.batch, wanted[0].device, None).without_amp()
+            found = self._result(inputs, wanted, loss, [(inputs.batch, 1 / self._n)] * self._n, True).gradients
             return tuple(None if g is None else g / self._scale for g in found)
 
-        def few(batch: Any) -> Any:
+        def take_rows(batch: Any) -> Any:
             return equal_parts(self._n, batch, 1)[0][0]
 
-        if self._split is None:
-            return Proof(whole, part, lambda: self.loss, few, ("pipeline",), _CAUSE)
-        return Proof(whole, part, lambda: self.loss, few, ("pipeline", "tensor"), f"{_CAUSE}; or {SPLIT_CAUSE}")
+        axes = ("pipeline",) if self._split is None else ("pipeline", "tensor")
+        advice = _ADVICE if self._split is None else f"{_ADVICE}; or {SPLIT_ADVICE}"
+        return Proof(make_full_loss, local_gradients, lambda: self.loss, take_rows, axes, advice)
 
     def _prepared(self, microbatch: Any, device: torch.device, amp: torch.dtype | None) -> GenomeLoss:
-        """The loss, when stages know this form of microbatches."""
+        """Prepare the stages for microbatches of this structure and these shapes, and return the loss."""
         with torch.autocast(device.type, amp) if amp else nullcontext():
             self._pipeline.prepare(self._loss_fn, microbatch, self.loss and self.loss.net.skeleton)
         if self.loss is None:
@@ -76,12 +76,12 @@ class Pipelined(Strategy):
         return self.loss
 
     def _result(
-        self, given: Given, wanted: list[Tensor], loss_of: GenomeLoss, parts: list[tuple[Any, float]], alike: bool
+        self, inputs: StepInputs, wanted: list[Tensor], loss_of: GenomeLoss, parts: list[Any], repeated: bool
     ) -> Result:
-        """Loss, aux and gradients of microbatches; `alike` ones all find the buffers that the first does."""
-        pipeline, before = self._pipeline, given.buffers
+        """Run the microbatches `parts`. If they are `repeated`, each starts from the buffers before the step."""
+        pipeline, before = self._pipeline, inputs.buffers
         of_stages = dict.fromkeys(pipeline.mine, before)
-        made, weights, trained = weights_of(loss_of, given, self._again)
+        generated, weights, trained = weights_of(loss_of, inputs, self._regenerate)
         ends: list[tuple[Tensor, Any, float]] = []
         seed, device = torch.initial_seed(), wanted[0].device
         generators = generators_of(device)
@@ -92,28 +92,28 @@ class Pipelined(Strategy):
             small, n = parts[number]
             for generator in generators:
                 generator.manual_seed((seed + _STAGE_MIX * (1 + number + stage * len(parts))) % 2**63)
-            # Copies: other microbatches may run before the backward of this one.
-            held = before if alike else of_stages[stage]
-            buffers = of_stages[stage] = {k: x.detach().clone() for k, x in held.items()}
+            # Copy the buffers, because other microbatches may change them before this microbatch's backward.
+            current = before if repeated else of_stages[stage]
+            buffers = of_stages[stage] = {k: x.detach().clone() for k, x in current.items()}
             out = loss_of.call(weights | pipeline.absent, buffers, pipeline.compute, stage, small, received)
             if stage < pipeline.stages - 1:
                 return out
             if self._split is not None and self._split.by_class:
                 raise ValueError("classes split over ranks (loss_parallel) and pipeline= do not go together")
             (loss, aux), rows = loss_of.returned(out), loss_of.rows(n)
-            ends.append((loss.detach().reshape(()), given._replace(buffers=buffers).detached(aux), rows))
+            ends.append((loss.detach().reshape(()), inputs._replace(buffers=buffers).detached(aux), rows))
             return loss.reshape(1) * (self._scale * rows)
 
         sums = pipeline.run(call, {k: weights[k] for k in trained})
-        gradients = through_gnets(made or loss_of.weights(given), sums, wanted)
+        gradients = through_gnets(generated or loss_of.weights(inputs), sums, wanted)
         moved = {k: x.detach() for s in pipeline.mine for k, x in of_stages[s].items() if not _same(x, before[k])}
         found = gather_objects(pipeline.mesh, (ends, moved), "pipeline")
         for _, of_rank in found:
-            given.buffers.update({k: x.to(before[k].device) for k, x in of_rank.items()})
+            inputs.buffers.update({k: x.to(before[k].device) for k, x in of_rank.items()})
         ends = [(loss.to(device), aux, rows) for ends, _ in found for loss, aux, rows in ends]
         loss, aux = mean_of(ends)
         return Result(loss, aux, gradients, sum(rows for *_, rows in ends) / pipeline.ranks)
 
 
-def _same(x: Tensor, y: Tensor) -> bool:
+def _same(x: Tensor, y: Tensor) -> bool:  # NaNs are equal
     return x.shape == y.shape and bool(((x == y) | ((x != x) & (y != y))).all())

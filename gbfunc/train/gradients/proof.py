@@ -1,4 +1,4 @@
-"""The first step that is compiled, or that ranks with parts of the p-net take, against the plain one."""
+"""Checks a new way to compute gradients: compares the first step with an eager step of the whole p-net on one rank."""
 
 import math
 import warnings
@@ -11,49 +11,50 @@ from torch import Tensor, nn
 
 from gbfunc.parallel import Layout, gather_objects, sum_ranks
 from gbfunc.parallel.mesh import AxisName, Mesh
-from gbfunc.train.gradients.loss import GenomeLoss, Given, Gradients, OneGraph, seeded
+from gbfunc.train.gradients.loss import GenomeLoss, Gradients, OneGraph, StepInputs, seeded
 from gbfunc.trees import differentiable
 from gbfunc.types import Params
 
-Part = Callable[[Given, list[Tensor]], Gradients]
+GradientFn = Callable[[StepInputs, list[Tensor]], Gradients]
 
 
 class Proof(NamedTuple):
-    """A comparison of the first step's gradient and changes of buffers with those of the whole p-net, on a few rows."""
+    """Compares the gradient and the buffers over ranks with those of the whole p-net on one rank, on a few rows."""
 
-    whole: Callable[[], GenomeLoss]  # makes the loss of the whole p-net on this rank
-    part: Part  # computes this rank's part of the gradient as training steps do
-    loss: Callable[[], GenomeLoss | None]  # returns the loss that training steps use
-    few: Callable[[Any], Any]  # takes the rows from a batch
-    axes: tuple[AxisName, ...]  # along which the parts are summed
-    cause: str  # of a difference, and its cure
+    make_full_loss: Callable[[], GenomeLoss]  # makes the loss of the whole p-net
+    local_gradients: GradientFn  # computes this rank's summand of the gradient as training steps do
+    step_loss: Callable[[], GenomeLoss | None]  # returns the loss of training steps
+    take_rows: Callable[[Any], Any]  # selects a few rows of a batch
+    axes: tuple[AxisName, ...]  # mesh axes along which the summands are added
+    advice: str  # for the error message: why results may differ, and what to do
 
-    def compare(self, layout: Layout, given: Given, trained: Params) -> None:
-        """Compare them with equal seeds, and where they differ once more in evaluation mode; all ranks call.
+    def compare(self, layout: Layout, inputs: StepInputs, trained: Params) -> None:
+        """Compare with equal seeds, and once more in evaluation mode if results differ; all ranks must call.
 
         Raises:
-            ValueError: on every rank, if they differ by more than rounding does.
+            ValueError: on every rank, if results differ by more than rounding errors.
         """
-        mesh, whole, wanted = layout.mesh, self.whole(), [*trained.values()]
-        most, given = whole.without_amp().tolerance, given._replace(batch=self.few(given.batch), rows=1)
-        nets = [loss.net.skeleton for loss in (whole, self.loss()) if loss is not None]
+        mesh, full, wanted = layout.mesh, self.make_full_loss(), [*trained.values()]
+        most, inputs = full.without_amp().tolerance, inputs._replace(batch=self.take_rows(inputs.batch), rows=1)
+        nets = [loss.net.skeleton for loss in (full, self.step_loss()) if loss is not None]
         ranks, worst = f"over {' and '.join(self.axes)} ranks", [math.inf]
-        # Split features, and stages, draw different random numbers.
+        # Split layers and stages draw other random numbers in training mode (dropout) than the whole p-net.
         for mode in nullcontext(), _evaluating(nets):
             with mode:
-                found = gradient_and_changes(self.part, given, wanted, 0)
-                alone = gradient_and_changes(plainly(whole), given, wanted, 0)
+                found = gradient_and_changes(self.local_gradients, inputs, wanted, 0)
+                alone = gradient_and_changes(plain_gradients(full), inputs, wanted, 0)
                 for axis in self.axes:
                     sum_ranks(mesh, found[0], axis)
                 worst = [largest_distance(mesh, x, y) for x, y in zip(found, alone, strict=True)]
                 if max(worst) <= most:
                     return
-                again = gradient_and_changes(plainly(whole), given, wanted, 1)
-                drawn = max(largest_distance(mesh, x, y) for x, y in zip(again, alone, strict=True)) > most
-            if not drawn:
+                # Another seed tells whether the whole p-net's forward is random, so that a comparison means nothing.
+                other = gradient_and_changes(plain_gradients(full), inputs, wanted, 1)
+                random = max(largest_distance(mesh, x, y) for x, y in zip(other, alone, strict=True)) > most
+            if not random:
                 raise ValueError(
                     f"{ranks} the gradient is {worst[0]:.2g} of its norm, and the change of buffers {worst[1]:.2g} of "
-                    f"its, away from those of the p-net on one rank: {self.cause}"
+                    f"its, away from those of the p-net on one rank: {self.advice}"
                 )
         warnings.warn(
             f"the first step {ranks} was not compared with one on one rank: the p-net's forward is random in eval mode",
@@ -62,7 +63,7 @@ class Proof(NamedTuple):
 
 
 def as_vector(found: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
-    """Gradients as one vector, float64; zeros for None."""
+    """Concatenate gradients to one float64 vector, with zeros for None."""
     dense = (torch.zeros_like(x) if g is None else g.to_dense() for g, x in zip(found, like, strict=True))
     parts = (torch.view_as_real(x) if x.is_complex() else x for x in dense)
     none = torch.zeros(0, device=like[0].device if like else "cpu")
@@ -70,15 +71,15 @@ def as_vector(found: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
 
 
 def largest_distance(mesh: Mesh, found: Tensor, expected: Tensor) -> float:
-    """The largest `|found - expected| / |expected|` over all ranks; 0 where `expected` is not finite."""
+    """Return the largest `|found - expected| / |expected|` of all ranks; nonfinite `expected` counts as 0."""
     by, size = (float(torch.linalg.vector_norm(x)) for x in (found - expected, expected))
     apart = by / size if size and math.isfinite(by) else math.inf if by else 0.0
     return max(gather_objects(mesh, apart if math.isfinite(size) else 0.0))
 
 
-def plainly(loss: GenomeLoss) -> Part:
-    """The gradient by one graph, in the p-net's own precision."""
-    return lambda given, wanted: OneGraph(loss.without_amp(), 1.0)(given, wanted).gradients
+def plain_gradients(loss: GenomeLoss) -> GradientFn:
+    """Make a function that computes gradients in one eager graph without autocast."""
+    return lambda inputs, wanted: OneGraph(loss.without_amp(), 1.0)(inputs, wanted).gradients
 
 
 @contextmanager
@@ -93,16 +94,18 @@ def _evaluating(nets: Sequence[nn.Module]) -> Iterator[None]:
             module.training = True
 
 
-def gradient_and_changes(part: Part, given: Given, wanted: list[Tensor], seed: int) -> tuple[Tensor, Tensor]:
-    """The gradient and the change of buffers as vectors; `given` is not changed."""
-    fresh = given.copied()
-    with given.restored(), seeded(seed, wanted[0].device), torch.enable_grad():
-        gradients = part(fresh, wanted)
-    return as_vector(gradients, wanted), changes_of(given.buffers, fresh.buffers)
+def gradient_and_changes(
+    function: GradientFn, inputs: StepInputs, wanted: list[Tensor], seed: int
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient and the change of the buffers as vectors; `inputs` do not change."""
+    fresh = inputs.copied()
+    with inputs.restored(), seeded(seed, wanted[0].device), torch.enable_grad():
+        gradients = function(fresh, wanted)
+    return as_vector(gradients, wanted), changes_of(inputs.buffers, fresh.buffers)
 
 
 def changes_of(before: Params, after: Params) -> Tensor:
-    """The change of buffers as a vector; a number that is not finite counts as zero."""
+    """Return the change of the buffers as a vector, in which nonfinite numbers are replaced by zero."""
     pairs = [(x, after[k].detach()) for k, x in before.items() if differentiable(x.dtype)]
     changes = [y - x if x.shape == y.shape else y for x, y in pairs]
     return as_vector([x.nan_to_num(0.0, 0.0, 0.0) for x in changes], changes)

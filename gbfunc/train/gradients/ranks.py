@@ -1,4 +1,4 @@
-"""Computes the loss of a genome and its gradient on several ranks, each of which computes them for its own rows."""
+"""Computes the loss and the gradient of a genome on several ranks, each on its own rows of the batch."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from gbfunc.parallel import Entries, Layout, check_equal, gather_objects, reduce
 from gbfunc.parallel.mesh import AxisName
 from gbfunc.train.gradients.loss import (
     GenomeLoss,
-    Given,
     Gradients,
     LossAndGrads,
     Objective,
+    StepInputs,
     Strategy,
     detached,
     noise_of,
 )
-from gbfunc.train.gradients.proof import Proof, gradient_and_changes, plainly
+from gbfunc.train.gradients.proof import Proof, gradient_and_changes, plain_gradients
 from gbfunc.trees import GNET, n_rows, tree_leaves, tree_map
 from gbfunc.types import Params
 
 if TYPE_CHECKING:
     from gbfunc.parallel.tensor import TensorParallel
 
-SPLIT_CAUSE = (
+SPLIT_ADVICE = (
     "code between layers gets a rank's part of the features, and a softmax or mean over a part is another function, as "
     "is that of a loss over a part of the sequence: gather them first, by the style's output_layouts=Replicate()"
 )
@@ -38,20 +38,20 @@ SAME_STATE = "ranks must hold the same state (make it by train_step.init(seed), 
 
 
 class RankObjective(Objective):
-    """The loss of a genome on a global batch, of which each rank has a share."""
+    """Computes the loss and the gradient of a genome on a global batch, of which each rank has a share."""
 
-    takes_parts: bool = False  # whether ranks may have parts of the same rows
+    takes_parts: bool = False  # True if tensor ranks get different parts of the same rows, such as of a sequence
 
     def __init__(self, layout: Layout, strategy: Strategy, scale: float, check_every: int, proof: Proof | None) -> None:
         super().__init__(layout.plan, strategy, scale)
         self._layout, self._check_every, self._checked, self._proof = layout, check_every, False, proof
-        self._proven, self._entries = False, Entries()
+        self._first_step_checked, self._entries = False, Entries()
         self._averaged = [b.name for b in layout.plan.averaged]
 
     def __call__(
         self, leaves: Params, trained: Params, buffers: Params, batch: Any, seed: int, step: int
     ) -> LossAndGrads:
-        """Return loss and gradient of the global batch, and average the buffers over ranks."""
+        """Return the loss and the gradient of the global batch, and buffers averaged over ranks."""
         due = not self._checked or bool(self._check_every and step % self._check_every == 0)
         self._check_batch(batch, due)
         if due:
@@ -62,39 +62,41 @@ class RankObjective(Objective):
         noise = noise_of(self._plan, seed, next(iter(trained.values())))
         share, counts = n_rows(batch), True
         rows = 1 if share is None else share
-        # Where ranks may have parts of the same rows, an empty one is as good as any.
+        # With `takes_parts`, layers accept an empty share.
         if not rows and not self.takes_parts:
-            # All ranks must build the same graph, with its collectives: zeros stand for the rows.
+            # Replace an empty share by rows of zeros, so that this rank runs the same collectives as all others.
+            # Otherwise the others would wait forever.
             least, counts = self.strategy.least_rows, False
             batch = tree_map(
                 lambda x: x.new_zeros((least, *x.shape[1:])) if isinstance(x, Tensor) and x.ndim else x, batch
             )
-        given = Given(leaves, noise, {k: v.clone() for k, v in buffers.items()}, batch, rows, counts)
+        inputs = StepInputs(leaves, noise, {k: v.clone() for k, v in buffers.items()}, batch, rows, counts)
         seed = (seed + RANK_MIX * self._layout.mesh.shard) % 2**63
-        loss, aux, gradients, counted = self._found(given, trained, seed)
-        if not self._proven:
+        loss, aux, gradients, counted = self._with_gradients(inputs, trained, seed)
+        if not self._first_step_checked:
             with self._layout.mesh.uncounted():
-                self._prove(loss, given, trained)
-            self._proven = True
-        if not counts:  # The tiles of a split genome get gradients from the rows of other ranks.
+                self._check_first_step(loss, inputs, trained)
+            self._first_step_checked = True
+        if not counts:
+            # Discard gradients of the zeros, except of a split genome's tiles: these come from other ranks' rows.
             kept = {k for k in gradients if self._layout.sharded and k.startswith(GNET)}
             gradients = {k: g if k in kept else torch.zeros_like(g) for k, g in gradients.items()}
         before = {k: buffers[k] for k in self._averaged}
-        counted, buffers = counted if rows else 0, detached(given.buffers)
+        counted, buffers = counted if rows else 0, detached(inputs.buffers)
         loss, aux, gradients, buffers, norm, self._entries = reduce_step(
             self._layout, counted, loss, aux, gradients, buffers, before, self._entries
         )
         return LossAndGrads(loss, aux, gradients, buffers, norm)
 
-    def _prove(self, loss: Tensor, given: Given, trained: Params) -> None:
-        """Check the loss and the gradient of the first training step; all ranks must call."""
+    def _check_first_step(self, loss: Tensor, inputs: StepInputs, trained: Params) -> None:
+        """Compare the first training step with the whole p-net on one rank, if needed; all ranks must call."""
         if self._proof is not None:
-            self._proof.compare(self._layout, given, trained)
+            self._proof.compare(self._layout, inputs, trained)
 
     def _check_batch(self, batch: Any, with_values: bool) -> None:
-        """Compare batches, in every step their shapes, between ranks that must get the same batch.
+        """Check that ranks which must get the same batch do: shapes at every step, values if `with_values`.
 
-        Messages take their sizes from the shapes, and gloo aborts a process that gets a longer message.
+        The shapes determine the sizes of messages, and gloo aborts a process that receives a message of another size.
         """
         mesh = self._layout.mesh
         axes: tuple[AxisName, ...] = ("pipeline",) if self.takes_parts else ("pipeline", "tensor")
@@ -109,7 +111,7 @@ class RankObjective(Objective):
 
 
 class SplitLoss(GenomeLoss):
-    """Loss and aux of a p-net whose layers are split over tensor ranks; other arguments are those of `GenomeLoss`."""
+    """A `GenomeLoss` of a p-net whose layers are split over tensor ranks."""
 
     def __init__(self, split: TensorParallel, *args: Any, **options: Any) -> None:
         self._split = split
@@ -121,7 +123,7 @@ class SplitLoss(GenomeLoss):
 
     def returned(self, out: Any) -> tuple[Tensor, Any]:
         loss, aux = super().returned(out)
-        # Split classes make a DTensor, whose class takes half a second to import.
+        # If the classes are split, the loss is a DTensor. No `isinstance`: importing DTensor takes half a second.
         return getattr(loss, "full_tensor", lambda: loss)(), aux
 
     def rows(self, rows: float) -> float:
@@ -139,52 +141,52 @@ def _explained() -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        words = f"{SPLIT_CAUSE}; or give each layer that takes a split tensor a style"
+        words = f"{SPLIT_ADVICE}; or give each layer that takes a split tensor a style"
         raise ValueError(f"over tensor ranks an operator failed ({error}): {words}") from error
 
 
-def split_proof(whole: Callable[[], GenomeLoss], loss: GenomeLoss, split: TensorParallel) -> Proof:
+def split_proof(make_full_loss: Callable[[], GenomeLoss], loss: GenomeLoss, split: TensorParallel) -> Proof:
     """Compare the gradient of a few rows over tensor ranks with the gradient of the whole p-net on one rank."""
 
-    def few(batch: Any) -> Any:
+    def take_rows(batch: Any) -> Any:
         return tree_map(lambda x: x[: max(2, split.ranks)] if isinstance(x, Tensor) and x.ndim else x, batch)
 
-    def part(given: Given, wanted: list[Tensor]) -> Gradients:
-        found = plainly(loss)(given, wanted)
+    def local_gradients(inputs: StepInputs, wanted: list[Tensor]) -> Gradients:
+        found = plain_gradients(loss)(inputs, wanted)
         if split.local_rows is None:
             return found
-        # Each rank's are of the sum over its rows.
+        # Each rank has the gradients of the sum over its own rows; the full loss is a mean over all rows.
         rows = sum(gather_objects(split.wire.mesh, split.local_rows, "tensor"))
         return tuple(None if g is None else g / rows for g in found)
 
-    return Proof(whole, part, lambda: loss, few, ("tensor",), SPLIT_CAUSE)
+    return Proof(make_full_loss, local_gradients, lambda: loss, take_rows, ("tensor",), SPLIT_ADVICE)
 
 
 class SplitObjective(RankObjective):
-    """The loss of a genome on a global batch, where layers are split over tensor ranks."""
+    """Computes the loss and the gradient of a genome on a global batch, with layers split over tensor ranks."""
 
     def __init__(self, split: TensorParallel, *args: Any) -> None:
         super().__init__(*args)
         self._split, self.takes_parts = split, split.takes_parts
 
-    def _found(self, given: Given, trained: Params, seed: int) -> tuple[Tensor, Any, Params, float]:
-        loss, aux, gradients, counted = super()._found(given, trained, seed)
-        # Tensor ranks have the same rows, unless the last layer's outputs are a part of them.
+    def _with_gradients(self, inputs: StepInputs, trained: Params, seed: int) -> tuple[Tensor, Any, Params, float]:
+        loss, aux, gradients, counted = super()._with_gradients(inputs, trained, seed)
+        # Tensor ranks compute on the same rows, so each counts a fraction, unless the last layer splits the rows.
         return loss, aux, gradients, counted / (self._split.ranks if self._split.local_rows is None else 1)
 
-    def _prove(self, loss: Tensor, given: Given, trained: Params) -> None:
-        """Compare ranks, then with the whole p-net, unless the loss function takes only a rank's rows of outputs."""
+    def _check_first_step(self, loss: Tensor, inputs: StepInputs, trained: Params) -> None:
+        """Compare ranks, and then with the whole p-net, unless the loss function refuses the whole p-net's outputs."""
         self._split.compare(loss)
-        parted = any(gather_objects(self._layout.mesh, self._split.local_rows is not None))
-        if not parted or all(gather_objects(self._layout.mesh, self._takes_whole(given, trained))):
-            super()._prove(loss, given, trained)
+        rows_split = any(gather_objects(self._layout.mesh, self._split.local_rows is not None))
+        if not rows_split or all(gather_objects(self._layout.mesh, self._accepts_full_outputs(inputs, trained))):
+            super()._check_first_step(loss, inputs, trained)
 
-    def _takes_whole(self, given: Given, trained: Params) -> bool:
+    def _accepts_full_outputs(self, inputs: StepInputs, trained: Params) -> bool:
         if self._proof is None:
             return False
-        given = given._replace(batch=self._proof.few(given.batch), rows=1)
+        inputs = inputs._replace(batch=self._proof.take_rows(inputs.batch), rows=1)
         try:
-            gradient_and_changes(plainly(self._proof.whole()), given, [*trained.values()], 0)
-        except Exception:  # Shapes of the user's own may raise anything.
+            gradient_and_changes(plain_gradients(self._proof.make_full_loss()), inputs, [*trained.values()], 0)
+        except Exception:  # The user's loss function may raise any error for these shapes.
             return False
         return True
