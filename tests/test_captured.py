@@ -31,11 +31,11 @@ class Replayed:
         graphs = next(
             cell.cell_contents for cell in function.__closure__ or () if isinstance(cell.cell_contents, captured.Graphs)
         )
-        self._rates, before = graphs._rates, {k: x.clone() for k, x in captured._moving(graphs._state).items()}
+        self._rates, before = graphs._rates, {k: x.clone() for k, x in captured._device_tensors(graphs._state).items()}
         with torch.random.fork_rng(devices=[]), self._watch.context() as patch:
             patch.setattr(losses, "capturing", lambda device: True)
             self._out = function()
-        for k, x in captured._moving(graphs._state).items():
+        for k, x in captured._device_tensors(graphs._state).items():
             x.copy_(before[k])
         return self._out
 
@@ -82,7 +82,7 @@ def make(pnet: nn.Module, loss: Any = loss_fn, optimizer: Any = None, **options:
     return gb.make_train_step(plan, pnet, loss, optimizer or adam(), **{"donate": True, **options})
 
 
-def trained(step: Any, rows: int, n: int = captured.WARM + 1) -> tuple[Any, Any]:
+def trained(step: Any, rows: int, n: int = captured.EAGER_STEPS + 1) -> tuple[Any, Any]:
     state, info = step.init(0), None
     for _ in range(n):
         state, info = step(state, batch_of(rows, 0))
@@ -107,13 +107,13 @@ def test_a_captured_training_equals_an_eager_one(options: dict[str, Any]) -> Non
         assert int(found.aux["right"]) == int(info.aux["right"])
         assert int(b.step) == int(b.opt.step) == i + 1
     assert len(graphs._graphs._graphs) == 2
-    for name, x in captured._moving(a).items():
-        torch.testing.assert_close(captured._moving(b)[name], x, rtol=1e-3, atol=1e-4)
+    for name, x in captured._device_tensors(a).items():
+        torch.testing.assert_close(captured._device_tensors(b)[name], x, rtol=1e-3, atol=1e-4)
 
 
 def test_another_state_is_copied_in_and_earlier_infos_stay() -> None:
     step, batch = make(net(), cuda_graph=True), batch_of(8, 0)
-    state, info = trained(step, 8, captured.WARM + 2)
+    state, info = trained(step, 8, captured.EAGER_STEPS + 2)
     kept, value = tree_map(torch.clone, state), info.loss.clone()
     _, first = step(state, batch)
     assert info.loss.equal(value)

@@ -1,4 +1,4 @@
-"""A diagnostic of one training step: how well a genome's update follows the gradient of the p-net's weights."""
+"""A diagnostic of a training step: how well a genome's update follows the gradient of the p-net's weights."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -15,7 +15,7 @@ from gbfunc.train.step import StepInfo, TrainState, TrainStep, checked_state
 from gbfunc.trees import stored_tensors, tree_leaves
 from gbfunc.types import Genome
 
-# Fractions of the training after which quantization steps are chosen again, because the stored bits change.
+# Fractions of the training after which quantization steps are chosen again, because training changes the stored bits.
 _WHEN = (0.6, 0.65, 0.7, 0.775, 0.85)
 _UNSET, _SQUARES = -1000.0, ("exp_avg_sq", "square_avg")  # torch's names for running means of squared gradients
 
@@ -65,7 +65,7 @@ def allocate_steps(
         raise ValueError(f"genome_bytes={genome_bytes:,} is too little: what is no code takes {coarsest:,} bytes")
     over, bits = coarsest - genome_bytes, code_bits(plan, leaves, steps)
     while True:
-        # Subtract from the bits in use: if fewer than the allowed bits are in use, lowering these changes nothing.
+        # Subtract from the bits in use: allowed bits that are not in use could be lowered without effect.
         bits = max(0.0, bits - 8.0 * over)
         steps = allocate(plan, leaves, squares, bits, batch_size)
         over = len(compact.pack(text, plan, leaves, steps)[0]) - genome_bytes
@@ -115,9 +115,9 @@ def _packed(plan: Plan, steps: Steps | None) -> Tensor:
     """Pack the rate and the indices of quantization steps into a tensor; parts without steps are `_UNSET`."""
     values = torch.full((1 + len(parts_of(plan)),), _UNSET, dtype=torch.float64, device="cpu")
     if steps is not None:
-        # Parts of statistics come last.
-        given = [steps.rate, *steps.of_parts(parts_of(plan, steps.statistics))]
-        values[: len(given)] = torch.tensor(given, dtype=torch.float64, device="cpu")
+        # Parts of running statistics come last: without them, the last values stay `_UNSET`.
+        known = [steps.rate, *steps.of_parts(parts_of(plan, steps.statistics))]
+        values[: len(known)] = torch.tensor(known, dtype=torch.float64, device="cpu")
     return values
 
 

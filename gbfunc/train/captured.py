@@ -17,14 +17,14 @@ from gbfunc.train.gradients.loss import Objective, seeded
 from gbfunc.train.optimizers import Optimizer
 from gbfunc.train.options import StepOptions
 from gbfunc.train.param_groups import LearningRate, learning_rate
-from gbfunc.train.step import LOOK, StepInfo, TrainState, TrainStep, step_seed
+from gbfunc.train.step import SHUFFLE_CHECK_STEP, StepInfo, TrainState, TrainStep, step_seed
 from gbfunc.trees import flatten_tree, tree_leaves, tree_map, unflatten_tree
 
 Step = Callable[[Any, Any], tuple[Any, Any]]  # `(state, batch) -> (state, info)`
-WARM = 3  # number of eager steps for a batch shape before a graph is captured
-MOST = 4  # maximum number of batch shapes that have a graph
+EAGER_STEPS = 3  # number of eager steps for a batch shape before a graph is captured
+MAX_GRAPHS = 4  # maximum number of batch shapes that have a graph
 
-_CURE = (
+_ADVICE = (
     "a p-net or a loss function that reads a number of the GPU (item(), float(), a tensor in an `if`) or computes on "
     "the CPU cannot be captured, and neither can an optimizer with a count of steps on the CPU (take Adam or AdamW, or "
     "capturable=True) or a class that reads the rate of a schedule (fused=True): take cuda_graph=False otherwise"
@@ -71,17 +71,17 @@ class Graphs:
     def __init__(self, step: Step, rates: Rates, fallback: bool = False) -> None:
         self._step, self._rates, self._fallback = step, rates, fallback
         self._calls: dict[Any, int] = {}
-        self._graphs: dict[Any, tuple[Any, dict[str, Tensor], Any]] = {}  # with its batch and its info
-        self._state: Any = None
-        self._own: dict[str, Tensor] = {}  # the tensors of that state
+        self._graphs: dict[Any, tuple[Any, dict[str, Tensor], Any]] = {}  # by batch shape: graph, batch, info
+        self._state: Any = None  # the state in the fixed memory
+        self._fixed: dict[str, Tensor] = {}  # tensors of `_state` by name
 
     def __call__(self, state: Any, batch: Any, seed: int) -> tuple[Any, Any]:
         """Train on one batch; `seed` is the seed of dropout."""
-        if self._fallback and not next(iter(_moving(state).values())).is_cuda:
+        if self._fallback and not next(iter(_device_tensors(state).values())).is_cuda:
             return self._step(state, batch)
-        tensors, key = _parted(batch)
+        tensors, key = _batch_tensors(batch)
         self._calls[key] = self._calls.get(key, 0) + 1
-        if self._calls[key] <= WARM:
+        if self._calls[key] <= EAGER_STEPS:
             return self._step(state, batch)
         if key not in self._graphs:
             try:
@@ -93,50 +93,50 @@ class Graphs:
                 self._calls[key] = -(2**62)  # This shape of batch stays eager.
                 return self._step(state, batch)
         graph, static, info = self._graphs[key]
-        _write(self._own, _moving(state))
+        _write(self._fixed, _device_tensors(state))
         torch._foreach_copy_([*static.values()], [*tensors.values()])  # pyright: ignore[reportPrivateImportUsage]
-        device = next(iter(self._own.values())).device
+        device = next(iter(self._fixed.values())).device
         self._rates.set(int(state.opt.step.flatten()[0]), device)
         with seeded(seed, device):
             graph.replay()
         opt = self._state.opt._replace(step=state.opt.step + 1)
-        # The next replay writes to the same memory.
+        # Copy the info, because the next replay overwrites its memory.
         info = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, info)
         return self._state._replace(opt=opt, step=state.step + 1, seed=state.seed, codes=state.codes), info
 
     def _captured(self, key: Any, state: Any, batch: Any) -> tuple[Any, dict[str, Tensor], Any]:
-        if len(self._graphs) == MOST:
-            words = f"cuda_graph=True has graphs for {MOST} shapes of batch, got another: {key[0]}"
+        if len(self._graphs) == MAX_GRAPHS:
+            words = f"cuda_graph=True has graphs for {MAX_GRAPHS} shapes of batch, got another: {key[0]}"
             raise ValueError(f"{words} beside {[k[0] for k in self._graphs]}: take drop_last=True or pad the batches")
-        moving = _moving(state)
+        moving = _device_tensors(state)
         device = next(iter(moving.values())).device
         graph = CudaGraph(next(iter(moving.values())))
         static = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, batch)
-        tensors, _ = _parted(static)
+        tensors, _ = _batch_tensors(static)
         if other := {k: x for k, x in (moving | tensors).items() if x.device != device}:
             name, x = next(iter(other.items()))
-            raise ValueError(f"a captured step needs all tensors on {device}, got {name} on {x.device}; {_CURE}")
+            raise ValueError(f"a captured step needs all tensors on {device}, got {name} on {x.device}; {_ADVICE}")
         if self._state is None:
-            tree = unflatten_tree({k: x.clone() for k, x in moving.items()}, _changing(state))
+            tree = unflatten_tree({k: x.clone() for k, x in moving.items()}, _device_state(state))
             leaves = tree.pop("opt")
             self._state = state._replace(**tree, opt=state.opt._replace(leaves=leaves))
-            self._own = _moving(self._state)
-        _write(self._own, moving)
+            self._fixed = _device_tensors(self._state)
+        _write(self._fixed, moving)
         self._rates.set(int(state.opt.step.flatten()[0]), device)
         opt = self._state.opt._replace(step=state.opt.step)
-        given = self._state._replace(step=state.step, seed=state.seed, opt=opt)
+        fixed = self._state._replace(step=state.step, seed=state.seed, opt=opt)
 
         def step() -> Any:
-            after, info = self._step(given, static)
-            # Copy new tensors into the fixed memory, from which the next replay reads.
-            _write(self._own, _moving(after))
+            after, info = self._step(fixed, static)
+            # The next replay reads the state from the fixed memory, so the new state must be copied there.
+            _write(self._fixed, _device_tensors(after))
             return info
 
         self._rates.captured = True
         try:
             return graph, tensors, graph.capture(step)
         except RuntimeError as error:
-            raise ValueError(f"cuda_graph=True: {str(error).splitlines()[0]}; {_CURE}") from error
+            raise ValueError(f"cuda_graph=True: {str(error).splitlines()[0]}; {_ADVICE}") from error
         finally:
             self._rates.captured = False
 
@@ -159,30 +159,30 @@ class CapturedTrainStep(TrainStep):
     def __call__(self, gnet_params: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
         """Train as `TrainStep` does; the tensors of the returned state lie in the memory of the graphs."""
         step = int(gnet_params.step)
-        if step == LOOK:  # This step reads losses, which a graph cannot.
+        if step == SHUFFLE_CHECK_STEP:  # This step reads losses on the CPU, which a graph cannot do.
             return super().__call__(gnet_params, batch)
         return self._graphs(gnet_params, batch, step_seed(int(gnet_params.seed), step))
 
 
-def _changing(state: Any) -> dict[str, Any]:
-    """The parts of a state that a step changes on the device."""
+def _device_state(state: Any) -> dict[str, Any]:
+    """Return the parts of a state that a training step changes on the device."""
     return {"gnets": state.gnets, "direct": state.direct, "buffers": state.buffers, "opt": state.opt.leaves}
 
 
-def _moving(state: Any) -> dict[str, Tensor]:
-    return flatten_tree(_changing(state))
+def _device_tensors(state: Any) -> dict[str, Tensor]:
+    return flatten_tree(_device_state(state))
 
 
 def _write(into: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
-    """Copy tensors into the memory of others of the same names, unless they live there."""
+    """Copy tensors into the tensors `into` of the same names. Tensors that already share memory are skipped."""
     both = zip(into.values(), tensors.values(), strict=True)
     other = [(x, y) for x, y in both if x is not y and x.data_ptr() != y.data_ptr()]
     if other:
         torch._foreach_copy_([x for x, _ in other], [y for _, y in other])  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _parted(batch: Any) -> tuple[dict[str, Tensor], Any]:
-    """The tensors of a batch by name, and a key of their shapes and of all other values."""
+def _batch_tensors(batch: Any) -> tuple[dict[str, Tensor], Any]:
+    """Return the tensors of a batch by name, and a key from shapes, dtypes and all values that are not tensors."""
     leaves = tree_leaves(batch, "batch")
     tensors = {name: x for name, x in leaves if isinstance(x, Tensor)}
     shapes = tuple((name, tuple(x.shape), x.dtype) for name, x in tensors.items())

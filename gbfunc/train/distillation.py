@@ -73,7 +73,7 @@ def distillation(
         args, kwargs, out = calls[-1]
         student = logits_of(out)
         if student.is_meta:
-            return loss, aux  # A dry run asks for shapes and operations of the p-net.
+            return loss, aux  # A dry run on the meta device counts only the p-net's operations.
         with torch.no_grad():
             target = logits_of(frozen(*args, **kwargs))
         if student.shape != target.shape:

@@ -48,7 +48,7 @@ torch.serialization.add_safe_globals([LocalState, WholeLocalState])
 
 
 class LocalTrainStep(TrainStep):
-    """A `TrainStep` whose ranks average their genomes every `local_steps` steps; a rank reports only its own rows."""
+    """A `TrainStep` whose ranks average their genomes every `local_steps` steps; `info` is of this rank's rows."""
 
     def __init__(
         self, pnet: nn.Module, objective: Objective, optimizer: Optimizer, layout: Layout, options: StepOptions
@@ -78,7 +78,7 @@ class LocalTrainStep(TrainStep):
         rows = n_rows(batch) if self.mesh.world > 1 else None
         if rows == 0:
             raise ValueError(f"rank {self.mesh.rank} has no row of the batch: local steps need one on every rank")
-        state = self._begun(gnet_params)
+        state = self._start_round(gnet_params)
         start, local = int(state.step), state.opt
         every = self._options.check_every // self._length or 1
         if not self._checked or (self._options.check_every and start % (every * self._length) == 0):
@@ -103,39 +103,39 @@ class LocalTrainStep(TrainStep):
     def shard(self, state: TrainState) -> TrainState:
         """Return this rank's part of a whole state. The state of a step without `local_steps` starts a round."""
         check_genome(self.plan, state)
-        whole = state.opt
-        if isinstance(whole, LocalState):
+        saved = state.opt
+        if isinstance(saved, LocalState):
             return state
-        if not isinstance(whole, WholeLocalState):
+        if not isinstance(saved, WholeLocalState):
             outer = self._outer.init({k: flat_genome(state)[k] for k in self._trained}, self._roles)
             rows = torch.zeros((), dtype=torch.float64, device=next(iter(flat_genome(state).values())).device)
-            return self._begun(state._replace(opt=LocalState(whole, rows, {}, outer)), anyway=True)
-        mine = {name: x[self.mesh.rank].clone() for name, x in whole.ranks.items()}
+            return self._start_round(state._replace(opt=LocalState(saved, rows, {}, outer)), force=True)
+        mine = {name: x[self.mesh.rank].clone() for name, x in saved.ranks.items()}
         trained = {k: mine[k] for k in self._trained}
         opt = unflatten_tree(mine, self._optimizer.init(trained, self._roles), "opt/")
-        return _with_leaves(state, mine)._replace(opt=LocalState(opt, mine["rows"], whole.start, whole.outer))
+        return _with_leaves(state, mine)._replace(opt=LocalState(opt, mine["rows"], saved.start, saved.outer))
 
     def gather(self, gnet_params: TrainState) -> TrainState:
         """Gather the whole state on every rank, with the mean of the ranks' genomes; all ranks must call."""
         check_genome(self.plan, gnet_params)
         if not isinstance(gnet_params.opt, LocalState):
             raise ValueError("the state is not this rank's part: train_step.shard(state) makes it of a whole one")
-        state = self._begun(gnet_params)
+        state = self._start_round(gnet_params)
         local = state.opt
         ranks = stack_ranks(self.mesh, {**_leaves(state), "rows": local.rows, **flatten_tree(local.inner, "opt/")})
         whole = {k: x[0] for k, x in ranks.items()} | self._averaged(state)[2]
         return _with_leaves(state, whole)._replace(opt=WholeLocalState(local.start, local.outer, ranks))
 
     def fitted(self, tensors: Params) -> Params:
-        """Fit a saved whole state's tensors, flat by name, to these ranks: rank r gets the tensors of rank r mod n."""
+        """Convert tensors of a state saved by n ranks for these ranks: rank r gets the tensors of rank r mod n."""
         if not any(name.startswith(_RANKS) for name in tensors):
             raise ValueError("it is of a training without local steps: train_step.shard(state) begins some from it")
         index = torch.arange(self.mesh.world)
         return {k: x[index % len(x)] if k.startswith(_RANKS) else x for k, x in tensors.items()}
 
-    def _begun(self, state: TrainState, anyway: bool = False) -> TrainState:
-        """Start a round if one is due: copy the leaves, because a training step may donate them."""
-        if int(state.step) % self._length and not anyway:
+    def _start_round(self, state: TrainState, force: bool = False) -> TrainState:
+        """Start a round if one is due or `force`: copy the leaves, because a training step may overwrite them."""
+        if int(state.step) % self._length and not force:
             return state
         named, local = _leaves(state), state.opt
         start = {k: named[k].detach().clone() for k in self._exchanged}

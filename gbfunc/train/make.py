@@ -29,9 +29,9 @@ def make_train_step(plan: Plan, pnet: nn.Module, loss_fn: LossFn, optimizer: Opt
     """Make a pure function that trains a genome on one batch: `train_step(state, batch) -> (state, info)`.
 
     `train_step.init(seed)` gives the first state, a `TrainState` of the genome, the buffers and the optimizer's state.
-    `info` is a `StepInfo`: loss, gradient norm, aux. Only the p-net's structure is copied, with its training or
-    evaluation mode of now. Direct parameters that do not require grad are not trained. For a loop with
-    `loss.backward()` and any optimizer, use `GenomeModule`. `materialize` returns the trained network.
+    `info` is a `StepInfo`: loss, gradient norm, aux. Only the p-net's structure and current training or evaluation mode
+    are copied. Direct parameters that do not require grad are not trained. For a loop with `loss.backward()` and any
+    optimizer, use `GenomeModule`. `materialize` returns the trained network.
 
     Args:
         plan: the plan.
@@ -53,32 +53,32 @@ def make_train_step(plan: Plan, pnet: nn.Module, loss_fn: LossFn, optimizer: Opt
     >>> train_step = gb.make_train_step(plan, pnet, lambda net, x: net(x).square().mean(), optimizer)
     >>> state, info = train_step(train_step.init(seed=0), torch.ones(3, 30))
     """
-    given = StepOptions(**options)
+    settings = StepOptions(**options)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must come from gb.torch_optimizer, got {type(optimizer).__name__}")
     check_plan(plan, pnet)
     if (word := eval_mode_warning(pnet)) is not None:
         warnings.warn(word, UserWarning, stacklevel=2)
-    if isinstance(given.rounding, Steps):
-        check_steps(plan, given.rounding)
-    mesh = Mesh({}) if given.mesh is None else given.mesh
-    whole = (given.local_steps is not None or given.rounding == AUTO) and given.placement == "auto"
-    layout = make_layout(plan, mesh, "replicated" if whole else given.placement, lazy=given.lazy is not False)
+    if isinstance(settings.rounding, Steps):
+        check_steps(plan, settings.rounding)
+    mesh = Mesh({}) if settings.mesh is None else settings.mesh
+    replicate = (settings.local_steps is not None or settings.rounding == AUTO) and settings.placement == "auto"
+    layout = make_layout(plan, mesh, "replicated" if replicate else settings.placement, lazy=settings.lazy is not False)
     what = "ranks must have the same plan (make the p-net after the same torch.manual_seed on all of them)"
     check_equal(mesh, {"plan": plan.to_json(), "placement": layout.placement}, what)
-    texts = {"options": text_of(replace(given, mesh=None, parallel=None, outer=None))}
-    texts |= {"parallel": text_of(given.parallel), "outer": text_of(given.outer and given.outer.settings)}
+    texts = {"options": text_of(replace(settings, mesh=None, parallel=None, outer=None))}
+    texts |= {"parallel": text_of(settings.parallel), "outer": text_of(settings.outer and settings.outer.settings)}
     texts |= {"what requires grad": text_of({name: x.requires_grad for name, x in pnet.named_parameters()})}
     texts |= {"training mode": text_of({name: module.training for name, module in pnet.named_modules()})}
     check_equal(mesh, texts | {"optimizer": text_of(optimizer.settings)}, "ranks must have the same options")
-    given.check_layout(layout)
-    captured = given.cuda_graph is not False and not given.graph_lacks() and not plan.stochastic
-    if given.cuda_graph is True and not captured:
+    settings.check_layout(layout)
+    captured = settings.cuda_graph is not False and not settings.graph_lacks() and not plan.stochastic
+    if settings.cuda_graph is True and not captured:
         raise ValueError("cuda_graph=True: stochastic g-nets draw noise on the CPU, which no graph can replay")
-    local, auto = given.local_steps is not None, given.rounding == AUTO
+    local, auto = settings.local_steps is not None, settings.rounding == AUTO
     make = LocalTrainStep if local else AutoTrainStep if auto else CapturedTrainStep if captured else TrainStep
     of = make_layout(plan, Mesh({}), "replicated") if local else layout
-    return make(pnet, _make_objective(pnet, loss_fn, of, given), optimizer, layout, given)
+    return make(pnet, _make_objective(pnet, loss_fn, of, settings), optimizer, layout, settings)
 
 
 def _make_objective(pnet: nn.Module, loss_fn: LossFn, layout: Layout, options: StepOptions) -> Objective:
@@ -91,10 +91,13 @@ def _make_objective(pnet: nn.Module, loss_fn: LossFn, layout: Layout, options: S
         styles = resolve(pnet, options.parallel)
         split = TensorParallel(pnet, styles, layout.mesh) if layout.mesh.sizes["tensor"] > 1 else None
     if options.amp == torch.float16:
-        # Loss scaling prevents underflow of small gradients (Micikevicius et al., 2018). Ranks scale each row's loss.
+        # Loss scaling prevents underflow of small gradients (Micikevicius et al., 2018). Ranks sum the losses of rows
+        # instead of taking the mean, so their factor is smaller.
         scale = 2.0**10 if ranks == 1 else 2.0**4
-    # A proof on the whole p-net saves memory with remat="layer": only one layer's weights exist at a time.
-    whole = partial(GenomeLoss, pnet, loss_fn, layout, replace(options, compile=False, remat="layer", microbatches=1))
+    # The comparison with the whole p-net uses remat="layer" to save memory: only one layer's weights exist at a time.
+    make_full_loss = partial(
+        GenomeLoss, pnet, loss_fn, layout, replace(options, compile=False, remat="layer", microbatches=1)
+    )
     takes_parts = split is not None and split.takes_parts
     regenerate, n = options.remat == "generate", options.microbatches
     make = partial(GenomeLoss if split is None else partial(SplitLoss, split), pnet, loss_fn, layout, options)
@@ -106,10 +109,10 @@ def _make_objective(pnet: nn.Module, loss_fn: LossFn, layout: Layout, options: S
         pieces = {} if split is None else {"adapt": split.shrink}
         pipeline = Pipeline(pnet, options.pipeline, layout.mesh, n, options.stages, **pieces)
         strategy: Strategy = (stages := Pipelined(pipeline, make, loss_fn, scale, regenerate, split, options.amp))
-        proof = stages.proof(whole)
+        proof = stages.proof(make_full_loss)
     else:
         loss = make()
-        proof = None if split is None or takes_parts else split_proof(whole, loss, split)
+        proof = None if split is None or takes_parts else split_proof(make_full_loss, loss, split)
         if options.compile:
             strategy = CompiledGraph(loss, scale, layout, joint=split is None)
         elif n == 1 and not regenerate:

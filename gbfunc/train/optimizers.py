@@ -1,7 +1,7 @@
 """Optimizers as pairs of pure functions `(init, update)`, made from classes of `torch.optim`.
 
-Each update copies the leaves, makes torch's optimizer of them with the given state, calls `step()` once, and returns
-the new state. From the second update on, Adam and AdamW call torch's fused kernel directly, without the class.
+Each update copies the leaves, makes torch's optimizer for the copies and the old state, calls `step()` once, and
+returns the new state. From the second update on, Adam and AdamW call torch's fused kernel directly, without the class.
 
 Leaves have roles. Code weights and linear coefficients of g-nets are stacked, [T, ...], with T tiles (or groups of
 tiles); direct parameters are ordinary parameters of the p-net.
@@ -24,7 +24,7 @@ from gbfunc.types import Params
 Roles: TypeAlias = Mapping[str, str]  # by name of leaf: `"code"`, `"linear"` or `"direct"`
 Rate: TypeAlias = Callable[[LearningRate, int], "float | Tensor"]  # at a step; a tensor is on the device of the leaves
 
-# Functions in C: an update calls them for every tensor.
+# `attrgetter` is implemented in C, which saves time: an update calls these functions for every tensor.
 _SPEC, _FORM = attrgetter("shape", "dtype", "device"), attrgetter("shape", "dtype")
 
 
@@ -155,13 +155,13 @@ class _Call(NamedTuple):
         rate: Rate,
     ) -> tuple[Params, dict[str, Params]]:
         """Return new leaves and their new state; the first step ignores `old`."""
-        given = [params[k] for k in self.names]
-        choose = finite is not None and self.adam is None  # Adam's kernel takes `finite` itself.
+        before = [params[k] for k in self.names]
+        choose = finite is not None and self.adam is None  # Adam's kernel gets `finite` as `found_inf`.
         donate = donate and not choose
-        if donate and all(map(Tensor.is_contiguous, given)):
-            new = [p.detach() if p.requires_grad else p for p in given]
+        if donate and all(map(Tensor.is_contiguous, before)):
+            new = [p.detach() if p.requires_grad else p for p in before]
         else:
-            new = _copies(given)
+            new = _copies(before)
         # Fused CPU kernels ignore strides, and `torch.autograd.grad` returns gradients in any layout.
         fitted = [grads[k].contiguous() for k in self.names]
         if not donate and self.group.cls.__module__.partition(".")[0] != "torch":
@@ -192,7 +192,7 @@ class _Call(NamedTuple):
         rate = self.group.lr if isinstance(self.group.lr, float) else rate_of(self.group.lr, step)
         if old and self.adam is not None:
             counts, *moments = ([state[e] for state in old] for e in self.adam.entries)
-            # A Python number would become a tensor for each count, as would a tensor that no `alpha` shows to be one.
+            # Add a tensor, with `alpha`: otherwise torch would convert the number to a new tensor for every count.
             one = counts[0].new_ones(()) if finite is None else finite.to(counts[0].dtype)
             torch._foreach_add_(counts, one, alpha=1)  # pyright: ignore[reportPrivateImportUsage]
             moments += [[]] * (3 - len(moments))
@@ -233,7 +233,7 @@ class _Call(NamedTuple):
 class _Prepared(NamedTuple):
     calls: list[_Call]
     specs: dict[tuple[str, str], TensorSpec]  # of every tensor `(leaf, entry)` of the state
-    # The same as lists, in the order of the leaves: one comparison of each accepts a state that fits.
+    # The same as lists in the order of the leaves, so that three comparisons of lists accept a valid state.
     leaf_specs: list[Any]
     entries: list[tuple[str, ...]]
     forms: list[Any]
@@ -255,8 +255,8 @@ def _prepare(group_of: Callable[..., ParamGroup], leaves: tuple[tuple[str, str |
     states: dict[str, Params] = {}
     with torch.no_grad():
         for call in calls:
-            given = [zeros[k] for k in call.names]
-            after = call.step(0, given, [torch.zeros_like(p) for p in given], [])
+            params = [zeros[k] for k in call.names]
+            after = call.step(0, params, [torch.zeros_like(p) for p in params], [])
             states |= zip(call.names, after, strict=True)
     specs = {(k, entry): spec_of(x) for k in zeros for entry, x in states[k].items()}
     forms = [(spec.shape, spec.dtype) for spec in specs.values()]
@@ -264,15 +264,15 @@ def _prepare(group_of: Callable[..., ParamGroup], leaves: tuple[tuple[str, str |
 
 
 def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy all tensors in one call, without strides."""
-    made = [torch.empty_like(x, requires_grad=False, memory_format=torch.contiguous_format) for x in tensors]
-    if made:
-        torch._foreach_copy_(made, list(tensors))  # pyright: ignore[reportPrivateImportUsage]
-    return made
+    """Copy all tensors in one call, to contiguous tensors."""
+    copies = [torch.empty_like(x, requires_grad=False, memory_format=torch.contiguous_format) for x in tensors]
+    if copies:
+        torch._foreach_copy_(copies, list(tensors))  # pyright: ignore[reportPrivateImportUsage]
+    return copies
 
 
 def chosen(condition: Tensor, tree: Any, other: Any) -> Any:
-    """Select tensors of `tree` if the condition is True, otherwise of `other`, among tensors on its device."""
+    """Select `tree` if the condition is True, otherwise `other`. Tensors on other devices always come from `tree`."""
     flat, before = flatten_tree(tree), flatten_tree(other)
     there = [k for k, x in flat.items() if x.device.type == condition.device.type]
     return unflatten_tree(flat | {k: torch.where(condition, flat[k], before[k]) for k in there}, tree)
@@ -285,7 +285,7 @@ def _memory(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _check_state(state: OptState, params: Params, prepared: _Prepared, cls: str) -> None:
-    """Check the structure of a state: some kernels write beyond a tensor that is too small."""
+    """Check the structure of a state, because some kernels write beyond the end of a tensor that is too small."""
     if not isinstance(state, OptState):
         raise TypeError(f"state must be an OptState from init or update, got {type(state).__name__}")
     if [*state.leaves] == [*params] and [*map(tuple, state.leaves.values())] == prepared.entries:
@@ -293,8 +293,8 @@ def _check_state(state: OptState, params: Params, prepared: _Prepared, cls: str)
         if [*map(_FORM, tensors)] == prepared.forms:
             return
     what = f"the state does not fit {cls} and the parameters"
-    # On any device: torch reads numbers of steps wherever they are.
+    # Devices are not compared, because torch accepts counts of steps on any device.
     expected = {f"{k}/{entry}": spec._replace(device=None) for (k, entry), spec in prepared.specs.items()}
     compare_trees(expected, flatten_tree(state.leaves), what)
-    if state.leaves.keys() != params.keys():  # Some classes keep nothing that could be compared.
+    if state.leaves.keys() != params.keys():  # A class without state has no tensors that `compare_trees` could compare.
         raise ValueError(f"{what}: expected the leaves {sorted(params)}, got {sorted(state.leaves)}")

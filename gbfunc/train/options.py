@@ -54,9 +54,9 @@ class StepOptions:
             and applies its pieces. All ranks along the axis get the same rows. If the first layer takes a sharded
             input, each rank gets its part of the rows instead.
         pipeline: the schedule of microbatches along the mesh's pipeline axis: torch's `"gpipe"`, `"1f1b"`,
-            `"interleaved"` or `"zbv"`. All ranks along the axis get the same rows. `microbatches` must divide their
-            number. The loss function must run on the meta device up to the p-net's call.
-        stages: names of the first blocks of all stages but the first; None balances counted operations.
+            `"interleaved"` or `"zbv"`. All ranks along the axis get the same rows. `microbatches` must divide the
+            number of rows. The loss function must run on the meta device up to the p-net's call.
+        stages: names of the first blocks of all stages but the first; None balances the numbers of operations.
         rounding: the dtype of `save`. The loss uses the genome as a file stores it, and gradients pass straight through
             rounding. Quantization steps from `allocate_steps` with a `rate` add the genome's bits to the loss. `"auto"`
             chooses quantization steps after 60 % of `total_steps`, and again until 85 %, for a file of at most
@@ -115,7 +115,7 @@ class StepOptions:
         if (self.rounding == AUTO) != (self.genome_bytes is not None and self.total_steps is not None):
             raise ValueError("rounding='auto' needs genome_bytes= and total_steps=, which go with no other rounding")
         if self.rounding == AUTO and (self.local_steps is not None or self.placement not in ("auto", "replicated")):
-            # Parts of the genome on other ranks may share a step of quantisation.
+            # Tiles on different ranks may share a quantization step.
             words = f"placement={self.placement!r}, local_steps={self.local_steps}"
             raise ValueError(f"rounding='auto' needs the whole genome on each rank, the same on all, got {words}")
         if self.rounding is not None:
@@ -158,10 +158,10 @@ class StepOptions:
         if not layout.sharded:
             return
         if self.remat == "layer" and self.microbatches > 1:
-            # Ranks with fewer rows may have fewer microbatches, and would miss the gathers of the others.
+            # A rank with fewer rows may have fewer microbatches, and skip gathers for which other ranks would wait.
             raise ValueError("remat='layer' on a split genome gathers for each use: it needs microbatches=1")
         if self.rounding is not None:
-            # Tiles on different ranks may share a scale.
+            # Tiles on different ranks may share one quantization scale.
             raise ValueError("rounding= needs the whole genome on each rank: take placement='replicated'")
         if layout.placement == "sharded" and self.lazy is True:
             raise ValueError("lazy=True needs factors, and placement='sharded' gathers tiles: take placement='factors'")

@@ -21,7 +21,7 @@ from gbfunc.train.step import StepInfo, TrainState, TrainStep, check_dtypes, che
 from gbfunc.trees import BUFFERS, TensorSpec, compare_trees, flatten_tree, like_genome, refuse_packed, tree_map
 from gbfunc.types import Params
 
-# Optimizers that mix the numbers of a leaf, or whose update is not proportional to the learning rate.
+# Optimizers that would mix members, or whose update is not proportional to the learning rate.
 _REFUSED = ("Muon", "Adafactor", "ASGD", "Rprop")
 _VMAP = (
     "the p-net or the loss function failed under torch.func's vmap and grad; if it works with one genome, train the "
@@ -44,8 +44,8 @@ class Population:
 
     def init(self, seeds: Sequence[int] | None = None, *, device: torch.device | str | None = None) -> TrainState:
         """Stack the states of `train_step.init(seed)` for all seeds, by default 0, 1, ..., n - 1."""
-        given = range(self.n) if seeds is None else seeds
-        return self.stack([self.train_step.init(seed, device=device) for seed in given])
+        seeds = range(self.n) if seeds is None else seeds
+        return self.stack([self.train_step.init(seed, device=device) for seed in seeds])
 
     def stack(self, states: Sequence[TrainState]) -> TrainState:
         """Stack states of `train_step`, one per member, to states of the population."""
@@ -96,7 +96,7 @@ class Population:
         info = StepInfo(loss_n, norm_n, torch.isfinite(loss_n) & torch.isfinite(norm_n), aux)
         if step._options.clip_norm is not None:
             factor_n = (step._options.clip_norm / (norm_n + 1e-6)).clamp(max=1.0)
-            gradients = {k: g * _beside(factor_n.to(g.dtype), g) for k, g in gradients.items()}
+            gradients = {k: g * _broadcast(factor_n.to(g.dtype), g) for k, g in gradients.items()}
         return self._committed(state, flat, frozen, gradients, buffers, info), info
 
     def _gradients(
@@ -122,7 +122,7 @@ class Population:
             if loss_n.requires_grad:
                 loss.gradients(loss_n.sum(), [])
         aux = StepInputs(frozen | trained, None, buffers, None, 1, True).detached(aux)
-        # The loss function may use other modules. Detach, so that their graph ends here.
+        # Detach: the loss function may use parameters of other modules, and gradients would keep their graph alive.
         gradients = {k: g.detach() / scale for k, g in zip(trained, found, strict=True)}
         return loss_n.detach(), aux, gradients, detached(buffers)
 
@@ -146,7 +146,7 @@ class Population:
         old = OptState(state.opt.step[0], one)
         new, opt = step._optimizer.update(gradients, old, params, step._roles, donate=donate)
         if factors_n is not None:
-            new = {k: torch.lerp(params[k], v, _beside(factors_n.to(v), v)) for k, v in new.items()}
+            new = {k: torch.lerp(params[k], v, _broadcast(factors_n.to(v), v)) for k, v in new.items()}
         leaves = {k: dict(of) for k, of in opt.leaves.items()}
         for k, e in shared:
             leaves[k][e] = leaves[k][e].expand(self.n, *leaves[k][e].shape).clone()
@@ -163,13 +163,13 @@ class Population:
         return self._entries
 
 
-def _beside(x_n: Tensor, like: Tensor) -> Tensor:
+def _broadcast(x_n: Tensor, like: Tensor) -> Tensor:
     return x_n.to(like.device).reshape(-1, *(1,) * (like.ndim - 1))
 
 
 def _chosen(first_n: Tensor, a: Params, b: Params) -> Params:
     """Select per member from `a` or `b`."""
-    return {k: torch.where(_beside(first_n, x), x, b[k]) for k, x in a.items()}
+    return {k: torch.where(_broadcast(first_n, x), x, b[k]) for k, x in a.items()}
 
 
 def population(

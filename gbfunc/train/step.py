@@ -25,7 +25,7 @@ from gbfunc.types import Genome, GNets, Params
 
 _SHAPE, _KIND = attrgetter("shape"), attrgetter("shape", "dtype")
 _READ = {"cpu"}  # devices from which Python reads a value without waiting
-LOOK = 200  # the training step at which the loss is compared with the loss of shuffled targets
+SHUFFLE_CHECK_STEP = 200  # the training step at which the loss is compared with the loss for shuffled targets
 _MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio (Knuth, TAOCP 3, section 6.4): spreads steps over seeds
 _CONSTANT = (
     "after {} steps the loss, {:.4g}, is as large as that of a constant prediction: targets in another order give no "
@@ -45,7 +45,7 @@ class TrainState(NamedTuple):
     codes: Tensor = torch.zeros(0, dtype=torch.float64, device="cpu")  # quantization steps of `rounding="auto"`
 
 
-# `torch.load(weights_only=True)` may then load these classes.
+# Allow `torch.load(weights_only=True)` to load these classes.
 torch.serialization.add_safe_globals([Genome, OptState, TrainState])
 
 
@@ -112,11 +112,11 @@ class TrainStep:
         return self.shard(TrainState(*genome, opt, step, number))
 
     def rounding(self, state: TrainState) -> Stored | None:
-        """Return how the next training step rounds the genome; None if it does not (yet, with `rounding="auto"`)."""
+        """Return the rounding in the next training step; None for no rounding, and before "auto" has chosen one."""
         return self._options.rounding
 
     def stored(self, state: TrainState) -> Stored | None:
-        """Return the dtype or quantization steps for `gb.save`; `rounding="auto"` respects `genome_bytes`."""
+        """Return the dtype or quantization steps for `gb.save`; with "auto", the file fits `genome_bytes`."""
         return self._options.rounding
 
     def __deepcopy__(self, memo: Any) -> TrainStep:
@@ -141,7 +141,7 @@ class TrainStep:
         return gather_state(self._layout, gnet_params)
 
     def fitted(self, tensors: Params) -> Params:
-        """Fit a saved whole state's tensors, flat by name, to these ranks; ValueError for a state of local steps."""
+        """Convert tensors of a saved whole state, by flat name, for these ranks; ValueError if saved by local steps."""
         if any(name.startswith("opt/ranks/") for name in tensors):
             raise ValueError("it is of a training with local steps: say local_steps= too")
         return tensors
@@ -185,18 +185,18 @@ class TrainStep:
         loss, aux, gradients, buffers, norm = self._objective(
             leaves, flat, state.buffers, batch, step_seed(int(state.seed), step), step
         )
-        if step == LOOK and self.mesh.world == 1 and (others := _other_targets(batch)):
+        if step == SHUFFLE_CHECK_STEP and self.mesh.world == 1 and (others := _other_targets(batch)):
             *turned, equal = (
                 float(self._objective(leaves, flat, state.buffers, other, step_seed(int(state.seed), step), step).loss)
                 for other in others
             )
-            # If the loss does not use the targets, both losses are equal to the last bit.
+            # Exactly equal losses mean that the loss does not use the targets: no warning then.
             if float(loss) > min(turned) - 0.01 * abs(min(turned)) and equal != float(loss):
                 warnings.warn(_CONSTANT.format(step, float(loss)), UserWarning, stacklevel=2)
         if [*map(_KIND, buffers.values())] != [*map(_KIND, state.buffers.values())]:
             check_genome(self.plan, state._replace(buffers=buffers), self._shapes)
             check_dtypes(state.buffers, buffers)
-        # x - x is 0 if x is finite, otherwise nan, which equals nothing. This takes a third of the time of `isfinite`.
+        # x - x is 0 if x is finite, otherwise nan, which equals no number. `isfinite` would take three times as long.
         info = StepInfo(loss, norm, (loss - loss) == (norm - norm), aux)
         if options.clip_norm is not None:
             factor = (options.clip_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -219,7 +219,8 @@ class TrainStep:
     ) -> tuple[Params, OptState, Params] | None:
         """Return new leaves, optimizer state and buffers; None if loss or gradient is not finite.
 
-        Only the first update on an accelerator waits to read values. Later updates select results on the device.
+        On an accelerator, reading `info.finite` would wait for the device. Therefore only the first update reads
+        `info.finite`, and later updates select between old and new tensors on the device.
         """
         options, device, old = self._options, info.finite.device.type, state.opt
         read = device in _READ or options.on_nonfinite == "raise" or int(old.step) == 0
