@@ -1,4 +1,4 @@
-"""Many ranks: a mesh, differentiable collectives, and placements of the genome.
+"""Training on several ranks: a mesh, differentiable collectives, and placements of the genome.
 
 No other room uses `torch.distributed`.
 """

@@ -1,4 +1,4 @@
-"""Changes of an activation's layout on the ranks of an axis, with the change of the gradient in backward.
+"""Moves that change the layout of an activation on the ranks of an axis; backward changes the gradient's layout back.
 
 An activation is *replicated* (equal on all ranks), *split* along a dimension, or *partial* (the activation is the sum
 of the ranks' tensors). The gradient has the activation's layout, except for a tensor with a *partial gradient*: the

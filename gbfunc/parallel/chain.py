@@ -39,7 +39,7 @@ _LAYERS: dict[Any, tuple[str, ...]] = {
 
 
 class Chain(NamedTuple):
-    """The graph of a loss.
+    """The recorded graph of a loss, with the cells that compute and use its values.
 
     A node's `meta` has its `cell`, the last cell that needs the node's value (`end`), and whether an operator writes to
     the node's memory (`written`). The `origin` of an input is the name of a tensor of the p-net, the index of a tensor
@@ -55,8 +55,7 @@ class Chain(NamedTuple):
 def find_blocks(pnet: nn.Module, stages: int, splits: Sequence[str] | None = None) -> tuple[str, ...]:
     """Return the blocks: siblings of `splits`, or children of the list of >= `stages` layers with most parameters.
 
-    Raises:
-        ValueError: if no such list exists, or if `splits` does not name the first block of each stage after the first.
+    Raises ValueError if no such list exists, or `splits` does not name the first block of every stage but the first.
     """
     if splits is not None:
         parents = {name.rpartition(".")[0] for name in splits}
@@ -103,8 +102,7 @@ def stage_of(starts: Sequence[int], cell: int) -> int:
 def crossing(chain: Chain, starts: Sequence[int], stage: int) -> list[fx.Node]:
     """Return values computed before a stage and needed in or after the stage; `starts` are from `balanced_stages`.
 
-    Raises:
-        ValueError: if a value cannot be sent, or if several stages use a buffer that the forward changes.
+    Raises ValueError if a value cannot be sent, or if several stages use a buffer that the forward changes.
     """
     found = []
     for node in chain.nodes:
@@ -177,8 +175,7 @@ def trace_chain(
     The graph is specialized to the shapes of the batch's tensors and to its other values. Before the recording, `adapt`
     changes a copy of the p-net, which runs in place of the p-net.
 
-    Raises:
-        ValueError: if torch cannot record the code, or if the blocks do not run in their order.
+    Raises ValueError if torch cannot record the code, or if the blocks do not run in their order.
     """
     place, mode = device or next(pnet.parameters()).device, FakeTensorMode(allow_non_fake_inputs=True)
     states = _states()

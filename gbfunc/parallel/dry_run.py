@@ -1,4 +1,4 @@
-"""Counts a rank's operations, saved activations and bytes sent in a p-net's forward, per block, on the meta device.
+"""Counts a rank's operations, saved activations and sent bytes in a p-net's forward, per block, on the meta device.
 
 The layers, also tensor-parallel ones, run their own code; a `DryWire` counts the bytes and sends nothing. A *cell* is a
 block, or the part before the first block (cell 0) or after the last block (the last cell).
@@ -45,7 +45,7 @@ class Cell:
     weights: float = 0.0  # Bytes of generated weights or factors that are stored for the step
     graph: float = 0.0  # Bytes saved for the backward of generating `weights`
     transient: float = 0.0  # Bytes of weights, and of their graphs, that are generated again for each use
-    passing: float = 0.0  # Bytes of the largest of the transient weights with its graph
+    passing: float = 0.0  # Bytes of the largest transient weight and its graph
     generation: float = 0.0  # Operations of generation, forward and backward
 
 

@@ -175,13 +175,13 @@ def _sum_flat(layout: Layout, tensors: list[Tensor], axis: AxisName) -> list[Ten
 
 
 def shard_state(layout: Layout, state: Any) -> Any:
-    """Take this rank's rows of a full state's split leaves and of their optimizer state; ValueError if not full."""
+    """Select this rank's rows of split leaves and of their optimizer state; ValueError if `state` is not full."""
     check_genome(layout.plan, state)
     if not layout.sharded:
         return state
     flat = flatten_tree(state)
     for name, leaf in _split_tensors(layout, flat).items():
-        # Copy: a view would keep the memory of all rows.
+        # Copy, because a view would keep the memory of all rows alive.
         flat[name] = flat[name][layout.split[leaf]].clone() if flat[name].ndim else flat[name]
     return unflatten_tree(flat, state)
 

@@ -87,13 +87,13 @@ class Mesh:
         rank: int = 0,
         device: torch.device | str = "cpu",
         timeout: float = 0.0,
-        began: bool = False,
+        owns_group: bool = False,
     ) -> None:
         self.sizes = {name: sizes.get(name, 1) for name in AXES}
         self.world, self.rank = math.prod(self.sizes.values()), rank
         self.device, self.timeout = torch.device(device), timeout
         self.traffic = Counter[str]()
-        self._began = began
+        self._owns_group = owns_group
         grid = torch.arange(self.world, device="cpu").reshape([*self.sizes.values()])
         lines = {name: grid.movedim(i, -1).reshape(-1, self.sizes[name]) for i, name in enumerate(AXES)}
         lines |= {"replicas": lines["gnets"].T, "world": grid.reshape(1, -1)}
@@ -158,7 +158,7 @@ class Mesh:
         return self
 
     def __exit__(self, kind: object, *error: object) -> None:
-        if _initialised() and self._began:
+        if _initialised() and self._owns_group:
             try:
                 if kind is None:  # After an error other ranks may never call the barrier.
                     self.barrier()
@@ -219,8 +219,8 @@ def mesh(
         raise ValueError(f"timeout must be seconds > 0, got {timeout!r}")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    began = not _initialised() and _launched()
-    if began:
+    owns_group = not _initialised() and _launched()
+    if owns_group:
         backend, limit = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout)
         ranks: Any = {"rank": int(os.environ["RANK"]), "world_size": world}
         dist.init_process_group(backend, init_method=init_method, timeout=limit, **ranks)
@@ -233,7 +233,7 @@ def mesh(
     for other, theirs in enumerate(found):
         if theirs != sizes:
             raise ValueError(f"ranks must make the same mesh, got {sizes} on rank {rank}, {theirs} on rank {other}")
-    return Mesh(sizes, rank, device, timeout, began)
+    return Mesh(sizes, rank, device, timeout, owns_group)
 
 
 def _initialised() -> bool:

@@ -135,7 +135,7 @@ class Pipeline:
                 self._adapt(skeleton)
 
             self._plans[key] = self._plan(trace_chain(self._pnet, self._blocks, loss_fn, microbatch, device, adapt))
-        self._now = self._plans[key]
+        self._current = self._plans[key]
 
     def _place(self, chain: Chain) -> None:
         if self._splits is None:
@@ -176,7 +176,7 @@ class Pipeline:
 
     def compute(self, net: nn.Module, stage: int, microbatch: Any, received: Tensor) -> Any:
         """Returns the tensor that a stage sends, or the output of the loss function."""
-        chain, parcels, graphs, *_ = self._now
+        chain, parcels, graphs, *_ = self._current
         graph, origins = graphs[stage]
         tensors = [x for _, x in tree_leaves(microbatch) if isinstance(x, Tensor)]
         inputs = [tensors[x] if isinstance(x, int) else x for x in origins]
@@ -190,12 +190,12 @@ class Pipeline:
         """Send microbatches through the stages, which `call` computes; return the sum of the leaves' gradients."""
         self.call, self.leaves = call, leaves
         crossed = [(s + 1, s + 1) for s in self.mine] + [(s - 1, s) for s in self.mine]
-        sent = [self._now.parcels[i] for other, i in crossed if 0 <= other < self.stages and other not in self.mine]
+        sent = [self._current.parcels[i] for other, i in crossed if 0 <= other < self.stages and other not in self.mine]
         self.mesh.traffic["pipeline"] += sum(parcel.like.nbytes for parcel in sent) * self.microbatches
         numbers = torch.arange(self.microbatches, dtype=torch.float32, device=self.mesh.device)
         try:
             with self.mesh.failing("a pipelined step"):
-                self._now.schedule.step(numbers, target=numbers)
+                self._current.schedule.step(numbers, target=numbers)
         except RuntimeError as error:
             if self.order == "zbv" and "the graph a second time" in str(error):
                 raise ValueError(

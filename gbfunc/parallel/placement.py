@@ -91,7 +91,7 @@ def gather_bytes(
 
 
 def shares_of(n_tiles: int, ranks: int, turn: int) -> Sizes:
-    """Divide tiles over ranks, equal to within one; the ranks with one more tile begin at `turn`.
+    """Divide tiles over ranks, equally to within one tile. The ranks with one more tile start at rank `turn`.
 
     >>> shares_of(7, 3, 0), shares_of(7, 3, 1), shares_of(1, 4, 2)
     ((3, 2, 2), (2, 3, 2), (0, 0, 1, 0))
@@ -143,11 +143,7 @@ def placement_cost(plan: Plan, data: int, gnets: int, placement: Placement, lazy
 
 
 def make_layout(plan: Plan, mesh: Mesh, placement: Placement | str, *, lazy: bool = False) -> Layout:
-    """Return the layout of a placement by name; `"auto"` chooses the cheapest. With `lazy`, weights may stay factors.
-
-    Raises:
-        ValueError: for any other name.
-    """
+    """Return the layout of a placement; `"auto"` chooses the cheapest. With `lazy`, weights may stay factors."""
     if placement == "auto":
         balance = OPERATIONS_PER_BYTE.get(mesh.device.type, OPERATIONS_PER_BYTE["cpu"])
         costs = {p: placement_cost(plan, mesh.data, mesh.gnets, p, lazy) for p in PLACEMENTS}

@@ -1,4 +1,4 @@
-"""Computes the bytes that a layout of ranks stores and sends, from the costs of the p-net's blocks."""
+"""Computes the bytes that the ranks of a layout store and send, from the costs of the p-net's blocks."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from gbfunc.plan import DTYPES, Plan
 from gbfunc.trees import n_rows, tree_map
 
 _TRACED_ROWS = 2  # Number of rows with which blocks are recorded and balanced; batch norms refuse a single row
-_SINES = 0.9  # Bytes of sines that a graph saves, per byte of factors; below 1, as sums of codes save fewer
+_SINES = 0.9  # Bytes of sines that autograd saves, per byte of factors (below 1, because sums of codes save less)
 
 
 class RankLayout(NamedTuple):
-    """The ranks and options of a step."""
+    """The sizes of a mesh's axes, and the options of a training step."""
 
     sizes: Mapping[str, int]  # Number of ranks along data, pipeline, gnets and tensor
     placement: Placement = "replicated"  # Placement of the genome
@@ -67,7 +67,7 @@ class RankLayout(NamedTuple):
 
 
 class Model:
-    """The costs of a plan's training step with a global batch; an optimizer has `states` numbers per trained number."""
+    """Computes the costs of a step on a global batch; the optimizer stores `states` numbers per trained number."""
 
     def __init__(
         self, plan: Plan, pnet: nn.Module, batch: Any, run: RunLoss, styles: Any, lazy: Any, states: int
@@ -197,7 +197,7 @@ class Model:
         return balanced_stages(self._chain.flops, n) if self.blocks else (0, 0)
 
     def crossing(self, n: int) -> list[float]:
-        """Return the bytes per row sent to each of n stages, and 0; raise ValueError if values cannot be sent."""
+        """Return the bytes per row that each of n stages receives, and 0; ValueError if values cannot be sent."""
         parcels = [Parcel(crossing(self._chain, self.starts(n), stage)) for stage in range(n)]
         return [*(parcel.like.nbytes / _TRACED_ROWS for parcel in parcels), 0.0]
 
@@ -207,11 +207,11 @@ class Model:
         return [frozenset(range(a, b)) for a, b in pairwise(starts)]
 
     def weights(self, used: frozenset[int], *options: Any) -> Cell:
-        """Return the total cost of the generated parameters that some cells use; `options` are those of `generated`."""
+        """Return the total cost of the generated parameters that the cells `used` use; `options` are of `generated`."""
         return total(cell for name, cell in self.generated(*options).items() if self._places[name] & used)
 
     def footprint(self, layout: RankLayout) -> tuple[dict[str, float], dict[str, float], list[Cell], float]:
-        """Return a rank's most bytes stored and sent, each stage's costs of a microbatch, and the largest message."""
+        """Return the largest memory of a rank, the largest traffic, every stage's costs, and the largest message."""
         sizes, m, mine = layout.sizes, layout.microbatches, layout.stages
         p, t, gnets, remat = sizes["pipeline"], sizes["tensor"], sizes["gnets"], layout.remat == "layer"
         factored = self.lazy is not False and (gnets == 1 or (layout.placement == "factors" and not remat))

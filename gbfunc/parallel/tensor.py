@@ -99,8 +99,8 @@ def _check_layer(name: str, module: Any, owners: Mapping[int, str]) -> None:
 class TensorParallel:
     """Splits the layers of a p-net over the tensor axis of a mesh, by the styles that `resolve` returns."""
 
-    local_rows: int | None = None  # Number of rows of the last layer's output on this rank, None if not split
-    by_class = False  # Whether the classes of the last layer's output are split over ranks
+    local_rows: int | None = None  # Rows of the last layer's output on this rank; None if rows are not split
+    by_class = False  # True if the classes of the last layer's output are split over ranks
 
     def __init__(
         self, pnet: nn.Module, styles: Mapping[str, ParallelStyle], mesh: Mesh, wire: type[Wire] = Wire
@@ -114,7 +114,7 @@ class TensorParallel:
         self._placements: dict[str, tuple[Any, Sizes]] = {}
         # Gradients to compare between ranks at the first step; None after the comparison.
         self._compared: dict[str, list[Tensor]] | None = {}
-        self.takes_parts = any(map(_takes_parts, styles.values()))
+        self.splits_inputs = any(map(_splits_inputs, styles.values()))
         owners = {id(p): n for n, p in pnet.named_parameters()}
         scratch = skeleton_of(pnet)
         for name, style in styles.items():
@@ -175,8 +175,7 @@ class TensorParallel:
     def shrink(self, skeleton: nn.Module) -> None:
         """Give the layers of a skeleton the shapes of this rank's pieces, for torch's tracer.
 
-        Raises:
-            ValueError: for a style whose inputs or outputs are DTensors, or are split along rows or the sequence.
+        Raises ValueError for a style whose inputs or outputs are DTensors, or are split along rows or the sequence.
         """
         for name, style in self._styles.items():
             layer: Any = skeleton.get_submodule(name)
@@ -250,11 +249,7 @@ class TensorParallel:
         return loss_parallel() if self.by_class and not active else nullcontext()
 
     def compare(self, loss: Tensor) -> None:
-        """Compare, at the first step, a replicated loss and the gradients of replicated parameters between ranks.
-
-        Raises:
-            ValueError: if the loss or a gradient differs.
-        """
+        """At the first step, raise ValueError if a replicated loss or gradient differs between ranks."""
         if self._compared is None:
             return
         gradients, self._compared = self._compared, None
@@ -275,7 +270,8 @@ class TensorParallel:
     def place(self, tensors: Params) -> Params:
         """Convert generated tensors to the form that the skeleton takes: pieces become DTensors.
 
-        The genome's gradient is summed over ranks, so gradients of replicated tensors are divided by their number.
+        The genome's gradient is summed over ranks, so gradients of replicated tensors are divided by the number of
+        ranks.
         """
         placed = dict(tensors)
         for name, x in tensors.items():
@@ -291,7 +287,7 @@ class TensorParallel:
         return placed
 
 
-def _takes_parts(style: ParallelStyle) -> bool:
+def _splits_inputs(style: ParallelStyle) -> bool:
     layouts = getattr(style, "input_layouts", None) or getattr(style, "sequence_sharding", None) or ()
     row = isinstance(style, RowwiseParallel)
     return not row and any(isinstance(layout, Shard) and layout.dim != -1 for layout in layouts)

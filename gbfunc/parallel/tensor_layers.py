@@ -66,7 +66,7 @@ def _dense(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _thin(layer: Any, batch: int, width: int, sent: bool) -> tuple[Tensor, Tensor] | None:
-    """Return the layer's factors if thin products, and sending them, cost less than the piece of the weight."""
+    """Return the layer's factors if thin products and their messages cost less than the dense piece of the weight."""
     own, split = weight_of(layer, "weight"), layer.split
     if own is None or not isinstance(form := own.form, FactoredWeight) or own.formed is not None:
         return None
@@ -94,8 +94,8 @@ def _by_rows(layer: Any, input: Tensor) -> Any:
     if factors is None:
         y = _dense(layer, wire.move(x, *move), bias)
         return _outgoing(split, y, Shard(y.ndim - 1), split.sizes)
-    # `place` divides the gradients of factors, which may be equal on all ranks, by the number of ranks. Summands are
-    # multiplied by the number here.
+    # `TensorParallel.place` divides all gradients of factors by the number of ranks, which is right for gradients that
+    # are equal on all ranks. Gradients that are summands are therefore multiplied by this number here.
     replicated = isinstance(at, Replicate) and x.requires_grad
     left, right = factors
     thin = thin_product(x, right if replicated else scale_gradient(right, wire.axis.size), (0, width))
@@ -134,14 +134,15 @@ def _embedding(layer: Any, input: Tensor) -> Any:
     split: Split = layer.split
     own, index, padding = weight_of(layer, "weight"), _local(input), layer.padding_idx
     if own is not None and isinstance(own.form, FactoredWeight):
-        # Computing the rows from factors costs less than sending the rows.
+        # Every rank computes all rows from the factors, which costs less than sending the rows.
         return _outgoing(split, own.embedding(index, padding), Replicate())
     weight = _local(layer.weight) if own is None else own.dense()
     if not split.by_rows:
         return _outgoing(split, F.embedding(index, weight, padding), Shard(index.ndim), split.sizes)
     ((first, last),) = split.piece.rows
     here = (index >= first) & (index < last)
-    # A rank without words adds a row of zeros to its weight in the graph, because the other ranks wait in backward.
+    # A rank without words looks up a row of zeros that is connected to the graph, so that this rank's backward also
+    # runs the collectives. Otherwise the other ranks would wait forever.
     table = weight if len(weight) else F.pad(weight, (0, 0, 0, 1))
     rows = F.embedding(torch.where(here, index - first, 0), table)
     if padding is not None:

@@ -98,7 +98,7 @@ def _make_objective(pnet: nn.Module, loss_fn: LossFn, layout: Layout, options: S
     make_full_loss = partial(
         GenomeLoss, pnet, loss_fn, layout, replace(options, compile=False, remat="layer", microbatches=1)
     )
-    takes_parts = split is not None and split.takes_parts
+    splits_inputs = split is not None and split.splits_inputs
     regenerate, n = options.remat == "generate", options.microbatches
     make = partial(GenomeLoss if split is None else partial(SplitLoss, split), pnet, loss_fn, layout, options)
     if options.pipeline is not None and layout.mesh.sizes["pipeline"] > 1:
@@ -112,14 +112,14 @@ def _make_objective(pnet: nn.Module, loss_fn: LossFn, layout: Layout, options: S
         proof = stages.proof(make_full_loss)
     else:
         loss = make()
-        proof = None if split is None or takes_parts else split_proof(make_full_loss, loss, split)
+        proof = None if split is None or splits_inputs else split_proof(make_full_loss, loss, split)
         if options.compile:
             strategy = CompiledGraph(loss, scale, layout, joint=split is None)
         elif n == 1 and not regenerate:
             strategy = OneGraph(loss, scale)
         else:
             alone = ranks == 1 and options.local_steps is None
-            parts = partial(equal_parts, n) if alone else partial(parts_of_share, n, takes_parts)
+            parts = partial(equal_parts, n) if alone else partial(parts_of_share, n, splits_inputs)
             strategy = Accumulated(loss, scale, parts, regenerate)
     if ranks == 1:
         return Objective(layout.plan, strategy, scale)

@@ -19,15 +19,15 @@ def equal_parts(n: int, batch: Any, rows: float) -> list[tuple[Any, float]]:
     return [(small, rows / n) for small in split_batch(batch, n)] if n > 1 else [(batch, rows)]
 
 
-def parts_of_share(n: int, takes_parts: bool, batch: Any, rows: float) -> list[tuple[Any, float]]:
+def parts_of_share(n: int, splits_inputs: bool, batch: Any, rows: float) -> list[tuple[Any, float]]:
     """Split a rank's share into at most n microbatches; returns `[(microbatch, number of rows)]`.
 
-    With `takes_parts`, layers run collectives, so every rank must have n microbatches, even empty ones.
+    With `splits_inputs`, layers run collectives, so every rank must have n microbatches, even empty ones.
     """
     most = n_rows(batch)
     if n == 1 or most is None:
         return equal_parts(n, batch, rows)
-    parts = split_rows(batch, n if takes_parts else min(n, most or n))
+    parts = split_rows(batch, n if splits_inputs else min(n, most or n))
     return [(small, (n_rows(small) or 0) * rows / most if most else 0) for small in parts]
 
 

@@ -31,8 +31,7 @@ class Proof(NamedTuple):
     def compare(self, layout: Layout, inputs: StepInputs, trained: Params) -> None:
         """Compare with equal seeds, and once more in evaluation mode if results differ; all ranks must call.
 
-        Raises:
-            ValueError: on every rank, if results differ by more than rounding errors.
+        Raises ValueError on every rank if results differ by more than rounding errors.
         """
         mesh, full, wanted = layout.mesh, self.make_full_loss(), [*trained.values()]
         most, inputs = full.without_amp().tolerance, inputs._replace(batch=self.take_rows(inputs.batch), rows=1)

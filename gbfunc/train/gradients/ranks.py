@@ -40,7 +40,7 @@ SAME_STATE = "ranks must hold the same state (make it by train_step.init(seed), 
 class RankObjective(Objective):
     """Computes the loss and the gradient of a genome on a global batch, of which each rank has a share."""
 
-    takes_parts: bool = False  # True if tensor ranks get different parts of the same rows, such as of a sequence
+    splits_inputs: bool = False  # True if tensor ranks get different parts of the same rows, such as of a sequence
 
     def __init__(self, layout: Layout, strategy: Strategy, scale: float, check_every: int, proof: Proof | None) -> None:
         super().__init__(layout.plan, strategy, scale)
@@ -62,8 +62,8 @@ class RankObjective(Objective):
         noise = noise_of(self._plan, seed, next(iter(trained.values())))
         share, counts = n_rows(batch), True
         rows = 1 if share is None else share
-        # With `takes_parts`, layers accept an empty share.
-        if not rows and not self.takes_parts:
+        # With `splits_inputs`, layers accept an empty share.
+        if not rows and not self.splits_inputs:
             # Replace an empty share by rows of zeros, so that this rank runs the same collectives as all others.
             # Otherwise the others would wait forever.
             least, counts = self.strategy.least_rows, False
@@ -99,7 +99,7 @@ class RankObjective(Objective):
         The shapes determine the sizes of messages, and gloo aborts a process that receives a message of another size.
         """
         mesh = self._layout.mesh
-        axes: tuple[AxisName, ...] = ("pipeline",) if self.takes_parts else ("pipeline", "tensor")
+        axes: tuple[AxisName, ...] = ("pipeline",) if self.splits_inputs else ("pipeline", "tensor")
         if all(mesh.sizes[axis] == 1 for axis in axes):
             return
         leaves = tree_leaves(batch, "batch")
@@ -167,7 +167,7 @@ class SplitObjective(RankObjective):
 
     def __init__(self, split: TensorParallel, *args: Any) -> None:
         super().__init__(*args)
-        self._split, self.takes_parts = split, split.takes_parts
+        self._split, self.splits_inputs = split, split.splits_inputs
 
     def _with_gradients(self, inputs: StepInputs, trained: Params, seed: int) -> tuple[Tensor, Any, Params, float]:
         loss, aux, gradients, counted = super()._with_gradients(inputs, trained, seed)
