@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Writes files atomically: a file appears complete or not at all."""
 
 import contextlib
 import os
@@ -7,12 +7,12 @@ from pathlib import Path
 
 try:
     import fcntl
-except ImportError:  # Windows has no such locks.
+except ImportError:  # Windows lacks these locks.
     fcntl = None
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replace a file by `data`, also after a loss of power; a kill can leave `.<name>.<random>` beside the file.
+    """Replace a file by `data`, atomically even if power fails; a killed process can leave a file `.<name>.<random>`.
 
     A symbolic link stays, and the file that the link names is replaced. The file keeps its permissions.
 
@@ -36,9 +36,9 @@ def replace_file(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(path)  # A full disk does not name the file.
+            error.filename = str(path)  # The error of a full disk names no file.
         raise
-    # The new name is on disk only when its folder is; not every system can open folders, nor flush them.
+    # Flush the folder, too: only then is the new name on disk. Not every system can open or flush folders.
     with contextlib.suppress(OSError):
         folder = os.open(path.parent, os.O_RDONLY)
         try:

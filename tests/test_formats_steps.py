@@ -155,7 +155,7 @@ def test_large_amplitudes_get_finer_codes() -> None:
     assert found["amplitude"].integers.tolist() == [[0, 4, 32]]
     for leaf in ("row_weight", "col_weight", "phase"):
         sizes = found[leaf].steps.reshape(-1, 3)[0]
-        alive = found[leaf].alive
+        alive = found[leaf].mask
         assert alive is not None and alive.flatten().tolist() == [False, True, True]
         assert float(sizes[1] / sizes[2]) == pytest.approx(8)
     sizes = file_bytes(plan, steps, genome)

@@ -23,7 +23,7 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, tor
 
 
 class Exported(NamedTuple):
-    """The size of a file, and the largest difference between its outputs and the p-net's; None if it was not run."""
+    """The size of the file, and the largest difference from the p-net's outputs (None if the program was not run)."""
 
     bytes: int
     max_error: float | None
@@ -71,14 +71,14 @@ def export(
     check_genome(plan, genome)
     kind = _kind(Path(path), to)
     dense = kind == SAFETENSORS or plan.base is not None
-    chosen = weights or ("dense" if dense else "genome")
-    if chosen not in ("genome", "dense"):
+    stored = weights or ("dense" if dense else "genome")
+    if stored not in ("genome", "dense"):
         raise ValueError(f"weights must be 'genome' or 'dense', got {weights!r}")
-    if dense and chosen == "genome":
+    if dense and stored == "genome":
         words = "safetensors holds no program" if kind == SAFETENSORS else "the file would lack the weights of the base"
         raise ValueError(f"{words}: pass weights='dense', or use gb.save for the genome")
     like = net = ready(materialize(plan, genome, pnet))
-    if chosen == "genome":
+    if stored == "genome":
         from gbfunc.module import GenomeModule
 
         net = ready(GenomeModule(plan, pnet, genome, lazy=False))
@@ -138,7 +138,7 @@ def _program(
     except ValueError:
         if not texts:
             raise
-        # Some networks and formats take texts of one length.
+        # Some networks and formats support only one length of texts: export again with this length.
         return _program(kind, net, like, inputs, BATCH, check)
 
 

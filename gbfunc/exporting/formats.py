@@ -31,7 +31,7 @@ def _to_pt2(traced: Traced) -> bytes:
     raw, packed = io.BytesIO(), io.BytesIO()
     with quiet():
         torch.export.save(traced.program, raw)
-    # Compress, which torch does not. The fixed date makes the bytes of a program reproducible.
+    # Compress the file, because torch does not. The fixed date makes the bytes reproducible.
     with zipfile.ZipFile(raw) as source, zipfile.ZipFile(packed, "w") as target:
         for entry in source.infolist():
             target.writestr(zipfile.ZipInfo(entry.filename), source.read(entry), zipfile.ZIP_DEFLATED)
@@ -66,7 +66,7 @@ def _to_onnx(traced: Traced) -> bytes:
         exported = torch.onnx.export(traced.program, dynamo=True, optimize=False, verbose=False, **options)
     assert exported is not None
     model = exported.model
-    # Small limits, so that no weights become constants. `optimize` of 0.7.2 changed the weights of MLP g-nets.
+    # Small limits, so that no weights become constants. `optimize` of onnxscript 0.7.2 changed weights of MLP g-nets.
     optimizer.fold_constants(model, input_size_limit=16, output_size_limit=16)
     kinds = passes.DeduplicateInitializersPass, passes.CommonSubexpressionEliminationPass
     for change in (*kinds, passes.RemoveUnusedNodesPass, passes.ClearMetadataAndDocStringPass):
@@ -136,11 +136,11 @@ def _run_iree(data: bytes, folder: Path) -> Run:
 
 
 class Format(NamedTuple):
-    """A format: its suffix, a function from a program to bytes, and one from bytes and a temporary folder to a run."""
+    """A file format: `write` converts a program to bytes, `read` converts bytes to a function that runs the program."""
 
     suffix: str
     write: Callable[[Traced], bytes]
-    read: Callable[[bytes, Path], Run]
+    read: Callable[[bytes, Path], Run]  # `(bytes, folder for temporary files) -> run`
 
 
 FORMATS: Mapping[str, Format] = {

@@ -101,7 +101,7 @@ def trace(net: nn.Module, inputs: Inputs, dynamic_shapes: Any) -> Traced:
     buffers = [(*name.rpartition(".")[::2], x) for name, x in net.named_buffers(remove_duplicate=False)]
     values = {id(x): x.clone() for *_, x in buffers}
     try:
-        # The first call fills caches. Afterwards the genome's buffers are restored, because a forward may change them.
+        # The first call fills caches of the p-net. Afterwards restore the buffers, which the call may have changed.
         with torch.no_grad():
             outputs = net(*args, **kwargs)
         for path, name, x in buffers:

@@ -1,7 +1,7 @@
-"""Formats of genomes: the storage of numbers, the layout of files, and the size of files.
+"""Formats of genomes: how files store numbers, the layout of files, and the size of files.
 
 `rounding` and `steps` quantise, `symbols` and `step_stream` code integers, `layout` and `compact` lay files out, and
-`sizes` counts their bytes. Functions trust the plan that they take and read no files; `gbfunc.storage` reads files.
+`sizes` counts their bytes. These functions trust their plan and read no files: `gbfunc.storage` reads and checks files.
 """
 
 # ruff: noqa: F401

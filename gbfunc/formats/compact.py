@@ -1,20 +1,20 @@
-"""The compact file of a genome, in codes of 2 to 8 bits or in codes with steps.
+"""The compact file of a genome: numbers as codes of 2 to 8 bits, or as integers with trained quantization steps.
 
 A file holds, in this order:
 
     3 bytes    "GB5"
-    1 byte     bits of a code; plus 16 if running means are float16, and variances bfloat16; plus 32 for runs
+    1 byte     bits of a code; plus 16 if running means are float16 and variances bfloat16; plus 32 if runs follow
     4 bytes    CRC-32 of the preceding byte and the rest of the file
     document   the plan and the metadata as JSON, in one stream of raw deflate
     plain      leaves without codes, wider dtypes first, in the order of `names_by_dtype`
     runs       one stream (`symbols`) of the leaves in codes, sorted by name: exponents and mantissas of the scales
                (bfloat16), zero points, and then the codes per leaf, centred on the zero points
 
-If runs would hold too many codes, scales replace the runs, followed by zero points and codes: in their bits, or as a
-stream of deflate (Huffman codes only, at least one bit per symbol) if the stream is shorter.
+Runs are slow. A genome with too many codes stores scales, zero points and codes instead: packed in their bits, or as a
+deflate stream (Huffman codes only, at least one bit per symbol) if the stream is shorter.
 
-For codes with trained steps (`steps`), the byte holds 9 instead of the bits, and a stream (`step_stream`) replaces the
-runs. Plus 64, the stream includes running statistics of norms and counters of batches (`statistics`).
+With trained quantization steps (`steps`), the byte holds 9 instead of the bits, and a stream (`step_stream`) replaces
+the runs. Plus 64 means that the stream includes running statistics of norms and counters of batches (`statistics`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Sizes(NamedTuple):
     document: int
     plain: Mapping[str, int]
     codes: int
-    bits: Mapping[str, float]  # Bits that a leaf takes within the codes; the rest are scales or steps
+    bits: Mapping[str, float]  # Bits of each leaf's codes; the remaining bits of `codes` are scales or steps
 
 
 def pack(
@@ -61,11 +61,11 @@ def pack(
 ) -> tuple[bytes, Sizes]:
     """Packs a document and all leaves of its plan; raises ValueError for numbers that are too large.
 
-    Codes of 2 to 8 bits with at most `most` symbols are in runs, which are a few percent shorter and much slower.
+    Codes of 2 to 8 bits with at most `most` symbols are stored in runs, which are some percent shorter but much slower.
     """
     narrow = narrow_stats(leaves)
     if isinstance(stored, Steps):
-        plain = _beside_steps(plan, leaves, narrow, stored.statistics)
+        plain = _leaves_without_steps(plan, leaves, narrow, stored.statistics)
         flags = STEPS + _STATISTICS * stored.statistics
         codes, own = pack_steps(plan, leaves, stored)
     else:
@@ -84,10 +84,10 @@ def pack(
     return MAGIC + checked[:1] + zlib.crc32(checked).to_bytes(4, "little") + checked[1:], sizes
 
 
-def _beside_steps(plan: Any, leaves: TensorMap, narrow: bool, statistics: bool) -> Params:
+def _leaves_without_steps(plan: Any, leaves: TensorMap, narrow: bool, statistics: bool) -> Params:
     coded = {part.leaf for part in parts_of(plan, statistics)}
     coded |= {*counters_of(plan)} if statistics else set()
-    # The dtype "int8" changes running statistics only.
+    # The remaining leaves are buffers, of which "int8" converts only running statistics, to 16 bits.
     return stored_leaves({k: x for k, x in leaves.items() if k not in coded}, "int8", narrow)
 
 
@@ -106,7 +106,7 @@ def most_bytes(document: str, leaves: TensorMap, bits: int) -> Sizes:
 
 def expected_bytes(document: str, plan: Any) -> Sizes:
     leaves, parts = plan.leaves, parts_of(plan)
-    plain = {k: x.nbytes for k, x in _beside_steps(plan, leaves, True, True).items()}
+    plain = {k: x.nbytes for k, x in _leaves_without_steps(plan, leaves, True, True).items()}
     bits = {name: EXPECTED_BITS * leaves[name].numel() for name in (*(part.leaf for part in parts), *counters_of(plan))}
     codes = math.ceil((EXPECTED_PART_BITS * len(parts) + sum(bits.values())) / 8) + 3
     return Sizes(len(deflate(document)), plain, codes, bits)
@@ -195,7 +195,7 @@ class Compact(NamedTuple):
     def _split(self, plan: Any) -> tuple[Params, bytes]:
         narrow = bool(self.flags & _NARROW)
         if self.bits == STEPS:
-            plain = _beside_steps(plan, plan.leaves, narrow, bool(self.flags & _STATISTICS))
+            plain = _leaves_without_steps(plan, plan.leaves, narrow, bool(self.flags & _STATISTICS))
         else:
             plain = stored_leaves(plan.leaves, f"int{self.bits}", narrow)
         at = sum(x.nbytes for x in plain.values())
@@ -204,7 +204,6 @@ class Compact(NamedTuple):
         return plain, self.numbers[at:]
 
     def _read_runs(self, data: bytes, coded: list[Tensor]) -> tuple[Sequence[Tensor], ...]:
-        """Reads scales, zero points and codes, by leaf."""
         counts = [_blocks(x) for x in coded]
         blocks, numbers = sum(counts), sum(x.numel() for x in coded)
         if not _fits_runs(coded):

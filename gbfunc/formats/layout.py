@@ -28,10 +28,10 @@ LIMITS: dict[str, Any] = SCHEMA["limits"]
 
 
 class Allowed(NamedTuple):
-    """Limits of a file's content: numbers without bits, leaves of one number, and empty lists cost time and memory."""
+    """Limits of a file's content, because a small file could declare content that takes much time and memory."""
 
-    numbers: int  # In all leaves, and in the codes that the reader computes
-    symbols: int  # In a stream of codes with steps
+    numbers: int  # Numbers in all leaves, and in the coordinate codes that the reader computes
+    symbols: int  # Integers in a stream with quantization steps
     pieces: int  # Parts of leaves, direct tensors, and buffers
     containers: int  # Dicts and lists in the document
 
@@ -110,7 +110,7 @@ def deflate(text: str) -> bytes:
 
 
 def inflate(data: bytes, allowed: Allowed) -> tuple[str, int]:
-    """Undoes `deflate` and counts the bytes after the stream; raises ValueError for other data or beyond a limit."""
+    """Undoes `deflate` and counts the bytes after the stream; raises ValueError for invalid or too large data."""
     unpacker = zlib.decompressobj(-15, zdict=DOCUMENTS)
     try:
         text = unpacker.decompress(data, LIMITS["mostPlan"] + 1)

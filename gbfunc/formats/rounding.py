@@ -2,10 +2,10 @@
 
     number = scale * (code - zero point)        0 <= code, zero point < 2 ** bits
 
-Codes are an affine quantisation (B. Jacob et al., 2018). Each block of a leaf has a scale and a zero point; a block is
-the fewest last dimensions with `BLOCK` numbers or more, otherwise the whole leaf. Every block represents zero exactly,
-and rounding twice changes nothing. With codes, direct vectors (biases, norms), few but sensitive, are float16. Running
-means are float16 and running variances bfloat16, unless a mean is too far from zero relative to its deviation.
+Codes are an affine quantisation (B. Jacob et al., 2018). Each block of a leaf has a scale and a zero point; a block has
+as few of the last dimensions as hold `BLOCK` numbers, or is the whole leaf. Every block represents zero exactly, and
+rounding twice changes nothing. With codes, direct vectors (biases, norms) are float16, because they are few but
+sensitive. Running means are float16 and variances bfloat16, unless a mean is too far from zero for its deviation.
 
 Suffixes: N blocks, K numbers per block.
 """
@@ -46,7 +46,7 @@ def stored_name(dtype: StoredDtype, what: str = "dtype") -> str:
 
 
 def stored_dtype(name: str, leaf: Tensor, dtype: str | None, narrow: bool = True) -> torch.dtype | None:
-    """Returns the dtype of a stored leaf or buffer, None for codes; `narrow`: statistics in 16 bits with codes."""
+    """Returns the dtype that stores a leaf or buffer, None for codes. `narrow` and codes: statistics have 16 bits."""
     buffer = name.startswith(BUFFERS)
     if dtype is None or not leaf.is_floating_point() or (buffer and not (narrow and dtype in BITS and is_stat(name))):
         return leaf.dtype
@@ -88,7 +88,7 @@ def encode(leaf: Tensor, bits: int) -> Codes:
     most = 2**bits - 1
     low_N, high_N = x_NK.amin(1).clamp(max=0), x_NK.amax(1).clamp(min=0)
     step_N = (high_N - low_N) / most
-    # Round towards zero to use the first and the last code.
+    # Round scales towards zero, to bfloat16, so that the first and the last code are used.
     scales = (step_N.view(torch.int32) >> 16 << 16).view(torch.float32)
     unit_N1 = torch.where(scales > 0, scales, 1.0)[:, None]
     zeros_N1 = (-low_N[:, None] / unit_N1).round().clamp(max=most)
@@ -103,11 +103,11 @@ def decode(coded: Codes, like: Tensor) -> Tensor:
 
 def rounded(leaves: TensorMap, dtype: StoredDtype) -> Params:
     """Rounds leaves and buffers as a file of this dtype does; gradients go straight through."""
-    wanted, narrow, made = stored_name(dtype), narrow_stats(leaves), dict(leaves)
+    wanted, narrow, results = stored_name(dtype), narrow_stats(leaves), dict(leaves)
     for name, leaf in leaves.items():
         stored, x = stored_dtype(name, leaf, wanted, narrow), leaf.detach()
         if stored != leaf.dtype:
             value = decode(encode(x, BITS[wanted]), x) if stored is None else x.to(stored).to(x.dtype)
             # Straight-through estimator (Bengio et al., 2013): the rounded value, with the gradient of the leaf.
-            made[name] = value + (leaf - x)
-    return made
+            results[name] = value + (leaf - x)
+    return results

@@ -1,4 +1,4 @@
-"""Sizes of a genome's file by owner, computed from shapes or from the values of a genome."""
+"""Sizes of a genome's file by tensor of the p-net, computed from shapes or from the values of a genome."""
 
 import json
 import math
@@ -37,9 +37,9 @@ def file_bytes(
     """Counts the bytes of a genome's file by name; the sum is the size of the file that `save` writes.
 
     With a genome the bytes are exact. Without a genome, `"int2"` to `"int8"` give upper bounds, and `"auto"` gives
-    expected sizes. Leaves in one stream of codes share its size in proportion to their bits, and the tensors of a leaf
-    in proportion to their numbers. Beside tensors and buffers, names are `(ensemble)` for leaves that tiles share,
-    `(plan)`, `(metadata)`, `(scales)` of codes, and `(container)` for the rest. Arguments and errors are as in `save`.
+    expected sizes. The size of a stream of codes is divided among leaves by their bits, and among the tensors of a leaf
+    by their numbers. Names are those of tensors and buffers, `(ENSEMBLE)` for leaves that tiles share, `(plan)`,
+    `(metadata)`, `(scales)` of codes, and `(container)` for the rest. Arguments and errors are as in `save`.
     """
     dtype = plan.default_dtype(genome is None) if dtype is None else dtype
     name, leaves = None if dtype is None else stored_as(dtype), plan.leaves
@@ -85,7 +85,7 @@ def genome_file_bytes(plan: Any, dtype: Stored | None = None) -> int:
 
 
 def owners_of(plan: Any) -> dict[str, list[tuple[str, int]]]:
-    """Returns, for each leaf, the owners of its numbers in order, with the count per owner."""
+    """Returns, for each leaf, the tensors of the p-net that its numbers belong to, in order, with their counts."""
     owners = {f"{DIRECT}{t.name}": [(t.name, t.numel)] for t in plan.direct}
     owners |= {f"{BUFFERS}{b.name}": [(b.name, math.prod(b.shape))] for b in plan.buffers}
     for e in plan.ensembles:

@@ -1,13 +1,13 @@
-"""Coding of the running statistics of norms with steps, like trained numbers (`steps`).
+"""Stores running statistics of norms as integers with quantization steps, like trained numbers (`steps`).
 
 A norm divides by the deviation sigma, so the mean matters relative to sigma, and the deviation matters as a ratio.
-The coded number u of a mean or variance follows this scale; means and variances have separate steps:
+A mean or variance is stored as a number u. Means and variances have separate quantization steps:
 
     variance   u = ln(variance + 2^-16) / 2
     mean       u = mean / e^u'                 u' is the decoded u of the variance
 
-An error of one in u changes the norm's output as much as an error of one in the shift does at scale 1. Counters of
-batches [] follow the codes: the difference from the previous counter, in the bits that the difference needs.
+An error of one in u changes the norm's output as much as an error of one in the norm's bias at scale 1. Counters of
+batches follow: each as the difference from the previous counter, in as many bits as the difference needs.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -47,7 +47,7 @@ def sibling(name: str, kind: str) -> str:
 
 
 def codable(plan: Any, leaves: TensorMap) -> bool:
-    """Returns True if leaves include statistics and all can be coded; statistics of broken norms cannot."""
+    """Returns True if leaves include statistics and all can be stored: nonfinite and extreme values cannot."""
     names = statistics_of(plan)
     if not names or not leaves.keys() >= {*names}:
         return False
@@ -62,7 +62,7 @@ def codable(plan: Any, leaves: TensorMap) -> bool:
 
 
 def squares_of(name: str, leaves: TensorMap, squares: TensorMap) -> Tensor | None:
-    """Derives the mean squared gradient of a statistic from the norm's shift; None without a shift."""
+    """Estimates the mean squared gradient of a statistic from that of the norm's bias; None without a bias."""
     module = name.removeprefix(BUFFERS)
     shift, scale = (f"{DIRECT}{sibling(module, kind)}" for kind in ("bias", "weight"))
     if shift not in squares or squares[shift].shape != leaves[name].shape:
@@ -70,7 +70,7 @@ def squares_of(name: str, leaves: TensorMap, squares: TensorMap) -> Tensor | Non
     return squares[shift] * leaves[scale] ** 2 if scale in leaves else squares[shift]
 
 
-def coded(name: str, leaf: Tensor, variances: Mapping[str, Tensor]) -> Tensor:
+def encode_statistic(name: str, leaf: Tensor, variances: Mapping[str, Tensor]) -> Tensor:
     """Computes u of a statistic in float64; means need the rounded u of their variances."""
     x = leaf.double()
     if kind_of(name) == VARIANCE:
@@ -78,7 +78,7 @@ def coded(name: str, leaf: Tensor, variances: Mapping[str, Tensor]) -> Tensor:
     return x / variances[sibling(name, VARIANCE)].exp()
 
 
-def uncoded(name: str, u: Tensor, variances: Mapping[str, Tensor]) -> Tensor:
+def decode_statistic(name: str, u: Tensor, variances: Mapping[str, Tensor]) -> Tensor:
     if kind_of(name) == VARIANCE:
         return ((2 * u).exp() - LEAST_VARIANCE).clamp(min=0).float()
     return (u * variances[sibling(name, VARIANCE)].exp()).float()

@@ -1,4 +1,4 @@
-"""Coding of a genome's integers as a stream of symbols (`steps`), and the search of steps for a number of bits."""
+"""Writes a genome's integers as a stream of symbols (`steps`), and finds quantization steps for a number of bits."""
 
 import math
 from functools import lru_cache
@@ -9,22 +9,22 @@ import torch
 from numpy.typing import NDArray
 
 from gbfunc.formats.layout import Allowed
-from gbfunc.formats.statistics import codable, coded, counter_entries, counters_of, read_counters, squares_of
-from gbfunc.formats.steps import LARGEST, LEAST, MOST, OCTAVE, Quantised, Seen, Steps, joined, parts_of, quantise
+from gbfunc.formats.statistics import codable, counter_entries, counters_of, encode_statistic, read_counters, squares_of
+from gbfunc.formats.steps import LARGEST, LEAST, MOST, OCTAVE, Past, Quantised, Steps, joined, parts_of, quantise
 from gbfunc.formats.symbols import NARROWEST, PIECE, WIDEST, Entry, Reader, geometric, geometric_bits, join
 from gbfunc.trees import DIRECT
 from gbfunc.types import Params, TensorMap
 
-_BALANCE = math.log(2) / 12  # One more bit halves `step^2` of two numbers in the sum of the loss.
-_STATISTIC = -32  # Largest index of a statistic's step, 1/16 of a deviation: training cannot correct its rounding.
+_BALANCE = math.log(2) / 12  # One more bit halves the step: `h step^2 / 24` falls by `log(2) / 12 h step^2` per bit.
+_STATISTIC = -32  # Largest index of a statistic's step, 1/16 of a deviation: training cannot correct the rounding.
 _FROZEN_ERROR = 1 / 64  # Largest error of an untrained parameter, relative to its largest number
 _WIDTHS = np.arange(NARROWEST + 1, WIDEST)
 
 
 def _stored(found: Quantised) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    live = found.live.numpy()
-    shifts = np.broadcast_to(found.shifts.numpy(), live.shape)
-    return found.integers.numpy().astype(np.int64)[live], shifts[live]
+    full_mask = found.full_mask.numpy()
+    shifts = np.broadcast_to(found.shifts.numpy(), full_mask.shape)
+    return found.integers.numpy().astype(np.int64)[full_mask], shifts[full_mask]
 
 
 def _width_and_bits(found: Quantised) -> tuple[int, float]:
@@ -65,11 +65,11 @@ def code_bits(plan: Any, leaves: TensorMap, steps: Steps) -> float:
 
 
 def allocate(plan: Any, leaves: TensorMap, squares: TensorMap, bits: float, examples: int = 0) -> Steps:
-    """Finds the finest steps with which the integers take at most `bits`, otherwise the largest steps.
+    """Finds the finest quantization steps with which the integers take at most `bits`, or the largest steps.
 
     `squares` are mean squares of gradients, averaged over `examples`; leaves without gradients get the smallest steps.
-    The rate is the price at which one more bit, spent on smaller steps, lowers the loss as much as the bit costs.
-    Raises ValueError for an untrained parameter that is too large or too small for any steps.
+    The rate is the weight of a bit in the loss for which one more bit, spent on smaller steps, changes nothing. Raises
+    ValueError for an untrained parameter that is too large or too small for any steps.
     """
     # The range exceeds the needs of a normal training, because a spike of the loss may increase the squares.
     low, high = -40.0, 88.0
@@ -80,37 +80,37 @@ def allocate(plan: Any, leaves: TensorMap, squares: TensorMap, bits: float, exam
         else:
             high = middle
     # Rounding a number raises the loss by h step^2 / 24; h is `examples` times the mean square of the mean gradient.
-    # The bound keeps the rate after a spike of the gradients from causing the next spike.
+    # The bound limits the rate after a spike of the gradients: a large rate would cause the next spike.
     rate = _BALANCE * examples * 4.0 ** min(high, 0.0)
     return Steps(_steps_at(plan, leaves, squares, high)[0].indices, rate)
 
 
 def _steps_at(plan: Any, leaves: TensorMap, squares: TensorMap, log_noise: float) -> tuple[Steps, float]:
-    """Computes steps of about 2^log_noise over the root mean square of the gradient, and counts their bits."""
+    """Computes steps of about 2^log_noise / root mean square of the gradient, and the bits of the integers."""
     parts = parts_of(plan, codable(plan, leaves))
-    seen, indices, bits = Seen({}, {}), [], 0.0
+    past, indices, bits = Past({}, {}), [], 0.0
     for part in parts:
         leaf = leaves[part.leaf]
-        numbers = coded(part.leaf, leaf, seen.variances) if part.statistic else part.of(leaf)
-        shifts, alive = seen.shifts(part, "cpu")
+        numbers = encode_statistic(part.leaf, leaf, past.variances) if part.statistic else part.of(leaf)
+        shifts, mask = past.shifts(part, "cpu")
         # The smallest index with which no number of a part exceeds `LARGEST` steps.
         logs = OCTAVE * (part.in_period(numbers.double()).abs() / LARGEST).log2() + OCTAVE // 2 * shifts
-        stored = logs[alive.expand(part.shape)]
+        stored = logs[mask.expand(part.shape)]
         most = float(stored.max()) if stored.numel() else -math.inf
         least = min(MOST, max(LEAST, math.ceil(most))) if math.isfinite(most) else LEAST
         index, coarsest = (_STATISTIC, _STATISTIC) if part.statistic else (least, MOST)
         found = squares_of(part.leaf, leaves, squares) if part.statistic else squares.get(part.leaf)
         if found is not None:
             # The mean square of the gradient, rescaled to equal steps.
-            even = (part.of(found).double() * torch.exp2(-shifts.double()))[alive.expand(part.shape)]
+            even = (part.of(found).double() * torch.exp2(-shifts.double()))[mask.expand(part.shape)]
             mean = float(even.mean()) if even.numel() else 0.0
             index = coarsest if mean <= 0 else round(OCTAVE * (log_noise - math.log2(mean) / 2))
         indices.append(max(LEAST, least, min(coarsest, index)))
-        one, held = seen.quantise(part, leaf, indices[-1])
+        one, represented = past.quantise(part, leaf, indices[-1])
         bits += _width_and_bits(one)[1]
         if found is None and part.leaf.startswith(DIRECT) and numbers.numel():
             largest = float(numbers.abs().max())
-            if float((held - numbers).abs().max()) > _FROZEN_ERROR * largest:
+            if float((represented - numbers).abs().max()) > _FROZEN_ERROR * largest:
                 cure = "register it as a buffer, which is stored as it is"
                 raise ValueError(f"{part.leaf!r}, which is not trained, holds {largest:g}: no codes do; {cure}")
     return Steps.of(parts, indices), bits
@@ -145,7 +145,7 @@ def _entry(symbol: int, limits: list[int]) -> Entry:
 
 
 def _tables(found: Quantised, width: int) -> tuple[NDArray[np.int64], list[list[int]]]:
-    """Returns the largest integer of the tables [n] of a part's stored integers, and the tables."""
+    """Returns the frequency tables of a part's stored integers, and the largest integer of each table [n]."""
     evenly = width == WIDEST
     own = np.array(found.limits, np.int64) if evenly else _width_at(width, _stored(found)[1])
     keys, index = np.unique(own, return_inverse=True)
@@ -155,7 +155,7 @@ def _tables(found: Quantised, width: int) -> tuple[NDArray[np.int64], list[list[
 
 
 def _header(numbers: list[int], least: int, most: int) -> list[Entry]:
-    """Codes numbers of `least .. most` as the median, the width of differences from the median, and the differences."""
+    """Encodes integers of `least .. most`: the median, the width of differences from the median, the differences."""
     median = sorted(numbers)[len(numbers) // 2] if numbers else 0
     counts = np.bincount([abs(n - median) for n in numbers], minlength=1)
     width = int(_WIDTHS[np.argmin(_bits(counts))])
@@ -172,16 +172,16 @@ def unpack_steps(plan: Any, data: bytes, statistics: bool, allowed: Allowed) -> 
     parts, reader = parts_of(plan, statistics), Reader(data[2:], symbols)
     indices = _read_header(reader, len(parts), LEAST, MOST)
     widths = _read_header(reader, len(parts), NARROWEST, WIDEST)
-    seen, values = Seen({}, {}), []
+    past, values = Past({}, {}), []
     for part, index, width in zip(parts, indices, widths, strict=True):
-        found = seen.zeros(part, index, "cpu")
+        found = past.zeros(part, index, "cpu")
         if width == WIDEST and part.period is None:
             raise ValueError("its codes are of a width that only numbers with a period have")
         if width != NARROWEST:
             reaches, limits = _tables(found, width)
             read = np.array(reader.read(limits), np.int64) - reaches
-            found.integers[found.live] = torch.from_numpy(read).float()
-        values.append(seen.add(part, found.integers, found.steps))
+            found.integers[found.full_mask] = torch.from_numpy(read).float()
+        values.append(past.add(part, found.integers, found.steps))
     counters = read_counters(reader, counters_of(plan) if statistics else [])
     reader.close()
     return joined(parts, values) | counters, Steps.of(parts, indices)

@@ -1,13 +1,14 @@
-"""Steps of quantisation: each part of a leaf is stored as `number = integer * 2^(index / 8)`.
+"""Quantization steps: each part of a leaf is stored as `number = integer * step`, with `step = 2^(index / 8)`.
 
 A part is the rows of a leaf that belong to one tensor of the p-net. Rounding raises the loss by the sum of
 `h step^2 / 24`, where h is the curvature, estimated by the mean square of the gradient (diagonal of the Fisher
 information). For a given number of bits, the loss is least if `sqrt(h) step` is constant (reverse water-filling:
-T. Cover, J. Thomas, Elements of Information Theory, 10.3.3). A code weight of a periodic g-net changes weights by the
-amplitude times the code, so its steps are finer by powers of sqrt(2); features with amplitude 0 take no bits.
+T. Cover, J. Thomas, Elements of Information Theory, 10.3.3). In a periodic g-net, a code weight's effect is
+proportional to the amplitude and the coordinate code, so its steps are finer by powers of sqrt(2). Features with
+amplitude 0 take no bits.
 
 Integers have two-sided geometric distributions (`symbols.geometric`), with one width per part. An integer q takes
-about `log2(1 + e |q|)` bits on average; the gradient of the rate is the derivative of this estimate.
+about `log2(1 + e |q|)` bits on average; the gradient of the number of bits is the derivative of this estimate.
 
 A file holds the indices of steps (median, width of the differences, differences), the widths of parts in the same form,
 and the integers per part, amplitudes first and running statistics last (`statistics`).
@@ -30,18 +31,18 @@ from torch import Tensor
 
 from gbfunc.encoding import Binary, Encoding, PerAxis
 from gbfunc.formats.rounding import BITS, STORED_DTYPES, StoredDtype, rounded, stored_name
-from gbfunc.formats.statistics import coded, statistics_of, uncoded
+from gbfunc.formats.statistics import decode_statistic, encode_statistic, statistics_of
 from gbfunc.trees import BUFFERS, DIRECT, GNET
 from gbfunc.types import DTYPES, Params, TensorMap
 
 V = TypeVar("V")
 Side = tuple[Encoding, int, int]  # An encoding, the length of its axis, and the length of a tile
-AUTO = "auto"  # Stands for codes with trained steps, instead of a dtype
+AUTO = "auto"  # Names integers with trained quantization steps among the dtypes of `Stored`
 OCTAVE, LEAST, MOST = 8, -128, 127  # Indices per octave, the smallest index, and the largest index
 LARGEST = 2047  # Largest integer
-_REACH = 400
-_AT_ONCE = 1 << 18  # Numbers of codes computed in one call
-# Limits of the half octaves by which codes make steps finer. They keep indices within `_STEPS` at any amplitude.
+_REACH = 400  # `_STEPS` has the indices -400 .. 400
+_AT_ONCE = 1 << 18  # Entries of coordinate codes computed in one call
+# Limits of the half octaves by which coordinate codes make steps finer. They keep indices within `_STEPS`.
 COARSEST, FINEST = -68, 44
 # Dtype and device are explicit because files must not depend on the user's defaults.
 _STEPS = torch.tensor(
@@ -55,7 +56,7 @@ EXPECTED_BITS, EXPECTED_PART_BITS = 5.0, 11.0
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps of a genome, one per part, and the price of a bit.
+    """Quantization steps of a genome, one per part, and the weight of a bit.
 
     Attributes:
         indices: `(leaf, (index, ...))`, with one index per part: a step is `2^(index / 8)`. Running statistics of norms
@@ -103,7 +104,7 @@ class Part(NamedTuple):
     last: int | None
     shape: tuple[int, ...]
     gain: str | None = None  # Name of the leaf [T, H] that multiplies the features of this leaf [T, ..., H]
-    finer: tuple[int, ...] = ()  # Half octaves by which steps are finer, per code
+    finer: tuple[int, ...] = ()  # Half octaves by which steps are finer, per entry of the coordinate code
     period: float | None = None
     statistic: bool = False
 
@@ -114,7 +115,7 @@ class Part(NamedTuple):
         return x if self.period is None else x - self.period * (x / self.period).round()
 
     def limit(self, steps: Tensor) -> Tensor:
-        """Computes the largest integers; numbers are at most half the period, if any."""
+        """Computes the largest integer of each step; numbers with a period are at most half the period."""
         if self.period is None:
             return torch.tensor(float(LARGEST), device=steps.device)
         return (self.period / 2 / steps.double()).floor().clamp(max=LARGEST)
@@ -142,15 +143,15 @@ class Quantised(NamedTuple):
     integers: Tensor
     steps: Tensor
     shifts: Tensor  # Half octaves by which steps are finer
-    alive: Tensor  # True for stored integers
+    mask: Tensor  # True for stored integers
 
     @property
-    def live(self) -> Tensor:
-        return self.alive.expand(self.part.shape)
+    def full_mask(self) -> Tensor:
+        return self.mask.expand(self.part.shape)
 
     @property
     def limits(self) -> list[int]:
-        return self.part.limit(self.steps).expand(self.part.shape)[self.live].long().tolist()
+        return self.part.limit(self.steps).expand(self.part.shape)[self.full_mask].long().tolist()
 
 
 @lru_cache(maxsize=16)
@@ -195,7 +196,7 @@ def numbers_of_codes(plan: Any) -> int:
 
 
 def _mean_squares(code: Encoding, n: int, tile: int, count: bool = False) -> Any:
-    """Averages the squared codes over the tiles of an axis of length `n`: [k]; `count` counts their numbers."""
+    """Averages squared coordinate codes over the tiles of an axis of length `n`: [k]; `count`: counts their entries."""
     if isinstance(code, Binary):
         return 0 if count else np.ones(code.width(n))
     if isinstance(code, PerAxis) and code.local:
@@ -218,14 +219,14 @@ def _table(device: torch.device) -> Tensor:
     return _STEPS.to(device)
 
 
-class Seen(NamedTuple):
-    """State between parts: integers of earlier parts by leaf and first row, and coded numbers of variances."""
+class Past(NamedTuple):
+    """Results of earlier parts that later parts need: integers by leaf and first row, and stored variances."""
 
     gains: dict[tuple[str | None, int], Tensor]
     variances: dict[str, Tensor]
 
     def shifts(self, part: Part, device: Any) -> tuple[Tensor, Tensor]:
-        """Computes `shifts` and `alive` of a part (`Quantised`) from the integers of the gains."""
+        """Computes `shifts` and `mask` of a part (`Quantised`) from the integers of the gains."""
         ndim = len(part.shape)
         shifts = torch.zeros((1,) * ndim, dtype=torch.long, device=device)
         if part.finer:
@@ -239,14 +240,14 @@ class Seen(NamedTuple):
 
     def zeros(self, part: Part, index: int, device: Any) -> Quantised:
         """Returns integers 0 with the steps of an index, finer by the shifts."""
-        shifts, alive = self.shifts(part, device)
+        shifts, mask = self.shifts(part, device)
         steps = _table(shifts.device)[index - OCTAVE // 2 * shifts + _REACH]
         integers = torch.zeros(part.shape, dtype=torch.float32, device=device)
-        return Quantised(part, integers, steps, shifts, alive)
+        return Quantised(part, integers, steps, shifts, mask)
 
     def quantise(self, part: Part, leaf: Tensor, index: int) -> tuple[Quantised, Tensor]:
         x = part.of(leaf.detach()).float()
-        x = part.in_period(coded(part.leaf, x, self.variances) if part.statistic else x)
+        x = part.in_period(encode_statistic(part.leaf, x, self.variances) if part.statistic else x)
         found = self.zeros(part, index, x.device)
         limit = part.limit(found.steps).to(x.dtype)
         integers = (x / found.steps).round().clamp(-limit, limit)
@@ -259,15 +260,15 @@ class Seen(NamedTuple):
             return integers * steps
         numbers = integers.double() * steps.double()
         self.variances[part.leaf] = numbers
-        return uncoded(part.leaf, numbers, self.variances)
+        return decode_statistic(part.leaf, numbers, self.variances)
 
 
 def quantise(plan: Any, leaves: TensorMap, steps: Steps) -> Iterator[tuple[Quantised, Tensor]]:
     """Quantises every part on the device of the leaves; skips statistics that `leaves` lacks."""
     parts = [part for part in parts_of(plan, steps.statistics) if part.leaf in leaves or not part.statistic]
-    seen = Seen({}, {})
+    past = Past({}, {})
     for part, index in zip(parts, steps.of_parts(parts), strict=True):
-        yield seen.quantise(part, leaves[part.leaf], index)
+        yield past.quantise(part, leaves[part.leaf], index)
 
 
 def check_steps(plan: Any, steps: Steps) -> None:
@@ -288,34 +289,34 @@ def as_stored(plan: Any, leaves: TensorMap, stored: Stored) -> tuple[Params, Par
         return rounded(leaves, stored), {}
     found = [*quantise(plan, leaves, stored)]
     parts, values = [one.part for one, _ in found], []
-    for (part, _, _, _, alive), value in found:
-        values.append(value if part.gain is None else torch.where(alive, value, part.of(leaves[part.leaf].detach())))
-    made = dict(leaves)
+    for (part, _, _, _, mask), value in found:
+        values.append(value if part.gain is None else torch.where(mask, value, part.of(leaves[part.leaf].detach())))
+    results = dict(leaves)
     for name, value in joined(parts, values).items():
         x = leaves[name]
         # Straight-through estimator (Bengio et al., 2013): the rounded value, with the gradient of the leaf.
-        made[name] = value.reshape(x.shape).to(x.dtype) + (x - x.detach())
+        results[name] = value.reshape(x.shape).to(x.dtype) + (x - x.detach())
     trained = [one for one, _ in found if not one.part.statistic]
-    return made, _rate_gradient(leaves, trained, stored.rate) if stored.rate else {}
+    return results, _rate_gradient(leaves, trained, stored.rate) if stored.rate else {}
 
 
 def _rate_gradient(leaves: TensorMap, found: list[Quantised], rate: float) -> Params:
-    # n numbers of a part take `n log2(1 + e mean|x| / step)` bits; halving an amplitude saves one bit per number.
+    # n numbers of a part take `n log2(1 + e mean|x| / step)` bits; half an amplitude saves one bit per number.
     gradients: list[Tensor] = []
     owned: dict[tuple[str | None, int], Tensor | float] = {}
     numbers = [one.part.of(leaves[one.part.leaf].detach()).float() for one in found]
     for one, x in zip(found, numbers, strict=True):
-        live, slopes = one.live.float(), torch.zeros_like(x)
+        full_mask, slopes = one.full_mask.float(), torch.zeros_like(x)
         if one.part.period is None and x.numel():
-            share = live / live.sum().clamp(min=1)
+            share = full_mask / full_mask.sum().clamp(min=1)
             per = math.e / one.steps
-            slopes = ((per / (1 + per * (x.abs() * share).sum())) * share).sum() * live * x.sign()
+            slopes = ((per / (1 + per * (x.abs() * share).sum())) * share).sum() * full_mask * x.sign()
         gradients.append(slopes)
         if one.part.gain is not None:
-            numbers_TH = live.reshape(x.shape[0], -1, x.shape[-1]).sum(1)
+            numbers_TH = full_mask.reshape(x.shape[0], -1, x.shape[-1]).sum(1)
             owned[one.part.gain_key] = owned.get(one.part.gain_key, 0.0) + numbers_TH
     for i, (one, x) in enumerate(zip(found, numbers, strict=True)):
         if (of_features := owned.get((one.part.leaf, one.part.first))) is not None:
             gradients[i] = gradients[i] + of_features * x.sign() / (x.abs() + one.steps)
-    whole = joined([one.part for one in found], gradients)
-    return {k: (x * (rate / math.log(2))).reshape(leaves[k].shape).to(leaves[k].dtype) for k, x in whole.items()}
+    of_leaves = joined([one.part for one in found], gradients)
+    return {k: (x * (rate / math.log(2))).reshape(leaves[k].shape).to(leaves[k].dtype) for k, x in of_leaves.items()}

@@ -1,9 +1,9 @@
 """Entropy coding of small integers: asymmetric numeral systems (J. Duda, 2013) with bell-shaped frequencies.
 
-A run of symbols 0 .. 2^b - 1, each with a centre, begins with 4 bits for their `spread`. With spread 0 all symbols are
-equally likely; otherwise the frequency of a symbol at a distance d from its centre is `1 + 2^12 * 2^(-q / 16)`, with
-q = `64 d^2 >> (spread - 1)`. The fraction of the exponent is looked up in rounded `POWERS`, and the rest is a shift: a
-normal distribution in integers, equal on every machine. Files store no tables.
+A run holds symbols 0 .. 2^b - 1, each with a known centre, and begins with 4 bits for the `width` of the distribution.
+With width 0 all symbols are equally likely. Otherwise the frequency of a symbol at a distance d from its centre is
+`1 + 2^12 * 2^(-q / 16)`, with q = `64 d^2 >> (width - 1)`: a normal distribution in integer arithmetic, equal on every
+machine. `POWERS` has the powers of two for the fraction of the exponent. Files store no tables.
 
 The encoder folds symbols into an integer x, which starts at 1, from the last symbol to the first. A symbol of frequency
 f out of F, with c the sum of the frequencies below, sets `x = x // f * F + c + x % f`. The decoder undoes this from the
@@ -25,7 +25,7 @@ Entry = tuple[int, int, int]
 
 PIECE = 2048
 MAX_SYMBOLS = 1 << 18  # Most symbols in a stream of runs; each takes half a microsecond
-_BLOCK = 24  # Symbols that are read from a small integer at once
+_BLOCK = 24  # Symbols that are read together from a small part of the large integer
 _MOST_BYTES = 4  # Most bytes per symbol: no frequency is less than 1 of 2^21.
 _ENDS = "its codes do not end where they should"
 
@@ -34,19 +34,19 @@ POWERS = (4096, 3922, 3756, 3597, 3444, 3298, 3158, 3025, 2896, 2774, 2656, 2543
 
 
 @lru_cache(maxsize=4096)
-def _limits(bits: int, centre: int, spread: int) -> list[int]:
-    if not spread:
+def _limits(bits: int, centre: int, width: int) -> list[int]:
+    if not width:
         return list(range(2**bits + 1))
     limits = [0]
     for symbol in range(2**bits):
-        q = 64 * (symbol - centre) ** 2 >> (spread - 1)
+        q = 64 * (symbol - centre) ** 2 >> (width - 1)
         limits.append(limits[-1] + 1 + (POWERS[q % 16] >> q // 16))
     return limits
 
 
 @lru_cache(maxsize=4096)
-def _bits_of(bits: int, centre: int, spread: int) -> NDArray[np.float64]:
-    limits = np.array(_limits(bits, centre, spread), np.float64)
+def _bits_of(bits: int, centre: int, width: int) -> NDArray[np.float64]:
+    limits = np.array(_limits(bits, centre, width), np.float64)
     return np.log2(limits[-1]) - np.log2(np.diff(limits))
 
 
@@ -58,10 +58,10 @@ class Run(NamedTuple):
     centres: Symbols
 
     def cost(self) -> tuple[float, int]:
-        """Finds the spread that takes the fewest bits; returns the bits and the spread."""
+        """Finds the width that takes the fewest bits; returns the bits and the width."""
         centres, index = np.unique(self.centres, return_inverse=True)
         index = np.broadcast_to(index, self.symbols.shape)
-        tables = (np.stack([_bits_of(self.bits, int(c), spread) for c in centres]) for spread in range(16))
+        tables = (np.stack([_bits_of(self.bits, int(c), width) for c in centres]) for width in range(16))
         found = [float(table[index, self.symbols].sum()) for table in tables] if self.symbols.size else [0.0]
         return min(zip(found, range(16), strict=False))
 
@@ -70,11 +70,11 @@ def pack_runs(runs: list[Run]) -> tuple[bytes, list[float]]:
     entries: list[Entry] = []
     costs = []
     for run in runs:
-        bits, spread = run.cost()
-        entries.append((spread, 1, 16))
+        bits, width = run.cost()
+        entries.append((width, 1, 16))
         centres = np.broadcast_to(run.centres, run.symbols.shape).tolist()
         for symbol, centre in zip(run.symbols.tolist(), centres, strict=True):
-            limits = _limits(run.bits, centre, spread)
+            limits = _limits(run.bits, centre, width)
             entries.append((limits[symbol], limits[symbol + 1] - limits[symbol], limits[-1]))
         costs.append(bits)
     return join(entries), costs
@@ -95,7 +95,7 @@ def join(entries: list[Entry]) -> bytes:
 def most_runs_bytes(bits: float, symbols: int, runs: int) -> int:
     """Bounds the bytes of `runs` runs with `symbols` symbols, which take `bits` bits in total."""
     pieces = -(-(symbols + runs) // PIECE)
-    # An integer has at least the bits of the largest sum of frequencies, which is less than 3 bytes.
+    # Each integer may have as many bits more as the largest sum of frequencies has, which are less than 3 bytes.
     return math.ceil((bits + 4 * runs) / 8) + 3 * pieces + 2 * max(0, pieces - 1)
 
 
@@ -123,7 +123,7 @@ class Reader:
                 self._open_piece()
             block = tables[at : at + min(_BLOCK, self._in_piece)]
             at, self._in_piece = at + len(block), self._in_piece - len(block)
-            # A symbol divides by its total: the rest by the product of all totals decides the symbols of a block.
+            # The remainder by the product of a block's totals determines the block's symbols, and is a small integer.
             high, x = divmod(self._x, math.prod([limits[-1] for limits in block]))
             scale = 1
             for limits in block:
@@ -139,8 +139,8 @@ class Reader:
 
     def run(self, count: int, bits: int, centres: Symbols) -> Symbols:
         """Reads the symbols [count] of a run with these centres, [count] or [1]."""
-        spread = self.next(range(17))
-        tables = {centre: _limits(bits, centre, spread) for centre in np.unique(centres).tolist()}
+        width = self.next(range(17))
+        tables = {centre: _limits(bits, centre, width) for centre in np.unique(centres).tolist()}
         return np.array(self.read([tables[centre] for centre in np.broadcast_to(centres, (count,)).tolist()]), np.uint8)
 
     def _open_piece(self) -> None:
@@ -163,7 +163,7 @@ HALVINGS = 22
 
 @lru_cache(maxsize=4096)
 def geometric(width: int, most: int) -> tuple[int, list[int]]:
-    """Return D <= `most` and the cumulative frequencies [2 D + 2] of -D .. D, which halve per 2^(width / 4)."""
+    """Return D <= `most`, and cumulative frequencies [2 D + 2] of integers -D .. D, which halve every 2^(width / 4)."""
     if width <= NARROWEST:
         return 0, [0, 1]
     if width >= WIDEST:
@@ -171,7 +171,7 @@ def geometric(width: int, most: int) -> tuple[int, list[int]]:
     reach = min(most, math.ceil(HALVINGS * 2 ** (width / 4)))
     distance = np.abs(np.arange(-reach, reach + 1, dtype=np.int64))
     fine = distance * 16 * ROOTS[width % 4]
-    # Sixteenths of a halving; widths below 0 have more sixteenths.
+    # The exponent in sixteenths.
     sixteenths = fine >> (24 + width // 4)
     powers = np.array(POWERS, np.int64)[sixteenths % 16] << 8
     frequencies = 1 + (powers >> np.minimum(sixteenths // 16, 40))

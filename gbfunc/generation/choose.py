@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gbfunc.parallel import Layout
 
 _NEEDS: tuple[Needs, ...] = ("leaves", "factors", "matrix")
-"""What forms may need, the most general first: factors can be computed from leaves, and matrices from factors."""
+"""The possible needs of a form, the most general first: leaves give factors, and factors give matrices."""
 
 
 def make_generator(
@@ -44,18 +44,18 @@ def make_generator(
 
     With a `layout`, each rank generates its tiles, and gathers the others. The layers of `pnet` decide which weights
     can stay factors (`lazy`), or be generated for each use and again in backward (`remat`). `names` selects parameters,
-    and `pieces` selects blocks of their matrices; factors are always of the whole matrix. A plan with a base needs
-    `base`, the base's tensors; otherwise ValueError is raised.
+    and `pieces` selects blocks of their matrices; factors are always of the whole matrix. Raises ValueError for a plan
+    with a base if `base`, the base's tensors, is None.
     """
     if plan.base is not None and base is None:
         raise ValueError("the genome holds deltas of a base, but base is None: pass the pretrained p-net (base=)")
     layout = layout if layout is not None and layout.sharded else None
     of_base = {} if base is None else {k: partial(base.tensor, k) for k in base.params}
-    # Ranks that gather tiles, or gather again for each use, need dense weights instead of factors.
-    stay = layout is None or (layout.placement == "factors" and not remat)
-    chooser = _Chooser(plan, kernel, layout, pnet, lazy if stay else False, remat, pieces or {}, of_base)
-    made = [t for t in plan.tensors if names is None or t.name in names]
-    chosen = {t.name: chooser.form(t) for t in made if t.slots}
+    # Ranks that gather tiles, or gather weights again for each use, need dense weights instead of factors.
+    keeps_factors = layout is None or (layout.placement == "factors" and not remat)
+    chooser = _Chooser(plan, kernel, layout, pnet, lazy if keeps_factors else False, remat, pieces or {}, of_base)
+    selected = [t for t in plan.tensors if names is None or t.name in names]
+    chosen = {t.name: chooser.form(t) for t in selected if t.slots}
     stacks = [stack for e in plan.ensembles if (stack := chooser.stack(e, chosen)) is not None]
     stacks.sort(key=lambda stack: stack.needs == "leaves")
     found: dict[tuple[str, int], tuple[int, int]] = {}
@@ -63,16 +63,16 @@ def make_generator(
         spans = [stack.ensemble.spans[slot] for slot in stack.slots]
         found |= {(plan.tensors[span.tensor].name, span.matrix): (n, i) for i, span in enumerate(spans)}
     places, forms = [], dict[str, WeightForm]()
-    for t in (t for t in made if t.slots):
+    for t in (t for t in selected if t.slots):
         form, of_tensor = chosen[t.name], [found[t.name, part] for part in range(len(t.slots))]
         places.append((form, of_tensor))
         if isinstance(form, WeightForm):
             forms |= dict.fromkeys((t.name, *t.aliases), form)
-        chooser.remade.get(t.name, []).extend((stacks[n], i) for n, i in of_tensor)
+        chooser.recomputed.get(t.name, []).extend((stacks[n], i) for n, i in of_tensor)
     unchanged = {k: on for k, on in of_base.items() if k not in {t.name for t in plan.tensors}}
-    keys = (chosen[t.name].keys if t.slots else (t.name,) for t in made)
+    keys = (chosen[t.name].keys if t.slots else (t.name,) for t in selected)
     order = [*unchanged, *(k for of in keys for k in of)]
-    parts = (stacks, places, forms, [chooser.target(t) for t in made if not t.slots], unchanged, order, plan.dtype)
+    parts = (stacks, places, forms, [chooser.target(t) for t in selected if not t.slots], unchanged, order, plan.dtype)
     if layout is None:
         return Generator(*parts)
     # Imported here, because a single process does not need `torch.distributed`.
@@ -94,7 +94,7 @@ class _Chooser:
     pieces: Mapping[str, Piece]
     of_base: Mapping[str, Callable[[torch.device], Tensor]]
     # For each tensor to be recomputed, the stack and the slot of each matrix. `make_generator` fills in the lists.
-    remade: dict[str, list[tuple[Stack, int]]] = field(default_factory=dict)
+    recomputed: dict[str, list[tuple[Stack, int]]] = field(default_factory=dict)
 
     def target(self, tensor: TensorPlan) -> Target:
         kind, piece, narrow = KINDS[tensor.kind], self.pieces.get(tensor.name), DTYPES[tensor.dtype]
@@ -112,11 +112,11 @@ class _Chooser:
             return factored
         if not self.remat:
             return DenseWeight(target)
-        # Layers with other forms have weights of one matrix.
+        # A formable layer's weight is a single matrix, so it belongs to one ensemble.
         e = next(e for e in self.plan.ensembles for p in e.spans if self.plan.tensors[p.tensor] is tensor)
         if not e.leaves:
             return DenseWeight(target)
-        slots = self.remade.setdefault(tensor.name, [])
+        slots = self.recomputed.setdefault(tensor.name, [])
 
         def maker(*inputs: Tensor) -> Tensor:
             values = iter(inputs)
@@ -161,12 +161,12 @@ def to_serve(plan: Plan, generator: Generator, tensors: Params) -> tuple[Params,
             weights[t.name] = tensors[t.name].detach().to(dtype)
             continue
         # Factors of a delta keep the genome's dtype.
-        given = {k: x.detach() if t.base else x.detach().to(dtype) for k, x in form.taken(tensors).items()}
-        if t.kind == "beside" or sum(x.numel() for k, x in given.items() if k != "base") < t.numel:
+        of_form = {k: x.detach() if t.base else x.detach().to(dtype) for k, x in form.taken(tensors).items()}
+        if t.kind == "beside" or sum(x.numel() for k, x in of_form.items() if k != "base") < t.numel:
             forms |= dict.fromkeys((t.name, *t.aliases), form)
-            inputs |= zip(form.keys, given.values(), strict=True)
+            inputs |= zip(form.keys, of_form.values(), strict=True)
         else:
-            weights[t.name] = form.make(given).to(dtype)
+            weights[t.name] = form.make(of_form).to(dtype)
     return weights, forms, inputs
 
 
@@ -251,9 +251,9 @@ def generate_piece(
         stack = Stack(e, kernel, {number: cut_piece(slot.grid, piece)})
         like = next(iter(genome.gnets.get(e.name, {}).values()), torch.zeros((), dtype=plan.dtype, device="cpu"))
         evaluation = stack.evaluation(flat_genome(genome), (noise or {}).get(e.name), like.dtype, like.device)
-        made = stack.split(evaluation)[0].matrix()
-        made = made + slot.offset if slot.offset else made
-        return made.to(narrow) if narrow.itemsize < plan.dtype.itemsize else made
+        matrix = stack.split(evaluation)[0].matrix()
+        matrix = matrix + slot.offset if slot.offset else matrix
+        return matrix.to(narrow) if narrow.itemsize < plan.dtype.itemsize else matrix
 
     blocks, first = list[Tensor](), 0
     for i, m in enumerate(matrices):

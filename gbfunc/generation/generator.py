@@ -29,8 +29,8 @@ _RUN_BYTES = 2**22
 """Bytes of tiles per call. Smaller calls cost overhead; larger calls allocate more memory (2 x 17 MB: 15 ms)."""
 
 
-class Made(NamedTuple):
-    """A slot that is generated already, as a matrix or as factors of tiles; a `gbfunc.layers.forms.Source`."""
+class Generated(NamedTuple):
+    """A slot that is already generated, as a matrix or as factors of tiles; a `gbfunc.layers.forms.Source`."""
 
     value: Tensor | Factors
     cut: Cut
@@ -57,7 +57,7 @@ class Local(NamedTuple):
         return self.cut.crop(self.evaluation.matrix(self.cut.grid))
 
     def factors(self) -> Factors:
-        return Made(self.evaluation.tiles(), self.cut).factors()
+        return Generated(self.evaluation.tiles(), self.cut).factors()
 
     def inputs(self) -> Sequence[Tensor]:
         return *self.evaluation.leaves.values(), *(self.evaluation.noise or {}).values()
@@ -85,8 +85,8 @@ class Stack:
         self._tiles: slice | Tensor = slice(0, ensemble.n_tiles)
         self._some = len(cuts) < len(spans) or any(cut.tiles is not None for cut in self.cuts)
         if self._some:
-            made = [(i, range(spans[i].slot.grid.n_tiles) if c.tiles is None else c.tiles) for i, c in cuts.items()]
-            tiles = [spans[i].first + n for i, numbers in made for n in numbers]
+            of_slots = [(i, range(spans[i].slot.grid.n_tiles) if c.tiles is None else c.tiles) for i, c in cuts.items()]
+            tiles = [spans[i].first + n for i, numbers in of_slots for n in numbers]
             self._tiles = torch.tensor(tiles, dtype=torch.int64, device="cpu")
         self._built: dict[tuple[torch.dtype, torch.device], Constants] = {}
         self.split = {"matrix": self._matrices, "factors": self.of_tiles, "leaves": self._apart}[needs]
@@ -100,10 +100,10 @@ class Stack:
         scaled = e.hypernet.standardised or isinstance(e.hypernet, new_rows)
         scale = _of_spans(first, scales, e.n_tiles, dtype, device) if scaled else None
         more = *codes_of(e, dtype, device), scale, self._groups(device) if self._shared else None
-        made = Constants.make(e.hypernet, e.dims, self._kernel, *more).of(self._tiles)
+        constants = Constants.make(e.hypernet, e.dims, self._kernel, *more).of(self._tiles)
         if not exporting:
-            self._built[key] = made
-        return made
+            self._built[key] = constants
+        return constants
 
     def _groups(self, device: torch.device) -> Tensor:
         """Return the group of every tile [T]. An exported graph stores spans of consecutive groups, not a table."""
@@ -137,23 +137,23 @@ class Stack:
     def _apart(self, evaluation: Evaluation) -> list[Local]:
         return [Local(part, cut) for part, cut in zip(evaluation.split(self._local_counts), self.cuts, strict=True)]
 
-    def _matrices(self, evaluation: Evaluation) -> list[Made]:
+    def _matrices(self, evaluation: Evaluation) -> list[Generated]:
         """Generate the slots as matrices. Large matrices are generated one after the other, to save memory."""
         dims = self.ensemble.dims
         spans = _spans([n * dims.rows * dims.cols * evaluation.constants.row.itemsize for n in self._counts])
         parts = evaluation.split([sum(self._counts[span]) for span in spans])
         matrices = [m for i, part in enumerate(parts) for m in part.matrices(self._grids[spans[i]])]
-        return [Made(m, self.cuts[i]) for i, m in enumerate(matrices)]
+        return [Generated(m, self.cuts[i]) for i, m in enumerate(matrices)]
 
-    def of_tiles(self, of: Evaluation | Tensor | Factors) -> list[Made]:
+    def of_tiles(self, of: Evaluation | Tensor | Factors) -> list[Generated]:
         """Divide the tiles of all slots, or their factors, among the slots."""
         tiles = of.tiles() if isinstance(of, Evaluation) else of
         if isinstance(tiles, Tensor):
-            return [Made(m, cut) for m, cut in zip(join_all(tiles, self._grids), self.cuts, strict=True)]
+            return [Generated(m, cut) for m, cut in zip(join_all(tiles, self._grids), self.cuts, strict=True)]
         if len(self._counts) == 1:
-            return [Made(tiles, self.cuts[0])]
+            return [Generated(tiles, self.cuts[0])]
         left, right = tiles.left.split(self._counts), tiles.right.split(self._counts)
-        return [Made(Factors(a, b), cut) for a, b, cut in zip(left, right, self.cuts, strict=True)]
+        return [Generated(Factors(a, b), cut) for a, b, cut in zip(left, right, self.cuts, strict=True)]
 
 
 def _of_spans(first_S: list[int], values_S: list[float], n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -195,7 +195,7 @@ class Generator:
         order: Sequence[str],  # Names of a call's outputs
         dtype: torch.dtype,
     ) -> None:
-        # One thread goes first: a process's first sine or tanh is off by 8e-5 in several (pytorch issue 188792).
+        # Run once in one thread: in several threads, the first sine or tanh is off by 8e-5 (pytorch issue 188792).
         torch.tanh(torch.sin(torch.zeros(1, dtype=torch.float32, device="cpu")))
         self.stacks, self.forms, self.unchanged = stacks, forms, unchanged
         self.frozen = {*unchanged, *(key for form in forms.values() for key in form.frozen)}
@@ -208,7 +208,7 @@ class Generator:
         """Generate all parameters by name. A parameter with a form is returned as the inputs of the form.
 
         `leaves` is a flat genome (`flat_genome`), or this rank's rows of a split genome. `noise` is the noise of all
-        tiles; None generates the mean. `counts` tells whether gradients of this rank count (see `Gather`).
+        tiles; None generates the mean. `counts=False` makes this rank's gradients zero (see `Gather`).
         """
         dtype, device = self._kind(leaves)
         noise = noise or {}

@@ -1,4 +1,4 @@
-"""Generates weights from a genome split over ranks: each rank makes its tiles, and one autograd node gathers all."""
+"""Generates weights from a genome that is split over ranks: each rank generates its tiles, and gathers the others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gbfunc.generation.generator import Generator, Local, Made, Stack
+from gbfunc.generation.generator import Generated, Generator, Local, Stack
 from gbfunc.hypernets.ensemble import Evaluation, joined
 from gbfunc.layers.forms import Needs, Source
 from gbfunc.parallel import Gather, Layout
@@ -18,7 +18,7 @@ from gbfunc.types import Factors, Kernel
 
 
 class Remote(NamedTuple):
-    """A slot whose g-nets are split over ranks. On request, each rank makes its tiles, and all ranks gather them."""
+    """A slot whose g-nets are split over ranks. On request, each rank generates its tiles, and all are gathered."""
 
     stack: RankStack
     number: int
@@ -30,7 +30,7 @@ class Remote(NamedTuple):
         return cut.crop(joined(self._tiles(), cut.grid))
 
     def factors(self) -> Factors:
-        return Made(self._tiles(), self.stack.cuts[self.number]).factors()
+        return Generated(self._tiles(), self.stack.cuts[self.number]).factors()
 
     def inputs(self) -> Sequence[Tensor]:
         counts = torch.tensor(self.gather.counts, device="cpu")
@@ -59,7 +59,7 @@ class RankStack(Stack):
         self._local_counts = [sizes[layout.mesh.gnets_index] for sizes in self.sizes]
 
     def slot(self, number: int, inputs: Iterator[Tensor]) -> Source:
-        """Return one slot. `inputs` yields leaves and noise of this rank's tiles, then whether gradients are needed."""
+        """Return one slot. `inputs` yields this rank's leaves and noise, and then whether its gradients count."""
         evaluation = self._filled(number, inputs)
         return Remote(self, number, evaluation, Gather(self._layout, bool(next(inputs))))
 

@@ -80,7 +80,7 @@ class Checkpointer:
         self._unlock: Callable[[], object] = lambda: None
 
         def lock() -> None:
-            # Releases once: on close, on collection, or in a forked child, which could hold the lock after a kill.
+            # Release once: on close, on garbage collection, or in a forked child, which could outlive this process.
             self._unlock = weakref.finalize(self, os.close, _lock(self._folder))
             if fcntl is not None:
                 os.register_at_fork(after_in_child=self._unlock)
@@ -237,7 +237,7 @@ def _restore(
             # A valid checkpoint that does not fit raises: a fresh start would mix two trainings in one folder.
             if metadata.get("format") != _FORMAT:
                 raise ValueError(f"its format is {metadata.get('format')!r}, the one known here is {_FORMAT!r}")
-            # `object_pairs_hook` would take precedence.
+            # Unset `object_pairs_hook`, which would take precedence over `object_hook`.
             hooks = {"object_hook": partial(unpack_values, tensors), "object_pairs_hook": None}
             extra = _object(metadata, "extra", parse_constant=float, parse_float=float, **hooks)
             check(extra)
@@ -299,21 +299,21 @@ def _described(x: Any, step: int) -> str:
         return text_of(float(x) if isinstance(x, int) and not isinstance(x, bool) else x)
     rate: Callable[[int], Any] = x
     values = []
-    with contextlib.suppress(Exception):  # Steps 3 % apart, up to a million or the end
+    with contextlib.suppress(Exception):  # Training steps 3 % apart, up to a million or the end
         for n in sorted({round(1.03**i) - 1 for i in range(468)}):
             values.append(f"{rate(n):.6g}")
     digest = hashlib.sha256(" ".join(values).encode()).hexdigest()[:8]
     return f"{rate(step):.6g} at step {step:,} (schedule {digest})"
 
 
-def _differing(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+def _differing(saved: Mapping[str, str], current: Mapping[str, str]) -> list[str]:
     """List the differences of two trainings, one line each; ignores options that only one of them has."""
 
     def of(training: Mapping[str, str], name: str) -> str | None:
         # A role without its own option uses the common one.
         return training.get(name, training.get(name.rpartition(".")[2]))
 
-    pairs = {name: (of(saved, name), of(now, name)) for name in {**saved, **now}}
+    pairs = {name: (of(saved, name), of(current, name)) for name in {**saved, **current}}
     return [f"{name} {a}, now {b}" for name, (a, b) in pairs.items() if a != b and None not in (a, b)]
 
 
@@ -389,7 +389,7 @@ def _lock(folder: Path) -> int:
         os.close(lock)
         raise OSError(error.errno, "another training is keeping checkpoints there", str(folder)) from error
     except OSError:
-        return lock  # Without locks, a leftover file may be a write in progress.
+        return lock  # Without locks, another training may still be writing a leftover file.
     for file in folder.iterdir():
         if _LEFTOVER.fullmatch(file.name):
             file.unlink(missing_ok=True)
@@ -397,7 +397,7 @@ def _lock(folder: Path) -> int:
 
 
 def _on_rank_0(mesh: Mesh, do: Callable[[], Any]) -> Any:
-    """Run `do` on rank 0; every rank returns its result or raises its `ValueError` or `OSError`. Collective."""
+    """Run `do` on rank 0; every rank returns the result, or raises the ValueError or OSError. All ranks must call."""
     answer = failure = None
     if mesh.rank == 0:
         try:

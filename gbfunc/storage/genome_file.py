@@ -113,8 +113,8 @@ def load(
         path: the file.
         factories: the factories of `from_module` that the plan uses. Loading runs no code from the file.
         max_pnet_bytes: maximum size of the p-net that the file declares; a small file can declare a huge p-net.
-        max_params: maximum number of genome parameters; None allows 2^20, plus 16 per byte of the file. Of codes with
-            steps, None allows 2^18, plus 1.5 per byte.
+        max_params: maximum number of genome parameters; None allows 2^20, plus 16 per byte of the file. For integers
+            with quantization steps, None allows 2^18, plus 1.5 per byte.
 
     Raises:
         FileNotFoundError: if there is no file.
@@ -249,7 +249,7 @@ def _check_range(name: str, size: Tensor, stored: Tensor) -> None:
         words = f"{name!r} holds {float(lost.max()):g}, too small a number for {stored.dtype}"
         if not name.startswith(DIRECT):
             raise ValueError(f"{words}: it would be 0; dtype='bfloat16' holds smaller ones")
-        # Such as the biases of keys, whose gradient is a rounding error.
+        # Some direct parameters are this small: the biases of attention keys only get rounding errors as gradients.
         warnings.warn(f"{words}, in which it is 0; dtype='bfloat16' holds smaller ones", UserWarning, stacklevel=3)
 
 

@@ -58,9 +58,9 @@ def save_pretrained(
 ) -> str | None:
     """Write a genome folder, as `GenomeModule.save_pretrained` does; keeps an existing model card."""
     options = {k: x for k, x in options.items() if k not in _LARGE_FILES}
-    given = [*options] + ["repo_id"] * (repo_id is not None)
-    if given and not push_to_hub:
-        raise TypeError(f"save_pretrained takes {', '.join(given)} with push_to_hub=True only")
+    hub_options = [*options] + ["repo_id"] * (repo_id is not None)
+    if hub_options and not push_to_hub:
+        raise TypeError(f"save_pretrained takes {', '.join(hub_options)} with push_to_hub=True only")
     place = Path(folder)
     _write(place, plan, genome, dtype, "FOLDER OR NAME")
     if state_dict is not None:

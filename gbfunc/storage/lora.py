@@ -86,11 +86,11 @@ def save_lora(folder: str | os.PathLike[str], plan: Plan, genome: GenomeLike, pn
     # Copies, because safetensors rejects tensors that share memory.
     new = {name: dense[t.name].to(DTYPES[t.dtype], copy=True) for t in heads for name in (t.name, *t.aliases)}
     saved = _new_modules(pnet, new.keys())
-    given = new | dict(genome.buffers)
+    available = new | dict(genome.buffers)
     keys = [f"{module}.{k}" for module in saved for k in pnet.get_submodule(module).state_dict()]
-    if missing := [k for k in keys if k not in given]:
+    if missing := [k for k in keys if k not in available]:
         raise ValueError(f"modules_to_save of a LoRA adapter are whole, and {missing} are the base's{_INSTEAD}")
-    tensors |= {f"{_PREFIX}{k}": given[k] for k in keys}
+    tensors |= {f"{_PREFIX}{k}": available[k] for k in keys}
     config = _config(plan.base, pnet, ranks, saved)
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)

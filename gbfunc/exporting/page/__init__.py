@@ -120,7 +120,7 @@ def _walk(module: nn.Module, name: str, names: Mapping[nn.Module, str]) -> Itera
     if type(module).forward is nn.Sequential.forward:
         for child in module._modules.values():
             assert child is not None
-            # A module in two places has its first name, which is the only name of its buffers.
+            # A module in several places is described by its first name, which is the only name of its buffers.
             yield from _walk(child, names[child], names)
         return
     describe = _LAYERS.get(type(module))
