@@ -142,7 +142,7 @@ def torch_optimizer(
 class _Call(NamedTuple):
     group: ParamGroup
     names: list[str]
-    adam: Kernel | None  # the fused kernel that replaces the class from the second step on
+    adam: Kernel | None  # the fused kernel that replaces the class, whose state starts with zeros
 
     def update(
         self,
@@ -154,7 +154,7 @@ class _Call(NamedTuple):
         finite: Tensor | None,
         rate: Rate,
     ) -> tuple[Params, dict[str, Params]]:
-        """Return new leaves and their new state; the first step ignores `old`."""
+        """Return new leaves and their new state; the first step of a class without a kernel ignores `old`."""
         before = [params[k] for k in self.names]
         choose = finite is not None and self.adam is None  # Adam's kernel gets `finite` as `found_inf`.
         donate = donate and not choose
@@ -170,7 +170,7 @@ class _Call(NamedTuple):
         # Torch fills an empty state at its first step. Zeros, or the state after a step with zero gradients, would
         # be another algorithm: NAdam's mu_product starts at 1, Rprop's step sizes at lr, SGD's momentum at the
         # first gradient, ASGD's average at the first iterate.
-        rows = [old[k] for k in self.names] if step else []
+        rows = [old[k] for k in self.names] if step or self.adam else []
         tensors = [t for of in rows for t in of.values()]
         if not donate or any(t.requires_grad or not t.is_contiguous() for t in tensors):
             own = iter(_copies(tensors))

@@ -107,6 +107,8 @@ class TrainStep:
         named = flatten_tree(genome)
         genome = unflatten_tree(dict(zip(named, from_rank_0(self.mesh, [*named.values()]), strict=True)), genome)
         named = flat_genome(genome)
+        if (loss := self._objective.strategy.loss) is not None:
+            loss.generator.prepare(named)
         opt = self._optimizer.init({k: named[k] for k in self._trained}, self._roles)
         step, number = (torch.tensor(n, dtype=torch.int64, device="cpu") for n in (0, seed))
         return self.shard(TrainState(*genome, opt, step, number))
