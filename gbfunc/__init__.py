@@ -1,7 +1,7 @@
 """gbfunc trains neural networks through a genomic bottleneck, as pure functions on PyTorch.
 
-The weights of a p-net (any `nn.Module`) are generated, tile by tile, by tiny g-nets that see only the coordinates of a
-weight; only the genome, which is the g-nets' parameters and the few direct ones, is trained, saved and shipped.
+Tiny g-nets generate the weights of a p-net (any `nn.Module`), tile by tile, from the coordinates of each weight. Only
+the genome is trained, saved and sent: the parameters of the g-nets, and a few parameters of the p-net itself.
 """
 
 import ast
@@ -11,7 +11,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# Names are imported at their first use, since torch takes seconds; no public name is also the name of a room.
+# Import names at their first use, because importing torch takes seconds. No public name equals a module's name.
 _STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
 _MODULES = {x.name: str(of.module) for of in _STUB.body if isinstance(of, ast.ImportFrom) for x in of.names}
 __all__ = sorted(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -31,14 +31,14 @@ class Base(NamedTuple):
 
 
 class BaseTensors:
-    """Frozen tensors of a base, without the `new` ones: parameters share the p-net's memory, and buffers are copies."""
+    """The frozen tensors of a base: parameters, which share the p-net's memory, and copies of the buffers."""
 
     # Tensors named in `new` are not part of the base. Functions in `old` remove the new rows from a parameter.
     def __init__(self, pnet: nn.Module, new: Collection[str], old: Mapping[str, Callable[..., Tensor]] = {}) -> None:
         for name, layer in pnet.named_modules():
             if getattr(layer, "max_norm", None) is not None and f"{name}.weight".lstrip(".") not in new:
-                where = f"name it in modules_to_save, or set max_norm=None: {name!r}"
-                raise ValueError(f"an embedding with max_norm changes its weight, and a base is frozen: {where}")
+                cure = "name it in modules_to_save, or set max_norm=None"
+                raise ValueError(f"a base must be frozen, got {name!r}, whose max_norm changes its weight: {cure}")
         with torch.inference_mode(False):
             params = {k: x.detach() for k, x in pnet.named_parameters() if k not in new}
             params |= {k: take(params[k]) for k, take in old.items()}

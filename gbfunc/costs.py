@@ -11,7 +11,7 @@ from types import MappingProxyType
 FLOPS_PER_ELEMENT = 40
 """Operations that run in the time of reading or writing one element: 10 per byte, 4 bytes."""
 
-_CHANNELS, _SLOWER = 16, 1.25  # Channels that a convolution computes at once; its relative time per FLOP of factors
+_CHANNELS, _SLOWER = 16, 1.25  # Channels that a convolution computes at once; relative time of its factors per FLOP
 
 OPERATIONS_PER_BYTE: Mapping[str, float] = MappingProxyType({"cpu": 40.0, "cuda": 400.0})
 """Operations that run while one byte is sent: 50 Gflop/s (some cores) at 10 Gbit/s, 20 Tflop/s (GPU) at 50 GB/s."""
@@ -23,7 +23,7 @@ def product_flops(rows: int, cols: int, k: int) -> float:
 
 
 def generation_flops(rows: int, cols: int, params: int, k: int = 0) -> float:
-    """Count the operations to generate a tile: `params` per row and column plus a product of factors, or per weight."""
+    """Count the operations to generate a tile: `params` per weight, or per row and column plus a product if k > 0."""
     return 6.0 * (rows + cols if k else rows * cols) * params + product_flops(rows, cols, k)
 
 
@@ -48,7 +48,7 @@ def thin_flops(
 
 
 def missing_ranks(tile_rows: int, k: int) -> int:
-    """Return the ranks to add to k so that a tile column has a multiple of `_CHANNELS` filters, `tile_rows` times k."""
+    """Return the number to add to k so that `tile_rows * k`, the filters per tile column, is a multiple of 16."""
     return -k % (_CHANNELS // math.gcd(tile_rows, _CHANNELS))
 
 

@@ -1,8 +1,8 @@
 """Evolution of genomes: problems for the gradient-free algorithms of EvoTorch (N. E. Toklu et al., 2023).
 
 A solution z is the genome `start + steps * z`, where `start` is the vector of `gb.flatten`. All algorithms can use a
-standard deviation of 1; the steps are the corresponding changes of code weights, linear coefficients and direct
-parameters. One `vmap` generates and evaluates the members of a generation.
+standard deviation of 1, because `steps` scales code weights, linear coefficients and direct parameters separately. One
+`vmap` generates and evaluates the members of a generation.
 
 Suffixes: n members, z numbers of a solution, P of a genome, E episodes, N environments, O numbers of an observation.
 """

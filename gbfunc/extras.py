@@ -1,11 +1,11 @@
-"""Packages that only a part of gbfunc needs."""
+"""Imports of optional packages."""
 
 import importlib
 from typing import Any
 
 
 def import_extra(module: str, needed_by: str, package: str) -> Any:
-    """A module of a package that may be missing; ImportError without it, with what to give to pip."""
+    """Import a module of an optional package; raises ImportError with the pip command if the package is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -26,7 +26,7 @@ Noise = Mapping[str, Params]
 
 _DRAWS = _NEWTON_STEPS = 8
 _FLAT = 1e-3  # A slot is constant if centring reduces its standard deviation below this fraction
-_LARGE, _MANY = 1 << 20, 64  # From these numbers of weights, and of columns of factors, on, moments use the factors
+_LARGE, _MANY = 1 << 20, 64  # Moments use the factors if there are more weights, and at least as many factor columns
 _SAMPLED = 64  # Number of rows and columns from which the means of a tile are estimated
 _RIDGE = 0.01  # Ridge, relative to the features' mean square; smaller values remove more of the means
 
@@ -154,7 +154,7 @@ def _check_linear(plan: Plan, e: Ensemble) -> None:
     linear = any(leaf.role == "linear" and leaf.scope == "tile" for leaf in e.leaves.values())
     if not linear and (delta or e.hypernet.standardised):
         words = f"a g-net of type {e.hypernet.type!r} has no leaf of role 'linear' and scope 'tile', by which"
-        use = "a delta begins at zero" if delta else "weights get their first scale (or set standardised = False)"
+        use = "a delta starts at zero" if delta else "weights get their initial scale (or set standardised = False)"
         where = f"for {plan.tensors[e.spans[0].tensor].name} with codes of widths {e.dims[2]} and {e.dims[3]}"
         raise ValueError(f"{words} {use}, {where}: add a leaf, such as a gain (gbfunc.hypernets.Leaf((), 'linear'))")
 

@@ -51,7 +51,7 @@ def materialize(
         tensors = generator(flat_genome(genome), noise)
     weights, forms, inputs = to_serve(plan, generator, tensors)
     if forms and not factored:
-        words = "stay beside their layers, which hide their weights: factored=True avoids this warning"
+        words = "stay factors, because their layers hide their weights: factored=True avoids this warning"
         warnings.warn(f"{', '.join(sorted(forms))} {words}", stacklevel=2)
     # `with_weights` needs a tensor for every weight. An expanded number takes no memory; `install_served` removes it.
     factored_tensors = [t for t in plan.tensors if t.name in forms]

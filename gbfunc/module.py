@@ -55,7 +55,7 @@ class GenomeModule(nn.Module):
     of a generated weight are lost.
 
     Parameters of the g-nets are registered on the root, as `gnets:<ensemble>:<leaf>`. Direct parameters and buffers
-    have the p-net's names and start at its values, and require grad if they do there. `load_state_dict` refuses a state
+    have the p-net's names, start at its values, and require grad as in the p-net. `load_state_dict` refuses a state
     dict of another plan by torch's metadata, which safetensors files lack. In training mode, stochastic g-nets draw
     from torch's default generator. In evaluation mode, they generate means.
 
@@ -125,8 +125,8 @@ class GenomeModule(nn.Module):
         sources |= {t.name: t.name for t in plan.tensors if t.kind == "beside"}
         self._frame = _Frame(plan, base, lazy, sources)
         without_sparse(self, {name for t in plan.generated for name in (t.name, *t.aliases)})
-        # `install` makes weights of the root properties of its class: the p-net's class must be set meanwhile, because
-        # the properties belong below this class.
+        # `install` defines the root's weights as properties of a new class. Set the p-net's class meanwhile, so that
+        # the final class inherits from the new class.
         this: Any = self
         read, made = self._read, type(self)
         this.__class__ = made._pnet_class
@@ -313,7 +313,7 @@ class GenomeModule(nn.Module):
         super()._load_from_state_dict(state, prefix, metadata, *args)
         if metadata.get("plan") not in (None, self.plan.digest()):
             words = "keep the plan, which depends on the p-net's first weights (gb.save, save_pretrained, Plan.to_json)"
-            args[-1].append(f"the state dict is that of another plan: {words}; dict(state_dict) is loaded all the same")
+            args[-1].append(f"the state dict belongs to another plan: {words}; dict(state_dict) skips this check")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         made: Any = type(self)

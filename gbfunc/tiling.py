@@ -152,7 +152,7 @@ def join_all(tiles_Trc: Tensor, grids: Sequence[TileGrid]) -> tuple[Tensor, ...]
         return (join_stack(tiles_Trc, grids[0]),)
     if torch.compiler.is_compiling():
         return tuple(map(join_stack, tiles_Trc.split(counts), grids))
-    # Copies, because views from `split` could not be changed in place.
+    # Return copies, because views from `split` could not be changed in place.
     return _Retile.apply(True, tuple(grids), tiles_Trc)  # pyright: ignore[reportReturnType]
 
 

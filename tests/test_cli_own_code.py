@@ -146,13 +146,13 @@ def test_numbers_of_own_tasks_may_be_tensors(train: list[str]) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("nothing", "evaluate of the task own must return numbers by their names, ['accuracy'] among them, got None"),
-        ("another", "['accuracy'] among them, got {'hits': 1}"),
+        ("nothing", "evaluate of the task own must return a dict of numbers with the names ['accuracy'], got None"),
+        ("another", "with the names ['accuracy'], got {'hits': 1}"),
         ("pair", "train, val and test of own_tasks:pair must be splits, such as gbfunc.tasks.Split, got tuple"),
-        ("vector", "beside the loss numbers by their names, none of them 'loss', got {'hits': tensor([1., 1., 1.])}"),
+        ("vector", "dict of numbers without the name 'loss'), got {'hits': tensor([1., 1., 1.])}"),
         ("changing", "must return the same metrics in all steps, got ['loss'], then ['hits', 'loss']"),
-        ("ended", "batches of the task own end after 1 steps, the training has 20"),
-        ("few", "a pass of 1197 examples has 18 full batches of 64, got 5"),
+        ("ended", "expected 20 batches of the task own, got 1"),
+        ("few", "a pass must have 18 full batches of 64, got 5"),
     ],
 )
 def test_own_tasks_that_cannot_be_are_refused(name: str, words: str, train: list[str], command: Any) -> None:

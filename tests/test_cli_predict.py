@@ -163,7 +163,7 @@ BAD_METADATA: dict[str, tuple[dict[str, Any], str]] = {
         "does not say its task: pass --task NAME --pnet NAME, or write them by gb.save(..., metadata=...)",
     ),
     "no task": ({"task": "", "pnet": "os:x"}, "does not say its task: pass --task NAME --pnet os:x"),
-    "no pixels": ({}, "does not say how the pixels of digits are scaled"),
+    "no pixels": ({}, "lacks mean and std of digits's pixels: gb.save"),
     "another p-net": ({"pnet_config": {"hidden": [47]}}, "does not fit the p-net; it needs the same --pnet and"),
     "code": ({"task": "os:getcwd"}, "code that a file may not run: if you trust it, pass --task os:getcwd"),
     "code of an environment": ({"task": "os:getcwd", "env": "os:x"}, "pass --task os:getcwd --env os:x"),
@@ -178,7 +178,7 @@ BAD_METADATA: dict[str, tuple[dict[str, Any], str]] = {
     "white as text": ({**IMAGES, "mean": 4, "std": 1, "white": "nan"}, "as white, got 'nan'"),
     "places": (
         {"interface": [[1, 20_000, 20_000], 10], "pnet": "hf:vit", "pnet_config": {"patch_size": 1, "hidden_size": 12}},
-        "the network makes tensors of more than ",
+        "expected a network with tensors of at most ",
     ),
     "classes": ({**IMAGES, "classes": ["a"]}, "must name 10 classes, got ['a']"),
 }

@@ -123,7 +123,7 @@ def test_genomes_that_do_not_fit(tmp_path: Path, shared_data: Path, command: Any
     for argv, message in (
         (["eval", "--genome", str(tmp_path / "none")], "is not a valid genome: it is no genome, and no safetensors"),
         (["eval", *genome, "--task", "mnist", "--data-dir", data], other),
-        (["sample", *genome], "the task digits has no text to go on from"),
+        (["sample", *genome], "expected a task of texts with encode and decode, got digits"),
         (["eval", *genome, "--pnet-config", json.dumps({"hidden": [47]})], other),
         (["export", *genome, "--out", str(path.parent / "." / path.name)], "must differ from the genome's file, got"),
         (["export", *genome, "--out", str(tmp_path / "a" / "net.unknown")], "got the suffix '.unknown'; gbfunc export"),

@@ -70,11 +70,11 @@ def test_environments_and_settings(cartpole: Environment, pendulum: Environment)
     with pytest.raises(ValueError, match="must have vectors or images as observations"):
         find_environment("FrozenLake-v1")
     assert all(settings.env_steps % (settings.n_envs * settings.horizon) == 0 for settings in SETTINGS.values())
-    with pytest.raises(ValueError, match="3 minibatches do not divide a rollout of 256"):
+    with pytest.raises(ValueError, match="minibatches must divide a rollout of 256 transitions, got 3"):
         replace(TINY, minibatches=3)
     rollouts = Rollouts(cartpole, TINY)
     assert rollouts.to("cpu") is rollouts
-    with pytest.raises(ValueError, match="runs on the CPU, where its environments are; got --device meta"):
+    with pytest.raises(ValueError, match="runs only on the CPU, got --device meta: leave the option out"):
         rollouts.to("meta")
 
 

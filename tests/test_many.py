@@ -227,7 +227,7 @@ def test_refuses() -> None:
         (INDEX[:0], ValueError, r"got \(0,\)"),
         (INDEX + 1, ValueError, r"within 0 .. 3, got 1 .. 4"),
         (INDEX - 1, ValueError, r"within 0 .. 3, got -1 .. 2"),
-        (INDEX[:3], ValueError, r"index has 3 rows, and no input has: their shapes are \[\(5, 8\)\]"),
+        (INDEX[:3], ValueError, r"must have 3 rows, one per entry of index, got inputs of shapes \[\(5, 8\)\]"),
     ]:
         with pytest.raises(error, match=message):
             net(index, x)

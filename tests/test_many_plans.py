@@ -101,7 +101,7 @@ def test_heads_with_their_own_classes() -> None:
         with pytest.raises(ValueError, match="expected at least one genome, and a plan and a p-net for each"):
             gb.materialize_many(*wrong)
     whole = gb.make_plan(pnets[0])
-    with pytest.raises(ValueError, match="some plans have a base and others have none"):
+    with pytest.raises(ValueError, match="expected plans that all have a base, or none"):
         gb.materialize_many([whole, plans[0]], [gb.init_genome(whole, pnets[0]), genomes[0]], pnets[0])
 
 

@@ -79,7 +79,7 @@ def test_a_state_dict_of_another_plan_is_refused() -> None:
         gb.GenomeModule(gb.make_plan(net, gb.periodic(2)), net) for net in (nn.Linear(40, 30), nn.Linear(40, 30))
     )
     outer = nn.Sequential(other)
-    with pytest.raises(RuntimeError, match="state dict is that of another plan"):
+    with pytest.raises(RuntimeError, match="state dict belongs to another plan"):
         outer.load_state_dict(nn.Sequential(plain).state_dict(), strict=False)
     outer.load_state_dict(copy.deepcopy(outer.state_dict()))
     other.load_state_dict(dict(plain.state_dict()))

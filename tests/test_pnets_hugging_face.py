@@ -62,7 +62,7 @@ def test_what_the_task_decides_is_filled_in() -> None:
 @pytest.mark.parametrize(
     ("name", "interface", "config", "message"),
     [
-        ("hf:nope", TEXT, {}, "Hugging Face knows no model type 'nope'"),
+        ("hf:nope", TEXT, {}, "expected a type in transformers.CONFIG_MAPPING, such as gpt2, got 'nope'"),
         ("hf:gpt2", TEXT, {"n_layers_": 2}, r"the configuration of hf:gpt2 has no fields \['n_layers_'\]"),
         ("hf:gpt2", TEXT, {"vocab_size": 5}, "hf:gpt2 has 5 tokens, the task needs 30"),
         ("hf:gpt2", TEXT, {"n_positions": 4}, "hf:gpt2 reads 4 positions, the task's texts have 8"),

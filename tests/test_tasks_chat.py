@@ -69,9 +69,9 @@ def test_an_adapter_answers_through_the_template(model: Path, tmp_path: Path, co
     [
         ("{no", "line 25 is not a valid chat: Expecting property name"),
         ('["a"]', 'line 25 is not a valid chat: expected {"prompt": ..., "answer": ...} or {"messages"'),
-        ({"prompt": "a", "answer": " "}, "line 25 is not a valid chat: it has no answer of the assistant, or an empty"),
+        ({"prompt": "a", "answer": " "}, "line 25 is not a valid chat: expected answers of the assistant with text"),
         ({"messages": [{"role": "robot", "content": "a"}, {"role": "assistant", "content": "b"}]}, "no role robot"),
-        ({"prompt": "a" * 99, "answer": "b"}, "its answer begins after 64 tokens: --task-config '{\"context\": 119}'"),
+        ({"prompt": "a" * 99, "answer": "b"}, "an answer within 64 tokens, got none: raise context to 119"),
     ],
 )
 def test_wrong_lines_are_named(line: Any, message: str, model: Path, tmp_path: Path, command: Any) -> None:

@@ -132,7 +132,7 @@ SPOILT = [
     ),
     ("base/config.json", b'{"model_type": "bert"}', "hf:bert is no image classifier: it does not fit this task"),
     # An empty file of weights.
-    ("base/model.safetensors", b"\2\0\0\0\0\0\0\0{}", "the weights in {}/base cannot be read: they do not fill "),
+    ("base/model.safetensors", b"\2\0\0\0\0\0\0\0{}", "the weights in {}/base cannot be read: expected weights"),
 ]
 
 

@@ -115,7 +115,7 @@ def test_options_out_of_range_are_refused(folder: Path) -> None:
     for options, message in (
         ({"max_tokens": 3}, "max_tokens of the texts task must be an int >= 4, got 3"),
         ({"vocabulary": 100}, "vocabulary of the texts task must be an int >= 257, got 100"),
-        ({"vocabulary": 300, "pretrained": "x"}, "has its vocabulary, got vocabulary 300"),
+        ({"vocabulary": 300, "pretrained": "x"}, "has its own vocabulary, got vocabulary 300"),
     ):
         with pytest.raises(ValueError, match=message):
             task_of(folder, **options)

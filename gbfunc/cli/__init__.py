@@ -21,7 +21,7 @@ __all__ = ["main"]
 
 
 class Stopped(BaseException):
-    """Ends the command after a signal; has the signal's number and a message. `except Exception` does not catch it."""
+    """Raised to end the command after a signal (number, message). `except Exception` does not catch this class."""
 
 
 @contextmanager
@@ -51,10 +51,10 @@ def _stop(signum: int, frame: FrameType | None) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code; `argv` are the arguments, by default those of the process.
+    """Run the command line and return the exit code; `argv` are the arguments, by default `sys.argv[1:]`.
 
-    The exit code is 2 after an error of the user, which standard error has in one line, and 128 + N if signal N ended
-    the command. `--help` and `--version` raise SystemExit.
+    The exit code is 2 after a user's error, which is printed to standard error in one line, and 128 + N if signal N
+    ended the command. `--help` and `--version` raise SystemExit.
     """
     heard = {signum for signum in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(signum) != signal.SIG_IGN}
     try:

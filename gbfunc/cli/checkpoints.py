@@ -1,4 +1,4 @@
-"""Checkpoints of a command's training: resumes, saves, and saves a last time before a signal stops the training."""
+"""Saves checkpoints of a training, also when a signal stops the training, and resumes from checkpoints."""
 
 import hashlib
 import signal
@@ -68,11 +68,11 @@ class Checkpoints:
 
     def _check(self, extra: JSON) -> None:
         if "position" not in extra or "settings" not in extra:
-            raise ValueError("expected a checkpoint of gbfunc train, got another")
+            raise ValueError("expected a checkpoint of gbfunc train, got one of another program")
         saved, now = extra["settings"], self.settings
         if names := sorted(k for k in saved.keys() | now.keys() if saved.get(k) != now.get(k)):
             differing = ", ".join(f"{k} {saved.get(k)}, now {now.get(k)}" for k in names)
-            raise ValueError(f"it was trained with other settings: {differing}")
+            raise ValueError(f"it was trained with other settings: {differing}; give the same settings")
 
     def receive(self, signum: int, frame: FrameType | None) -> None:
         # After Ctrl-C, launchers send SIGTERM in addition to the terminal's SIGINT. Only a second SIGINT stops at once.
@@ -81,7 +81,7 @@ class Checkpoints:
         self.signals.append(signum)
 
     def due(self, steps: int) -> bool:
-        """Return True if a checkpoint is due after a step; all ranks must call after every step, with one result."""
+        """Return True if a checkpoint is due. All ranks must call this after every step, and get the same answer."""
         if self.writer is None or steps % self.unit:
             return False
         assert self.output.checkpoint_every is not None

@@ -35,8 +35,8 @@ class Command:
     def load(self) -> Callable[[Any], None]:
         """Check the names of task and data, then import the command's function and torch.
 
-        OpenMP reads how idle threads wait when torch is imported. On a machine with other work, spinning threads make
-        the steps of a small p-net five to ten times as slow.
+        Before the import, idle OpenMP threads are told to wait passively. On a busy machine, spinning threads would
+        make the steps of a small p-net five to ten times slower.
         """
         values = options.values_of(self)
         task, data_dir = values.get("task", ""), values.get("data_dir")
@@ -59,8 +59,8 @@ class Command:
 class GenomeCommand(Command, options.ConfigOption, options.DataOptions):
     """Options of a command that reads a genome; the file has defaults for the options of task and p-net."""
 
-    # Its task: digits, mnist, fashion-mnist, cifar10, images, text, chat, trec, texts, control, or module:function.
-    task: Annotated[str, shows("NAME", "that of the genome")] = ""
+    # Task: digits, mnist, fashion-mnist, cifar10, images, text, chat, trec, texts, control, or module:function.
+    task: Annotated[str, shows("NAME", "the task of the genome")] = ""
     # Genome of gbfunc train, or a page or QR code of gbfunc export.
     genome: Annotated[Path, arg(metavar="FILE")]
 
@@ -101,7 +101,7 @@ class Eval(GenomeCommand):
 class Predict(GenomeCommand):
     """Classify images (also .npy and .npz) and texts (.txt, an input per line)."""
 
-    # Files. Pixels count from 0 to 255, or as in the task's data; transparent pixels are white.
+    # Files to classify. Pixels are 0 to 255, or as in the task's data; transparent pixels are white.
     inputs: Positional[tuple[Path, ...]]
     # Classes to print for each input, the likeliest first.
     top: Annotated[int, arg(metavar="INT"), COUNT] = 1

@@ -62,7 +62,7 @@ def run_sample(options: Sample) -> None:
 def read_genome(
     path: Path, data: DataOptions, task: Task | None = None, *, bare: bool = False
 ) -> tuple[gb.Plan, Task, nn.Module]:
-    """Read a genome's plan, task and network; with `bare`, a task has no data if the file describes the inputs."""
+    """Read a genome's plan, task and network; with `bare`, no data are loaded if the file describes the inputs."""
     said = said_by(path)
     plan, genome = gb.load(path)
     if task is None:
@@ -75,7 +75,7 @@ def read_genome(
             if None not in (in_file, in_data) and in_file != in_data:
                 words = words.format(in_file, in_data)
                 raise ValueError(f"{path} has {words}: --data-dir must name data with the same ones")
-    # The seed matters if the base is initial weights. The limit allows for copies of each parameter.
+    # The seed matters if a base has random initial weights. The limit allows several copies of each parameter.
     with AtMost(32 * (plan.pnet_params + plan.buffer_bytes) + (1 << 26)):
         net = task.build(getattr(data, "seed", 0))
     return plan, task, _network(path, plan, genome, net)
@@ -194,7 +194,7 @@ def read_teacher(path: Path, task: Task, options: PNetOptions) -> nn.Module:
         if (path / "config.json").is_file() and hasattr(net, "from_pretrained"):
             net, found = net.from_pretrained(path, output_loading_info=True, local_files_only=True)  # pyright: ignore[reportCallIssue]
             if missing := found["missing_keys"]:
-                raise ValueError(f"it lacks {sorted(missing)}")
+                raise ValueError(f"expected weights of all parameters, got none for {sorted(missing)}")
         elif pickled:
             weights: Any = torch.load(file, map_location="cpu", weights_only=True)
             # Checkpoints of trainings often have the weights under a key.
@@ -218,12 +218,12 @@ def read_teacher(path: Path, task: Task, options: PNetOptions) -> nn.Module:
 @torch.no_grad()
 def run_predict(options: Predict) -> None:
     if not options.inputs:
-        raise ValueError("predict needs files to classify, got none")
+        raise ValueError("predict needs files to classify, got none: name images or texts")
     said = said_by(options.genome)
-    # Without data, if the file describes the inputs; a learned tokenizer needs the data.
+    # Data are loaded only if the file does not describe the inputs, and for a tokenizer that was learned from them.
     _, task, net = read_genome(options.genome, options, bare=True)
     if task.interface.tokens or task.interface.actions:
-        raise ValueError(f"predict classifies; the task {task.name} has no classes (for a language model: sample)")
+        raise ValueError(f"predict needs a task with classes, got {task.name}: use sample for a language model")
     names = said.get("classes") or [str(i) for i in range(task.interface.outputs)]
     if not isinstance(names, list) or len(names) != task.interface.outputs:
         raise ValueError(f"{options.genome} must name {task.interface.outputs} classes, got {names!r}")
@@ -249,7 +249,7 @@ def _texts(path: Path, task: Task) -> Iterator[tuple[str, Tensor]]:
 def _images(path: Path, task: Task, said: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     shape = task.interface.inputs
     if not {"mean", "std"} <= said.keys():
-        raise ValueError(f"the genome's file does not say how the pixels of {task.name} are scaled (mean, std)")
+        raise ValueError(f"the genome's file lacks mean and std of {task.name}'s pixels: gb.save(..., metadata=...)")
     mean, std, white = (_numbers(said, name, shape[0]) for name in ("mean", "std", "white"))
     if not (std > 0).all():
         raise ValueError(f"the genome's file must have a std above 0, got {said['std']!r:.80}")
@@ -347,7 +347,7 @@ def _to_browser(options: Export) -> None:
             assert task.decode is not None
             characters = task.decode(list(range(task.interface.outputs)))
             if len(characters) != task.interface.outputs:
-                raise ValueError("not in the browser yet: byte-pair tokens; a page writes characters")
+                raise ValueError("a page needs a text task with characters as tokens, got byte pairs: export to .onnx")
             alphabets[str(said["alphabet"])] = characters
         text = page.page(data, alphabets, networks).encode()
         replace_file(options.out, text)

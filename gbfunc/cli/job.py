@@ -70,7 +70,7 @@ def load_task(options: DataOptions) -> Task:
     if options.pretrained is not None and options.pnet not in (None, task.pnet.name):
         raise ValueError(f"{options.pretrained} has a network of type {task.pnet.name}, got --pnet {options.pnet}")
     if options.pnet in (None, task.pnet.name):
-        # All other options are those of the task.
+        # Keep the other options of the task's p-net.
         config = {**task.pnet.config, **config}
     return task.with_pnet(find_pnet(name, task.interface, config))
 

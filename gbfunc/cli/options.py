@@ -40,7 +40,7 @@ NEEDS = {
 
 
 class Bound(NamedTuple):
-    """A condition on the value of an option, unless it is None, and the condition in words for an error."""
+    """A condition that the value of an option must meet unless the value is None, and its words in an error."""
 
     holds: Callable[[Any], bool]
     words: str
@@ -311,7 +311,7 @@ def check_values(options: Any) -> None:
             raise ValueError(f"give at most one of {flags(names)}, got {' and '.join(got)}")
     for name, others in NEEDS.items():
         if name in values and values[name] is None and (odd := [other for other in others if other in changed]):
-            raise ValueError(f"{flags(odd)} can be used only with {flags([name])}")
+            raise ValueError(f"{flags(odd)} can be used only with {flags([name])}: add the latter, or drop the former")
     for name, others in REFUSES.items():
         if name in changed and (odd := [other for other in others if other in changed]):
-            raise ValueError(f"{flags(odd)} cannot be used with {flags([name])}")
+            raise ValueError(f"{flags(odd)} cannot be used with {flags([name])}: drop {flags(odd)} or {flags([name])}")

@@ -88,7 +88,7 @@ def write_figure(path: Path, draw: Callable[[], Figure]) -> None:
 def written(
     folder: Path, out: Path | None, task: Task, metrics: Mapping[str, Any], runs: Mapping[str, Sequence[Row]]
 ) -> Iterator[None]:
-    """Write results of a training, and, after the context has printed them, the curve and a command to try next."""
+    """Write the results of a training; after the context, draw the curve and print a command to try next."""
     write_history(folder / "history.csv", runs)
     write_metrics(folder / "metrics.json", metrics)
     yield
@@ -164,7 +164,7 @@ class Best:
     path: Path
     metric: Metric
     write: Callable[[Any, Path], None]
-    first: int | None = None  # First row of the history to compare; later rows only, if a resumed training has no file
+    first: int | None = None  # First row of the history to compare: a resumed training may lack the best genome so far
 
     def __call__(self, state: Any, history: Sequence[Row]) -> None:
         if self.first is None:

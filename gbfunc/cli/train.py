@@ -264,8 +264,8 @@ def train_genome(
         best = output.Best(best_path, task.metric, write)
 
         def keep_best(state: gb.TrainState, rows: list[dict[str, float]]) -> None:
-            # All ranks must gather, whether their metric improved or not. With `auto`, genomes are written once the
-            # scales of integers are known.
+            # All ranks must gather, even if the metric did not improve. With `auto`, genomes cannot be written before
+            # the scales of their integers are known.
             genome = step.gather(state)
             if rounding is None or step.rounding(genome) is not None:
                 best(genome, rows)

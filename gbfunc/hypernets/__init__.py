@@ -27,7 +27,7 @@ HYPERNETS: Mapping[str, Callable[..., Hypernet]] = MappingProxyType(TYPES)
 
 
 def hypernet_from_json(data: dict[str, Any], factories: Mapping[str, Callable[..., Any]]) -> Hypernet:
-    """Create a hypernetwork from the output of `Hypernet.to_json`; `factories` are allowed, by import path."""
+    """Create a hypernetwork from the output of `Hypernet.to_json`; `factories` maps import paths to factories."""
     try:
         options = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k != "type"}
         if data["type"] == "module":

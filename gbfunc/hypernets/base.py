@@ -103,7 +103,7 @@ class Hypernet:
             leaves: leaves of a single g-net, without the dimension T.
             row_rp: codes of the rows: [r, p].
             col_cq: codes of the columns: [c, q].
-            noise: noise of the shapes `noise_shapes`; None generates the mean.
+            noise: standard normal numbers in the shapes of `noise_shapes`; None generates the mean.
             kernel: implementation, for a type with several (`gbfunc.types.Kernel`).
         """
         raise NotImplementedError(f"{type(self).__name__} must define apply(self, leaves, row_rp, col_cq, **unused)")
@@ -160,7 +160,7 @@ def uniform(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 
 
 def draw(leaves: Mapping[str, Leaf], n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
-    """Draw normal leaves tile by tile from one generator."""
+    """Draw the leaves of all g-nets from one generator: `{name: [T or G, *shape]}`."""
     # Draw numbers even for a deviation of 0, so that a leaf does not depend on other leaves' deviations.
     counts = {"tile": n_tiles, "group": n_groups}
     return {k: normal((counts[x.scope], *x.shape), generator) * x.std + x.mean for k, x in leaves.items()}
@@ -202,5 +202,5 @@ class Sized(Hypernet):
     def known_size(self) -> int:
         """The size; raises ValueError if a plan has not chosen it yet."""
         if self.size is None:
-            raise ValueError(f"{self.type} has no size yet: a plan chooses it")
+            raise ValueError(f"{self.type} has no size yet: give {self.size_field}, or let make_plan choose it")
         return self.size

@@ -26,7 +26,7 @@ def is_exporting() -> bool:
 
 
 class Constants(NamedTuple):
-    """Inputs that tiles are generated from, other than leaves and noise."""
+    """The inputs of a stack of g-nets that are not trained: hypernetwork, codes, scales and groups."""
 
     hypernet: Hypernet
     dims: TileDims
@@ -35,7 +35,7 @@ class Constants(NamedTuple):
     col: Tensor  # codes of the columns [U, c, q]
     scale: Tensor | None = None  # scale of every tile [T]
     groups: Tensor | None = None  # the group of every tile [T]; None if group leaves are given per tile
-    empty: Mapping[str, tuple[int, ...]] = {}  # shapes of the leaves without entries, which no genome holds
+    empty: Mapping[str, tuple[int, ...]] = {}  # shapes of the leaves without entries, which genomes do not store
     periods: tuple[int, int] = (0, 0)  # periods of the codes of periodic g-nets, 0 if unknown
 
     @staticmethod
@@ -133,7 +133,7 @@ class Evaluation(NamedTuple):
 
 
 def with_factors(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    """Set `factors` of the periodic and bilinear g-nets to their factors, which one operator computes."""
+    """Compute the factors of all periodic and bilinear g-nets with one operator, and store the factors as `factors`."""
     found = [*evaluations]
     which = [i for i, one in enumerate(found) if one.factors is None and isinstance(one.constants.hypernet, Waves)]
     for i, factors in zip(which, periodic_factors([found[i] for i in which]), strict=True):
@@ -170,6 +170,6 @@ def dense_tiles(tiles: Tensor | Factors) -> Tensor:
 def joined(tiles: Tensor | Factors, grid: TileGrid) -> Tensor:
     """Join tiles or their factors into a single matrix [R, C]."""
     if isinstance(tiles, Factors) and (grid.tile_rows, grid.tile_cols) == (grid.rows, grid.cols):
-        # A matrix product is faster than a batched product of one, and a view's backward is faster than an index's.
+        # For one tile, a matrix product is faster than a batched product, and `flatten` than an index in backward.
         return tiles.left.flatten(0, 1) @ tiles.right.flatten(0, 1).mT
     return join_tiles(dense_tiles(tiles), grid)

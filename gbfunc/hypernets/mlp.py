@@ -66,7 +66,7 @@ class GNet(Hypernet):
 
     @property
     def spreads(self) -> bool:
-        # Each unit adds little to a tile's rank if it bends only once along a sum of codes. A sine adds much.
+        # A unit that bends only once adds little to a tile's rank. A sine adds much.
         return self.activation != "sin"
 
     def with_size(self, size: int) -> Hypernet:
@@ -77,7 +77,7 @@ class GNet(Hypernet):
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
         """Return the leaves of the separable first layer, of hidden layers (`weight_i`, `bias_i`), and of the head."""
         if self.hidden is None:
-            raise ValueError(f"{self.type} has no size yet: a plan chooses it")
+            raise ValueError(f"{self.type} has no size yet: give hidden, or let make_plan choose it")
         first = self.hidden[0]
         std = 1.0 if self.activation == "sin" else _he(dims.row_width + dims.col_width)
         leaves = {
@@ -93,7 +93,7 @@ class GNet(Hypernet):
         return {"out_weight": Leaf((width,), "linear", std=_he(width)), "out_bias": Leaf((), "linear", std=0.0)}
 
     def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
-        """Draw He-normal weights, and normal biases clipped so that units bend inside the tile, or uniform phases."""
+        """Draw He-normal weights and normal biases, clipped so that each unit bends in its tile; sines: any phase."""
         drawn = super().init(dims, n_tiles, n_groups, generator)
         if self.activation == "sin":
             drawn["bias"] = uniform(drawn["bias"].shape, generator) * (2 * math.pi)

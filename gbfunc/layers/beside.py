@@ -1,7 +1,7 @@
-"""Linear layers that hide their weight, such as quantised ones: a delta beside the layer, `y = layer(x) + x delta^T`.
+"""Adds deltas to linear layers that hide their weight, such as quantised layers: `y = layer(x) + x delta^T`.
 
 A layer of this kind has integers `in_features` and `out_features` and a custom forward. The delta [out, in] is the
-tensor `NAME.delta` of a plan. The p-net has no tensor of this name. The delta is never multiplied out.
+tensor `NAME.delta` of a plan. The p-net has no tensor of this name. The factors of the delta are never multiplied.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def unit_outputs(layer: Any, like: Tensor) -> Tensor:
     rows, cols = getattr(layer, "out_features", None), layer.in_features
     if not isinstance(rows, int) or hasattr(layer, DELTA) or "forward" in vars(layer):
         raise ValueError(
-            "it has no out_features, an attribute 'delta', or a forward of its own beside that of its class"
+            "it has no out_features, has an attribute 'delta', or has a forward that is not its class's forward"
         )
     if like.is_meta:
         return like.new_empty(rows, cols)
@@ -53,17 +53,17 @@ def unit_outputs(layer: Any, like: Tensor) -> Tensor:
         with torch.no_grad():
             zero, out, both = (type(layer).forward(layer, x) for x in (unit[:1] * 0, unit, unit + unit.flip(0)))
     except Exception as error:  # A layer may raise anything.
-        raise ValueError(f"its forward of {like.dtype} fails: {str(error).partition(chr(10))[0]}") from error
+        raise ValueError(f"its forward fails for {like.dtype}: {str(error).partition(chr(10))[0]}") from error
     if not isinstance(out, Tensor) or out.shape != (len(which), rows) or not out.is_floating_point():
         got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-        raise ValueError(f"its forward of {tuple(unit.shape)} gives {got}, not {(len(which), rows)}")
+        raise ValueError(f"its forward maps {tuple(unit.shape)} to {got} instead of {(len(which), rows)}")
     if float((both - (out + out.flip(0) - zero)).abs().max()) > _LINEAR * float(out.abs().max()):
         raise ValueError("its forward is not linear")
     return (out - zero).t()
 
 
 class _Layer(torch.autograd.Function):
-    """Applies a layer, `run(x)`, keeps no tensors but x, and runs the layer again in backward for the gradient.
+    """Applies a layer with `run(x)`. Autograd keeps only x, and backward runs the layer again for the gradient.
 
     If the layer has no gradient, as with integer kernels, the gradient is computed with the dequantised weight. The
     columns of this weight are the outputs of unit vectors.
@@ -98,7 +98,7 @@ class _Layer(torch.autograd.Function):
 
 
 def _kept(layer: nn.Module) -> nn.Module:
-    """Copy a layer with the tensors of this call, because backward runs after the p-net has lost these tensors."""
+    """Copy a layer with the tensors of this call, which the p-net releases before backward runs the layer again."""
     kept = object.__new__(type(layer))
     tensors = {"_parameters": dict(layer._parameters), "_buffers": dict(layer._buffers)}
     vars(kept).update(vars(layer), _modules={k: m and _kept(m) for k, m in layer._modules.items()}, **tensors)

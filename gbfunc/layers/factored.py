@@ -21,8 +21,8 @@ from gbfunc.types import Params
 class FactoredWeight(WeightForm):
     """A weight whose matrix has the tiles `L[i, j] @ R[i, j].T`: inputs left [T, r, k] and right [T, c, k], T = nr nc.
 
-    The layer stores the weight in `shape` (`transposed` for Hugging Face's `Conv1D`). With `auto`, factors are applied
-    to inputs of fewer than `thin_rows` rows, and the dense weight to other inputs and in exported programs.
+    The layer stores the weight in `shape` (`transposed` for Hugging Face's `Conv1D`). With `auto`, inputs of fewer than
+    `thin_rows` rows use the factors. Other inputs and exported programs use the dense weight.
     """
 
     needs: Needs = "factors"
@@ -50,7 +50,7 @@ class FactoredWeight(WeightForm):
     def make(self, inputs: Params) -> Tensor:
         """Multiply the factors out."""
         left, right = inputs["left"], inputs["right"]
-        # A matrix product is faster than a batched product of one.
+        # For one tile, a matrix product is faster than a batched product.
         single = self.tiles == (1, 1)
         matrix = _single(left) @ _single(right).mT if single else join_tiles(left @ right.mT, self.grid)
         return (matrix.t() if self.transposed else matrix).reshape(self.shape)
@@ -71,7 +71,7 @@ class FactoredWeight(WeightForm):
         dense = self.auto if is_exporting() else not batch_rows < self._thin_rows[conv]
         if dense or (weight.formed is not None and not weight.applied):
             return False
-        # When a checkpoint calls the layer again, the layer must decide as in the first call.
+        # If a checkpoint calls the layer again in backward, the layer must make the same choice as in forward.
         weight.applied = True
         return True
 
@@ -130,7 +130,7 @@ class FactoredWeight(WeightForm):
     def _thin_embedding(self, weight: Weight, index: Tensor, padding_idx: int | None) -> Tensor | None:
         left, right = self.by_tile(weight.inputs)
         nr, nc, r, k = left.shape
-        # With several tile rows, each token gathers its own right factors. These may take more memory than the weight.
+        # With several tile rows, each token copies its right factors, which may take more memory than the weight.
         many = nr > 1 and (is_exporting() or index.numel() * k > self.grid.rows)
         if many or index.is_nested or not self._pays(weight, index.numel()):
             return None
@@ -163,7 +163,7 @@ class DeltaWeight(FactoredWeight):
         self._base_on, self.frozen = base, self.keys[-1:]
 
     def __getstate__(self) -> dict[str, Any]:
-        # Pickles do not need the base: a module for serving holds the base's tensor as a parameter.
+        # Pickles omit the base, because a module for serving has the base's tensor as a parameter.
         return self.__dict__ | {"_base_on": None}
 
     def of(self, sources: Sequence[Source]) -> Params:

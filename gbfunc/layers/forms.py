@@ -34,7 +34,7 @@ Needs = Literal["matrix", "factors", "leaves"]
 
 
 class Source(Protocol):
-    """One generated matrix of a weight, available in several states (`gbfunc.generation.generator`)."""
+    """One generated matrix of a weight, as a matrix, as factors or as leaves (`gbfunc.generation.generator`)."""
 
     def matrix(self) -> Tensor:
         """Return the matrix [R, C], or the requested block of the matrix."""
@@ -156,7 +156,7 @@ class Weight:
         if self.formed is None:
             first, mode = next(iter(self.inputs.values())), nullcontext()
             if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-                # A later read outside of inference mode may need gradients of this tensor.
+                # Create a tensor with a graph, because a read outside of inference mode may need its gradients.
                 mode = torch.inference_mode(first.is_inference())
             with mode, torch.enable_grad(), outside_autocast(first.device), unseen_by_checkpoints():
                 self.formed = self.form.make(self.inputs)
@@ -252,7 +252,7 @@ class Parameters(dict[str, Any]):
 
 def unseen_by_checkpoints() -> AbstractContextManager[Any]:
     """Hide tensors that autograd saves inside this context from a surrounding `torch.utils.checkpoint`."""
-    # Older versions of torch cannot tell whether hooks are set: assume so.
+    # Older versions of torch cannot tell whether hooks are set: assume that they are.
     autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
     top = getattr(autograd, "_top_saved_tensors_default_hooks", lambda _: True)
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or top(False) is None:

@@ -28,7 +28,7 @@ from gbfunc.layers.kinds import DELTA
 
 
 class LayerForm(NamedTuple):
-    """A forward that uses the forms of the `weights`; `plain(layer)` tells whether the layer's options allow this."""
+    """A forward for generated `weights`; `plain(layer)` is True if the layer's options allow this forward."""
 
     forward: Callable[..., Any]
     weights: tuple[str, ...] = ("weight",)
@@ -60,7 +60,7 @@ def layer_form(layer: nn.Module) -> LayerForm | None:
     form = FORMS.get(_stock_forward(type(layer)), BESIDE if hasattr(layer, "in_features") else None)
     # A method that was replaced on the layer itself may compute something else.
     patched = any(inspect.isroutine(getattr(type(layer), name, None)) for name in vars(layer))
-    # nn.MultiheadAttention reads the weight of its output projection instead of calling the layer.
+    # nn.MultiheadAttention never calls its output projection, but reads the projection's weight.
     read = isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear)
     return form if form is not None and form.plain(layer) and not (patched or read) else None
 

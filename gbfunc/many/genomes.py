@@ -1,6 +1,6 @@
 """Applies many genomes of one p-net or base in a single batch: each row of the batch has its own genome.
 
-x [B, ...] --shared modules; factors [B, ...]; vmap(module)(tensors[index], rows)--> ... --> y [B, ...]
+Modules with equal genomes run once per batch. Linear layers use factors per row. Other modules run under `vmap`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Frame(NamedTuple):
     pnet: nn.Module  # a copy on the meta device
     plans: list[Plan]
     bases: list[BaseTensors | None]  # one base per plan
-    base: BaseTensors | None  # the tensors of the base that are new in none of the plans
+    base: BaseTensors | None  # the tensors that belong to the base in every plan
     tensors: dict[str, TensorPlan]  # the tensors of all plans by name
     buffers: list[str]  # names of the buffers of all plans
     forms: dict[str, WeightForm]  # forms that all plans use, by all names of tied parameters
@@ -49,14 +49,14 @@ class _Frame(NamedTuple):
 
     @staticmethod
     def of(plans: list[Plan], pnet: nn.Module, stacks: Sequence[Params]) -> _Frame:
-        """Choose factors for weights that are factors in the genomes of all plans, and dense weights otherwise.
+        """Use factors for a weight if all plans have factors for the weight; otherwise, use the dense weight.
 
         Raises:
             ValueError: if some plans have a base, and others have none.
         """
         bases = [plan.base_tensors(pnet) for plan in plans]
         if None in bases and any(bases):
-            raise ValueError("some plans have a base and others have none: serve them apart")
+            raise ValueError("expected plans that all have a base, or none, got both: make one module for each kind")
         tensors = {t.name: t for plan in plans for t in plan.tensors}
         buffers = dict.fromkeys(b.name for plan in plans for b in plan.buffers)
         new = {t.name for plan in plans for t in plan.tensors if not t.base} | buffers.keys()
@@ -83,7 +83,7 @@ class _Frame(NamedTuple):
         return to_serve(self.plans[kind], generator, generator(genome))
 
     def varying(self, stacks: Sequence[Params]) -> set[str]:
-        """Return the keys of tensors in which genomes differ; for several plans, of all tensors except the base's."""
+        """Return the keys of the tensors that differ between genomes; several plans return all planned tensors."""
         leaves = {k for k, x in stacks[0].items() if x.stride(0) and len(x) > 1}
         (plan, *others), names = self.plans, {k.partition("/")[2] for k in leaves}
         for e in plan.ensembles:
@@ -95,7 +95,7 @@ class _Frame(NamedTuple):
         return keys.difference(*(form.frozen for form in forms.values()))
 
     def grow(self, kind: int, generator: Generator, genome: Params) -> Params:
-        """Generate the tensors in which genomes may differ, from a flat genome, in the forms that all plans share."""
+        """Generate, from one flat genome, the tensors that may differ between genomes, as inputs of `self.forms`."""
         plan, base, made = self.plans[kind], self.bases[kind], Params()
         like = torch.empty(0, dtype=plan.dtype, device=next(iter(genome.values())).device)
         others = {} if base is None else dict(item for part in base.on(like.device) for item in part.items())
@@ -106,7 +106,7 @@ class _Frame(NamedTuple):
         weights, own, inputs = self.serve(kind, generator, genome) if apart else ({}, {}, {})
 
         def fit(x: Tensor | None, size: tuple[int, int]) -> Tensor:
-            # Layers that share a factor, or have none, get the same padded tensor.
+            # Cache padded factors, so that layers that share a factor also share its padded copy.
             new = like.new_zeros(size) if x is None else F.pad(x, (0, size[1] - x.shape[1], 0, size[0] - x.shape[0]))
             return padded.setdefault((id(x), size), (x, new))[1]
 
@@ -126,7 +126,7 @@ class _Frame(NamedTuple):
 
 
 def _sides(plan: Plan, generator: Generator, genome: Params) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """Return left factor, mix and right factor of bilinear weights of one tile; groups share left and right factors."""
+    """Return (left factor, mix, right factor) of every bilinear weight of one tile; only the mix is not shared."""
     made = {}
     for stack in generator.stacks:
         e, leaves = stack.ensemble, {k: genome[name] for k, name in stack.names.items()}
@@ -147,13 +147,13 @@ def _sides(plan: Plan, generator: Generator, genome: Params) -> dict[str, tuple[
 class _Mode(NamedTuple):
     net: PureNet
     modules: list[RowWise]
-    paths: list[str]  # paths of modules that compute row by row; empty if rows run one by one
+    paths: list[str]  # modules that run as `RowWise`; empty if the whole p-net runs once per row
 
 
 class _Call(NamedTuple):
     args: Any
     kwargs: Any
-    split: list[bool]  # whether each input has rows
+    split: list[bool]  # per input: True if its first dimension is the batch
     use: Callable[..., Any] = lambda net, rows, *args, **kwargs: net(*args, **kwargs)
 
     def of(self, rows: Tensor) -> _Call:
@@ -191,7 +191,7 @@ class ManyGenomes(nn.Module):
         self._keys = [*tensors]
         for i, x in enumerate(tensors.values()):
             self.register_buffer(f"tensor_{i}", x, persistent=False)
-        # Device and dtype of the tensors that grow, by their dtype in the plans.
+        # Empty buffers, one per dtype, so that `to` also determines the device and dtype of generated tensors.
         for dtype in {DTYPES[x.dtype] for plan in kinds for x in (*plan.tensors, *plan.buffers)} | {kinds[0].dtype}:
             like = next(x for stack in self._stacks for x in stack.values())
             self.register_buffer(f"like_{dtype_name(dtype)}", like.new_empty(0, dtype=dtype), persistent=False)
@@ -207,7 +207,7 @@ class ManyGenomes(nn.Module):
         self._lock, self._mode = threading.RLock(), cache(self._make_mode)
         self._known: dict[Any, _Mode] = {}  # by kind of call
         self._generators, self._grown = cache(self._frame.generator), lru_cache(self._most)(self._grow)
-        self._last: tuple[Any, Params] = None, {}  # numbers of the last batch, and its tensors
+        self._last: tuple[Any, Params] = None, {}  # genome numbers and tensors of the last batch
 
     def _apply(self: Self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
@@ -251,7 +251,7 @@ class ManyGenomes(nn.Module):
             TypeError: if the index is not an int64 tensor, or an input or output is neither a tensor nor a plain value.
             ValueError: if the index is not [B] or out of range, no input has B rows, or an output does not have B rows.
         """
-        # Not compiled: a compiled graph would skip the comparison of the first call with single rows.
+        # Do not compile: a compiled graph would skip the first call's comparison with single rows.
         call: Any = torch.compiler.disable(self._call) if torch.compiler.is_dynamo_compiling() else self._call
         return call(index, args, kwargs)
 
@@ -291,14 +291,14 @@ class ManyGenomes(nn.Module):
             mode = self._known[kind]
             self.row_wise, whole = mode.paths, mode.paths == [""]
             if use and self._rows and (whole or not mode.paths):
-                raise ValueError("rows of this p-net do not run as a batch: generate by gb.materialize, one by one")
+                raise ValueError("expected a p-net that can run rows as a batch, got another: use gb.materialize")
             if self._rows and not mode.paths:
                 each = [_checked(self._alone(index, b, call), 1, one=True) for b in range(len(index))]
                 return joined(each, torch.arange(len(each), device="cpu"))
             return _checked(self._together(mode, index, call), len(index), one=whole)
 
     def _trial(self, index: Tensor, call: _Call) -> tuple[Tensor, _Call]:
-        """Select rows of the batch, with a different genome each; their number equals no dimension of the inputs."""
+        """Select trial rows, each with the next genome; their number differs from every dimension of the inputs."""
         sizes = {size for x in _tensors((call.args, call.kwargs)) for size in x.shape}
         n = next(n for n in (5, 7, 11, 13, 17, *range(19, 9999)) if n not in sizes)
         numbers = torch.arange(n, device="cpu")
@@ -306,7 +306,7 @@ class ManyGenomes(nn.Module):
         return (numbers + 1) % self.n_genomes, _Call(rows.args, rows.kwargs, rows.split)
 
     def _first(self, index: Tensor, call: _Call) -> _Mode:
-        """Find the first mode to compute a batch in which each row has the same outputs as in a batch of one."""
+        """Return the first mode in which a batch has the same outputs as its rows computed one at a time."""
         alone = [_checked(self._alone(index, b, call), 1) for b in range(len(index))]
         expected, reason = [_tensors(out) for out in alone], ""
         tolerance = _tolerance((*self.buffers(), *_tensors((call.args, call.kwargs)), *expected[0]))
@@ -371,11 +371,11 @@ def check_call(index: Tensor, n_genomes: int, inputs: list[tuple[str, Any]]) -> 
         raise ValueError(f"index must be within 0 .. {n_genomes - 1}, got {low} .. {high}")
     for at, x in inputs:
         if not isinstance(x, (Tensor, *PLAIN)):
-            raise TypeError(f"{at} is a {type(x).__name__}: inputs must be tensors and plain values")
+            raise TypeError(f"inputs must be tensors or plain values, got a {type(x).__name__} as {at}: pass tensors")
     split = [isinstance(x, Tensor) and x.shape[:1] == index.shape for _, x in inputs]
     if not any(split):
         shapes = [tuple(x.shape) for _, x in inputs if isinstance(x, Tensor)]
-        raise ValueError(f"index has {len(index)} rows, and no input has: their shapes are {shapes}")
+        raise ValueError(f"an input must have {len(index)} rows, one per entry of index, got inputs of shapes {shapes}")
     return split
 
 
@@ -385,13 +385,14 @@ def _kind(named: tuple[str, Any], has_rows: bool) -> Any:
 
 
 def _checked(out: Any, n_rows: int, one: bool = False) -> Any:
-    """Check that all tensors of an output have `n_rows` rows, and with `one`, that the output has no other objects."""
+    """Check that each tensor of an output has `n_rows` rows. With `one`, also refuse objects of other types."""
     for at, x in tree_leaves(out, "output"):
         if isinstance(x, Tensor) and x.shape[:1] != (n_rows,):
-            got = f"{at} of {n_rows} {'row' if n_rows == 1 else 'rows'} has shape {tuple(x.shape)}"
-            raise ValueError(f"{got}, and batches must come first: leave it out (a loss: call without labels)")
+            got = f"expected outputs with first dimension {n_rows}, the batch, got {at} of shape {tuple(x.shape)}"
+            raise ValueError(f"{got}: leave it out (a loss: call without labels)")
         if one and not isinstance(x, (Tensor, *PLAIN)):
-            raise TypeError(f"{at} is a {type(x).__name__}, of one row: switch it off (a cache: use_cache=False)")
+            got = f"expected tensors and plain values as outputs, got a {type(x).__name__} as {at}"
+            raise TypeError(f"{got}: switch it off (a cache: use_cache=False)")
     return out
 
 
@@ -418,7 +419,7 @@ def _same(found: list[Tensor], expected: list[Tensor], tolerance: float) -> bool
     if [(x.shape, x.dtype) for x in found] != [(x.shape, x.dtype) for x in expected]:
         return False
     for x, y in zip(found, expected, strict=True):
-        # Ignore equal entries for the scale: entries of a mask may be as large as 1e9.
+        # Equal entries, such as a mask's 1e9, would raise the tolerance of all other entries.
         largest = float(torch.where(x == y, 0, y).nan_to_num(0, 0, 0).abs().max()) if x.numel() else 0.0
         if not torch.equal(x, y) and not torch.allclose(x, y, 0, tolerance * largest, equal_nan=True):
             return False
@@ -437,6 +438,6 @@ def stacked_genomes(genomes: Sequence[GenomeLike]) -> Params:
 
 
 def outermost(paths: Iterable[str]) -> list[str]:
-    """Return the sorted paths of modules that are not inside another of the given modules."""
+    """Return, sorted, the paths of the modules that lie inside no other module of the list."""
     given = sorted({*paths})
     return [p for p in given if not any(p != other and f"{p}.".startswith(other and f"{other}.") for other in given)]

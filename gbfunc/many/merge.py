@@ -39,8 +39,8 @@ def merge_genomes(
     """
     check_genomes(plan, genomes, pnet)
     if beside := [t.name for t in plan.tensors if t.kind == "beside"]:
-        words = "stay beside layers that hide their weight, and cannot be summed with it"
-        raise ValueError(f"{', '.join(beside)} {words}: gb.materialize_many serves several genomes")
+        words = "expected deltas that can be added to their weights, got deltas of layers that hide their weights"
+        raise ValueError(f"{words}, {', '.join(beside)}: serve the genomes with gb.materialize_many")
     shares = [1 / len(genomes)] * len(genomes) if weights is None else [float(a) for a in weights]
     if len(shares) != len(genomes) or not all(math.isfinite(a) for a in shares):
         raise ValueError(f"expected {len(genomes)} finite weights, one for each genome, got {weights}")
@@ -52,7 +52,7 @@ def merge_genomes(
     first = max(range(len(shares)), key=lambda i: shares[i])
 
     def summed(name: str, values: list[Tensor], dtype: torch.dtype) -> Tensor:
-        # Counters are not summed, but taken from the genome of the largest weight.
+        # Integer tensors, such as counters, cannot be averaged: take those of the genome with the largest weight.
         if not differentiable(dtype) or len(values) == 1 == shares[0]:
             return values[first].to(dtype)
         wide = [x.detach().to(torch.complex128 if dtype.is_complex else torch.float64) for x in values]

@@ -1,4 +1,4 @@
-"""Modules of a p-net that compute row by row: row b of the inputs uses entry b of each tensor that varies."""
+"""Runs modules of a p-net under `vmap`: row b of the inputs uses entry b of each tensor that differs by genome."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -74,7 +74,7 @@ class RowWise:
             made = vmap(row, randomness="different")({k: everything[k] for k in self._varying}, given)
         for at, x in tree_leaves(template, "output"):
             if not isinstance(x, (Tensor, *PLAIN)) and not callable(x):
-                raise ValueError(f"{self.path!r} has a {type(x).__name__} as {at}, which is that of one row")
+                raise ValueError(f"{self.path!r} has a {type(x).__name__} as {at}, which cannot be joined over rows")
         left = iter(made)
         return tree_map(lambda x: next(left) if isinstance(x, Tensor) else x, template)
 
@@ -83,14 +83,14 @@ class RowWise:
             raise ValueError(f"{self.path!r} has a {type(x).__name__} as input, whose rows are not known")
         if not isinstance(x, Tensor) or x.ndim == 0:
             return False
-        # Inside the p-net, refuse other first dimensions: in some batches, they could equal the number of rows.
+        # Inside the p-net, refuse other first dimensions: in another batch, they could be mistaken for rows.
         if self.path and len(x) != n_rows and (len(x) != 1 or x.ndim == 1):
             raise ValueError(f"{self.path!r} has an input of shape {tuple(x.shape)} for {n_rows} rows")
         return len(x) == n_rows
 
 
 def prepare(net: nn.Module) -> list[str]:
-    """Set eval mode, and switch off fused forwards."""
+    """Set evaluation mode, and switch off fused forwards."""
     return unfused(net.eval())
 
 

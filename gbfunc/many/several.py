@@ -33,7 +33,7 @@ class ManyNets(nn.Module):
         places, parts = list[Tensor](), list[Any]()
         for n, net in enumerate(self.nets):
             if len(rows := (net_B == n).nonzero()[:, 0]):
-                # Repeat rows if a shared input has as many entries, so that shared inputs are not divided into rows.
+                # If a shared input is as long as the part, repeat rows. Otherwise, the input would be cut into rows.
                 size = next(size for size in range(len(rows), 2 * len(index) + 9) if size not in shared)
                 more = rows[torch.arange(size, device=rows.device) % len(rows)]
                 given, options = cut(more, args, kwargs, split)
@@ -53,7 +53,7 @@ def materialize_many(
     """Make a module that applies a different genome to each row of a batch, to serve, compare or ensemble genomes.
 
     Row b of `net(index, x)` is `net(x[b : b + 1])` with genome `index[b]`, in eval mode. Tensors that are equal in all
-    genomes, such as a base's, are applied once to the whole batch. In linear layers, each row uses its own factors.
+    genomes, such as a base's, are applied once to the whole batch. Linear layers use one pair of factors per row.
     Other modules in which genomes differ run under `torch.func.vmap`. The rest of the p-net runs once for the batch,
     and must not mix rows. Gradients reach the inputs, but not the genomes. `net.generate(index, tokens)` generates text
     with a p-net of transformers.

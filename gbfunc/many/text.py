@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class _Draws:
-    """A processor of logits that draws one token per row from the row's generator, and excludes all other tokens."""
+    """Draw one token per row with the row's seed: a logits processor that sets all other tokens to -inf."""
 
     def __init__(self, seeds: Sequence[int]) -> None:
         self.seeds, self.generators = seeds, list[torch.Generator]()

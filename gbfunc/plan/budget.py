@@ -1,8 +1,8 @@
 """Chooses sizes for a target: divides the genome's parameters among slots (matrices) and cuts each slot into tiles.
 
-A slot's features grow with numel^(1/3), with at least one. Parameters left by rounding go to the slots furthest below
-their share. Each slot has the fewest tiles with `2 * features <= min(r, c)`; cuts halve the longer side. Genomes never
-exceed the target. With `Hypernet.spreads`, parameters grow with numel^(1/2), and tiles are small squares of size 1.
+The number of a slot's features grows with numel^(1/3), and is at least one. Parameters left by rounding go to the slots
+furthest below their share. A slot has the fewest tiles with `2 * features <= min(r, c)`; cuts halve the longer side.
+Genomes never exceed the target. If `Hypernet.spreads`, parameters grow with numel^(1/2), and tiles are small squares.
 """
 
 import math
@@ -17,15 +17,15 @@ from gbfunc.plan.slots import tile_dims
 from gbfunc.tiling import MaxTile, TileGrid, tile_grid
 from gbfunc.types import MatrixDims, TileDims
 
-_TOLERANCE = 0.02  # Largest miss of a target, as a fraction, before slots of equal shape get unequal sizes
-_THIN = 64  # A matrix with a side below this is one tile while 2 * features <= this: cutting would save no time
-_NEAR = 8  # The last search tries so many units, and for each unit so many sizes above and below its size
-_LEAST_SIDE = 16  # Smallest tile side if `Hypernet.spreads`: below it, a larger size costs less time than more tiles
+_TOLERANCE = 0.02  # If a larger fraction of the target is unused, slots of equal shape may get unequal sizes
+_THIN = 64  # A matrix with a shorter side stays one tile up to half as many features, because cuts would save no time
+_NEAR = 8  # `_exchange` compares this many units, and for each unit sizes up to this far from its size
+_LEAST_SIDE = 16  # Smallest tile side if `Hypernet.spreads`: a larger size then takes less time than more tiles
 
 
 @dataclass
 class Unit:
-    """Slots of equal shape, codes and hypernetwork, `count` in number; `size` is chosen unless the hypernet has one."""
+    """All `count` slots of one shape, codes and hypernetwork; `size` is chosen unless the hypernetwork has a size."""
 
     matrix: MatrixDims
     hypernet: Hypernet
@@ -34,7 +34,7 @@ class Unit:
     group: str = ""
     spreads: bool = False
     count: int = 0
-    # Number of tiles along rows and columns if `max_tile` is None. Smaller tiles do not help a fixed size.
+    # Number of tiles along rows and columns, chosen if `max_tile` is None. With a fixed size, there is one tile.
     cut: tuple[int, int] = (1, 1)
     size: int = 1
     larger: int = 0  # The first `larger` slots get `size + 1`
@@ -78,7 +78,7 @@ class Unit:
         return max(1, bisect_right(sizes, budget, key=lambda size: self.cost_of(cut, size)))
 
     def step(self) -> int:
-        """Return the cost of increasing the size by one; 0 if the type or the rule for tiles forbids a larger size."""
+        """Return the parameters that `size + 1` would add; 0 if the type or the rule of `fits` forbids `size + 1`."""
         size = self.size + 1
         most = self.hypernet.max_size(self.tiling(self.cut)[1]) or size
         if self.fixed or size > most or not self.fits(self.cut, size):
@@ -86,7 +86,7 @@ class Unit:
         return self.cost_of(self.cut, size) - self.cost
 
     def fits(self, cut: tuple[int, int], size: int) -> bool:
-        """Return True if the rule for the number of tiles allows a size; any size fits if `max_tile` is given."""
+        """Return True if the tiles of `cut` may have g-nets of this size; any size fits if `max_tile` is given."""
         if self.spreads:
             finest = self._square(_LEAST_SIDE)
             # A matrix stays one tile if the budget does not cover two.
@@ -105,7 +105,7 @@ class Unit:
         return taller if dims.rows > 1 else None
 
     def set_budget(self, budget: float) -> None:
-        """Choose the number of tiles, the fewest that the rule allows, and the size for `budget` parameters."""
+        """Choose the fewest tiles that `fits` allows, and the largest size, for at most `budget` parameters."""
         if self.fixed and not self.spreads:
             return
         if self.spreads:
@@ -128,7 +128,7 @@ class Unit:
         return -(-self.matrix.rows // side), min(-(-self.matrix.cols // side), self._channels)
 
     def refine(self, budget: int) -> None:
-        """Add tiles, as few as possible, to spend nearly all of a budget; changes of the size alone are too coarse."""
+        """Add as few tiles as possible to use nearly all of a budget, because larger sizes alone are too coarse."""
         if (self.fixed and not self.spreads) or self.max_tile is not None or self.cut == (1, 1):
             return
         options = [(self.cost, self.cut, self.size)]
@@ -144,7 +144,7 @@ class Unit:
     def nearby(self) -> list[tuple[int, tuple[int, int], int]]:
         if self.fixed or self.spreads:
             return [(self.cost, self.cut, self.size)]
-        # A matrix of one tile may be cut into two or four; `refine` has tried finer tiles for other matrices.
+        # Try two and four tiles for a matrix of one tile. For other matrices, `refine` has already tried more tiles.
         one_tile = self.max_tile is None and self.cut == (1, 1)
         cuts = product(_cuts(self.matrix.rows, 1), _cuts(self._channels, 1)) if one_tile else [self.cut]
         least, most = max(1, self.size // 2, self.size - _NEAR), min(2 * self.size, self.size + _NEAR)
@@ -163,14 +163,14 @@ def _costs(hypernet: Hypernet, size: int | None, dims: TileDims) -> tuple[int, i
 
 
 def spend(units: list[Unit], level: float) -> int:
-    """Give every unit its share of parameters at `level`, and return the total cost, which is lowest at level 0."""
+    """Give every unit its share of parameters at `level`. Return the total cost, which grows with the level."""
     for unit in units:
         unit.set_budget(_share(unit, level))
     return sum(unit.cost for unit in units)
 
 
 def allocate(units: list[Unit], budget: int) -> None:
-    """Choose sizes that cost at most, and almost, `budget` parameters; `spend(units, 0)` must be within `budget`."""
+    """Choose sizes that use nearly all of `budget` parameters, which must be at least `spend(units, 0)`."""
     low, high = 0.0, 1.0
     while spend(units, high) <= budget and high < 1e9:
         low, high = high, 2 * high
@@ -194,7 +194,7 @@ def allocate(units: list[Unit], budget: int) -> None:
 
 
 def _exchange(units: list[Unit], left: int, enough: float) -> None:
-    # Change two units to leave at most `enough` parameters, or the least possible; prefers few tiles and small changes.
+    # Change two units so that at most `enough` parameters stay unused. Prefer few tiles, then small changes.
     nearby = {id(unit): unit.nearby() for unit in units}
     least: tuple[float, ...] = (left,)
     best: list[tuple[Unit, tuple[int, int], int]] = []
@@ -213,7 +213,7 @@ def _exchange(units: list[Unit], left: int, enough: float) -> None:
 
 
 def _share(unit: Unit, level: float) -> float:
-    # The number of parameters of level * numel^(1/3) features in one tile
+    # One tile with level * numel^(1/3) features has this number of parameters.
     if unit.spreads:
         return level * unit.count * math.sqrt(unit.numel)
     first = unit.cost_of((1, 1), 1)

@@ -31,9 +31,9 @@ from gbfunc.types import MatrixDims, dtype_name
 Codes = tuple[Encoding | None, Encoding | None]
 OwnCodes = Encoding | torch.Tensor | np.ndarray[Any, Any] | None
 """Codes of one axis, as given by the user."""
-_DIRECT_SHARE = 0.25  # Share of a size target for optional direct parameters; the longest are generated beyond it
-_EMBEDDING_SHARE = 0.25  # Share for direct embeddings, or their share of the p-net if larger; others become factors
-_EMBEDDING_SAVING = 2 / 3  # Largest ratio of parameters for which an embedding is replaced by factors
+_DIRECT_SHARE = 0.25  # Largest share of a size target for direct parameters; the longest others are generated
+_EMBEDDING_SHARE = 0.25  # Largest share of a target for direct embeddings, unless their share of the p-net is larger
+_EMBEDDING_SAVING = 2 / 3  # Factors replace an embedding only if they have at most this fraction of its parameters
 _HEAD_SHARE = 0.1  # Share of a size target for generated parameters of new modules
 _DELTA_SCALE = 0.1  # Initial deviation of a delta, relative to the deviation of the base's weights
 _LADDER = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)  # Multiples of the fewest parameters, searched for the smallest file
@@ -75,9 +75,9 @@ def make_plan(
         genome_params: maximum number of parameters of the whole genome, direct parameters included.
         genome_bytes: maximum size of the genome's file in bytes, header and buffers included.
         compression: minimum ratio of the p-net's parameters to the genome's.
-        stored: the dtype of the genome's file, by default `"float16"`, which `genome_bytes` counts and `save` and
-            `report` take by default. Integer dtypes are counted at their largest size (files of trained genomes are 5
-            to 15 % smaller), `"auto"` at 5 bits per number.
+        stored: the dtype of the genome's file, `"float16"` by default. `genome_bytes` counts bytes in this dtype, and
+            `save` and `report` use this dtype by default. Integer dtypes count at their largest size (files of trained
+            genomes are 5 to 15 % smaller), and `"auto"` counts as 5 bits per number.
         include: regular expressions (`re.search`) for parameters to generate in addition to the defaults.
         exclude: regular expressions for parameters to keep direct; overrides every other selection.
         rules: pairs `(pattern, hypernetwork)` that choose other types, or None for direct; the first match applies.
@@ -90,7 +90,7 @@ def make_plan(
             (`["query", "value"]`), a regular expression that matches whole names, or `"all-linear"`; None selects every
             linear, convolution and attention layer. `include`, `exclude` and `rules` take precedence.
         modules_to_save: names, or their last parts, of modules outside the base, such as a new head. Their parameters
-            are direct and start at their present values. Beyond a quarter of a size target, the longest are generated.
+            are direct and start at their present values. Above a quarter of a size target, the longest are generated.
 
     Returns:
         The plan. Its genome has at most the target size, and at least 98 % of it if the types' sizes allow this. A
@@ -132,7 +132,7 @@ def make_plan(
     name = "" if genome_bytes is None else stored_as("float16" if stored is None else stored, "stored")
 
     def build(params: int | None, squeezed: int = 0) -> Plan:
-        # From level 1 on, vectors are generated if that saves parameters. At level 2, embeddings also have rank 1.
+        # If the target is too small, `squeezed` 1 also generates vectors, and `squeezed` 2 gives embeddings rank 1.
         share, fresh = 0.0 if squeezed else _DIRECT_SHARE, [replace(c) for c in choices]
         if params is not None:
             if targets is None:
@@ -144,7 +144,7 @@ def make_plan(
         try:
             return Plan(_tensors(fresh, params, codes, max_tile, asked), buffers, words, frozen, left, name)
         except TargetTooSmall:
-            # A target that also fails at level 2 is below the smallest genome.
+            # A target that also fails with `squeezed` 2 is below the smallest genome.
             if squeezed == 2:
                 raise
         return build(params, squeezed + 1)

@@ -48,7 +48,7 @@ class Ensemble:
 
     @cached_property
     def groups(self) -> NDArray[np.int64]:
-        """Group index of every tile [T]: a group per tile, or per position in the slots of a shared group."""
+        """Group index of every tile, [T]. Tiles of one group share leaves. Without sharing, each tile is a group."""
         if not self.hypernet.shares:
             return np.arange(self.n_tiles)
         numbers: dict[str, NDArray[np.int64]] = {}
@@ -89,7 +89,7 @@ class Ensemble:
         return self._of_tiles(rows, device, 1), self._of_tiles(cols, device, 0)
 
     def _of_tiles(self, sides: list[tuple[Encoding, int, int]], device: Device, other: int) -> Tensor:
-        """Build the codes [U, t, k] of one side from a (code, length, tile) per slot."""
+        """Build the codes [U, t, k] of one side, rows or columns, from a (code, length, tile length) per slot."""
         keys = [(code, 0 if code.local else n, tile) for code, n, tile in sides]
         by_key = {key: side[0].tile_codes(*side[1:], device) for key, side in zip(keys, sides, strict=True)}
         if len(by_key) == 1 and len(by_key[keys[0]]) == 1:

@@ -38,7 +38,7 @@ def register(cls: C) -> C:
     table = next((bases[base] for base in bases if isinstance(cls, type) and issubclass(cls, base)), None)
     if table is None or not isinstance(cls.__dict__.get("type"), str):
         raise TypeError(
-            f"register expects a subclass of Hypernet or Encoding with a text `type` of its own, got {cls!r}"
+            f"expected a subclass of Hypernet or Encoding, got {cls!r}: subclass one, and define type = 'a name'"
         )
     other = table.setdefault(cls.type, cls)
     if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
@@ -58,7 +58,7 @@ def check_readable(tensors: Sequence[TensorPlan]) -> None:
         except (TypeError, ValueError) as error:
             raise ValueError(f"gb.load could not read {part!r}: {error}") from error
         if again != part:
-            raise ValueError(f"gb.load would read {part!r} as {again!r}: its class needs a `type` of its own")
+            raise ValueError(f"gb.load would read {part!r} as {again!r}: define a different `type` in its class")
 
 
 def plan_to_json(

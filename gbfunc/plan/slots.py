@@ -86,7 +86,7 @@ class TensorPlan:
     def __post_init__(self) -> None:
         check_stored(self.name, self.dtype)
         sizes = [(s.grid.rows, s.grid.cols) for s in self.slots]
-        # The matrices may cover too little of a shape that no layer of the kind has (three in-projections in 7 rows).
+        # Also compare the totals: three in-projections in 7 rows would have 2 rows each, and one row would be missing.
         fits = sizes == [m[:2] for m in self.matrices] and sum(r * c for r, c in sizes) == self.numel
         if sizes and not fits:
             raise ValueError(f"{self.name}: slots of {sizes} do not fold to a {self.kind} of shape {self.shape}")
@@ -108,9 +108,10 @@ class TensorPlan:
     def factored_form(
         self, dtype: torch.dtype, lazy: Lazy, base: Callable[[torch.device], Tensor] | None = None
     ) -> FactoredWeight | None:
-        """Return the factored form, or None if the weight is dense; with `lazy="auto"`, layers use the faster of both.
+        """Return the factored form, or None if the weight is dense.
 
-        `base` returns the tensor to which a delta is added; without `base`, the form only describes shapes.
+        With `lazy="auto"`, the layer uses factors or the dense weight, whichever is faster for the batch. `base`
+        returns the tensor to which a delta is added; without `base`, the form only describes shapes.
         """
         beside = self.kind == "beside"
         if not (lazy or beside) or not self.can_factor(dtype):
@@ -131,7 +132,7 @@ class TensorPlan:
 
     @property
     def new_rows(self) -> int:
-        """Rows at the end of the base's matrices that are new: no part of the base."""
+        """Number of rows at the end of each matrix that are generated and do not belong to the base; 0 if none."""
         found = (slot.hypernet.rows for slot in self.slots if isinstance(slot.hypernet, new_rows))
         return max(found, default=0) if self.base else 0
 
@@ -141,7 +142,7 @@ class TensorPlan:
 
 
 def old_rows(tensor: TensorPlan, new: int) -> Callable[[Tensor], Tensor]:
-    """Return the function that puts zeros into the new rows of a base's tensor."""
+    """Return a function that sets the last `new` rows of each matrix of a base's tensor to zero."""
     kind = KINDS[tensor.kind]
     return lambda x: kind.fold([F.pad(m[:-new], (0, 0, 0, new)) for m in kind.unfold(x)], tensor.shape)
 

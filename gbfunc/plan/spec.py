@@ -27,7 +27,7 @@ _RATES: dict[Any, float] = dict.fromkeys(_LIKE_ADAM, 1.0) | {optim.SGD: 5.0}
 
 
 def base_rate(genome_params: float) -> float:
-    """Return Adam's rate for deltas of a base; lower above 5,400 parameters, where Adam changes a delta by more."""
+    """Return Adam's rate for deltas. The rate falls above 5,400 parameters, because Adam then changes a delta more."""
     return 3e-2 * min(1.0, 5_400 / max(1, genome_params))
 
 

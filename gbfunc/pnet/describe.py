@@ -47,8 +47,8 @@ def check_pnet(pnet: nn.Module) -> None:
 
     Raises:
         TypeError: if `pnet` is not an `nn.Module`.
-        ValueError: if the p-net is wrapped, scripted, compiled or lazy, a tensor has an unsupported layout, a parameter
-            shares memory with another tensor or an attribute, or has a hook. The message says what to change.
+        ValueError: if the p-net is wrapped, scripted, compiled or lazy, if a tensor has an unsupported layout, or if a
+            parameter has a hook or shares memory with another tensor or an attribute. The message says what to change.
     """
     if not isinstance(pnet, nn.Module):
         raise TypeError(f"the p-net must be an nn.Module, got {type(pnet).__name__}")

@@ -28,11 +28,11 @@ class PureNet:
     Args:
         pnet: the p-net, which is not changed.
         forms: the weights that are not dense, by name; `weights` holds the inputs of each form, by the form's `keys`.
-        adapt: changes the skeleton further, and returns the names of parameters that then have another shape or kind.
-        frozen: a base, whose buffers are not passed. Layers with running statistics of the base stay in eval mode.
+        adapt: changes the skeleton, and returns the names of parameters whose shapes are then not checked.
+        frozen: a base. Its buffers are not passed in calls, and its layers with running statistics stay in eval mode.
 
     Attributes:
-        skeleton: the copy.
+        skeleton: the copy of the p-net, with tensors on the meta device.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class PureNet:
             tensors.update(self._frozen.on(next(iter(weights.values())).device)[1])
         for form in self._forms:
             tensors[form.name] = Weight(form, form.taken(weights))
-        # This is `torch.func.functional_call`, which would look up the place of each tensor at every call.
+        # The same as `torch.func.functional_call`, but without a search for the place of each tensor at every call.
         before, modes = self._values(), self._modes
         self._set_modes(modes := modes or [module.training for module in self._modules])
         try:
@@ -169,7 +169,7 @@ def _places(pnet: nn.Module, skeleton: nn.Module, forms: Mapping[str, WeightForm
         else:
             holder = module._parameters if key in module._parameters else module._buffers
             places.append((original, holder, key, False))
-    # A delta beside a layer has a form, but no tensor of the p-net.
+    # A delta beside a layer has a form, but is not a parameter of the p-net.
     for name in forms.keys() - {name for name, _ in named_tensors(pnet, ties=True)}:
         path, _, key = name.rpartition(".")
         places.append((name, skeleton.get_submodule(path), generated_attribute(key), True))

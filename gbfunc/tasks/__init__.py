@@ -1,7 +1,7 @@
-"""Real data and p-nets to train on it. A new task is one file and one entry in `TASKS`.
+"""Tasks: data sets, and p-nets to train on them. A new task is one file and one entry in `TASKS`.
 
-Factories of tasks and of p-nets raise `ValueError` for options that are out of range or do not fit each other and for
-damaged files, `FileNotFoundError` for missing ones, and `ImportError` for packages that are not installed.
+Factories of tasks and p-nets raise `ValueError` for damaged files and for options that are out of range or contradict
+each other, `FileNotFoundError` for missing files, and `ImportError` for packages that are not installed.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Base of tasks: data in three splits, a p-net, a loss, metrics, and a recipe that trains its genome well.
+"""The base of all tasks: data in three splits, a p-net, a loss, metrics, and a recipe for training.
 
 Suffixes: B examples of a batch, L positions of a text, K classes, V tokens of the vocabulary, R rows of logits.
 """
@@ -26,14 +26,14 @@ from gbfunc.tasks.pnets.base import Interface, PNet, n_params
 from gbfunc.train.distillation import distillation, logits_of
 
 Net = Callable[[Tensor], Any]
-"""Inputs to logits, or to an object with logits (a Hugging Face output)."""
+"""Function from inputs to logits, or to an object with logits (an output of Hugging Face)."""
 
 
 class Metric(NamedTuple):
-    """A quantity that networks are judged by."""
+    """A quantity by which networks are compared."""
 
     name: str  # its key in metrics: `val_<name>`, `test_<name>`
-    unit: str = "%"  # "%" for values between 0 and 1 that are shown in percent, otherwise what follows the number
+    unit: str = "%"  # "%" shows values between 0 and 1 in percent; any other unit is written after the number
     higher_is_better: bool = True
     digits: int = 4  # decimals that are shown, except in percents
 
@@ -50,14 +50,14 @@ class Metric(NamedTuple):
 
 
 def one_cycle(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float]:
-    """Raise the rate to `lr` in the recipe's warm-up, then lower it to nearly 0."""
-    # A warm-up of exactly one step divides by zero there.
+    """Raise the rate to `lr` in the recipe's warm-up, then lower the rate to nearly 0."""
+    # torch's schedule divides by zero if the warm-up has exactly one step.
     warmup = 1.5 / steps if math.isclose(recipe.warmup * steps, 1) and steps > 1 else recipe.warmup
     return torch_schedule(torch.optim.lr_scheduler.OneCycleLR, lr, steps, pct_start=warmup)
 
 
 def linear_decay(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float]:
-    """Raise the rate to `lr` in equal steps in the recipe's warm-up, then lower it in equal steps to 0."""
+    """Raise the rate linearly to `lr` in the recipe's warm-up, then lower the rate linearly to 0."""
     warm = max(1, round(recipe.warmup * steps))
     return lambda step: lr * min((step + 1) / warm, max(0, steps - step) / max(1, steps - warm + 1))
 
@@ -73,7 +73,7 @@ def constant_rate(recipe: Recipe, lr: float, steps: int) -> Callable[[int], floa
 
 
 Schedule = Callable[["Recipe", float, int], Callable[[int], float]]
-"""A recipe, a peak rate and the number of steps to the learning rate of a step."""
+"""Function `(recipe, peak rate, number of steps) -> schedule`, where the schedule maps a step to its learning rate."""
 
 SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
     {"one_cycle": one_cycle, "linear": linear_decay, "cosine": cosine, "constant": constant_rate}
@@ -86,7 +86,7 @@ class Recipe:
     """Settings that train a genome of a given size well, chosen on validation data."""
 
     lr: float = 2e-2  # peak learning rate of the g-nets
-    direct_lr: float | None = None  # peak learning rate of direct parameters; None for the same
+    direct_lr: float | None = None  # peak learning rate of direct parameters; None for `lr`
     dense_lr: float = 1e-3  # peak learning rate of a dense net of the same task
     optimizer: type[torch.optim.Optimizer] = torch.optim.Adam
     betas: tuple[float, float] = (0.9, 0.99)  # of Adam and similar classes
@@ -95,14 +95,14 @@ class Recipe:
     optimizer_config: Mapping[str, Any] = field(default_factory=dict)  # other options of the class
     batch_size: int = 128  # examples per step
     epochs: int = 10  # passes over the training split
-    steps: int | None = None  # steps in all, instead of `epochs`
-    measure_every: int | tuple[int, ...] | None = None  # steps between validations, or at validations; None for a pass
+    steps: int | None = None  # total number of training steps, instead of `epochs`
+    measure_every: int | tuple[int, ...] | None = None  # interval or steps of validations; None: after each pass
     augment: Augment | None = None  # changes the inputs of a training batch
     clip_norm: float | None = None  # largest norm of the gradient
-    amp: torch.dtype | None = None  # dtype of the p-net's autocast; None for its own
-    warmup: float = 0.1  # part of the steps in which the learning rate rises
+    amp: torch.dtype | None = None  # dtype of autocast for the p-net; None for no autocast
+    warmup: float = 0.1  # fraction of the steps in which the learning rate rises
     schedule: Schedule = one_cycle
-    # Reasons for settings by their names, if a task chooses them by its data or the genome.
+    # {setting: reason} for settings that depend on the data or the genome.
     reasons: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -117,7 +117,7 @@ History = Sequence[Mapping[str, float]]
 
 
 def example_batches(data: Data, recipe: Recipe, generator: torch.Generator, net: Callable[[], Net]) -> Iterator[Batch]:
-    """Yield augmented batches of a split of examples, pass after pass; `net` is not used."""
+    """Yield augmented batches of a split of examples without end; `net` is not used."""
     return endless_batches(data, recipe.batch_size, generator, recipe.augment)
 
 
@@ -146,9 +146,9 @@ def accuracy(net: Net, split: Data, chunk: int = 500) -> float:
 
 @torch.no_grad()
 def text_metrics(net: Net, text: Data, windows: int = 256, most: int | None = None) -> dict[str, float]:
-    """Measure `loss` (nats per token) over the windows of a text, and `bits_per_char`, which no vocabulary changes.
+    """Measure `loss` (nats per token) and `bits_per_char`, which does not depend on the vocabulary, over a text.
 
-    The net reads `windows` windows per call, and in total the first `most`. For chats, only `loss` is measured.
+    The net gets `windows` windows per call, and in total only the first `most`. For chats, only `loss` is measured.
     """
     total = count = 0
     for x_BL, y_BL in islice(text.chunks(windows), most and most // windows):
@@ -166,33 +166,33 @@ LOSS = (Metric("loss", "nats", higher_is_better=False), Metric("bits_per_char", 
 
 @dataclass(frozen=True)
 class Task:
-    """Data, a p-net and how to train it."""
+    """Data, a p-net and the settings of its training."""
 
-    name: str  # its key in `TASKS`, or where it comes from
-    interface: Interface  # shapes of its examples and of the answers
-    # Examples to train on, to choose settings, and to report: each a `Data`, whose kinds have more attributes.
+    name: str  # the key in `TASKS`, or the source
+    interface: Interface  # shapes of examples and outputs
+    # Examples for training, for the choice of settings, and for results; each split is a `Data`.
     train: Any
     val: Any
     test: Any
     pnet: PNet
     # Recipe from the p-net and the size of the genome, in parameters.
     settings: Callable[[PNet, float], Recipe] = lambda pnet, genome_params: Recipe()
-    genome_params: int | None = None  # size target by default; None for `compression`
-    compression: float = 20.0  # the same as a ratio
-    # Of a batch: the loss, and metrics by their names.
+    genome_params: int | None = None  # default size target; None for `compression`
+    compression: float = 20.0  # default size target as a ratio
+    # (net, batch) -> (loss, {metric: value})
     loss: Callable[[Net, Any], tuple[Tensor, dict[str, Tensor]]] = loss_fn
     evaluate: Callable[[Net, Any], dict[str, float]] = lambda net, split: {"accuracy": accuracy(net, split)}
-    metrics: tuple[Metric, ...] = ACCURACY  # results of `evaluate`, the one to judge by first
+    metrics: tuple[Metric, ...] = ACCURACY  # results of `evaluate`; the first decides which network is better
     # Text to tokens [N] (`ValueError` for text without tokens) and tokens to text, for a task of texts.
     encode: Callable[[str], Tensor] | None = None
     decode: Callable[[list[int]], str] | None = None
-    # (train, recipe, generator, net) -> batches without end; `generator` decides the order, `net()` is the network now.
+    # (train, recipe, generator, net) -> endless batches in the generator's order; `net()` is the current network.
     batches: Batches = example_batches
-    resumable: bool = True  # whether a training can go on from any step; otherwise it does so between passes alone
-    # More metadata for a genome's file: `mean` and `std` of pixels, by channel if need be, the largest pixel if that is
-    # not 255 (`white`), and names of `classes`.
+    resumable: bool = True  # whether training can resume at any step; otherwise, only between passes
+    # Additional metadata of a genome's file: `mean` and `std` of pixels (lists if they differ by channel), the largest
+    # value of a pixel if not 255 (`white`), and names of `classes`.
     about: Mapping[str, Any] = field(default_factory=dict)
-    counts: Callable[[int], Mapping[str, float]] = lambda steps: {}  # more counts after so many steps, for the history
+    counts: Callable[[int], Mapping[str, float]] = lambda steps: {}  # more counts for the history, by number of steps
     facts: Callable[[History], Mapping[str, Any]] = lambda history: {}  # more results, from a history (may be empty)
 
     @property
@@ -214,19 +214,19 @@ class Task:
         return self.settings(self.pnet, genome_params)
 
     def measured(self, net: Net, split: Any) -> dict[str, float]:
-        """Return the results of `evaluate`; raises ValueError if one is no number, or one of `metrics` is missing."""
+        """Return the results of `evaluate`; raises ValueError if a result is not a number or a metric is missing."""
         found: Any = self.evaluate(net, split)
         names = {metric.name for metric in self.metrics}
         if isinstance(found, Mapping) and names <= found.keys():
             with suppress(TypeError, ValueError, RuntimeError):
                 return {name: float(value) for name, value in found.items()}
-        expected = f"evaluate of the task {self.name} must return numbers by their names, {sorted(names)} among them"
+        expected = f"evaluate of the task {self.name} must return a dict of numbers with the names {sorted(names)}"
         raise ValueError(f"{expected}, got {found!r:.200}")
 
     def plan(self, module: nn.Module, hypernet: str | None = None, **size: Any) -> Plan:
         """Plan a genome for a module made by `build`, with the best known options for this task.
 
-        `hypernet` is a key of `HYPERNETS`, or None for that of the p-net's options; `size` is `genome_params`,
+        `hypernet` is a key of `HYPERNETS`, or None for the p-net's default type. `size` is `genome_params`,
         `genome_bytes` (with `stored`) or `compression` of `make_plan`.
         """
         params = (size.get("genome_bytes") or 0) / bytes_each(size.get("stored") or "float16")

@@ -1,4 +1,4 @@
-"""Chats in a model's own template: a language model learns to answer, from the loss of the answers alone.
+"""The task `chat`: a language model learns to answer. Only the tokens of answers count in the loss.
 
 Suffixes: N chats, L positions of a chat.
 """
@@ -25,11 +25,11 @@ _FORMS = '{"prompt": ..., "answer": ...} or {"messages": [{"role": ..., "content
 
 
 def chat(data_dir: Path | None = None, pretrained: str | None = None, context: int = 512) -> Task:
-    """Load the task of answering: a pretrained language model learns the answers of chats, in its chat template.
+    """Load chats from which a pretrained language model learns to answer, in the model's chat template.
 
     `data_dir` is a file in UTF-8 with a chat per line, in JSON: `{"prompt": ..., "answer": ...}`, or `{"messages":
-    [{"role": "user", "content": ...}, ...]}` with one answer of the `assistant` or more. A random tenth validates and a
-    twentieth tests, at most 128 chats each. The model reads the first `context` tokens of a chat.
+    [{"role": "user", "content": ...}, ...]}` with at least one answer of the `assistant`. A random tenth is for
+    validation, a twentieth for the test, at most 128 chats each. The model gets the first `context` tokens of a chat.
     """
     check_int("chat", "context", context, 2)
     if data_dir is None or pretrained is None:
@@ -41,7 +41,7 @@ def chat(data_dir: Path | None = None, pretrained: str | None = None, context: i
             with one_error(f"{data_dir}, line {i}", "chat"):
                 coded.append(_coded(tokenizer, _messages(json.loads(line)), context))
     if (n := len(coded)) < LEAST:
-        raise ValueError(f"{data_dir} must hold {LEAST} chats or more, got {n}")
+        raise ValueError(f"{data_dir} must hold {LEAST} chats or more, got {n}: add chats, one per line")
     held = min(HELD_OUT, n // 10), min(HELD_OUT, max(1, n // 20))
     parts = hold_out(np.zeros(n, np.int64), held, SPLIT_SEED)
     y_NL = pad_sequence([y_L for _, y_L in coded], batch_first=True, padding_value=_OUTSIDE)
@@ -50,7 +50,7 @@ def chat(data_dir: Path | None = None, pretrained: str | None = None, context: i
 
 
 def chat_tokens(pretrained: str) -> tuple[Tokens, Any]:
-    """Read the tokens of a pretrained network with a chat template; they encode a prompt as the question of a chat."""
+    """Read the tokens of a pretrained network with a chat template; `encode` writes a prompt as a user's message."""
     folder = pretrained_network(pretrained)
     transformers = import_extra("transformers", "a chat template", "gbfunc[llm]")
     with one_error(folder, "folder with the tokenizer of a pretrained network"):
@@ -75,12 +75,12 @@ def _messages(found: Any) -> list[dict[str, str]]:
         raise ValueError(f"expected {_FORMS}")
     answers = [m["content"].strip() for m in messages if m["role"] == "assistant"]
     if not answers or not all(answers):
-        raise ValueError("it has no answer of the assistant, or an empty one")
+        raise ValueError("expected answers of the assistant with text, got none or an empty one: add the answer")
     return messages
 
 
 def _coded(tokenizer: Any, messages: list[dict[str, str]], context: int) -> tuple[Tensor, Tensor]:
-    """Return the tokens [L] of a chat, and the next tokens [L] where these belong to an answer or its end."""
+    """Return the tokens [L] of a chat, and the targets [L]: the next token inside answers, and -100 elsewhere."""
     write = partial(tokenizer.apply_chat_template, tokenize=False)
     whole, spans = write(messages), []
     for n in (n for n, message in enumerate(messages) if message["role"] == "assistant"):
@@ -93,5 +93,5 @@ def _coded(tokenizer: Any, messages: list[dict[str, str]], context: int) -> tupl
     x_L = torch.tensor(coded["input_ids"])
     y_L = x_L.masked_fill(~inside_L, _OUTSIDE)[1 : context + 1]
     if bool((y_L == _OUTSIDE).all()):
-        raise ValueError(f"its answer begins after {context} tokens: --task-config '{{\"context\": {len(x_L)}}}'")
+        raise ValueError(f"expected an answer within {context} tokens, got none: raise context to {len(x_L)}")
     return x_L[:-1][:context], y_L

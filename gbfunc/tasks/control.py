@@ -1,7 +1,7 @@
-"""Control: policy and value networks of gymnasium's environments through the bottleneck, learnt by PPO.
+"""The task `control`: trains policy and value networks in environments of gymnasium by PPO.
 
-A pass over the data is some rollouts in fresh environments, each of the present network, whose transitions are used a
-few times. The validation and test splits are fixed episodes, in which the greedy policy acts.
+A pass over the data has several rollouts of the current network in new environments. Each transition is used in several
+training steps. The validation and test splits are fixed episodes, in which the greedy policy acts.
 
 Suffixes: T steps of a rollout, N environments, B transitions (or sequences), O numbers of an observation (or channels,
 rows and columns of an image), P numbers that describe a policy, M numbers of a memory.
@@ -29,33 +29,33 @@ ATARI = "ALE/"
 """Prefix of the names of Atari's games."""
 
 _Front = tuple[Tensor, NDArray[np.bool_], NDArray[np.bool_], Tensor | None]
-"""Environments at the start of a rollout: observations [N, O], whether the next step only restarts [N], whether the
-observations start an episode [N], and the memory of a network that has one [N, M]."""
+"""State at the start of a rollout: observations [N, O], whether the next step only restarts an environment [N], whether
+the observations start an episode [N], and the memory of a network with memory [N, M]."""
 
-# Streams of random numbers that one seed gives, so that evaluations never see an episode of training.
+# Each seed gives separate streams of random numbers, so that evaluations never repeat an episode of training.
 _RESETS, _ORDER, _ACTIONS, _CHECKS, _FINAL = range(5)
 
 
 class Environment(NamedTuple):
     """The properties of an environment that networks and training need."""
 
-    id: str  # its name in gymnasium's registry
-    inputs: tuple[int, ...]  # shape that the network sees: (numbers,), or (channels, rows, columns)
-    n_actions: int  # choices, or numbers of an action
+    id: str  # the name in gymnasium's registry
+    inputs: tuple[int, ...]  # shape of the network's inputs: (numbers,), or (channels, rows, columns)
+    n_actions: int  # number of choices, or length of an action vector
     discrete: bool  # whether an action is a choice
-    threshold: float | None  # mean return at which gymnasium calls it solved, if it says
-    observed: tuple[int, ...] | None = None  # the numbers of an observation that the network sees; None for all
+    threshold: float | None  # mean return at which gymnasium considers the environment solved, or None
+    observed: tuple[int, ...] | None = None  # indices of the observed numbers that the network gets; None for all
     channels_last: bool = False  # whether the environment's images have their channels last
-    limit: int | None = None  # steps of the longest episode, if it says
+    limit: int | None = None  # largest number of steps of an episode, or None
 
     @property
     def episodes(self) -> int:
-        """Number of episodes of an evaluation: as in gymnasium's "solved", and fewer of images or 1,000 steps."""
+        """Number of episodes of an evaluation: 100, as gymnasium's threshold needs; 10 if they are slow or long."""
         return 100 if len(self.inputs) == 1 and (self.limit or 0) < 1_000 else 10
 
     def seen(self, obs: NDArray[Any]) -> Tensor:
         """Convert observations [..., O] for the network: float32, or uint8 images, channels first."""
-        # Copied: an environment may write the next observation into the same memory.
+        # Copy, because an environment may write the next observation into the same memory.
         x = torch.from_numpy(np.array(obs if self.observed is None else obs[..., self.observed]))
         x = x.movedim(-1, -3) if self.channels_last else x
         return x if x.dtype == torch.uint8 else x.to(torch.float32)
@@ -81,7 +81,7 @@ def find_environment(env_id: str, observed: Sequence[int] | None = None) -> Envi
     elif isinstance(done, Box) and len(done.shape) == 1:
         n_actions = done.shape[0]
     if n_actions is None or len(shape) not in (1, 3):
-        expected = "vectors or images as observations, and choices from 0 or vectors as actions"
+        expected = "vectors or images as observations, and vectors or choices numbered from 0 as actions"
         raise ValueError(f"environment {env_id!r} must have {expected}, got {seen} and {done}")
     last = len(shape) == 3 and shape[-1] < shape[0]
     if observed is not None:
@@ -94,10 +94,10 @@ def find_environment(env_id: str, observed: Sequence[int] | None = None) -> Envi
 
 
 def make_envs(env_id: str, n: int) -> Any:
-    """Make `n` environments as one `gymnasium.vector.VectorEnv`, each restarted by the step after its last one.
+    """Make `n` environments as one `gymnasium.vector.VectorEnv`, in which the step after an episode restarts.
 
-    Atari's games (`ALE/...`) come from ale-py, which holds their ROMs: four frames of 84 x 84 in grey, rewards of the
-    games themselves, and five minutes at most (Mnih et al., 2015).
+    Atari games (`ALE/...`) come from ale-py, which contains the ROMs. An observation has four grey frames of 84 x 84
+    pixels. Rewards are not clipped, and an episode lasts at most five minutes (Mnih et al., 2015).
     """
     gymnasium = import_extra("gymnasium", "the control task", "gbfunc[control]")
     options: dict[str, Any] = {}
@@ -115,12 +115,12 @@ def make_envs(env_id: str, n: int) -> Any:
         raise ValueError(f"no environment {env_id!r}: {error}") from error
     mode = envs.metadata.get("autoreset_mode")
     if mode != gymnasium.vector.AutoresetMode.NEXT_STEP:
-        raise ValueError(f"environment {env_id!r} must start anew at the next step, its mode is {mode}")
+        raise ValueError(f"environment {env_id!r} must restart in the next step (NEXT_STEP), got the mode {mode}")
     return envs
 
 
 def step_envs(envs: Any, actions: Tensor) -> tuple[NDArray[Any], ...]:
-    """Return observations, rewards, and whether episodes terminated or were truncated; vectors are clipped."""
+    """Clip vector actions and take a step: return observations, rewards, and whether episodes ended or were cut."""
     array = actions.numpy()
     if actions.is_floating_point():
         array = np.clip(array, envs.action_space.low, envs.action_space.high)
@@ -141,13 +141,13 @@ SETTINGS: Mapping[str, Settings] = MappingProxyType(
 )
 """Settings by environment, chosen on seeds 100 to 102, which no reported result uses."""
 
-# CleanRL's (`ppo_atari.py`), except the genome's rate, which is ten times larger; not tried at length.
+# From CleanRL (`ppo_atari.py`), except the genome's rate, which is ten times larger and was tested in short runs only.
 _ATARI_SETTINGS = Settings(env_steps=10_000_000, n_envs=8, clip=0.1, reward_signs=True, eval_every=50)
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """An environment to learn in; its length is the transitions of a pass, each as often as it is used."""
+    """An environment for training. The length counts the transitions of a pass, once for each use."""
 
     env: Environment
     settings: Settings
@@ -161,15 +161,15 @@ class Rollouts:
         return self.settings.n_envs * self.settings.horizon * self.settings.epochs * self.per_pass
 
     def to(self, device: torch.device | str) -> Rollouts:
-        """Return itself; `ValueError` for a device other than the CPU."""
+        """Return self; raises ValueError for a device other than the CPU."""
         if torch.device(device).type != "cpu":
-            raise ValueError(f"the control task runs on the CPU, where its environments are; got --device {device}")
+            raise ValueError(f"the control task runs only on the CPU, got --device {device}: leave the option out")
         return self
 
 
 @dataclass(frozen=True)
 class Episodes:
-    """Episodes to measure on; a seed decides their starts."""
+    """Episodes for evaluation, whose initial states a seed determines."""
 
     env: Environment
     seed: int
@@ -180,11 +180,11 @@ class Episodes:
 
 
 def control(env: str = "CartPole-v1", env_steps: int | None = None, observed: Sequence[int] | None = None) -> Task:
-    """Load the task of acting well in an environment of gymnasium.
+    """Load the task of maximising the return in an environment of gymnasium.
 
-    `env_steps` counts the steps in all environments together; None takes the best known number. The network sees the
-    numbers `observed` of an observation, by default all: [0, 2] is CartPole without velocities, which only a network
-    with a memory can balance.
+    `env_steps` is the total number of steps in all environments; None takes the best known number. The network gets
+    the entries `observed` of each observation, by default all. For example, `observed=[0, 2]` hides the velocities of
+    CartPole. Then only a network with a memory can balance the pole.
     """
     settings = SETTINGS.get(env, _ATARI_SETTINGS if env.startswith(ATARI) else Settings())
     if env_steps is not None:
@@ -196,7 +196,7 @@ def control(env: str = "CartPole-v1", env_steps: int | None = None, observed: Se
 
 
 def control_task(env: Environment, settings: Settings) -> Task:
-    """Make the task of an environment with settings of PPO; the learning rate falls by rollouts, linearly to zero."""
+    """Make the task of an environment with settings of PPO; the learning rate falls linearly to 0, per rollout."""
     interface = Interface(env.inputs, env.n_actions, actions="choice" if env.discrete else "vector")
     size, per_rollout = settings.n_envs * settings.horizon, settings.epochs * settings.minibatches
     recipe = Recipe(
@@ -213,7 +213,7 @@ def control_task(env: Environment, settings: Settings) -> Task:
     if len(env.inputs) == 3:
         pnet = PNETS["conv_actor_critic"](interface)
     else:
-        # Left and right are alike in CartPole.
+        # CartPole is symmetric: the policy is an odd function of the observation.
         small = env.id in ("CartPole-v1", "Pendulum-v1")
         pnet = PNETS["actor_critic"](interface, odd=env.id == "CartPole-v1", normalize=not small)
 
@@ -246,9 +246,9 @@ def control_task(env: Environment, settings: Settings) -> Task:
 def rollout_batches(
     place: Rollouts, recipe: Recipe, generator: torch.Generator, net: Callable[[], PolicyValue]
 ) -> Iterator[Transitions]:
-    """Yield minibatches of one rollout after the other; each pass draws its seed, and makes its environments.
+    """Yield the minibatches of rollout after rollout. Each pass draws a seed and makes new environments.
 
-    A network with a memory gets whole sequences per environment.
+    A network with a memory gets whole sequences, one per environment.
     """
     settings = place.settings
     rows, per_batch = settings.n_envs * settings.horizon, recipe.batch_size
@@ -294,7 +294,7 @@ def _play(
 
 @torch.no_grad()
 def _rollout(envs: Any, net: PolicyValue, front: _Front, place: Rollouts) -> tuple[Transitions, _Front]:
-    """Act for T steps in N environments; return T * N transitions or N sequences, and the next front."""
+    """Act for T steps in N environments; return T * N transitions or N sequences, and the next rollout's front."""
     settings, discrete = place.settings, place.env.discrete
     obs, restarts, starts, steps = [front[0]], [front[1]], [front[2]], []
     first = memory = front[3]
@@ -353,7 +353,7 @@ def play(env: Environment, number: int, seed: int, act: Callable[[Tensor], Tenso
 def evaluate(net: PolicyValue, episodes: Episodes) -> NDArray[np.float64]:
     """Return the undiscounted returns of the greedy policy (likeliest choice, mean action), one per episode."""
     env, number = episodes.env, episodes.number
-    # Only the first episode of an environment counts: the memory starts once.
+    # Only the first episode of each environment counts, so the memory starts only once.
     memory, starts_1N = _blank(net, number), torch.ones(1, number, dtype=torch.bool)
 
     def act(obs_NO: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ Batch = tuple[Tensor, Tensor]
 """Inputs [B, ...] and targets: classes [B], or tokens [B, L]."""
 
 Augment = Callable[[Tensor, torch.Generator], Tensor]
-"""Inputs [B, ...] and a CPU generator to inputs of the same shape."""
+"""Function `(inputs [B, ...], CPU generator) -> inputs of the same shape`."""
 
 Images = tuple[NDArray[Any], NDArray[np.int64]]
 """Images [N, C, h, w] and their classes [N]."""
@@ -81,7 +81,7 @@ class Windows:
         return (len(self.tokens) - 1) // self.context
 
     def batches(self, batch_size: int, generator: torch.Generator) -> Iterator[Batch]:
-        """Yield as many windows as a pass has, each from a random place."""
+        """Yield the batches of a pass, with windows from random places, which may overlap."""
         offsets_L = torch.arange(self.context + 1)
         for _ in range(steps_per_epoch(self, batch_size)):
             start_B = torch.randint(len(self.tokens) - self.context, (batch_size,), generator=generator)
@@ -107,10 +107,10 @@ def steps_per_epoch(data: Data, batch_size: int) -> int:
 def endless_batches(
     data: Data, batch_size: int, generator: torch.Generator, augment: Augment | None = None
 ) -> Iterator[Batch]:
-    """Yield pass after pass in full batches, augmented; one CPU generator goes on from pass to pass.
+    """Yield full, augmented batches without end. All passes draw from the same CPU generator.
 
-    Further batches of a pass, such as a last one that is not full, are left out. Raises `ValueError` for a split that
-    gives fewer batches: a pass could not be resumed.
+    A pass has `len(data) // batch_size` batches; further batches are dropped. Raises `ValueError` if a pass has fewer
+    batches, because such a pass could not be resumed.
     """
     expected = steps_per_epoch(data, batch_size)
     while True:
@@ -119,7 +119,7 @@ def endless_batches(
             got += 1
             yield x if augment is None else augment(x, generator), y
         if got < expected:
-            raise ValueError(f"a pass of {len(data)} examples has {expected} full batches of {batch_size}, got {got}")
+            raise ValueError(f"a pass must have {expected} full batches of {batch_size}, got {got}: correct len(split)")
 
 
 def data_folder(task: str, data_dir: Path | None, holds: str) -> Path:
@@ -132,7 +132,7 @@ def data_folder(task: str, data_dir: Path | None, holds: str) -> Path:
 
 
 def labels_of(labels: Any, classes: int = 10) -> NDArray[np.int64]:
-    """Return the labels as an array; `ValueError` for others than 0 to `classes` - 1."""
+    """Return the labels as an array; raises ValueError for labels outside of 0 to `classes` - 1."""
     array, last = np.asarray(labels), classes - 1
     if array.ndim != 1 or not array.size or array.dtype.kind not in "iu" or not 0 <= array.min() <= array.max() <= last:
         raise ValueError(f"labels must be integers from 0 to {last}, got {labels!r:.80}")
@@ -142,9 +142,9 @@ def labels_of(labels: Any, classes: int = 10) -> NDArray[np.int64]:
 def image_splits(
     images: Images, held: tuple[int, ...], tested: Images | None = None, *, by_channel: bool = False
 ) -> tuple[list[Split], NDArray[Any], NDArray[Any]]:
-    """Hold parts of so many images out, and normalise all images (bytes or float64) by the training part.
+    """Hold out parts of `held` images each, and normalise all images (bytes or float64) by the training part.
 
-    Returns the training part, the parts held out and the test; mean and deviation of pixels [1, 1 or C, 1, 1].
+    Return the splits (training, held out, test), and the mean and deviation of pixels [1, 1 or C, 1, 1].
     """
     x, labels = images
     *parts, train = hold_out(labels, held, SPLIT_SEED)
@@ -161,19 +161,19 @@ def image_splits(
 
 
 def scaling(mean: NDArray[np.float64], std: NDArray[np.float64]) -> dict[str, Any]:
-    """Write mean and deviation of pixels for `Task.about`, in six digits; those of several channels as lists."""
+    """Return mean and deviation of pixels for `Task.about`, with six digits, as lists if there are several channels."""
     found = {name: [float(f"{x:.6g}") for x in values.ravel()] for name, values in (("mean", mean), ("std", std))}
     return {name: values if len(values) > 1 else values[0] for name, values in found.items()}
 
 
 def noise(deviation: float) -> Augment:
     """Add normal noise of a standard deviation, in units of the normalised inputs."""
-    # A copy keeps the memory layout of the inputs; a sum with other numbers would not.
+    # Add in place to a copy, which keeps the memory layout of the inputs.
     return lambda x, generator: x.clone().add_((deviation * torch.randn(x.shape, generator=generator)).to(x.device))
 
 
 def leave_out(part: float, pad: int) -> Augment:
-    """Replace a random part of the tokens of texts [B, L] by pads; the first token stays."""
+    """Replace each token of texts [B, L], except the first, by `pad` with probability `part`."""
 
     def change(x_BL: Tensor, generator: torch.Generator) -> Tensor:
         gone_BL = torch.rand(x_BL.shape, generator=generator) < part
@@ -184,9 +184,9 @@ def leave_out(part: float, pad: int) -> Augment:
 
 
 def shift(pixels: int, part: float, fill: float, *, mirrors: bool = False) -> Augment:
-    """Move a part of the images, each by up to `pixels` pixels up or down and left or right, `fill` coming in.
+    """Move a fraction `part` of the images by up to `pixels` pixels along each axis; `fill` is the value at the border.
 
-    If `mirrors`, the part is mirrored, and all images are moved (He et al., 2015, 4.2).
+    With `mirrors`, all images are moved, and the fraction `part` is mirrored (He et al., 2015, 4.2).
     """
 
     def change(x_BChw: Tensor, generator: torch.Generator) -> Tensor:
@@ -203,16 +203,16 @@ def shift(pixels: int, part: float, fill: float, *, mirrors: bool = False) -> Au
 
 
 def distort(change: float, pixels: float, fill: float) -> Augment:
-    """Turn, stretch, shear and move each image at random, `fill` coming in.
+    """Rotate, stretch, shear and move each image at random; `fill` is the value at the border.
 
-    The new image at y is the old one at (I + C) y + d, both from the middle, interpolated between pixels: C [2, 2] has
-    numbers from `-change` to `change`, d up to `pixels` pixels (Simard et al., 2003, section 2, for digits).
+    The new image at y is the old image at (I + C) y + d, interpolated, with coordinates from the centre. C [2, 2] has
+    entries from `-change` to `change`, and d is up to `pixels` pixels (Simard et al., 2003, section 2, for digits).
     """
 
     def change_images(x_BChw: Tensor, generator: torch.Generator) -> Tensor:
         n, _, rows, cols = x_BChw.shape
         drawn_B23 = 2 * torch.rand((n, 2, 3), generator=generator) - 1
-        # Sides of images are from -1 to 1, columns before rows.
+        # `affine_grid` counts from -1 to 1 along each side, columns before rows.
         reach_23 = torch.tensor([[change, change, 2 * pixels / cols], [change, change, 2 * pixels / rows]])
         map_B23 = (torch.eye(2, 3) + reach_23 * drawn_B23).to(x_BChw.device)
         places_Bhw2 = F.affine_grid(map_B23, list(x_BChw.shape), align_corners=False)
@@ -229,9 +229,9 @@ def in_turn(*changes: Augment) -> Augment:
 
 
 def hold_out(labels_N: NDArray[np.int64], counts: tuple[int, ...], seed: int) -> tuple[NDArray[np.int64], ...]:
-    """Return stratified, disjoint parts of a data set: indices of `counts[0]`, ... examples, then of the rest.
+    """Return the indices of stratified, disjoint parts of a data set: `counts[0]`, ... examples, and the rest.
 
-    Every part holds the classes in proportion. The same seed gives the same parts on every machine.
+    Every part has the classes in proportion. The same seed gives the same parts on every machine.
     """
     n = len(labels_N)
     # RandomState's stream is frozen across numpy versions; Generator's is not.
@@ -240,7 +240,7 @@ def hold_out(labels_N: NDArray[np.int64], counts: tuple[int, ...], seed: int) ->
     for label in np.unique(labels_N):
         members = shuffled_N[labels_N[shuffled_N] == label]
         share_N[members] = (np.arange(len(members)) + 0.5) / len(members)
-    # Sorted by position within its class, any stretch of the order holds the classes in proportion.
+    # In the order of positions within classes, any interval has the classes in proportion.
     rank_N = np.lexsort((shuffled_N, share_N))
     bounds = np.cumsum((0, *counts, n - sum(counts)))
     return tuple(np.sort(rank_N[a:b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True))

@@ -48,7 +48,7 @@ def read_idx(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
     header = bytes((0, 0, 8, len(shape))) + b"".join(n.to_bytes(4, "big") for n in shape)
     size = len(header) + math.prod(shape)
     with one_error(path, "IDX file"), gzip.open(path) as file:
-        # One byte more than expected: a longer file does not pass, and a bomb does not fill the memory.
+        # Read at most one byte more than expected: a longer file is refused, and a bomb cannot fill the memory.
         if not (content := file.read(size + 1)).startswith(header) or len(content) != size:
             got = f"{len(content)} or more that start with {content[: len(header)].hex() or 'nothing'}"
             raise ValueError(f"shape {shape} takes {size} bytes that start with {header.hex()}, got {got}")
@@ -77,10 +77,10 @@ def mnist_like(
 ) -> Task:
     """Load MNIST (LeCun, Cortes and Burges) or a data set of its form, four IDX `.gz` files: 28 x 28 pixels in grey.
 
-    Validation holds out 5,000 training images, always the same ones. The others get normal noise, whose deviation is
-    `noise` relative to their pixels'; a part, `shift`, is moved by up to one pixel each way; all are turned, stretched
-    and sheared by up to `distort`, a part of their size, and then moved by up to 1.5 pixels. None takes the best known
-    value, which depends on the size of the genome.
+    The validation split has 5,000 fixed training images. The other images get normal noise of deviation `noise`,
+    relative to the pixels' deviation. A fraction `shift` of them moves by up to one pixel along each axis. All are
+    rotated, stretched and sheared by up to `distort`, relative to their size, and moved by up to 1.5 pixels. None means
+    the best known value, which depends on the size of the genome.
     """
     asked = {"noise": noise, "shift": shift, "distort": distort}
     for option, x in asked.items():
@@ -101,7 +101,7 @@ mnist, fashion_mnist = partial(mnist_like, "mnist"), partial(mnist_like, "fashio
 def _mnist_recipe(pnet: PNet, genome_params: float, asked: Mapping[str, float | None], blank: float) -> Recipe:
     recipe, known = Recipe(lr=1e-2), {"noise": 0.0, "shift": 0.0, "distort": 0.0}
     if pnet.name == "mlp":
-        # Genomes also learn images by heart: without noise and shifts the later epochs gain nothing.
+        # Genomes overfit as well: without noise and shifts, later epochs do not improve the validation accuracy.
         small = genome_params <= 1_000
         known |= {"noise": 0.25 if small else 0.4, "shift": 0.3}
         lr, betas, epochs = (8e-2, (0.9, 0.95), 120) if small else (4e-2, (0.9, 0.99), 50)
@@ -123,8 +123,8 @@ def cifar10(data_dir: Path | None = None) -> Task:
     """Load CIFAR-10 (Krizhevsky, 2009, https://www.cs.toronto.edu/~kriz/cifar.html): photographs in ten classes.
 
     The folder holds the standard python batches (`data_batch_1` to `data_batch_5`, `test_batch`), or
-    `cifar10_train*.npz` and `cifar10_test*.npz`, whose `delta` has differences of neighbouring pixels. A tenth of the
-    training images, the same ones always, is held out for validation.
+    `cifar10_train*.npz` and `cifar10_test*.npz`, whose `delta` has differences of neighbouring pixels. A fixed tenth of
+    the training images is for validation.
     """
     folder = data_folder("cifar10", data_dir, "its python batches (cifar-10-batches-py) or cifar10_train*.npz")
     learned, tested = load_cifar(folder)
@@ -137,7 +137,7 @@ def cifar10(data_dir: Path | None = None) -> Task:
 
 def cifar10_recipe(pnet: PNet, genome_params: float) -> Recipe:
     """Choose the recipe for small photographs."""
-    # Small genomes do not learn images by heart, large ones gain nothing at the rate of small ones.
+    # Small genomes do not overfit and need smaller shifts. Large genomes gain nothing at the higher rate.
     lr = 3e-2 if genome_params < 30_000 else 2e-2
     pixels = 0 if genome_params < 5_000 else 2 if genome_params < 15_000 else 4
     augment = data.shift(pixels, 0.5, 0.0, mirrors=True)
@@ -145,7 +145,7 @@ def cifar10_recipe(pnet: PNet, genome_params: float) -> Recipe:
 
 
 def load_cifar(data_dir: Path, name: str = "cifar10", classes: int = 10) -> tuple[Images, Images]:
-    """Read the training images and the test images of a folder in one of the two forms; `name` may be a pattern."""
+    """Read training and test images of a folder in one of the formats of `cifar10`; `name` may be a glob pattern."""
     packed = [sorted(data_dir.glob(f"{name}_{part}*.npz")) for part in ("train", "test")]
     if any(packed):
         if (counts := [len(paths) for paths in packed]) != [1, 1]:
@@ -163,7 +163,7 @@ def load_cifar(data_dir: Path, name: str = "cifar10", classes: int = 10) -> tupl
 def read_packed(path: Path, classes: int = 10) -> Images:
     """Read an `.npz` of CIFAR-10: `labels` [N], and `delta` [N, 3, 32, 32] with R - G, G, B - G as differences.
 
-    If the file says which images are `exact`, the others are left out.
+    If the file has booleans `exact` [N], only the images with True are returned.
     """
     arrays = read_arrays(path, _MAX_UNPACKED, ("delta", "labels", "exact"))
     with one_error(path, "CIFAR-10 .npz"):
@@ -172,7 +172,7 @@ def read_packed(path: Path, classes: int = 10) -> Images:
         if delta.dtype != np.uint8 or delta.shape != (len(labels), *_SHAPE):
             raise ValueError(f"delta must be {len(labels)} x 3 x 32 x 32 bytes, got {delta.dtype} {delta.shape}")
         if exact.shape != labels.shape or exact.dtype != bool or not exact.any():
-            raise ValueError(f"exact must say which of {len(labels)} images are, got {exact.dtype} {exact.shape}")
+            raise ValueError(f"exact must be {len(labels)} booleans, some True, got {exact.dtype} {exact.shape}")
     images = delta[exact]
     for axis in (2, 3):
         np.cumsum(images, axis, dtype=np.uint8, out=images)
@@ -181,7 +181,7 @@ def read_packed(path: Path, classes: int = 10) -> Images:
 
 
 class _Stub:
-    """Keeps arguments and state of an object of a pickle, which is a program and is not run."""
+    """Stores the arguments and state of a pickled object, so that no code of the pickle runs."""
 
     def __init__(self, *args: Any) -> None:
         self.parts = args
@@ -193,7 +193,7 @@ class _Stub:
 class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (full := f"{module}.{name}") not in ("numpy.core.multiarray._reconstruct", "numpy.ndarray", "numpy.dtype"):
-            raise pickle.UnpicklingError(f"it asks for {full}, which no batch of images needs")
+            raise pickle.UnpicklingError(f"expected only arrays in the pickle, got {full}: use the original files")
         return _Stub
 
 

@@ -27,8 +27,8 @@ from gbfunc.untrusted import one_error, parse_json, read_picture
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".gif", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp", ".avif", ".jp2")
 _HOLDS = f"a folder of pictures ({' '.join(_SUFFIXES)}) per class, or CIFAR's (cifar-10-batches-py, cifar*_train*.npz)"
 _CIFAR = ("data_batch_*", "cifar-10-batches-py", "cifar*_train*.npz")
-_LEAST, _MAX_BYTES = 10, 1 << 33  # pictures to learn from, and bytes of all pictures in memory
-_SIZE, _ADAPTER = 32, 6_000  # rows of pictures without a base; parameters of an adapter beside the head
+_LEAST, _MAX_BYTES = 10, 1 << 33  # least number of training pictures; most bytes of all pictures in memory
+_SIZE, _ADAPTER = 32, 6_000  # rows of pictures without a pretrained network; parameters of an adapter without its head
 _FINE_TUNING = Recipe(direct_lr=3e-3, dense_lr=3e-4, clip_norm=1.0, schedule=linear_decay)
 
 
@@ -48,12 +48,12 @@ class Pictures(Split):
 def images(data_dir: Path | None = None, pretrained: str | None = None, size: int | None = None) -> Task:
     """Load pictures in a folder per class, or in CIFAR's files (see `load_cifar`), scaled to `size` rows and columns.
 
-    The preprocessor of the image classifier `pretrained` (see `pretrained_network`) decides the size and how channels
-    are normalised, and the classifier gets a new head. Otherwise the size is 32, and the training pictures decide.
+    With an image classifier `pretrained` (see `pretrained_network`), its preprocessor determines the size and the
+    normalisation, and the classifier gets a new head. Otherwise, the size is 32, and the training pictures determine
+    the normalisation.
 
-    `train` and `test`, or `train` and `val`, may be folders of such folders; `val` validates if all three are there. A
-    tenth of the training pictures stands in for each part that is not there: always the same one, with classes in
-    proportion.
+    The folder may have folders `train` and `test`, `train` and `val`, or all three, each with a folder per class. A
+    fixed, stratified tenth of the training pictures replaces a missing split. Without `test`, `val` is the test split.
     """
     if size is not None and (type(size) is not int or size < 12):
         raise ValueError(f"size of the images task must be an int >= 12, got {size!r}")
@@ -70,7 +70,7 @@ def images(data_dir: Path | None = None, pretrained: str | None = None, size: in
         head = sum(n_params(net.get_submodule(name)) for name in pnet.plan(0).modules_to_save)
         settings, params = partial(_recipe, head, len(parts["train"][1])), head + _ADAPTER
     if (needed := sum(len(labels_N) for _, labels_N in parts.values()) * 3 * size**2) > _MAX_BYTES:
-        raise ValueError(f"the pictures take {needed:,} bytes at size {size}, at most {_MAX_BYTES:,} fit: lower it")
+        raise ValueError(f"at most {_MAX_BYTES:,} bytes of pictures fit, got {needed:,} at size {size}: lower size")
     pixels = {part: read_pixels(pictures, size) for part, (pictures, _) in parts.items()}
     if not scale:
         some_NhwC = pixels["train"][:: 1 + len(pixels["train"]) // 1_000].astype(np.float64)
@@ -86,15 +86,15 @@ def images(data_dir: Path | None = None, pretrained: str | None = None, size: in
 
 def _recipe(head: int, pictures: int, pnet: PNet, genome_params: float) -> Recipe:
     batch_size = min(32, pictures)
-    # Five passes, and up to 20 where these are fewer than 450 steps.
+    # At least five passes, and up to 20 passes to reach 450 steps.
     epochs = min(max(5, math.ceil(450 * batch_size / pictures)), 20)
-    # A third of the rate for texts: 1e-2 is better than 3e-2 and 3e-3 for 5,000 parameters beside a direct head.
+    # A third of the rate for texts: with 5,000 parameters and a direct head, 1e-2 was better than 3e-2 and 3e-3.
     lr = base_rate(genome_params - head if genome_params > head else genome_params) / 3
     return replace(_FINE_TUNING, lr=lr, batch_size=batch_size, epochs=epochs)
 
 
 def find_parts(folder: Path) -> tuple[list[str], dict[str, tuple[Any, NDArray[np.int64]]]]:
-    """Find names of classes, none in CIFAR's files, and the pictures of `train`, `val` and `test`, as `images` says.
+    """Find the names of classes (none for CIFAR's files), and the pictures of `train`, `val` and `test` (see `images`).
 
     Hidden files and folders, and files without the suffix of a picture, are left out.
     """
@@ -130,7 +130,6 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _by_class(folder: Path) -> dict[str, list[Path]]:
-    """List the pictures of each class, whose name is its folder's."""
     found: dict[str, list[Path]] = {}
     for inner in _folders(folder):
         files = {x.relative_to(inner).parts: x for x in inner.rglob("*") if x.suffix.lower() in _SUFFIXES}
@@ -143,7 +142,7 @@ def _by_class(folder: Path) -> dict[str, list[Path]]:
 
 
 def read_pixels(pictures: Sequence[Any], size: int) -> NDArray[np.uint8]:
-    """Read pictures of any size as bytes [N, h, w, C] of `size` rows and columns; `ValueError` names a damaged file."""
+    """Read pictures as bytes [N, h, w, C], scaled to `size` rows and columns; raises ValueError for a damaged file."""
     image = import_extra("PIL.Image", "reading pictures", "gbfunc[qr]")
     pixels_NhwC = np.empty((len(pictures), size, size, 3), np.uint8)
     for i, source in enumerate(pictures):
@@ -154,7 +153,7 @@ def read_pixels(pictures: Sequence[Any], size: int) -> NDArray[np.uint8]:
 
 
 def preprocessing(folder: Path) -> tuple[int, NDArray[np.float64], NDArray[np.float64]]:
-    """Read how a pretrained network takes pictures: rows and columns; mean and deviation [C] of bytes."""
+    """Read a pretrained network's preprocessing: the number of rows and columns, mean and deviation [C] of bytes."""
     path, timm = folder / PREPROCESSOR, parse_json((folder / CONFIG).read_bytes(), CONFIG).get("pretrained_cfg")
     with one_error(path, "preprocessor, which says how a network takes pictures"):
         if timm is None:

@@ -16,33 +16,33 @@ from torch import Tensor
 from torch.distributions import Categorical, Distribution, Independent, Normal
 
 PolicyValue = Callable[..., tuple[Tensor, ...]]
-"""Observations [B, O] to the policy's numbers [B, P] and values [B]; with a memory, see `gbfunc.tasks.pnets.actors`."""
+"""Function from observations [B, O] to the policy's numbers [B, P] and values [B] (see `gbfunc.tasks.pnets.actors`)."""
 
 
 @dataclass(frozen=True)
 class Settings:
     """Settings of PPO; the defaults are CleanRL's."""
 
-    env_steps: int = 500_000  # transitions to train on, in all environments together
-    n_envs: int = 4  # environments side by side, N
-    horizon: int = 128  # steps of a rollout in each, T
+    env_steps: int = 500_000  # total number of transitions in all environments
+    n_envs: int = 4  # number of parallel environments, N
+    horizon: int = 128  # steps of a rollout in each environment, T
     epochs: int = 4  # passes over a rollout
-    minibatches: int = 4  # parts of a rollout; one gradient step each
+    minibatches: int = 4  # number of minibatches of a rollout, with one gradient step each
     gamma: float = 0.99  # discount
     lam: float = 0.95  # weight of longer returns in the advantage
-    clip: float = 0.2  # largest change of the probability ratio, and of the value, that is rewarded
+    clip: float = 0.2  # limit for the change of the probability ratio, and of the value, in the loss
     entropy: float = 0.01  # coefficient of the entropy bonus
     value: float = 0.5  # coefficient of the value loss
     clip_norm: float = 0.5  # largest Euclidean norm of the gradient
-    reward_scale: float = 1.0  # factor of rewards in training; reported returns are the environment's
+    reward_scale: float = 1.0  # factor of rewards in training; reported returns are not scaled
     reward_signs: bool = False  # train on the signs of rewards, as is usual for Atari
     lr: float = 2.5e-3  # learning rate of the genome at the start
     dense_lr: float = 2.5e-4  # learning rate of a dense net at the start
-    eval_every: int = 4  # updates from one evaluation to the next
+    eval_every: int = 4  # rollouts between two evaluations
 
     def __post_init__(self) -> None:
         if (size := self.n_envs * self.horizon) % self.minibatches:
-            raise ValueError(f"{self.minibatches} minibatches do not divide a rollout of {size} transitions")
+            raise ValueError(f"minibatches must divide a rollout of {size} transitions, got {self.minibatches}")
 
     @property
     def updates(self) -> int:
@@ -50,18 +50,18 @@ class Settings:
 
 
 class Transitions(NamedTuple):
-    """A minibatch, or a rollout to take minibatches from.
+    """The transitions of a minibatch, or of a rollout from which minibatches are drawn.
 
-    For a network with a memory, B stands for sequences in one environment each, and a second dimension T follows it.
+    For a network with a memory, B counts sequences, each from one environment, and T follows as the second dimension.
     """
 
     obs: Tensor  # observations [B, O]
     actions: Tensor  # int64 [B], or float [B, A]
-    log_probs: Tensor  # of the actions under the policy that acted [B]
+    log_probs: Tensor  # log probabilities of the actions under the policy that acted [B]
     advantages: Tensor  # [B]
     returns: Tensor  # targets of the value [B]
-    values: Tensor  # under the network that acted [B]
-    valid: Tensor  # 1 where something was done, 0 where the environment only restarted [B]
+    values: Tensor  # values of the network that acted [B]
+    valid: Tensor  # 1 for a step of the policy, 0 for a step that only restarted the environment [B]
     starts: Tensor | None = None  # for a network with a memory, 1 where an episode starts [B, T]
     memory: Tensor | None = None  # for a network with a memory, its first memory [B, M]
 
@@ -80,9 +80,9 @@ def gae(
     r"""Generalised advantage estimates (Schulman et al., 2016, equation 16): [T, N].
 
     $\delta_t = r_t + \gamma V(s_{t+1}) - V(s_t)$, $\hat A_t = \delta_t + \gamma \lambda \hat A_{t+1}$. The sum ends
-    with the episode: a terminal state has the value 0, and an episode that is cut short that of its last state.
+    with the episode: a terminal state has the value 0, and a truncated episode ends with the value of its last state.
 
-    Values [T + 1, N] are of the states before each step and of the one after the last; a time limit truncates.
+    Values [T + 1, N] belong to the states before each step, and to the state after the last step.
     """
     going_on_TN = (~(terminated_TN | truncated_TN)).to(rewards_TN)
     next_TN = values_TN[1:] * (~terminated_TN).to(rewards_TN)
@@ -97,10 +97,10 @@ def gae(
 def ppo_loss(
     net: PolicyValue, batch: Transitions, settings: Settings, discrete: bool
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clipped policy loss + clipped value loss - entropy bonus, means over the valid transitions of a minibatch.
+    """Return clipped policy loss + clipped value loss - entropy bonus, averaged over valid transitions, and metrics.
 
-    Advantages are normalised over the minibatch. Beside the loss come its terms, `entropy` in nats, `kl` (of the old
-    policy from the new one, http://joschu.net/blog/kl-approx.html) and `clipped` (part of the clipped ratios, 0 to 1).
+    Advantages are normalised over the minibatch. The metrics are the loss's terms, with `entropy` in nats, `kl` (of the
+    old policy from the new one, http://joschu.net/blog/kl-approx.html) and `clipped` (fraction of clipped ratios).
     """
     count = batch.valid.sum().clamp(min=1.0)
 
@@ -108,14 +108,14 @@ def ppo_loss(
         return (x_B * batch.valid).sum() / count
 
     centred_B = batch.advantages - mean(batch.advantages)
-    # Bessel's correction, as Tensor.std has it.
+    # Bessel's correction, as in `Tensor.std`.
     std = (mean(centred_B**2) * count / (count - 1).clamp(min=1.0)).sqrt()
     advantages_B = centred_B / (std + 1e-8)
     remembered = () if batch.memory is None else (batch.starts, batch.memory)
     numbers_BP, values_B, *_ = net(batch.obs, *remembered)
     actions = policy(numbers_BP, discrete)
     log_ratio_B = actions.log_prob(batch.actions) - batch.log_probs
-    # A step that only restarts took no action of the policy: its ratio may be anything, infinity included.
+    # Ignore a step that only restarts: its action is not the policy's, and its ratio may be infinite.
     log_ratio_B = torch.where(batch.valid > 0, log_ratio_B, 0.0)
     ratio_B = log_ratio_B.exp()
     clipped_B = ratio_B.clamp(1 - settings.clip, 1 + settings.clip)

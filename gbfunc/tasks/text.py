@@ -26,20 +26,20 @@ from gbfunc.untrusted import one_error
 
 _MAX_BYTES = 1 << 30
 
-# The batch of nanoGPT's run on a CPU (config/train_shakespeare_char.py and its readme), for twice as long.
+# The batch size of nanoGPT's run on a CPU (config/train_shakespeare_char.py and its readme), with twice the steps.
 _TEXT = Recipe(lr=2e-2, direct_lr=4e-3, dense_lr=4e-3, batch_size=12, steps=4_000, measure_every=500, clip_norm=1.0)
 _TUNING = Recipe(lr=3e-2, dense_lr=1e-4, batch_size=4, steps=300, measure_every=100, clip_norm=1.0)
-HELD_OUT = 128  # windows or chats that validate or test a pretrained model
-_WHOLE_RATE = 65_000  # genomes of up to so many parameters take the whole rate, larger ones less
+HELD_OUT = 128  # number of windows or chats in the validation or test of a pretrained model
+_WHOLE_RATE = 65_000  # the learning rate is lower for genomes with more parameters
 
 _SMALL_BERT = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512}
 _SMALL_BERT |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _FROM_SCRATCH = Recipe(lr=1e-2, direct_lr=3e-3, dense_lr=1e-3, batch_size=32, epochs=5, clip_norm=1.0)
 _FINE_TUNING = replace(_FROM_SCRATCH, dense_lr=1e-4, betas=(0.9, 0.999), epochs=3, schedule=linear_decay)
-_LEAST_STEPS, _MOST_EPOCHS = 450, 20  # of a fine-tuning: few texts are seen more often, up to so often
-_LEFT_OUT = 0.1  # part of the tokens that a fine-tuning does not see (word dropout: Iyyer et al., 2015, 2.2)
-LEAST = 10  # texts to learn from
-_POOL = 16  # batches whose texts are sorted by length together
+_LEAST_STEPS, _MOST_EPOCHS = 450, 20  # a fine-tuning has this many steps, if this many epochs suffice
+_LEFT_OUT = 0.1  # fraction of the tokens that fine-tuning masks (word dropout: Iyyer et al., 2015, 2.2)
+LEAST = 10  # least number of training texts
+_POOL = 16  # number of batches in a pool, within which texts are sorted by length
 
 
 class Tokens(NamedTuple):
@@ -48,35 +48,35 @@ class Tokens(NamedTuple):
     size: int  # number of tokens, the pad included
     encode: Callable[[str], Tensor]  # text to tokens [L]; `ValueError` for text without tokens
     decode: Callable[[list[int]], str] | None = None  # tokens to text
-    digest: str = ""  # tells vocabularies of equal size apart
-    pad: int = 0  # token that fills up short texts, if no text contains it
+    digest: str = ""  # distinguishes vocabularies of equal size
+    pad: int = 0  # token that pads short texts; no text contains it
 
 
 def check_int(task: str, name: str, value: Any, least: int) -> None:
-    """Raise `ValueError` for an option of a task that is no int, or a smaller one."""
+    """Raise `ValueError` unless an option of a task is None or an int of at least `least`."""
     if value is not None and (type(value) is not int or value < least):
         raise ValueError(f"{name} of the {task} task must be an int >= {least}, got {value!r}")
 
 
 def _check_vocabulary(pretrained: str | None, vocabulary: int | None) -> None:
     if pretrained is not None and vocabulary is not None:
-        raise ValueError(f"the pretrained network {pretrained} has its vocabulary, got vocabulary {vocabulary}")
+        raise ValueError(f"{pretrained} has its own vocabulary, got vocabulary {vocabulary}: leave the option out")
 
 
 def text(
     data_dir: Path | None = None, context: int = 64, vocabulary: int | None = None, pretrained: str | None = None
 ) -> Task:
-    """Load the task of modelling a text: the first 5 % test, the last 10 % validate, the part between them trains.
+    """Load a text for language modelling: the first 5 % for the test, the last 10 % for validation, the rest to train.
 
-    The text is a file in UTF-8, or a folder (see `read_text`), or otherwise the English of Python's help
-    (`pydoc_data.topics`). The model sees `context` tokens: characters, or byte pairs made from the training part, if
-    their number is given as `vocabulary`. A pretrained causal language model (see `pretrained_network`) has its own
-    tokens, and is validated and tested on the first 128 windows of these parts.
+    The text is a file in UTF-8, a folder (see `read_text`) or, by default, the text of Python's help
+    (`pydoc_data.topics`). The model gets `context` tokens. Tokens are characters or, with `vocabulary`, that number of
+    byte pairs from the training part. A pretrained causal language model (see `pretrained_network`) has its own
+    tokens, and is validated and tested on the first 128 windows of the parts.
     """
     check_int("text", "context", context, 2)
     check_int("text", "vocabulary", vocabulary, 257)
     source = python_help() if data_dir is None else read_text(data_dir)
-    # The last tenth validates, as is usual for tiny shakespeare.
+    # The last tenth is for validation, as usual for tiny shakespeare.
     first, last = int(len(source) * 0.05), int(len(source) * 0.9)
     parts = (source[first:last], source[last:], source[:first])
     if pretrained is not None:
@@ -86,13 +86,13 @@ def text(
         tokens = characters(source) if vocabulary is None else byte_pairs(parts[0], vocabulary)
     splits = [Windows(tokens.encode(part), context, len(part)) for part in parts]
     if (n := min(len(split.tokens) for split in splits)) <= context + 1:
-        where = data_dir or "the text"
-        raise ValueError(f"{where} is too short: a part of it has {n} tokens, and a window needs {context + 1}")
+        expected = f"expected more than {context + 1} tokens in each part of {data_dir or 'the text'}"
+        raise ValueError(f"{expected}, got {n}: use a longer text or a smaller context")
     return language_task("text", splits, tokens, context, pretrained)
 
 
 def language_task(name: str, splits: Sequence[Data], tokens: Tokens, context: int, pretrained: str | None) -> Task:
-    """Make the task of next tokens from its training, validation and test part."""
+    """Make a task of predicting next tokens, from a training, a validation and a test part."""
     interface = Interface((context,), tokens.size, tokens=True)
     how: dict[str, Any] = dict(loss=token_loss, evaluate=text_metrics, metrics=LOSS, settings=_text_recipe)
     if pretrained is not None:
@@ -115,7 +115,7 @@ def _text_recipe(pnet: PNet, genome_params: float) -> Recipe:
 
 
 def python_help() -> str:
-    """Return the English of Python's help: some hundred topics of its reference."""
+    """Return the text of Python's help: about a hundred topics of the reference."""
     from pydoc_data.topics import topics
 
     return "\n".join(topics[name] for name in sorted(topics))
@@ -124,8 +124,8 @@ def python_help() -> str:
 def read_text(path: Path) -> str:
     """Read a text file in UTF-8, or all `.txt` files under a folder as one text.
 
-    Files follow in the order of their paths below the folder, on every machine, and begin on a new line. Hidden files
-    and folders and files without text are left out.
+    Files are joined in the order of their relative paths, on every machine, and each begins on a new line. Hidden
+    files, hidden folders and files without text are left out.
     """
     if not path.exists():
         raise FileNotFoundError(f"no such text file or folder: {path}")
@@ -136,14 +136,14 @@ def read_text(path: Path) -> str:
         if not files:
             raise FileNotFoundError(f"no .txt file in {path}")
     if (size := sum(file.stat().st_size for file in files)) > _MAX_BYTES:
-        raise ValueError(f"{path} has {size:,} bytes, a text may have {_MAX_BYTES:,}")
+        raise ValueError(f"expected at most {_MAX_BYTES:,} bytes of text, got {size:,} in {path}: take a part of it")
     contents: list[str] = []
     for file in files:
         try:
-            # Some editors write a mark of the byte order first, which is no character of the text.
+            # Skip the byte-order mark that some editors write.
             content = file.read_bytes().decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{file} is not a text in UTF-8 (byte {error.start:,})") from error
+            raise ValueError(f"{file} is not a text in UTF-8 (byte {error.start:,}): convert it to UTF-8") from error
         if "\0" in content:
             raise ValueError(f"{file} is damaged or no text: it has a NUL at character {content.index(chr(0)):,}")
         contents += [content] if content.strip() else []
@@ -160,7 +160,7 @@ def characters(source: str) -> Tokens:
     def encode(part: str) -> Tensor:
         if unknown := sorted(set(part) - number.keys()):
             names = ", ".join(map(repr, unknown[:10]))
-            raise ValueError(f"no {names} among the {len(alphabet)} characters of the text")
+            raise ValueError(f"expected the {len(alphabet)} characters of the text, got {names}: leave them out")
         return torch.tensor([number[char] for char in part])
 
     return Tokens(len(alphabet), encode, lambda tokens: "".join(alphabet[t] for t in tokens), digest_of(alphabet))
@@ -182,14 +182,14 @@ def digest_of(words: str) -> str:
 
 @torch.no_grad()
 def continue_text(net: Net, task: Task, prompt: str, tokens: int, *, temperature: float = 0.8, seed: int = 0) -> str:
-    """Let a language model write so many tokens, and return the text after the prompt.
+    """Let a language model write `tokens` tokens, and return the text after the prompt.
 
     The model maps the last tokens [1, L] to logits [1, L, V], on the CPU. The temperature divides the logits before the
-    softmax: below 1 is more careful, 0 takes the likeliest token. Raises `ValueError` for a task without texts, an
-    empty prompt, unknown characters, or numbers out of range.
+    softmax: below 1, likely tokens become likelier, and 0 takes the likeliest token. Raises `ValueError` for a task
+    without texts, an empty prompt, unknown characters, or numbers out of range.
     """
     if task.encode is None or task.decode is None:
-        raise ValueError(f"the task {task.name} has no text to go on from: take one that encodes and decodes")
+        raise ValueError(f"expected a task of texts with encode and decode, got {task.name}: take text or chat")
     if not prompt:
         raise ValueError("the prompt must hold at least one character, got an empty one")
     if type(tokens) is not int or tokens < 1:
@@ -208,14 +208,14 @@ def continue_text(net: Net, task: Task, prompt: str, tokens: int, *, temperature
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=bool(sampled), **sampled
             )
         return task.decode(all_1L[0, len(written) :].tolist())
-    # A model may have room for more tokens than the task has.
+    # Ignore logits beyond the task's tokens, because a model may have more outputs.
     start, known = len(written), task.interface.outputs
     for _ in range(tokens):
         logits_V = logits_of(net(torch.tensor([written[-context:]])))[0, -1, :known].double()
         if temperature == 0:
             token = logits_V.argmax()
         else:
-            # The largest logit becomes 0: a temperature near 0 must not overflow.
+            # Subtract the largest logit, so that a temperature near 0 does not overflow.
             weights_V = ((logits_V - logits_V.max()) / temperature).softmax(0)
             token = torch.multinomial(weights_V, 1, generator=generator)
         written.append(int(token))
@@ -233,7 +233,7 @@ class PaddedTexts(Split):
         return x, y if y.ndim == 1 else y[:, : x.shape[1]]
 
     def order(self, shuffled_N: Tensor, batch_size: int, generator: torch.Generator) -> Sequence[Tensor]:
-        # Sorted within pools of batches: half as many pads, and batches remain random.
+        # Sort by length within pools of batches: this halves the padding, and batches remain random.
         pools = (pool[self.lengths[pool].argsort(stable=True)] for pool in shuffled_N.split(_POOL * batch_size))
         batches = [index_B for pool in pools for index_B in pool.split(batch_size)]
         return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
@@ -246,12 +246,12 @@ def classified(
     max_tokens: int = 64,
     vocabulary: int | None = None,
 ) -> Task:
-    """Load the task of a folder: `train.txt` and `test.txt` hold a label, white space and a text per line, in UTF-8.
+    """Load texts with classes: `train.txt` and `test.txt` have a label, white space and a text per line, in UTF-8.
 
-    A tenth of the training texts validates, 500 at most. The p-net is a small BERT with `vocabulary` byte-pair tokens
-    (1,000) made from the training texts, or a pretrained network with its tokens (see `pretrained_network`). A
-    classifier reads the mean of at most `max_tokens` tokens. TREC (Li and Roth, 2002) has 5,452 questions to learn
-    from and 500 to test, in 6 classes.
+    A tenth of the training texts, at most 500, is for validation. The p-net is a small BERT with `vocabulary` (1,000)
+    byte-pair tokens from the training texts, or a pretrained network with its tokens (see `pretrained_network`). A
+    linear layer classifies the mean over at most `max_tokens` tokens. TREC (Li and Roth, 2002) has 5,452 questions for
+    training and 500 for the test, in 6 classes.
     """
     check_int(name, "max_tokens", max_tokens, 4)
     check_int(name, "vocabulary", vocabulary, 257)
@@ -271,7 +271,7 @@ def classified(
     labels_N, test_labels_N = (np.array([number[label] for label in part]) for part in (labels, test_labels))
     held, kept = hold_out(labels_N, (min(500, len(labels_N) // 10),), SPLIT_SEED)
     if pretrained is None:
-        # After the pad, which is 0.
+        # Number the byte pairs from 1, because 0 is the pad.
         pairs = byte_pairs("\n".join(learned[i] for i in kept), (vocabulary or 1_000) - 1)
         tokens = Tokens(pairs.size + 1, lambda words: pairs.encode(words)[:max_tokens] + 1)
     else:
@@ -291,7 +291,7 @@ def classified(
         partial(_recipe, len(train), tokens.pad),
         genome_params=None if pretrained is None else 3_000,
         compression=3.0,
-        # In small chunks, which are as long as their longest text.
+        # Small chunks have less padding, because a chunk is as long as its longest text.
         evaluate=lambda net, split: {"accuracy": accuracy(net, split, 64)},
         encode=tokens.encode,
         about={"classes": classes},
@@ -331,16 +331,16 @@ def _recipe(n_texts: int, pad: int, pnet: PNet, genome_params: float) -> Recipe:
     epochs = min(max(_FINE_TUNING.epochs, math.ceil(_LEAST_STEPS / a_pass)), _MOST_EPOCHS)
     lr = base_rate(genome_params)
     reasons = {
-        "epochs": f"{n_texts:,} texts make {a_pass:,} steps a pass; it takes {_FINE_TUNING.epochs} passes, and up to "
-        f"{_MOST_EPOCHS} where these are fewer than {_LEAST_STEPS} steps",
-        "lr": f"as plan.suggested_lr() says of a base and {genome_params:,.0f} parameters",
-        "augment": f"{100 * _LEFT_OUT:g} % of the tokens are left out, others each time: less is learned by heart",
+        "epochs": f"{n_texts:,} texts make {a_pass:,} steps per pass; {_FINE_TUNING.epochs} passes, or up to "
+        f"{_MOST_EPOCHS} passes to reach {_LEAST_STEPS} steps",
+        "lr": f"as plan.suggested_lr() for a base and {genome_params:,.0f} parameters",
+        "augment": f"a random {100 * _LEFT_OUT:g} % of the tokens are masked in each step, against overfitting",
     }
     return replace(_FINE_TUNING, epochs=epochs, lr=lr, augment=leave_out(_LEFT_OUT, pad), reasons=reasons)
 
 
 def pretrained_tokens(pretrained: str, max_tokens: int | None = None) -> Tokens:
-    """Read the tokens of a pretrained network; raises as `texts`."""
+    """Read the tokens of a pretrained network; raises the errors of `texts`."""
     folder = pretrained_network(pretrained)
     tokenizers, transformers = (
         import_extra(name, "a pretrained network of texts", "gbfunc[text,hf]")
@@ -355,10 +355,10 @@ def pretrained_tokens(pretrained: str, max_tokens: int | None = None) -> Tokens:
     else:
         tokenizer.enable_truncation(max_tokens)
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        # A model without a pad (GPT-2) has a token that ends a text, which none holds inside.
+        # A model without a pad (GPT-2) uses its end-of-text token, which occurs inside no text.
         pads = (getattr(config, name, None) for name in ("pad_token_id", "eos_token_id"))
         if (pad := next((x for x in pads if isinstance(x, int)), None)) is None:
-            raise ValueError(f"{folder / CONFIG} names no pad_token_id, which fills up short texts")
+            raise ValueError(f"{folder / CONFIG} must have a pad_token_id, which pads short texts, got none: add it")
 
     def encode(words: str) -> Tensor:
         return torch.tensor(tokenizer.encode(words, add_special_tokens=classes).ids)

@@ -1,4 +1,4 @@
-"""The training loop of the command line and of the lab: a trainer, a task's data, a row of history per validation."""
+"""The training loop of the command line and the lab: `fit` runs a `Trainer` on a task, and records validations."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from gbfunc.trees import BUFFERS, flat_genome, flatten_tree, like_genome, tree_m
 from gbfunc.types import GenomeLike
 
 OnLog = Callable[[int, Mapping[str, float]], None]
-"""Takes the steps that are done, and numbers by name."""
+"""Called with the number of finished training steps, and metrics by name."""
 
 Report = Callable[[int, str, str | None], None]
 """Called with the total number of training steps, the latest metrics, and the validation after them or None."""
 
 
 class Trainer(NamedTuple):
-    """The functions that `fit` needs of anything that is trained."""
+    """The functions with which `fit` trains a genome or a dense network."""
 
     state: Any  # the first state
     # Maps a state and a batch to the next state, the loss, and other metrics of the batch.
     step: Callable[[Any, Any], tuple[Any, Tensor, dict[str, Tensor]]]
-    net: Callable[[Any], Net]  # the network of a state, ready to use
-    train_step: TrainStep | None = None  # takes the steps of a genome; None for other trainers
+    net: Callable[[Any], Net]  # returns the network of a state
+    train_step: TrainStep | None = None  # the training step of a genome; None for other trainers
 
 
 class Fit(NamedTuple):
@@ -92,7 +92,7 @@ def genome_trainer(
     metadata: Any = None,
     **options: Any,
 ) -> Trainer:
-    """Train a genome by a recipe; with `rounding`, as the genome is stored in such a dtype.
+    """Make a trainer of a genome by a recipe; with `rounding`, training rounds the genome as in a file of this dtype.
 
     `rounding="auto"` is for a file of `genome_bytes` with `metadata`. On a mesh, each rank takes its share of every
     batch, and all ranks must take every step. Other `options`, such as `pipeline`, go to `make_train_step`.
@@ -106,7 +106,7 @@ def genome_trainer(
     options = {"amp": recipe.amp} | options
     options |= dict(donate=True, clip_norm=recipe.clip_norm, on_nonfinite="raise", mesh=mesh, placement=placement)
     if (mesh is None or mesh.world == 1) and any(p.is_cuda for p in pnet.parameters()):
-        # A graph reads nothing back: the sums of a progress line show a loss that is not finite.
+        # A CUDA graph cannot raise an error. Instead, `fit` refuses a loss that is not finite at the next validation.
         options |= {"cuda_graph": "auto", "on_nonfinite": "skip"}
     train_step = gb.make_train_step(plan, pnet, task.loss, optimizer, rounding=rounding, **options)
 
@@ -125,13 +125,13 @@ def genome_trainer(
 
 
 def dense_trainer(net: nn.Module, task: Task, recipe: Recipe) -> Trainer:
-    """Train the weights of a network at the recipe's `dense_lr`, on the same schedule as a genome."""
+    """Make a trainer of a network's weights at the recipe's `dense_lr`, on the same schedule as a genome."""
     trainer = leaf_trainer(net.parameters(), lambda *inputs: net.train()(*inputs), task, recipe)
     return trainer._replace(net=lambda _: net.eval())
 
 
 def leaf_trainer(leaves: Iterable[Tensor], net: Net, task: Task, recipe: Recipe) -> Trainer:
-    """Train `leaves`, tensors that `net` reads, in place at the recipe's `dense_lr`."""
+    """Make a trainer that changes `leaves`, the tensors of `net`, in place at the recipe's `dense_lr`."""
     leaves, schedule = list(leaves), recipe.schedule(recipe, recipe.dense_lr, total_steps(task, recipe))
     fused = {"fused": True} if "fused" in signature(recipe.optimizer).parameters else {}
     kind: Any = recipe.optimizer
@@ -164,9 +164,9 @@ def fit(
     log_every: int = 10,
     on_validation: Callable[[Any, list[dict[str, float]]], None] = lambda state, history: None,
 ) -> Fit:
-    """Train as long as the recipe says, with validations in between unless `validate` is False.
+    """Train for the recipe's number of steps, with validations in between unless `validate` is False.
 
-    `seed` decides the order of the examples. A training that `checkpoints` resumes equals an uninterrupted one:
+    `seed` determines the order of examples. A training that `checkpoints` resumes equals an uninterrupted training:
     `resume(state)` returns the first state and its `Position` or None, `due(steps)` tells whether to save, and
     `save(state, steps, position, wait=False)` may raise to stop after a signal.
 
@@ -183,9 +183,9 @@ def fit(
     generator.set_state(order)
     batches = task.batches(task.train, recipe, generator, lambda: trainer.net(state))
     if taken:
-        # The batches of the present pass are drawn again: order and augmentation go on where they were.
+        # Draw the finished batches of the current pass again, so that order and augmentation continue from there.
         deque(islice(batches, (taken - 1) % a_pass + 1), 0)
-    # Summed as tensors: reading a number in each step would make a GPU wait.
+    # Sum tensors: reading a number in each step would make a GPU wait.
     sums = {name: torch.tensor(x, dtype=torch.float64) for name, x in at.sums.items()}
     reported = stretch = time.perf_counter()
     start = reported - at.seconds
@@ -194,15 +194,15 @@ def fit(
         totals = {name: float(x) for name, x in sums.items()}
         return Position(steps, order, totals, history, now - start, stepping + now - stretch)
 
-    # A checkpoint at the end of a stretch was saved before its validation, which then comes first.
+    # A checkpoint at the step of a validation was saved before the validation, which a resumed training does first.
     for steps in range(taken + (taken == done), total + 1):
         count = steps - done
         if steps > taken:
             if (steps - 1) % a_pass == 0:
                 order = generator.get_state()
             if (batch := next(batches, None)) is None:
-                got = f"batches of the task {task.name} end after {steps - 1} steps"
-                raise ValueError(f"{got}, the training has {total}")
+                words = f"expected {total} batches of the task {task.name}, got {steps - 1}"
+                raise ValueError(f"{words}: make its batches endless, or train fewer steps")
             state, loss, metrics = trainer.step(state, batch)
             found = _as_metrics(loss, metrics)
             if sums and sums.keys() != found.keys():
@@ -247,7 +247,7 @@ def _as_metrics(loss: Tensor, metrics: Any) -> dict[str, Tensor]:
         with suppress(TypeError, ValueError, RuntimeError):
             named = {"loss": loss, **metrics}
             return {name: torch.as_tensor(value).detach().double().reshape(()) for name, value in named.items()}
-    expected = "a task's loss must return beside the loss numbers by their names, none of them 'loss'"
+    expected = "a task's loss must return a pair (loss, dict of numbers without the name 'loss')"
     raise ValueError(f"{expected}, got {metrics!r:.200}")
 
 
@@ -257,7 +257,7 @@ def _status(sums: dict[str, Tensor], count: int, speed: float) -> str:
 
 
 RATE = 0.03
-"""First learning rate of the short training, part of the recipe's peak: higher ones move whole blocks of codes."""
+"""Initial learning rate of a fine-tuning, relative to the recipe's peak; higher rates change too many of the codes."""
 
 
 def slowed(recipe: Recipe, steps: int) -> Recipe:
@@ -267,13 +267,13 @@ def slowed(recipe: Recipe, steps: int) -> Recipe:
 
 
 def going_on(trainer: Trainer, state: GenomeLike) -> Trainer:
-    """Start a trainer from a copy of the genome of a state, into which its steps may write."""
+    """Return the trainer with a copy of a state's genome as its first state, because its steps change the state."""
     genome: Any = tree_map(torch.clone, {name: getattr(state, name) for name in gb.Genome._fields})
     return trainer._replace(state=trainer.state._replace(**genome))
 
 
 def joined(first: Fit, second: Fit) -> Fit:
-    """Join two trainings, one after the other."""
+    """Join the results of two consecutive trainings."""
     before = first.history[-1]
     shift = {name: before[name] for name in ("epoch", "step", "seconds")}
     rows = [row | {name: row[name] + value for name, value in shift.items()} for row in second.history]

@@ -43,7 +43,7 @@ def library() -> ctypes.CDLL:
     place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gbfunc" / f"kernels_{digest}.so"
     if place.exists():
         return ctypes.CDLL(str(place))
-    # A private folder: nobody else can place a library there.
+    # Compile in a private folder, where no other user can replace the library.
     with tempfile.TemporaryDirectory(prefix="gbfunc-") as folder:
         made = Path(folder) / place.name
         run = subprocess.run([*command, *sources, "-o", str(made)], capture_output=True, text=True)

@@ -27,7 +27,7 @@ class Operation(NamedTuple):
     """A function of tensors, given by its definition in PyTorch and by faster forward and backward passes.
 
     `run(*inputs)` computes `definition(*inputs)`. `pull(*cotangents, *inputs)` computes the gradients of all inputs
-    except the first `constants`. Both take plain tensors with memory. Without `pull`, autograd derives the definition.
+    except the first `constants`. Both get only tensors with memory. Without `pull`, autograd derives the definition.
     """
 
     definition: Callable[..., Tensors]
@@ -78,7 +78,7 @@ class _Function(torch.autograd.Function):
         return outputs, (0,) * len(outputs)
 
 
-# The default is 64 MiB: large enough to hide the dispatch of operators, and small against p-nets that need blocks.
+# The default, 64 MiB, is large enough to hide the overhead of calls, and small compared with p-nets that need blocks.
 def chunked_apply(
     fn: Callable[[Tensor, Params], Tensor], A: Tensor, B: Tensor, params: Params, *, max_bytes: int = 2**26
 ) -> Tensor:
@@ -86,8 +86,8 @@ def chunked_apply(
 
     `fn(pre-activations [rows, c, H], params) -> weights [rows, c]` is one g-net after its first layer; `fn` treats rows
     independently and draws no random numbers. `A` [T, r, H] with the bias and `B` [T, c, H] are pre-activations of rows
-    and columns, and `params` [T, ...] belong to all g-nets. `max_bytes` bounds the estimated memory of a block, but a
-    row is never divided. Transforms and compiled graphs use no blocks.
+    and columns, and `params` [T, ...] belong to all g-nets. `max_bytes` bounds the estimated memory of a block, which
+    has at least one row. Transforms and compiled graphs use no blocks.
     """
 
     def whole(A: Tensor, B: Tensor, params: Params) -> Tensor:
@@ -95,7 +95,7 @@ def chunked_apply(
 
     if is_plain_needed() or not have_memory((A, B, *params.values())):
         return whole(A, B, params)
-    # Weights and biases together count each activation about twice: forward keeps it before and after nonlinearities.
+    # This sum counts each activation about twice, because forward keeps it before and after its nonlinearity.
     floats = 2 * A.shape[-1] + sum(max(p.shape[1:], default=1) for p in params.values())
     at_once = max(1, max_bytes // (B.shape[-2] * floats * A.element_size()))
     tiles = []

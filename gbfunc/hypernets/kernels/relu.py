@@ -46,12 +46,12 @@ def _definition(grid: TileGrid, *inputs: Tensor) -> Tensors:
 
 
 def _by_hidden(A_TrH: Tensor, B_TcH: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    # [T, r, 1] and [T, 1, c] of each hidden unit, with whole rows of c in memory.
+    # Yield [T, r, 1] and [T, 1, c] per hidden unit. The c entries are adjacent in memory.
     return zip(A_TrH.permute(2, 0, 1)[..., None], B_TcH.permute(2, 0, 1).contiguous()[..., None, :], strict=True)
 
 
 def _blocks(*tensors: Tensor) -> Iterator[Tensors]:
-    # 2**18 weights of the first tensor, [T, r, c], fit in a cache.
+    # Blocks of 2**18 weights fit in a cache. The first tensor has the shape [T, r, c].
     n = max(1, 2**18 // tensors[0][0].numel())
     return zip(*(x.split(n) for x in tensors), strict=True)
 

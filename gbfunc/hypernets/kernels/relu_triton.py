@@ -1,11 +1,11 @@
-"""The ReLU tile on a GPU, by Triton (Tillet et al., 2019): tiles are written into their matrix and read from it.
+"""ReLU tiles on a GPU, in Triton (Tillet et al., 2019). The kernels read and write each tile within its matrix.
 
 In forward, a program makes one block of a tile, a hidden unit at a time. In backward, a program takes some rows of a
 tile and some hidden units, and computes parts of the gradients of A, v and b. A second launch, with rows and columns
 exchanged, computes the gradients of B and v.
 No two programs write to the same address, so results are reproducible. Sums are in float32, or float64 for float64.
 
-Suffixes: R, C rows and columns of a matrix; T tiles; r, c rows and columns of a tile; H hidden units; P its parts.
+Suffixes: R, C rows and columns of a matrix; T tiles; r, c rows and columns of a tile; P parts of r or c; H units.
 """
 
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ def backward_kernel(
     g, A, B, v, dA, dv, db, R, C, r, c, H,
     BY_ROWS: tl.constexpr, ROWS: tl.constexpr, HIDDEN: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """`dA = SA v` with `SA[i, h] = sum_j g[i, j] [A[i, h] + B[j, h] > 0]`, and parts of `sum_i A SA` and of `db`.
+    """`dA = SA v` with `SA[i, h] = sum_j g[i, j] [A[i, h] + B[j, h] > 0]`, and partial sums of `dv` and `db`.
 
     Without BY_ROWS, i are columns of the tile, and A and B stand for B and A.
     """

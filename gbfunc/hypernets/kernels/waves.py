@@ -76,7 +76,7 @@ class Side(NamedTuple):
 def period_of(codes_Unp: Tensor) -> int:
     """Find the cheapest period m with `code[b m + o] = code[b m] + code[o] - code[0]` for all rows.
 
-    The bits of a number have periods, as do the coordinates of an image's pixels. The number of rows is always one.
+    The number of rows n is always a period. Bits and pixel coordinates have shorter periods, which need fewer sines.
     """
     n = codes_Unp.shape[1]
     numbers = torch.arange(n, device=codes_Unp.device)
@@ -101,7 +101,7 @@ def have_memory(tensors: Iterable[Tensor]) -> bool:
             if type(x) not in (Tensor, nn.Parameter) or x.is_meta:
                 return False
             x.data_ptr()
-    except RuntimeError:  # of `torch.autograd.grad(is_grads_batched=True)` or a transform of `torch.func`
+    except RuntimeError:  # raised under `torch.autograd.grad(is_grads_batched=True)` and transforms of `torch.func`
         return False
     return True
 
@@ -139,7 +139,7 @@ def _native(sides: Sequence[Side]) -> tuple[list[Tensor], Pull]:
     waves = array("q", fields)  # Ten times faster than an array of ctypes.
     threads = min(torch.get_num_threads(), 1 + sum([x.numel() for x in outputs]) // _THREAD_WORK)
 
-    # Not the outputs: they would hold their graph, which holds `pull`, until Python collects cycles.
+    # `pull` must not refer to the outputs: their graph refers to `pull`, and a cycle would keep memory for long.
     dtype = sides[0].weight.dtype
 
     def run(direction: str, waves: array[int]) -> None:
@@ -166,7 +166,7 @@ def _native(sides: Sequence[Side]) -> tuple[list[Tensor], Pull]:
 
 
 def _backend(sides: Sequence[Side], leaves: Sequence[Tensor], kernel: Kernel) -> Backend | None:
-    # torch rejects the Function under any active transform, even one over p-net inputs.
+    # torch rejects `_Waves` inside any transform of `torch.func`, even if only the p-net's inputs are transformed.
     if is_plain_needed() or torch._C._are_functorch_transforms_active():
         return None
     kinds = {(x.dtype, x.device.type) for x in (*leaves, *[side.codes for side in sides])}
@@ -209,8 +209,8 @@ class _Waves(torch.autograd.Function):
 def waves(sides: Sequence[Side], *, kernel: Kernel = "auto") -> list[Tensor]:
     """Compute sides [T, n, 2 H] of one dtype, differentiable to any order in their leaves.
 
-    PyTorch's operators compute sides in transforms, in compiled graphs, and of tensors that no backend accepts. Raises
-    RuntimeError for `kernel="compiled"` on a CPU without a working C++ compiler.
+    PyTorch's operators compute the sides in transforms and in compiled graphs, and if no backend accepts the tensors.
+    Raises RuntimeError for `kernel="compiled"` on a CPU without a working C++ compiler.
     """
     leaves = [x for side in sides for x in side[1:5] if x is not None]
     if leaves and (backend := _backend(sides, leaves, kernel)) is not None:

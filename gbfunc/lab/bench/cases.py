@@ -1,4 +1,4 @@
-"""The cases of all benches, by scale and name, and the variants of a case, which are ways to run its step."""
+"""The cases of all benches, and the variants of a case: the ways to run its training step."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ VARIANTS: Mapping[str, tuple[Literal["periodic", "relu", ""], Callable[[Setup], 
 
 
 def build(case: Case, variant: str, setting: Setting) -> tuple[Step, int, int]:
-    """Build a variant's step; also return its number of weights, and its g-nets' largest number of features (or 0)."""
+    """Build a variant. Return its step, its number of weights, and the largest number of features of a g-net (or 0)."""
     gnets, make = VARIANTS[variant]
     pnet, (x, target) = case.pnet().to(setting.device), case.batch()
     batch = x.to(setting.device), target.to(setting.device)

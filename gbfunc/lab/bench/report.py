@@ -1,4 +1,4 @@
-"""Measures times in alternation, peak memory in another process, and a device for the planner; rows of `bench.json`."""
+"""Measures step times and peak memory for the rows of `bench.json`, and the speed of a device for the planner."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def time_together(
 ) -> dict[Key, Timing]:
     """Time functions in alternation, so that changes of the machine's speed affect all functions equally.
 
-    First, each function is called three times, because a compiled function may compile twice, or less often if that
-    takes 20 s. Then each round times every function for `visit` seconds, with at most 50 calls and at least one. More
-    than one call follows a call that is not timed and brings the function's data into the caches.
+    First, each function is called three times (less often if this takes 20 s), because a compiled function may compile
+    twice. Then each round times every function for `visit` seconds, with 1 to 50 calls. Before several calls, a call
+    that is not timed brings the function's data into the caches.
     """
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
@@ -87,7 +87,7 @@ def _kernels(step: Step) -> tuple[float, float]:
 
 def measure_memory(case: Case, variant: str, setting: Setting) -> int | None:
     """Measure the peak memory (B) of a variant's steps in a new process; None if the process runs out of memory."""
-    # The fork server starts first and is small. A child of this process would start with this process's peak.
+    # Use a fork server, which is small: a child of this process would start with the peak memory of this process.
     context = multiprocessing.get_context("forkserver")
     # Preload the compiler, which optimizers import.
     context.set_forkserver_preload([__name__, "torch._dynamo"])
@@ -211,7 +211,7 @@ _SENT_BYTES, _ROUNDS = 2**25, 5
 
 
 def calibrate(device: torch.device) -> tuple[DeviceSpec, bool]:
-    """Measure the device of one rank, for the planner; also return whether this process is the one that reports.
+    """Measure the device of one rank for the planner; also return True in the process that reports the result.
 
     An all-reduce is timed between the ranks of `torchrun`, or between two processes on the loopback device.
     """

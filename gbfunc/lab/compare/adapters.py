@@ -101,7 +101,7 @@ class Adapted:
             _import_peft().set_peft_model_state_dict(net, dict(state))
 
     def ladders(self, net: nn.Module) -> Iterator[tuple[int, Callable[[int], Settings]]]:
-        """Yield, per choice of layers, a number of rungs and a function from rung 1, 2, ... to ever larger settings."""
+        """Yield, for each choice of layers, a number n and a function from 1, ..., n to settings of increasing size."""
         linears = linears_of(net)
         blocks = len(linears.blocks)
 
@@ -146,7 +146,7 @@ class Adapted:
         return net.requires_grad_(False).eval()
 
     def length(self, net: nn.Module, settings: Settings, dtype: torch.dtype) -> int:
-        """Return the bytes of a file, from a base on the meta device, where copies and decompositions cost nothing."""
+        """Return the size of a file in bytes. `net` is on the meta device, where copies and decompositions are free."""
         attached = self._attached(copy.deepcopy(net), settings, 0)
         return len(base.pack(base.blanks(self.state(attached)), dtype, {"adapter": settings}))
 

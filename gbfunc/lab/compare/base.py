@@ -25,7 +25,7 @@ Settings: TypeAlias = dict[str, Any]
 """Settings chosen on validation data, such as the learning rate and widths, as JSON."""
 
 HEAD = "classifier"
-"""The module that is new beside a pretrained base: each method trains and stores the module, or generates it."""
+"""The new module of a pretrained network, which each method trains and stores, or generates."""
 
 USED = 0.85
 """The smallest share of the budget that a candidate's file should use."""
@@ -155,7 +155,7 @@ def largest(fits: Callable[[int], bool], limit: int = 1 << 20) -> int:
 
 
 def of_widths(problem: Problem, factors: Sequence[float]) -> dict[float, PNet]:
-    """Scale the p-net's widths, if it has any, by factors, and by 2 if the budget has a bit per parameter or more."""
+    """Return the p-net with widths scaled by each factor, and by 2 if the budget has at least a bit per parameter."""
     task, make = problem.task, problem.task.pnet.scaled
     if make is None:
         return {1: task.pnet}
@@ -164,7 +164,7 @@ def of_widths(problem: Problem, factors: Sequence[float]) -> dict[float, PNet]:
 
 
 def narrow_pnets(task: Task, fits: Callable[[PNet], bool]) -> list[PNet]:
-    """Find the widest p-net that fits, up to four times as wide; for an MLP, one for each of 0 to 2 hidden layers."""
+    """Find the widest p-net that fits, at most 4 times as wide; for MLPs, one each with 0, 1 and 2 hidden layers."""
     if task.pnet.name == "mlp":
 
         def of(depth: int, width: int) -> PNet:

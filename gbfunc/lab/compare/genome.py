@@ -77,7 +77,7 @@ class GenomeOf:
         return found
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
-        """Train the genome by Adam with the recipe's betas; integer dtypes round it in the last sixth of the steps."""
+        """Train the genome by Adam with the recipe's betas; the last sixth of the steps rounds to an integer dtype."""
         about = {key: settings[key] for key in settings.keys() & {"pnet"}}
         task, plan = self._plan(problem, about)
         pnet, known, lr = task.build(seed), task.recipe(plan.genome_params), settings["lr"]

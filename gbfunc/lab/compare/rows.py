@@ -154,7 +154,6 @@ def to_json(results: Results) -> dict[str, Any]:
 
 
 def read_results(path: Path) -> Results:
-    """Read a `compare.json`; return no results if the file does not exist."""
     if not path.exists():
         return Results()
     try:

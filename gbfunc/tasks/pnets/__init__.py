@@ -40,7 +40,7 @@ def find_pnet(name: str, interface: Interface, config: Mapping[str, Any]) -> PNe
     """Find the p-net called `name`: a key of `PNETS`, `hf:TYPE`, or `package.module:function`.
 
     A user's function takes the options (and `interface`, if the function has such a parameter) and returns an
-    `nn.Module`, or a `PNet` that also says how to plan the module.
+    `nn.Module`, or a `PNet`, which also has options for the plan.
     """
     if name.startswith(PREFIX):
         return hugging_face(interface, name.removeprefix(PREFIX), **config)
@@ -50,7 +50,7 @@ def find_pnet(name: str, interface: Interface, config: Mapping[str, Any]) -> PNe
         with base.seeded(0):
             made: Any = factory(**options)
         if isinstance(made, PNet):
-            # A file names the function, even if the p-net has the name of another.
+            # Files must name the user's function, even if the `PNet` has another name.
             return replace(made, name=name, config=config)
         if not isinstance(made, nn.Module):
             raise ValueError(f"{name} must return an nn.Module or a PNet, got {type(made).__name__}")

@@ -24,9 +24,9 @@ from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet, check_reads, f
 
 
 class Normalizer(nn.Module):
-    """Moves each observed number to mean 0 and deviation 1, as seen so far, within -10 to 10: [B, O] -> [B, O].
+    """Scales each observed number to mean 0 and deviation 1, and clips it to -10 to 10: [B, O] -> [B, O].
 
-    In training mode, a batch then updates the statistics, which are buffers.
+    The statistics are buffers. In training mode, each batch updates them after its outputs.
     """
 
     mean: Tensor
@@ -53,9 +53,9 @@ class Normalizer(nn.Module):
 class ActorCritic(nn.Module):
     """Two tanh networks, `actor` and `critic`: observations [B, O] -> the policy's numbers [B, P] and values [B].
 
-    The actor's layers have `sizes` units, observations first; the critic's end with one. Weights start orthogonal with
-    gain sqrt(2), the policy's last layer with 0.01, the value's with 1; biases start at zero. If actions are `vectors`,
-    their log deviation `log_std` does not depend on the observation. A `Normalizer` may come first.
+    The actor has layers of `sizes` units, starting with the observation. The critic has the same layers and one output.
+    Initial weights are orthogonal with gain sqrt(2), in the actor's last layer 0.01, in the critic's 1; biases are 0.
+    Action `vectors` have a trained log deviation `log_std`. With `normalize`, a `Normalizer` scales the observations.
     """
 
     def __init__(self, sizes: Sequence[int], vectors: bool = False, normalize: bool = False) -> None:
@@ -91,12 +91,12 @@ def _orthogonal(layer: nn.Module, gain: float = 2**0.5) -> nn.Module:
 def actor_critic(
     interface: Interface, *, hidden: Sequence[int] = (64, 64), odd: bool = False, normalize: bool = False
 ) -> PNet:
-    """Describe policy and value networks for a task of control by the units of their `hidden` layers.
+    """Describe policy and value networks for a task of control, with `hidden` units per hidden layer.
 
-    If `normalize`, buffers of the network hold the mean and variance of the observations, by which it scales them.
+    With `normalize`, a `Normalizer` scales the observations.
 
-    If `odd`, a genome keeps the policy's hidden biases at zero: the outputs are odd functions of the observation, up to
-    a constant, as for an environment in which left and right are alike.
+    With `odd`, the policy's hidden biases stay zero in a genome. The outputs are then odd functions of the observation,
+    up to a constant, which suits environments in which left and right are symmetric.
     """
     check_reads("actor_critic", interface, "observations", 1)
     layers = (*interface.inputs, *hidden, interface.outputs)
@@ -109,7 +109,7 @@ def actor_critic(
 
 
 class RecurrentActorCritic(nn.Module):
-    """A layer of tanh and a GRU (Cho et al., 2014), each of H units, and a policy and a value of its state."""
+    """A tanh layer and a GRU (Cho et al., 2014) of H units each, with heads for the policy and the value."""
 
     def __init__(self, n_obs: int, hidden: int, n_actions: int, vectors: bool) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class RecurrentActorCritic(nn.Module):
     def forward(
         self, obs_BTO: Tensor, starts_BT: Tensor | None = None, memory_BM: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Take sequences and a memory; without these, observations [B, O] at the starts of their episodes."""
+        """Process sequences with their memory. With one argument, process first observations [B, O] of episodes."""
         if starts_BT is None or memory_BM is None:
             blank = obs_BTO.new_zeros(len(obs_BTO), self.memory)
             numbers, values, _ = self(obs_BTO[:, None], blank[:, :1], blank)
@@ -136,7 +136,7 @@ class RecurrentActorCritic(nn.Module):
 
 
 def recurrent_actor_critic(interface: Interface, *, hidden: int = 64) -> PNet:
-    """Describe a `RecurrentActorCritic` for a task of control with vectors as observations that hide some state."""
+    """Describe a `RecurrentActorCritic` for a task of control whose observations are vectors without the full state."""
     name, vectors = "recurrent_actor_critic", interface.actions == "vector"
     check_reads(name, interface, "observations", 1)
     make = partial(RecurrentActorCritic, interface.inputs[0], hidden, interface.outputs, vectors)
@@ -145,10 +145,10 @@ def recurrent_actor_critic(interface: Interface, *, hidden: int = 64) -> PNet:
 
 
 class ConvActorCritic(nn.Module):
-    """Convolutions, a wide layer, and a policy and a value of it: images [B, C, h, w] -> numbers [B, P] and values [B].
+    """Convolutions, a wide layer, heads for policy and value: images [B, C, h, w] -> numbers [B, P] and values [B].
 
-    Images of 36 x 36 and more go through the three convolutions of Mnih et al. (2015), smaller ones through two of
-    3 x 3. The first has `width` channels, the others twice as many. Integers of 8 bits are brightnesses up to 255.
+    Images of at least 36 x 36 pixels pass the three convolutions of Mnih et al. (2015), smaller images two of 3 x 3.
+    The first convolution has `width` channels, the others twice as many. Images of dtype uint8 are divided by 255.
     """
 
     def __init__(self, inputs: Sequence[int], width: int, hidden: int, n_actions: int, vectors: bool) -> None:

@@ -1,4 +1,4 @@
-"""Base of the p-nets of the command line: how to build one, plan its genome, and make it smaller."""
+"""The base of the command line's p-nets: `PNet` builds a p-net, plans its genome, and scales its widths."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Interface(NamedTuple):
     """Inputs and outputs of a p-net."""
 
     inputs: tuple[int, ...]  # shape of one example: (channels, rows, columns) of an image, (positions,) of a text
-    outputs: int  # classes, tokens of the vocabulary, or numbers (choices) of an action
-    tokens: bool = False  # whether inputs are tokens (integers), and each position is answered by a prediction
+    outputs: int  # number of classes, of tokens, of actions to choose from, or of entries of an action
+    tokens: bool = False  # whether inputs are tokens (integers), with a prediction for each position
     vocabulary: int = 0  # number of tokens, for a task of texts with classes; otherwise 0
-    pad: int = 0  # token that fills up short texts, for such a task
+    pad: int = 0  # token that pads short texts, for a task of texts with classes
     actions: Literal["choice", "vector"] | None = None  # kind of actions, for a task of control
 
     @property
@@ -47,17 +47,17 @@ class Interface(NamedTuple):
 
 
 class PlanOptions(NamedTuple):
-    """Arguments of `make_plan` that generate the weights of a p-net best."""
+    """The best known arguments of `make_plan` for a p-net."""
 
     hypernet: Hypernet = periodic()  # type of the g-nets, without a size
     # {parameter: (code of rows, code of columns)}
     encodings: Mapping[str, tuple[Encoding | None, Encoding | None]] = MappingProxyType({})
     rules: tuple[tuple[str, Hypernet | None], ...] = ()  # ((pattern, hypernetwork), ...)
-    include: tuple[str, ...] = ()  # patterns of parameters to generate beside the default ones
+    include: tuple[str, ...] = ()  # patterns of parameters to generate in addition to the defaults
     exclude: tuple[str, ...] = ()  # patterns of parameters to keep direct
     max_tile: MaxTile = None  # largest tile
     base: Literal["own"] | None = None  # "own" if the p-net is pretrained, and its genome an adapter
-    target_modules: str | tuple[str, ...] | None = None  # modules that an adapter changes; None for the default ones
+    target_modules: str | tuple[str, ...] | None = None  # modules that an adapter changes; None for the defaults
     modules_to_save: tuple[str, ...] = ()  # modules that the p-net adds to its base
 
     def with_hypernet(self, hypernet: Hypernet) -> PlanOptions:
@@ -68,19 +68,19 @@ class PlanOptions(NamedTuple):
 
 
 BLOCKS = PlanOptions(hypernet=periodic(share="layers"))
-"""For deep nets of equal blocks, which share code weights."""
+"""Options for deep nets: equal blocks share code weights."""
 
 
 @dataclass(frozen=True)
 class PNet:
-    """A p-net, and how to plan and narrow it."""
+    """A p-net with the options of its plan and a function that scales its widths."""
 
-    name: str  # its family, as on the command line
-    make: Callable[[], nn.Module]  # the module, with initial weights from torch's default generator
-    # Options of `make_plan` from the size of the genome, in parameters.
+    name: str  # the family, as on the command line
+    make: Callable[[], nn.Module]  # builds the module, with initial weights from torch's default generator
+    # Returns options of `make_plan` for a number of genome parameters.
     plan: Callable[[float], PlanOptions] = lambda genome_params: PlanOptions()
-    config: Mapping[str, Any] = field(default_factory=dict)  # options that made it, as JSON
-    scaled: Callable[[float], PNet] | None = None  # the same family with its widths times a factor
+    config: Mapping[str, Any] = field(default_factory=dict)  # options of the family, as JSON
+    scaled: Callable[[float], PNet] | None = None  # returns the p-net with widths times a factor; None without widths
 
     def build(self, seed: int) -> nn.Module:
         """Make the module with the initial weights of a seed; torch's default generator is unchanged."""
@@ -98,10 +98,10 @@ def family(
     widths: Mapping[str, Any],
     multiple: int = 1,
 ) -> PNet:
-    """Describe a p-net, and how to scale the widths of its family.
+    """Describe a p-net with scalable widths.
 
-    `factory(interface, **config)` makes the p-net again; `widths` are its options that scale, each an int or a list of
-    ints, and multiples of `multiple`.
+    `factory(interface, **config)` makes the same p-net. `widths` are the options that scale, each an int or a list of
+    ints. Scaled widths are multiples of `multiple`.
     """
 
     def scaled(factor: float) -> PNet:
@@ -124,7 +124,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class AtMost(TorchDispatchMode):
-    """Raises `ValueError` before operations inside make more numbers than so many; views count as well."""
+    """Raises `ValueError` before the operations inside create more than `numbers` entries in total, views included."""
 
     def __init__(self, numbers: int) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class AtMost(TorchDispatchMode):
         with suppress(RuntimeError):  # Shapes that do not broadcast
             sizes.append(torch.broadcast_shapes(*(x.shape for x in args if isinstance(x, torch.Tensor))))
         if max(map(math.prod, sizes), default=0) > self.left:
-            raise ValueError(f"the network makes tensors of more than {self.numbers:,} numbers")
+            raise ValueError(f"expected a network with tensors of at most {self.numbers:,} numbers, got more")
         made = func(*args, **(kwargs or {}))
         if isinstance(made, torch.Tensor) and not any(made is x for x in args):
             self.left -= made.numel()
@@ -143,7 +143,7 @@ class AtMost(TorchDispatchMode):
 
 
 def check_reads(pnet: str, interface: Interface, kind: str, ndim: int | None = None, least: int = 1) -> None:
-    """Raise `ValueError` unless a task has inputs of a kind, of `ndim` dimensions, images of `least` rows or more."""
+    """Raise `ValueError` unless a task's inputs have a kind, `ndim` dimensions and (images) at least `least` rows."""
     if (reads := interface.reads) != kind:
         raise ValueError(f"the p-net {pnet} reads {kind}, the task has {reads}: take {_TAKE[reads]}")
     if len(interface.inputs) != (ndim or len(interface.inputs)) or min(interface.inputs[1:], default=least) < least:
@@ -159,7 +159,7 @@ def check_heads(pnet: str, width: int, heads: int) -> None:
 
 
 def check_types(pnet: str, factory: Callable[..., Any], config: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for options of another type than their defaults, and for ints below 1."""
+    """Raise `ValueError` for an option with a type that its default does not have, and for ints below 1."""
     for name, value in config.items():
         kind = type(inspect.signature(factory).parameters[name].default)
         fits = isinstance(value, int | float) if kind is float else type(value) is kind or kind not in _EXPECTED
@@ -169,16 +169,16 @@ def check_types(pnet: str, factory: Callable[..., Any], config: Mapping[str, Any
 
 
 def narrowed(pnet: PNet, params: int) -> PNet:
-    """Find the smallest p-net of a family with at least `params` parameters, a dense net to compare a genome with."""
+    """Find the smallest p-net of a family with at least `params` parameters, to compare a dense net with a genome."""
     if (scaled := pnet.scaled) is None:
-        raise ValueError(f"the p-net {pnet.name} has no smaller one of its kind")
+        raise ValueError(f"expected a p-net with scalable widths, got {pnet.name}: choose a family of gbfunc")
 
     def size(factor: float) -> int:
         with torch.device("meta"):
             return n_params(scaled(factor).make())
 
     most = next(2.0**i for i in count() if size(2.0**i) >= params)
-    # Widths are whole numbers, of millions at most.
+    # So many fractions distinguish all widths up to some millions.
     part = bisect_left(range(parts := 1 << 22), params, key=lambda part: size(most * part / parts))
     return scaled(most * part / parts)
 
@@ -194,8 +194,8 @@ def is_import_path(name: str) -> bool:
 
 
 def import_factory(path: str, returns: str) -> Callable[..., Any]:
-    """Import the function `package.module:name`, also from the present folder; `returns` is for the errors."""
-    # As `python -m` does; a console script leaves the folder out.
+    """Import the function `package.module:name`, also from the working folder; errors name what it `returns`."""
+    # Search the working folder, as `python -m` does and console scripts do not.
     sys.path.insert(0, folder := os.getcwd())
     try:
         factory = pkgutil.resolve_name(path)
@@ -211,7 +211,7 @@ def import_factory(path: str, returns: str) -> Callable[..., Any]:
 
 
 def options_for(what: str, factory: Callable[..., Any], config: Mapping[str, Any], **given: Any) -> dict[str, Any]:
-    """Return a factory's arguments: `config`, and its parameters in `given`; `ValueError` if `config` does not fit."""
+    """Return a factory's arguments, `config` and its parameters in `given`; raises ValueError for wrong options."""
     signature = inspect.signature(factory)
     known = [name for name in signature.parameters if name not in given]
     unknown = [name for name in config if name not in known]

@@ -49,9 +49,9 @@ class LeNet5(nn.Sequential):
     """LeNet-5 in the form that is usual in work on compression (Caffe's, after LeCun et al., 1998).
 
     Two convolutions of 5 x 5 with max pooling, the second of `width` channels, and two linear layers with ReLU between
-    them: 20 and 50 channels, 500 units and 431,080 parameters on MNIST by default. The last layer's weights begin at a
-    tenth of torch's: a genome's first weights and images are both smooth, so that products add up, and the first epochs
-    teach less with initial logits of 5.
+    them: 20 and 50 channels, 500 units and 431,080 parameters on MNIST by default. The last layer's initial weights are
+    a tenth of torch's. A genome's initial weights and images are both smooth, so their products would add up to logits
+    of about 5, with which the first epochs learn less.
     """
 
     def __init__(self, inputs: Sequence[int], width: int, classes: int) -> None:
@@ -66,7 +66,7 @@ class LeNet5(nn.Sequential):
 class ConvNet(nn.Sequential):
     """A small net for small images: two convolutions of 5 x 5, each with max pooling and ReLU, and a linear layer.
 
-    Half of `width` and `width` channels; with 32 it has 18,378 parameters on MNIST.
+    The convolutions have `width / 2` and `width` channels. With a width of 32, the net has 18,378 parameters on MNIST.
     """
 
     def __init__(self, inputs: Sequence[int], width: int, classes: int) -> None:
@@ -84,9 +84,9 @@ def _maps(inputs: Sequence[int]) -> tuple[int, int]:
 
 
 class Residual(nn.Module):
-    """Two convolutions beside a shortcut: [B, C, h, w] -> [B, out, h / stride, w / stride].
+    """Two convolutions and a shortcut: [B, C, h, w] -> [B, out, h / stride, w / stride].
 
-    If the shapes differ, the shortcut is a 1 x 1 convolution, or strided with zeros in the new channels (`padded`).
+    If the shapes differ, the shortcut is a 1 x 1 convolution or, if `padded`, strided with zeros in the new channels.
     """
 
     def __init__(self, channels: int, out: int, stride: int, padded: bool) -> None:
@@ -110,9 +110,9 @@ def _normed(channels: int, out: int, kernel: int, stride: int = 1) -> tuple[nn.M
 class ResNet(nn.Module):
     """A residual network with a stem of 3 x 3 for small images (He et al., 2015, sections 4.1 and 4.2).
 
-    The first of some stages has `width` channels; each later stage has twice as many, and half of the rows and columns.
-    A stage has `blocks` blocks of two convolutions. If `padded`, shortcuts have no parameters (option A of section
-    4.2), and the initial weights follow that section.
+    The first stage has `width` channels. Each later stage has twice as many, and half of the rows and columns. A stage
+    has `blocks` blocks of two convolutions. If `padded`, shortcuts have no parameters (option A of section 4.2), and
+    the initial weights follow section 4.2.
     """
 
     def __init__(
@@ -132,12 +132,12 @@ class ResNet(nn.Module):
 
 def _normed_plan(norms: str) -> PlanOptions:
     """Plan a net with norms whose weights match a pattern; convolutions of equal shape share code weights."""
-    # Norms only shift, and the layers after norms take over their scales: more sines for the same size.
+    # Fix the scales of norms, which the next layers can replace: the genome then has more sines at the same size.
     return PlanOptions(hypernet=periodic(share="shapes", frequency=2.5), rules=((norms, constant(1.0)),))
 
 
 def all_conv(interface: Interface, *, width: int = 96) -> PNet:
-    """`AllConv` for an image task, its options as there."""
+    """Describe an `AllConv` for an image task."""
     check_reads("allconv", interface, "images", 3, 12)
     plan, config = _normed_plan(rf"^({'|'.join(map(str, range(1, 24, 3)))})\.weight$"), {"width": width}
     make = partial(AllConv, interface.inputs[0], width, interface.outputs)
@@ -145,14 +145,14 @@ def all_conv(interface: Interface, *, width: int = 96) -> PNet:
 
 
 def lenet5(interface: Interface, *, width: int = 50) -> PNet:
-    """`LeNet5` for an image task, its second convolution of `width` channels."""
-    # Biases of the hidden layer can replace those of the convolutions, whose parameters do more as sines.
+    """Describe a `LeNet5` for an image task, with `width` channels in the second convolution."""
+    # Fix the biases of convolutions, which the hidden layer's biases can replace: the genome then has more sines.
     rules = ((r"^[025]\.bias$", constant(0.0)), (r"^[57]\.weight$", periodic(frequency=0.5)))
     return _of_maps("lenet5", lenet5, interface, LeNet5, width, "5.weight", rules)
 
 
 def convnet(interface: Interface, *, width: int = 32) -> PNet:
-    """`ConvNet` for an image task, its second convolution of `width` channels."""
+    """Describe a `ConvNet` for an image task, with `width` channels in the second convolution."""
     rules = ((r"^[03]\.bias$", constant(0.0)),)
     return _of_maps("convnet", convnet, interface, ConvNet, width, "7.weight", rules)
 
@@ -160,7 +160,7 @@ def convnet(interface: Interface, *, width: int = 32) -> PNet:
 def _of_maps(
     name: str, factory: Callable[..., PNet], interface: Interface, make: Any, width: int, weight: str, rules: Any
 ) -> PNet:
-    """Code the columns of a weight, which read the maps of the second convolution, by channel and place."""
+    """Describe a net. The columns of `weight` are coded by the channels and places of the second convolution."""
     check_reads(name, interface, "images", 3, 16)
     places = _maps(interface.inputs)
     code = per_axis(binary(), grid(*places, bandwidth=2.0), math.prod(places))

