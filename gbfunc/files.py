@@ -38,7 +38,7 @@ def replace_file(path: Path, data: bytes) -> None:
         if isinstance(error, OSError) and error.filename is None:
             error.filename = str(path)  # The error of a full disk names no file.
         raise
-    # Flush the folder, too: only then is the new name on disk. Not every system can open or flush folders.
+    # Flush the folder as well: only then is the new name on disk. Not every system can open or flush folders.
     with contextlib.suppress(OSError):
         folder = os.open(path.parent, os.O_RDONLY)
         try:

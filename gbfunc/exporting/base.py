@@ -150,8 +150,8 @@ def _error(kind: Format, data: bytes, like: nn.Module, tried: list[Inputs]) -> f
         except ImportError:
             return None
         except Exception as error:  # Runtimes raise private types of errors.
-            said = " ".join(str(error).split())[:300]
-            raise ValueError(f"the runtime cannot run the file ({said}): check=False writes it anyway") from error
+            reason = " ".join(str(error).split())[:300]
+            raise ValueError(f"the runtime cannot run the file ({reason}): check=False writes it anyway") from error
         with torch.no_grad():
             expected = [inputs.outputs_of(like) for inputs in tried]
     largest = 0.0

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves  # Not optree: Hugging Face register
 from gbfunc.trees import tree_map
 
 if TYPE_CHECKING:
-    # The import takes half a second.
+    # Not at run time, because the import takes half a second.
     from torch.export import ExportedProgram
 
 AUTO, BATCH = "auto", "batch"
@@ -69,7 +69,7 @@ def _has_rows(x: Any) -> bool:
 
 
 def is_text(x: Any) -> bool:
-    """Return True for tokens or a mask [B, L] with L >= 3; torch would specialize to a length of 1."""
+    """Return True for tokens or a mask [B, L] with L >= 3: torch would make a length of 1 (`shorter`) a constant."""
     return isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point() and x.shape[1] > 2
 
 
@@ -128,7 +128,7 @@ def _names(outputs: Any) -> list[str]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the logs and warnings of torch's exporters, which concern no user."""
+    """Silence the logs and warnings of torch's exporters, on which users cannot act."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

@@ -1,4 +1,4 @@
-"""QR codes of genomes: a code has the address of a page that grows the genome, with the genome's file as fragment."""
+"""QR codes of genomes: the address of a page that runs a genome's network, with the genome's file as fragment."""
 
 import io
 import os

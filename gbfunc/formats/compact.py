@@ -61,7 +61,7 @@ def pack(
 ) -> tuple[bytes, Sizes]:
     """Packs a document and all leaves of its plan; raises ValueError for numbers that are too large.
 
-    Codes of 2 to 8 bits with at most `most` symbols are stored in runs, which are some percent shorter but much slower.
+    Codes of 2 to 8 bits with at most `most` symbols are stored in runs, which are a little shorter but much slower.
     """
     narrow = narrow_stats(leaves)
     if isinstance(stored, Steps):

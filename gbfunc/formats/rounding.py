@@ -46,7 +46,7 @@ def stored_name(dtype: StoredDtype, what: str = "dtype") -> str:
 
 
 def stored_dtype(name: str, leaf: Tensor, dtype: str | None, narrow: bool = True) -> torch.dtype | None:
-    """Returns the dtype that stores a leaf or buffer, None for codes. `narrow` and codes: statistics have 16 bits."""
+    """Returns the dtype that stores a leaf or buffer; None for codes. With `narrow`, codes imply 16-bit statistics."""
     buffer = name.startswith(BUFFERS)
     if dtype is None or not leaf.is_floating_point() or (buffer and not (narrow and dtype in BITS and is_stat(name))):
         return leaf.dtype

@@ -34,7 +34,7 @@ def document(plan: Any, metadata: Any) -> str:
 def file_bytes(
     plan: Any, dtype: Stored | None = None, genome: GenomeLike | None = None, metadata: Any = None
 ) -> dict[str, int]:
-    """Counts the bytes of a genome's file by name; the sum is the size of the file that `save` writes.
+    """Counts the bytes of a genome's file per tensor; the sum is the size of the file that `save` writes.
 
     With a genome the bytes are exact. Without a genome, `"int2"` to `"int8"` give upper bounds, and `"auto"` gives
     expected sizes. The size of a stream of codes is divided among leaves by their bits, and among the tensors of a leaf

@@ -145,7 +145,7 @@ def _entry(symbol: int, limits: list[int]) -> Entry:
 
 
 def _tables(found: Quantised, width: int) -> tuple[NDArray[np.int64], list[list[int]]]:
-    """Returns the frequency tables of a part's stored integers, and the largest integer of each table [n]."""
+    """Returns a frequency table for each stored integer of a part, after the largest integers of the tables [n]."""
     evenly = width == WIDEST
     own = np.array(found.limits, np.int64) if evenly else _width_at(width, _stored(found)[1])
     keys, index = np.unique(own, return_inverse=True)

@@ -301,7 +301,7 @@ def as_stored(plan: Any, leaves: TensorMap, stored: Stored) -> tuple[Params, Par
 
 
 def _rate_gradient(leaves: TensorMap, found: list[Quantised], rate: float) -> Params:
-    # n numbers of a part take `n log2(1 + e mean|x| / step)` bits; half an amplitude saves one bit per number.
+    # n numbers of a part take `n log2(1 + e mean|x| / step)` bits; halving an amplitude saves one bit per number.
     gradients: list[Tensor] = []
     owned: dict[tuple[str | None, int], Tensor | float] = {}
     numbers = [one.part.of(leaves[one.part.leaf].detach()).float() for one in found]

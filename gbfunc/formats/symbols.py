@@ -81,7 +81,7 @@ def pack_runs(runs: list[Run]) -> tuple[bytes, list[float]]:
 
 
 def join(entries: list[Entry]) -> bytes:
-    """Codes symbols as a stream; an entry holds the sum of the frequencies below, the frequency, and the total."""
+    """Encodes symbols as a stream; an entry is the sum of the frequencies below, the frequency, and the total."""
     pieces = []
     for start in range(0, len(entries), PIECE):
         x = 1
@@ -95,7 +95,7 @@ def join(entries: list[Entry]) -> bytes:
 def most_runs_bytes(bits: float, symbols: int, runs: int) -> int:
     """Bounds the bytes of `runs` runs with `symbols` symbols, which take `bits` bits in total."""
     pieces = -(-(symbols + runs) // PIECE)
-    # Each integer may have as many bits more as the largest sum of frequencies has, which are less than 3 bytes.
+    # Each integer may take as many additional bits as the largest sum of frequencies has: less than 3 bytes.
     return math.ceil((bits + 4 * runs) / 8) + 3 * pieces + 2 * max(0, pieces - 1)
 
 
@@ -171,7 +171,7 @@ def geometric(width: int, most: int) -> tuple[int, list[int]]:
     reach = min(most, math.ceil(HALVINGS * 2 ** (width / 4)))
     distance = np.abs(np.arange(-reach, reach + 1, dtype=np.int64))
     fine = distance * 16 * ROOTS[width % 4]
-    # The exponent in sixteenths.
+    # The exponent of 1/2, in sixteenths.
     sixteenths = fine >> (24 + width // 4)
     powers = np.array(POWERS, np.int64)[sixteenths % 16] << 8
     frequencies = 1 + (powers >> np.minimum(sixteenths // 16, 40))

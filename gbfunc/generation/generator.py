@@ -26,7 +26,7 @@ from gbfunc.trees import DIRECT, GNET
 from gbfunc.types import Factors, Kernel, Params
 
 _RUN_BYTES = 2**22
-"""Bytes of tiles per call. Smaller calls cost overhead; larger calls allocate more memory (2 x 17 MB: 15 ms)."""
+"""Least bytes of tiles that one call generates. Smaller calls cost overhead, and much larger calls cost memory."""
 
 
 class Generated(NamedTuple):
@@ -191,7 +191,7 @@ class Generator:
         places: Sequence[tuple[Form, list[tuple[int, int]]]],  # Per tensor: form, and (stack, slot) of each matrix
         forms: dict[str, WeightForm],  # Forms of weights that are not dense, by all names of tied parameters
         direct: Sequence[Target],
-        unchanged: Mapping[str, Callable[[torch.device], Tensor]],  # Parameters of the base without a delta, by device
+        unchanged: Mapping[str, Callable[[torch.device], Tensor]],  # By device: base parameters without a delta
         order: Sequence[str],  # Names of a call's outputs
         dtype: torch.dtype,
     ) -> None:

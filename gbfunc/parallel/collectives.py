@@ -161,7 +161,7 @@ def stack_ranks(mesh: Mesh, named: Mapping[str, Tensor]) -> Params:
 
 
 def gather_objects(mesh: Mesh, x: Any, axis: AxisName = "world") -> list[Any]:
-    """Return a small object from every rank of an axis, in the order of ranks; not counted in `mesh.traffic`."""
+    """Gather a small object from every rank of an axis, in the order of ranks; `mesh.traffic` does not count it."""
     ranks = mesh.axis(axis)
     if ranks.size == 1:
         return [x]

@@ -35,7 +35,7 @@ from gbfunc.untrusted import parse_json
 
 _FORMAT = "gbfunc-checkpoint-1"
 _NO_DIGEST = "0" * 64
-_IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")  # Change the speed, not the update
+_IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")  # Options that change the speed, not the update
 _EXTRA, _TAG = "extra/", "$type"
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
 _LEFTOVER = re.compile(rf"\.{_NAME.pattern}\.[0-9a-f]{{16}}")  # Temporary files of `replace_file` after a kill
@@ -45,7 +45,7 @@ class Checkpointer:
     """Writes training checkpoints to a folder in the background and keeps the newest.
 
     One training at a time can use a folder; incomplete files of a killed training are removed. In distributed training
-    every rank creates a `Checkpointer` and calls `save`, and rank 0 alone writes the folder.
+    every rank creates a `Checkpointer` and calls `save`, and only rank 0 writes to the folder.
 
     Args:
         folder: the folder; created if it does not exist.

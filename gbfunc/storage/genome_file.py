@@ -46,12 +46,12 @@ def save(
         path: the file; an existing file is replaced.
         plan: the plan.
         genome: a `Genome` or `TrainState`.
-        dtype: `"float16"` or `"bfloat16"` (or torch's dtypes) rounds wider g-nets and direct parameters. `"int2"` to
-            `"int8"` stores codes of 2 to 8 bits with a scale and a zero point per row, tile or leaf, direct vectors in
-            float16, and running statistics of norms in 16 bits if these suffice. Steps from `allocate_steps` store
-            all trained values and running statistics as codes, with one step per part of the genome. Other buffers are
-            not changed. `load` restores the plan's dtypes. `make_train_step(rounding=)` trains with the rounding of the
-            file. None uses the dtype of the plan's target in bytes, or the p-net's dtypes without such a target.
+        dtype: how numbers are rounded. `load` restores the plan's dtypes, and `make_train_step(rounding=)` trains with
+            the rounding. `"float16"` or `"bfloat16"` (or torch's dtypes) rounds g-nets and direct parameters. `"int2"`
+            to `"int8"` stores them as codes of 2 to 8 bits, with a scale and a zero point per row, tile or leaf; direct
+            vectors are float16, and running statistics of norms have 16 bits if these suffice. Quantization steps from
+            `allocate_steps` store trained values and running statistics as integers, with a step per part of the
+            genome. None is the dtype of the plan's target in bytes, or the p-net's dtypes without such a target.
         metadata: any JSON, such as names of classes; `load_metadata` returns it.
 
     Returns:
@@ -147,8 +147,8 @@ def _opened(path: str | os.PathLike[str], max_params: int | None = None) -> Iter
     try:
         yield _open(Path(path), max_params)
     except (SafetensorError, ValueError, OSError, MemoryError, RuntimeError) as error:
-        said = " ".join(str(error).split())[:1000]
-        raise ValueError(f"{os.fspath(path)!r} is not a valid genome: {said}") from error
+        reason = " ".join(str(error).split())[:1000]
+        raise ValueError(f"{os.fspath(path)!r} is not a valid genome: {reason}") from error
 
 
 def is_genome(path: Path) -> bool:

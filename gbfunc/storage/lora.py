@@ -43,7 +43,7 @@ def save_lora(folder: str | os.PathLike[str], plan: Plan, genome: GenomeLike, pn
 
     The folder holds each delta as two thin matrices and the complete new modules (`modules_to_save`), so it is larger
     than the genome file. The adapter produces the same outputs in any LoRA runtime and cannot be converted back into a
-    genome. Each layer of a tied weight has its own copy of the matrices, so peft's merge would add them twice.
+    genome. Layers with a tied weight get a copy of the matrices each: do not merge these in peft, which would add both.
 
     Args:
         folder: the folder, created if it does not exist; its files are replaced.

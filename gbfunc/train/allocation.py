@@ -25,9 +25,9 @@ def allocate_steps(
 ) -> Steps:
     r"""Choose quantization steps for each part of a genome, so that the file has a given size and the loss grows least.
 
-    A part is the share of one tensor in a leaf. The quantization step times $\sqrt{\overline{g^2}}$ is the same for all
-    parts, where $\overline{g^2}$ is the optimizer's mean square of the part's gradient. This is reverse water-filling
-    with the diagonal of the Fisher information (`gbfunc.formats.steps`).
+    A leaf stacks the g-nets of several tensors; a part is one tensor's share of a leaf. The quantization step times
+    $\sqrt{\overline{g^2}}$ is the same for all parts, where $\overline{g^2}$ is the optimizer's mean square of the
+    part's gradient: reverse water-filling with the diagonal of the Fisher information (`gbfunc.formats.steps`).
 
     Pass the result to `save`, and to `make_train_step(rounding=)`. The loss then uses the genome as the file will store
     it. With a `batch_size`, the number of bits in the file is added to the loss. Allocate after 60 % of the training,

@@ -123,8 +123,8 @@ class LocalTrainStep(TrainStep):
         state = self._start_round(gnet_params)
         local = state.opt
         ranks = stack_ranks(self.mesh, {**_leaves(state), "rows": local.rows, **flatten_tree(local.inner, "opt/")})
-        whole = {k: x[0] for k, x in ranks.items()} | self._averaged(state)[2]
-        return _with_leaves(state, whole)._replace(opt=WholeLocalState(local.start, local.outer, ranks))
+        full = {k: x[0] for k, x in ranks.items()} | self._averaged(state)[2]
+        return _with_leaves(state, full)._replace(opt=WholeLocalState(local.start, local.outer, ranks))
 
     def fitted(self, tensors: Params) -> Params:
         """Convert tensors of a state saved by n ranks for these ranks: rank r gets the tensors of rank r mod n."""

@@ -18,7 +18,7 @@ FUSED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Kernel(NamedTuple):
-    """A fused kernel of torch."""
+    """A fused optimizer kernel of torch."""
 
     function: Callable[..., None]
     entries: tuple[str, ...]  # names of the optimizer state's tensors, in the function's order
@@ -97,7 +97,7 @@ def _make_group(
         known = [k for k in inspect.signature(cls).parameters if k != "params"]
         raise ValueError(f"{cls.__name__} refuses the options of {where}: {error}; its options are {known}") from error
     if options.get("fused") and cls not in (torch.optim.Adam, torch.optim.AdamW):
-        # On a CPU the fused SGD skips all elements of a half type that fill a vector register (torch 2.5 to 2.13).
+        # On a CPU, fused SGD skips elements of half-precision tensors that fill a vector register (torch 2.5 to 2.13).
         del options["fused"]
     return ParamGroup(cast("Callable[..., torch.optim.Optimizer]", cls), lr if callable(lr) else rate, options, by_tile)
 

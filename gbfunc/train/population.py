@@ -116,7 +116,7 @@ class Population:
         rows = None if same else tree_map(lambda x: 0 if isinstance(x, Tensor) else None, batch)
         dims = (0, None if noise is None else 0, 0, rows)
         with seeded(seeds[0], like.device), torch.enable_grad():
-            # Compute vmap(grad), not grad(vmap), under which code inside sees no tensor that requires a gradient.
+            # Compute vmap(grad): under grad(vmap), the loss function would see no tensor that requires grad.
             many = vmap(one, dims, randomness="different")
             loss_n, aux, buffers, found = many(frozen | trained, noise, buffers, None if same else batch)
             if loss_n.requires_grad:
@@ -133,7 +133,7 @@ class Population:
             # Copy the factors to the device once, so that later training steps copy nothing from the CPU.
             self._lr_factors = self._lr_factors.to(info.loss.device)
         step, finite_n, factors_n = self.train_step, info.finite, self._lr_factors
-        # Reading a value from an accelerator would wait for it, so compute both results there and select one.
+        # Reading a value would wait for an accelerator, so compute both results on the device and select one.
         choosing = finite_n.device.type != "cpu" or not bool(finite_n.all())
         if choosing and step._options.on_nonfinite == "raise" and not bool(finite_n.all()):
             words = f"loss or gradient of members {(~finite_n).nonzero().flatten().tolist()} is not finite"

@@ -150,7 +150,7 @@ class TrainStep:
 
     @property
     def dense_reads(self) -> dict[str, int]:
-        """Number of times that weights with a form were read as dense tensors, by name, without compiled steps."""
+        """How often each weight that stays factored was read as dense, by name; compiled steps do not count."""
         loss = self._objective.strategy.loss
         return {} if loss is None else loss.net.dense_reads
 
@@ -246,7 +246,7 @@ class TrainStep:
 
 
 def _other_targets(batch: Any) -> list[Any]:
-    """Replace the targets of a batch `(x, y)` or with `labels` by those of other rows, and last by those of one row."""
+    """Return copies of a batch `(x, y)`, or a dict with `labels`, with other rows' targets, and last equal targets."""
     labelled = isinstance(batch, dict)
     y = batch.get("labels") if labelled else batch[1] if type(batch) in (tuple, list) and len(batch) == 2 else None
     if not isinstance(y, Tensor) or not y.ndim or len(y) < 2:

@@ -1,4 +1,4 @@
-"""Builds a page that grows a genome in the browser and runs its network: one HTML file without requests to a server.
+"""Builds a page that generates and runs a genome's network in the browser: one HTML file without requests to a server.
 
 The page's JavaScript reads a genome's file (`read.js`, `bytes.js`, `steps.js`), checks the plan against the format's
 schema and limits (`plan.js`), generates the weights (`grow.js`), runs the p-nets of the command line and p-nets that
@@ -40,7 +40,7 @@ DTYPES, MOST_WEIGHTS = ("float32", "float64"), 64_000_000
 
 
 def check(plan: Plan) -> None:
-    """Raise `ValueError` for a genome that a page cannot grow."""
+    """Raise `ValueError` for a genome whose network a page cannot generate."""
     if plan.base is not None:
         raise ValueError("not in the browser yet: a genome that changes a pretrained network")
     if others := {slot.hypernet.type for tensor in plan.tensors for slot in tensor.slots} - {*TYPES}:
@@ -67,9 +67,9 @@ def page(
     return re.sub(r"{{(\w+)}}", lambda match: parts[match[1]], _source("page.html"))
 
 
-def network(layers: Sequence[Layer], said: Mapping[str, Any]) -> JSON:
+def network(layers: Sequence[Layer], metadata: Mapping[str, Any]) -> JSON:
     """Describe a p-net for a page by its `layers_in_a_row` and the options in the metadata of its genomes' files."""
-    return {"layers": list(layers), "options": {k: said.get(k, {}) for k in ("task_config", "pnet_config")}}
+    return {"layers": list(layers), "options": {k: metadata.get(k, {}) for k in ("task_config", "pnet_config")}}
 
 
 def embedded(text: str) -> tuple[bytes, dict[str, str]]:

@@ -66,14 +66,14 @@ class CompiledGraph(OneGraph):
                 failure.__cause__ = error
                 continue
             found = as_vector(result.gradients, wanted), changes_of(inputs.buffers, fresh.buffers)
-            apart = [largest_distance(self._layout.mesh, x, y) for x, y in zip(found, eager, strict=True)]
-            if max(apart) <= self.loss.tolerance:
+            distances = [largest_distance(self._layout.mesh, x, y) for x, y in zip(found, eager, strict=True)]
+            if max(distances) <= self.loss.tolerance:
                 self._graphs, self._checked = self._graphs[i:], True
                 return graph(inputs, wanted)
             failure = ValueError(
-                f"compiled by torch.compile, the gradient is {apart[0]:.2g} of its norm, and the change of buffers "
-                f"{apart[1]:.2g} of its, away from those of the code as it is (torch.autograd.grad inside of a forward "
-                "or loss is known to be wrong there): pass compile=False"
+                f"compiled by torch.compile, the gradient is {distances[0]:.2g} of its norm, and the change of buffers "
+                f"{distances[1]:.2g} of its, away from those of the code as it is (torch.autograd.grad inside of a "
+                "forward or loss is known to be wrong there): pass compile=False"
             )
         raise failure
 

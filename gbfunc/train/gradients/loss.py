@@ -47,7 +47,7 @@ _DEFAULT_GENERATORS = threading.RLock()  # All threads share torch's default gen
 
 
 class StepInputs(NamedTuple):
-    """What the loss of a training step depends on, on this rank."""
+    """The arguments of a training step's loss on this rank."""
 
     leaves: Params  # by flat name
     noise: Noise | None
@@ -142,7 +142,7 @@ class GenomeLoss:
     def with_gradients(
         self, inputs: StepInputs, names: list[str], factor: Tensor | float | None
     ) -> tuple[Tensor, Any, Params, list[Tensor]]:
-        """Compute by `torch.func`: loss times factor, aux as tensors, new buffers, and gradients of the first."""
+        """Return the loss times `factor`, aux as tensors, new buffers and gradients, all computed by `torch.func`."""
 
         def loss_of(trained: Params, buffers: Params) -> tuple[Tensor, Any]:
             loss, aux = self(inputs._replace(leaves=inputs.leaves | trained, buffers=buffers))
@@ -233,7 +233,7 @@ class LossAndGrads(NamedTuple):
 
 
 class Objective:
-    """Computes the loss and the gradient of a genome in one process. Divides the strategy's gradients by `scale`."""
+    """Computes the loss and the gradient of a genome in one process; undoes the `scale` of the strategy's loss."""
 
     def __init__(self, plan: Plan, strategy: Strategy, scale: float) -> None:
         self._plan, self.strategy, self.scale = plan, strategy, scale
@@ -307,7 +307,7 @@ def detached(buffers: Params) -> Params:
 
 def noise_of(plan: Plan, seed: int, like: Tensor) -> Noise | None:
     """Draw the noise of stochastic g-nets for a training step of this seed; None without stochastic g-nets."""
-    # Not the seed itself: dropout uses the seed, and would draw the same numbers.
+    # Not `seed` itself, which seeds dropout: equal seeds would draw the same numbers.
     return sample_noise(plan, torch.Generator().manual_seed(seed ^ 1), like) if plan.stochastic else None
 
 

@@ -47,7 +47,7 @@ class Proof(NamedTuple):
                 worst = [largest_distance(mesh, x, y) for x, y in zip(found, alone, strict=True)]
                 if max(worst) <= most:
                     return
-                # Another seed tells whether the whole p-net's forward is random, so that a comparison means nothing.
+                # If another seed changes the whole p-net's results, the difference may be random.
                 other = gradient_and_changes(plain_gradients(full), inputs, wanted, 1)
                 random = max(largest_distance(mesh, x, y) for x, y in zip(other, alone, strict=True)) > most
             if not random:
@@ -72,8 +72,8 @@ def as_vector(found: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
 def largest_distance(mesh: Mesh, found: Tensor, expected: Tensor) -> float:
     """Return the largest `|found - expected| / |expected|` of all ranks; nonfinite `expected` counts as 0."""
     by, size = (float(torch.linalg.vector_norm(x)) for x in (found - expected, expected))
-    apart = by / size if size and math.isfinite(by) else math.inf if by else 0.0
-    return max(gather_objects(mesh, apart if math.isfinite(size) else 0.0))
+    distance = by / size if size and math.isfinite(by) else math.inf if by else 0.0
+    return max(gather_objects(mesh, distance if math.isfinite(size) else 0.0))
 
 
 def plain_gradients(loss: GenomeLoss) -> GradientFn:
