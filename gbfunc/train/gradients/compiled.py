@@ -115,8 +115,8 @@ def _compiler_errors() -> tuple[type[Exception], ...]:
     return (tracing.TorchDynamoException,) if more is None else (tracing.TorchDynamoException, more)
 
 
-# Guards on what a plan fixes. Other packages' names may begin with "gbfunc" and "torch".
-_FIXED = re.compile(r"self\.generator|__import_(gbfunc|torch)_dot_|__import__\('torch'|__builtins_dict_|type\(given\)")
+# Guards on objects that a plan fixes; `inputs` is the argument of `GenomeLoss`. Other packages may be named gbfunc_X.
+_FIXED = re.compile(r"self\.generator|__import_(gbfunc|torch)_dot_|__import__\('torch'|__builtins_dict_|type\(inputs\)")
 _CODES = count()
 
 
