@@ -3,9 +3,8 @@
 A part is the rows of a leaf that belong to one tensor of the p-net. Rounding raises the loss by the sum of
 `h step^2 / 24`, where h is the curvature, estimated by the mean square of the gradient (diagonal of the Fisher
 information). For a given number of bits, the loss is least if `sqrt(h) step` is constant (reverse water-filling:
-T. Cover, J. Thomas, Elements of Information Theory, 10.3.3). In a periodic g-net, a code weight's effect is
-proportional to the amplitude and the coordinate code, so its steps are finer by powers of sqrt(2). Features with
-amplitude 0 take no bits.
+T. Cover, J. Thomas, Elements of Information Theory, 10.3.3). A periodic g-net's code weight acts in proportion to the
+amplitude and the coordinate code, so its steps are finer by powers of sqrt(2); features with amplitude 0 take no bits.
 
 Integers have two-sided geometric distributions (`symbols.geometric`), with one width per part. An integer q takes
 about `log2(1 + e |q|)` bits on average; the gradient of the number of bits is the derivative of this estimate.

@@ -187,9 +187,8 @@ class Model:
             # compiled loop on a CPU saves only the leaves.
             kept = (t.numel if gnets > 1 and not remat else numel) * DTYPES[t.dtype].itemsize
             graph = 2 * _SINES * factors * (share if gnets == 1 else 1 / gnets)
-            both = kept + graph
-            transient = remat and t.is_formable(self.pnet)
-            sizes = {"transient": both, "passing": both} if transient else {"weights": kept, "graph": graph}
+            transient = dict.fromkeys(("transient", "passing"), kept + graph)
+            sizes = transient if remat and t.is_formable(self.pnet) else {"weights": kept, "graph": graph}
             costs[t.name] = Cell(**sizes, generation=flops[i] * share)
         return costs
 

@@ -270,8 +270,7 @@ class TensorParallel:
     def place(self, tensors: Params) -> Params:
         """Convert generated tensors to the form that the skeleton takes: pieces become DTensors.
 
-        The genome's gradient is summed over ranks, so gradients of replicated tensors are divided by the number of
-        ranks.
+        The genome's gradient is a sum over ranks, so gradients of replicated tensors are divided by the rank count.
         """
         placed = dict(tensors)
         for name, x in tensors.items():

@@ -91,8 +91,7 @@ def _make_objective(pnet: nn.Module, loss_fn: LossFn, layout: Layout, options: S
         styles = resolve(pnet, options.parallel)
         split = TensorParallel(pnet, styles, layout.mesh) if layout.mesh.sizes["tensor"] > 1 else None
     if options.amp == torch.float16:
-        # Loss scaling prevents underflow of small gradients (Micikevicius et al., 2018). Ranks sum the losses of rows
-        # instead of taking the mean, so their factor is smaller.
+        # Loss scaling prevents underflow (Micikevicius et al., 2018). Ranks sum the losses of rows: less suffices.
         scale = 2.0**10 if ranks == 1 else 2.0**4
     # The comparison with the whole p-net uses remat="layer" to save memory: only one layer's weights exist at a time.
     make_full_loss = partial(

@@ -1,7 +1,7 @@
 """Optimizers as pairs of pure functions `(init, update)`, made from classes of `torch.optim`.
 
 Each update copies the leaves, makes torch's optimizer for the copies and the old state, calls `step()` once, and
-returns the new state. From the second update on, Adam and AdamW call torch's fused kernel directly, without the class.
+returns the new state. Adam and AdamW call torch's fused kernel directly, without the class.
 
 Leaves have roles. Code weights and linear coefficients of g-nets are stacked, [T, ...], with T tiles (or groups of
 tiles); direct parameters are ordinary parameters of the p-net.

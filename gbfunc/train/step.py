@@ -221,8 +221,7 @@ class TrainStep:
     ) -> tuple[Params, OptState, Params] | None:
         """Return new leaves, optimizer state and buffers; None if loss or gradient is not finite.
 
-        On an accelerator, reading `info.finite` would wait for the device. Therefore only the first update reads
-        `info.finite`, and later updates select between old and new tensors on the device.
+        Only the first update reads `info.finite` from an accelerator, which waits. Later ones select on the device.
         """
         options, device, old = self._options, info.finite.device.type, state.opt
         read = device in _READ or options.on_nonfinite == "raise" or int(old.step) == 0

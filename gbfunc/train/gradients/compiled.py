@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gbfunc.parallel import CollectiveError, Layout
 from gbfunc.parallel.placement import gather_bytes
-from gbfunc.train.gradients.loss import GenomeLoss, Gradients, OneGraph, Result, StepInputs, seeded
+from gbfunc.train.gradients.loss import GenomeLoss, OneGraph, Result, StepInputs, seeded
 from gbfunc.train.gradients.proof import as_vector, changes_of, gradient_and_changes, largest_distance
 
 _FAILS = "compiled by torch.compile, the step fails, and the code as it is does not: pass compile=False"
@@ -52,7 +52,8 @@ class CompiledGraph(OneGraph):
             return self._first_call(inputs, wanted)
 
     def _first_call(self, inputs: StepInputs, wanted: list[Tensor]) -> Result:
-        eager, failure = gradient_and_changes(self._eager_gradients, inputs, wanted, 0), RuntimeError(_FAILS)
+        eager = gradient_and_changes(lambda *args: OneGraph.__call__(self, *args).gradients, inputs, wanted, 0)
+        failure: Exception = RuntimeError(_FAILS)
         for i, graph in enumerate(self._graphs):
             fresh = inputs.copied()
             try:
@@ -76,10 +77,6 @@ class CompiledGraph(OneGraph):
                 "forward or loss is known to be wrong there): pass compile=False"
             )
         raise failure
-
-    def _eager_gradients(self, inputs: StepInputs, wanted: list[Tensor]) -> Gradients:
-        with self.loss.net.kept():
-            return self._result(inputs, wanted, *self.loss(inputs)).gradients
 
     def _two_graphs(self, inputs: StepInputs, wanted: list[Tensor]) -> Result:
         return self._result(inputs, wanted, *self._compiled_loss(inputs))

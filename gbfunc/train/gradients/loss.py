@@ -241,10 +241,7 @@ class Objective:
     def __call__(
         self, leaves: Params, trained: Params, buffers: Params, batch: Any, seed: int, step: int
     ) -> LossAndGrads:
-        """Return the loss, and its gradient with respect to `trained`; `buffers` do not change.
-
-        `leaves` are all leaves: the tensors of `trained` or differentiable functions of them, and frozen leaves.
-        """
+        """Return the loss at `leaves`, and its gradient with respect to `trained`, on which `leaves` depend."""
         noise = noise_of(self._plan, seed, next(iter(trained.values())))
         inputs = StepInputs(leaves, noise, {k: v.clone() for k, v in buffers.items()}, batch, 1, True)
         loss, aux, gradients, _ = self._with_gradients(inputs, trained, seed)

@@ -93,13 +93,11 @@ def _evaluating(nets: Sequence[nn.Module]) -> Iterator[None]:
             module.training = True
 
 
-def gradient_and_changes(
-    function: GradientFn, inputs: StepInputs, wanted: list[Tensor], seed: int
-) -> tuple[Tensor, Tensor]:
-    """Return the gradient and the change of the buffers as vectors; `inputs` do not change."""
+def gradient_and_changes(f: GradientFn, inputs: StepInputs, wanted: list[Tensor], seed: int) -> tuple[Tensor, Tensor]:
+    """Return the gradient `f(inputs, wanted)` and the change of the buffers as vectors; `inputs` do not change."""
     fresh = inputs.copied()
     with inputs.restored(), seeded(seed, wanted[0].device), torch.enable_grad():
-        gradients = function(fresh, wanted)
+        gradients = f(fresh, wanted)
     return as_vector(gradients, wanted), changes_of(inputs.buffers, fresh.buffers)
 
 
