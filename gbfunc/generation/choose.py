@@ -71,7 +71,7 @@ def make_generator(
         chooser.recomputed.get(t.name, []).extend((stacks[n], i) for n, i in of_tensor)
     unchanged = {k: on for k, on in of_base.items() if k not in {t.name for t in plan.tensors}}
     keys = (chosen[t.name].keys if t.slots else (t.name,) for t in selected)
-    order = [*unchanged, *(k for of in keys for k in of)]
+    order = [*unchanged, *(k for group in keys for k in group)]
     parts = (stacks, places, forms, [chooser.target(t) for t in selected if not t.slots], unchanged, order, plan.dtype)
     if layout is None:
         return Generator(*parts)

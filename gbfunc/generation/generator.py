@@ -66,7 +66,7 @@ class Local(NamedTuple):
 class Stack:
     """Generates the slots of an ensemble from the ensemble's leaves. All tiles are on this rank.
 
-    `slots` are the numbers of the generated slots, `cuts` the tiles of each slot, and `needs` the output per slot.
+    `slots` are the indices of the generated slots, `cuts` the tiles of each slot, and `needs` the output per slot.
     `split` turns an evaluation into one `Source` per slot. `names` maps leaves to their names in a flat genome.
     """
 

@@ -45,7 +45,7 @@ class Remote(NamedTuple):
 class RankStack(Stack):
     """Generates all slots of an ensemble whose tiles are split over ranks; `cuts` are blocks of the slots' matrices.
 
-    With `needs="leaves"`, a slot is gathered only on request. `sizes` are the numbers of each slot's tiles by rank.
+    With `needs="leaves"`, a slot is gathered only on request. `sizes` has the number of tiles on every rank, per slot.
     """
 
     def __init__(

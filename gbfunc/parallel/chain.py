@@ -100,7 +100,7 @@ def stage_of(starts: Sequence[int], cell: int) -> int:
 
 
 def crossing(chain: Chain, starts: Sequence[int], stage: int) -> list[fx.Node]:
-    """Return values computed before a stage and needed in or after the stage; `starts` are from `balanced_stages`.
+    """Return the nodes of values from earlier stages that this or later stages need; `starts` as in `balanced_stages`.
 
     Raises ValueError if a value cannot be sent, or if several stages use a buffer that the forward changes.
     """
@@ -278,7 +278,7 @@ def _name_inputs(program: Any, firsts: Mapping[str, str]) -> None:
 def _call_layer(node: fx.Node, modules: Mapping[str, nn.Module], firsts: Mapping[str, str]) -> None:
     """Replace the operator of a stock layer by a call of the layer, which supports every form of its weight."""
     path = _modules_of(node)[-1]
-    # The path of a slice of a list of layers names no module of the net.
+    # If a forward runs a slice of a list of layers, the recorded path names no module of the net.
     layer, args = modules.get(path), dict(zip(_LAYERS.get(node.target, ()), node.args, strict=False))
     if not args or layer is None or layer_form(layer) is None or layer._forward_hooks or layer._forward_pre_hooks:
         return

@@ -27,7 +27,7 @@ from gbfunc.pnet.pure import PureNet
 from gbfunc.trees import tree_leaves
 
 RunLoss = Callable[[Callable[..., Any], Any], Any]
-"""A function `(net, batch)` that calls the p-net like the loss function."""
+"""A function `(net, batch)` that calls the p-net as the loss function does."""
 
 
 @dataclass
@@ -163,7 +163,7 @@ class DryRun(TorchDispatchMode):
         cell.flops += flops(*args, **kwargs, out_val=out) if flops else 0
         both: Any = (args, kwargs), out
         inputs, outputs = ([x for x in optree.tree_leaves(xs) if isinstance(x, Tensor)] for xs in both)
-        if not {x.untyped_storage() for x in outputs} <= {x.untyped_storage() for x in inputs}:  # Views move nothing.
+        if not {x.untyped_storage() for x in outputs} <= {x.untyped_storage() for x in inputs}:  # Not a view
             cell.moved += sum(x.nbytes for x in (*inputs, *outputs))
         cell.operators += 1
         return out

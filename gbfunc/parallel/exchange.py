@@ -115,9 +115,9 @@ def reduce_step(
     if n.isnan():
         with mesh.uncounted():
             everywhere = gather_objects(mesh, entries)
-            for rank, there in enumerate(everywhere):
-                if there != everywhere[0]:
-                    first, own_paths = ([path for path, _ in x] for x in (everywhere[0], there))
+            for rank, theirs in enumerate(everywhere):
+                if theirs != everywhere[0]:
+                    first, own_paths = ([path for path, _ in x] for x in (everywhere[0], theirs))
                     words = f"rank {rank} has {own_paths}, rank 0 {first}"
                     raise ValueError(f"aux must have the same entries on all ranks, and numbers in the same: {words}")
             return reduce_step(layout, rows, loss, aux, unrounded, buffers, before, entries)

@@ -24,7 +24,7 @@ AxisName = Literal["world", "data", "pipeline", "gnets", "tensor", "replicas"]
 """The name of an axis; `"replicas"` are the ranks with the same tiles: all axes except `"gnets"`."""
 
 _GLOO = re.compile(r"\[(enforce fail at )?[^\]\s]*\bgloo[/\\][^\]\s]*:\d+\]|^Application timeout caused pair closure")
-"""Matches the messages of gloo's RuntimeErrors. They have a position in gloo's source, as in
+"""Matches the messages of gloo's RuntimeErrors. Most have a position in gloo's source, as in
 `[.../gloo/transport/tcp/pair.cc:537] Read error` and `[enforce fail at .../gloo/allreduce.cc:80] size > 0`. Only the
 message of an operation after a timeout has no position."""
 

@@ -123,7 +123,7 @@ class Pipeline:
         self._plans: dict[Any, _Plan] = {}
 
     def prepare(self, loss_fn: Callable[[Any, Any], Any], microbatch: Any, like: nn.Module | None = None) -> None:
-        """Record the loss of a microbatch of new shapes; `like` is a copy of the p-net in the modes to record."""
+        """Record the loss for a microbatch of new shapes, in the training or evaluation modes of the module `like`."""
         device, leaves, net = self.mesh.device, tree_leaves(microbatch), like or self._pnet
         key = tuple((path, (x.shape, x.dtype) if isinstance(x, Tensor) else x) for path, x in leaves)
         key = torch.is_autocast_enabled(device.type), any(module.training for module in net.modules()), key

@@ -71,7 +71,7 @@ def torch_orders(order: str, ranks: int, microbatches: int) -> list[list[tuple[s
 
 @lru_cache(maxsize=4096)
 def in_flight(order: str, rank: int, ranks: int, microbatches: int) -> tuple[tuple[float, ...], ...]:
-    """Return the distinct numbers of microbatches, per stage, whose activations a rank stores at the same time."""
+    """Return how many microbatches' activations a rank stores at once: per stage, for all states of a step."""
     if order in ("gpipe", "1f1b"):
         return ((microbatches if order == "gpipe" else min(microbatches, ranks - rank),),)
     actions, seen = torch_orders(order, ranks, microbatches)[rank], set[tuple[int, ...]]()

@@ -80,7 +80,7 @@ def tile_shares(plan: Plan, gnets: int) -> dict[str, Sizes]:
 def gather_bytes(
     plan: Plan, gnets: int, placement: Placement, itemsize: int, names: Collection[str] | None = None
 ) -> list[tuple[int, int]]:
-    """Return each rank's bytes to gather outputs of ensembles (None: all) once, and to reduce their gradients."""
+    """Return the bytes that each rank sends to gather the outputs of ensembles (None: all), and to reduce gradients."""
     shares, sent = tile_shares(plan, gnets), [(0, 0)] * gnets
     for e in plan.ensembles:
         if e.leaves and (names is None or e.name in names):

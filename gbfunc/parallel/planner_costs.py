@@ -237,7 +237,7 @@ class Model:
             "replicas": all_reduce_bytes(split * item, world // gnets),
             "world": all_reduce_bytes(numbers * item, world),
         }
-        with_weights = [total([cell, self.weights(of, *options)]) for cell, of in zip(stages, of_stage, strict=True)]
+        with_weights = [total([cell, self.weights(own, *options)]) for cell, own in zip(stages, of_stage, strict=True)]
         fullest = max(stored, key=lambda memory: sum(memory.values()))
         return fullest, {axis: n for axis, n in sent.items() if n}, with_weights, max(hidden)
 

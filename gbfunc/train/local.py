@@ -95,7 +95,7 @@ class LocalTrainStep(TrainStep):
         # If no rank had a finite loss in this round, `_averaged` returns the state before the round.
         outer, (total, mean, new) = local.outer, self._averaged(state)
         if total > 0:
-            delta, before = ({k: of[k] for k in self._trained} for of in (mean, local.start))
+            delta, before = ({k: tensors[k] for k in self._trained} for tensors in (mean, local.start))
             stepped, outer = self._outer.update(delta, outer, before, self._roles)
             new |= stepped
         return _with_leaves(state, _leaves(state) | new)._replace(opt=state.opt._replace(outer=outer)), info

@@ -77,8 +77,8 @@ def make_train_step(plan: Plan, pnet: nn.Module, loss_fn: LossFn, optimizer: Opt
         raise ValueError("cuda_graph=True: stochastic g-nets draw noise on the CPU, which no graph can replay")
     local, auto = settings.local_steps is not None, settings.rounding == AUTO
     make = LocalTrainStep if local else AutoTrainStep if auto else CapturedTrainStep if captured else TrainStep
-    of = make_layout(plan, Mesh({}), "replicated") if local else layout
-    return make(pnet, _make_objective(pnet, loss_fn, of, settings), optimizer, layout, settings)
+    loss_layout = make_layout(plan, Mesh({}), "replicated") if local else layout
+    return make(pnet, _make_objective(pnet, loss_fn, loss_layout, settings), optimizer, layout, settings)
 
 
 def _make_objective(pnet: nn.Module, loss_fn: LossFn, layout: Layout, options: StepOptions) -> Objective:

@@ -171,10 +171,10 @@ class _Call(NamedTuple):
         # be another algorithm: NAdam's mu_product starts at 1, Rprop's step sizes at lr, SGD's momentum at the
         # first gradient, ASGD's average at the first iterate.
         rows = [old[k] for k in self.names] if step or self.adam else []
-        tensors = [t for of in rows for t in of.values()]
+        tensors = [t for entries in rows for t in entries.values()]
         if not donate or any(t.requires_grad or not t.is_contiguous() for t in tensors):
             own = iter(_copies(tensors))
-            rows = [dict(zip(of, own, strict=False)) for of in rows]
+            rows = [dict(zip(entries, own, strict=False)) for entries in rows]
         after = self.step(step, new, fitted, rows, finite, rate)
         found = dict(zip(self.names, new, strict=True)), dict(zip(self.names, after, strict=True))
         return chosen(finite, found, (params, old)) if finite is not None and choose else found
@@ -205,8 +205,8 @@ class _Call(NamedTuple):
         for p, g in zip(tensors, tensor_grads, strict=True):
             p.grad = g
         states: list[Params] = []
-        for p, of in zip(params, old, strict=False):
-            views = {e: self._tiles(t) for e, t in of.items()}
+        for p, entries in zip(params, old, strict=False):
+            views = {e: self._tiles(t) for e, t in entries.items()}
             states += [{e: v[i] for e, v in views.items()} for i in range(len(self._tiles(p)))]
         optimizer.state.update(zip(tensors, states, strict=False))
         before = "" if old else _memory(optimizer)
@@ -274,8 +274,8 @@ def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 def chosen(condition: Tensor, tree: Any, other: Any) -> Any:
     """Select `tree` if the condition is True, otherwise `other`. Tensors on other devices always come from `tree`."""
     flat, before = flatten_tree(tree), flatten_tree(other)
-    there = [k for k, x in flat.items() if x.device.type == condition.device.type]
-    return unflatten_tree(flat | {k: torch.where(condition, flat[k], before[k]) for k in there}, tree)
+    on_device = [k for k, x in flat.items() if x.device.type == condition.device.type]
+    return unflatten_tree(flat | {k: torch.where(condition, flat[k], before[k]) for k in on_device}, tree)
 
 
 def _memory(optimizer: torch.optim.Optimizer) -> str:
@@ -289,7 +289,7 @@ def _check_state(state: OptState, params: Params, prepared: _Prepared, cls: str)
     if not isinstance(state, OptState):
         raise TypeError(f"state must be an OptState from init or update, got {type(state).__name__}")
     if [*state.leaves] == [*params] and [*map(tuple, state.leaves.values())] == prepared.entries:
-        tensors = [t for of in state.leaves.values() for t in of.values()]
+        tensors = [t for entries in state.leaves.values() for t in entries.values()]
         if [*map(_FORM, tensors)] == prepared.forms:
             return
     what = f"the state does not fit {cls} and the parameters"

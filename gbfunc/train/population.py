@@ -105,8 +105,8 @@ class Population:
         objective, plan, same = self.train_step._objective, self.train_step.plan, self._same_batch
         loss, scale, like = objective.strategy.loss, objective.scale, next(iter(trained.values()))
         assert loss is not None
-        drawn = [noise_of(plan, seed, like) for seed in seeds]
-        noise = None if drawn[0] is None else tree_map(lambda *tensors: torch.stack(tensors), *drawn)
+        noises = [noise_of(plan, seed, like) for seed in seeds]
+        noise = None if noises[0] is None else tree_map(lambda *tensors: torch.stack(tensors), *noises)
         loss.generator.prepare(frozen | trained)
 
         def one(leaves: Params, noise: Noise | None, buffers: Params, small: Any) -> Any:
@@ -142,12 +142,12 @@ class Population:
             gradients = _chosen(finite_n, gradients, {k: torch.zeros_like(g) for k, g in gradients.items()})
         donate = step._options.donate and not choosing and factors_n is None
         shared = self._shared(params)
-        one = {k: {e: x[0] if (k, e) in shared else x for e, x in of.items()} for k, of in state.opt.leaves.items()}
+        one = {k: {e: x[0] if (k, e) in shared else x for e, x in xs.items()} for k, xs in state.opt.leaves.items()}
         old = OptState(state.opt.step[0], one)
         new, opt = step._optimizer.update(gradients, old, params, step._roles, donate=donate)
         if factors_n is not None:
             new = {k: torch.lerp(params[k], v, _broadcast(factors_n.to(v), v)) for k, v in new.items()}
-        leaves = {k: dict(of) for k, of in opt.leaves.items()}
+        leaves = {k: dict(entries) for k, entries in opt.leaves.items()}
         for k, e in shared:
             leaves[k][e] = leaves[k][e].expand(self.n, *leaves[k][e].shape).clone()
         if choosing:
@@ -159,7 +159,7 @@ class Population:
         """Find the entries of the optimizer's state that members share, such as counts of updates."""
         if self._entries is None:
             leaves = self.train_step._optimizer.init(params, self.train_step._roles).leaves
-            self._entries = {(k, e) for k, of in leaves.items() for e, x in of.items() if x.shape != params[k].shape}
+            self._entries = {(k, e) for k, xs in leaves.items() for e, x in xs.items() if x.shape != params[k].shape}
         return self._entries
 
 

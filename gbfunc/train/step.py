@@ -212,7 +212,7 @@ class TrainStep:
             return state._replace(step=state.step + 1), info
         new, opt, buffers = found
         named |= new
-        gnets = {e: {k: named[f"{GNET}{e}/{k}"] for k in of} for e, of in state.gnets.items()}
+        gnets = {e: {k: named[f"{GNET}{e}/{k}"] for k in tensors} for e, tensors in state.gnets.items()}
         direct = {k: named[f"{DIRECT}{k}"] for k in state.direct}
         return TrainState(gnets, direct, buffers, opt, state.step + 1, state.seed, state.codes), info
 

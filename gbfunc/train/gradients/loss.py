@@ -178,17 +178,17 @@ class GenomeLoss:
         # An empty share is computed on rows of zeros, whose result is discarded: any number but 0 will do.
         return rows or 1
 
-    def gradients(self, loss: Tensor, of: list[Tensor]) -> Gradients:
+    def gradients(self, loss: Tensor, wanted: list[Tensor]) -> Gradients:
         """Return gradients, None for tensors without one; ValueError if the loss uses the p-net's own parameters."""
         own = {k: x for k, x in self._own.items() if x.requires_grad}
-        inputs = [*of, *own.values()]
+        inputs = [*wanted, *own.values()]
         # Under the caller's autocast, backward would compute the matrix products of the g-nets in half precision.
         with outside_autocast(loss.device):
             found = torch.autograd.grad(loss, inputs, allow_unused=True) if inputs else ()
-        read = [k for k, g in zip(own, found[len(of) :], strict=True) if g is not None]
+        read = [k for k, g in zip(own, found[len(wanted) :], strict=True) if g is not None]
         if read:
             raise ValueError(f"{_OWN_READ}{' or '.join(map(repr, read))}")
-        return found[: len(of)]
+        return found[: len(wanted)]
 
 
 class Strategy:

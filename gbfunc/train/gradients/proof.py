@@ -71,8 +71,8 @@ def as_vector(found: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
 
 def largest_distance(mesh: Mesh, found: Tensor, expected: Tensor) -> float:
     """Return the largest `|found - expected| / |expected|` of all ranks; nonfinite `expected` counts as 0."""
-    by, size = (float(torch.linalg.vector_norm(x)) for x in (found - expected, expected))
-    distance = by / size if size and math.isfinite(by) else math.inf if by else 0.0
+    difference, size = (float(torch.linalg.vector_norm(x)) for x in (found - expected, expected))
+    distance = difference / size if size and math.isfinite(difference) else math.inf if difference else 0.0
     return max(gather_objects(mesh, distance if math.isfinite(size) else 0.0))
 
 

@@ -129,9 +129,9 @@ class SplitLoss(GenomeLoss):
     def rows(self, rows: float) -> float:
         return super().rows(rows) if self._split.local_rows is None else self._split.local_rows
 
-    def gradients(self, loss: Tensor, of: list[Tensor]) -> Gradients:
+    def gradients(self, loss: Tensor, wanted: list[Tensor]) -> Gradients:
         with self._split.backward(), _explained():
-            return super().gradients(loss, of)
+            return super().gradients(loss, wanted)
 
 
 @contextmanager
