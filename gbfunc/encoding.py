@@ -153,7 +153,7 @@ class Grid(Encoding):
     def __post_init__(self) -> None:
         dims, code, bandwidth = self.dims, self.code, self.bandwidth
         if not 1 <= len(dims) <= 16 or any(type(d) is not int or not 1 <= d <= _MAX_AXIS for d in dims):
-            raise ValueError(f"grid expects 1 to 16 axis lengths >= 1, got {len(dims)}: {reprlib.repr(dims)}")
+            raise ValueError(f"grid expects ints, 1 to 16 axis lengths >= 1, got {len(dims)}: {reprlib.repr(dims)}")
         if code not in ("coordinate", "gray", "binary"):
             raise ValueError(f"code must be 'coordinate', 'gray' or 'binary', got {code!r}")
         if isinstance(bandwidth, bool) or not (isinstance(bandwidth, int | float) and 0 < bandwidth <= _MAX_BANDWIDTH):
@@ -163,7 +163,7 @@ class Grid(Encoding):
     def check(self, n: int) -> None:
         if math.prod(self.dims) != n:
             size = "x".join(map(str, self.dims))
-            raise ValueError(f"grid({size}) codes {math.prod(self.dims)} positions, but the axis has {n}")
+            raise ValueError(f"grid({size}) codes {math.prod(self.dims)} positions, but the axis has {n}: use its dims")
 
     def width(self, n: int) -> int:
         return sum(1 if self.code == "coordinate" else bit_width(d) for d in self.dims if d > 1)
@@ -245,7 +245,7 @@ class Table(Encoding):
         numbers = self._numbers
         with np.errstate(over="ignore"):
             if not (np.isfinite(numbers).all() and (np.abs(numbers) <= _MAX_BANDWIDTH).all()):
-                raise ValueError(f"codes must be finite numbers, at most {_MAX_BANDWIDTH:g}")
+                raise ValueError(f"codes must be at most {_MAX_BANDWIDTH:g} in size, got {np.abs(numbers).max()}")
 
     def __repr__(self) -> str:
         return f"table({self.shape[0]}x{self.shape[1]}, {self.dtype})"
@@ -323,7 +323,7 @@ TYPES: dict[str, type[Encoding]] = {t.type: t for t in (Binary, Gray, OneHot, Gr
 ENCODINGS: Mapping[str, type[Encoding]] = MappingProxyType(TYPES)
 """All types of encoding by name; `gb.register` adds to `TYPES`."""
 
-UNKNOWN = "register a class of your own by gb.register(its class)"
+UNKNOWN = "register other classes by gb.register"
 
 
 def encoding_from_json(data: dict[str, Any]) -> Encoding:
@@ -332,7 +332,7 @@ def encoding_from_json(data: dict[str, Any]) -> Encoding:
         return ENCODINGS[data["type"]](**{k: _from_json(v) for k, v in data.items() if k != "type"})
     except (AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
-            f"not an encoding: {reprlib.repr(data)}; known types are {sorted(ENCODINGS)}; {UNKNOWN}"
+            f"expected an encoding of a type in {sorted(ENCODINGS)}, got {reprlib.repr(data)}: {UNKNOWN}"
         ) from error
 
 

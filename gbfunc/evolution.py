@@ -97,7 +97,7 @@ class GenomeProblem(Problem):
         self._noise_draws, self._tried = torch.Generator().manual_seed(seed), False
         length, self._expand = subspace if subspace is not None else (len(self.start_P), None)
         if self._expand is not None and self._expand(self.start_P.new_zeros(length)).shape != self.start_P.shape:
-            raise ValueError(f"the subspace must give {len(self.start_P)} numbers, got another shape")
+            raise ValueError(f"the subspace must give {len(self.start_P)} numbers, got another shape: return [P]")
         where = {"dtype": self.start_P.dtype, "device": self.start_P.device}
         super().__init__(sense, solution_length=length, seed=seed, **where, **options)
 

@@ -149,7 +149,7 @@ def fit_genome(
     """
     check_type(plan)
     if not any(e.leaves for e in plan.ensembles):
-        raise ValueError("fit_genome expects a plan with g-nets that have parameters, got none")
+        raise ValueError("fit_genome expects a plan with g-nets that have parameters, got none: generate some weights")
     if steps < 0 or not lr > 0:
         raise ValueError(f"steps must be >= 0 and lr > 0, got {steps} and {lr}")
     if (plan.base is None) != (pnet is None):

@@ -55,7 +55,7 @@ def check_genome(
     try:
         compare_trees({k: TensorSpec(s) for k, s in expected.items()}, flat, "the genome does not fit the plan")
     except ValueError as error:
-        found, cure = {k: tuple(x.shape) for k, x in flat.items()}, ""
+        found, cure = {k: tuple(x.shape) for k, x in flat.items()}, "; pass the genome with its own plan"
         wrong = {k: (found[k], shape) for k, shape in expected.items() if found.get(k, shape) != shape}
         same = found.keys() == expected.keys()
         if same and all(got[1:] == shape[1:] and got[:1] < shape[:1] for got, shape in wrong.values()):
@@ -91,8 +91,9 @@ def check_plan(plan: Plan, pnet: nn.Module) -> None:
         }
         found = {k: shape for k, shape in found.items() if k in expected}
     if found != expected:
-        other = {k: found.get(k) for k in sorted(found.keys() | expected.keys()) if found.get(k) != expected.get(k)}
-        raise ValueError(f"the plan was made for another p-net: this one differs in {other}")
+        names = [k for k in sorted(found.keys() | expected.keys()) if found.get(k) != expected.get(k)]
+        pairs = "; ".join(f"{k}: expected {expected.get(k)}, got {found.get(k)}" for k in names)
+        raise ValueError(f"the plan was made for another p-net ({pairs}): pass that p-net, or make a new plan")
     cast = {k: dtype_name(p.dtype) for k, p in pnet.named_parameters()} if plan.base is None else {}
     if other := [t for t in plan.generated if cast.get(t.name, t.dtype) != t.dtype]:
         name, dtype = other[0].name, other[0].dtype

@@ -97,7 +97,8 @@ def carry_over(source: nn.Module, net: nn.Module, *, layers: int | None = None) 
     into = {name: x for name, x, _ in _by_layer(target)}
     first = {name: x for name, x, layer in _by_layer(source) if layers is None or layer <= layers}
     if not (shared := [name for name, x in first.items() if name in into and into[name].shape == x.shape]):
-        raise ValueError(f"expected networks with tensors of equal names and shapes, got {[*first]} and {[*into]}")
+        got = [{k: tuple(x.shape) for k, x in named.items()} for named in (first, into)]
+        raise ValueError(f"expected networks with tensors of equal names and shapes, got {got}: rename them")
     for name in shared:
         into[name].copy_(first[name])
     return target

@@ -47,7 +47,7 @@ def learning_curve(
     deviation (`val_std_return`). A thin line marks `threshold`, the value that solves the task.
     """
     if not runs:
-        raise ValueError("a figure needs at least one run, got none")
+        raise ValueError("a figure needs at least one run, got none: pass a history by label")
     figure, ((loss_axes, metric_axes),) = _figure(9.0, 3.6, columns=2)
     rows = [row for rows in runs.values() for row in rows]
     # The x axis shows epochs if all rows are at the end of an epoch, otherwise steps.

@@ -28,7 +28,7 @@ class TileGrid:
     def __post_init__(self) -> None:
         for axis, length, tile in (("rows", self.rows, self.tile_rows), ("cols", self.cols, self.tile_cols)):
             if type(length) is not int or type(tile) is not int or not 1 <= tile <= length:
-                raise ValueError(f"a tile of {tile!r} {axis} does not fit a matrix of {length!r} {axis}")
+                raise ValueError(f"a tile must have 1 to {length!r} {axis}, an int, got {tile!r}")
 
     @property
     def n_rows(self) -> int:

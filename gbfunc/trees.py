@@ -51,7 +51,7 @@ def flatten_tree(tree: Any, prefix: str = "") -> Params:
         name = f"{prefix}{key}"
         for k, x in ((name, child),) if isinstance(child, Tensor) else flatten_tree(child, f"{name}/").items():
             if k in flat:
-                raise TypeError(f"two tensors of the state have the name {k!r}")
+                raise TypeError(f"tensors of a state must have different names, got {k!r} twice: rename one")
             flat[k] = x
     return flat
 

@@ -113,7 +113,7 @@ def test_damaged_ones_are_passed_over_and_told(straight: Any, tmp_path: Path, co
     # One that the user names must be valid.
     (folder / "step-00000012.safetensors").write_bytes(data)
     told = command([*ARGS, "--resume", folder / "step-00000012.safetensors"], 2).err
-    assert "is not a checkpoint to go on from: it is damaged" in told
+    assert "cannot be resumed: it is damaged" in told
 
 
 def test_other_settings_are_refused_by_name(tmp_path: Path, command: Any) -> None:
@@ -172,6 +172,6 @@ def test_what_is_no_checkpoint_of_a_training_is_refused(
     genome = tmp_path / "genome.safetensors"
     for source, words in (
         (tmp_path / "checkpoints", "expected a checkpoint of gbfunc train"),
-        (genome, f"--resume: {genome} is not a checkpoint to go on from"),
+        (genome, f"--resume: {genome} cannot be resumed"),
     ):
         assert words in command([*ARGS, "--resume", str(source)], 2).err.splitlines()[-1]

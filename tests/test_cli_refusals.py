@@ -33,7 +33,7 @@ OPTIONS = [
     ("bench --device meta", "--device 'meta' cannot be used"),
     ("bench --quick --cases nope", "--cases must be some of demo small_mlp"),
     # Task, p-net and plan
-    ("train --data-dir .", "the task digits reads no files (it has no parameter data_dir), got .: drop that"),
+    ("train --data-dir .", "the task digits reads no files (it has no parameter data_dir), got .: leave it out"),
     ("train --task nope", "no task 'nope': choose one of"),
     ("train --task mnist", "the mnist task needs --data-dir: the folder with its four IDX .gz files"),
     ("train --task trec --data-dir /", "/train.txt"),
@@ -100,7 +100,7 @@ FILES = [
     ("a.toml", "compile = 'yes'", "a.toml: compile must be true or false, got 'yes'"),
     ("a.toml", "lr = true", "a.toml: lr must not be true or false, got True"),
     ("a.toml", "encodings.a = ['binary']", "--encodings: 'a': expected codes of [rows, columns], got ['binary']"),
-    ("a.toml", "encodings.'0.weight' = ['binaries', 'default']", "--encodings: '0.weight': not an encoding"),
+    ("a.toml", "encodings.'0.weight' = ['binaries', 'default']", "--encodings: '0.weight': expected an encoding"),
     ("a.toml", "encodings.a = ['binary', { type = 'table', file = 'none.npy' }]", "none.npy"),
     ("a.toml", "encodings.a = ['binary', 'binary']", "encodings names 'a', which is no parameter"),
     ("a.toml", "encodings.'0.weight' = ['binary', { type = 'grid', dims = [7, 8] }]", "codes 56 positions"),

@@ -372,7 +372,7 @@ def test_what_is_not_observed_is_not_seen() -> None:
     assert 0 < evaluate(net, Episodes(env, 0, 3)).mean() <= 500
     wrong: Any
     for wrong in ([], [4], [-1], ["0"]):
-        with pytest.raises(ValueError, match="observed must name some of the numbers"):
+        with pytest.raises(ValueError, match="observed must be a list of indices"):
             find_environment("CartPole-v1", wrong)
 
 

@@ -104,5 +104,5 @@ def test_what_cannot_teach_is_refused() -> None:
     # No teacher is asked for shapes.
     meta = (x.to("meta"), CLASSES.to("meta"))
     assert gb.distillation(nn.Flatten())(student.to("meta"), meta)[0].is_meta
-    with pytest.raises(ValueError, match="a teacher is for tasks of examples"):
+    with pytest.raises(ValueError, match="a teacher needs a task of examples"):
         taught(TASKS["control"](), teacher)

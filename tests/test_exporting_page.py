@@ -264,18 +264,18 @@ def hooked() -> nn.Module:
 @pytest.mark.parametrize(
     ("net", "message"),
     [
-        (nn.Linear(3, 3), "the p-net is of type Linear"),
-        (Doubled(nn.Linear(3, 3)), "the p-net is of type Doubled"),
-        (nn.Sequential(nn.Sequential(nn.Softplus())), "'0.0' is Softplus"),
+        (nn.Linear(3, 3), "a p-net of type Linear"),
+        (Doubled(nn.Linear(3, 3)), "a p-net of type Doubled"),
+        (nn.Sequential(nn.Sequential(nn.Softplus())), "'0.0', Softplus"),
         (hooked(), "with a hook"),
-        (nn.Sequential(nn.Conv2d(1, 1, 2, padding="same")), "'0' is Conv2d"),
-        (nn.Sequential(nn.Conv2d(1, 1, 3, padding=1, padding_mode="circular")), "only the usual options of layers"),
+        (nn.Sequential(nn.Conv2d(1, 1, 2, padding="same")), "'0', Conv2d"),
+        (nn.Sequential(nn.Conv2d(1, 1, 3, padding=1, padding_mode="circular")), "only usual options of layers"),
         (nn.Sequential(nn.MaxPool2d(2, ceil_mode=True)), "ceil_mode=True"),
-        (nn.Sequential(nn.AvgPool2d(2, padding=1, count_include_pad=False)), "'0' is AvgPool2d"),
-        (nn.Sequential(nn.AdaptiveAvgPool2d(2)), "'0' is AdaptiveAvgPool2d"),
-        (nn.Sequential(nn.Flatten(2)), "'0' is Flatten"),
-        (nn.Sequential(nn.LayerNorm([2, 3])), "'0' is LayerNorm"),
-        (nn.Sequential(nn.BatchNorm2d(2, track_running_stats=False)), "'0' is BatchNorm2d"),
+        (nn.Sequential(nn.AvgPool2d(2, padding=1, count_include_pad=False)), "'0', AvgPool2d"),
+        (nn.Sequential(nn.AdaptiveAvgPool2d(2)), "'0', AdaptiveAvgPool2d"),
+        (nn.Sequential(nn.Flatten(2)), "'0', Flatten"),
+        (nn.Sequential(nn.LayerNorm([2, 3])), "'0', LayerNorm"),
+        (nn.Sequential(nn.BatchNorm2d(2, track_running_stats=False)), "'0', BatchNorm2d"),
     ],
 )
 def test_other_networks_are_refused_by_the_name_of_what_has_no_description(net: nn.Module, message: str) -> None:

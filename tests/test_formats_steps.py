@@ -247,7 +247,7 @@ def test_steps_of_another_plan_are_refused(tmp_path: Path) -> None:
     other, _ = made(gb.low_rank(2))
     steps = random_steps(plan, genome)
     wrong = replace(steps, indices=tuple((k, tuple(300 for _ in v)) for k, v in steps.indices))
-    for one, words in ((other, "steps are those of another plan"), (plan, "must be -128 to 127")):
+    for one, words in ((other, "for this plan, got those of another"), (plan, "must be -128 to 127")):
         with pytest.raises(ValueError, match=words):
             gb.save(tmp_path / "g", one, gb.init_genome(one, net(), seed=0), steps if one is other else wrong)
     with pytest.raises(ValueError, match="give those of gb.allocate_steps"):
@@ -304,6 +304,6 @@ def test_streams_that_are_none() -> None:
     data, _ = pack_runs([run])
     for bad in (b"", b"\0", data[:-1], data + b"\0", data + b"\1", data * 9):
         reader = Reader(bad, 129)
-        with pytest.raises(ValueError, match="do not end where they should"):
+        with pytest.raises(ValueError, match="that end with the data"):
             reader.run(128, 7, run.centres)
             reader.close()

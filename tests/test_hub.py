@@ -88,7 +88,7 @@ def test_a_missing_folder_is_one_error(name: str, tmp_path: Path, monkeypatch: p
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(FileNotFoundError, match="is neither a folder nor a genome that the hub gives"):
+    with pytest.raises(FileNotFoundError, match="must be a folder or a hub repository with a genome"):
         gb.GenomeModule.from_pretrained(name.format(tmp_path), pnet=ZOO["mlp"].pnet(), cache_dir=tmp_path / "cache")
 
 

@@ -65,14 +65,14 @@ def test_what_the_task_decides_is_filled_in() -> None:
         ("hf:nope", TEXT, {}, "expected a type in transformers.CONFIG_MAPPING, such as gpt2, got 'nope'"),
         ("hf:gpt2", TEXT, {"n_layers_": 2}, r"the configuration of hf:gpt2 has no fields \['n_layers_'\]"),
         ("hf:gpt2", TEXT, {"vocab_size": 5}, "hf:gpt2 has 5 tokens, the task needs 30"),
-        ("hf:gpt2", TEXT, {"n_positions": 4}, "hf:gpt2 reads 4 positions, the task's texts have 8"),
+        ("hf:gpt2", TEXT, {"n_positions": 4}, "hf:gpt2 reads 4 positions, the task's texts 8: lower context"),
         ("hf:vit", IMAGE, {"num_hidden_layers": 100_000}, "has num_hidden_layers 100000, expected at most 65,536"),
         ("hf:vit", Interface((1, 8, 8), 10**9), {}, "has num_labels 1000000000, expected at most 65,536"),
         ("hf:vit", IMAGE, {"_attn_implementation": "org/kernel"}, "which may load code"),
-        ("hf:vit", TEXT, {}, "hf:vit is no causal language model"),
-        ("hf:gpt2", IMAGE, {}, "hf:gpt2 is no image classifier"),
-        ("hf:vit", Interface((8,), 2, vocabulary=9), {}, "hf:vit is no encoder of texts"),
-        ("hf:t5", Interface((8,), 2, vocabulary=9), {}, "hf:t5 is no encoder of texts"),
+        ("hf:vit", TEXT, {}, "of the kind causal language model, got hf:vit"),
+        ("hf:gpt2", IMAGE, {}, "of the kind image classifier, got hf:gpt2"),
+        ("hf:vit", Interface((8,), 2, vocabulary=9), {}, "of the kind encoder of texts, got hf:vit"),
+        ("hf:t5", Interface((8,), 2, vocabulary=9), {}, "of the kind encoder of texts, got hf:t5"),
     ],
 )
 def test_what_does_not_fit_is_refused(name: str, interface: Interface, config: dict, message: str) -> None:
@@ -155,9 +155,9 @@ def test_places_of_networks(network: Path, tmp_path: Path, monkeypatch: pytest.M
     ("options", "message"),
     [
         (["--pnet", "hf:gpt2"], "a network of type hf:bert, got --pnet hf:gpt2"),
-        (["--pnet-config", '{"max_position_embeddings": 8}'], "hf:bert reads 8 positions, the task's texts have 64"),
+        (["--pnet-config", '{"max_position_embeddings": 8}'], "hf:bert reads 8 positions, the task's texts 64: lower"),
         (["--pnet-config", '{"no_field": 8}'], "has no fields ['no_field']"),
-        (["--task-config", '{"max_tokens": 65}'], "hf:bert reads 64 positions, the task's texts have 65 (max_tokens)"),
+        (["--task-config", '{"max_tokens": 65}'], "hf:bert reads 64 positions, the task's texts 65: lower max_tokens"),
     ],
 )
 def test_what_does_not_fit_a_pretrained_network_is_refused(

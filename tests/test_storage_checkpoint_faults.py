@@ -62,7 +62,7 @@ def test_a_full_disk_costs_one_checkpoint(tmp_path: Path) -> None:
         with largest_file(1_000):
             state = advance(step, state, batch, 1)
             checkpointer.save(state)
-            words = "checkpoint of step 2 could not be written .*; those before it are intact"
+            words = "checkpoint of step 2 could not be written .*; earlier ones are intact"
             with pytest.raises(OSError, match=words):
                 checkpointer.wait()
             assert names(tmp_path) == ["step-00000001.safetensors"]
@@ -121,5 +121,5 @@ def test_wrong_metadata_under_a_right_digest_is_refused_in_one_line(key: str, tm
     for data in files:
         path.write_bytes(data)
         for place in (path, tmp_path):
-            with pytest.raises(ValueError, match="is not a checkpoint to go on from: [^\n]+$"):
+            with pytest.raises(ValueError, match="cannot be resumed: [^\n]+$"):
                 gb.load_checkpoint(place, step, step.init())

@@ -56,7 +56,7 @@ def test_another_training_is_refused_unless_it_is_allowed(
     before: Optimizer, after: Optimizer, words: str, tmp_path: Path
 ) -> None:
     state, now = saved(tmp_path, step_with(before)), step_with(after)
-    with pytest.raises(ValueError, match=f"step-00000001.safetensors is not a .* it was trained otherwise .*{words}"):
+    with pytest.raises(ValueError, match=f"step-00000001.safetensors cannot be .* with other options .*{words}"):
         gb.load_checkpoint(tmp_path, now, now.init())
     told: list[str] = []
     found = gb.load_checkpoint(tmp_path, now, now.init(), changed=told.append)

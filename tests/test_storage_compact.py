@@ -111,7 +111,7 @@ NO_JSON = [{1, 2}, float("nan"), [torch.ones(1)], b"x", {"a": float("inf")}, [{1
 @pytest.mark.parametrize("dtype", [None, "int8"])
 def test_metadata_that_is_not_read_is_not_written(dtype: str | None, genuine: Genuine, tmp_path: Path) -> None:
     long: list[Any] = [([{}] * 70_000, "70,01. dicts as JSON"), ("x" * (4 << 20), "bytes or more as JSON")]
-    for value, words in [*((value, "metadata must be JSON: ") for value in NO_JSON), *long]:
+    for value, words in [*((value, "metadata must be JSON, dicts") for value in NO_JSON), *long]:
         with pytest.raises(ValueError, match=words):
             gb.save(tmp_path / "g", genuine.plan, genuine.genome, dtype, metadata=value)
     assert list(tmp_path.iterdir()) == []
@@ -143,7 +143,7 @@ def test_bodies_that_are_none(genuine: Genuine, bodies: dict[str, bytes], tmp_pa
     rest = body[1 + len(plan) :]
     flood = zlib.compressobj(9, zlib.DEFLATED, -15, 9)
     bomb = flood.compress(b" " * (1 << 25)) + flood.flush()
-    ends = "its codes do not end where they should"
+    ends = "expected codes that end with the data"
     for data, words in {
         b"\x00": "it has codes of 0 bits",
         b"\x01" + body[1:]: "it has codes of 1 bits, known here are 2 to 8",
@@ -151,7 +151,7 @@ def test_bodies_that_are_none(genuine: Genuine, bodies: dict[str, bytes], tmp_pa
         b"\x16" + body[1:]: "bytes of codes are not those of",
         body[:50]: "its plan cannot be unpacked: it is cut short",
         b"\x36" + bomb: "4,194,305 bytes or more as JSON",
-        b"\x36" + b"\x01\x02\x00\xfd\xff{}" + rest: "not a plan",
+        b"\x36" + b"\x01\x02\x00\xfd\xff{}" + rest: "expected the JSON of a plan",
         b"\x36" + plan: "it holds 0 bytes of numbers",
         b"\x36" + plan + rest[:20]: "it holds 20 bytes of numbers, expected 64 or more",
         b"\x16" + plan + rest[:70]: "it holds 6 bytes of scales, expected ",

@@ -224,7 +224,7 @@ def test_what_is_no_genome_is_refused(tmp_path: Path) -> None:
             read(tmp_path / "missing")
     save_file({"weight": torch.ones(3)}, tmp_path / "plain", {"format": "pt"})
     torch.save({"weight": torch.ones(3)}, tmp_path / "pickle")
-    for name, words in ((".", "it is not a file"), ("plain", r".*no gbfunc plan in its header\)"), ("pickle", "")):
+    for name, words in ((".", "expected a file"), ("plain", r".*no gbfunc plan in its header\)"), ("pickle", "")):
         with pytest.raises(ValueError, match=f"is not a valid genome: {words}"):
             gb.load(tmp_path / name)
 

@@ -81,7 +81,7 @@ def test_a_wrong_digest(name: str, genuine: Genuine, tmp_path: Path) -> None:
 def test_formats_and_dtypes_that_are_unknown_or_others(genuine: Genuine, tmp_path: Path) -> None:
     for name in ("", "gbfunc-genome-2", "GBFUNC-GENOME-3"):
         data = forged(genuine.plan.to_json(), genuine.tensors, format=name)
-        refused(data, tmp_path, f"its format is '{name}', the one known here is 'gbfunc-genome-3'")
+        refused(data, tmp_path, f"its format must be 'gbfunc-genome-3', got '{name}'")
     for name in ("", "float64", "int8", "torch.float16"):
         data = forged(genuine.plan.to_json(), genuine.tensors, numbers=name)
         refused_cheaply(data, tmp_path, f"its dtype is '{name}', known here are float32, float16, bfloat16")

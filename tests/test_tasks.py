@@ -174,7 +174,7 @@ def test_idx_damage_is_told_apart(tmp_path: Path) -> None:
     whole = path.read_bytes()
     cases = {
         "is not a valid IDX file": (whole[:60], whole[:-6], b"not gzip at all", whole[:40] + b"\0\0\0\0" + whole[44:]),
-        "takes 292 bytes that start with 000008020000002800000007, got ": (
+        "expected 292 bytes that start with 000008020000002800000007 ": (
             gzip.compress(gzip.decompress(whole)[:-1]),
             gzip.compress(gzip.decompress(whole) + b"x"),
             write_idx(tmp_path / "b.gz", array[:9]).read_bytes(),

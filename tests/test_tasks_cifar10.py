@@ -149,13 +149,13 @@ def test_damaged_npz(tmp_path: Path) -> None:
 
 
 def test_missing_files(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="holds neither CIFAR-10's python batches nor cifar10_train"):
+    with pytest.raises(FileNotFoundError, match="must hold CIFAR-10's python batches or cifar10_train"):
         find_task("cifar10", tmp_path, {})
     (folder / "cifar-10-batches-py" / "data_batch_3").unlink()
     with pytest.raises(FileNotFoundError, match="no such CIFAR-10 batch: .*data_batch_3"):
         find_task("cifar10", folder, {})
     write_packed(folder / "cifar10_train.npz", *small(3))
-    with pytest.raises(FileNotFoundError, match="one cifar10_test.*npz, not 1 and 0"):
+    with pytest.raises(FileNotFoundError, match="one cifar10_test.*npz, got 1 and 0"):
         find_task("cifar10", folder, {})
 
 

@@ -44,7 +44,7 @@ def test_hold_out_is_the_same_everywhere() -> None:
 @settings(deadline=None, max_examples=30)
 @given(n=st.integers(1, 40), batch_size=st.integers(1, 40), seed=st.integers(0, 2**31))
 def test_batches_are_full_and_never_repeat_an_example(n: int, batch_size: int, seed: int) -> None:
-    with pytest.raises(ValueError, match=f"a class for each input, got {n + 1} and {n}"):
+    with pytest.raises(ValueError, match=f"a class for each input, got {n} for {n + 1}"):
         Split(torch.zeros(n + 1, 3), torch.arange(n))
     split = Split(torch.arange(n)[:, None].float(), torch.arange(n))
     generator = torch.Generator().manual_seed(seed)

@@ -130,7 +130,7 @@ SPOILT = [
         b"{}",
         "is not a valid preprocessor, which says how a network takes pictures: 'size'",
     ),
-    ("base/config.json", b'{"model_type": "bert"}', "hf:bert is no image classifier: it does not fit this task"),
+    ("base/config.json", b'{"model_type": "bert"}', "of the kind image classifier, got hf:bert: choose another"),
     # An empty file of weights.
     ("base/model.safetensors", b"\2\0\0\0\0\0\0\0{}", "the weights in {}/base cannot be read: expected weights"),
 ]

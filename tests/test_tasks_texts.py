@@ -92,13 +92,13 @@ def test_padding_changes_no_logits_and_long_texts_are_cut(folder: Path, name: st
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("train", "", "train.txt holds no text"),
+        ("train", "", "train.txt must have text, got only white space"),
         ("train", "a b\nlonely\n", r"train.txt, line 2: expected a label, white space and a text, got 'lonely'"),
         ("train", "a b\n no label\n", "train.txt, line 2: expected a label"),
         ("train", "a b\nb\t \n", "train.txt, line 2: expected a label"),
         ("train", "a b\na c\n", "two classes or more, got 'a' alone"),
         ("train", "a b\nb c\n", "must hold 10 texts or more, got 2"),
-        ("test", "time When ?\nhow Why ?", "test.txt, line 2: no label 'how' in train.txt, which has 'place', 'time'"),
+        ("test", "time When ?\nhow Why ?", "line 2: expected a label of train.txt, 'place', 'time', got 'how'"),
         ("test", None, "no such file of labelled texts: .*test.txt"),
     ],
 )

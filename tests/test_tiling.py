@@ -101,7 +101,7 @@ def test_max_tile_errors(max_tile: Any) -> None:
 
 @pytest.mark.parametrize("sizes", [(0, 1, 1, 1), (4, 4, 5, 1), (4, 4, 1, 0), (4, 4, -1, 2), (4, 4, 2.0, 2)])
 def test_grids_that_do_not_fit(sizes: Any) -> None:
-    with pytest.raises(ValueError, match="does not fit|must be ints"):
+    with pytest.raises(ValueError, match="must have 1 to"):
         TileGrid(*sizes)
 
 

@@ -310,7 +310,7 @@ def _sized_plan(task: Task, pnet: nn.Module, genome: GenomeOptions, stored: str 
     except ValueError as error:
         if chosen(genome, *_SIZES) or not (hasattr(error, "least") or str(error).startswith("genome_params=")):
             raise
-        raise ValueError(f"{error}; this size is the task's default: {flags(_SIZES)} ask for others") from error
+        raise ValueError(f"{error}; this size is the task's default: {flags(_SIZES)} set others") from error
 
 
 def provenance(task: Task, plan: gb.Plan, device: torch.device) -> dict[str, Any]:

@@ -113,7 +113,6 @@ def run_compare(options: Compare) -> None:
         for pair in ((methods, problems), (references, free)):
             for newer in run_missing(*pair, seeds, results, nets, report, most):
                 results = newer
-                # Write after every row, so that a later failure loses no results.
                 write_metrics(folder / "compare.json", about | to_json(results))
         known = {name: [of_problem(results, problem, name) for problem in problems] for name in methods}
         levels = {name: of_problem(results, free[0], name) for name in references}

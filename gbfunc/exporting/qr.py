@@ -47,7 +47,7 @@ def read_qr(path: str | os.PathLike[str]) -> bytes:
             return from_address(fragment)
     except ValueError:
         pass
-    raise ValueError(f"the code in {os.fspath(path)!r} must have a genome, got {codes[0].text[:60]!r}")
+    raise ValueError(f"{os.fspath(path)!r} must be a code of gbfunc export with a genome, got {codes[0].text[:60]!r}")
 
 
 def shipped_genome(path: Path) -> bytes:

@@ -155,7 +155,7 @@ class Compact(NamedTuple):
     def parse(data: bytes, allowed: Allowed) -> Compact:
         checked = data[len(MAGIC) : len(MAGIC) + 1] + data[HEAD:]
         if len(data) < HEAD or data[HEAD - 4 : HEAD] != zlib.crc32(checked).to_bytes(4, "little"):
-            raise ValueError("its checksum does not fit its content: the file is damaged")
+            raise ValueError("its checksum does not fit its content: the file is damaged, copy it again")
         flags, rest = checked[0], checked[1:]
         bits = flags & ~(_NARROW | _RUNS)
         bits = STEPS if bits == STEPS + _STATISTICS else bits

@@ -117,7 +117,7 @@ def inflate(data: bytes, allowed: Allowed) -> tuple[str, int]:
         _check_size(text)
         allowed.check("containers", text.count(b"{") + text.count(b"["))
         if not unpacker.eof:
-            raise ValueError("it is cut short")
+            raise ValueError("it is cut short, copy the file again")
         return text.decode(), len(unpacker.unused_data)
     except (ValueError, zlib.error) as error:
         raise ValueError(f"its plan cannot be unpacked: {error}") from error
@@ -125,7 +125,7 @@ def inflate(data: bytes, allowed: Allowed) -> tuple[str, int]:
 
 def check_most(owner: str, count: int, what: str, limit: str) -> None:
     if count > LIMITS[limit]:
-        raise ValueError(f"{owner} has {count:,} {what}; a file holds at most {LIMITS[limit]:,}")
+        raise ValueError(f"{owner} has {count:,} {what}; a file holds at most {LIMITS[limit]:,}: make a smaller plan")
 
 
 def _check_size(data: bytes) -> None:
@@ -136,7 +136,7 @@ def _check_size(data: bytes) -> None:
 
 def read_document(text: str) -> JSON:
     if not isinstance(data := parse_json(text, "the document"), dict):
-        raise ValueError("not a plan: its JSON is no object")
+        raise ValueError(f"expected a plan as a JSON object, got {type(data).__name__}")
     return data
 
 

@@ -27,7 +27,7 @@ def document(plan: Any, metadata: Any) -> str:
         words = json.dumps(metadata, separators=(",", ":"), allow_nan=False)
         parse_json(words, "metadata")
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"metadata must be JSON: {error}") from error
+        raise ValueError(f"metadata must be JSON, dicts and lists of texts and finite numbers: {error}") from error
     return f'{text[:-1]},"metadata":{words}}}'
 
 

@@ -273,7 +273,7 @@ def quantise(plan: Any, leaves: TensorMap, steps: Steps) -> Iterator[tuple[Quant
 def check_steps(plan: Any, steps: Steps) -> None:
     counts = Counter(part.leaf for part in parts_of(plan, steps.statistics))
     if {name: len(indices) for name, indices in steps.indices} != counts:
-        raise ValueError("the steps are those of another plan: expected what gb.allocate_steps gives for this one")
+        raise ValueError("expected steps of gb.allocate_steps for this plan, got those of another: allocate again")
     if any(not LEAST <= i <= MOST for _, indices in steps.indices for i in indices):
         raise ValueError(f"indices of steps must be {LEAST} to {MOST}")
 

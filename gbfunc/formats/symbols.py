@@ -27,7 +27,7 @@ PIECE = 2048
 MAX_SYMBOLS = 1 << 18  # Most symbols in a stream of runs; each takes half a microsecond
 _BLOCK = 24  # Symbols that are read together from a small part of the large integer
 _MOST_BYTES = 4  # Most bytes per symbol: no frequency is less than 1 of 2^21.
-_ENDS = "its codes do not end where they should"
+_ENDS = "expected codes that end with the data, got others: copy the file again"
 
 # 2^12 * 2^(-i / 16)
 POWERS = (4096, 3922, 3756, 3597, 3444, 3298, 3158, 3025, 2896, 2774, 2656, 2543, 2435, 2332, 2233, 2139)

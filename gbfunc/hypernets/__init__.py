@@ -38,5 +38,5 @@ def hypernet_from_json(data: dict[str, Any], factories: Mapping[str, Callable[..
         return HYPERNETS[data["type"]](**options)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"not a hypernetwork: {reprlib.repr(data)}; known types are {sorted(HYPERNETS)}; {UNKNOWN}"
+            f"expected a g-net of a type in {sorted(HYPERNETS)}, got {reprlib.repr(data)}: {UNKNOWN}"
         ) from error

@@ -45,7 +45,7 @@ def failing(what: str, rank: int, world: int, timeout: float) -> Iterator[None]:
         first = (str(error).splitlines() or [""])[0].split(". ")[0]
         raise CollectiveError(
             f"rank {rank} of {world}: {what} failed or timed out (limit {timeout:g} s): another rank died or is stuck "
-            f"({first})"
+            f"({first}): read the log of the other ranks"
         ) from error
 
 

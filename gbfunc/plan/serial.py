@@ -117,7 +117,7 @@ def plan_from_json(
         target = _typed(data.get("target", ""), str)
         base = _base(*_typed(data["base"], list)) if "base" in data else None
     except (KeyError, TypeError, IndexError, AttributeError, RecursionError, OverflowError) as error:
-        raise ValueError(f"not a plan: {type(error).__name__}: {error}") from error
+        raise ValueError(f"expected the JSON of a plan, got wrong fields ({type(error).__name__}: {error})") from error
     check_most("the plan", sum(s.grid.n_tiles for t in tensors for s in t.slots), "tiles", "mostTiles")
     return tensors, buffers, target, base
 

@@ -149,7 +149,7 @@ class Checkpointer:
             replace_file(path, _encode(tensors, about))
         except OSError as error:
             why = error.strerror or str(error)
-            message = f"the checkpoint of step {step} could not be written ({why}); those before it are intact"
+            message = f"the checkpoint of step {step} could not be written ({why}); earlier ones are intact: make space"
             raise OSError(error.errno, message, str(path)) from error
         older = [file for n, file in _list_steps(self._folder).items() if n <= step]
         for file in older[self._keep :]:
@@ -201,7 +201,7 @@ def load_checkpoint(
         found, training = _restore(Path(path), train_step, flat, check)
         differing = _differing(training, describe_training(train_step.settings, int(flat["step"])))
         if differing and changed is None:
-            words = f"{found.path} is not a checkpoint to go on from: it was trained otherwise"
+            words = f"{found.path} cannot be resumed: it was trained with other options"
             raise ValueError(f"{words} ({', '.join(differing)}); changed= allows that")
         return found, differing
 
@@ -236,7 +236,7 @@ def _restore(
                 continue
             # A valid checkpoint that does not fit raises: a fresh start would mix two trainings in one folder.
             if metadata.get("format") != _FORMAT:
-                raise ValueError(f"its format is {metadata.get('format')!r}, the one known here is {_FORMAT!r}")
+                raise ValueError(f"its format must be {_FORMAT!r}, got {metadata.get('format')!r}: update gbfunc")
             # Unset `object_pairs_hook`, which would take precedence over `object_hook`.
             hooks = {"object_hook": partial(unpack_values, tensors), "object_pairs_hook": None}
             extra = _object(metadata, "extra", parse_constant=float, parse_float=float, **hooks)
@@ -248,16 +248,16 @@ def _restore(
                 raise ValueError(f"it was saved with another plan ({', '.join(differing) or same_size})")
             training = _object(metadata, "training")
             if not all(isinstance(value, str) for value in training.values()):
-                raise ValueError("its options of the training are not texts")
+                raise ValueError("expected texts as its options of the training, got others")
             saved = {name: x for name, x in tensors.items() if not name.startswith(_EXTRA)}
             tensors = train_step.fitted(saved)
             compare_trees(flat, tensors, "it was saved with another optimizer or p-net")
             if int(tensors["step"]) < 0:
-                raise ValueError(f"it is of step {int(tensors['step'])}")
+                raise ValueError(f"its step must be at least 0, got {int(tensors['step'])}")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raw = f"its metadata cannot be read ({type(error).__name__}: {error})"
             why = error if isinstance(error, ValueError) else raw
-            raise ValueError(f"{file} is not a checkpoint to go on from: {why}") from error
+            raise ValueError(f"{file} cannot be resumed: {why}") from error
         for name, leaf in flat.items():
             # Keep the memory layout of the existing leaf: the last bit of a sum may depend on the layout.
             flat[name] = torch.empty_like(leaf, requires_grad=False).copy_(tensors[name])
@@ -268,7 +268,7 @@ def _restore(
 def _object(metadata: dict[str, str], name: str, **options: Any) -> JSON:
     found = parse_json(metadata.get(name, "null"), f"the {name!r} of its metadata", **options)
     if not isinstance(found, dict):
-        raise ValueError(f"the {name!r} of its metadata is {type(found).__name__}, expected an object")
+        raise ValueError(f"expected an object as the {name!r} of its metadata, got {type(found).__name__}")
     return found
 
 
@@ -332,7 +332,7 @@ def _decode(data: bytes) -> tuple[dict[str, str], Params]:
     except (ValueError, KeyError, TypeError, SafetensorError) as error:
         raise ValueError(f"it is damaged: no checkpoint's header can be read in its {len(data):,} bytes") from error
     if not intact:
-        raise ValueError("it is damaged: its digest does not fit its content")
+        raise ValueError("it is damaged: its digest does not fit its content; resume from an earlier one")
     return metadata, tensors
 
 

@@ -162,7 +162,7 @@ def is_genome(path: Path) -> bool:
 
 def _open(path: Path, max_params: int | None) -> Compact | _Plain:
     if not path.is_file():
-        raise ValueError("it is not a file")
+        raise ValueError("expected a file, got a folder or a device")
     allowed = layout.Allowed.by(path.stat().st_size, max_params)
     with path.open("rb") as file:
         start = file.read(8)
@@ -178,7 +178,7 @@ def _open(path: Path, max_params: int | None) -> Compact | _Plain:
     if not _MARKS <= metadata.keys():
         raise ValueError("it is a safetensors file, but not a genome (no gbfunc plan in its header)")
     if metadata["format"] != layout.FORMAT:
-        raise ValueError(f"its format is {metadata['format']!r}, the one known here is {layout.FORMAT!r}")
+        raise ValueError(f"its format must be {layout.FORMAT!r}, got {metadata['format']!r}: update gbfunc")
     if (name := metadata.get("numbers")) is not None and name not in STORED_DTYPES:
         raise ValueError(f"its dtype is {name!r}, known here are {', '.join(STORED_DTYPES)}")
     document, _ = layout.inflate(base64.b85decode(metadata["plan"]), allowed)
@@ -200,7 +200,7 @@ class _Plain(NamedTuple):
         specs = {dtype: TensorSpec((sum(lengths[dtype]),), DTYPES[dtype]) for dtype in names}
         compare_trees(specs, self.tensors, "its tensors are not those of its plan")
         if _digest(self.document, self.tensors) != self.digest:
-            raise ValueError("its digest does not fit its content: the file is damaged")
+            raise ValueError("its digest does not fit its content: the file is damaged, copy it again")
         pieces = {k: x for d in names for k, x in zip(names[d], self.tensors[d].split(lengths[d]), strict=True)}
         # Copies, so that a leaf does not keep the whole buffer alive.
         return {k: x.reshape(expected[k].shape).to(expected[k].dtype, copy=True) for k, x in pieces.items()}

@@ -102,7 +102,7 @@ def load_pretrained(
     try:
         return load(hub.hf_hub_download(os.fspath(name), GENOME_FILE, **options), factories=factories)
     except (EntryNotFoundError, HfHubHTTPError, HFValidationError, OfflineModeIsEnabled) as error:
-        words = "is neither a folder nor a genome that the hub gives"
+        words = "must be a folder or a hub repository with a genome"
         raise FileNotFoundError(f"{os.fspath(name)!r} {words}: {error}") from error
 
 

@@ -65,7 +65,7 @@ def find_task(name: str, data_dir: Path | str | None, config: Mapping[str, Any])
     else:
         raise ValueError(f"no task {name!r}: choose one of {', '.join(TASKS)}, or package.module:function")
     if data_dir is not None and "data_dir" not in signature(factory).parameters:
-        raise ValueError(f"the task {name} reads no files (it has no parameter data_dir), got {data_dir}: drop that")
+        raise ValueError(f"the task {name} reads no files (it has no parameter data_dir), got {data_dir}: leave it out")
     folder = None if data_dir is None else Path(data_dir)
     task = factory(**options_for(f"the task {name}", factory, config, data_dir=folder))
     if not isinstance(task, Task):

@@ -240,5 +240,5 @@ class Task:
 def taught(task: Task, teacher: nn.Module, weight: float = 0.5, temperature: float = 2.0) -> Task:
     """Add a teacher to the loss of a task of examples (`gbfunc.distillation`)."""
     if task.batches is not example_batches:
-        raise ValueError(f"a teacher is for tasks of examples, got {task.name}, whose batches come from an environment")
+        raise ValueError(f"a teacher needs a task of examples, got {task.name}, an environment: train without one")
     return replace(task, loss=distillation(teacher, temperature=temperature, weight=weight, loss_fn=task.loss))

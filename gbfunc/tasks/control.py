@@ -86,7 +86,7 @@ def find_environment(env_id: str, observed: Sequence[int] | None = None) -> Envi
     last = len(shape) == 3 and shape[-1] < shape[0]
     if observed is not None:
         if len(shape) != 1 or not observed or not all(type(i) is int and 0 <= i < shape[0] for i in observed):
-            expected = "observed must name some of the numbers 0 to n - 1 of a vector of n"
+            expected = "observed must be a list of indices of a vector observation"
             raise ValueError(f"{expected}, got {observed!r} and observations of shape {shape}")
         shape, observed = (len(observed),), tuple(observed)
     inputs = (shape[-1], *shape[:-1]) if last else shape

@@ -44,7 +44,7 @@ class Split:
 
     def __post_init__(self) -> None:
         if len(self.x) != len(self.y):
-            raise ValueError(f"a split must have a class for each input, got {len(self.x)} and {len(self.y)}")
+            raise ValueError(f"a split needs a class for each input, got {len(self.y)} for {len(self.x)}: add classes")
 
     def __len__(self) -> int:
         return len(self.y)

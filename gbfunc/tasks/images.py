@@ -51,7 +51,7 @@ def read_idx(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
         # Read at most one byte more than expected: a longer file is refused, and a bomb cannot fill the memory.
         if not (content := file.read(size + 1)).startswith(header) or len(content) != size:
             got = f"{len(content)} or more that start with {content[: len(header)].hex() or 'nothing'}"
-            raise ValueError(f"shape {shape} takes {size} bytes that start with {header.hex()}, got {got}")
+            raise ValueError(f"expected {size} bytes that start with {header.hex()} (shape {shape}), got {got}")
     return np.frombuffer(content, np.uint8, offset=len(header)).reshape(shape)
 
 
@@ -150,11 +150,11 @@ def load_cifar(data_dir: Path, name: str = "cifar10", classes: int = 10) -> tupl
     if any(packed):
         if (counts := [len(paths) for paths in packed]) != [1, 1]:
             expected = f"{data_dir} must hold one {name}_train*.npz and one {name}_test*.npz"
-            raise FileNotFoundError(f"{expected}, not {counts[0]} and {counts[1]}")
+            raise FileNotFoundError(f"{expected}, got {counts[0]} and {counts[1]}")
         return read_packed(packed[0][0], classes), read_packed(packed[1][0], classes)
     folder = inner if (inner := data_dir / "cifar-10-batches-py").is_dir() else data_dir
     if not any(folder.glob("data_batch_*")):
-        raise FileNotFoundError(f"{folder} holds neither CIFAR-10's python batches nor cifar10_train*.npz")
+        raise FileNotFoundError(f"{folder} must hold CIFAR-10's python batches or cifar10_train*.npz, got neither")
     parts = [read_batch(folder / f"data_batch_{i}") for i in range(1, 6)]
     images, labels = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     return (images, labels), read_batch(folder / "test_batch")
@@ -201,7 +201,7 @@ def read_batch(path: Path) -> Images:
     """Read images [N, 3, 32, 32] and labels [N] of one batch, as Python 2 wrote it."""
     with one_error(path, "CIFAR-10 batch"):
         if (size := path.stat().st_size) > _MAX_BYTES:
-            raise ValueError(f"it has {size:,} bytes, a batch has at most {_MAX_BYTES:,}")
+            raise ValueError(f"expected at most {_MAX_BYTES:,} bytes, got {size:,}: use the original files")
         with path.open("rb") as file:
             batch = _Reader(file, encoding="latin1").load()
         labels = labels_of(batch["labels"])

@@ -109,7 +109,7 @@ def find_parts(folder: Path) -> tuple[list[str], dict[str, tuple[Any, NDArray[np
             found = _by_class(path)
             names = names or [*found]
             if unknown := [name for name in found if name not in names]:
-                raise ValueError(f"{path} has a class {unknown[0]!r}, which {inner['train']} lacks")
+                raise ValueError(f"{path} has a class {unknown[0]!r}, which {inner['train']} lacks: add or remove it")
             labels = [names.index(name) for name, paths in found.items() for _ in paths]
             parts[part] = sum(found.values(), []), np.array(labels)
     if "test" not in parts and "val" in parts:

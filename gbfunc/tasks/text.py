@@ -134,7 +134,7 @@ def read_text(path: Path) -> str:
         parts = {file.relative_to(path).parts: file for file in path.rglob("*.txt") if file.is_file()}
         files = [parts[part] for part in sorted(parts) if not any(name.startswith(".") for name in part)]
         if not files:
-            raise FileNotFoundError(f"no .txt file in {path}")
+            raise FileNotFoundError(f"expected .txt files in {path}, got none: name a file, or another folder")
     if (size := sum(file.stat().st_size for file in files)) > _MAX_BYTES:
         raise ValueError(f"expected at most {_MAX_BYTES:,} bytes of text, got {size:,} in {path}: take a part of it")
     contents: list[str] = []
@@ -145,10 +145,10 @@ def read_text(path: Path) -> str:
         except UnicodeDecodeError as error:
             raise ValueError(f"{file} is not a text in UTF-8 (byte {error.start:,}): convert it to UTF-8") from error
         if "\0" in content:
-            raise ValueError(f"{file} is damaged or no text: it has a NUL at character {content.index(chr(0)):,}")
+            raise ValueError(f"{file} must be text, got NUL at character {content.index(chr(0)):,}: save it as text")
         contents += [content] if content.strip() else []
     if not contents:
-        raise ValueError(f"{path} holds no text")
+        raise ValueError(f"{path} must have text, got only white space: name another file")
     return "".join(c if c.endswith("\n") else f"{c}\n" for c in contents[:-1]) + contents[-1]
 
 
@@ -267,7 +267,7 @@ def classified(
     if unknown := [(i, label) for i, label in enumerate(test_labels, 1) if label not in number]:
         names = ", ".join(map(repr, classes[:10])) + (", ..." if len(classes) > 10 else "")
         line, label = unknown[0]
-        raise ValueError(f"{test_path}, line {line}: no label {label!r} in train.txt, which has {names}")
+        raise ValueError(f"{test_path}, line {line}: expected a label of train.txt, {names}, got {label!r}: edit it")
     labels_N, test_labels_N = (np.array([number[label] for label in part]) for part in (labels, test_labels))
     held, kept = hold_out(labels_N, (min(500, len(labels_N) // 10),), SPLIT_SEED)
     if pretrained is None:

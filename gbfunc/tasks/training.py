@@ -221,7 +221,7 @@ def fit(
             continue
         means = {f"train_{name}": float(value) / count for name, value in sums.items()}
         if not isfinite(means["train_loss"]):
-            raise FloatingPointError(f"the loss is not finite before step {steps}")
+            raise FloatingPointError(f"the loss must be finite, got another before step {steps}: lower the rate")
         stepping += time.perf_counter() - stretch
         measured = task.measured(trainer.net(state), task.val) if validate else {}
         row = {f"val_{name}": value for name, value in measured.items()}

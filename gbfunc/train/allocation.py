@@ -55,14 +55,14 @@ def allocate_steps(
     name = next((name for leaf in opt.leaves.values() for name in _SQUARES if name in leaf), None)
     if name is None or int(opt.step) == 0:
         what = "no step was taken" if name else f"its optimizer keeps {[*next(iter(opt.leaves.values()), {})]}"
-        raise ValueError(f"steps are chosen by mean squares of gradients, as Adam has them after a step: {what}")
+        raise ValueError(f"expected mean squares of gradients, as Adam has after a step: {what}; train with Adam first")
     squares = {k: leaf[name].detach().cpu().to(torch.float32) for k, leaf in opt.leaves.items()}
     if broken := [k for k, x in squares.items() if not x.isfinite().all()]:
         raise ValueError(f"the mean squares of the gradients of {broken[0]!r} are not finite: training has diverged")
     steps = allocate(plan, leaves, squares, 0.0, batch_size)
     coarsest = len(compact.pack(text, plan, leaves, steps)[0])
     if coarsest > genome_bytes:
-        raise ValueError(f"genome_bytes={genome_bytes:,} is too little: what is no code takes {coarsest:,} bytes")
+        raise ValueError(f"genome_bytes must be at least {coarsest:,} for this plan, got {genome_bytes:,}: raise it")
     over, bits = coarsest - genome_bytes, code_bits(plan, leaves, steps)
     while True:
         # Subtract from the bits in use: allowed bits that are not in use could be lowered without effect.

@@ -137,7 +137,7 @@ class Population:
         choosing = finite_n.device.type != "cpu" or not bool(finite_n.all())
         if choosing and step._options.on_nonfinite == "raise" and not bool(finite_n.all()):
             words = f"loss or gradient of members {(~finite_n).nonzero().flatten().tolist()} is not finite"
-            raise FloatingPointError(f"{words}; the states are as they were")
+            raise FloatingPointError(f"{words}: lower the learning rates; the states are unchanged")
         if choosing:
             gradients = _chosen(finite_n, gradients, {k: torch.zeros_like(g) for k, g in gradients.items()})
         donate = step._options.donate and not choosing and factors_n is None

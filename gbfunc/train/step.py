@@ -227,8 +227,8 @@ class TrainStep:
         read = device in _READ or options.on_nonfinite == "raise" or int(old.step) == 0
         if read and not info.finite:
             if options.on_nonfinite == "raise":
-                numbers = f"loss {float(info.loss)}, gradient norm {float(info.grad_norm)}"
-                raise FloatingPointError(f"step {int(state.step)}: {numbers}; the state is as it was")
+                got = f"got loss {float(info.loss)}, gradient norm {float(info.grad_norm)}; the state is unchanged"
+                raise FloatingPointError(f"step {int(state.step)}: expected finite numbers, {got}: lower the rate")
             return None
         present, opt = params, old
         if self._empty:

@@ -126,12 +126,12 @@ def _walk(module: nn.Module, name: str, names: Mapping[nn.Module, str]) -> Itera
     describe = _LAYERS.get(type(module))
     hooked = ", with a hook" if module._forward_hooks or module._forward_pre_hooks else ""
     if describe is None or hooked or not name:
-        what = (f"{name!r} is {module}" if name else f"the p-net is of type {type(module).__name__}") + hooked
+        what = (f"{name!r}, {module}" if name else f"a p-net of type {type(module).__name__}") + hooked
         known = ", ".join(kind.__name__ for kind in _LAYERS)
-        raise ValueError(f"a page runs an nn.Sequential of {known} without hooks; {what}")
+        raise ValueError(f"a page runs an nn.Sequential of {known} without hooks, got {what}")
     layer = describe(module, name)
     if layer is None:
-        raise ValueError(f"a page supports only the usual options of layers, and {name!r} is {module}")
+        raise ValueError(f"a page supports only usual options of layers, got {name!r}, {module}: export to .onnx")
     if layer:
         yield layer
 

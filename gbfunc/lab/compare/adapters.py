@@ -58,7 +58,7 @@ def linears_of(net: nn.Module) -> Linears:
     layers = ((re.fullmatch(r"\D+\.(\d+)\.(.+)", name), layer) for name, layer in net.named_modules())
     found = [(match[1], match[2], layer) for match, layer in layers if match and isinstance(layer, nn.Linear)]
     if not found:
-        raise BudgetTooSmall("the p-net has no numbered blocks of linear layers")
+        raise BudgetTooSmall("expected a p-net with numbered blocks of linear layers, got none: take another")
     kinds = {kind: (layer.out_features, layer.in_features) for _, kind, layer in found}
     return Linears(tuple(dict.fromkeys(block for block, _, _ in found)), kinds)
 
@@ -125,11 +125,11 @@ class Adapted:
             if most and (settings := rung(most)) not in shapes:
                 shapes.append(settings)
         if not ladders:
-            raise BudgetTooSmall("the p-net has none of the adapter's layers")
+            raise BudgetTooSmall("expected a p-net with layers for the adapter, got none: take another method")
         if not shapes:
             least = min(self.length(net, rung(1), dtype) for _, rung in ladders)
-            kind = dtype_name(dtype)
-            raise BudgetTooSmall(f"the smallest adapter takes {least:,} bytes in {kind}, with its classifier")
+            words = f"the smallest adapter, in {dtype_name(dtype)} and with its classifier, takes {least:,} bytes"
+            raise BudgetTooSmall(f"{words}, got a budget of {problem.budget:,}: raise it")
         return base.grid(adapter=shapes, lr=self.rates)
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:

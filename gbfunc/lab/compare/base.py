@@ -103,7 +103,7 @@ def unpack(data: bytes, like: TensorMap) -> Params:
     dtypes = [FLOATS[data[0]] if t.is_floating_point() else t.dtype for t in like.values()]
     sizes = {name: t.numel() * dtype.itemsize for (name, t), dtype in zip(like.items(), dtypes, strict=True)}
     if (expected := start + sum(sizes.values())) != len(data):
-        raise ValueError(f"expected a file of {expected:,} bytes, got {len(data):,}")
+        raise ValueError(f"expected a file of {expected:,} bytes, got {len(data):,}: use its own settings")
     pieces = torch.from_numpy(np.frombuffer(data, np.uint8)[start:].copy()).split(list(sizes.values()))
     found = Params()
     for (name, t), piece, dtype in zip(like.items(), pieces, dtypes, strict=True):
@@ -178,7 +178,7 @@ def narrow_pnets(task: Task, fits: Callable[[PNet], bool]) -> list[PNet]:
         factor = largest(lambda n: fits(make(n / 256)), 4 * 256)
         nets = [make(factor / 256)] if factor else []
     if not nets:
-        raise BudgetTooSmall(f"no {task.pnet.name} fits the budget")
+        raise BudgetTooSmall(f"no {task.pnet.name} fits the budget: raise the number of bytes")
     return nets
 
 

@@ -72,7 +72,6 @@ class GenomeOf:
                 usual = task.recipe(plan.genome_params).lr
                 found += [about | of for of in grid(params=(plan.genome_params,), lr=self.rates or (usual, 2 * usual))]
         if not found:
-            # This call raises the error with the reason.
             self._plan(problem, {})
         return found
 

@@ -149,7 +149,7 @@ def check_reads(pnet: str, interface: Interface, kind: str, ndim: int | None = N
     if len(interface.inputs) != (ndim or len(interface.inputs)) or min(interface.inputs[1:], default=least) < least:
         sizes = f"images of {least} x {least} or more" if ndim == 3 else "vectors (for images: conv_actor_critic)"
         got = " x ".join(map(str, interface.inputs))
-        raise ValueError(f"the p-net {pnet} reads {sizes}, the task has inputs of {got}")
+        raise ValueError(f"the p-net {pnet} reads {sizes}, the task has inputs of {got}: take another p-net")
 
 
 def check_heads(pnet: str, width: int, heads: int) -> None:

@@ -97,7 +97,7 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
     sized = all(isinstance(getattr(full, size, None), int) for size in ("vocab_size", "hidden_size"))
     encodes = sized and not full.is_encoder_decoder
     if type(full) not in auto._model_mapping or (interface.vocabulary and not encodes):
-        raise ValueError(f"{name} is no {kind}: it does not fit this task")
+        raise ValueError(f"the task needs a network of the kind {kind}, got {name}: choose another hf:TYPE")
     # The backward pass of the fused attention takes ten times as long in bfloat16 on a CPU.
     eager = (interface.vocabulary or (folder is not None and interface.tokens)) and interface.inputs[0] <= 128
     adapter, head, least = _ADAPTER if interface.vocabulary else _ADAPTER._replace(modules_to_save=()), "", 0
@@ -107,7 +107,7 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
             layers = auto.from_config(full).named_modules()
         heads = {key: x for key, x in layers if getattr(x, "out_features", None) == interface.outputs}
         if not heads:
-            raise ValueError(f"{name} has no linear layer with {interface.outputs} outputs, an output per class")
+            raise ValueError(f"{name} must have a linear layer of {interface.outputs} outputs, got none: take another")
         head, layer = heads.popitem()
         adapter, least = adapter._replace(modules_to_save=(head,)), n_params(layer)
     _check_sizes(interface, full, name)
@@ -139,7 +139,7 @@ def _check_fields(name: str, config: Mapping[str, Any]) -> None:
     # A configuration may come from a stranger's file. transformers makes lists per layer and label, which fill memory.
     for field, value in config.items():
         if field.startswith("_") or field in _CODE or "implementation" in field:
-            raise ValueError(f"the configuration of {name} has the field {field!r}, which may load code")
+            raise ValueError(f"the configuration of {name} has the field {field!r}, which may load code: remove it")
         if isinstance(value, Mapping):
             _check_fields(name, value)
         most = _MOST_LAYERS if any(word in field for word in _COUNTED) else _MOST_COUNT
@@ -183,11 +183,11 @@ def _check_sizes(interface: Interface, full: Any, name: str) -> None:
     texts = interface.vocabulary or interface.tokens
     found, what = (full.vocab_size, "tokens") if texts else (full.num_labels, "classes")
     if found < (needed := interface.vocabulary or interface.outputs):
-        raise ValueError(f"{name} has {found} {what}, the task needs {needed}")
+        raise ValueError(f"{name} has {found} {what}, the task needs {needed}: choose another model")
     places, option = getattr(full, "max_position_embeddings", None), "max_tokens" if interface.vocabulary else "context"
     # A negative number means no limit (XLNet).
     if texts and places is not None and 0 <= places < interface.inputs[0]:
-        raise ValueError(f"{name} reads {places} positions, the task's texts have {interface.inputs[0]} ({option})")
+        raise ValueError(f"{name} reads {places} positions, the task's texts {interface.inputs[0]}: lower {option}")
 
 
 def _pretrained(name: str, folder: Path, full: Any, auto: Any, head: str, **gguf: Any) -> Any:
