@@ -84,7 +84,7 @@ class _Tiles:
         def tiles_of(x_TK: Tensor) -> Tensor:
             return self(leaves | unstacked(x_TK, linear))
 
-        # The map is linear, so the transpose does not depend on x.
+        # The map is linear, so its transpose is the same for all x, and is computed once.
         start_Trc, transpose = torch.func.vjp(tiles_of, x_TK)[:2]
         residual = self.target_Trc - start_Trc
         slope_TK = direction_TK = transpose(residual)[0]

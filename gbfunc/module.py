@@ -186,8 +186,8 @@ class GenomeModule(nn.Module):
     def save_pretrained(self, save_directory: str | os.PathLike[str], **options: Any) -> str | None:
         """Write a folder in the Hugging Face layout: `genome.safetensors`, `config.json` and a model card.
 
-        The option `dtype` is that of `gb.save`. With `state_dict`, a state dict of the module, `model.safetensors` is
-        also written, from which `Trainer` resumes. `push_to_hub=True` uploads the folder to `repo_id` (by default, the
+        `dtype` is an option of `gb.save`. With `state_dict`, a state dict of the module, `model.safetensors` is also
+        written, from which `Trainer` resumes. `push_to_hub=True` uploads the folder to `repo_id` (by default, the
         folder's name), and takes the options of `push_to_hub`. `PreTrainedModel.save_pretrained`'s options for large
         files have no effect. Returns the commit's URL with `push_to_hub=True`, otherwise None. Raises TypeError for an
         unknown option, ImportError for an upload without huggingface_hub, and the errors of `gb.save`.

@@ -30,7 +30,7 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.float32` -> `"float32"`."""
+    """Return the name of a dtype: `torch.float32` -> `"float32"`."""
     return str(dtype).removeprefix("torch.")
 
 

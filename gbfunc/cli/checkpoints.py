@@ -33,7 +33,7 @@ class Checkpoints:
     source: Path | None  # File or folder to resume from; None starts a new training
     output: CheckpointOptions
     unit: int  # The training can be resumed after multiples of this number of steps
-    writer: gb.Checkpointer | None = None  # None saves nothing
+    writer: gb.Checkpointer | None = None  # Writes checkpoints; None saves nothing
     signals: list[int] = field(default_factory=list)  # Signals received
 
     def resume(self, state: gb.TrainState) -> tuple[gb.TrainState, Position | None]:

@@ -156,7 +156,7 @@ class Plan(Command, options.ConfigOption):
     # Microbatches per step, with --ranks.
     microbatches: Annotated[int | None, shows("INT", "the fastest"), COUNT] = None
     # Function that splits layers of the p-net along a tensor axis, with --ranks, as for gbfunc train.
-    parallel: Annotated[str | None, shows("MODULE:FUNCTION", "those of the p-net")] = None
+    parallel: Annotated[str | None, shows("MODULE:FUNCTION", "the p-net's styles")] = None
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class Bench(Command):
     quick: Flag = False
     # Cases: demo, small_mlp, mlp_2048, mlp_4096, generation, gpt, resnet18, remat.
     cases: Annotated[tuple[str, ...] | None, shows("NAME ...", "all")] = None
-    # Runs per case; ratios are medians over the runs, with the range.
+    # Runs per case. Ratios are medians over the runs, shown with the range over the runs.
     repeat: Annotated[int, arg(metavar="N"), COUNT] = 1
     # Device: cpu, or cuda, which also measures steps as CUDA graphs.
     device: str = "cpu"
@@ -228,7 +228,7 @@ class Federated(Command, options.ConfigOption):
     batch_size: Annotated[int, COUNT] = 32
     # Highest learning rate of clients.
     lr: Annotated[float | None, shows("FLOAT", "0.02; with convolutions 0.01; with --dense 0.1"), POSITIVE] = None
-    # Course of the learning rate over the rounds.
+    # Schedule of the learning rate over the rounds.
     schedule: Annotated[ScheduleName, arg(metavar="|".join(get_args(ScheduleName)))] = "cosine"
     # Class of torch.optim for the clients; its state is reset in each round.
     optimizer: Annotated[str | None, shows("NAME", "Adam; with --dense SGD")] = None
@@ -243,10 +243,10 @@ class Federated(Command, options.ConfigOption):
     down: Annotated[str, arg(metavar="float32|float16|int8|...|int2")] = "int8"
     # Train the p-net's weights instead of a genome: the dense baseline.
     dense: Flag = False
-    # Rounds from one validation to the next.
+    # Rounds between two validations.
     measure_every: Annotated[int, arg(metavar="ROUNDS"), COUNT] = 10
     # Folder for metrics.json, history.csv, genome.safetensors and server.safetensors (the server after each round).
-    out: Annotated[Path | None, shows("DIR", "nothing is kept")] = None
+    out: Annotated[Path | None, shows("DIR", "no files")] = None
     # Continue from OUT/server.safetensors, with equal results; the file has the states of strategy and clients.
     resume: Flag = False
 

@@ -1,4 +1,4 @@
-"""`gbfunc bench` compares steps with those of dense p-nets; `gbfunc compare` compares genomes with other methods."""
+"""`gbfunc bench` compares steps of genomes and of dense p-nets; `gbfunc compare` compares genomes and other methods."""
 
 from __future__ import annotations
 

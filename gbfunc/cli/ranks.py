@@ -63,7 +63,7 @@ def in_turn(mesh: Mesh, prepare: Callable[[], Any]) -> Any:
 
 
 def check_alike(mesh: Mesh, options: Any, data_digest: str) -> None:
-    """Raise `ValueError` if ranks have different options or data, with which they would hang; paths may differ."""
+    """Raise `ValueError` if ranks have different options or data, because they would hang. Paths may differ."""
     local = {name for name, field in options_of(options).items() if "Path" in str(field.type)}
     local |= {"device", "resume", "pretrained", "log"}
     compared = {name: x is not None if name in local else x for name, x in values_of(options).items()}

@@ -54,7 +54,7 @@ class Hypernet:
     type: ClassVar[str]
     default_size: ClassVar[int] = 32  # used if neither a size nor a target size of the genome is given
     sizable: ClassVar[bool] = True  # False for a type without a size
-    stochastic: ClassVar[bool] = False  # whether tiles take noise
+    stochastic: ClassVar[bool] = False  # whether tiles depend on noise
     factorised: ClassVar[bool] = False  # whether tiles are `Factors`
     standardised: ClassVar[bool] = True  # whether tiles are scaled to the p-net's initial deviation
     rate: ClassVar[float] = 1e-2  # constant learning rate of Adam, chosen by validation on digits at 20x compression

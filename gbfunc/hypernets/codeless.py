@@ -99,7 +99,7 @@ class XOX(_Factored):
     default_size: ClassVar[int] = 8
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
-        """Expression of the row and column neurons [r, g], [c, g], rules [g, g], and a learned scale."""
+        """Return the genes of row and column neurons [r, g] and [c, g], the rules [g, g], and a learned scale."""
         g = self.known_size
         genes = {"row_genes": Leaf((dims.rows, g), "code"), "col_genes": Leaf((dims.cols, g), "code")}
         return genes | {"rules": Leaf((g, g), "linear", std=1 / g), "scale": Leaf((), "code", std=0.0, mean=1.0)}

@@ -62,7 +62,7 @@ class Evaluation(NamedTuple):
     constants: Constants
     leaves: Params  # {name: [T, ...]}, or [G, ...] for group leaves; {} for a type without leaves
     noise: Params | None = None  # {name: [T, ...]}; None for the mean
-    factors: Factors | None = None  # of the tiles; None until `with_factors` has computed the factors
+    factors: Factors | None = None  # factors of the tiles; None until `with_factors` computes them
 
     @property
     def n_tiles(self) -> int:

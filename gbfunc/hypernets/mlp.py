@@ -93,7 +93,7 @@ class GNet(Hypernet):
         return {"out_weight": Leaf((width,), "linear", std=_he(width)), "out_bias": Leaf((), "linear", std=0.0)}
 
     def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
-        """Draw He-normal weights and normal biases, clipped so that each unit bends in its tile; sines: any phase."""
+        """Draw He-normal weights. Biases are normal, clipped so that units bend in their tile; phases are uniform."""
         drawn = super().init(dims, n_tiles, n_groups, generator)
         if self.activation == "sin":
             drawn["bias"] = uniform(drawn["bias"].shape, generator) * (2 * math.pi)

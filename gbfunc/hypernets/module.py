@@ -22,7 +22,7 @@ _GAIN, _SHIFT = "gain", "shift"
 
 
 def _build(factory: Factory, width: int, seed: int, device: str = "cpu") -> nn.Module:
-    """Build a float32 module from a seed, without a change of torch's generator and defaults."""
+    """Build a float32 module from a seed, without changing torch's generator and default dtype."""
     default = torch.get_default_dtype()
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), torch.device(device):
         # A tile of one weight has codes of width 0, for which torch warns about empty parameters.

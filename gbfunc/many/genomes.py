@@ -83,7 +83,7 @@ class _Frame(NamedTuple):
         return to_serve(self.plans[kind], generator, generator(genome))
 
     def varying(self, stacks: Sequence[Params]) -> set[str]:
-        """Return the keys of the tensors that differ between genomes; several plans return all planned tensors."""
+        """Return the keys of the tensors that differ between genomes; with several plans, of all planned tensors."""
         leaves = {k for k, x in stacks[0].items() if x.stride(0) and len(x) > 1}
         (plan, *others), names = self.plans, {k.partition("/")[2] for k in leaves}
         for e in plan.ensembles:
@@ -126,7 +126,7 @@ class _Frame(NamedTuple):
 
 
 def _sides(plan: Plan, generator: Generator, genome: Params) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """Return (left factor, mix, right factor) of every bilinear weight of one tile; only the mix is not shared."""
+    """Return (left, mix, right) of every bilinear weight with one tile. Groups share left and right, not the mix."""
     made = {}
     for stack in generator.stacks:
         e, leaves = stack.ensemble, {k: genome[name] for k, name in stack.names.items()}
@@ -205,7 +205,7 @@ class ManyGenomes(nn.Module):
 
     def _build(self) -> None:
         self._lock, self._mode = threading.RLock(), cache(self._make_mode)
-        self._known: dict[Any, _Mode] = {}  # by kind of call
+        self._known: dict[Any, _Mode] = {}  # the mode of each kind of call (`_kind`)
         self._generators, self._grown = cache(self._frame.generator), lru_cache(self._most)(self._grow)
         self._last: tuple[Any, Params] = None, {}  # genome numbers and tensors of the last batch
 

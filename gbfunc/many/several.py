@@ -15,7 +15,7 @@ from gbfunc.types import GenomeLike
 
 
 class ManyNets(nn.Module):
-    """A module that applies a different genome of several p-nets to each row, such as one body with several heads."""
+    """A module in which each row of a batch has its own genome and p-net, such as one body with several heads."""
 
     def __init__(self, nets: Sequence[ManyGenomes], numbers: Sequence[tuple[int, int]]) -> None:
         super().__init__()

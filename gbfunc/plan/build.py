@@ -31,12 +31,12 @@ from gbfunc.types import MatrixDims, dtype_name
 Codes = tuple[Encoding | None, Encoding | None]
 OwnCodes = Encoding | torch.Tensor | np.ndarray[Any, Any] | None
 """Codes of one axis, as given by the user."""
-_DIRECT_SHARE = 0.25  # Largest share of a size target for direct parameters; the longest others are generated
-_EMBEDDING_SHARE = 0.25  # Largest share of a target for direct embeddings, unless their share of the p-net is larger
+_DIRECT_SHARE = 0.25  # If direct parameters take a larger share of a size target, the longest are generated
+_EMBEDDING_SHARE = 0.25  # Direct embeddings above this share, and their share of the p-net, become factors
 _EMBEDDING_SAVING = 2 / 3  # Factors replace an embedding only if they have at most this fraction of its parameters
 _HEAD_SHARE = 0.1  # Share of a size target for generated parameters of new modules
 _DELTA_SCALE = 0.1  # Initial deviation of a delta, relative to the deviation of the base's weights
-_LADDER = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)  # Multiples of the fewest parameters, searched for the smallest file
+_LADDER = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)  # Multiples of the fewest parameters, tried for the smallest file
 
 
 def make_plan(
@@ -85,7 +85,7 @@ def make_plan(
             an array or tensor [n, k] gives k coordinates for each of n rows or columns (`table`).
         max_tile: largest tile: a length, or (rows, columns), where columns of a convolution count channels. None means
             one tile per matrix; with a size target, the fewest tiles whose sides are at least twice the features.
-        base: None, or `"own"` for the p-net's present tensors in their dtypes, except those of `modules_to_save`.
+        base: None, or `"own"` for the p-net's present tensors in their dtypes, without `modules_to_save`.
         target_modules: modules whose weights get a delta, as in PEFT: a list of names or their last parts
             (`["query", "value"]`), a regular expression that matches whole names, or `"all-linear"`; None selects every
             linear, convolution and attention layer. `include`, `exclude` and `rules` take precedence.

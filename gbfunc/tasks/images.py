@@ -24,8 +24,8 @@ from gbfunc.untrusted import one_error, read_arrays
 
 FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-_SHAPE = (3, 32, 32)  # of an image of CIFAR-10
-_MAX_BYTES, _MAX_UNPACKED = 64 << 20, 1 << 30  # of CIFAR-10's files; a batch of 10,000 images has 31 MB
+_SHAPE = (3, 32, 32)  # shape of an image of CIFAR-10
+_MAX_BYTES, _MAX_UNPACKED = 64 << 20, 1 << 30  # largest batch file (10,000 images have 31 MB); largest unpacked .npz
 
 
 def digits() -> Task:

@@ -77,7 +77,7 @@ def policy(numbers_BP: Tensor, discrete: bool) -> Distribution:
 def gae(
     rewards_TN: Tensor, values_TN: Tensor, terminated_TN: Tensor, truncated_TN: Tensor, gamma: float, lam: float
 ) -> Tensor:
-    r"""Generalised advantage estimates (Schulman et al., 2016, equation 16): [T, N].
+    r"""Compute generalised advantage estimates [T, N] (Schulman et al., 2016, equation 16).
 
     $\delta_t = r_t + \gamma V(s_{t+1}) - V(s_t)$, $\hat A_t = \delta_t + \gamma \lambda \hat A_{t+1}$. The sum ends
     with the episode: a terminal state has the value 0, and a truncated episode ends with the value of its last state.

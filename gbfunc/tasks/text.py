@@ -36,7 +36,7 @@ _SMALL_BERT = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads"
 _SMALL_BERT |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _FROM_SCRATCH = Recipe(lr=1e-2, direct_lr=3e-3, dense_lr=1e-3, batch_size=32, epochs=5, clip_norm=1.0)
 _FINE_TUNING = replace(_FROM_SCRATCH, dense_lr=1e-4, betas=(0.9, 0.999), epochs=3, schedule=linear_decay)
-_LEAST_STEPS, _MOST_EPOCHS = 450, 20  # a fine-tuning has this many steps, if this many epochs suffice
+_LEAST_STEPS, _MOST_EPOCHS = 450, 20  # a fine-tuning has at least these steps, but at most these epochs
 _LEFT_OUT = 0.1  # fraction of the tokens that fine-tuning masks (word dropout: Iyyer et al., 2015, 2.2)
 LEAST = 10  # least number of training texts
 _POOL = 16  # number of batches in a pool, within which texts are sorted by length

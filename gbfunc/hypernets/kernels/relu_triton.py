@@ -30,7 +30,7 @@ _ROWS, _COLS, _HIDDEN = 32, 64, 16
 def forward_kernel(
     A, B, v, b, W, R, C, r, c, H, ROWS: tl.constexpr, COLS: tl.constexpr, S: tl.constexpr
 ):  # fmt: skip
-    """`W[i, j] = b + sum_h v[h] relu(A[i, h] + B[j, h])` for ROWS x COLS weights of a tile; S is the type of sums."""
+    """Compute `W[i, j] = b + sum_h v[h] relu(A[i, h] + B[j, h])` for ROWS x COLS weights; S is the type of sums."""
     parts, across = tl.cdiv(r, ROWS), tl.cdiv(C, c)
     tile, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
     i, j = part * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLS + tl.arange(0, COLS)
@@ -53,7 +53,7 @@ def backward_kernel(
     g, A, B, v, dA, dv, db, R, C, r, c, H,
     BY_ROWS: tl.constexpr, ROWS: tl.constexpr, HIDDEN: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """`dA = SA v` with `SA[i, h] = sum_j g[i, j] [A[i, h] + B[j, h] > 0]`, and partial sums of `dv` and `db`.
+    """Compute `dA = SA v`, `SA[i, h] = sum_j g[i, j] [A[i, h] + B[j, h] > 0]`, and partial sums of `dv` and `db`.
 
     Without BY_ROWS, i are columns of the tile, and A and B stand for B and A.
     """

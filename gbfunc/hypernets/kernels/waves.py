@@ -31,15 +31,15 @@ Tensors: TypeAlias = tuple[Tensor, ...]
 class Side(NamedTuple):
     """The left (row) or right (column) factors of a stack of tiles, from their codes and leaves."""
 
-    codes: Tensor  # of the rows [U, n, p]
-    weight: Tensor  # of the codes [T, p, H], or [G, p, H]
+    codes: Tensor  # codes of the rows [U, n, p]
+    weight: Tensor  # code weights [T, p, H], or [G, p, H]
     phase: Tensor | None = None  # added to the angles [T, H]; None is 0
     sine: Tensor | None = None  # the coefficients s [T, H]; None is 1
     cosine: Tensor | None = None  # the coefficients t [T, H]; None is 0
-    scale: Tensor | None = None  # of the coefficients [T]; None is 1
-    groups: Tensor | None = None  # numbers in [0, G) of the tiles' code weights [T]; None for one weight per tile
+    scale: Tensor | None = None  # scale of the coefficients [T]; None is 1
+    groups: Tensor | None = None  # index in [0, G) of every tile's code weights [T]; None for one per tile
     cosine_first: bool = False  # whether the cosines' half comes first
-    period: int = 0  # of the codes (`period_of`); 0 for none
+    period: int = 0  # period of the codes (`period_of`); 0 if unknown
 
     def in_parts(self) -> Tensor:
         """Compute the side [T, n, 2 H] by operators of PyTorch."""

@@ -82,7 +82,7 @@ def _halves(of, tile, i, h) -> Any:
 
 @triton.jit
 def forward_kernel(table, x, groups, out, SIDES: tl.constexpr, BLOCK: tl.constexpr, H: tl.constexpr):
-    """`[s sin A + t cos A, s cos A - t sin A]` with `A = X U + phase`, for BLOCK rows and H features of a tile."""
+    """Compute `[s sin A + t cos A, s cos A - t sin A]`, `A = X U + phase`, for BLOCK rows and H features of a tile."""
     of, item = _side(table, FORWARD, SIDES)  # pyright: ignore[reportGeneralTypeIssues]
     blocks, across = tl.cdiv(tl.load(of + ROWS), BLOCK), tl.cdiv(tl.load(of + FEATURES), H)
     tile, block = item // (blocks * across), item % (blocks * across)
@@ -99,7 +99,7 @@ def partial_kernel(
     table, x, groups, d_out, sums,
     SIDES: tl.constexpr, BLOCK: tl.constexpr, H: tl.constexpr, PART: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Sums over PART rows of `across`, `along` and of `dA` times K columns of the codes, for H features of a tile."""
+    """Sum `across`, `along` and `dA` times K columns of the codes over PART rows, for H features of a tile."""
     of, item = _side(table, PARTIAL, SIDES)  # pyright: ignore[reportGeneralTypeIssues]
     n, p, features, parts = tl.load(of + ROWS), tl.load(of + WIDTH), tl.load(of + FEATURES), tl.load(of + PARTS)
     across, pieces = tl.cdiv(features, H), tl.maximum(tl.cdiv(p, K), 1)
@@ -130,7 +130,7 @@ def partial_kernel(
 
 @triton.jit
 def total_kernel(table, x, groups, sums, out, SIDES: tl.constexpr, COLS: tl.constexpr, J: tl.constexpr):
-    """The gradients of COLS numbers of a group's code weights, or of the coefficients of COLS features of a tile."""
+    """Compute the gradients of COLS code weights of a group, or of the coefficients of COLS features of a tile."""
     of, item = _side(table, TOTAL, SIDES)  # pyright: ignore[reportGeneralTypeIssues]
     T, p, H, parts = tl.load(of + TILES), tl.load(of + WIDTH), tl.load(of + FEATURES), tl.load(of + PARTS)
     group, per_tile = tl.load(of + GROUP), tl.cdiv(H, COLS)

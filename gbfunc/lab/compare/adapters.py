@@ -180,12 +180,12 @@ _RATES, _FRESH = (3e-3, 1e-2, 3e-2), {"save_projection": False}
 
 ADAPTERS: Mapping[str, Adapted] = {
     "linear_probe": Part("(?!)", (1e-2, 3e-2, 1e-1)),
-    # Biases of queries; of queries and hidden units, which nearly suffice (E. Ben Zaken et al., 2022); or of all layers
+    # Biases of queries, or of queries and hidden units (nearly as good: E. Ben Zaken et al., 2022), or of all layers
     "bitfit": Part(r"{}\.bias", _RATES, (("query",), ("query", "up"), ("any",))),
     "lora": Adapted("LoraConfig", _RATES, size="r", sizes=(1, 2, 4, 8, 16, 32)),
     # Two trained vectors per layer, which scale seeded matrices of higher rank
     "vera": Adapted("VeraConfig", (1e-2, 3e-2, 1e-1), size="r", sizes=(64, 128, 256, 512, 1024), fixed=_FRESH),
-    # Scales of values; or of keys, values and hidden units, as in the paper
+    # Scales of values, or of keys, values and hidden units as in the paper
     "ia3": Adapted(
         "IA3Config",
         _RATES,

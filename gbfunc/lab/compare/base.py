@@ -38,7 +38,7 @@ class Problem(NamedTuple):
     size: int  # Number of parameters of a periodic genome that fills the budget
     budget: int  # Largest number of bytes of all data that are needed to run the network
     dtype: torch.dtype  # Dtype of files, unless a method has its own
-    recipe: Recipe  # Batch size, augmentation, warm-up and length of every training; rates are those of the genome
+    recipe: Recipe  # Batch size, augmentation, warm-up and length of every training; its rates are for the genome
 
     @property
     def steps(self) -> int:
@@ -83,7 +83,7 @@ def train_net(problem: Problem, leaves: Iterable[Tensor], net: Net, lr: float, s
 
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-"""Dtypes of files; the first byte of a file is the index."""
+"""Dtypes of files. The first byte of a file is the index of its dtype."""
 
 
 def pack(tensors: TensorMap, dtype: torch.dtype, about: Mapping[str, Any] | None = None) -> bytes:

@@ -76,7 +76,7 @@ class GenomeOf:
         return found
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
-        """Train the genome by Adam with the recipe's betas; the last sixth of the steps rounds to an integer dtype."""
+        """Train the genome by Adam with the recipe's betas; for integer dtypes, the last sixth of the steps rounds."""
         about = {key: settings[key] for key in settings.keys() & {"pnet"}}
         task, plan = self._plan(problem, about)
         pnet, known, lr = task.build(seed), task.recipe(plan.genome_params), settings["lr"]

@@ -72,8 +72,8 @@ def _metric_of(problem: Problem, net: Net, split: Any) -> float:
 def choose(name: str, method: Method, problem: Problem, most: int | None = None) -> Choice:
     """Choose settings by successive halving on the validation metric (K. Jamieson and A. Talwalkar, 2016).
 
-    Each of three rungs trains fewer candidates for more steps, with a schedule of this length, and keeps the best of
-    them. Candidates whose file leaves more than 15 % of the budget unused rank below all other candidates.
+    Each of three rounds trains the best candidates of the previous round for more steps, with its own schedule.
+    Candidates whose file leaves more than 15 % of the budget unused rank below all other candidates.
     """
     head, task = _head(problem, name), problem.task
     tried: list[Settings] = []
@@ -96,7 +96,7 @@ def choose(name: str, method: Method, problem: Problem, most: int | None = None)
     except BudgetTooSmall as error:
         return Choice(*head, settings=None, tried=[], searched=0, reason=str(error))
     for share, passed, least in ((1 / 9, 1 / 3, 3), (1 / 3, 0.0, 2), (1.0, 0.0, 1)):
-        # A rung with at most `least` candidates has no choice to make.
+        # A round with at most `least` candidates keeps all, and need not train them.
         if len(left) > least:
             ranks = [rank(settings, max(1, math.ceil(share * problem.steps))) for settings in left]
             order = sorted(range(len(left)), key=ranks.__getitem__, reverse=True)

@@ -178,7 +178,7 @@ def narrowed(pnet: PNet, params: int) -> PNet:
             return n_params(scaled(factor).make())
 
     most = next(2.0**i for i in count() if size(2.0**i) >= params)
-    # So many fractions distinguish all widths up to some millions.
+    # Multiples of `most / parts` are fine enough to reach all widths up to millions.
     part = bisect_left(range(parts := 1 << 22), params, key=lambda part: size(most * part / parts))
     return scaled(most * part / parts)
 

@@ -97,9 +97,9 @@ def gpt_plan(interface: Interface, width: int, genome_params: float) -> PlanOpti
 
 
 class ViT(nn.Module):
-    """Patches, learned positions, pre-norm blocks of `nn.TransformerEncoder`, the mean over the patches: -> [B, K].
+    """Patches with learned positions, pre-norm blocks, and the mean over patches: images [B, C, h, w] -> [B, K].
 
-    `patch` divides rows and columns of the images, `heads` divides `width`, and `hidden` are the units of an MLP.
+    `patch` divides rows and columns of the images, `heads` divides `width`, and `hidden` is the width inside the MLPs.
     """
 
     def __init__(self, interface: Interface, patch: int, layers: int, width: int, heads: int, hidden: int) -> None:
