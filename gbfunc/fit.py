@@ -121,9 +121,8 @@ def fit_genome(
     weights that a small genome generates, so errors near 1 do not mean that the fit failed. Train on the task
     afterwards, starting from the fit:
 
-        state = train_step.init(seed=0)
         genome, errors = gb.fit_genome(plan, trained)
-        state = state._replace(gnets=genome.gnets, direct=genome.direct, buffers=genome.buffers)
+        state = train_step.init(genome=genome)
 
     Alternatively, alternate between training the dense weights and fitting (Shuvaev et al., 2024): train
     `gb.materialize(plan, genome, pnet)` for some steps, then call `gb.fit_genome(plan, trained, start=genome)`.

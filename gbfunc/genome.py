@@ -70,7 +70,8 @@ def check_genome(
 def check_type(plan: Plan) -> None:
     """Raise `TypeError` unless `plan` is a `Plan`."""
     if not isinstance(plan, Plan):
-        raise TypeError(f"expected a plan of gb.make_plan, got {type(plan).__name__}")
+        cure = ": write plan, genome = gb.load(path)" * isinstance(plan, tuple)
+        raise TypeError(f"expected a plan of gb.make_plan, got a {type(plan).__name__}{cure}")
 
 
 def _check_fields(genome: GenomeLike) -> None:
@@ -130,7 +131,11 @@ def init_genome(plan: Plan, pnet: nn.Module, seed: int = 0, *, device: torch.dev
     gnets: GNets = {}
     for e in (e for e in plan.ensembles if e.leaves):
         _check_linear(plan, e)
-        leaves = {k: v.clone() for k, v in init_leaves(e, plan.dtype, generator).items()}
+        try:
+            leaves = {k: v.clone() for k, v in init_leaves(e, plan.dtype, generator).items()}
+        except (RuntimeError, LookupError, AttributeError) as error:
+            words = "its method apply must compute a tile from leaves and codes, without detach, numpy or item"
+            raise ValueError(f"a g-net of type {e.hypernet.type!r} fails: {words}: {error}") from error
         for span in (p for p in e.spans if plan.tensors[p.tensor].base):
             # A delta starts at zero if all linear leaves are zero.
             for k in (k for k, leaf in e.leaves.items() if leaf.role == "linear"):
@@ -288,6 +293,10 @@ def init_leaves(e: Ensemble, dtype: torch.dtype, generator: torch.Generator) -> 
             # Draw again: a slot with equal weights, for example if all rectifiers are off, could not be trained.
             fresh = hypernet.init(e.dims, grid.n_tiles, 1, generator)
             mine |= {k: fresh[k].to(leaves[k].dtype) for k in tile_scope}
+        deviation = slot.moments(mine)[1] if grid.numel > 1 and p is e.spans[0] else 0
+        if deviation and not 0.9 < deviation < 1.1:
+            words = f"deviation {deviation:.3g}, not 1: doubling its leaves of role 'linear' must double the tile"
+            raise ValueError(f"a g-net of type {hypernet.type!r} has weights of {words}")
         for k in tile_scope:
             leaves[k][span] = mine[k]
     return leaves

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import inspect
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,6 +31,11 @@ from gbfunc.trees import DIRECT, GNET
 from gbfunc.types import Genome, GenomeLike, Lazy, Params
 
 Self = TypeVar("Self", bound="GenomeModule")
+_WATCHED = 100  # the number of forwards in training mode after which the genome should have changed
+_UNCHANGED = (
+    f"after {_WATCHED} forwards with gradients the genome has not changed: make the optimizer after GenomeModule, from "
+    "its parameters (torch.optim.Adam(module.parameters())); if you accumulate as many gradients, ignore this warning"
+)
 
 
 class _Frame(NamedTuple):
@@ -92,8 +98,6 @@ class GenomeModule(nn.Module):
         """Copy the p-net, and give the copy a class that inherits from this class and the p-net's class."""
         if pnet is None:
             return super().__new__(cls)  # pyright: ignore[reportArgumentType]
-        if not isinstance(plan, Plan):
-            raise TypeError(f"GenomeModule takes (plan, pnet), the plan from gb.make_plan, got {type(plan).__name__}")
         check_plan(plan, pnet)
         if used := sorted(name for name in ("plan", "to_genome") if hasattr(pnet, name)):
             words = "names that GenomeModule uses: rename them, or train with gb.make_train_step"
@@ -163,6 +167,8 @@ class GenomeModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the p-net's output with the weights that the current genome generates."""
+        if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._watch()
         self._drawn = self._noise()
         placed = self._place(self._weights(self._generator))
         try:
@@ -176,6 +182,15 @@ class GenomeModule(nn.Module):
                 if isinstance(buffer, Tensor) and buffer.requires_grad:
                     # The forward assigned a buffer with a graph, which must not reach into the next call.
                     setattr(layer, key, buffer.detach())
+
+    def _watch(self) -> None:
+        """Warn if gradients do not change the genome, because the optimizer has parameters of another module."""
+        self._forwards += 1
+        leaves = [x for x in self.parameters() if x.is_leaf and x.grad is not None]
+        if self._forwards == 2:
+            self._first = [x.detach().clone() for x in leaves]
+        elif self._forwards == _WATCHED and leaves and self._first and all(map(torch.equal, leaves, self._first)):
+            warnings.warn(_UNCHANGED, UserWarning, stacklevel=2)
 
     def train(self: Self, mode: bool = True) -> Self:
         """Set the training mode. Layers with running statistics of a base stay in evaluation mode."""
@@ -293,6 +308,7 @@ class GenomeModule(nn.Module):
             return make_generator(plan, pnet=self, lazy=lazy, base=base, names=names)
 
         self._generator_of, self._drawn = functools.cache(of), None
+        self._forwards, self._first = 0, list[Tensor]()
         self._generator = of(*(t.name for t in plan.generated))
         self._generator.prepare(self._leaves())
 
@@ -310,6 +326,9 @@ class GenomeModule(nn.Module):
             destination._metadata[prefix[:-1]]["plan"] = self.plan.digest()
 
     def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *args: Any) -> None:
+        if dense := [name for name in self._frame.sources if f"{prefix}{name}" in state]:
+            words = "load it into the p-net, then gb.fit_genome(plan, pnet) finds the nearest genome"
+            raise ValueError(f"expected a genome's state dict, got one with the dense weight {dense[0]!r}: {words}")
         super()._load_from_state_dict(state, prefix, metadata, *args)
         if metadata.get("plan") not in (None, self.plan.digest()):
             words = "keep the plan, which depends on the p-net's first weights (gb.save, save_pretrained, Plan.to_json)"
@@ -321,7 +340,7 @@ class GenomeModule(nn.Module):
         return _blank_module, (made._stated, layer), self.__getstate__()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: x for k, x in self.__dict__.items() if k not in ("_generator", "_generator_of", "_drawn")}
+        return {k: x for k, x in self.__dict__.items() if k not in ("_generator", "_generator_of", "_drawn", "_first")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

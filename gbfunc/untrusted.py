@@ -48,8 +48,8 @@ def one_error(path: str | os.PathLike[str], what: str) -> Iterator[None]:
         raise ValueError(f"{os.fspath(path)} is not a valid {what}: {reason}") from error
 
 
-def read_picture(path: str | os.PathLike[str], mode: str) -> Any:
-    """Read an image file as a Pillow image in mode `"L"` (8-bit grey) or `"RGB"`.
+def read_picture(path: str | os.PathLike[str], mode: str, what: str = "picture") -> Any:
+    """Read an image file as a Pillow image in mode `"L"` (8-bit grey) or `"RGB"`; `what` was expected, for errors.
 
     The image is rotated according to its EXIF data, 16-bit pixels are scaled to 8 bits, and transparency turns white.
 
@@ -60,7 +60,7 @@ def read_picture(path: str | os.PathLike[str], mode: str) -> Any:
     """
     image = import_extra("PIL.Image", "reading a picture", "gbfunc[qr]")
     turn = import_extra("PIL.ImageOps", "reading a picture", "gbfunc[qr]").exif_transpose
-    with one_error(path, "picture"), warnings.catch_warnings():
+    with one_error(path, what), warnings.catch_warnings():
         # Pillow's warnings concern larger images, which are refused below, and damaged metadata, which is not used.
         warnings.simplefilter("ignore")
         _check_bytes(Path(path).stat().st_size)

@@ -237,12 +237,14 @@ def test_target_modules_are_named_as_in_peft(modules: Any, names: str) -> None:
     assert {t.name.removesuffix(".weight") for t in plan.tensors if t.base} == set(names.split())
 
 
-@pytest.mark.parametrize(("target", "role"), [(60, "generated"), (400, "direct")])
+@pytest.mark.parametrize(("target", "role"), [(60, "generated"), (371, "generated"), (372, "direct")])
 def test_a_head_is_generated_where_it_would_take_most_of_the_target(target: int, role: str) -> None:
     pnet = nn.Sequential(nn.Linear(30, 30), nn.ReLU(), nn.Linear(30, 3))
     plan = gb.make_plan(pnet, base="own", modules_to_save=["2"], genome_params=target)
     assert plan.genome_params <= target
     assert {t.name: t.role for t in plan.tensors}["2.weight"] == role
+    lost = "redrawn      2.weight: the given values are lost; a genome of 372 parameters keeps them"
+    assert (lost in plan.report()) == (role == "generated")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -13,6 +13,7 @@ OPTIONS = [
     # The parser
     ("train --epochs x", "error: --epochs must be INT, got 'x'"),
     ("train --epoch 3", "Unrecognized options: --epoch, 3 (did you mean --epochs?): see gbfunc train --help"),
+    ("train --genome-size 9", "--genome-size, 9 (did you mean --genome-bytes or --genome-params"),
     ("train --hypernet foo", "invalid choice 'foo' for argument '--hypernet'"),
     ("train --out=", "--out needs a value, got ''"),
     ("eval", "Missing from gbfunc eval: --genome FILE"),
@@ -39,6 +40,7 @@ OPTIONS = [
     ("train --task trec --data-dir /", "/train.txt"),
     ("train --out /proc/x", "--out must be a folder for writing, got /proc/x (No such file or directory)"),
     ("train --task no.such.module:task", "cannot import no.such.module"),
+    ("train --pnet own.py:make", "No module named 'own': write own:make, in the folder of the file"),
     ("train --env x", "the task digits has no option env"),
     ("train --pnet gpt --sizes 3 4", "--sizes is for the p-nets mlp and actor_critic, got gpt"),
     ("train --pnet-config {", "--pnet-config must be a JSON object such as"),

@@ -1,5 +1,6 @@
 """The genome as a module: the same numbers as the functional side, in the shape that trainers of modules expect."""
 
+import contextlib
 import copy
 import inspect
 import io
@@ -245,8 +246,16 @@ def test_the_module_has_all_that_the_pnet_has() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     pnet, plan, genome = genome_of(ZOO["mlp"])
-    with pytest.raises(TypeError, match=r"takes \(plan, pnet\), the plan from gb.make_plan, got Sequential"):
+    with pytest.raises(TypeError, match="expected a plan of gb.make_plan, got a Sequential"):
         gb.GenomeModule(pnet, plan)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"got a tuple: write plan, genome = gb.load\(path\)"):
+        gb.materialize((plan, genome), pnet)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="materialize takes .* got no pnet"):
+        gb.materialize(plan, genome)
+    with pytest.raises(ValueError, match="wrapped in GenomeModule: a genome generates its weights already"):
+        gb.make_plan(gb.GenomeModule(plan, pnet), genome_params=100)
+    with pytest.raises(ValueError, match="a genome's state dict, got one with the dense weight '0.weight': load it"):
+        gb.GenomeModule(plan, pnet).load_state_dict(pnet.state_dict())
     with pytest.raises(ValueError, match="the plan was made for another p-net"):
         gb.GenomeModule(plan, nn.Linear(2, 2))
     with pytest.raises(ValueError, match="the genome does not fit the plan: missing"):
@@ -260,3 +269,16 @@ def test_what_does_not_fit_is_refused() -> None:
     pnet.plan = "a"  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"the p-net has attributes \['plan'\], names that GenomeModule uses"):
         gb.GenomeModule(plan, pnet)
+
+
+@pytest.mark.parametrize(("optimized", "every"), [("p-net", 1), ("module", 1), ("module", 60)])
+def test_an_optimizer_of_the_pnet_is_reported(optimized: str, every: int) -> None:
+    pnet, module, batch = module_of("mlp")
+    optimizer = torch.optim.SGD((pnet if optimized == "p-net" else module).parameters(), lr=0.1)
+    reported = pytest.warns(UserWarning, match="has not changed: make the optimizer after GenomeModule")
+    with reported if optimized == "p-net" else contextlib.nullcontext():
+        for i in range(120):
+            module(batch).square().mean().backward()
+            if i % every == every - 1:
+                optimizer.step()
+                optimizer.zero_grad()

@@ -94,7 +94,7 @@ def in_layout(t: Tensor, layout: str) -> Tensor:
 @pytest.mark.parametrize("case", ELEMENTWISE, ids=ids)
 def test_equals_a_hand_written_loop(case: Case, dtype: torch.dtype) -> None:
     own: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.05} if case.name != "Rprop" else {"lr": 0.02}
-    params, _ = run(gb.torch_optimizer(case.cls, schedule, direct=own, **case.options), 6, dtype)
+    params, _ = run(gb.torch_optimizer(case.cls, lr=schedule, direct=own, **case.options), 6, dtype)
 
     expected = normal(0, dtype)
     direct = {"params": [expected[k] for k in SHAPES if ROLES[k] == "direct"], **own}
@@ -111,7 +111,7 @@ def test_equals_a_hand_written_loop(case: Case, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("case", MIXING, ids=ids)
 def test_classes_that_mix_numbers_act_on_each_tile(case: Case) -> None:
-    params, _ = run(gb.torch_optimizer(case.cls, schedule, **case.options), 5)
+    params, _ = run(gb.torch_optimizer(case.cls, lr=schedule, **case.options), 5)
     for k, start in normal(0).items():
         grads = [normal(step + 1)[k] for step in range(5)]
         units = (
@@ -131,7 +131,7 @@ def test_classes_that_mix_numbers_act_on_each_tile(case: Case) -> None:
 
 @given(cases, st.lists(st.sampled_from(["plain", "reversed", "strided"]), min_size=4, max_size=4), st.booleans())
 def test_pure_whatever_the_layout(case: Case, layouts: list[str], requires_grad: bool) -> None:
-    optimizer = gb.torch_optimizer(case.cls, schedule, **case.options)
+    optimizer = gb.torch_optimizer(case.cls, lr=schedule, **case.options)
     params, state = run(optimizer, 2)
     grads = normal(9)
     plain = optimizer.update(grads, state, params, ROLES)
@@ -163,7 +163,7 @@ def test_pure_whatever_the_layout(case: Case, layouts: list[str], requires_grad:
 
 @pytest.mark.parametrize("case", CASES, ids=ids)
 def test_donation_reuses_buffers_and_changes_no_number(case: Case) -> None:
-    optimizer = gb.torch_optimizer(case.cls, schedule, **case.options)
+    optimizer = gb.torch_optimizer(case.cls, lr=schedule, **case.options)
     assert same_bits(run(optimizer, 4, donate=True), run(optimizer, 4))
     params, state = run(optimizer, 1)
     params["bias"].requires_grad_()
@@ -175,7 +175,7 @@ def test_donation_reuses_buffers_and_changes_no_number(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=ids)
 def test_state_is_a_pytree_of_tensors_with_a_fixed_structure(case: Case) -> None:
-    optimizer = gb.torch_optimizer(case.cls, schedule, **case.options)
+    optimizer = gb.torch_optimizer(case.cls, lr=schedule, **case.options)
     states = [run(optimizer, steps)[1] for steps in (0, 1, 3)]
     for steps, state in zip((0, 1, 3), states, strict=True):
         assert TREES.tree_structure(state) == TREES.tree_structure(states[0])
@@ -191,7 +191,7 @@ def test_state_is_a_pytree_of_tensors_with_a_fixed_structure(case: Case) -> None
 
 @pytest.mark.parametrize("case", ELEMENTWISE, ids=ids)
 def test_leaves_of_several_dtypes_step_as_they_would_alone(case: Case) -> None:
-    optimizer = gb.torch_optimizer(case.cls, schedule, **case.options)
+    optimizer = gb.torch_optimizer(case.cls, lr=schedule, **case.options)
 
     def draw(seed: int) -> dict[str, Tensor]:
         return {k: x.double() if k in ("phase", "emb") else x for k, x in normal(seed).items()}
@@ -210,7 +210,7 @@ def test_leaves_of_several_dtypes_step_as_they_would_alone(case: Case) -> None:
 
 @given(cases)
 def test_goes_on_from_a_copied_state_with_its_names_in_another_order(case: Case) -> None:
-    optimizer = gb.torch_optimizer(case.cls, schedule, **case.options)
+    optimizer = gb.torch_optimizer(case.cls, lr=schedule, **case.options)
     params, state = run(optimizer, 2)
     other = state._replace(leaves={k: dict(reversed(state.leaves[k].items())) for k in sorted(state.leaves)})
     params_other = {k: params[k] for k in sorted(params)}
@@ -222,7 +222,7 @@ def test_goes_on_from_a_copied_state_with_its_names_in_another_order(case: Case)
 
 @pytest.mark.parametrize("case", CASES, ids=ids)
 def test_no_leaves_and_empty_leaves(case: Case) -> None:
-    optimizer = gb.torch_optimizer(case.cls, 0.1, **case.options)
+    optimizer = gb.torch_optimizer(case.cls, lr=0.1, **case.options)
     params, state = optimizer.update({}, optimizer.init({}, {}), {}, {})
     assert params == {} and state.leaves == {} and int(state.step) == 1
     empty, roles = {"w": torch.zeros(0, 2, 2), "v": torch.zeros(2, 0)}, {"w": "code", "v": "direct"}
@@ -235,7 +235,7 @@ def test_no_leaves_and_empty_leaves(case: Case) -> None:
 def test_each_role_takes_its_own_options() -> None:
     optimizer = gb.torch_optimizer(
         torch.optim.SGD,
-        1.0,
+        lr=1.0,
         code={"lr": lambda step: 0.5 * (step == 0)},
         linear={"maximize": True},
         direct={"lr": 0.25},

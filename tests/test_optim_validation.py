@@ -78,7 +78,7 @@ def params_and_grads(seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 @pytest.mark.parametrize("cls", [Lion, Plain, type("MyAdam", (torch.optim.Adam,), {})])
 def test_a_class_that_torch_does_not_ship_is_pure_and_equal_to_its_own_loop(cls: Any) -> None:
     options: dict[str, Any] = {} if cls is Plain else {"weight_decay": 0.1}
-    optimizer = gb.torch_optimizer(cls, 0.1, **options)
+    optimizer = gb.torch_optimizer(cls, lr=0.1, **options)
     params, _ = params_and_grads(0)
     expected = copy_tree(params)
     state = optimizer.init(params, ROLES)
@@ -106,7 +106,7 @@ def test_a_class_that_torch_does_not_ship_is_pure_and_equal_to_its_own_loop(cls:
 def test_a_class_that_remembers_elsewhere_is_refused(cls: Any, error: type[Exception], message: str) -> None:
     params, _ = params_and_grads(0)
     with pytest.raises(error, match=message):
-        gb.torch_optimizer(cls, 0.1).init(params, ROLES)
+        gb.torch_optimizer(cls, lr=0.1).init(params, ROLES)
 
 
 SCHEDULES: list[tuple[Any, dict[str, Any]]] = [
@@ -141,14 +141,14 @@ def options_error(**options: Any) -> Callable[[], Any]:
 
 def adam_state(step: int, leaves: Any = None, like: Tensor | None = None) -> OptState:
     params = {"w": torch.ones(2) if like is None else like}
-    state = gb.torch_optimizer(torch.optim.Adam, 0.1).init(params, {"w": "direct"})
+    state = gb.torch_optimizer(torch.optim.Adam, lr=0.1).init(params, {"w": "direct"})
     return state._replace(step=torch.tensor(step), leaves=state.leaves if leaves is None else leaves)
 
 
 def update_error(**changed: Any) -> Callable[[], Any]:
     params = {"w": torch.ones(2)}
     roles = {"w": "direct"}
-    optimizer = gb.torch_optimizer(torch.optim.Adam, lambda step: 0.1 - step)
+    optimizer = gb.torch_optimizer(torch.optim.Adam, lr=lambda step: 0.1 - step)
     given_: dict[str, Any] = {"grads": params, "state": optimizer.init(params, roles), "params": params, "roles": roles}
     return lambda: optimizer.update(**(given_ | changed))
 
@@ -188,7 +188,7 @@ def test_clear_errors(call: Callable[[], Any], error: type[Exception], message: 
 
 
 def test_a_tile_needs_a_leading_dimension() -> None:
-    optimizer = gb.torch_optimizer(torch.optim.Adafactor, 0.1)
+    optimizer = gb.torch_optimizer(torch.optim.Adafactor, lr=0.1)
     with pytest.raises(ValueError, match="'w' of role 'code' must have a leading dimension of tiles"):
         optimizer.init({"w": torch.tensor(1.0)}, {"w": "code"})
 
@@ -235,7 +235,7 @@ def test_an_update_equals_the_plain_step_in_every_dtype(name: str, dtype: Any, a
         expected = {k: p.clone() for k, p in params.items()}
         reference = cls(expected.values(), lr=0.1, fused=False, **options)
         roles = dict.fromkeys(params, "direct")
-        optimizer = gb.torch_optimizer(cls, 0.1, **options, **asked)
+        optimizer = gb.torch_optimizer(cls, lr=0.1, **options, **asked)
         state = optimizer.init(params, roles)
         for _ in range(3):
             # Away from 0: the plain step squares small gradients to 0 in float16, and divides 0 by 0.
@@ -252,7 +252,7 @@ def test_an_update_equals_the_plain_step_in_every_dtype(name: str, dtype: Any, a
 
 
 def test_a_stateless_class_needs_the_names_of_its_leaves() -> None:
-    optimizer = gb.torch_optimizer(torch.optim.SGD, 0.1)
+    optimizer = gb.torch_optimizer(torch.optim.SGD, lr=0.1)
     params = {"w": torch.ones(2), "b": torch.ones(3)}
     with pytest.raises(ValueError, match=r"SGD .* expected the leaves \['b', 'w'\], got \['w'\]"):
         optimizer.update(params, optimizer.init({"w": params["w"]}, ROLES), params, ROLES)

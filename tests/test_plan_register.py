@@ -91,6 +91,8 @@ def test_weights_that_are_not_finite_are_refused_by_type() -> None:
         ({"type": None}, "Own has no name for files: define type"),
         ({"size_field": "n"}, r"Own needs @dataclass.*size_field.*; its fields are \['rank'\], its size_field 'n'"),
         ({"apply": lambda self, leaves, row, col: row}, "Own must define apply.*, which also takes noise="),
+        ({"apply": lambda *x, **_: Outer.apply(*x).detach()}, "type 'own' fails: .* without detach, numpy or item"),
+        ({"apply": lambda *x, **_: Outer.apply(*x) ** 3}, "doubling its leaves of role 'linear' must double the tile"),
         ({"apply": lambda *x, **_: Outer.apply(*x).T}, r"shape \(9, 12\), got \(12, 9\): rows come first"),
     ],
 )

@@ -210,7 +210,8 @@ def read_teacher(path: Path, task: Task, options: PNetOptions) -> nn.Module:
         cure = "save net.state_dict() with torch.save, or as safetensors"
         raise ValueError(f"--teacher: {file} has objects other than weights, which are not run: {cure}") from error
     except (SafetensorError, RuntimeError, ValueError) as error:
-        cure = " (modules must have the same names)" * isinstance(error, RuntimeError)
+        words = " (modules must have the same names)", ", as a .pt or .safetensors file, or be a genome"
+        cure = words[isinstance(error, SafetensorError)] * (not isinstance(error, ValueError))
         raise ValueError(f"--teacher: {file} must have the weights of {task.pnet.name}{cure}: {error}") from error
     return net.eval()
 
@@ -256,7 +257,7 @@ def _images(path: Path, task: Task, said: Mapping[str, Any]) -> Iterator[tuple[s
     if path.suffix.lower() in (".npy", ".npz"):
         found = _arrays(path, shape)
     else:
-        picture = read_picture(path, "L" if shape[0] == 1 else "RGB").resize(shape[:0:-1])
+        picture = read_picture(path, "L" if shape[0] == 1 else "RGB", "picture, .npy or .npz file").resize(shape[:0:-1])
         pixels_hwC = np.asarray(picture, np.float32).reshape(*shape[1:], shape[0])
         found = [(str(path), pixels_hwC.transpose(2, 0, 1) * (white / 255))]
     for name, pixels_Chw in found:

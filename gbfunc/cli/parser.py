@@ -45,7 +45,10 @@ def parse(argv: Sequence[str]) -> Any:
     except SystemExit as end:
         if end.code in (0, None):
             raise
-        raise ValueError(f"{_reason(message.getvalue())}: see gbfunc {name} --help") from None
+        words = _reason(message.getvalue())
+        if "did you mean" not in words and (option := re.match(r"Unrecognized options: (--[\w-]+)", words)):
+            words += _nearest(option[1], [f"--{key.replace('_', '-')}" for key in options_of(COMMANDS[name])], 3)
+        raise ValueError(f"{words}: see gbfunc {name} --help") from None
     check_values(command)
     return command
 

@@ -49,6 +49,9 @@ def report(plan: Any, dtype: Stored | None, genome: GenomeLike | None, metadata:
             f"genome       deltas of {deltas} tensors {plan.genome_params - head:,} parameters; "
             f"{len(new)} new tensors {head:,}",
         ]
+        if redrawn := [t.name for t in new if t.note.startswith("generated: direct")]:
+            words = f"the given values are lost; a genome of {4 * sum(t.numel for t in new):,} parameters keeps them"
+            lines.append(f"redrawn      {', '.join(redrawn)}: {words}")
     if beside := [t.name for t in plan.tensors if t.kind == "beside"]:
         lines.append(f"beside       {len(beside)} deltas stay beside layers that hide their weight; none can be merged")
     lines += [f"left out     {name}: {why}" for name, why in plan.left_out.items()]
@@ -62,10 +65,11 @@ def report(plan: Any, dtype: Stored | None, genome: GenomeLike | None, metadata:
 def _poor(plan: Any) -> list[str]:
     """List large tensors with few tiles whose type has a low rank per tile (measured: notebooks/results/types.md)."""
     return [
-        f"{t.name} ({slot.hypernet.type}, {slot.grid.n_tiles} tiles)"
+        f"{t.name} ({slot.hypernet.type}, {slot.grid.n_tiles} tile{'s' * (slot.grid.n_tiles > 1)})"
         for t in plan.tensors
         for slot in t.slots
-        if slot.hypernet.spreads and not t.base and min(slot.dims[:2]) >= _LARGE_TILE
+        # Embeddings with a note have the type that the plan chose.
+        if slot.hypernet.spreads and not t.base and "embedding" not in t.note and min(slot.dims[:2]) >= _LARGE_TILE
         if slot.grid.n_tiles < (_FEW_FACTORED if slot.hypernet.factorised else _FEW_TILES)
     ]
 

@@ -22,6 +22,7 @@ _WRAPPERS = {
     "FSDPModule": "FSDP2 owns the weights and ignores generated ones: pass the module before fully_shard",
     "OptimizedModule": "pass the module before torch.compile (its ._orig_mod) and compile the training step instead",
     "ScriptModule": "its code is compiled and cannot take generated weights: pass the module before torch.jit",
+    "GenomeModule": "a genome generates its weights already: train it, or pass the module that it was made from",
 }
 _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked", "_u", "_v", "weight_u", "weight_v"})
 """Buffers that batch norm and spectral norm, old and new, update in training mode."""

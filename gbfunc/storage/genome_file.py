@@ -67,7 +67,8 @@ def save(
     dtype = plan.default_dtype() if dtype is None else dtype
     name = None if dtype is None else stored_as(dtype)
     if name == AUTO and not isinstance(dtype, Steps):
-        raise ValueError("dtype='auto' says nothing of steps: give those of gb.allocate_steps")
+        cure = "pass train_step.stored(state) after a training with rounding='auto', or gb.allocate_steps(...)"
+        raise ValueError(f"save needs the quantization steps themselves, got dtype='auto': {cure}")
     flat = stored_tensors(genome)
     compare_trees(plan.leaves, flat, "the genome does not fit the plan")
     _check_values(flat, "the genome")

@@ -57,6 +57,8 @@ def read_idx(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
 
 def load_mnist(data_dir: Path) -> tuple[Images, Images]:
     """Read images [N, 1, 28, 28] and labels [N] for training and for the test from a folder's four `.gz` files."""
+    if not any(data_dir.glob("*-ubyte.gz")) and (found := next(data_dir.glob("*/*-ubyte.gz"), None)):
+        raise FileNotFoundError(f"no IDX files in {data_dir}, but in a folder inside: pass --data-dir {found.parent}")
     parts = []
     for stem, n in (("train", 60_000), ("t10k", 10_000)):
         path = data_dir / f"{stem}-labels-idx1-ubyte.gz"

@@ -79,9 +79,9 @@ class AutoTrainStep(TrainStep):
 
     _last: tuple[Tensor | None, Steps | None] = None, None
 
-    def init(self, seed: int = 0, *, device: torch.device | str | None = None) -> TrainState:
+    def init(self, seed: int = 0, **options: Any) -> TrainState:
         """Create a new state, without quantization steps."""
-        return super().init(seed, device=device)._replace(codes=_packed(self.plan, None))
+        return super().init(seed, **options)._replace(codes=_packed(self.plan, None))
 
     def __call__(self, gnet_params: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
         """Train on one batch; if due, first choose quantization steps. Also raises the errors of `allocate_steps`."""

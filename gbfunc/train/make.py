@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -40,7 +41,7 @@ def make_train_step(plan: Plan, pnet: nn.Module, loss_fn: LossFn, optimizer: Opt
             call modules of `net` and read tensors of `net`, as in an ordinary module, but must not change or keep
             `net`. The guide "The contract" lists the rules for p-nets and loss functions.
         optimizer: an optimizer made by `torch_optimizer`.
-        **options: fields of `StepOptions`, such as `donate`, `microbatches`, `clip_norm`, `amp`, `lazy` and `mesh`.
+        **options: fields of `StepOptions`, which lists them all: `clip_norm`, `microbatches`, `amp`, `compile`, ...
 
     Raises:
         TypeError: for an unknown option, or an optimizer that `torch_optimizer` did not make.
@@ -53,9 +54,14 @@ def make_train_step(plan: Plan, pnet: nn.Module, loss_fn: LossFn, optimizer: Opt
     >>> train_step = gb.make_train_step(plan, pnet, lambda net, x: net(x).square().mean(), optimizer)
     >>> state, info = train_step(train_step.init(seed=0), torch.ones(3, 30))
     """
+    known = list(StepOptions.__dataclass_fields__)
+    if unknown := [name for name in options if name not in known]:
+        near = get_close_matches(unknown[0], known) or known
+        raise TypeError(f"make_train_step has no option {unknown[0]!r}: did you mean {', '.join(near)}?")
     settings = StepOptions(**options)
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must come from gb.torch_optimizer, got {type(optimizer).__name__}")
+        got = getattr(optimizer, "__name__", type(optimizer).__name__)
+        raise TypeError(f"optimizer must come from gb.torch_optimizer(torch.optim.Adam, lr=...), got {got}")
     check_plan(plan, pnet)
     if (word := eval_mode_warning(pnet)) is not None:
         warnings.warn(word, UserWarning, stacklevel=2)

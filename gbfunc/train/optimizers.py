@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -56,8 +56,8 @@ class Optimizer(NamedTuple):
 
 def torch_optimizer(
     cls: type[torch.optim.Optimizer],
+    *params: NoReturn,
     lr: LearningRate,
-    *,
     code: Mapping[str, Any] | None = None,
     linear: Mapping[str, Any] | None = None,
     direct: Mapping[str, Any] | None = None,
@@ -76,6 +76,7 @@ def torch_optimizer(
 
     Args:
         cls: the class.
+        *params: none: a training step passes the genome's parameters itself.
         lr: learning rate, or a function of the number of the training step, which counts from 0.
         code: options, including `lr`, that leaves of role `"code"` have instead of the general options.
         linear: the same for leaves of role `"linear"`.
@@ -93,6 +94,9 @@ def torch_optimizer(
     {'w': tensor([0.5000, 0.5000]), 'b': tensor([0.7500])}
     """
     kind: Any = cls
+    if params:
+        words = "a training step passes the parameters itself, and lr= is given by name"
+        raise TypeError(f"torch_optimizer takes a class and options, got {len(params) + 1} positional values: {words}")
     if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer) or kind is torch.optim.Optimizer:
         raise TypeError(f"cls must be a subclass of torch.optim.Optimizer, got {kind!r}")
     if issubclass(cls, torch.optim.LBFGS):

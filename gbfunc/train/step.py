@@ -21,7 +21,7 @@ from gbfunc.train.gradients.loss import Objective
 from gbfunc.train.optimizers import Optimizer, OptState, chosen
 from gbfunc.train.options import StepOptions
 from gbfunc.trees import BUFFERS, DIRECT, GNET, flat_genome, flatten_tree, unflatten_tree
-from gbfunc.types import Genome, GNets, Params
+from gbfunc.types import Genome, GenomeLike, GNets, Params
 
 _SHAPE, _KIND = attrgetter("shape"), attrgetter("shape", "dtype")
 _READ = {"cpu"}  # devices from which Python reads a value without waiting
@@ -34,15 +34,27 @@ _CONSTANT = (
 
 
 class TrainState(NamedTuple):
-    """The state of a training between two steps: a pytree of tensors."""
+    """The state of a training between two steps: a genome, the optimizer's state, and counters; a pytree of tensors.
 
-    gnets: GNets  # leaves of every ensemble
+    `train_step.init` makes the first state. Functions that take a `Genome` also take a state.
+
+    Attributes:
+        gnets: the leaves of every ensemble of g-nets, as in `Genome`.
+        direct: parameters of the p-net that are trained directly, by name.
+        buffers: buffers of the p-net, by name.
+        opt: the optimizer's state.
+        step: number of training steps, int64 on the CPU.
+        seed: seed of dropout and noise, int64 on the CPU.
+        codes: quantization steps of `rounding="auto"`; empty without.
+    """
+
+    gnets: GNets
     direct: Params
     buffers: Params
     opt: Any
-    step: Tensor  # steps taken, int64 on the CPU
-    seed: Tensor  # seed of dropout and noise, int64 on the CPU
-    codes: Tensor = torch.zeros(0, dtype=torch.float64, device="cpu")  # quantization steps of `rounding="auto"`
+    step: Tensor
+    seed: Tensor
+    codes: Tensor = torch.zeros(0, dtype=torch.float64, device="cpu")
 
 
 # Allow `torch.load(weights_only=True)` to load these classes.
@@ -90,7 +102,9 @@ class TrainStep:
         self._expected = layout.shapes | {f"{BUFFERS}{b.name}": b.shape for b in plan.buffers}
 
     @torch.inference_mode(False)
-    def init(self, seed: int = 0, *, device: torch.device | str | None = None) -> TrainState:
+    def init(
+        self, seed: int = 0, *, genome: GenomeLike | None = None, device: torch.device | str | None = None
+    ) -> TrainState:
         """Create a new state. The same seed gives the same genome for any mesh and placement.
 
         Direct parameters and buffers start as in the p-net, on a mesh as in rank 0's p-net. All ranks of a mesh must
@@ -98,20 +112,25 @@ class TrainStep:
 
         Args:
             seed: seed of the g-nets, of dropout and of noise: 0 <= seed < 2**63.
+            genome: the genome from which the training starts, such as one from `gb.load`; None draws a new genome.
             device: device of the state; None is the p-net's device, or the mesh's device for a mesh of several GPUs.
         """
         seed = check_seed(seed)
         if device is None and self.mesh.world > 1 and self.mesh.device.type != "cpu":
             device = self.mesh.device
-        genome: Genome = init_genome(self.plan, self._pnet, seed, device=device)
-        named = flatten_tree(genome)
-        genome = unflatten_tree(dict(zip(named, from_rank_0(self.mesh, [*named.values()]), strict=True)), genome)
-        named = flat_genome(genome)
+        drawn: Genome = init_genome(self.plan, self._pnet, seed, device=device)
+        named = flatten_tree(drawn)
+        if genome is not None:
+            check_genome(self.plan, genome)
+            given = flatten_tree(Genome(genome.gnets, genome.direct, genome.buffers))
+            named = {k: given[k].detach().to(x, copy=True) for k, x in named.items()}
+        drawn = unflatten_tree(dict(zip(named, from_rank_0(self.mesh, [*named.values()]), strict=True)), drawn)
+        named = flat_genome(drawn)
         if (loss := self._objective.strategy.loss) is not None:
             loss.generator.prepare(named)
         opt = self._optimizer.init({k: named[k] for k in self._trained}, self._roles)
         step, number = (torch.tensor(n, dtype=torch.int64, device="cpu") for n in (0, seed))
-        return self.shard(TrainState(*genome, opt, step, number))
+        return self.shard(TrainState(*drawn, opt, step, number))
 
     def rounding(self, state: TrainState) -> Stored | None:
         """Return the rounding in the next training step; None for no rounding, and before "auto" has chosen one."""
@@ -277,8 +296,8 @@ def checked_state(state: Any) -> Params:
     """Return a state's leaves by the names of `flat_genome`; raises TypeError if `state` is not a `TrainState`."""
     for field in TrainState._fields:
         if not hasattr(state, field):
-            words = "train_step takes (state, batch), the state from train_step.init(seed), got a"
-            raise TypeError(f"{words} {type(state).__name__} first")
+            words = f"train_step takes (state, batch), got a {type(state).__name__} first"
+            raise TypeError(f"{words}: make the state by train_step.init(seed), or train_step.init(genome=genome)")
     named = {f"{GNET}{e}/{k}": x for e, leaves in state.gnets.items() for k, x in leaves.items()}
     named |= {f"{DIRECT}{k}": x for k, x in state.direct.items()}
     return named

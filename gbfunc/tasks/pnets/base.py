@@ -200,7 +200,8 @@ def import_factory(path: str, returns: str) -> Callable[..., Any]:
     try:
         factory = pkgutil.resolve_name(path)
     except ImportError as error:
-        raise ImportError(f"cannot import {path}: {error}") from error
+        cure = f": write {path.replace('.py:', ':')}, in the folder of the file" if ".py:" in path else ""
+        raise ImportError(f"cannot import {path}: {error}{cure}") from error
     except AttributeError as error:
         raise ValueError(f"cannot find {path}: {error}") from error
     finally:

@@ -244,7 +244,13 @@ class Objective:
         """Return the loss at `leaves`, and its gradient with respect to `trained`, on which `leaves` depend."""
         noise = noise_of(self._plan, seed, next(iter(trained.values())))
         inputs = StepInputs(leaves, noise, {k: v.clone() for k, v in buffers.items()}, batch, 1, True)
-        loss, aux, gradients, _ = self._with_gradients(inputs, trained, seed)
+        try:
+            loss, aux, gradients, _ = self._with_gradients(inputs, trained, seed)
+        except TypeError as error:
+            if str(error) != f"'{type(batch).__name__}' object is not callable":
+                raise
+            words = f"the loss function must take (net, batch), got a {type(batch).__name__} where it calls the network"
+            raise TypeError(f"{words}: exchange its two arguments") from error
         tensors = [*gradients.values()]
         if sum(map(Tensor.numel, tensors)) > _FLATTENED:
             tensors = torch._foreach_norm(tensors)  # pyright: ignore[reportPrivateImportUsage]
