@@ -9,6 +9,7 @@ import io
 import json
 import os
 import re
+import sys
 from html import unescape
 from importlib import import_module
 from pathlib import Path
@@ -23,11 +24,14 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-import gbfunc as gb
-from gbfunc.cli.parser import COMMANDS, parse
-from gbfunc.exporting import page as browser
-
 ROOT = Path(__file__).resolve().parents[1]
+# The site documents this checkout, whether gbfunc is installed or not.
+sys.path.insert(0, str(ROOT))
+
+import gbfunc as gb  # noqa: E402
+from gbfunc.cli.parser import COMMANDS, parse  # noqa: E402
+from gbfunc.exporting import page as browser  # noqa: E402
+
 # The reference's list, in which each public name stands once, and what users meet without writing its name.
 GROUPS = {
     "Plan": "make_plan Plan register",
@@ -40,7 +44,7 @@ GROUPS = {
     "Files": "save load load_metadata export Checkpointer load_checkpoint",
     "Adapters and modules": "GenomeModule materialize_many merge_genomes save_lora",
     "Many ranks": "mesh plan_parallel",
-    "What these take and return": "formats.Steps train.step.TrainStep train.step.StepInfo "
+    "What these take and return": "train.options.StepOptions formats.Steps train.step.TrainStep train.step.StepInfo "
     "train.optimizers.Optimizer train.population.Population train.alignment.UpdateAlignment "
     "fit.Fit many.ManyGenomes storage.checkpoint.Checkpoint exporting.Exported "
     "parallel.Mesh parallel.CollectiveError parallel.planner.DeviceSpec parallel.planner.ParallelPlan "
@@ -166,6 +170,8 @@ def on_page_content(html: str, page: Page, **_: object) -> str:
         text = r"(?<=jp-RenderedMarkdown jp-MarkdownOutput).*?</div>"
         html = re.sub(text, lambda cell: re.sub(r"\$([^$<>]+)\$", _formula, cell[0]), html, flags=re.S)
         return re.sub(r'(href="(?!\w+:)[^"#]*)\.md(?=["#])', r"\1.html", html)
+    if (up := {"index.md": "", "guides": "../"}.get(page.file.src_uri.split("/")[0])) is not None:
+        html = re.sub(r"(?<!>)<code>(gb\.)?(\w+)</code>", lambda code: _reference(code, f"{up}reference/"), html)
     if page.file.src_uri.startswith("reference/"):
         own = page.file.src_uri.removeprefix("reference/").removesuffix(".md")
         known = "|".join(last for last in (name.split(".")[-1] for name in NAMES) if last != own)
@@ -173,6 +179,12 @@ def on_page_content(html: str, page: Page, **_: object) -> str:
         if own in gb.__all__ and (behind := find(own).__name__) != own:
             html = html.replace(f">{behind}<", f">{own}<", 1)
     return html
+
+
+def _reference(code: re.Match[str], folder: str) -> str:
+    """Link a class, or a name as `gb.NAME`, to its page: `load` or `table` alone is often another thing."""
+    public = code[2] in {name.split(".")[-1] for name in NAMES} and (code[1] or code[2][0].isupper())
+    return f'<a href="{folder}{code[2]}.html">{code[0]}</a>' if public else code[0]
 
 
 def _labelled(table: re.Match[str]) -> str:

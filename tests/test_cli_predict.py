@@ -198,7 +198,7 @@ def test_metadata_that_does_not_do(name: str, genome: str, tmp_path: Path, capsy
         ("{} {x} --task mnist", "the genome's file has the task digits, got --task mnist: pass --data-dir too"),
         ("{} {x} --pnet gpt", "the p-net gpt reads text"),
         ("{}", "predict needs files"),
-        ("{} none.png", "no such picture: none.png"),
+        ("{} none.png", "no such picture, .npy or .npz file: none.png"),
         ("none {x}", "no genome file at"),
     ],
 )

@@ -205,7 +205,7 @@ def test_of_genomes_that_are_dropped_the_last_is_shown(tab: Any, tmp_path: Path,
     tab.wait_for_timeout(300)
     assert tab.locator("#bars li").count() == 4 and not tab.locator("#alert").is_visible()
     tab.evaluate(DROP, ["body", [["notes.txt", [1, 2, 3]]]])
-    tab.locator("#alert", has_text="Not opened: notes.txt is no genome.").wait_for()
+    tab.locator("#answer", has_text="notes.txt is no genome, and no image that can be read").wait_for()
 
 
 def test_images_are_seen_as_by_predict(tab: Any, tmp_path: Path, command: Any) -> None:
@@ -216,6 +216,9 @@ def test_images_are_seen_as_by_predict(tab: Any, tmp_path: Path, command: Any) -
     ink[3:12, 20:24, 3] = 255
     image.fromarray(ink, "RGBA").save(tmp_path / "ink.png")
     told = command(["predict", "--genome", str(genome), str(tmp_path / "ink.png")]).out.split("\t")
+    tab.evaluate(DROP, ["h1", [["ink.png", list((tmp_path / "ink.png").read_bytes())]]])
+    tab.locator("#answer", has_text=f"{told[1]}, ").wait_for()
+    tab.locator("#draw").press("Escape")
     tab.set_input_files("#image", tmp_path / "ink.png")
     tab.locator("#answer", has_text=f"{told[1]}, ").wait_for()
     assert max(answers(tab)) == pytest.approx(float(told[2]), abs=0.01)

@@ -250,9 +250,9 @@ def test_steps_of_another_plan_are_refused(tmp_path: Path) -> None:
     for one, words in ((other, "for this plan, got those of another"), (plan, "must be -128 to 127")):
         with pytest.raises(ValueError, match=words):
             gb.save(tmp_path / "g", one, gb.init_genome(one, net(), seed=0), steps if one is other else wrong)
-    with pytest.raises(ValueError, match="give those of gb.allocate_steps"):
+    with pytest.raises(ValueError, match=r"pass train_step.stored\(state\), or those of gb.allocate_steps"):
         gb.save(tmp_path / "g", plan, genome, "auto")
-    with pytest.raises(ValueError, match="give those of gb.allocate_steps"):
+    with pytest.raises(ValueError, match=r"pass train_step.stored\(state\), or those of gb.allocate_steps"):
         plan.report("auto", genome)
     assert not list(tmp_path.iterdir())
 

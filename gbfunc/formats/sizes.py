@@ -57,8 +57,7 @@ def file_bytes(
             auto = name == AUTO
             sizes = compact.expected_bytes(text, plan) if auto else compact.most_bytes(text, leaves, BITS[name])
         elif dtype == AUTO:
-            words = f"expected the quantization steps of the genome, got {AUTO!r}"
-            raise ValueError(f"{words}: pass train_step.stored(state), or gb.allocate_steps(...)")
+            raise ValueError("'auto' lacks steps: pass train_step.stored(state), or those of gb.allocate_steps")
         else:
             sizes = compact.pack(text, plan, leaves, dtype if isinstance(dtype, Steps) else name)[1]
         packed = sizes.document if bare is text else len(deflate(bare))

@@ -67,8 +67,7 @@ def save(
     dtype = plan.default_dtype() if dtype is None else dtype
     name = None if dtype is None else stored_as(dtype)
     if name == AUTO and not isinstance(dtype, Steps):
-        cure = "pass train_step.stored(state) after a training with rounding='auto', or gb.allocate_steps(...)"
-        raise ValueError(f"save needs the quantization steps themselves, got dtype='auto': {cure}")
+        raise ValueError("dtype='auto' lacks steps: pass train_step.stored(state), or those of gb.allocate_steps")
     flat = stored_tensors(genome)
     compare_trees(plan.leaves, flat, "the genome does not fit the plan")
     _check_values(flat, "the genome")

@@ -8,7 +8,7 @@ function classifier({ shape: [channels, rows, cols], outputs, mean, std, white, 
   $("classifier").hidden = false;
   $("pad").hidden = channels !== 1;
   $("clear").hidden = channels !== 1;
-  $("drop-text").textContent = channels === 1 ? "Open an image" : "Drop an image here or open one";
+  $("drop-text").textContent = "Open an image, or drop one";
   $("bars").className = classes ? "named" : "";
   const bars = names.map((name) => {
     const [fill, part] = [element("i"), element("output")];
@@ -156,7 +156,7 @@ function classifier({ shape: [channels, rows, cols], outputs, mean, std, white, 
     try {
       pixels = await read(file);
     } catch (error) {
-      const why = error instanceof Refusal ? error.message : "is no image that can be read";
+      const why = error instanceof Refusal ? error.message : "is no genome, and no image that can be read";
       $("answer").textContent = `${clipped(file.name)} ${why}`;
       return;
     }
@@ -164,14 +164,7 @@ function classifier({ shape: [channels, rows, cols], outputs, mean, std, white, 
     show(pixels);
   };
   $("image").onchange = ({ target }) => open(target.files[0]);
-  $("classifier").ondragover = (event) => (event.preventDefault(), $("drop").classList.add("over"));
-  $("classifier").ondragleave = () => $("drop").classList.remove("over");
-  $("classifier").ondrop = async (event) => {
-    event.preventDefault();
-    $("drop").classList.remove("over");
-    const [file] = event.dataTransfer.files;
-    if (file && !(await isGenome(file))) open(file);
-  };
+  openImage = open;
   show(null);
 
   /** From pixels of 0 to 255 to the network's input. */

@@ -204,7 +204,7 @@ function showNetwork(genome) {
   const drawing = "Draw with a mouse, a finger or the arrow keys. Shift lifts the pen, Esc clears.";
   const how = about.letters
     ? `It writes one character at a time, from up to ${count(about.shape[0])} characters before it.`
-    : about.shape[0] === 1 ? drawing : "Open an image, or drop one here.";
+    : about.shape[0] === 1 ? drawing : "Open an image, or drop one on the page.";
   $("network-note").textContent = `This page runs the network (${name}). ${how}`;
   $("network").hidden = false;
   const start = about.letters ? writer(about) : classifier(about, metadata.task);
@@ -220,6 +220,9 @@ function showNetwork(genome) {
 /** Which genome is shown: the one that was opened last. */
 let shown = 0;
 
+/** What reads an image that is dropped on the page; null while no network of images is shown. */
+let openImage = null;
+
 async function show(bytes) {
   const mine = ++shown;
   writing++;
@@ -227,6 +230,7 @@ async function show(bytes) {
   delete document.body.dataset.grown;
   delete globalThis.gbfunc;
   Object.assign(repaints, { genome: () => {}, weights: () => {} });
+  openImage = null;
   try {
     const genome = readGenome(bytes);
     const { weights, wide } = genome.plan;
@@ -289,15 +293,16 @@ async function opened(file) {
   await show(new Uint8Array(await file.arrayBuffer()));
 }
 $("file").onchange = ({ target }) => opened(target.files[0]);
-ondragover = (event) => event.preventDefault();
+ondragover = (event) => (event.preventDefault(), $("drop").classList.add("over"));
+ondragleave = () => $("drop").classList.remove("over");
 ondrop = async (event) => {
   event.preventDefault();
+  $("drop").classList.remove("over");
   const files = [...event.dataTransfer.files];
   const genomes = await Promise.all(files.map(isGenome));
-  opened(files[genomes.indexOf(true)]);
-  if (files.length && !genomes.includes(true) && !$("classifier").contains(event.target)) {
-    refuse(new Refusal(`${clipped(files[0].name)} is no genome`), "Not opened");
-  }
+  if (genomes.includes(true)) opened(files[genomes.indexOf(true)]);
+  else if (files.length && openImage) openImage(files[0]);
+  else if (files.length) refuse(new Refusal(`${clipped(files[0].name)} is no genome`), "Not opened");
 };
 onresize = () => repaints.genome();
 DARK.onchange = () => Object.values(repaints).forEach((repaint) => repaint());
