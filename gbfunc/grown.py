@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gbfunc.generation import make_generator, to_serve
-from gbfunc.genome import Noise, check_genome, check_noise, check_plan, check_type
+from gbfunc.genome import Noise, check_genome, check_noise, check_plan
 from gbfunc.layers.install import install_served
 from gbfunc.plan import DTYPES, Plan
 from gbfunc.pnet.describe import with_weights
@@ -40,12 +40,11 @@ def materialize(
     these layers. With `factored=False`, a warning names these deltas.
 
     Raises:
-        TypeError: without a p-net, or for a pair from `gb.load` instead of plan and genome.
+        TypeError: without a p-net, or for the pair of `gb.load` in place of plan and genome.
         ValueError: if genome, noise, plan and p-net do not match.
     """
-    check_type(plan)
     if pnet is None:
-        raise TypeError("materialize takes (plan, genome, pnet), got no pnet: pass the module of the plan")
+        raise TypeError("materialize takes (plan, genome, pnet), got two: write materialize(*gb.load(path), pnet)")
     check_plan(plan, pnet)
     check_genome(plan, genome)
     check_noise(plan, noise)

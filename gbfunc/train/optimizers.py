@@ -95,8 +95,7 @@ def torch_optimizer(
     """
     kind: Any = cls
     if params:
-        words = "a training step passes the parameters itself, and lr= is given by name"
-        raise TypeError(f"torch_optimizer takes a class and options, got {len(params) + 1} positional values: {words}")
+        raise TypeError("torch_optimizer takes a class and options by name (lr=...), and no parameters: drop them")
     if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer) or kind is torch.optim.Optimizer:
         raise TypeError(f"cls must be a subclass of torch.optim.Optimizer, got {kind!r}")
     if issubclass(cls, torch.optim.LBFGS):
