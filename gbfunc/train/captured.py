@@ -165,7 +165,6 @@ class CapturedTrainStep(TrainStep):
 
 
 def _device_state(state: Any) -> dict[str, Any]:
-    """Return the parts of a state that a training step changes on the device."""
     return {"gnets": state.gnets, "direct": state.direct, "buffers": state.buffers, "opt": state.opt.leaves}
 
 

@@ -88,7 +88,6 @@ def make_train_step(plan: Plan, pnet: nn.Module, loss_fn: LossFn, optimizer: Opt
 
 
 def _make_objective(pnet: nn.Module, loss_fn: LossFn, layout: Layout, options: StepOptions) -> Objective:
-    """Choose how the loss and the gradient are computed, from the options and the mesh."""
     ranks, split, scale = layout.mesh.world, None, 1.0
     if options.parallel is not None:
         # Imported here, because the import of torch's DTensor takes half a second.

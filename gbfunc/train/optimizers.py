@@ -267,7 +267,6 @@ def _prepare(group_of: Callable[..., ParamGroup], leaves: tuple[tuple[str, str |
 
 
 def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy all tensors in one call, to contiguous tensors."""
     copies = [torch.empty_like(x, requires_grad=False, memory_format=torch.contiguous_format) for x in tensors]
     if copies:
         torch._foreach_copy_(copies, list(tensors))  # pyright: ignore[reportPrivateImportUsage]

@@ -168,7 +168,6 @@ def _broadcast(x_n: Tensor, like: Tensor) -> Tensor:
 
 
 def _chosen(first_n: Tensor, a: Params, b: Params) -> Params:
-    """Select per member from `a` or `b`."""
     return {k: torch.where(_broadcast(first_n, x), x, b[k]) for k, x in a.items()}
 
 

@@ -34,9 +34,7 @@ _CONSTANT = (
 
 
 class TrainState(NamedTuple):
-    """The state of a training between two steps: a genome, the optimizer's state, and counters; a pytree of tensors.
-
-    `train_step.init` makes the first state. Functions that take a `Genome` also take a state.
+    """The state of a training between two steps, a pytree of tensors; functions that take a `Genome` take a state too.
 
     Attributes:
         gnets: the leaves of every ensemble of g-nets, as in `Genome`.
@@ -102,9 +100,7 @@ class TrainStep:
         self._expected = layout.shapes | {f"{BUFFERS}{b.name}": b.shape for b in plan.buffers}
 
     @torch.inference_mode(False)
-    def init(
-        self, seed: int = 0, *, genome: GenomeLike | None = None, device: torch.device | str | None = None
-    ) -> TrainState:
+    def init(self, seed: int = 0, *, genome: GenomeLike = None, device: torch.device | str | None = None) -> TrainState:
         """Create a new state. The same seed gives the same genome for any mesh and placement.
 
         Direct parameters and buffers start as in the p-net, on a mesh as in rank 0's p-net. All ranks of a mesh must
@@ -122,8 +118,7 @@ class TrainStep:
         named = flatten_tree(drawn)
         if genome is not None:
             check_genome(self.plan, genome)
-            given = flatten_tree(Genome(genome.gnets, genome.direct, genome.buffers))
-            named = {k: given[k].detach().to(x, copy=True) for k, x in named.items()}
+            named = {k: x.detach().to(named[k], copy=True) for k, x in flatten_tree(genome).items() if k in named}
         drawn = unflatten_tree(dict(zip(named, from_rank_0(self.mesh, [*named.values()]), strict=True)), drawn)
         named = flat_genome(drawn)
         if (loss := self._objective.strategy.loss) is not None:

@@ -249,7 +249,7 @@ class Objective:
         except TypeError as error:
             if str(error) != f"'{type(batch).__name__}' object is not callable":
                 raise
-            words = f"the loss function must take (net, batch), got a {type(batch).__name__} where it calls the network"
+            words = f"loss_fn must take (net, batch), got a {type(batch).__name__} where it calls the network"
             raise TypeError(f"{words}: exchange its two arguments") from error
         tensors = [*gradients.values()]
         if sum(map(Tensor.numel, tensors)) > _FLATTENED:
