@@ -50,7 +50,7 @@ class BaseTensors:
         packed = {k: x if isinstance(x, tuple) else (x,) for k, x in state.items() if id(x) not in tensors}
         parts = {f"{k}.{i}": x for k, each in packed.items() for i, x in enumerate(each) if isinstance(x, Tensor)}
         self._packed_bytes = sum(x.nbytes for x in parts.values())
-        # Count the weights of layers that have no parameter of the weight's shape.
+        # Count the weights that layers hide, because these weights are not among the parameters.
         self._hidden = 0
         for _, layer in hidden_layers(pnet):
             own = sum(p.numel() for p in layer.parameters() if p.ndim > 1 and not p.is_floating_point())
@@ -116,7 +116,7 @@ def _update(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
 
 
 def hub_name(pnet: nn.Module) -> tuple[str, str]:
-    """Return the hub name and revision from which a p-net, or the first of its modules, was loaded; "" if unknown."""
+    """Return the hub name and revision of a p-net, or of its first module with a hub name; "" if unknown."""
     for module in pnet.modules():
         config = getattr(module, "config", None)
         name = getattr(config, "_name_or_path", None) or getattr(config, "name_or_path", None)

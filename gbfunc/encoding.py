@@ -57,8 +57,8 @@ def _joined(codes: list[Tensor], i: Tensor) -> Tensor:
 class Encoding:
     """A static, hashable description of how one axis of a matrix is coded.
 
-    A subclass is a frozen dataclass whose fields are numbers, strings, encodings, or tuples of these. A subclass
-    defines `type`, `width` and `at`. It overrides `check` if only some lengths can be coded, and sets `local = False`
+    A subclass is a frozen dataclass whose fields are numbers, strings, encodings, or tuples of these, and defines
+    `type`, `width` and `at`. A subclass overrides `check` if only some lengths can be coded, and sets `local = False`
     if a code depends on the position on the entire axis. `gb.register` allows genomes with a subclass to be saved.
     """
 

@@ -131,7 +131,7 @@ class GenomeProblem(Problem):
     def _grower(self, call: Callable[[Params, Params], Any]) -> Callable[[Tensor], Params]:
         """Return a function from a solution [z] to its weights, for one generation with shared noise."""
         leaves = flat_genome(self._unflatten(self.start_P))
-        # Compute constants before, because this is not possible inside `vmap`.
+        # Compute the constants now, because `vmap` cannot compute them.
         self._weights_of.prepare(leaves)
         noise = sample_noise(self.plan, self._noise_draws, self.start_P) if self.plan.stochastic else None
         if not self._tried:

@@ -163,7 +163,7 @@ class Plan(Command, options.ConfigOption):
 class Compare(Command, options.DataOptions):
     """Compare genomes and other small networks at equal numbers of bytes."""
 
-    # Budgets: the bytes of files of periodic genomes with these numbers of parameters.
+    # Budgets: the file sizes of periodic genomes with these numbers of parameters.
     sizes: Annotated[tuple[int, ...] | None, shows("INT ...", " ".join(map(str, SIZES)))] = None
     # Budgets in bytes instead of --sizes; 1500 to 186000 by default for a pretrained p-net.
     bytes: Annotated[tuple[int, ...] | None, shows("INT ...")] = None
@@ -237,7 +237,7 @@ class Federated(Command, options.ConfigOption):
     strategy: Annotated[str | None, shows("NAME", "FedAvgM of momentum 0.5; with --dense FedAvg")] = None
     # Options of the class, for FedAdam '{"eta": 0.01, "beta_1": 0.9, "beta_2": 0.99}'.
     strategy_config: Annotated[str, shows("JSON")] = "{}"
-    # dtype of updates that clients send: intN (quantized), or the K largest numbers. Errors are added to later updates.
+    # dtype of clients' updates: intN (quantized), or the K largest numbers. Later updates include the rounding errors.
     up: Annotated[str, arg(metavar="float32|float16|int8|...|int2|topK")] = "int4"
     # dtype of the genome that the server sends.
     down: Annotated[str, arg(metavar="float32|float16|int8|...|int2")] = "int8"

@@ -130,7 +130,7 @@ def _problems(options: Compare, task: Task, dtype: torch.dtype, pretrained: bool
     if budgets is None:
         sized = [(size, reference_bytes(task, size)) for size in sorted(set(options.sizes or SIZES))]
     else:
-        # For a pretrained p-net, the size is the number of float32 numbers that fit the budget, not of a genome.
+        # For a pretrained p-net, the size counts the float32 numbers in the budget, and does not depend on a genome.
         sized = [(b // 4 if pretrained else size_within(task, b), b) for b in sorted(set(budgets))]
     for size, budget in sized:
         recipe = replace(task.recipe(size), amp=options.amp and getattr(torch, options.amp))

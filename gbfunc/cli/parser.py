@@ -73,8 +73,8 @@ def _nearest(word: str, known: Iterable[str], most: int = 1) -> str:
 def config_words(command: str, argv: Sequence[str]) -> list[str]:
     """Convert the file of `--config`, if the arguments name one, to arguments.
 
-    The file has options of a training; other commands use the options that they share with a training. If the arguments
-    have an alternative to an option, the file's option is ignored.
+    The file has options of a training; other commands use the options that they share with a training. An argument also
+    overrides its alternatives in the file: `--steps` overrides `epochs`.
     """
     known, trained = options_of(COMMANDS[command]), options_of(Train)
     tokens = [token for word in argv for token in (word.split("=", 1) if word.startswith("--") else [word])]

@@ -52,7 +52,7 @@ class Constants(NamedTuple):
         """Select the constants of some tiles, by slice or indices."""
         row, col = (x if len(x) == 1 else x[tiles] for x in (self.row, self.col))
         scale, groups = (None if x is None else x[tiles] for x in (self.scale, self.groups))
-        # Not `_replace`, which Dynamo of torch 2.5 does not trace.
+        # Do not use `_replace`, which Dynamo of torch 2.5 does not trace.
         return Constants(self.hypernet, self.dims, self.kernel, row, col, scale, groups, self.empty, self.periods)
 
 

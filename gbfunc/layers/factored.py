@@ -87,7 +87,7 @@ class FactoredWeight(WeightForm):
         left, right = self.by_tile(weight.inputs)
         # Contiguous like the output of F.linear, because a later dropout draws its mask in the order of memory.
         y = from_thin(thin_product(x, right, (0, grid.cols)), left, ((0, grid.rows),)).contiguous()
-        # Under autocast F.linear returns the narrow dtype of the products.
+        # Under autocast, F.linear returns the narrow dtype of the products, so cast the bias.
         return y if bias is None else y + bias.to(y.dtype)
 
     def _thin_conv(
@@ -188,7 +188,7 @@ class DeltaWeight(FactoredWeight):
             y = use.run(base, x, bias)
             thin = F.linear(x, _single(right).t().contiguous())
             return torch.addmm(y.flatten(0, -2), thin.flatten(0, -2), _single(left).t().contiguous()).reshape(y.shape)
-        # Under autocast the products choose their dtype.
+        # Under autocast, do not cast the input: the products choose their dtype.
         wide = x if autocast or use.operation == "embedding" else x.to(left.dtype)
         if (delta := self.thin(weight, use, wide, None)) is None:
             return use.run(weight.dense(), x, bias)

@@ -58,7 +58,7 @@ BESIDE = LayerForm(beside_forward, (DELTA,))
 def layer_form(layer: nn.Module) -> LayerForm | None:
     """Return the form of a layer with torch's own forward, or with `in_features`; None for other layers."""
     form = FORMS.get(_stock_forward(type(layer)), BESIDE if hasattr(layer, "in_features") else None)
-    # A method that was replaced on the layer itself may compute something else.
+    # A layer with a method of its own, such as a replaced forward, may compute something else.
     patched = any(inspect.isroutine(getattr(type(layer), name, None)) for name in vars(layer))
     # nn.MultiheadAttention never calls its output projection, but reads the projection's weight.
     read = isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear)
@@ -89,7 +89,7 @@ def formable(layer: nn.Module, attribute: str) -> bool:
 
 
 def _generated(attribute: str) -> property:
-    # Not a `functools.partial`, which older versions of torch.compile do not trace.
+    # Do not use `functools.partial`, which older versions of torch.compile do not trace.
     def read(layer: Any) -> Tensor:
         weight = weight_of(layer, attribute)
         if weight is None:

@@ -298,7 +298,7 @@ class ManyGenomes(nn.Module):
             return _checked(self._together(mode, index, call), len(index), one=whole)
 
     def _trial(self, index: Tensor, call: _Call) -> tuple[Tensor, _Call]:
-        """Select trial rows, each with the next genome; their number differs from every dimension of the inputs."""
+        """Select trial rows, each with the next genome. Their number equals no dimension that could pass for rows."""
         sizes = {size for x in _tensors((call.args, call.kwargs)) for size in x.shape}
         n = next(n for n in (5, 7, 11, 13, 17, *range(19, 9999)) if n not in sizes)
         numbers = torch.arange(n, device="cpu")

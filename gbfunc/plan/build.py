@@ -218,7 +218,7 @@ def _plan_for_bytes(build: Callable[[int], Plan], limit: int, total: int, stored
     smallest = min((build(max(1, round(rung * least))) for rung in _LADDER), key=size_of)
     if (size := size_of(smallest)) <= limit:
         return smallest
-    # The file contains the plan, whose text contains the target. A larger target may have more digits.
+    # The file contains the target as text, so a target with more digits makes the file longer.
     while (named := size_of(replace(smallest, target=f"at most {size:,} bytes"))) > size:
         size = named
     raise ValueError(

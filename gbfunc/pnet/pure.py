@@ -140,7 +140,7 @@ class PureNet:
     def _set(self, values: Sequence[Any]) -> None:
         for (_, holder, key, of_form), x in zip(self._places, values, strict=True):
             if of_form:
-                # Not through `vars(holder)`, which torch.compile treats as another object.
+                # Do not write to `vars(holder)`, which torch.compile treats as another object.
                 object.__setattr__(holder, key, x)
             else:
                 # Set the entry itself, not the dense weight that `Parameters` returns.

@@ -175,7 +175,7 @@ class Task:
     val: Any
     test: Any
     pnet: PNet
-    # Recipe from the p-net and the size of the genome, in parameters.
+    # (p-net, number of genome parameters) -> recipe
     settings: Callable[[PNet, float], Recipe] = lambda pnet, genome_params: Recipe()
     genome_params: int | None = None  # default size target; None for `compression`
     compression: float = 20.0  # default size target as a ratio

@@ -50,7 +50,7 @@ class Environment(NamedTuple):
 
     @property
     def episodes(self) -> int:
-        """Number of episodes of an evaluation: 100, as gymnasium's threshold needs; 10 if they are slow or long."""
+        """Number of episodes of an evaluation: 100, as for gymnasium's threshold, or 10 with images or 1,000 steps."""
         return 100 if len(self.inputs) == 1 and (self.limit or 0) < 1_000 else 10
 
     def seen(self, obs: NDArray[Any]) -> Tensor:
@@ -120,7 +120,7 @@ def make_envs(env_id: str, n: int) -> Any:
 
 
 def step_envs(envs: Any, actions: Tensor) -> tuple[NDArray[Any], ...]:
-    """Clip vector actions and take a step: return observations, rewards, and whether episodes ended or were cut."""
+    """Clip vector actions and take a step. Return observations, rewards, and the flags terminated and truncated."""
     array = actions.numpy()
     if actions.is_floating_point():
         array = np.clip(array, envs.action_space.low, envs.action_space.high)

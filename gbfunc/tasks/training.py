@@ -257,7 +257,7 @@ def _status(sums: dict[str, Tensor], count: int, speed: float) -> str:
 
 
 RATE = 0.03
-"""Initial learning rate of a fine-tuning, relative to the recipe's peak; higher rates change too many of the codes."""
+"""Initial learning rate of a fine-tuning, relative to the recipe's peak; higher rates change too many integers."""
 
 
 def slowed(recipe: Recipe, steps: int) -> Recipe:

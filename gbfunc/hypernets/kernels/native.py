@@ -22,7 +22,7 @@ from gbfunc.types import Kernel
 
 _SOURCES = sorted(x for x in Path(__file__).parent.iterdir() if x.suffix in (".cpp", ".h"))
 _AVX2 = ("-mavx2", "-mfma")
-# Not -march=native, because different machines may share a home folder.
+# Do not use -march=native, because different machines may share a home folder.
 _FLAGS = {"AVX2": _AVX2, "AVX512": (*_AVX2, "-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl")}
 
 

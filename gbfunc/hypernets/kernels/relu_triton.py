@@ -42,7 +42,7 @@ def forward_kernel(
         row = tl.load(A_i + h, mask=inside_i, other=0).to(S)
         column = tl.load(B_j + h, mask=inside_j, other=0).to(S)
         x = row[:, None] + column[None, :]
-        # Not `tl.maximum`, which hides NaN.
+        # Do not use `tl.maximum`, which hides NaN.
         sums += tl.where(x < 0, 0.0, x) * tl.load(v + tile * H + h).to(S)
     to = W + (top + i)[:, None] * C + (left + j)[None, :]
     tl.store(to, sums.to(W.dtype.element_ty), mask=inside_i[:, None] & inside_j[None, :])

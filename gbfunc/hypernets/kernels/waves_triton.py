@@ -63,7 +63,7 @@ def _turns(of, x, groups, tile, i, h) -> Any:
     for k in range(p):
         w_h = tl.load(weights + k * H, mask=h < H, other=0.0)
         term = w_h[:, None] * tl.load(codes + k, mask=i < n, other=0.0)[None, :]
-        # The rounding error of the sum (Knuth, TAOCP 2, section 4.2.2): angles of 20 have an error of 1e-6 in float32.
+        # Sum the rounding errors (Knuth, TAOCP 2, section 4.2.2): angles of 20 would have an error of 1e-6 in float32.
         total = angle + term
         added = total - angle
         error += (angle - (total - added)) + (term - added)

@@ -53,7 +53,7 @@ class GenomeOf:
         """Combine p-nets of several widths with learning rates.
 
         Narrower p-nets are included while direct parameters take more than a third of the budget. A wider p-net is
-        included for large budgets, and replaces a p-net whose genome has more than half of its parameters.
+        included for large budgets, and replaces a p-net if its genome has over half of the p-net's parameters.
         """
         found: list[Settings] = []
         full, pnets = True, base.of_widths(problem, (1, 1 / 2, 1 / 4))

@@ -159,7 +159,7 @@ def check_heads(pnet: str, width: int, heads: int) -> None:
 
 
 def check_types(pnet: str, factory: Callable[..., Any], config: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for an option with a type that its default does not have, and for ints below 1."""
+    """Raise `ValueError` for options whose types differ from their defaults' types, and for ints below 1."""
     for name, value in config.items():
         kind = type(inspect.signature(factory).parameters[name].default)
         fits = isinstance(value, int | float) if kind is float else type(value) is kind or kind not in _EXPECTED

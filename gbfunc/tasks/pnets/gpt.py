@@ -111,7 +111,7 @@ class ViT(nn.Module):
         self.blocks = nn.TransformerEncoder(block, layers, nn.LayerNorm(width), enable_nested_tensor=False)
         self.head = nn.Linear(width, interface.outputs)
         for parameter in self.blocks.parameters():
-            if parameter.ndim > 1:  # The layers of `TransformerEncoder` start as copies of one.
+            if parameter.ndim > 1:  # Draw again, because `TransformerEncoder` copies one layer for all.
                 nn.init.xavier_uniform_(parameter)
 
     def forward(self, x_BChw: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ _WEIGHTS = "model*.safetensors"
 _BESIDE = (PREPROCESSOR, "tokenizer*.json", "chat_template.jinja", "generation_config.json")
 _ADAPTER = PlanOptions(hypernet=bilinear(share="shapes"), base="own", modules_to_save=("classifier",))
 
-# Class of the models that read inputs of a kind, and a name for the models.
+# {kind of inputs: (class of transformers, name of the models in errors)}
 _KINDS = {
     "text": ("AutoModelForCausalLM", "causal language model"),
     "images": ("AutoModelForImageClassification", "image classifier"),
