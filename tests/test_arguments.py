@@ -100,7 +100,7 @@ def test_weights_of_a_base_without_deltas_are_reported() -> None:
     assert left_out(exclude=["own"], modules_to_save=["packed"]) == {"b", "hidden"}
     reasons = gb.make_plan(net, base="own").left_out
     assert (
-        "a Linear: its forward of torch.float32 fails: " in reasons["b"] and "has no out_features" in reasons["hidden"]
+        "a Linear: its forward fails for torch.float32: " in reasons["b"] and "has no out_features" in reasons["hidden"]
     )
     assert "with 'own.weight' in float32" in reasons["own"] and "with 'packed.qweight' in int8" in reasons["packed"]
     with pytest.raises(ValueError, match="no parameter of the p-net has a delta .*; left out 'b', a Linear"):

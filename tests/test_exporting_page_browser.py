@@ -170,7 +170,7 @@ def test_a_network_of_ones_own_runs(tab: Any, tmp_path: Path, monkeypatch: pytes
     net = import_factory("own_net:other", "a net")()
     plan = gb.make_plan(net, gb.periodic(3))
     gb.save("genome", plan, gb.init_genome(plan, net, seed=0), metadata={**said, "pnet": "own_net:other"})
-    assert "'2' is Softplus" in command([*export, "--pnet", "own_net:other"]).out
+    assert "got '2', Softplus" in command([*export, "--pnet", "own_net:other"]).out
 
 
 DROP = """([place, files]) => {

@@ -84,13 +84,13 @@ def make_plan(
         encodings: the encodings of rows and columns, `{parameter: (rows, columns)}`. None means the default (`binary`);
             an array or tensor [n, k] gives k coordinates for each of n rows or columns (`table`).
         max_tile: largest tile: a length, or (rows, columns), where columns of a convolution count channels. None means
-            one tile per matrix; with a size target, the fewest tiles whose sides are at least twice the features.
+            one tile per matrix; with a size target, tiles are halved while a side is shorter than twice their features.
         base: None, or `"own"` for the p-net's present tensors in their dtypes, without `modules_to_save`.
         target_modules: modules whose weights get a delta, as in PEFT: a list of names or their last parts
             (`["query", "value"]`), a regular expression that matches whole names, or `"all-linear"`; None selects every
             linear, convolution and attention layer. `include`, `exclude` and `rules` take precedence.
         modules_to_save: names, or their last parts, of modules outside the base, such as a new head. Their parameters
-            are direct and start at their present values. Above a quarter of a size target, the longest are generated.
+            are direct and keep their values; above a quarter of a size target, the longest are redrawn and generated.
 
     Returns:
         The plan. Its genome has at most the target size, and at least 98 % of it if the types' sizes allow this. A

@@ -51,7 +51,7 @@ def save(
             to `"int8"` stores them as codes of 2 to 8 bits, with a scale and a zero point per row, tile or leaf; direct
             vectors are float16, and running statistics of norms have 16 bits if these suffice. Quantization steps from
             `allocate_steps` store trained values and running statistics as integers, with a step per part of the
-            genome. None is the dtype of the plan's target in bytes, or the p-net's dtypes without such a target.
+            genome. None is the dtype of the plan's target in bytes, float16 by default, or else the p-net's dtypes.
         metadata: any JSON, such as names of classes; `load_metadata` returns it.
 
     Returns:
