@@ -69,7 +69,7 @@ def _has_rows(x: Any) -> bool:
 
 
 def is_text(x: Any) -> bool:
-    """Return True for tokens or a mask [B, L] with L >= 3: torch would make a length of 1 (`shorter`) a constant."""
+    """Return True for tokens or a mask [B, L] with L > 2: torch would fix a length of 1, which `shorter` may leave."""
     return isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point() and x.shape[1] > 2
 
 

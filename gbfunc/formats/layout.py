@@ -32,8 +32,8 @@ class Allowed(NamedTuple):
 
     numbers: int  # Numbers in all leaves, and in the coordinate codes that the reader computes
     symbols: int  # Integers in a stream with quantization steps
-    pieces: int  # Parts of leaves, direct tensors, and buffers
-    containers: int  # Dicts and lists in the document
+    pieces: int  # Number of parts of leaves, direct tensors, and buffers
+    containers: int  # Number of dicts and lists in the document
 
     @staticmethod
     def by(n_bytes: int, max_params: int | None = None) -> Allowed:

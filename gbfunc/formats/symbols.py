@@ -24,9 +24,9 @@ Symbols = NDArray[np.integer[Any]]
 Entry = tuple[int, int, int]
 
 PIECE = 2048
-MAX_SYMBOLS = 1 << 18  # Most symbols in a stream of runs; each takes half a microsecond
+MAX_SYMBOLS = 1 << 18  # Most symbols in a stream of runs; each takes half a microsecond to read
 _BLOCK = 24  # Symbols that are read together from a small part of the large integer
-_MOST_BYTES = 4  # Most bytes per symbol: no frequency is less than 1 of 2^21.
+_MOST_BYTES = 4  # Most bytes per symbol: no symbol is rarer than 1 in 2^21.
 _ENDS = "expected codes that end with the data, got others: copy the file again"
 
 # 2^12 * 2^(-i / 16)
@@ -150,7 +150,7 @@ class Reader:
         piece, self._data = self._data[start:end], self._data[end:]
         self._in_piece = min(self._left, PIECE)
         self._left -= self._in_piece
-        # The last byte of an integer is never 0.
+        # The encoder writes no leading zeros, so the last (highest) byte of an integer is not 0.
         if self._x != 1 or not piece or not piece[-1] or len(piece) > _MOST_BYTES * self._in_piece:
             raise ValueError(_ENDS)
         self._x = int.from_bytes(piece, "little")

@@ -160,7 +160,7 @@ def to_serve(plan: Plan, generator: Generator, tensors: Params) -> tuple[Params,
         if form is None:
             weights[t.name] = tensors[t.name].detach().to(dtype)
             continue
-        # Factors of a delta keep the genome's dtype.
+        # Factors of a delta keep the genome's dtype; all other tensors get the p-net's dtype.
         of_form = {k: x.detach() if t.base else x.detach().to(dtype) for k, x in form.taken(tensors).items()}
         if t.kind == "beside" or sum(x.numel() for k, x in of_form.items() if k != "base") < t.numel:
             forms |= dict.fromkeys((t.name, *t.aliases), form)

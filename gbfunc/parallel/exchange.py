@@ -82,7 +82,7 @@ def reduce_step(
 
     `loss`, `aux` and `buffers` are results of this rank's `rows`; `gradients` are of `rows` times the loss, and those
     of split leaves are already summed over the g-net axis. Numbers and scalar tensors of `aux` are averaged; other
-    values remain those of this rank. `before` has the buffers to average as before the step, equal on all ranks. If a
+    values remain those of this rank. `before` has the buffers to average before the step, equal on all ranks. If a
     rank's entries of aux differ from `agreed`, the entries of the previous step, all ranks compare their entries.
 
     Returns:

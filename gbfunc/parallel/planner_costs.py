@@ -82,7 +82,7 @@ class Model:
         try:  # Find blocks: the p-net may have a list of layers that run in sequence.
             self.blocks = find_blocks(pnet, 2)
             self._chain = trace_chain(pnet, self.blocks, run, self._batch(_TRACED_ROWS))
-        except (RuntimeError, ValueError):  # Without blocks, or if the loss function calls parts of the p-net.
+        except (RuntimeError, ValueError):  # No blocks, or the loss function calls parts of the p-net.
             self.blocks = ()
             self._chain = Chain((), {name: frozenset({-1}) for t in plan.tensors for name in (t.name, *t.aliases)})
         # The cells that use each parameter. Cell -1 of the chain is cell 0 here.

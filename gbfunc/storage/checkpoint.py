@@ -107,7 +107,7 @@ class Checkpointer:
         state = self._train_step.gather(state)
         if self._train_step.mesh.rank:
             return
-        # The next step overwrites a donated state, and the caller may change `extra`.
+        # Copy everything now: the next step overwrites a donated state, and the caller may change `extra`.
         tensors = {k: leaf.detach().to("cpu", copy=True).contiguous() for k, leaf in flatten_tree(state).items()}
         packed = json.dumps(pack_values(dict(extra or {}), tensors))
         parse_json(packed, "extra", parse_constant=float, parse_float=float)
@@ -282,7 +282,7 @@ def _plan_summary(plan: Plan) -> JSON:
 
 
 def describe_training(settings: Mapping[str, Any], step: int) -> dict[str, str]:
-    """Describes an optimizer and its options; a schedule by its value at `step` and a digest of many values."""
+    """Describes an optimizer and its options; a schedule by its rate at `step` and a digest of rates at many steps."""
     if "cls" not in settings:
         return {k: text_of(v) for k, v in settings.items()}  # Not an optimizer of torch_optimizer.
     by_role = {f"{role}.{k}": v for role in ROLES for k, v in (settings[role] or {}).items()}

@@ -165,7 +165,7 @@ class _Call(NamedTuple):
             new = [p.detach() if p.requires_grad else p for p in before]
         else:
             new = _copies(before)
-        # Fused CPU kernels ignore strides, and `torch.autograd.grad` returns gradients in any layout.
+        # Contiguous, because fused CPU kernels ignore strides, and `torch.autograd.grad` returns any layout.
         fitted = [grads[k].contiguous() for k in self.names]
         if not donate and self.group.cls.__module__.partition(".")[0] != "torch":
             # Classes that torch does not ship may add weight decay to the gradient in place, as torch once did.

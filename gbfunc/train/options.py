@@ -1,4 +1,4 @@
-"""The options of a training step, checked once."""
+"""The options of a training step, which are checked when they are created."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

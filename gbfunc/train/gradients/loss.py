@@ -41,8 +41,7 @@ _OWN_READ = (
     "the loss depends on parameters of the p-net itself, which are not generated: a forward must read self.NAME, a "
     "loss function NAME.detach(), for NAME "
 )
-# Gradients with at most this many numbers are flattened before the norm, which halves the time of small gradients.
-_FLATTENED = 1 << 15
+_FLATTENED = 1 << 15  # Gradients with at most this many numbers are flattened before the norm, which halves the time.
 _DEFAULT_GENERATORS = threading.RLock()  # All threads share torch's default generators, which steps seed and restore.
 
 
