@@ -21,7 +21,7 @@ def replace_file(path: Path, data: bytes) -> None:
     """
     path = Path(os.path.realpath(path))
     if path.exists() and not (path.is_file() or path.is_dir()):
-        raise OSError(f"{path} is no regular file (a device, a pipe), and would be replaced by one")
+        raise OSError(f"{path} must be a regular file, got a device or a pipe, which writing would replace")
     # File systems limit names to 255 bytes.
     temporary = path.with_name(f".{path.name[:40]}.{secrets.token_hex(8)}")
     try:

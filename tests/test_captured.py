@@ -133,7 +133,7 @@ def test_a_population_is_captured() -> None:
 
 def test_a_fifth_shape_of_batch_is_refused_with_the_others_named() -> None:
     step = make(net(), cuda_graph=True)
-    words = r"4 shapes of batch, got another: .*\(24, 12\).* beside .*\(4, 12\).*drop_last"
+    words = r"4 shapes of batch, got another: .*\(24, 12\).* after .*\(4, 12\).*drop_last"
     with pytest.raises(ValueError, match=words):
         for n in (4, 8, 12, 16, 24):
             trained(step, n)

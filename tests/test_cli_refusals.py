@@ -123,7 +123,7 @@ def test_genomes_that_do_not_fit(tmp_path: Path, shared_data: Path, command: Any
     genome, before = ["--genome", str(path)], path.read_bytes()
     other = "does not fit the p-net; it needs the same --pnet and --pnet-config as in its training: the plan was made"
     for argv, message in (
-        (["eval", "--genome", str(tmp_path / "none")], "is not a valid genome: it is no genome, and no safetensors"),
+        (["eval", "--genome", str(tmp_path / "none")], "is not a valid genome: it is neither a genome nor"),
         (["eval", *genome, "--task", "mnist", "--data-dir", data], other),
         (["sample", *genome], "expected a task of texts with encode and decode, got digits"),
         (["eval", *genome, "--pnet-config", json.dumps({"hidden": [47]})], other),

@@ -227,7 +227,7 @@ def test_what_is_not_trained_and_fits_no_steps_is_refused(size: float) -> None:
     plan, genome = made(gb.periodic(4))
     leaves = flat_genome(genome) | {"direct/3.bias": torch.full((20,), -size)}
     squares = {k: torch.ones_like(x) for k, x in leaves.items() if k != "direct/3.bias"}
-    with pytest.raises(ValueError, match="'direct/3.bias', which is not trained, holds .*: no codes do"):
+    with pytest.raises(ValueError, match="'direct/3.bias' is not trained and holds .*, too extreme for codes"):
         allocate(plan, leaves, squares, 200.0)
 
 

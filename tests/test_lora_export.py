@@ -144,10 +144,10 @@ def test_what_cannot_be_exported_is_named() -> None:
         target_modules=["self_attn"],
     )
     refused("'self_attn.out_proj.weight' is not of a layer that LoRA knows", attention, target_modules=["out_proj"])
-    refused("'0.weight' has no place.*no dilation", nn.Sequential(nn.Conv2d(2, 3, 3, dilation=2)))
-    refused("'0.weight' has no place.*one group", nn.Sequential(nn.Conv2d(2, 4, 3, groups=2)))
+    refused("'0.weight' cannot be part.*no dilation", nn.Sequential(nn.Conv2d(2, 3, 3, dilation=2)))
+    refused("'0.weight' cannot be part.*one group", nn.Sequential(nn.Conv2d(2, 4, 3, groups=2)))
     net = nn.ModuleDict({"inner": nn.Linear(4, 4), "head": nn.Linear(4, 2), "more": nn.ParameterList([torch.ones(2)])})
-    refused("the plan has new modules alone", net, modules_to_save=["head"], exclude=["inner"])
+    refused("the plan has only new modules", net, modules_to_save=["head"], exclude=["inner"])
     refused("have a forward, and 'more' has none", net, target_modules=["inner"], modules_to_save=["more"])
     pnet = nn.Sequential(nn.Linear(4, 4))
     plan = gb.make_plan(pnet, gb.low_rank(1))

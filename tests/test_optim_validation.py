@@ -98,8 +98,8 @@ def test_a_class_that_torch_does_not_ship_is_pure_and_equal_to_its_own_loop(cls:
 @pytest.mark.parametrize(
     ("cls", "error", "message"),
     [
-        (InAttribute, ValueError, "InAttribute must keep all that changes"),
-        (InGroup, ValueError, "InGroup must keep all that changes"),
+        (InAttribute, ValueError, "InAttribute must keep everything that changes"),
+        (InGroup, ValueError, "InGroup must keep everything that changes"),
         (InNumber, TypeError, "state of InNumber must be tensors, got calls of type int"),
     ],
 )

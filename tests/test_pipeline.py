@@ -132,7 +132,7 @@ def test_what_cannot_be_carried_is_refused_by_name() -> None:
 def test_layers_and_styles_that_stages_cannot_have_are_refused() -> None:
     assert any("another pipeline= than 'zbv'" in x for x in run_ranks(2, "pipeline_cases:words_of_zbv", timeout=90))
     for softmax, sequence in run_ranks(4, "pipeline_cases:words_over_tensor_ranks", timeout=180):
-        assert "code between layers gets a rank's part of the features" in softmax, softmax
+        assert "code between layers gets only this rank's part of the features" in softmax, softmax
         assert "or split along features, got SequenceParallel: torch's tracer takes no other" in sequence, sequence
 
 

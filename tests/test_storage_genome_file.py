@@ -134,7 +134,7 @@ def test_a_failed_write_leaves_the_old_file(genuine: Genuine, tmp_path: Path) ->
 def test_paths_that_cannot_be_written_leave_nothing(genuine: Genuine, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
-    for path, words in (("folder", "directory"), ("missing/g", "No such file"), ("pipe", "pipe is no regular file")):
+    for path, words in (("folder", "directory"), ("missing/g", "No such file"), ("pipe", "must be a regular file")):
         with pytest.raises(OSError, match=words):
             gb.save(tmp_path / path, genuine.plan, genuine.genome)
     assert sorted(os.listdir(tmp_path)) == ["folder", "pipe"] and os.listdir(tmp_path / "folder") == []

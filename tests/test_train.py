@@ -200,7 +200,7 @@ def test_a_copy_of_what_holds_a_step_has_that_step() -> None:
         ({"kernel": "fast"}, "kernel must be .*'auto'.*got 'fast'"),
         ({"lazy": "always"}, "lazy must be .*'auto'.*got 'always'"),
         ({"remat": True}, "remat must be .*'layer'.*got True"),
-        ({"compile": True, "microbatches": 2}, "compile=True .* needs microbatches=1 and remat='none'"),
+        ({"compile": True, "microbatches": 2}, "compile=True needs microbatches=1 and remat='none'"),
     ],
     ids=str,
 )
@@ -310,7 +310,7 @@ def test_a_buffer_that_a_forward_gives_another_dtype_is_refused() -> None:
     pnet = Counting(nn.Linear(4, 3))
     pnet.register_buffer("count", torch.tensor(0))
     step = gb.make_train_step(gb.make_plan(pnet), pnet, loss_fn, SGD)
-    with pytest.raises(ValueError, match="buffer 'count' the dtype torch.float32, and the state has torch.int64"):
+    with pytest.raises(ValueError, match="the dtype torch.int64 of the buffer 'count', got torch.float32"):
         step(step.init(), torch.randn(5, 4))
 
 

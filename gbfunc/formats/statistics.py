@@ -100,7 +100,7 @@ def read_counters(reader: Reader, names: Iterable[str]) -> Params:
         words = reader.read([range((1 << _WORD) + 1)] * -(-size // _WORD))
         difference = sum(word << (_WORD * i) for i, word in enumerate(words))
         if difference.bit_length() != size:
-            raise ValueError(f"{name!r} has not the {size} bits that it says")
+            raise ValueError(f"{name!r} declares {size} bits and has {difference.bit_length()}")
         before = (before + difference) % (1 << _SIZE)
         found[name] = torch.tensor(before - (before >> (_SIZE - 1) << _SIZE), device="cpu")
     return found

@@ -112,7 +112,7 @@ def _steps_at(plan: Any, leaves: TensorMap, squares: TensorMap, log_noise: float
             largest = float(numbers.abs().max())
             if float((represented - numbers).abs().max()) > _FROZEN_ERROR * largest:
                 cure = "register it as a buffer, which is stored as it is"
-                raise ValueError(f"{part.leaf!r}, which is not trained, holds {largest:g}: no codes do; {cure}")
+                raise ValueError(f"{part.leaf!r} is not trained and holds {largest:g}, too extreme for codes: {cure}")
     return Steps.of(parts, indices), bits
 
 
@@ -136,7 +136,7 @@ def pack_steps(plan: Any, leaves: TensorMap, steps: Steps) -> tuple[bytes, dict[
         entries += own
     pieces = -(-len(entries) // PIECE)
     if pieces > 0xFFFF:
-        raise ValueError(f"{len(entries):,} numbers are too many for codes with steps of their own")
+        raise ValueError(f"{len(entries):,} numbers are too many for codes with quantization steps")
     return pieces.to_bytes(2, "little") + join(entries), bits
 
 
@@ -176,7 +176,7 @@ def unpack_steps(plan: Any, data: bytes, statistics: bool, allowed: Allowed) -> 
     for part, index, width in zip(parts, indices, widths, strict=True):
         found = past.zeros(part, index, "cpu")
         if width == WIDEST and part.period is None:
-            raise ValueError("its codes are of a width that only numbers with a period have")
+            raise ValueError("its codes have a width that is reserved for numbers with a period")
         if width != NARROWEST:
             reaches, limits = _tables(found, width)
             read = np.array(reader.read(limits), np.int64) - reaches

@@ -119,7 +119,7 @@ def reduce_step(
                 if theirs != everywhere[0]:
                     first, own_paths = ([path for path, _ in x] for x in (everywhere[0], theirs))
                     words = f"rank {rank} has {own_paths}, rank 0 {first}"
-                    raise ValueError(f"aux must have the same entries on all ranks, and numbers in the same: {words}")
+                    raise ValueError(f"aux must have the same entries on all ranks, of the same kind: {words}")
             return reduce_step(layout, rows, loss, aux, unrounded, buffers, before, entries)
     if not n > 0:
         raise ValueError("the global batch is empty: no rank has a row of it")

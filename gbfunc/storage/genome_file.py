@@ -169,7 +169,7 @@ def _open(path: Path, max_params: int | None) -> Compact | _Plain:
         if start.startswith(compact.MAGIC):
             return Compact.parse(start + file.read(), allowed)
         if (size := int.from_bytes(start, "little")) > path.stat().st_size:
-            raise ValueError("it is no genome, and no safetensors file")
+            raise ValueError("it is neither a genome nor a safetensors file")
         layout.check_most("its header", size, "bytes", "mostHeader")
     with safe_open(path, framework="pt", device="cpu") as file:
         metadata = file.metadata() or {}

@@ -62,7 +62,7 @@ def save_lora(folder: str | os.PathLike[str], plan: Plan, genome: GenomeLike, pn
         raise ValueError(f"a LoRA adapter changes a base, and the plan has none (make_plan(base='own')){_INSTEAD}")
     deltas, heads = [t for t in plan.tensors if t.base], [t for t in plan.tensors if not t.base]
     if not deltas:
-        raise ValueError(f"a LoRA adapter changes a layer, and the plan has new modules alone{_INSTEAD}")
+        raise ValueError(f"a LoRA adapter changes a layer, and the plan has only new modules{_INSTEAD}")
     if grown := [t.name for t in deltas if t.new_rows]:
         raise ValueError(f"{grown} have new rows, and a LoRA adapter adds to rows that the base has{_INSTEAD}")
     generator = make_generator(plan, pnet=pnet, lazy=True, base=base, names={t.name for t in deltas})
@@ -89,7 +89,7 @@ def save_lora(folder: str | os.PathLike[str], plan: Plan, genome: GenomeLike, pn
     available = new | dict(genome.buffers)
     keys = [f"{module}.{k}" for module in saved for k in pnet.get_submodule(module).state_dict()]
     if missing := [k for k in keys if k not in available]:
-        raise ValueError(f"modules_to_save of a LoRA adapter are whole, and {missing} are the base's{_INSTEAD}")
+        raise ValueError(f"modules_to_save of a LoRA adapter must be complete, but {missing} are the base's{_INSTEAD}")
     tensors |= {f"{_PREFIX}{k}": available[k] for k in keys}
     config = _config(plan.base, pnet, ranks, saved)
     place = Path(folder)
@@ -109,7 +109,7 @@ def _layer_tensors(pnet: nn.Module, name: str, a: Tensor, b: Tensor) -> Params:
     layer, _, attribute = name.rpartition(".")
     module = pnet.get_submodule(layer)
     if (why := _unknown(module, attribute)) is not None:
-        raise ValueError(f"the delta of {name!r} has no place in a LoRA adapter of peft's: {why}{_INSTEAD}")
+        raise ValueError(f"the delta of {name!r} cannot be part of a LoRA adapter of peft: {why}{_INSTEAD}")
     key = f"{_PREFIX}{layer}.lora_"
     if isinstance(module, nn.Embedding):
         # An embedding has one row per token, so peft stores the factors transposed.
@@ -143,7 +143,7 @@ def _new_modules(pnet: nn.Module, new: Collection[str]) -> list[str]:
         others = [other for other in modules if other != name and other.endswith(name)]
         if others or not name:
             what = f"peft would take {others} for {name!r} too" if name else "a parameter of no submodule is new"
-            raise ValueError(f"modules_to_save of a LoRA adapter cannot say what is new: {what}{_INSTEAD}")
+            raise ValueError(f"modules_to_save of a LoRA adapter cannot name the new parameters: {what}{_INSTEAD}")
     return saved
 
 

@@ -106,8 +106,8 @@ class Graphs:
 
     def _captured(self, key: Any, state: Any, batch: Any) -> tuple[Any, dict[str, Tensor], Any]:
         if len(self._graphs) == MAX_GRAPHS:
-            words = f"cuda_graph=True has graphs for {MAX_GRAPHS} shapes of batch, got another: {key[0]}"
-            raise ValueError(f"{words} beside {[k[0] for k in self._graphs]}: take drop_last=True or pad the batches")
+            words = f"cuda_graph=True supports {MAX_GRAPHS} shapes of batch, got another: {key[0]}"
+            raise ValueError(f"{words} after {[k[0] for k in self._graphs]}: pass drop_last=True or pad the batches")
         moving = _device_tensors(state)
         device = next(iter(moving.values())).device
         graph = CudaGraph(next(iter(moving.values())))

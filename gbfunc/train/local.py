@@ -73,8 +73,8 @@ class LocalTrainStep(TrainStep):
         """
         checked_state(gnet_params)
         if not isinstance(gnet_params.opt, LocalState):
-            words = "a state of other steps or a whole state becomes this rank's part by train_step.shard(state)"
-            raise ValueError(words)
+            words = "expected this rank's part of a state with local steps, got another state"
+            raise ValueError(f"{words}: call train_step.shard(state)")
         rows = n_rows(batch) if self.mesh.world > 1 else None
         if rows == 0:
             raise ValueError(f"rank {self.mesh.rank} has no row of the batch: local steps need one on every rank")
@@ -119,7 +119,7 @@ class LocalTrainStep(TrainStep):
         """Gather the whole state on every rank, with the mean of the ranks' genomes; all ranks must call."""
         check_genome(self.plan, gnet_params)
         if not isinstance(gnet_params.opt, LocalState):
-            raise ValueError("the state is not this rank's part: train_step.shard(state) makes it of a whole one")
+            raise ValueError("expected this rank's part of a state, got another state: call train_step.shard(state)")
         state = self._start_round(gnet_params)
         local = state.opt
         ranks = stack_ranks(self.mesh, {**_leaves(state), "rows": local.rows, **flatten_tree(local.inner, "opt/")})
@@ -129,7 +129,7 @@ class LocalTrainStep(TrainStep):
     def fitted(self, tensors: Params) -> Params:
         """Convert tensors of a state saved by n ranks for these ranks: rank r gets the tensors of rank r mod n."""
         if not any(name.startswith(_RANKS) for name in tensors):
-            raise ValueError("it is of a training without local steps: train_step.shard(state) begins some from it")
+            raise ValueError("it is from a training without local steps: load it without local_steps=, then shard it")
         index = torch.arange(self.mesh.world)
         return {k: x[index % len(x)] if k.startswith(_RANKS) else x for k, x in tensors.items()}
 

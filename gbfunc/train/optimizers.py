@@ -218,7 +218,7 @@ class _Call(NamedTuple):
             p.grad = None
         name = type(optimizer).__name__
         if not old and (_memory(optimizer) != before or {*map(id, optimizer.state)} - {*map(id, tensors)}):
-            words = "must keep all that changes in the state of a parameter, and changes other attributes"
+            words = "must keep everything that changes in the state of a parameter, and changes other attributes"
             raise ValueError(f"{name} {words}")
         for entry, value in () if old else ((e, v) for p in tensors for e, v in optimizer.state[p].items()):
             if not isinstance(value, Tensor):

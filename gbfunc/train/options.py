@@ -129,7 +129,7 @@ class StepOptions:
         if self.cuda_graph is True and (words := self.graph_lacks()):
             raise ValueError(f"cuda_graph=True needs {words}")
         if self.compile and (self.microbatches > 1 or self.remat != "none"):
-            raise ValueError("compile=True decides itself what to keep: it needs microbatches=1 and remat='none'")
+            raise ValueError("compile=True needs microbatches=1 and remat='none': the compiler plans what to recompute")
 
     def graph_lacks(self) -> str:
         """Return what CUDA graphs need but these options lack, as words for an error; "" if nothing."""
@@ -146,7 +146,7 @@ class StepOptions:
         sizes = layout.mesh.sizes
         local = "local_steps= needs the whole {} on each rank: {}, got {}".format
         if self.local_steps is not None and sizes["tensor"] * sizes["pipeline"] > 1:
-            raise ValueError(local("p-net", "a mesh of data alone", layout.mesh))
+            raise ValueError(local("p-net", "a mesh with only a data axis", layout.mesh))
         if self.local_steps is not None and layout.placement != "replicated":
             raise ValueError(local("genome", "take placement='replicated'", repr(layout.placement)))
         if self.parallel is None and sizes["tensor"] > 1:

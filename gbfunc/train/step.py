@@ -159,7 +159,7 @@ class TrainStep:
     def fitted(self, tensors: Params) -> Params:
         """Convert tensors of a saved whole state, by flat name, for these ranks; ValueError if saved by local steps."""
         if any(name.startswith("opt/ranks/") for name in tensors):
-            raise ValueError("it is of a training with local steps: say local_steps= too")
+            raise ValueError("it is from a training with local steps: pass local_steps= as well")
         return tensors
 
     @property
@@ -273,8 +273,8 @@ def check_dtypes(before: Params, after: Params) -> None:
     """Raise ValueError if a forward changed the dtype of a buffer."""
     for name, x in before.items():
         if after[name].dtype != x.dtype:
-            words = f"a forward gives the buffer {name!r} the dtype {after[name].dtype}, and the state has {x.dtype}"
-            raise ValueError(f"{words}: cast it back, or register it so")
+            words = f"a forward must keep the dtype {x.dtype} of the buffer {name!r}, got {after[name].dtype}"
+            raise ValueError(f"{words}: cast the buffer back, or register it with this dtype")
 
 
 def own_direct(leaves: Params) -> Params:

@@ -95,10 +95,10 @@ REFUSED: dict[str, dict[str, Any]] = {
     "over tensor ranks an operator failed (running_mean should contain 4 elements not 8): code between layers": between(
         nn.BatchNorm1d(8)
     ),
-    "code between layers gets a rank's part of the features": between(nn.Softmax(-1)),
+    "code between layers gets only this rank's part of the features": between(nn.Softmax(-1)),
     "on one rank: code between layers": between(nn.Softmax(-1), nn.Identity(), nn.Dropout(0.5)),
     "dropout parts of equal size": between(nn.Dropout(), nn.Dropout(), width=7),
-    "as is that of a loss over a part of the sequence": {
+    "a softmax, mean or loss of a part differs": {
         "make": lambda: nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 5)),
         "styles": {"0": COLUMN, "2": RowwiseParallel(output_layouts=Shard(1))},
         "batches": lambda mesh: [(draw(6, 4, 10), draw(6, 5))],

@@ -16,7 +16,7 @@ from gbfunc.parallel.placement import gather_bytes
 from gbfunc.train.gradients.loss import GenomeLoss, OneGraph, Result, StepInputs, seeded
 from gbfunc.train.gradients.proof import as_vector, changes_of, gradient_and_changes, largest_distance
 
-_FAILS = "compiled by torch.compile, the step fails, and the code as it is does not: pass compile=False"
+_FAILS = "the step fails if torch.compile compiles the code, and runs otherwise: pass compile=False"
 
 
 class CompiledGraph(OneGraph):
@@ -72,9 +72,9 @@ class CompiledGraph(OneGraph):
                 self._graphs, self._checked = self._graphs[i:], True
                 return graph(inputs, wanted)
             failure = ValueError(
-                f"compiled by torch.compile, the gradient is {distances[0]:.2g} of its norm, and the change of buffers "
-                f"{distances[1]:.2g} of its, away from those of the code as it is (torch.autograd.grad inside of a "
-                "forward or loss is known to be wrong there): pass compile=False"
+                f"compiled by torch.compile, the gradient differs by {distances[0]:.2g} of its norm, and the change of "
+                f"buffers by {distances[1]:.2g} of its norm, from those of eager code (known for torch.autograd.grad "
+                "inside of a forward or loss function): pass compile=False"
             )
         raise failure
 

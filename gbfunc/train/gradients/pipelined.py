@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from gbfunc.parallel.tensor import TensorParallel
 
 _ADVICE = (
-    "a pipeline runs the operators that torch.export records, and the record lacks what is no operator on tensors (the "
-    "backward of a torch.autograd.Function, a counter or a random number in Python)"
+    "a pipeline runs the operators that torch.export records, which leave out all other code (the backward of a "
+    "torch.autograd.Function, a counter or a random number in Python)"
 )
 # An odd constant of splitmix64 (Steele et al., 2014): separates the random numbers of stages and microbatches.
 _STAGE_MIX = 0x94D049BB133111EB

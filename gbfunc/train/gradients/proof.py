@@ -52,8 +52,8 @@ class Proof(NamedTuple):
                 random = max(largest_distance(mesh, x, y) for x, y in zip(other, alone, strict=True)) > most
             if not random:
                 raise ValueError(
-                    f"{ranks} the gradient is {worst[0]:.2g} of its norm, and the change of buffers {worst[1]:.2g} of "
-                    f"its, away from those of the p-net on one rank: {self.advice}"
+                    f"{ranks} the gradient differs by {worst[0]:.2g} of its norm, and the change of buffers by "
+                    f"{worst[1]:.2g} of its norm, from those of the p-net on one rank: {self.advice}"
                 )
         warnings.warn(
             f"the first step {ranks} was not compared with one on one rank: the p-net's forward is random in eval mode",

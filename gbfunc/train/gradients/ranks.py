@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from gbfunc.parallel.tensor import TensorParallel
 
 SPLIT_ADVICE = (
-    "code between layers gets a rank's part of the features, and a softmax or mean over a part is another function, as "
-    "is that of a loss over a part of the sequence: gather them first, by the style's output_layouts=Replicate()"
+    "code between layers gets only this rank's part of the features or of the sequence, and a softmax, mean or loss of "
+    "a part differs: gather the parts first, by output_layouts=Replicate() of the style"
 )
 # An odd constant of splitmix64 (Steele et al., 2014): separates the random numbers of ranks.
 RANK_MIX = 0xBF58476D1CE4E5B9
