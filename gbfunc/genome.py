@@ -189,7 +189,7 @@ def check_noise(plan: Plan, noise: Noise | None) -> None:
     if noise:
         shapes = {e.name: (e.n_tiles, e.hypernet.noise_shapes(e.dims)) for e in plan.ensembles}
         specs = {f"{name}/{k}": TensorSpec((n, *x)) for name, (n, named) in shapes.items() for k, x in named.items()}
-        compare_trees(specs, flatten_tree(noise), "the noise does not fit the plan")
+        compare_trees(specs, flatten_tree(noise), "the noise does not fit the plan (draw it by gb.sample_noise)")
 
 
 def unflat_genome(plan: Plan, leaves: Params, buffers: Params) -> Genome:

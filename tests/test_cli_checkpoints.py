@@ -144,7 +144,7 @@ def test_changes_that_are_allowed_are_told(tmp_path: Path, command: Any) -> None
     assert [row["step"] for row in course(tmp_path)[1]] == ["5", "10", "15", "20"]
     assert files(tmp_path) == [f"step-000000{STEPS}.safetensors", "step-00000020.safetensors"]
     for other, words in (
-        (["--epochs", "3"], "step-00000020.safetensors must be of at most 15 steps, got step 20"),
+        (["--epochs", "3"], "step-00000020.safetensors must have at most 15 steps, got 20"),
         (["--batch-size", "100", "--epochs", "9"], "trained with other settings: batch_size 200, now 100"),
     ):
         assert words in command(keeping(tmp_path, 100, "--resume", "auto", "--allow-changes", *other), 2).err

@@ -49,7 +49,7 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     refused("is not a valid picture")
     for text in ("https://a.org/", "https://a.org/#", "https://a.org/#not a genome"):
         segno.make_qr(text).save(str(path))
-        refused("must have a genome")
+        refused("must be a code of gbfunc export with a genome")
     with pytest.raises(FileNotFoundError):
         read_qr(tmp_path / "none.png")
 

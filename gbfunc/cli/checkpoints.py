@@ -51,14 +51,14 @@ class Checkpoints:
         position = None
         if loaded.path is None:
             if needed:
-                raise FileNotFoundError(f"--resume: no valid checkpoint in {source}")
+                raise FileNotFoundError(f"--resume: no valid checkpoint in {source}: start without --resume")
             lines.append(f"no checkpoint to resume in {source}: training begins")
         else:
             saved, finetune = loaded.extra["position"], self.output.finetune
             order = torch.frombuffer(bytearray.fromhex(saved["order"]), dtype=torch.uint8)
             position = Position(**saved | {"order": order})
             if position.steps > self.steps:
-                raise ValueError(f"{loaded.path} must be of at most {self.steps} steps, got step {position.steps}")
+                raise ValueError(f"{loaded.path} must have at most {self.steps} steps, got {position.steps} (--steps)")
             after = "only measured again" if finetune is None else f"then --finetune takes its {finetune} steps"
             end = f": training is finished, {after}" if position.measured == self.steps else ""
             lines.append(f"resumed {loaded.path}{end}")

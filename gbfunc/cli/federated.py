@@ -39,7 +39,7 @@ def run_federated(options: Federated) -> None:
     job = make_job(options.data, options.genome, dense=options.dense)
     task = job.task
     if not isinstance(task.train, Split):
-        raise ValueError(f"federated needs a task of examples with classes, got --task {options.data.task}")
+        raise ValueError(f"federated needs a task of classified examples, got --task {options.data.task}: take digits")
     with open_folder(options.out) as folder:
         rows: list[dict[str, float]] = []
         lines = (folder / "history.csv").read_text(encoding="utf-8").splitlines() if options.resume else []

@@ -234,7 +234,7 @@ def _chain_of(program: Any, net: nn.Module, blocks: Sequence[str]) -> Chain:
         for path in _modules_of(node):
             block = index.get(modules.get(path), -1)
             if block > cell + 1:
-                raise ValueError(f"the blocks {[*blocks]} must run in their order")
+                raise ValueError(f"the blocks {[*blocks]} must run in their order: sort stages=")
             cell = max(cell, block)
         flops[max(cell, 0)] += node.meta["flops"]
         for name in node.meta["reads"]:

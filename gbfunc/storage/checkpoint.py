@@ -255,7 +255,7 @@ def _restore(
             if int(tensors["step"]) < 0:
                 raise ValueError(f"its step must be at least 0, got {int(tensors['step'])}")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-            raw = f"its metadata cannot be read ({type(error).__name__}: {error})"
+            raw = f"its metadata cannot be read ({type(error).__name__}: {error}); take another file"
             why = error if isinstance(error, ValueError) else raw
             raise ValueError(f"{file} cannot be resumed: {why}") from error
         for name, leaf in flat.items():
@@ -387,7 +387,7 @@ def _lock(folder: Path) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
         os.close(lock)
-        raise OSError(error.errno, "another training is keeping checkpoints there", str(folder)) from error
+        raise OSError(error.errno, "another training is keeping checkpoints there; use another", str(folder)) from error
     except OSError:
         return lock  # Without locks, another training may still be writing a leftover file.
     for file in folder.iterdir():

@@ -258,4 +258,4 @@ def _check_values(flat: TensorMap, what: str) -> None:
         buffer = name.startswith(BUFFERS)
         # Buffers may hold infinities on purpose (attention masks); trained leaves may not.
         if bool(torch.isnan(tensor).any()) if buffer else not bool(torch.isfinite(tensor).all()):
-            raise ValueError(f"{what} holds {'NaN' if buffer else 'values that are not finite'} in {name!r}")
+            raise ValueError(f"{what} must be finite, got {'NaN' if buffer else 'values not finite'} in {name!r}")
