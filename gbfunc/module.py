@@ -55,10 +55,11 @@ class GenomeModule(nn.Module):
     """The p-net as a module with the genome as parameters: `GenomeModule(plan, pnet, genome=None, *, seed, lazy)`.
 
     `net` is a copy of the p-net, with the p-net's class name, modules, attributes, methods, hooks and buffers. `net` is
-    an instance of both the p-net's class and `GenomeModule`. A trainer sees only the genome as parameters, so optimizer
-    states, DDP's all-reduce and state dicts have the genome's size. A forward generates all weights once, from the
-    current parameters. Reading a weight outside of a forward (`net.fc.weight`) generates that weight. In-place changes
-    of a generated weight are lost.
+    an instance of both the p-net's class and `GenomeModule`. Make the optimizer from `net.parameters()`, because the
+    p-net's parameters are no longer trained. A trainer sees only the genome as parameters, so optimizer states, DDP's
+    all-reduce and state dicts have the genome's size. A forward generates all weights once, from the current
+    parameters. Reading a weight outside of a forward (`net.fc.weight`) generates that weight. In-place changes of a
+    generated weight are lost.
 
     Parameters of the g-nets are registered on the root, as `gnets:<ensemble>:<leaf>`. Direct parameters and buffers
     have the p-net's names, start at its values, and require grad as in the p-net. `load_state_dict` refuses a state

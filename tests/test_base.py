@@ -243,8 +243,7 @@ def test_a_head_is_generated_where_it_would_take_most_of_the_target(target: int,
     plan = gb.make_plan(pnet, base="own", modules_to_save=["2"], genome_params=target)
     assert plan.genome_params <= target
     assert {t.name: t.role for t in plan.tensors}["2.weight"] == role
-    lost = "redrawn      2.weight: the given values are lost; a genome of 372 parameters keeps them"
-    assert (lost in plan.report()) == (role == "generated")
+    assert ("2.weight: the given values are lost; a genome of 372" in plan.report()) == (role == "generated")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
