@@ -46,7 +46,7 @@ def test_clients_share_texts(shared_data: Path, capsys: pytest.CaptureFixture[st
     small = ["--task-config", '{"max_tokens": 8, "vocabulary": 300}', "--compression", "5"]
     words = ["federated", "--task", "trec", "--data-dir", str(shared_data / "trec"), *small, "--clients", "9"]
     assert main([*words, "--sample", "2", "--alpha", "1", "--rounds", "1", "--local-steps", "2"]) == 0
-    assert "1 rounds; a client and round" in capsys.readouterr().out
+    assert "1 rounds; per client and round" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_options_that_do_not_fit_are_refused(options: list[str], words: str, com
 @pytest.mark.parametrize(("name", "sample"), [("Krum", 5), ("MultiKrum", 5), ("Bulyan", 7), ("FedTrimmedAvg", 5)])
 def test_robust_strategies_run(name: str, sample: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*FEDERATED[:-1], str(sample), "--strategy", name, "--rounds", "2", "--local-steps", "2"]) == 0
-    assert "2 rounds; a client and round" in capsys.readouterr().out
+    assert "2 rounds; per client and round" in capsys.readouterr().out
 
 
 def test_the_dense_network_travels_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

