@@ -180,7 +180,7 @@ def fit_genome(
 
 
 def _fitted(tiles: _Tiles, leaves: Params, steps: int, lr: float) -> Params:
-    if isinstance(tiles.constants.hypernet, LowRank):
+    if isinstance(tiles.constants.hypernet, LowRank) and not tiles.constants.hypernet.shares:
         return _best_factors(tiles.target_Trc, tiles.constants.hypernet.known_size)
     leaves = tiles.solve({k: v.detach().clone() for k, v in leaves.items()})
     first = float(tiles.loss(leaves))

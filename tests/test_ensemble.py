@@ -164,7 +164,9 @@ def test_any_codes_and_tiles(data: st.DataObject) -> None:
         np.testing.assert_allclose(found[name].detach().numpy(), expected[name], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("hypernet", [gb.periodic(8), gb.periodic(8, "layers"), gb.low_rank(3), gb.xox(4)], ids=repr)
+@pytest.mark.parametrize(
+    "hypernet", [gb.periodic(8), gb.periodic(8, "layers"), gb.low_rank(3, "layers"), gb.xox(4)], ids=repr
+)
 def test_a_large_slot_is_measured_by_its_factors_as_by_its_weights(
     hypernet: Hypernet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from tests.support.strategies import linear_end, named
 from tests.support.trees_equal import same_bits
 
 FITTED = [gb.periodic(4), gb.periodic(2, "layers"), gb.gnet((6,)), gb.gnet((4, 4), "tanh"), gb.stochastic((5,))]
-FITTED += [gb.low_rank(2), gb.xox(3), gb.from_module(linear_end)]
+FITTED += [gb.low_rank(2), gb.low_rank(2, "layers"), gb.xox(3), gb.from_module(linear_end)]
 EACH = pytest.mark.parametrize("hypernet", FITTED, ids=named)
 
 

@@ -6,6 +6,7 @@ Suffixes: T tiles, G groups of tiles, r rows and c columns of a tile, p and q wi
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -204,3 +205,26 @@ class Sized(Hypernet):
         if self.size is None:
             raise ValueError(f"{self.type} has no size yet: give {self.size_field}, or let make_plan choose it")
         return self.size
+
+
+Share = Literal["none", "layers", "shapes"]
+
+
+class Sharing(Sized):
+    """Base of types with a field `share`, which says which matrices share leaves."""
+
+    share: Share
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.share not in ("none", "layers", "shapes"):
+            raise ValueError(f"share must be 'none', 'layers' or 'shapes', got {self.share!r}")
+
+    @property
+    def shares(self) -> bool:
+        return self.share != "none"
+
+    def group(self, name: str, part: int, shape: tuple[int, int]) -> str:
+        """Return the name without numbers, the part and the shape for `"layers"`, or the shape for `"shapes"`."""
+        size, kind = f"{shape[0]}x{shape[1]}", re.sub("[0-9]+", "*", name)
+        return {"none": "", "layers": f"{kind}:{part}:{size}", "shapes": size}[self.share]

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gbfunc.hypernets.base import Hypernet, Leaf, Sized
+from gbfunc.hypernets.base import Hypernet, Leaf, Share, Sharing, Sized
 from gbfunc.types import Factors, Params, TileDims
 
 
@@ -33,11 +33,8 @@ class Constant(Hypernet):
 
     def __post_init__(self) -> None:
         value: Any = self.value
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not abs(value) <= torch.finfo(torch.float32).max
-        ):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (number and abs(value) <= torch.finfo(torch.float32).max):
             raise ValueError(f"value must be a finite number that float32 can hold, got {value!r}")
         object.__setattr__(self, "value", float(value))
 
@@ -59,24 +56,31 @@ class _Factored(Sized):
 
 
 @dataclass(frozen=True)
-class LowRank(_Factored):
-    """Trained factors: `tile = left @ right.T`.
+class LowRank(_Factored, Sharing):
+    """Trained factors: `tile = left @ right.T`. Matrices may share the right factor, as in Tied-LoRA.
+
+    Source of the shared factor: A. Renduchintala, T. Konuk, O. Kuchaiev, Tied-LoRA (2023).
 
     Args:
         rank: columns of the factors; None lets the plan choose (4 without a size target).
+        share: which matrices share `right`, as for `periodic`.
 
     Raises:
-        ValueError: for a rank below 1.
+        ValueError: for a rank below 1, or another value of `share`.
     """
 
     rank: int | None = None
+    share: Share = "none"
     type: ClassVar[str] = "low_rank"
     size_field: ClassVar[str] = "rank"
     default_size: ClassVar[int] = 4
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
-        k = self.known_size
-        return {"left": Leaf((dims.rows, k), "linear", std=k**-0.5), "right": Leaf((dims.cols, k), "code")}
+        k, scope = self.known_size, "group" if self.shares else "tile"
+        # The single number of a vector's right factor is 1: a number near 0 would learn slowly.
+        std, mean = (0.0, 1.0) if dims.cols == 1 else (1.0, 0.0)
+        right = Leaf((dims.cols, k), "code", scope, std, mean=mean)
+        return {"left": Leaf((dims.rows, k), "linear", std=k**-0.5), "right": right}
 
     def tiles(self, leaves: Params, *unused: Any) -> Factors:
         return Factors(leaves["left"], leaves["right"])

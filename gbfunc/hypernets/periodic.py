@@ -8,22 +8,21 @@ Bilinear g-nets mix all pairs: $g_{ij} = \phi(A_i)^T M \phi(B_j)$ with $\phi = [
 """
 
 import math
-import re
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 
-from gbfunc.hypernets.base import Leaf, Sized, uniform
+from gbfunc.hypernets.base import Leaf, Share, Sharing, uniform
 from gbfunc.types import Params, TileDims
 
 
 @dataclass(frozen=True)
-class Waves(Sized):
+class Waves(Sharing):
     """Base of g-nets made of sines over the codes. Matrices may share code weights; see `periodic_factors`."""
 
     features: int | None = None
-    share: Literal["none", "layers", "shapes"] = "none"
+    share: Share = "none"
     frequency: float | tuple[float, float] | None = field(default=None, kw_only=True)
     size_field: ClassVar[str] = "features"
     factorised: ClassVar[bool] = True
@@ -31,8 +30,6 @@ class Waves(Sized):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.share not in ("none", "layers", "shapes"):
-            raise ValueError(f"share must be 'none', 'layers' or 'shapes', got {self.share!r}")
         if len(self._deviations) != 2 or not all(
             type(f) is not bool and math.isfinite(f) and f > 0 for f in self._deviations
         ):
@@ -48,15 +45,6 @@ class Waves(Sized):
     @property
     def factor_width(self) -> int:
         return 2 * self.known_size
-
-    @property
-    def shares(self) -> bool:
-        return self.share != "none"
-
-    def group(self, name: str, part: int, shape: tuple[int, int]) -> str:
-        """Return the name without numbers, the part and the shape for `"layers"`, or the shape for `"shapes"`."""
-        size, kind = f"{shape[0]}x{shape[1]}", re.sub("[0-9]+", "*", name)
-        return {"none": "", "layers": f"{kind}:{part}:{size}", "shapes": size}[self.share]
 
     def _code_weights(self, dims: TileDims) -> dict[str, Leaf]:
         rows, cols = self._deviations

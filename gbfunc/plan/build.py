@@ -371,12 +371,14 @@ def _initial_scale(choice: Candidate, matrix: MatrixDims, part: int) -> tuple[fl
         norm = "Norm" in type(choice.info.module).__name__ and choice.info.attribute == "weight"
         return fallback, float(vector and norm)
     values = KINDS[choice.tensor.kind].unfold(weights)[part].double()
-    largest, std = float(torch.linalg.vector_norm(values, math.inf)), float(values.std(correction=0))
+    delta = choice.base and not isinstance(choice.hypernet, new_rows)
+    # Norm weights differ little from each other, so their size is the unit of their deltas.
+    std = float(values.square().mean().sqrt() if delta and vector else values.std(correction=0))
+    largest = float(torch.linalg.vector_norm(values, math.inf))
     if not math.isfinite(largest):
         raise ValueError(f"parameter {choice.tensor.name!r} of the p-net must be finite, got NaN or infinite values")
     tiny = std <= 1e-8 * max(1.0, largest)
     scale, offset = (fallback if tiny else std), float(values.mean()) if vector else 0.0
-    delta = choice.base and not isinstance(choice.hypernet, new_rows)
     scale, offset = (_DELTA_SCALE * scale, 0.0) if delta else (scale, offset)
     choice.scales[part] = float(f"{scale:.3g}"), float(f"{offset:.3g}")
     return choice.scales[part]

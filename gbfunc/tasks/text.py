@@ -97,9 +97,11 @@ def language_task(name: str, splits: Sequence[Data], tokens: Tokens, context: in
     how: dict[str, Any] = dict(loss=token_loss, evaluate=text_metrics, metrics=LOSS, settings=_text_recipe)
     if pretrained is not None:
         metrics = LOSS if isinstance(splits[0], Windows) else LOSS[:1]
-        how |= dict(genome_params=3_000, evaluate=partial(text_metrics, windows=8, most=HELD_OUT), metrics=metrics)
+        how |= dict(genome_params=20_000, evaluate=partial(text_metrics, windows=8, most=HELD_OUT), metrics=metrics)
         pnet = hugging_face(interface, "", pretrained=pretrained)
-        how |= dict(settings=lambda pnet, genome_params: replace(_TUNING, lr=base_rate(genome_params)))
+        # Low-rank deltas take the same rate at any rank.
+        rate = {"low_rank": lambda n: 1e-1}
+        how |= dict(settings=lambda p, n: replace(_TUNING, lr=rate.get(p.plan(n).hypernet.type, base_rate)(n)))
     else:
         pnet = PNETS["gpt"](interface)
     how |= dict(encode=tokens.encode, decode=tokens.decode, about={"alphabet": tokens.digest})

@@ -4,7 +4,9 @@ The base continues to learn from one text, by the same batches for every method.
 by the first seed; the test windows are read once a run. A file holds the trained numbers in float16, or what
 `gbfunc.save` writes; projections that a seed gives are not counted. Rows that the folder has do not run again.
 
-genome: as `gbfunc train --task text --pretrained` makes it, in float16; genome_auto: in codes with trained steps.
+genome: low-rank deltas of the values, whose right factors all blocks share, and from 40 kB on deltas of the norms, in
+codes of 3 bits; genome_int4: in codes of 4 bits; genome_auto: in codes with trained steps; genome_alone: each block has
+right factors of its own.
 lora: rank 1 on queries and values, of as many of the last blocks as fit; lora_all: of all blocks, whatever it takes.
 vblora, vera, fourierft, unilora, ia3, randlora, prompt, norms: of the package `peft` on the same layers.
 """
@@ -44,7 +46,7 @@ def qv(n: int, depth: int) -> Settings:
 
 # By method: class of settings in `peft`, settings by a size that grows from 1, rates.
 RIVALS: dict[str, tuple[str, Callable[[int, int], Settings], tuple[float, ...]]] = {
-    "lora": ("LoraConfig", lambda n, depth: {"r": 1, "lora_alpha": 1, **qv(min(n, depth), depth)}, (3e-3, 1e-2, 3e-2)),
+    "lora": ("LoraConfig", lambda n, depth: {"r": 1, "lora_alpha": 1, **qv(min(n, depth), depth)}, (1e-2, 3e-2)),
     "vblora": (
         "VBLoRAConfig",
         lambda n, depth: dict(
@@ -90,7 +92,7 @@ RIVALS: dict[str, tuple[str, Callable[[int, int], Settings], tuple[float, ...]]]
         (3e-3, 1e-2),
     ),
 }
-METHODS = ("genome", "genome_auto", "lora_all", *RIVALS)
+METHODS = ("genome", "genome_int4", "genome_auto", "genome_alone", "lora_all", *RIVALS)
 
 
 def parts_of(path: Path, tokenizer: Any) -> dict[str, Tensor]:
@@ -116,8 +118,9 @@ def loss_of(net: Any, tokens_BL: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def measured(net: Any, tokens_NL: Tensor) -> float:
-    return statistics.fmean(float(loss_of(net, part)) for part in tokens_NL.split(8))
+def measured(net: Any, tokens_NL: Tensor, amp: bool) -> float:
+    with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+        return statistics.fmean(float(loss_of(net, part)) for part in tokens_NL.split(8))
 
 
 def batches(tokens: Tensor, steps: int, seed: int) -> Iterator[Tensor]:
@@ -185,17 +188,21 @@ def train_rival(base: nn.Module, parts: Any, config: str, settings: Settings, lr
     return net.eval(), stored(net), sum(p.numel() for p in leaves)
 
 
-def train_genome(base: nn.Module, parts: Any, budget: int, auto: bool, lr: float, args: Any, seed: int) -> Any:
-    options = {"rounding": "auto"} if auto else {}
-    plan = gb.make_plan(base, args.hypernet, base="own", genome_bytes=budget, stored="auto" if auto else "float16")
+def train_genome(base: nn.Module, parts: Any, budget: int, method: str, lr: float, args: Any, seed: int) -> Any:
+    stored = {"genome_auto": "auto", "genome_int4": "int4"}.get(method, "int3")
+    hypernet = gb.low_rank(share="none" if method == "genome_alone" else "layers")
+    rules = [("norm", gb.low_rank(1))] if budget >= 40_000 else []
+    options: Settings = dict(base="own", target_modules=["v_proj"], rules=rules)
+    plan = gb.make_plan(base, hypernet, genome_bytes=budget, stored=stored, **options)
     optimizer = gb.torch_optimizer(torch.optim.Adam, lr=rate(lr, args.steps))
-    amp = {"amp": torch.bfloat16} if args.amp else {}
-    step = gb.make_train_step(plan, base, loss_of, optimizer, clip_norm=1.0, donate=True, **amp, **options)
+    options = {"amp": torch.bfloat16} if args.amp else {}
+    options |= dict(rounding="auto", genome_bytes=budget, total_steps=args.steps) if stored == "auto" else {}
+    step = gb.make_train_step(plan, base, loss_of, optimizer, clip_norm=1.0, donate=True, **options)
     state = step.init(seed)
     for tokens_BL in batches(parts["train"], args.steps, seed):
         state, _ = step(state, tokens_BL)
     with tempfile.TemporaryDirectory() as folder:
-        gb.save(path := Path(folder) / "genome.safetensors", plan, state)
+        gb.save(path := Path(folder) / "genome.safetensors", plan, state, step.stored(state) or stored)
         plan, genome = gb.load(path)
         return gb.materialize(plan, genome, base).eval(), path.stat().st_size, plan.genome_params
 
@@ -203,7 +210,7 @@ def train_genome(base: nn.Module, parts: Any, budget: int, auto: bool, lr: float
 def run(base: nn.Module, parts: Any, method: str, budget: int, lr: float, args: Any, seed: int) -> Settings:
     start = time.perf_counter()
     if method.startswith("genome"):
-        net, size, params = train_genome(base, parts, budget, method == "genome_auto", lr, args, seed)
+        net, size, params = train_genome(base, parts, budget, method, lr, args, seed)
     else:
         config, shape, _ = RIVALS["lora" if method == "lora_all" else method]
         depth = base.config.num_hidden_layers
@@ -212,7 +219,7 @@ def run(base: nn.Module, parts: Any, method: str, budget: int, lr: float, args: 
     row = dict(
         method=method, budget=budget, lr=lr, seed=seed, steps=args.steps, amp=args.amp, bytes=size, params=params
     )
-    row |= {part: round(measured(net, windows(parts[part])), 4) for part in ("val", "test")}
+    row |= {part: round(measured(net, windows(parts[part]), args.amp), 4) for part in ("val", "test")}
     return row | {"seconds": round(time.perf_counter() - start)}
 
 
@@ -255,22 +262,24 @@ def main() -> None:
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    folder, gguf = pretrained_network(args.pretrained)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, **gguf)
-    base = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32, **gguf)
+    folder = pretrained_network(args.pretrained)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
     base.set_attn_implementation("eager")
     base.config.use_cache = False
-    args.hypernet = gb.bilinear(share="shapes")
     parts = parts_of(args.data_dir, tokenizer)
     args.out.mkdir(parents=True, exist_ok=True)
     log = args.out / "rows.jsonl"
     rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     keys = ("method", "budget", "lr", "seed", "steps", "amp")
-    print("base: " + ", ".join(f"{p} {measured(base, windows(parts[p])):.3f}" for p in ("val", "test")), flush=True)
+    print(
+        "base: " + ", ".join(f"{p} {measured(base, windows(parts[p]), args.amp):.3f}" for p in ("val", "test")),
+        flush=True,
+    )
     for budget in args.bytes:
         for method in args.methods:
             own = (
-                (3e-3, 1e-2) if method == "lora_all" else RIVALS[method][2] if method in RIVALS else (3e-2, 6e-2, 1e-1)
+                RIVALS[method][2] if method in RIVALS else (1e-2, 2e-2, 3e-2) if method == "lora_all" else (6e-2, 1e-1)
             )
             try:
                 for seed in range(args.seeds):

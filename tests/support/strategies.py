@@ -60,7 +60,7 @@ EXAMPLES: Mapping[str, tuple[Hypernet, ...]] = MappingProxyType(
             *(gb.gnet((3,), "tanh"), gb.gnet((3, 4, 2), "gelu"), gb.gnet((4,), "sin")),
         ),
         "stochastic": (gb.stochastic((5,)), gb.stochastic((4, 3), "tanh")),
-        "low_rank": (gb.low_rank(1), gb.low_rank(3)),
+        "low_rank": (gb.low_rank(1), gb.low_rank(3), gb.low_rank(2, "layers")),
         "xox": (gb.xox(1), gb.xox(3)),
         "new_rows": (gb.new_rows(1),),
         "module": (gb.from_module(linear_end), gb.from_module(bounded_end)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import copy
 import functools
+import math
 import os
 import re
 import shutil
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from gbfunc.extras import import_extra
-from gbfunc.hypernets import bilinear
+from gbfunc.hypernets import bilinear, low_rank
 from gbfunc.tasks.pnets.base import BLOCKS, Interface, PlanOptions, PNet, n_params
 from gbfunc.untrusted import one_error, parse_json
 
@@ -32,6 +33,9 @@ CONFIG, TOKENIZER, PREPROCESSOR = "config.json", "tokenizer.json", "preprocessor
 _WEIGHTS = "model*.safetensors"
 _BESIDE = (PREPROCESSOR, "tokenizer*.json", "chat_template.jinja", "generation_config.json")
 _ADAPTER = PlanOptions(hypernet=bilinear(share="shapes"), base="own", modules_to_save=("classifier",))
+
+# Projections to values, alone or with queries and keys: their deltas lower the loss of a language model most.
+_VALUES = ("v_proj", "c_attn", "query_key_value", "qkv_proj", "Wqkv")
 
 # {kind of inputs: (class of transformers, name of the models in errors)}
 _KINDS = {
@@ -101,6 +105,7 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
     # The backward pass of the fused attention takes ten times as long in bfloat16 on a CPU.
     eager = (interface.vocabulary or (folder is not None and interface.tokens)) and interface.inputs[0] <= 128
     adapter, head, least = _ADAPTER if interface.vocabulary else _ADAPTER._replace(modules_to_save=()), "", 0
+    tied, rank_one = _tied(auto, full) if folder is not None and interface.tokens else (adapter, math.inf)
     if folder is not None and interface.reads == "images":
         full.num_labels = interface.outputs
         with torch.device("meta"):
@@ -128,10 +133,20 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
     def plan(genome_params: float) -> PlanOptions:
         # Exclude the head from generation, even if few parameters are left for the deltas.
         whole = (rf"^{re.escape(head)}\.",) if head and genome_params > least else ()
-        return BLOCKS if folder is None else adapter._replace(exclude=whole)
+        return BLOCKS if folder is None else tied if genome_params >= rank_one else adapter._replace(exclude=whole)
 
     source = {} if folder is None else {"pretrained": str(pretrained)}
     return PNet(name=name, make=make, plan=plan, config=source | fields)
+
+
+def _tied(auto: Any, full: Any) -> tuple[PlanOptions, float]:
+    """Plan deltas of the projections to values; also returns the genome's parameters at rank 1, inf without values."""
+    with torch.device("meta"):
+        layers = auto.from_config(full).named_modules()
+    found = [(name.rpartition(".")[2], layer.weight.numel()) for name, layer in layers if name.endswith(_VALUES)]
+    names, width = tuple(dict(found)), full.hidden_size
+    options = PlanOptions(hypernet=low_rank(share="layers"), base="own", target_modules=names)
+    return options, sum(n for _, n in found) // width + len(names) * width or math.inf
 
 
 def _check_fields(name: str, config: Mapping[str, Any]) -> None:
