@@ -59,6 +59,8 @@ def test_a_language_model_is_adapted_to_a_text_and_writes(tmp_path: Path, comman
     metrics = json.loads((out / "metrics.json").read_text())
     task = make_job(PNetOptions("text", text, pretrained=str(base)), GenomeOptions(genome_params=300)).task
     before = task.evaluate(task.build(0).eval(), task.test)["loss"]
+    plan = task.plan(task.build(0), genome_params=900)
+    assert all("v_proj" in t.name and t.slots[0].hypernet.type == "low_rank" for t in plan.tensors)
     assert metrics["genome_params"] <= 300 and metrics["test_loss"] < before
     sample = ["sample", "--genome", str(out / "genome.safetensors"), "--prompt", "once"]
     first, second = (command([*sample, "--tokens", "12", "--seed", "3"]).out for _ in range(2))

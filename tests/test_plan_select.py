@@ -170,6 +170,8 @@ def test_scales_are_the_deviations_of_the_pnet() -> None:
             assert own.scale == pytest.approx(std, rel=5e-3)
         vector = values.ndim < 2
         assert own.offset == pytest.approx(float(values.mean()) if vector else 0.0, rel=5e-3)
+    delta = slot(gb.make_plan(nn.LayerNorm(9), gb.low_rank(1), base="own", include=["weight"]), "weight")
+    assert (delta.scale, delta.offset) == (0.1, 0.0)
 
 
 def test_each_part_of_an_in_projection_has_its_own_scale() -> None:

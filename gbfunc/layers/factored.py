@@ -52,7 +52,7 @@ class FactoredWeight(WeightForm):
         left, right = inputs["left"], inputs["right"]
         # For one tile, a matrix product is faster than a batched product.
         single = self.tiles == (1, 1)
-        matrix = _single(left) @ _single(right).mT if single else join_tiles(left @ right.mT, self.grid)
+        matrix = left.squeeze(0) @ right.squeeze(0).mT if single else join_tiles(left @ right.mT, self.grid)
         return (matrix.t() if self.transposed else matrix).reshape(self.shape)
 
     def apply(self, weight: Weight, use: Use, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -83,7 +83,7 @@ class FactoredWeight(WeightForm):
         if x.shape[-1] != grid.cols:
             raise ValueError(f"expected an input with {grid.cols} features, got shape {tuple(x.shape)}")
         if self.tiles == (1, 1):
-            return F.linear(x @ _single(weight.inputs["right"]), _single(weight.inputs["left"]), bias)
+            return F.linear(x @ weight.inputs["right"].squeeze(0), weight.inputs["left"].squeeze(0), bias)
         left, right = self.by_tile(weight.inputs)
         # Contiguous like the output of F.linear, because a later dropout draws its mask in the order of memory.
         y = from_thin(thin_product(x, right, (0, grid.cols)), left, ((0, grid.rows),)).contiguous()
@@ -186,8 +186,8 @@ class DeltaWeight(FactoredWeight):
             # `addmm` adds within the product, which saves a pass over the outputs. Contiguous factors [k, r] and [k, c]
             # make the products two to four times faster, forward and backward, than factors of few columns.
             y = use.run(base, x, bias)
-            thin = F.linear(x, _single(right).t().contiguous())
-            return torch.addmm(y.flatten(0, -2), thin.flatten(0, -2), _single(left).t().contiguous()).reshape(y.shape)
+            thin = F.linear(x, right.squeeze(0).t().contiguous())
+            return torch.addmm(y.flatten(0, -2), thin.flatten(0, -2), left.squeeze(0).t().contiguous()).reshape(y.shape)
         # Under autocast, do not cast the input: the products choose their dtype.
         wide = x if autocast or use.operation == "embedding" else x.to(left.dtype)
         if (delta := self.thin(weight, use, wide, None)) is None:
@@ -240,11 +240,6 @@ class RowFactors(WeightForm):
             return delta if bias is None else delta + bias
         y = use.run(inputs["base"], x, bias)
         return y + delta.to(y.dtype)
-
-
-def _single(factor: Tensor) -> Tensor:
-    """Return the only tile's factor, [1, r, k] -> [r, k], as a view whose backward is a view too."""
-    return factor.squeeze(0)
 
 
 def thin_product(x: Tensor, right: Tensor, cols: tuple[int, int]) -> Tensor:
