@@ -58,7 +58,7 @@ def run_train(options: Train) -> None:
             asks = here.training.epochs or here.training.steps or job.recipe.steps
             if job.plan.base is None and not here.dense and not asks:
                 # Distillation needs long trainings (Beyer et al., 2022).
-                reasons = {**job.recipe.reasons, "epochs": "twice those of the recipe, as there is a teacher"}
+                reasons = {**job.recipe.reasons, "epochs": "twice the recipe's, because there is a teacher"}
                 job = job._replace(recipe=replace(job.recipe, epochs=2 * job.recipe.epochs, reasons=reasons))
             return job._replace(task=taught(job.task, teacher, asked.teacher_weight, asked.temperature)), teacher
 
@@ -216,7 +216,7 @@ def fitted(job: Job, teacher: nn.Module | None, measured: Mapping[str, float], s
     if metric not in ACCURACY or job.hypernet is None:
         return None
     if most < 0.1 + (least := float(task.val.y.bincount().max()) / len(task.val)):
-        tell("warning: the teacher is near chance: is it trained, on inputs scaled as the task scales them?")
+        tell("warning: the teacher is near chance: check its training and the scale of its inputs")
     try:
         genome, _ = gb.fit_genome(plan, teacher, pnet=None if plan.base is None else job.pnet, seed=seed)
     except ValueError:
@@ -304,7 +304,7 @@ def train_genome(
             if not metric.sign * (tuned.history[-1][f"val_{metric.name}"] - before) >= 0:
                 if step.mesh.rank == 0:
                     was = f"validation {metric.label} {metric.show(before)}"
-                    tell(f"--finetune made it worse: kept as it was, {was}")
+                    tell(f"--finetune made it worse: the genome before --finetune is kept, {was}")
                 tuned = tuned._replace(state=result.state)
             best_step += result.steps
             result = training.joined(result, tuned)
