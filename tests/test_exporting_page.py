@@ -97,7 +97,7 @@ def check_weights(said: dict[str, Any], path: Path) -> None:
 TYPES = (
     gb.periodic(3), gb.periodic(2, share="layers"), gb.periodic(2, share="shapes"), gb.bilinear(2),
     gb.bilinear(2, share="layers"), gb.gnet((4,)), gb.gnet((4, 3), activation="gelu"), gb.gnet((4,), activation="tanh"),
-    gb.gnet((3, 2, 4), activation="sin"), gb.stochastic((3, 2)), gb.low_rank(2), gb.xox(2), gb.constant(0.1),
+    gb.gnet((3, 2, 4), activation="sin"), gb.stochastic((3, 2)), gb.low_rank(2, "layers"), gb.xox(2), gb.constant(0.1),
 )  # fmt: skip
 DTYPES = (None, "float16", "bfloat16", *(f"int{bits}" for bits in range(2, 9)), "auto")
 

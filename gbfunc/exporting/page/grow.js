@@ -132,7 +132,7 @@ const TYPES = {
   low_rank: {
     size: (h) => h.rank,
     width: (h) => h.rank,
-    leaves: (h, { rows, cols }) => ({ left: tileLeaf(rows, h.rank), right: tileLeaf(cols, h.rank) }),
+    leaves: (h, { rows, cols }) => ({ left: tileLeaf(rows, h.rank), right: { shape: [cols, h.rank], scope: sharing(h) ? "group" : "tile" } }),
     row: ({ rank }, { left }, { first, count }) => left.subarray(first * rank, (first + count) * rank),
     col: ({ rank }, { right }, { first, count }) => right.subarray(first * rank, (first + count) * rank),
   },

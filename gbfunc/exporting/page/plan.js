@@ -218,7 +218,7 @@ const MLP_OPTIONS = { hidden: null, activation: "relu" };
 const OPTIONS = {
   periodic: WAVES,
   bilinear: WAVES,
-  low_rank: { rank: null },
+  low_rank: { rank: null, share: "none" },
   xox: { genes: null },
   constant: { value: 0 },
   gnet: MLP_OPTIONS,
