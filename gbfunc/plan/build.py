@@ -308,7 +308,7 @@ def _too_small(choices: list[Candidate], target: int, direct: int, least: int, a
     smallest, total = direct + least, sum(c.tensor.numel for c in choices)
     words = f"{asked or f'a genome of {target:,} parameters'} cannot be reached: the smallest possible genome here has "
     words += f"{smallest:,} parameters ({total / smallest:.1f}x): {direct:,} direct ones "
-    words += f"and {least:,} of g-nets at their smallest size: allow as many"
+    words += f"and {least:,} of g-nets at their smallest size: allow {smallest:,} or more"
     if kept:
         words += "; the largest direct tensors are " + ", ".join(
             f"{t.name} ({t.numel:,}{t.note and ', ' + t.note})" for t in kept[:3]
