@@ -54,17 +54,17 @@ class _Frame(NamedTuple):
 class GenomeModule(nn.Module):
     """The p-net as a module with the genome as parameters: `GenomeModule(plan, pnet, genome=None, *, seed, lazy)`.
 
-    `net` is a copy of the p-net, with the p-net's class name, modules, attributes, methods, hooks and buffers. `net` is
-    an instance of both the p-net's class and `GenomeModule`. Make the optimizer from `net.parameters()`, because the
-    p-net's parameters are no longer trained. A trainer sees only the genome as parameters, so optimizer states, DDP's
-    all-reduce and state dicts have the genome's size. A forward generates all weights once, from the current
-    parameters. Reading a weight outside of a forward (`net.fc.weight`) generates that weight. In-place changes of a
-    generated weight are lost.
+    `net = GenomeModule(plan, pnet)` is a copy of the p-net, with the p-net's class name, modules, attributes, methods,
+    hooks and buffers. `net` is an instance of both the p-net's class and `GenomeModule`. Make the optimizer from
+    `net.parameters()`, because the p-net's parameters are no longer trained. A trainer sees only the genome as
+    parameters, so optimizer states, DDP's all-reduce and state dicts have the genome's size. A forward generates all
+    weights once, from the current parameters. Reading a weight outside of a forward (`net.fc.weight`) generates that
+    weight. In-place changes of a generated weight are lost.
 
     Parameters of the g-nets are registered on the root, as `gnets:<ensemble>:<leaf>`. Direct parameters and buffers
-    have the p-net's names, start at its values, and require grad as in the p-net. `load_state_dict` refuses a state
-    dict of another plan by torch's metadata, which safetensors files lack. In training mode, stochastic g-nets draw
-    from torch's default generator. In evaluation mode, they generate means.
+    have the p-net's names, start at the values of `genome` or of the p-net, and require grad as in the p-net.
+    `load_state_dict` raises RuntimeError for another plan, by metadata that safetensors files do not contain. In
+    training mode, stochastic g-nets draw from torch's default generator. In evaluation mode, they generate means.
 
     The tensors of a base are not parameters or buffers of the module, and not in state dicts. They follow the genome's
     device. The base's batch norms stay in evaluation mode. Copies of the module share the base's memory until a cast.
@@ -72,10 +72,11 @@ class GenomeModule(nn.Module):
     `save_pretrained`, `from_pretrained` and `push_to_hub` work on the genome and override the p-net's methods.
 
     Args:
+        plan: a plan of `make_plan`.
         pnet: the plan's p-net or base, which is not changed.
         genome: a `Genome` or `TrainState`, which is copied; None draws a new genome.
         seed: seed of a new genome.
-        lazy: whether weights stay factors, as in `StepOptions`. Set False for `torch.compile` with torch 2.5.
+        lazy: whether layers multiply by factors of weights (`StepOptions`); False for `torch.compile` of torch 2.5.
 
     Raises:
         TypeError: if an argument has the wrong type.

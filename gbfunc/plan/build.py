@@ -59,14 +59,16 @@ def make_plan(
     """Plan how a p-net's weights are generated from a genome, or how a genome changes a pretrained p-net.
 
     By default, the weights of linear, convolution and attention layers are generated. Biases, norms and embeddings are
-    direct parameters. If direct parameters would exceed a quarter of a size target, embeddings are generated as
-    products of two thin matrices (`low_rank`), and the longest vectors are generated too. Give at most one target, or a
-    size in `hypernet` (`periodic(features=8)`); sizes in `rules` are not changed. Otherwise, each matrix is one tile of
-    a g-net of its type's default size: 32 features (`periodic`), 32 hidden units (`gnet`), rank 4, or 8 genes (`xox`).
+    direct parameters: the genome contains their values. Give at most one target of size (`genome_params`,
+    `genome_bytes`, `compression`), or a size in `hypernet` (`periodic(features=8)`). If direct parameters would exceed
+    a quarter of a target, embeddings are generated as products of two thin matrices (`low_rank`), and then the longest
+    biases and norms are generated. Sizes in `rules` stay. Without any size, one g-net generates each matrix as a single
+    tile, with 32 features (`periodic`), 32 hidden units (`gnet`), rank 4 (`low_rank`) or 8 genes (`xox`).
     If only some parameters require grad, frozen parameters keep their values, unless `include` or `rules` name them.
 
     With `base="own"`, the p-net's present weights are the base, and the genome is an adapter: `weights = base + delta`.
-    The deltas are generated and start at exactly zero. Other weights of the base are not trained, counted or stored.
+    The deltas are generated and start at exactly zero. Other parameters of the base, such as biases, are not trained,
+    and are no part of the genome's size.
     Norms of the base with running statistics stay in evaluation mode.
 
     Args:
@@ -84,13 +86,14 @@ def make_plan(
         encodings: the encodings of rows and columns, `{parameter: (rows, columns)}`. None means the default (`binary`);
             an array or tensor [n, k] gives k coordinates for each of n rows or columns (`table`).
         max_tile: largest tile: a length, or (rows, columns), where columns of a convolution count channels. None means
-            one tile per matrix; with a size target, tiles are halved while a side is shorter than twice their features.
-        base: None, or `"own"` for the p-net's present tensors in their dtypes, without `modules_to_save`.
+            one tile per matrix; a target of size cuts a tile while the features exceed half of the shorter side.
+        base: None, or `"own"` for the p-net's present tensors, except those of `modules_to_save`, as base.
         target_modules: modules whose weights get a delta, as in PEFT: a list of names or their last parts
             (`["query", "value"]`), a regular expression that matches whole names, or `"all-linear"`; None selects every
             linear, convolution and attention layer. `include`, `exclude` and `rules` take precedence.
         modules_to_save: names, or their last parts, of modules outside the base, such as a new head. Their parameters
-            are direct and keep their values; above a quarter of a size target, the longest are redrawn and generated.
+            are direct and keep their values. If they exceed a quarter of a target, the longest are generated instead,
+            and lose their values.
 
     Returns:
         The plan. Its genome has at most the target size, and at least 98 % of it if the types' sizes allow this. A

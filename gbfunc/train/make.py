@@ -30,9 +30,10 @@ def make_train_step(plan: Plan, pnet: nn.Module, loss_fn: LossFn, optimizer: Opt
     """Make a pure function that trains a genome on one batch: `train_step(state, batch) -> (state, info)`.
 
     `train_step.init(seed)` gives the first state, a `TrainState` of the genome, the buffers and the optimizer's state.
-    `info` is a `StepInfo`: loss, gradient norm, aux. Only the p-net's structure and current training or evaluation mode
-    are copied. Direct parameters that do not require grad are not trained. For a loop with `loss.backward()` and any
-    optimizer, use `GenomeModule`. `materialize` returns the trained network.
+    A training step generates the p-net's weights from the genome, calls `loss_fn`, and updates the genome by the
+    gradient of the loss with respect to the genome. `info` is a `StepInfo`: loss, gradient norm, aux. The step keeps
+    the training or evaluation mode that the p-net has now. Parameters that do not require grad are not trained.
+    `materialize` makes a network from the trained genome. For a loop with `loss.backward()`, use `GenomeModule`.
 
     Args:
         plan: the plan.

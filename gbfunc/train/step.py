@@ -172,10 +172,10 @@ class TrainStep:
         """Train on one batch.
 
         Args:
-            gnet_params: the state, which does not change unless the training step donates.
+            gnet_params: the state, from `init` or the last step. With `donate=True`, the step overwrites its tensors.
             batch: the batch for the loss function. Microbatches split its tensors along the first dimension. With a
-                mesh, `batch` is this rank's share of the global batch (`mesh.shard_batch(batch)`). All tensors then
-                have the share's rows as first dimension, which may be 0, and `aux` may hold only scalars.
+                mesh, `batch` is this rank's share of the global batch (`mesh.shard_batch(batch)`): the first dimension
+                of every tensor is the number of rows of the share, possibly 0, and `aux` may hold only scalars.
 
         Raises:
             CollectiveError: if a rank is missing.
