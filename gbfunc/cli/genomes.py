@@ -35,7 +35,7 @@ from gbfunc.tasks.chat import chat_tokens
 from gbfunc.tasks.pnets import Interface, find_pnet
 from gbfunc.tasks.pnets.base import AtMost, is_import_path
 from gbfunc.tasks.pnets.hugging_face import PREFIX
-from gbfunc.tasks.text import pretrained_tokens
+from gbfunc.tasks.text import pretrained_tokens, read_text
 from gbfunc.types import JSON
 from gbfunc.untrusted import read_arrays, read_picture
 
@@ -238,11 +238,7 @@ def run_predict(options: Predict) -> None:
 
 def _texts(path: Path, task: Task) -> Iterator[tuple[str, Tensor]]:
     assert task.encode is not None
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} must be a text in UTF-8, a line each: {error}") from error
-    for i, line in enumerate(text.splitlines(), 1):
+    for i, line in enumerate(read_text(path).splitlines(), 1):
         if line.strip():
             yield f"{path}:{i}", task.encode(line.strip())
 

@@ -108,7 +108,6 @@ def pipeline_microbatches(batch_size: int, shards: int, ranks: int) -> int:
     fitting = [n for n in range(ranks, 4 * ranks + 1) if rows % n == 0]
     if rest or not fitting or rows < ranks:
         needs = f"{ranks} to {4 * ranks} microbatches that divide the rows of each of its {shards} shards"
-        raise ValueError(
-            f"a pipeline needs {needs}, got a batch of {batch_size}: change --batch-size or --microbatches"
-        )
+        got = f"a batch of {batch_size}: change --batch-size or --microbatches"
+        raise ValueError(f"a pipeline needs {needs}, got {got}")
     return max(fitting, key=lambda n: (n % ranks == 0, n))

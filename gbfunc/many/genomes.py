@@ -22,7 +22,7 @@ from gbfunc.hypernets.periodic import Bilinear
 from gbfunc.layers.factored import FactoredWeight, RowFactors
 from gbfunc.layers.forms import WeightForm
 from gbfunc.many.merge import check_genomes
-from gbfunc.many.rows import PLAIN, RowWise, joined, prepare
+from gbfunc.many.rows import PLAIN, RowWise, joined, unfused
 from gbfunc.many.text import generate_rows
 from gbfunc.plan import Plan, TensorPlan
 from gbfunc.pnet.describe import skeleton_of
@@ -232,7 +232,7 @@ class ManyGenomes(nn.Module):
         modules = [RowWise(frame.pnet, path, frame.forms, self._rows) for path in paths or ()]
 
         def adapt(skeleton: nn.Module) -> list[str]:
-            prepare(skeleton)
+            unfused(skeleton.eval())
             for module in modules:
                 module.install(skeleton)
             # Tensors in which genomes differ have an additional dimension for rows.

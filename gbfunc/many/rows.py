@@ -35,7 +35,7 @@ class RowWise:
         # Deltas beside layers have forms, but are not parameters of the module.
         own |= {k.removeprefix(prefix): k for k in forms if k.startswith(prefix) and k.rpartition(".")[2] == DELTA}
         mine = {name: forms[there].renamed(name) for name, there in own.items() if there in forms}
-        self.path, self._net = path, PureNet(module, mine, prepare)
+        self.path, self._net = path, PureNet(module, mine, lambda net: unfused(net.eval()))
         # Map names in the module to names in the p-net.
         self._weights = {k: v for k, v in own.items() if k not in mine}
         for k, form in mine.items():
@@ -87,11 +87,6 @@ class RowWise:
         if self.path and len(x) != n_rows and (len(x) != 1 or x.ndim == 1):
             raise ValueError(f"{self.path!r} has an input of shape {tuple(x.shape)} for {n_rows} rows")
         return len(x) == n_rows
-
-
-def prepare(net: nn.Module) -> list[str]:
-    """Set evaluation mode, and switch off fused forwards."""
-    return unfused(net.eval())
 
 
 def unfused(net: nn.Module) -> list[str]:

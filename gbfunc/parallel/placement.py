@@ -130,7 +130,7 @@ def placement_cost(plan: Plan, data: int, gnets: int, placement: Placement, lazy
     """Return the cost of a placement on `data` x `gnets` ranks; with `lazy`, weights may stay factors."""
     item, total = plan.dtype.itemsize, plan.genome_params
     ensembles = [e for e in plan.ensembles if e.leaves]
-    flops = sum(map(operations, ensembles))
+    flops = sum(map(flops_of, ensembles))
     if lazy and placement != "sharded":
         flops -= sum(map(products, ensembles))
     ranks, shards = data * gnets, 1 if placement == "replicated" else gnets  # Number of shards of the tiles
@@ -157,6 +157,6 @@ def products(e: Ensemble) -> float:
     return e.n_tiles * product_flops(e.dims.rows, e.dims.cols, e.hypernet.factor_width)
 
 
-def operations(e: Ensemble) -> float:
+def flops_of(e: Ensemble) -> float:
     params = sum(math.prod(leaf.shape) for leaf in e.leaves.values())
     return e.n_tiles * generation_flops(e.dims.rows, e.dims.cols, params, e.hypernet.factor_width)

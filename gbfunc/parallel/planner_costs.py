@@ -17,15 +17,7 @@ from gbfunc.parallel.dry_run import Cell, DryRun, DryWire, RunLoss, factor_shape
 from gbfunc.parallel.mesh import Mesh
 from gbfunc.parallel.pipeline import Parcel
 from gbfunc.parallel.pipeline_order import SCHEDULES, in_flight, schedule_class, stage_ranks, stages_of
-from gbfunc.parallel.placement import (
-    PLACEMENTS,
-    Placement,
-    gather_bytes,
-    operations,
-    placement_cost,
-    products,
-    shares_of,
-)
+from gbfunc.parallel.placement import PLACEMENTS, Placement, flops_of, gather_bytes, placement_cost, products, shares_of
 from gbfunc.parallel.styles import tensor_styles
 from gbfunc.parallel.tensor import TensorParallel, resolve
 from gbfunc.plan import DTYPES, Plan
@@ -174,7 +166,7 @@ class Model:
         for e in plan.ensembles:
             for span in e.spans:
                 thin = plan.tensors[span.tensor].name in dry.forms
-                each = (operations(e) - products(e) * thin) / e.n_tiles
+                each = (flops_of(e) - products(e) * thin) / e.n_tiles
                 flops[span.tensor] = flops.get(span.tensor, 0.0) + span.slot.grid.n_tiles * each / gnets
         for i, t in ((i, t) for i, t in enumerate(plan.tensors) if t.slots):
             factors = float(plan.dtype.itemsize * sum(math.prod(x) for s in t.slots for x in factor_shapes(s)))

@@ -23,14 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
-    parallelize_module,
-)
-from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel.style import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 from gbfunc.layers.install import layer_form, transposed
 from gbfunc.parallel.activations import Wire, chunk_sizes, scale_gradient
@@ -313,8 +307,6 @@ def resolve(pnet: nn.Module, styles: Styles) -> dict[str, ParallelStyle]:
 
 
 class _AsDTensor(torch.autograd.Function):
-    """Convert a rank's piece of a parameter to a DTensor, and the DTensor's gradient to the piece's gradient."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, wire: Wire, placement: Any, sizes: Sizes) -> Tensor:
         ctx.placement, ctx.ranks = placement, wire.axis.size

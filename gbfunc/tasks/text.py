@@ -283,21 +283,12 @@ def classified(
     coded = (([tokens.encode(words) for words in source], torch.from_numpy(labels)) for source, labels in parts)
     train, val, test = (by_length(*part, tokens.pad) for part in coded)
     config: dict[str, Any] = _SMALL_BERT if pretrained is None else {"pretrained": pretrained}
-    return Task(
-        name,
-        interface,
-        train,
-        val,
-        test,
-        hugging_face(interface, "bert" if pretrained is None else "", **config),
-        partial(_recipe, len(train), tokens.pad),
-        genome_params=None if pretrained is None else 3_000,
-        compression=3.0,
-        # Small chunks have less padding, because a chunk is as long as its longest text.
-        evaluate=lambda net, split: {"accuracy": accuracy(net, split, 64)},
-        encode=tokens.encode,
-        about={"classes": classes},
-    )
+    pnet = hugging_face(interface, "bert" if pretrained is None else "", **config)
+    how: dict[str, Any] = dict(genome_params=None if pretrained is None else 3_000, compression=3.0)
+    # Small chunks have less padding, because a chunk is as long as its longest text.
+    how |= dict(evaluate=lambda net, split: {"accuracy": accuracy(net, split, 64)})
+    how |= dict(settings=partial(_recipe, len(train), tokens.pad), encode=tokens.encode, about={"classes": classes})
+    return Task(name, interface, train, val, test, pnet, **how)
 
 
 texts, trec = partial(classified, "texts"), partial(classified, "trec")

@@ -183,8 +183,6 @@ def _backend(sides: Sequence[Side], leaves: Sequence[Tensor], kernel: Kernel) ->
 
 
 class _Waves(torch.autograd.Function):
-    """Computes many sides together, from plain tensors outside `torch.func` transforms."""
-
     @staticmethod
     def forward(ctx: Any, backend: Backend, sides: Sequence[Side], *leaves: Tensor) -> Tensors:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.sides, (outputs, ctx.pull) = sides, backend(sides)

@@ -256,7 +256,6 @@ def gpt_case(
 
 
 def _images_case(name: str, batch: int, variants: Sequence[str], **config: Any) -> Case:
-    """Build the case of training a network of `gbfunc train --pnet` on images of CIFAR-10's size."""
     batches = partial(features, (batch, 3, 32, 32), 10)
     pnet = PNETS[name](Interface((3, 32, 32), 10), **config)
     return _case(" ".join(map(str, (name, *config.values()))), pnet.make, batches, variants)

@@ -117,15 +117,12 @@ _FIXED = re.compile(r"self\.generator|__import_(gbfunc|torch)_dot_|__import__\('
 _CODES = count()
 
 
-def _is_kept(guard: Any) -> bool:
-    return not _FIXED.search(guard.name)
-
-
 def _compiled(method: Any, *, fullgraph: bool = False, cpp_wrapper: bool = False) -> Callable[..., Any]:
     # `fallback_random` draws the random numbers of eager code. The other options need torch 2.8 or later.
     options: dict[str, Any] = {"fallback_random": True}
     if hasattr(torch.compiler, "keep_tensor_guards_unsafe"):
-        options |= {"cpp_wrapper": cpp_wrapper, "guard_filter_fn": lambda guards: [*map(_is_kept, guards)]}
+        options["cpp_wrapper"] = cpp_wrapper
+        options["guard_filter_fn"] = lambda guards: [not _FIXED.search(guard.name) for guard in guards]
     return torch.compile(_with_new_code(method), fullgraph=fullgraph, options=options)
 
 

@@ -68,7 +68,6 @@ class Pipelined(Strategy):
         return Proof(make_full_loss, local_gradients, lambda: self.loss, take_rows, axes, advice)
 
     def _prepared(self, microbatch: Any, device: torch.device, amp: torch.dtype | None) -> GenomeLoss:
-        """Prepare the stages for microbatches of this structure and these shapes, and return the loss."""
         with torch.autocast(device.type, amp) if amp else nullcontext():
             self._pipeline.prepare(self._loss_fn, microbatch, self.loss and self.loss.net.skeleton)
         if self.loss is None:
