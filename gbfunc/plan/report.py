@@ -95,7 +95,8 @@ def _table(plan: Any, n_bytes: Mapping[str, int]) -> list[str]:
     for e in plan.ensembles:
         if e.hypernet.shares:
             name = f"({e.name})"
-            rows[name] = {"role": "shared", "by": "code weights", "parameters": f"{counts[name]:,}"}
+            what = "right factors" if e.hypernet.type == "low_rank" else "code weights"
+            rows[name] = {"role": "shared", "by": what, "parameters": f"{counts[name]:,}"}
     for b in plan.buffers:
         rows[b.name] = {"shape": _dims(b), "role": "buffer", "parameters": f"({counts[b.name]:,})"}
     if not rows:

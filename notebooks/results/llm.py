@@ -7,7 +7,8 @@ by the first seed; the test windows are read once a run. A file holds the traine
 genome: low-rank deltas of the values, whose right factors all blocks share, and from 40 kB on deltas of the norms, in
 codes of 3 bits; genome_int4: in codes of 4 bits; genome_auto: in codes with trained steps; genome_alone: each block has
 right factors of its own.
-lora: rank 1 on queries and values, of as many of the last blocks as fit; lora_all: of all blocks, whatever it takes.
+lora: rank 1 on queries and values, of as many of the last blocks as fit; lora_first: of the first blocks; lora_all: of
+all blocks, whatever it takes.
 vblora, vera, fourierft, unilora, ia3, randlora, prompt, norms: of the package `peft` on the same layers.
 """
 
@@ -47,6 +48,11 @@ def qv(n: int, depth: int) -> Settings:
 # By method: class of settings in `peft`, settings by a size that grows from 1, rates.
 RIVALS: dict[str, tuple[str, Callable[[int, int], Settings], tuple[float, ...]]] = {
     "lora": ("LoraConfig", lambda n, depth: {"r": 1, "lora_alpha": 1, **qv(min(n, depth), depth)}, (1e-2, 3e-2)),
+    "lora_first": (
+        "LoraConfig",
+        lambda n, depth: {"r": 1, "lora_alpha": 1, **qv(depth, depth), "layers_to_transform": list(range(n))},
+        (1e-2, 3e-2),
+    ),
     "vblora": (
         "VBLoRAConfig",
         lambda n, depth: dict(
