@@ -144,22 +144,12 @@ def _network(path: Path, plan: gb.Plan, genome: gb.Genome, pnet: nn.Module) -> n
 
 
 def genome_metrics(plan: gb.Plan, path: Path, net: nn.Module, task: Task, history: History = ()) -> dict[str, object]:
-    genome_bytes = path.stat().st_size
-    return {
-        "task": task.name,
-        "metric": task.metric.name,
-        "pnet": task.pnet.name,
-        "pnet_config": dict(task.pnet.config),
-        "pnet_params": plan.pnet_params,
-        "genome_params": plan.genome_params,
-        "ratio_params": plan.pnet_params / plan.genome_params,
-        "dense_bytes": plan.dense_bytes,
-        "genome_bytes": genome_bytes,
-        "ratio_bytes": plan.dense_bytes / genome_bytes,
-        "base": None if plan.base is None else plan.base._asdict(),
-        **measure(task, net),
-        **task.facts(history),
-    }
+    dense, size = plan.dense_bytes, path.stat().st_size
+    about = {"task": task.name, "metric": task.metric.name, "pnet": task.pnet.name, "pnet_config": {**task.pnet.config}}
+    params = {"pnet_params": plan.pnet_params, "genome_params": plan.genome_params, "ratio_params": plan.ratio_params}
+    n_bytes = {"dense_bytes": dense, "genome_bytes": size, "ratio_bytes": dense / size}
+    base = {"base": None if plan.base is None else plan.base._asdict()}
+    return {**about, **params, **n_bytes, **base, **measure(task, net), **task.facts(history)}
 
 
 def measure(task: Task, net: nn.Module, prefix: str = "") -> dict[str, float]:

@@ -312,15 +312,10 @@ def train_genome(
     write(step.gather(result.state), path)
     plan, _, net = read_genome(path, options.data, task)
     net.to(device)
-    metrics = genome_metrics(plan, path, net, task, result.history) | {
-        "network": label,
-        "hypernet": job.hypernet,
-        "dtype": asked.dtype or dtype_name(plan.dtype),
-        "train_loss": result.history[-1]["train_loss"],
-        "seconds": result.seconds,
-        "steps": result.steps,
-        "seed": seed,
-    }
+    metrics = genome_metrics(plan, path, net, task, result.history)
+    metrics |= {"network": label, "hypernet": job.hypernet, "dtype": asked.dtype or dtype_name(plan.dtype)}
+    metrics |= {"train_loss": result.history[-1]["train_loss"], "seconds": result.seconds}
+    metrics |= {"steps": result.steps, "seed": seed}
     if best_path.exists() and asked.out is not None:
         best_net = read_genome(best_path, options.data, task)[2].to(device)
         metrics |= {"best_step": best_step, **measure(task, best_net, "best_")}

@@ -9,7 +9,6 @@ from gbfunc.encoding import UNKNOWN
 from gbfunc.hypernets.base import Hypernet
 from gbfunc.hypernets.base import Leaf as Leaf
 from gbfunc.hypernets.base import Sized as Sized
-from gbfunc.hypernets.base import draw as draw
 from gbfunc.hypernets.base import ensemble_params as ensemble_params
 from gbfunc.hypernets.codeless import constant, low_rank, new_rows, xox
 from gbfunc.hypernets.mlp import gnet, stochastic

@@ -204,26 +204,6 @@ def weight_of(layer: Any, attribute: str) -> Any:
     return None if outside is None else outside(layer, attribute)
 
 
-def linear_forward(layer: Any, input: Tensor) -> Tensor:
-    """Compute the forward of `nn.Linear` with a generated weight."""
-    return weight_of(layer, "weight").linear(input, layer.bias)
-
-
-def conv_forward(layer: Any, input: Tensor) -> Tensor:
-    """Compute the forward of `nn.Conv1d`, `nn.Conv2d` or `nn.Conv3d` with a generated weight."""
-    conv: Any = (torch.conv1d, torch.conv2d, torch.conv3d)[len(layer.kernel_size) - 1]
-    options = {"stride": layer.stride, "dilation": layer.dilation, "groups": layer.groups, "padding": layer.padding}
-    if layer.padding_mode != "zeros":
-        input = F.pad(input, layer._reversed_padding_repeated_twice, mode=layer.padding_mode)
-        options["padding"] = (0,) * len(layer.kernel_size)
-    return weight_of(layer, "weight").conv(conv, input, layer.bias, **options)
-
-
-def embedding_forward(layer: Any, input: Tensor) -> Tensor:
-    """Compute the forward of `nn.Embedding` with a generated weight."""
-    return weight_of(layer, "weight").embedding(input, layer.padding_idx)
-
-
 class Parameters(dict[str, Any]):
     """Parameters of a skeleton's layer. During a call, reading a weight with a form returns the dense weight."""
 

@@ -10,20 +10,12 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gbfunc.layers.beside import beside_forward
-from gbfunc.layers.forms import (
-    Outside,
-    Parameters,
-    Weight,
-    WeightForm,
-    conv_forward,
-    embedding_forward,
-    generated_attribute,
-    linear_forward,
-    weight_of,
-)
+from gbfunc.layers.forms import Outside, Parameters, Weight, WeightForm, generated_attribute, weight_of
 from gbfunc.layers.kinds import DELTA
 
 
@@ -33,6 +25,26 @@ class LayerForm(NamedTuple):
     forward: Callable[..., Any]
     weights: tuple[str, ...] = ("weight",)
     plain: Callable[[Any], bool] = lambda layer: True
+
+
+def linear_forward(layer: Any, input: Tensor) -> Tensor:
+    """Compute the forward of `nn.Linear` with a generated weight."""
+    return weight_of(layer, "weight").linear(input, layer.bias)
+
+
+def conv_forward(layer: Any, input: Tensor) -> Tensor:
+    """Compute the forward of `nn.Conv1d`, `nn.Conv2d` or `nn.Conv3d` with a generated weight."""
+    conv: Any = (torch.conv1d, torch.conv2d, torch.conv3d)[len(layer.kernel_size) - 1]
+    options = {"stride": layer.stride, "dilation": layer.dilation, "groups": layer.groups, "padding": layer.padding}
+    if layer.padding_mode != "zeros":
+        input = F.pad(input, layer._reversed_padding_repeated_twice, mode=layer.padding_mode)
+        options["padding"] = (0,) * len(layer.kernel_size)
+    return weight_of(layer, "weight").conv(conv, input, layer.bias, **options)
+
+
+def embedding_forward(layer: Any, input: Tensor) -> Tensor:
+    """Compute the forward of `nn.Embedding` with a generated weight."""
+    return weight_of(layer, "weight").embedding(input, layer.padding_idx)
 
 
 def _stock_conv(layer: Any) -> bool:

@@ -116,9 +116,7 @@ class Pipeline:
         self.mine, self.stages = stages[self._axis.rank], sum(map(len, stages))
         self._blocks = find_blocks(pnet, self.stages, splits)
         if microbatches < self.ranks:
-            raise ValueError(
-                f"a pipeline of {self.ranks} ranks needs at least {self.ranks} microbatches, got {microbatches}"
-            )
+            raise ValueError(f"a pipeline of {self.ranks} ranks needs as many microbatches or more, got {microbatches}")
         self._starts: tuple[int, ...] = ()
         self._plans: dict[Any, _Plan] = {}
 

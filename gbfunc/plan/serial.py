@@ -37,9 +37,8 @@ def register(cls: C) -> C:
     bases = {Hypernet: hypernets.TYPES, Encoding: encoding.TYPES}
     table = next((bases[base] for base in bases if isinstance(cls, type) and issubclass(cls, base)), None)
     if table is None or not isinstance(cls.__dict__.get("type"), str):
-        raise TypeError(
-            f"expected a subclass of Hypernet or Encoding, got {cls!r}: subclass one, and define type = 'a name'"
-        )
+        cure = "subclass one, and define type = 'a name'"
+        raise TypeError(f"expected a subclass of Hypernet or Encoding, got {cls!r}: {cure}")
     other = table.setdefault(cls.type, cls)
     if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
         raise ValueError(f"the type {cls.type!r} belongs to {other.__module__}.{other.__qualname__}: choose another")

@@ -19,21 +19,8 @@ from gbfunc.tasks.pictures import images
 from gbfunc.tasks.pnets.base import import_factory, is_import_path, options_for
 from gbfunc.tasks.text import continue_text, text, texts, trec
 
-__all__ = [
-    "TASKS",
-    "Metric",
-    "Net",
-    "Recipe",
-    "Split",
-    "Task",
-    "accuracy",
-    "continue_text",
-    "endless_batches",
-    "find_task",
-    "logits_of",
-    "loss_fn",
-    "token_loss",
-]
+__all__ = ["TASKS", "Metric", "Net", "Recipe", "Split", "Task", "accuracy"]
+__all__ += ["continue_text", "endless_batches", "find_task", "logits_of", "loss_fn", "token_loss"]
 
 TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType(
     {

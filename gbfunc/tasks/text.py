@@ -335,10 +335,8 @@ def _recipe(n_texts: int, pad: int, pnet: PNet, genome_params: float) -> Recipe:
 def pretrained_tokens(pretrained: str, max_tokens: int | None = None) -> Tokens:
     """Read the tokens of a pretrained network; raises the errors of `texts`."""
     folder = pretrained_network(pretrained)
-    tokenizers, transformers = (
-        import_extra(name, "a pretrained network of texts", "gbfunc[text,hf]")
-        for name in ("tokenizers", "transformers")
-    )
+    needed = "a pretrained network of texts", "gbfunc[text,hf]"
+    tokenizers, transformers = (import_extra(name, *needed) for name in ("tokenizers", "transformers"))
     with one_error(path := folder / TOKENIZER, "tokenizer of a pretrained network"):
         tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
     tokenizer.no_padding()

@@ -11,22 +11,14 @@ from torch import Tensor
 
 from gbfunc.parallel import Entries, Layout, check_equal, gather_objects, reduce_step, text_of
 from gbfunc.parallel.mesh import AxisName
-from gbfunc.train.gradients.loss import (
-    GenomeLoss,
-    Gradients,
-    LossAndGrads,
-    Objective,
-    StepInputs,
-    Strategy,
-    detached,
-    noise_of,
-)
+from gbfunc.train.gradients.loss import GenomeLoss, LossAndGrads, Objective, StepInputs, detached, noise_of
 from gbfunc.train.gradients.proof import Proof, gradient_and_changes, plain_gradients
 from gbfunc.trees import GNET, n_rows, tree_leaves, tree_map
 from gbfunc.types import Params
 
 if TYPE_CHECKING:
     from gbfunc.parallel.tensor import TensorParallel
+    from gbfunc.train.gradients.loss import Gradients, Strategy
 
 SPLIT_ADVICE = (
     "code between layers gets only this rank's part of the features or of the sequence, and a softmax, mean or loss of "
