@@ -346,16 +346,10 @@ def run_plan(options: Plan) -> None:
             raise ValueError(f"--ranks needs a task with examples, got {task.name}, whose batches need an environment")
         one = next(task.batches(task.train, replace(recipe, batch_size=1), torch.Generator(), lambda: pnet))
         rows = options.batch_size or recipe.batch_size
-        layouts = gb.plan_parallel(
-            job.plan,
-            pnet,
-            tuple(torch.empty((rows, *x.shape[1:]), dtype=x.dtype, device="meta") for x in one),
-            ranks=options.ranks,
-            device=device,
-            loss_fn=task.loss,
-            microbatches=options.microbatches,
-            parallel=None if options.parallel is None else styles_of(options.parallel, pnet),
-        )
+        batch = tuple(torch.empty((rows, *x.shape[1:]), dtype=x.dtype, device="meta") for x in one)
+        styles = None if options.parallel is None else styles_of(options.parallel, pnet)
+        how: Any = {"loss_fn": task.loss, "parallel": styles, "microbatches": options.microbatches}
+        layouts = gb.plan_parallel(job.plan, pnet, batch, ranks=options.ranks, device=device, **how)
         reports.append(layouts.report())
     print("\n\n".join(reports))
 

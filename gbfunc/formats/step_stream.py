@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from gbfunc.formats.layout import Allowed
 from gbfunc.formats.statistics import codable, counter_entries, counters_of, encode_statistic, read_counters, squares_of
 from gbfunc.formats.steps import LARGEST, LEAST, MOST, OCTAVE, Past, Quantised, Steps, joined, parts_of, quantise
-from gbfunc.formats.symbols import NARROWEST, PIECE, WIDEST, Entry, Reader, geometric, geometric_bits, join
+from gbfunc.formats.symbols import NARROWEST, PIECE, WIDEST, Entry, Reader, entry, geometric, geometric_bits, join
 from gbfunc.trees import DIRECT
 from gbfunc.types import Params, TensorMap
 
@@ -129,7 +129,7 @@ def pack_steps(plan: Any, leaves: TensorMap, steps: Steps) -> tuple[bytes, dict[
     for one, width in zip(found, widths, strict=True):
         if width != NARROWEST:
             reaches, limits = _tables(one, width)
-            entries += map(_entry, (_stored(one)[0] + reaches).tolist(), limits)
+            entries += map(entry, (_stored(one)[0] + reaches).tolist(), limits)
     counters = counters_of(plan) if steps.statistics else []
     for name, own in zip(counters, counter_entries(leaves[k] for k in counters), strict=True):
         bits[name] = sum(math.log2(total / frequency) for _, frequency, total in own)
@@ -138,10 +138,6 @@ def pack_steps(plan: Any, leaves: TensorMap, steps: Steps) -> tuple[bytes, dict[
     if pieces > 0xFFFF:
         raise ValueError(f"{len(entries):,} numbers are too many for codes with quantization steps")
     return pieces.to_bytes(2, "little") + join(entries), bits
-
-
-def _entry(symbol: int, limits: list[int]) -> Entry:
-    return limits[symbol], limits[symbol + 1] - limits[symbol], limits[-1]
 
 
 def _tables(found: Quantised, width: int) -> tuple[NDArray[np.int64], list[list[int]]]:
@@ -162,7 +158,7 @@ def _header(numbers: list[int], least: int, most: int) -> list[Entry]:
     span, spans = most - least + 1, WIDEST - NARROWEST + 1
     head = [(median - least, 1, span), (width - NARROWEST, 1, spans)]
     reach, limits = geometric(width, LARGEST)
-    return head + [_entry(n - median + reach, limits) for n in numbers]
+    return head + [entry(n - median + reach, limits) for n in numbers]
 
 
 def unpack_steps(plan: Any, data: bytes, statistics: bool, allowed: Allowed) -> tuple[Params, Steps]:

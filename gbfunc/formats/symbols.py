@@ -74,10 +74,13 @@ def pack_runs(runs: list[Run]) -> tuple[bytes, list[float]]:
         entries.append((width, 1, 16))
         centres = np.broadcast_to(run.centres, run.symbols.shape).tolist()
         for symbol, centre in zip(run.symbols.tolist(), centres, strict=True):
-            limits = _limits(run.bits, centre, width)
-            entries.append((limits[symbol], limits[symbol + 1] - limits[symbol], limits[-1]))
+            entries.append(entry(symbol, _limits(run.bits, centre, width)))
         costs.append(bits)
     return join(entries), costs
+
+
+def entry(symbol: int, limits: list[int]) -> Entry:
+    return limits[symbol], limits[symbol + 1] - limits[symbol], limits[-1]
 
 
 def join(entries: list[Entry]) -> bytes:

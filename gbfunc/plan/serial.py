@@ -87,16 +87,10 @@ def plan_to_json(
         }
         entry: JSON = {"name": tensor.name, "shape": list(tensor.shape)}
         entries.append(entry | {k: v for k, v in optional.items() if v})
-    data = {
-        "version": VERSION,
-        "hypernets": [h.to_json() for h in hypernets],
-        "encodings": [e.to_json() for e in encodings],
-        "tensors": entries,
-        **({"buffers": [list(b) for b in buffers]} if buffers else {}),
-        **({"target": target} if target else {}),
-        **({"base": list(base)} if base else {}),
-    }
-    return json.dumps(data, separators=(",", ":"))
+    data: JSON = {"version": VERSION, "hypernets": [h.to_json() for h in hypernets]}
+    data |= {"encodings": [e.to_json() for e in encodings], "tensors": entries}
+    optional = {"buffers": [list(b) for b in buffers], "target": target, "base": list(base or ())}
+    return json.dumps(data | {k: v for k, v in optional.items() if v}, separators=(",", ":"))
 
 
 def plan_from_json(

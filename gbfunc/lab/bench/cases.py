@@ -262,8 +262,7 @@ def _images_case(name: str, batch: int, variants: Sequence[str], **config: Any) 
 
 
 def _demo_case(variants: Sequence[str]) -> Case:
-    """Build the case of training the net (64-1100-10) and the genome (450 parameters) of `gbfunc demo`."""
-    sizes = (64, 1100, 10)
+    sizes = (64, 1100, 10)  # The net and the genome of `gbfunc demo`
     genes = mlp_plan(sizes, (1, 8, 8), 3.0)._asdict() | {"genome_params": 450}
     return replace(mlp_case(sizes, 48, variants, name="demo"), periodic=genes)
 
