@@ -1,4 +1,4 @@
-"""Exports a generated network to files that other programs run: ONNX, torch.export, AOTInductor, IREE, or weights."""
+"""Exports a generated network to files for other programs: ONNX, torch.export, AOTInductor, IREE, or dense weights."""
 
 from gbfunc.exporting.base import Exported, export, export_module
 from gbfunc.exporting.formats import FORMATS

@@ -1,4 +1,4 @@
-"""`export`: writes a network to a file for other programs, after running the program and comparing its outputs."""
+"""`export` writes a network to a file for other programs. It first runs the exported program and checks its outputs."""
 
 import os
 import tempfile
@@ -23,7 +23,7 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, tor
 
 
 class Exported(NamedTuple):
-    """The size of the file, and the largest difference from the p-net's outputs (None if the program was not run)."""
+    """The size of an exported file, and the largest error of the program's outputs; None if the program was not run."""
 
     bytes: int
     max_error: float | None
@@ -50,22 +50,23 @@ def export(
         path: the file; an existing file is replaced.
         plan: the plan.
         genome: a `Genome` or `TrainState`.
-        pnet: the p-net; without a base, only its architecture matters.
+        pnet: the p-net. If the plan has no base, the values of the p-net's tensors do not matter.
         example: inputs of a call: a tensor, a tuple of inputs, or a dict of inputs by name; None for `"safetensors"`.
         weights: `"genome"` writes the genome (kilobytes) and the operations that generate the weights; `"dense"` writes
             the weights, and is the default for safetensors and for a genome with a base.
-        to: the format, by default from the path's suffix: `"onnx"`; `"pt2"` (`torch.export.load(path).module()`);
-            `"aoti"` (machine code, compiled in a minute, for `torch._inductor.aoti_load_package(path)` and C++);
-            `"iree"` (`.vmfb`, for IREE's runtime on CPUs); `"safetensors"`, the state dict of dense weights.
-        dynamic_shapes: the dimensions that may differ from the example. `"batch"`: the first dimension of every tensor;
-            `"auto"`: also the length of texts (integers [B, L]) if the network and the format allow it; None: no
-            dimension; or a value for `torch.export.export`.
-        check: run the program, if its runtime is installed, with the example, with an additional row, and with texts
-            that are one token shorter.
+        to: the format; None takes the format from the path's suffix. `"onnx"` (`.onnx`); `"pt2"` (`.pt2`, read by
+            `torch.export.load(path).module()`); `"aoti"` (machine code, compiled in a minute, for C++ and
+            `torch._inductor.aoti_load_package(path)`); `"iree"` (`.vmfb`, for IREE's runtime on CPUs);
+            `"safetensors"`, the state dict of dense weights.
+        dynamic_shapes: the dimensions that may differ from the example. `"batch"` is the first dimension of every
+            tensor. `"auto"` adds the length of texts (integers [batch, length]) if network and format support other
+            lengths. None allows no other shapes. Other values are passed to `torch.export.export`.
+        check: run the exported program, if its runtime is installed, with the example, and, as far as dimensions are
+            dynamic, with one more row and with texts that are one token shorter.
 
     Raises:
-        ImportError: if a package is missing, naming the extra that installs it.
-        ValueError: for an unknown format, a p-net that cannot be traced, or a program whose outputs differ.
+        ImportError: if a package is missing; the message names the extra that installs the package.
+        ValueError: for an unknown format, a p-net that cannot be traced, or a program whose outputs are wrong.
     """
     check_plan(plan, pnet)
     check_genome(plan, genome)
@@ -117,7 +118,7 @@ def _write(
     path: Path, kind: str, net: nn.Module, like: nn.Module, example: Any, dynamic_shapes: Any, check: bool
 ) -> Exported:
     if kind == SAFETENSORS:
-        # Tied weights are written under each of their names.
+        # A tied weight is written once per name, as in `state_dict()`.
         weights = {k: x.detach().cpu().clone().contiguous() for k, x in net.state_dict().items()}
         data, error = to_safetensors(weights), None
     else:
@@ -138,7 +139,7 @@ def _program(
     except ValueError:
         if not texts:
             raise
-        # Some networks and formats support only one length of texts: export again with this length.
+        # Some networks and formats support only one length of texts: export again with the length of the example.
         return _program(kind, net, like, inputs, BATCH, check)
 
 
@@ -149,7 +150,7 @@ def _error(kind: Format, data: bytes, like: nn.Module, tried: list[Inputs]) -> f
             got = [run(inputs) for inputs in tried]
         except ImportError:
             return None
-        except Exception as error:  # Runtimes raise private types of errors.
+        except Exception as error:  # Runtimes raise errors of their own types
             reason = " ".join(str(error).split())[:300]
             raise ValueError(f"the runtime cannot run the file ({reason}): check=False writes it anyway") from error
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The formats of exported files: for each, functions that write a traced program and that run the file."""
+"""The formats of exported files: for each format, functions to write a traced program and to run the written file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _to_pt2(traced: Traced) -> bytes:
     raw, packed = io.BytesIO(), io.BytesIO()
     with quiet():
         torch.export.save(traced.program, raw)
-    # Compress the file, because torch does not. The fixed date makes the bytes reproducible.
+    # Compress the file, because torch does not. `ZipInfo` has a fixed date, so equal programs have equal bytes.
     with zipfile.ZipFile(raw) as source, zipfile.ZipFile(packed, "w") as target:
         for entry in source.infolist():
             target.writestr(zipfile.ZipInfo(entry.filename), source.read(entry), zipfile.ZIP_DEFLATED)
@@ -66,12 +66,13 @@ def _to_onnx(traced: Traced) -> bytes:
         exported = torch.onnx.export(traced.program, dynamo=True, optimize=False, verbose=False, **options)
     assert exported is not None
     model = exported.model
-    # Small limits, so that no weights become constants. `optimize` of onnxscript 0.7.2 changed weights of MLP g-nets.
+    # Limit sizes: otherwise the weights would be computed and stored as constants. Do not use `optimizer.optimize`:
+    # in onnxscript 0.7.2, it changed the weights of MLP g-nets.
     optimizer.fold_constants(model, input_size_limit=16, output_size_limit=16)
     kinds = passes.DeduplicateInitializersPass, passes.CommonSubexpressionEliminationPass
     for change in (*kinds, passes.RemoveUnusedNodesPass, passes.ClearMetadataAndDocStringPass):
         change()(model)
-    # Replace the names of intermediate values by numbers; inputs, outputs and weights keep their names.
+    # Number the intermediate values, which makes the file smaller. Inputs, outputs and weights keep their names.
     inner = (x for node in model.graph for x in node.outputs if x not in set(model.graph.outputs))
     for number, value in enumerate(inner):
         value.name = f"v{number}"
@@ -140,12 +141,12 @@ class Format(NamedTuple):
 
     suffix: str
     write: Callable[[Traced], bytes]
-    read: Callable[[bytes, Path], Run]  # `(bytes, folder for temporary files) -> run`
+    read: Callable[[bytes, Path], Run]  # Arguments: the bytes, and a folder for temporary files
 
 
 FORMATS: Mapping[str, Format] = {
     "onnx": Format(".onnx", _to_onnx, _run_onnx),
     "pt2": Format(".pt2", _to_pt2, _run_pt2),
-    "aoti": Format("", _to_aoti, _run_aoti),  # No suffix: `.pt2` selects torch.export
+    "aoti": Format("", _to_aoti, _run_aoti),  # The files end in `.pt2`, which selects torch.export
     "iree": Format(".vmfb", _to_iree, _run_iree),
 }

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves  # Not optree: Hugging Face registers its outputs here
+from torch.utils._pytree import tree_leaves  # Knows Hugging Face's outputs, unlike optree
 
 from gbfunc.trees import tree_map
 
@@ -30,7 +30,7 @@ class Inputs(NamedTuple):
 
     @staticmethod
     def of(example: Any, net: nn.Module) -> Inputs:
-        """Convert an example, on the CPU: one input, a tuple of inputs, or inputs by name, in the forward's order."""
+        """Move an example to the CPU: one input, a tuple, or a dict by name, which is sorted as the forward's names."""
         args, kwargs = tuple(example) if isinstance(example, tuple | list) else (example,), {}
         if isinstance(example, Mapping):
             names = list(inspect.signature(net.forward).parameters)
@@ -49,11 +49,11 @@ class Inputs(NamedTuple):
         return Inputs(*tree_map(change, tuple(self)))
 
     def longer(self) -> Inputs:
-        """Append a copy of the first row to every tensor, for a batch size that tracing did not use."""
+        """Append a copy of the first row to every tensor, to check a batch size other than the example's."""
         return self.mapped(lambda x: torch.cat([x, x[:1]]) if _has_rows(x) else x)
 
     def shorter(self) -> Inputs:
-        """Remove the last token of every text, for a length that tracing did not use."""
+        """Remove the last token of every text, to check a length other than the example's."""
         return self.mapped(lambda x: x[:, :-1] if is_text(x) else x)
 
     def outputs_of(self, net: Callable[..., Any]) -> list[Tensor]:
@@ -69,12 +69,12 @@ def _has_rows(x: Any) -> bool:
 
 
 def is_text(x: Any) -> bool:
-    """Return True for tokens or a mask [B, L] with L > 2: torch would fix a length of 1, which `shorter` may leave."""
+    """Return True for integers or a mask [batch, length]. Length 2 is too short: torch would fix 1 token after it."""
     return isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point() and x.shape[1] > 2
 
 
 class Traced(NamedTuple):
-    """The graph of a network's call, the names of its outputs, and the dynamic shapes if the user gave a structure."""
+    """The graph of a network's call, the outputs' names, and the user's `dynamic_shapes`, unless "auto" or "batch"."""
 
     program: ExportedProgram
     outputs: list[str]
@@ -82,7 +82,7 @@ class Traced(NamedTuple):
 
 
 def trace(net: nn.Module, inputs: Inputs, dynamic_shapes: Any) -> Traced:
-    """Trace a network's call; the graph has no positions in the source code.
+    """Trace a network's call. The graph does not contain positions in the source code.
 
     Raises `ValueError` if `torch.export` cannot trace the call, and `ImportError` if torch is older than 2.6.
     """
@@ -101,14 +101,15 @@ def trace(net: nn.Module, inputs: Inputs, dynamic_shapes: Any) -> Traced:
     buffers = [(*name.rpartition(".")[::2], x) for name, x in net.named_buffers(remove_duplicate=False)]
     values = {id(x): x.clone() for *_, x in buffers}
     try:
-        # The first call fills caches of the p-net. Afterwards restore the buffers, which the call may have changed.
+        # Call the p-net once before tracing, because some p-nets fill caches in their first call. Then restore the
+        # buffers, which the call may have changed.
         with torch.no_grad():
             outputs = net(*args, **kwargs)
         for path, name, x in buffers:
             setattr(net.get_submodule(path), name, values[id(x)])
         with torch.no_grad(), quiet():
             program = export(net, args, kwargs, dynamic_shapes=shapes)
-    except Exception as error:  # A forward may raise any exception, and torch raises private types.
+    except Exception as error:  # A forward may raise any exception
         hint = "; dynamic_shapes=None keeps the example's shapes" if dynamic_shapes is not None else ""
         raise ValueError(f"torch.export cannot trace the p-net: {' '.join(str(error).split())[:300]}{hint}") from error
     for node in program.graph.nodes:
@@ -128,7 +129,7 @@ def _names(outputs: Any) -> list[str]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the logs and warnings of torch's exporters, on which users cannot act."""
+    """Hide the logs and warnings of torch's exporters: users can do nothing about them."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

@@ -1,4 +1,4 @@
-"""QR codes of genomes: the address of a page that runs a genome's network, with the genome's file as fragment."""
+"""QR codes of genomes: the address of a page that runs a genome's network, `PAGE#GENOME`, with the genome's file."""
 
 import io
 import os
@@ -15,9 +15,10 @@ _MOST = 2_953
 
 
 def write_qr(path: str | os.PathLike[str], genome: bytes, page: str) -> None:
-    """Write the QR code of the address `PAGE#GENOME` as a PNG or SVG file, by the suffix of the path.
+    """Write the QR code of the address `PAGE#GENOME` to a PNG or SVG file, depending on the suffix of the path.
 
-    Raises `ImportError` without segno, and `ValueError` for a genome that is too large, or a wrong address or suffix.
+    Raises `ImportError` if segno is missing, and `ValueError` if the genome is too large, or the address or the suffix
+    is wrong.
     """
     place = Path(path)
     if place.suffix.lower() not in (".png", ".svg"):
@@ -36,7 +37,7 @@ def write_qr(path: str | os.PathLike[str], genome: bytes, page: str) -> None:
 
 
 def read_qr(path: str | os.PathLike[str]) -> bytes:
-    """Read a genome's file from an image of a QR code; raise `ImportError` without zxing-cpp or Pillow."""
+    """Read a genome's file from an image of a QR code; ValueError for other images, ImportError without zxing-cpp."""
     zxing = import_extra("zxingcpp", "reading a QR code", "gbfunc[qr]")
     codes: list[Any] = zxing.read_barcodes(read_picture(path, "L"), formats=zxing.BarcodeFormat.QRCode)
     if len(codes) != 1:

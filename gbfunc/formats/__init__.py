@@ -1,7 +1,8 @@
 """Formats of genomes: how files store numbers, the layout of files, and the size of files.
 
-`rounding` and `steps` quantise, `symbols` and `step_stream` code integers, `layout` and `compact` lay files out, and
-`sizes` counts their bytes. These functions trust their plan and read no files: `gbfunc.storage` reads and checks files.
+`rounding` and `steps` round numbers to integers, `symbols` and `step_stream` compress integers, `layout` and `compact`
+arrange the bytes of a file, and `sizes` counts the bytes. No function here reads files or checks a plan:
+`gbfunc.storage` reads and checks files.
 """
 
 # ruff: noqa: F401

@@ -1,20 +1,20 @@
-"""The compact file of a genome: numbers as codes of 2 to 8 bits, or as integers with trained quantization steps.
+"""The compact file of a genome: numbers as codes (integers of 2 to 8 bits), or as multiples of quantization steps.
 
 A file holds, in this order:
 
     3 bytes    "GB5"
-    1 byte     bits of a code; plus 16 if running means are float16 and variances bfloat16; plus 32 if runs follow
+    1 byte     bits of a code; plus 16 if running means are float16 and variances bfloat16; plus 32 for runs (below)
     4 bytes    CRC-32 of the preceding byte and the rest of the file
     document   the plan and the metadata as JSON, in one stream of raw deflate
-    plain      leaves without codes, wider dtypes first, in the order of `names_by_dtype`
+    plain      leaves that have no codes, in the order of `names_by_dtype`: wider dtypes first
     runs       one stream (`symbols`) of the leaves in codes, sorted by name: exponents and mantissas of the scales
                (bfloat16), zero points, and then the codes per leaf, centred on the zero points
 
-Runs are slow. A genome with too many codes stores scales, zero points and codes instead: packed in their bits, or as a
-deflate stream (Huffman codes only, at least one bit per symbol) if the stream is shorter.
+Runs take long to read. A genome with many codes therefore has no runs: scales, zero points and codes are packed in
+their bits, or are a deflate stream (Huffman codes only, at least one bit per symbol) if this stream is shorter.
 
 With trained quantization steps (`steps`), the byte holds 9 instead of the bits, and a stream (`step_stream`) replaces
-the runs. Plus 64 means that the stream includes running statistics of norms and counters of batches (`statistics`).
+the runs. The byte holds 9 + 64 if the stream includes running statistics and counters of batches (`statistics`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Sizes(NamedTuple):
     document: int
     plain: Mapping[str, int]
     codes: int
-    bits: Mapping[str, float]  # Bits of each leaf's codes; the remaining bits of `codes` are scales or steps
+    bits: Mapping[str, float]  # Bits of the codes by leaf; `codes` also counts scales or quantization steps
 
 
 def pack(
@@ -61,7 +61,7 @@ def pack(
 ) -> tuple[bytes, Sizes]:
     """Packs a document and all leaves of its plan; raises ValueError for numbers that are too large.
 
-    Codes of 2 to 8 bits with at most `most` symbols are stored in runs, which are a little shorter but much slower.
+    At most `most` codes of 2 to 8 bits are stored in runs. More codes are packed, which is faster but takes more bytes.
     """
     narrow = narrow_stats(leaves)
     if isinstance(stored, Steps):
@@ -87,12 +87,12 @@ def pack(
 def _leaves_without_steps(plan: Any, leaves: TensorMap, narrow: bool, statistics: bool) -> Params:
     coded = {part.leaf for part in parts_of(plan, statistics)}
     coded |= {*counters_of(plan)} if statistics else set()
-    # The remaining leaves are buffers, of which "int8" converts only running statistics, to 16 bits.
+    # The remaining leaves are buffers. The dtype "int8" stores running statistics in 16 bits, other buffers unchanged.
     return stored_leaves({k: x for k, x in leaves.items() if k not in coded}, "int8", narrow)
 
 
 def most_bytes(document: str, leaves: TensorMap, bits: int) -> Sizes:
-    """Computes the size of the largest file for these shapes of leaves, with narrow running statistics."""
+    """Computes the size of the largest file for leaves of these shapes, if running statistics have 16 bits."""
     plain = {name: x.nbytes for name, x in stored_leaves(leaves, f"int{bits}").items()}
     coded = {name: x for name, x in leaves.items() if name not in plain}
     blocks, numbers = sum(map(_blocks, coded.values())), sum(x.numel() for x in coded.values())

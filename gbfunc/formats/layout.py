@@ -1,10 +1,11 @@
-"""The layout of `genome.safetensors`; leaves on the meta device suffice to compute the size of a file.
+"""The layout of `genome.safetensors`. The size of a file can be computed from leaves on the meta device.
 
     8 bytes    length of the header
     header     JSON, padded to 8 bytes: format, plan, SHA-256; dtype, shape and offsets per tensor
     data       one tensor [n] per dtype, wider dtypes first: the leaves of this dtype, sorted by name
 
-The plan in the header is compressed JSON in base85, which JSON does not escape. `compact` lays out genomes in codes.
+The plan in the header is compressed JSON in base85, whose characters JSON does not escape. Genomes in codes of 2 to 8
+bits have another layout (`compact`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from gbfunc.untrusted import parse_json
 FORMAT = "gbfunc-genome-3"
 
 _FILES = files("gbfunc.formats")
-# JSON Schema (draft 7) of the document in a file, with limits that this package and the web page share
+# JSON Schema (draft 7) of the document in a file. Its limits hold for this package and for the page in the browser.
 SCHEMA: JSON = json.loads(_FILES.joinpath("schema.json").read_text("ascii"))
 LIMITS: dict[str, Any] = SCHEMA["limits"]
 
@@ -30,7 +31,7 @@ LIMITS: dict[str, Any] = SCHEMA["limits"]
 class Allowed(NamedTuple):
     """Limits of a file's content, because a small file could declare content that takes much time and memory."""
 
-    numbers: int  # Numbers in all leaves, and in the coordinate codes that the reader computes
+    numbers: int  # Numbers in all leaves, plus the entries of the codes of rows and columns that the reader computes
     symbols: int  # Integers in a stream with quantization steps
     pieces: int  # Number of parts of leaves, direct tensors, and buffers
     containers: int  # Number of dicts and lists in the document
@@ -53,14 +54,14 @@ _CODES = dict(zip(DTYPES, ("I64", "F64", "C64", "F32", "I32", "BF16", "F16", "I1
 
 
 def stored_leaves(leaves: TensorMap, dtype: str | None, narrow: bool = True) -> Params:
-    """Converts leaves without codes to their dtypes in the file; raises ValueError for too many leaves."""
+    """Converts leaves to their dtypes in a file; omits leaves that are stored as codes; ValueError for too many."""
     check_most("the genome", len(leaves), "leaves", "mostLeaves")
     dtypes = {name: stored_dtype(name, x, dtype, narrow) for name, x in leaves.items()}
     return {name: x.to(dtypes[name]) for name, x in leaves.items() if dtypes[name] is not None}
 
 
 def names_by_dtype(stored: TensorMap) -> dict[str, list[str]]:
-    """Sorts names in the order of a file: by dtype, wider dtypes first, and then by name."""
+    """Sorts the names of leaves in the order of a file: by dtype, wider dtypes first, and then by name."""
     names: dict[str, list[str]] = {dtype: [] for dtype in DTYPES}
     for name in sorted(stored):
         names[dtype_name(stored[name].dtype)].append(name)
@@ -68,9 +69,9 @@ def names_by_dtype(stored: TensorMap) -> dict[str, list[str]]:
 
 
 def file_header(plan_json: str, leaves: TensorMap, stored: TensorMap, digest: str = "0" * 64) -> bytes:
-    """Builds the bytes before the data from `leaves` in the dtypes of the plan, and `stored` in the dtypes of the file.
+    """Builds the bytes before the data. `leaves` have the dtypes of the plan, and `stored` the dtypes in the file.
 
-    The header names a narrower dtype only if a leaf has this dtype. Raises `ValueError` for a plan too large to read.
+    The header names the dtype of narrowed leaves, if there are any. Raises `ValueError` if the plan is too large.
     """
     narrowed = {dtype_name(x.dtype) for k, x in stored.items() if x.dtype != leaves[k].dtype}
     about = {"numbers": narrowed.pop()} if narrowed else {}
@@ -86,22 +87,22 @@ def file_header(plan_json: str, leaves: TensorMap, stored: TensorMap, digest: st
     return len(text).to_bytes(8, "little") + text
 
 
-# Preset dictionary of zlib: text of plans, and documents of typical trainings; deflate looks 32 kB back. Do not change
-# the dictionary: existing files would become unreadable.
+# Preset dictionary of zlib: parts of typical documents, at most 32 kB, because deflate looks only so far back. Do not
+# change the dictionary: existing files would become unreadable.
 DOCUMENTS = _FILES.joinpath("words.txt").read_bytes().rstrip()
 
 
 def pack_plan(text: str) -> str:
-    """Packs a plan's JSON by `deflate` and base85; raises ValueError for a plan too long to read."""
+    """Packs a plan's JSON by `deflate` and base85; raises ValueError if the plan is longer than a file may hold."""
     packed = base64.b85encode(deflate(text)).decode()
     check_most("the plan", len(packed), "bytes when packed", "mostPacked")
     return packed
 
 
 def deflate(text: str) -> bytes:
-    """Packs a plan's JSON into a raw deflate stream, which marks its end; raises ValueError for a plan too large.
+    """Packs a plan's JSON into a raw deflate stream; raises ValueError if the plan is larger than a file may hold.
 
-    The stream depends on the version of zlib; every version can unpack it.
+    The stream marks its own end. Versions of zlib make different streams, and every version can unpack all of them.
     """
     _check_size(data := text.encode())
     check_limits(json.loads(text))
@@ -110,7 +111,7 @@ def deflate(text: str) -> bytes:
 
 
 def inflate(data: bytes, allowed: Allowed) -> tuple[str, int]:
-    """Undoes `deflate` and counts the bytes after the stream; raises ValueError for invalid or too large data."""
+    """Returns the text that `deflate` packed, and the number of bytes after the stream; ValueError for other data."""
     unpacker = zlib.decompressobj(-15, zdict=DOCUMENTS)
     try:
         text = unpacker.decompress(data, LIMITS["mostPlan"] + 1)

@@ -2,10 +2,11 @@
 
     number = scale * (code - zero point)        0 <= code, zero point < 2 ** bits
 
-Codes are an affine quantisation (B. Jacob et al., 2018). Each block of a leaf has a scale and a zero point; a block has
-as few of the last dimensions as hold `BLOCK` numbers, or is the whole leaf. Every block represents zero exactly, and
-rounding twice changes nothing. With codes, direct vectors (biases, norms) are float16, because they are few but
-sensitive. Running means are float16 and variances bfloat16, unless a mean is too far from zero for its deviation.
+Codes are an affine quantisation (B. Jacob et al., 2018). Each block of a leaf has a scale and a zero point. A block
+spans the last dimensions of the leaf, as few as have at least `BLOCK` numbers; a smaller leaf is one block. Zero is
+represented exactly, and rounding twice changes nothing. If leaves are stored in codes, direct vectors (biases, norms)
+are float16, because errors in them matter most. Running means are float16 and running variances bfloat16, unless
+float16 is too coarse for a mean.
 
 Suffixes: N blocks, K numbers per block.
 """
@@ -20,9 +21,9 @@ from gbfunc.trees import BUFFERS, DIRECT
 from gbfunc.types import DTYPES, Params, TensorMap, dtype_name
 
 BITS = {f"int{bits}": bits for bits in range(2, 9)}  # Bits of a code by the name of the dtype
-# Floating-point dtypes for stored leaves, instead of the dtypes of the plan
+# Floating-point dtypes in which leaves can be stored
 STORED_DTYPES = {name: DTYPES[name] for name in ("float32", "float16", "bfloat16")}
-StoredDtype = str | torch.dtype  # A key of `STORED_DTYPES` or `BITS`, or the torch dtype of this name
+StoredDtype = str | torch.dtype  # A key of `STORED_DTYPES` or `BITS`, or a torch dtype whose name is a key
 BLOCK = 64
 
 # Running statistics by their names in torch: variances need range, means need precision.
@@ -30,7 +31,7 @@ _STATS = {"running_mean": torch.float16, "running_var": torch.bfloat16}
 
 
 class Codes(NamedTuple):
-    """A leaf in codes [N, K], with scales [N] in bfloat16 (which has float32's range) and zero points [N]."""
+    """A leaf as codes [blocks, numbers], with a bfloat16 scale [blocks] and a zero point [blocks] per block."""
 
     codes: Tensor
     scales: Tensor
@@ -46,7 +47,7 @@ def stored_name(dtype: StoredDtype, what: str = "dtype") -> str:
 
 
 def stored_dtype(name: str, leaf: Tensor, dtype: str | None, narrow: bool = True) -> torch.dtype | None:
-    """Returns the dtype that stores a leaf or buffer; None for codes. With `narrow`, codes imply 16-bit statistics."""
+    """Returns a leaf's or buffer's dtype in a file, None for codes; `narrow` allows 16 bits for running statistics."""
     buffer = name.startswith(BUFFERS)
     if dtype is None or not leaf.is_floating_point() or (buffer and not (narrow and dtype in BITS and is_stat(name))):
         return leaf.dtype
@@ -61,7 +62,7 @@ def is_stat(name: str) -> bool:
 
 
 def narrow_stats(leaves: TensorMap) -> bool:
-    """Returns True if 16 bits suffice for running statistics: errors of means are at most 1/64 of the deviation."""
+    """Returns True if 16 bits suffice for running statistics: means change by at most 1/64 of a standard deviation."""
     for name, x in leaves.items():
         if not is_stat(name):
             continue
@@ -78,7 +79,7 @@ def narrow_stats(leaves: TensorMap) -> bool:
 
 
 def block_size(shape: tuple[int, ...]) -> int:
-    """Returns how many numbers share a scale, 0 for an empty leaf."""
+    """Returns how many numbers of a leaf have a scale in common, 0 for an empty leaf."""
     sizes = (math.prod(shape[i:]) for i in range(len(shape), -1, -1))
     return next((size for size in sizes if size >= BLOCK), math.prod(shape))
 
@@ -88,7 +89,7 @@ def encode(leaf: Tensor, bits: int) -> Codes:
     most = 2**bits - 1
     low_N, high_N = x_NK.amin(1).clamp(max=0), x_NK.amax(1).clamp(min=0)
     step_N = (high_N - low_N) / most
-    # Round scales towards zero, to bfloat16, so that the first and the last code are used.
+    # Round scales to bfloat16 towards zero: a larger scale would leave the first or the last code unused.
     scales = (step_N.view(torch.int32) >> 16 << 16).view(torch.float32)
     unit_N1 = torch.where(scales > 0, scales, 1.0)[:, None]
     zeros_N1 = (-low_N[:, None] / unit_N1).round().clamp(max=most)
@@ -102,7 +103,7 @@ def decode(coded: Codes, like: Tensor) -> Tensor:
 
 
 def rounded(leaves: TensorMap, dtype: StoredDtype) -> Params:
-    """Rounds leaves and buffers as a file of this dtype does; gradients go straight through."""
+    """Rounds leaves and buffers as a file of this dtype does; backward ignores the rounding."""
     wanted, narrow, results = stored_name(dtype), narrow_stats(leaves), dict(leaves)
     for name, leaf in leaves.items():
         stored, x = stored_dtype(name, leaf, wanted, narrow), leaf.detach()

@@ -1,4 +1,4 @@
-"""Sizes of a genome's file by tensor of the p-net, computed from shapes or from the values of a genome."""
+"""Counts the bytes of a genome's file per tensor of the p-net, from shapes or from the values of a genome."""
 
 import json
 import math
@@ -19,7 +19,7 @@ PLAN, METADATA, SCALES, CONTAINER = "(plan)", "(metadata)", "(scales)", "(contai
 
 
 def document(plan: Any, metadata: Any) -> str:
-    """Adds the metadata to the JSON of the plan as an entry; raises ValueError if the metadata is not JSON."""
+    """Returns the JSON of a plan with the metadata as one more entry; ValueError if the metadata is not JSON."""
     text = plan.to_json()
     if metadata is None:
         return text
@@ -34,12 +34,12 @@ def document(plan: Any, metadata: Any) -> str:
 def file_bytes(
     plan: Any, dtype: Stored | None = None, genome: GenomeLike | None = None, metadata: Any = None
 ) -> dict[str, int]:
-    """Counts the bytes of a genome's file per tensor; the sum is the size of the file that `save` writes.
+    """Counts the bytes of a genome's file by name; the sum is the size of the file that `save` writes.
 
-    With a genome the bytes are exact. Without a genome, `"int2"` to `"int8"` give upper bounds, and `"auto"` gives
-    expected sizes. The size of a stream of codes is divided among leaves by their bits, and among the tensors of a leaf
-    by their numbers. Names are those of tensors and buffers, `(ENSEMBLE)` for leaves that tiles share, `(plan)`,
-    `(metadata)`, `(scales)` of codes, and `(container)` for the rest. Arguments and errors are as in `save`.
+    The names are those of tensors and buffers of the p-net, and `(ENSEMBLE)` for leaves that several tiles share,
+    `(plan)`, `(metadata)`, `(scales)` of codes, and `(container)` for all other bytes. A stream's bytes are divided
+    among leaves by their bits, and a leaf's bytes among tensors by their numbers. Without a genome, the bytes are an
+    upper bound for `"int2"` to `"int8"`, and an estimate for `"auto"`. Arguments and errors are as in `save`.
     """
     dtype = plan.default_dtype(genome is None) if dtype is None else dtype
     name, leaves = None if dtype is None else stored_as(dtype), plan.leaves
@@ -85,7 +85,7 @@ def genome_file_bytes(plan: Any, dtype: Stored | None = None) -> int:
 
 
 def owners_of(plan: Any) -> dict[str, list[tuple[str, int]]]:
-    """Returns, for each leaf, the tensors of the p-net that its numbers belong to, in order, with their counts."""
+    """Returns for each leaf `[(tensor, count), ...]`: the leaf's first `count` numbers belong to the first tensor."""
     owners = {f"{DIRECT}{t.name}": [(t.name, t.numel)] for t in plan.direct}
     owners |= {f"{BUFFERS}{b.name}": [(b.name, math.prod(b.shape))] for b in plan.buffers}
     for e in plan.ensembles:

@@ -1,13 +1,13 @@
-"""Stores running statistics of norms as integers with quantization steps, like trained numbers (`steps`).
+"""Stores running means and variances of norms as integers times quantization steps, like trained numbers (`steps`).
 
-A norm divides by the deviation sigma, so the mean matters relative to sigma, and the deviation matters as a ratio.
-A mean or variance is stored as a number u. Means and variances have separate quantization steps:
+A norm subtracts the mean and divides by the standard deviation sigma. Errors of the mean matter relative to sigma, and
+errors of sigma as a ratio. Therefore a file has a number u instead of a mean or variance, with a step for each:
 
     variance   u = ln(variance + 2^-16) / 2
     mean       u = mean / e^u'                 u' is the decoded u of the variance
 
-An error of one in u changes the norm's output as much as an error of one in the norm's bias at scale 1. Counters of
-batches follow: each as the difference from the previous counter, in as many bits as the difference needs.
+If the norm's weight is 1, an error in u changes the output about as much as an equal error in the norm's bias. Counters
+of batches follow, each as the difference from the previous counter, in as many bits as the difference needs.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,11 +23,11 @@ from gbfunc.types import Params, TensorMap
 MEAN, VARIANCE, COUNTER = "running_mean", "running_var", "num_batches_tracked"
 LEAST_VARIANCE = 2.0**-16
 _WORD, _SIZE = 16, 64
-FARTHEST = 128.0  # Largest distance of a coded mean from zero, in deviations
+FARTHEST = 128.0  # Largest mean that can be stored, in standard deviations
 
 
 def statistics_of(plan: Any) -> list[str]:
-    """Lists the statistics of norms that have a mean and a variance; variances come first."""
+    """Lists the names of running variances, and then of running means, of all norms that have both."""
     names = {f"{BUFFERS}{b.name}" for b in plan.buffers if b.dtype.startswith(("float", "bfloat"))}
     variances = [k for k in sorted(names) if kind_of(k) == VARIANCE and sibling(k, MEAN) in names]
     return variances + [sibling(k, MEAN) for k in variances]
@@ -47,7 +47,7 @@ def sibling(name: str, kind: str) -> str:
 
 
 def codable(plan: Any, leaves: TensorMap) -> bool:
-    """Returns True if leaves include statistics and all can be stored: nonfinite and extreme values cannot."""
+    """Returns True if there are running statistics, and none has a nonfinite or extreme value, which no step fits."""
     names = statistics_of(plan)
     if not names or not leaves.keys() >= {*names}:
         return False
@@ -62,7 +62,7 @@ def codable(plan: Any, leaves: TensorMap) -> bool:
 
 
 def squares_of(name: str, leaves: TensorMap, squares: TensorMap) -> Tensor | None:
-    """Estimates the mean squared gradient of a statistic from that of the norm's bias; None without a bias."""
+    """Estimates the mean squared gradient of u from the squared gradient of the norm's bias; None without a bias."""
     module = name.removeprefix(BUFFERS)
     shift, scale = (f"{DIRECT}{sibling(module, kind)}" for kind in ("bias", "weight"))
     if shift not in squares or squares[shift].shape != leaves[name].shape:
@@ -71,7 +71,7 @@ def squares_of(name: str, leaves: TensorMap, squares: TensorMap) -> Tensor | Non
 
 
 def encode_statistic(name: str, leaf: Tensor, variances: Mapping[str, Tensor]) -> Tensor:
-    """Computes u of a statistic in float64; means need the rounded u of their variances."""
+    """Computes u of a mean or variance in float64. For a mean, `variances` has the rounded u of the variance."""
     x = leaf.double()
     if kind_of(name) == VARIANCE:
         return (x.clamp(min=0) + LEAST_VARIANCE).log() / 2

@@ -16,8 +16,8 @@ from gbfunc.trees import DIRECT
 from gbfunc.types import Params, TensorMap
 
 _BALANCE = math.log(2) / 12  # One more bit halves the step: `h step^2 / 24` falls by `log(2) / 12 h step^2` per bit.
-_STATISTIC = -32  # Largest index of a statistic's step, 1/16 of a deviation: training cannot correct the rounding.
-_FROZEN_ERROR = 1 / 64  # Largest error of an untrained parameter, relative to its largest number
+_STATISTIC = -32  # Steps of running statistics are at most 2^(-32/8): training cannot correct their rounding
+_FROZEN_ERROR = 1 / 64  # Largest rounding error of an untrained parameter, relative to its largest number
 _WIDTHS = np.arange(NARROWEST + 1, WIDEST)
 
 
@@ -46,7 +46,7 @@ def _width_and_bits(found: Quantised) -> tuple[int, float]:
 
 @lru_cache(maxsize=1)
 def _table() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Returns the bits of the integers 0 .. `LARGEST` by width [W, n], padded with 0, and the count per width [W]."""
+    """Returns the bits of each integer from 0 on [widths, integers], and the number of integers per width [widths]."""
     rows = [geometric_bits(int(width), LARGEST) for width in _WIDTHS]
     return np.stack([np.pad(row, (0, LARGEST + 1 - len(row))) for row in rows]), np.array([*map(len, rows)])
 
@@ -65,13 +65,13 @@ def code_bits(plan: Any, leaves: TensorMap, steps: Steps) -> float:
 
 
 def allocate(plan: Any, leaves: TensorMap, squares: TensorMap, bits: float, examples: int = 0) -> Steps:
-    """Finds the finest quantization steps with which the integers take at most `bits`, or the largest steps.
+    """Finds the finest quantization steps with which the integers take at most `bits`; otherwise the largest steps.
 
-    `squares` are mean squares of gradients, averaged over `examples`; leaves without gradients get the smallest steps.
-    The rate is the weight of a bit in the loss for which one more bit, spent on smaller steps, changes nothing. Raises
-    ValueError for an untrained parameter that is too large or too small for any steps.
+    `squares` are mean squares of gradients, averaged over `examples`. A leaf without gradients gets its smallest step.
+    `Steps.rate` is the loss that one more bit would save by smaller steps. Raises ValueError for an untrained parameter
+    that is too large or too small for any step.
     """
-    # The range exceeds the needs of a normal training, because a spike of the loss may increase the squares.
+    # The range of the search is larger than a normal training needs, because squares grow if the loss rises suddenly.
     low, high = -40.0, 88.0
     for _ in range(21):
         middle = (low + high) / 2
@@ -80,13 +80,13 @@ def allocate(plan: Any, leaves: TensorMap, squares: TensorMap, bits: float, exam
         else:
             high = middle
     # Rounding a number raises the loss by h step^2 / 24; h is `examples` times the mean square of the mean gradient.
-    # The bound limits the rate after a spike of the gradients: a large rate would cause the next spike.
+    # `min` bounds the rate: after suddenly large gradients, a large rate would cause large gradients again.
     rate = _BALANCE * examples * 4.0 ** min(high, 0.0)
     return Steps(_steps_at(plan, leaves, squares, high)[0].indices, rate)
 
 
 def _steps_at(plan: Any, leaves: TensorMap, squares: TensorMap, log_noise: float) -> tuple[Steps, float]:
-    """Computes steps of about 2^log_noise / root mean square of the gradient, and the bits of the integers."""
+    """Returns steps of about `2^log_noise / (root mean square of the gradient)`, and the integers' bits in total."""
     parts = parts_of(plan, codable(plan, leaves))
     past, indices, bits = Past({}, {}), [], 0.0
     for part in parts:
@@ -101,7 +101,7 @@ def _steps_at(plan: Any, leaves: TensorMap, squares: TensorMap, log_noise: float
         index, coarsest = (_STATISTIC, _STATISTIC) if part.statistic else (least, MOST)
         found = squares_of(part.leaf, leaves, squares) if part.statistic else squares.get(part.leaf)
         if found is not None:
-            # The mean square of the gradient, rescaled to equal steps.
+            # The mean square of the gradient, as if all numbers of the part had the step of the index.
             even = (part.of(found).double() * torch.exp2(-shifts.double()))[mask.expand(part.shape)]
             mean = float(even.mean()) if even.numel() else 0.0
             index = coarsest if mean <= 0 else round(OCTAVE * (log_noise - math.log2(mean) / 2))
@@ -117,7 +117,7 @@ def _steps_at(plan: Any, leaves: TensorMap, squares: TensorMap, log_noise: float
 
 
 def pack_steps(plan: Any, leaves: TensorMap, steps: Steps) -> tuple[bytes, dict[str, float]]:
-    """Packs the parts; returns the stream and the bits by leaf, without the bits of steps and widths."""
+    """Returns the stream of all parts, and the bits of the integers by leaf. Steps and widths are not counted."""
     found = [one for one, _ in quantise(plan, leaves, steps)]
     parts, widths = [one.part for one in found], []
     bits = {part.leaf: 0.0 for part in parts}
@@ -141,7 +141,7 @@ def pack_steps(plan: Any, leaves: TensorMap, steps: Steps) -> tuple[bytes, dict[
 
 
 def _tables(found: Quantised, width: int) -> tuple[NDArray[np.int64], list[list[int]]]:
-    """Returns a frequency table for each stored integer of a part, after the largest integers of the tables [n]."""
+    """Returns, for each stored integer of a part, the largest integer of its frequency table, and the table."""
     evenly = width == WIDEST
     own = np.array(found.limits, np.int64) if evenly else _width_at(width, _stored(found)[1])
     keys, index = np.unique(own, return_inverse=True)
@@ -151,7 +151,7 @@ def _tables(found: Quantised, width: int) -> tuple[NDArray[np.int64], list[list[
 
 
 def _header(numbers: list[int], least: int, most: int) -> list[Entry]:
-    """Encodes integers of `least .. most`: the median, the width of differences from the median, the differences."""
+    """Encodes integers from `least` to `most` as their median, and differences from it after the width of these."""
     median = sorted(numbers)[len(numbers) // 2] if numbers else 0
     counts = np.bincount([abs(n - median) for n in numbers], minlength=1)
     width = int(_WIDTHS[np.argmin(_bits(counts))])
@@ -162,7 +162,7 @@ def _header(numbers: list[int], least: int, most: int) -> list[Entry]:
 
 
 def unpack_steps(plan: Any, data: bytes, statistics: bool, allowed: Allowed) -> tuple[Params, Steps]:
-    """Undoes `pack_steps`: returns the leaves in float32 and the steps; raises ValueError for other data."""
+    """Reads what `pack_steps` wrote: returns leaves in float32, and the steps; raises ValueError for damaged data."""
     symbols = PIECE * int.from_bytes(data[:2], "little")
     allowed.check("symbols", symbols - PIECE)
     parts, reader = parts_of(plan, statistics), Reader(data[2:], symbols)

@@ -4,13 +4,14 @@ A part is the rows of a leaf that belong to one tensor of the p-net. Rounding ra
 `h step^2 / 24`, where h is the curvature, estimated by the mean square of the gradient (diagonal of the Fisher
 information). For a given number of bits, the loss is least if `sqrt(h) step` is constant (reverse water-filling:
 T. Cover, J. Thomas, Elements of Information Theory, 10.3.3). A periodic g-net's code weight acts in proportion to the
-amplitude and the coordinate code, so its steps are finer by powers of sqrt(2); features with amplitude 0 take no bits.
+amplitude and the coordinate code, so its steps are divided by powers of sqrt(2) that grow with both. Code weights of
+features with amplitude 0 take no bits.
 
-Integers have two-sided geometric distributions (`symbols.geometric`), with one width per part. An integer q takes
-about `log2(1 + e |q|)` bits on average; the gradient of the number of bits is the derivative of this estimate.
+The integers of a part are stored as if they had a two-sided geometric distribution (`symbols.geometric`) of one width.
+The gradient of the number of bits is the derivative of an estimate: an integer q takes about `log2(1 + e |q|)` bits.
 
-A file holds the indices of steps (median, width of the differences, differences), the widths of parts in the same form,
-and the integers per part, amplitudes first and running statistics last (`statistics`).
+A file has the indices of all parts, then the widths of all parts, then the integers of all parts: amplitudes first, and
+running statistics (`statistics`) last. Indices and widths are stored as a median and differences from the median.
 
 Suffixes: T tiles, H features.
 """
@@ -37,11 +38,11 @@ from gbfunc.types import DTYPES, Params, TensorMap
 V = TypeVar("V")
 Side = tuple[Encoding, int, int]  # An encoding, the length of its axis, and the length of a tile
 AUTO = "auto"  # Names integers with trained quantization steps among the dtypes of `Stored`
-OCTAVE, LEAST, MOST = 8, -128, 127  # Indices per octave, the smallest index, and the largest index
+OCTAVE, LEAST, MOST = 8, -128, 127  # 8 indices double the step; the smallest and the largest index
 LARGEST = 2047  # Largest integer
 _REACH = 400  # `_STEPS` has the indices -400 .. 400
 _AT_ONCE = 1 << 18  # Entries of coordinate codes computed in one call
-# Limits of the half octaves by which coordinate codes make steps finer. They keep indices within `_STEPS`.
+# Coordinate codes divide steps by powers of sqrt(2). These exponents are limited, so that indices stay in `_STEPS`.
 COARSEST, FINEST = -68, 44
 # Dtype and device are explicit because files must not depend on the user's defaults.
 _STEPS = torch.tensor(
@@ -49,17 +50,17 @@ _STEPS = torch.tensor(
     dtype=torch.float32,
     device="cpu",
 )
-# Bits per number and per part that plans for a number of bytes assume; networks for MNIST train best with these.
+# Bits per number, and bits per part, that plans for a size in bytes assume. Networks for MNIST train best with both.
 EXPECTED_BITS, EXPECTED_PART_BITS = 5.0, 11.0
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Quantization steps of a genome, one per part, and the weight of a bit.
+    """Quantization steps of a genome, one per part of a leaf, and the weight of a bit in the training's objective.
 
     Attributes:
-        indices: `(leaf, (index, ...))`, with one index per part: a step is `2^(index / 8)`. Running statistics of norms
-            without steps are stored in 16 bits.
+        indices: `(leaf, (index, ...))` per leaf, with one index per part of the leaf. The part's step is
+            `2^(index / 8)`. If running statistics of norms have no indices, a file has them in 16 bits.
         rate: weight of a bit in the objective `loss + rate * bits`.
     """
 
@@ -88,7 +89,7 @@ def stored_as(stored: Stored, what: str = "dtype") -> str:
 
 
 def bytes_each(stored: Stored) -> float:
-    """Returns the bytes per number in a file, an average for codes with steps; raises as `stored_as` does."""
+    """Returns the bytes per number in a file, for `"auto"` an average; raises ValueError for an unknown dtype."""
     name = stored_as(stored)
     if name == AUTO:
         return EXPECTED_BITS / 8
@@ -96,14 +97,14 @@ def bytes_each(stored: Stored) -> float:
 
 
 class Part(NamedTuple):
-    """Rows `first .. last - 1` of a leaf's first dimension, with one step; `last` is None for the whole leaf."""
+    """Rows `first .. last - 1` of a leaf, which have one step in common; `last` is None for the whole leaf."""
 
     leaf: str
     first: int
     last: int | None
     shape: tuple[int, ...]
     gain: str | None = None  # Name of the leaf [T, H] that multiplies the features of this leaf [T, ..., H]
-    finer: tuple[int, ...] = ()  # Half octaves by which steps are finer, per entry of the coordinate code
+    finer: tuple[int, ...] = ()  # Per entry of the coordinate code, the power of sqrt(2) by which steps are divided
     period: float | None = None
     statistic: bool = False
 
@@ -114,7 +115,7 @@ class Part(NamedTuple):
         return x if self.period is None else x - self.period * (x / self.period).round()
 
     def limit(self, steps: Tensor) -> Tensor:
-        """Computes the largest integer of each step; numbers with a period are at most half the period."""
+        """Computes the largest integer for each step. A number with a period is at most half the period."""
         if self.period is None:
             return torch.tensor(float(LARGEST), device=steps.device)
         return (self.period / 2 / steps.double()).floor().clamp(max=LARGEST)
@@ -136,12 +137,12 @@ def joined(parts: Sequence[Part], values: Sequence[Tensor]) -> Params:
 
 
 class Quantised(NamedTuple):
-    """A quantised part; the other tensors broadcast to the shape of the integers."""
+    """A part as integers. `steps`, `shifts` and `mask` broadcast to the shape of `integers`."""
 
     part: Part
     integers: Tensor
     steps: Tensor
-    shifts: Tensor  # Half octaves by which steps are finer
+    shifts: Tensor  # Powers of sqrt(2) by which steps are divided
     mask: Tensor  # True for stored integers
 
     @property
@@ -195,7 +196,7 @@ def numbers_of_codes(plan: Any) -> int:
 
 
 def _mean_squares(code: Encoding, n: int, tile: int, count: bool = False) -> Any:
-    """Averages squared coordinate codes over the tiles of an axis of length `n`: [k]; `count`: counts their entries."""
+    """Averages the squares of each entry of the codes of `n` rows or columns; with `count`, counts entries instead."""
     if isinstance(code, Binary):
         return 0 if count else np.ones(code.width(n))
     if isinstance(code, PerAxis) and code.local:
@@ -219,13 +220,13 @@ def _table(device: torch.device) -> Tensor:
 
 
 class Past(NamedTuple):
-    """Results of earlier parts that later parts need: integers by leaf and first row, and stored variances."""
+    """Results that later parts need: integers of earlier parts by leaf and first row, and variances as stored."""
 
     gains: dict[tuple[str | None, int], Tensor]
     variances: dict[str, Tensor]
 
     def shifts(self, part: Part, device: Any) -> tuple[Tensor, Tensor]:
-        """Computes `shifts` and `mask` of a part (`Quantised`) from the integers of the gains."""
+        """Computes `shifts` and `mask` of a part (`Quantised`) from the integers of its amplitudes (`Part.gain`)."""
         ndim = len(part.shape)
         shifts = torch.zeros((1,) * ndim, dtype=torch.long, device=device)
         if part.finer:
@@ -238,7 +239,7 @@ class Past(NamedTuple):
         return shifts + torch.frexp(gain_TH * gain_TH).exponent.long().reshape(shape), (gain_TH != 0).reshape(shape)
 
     def zeros(self, part: Part, index: int, device: Any) -> Quantised:
-        """Returns a part with integers 0 and its steps: the step of `index`, made finer by the shifts."""
+        """Returns a part with all integers 0, and with its steps: the step of `index`, divided by `sqrt(2)^shifts`."""
         shifts, mask = self.shifts(part, device)
         steps = _table(shifts.device)[index - OCTAVE // 2 * shifts + _REACH]
         integers = torch.zeros(part.shape, dtype=torch.float32, device=device)
@@ -279,10 +280,10 @@ def check_steps(plan: Any, steps: Steps) -> None:
 
 
 def as_stored(plan: Any, leaves: TensorMap, stored: Stored) -> tuple[Params, Params]:
-    """Rounds leaves and buffers as a file does; gradients go straight through the rounding.
+    """Rounds leaves and buffers as a file does; backward ignores the rounding.
 
-    Numbers of features with amplitude 0 keep their values; a file stores 0, but the weights are equal. The second
-    result is the gradient of `rate * bits` with respect to the leaves, {} without a rate.
+    The second result is the gradient of `rate * bits` with respect to the leaves, {} if the rate is 0. Code weights of
+    a feature with amplitude 0 are not rounded; a file has 0 for them, which gives the same weights of the p-net.
     """
     if not isinstance(stored, Steps):
         return rounded(leaves, stored), {}
@@ -300,7 +301,8 @@ def as_stored(plan: Any, leaves: TensorMap, stored: Stored) -> tuple[Params, Par
 
 
 def _rate_gradient(leaves: TensorMap, found: list[Quantised], rate: float) -> Params:
-    # n numbers of a part take `n log2(1 + e mean|x| / step)` bits; halving an amplitude saves one bit per number.
+    # The n numbers of a part take `n log2(1 + e mean|x| / step)` bits. Halving an amplitude doubles the steps of its
+    # code weights, which saves one bit per code weight.
     gradients: list[Tensor] = []
     owned: dict[tuple[str | None, int], Tensor | float] = {}
     numbers = [one.part.of(leaves[one.part.leaf].detach()).float() for one in found]

@@ -1,14 +1,14 @@
 """Entropy coding of small integers: asymmetric numeral systems (J. Duda, 2013) with bell-shaped frequencies.
 
-A run holds symbols 0 .. 2^b - 1, each with a known centre, and begins with 4 bits for the `width` of the distribution.
-With width 0 all symbols are equally likely. Otherwise the frequency of a symbol at a distance d from its centre is
-`1 + 2^12 * 2^(-q / 16)`, with q = `64 d^2 >> (width - 1)`: a normal distribution in integer arithmetic, equal on every
-machine. `POWERS` has the powers of two for the fraction of the exponent. Files store no tables.
+A run is a sequence of symbols 0 .. 2^b - 1, each with a most likely value, its centre, which the reader knows. A run
+begins with 4 bits for the `width` of the distribution around the centres. With width 0, all values are equally likely.
+Otherwise a value at a distance d from the centre has the frequency `1 + 2^12 * 2^(-q / 16)`, where q is
+`64 d^2 >> (width - 1)`: a normal distribution in integer arithmetic, equal on every machine. Files store no tables.
 
-The encoder folds symbols into an integer x, which starts at 1, from the last symbol to the first. A symbol of frequency
-f out of F, with c the sum of the frequencies below, sets `x = x // f * F + c + x % f`. The decoder undoes this from the
-first symbol on and ends at 1. Every 2,048 symbols have one integer x, little-endian, after two bytes with the length of
-the integer; the last integer has no length.
+The encoder turns symbols into one integer x, which starts at 1, from the last symbol to the first. For a symbol with
+frequency f out of F, and with c the sum of the frequencies of smaller values, it sets `x = x // f * F + c + x % f`. The
+decoder reverses these operations from the first symbol on and ends at 1. Every 2,048 symbols have their own integer,
+little-endian, after two bytes with its length; the last integer has no length.
 """
 
 import math
@@ -25,11 +25,11 @@ Entry = tuple[int, int, int]
 
 PIECE = 2048
 MAX_SYMBOLS = 1 << 18  # Most symbols in a stream of runs; each takes half a microsecond to read
-_BLOCK = 24  # Symbols that are read together from a small part of the large integer
+_BLOCK = 24  # Symbols that are read together, because operations on the large integer are slow
 _MOST_BYTES = 4  # Most bytes per symbol: no symbol is rarer than 1 in 2^21.
 _ENDS = "expected codes that end with the data, got others: copy the file again"
 
-# 2^12 * 2^(-i / 16)
+# 2^12 * 2^(-i / 16) for i from 0 to 15
 POWERS = (4096, 3922, 3756, 3597, 3444, 3298, 3158, 3025, 2896, 2774, 2656, 2543, 2435, 2332, 2233, 2139)
 
 
@@ -51,14 +51,14 @@ def _bits_of(bits: int, centre: int, width: int) -> NDArray[np.float64]:
 
 
 class Run(NamedTuple):
-    """Symbols [n] of `bits` bits, with a centre per symbol [n], or one common centre [1]."""
+    """Symbols [n] of `bits` bits, with a centre (most likely value) per symbol [n], or one centre for all [1]."""
 
     symbols: Symbols
     bits: int
     centres: Symbols
 
     def cost(self) -> tuple[float, int]:
-        """Finds the width that takes the fewest bits; returns the bits and the width."""
+        """Finds the width with which the symbols take the fewest bits; returns these bits and the width."""
         centres, index = np.unique(self.centres, return_inverse=True)
         index = np.broadcast_to(index, self.symbols.shape)
         tables = (np.stack([_bits_of(self.bits, int(c), width) for c in centres]) for width in range(16))
@@ -84,7 +84,7 @@ def entry(symbol: int, limits: list[int]) -> Entry:
 
 
 def join(entries: list[Entry]) -> bytes:
-    """Encodes symbols as a stream; an entry is the sum of the frequencies below, the frequency, and the total."""
+    """Encodes symbols as a stream. An entry is (sum of frequencies of smaller values, own frequency, sum of all)."""
     pieces = []
     for start in range(0, len(entries), PIECE):
         x = 1
@@ -96,7 +96,7 @@ def join(entries: list[Entry]) -> bytes:
 
 
 def most_runs_bytes(bits: float, symbols: int, runs: int) -> int:
-    """Bounds the bytes of `runs` runs with `symbols` symbols, which take `bits` bits in total."""
+    """Returns an upper bound for the bytes of `runs` runs, whose `symbols` symbols take `bits` bits in total."""
     pieces = -(-(symbols + runs) // PIECE)
     # Each integer may take as many additional bits as the largest sum of frequencies has: less than 3 bytes.
     return math.ceil((bits + 4 * runs) / 8) + 3 * pieces + 2 * max(0, pieces - 1)
@@ -118,7 +118,7 @@ class Reader:
         return self.read([limits])[0]
 
     def read(self, tables: Sequence[Sequence[int]]) -> list[int]:
-        """Reads the next symbols [n], given the cumulative frequencies of each."""
+        """Reads one symbol per table; a table has the cumulative frequencies of all values of its symbol."""
         found: list[int] = []
         at = 0
         while at < len(tables):
@@ -126,7 +126,7 @@ class Reader:
                 self._open_piece()
             block = tables[at : at + min(_BLOCK, self._in_piece)]
             at, self._in_piece = at + len(block), self._in_piece - len(block)
-            # The remainder by the product of a block's totals determines the block's symbols, and is a small integer.
+            # The symbols of a block depend only on the remainder of x by the product of their totals, a small integer.
             high, x = divmod(self._x, math.prod([limits[-1] for limits in block]))
             scale = 1
             for limits in block:
@@ -141,7 +141,7 @@ class Reader:
         return found
 
     def run(self, count: int, bits: int, centres: Symbols) -> Symbols:
-        """Reads the symbols [count] of a run with these centres, [count] or [1]."""
+        """Reads a run of `count` symbols; `centres` has one centre per symbol, or one for all symbols."""
         width = self.next(range(17))
         tables = {centre: _limits(bits, centre, width) for centre in np.unique(centres).tolist()}
         return np.array(self.read([tables[centre] for centre in np.broadcast_to(centres, (count,)).tolist()]), np.uint8)
@@ -160,13 +160,13 @@ class Reader:
 
 
 ROOTS = (16777216, 14107901, 11863283, 9975792)  # 2^24 * 2^(-i / 4)
-NARROWEST, WIDEST = -9, 31  # Widths of geometric runs: integers are 0 at -9, and equally likely at 31
+NARROWEST, WIDEST = -9, 31  # At width -9 all integers are 0; at width 31 all integers are equally likely
 HALVINGS = 22
 
 
 @lru_cache(maxsize=4096)
 def geometric(width: int, most: int) -> tuple[int, list[int]]:
-    """Return D <= `most`, and cumulative frequencies [2 D + 2] of integers -D .. D, which halve every 2^(width / 4)."""
+    """Return D <= `most`, and cumulative frequencies of -D .. D; frequencies halve per distance of 2^(width / 4)."""
     if width <= NARROWEST:
         return 0, [0, 1]
     if width >= WIDEST:
@@ -174,7 +174,7 @@ def geometric(width: int, most: int) -> tuple[int, list[int]]:
     reach = min(most, math.ceil(HALVINGS * 2 ** (width / 4)))
     distance = np.abs(np.arange(-reach, reach + 1, dtype=np.int64))
     fine = distance * 16 * ROOTS[width % 4]
-    # The exponent of 1/2, in sixteenths.
+    # The frequency is proportional to (1/2)^(sixteenths / 16).
     sixteenths = fine >> (24 + width // 4)
     powers = np.array(POWERS, np.int64)[sixteenths % 16] << 8
     frequencies = 1 + (powers >> np.minimum(sixteenths // 16, 40))

@@ -1,6 +1,6 @@
 """Training on several ranks: a mesh, differentiable collectives, and placements of the genome.
 
-No other room uses `torch.distributed`.
+No other package of gbfunc uses `torch.distributed`.
 """
 
 from gbfunc.parallel.checks import check_equal, text_of

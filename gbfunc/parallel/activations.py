@@ -1,8 +1,8 @@
-"""Moves that change the layout of an activation on the ranks of an axis; backward changes the gradient's layout back.
+"""Moves that change the layout of an activation over the ranks of an axis. Backward reverses the change for gradients.
 
-An activation is *replicated* (equal on all ranks), *split* along a dimension, or *partial* (the activation is the sum
-of the ranks' tensors). The gradient has the activation's layout, except for a tensor with a *partial gradient*: the
-tensor is replicated, but each rank computes another function of the tensor, so the gradient is a sum over ranks.
+An activation is *replicated* (equal on all ranks), *split* along a dimension, or *partial* (the sum of the ranks'
+tensors). Its gradient has the same layout, with one exception, the layout *partial gradient*: the activation is
+replicated, but every rank uses it to compute a different output, so its gradient is the sum of the ranks' gradients.
 (Megatron-LM: Shoeybi et al., 2019; sequence parallel: Korthikanti et al., 2022.)
 """
 
@@ -24,9 +24,9 @@ Move = Literal["keep", "all_reduce", "gather", "reduce_scatter", "slice"]
 
 MOVES: Mapping[tuple[Activation, Activation], tuple[Move, Move]] = {
     ("partial", "replicated"): ("all_reduce", "keep"),  # Output of a row-parallel layer
-    ("partial", "split"): ("reduce_scatter", "gather"),  # The same with sequence parallelism
+    ("partial", "split"): ("reduce_scatter", "gather"),  # Output of a row-parallel layer, with sequence parallelism
     ("replicated", "partial gradient"): ("keep", "all_reduce"),  # Input of a column-parallel layer
-    ("split", "partial gradient"): ("gather", "reduce_scatter"),  # The same with sequence parallelism
+    ("split", "partial gradient"): ("gather", "reduce_scatter"),  # Column-parallel layer, with sequence parallelism
     ("split", "replicated"): ("gather", "slice"),
     ("replicated", "split"): ("slice", "gather"),
 }
@@ -34,7 +34,7 @@ MOVES: Mapping[tuple[Activation, Activation], tuple[Move, Move]] = {
 
 
 def chunk_sizes(n: int, ranks: int) -> Sizes:
-    """Return the number of entries of every rank if `torch.chunk` or a DTensor splits n entries.
+    """Return how many of n entries every rank gets if `torch.chunk` or a DTensor splits them.
 
     >>> chunk_sizes(32, 3), chunk_sizes(4, 3)
     ((11, 11, 10), (2, 2, 0))
@@ -44,7 +44,7 @@ def chunk_sizes(n: int, ranks: int) -> Sizes:
 
 
 class Wire(NamedTuple):
-    """The connection between the ranks along an axis of a mesh, which moves activations."""
+    """Exchanges activations between the ranks along an axis of a mesh."""
 
     mesh: Mesh
     axis: Axis
@@ -53,12 +53,12 @@ class Wire(NamedTuple):
         return sum(sizes[: self.axis.rank])
 
     def move(self, x: Tensor, start: Activation, end: Activation, dim: int = 0, sizes: Sizes = ()) -> Tensor:
-        """Change a tensor's layout; backward changes the gradient back. `sizes` are all ranks' lengths along `dim`."""
+        """Change a tensor's layout as in `MOVES`. If split along `dim`, `sizes` are the lengths on all ranks."""
         moved: Any = _Moved.apply(x, self, *MOVES[start, end], dim, sizes)
         return moved
 
     def joined(self, x: Tensor, placement: Any, sizes: Sizes = ()) -> Any:
-        """Build a DTensor from this rank's part; `sizes` are all ranks' lengths along a split dimension."""
+        """Build a DTensor from this rank's part. `sizes` has the length of every rank's part, for a split dimension."""
         shape = list(x.shape)
         if isinstance(placement, Shard):
             shape[placement.dim] = sum(sizes)
@@ -67,7 +67,7 @@ class Wire(NamedTuple):
         return DTensor.from_local(x, self.mesh.tensor_mesh, [placement], run_check=False, **layout)
 
     def sizes_of(self, n: int) -> Sizes:
-        """Return the lengths of a tensor on all ranks from its length on this rank; all ranks must call."""
+        """Return the lengths `n` of all ranks; all ranks must call."""
         mine = torch.tensor([n], dtype=torch.int64, device=self.mesh.device)
         sizes = _moved(self, mine, "gather", 0, (1,) * self.axis.size)
         return tuple(sizes.tolist())
@@ -80,7 +80,7 @@ def _moved(wire: Wire, x: Tensor, move: Move, dim: int, sizes: Sizes) -> Tensor:
     if move == "slice":
         return x.narrow(dim, wire.start(sizes), sizes[axis.rank]).contiguous()
     if move == "all_reduce":
-        # Sum in float32 at least, so that a sum in half precision is rounded only once.
+        # Sum half precision in float32, so that the result is rounded only once.
         dtype, order = torch.promote_types(x.dtype, torch.float32), torch.contiguous_format
         return sum_ranks(mesh, x.detach().to(dtype, memory_format=order, copy=True), axis.name).to(x.dtype)
     exchange = all_gather if move == "gather" else reduce_scatter
@@ -101,7 +101,7 @@ class _Moved(torch.autograd.Function):
 
 
 def scale_gradient(x: Tensor, factor: float, seen: list[Tensor] | None = None) -> Tensor:
-    """Return `x` unchanged and multiply its gradient by `factor`; append the unscaled gradient to `seen`."""
+    """Return `x`, whose gradient will be multiplied by `factor`. The original gradient is appended to `seen`."""
     if factor == 1.0 or not (y := x.view_as(x)).requires_grad:
         return x
 

@@ -1,8 +1,8 @@
-"""Records the loss of a p-net as a graph with `torch.export` and cuts the graph into the stages of a pipeline.
+"""Traces the computation of a p-net's loss as a graph, with `torch.export`, and cuts the graph into pipeline stages.
 
-A *cell* is a block and the operators between the block and the next one; cell -1 comes before the first block. An
-operator with a cell runs once, in the stage that contains the cell. Operators that depend only on the batch, such as
-positions and masks, have no cell and run in every stage that needs their values.
+A *cell* is a block with the operators that follow up to the next block. Cell -1 has the operators before the first
+block. An operator in a cell runs once, in the stage that contains the cell. Operators that depend only on the batch,
+such as positions and masks, are in no cell, and run in every stage that needs their results.
 """
 
 from __future__ import annotations
@@ -39,23 +39,24 @@ _LAYERS: dict[Any, tuple[str, ...]] = {
 
 
 class Chain(NamedTuple):
-    """The recorded graph of a loss, with the cells that compute and use its values.
+    """The graph of a loss, with the cells of its nodes.
 
-    A node's `meta` has its `cell`, the last cell that needs the node's value (`end`), and whether an operator writes to
-    the node's memory (`written`). The `origin` of an input is the name of a tensor of the p-net, the index of a tensor
-    of the batch, or a constant.
+    The dict `meta` of a node has the node's `cell`, the last cell that needs the node's value (`end`), and whether an
+    operator writes to the memory of the value (`written`). For an input of the graph, `meta["origin"]` is the name of a
+    tensor of the p-net, the index of a tensor of the batch, or a constant.
     """
 
-    flops: tuple[float, ...]  # Operations in the cell of every block; cell -1 counts for the first block
-    places: Mapping[str, frozenset[int]]  # Cells that use each parameter, by name
+    flops: tuple[float, ...]  # Operations in every block's cell; the first entry includes cell -1
+    places: Mapping[str, frozenset[int]]  # The cells that use a parameter, by the parameter's name
     nodes: Sequence[fx.Node] = ()
     outputs: tuple[Sequence[Any], Any] = ((), None)  # Leaves of the loss function's output, and their tree structure
 
 
 def find_blocks(pnet: nn.Module, stages: int, splits: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Return the blocks: siblings of `splits`, or children of the list of >= `stages` layers with most parameters.
+    """Return the names of the blocks: all children of the parent of `splits`, or of the p-net's largest list of layers.
 
-    Raises ValueError if no such list exists, or `splits` does not name the first block of every stage but the first.
+    `splits` names the first block of every stage except the first stage. A list must have at least `stages` layers.
+    Raises ValueError if `splits` is wrong, or if there is no such list.
     """
     if splits is not None:
         parents = {name.rpartition(".")[0] for name in splits}
@@ -79,13 +80,13 @@ def find_blocks(pnet: nn.Module, stages: int, splits: Sequence[str] | None = Non
 
 
 def balanced_stages(costs: Sequence[float], stages: int) -> tuple[int, ...]:
-    """Return every stage's first block, and the number of blocks, so that the largest cost of a stage is minimal.
+    """Divide blocks into stages with the smallest possible largest cost. Return each first block, and the block count.
 
     >>> balanced_stages([1, 1, 1, 5], 2)
     (0, 3, 4)
     """
     n, sums = len(costs), [0.0, *accumulate(costs)]
-    # For the first n blocks, by n: the largest cost of a stage, and where the stages start and end.
+    # `best[n]` divides the first n blocks: the largest cost of a stage, and the bounds of the stages.
     best = {0: (0.0, (0,))}
     for _ in range(stages):
         best = {
@@ -100,9 +101,10 @@ def stage_of(starts: Sequence[int], cell: int) -> int:
 
 
 def crossing(chain: Chain, starts: Sequence[int], stage: int) -> list[fx.Node]:
-    """Return the nodes of values from earlier stages that this or later stages need; `starts` as in `balanced_stages`.
+    """Return the nodes whose values are computed before a stage, and are needed in the stage or after the stage.
 
-    Raises ValueError if a value cannot be sent, or if several stages use a buffer that the forward changes.
+    `starts` is a result of `balanced_stages`. Raises ValueError if a value is no tensor of a known shape, or if several
+    stages use a buffer that the forward changes.
     """
     found = []
     for node in chain.nodes:
@@ -123,7 +125,7 @@ def crossing(chain: Chain, starts: Sequence[int], stage: int) -> list[fx.Node]:
 def stage_graph(
     chain: Chain, starts: Sequence[int], stage: int, received: Iterable[fx.Node], sent: Iterable[fx.Node]
 ) -> tuple[fx.Graph, list[Any]]:
-    """Return a stage's graph and its inputs after the received values: constants, or indices of the batch's tensors."""
+    """Return a stage's graph and, after received values, its other inputs: constants, or indices of batch tensors."""
     here = {n for n in chain.nodes if n.meta["cell"] is not None and stage_of(starts, n.meta["cell"]) == stage}
     here |= {n for n in sent if n.meta["cell"] is None}
     for node in reversed(chain.nodes):
@@ -170,12 +172,12 @@ def trace_chain(
     device: torch.device | None = None,
     adapt: Callable[[nn.Module], Any] = lambda net: None,
 ) -> Chain:
-    """Record the loss of a microbatch, `run(net, batch)`, with fake tensors on a device.
+    """Trace the computation of a microbatch's loss, `run(net, batch)`, as a graph, with fake tensors on a device.
 
-    The graph is specialized to the shapes of the batch's tensors and to its other values. Before the recording, `adapt`
-    changes a copy of the p-net, which runs in place of the p-net.
+    The graph holds only for the shapes of the batch's tensors, and for the batch's numbers and texts. `net` is a copy
+    of the p-net, which `adapt` may change before.
 
-    Raises ValueError if torch cannot record the code, or if the blocks do not run in their order.
+    Raises ValueError if `torch.export` cannot trace the code, or if the blocks do not run in the order of `blocks`.
     """
     place, mode = device or next(pnet.parameters()).device, FakeTensorMode(allow_non_fake_inputs=True)
     states = _states()
@@ -210,7 +212,7 @@ def _states() -> str:
 
 
 def _chain_of(program: Any, net: nn.Module, blocks: Sequence[str]) -> Chain:
-    """Build a chain from an exported program; in the program's graph, replace layers' operators by calls of layers."""
+    """Build a chain from the result of `torch.export`. In its graph, operators of layers become calls of the layers."""
     trained = dict(net.named_parameters(remove_duplicate=False))
     named, ties = trained | dict(net.named_buffers(remove_duplicate=False)), dict[Tensor, str]()
     firsts = {name: ties.setdefault(x, name) for name, x in named.items()}
@@ -256,7 +258,7 @@ def _chain_of(program: Any, net: nn.Module, blocks: Sequence[str]) -> Chain:
 
 
 def _name_inputs(program: Any, firsts: Mapping[str, str]) -> None:
-    """Set the `origin` of a graph's inputs; tied tensors get the first of their names."""
+    """Set `meta["origin"]` of a graph's inputs. `firsts` has the first name of a tied tensor for all names."""
     module, numbers = program.graph_module, count()
     specs = iter(program.graph_signature.input_specs)
     for node in module.graph.nodes:
@@ -276,9 +278,9 @@ def _name_inputs(program: Any, firsts: Mapping[str, str]) -> None:
 
 
 def _call_layer(node: fx.Node, modules: Mapping[str, nn.Module], firsts: Mapping[str, str]) -> None:
-    """Replace the operator of a stock layer by a call of the layer, which supports every form of its weight."""
+    """Replace the operator of one of torch's layers by a call of the layer, whose weight may then be factors."""
     path = _modules_of(node)[-1]
-    # If a forward runs a slice of a list of layers, the recorded path names no module of the net.
+    # If a forward runs a slice of a list of layers, the path in the graph is not the name of a module.
     layer, args = modules.get(path), dict(zip(_LAYERS.get(node.target, ()), node.args, strict=False))
     if not args or layer is None or layer_form(layer) is None or layer._forward_hooks or layer._forward_pre_hooks:
         return
@@ -293,7 +295,7 @@ def _call_layer(node: fx.Node, modules: Mapping[str, nn.Module], firsts: Mapping
 
 
 def _written_by(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes whose memory an operator changes; the operator may be a region such as `torch.no_grad`."""
+    """Return the nodes whose memory an operator changes. The operator may be the content of a `torch.no_grad` block."""
     if getattr(getattr(node.target, "_schema", None), "is_mutable", False):
         return [_memory(node.args[0])]  # pyright: ignore[reportArgumentType]
     found = []
@@ -306,7 +308,7 @@ def _written_by(node: fx.Node) -> list[fx.Node]:
 
 
 def _memory(node: fx.Node) -> fx.Node:
-    """Return the node that owns the memory of a node's value, which may be a view."""
+    """Return the node that allocated the memory of a node's value: another node if the value is a view."""
     while True:
         returns = getattr(getattr(node.target, "_schema", None), "returns", ())
         if not any(r.alias_info for r in returns) and node.target is not operator.getitem:
@@ -317,7 +319,7 @@ def _memory(node: fx.Node) -> fx.Node:
 def _flops(node: fx.Node) -> int:
     if len(node.all_input_nodes) < 2 or not hasattr(node.target, "_schema"):
         return 0
-    # Operators that need the values of tensors fail on the meta device and count as 0.
+    # Operators that need the values of tensors fail on the meta device, and are not counted.
     with FlopCounterMode(display=False) as counter, suppress(RuntimeError, NotImplementedError):
         target: Any = node.target
         target(*map_arg(node.args, _on_meta), **map_arg(node.kwargs, _on_meta))

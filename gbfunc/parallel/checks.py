@@ -1,4 +1,4 @@
-"""Checks that ranks agree: ranks compare hashes, and exchange texts only to report a difference."""
+"""Checks that ranks have equal tensors and options. Ranks compare hashes, and send texts only if hashes differ."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ def check_equal(mesh: Mesh, named: Mapping[str, Tensor | str], what: str, axis: 
     """Compare named tensors or texts between the ranks of an axis; all ranks of the axis must call.
 
     Raises:
-        ValueError: on every rank, with the ranks that differ from the first rank, and the names and texts that differ.
+        ValueError: on every rank, if a rank differs from the first rank; the message has names and texts that differ.
         CollectiveError: if a rank is missing.
     """
     ranks, names = mesh.axis(axis).ranks, sorted(named)
@@ -51,9 +51,9 @@ def hash_of(x: Tensor | str) -> int:
 def text_of(options: Any) -> str:
     """Write options as JSON for `check_equal`; equal options give equal texts in all processes.
 
-    Dataclasses, mappings, sequences, partial functions and styles of tensor parallelism are written out. A tensor is
-    written as its hash, a function as its name, and any other object as its class, because an object's text may contain
-    an address or a device.
+    Dataclasses, mappings, sequences, partial functions and styles of tensor parallelism are written with their content.
+    A tensor is written as its hash, and a function as its name. Of all other objects only the class is written, because
+    their text may have an address in memory or a device, which differ between ranks.
 
     >>> text_of({"clip_norm": 0.5, "amp": torch.bfloat16, "classes": [torch.nn.Linear]})
     '{"amp": "torch.bfloat16", "classes": ["torch.nn.modules.linear.Linear"], "clip_norm": 0.5}'
@@ -85,7 +85,7 @@ def _as_json(x: Any) -> Any:
 
 
 def _difference(first: str, text: str) -> str:
-    """Quote both texts around their first difference: ` ("clip_norm": 0.5, not "clip_norm": null)`."""
+    """Quote the first difference of two texts, for example as ` ("clip_norm": 0.5, not "clip_norm": null)`."""
     at = len(os.path.commonprefix([first, text]))
     start, end = max(0, at - 80), at + 30
     quotes = (f"{'...' * (start > 0)}{x[start:end]}{'...' * (len(x) > end)}" for x in (text, first))

@@ -1,11 +1,12 @@
-"""Collectives on rows of tensors, differentiable; `CollectiveError` reports a missing rank.
+"""Differentiable collectives on rows of tensors. They raise `CollectiveError` if a rank is missing.
 
-A gather stacks the rows of every rank. A reduce-scatter sums over ranks and returns to each rank its rows. Each is the
-gradient of the other. Ranks may have different numbers of rows, also none; rows are sent without padding. One autograd
-node exchanges many tensors in the same order on every rank, and supports `vmap` and double backward.
+A gather stacks the rows of all ranks. A reduce-scatter sums over ranks, and every rank gets some rows of the sum. The
+backward of a gather is a reduce-scatter, and vice versa. Ranks may have different numbers of rows, also none, which are
+sent without padding. One autograd node exchanges many tensors in the same order on all ranks, and supports `vmap` and
+double backward.
 
 On gloo, ranks exchange point-to-point messages, because gloo's reduce-scatter sends twice the bytes. Compiled graphs
-use gloo's all-to-all, which takes twice the time.
+instead use gloo's all-to-all, which takes twice the time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,7 +49,7 @@ def sent_bytes(kind: Kind | Literal["all_reduce"], n_bytes: int, axis: Axis, siz
 
 
 def _moved(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Gather rows, [n, ...] -> [sum(sizes), ...], or sum this rank's rows over ranks, [sum(sizes), ...] -> [n, ...]."""
+    """Gather rows, [n, ...] -> [sum(sizes), ...], or sum over ranks and keep this rank's n rows of the sum."""
     kind, sizes, axis, mesh = exchange
     gathers, at_once = kind == "gather", mesh is None or dist.get_backend(axis.group) == "nccl"
     pieces, results = [], []
@@ -62,8 +63,8 @@ def _moved(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         else:
             pieces.append(([x] * axis.size if gathers else x.split(sent), out.split(received)))
         results.append(out if gathers else out.split(received))
-    # Post all receives first. Gloo tells a sender that the receiver is ready on the connection that also carries the
-    # receiver's rows; a receive posted after a send would wait until these rows have arrived.
+    # Post all receives before the sends. The message with which gloo announces a receive uses the same connection as
+    # sent rows: after a send, the announcement would wait until the rows have arrived.
     works: list[Any] = []
     for i, rank in enumerate(axis.ranks):
         works += [dist.irecv(t[i], rank, group=axis.group) for _, t in pieces if i != axis.rank and t[i].numel()]
@@ -77,7 +78,7 @@ def _moved(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _total(summands: Sequence[Tensor]) -> Tensor:
-    # Add in the order of the ranks, so that all ranks get the same bits; round half precision once, at the end.
+    # Add in the order of the ranks, so that all ranks get the same bits. Add in float32 and round only the sum.
     total = summands[0].to(torch.promote_types(summands[0].dtype, torch.float32)) + summands[1]
     for summand in summands[2:]:
         total += summand
@@ -106,7 +107,7 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], exchange: _Exchange, *xs: Tensor) -> tuple[Any, Any]:
-        # The exchange is along the first dimension, so the batch dimension becomes the second.
+        # Rows are the first dimension, so make the dimension of vmap the second.
         n, both = info.batch_size, zip(xs, in_dims[1:], strict=True)
         moved = [x.unsqueeze(1).expand(len(x), n, *x.shape[1:]) if d is None else x.movedim(d, 1) for x, d in both]
         return _Node.apply(exchange, *moved), (1,) * len(xs)
@@ -121,15 +122,16 @@ def _exchange(kind: Kind, mesh: Mesh, xs: list[Tensor], sizes: list[Sizes], axis
 
 
 def all_gather(mesh: Mesh, xs: list[Tensor], sizes: list[Sizes], axis: AxisName = "gnets") -> list[Tensor]:
-    """Gather the rows of every rank along an axis, per tensor: [n, ...] -> [sum(sizes), ...].
+    """Gather the rows of all ranks of an axis, for each tensor: [this rank's rows, ...] -> [sum(sizes), ...].
 
-    Backward is a reduce-scatter, which sums the ranks' gradients of this rank's rows. All ranks must run backward.
+    `sizes` has the numbers of rows of all ranks, per tensor. Backward is a reduce-scatter: it sums the gradients of
+    this rank's rows over the ranks, so all ranks must run backward.
     """
     return _exchange("gather", mesh, xs, sizes, axis)
 
 
 def reduce_scatter(mesh: Mesh, xs: list[Tensor], sizes: list[Sizes], axis: AxisName = "gnets") -> list[Tensor]:
-    """Sum this rank's rows over an axis, per tensor: [sum(sizes), ...] -> [n, ...]; backward is a gather."""
+    """Sum each tensor [sum(sizes), ...] over the ranks of an axis, and return this rank's rows of the sums."""
     return _exchange("reduce_scatter", mesh, xs, sizes, axis)
 
 
@@ -161,7 +163,7 @@ def stack_ranks(mesh: Mesh, named: Mapping[str, Tensor]) -> Params:
 
 
 def gather_objects(mesh: Mesh, x: Any, axis: AxisName = "world") -> list[Any]:
-    """Gather a small object from every rank of an axis, in the order of ranks; `mesh.traffic` does not count it."""
+    """Return the objects of all ranks of an axis, in the order of ranks. `mesh.traffic` does not count these bytes."""
     ranks = mesh.axis(axis)
     if ranks.size == 1:
         return [x]

@@ -1,7 +1,7 @@
 """Counts a rank's operations, saved activations and sent bytes in a p-net's forward, per block, on the meta device.
 
-The layers, also tensor-parallel ones, run their own code; a `DryWire` counts the bytes and sends nothing. A *cell* is a
-block, or the part before the first block (cell 0) or after the last block (the last cell).
+The layers run as in training, also tensor-parallel layers, but a `DryWire` only counts the bytes that they would send.
+Cell 0 is the part of the p-net before the first block, cell i is block i, and the last cell is the part after all.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ RunLoss = Callable[[Callable[..., Any], Any], Any]
 
 @dataclass
 class Cell:
-    """The costs of a part of the p-net for one microbatch, in forward; backward has twice the operations."""
+    """The costs of a part of the p-net in the forward of one microbatch. Backward has twice the operations."""
 
     flops: float = 0.0  # Multiplications and additions
     moved: float = 0.0  # Bytes that operations read and write
-    saved: float = 0.0  # Bytes saved for backward: no weights, except those that a layer computes from factors
+    saved: float = 0.0  # Bytes of activations saved for backward, and of weights that a layer computes from factors
     sent: float = 0.0  # Bytes that a rank sends along the tensor axis in forward
     sent_back: float = 0.0  # Bytes that a rank sends along the tensor axis in backward
     messages: float = 0.0  # Number of collectives in forward and backward
     operators: float = 0.0  # Calls of torch's operators in forward
     largest: float = 0.0  # Bytes of the largest saved tensor
-    weights: float = 0.0  # Bytes of generated weights or factors that are stored for the step
-    graph: float = 0.0  # Bytes saved for the backward of generating `weights`
-    transient: float = 0.0  # Bytes of weights, and of their graphs, that are generated again for each use
-    passing: float = 0.0  # Bytes of the largest transient weight and its graph
-    generation: float = 0.0  # Operations of generation, forward and backward
+    weights: float = 0.0  # Bytes of generated weights or factors that are stored until the end of the step
+    graph: float = 0.0  # Bytes that autograd saves when the stored weights are generated
+    transient: float = 0.0  # Bytes of weights that are generated again for each use, and that autograd saves for them
+    passing: float = 0.0  # The largest summand of `transient`: bytes for one weight
+    generation: float = 0.0  # Operations to generate weights, in forward and backward
 
 
 def total(cells: Iterable[Cell]) -> Cell:
@@ -55,7 +55,7 @@ def total(cells: Iterable[Cell]) -> Cell:
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Replaces attention by the fused operator; on the meta device torch would use separate matrix products."""
+    """Runs the fused operator of attention, because torch uses separate matrix products on the meta device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
@@ -72,7 +72,7 @@ class _Sent(torch.autograd.Function):
 
 
 class DryWire(Wire):
-    """A wire on the meta device, which sends nothing and reports the bytes to `sent(forward, backward)`."""
+    """A wire for meta tensors that sends nothing. It calls `sent` with the bytes in forward and in backward."""
 
     sent: Callable[[float, float], None]
 
@@ -105,10 +105,10 @@ def factor_shapes(slot: Slot) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 class DryRun(TorchDispatchMode):
-    """Runs a rank's share of a p-net's forward; a call with a microbatch returns the costs of every cell.
+    """Runs one rank's part of a p-net's forward. A call with a microbatch returns the costs of every cell.
 
-    `blocks` are the names of the blocks, in order. `tensor` splits the layers over ranks and has a `DryWire`. `forms`
-    are the weights that stay factors, and `shapes` the shapes of this rank's pieces, both by name.
+    `blocks` are the names of the blocks, in order. `tensor` splits the layers over ranks with a `DryWire`. The
+    attribute `forms` has the weights that stay factors, and `shapes` the shapes of this rank's parts of split weights.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class DryRun(TorchDispatchMode):
                 continue
             self.forms |= dict.fromkeys((t.name, *t.aliases), form)
             for key, (tiles, n, k) in zip(form.keys, factor_shapes(t.slots[0]), strict=False):
-                # In memory, rows are the last dimension, as in generated sines; layers multiply views of the sines.
+                # Rows are the last dimension in memory, as in the factors that periodic g-nets generate.
                 shape = len(t.slots) * tiles, k, n
                 factor = torch.empty(shape, dtype=plan.dtype, device="meta").transpose(-1, -2)
                 self._weights[key] = factor.requires_grad_()
@@ -159,7 +159,7 @@ class DryRun(TorchDispatchMode):
         kwargs = kwargs or {}
         out, flops = func(*args, **kwargs), flop_registry.get(func._overloadpacket)
         cell = self._cells[self._at]
-        # Torch's FlopCounterMode is not used: its module hooks detach gradients that a forward computes.
+        # Do not use torch's `FlopCounterMode`: its module hooks detach gradients that a forward computes.
         cell.flops += flops(*args, **kwargs, out_val=out) if flops else 0
         both: Any = (args, kwargs), out
         inputs, outputs = ([x for x in optree.tree_leaves(xs) if isinstance(x, Tensor)] for xs in both)

@@ -1,6 +1,6 @@
-"""The exchanges of a layout: generated tiles, the sums at the end of a step, and full states.
+"""What ranks exchange in a training step: generated tiles, sums of gradients, and full states of the training.
 
-The loss is the mean over the global batch, so means over ranks are weighted by rows: sum_i n_i x_i / sum_i n_i.
+The loss is the mean over the global batch. A mean over ranks is `sum_i n_i x_i / sum_i n_i`, for rank i with n_i rows.
 """
 
 import math
@@ -25,19 +25,19 @@ Entries = tuple[tuple[str, bool], ...]
 
 
 class Gather(NamedTuple):
-    """Gathers the generated outputs of all ranks in one call of a generator.
+    """Gathers the tiles or factors that the ranks generate.
 
-    `counts` is False on a rank without a row of the batch. To take part in the collectives of backward, the rank
-    computes the loss of a row of zeros; its gradients become zeros, even if they are not finite.
+    `counts` is False on a rank without a row of the batch. This rank computes the loss of a row of zeros, because all
+    ranks must run the collectives of backward. Its gradients are replaced by zeros, even if they are not finite.
     """
 
     layout: Layout
     counts: bool = True
 
     def no_tiles(self, e: Ensemble, leaves: Params) -> Tensor | Factors:
-        """Return the empty output of a rank without tiles of an ensemble, connected to the leaves in the graph.
+        """Return zero tiles, or factors of zero tiles, for a rank that has no tiles of an ensemble.
 
-        Without the connection, this rank's backward would skip the collectives, and other ranks would wait forever.
+        The result is connected to the leaves in the graph, so that this rank's backward also runs the collectives.
         """
         anchor = next(iter(leaves.values())).reshape(-1)[:0].sum()
         rows, cols, *_ = e.dims
@@ -47,16 +47,16 @@ class Gather(NamedTuple):
         return anchor.new_zeros((0, rows, cols)) + anchor
 
     def outputs(self, mine: Mapping[str, Tensor | Factors], sizes: Mapping[str, Sizes]) -> dict[str, Tensor | Factors]:
-        """Gather the scaled tiles [t, r, c] or factors of ensembles from all ranks.
+        """Gather the scaled tiles [tiles, rows, columns], or their factors, from all ranks, by name of the ensemble.
 
-        `sizes` has the number of tiles on every rank, of an entire ensemble or of one of its slots, by ensemble.
+        `mine` are this rank's tiles: of entire ensembles, or of one slot of each. `sizes` are all ranks' tile numbers.
         """
         ensembles = [e for e in self.layout.plan.ensembles if e.name in mine]
         sent = {e.name: self._sent(e, mine[e.name]) for e in ensembles}
         rows = [(x, sizes[name]) for name, tensors in sent.items() for x in tensors]
         found = all_gather(self.layout.mesh, [x for x, _ in rows], [n for _, n in rows])
         if not self.counts:
-            # Make the gradient exactly zero, but keep the graph: the other ranks wait for this rank in backward.
+            # Make the gradient exactly zero, but keep the graph, so that backward runs the collectives.
             found = [torch.where(x.new_zeros((), dtype=torch.bool), x, x.detach()) for x in found]
         rest = iter(found)
         return {name: Factors(next(rest), next(rest)) if len(xs) == 2 else next(rest) for name, xs in sent.items()}
@@ -78,25 +78,30 @@ def reduce_step(
     before: Mapping[str, Tensor],
     agreed: Entries,
 ) -> tuple[Tensor, Any, Params, Params, Tensor, Entries]:
-    """Average a step's results over the global batch, in one all-reduce, and another one if leaves are split.
+    """Average the results of a step over the global batch, in one all-reduce, or in two if leaves are split.
 
-    `loss`, `aux` and `buffers` are results of this rank's `rows`; `gradients` are of `rows` times the loss, and those
-    of split leaves are already summed over the g-net axis. Numbers and scalar tensors of `aux` are averaged; other
-    values remain those of this rank. `before` has the buffers to average before the step, equal on all ranks. If a
-    rank's entries of aux differ from `agreed`, the entries of the previous step, all ranks compare their entries.
+    Args:
+        layout: the placement of the genome.
+        rows: the number of rows of this rank.
+        loss: the mean loss of these rows.
+        aux: other outputs of the loss function. Numbers and scalar tensors are averaged; this rank keeps other values.
+        gradients: gradients of `rows` times the loss. Those of split leaves are already summed over the g-net axis.
+        buffers: the buffers after the step.
+        before: the values before the step of buffers to average, equal on all ranks.
+        agreed: the entries of aux in the previous step. If a rank has other entries, all ranks compare their entries.
 
     Returns:
         Loss, aux, gradients, buffers, the norm of the full gradient, and the entries of aux.
 
     Raises:
-        ValueError: if aux has non-scalar tensors or entries that differ between ranks, or if no rank has rows.
+        ValueError: if aux has non-scalar tensors, or different entries on different ranks, or if no rank has rows.
     """
     mesh, dtypes = layout.mesh, {k: g.dtype for k, g in gradients.items()}
     unrounded, gradients = gradients, {k: _wide(g) for k, g in gradients.items()}
     split = {k: g for k, g in gradients.items() if k in layout.split}
     if split:
         split = dict(zip(split, _sum_flat(layout, list(split.values()), "replicas"), strict=True))
-    # Accumulate in the gradients' widest dtype: ranks must decide from the same bits whether a norm is finite.
+    # Accumulate in the gradients' widest dtype: all ranks need the same bits of the norm, to skip the same steps.
     wide = any(g.dtype == torch.float64 for g in gradients.values())
     square = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=mesh.device)
     if mesh.axis("replicas").rank == 0:
@@ -109,7 +114,7 @@ def reduce_step(
     replicated = [k for k in gradients if k not in split]
     means = map(_wide, [loss, *known, *(decrease(x, buffers[k]) for k, x in before.items())])
     means = [x * rows if rows else torch.zeros_like(x) for x in means]
-    # NaN instead of the number of rows tells all ranks that this rank has other entries.
+    # If this rank has other entries than `agreed`, send NaN instead of the number of rows: the sum tells all ranks.
     sent = torch.tensor(float(rows) if entries == agreed else math.nan)
     n, square, *sums = _sum_flat(layout, [sent, square, *means, *(gradients[k] for k in replicated)], "world")
     if n.isnan():
@@ -135,7 +140,7 @@ def reduce_step(
 
 
 def decrease(before: Tensor, after: Tensor) -> Tensor:
-    """Return `before - after`, with 0 for equal entries, also for equal infinities."""
+    """Return `before - after`, and 0 where both are equal, even if both are infinite."""
     return torch.where(after == before, torch.zeros_like(before), before - after)
 
 
@@ -148,22 +153,22 @@ def _number(x: Any) -> Tensor | None:
 
 
 def weighted_mean(layout: Layout, weight: Tensor, tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Sum `weight` over all ranks, and average tensors with it, in one all-reduce."""
+    """Return the sum of `weight` over all ranks, and the tensors' means over ranks with these weights."""
     if layout.mesh.world == 1:
         return weight, tensors
-    # The weight is sent in float32: a float64 weight would make the flat buffer float64.
+    # Send the weight in float32: with a float64 weight, all tensors would be sent in float64.
     weighted = (wide * weight.to(wide) for wide in map(_wide, tensors))
     total, *sums = _sum_flat(layout, [weight.float(), *weighted], "world")
     return total, [(x / total.to(x)).to(like.dtype) for x, like in zip(sums, tensors, strict=True)]
 
 
 def _wide(x: Tensor) -> Tensor:
-    # In half precision, numbers times rows would overflow, and would be rounded twice.
+    # In half precision, the product of a number and `rows` could overflow, and would be rounded twice.
     return x.detach().to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _sum_flat(layout: Layout, tensors: list[Tensor], axis: AxisName) -> list[Tensor]:
-    """Sum tensors over the ranks of an axis, in one flat buffer of the widest dtype; keeps the tensors' dtypes."""
+    """Sum tensors over the ranks of an axis: send one vector in the widest dtype, and return the tensors' dtypes."""
     if layout.mesh.axis(axis).size == 1:
         return tensors
     real = [torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach() for x in tensors]
@@ -175,19 +180,19 @@ def _sum_flat(layout: Layout, tensors: list[Tensor], axis: AxisName) -> list[Ten
 
 
 def shard_state(layout: Layout, state: Any) -> Any:
-    """Select this rank's rows of split leaves and of their optimizer state; ValueError if `state` is not full."""
+    """Return a full state with this rank's rows of split leaves and of their optimizer state only."""
     check_genome(layout.plan, state)
     if not layout.sharded:
         return state
     flat = flatten_tree(state)
     for name, leaf in _split_tensors(layout, flat).items():
-        # Copy, because a view would keep the memory of all rows alive.
+        # Copy the rows: a view would keep the memory of all rows.
         flat[name] = flat[name][layout.split[leaf]].clone() if flat[name].ndim else flat[name]
     return unflatten_tree(flat, state)
 
 
 def gather_state(layout: Layout, state: Any) -> Any:
-    """Undo `shard_state`: return the full state on every rank. All ranks must call; ValueError if not a rank's part."""
+    """Undo `shard_state`: return the full state on every rank. All ranks must call."""
     check_genome(layout.plan, state, layout.shapes)
     if not layout.sharded:
         return state
@@ -197,13 +202,13 @@ def gather_state(layout: Layout, state: Any) -> Any:
     sizes = [n if flat[name].ndim else (1,) * len(n) for name, n in zip(split, tiles, strict=True)]
     pieces = [torch.atleast_1d(flat[name].detach()).to(layout.mesh.device) for name in split]
     for name, n_tiles, gathered in zip(split, tiles, all_gather(layout.mesh, pieces, sizes), strict=True):
-        # Take a scalar that concerns all rows (the step of Adam) from the first rank with rows.
+        # A scalar (the step of Adam) is equal for all rows. Take it from the first rank that has rows.
         x = flat[name]
         flat[name] = (gathered if x.ndim else gathered[next(r for r, n in enumerate(n_tiles) if n)]).to(x.device)
     return unflatten_tree(flat, state)
 
 
 def _split_tensors(layout: Layout, flat: Params) -> dict[str, str]:
-    """Return the leaf of every split tensor of a state, also of the optimizer's tensors, in one order on all ranks."""
+    """Return `{name of a split tensor: name of its leaf}` for a state with its optimizer, sorted as on all ranks."""
     leaf_of = {k: k if k.startswith(GNET) else k.removeprefix("opt/leaves/").rpartition("/")[0] for k in sorted(flat)}
     return {name: leaf for name, leaf in leaf_of.items() if leaf in layout.split}

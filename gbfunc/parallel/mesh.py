@@ -1,4 +1,4 @@
-"""Ranks on a grid: their axes, their process groups, and the bytes that they send."""
+"""The mesh: a grid of ranks with named axes and process groups, which counts the bytes that ranks send."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ message of an operation after a timeout has no position."""
 
 
 class CollectiveError(ConnectionError):
-    """A collective failed or timed out because another rank died or is stuck. The mesh is unusable afterwards."""
+    """Raised if a collective fails or times out, because another rank died or is stuck. The mesh is then unusable."""
 
 
 @contextmanager
 def failing(what: str, rank: int, world: int, timeout: float) -> Iterator[None]:
-    """Convert errors of collectives in the context to `CollectiveError`; other errors pass unchanged."""
+    """Return a context that converts errors of collectives to `CollectiveError`. Other errors are not changed."""
     try:
         yield
     except RuntimeError as error:
-        # Convert only errors of the backend: gloo, nccl or the ranks' store.
+        # Convert only errors of gloo, nccl, or the store through which ranks connect.
         if not (isinstance(error, dist.DistError) or _GLOO.search(str(error))):
             raise
         first = (str(error).splitlines() or [""])[0].split(". ")[0]
@@ -50,11 +50,11 @@ def failing(what: str, rank: int, world: int, timeout: float) -> Iterator[None]:
 
 
 class Axis(NamedTuple):
-    """The ranks that exchange data along an axis."""
+    """The ranks that differ from this rank only in their position along an axis, and exchange data."""
 
     name: AxisName
     ranks: tuple[int, ...]  # Global ranks
-    rank: int  # Index of this rank in `ranks`
+    rank: int  # Position of this rank in `ranks`
     group: Any  # The process group
 
     @property
@@ -65,20 +65,20 @@ class Axis(NamedTuple):
 class Mesh:
     """A grid of ranks: `data` x `pipeline` x `gnets` x `tensor`. `gbfunc.mesh` builds a mesh.
 
-    A batch is split over the axes `data` and `gnets`. The tiles of a sharded genome are split over `gnets`; ranks along
-    all other axes have the same tiles. The blocks of the p-net are split over `pipeline`, and every layer is split over
-    `tensor`; these ranks process the same rows. A mesh is a context manager: its exit waits for all ranks, and destroys
-    the process group if the mesh initialized the group.
+    The rows of a batch are split over the axes `data` and `gnets`. The tiles of a sharded genome are split over the
+    axis `gnets`: ranks with the same position on this axis have the same tiles. The blocks of the p-net are split over
+    `pipeline`, and every layer is split over `tensor`. Ranks along these two axes process the same rows. A mesh is a
+    context manager: its exit waits for all ranks, and destroys the process group if the mesh initialized the group.
 
     Attributes:
-        sizes: ranks along each axis, by name.
-        world, rank: number of ranks, and this rank.
+        sizes: number of ranks along each axis, by the axis's name.
+        world, rank: number of all ranks, and the number of this rank.
         data, gnets: number of ranks along the data axis and along the g-net axis.
         gnets_index: the position of this rank along the g-net axis.
         shards, shard: number of shards of the global batch, and the index of this rank's shard.
         device: device of tensors that are sent.
         timeout: seconds after which a collective fails.
-        traffic: payload bytes that this rank sent, a `Counter` by axis. Headers, under 1 % on gloo, are not counted.
+        traffic: bytes that this rank sent, a `Counter` by axis. Headers of messages (below 1 % on gloo) do not count.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Mesh:
         grid = torch.arange(self.world, device="cpu").reshape([*self.sizes.values()])
         lines = {name: grid.movedim(i, -1).reshape(-1, self.sizes[name]) for i, name in enumerate(AXES)}
         lines |= {"replicas": lines["gnets"].T, "world": grid.reshape(1, -1)}
-        # Axes with the same lines of ranks share process groups.
+        # If two axes consist of the same ranks, they use the same process groups.
         groups: dict[Any, Any] = {}
         self._axes = {name: self._axis(name, line.tolist(), groups) for name, line in lines.items()}
         self.data, self.gnets = self.sizes["data"], self.sizes["gnets"]
@@ -108,7 +108,7 @@ class Mesh:
         ranks, key = next(tuple(line) for line in lines if self.rank in line), str(lines)
         if key not in groups:
             groups[key] = None
-            if _initialised() and len(ranks) > 1:  # Without process groups, a mesh only describes a layout.
+            if _initialised() and len(ranks) > 1:  # Otherwise the mesh only describes a layout
                 limit = timedelta(seconds=self.timeout)
                 world = len(ranks) == self.world
                 groups[key] = dist.group.WORLD if world else dist.new_subgroups_by_enumeration(lines, timeout=limit)[0]
@@ -125,7 +125,7 @@ class Mesh:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Exclude collectives in the context, such as checks of a first step, from `traffic`."""
+        """Return a context whose collectives `traffic` does not count, such as checks in the first step."""
         before = self.traffic.copy()
         try:
             yield
@@ -137,11 +137,11 @@ class Mesh:
         return failing(what, self.rank, self.world, self.timeout)
 
     def shard_batch(self, batch: Any) -> Any:
-        """Return this rank's shard of a batch, a pytree whose first dimension is split over the data and g-net axes.
+        """Return this rank's shard of a batch, a pytree of tensors whose first dimension is divided over ranks.
 
-        The first shards get the remainder. A step of an empty shard computes the loss of a row of zeros, which has no
-        weight in the mean. Ranks along the tensor and pipeline axes get the same rows. Each shard has all scalars and
-        values that are not tensors.
+        Ranks along the data and g-net axes get different rows, the first ranks one more if the division leaves a
+        remainder. Ranks along the tensor and pipeline axes get the same rows. If a shard is empty, a step computes the
+        loss of a row of zeros, with weight 0. Scalars and values that are not tensors are copied to every shard.
 
         Raises:
             ValueError: if the batch has an array that is not a tensor, or an object with tensors as attributes.
@@ -149,7 +149,7 @@ class Mesh:
         return batch if self.shards == 1 else split_rows(batch, self.shards)[self.shard]
 
     def barrier(self) -> None:
-        """Waits for all ranks; raises `CollectiveError` if a rank does not call within the timeout."""
+        """Waits until all ranks call; raises `CollectiveError` after the timeout."""
         if self.world > 1:
             with self.failing("barrier"):
                 dist.barrier()
@@ -160,7 +160,7 @@ class Mesh:
     def __exit__(self, kind: object, *error: object) -> None:
         if _initialised() and self._owns_group:
             try:
-                if kind is None:  # After an error other ranks may never call the barrier.
+                if kind is None:  # After an error, the other ranks may not reach the barrier
                     self.barrier()
             finally:
                 dist.destroy_process_group()
@@ -180,18 +180,19 @@ def mesh(
     timeout: float = 300.0,
     init_method: str = "env://",
 ) -> Mesh:
-    """Build a mesh `data` x `pipeline` x `gnets` x `tensor` of this run's ranks; all ranks call with equal sizes.
+    """Build a mesh `data` x `pipeline` x `gnets` x `tensor` of all ranks, which must call with equal sizes.
 
-    The mesh uses the existing process group. Without a group, the mesh initializes one if `torchrun` started the ranks
-    (`RANK` is set), with gloo on the CPU and nccl on CUDA. Otherwise the mesh has one rank.
+    The mesh uses the existing process group. If there is no group and `torchrun` started the ranks (`RANK` is set), the
+    mesh initializes a group, with gloo on the CPU and nccl on CUDA. Without `torchrun`, the mesh has one rank.
 
     Args:
         data: number of ranks over which the batch is split and the genome is replicated.
-        gnets: number of ranks over which the batch is split and the genome can be sharded; None uses all other ranks.
+        gnets: number of ranks over which the batch is split and the genome can be sharded. None divides the number of
+            all ranks by the sizes of the other axes.
         device: `"cpu"`, `"cuda"` (the GPU with the number `LOCAL_RANK`), or any device.
         pipeline: number of ranks over which the blocks of the p-net are split.
         tensor: number of ranks over which layers are split (see `make_train_step(parallel=)`).
-        timeout: seconds after which a collective fails; an existing process group keeps its timeout.
+        timeout: seconds after which a collective fails. An existing process group keeps its own timeout.
         init_method: the URL for the ranks' first connection, as in `torch.distributed.init_process_group`.
 
     Raises:
@@ -229,7 +230,7 @@ def mesh(
     if world > 1:
         with failing("gather", rank, world, timeout):
             dist.all_gather_object(found, sizes)
-    # With different meshes, the ranks would wait for each other's process groups forever.
+    # If ranks had different meshes, they would wait forever for process groups that the other ranks do not create.
     for other, theirs in enumerate(found):
         if theirs != sizes:
             raise ValueError(f"ranks must make the same mesh, got {sizes} on rank {rank}, {theirs} on rank {other}")

@@ -2,9 +2,9 @@
 
     rank 0    embedding, blocks 0 .. i - 1    -- activations -->    rank 1    blocks i .., norm, head, loss
 
-A rank has only the weights of its blocks. `gbfunc.parallel.chain` records `loss_fn(net, batch)` as one graph and cuts
-the graph before every stage. A stage sends all values that later stages need, integers and masks included. The graph
-calls layers as modules, so that their weights may have any form.
+A rank has only the weights of its blocks. `gbfunc.parallel.chain` traces `loss_fn(net, batch)` as one graph and cuts
+the graph before every stage. A stage sends all values that later stages need, including integers and masks. The graph
+calls layers as modules, so that layers may use factors instead of dense weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gbfunc.types import Params
 
 
 class _Stage(nn.Module):
-    """A stage as a module, which torch's schedules call once per microbatch."""
+    """A stage as an `nn.Module`. Torch's schedules call the module once per microbatch."""
 
     def __init__(self, pipeline: Pipeline, index: int) -> None:
         super().__init__()
@@ -38,12 +38,12 @@ class _Stage(nn.Module):
 
     def forward(self, received: Tensor) -> Tensor:
         out = self.pipeline.call(self.index, received)
-        # If a stage's output is not connected to the stage's input, torch's zero-bubble schedule skips trained tensors.
+        # Connect the output to the input: otherwise torch's zero-bubble schedule would not train the stage's tensors.
         return out + received[:0].sum().abs() if self.pipeline.order == "zbv" else out
 
 
 class Parcel:
-    """Packs the values of nodes into one tensor [n] with one gradient; integers and masks are packed as bytes."""
+    """Packs the values of nodes into one vector, which is sent with one gradient. Integers and masks become bytes."""
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
         self.nodes, values = nodes, [node.meta["val"] for node in nodes]
@@ -70,7 +70,7 @@ class Parcel:
             if differentiable(like.dtype):
                 x = x.real if x.is_complex() and not like.is_complex() else x
                 x = x.reshape(like.shape).to(like.dtype)
-                # Torch's zero-bubble schedule sends this gradient back, and sends must be contiguous.
+                # Torch's zero-bubble schedule sends this gradient, and can send only contiguous tensors.
                 x.register_hook(Tensor.contiguous)
             else:
                 x = x.detach().view(torch.uint8)[: like.nbytes].clone().view(like.dtype).reshape(like.shape)
@@ -79,24 +79,24 @@ class Parcel:
 
 
 class _Plan(NamedTuple):
-    """The recorded stages and the schedule for microbatches of equal shapes."""
+    """The stages and the schedule for microbatches of the same shapes."""
 
     chain: Chain
-    parcels: Sequence[Parcel]  # The values that every stage receives
-    graphs: Mapping[int, tuple[fx.Graph, Sequence[Any]]]  # Graph and inputs of this rank's stages
+    parcels: Sequence[Parcel]  # Per stage, the values that the stage receives
+    graphs: Mapping[int, tuple[fx.Graph, Sequence[Any]]]  # Graph and inputs of each of this rank's stages
     schedule: Any
 
 
 class Pipeline:
     """Splits a p-net over the pipeline axis of a mesh and sends microbatches through the stages.
 
-    `splits` names the first block of every stage after the first; None divides the blocks so that the largest stage has
-    the fewest operations. `adapt` converts a copy of the p-net to the layers of a rank of the tensor axis.
+    `splits` names the first block of every stage except the first stage. If it is None, the blocks are divided so that
+    the stage with most operations has as few as possible. `adapt` installs tensor-parallel layers in a copy of a p-net.
     """
 
     names: frozenset[str]  # Names of the parameters that this rank needs, set by `prepare`
-    absent: Params  # All other parameters, on the meta device
-    call: Callable[[int, Tensor], Tensor]  # (stage, received): returns the tensor that a stage sends, or the loss
+    absent: Params  # Parameters that this rank does not need, on the meta device
+    call: Callable[[int, Tensor], Tensor]  # (stage, received tensor) -> sent tensor, or the loss
     leaves: Mapping[str, Tensor] = MappingProxyType({})
 
     def __init__(
@@ -121,7 +121,7 @@ class Pipeline:
         self._plans: dict[Any, _Plan] = {}
 
     def prepare(self, loss_fn: Callable[[Any, Any], Any], microbatch: Any, like: nn.Module | None = None) -> None:
-        """Record the loss for a microbatch of new shapes, in the training or evaluation modes of the module `like`."""
+        """Trace the loss, unless done for these shapes; layers are in training mode where those of `like` are."""
         device, leaves, net = self.mesh.device, tree_leaves(microbatch), like or self._pnet
         key = tuple((path, (x.shape, x.dtype) if isinstance(x, Tensor) else x) for path, x in leaves)
         key = torch.is_autocast_enabled(device.type), any(module.training for module in net.modules()), key
@@ -161,7 +161,7 @@ class Pipeline:
             graphs[stage] = stage_graph(chain, self._starts, stage, parcels[stage].nodes, sent)
         dtype = next((p.dtype for p in self._pnet.parameters() if p.is_floating_point()), torch.float32)
         number, loss = (torch.empty(1, dtype=d, device="meta", requires_grad=True) for d in (torch.float32, dtype))
-        # The first stage receives the index of the microbatch; the last stage returns the loss.
+        # The first stage receives the index of the microbatch instead of values; the last stage returns the loss.
         passed = [number.detach(), *(parcel.like for parcel in parcels[1:]), loss]
         device, group = self.mesh.device, self._axis.group
         stages = [
@@ -173,7 +173,7 @@ class Pipeline:
         return _Plan(chain, parcels, graphs, schedule)
 
     def compute(self, net: nn.Module, stage: int, microbatch: Any, received: Tensor) -> Any:
-        """Returns the tensor that a stage sends, or the output of the loss function."""
+        """Returns the tensor that a stage sends; for the last stage, the output of the loss function."""
         chain, parcels, graphs, *_ = self._current
         graph, origins = graphs[stage]
         tensors = [x for _, x in tree_leaves(microbatch) if isinstance(x, Tensor)]
@@ -185,7 +185,7 @@ class Pipeline:
         return tree_unflatten([next(rest) if isinstance(x, fx.Node) else x for x in leaves], structure)
 
     def run(self, call: Callable[[int, Tensor], Tensor], leaves: Params) -> dict[str, Tensor]:
-        """Send microbatches through the stages, which `call` computes; return the sum of the leaves' gradients."""
+        """Send microbatches through the stages, which `call` computes; return the gradients of leaves, summed."""
         self.call, self.leaves = call, leaves
         crossed = [(s + 1, s + 1) for s in self.mine] + [(s - 1, s) for s in self.mine]
         sent = [self._current.parcels[i] for other, i in crossed if 0 <= other < self.stages and other not in self.mine]
@@ -200,14 +200,14 @@ class Pipeline:
                     "torch's zero-bubble schedule cannot divide the backward of a recurrent layer, or of a parameter "
                     "that several blocks of a stage use: take another pipeline= than 'zbv'"
                 ) from error
-            # Torch's error only names its schedule; raise the error of the stage, which is the cause.
+            # Raise the error of the stage, which is the cause. Torch's own error only names the schedule.
             if error.__cause__ is None or isinstance(error, ConnectionError):
                 raise
             raise error.__cause__ from None
         finally:
             del self.call, self.leaves
             gradients = {k: x.grad for k, x in leaves.items() if x.grad is not None}
-            # Reset the gradients: the leaves may belong to the genome, and the next run would add to their gradients.
+            # Reset `grad`: the leaves may be the genome's own tensors, and the next run would add to their gradients.
             for x in leaves.values():
                 x.grad = None
         return gradients

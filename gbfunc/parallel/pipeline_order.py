@@ -1,7 +1,7 @@
-"""The order in which a rank of a pipeline works on stages and microbatches, from `torch.distributed.pipelining`.
+"""The orders in which ranks of a pipeline compute stages and microbatches, from `torch.distributed.pipelining`.
 
-Stages are numbered along the p-net. With R ranks, rank r has stage r (`gpipe`, `1f1b`), stages r and R + r
-(`interleaved`), or stages r and 2 R - 1 - r, in the shape of a V (`zbv`).
+Stages are numbered along the p-net. Of R ranks, rank r has stage r in the orders `gpipe` and `1f1b`, stages r and R + r
+in the order `interleaved`, and stages r and 2 R - 1 - r in the order `zbv`.
 """
 
 from __future__ import annotations
@@ -50,28 +50,28 @@ def stages_of(order: str, ranks: int) -> list[list[int]]:
 
 @lru_cache(maxsize=64)
 def torch_orders(order: str, ranks: int, microbatches: int) -> list[list[tuple[str, int, int]]]:
-    """Return the sequence of (operation, stage, microbatch) of every rank, for `"interleaved"` and `"zbv"`.
+    """Return for every rank a list of (operation, stage, microbatch), for the orders `"interleaved"` and `"zbv"`.
 
     Operations are forward (F), backward (B), and the halves of backward: gradients of inputs (I) and of weights (W).
     """
 
     class Order(schedule_class(order)):
         def _prepare_schedule_with_comms(self, *_: Any, **__: Any) -> None:
-            """Leave messages out: their computation would take most of the time."""
+            """Do not compute the messages between ranks, which would take most of the time."""
 
     n = 2 * ranks
     about = {"num_stages": n, "group_size": ranks, "group_rank": 0, "submod": None}
     mine = stages_of(order, ranks)[0]
     stages: Any = [SimpleNamespace(stage_index=s, is_first=s == 0, is_last=s == n - 1, **about) for s in mine]
     found = Order(stages, microbatches).pipeline_order
-    # Idle slots and messages do not match the pattern.
+    # The pattern matches only operations, not idle times and messages.
     matches = [[re.fullmatch(r"(\d+)([FBIW])(\d+)", str(a)) for a in found[rank]] for rank in range(ranks)]
     return [[(m[2], int(m[1]), int(m[3])) for m in rank if m] for rank in matches]
 
 
 @lru_cache(maxsize=4096)
 def in_flight(order: str, rank: int, ranks: int, microbatches: int) -> tuple[tuple[float, ...], ...]:
-    """Return how many microbatches' activations a rank stores at once: per stage, for all states of a step."""
+    """Return the numbers of microbatches whose activations a rank stores: one per stage, for each time in a step."""
     if order in ("gpipe", "1f1b"):
         return ((microbatches if order == "gpipe" else min(microbatches, ranks - rank),),)
     actions, seen = torch_orders(order, ranks, microbatches)[rank], set[tuple[int, ...]]()
@@ -79,7 +79,7 @@ def in_flight(order: str, rank: int, ranks: int, microbatches: int) -> tuple[tup
     for op, stage, _ in actions:
         live[stage] += {"F": 1, "B": -1, "I": 0, "W": -1}[op]
         seen.add(tuple(live.values()))
-    # Share of a microbatch's activations that torch's zero-bubble schedule stores until the end of the step, because
-    # its backward for inputs retains the graph (measured: torch 2.13, blocks of a GPT, 4 to 16 microbatches).
+    # Torch's zero-bubble schedule stores this part of all activations until the end of the step, because its backward
+    # for inputs retains the graph (measured: torch 2.13, blocks of a GPT, 4 to 16 microbatches).
     late = 0.21 if order == "zbv" else 0.0
     return tuple(tuple(n + late * (microbatches - n) for n in a) for a in seen)

@@ -1,14 +1,15 @@
 """Placements of the genome on a mesh: replicated, or split so that each rank has a range of every ensemble's tiles.
 
-`placement="auto"` chooses the fastest placement, estimated from bytes and operations. With N ranks in a ring, S along
-the g-net axis and D along the data axis, a rank sends these bytes and performs these operations in each step:
+`placement="auto"` chooses the placement with the shortest estimated time for bytes and operations. Of N ranks in all, S
+are along the g-net axis and D along the data axis. The genome has G bytes, the weights have W bytes, and their factors
+have F bytes. In each step, a rank sends these bytes and performs these operations to generate weights:
 
-* replicated: 2 (N-1)/N G bytes, for a genome of G bytes; all operations of generation;
-* sharded: 2 (S-1)/S W bytes for weights of W bytes, 2 (D-1)/D G/S for the split leaves, and 2 (N-1)/N of the bytes of
-  other leaves; 1/S of the operations;
-* factors: as sharded, with W the bytes of the factors; 1/S of the operations, but all products of factors.
+* replicated: 2 (N-1)/N G bytes; all operations;
+* sharded: 2 (S-1)/S W bytes, plus 2 (D-1)/D of the bytes of the rank's part of split leaves, plus 2 (N-1)/N of the
+  bytes of leaves that are not split; 1/S of the operations;
+* factors: as sharded, but with F instead of W; 1/S of the operations, but all products of factors.
 
-If weights stay factors (`lazy`), only the sharded placement multiplies factors, for the tiles that are sent.
+If layers apply factors instead of weights (`lazy`), only the placement "sharded" multiplies factors.
 """
 
 import math
@@ -30,13 +31,13 @@ PLACEMENTS: tuple[Placement, ...] = ("replicated", "sharded", "factors")
 
 
 class Layout:
-    """The placement of a plan's genome on a mesh: `"replicated"`, `"sharded"` (tiles are gathered) or `"factors"`."""
+    """The placement of a genome on a mesh. Ranks gather tiles (`"sharded"`), `"factors"`, or none (`"replicated"`)."""
 
     def __init__(self, plan: Plan, mesh: Mesh, placement: Placement) -> None:
         self.plan, self.mesh = plan, mesh
         self.placement: Placement = placement
         self.sharded = placement != "replicated" and mesh.gnets > 1
-        self.sizes = tile_shares(plan, mesh.gnets)  # Number of tiles on every rank, by ensemble with leaves
+        self.sizes = tile_shares(plan, mesh.gnets)  # Number of tiles on every rank, by name of the ensemble
 
     def span(self, e: Ensemble) -> slice:
         if not self.sharded:
@@ -55,24 +56,24 @@ class Layout:
 
     @cached_property
     def split(self) -> Mapping[str, slice]:
-        """This rank's range of tiles in the leaves that are split over the g-net axis, by flat name."""
+        """This rank's range of tiles, by name of each leaf that is split over the g-net axis."""
         leaves = ((e, k, leaf) for e in self.plan.ensembles for k, leaf in e.leaves.items() if self.sharded)
         return {f"{GNET}{e.name}/{k}": self.span(e) for e, k, leaf in leaves if leaf.scope == "tile"}
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every trained leaf on this rank, by flat name."""
+        """The shape that every trained leaf has on this rank, by name."""
         rows = {k: span.stop - span.start for k, span in self.split.items()}
         return {k: (rows[k], *shape[1:]) if k in rows else shape for k, shape in self.plan.leaf_shapes.items()}
 
 
 def tile_shares(plan: Plan, gnets: int) -> dict[str, Sizes]:
-    """Return the number of tiles on every rank along the g-net axis, by ensemble with leaves."""
+    """Return the number of tiles on every rank along the g-net axis, for each ensemble that has leaves."""
     sizes, turn = {}, 0
     for e in plan.ensembles:
         if e.leaves:
             sizes[e.name] = shares_of(e.n_tiles, gnets, turn)
-            # The next ensemble's remainder starts after the ranks that have one more tile of this ensemble.
+            # Ranks with one more tile of this ensemble do not get one more tile of the next ensemble, if possible.
             turn = (turn + e.n_tiles) % gnets
     return sizes
 
@@ -80,7 +81,7 @@ def tile_shares(plan: Plan, gnets: int) -> dict[str, Sizes]:
 def gather_bytes(
     plan: Plan, gnets: int, placement: Placement, itemsize: int, names: Collection[str] | None = None
 ) -> list[tuple[int, int]]:
-    """Return the bytes that each rank sends to gather the outputs of ensembles (None: all), and to reduce gradients."""
+    """Return two numbers per rank: bytes sent to gather the tiles of ensembles (None: all), and their gradients."""
     shares, sent = tile_shares(plan, gnets), [(0, 0)] * gnets
     for e in plan.ensembles:
         if e.leaves and (names is None or e.name in names):
@@ -91,7 +92,7 @@ def gather_bytes(
 
 
 def shares_of(n_tiles: int, ranks: int, turn: int) -> Sizes:
-    """Divide tiles over ranks, equally to within one tile. The ranks with one more tile start at rank `turn`.
+    """Divide tiles over ranks. If the division leaves a remainder, the ranks from `turn` on get one more tile each.
 
     >>> shares_of(7, 3, 0), shares_of(7, 3, 1), shares_of(1, 4, 2)
     ((3, 2, 2), (2, 3, 2), (0, 0, 1, 0))
@@ -101,9 +102,10 @@ def shares_of(n_tiles: int, ranks: int, turn: int) -> Sizes:
 
 
 def sent_dtype(plan: Plan, e: Ensemble, as_factors: bool) -> torch.dtype | None:
-    """Return the dtype in which tiles are gathered: the dtype of their tensors if narrower, otherwise None.
+    """Return the dtype in which tiles are gathered; None if they are gathered in the plan's dtype.
 
-    Rounding before the gather instead of after gives the same tensors, unless an offset is added in between.
+    Tiles of a narrower tensor are rounded before the gather, unless an offset is added after the gather: the sum would
+    then be rounded twice.
     """
     narrow = {DTYPES[plan.tensors[p.tensor].dtype] for p in e.spans}
     added = any(p.slot.offset for p in e.spans)
@@ -120,14 +122,14 @@ def _tile_bytes(plan: Plan, e: Ensemble, as_factors: bool, itemsize: int) -> int
 
 
 class Cost(NamedTuple):
-    """The bytes that a rank sends in a step, and the rank's operations for generation, forward and backward."""
+    """The bytes that a rank sends in a step, and its operations to generate weights, in forward and backward."""
 
     bytes: float
     operations: float
 
 
 def placement_cost(plan: Plan, data: int, gnets: int, placement: Placement, lazy: bool = False) -> Cost:
-    """Return the cost of a placement on `data` x `gnets` ranks; with `lazy`, weights may stay factors."""
+    """Return the cost of a placement on `data` x `gnets` ranks; with `lazy`, layers may apply factors."""
     item, total = plan.dtype.itemsize, plan.genome_params
     ensembles = [e for e in plan.ensembles if e.leaves]
     flops = sum(map(flops_of, ensembles))
@@ -143,7 +145,7 @@ def placement_cost(plan: Plan, data: int, gnets: int, placement: Placement, lazy
 
 
 def make_layout(plan: Plan, mesh: Mesh, placement: Placement | str, *, lazy: bool = False) -> Layout:
-    """Return the layout of a placement; `"auto"` chooses the cheapest. With `lazy`, weights may stay factors."""
+    """Return the layout of a placement; `"auto"` chooses the cheapest. With `lazy`, layers may apply factors."""
     if placement == "auto":
         balance = OPERATIONS_PER_BYTE.get(mesh.device.type, OPERATIONS_PER_BYTE["cpu"])
         costs = {p: placement_cost(plan, mesh.data, mesh.gnets, p, lazy) for p in PLACEMENTS}

@@ -1,7 +1,8 @@
 """The planner: estimates the memory, the bytes sent and the time of a step for every layout of ranks.
 
-The time is the sum of operations / flops, bytes moved / bandwidth, bytes sent / link, a constant per operator and per
-message, and the idle time of the pipeline. Backward has twice the operations of forward, and nothing overlaps.
+The time is a sum: operations / flops, bytes read and written / bandwidth, bytes sent / link, a constant per operator
+and per message, and the idle time of the pipeline. Backward has twice the operations of forward. Computation and
+messages are assumed not to overlap.
 `gbfunc.parallel.dry_run` measures the costs of every block.
 """
 
@@ -24,13 +25,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """The speed and memory of one rank, by default a few cores of a server; `gbfunc bench --calibrate` measures them.
+    """The speed and memory of one rank. The defaults are a few cores of a server; `gbfunc bench --calibrate` measures.
 
     Attributes:
         flops: multiplications and additions per second in a matrix product.
         bandwidth: bytes per second that a copy reads and writes.
         link: bytes per second that a rank sends to other ranks; the default is 10 Gbit/s.
-        memory: bytes.
+        memory: bytes that a step may use.
         latency: seconds per message without content.
         overhead: seconds per call of an operator on an empty tensor.
     """
@@ -66,10 +67,10 @@ class LayoutPlan(NamedTuple):
     """A layout and its costs."""
 
     layout: RankLayout
-    memory: Mapping[str, float]  # Bytes of the rank that needs most, by use
-    sent: Mapping[str, float]  # Bytes of the rank that sends most in a step, by axis
+    memory: Mapping[str, float]  # Bytes by use, on the rank that needs most memory
+    sent: Mapping[str, float]  # Bytes that a rank sends in a step at most, by axis
     seconds: float  # Duration of a step
-    bubble: float  # Fraction of the time in which ranks wait for other stages
+    bubble: float  # Fraction of the step in which ranks wait for another stage
 
     @property
     def peak(self) -> float:
@@ -77,19 +78,19 @@ class LayoutPlan(NamedTuple):
 
 
 class ParallelPlan(NamedTuple):
-    """The layouts of a number of ranks, and the costs of the dense p-net with FSDP."""
+    """The possible layouts of some ranks and, for comparison, the costs of training the dense p-net with FSDP."""
 
     ranks: int
     device: DeviceSpec
-    fits: tuple[LayoutPlan, ...]  # Layouts that fit, the fastest first
-    refused: tuple[tuple[str, str], ...]  # The other layouts, each with the reason
-    dense: Mapping[str, float]  # Bytes, by use, of a rank of FSDP with the dense p-net and the same optimizer
-    dense_sent: float  # Bytes that a rank of FSDP sends in a step
+    fits: tuple[LayoutPlan, ...]  # Layouts that fit into the memory, the fastest first
+    refused: tuple[tuple[str, str], ...]  # Layouts that cannot run or do not fit: (layout, reason)
+    dense: Mapping[str, float]  # Bytes by use, on a rank that trains the dense p-net with FSDP and the same optimizer
+    dense_sent: float  # Bytes that a rank sends in a step with FSDP
 
     def report(self, most: int = 20) -> str:
-        """Return a table of the fastest layouts, why other layouts do not fit, and the costs of the dense p-net.
+        """Return a table of the fastest layouts, the reasons against refused layouts, and the costs with FSDP.
 
-        The last column has the layout's options for `gbfunc train`.
+        The last column of the table has the options of `gbfunc train` for the layout.
         """
         lines = [f"{'seconds':>9}{'bubble':>8}{'memory':>9}{'sent':>9}  options"] if self.fits else []
         for p in self.fits[:most]:
@@ -131,7 +132,7 @@ def plan_parallel(
     lazy: Any = "auto",
     optimizer_states: int = 2,
 ) -> ParallelPlan:
-    """Compute the memory, traffic and time of every layout of some ranks, without running a layout.
+    """Estimate the memory, the bytes sent and the time of a step for every layout of `ranks` ranks.
 
     Args:
         plan: the plan.
@@ -140,16 +141,16 @@ def plan_parallel(
         ranks: number of ranks.
         device: speed and memory of a rank; the default is a few cores of a server.
         loss_fn: as in `make_train_step`. None calls the p-net with the batch, with the first entry of a tuple, or with
-            the items of a mapping as keywords; then the cost of the loss is not counted.
+            the items of a mapping as keywords. The cost of the loss itself is then not counted.
         parallel: styles of the layers, as in `make_train_step`; None uses `tensor_styles` if it knows the p-net.
         microbatches: number of microbatches of a step; None chooses the fastest number for each layout.
         lazy: as in `make_train_step`.
-        optimizer_states: numbers that the optimizer stores for each number of the genome (Adam: 2).
+        optimizer_states: how many numbers the optimizer stores for each number of the genome (Adam: 2).
 
     Raises:
         ValueError: for ranks < 1, a batch without rows, or a plan with a base.
     """
-    from gbfunc.parallel.planner_costs import Model  # Imports torch's counter of operations, which takes time.
+    from gbfunc.parallel.planner_costs import Model  # Imported here, because the import is slow
 
     device = device or DeviceSpec()
     if plan.base is not None:
@@ -188,15 +189,16 @@ def _costed(model: Model, device: DeviceSpec, layout: RankLayout) -> LayoutPlan:
         work = cell.flops / device.flops + cell.moved / device.bandwidth + cell.operators * device.overhead
         sent = (cell.sent + cell.sent_back) / device.link + cell.messages * device.latency
         compute.append(3 * work + sent)
-        moved = 6 * (cell.weights + cell.transient)  # A step reads or writes weights six times.
-        repeats = 4 / 3 * m if layout.remat == "layer" else 1.0  # The forward, a third of generation, runs twice.
+        moved = 6 * (cell.weights + cell.transient)  # A step reads or writes each weight six times
+        repeats = 4 / 3 * m if layout.remat == "layer" else 1.0  # Recomputation runs the forward, a third, twice
         generate.append(repeats * (cell.generation / device.flops + moved / device.bandwidth))
     busy = [m * sum(compute[s] for s in mine) + sum(generate[s] for s in mine) for mine in layout.stages]
-    # The idle time of a pipeline, in microbatches of its busiest rank, and messages between stages in both directions.
+    # `waits` is the idle time of a pipeline, in units of the busiest rank's time for one microbatch. `hops` is the time
+    # of messages between stages, in both directions.
     waits = {"interleaved": 1 / 2, "zbv": 1 / 6 if m >= 2 * p else 1 / 3}.get(layout.order, 1.0) * (p - 1)
     hops = 2 * (p - 1) * (device.latency + hidden / device.link)
     duration = max(busy) + waits * max(sum(compute[s] for s in mine) for mine in layout.stages) + hops
-    # After the pipeline: sums over ranks, gathers of a split genome, and the optimizer's update.
+    # `tail` is the time after the pipeline: sums over ranks, gathers of a split genome, and the optimizer's update.
     axes = [n for axis, n in all_sent.items() if axis not in ("tensor", "pipeline")]
     genome = memory["genome"] + memory["optimizer"]
     tail = sum(axes) / device.link + len(axes) * device.latency + 3 * genome / device.bandwidth

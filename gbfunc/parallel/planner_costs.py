@@ -23,8 +23,8 @@ from gbfunc.parallel.tensor import TensorParallel, resolve
 from gbfunc.plan import DTYPES, Plan
 from gbfunc.trees import n_rows, tree_map
 
-_TRACED_ROWS = 2  # Number of rows with which blocks are recorded and balanced; batch norms refuse a single row
-_SINES = 0.9  # Bytes of sines that autograd saves, per byte of factors (below 1, because sums of codes save less)
+_TRACED_ROWS = 2  # Rows of the batch with which the p-net is traced; batch norms refuse a single row
+_SINES = 0.9  # Bytes that autograd saves for each byte of factors that periodic g-nets generate
 
 
 class RankLayout(NamedTuple):
@@ -32,12 +32,12 @@ class RankLayout(NamedTuple):
 
     sizes: Mapping[str, int]  # Number of ranks along data, pipeline, gnets and tensor
     placement: Placement = "replicated"  # Placement of the genome
-    schedule: str | None = None  # Schedule of the pipeline, None without a pipeline
+    schedule: str | None = None  # Schedule of the pipeline; None if the p-net is not divided into stages
     microbatches: int = 1
     remat: str = "none"
 
     def __str__(self) -> str:
-        """Return the options of `gbfunc train` that differ from the defaults."""
+        """Return the layout as options of `gbfunc train`; omit defaults."""
         split = self.sizes["gnets"] > 1
         sizes = {axis: n for axis, n in self.sizes.items() if n > 1 or (axis == "data" and split)} or {"data": 1}
         options = {
@@ -51,7 +51,7 @@ class RankLayout(NamedTuple):
 
     @property
     def order(self) -> str:
-        return self.schedule or "1f1b"  # On one rank microbatches follow each other.
+        return self.schedule or "1f1b"  # Without a pipeline, microbatches are computed one after another
 
     @property
     def stages(self) -> list[list[int]]:
@@ -59,7 +59,7 @@ class RankLayout(NamedTuple):
 
 
 class Model:
-    """Computes the costs of a step on a global batch; the optimizer stores `states` numbers per trained number."""
+    """Computes the costs of a step on a global batch. The optimizer stores `states` numbers per trained number."""
 
     def __init__(
         self, plan: Plan, pnet: nn.Module, batch: Any, run: RunLoss, styles: Any, lazy: Any, states: int
@@ -69,15 +69,15 @@ class Model:
         if not self.rows:
             raise ValueError("the batch must have rows, equally many in all tensors, got none")
         for name in ("dry", "cells", "generated", "starts", "stages", "weights", "crossing", "genome", "why_not"):
-            setattr(self, name, cache(getattr(self, name)))  # Many layouts need the same results.
+            setattr(self, name, cache(getattr(self, name)))  # Layouts have many of these results in common
         self._styles = None if styles is None else resolve(pnet, styles)
-        try:  # Find blocks: the p-net may have a list of layers that run in sequence.
+        try:  # The p-net may have a list of layers that run one after another
             self.blocks = find_blocks(pnet, 2)
             self._chain = trace_chain(pnet, self.blocks, run, self._batch(_TRACED_ROWS))
-        except (RuntimeError, ValueError):  # No blocks, or the loss function calls parts of the p-net.
+        except (RuntimeError, ValueError):  # There is no list, or the loss function calls parts of the p-net
             self.blocks = ()
             self._chain = Chain((), {name: frozenset({-1}) for t in plan.tensors for name in (t.name, *t.aliases)})
-        # The cells that use each parameter. Cell -1 of the chain is cell 0 here.
+        # `_places` has the cells that use a parameter. Cell -1 of `Chain` is cell 0 here.
         after = self._chain.places
         self._places = {t.name: frozenset(i + 1 for k in (t.name, *t.aliases) for i in after[k]) for t in plan.tensors}
         try:  # Run the p-net once, so that its errors are raised before the search.
@@ -96,7 +96,7 @@ class Model:
         return tree_map(some, self.batch)
 
     def why_not(self, tensor: int, stages: int = 1, schedule: str | None = None) -> str:
-        """Explain why layers cannot be split over `tensor` ranks, or the p-net into stages; empty if both can."""
+        """Return why the layers cannot be split over `tensor` ranks, or the p-net into stages; "" if they can."""
         try:
             self.dry(tensor, self.lazy is not False)
             if schedule is None:
@@ -112,7 +112,7 @@ class Model:
         return ""
 
     def layouts(self, ranks: int, microbatches: int | None) -> Iterator[tuple[list[RankLayout], str]]:
-        """Yield layouts that differ only in their number of microbatches, or one layout and why it cannot run."""
+        """Yield (layouts that differ only in the number of microbatches, ""), or ([layout], why it cannot run)."""
         divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
         for tensor in divisors:
             sizes = {"data": 1, "pipeline": 1, "gnets": 1, "tensor": tensor}
@@ -124,7 +124,8 @@ class Model:
                 sizes = sizes | {"data": shards, "pipeline": pipeline}
                 for schedule in SCHEDULES if pipeline > 1 else (None,):
                     tried = [microbatches] if microbatches else [pipeline * 2**i for i in range(4 if schedule else 8)]
-                    # Without a pipeline, microbatches may be uneven. The interleaved schedule needs equal rounds.
+                    # Microbatches of different sizes need several ranks and no pipeline. The interleaved schedule
+                    # needs rounds of equal length.
                     uneven = schedule is None and ranks > 1
                     numbers = [m for m in tried if pipeline <= m <= rows and (uneven or rows % m == 0)]
                     numbers = [m for m in numbers if schedule != "interleaved" or m % (m // pipeline) == 0]
@@ -143,14 +144,14 @@ class Model:
         for placement, gnets in [(PLACEMENTS[0], 1), split][: 1 + (shards > 1)]:
             sizes = sizes | {"data": shards // gnets, "gnets": gnets}
             yield [RankLayout(sizes, placement, schedule, m) for m in numbers]
-            # Recomputation concerns only weights that do not stay factors. With a split genome, every microbatch would
-            # gather them again, so only one microbatch is tried.
+            # Recomputation changes the costs only if some weights do not stay factors. With a split genome, every
+            # microbatch would gather the tiles of these weights again, so only one microbatch is tried.
             some = [m for m in numbers if m == 1 or gnets == 1]
             if some and any(w.transient for w in self.generated(1, lazy and gnets == 1, True, 1).values()):
                 yield [RankLayout(sizes, placement, schedule, m, "layer") for m in some]
 
     def dry(self, tensor: int, factored: bool) -> DryRun:
-        """Return the dry run of a rank of the tensor axis; raise ValueError if the p-net cannot be split."""
+        """Return a `DryRun` of one of `tensor` ranks; raise ValueError if layers cannot be split over these ranks."""
         parallel = None
         if tensor > 1:
             styles = resolve(self.pnet, tensor_styles(self.pnet)) if self._styles is None else self._styles
@@ -161,7 +162,7 @@ class Model:
         return self.dry(tensor, factored)(self.run, self._batch(rows))
 
     def generated(self, tensor: int, factored: bool, remat: bool, gnets: int) -> dict[str, Cell]:
-        """Return the costs of every generated parameter on a rank of the tensor axis, by name."""
+        """Return the costs of every generated parameter on one of `tensor` ranks, by the parameter's name."""
         dry, plan, costs, flops = self.dry(tensor, factored), self.plan, dict[str, Cell](), dict[int, float]()
         for e in plan.ensembles:
             for span in e.spans:
@@ -175,8 +176,8 @@ class Model:
                 continue
             numel = math.prod(dry.shapes.get(t.name, t.shape))
             share = numel / max(1, t.numel)
-            # A split genome gathers entire tiles. Graphs are estimated for PyTorch's operators, as on a GPU; the
-            # compiled loop on a CPU saves only the leaves.
+            # If the genome is split, ranks gather entire tiles. The saved bytes are those of PyTorch's operators; the
+            # compiled kernels on a CPU save fewer.
             kept = (t.numel if gnets > 1 and not remat else numel) * DTYPES[t.dtype].itemsize
             graph = 2 * _SINES * factors * (share if gnets == 1 else 1 / gnets)
             transient = dict.fromkeys(("transient", "passing"), kept + graph)
@@ -185,25 +186,28 @@ class Model:
         return costs
 
     def starts(self, n: int) -> tuple[int, ...]:
-        """Return the first block of each of n stages, and the number of blocks; (0, 0) without blocks."""
+        """Return the index of the first block of each of n stages, and the number of blocks; (0, 0) without blocks."""
         return balanced_stages(self._chain.flops, n) if self.blocks else (0, 0)
 
     def crossing(self, n: int) -> list[float]:
-        """Return the bytes per row that each of n stages receives, and 0; ValueError if values cannot be sent."""
+        """Return the bytes per row of the batch that each of n stages receives; a last entry 0 follows these n.
+
+        Raises ValueError if a value between two stages cannot be sent.
+        """
         parcels = [Parcel(crossing(self._chain, self.starts(n), stage)) for stage in range(n)]
         return [*(parcel.like.nbytes / _TRACED_ROWS for parcel in parcels), 0.0]
 
     def stages(self, n: int) -> list[frozenset[int]]:
-        """Return the cells of n stages; the first and the last stage include the cells before and after the blocks."""
+        """Return the cells of each of n stages. The first and last stage also have the cells outside of the blocks."""
         starts = [0, *(start + 1 for start in self.starts(n)[1:-1]), len(self.blocks) + 2]
         return [frozenset(range(a, b)) for a, b in pairwise(starts)]
 
     def weights(self, used: frozenset[int], *options: Any) -> Cell:
-        """Return the total cost of the generated parameters that the cells `used` use; `options` are of `generated`."""
+        """Return the total cost of the parameters that some cells use; `options` are arguments of `generated`."""
         return total(cell for name, cell in self.generated(*options).items() if self._places[name] & used)
 
     def footprint(self, layout: RankLayout) -> tuple[dict[str, float], dict[str, float], list[Cell], float]:
-        """Return the largest memory of a rank, the largest traffic, every stage's costs, and the largest message."""
+        """Return a rank's largest memory (by use), largest traffic (by axis), costs of stages, and largest message."""
         sizes, m, mine = layout.sizes, layout.microbatches, layout.stages
         p, t, gnets, remat = sizes["pipeline"], sizes["tensor"], sizes["gnets"], layout.remat == "layer"
         factored = self.lazy is not False and (gnets == 1 or (layout.placement == "factors" and not remat))
@@ -219,7 +223,7 @@ class Model:
             stored.append(self._memory(layout, self.weights(used, *options), saved, buffers))
         split, replicated, _ = self.genome(gnets)
         ends = [sum(hidden[s + d] for s in own for d in (0, 1) if s + 2 * d - 1 not in own) for own in mine]
-        # All-reduced numbers also include running statistics, and the number of rows, the norm and the loss.
+        # The all-reduce also sums running statistics and 3 numbers: the number of rows, the norm and the loss.
         numbers = replicated + 3 + sum(math.prod(b.shape) for b in self.plan.averaged)
         world, item = math.prod(sizes.values()), self.plan.dtype.itemsize
         sent = {
@@ -234,7 +238,7 @@ class Model:
         return fullest, {axis: n for axis, n in sent.items() if n}, with_weights, max(hidden)
 
     def genome(self, gnets: int) -> tuple[float, float, float]:
-        """Count a rank's numbers of the genome: in split leaves, in other trained tensors, and in frozen tensors."""
+        """Return three counts for a rank: its numbers in split leaves, in whole trained tensors, and in frozen ones."""
         split = replicated = 0.0
         for e in self.plan.ensembles:
             share = shares_of(e.n_tiles, gnets, 0)[0] / e.n_tiles
@@ -251,8 +255,8 @@ class Model:
         trained, weights = item * (split + replicated), generated.weights + generated.passing
         # With one microbatch, gradients of weights use the memory of activations that backward has freed.
         once = layout.microbatches == 1 and layout.schedule is None
-        # Otherwise the genome's gradients are computed after activations are freed. Gradients of weights coexist with
-        # the most activations in 1F1B and with plain microbatches, but not in schedules that peak before backward.
+        # With several microbatches, gradients of weights are stored while most activations are stored. Schedules other
+        # than 1F1B store most activations before the first backward, so gradients do not add to the largest memory.
         gradients = weights if layout.order == "1f1b" else 0.0
         flat = trained if once and math.prod(layout.sizes.values()) > 1 else 0.0
         return {
@@ -271,7 +275,7 @@ class Model:
         return max((2 if layout.remat == "layer" else 1) * out + back for out, back in gathers)
 
     def dense(self, ranks: int) -> tuple[dict[str, float], float]:
-        """Return the bytes, by use, of a rank of FSDP with the dense p-net, and the bytes that it sends per step."""
+        """Return the bytes by use of a rank that trains the dense p-net with FSDP, and the bytes it sends per step."""
         cells = self.cells(1, False, -(-self.rows // ranks))
         n_bytes = {t.name: t.numel * DTYPES[t.dtype].itemsize for t in self.plan.tensors}
         blocks = [sum(n for name, n in n_bytes.items() if i in self._places[name]) for i in range(len(cells))]

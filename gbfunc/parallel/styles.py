@@ -1,7 +1,8 @@
 """Predefined styles of tensor parallelism for known p-nets, and padding of a vocabulary for the number of ranks.
 
-Queries, keys, values and up-projections are column parallel, so that each rank has some heads. Output and
-down-projections are row parallel. The embedding and the head are split over words (Shoeybi et al., 2019).
+Layers of queries, keys and values, and the first layers of MLPs, are column parallel, so that each rank has some
+attention heads. Output layers of attention and the last layers of MLPs are row parallel. The embedding and the last
+layer are split over words (Shoeybi et al., 2019).
 """
 
 import copy
@@ -45,7 +46,7 @@ def tensor_styles(pnet: nn.Module) -> Styles:
             "transformer.h.*.mlp.c_proj": row,
             "lm_head": head,
         },
-        # Llama's attention derives the number of heads from the width of the projections.
+        # Attention of Llama computes the number of heads from the layers' width, so no attribute needs to be divided.
         "LlamaForCausalLM": lambda: {
             "model.embed_tokens": words,
             "model.layers.*.self_attn.q_proj": packed(1, net.config.num_attention_heads),
@@ -67,10 +68,10 @@ def tensor_styles(pnet: nn.Module) -> Styles:
 
 
 def pad_vocabulary(pnet: nn.Module, ranks: int) -> nn.Module:
-    """Copy a language model and pad its vocabulary to a multiple of `ranks`; added words get no probability.
+    """Return a copy of a language model whose vocabulary is padded to a multiple of `ranks`.
 
-    The vocabulary's size is the number of rows of the first embedding. All embeddings and linear layers with this
-    number of rows get additional rows of zeros. The model's logits of the additional rows are minus infinity.
+    The size of the vocabulary is the number of rows of the first embedding. All embeddings and linear layers whose
+    weights have this number of rows get additional rows of zeros. The logits of the additional rows are minus infinity.
 
     Args:
         pnet: a model whose output, or whose output's `logits`, are logits [..., words].
@@ -89,7 +90,7 @@ def pad_vocabulary(pnet: nn.Module, ranks: int) -> nn.Module:
         if isinstance(module, nn.Embedding | nn.Linear) and getattr(module, size) == words:
             setattr(module, size, padded)
             for key, x in [*module.named_parameters(recurse=False)]:
-                if x not in wider:  # Tied weights stay tied.
+                if x not in wider:  # Tied weights stay tied
                     zeros = x.new_zeros((padded - words, *x.shape[1:]))
                     wider[x] = nn.Parameter(torch.cat([x.detach(), zeros]), requires_grad=x.requires_grad)
                 setattr(module, key, wider[x])

@@ -1,15 +1,15 @@
-"""Tensor parallelism: each rank generates and applies its piece of a layer, with the styles of torch.
+"""Tensor parallelism: rank p generates and applies a piece `W_p` of a layer's weight W, with the styles of torch.
 
     column parallel   y_p = x W_p^T          W_p: some rows of W       gradient of x: sum over ranks
     row parallel      y = sum_p x_p W_p^T    W_p: some columns of W    output: sum over ranks
 
 (`ColwiseParallel` and `RowwiseParallel`; Shoeybi et al., 2019.) With factors `W = L R^T` of rank k, ranks sum the
-*thin* product: `x_p R_p` [tokens, k] of a row-parallel layer, and the gradient of `x R` of a column-parallel layer.
-Ranks then send k numbers per token instead of the layer's width. Weights and their gradients are never sent, because
-each rank computes a summand of the genome's gradient.
+*thin* product: in a row-parallel layer `x_p R_p` [tokens, k], and in a column-parallel layer the gradient of `x R`.
+Ranks then send k numbers per token instead of the layer's width. Weights and their gradients are never sent: each rank
+computes a part of the genome's gradient, which is a sum over ranks.
 
-gbfunc computes layers with a stock forward, also with uneven pieces. Torch applies all other styles
-(`SequenceParallel`, `PrepareModuleInput`, styles of other layers) with DTensors.
+gbfunc computes linear layers and embeddings whose forward is torch's, also with pieces of different sizes. Torch
+computes all other layers and styles (`SequenceParallel`, `PrepareModuleInput`) with DTensors.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ Styles = Mapping[str, ParallelStyle]
 
 
 class PackedColwiseParallel(ColwiseParallel):
-    """Column parallelism for a layer with several equal parts of outputs (queries, keys, values); splits each part.
+    """Column parallelism for a layer with several equal parts of outputs (queries, keys, values): splits every part.
 
     Args:
         parts: number of parts.
-        heads: number of attention heads in each part, which are not cut; None for a layer without heads.
+        heads: number of attention heads in each part; ranks get entire heads. None for a layer without heads.
         **options: as for `ColwiseParallel`.
     """
 
@@ -91,22 +91,22 @@ def _check_layer(name: str, module: Any, owners: Mapping[int, str]) -> None:
 
 
 class TensorParallel:
-    """Splits the layers of a p-net over the tensor axis of a mesh, by the styles that `resolve` returns."""
+    """Splits the layers of a p-net over the tensor axis of a mesh, with the styles that `resolve` returns."""
 
-    local_rows: int | None = None  # Rows of the last layer's output on this rank; None if rows are not split
-    by_class = False  # True if the classes of the last layer's output are split over ranks
+    local_rows: int | None = None  # Number of this rank's rows of the p-net's output; None if rows are not split
+    by_class = False  # True if the last dimension of the p-net's output (classes) is split over ranks
 
     def __init__(
         self, pnet: nn.Module, styles: Mapping[str, ParallelStyle], mesh: Mesh, wire: type[Wire] = Wire
     ) -> None:
         self.wire = wire(mesh, mesh.axis("tensor"))
         self.ranks, self._rank = self.wire.axis.size, self.wire.axis.rank
-        # This rank's piece of a split parameter's matrix, and the shape of the piece in the layer, by name.
+        # By name of a split parameter: this rank's piece of the matrix, and the shape of the piece as a parameter.
         self._styles, self.pieces, self.shapes = styles, dict[str, Piece](), dict[str, tuple[int, ...]]()
         self._splits: dict[str, Split] = {}
-        # The placement of a parameter, and the lengths of all ranks' pieces.
+        # By name of a split parameter: the placement, and the lengths of the pieces on all ranks.
         self._placements: dict[str, tuple[Any, Sizes]] = {}
-        # Gradients to compare between ranks at the first step; None after the comparison.
+        # Gradients that ranks compare in the first step; None afterwards.
         self._compared: dict[str, list[Tensor]] | None = {}
         self.splits_inputs = any(map(_splits_inputs, styles.values()))
         owners = {id(p): n for n, p in pnet.named_parameters()}
@@ -128,7 +128,7 @@ class TensorParallel:
     def _split(self, name: str, module: Any, style: Any) -> Split:
         flipped = transposed(module)
         rows, cols = module.weight.shape[::-1] if flipped else module.weight.shape
-        # The matrix of an embedding has its words in rows, and a row-parallel embedding is split over words.
+        # An embedding has a row per word, and torch calls an embedding that is split over words row parallel.
         by_rows = isinstance(style, ColwiseParallel) != isinstance(module, nn.Embedding)
         parts, length = 1, rows if by_rows else cols
         if isinstance(style, PackedColwiseParallel):
@@ -157,7 +157,7 @@ class TensorParallel:
         return *full[:dim], sizes[self._rank], *full[dim + 1 :]
 
     def adapt(self, skeleton: nn.Module) -> frozenset[str]:
-        """Install the parallel layers; return the names of parameters that the skeleton takes as pieces or DTensors."""
+        """Install the parallel layers; return the names of split parameters, which the skeleton takes as pieces."""
         for name, style in self._styles.items():
             module = skeleton.get_submodule(name)
             if name in self._splits:
@@ -167,7 +167,7 @@ class TensorParallel:
         return frozenset(self._placements)
 
     def shrink(self, skeleton: nn.Module) -> None:
-        """Give the layers of a skeleton the shapes of this rank's pieces, for torch's tracer.
+        """Give the layers of a skeleton the shapes of this rank's pieces, so that `torch.export` can trace a pipeline.
 
         Raises ValueError for a style whose inputs or outputs are DTensors, or are split along rows or the sequence.
         """
@@ -185,7 +185,7 @@ class TensorParallel:
                 )
             words = isinstance(layer, nn.Embedding)
             features = split.out if words or split.by_rows else split.into
-            # An embedding that is split over words returns rows of the full width.
+            # The output of an embedding that is split over words has the full width, so keep the shape.
             if isinstance(features, Shard) and not (words and split.by_rows):
                 for key, dim in split.dims.items():
                     full = getattr(layer, key)
@@ -219,7 +219,7 @@ class TensorParallel:
                 self.record_output(style.sequence_sharding[0], out)
 
         def even(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            # Torch would assume that plain tensors have equal lengths on all ranks.
+            # Make a DTensor: torch would assume that plain tensors have equal lengths on all ranks.
             if isinstance(args[0], DTensor):
                 return args
             dim = style.sequence_sharding[0].dim % args[0].ndim
@@ -230,20 +230,20 @@ class TensorParallel:
             module.register_forward_pre_hook(even, prepend=True)
 
     def record_output(self, placement: Any, local: Tensor) -> None:
-        """Record the placement of a layer's output; the last one tells how the loss's input is split."""
+        """Record the placement of a layer's output. The last record before the loss tells how its input is split."""
         split = isinstance(placement, Shard) and placement.dim not in (-1, local.ndim - 1)
         self.local_rows = math.prod(local.shape[:-1]) if split else None
         self.by_class = isinstance(placement, Shard) and not split
 
     def backward(self) -> AbstractContextManager[Any]:
-        """Return the context for backward: `loss_parallel` if the last layer's classes are split, otherwise empty."""
-        # Torch's context cannot be nested, and the caller may have entered `loss_parallel` around the step.
+        """Return the context for backward: `loss_parallel` if the output's classes are split, otherwise no context."""
+        # Do not enter `loss_parallel` again if the caller's context is active: torch cannot nest the context.
         handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", {})
         active = torch.ops.aten._log_softmax.default in handlers
         return loss_parallel() if self.by_class and not active else nullcontext()
 
     def compare(self, loss: Tensor) -> None:
-        """At the first step, raise ValueError if a replicated loss or gradient differs between ranks."""
+        """In the first step, raise ValueError if the loss, or a gradient that must be equal, differs between ranks."""
         if self._compared is None:
             return
         gradients, self._compared = self._compared, None
@@ -253,7 +253,7 @@ class TensorParallel:
         for rank, other in zip(self.wire.axis.ranks, gather_objects(self.wire.mesh, norms, "tensor"), strict=True):
             for name, norm in norms.items():
                 difference = abs(norm - other.get(name, math.nan))
-                # The tolerance allows for rounding in half precision.
+                # The tolerance covers rounding errors in half precision.
                 if not difference <= 1e-3 * max(abs(norm), 1e-30) and math.isfinite(norm):
                     raise ValueError(
                         f"{name} must be equal on all ranks, got {norm:.6g} on rank {self.wire.mesh.rank} and "
@@ -262,16 +262,16 @@ class TensorParallel:
                     )
 
     def place(self, tensors: Params) -> Params:
-        """Convert generated tensors to the form that the skeleton takes: pieces become DTensors.
+        """Convert generated tensors to the tensors that the skeleton takes: pieces become DTensors.
 
-        The genome's gradient is a sum over ranks, so gradients of replicated tensors are divided by the rank count.
+        The genome's gradient is summed over ranks, so gradients of replicated tensors are divided by the rank count.
         """
         placed = dict(tensors)
         for name, x in tensors.items():
             weight, _, key = name.rpartition("_form.")
             if name in self._placements:
                 placed[name] = _AsDTensor.apply(x, self.wire, *self._placements[name])
-            # The remaining tensors are used for this rank's pieces only: their gradients are summands already.
+            # Do not divide gradients of tensors that are used for this rank's pieces only.
             elif x.requires_grad and (weight not in self.pieces or key in ("left", "right")):
                 seen = None
                 if self._compared is not None and not weight and name.rpartition(".")[0] not in self._splits:
@@ -287,7 +287,7 @@ def _splits_inputs(style: ParallelStyle) -> bool:
 
 
 def resolve(pnet: nn.Module, styles: Styles) -> dict[str, ParallelStyle]:
-    """Return the style of every module whose name matches a pattern, as in `parallelize_module`.
+    """Return the style of every module whose name matches a pattern of `styles`, as in `parallelize_module`.
 
     Raises:
         TypeError: for a value that is not a style.
@@ -321,5 +321,5 @@ class _AsDTensor(torch.autograd.Function):
         if isinstance(ctx.placement, Shard) and found != ctx.placement:
             grad, found = grad.redistribute(placements=(ctx.placement,)), ctx.placement
         local = grad.to_local()
-        # A replicated gradient is equal on all ranks and counts once; a partial gradient is already a summand.
+        # Gradients are summed over ranks. A replicated gradient is equal on all ranks, so that the sum must be divided.
         return (local / ctx.ranks if isinstance(found, Replicate) else local), None, None, None

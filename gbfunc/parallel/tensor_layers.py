@@ -1,7 +1,7 @@
-"""Layers whose matrix is split over the ranks of the tensor axis, computed with factors or with a piece of the weight.
+"""Layers whose matrix W is split over ranks p of the tensor axis, computed with a piece of W or with W's factors.
 
-by rows (column parallel)    y_p = x W_p^T          with factors    y_p = (x R) L_p^T
-by columns (row parallel)    y = sum_p x_p W_p^T    with factors    y = (sum_p x_p R_p) L^T
+by rows (column parallel)    y_p = x W_p^T          with factors W = L R^T    y_p = (x R) L_p^T
+by columns (row parallel)    y = sum_p x_p W_p^T    with factors W = L R^T    y = (sum_p x_p R_p) L^T
 """
 
 import math
@@ -24,16 +24,16 @@ from gbfunc.tiling import Piece, cut_piece, join_tiles
 class Split(NamedTuple):
     """How a layer is split over the ranks."""
 
-    by_rows: bool  # Rows of the matrix are split (column parallel: outputs or words), otherwise columns (row parallel)
+    by_rows: bool  # True if rows of the matrix (outputs, or words of an embedding) are split; False for columns
     sizes: Sizes  # Number of rows or columns on every rank
     piece: Piece  # This rank's block of the matrix
-    dims: Mapping[str, int]  # Dimension along which each split parameter is split, by name
-    into: Any  # Layout of an input that is a plain tensor
-    out: Any  # Layout of the output
+    dims: Mapping[str, int]  # By name of a split parameter: the dimension along which it is split
+    into: Any  # Placement of an input, if the input is a plain tensor
+    out: Any  # Placement of the output
     local: bool  # Whether the output is a plain tensor instead of a DTensor
     transposed: bool  # Whether the layer stores the transpose of its matrix
-    wire: Wire  # Connection to the other ranks
-    record: Callable[[Any, Tensor], None]  # Called with the placement and the local part of each output
+    wire: Wire  # Exchanges activations with other ranks
+    record: Callable[[Any, Tensor], None]  # Called with the placement and this rank's part of each output
 
 
 def install_layer(layer: nn.Module, split: Split) -> None:
@@ -48,14 +48,14 @@ def _local(x: Any) -> Any:
 
 
 def _dense(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply `x` by this rank's piece of the weight, without thin products."""
+    """Multiply `x` by this rank's piece of the dense weight."""
     own, split, ranks = weight_of(layer, "weight"), layer.split, layer.split.wire.axis.size
     if own is None:
         return dense_linear(_local(layer.weight), split.transposed, x, bias)
     form = own.form
     if not isinstance(form, FactoredWeight):
         return own.linear(x, bias)
-    if own.formed is not None:  # The dense weight exists, because a module read `layer.weight`.
+    if own.formed is not None:  # A module has read `layer.weight`, so use this dense weight
         weight = scale_gradient(own.formed, ranks)
         return F.linear(x, split.piece.of(weight.t() if form.transposed else weight), bias)
     cut = cut_piece(form.grid, split.piece)
@@ -66,7 +66,7 @@ def _dense(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _thin(layer: Any, batch: int, width: int, sent: bool) -> tuple[Tensor, Tensor] | None:
-    """Return the layer's factors if thin products and their messages cost less than the dense piece of the weight."""
+    """Return the factors if applying them, with messages, takes less time than applying the piece of the weight."""
     own, split = weight_of(layer, "weight"), layer.split
     if own is None or not isinstance(form := own.form, FactoredWeight) or own.formed is not None:
         return None
@@ -94,8 +94,8 @@ def _by_rows(layer: Any, input: Tensor) -> Any:
     if factors is None:
         y = _dense(layer, wire.move(x, *move), bias)
         return _outgoing(split, y, Shard(y.ndim - 1), split.sizes)
-    # `TensorParallel.place` divides all gradients of factors by the number of ranks, which is right for gradients that
-    # are equal on all ranks. Gradients that are summands are therefore multiplied by this number here.
+    # `TensorParallel.place` divides all gradients of factors by the number of ranks, which is right only for gradients
+    # that are equal on all ranks. Multiply other gradients, which ranks sum, by this number.
     replicated = isinstance(at, Replicate) and x.requires_grad
     left, right = factors
     thin = thin_product(x, right if replicated else scale_gradient(right, wire.axis.size), (0, width))
@@ -120,7 +120,7 @@ def _by_columns(layer: Any, input: Tensor) -> Any:
     else:
         part = thin_product(x, scale_gradient(factors[1], wire.axis.size), cols)
     y, at, sizes = _summed(split, part)
-    # If the output is split along rows, each rank's gradients of the left factor and of the bias are summands.
+    # If the output is split along rows, ranks have different gradients of the left factor and of the bias: scale both.
     factor = float(wire.axis.size) if isinstance(at, Shard) else 1.0
     if factors is not None:
         y = from_thin(y, scale_gradient(factors[0], factor), ((0, rows),))
@@ -130,7 +130,7 @@ def _by_columns(layer: Any, input: Tensor) -> Any:
 
 
 def _embedding(layer: Any, input: Tensor) -> Any:
-    """Look up rows in the full factors, or look up rows in this rank's piece and sum over ranks."""
+    """Look up rows in the full factors, or in this rank's piece of the weight with a sum over ranks."""
     split: Split = layer.split
     own, index, padding = weight_of(layer, "weight"), _local(input), layer.padding_idx
     if own is not None and isinstance(own.form, FactoredWeight):
@@ -141,8 +141,8 @@ def _embedding(layer: Any, input: Tensor) -> Any:
         return _outgoing(split, F.embedding(index, weight, padding), Shard(index.ndim), split.sizes)
     ((first, last),) = split.piece.rows
     here = (index >= first) & (index < last)
-    # A rank without words looks up a row of zeros that is connected to the graph, so that this rank's backward also
-    # runs the collectives. Otherwise the other ranks would wait forever.
+    # A rank without words looks up a row of zeros in the padded weight, which is connected to the graph. Otherwise this
+    # rank's backward would run no collectives, and the other ranks would wait forever.
     table = weight if len(weight) else F.pad(weight, (0, 0, 0, 1))
     rows = F.embedding(torch.where(here, index - first, 0), table)
     if padding is not None:
@@ -153,7 +153,7 @@ def _embedding(layer: Any, input: Tensor) -> Any:
 
 
 def _summed(split: Split, part: Tensor) -> tuple[Tensor, Any, Sizes]:
-    """Sum over ranks; return the sum, its placement, and the lengths of all ranks' parts of a split sum."""
+    """Sum over ranks; return the sum, its placement and, if the sum is split, the lengths of all ranks' parts."""
     out, wire = split.out, split.wire
     if isinstance(out, Shard) and out.dim % part.ndim != part.ndim - 1:
         sizes = chunk_sizes(part.shape[out.dim], wire.axis.size)
@@ -162,7 +162,7 @@ def _summed(split: Split, part: Tensor) -> tuple[Tensor, Any, Sizes]:
 
 
 def _incoming(split: Split, input: Tensor, last: bool = False) -> tuple[Tensor, Any, Sizes]:
-    """Return a layer's local input, its placement (`Replicate` or `Shard`), and the lengths of all ranks' parts."""
+    """Return this rank's part of an input, the placement (`Replicate` or `Shard`), and all ranks' lengths if split."""
     wire = split.wire
     if isinstance(input, DTensor):
         at = input.placements[0]

@@ -1,7 +1,7 @@
 """Training checkpoints: written in the background, and resumed from the newest valid file.
 
-A checkpoint is one safetensors file with the state's tensors by name (`opt/leaves/direct/0.bias/exp_avg`), the plan's
-digest, the optimizer's options and schedule, the values of the training loop, and a SHA-256. Writes are atomic.
+A checkpoint is one safetensors file with the state's tensors by name (`opt/leaves/direct/0.bias/exp_avg`), a hash of
+the plan, the optimizer's options and schedule, the values of the training loop, and a SHA-256. Writes are atomic.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from gbfunc.untrusted import parse_json
 
 _FORMAT = "gbfunc-checkpoint-1"
 _NO_DIGEST = "0" * 64
-_IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")  # Options that change the speed, not the update
+_IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")  # Optimizer options without effect on updates
 _EXTRA, _TAG = "extra/", "$type"
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
-_LEFTOVER = re.compile(rf"\.{_NAME.pattern}\.[0-9a-f]{{16}}")  # Temporary files of `replace_file` after a kill
+_LEFTOVER = re.compile(rf"\.{_NAME.pattern}\.[0-9a-f]{{16}}")  # Temporary files that a killed `replace_file` left
 
 
 class Checkpointer:
-    """Writes training checkpoints to a folder in the background and keeps the newest.
+    """Writes training checkpoints to a folder in the background and keeps only the newest.
 
-    One training at a time can use a folder; incomplete files of a killed training are removed. In distributed training
-    every rank creates a `Checkpointer` and calls `save`, and only rank 0 writes to the folder.
+    Only one training at a time can use a folder. Incomplete files of a killed training are removed. In distributed
+    training, every rank creates a `Checkpointer` and calls `save`, but only rank 0 writes to the folder.
 
     Args:
         folder: the folder; created if it does not exist.
         train_step: the training step.
-        keep: number of checkpoints to keep. Checkpoints of earlier steps are removed after a new one is on disk;
-            checkpoints of later steps are never removed.
+        keep: number of checkpoints to keep. After a checkpoint is on disk, older checkpoints of earlier steps are
+            removed. Checkpoints of later steps are never removed.
 
     Raises:
         ValueError: if `keep` is below 1.
-        OSError: if the folder cannot be created or written, or another training in any process uses it.
+        OSError: if the folder cannot be created or written, or another training, also in this process, uses it.
 
     >>> import tempfile, torch, gbfunc as gb
     >>> pnet = torch.nn.Linear(30, 20)
@@ -80,7 +80,7 @@ class Checkpointer:
         self._unlock: Callable[[], object] = lambda: None
 
         def lock() -> None:
-            # Release once: on close, on garbage collection, or in a forked child, which could outlive this process.
+            # Release the lock on `close`, on garbage collection, and in forked children, which may live longer.
             self._unlock = weakref.finalize(self, os.close, _lock(self._folder))
             if fcntl is not None:
                 os.register_at_fork(after_in_child=self._unlock)
@@ -90,24 +90,24 @@ class Checkpointer:
         self._pending: Future[Path] | None = None
 
     def save(self, state: Any, extra: Mapping[str, Any] | None = None) -> None:
-        """Copies a state and writes the copy in the background; waits only for the previous write.
+        """Copies a state and writes the copy in the background; waits only for the previous checkpoint.
 
         Args:
-            state: a `TrainState`; in distributed training, each rank passes its part.
-            extra: other values of the training loop, read from rank 0, such as states of generators and data loaders.
-                Supported are numbers, strings, bytes, tensors, None, and dicts, lists and tuples of these; a NamedTuple
-                comes back as a tuple.
+            state: a `TrainState`; in distributed training, each rank passes its part of the state.
+            extra: values of the training loop, such as states of generators and data loaders, saved from rank 0:
+                numbers, strings, bytes, tensors, None, and dicts, lists and tuples of supported values. A NamedTuple is
+                restored as a tuple.
 
         Raises:
-            TypeError: if the state holds a value that is not a tensor, or `extra` an unsupported type.
+            TypeError: if the state has a value that is not a tensor, or if `extra` has a value of an unsupported type.
             ValueError: if `extra` is nested too deeply to be read.
-            OSError: on rank 0 if the previous write failed; this write starts nevertheless.
+            OSError: on rank 0, if the previous write failed. The new checkpoint is written nevertheless.
             CollectiveError: if a rank is missing.
         """
         state = self._train_step.gather(state)
         if self._train_step.mesh.rank:
             return
-        # Copy everything now: the next step overwrites a donated state, and the caller may change `extra`.
+        # Copy everything now: a step with `donate=True` overwrites the state, and the caller may change `extra`.
         tensors = {k: leaf.detach().to("cpu", copy=True).contiguous() for k, leaf in flatten_tree(state).items()}
         packed = json.dumps(pack_values(dict(extra or {}), tensors))
         parse_json(packed, "extra", parse_constant=float, parse_float=float)
@@ -119,16 +119,16 @@ class Checkpointer:
             raise failure
 
     def wait(self) -> Path | None:
-        """Waits for the last checkpoint and returns its file, or None without a checkpoint or on ranks other than 0.
+        """Waits until the last checkpoint is written and returns its file; None on ranks except rank 0.
 
         Raises:
-            OSError: if the checkpoint could not be written; earlier checkpoints are intact.
+            OSError: if the checkpoint could not be written. Earlier checkpoints are intact.
         """
         pending, self._pending = self._pending, None
         return None if pending is None else pending.result()
 
     def close(self) -> None:
-        """Waits for the last checkpoint and releases the folder; raises the errors of `wait`."""
+        """Waits until the last checkpoint is written and releases the folder; raises the errors of `wait`."""
         try:
             self.wait()
         finally:
@@ -139,7 +139,7 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: object, *error: object) -> None:
-        # The error that ends the block takes precedence over a write error.
+        # If an error ends the block, raise this error instead of an error of writing.
         with contextlib.suppress(OSError) if kind else contextlib.nullcontext():
             self.close()
 
@@ -159,12 +159,12 @@ class Checkpointer:
 
 
 class Checkpoint(NamedTuple):
-    """A loaded checkpoint. If none was found, the fields are `like`, {} and None."""
+    """A loaded checkpoint. Without a valid checkpoint, `state` is `like`, `extra` is {}, and `path` is None."""
 
     state: Any  # Has the structure and devices of `like`
     extra: JSON
     path: Path | None
-    skipped: tuple[str, ...]  # One line with the reason per damaged newer file; newest first
+    skipped: tuple[str, ...]  # One line per newer file that is damaged, with the reason; the newest file first
 
 
 def load_checkpoint(
@@ -177,21 +177,23 @@ def load_checkpoint(
 ) -> Checkpoint:
     """Reads and checks a checkpoint file, or the newest valid checkpoint in a folder.
 
-    Every rank calls this function. Rank 0 reads the file, and each rank, of any number, receives its part of the state.
+    Every rank calls this function. Rank 0 reads the file, and every rank receives its part of the state. The number of
+    ranks may differ from the number that saved the checkpoint.
 
     Args:
-        path: a folder that a `Checkpointer` writes to, or one of its files. If the folder is missing or has no valid
-            checkpoint, `like` is returned with `path=None`.
+        path: a folder that a `Checkpointer` writes to, or a checkpoint file. If the folder is missing or has no valid
+            checkpoint, the result has the state `like` and `path=None`.
         train_step: the training step.
-        like: a state with the structure, shapes, dtypes and devices to restore, such as a new one.
-        check: called with the checkpoint's `extra` before other comparisons; raises ValueError to reject it.
-        changed: allows changes of the optimizer's options, schedule or clipping norm. It is called with each change as
-            a string, such as `"lr 0.1, now 0.05"`. If None, changes raise ValueError.
+        like: a state with the structure, shapes, dtypes and devices of the result, such as `train_step.init()`.
+        check: called with the checkpoint's `extra` before plan and optimizer are compared; raises ValueError to refuse.
+        changed: allows that the optimizer's options, schedule or clipping norm differ from the checkpoint's. The
+            function is called once per difference, with a string such as `"lr 0.1, now 0.05"`. If `changed` is None,
+            a difference raises ValueError.
 
     Raises:
         FileNotFoundError: if the file does not exist.
         CollectiveError: if a rank is missing.
-        ValueError: if the file is damaged, or the checkpoint is valid but has a different plan or optimizer.
+        ValueError: if the file is damaged, or the checkpoint has a different plan or optimizer.
     """
     _check_step(train_step)
     mesh, state = train_step.mesh, train_step.gather(like)
@@ -234,7 +236,8 @@ def _restore(
                     raise
                 skipped.append(f"{file.name}: {error}")
                 continue
-            # A valid checkpoint that does not fit raises: a fresh start would mix two trainings in one folder.
+            # Raise an error for an intact checkpoint of another training. If training started anew instead, the folder
+            # would have checkpoints of two trainings.
             if metadata.get("format") != _FORMAT:
                 raise ValueError(f"its format must be {_FORMAT!r}, got {metadata.get('format')!r}: update gbfunc")
             # Unset `object_pairs_hook`, which would take precedence over `object_hook`.
@@ -259,7 +262,7 @@ def _restore(
             why = error if isinstance(error, ValueError) else raw
             raise ValueError(f"{file} cannot be resumed: {why}") from error
         for name, leaf in flat.items():
-            # Keep the memory layout of the existing leaf: the last bit of a sum may depend on the layout.
+            # Keep the memory layout of the leaf in `like`: rounding errors of sums may depend on the layout.
             flat[name] = torch.empty_like(leaf, requires_grad=False).copy_(tensors[name])
         return Checkpoint(None, extra, file, tuple(skipped)), training
     return Checkpoint(None, {}, None, tuple(skipped)), {}
@@ -282,9 +285,9 @@ def _plan_summary(plan: Plan) -> JSON:
 
 
 def describe_training(settings: Mapping[str, Any], step: int) -> dict[str, str]:
-    """Describes an optimizer and its options; a schedule by its rate at `step` and a digest of rates at many steps."""
+    """Describes an optimizer and its options. A schedule has the rate at `step`, and a hash of rates at many steps."""
     if "cls" not in settings:
-        return {k: text_of(v) for k, v in settings.items()}  # Not an optimizer of torch_optimizer.
+        return {k: text_of(v) for k, v in settings.items()}  # The optimizer was not made by `torch_optimizer`
     by_role = {f"{role}.{k}": v for role in ROLES for k, v in (settings[role] or {}).items()}
     parameters = inspect.signature(settings["cls"]).parameters.items()
     default = {k: p.default for k, p in parameters if p.default is not p.empty}
@@ -299,7 +302,7 @@ def _described(x: Any, step: int) -> str:
         return text_of(float(x) if isinstance(x, int) and not isinstance(x, bool) else x)
     rate: Callable[[int], Any] = x
     values = []
-    with contextlib.suppress(Exception):  # Training steps 3 % apart, up to a million or the end
+    with contextlib.suppress(Exception):  # A schedule may end before these steps, which reach a million
         for n in sorted({round(1.03**i) - 1 for i in range(468)}):
             values.append(f"{rate(n):.6g}")
     digest = hashlib.sha256(" ".join(values).encode()).hexdigest()[:8]
@@ -307,10 +310,10 @@ def _described(x: Any, step: int) -> str:
 
 
 def _differing(saved: Mapping[str, str], current: Mapping[str, str]) -> list[str]:
-    """List the differences of two trainings, one line each; ignores options that only one of them has."""
+    """List the options that differ between two trainings, one line per option; ignore options that one lacks."""
 
     def of(training: Mapping[str, str], name: str) -> str | None:
-        # A role without its own option uses the common one.
+        # If an option is not set for a role (`gnets.lr`), the option for all roles (`lr`) holds.
         return training.get(name, training.get(name.rpartition(".")[2]))
 
     pairs = {name: (of(saved, name), of(current, name)) for name in {**saved, **current}}
@@ -319,7 +322,7 @@ def _differing(saved: Mapping[str, str], current: Mapping[str, str]) -> list[str
 
 def _encode(tensors: Params, about: dict[str, str]) -> bytes:
     data = to_bytes(tensors, {"format": _FORMAT, "sha256": _NO_DIGEST, **about})
-    # Quotes in metadata are escaped, so this pattern occurs only once in a header.
+    # The pattern has quotes, which are escaped inside metadata, so the pattern occurs only once in the header.
     return data.replace(_entry(_NO_DIGEST), _entry(hashlib.sha256(data).hexdigest()), 1)
 
 
@@ -337,7 +340,7 @@ def _decode(data: bytes) -> tuple[dict[str, str], Params]:
 
 
 def pack_values(x: Any, tensors: Params) -> Any:
-    """Encode a value as JSON: adds its tensors to `tensors`, and tags the types that JSON does not preserve."""
+    """Encode a value as JSON: put copies of tensors into `tensors`, and mark types that JSON lacks, such as tuples."""
     if isinstance(x, torch.Tensor):
         if x.layout != torch.strided or x.is_meta or x.dtype not in DTYPES.values():
             got = f"{x.dtype}, {x.layout}, on {x.device}"
@@ -357,7 +360,7 @@ def pack_values(x: Any, tensors: Params) -> Any:
 
 
 def unpack_values(tensors: Mapping[str, Any], x: JSON) -> Any:
-    """Undo `pack_values`; used as the `object_hook` of `json.loads`."""
+    """Undo `pack_values` for one JSON object, as an `object_hook` of `json.loads`."""
     make = {"tensor": tensors.__getitem__, "bytes": bytes.fromhex, "tuple": tuple, "dict": dict}
     return make[x[_TAG]](x["of"]) if _TAG in x else x
 
@@ -382,14 +385,14 @@ def _lock(folder: Path) -> int:
     if fcntl is None:
         return lock
     try:
-        # Unlike lockf, flock locks the open file: it refuses a second lock within this process, and closing the
-        # second file does not release the first lock.
+        # Use flock, not lockf: lockf would allow a second lock in the same process, and would release the first lock
+        # when the second file is closed.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
         os.close(lock)
         raise OSError(error.errno, "another training is keeping checkpoints there; use another", str(folder)) from error
     except OSError:
-        return lock  # Without locks, another training may still be writing a leftover file.
+        return lock  # The file system has no locks: do not remove files that another training may be writing
     for file in folder.iterdir():
         if _LEFTOVER.fullmatch(file.name):
             file.unlink(missing_ok=True)
@@ -397,7 +400,7 @@ def _lock(folder: Path) -> int:
 
 
 def _on_rank_0(mesh: Mesh, do: Callable[[], Any]) -> Any:
-    """Run `do` on rank 0; every rank returns the result, or raises the ValueError or OSError. All ranks must call."""
+    """Run `do` on rank 0, and return its result or raise its ValueError or OSError on all ranks; all must call."""
     answer = failure = None
     if mesh.rank == 0:
         try:

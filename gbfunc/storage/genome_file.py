@@ -32,7 +32,7 @@ from gbfunc.plan.serial import check_readable
 from gbfunc.trees import BUFFERS, DIRECT, TensorSpec, compare_trees, stored_tensors
 from gbfunc.types import DTYPES, Genome, GenomeLike, Params, TensorMap
 
-_MARKS = {"plan", "format"}  # Entries of a genome's header
+_MARKS = {"plan", "format"}  # Entries that a genome's header must have
 
 
 def save(
@@ -46,21 +46,23 @@ def save(
         path: the file; an existing file is replaced.
         plan: the plan.
         genome: a `Genome` or `TrainState`.
-        dtype: how numbers are rounded. `load` restores the plan's dtypes, and `make_train_step(rounding=)` trains with
-            the rounding. `"float16"` or `"bfloat16"` (or torch's dtypes) rounds g-nets and direct parameters. `"int2"`
-            to `"int8"` stores them as codes of 2 to 8 bits, with a scale and a zero point per row, tile or leaf; direct
-            vectors are float16, and running statistics of norms have 16 bits if these suffice. Quantization steps from
-            `allocate_steps` store trained values and running statistics as integers, with a step per part of the
-            genome. None is the dtype of the plan's target in bytes, float16 by default, or else the p-net's dtypes.
+        dtype: how numbers are rounded in the file. `load` converts them back to the plan's dtypes, and
+            `make_train_step(rounding=)` trains with the same rounding.
+            * `"float16"`, `"bfloat16"` (or torch's dtypes): the dtype of g-nets and direct parameters;
+            * `"int2"` to `"int8"`: integers of 2 to 8 bits, with a scale and a zero point per row, tile or leaf. Direct
+              vectors are float16. Running statistics of norms have 16 bits if 16 bits are exact enough;
+            * the result of `allocate_steps`: trained numbers and running statistics are integers times quantization
+              steps, with one step per part of the genome;
+            * None: the plan's `stored` dtype if the plan has a target in bytes, otherwise the p-net's dtypes.
         metadata: any JSON, such as names of classes; `load_metadata` returns it.
 
     Returns:
-        Number of bytes written. A warning names `max_params` if `load` needs it. Equal genomes produce equal bytes.
+        Number of bytes written; equal genomes have equal bytes. A warning is issued if `load` will need `max_params`.
 
     Raises:
-        ValueError: if the genome does not fit the plan, or holds values that are not finite, or too large or too small
-            for `dtype`; if `load` could not read a type of g-net or an encoding (see `gb.register`); if metadata is not
-            JSON; if metadata or the plan is longer than a file may hold.
+        ValueError: if the genome does not fit the plan, or has a value that is not finite, or too large or too small
+            for `dtype`; if a type of g-net or an encoding is not registered (`gb.register`); if the metadata is not
+            JSON; if the metadata or the plan is longer than a file may hold.
         OSError: if the file cannot be written; a previous file is intact.
     """
     check_genome(plan, genome)
@@ -106,15 +108,15 @@ def load(
 ) -> tuple[Plan, Genome]:
     """Reads and checks a file written by `save`; returns the plan and the genome on the CPU.
 
-    The plan is checked against the size of the file before any tensor is read. Loading a file of n bytes takes at most
-    about 50 MB + 1,000 n bytes of memory and 0.3 s + 1 us n, unless `max_params` allows more.
+    Before a tensor is read, the size of the plan is compared with the size of the file. A file of n bytes takes at most
+    about 50 MB + 1,000 n bytes of memory and 0.3 s + n microseconds, unless `max_params` allows more.
 
     Args:
         path: the file.
         factories: the factories of `from_module` that the plan uses. Loading runs no code from the file.
         max_pnet_bytes: maximum size of the p-net that the file declares; a small file can declare a huge p-net.
-        max_params: maximum number of genome parameters; None allows 2^20, plus 16 per byte of the file. For integers
-            with quantization steps, None allows 2^18, plus 1.5 per byte.
+        max_params: maximum number of the genome's parameters. None allows 2^20 parameters and 16 more per byte of the
+            file. In a file with quantization steps, None allows 2^18 parameters and 1.5 more per byte of the file.
 
     Raises:
         FileNotFoundError: if there is no file.
@@ -187,9 +189,9 @@ def _open(path: Path, max_params: int | None) -> Compact | _Plain:
 
 class _Plain(NamedTuple):
     document: str
-    dtype: str | None  # Stored dtype of trained leaves; None for the plan's
-    digest: str  # Digest declared by the file
-    tensors: Params  # One tensor [n] per dtype
+    dtype: str | None  # Dtype of trained leaves in the file; None means the plan's dtypes
+    digest: str  # SHA-256 that the file declares
+    tensors: Params  # One tensor [n] per dtype, with all leaves of this dtype
     allowed: layout.Allowed
 
     def leaves(self, plan: Plan) -> Params:
@@ -202,7 +204,7 @@ class _Plain(NamedTuple):
         if _digest(self.document, self.tensors) != self.digest:
             raise ValueError("its digest does not fit its content: the file is damaged, copy it again")
         pieces = {k: x for d in names for k, x in zip(names[d], self.tensors[d].split(lengths[d]), strict=True)}
-        # Copies, so that a leaf does not keep the whole buffer alive.
+        # Copy each leaf: a view would keep the memory of all leaves of its dtype.
         return {k: x.reshape(expected[k].shape).to(expected[k].dtype, copy=True) for k, x in pieces.items()}
 
 
@@ -240,16 +242,16 @@ def _check_sizes(plan: Plan, limit: int, file: Compact | _Plain) -> None:
 
 
 def _check_range(name: str, size: Tensor, stored: Tensor) -> None:
-    """Raise ValueError if the absolute values `size` of a leaf exceed the range of its stored dtype."""
+    """Raise ValueError if a leaf's absolute values `size` are too large or too small for the dtype of `stored`."""
     if not bool(torch.isfinite(stored).all()):
         raise ValueError(f"{name!r} holds {float(size.max()):g}, too large a number for {stored.dtype}")
-    # Values below the rounding error of the leaf's largest number may underflow.
+    # Numbers smaller than the rounding error of the leaf's largest number may become 0.
     lost = size[(stored == 0) & (size > torch.finfo(stored.dtype).eps / 2 * size.amax())] if size.numel() else size
     if lost.numel():
         words = f"{name!r} holds {float(lost.max()):g}, too small a number for {stored.dtype}"
         if not name.startswith(DIRECT):
             raise ValueError(f"{words}: it would be 0; dtype='bfloat16' holds smaller ones")
-        # Some direct parameters are this small: the biases of attention keys only get rounding errors as gradients.
+        # Only warn: some direct parameters are that small, such as biases of attention keys. Their exact gradient is 0.
         warnings.warn(f"{words}, in which it is 0; dtype='bfloat16' holds smaller ones", UserWarning, stacklevel=3)
 
 

@@ -1,6 +1,6 @@
 """Genome folders for the Hugging Face hub: `genome.safetensors`, `config.json`, and a model card, `README.md`.
 
-Uploads and downloads need the package huggingface_hub; local folders do not.
+Uploads and downloads need the package huggingface_hub. Reading and writing local folders does not need the package.
 """
 
 import inspect
@@ -26,7 +26,7 @@ from gbfunc.types import Genome, GenomeLike, Params
 GENOME_FILE = "genome.safetensors"
 
 _HUB = ("huggingface_hub", "the Hugging Face hub", "huggingface_hub")
-# Options of `PreTrainedModel.save_pretrained` that `Trainer` passes and a genome ignores.
+# Options that Hugging Face's `Trainer` passes to `save_pretrained`, and that have no meaning for a genome.
 _LARGE_FILES = "is_main_process max_shard_size safe_serialization save_function save_peft_format variant".split()
 
 _CARD = """{head}
@@ -56,7 +56,7 @@ def save_pretrained(
     state_dict: Params | None = None,
     **options: Any,
 ) -> str | None:
-    """Write a genome folder, as `GenomeModule.save_pretrained` does; keeps an existing model card."""
+    """Write a genome folder, as `GenomeModule.save_pretrained` does. A model card in the folder is not replaced."""
     options = {k: x for k, x in options.items() if k not in _LARGE_FILES}
     hub_options = [*options] + ["repo_id"] * (repo_id is not None)
     if hub_options and not push_to_hub:
@@ -134,13 +134,13 @@ def _write(folder: Path, plan: Plan, genome: GenomeLike, dtype: Stored | None, p
 
 
 def quoted(text: str) -> str:
-    """Format an untrusted name as Markdown code; replaces characters that could end the code or start HTML by `?`."""
+    """Format an untrusted name as Markdown code. Characters that could end the code or start HTML become `?`."""
     plain = re.sub(r"[^\w ./:@+-]", "?", text[:200])
     return f"`{plain}`"
 
 
 def card_head(library: str, tags: Sequence[str], base: str = "") -> str:
-    """Format the metadata of a model card as a YAML front matter with JSON strings."""
+    """Return the metadata of a model card: YAML between lines of `---`, with all strings as JSON."""
     about = {"base_model": base} if base else {}
     lines = [f"{k}: {json.dumps(v)}" for k, v in (about | {"library_name": library, "tags": [*tags]}).items()]
     return "\n".join(["---", *lines, "---", ""])

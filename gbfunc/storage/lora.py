@@ -1,6 +1,6 @@
 r"""Exports adapter deltas as a LoRA adapter (Hu et al., 2022) that `peft.PeftModel.from_pretrained` reads.
 
-A delta with tiles `L[i, j] @ R[i, j].T` is one product of two thin matrices. Its rank is the sum of the tiles' ranks:
+A delta with tiles `L[i, j] @ R[i, j].T` is a product of two thin matrices, whose rank is the sum of the tiles' ranks:
 
     W_base + delta = W_base + B A,    A [k', in],  B [out, k'],    k' = nr nc k
 
@@ -39,11 +39,12 @@ _INSTEAD = "; gb.materialize(plan, genome, pnet) gives the whole network instead
 
 
 def save_lora(folder: str | os.PathLike[str], plan: Plan, genome: GenomeLike, pnet: nn.Module) -> int:
-    """Writes a LoRA adapter for `peft.PeftModel.from_pretrained(pnet, folder)`; returns the size of its tensors.
+    """Writes a LoRA adapter for `peft.PeftModel.from_pretrained(pnet, folder)`; returns the bytes of its tensors' file.
 
-    The folder holds each delta as two thin matrices and the complete new modules (`modules_to_save`), so it is larger
-    than the genome file. The adapter produces the same outputs in any LoRA runtime and cannot be converted back into a
-    genome. Layers with a tied weight get a copy of the matrices each: do not merge these in peft, which would add both.
+    The folder has each delta as two thin matrices, and the complete new modules (`modules_to_save`). The folder is
+    therefore larger than the genome's file, and cannot be converted back into a genome. The adapter produces the same
+    outputs in any program that supports LoRA. If a delta's weight is tied, every layer that uses the weight gets a copy
+    of the two matrices. Do not merge the copies in peft, because peft would add all copies to the weight.
 
     Args:
         folder: the folder, created if it does not exist; its files are replaced.
@@ -52,7 +53,7 @@ def save_lora(folder: str | os.PathLike[str], plan: Plan, genome: GenomeLike, pn
         pnet: the base network.
 
     Raises:
-        ValueError: if plan, genome and p-net do not match, or LoRA cannot represent a tensor, which the error names.
+        ValueError: if plan, genome and p-net do not fit together, or if LoRA cannot represent a tensor of the plan.
         OSError: if a file cannot be written.
     """
     check_plan(plan, pnet)
@@ -79,7 +80,7 @@ def save_lora(folder: str | os.PathLike[str], plan: Plan, genome: GenomeLike, pn
                 why = "is not of a layer that LoRA knows: its forward is not torch's"
             raise ValueError(f"the delta of {tensor.name!r} {why}{_INSTEAD}")
         a, b = as_low_rank(*form.by_tile(form.taken(weights)), form.grid)
-        # Each layer of a tied weight gets its own entries.
+        # If several layers have the same tied weight, each layer gets its own entries.
         for name in (tensor.name, *tensor.aliases):
             tensors |= _layer_tensors(pnet, name, a, b)
             ranks[name.rpartition(".")[0]] = len(a)
@@ -112,7 +113,7 @@ def _layer_tensors(pnet: nn.Module, name: str, a: Tensor, b: Tensor) -> Params:
         raise ValueError(f"the delta of {name!r} cannot be part of a LoRA adapter of peft: {why}{_INSTEAD}")
     key = f"{_PREFIX}{layer}.lora_"
     if isinstance(module, nn.Embedding):
-        # An embedding has one row per token, so peft stores the factors transposed.
+        # The weight of an embedding has one row per token, so peft stores an embedding's factors transposed.
         return {f"{key}embedding_A": b.t(), f"{key}embedding_B": a.t()}
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         a = a.unflatten(1, (module.in_channels, *module.kernel_size))
@@ -139,7 +140,7 @@ def _new_modules(pnet: nn.Module, new: Collection[str]) -> list[str]:
     for name in saved:
         if isinstance(pnet.get_submodule(name), _CONTAINERS):
             raise ValueError(f"modules_to_save of a LoRA adapter have a forward, and {name!r} has none{_INSTEAD}")
-        # peft matches by the end of a module's name, even within a word.
+        # peft selects all modules whose names end with the given name, even in the middle of a word.
         others = [other for other in modules if other != name and other.endswith(name)]
         if others or not name:
             what = f"peft would take {others} for {name!r} too" if name else "a parameter of no submodule is new"
@@ -149,7 +150,7 @@ def _new_modules(pnet: nn.Module, new: Collection[str]) -> list[str]:
 
 def _config(base: Base, pnet: nn.Module, ranks: Mapping[str, int], saved: list[str]) -> dict[str, Any]:
     usual = Counter(ranks.values()).most_common(1)[0][0] if ranks else 1
-    # peft uses the first key that matches the end of a layer's name; these keys match the whole name.
+    # peft uses the first key that matches the end of a layer's name, so let each key match a whole name only.
     patterns = {f"^{re.escape(layer)}": rank for layer, rank in ranks.items() if rank != usual}
     layers = [pnet.get_submodule(layer) for layer in ranks]
     return {
@@ -167,7 +168,7 @@ def _config(base: Base, pnet: nn.Module, ranks: Mapping[str, int], saved: list[s
 
 
 def _targets(pnet: nn.Module, layers: Collection[str], saved: Collection[str]) -> list[str] | str:
-    """Return `target_modules`: full names, or a regular expression if the names also match other modules."""
+    """Return `target_modules`: the layers' full names, or a regular expression if peft would match more layers."""
     names = [name for name, _ in pnet.named_modules(remove_duplicate=False) if name not in layers]
     inside = tuple(f"{module}." for module in saved)
     clash = any(n.endswith(f".{layer}") for n in names if not f"{n}.".startswith(inside) for layer in layers)

@@ -1,4 +1,4 @@
-"""Builds a page that generates and runs a genome's network in the browser: one HTML file without requests to a server.
+"""Builds a page that generates and runs a genome's network in the browser: one HTML file that needs no server.
 
 The page's JavaScript reads a genome's file (`read.js`, `bytes.js`, `steps.js`), checks the plan against the format's
 schema and limits (`plan.js`), generates the weights (`grow.js`), runs the p-nets of the command line and p-nets that
@@ -56,10 +56,10 @@ def page(
     alphabets: Mapping[str, str] = MappingProxyType({}),
     networks: Mapping[str, JSON] = MappingProxyType({}),
 ) -> str:
-    """Return the page as HTML; `genome` is shown unless the fragment of the page's address has another genome.
+    """Return the page as HTML. If the page's address has a genome as its fragment, the page shows it, not `genome`.
 
-    `alphabets` are the characters of language models, by their names in genomes' files. `networks` are descriptions
-    (`network`) of p-nets that the page does not know, by their names in files.
+    `alphabets` has the characters of each language model, and `networks` the descriptions (`network`) of p-nets that
+    the page's scripts do not know. The keys are the names in the metadata of genomes' files.
     """
     contents = {"genome": in_address(genome), "alphabets": dict(alphabets), "networks": dict(networks)}
     parts = {"style": _source("page.css"), "embedded": json.dumps(contents).replace("<", "\\u003c")}
@@ -68,12 +68,12 @@ def page(
 
 
 def network(layers: Sequence[Layer], metadata: Mapping[str, Any]) -> JSON:
-    """Describe a p-net for a page by its `layers_in_a_row` and the options in the metadata of its genomes' files."""
+    """Describe a p-net for a page: the result of `layers_in_a_row`, and the options in a genome file's metadata."""
     return {"layers": list(layers), "options": {k: metadata.get(k, {}) for k in ("task_config", "pnet_config")}}
 
 
 def embedded(text: str) -> tuple[bytes, dict[str, str]]:
-    """Read the genome's file and the alphabets from a page; raises ValueError for a text without a genome."""
+    """Return the genome's file and the alphabets in the HTML of a page; ValueError for a text without a genome."""
     found = re.search(r'<script type="application/json" id="embedded">(.+)</script>', text)
     content = parse_json(found[1], "the page's content") if found else None
     genome, alphabets = (content.get(k) for k in ("genome", "alphabets")) if isinstance(content, dict) else ("", {})
@@ -93,7 +93,7 @@ def in_address(genome: bytes) -> str:
 
 
 def script(*names: str) -> str:
-    """Concatenate scripts of the page, after the constants that they need."""
+    """Return JavaScript: the constants of the formats, followed by the scripts with these names."""
     packer = zlib.compressobj(9, zlib.DEFLATED, -15)
     documents = base64.b64encode(packer.compress(DOCUMENTS) + packer.flush()).decode("ascii")
     texts = {"documents": documents, "magic": MAGIC.decode("ascii"), "schema": SCHEMA}
@@ -109,9 +109,9 @@ def _source(name: str) -> str:
 
 
 def layers_in_a_row(pnet: nn.Module) -> list[Layer]:
-    """Describe an `nn.Sequential`, nested or not, of the stock layers in `_LAYERS`, in evaluation mode.
+    """Describe the layers of an `nn.Sequential` in evaluation mode; entries may be `nn.Sequential` modules again.
 
-    Raises `ValueError` for any other p-net, naming the module that has no description.
+    Raises `ValueError` for any other p-net, and for a layer whose class is not in `_LAYERS`.
     """
     return list(_walk(pnet, "", {module: name for name, module in pnet.named_modules()}))
 
@@ -120,7 +120,7 @@ def _walk(module: nn.Module, name: str, names: Mapping[nn.Module, str]) -> Itera
     if type(module).forward is nn.Sequential.forward:
         for child in module._modules.values():
             assert child is not None
-            # A module in several places is described by its first name, which is the only name of its buffers.
+            # If a module occurs several times, use its first name, because its buffers are listed only by this name.
             yield from _walk(child, names[child], names)
         return
     describe = _LAYERS.get(type(module))
