@@ -40,10 +40,10 @@ TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType(
 
 
 def find_task(name: str, data_dir: Path | str | None, config: Mapping[str, Any]) -> Task:
-    """Make the task called `name`, a key of `TASKS` or a user's `package.module:function`, with these options.
+    """Make the task `name`, a key of `TASKS` or a user's `package.module:function`, with the options `config`.
 
-    Raises `ValueError` for an unknown name, options that do not fit, a `data_dir` that the task does not take, or
-    damaged data.
+    Raises `ValueError` if the name or an option is unknown, or if the data are damaged. A task that reads no files also
+    raises `ValueError` for a `data_dir`.
     """
     if is_import_path(name):
         factory = import_factory(name, "a Task")

@@ -32,7 +32,7 @@ Net = Callable[[Tensor], Any]
 class Metric(NamedTuple):
     """A quantity by which networks are compared."""
 
-    name: str  # its key in metrics: `val_<name>`, `test_<name>`
+    name: str  # results of this metric have the keys `val_<name>` and `test_<name>`
     unit: str = "%"  # "%" shows values between 0 and 1 in percent; any other unit is written after the number
     higher_is_better: bool = True
     digits: int = 4  # decimals that are shown, except in percents
@@ -50,25 +50,25 @@ class Metric(NamedTuple):
 
 
 def one_cycle(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float]:
-    """Raise the rate to `lr` in the recipe's warm-up, then lower the rate to nearly 0."""
+    """Return a schedule that raises the learning rate to `lr` in the recipe's warm-up, then lowers it to nearly 0."""
     # torch's schedule divides by zero if the warm-up has exactly one step.
     warmup = 1.5 / steps if math.isclose(recipe.warmup * steps, 1) and steps > 1 else recipe.warmup
     return torch_schedule(torch.optim.lr_scheduler.OneCycleLR, lr, steps, pct_start=warmup)
 
 
 def linear_decay(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float]:
-    """Raise the rate linearly to `lr` in the recipe's warm-up, then lower the rate linearly to 0."""
+    """Return a schedule with a linear rise to the learning rate `lr` in the warm-up, and then a linear fall to 0."""
     warm = max(1, round(recipe.warmup * steps))
     return lambda step: lr * min((step + 1) / warm, max(0, steps - step) / max(1, steps - warm + 1))
 
 
 def cosine(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float]:
-    """Lower the rate from `lr` to 0 by half a period of a cosine."""
+    """Return a schedule that lowers the learning rate from `lr` to 0 along half a period of a cosine."""
     return torch_schedule(torch.optim.lr_scheduler.CosineAnnealingLR, lr, steps, T_max=steps)
 
 
 def constant_rate(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float]:
-    """Keep the rate at `lr`."""
+    """Return a schedule that keeps the learning rate at `lr`."""
     return lambda step: lr
 
 
@@ -83,26 +83,27 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings that train a genome of a given size well, chosen on validation data."""
+    """Settings for training a genome of a given size. The settings were chosen on validation data."""
 
     lr: float = 2e-2  # peak learning rate of the g-nets
-    direct_lr: float | None = None  # peak learning rate of direct parameters; None for `lr`
+    direct_lr: float | None = None  # peak learning rate of direct parameters; None means the same as `lr`
     dense_lr: float = 1e-3  # peak learning rate of a dense net of the same task
     optimizer: type[torch.optim.Optimizer] = torch.optim.Adam
     betas: tuple[float, float] = (0.9, 0.99)  # of Adam and similar classes
     eps: float = 1e-8  # of Adam and similar classes
-    weight_decay: float | None = None  # None for the default of the class
-    optimizer_config: Mapping[str, Any] = field(default_factory=dict)  # other options of the class
+    weight_decay: float | None = None  # None means the default of the optimizer
+    optimizer_config: Mapping[str, Any] = field(default_factory=dict)  # additional options of the optimizer
     batch_size: int = 128  # examples per step
     epochs: int = 10  # passes over the training split
     steps: int | None = None  # total number of training steps, instead of `epochs`
-    measure_every: int | tuple[int, ...] | None = None  # interval or steps of validations; None: after each pass
+    # Validate every n steps, or after the steps of a tuple. None validates after each pass.
+    measure_every: int | tuple[int, ...] | None = None
     augment: Augment | None = None  # changes the inputs of a training batch
     clip_norm: float | None = None  # largest norm of the gradient
-    amp: torch.dtype | None = None  # dtype of autocast for the p-net; None for no autocast
+    amp: torch.dtype | None = None  # dtype of autocast for the p-net; None means no autocast
     warmup: float = 0.1  # fraction of the steps in which the learning rate rises
     schedule: Schedule = one_cycle
-    # {setting: reason} for settings that depend on the data or the genome.
+    # {setting: explanation}, for settings whose values depend on the data or on the size of the genome.
     reasons: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -117,12 +118,12 @@ History = Sequence[Mapping[str, float]]
 
 
 def example_batches(data: Data, recipe: Recipe, generator: torch.Generator, net: Callable[[], Net]) -> Iterator[Batch]:
-    """Yield augmented batches of a split of examples without end; `net` is not used."""
+    """Yield augmented batches of training examples without end. The argument `net` is not used."""
     return endless_batches(data, recipe.batch_size, generator, recipe.augment)
 
 
 def loss_fn(net: Net, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the mean cross entropy (nats) of a batch [B, ...] with classes [B], and its accuracy (0 to 1)."""
+    """Return the mean cross entropy (nats) and the accuracy (0 to 1) of `net` on inputs [B, ...] with classes [B]."""
     x, y_B = batch
     logits_BK = logits_of(net(x))
     hits_B = logits_BK.detach().argmax(1) == y_B
@@ -130,14 +131,14 @@ def loss_fn(net: Net, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def token_loss(net: Net, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the mean cross entropy (nats) of the next tokens [B, L] of a batch [B, L], from logits [B, L, V]."""
+    """Return the mean cross entropy (nats) with which `net` predicts the next tokens [B, L] from tokens [B, L]."""
     x_BL, y_BL = batch
     return F.cross_entropy(logits_of(net(x_BL)).flatten(0, 1), y_BL.flatten()), {}
 
 
 @torch.no_grad()
 def accuracy(net: Net, split: Data, chunk: int = 500) -> float:
-    """Return the fraction of a split (0 to 1) that `net` classifies correctly, with `chunk` examples per call."""
+    """Return the fraction (0 to 1) of examples that `net` classifies correctly. Each call gets `chunk` examples."""
     if not len(split):
         raise ValueError("accuracy expects a split with examples, got an empty one")
     hits = sum(int((logits_of(net(x)).argmax(1) == y_B).sum()) for x, y_B in split.chunks(chunk))
@@ -146,9 +147,10 @@ def accuracy(net: Net, split: Data, chunk: int = 500) -> float:
 
 @torch.no_grad()
 def text_metrics(net: Net, text: Data, windows: int = 256, most: int | None = None) -> dict[str, float]:
-    """Measure `loss` (nats per token) and `bits_per_char`, which does not depend on the vocabulary, over a text.
+    """Measure a language model on a text: `loss` (nats per token) and, except for chats, `bits_per_char`.
 
-    The net gets `windows` windows per call, and in total only the first `most`. For chats, only `loss` is measured.
+    `bits_per_char` does not depend on the vocabulary. A call of `net` gets `windows` windows of the text. With `most`,
+    only the first `most` windows are used.
     """
     total = count = 0
     for x_BL, y_BL in islice(text.chunks(windows), most and most // windows):
@@ -166,34 +168,34 @@ LOSS = (Metric("loss", "nats", higher_is_better=False), Metric("bits_per_char", 
 
 @dataclass(frozen=True)
 class Task:
-    """Data, a p-net and the settings of its training."""
+    """A data set, a p-net, and the settings with which the p-net is trained."""
 
-    name: str  # the key in `TASKS`, or the source
+    name: str  # the key in `TASKS`; a user's task may have any name
     interface: Interface  # shapes of examples and outputs
-    # Examples for training, for the choice of settings, and for results; each split is a `Data`.
+    # The splits: training examples, validation examples that choose the settings, and test examples for the results.
     train: Any
     val: Any
     test: Any
     pnet: PNet
     # (p-net, number of genome parameters) -> recipe
     settings: Callable[[PNet, float], Recipe] = lambda pnet, genome_params: Recipe()
-    genome_params: int | None = None  # default size target; None for `compression`
-    compression: float = 20.0  # default size target as a ratio
+    genome_params: int | None = None  # default number of genome parameters; None means that `compression` applies
+    compression: float = 20.0  # default ratio of the p-net's parameters to the genome's parameters
     # (net, batch) -> (loss, {metric: value})
     loss: Callable[[Net, Any], tuple[Tensor, dict[str, Tensor]]] = loss_fn
     evaluate: Callable[[Net, Any], dict[str, float]] = lambda net, split: {"accuracy": accuracy(net, split)}
-    metrics: tuple[Metric, ...] = ACCURACY  # results of `evaluate`; the first decides which network is better
-    # Text to tokens [N] (`ValueError` for text without tokens) and tokens to text, for a task of texts.
+    metrics: tuple[Metric, ...] = ACCURACY  # what `evaluate` measures; the first metric decides which network is better
+    # For texts: functions from text to tokens [L] (ValueError for text without tokens) and from tokens to text.
     encode: Callable[[str], Tensor] | None = None
     decode: Callable[[list[int]], str] | None = None
-    # (train, recipe, generator, net) -> endless batches in the generator's order; `net()` is the current network.
+    # (train, recipe, generator, net) -> endless batches, drawn with the generator; `net()` returns the current network.
     batches: Batches = example_batches
-    resumable: bool = True  # whether training can resume at any step; otherwise, only between passes
+    resumable: bool = True  # if False, training can resume only after full passes over the data
     # Additional metadata of a genome's file: `mean` and `std` of pixels (lists if they differ by channel), the largest
     # value of a pixel if not 255 (`white`), and names of `classes`.
     about: Mapping[str, Any] = field(default_factory=dict)
-    counts: Callable[[int], Mapping[str, float]] = lambda steps: {}  # more counts for the history, by number of steps
-    facts: Callable[[History], Mapping[str, Any]] = lambda history: {}  # more results, from a history (may be empty)
+    counts: Callable[[int], Mapping[str, float]] = lambda steps: {}  # training steps -> extra columns of the history
+    facts: Callable[[History], Mapping[str, Any]] = lambda history: {}  # history (may be empty) -> extra results
 
     @property
     def metric(self) -> Metric:
@@ -226,8 +228,8 @@ class Task:
     def plan(self, module: nn.Module, hypernet: str | None = None, **size: Any) -> Plan:
         """Plan a genome for a module made by `build`, with the best known options for this task.
 
-        `hypernet` is a key of `HYPERNETS`, or None for the p-net's default type. `size` is `genome_params`,
-        `genome_bytes` (with `stored`) or `compression` of `make_plan`.
+        `hypernet` is a key of `HYPERNETS`, or None for the p-net's default type. `size` is one of `make_plan`'s options
+        `genome_params`, `genome_bytes` (together with `stored`) and `compression`.
         """
         params = (size.get("genome_bytes") or 0) / bytes_each(size.get("stored") or "float16")
         params = size.get("genome_params") or params or n_params(module) / (size.get("compression") or 1.0)
@@ -238,7 +240,7 @@ class Task:
 
 
 def taught(task: Task, teacher: nn.Module, weight: float = 0.5, temperature: float = 2.0) -> Task:
-    """Add a teacher to the loss of a task of examples (`gbfunc.distillation`)."""
+    """Return the task with a loss that also distils a teacher network (see `gbfunc.distillation`)."""
     if task.batches is not example_batches:
         raise ValueError(f"a teacher needs a task of examples, got {task.name}, an environment: train without one")
     return replace(task, loss=distillation(teacher, temperature=temperature, weight=weight, loss_fn=task.loss))

@@ -20,16 +20,16 @@ from gbfunc.tasks.pnets.hugging_face import pretrained_network
 from gbfunc.tasks.text import HELD_OUT, LEAST, Tokens, by_length, check_int, digest_of, language_task, read_text
 from gbfunc.untrusted import one_error
 
-_OUTSIDE = -100  # the target of tokens outside of answers, which cross entropy ignores
+_OUTSIDE = -100  # target of tokens that belong to no answer; cross entropy ignores this target
 _FORMS = '{"prompt": ..., "answer": ...} or {"messages": [{"role": ..., "content": ...}, ...]} with texts'
 
 
 def chat(data_dir: Path | None = None, pretrained: str | None = None, context: int = 512) -> Task:
-    """Load chats from which a pretrained language model learns to answer, in the model's chat template.
+    """Load chats on which a pretrained language model is trained to write the answers.
 
-    `data_dir` is a file in UTF-8 with a chat per line, in JSON: `{"prompt": ..., "answer": ...}`, or `{"messages":
-    [{"role": "user", "content": ...}, ...]}` with at least one answer of the `assistant`. A random tenth is for
-    validation, a twentieth for the test, at most 128 chats each. The model gets the first `context` tokens of a chat.
+    `data_dir` is a UTF-8 file. Each line is a chat in JSON: `{"prompt": ..., "answer": ...}`, or `{"messages":
+    [{"role": "user", "content": ...}, ...]}` with at least one message of the role `assistant`. A random tenth of the
+    chats (at most 128) is for validation, a twentieth for the test. The model gets a chat's first `context` tokens.
     """
     check_int("chat", "context", context, 2)
     if data_dir is None or pretrained is None:
@@ -50,7 +50,7 @@ def chat(data_dir: Path | None = None, pretrained: str | None = None, context: i
 
 
 def chat_tokens(pretrained: str) -> tuple[Tokens, Any]:
-    """Read the tokens of a pretrained network with a chat template; `encode` writes a prompt as a user's message."""
+    """Return the vocabulary and the tokenizer of a pretrained model. `encode` writes a prompt as a user's message."""
     folder = pretrained_network(pretrained)
     transformers = import_extra("transformers", "a chat template", "gbfunc[llm]")
     with one_error(folder, "folder with the tokenizer of a pretrained network"):
@@ -80,7 +80,7 @@ def _messages(found: Any) -> list[dict[str, str]]:
 
 
 def _coded(tokenizer: Any, messages: list[dict[str, str]], context: int) -> tuple[Tensor, Tensor]:
-    """Return the tokens [L] of a chat, and the targets [L]: the next token inside answers, and -100 elsewhere."""
+    """Return a chat's tokens [L] and targets [L]: the next token if an answer contains the token, otherwise -100."""
     write = partial(tokenizer.apply_chat_template, tokenize=False)
     whole, spans = write(messages), []
     for n in (n for n, message in enumerate(messages) if message["role"] == "assistant"):

@@ -1,7 +1,7 @@
 """The task `control`: trains policy and value networks in environments of gymnasium by PPO.
 
-A pass over the data has several rollouts of the current network in new environments. Each transition is used in several
-training steps. The validation and test splits are fixed episodes, in which the greedy policy acts.
+A pass over the data makes new environments, and acts in several rollouts with the current network. Each transition is
+used in several training steps. The validation and test splits are fixed episodes, in which the greedy policy acts.
 
 Suffixes: T steps of a rollout, N environments, B transitions (or sequences), O numbers of an observation (or channels,
 rows and columns of an image), P numbers that describe a policy, M numbers of a memory.
@@ -44,17 +44,17 @@ class Environment(NamedTuple):
     n_actions: int  # number of choices, or length of an action vector
     discrete: bool  # whether an action is a choice
     threshold: float | None  # mean return at which gymnasium considers the environment solved, or None
-    observed: tuple[int, ...] | None = None  # indices of the observed numbers that the network gets; None for all
+    observed: tuple[int, ...] | None = None  # indices of the observed numbers that the network gets; None means all
     channels_last: bool = False  # whether the environment's images have their channels last
     limit: int | None = None  # largest number of steps of an episode, or None
 
     @property
     def episodes(self) -> int:
-        """Number of episodes of an evaluation: 100, as for gymnasium's threshold, or 10 with images or 1,000 steps."""
+        """Number of episodes of an evaluation: 100, or 10 if observations are images or an episode has 1,000 steps."""
         return 100 if len(self.inputs) == 1 and (self.limit or 0) < 1_000 else 10
 
     def seen(self, obs: NDArray[Any]) -> Tensor:
-        """Convert observations [..., O] for the network: float32, or uint8 images, channels first."""
+        """Convert observations [..., O] to the network's inputs: float32, or uint8 images with the channels first."""
         # Copy, because an environment may write the next observation into the same memory.
         x = torch.from_numpy(np.array(obs if self.observed is None else obs[..., self.observed]))
         x = x.movedim(-1, -3) if self.channels_last else x
@@ -62,12 +62,12 @@ class Environment(NamedTuple):
 
     def reset(self, envs: Any, seed: int) -> Tensor:
         """Start environments from a seed, and return the first observations."""
-        # ALE takes seeds of 31 bits, and adds one for each environment.
+        # ALE accepts seeds below 2**31 and adds the environment's index, so keep the seed below 2**30.
         return self.seen(envs.reset(seed=seed % 2**30 if self.id.startswith(ATARI) else seed)[0])
 
 
 def find_environment(env_id: str, observed: Sequence[int] | None = None) -> Environment:
-    """Look up an environment with observations that are vectors or images, and actions that are choices or vectors."""
+    """Describe an environment. The observations must be vectors or images, and the actions vectors or choices."""
     envs = make_envs(env_id, 1)
     from gymnasium.spaces import Box, Discrete
 
@@ -94,7 +94,7 @@ def find_environment(env_id: str, observed: Sequence[int] | None = None) -> Envi
 
 
 def make_envs(env_id: str, n: int) -> Any:
-    """Make `n` environments as one `gymnasium.vector.VectorEnv`, in which the step after an episode restarts.
+    """Make a `gymnasium.vector.VectorEnv` of `n` environments. The step after an episode's end only restarts.
 
     Atari games (`ALE/...`) come from ale-py, which contains the ROMs. An observation has four grey frames of 84 x 84
     pixels. Rewards are not clipped, and an episode lasts at most five minutes (Mnih et al., 2015).
@@ -137,20 +137,20 @@ SETTINGS: Mapping[str, Settings] = MappingProxyType(
 )
 """Settings by environment, chosen on seeds 100 to 102, which no reported result uses."""
 
-# From CleanRL (`ppo_atari.py`), except the genome's rate, which is ten times larger and was tested in short runs only.
+# CleanRL's settings (`ppo_atari.py`), but the genome's learning rate is ten times larger and tested in short runs only.
 _ATARI_SETTINGS = Settings(env_steps=10_000_000, n_envs=8, clip=0.1, reward_signs=True, eval_every=50)
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """An environment for training. The length counts the transitions of a pass, once for each use."""
+    """An environment for training. `len` is the number of transitions of a pass times the uses of a transition."""
 
     env: Environment
     settings: Settings
 
     @property
     def per_pass(self) -> int:
-        """Number of rollouts in the same environments: enough for the longest episode to end."""
+        """Number of rollouts of a pass. All run in the same environments, and even the longest episode ends."""
         return max(self.settings.eval_every, -(-(self.env.limit or 1) // self.settings.horizon))
 
     def __len__(self) -> int:
@@ -165,7 +165,7 @@ class Rollouts:
 
 @dataclass(frozen=True)
 class Episodes:
-    """Episodes for evaluation, whose initial states a seed determines."""
+    """Episodes for evaluation. The seed determines the initial states of the episodes."""
 
     env: Environment
     seed: int
@@ -178,9 +178,9 @@ class Episodes:
 def control(env: str = "CartPole-v1", env_steps: int | None = None, observed: Sequence[int] | None = None) -> Task:
     """Load the task of maximising the return in an environment of gymnasium.
 
-    `env_steps` is the total number of steps in all environments; None takes the best known number. The network gets
-    the entries `observed` of each observation, by default all. For example, `observed=[0, 2]` hides the velocities of
-    CartPole. Then only a network with a memory can balance the pole.
+    `env_steps` is the total number of training steps in all environments; None means the best known number. The network
+    gets only the entries `observed` of an observation, by default all entries. For example, `observed=[0, 2]` hides the
+    velocities of CartPole. Then only a network with a memory can balance the pole.
     """
     settings = SETTINGS.get(env, _ATARI_SETTINGS if env.startswith(ATARI) else Settings())
     if env_steps is not None:
@@ -192,7 +192,7 @@ def control(env: str = "CartPole-v1", env_steps: int | None = None, observed: Se
 
 
 def control_task(env: Environment, settings: Settings) -> Task:
-    """Make the task of an environment with settings of PPO; the learning rate falls linearly to 0, per rollout."""
+    """Make the task of an environment for PPO. The learning rate falls linearly to 0, and is constant in a rollout."""
     interface = Interface(env.inputs, env.n_actions, actions="choice" if env.discrete else "vector")
     size, per_rollout = settings.n_envs * settings.horizon, settings.epochs * settings.minibatches
     recipe = Recipe(
@@ -209,7 +209,7 @@ def control_task(env: Environment, settings: Settings) -> Task:
     if len(env.inputs) == 3:
         pnet = PNETS["conv_actor_critic"](interface)
     else:
-        # CartPole is symmetric: the policy is an odd function of the observation.
+        # CartPole is symmetric, so an odd function of the observation is a good policy.
         small = env.id in ("CartPole-v1", "Pendulum-v1")
         pnet = PNETS["actor_critic"](interface, odd=env.id == "CartPole-v1", normalize=not small)
 
@@ -242,9 +242,9 @@ def control_task(env: Environment, settings: Settings) -> Task:
 def rollout_batches(
     place: Rollouts, recipe: Recipe, generator: torch.Generator, net: Callable[[], PolicyValue]
 ) -> Iterator[Transitions]:
-    """Yield the minibatches of rollout after rollout. Each pass draws a seed and makes new environments.
+    """Yield the minibatches of one rollout after the other. Each pass draws a seed and makes new environments.
 
-    A network with a memory gets whole sequences, one per environment.
+    For a network with a memory, a minibatch has sequences: all steps of a rollout in one environment.
     """
     settings = place.settings
     rows, per_batch = settings.n_envs * settings.horizon, recipe.batch_size
@@ -290,7 +290,7 @@ def _play(
 
 @torch.no_grad()
 def _rollout(envs: Any, net: PolicyValue, front: _Front, place: Rollouts) -> tuple[Transitions, _Front]:
-    """Act for T steps in N environments; return T * N transitions or N sequences, and the next rollout's front."""
+    """Act for T steps in N environments. Return T * N transitions or N sequences, and the state after the last step."""
     settings, discrete = place.settings, place.env.discrete
     obs, restarts, starts, steps = [front[0]], [front[1]], [front[2]], []
     first = memory = front[3]
@@ -326,7 +326,7 @@ def _rollout(envs: Any, net: PolicyValue, front: _Front, place: Rollouts) -> tup
 
 
 def play(env: Environment, number: int, seed: int, act: Callable[[Tensor], Tensor]) -> tuple[NDArray[np.float64], int]:
-    """Play an episode in `number` environments; return the undiscounted returns [N] and the total number of steps.
+    """Play one episode in each of N environments. Return the undiscounted returns [N] and the total number of steps.
 
     `act` maps observations [N, O] to actions on the CPU: choices [N] or vectors [N, A].
     """
@@ -347,9 +347,9 @@ def play(env: Environment, number: int, seed: int, act: Callable[[Tensor], Tenso
 
 @torch.no_grad()
 def evaluate(net: PolicyValue, episodes: Episodes) -> NDArray[np.float64]:
-    """Return the undiscounted returns of the greedy policy (likeliest choice, mean action), one per episode."""
+    """Play each episode with the most likely actions, and return the undiscounted returns [number of episodes]."""
     env, number = episodes.env, episodes.number
-    # Only the first episode of each environment counts, so the memory starts only once.
+    # Only the first episode of each environment counts, so reset the memory only before the first step.
     memory, starts_1N = _blank(net, number), torch.ones(1, number, dtype=torch.bool)
 
     def act(obs_NO: Tensor) -> Tensor:
@@ -367,5 +367,5 @@ def _return_metrics(net: PolicyValue, episodes: Episodes) -> dict[str, float]:
 
 
 def stream(seed: int, *path: int) -> int:
-    """Return a seed below 2**32 for one of the streams of random numbers of `seed`."""
+    """Derive a seed below 2**32 from a seed and the integers `path`. Different paths give independent seeds."""
     return int(np.random.SeedSequence((seed, *path)).generate_state(1)[0])

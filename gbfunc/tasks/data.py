@@ -1,4 +1,4 @@
-"""Data sets for training and evaluation: random batches of a pass over the data, and chunks in order.
+"""Data sets: random batches for training, and chunks in order for evaluation.
 
 All randomness is drawn on the CPU and does not depend on the device.
 
@@ -53,7 +53,7 @@ class Split:
         return self.x[index], self.y[index]
 
     def batches(self, batch_size: int, generator: torch.Generator) -> Iterator[Batch]:
-        """Yield one shuffled pass in full batches; examples that do not fill a batch are left out."""
+        """Yield all full batches of one shuffled pass. Examples that do not fill a batch are left out."""
         used = steps_per_epoch(self, batch_size) * batch_size
         for index_B in self.order(torch.randperm(len(self), generator=generator)[:used], batch_size, generator):
             yield self[index_B]
@@ -81,7 +81,7 @@ class Windows:
         return (len(self.tokens) - 1) // self.context
 
     def batches(self, batch_size: int, generator: torch.Generator) -> Iterator[Batch]:
-        """Yield the batches of a pass, with windows from random places, which may overlap."""
+        """Yield the batches of one pass. The windows start at random places of the text and may overlap."""
         offsets_L = torch.arange(self.context + 1)
         for _ in range(steps_per_epoch(self, batch_size)):
             start_B = torch.randint(len(self.tokens) - self.context, (batch_size,), generator=generator)
@@ -89,7 +89,7 @@ class Windows:
             yield windows[:, :-1], windows[:, 1:]
 
     def chunks(self, size: int) -> Iterator[Batch]:
-        """Yield the windows that do not overlap; the rest of the text is left out."""
+        """Yield the text in windows that do not overlap, `size` windows at a time. An incomplete window is left out."""
         for windows in self.tokens.unfold(0, self.context + 1, self.context).split(size):
             yield windows[:, :-1], windows[:, 1:]
 
@@ -107,10 +107,10 @@ def steps_per_epoch(data: Data, batch_size: int) -> int:
 def endless_batches(
     data: Data, batch_size: int, generator: torch.Generator, augment: Augment | None = None
 ) -> Iterator[Batch]:
-    """Yield full, augmented batches without end. All passes draw from the same CPU generator.
+    """Yield full, augmented batches without end. All passes draw random numbers from the same CPU generator.
 
-    A pass has `len(data) // batch_size` batches; further batches are dropped. Raises `ValueError` if a pass has fewer
-    batches, because such a pass could not be resumed.
+    A pass yields `len(data) // batch_size` batches of `data` and drops later batches. Raises `ValueError` if `data` has
+    fewer batches, because a training could not be resumed in the middle of such a pass.
     """
     expected = steps_per_epoch(data, batch_size)
     while True:
@@ -123,7 +123,7 @@ def endless_batches(
 
 
 def data_folder(task: str, data_dir: Path | None, holds: str) -> Path:
-    """Return the folder of a task's data; raises if there is none."""
+    """Return `data_dir`. Raises ValueError for None, and FileNotFoundError if the folder does not exist."""
     if data_dir is None:
         raise ValueError(f"the {task} task needs --data-dir: the folder with {holds}")
     if not data_dir.is_dir():
@@ -142,9 +142,10 @@ def labels_of(labels: Any, classes: int = 10) -> NDArray[np.int64]:
 def image_splits(
     images: Images, held: tuple[int, ...], tested: Images | None = None, *, by_channel: bool = False
 ) -> tuple[list[Split], NDArray[Any], NDArray[Any]]:
-    """Hold out parts of `held` images each, and normalise all images (bytes or float64) by the training part.
+    """Hold out parts with `held[0]`, `held[1]`, ... images, and normalise all images (bytes or float64).
 
-    Return the splits (training, held out, test), and the mean and deviation of pixels [1, 1 or C, 1, 1].
+    Return the splits (training, held-out parts, test). Also return the mean and the standard deviation of the training
+    pixels, which normalise all splits: [1, 1, 1, 1], or [1, C, 1, 1] if `by_channel`.
     """
     x, labels = images
     *parts, train = hold_out(labels, held, SPLIT_SEED)
@@ -161,19 +162,19 @@ def image_splits(
 
 
 def scaling(mean: NDArray[np.float64], std: NDArray[np.float64]) -> dict[str, Any]:
-    """Return mean and deviation of pixels for `Task.about`, with six digits, as lists if there are several channels."""
+    """Return the pixels' `mean` and `std` for `Task.about`, with six digits. Several channels give lists of numbers."""
     found = {name: [float(f"{x:.6g}") for x in values.ravel()] for name, values in (("mean", mean), ("std", std))}
     return {name: values if len(values) > 1 else values[0] for name, values in found.items()}
 
 
 def noise(deviation: float) -> Augment:
-    """Add normal noise of a standard deviation, in units of the normalised inputs."""
-    # Add in place to a copy, which keeps the memory layout of the inputs.
+    """Return an augmentation that adds normal noise with the standard deviation `deviation` to normalised inputs."""
+    # Add in place to a copy, so that the result has the memory layout of the inputs.
     return lambda x, generator: x.clone().add_((deviation * torch.randn(x.shape, generator=generator)).to(x.device))
 
 
 def leave_out(part: float, pad: int) -> Augment:
-    """Replace each token of texts [B, L], except the first, by `pad` with probability `part`."""
+    """Return an augmentation that replaces tokens of texts by `pad` with probability `part`, but never the first."""
 
     def change(x_BL: Tensor, generator: torch.Generator) -> Tensor:
         gone_BL = torch.rand(x_BL.shape, generator=generator) < part
@@ -184,9 +185,9 @@ def leave_out(part: float, pad: int) -> Augment:
 
 
 def shift(pixels: int, part: float, fill: float, *, mirrors: bool = False) -> Augment:
-    """Move a fraction `part` of the images by up to `pixels` pixels along each axis; `fill` is the value at the border.
+    """Move a fraction `part` of the images by up to `pixels` pixels along each axis. `fill` is the value at the border.
 
-    With `mirrors`, all images are moved, and the fraction `part` is mirrored (He et al., 2015, 4.2).
+    With `mirrors`, move all images, and mirror the fraction `part` of the images (He et al., 2015, section 4.2).
     """
 
     def change(x_BChw: Tensor, generator: torch.Generator) -> Tensor:
@@ -203,21 +204,21 @@ def shift(pixels: int, part: float, fill: float, *, mirrors: bool = False) -> Au
 
 
 def distort(change: float, pixels: float, fill: float) -> Augment:
-    """Rotate, stretch, shear and move each image at random; `fill` is the value at the border.
+    """Rotate, stretch, shear and move each image at random. `fill` is the value at the border.
 
-    The new image at y is the old image at (I + C) y + d, interpolated, with coordinates from the centre. C [2, 2] has
-    entries from `-change` to `change`, and d is up to `pixels` pixels (Simard et al., 2003, section 2, for digits).
+    A pixel at the position y from the centre gets the interpolated value of the old image at (I + C) y + d. The entries
+    of C [2, 2] are between `-change` and `change`, of d [2] at most `pixels` (Simard et al., 2003, section 2).
     """
 
     def change_images(x_BChw: Tensor, generator: torch.Generator) -> Tensor:
         n, _, rows, cols = x_BChw.shape
         drawn_B23 = 2 * torch.rand((n, 2, 3), generator=generator) - 1
-        # `affine_grid` counts from -1 to 1 along each side, columns before rows.
+        # `affine_grid` has coordinates from -1 to 1 along each axis, and the axis of columns first.
         reach_23 = torch.tensor([[change, change, 2 * pixels / cols], [change, change, 2 * pixels / rows]])
         map_B23 = (torch.eye(2, 3) + reach_23 * drawn_B23).to(x_BChw.device)
         places_Bhw2 = F.affine_grid(map_B23, list(x_BChw.shape), align_corners=False)
         changed = F.grid_sample(x_BChw - fill, places_Bhw2, align_corners=False) + fill
-        # This layout makes a step of a convolutional net on a CPU a third faster.
+        # With this layout, a training step of a convolutional net on a CPU is a third faster.
         return changed.to(memory_format=torch.channels_last)
 
     return change_images
@@ -229,18 +230,19 @@ def in_turn(*changes: Augment) -> Augment:
 
 
 def hold_out(labels_N: NDArray[np.int64], counts: tuple[int, ...], seed: int) -> tuple[NDArray[np.int64], ...]:
-    """Return the indices of stratified, disjoint parts of a data set: `counts[0]`, ... examples, and the rest.
+    """Split a data set into disjoint parts with `counts[0]`, `counts[1]`, ... examples, and the remaining examples.
 
-    Every part has the classes in proportion. The same seed gives the same parts on every machine.
+    Return the indices of each part. All parts have the same proportions of classes. The same seed gives the same parts
+    on every machine.
     """
     n = len(labels_N)
-    # RandomState's stream is frozen across numpy versions; Generator's is not.
+    # All versions of numpy draw the same numbers from RandomState. Numbers from Generator may change.
     shuffled_N = np.random.RandomState(seed).permutation(n)
     share_N = np.empty(n)
     for label in np.unique(labels_N):
         members = shuffled_N[labels_N[shuffled_N] == label]
         share_N[members] = (np.arange(len(members)) + 0.5) / len(members)
-    # In the order of positions within classes, any interval has the classes in proportion.
+    # Sort examples by relative position within their class, so that any interval has all classes in proportion.
     rank_N = np.lexsort((shuffled_N, share_N))
     bounds = np.cumsum((0, *counts, n - sum(counts)))
     return tuple(np.sort(rank_N[a:b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True))

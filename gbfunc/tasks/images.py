@@ -25,7 +25,8 @@ from gbfunc.untrusted import one_error, read_arrays
 FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 _SHAPE = (3, 32, 32)  # shape of an image of CIFAR-10
-_MAX_BYTES, _MAX_UNPACKED = 64 << 20, 1 << 30  # largest batch file (10,000 images have 31 MB); largest unpacked .npz
+_MAX_BYTES = 64 << 20  # largest size of a batch's file; CIFAR-10's files of 10,000 images have 31 MB
+_MAX_UNPACKED = 1 << 30  # largest size of an unpacked .npz
 
 
 def digits() -> Task:
@@ -41,14 +42,15 @@ def digits() -> Task:
 
 
 def read_idx(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    """Read a gzipped IDX file of unsigned bytes of a known shape.
+    """Read a gzipped IDX file, which must hold unsigned bytes in the shape `shape`.
 
-    Format: two zero bytes, 8 (unsigned byte), the number of axes, their lengths (32-bit, big-endian), the data.
+    Format: two zero bytes, the byte 8 (the type unsigned byte), the number of axes as a byte, the length of each axis
+    (32-bit, big-endian), and the data.
     """
     header = bytes((0, 0, 8, len(shape))) + b"".join(n.to_bytes(4, "big") for n in shape)
     size = len(header) + math.prod(shape)
     with one_error(path, "IDX file"), gzip.open(path) as file:
-        # Read at most one byte more than expected: a longer file is refused, and a bomb cannot fill the memory.
+        # Read at most one byte more than expected. A longer file is refused, and a zip bomb cannot fill the memory.
         if not (content := file.read(size + 1)).startswith(header) or len(content) != size:
             got = f"{len(content)} or more that start with {content[: len(header)].hex() or 'nothing'}"
             raise ValueError(f"expected {size} bytes that start with {header.hex()} (shape {shape}), got {got}")
@@ -56,7 +58,7 @@ def read_idx(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
 
 
 def load_mnist(data_dir: Path) -> tuple[Images, Images]:
-    """Read images [N, 1, 28, 28] and labels [N] for training and for the test from a folder's four `.gz` files."""
+    """Read the training set and the test set from four `.gz` files: images [N, 1, 28, 28] and labels [N]."""
     if not any(data_dir.glob("*-ubyte.gz")) and (found := next(data_dir.glob("*/*-ubyte.gz"), None)):
         raise FileNotFoundError(f"no IDX files in {data_dir}, but in a folder inside: pass --data-dir {found.parent}")
     parts = []
@@ -77,12 +79,12 @@ def mnist_like(
     shift: float | None = None,
     distort: float | None = None,
 ) -> Task:
-    """Load MNIST (LeCun, Cortes and Burges) or a data set of its form, four IDX `.gz` files: 28 x 28 pixels in grey.
+    """Load MNIST (LeCun, Cortes and Burges) or another data set of 28 x 28 grey pixels in four IDX `.gz` files.
 
-    The validation split has 5,000 fixed training images. The other images get normal noise of deviation `noise`,
-    relative to the pixels' deviation. A fraction `shift` of them moves by up to one pixel along each axis. All are
-    rotated, stretched and sheared by up to `distort`, relative to their size, and moved by up to 1.5 pixels. None means
-    the best known value, which depends on the size of the genome.
+    The validation split has 5,000 fixed training images. In training, normal noise is added, whose deviation is `noise`
+    times the pixels' deviation. A fraction `shift` of the images is moved by up to one pixel along each axis. With
+    `distort`, images are rotated, stretched and sheared by up to this fraction, and moved by up to 1.5 pixels. For an
+    option that is None, the best known value for the size of the genome applies.
     """
     asked = {"noise": noise, "shift": shift, "distort": distort}
     for option, x in asked.items():
@@ -103,7 +105,7 @@ mnist, fashion_mnist = partial(mnist_like, "mnist"), partial(mnist_like, "fashio
 def _mnist_recipe(pnet: PNet, genome_params: float, asked: Mapping[str, float | None], blank: float) -> Recipe:
     recipe, known = Recipe(lr=1e-2), {"noise": 0.0, "shift": 0.0, "distort": 0.0}
     if pnet.name == "mlp":
-        # Genomes overfit as well: without noise and shifts, later epochs do not improve the validation accuracy.
+        # Genomes overfit: without noise and shifts, later epochs do not improve the validation accuracy.
         small = genome_params <= 1_000
         known |= {"noise": 0.25 if small else 0.4, "shift": 0.3}
         lr, betas, epochs = (8e-2, (0.9, 0.95), 120) if small else (4e-2, (0.9, 0.99), 50)
@@ -124,9 +126,9 @@ def _mnist_recipe(pnet: PNet, genome_params: float, asked: Mapping[str, float | 
 def cifar10(data_dir: Path | None = None) -> Task:
     """Load CIFAR-10 (Krizhevsky, 2009, https://www.cs.toronto.edu/~kriz/cifar.html): photographs in ten classes.
 
-    The folder holds the standard python batches (`data_batch_1` to `data_batch_5`, `test_batch`), or
-    `cifar10_train*.npz` and `cifar10_test*.npz`, whose `delta` has differences of neighbouring pixels. A fixed tenth of
-    the training images is for validation.
+    The folder holds the standard python batches (`data_batch_1` to `data_batch_5`, `test_batch`), or the files
+    `cifar10_train*.npz` and `cifar10_test*.npz`, which hold differences of neighbouring pixels. A fixed tenth of the
+    training images is for validation.
     """
     folder = data_folder("cifar10", data_dir, "its python batches (cifar-10-batches-py) or cifar10_train*.npz")
     learned, tested = load_cifar(folder)
@@ -139,7 +141,7 @@ def cifar10(data_dir: Path | None = None) -> Task:
 
 def cifar10_recipe(pnet: PNet, genome_params: float) -> Recipe:
     """Choose the recipe for small photographs."""
-    # Small genomes do not overfit and need smaller shifts. Large genomes gain nothing at the higher rate.
+    # Small genomes do not overfit, so shift their images less. Large genomes do not need the higher learning rate.
     lr = 3e-2 if genome_params < 30_000 else 2e-2
     pixels = 0 if genome_params < 5_000 else 2 if genome_params < 15_000 else 4
     augment = data.shift(pixels, 0.5, 0.0, mirrors=True)
@@ -147,7 +149,7 @@ def cifar10_recipe(pnet: PNet, genome_params: float) -> Recipe:
 
 
 def load_cifar(data_dir: Path, name: str = "cifar10", classes: int = 10) -> tuple[Images, Images]:
-    """Read training and test images of a folder in one of the formats of `cifar10`; `name` may be a glob pattern."""
+    """Read the training set and the test set from python batches, or from `.npz` files that begin with `name`."""
     packed = [sorted(data_dir.glob(f"{name}_{part}*.npz")) for part in ("train", "test")]
     if any(packed):
         if (counts := [len(paths) for paths in packed]) != [1, 1]:
@@ -163,9 +165,9 @@ def load_cifar(data_dir: Path, name: str = "cifar10", classes: int = 10) -> tupl
 
 
 def read_packed(path: Path, classes: int = 10) -> Images:
-    """Read an `.npz` of CIFAR-10: `labels` [N], and `delta` [N, 3, 32, 32] with R - G, G, B - G as differences.
+    """Read an `.npz` with CIFAR-10's `labels` [N] and `delta` [N, 3, 32, 32], the differences of neighbouring pixels.
 
-    If the file has booleans `exact` [N], only the images with True are returned.
+    The channels are R - G, G and B - G. If the file has booleans `exact` [N], return only images that are True there.
     """
     arrays = read_arrays(path, _MAX_UNPACKED, ("delta", "labels", "exact"))
     with one_error(path, "CIFAR-10 .npz"):
@@ -200,14 +202,14 @@ class _Reader(pickle.Unpickler):
 
 
 def read_batch(path: Path) -> Images:
-    """Read images [N, 3, 32, 32] and labels [N] of one batch, as Python 2 wrote it."""
+    """Read the images [N, 3, 32, 32] and labels [N] of one of CIFAR-10's python batches, a pickle of Python 2."""
     with one_error(path, "CIFAR-10 batch"):
         if (size := path.stat().st_size) > _MAX_BYTES:
             raise ValueError(f"expected at most {_MAX_BYTES:,} bytes, got {size:,}: use the original files")
         with path.open("rb") as file:
             batch = _Reader(file, encoding="latin1").load()
         labels = labels_of(batch["labels"])
-        # Three arguments of `_reconstruct`, then the state of the array.
+        # The parts are three arguments of `_reconstruct`, and then the state of the array.
         *_, shape, dtype, by_columns, data = batch["data"].parts
         if shape != (len(labels), 3_072) or dtype.parts[0] != "u1" or by_columns:
             raise ValueError(f"data must be {len(labels)} x 3072 unsigned bytes, row by row, got {shape}")

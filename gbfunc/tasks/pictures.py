@@ -27,14 +27,16 @@ from gbfunc.untrusted import one_error, parse_json, read_picture
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".gif", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp", ".avif", ".jp2")
 _HOLDS = f"a folder of pictures ({' '.join(_SUFFIXES)}) per class, or CIFAR's (cifar-10-batches-py, cifar*_train*.npz)"
 _CIFAR = ("data_batch_*", "cifar-10-batches-py", "cifar*_train*.npz")
-_LEAST, _MAX_BYTES = 10, 1 << 33  # least number of training pictures; most bytes of all pictures in memory
-_SIZE, _ADAPTER = 32, 6_000  # rows of pictures without a pretrained network; parameters of an adapter without its head
+_LEAST = 10  # least number of training pictures
+_MAX_BYTES = 1 << 33  # largest number of bytes of all pictures in memory
+_SIZE = 32  # number of rows of pictures without a pretrained network
+_ADAPTER = 6_000  # default number of parameters of an adapter, not counting the head
 _FINE_TUNING = Recipe(direct_lr=3e-3, dense_lr=3e-4, clip_norm=1.0, schedule=linear_decay)
 
 
 @dataclass(frozen=True, eq=False)
 class Pictures(Split):
-    """Pictures [N, C, h, w] in bytes with a class each; batches are normalised."""
+    """Pictures as bytes [N, C, h, w], and their classes [N]. The pictures of a batch are normalised."""
 
     scale: tuple[list[float], list[float]] = ([], [])  # mean and deviation of bytes, by channel
 
@@ -46,14 +48,15 @@ class Pictures(Split):
 
 
 def images(data_dir: Path | None = None, pretrained: str | None = None, size: int | None = None) -> Task:
-    """Load pictures in a folder per class, or in CIFAR's files (see `load_cifar`), scaled to `size` rows and columns.
+    """Load pictures from a folder per class, or from CIFAR's files (see `load_cifar`), and scale to `size` x `size`.
 
-    With an image classifier `pretrained` (see `pretrained_network`), its preprocessor determines the size and the
-    normalisation, and the classifier gets a new head. Otherwise, the size is 32, and the training pictures determine
-    the normalisation.
+    `pretrained` is an image classifier (see `pretrained_network`) that gets a new head. The classifier's preprocessor
+    determines the default size and the normalisation. Without a classifier, the default size is 32, and the training
+    pictures determine the normalisation.
 
-    The folder may have folders `train` and `test`, `train` and `val`, or all three, each with a folder per class. A
-    fixed, stratified tenth of the training pictures replaces a missing split. Without `test`, `val` is the test split.
+    The data folder may have the folders `train` and `test`, `train` and `val`, or all three, with a folder per class
+    in each. If `test` is missing, `val` is the test split. A fixed, stratified tenth of the training pictures replaces
+    a missing split.
     """
     if size is not None and (type(size) is not int or size < 12):
         raise ValueError(f"size of the images task must be an int >= 12, got {size!r}")
@@ -86,20 +89,20 @@ def images(data_dir: Path | None = None, pretrained: str | None = None, size: in
 
 def _recipe(head: int, pictures: int, pnet: PNet, genome_params: float) -> Recipe:
     batch_size = min(32, pictures)
-    # At least five passes, and up to 20 passes to reach 450 steps.
+    # Train for 450 steps, but at least for 5 passes and at most for 20 passes.
     epochs = min(max(5, math.ceil(450 * batch_size / pictures)), 20)
-    # A third of the rate for texts: with 5,000 parameters and a direct head, 1e-2 was better than 3e-2 and 3e-3.
+    # Take a third of the rate for texts: with 5,000 parameters and a direct head, 1e-2 was better than 3e-2 and 3e-3.
     lr = base_rate(genome_params - head if genome_params > head else genome_params) / 3
     return replace(_FINE_TUNING, lr=lr, batch_size=batch_size, epochs=epochs)
 
 
 def find_parts(folder: Path) -> tuple[list[str], dict[str, tuple[Any, NDArray[np.int64]]]]:
-    """Find the names of classes (none for CIFAR's files), and the pictures of `train`, `val` and `test` (see `images`).
+    """Return the names of classes (none for CIFAR's files), and pictures and classes by split (see `images`).
 
-    Hidden files and folders, and files without the suffix of a picture, are left out.
+    Hidden files, hidden folders, and files that do not have the suffix of a picture are left out.
     """
     names: list[str] = []
-    parts: dict[str, tuple[Any, NDArray[np.int64]]] = {}  # files, or bytes [C, h, w], and classes
+    parts: dict[str, tuple[Any, NDArray[np.int64]]] = {}  # {split: (files or bytes [C, h, w] of pictures, classes)}
     if any(any(folder.glob(pattern)) for pattern in _CIFAR):
         parts["train"], parts["test"] = load_cifar(folder, "cifar*", 256)
     else:
@@ -153,7 +156,7 @@ def read_pixels(pictures: Sequence[Any], size: int) -> NDArray[np.uint8]:
 
 
 def preprocessing(folder: Path) -> tuple[int, NDArray[np.float64], NDArray[np.float64]]:
-    """Read a pretrained network's preprocessing: the number of rows and columns, mean and deviation [C] of bytes."""
+    """Read how a pretrained network scales pictures: the number of rows, and the mean and deviation of bytes [C]."""
     path, timm = folder / PREPROCESSOR, parse_json((folder / CONFIG).read_bytes(), CONFIG).get("pretrained_cfg")
     with one_error(path, "preprocessor, which says how a network takes pictures"):
         if timm is None:

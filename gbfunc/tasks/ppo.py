@@ -29,13 +29,13 @@ class Settings:
     epochs: int = 4  # passes over a rollout
     minibatches: int = 4  # number of minibatches of a rollout, with one gradient step each
     gamma: float = 0.99  # discount
-    lam: float = 0.95  # weight of longer returns in the advantage
-    clip: float = 0.2  # limit for the change of the probability ratio, and of the value, in the loss
+    lam: float = 0.95  # lambda of generalised advantage estimation
+    clip: float = 0.2  # in the loss, the largest change of a probability ratio from 1, and of a value
     entropy: float = 0.01  # coefficient of the entropy bonus
     value: float = 0.5  # coefficient of the value loss
     clip_norm: float = 0.5  # largest Euclidean norm of the gradient
     reward_scale: float = 1.0  # factor of rewards in training; reported returns are not scaled
-    reward_signs: bool = False  # train on the signs of rewards, as is usual for Atari
+    reward_signs: bool = False  # whether training uses only the signs of rewards, as is usual for Atari
     lr: float = 2.5e-3  # learning rate of the genome at the start
     dense_lr: float = 2.5e-4  # learning rate of a dense net at the start
     eval_every: int = 4  # rollouts between two evaluations
@@ -52,22 +52,23 @@ class Settings:
 class Transitions(NamedTuple):
     """The transitions of a minibatch, or of a rollout from which minibatches are drawn.
 
-    For a network with a memory, B counts sequences, each from one environment, and T follows as the second dimension.
+    For a network with a memory, B is the number of sequences, and shapes begin with [B, T]. The T steps of a sequence
+    are from the same environment.
     """
 
     obs: Tensor  # observations [B, O]
     actions: Tensor  # int64 [B], or float [B, A]
-    log_probs: Tensor  # log probabilities of the actions under the policy that acted [B]
+    log_probs: Tensor  # log probabilities of the actions, by the policy that chose them [B]
     advantages: Tensor  # [B]
     returns: Tensor  # targets of the value [B]
-    values: Tensor  # values of the network that acted [B]
+    values: Tensor  # values that the acting network predicted [B]
     valid: Tensor  # 1 for a step of the policy, 0 for a step that only restarted the environment [B]
-    starts: Tensor | None = None  # for a network with a memory, 1 where an episode starts [B, T]
-    memory: Tensor | None = None  # for a network with a memory, its first memory [B, M]
+    starts: Tensor | None = None  # for a network with a memory: 1 where an episode starts [B, T]
+    memory: Tensor | None = None  # for a network with a memory: the memory before the first step [B, M]
 
 
 def policy(numbers_BP: Tensor, discrete: bool) -> Distribution:
-    """Make the distribution of actions: categorical of logits [B, A], or normal of means and log deviations [B, 2A]."""
+    """Return a categorical distribution by its logits [B, A], or a normal one by means and log deviations [B, 2A]."""
     if discrete:
         return Categorical(logits=numbers_BP, validate_args=False)
     mean_BA, log_std_BA = numbers_BP.chunk(2, -1)
@@ -79,10 +80,10 @@ def gae(
 ) -> Tensor:
     r"""Compute generalised advantage estimates [T, N] (Schulman et al., 2016, equation 16).
 
-    $\delta_t = r_t + \gamma V(s_{t+1}) - V(s_t)$, $\hat A_t = \delta_t + \gamma \lambda \hat A_{t+1}$. The sum ends
-    with the episode: a terminal state has the value 0, and a truncated episode ends with the value of its last state.
+    $\delta_t = r_t + \gamma V(s_{t+1}) - V(s_t)$, $\hat A_t = \delta_t + \gamma \lambda \hat A_{t+1}$. At an episode's
+    end, $\hat A_{t+1}$ is 0. $V(s_{t+1})$ is 0 for a terminal state, and the last state's value after a truncation.
 
-    Values [T + 1, N] belong to the states before each step, and to the state after the last step.
+    `values_TN` [T + 1, N] has the values of the states before each step, and of the state after the last step.
     """
     going_on_TN = (~(terminated_TN | truncated_TN)).to(rewards_TN)
     next_TN = values_TN[1:] * (~terminated_TN).to(rewards_TN)
@@ -97,10 +98,11 @@ def gae(
 def ppo_loss(
     net: PolicyValue, batch: Transitions, settings: Settings, discrete: bool
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return clipped policy loss + clipped value loss - entropy bonus, averaged over valid transitions, and metrics.
+    """Return the loss (clipped policy loss + clipped value loss - entropy bonus, over valid transitions) and metrics.
 
-    Advantages are normalised over the minibatch. The metrics are the loss's terms, with `entropy` in nats, `kl` (of the
-    old policy from the new one, http://joschu.net/blog/kl-approx.html) and `clipped` (fraction of clipped ratios).
+    Advantages are normalised over the minibatch. The metrics are the terms of the loss (`entropy` in nats), `kl`, and
+    `clipped`, the fraction of clipped probability ratios. `kl` estimates the Kullback-Leibler divergence KL(acting
+    policy, current policy) (http://joschu.net/blog/kl-approx.html).
     """
     count = batch.valid.sum().clamp(min=1.0)
 
@@ -108,14 +110,14 @@ def ppo_loss(
         return (x_B * batch.valid).sum() / count
 
     centred_B = batch.advantages - mean(batch.advantages)
-    # Bessel's correction, as in `Tensor.std`.
+    # Apply Bessel's correction, as `Tensor.std` does.
     std = (mean(centred_B**2) * count / (count - 1).clamp(min=1.0)).sqrt()
     advantages_B = centred_B / (std + 1e-8)
     remembered = () if batch.memory is None else (batch.starts, batch.memory)
     numbers_BP, values_B, *_ = net(batch.obs, *remembered)
     actions = policy(numbers_BP, discrete)
     log_ratio_B = actions.log_prob(batch.actions) - batch.log_probs
-    # Ignore a step that only restarts: its action is not the policy's, and its ratio may be infinite.
+    # Ignore a step that only restarts the environment: the policy did not choose its action, and the ratio may be inf.
     log_ratio_B = torch.where(batch.valid > 0, log_ratio_B, 0.0)
     ratio_B = log_ratio_B.exp()
     clipped_B = ratio_B.clamp(1 - settings.clip, 1 + settings.clip)

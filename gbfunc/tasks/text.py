@@ -26,17 +26,17 @@ from gbfunc.untrusted import one_error
 
 _MAX_BYTES = 1 << 30
 
-# The batch size of nanoGPT's run on a CPU (config/train_shakespeare_char.py and its readme), with twice the steps.
+# The batch size is that of nanoGPT's run on a CPU (config/train_shakespeare_char.py and its readme). Steps are doubled.
 _TEXT = Recipe(lr=2e-2, direct_lr=4e-3, dense_lr=4e-3, batch_size=12, steps=4_000, measure_every=500, clip_norm=1.0)
 _TUNING = Recipe(lr=3e-2, dense_lr=1e-4, batch_size=4, steps=300, measure_every=100, clip_norm=1.0)
 HELD_OUT = 128  # number of windows or chats in the validation or test of a pretrained model
-_WHOLE_RATE = 65_000  # the learning rate is lower for genomes with more parameters
+_WHOLE_RATE = 65_000  # genomes with more parameters than this get a lower learning rate
 
 _SMALL_BERT = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512}
 _SMALL_BERT |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _FROM_SCRATCH = Recipe(lr=1e-2, direct_lr=3e-3, dense_lr=1e-3, batch_size=32, epochs=5, clip_norm=1.0)
 _FINE_TUNING = replace(_FROM_SCRATCH, dense_lr=1e-4, betas=(0.9, 0.999), epochs=3, schedule=linear_decay)
-_LEAST_STEPS, _MOST_EPOCHS = 450, 20  # a fine-tuning has at least these steps, but at most these epochs
+_LEAST_STEPS, _MOST_EPOCHS = 450, 20  # fine-tuning runs for at least 450 steps, but for at most 20 epochs
 _LEFT_OUT = 0.1  # fraction of the tokens that fine-tuning masks (word dropout: Iyyer et al., 2015, 2.2)
 LEAST = 10  # least number of training texts
 _POOL = 16  # number of batches in a pool, within which texts are sorted by length
@@ -48,12 +48,12 @@ class Tokens(NamedTuple):
     size: int  # number of tokens, the pad included
     encode: Callable[[str], Tensor]  # text to tokens [L]; `ValueError` for text without tokens
     decode: Callable[[list[int]], str] | None = None  # tokens to text
-    digest: str = ""  # distinguishes vocabularies of equal size
+    digest: str = ""  # hash that distinguishes vocabularies of equal size
     pad: int = 0  # token that pads short texts; no text contains it
 
 
 def check_int(task: str, name: str, value: Any, least: int) -> None:
-    """Raise `ValueError` unless an option of a task is None or an int of at least `least`."""
+    """Raise `ValueError` unless the option `name` of a task is None, or an int that is at least `least`."""
     if value is not None and (type(value) is not int or value < least):
         raise ValueError(f"{name} of the {task} task must be an int >= {least}, got {value!r}")
 
@@ -66,17 +66,17 @@ def _check_vocabulary(pretrained: str | None, vocabulary: int | None) -> None:
 def text(
     data_dir: Path | None = None, context: int = 64, vocabulary: int | None = None, pretrained: str | None = None
 ) -> Task:
-    """Load a text for language modelling: the first 5 % for the test, the last 10 % for validation, the rest to train.
+    """Load a text for language modelling. The first 5 % are for the test, and the last 10 % for validation.
 
     The text is a file in UTF-8, a folder (see `read_text`) or, by default, the text of Python's help
-    (`pydoc_data.topics`). The model gets `context` tokens. Tokens are characters or, with `vocabulary`, that number of
-    byte pairs from the training part. A pretrained causal language model (see `pretrained_network`) has its own
-    tokens, and is validated and tested on the first 128 windows of the parts.
+    (`pydoc_data.topics`). The model gets `context` tokens. A token is a character or, with `vocabulary`, one of this
+    number of byte pairs, learned from the training part. A pretrained causal language model (see `pretrained_network`)
+    uses its own tokens. Its validation and its test use the first 128 windows of their parts.
     """
     check_int("text", "context", context, 2)
     check_int("text", "vocabulary", vocabulary, 257)
     source = python_help() if data_dir is None else read_text(data_dir)
-    # The last tenth is for validation, as usual for tiny shakespeare.
+    # Validate on the last tenth of the text, as is usual for the data set "tiny shakespeare".
     first, last = int(len(source) * 0.05), int(len(source) * 0.9)
     parts = (source[first:last], source[last:], source[:first])
     if pretrained is not None:
@@ -92,14 +92,14 @@ def text(
 
 
 def language_task(name: str, splits: Sequence[Data], tokens: Tokens, context: int, pretrained: str | None) -> Task:
-    """Make a task of predicting next tokens, from a training, a validation and a test part."""
+    """Make the task of predicting the next token. `splits` are the training, the validation and the test part."""
     interface = Interface((context,), tokens.size, tokens=True)
     how: dict[str, Any] = dict(loss=token_loss, evaluate=text_metrics, metrics=LOSS, settings=_text_recipe)
     if pretrained is not None:
         metrics = LOSS if isinstance(splits[0], Windows) else LOSS[:1]
         how |= dict(genome_params=20_000, evaluate=partial(text_metrics, windows=8, most=HELD_OUT), metrics=metrics)
         pnet = hugging_face(interface, "", pretrained=pretrained)
-        # Low-rank deltas of SmolLM2 learn best at 1e-1 up to 25,000 parameters, and at 6e-2 with 77,000.
+        # Low-rank deltas of SmolLM2 learn best at the rate 1e-1 up to 25,000 parameters, and at 6e-2 with 77,000.
         rate = {"low_rank": lambda n: 1e-1 * min(1.0, 25_000 / n) ** 0.5}
         how |= dict(settings=lambda p, n: replace(_TUNING, lr=rate.get(p.plan(n).hypernet.type, base_rate)(n)))
     else:
@@ -110,14 +110,14 @@ def language_task(name: str, splits: Sequence[Data], tokens: Tokens, context: in
 
 
 def _text_recipe(pnet: PNet, genome_params: float) -> Recipe:
-    # Genomes of 290,000 parameters learn best at 6e-3 (tried: 4e-3, 6e-3, 2e-2).
+    # Genomes of 290,000 parameters learn best at the rate 6e-3 (tried: 4e-3, 6e-3, 2e-2).
     if _WHOLE_RATE < genome_params < math.inf:
         return replace(_TEXT, lr=_TEXT.lr * (_WHOLE_RATE / genome_params) ** 0.8)
     return _TEXT
 
 
 def python_help() -> str:
-    """Return the text of Python's help: about a hundred topics of the reference."""
+    """Return the text of Python's help: about a hundred topics of the language reference."""
     from pydoc_data.topics import topics
 
     return "\n".join(topics[name] for name in sorted(topics))
@@ -126,8 +126,8 @@ def python_help() -> str:
 def read_text(path: Path) -> str:
     """Read a text file in UTF-8, or all `.txt` files under a folder as one text.
 
-    Files are joined in the order of their relative paths, on every machine, and each begins on a new line. Hidden
-    files, hidden folders and files without text are left out.
+    Files are joined in the order of their relative paths, which is the same on every machine. Each file begins on a new
+    line. Hidden files, hidden folders and files without text are left out.
     """
     if not path.exists():
         raise FileNotFoundError(f"no such text file or folder: {path}")
@@ -155,7 +155,7 @@ def read_text(path: Path) -> str:
 
 
 def characters(source: str) -> Tokens:
-    """Take the characters of a text as tokens, in the order of their code points."""
+    """Make a vocabulary whose tokens are the characters of a text, in the order of their code points."""
     alphabet = "".join(sorted(set(source)))
     number = {char: i for i, char in enumerate(alphabet)}
 
@@ -169,7 +169,7 @@ def characters(source: str) -> Tokens:
 
 
 def byte_pairs(source: str, vocabulary: int) -> Tokens:
-    """Learn byte-level byte-pair tokens (Sennrich et al., 2016; Radford et al., 2019) from a text."""
+    """Learn a vocabulary of byte-level byte pairs (Sennrich et al., 2016; Radford et al., 2019) from a text."""
     tokenizers = import_extra("tokenizers", "a vocabulary of byte pairs", "gbfunc[text]")
     tokenizer = tokenizers.ByteLevelBPETokenizer()
     tokenizer.train_from_iterator([source], vocabulary, min_frequency=0, show_progress=False)
@@ -178,7 +178,7 @@ def byte_pairs(source: str, vocabulary: int) -> Tokens:
 
 
 def digest_of(words: str) -> str:
-    """Return a short digest of a text."""
+    """Return a short hash of a text."""
     return hashlib.sha256(words.encode()).hexdigest()[:8]
 
 
@@ -186,9 +186,9 @@ def digest_of(words: str) -> str:
 def continue_text(net: Net, task: Task, prompt: str, tokens: int, *, temperature: float = 0.8, seed: int = 0) -> str:
     """Let a language model write `tokens` tokens, and return the text after the prompt.
 
-    The model maps the last tokens [1, L] to logits [1, L, V], on the CPU. The temperature divides the logits before the
-    softmax: below 1, likely tokens become likelier, and 0 takes the likeliest token. Raises `ValueError` for a task
-    without texts, an empty prompt, unknown characters, or numbers out of range.
+    `net` maps tokens [1, positions] to logits [1, positions, tokens of the vocabulary], on the CPU. The logits are
+    divided by the temperature: below 1, likely tokens become likelier. At 0, the model always writes the likeliest
+    token. Raises `ValueError` for a task without texts, an empty prompt, unknown characters, or numbers out of range.
     """
     if task.encode is None or task.decode is None:
         raise ValueError(f"expected a task of texts with encode and decode, got {task.name}: take text or chat")
@@ -226,7 +226,7 @@ def continue_text(net: Net, task: Task, prompt: str, tokens: int, *, temperature
 
 @dataclass(frozen=True, eq=False)
 class PaddedTexts(Split):
-    """Texts [N, L] of different lengths with a class or next tokens each; a batch is as long as its longest text."""
+    """Padded texts [N, L] with classes [N] or next tokens [N, L]. A batch is cut to the length of its longest text."""
 
     lengths: Tensor  # number of tokens per text [N], on the CPU
 
@@ -235,7 +235,7 @@ class PaddedTexts(Split):
         return x, y if y.ndim == 1 else y[:, : x.shape[1]]
 
     def order(self, shuffled_N: Tensor, batch_size: int, generator: torch.Generator) -> Sequence[Tensor]:
-        # Sort by length within pools of batches: this halves the padding, and batches remain random.
+        # Sort texts by length within pools of batches. This halves the padding, and the batches remain random.
         pools = (pool[self.lengths[pool].argsort(stable=True)] for pool in shuffled_N.split(_POOL * batch_size))
         batches = [index_B for pool in pools for index_B in pool.split(batch_size)]
         return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
@@ -248,12 +248,12 @@ def classified(
     max_tokens: int = 64,
     vocabulary: int | None = None,
 ) -> Task:
-    """Load texts with classes: `train.txt` and `test.txt` have a label, white space and a text per line, in UTF-8.
+    """Load texts with classes from UTF-8 files `train.txt` and `test.txt`. A line is a label, white space and a text.
 
-    A tenth of the training texts, at most 500, is for validation. The p-net is a small BERT with `vocabulary` (1,000)
-    byte-pair tokens from the training texts, or a pretrained network with its tokens (see `pretrained_network`). A
-    linear layer classifies the mean over at most `max_tokens` tokens. TREC (Li and Roth, 2002) has 5,452 questions for
-    training and 500 for the test, in 6 classes.
+    A tenth of the training texts, at most 500, is for validation. The p-net is a pretrained network with its own tokens
+    (see `pretrained_network`), or a small BERT with `vocabulary` byte pairs (by default 1,000), learned from the
+    training texts. A linear layer classifies the mean over a text's first `max_tokens` tokens. TREC (Li and Roth, 2002)
+    has 5,452 questions for training and 500 for the test, in 6 classes.
     """
     check_int(name, "max_tokens", max_tokens, 4)
     check_int(name, "vocabulary", vocabulary, 257)
@@ -273,7 +273,7 @@ def classified(
     labels_N, test_labels_N = (np.array([number[label] for label in part]) for part in (labels, test_labels))
     held, kept = hold_out(labels_N, (min(500, len(labels_N) // 10),), SPLIT_SEED)
     if pretrained is None:
-        # Number the byte pairs from 1, because 0 is the pad.
+        # Number the byte pairs from 1, because 0 is the token that pads short texts.
         pairs = byte_pairs("\n".join(learned[i] for i in kept), (vocabulary or 1_000) - 1)
         tokens = Tokens(pairs.size + 1, lambda words: pairs.encode(words)[:max_tokens] + 1)
     else:
@@ -285,7 +285,7 @@ def classified(
     config: dict[str, Any] = _SMALL_BERT if pretrained is None else {"pretrained": pretrained}
     pnet = hugging_face(interface, "bert" if pretrained is None else "", **config)
     how: dict[str, Any] = dict(genome_params=None if pretrained is None else 3_000, compression=3.0)
-    # Small chunks have less padding, because a chunk is as long as its longest text.
+    # Evaluate in small chunks, which have less padding, because all texts of a chunk are padded to the longest one.
     how |= dict(evaluate=lambda net, split: {"accuracy": accuracy(net, split, 64)})
     how |= dict(settings=partial(_recipe, len(train), tokens.pad), encode=tokens.encode, about={"classes": classes})
     return Task(name, interface, train, val, test, pnet, **how)
@@ -295,7 +295,7 @@ texts, trec = partial(classified, "texts"), partial(classified, "trec")
 
 
 def read_labelled(path: Path) -> tuple[list[str], list[str]]:
-    """Read labels and texts from a file with a label, white space (a space, a tab, ...) and a text per line."""
+    """Read labels and texts from a file. A line is a label, white space (such as a space or a tab) and a text."""
     if not path.is_file():
         raise FileNotFoundError(f"no such file of labelled texts: {path}")
     labels, texts = [], []
@@ -310,7 +310,7 @@ def read_labelled(path: Path) -> tuple[list[str], list[str]]:
 
 
 def by_length(coded: list[Tensor], y_N: Tensor, pad: int = 0) -> PaddedTexts:
-    """Sort texts by length, so that the texts of a chunk have much the same length."""
+    """Sort texts by length, so that texts of similar length are evaluated together, with little padding."""
     lengths_N = torch.tensor([len(code) for code in coded])
     order_N = lengths_N.argsort(stable=True)
     x_NL = pad_sequence([coded[i] for i in order_N.tolist()], batch_first=True, padding_value=pad)
@@ -333,7 +333,7 @@ def _recipe(n_texts: int, pad: int, pnet: PNet, genome_params: float) -> Recipe:
 
 
 def pretrained_tokens(pretrained: str, max_tokens: int | None = None) -> Tokens:
-    """Read the tokens of a pretrained network; raises the errors of `texts`."""
+    """Read the vocabulary of a pretrained network. With `max_tokens`, texts are truncated, for a task with classes."""
     folder = pretrained_network(pretrained)
     needed = "a pretrained network of texts", "gbfunc[text,hf]"
     tokenizers, transformers = (import_extra(name, *needed) for name in ("tokenizers", "transformers"))
@@ -346,7 +346,7 @@ def pretrained_tokens(pretrained: str, max_tokens: int | None = None) -> Tokens:
     else:
         tokenizer.enable_truncation(max_tokens)
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        # A model without a pad (GPT-2) uses its end-of-text token, which occurs inside no text.
+        # For a model without a padding token (GPT-2), take the end-of-text token, which occurs inside no text.
         pads = (getattr(config, name, None) for name in ("pad_token_id", "eos_token_id"))
         if (pad := next((x for x in pads if isinstance(x, int)), None)) is None:
             raise ValueError(f"{folder / CONFIG} must have a pad_token_id, which pads short texts, got none: add it")

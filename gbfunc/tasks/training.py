@@ -40,19 +40,19 @@ Report = Callable[[int, str, str | None], None]
 class Trainer(NamedTuple):
     """The functions with which `fit` trains a genome or a dense network."""
 
-    state: Any  # the first state
+    state: Any  # the state before the first step
     # Maps a state and a batch to the next state, the loss, and other metrics of the batch.
     step: Callable[[Any, Any], tuple[Any, Tensor, dict[str, Tensor]]]
     net: Callable[[Any], Net]  # returns the network of a state
-    train_step: TrainStep | None = None  # the training step of a genome; None for other trainers
+    train_step: TrainStep | None = None  # the training step of a genome; None for a dense network
 
 
 class Fit(NamedTuple):
     """The result of a training."""
 
     state: Any  # the last state
-    # A row per validation: `epoch` (passes over the data), `step`, the task's counts, `train_loss` and other `train_`
-    # metrics (means since the last row), `val_` metrics, `seconds` since the start.
+    # A row per validation: `epoch` (number of passes over the data), `step`, the task's counts, `train_` metrics (means
+    # over the steps since the previous row), `val_` metrics, and `seconds` since the start.
     history: list[dict[str, float]]
     seconds: float  # duration of the training, including validation
     steps: int  # total number of training steps
@@ -60,14 +60,14 @@ class Fit(NamedTuple):
 
 
 class Position(NamedTuple):
-    """The progress of a training, other than the state."""
+    """The progress of a training. A checkpoint saves the progress in addition to the training's state."""
 
-    steps: int  # total number of training steps
-    order: Tensor  # state of the generator of data order and noise, before the current pass over the data
-    sums: dict[str, float]  # sums of the metrics of training steps since the last row of the history
-    history: list[dict[str, float]]  # rows
-    seconds: float  # duration of the training
-    step_seconds: float  # duration of the training steps, without validation
+    steps: int  # number of finished training steps
+    order: Tensor  # state of the generator of data order and noise at the start of the current pass over the data
+    sums: dict[str, float]  # sums of each training metric over the steps since the last row of the history
+    history: list[dict[str, float]]  # the rows up to now
+    seconds: float  # duration up to now
+    step_seconds: float  # duration up to now, without validation
 
     @property
     def measured(self) -> int:
@@ -75,7 +75,7 @@ class Position(NamedTuple):
 
 
 def total_steps(task: Task, recipe: Recipe) -> int:
-    """Count the steps of a whole training: the length of its schedule."""
+    """Return the number of steps of a whole training, which is also the length of the learning rate's schedule."""
     return recipe.steps or recipe.epochs * steps_per_epoch(task.train, recipe.batch_size)
 
 
@@ -92,10 +92,10 @@ def genome_trainer(
     metadata: Any = None,
     **options: Any,
 ) -> Trainer:
-    """Make a trainer of a genome by a recipe; with `rounding`, training rounds the genome as in a file of this dtype.
+    """Make a trainer of a genome. With `rounding`, the loss uses the genome as rounded in a file of this dtype.
 
-    `rounding="auto"` is for a file of `genome_bytes` with `metadata`. On a mesh, each rank takes its share of every
-    batch, and all ranks must take every step. Other `options`, such as `pipeline`, go to `make_train_step`.
+    `rounding="auto"` needs the size `genome_bytes` and the `metadata` of the file. On a mesh, each rank takes its share
+    of every batch, and all ranks must take every step. `options`, such as `pipeline`, go to `make_train_step`.
     """
     steps = total_steps(task, recipe)
     direct = None if recipe.direct_lr is None else {"lr": recipe.schedule(recipe, recipe.direct_lr, steps)}
@@ -106,7 +106,7 @@ def genome_trainer(
     options = {"amp": recipe.amp} | options
     options |= dict(donate=True, clip_norm=recipe.clip_norm, on_nonfinite="raise", mesh=mesh, placement=placement)
     if (mesh is None or mesh.world == 1) and any(p.is_cuda for p in pnet.parameters()):
-        # A CUDA graph cannot raise an error. Instead, `fit` refuses a loss that is not finite at the next validation.
+        # A CUDA graph cannot raise an error. Instead, `fit` checks at each validation that the mean loss is finite.
         options |= {"cuda_graph": "auto", "on_nonfinite": "skip"}
     train_step = gb.make_train_step(plan, pnet, task.loss, optimizer, rounding=rounding, **options)
 
@@ -125,13 +125,13 @@ def genome_trainer(
 
 
 def dense_trainer(net: nn.Module, task: Task, recipe: Recipe) -> Trainer:
-    """Make a trainer of a network's weights at the recipe's `dense_lr`, on the same schedule as a genome."""
+    """Make a trainer of a network's weights. The peak learning rate is `dense_lr`, the schedule is that of a genome."""
     trainer = leaf_trainer(net.parameters(), lambda *inputs: net.train()(*inputs), task, recipe)
     return trainer._replace(net=lambda _: net.eval())
 
 
 def leaf_trainer(leaves: Iterable[Tensor], net: Net, task: Task, recipe: Recipe) -> Trainer:
-    """Make a trainer that changes `leaves`, the tensors of `net`, in place at the recipe's `dense_lr`."""
+    """Make a trainer that updates `leaves`, the trained tensors of `net`, in place. The learning rate is `dense_lr`."""
     leaves, schedule = list(leaves), recipe.schedule(recipe, recipe.dense_lr, total_steps(task, recipe))
     fused = {"fused": True} if "fused" in signature(recipe.optimizer).parameters else {}
     kind: Any = recipe.optimizer
@@ -166,12 +166,12 @@ def fit(
 ) -> Fit:
     """Train for the recipe's number of steps, with validations in between unless `validate` is False.
 
-    `seed` determines the order of examples. A training that `checkpoints` resumes equals an uninterrupted training:
-    `resume(state)` returns the first state and its `Position` or None, `due(steps)` tells whether to save, and
-    `save(state, steps, position, wait=False)` may raise to stop after a signal.
+    `seed` determines the order of examples. `checkpoints` has three methods. `resume(state)` returns the state to begin
+    with, and its `Position` (None in a new training). `due(steps)` returns whether to save a checkpoint. `save(state,
+    steps, position, wait=False)` may raise an error to stop after a signal. Interruptions do not change the result.
 
-    `on_log` gets the `train_` metrics of every `log_every`-th step, and the `val_` metrics of a validation;
-    `on_validation` gets the state and the history, whose last row is the validation.
+    `on_log` gets the `train_` metrics of every `log_every`-th step and the `val_` metrics of each validation.
+    `on_validation` gets the state and the history, whose last row has the results of the validation.
     """
     total, a_pass = total_steps(task, recipe), steps_per_epoch(task.train, recipe.batch_size)
     every = recipe.measure_every or a_pass
@@ -183,9 +183,9 @@ def fit(
     generator.set_state(order)
     batches = task.batches(task.train, recipe, generator, lambda: trainer.net(state))
     if taken:
-        # Draw the finished batches of the current pass again, so that order and augmentation continue from there.
+        # Draw the finished batches of the current pass again. Then the generator continues as without interruption.
         deque(islice(batches, (taken - 1) % a_pass + 1), 0)
-    # Sum tensors: reading a number in each step would make a GPU wait.
+    # Sum the metrics as tensors, because reading a number in each step would make a GPU wait.
     sums = {name: torch.tensor(x, dtype=torch.float64) for name, x in at.sums.items()}
     reported = stretch = time.perf_counter()
     start = reported - at.seconds
@@ -194,7 +194,7 @@ def fit(
         totals = {name: float(x) for name, x in sums.items()}
         return Position(steps, order, totals, history, now - start, stepping + now - stretch)
 
-    # A checkpoint at the step of a validation was saved before the validation, which a resumed training does first.
+    # A checkpoint is saved before a validation at the same step. A resumed training makes this validation first.
     for steps in range(taken + (taken == done), total + 1):
         count = steps - done
         if steps > taken:
@@ -261,13 +261,13 @@ RATE = 0.03
 
 
 def slowed(recipe: Recipe, steps: int) -> Recipe:
-    """Return the recipe of a fine-tuning of `steps` steps, at `RATE` of the recipe's learning rates, decaying to 0."""
+    """Return a recipe for `steps` additional steps. Learning rates fall from `RATE` times the recipe's rates to 0."""
     direct_lr = None if recipe.direct_lr is None else RATE * recipe.direct_lr
     return replace(recipe, steps=steps, lr=RATE * recipe.lr, direct_lr=direct_lr, schedule=linear_decay, warmup=0.0)
 
 
 def going_on(trainer: Trainer, state: GenomeLike) -> Trainer:
-    """Return the trainer with a copy of a state's genome as its first state, because its steps change the state."""
+    """Return a trainer that starts with a copy of a state's genome, because training steps overwrite their state."""
     genome: Any = tree_map(torch.clone, {name: getattr(state, name) for name in gb.Genome._fields})
     return trainer._replace(state=trainer.state._replace(**genome))
 
@@ -283,7 +283,7 @@ def joined(first: Fit, second: Fit) -> Fit:
 
 @contextmanager
 def csv_log(folder: Path, settings: Mapping[str, Any] = MappingProxyType({})) -> Iterator[OnLog]:
-    """Append a row `step, metric, value` to `folder/log.csv` for each number."""
+    """Append a row `step, metric, value` to `folder/log.csv` for each logged metric."""
     with (folder / "log.csv").open("a", buffering=1, newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         if not file.tell():
@@ -293,7 +293,7 @@ def csv_log(folder: Path, settings: Mapping[str, Any] = MappingProxyType({})) ->
 
 @contextmanager
 def tensorboard_log(folder: Path, settings: Mapping[str, Any] = MappingProxyType({})) -> Iterator[OnLog]:
-    """Write scalars, and the settings as text, for TensorBoard to a new folder for this run in `folder/tensorboard`."""
+    """Log metrics, and the settings as text, for TensorBoard. The files are in a new folder in `folder/tensorboard`."""
     import_extra("tensorboard", "--log tensorboard", "gbfunc[tensorboard]")
     from torch.utils.tensorboard import SummaryWriter
 
@@ -310,7 +310,7 @@ def tensorboard_log(folder: Path, settings: Mapping[str, Any] = MappingProxyType
 
 @contextmanager
 def wandb_log(folder: Path, settings: Mapping[str, Any] = MappingProxyType({})) -> Iterator[OnLog]:
-    """Log to a run of Weights & Biases in the project `WANDB_PROJECT`, with local files in `folder`."""
+    """Log to Weights & Biases, to the project that the variable WANDB_PROJECT names, with local files in `folder`."""
     wandb = import_extra("wandb", "--log wandb", "gbfunc[wandb]")
     with wandb.init(dir=str(folder), config=dict(settings)) as run:
         yield lambda step, metrics: run.log(dict(metrics), step=step)

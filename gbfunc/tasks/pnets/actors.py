@@ -26,7 +26,7 @@ from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet, check_reads, f
 class Normalizer(nn.Module):
     """Scales each observed number to mean 0 and deviation 1, and clips it to -10 to 10: [B, O] -> [B, O].
 
-    The statistics are buffers. In training mode, each batch updates them after its outputs.
+    The running mean and variance are buffers. In training mode, the outputs of a batch are computed before its update.
     """
 
     mean: Tensor
@@ -53,9 +53,10 @@ class Normalizer(nn.Module):
 class ActorCritic(nn.Module):
     """Two tanh networks, `actor` and `critic`: observations [B, O] -> the policy's numbers [B, P] and values [B].
 
-    The actor has layers of `sizes` units, starting with the observation. The critic has the same layers and one output.
-    Initial weights are orthogonal with gain sqrt(2), in the actor's last layer 0.01, in the critic's 1; biases are 0.
-    Action `vectors` have a trained log deviation `log_std`. With `normalize`, a `Normalizer` scales the observations.
+    `sizes` are the actor's numbers of units, from the observation to the output. The critic has the same hidden layers
+    and one output. Initial weights are orthogonal. The gain is sqrt(2), but 0.01 for the actor's last layer and 1 for
+    the critic's. Initial biases are 0. With `vectors`, actions are vectors with a trained log deviation `log_std`. With
+    `normalize`, a `Normalizer` scales the observations.
     """
 
     def __init__(self, sizes: Sequence[int], vectors: bool = False, normalize: bool = False) -> None:
@@ -121,7 +122,7 @@ class RecurrentActorCritic(nn.Module):
     def forward(
         self, obs_BTO: Tensor, starts_BT: Tensor | None = None, memory_BM: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Process sequences with their memory. With one argument, process first observations [B, O] of episodes."""
+        """Process sequences. If only observations [B, O] are given, process each as the first step of an episode."""
         if starts_BT is None or memory_BM is None:
             blank = obs_BTO.new_zeros(len(obs_BTO), self.memory)
             numbers, values, _ = self(obs_BTO[:, None], blank[:, :1], blank)
@@ -145,10 +146,11 @@ def recurrent_actor_critic(interface: Interface, *, hidden: int = 64) -> PNet:
 
 
 class ConvActorCritic(nn.Module):
-    """Convolutions, a wide layer, heads for policy and value: images [B, C, h, w] -> numbers [B, P] and values [B].
+    """Convolutions, a wide linear layer, and heads: images [B, C, h, w] -> the policy's numbers [B, P] and values [B].
 
-    Images of at least 36 x 36 pixels pass the three convolutions of Mnih et al. (2015), smaller images two of 3 x 3.
-    The first convolution has `width` channels, the others twice as many. Images of dtype uint8 are divided by 255.
+    For images of at least 36 x 36 pixels, the net has the three convolutions of Mnih et al. (2015), otherwise two of
+    3 x 3 pixels. The first convolution has `width` channels, and the next convolutions have twice as many. Images of
+    dtype uint8 are divided by 255.
     """
 
     def __init__(self, inputs: Sequence[int], width: int, hidden: int, n_actions: int, vectors: bool) -> None:

@@ -49,19 +49,19 @@ class Interface(NamedTuple):
 class PlanOptions(NamedTuple):
     """The best known arguments of `make_plan` for a p-net."""
 
-    hypernet: Hypernet = periodic()  # type of the g-nets, without a size
-    # {parameter: (code of rows, code of columns)}
+    hypernet: Hypernet = periodic()  # type of the g-nets; `make_plan` chooses their size
+    # {name of a parameter: (encoding of its rows, encoding of its columns)}
     encodings: Mapping[str, tuple[Encoding | None, Encoding | None]] = MappingProxyType({})
-    rules: tuple[tuple[str, Hypernet | None], ...] = ()  # ((pattern, hypernetwork), ...)
+    rules: tuple[tuple[str, Hypernet | None], ...] = ()  # (pattern of parameters, their type of g-nets), ...
     include: tuple[str, ...] = ()  # patterns of parameters to generate in addition to the defaults
     exclude: tuple[str, ...] = ()  # patterns of parameters to keep direct
-    max_tile: MaxTile = None  # largest tile
-    base: Literal["own"] | None = None  # "own" if the p-net is pretrained, and its genome an adapter
-    target_modules: str | tuple[str, ...] | None = None  # modules that an adapter changes; None for the defaults
-    modules_to_save: tuple[str, ...] = ()  # modules that the p-net adds to its base
+    max_tile: MaxTile = None  # largest size of a tile
+    base: Literal["own"] | None = None  # "own" if the genome is an adapter of the pretrained p-net
+    target_modules: str | tuple[str, ...] | None = None  # modules that an adapter changes; None means the default
+    modules_to_save: tuple[str, ...] = ()  # new modules, which the pretrained network does not have
 
     def with_hypernet(self, hypernet: Hypernet) -> PlanOptions:
-        """Change the type of g-net, also in rules that only tune the type that `hypernet` replaces."""
+        """Replace the type of the g-nets, also in rules that have the replaced type and do not set its size."""
         tuned = {rule for _, rule in self.rules if rule and rule.type == self.hypernet.type and rule.size is None}
         rules = tuple((pattern, hypernet if rule in tuned else rule) for pattern, rule in self.rules)
         return self._replace(hypernet=hypernet, rules=rules)
@@ -75,12 +75,12 @@ BLOCKS = PlanOptions(hypernet=periodic(share="layers"))
 class PNet:
     """A p-net with the options of its plan and a function that scales its widths."""
 
-    name: str  # the family, as on the command line
+    name: str  # name of the family on the command line
     make: Callable[[], nn.Module]  # builds the module, with initial weights from torch's default generator
     # Returns options of `make_plan` for a number of genome parameters.
     plan: Callable[[float], PlanOptions] = lambda genome_params: PlanOptions()
-    config: Mapping[str, Any] = field(default_factory=dict)  # options of the family, as JSON
-    scaled: Callable[[float], PNet] | None = None  # returns the p-net with widths times a factor; None without widths
+    config: Mapping[str, Any] = field(default_factory=dict)  # options of the family; JSON can store the values
+    scaled: Callable[[float], PNet] | None = None  # multiplies the widths by a factor; None if widths are fixed
 
     def build(self, seed: int) -> nn.Module:
         """Make the module with the initial weights of a seed; torch's default generator is unchanged."""
@@ -100,8 +100,8 @@ def family(
 ) -> PNet:
     """Describe a p-net with scalable widths.
 
-    `factory(interface, **config)` makes the same p-net. `widths` are the options that scale, each an int or a list of
-    ints. Scaled widths are multiples of `multiple`.
+    `factory(interface, **config)` makes the same p-net. `widths` has the options that are scaled. Each option is an int
+    or a list of ints. Scaled widths are multiples of `multiple`.
     """
 
     def scaled(factor: float) -> PNet:
@@ -124,7 +124,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class AtMost(TorchDispatchMode):
-    """Raises `ValueError` before the operations inside create more than `numbers` entries in total, views included."""
+    """A context that raises `ValueError` before its operations create over `numbers` tensor entries, views included."""
 
     def __init__(self, numbers: int) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class AtMost(TorchDispatchMode):
 
 
 def check_reads(pnet: str, interface: Interface, kind: str, ndim: int | None = None, least: int = 1) -> None:
-    """Raise `ValueError` unless a task's inputs have a kind, `ndim` dimensions and (images) at least `least` rows."""
+    """Raise `ValueError` unless inputs are of the kind `kind`, have `ndim` dimensions and, if images, `least` rows."""
     if (reads := interface.reads) != kind:
         raise ValueError(f"the p-net {pnet} reads {kind}, the task has {reads}: take {_TAKE[reads]}")
     if len(interface.inputs) != (ndim or len(interface.inputs)) or min(interface.inputs[1:], default=least) < least:
@@ -153,7 +153,7 @@ def check_reads(pnet: str, interface: Interface, kind: str, ndim: int | None = N
 
 
 def check_heads(pnet: str, width: int, heads: int) -> None:
-    """Raise `ValueError` for a width that the heads do not divide."""
+    """Raise `ValueError` unless `width` is a multiple of the number of attention heads."""
     if width % heads:
         raise ValueError(f"width of {pnet} must be a multiple of its {heads} heads, got {width}")
 
@@ -169,7 +169,7 @@ def check_types(pnet: str, factory: Callable[..., Any], config: Mapping[str, Any
 
 
 def narrowed(pnet: PNet, params: int) -> PNet:
-    """Find the smallest p-net of a family with at least `params` parameters, to compare a dense net with a genome."""
+    """Scale the widths of a p-net. Return the smallest p-net that has at least `params` parameters."""
     if (scaled := pnet.scaled) is None:
         raise ValueError(f"expected a p-net with scalable widths, got {pnet.name}: choose a family of gbfunc")
 
@@ -184,7 +184,7 @@ def narrowed(pnet: PNet, params: int) -> PNet:
 
 
 def n_params(module: nn.Module) -> int:
-    """Count the parameters of a module, tied ones once."""
+    """Count the parameters of a module. Tied parameters count once."""
     return sum(p.numel() for p in module.parameters())
 
 
@@ -194,8 +194,8 @@ def is_import_path(name: str) -> bool:
 
 
 def import_factory(path: str, returns: str) -> Callable[..., Any]:
-    """Import the function `package.module:name`, also from the working folder; errors name what it `returns`."""
-    # Search the working folder, as `python -m` does and console scripts do not.
+    """Import the function `package.module:name`, also from the working folder. `returns` is for the error's text."""
+    # Search the working folder, as `python -m` does. A console script does not.
     sys.path.insert(0, folder := os.getcwd())
     try:
         factory = pkgutil.resolve_name(path)
@@ -212,7 +212,7 @@ def import_factory(path: str, returns: str) -> Callable[..., Any]:
 
 
 def options_for(what: str, factory: Callable[..., Any], config: Mapping[str, Any], **given: Any) -> dict[str, Any]:
-    """Return a factory's arguments, `config` and its parameters in `given`; raises ValueError for wrong options."""
+    """Return a factory's arguments: `config`, and all of `given` that it takes. Raises ValueError for wrong options."""
     signature = inspect.signature(factory)
     known = [name for name in signature.parameters if name not in given]
     unknown = [name for name in config if name not in known]

@@ -21,20 +21,20 @@ from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet, check_reads, f
 class AllConv(nn.Sequential):
     """All-CNN-C (Springenberg et al., 2015, table 1): nine convolutions, strides instead of pooling.
 
-    The net of the genomic bottleneck's CIFAR-10 experiment (Shuvaev et al., PNAS 2024), with batch normalisation
-    instead of biases after every convolution but the last. The first three convolutions have `width` channels, the
-    next five twice as many.
+    The paper on the genomic bottleneck uses this net for CIFAR-10 (Shuvaev et al., PNAS 2024). Here, all convolutions
+    except the last have batch normalisation instead of biases. The first three convolutions have `width` channels, and
+    the next five have twice as many.
     """
 
     def __init__(self, channels: int, width: int, classes: int) -> None:
         layers: list[nn.Module] = []
         outs = [channels] + 3 * [width] + 5 * [2 * width]
-        # (kernel, stride, padding) of the convolutions before the last.
+        # (kernel, stride, padding) of each convolution except the last.
         shapes = [(3, 1, 1), (3, 1, 1), (3, 2, 1), (3, 1, 1), (3, 1, 1), (3, 2, 1), (3, 1, 0), (1, 1, 0)]
         for (before, out), (kernel, stride, padding) in zip(pairwise(outs), shapes, strict=True):
             layers += [nn.Conv2d(before, out, kernel, stride, padding, bias=False), nn.BatchNorm2d(out), nn.ReLU()]
         super().__init__(*layers, nn.Conv2d(outs[-1], classes, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-        # Torch's initial weights are too small for nine layers without normalisation.
+        # Draw larger weights, because torch's initial weights are too small for nine layers.
         self.apply(_kaiming)
 
 
@@ -46,12 +46,12 @@ def _kaiming(layer: nn.Module) -> None:
 
 
 class LeNet5(nn.Sequential):
-    """LeNet-5 in the form that is usual in work on compression (Caffe's, after LeCun et al., 1998).
+    """LeNet-5 as in Caffe, which papers on compression use (after LeCun et al., 1998).
 
-    Two convolutions of 5 x 5 with max pooling, the second of `width` channels, and two linear layers with ReLU between
-    them: 20 and 50 channels, 500 units and 431,080 parameters on MNIST by default. The last layer's initial weights are
-    a tenth of torch's. A genome's initial weights and images are both smooth, so their products would add up to logits
-    of about 5, with which the first epochs learn less.
+    Two convolutions of 5 x 5 with max pooling, and two linear layers with ReLU between them. The second convolution has
+    `width` channels. On MNIST, the default has 20 and 50 channels, 500 hidden units and 431,080 parameters. The last
+    layer's initial weights are a tenth of torch's. Otherwise, the first epochs would learn less: a genome's initial
+    weights and the images are both smooth, and their products would add up to logits of about 5.
     """
 
     def __init__(self, inputs: Sequence[int], width: int, classes: int) -> None:
@@ -78,7 +78,7 @@ class ConvNet(nn.Sequential):
 
 
 def _maps(inputs: Sequence[int]) -> tuple[int, int]:
-    """Return rows and columns of an image after two convolutions of 5 x 5 with pooling."""
+    """Return the numbers of rows and columns of an image after two convolutions of 5 x 5 with max pooling."""
     rows, cols = (((n - 4) // 2 - 4) // 2 for n in inputs[1:])
     return rows, cols
 
@@ -86,7 +86,8 @@ def _maps(inputs: Sequence[int]) -> tuple[int, int]:
 class Residual(nn.Module):
     """Two convolutions and a shortcut: [B, C, h, w] -> [B, out, h / stride, w / stride].
 
-    If the shapes differ, the shortcut is a 1 x 1 convolution or, if `padded`, strided with zeros in the new channels.
+    If the shapes differ, the shortcut is a 1 x 1 convolution. With `padded`, the shortcut has no parameters: it takes
+    every `stride`-th pixel, and the new channels are 0.
     """
 
     def __init__(self, channels: int, out: int, stride: int, padded: bool) -> None:
@@ -108,11 +109,11 @@ def _normed(channels: int, out: int, kernel: int, stride: int = 1) -> tuple[nn.M
 
 
 class ResNet(nn.Module):
-    """A residual network with a stem of 3 x 3 for small images (He et al., 2015, sections 4.1 and 4.2).
+    """A residual network for small images, whose first convolution is 3 x 3 (He et al., 2015, sections 4.1 and 4.2).
 
-    The first stage has `width` channels. Each later stage has twice as many, and half of the rows and columns. A stage
-    has `blocks` blocks of two convolutions. If `padded`, shortcuts have no parameters (option A of section 4.2), and
-    the initial weights follow section 4.2.
+    The first stage has `width` channels. Each next stage has twice the channels and half the rows and columns of the
+    stage before. A stage has `blocks` blocks of two convolutions. With `padded`, shortcuts have no parameters (option A
+    of section 4.2), and initial weights are as in section 4.2.
     """
 
     def __init__(
@@ -131,8 +132,8 @@ class ResNet(nn.Module):
 
 
 def _normed_plan(norms: str) -> PlanOptions:
-    """Plan a net with norms whose weights match a pattern; convolutions of equal shape share code weights."""
-    # Fix the scales of norms, which the next layers can replace: the genome then has more sines at the same size.
+    """Return plan options for convolutions with norms. `norms` is a pattern for the names of the norms' weights."""
+    # Fix the norms' scales at 1: the next layers can learn the scales, and the genome has room for more sines.
     return PlanOptions(hypernet=periodic(share="shapes", frequency=2.5), rules=((norms, constant(1.0)),))
 
 
@@ -146,7 +147,7 @@ def all_conv(interface: Interface, *, width: int = 96) -> PNet:
 
 def lenet5(interface: Interface, *, width: int = 50) -> PNet:
     """Describe a `LeNet5` for an image task, with `width` channels in the second convolution."""
-    # Fix the biases of convolutions, which the hidden layer's biases can replace: the genome then has more sines.
+    # Fix the convolutions' biases at 0: the hidden layer has biases, and the genome has room for more sines.
     rules = ((r"^[025]\.bias$", constant(0.0)), (r"^[57]\.weight$", periodic(frequency=0.5)))
     return _of_maps("lenet5", lenet5, interface, LeNet5, width, "5.weight", rules)
 
@@ -160,7 +161,7 @@ def convnet(interface: Interface, *, width: int = 32) -> PNet:
 def _of_maps(
     name: str, factory: Callable[..., PNet], interface: Interface, make: Any, width: int, weight: str, rules: Any
 ) -> PNet:
-    """Describe a net. The columns of `weight` are coded by the channels and places of the second convolution."""
+    """Describe a net. Encode the columns of the matrix `weight` by the second convolution's channels and pixels."""
     check_reads(name, interface, "images", 3, 16)
     places = _maps(interface.inputs)
     code = per_axis(binary(), grid(*places, bandwidth=2.0), math.prod(places))
@@ -170,10 +171,10 @@ def _of_maps(
 
 
 def resnet(depth: int, interface: Interface, *, width: int | None = None) -> PNet:
-    """Describe ResNet-18 with a stem for small images, or the `ResNet` of 6 n + 2 layers in three stages.
+    """Describe a `ResNet` for small images: ResNet-18 at depth 18, otherwise 6 n + 2 layers in three stages.
 
-    The first stage has `width` channels, by default 64 at depth 18, otherwise 16: depth 20 has 269,722 parameters and
-    depth 56 853,018.
+    The first stage has `width` channels. The default is 64 at depth 18, and otherwise 16: then the net of depth 20 has
+    269,722 parameters, and the net of depth 56 has 853,018.
     """
     check_reads(f"resnet{depth}", interface, "images", 3, 4)
     form = {"stages": 4, "blocks": 2, "padded": False} if depth == 18 else {"blocks": (depth - 2) // 6}

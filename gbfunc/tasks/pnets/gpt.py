@@ -16,11 +16,11 @@ from gbfunc.tasks.pnets import base
 from gbfunc.tasks.pnets.base import BLOCKS, Interface, PlanOptions, PNet
 
 _STD = 0.02  # initial deviation of weights (GPT-2)
-_PLAIN_NORMS = 30_000  # in genomes with fewer parameters, norms have the fixed scale 1 and shift 0
+_PLAIN_NORMS = 30_000  # genomes with fewer parameters fix the scales of norms at 1, and the shifts at 0
 
 
 class Block(nn.Module):
-    """Causal self-attention and an MLP, each on a normalised residual stream."""
+    """A block of a GPT: causal self-attention and an MLP. The input of both is the normalised residual stream."""
 
     def __init__(self, width: int, heads: int, hidden: int, bias: bool) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class GPT(nn.Module):
         self.head.weight = self.tokens.weight
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
-                # Each block adds two outputs to the residual stream; small outputs keep its variance near 1 (GPT-2).
+                # Each block adds two outputs to the residual stream. Draw small weights for a variance near 1 (GPT-2).
                 deep = name.endswith(("out.weight", "down.weight"))
                 nn.init.normal_(parameter, std=_STD / math.sqrt(2 * layers) if deep else _STD)
 
@@ -78,7 +78,7 @@ def gpt(
 ) -> PNet:
     """Describe a `GPT` for a text task. The defaults are nanoGPT's for a CPU, where `hidden` is 4 x `width`."""
     base.check_reads("gpt", interface, "text", 1)
-    # A `hidden` of None stays None in the configuration, so that the hidden width follows the width.
+    # Keep a `hidden` of None in the configuration, so that `hidden` follows later changes of `width`.
     config = dict(layers=layers, width=width, heads=heads, hidden=hidden, bias=bias)
     hidden = 4 * width if hidden is None else hidden
     base.check_heads("gpt", width, heads)
@@ -88,8 +88,8 @@ def gpt(
 
 
 def gpt_plan(interface: Interface, width: int, genome_params: float) -> PlanOptions:
-    """Plan a `GPT`: blocks share code weights, positions are also generated, norms are direct only in large genomes."""
-    # In small genomes, norms are fixed, because the next layers can replace them: this leaves room for more sines.
+    """Return plan options for a `GPT`. All blocks share code weights, and the embedding of positions is generated."""
+    # In small genomes, fix the norms: the next layers can learn the scales, and the genome has room for more sines.
     positions = (r"^positions\.weight$", periodic(min(*interface.inputs, width), frequency=2.5))
     plain = ((r"norm\.weight$", constant(1.0)), (r"norm\.bias$", constant(0.0)))
     rules = (positions, *(plain if genome_params < _PLAIN_NORMS else ()))
@@ -111,7 +111,7 @@ class ViT(nn.Module):
         self.blocks = nn.TransformerEncoder(block, layers, nn.LayerNorm(width), enable_nested_tensor=False)
         self.head = nn.Linear(width, interface.outputs)
         for parameter in self.blocks.parameters():
-            if parameter.ndim > 1:  # Draw again, because `TransformerEncoder` copies one layer for all.
+            if parameter.ndim > 1:  # Draw again, because `TransformerEncoder` makes all layers equal.
                 nn.init.xavier_uniform_(parameter)
 
     def forward(self, x_BChw: Tensor) -> Tensor:

