@@ -8,22 +8,7 @@ import pytest
 import torch
 
 from gbfunc.lab import compare
-from gbfunc.lab.compare.base import (
-    BudgetTooSmall,
-    Problem,
-    Settings,
-    Trained,
-    blanks,
-    grid,
-    in_use,
-    largest,
-    narrow_pnets,
-    pack,
-    restore,
-    state_of,
-    text_of,
-    unpack,
-)
+from gbfunc.lab.compare import base
 from gbfunc.lab.compare.genome import GenomeOf, reference_bytes, size_within
 from gbfunc.lab.compare.rows import Results, choose, measure, of_problem, read_results, run_missing, to_json
 from gbfunc.tasks import TASKS, Net, Task, accuracy, find_task
@@ -45,12 +30,12 @@ def task() -> Task:
     return perceptron(100)
 
 
-def problem_of(task: Task, size: int, dtype: torch.dtype = torch.float32) -> Problem:
-    return Problem(task, size, reference_bytes(task, size), dtype, replace(task.recipe(size), epochs=1))
+def problem_of(task: Task, size: int, dtype: torch.dtype = torch.float32) -> base.Problem:
+    return base.Problem(task, size, reference_bytes(task, size), dtype, replace(task.recipe(size), epochs=1))
 
 
 @pytest.fixture(scope="module")
-def problem(task: Task) -> Problem:
+def problem(task: Task) -> base.Problem:
     return problem_of(task, 1_000)
 
 
@@ -74,19 +59,19 @@ def test_bytes_are_within_the_budget_and_enough_to_run(
         return
     # Settings come back from JSON with lists for tuples; the same seed gives the same bytes, another one other bytes.
     again = method.train(problem, json.loads(json.dumps(candidates[-1])), 3)
-    assert again == Trained(data, row.params)
+    assert again == base.Trained(data, row.params)
     assert method.train(problem, candidates[-1], 4).data != data
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_candidate_is_within_the_budget_or_nothing_is(name: str, problem: Problem) -> None:
+def test_every_candidate_is_within_the_budget_or_nothing_is(name: str, problem: base.Problem) -> None:
     method = METHODS[name]
     # One step of one batch: sizes do not depend on more.
     few = type(problem.task.train)(problem.task.train.x[:64], problem.task.train.y[:64])
     brief = problem._replace(task=replace(problem.task, train=few))
     for chosen in method.candidates(problem):
         assert len(method.train(brief, chosen, 0).data) <= problem.budget
-    with pytest.raises(BudgetTooSmall):
+    with pytest.raises(base.BudgetTooSmall):
         method.candidates(problem._replace(budget=12, size=20))
 
 
@@ -103,17 +88,17 @@ WIDENED = ("smaller_dense", "int8", "int4", "pruned", "periodic")
 
 
 @pytest.fixture(scope="module", params=[pytest.param(k, marks=[pytest.mark.slow] * (k in SLOW)) for k in OTHERS])
-def other(request: pytest.FixtureRequest) -> Problem:
+def other(request: pytest.FixtureRequest) -> base.Problem:
     name, config, budget = OTHERS[request.param]
     if name == "control":
         pytest.importorskip("gymnasium")
     task = find_task(name, None, {"context": 16} if name == "text" else {})
     task = task.with_pnet(find_pnet(request.param, task.interface, config))
-    return Problem(task, budget // 4, budget, torch.float32, replace(task.recipe(budget // 4), steps=2, epochs=1))
+    return base.Problem(task, budget // 4, budget, torch.float32, replace(task.recipe(budget // 4), steps=2, epochs=1))
 
 
 @pytest.mark.parametrize("name", RIVALS)
-def test_every_method_takes_every_kind_of_pnet(name: str, other: Problem, tmp_path: Path) -> None:
+def test_every_method_takes_every_kind_of_pnet(name: str, other: base.Problem, tmp_path: Path) -> None:
     method = METHODS[name]
     settings = json.loads(json.dumps(method.candidates(other)[-1]))
     trained = method.train(other, settings, 1)
@@ -131,7 +116,7 @@ def test_a_wider_net_is_a_candidate_where_the_budget_is_large(name: str) -> None
     task = TASKS["digits"]().with_pnet(find_pnet("mlp", TASKS["digits"]().interface, {"hidden": [256, 256]}))
     n_weights = n_params(task.build(0))
     least = -(-n_weights // 8)
-    problem = Problem(task, 500, least, torch.float32, replace(task.recipe(500), steps=3))
+    problem = base.Problem(task, 500, least, torch.float32, replace(task.recipe(500), steps=3))
     # Of as many bytes as the p-net has weights, there is hardly anything to compress or to prune.
     for budget, expected in ((least - 1, {256}), (least, {256, 512}), (n_weights, {512})):
         candidates = METHODS[name].candidates(problem._replace(budget=budget))
@@ -148,7 +133,7 @@ def test_the_genome_fills_a_budget_in_bytes(budget: int, dtype: torch.dtype, tas
     size = size_within(task, budget)
     assert 0.98 * budget <= reference_bytes(task, size) <= budget + 16
     few = replace(task, train=type(task.train)(task.train.x[:64], task.train.y[:64]))
-    problem = Problem(few, size, budget, dtype, replace(task.recipe(size), epochs=1))
+    problem = base.Problem(few, size, budget, dtype, replace(task.recipe(size), epochs=1))
     method = METHODS["periodic"]
     settings = method.candidates(problem)[0]
     trained = method.train(problem, settings, 0)
@@ -160,32 +145,32 @@ class _Steps:
     """A method whose network ignores its training: the class is a setting."""
 
     def __init__(self) -> None:
-        self.trained: list[tuple[Settings, int, int]] = []
+        self.trained: list[tuple[base.Settings, int, int]] = []
 
-    def candidates(self, problem: Problem) -> list[Settings]:
+    def candidates(self, problem: base.Problem) -> list[base.Settings]:
         if problem.size < 100:
-            raise BudgetTooSmall("too small")
-        return grid(answer=(1, 2, 3))
+            raise base.BudgetTooSmall("too small")
+        return base.grid(answer=(1, 2, 3))
 
-    def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
+    def train(self, problem: base.Problem, settings: base.Settings, seed: int) -> base.Trained:
         self.trained.append((settings, problem.steps, seed))
-        return Trained(bytes([settings["answer"]]), 1)
+        return base.Trained(bytes([settings["answer"]]), 1)
 
     def load(self, data: bytes, task: Task) -> Net:
         return lambda x: torch.nn.functional.one_hot(torch.full((len(x),), data[0]), 10)
 
 
-def test_a_method_that_breaks_its_bounds_is_found_out(problem: Problem, tmp_path: Path) -> None:
+def test_a_method_that_breaks_its_bounds_is_found_out(problem: base.Problem, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="greedy must fit 0 bytes, got 1"):
         measure("greedy", _Steps(), problem._replace(budget=0), {"answer": 1}, 0, tmp_path / "net")
 
 
-def test_halving_ends_with_two_candidates_and_all_steps(problem: Problem) -> None:
+def test_halving_ends_with_two_candidates_and_all_steps(problem: base.Problem) -> None:
     class Twelve(_Steps):
-        def candidates(self, problem: Problem) -> list[Settings]:
-            return grid(answer=range(12))
+        def candidates(self, problem: base.Problem) -> list[base.Settings]:
+            return base.grid(answer=range(12))
 
-        def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
+        def train(self, problem: base.Problem, settings: base.Settings, seed: int) -> base.Trained:
             made = super().train(problem, settings, seed)
             # Class 3 is right and class 5 is nearly, but its file leaves most of the budget unused.
             return made._replace(data=made.data * (1 if settings["answer"] == 3 else 90))
@@ -206,7 +191,7 @@ def test_halving_ends_with_two_candidates_and_all_steps(problem: Problem) -> Non
     assert 3 not in [t["answer"] for t in choice.tried[-2:]]
 
 
-def test_results_go_on_where_they_were(problem: Problem, tmp_path: Path) -> None:
+def test_results_go_on_where_they_were(problem: base.Problem, tmp_path: Path) -> None:
     method, small = _Steps(), problem._replace(size=50)
     problems = [small, problem]
     lines: list[str] = []
@@ -239,17 +224,17 @@ def test_foreign_results_are_refused(text: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bound", [0, 1, 2, 3, 7, 8, 100])
 def test_largest_is_the_last_that_fits(bound: int) -> None:
-    assert largest(lambda n: n <= bound, limit=64) == min(bound, 64)
+    assert base.largest(lambda n: n <= bound, limit=64) == min(bound, 64)
 
 
 def test_nets_fill_the_budget(task: Task) -> None:
     def hidden(most: int) -> list[list[int]]:
-        nets = narrow_pnets(task, lambda pnet: n_params(pnet.build(0)) <= most)
+        nets = base.narrow_pnets(task, lambda pnet: n_params(pnet.build(0)) <= most)
         return [pnet.config["hidden"] for pnet in nets]
 
     assert hidden(1_000) == [[13], [11, 11], []]
     assert hidden(100) == [[1], [1, 1]]
-    with pytest.raises(BudgetTooSmall):
+    with pytest.raises(base.BudgetTooSmall):
         hidden(0)
 
 
@@ -257,15 +242,15 @@ def test_nets_fill_the_budget(task: Task) -> None:
 def test_packed_tensors_come_back(dtype: torch.dtype) -> None:
     tensors = {"a": torch.randn(3, 5), "b": torch.randn(7)}
     whole = {"steps": torch.tensor(3), "seen": torch.arange(2)}
-    data = pack(tensors | whole, dtype)
-    back = unpack(data, blanks(tensors | whole))
-    assert text_of(data) == {} and all(torch.equal(back[k], t.to(dtype).float()) for k, t in tensors.items())
+    data = base.pack(tensors | whole, dtype)
+    back = base.unpack(data, base.blanks(tensors | whole))
+    assert base.text_of(data) == {} and all(torch.equal(back[k], t.to(dtype).float()) for k, t in tensors.items())
     assert all(torch.equal(back[k], t) for k, t in whole.items())
-    assert len(data) == len(pack(blanks(tensors | whole), dtype))
-    assert text_of(pack(tensors, dtype, {"seed": "3"})) == {"seed": "3"}
+    assert len(data) == len(base.pack(base.blanks(tensors | whole), dtype))
+    assert base.text_of(base.pack(tensors, dtype, {"seed": "3"})) == {"seed": "3"}
     for other in ({"b": torch.zeros(8)} | whole, tensors, tensors | whole | {"c": torch.zeros(9)}):
         with pytest.raises(ValueError, match=f"expected a file of .* bytes, got {len(data)}"):
-            unpack(data, blanks(other))
+            base.unpack(data, base.blanks(other))
 
 
 def test_norms_in_use_are_scales_and_shifts() -> None:
@@ -274,7 +259,7 @@ def test_norms_in_use_are_scales_and_shifts() -> None:
     net, x = pnet.build(0), task.val.x[:20]
     for _ in range(3):
         net.train()(torch.randn_like(x) + x)
-    state, fewer = state_of(net), in_use(net)
+    state, fewer = base.state_of(net), base.in_use(net)
     assert not [name for name in fewer if "running" in name or "tracked" in name] and fewer.keys() < state.keys()
     assert all(torch.equal(fewer[name], t) for name, t in state.items() if t.ndim > 1)
-    assert torch.allclose(restore(pnet.build(1), fewer)(x), net.eval()(x), atol=1e-4)
+    assert torch.allclose(base.restore(pnet.build(1), fewer)(x), net.eval()(x), atol=1e-4)

@@ -95,20 +95,6 @@ def test_a_class_that_torch_does_not_ship_is_pure_and_equal_to_its_own_loop(cls:
         assert same_bits(params, {k: p.detach() for k, p in expected.items()})
 
 
-@pytest.mark.parametrize(
-    ("cls", "error", "message"),
-    [
-        (InAttribute, ValueError, "InAttribute must keep everything that changes"),
-        (InGroup, ValueError, "InGroup must keep everything that changes"),
-        (InNumber, TypeError, "state of InNumber must be tensors, got calls of type int"),
-    ],
-)
-def test_a_class_that_remembers_elsewhere_is_refused(cls: Any, error: type[Exception], message: str) -> None:
-    params, _ = params_and_grads(0)
-    with pytest.raises(error, match=message):
-        gb.torch_optimizer(cls, lr=0.1).init(params, ROLES)
-
-
 SCHEDULES: list[tuple[Any, dict[str, Any]]] = [
     (lr_scheduler.OneCycleLR, {"pct_start": 0.3}),
     (lr_scheduler.OneCycleLR, {"total_steps": 20, "cycle_momentum": False}),
@@ -153,9 +139,25 @@ def update_error(**changed: Any) -> Callable[[], Any]:
     return lambda: optimizer.update(**(given_ | changed))
 
 
+def init_error(cls: Any) -> Callable[[], Any]:
+    return lambda: gb.torch_optimizer(cls, lr=0.1).init(params_and_grads(0)[0], ROLES)
+
+
+def schedule_error(**changed: Any) -> Callable[[], Any]:
+    return lambda: gb.torch_schedule(**({"scheduler_cls": lr_scheduler.OneCycleLR, "lr": 0.1, "steps": 5} | changed))
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
+        (init_error(InAttribute), ValueError, "InAttribute must keep everything that changes"),
+        (init_error(InGroup), ValueError, "InGroup must keep everything that changes"),
+        (init_error(InNumber), TypeError, "state of InNumber must be tensors, got calls of type int"),
+        (schedule_error(scheduler_cls=torch.optim.SGD), TypeError, "scheduler_cls must be a subclass of LRScheduler"),
+        (schedule_error(scheduler_cls=lr_scheduler.ReduceLROnPlateau), TypeError, "metrics"),
+        (schedule_error(steps=0), ValueError, "steps must be an int >= 1, got 0"),
+        (schedule_error(lr=-0.1), ValueError, "lr must be finite and >= 0, got -0.1"),
+        (schedule_error(cycle_momentum=True), ValueError, "only the learning rate"),
         (options_error(cls=torch.optim.LBFGS), ValueError, "LBFGS.*closure"),
         (options_error(cls=torch.optim.Optimizer), TypeError, "must be a subclass of torch.optim.Optimizer"),
         (options_error(cls="adam"), TypeError, "subclass of torch.optim.Optimizer, got 'adam'"),
@@ -191,22 +193,6 @@ def test_a_tile_needs_a_leading_dimension() -> None:
     optimizer = gb.torch_optimizer(torch.optim.Adafactor, lr=0.1)
     with pytest.raises(ValueError, match="'w' of role 'code' must have a leading dimension of tiles"):
         optimizer.init({"w": torch.tensor(1.0)}, {"w": "code"})
-
-
-@pytest.mark.parametrize(
-    ("changed", "error", "message"),
-    [
-        ({"scheduler_cls": torch.optim.SGD}, TypeError, "scheduler_cls must be a subclass of LRScheduler"),
-        ({"scheduler_cls": lr_scheduler.ReduceLROnPlateau}, TypeError, "metrics"),
-        ({"steps": 0}, ValueError, "steps must be an int >= 1, got 0"),
-        ({"lr": -0.1}, ValueError, "lr must be finite and >= 0, got -0.1"),
-        ({"cycle_momentum": True}, ValueError, "only the learning rate"),
-    ],
-)
-def test_clear_errors_of_schedules(changed: dict[str, Any], error: type[Exception], message: str) -> None:
-    arguments: dict[str, Any] = {"scheduler_cls": lr_scheduler.OneCycleLR, "lr": 0.1, "steps": 5}
-    with pytest.raises(error, match=message):
-        gb.torch_schedule(**(arguments | changed))
 
 
 CLASSES = [k for k in OPTIM.__all__ if isinstance(getattr(OPTIM, k), type)]
