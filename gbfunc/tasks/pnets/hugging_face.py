@@ -105,7 +105,7 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
     # Do not use fused attention for short texts: its backward takes ten times as long in bfloat16 on a CPU.
     eager = (interface.vocabulary or (folder is not None and interface.tokens)) and interface.inputs[0] <= 128
     adapter, head, least = _ADAPTER if interface.vocabulary else _ADAPTER._replace(modules_to_save=()), "", 0
-    tied, rank_one = _tied(auto, full) if folder is not None and interface.tokens else (adapter, math.inf)
+    tied = functools.cache(functools.partial(_tied, auto, full))
     if folder is not None and interface.reads == "images":
         full.num_labels = interface.outputs
         with torch.device("meta"):
@@ -133,7 +133,9 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
     def plan(genome_params: float) -> PlanOptions:
         # Exclude the head from generation, even if few parameters are left for the deltas.
         whole = (rf"^{re.escape(head)}\.",) if head and genome_params > least else ()
-        return BLOCKS if folder is None else tied if genome_params >= rank_one else adapter._replace(exclude=whole)
+        if folder is not None and interface.tokens and genome_params >= tied()[1]:
+            return tied()[0]
+        return BLOCKS if folder is None else adapter._replace(exclude=whole)
 
     source = {} if folder is None else {"pretrained": str(pretrained)}
     return PNet(name=name, make=make, plan=plan, config=source | fields)
