@@ -1,4 +1,4 @@
-"""Choose how each weight is generated and in which form, and generate all weights or a block of one weight."""
+"""Chooses how to generate each weight (dense, as factors, or recomputed), and generates weights or a block of one."""
 
 from __future__ import annotations
 
@@ -40,18 +40,19 @@ def make_generator(
     pieces: Mapping[str, Piece] | None = None,
     base: BaseTensors | None = None,
 ) -> Generator:
-    """Make a function from the leaves of a genome to the p-net's weights. `generate` is the function for a single use.
+    """Make a function from the leaves of a genome to the p-net's weights. For a single use, call `generate`.
 
-    With a `layout`, each rank generates its tiles, and gathers the others. The layers of `pnet` decide which weights
-    can stay factors (`lazy`), or be generated for each use and again in backward (`remat`). `names` selects parameters,
-    and `pieces` selects blocks of their matrices; factors are always of the whole matrix. Raises ValueError for a plan
-    with a base if `base`, the base's tensors, is None.
+    With a `layout`, each rank generates some tiles, and gathers the other tiles from the other ranks. With `lazy`,
+    layers of `pnet` that support factors get factors instead of dense weights. With `remat`, a weight is generated for
+    each use and again in backward. `names` selects parameters, and `pieces` selects blocks of their matrices. Factors
+    are always generated for the whole matrix. Raises ValueError if the plan has a base and `base`, the base's tensors,
+    is None.
     """
     if plan.base is not None and base is None:
         raise ValueError("the genome holds deltas of a base, but base is None: pass the pretrained p-net (base=)")
     layout = layout if layout is not None and layout.sharded else None
     of_base = {} if base is None else {k: partial(base.tensor, k) for k in base.params}
-    # Ranks that gather tiles, or gather weights again for each use, need dense weights instead of factors.
+    # Ranks that gather tiles, or that gather a weight for each use, need dense weights instead of factors.
     keeps_factors = layout is None or (layout.placement == "factors" and not remat)
     chooser = _Chooser(plan, kernel, layout, pnet, lazy if keeps_factors else False, remat, pieces or {}, of_base)
     selected = [t for t in plan.tensors if names is None or t.name in names]
@@ -75,7 +76,7 @@ def make_generator(
     parts = (stacks, places, forms, [chooser.target(t) for t in selected if not t.slots], unchanged, order, plan.dtype)
     if layout is None:
         return Generator(*parts)
-    # Imported here, because a single process does not need `torch.distributed`.
+    # Import RankGenerator here, because a single process does not need `torch.distributed`.
     from gbfunc.generation.ranks import RankGenerator
 
     return RankGenerator(layout, *parts)
@@ -83,7 +84,7 @@ def make_generator(
 
 @dataclass
 class _Chooser:
-    """Chooses a form for each tensor and a stack for each ensemble; fields as for `make_generator`."""
+    """Chooses a form for each tensor and a `Stack` for each ensemble. The fields are arguments of `make_generator`."""
 
     plan: Plan
     kernel: Kernel
@@ -93,13 +94,13 @@ class _Chooser:
     remat: bool
     pieces: Mapping[str, Piece]
     of_base: Mapping[str, Callable[[torch.device], Tensor]]
-    # For each tensor to be recomputed, the stack and the slot of each matrix. `make_generator` fills in the lists.
+    # For each tensor to be recomputed, one (stack, slot) per matrix. `make_generator` fills the lists.
     recomputed: dict[str, list[tuple[Stack, int]]] = field(default_factory=dict)
 
     def target(self, tensor: TensorPlan) -> Target:
         kind, piece, narrow = KINDS[tensor.kind], self.pieces.get(tensor.name), DTYPES[tensor.dtype]
         shape = tensor.shape if piece is None else kind.block_shape(tensor.shape, piece.shape)
-        # Generation runs in the leaves' dtype. Weights are cast only if the p-net's dtype is narrower (bf16, fp16).
+        # Weights are generated in the leaves' dtype, and cast if the p-net's dtype is narrower (bf16, fp16).
         cast = narrow if narrow.itemsize < self.plan.dtype.itemsize else None
         base = self.of_base.get(tensor.name) if tensor.base else None
         return Target(tensor.name, kind, shape, tuple(s.offset for s in tensor.slots), cast, base, piece)
@@ -112,7 +113,7 @@ class _Chooser:
             return factored
         if not self.remat:
             return DenseWeight(target)
-        # A formable layer's weight is a single matrix, so it belongs to one ensemble.
+        # A weight that can have a form is a single matrix, so one ensemble generates the weight.
         e = next(e for e in self.plan.ensembles for p in e.spans if self.plan.tensors[p.tensor] is tensor)
         if not e.leaves:
             return DenseWeight(target)
@@ -122,9 +123,9 @@ class _Chooser:
             values = iter(inputs)
             return target.fold([stack.slot(number, values).matrix() for stack, number in slots])
 
-        # Over ranks, one more input tells whether gradients count.
+        # With several ranks, an additional input is 0 if this rank's gradients are discarded.
         n = len(e.leaves) + len(e.hypernet.noise_shapes(e.dims)) + int(self.layout is not None)
-        # Inputs are numbered, because names of leaves may contain characters that attributes cannot have.
+        # Number the inputs, because names of leaves may contain characters that attributes cannot have.
         inputs, transposed = tuple(f"input_{i}" for i in range(n)), tensor.kind == "transposed_linear"
         return RecomputedWeight(tensor.name, inputs, maker, transposed, split=target.piece is not None)
 
@@ -135,9 +136,9 @@ class _Chooser:
         layout = self.layout if e.leaves else None
         cuts: dict[int, Cut] = {}
         for i, name in ((i, name) for i, name in enumerate(owners) if name in forms):
-            # Factors are always generated for the whole matrix. The layer selects a part of them.
+            # Factors are always generated for the whole matrix. The layer selects the part that it needs.
             piece = self.pieces.get(name) if forms[name].needs != "factors" else None
-            # Ranks generate all tiles, and cut the block out of the gathered tiles.
+            # Over ranks, all tiles are generated and gathered, and the block is cut out of them.
             grid = e.spans[i].slot.grid
             cuts[i] = Cut(grid, None, piece) if piece is None or layout is not None else cut_piece(grid, piece)
         if not cuts:
@@ -150,9 +151,10 @@ class _Chooser:
 
 
 def to_serve(plan: Plan, generator: Generator, tensors: Params) -> tuple[Params, dict[str, WeightForm], Params]:
-    """Decide which outputs of a lazy generator a module for serving stores dense, and which as smaller factors.
+    """Decide which outputs of a lazy generator a module for inference stores as dense weights, and which as factors.
 
-    Returns dense weights by name in the p-net's dtypes, forms by name (tied names too), and the forms' inputs by key.
+    Factors are stored if they are smaller. Returns three dicts: dense weights by name, in the p-net's dtypes; the form
+    of each other weight by name, including tied names; and the tensors of these forms by key.
     """
     weights, forms, inputs = {k: tensors[k] for k in generator.unchanged}, dict[str, WeightForm](), Params()
     for t in plan.tensors:
@@ -160,7 +162,7 @@ def to_serve(plan: Plan, generator: Generator, tensors: Params) -> tuple[Params,
         if form is None:
             weights[t.name] = tensors[t.name].detach().to(dtype)
             continue
-        # Factors of a delta keep the genome's dtype; all other tensors get the p-net's dtype.
+        # The factors of a delta keep the genome's dtype. All other tensors get the p-net's dtype.
         of_form = {k: x.detach() if t.base else x.detach().to(dtype) for k, x in form.taken(tensors).items()}
         if t.kind == "beside" or sum(x.numel() for k, x in of_form.items() if k != "base") < t.numel:
             forms |= dict.fromkeys((t.name, *t.aliases), form)
@@ -178,7 +180,7 @@ def generate(
     kernel: Kernel = "auto",
     base: nn.Module | BaseTensors | None = None,
 ) -> Params:
-    """Generate all parameters of the p-net, and include direct parameters: `{name: Tensor}`.
+    """Generate all parameters of the p-net, including direct parameters: `{name: Tensor}`.
 
     The result is differentiable with respect to `genome.gnets` and `genome.direct`, also in `torch.func` transforms.
 
@@ -187,11 +189,11 @@ def generate(
         genome: a `Genome` or `TrainState`. A genome that is split over ranks must be gathered first.
         noise: noise of stochastic g-nets (see `sample_noise`); None generates the mean weights.
         kernel: implementation of the g-nets (`gbfunc.types.Kernel`).
-        base: the pretrained p-net of a plan with a base. Parameters without a delta are returned as they are. For many
+        base: the pretrained p-net, for a plan with a base. Parameters without a delta are returned unchanged. For many
             calls, and in `torch.func` transforms, pass `plan.base_tensors(pnet)`, which checks the p-net once.
 
     Raises:
-        ValueError: if the genome, the noise or the base do not fit the plan, or for an unknown kernel.
+        ValueError: if the genome, the noise or the base do not fit the plan, or if the kernel is unknown.
 
     >>> import gbfunc as gb
     >>> pnet = torch.nn.Linear(30, 20)
@@ -219,20 +221,21 @@ def generate_piece(
 ) -> Tensor:
     """Generate a block of one parameter's matrix. Only tiles that overlap the block are generated.
 
-    Whatever the layer's layout, the matrix [R, C] has output channels as rows, and input channels times kernel
-    positions as columns; a vector is [R, 1]. A parameter with a base gives a block of the delta. Differentiable.
+    The matrix has output channels as rows, and input channels times kernel positions as columns, even if the layer
+    stores another layout. A vector is a matrix of one column. For a parameter of a base, the block is part of the
+    delta. The result is differentiable.
 
     Args:
         plan: the plan.
         genome: a `Genome` or `TrainState`.
-        name: the parameter, generated or direct.
-        rows: a slice of the rows without a step. The matrices of a packed q, k, v tensor are stacked along the rows.
-        cols: a slice of the columns without a step.
-        noise: as for `generate`.
-        kernel: as for `generate`.
+        name: the name of the parameter, which may be generated or direct.
+        rows: a slice of rows, without a step. The three matrices of a packed q, k, v tensor are stacked along the rows.
+        cols: a slice of columns, without a step.
+        noise: noise of stochastic g-nets, as in `generate`.
+        kernel: implementation of the g-nets, as in `generate`.
 
     Raises:
-        ValueError: if the genome does not fit the plan, the plan has no such parameter, or a slice has a step.
+        ValueError: if the genome does not fit the plan, if the plan has no such parameter, or if a slice has a step.
     """
     check_genome(plan, genome, buffers=False)
     tensor = next((t for t in plan.tensors if name in (t.name, *t.aliases)), None)
@@ -258,7 +261,7 @@ def generate_piece(
     blocks, first = list[Tensor](), 0
     for i, m in enumerate(matrices):
         start, stop = (min(max(n - first, 0), m.rows) for n in (a, b))
-        # An empty block has the dtype and the columns of the first matrix.
+        # Generate at least an (empty) block of the first matrix, which gives the dtype and the columns.
         if start < stop or not i:
             blocks.append(block(i, Piece(((start, max(start, stop)),), (c, max(c, d)))))
         first += m.rows

@@ -3,10 +3,10 @@
     leaves + codes --vmap(apply)--> tiles [T, r, c], or factors [T, r, k] and [T, c, k]     one `Stack` per ensemble
     slots --form.of--> the layer's input: a weight, factors or leaves             one form (`layers.forms`) per tensor
 
-A slot is one generated matrix. `gbfunc.generation.choose.make_generator` chooses the form of each weight, and the
-gathers of a split genome. A call loops first over ensembles, then over tensors.
+A slot is one generated matrix, a form is the way in which a layer gets its weight. `make_generator` chooses the form of
+each weight, and what ranks gather. A call loops first over ensembles, then over tensors.
 
-Suffixes: T tiles, r rows and c columns of a tile, R and C of a matrix, k rank.
+Suffixes: T tiles, S spans; r rows and c columns of a tile, R rows and C columns of a matrix; k rank of the factors.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,11 +26,11 @@ from gbfunc.trees import DIRECT, GNET
 from gbfunc.types import Factors, Kernel, Params
 
 _RUN_BYTES = 2**22
-"""Least bytes of tiles that one call generates. Smaller calls cost overhead, and much larger calls cost memory."""
+"""Minimum size of the tiles that one call generates. Smaller calls cost time, and much larger calls cost memory."""
 
 
 class Generated(NamedTuple):
-    """A slot that is already generated, as a matrix or as factors of tiles; a `gbfunc.layers.forms.Source`."""
+    """A `gbfunc.layers.forms.Source` of a slot that is already generated, as a matrix or as factors of its tiles."""
 
     value: Tensor | Factors
     cut: Cut
@@ -48,7 +48,7 @@ class Generated(NamedTuple):
 
 
 class Local(NamedTuple):
-    """A slot whose g-nets are evaluated only when the matrix or the factors are requested; a `Source`."""
+    """A `Source` of a slot whose g-nets are evaluated only when the matrix or the factors are requested."""
 
     evaluation: Evaluation
     cut: Cut
@@ -64,10 +64,11 @@ class Local(NamedTuple):
 
 
 class Stack:
-    """Generates the slots of an ensemble from the ensemble's leaves. All tiles are on this rank.
+    """Generates the slots of an ensemble from the ensemble's leaves. This rank generates all tiles.
 
-    `slots` are the indices of the generated slots, `cuts` the tiles of each slot, and `needs` the output per slot.
-    `split` turns an evaluation into one `Source` per slot. `names` maps leaves to their names in a flat genome.
+    `slots` are the indices of the slots to generate, `cuts` the tiles to generate of each slot, and `needs` is
+    "matrix", "factors" or "leaves". `split` turns an `Evaluation` of the g-nets into one `Source` per slot. `names`
+    maps the ensemble's leaves to their names in a flat genome.
     """
 
     def __init__(self, ensemble: Ensemble, kernel: Kernel, cuts: Mapping[int, Cut], needs: Needs = "matrix") -> None:
@@ -78,7 +79,7 @@ class Stack:
         self.slots, self.cuts = [*cuts], [*cuts.values()]
         self._grids = [cut.grid for cut in self.cuts]
         self._counts = [grid.n_tiles for grid in self._grids]
-        self._local_counts: Sequence[int] = self._counts  # tiles per slot on this rank
+        self._local_counts: Sequence[int] = self._counts  # number of tiles of each slot on this rank
         self.names = {k: f"{GNET}{ensemble.name}/{k}" for k in ensemble.leaves}
         self._noise = [*ensemble.hypernet.noise_shapes(ensemble.dims)]
         self._shared = tuple(k for k, leaf in ensemble.leaves.items() if leaf.scope == "group")
@@ -124,7 +125,7 @@ class Stack:
         return Evaluation(self.constants(dtype, device), leaves, noise)
 
     def slot(self, number: int, inputs: Iterator[Tensor]) -> Source:
-        """Return one slot, from the leaves and the noise of the slot's tiles on this rank (`Source.inputs`)."""
+        """Return the `Source` of a slot. `inputs` yields leaves and noise of the slot's tiles (see `Source.inputs`)."""
         return Local(self._filled(number, inputs), self.cuts[number])
 
     def _filled(self, number: int, inputs: Iterator[Tensor]) -> Evaluation:
@@ -146,7 +147,7 @@ class Stack:
         return [Generated(m, self.cuts[i]) for i, m in enumerate(matrices)]
 
     def of_tiles(self, of: Evaluation | Tensor | Factors) -> list[Generated]:
-        """Divide the tiles of all slots, or their factors, among the slots."""
+        """Divide the tiles of all slots, or the factors of these tiles, among the slots."""
         tiles = of.tiles() if isinstance(of, Evaluation) else of
         if isinstance(tiles, Tensor):
             return [Generated(m, cut) for m, cut in zip(join_all(tiles, self._grids), self.cuts, strict=True)]
@@ -157,9 +158,9 @@ class Stack:
 
 
 def _of_spans(first_S: list[int], values_S: list[float], n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Repeat the value of each span of consecutive tiles for every tile of the span: [S] -> [T]."""
+    """Repeat each span's value for the tiles of the span: [S] -> [T]. Span s begins at tile `first_S[s]`."""
     if len(set(values_S)) == 1:
-        # Not `torch.full`, whose value ONNX rounds to float32.
+        # Do not use `torch.full`, whose value ONNX rounds to float32.
         return torch.tensor(values_S[:1], dtype=dtype, device=device).expand(n)
     values, first = torch.tensor(values_S, dtype=dtype, device=device), torch.tensor(first_S, device=device)
     if is_exporting():
@@ -168,7 +169,7 @@ def _of_spans(first_S: list[int], values_S: list[float], n: int, dtype: torch.dt
 
 
 def _spans(sizes: list[int]) -> list[slice]:
-    """Group consecutive slots of these byte sizes into spans of at least `_RUN_BYTES`; the last may be smaller."""
+    """Group consecutive slots with these sizes in bytes into spans of at least `_RUN_BYTES`, the last maybe smaller."""
     spans: list[slice] = []
     first = total = 0
     for i, size in enumerate(sizes, 1):
@@ -188,14 +189,14 @@ class Generator:
     def __init__(
         self,
         stacks: Sequence[Stack],  # Stacks with needs="leaves" come last
-        places: Sequence[tuple[Form, list[tuple[int, int]]]],  # Per tensor: form, and (stack, slot) of each matrix
-        forms: dict[str, WeightForm],  # Forms of weights that are not dense, by all names of tied parameters
+        places: Sequence[tuple[Form, list[tuple[int, int]]]],  # Per tensor: the form, and (stack, slot) of each matrix
+        forms: dict[str, WeightForm],  # Forms by weight name (all tied names); none for dense weights
         direct: Sequence[Target],
         unchanged: Mapping[str, Callable[[torch.device], Tensor]],  # By device: base parameters without a delta
-        order: Sequence[str],  # Names of a call's outputs
+        order: Sequence[str],  # The names that a call returns
         dtype: torch.dtype,
     ) -> None:
-        # Run once in one thread: in several threads, the first sine or tanh is off by 8e-5 (pytorch issue 188792).
+        # Call both once in one thread: a first call in several threads has errors of 8e-5 (pytorch issue 188792).
         torch.tanh(torch.sin(torch.zeros(1, dtype=torch.float32, device="cpu")))
         self.stacks, self.forms, self.unchanged = stacks, forms, unchanged
         self.frozen = {*unchanged, *(key for form in forms.values() for key in form.frozen)}
@@ -205,10 +206,10 @@ class Generator:
         self._like = next((name for stack in stacks for name in stack.names.values()), None)
 
     def __call__(self, leaves: Params, noise: Noise | None = None, *, counts: bool = True) -> Params:
-        """Generate all parameters by name. A parameter with a form is returned as the inputs of the form.
+        """Generate all parameters by name. For a weight with a form, return the form's input tensors instead.
 
-        `leaves` is a flat genome (`flat_genome`), or this rank's rows of a split genome. `noise` is the noise of all
-        tiles; None generates the mean. `counts=False` makes this rank's gradients zero (see `Gather`).
+        `leaves` is a flat genome (`flat_genome`), or this rank's rows of a split genome. `noise` is for all tiles. None
+        generates the mean weights. `counts=False` makes this rank's gradients zero (see `Gather`).
         """
         dtype, device = self._kind(leaves)
         noise = noise or {}
@@ -224,7 +225,7 @@ class Generator:
             return {k: tensors[k] for k in self.order}
 
     def _slots(self, evaluations: Sequence[Evaluation], counts: bool) -> list[Sequence[Source]]:
-        # Not `zip(strict=True)`, which torch.compile of torch 2.5 cannot trace.
+        # Do not use `zip(strict=True)`, which torch.compile of torch 2.5 cannot trace.
         return [stack.split(evaluations[i]) for i, stack in enumerate(self.stacks)]
 
     def prepare(self, leaves: Params) -> None:

@@ -1,4 +1,4 @@
-"""Generates weights from a genome that is split over ranks: each rank generates its tiles, and gathers the others."""
+"""Generates weights from a genome that is split over ranks: each rank generates some tiles and gathers all tiles."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gbfunc.types import Factors, Kernel
 
 
 class Remote(NamedTuple):
-    """A slot whose g-nets are split over ranks. On request, each rank generates its tiles, and all are gathered."""
+    """A `Source` of a slot whose tiles are split over ranks. On request, ranks generate and gather the slot's tiles."""
 
     stack: RankStack
     number: int
@@ -43,9 +43,9 @@ class Remote(NamedTuple):
 
 
 class RankStack(Stack):
-    """Generates all slots of an ensemble whose tiles are split over ranks; `cuts` are blocks of the slots' matrices.
+    """Generates all slots of an ensemble whose tiles are split over ranks. `cuts` selects blocks of the matrices.
 
-    With `needs="leaves"`, a slot is gathered only on request. `sizes` has the number of tiles on every rank, per slot.
+    With `needs="leaves"`, a slot is gathered only on request. `sizes[i]` has each rank's number of tiles of slot i.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class RankStack(Stack):
         return Remote(self, number, evaluation, Gather(self._layout, bool(next(inputs))))
 
     def tiles(self, evaluation: Evaluation, gather: Gather) -> Tensor | Factors:
-        """Return this rank's tiles or factors, to be gathered. A rank may have no tiles."""
+        """Return this rank's tiles or factors, possibly none, for the gather."""
         return evaluation.tiles() if evaluation.n_tiles else gather.no_tiles(self.ensemble, evaluation.leaves)
 
 
 class RankGenerator(Generator):
-    """A generator whose outputs are gathered: all at once, or slot by slot with `remat`."""
+    """A generator that gathers tiles from ranks: the tiles of all slots at once or, with `remat`, slot by slot."""
 
     def __init__(self, layout: Layout, *args: Any) -> None:
         super().__init__(*args)
@@ -77,7 +77,8 @@ class RankGenerator(Generator):
 
     def _slots(self, evaluations: Sequence[Evaluation], counts: bool) -> list[Sequence[Source]]:
         gather = Gather(self._layout, counts)
-        # One gather for all ensembles, outside of vmap: each collective costs latency, and has no batching rule.
+        # Gather all ensembles at once, because each collective costs latency, and outside of vmap, because collectives
+        # have no batching rule.
         mine = {
             s.ensemble.name: s.tiles(evaluations[i], gather)
             for i, s in enumerate(self.stacks)

@@ -1,4 +1,4 @@
-"""Modules that apply many genomes in one batch, and weighted sums of genomes."""
+"""Modules that apply many genomes in one batch, and weighted sums of the weights of genomes."""
 
 from gbfunc.many.genomes import ManyGenomes
 from gbfunc.many.merge import merge_genomes

@@ -1,6 +1,9 @@
-"""Applies many genomes of one p-net or base in a single batch: each row of the batch has its own genome.
+"""Applies many genomes of one p-net or base in a single batch: each row of the batch may use a different genome.
 
-Modules with equal genomes run once per batch. Linear layers use factors per row. Other modules run under `vmap`.
+Modules whose weights are equal in all genomes run once per batch. A linear layer uses factors for each row. Modules of
+any other kind run under `vmap`, row by row.
+
+Suffixes: B rows of the batch, N genomes, L tokens of the longest text, T tokens of a prompt.
 """
 
 from __future__ import annotations
@@ -39,20 +42,20 @@ class _Frame(NamedTuple):
     pnet: nn.Module  # a copy on the meta device
     plans: list[Plan]
     bases: list[BaseTensors | None]  # one base per plan
-    base: BaseTensors | None  # the tensors that belong to the base in every plan
-    tensors: dict[str, TensorPlan]  # the tensors of all plans by name
+    base: BaseTensors | None  # the tensors that are part of the base in every plan
+    tensors: dict[str, TensorPlan]  # the generated and direct tensors of all plans, by name
     buffers: list[str]  # names of the buffers of all plans
-    forms: dict[str, WeightForm]  # forms that all plans use, by all names of tied parameters
+    forms: dict[str, WeightForm]  # forms that all plans use, by name, including tied names
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Frame:
-        return self  # A frame never changes, so copies share it.
+        return self  # Copies share the frame, because a frame never changes.
 
     @staticmethod
     def of(plans: list[Plan], pnet: nn.Module, stacks: Sequence[Params]) -> _Frame:
-        """Use factors for a weight if all plans have factors for the weight; otherwise, use the dense weight.
+        """Choose forms. A weight has factors if all plans have factors for the weight. Otherwise, the weight is dense.
 
         Raises:
-            ValueError: if some plans have a base, and others have none.
+            ValueError: if some plans have a base, and other plans have none.
         """
         bases = [plan.base_tensors(pnet) for plan in plans]
         if None in bases and any(bases):
@@ -83,7 +86,7 @@ class _Frame(NamedTuple):
         return to_serve(self.plans[kind], generator, generator(genome))
 
     def varying(self, stacks: Sequence[Params]) -> set[str]:
-        """Return the keys of the tensors that differ between genomes; with several plans, of all planned tensors."""
+        """Return the keys of the tensors in which genomes differ. With several plans, these are all planned tensors."""
         leaves = {k for k, x in stacks[0].items() if x.stride(0) and len(x) > 1}
         (plan, *others), names = self.plans, {k.partition("/")[2] for k in leaves}
         for e in plan.ensembles:
@@ -106,7 +109,7 @@ class _Frame(NamedTuple):
         weights, own, inputs = self.serve(kind, generator, genome) if apart else ({}, {}, {})
 
         def fit(x: Tensor | None, size: tuple[int, int]) -> Tensor:
-            # Cache padded factors, so that layers that share a factor also share its padded copy.
+            # Cache padded factors, so that layers which share a factor also share the padded copy of the factor.
             new = like.new_zeros(size) if x is None else F.pad(x, (0, size[1] - x.shape[1], 0, size[0] - x.shape[0]))
             return padded.setdefault((id(x), size), (x, new))[1]
 
@@ -126,7 +129,7 @@ class _Frame(NamedTuple):
 
 
 def _sides(plan: Plan, generator: Generator, genome: Params) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """Return (left, mix, right) of every bilinear weight with one tile. Groups share left and right, not the mix."""
+    """Return (left, mix, right) of every bilinear weight of one tile. Tiles of a group share left and right."""
     made = {}
     for stack in generator.stacks:
         e, leaves = stack.ensemble, {k: genome[name] for k, name in stack.names.items()}
@@ -147,7 +150,7 @@ def _sides(plan: Plan, generator: Generator, genome: Params) -> dict[str, tuple[
 class _Mode(NamedTuple):
     net: PureNet
     modules: list[RowWise]
-    paths: list[str]  # modules that run as `RowWise`; empty if the whole p-net runs once per row
+    paths: list[str]  # modules that run as `RowWise`; empty if the p-net is called for each row
 
 
 class _Call(NamedTuple):
@@ -165,8 +168,9 @@ class ManyGenomes(nn.Module):
 
     Attributes:
         n_genomes: the number of genomes.
-        row_wise: paths of the modules that computed row by row in the last batch, or, before the first batch, of the
-            modules in which genomes differ. "" is the p-net itself. The list is empty if rows ran one by one.
+        row_wise: paths of the modules that computed the last batch under `vmap` or with factors for each row. Before
+            the first batch, the list has the modules in which genomes differ. "" is the p-net itself. The list is empty
+            if the p-net was called once for each row.
     """
 
     def __init__(
@@ -205,9 +209,9 @@ class ManyGenomes(nn.Module):
 
     def _build(self) -> None:
         self._lock, self._mode = threading.RLock(), cache(self._make_mode)
-        self._known: dict[Any, _Mode] = {}  # the mode of each kind of call (`_kind`)
+        self._known: dict[Any, _Mode] = {}  # the mode for each kind of inputs (`_kind`)
         self._generators, self._grown = cache(self._frame.generator), lru_cache(self._most)(self._grow)
-        self._last: tuple[Any, Params] = None, {}  # genome numbers and tensors of the last batch
+        self._last: tuple[Any, Params] = None, {}  # numbers and tensors of the last batch's genomes
 
     def _apply(self: Self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
@@ -235,40 +239,41 @@ class ManyGenomes(nn.Module):
             unfused(skeleton.eval())
             for module in modules:
                 module.install(skeleton)
-            # Tensors in which genomes differ have an additional dimension for rows.
+            # Tensors in which genomes differ get an additional dimension, the rows.
             return [*self._rows] if modules else []
 
-        # If no module computes row by row, the net for single rows also computes batches.
+        # If no module runs under `vmap`, the net for single rows also computes batches.
         net = self._mode(None).net if paths == () else PureNet(frame.pnet, frame.forms, adapt, frame.base)
         return _Mode(net, modules, [] if paths is None else [*paths] if paths == ("",) else self._paths)
 
     def forward(self, index: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return the p-net's outputs: row b is `net(x[b : b + 1])` with genome `index[b]`, where `index` is int64 [B].
+        """Return the p-net's outputs: row b is `net(x[b : b + 1])` with genome `index[b]`. `index` is int64 [B].
 
         Inputs with first dimension B are divided into rows. All rows share the other inputs.
 
         Raises:
             TypeError: if the index is not an int64 tensor, or an input or output is neither a tensor nor a plain value.
-            ValueError: if the index is not [B] or out of range, no input has B rows, or an output does not have B rows.
+            ValueError: if the index is not [B] or out of range, if no input has B rows, or if an output does not have B
+                rows.
         """
         # Do not compile: a compiled graph would skip the first call's comparison with single rows.
         call: Any = torch.compiler.disable(self._call) if torch.compiler.is_dynamo_compiling() else self._call
         return call(index, args, kwargs)
 
     def generate(self, index: Tensor, tokens: Tensor, *, seeds: Sequence[int] | None = None, **options: Any) -> Tensor:
-        """Generate tokens [B, L] with `generate` of transformers and its cache; row b uses genome `index[b]`.
+        """Generate tokens [B, L] with `generate` of transformers, with a cache. Row b uses genome `index[b]`.
 
         Args:
             index: numbers of the genomes, int64 [B].
-            tokens: prompts [B, T], of equal length or padded on the left.
-            seeds: one seed per row for `do_sample=True`. Row b then draws the same tokens as in a single call after
-                `torch.manual_seed(seeds[b])`. Without seeds, all rows draw from torch's default generator.
-            options: options of `generate`, with one sequence per row: `attention_mask`, `max_new_tokens`, `do_sample`,
-                `temperature`, ...
+            tokens: prompts [B, T], which have equal lengths or are padded on the left.
+            seeds: one seed per row, for `do_sample=True`. Row b then draws the same tokens as a call for row b alone
+                after `torch.manual_seed(seeds[b])`. Without seeds, all rows draw from torch's default generator.
+            options: options of `generate`, such as `attention_mask`, `max_new_tokens`, `do_sample` or `temperature`.
+                The result has one sequence per row.
 
         Raises:
-            ValueError: if the p-net has no `generate` or cannot run rows as a batch, options ask for several sequences
-                per row, the number of seeds is not B, and for the errors of `forward`.
+            ValueError: if the p-net has no `generate` or cannot run rows as a batch, if options ask for several
+                sequences per row, or if the number of seeds is not B. Also the errors of `forward`.
         """
         beams = {k: n for k in ("num_beams", "num_return_sequences") if (n := options.get(k) or 1) != 1}
         if beams or not hasattr(self._frame.pnet, "generate"):
@@ -298,7 +303,7 @@ class ManyGenomes(nn.Module):
             return _checked(self._together(mode, index, call), len(index), one=whole)
 
     def _trial(self, index: Tensor, call: _Call) -> tuple[Tensor, _Call]:
-        """Select trial rows, each with the next genome. Their number equals no dimension that could pass for rows."""
+        """Select rows for a trial, row b with genome b + 1. No dimension of the inputs equals the number of rows."""
         sizes = {size for x in _tensors((call.args, call.kwargs)) for size in x.shape}
         n = next(n for n in (5, 7, 11, 13, 17, *range(19, 9999)) if n not in sizes)
         numbers = torch.arange(n, device="cpu")
@@ -306,7 +311,7 @@ class ManyGenomes(nn.Module):
         return (numbers + 1) % self.n_genomes, _Call(rows.args, rows.kwargs, rows.split)
 
     def _first(self, index: Tensor, call: _Call) -> _Mode:
-        """Return the first mode in which a batch has the same outputs as its rows computed one at a time."""
+        """Return the first mode whose outputs for a batch equal the outputs of the rows computed one at a time."""
         alone = [_checked(self._alone(index, b, call), 1) for b in range(len(index))]
         expected, reason = [_tensors(out) for out in alone], ""
         tolerance = _tolerance((*self.buffers(), *_tensors((call.args, call.kwargs)), *expected[0]))
@@ -314,7 +319,7 @@ class ManyGenomes(nn.Module):
             _checked(alone[0], 1, one=paths == ("",))
             try:
                 out = self._together(self._mode(paths), index, call)
-            except Exception as error:  # A module may raise anything inside of vmap.
+            except Exception as error:  # A module may raise any error inside of vmap.
                 reason = str(error).partition("\n")[0]
                 continue
             found = _tensors(_checked(out, len(index)))
@@ -338,7 +343,7 @@ class ManyGenomes(nn.Module):
         return self._mode(None).net.run(tensors, buffers, call.use, [b], *row.args, **row.kwargs)
 
     def _taken(self, index: Tensor) -> Params:
-        """Return the tensors of the rows' genomes for an `index` [B], or of a single genome for an `index` []."""
+        """Return the stacked tensors of the rows' genomes for an `index` [B], or one genome's tensors for a scalar."""
         numbers: Any = index.tolist()
         if self._last[0] != numbers:
             # Keep the stacked tensors, because each token of a generated text uses the same genomes again.
@@ -346,7 +351,7 @@ class ManyGenomes(nn.Module):
             made, stacked = dict(each[0]), dict[tuple[int, ...], Tensor]()
             for key in self._rows if index.ndim else ():
                 rows = [x[key] for x in each]
-                # Layers may share a left or right factor, which is stacked only once.
+                # Stack a left or right factor that several layers share only once.
                 place = (*map(Tensor.data_ptr, rows), *rows[0].shape)
                 made[key] = stacked[place] = stacked[place] if place in stacked else torch.stack(rows)
             self._last = numbers, made
@@ -360,7 +365,7 @@ class ManyGenomes(nn.Module):
 
 
 def check_call(index: Tensor, n_genomes: int, inputs: list[tuple[str, Any]]) -> list[bool]:
-    """Return for each input whether it has rows; raises the errors of `ManyGenomes.forward`."""
+    """Return for each input whether the first dimension is the batch. Raises the errors of `ManyGenomes.forward`."""
     if not isinstance(index, Tensor) or index.dtype != torch.int64:
         got = str(index.dtype) if isinstance(index, Tensor) else type(index).__name__
         raise TypeError(f"index must be an int64 tensor [B] of genomes' numbers, got {got}")
@@ -385,7 +390,7 @@ def _kind(named: tuple[str, Any], has_rows: bool) -> Any:
 
 
 def _checked(out: Any, n_rows: int, one: bool = False) -> Any:
-    """Check that each tensor of an output has `n_rows` rows. With `one`, also refuse objects of other types."""
+    """Check that each tensor of an output has `n_rows` rows. `one` also allows only tensors and plain values."""
     for at, x in tree_leaves(out, "output"):
         if isinstance(x, Tensor) and x.shape[:1] != (n_rows,):
             got = f"expected outputs with first dimension {n_rows}, the batch, got {at} of shape {tuple(x.shape)}"
@@ -397,7 +402,7 @@ def _checked(out: Any, n_rows: int, one: bool = False) -> Any:
 
 
 def cut(rows: Tensor, args: Any, kwargs: Any, split: list[bool]) -> tuple[Any, Any]:
-    """Select rows of those inputs that have rows."""
+    """Select rows of the inputs whose entry in `split` is True."""
     flags = iter(split)
     return tree_map(lambda x: x[rows.to(x.device)] if next(flags) else x, (args, kwargs))
 
@@ -407,7 +412,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _tolerance(tensors: Iterable[Tensor]) -> float:
-    """Return the tolerated error relative to the largest entry: 1e-6 in float64, 2e-3 in float32, 0.1 in half."""
+    """Return the tolerated error, relative to the largest entry: 1e-6 in float64, 2e-3 in float32, 0.1 in bfloat16."""
     floating = [x for x in tensors if differentiable(x.dtype)]
     dtypes = {x.dtype for x in floating}
     for device in {x.device.type for x in floating}:
@@ -419,7 +424,7 @@ def _same(found: list[Tensor], expected: list[Tensor], tolerance: float) -> bool
     if [(x.shape, x.dtype) for x in found] != [(x.shape, x.dtype) for x in expected]:
         return False
     for x, y in zip(found, expected, strict=True):
-        # Equal entries, such as a mask's 1e9, would raise the tolerance of all other entries.
+        # Exclude equal entries: an entry such as a mask's 1e9 would raise the tolerance for all other entries.
         largest = float(torch.where(x == y, 0, y).nan_to_num(0, 0, 0).abs().max()) if x.numel() else 0.0
         if not torch.equal(x, y) and not torch.allclose(x, y, 0, tolerance * largest, equal_nan=True):
             return False
@@ -427,7 +432,7 @@ def _same(found: list[Tensor], expected: list[Tensor], tolerance: float) -> bool
 
 
 def stacked_genomes(genomes: Sequence[GenomeLike]) -> Params:
-    """Stack leaves and buffers by flat names to [N, ...]; equal tensors are stored once, with a stride of 0."""
+    """Stack leaves and buffers of N genomes to [N, ...], by flat name. Equal tensors are stored once, with stride 0."""
     flat = [flat_genome(genome) | flatten_tree(genome.buffers, BUFFERS) for genome in genomes]
 
     def stack(first: Tensor, *others: Tensor) -> Tensor:
@@ -438,6 +443,6 @@ def stacked_genomes(genomes: Sequence[GenomeLike]) -> Params:
 
 
 def outermost(paths: Iterable[str]) -> list[str]:
-    """Return, sorted, the paths of the modules that lie inside no other module of the list."""
+    """Return the sorted paths of the modules that are not inside another module of the list."""
     given = sorted({*paths})
     return [p for p in given if not any(p != other and f"{p}.".startswith(other and f"{other}.") for other in given)]

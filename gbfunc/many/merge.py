@@ -1,4 +1,4 @@
-"""The weighted sum of genomes as a plain module."""
+"""Makes a plain module from a weighted sum of the weights of several genomes."""
 
 import math
 from collections.abc import Sequence
@@ -28,13 +28,13 @@ def merge_genomes(
 ) -> nn.Module:
     """Make a plain module whose tensors are a weighted sum of the tensors that several genomes generate.
 
-    Let W_i be the tensors of genome i, and a_i its weight. The module has the tensors `sum_i a_i W_i`. With a base of
-    tensors W_0 (including the current heads), the module has `W_0 + sum_i a_i (W_i - W_0)`. Positive weights add
-    tasks, and negative weights remove tasks (task arithmetic, Ilharco et al. 2023). A sum of the genomes themselves
-    would generate other tensors, because g-nets are not linear. For a single genome of weight 1, the result equals
-    that of `materialize`.
+    Let W_i be the tensors that genome i generates, and a_i the weight of genome i. The module has the tensors `sum_i
+    a_i W_i`. If the plan has a base with tensors W_0 (including the present head), the module has `W_0 + sum_i a_i (W_i
+    - W_0)`. Positive weights add tasks, and negative weights remove tasks (task arithmetic, Ilharco et al. 2023). The
+    sum of genomes would generate different tensors, because g-nets are not linear. For a single genome of weight 1, the
+    result equals `materialize`.
 
-    `pnet` is the plan's p-net or base, which does not change. `weights` has a finite number for each genome; None takes
+    `pnet` is the plan's p-net or base, which is not changed. `weights` are finite numbers, one per genome. None gives
     the mean. Raises ValueError if genomes, plan, p-net and weights do not fit together.
     """
     check_genomes(plan, genomes, pnet)
@@ -52,7 +52,7 @@ def merge_genomes(
     first = max(range(len(shares)), key=lambda i: shares[i])
 
     def summed(name: str, values: list[Tensor], dtype: torch.dtype) -> Tensor:
-        # Integer tensors, such as counters, cannot be averaged: take those of the genome with the largest weight.
+        # Take integer tensors, such as counters, from the genome with the largest weight: they cannot be averaged.
         if not differentiable(dtype) or len(values) == 1 == shares[0]:
             return values[first].to(dtype)
         wide = [x.detach().to(torch.complex128 if dtype.is_complex else torch.float64) for x in values]

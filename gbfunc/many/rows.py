@@ -1,4 +1,4 @@
-"""Runs modules of a p-net under `vmap`: row b of the inputs uses entry b of each tensor that differs by genome."""
+"""Runs modules of a p-net under `vmap`: row b of the inputs uses the weights of row b's genome."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -23,16 +23,17 @@ PLAIN = (bool, int, float, complex, str, bytes, Enum, type(None), torch.dtype, t
 
 
 class RowWise:
-    """A module of the p-net under `vmap`: row `b` of its inputs uses entry `b` of the tensors in `varying`."""
+    """A module of the p-net under `vmap`: row `b` of the inputs uses entry `b` of each tensor that `varying` names."""
 
-    tensors: tuple[Params, int]  # the p-net's tensors by name, and the number of rows; set before each call
+    tensors: tuple[Params, int]  # set before each call: the p-net's tensors by name, and the number of rows
 
     def __init__(self, pnet: nn.Module, path: str, forms: Mapping[str, WeightForm], varying: Collection[str]) -> None:
         module, prefix = pnet.get_submodule(path), f"{path}." if path else ""
         # The p-net lists a tied tensor under its first name only.
         first = {name: info.name for info in parameter_infos(pnet) for name in (info.name, *info.aliases)}
         own = {info.name: first[f"{prefix}{info.name}"] for info in parameter_infos(module)}
-        # Deltas beside layers have forms, but are not parameters of the module.
+        # The delta of a layer that hides its weight (`gbfunc.layers.beside`) is in `forms`, but is no parameter of the
+        # module. Add these deltas by name.
         own |= {k.removeprefix(prefix): k for k in forms if k.startswith(prefix) and k.rpartition(".")[2] == DELTA}
         mine = {name: forms[there].renamed(name) for name, there in own.items() if there in forms}
         self.path, self._net = path, PureNet(module, mine, lambda net: unfused(net.eval()))
@@ -53,7 +54,7 @@ class RowWise:
                 vars(module)[name].clear()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's outputs, row by row."""
+        """Return the module's outputs, each row with the tensors of its genome."""
         tensors, n_rows = self.tensors
         everything = {k: tensors[v] for k, v in (self._weights | self._buffers).items()}
         inputs = [x for _, x in tree_leaves((args, kwargs))]
@@ -83,14 +84,14 @@ class RowWise:
             raise ValueError(f"{self.path!r} has a {type(x).__name__} as input, whose rows are not known")
         if not isinstance(x, Tensor) or x.ndim == 0:
             return False
-        # Inside the p-net, refuse other first dimensions: in another batch, they could be mistaken for rows.
+        # Inside the p-net, refuse any other first dimension: a batch of that size would mistake it for rows.
         if self.path and len(x) != n_rows and (len(x) != 1 or x.ndim == 1):
             raise ValueError(f"{self.path!r} has an input of shape {tuple(x.shape)} for {n_rows} rows")
         return len(x) == n_rows
 
 
 def unfused(net: nn.Module) -> list[str]:
-    """Switch off the fused eval-mode forwards of torch's attention and encoders, which have no batching rule."""
+    """Switch off the fused evaluation forwards of torch's attention and encoders, which have no batching rule."""
     for module in net.modules():
         if isinstance(module, nn.MultiheadAttention) and not module.training:
             module.training, module.dropout = True, 0.0
@@ -102,7 +103,7 @@ def unfused(net: nn.Module) -> list[str]:
 
 
 def joined(outputs: Sequence[Any], order: Tensor) -> Any:
-    """Join the outputs of parts of a batch, with rows in `order`; pads smaller tensors with -inf (integers: -1)."""
+    """Join outputs of parts of a batch and select rows by `order`. Pad smaller tensors with -inf (integers: -1)."""
     parts = iter([*zip(*([x for _, x in tree_leaves(out) if isinstance(x, Tensor)] for out in outputs), strict=True)])
 
     def join(first: Any) -> Any:

@@ -15,7 +15,7 @@ from gbfunc.types import GenomeLike
 
 
 class ManyNets(nn.Module):
-    """A module in which each row of a batch has its own genome and p-net, such as one body with several heads."""
+    """A module in which each row of a batch uses its own genome and p-net, such as a shared body with several heads."""
 
     def __init__(self, nets: Sequence[ManyGenomes], numbers: Sequence[tuple[int, int]]) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class ManyNets(nn.Module):
         self.register_buffer("numbers", torch.tensor(numbers), persistent=False)
 
     def forward(self, index: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Compute as `ManyGenomes.forward`; smaller outputs are padded at the end with -inf (integers: -1)."""
+        """Compute as `ManyGenomes.forward`, and pad smaller outputs at the end with -inf (integers: -1)."""
         inputs = tree_leaves((args, kwargs), "inputs")
         split = check_call(index, self.n_genomes, inputs)
         shared = {
@@ -33,12 +33,13 @@ class ManyNets(nn.Module):
         places, parts = list[Tensor](), list[Any]()
         for n, net in enumerate(self.nets):
             if len(rows := (net_B == n).nonzero()[:, 0]):
-                # If a shared input is as long as the p-net's rows, repeat rows, so that the input is not cut into rows.
+                # If a shared input has as many entries as this p-net has rows, repeat rows: otherwise the input would
+                # be divided.
                 size = next(size for size in range(len(rows), 2 * len(index) + 9) if size not in shared)
                 more = rows[torch.arange(size, device=rows.device) % len(rows)]
                 given, options = cut(more, args, kwargs, split)
                 parts.append(net(number_B[more], *given, **options))
-                # Give repeated rows a number beyond the batch, so that `argsort` moves them to the end.
+                # Give repeated rows a number beyond the batch, so that `argsort` moves the repeated rows to the end.
                 places.append(torch.cat([rows, rows.new_full((size - len(rows),), len(index))]))
         return joined(parts, torch.cat(places).argsort()[: len(index)])
 
@@ -52,29 +53,29 @@ def materialize_many(
 ) -> ManyGenomes | ManyNets:
     """Make a module that applies a different genome to each row of a batch, to serve, compare or ensemble genomes.
 
-    Row b of `net(index, x)` is `net(x[b : b + 1])` with genome `index[b]`, in eval mode. Tensors that are equal in all
-    genomes, such as a base's, are applied once to the whole batch. Linear layers use one pair of factors per row.
-    Other modules in which genomes differ run under `torch.func.vmap`. The rest of the p-net runs once for the batch,
-    and must not mix rows. Gradients reach the inputs, but not the genomes. `net.generate(index, tokens)` generates text
-    with a p-net of transformers.
+    Row b of `net(index, x)` is `net(x[b : b + 1])` with genome `index[b]`, in eval mode. Linear layers in which genomes
+    differ use a pair of factors for each row. Other modules in which genomes differ run under `torch.func.vmap`. All
+    other code of the p-net runs once for the whole batch, and must not mix rows. Gradients reach the inputs, but not
+    the genomes. If the p-net is a model of transformers, `net.generate(index, tokens)` generates text.
 
-    Genomes may have different plans of a p-net or base, such as other sizes or layers. Genomes with different heads
-    have different p-nets, which may share a body. The rows of each p-net run together. Smaller outputs are padded at
-    the end with -inf (integers: -1), so that a softmax or argmax sees only the classes of the row.
+    Genomes may have different plans for a p-net or base, for example different sizes or different layers. Genomes with
+    different heads have different p-nets, which may share a body. The rows of one p-net run together. Smaller outputs
+    are padded at the end with -inf (integers: -1), so that a softmax or argmax ignores the classes of other heads.
 
-    The first call of each kind (structure, dtypes and shapes of the inputs without the number of rows) also computes a
-    few rows with different genomes one by one. If a batch of these rows has other outputs, the whole p-net runs under
-    `vmap`. If `vmap` fails or has other outputs, rows run one by one, with a warning.
+    The first call with a new structure, new dtypes or new shapes of the inputs (apart from the number of rows) is
+    checked: a few rows with different genomes run as a batch and one by one. If the outputs differ, the whole p-net
+    runs under `vmap`. If `vmap` fails or its outputs also differ, rows run one by one, with a warning.
 
     Torch's fused encoders (`nn.TransformerEncoder` in eval mode without gradients) are not used. They may output zeros
-    at padded positions of `src_key_padding_mask`, where this module has the outputs of the layers' own forward.
+    at the padded positions of `src_key_padding_mask`. This module outputs what the unfused layers compute there.
 
-    Weights of a genome are generated in the first batch with this genome. `to` also moves or casts these weights.
+    The weights of a genome are generated in the first batch that uses the genome. `to` also moves or casts these
+    weights.
 
     Args:
-        plan: the plan, or a plan per genome.
+        plan: the plan, or one plan per genome.
         genomes: genomes, each a `Genome` or `TrainState`.
-        pnet: the plan's p-net or base, or one per genome, which must not change while the module is used.
+        pnet: the plan's p-net or base, or one per genome. They must not change while the module is used.
         grown: number of genomes whose generated weights or factors are kept for later batches; None keeps all.
 
     Raises:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class _Draws:
-    """Draw one token per row with the row's seed: a logits processor that sets all other tokens to -inf."""
+    """A logits processor that draws one token per row, with the row's seed, and sets all other tokens to -inf."""
 
     def __init__(self, seeds: Sequence[int]) -> None:
         self.seeds, self.generators = seeds, list[torch.Generator]()
@@ -23,7 +23,7 @@ class _Draws:
 def generate_rows(
     seeds: Sequence[int] | None, options: dict[str, Any], net: Any, rows: Sequence[int], *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Generate text of some rows of a batch."""
+    """Generate the texts of the rows with these numbers."""
     del kwargs["use_cache"]
     if seeds is None:
         return net.generate(*args, **kwargs, **options)

@@ -1,1 +1,1 @@
-"""Training: the step, a pure function of (state, batch); loss and gradient; optimizers and schedules."""
+"""Training: training steps as pure functions of (state, batch), gradients, optimizers and schedules."""

@@ -1,4 +1,4 @@
-"""A diagnostic of a training step: how well a genome's update follows the gradient of the p-net's weights."""
+"""Measures how well a training step of the genome follows the gradient of the p-net's weights."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -16,9 +16,9 @@ from gbfunc.types import GenomeLike
 
 
 class UpdateAlignment(NamedTuple):
-    """Cosines, from -1 to 1, between the change of the weights and the negative gradient of the weights."""
+    """Cosines, from -1 to 1, between the change of the weights and the negative gradient of the loss."""
 
-    tensors: Mapping[str, float]  # per trained parameter; nan if the change or the gradient is zero
+    tensors: Mapping[str, float]  # by parameter's name; nan if the change or the gradient is zero
     overall: float  # cosine of all parameters as one vector
 
 
@@ -27,14 +27,15 @@ def update_alignment(
 ) -> UpdateAlignment:
     r"""Compare a genome's update of the weights with gradient descent on the weights.
 
-    A g-net cannot change each weight independently. Let $W$ be the weights that the genome $\theta$ generates, and
-    $\theta'$ the genome after the update. The result is the cosine between $W(\theta') - W(\theta)$ and
-    $-\nabla_W L(W(\theta))$: 1 for steepest descent, 0 for an orthogonal change, negative for ascent. SGD on the genome
-    with a small learning rate gives at least 0 overall, and 1 for direct parameters.
+    A g-net cannot change each weight independently. Let $W(\theta)$ be the weights that the genome $\theta$ generates,
+    $\theta'$ the genome after the update, and $L$ the loss. The result has the cosine of $W(\theta') - W(\theta)$ and
+    $-\nabla_W\,L(W(\theta))$ for each parameter, and the cosine for all parameters as one vector: 1 for steepest
+    descent, 0 for an orthogonal change, negative for ascent. SGD on the genome with a small learning rate gives at
+    least 0 for all parameters together, and 1 for a direct parameter.
 
-    The gradient is that of the step from `before` on `batch`, with the step's dropout and noise, but without `amp`.
-    `after` is the state or genome after one or more steps. A step with `donate=True` overwrites `before`: do not use
-    such a step here. Raises ValueError if plan, p-net and states do not fit together.
+    The gradient is computed at `before` on `batch`, with the dropout and noise of the training step, but without `amp`.
+    `after` is the state or genome after one or more training steps. Do not use `donate=True`, because such a step
+    overwrites `before`. Raises ValueError if plan, p-net and states do not fit together.
     """
     base, seed = plan.base_tensors(pnet), step_seed(int(before.seed), int(before.step))
     leaf = next(iter(flat_genome(before).values()))

@@ -1,4 +1,4 @@
-"""Allocates the bytes of a genome file: chooses quantization steps from the optimizer's mean squared gradients."""
+"""Chooses the quantization steps of a genome for a given file size, from the optimizer's mean squared gradients."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from gbfunc.train.step import StepInfo, TrainState, TrainStep, checked_state
 from gbfunc.trees import stored_tensors, tree_leaves
 from gbfunc.types import Genome
 
-# Fractions of the training after which quantization steps are chosen again, because training changes the stored bits.
+# Quantization steps are chosen anew after these fractions of the training, because training changes the stored bits.
 _WHEN = (0.6, 0.65, 0.7, 0.775, 0.85)
 _UNSET, _SQUARES = -1000.0, ("exp_avg_sq", "square_avg")  # torch's names for running means of squared gradients
 
@@ -23,28 +23,28 @@ _UNSET, _SQUARES = -1000.0, ("exp_avg_sq", "square_avg")  # torch's names for ru
 def allocate_steps(
     plan: Plan, gnet_params: TrainState, genome_bytes: int, *, batch_size: int = 0, metadata: Any = None
 ) -> Steps:
-    r"""Choose quantization steps for each part of a genome, so that the file has a given size and the loss grows least.
+    r"""Choose a quantization step for each part of a genome, so that the file fits a size and the loss grows least.
 
     A leaf stacks the g-nets of several tensors; a part is one tensor's share of a leaf. The quantization step times
     $\sqrt{\overline{g^2}}$ is the same for all parts, where $\overline{g^2}$ is the optimizer's mean square of the
-    part's gradient: reverse water-filling with the diagonal of the Fisher information (`gbfunc.formats.steps`).
+    part's gradient. This is reverse water-filling with the diagonal of the Fisher information (`gbfunc.formats.steps`).
 
-    Pass the result to `save`, and to `make_train_step(rounding=)`. The loss then uses the genome as the file will store
-    it. With a `batch_size`, the number of bits in the file is added to the loss. Allocate after 60 % of the training,
-    continue with a training step made with the result, and allocate again a few times: training reduces the bits that
-    some values need, which leaves bits for finer quantization steps.
+    Pass the result to `save`, and to `make_train_step(rounding=)`. The loss is then computed from the rounded genome
+    that the file will contain. With a `batch_size`, the loss has a penalty on the number of bits in the file. Call this
+    function after 60 % of the training, continue with a training step made with the result, and call the function again
+    a few times: training reduces the bits that some values need, which allows finer quantization steps.
 
     Args:
         plan: the plan.
         gnet_params: the whole state of a training with Adam or another optimizer that averages squared gradients.
-        genome_bytes: maximum size of the file in bytes, everything counted. The file may be smaller, because the finest
-            quantization step of a part divides the part's largest value by 2,047.
+        genome_bytes: maximum size of the whole file in bytes. The file may be smaller, because a part's quantization
+            step is at least the part's largest value divided by 2,047.
         batch_size: number of examples in a batch; 0 adds no bits to the loss.
-        metadata: as for `save`; counts into the size.
+        metadata: the metadata that `save` will store; it counts towards the size.
 
     Raises:
-        ValueError: if the optimizer has no mean squares or took no step, mean squares are not finite, the state does
-            not fit the plan, `genome_bytes` is too small, or a frozen parameter cannot be quantized.
+        ValueError: if the optimizer has no mean squares or has made no update, if mean squares are not finite, if the
+            state does not fit the plan, if `genome_bytes` is too small, or if a frozen parameter cannot be quantized.
 
     >>> steps = gb.allocate_steps(plan, state, genome_bytes=1_000, batch_size=128)  # doctest: +SKIP
     >>> train_step = gb.make_train_step(plan, pnet, loss_fn, optimizer, rounding=steps)  # doctest: +SKIP
@@ -65,7 +65,7 @@ def allocate_steps(
         raise ValueError(f"genome_bytes must be at least {coarsest:,} for this plan, got {genome_bytes:,}: raise it")
     over, bits = coarsest - genome_bytes, code_bits(plan, leaves, steps)
     while True:
-        # Subtract from the bits in use: allowed bits that are not in use could be lowered without effect.
+        # Reduce the number of bits in use: a smaller limit above that number would have no effect.
         bits = max(0.0, bits - 8.0 * over)
         steps = allocate(plan, leaves, squares, bits, batch_size)
         over = len(compact.pack(text, plan, leaves, steps)[0]) - genome_bytes
@@ -75,7 +75,7 @@ def allocate_steps(
 
 
 class AutoTrainStep(TrainStep):
-    """A `TrainStep` with `rounding="auto"`: the state's `codes` hold the last quantization steps."""
+    """A `TrainStep` with `rounding="auto"`: `state.codes` holds the current quantization steps."""
 
     _last: tuple[Tensor | None, Steps | None] = None, None
 
@@ -84,7 +84,7 @@ class AutoTrainStep(TrainStep):
         return super().init(seed, **options)._replace(codes=_packed(self.plan, None))
 
     def __call__(self, gnet_params: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
-        """Train on one batch; if due, first choose quantization steps. Also raises the errors of `allocate_steps`."""
+        """Choose quantization steps after the fractions `_WHEN` of the training, then train on one batch."""
         checked_state(gnet_params)
         if int(gnet_params.step) in {round((self._options.total_steps or 0) * part) for part in _WHEN} - {0}:
             first = (len(x) for _, x in tree_leaves(batch) if isinstance(x, Tensor) and x.ndim)
@@ -112,10 +112,10 @@ class AutoTrainStep(TrainStep):
 
 
 def _packed(plan: Plan, steps: Steps | None) -> Tensor:
-    """Pack the rate and the indices of quantization steps into a tensor; parts without steps are `_UNSET`."""
+    """Pack the rate and the indices of quantization steps into a tensor. Parts without a step get `_UNSET`."""
     values = torch.full((1 + len(parts_of(plan)),), _UNSET, dtype=torch.float64, device="cpu")
     if steps is not None:
-        # Parts of running statistics come last: without them, the last values stay `_UNSET`.
+        # Running statistics come last. If the steps do not include them, the last values stay `_UNSET`.
         known = [steps.rate, *steps.of_parts(parts_of(plan, steps.statistics))]
         values[: len(known)] = torch.tensor(known, dtype=torch.float64, device="cpu")
     return values

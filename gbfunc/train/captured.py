@@ -1,4 +1,4 @@
-"""Training steps as CUDA graphs: loss, gradient and update are captured once per batch shape, and then replayed.
+"""Training steps as CUDA graphs: loss, gradient and update are recorded once per batch shape, and then replayed.
 
 A replay reads its inputs from fixed memory: the state, the batch, the learning rates, and the seeds of torch's
 generators. The tensors of the returned state lie in the same fixed memory.
@@ -47,7 +47,7 @@ class CudaGraph:
 
 
 class Rates:
-    """The learning rates of an optimizer's schedules: numbers in eager steps, tensors in captured ones."""
+    """The learning rates of an optimizer's schedules: numbers in eager training steps, tensors in recorded steps."""
 
     def __init__(self) -> None:
         self.tensors: dict[LearningRate, Tensor | None] = {}
@@ -59,19 +59,19 @@ class Rates:
         return known if self.captured and known is not None else learning_rate(lr, step)
 
     def set(self, step: int, device: torch.device) -> None:
-        """Write the learning rates of a training step into the tensors."""
+        """Write the learning rates of a training step into the tensors that graphs read."""
         for lr, x in self.tensors.items():
             x = torch.zeros((), device=device) if x is None else x
             self.tensors[lr] = x.fill_(learning_rate(lr, step))
 
 
 class Graphs:
-    """A training step with one graph per batch shape; with `fallback`, steps that cannot be captured stay eager."""
+    """A training step with one graph per batch shape. With `fallback`, a step that cannot be recorded runs eagerly."""
 
     def __init__(self, step: Step, rates: Rates, fallback: bool = False) -> None:
         self._step, self._rates, self._fallback = step, rates, fallback
         self._calls: dict[Any, int] = {}
-        self._graphs: dict[Any, tuple[Any, dict[str, Tensor], Any]] = {}  # by batch shape: graph, batch, info
+        self._graphs: dict[Any, tuple[Any, dict[str, Tensor], Any]] = {}  # by batch shape: (graph, batch, report)
         self._state: Any = None  # the state in the fixed memory
         self._fixed: dict[str, Tensor] = {}  # tensors of `_state` by name
 
@@ -90,7 +90,7 @@ class Graphs:
                 if not self._fallback:
                     raise
                 warnings.warn(f"steps are not captured: {error}", UserWarning, stacklevel=3)
-                self._calls[key] = -(2**62)  # This shape of batch stays eager.
+                self._calls[key] = -(2**62)  # Batches of this shape stay eager.
                 return self._step(state, batch)
         graph, static, info = self._graphs[key]
         _write(self._fixed, _device_tensors(state))
@@ -100,7 +100,7 @@ class Graphs:
         with seeded(seed, device):
             graph.replay()
         opt = self._state.opt._replace(step=state.opt.step + 1)
-        # Copy the info, because the next replay overwrites its memory.
+        # Copy the report, because the next replay overwrites the report's memory.
         info = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, info)
         return self._state._replace(opt=opt, step=state.step + 1, seed=state.seed, codes=state.codes), info
 
@@ -153,13 +153,13 @@ class CapturedTrainStep(TrainStep):
         self._graphs = self.of(super().__call__)
 
     def of(self, step: Step) -> Graphs:
-        """Make graphs of another training step that uses this step's optimizer."""
+        """Record another training step, with the same optimizer, as graphs."""
         return Graphs(step, self.rates, self._options.cuda_graph == "auto")
 
     def __call__(self, gnet_params: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
         """Train as `TrainStep` does; the tensors of the returned state lie in the memory of the graphs."""
         step = int(gnet_params.step)
-        if step == SHUFFLE_CHECK_STEP:  # This step reads losses on the CPU, which a graph cannot do.
+        if step == SHUFFLE_CHECK_STEP:  # This step reads losses on the CPU: a graph cannot.
             return super().__call__(gnet_params, batch)
         return self._graphs(gnet_params, batch, step_seed(int(gnet_params.seed), step))
 
@@ -173,7 +173,7 @@ def _device_tensors(state: Any) -> dict[str, Tensor]:
 
 
 def _write(into: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
-    """Copy tensors into the tensors `into` of the same names. Tensors that already share memory are skipped."""
+    """Copy each tensor into the tensor of the same name in `into`, unless both share memory."""
     both = zip(into.values(), tensors.values(), strict=True)
     other = [(x, y) for x, y in both if x is not y and x.data_ptr() != y.data_ptr()]
     if other:
@@ -181,7 +181,7 @@ def _write(into: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
 
 
 def _batch_tensors(batch: Any) -> tuple[dict[str, Tensor], Any]:
-    """Return the tensors of a batch by name, and a key from shapes, dtypes and all values that are not tensors."""
+    """Return a batch's tensors by name, and the key of its graph: shapes, dtypes and all values of other types."""
     leaves = tree_leaves(batch, "batch")
     tensors = {name: x for name, x in leaves if isinstance(x, Tensor)}
     shapes = tuple((name, tuple(x.shape), x.dtype) for name, x in tensors.items())

@@ -15,24 +15,25 @@ from gbfunc.train.gradients.loss import LossFn, loss_and_aux
 def distillation(
     teacher: nn.Module, *, temperature: float = 2.0, weight: float = 0.5, loss_fn: LossFn | None = None, dim: int = -1
 ) -> LossFn:
-    r"""Make a loss function from labels and the outputs of a trained network (distillation, Hinton et al., 2015).
+    r"""Make a loss function that compares outputs with labels and with a teacher's outputs (Hinton et al., 2015).
 
-    Let $z$ be the student's logits, $t$ the teacher's, $T$ the temperature, $a$ the weight and $L$ the label loss. The
-    loss is $(1 - a) L + a T^2 KL(softmax(t / T) || softmax(z / T))$. For a batch `(x, y)` with floating-point targets
-    `y`, the mean squared error of the outputs replaces $T^2 KL$. `aux` contains `teacher_kl` or `teacher_mse`.
+    Let $z$ be the student's and $t$ the teacher's logits, $T$ the temperature, $a$ the weight, and $L$ the loss on
+    labels. The result is $(1 - a) L + a T^2 KL(softmax(t / T) || softmax(z / T))$. For a batch `(x, y)` with
+    floating-point `y`, the mean squared error of $z$ and $t$ replaces $T^2 KL$. `aux` contains `teacher_kl` or
+    `teacher_mse`.
 
     Args:
         teacher: the trained network, which is called with the student's arguments and must return outputs of the same
             shape. The loss function keeps a copy in evaluation mode, on the teacher's device, without gradients.
         temperature: divides the logits of both networks.
-        weight: weight of the teacher, from 0 to 1. With 1, labels are ignored.
-        loss_fn: loss on labels, as for `make_train_step`, which calls `net(...)` and returns no aux or a dict. None
-            takes batches `(x, y)`, with cross entropy for classes `y` and mean squared error for numbers `y`.
+        weight: weight $a$ of the teacher's term, from 0 to 1. With 1, labels are ignored.
+        loss_fn: the loss on labels, as for `make_train_step`; its `aux`, if any, must be a dict. None takes batches
+            `(x, y)`, and computes the cross entropy or, for floating-point `y`, the mean squared error.
         dim: dimension of the classes in the outputs.
 
     Raises:
         TypeError: if the teacher is not a module, or an output is neither a tensor nor has `logits`.
-        ValueError: if the weight or temperature is out of range; in a training step, if shapes of outputs differ.
+        ValueError: if weight or temperature is out of range, or if outputs of the two networks differ in shape.
 
     >>> import gbfunc as gb
     >>> trained, pnet = nn.Linear(30, 5), nn.Linear(30, 5)
@@ -93,7 +94,7 @@ def distillation(
 
 
 def logits_of(output: Any) -> Tensor:
-    """Return the logits of a network's output: itself, or its attribute `logits`; `TypeError` for other outputs."""
+    """Return an output that is a tensor, or its attribute `logits`. Raises TypeError for an output without logits."""
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(logits, Tensor):
         raise TypeError(f"a p-net must return logits or an object with .logits, got {type(output).__name__}")

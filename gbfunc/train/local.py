@@ -1,12 +1,13 @@
-"""Local steps: each rank trains on its own rows, and after H steps an outer optimizer applies the ranks' mean update.
+"""Local steps: each rank trains alone on its rows, and every H steps an outer optimizer applies the ranks' mean update.
 
-The algorithm is DiLoCo (Douillard et al., 2023, algorithm 1, https://arxiv.org/abs/2311.08105), a federated average
-(Reddi et al., 2021). In a round, each rank trains H inner steps from a common genome theta to theta_i, on n_i rows:
+The algorithm is DiLoCo (Douillard et al., 2023, algorithm 1, https://arxiv.org/abs/2311.08105), federated averaging
+(Reddi et al., 2021). In a round, rank i trains for H steps on n_i rows in total, from the common genome theta to
+theta_i:
 
     delta = sum_i n_i (theta - theta_i) / sum_i n_i,    theta <- outer optimizer(theta, gradient delta).
 
-The genome is all-reduced once in H steps, not in every step. The states of inner optimizers stay on their ranks.
-Running statistics are averaged.
+The ranks all-reduce their genomes once in H steps instead of in every step, and average running statistics. Each rank
+keeps its state of the inner optimizer.
 """
 
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ _RANKS = "opt/ranks/"
 
 
 class LocalState(NamedTuple):
-    """The optimizer's state of a rank in a training with local steps."""
+    """The part of a training state that belongs to the optimizers, on one rank."""
 
     inner: OptState
     rows: Tensor  # number of rows that this rank has trained on in this round, float64
@@ -37,18 +38,18 @@ class LocalState(NamedTuple):
 
 
 class WholeLocalState(NamedTuple):
-    """The optimizer's state of all ranks, which have equal `start` and `outer`."""
+    """The `LocalState`s of all ranks. `start` and `outer` are equal on all ranks."""
 
     start: Params
     outer: OptState
-    ranks: Params  # everything else by flat name, stacked over ranks: [ranks, ...]
+    ranks: Params  # all other tensors by flat name, stacked over ranks: [ranks, ...]
 
 
 torch.serialization.add_safe_globals([LocalState, WholeLocalState])
 
 
 class LocalTrainStep(TrainStep):
-    """A `TrainStep` whose ranks average their genomes every `local_steps` steps; `info` is of this rank's rows."""
+    """A `TrainStep` whose ranks average their genomes every `local_steps` steps. `info` describes this rank's rows."""
 
     def __init__(
         self, pnet: nn.Module, objective: Objective, optimizer: Optimizer, layout: Layout, options: StepOptions
@@ -67,9 +68,9 @@ class LocalTrainStep(TrainStep):
         return {**settings, "options": {**settings["options"], **own}}
 
     def __call__(self, gnet_params: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
-        """Train on this rank's share of the batch; every `local_steps` steps, all ranks average their genomes.
+        """Train on this rank's share of the batch. Every `local_steps` steps, all ranks average their genomes.
 
-        Raises the errors of `TrainStep`, and ValueError if ranks have different states, or a rank has no rows.
+        Raises the errors of `TrainStep`, and ValueError if ranks have different states or if a rank has no rows.
         """
         checked_state(gnet_params)
         if not isinstance(gnet_params.opt, LocalState):
@@ -92,7 +93,7 @@ class LocalTrainStep(TrainStep):
         state = new._replace(opt=local._replace(inner=new.opt, rows=counted), seed=state.seed)
         if (start + 1) % self._length:
             return state, info
-        # If no rank had a finite loss in this round, `_averaged` returns the state before the round.
+        # If no rank had a finite loss in this round, `_averaged` returns the leaves before the round.
         outer, (total, mean, new) = local.outer, self._averaged(state)
         if total > 0:
             delta, before = ({k: tensors[k] for k in self._trained} for tensors in (mean, local.start))
@@ -101,7 +102,7 @@ class LocalTrainStep(TrainStep):
         return _with_leaves(state, _leaves(state) | new)._replace(opt=state.opt._replace(outer=outer)), info
 
     def shard(self, state: TrainState) -> TrainState:
-        """Return this rank's part of a whole state. The state of a step without `local_steps` starts a round."""
+        """Return this rank's part of a whole state. A state from a training without `local_steps` starts a round."""
         check_genome(self.plan, state)
         saved = state.opt
         if isinstance(saved, LocalState):
@@ -116,7 +117,7 @@ class LocalTrainStep(TrainStep):
         return _with_leaves(state, mine)._replace(opt=LocalState(opt, mine["rows"], saved.start, saved.outer))
 
     def gather(self, gnet_params: TrainState) -> TrainState:
-        """Gather the whole state on every rank, with the mean of the ranks' genomes; all ranks must call."""
+        """Return the whole state, with the mean of the ranks' genomes, on every rank. All ranks must call."""
         check_genome(self.plan, gnet_params)
         if not isinstance(gnet_params.opt, LocalState):
             raise ValueError("expected this rank's part of a state, got another state: call train_step.shard(state)")
@@ -127,14 +128,14 @@ class LocalTrainStep(TrainStep):
         return _with_leaves(state, full)._replace(opt=WholeLocalState(local.start, local.outer, ranks))
 
     def fitted(self, tensors: Params) -> Params:
-        """Convert tensors of a state saved by n ranks for these ranks: rank r gets the tensors of rank r mod n."""
+        """Convert tensors that n ranks saved to the present ranks: rank r gets the tensors of rank r mod n."""
         if not any(name.startswith(_RANKS) for name in tensors):
             raise ValueError("it is from a training without local steps: load it without local_steps=, then shard it")
         index = torch.arange(self.mesh.world)
         return {k: x[index % len(x)] if k.startswith(_RANKS) else x for k, x in tensors.items()}
 
     def _start_round(self, state: TrainState, force: bool = False) -> TrainState:
-        """Start a round if one is due or `force`: copy the leaves, because a training step may overwrite them."""
+        """Start a round if `step` begins one, or with `force`: copy the leaves, which a training step may overwrite."""
         if int(state.step) % self._length and not force:
             return state
         named, local = _leaves(state), state.opt
@@ -142,7 +143,7 @@ class LocalTrainStep(TrainStep):
         return state._replace(opt=local._replace(start=start, rows=torch.zeros_like(local.rows)))
 
     def _averaged(self, state: TrainState) -> tuple[Tensor, Params, Params]:
-        """Return the rows of all ranks, the mean of the ranks' updates, and the leaves after the mean update."""
+        """Return the total number of rows, the mean of the ranks' updates, and the leaves after that update."""
         named, start = _leaves(state), state.opt.start
         changes = [decrease(start[k], named[k]) for k in self._exchanged]
         total, means = weighted_mean(self._layout, state.opt.rows, changes)
@@ -151,7 +152,7 @@ class LocalTrainStep(TrainStep):
 
 
 def nesterov(lr: float = 1.0, momentum: float = 0.5) -> Optimizer:
-    """Make the outer optimizer. The defaults trained a genome best (`notebooks/guides/ranks.md`)."""
+    """Make SGD with Nesterov's momentum. The default numbers gave the best loss (`notebooks/guides/ranks.md`)."""
     return torch_optimizer(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
 
 

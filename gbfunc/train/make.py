@@ -1,4 +1,4 @@
-"""Makes training steps: checks the options, also across ranks, and chooses how gradients are computed."""
+"""Makes training steps: checks the options, also for equality on all ranks, and chooses how to compute gradients."""
 
 import warnings
 from dataclasses import replace
@@ -31,8 +31,8 @@ def make_train_step(plan: Plan, pnet: nn.Module, loss_fn: LossFn, optimizer: Opt
 
     `train_step.init(seed)` gives the first state, a `TrainState` of the genome, the buffers and the optimizer's state.
     A training step generates the p-net's weights from the genome, calls `loss_fn`, and updates the genome by the
-    gradient of the loss with respect to the genome. `info` is a `StepInfo`: loss, gradient norm, aux. The step keeps
-    the training or evaluation mode that the p-net has now. Parameters that do not require grad are not trained.
+    gradient of the loss with respect to the genome. `info` is a `StepInfo`: loss, gradient norm, aux. The p-net always
+    runs in the mode (training or evaluation) that it has now. Parameters that do not require grad are not trained.
     `materialize` makes a network from the trained genome. For a loop with `loss.backward()`, use `GenomeModule`.
 
     Args:
@@ -91,15 +91,15 @@ def make_train_step(plan: Plan, pnet: nn.Module, loss_fn: LossFn, optimizer: Opt
 def _make_objective(pnet: nn.Module, loss_fn: LossFn, layout: Layout, options: StepOptions) -> Objective:
     ranks, split, scale = layout.mesh.world, None, 1.0
     if options.parallel is not None:
-        # Imported here, because the import of torch's DTensor takes half a second.
+        # Import TensorParallel here, because the import of torch's DTensor takes half a second.
         from gbfunc.parallel.tensor import TensorParallel, resolve
 
         styles = resolve(pnet, options.parallel)
         split = TensorParallel(pnet, styles, layout.mesh) if layout.mesh.sizes["tensor"] > 1 else None
     if options.amp == torch.float16:
-        # Loss scaling prevents underflow (Micikevicius et al., 2018). Ranks sum the losses of rows: less suffices.
+        # Loss scaling prevents underflow (Micikevicius et al., 2018). Ranks sum over rows, so a smaller scale suffices.
         scale = 2.0**10 if ranks == 1 else 2.0**4
-    # The comparison with the whole p-net uses remat="layer" to save memory: only one layer's weights exist at a time.
+    # For the comparison with the whole p-net, remat="layer" saves memory: only one layer's weights exist at a time.
     make_full_loss = partial(
         GenomeLoss, pnet, loss_fn, layout, replace(options, compile=False, remat="layer", microbatches=1)
     )
@@ -107,7 +107,7 @@ def _make_objective(pnet: nn.Module, loss_fn: LossFn, layout: Layout, options: S
     regenerate, n = options.remat == "generate", options.microbatches
     make = partial(GenomeLoss if split is None else partial(SplitLoss, split), pnet, loss_fn, layout, options)
     if options.pipeline is not None and layout.mesh.sizes["pipeline"] > 1:
-        # Imported here, because the import of torch's pipelines is slow.
+        # Import Pipeline here, because the import of torch's pipelines is slow.
         from gbfunc.parallel.pipeline import Pipeline
         from gbfunc.train.gradients.pipelined import Pipelined
 

@@ -1,10 +1,10 @@
 """Optimizers as pairs of pure functions `(init, update)`, made from classes of `torch.optim`.
 
 Each update copies the leaves, makes torch's optimizer for the copies and the old state, calls `step()` once, and
-returns the new state. Adam and AdamW call torch's fused kernel directly, without the class.
+returns the new leaves and state. For Adam and AdamW, it calls torch's fused kernel directly.
 
-Leaves have roles. Code weights and linear coefficients of g-nets are stacked, [T, ...], with T tiles (or groups of
-tiles); direct parameters are ordinary parameters of the p-net.
+Leaves have roles: code weights and linear coefficients of g-nets, which are stacked over tiles or groups of tiles,
+[tiles, ...], and direct parameters, which are ordinary parameters of the p-net.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from gbfunc.trees import TensorSpec, compare_trees, flatten_tree, spec_of, unfla
 from gbfunc.types import Params
 
 Roles: TypeAlias = Mapping[str, str]  # by name of leaf: `"code"`, `"linear"` or `"direct"`
-Rate: TypeAlias = Callable[[LearningRate, int], "float | Tensor"]  # at a step; a tensor is on the device of the leaves
+Rate: TypeAlias = Callable[[LearningRate, int], "float | Tensor"]  # (lr, step) -> rate, on the leaves' device
 
-# `attrgetter` is implemented in C, which saves time: an update calls these functions for every tensor.
+# An update calls these functions for every tensor. `attrgetter`, which is implemented in C, saves time.
 _SPEC, _FORM = attrgetter("shape", "dtype", "device"), attrgetter("shape", "dtype")
 
 
@@ -32,21 +32,21 @@ class OptState(NamedTuple):
     """The state of an optimizer; its structure is fixed at init."""
 
     step: Tensor  # number of updates, int64 on the CPU
-    leaves: dict[str, Params]  # torch's state of every leaf, by name; unused zeros while `step` is 0
+    leaves: dict[str, Params]  # torch's state of every leaf, by name; at `step` 0, zeros that are not used
 
 
 class Optimizer(NamedTuple):
-    """A pair of pure functions over flat dicts of tensors.
+    """A pair of pure functions on flat dicts of tensors, `{name: tensor}`.
 
     Attributes:
-        init: `(params, roles) -> state`. Raises ValueError for an unknown role and for a class that cannot be pure, and
-            TypeError for a class with a state that does not consist of tensors.
+        init: `(params, roles) -> state`. Raises ValueError for an unknown role or a class that keeps state outside of
+            parameters' states, and TypeError for a class whose state does not consist of tensors.
         update: `(grads, state, params, roles, *, donate=False, finite=None, rate=learning_rate) -> (params, state)`.
-            With `donate`, tensors may be updated in place and returned. Results have no graph. From the second update
-            on, leaves and state stay as they are if the tensor `finite` is False; its value is never read on the CPU.
+            With `donate`, inputs may be updated in place and returned. Results have no autograd graph. From the second
+            update on, leaves and state do not change if the tensor `finite` is False; the CPU never reads this tensor.
             `rate` maps `(lr, step)` to the learning rate. Raises TypeError if `state` is not an `OptState`, and
-            ValueError if state, leaves or roles do not fit together, or the learning rate is negative.
-        settings: class, learning rate and options, which must be equal on all ranks.
+            ValueError if state, leaves and roles do not fit together, or if the learning rate is negative.
+        settings: the class, the learning rate and the options, which must be equal on all ranks.
     """
 
     init: Callable[[Params, Roles], OptState]
@@ -68,24 +68,24 @@ def torch_optimizer(
     An update equals `step()` of the class with the same options. Adam and AdamW use their fused kernels, unless
     `fused=False` or `foreach` is given; `fused=True` has no effect on other classes.
 
-    Most classes update every number separately, so stacked leaves need no special care. Muon (Jordan et al., 2024) and
-    Adafactor (Shazeer and Stern, 2018) mix the numbers of a matrix. Both update each tile of a code or linear leaf
-    separately, and direct leaves as a whole. Both pass empty leaves to AdamW with the same `lr` and `weight_decay`, and
-    Muon also passes all leaves that are not matrices. A class from outside of torch must update every number
-    separately, and keep everything that changes as tensors in the state of a parameter.
+    Most classes update every number separately. Muon (Jordan et al., 2024) and Adafactor (Shazeer and Stern, 2018)
+    update a matrix as a whole: here, each tile of a code or linear leaf, and each direct parameter. AdamW, with the
+    same `lr` and `weight_decay`, updates the leaves that these classes cannot: empty leaves and, for Muon, leaves that
+    are not matrices. A class from outside of torch must update every number separately, and keep everything that
+    changes as tensors in the state of a parameter.
 
     Args:
         cls: the class.
-        *params: none: a training step passes the genome's parameters itself.
+        *params: pass no parameters here. A training step passes the genome's parameters.
         lr: learning rate, or a function of the number of the training step, which counts from 0.
-        code: options, including `lr`, that leaves of role `"code"` have instead of the general options.
-        linear: the same for leaves of role `"linear"`.
-        direct: the same for direct parameters.
+        code: options for code weights, which override the general options, including `lr`.
+        linear: the overriding options for linear coefficients.
+        direct: the overriding options for direct parameters.
         **options: options of the class.
 
     Raises:
         TypeError: if `cls` is not an optimizer class, or an argument has the wrong type.
-        ValueError: for LBFGS, and for options that the class refuses or a pure update cannot support.
+        ValueError: for LBFGS, and for options that the class or a pure update does not support.
 
     >>> optimizer = torch_optimizer(torch.optim.SGD, lr=0.5, direct={"lr": 0.25})
     >>> params, roles = {"w": torch.ones(2), "b": torch.ones(1)}, {"w": "linear", "b": "direct"}
@@ -145,7 +145,7 @@ def torch_optimizer(
 class _Call(NamedTuple):
     group: ParamGroup
     names: list[str]
-    adam: Kernel | None  # the fused kernel that replaces the class, whose state starts with zeros
+    adam: Kernel | None  # the fused kernel that replaces the class; its state starts with zeros
 
     def update(
         self,
@@ -157,7 +157,7 @@ class _Call(NamedTuple):
         finite: Tensor | None,
         rate: Rate,
     ) -> tuple[Params, dict[str, Params]]:
-        """Return new leaves and their new state; the first step of a class without a kernel ignores `old`."""
+        """Return new leaves and the new state. The first update ignores the state `old`, except with a fused kernel."""
         before = [params[k] for k in self.names]
         choose = finite is not None and self.adam is None  # Adam's kernel gets `finite` as `found_inf`.
         donate = donate and not choose
@@ -165,14 +165,14 @@ class _Call(NamedTuple):
             new = [p.detach() if p.requires_grad else p for p in before]
         else:
             new = _copies(before)
-        # Contiguous, because fused CPU kernels ignore strides, and `torch.autograd.grad` returns any layout.
+        # Make gradients contiguous: fused CPU kernels ignore strides, and `torch.autograd.grad` may return any strides.
         fitted = [grads[k].contiguous() for k in self.names]
         if not donate and self.group.cls.__module__.partition(".")[0] != "torch":
-            # Classes that torch does not ship may add weight decay to the gradient in place, as torch once did.
+            # A class from outside of torch may add weight decay to the gradient in place, so pass copies.
             fitted = _copies(fitted)
-        # Torch fills an empty state at its first step. Zeros, or the state after a step with zero gradients, would
-        # be another algorithm: NAdam's mu_product starts at 1, Rprop's step sizes at lr, SGD's momentum at the
-        # first gradient, ASGD's average at the first iterate.
+        # At the first update, pass an empty state, which torch fills. A state of zeros would change the algorithm:
+        # NAdam's mu_product starts at 1, Rprop's step sizes at lr, SGD's momentum at the first gradient, ASGD's average
+        # at the first iterate.
         rows = [old[k] for k in self.names] if step or self.adam else []
         tensors = [t for entries in rows for t in entries.values()]
         if not donate or any(t.requires_grad or not t.is_contiguous() for t in tensors):
@@ -191,11 +191,11 @@ class _Call(NamedTuple):
         finite: Tensor | None = None,
         rate_of: Rate = learning_rate,
     ) -> Sequence[Params]:
-        """Step `params` in place and return their new states. `old` is empty at the first step."""
+        """Update `params` in place, and return the new state of each. At the first update, `old` is empty."""
         rate = self.group.lr if isinstance(self.group.lr, float) else rate_of(self.group.lr, step)
         if old and self.adam is not None:
             counts, *moments = ([state[e] for state in old] for e in self.adam.entries)
-            # Add a tensor, with `alpha`: otherwise torch would convert the number to a new tensor for every count.
+            # Add the tensor `one`: for a Python number, torch would make a new tensor for every count.
             one = counts[0].new_ones(()) if finite is None else finite.to(counts[0].dtype)
             torch._foreach_add_(counts, one, alpha=1)  # pyright: ignore[reportPrivateImportUsage]
             moments += [[]] * (3 - len(moments))
@@ -235,15 +235,15 @@ class _Call(NamedTuple):
 
 class _Prepared(NamedTuple):
     calls: list[_Call]
-    specs: dict[tuple[str, str], TensorSpec]  # of every tensor `(leaf, entry)` of the state
-    # The same as lists in the order of the leaves, so that three comparisons of lists accept a valid state.
+    specs: dict[tuple[str, str], TensorSpec]  # of each tensor of the optimizer's state, by `(leaf, entry)`
+    # The lists repeat names, shapes and dtypes in the order of the leaves, to compare a state quickly.
     leaf_specs: list[Any]
     entries: list[tuple[str, ...]]
     forms: list[Any]
 
 
 def _prepare(group_of: Callable[..., ParamGroup], leaves: tuple[tuple[str, str | None, Any], ...]) -> _Prepared:
-    """Group the leaves that are updated together, and find the structure of their state by a step on zeros."""
+    """Group leaves that one call updates, and find the structure of the optimizer's state by a step on zeros."""
     names: dict[tuple[Any, ...], list[str]] = {}
     zeros: Params = {}
     for name, role, (shape, dtype, device) in leaves:
@@ -251,7 +251,7 @@ def _prepare(group_of: Callable[..., ParamGroup], leaves: tuple[tuple[str, str |
             raise ValueError(f"role of leaf {name!r} must be one of {ROLES}, got {role!r}")
         group = group_of(name, role, shape)
         zeros[name] = torch.zeros(shape, dtype=dtype, device=device)
-        # A kernel takes leaves of one dtype on one device.
+        # A fused kernel takes leaves of a single dtype on a single device.
         fused = group.adam and dtype in FUSED and device.type in ("cpu", "cuda")
         names.setdefault((group, (dtype, device) if fused else None), []).append(name)
     calls = [_Call(group, named, group.adam if kind else None) for (group, kind), named in names.items()]
@@ -274,7 +274,7 @@ def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def chosen(condition: Tensor, tree: Any, other: Any) -> Any:
-    """Select `tree` if the condition is True, otherwise `other`. Tensors on other devices always come from `tree`."""
+    """Select `tree` if `condition`, otherwise `other`. Tensors on a device other than `condition`'s stay `tree`'s."""
     flat, before = flatten_tree(tree), flatten_tree(other)
     on_device = [k for k, x in flat.items() if x.device.type == condition.device.type]
     return unflatten_tree(flat | {k: torch.where(condition, flat[k], before[k]) for k in on_device}, tree)
@@ -295,8 +295,8 @@ def _check_state(state: OptState, params: Params, prepared: _Prepared, cls: str)
         if [*map(_FORM, tensors)] == prepared.forms:
             return
     what = f"the state does not fit {cls} and the parameters"
-    # Devices are not compared, because torch accepts counts of steps on any device.
+    # Do not compare devices, because torch accepts counts of steps on any device.
     expected = {f"{k}/{entry}": spec._replace(device=None) for (k, entry), spec in prepared.specs.items()}
     compare_trees(expected, flatten_tree(state.leaves), what)
-    if state.leaves.keys() != params.keys():  # A class without state has no tensors that `compare_trees` could compare.
+    if state.leaves.keys() != params.keys():  # `compare_trees` sees no leaf without state, as of plain SGD.
         raise ValueError(f"{what}: expected the leaves {sorted(params)}, got {sorted(state.leaves)}")

@@ -22,55 +22,57 @@ class StepOptions:
     Attributes:
         donate: whether the step may update the state in place, which saves memory and time. Use only the returned state
             afterwards. To keep an earlier state, copy it first with `copy.deepcopy(state)`.
-        microbatches: number of equal parts to split each batch into. Weights are generated once, and the loss is the
-            mean over the parts. A batch norm in training mode normalises each part by the statistics of the part, and
-            updates its running statistics once per part.
+        microbatches: number of equal parts to split each batch into. Weights are generated once for all parts, and the
+            loss is the mean over the parts. In training mode, a batch norm normalises each part by the statistics of
+            the part, and updates the running statistics once per part.
         clip_norm: maximum Euclidean norm of the genome's gradient.
         amp: `torch.bfloat16` or `torch.float16` runs the p-net under autocast; weights are generated in float32.
-        lazy: whether weights stay factors. True keeps all possible factors, False keeps none, and `"auto"` keeps those
-            that are faster by a count of operations and bytes. Only layers with torch's forward apply factors. Other
-            code reads the dense weight (counted by `dense_reads`).
-        remat: which tensors backward recomputes. `"none"`, the fastest: none. `"generate"`: the tensors between genome
-            and weights. `"layer"`: also each weight, just before its layer uses the weight; a split genome is gathered
-            again each time, no weight stays factors, and all ranks must use the same layers.
-        on_nonfinite: if loss or gradient is not finite, `"skip"` keeps the state, and `"raise"` raises an error.
+        lazy: whether a layer multiplies by the factors of its weight instead of the dense weight. True: whenever
+            possible. False: never. `"auto"`: if factors are faster by a count of operations and bytes. Layers with a
+            forward of their own, and code outside of layers, read the dense weight (`dense_reads` counts how often).
+        remat: which tensors backward recomputes to save memory. `"none"`: no tensor (the fastest). `"generate"`: the
+            tensors between genome and weights. `"layer"`: also the weights, each just before its layer needs it. With
+            `"layer"`, layers use no factors, and a split genome is gathered for every use, so all ranks must use the
+            same layers.
+        on_nonfinite: what to do if loss or gradient is not finite: `"skip"` keeps the state, `"raise"` raises an error.
         kernel: implementation of ReLU, periodic and bilinear g-nets: "compiled" (C++ on a CPU, Triton on a GPU),
             "eager" (PyTorch) or "auto", compiled where available.
-        compile: whether to compile generation, p-net, loss and gradient with `torch.compile`, to one graph if possible.
+        compile: whether to compile generation, p-net, loss and gradient with `torch.compile`, if possible as one graph.
             The first training step takes long, and calls the p-net and the loss function three times.
         cuda_graph: True captures the training step as one CUDA graph per batch shape (at most four shapes, each after
             three eager steps), with the same losses as eager steps. This needs a GPU, `donate=True`, one rank, and a
-            p-net, a loss function and an optimizer that read no values on the CPU. A step that cannot be captured
-            raises ValueError. `"auto"` continues eagerly instead, with a warning on a GPU.
+            p-net, a loss function and an optimizer that read no values on the CPU. If a training step cannot be
+            captured, True raises ValueError, and `"auto"` continues eagerly, with a warning on a GPU.
         mesh: the ranks (`gb.mesh`) that run each training step together, each on its share of the batch. The loss is
-            the mean over the global batch. All ranks use the same arguments. None is a single process.
-        placement: how ranks divide the genome. `"replicated"`: each rank generates every weight, and only the genome's
-            gradient is summed. `"sharded"`: each rank along the g-net axis has an equal share of every ensemble's
-            tiles, and tiles are gathered. `"factors"`: the same, but factors are gathered if the type has factors.
-            `"auto"`: chosen by a count of bytes and operations (`gbfunc.parallel.placement`).
+            the mean over the global batch. All ranks must use the same arguments. None is a single process.
+        placement: how ranks divide the genome. `"replicated"`: each rank has the whole genome and generates every
+            weight; ranks exchange only the genome's gradient. `"sharded"`: each rank along the mesh's g-net axis
+            generates an equal share of every ensemble's tiles, and ranks gather the tiles. `"factors"`: like
+            `"sharded"`, but ranks gather factors if the type of g-net has factors. `"auto"`: the best by a count of
+            bytes and operations.
         check_every: number of training steps between checks that ranks have equal states; 0 checks only the first.
         parallel: how layers are split over the mesh's tensor axis: a style of `torch.distributed.tensor.parallel` per
-            module name, as for `parallelize_module`; see `gbfunc.parallel.styles.tensor_styles`. Each rank generates
-            and applies its pieces. All ranks along the axis get the same rows. If the first layer takes a sharded
-            input, each rank gets its part of the rows instead.
+            module name, as for `parallelize_module` (`gbfunc.parallel.styles.tensor_styles` makes them). Each rank
+            generates and applies its part of each weight. All ranks along the axis get the same rows. If the first
+            layer takes a sharded input, each rank gets its part of these rows.
         pipeline: the schedule of microbatches along the mesh's pipeline axis: torch's `"gpipe"`, `"1f1b"`,
             `"interleaved"` or `"zbv"`. All ranks along the axis get the same rows. `microbatches` must divide the
-            number of rows. The loss function must run on the meta device up to the p-net's call.
-        stages: names of the first blocks of all stages but the first; None balances the numbers of operations.
-        rounding: the dtype of `save`. The loss uses the genome as a file stores it, and gradients pass straight through
-            rounding. Quantization steps from `allocate_steps` with a `rate` add the genome's bits to the loss. `"auto"`
-            chooses quantization steps after 60 % of `total_steps`, and again until 85 %, for a file of at most
-            `genome_bytes`. Then pass `train_step.stored(state)` to `gb.save`.
-        genome_bytes: maximum size of the file in bytes, everything counted, with `rounding="auto"`.
-        total_steps: number of training steps, with `rounding="auto"`.
-        metadata: the metadata that `gb.save` will store, with `rounding="auto"`.
-        local_steps: number of training steps of each rank between averages of the genomes (`gbfunc.train.local`).
-            Each rank runs the whole p-net, has the whole genome, and reports its own share.
-        outer: the optimizer that uses the ranks' mean update as gradient; None is SGD with Nesterov's momentum,
+            number of rows. The part of the loss function before the call of the p-net must run on the meta device.
+        stages: names of the blocks with which the second and later stages begin. None balances the stages' operations.
+        rounding: the dtype for `gb.save`, or quantization steps. The loss is computed from the rounded genome, and
+            gradients pass straight through the rounding. Quantization steps from `allocate_steps(..., batch_size=...)`
+            add a penalty on the genome's bits. `"auto"` chooses quantization steps for a file of at most `genome_bytes`
+            after 60 % of `total_steps`, and again until 85 %. Then pass `train_step.stored(state)` to `gb.save`.
+        genome_bytes: maximum size of the whole file in bytes, for `rounding="auto"`.
+        total_steps: number of training steps, for `rounding="auto"`.
+        metadata: the metadata that `gb.save` will store, for `rounding="auto"`.
+        local_steps: number of training steps of each rank between averages of the genomes (`gbfunc.train.local`). Each
+            rank has the whole genome, runs the whole p-net, and reports the loss of its own rows.
+        outer: with `local_steps`, the optimizer that applies the ranks' mean update, as a gradient. None is
             `gb.torch_optimizer(torch.optim.SGD, lr=1.0, momentum=0.5, nesterov=True)`.
 
     Raises:
-        ValueError: for options out of range, or options that exclude each other.
+        ValueError: for options that are out of range or cannot be combined.
     """
 
     donate: bool = False
@@ -115,7 +117,7 @@ class StepOptions:
         if (self.rounding == AUTO) != (self.genome_bytes is not None and self.total_steps is not None):
             raise ValueError("rounding='auto' needs genome_bytes= and total_steps=, which go with no other rounding")
         if self.rounding == AUTO and (self.local_steps is not None or self.placement not in ("auto", "replicated")):
-            # Tiles on different ranks may share a quantization step.
+            # Tiles that share a quantization step may be on different ranks.
             words = f"placement={self.placement!r}, local_steps={self.local_steps}"
             raise ValueError(f"rounding='auto' needs the whole genome on each rank, the same on all, got {words}")
         if self.rounding is not None:
@@ -132,7 +134,7 @@ class StepOptions:
             raise ValueError("compile=True needs microbatches=1 and remat='none': the compiler plans what to recompute")
 
     def graph_lacks(self) -> str:
-        """Return what CUDA graphs need but these options lack, as words for an error; "" if nothing."""
+        """Return the part of an error that names what these options lack for CUDA graphs, "" if they lack nothing."""
         if not is_available():
             return "a CUDA device, got none: take cuda_graph='auto' or False"
         needs = {"donate=True": self.donate, "on_nonfinite='skip'": self.on_nonfinite == "skip"}
@@ -142,7 +144,7 @@ class StepOptions:
         return f"{', '.join(missing)}: a graph is of one process and reads nothing" if missing else ""
 
     def check_layout(self, layout: Layout) -> None:
-        """Raise ValueError for options that do not go with the plan, the mesh or the genome's placement."""
+        """Raise ValueError if options do not fit the plan, the mesh or the genome's placement."""
         sizes = layout.mesh.sizes
         local = "local_steps= needs the whole {} on each rank: {}, got {}".format
         if self.local_steps is not None and sizes["tensor"] * sizes["pipeline"] > 1:
@@ -158,10 +160,10 @@ class StepOptions:
         if not layout.sharded:
             return
         if self.remat == "layer" and self.microbatches > 1:
-            # A rank with fewer rows may have fewer microbatches, and skip gathers for which other ranks would wait.
+            # A rank with fewer rows may have fewer microbatches and gathers, so that other ranks would wait forever.
             raise ValueError("remat='layer' on a split genome gathers for each use: it needs microbatches=1")
         if self.rounding is not None:
-            # Tiles on different ranks may share one quantization scale.
+            # Tiles that share a quantization scale may be on different ranks.
             raise ValueError("rounding= needs the whole genome on each rank: take placement='replicated'")
         if layout.placement == "sharded" and self.lazy is True:
             raise ValueError("lazy=True needs factors, and placement='sharded' gathers tiles: take placement='factors'")

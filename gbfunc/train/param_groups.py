@@ -1,4 +1,4 @@
-"""Checks the options of a class of `torch.optim` for the leaves of each role, and turns schedulers into tables."""
+"""Checks an optimizer's options for the leaves of each role, and turns torch's schedulers into tables of rates."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from torch.optim import lr_scheduler
 
-LearningRate: TypeAlias = float | Callable[[int], float]  # a number, or a function of the step, which counts from 0
+LearningRate: TypeAlias = float | Callable[[int], float]  # a number, or a function of the training step: 0, 1, ...
 ROLES: tuple[str, ...] = ("code", "linear", "direct")
-# Dtypes for which tests check that the fused kernels of Adam and AdamW give the plain step, on CPU and CUDA.
+# Dtypes for which tests compare the fused kernels of Adam and AdamW with the unfused classes, on CPU and CUDA.
 FUSED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -21,13 +21,13 @@ class Kernel(NamedTuple):
     """A fused optimizer kernel of torch."""
 
     function: Callable[..., None]
-    entries: tuple[str, ...]  # names of the optimizer state's tensors, in the function's order
+    entries: tuple[str, ...]  # names of the state's tensors, in the order of the function's arguments
     options: dict[str, Any]  # options other than `lr`
 
 
 @dataclass(frozen=True, eq=False)
 class ParamGroup:
-    """An optimizer class and its options for leaves of some roles; with `by_tile`, each tile is updated separately."""
+    """An optimizer class with options for some leaves. With `by_tile`, each tile of a leaf is updated separately."""
 
     cls: Callable[..., torch.optim.Optimizer]
     lr: LearningRate
@@ -36,7 +36,7 @@ class ParamGroup:
 
     @cached_property
     def adam(self) -> Kernel | None:
-        """The fused kernel of Adam or AdamW; None for other classes, or if the options need another implementation."""
+        """The fused kernel of Adam or AdamW. None for any other class, and for options that the kernel refuses."""
         name = {torch.optim.Adam: "_fused_adam_", torch.optim.AdamW: "_fused_adamw_"}.get(cast(Any, self.cls))
         known = {"betas", "eps", "weight_decay", "amsgrad", "maximize"}
         if name is None or self.options.get("fused") is False or self.options.keys() - known - {"fused"}:
@@ -50,7 +50,7 @@ class ParamGroup:
 def param_groups(
     cls: type[torch.optim.Optimizer], options: dict[str, Any], by_role: Mapping[str, Mapping[str, Any] | None]
 ) -> Callable[[str, str, tuple[int, ...]], ParamGroup]:
-    """Check all options, and make a function `(name, role, shape) -> ParamGroup`."""
+    """Check the options of all roles. Return a function `(name, role, shape) -> ParamGroup`."""
     muon = getattr(torch.optim, "Muon", None)  # The oldest supported torch has no Muon.
     matrices_only = muon is not None and issubclass(cls, muon)
     mixes = matrices_only or issubclass(cls, torch.optim.Adafactor)
@@ -113,16 +113,16 @@ def learning_rate(lr: LearningRate, step: int) -> float:
 def torch_schedule(
     scheduler_cls: type[lr_scheduler.LRScheduler], lr: float, steps: int, **options: Any
 ) -> Callable[[int], float]:
-    """Run a torch scheduler once and keep its learning rates in a table. The last rate also holds after the end.
+    """Run a torch scheduler once and return its learning rates as a function. The last rate holds after the end.
 
     Only the learning rate is scheduled, not momentum. OneCycleLR (Smith and Topin, 2018) gets `max_lr=lr` and
-    `total_steps=steps`, unless `options` say otherwise.
+    `total_steps=steps`, unless these are in `options`.
 
     Args:
         scheduler_cls: a class of `torch.optim.lr_scheduler`.
         lr: learning rate.
-        steps: length of the table: training steps 0 to `steps - 1`.
-        options: options of the class.
+        steps: number of training steps in the schedule: 0 to `steps - 1`.
+        options: options of the scheduler class.
 
     Raises:
         TypeError: if `scheduler_cls` is not a scheduler class, or needs a measured loss (ReduceLROnPlateau).

@@ -1,7 +1,7 @@
-"""A population: genomes of one plan that are trained together, in one vmapped step.
+"""A population: several genomes of one plan, which one vmapped training step trains together.
 
-Small networks spend most of a training step on operator calls, and a call for n genomes costs little more than for one.
-Members are independent: each member has its own leaves, noise, loss, gradient norm and learning rate.
+In small networks, calls of operators take most of the time, and a call for n genomes costs little more than a call for
+one genome. Members are independent: each member has its own leaves, noise, loss, gradient norm and learning rate.
 
 Suffixes: n members.
 """
@@ -21,7 +21,7 @@ from gbfunc.train.step import StepInfo, TrainState, TrainStep, check_dtypes, che
 from gbfunc.trees import BUFFERS, TensorSpec, compare_trees, flatten_tree, like_genome, refuse_packed, tree_map
 from gbfunc.types import Params
 
-# Optimizers that would mix members, or whose update is not proportional to the learning rate.
+# Muon and Adafactor would mix members. The updates of ASGD and Rprop are not proportional to the learning rate.
 _REFUSED = ("Muon", "Adafactor", "ASGD", "Rprop")
 _VMAP = (
     "the p-net or the loss function failed under torch.func's vmap and grad; if it works with one genome, train the "
@@ -30,10 +30,10 @@ _VMAP = (
 
 
 class Population:
-    """A training step of n genomes at once, `population(states, batch) -> (states, info)`, from `gb.population`.
+    """A training step of n genomes at once: `population(states, batch) -> (states, info)`. See `gb.population`.
 
-    `states` is a `TrainState` whose tensors have the members as first dimension. `info` is a `StepInfo` of tensors [n].
-    `train_step` trains a single genome. The population trains each member in the same way.
+    `states` is a `TrainState` whose tensors have the n members as first dimension. `info` is a `StepInfo` of tensors
+    [n]. `train_step` trains a single genome. The population trains each member in the same way.
     """
 
     def __init__(self, train_step: TrainStep, n: int, lr_factors: Tensor | None, same_batch: bool) -> None:
@@ -48,7 +48,7 @@ class Population:
         return self.stack([self.train_step.init(seed, device=device) for seed in seeds])
 
     def stack(self, states: Sequence[TrainState]) -> TrainState:
-        """Stack states of `train_step`, one per member, to states of the population."""
+        """Stack states of `train_step`, one per member, into the states of the population."""
         if len(states) != self.n:
             raise ValueError(f"expected {self.n} members, got {len(states)}")
         return tree_map(lambda *tensors: torch.stack(tensors), *states)
@@ -58,14 +58,15 @@ class Population:
         return tree_map(lambda x: x[i].clone(), states)
 
     def __call__(self, states: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
-        """Train every member on one batch. `states` do not change unless the train step donates.
+        """Train every member on one batch. `states` do not change unless `train_step` was made with `donate=True`.
 
-        With `same_batch=False`, the first dimension of the batch's tensors is the member. Other values are shared.
+        With `same_batch=False`, the first dimension of the batch's tensors is the member; other values are for all
+        members.
 
         Raises:
             FloatingPointError: with `on_nonfinite="raise"`, if a member's loss or gradient is not finite.
-            ValueError: as for `train_step`; also for members with different numbers of training steps, a batch with a
-                packed sequence, and a p-net or loss function that `torch.func` cannot transform.
+            ValueError: the errors of `train_step`. Also if members have different numbers of training steps, if the
+                batch contains a packed sequence, or if `torch.func` cannot transform the p-net or the loss function.
         """
         if self._graphs is None:
             return self._eager(states, batch)
@@ -116,13 +117,13 @@ class Population:
         rows = None if same else tree_map(lambda x: 0 if isinstance(x, Tensor) else None, batch)
         dims = (0, None if noise is None else 0, 0, rows)
         with seeded(seeds[0], like.device), torch.enable_grad():
-            # Compute vmap(grad): under grad(vmap), the loss function would see no tensor that requires grad.
+            # Compute vmap(grad), not grad(vmap), in which the loss function would see no tensor that requires grad.
             many = vmap(one, dims, randomness="different")
             loss_n, aux, buffers, found = many(frozen | trained, noise, buffers, None if same else batch)
             if loss_n.requires_grad:
                 loss.gradients(loss_n.sum(), [])
         aux = StepInputs(frozen | trained, None, buffers, None, 1, True).detached(aux)
-        # Detach: the loss function may use parameters of other modules, and gradients would keep their graph alive.
+        # Detach gradients: if the loss function uses other trained modules, gradients would keep the graph alive.
         gradients = {k: g.detach() / scale for k, g in zip(trained, found, strict=True)}
         return loss_n.detach(), aux, gradients, detached(buffers)
 
@@ -133,7 +134,7 @@ class Population:
             # Copy the factors to the device once, so that later training steps copy nothing from the CPU.
             self._lr_factors = self._lr_factors.to(info.loss.device)
         step, finite_n, factors_n = self.train_step, info.finite, self._lr_factors
-        # Reading a value would wait for an accelerator, so compute both results on the device and select one.
+        # Reading `finite_n` would wait for an accelerator, so compute both results on the device and select there.
         choosing = finite_n.device.type != "cpu" or not bool(finite_n.all())
         if choosing and step._options.on_nonfinite == "raise" and not bool(finite_n.all()):
             words = f"loss or gradient of members {(~finite_n).nonzero().flatten().tolist()} is not finite"
@@ -156,7 +157,7 @@ class Population:
         return like_genome(new | frozen, state)._replace(buffers=buffers, opt=opt, step=state.step + 1)
 
     def _shared(self, params: Params) -> set[tuple[str, str]]:
-        """Find the entries of the optimizer's state that members share, such as counts of updates."""
+        """Find the entries of the optimizer's state that all members share, such as counts of updates."""
         if self._entries is None:
             leaves = self.train_step._optimizer.init(params, self.train_step._roles).leaves
             self._entries = {(k, e) for k, xs in leaves.items() for e, x in xs.items() if x.shape != params[k].shape}
@@ -176,15 +177,15 @@ def population(
 ) -> Population:
     """Train n genomes in one vmapped training step, for example with different seeds, learning rates or batches.
 
-    Each member is trained as by `train_step`, up to rounding errors and other random numbers in dropout. A member with
-    a loss or gradient that is not finite keeps its leaves and buffers, and its optimizer gets a gradient of zero. `aux`
-    of the loss function must consist of tensors and numbers.
+    Each member is trained as by `train_step`, except for rounding errors and the random numbers of dropout. If a
+    member's loss or gradient is not finite, the member keeps its leaves and buffers, and its optimizer gets a gradient
+    of zero. The loss function's `aux` must consist of tensors and numbers.
 
     Args:
         train_step: the step of one genome, without a mesh, microbatches, remat or compile.
         n: number of members.
-        lr_factors: one factor per member that multiplies the optimizer's learning rate; None is 1 for all members.
-        same_batch: True gives the same batch to all members; False gives each member one entry of the first dimension.
+        lr_factors: a factor of the learning rate for each member. None is 1 for all members.
+        same_batch: True gives the same batch to all members. False gives `x[i]` of the batch's tensors x to member i.
 
     Raises:
         TypeError: if `train_step` is not a `TrainStep`.

@@ -1,4 +1,4 @@
-"""The training step: a pure function of (state, batch), and the state's `init`.
+"""The training step: a pure function `(state, batch) -> (state, info)`, and `init`, which makes the first state.
 
 state, batch -> loss and gradient (`gradients`) -> sums over ranks -> optimizer -> new state
 """
@@ -25,7 +25,7 @@ from gbfunc.types import Genome, GenomeLike, GNets, Params
 
 _SHAPE, _KIND = attrgetter("shape"), attrgetter("shape", "dtype")
 _READ = {"cpu"}  # devices from which Python reads a value without waiting
-SHUFFLE_CHECK_STEP = 200  # the training step at which the loss is compared with the loss for shuffled targets
+SHUFFLE_CHECK_STEP = 200  # the training step that also computes the loss for permuted targets
 _MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio (Knuth, TAOCP 3, section 6.4): spreads steps over seeds
 _CONSTANT = (
     "after {} steps the loss, {:.4g}, is as large as that of a constant prediction: targets in another order give no "
@@ -34,16 +34,16 @@ _CONSTANT = (
 
 
 class TrainState(NamedTuple):
-    """The state of a training between two steps, a pytree of tensors; functions that take a `Genome` take a state too.
+    """The state of a training: a pytree of tensors. Functions that take a `Genome` also take a `TrainState`.
 
     Attributes:
-        gnets: the leaves of every ensemble of g-nets, as in `Genome`.
+        gnets: the parameters of all g-nets, as in `Genome`.
         direct: parameters of the p-net that are trained directly, by name.
         buffers: buffers of the p-net, by name.
         opt: the optimizer's state.
         step: number of training steps, int64 on the CPU.
         seed: seed of dropout and noise, int64 on the CPU.
-        codes: quantization steps of `rounding="auto"`; empty without.
+        codes: the quantization steps that `rounding="auto"` chose; otherwise empty.
     """
 
     gnets: GNets
@@ -60,13 +60,13 @@ torch.serialization.add_safe_globals([Genome, OptState, TrainState])
 
 
 class StepInfo(NamedTuple):
-    """The report of a training step.
+    """What a training step reports.
 
     Attributes:
         loss: the loss, detached, averaged over microbatches.
         grad_norm: Euclidean norm of the genome's gradient before clipping.
-        finite: a bool tensor, whether loss and gradient are finite. If False, only `step` of the state has changed (on
-            an accelerator, also the optimizer's count of updates).
+        finite: a bool tensor, whether loss and gradient are finite. If False, the training step has changed nothing but
+            the state's `step` and, on an accelerator, the optimizer's count of updates.
         aux: the second output of the loss function, detached, averaged over microbatches; {} if there is none.
     """
 
@@ -94,7 +94,7 @@ class TrainStep:
         frozen = {f"{DIRECT}{p.name}" for p in parameter_infos(pnet) if not p.tensor.requires_grad}
         self._frozen = frozen & self._roles.keys()
         self._trained = [name for name in self._roles if name not in self._frozen]
-        # Leaves that have no rows on this rank.
+        # Names of leaves of which this rank has no tiles.
         self._empty = {k for k in layout.split if not layout.shapes[k][0]}
         self._shapes = layout.shapes if layout.sharded else None
         self._expected = layout.shapes | {f"{BUFFERS}{b.name}": b.shape for b in plan.buffers}
@@ -103,13 +103,13 @@ class TrainStep:
     def init(self, seed: int = 0, *, genome: GenomeLike = None, device: torch.device | str | None = None) -> TrainState:
         """Create a new state. The same seed gives the same genome for any mesh and placement.
 
-        Direct parameters and buffers start as in the p-net, on a mesh as in rank 0's p-net. All ranks of a mesh must
-        call this method. If the mesh splits the genome, each rank gets its own part.
+        Direct parameters and buffers start with the values of the p-net. On a mesh, they start with the values of rank
+        0's p-net, and all ranks must call this method. If the mesh splits the genome, each rank gets its own part.
 
         Args:
             seed: seed of the g-nets, of dropout and of noise: 0 <= seed < 2**63.
             genome: the genome from which the training starts, such as one from `gb.load`; None draws a new genome.
-            device: device of the state; None is the p-net's device, or the mesh's device for a mesh of several GPUs.
+            device: device of the state. None is the p-net's device or, on a mesh of several GPUs, the rank's GPU.
         """
         seed = check_seed(seed)
         if device is None and self.mesh.world > 1 and self.mesh.device.type != "cpu":
@@ -128,15 +128,15 @@ class TrainStep:
         return self.shard(TrainState(*drawn, opt, step, number))
 
     def rounding(self, state: TrainState) -> Stored | None:
-        """Return the rounding in the next training step; None for no rounding, and before "auto" has chosen one."""
+        """Return the dtype or quantization steps to which the next training step rounds; None if it does not round."""
         return self._options.rounding
 
     def stored(self, state: TrainState) -> Stored | None:
-        """Return the dtype or quantization steps for `gb.save`; with "auto", the file fits `genome_bytes`."""
+        """Return the dtype or quantization steps for `gb.save`. With "auto", the file is within `genome_bytes`."""
         return self._options.rounding
 
     def __deepcopy__(self, memo: Any) -> TrainStep:
-        return self  # The step is stateless, so copies share it.
+        return self  # A copy is the same object, because a training step has no state.
 
     @property
     def placement(self) -> Placement:
@@ -149,22 +149,22 @@ class TrainStep:
         return {**self._optimizer.settings, "clip_norm": self._options.clip_norm}
 
     def shard(self, state: TrainState) -> TrainState:
-        """Return this rank's part of a whole state; the state itself if the genome is not split."""
+        """Return this rank's part of a whole state, or the whole state if the genome is not split."""
         return shard_state(self._layout, state)
 
     def gather(self, gnet_params: TrainState) -> TrainState:
-        """Gather the whole state on every rank, for `gb.save`, `gb.generate` or `gb.materialize`; all ranks call."""
+        """Return the whole state on every rank, for example for `gb.save` or `gb.materialize`. All ranks must call."""
         return gather_state(self._layout, gnet_params)
 
     def fitted(self, tensors: Params) -> Params:
-        """Convert tensors of a saved whole state, by flat name, for these ranks; ValueError if saved by local steps."""
+        """Return a saved state's tensors for these ranks. Raise ValueError for the state of local steps."""
         if any(name.startswith("opt/ranks/") for name in tensors):
             raise ValueError("it is from a training with local steps: pass local_steps= as well")
         return tensors
 
     @property
     def dense_reads(self) -> dict[str, int]:
-        """How often each weight that stays factored was read as dense, by name; compiled steps do not count."""
+        """How often eager code read the dense tensor of each weight that a layer uses as factors, by name."""
         loss = self._objective.strategy.loss
         return {} if loss is None else loss.net.dense_reads
 
@@ -178,10 +178,10 @@ class TrainStep:
                 of every tensor is the number of rows of the share, possibly 0, and `aux` may hold only scalars.
 
         Raises:
-            CollectiveError: if a rank is missing.
+            CollectiveError: if another rank does not answer.
             FloatingPointError: with `on_nonfinite="raise"`, if the loss or the gradient is not finite.
-            ValueError: if the state does not fit the plan, microbatches cannot split the batch, the loss is not a
-                scalar or does not depend on trained leaves, or a forward changes a buffer's shape or dtype.
+            ValueError: if the state does not fit the plan, if the batch cannot be split into microbatches, if the loss
+                is not a scalar or does not depend on trained leaves, or if a forward changes a buffer's shape or dtype.
         """
         state, options = gnet_params, self._options
         named = checked_state(state)
@@ -206,13 +206,13 @@ class TrainStep:
                 float(self._objective(leaves, flat, state.buffers, other, step_seed(int(state.seed), step), step).loss)
                 for other in others
             )
-            # Exactly equal losses mean that the loss does not use the targets: no warning then.
+            # If the losses are exactly equal, the loss function does not use the targets: do not warn.
             if float(loss) > min(turned) - 0.01 * abs(min(turned)) and equal != float(loss):
                 warnings.warn(_CONSTANT.format(step, float(loss)), UserWarning, stacklevel=2)
         if [*map(_KIND, buffers.values())] != [*map(_KIND, state.buffers.values())]:
             check_genome(self.plan, state._replace(buffers=buffers), self._shapes)
             check_dtypes(state.buffers, buffers)
-        # x - x is 0 if x is finite, otherwise nan, which equals no number. `isfinite` would take three times as long.
+        # x - x is 0 if x is finite, otherwise nan, and nan != nan. `isfinite` would take three times as long.
         info = StepInfo(loss, norm, (loss - loss) == (norm - norm), aux)
         if options.clip_norm is not None:
             factor = (options.clip_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -233,9 +233,9 @@ class TrainStep:
     def _updated(
         self, state: TrainState, params: Params, gradients: Params, buffers: Params, info: StepInfo
     ) -> tuple[Params, OptState, Params] | None:
-        """Return new leaves, optimizer state and buffers; None if loss or gradient is not finite.
+        """Return new leaves, optimizer state and buffers. Return None if loss or gradient is not finite.
 
-        Only the first update reads `info.finite` from an accelerator, which waits. Later ones select on the device.
+        After the first update, an accelerator selects the result, because reading `info.finite` would wait.
         """
         options, device, old = self._options, info.finite.device.type, state.opt
         read = device in _READ or options.on_nonfinite == "raise" or int(old.step) == 0
@@ -259,12 +259,12 @@ class TrainStep:
 
 
 def _other_targets(batch: Any) -> list[Any]:
-    """Return copies of a batch `(x, y)`, or a dict with `labels`, with other rows' targets, and last equal targets."""
+    """Return copies of a batch, `(x, y)` or a dict with `labels`, with permuted and, last, with equal targets."""
     labelled = isinstance(batch, dict)
     y = batch.get("labels") if labelled else batch[1] if type(batch) in (tuple, list) and len(batch) == 2 else None
     if not isinstance(y, Tensor) or not y.ndim or len(y) < 2:
         return []
-    # Contiguous, because other strides would recompile the training step.
+    # Make targets contiguous, because new strides would recompile the training step.
     others = *(y.roll(n, 0) for n in range(1, min(5, len(y)))), y[:1].expand_as(y).contiguous()
     return [{**batch, "labels": other} if labelled else (batch[0], other) for other in others]
 
@@ -288,7 +288,7 @@ def step_seed(seed: int, step: int) -> int:
 
 
 def checked_state(state: Any) -> Params:
-    """Return a state's leaves by the names of `flat_genome`; raises TypeError if `state` is not a `TrainState`."""
+    """Return a state's leaves by the names of `flat_genome`. Raise TypeError if `state` is not a `TrainState`."""
     for field in TrainState._fields:
         if not hasattr(state, field):
             words = f"train_step takes (state, batch), got a {type(state).__name__} first"

@@ -1,1 +1,1 @@
-"""Compute the loss and the gradient of a genome on one batch: base classes in `loss`, one strategy per other file."""
+"""Ways to compute the loss and the gradient of a genome. `loss` has the base classes, each other file one way."""

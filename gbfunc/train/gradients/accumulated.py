@@ -1,4 +1,4 @@
-"""Microbatches: gradients of the weights are summed over microbatches, and then pass through the g-nets once."""
+"""Microbatches: sums gradients of the weights over microbatches, then computes the genome's gradient once."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,14 +15,14 @@ Split = Callable[[Any, int], list[tuple[Any, float]]]  # `(batch, number of rows
 
 
 def equal_parts(n: int, batch: Any, rows: float) -> list[tuple[Any, float]]:
-    """Split a batch of `rows` rows into n equal microbatches; returns `[(microbatch, number of rows)]`."""
+    """Split a batch of `rows` rows into n equal microbatches. Returns `[(microbatch, number of rows)]`."""
     return [(small, rows / n) for small in split_batch(batch, n)] if n > 1 else [(batch, rows)]
 
 
 def parts_of_share(n: int, splits_inputs: bool, batch: Any, rows: float) -> list[tuple[Any, float]]:
-    """Split a rank's share into at most n microbatches; returns `[(microbatch, number of rows)]`.
+    """Split a rank's share of a batch into at most n microbatches. Returns `[(microbatch, number of rows)]`.
 
-    With `splits_inputs`, layers run collectives, so every rank must have n microbatches, even empty ones.
+    With `splits_inputs`, layers run collectives, so every rank must have n microbatches, some of them possibly empty.
     """
     most = n_rows(batch)
     if n == 1 or most is None:
@@ -62,7 +62,8 @@ def weights_of(loss: GenomeLoss, inputs: StepInputs, regenerate: bool) -> tuple[
     """Generate the weights, and cut the graph between the g-nets and the p-net.
 
     Returns the weights with their graph, the weights as leaves of a new graph, and the names of weights that need
-    gradients. With `regenerate`, the first is {}: to save memory, backward generates the weights again.
+    gradients. With `regenerate`, the first value is {} to save memory, and the caller generates the weights again for
+    backward.
     """
     with torch.set_grad_enabled(not regenerate):
         weights = loss.weights(inputs)
@@ -85,7 +86,7 @@ def through_gnets(weights: Params, sums: Params, wanted: list[Tensor]) -> Gradie
 
 
 def mean_of(ends: list[tuple[Tensor, Any, float]]) -> tuple[Tensor, Any]:
-    """Average loss and aux of microbatches, weighted by their rows; empty microbatches are skipped."""
+    """Average loss and aux over microbatches, weighted by numbers of rows. Empty microbatches are skipped."""
     kept = [end for end in ends if end[2]] or ends[:1]
     total = sum(rows for *_, rows in kept) or 1
     fractions = [rows / total for *_, rows in kept]

@@ -22,8 +22,8 @@ _FAILS = "the step fails if torch.compile compiles the code, and runs otherwise:
 class CompiledGraph(OneGraph):
     """Computes the loss and the gradient by `torch.compile`.
 
-    If `joint` and the compiler supports the code, `torch.func` computes both in one graph. Otherwise autograd uses a
-    graph for the forward and one for the backward, which takes about 0.3 ms longer per call.
+    With `joint`, `torch.func` computes loss and gradient in one graph if the compiler supports the code. Otherwise
+    autograd runs one graph for the forward and one for the backward, which takes about 0.3 ms longer per call.
     """
 
     def __init__(self, loss: GenomeLoss, scale: float, layout: Layout, *, joint: bool) -> None:
@@ -38,7 +38,7 @@ class CompiledGraph(OneGraph):
         self.loss.generator.prepare(inputs.leaves)
         layout, mesh = self._layout, self._layout.mesh
         if layout.sharded:
-            # Collectives inside a compiled graph do not count their bytes, so they are counted here.
+            # Collectives inside a compiled graph do not count the bytes that they send, so count the bytes here.
             sent = gather_bytes(layout.plan, mesh.gnets, layout.placement, max(x.element_size() for x in wanted))
             mesh.traffic["gnets"] += sum(sent[mesh.gnets_index])
         with mesh.failing("a compiled step") if layout.sharded else nullcontext():
@@ -85,21 +85,21 @@ class CompiledGraph(OneGraph):
         trained = {k: x for k, x in inputs.leaves.items() if x.requires_grad}
         leaves = {k: x.detach() for k, x in inputs.leaves.items()}
         rows = self.loss.rows(inputs.rows)
-        # A tensor, because each new Python number would cause a recompilation.
+        # Pass the factor as a tensor, because each new Python number would cause a recompilation.
         factor = None if self._scale * rows == 1 else torch.tensor(self._scale * rows)
-        # A failed trace inside torch.func would leave the hooks disabled. This context restores them.
+        # A failed trace inside torch.func would leave torch's saved-tensor hooks disabled. This context restores them.
         with torch.autograd.graph.disable_saved_tensors_hooks("torch.func has none"):
             compiled = self._compiled_gradients[wanted[0].is_cpu]
             loss, aux, buffers, found = compiled(inputs._replace(leaves=leaves), [*trained], factor)
         inputs.buffers.update(buffers)
         if loss.requires_grad:
-            # The loss depends on the p-net's own parameters, which is an error: this call raises it.
+            # The loss depends on the p-net's own parameters. This call raises the error.
             self.loss.gradients(loss, [])
         by_leaf = dict(zip(map(id, trained.values()), found, strict=True))
         if by_leaf.keys() == set(map(id, wanted)):
             found = [by_leaf[id(x)] for x in wanted]
         else:
-            # The leaves are functions of `wanted`, such as rounded copies: continue the backward to `wanted`.
+            # The leaves are computed from `wanted`, for example by rounding: continue the backward to `wanted`.
             found = torch.autograd.grad([*trained.values()], wanted, found, allow_unused=True)
         return Result(loss.detach(), inputs.detached(aux), tuple(found), rows)
 
@@ -112,13 +112,13 @@ def _compiler_errors() -> tuple[type[Exception], ...]:
     return (tracing.TorchDynamoException,) if more is None else (tracing.TorchDynamoException, more)
 
 
-# Guards on objects that a plan fixes; `inputs` is the argument of `GenomeLoss`. Other packages may be named gbfunc_X.
+# Guards that can be dropped, because a plan fixes these objects. `_dot_` excludes other packages named gbfunc_X.
 _FIXED = re.compile(r"self\.generator|__import_(gbfunc|torch)_dot_|__import__\('torch'|__builtins_dict_|type\(inputs\)")
 _CODES = count()
 
 
 def _compiled(method: Any, *, fullgraph: bool = False, cpp_wrapper: bool = False) -> Callable[..., Any]:
-    # `fallback_random` draws the random numbers of eager code. The other options need torch 2.8 or later.
+    # With `fallback_random`, compiled code draws the same random numbers as eager code. Other options need torch 2.8.
     options: dict[str, Any] = {"fallback_random": True}
     if hasattr(torch.compiler, "keep_tensor_guards_unsafe"):
         options["cpp_wrapper"] = cpp_wrapper
@@ -127,7 +127,7 @@ def _compiled(method: Any, *, fullgraph: bool = False, cpp_wrapper: bool = False
 
 
 def _with_new_code(method: Any) -> Callable[..., Any]:
-    """Copy a method with a new code object. With a shared one, the compiler would mix up the graphs of two p-nets."""
+    """Copy a method and its code object, because the compiler confuses the graphs of p-nets that share the object."""
     function = method.__func__
     code = function.__code__.replace(co_name=f"{function.__name__}_{next(_CODES)}")
     own = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)

@@ -41,8 +41,8 @@ _OWN_READ = (
     "the loss depends on parameters of the p-net itself, which are not generated: a forward must read self.NAME, a "
     "loss function NAME.detach(), for NAME "
 )
-_FLATTENED = 1 << 15  # Gradients with at most this many numbers are flattened before the norm, which halves the time.
-_DEFAULT_GENERATORS = threading.RLock()  # All threads share torch's default generators, which steps seed and restore.
+_FLATTENED = 1 << 15  # Flatten gradients of at most this many numbers before the norm, to halve its time.
+_DEFAULT_GENERATORS = threading.RLock()  # One thread at a time may seed the generators, which all share.
 
 
 class StepInputs(NamedTuple):
@@ -53,7 +53,7 @@ class StepInputs(NamedTuple):
     buffers: Params  # clones, which the forward updates in place
     batch: Any  # this rank's share of the batch
     rows: int  # number of rows in the share
-    counts: bool  # False if rows of zeros replace an empty share; their gradients are then discarded
+    counts: bool  # False if rows of zeros replace an empty share; gradients of the zeros are discarded
 
     def copied(self) -> StepInputs:
         """Copy the buffers and the batch, because a forward may change them in place."""
@@ -62,7 +62,7 @@ class StepInputs(NamedTuple):
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore direct parameters afterwards, because a forward may change them in place."""
+        """Restore the direct parameters at the end of the context, because a forward may change them in place."""
         before = [(x.detach(), x.detach().clone()) for k, x in self.leaves.items() if k.startswith(DIRECT)]
         try:
             yield
@@ -71,7 +71,7 @@ class StepInputs(NamedTuple):
                 x.copy_(values)
 
     def detached(self, aux: Any) -> Any:
-        """Detach aux. Copy tensors that share memory with buffers or direct parameters, which later steps change."""
+        """Detach `aux`. Copy tensors of `aux` that share memory with buffers or direct parameters."""
         if type(aux) is dict and not aux:
             return aux
         direct = (x for k, x in self.leaves.items() if k.startswith(DIRECT))
@@ -89,18 +89,18 @@ class StepInputs(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Loss and gradients of this rank's share."""
+    """Loss and gradients of this rank's share of the batch."""
 
-    loss: Tensor  # mean over the share
+    loss: Tensor  # mean over the rows
     aux: Any
-    gradients: Gradients  # of the scaled sum of the rows' losses; None for tensors that the loss does not use
+    gradients: Gradients  # of `scale` times the sum of the rows' losses; None for tensors that the loss does not use
     rows: float  # number of rows
 
 
 class GenomeLoss:
     """Computes the loss and aux of a genome: `generator` generates the weights, and `net` applies the p-net.
 
-    `names` and `pieces` are arguments of `make_generator`, and `adapt` is an argument of `PureNet`.
+    `names` and `pieces` are passed to `make_generator`, and `adapt` is passed to `PureNet`.
     """
 
     def __init__(
@@ -122,17 +122,17 @@ class GenomeLoss:
         self.generator = make(lazy=lazy, remat=options.remat == "layer", names=names, pieces=pieces)
         self.net = PureNet(pnet, self.generator.forms, adapt, base)
         without_sparse(self.net.skeleton, {name for t in layout.plan.generated for name in (t.name, *t.aliases)})
-        # Kept to raise an error if the loss depends on the p-net's own parameters.
+        # `gradients` raises an error if the loss depends on these parameters.
         self._own = {name: p for name, p in pnet.named_parameters() if differentiable(p.dtype)}
 
     @property
     def tolerance(self) -> float:
-        """Distance of two gradients, relative to the norm, that rounding in the p-net's coarsest dtype may cause."""
+        """The largest relative distance of two gradients that rounding in the p-net's coarsest dtype may cause."""
         dtypes = {torch.float32, *(p.dtype for p in self._own.values())} | ({self._amp} if self._amp else set())
         return max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.4
 
     def weights(self, inputs: StepInputs) -> Params:
-        """Generate the weights, as dense tensors or as the inputs of their forms."""
+        """Generate each weight, or the tensors from which a layer computes the weight (`WeightForm.inputs`)."""
         return self.generator(inputs.leaves, inputs.noise, counts=inputs.counts)
 
     def __call__(self, inputs: StepInputs) -> tuple[Tensor, Any]:
@@ -174,11 +174,11 @@ class GenomeLoss:
         return loss_and_aux(out)
 
     def rows(self, rows: float) -> float:
-        # An empty share is computed on rows of zeros, whose result is discarded: any number but 0 will do.
+        # The result of an empty share is discarded, but the number multiplies the loss, so it must not be 0.
         return rows or 1
 
     def gradients(self, loss: Tensor, wanted: list[Tensor]) -> Gradients:
-        """Return gradients, None for tensors without one; ValueError if the loss uses the p-net's own parameters."""
+        """Return the gradients of `wanted`; raise ValueError if the loss uses the p-net's own parameters."""
         own = {k: x for k, x in self._own.items() if x.requires_grad}
         inputs = [*wanted, *own.values()]
         # Under the caller's autocast, backward would compute the matrix products of the g-nets in half precision.
@@ -194,7 +194,7 @@ class Strategy:
     """Base class of the ways to compute a genome's gradient. Each subclass has a file in this folder."""
 
     loss: GenomeLoss | None = None  # None until the first call builds the loss
-    least_rows: int = 2  # number of rows of zeros that replace an empty share; some layers refuse a single row
+    least_rows: int = 2  # rows of zeros that replace an empty share; some layers need two rows
 
     def __call__(self, inputs: StepInputs, wanted: list[Tensor]) -> Result:
         raise NotImplementedError
@@ -232,7 +232,7 @@ class LossAndGrads(NamedTuple):
 
 
 class Objective:
-    """Computes the loss and the gradient of a genome in one process; undoes the `scale` of the strategy's loss."""
+    """Computes the loss and the gradient of a genome in one process, and divides the gradient by the loss's `scale`."""
 
     def __init__(self, plan: Plan, strategy: Strategy, scale: float) -> None:
         self._plan, self.strategy, self.scale = plan, strategy, scale
@@ -240,7 +240,7 @@ class Objective:
     def __call__(
         self, leaves: Params, trained: Params, buffers: Params, batch: Any, seed: int, step: int
     ) -> LossAndGrads:
-        """Return the loss at `leaves`, and its gradient with respect to `trained`, on which `leaves` depend."""
+        """Return the loss at `leaves`, and the gradient with respect to `trained`, from which `leaves` are computed."""
         noise = noise_of(self._plan, seed, next(iter(trained.values())))
         inputs = StepInputs(leaves, noise, {k: v.clone() for k, v in buffers.items()}, batch, 1, True)
         try:
@@ -257,7 +257,7 @@ class Objective:
         return LossAndGrads(loss, aux, gradients, detached(inputs.buffers), norm)
 
     def _with_gradients(self, inputs: StepInputs, trained: Params, seed: int) -> tuple[Tensor, Any, Params, float]:
-        """Return loss, aux, gradients of the sum of the rows' losses, and the number of rows of this rank."""
+        """Return loss, aux, gradients of the sum of losses over rows, and this rank's number of rows."""
         wanted = [*trained.values()]
         with seeded(seed, wanted[0].device), torch.enable_grad():
             loss, aux, found, rows = self.strategy(inputs, wanted)
@@ -286,8 +286,8 @@ def capturing(device: torch.device) -> bool:
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's default generators, which dropout uses, and restore their states; one thread at a time."""
-    if capturing(device):  # Each replay of the graph seeds the generators instead.
+    """Seed torch's default generators, which dropout uses, and restore their states. Other threads wait."""
+    if capturing(device):  # `Graphs` seeds the generators before each replay.
         yield
         return
     generators = generators_of(device)
@@ -303,18 +303,18 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def detached(buffers: Params) -> Params:
-    """Detach buffers, because a module may have assigned tensors with a graph."""
+    """Detach buffers, because a forward may assign tensors with a graph to buffers."""
     return {k: v.detach() for k, v in buffers.items()}
 
 
 def noise_of(plan: Plan, seed: int, like: Tensor) -> Noise | None:
-    """Draw the noise of stochastic g-nets for a training step of this seed; None without stochastic g-nets."""
-    # Not `seed` itself, which seeds dropout: equal seeds would draw the same numbers.
+    """Draw the noise of stochastic g-nets from a training step's seed. Returns None if no g-net is stochastic."""
+    # Change the seed: with the seed of dropout, the noise would equal dropout's random numbers.
     return sample_noise(plan, torch.Generator().manual_seed(seed ^ 1), like) if plan.stochastic else None
 
 
 def loss_and_aux(out: Any) -> tuple[Tensor, Any]:
-    """Split the result of a loss function; ValueError unless it is a scalar tensor, or a scalar tensor and aux."""
+    """Return loss and aux from a loss function's result. Raises ValueError unless the loss is a scalar tensor."""
     pair = isinstance(out, tuple) and len(out) == 2
     loss, aux = out if pair else (out, {})
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():

@@ -24,14 +24,14 @@ _ADVICE = (
     "a pipeline runs the operators that torch.export records, which leave out all other code (the backward of a "
     "torch.autograd.Function, a counter or a random number in Python)"
 )
-# An odd constant of splitmix64 (Steele et al., 2014): separates the random numbers of stages and microbatches.
+# An odd constant of splitmix64 (Steele et al., 2014), which gives each stage and microbatch another seed.
 _STAGE_MIX = 0x94D049BB133111EB
 
 
 class Pipelined(Strategy):
-    """Computes gradients of this rank's weights by a pipeline schedule, and the genome's gradient from them.
+    """Computes gradients of this rank's weights by a pipeline schedule, and from these the genome's gradient.
 
-    `build` makes the loss at the first call: only then does a recorded forward tell which parameters this rank uses.
+    The first call records a forward, which shows the parameters that this rank uses. `build` then makes the loss.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Pipelined(Strategy):
     def _result(
         self, inputs: StepInputs, wanted: list[Tensor], loss_of: GenomeLoss, parts: list[Any], repeated: bool
     ) -> Result:
-        """Run the microbatches `parts`. If they are `repeated`, each starts from the buffers before the step."""
+        """Run the microbatches `parts`. If `repeated`, each microbatch starts from the buffers of `inputs`."""
         pipeline, before = self._pipeline, inputs.buffers
         of_stages = dict.fromkeys(pipeline.mine, before)
         generated, weights, trained = weights_of(loss_of, inputs, self._regenerate)

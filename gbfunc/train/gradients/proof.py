@@ -1,4 +1,4 @@
-"""Checks a new way to compute gradients: compares the first step with an eager step of the whole p-net on one rank."""
+"""Compares the first gradient that several ranks compute together with the whole p-net's gradient on one rank."""
 
 import math
 import warnings
@@ -19,17 +19,17 @@ GradientFn = Callable[[StepInputs, list[Tensor]], Gradients]
 
 
 class Proof(NamedTuple):
-    """Compares the gradient and the buffers over ranks with those of the whole p-net on one rank, on a few rows."""
+    """Compares gradient and buffers of a few rows over ranks with those of the whole p-net on one rank."""
 
     make_full_loss: Callable[[], GenomeLoss]  # makes the loss of the whole p-net
-    local_gradients: GradientFn  # computes this rank's summand of the gradient as training steps do
+    local_gradients: GradientFn  # computes this rank's term of the gradient, as a training step does
     step_loss: Callable[[], GenomeLoss | None]  # returns the loss of training steps
     take_rows: Callable[[Any], Any]  # selects a few rows of a batch
-    axes: tuple[AxisName, ...]  # mesh axes along which the summands are added
+    axes: tuple[AxisName, ...]  # mesh axes along which the ranks' terms are summed
     advice: str  # for the error message: why results may differ, and what to do
 
     def compare(self, layout: Layout, inputs: StepInputs, trained: Params) -> None:
-        """Compare with equal seeds, and once more in evaluation mode if results differ; all ranks must call.
+        """Compare with equal seeds. If results differ, compare again in evaluation mode. All ranks must call.
 
         Raises ValueError on every rank if results differ by more than rounding errors.
         """
@@ -37,7 +37,7 @@ class Proof(NamedTuple):
         most, inputs = full.without_amp().tolerance, inputs._replace(batch=self.take_rows(inputs.batch), rows=1)
         nets = [loss.net.skeleton for loss in (full, self.step_loss()) if loss is not None]
         ranks, worst = f"over {' and '.join(self.axes)} ranks", [math.inf]
-        # Split layers and stages draw other random numbers in training mode (dropout) than the whole p-net.
+        # In training mode, dropout in split layers and in stages draws other random numbers than in the whole p-net.
         for mode in nullcontext(), _evaluating(nets):
             with mode:
                 found = gradient_and_changes(self.local_gradients, inputs, wanted, 0)
@@ -47,7 +47,7 @@ class Proof(NamedTuple):
                 worst = [largest_distance(mesh, x, y) for x, y in zip(found, alone, strict=True)]
                 if max(worst) <= most:
                     return
-                # If another seed changes the whole p-net's results, the difference may be random.
+                # If another seed also changes the whole p-net's results, the difference may come from random numbers.
                 other = gradient_and_changes(plain_gradients(full), inputs, wanted, 1)
                 random = max(largest_distance(mesh, x, y) for x, y in zip(other, alone, strict=True)) > most
             if not random:
@@ -70,7 +70,7 @@ def as_vector(found: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
 
 
 def largest_distance(mesh: Mesh, found: Tensor, expected: Tensor) -> float:
-    """Return the largest `|found - expected| / |expected|` of all ranks; nonfinite `expected` counts as 0."""
+    """Return the largest `|found - expected| / |expected|` of all ranks, where nonfinite `expected` counts as 0."""
     difference, size = (float(torch.linalg.vector_norm(x)) for x in (found - expected, expected))
     distance = difference / size if size and math.isfinite(difference) else math.inf if difference else 0.0
     return max(gather_objects(mesh, distance if math.isfinite(size) else 0.0))
@@ -94,7 +94,7 @@ def _evaluating(nets: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def gradient_and_changes(f: GradientFn, inputs: StepInputs, wanted: list[Tensor], seed: int) -> tuple[Tensor, Tensor]:
-    """Return the gradient `f(inputs, wanted)` and the change of the buffers as vectors; `inputs` do not change."""
+    """Return the gradient `f(inputs, wanted)` and the change of the buffers, as vectors. `inputs` are not changed."""
     fresh = inputs.copied()
     with inputs.restored(), seeded(seed, wanted[0].device), torch.enable_grad():
         gradients = f(fresh, wanted)
@@ -102,7 +102,7 @@ def gradient_and_changes(f: GradientFn, inputs: StepInputs, wanted: list[Tensor]
 
 
 def changes_of(before: Params, after: Params) -> Tensor:
-    """Return the change of the buffers as a vector, in which nonfinite numbers are replaced by zero."""
+    """Return the change of the buffers as a vector. Zeros replace nonfinite numbers."""
     pairs = [(x, after[k].detach()) for k, x in before.items() if differentiable(x.dtype)]
     changes = [y - x if x.shape == y.shape else y for x, y in pairs]
     return as_vector([x.nan_to_num(0.0, 0.0, 0.0) for x in changes], changes)

@@ -1,4 +1,4 @@
-"""Computes the loss and the gradient of a genome on several ranks, each on its own rows of the batch."""
+"""Computes the loss and the gradient of a genome on several ranks. Each rank computes on some rows of the batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPLIT_ADVICE = (
     "code between layers gets only this rank's part of the features or of the sequence, and a softmax, mean or loss of "
     "a part differs: gather the parts first, by output_layouts=Replicate() of the style"
 )
-# An odd constant of splitmix64 (Steele et al., 2014): separates the random numbers of ranks.
+# An odd constant of splitmix64 (Steele et al., 2014), which gives each rank another seed.
 RANK_MIX = 0xBF58476D1CE4E5B9
 SAME_STATE = "ranks must hold the same state (make it by train_step.init(seed), or load the same on all of them)"
 
@@ -32,7 +32,7 @@ SAME_STATE = "ranks must hold the same state (make it by train_step.init(seed), 
 class RankObjective(Objective):
     """Computes the loss and the gradient of a genome on a global batch, of which each rank has a share."""
 
-    splits_inputs: bool = False  # True if tensor ranks get different parts of the same rows, such as of a sequence
+    splits_inputs: bool = False  # True if each tensor rank gets a part of each row, such as a part of a sequence
 
     def __init__(self, layout: Layout, strategy: Strategy, scale: float, check_every: int, proof: Proof | None) -> None:
         super().__init__(layout.plan, strategy, scale)
@@ -56,8 +56,8 @@ class RankObjective(Objective):
         rows = 1 if share is None else share
         # With `splits_inputs`, layers accept an empty share.
         if not rows and not self.splits_inputs:
-            # Replace an empty share by rows of zeros, so that this rank runs the same collectives as all others.
-            # Otherwise the others would wait forever.
+            # Replace an empty share by rows of zeros, so that this rank runs the same collectives as the other ranks.
+            # Otherwise the other ranks would wait forever.
             least, counts = self.strategy.least_rows, False
             batch = tree_map(
                 lambda x: x.new_zeros((least, *x.shape[1:])) if isinstance(x, Tensor) and x.ndim else x, batch
@@ -70,7 +70,8 @@ class RankObjective(Objective):
                 self._check_first_step(loss, inputs, trained)
             self._first_step_checked = True
         if not counts:
-            # Discard gradients of the zeros, except of a split genome's tiles: these come from other ranks' rows.
+            # Discard gradients of the zeros. Keep those of a split genome's tiles, which come from the rows of other
+            # ranks.
             kept = {k for k in gradients if self._layout.sharded and k.startswith(GNET)}
             gradients = {k: g if k in kept else torch.zeros_like(g) for k, g in gradients.items()}
         before = {k: buffers[k] for k in self._averaged}
@@ -81,14 +82,15 @@ class RankObjective(Objective):
         return LossAndGrads(loss, aux, gradients, buffers, norm)
 
     def _check_first_step(self, loss: Tensor, inputs: StepInputs, trained: Params) -> None:
-        """Compare the first training step with the whole p-net on one rank, if needed; all ranks must call."""
+        """Compare the first training step with the whole p-net on one rank (`Proof`). All ranks must call."""
         if self._proof is not None:
             self._proof.compare(self._layout, inputs, trained)
 
     def _check_batch(self, batch: Any, with_values: bool) -> None:
-        """Check that ranks which must get the same batch do: shapes at every step, values if `with_values`.
+        """Check that ranks which need the same batch have equal shapes and, if `with_values`, equal values.
 
-        The shapes determine the sizes of messages, and gloo aborts a process that receives a message of another size.
+        Shapes are checked in every training step: they determine the sizes of messages, and gloo aborts a process that
+        receives a message of an unexpected size.
         """
         mesh = self._layout.mesh
         axes: tuple[AxisName, ...] = ("pipeline",) if self.splits_inputs else ("pipeline", "tensor")
@@ -115,7 +117,7 @@ class SplitLoss(GenomeLoss):
 
     def returned(self, out: Any) -> tuple[Tensor, Any]:
         loss, aux = super().returned(out)
-        # If the classes are split, the loss is a DTensor. No `isinstance`: importing DTensor takes half a second.
+        # With split classes, the loss is a DTensor. Do not use `isinstance`: importing DTensor takes half a second.
         return getattr(loss, "full_tensor", lambda: loss)(), aux
 
     def rows(self, rows: float) -> float:
@@ -138,7 +140,7 @@ def _explained() -> Iterator[None]:
 
 
 def split_proof(make_full_loss: Callable[[], GenomeLoss], loss: GenomeLoss, split: TensorParallel) -> Proof:
-    """Compare the gradient of a few rows over tensor ranks with the gradient of the whole p-net on one rank."""
+    """Compare the gradients of a p-net that is split over tensor ranks and of the whole p-net, for a few rows."""
 
     def take_rows(batch: Any) -> Any:
         return tree_map(lambda x: x[: max(2, split.ranks)] if isinstance(x, Tensor) and x.ndim else x, batch)
@@ -147,7 +149,7 @@ def split_proof(make_full_loss: Callable[[], GenomeLoss], loss: GenomeLoss, spli
         found = plain_gradients(loss)(inputs, wanted)
         if split.local_rows is None:
             return found
-        # Each rank has the gradients of the sum over its own rows; the full loss is a mean over all rows.
+        # Each rank has gradients of a sum over this rank's rows, but the full loss is a mean over all rows.
         rows = sum(gather_objects(split.wire.mesh, split.local_rows, "tensor"))
         return tuple(None if g is None else g / rows for g in found)
 
@@ -163,11 +165,11 @@ class SplitObjective(RankObjective):
 
     def _with_gradients(self, inputs: StepInputs, trained: Params, seed: int) -> tuple[Tensor, Any, Params, float]:
         loss, aux, gradients, counted = super()._with_gradients(inputs, trained, seed)
-        # Tensor ranks compute on the same rows, so each counts a fraction, unless the last layer splits the rows.
+        # Tensor ranks compute on the same rows, so each rank counts only a fraction, unless the last layer splits rows.
         return loss, aux, gradients, counted / (self._split.ranks if self._split.local_rows is None else 1)
 
     def _check_first_step(self, loss: Tensor, inputs: StepInputs, trained: Params) -> None:
-        """Compare ranks, and then with the whole p-net, unless the loss function refuses the whole p-net's outputs."""
+        """Compare ranks. If the loss function accepts whole outputs, also compare with the whole p-net."""
         self._split.compare(loss)
         rows_split = any(gather_objects(self._layout.mesh, self._split.local_rows is not None))
         if not rows_split or all(gather_objects(self._layout.mesh, self._accepts_full_outputs(inputs, trained))):
