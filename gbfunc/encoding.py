@@ -1,10 +1,10 @@
-"""Encodings: the coordinates of rows and columns of a weight matrix, which are the inputs of a g-net.
+"""Encodings: codes for the rows and columns of a weight matrix, which are the inputs of a g-net.
 
-`binary`, `gray` and `one_hot` code the position *within a tile*, so all tiles of a shape have the same codes. `grid`
-codes the position on an axis with a geometry (an image, a kernel), and `table` has the user's codes; both depend on the
-position on the entire axis. Integer arithmetic computes bits, with equal results on all devices and in exported graphs.
+`binary`, `gray` and `one_hot` code the position *within a tile*, so all tiles of a shape have equal codes. `grid` codes
+the position on an axis with a geometry (an image, a kernel), and `table` contains codes from the user. These two depend
+on the position on the entire axis. Integer arithmetic gives equal bits on all devices and in exported graphs.
 
-Suffixes: n rows or columns of the axis, k width of a code, u tiles along the axis, t rows of a tile.
+Suffixes: n positions (rows or columns) of the axis, k numbers of a code.
 """
 
 import base64
@@ -25,7 +25,7 @@ Array = NDArray[np.float64]
 Device = torch.device | str
 
 _MAX_AXIS = 1 << 31
-_MAX_BANDWIDTH = 1e9  # Also the largest number of a table
+_MAX_BANDWIDTH = 1e9  # Also the largest allowed number in a table
 
 
 def bit_width(n: int) -> int:
@@ -34,7 +34,7 @@ def bit_width(n: int) -> int:
 
 
 def _halves(i_k: Tensor, units: list[int]) -> Tensor:
-    """Return +1 for positions [..., k] in the second half of the period `2 unit` of each of k units, otherwise -1."""
+    """Return +1 for positions in the second half of a period of `2 * unit`, otherwise -1, for each unit: [..., k]."""
     units_k = i_k.new_tensor(units)
     return torch.where(i_k % (2 * units_k) >= units_k, 1.0, -1.0)
 
@@ -55,11 +55,11 @@ def _joined(codes: list[Tensor], i: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Encoding:
-    """A static, hashable description of how one axis of a matrix is coded.
+    """A static, hashable description of the codes for one axis of a matrix.
 
-    A subclass is a frozen dataclass whose fields are numbers, strings, encodings, or tuples of these, and defines
-    `type`, `width` and `at`. A subclass overrides `check` if only some lengths can be coded, and sets `local = False`
-    if a code depends on the position on the entire axis. `gb.register` allows genomes with a subclass to be saved.
+    A subclass is a frozen dataclass that defines `type`, `width` and `at`. Its fields are numbers, strings, encodings,
+    or tuples of such values. The subclass overrides `check` if only some lengths can be coded, and sets `local = False`
+    if a code depends on the position on the entire axis. After `gb.register`, genomes with the subclass can be saved.
     """
 
     type: ClassVar[str]
@@ -70,11 +70,11 @@ class Encoding:
         raise NotImplementedError
 
     def at(self, i: Tensor, n: int) -> Tensor:
-        """Compute unique codes of integer positions 0 .. n-1 by operations of torch: [...] -> [..., k]."""
+        """Compute codes of k numbers for integer positions 0 .. n-1, by operations of torch: [...] -> [..., k]."""
         raise NotImplementedError
 
     def codes(self, n: int) -> Array:
-        """Return the codes of positions 0 .. n-1: [n, k]."""
+        """Return the codes of positions 0 .. n-1 as an array [n, numbers per code]."""
         self.check(n)
         return self.at(torch.arange(n, device="cpu"), n).double().numpy()
 
@@ -82,14 +82,14 @@ class Encoding:
         """Raise ValueError if the encoding cannot code an axis of length `n`."""
 
     def tile_codes(self, n: int, tile: int, device: Device = "cpu") -> Tensor:
-        """Return the codes of all tiles of length `tile` on an axis of length `n`: [u, t, k], with u = 1 if `local`."""
+        """Return codes of tiles on an axis of length `n`: [number of tiles (1 if `local`), tile, numbers per code]."""
         self.check(tile if self.local else n)
         if self.local:
             return self.at(torch.arange(tile, device=device), tile)[None]
         n_tiles = -(-n // tile)
         i = torch.arange(n_tiles * tile, device=device)
         if n_tiles * tile > n:
-            # Positions past the end repeat the last position; the weights there are cropped.
+            # Positions past the end get the code of the last position. Weights there are cropped.
             i = i.clip(max=n - 1)
         return self.at(i.reshape(n_tiles, tile), n)
 
@@ -117,12 +117,12 @@ class Binary(Encoding):
 
 @dataclass(frozen=True)
 class Gray(Binary):
-    """Gray code of the position within a tile: ceil(log2(n)) numbers, each +1 or -1; neighbours differ in one."""
+    """Gray code of the position within a tile: ceil(log2(n)) numbers, +1 or -1, of which neighbours differ in one."""
 
     type: ClassVar[str] = "gray"
 
     def at(self, i: Tensor, n: int) -> Tensor:
-        # Bit b of `i ^ (i >> 1)` is bit b + 1 of `i + 2^b`.
+        # Bit b of the Gray code `i ^ (i >> 1)` is bit b + 1 of `i + 2^b`.
         places = _places(n)
         return _halves(i[..., None] + i.new_tensor(places), [2 * p for p in places])
 
@@ -142,7 +142,7 @@ class OneHot(Encoding):
 
 @dataclass(frozen=True)
 class Grid(Encoding):
-    """Code of a position on a row-major grid: the codes of its coordinates; axes of length 1 have no code."""
+    """Code of a position on a row-major grid: one code per axis of the grid. Grid axes of length 1 have no code."""
 
     dims: tuple[int, ...]
     code: Literal["coordinate", "gray", "binary"] = "coordinate"
@@ -177,7 +177,7 @@ class Grid(Encoding):
             if self.code != "coordinate":
                 codes.append((Gray() if self.code == "gray" else Binary()).at(j, d))
             elif d > 1:
-                # Coordinates are symmetric about 0, and exactly +-bandwidth at both ends.
+                # Coordinates run from -bandwidth to bandwidth, exactly symmetric about 0.
                 codes.append(((2 * j - (d - 1)).double() / (d - 1) * self.bandwidth)[..., None])
         return _joined(codes, i)
 
@@ -186,9 +186,9 @@ class Grid(Encoding):
 class PerAxis(Encoding):
     """Code of a convolution's columns: `channels` codes the input channel, `positions` the position in the kernel.
 
-    `positions`, such as `grid(3, 3)`, codes `n_positions` positions (9 for 3 x 3). Tiles are cut between channels, so
-    all tiles share the codes of positions. Raises ValueError if `positions` cannot code `n_positions`, or if an
-    encoding is nested too deep.
+    `positions`, such as `grid(3, 3)`, codes `n_positions` kernel positions (9 for 3 x 3). Tiles are cut between
+    channels, so all tiles have equal codes of kernel positions. Raises ValueError if `positions` cannot code
+    `n_positions`, or if encodings are nested too deep.
     """
 
     channels: Encoding
@@ -229,7 +229,7 @@ class PerAxis(Encoding):
 
 @dataclass(frozen=True, repr=False)
 class Table(Encoding):
-    """Codes `[n, k]` from `table`; `data` has the rows as little-endian numbers of `dtype` in base64."""
+    """Codes from `table`: `shape` is [positions, numbers per code], `data` the little-endian numbers in base64."""
 
     shape: tuple[int, int]
     dtype: str
@@ -241,7 +241,7 @@ class Table(Encoding):
         sizes = len(self.shape) == 2 and all(type(n) is int and 1 <= n <= _MAX_AXIS for n in self.shape)
         if not sizes or self.dtype not in _TABLE_DTYPES:
             raise ValueError(f"a table is [n, k] of {', '.join(_TABLE_DTYPES)}, got {self.shape!r} of {self.dtype!r}")
-        # Check in the table's dtype: float64 could take eight times the memory. In float16, 1e9 rounds to infinity.
+        # Check in the table's dtype, as float64 may take eight times the memory. Ignore that 1e9 overflows in float16.
         numbers = self._numbers
         with np.errstate(over="ignore"):
             if not (np.isfinite(numbers).all() and (np.abs(numbers) <= _MAX_BANDWIDTH).all()):
@@ -277,14 +277,14 @@ def table(codes: Any) -> Encoding:
     """Code an axis by a table, for example with types of units, positions of neurons, or rows of a connectome.
 
     Positions with equal codes get equal weights. To distinguish positions, append the columns of
-    `gb.binary().codes(n)`. A genome's file contains the codes, in the narrowest of int8, float16, float32 and float64
-    that represents all numbers exactly. To compute codes by a formula, subclass `Encoding` and `gb.register` the class.
+    `gb.binary().codes(n)`. A genome's file contains the table, in the narrowest of int8, float16, float32 and float64
+    that represents all numbers exactly. To compute codes by a formula, subclass `Encoding`, and call `gb.register`.
 
     Args:
-        codes: array or tensor [n, k] of real numbers, with a row for each position of the axis.
+        codes: array or tensor of real numbers, [positions of the axis, numbers per code].
 
     Raises:
-        ValueError: for any other shape, or numbers that are not real, not finite, or above 1e9 in magnitude.
+        ValueError: if `codes` is not a matrix, or if a number is not real, not finite, or above 1e9 in magnitude.
 
     >>> table([[0.0, 1.0], [0.5, -1.0], [2.0, 1.0]])
     table(3x2, float16)
@@ -309,9 +309,9 @@ def grid(*dims: int, code: Literal["coordinate", "gray", "binary"] = "coordinate
     """Code an axis with a geometry, such as a flattened image `grid(28, 28)` or a sequence `grid(1024)`.
 
     Args:
-        dims: lengths of the grid's axes, row-major, at most 16; their product is the length of the coded axis.
-        code: `"coordinate"` codes each axis by one number in [-bandwidth, bandwidth], `"gray"` and `"binary"` by bits.
-        bandwidth: largest coordinate; with a larger bandwidth, weights vary faster along the axis.
+        dims: lengths of the grid's axes (at most 16), in row-major order. The product is the length of the coded axis.
+        code: for each axis, `"coordinate"` is a number in [-bandwidth, bandwidth], `"gray"` and `"binary"` are bits.
+        bandwidth: the largest coordinate. With a larger bandwidth, weights vary faster along the axis.
 
     Raises:
         ValueError: for no axis or more than 16, an axis shorter than 1, an unknown code, or a bandwidth <= 0.
@@ -327,7 +327,7 @@ UNKNOWN = "register other classes by gb.register"
 
 
 def encoding_from_json(data: dict[str, Any]) -> Encoding:
-    """Read a description from `Encoding.to_json`; raise ValueError for an unknown type or wrong fields."""
+    """Read a description from `Encoding.to_json`. Raise ValueError for an unknown type or wrong fields."""
     try:
         return ENCODINGS[data["type"]](**{k: _from_json(v) for k, v in data.items() if k != "type"})
     except (AttributeError, KeyError, TypeError, RecursionError) as error:

@@ -1,10 +1,10 @@
 """Evolution of genomes: problems for the gradient-free algorithms of EvoTorch (N. E. Toklu et al., 2023).
 
-A solution z is the genome `start + steps * z`, where `start` is the vector of `gb.flatten`. All algorithms can use a
-standard deviation of 1, because `steps` scales code weights, linear coefficients and direct parameters separately. One
-`vmap` generates and evaluates the members of a generation.
+A solution z stands for the genome `start + steps * z`, where `start` is the vector of `gb.flatten`. All algorithms can
+use a standard deviation of 1, because `steps` scales code weights, linear coefficients and direct parameters
+separately. One `vmap` generates and evaluates all members of a generation.
 
-Suffixes: n members, z numbers of a solution, P of a genome, E episodes, N environments, O numbers of an observation.
+Suffixes: n members, E episodes, N environments; z, P, O, A numbers of a solution, genome, observation, action.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ STEPS: Mapping[str, float] = MappingProxyType({"code": 0.1, "linear": 0.1, "dire
 
 
 class GenomeProblem(Problem):
-    """The search for the genome with the best loss, as in `PGPE(GenomeProblem(...), stdev_init=1.0, ...)`.
+    """The search for the genome with the best loss, for example `PGPE(GenomeProblem(...), stdev_init=1.0, ...)`.
 
-    All members of a generation have the same batch, the next of `batches`, and the same noise of stochastic g-nets. A
-    loss that is not finite is replaced by the worst loss of its generation. New solutions are the start (z = 0) and
-    standard normal mutants of the start. `evaluations` is the number of members evaluated.
+    Each generation takes one batch from `batches` and one draw of the noise of stochastic g-nets, for all members. A
+    loss that is not finite is replaced by the worst finite loss of the generation. New solutions are z = 0 (the start)
+    and standard normal vectors z. `evaluations` counts the members that were evaluated.
 
     Args:
-        plan: the plan. If rules keep every tensor direct, the search is for the p-net's own weights.
+        plan: the plan. If the plan generates no tensor, the search is for the p-net's own weights.
         pnet: the p-net, in training or evaluation mode as needed; `vmap` does not support `nn.LSTM` and `nn.GRU`.
         loss_fn: `(net, batch) -> loss` or `(loss, aux)`, as in `make_train_step`.
-        batches: a batch per generation; `itertools.repeat(batch)` for the same batch in all generations.
+        batches: one batch per generation. `itertools.repeat(batch)` gives the same batch to all generations.
         sense: `"min"` minimizes the loss, `"max"` maximizes it.
         start: the genome at which the search starts; None draws a genome from `seed`.
-        steps: the change of a leaf for z = 1, by role (code, linear, direct), as a fraction of the standard deviation
-            of the leaf's numbers at the start (or of 1 if all numbers are equal).
-        subspace: (d, function) for a search in a subspace of dimension d; the function [d] -> [P] maps a solution to z
-            (see `Projection` in `notebooks/results/subspace.py`).
-        lazy: whether weights stay factors, as in `make_train_step`.
-        chunk: number of members to evaluate at once, which limits memory; None evaluates all members at once.
-        seed: seed of the start, of noise, and of the algorithm's random numbers.
+        steps: for each role (code, linear, direct), the change of a leaf's numbers for z = 1, as a fraction of the
+            standard deviation of the leaf's numbers at the start. If all numbers are equal, the fraction is of 1.
+        subspace: (d, function) for a search in a subspace of dimension d. The function maps a solution, [d], to z, [P].
+            See `Projection` in `notebooks/results/subspace.py`.
+        lazy: whether layers multiply by factors of weights, as in `make_train_step`.
+        chunk: number of members to evaluate at once, to limit memory. None evaluates all members at once.
+        seed: seed of the start, of the noise, and of the algorithm's random numbers.
         options: options of EvoTorch (https://docs.evotorch.ai/latest/reference/evotorch/core/#evotorch.core.Problem).
 
     An algorithm's step raises `ValueError` if no batch is left or a forward changes buffers in place, and
@@ -107,7 +107,7 @@ class GenomeProblem(Problem):
         return self.start_P + self.steps_P * z_P
 
     def genome(self, solution_z: Any) -> Genome:
-        """Return the genome of a solution: a vector [z], or an algorithm's `status["center"]` or `status["best"]`."""
+        """Return the genome of a solution. A solution is a vector [z], `status["center"]` or `status["best"]`."""
         values = solution_z if isinstance(solution_z, Tensor) else solution_z.values
         return self._unflatten(self.vector(values.clone().as_subclass(Tensor)).detach())
 
@@ -129,9 +129,9 @@ class GenomeProblem(Problem):
         return one(solutions_nz)
 
     def _grower(self, call: Callable[[Params, Params], Any]) -> Callable[[Tensor], Params]:
-        """Return a function from a solution [z] to its weights, for one generation with shared noise."""
+        """Return a function from a solution [z] to the p-net's weights, with the noise of one generation."""
         leaves = flat_genome(self._unflatten(self.start_P))
-        # Compute the constants now, because `vmap` cannot compute them.
+        # Compute the generator's constants now, because `vmap` cannot compute constants.
         self._weights_of.prepare(leaves)
         noise = sample_noise(self.plan, self._noise_draws, self.start_P) if self.plan.stochastic else None
         if not self._tried:
@@ -182,9 +182,9 @@ class ControlProblem(GenomeProblem):
     """The search for the genome whose network has the largest return in an environment of gymnasium.
 
     One `gymnasium.vector.VectorEnv` runs all members at once, each in `episodes` environments per generation. The
-    fitness is the mean undiscounted return of a member's episodes. `env_steps` is the total number of steps in unended
-    episodes. For observations [E, O], the p-net returns a score per choice [E, A], of which the largest is chosen, or
-    the numbers of an action [E, A], clipped to the environment's range. `options` are those of `GenomeProblem`.
+    fitness is the mean undiscounted return. `env_steps` counts the steps of all environments, without steps after the
+    end of an episode. For observations [E, O], the p-net returns [E, A]: if actions are choices, a score per choice, of
+    which the largest wins, otherwise an action, clipped to the environment's range. For `options`, see `GenomeProblem`.
     """
 
     def __init__(self, plan: Plan, pnet: nn.Module, env: str, *, episodes: int = 1, **options: Any) -> None:
@@ -195,7 +195,7 @@ class ControlProblem(GenomeProblem):
 
     @torch.no_grad()
     def returns(self, solutions_nz: Tensor, episodes: int, seed: int) -> Tensor:
-        """Compute undiscounted returns [n, E] of solutions [n, z] in new episodes; the seed sets their starts."""
+        """Compute undiscounted returns [n, E] of solutions [n, z] in E new episodes. The seed determines the starts."""
         n, start_EO = len(solutions_nz), self.start_P.new_zeros((episodes, *self.env.inputs))
         weights = vmap(self._grower(lambda weights, buffers: self._call(weights, buffers, start_EO)))(solutions_nz)
         act = vmap(lambda weights, obs_EO: self._call(weights, dict(self._buffers), obs_EO), randomness="different")

@@ -1,13 +1,14 @@
-r"""Fits a genome to weights: every ensemble of g-nets is fitted to its tiles by least squares.
+r"""Fits a genome to weights by least squares, one ensemble of g-nets after the other.
 
-With target tiles $Y_t = (W - offset - base) / scale$ and the sum of squares $e_s$ of all targets of a slot,
+Tile t has the target $Y_t = (W - offset - base) / scale$, cut out of its matrix W. With the sum $e_t$ of the squares of
+all targets of that matrix, the problem is
 
-    minimize   sum_t |g(theta_t) - Y_t|^2 / e_s(t)
+    minimize   sum_t |g(theta_t) - Y_t|^2 / e_t
 
-Adam trains all leaves. Before and after, conjugate gradients solve for the leaves in which a tile is linear, which is a
-linear least-squares problem. Low-rank factors are computed by the singular value decomposition instead.
+Adam trains all leaves. A tile is linear in some leaves, such as the amplitudes. Before and after Adam, conjugate
+gradients solve the linear least-squares problem for these leaves. Low-rank factors come from the SVD.
 
-Suffixes: T tiles, r rows and c columns of a tile.
+Suffixes: T tiles, r rows and c columns of a tile, k rank, K linear coefficients of a tile.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class Fit(NamedTuple):
 
     Attributes:
         genome: the genome.
-        errors: `|W - W_hat| / |W|` (Frobenius) of every generated tensor, by name; 0 if both are zero. For a tensor of
-            a base, W is the delta.
+        errors: for every generated tensor by name, `|W - W_hat| / |W|` (Frobenius norm) of the target W and the
+            generated W_hat, 0 if both are zero. For a tensor of a base, W and W_hat are deltas.
     """
 
     genome: Genome
@@ -47,7 +48,7 @@ class Fit(NamedTuple):
 
 
 class _Tiles:
-    """The tiles [T, r, c] of an ensemble as a function of its leaves, and the target tiles."""
+    """The tiles of an ensemble, [T, r, c], as a function of the ensemble's leaves, and the target tiles."""
 
     def __init__(self, plan: Plan, e: Ensemble, targets: TensorMap, dtype: torch.dtype, device: torch.device) -> None:
         self.specs, self.groups = e.leaves, torch.from_numpy(e.groups).to(device)
@@ -75,7 +76,7 @@ class _Tiles:
 
     @torch.no_grad()
     def solve(self, leaves: Params) -> Params:
-        """Solve for the best linear leaves, tile by tile (CGLS; Bjorck, 1996, section 7.4)."""
+        """Solve for the best leaves in which tiles are linear, tile by tile (CGLS; Bjorck, 1996, section 7.4)."""
         if not self.linear or any(self.specs[k].scope == "group" for k in self.linear):
             return leaves
         linear = {k: leaves[k] for k in self.linear}
@@ -84,7 +85,7 @@ class _Tiles:
         def tiles_of(x_TK: Tensor) -> Tensor:
             return self(leaves | unstacked(x_TK, linear))
 
-        # The map is linear, so its transpose is the same for all x, and is computed once.
+        # Compute the transpose once: the map is linear, so all x have the same transpose.
         start_Trc, transpose = torch.func.vjp(tiles_of, x_TK)[:2]
         residual = self.target_Trc - start_Trc
         slope_TK = direction_TK = transpose(residual)[0]
@@ -117,9 +118,8 @@ def fit_genome(
 ) -> Fit:
     """Find the genome whose weights are nearest to trained weights, by least squares, tile by tile.
 
-    Direct parameters and buffers are copied. Weights that were trained without a genome are usually far from all
-    weights that a small genome generates, so errors near 1 do not mean that the fit failed. Train on the task
-    afterwards, starting from the fit:
+    Direct parameters and buffers are copied from `trained`. Weights that were trained without a genome are usually far
+    from all weights that a small genome generates. Errors near 1 do not mean that the fit failed. Then train:
 
         genome, errors = gb.fit_genome(plan, trained)
         state = train_step.init(genome=genome)
@@ -130,10 +130,10 @@ def fit_genome(
     Args:
         plan: the plan.
         trained: a module with the p-net's architecture, or its parameters and buffers by name.
-        pnet: the base, if the plan has one; the deltas are fitted to the difference from the base.
-        start: a genome from which the fit starts; None draws a genome from `seed`.
+        pnet: the base, if the plan has a base. The deltas are fitted to the difference from the base.
+        start: the genome from which the fit starts. None draws a genome from `seed`.
         seed: seed of the drawn genome.
-        steps: number of Adam steps; 0 only solves for the linear leaves.
+        steps: number of Adam steps. 0 solves only for the leaves in which tiles are linear.
         lr: initial learning rate of Adam, which decays to 0 along a cosine.
 
     Raises:
@@ -194,12 +194,12 @@ def _fitted(tiles: _Tiles, leaves: Params, steps: int, lr: float) -> Params:
         adam.step()
         schedule.step()
     fitted = tiles.solve({k: v.detach() for k, v in trained.items()})
-    # Keep the first solution if Adam made it worse, as its first steps do near an optimum.
+    # Keep the first solution if Adam's result is worse: near an optimum, Adam's first steps increase the error.
     return fitted if float(tiles.loss(fitted)) < first else leaves
 
 
 def _best_factors(tiles_Trc: Tensor, rank: int) -> Params:
-    """Compute factors [T, r, k] and [T, c, k], of equal norms, of the nearest tiles of rank k (Eckart, Young, 1936)."""
+    """Compute factors [T, r, k] and [T, c, k] of equal norms of the best rank-k tiles (Eckart and Young, 1936)."""
     u, s, vh = torch.linalg.svd(tiles_Trc, full_matrices=False)
     more = max(0, rank - s.shape[-1])
     left, right = u * s.sqrt()[:, None], vh.mT * s.sqrt()[:, None]

@@ -1,4 +1,4 @@
-"""Initial genomes, checks of genomes against a plan, and the noise of stochastic g-nets."""
+"""Draws initial genomes and the noise of stochastic g-nets, and checks genomes against a plan."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from gbfunc.types import Factors, Genome, GenomeLike, GNets, Params, dtype_name
 Noise = Mapping[str, Params]
 """Standard normal noise [T, ...] of stochastic g-nets, by ensemble and name."""
 
-_DRAWS = _NEWTON_STEPS = 8
-_FLAT = 1e-3  # A slot is constant if centring reduces its standard deviation below this fraction
-_LARGE, _MANY = 1 << 20, 64  # Moments use the factors if there are more weights, and at least as many factor columns
-_SAMPLED = 64  # Number of rows and columns from which the means of a tile are estimated
-_RIDGE = 0.01  # Ridge, relative to the features' mean square; smaller values remove more of the means
+_DRAWS = _NEWTON_STEPS = 8  # Maximum number of draws of a slot's leaves; number of Newton steps
+_FLAT = 1e-3  # A matrix counts as constant if removing the mean leaves less than this fraction of the deviation
+_LARGE, _MANY = 1 << 20, 64  # Use factors for moments of more than _LARGE weights with at least _MANY factor columns
+_SAMPLED = 64  # Number of rows, and of columns, from which a tile's means are estimated
+_RIDGE = 0.01  # e in `_interacting`, relative to the diagonal of A; a smaller e removes more of the means
 
 
 def codes_of(ensemble: Ensemble, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return row codes [U, r, p] and column codes [U, c, q] of an ensemble; exported graphs compute the codes."""
+    """Return an ensemble's row codes [tiles or 1, rows, numbers] and column codes [tiles or 1, columns, numbers]."""
     if is_exporting():
         row, col = ensemble.codes_on(device)
     else:
-        # Copy, because an array that repeats one number is not writable.
+        # Copy, because torch warns about arrays that are not writable, such as broadcast ones.
         row, col = (torch.from_numpy(codes.copy()) for codes in ensemble.codes)
     return row.to(device, dtype), col.to(device, dtype)
 
@@ -44,7 +44,7 @@ def codes_of(ensemble: Ensemble, dtype: torch.dtype, device: torch.device) -> tu
 def check_genome(
     plan: Plan, genome: GenomeLike, shapes: Mapping[str, tuple[int, ...]] | None = None, *, buffers: bool = True
 ) -> None:
-    """Raise an error unless a genome, or a rank's part of one with `shapes`, has the plan's names and shapes."""
+    """Raise an error unless a genome has the plan's names and shapes. `shapes` are the shapes of a rank's part."""
     check_type(plan)
     _check_fields(genome)
     expected = dict(plan.leaf_shapes if shapes is None else shapes)
@@ -81,7 +81,7 @@ def _check_fields(genome: GenomeLike) -> None:
 
 
 def check_plan(plan: Plan, pnet: nn.Module) -> None:
-    """Raise ValueError, with the differences, if the plan was made for another p-net or if the p-net is wrapped."""
+    """Raise ValueError if the plan was made for another p-net, or if the p-net is wrapped (DDP, FSDP, compiled)."""
     check_type(plan)
     check_pnet(pnet)
     found = {name: tuple(x.shape) for name, x in named_tensors(pnet)}
@@ -107,18 +107,17 @@ def check_plan(plan: Plan, pnet: nn.Module) -> None:
 def init_genome(plan: Plan, pnet: nn.Module, seed: int = 0, *, device: torch.device | str | None = None) -> Genome:
     """Draw a genome: random g-nets, and the p-net's direct parameters and buffers.
 
-    Deltas of a base start at zero. If the p-net is on the meta device, direct parameters are 0 (vectors), 1 (weights of
-    norms) or normally distributed with standard deviation 1 / sqrt(fan_in).
+    Deltas of a base start at zero. If the p-net is on the meta device, direct parameters are drawn: weights of norms
+    are 1, other vectors are 0, and other tensors are normal with standard deviation 1 / sqrt(fan_in).
 
     Args:
         plan: the plan.
         pnet: the plan's p-net.
         seed: seed of the random g-nets, 0 <= seed < 2**63.
-        device: device of the genome; None means the p-net's device (the CPU for a p-net on the meta device).
+        device: device of the genome. None is the p-net's device, or the CPU for a p-net on the meta device.
 
     Raises:
-        ValueError: if the plan was made for another p-net, a buffer has no values, or a type of g-net has no leaf that
-            scales its tiles.
+        ValueError: if the plan was made for another p-net, a buffer is on the meta device, or no leaf scales a tile.
     """
     check_plan(plan, pnet)
     buffers = {b.name: pnet.get_buffer(b.name).detach() for b in plan.buffers}
@@ -149,7 +148,7 @@ def init_genome(plan: Plan, pnet: nn.Module, seed: int = 0, *, device: torch.dev
 
 
 def check_seed(seed: int) -> int:
-    """Convert a seed to a Python integer; raise ValueError unless 0 <= seed < 2**63."""
+    """Convert a seed to a Python integer. Raise ValueError unless 0 <= seed < 2**63."""
     if isinstance(seed, bool) or not hasattr(seed, "__index__") or not 0 <= operator.index(seed) < 1 << 63:
         raise ValueError(f"seed must be an integer with 0 <= seed < 2**63, got {seed!r}")
     return operator.index(seed)
@@ -175,7 +174,7 @@ def _direct(info: ParameterInfo, generator: torch.Generator) -> Tensor:
 
 
 def sample_noise(plan: Plan, generator: torch.Generator, like: Tensor | None = None) -> dict[str, Params]:
-    """Draw standard normal noise for all stochastic ensembles from a CPU generator, in dtype and device of `like`."""
+    """Draw standard normal noise for all stochastic ensembles, from a CPU generator. `like` gives dtype and device."""
     noise: dict[str, Params] = {}
     for e in plan.ensembles:
         if shapes := e.hypernet.noise_shapes(e.dims):
@@ -185,7 +184,7 @@ def sample_noise(plan: Plan, generator: torch.Generator, like: Tensor | None = N
 
 
 def check_noise(plan: Plan, noise: Noise | None) -> None:
-    """Raise ValueError unless noise has the names and shapes of `sample_noise`."""
+    """Raise ValueError unless the noise has the names and shapes that `sample_noise` returns for this plan."""
     if noise:
         shapes = {e.name: (e.n_tiles, e.hypernet.noise_shapes(e.dims)) for e in plan.ensembles}
         specs = {f"{name}/{k}": TensorSpec((n, *x)) for name, (n, named) in shapes.items() for k, x in named.items()}
@@ -199,11 +198,11 @@ def unflat_genome(plan: Plan, leaves: Params, buffers: Params) -> Genome:
 
 
 def flatten(genome: GenomeLike) -> tuple[Tensor, Callable[[Tensor], Genome]]:
-    """Return a genome as one vector [P], and a function that converts a vector to a genome.
+    """Return a genome as one vector of P numbers, [P], and a function that converts a vector to a genome.
 
     The vector is for evolution strategies and for optimizers of other packages. Leaves are concatenated in the order of
-    their names, in the widest of their dtypes. Buffers and parameters that are not floating-point numbers are not in
-    the vector; all genomes share them. The function is differentiable, and `vmap` applies it to a population [n, P].
+    their names, in the widest of their dtypes. The vector contains neither buffers nor integer parameters: every genome
+    from the function has those of `genome`. The function is differentiable, and works under `vmap`.
 
     >>> import gbfunc as gb
     >>> pnet = nn.Linear(6, 3)
@@ -236,10 +235,10 @@ class _Slot(NamedTuple):
         return joined(Evaluation(self.constants, leaves).tiles(), self.grid)
 
     def moments(self, leaves: Params, linear: Sequence[str] = ()) -> tuple[float, float, Params]:
-        """Return mean and deviation of the weights, and the gradient of the mean with respect to `linear` leaves.
+        """Return mean and deviation of a matrix, and the gradient of the mean with respect to the `linear` leaves.
 
-        A large matrix with factors L and R is not formed: the weights of a tile sum to `sum_i L_i . sum_j R_j`, and
-        their squares to the sum of the entries of `L.T @ L * R.T @ R`.
+        A large matrix with factors L and R is not formed. The sum over a tile's weights is `sum_i L_i . sum_j R_j`, and
+        the sum over the squared weights is the sum over the entries of `(L.T @ L) * (R.T @ R)`.
         """
         hypernet, g, x = self.constants.hypernet, self.grid, {k: leaves[k].detach().requires_grad_() for k in linear}
         with torch.enable_grad():
@@ -248,7 +247,7 @@ class _Slot(NamedTuple):
                 mean, deviation = weights.mean(), float(weights.detach().std(correction=0))
             else:
                 left, right = cast(Factors, Evaluation(self.constants, leaves | x).tiles())
-                # Exclude the rows and columns of the last tiles beyond the matrix.
+                # Set rows and columns of the last tiles to zero if they lie outside of the matrix.
                 tile_T = torch.arange(g.n_tiles, device="cpu")
                 left = left * _inside(g.rows - tile_T // g.n_cols * g.tile_rows, g.tile_rows)
                 right = right * _inside(g.cols - tile_T % g.n_cols * g.tile_cols, g.tile_cols)
@@ -264,11 +263,11 @@ def _inside(lengths_T: Tensor, longest: int) -> Tensor:
 
 
 def init_leaves(e: Ensemble, dtype: torch.dtype, generator: torch.Generator) -> Params:
-    """Draw an ensemble's leaves, tile by tile from one CPU generator, so that the genome is equal on all devices.
+    """Draw an ensemble's leaves from one CPU generator, tile by tile, so that the genome is equal on all devices.
 
-    Then the linear leaves v are changed so that every slot has zero mean and unit standard deviation. The mean is
-    linear in v, `mean = <m, v>`, and the smallest change that removes the mean is `v -= m * mean / |m|^2`. In a slot
-    with a single linear coefficient, all leaves of its tiles are changed.
+    Then change the linear leaves v (such as amplitudes) so that the weights of every matrix have zero mean and unit
+    standard deviation. The mean is linear in v, `mean = <m, v>`. Subtracting `m * mean / |m|^2` from v is the smallest
+    change that removes the mean. If a matrix has a single linear coefficient, all leaves of its tiles are changed.
     """
     hypernet, specs = e.hypernet, e.leaves
     drawn = hypernet.init(e.dims, e.n_tiles, e.n_groups, generator)
@@ -290,7 +289,7 @@ def init_leaves(e: Ensemble, dtype: torch.dtype, generator: torch.Generator) -> 
             if changed := _standardised(slot, mine, tile_scope, linear):
                 mine |= changed
                 break
-            # Draw again: a slot with equal weights, for example if all rectifiers are off, could not be trained.
+            # Draw again: equal weights, for example if all ReLUs are off, could not be trained.
             fresh = hypernet.init(e.dims, grid.n_tiles, 1, generator)
             mine |= {k: fresh[k].to(leaves[k].dtype) for k in tile_scope}
         deviation = slot.moments(mine)[1] if grid.numel > 1 and p is e.spans[0] else 0
@@ -303,12 +302,12 @@ def init_leaves(e: Ensemble, dtype: torch.dtype, generator: torch.Generator) -> 
 
 
 def _interacting(slot: _Slot, mine: Params, linear: list[str]) -> Params:
-    """Return linear leaves that reduce the means of rows and columns, with unit deviation in every tile.
+    """Return linear leaves that reduce the means of a tile's rows and columns, and give every tile unit deviation.
 
-    A tile is a sum of features with coefficients v. If features are functions of one sum of codes, such as rectifiers,
-    most of their variance is in the means of rows and columns: a matrix of rank 2 with a large singular value, which
-    makes activations grow from layer to layer. With the Gram matrix A of the means, `(A / e + 1)^-1 v` reduces the
-    means (Tikhonov).
+    A tile is a sum of features with coefficients v. If each feature is a function of one weighted sum of the codes, as
+    in a ReLU g-net, most of the variance is in the means of rows and columns. These means are a matrix of rank 2 with a
+    large singular value, so activations would grow from layer to layer. With the Gram matrix A of the features' means
+    and a small number e, `(A / e + 1)^-1 v` reduces the means (Tikhonov regularization).
     """
     generator = torch.Generator("cpu").manual_seed(0)
     rows = torch.randperm(slot.constants.row.shape[1], generator=generator, device="cpu")[:_SAMPLED]
@@ -336,7 +335,7 @@ def _interacting(slot: _Slot, mine: Params, linear: list[str]) -> Params:
 
 
 def stacked(leaves: Params) -> Tensor:
-    """Concatenate the leaves of every tile: [T, ...], ... -> [T, K]."""
+    """Concatenate the leaves of each of T tiles to K numbers: [T, ...], ... -> [T, K]."""
     return torch.cat([x.reshape(len(x), -1) for x in leaves.values()], 1)
 
 
@@ -347,7 +346,7 @@ def unstacked(rows_TK: Tensor, like: Params) -> Params:
 
 
 def _standardised(slot: _Slot, mine: Params, tile_scope: list[str], linear: list[str]) -> Params:
-    """Return leaves that give a slot zero mean and unit deviation; return {} for a constant matrix."""
+    """Return leaves that give a slot's matrix zero mean and unit deviation, {} for a constant matrix."""
     mean, deviation, slopes = slot.moments(mine, linear)
     if not math.isfinite(mean + deviation):
         hypernet, (p, q) = slot.constants.hypernet, (x.shape[-1] for x in (slot.constants.row, slot.constants.col))
@@ -357,7 +356,7 @@ def _standardised(slot: _Slot, mine: Params, tile_scope: list[str], linear: list
         return {}
     centred = _zeroed(mean, mine, slopes)
     if (left := slot.moments(mine | centred)[1]) <= _FLAT * deviation:
-        # With one feature or gene, the linear leaves determine only the mean, so all leaves of the tiles are changed.
+        # With one feature or gene, linear leaves only scale the matrix, so change all leaves of the tiles.
         centred = {k: mine[k] for k in tile_scope}
         for _ in range(_NEWTON_STEPS):
             v = {k: leaf.detach().requires_grad_() for k, leaf in centred.items()}
@@ -376,7 +375,7 @@ def _slopes(value: Tensor, leaves: Params) -> Params:
 
 
 def _zeroed(value: float, leaves: Params, slopes: Params) -> Params:
-    """Return the leaves after a Newton step of minimal norm towards `value` = 0; `slopes` are the gradients."""
+    """Return the leaves after a Newton step of minimal norm towards `value` = 0, from the gradient `slopes`."""
     square = sum(float(m.square().sum()) for m in slopes.values())
     change = value / square if 0 < square < math.inf else 0.0
     return {k: leaves[k].detach() - change * slope for k, slope in slopes.items()}

@@ -1,4 +1,4 @@
-"""`materialize`: builds the generated p-net as a plain `nn.Module` for evaluation, export and serving.
+"""`materialize` builds the generated p-net as a plain `nn.Module` for evaluation, export and inference.
 
 `carry_over` and `shuffled` build networks for comparisons.
 """
@@ -27,21 +27,20 @@ def materialize(
     Args:
         plan: the plan.
         genome: a `Genome` or `TrainState`.
-        pnet: the plan's p-net, which is not changed. The copy has the same training mode.
-        factored: store a weight as factors, the parameters `NAME_left` and `NAME_right` of its layer, if the factors
-            are smaller than the weight. This takes less memory, and less time if the factors are thin. `layer.weight`
-            is then a property that multiplies the factors, so in-place changes of the tensor are lost. Code that
-            changes weights (PEFT's `merge_and_unload`) or depends on the p-net's names (`save_pretrained` of Hugging
-            Face) needs `factored=False`, which returns a plain module without gbfunc.
-        noise: noise of stochastic g-nets, from `gb.sample_noise(plan, generator)`; each noise generates a different
-            network. None generates the mean weights.
+        pnet: the plan's p-net, which is not changed. The result has the p-net's mode (training or evaluation).
+        factored: store a weight as factors if the factors are smaller than the weight. The layer then has two
+            parameters, such as `weight_left` and `weight_right`. Factors take less memory, and less time if they are
+            thin. `layer.weight` is then a property that multiplies the factors, so in-place changes of the weight are
+            lost. Code that changes weights (PEFT's `merge_and_unload`) or depends on the p-net's names
+            (`save_pretrained` of Hugging Face) needs `factored=False`, which returns a plain module without gbfunc.
+        noise: noise of stochastic g-nets, from `gb.sample_noise(plan, generator)`. Each draw of the noise gives a
+            different network. None generates the mean weights.
 
-    Deltas of layers that hide their weight, such as quantized layers, are always stored as factors, as parameters of
-    these layers. With `factored=False`, a warning names these deltas.
+    Layers that hide their weight (quantized layers) always store the delta as factors; `factored=False` then warns.
 
     Raises:
-        TypeError: without a p-net, or for the pair of `gb.load` in place of plan and genome.
-        ValueError: if genome, noise, plan and p-net do not match.
+        TypeError: if `pnet` is missing, or if the pair that `gb.load` returns is passed as a single argument.
+        ValueError: if genome, noise, plan and p-net do not fit together.
     """
     if pnet is None:
         raise TypeError("materialize takes (plan, genome, pnet), got two: write materialize(*gb.load(path), pnet)")
@@ -56,7 +55,7 @@ def materialize(
     if forms and not factored:
         words = "stay factors, because their layers hide their weights: factored=True avoids this warning"
         warnings.warn(f"{', '.join(sorted(forms))} {words}", stacklevel=2)
-    # `with_weights` needs a tensor for every weight. An expanded number takes no memory; `install_served` removes it.
+    # `with_weights` needs a tensor for every weight. Pass expanded zeros, which take no memory and are removed below.
     factored_tensors = [t for t in plan.tensors if t.name in forms]
     weights |= {t.name: torch.zeros((), dtype=DTYPES[t.dtype]).expand(t.shape) for t in factored_tensors}
     buffers = {b.name: genome.buffers[b.name].to(DTYPES[b.dtype]) for b in plan.buffers}
@@ -68,9 +67,9 @@ def materialize(
 
 @torch.no_grad()
 def shuffled(net: nn.Module, seed: int = 0, *, names: Iterable[str] | None = None) -> nn.Module:
-    """Copy a network and permute the numbers in each weight: a control with the same distribution of weights.
+    """Copy a network and permute the numbers in each weight: a control with an unchanged distribution of weights.
 
-    `names` are the parameters to permute; None permutes all parameters with at least two dimensions.
+    `names` are the parameters to permute. None permutes all parameters with at least two dimensions.
     """
     control, generator = copy.deepcopy(net), torch.Generator().manual_seed(seed)
     for name in [k for k, x in control.named_parameters() if x.ndim >= 2] if names is None else names:
@@ -81,15 +80,15 @@ def shuffled(net: nn.Module, seed: int = 0, *, names: Iterable[str] | None = Non
 
 @torch.no_grad()
 def carry_over(source: nn.Module, net: nn.Module, *, layers: int | None = None) -> nn.Module:
-    """Copy a network, and copy parameters and buffers with equal names and shapes from another network (transfer).
+    """Copy `net`, and copy the tensors with equal names and shapes from `source` into the copy (transfer learning).
 
-    A layer starts with a weight of at least two dimensions and includes the biases, norms and buffers that follow. If
-    shapes differ, as in the last layer for other classes, the copy has the values of `net`.
+    A layer consists of a weight with at least two dimensions and the biases, norms and buffers that follow the weight.
+    If shapes differ, for example in a last layer for other classes, the copy keeps the values of `net`.
 
     Args:
         source: a trained or generated network.
         net: the network for the new task, with initial weights, which is not changed.
-        layers: number of layers to copy, from the first on; None copies all layers.
+        layers: copy the first `layers` layers of `source`. None copies all layers.
 
     Raises:
         ValueError: if `layers` is below 1, or no tensor has an equal name and shape.
@@ -108,7 +107,7 @@ def carry_over(source: nn.Module, net: nn.Module, *, layers: int | None = None) 
 
 
 def _by_layer(net: nn.Module) -> Iterator[tuple[str, Tensor, int]]:
-    """Yield names, parameters and buffers, module after module, with the number of the layer: 1, 2, ..."""
+    """Yield (name, tensor, number of the layer) for all parameters and buffers, module after module."""
     layer = 0
     for prefix, module in net.named_modules():
         for kind in (module.named_parameters, module.named_buffers):

@@ -1,9 +1,9 @@
-"""The genome as an `nn.Module`, for anything that trains modules: loops, `Trainer`, `Accelerate`, DDP, `torch.compile`.
+"""The genome as an `nn.Module`, for training loops, `Trainer`, `Accelerate`, DDP, `torch.compile` and similar tools.
 
     parameters (the genome's leaves) --generate--> weights --the p-net's forward--> outputs
 
-The module is a copy of the p-net. Its class is made at run time, and has the name of the p-net's class. Generated
-weights are properties of their layers. The parameters of the module are the genome's leaves.
+The module is a copy of the p-net, whose class is made at run time and has the name of the p-net's class. Generated
+weights are properties of their layers. The module's parameters are the genome's leaves and direct parameters.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gbfunc.trees import DIRECT, GNET
 from gbfunc.types import Genome, GenomeLike, Lazy, Params
 
 Self = TypeVar("Self", bound="GenomeModule")
-_WATCHED = 100  # the number of forwards in training mode after which the genome should have changed
+_WATCHED = 100  # after this number of forwards in training mode, the genome should have changed
 _UNCHANGED = (
     f"after {_WATCHED} forwards with gradients the genome has not changed: make the optimizer after GenomeModule, from "
     "its parameters (torch.optim.Adam(module.parameters())); if you accumulate as many gradients, ignore this warning"
@@ -39,7 +39,7 @@ _UNCHANGED = (
 
 
 class _Frame(NamedTuple):
-    """The state of a module other than tensors; `sources` maps names of generated tensors to the generator's names."""
+    """The fixed part of a module. `sources` maps each generated tensor's name, also a tied name, to the plan's name."""
 
     plan: Plan
     base: BaseTensors | None
@@ -47,27 +47,26 @@ class _Frame(NamedTuple):
     sources: dict[str, str]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Frame:
-        # Copies share the frame, because the base never changes.
+        # Copies share the base, because the base never changes.
         return self
 
 
 class GenomeModule(nn.Module):
-    """The p-net as a module with the genome as parameters: `GenomeModule(plan, pnet, genome=None, *, seed, lazy)`.
+    """The p-net as a module whose parameters are the genome: `GenomeModule(plan, pnet, genome=None, *, seed, lazy)`.
 
     `net = GenomeModule(plan, pnet)` is a copy of the p-net, with the p-net's class name, modules, attributes, methods,
     hooks and buffers. `net` is an instance of both the p-net's class and `GenomeModule`. Make the optimizer from
-    `net.parameters()`, because the p-net's parameters are no longer trained. A trainer sees only the genome as
-    parameters, so optimizer states, DDP's all-reduce and state dicts have the genome's size. A forward generates all
-    weights once, from the current parameters. Reading a weight outside of a forward (`net.fc.weight`) generates that
-    weight. In-place changes of a generated weight are lost.
+    `net.parameters()`, because the p-net's own parameters are not trained. Only the genome is a parameter, so optimizer
+    states, DDP's all-reduce and state dicts have the genome's size. A forward generates all weights once, from the
+    current genome. Reading `net.fc.weight` outside of a forward generates this weight. In-place changes of it are lost.
 
-    Parameters of the g-nets are registered on the root, as `gnets:<ensemble>:<leaf>`. Direct parameters and buffers
-    have the p-net's names, start at the values of `genome` or of the p-net, and require grad as in the p-net.
-    `load_state_dict` raises RuntimeError for another plan, by metadata that safetensors files do not contain. In
-    training mode, stochastic g-nets draw from torch's default generator. In evaluation mode, they generate means.
+    The g-nets' parameters are named `gnets:<ensemble>:<leaf>`. Direct parameters and buffers keep the p-net's names.
+    They start with the values of `genome` or of the p-net, and require grad as in the p-net. `load_state_dict` raises
+    RuntimeError for the state dict of another plan, except from safetensors files, which lack the metadata. In training
+    mode, stochastic g-nets draw from torch's default generator. In evaluation mode, they generate mean weights.
 
-    The tensors of a base are not parameters or buffers of the module, and not in state dicts. They follow the genome's
-    device. The base's batch norms stay in evaluation mode. Copies of the module share the base's memory until a cast.
+    The tensors of a base are neither parameters nor buffers of the module, nor in state dicts. They are moved to the
+    genome's device. The base's batch norms stay in evaluation mode. Copies of the module share the base's memory.
 
     `save_pretrained`, `from_pretrained` and `push_to_hub` work on the genome and override the p-net's methods.
 
@@ -76,12 +75,12 @@ class GenomeModule(nn.Module):
         pnet: the plan's p-net or base, which is not changed.
         genome: a `Genome` or `TrainState`, which is copied; None draws a new genome.
         seed: seed of a new genome.
-        lazy: whether layers multiply by factors of weights (`StepOptions`); False for `torch.compile` of torch 2.5.
+        lazy: whether layers multiply by factors of weights (`StepOptions`). `torch.compile` of torch 2.5 needs False.
 
     Raises:
         TypeError: if an argument has the wrong type.
-        ValueError: if plan, p-net and genome do not fit together, or the p-net is not the plan's base, is wrapped (DDP,
-            FSDP, compiled), or has an attribute `plan` or `to_genome`.
+        ValueError: if plan, p-net and genome do not fit together, if the p-net is not the plan's base, if the p-net is
+            wrapped (DDP, FSDP, compiled), or if the p-net has an attribute `plan` or `to_genome`.
 
     >>> import gbfunc as gb
     >>> pnet = nn.Linear(30, 20)
@@ -131,8 +130,8 @@ class GenomeModule(nn.Module):
         sources |= {t.name: t.name for t in plan.tensors if t.kind == "beside"}
         self._frame = _Frame(plan, base, lazy, sources)
         without_sparse(self, {name for t in plan.generated for name in (t.name, *t.aliases)})
-        # `install` defines the root's weights as properties of a new class. Set the p-net's class meanwhile, so that
-        # the final class inherits from the new class.
+        # `install` makes a new class with the root's weights as properties, from the present class. Set the p-net's
+        # class meanwhile, so that the final class can inherit from the new class.
         this: Any = self
         read, made = self._read, type(self)
         this.__class__ = made._pnet_class
@@ -150,8 +149,7 @@ class GenomeModule(nn.Module):
         For a module under `fully_shard` (FSDP2), all ranks must call this method, because shards are gathered.
 
         Raises:
-            ValueError: if a layer with generated weights was replaced, or parameters were added, which a genome of this
-                plan cannot store.
+            ValueError: if a generated layer was replaced or parameters were added, which the plan does not contain.
         """
         plan = self.plan
         known = {_leaf(e.name, k) for e in plan.ensembles for k in e.leaves}
@@ -182,11 +180,11 @@ class GenomeModule(nn.Module):
                 layer, key = self._layer(b.name)
                 buffer = getattr(layer, key, None)
                 if isinstance(buffer, Tensor) and buffer.requires_grad:
-                    # The forward assigned a buffer with a graph, which must not reach into the next call.
+                    # The forward assigned a tensor with a graph. Detach the tensor from the graph before the next call.
                     setattr(layer, key, buffer.detach())
 
     def _watch(self) -> None:
-        """Warn if gradients do not change the genome, because the optimizer has parameters of another module."""
+        """Warn if gradients never change the genome: probably, the optimizer has the parameters of another module."""
         self._forwards += 1
         leaves = [x for x in self.parameters() if x.is_leaf and x.grad is not None]
         if self._forwards == 2:
@@ -195,7 +193,7 @@ class GenomeModule(nn.Module):
             warnings.warn(_UNCHANGED, UserWarning, stacklevel=2)
 
     def train(self: Self, mode: bool = True) -> Self:
-        """Set the training mode. Layers with running statistics of a base stay in evaluation mode."""
+        """Set the training mode. Layers with running statistics of the base stay in evaluation mode."""
         super().train(mode)
         self._freeze_statistics()
         return self
@@ -203,11 +201,11 @@ class GenomeModule(nn.Module):
     def save_pretrained(self, save_directory: str | os.PathLike[str], **options: Any) -> str | None:
         """Write a folder in the Hugging Face layout: `genome.safetensors`, `config.json` and a model card.
 
-        `dtype` is an option of `gb.save`. With `state_dict`, a state dict of the module, `model.safetensors` is also
-        written, from which `Trainer` resumes. `push_to_hub=True` uploads the folder to `repo_id` (by default, the
-        folder's name), and takes the options of `push_to_hub`. `PreTrainedModel.save_pretrained`'s options for large
-        files have no effect. Returns the commit's URL with `push_to_hub=True`, otherwise None. Raises TypeError for an
-        unknown option, ImportError for an upload without huggingface_hub, and the errors of `gb.save`.
+        Options: `dtype` as in `gb.save`. `state_dict` (a state dict of the module, or None for the present one) also
+        writes `model.safetensors`, from which `Trainer` resumes. `push_to_hub=True` uploads the folder to `repo_id` (by
+        default, the folder's name), with the options of `push_to_hub`. The options of `PreTrainedModel.save_pretrained`
+        for large files have no effect. Returns the commit's URL with `push_to_hub=True`, otherwise None. Raises
+        TypeError for an unknown option, ImportError for an upload without huggingface_hub, and the errors of `gb.save`.
         """
         if "state_dict" in options:
             # Trainer passes None.
@@ -215,11 +213,11 @@ class GenomeModule(nn.Module):
         return save_pretrained(self.plan, self.to_genome(), save_directory, **options)
 
     def push_to_hub(self, repo_id: str, **options: Any) -> str:
-        """Upload the files of `save_pretrained` to a repository of the Hugging Face hub; returns the commit's URL.
+        """Upload the files of `save_pretrained` to a repository of the Hugging Face hub. Return the commit's URL.
 
-        Options are `dtype` of `gb.save`, and options of `huggingface_hub.ModelHubMixin.push_to_hub`: `private` (for a
-        new repository), `token`, `branch`, `commit_message`, `create_pr`, `allow_patterns`, `ignore_patterns` and
-        `delete_patterns`. Raises the errors of `save_pretrained`.
+        The options are `dtype`, as in `gb.save`, and the options of `huggingface_hub.ModelHubMixin.push_to_hub`:
+        `private` (for a new repository), `token`, `branch`, `commit_message`, `create_pr`, `allow_patterns`,
+        `ignore_patterns` and `delete_patterns`. Raises the errors of `save_pretrained`.
         """
         return push_pretrained(self.plan, self.to_genome(), repo_id, **options)
 
@@ -238,8 +236,8 @@ class GenomeModule(nn.Module):
         Args:
             pretrained_model_name_or_path: the folder, or the name of the repository.
             pnet: the p-net or base that the genome was made for.
-            lazy: as in the constructor.
-            factories: as in `gb.load`.
+            lazy: the option of the constructor.
+            factories: the argument of `gb.load`.
             options: options of `huggingface_hub.hf_hub_download` (`revision`, `token`, `cache_dir`, ...).
 
         Raises:
@@ -276,7 +274,7 @@ class GenomeModule(nn.Module):
         return weights
 
     def _layer(self, name: str) -> tuple[Any, str]:
-        """Return the layer of a tensor (None if the layer was replaced) and the tensor's attribute there."""
+        """Return the layer that holds a tensor (None if the layer is gone) and the tensor's attribute in the layer."""
         *path, attribute = name.split(".")
         layer: Any = self
         for part in path:
@@ -284,7 +282,7 @@ class GenomeModule(nn.Module):
         return layer, attribute
 
     def _place(self, weights: dict[str, Any]) -> list[tuple[nn.Module, str, Any]]:
-        """Set a call's weights in the layers of this module or replica; returns (layer, attribute, former value)s."""
+        """Set a call's weights in the layers. Return (layer, attribute, former value) for each weight."""
         placed = []
         for name, source in self._frame.sources.items():
             layer, attribute = self._layer(name)
@@ -318,7 +316,7 @@ class GenomeModule(nn.Module):
         super()._apply(fn, recurse)
         if self._frame.base is not None and (base := self._frame.base.cast(fn)) is not None:
             self._frame = self._frame._replace(base=base)
-        # Build constants for the leaves' new device now, because a compiled forward cannot build them.
+        # Build constants for the leaves' new device now, because a compiled forward cannot build constants.
         self._build()
         return self
 
@@ -355,13 +353,13 @@ def _leaf(ensemble: str, leaf: str) -> str:
 
 
 def _copied(x: Any) -> Tensor:
-    shard = type(x).__name__ == "DTensor"  # compared by name, because the import of DTensor is slow
+    shard = type(x).__name__ == "DTensor"  # compare names, because the import of DTensor is slow
     return (x.detach().full_tensor() if shard else x.detach()).clone()
 
 
 @torch.compiler.disable
 def _drawn(plan: Plan, like: Tensor) -> Noise:
-    """Draw noise from torch's default generator, which a compiled graph cannot contain."""
+    """Draw noise from torch's default generator, outside of compiled graphs, which cannot contain a generator."""
     return sample_noise(plan, torch.default_generator, like)
 
 

@@ -18,7 +18,7 @@ from gbfunc.types import MatrixDims
 
 @dataclass(frozen=True)
 class TileGrid:
-    """A matrix covered by equal tiles; the last tiles are cropped. Raises ValueError unless 1 <= tile <= length."""
+    """A matrix that equal tiles cover. The last tiles are cropped. Raises ValueError unless 1 <= tile <= length."""
 
     rows: int
     cols: int
@@ -48,7 +48,7 @@ class TileGrid:
 
 
 class Piece(NamedTuple):
-    """A block of a matrix: ranges `a .. b - 1` of rows, concatenated, and one range `c .. d - 1` of columns."""
+    """A block of a matrix: the rows of one or more ranges (a, b), concatenated, and the columns of one range (c, d)."""
 
     rows: tuple[tuple[int, int], ...]
     cols: tuple[int, int]
@@ -63,18 +63,18 @@ class Piece(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """The tiles that overlap a block of a matrix."""
+    """The tiles to generate for a matrix, or for a block of a matrix."""
 
-    grid: TileGrid  # The smaller matrix that the overlapping tiles form
-    tiles: tuple[int, ...] | None = None  # Indices of the tiles in the full grid; None for all tiles
-    piece: Piece | None = None  # The position of the block in the smaller matrix; None for the entire matrix
+    grid: TileGrid  # The matrix that these tiles form
+    tiles: tuple[int, ...] | None = None  # Indices of the tiles in the full grid. None is all tiles
+    piece: Piece | None = None  # The block within the matrix of these tiles. None is the entire matrix
 
     def crop(self, matrix_RC: Tensor) -> Tensor:
         return matrix_RC if self.piece is None else self.piece.of(matrix_RC)
 
 
 def cut_piece(grid: TileGrid, piece: Piece) -> Cut:
-    """Find the tiles, at least one, that overlap a block of a matrix; raise ValueError if the block exceeds the matrix.
+    """Find the tiles (at least one) that overlap a block of a matrix. Raise ValueError if the block is not inside.
 
     >>> cut_piece(TileGrid(10, 6, 4, 3), Piece(((5, 9),), (0, 2))).tiles
     (2, 4)
@@ -101,7 +101,7 @@ MaxTile = int | tuple[int, int] | None
 
 
 def check_max_tile(max_tile: MaxTile) -> tuple[int, int] | None:
-    """Return the largest tile as (rows, columns), None for one tile per matrix; raise ValueError for other types."""
+    """Return the largest tile as (rows, columns), or None for one tile per matrix. Raise ValueError for wrong types."""
     if max_tile is None:
         return None
     pair = (max_tile, max_tile) if isinstance(max_tile, int) else max_tile
@@ -111,10 +111,10 @@ def check_max_tile(max_tile: MaxTile) -> tuple[int, int] | None:
 
 
 def tile_grid(matrix: MatrixDims | tuple[int, int], max_tile: MaxTile = None) -> TileGrid:
-    """Cut a matrix into tiles of at most `max_tile`, as evenly as possible: 256 rows with at most 100 give 3 x 86.
+    """Cut a matrix into tiles of at most `max_tile`, as evenly as possible: 256 rows and `max_tile=100` give 3 x 86.
 
-    `max_tile` is None (one tile), a length for both sides, or (rows, columns). If columns have kernel positions, tiles
-    are cut between channels, and `max_tile` counts channels.
+    `max_tile` is None (one tile), a maximum for both rows and columns, or (rows, columns). For a convolution, tiles are
+    cut between input channels, and `max_tile` counts channels instead of columns.
     """
     dims = matrix if isinstance(matrix, MatrixDims) else MatrixDims(matrix[0], matrix[1])
     pair = check_max_tile(max_tile)
@@ -141,7 +141,7 @@ def join_tiles(tiles_Trc: Tensor, grid: TileGrid) -> Tensor:
 
 
 def join_all(tiles_Trc: Tensor, grids: Sequence[TileGrid]) -> tuple[Tensor, ...]:
-    """Rebuild several matrices from one stack of their tiles: [T, r, c] -> [R, C], ..."""
+    """Rebuild several matrices from one stack of tiles: [T, r, c] -> [R, C], ..."""
     r, c = grids[0].tile_rows, grids[0].tile_cols
     counts = [grid.n_tiles for grid in grids]
     if tuple(tiles_Trc.shape) != (sum(counts), r, c) or any((g.tile_rows, g.tile_cols) != (r, c) for g in grids):
@@ -166,7 +166,7 @@ def join_stack(tiles: Tensor, grid: TileGrid) -> Tensor:
     if _is_stack(grid):
         return tiles.reshape(*tiles.shape[:-3], grid.rows, grid.cols)
     r, c = grid.tile_rows, grid.tile_cols
-    # The compiler fuses the plain expression below, and does not support a Function with a jvp.
+    # In compiled code, use the expression below: the compiler fuses it, but does not support a Function with a jvp.
     if (grid.rows % r or grid.cols % c) and not torch.compiler.is_compiling():
         return _Retile.apply(True, (grid,), tiles)[0]  # pyright: ignore[reportOptionalSubscript]
     blocks = tiles.unflatten(-3, (grid.n_rows, grid.n_cols)).transpose(-3, -2)
@@ -181,7 +181,7 @@ def split_stack(matrices: Tensor, grid: TileGrid) -> Tensor:
 
 
 def copy_tiles(matrix: Tensor, tiles: Tensor, grid: TileGrid, joins: bool) -> None:
-    """Copy tiles [..., T, r, c], or some rows of tiles, into a matrix [..., R, C], or back with zeros as padding."""
+    """Copy tiles [..., T, r, c] into a matrix [..., R, C] (`joins`), or the matrix into tiles padded with zeros."""
     r, c = grid.tile_rows, grid.tile_cols
     blocks = tiles.unflatten(-3, (-1, grid.n_cols))
     top, left = blocks.shape[-4] - 1, grid.n_cols - 1
@@ -200,7 +200,7 @@ def copy_tiles(matrix: Tensor, tiles: Tensor, grid: TileGrid, joins: bool) -> No
 
 
 def unbatched(size: int, in_dims: Sequence[int | None], tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Move the batch dimension of a vmap to the front; expand tensors without batch dimension to `size`."""
+    """Move the batch dimension of a vmap to the front. Tensors without a batch dimension are expanded to `size`."""
     return (x.expand(size, *x.shape) if d is None else x.movedim(d, 0) for x, d in zip(tensors, in_dims, strict=True))
 
 

@@ -45,8 +45,7 @@ def make_generator(
     With a `layout`, each rank generates some tiles, and gathers the other tiles from the other ranks. With `lazy`,
     layers of `pnet` that support factors get factors instead of dense weights. With `remat`, a weight is generated for
     each use and again in backward. `names` selects parameters, and `pieces` selects blocks of their matrices. Factors
-    are always generated for the whole matrix. Raises ValueError if the plan has a base and `base`, the base's tensors,
-    is None.
+    are always generated for the whole matrix. Raises ValueError if the plan has a base and `base` is None.
     """
     if plan.base is not None and base is None:
         raise ValueError("the genome holds deltas of a base, but base is None: pass the pretrained p-net (base=)")

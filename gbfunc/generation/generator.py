@@ -107,7 +107,7 @@ class Stack:
         return constants
 
     def _groups(self, device: torch.device) -> Tensor:
-        """Return the group of every tile [T]. An exported graph stores spans of consecutive groups, not a table."""
+        """Return the group of each tile, [T]. An exported graph stores spans of consecutive groups, not each group."""
         groups = self.ensemble.groups
         if not is_exporting():
             return torch.from_numpy(groups).to(device, torch.int64)
@@ -117,7 +117,7 @@ class Stack:
         return offsets_T + torch.arange(len(groups), device=device)
 
     def evaluation(self, leaves: Params, noise: Params | None, dtype: torch.dtype, device: torch.device) -> Evaluation:
-        """Select the constants, leaves and noise of this rank's tiles from a flat genome and the noise of all tiles."""
+        """Select this rank's tiles from a flat genome and from the noise of all tiles, and add constants."""
         leaves = {k: leaves[name] for k, name in self.names.items()}
         if self._some:
             leaves = {k: v if k in self._shared else v[self._tiles] for k, v in leaves.items()}
@@ -192,7 +192,7 @@ class Generator:
         places: Sequence[tuple[Form, list[tuple[int, int]]]],  # Per tensor: the form, and (stack, slot) of each matrix
         forms: dict[str, WeightForm],  # Forms by weight name (all tied names); none for dense weights
         direct: Sequence[Target],
-        unchanged: Mapping[str, Callable[[torch.device], Tensor]],  # By device: base parameters without a delta
+        unchanged: Mapping[str, Callable[[torch.device], Tensor]],  # (device) -> a base parameter without a delta
         order: Sequence[str],  # The names that a call returns
         dtype: torch.dtype,
     ) -> None:

@@ -59,7 +59,7 @@ class RankStack(Stack):
         self._local_counts = [sizes[layout.mesh.gnets_index] for sizes in self.sizes]
 
     def slot(self, number: int, inputs: Iterator[Tensor]) -> Source:
-        """Return one slot. `inputs` yields this rank's leaves and noise, and then whether its gradients count."""
+        """Return the `Source` of a slot. `inputs` yields this rank's leaves, its noise, and whether gradients count."""
         evaluation = self._filled(number, inputs)
         return Remote(self, number, evaluation, Gather(self._layout, bool(next(inputs))))
 
@@ -77,8 +77,7 @@ class RankGenerator(Generator):
 
     def _slots(self, evaluations: Sequence[Evaluation], counts: bool) -> list[Sequence[Source]]:
         gather = Gather(self._layout, counts)
-        # Gather all ensembles at once, because each collective costs latency, and outside of vmap, because collectives
-        # have no batching rule.
+        # Gather all ensembles at once, outside of vmap: each collective costs latency and has no batching rule.
         mine = {
             s.ensemble.name: s.tiles(evaluations[i], gather)
             for i, s in enumerate(self.stacks)

@@ -1,7 +1,7 @@
 """Adds deltas to linear layers that hide their weight, such as quantised layers: `y = layer(x) + x delta^T`.
 
-A layer of this kind has integers `in_features` and `out_features` and a custom forward. The delta [out, in] is the
-tensor `NAME.delta` of a plan. The p-net has no tensor of this name. The factors of the delta are never multiplied.
+A layer of this kind has the integers `in_features` and `out_features` and a forward of its own. The delta [out, in] of
+layer NAME is the tensor `NAME.delta` in a plan, but not in the p-net. The delta stays a product of factors.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch.autograd.function import once_differentiable
 from gbfunc.layers.forms import weight_of
 from gbfunc.layers.kinds import DELTA
 
-_SAMPLED, _CHUNK = 64, 256  # Columns sampled to estimate a weight's standard deviation; columns read at once
-_LINEAR = 0.05  # Tolerated error of f(x) + f(y) = f(x + y) in a linear layer, relative to the largest output
+_SAMPLED, _CHUNK = 64, 256  # Columns to estimate a weight's standard deviation, columns per call in backward
+_LINEAR = 0.05  # Tolerated difference of f(x) + f(y) and f(x + y), relative to the largest output
 
 
 def hidden_layers(net: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield layers that have `in_features`, but no floating-point weight to which a delta could be added."""
+    """Yield the name and the layer for each layer with `in_features` but without a floating-point weight."""
     for name, layer in net.named_modules():
         sizes = getattr(layer, "out_features", None), getattr(layer, "in_features", None)
         inner = [m for m in layer.modules() if m is not layer]
@@ -35,10 +35,10 @@ def hidden_layers(net: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def unit_outputs(layer: Any, like: Tensor) -> Tensor:
-    """Compute n evenly spaced columns of a layer's weight [out, n] from unit vectors, with dtype and device of `like`.
+    """Compute n evenly spaced columns [out, n] of a layer's weight from unit vectors. `like` gives dtype and device.
 
     Raises:
-        ValueError: if the layer is not linear, or not a map from `in_features` to `out_features` numbers.
+        ValueError: if the layer is not a linear map from `in_features` to `out_features` numbers.
     """
     rows, cols = getattr(layer, "out_features", None), layer.in_features
     if not isinstance(rows, int) or hasattr(layer, DELTA) or "forward" in vars(layer):
@@ -52,7 +52,7 @@ def unit_outputs(layer: Any, like: Tensor) -> Tensor:
     try:
         with torch.no_grad():
             zero, out, both = (type(layer).forward(layer, x) for x in (unit[:1] * 0, unit, unit + unit.flip(0)))
-    except Exception as error:  # A layer may raise anything.
+    except Exception as error:  # A layer may raise any error.
         raise ValueError(f"its forward fails for {like.dtype}: {str(error).partition(chr(10))[0]}") from error
     if not isinstance(out, Tensor) or out.shape != (len(which), rows) or not out.is_floating_point():
         got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
@@ -65,8 +65,8 @@ def unit_outputs(layer: Any, like: Tensor) -> Tensor:
 class _Layer(torch.autograd.Function):
     """Applies a layer with `run(x)`. Autograd keeps only x, and backward runs the layer again for the gradient.
 
-    If the layer has no gradient, as with integer kernels, the gradient is computed with the dequantised weight. The
-    columns of this weight are the outputs of unit vectors.
+    If the layer's output has no graph, for example because of integer kernels, the gradient is computed with the
+    weight. The columns of the weight are the layer's outputs for unit vectors.
     """
 
     @staticmethod
@@ -85,7 +85,6 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
         (x,) = ctx.saved_tensors
         with torch.autocast(*ctx.autocast), torch.enable_grad(), warnings.catch_warnings():
-            # Operators without a gradient may warn.
             warnings.simplefilter("ignore")
             again = x.detach().requires_grad_()
             out = ctx.run(again)
@@ -98,7 +97,7 @@ class _Layer(torch.autograd.Function):
 
 
 def _kept(layer: nn.Module) -> nn.Module:
-    """Copy a layer with the tensors of this call, which the p-net releases before backward runs the layer again."""
+    """Copy a layer and keep the present tensors, because the p-net releases them before backward runs the layer."""
     kept = object.__new__(type(layer))
     tensors = {"_parameters": dict(layer._parameters), "_buffers": dict(layer._buffers)}
     vars(kept).update(vars(layer), _modules={k: m and _kept(m) for k, m in layer._modules.items()}, **tensors)
@@ -116,7 +115,7 @@ def _through_units(run: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> 
 
 
 def beside_forward(layer: Any, input: Tensor) -> Tensor:
-    """Compute the layer's own forward, and add the delta's output, computed in the dtype of the g-nets."""
+    """Compute the layer's own forward, and add the delta's output. The delta is computed in the dtype of the g-nets."""
     y = _Layer.apply(partial(layer._stock.forward, _kept(layer)), input)
     weight = weight_of(layer, DELTA)
     wide = input if torch.is_autocast_enabled(input.device.type) else input.to(weight.inputs["left"].dtype)

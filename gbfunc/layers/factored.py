@@ -1,6 +1,6 @@
-"""Weights kept as factors: `W = L R^T`, tile by tile, applied as `(x R) L^T` without forming `W`.
+"""Weights as products of thin factors, `W = L R^T` for each tile, applied as `(x R) L^T` without forming `W`.
 
-Suffixes: i tile rows (number nr), j tile columns (nc), r and c rows and columns of a tile, k rank, B batch rows.
+Suffixes: i, j row and column of a tile among nr x nc tiles; r rows, c columns, k rank of a tile; B rows of the batch.
 """
 
 import math
@@ -19,14 +19,14 @@ from gbfunc.types import Params
 
 
 class FactoredWeight(WeightForm):
-    """A weight whose matrix has the tiles `L[i, j] @ R[i, j].T`: inputs left [T, r, k] and right [T, c, k], T = nr nc.
+    """A weight whose matrix consists of tiles `L[i, j] @ R[i, j].T`, from inputs left [T, r, k] and right [T, c, k].
 
-    The layer stores the weight in `shape` (`transposed` for Hugging Face's `Conv1D`). With `auto`, inputs of fewer than
-    `thin_rows` rows use the factors. Other inputs and exported programs use the dense weight.
+    The T tiles have r rows, c columns and rank k. A layer has the weight in `shape` (`transposed` for Hugging Face's
+    `Conv1D`). With `auto`, only inputs of fewer than `thin_rows` rows use the factors, and exported programs do not.
     """
 
     needs: Needs = "factors"
-    more: ClassVar[tuple[str, ...]] = ()  # inputs other than the factors
+    more: ClassVar[tuple[str, ...]] = ()  # names of inputs in addition to the factors
 
     def __init__(
         self, name: str, shape: tuple[int, ...], grid: TileGrid, rank: int, transposed: bool, auto: bool
@@ -34,9 +34,9 @@ class FactoredWeight(WeightForm):
         super().__init__(name, ("left", "right", *self.more), transposed)
         self.shape, self.grid, self.auto = shape, grid, auto
         self.tiles = (grid.n_rows, grid.n_cols)
-        self.rank = rank * grid.n_tiles  # rank of the whole matrix's factors (`as_low_rank`)
+        self.rank = rank * grid.n_tiles  # rank of the matrix as a single product (`as_low_rank`)
         sizes = (grid.rows, grid.cols, rank, self.tiles, bool(self.more))
-        # A dict, because torch.compile of torch 2.11 cannot index a list by a bool.
+        # Use a dict, because torch.compile of torch 2.11 cannot index a list by a bool.
         self._thin_rows = {conv: thin_rows(*sizes, conv=conv) if auto else math.inf for conv in (False, True)}
 
     def of(self, sources: Sequence[Source]) -> Params:
@@ -44,11 +44,11 @@ class FactoredWeight(WeightForm):
         return dict(zip(self.keys, sources[0].factors(), strict=False))
 
     def by_tile(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Arrange the factors by tile row and tile column: [nr, nc, r, k] and [nr, nc, c, k]."""
+        """Arrange the factors in the grid of nr x nc tiles: [nr, nc, r, k] and [nr, nc, c, k]."""
         return inputs["left"].unflatten(0, self.tiles), inputs["right"].unflatten(0, self.tiles)
 
     def make(self, inputs: Params) -> Tensor:
-        """Multiply the factors out."""
+        """Multiply the factors to the dense weight."""
         left, right = inputs["left"], inputs["right"]
         # For one tile, a matrix product is faster than a batched product.
         single = self.tiles == (1, 1)
@@ -61,17 +61,17 @@ class FactoredWeight(WeightForm):
         return use.run(weight.dense(), x, bias) if y is None else y
 
     def thin(self, weight: Weight, use: Use, x: Tensor, bias: Tensor | None) -> Tensor | None:
-        """Apply the factors; returns None if the dense weight should be used instead."""
+        """Apply the factors, or return None if the caller should use the dense weight."""
         if use.operation == "embedding":
             return self._thin_embedding(weight, x, *use.options)
         return (self._thin_linear if use.operation == "linear" else self._thin_conv)(weight, x, bias, *use.options)
 
     def _pays(self, weight: Weight, batch_rows: int, conv: bool = False) -> bool:
-        # An exported program must run for any number of rows, so the number cannot decide here.
+        # An exported program must run for any number of rows, so the choice cannot depend on the number.
         dense = self.auto if is_exporting() else not batch_rows < self._thin_rows[conv]
         if dense or (weight.formed is not None and not weight.applied):
             return False
-        # If a checkpoint calls the layer again in backward, the layer must make the same choice as in forward.
+        # A checkpoint may call the layer again in backward: the layer must then make the same choice.
         weight.applied = True
         return True
 
@@ -85,15 +85,15 @@ class FactoredWeight(WeightForm):
         if self.tiles == (1, 1):
             return F.linear(x @ weight.inputs["right"].squeeze(0), weight.inputs["left"].squeeze(0), bias)
         left, right = self.by_tile(weight.inputs)
-        # Contiguous like the output of F.linear, because a later dropout draws its mask in the order of memory.
+        # Make the output contiguous like the output of F.linear: a later dropout draws its mask in the order of memory.
         y = from_thin(thin_product(x, right, (0, grid.cols)), left, ((0, grid.rows),)).contiguous()
-        # Under autocast, F.linear returns the narrow dtype of the products, so cast the bias.
+        # Under autocast, products have the narrow dtype, as in F.linear, so cast the bias.
         return y if bias is None else y + bias.to(y.dtype)
 
     def _thin_conv(
         self, weight: Weight, x: Tensor, bias: Tensor | None, conv: Callable[..., Tensor], options: dict[str, Any]
     ) -> Tensor | None:
-        """Convolve with k filters per tile, then with 1x1 filters; returns None if tiles cut kernels."""
+        """Convolve with k filters per tile, then with 1x1 filters. Return None for the dense weight, as in `thin`."""
         positions = math.prod(self.shape[2:])
         fits = options["groups"] == 1 and self.grid.tile_cols % positions == 0
         if not fits or not self._pays(weight, _positions(x, self.shape[2:], options), conv=True):
@@ -109,7 +109,7 @@ class FactoredWeight(WeightForm):
         left, right = self.by_tile(weight.inputs)
         nr, nc, r, k = left.shape
         if nc > 1 and x.is_cpu and (missing := missing_ranks(nr, k)):
-            # Pad the rank: on a CPU, groups of other sizes take up to three times as long.
+            # Pad the rank to a multiple of 16 filters per group, because a CPU may need three times as long otherwise.
             left, right, k = F.pad(left, (0, missing)), F.pad(right, (0, missing)), k + missing
         width = self.grid.tile_cols // positions
         if nc * width != channels:
@@ -124,20 +124,20 @@ class FactoredWeight(WeightForm):
         else:
             y = conv(thin, mix, None, groups=nr)[:, : self.grid.rows]
             y = y if bias is None else y + bias.to(y.dtype).reshape(-1, *(1,) * len(kernel))
-        # Keep the input's memory format, because a later dropout draws its mask in the order of memory.
+        # Keep the input's memory format: a later dropout draws its mask in the order of memory.
         return y.movedim(1, -1).contiguous().movedim(-1, 1) if last else y.contiguous()
 
     def _thin_embedding(self, weight: Weight, index: Tensor, padding_idx: int | None) -> Tensor | None:
         left, right = self.by_tile(weight.inputs)
         nr, nc, r, k = left.shape
-        # With several tile rows, each token copies its right factors, which may take more memory than the weight.
+        # With several rows of tiles, every token copies right factors. Use the dense weight if copies may be larger.
         many = nr > 1 and (is_exporting() or index.numel() * k > self.grid.rows)
         if many or index.is_nested or not self._pays(weight, index.numel()):
             return None
         flat = index.reshape(-1)
         table = left.transpose(1, 2).reshape(nr * r, nc * k)[: self.grid.rows]
         rows_Bjk = F.embedding(flat, table).reshape(flat.shape[0], nc, k)
-        # An embedding's output has the weight's dtype, also under autocast.
+        # Autocast does not change the dtype of an embedding's output, so switch autocast off.
         with outside_autocast(index.device):
             if nr == 1:
                 y_Bjc = (rows_Bjk.transpose(0, 1) @ right[0].mT).transpose(0, 1)
@@ -151,9 +151,9 @@ class FactoredWeight(WeightForm):
 
 
 class DeltaWeight(FactoredWeight):
-    """A weight `base + delta` whose delta has the tiles `L[i, j] @ R[i, j].T`: inputs base, left and right.
+    """A weight `base + delta`, from inputs base, left and right. The delta's tiles are `L[i, j] @ R[i, j].T`.
 
-    Base and delta are applied in their own dtypes, as in PEFT's LoRA of a bfloat16 net.
+    The base is applied in the base's dtype, and the delta in the genome's dtype, as in PEFT's LoRA of a bfloat16 net.
     """
 
     more: ClassVar[tuple[str, ...]] = ("base",)
@@ -163,7 +163,7 @@ class DeltaWeight(FactoredWeight):
         self._base_on, self.frozen = base, self.keys[-1:]
 
     def __getstate__(self) -> dict[str, Any]:
-        # Pickles omit the base, because a module for serving has the base's tensor as a parameter.
+        # Pickles omit the base, because a module for inference has the base's tensor as a parameter.
         return self.__dict__ | {"_base_on": None}
 
     def of(self, sources: Sequence[Source]) -> Params:
@@ -177,18 +177,18 @@ class DeltaWeight(FactoredWeight):
         return added(inputs["base"], super().make(inputs))
 
     def apply(self, weight: Weight, use: Use, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Apply the base and add the output of the delta's factors, or apply the dense weight if this is faster."""
+        """Apply base and factors separately and add the outputs, or apply the dense weight if this is faster."""
         left, right, base = (weight.inputs[k] for k in self.inputs)
         autocast = torch.is_autocast_enabled(x.device.type)
         single = left.dtype == base.dtype and (x.dtype == left.dtype or autocast) and not x.is_nested and x.ndim > 1
         single = single and use.operation == "linear" and self.tiles == (1, 1)
         if single and self._pays(weight, math.prod(x.shape[:-1])):
-            # `addmm` adds within the product, which saves a pass over the outputs. Contiguous factors [k, r] and [k, c]
-            # make the products two to four times faster, forward and backward, than factors of few columns.
+            # `addmm` adds within the product, which saves a pass over the outputs. With contiguous factors [k, r] and
+            # [k, c], forward and backward are two to four times as fast as with [r, k] and [c, k].
             y = use.run(base, x, bias)
             thin = F.linear(x, right.squeeze(0).t().contiguous())
             return torch.addmm(y.flatten(0, -2), thin.flatten(0, -2), left.squeeze(0).t().contiguous()).reshape(y.shape)
-        # Under autocast, do not cast the input: the products choose their dtype.
+        # Under autocast, do not cast the input: autocast chooses the dtype of the products.
         wide = x if autocast or use.operation == "embedding" else x.to(left.dtype)
         if (delta := self.thin(weight, use, wide, None)) is None:
             return use.run(weight.dense(), x, bias)
@@ -197,15 +197,16 @@ class DeltaWeight(FactoredWeight):
 
 
 def as_low_rank(left_ijrk: Tensor, right_ijck: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
-    """Write the matrix of tiles `L[i, j] @ R[i, j].T` as a product `B A`; returns A [k', cols] and B [rows, k']."""
+    """Write a matrix of tiles `L[i, j] @ R[i, j].T` as one product `B A`. Return A [rank, cols] and B [rows, rank]."""
     b = torch.block_diag(*left_ijrk.transpose(1, 2).flatten(2))[: grid.rows]
     return torch.cat([torch.block_diag(*right_jck.mT) for right_jck in right_ijck])[:, : grid.cols], b
 
 
 class RowFactors(WeightForm):
-    """The weight of a linear layer with factors for each row of a batch: `W[b] = base + L[b] M[b] R[b]^T`.
+    """The weight of a linear layer with separate factors for each row b of a batch: `W[b] = base + L[b] M[b] R[b]^T`.
 
-    Inputs are left [B, r, k], mix [B, k, k], right [B, c, k] and maybe base. Shared factors have no dimension B.
+    The inputs are left L [B, rows, k], mix M [B, k, k], right R [B, cols, k] and, with a base, its weight [rows, cols].
+    Factors that all rows of the batch share have no dimension B.
     """
 
     needs: Needs = "factors"
@@ -216,18 +217,18 @@ class RowFactors(WeightForm):
 
     @staticmethod
     def of_tiles(form: FactoredWeight, inputs: Params) -> tuple[Tensor, Tensor, Tensor]:
-        """Convert the inputs of a `FactoredWeight` to left, mix and right, without a dimension B."""
+        """Convert the inputs of a `FactoredWeight` to the inputs left, mix and right of one row."""
         right, left = as_low_rank(*form.by_tile(inputs), form.grid)
         return left, torch.eye(len(right), dtype=left.dtype, device=left.device), right.t().contiguous()
 
     def make(self, inputs: Params) -> Tensor:
-        """Form the weight of each row [B, ...], or the weight that all rows share."""
+        """Form the weights of all rows, [B, ...], or the single weight that all rows share."""
         delta = inputs["left"] @ inputs["mix"] @ inputs["right"].mT
         delta = delta.mT if self.transposed else delta
         return added(inputs["base"], delta) if "base" in inputs else delta
 
     def apply(self, weight: Weight, use: Use, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Apply the base once to all rows, and each row's factors; ValueError if the number of rows differs."""
+        """Apply the base to all rows, and factors row by row. Raise ValueError if the number of rows differs."""
         inputs, left = weight.inputs, weight.inputs["left"]
         wide, size = x if torch.is_autocast_enabled(x.device.type) else x.to(left.dtype), x.shape[:-1]
         if left.ndim == 3:
@@ -243,11 +244,11 @@ class RowFactors(WeightForm):
 
 
 def thin_product(x: Tensor, right: Tensor, cols: tuple[int, int]) -> Tensor:
-    """Multiply columns a..b of the input by their rows of `R`, for all tiles: [..., b - a] -> [..., nr * nc * k]."""
+    """Multiply columns `cols` of the input by these rows of `R`, in nr x nc tiles: [..., n] -> [..., nr * nc * k]."""
     nr, nc, c, k = right.shape
     if nr == nc == 1:
         return F.linear(x, right[0, 0, cols[0] : cols[1]].t())
-    # The tile columns first..last that overlap the input's columns, at least one.
+    # Columns `first` to `last` of the grid of tiles overlap the input's columns. Take at least one.
     batch, first = math.prod(x.shape[:-1]), min(cols[0] // c, nc - 1)
     last = max(-(-cols[1] // c), first + 1)
     padded = F.pad(x.reshape(batch, x.shape[-1]), (cols[0] - first * c, last * c - cols[1]))
@@ -258,14 +259,14 @@ def thin_product(x: Tensor, right: Tensor, cols: tuple[int, int]) -> Tensor:
 
 
 def from_thin(thin: Tensor, left: Tensor, ranges: tuple[tuple[int, int], ...]) -> Tensor:
-    """Compute `thin @ L.T` for some ranges of the matrix's rows: [..., nr * nc * k] -> [..., rows]."""
+    """Compute `thin @ L.T` for `ranges` of the matrix's rows: [..., nr * nc * k] -> [..., rows], for nr x nc tiles."""
     nr, nc, r, k = left.shape
     lead, batch = thin.shape[:-1], math.prod(thin.shape[:-1])
     thin_iBt = thin.reshape(batch, nr, nc * k).transpose(0, 1)
     parts = []
     for a, b in ranges:
         met = slice(a // r, max(-(-b // r), a // r + 1))
-        # The inner dimension t = (j, k) holds the sum over tile columns.
+        # The product sums over t = (j, k): all columns of tiles and all ranks.
         left_itr = left[met].transpose(2, 3).flatten(1, 2)
         y_Br = (thin_iBt[met] @ left_itr).transpose(0, 1).flatten(1)
         parts.append(y_Br[:, a - met.start * r : b - met.start * r])
@@ -279,7 +280,7 @@ def _positions(x: Tensor, kernel: tuple[int, ...], options: Mapping[str, Any]) -
     if padding == "same":
         return batch * math.prod(x.shape[-n:])
     padding = (0,) * n if padding == "valid" else padding
-    # A loop, because torch.compile cannot trace a generator over dynamic sizes.
+    # Use a loop, because torch.compile cannot trace a generator over dynamic sizes.
     for size, k, s, p, d in zip(x.shape[-n:], kernel, options["stride"], padding, options["dilation"], strict=True):
         batch *= (size + 2 * p - d * (k - 1) - 1) // s + 1
     return batch

@@ -1,15 +1,15 @@
 """Forms of a weight: how the g-nets generate a weight, and how a layer computes with the weight.
 
-A form `needs` matrices, factors or leaves from the g-nets. `of(sources)` turns them into the form's input tensors,
-named by `keys`, and `apply` computes with these tensors:
+A form `needs` matrices, factors or leaves from the g-nets. `of(sources)` turns these into the form's input tensors,
+with the names `keys`. `apply` computes a layer's output from the input tensors. The forms are:
 
 * `DenseWeight`: the dense tensor, which torch's own layer uses;
-* `FactoredWeight` (`gbfunc.layers.factored`): `W = L R^T`, tile by tile, applied as `(x R) L^T` without forming `W`;
+* `FactoredWeight` (`gbfunc.layers.factored`): `W = L R^T` for each tile, applied as `(x R) L^T` without forming `W`;
 * `DeltaWeight` (`gbfunc.layers.factored`): a frozen weight plus factors;
 * `RecomputedWeight` (`gbfunc.layers.recomputed`): `W = make(*leaves)`, generated for each use and again in backward.
 
-During a call of the p-net, each layer with a form holds a `Weight` (`gbfunc.layers.install`). The property
-`layer.weight` forms the dense tensor with its graph. The layer then uses this tensor for the rest of the call.
+During a call of the p-net, each layer with a form holds a `Weight` (`gbfunc.layers.install`). Code that reads the
+property `layer.weight` gets the dense tensor, with a graph. The layer then uses this tensor until the call ends.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from gbfunc.types import Factors, Params, TensorMap
 Self = TypeVar("Self", bound="WeightForm")
 
 Needs = Literal["matrix", "factors", "leaves"]
-"""What a form takes from the g-nets: matrices, factors of tiles, or leaves that the form evaluates itself."""
+"""What a form needs from the g-nets: matrices, factors of tiles, or the leaves, to evaluate the g-nets later."""
 
 
 class Source(Protocol):
-    """One generated matrix of a weight, as a matrix, as factors or as leaves (`gbfunc.generation.generator`)."""
+    """One generated matrix of a weight. A form requests the matrix, its factors, or the leaves that generate it."""
 
     def matrix(self) -> Tensor:
         """Return the matrix [R, C], or the requested block of the matrix."""
@@ -50,18 +50,18 @@ class Source(Protocol):
 
 
 class Target(NamedTuple):
-    """The parameter of the p-net that generated matrices are folded into."""
+    """A parameter of the p-net, to which generated matrices are folded (reshaped)."""
 
     name: str  # name of the parameter
     kind: LayerKind
     shape: tuple[int, ...]  # shape of the parameter, or of the requested block
-    offsets: tuple[float, ...] = ()  # one number per matrix, added to all entries
+    offsets: tuple[float, ...] = ()  # one number per matrix, which is added to all entries
     narrow: torch.dtype | None = None  # the p-net's dtype if it is narrower than the genome's; None does not cast
-    base: Callable[[torch.device], Tensor] | None = None  # returns the frozen tensor that the matrices are added to
+    base: Callable[[torch.device], Tensor] | None = None  # returns the frozen tensor to which the matrices are added
     piece: Piece | None = None  # the requested block of the matrix; None for the whole matrix
 
     def fold(self, matrices: list[Tensor]) -> Tensor:
-        """Fold matrices into the parameter, or blocks of matrices into a block of the parameter."""
+        """Fold (reshape) matrices to the parameter, or blocks of matrices to a block of the parameter."""
         if any(self.offsets):
             matrices = [m + x if x else m for m, x in zip(matrices, self.offsets, strict=True)]
         weight = self.kind.fold(matrices, self.shape)
@@ -77,7 +77,7 @@ class Target(NamedTuple):
 
 
 def added(base: Tensor, delta: Tensor) -> Tensor:
-    """Add a delta to a base in the wider of their dtypes; the sum has the base's dtype."""
+    """Add a delta to a base in the wider of both dtypes, and cast the sum to the base's dtype."""
     return (base + delta).to(base.dtype)
 
 
@@ -95,7 +95,7 @@ class DenseWeight:
 
 
 class Use(NamedTuple):
-    """The operation in which a layer uses its weight: `run(dense weight, x, bias)`, and the operation's options."""
+    """The operation of a layer on its weight, `run(dense weight, x, bias)`, and the operation's options."""
 
     operation: Literal["linear", "conv", "embedding"]
     run: Callable[..., Tensor]
@@ -103,19 +103,19 @@ class Use(NamedTuple):
 
 
 class WeightForm:
-    """The form of a weight that is not dense: how the weight is generated, formed and applied. Forms hold no tensors.
+    """How a weight that is not dense is generated, formed and applied, for example by factors. Forms hold no tensors.
 
-    `inputs` names the tensors from which the weight of parameter `name` is formed. A `transposed` layer stores the
-    transpose of a linear layer's weight.
+    `inputs` are short names of the tensors from which the dense weight of parameter `name` can be formed. A
+    `transposed` layer stores the transpose of a linear layer's weight.
     """
 
     needs: Needs
-    frozen: tuple[str, ...] = ()  # keys of inputs that get no gradient
+    frozen: tuple[str, ...] = ()  # the `keys` of inputs that get no gradient
 
     def __init__(self, name: str, inputs: tuple[str, ...], transposed: bool) -> None:
         self.name, self.inputs, self.transposed = name, inputs, transposed
-        self.keys = tuple(f"{name}_form.{k}" for k in inputs)  # names of the inputs among all tensors of a call
-        self.reads = 0  # how often code other than the layer read the dense weight
+        self.keys = tuple(f"{name}_form.{k}" for k in inputs)  # names of the inputs in the generator's output
+        self.reads = 0  # how often code outside of the layer's forward read the dense weight
 
     def __deepcopy__(self, memo: Any) -> WeightForm:
         return self
@@ -127,11 +127,11 @@ class WeightForm:
         return form
 
     def taken(self, tensors: TensorMap) -> Params:
-        """Select this form's inputs from all tensors of a call; returns `{input: tensor}`."""
+        """Select this form's inputs from all tensors of the generator. Return `{input: tensor}`."""
         return {k: tensors[key] for k, key in zip(self.inputs, self.keys, strict=True)}
 
     def of(self, sources: Sequence[Source]) -> Params:
-        """Return the form's input tensors by `keys`, from one source per matrix."""
+        """Return the form's input tensors, with the names `keys`, from one `Source` per matrix."""
         raise NotImplementedError
 
     def make(self, inputs: Params) -> Tensor:
@@ -144,19 +144,19 @@ class WeightForm:
 
 
 class Weight:
-    """A generated weight during a call of the p-net: a form with its input tensors (`inputs`) by name."""
+    """A generated weight during a call of the p-net: a form, and the form's input tensors by name."""
 
     def __init__(self, form: WeightForm, inputs: Params) -> None:
         self.form, self.inputs = form, inputs
         self.formed: Tensor | None = None  # the dense tensor, after the first read
-        self.applied = False  # whether a layer used the inputs before the dense tensor was formed
+        self.applied = False  # whether the layer has used the inputs instead of the dense tensor
 
     def dense(self) -> Tensor:
         """Return the dense weight: the same tensor throughout a call of the p-net."""
         if self.formed is None:
             first, mode = next(iter(self.inputs.values())), nullcontext()
             if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-                # Create a tensor with a graph, because a read outside of inference mode may need its gradients.
+                # Leave inference mode: code that runs outside of it may later need gradients of this tensor.
                 mode = torch.inference_mode(first.is_inference())
             with mode, torch.enable_grad(), outside_autocast(first.device), unseen_by_checkpoints():
                 self.formed = self.form.make(self.inputs)
@@ -165,7 +165,7 @@ class Weight:
     def read(self) -> Tensor:
         """Return the dense weight to code other than the layer's forward, and count the read."""
         if not torch.compiler.is_compiling():
-            # A compiled graph would depend on the counter, and be recompiled at every read.
+            # Do not count in compiled code, which would be recompiled whenever the counter changes.
             self.form.reads += 1
         return self.dense()
 
@@ -187,16 +187,16 @@ class Weight:
 
 
 Outside = Callable[[Any, str], Any]
-"""Function `(layer, attribute) -> weight` that generates a weight read outside of a call: a `Weight` or a tensor."""
+"""A function `(layer, attribute) -> Weight or tensor`, which generates a weight that is read outside of a call."""
 
 
 def generated_attribute(attribute: str) -> str:
-    """Name the attribute that holds a generated weight (a `Weight` or a tensor) during a call, and None otherwise."""
+    """Name the attribute that holds the generated weight (a `Weight` or a tensor) during a call, and otherwise None."""
     return f"_generated_{attribute}"
 
 
 def weight_of(layer: Any, attribute: str) -> Any:
-    """Return a layer's generated `Weight` or tensor; None if not generated, or in a skeleton outside of a call."""
+    """Return a layer's generated `Weight` or tensor. Return None if the layer has none, or has none at this moment."""
     key = generated_attribute(attribute)
     if (weight := getattr(layer, key, None)) is not None or not hasattr(layer, key):
         return weight
@@ -205,7 +205,7 @@ def weight_of(layer: Any, attribute: str) -> Any:
 
 
 class Parameters(dict[str, Any]):
-    """Parameters of a skeleton's layer. During a call, reading a weight with a form returns the dense weight."""
+    """Parameters of a layer in a p-net's copy. During a call, an entry with a form returns the dense weight."""
 
     def __init__(self, layer: nn.Module, attributes: Collection[str]) -> None:
         super().__init__(layer._parameters)
@@ -223,7 +223,7 @@ class Parameters(dict[str, Any]):
         if weight is None:
             super().__setitem__(name, value)
         else:
-            # The p-net replaced the weight, for example by a `functional_call` in its forward.
+            # The p-net replaces the weight, for example by a `functional_call` in the p-net's forward.
             weight.formed, weight.applied = value, False
 
     def items(self) -> Any:  # noqa: D102
@@ -232,7 +232,7 @@ class Parameters(dict[str, Any]):
 
 def unseen_by_checkpoints() -> AbstractContextManager[Any]:
     """Hide tensors that autograd saves inside this context from a surrounding `torch.utils.checkpoint`."""
-    # Older versions of torch cannot tell whether hooks are set: assume that they are.
+    # Older versions of torch cannot tell whether hooks are set: assume that hooks are set.
     autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
     top = getattr(autograd, "_top_saved_tensors_default_hooks", lambda _: True)
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or top(False) is None:

@@ -20,7 +20,7 @@ from gbfunc.layers.kinds import DELTA
 
 
 class LayerForm(NamedTuple):
-    """A forward for generated `weights`; `plain(layer)` is True if the layer's options allow this forward."""
+    """A layer's forward with generated `weights`. `plain(layer)` is True if the layer's options allow this forward."""
 
     forward: Callable[..., Any]
     weights: tuple[str, ...] = ("weight",)
@@ -68,11 +68,11 @@ BESIDE = LayerForm(beside_forward, (DELTA,))
 
 
 def layer_form(layer: nn.Module) -> LayerForm | None:
-    """Return the form of a layer with torch's own forward, or with `in_features`; None for other layers."""
+    """Return the form of a layer with torch's own forward or with `in_features`, None for any other layer."""
     form = FORMS.get(_stock_forward(type(layer)), BESIDE if hasattr(layer, "in_features") else None)
     # A layer with a method of its own, such as a replaced forward, may compute something else.
     patched = any(inspect.isroutine(getattr(type(layer), name, None)) for name in vars(layer))
-    # nn.MultiheadAttention never calls its output projection, but reads the projection's weight.
+    # nn.MultiheadAttention reads the weight of its output projection without calling the projection.
     read = isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear)
     return form if form is not None and form.plain(layer) and not (patched or read) else None
 
@@ -94,7 +94,7 @@ def transposed(layer: nn.Module) -> bool:
 
 
 def formable(layer: nn.Module, attribute: str) -> bool:
-    """Return whether a weight of a layer can have another form than dense."""
+    """Return whether a weight of a layer can have a form that is not dense, such as factors."""
     form = layer_form(layer)
     there = attribute in (DELTA, *vars(layer).get("_names", ())) or getattr(layer, attribute, None) is not None
     return form is not None and attribute in form.weights and there
@@ -116,11 +116,11 @@ def _generated(attribute: str) -> property:
 def generated_class(stock: type[nn.Module], attributes: tuple[str, ...], formed: bool) -> type[nn.Module]:
     """Make a subclass of a layer's class, with the same name, whose `attributes` are generated.
 
-    A `formed` layer has the forward of its `LayerForm`.
+    If `formed`, the class has the forward of the layer's `LayerForm`.
     """
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-        # Unpickling makes the class again, because a class made at run time cannot be imported.
+        # Unpickling must make the class again, because a class that was made at run time cannot be imported.
         _, _, attributes_of, *more = stock.__reduce_ex__(self, protocol)
         if isinstance(attributes_of, dict) and "_flat_weights" in attributes_of:
             # Drop the list of weights: a recurrent layer looks up its weights again at the next call.
@@ -137,19 +137,19 @@ def generated_class(stock: type[nn.Module], attributes: tuple[str, ...], formed:
 
 
 def blank_layer(stock: type[nn.Module], attributes: tuple[str, ...], formed: bool) -> nn.Module:
-    """Make a layer with generated weights, before its state is set."""
+    """Make an empty layer with generated weights. Unpickling then sets the layer's attributes."""
     made = generated_class(stock, attributes, formed)
     return made.__new__(made)
 
 
 def install(net: nn.Module, forms: Mapping[str, WeightForm | None], outside: Outside | None = None) -> None:
-    """Make the layers of a p-net's copy use generated weights, which each call sets as attributes.
+    """Make the layers of a p-net's copy use generated weights. Each call of the p-net sets the weights as attributes.
 
     Args:
         net: the copy.
-        forms: forms by name of a parameter or buffer, under all names of tied tensors. None is a dense tensor.
-        outside: generates a weight that is read outside of a call. With `outside`, the layers lose their own tensors.
-            Without `outside`, these tensors stay as placeholders, and `parameters()` in a call gives dense weights.
+        forms: for each name of a parameter or buffer, including tied names, the form. None is a dense tensor.
+        outside: generates a weight that code reads outside of a call. With `outside`, the layers' own tensors are
+            deleted. Without `outside`, they stay as placeholders. During a call, `parameters()` returns dense weights.
     """
     layers: dict[nn.Module, dict[str, WeightForm | None]] = {}
     names: dict[nn.Module, dict[str, str]] = {}
@@ -174,7 +174,7 @@ def install(net: nn.Module, forms: Mapping[str, WeightForm | None], outside: Out
 
 
 def install_served(net: nn.Module, forms: Mapping[str, WeightForm], inputs: Mapping[str, Tensor]) -> None:
-    """Store the inputs of forms as parameters `NAME_INPUT` of the layers, in a module for serving."""
+    """Store the inputs of forms as parameters of their layers, such as `weight_left`, in a module for inference."""
     install(net, forms, _of_own_inputs)
     made = {key: nn.Parameter(inputs[key].contiguous()) for form in forms.values() for key in form.keys}
     for name, form in forms.items():

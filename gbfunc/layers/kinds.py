@@ -1,4 +1,4 @@
-"""Kinds of weight tensors, and how tensors of each kind fold to matrices. A new kind needs one entry in `_KINDS`."""
+"""Kinds of weight tensors, and the matrices from which each kind is folded. A new kind needs one entry in `_KINDS`."""
 
 import math
 from collections.abc import Callable, Collection, Mapping
@@ -18,10 +18,10 @@ _SEPARATE = {"q_proj_weight": "embed_dim", "k_proj_weight": "kdim", "v_proj_weig
 
 
 class LayerKind(NamedTuple):
-    """A kind of weight tensor, which folds to one or more matrices [rows, columns].
+    """A kind of weight tensor, which is folded from one or more matrices [rows, columns].
 
-    Whatever the tensor's layout, rows are output channels, and columns are input channels times kernel positions
-    (innermost). By default, a tensor [out, in, *kernel] is one matrix [out, in * prod(kernel)].
+    For every kind, rows are output channels, and columns are input channels times kernel positions (innermost), even if
+    the tensor has another layout. By default, a tensor [out, in, *kernel] is one matrix [out, in * prod(kernel)].
 
     Attributes:
         name: the kind's name in plans and files.
@@ -30,7 +30,7 @@ class LayerKind(NamedTuple):
         matrices: `shape -> (MatrixDims, ...)` gives the sizes of the matrices.
         fold: `(matrices, shape) -> tensor` builds the tensor.
         unfold: `tensor -> matrices` is the inverse of `fold`.
-        block_shape: `(shape, (rows, columns)) -> shape` gives the shape of a folded block (kinds of one matrix only).
+        block_shape: `(shape, (rows, columns)) -> shape` gives the shape of a folded block, for kinds of one matrix.
     """
 
     name: str
@@ -47,9 +47,10 @@ def _weights_of(
     shape_of: Callable[[Any], Shape],
     names: Collection[str] = ("weight", "weight_v", "weight_orig"),
 ) -> Callable[[nn.Module, str, Shape], bool]:
-    """Claim tensors of these layers that have one of the `names` and the full shape of a weight.
+    """Return a function that claims the weights of these layers: tensors with one of the `names` and a weight's shape.
 
-    `names` include the names in legacy weight norm and spectral norm. The shape excludes the magnitudes of weight norm.
+    The default names include those of the legacy weight norm and spectral norm. The magnitudes of a weight norm have
+    another shape, so they are not claimed.
     """
     return lambda module, name, shape: isinstance(module, layers) and name in names and shape == shape_of(module)
 
@@ -72,7 +73,7 @@ CONV = LayerKind(
 
 _KINDS = (
     LayerKind("linear", True, _weights_of(nn.Linear, lambda m: (m.out_features, m.in_features))),
-    # Hugging Face's `Conv1D` stores the transpose.
+    # Hugging Face's `Conv1D` stores the transpose of a linear layer's weight.
     LayerKind(
         "transposed_linear",
         True,
@@ -83,7 +84,7 @@ _KINDS = (
         lambda shape, block: block[::-1],
     ),
     CONV,
-    # torch stores [in, out / groups, *kernel].
+    # torch stores a transposed convolution as [in, out / groups, *kernel].
     LayerKind(
         "conv_transpose",
         True,
@@ -106,7 +107,7 @@ _KINDS = (
     ),
     LayerKind("attention", True, _is_separate),
     LayerKind("beside", True, lambda module, attribute, shape: attribute == DELTA and not hasattr(module, DELTA)),
-    # Tensors of the following kinds are generated only if the user names them.
+    # Tensors of the following kinds are generated only if the user selects them by name.
     LayerKind("embedding", False, lambda m, a, s: isinstance(m, nn.Embedding | nn.EmbeddingBag) and a == "weight"),
     # A vector has one row per entry and a single column, which needs no code. A scalar is a vector of one entry.
     LayerKind(
@@ -119,9 +120,9 @@ _KINDS = (
     LayerKind("matrix", False, lambda module, attribute, shape: True),
 )
 KINDS: Mapping[str, LayerKind] = MappingProxyType({kind.name: kind for kind in _KINDS})
-"""Every layer kind by name. A tensor is of the first kind that claims it. The last kind claims any tensor."""
+"""Every layer kind by name. A tensor has the first kind that claims the tensor. The last kind claims any tensor."""
 
 
 def layer_kind(module: nn.Module, attribute: str, shape: Shape) -> LayerKind:
-    """Return the kind of the tensor that `module` holds as `attribute`."""
+    """Return the kind of the tensor `module.attribute` of this shape."""
     return next(kind for kind in KINDS.values() if kind.claims(module, attribute, shape))

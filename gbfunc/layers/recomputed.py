@@ -13,10 +13,10 @@ from gbfunc.types import Params
 
 
 class RecomputedWeight(WeightForm):
-    """A weight `maker(*inputs)` that exists only during an operation; the layer may store the weight `transposed`.
+    """A weight `maker(*inputs)` that exists only during an operation. Backward calls `maker` again.
 
-    `maker` is pure and draws no random numbers. A `split` weight is one rank's piece, which only the layer may read.
-    Transforms of `torch.func` and `torch.compile` decide themselves which tensors they keep for backward.
+    `maker` is pure and draws no random numbers. A `split` weight is one rank's part, which only the layer may read. A
+    `transposed` weight is stored as the transpose. `torch.func` and `torch.compile` choose what to keep for backward.
     """
 
     needs: Needs = "leaves"
@@ -28,17 +28,17 @@ class RecomputedWeight(WeightForm):
         self.maker, self.split = maker, split
 
     def of(self, sources: Sequence[Source]) -> Params:
-        """Return the leaves and the noise of all sources."""
+        """Return the leaves and the noise of all matrices' sources."""
         return dict(zip(self.keys, (x for source in sources for x in source.inputs()), strict=True))
 
     def make(self, inputs: Params) -> Tensor:
-        """Form the dense weight; raises RuntimeError if this rank has only a piece of the weight."""
+        """Form the dense weight. Raise RuntimeError if this rank has only a part of the weight."""
         if self.split:
             raise RuntimeError(f"{self.name!r} is split over ranks and made in pieces: read it with remat='none'")
         return self.maker(*(inputs[k] for k in self.inputs))
 
     def apply(self, weight: Weight, use: Use, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Generate the weight, use the weight, and generate the weight again in backward."""
+        """Generate and use the weight. Backward generates the weight again."""
         others = (x,) if bias is None else (x, bias)
         if weight.formed is not None:
             return use.run(weight.dense(), *others)

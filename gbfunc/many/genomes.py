@@ -54,8 +54,7 @@ class _Frame(NamedTuple):
     def of(plans: list[Plan], pnet: nn.Module, stacks: Sequence[Params]) -> _Frame:
         """Choose forms. A weight has factors if all plans have factors for the weight. Otherwise, the weight is dense.
 
-        Raises:
-            ValueError: if some plans have a base, and other plans have none.
+        Raises ValueError if some plans have a base, and other plans have none.
         """
         bases = [plan.base_tensors(pnet) for plan in plans]
         if None in bases and any(bases):
@@ -98,7 +97,7 @@ class _Frame(NamedTuple):
         return keys.difference(*(form.frozen for form in forms.values()))
 
     def grow(self, kind: int, generator: Generator, genome: Params) -> Params:
-        """Generate, from one flat genome, the tensors that may differ between genomes, as inputs of `self.forms`."""
+        """Generate the tensors in which genomes may differ, as inputs of the forms, from the flat genome `genome`."""
         plan, base, made = self.plans[kind], self.bases[kind], Params()
         like = torch.empty(0, dtype=plan.dtype, device=next(iter(genome.values())).device)
         others = {} if base is None else dict(item for part in base.on(like.device) for item in part.items())
@@ -253,8 +252,7 @@ class ManyGenomes(nn.Module):
 
         Raises:
             TypeError: if the index is not an int64 tensor, or an input or output is neither a tensor nor a plain value.
-            ValueError: if the index is not [B] or out of range, if no input has B rows, or if an output does not have B
-                rows.
+            ValueError: if the index is not [B] or out of range, if no input has B rows, or if an output lacks B rows.
         """
         # Do not compile: a compiled graph would skip the first call's comparison with single rows.
         call: Any = torch.compiler.disable(self._call) if torch.compiler.is_dynamo_compiling() else self._call

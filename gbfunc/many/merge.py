@@ -28,11 +28,10 @@ def merge_genomes(
 ) -> nn.Module:
     """Make a plain module whose tensors are a weighted sum of the tensors that several genomes generate.
 
-    Let W_i be the tensors that genome i generates, and a_i the weight of genome i. The module has the tensors `sum_i
-    a_i W_i`. If the plan has a base with tensors W_0 (including the present head), the module has `W_0 + sum_i a_i (W_i
-    - W_0)`. Positive weights add tasks, and negative weights remove tasks (task arithmetic, Ilharco et al. 2023). The
-    sum of genomes would generate different tensors, because g-nets are not linear. For a single genome of weight 1, the
-    result equals `materialize`.
+    Genome i generates the tensors W_i and has the weight a_i. The module has the tensors sum_i a_i W_i or, if the plan
+    has a base with tensors W_0 (including the present head), W_0 + sum_i a_i (W_i - W_0). Positive weights add tasks,
+    and negative weights remove tasks (task arithmetic, Ilharco et al. 2023). The sum of genomes would generate
+    different tensors, because g-nets are not linear. For a single genome of weight 1, the result equals `materialize`.
 
     `pnet` is the plan's p-net or base, which is not changed. `weights` are finite numbers, one per genome. None gives
     the mean. Raises ValueError if genomes, plan, p-net and weights do not fit together.

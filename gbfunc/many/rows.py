@@ -32,8 +32,7 @@ class RowWise:
         # The p-net lists a tied tensor under its first name only.
         first = {name: info.name for info in parameter_infos(pnet) for name in (info.name, *info.aliases)}
         own = {info.name: first[f"{prefix}{info.name}"] for info in parameter_infos(module)}
-        # The delta of a layer that hides its weight (`gbfunc.layers.beside`) is in `forms`, but is no parameter of the
-        # module. Add these deltas by name.
+        # Add deltas of layers that hide their weight (`gbfunc.layers.beside`), which are no parameters of the module.
         own |= {k.removeprefix(prefix): k for k in forms if k.startswith(prefix) and k.rpartition(".")[2] == DELTA}
         mine = {name: forms[there].renamed(name) for name, there in own.items() if there in forms}
         self.path, self._net = path, PureNet(module, mine, lambda net: unfused(net.eval()))

@@ -33,8 +33,7 @@ class ManyNets(nn.Module):
         places, parts = list[Tensor](), list[Any]()
         for n, net in enumerate(self.nets):
             if len(rows := (net_B == n).nonzero()[:, 0]):
-                # If a shared input has as many entries as this p-net has rows, repeat rows: otherwise the input would
-                # be divided.
+                # If a shared input is as long as this p-net's batch, repeat rows: otherwise the input would be divided.
                 size = next(size for size in range(len(rows), 2 * len(index) + 9) if size not in shared)
                 more = rows[torch.arange(size, device=rows.device) % len(rows)]
                 given, options = cut(more, args, kwargs, split)
@@ -69,8 +68,7 @@ def materialize_many(
     Torch's fused encoders (`nn.TransformerEncoder` in eval mode without gradients) are not used. They may output zeros
     at the padded positions of `src_key_padding_mask`. This module outputs what the unfused layers compute there.
 
-    The weights of a genome are generated in the first batch that uses the genome. `to` also moves or casts these
-    weights.
+    Weights are generated in the first batch that uses their genome. `to` also moves or casts these weights.
 
     Args:
         plan: the plan, or one plan per genome.

@@ -1,8 +1,7 @@
 """Local steps: each rank trains alone on its rows, and every H steps an outer optimizer applies the ranks' mean update.
 
 The algorithm is DiLoCo (Douillard et al., 2023, algorithm 1, https://arxiv.org/abs/2311.08105), federated averaging
-(Reddi et al., 2021). In a round, rank i trains for H steps on n_i rows in total, from the common genome theta to
-theta_i:
+(Reddi et al., 2021). In a round, rank i trains for H steps, on n_i rows, from the common genome theta to theta_i:
 
     delta = sum_i n_i (theta - theta_i) / sum_i n_i,    theta <- outer optimizer(theta, gradient delta).
 

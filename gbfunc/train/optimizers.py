@@ -170,9 +170,8 @@ class _Call(NamedTuple):
         if not donate and self.group.cls.__module__.partition(".")[0] != "torch":
             # A class from outside of torch may add weight decay to the gradient in place, so pass copies.
             fitted = _copies(fitted)
-        # At the first update, pass an empty state, which torch fills. A state of zeros would change the algorithm:
-        # NAdam's mu_product starts at 1, Rprop's step sizes at lr, SGD's momentum at the first gradient, ASGD's average
-        # at the first iterate.
+        # At the first update, pass an empty state, which torch fills. A state of zeros would differ: NAdam's mu_product
+        # starts at 1, Rprop's step sizes at lr, SGD's momentum at the first gradient, and ASGD's average at the leaf.
         rows = [old[k] for k in self.names] if step or self.adam else []
         tensors = [t for entries in rows for t in entries.values()]
         if not donate or any(t.requires_grad or not t.is_contiguous() for t in tensors):

@@ -60,8 +60,7 @@ class Population:
     def __call__(self, states: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
         """Train every member on one batch. `states` do not change unless `train_step` was made with `donate=True`.
 
-        With `same_batch=False`, the first dimension of the batch's tensors is the member; other values are for all
-        members.
+        With `same_batch=False`, the first dimension of the batch's tensors is the member; other values go to all.
 
         Raises:
             FloatingPointError: with `on_nonfinite="raise"`, if a member's loss or gradient is not finite.

@@ -62,8 +62,7 @@ def weights_of(loss: GenomeLoss, inputs: StepInputs, regenerate: bool) -> tuple[
     """Generate the weights, and cut the graph between the g-nets and the p-net.
 
     Returns the weights with their graph, the weights as leaves of a new graph, and the names of weights that need
-    gradients. With `regenerate`, the first value is {} to save memory, and the caller generates the weights again for
-    backward.
+    gradients. With `regenerate`, the first value is {} to save memory: the caller generates the weights again.
     """
     with torch.set_grad_enabled(not regenerate):
         weights = loss.weights(inputs)

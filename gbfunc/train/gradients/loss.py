@@ -265,7 +265,6 @@ class Objective:
         gradients: Params = {}
         for (name, leaf), gradient in zip(trained.items(), found, strict=True):
             gradient = torch.zeros_like(leaf) if gradient is None else gradient
-            # `nn.Embedding(sparse=True)` gives sparse gradients.
             gradient = gradient.to_dense() if gradient.is_sparse else gradient
             gradients[name] = gradient if scale == 1.0 else gradient / scale
         return loss, aux, gradients, rows

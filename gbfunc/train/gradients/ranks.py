@@ -70,8 +70,7 @@ class RankObjective(Objective):
                 self._check_first_step(loss, inputs, trained)
             self._first_step_checked = True
         if not counts:
-            # Discard gradients of the zeros. Keep those of a split genome's tiles, which come from the rows of other
-            # ranks.
+            # Discard gradients of the zeros. Keep gradients of a split genome's tiles: other ranks' rows gave them.
             kept = {k for k in gradients if self._layout.sharded and k.startswith(GNET)}
             gradients = {k: g if k in kept else torch.zeros_like(g) for k, g in gradients.items()}
         before = {k: buffers[k] for k in self._averaged}
@@ -82,7 +81,6 @@ class RankObjective(Objective):
         return LossAndGrads(loss, aux, gradients, buffers, norm)
 
     def _check_first_step(self, loss: Tensor, inputs: StepInputs, trained: Params) -> None:
-        """Compare the first training step with the whole p-net on one rank (`Proof`). All ranks must call."""
         if self._proof is not None:
             self._proof.compare(self._layout, inputs, trained)
 
