@@ -70,7 +70,7 @@ class Encoding:
         raise NotImplementedError
 
     def at(self, i: Tensor, n: int) -> Tensor:
-        """Compute codes of k numbers for integer positions 0 .. n-1, by operations of torch: [...] -> [..., k]."""
+        """Compute unique codes of k numbers for integer positions 0 .. n-1, by torch operations: [...] -> [..., k]."""
         raise NotImplementedError
 
     def codes(self, n: int) -> Array:

@@ -119,7 +119,7 @@ def fit_genome(
     """Find the genome whose weights are nearest to trained weights, by least squares, tile by tile.
 
     Direct parameters and buffers are copied from `trained`. Weights that were trained without a genome are usually far
-    from all weights that a small genome generates. Errors near 1 do not mean that the fit failed. Then train:
+    from all weights that a small genome generates. Errors near 1 do not mean that the fit failed. Train after the fit:
 
         genome, errors = gb.fit_genome(plan, trained)
         state = train_step.init(genome=genome)

@@ -24,7 +24,8 @@ from gbfunc.types import Factors, Genome, GenomeLike, GNets, Params, dtype_name
 Noise = Mapping[str, Params]
 """Standard normal noise [T, ...] of stochastic g-nets, by ensemble and name."""
 
-_DRAWS = _NEWTON_STEPS = 8  # Maximum number of draws of a slot's leaves; number of Newton steps
+_DRAWS = 8  # Maximum number of draws of a slot's leaves
+_NEWTON_STEPS = 8
 _FLAT = 1e-3  # A matrix counts as constant if removing the mean leaves less than this fraction of the deviation
 _LARGE, _MANY = 1 << 20, 64  # Use factors for moments of more than _LARGE weights with at least _MANY factor columns
 _SAMPLED = 64  # Number of rows, and of columns, from which a tile's means are estimated
@@ -136,7 +137,6 @@ def init_genome(plan: Plan, pnet: nn.Module, seed: int = 0, *, device: torch.dev
             words = "its method apply must compute a tile from leaves and codes, without detach, numpy or item"
             raise ValueError(f"a g-net of type {e.hypernet.type!r} fails: {words}: {error}") from error
         for span in (p for p in e.spans if plan.tensors[p.tensor].base):
-            # A delta starts at zero if all linear leaves are zero.
             for k in (k for k, leaf in e.leaves.items() if leaf.role == "linear"):
                 leaves[k][span.first : span.first + span.slot.grid.n_tiles] = 0
             if new := (tensor := plan.tensors[span.tensor]).new_rows:

@@ -236,8 +236,8 @@ class GenomeModule(nn.Module):
         Args:
             pretrained_model_name_or_path: the folder, or the name of the repository.
             pnet: the p-net or base that the genome was made for.
-            lazy: the option of the constructor.
-            factories: the argument of `gb.load`.
+            lazy: the constructor's option of this name.
+            factories: the argument of this name of `gb.load`.
             options: options of `huggingface_hub.hf_hub_download` (`revision`, `token`, `cache_dir`, ...).
 
         Raises:

@@ -42,10 +42,10 @@ def make_generator(
 ) -> Generator:
     """Make a function from the leaves of a genome to the p-net's weights. For a single use, call `generate`.
 
-    With a `layout`, each rank generates some tiles, and gathers the other tiles from the other ranks. With `lazy`,
-    layers of `pnet` that support factors get factors instead of dense weights. With `remat`, a weight is generated for
-    each use and again in backward. `names` selects parameters, and `pieces` selects blocks of their matrices. Factors
-    are always generated for the whole matrix. Raises ValueError if the plan has a base and `base` is None.
+    With a `layout` of ranks, each rank generates some tiles, and gathers the other tiles from the other ranks. With
+    `lazy`, layers of `pnet` that support factors get factors instead of dense weights. With `remat`, a weight is
+    generated for each use and again in backward. `names` selects parameters, and `pieces` selects blocks of their
+    matrices. Factors are always of the whole matrix. Raises ValueError if the plan has a base and `base` is None.
     """
     if plan.base is not None and base is None:
         raise ValueError("the genome holds deltas of a base, but base is None: pass the pretrained p-net (base=)")
@@ -152,8 +152,8 @@ class _Chooser:
 def to_serve(plan: Plan, generator: Generator, tensors: Params) -> tuple[Params, dict[str, WeightForm], Params]:
     """Decide which outputs of a lazy generator a module for inference stores as dense weights, and which as factors.
 
-    Factors are stored if they are smaller. Returns three dicts: dense weights by name, in the p-net's dtypes; the form
-    of each other weight by name, including tied names; and the tensors of these forms by key.
+    Factors are stored if they are smaller. Returns three dicts: dense weights by name, in the p-net's dtypes; the forms
+    of all other weights by name, including tied names; and the input tensors of these forms by key.
     """
     weights, forms, inputs = {k: tensors[k] for k in generator.unchanged}, dict[str, WeightForm](), Params()
     for t in plan.tensors:

@@ -117,7 +117,7 @@ class Stack:
         return offsets_T + torch.arange(len(groups), device=device)
 
     def evaluation(self, leaves: Params, noise: Params | None, dtype: torch.dtype, device: torch.device) -> Evaluation:
-        """Select this rank's tiles from a flat genome and from the noise of all tiles, and add constants."""
+        """Return constants, leaves and noise of this rank's tiles, from a flat genome and the noise of all tiles."""
         leaves = {k: leaves[name] for k, name in self.names.items()}
         if self._some:
             leaves = {k: v if k in self._shared else v[self._tiles] for k, v in leaves.items()}

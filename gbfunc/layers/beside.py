@@ -18,7 +18,8 @@ from torch.autograd.function import once_differentiable
 from gbfunc.layers.forms import weight_of
 from gbfunc.layers.kinds import DELTA
 
-_SAMPLED, _CHUNK = 64, 256  # Columns to estimate a weight's standard deviation, columns per call in backward
+_SAMPLED = 64  # Number of columns from which a weight's standard deviation is estimated
+_CHUNK = 256  # Number of the weight's columns per call of the layer in backward
 _LINEAR = 0.05  # Tolerated difference of f(x) + f(y) and f(x + y), relative to the largest output
 
 

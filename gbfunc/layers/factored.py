@@ -22,7 +22,7 @@ class FactoredWeight(WeightForm):
     """A weight whose matrix consists of tiles `L[i, j] @ R[i, j].T`, from inputs left [T, r, k] and right [T, c, k].
 
     The T tiles have r rows, c columns and rank k. A layer has the weight in `shape` (`transposed` for Hugging Face's
-    `Conv1D`). With `auto`, only inputs of fewer than `thin_rows` rows use the factors, and exported programs do not.
+    `Conv1D`). With `auto`, only inputs of fewer than `thin_rows` rows use the factors, and exported programs never.
     """
 
     needs: Needs = "factors"
@@ -48,7 +48,7 @@ class FactoredWeight(WeightForm):
         return inputs["left"].unflatten(0, self.tiles), inputs["right"].unflatten(0, self.tiles)
 
     def make(self, inputs: Params) -> Tensor:
-        """Multiply the factors to the dense weight."""
+        """Multiply the factors. Return the dense weight."""
         left, right = inputs["left"], inputs["right"]
         # For one tile, a matrix product is faster than a batched product.
         single = self.tiles == (1, 1)
@@ -130,7 +130,7 @@ class FactoredWeight(WeightForm):
     def _thin_embedding(self, weight: Weight, index: Tensor, padding_idx: int | None) -> Tensor | None:
         left, right = self.by_tile(weight.inputs)
         nr, nc, r, k = left.shape
-        # With several rows of tiles, every token copies right factors. Use the dense weight if copies may be larger.
+        # With several rows of tiles, right factors are copied per token. Form the weight unless the copies are smaller.
         many = nr > 1 and (is_exporting() or index.numel() * k > self.grid.rows)
         if many or index.is_nested or not self._pays(weight, index.numel()):
             return None

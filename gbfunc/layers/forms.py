@@ -37,11 +37,11 @@ class Source(Protocol):
     """One generated matrix of a weight. A form requests the matrix, its factors, or the leaves that generate it."""
 
     def matrix(self) -> Tensor:
-        """Return the matrix [R, C], or the requested block of the matrix."""
+        """Return the matrix [rows, columns], or the requested block of the matrix."""
         ...
 
     def factors(self) -> Factors:
-        """Return the factors of the tiles, [T, r, k] and [T, c, k]."""
+        """Return the factors of the tiles, [tiles, rows, rank] and [tiles, columns, rank]."""
         ...
 
     def inputs(self) -> Sequence[Tensor]:
@@ -156,7 +156,7 @@ class Weight:
         if self.formed is None:
             first, mode = next(iter(self.inputs.values())), nullcontext()
             if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-                # Leave inference mode: code that runs outside of it may later need gradients of this tensor.
+                # Leave inference mode, because code outside of inference mode may need gradients of this tensor.
                 mode = torch.inference_mode(first.is_inference())
             with mode, torch.enable_grad(), outside_autocast(first.device), unseen_by_checkpoints():
                 self.formed = self.form.make(self.inputs)

@@ -105,7 +105,7 @@ def _generated(attribute: str) -> property:
     def read(layer: Any) -> Tensor:
         weight = weight_of(layer, attribute)
         if weight is None:
-            # An AttributeError makes nn.Module look up the skeleton's placeholder instead.
+            # After an AttributeError, nn.Module looks up the placeholder parameter instead.
             raise AttributeError(attribute)
         return weight.read() if isinstance(weight, Weight) else weight
 

@@ -18,7 +18,7 @@ _SEPARATE = {"q_proj_weight": "embed_dim", "k_proj_weight": "kdim", "v_proj_weig
 
 
 class LayerKind(NamedTuple):
-    """A kind of weight tensor, which is folded from one or more matrices [rows, columns].
+    """A kind of weight tensor, which is folded (reshaped) from one or more matrices [rows, columns].
 
     For every kind, rows are output channels, and columns are input channels times kernel positions (innermost), even if
     the tensor has another layout. By default, a tensor [out, in, *kernel] is one matrix [out, in * prod(kernel)].
@@ -96,7 +96,6 @@ _KINDS = (
         lambda m, s: m[0].reshape(s[1], s[0], *s[2:]).transpose(0, 1),
         lambda weight: CONV.unfold(weight.transpose(0, 1)),
     ),
-    # The tensor holds q, k and v, which are three matrices.
     LayerKind(
         "attention_in",
         True,

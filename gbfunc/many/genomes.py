@@ -128,7 +128,7 @@ class _Frame(NamedTuple):
 
 
 def _sides(plan: Plan, generator: Generator, genome: Params) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """Return (left, mix, right) of every bilinear weight of one tile. Tiles of a group share left and right."""
+    """Return factors (left, mix, right) of every bilinear weight of one tile. Tiles of a group share left and right."""
     made = {}
     for stack in generator.stacks:
         e, leaves = stack.ensemble, {k: genome[name] for k, name in stack.names.items()}
@@ -248,11 +248,11 @@ class ManyGenomes(nn.Module):
     def forward(self, index: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return the p-net's outputs: row b is `net(x[b : b + 1])` with genome `index[b]`. `index` is int64 [B].
 
-        Inputs with first dimension B are divided into rows. All rows share the other inputs.
+        Inputs with first dimension B are divided into rows. Inputs of any other shape go to every row unchanged.
 
         Raises:
             TypeError: if the index is not an int64 tensor, or an input or output is neither a tensor nor a plain value.
-            ValueError: if the index is not [B] or out of range, if no input has B rows, or if an output lacks B rows.
+            ValueError: if the index is not [B] or out of range, if no input has B rows, or if an output has no B rows.
         """
         # Do not compile: a compiled graph would skip the first call's comparison with single rows.
         call: Any = torch.compiler.disable(self._call) if torch.compiler.is_dynamo_compiling() else self._call
@@ -349,7 +349,7 @@ class ManyGenomes(nn.Module):
             made, stacked = dict(each[0]), dict[tuple[int, ...], Tensor]()
             for key in self._rows if index.ndim else ():
                 rows = [x[key] for x in each]
-                # Stack a left or right factor that several layers share only once.
+                # If several layers share a left or right factor, stack the factor only once.
                 place = (*map(Tensor.data_ptr, rows), *rows[0].shape)
                 made[key] = stacked[place] = stacked[place] if place in stacked else torch.stack(rows)
             self._last = numbers, made
@@ -388,7 +388,7 @@ def _kind(named: tuple[str, Any], has_rows: bool) -> Any:
 
 
 def _checked(out: Any, n_rows: int, one: bool = False) -> Any:
-    """Check that each tensor of an output has `n_rows` rows. `one` also allows only tensors and plain values."""
+    """Check that an output's tensors have `n_rows` rows. With `one`, refuse all but tensors and plain values."""
     for at, x in tree_leaves(out, "output"):
         if isinstance(x, Tensor) and x.shape[:1] != (n_rows,):
             got = f"expected outputs with first dimension {n_rows}, the batch, got {at} of shape {tuple(x.shape)}"

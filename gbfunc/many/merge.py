@@ -51,7 +51,7 @@ def merge_genomes(
     first = max(range(len(shares)), key=lambda i: shares[i])
 
     def summed(name: str, values: list[Tensor], dtype: torch.dtype) -> Tensor:
-        # Take integer tensors, such as counters, from the genome with the largest weight: they cannot be averaged.
+        # Integer tensors (counters) cannot be averaged: take the tensors of the genome with the largest weight.
         if not differentiable(dtype) or len(values) == 1 == shares[0]:
             return values[first].to(dtype)
         wide = [x.detach().to(torch.complex128 if dtype.is_complex else torch.float64) for x in values]

@@ -44,7 +44,7 @@ class RowWise:
         self._varying = [name for name, there in (self._weights | self._buffers).items() if there in varying]
 
     def install(self, skeleton: nn.Module) -> None:
-        """Replace the module's forward in the skeleton by this object."""
+        """Replace the module's forward in `skeleton`, a copy of the p-net, by this object."""
         module = skeleton.get_submodule(self.path)
         object.__setattr__(module, "forward", self)
         # Remove the module's hooks here, because the copy inside this object calls them for each row.
@@ -83,7 +83,7 @@ class RowWise:
             raise ValueError(f"{self.path!r} has a {type(x).__name__} as input, whose rows are not known")
         if not isinstance(x, Tensor) or x.ndim == 0:
             return False
-        # Inside the p-net, refuse any other first dimension: a batch of that size would mistake it for rows.
+        # Inside the p-net, refuse any other first dimension: in a batch of this size, it would be taken for rows.
         if self.path and len(x) != n_rows and (len(x) != 1 or x.ndim == 1):
             raise ValueError(f"{self.path!r} has an input of shape {tuple(x.shape)} for {n_rows} rows")
         return len(x) == n_rows

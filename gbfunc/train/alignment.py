@@ -31,7 +31,7 @@ def update_alignment(
     $\theta'$ the genome after the update, and $L$ the loss. The result has the cosine of $W(\theta') - W(\theta)$ and
     $-\nabla_W\,L(W(\theta))$ for each parameter, and the cosine for all parameters as one vector: 1 for steepest
     descent, 0 for an orthogonal change, negative for ascent. SGD on the genome with a small learning rate gives at
-    least 0 for all parameters, and 1 for direct parameters.
+    least 0 for the whole vector, and 1 for a direct parameter.
 
     The gradient is computed at `before` on `batch`, with the dropout and noise of the training step, but without `amp`.
     `after` is the state or genome after one or more training steps. Do not use `donate=True`, because such a step

@@ -17,7 +17,8 @@ from gbfunc.types import Genome
 
 # Quantization steps are chosen anew after these fractions of the training, because training changes the stored bits.
 _WHEN = (0.6, 0.65, 0.7, 0.775, 0.85)
-_UNSET, _SQUARES = -1000.0, ("exp_avg_sq", "square_avg")  # torch's names for running means of squared gradients
+_UNSET = -1000.0  # stands for a part without a quantization step
+_SQUARES = ("exp_avg_sq", "square_avg")  # torch's names for running means of squared gradients
 
 
 def allocate_steps(
@@ -25,7 +26,7 @@ def allocate_steps(
 ) -> Steps:
     r"""Choose a quantization step for each part of a genome, so that the file fits a size and the loss grows least.
 
-    A leaf stacks the g-nets of several tensors; a part is one tensor's share of a leaf. The quantization step times
+    A leaf stacks the g-nets of several tensors. A part is one tensor's share of a leaf. The quantization step times
     $\sqrt{\overline{g^2}}$ is the same for all parts, where $\overline{g^2}$ is the optimizer's mean square of the
     part's gradient. This is reverse water-filling with the diagonal of the Fisher information (`gbfunc.formats.steps`).
 
@@ -39,7 +40,7 @@ def allocate_steps(
         gnet_params: the whole state of a training with Adam or another optimizer that averages squared gradients.
         genome_bytes: maximum size of the whole file in bytes. The file may be smaller, because a part's quantization
             step is at least the part's largest value divided by 2,047.
-        batch_size: number of examples in a batch; 0 adds no bits to the loss.
+        batch_size: number of examples in a batch; 0 adds no penalty to the loss.
         metadata: the metadata that `save` will store; it counts towards the size.
 
     Raises:
@@ -65,7 +66,7 @@ def allocate_steps(
         raise ValueError(f"genome_bytes must be at least {coarsest:,} for this plan, got {genome_bytes:,}: raise it")
     over, bits = coarsest - genome_bytes, code_bits(plan, leaves, steps)
     while True:
-        # Reduce the number of bits in use: a smaller limit above that number would have no effect.
+        # Lower the number of used bits: a limit above this number would change nothing.
         bits = max(0.0, bits - 8.0 * over)
         steps = allocate(plan, leaves, squares, bits, batch_size)
         over = len(compact.pack(text, plan, leaves, steps)[0]) - genome_bytes
@@ -84,7 +85,7 @@ class AutoTrainStep(TrainStep):
         return super().init(seed, **options)._replace(codes=_packed(self.plan, None))
 
     def __call__(self, gnet_params: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
-        """Choose quantization steps after the fractions `_WHEN` of the training, then train on one batch."""
+        """Train on one batch. First choose quantization steps if a fraction of `_WHEN` of the training is over."""
         checked_state(gnet_params)
         if int(gnet_params.step) in {round((self._options.total_steps or 0) * part) for part in _WHEN} - {0}:
             first = (len(x) for _, x in tree_leaves(batch) if isinstance(x, Tensor) and x.ndim)
@@ -112,7 +113,7 @@ class AutoTrainStep(TrainStep):
 
 
 def _packed(plan: Plan, steps: Steps | None) -> Tensor:
-    """Pack the rate and the indices of quantization steps into a tensor. Parts without a step get `_UNSET`."""
+    """Pack `steps.rate` and the indices of quantization steps into a tensor. Parts without a step get `_UNSET`."""
     values = torch.full((1 + len(parts_of(plan)),), _UNSET, dtype=torch.float64, device="cpu")
     if steps is not None:
         # Running statistics come last. If the steps do not include them, the last values stay `_UNSET`.

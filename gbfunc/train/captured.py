@@ -153,7 +153,7 @@ class CapturedTrainStep(TrainStep):
         self._graphs = self.of(super().__call__)
 
     def of(self, step: Step) -> Graphs:
-        """Record another training step, with the same optimizer, as graphs."""
+        """Make the graphs of another training step that uses the same optimizer."""
         return Graphs(step, self.rates, self._options.cuda_graph == "auto")
 
     def __call__(self, gnet_params: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
@@ -181,7 +181,7 @@ def _write(into: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
 
 
 def _batch_tensors(batch: Any) -> tuple[dict[str, Tensor], Any]:
-    """Return a batch's tensors by name, and the key of its graph: shapes, dtypes and all values of other types."""
+    """Return a batch's tensors by name, and the graph's key: shapes, dtypes, and the values that are not tensors."""
     leaves = tree_leaves(batch, "batch")
     tensors = {name: x for name, x in leaves if isinstance(x, Tensor)}
     shapes = tuple((name, tuple(x.shape), x.dtype) for name, x in tensors.items())

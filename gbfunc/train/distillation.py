@@ -19,7 +19,7 @@ def distillation(
 
     Let $z$ be the student's and $t$ the teacher's logits, $T$ the temperature, $a$ the weight, and $L$ the loss on
     labels. The result is $(1 - a) L + a T^2 KL(softmax(t / T) || softmax(z / T))$. For batches `(x, y)` with
-    floating-point `y`, the mean squared error of $z$ and $t$ replaces $T^2 KL$. `aux` has the KL or error.
+    floating-point `y`, the mean squared error of $z$ and $t$ replaces $T^2 KL$. `aux` contains the KL or this error.
 
     Args:
         teacher: the trained network, which is called with the student's arguments and must return outputs of the same

@@ -127,7 +127,7 @@ class LocalTrainStep(TrainStep):
         return _with_leaves(state, full)._replace(opt=WholeLocalState(local.start, local.outer, ranks))
 
     def fitted(self, tensors: Params) -> Params:
-        """Convert tensors that n ranks saved to the present ranks: rank r gets the tensors of rank r mod n."""
+        """Distribute the tensors that n ranks saved over the present ranks: rank r gets the tensors of rank r mod n."""
         if not any(name.startswith(_RANKS) for name in tensors):
             raise ValueError("it is from a training without local steps: load it without local_steps=, then shard it")
         index = torch.arange(self.mesh.world)

@@ -46,8 +46,7 @@ def make_train_step(plan: Plan, pnet: nn.Module, loss_fn: LossFn, optimizer: Opt
 
     Raises:
         TypeError: for an unknown option, or an optimizer that `torch_optimizer` did not make.
-        ValueError: for options out of range, a p-net that does not fit the plan, or a p-net that cannot be a pure
-            function (see `check_pnet`).
+        ValueError: for options out of range, a p-net that does not fit the plan, or an impure p-net (see `check_pnet`).
 
     >>> import gbfunc as gb
     >>> optimizer = gb.torch_optimizer(torch.optim.Adam, lr=1e-2)

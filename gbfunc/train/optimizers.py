@@ -273,7 +273,7 @@ def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def chosen(condition: Tensor, tree: Any, other: Any) -> Any:
-    """Select `tree` if `condition`, otherwise `other`. Tensors on a device other than `condition`'s stay `tree`'s."""
+    """Return `tree`. If `condition` is False, take the tensors on the condition's device from `other` instead."""
     flat, before = flatten_tree(tree), flatten_tree(other)
     on_device = [k for k, x in flat.items() if x.device.type == condition.device.type]
     return unflatten_tree(flat | {k: torch.where(condition, flat[k], before[k]) for k in on_device}, tree)
@@ -297,5 +297,5 @@ def _check_state(state: OptState, params: Params, prepared: _Prepared, cls: str)
     # Do not compare devices, because torch accepts counts of steps on any device.
     expected = {f"{k}/{entry}": spec._replace(device=None) for (k, entry), spec in prepared.specs.items()}
     compare_trees(expected, flatten_tree(state.leaves), what)
-    if state.leaves.keys() != params.keys():  # `compare_trees` sees no leaf without state, as of plain SGD.
+    if state.leaves.keys() != params.keys():  # `compare_trees` does not see leaves without state (SGD).
         raise ValueError(f"{what}: expected the leaves {sorted(params)}, got {sorted(state.leaves)}")

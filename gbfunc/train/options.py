@@ -29,13 +29,13 @@ class StepOptions:
         amp: `torch.bfloat16` or `torch.float16` runs the p-net under autocast; weights are generated in float32.
         lazy: whether a layer multiplies by the factors of its weight instead of the dense weight. True: whenever
             possible. False: never. `"auto"`: if factors are faster by a count of operations and bytes. Layers with a
-            forward of their own, and code outside of layers, read the dense weight (`dense_reads` counts how often).
+            custom forward, and code outside of layers, read the dense weight (`dense_reads` counts how often).
         remat: which tensors backward recomputes to save memory. `"none"`: no tensor (the fastest). `"generate"`:
             tensors between genome and weights. `"layer"`: also weights, each before its use. With `"layer"`, layers use
             no factors, and a split genome is gathered for every use, so all ranks must call the same layers.
         on_nonfinite: what to do if loss or gradient is not finite: `"skip"` keeps the state, `"raise"` raises an error.
         kernel: implementation of ReLU, periodic and bilinear g-nets: "compiled" (C++ on a CPU, Triton on a GPU),
-            "eager" (PyTorch) or "auto", compiled where available.
+            "eager" (PyTorch) or "auto" (compiled where available).
         compile: whether to compile generation, p-net, loss and gradient with `torch.compile`, if possible as one graph.
             The first training step takes long, and calls the p-net and the loss function three times.
         cuda_graph: True captures the training step as one CUDA graph per batch shape (at most four shapes, each after
@@ -48,7 +48,7 @@ class StepOptions:
             weight; ranks exchange only the genome's gradient. `"sharded"`: each rank along the mesh's g-net axis
             generates an equal share of every ensemble's tiles, and ranks gather the tiles. `"factors"`: like
             `"sharded"`, but ranks gather factors if g-nets have factors. `"auto"`: by count of bytes and operations.
-        check_every: number of training steps between checks that ranks have equal states; 0 checks only the first.
+        check_every: number of training steps between checks that ranks have equal states; 0 checks only the first step.
         parallel: how layers are split over the mesh's tensor axis: a style of `torch.distributed.tensor.parallel` per
             module name, as for `parallelize_module` (`gbfunc.parallel.styles.tensor_styles` makes them). Each rank
             generates and applies its part of each weight. All ranks along the axis get the same rows. If the first

@@ -60,7 +60,7 @@ class Population:
     def __call__(self, states: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
         """Train every member on one batch. `states` do not change unless `train_step` was made with `donate=True`.
 
-        With `same_batch=False`, the first dimension of the batch's tensors is the member; other values go to all.
+        With `same_batch=False`, the first dimension of a tensor is the member. All members get values of other types.
 
         Raises:
             FloatingPointError: with `on_nonfinite="raise"`, if a member's loss or gradient is not finite.
@@ -181,7 +181,7 @@ def population(
     of zero. The loss function's `aux` must consist of tensors and numbers.
 
     Args:
-        train_step: the step of one genome, without a mesh, microbatches, remat or compile.
+        train_step: the training step of one genome, without a mesh, microbatches, remat or compile.
         n: number of members.
         lr_factors: a factor of the learning rate for each member. None is 1 for all members.
         same_batch: True gives the same batch to all members. False gives `x[i]` of the batch's tensors x to member i.

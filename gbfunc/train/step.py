@@ -26,7 +26,7 @@ from gbfunc.types import Genome, GenomeLike, GNets, Params
 _SHAPE, _KIND = attrgetter("shape"), attrgetter("shape", "dtype")
 _READ = {"cpu"}  # devices from which Python reads a value without waiting
 SHUFFLE_CHECK_STEP = 200  # the training step that also computes the loss for permuted targets
-_MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio (Knuth, TAOCP 3, section 6.4): spreads steps over seeds
+_MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio (Knuth, TAOCP 3, section 6.4): gives each step a seed
 _CONSTANT = (
     "after {} steps the loss, {:.4g}, is as large as that of a constant prediction: targets in another order give no "
     "larger one; try another learning rate (plan.suggested_lr()), then a larger genome"
@@ -157,7 +157,7 @@ class TrainStep:
         return gather_state(self._layout, gnet_params)
 
     def fitted(self, tensors: Params) -> Params:
-        """Return a saved state's tensors for these ranks. Raise ValueError for the state of local steps."""
+        """Return a saved state's tensors for these ranks. Raise ValueError for a state saved with `local_steps`."""
         if any(name.startswith("opt/ranks/") for name in tensors):
             raise ValueError("it is from a training with local steps: pass local_steps= as well")
         return tensors
@@ -235,7 +235,7 @@ class TrainStep:
     ) -> tuple[Params, OptState, Params] | None:
         """Return new leaves, optimizer state and buffers. Return None if loss or gradient is not finite.
 
-        After the first update, an accelerator selects the result, because reading `info.finite` would wait.
+        After the first update, select the result on the accelerator, because reading `info.finite` would wait.
         """
         options, device, old = self._options, info.finite.device.type, state.opt
         read = device in _READ or options.on_nonfinite == "raise" or int(old.step) == 0
@@ -259,7 +259,7 @@ class TrainStep:
 
 
 def _other_targets(batch: Any) -> list[Any]:
-    """Return copies of a batch, `(x, y)` or a dict with `labels`, with permuted and, last, with equal targets."""
+    """Return copies of a batch, `(x, y)` or a dict with `labels`: first with permuted, last with equal targets."""
     labelled = isinstance(batch, dict)
     y = batch.get("labels") if labelled else batch[1] if type(batch) in (tuple, list) and len(batch) == 2 else None
     if not isinstance(y, Tensor) or not y.ndim or len(y) < 2:

@@ -112,7 +112,7 @@ def _compiler_errors() -> tuple[type[Exception], ...]:
     return (tracing.TorchDynamoException,) if more is None else (tracing.TorchDynamoException, more)
 
 
-# Guards that can be dropped, because a plan fixes these objects. `_dot_` excludes other packages named gbfunc_X.
+# Dynamo guards to drop, because a plan fixes these objects. `_dot_` excludes other packages, named gbfunc_X.
 _FIXED = re.compile(r"self\.generator|__import_(gbfunc|torch)_dot_|__import__\('torch'|__builtins_dict_|type\(inputs\)")
 _CODES = count()
 

@@ -28,7 +28,7 @@ from gbfunc.train.options import StepOptions
 from gbfunc.trees import DIRECT, differentiable, holds_tensors, tree_map
 from gbfunc.types import Params
 
-LossFn = Callable[[Any, Any], Any]  # `(net, batch) -> loss` or `(loss, aux)`; `net` is the p-net on generated weights
+LossFn = Callable[[Any, Any], Any]  # `(net, batch) -> loss` or `(loss, aux)`; `net` has generated weights
 Gradients = tuple[Tensor | None, ...]
 
 NO_GRADIENT = (
@@ -174,7 +174,7 @@ class GenomeLoss:
         return loss_and_aux(out)
 
     def rows(self, rows: float) -> float:
-        # The result of an empty share is discarded, but the number multiplies the loss, so it must not be 0.
+        # An empty share's result is discarded, but the number multiplies the loss: return 1 instead of 0.
         return rows or 1
 
     def gradients(self, loss: Tensor, wanted: list[Tensor]) -> Gradients:
@@ -285,7 +285,7 @@ def capturing(device: torch.device) -> bool:
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's default generators, which dropout uses, and restore their states. Other threads wait."""
+    """Seed torch's default generators, which dropout uses, and restore their states. Other threads wait meanwhile."""
     if capturing(device):  # `Graphs` seeds the generators before each replay.
         yield
         return

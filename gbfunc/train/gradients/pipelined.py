@@ -53,7 +53,7 @@ class Pipelined(Strategy):
         return self._result(inputs, wanted, self._prepared(parts[0][0], wanted[0].device, self._amp), parts, False)
 
     def proof(self, make_full_loss: Callable[[], GenomeLoss]) -> Proof:
-        """Compare the gradient of one microbatch over all stages with the gradient of the whole p-net on one rank."""
+        """Compare one microbatch's gradient over all pipeline stages with the whole p-net's gradient on one rank."""
 
         def local_gradients(inputs: StepInputs, wanted: list[Tensor]) -> Gradients:
             loss = self._prepared(inputs.batch, wanted[0].device, None).without_amp()

@@ -1,4 +1,4 @@
-"""Compares the first gradient that several ranks compute together with the whole p-net's gradient on one rank."""
+"""Compares the first gradient that several ranks compute with the gradient of the whole p-net on one rank."""
 
 import math
 import warnings
@@ -19,7 +19,7 @@ GradientFn = Callable[[StepInputs, list[Tensor]], Gradients]
 
 
 class Proof(NamedTuple):
-    """Compares gradient and buffers of a few rows over ranks with those of the whole p-net on one rank."""
+    """Compares gradient and buffers over several ranks with gradient and buffers of the whole p-net on one rank."""
 
     make_full_loss: Callable[[], GenomeLoss]  # makes the loss of the whole p-net
     local_gradients: GradientFn  # computes this rank's term of the gradient, as a training step does
@@ -29,7 +29,7 @@ class Proof(NamedTuple):
     advice: str  # for the error message: why results may differ, and what to do
 
     def compare(self, layout: Layout, inputs: StepInputs, trained: Params) -> None:
-        """Compare with equal seeds. If results differ, compare again in evaluation mode. All ranks must call.
+        """Compare both results with equal seeds. If they differ, compare in evaluation mode. All ranks must call.
 
         Raises ValueError on every rank if results differ by more than rounding errors.
         """

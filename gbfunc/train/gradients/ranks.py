@@ -70,7 +70,7 @@ class RankObjective(Objective):
                 self._check_first_step(loss, inputs, trained)
             self._first_step_checked = True
         if not counts:
-            # Discard gradients of the zeros. Keep gradients of a split genome's tiles: other ranks' rows gave them.
+            # Discard gradients of the zeros, but not of a split genome's tiles, which belong to other ranks' rows.
             kept = {k for k in gradients if self._layout.sharded and k.startswith(GNET)}
             gradients = {k: g if k in kept else torch.zeros_like(g) for k, g in gradients.items()}
         before = {k: buffers[k] for k in self._averaged}
@@ -138,7 +138,7 @@ def _explained() -> Iterator[None]:
 
 
 def split_proof(make_full_loss: Callable[[], GenomeLoss], loss: GenomeLoss, split: TensorParallel) -> Proof:
-    """Compare the gradients of a p-net that is split over tensor ranks and of the whole p-net, for a few rows."""
+    """Make the `Proof` of a p-net whose layers are split over tensor ranks, for a few rows of the batch."""
 
     def take_rows(batch: Any) -> Any:
         return tree_map(lambda x: x[: max(2, split.ranks)] if isinstance(x, Tensor) and x.ndim else x, batch)
@@ -167,7 +167,7 @@ class SplitObjective(RankObjective):
         return loss, aux, gradients, counted / (self._split.ranks if self._split.local_rows is None else 1)
 
     def _check_first_step(self, loss: Tensor, inputs: StepInputs, trained: Params) -> None:
-        """Compare ranks. If the loss function accepts whole outputs, also compare with the whole p-net."""
+        """Compare the ranks' losses. Compare with the whole p-net if the loss function accepts the whole outputs."""
         self._split.compare(loss)
         rows_split = any(gather_objects(self._layout.mesh, self._split.local_rows is not None))
         if not rows_split or all(gather_objects(self._layout.mesh, self._accepts_full_outputs(inputs, trained))):
