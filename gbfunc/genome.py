@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -71,14 +72,22 @@ def check_genome(
 def check_type(plan: Plan) -> None:
     """Raise `TypeError` unless `plan` is a `Plan`."""
     if not isinstance(plan, Plan):
-        cure = ": write plan, genome = gb.load(path)" * isinstance(plan, tuple)
-        raise TypeError(f"expected a plan of gb.make_plan, got a {type(plan).__name__}{cure}")
+        raise _wrong_type("a plan of gb.make_plan", plan)
 
 
 def _check_fields(genome: GenomeLike) -> None:
     if not all(isinstance(getattr(genome, field, None), Mapping) for field in Genome._fields):
-        got = f"{type(genome).__name__}" + (": pass module.to_genome()" if hasattr(genome, "to_genome") else "")
-        raise TypeError(f"expected a Genome or a TrainState (gnets, direct, buffers), got {got}")
+        raise _wrong_type("a Genome or a TrainState (gnets, direct, buffers)", genome)
+
+
+def _wrong_type(expected: str, got: Any) -> TypeError:
+    """Return the error for an argument of the wrong type, with the correction that its type suggests."""
+    cure = "the order of arguments is path, plan, genome, p-net"
+    if isinstance(got, str | os.PathLike | tuple) and not hasattr(got, "gnets"):
+        cure = f"write plan, genome = gb.load(path); {cure}"
+    if hasattr(got, "to_genome"):
+        cure = "pass module.plan and module.to_genome()"
+    return TypeError(f"expected {expected}, got a {type(got).__name__}: {cure}")
 
 
 def check_plan(plan: Plan, pnet: nn.Module) -> None:
@@ -150,11 +159,14 @@ def init_genome(plan: Plan, pnet: nn.Module, seed: int = 0, *, device: torch.dev
 def check_seed(seed: int) -> int:
     """Convert a seed to a Python integer. Raise ValueError unless 0 <= seed < 2**63."""
     if isinstance(seed, bool) or not hasattr(seed, "__index__") or not 0 <= operator.index(seed) < 1 << 63:
-        raise ValueError(f"seed must be an integer with 0 <= seed < 2**63, got {seed!r}")
+        got = "a genome: write genome=genome" if hasattr(seed, "gnets") else f"{seed!r:.40}"
+        raise ValueError(f"seed must be an integer with 0 <= seed < 2**63, got {got}")
     return operator.index(seed)
 
 
 def _check_linear(plan: Plan, e: Ensemble) -> None:
+    if odd := [f"{k!r} of role {leaf.role!r}" for k, leaf in e.leaves.items() if leaf.role not in ("code", "linear")]:
+        raise ValueError(f"roles of leaves are 'code' and 'linear', got {', '.join(odd)} in {e.hypernet.type!r}")
     delta = any(plan.tensors[p.tensor].base for p in e.spans)
     linear = any(leaf.role == "linear" and leaf.scope == "tile" for leaf in e.leaves.values())
     if not linear and (delta or e.hypernet.standardised):

@@ -16,7 +16,7 @@ OPTIONS = [
     ("train --genome-size 9", "--genome-size, 9 (did you mean --genome-bytes or --genome-params"),
     ("train --hypernet foo", "invalid choice 'foo' for argument '--hypernet'"),
     ("train --out=", "--out needs a value, got ''"),
-    ("eval", "Missing from gbfunc eval: --genome FILE"),
+    ("eval a.genome", "Missing from gbfunc eval: --genome FILE (got 'a.genome' without the name of an option): see"),
     # Bounds, alternatives, and options that need or exclude others
     ("train --epochs 1 --steps 3", "give at most one of --epochs and --steps, got 1 and 3"),
     ("train --genome-params 500 --compression 40", "at most one of --genome-params, --genome-bytes and --compression"),
@@ -27,7 +27,7 @@ OPTIONS = [
     ("train --log csv --checkpoint-every 5", "--log and --checkpoint-every can be used only with --out"),
     ("train --resume auto", "--resume auto needs --out"),
     ("train --finetune 10", "--finetune can be used only with --dtype"),
-    ("train --dtype auto", "--dtype auto needs --genome-bytes, and no --finetune"),
+    ("train --dtype auto", "--dtype auto needs the size of the file: pass --genome-bytes"),
     ("plan --memory 16GB", "--memory can be used only with --ranks"),
     ("train --dense --rule 0=none", "--rule cannot be used with --dense"),
     ("bench --repeat 2 --calibrate", "--repeat cannot be used with --calibrate"),

@@ -101,7 +101,7 @@ TEACHERS = {
 _HOLDS = "must have the weights of own_net:make"
 NO_TEACHERS = {
     "whole.pt": "whole.pt has objects other than weights, which are not run: save net.state_dict() with torch.save",
-    "other.pt": f"{_HOLDS} (modules must have the same names): ",
+    "other.pt": f"{_HOLDS} (modules must have the same names; --pnet ",
     "list.pt": f"{_HOLDS}: expected tensors by name, such as net.state_dict(), got list",
     "own_net.py": _HOLDS,
     "other.safetensors": _HOLDS,

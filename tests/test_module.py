@@ -258,7 +258,9 @@ def test_what_does_not_fit_is_refused() -> None:
         gb.GenomeModule(plan, nn.Linear(2, 2))
     with pytest.raises(ValueError, match="the genome does not fit the plan: missing"):
         gb.GenomeModule(plan, pnet, genome._replace(gnets={}))
-    with pytest.raises(TypeError, match=r"expected a Genome or a TrainState .*: pass module.to_genome\(\)"):
+    with pytest.raises(
+        TypeError, match=r"expected a Genome or a TrainState .*: pass module.plan and module.to_genome\(\)"
+    ):
         gb.save("genome", plan, gb.GenomeModule(plan, pnet))
     with pytest.raises(ValueError, match="the p-net is wrapped in OptimizedModule"):
         gb.GenomeModule(plan, torch.compile(pnet, backend="eager"))  # pyright: ignore[reportArgumentType]

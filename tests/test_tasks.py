@@ -87,7 +87,7 @@ def test_digits(digits: Task) -> None:
     ours = torch.cat([digits.train.x, digits.val.x, digits.test.x]).flatten(1)
     y = torch.cat([digits.train.y, digits.val.y, digits.test.y])
     assert np.bincount(y).tolist() == np.bincount(labels).tolist()
-    back = (ours * digits.about["std"] + digits.about["mean"]).round().long().tolist()
+    back = (ours * digits.about["std"][0] + digits.about["mean"][0]).round().long().tolist()
     assert sorted(back) == sorted(pixels.astype(int).tolist())
 
 

@@ -53,8 +53,9 @@ def save_base(folder: Path, kind: str = "ConvNext", seed: int = 7) -> Path:
 
 
 def normalised(path: Path, size: int, mean: Any, std: Any) -> torch.Tensor:
-    pixels_hwC = np.asarray(Image.open(path).resize((size, size)), np.float64)
-    return torch.from_numpy(((pixels_hwC - np.array(mean)) / np.array(std)).transpose(2, 0, 1))
+    pixels_Chw = torch.from_numpy(np.asarray(Image.open(path).resize((size, size)), np.float64).transpose(2, 0, 1))
+    mean, std = (torch.as_tensor(x).view(3, 1, 1) for x in (mean, std))
+    return (pixels_Chw - mean) / std
 
 
 def test_pictures_are_split_and_normalised(tmp_path: Path) -> None:
@@ -105,7 +106,7 @@ def test_an_adapter_learns_predicts_and_knows_its_base(kind: str, tmp_path: Path
     assert "100.00%" in command(["eval", "--data-dir", data, "--genome", genome]).out
     task = find_task("images", data, {"pretrained": str(base)})
     assert (task.recipe(0).batch_size, task.recipe(0).epochs) == (30, 20)
-    assert (tuple(task.about["mean"]), tuple(task.about["std"])) == (MEAN, STD)
+    assert [tuple(task.about[k].flatten().tolist()) for k in ("mean", "std")] == [MEAN, STD]
     net: Any = gb.materialize(plan, held, task.build(3)).eval()
     chance = net(normalised(picture, 32, MEAN, STD)[None].float()).logits.softmax(1)[0, 0].item()
     line = command(["predict", "--genome", genome, picture]).out.strip().split("\t")

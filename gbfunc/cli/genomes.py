@@ -200,7 +200,8 @@ def read_teacher(path: Path, task: Task, options: PNetOptions) -> nn.Module:
         cure = "save net.state_dict() with torch.save, or as safetensors"
         raise ValueError(f"--teacher: {file} has objects other than weights, which are not run: {cure}") from error
     except (SafetensorError, RuntimeError, ValueError) as error:
-        words = " (modules must have the same names)", ", as a .pt or .safetensors file, or be a genome"
+        named = " (modules must have the same names; --pnet file:function builds another p-net)"
+        words = named, ", as a .pt or .safetensors file, or be a genome"
         cure = words[isinstance(error, SafetensorError)] * (not isinstance(error, ValueError))
         raise ValueError(f"--teacher: {file} must have the weights of {task.pnet.name}{cure}: {error}") from error
     return net.eval()

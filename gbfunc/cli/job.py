@@ -101,7 +101,15 @@ def about(task: Task, options: DataOptions) -> JSON:
     interface = list(task.interface)
     while interface[-1] == task.interface._field_defaults.get(task.interface._fields[len(interface) - 1]):
         interface.pop()
-    return said | {"interface": interface, **task.about}
+    return said | {"interface": interface, **{k: _plain(x) for k, x in task.about.items() if (k, x) != ("white", 255)}}
+
+
+def _plain(value: Any) -> Any:
+    """Convert a tensor to a list of numbers with six digits, or to a number if it has one entry."""
+    if not isinstance(value, Tensor):
+        return value
+    numbers = [float(f"{x:.6g}") for x in value.flatten().tolist()]
+    return numbers if len(numbers) > 1 else numbers[0]
 
 
 def make_job(
@@ -136,17 +144,18 @@ def _check_forward(task: Task, pnet: nn.Module) -> None:
     x, (_, outputs, tokens, *_) = next(iter(task.train.chunks(2)))[0], task.interface
     buffers = dict(pnet.named_buffers())
     net = copy_with(pnet, lambda name, x: x.clone() if name in buffers else x)  # The copy shares the parameters.
-    words = f"the p-net {task.pnet.name} got inputs {'[B, C, H, W] = ' * (x.ndim == 4)}{list(x.shape)}"
+    words = f"the p-net {task.pnet.name} with inputs {'[B, C, H, W] = ' * (x.ndim == 4)}{list(x.shape)}"
     with torch.no_grad(), seeded(0):
         try:
             found, expected = [*logits_of(net(x)).shape], [*x.shape[: 1 + tokens], outputs]
         except Exception as error:
+            words += f" raises {type(error).__name__}: {error}"
             with suppress(Exception):
                 net(x.flatten(1))
                 words += ": start with nn.Flatten()"
-            raise ValueError(f"{words}; {error}") from error
+            raise ValueError(words) from error
     if found[:-1] != expected[:-1] or found[-1] < outputs:
-        raise ValueError(f"{words} and must give outputs {expected}, got {found}: change its last layer")
+        raise ValueError(f"{words} must give outputs {expected}, got {found}: change its last layer")
 
 
 def resolved(job: Job, genome: GenomeOptions, dtype: str | None) -> dict[str, Any]:

@@ -46,6 +46,8 @@ def parse(argv: Sequence[str]) -> Any:
         if end.code in (0, None):
             raise
         words = _reason(message.getvalue())
+        if words.startswith("Missing from") and argv[1:] and argv[1][0] != "-":
+            words += f" (got {argv[1]!r} without the name of an option)"
         if "did you mean" not in words and (option := re.match(r"Unrecognized options: (--[\w-]+)", words)):
             words += _nearest(option[1], [f"--{key.replace('_', '-')}" for key in options_of(COMMANDS[name])], 3)
         raise ValueError(f"{words}: see gbfunc {name} --help") from None
@@ -58,6 +60,7 @@ def _reason(message: str) -> str:
     lines = [line.strip("│ ") for line in message.splitlines()[1:]]
     blocks = " ".join(line if line.strip("─-╰╯") else "\n" for line in lines).split("\n")
     words = next(block for block in blocks if block.strip()).strip().removesuffix(".")
+    words = re.sub(r"(--[\w-]+ [A-Z]+\b).*?\(required\)", r"\1", words)  # drops the help of missing options
     if match := re.search(r"(--[\w-]+): no type matching (.+) could be instantiated from \[(.*)\]", words):
         expected = re.sub(r"[{}\[\]]", "", match[2].replace("{None}|", ""))
         return f"{match[1]} must be {expected}, got {match[3]}"

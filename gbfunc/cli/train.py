@@ -239,8 +239,10 @@ def train_genome(
 ) -> tuple[training.Fit, nn.Module, dict[str, Any]]:
     task, recipe, asked, seed = job.task, job.recipe, options.output, options.data.seed
     n_bytes, rounding = options.genome.genome_bytes, AUTO if asked.dtype == AUTO else None
-    if rounding and (n_bytes is None or asked.finetune is not None):
-        raise ValueError("--dtype auto needs --genome-bytes, and no --finetune: the training itself rounds")
+    if rounding and n_bytes is None:
+        raise ValueError("--dtype auto needs the size of the file: pass --genome-bytes, not --compression")
+    if rounding and asked.finetune is not None:
+        raise ValueError("--dtype auto rounds during the training itself: drop --finetune")
     if asked.finetune is not None and not task.resumable:
         raise ValueError("--finetune needs a task with examples, got the control task, which has none: drop --finetune")
     label = "genome" if job.hypernet else "dense"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
@@ -121,7 +122,9 @@ def _to_iree(traced: Traced) -> bytes:
         try:
             return tools.compile_file(str(source), target_backends=["llvm-cpu"], extra_args=[*_IREE_FLAGS])
         except tools.CompilerToolError as error:
-            raise ValueError(f"IREE cannot compile the model: {str(error)[:300]}") from error
+            lacking = re.search(r'operator "onnx\.(\w+)"', str(error))
+            what = f"the operator {lacking[1]}" if lacking else f"the model ({str(error)[:300]})"
+            raise ValueError(f"IREE cannot compile {what}: write .onnx or .pt2 instead") from error
 
 
 def _run_iree(data: bytes, folder: Path) -> Run:

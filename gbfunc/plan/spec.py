@@ -127,8 +127,12 @@ class Plan:
             ValueError: for any other optimizer.
         """
         if (factor := _RATES.get(optimizer)) is None:
-            names, got = [cls.__name__ for cls in _RATES], getattr(optimizer, "__name__", "an instance: give its class")
-            raise ValueError(f"rates are known for {names}, got {got}: try several rates on validation data")
+            if not isinstance(optimizer, type):
+                raise ValueError(
+                    f"expected a class, such as torch.optim.Adam, got an object of type {type(optimizer).__name__}"
+                )
+            names = ", ".join(cls.__name__ for cls in _RATES)
+            raise ValueError(f"rates are known for {names}, got {optimizer.__name__}: try several on validation data")
         if self.base is not None:
             return factor * base_rate(self.genome_params)
         return factor * min((slot.hypernet.rate for t in self.tensors for slot in t.slots), default=1e-3)

@@ -191,8 +191,8 @@ class Task:
     # (train, recipe, generator, net) -> endless batches, drawn with the generator; `net()` returns the current network.
     batches: Batches = example_batches
     resumable: bool = True  # if False, training can resume only after full passes over the data
-    # Additional metadata of a genome's file: `mean` and `std` of pixels (lists if they differ by channel), the largest
-    # value of a pixel if not 255 (`white`), and names of `classes`.
+    # Additional metadata of a genome's file: names of `classes`. For images also `mean` and `std` of pixels, tensors
+    # [1 or C, 1, 1], and `white`, the largest value of a pixel.
     about: Mapping[str, Any] = field(default_factory=dict)
     counts: Callable[[int], Mapping[str, float]] = lambda steps: {}  # training steps -> extra columns of the history
     facts: Callable[[History], Mapping[str, Any]] = lambda history: {}  # history (may be empty) -> extra results

@@ -161,10 +161,10 @@ def image_splits(
     return splits + ([] if tested is None else [split(*tested)]), mean, std
 
 
-def scaling(mean: NDArray[np.float64], std: NDArray[np.float64]) -> dict[str, Any]:
-    """Return the pixels' `mean` and `std` for `Task.about`, with six digits. Several channels give lists of numbers."""
-    found = {name: [float(f"{x:.6g}") for x in values.ravel()] for name, values in (("mean", mean), ("std", std))}
-    return {name: values if len(values) > 1 else values[0] for name, values in found.items()}
+def scaling(mean: NDArray[np.float64], std: NDArray[np.float64], white: int = 255) -> dict[str, Any]:
+    """Return mean and deviation of pixels [1 or C, 1, 1], and the largest value of a pixel, for `Task.about`."""
+    mean_C11, std_C11 = (torch.from_numpy(values.astype(np.float32)).reshape(-1, 1, 1) for values in (mean, std))
+    return {"mean": mean_C11, "std": std_C11, "white": white}
 
 
 def noise(deviation: float) -> Augment:

@@ -37,7 +37,7 @@ def digits() -> Task:
     images = (pixels.reshape(-1, *interface.inputs), labels.astype(np.int64))
     (train, test, val), *scale = image_splits(images, (360, 240))
     recipe = Recipe(lr=4e-2, dense_lr=1e-2, betas=(0.9, 0.95), batch_size=64, epochs=100, augment=data.noise(0.4))
-    about, pnet = {**scaling(*scale), "white": 16}, PNETS["mlp"](interface)
+    about, pnet = scaling(*scale, white=16), PNETS["mlp"](interface)
     return Task("digits", interface, train, val, test, pnet, lambda pnet, size: recipe, genome_params=450, about=about)
 
 

@@ -55,9 +55,10 @@ def make_train_step(plan: Plan, pnet: nn.Module, loss_fn: LossFn, optimizer: Opt
     >>> state, info = train_step(train_step.init(seed=0), torch.ones(3, 30))
     """
     known = list(StepOptions.__dataclass_fields__)
-    if unknown := [name for name in options if name not in known]:
-        near = get_close_matches(unknown[0], known) or known
-        raise TypeError(f"make_train_step has no option {unknown[0]!r}: did you mean {', '.join(near)}?")
+    for name in sorted(options.keys() - known):
+        near = get_close_matches(name, known) or [k for k in known if {*k.split("_")} & {*name.split("_")}]
+        cure = f"did you mean {', '.join(near)}?" if near else "StepOptions lists the options"
+        raise TypeError(f"make_train_step has no option {name!r}: {cure}")
     settings = StepOptions(**options)
     if not isinstance(optimizer, Optimizer):
         got = getattr(optimizer, "__name__", type(optimizer).__name__)

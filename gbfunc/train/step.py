@@ -103,8 +103,8 @@ class TrainStep:
     def init(self, seed: int = 0, *, genome: GenomeLike = None, device: torch.device | str | None = None) -> TrainState:
         """Create a new state. The same seed gives the same genome for any mesh and placement.
 
-        Direct parameters and buffers start with the values of the p-net. On a mesh, they start with the values of rank
-        0's p-net, and all ranks must call this method. If the mesh splits the genome, each rank gets its own part.
+        Direct parameters and buffers start with the values of `genome`, or of the p-net if there is none (on a mesh, of
+        rank 0). All ranks of a mesh must call this method. If the mesh splits the genome, each rank gets its own part.
 
         Args:
             seed: seed of the g-nets, of dropout and of noise: 0 <= seed < 2**63.

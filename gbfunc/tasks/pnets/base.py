@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from itertools import count
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -203,7 +204,8 @@ def import_factory(path: str, returns: str) -> Callable[..., Any]:
         cure = f": write {path.replace('.py:', ':')}, in the folder of the file" if ".py:" in path else ""
         raise ImportError(f"cannot import {path}: {error}{cure}") from error
     except AttributeError as error:
-        raise ValueError(f"cannot find {path}: {error}") from error
+        cure = "".join(f": did you mean {name}?" for name in get_close_matches(str(error.name), dir(error.obj), 1))
+        raise ValueError(f"cannot find {path}: {error}{cure}") from error
     finally:
         sys.path.remove(folder)
     if not callable(factory):

@@ -5,6 +5,7 @@ leaves --generator--> weights --p-net, loss function--> loss --backward--> gradi
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -246,10 +247,10 @@ class Objective:
         try:
             loss, aux, gradients, _ = self._with_gradients(inputs, trained, seed)
         except TypeError as error:
-            if str(error) != f"'{type(batch).__name__}' object is not callable":
+            given, net = (type(x).__name__ for x in (batch, self.strategy.loss and self.strategy.loss.net.skeleton))
+            if not re.fullmatch(rf"'{given}' object is not callable|.*('|iterable ){net}'? object.*", str(error)):
                 raise
-            words = f"loss_fn must take (net, batch), got a {type(batch).__name__} where it calls the network"
-            raise TypeError(f"{words}: exchange its two arguments") from error
+            raise TypeError(f"loss_fn must take (net, batch), in this order: {error}") from error
         tensors = [*gradients.values()]
         if sum(map(Tensor.numel, tensors)) > _FLATTENED:
             tensors = torch._foreach_norm(tensors)  # pyright: ignore[reportPrivateImportUsage]
