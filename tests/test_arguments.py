@@ -40,9 +40,9 @@ SWAPPED: dict[str, tuple[Callable[[Any], object], str]] = {
     "materialize": (lambda path: api.materialize(GENOME, PLAN, PNET), A_PLAN),
     "materialize_many": (lambda path: api.materialize_many(GENOME, PLAN, PNET), A_PLAN),
     "merge_genomes": (lambda path: api.merge_genomes(PLAN, GENOME, PNET), r"got one genome: write \[genome\]"),
-    "init": (lambda path: STEP.init(GENOME), "got a genome: write genome=genome"),
+    "init": (lambda path: STEP.init(api.init_genome(PLAN, PNET)), "got a genome: write genome=genome"),
     "init of a file": (lambda path: STEP.init(genome=(PLAN, GENOME)), "got a tuple: write plan, genome = gb.load"),
-    "suggested_lr": (lambda path: PLAN.suggested_lr("Adam"), "such as torch.optim.Adam, got an object of type str"),  # pyright: ignore[reportArgumentType]
+    "suggested_lr": (lambda path: PLAN.suggested_lr("Adam"), "got str: pass a class, such as torch.optim.Adam"),  # pyright: ignore[reportArgumentType]
     "a script": (lambda path: api.make_plan(torch.jit.script(PNET)), "wrapped in ScriptModule"),
     "a trace": (lambda path: api.make_plan(torch.jit.trace(PNET, torch.ones(1, 6))), "wrapped in ScriptModule"),
 }

@@ -27,7 +27,7 @@ OPTIONS = [
     ("train --log csv --checkpoint-every 5", "--log and --checkpoint-every can be used only with --out"),
     ("train --resume auto", "--resume auto needs --out"),
     ("train --finetune 10", "--finetune can be used only with --dtype"),
-    ("train --dtype auto", "--dtype auto needs the size of the file: pass --genome-bytes"),
+    ("train --dtype auto", "--dtype auto trains for a size in bytes: pass --genome-bytes"),
     ("plan --memory 16GB", "--memory can be used only with --ranks"),
     ("train --dense --rule 0=none", "--rule cannot be used with --dense"),
     ("bench --repeat 2 --calibrate", "--repeat cannot be used with --calibrate"),

@@ -105,10 +105,8 @@ def about(task: Task, options: DataOptions) -> JSON:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a tensor to a list of numbers with six digits, or to a number if it has one entry."""
-    if not isinstance(value, Tensor):
-        return value
-    numbers = [float(f"{x:.6g}") for x in value.flatten().tolist()]
+    """Convert a tensor to its numbers with six digits, or to a number if it has one entry."""
+    numbers = [float(f"{x:.6g}") for x in value.flatten().tolist()] if isinstance(value, Tensor) else [value]
     return numbers if len(numbers) > 1 else numbers[0]
 
 

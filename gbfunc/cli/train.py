@@ -239,10 +239,9 @@ def train_genome(
 ) -> tuple[training.Fit, nn.Module, dict[str, Any]]:
     task, recipe, asked, seed = job.task, job.recipe, options.output, options.data.seed
     n_bytes, rounding = options.genome.genome_bytes, AUTO if asked.dtype == AUTO else None
-    if rounding and n_bytes is None:
-        raise ValueError("--dtype auto needs the size of the file: pass --genome-bytes, not --compression")
-    if rounding and asked.finetune is not None:
-        raise ValueError("--dtype auto rounds during the training itself: drop --finetune")
+    if rounding and (n_bytes is None or asked.finetune is not None):
+        cure = "pass --genome-bytes" if n_bytes is None else "drop --finetune, because the training itself rounds"
+        raise ValueError(f"--dtype auto trains for a size in bytes: {cure}")
     if asked.finetune is not None and not task.resumable:
         raise ValueError("--finetune needs a task with examples, got the control task, which has none: drop --finetune")
     label = "genome" if job.hypernet else "dense"

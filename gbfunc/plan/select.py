@@ -71,9 +71,7 @@ def check_targets(
 ) -> Targets | None:
     """Return the targets of `make_plan`, None without a base; raises ValueError or TypeError like `make_plan`."""
     if base not in (None, "own"):
-        raise ValueError(
-            f"base must be None or 'own' (the p-net's present weights), got {base if isinstance(base, str) else type(base).__name__}"
-        )
+        raise ValueError(f"base must be None or 'own' (the p-net's present weights), got {base!r}".split("(\n")[0])
     if not isinstance(new, Collection) or isinstance(new, str) or not all(isinstance(n, str) for n in new):
         raise TypeError(f"modules_to_save must be a list of names of modules, got {new!r}")
     several = isinstance(modules, Collection) and all(isinstance(n, str) for n in modules)

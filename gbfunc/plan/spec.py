@@ -127,12 +127,9 @@ class Plan:
             ValueError: for any other optimizer.
         """
         if (factor := _RATES.get(optimizer)) is None:
-            if not isinstance(optimizer, type):
-                raise ValueError(
-                    f"expected a class, such as torch.optim.Adam, got an object of type {type(optimizer).__name__}"
-                )
+            got = getattr(optimizer, "__name__", f"{type(optimizer).__name__}: pass a class, such as torch.optim.Adam")
             names = ", ".join(cls.__name__ for cls in _RATES)
-            raise ValueError(f"rates are known for {names}, got {optimizer.__name__}: try several on validation data")
+            raise ValueError(f"rates are known for {names}; try several rates on validation data for others, got {got}")
         if self.base is not None:
             return factor * base_rate(self.genome_params)
         return factor * min((slot.hypernet.rate for t in self.tensors for slot in t.slots), default=1e-3)

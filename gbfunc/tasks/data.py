@@ -161,7 +161,7 @@ def image_splits(
     return splits + ([] if tested is None else [split(*tested)]), mean, std
 
 
-def scaling(mean: NDArray[np.float64], std: NDArray[np.float64], white: int = 255) -> dict[str, Any]:
+def scaling(mean: NDArray[np.float64], std: NDArray[np.float64], *, white: int = 255) -> dict[str, Any]:
     """Return mean and deviation of pixels [1 or C, 1, 1], and the largest value of a pixel, for `Task.about`."""
     mean_C11, std_C11 = (torch.from_numpy(values.astype(np.float32)).reshape(-1, 1, 1) for values in (mean, std))
     return {"mean": mean_C11, "std": std_C11, "white": white}
