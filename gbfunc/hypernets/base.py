@@ -19,18 +19,19 @@ from gbfunc.types import Factors, Kernel, Params, TileDims
 
 
 class Leaf(NamedTuple):
-    """One array of a g-net's parameters. Only `rounding="auto"` uses `gain`, `codes` and `period`.
+    """One array of a g-net's parameters.
 
     Attributes:
-        shape: shape for one g-net; a genome stacks the leaves of all g-nets: [T, *shape].
-        role: `"linear"` if doubling all linear leaves doubles the tile (amplitudes), otherwise `"code"`. A type needs a
-            linear leaf per tile. `init` scales linear leaves to the p-net's initial deviation, or to 0 for deltas.
-        scope: `"tile"` if each tile has its own leaf; `"group"` if the tiles of a group (`Hypernet.group`) share one.
-        std: standard deviation of the normal distribution that initial values are drawn from.
-        mean: mean of this distribution.
-        gain: name of the leaf [H] that multiplies the output of this leaf [..., H]; a gain of 0 drops the feature.
-        codes: `"row"` or `"col"`: the codes that multiply this leaf [p, H]. Leaves of larger codes are rounded finer.
-        period: values that differ by the period give the same tile (2 pi for a phase).
+        shape: shape for one g-net. In a genome, the leaves of all g-nets are stacked: [number of g-nets, *shape].
+        role: `"linear"` if a tile doubles when all linear leaves double (amplitudes), otherwise `"code"`. Every type
+            needs a linear leaf per tile, which starts at the scale of the p-net's weights, or at 0 for deltas.
+        scope: `"tile"` if each tile has its own leaf, `"group"` if the tiles of a group have one leaf in common.
+        std: standard deviation of the normal distribution of the initial values.
+        mean: mean of the normal distribution of the initial values.
+        gain: name of the leaf [features] that multiplies the result of this leaf [..., features]. Only quantization
+            (`rounding="auto"`) uses this attribute and the following two.
+        codes: `"row"` or `"col"`, if the codes of rows or columns multiply this leaf.
+        period: if set, values that differ by this period give the same tile (2 pi for a phase).
     """
 
     shape: tuple[int, ...]
@@ -45,7 +46,7 @@ class Leaf(NamedTuple):
 
 @dataclass(frozen=True)
 class Hypernet:
-    """A type of g-net with its options: static, hashable and JSON-able. The size is None until a plan chooses it.
+    """A type of g-net with its options: immutable, hashable, and convertible to JSON. A plan can choose the size.
 
     A subclass is a frozen dataclass whose fields are numbers, strings, or tuples of numbers or strings. A subclass has
     its own `type`, and defines `leaves` and `apply` (or `tiles`). A `Sized` subclass has a field for its size. Genomes
@@ -53,24 +54,24 @@ class Hypernet:
     """
 
     type: ClassVar[str]
-    default_size: ClassVar[int] = 32  # used if neither a size nor a target size of the genome is given
+    default_size: ClassVar[int] = 32  # the size if the user gives neither a size nor a target size of the genome
     sizable: ClassVar[bool] = True  # False for a type without a size
-    stochastic: ClassVar[bool] = False  # whether tiles depend on noise
-    factorised: ClassVar[bool] = False  # whether tiles are `Factors`
-    standardised: ClassVar[bool] = True  # whether tiles are scaled to the p-net's initial deviation
+    stochastic: ClassVar[bool] = False  # True if tiles depend on noise
+    factorised: ClassVar[bool] = False  # True if `apply` returns `Factors`
+    standardised: ClassVar[bool] = True  # True if weights are scaled to the p-net's initial standard deviation
     rate: ClassVar[float] = 1e-2  # constant learning rate of Adam, chosen by validation on digits at 20x compression
-    spreads: ClassVar[bool] = False  # whether more tiles add more rank than a larger size; plans then use small tiles
+    spreads: ClassVar[bool] = False  # True if more tiles add more rank than a larger size, so plans use small tiles
 
     @property
     def size(self) -> int | None:
-        """Number of features, hidden units, ranks or genes; 0 for a type without a size."""
+        """Number of features, hidden units or genes, or the rank; None if not chosen yet, 0 if the type has no size."""
         return None if self.sizable else 0
 
     def with_size(self, size: int) -> Hypernet:
         raise NotImplementedError(f"{type(self).__name__} must define size and with_size, or set sizable = False")
 
     def max_size(self, dims: TileDims) -> int | None:
-        """Return the largest useful size, or None without a limit."""
+        """Return the largest useful size, or None if there is no limit."""
         return None
 
     @property
@@ -80,11 +81,11 @@ class Hypernet:
 
     @property
     def shares(self) -> bool:
-        """Whether groups of tiles share leaves."""
+        """True if some leaves belong to groups of tiles instead of single tiles."""
         return False
 
     def group(self, name: str, part: int, shape: tuple[int, int]) -> str:
-        """Return the group of a matrix: part number `part` of the tensor `name`. Tiles of a group share leaves."""
+        """Return the group of a matrix, which is number `part` in the tensor `name`. Tiles of a group share leaves."""
         return ""
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
@@ -92,29 +93,29 @@ class Hypernet:
         raise NotImplementedError(f"{type(self).__name__} must define leaves(self, dims)")
 
     def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
-        """Draw the leaves of all g-nets of an ensemble: `{name: [T or G, *shape]}` in float32 on the CPU."""
+        """Draw the initial leaves of an ensemble: `{name: [tiles or groups, *shape]}`, float32 on the CPU."""
         return draw(self.leaves(dims), n_tiles, n_groups, generator)
 
     def apply(
         self, leaves: Params, row_rp: Tensor, col_cq: Tensor, *, noise: Params | None = None, kernel: Kernel = "auto"
     ) -> Tensor | Factors:
-        """Generate the tile of one g-net, [r, c], or the factors of the tile, [r, k] and [c, k].
+        """Generate the tile of one g-net, [rows, columns], or its factors, [rows, k] and [columns, k].
 
         Args:
-            leaves: leaves of a single g-net, without the dimension T.
-            row_rp: codes of the rows: [r, p].
-            col_cq: codes of the columns: [c, q].
+            leaves: leaves of one g-net, by name.
+            row_rp: codes of the rows: [rows, width of a row's code].
+            col_cq: codes of the columns: [columns, width of a column's code].
             noise: standard normal numbers in the shapes of `noise_shapes`; None generates the mean.
-            kernel: implementation, for a type with several (`gbfunc.types.Kernel`).
+            kernel: the implementation, if the type has several (`gbfunc.types.Kernel`).
         """
         raise NotImplementedError(f"{type(self).__name__} must define apply(self, leaves, row_rp, col_cq, **unused)")
 
     def tiles(
         self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, noise: Params | None, kernel: Kernel
     ) -> Tensor | Factors:
-        """Generate the tiles [T, r, c] of many g-nets, or their factors. By default, `vmap` calls `apply`.
+        """Generate the tiles [tiles, rows, columns] of many g-nets, or their factors. By default, `vmap` calls `apply`.
 
-        Leaves and noise are `{name: [T, ...]}`. The first dimension U of the codes is T, or 1 if tiles share codes.
+        Leaves, noise and codes have one more first dimension: the tile. It is 1 in codes that are equal for all tiles.
         """
 
         def apply(leaves: Params, row: Tensor, col: Tensor, noise: Params | None) -> Tensor | Factors:
@@ -131,21 +132,21 @@ class Hypernet:
         return torch.vmap(apply, (0, row_dim, col_dim, None if noise is None else 0))(leaves, row, col, noise)
 
     def matrix(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, grid: TileGrid, kernel: Kernel) -> Tensor | None:
-        """Generate the mean matrix [R, C] directly, without tiles; None if the type has no such method."""
+        """Generate a matrix [rows, columns] with all its tiles at once, without noise; None if the type cannot."""
         return None
 
     def noise_shapes(self, dims: TileDims) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of one g-net's standard normal noise by name."""
+        """Return the shapes of the noise that one g-net uses, by name."""
         return {}
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON-able description: the type and the options that differ from their defaults."""
+        """Return a description for JSON: the type, and the options that differ from the defaults."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         return {"type": self.type, **values}
 
 
 def ensemble_params(hypernet: Hypernet, dims: TileDims, n_tiles: int, n_groups: int) -> int:
-    """Count the parameters of `n_tiles` g-nets in `n_groups` groups."""
+    """Count the parameters of the g-nets of `n_tiles` tiles that belong to `n_groups` groups."""
     leaves = hypernet.leaves(dims).values()
     return sum((n_tiles if leaf.scope == "tile" else n_groups) * math.prod(leaf.shape) for leaf in leaves)
 
@@ -161,14 +162,14 @@ def uniform(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 
 
 def draw(leaves: Mapping[str, Leaf], n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
-    """Draw the leaves of all g-nets from one generator: `{name: [T or G, *shape]}`."""
-    # Draw numbers even for a deviation of 0, so that a leaf does not depend on other leaves' deviations.
+    """Draw the leaves of all g-nets from one generator: `{name: [tiles or groups, *shape]}`."""
+    # Draw numbers even for a leaf with std 0: otherwise the following leaves would be different if the std changes.
     counts = {"tile": n_tiles, "group": n_groups}
     return {k: normal((counts[x.scope], *x.shape), generator) * x.std + x.mean for k, x in leaves.items()}
 
 
 def project(codes_np: Tensor, weight_pH: Tensor) -> Tensor:
-    """Multiply codes [..., n, p] by weights [..., p, H]. Codes of width 0, which IREE cannot multiply, give zeros."""
+    """Return `codes_np @ weight_pH`. The result is zero if codes have width 0, a product that IREE does not support."""
     if codes_np.shape[-1]:
         return codes_np @ weight_pH
     return codes_np.new_zeros((*weight_pH.shape[:-2], codes_np.shape[-2], weight_pH.shape[-1]))
@@ -182,7 +183,7 @@ def check_size(name: str, size: Any) -> None:
 
 @dataclass(frozen=True)
 class Sized(Hypernet):
-    """A hypernetwork whose size is one int field, named by `size_field`."""
+    """A hypernetwork whose size is one field of type int. The name of the field is `size_field`."""
 
     size_field: ClassVar[str]
 
@@ -201,7 +202,7 @@ class Sized(Hypernet):
 
     @property
     def known_size(self) -> int:
-        """The size; raises ValueError if a plan has not chosen it yet."""
+        """The size; raises ValueError if the size is None, because no plan has chosen it yet."""
         if self.size is None:
             raise ValueError(f"{self.type} has no size yet: give {self.size_field}, or let make_plan choose it")
         return self.size
@@ -211,7 +212,7 @@ Share = Literal["none", "layers", "shapes"]
 
 
 class Sharing(Sized):
-    """Base of types with a field `share`, which says which matrices share leaves."""
+    """Base class of types with a field `share`: which matrices have some leaves in common."""
 
     share: Share
 
@@ -225,6 +226,6 @@ class Sharing(Sized):
         return self.share != "none"
 
     def group(self, name: str, part: int, shape: tuple[int, int]) -> str:
-        """Return the name without numbers, the part and the shape for `"layers"`, or the shape for `"shapes"`."""
+        """Return for `"layers"` the name without numbers, the part and the shape; for `"shapes"` only the shape."""
         size, kind = f"{shape[0]}x{shape[1]}", re.sub("[0-9]+", "*", name)
         return {"none": "", "layers": f"{kind}:{part}:{size}", "shapes": size}[self.share]

@@ -1,4 +1,4 @@
-r"""Types without codes: constants, trained rows and factors, and genes with interaction rules (the XOX model).
+r"""Types that do not use codes: constants, trained rows, trained factors, and genes with rules (the XOX model).
 
 Source of the XOX model, $W = s X_{out} O X_{in}^T$: Barabasi et al., Complex computation from developmental priors
 (Nature Communications 2023).
@@ -17,7 +17,7 @@ from gbfunc.types import Factors, Params, TileDims
 
 @dataclass(frozen=True)
 class Constant(Hypernet):
-    """A constant tensor, without parameters and never trained.
+    """A constant tensor, which has no parameters and is not trained.
 
     Args:
         value: the value of every entry.
@@ -57,16 +57,16 @@ class _Factored(Sized):
 
 @dataclass(frozen=True)
 class LowRank(_Factored, Sharing):
-    """Trained factors: `tile = left @ right.T`. Matrices may share the right factor, as in Tied-LoRA.
+    """Trained factors: `tile = left @ right.T`. Several matrices may have the same right factor, as in Tied-LoRA.
 
-    Source of the shared factor: A. Renduchintala, T. Konuk, O. Kuchaiev, Tied-LoRA (2023).
+    Source of the common right factor: A. Renduchintala, T. Konuk, O. Kuchaiev, Tied-LoRA (2023).
 
     Args:
-        rank: columns of the factors; None lets the plan choose (4 without a size target).
-        share: which matrices share `right`, as for `periodic`.
+        rank: number of columns of the factors. None lets the plan choose (4 if there is no size target).
+        share: which matrices have the same `right`; the values are those of `periodic`.
 
     Raises:
-        ValueError: for a rank below 1, or another value of `share`.
+        ValueError: for a rank below 1, or an unknown value of `share`.
     """
 
     rank: int | None = None
@@ -77,7 +77,7 @@ class LowRank(_Factored, Sharing):
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
         k, scope = self.known_size, "group" if self.shares else "tile"
-        # The single number of a vector's right factor is 1: a number near 0 would learn slowly.
+        # A vector has a right factor of one number. It starts at 1: starting near 0, training would be slow.
         std, mean = (0.0, 1.0) if dims.cols == 1 else (1.0, 0.0)
         right = Leaf((dims.cols, k), "code", scope, std, mean=mean)
         return {"left": Leaf((dims.rows, k), "linear", std=k**-0.5), "right": right}
@@ -88,10 +88,10 @@ class LowRank(_Factored, Sharing):
 
 @dataclass(frozen=True)
 class XOX(_Factored):
-    """Genetic expression and interaction rules: `tile = scale * X_out @ O @ X_in.T`.
+    """The XOX model: `tile = scale * X_out @ O @ X_in.T`, with the genes X of neurons and the rules O of interaction.
 
     Args:
-        genes: genes per neuron; None lets the plan choose (8 without a size target).
+        genes: number of genes per neuron. None lets the plan choose (8 if there is no size target).
 
     Raises:
         ValueError: for less than one gene.
@@ -103,7 +103,7 @@ class XOX(_Factored):
     default_size: ClassVar[int] = 8
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
-        """Return the genes of row and column neurons [r, g] and [c, g], the rules [g, g], and a learned scale."""
+        """Return `X_out` [rows, genes], `X_in` [columns, genes], the rules [genes, genes], and the scale."""
         g = self.known_size
         genes = {"row_genes": Leaf((dims.rows, g), "code"), "col_genes": Leaf((dims.cols, g), "code")}
         return genes | {"rules": Leaf((g, g), "linear", std=1 / g), "scale": Leaf((), "code", std=0.0, mean=1.0)}
@@ -114,15 +114,16 @@ class XOX(_Factored):
 
 @dataclass(frozen=True)
 class NewRows(Sized):
-    """Trained rows at the end of a matrix, such as the embeddings of new tokens; the other rows are zero.
+    """Trained rows at the end of a base's matrix, such as embeddings of new tokens. The delta of all other rows is 0.
 
-    New rows do not belong to the base. They start at the p-net's current values, which the base's digest ignores.
+    The new rows are no part of the base, but start at the values that they have in the p-net. The hash that identifies
+    the base does not cover them, so a genome also loads into a base with other values there.
 
     Args:
         rows: the number of rows.
 
     Raises:
-        ValueError: for a number below 1, or a matrix with fewer rows.
+        ValueError: for a number below 1, or for a matrix that has fewer rows than `rows`.
     """
 
     rows: int = 1

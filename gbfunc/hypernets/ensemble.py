@@ -21,28 +21,28 @@ from gbfunc.types import Factors, Kernel, Params, TileDims
 
 
 def is_exporting() -> bool:
-    """Return whether `torch.export` is tracing; False on older torch, which exports codes as tables."""
+    """Return whether `torch.export` is tracing. Older torch always gives False; programs then contain the codes."""
     return getattr(torch.compiler, "is_exporting", bool)()
 
 
 class Constants(NamedTuple):
-    """The inputs of a stack of g-nets that are not trained: hypernetwork, codes, scales and groups."""
+    """What a stack of g-nets needs besides trained leaves: hypernetwork, codes, scales and groups."""
 
     hypernet: Hypernet
     dims: TileDims
     kernel: Kernel
-    row: Tensor  # codes of the rows [U, r, p], U = 1 for codes that all tiles share
+    row: Tensor  # codes of the rows [U, r, p]; U is 1 if all tiles have the same codes
     col: Tensor  # codes of the columns [U, c, q]
     scale: Tensor | None = None  # scale of every tile [T]
-    groups: Tensor | None = None  # the group of every tile [T]; None if group leaves are given per tile
-    empty: Mapping[str, tuple[int, ...]] = {}  # shapes of the leaves without entries, which genomes do not store
-    periods: tuple[int, int] = (0, 0)  # periods of the codes of periodic g-nets, 0 if unknown
+    groups: Tensor | None = None  # index of every tile's group [T]; None if group leaves have been copied to tiles
+    empty: Mapping[str, tuple[int, ...]] = {}  # shapes of leaves without numbers, which a genome does not contain
+    periods: tuple[int, int] = (0, 0)  # for periodic g-nets, `period_of` the codes of rows and columns; 0 if unknown
 
     @staticmethod
     def make(
         hypernet: Hypernet, dims: TileDims, kernel: Kernel, row: Tensor, col: Tensor, *others: Tensor | None
     ) -> Constants:
-        """Create constants from codes, and optionally scales and groups."""
+        """Create constants from the codes of rows and columns; `others` are scales and groups."""
         empty = {k: leaf.shape for k, leaf in hypernet.leaves(dims).items() if 0 in leaf.shape}
         known = isinstance(hypernet, Waves) and have_memory((row, col)) and not torch.compiler.is_compiling()
         periods = (period_of(row), period_of(col)) if known else (0, 0)
@@ -52,7 +52,7 @@ class Constants(NamedTuple):
         """Select the constants of some tiles, by slice or indices."""
         row, col = (x if len(x) == 1 else x[tiles] for x in (self.row, self.col))
         scale, groups = (None if x is None else x[tiles] for x in (self.scale, self.groups))
-        # Do not use `_replace`, which Dynamo of torch 2.5 does not trace.
+        # Do not use `_replace`, which `torch.compile` of torch 2.5 cannot trace.
         return Constants(self.hypernet, self.dims, self.kernel, row, col, scale, groups, self.empty, self.periods)
 
 
@@ -60,9 +60,9 @@ class Evaluation(NamedTuple):
     """G-nets of one ensemble that are evaluated together, with their leaves and constants."""
 
     constants: Constants
-    leaves: Params  # {name: [T, ...]}, or [G, ...] for group leaves; {} for a type without leaves
-    noise: Params | None = None  # {name: [T, ...]}; None for the mean
-    factors: Factors | None = None  # factors of the tiles; None until `with_factors` computes them
+    leaves: Params  # {name: [T, ...]}, or [number of groups, ...] for group leaves; {} for a type without leaves
+    noise: Params | None = None  # {name: [T, ...]}; None generates the mean
+    factors: Factors | None = None  # factors of the tiles, if `with_factors` has computed them
 
     @property
     def n_tiles(self) -> int:
@@ -71,12 +71,12 @@ class Evaluation(NamedTuple):
         return len([*self.leaves.values(), ()][0] if groups is None else groups)
 
     def all_leaves(self) -> Params:
-        """Return all leaves, including empty leaves."""
+        """Return all leaves, including leaves without numbers."""
         row = self.constants.row
         return self.leaves | {k: row.new_zeros((self.n_tiles, *x)) for k, x in self.constants.empty.items()}
 
     def tiles(self) -> Tensor | Factors:
-        """Return scaled tiles [T, r, c], or factors [T, r, k] and [T, c, k]; one tile for a type without leaves."""
+        """Return scaled tiles [T, r, c], or their factors. A type without leaves returns one tile instead of T."""
         if self.factors is not None:
             return self.factors
         if isinstance(self.constants.hypernet, Waves):
@@ -86,7 +86,7 @@ class Evaluation(NamedTuple):
         return tiles if scale is None else dense_tiles(tiles) * scale[:, None, None]
 
     def _scaled(self) -> tuple[Params, Tensor | None]:
-        """Return the leaves per tile and the scale; the scale is None if linear leaves already include it."""
+        """Return every tile's leaves, and the scale. If the leaves are multiplied by the scale, return None for it."""
         hypernet, scale, groups = self.constants.hypernet, self.constants.scale, self.constants.groups
         specs, leaves = hypernet.leaves(self.constants.dims), self.all_leaves()
         if groups is not None:
@@ -97,13 +97,13 @@ class Evaluation(NamedTuple):
         return {**leaves, **{k: leaves[k] * scale.reshape(-1, *(1,) * (leaves[k].ndim - 1)) for k in linear}}, None
 
     def matrices(self, grids: Sequence[TileGrid]) -> tuple[Tensor, ...]:
-        """Return the matrices [R, C] of the tiles in the order of the grids."""
+        """Return one matrix [R, C] per grid; the grids follow each other in the order of the tiles."""
         if len(grids) > 1 and self.leaves:
             return join_all(dense_tiles(self.tiles()), grids)
         return tuple(self.matrix(grid) for grid in grids)
 
     def matrix(self, grid: TileGrid) -> Tensor:
-        """Return a single matrix [R, C] from all tiles."""
+        """Return the matrix [R, C] that all tiles together make."""
         c = self.constants
         if self.factors is None and self.noise is None and not isinstance(c.hypernet, Waves):
             leaves, scale = self._scaled()
@@ -120,7 +120,7 @@ class Evaluation(NamedTuple):
         constants, parts, first = self.constants, [], 0
         specs = {} if constants.groups is None else constants.hypernet.leaves(constants.dims)
         shared = [k for k, leaf in specs.items() if leaf.scope == "group"]
-        # `split` has a single backward. Each slice instead would allocate a gradient for all tiles.
+        # Use `split`: the backward of a slice would allocate a gradient for all tiles, for each of the slices.
         leaves = {k: [v] * len(counts) if k in shared else v.split(list(counts)) for k, v in self.leaves.items()}
         sides = [] if self.factors is None else [x.split(list(counts)) for x in self.factors]
         all_factors = [*map(Factors, *sides)] if sides else [None] * len(counts)
@@ -146,7 +146,7 @@ def periodic_factors(evaluations: Sequence[Evaluation]) -> list[Factors]:
     leaves = [one.all_leaves() for one in evaluations]
     sides: list[Side] = []
     for (c, *_), own in zip(evaluations, leaves, strict=True):
-        # Code weights for codes of width 0 are not in the genome: `all_leaves` makes them for each tile.
+        # If codes have width 0, code weights are not in the genome. `all_leaves` makes them per tile, not per group.
         of_row, of_col = (c.groups if codes.shape[-1] else None for codes in (c.row, c.col))
         phase, sine, cosine = own.get("phase"), own.get("amplitude", own.get("sine")), own.get("cosine")
         scale, first = None if sine is None else c.scale, cast(Waves, c.hypernet).cosine_first
@@ -155,7 +155,7 @@ def periodic_factors(evaluations: Sequence[Evaluation]) -> list[Factors]:
     made = waves(sides, kernel=evaluations[0].constants.kernel) if evaluations else []
     factors: list[Factors] = []
     for (c, *_), own, left, right in zip(evaluations, leaves, made[::2], made[1::2], strict=True):
-        mix = own.get("mix")  # Bilinear g-nets mix the columns of the left side.
+        mix = own.get("mix")  # The matrix M of bilinear g-nets
         if mix is not None:
             left = left @ (mix if c.scale is None else mix * c.scale[:, None, None])
         factors.append(Factors(left, right))
@@ -170,6 +170,6 @@ def dense_tiles(tiles: Tensor | Factors) -> Tensor:
 def joined(tiles: Tensor | Factors, grid: TileGrid) -> Tensor:
     """Join tiles or their factors into a single matrix [R, C]."""
     if isinstance(tiles, Factors) and (grid.tile_rows, grid.tile_cols) == (grid.rows, grid.cols):
-        # For one tile, a matrix product is faster than a batched product, and `flatten` than an index in backward.
+        # For one tile, use a matrix product, which is faster than a batched product. `flatten` is faster than `[0]`.
         return tiles.left.flatten(0, 1) @ tiles.right.flatten(0, 1).mT
     return join_tiles(dense_tiles(tiles), grid)

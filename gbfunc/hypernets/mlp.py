@@ -1,11 +1,12 @@
-r"""MLP g-nets over the codes of a weight, as in the genomic bottleneck, plain and stochastic.
+r"""G-nets that are MLPs of a weight's codes, as in the genomic bottleneck; a variant draws the weights at random.
 
 Source: Shuvaev et al., Encoding innate ability through a genomic bottleneck (PNAS 2024, doi 10.1073/pnas.2409160121).
 A stochastic g-net generates a mean and a log standard deviation per weight, and draws the weight by reparameterisation:
 $w = \mu + e^{s} \epsilon$, $\epsilon \sim N(0, 1)$ (Kingma and Welling, Auto-encoding variational Bayes, 2014, eq. 4).
 
-The first layer is separable: its pre-activation is $A_{ih} + B_{jh}$ with $A = X_r W_r + b$ and $B = X_c W_c$. A g-net
-with one ReLU layer is computed by one fused reduction. Other g-nets run in blocks of rows, recomputed in backward.
+The first layer is separable: for the weight in row i and column j, unit h is $A_{ih} + B_{jh}$ with $A = X_r W_r + b$
+and $B = X_c W_c$, where X are codes. A single ReLU layer has kernels that store no units (`kernels.relu`). Other MLPs
+run in blocks of rows, which backward recomputes.
 """
 
 import math
@@ -35,10 +36,11 @@ def _he(inputs: int) -> float:
 
 @dataclass(frozen=True)
 class GNet(Hypernet):
-    """An MLP of any depth over the codes of a weight: the g-net of torchGB and the paper.
+    """An MLP of any depth that maps the codes of a weight to the weight, as in torchGB and the paper.
 
     Args:
-        hidden: widths of the hidden layers. None is one layer, whose width the plan chooses (32 without a size target).
+        hidden: widths of the hidden layers. None is one hidden layer, whose width the plan chooses (32 if there is no
+            size target).
         activation: `"relu"`, `"tanh"`, `"gelu"` or `"sin"`.
 
     Raises:
@@ -66,7 +68,7 @@ class GNet(Hypernet):
 
     @property
     def spreads(self) -> bool:
-        # A unit that bends only once adds little to a tile's rank. A sine adds much.
+        # Units that are nearly linear in the codes add little to a tile's rank. Sines add much.
         return self.activation != "sin"
 
     def with_size(self, size: int) -> Hypernet:
@@ -75,7 +77,7 @@ class GNet(Hypernet):
         return replace(self, hidden=(size, *(max(1, round(n * size / first)) for n in rest)))
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
-        """Return the leaves of the separable first layer, of hidden layers (`weight_i`, `bias_i`), and of the head."""
+        """Return the leaves of the first layer, of further hidden layers (`weight_i`, `bias_i`), and of the output."""
         if self.hidden is None:
             raise ValueError(f"{self.type} has no size yet: give hidden, or let make_plan choose it")
         first = self.hidden[0]
@@ -93,12 +95,12 @@ class GNet(Hypernet):
         return {"out_weight": Leaf((width,), "linear", std=_he(width)), "out_bias": Leaf((), "linear", std=0.0)}
 
     def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
-        """Draw He-normal weights. Biases are normal, clipped so that units bend in their tile; phases are uniform."""
+        """Draw He-normal weights. Biases are uniform phases for "sin", otherwise normal and clipped (see below)."""
         drawn = super().init(dims, n_tiles, n_groups, generator)
         if self.activation == "sin":
             drawn["bias"] = uniform(drawn["bias"].shape, generator) * (2 * math.pi)
         elif dims.row_width + dims.col_width:
-            # Sums of +-1 bits reach at most `reach`, so every unit bends within its tile.
+            # The weighted sums of +-1 bits are at most `reach`, so a bias up to half of it keeps the bend in the tile.
             reach = drawn["row_weight"].abs().sum(-2) + drawn["col_weight"].abs().sum(-2)
             drawn["bias"] = drawn["bias"].clamp(-reach / 2, reach / 2)
         return drawn
@@ -110,7 +112,7 @@ class GNet(Hypernet):
     def _mean(
         self, leaves: Params, row: Tensor, col: Tensor, kernel: Kernel, head: str = "out", grid: TileGrid | None = None
     ) -> Tensor:
-        """Return the tiles [T, r, c] of the mean or the `log_sigma` head, or a matrix if the g-net is fused."""
+        """Return the tiles [tiles, rows, columns] of an output (`head`); with a grid, return a matrix instead."""
         if self._is_fused:
             names = ("row_weight", "col_weight", "bias", f"{head}_weight", f"{head}_bias")
             return relu_matrix(row, col, *(leaves[name] for name in names), grid=grid, kernel=kernel)
@@ -130,7 +132,7 @@ class GNet(Hypernet):
         return self._mean(leaves, row_Urp, col_Ucq, kernel, grid=grid) if self._is_fused else None
 
     def tiles(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, noise: Params | None, kernel: Kernel) -> Tensor:
-        """Generate tiles [T, r, c]: the mean, or a sample if `noise` is given."""
+        """Generate tiles [tiles, rows, columns]: the means, or random weights if `noise` is given."""
         mean = self._mean(leaves, row_Urp, col_Ucq, kernel)
         if noise is None:
             return mean
@@ -139,13 +141,13 @@ class GNet(Hypernet):
 
 @dataclass(frozen=True)
 class Stochastic(GNet):
-    """An MLP with heads for each weight's mean and log deviation; evaluation uses the mean. Options as for `gnet`."""
+    """An MLP that outputs a weight's mean and log standard deviation. Evaluation uses the mean. Options: see `gnet`."""
 
     type: ClassVar[str] = "stochastic"
     stochastic: ClassVar[bool] = True
 
     def _head(self, width: int) -> dict[str, Leaf]:
-        # Noise starts at exp(-3), 5 % of the standard deviation of the weights.
+        # At the start, the standard deviation of the noise is exp(-3), 5 % of that of the means.
         weight, bias = Leaf((width,), "code", std=0.0), Leaf((), "code", std=0.0, mean=-3.0)
         return super()._head(width) | {"log_sigma_weight": weight, "log_sigma_bias": bias}
 

@@ -22,10 +22,10 @@ _GAIN, _SHIFT = "gain", "shift"
 
 
 def _build(factory: Factory, width: int, seed: int, device: str = "cpu") -> nn.Module:
-    """Build a float32 module from a seed, without changing torch's generator and default dtype."""
+    """Build a module in float32 from a seed. Torch's generator and default dtype are restored afterwards."""
     default = torch.get_default_dtype()
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), torch.device(device):
-        # A tile of one weight has codes of width 0, for which torch warns about empty parameters.
+        # Hide torch's warning about empty parameters: codes have width 0 if a tile has a single weight.
         warnings.filterwarnings("ignore", "Initializing zero-element tensors is a no-op", UserWarning)
         torch.manual_seed(seed)
         torch.set_default_dtype(torch.float32)
@@ -35,7 +35,7 @@ def _build(factory: Factory, width: int, seed: int, device: str = "cpu") -> nn.M
             torch.set_default_dtype(default)
 
 
-# Each thread has its own skeleton, because `functional_call` replaces the skeleton's weights during a call.
+# Every thread has its own copy of the module, because `functional_call` replaces the copy's weights during a call.
 @lru_cache(maxsize=64)
 def _skeleton(factory: Factory, width: int, thread: int) -> nn.Module:
     return _build(factory, width, 0, "meta")
@@ -45,17 +45,17 @@ def _skeleton(factory: Factory, width: int, thread: int) -> nn.Module:
 class FromModule(Hypernet):
     """A g-net from any module: `factory(width)` builds an `nn.Module` that maps [..., width] -> [..., 1].
 
-    The input is the row code of a weight, followed by its column code. Each tile also learns a gain and a shift of the
-    output, which count as two parameters.
+    The input is the code of a weight's row, followed by the code of its column. Two more parameters are trained per
+    tile, a gain and a shift of the output.
 
     Args:
-        factory: builds the module. Saving a genome needs a factory that can be imported by name, and `gb.load` needs
-            the factory as an argument.
+        factory: builds the module. To save a genome, the factory must be importable by name. To load a genome, pass the
+            factory to `gb.load`.
 
     Raises:
         TypeError: if the factory is not callable.
-        ValueError: if the factory does not build a module of one output, or the module has buffers, draws random
-            numbers in its forward, has a frozen parameter, or a parameter named gain or shift.
+        ValueError: if the factory does not build a module with one output, or if the module has buffers, draws random
+            numbers in its forward, has a frozen parameter, or has a parameter named gain or shift.
     """
 
     factory: Factory
@@ -86,7 +86,7 @@ class FromModule(Hypernet):
             raise ValueError(f"the factory's module must map [..., width] to [..., 1]; [3, 2] gave {list(out.shape)}")
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
-        """Return the module's parameters, a gain and a shift."""
+        """Return the module's parameters, and the gain and shift of the output."""
         parameters = _skeleton(self.factory, dims.row_width + dims.col_width, get_ident()).named_parameters()
         leaves = {name: Leaf(tuple(p.shape), "code") for name, p in parameters}
         return leaves | {_GAIN: Leaf((), "linear"), _SHIFT: Leaf((), "linear")}
@@ -100,11 +100,11 @@ class FromModule(Hypernet):
         return {name: leaf.detach().float() for name, leaf in drawn.items()} | own
 
     def tiles(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, *unused: Any) -> Tensor:
-        """Apply the module to the codes of every weight, in blocks of rows; returns tiles [T, r, c]."""
+        """Apply the module to the codes of every weight, in blocks of rows; returns [tiles, rows, columns]."""
         p, q = row_Urp.shape[-1], col_Ucq.shape[-1]
         skeleton, inner = _skeleton(self.factory, p + q, get_ident()), dict(leaves)
         gain, shift = (inner.pop(name)[:, None, None] for name in (_GAIN, _SHIFT))
-        # The joined codes are a sum: [row code, 0] + [0, column code].
+        # `chunked_apply` adds both arguments, and [row code, 0] + [0, column code] is the concatenation of the codes.
         a, b = (x.expand(len(gain), -1, -1) for x in (F.pad(row_Urp, (0, q)), F.pad(col_Ucq, (p, 0))))
         made = chunked_apply(lambda x, params: functional_call(skeleton, params, (x,))[..., 0], a, b, inner)
         return made * gain + shift

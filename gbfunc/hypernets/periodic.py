@@ -1,10 +1,12 @@
-r"""Periodic g-nets: a sum of sines over the codes, which is exactly a product of two thin matrices.
+r"""Periodic g-nets: sums of sines of the codes. The tiles are exactly products of two thin matrices.
 
 With `share="none"`, a tile is $g_{ij} = \sum_h v_h \sin(A_{ih} + B_{jh})$ with $A = X_r W_r + \phi$ and $B = X_c W_c$.
-With shared code weights, a tile is $g_{ij} = \sum_h s_h \sin(A_{ih} + B_{jh}) + t_h \cos(A_{ih} + B_{jh})$. The group
-has the code weights $W_r, W_c$, and each tile has $s, t$. The addition theorem gives factors of 2 H columns.
+If matrices share code weights, $g_{ij} = \sum_h s_h \sin(A_{ih} + B_{jh}) + t_h \cos(A_{ih} + B_{jh})$: tiles of a
+group have the same $W_r$ and $W_c$, and each tile has its own $s$ and $t$. X are the codes of rows and columns. By the
+addition theorem, a tile with H features is a product of factors with 2 H columns.
 
-Bilinear g-nets mix all pairs: $g_{ij} = \phi(A_i)^T M \phi(B_j)$ with $\phi = [\sin, \cos]$ and a matrix $M$ per tile.
+Bilinear g-nets multiply all pairs of sines: $g_{ij} = \phi(A_i)^T M \phi(B_j)$ with $\phi = [\sin, \cos]$ and a matrix
+$M$ per tile.
 """
 
 import math
@@ -19,14 +21,14 @@ from gbfunc.types import Params, TileDims
 
 @dataclass(frozen=True)
 class Waves(Sharing):
-    """Base of g-nets made of sines over the codes. Matrices may share code weights; see `periodic_factors`."""
+    """Base class of g-nets with sines of codes. Several matrices may have the same code weights."""
 
     features: int | None = None
     share: Share = "none"
     frequency: float | tuple[float, float] | None = field(default=None, kw_only=True)
     size_field: ClassVar[str] = "features"
     factorised: ClassVar[bool] = True
-    cosine_first: ClassVar[bool] = False  # whether cosines come before sines in the right factor
+    cosine_first: ClassVar[bool] = False  # True if cosines precede sines in the right factor
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,14 +59,14 @@ class Waves(Sharing):
 
 @dataclass(frozen=True)
 class Periodic(Waves):
-    """Sums of sines over the codes: the default g-net, fast (a batched GEMM) and good at high compression.
+    """Sums of sines of the codes: the default g-net, fast (a batched GEMM) and accurate at high compression.
 
     Args:
-        features: number of sines per tile; None lets the plan choose (32 without a size target).
-        share: which matrices share code weights. `"layers"`: matrices whose names differ only in numbers, such as the
-            same weight of each block. `"shapes"`: all matrices of a shape. `"none"`: no matrices.
-        frequency: standard deviation of the initial code weights, either one number or a pair for rows and columns.
-            None is 1.0, or 2.5 with `share="layers"`.
+        features: number of sines per tile. None lets the plan choose (32 if there is no size target).
+        share: which matrices have the same code weights. `"layers"`: matrices whose names differ only in numbers, such
+            as the same weight of each block. `"shapes"`: all matrices of equal shape. `"none"`: no matrices.
+        frequency: standard deviation of the initial code weights: one number, or a pair for rows and columns. None
+            means 1.0, or 2.5 with `share="layers"`.
 
     Raises:
         ValueError: for options out of range.
@@ -75,7 +77,10 @@ class Periodic(Waves):
     cosine_first: ClassVar[bool] = True
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
-        """Return code weights [p, H] and [q, H], with phases and amplitudes, or with two coefficients if shared."""
+        """Return code weights [width of the code, features] for rows and for columns, and one-dimensional leaves.
+
+        These are the phases and amplitudes of the features, or the coefficients s and t if matrices share code weights.
+        """
         h, codes = self.known_size, self._code_weights(dims)
         coefficient = Leaf((h,), "linear", std=math.sqrt((1 if self.shares else 2) / h))
         if self.shares:
@@ -84,7 +89,7 @@ class Periodic(Waves):
         return {k: leaf._replace(gain="amplitude") for k, leaf in codes.items()} | {"amplitude": coefficient}
 
     def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
-        """Draw code weights, phases and coefficients: normal of deviation `frequency`, uniform, and normal."""
+        """Draw normal code weights with standard deviation `frequency`, uniform phases, and normal coefficients."""
         drawn = super().init(dims, n_tiles, n_groups, generator)
         if "phase" in drawn:
             drawn["phase"] = uniform(drawn["phase"].shape, generator) * (2 * math.pi)
@@ -93,15 +98,15 @@ class Periodic(Waves):
 
 @dataclass(frozen=True)
 class Bilinear(Waves):
-    """Sines of the rows times sines of the columns, mixed by a matrix per tile: thin factors, many coefficients.
+    """All products of sines of rows and sines of columns, with a coefficient per product in a matrix per tile.
 
-    A tile of H features has $4 H^2$ coefficients and factors of 2 H columns. This type suits many matrices that share
-    code weights, such as deltas of a pretrained net.
+    A tile with H features has $4 H^2$ coefficients, and factors with 2 H columns. This type suits many matrices that
+    have the same code weights, such as deltas of a pretrained network.
 
     Args:
-        features: number of row sines, and of column sines; None lets the plan choose (4 without a size target).
+        features: number of sines of rows, and of columns. None lets the plan choose (4 if there is no size target).
         share: as for `periodic`.
-        frequency: as for `periodic`; None is 1.0.
+        frequency: as for `periodic`, but None means 1.0.
 
     Raises:
         ValueError: for options out of range.
@@ -111,7 +116,7 @@ class Bilinear(Waves):
     default_size: ClassVar[int] = 4
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
-        """Return code weights [p, H] and [q, H], and the tile's mixing matrix [2H, 2H]."""
+        """Return code weights [width of the code, features] for rows and for columns, and the matrix M of a tile."""
         width = self.factor_width
         return self._code_weights(dims) | {"mix": Leaf((width, width), "linear", std=1 / self.known_size)}
 

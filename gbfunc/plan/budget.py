@@ -1,8 +1,9 @@
 """Chooses sizes for a target: divides the genome's parameters among slots (matrices) and cuts each slot into tiles.
 
-The number of a slot's features grows with numel^(1/3), and is at least one. Parameters left by rounding go to the slots
-furthest below their share. A slot has the fewest tiles with `2 * features <= min(r, c)`; cuts halve the longer side.
-Genomes never exceed the target. If `Hypernet.spreads`, parameters grow with numel^(1/2), and tiles are small squares.
+The number of a slot's features grows with the cube root of the matrix's size, and is at least one. Parameters left by
+rounding go to the slots furthest below their share. A slot has the fewest tiles for which `2 * features` is at most the
+shorter side of a tile; cuts halve the longer side. If `Hypernet.spreads`, a slot's parameters grow with the square root
+of the matrix's size, and tiles are small squares. Genomes never exceed the target.
 """
 
 import math
@@ -18,14 +19,14 @@ from gbfunc.tiling import MaxTile, TileGrid, tile_grid
 from gbfunc.types import MatrixDims, TileDims
 
 _TOLERANCE = 0.02  # If a larger fraction of the target is unused, slots of equal shape may get unequal sizes
-_THIN = 64  # A matrix with a shorter side stays one tile up to half as many features, because cuts would save no time
-_NEAR = 8  # `_exchange` compares this many units, and for each unit sizes up to this far from its size
-_LEAST_SIDE = 16  # Smallest tile side if `Hypernet.spreads`: a larger size then takes less time than more tiles
+_THIN = 64  # A matrix with a side below 64 is not cut if it has at most 32 features: cuts would save no time
+_NEAR = 8  # `_exchange` tries this many units, and changes a unit's size by at most this number
+_LEAST_SIDE = 16  # Smallest side of tiles if `Hypernet.spreads`, because smaller tiles take too much time
 
 
 @dataclass
 class Unit:
-    """All `count` slots of one shape, codes and hypernetwork; `size` is chosen unless the hypernetwork has a size."""
+    """The slots with equal shape, codes and hypernetwork: `count` of them. They get the same size and tiles."""
 
     matrix: MatrixDims
     hypernet: Hypernet
@@ -34,18 +35,18 @@ class Unit:
     group: str = ""
     spreads: bool = False
     count: int = 0
-    # Number of tiles along rows and columns, chosen if `max_tile` is None. With a fixed size, there is one tile.
+    # Number of tiles along rows and columns: chosen if `max_tile` is None, and (1, 1) if the user gave the size.
     cut: tuple[int, int] = (1, 1)
     size: int = 1
-    larger: int = 0  # The first `larger` slots get `size + 1`
+    larger: int = 0  # This number of slots, the first ones, get `size + 1`
     _tilings: dict[tuple[int, int], tuple[TileGrid, TileDims]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.fixed = self.hypernet.size is not None
-        # With an explicit size, the matrix keeps the tiles for which the user chose the size.
+        # If the user gave a size, do not change the tiles for which the user chose this size.
         self.spreads &= self.max_tile is None and not (self.fixed and self.hypernet.sizable)
         self.numel = self.matrix.rows * self.matrix.cols
-        # Tiles are cut between channels: the kernel columns of a channel stay together.
+        # Cut tiles only between channels, so that the kernel positions of a channel stay together.
         self._kernel = math.prod(self.matrix.kernel)
         self._channels = self.matrix.cols // self._kernel
 
@@ -69,7 +70,10 @@ class Unit:
         return grid.n_tiles * (self.count * a_tile + (1 if self.hypernet.shares else self.count) * a_group)
 
     def largest(self, cut: tuple[int, int], budget: float) -> int:
-        """Return the largest size within the budget, the number of weights and the type's limit; at least 1."""
+        """Return the largest size for which the slots have at most `budget` parameters, and no more than weights.
+
+        The size is at most the type's `max_size`, and at least 1.
+        """
         if self.fixed:
             return 1
         limit = self.hypernet.max_size(self.tiling(cut)[1]) or self.numel
@@ -78,7 +82,7 @@ class Unit:
         return max(1, bisect_right(sizes, budget, key=lambda size: self.cost_of(cut, size)))
 
     def step(self) -> int:
-        """Return the parameters that `size + 1` would add; 0 if the type or the rule of `fits` forbids `size + 1`."""
+        """Return how many parameters `size + 1` would add; 0 if `max_size` or `fits` does not allow `size + 1`."""
         size = self.size + 1
         most = self.hypernet.max_size(self.tiling(self.cut)[1]) or size
         if self.fixed or size > most or not self.fits(self.cut, size):
@@ -86,10 +90,10 @@ class Unit:
         return self.cost_of(self.cut, size) - self.cost
 
     def fits(self, cut: tuple[int, int], size: int) -> bool:
-        """Return True if the tiles of `cut` may have g-nets of this size; any size fits if `max_tile` is given."""
+        """Return True if tiles may be cut this way for this size; always True if the user gave `max_tile`."""
         if self.spreads:
             finest = self._square(_LEAST_SIDE)
-            # A matrix stays one tile if the budget does not cover two.
+            # A single tile may have any size, because the budget does not suffice for two tiles.
             return size == 1 or cut == (1, 1) or (cut[0] >= finest[0] and cut[1] >= finest[1])
         dims = self.tiling(cut)[1]
         thin = min(self.matrix.rows, self.matrix.cols) < _THIN and 2 * size <= _THIN
@@ -111,7 +115,7 @@ class Unit:
         if self.spreads:
             most = min(budget, self.numel * self.count)
             sides = range(_LEAST_SIDE, max(_LEAST_SIDE + 1, *self.matrix[:2]))
-            # Smaller tiles cost more, so take the first side within the budget.
+            # Smaller tiles need more parameters. Take the smallest side for which the budget suffices.
             side = bisect_left(sides, True, key=lambda side: self.cost_of(self._square(side), 1) <= most)
             self.cut = self._square(_LEAST_SIDE + side)
             size = self.largest(self.cut, budget)
@@ -128,7 +132,7 @@ class Unit:
         return -(-self.matrix.rows // side), min(-(-self.matrix.cols // side), self._channels)
 
     def refine(self, budget: int) -> None:
-        """Add as few tiles as possible to use nearly all of a budget, because larger sizes alone are too coarse."""
+        """Add tiles, as few as possible, to use nearly all of a budget: a larger size alone may add too much."""
         if (self.fixed and not self.spreads) or self.max_tile is not None or self.cut == (1, 1):
             return
         options = [(self.cost, self.cut, self.size)]
@@ -144,7 +148,7 @@ class Unit:
     def nearby(self) -> list[tuple[int, tuple[int, int], int]]:
         if self.fixed or self.spreads:
             return [(self.cost, self.cut, self.size)]
-        # Try two and four tiles for a matrix of one tile. For other matrices, `refine` has already tried more tiles.
+        # Try two and four tiles for a matrix of one tile. For matrices of more tiles, `refine` has tried cuts.
         one_tile = self.max_tile is None and self.cut == (1, 1)
         cuts = product(_cuts(self.matrix.rows, 1), _cuts(self._channels, 1)) if one_tile else [self.cut]
         least, most = max(1, self.size // 2, self.size - _NEAR), min(2 * self.size, self.size + _NEAR)
@@ -163,14 +167,14 @@ def _costs(hypernet: Hypernet, size: int | None, dims: TileDims) -> tuple[int, i
 
 
 def spend(units: list[Unit], level: float) -> int:
-    """Give every unit its share of parameters at `level`. Return the total cost, which grows with the level."""
+    """Choose tiles and sizes of all units for their shares (`_share`) at a level. Return the number of parameters."""
     for unit in units:
         unit.set_budget(_share(unit, level))
     return sum(unit.cost for unit in units)
 
 
 def allocate(units: list[Unit], budget: int) -> None:
-    """Choose sizes that use nearly all of `budget` parameters, which must be at least `spend(units, 0)`."""
+    """Choose tiles and sizes that use nearly all of `budget` parameters. The least budget is `spend(units, 0)`."""
     low, high = 0.0, 1.0
     while spend(units, high) <= budget and high < 1e9:
         low, high = high, 2 * high
@@ -194,7 +198,7 @@ def allocate(units: list[Unit], budget: int) -> None:
 
 
 def _exchange(units: list[Unit], left: int, enough: float) -> None:
-    # Change two units so that at most `enough` parameters stay unused. Prefer few tiles, then small changes.
+    # Change two units so that at most `enough` parameters are left unused. Prefer few tiles, then small changes.
     nearby = {id(unit): unit.nearby() for unit in units}
     least: tuple[float, ...] = (left,)
     best: list[tuple[Unit, tuple[int, int], int]] = []
@@ -213,7 +217,7 @@ def _exchange(units: list[Unit], left: int, enough: float) -> None:
 
 
 def _share(unit: Unit, level: float) -> float:
-    # One tile with level * numel^(1/3) features has this number of parameters.
+    # Return the number of parameters of one tile with level * numel^(1/3) features.
     if unit.spreads:
         return level * unit.count * math.sqrt(unit.numel)
     first = unit.cost_of((1, 1), 1)

@@ -31,12 +31,13 @@ from gbfunc.types import MatrixDims, dtype_name
 Codes = tuple[Encoding | None, Encoding | None]
 OwnCodes = Encoding | torch.Tensor | np.ndarray[Any, Any] | None
 """Codes of one axis, as given by the user."""
-_DIRECT_SHARE = 0.25  # If direct parameters take a larger share of a size target, the longest are generated
-_EMBEDDING_SHARE = 0.25  # Direct embeddings above this share, and their share of the p-net, become factors
-_EMBEDDING_SAVING = 2 / 3  # Factors replace an embedding only if they have at most this fraction of its parameters
-_HEAD_SHARE = 0.1  # Share of a size target for generated parameters of new modules
-_DELTA_SCALE = 0.1  # Initial deviation of a delta, relative to the deviation of the base's weights
-_LADDER = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)  # Multiples of the fewest parameters, tried for the smallest file
+_DIRECT_SHARE = 0.25  # If direct parameters take a larger part of a size target, the longest are generated
+# Direct embeddings become factors if they take a larger part of a size target than this, and than of the p-net
+_EMBEDDING_SHARE = 0.25
+_EMBEDDING_SAVING = 2 / 3  # An embedding becomes factors only if factors have at most this part of its parameters
+_HEAD_SHARE = 0.1  # Largest part of a size target for one generated weight of a new module
+_DELTA_SCALE = 0.1  # Scale of a delta, as a part of the standard deviation of the base's weights
+_LADDER = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)  # The smallest file is searched at these multiples of the fewest parameters
 
 
 def make_plan(
@@ -59,17 +60,17 @@ def make_plan(
     """Plan how a p-net's weights are generated from a genome, or how a genome changes a pretrained p-net.
 
     By default, the weights of linear, convolution and attention layers are generated. Biases, norms and embeddings are
-    direct parameters: the genome contains their values. Give at most one target of size (`genome_params`,
-    `genome_bytes`, `compression`), or a size in `hypernet` (`periodic(features=8)`). If direct parameters would exceed
+    direct parameters: the genome contains their values. Give at most one target size of the genome (`genome_params`,
+    `genome_bytes`, `compression`), or a size of its g-nets (`periodic(features=8)`). If direct parameters would exceed
     a quarter of a target, embeddings are generated as products of two thin matrices (`low_rank`), and then the longest
-    biases and norms are generated. Sizes in `rules` stay. Without any size, one g-net generates each matrix as a single
-    tile, with 32 features (`periodic`), 32 hidden units (`gnet`), rank 4 (`low_rank`) or 8 genes (`xox`).
-    If only some parameters require grad, frozen parameters keep their values, unless `include` or `rules` name them.
+    biases and norms are generated. Sizes in `rules` are not changed. If no size is given, one g-net generates each
+    matrix as a single tile, with 32 features (`periodic`), 32 hidden units (`gnet`), rank 4 (`low_rank`) or 8 genes
+    (`xox`). If only some parameters require grad, the frozen parameters keep their values, unless `include` or `rules`
+    name them.
 
     With `base="own"`, the p-net's present weights are the base, and the genome is an adapter: `weights = base + delta`.
-    The deltas are generated and start at exactly zero. Other parameters of the base, such as biases, are not trained,
-    and are no part of the genome's size.
-    Norms of the base with running statistics stay in evaluation mode.
+    The deltas are generated and start at exactly zero. Parameters of the base that have no delta, such as biases, are
+    not trained and do not count. Norms of the base with running statistics stay in evaluation mode.
 
     Args:
         pnet: any `nn.Module`, which is not changed. Its initial weights set the scale of the generated weights.
@@ -78,25 +79,27 @@ def make_plan(
         genome_bytes: maximum size of the genome's file in bytes, header and buffers included.
         compression: minimum ratio of the p-net's parameters to the genome's.
         stored: the dtype of the genome's file, `"float16"` by default. `genome_bytes` counts bytes in this dtype, and
-            `save` and `report` use this dtype by default. Integer dtypes count at their largest size (files of trained
-            genomes are 5 to 15 % smaller), and `"auto"` counts as 5 bits per number.
+            `save` and `report` use this dtype by default. For integer dtypes, the largest possible file counts; files
+            of trained genomes are 5 to 15 % smaller. For `"auto"`, a number counts as 5 bits.
         include: regular expressions (`re.search`) for parameters to generate in addition to the defaults.
-        exclude: regular expressions for parameters to keep direct; overrides every other selection.
-        rules: pairs `(pattern, hypernetwork)` that choose other types, or None for direct; the first match applies.
-        encodings: the encodings of rows and columns, `{parameter: (rows, columns)}`. None means the default (`binary`);
-            an array or tensor [n, k] gives k coordinates for each of n rows or columns (`table`).
+        exclude: regular expressions for parameters to keep direct. A match overrides all other arguments.
+        rules: pairs `(regular expression, hypernetwork)` that choose the type of g-net for some parameters. With None
+            instead of a hypernetwork, parameters are direct. The first match applies.
+        encodings: the encodings of rows and columns, `{parameter: (rows, columns)}`. None means the default (`binary`).
+            An array or tensor [n, k] gives k coordinates for each of n rows or columns (`table`).
         max_tile: largest tile: a length, or (rows, columns), where columns of a convolution count channels. None means
-            one tile per matrix; a target of size cuts a tile while the features exceed half of the shorter side.
-        base: None, or `"own"` for the p-net's present tensors, except those of `modules_to_save`, as base.
+            one tile per matrix. With a target size, None cuts tiles until the features are at most half of the shorter
+            side of a tile.
+        base: None, or `"own"`: the base are the p-net's present tensors, except those of `modules_to_save`.
         target_modules: modules whose weights get a delta, as in PEFT: a list of names or their last parts
             (`["query", "value"]`), a regular expression that matches whole names, or `"all-linear"`; None selects every
             linear, convolution and attention layer. `include`, `exclude` and `rules` take precedence.
-        modules_to_save: names, or their last parts, of modules outside the base, such as a new head. Their parameters
-            are direct and keep their values. If they exceed a quarter of a target, the longest are generated instead,
-            and lose their values.
+        modules_to_save: names, or last parts of names, of modules that are not part of the base, such as a new head.
+            The parameters of these modules are direct and keep their values. If they exceed a quarter of a target, the
+            longest parameters are generated instead, and lose their values.
 
     Returns:
-        The plan. Its genome has at most the target size, and at least 98 % of it if the types' sizes allow this. A
+        The plan. A genome has at most the target size and, if the sizes of g-nets allow, at least 98 % of the target. A
         warning is issued if the genome is as large as the p-net, or if all g-nets have their smallest size.
 
     Raises:
@@ -135,7 +138,8 @@ def make_plan(
     name = "" if genome_bytes is None else stored_as("float16" if stored is None else stored, "stored")
 
     def build(params: int | None, squeezed: int = 0) -> Plan:
-        # If the target is too small, `squeezed` 1 also generates vectors, and `squeezed` 2 gives embeddings rank 1.
+        # If the target is too small, try again: `squeezed=1` generates vectors, and `squeezed=2` also gives embeddings
+        # rank 1.
         share, fresh = 0.0 if squeezed else _DIRECT_SHARE, [replace(c) for c in choices]
         if params is not None:
             if targets is None:
@@ -147,7 +151,7 @@ def make_plan(
         try:
             return Plan(_tensors(fresh, params, codes, max_tile, asked), buffers, words, frozen, left, name)
         except TargetTooSmall:
-            # A target that also fails with `squeezed` 2 is below the smallest genome.
+            # With `squeezed=2`, the genome is the smallest one.
             if squeezed == 2:
                 raise
         return build(params, squeezed + 1)
@@ -183,7 +187,7 @@ def _target(total: int, hypernet: Hypernet, targets: Mapping[str, float | None])
 
 
 class TargetTooSmall(ValueError):
-    """Raised for a size target below `least`, the number of parameters of the smallest genome."""
+    """Raised for a size target that is too small. `least` is the number of parameters of the smallest genome."""
 
     def __init__(self, words: str, least: int) -> None:
         super().__init__(words)
@@ -216,12 +220,14 @@ def _plan_for_bytes(build: Callable[[int], Plan], limit: int, total: int, stored
             guess = (low + high) // 2
     if best is not None:
         return best
-    # Fewer parameters can need more bytes, because the text of a plan for a short vector is longer than the vector.
+    # Try several numbers of parameters. Fewer parameters can need more bytes in a file: if a short vector is generated,
+    # the text of its plan is longer than the vector.
     least, _ = nearest(1)
     smallest = min((build(max(1, round(rung * least))) for rung in _LADDER), key=size_of)
     if (size := size_of(smallest)) <= limit:
         return smallest
-    # The file contains the target as text, so a target with more digits makes the file longer.
+    # A file contains the target as text. Increase the size that the error will name, if a target of this size does not
+    # leave room for its own digits.
     while (named := size_of(replace(smallest, target=f"at most {size:,} bytes"))) > size:
         size = named
     raise ValueError(
@@ -279,15 +285,15 @@ def _tensors(
             scale = _initial_scale(choice, matrix, part)
             pair = _default_codes(matrix, codes.get(name, (None, None)))
             if isinstance(pair[1], PerAxis) and not matrix.kernel:
-                # Cut tiles between channels, as in a convolution, for example for a flattened image.
+                # The columns are channels x positions, such as a flattened image: cut tiles only between channels.
                 matrix = matrix._replace(kernel=(pair[1].n_positions,))
-            # A delta does not need the high rank that small tiles give, because the base's matrix has high rank.
+            # Small tiles give a matrix a high rank. A delta needs no high rank, because the base's matrix has one.
             group, spreads = hypernet.group(name, part, matrix[:2]), hypernet.spreads and not choice.base
             key = matrix, hypernet, pair, tile, group, spreads
             unit = units.setdefault(key, Unit(*key))
             unit.count += 1
             if not hypernet.standardised:
-                # A power of two, so that new rows are stored without rounding.
+                # Make the scale a power of two, so that multiplying new rows by the scale causes no rounding.
                 scale = (2.0 ** round(math.log2(scale[0])) if isinstance(hypernet, new_rows) else 1.0), 0.0
             matrices.append((name, scale, unit))
     if target is not None:
@@ -359,12 +365,13 @@ def _default_codes(matrix: MatrixDims, own: Codes) -> tuple[Encoding, Encoding]:
 
 
 def _initial_scale(choice: Candidate, matrix: MatrixDims, part: int) -> tuple[float, float]:
-    """Return the standard deviation and offset of a slot, from the p-net's initial weights, to three digits.
+    """Return the scale and offset of a slot, rounded to three digits, from the p-net's weights.
 
-    The offset is the mean for vectors, otherwise 0. A zero or undefined deviation becomes 1 / sqrt(fan_in), where
-    fan_in is the columns of a matrix or the length of a vector. A delta has a tenth of the deviation and offset 0.
+    The scale is the standard deviation of the weights, and for a delta a tenth of it. If the deviation is zero or
+    unknown, it is replaced by 1 / sqrt(n), for a matrix with n columns or a vector of length n. The offset is the mean
+    for vectors, and 0 for matrices and deltas.
     """
-    # The result is cached, because a target in bytes builds many plans.
+    # Results are cached, because many plans are built for a target in bytes.
     if part in choice.scales:
         return choice.scales[part]
     weights = choice.info.tensor.detach()
@@ -375,7 +382,7 @@ def _initial_scale(choice: Candidate, matrix: MatrixDims, part: int) -> tuple[fl
         return fallback, float(vector and norm)
     values = KINDS[choice.tensor.kind].unfold(weights)[part].double()
     delta = choice.base and not isinstance(choice.hypernet, new_rows)
-    # Norm weights differ little from each other, so their size is the unit of their deltas.
+    # The weights of a norm are nearly equal. Take their root mean square, because their deviation would be too small.
     std = float(values.square().mean().sqrt() if delta and vector else values.std(correction=0))
     largest = float(torch.linalg.vector_norm(values, math.inf))
     if not math.isfinite(largest):

@@ -17,7 +17,7 @@ from gbfunc.types import TileDims
 
 
 class TileSpan(NamedTuple):
-    """The position of matrix `matrix` of tensor `tensor` in an ensemble: tiles `first .. first + grid.n_tiles - 1`."""
+    """Which tiles of an ensemble generate a matrix of a tensor: `first .. first + slot.grid.n_tiles - 1`."""
 
     tensor: int
     matrix: int
@@ -27,9 +27,10 @@ class TileSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Ensemble:
-    """All g-nets with equal hypernetwork, size, tile shape and code widths; their leaves are stacked for one vmap call.
+    """All g-nets with equal hypernetwork, size, tile shape and code widths. Their leaves are stacked for one vmap call.
 
-    `name` is the ensemble's name in the genome; `spans` are the slots that the ensemble fills, in order of their tiles.
+    `name` is the ensemble's name in the genome. `spans` are the matrices that the ensemble generates, in the order of
+    the tiles.
     """
 
     name: str
@@ -43,12 +44,12 @@ class Ensemble:
 
     @cached_property
     def n_groups(self) -> int:
-        """Number of groups of tiles that share leaves."""
+        """Number of groups; the tiles of a group have some leaves in common."""
         return int(self.groups.max()) + 1 if self.hypernet.shares else self.n_tiles
 
     @cached_property
     def groups(self) -> NDArray[np.int64]:
-        """Group index of every tile, [T]. Tiles of one group share leaves. Without sharing, each tile is a group."""
+        """The group of every tile [tiles]. If no leaves are shared, every tile is its own group."""
         if not self.hypernet.shares:
             return np.arange(self.n_tiles)
         numbers: dict[str, NDArray[np.int64]] = {}
@@ -63,22 +64,22 @@ class Ensemble:
 
     @property
     def leaves(self) -> dict[str, Leaf]:
-        """Leaves of ONE g-net by name, without empty leaves (weights of a code of width 0)."""
+        """Leaves of ONE g-net by name, without leaves that have no numbers (code weights for codes of width 0)."""
         return {k: leaf for k, leaf in self.hypernet.leaves(self.dims).items() if 0 not in leaf.shape}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the stacked leaves: [T, ...], or [G, ...] for leaves that a group shares."""
+        """Shapes of the stacked leaves: [tiles, ...], or [groups, ...] for leaves that the tiles of a group share."""
         counts = {"tile": self.n_tiles, "group": self.n_groups}
         return {k: (counts[leaf.scope], *leaf.shape) for k, leaf in self.leaves.items()}
 
     @cached_property
     def codes(self) -> tuple[Array, Array]:
-        """Row codes [U, r, p] and column codes [U, c, q]: U is 1 if all tiles share codes, otherwise T."""
+        """Codes of rows and of columns, [tiles, tile length, code width]; [1, ...] if all tiles have the same codes."""
         row, col = (codes.double() for codes in self.codes_on("cpu"))
         try:
             return row.numpy(), col.numpy()
-        except RuntimeError:  # Inside `torch.func` transforms, a tensor cannot share memory with NumPy.
+        except RuntimeError:  # Inside `torch.func`, a tensor cannot be converted to NumPy without a copy
             return np.array(row.tolist()).reshape(row.shape), np.array(col.tolist()).reshape(col.shape)
 
     def codes_on(self, device: Device) -> tuple[Tensor, Tensor]:
@@ -89,7 +90,7 @@ class Ensemble:
         return self._of_tiles(rows, device, 1), self._of_tiles(cols, device, 0)
 
     def _of_tiles(self, sides: list[tuple[Encoding, int, int]], device: Device, other: int) -> Tensor:
-        """Build the codes [U, t, k] of one side, rows or columns, from a (code, length, tile length) per slot."""
+        """Build the `codes` of rows or of columns. `sides` has one (encoding, length, tile length) per slot."""
         keys = [(code, 0 if code.local else n, tile) for code, n, tile in sides]
         by_key = {key: side[0].tile_codes(*side[1:], device) for key, side in zip(keys, sides, strict=True)}
         if len(by_key) == 1 and len(by_key[keys[0]]) == 1:

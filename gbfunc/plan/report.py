@@ -29,7 +29,7 @@ def report(plan: Any, dtype: Stored | None, genome: GenomeLike | None, metadata:
     except (ValueError, RuntimeError) as error:
         if genome is not None:
             raise
-        # Files cannot have a g-net from a function without an import path, or a size beyond torch's limit.
+        # A file cannot store a g-net whose factory has no import path, or a size beyond torch's limit.
         on_disk, in_bytes = f"cannot be saved: {error}", ""
     base, beside = plan.base, ", beside the base" * (plan.base is not None)
     lines = [
@@ -63,12 +63,15 @@ def report(plan: Any, dtype: Stored | None, genome: GenomeLike | None, metadata:
 
 
 def _poor(plan: Any) -> list[str]:
-    """List large tensors with few tiles whose type has a low rank per tile (measured: notebooks/results/types.md)."""
+    """List large tensors that would learn poorly, because a tile of their type has a low rank and they have few tiles.
+
+    The thresholds were measured: notebooks/results/types.md.
+    """
     return [
         f"{t.name} ({slot.hypernet.type}, {slot.grid.n_tiles} tile{'s' * (slot.grid.n_tiles > 1)})"
         for t in plan.tensors
         for slot in t.slots
-        # Embeddings with a note have the type that the plan chose.
+        # Do not warn about embeddings for which the plan chose the type, which a note says.
         if slot.hypernet.spreads and not t.base and "embedding" not in t.note and min(slot.dims[:2]) >= _LARGE_TILE
         if slot.grid.n_tiles < (_FEW_FACTORED if slot.hypernet.factorised else _FEW_TILES)
     ]

@@ -25,12 +25,12 @@ _LINEAR = ("linear", "transposed_linear", "beside")
 
 
 class Targets(NamedTuple):
-    """Patterns that match the whole names of changed modules and of new modules outside the base."""
+    """Regular expressions for the full names of modules that an adapter changes, and of new modules (`new`)."""
 
-    modules: Literal["all-linear"] | list[re.Pattern[str]] | None  # None means the default selection
+    modules: Literal["all-linear"] | list[re.Pattern[str]] | None  # None: linear, convolution and attention layers
     new: list[re.Pattern[str]]
-    infos: list[ParameterInfo]  # Parameters, and deltas beside layers that hide their weight
-    hidden: dict[str, str]  # Layers that hide their weight and cannot have a delta, with the reason
+    infos: list[ParameterInfo]  # Parameters, and deltas of layers without a readable weight, such as packed weights
+    hidden: dict[str, str]  # Reasons by name of layers that have no readable weight and cannot have a delta
 
     def saved(self, name: str) -> bool:
         path = name.split(".")[:-1]
@@ -46,8 +46,8 @@ class Targets(NamedTuple):
         return named and (kind.selected or kind.name == "embedding")
 
     def left_out(self, pnet: nn.Module, weights: dict[str, Tensor], others: Collection[str]) -> dict[str, str]:
-        """Return the selected layers of the base that cannot have a delta, and the reasons; excludes `others`."""
-        # Quantized layers of other libraries store their weights in buffers.
+        """Return `{layer: reason}` for selected layers that cannot have a delta, without layers in modules `others`."""
+        # Some libraries store the weights of quantized layers in buffers.
         packed = {k: b for k, b in pnet.named_buffers() if b.dtype in _PACKED and b.ndim > 1 and b.numel()}
         left = dict(self.hidden)
         for name, x in (weights | packed).items():
@@ -69,7 +69,7 @@ def _named(patterns: list[re.Pattern[str]], module: str) -> bool:
 def check_targets(
     pnet: nn.Module, base: str | None, modules: str | Sequence[str] | None, new: Sequence[str]
 ) -> Targets | None:
-    """Return the targets of `make_plan`, None without a base; raises ValueError or TypeError like `make_plan`."""
+    """Check arguments of `make_plan` and return the targets, None without a base; errors are those of `make_plan`."""
     if base not in (None, "own"):
         raise ValueError(f"base must be None or 'own' (the p-net's present weights), got {base!r}".split("(\n")[0])
     if not isinstance(new, Collection) or isinstance(new, str) or not all(isinstance(n, str) for n in new):
@@ -117,15 +117,15 @@ def check_targets(
 
 @dataclass
 class Candidate:
-    """A parameter and its plan, before slots are assigned."""
+    """A parameter and the choices for it, before the sizes of g-nets are known."""
 
     info: ParameterInfo
     tensor: TensorPlan
     hypernet: Hypernet | None  # None for a direct parameter
-    movable: bool = False  # True if a size target may turn a direct parameter into a generated one
-    base: bool = False  # True if a delta of the parameter is generated
+    movable: bool = False  # True if a direct parameter may be generated instead to reach a size target
+    base: bool = False  # True if the parameter belongs to a base, so that a delta is generated
     single_tile: bool = False
-    scales: dict[int, tuple[float, float]] = field(default_factory=dict)  # Deviation and offset, by matrix
+    scales: dict[int, tuple[float, float]] = field(default_factory=dict)  # Scale and offset, by matrix
 
 
 def choose(
@@ -136,13 +136,13 @@ def choose(
     rules: Sequence[Rule],
     targets: Targets | None,
 ) -> tuple[list[Candidate], dict[str, str]]:
-    """Choose the kind and hypernetwork of parameters: exclude overrides rules, which override include and defaults.
+    """Choose the kind and hypernetwork of parameters. `exclude` overrides `rules`, and `rules` override all else.
 
-    With a base, only changed and new parameters are returned. The second result has the reason for each layer that
+    With a base, only changed and new parameters are returned. The second result is `{layer: reason}` for layers that
     cannot have a delta.
     """
     infos = parameter_infos(pnet) if targets is None else targets.infos
-    # If only some parameters require grad, the frozen parameters keep their values.
+    # If some parameters require grad, parameters that do not require grad keep their values.
     some_trained = targets is None and any(info.tensor.requires_grad for info in infos)
     included = set[str]().union(*_matches("include", include, infos))
     excluded = set[str]().union(*_matches("exclude", exclude, infos))
@@ -171,7 +171,7 @@ def choose(
         elif some_trained and not weights.requires_grad:
             chosen, note = None, "frozen"
         else:
-            # New parameters outside the base are direct, unless a size target requires generating them.
+            # New parameters are direct first. A size target may later turn them into generated parameters.
             generated = kind.selected if targets is None else base and targets.changes(info, kind)
             chosen, note = hypernet if generated else None, ""
         movable = not note and (kind.name in ("vector", "embedding") or (saved and kind.selected))

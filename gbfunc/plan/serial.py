@@ -1,4 +1,4 @@
-"""Conversion of plans to and from JSON. Reading checks every field, because files may be untrusted."""
+"""Converts plans to JSON and back. Reading checks every field, because a file may come from an untrusted source."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from gbfunc.tiling import TileGrid
 from gbfunc.types import JSON
 
 VERSION = 2
-_USUAL_KINDS = {1: "vector", 2: "linear", 4: "conv"}  # By number of dimensions; the JSON omits these kinds
+_USUAL_KINDS = {1: "vector", 2: "linear", 4: "conv"}  # Kinds by number of dimensions, which the JSON omits
 V = TypeVar("V")
 C = TypeVar("C", bound=type[Hypernet] | type[Encoding])
 
@@ -31,7 +31,7 @@ def register(cls: C) -> C:
             same name, for example from a notebook cell that runs again, replaces the former class.
 
     Raises:
-        TypeError: for anything else.
+        TypeError: if `cls` is no such subclass.
         ValueError: if another class has the same `type`.
     """
     bases = {Hypernet: hypernets.TYPES, Encoding: encoding.TYPES}
@@ -47,7 +47,7 @@ def register(cls: C) -> C:
 
 
 def check_readable(tensors: Sequence[TensorPlan]) -> None:
-    """Raise `ValueError` if `plan_from_json` would not restore a g-net or an encoding."""
+    """Raise `ValueError` if a g-net or an encoding would not be the same after `plan_from_json`."""
     slots = [slot for tensor in tensors for slot in tensor.slots]
     factories = {h.to_json()["factory"]: h.factory for s in slots if isinstance(h := s.hypernet, from_module)}
     for part in {part for s in slots for part in (s.hypernet, s.row_code, s.col_code)}:
@@ -96,7 +96,7 @@ def plan_to_json(
 def plan_from_json(
     text: str, factories: Sequence[Callable[..., Any]] = ()
 ) -> tuple[tuple[TensorPlan, ...], tuple[BufferPlan, ...], str, Base | None]:
-    """Read the JSON of `plan_to_json`: tensors, buffers, target and base; raises `ValueError` for anything else."""
+    """Read JSON of `plan_to_json`, and return tensors, buffers, target and base; ValueError for any other JSON."""
     by_path = {f"{f.__module__}:{f.__qualname__}": f for f in factories}
     try:
         data = read_document(text)

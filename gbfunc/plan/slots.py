@@ -1,4 +1,4 @@
-"""The plan of one p-net tensor: generated from slots, direct, or a buffer. Plans hold no tensors."""
+"""The plan of one tensor of the p-net, which is generated, direct, or a buffer. A plan contains no tensors."""
 
 import math
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def check_stored(name: str, dtype: str) -> None:
         raise ValueError(f"{name} must have a dtype of genome files ({', '.join(DTYPES)}), got {dtype}")
 
 
-# Kinds of layers that can apply a factored weight
+# Kinds of layers that can apply factors instead of a dense weight
 _FACTORED_KINDS = frozenset({"linear", "transposed_linear", "conv", "beside", "embedding"})
 
 
@@ -37,8 +37,8 @@ def tile_dims(grid: TileGrid, row_code: Encoding, col_code: Encoding) -> TileDim
 class Slot:
     """One matrix of a tensor, generated as `offset + scale * g`, where g is the output of the g-nets.
 
-    `scale` is the standard deviation of the p-net's initial weights, and `offset` their mean for vectors, otherwise 0.
-    If the hypernetwork has shared leaves, tiles at the same position in slots of the same `group` share them.
+    `scale` is the standard deviation of the p-net's initial weights. `offset` is the mean for vectors, otherwise 0. If
+    the type of g-net shares leaves, tiles at the same position in slots of equal `group` have these leaves in common.
     """
 
     hypernet: Hypernet
@@ -68,10 +68,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """One parameter of the p-net, of a layer kind of `gbfunc.layers.KINDS` and a dtype such as `"float32"`.
+    """The plan of one parameter. `kind` is its kind of layer (`gbfunc.layers.KINDS`), `dtype` a name (`"float32"`).
 
-    `slots` are the matrices of a generated parameter, `()` for a direct parameter. `aliases` are other names of the
-    same (tied) parameter. `note` explains the role if needed. With `base`, slots generate a delta of the base's tensor.
+    `slots` are the matrices of a generated parameter, `()` for a direct parameter. `aliases` are further names of a
+    tied parameter. `note` says why the plan chose the role, or is "". If `base` is True, the slots generate a delta.
     """
 
     name: str
@@ -86,7 +86,7 @@ class TensorPlan:
     def __post_init__(self) -> None:
         check_stored(self.name, self.dtype)
         sizes = [(s.grid.rows, s.grid.cols) for s in self.slots]
-        # Also compare the totals: three in-projections in 7 rows would have 2 rows each, and one row would be missing.
+        # Also compare totals: if a tensor of 7 rows is cut into three matrices of 2 rows, one row is missing.
         fits = sizes == [m[:2] for m in self.matrices] and sum(r * c for r, c in sizes) == self.numel
         if sizes and not fits:
             raise ValueError(f"{self.name}: slots of {sizes} do not fold to a {self.kind} of shape {self.shape}")
@@ -94,12 +94,12 @@ class TensorPlan:
             raise ValueError(f"{self.name}: a tensor of the base must have slots for its delta, got none")
 
     def can_factor(self, dtype: torch.dtype) -> bool:
-        """Return True if g-nets of `dtype` can keep the weight as factors."""
+        """Return True if the weight can stay factors, which g-nets generate in `dtype`."""
         wide = self.base or DTYPES[self.dtype].itemsize >= dtype.itemsize
         return self.slots[0].hypernet.factorised and self.kind in _FACTORED_KINDS and wide
 
     def is_formable(self, pnet: nn.Module) -> bool:
-        """Return True if the parameter is generated and all layers that use it accept other forms of their weight."""
+        """Return True if the parameter is generated, and all layers that use it can apply factors instead."""
         names = [name.rpartition(".") for name in (self.name, *self.aliases)]
         layers = [(pnet.get_submodule(prefix), attribute) for prefix, _, attribute in names]
         flipped = self.kind == "transposed_linear"
@@ -108,16 +108,16 @@ class TensorPlan:
     def factored_form(
         self, dtype: torch.dtype, lazy: Lazy, base: Callable[[torch.device], Tensor] | None = None
     ) -> FactoredWeight | None:
-        """Return the factored form, or None if the weight is dense.
+        """Return the weight as factors, a `FactoredWeight`, or None if the weight is dense.
 
         With `lazy="auto"`, the layer uses factors or the dense weight, whichever is faster for the batch. `base`
-        returns the tensor to which a delta is added; without `base`, the form only describes shapes.
+        returns the tensor to which a delta is added. If `base` is None, the result can only be used for its shapes.
         """
         beside = self.kind == "beside"
         if not (lazy or beside) or not self.can_factor(dtype):
             return None
         grid, rank = self.slots[0].grid, self.slots[0].hypernet.factor_width
-        # A delta that is computed beside its layer needs no dense weight: factors are faster for any batch.
+        # A delta whose output is added to the layer's output never needs the dense weight: always use factors.
         options = (self.name, self.shape, grid, rank, self.kind == "transposed_linear", lazy == "auto" and not beside)
         return DeltaWeight(base, *options) if self.base and not beside else FactoredWeight(*options)
 
@@ -127,12 +127,12 @@ class TensorPlan:
 
     @property
     def role(self) -> Literal["generated", "delta", "direct"]:
-        """The role of the parameter: generated, generated as a delta of the base's tensor, or direct."""
+        """Whether g-nets generate the parameter, g-nets generate a delta of the base's tensor, or it is direct."""
         return "direct" if not self.slots else "delta" if self.base else "generated"
 
     @property
     def new_rows(self) -> int:
-        """Number of rows at the end of each matrix that are generated and do not belong to the base; 0 if none."""
+        """Number of generated rows at the end of each matrix that do not belong to the base; 0 if there are none."""
         found = (slot.hypernet.rows for slot in self.slots if isinstance(slot.hypernet, new_rows))
         return max(found, default=0) if self.base else 0
 
@@ -148,7 +148,7 @@ def old_rows(tensor: TensorPlan, new: int) -> Callable[[Tensor], Tensor]:
 
 
 class BufferPlan(NamedTuple):
-    """A buffer of the p-net, saved with the genome; the dense state dict contains only persistent buffers."""
+    """A buffer of the p-net. Genomes contain all buffers; the dense state dict contains only persistent buffers."""
 
     name: str
     shape: tuple[int, ...]

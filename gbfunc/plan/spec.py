@@ -21,13 +21,13 @@ from gbfunc.plan.slots import BufferPlan, TensorPlan, old_rows
 from gbfunc.trees import BUFFERS, DIRECT, GNET, differentiable
 from gbfunc.types import DTYPES, GenomeLike, Params, dtype_name
 
-# Learning rates relative to Adam's. The oldest supported torch has no `Muon`.
+# Learning rates of optimizers, divided by Adam's. The oldest supported torch has no `Muon`.
 _LIKE_ADAM = optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, getattr(optim, "Muon", optim.Adam)
 _RATES: dict[Any, float] = dict.fromkeys(_LIKE_ADAM, 1.0) | {optim.SGD: 5.0}
 
 
 def base_rate(genome_params: float) -> float:
-    """Return Adam's rate for deltas. The rate falls above 5,400 parameters, because Adam then changes a delta more."""
+    """Return Adam's learning rate for deltas, lower above 5,400 parameters: more parameters change a delta more."""
     return 3e-2 * min(1.0, 5_400 / max(1, genome_params))
 
 
@@ -36,12 +36,13 @@ class Plan:
     """A static, hashable description of how a p-net is generated from a genome. `make_plan` makes plans.
 
     Attributes:
-        tensors: every parameter of the p-net, tied parameters once; with a base, only changed and added parameters.
-        buffers: every buffer; with a base, only buffers of the genome.
+        tensors: every parameter of the p-net, tied parameters once; with a base, parameters that the genome changes or
+            adds.
+        buffers: every buffer of the p-net; with a base, only buffers that the genome contains.
         target: the size target in words, or "".
         base: the base of the genome's deltas, or None.
-        left_out: layers of the base that cannot have deltas, with the reasons; not in files.
-        stored: the file dtype for which a target in bytes is counted, and the default of `save`; not in files.
+        left_out: reasons by name of the base's layers that cannot have deltas; not stored in files.
+        stored: the dtype in which a target in bytes is counted, and the default of `save`; not stored in files.
     """
 
     tensors: tuple[TensorPlan, ...]
@@ -60,7 +61,7 @@ class Plan:
 
     @cached_property
     def ensembles(self) -> tuple[Ensemble, ...]:
-        """The ensembles, derived from the slots in order."""
+        """The ensembles of all slots, in the order of the slots."""
         return ensembles_of(self.tensors)
 
     @property
@@ -75,7 +76,7 @@ class Plan:
 
     @property
     def pnet_params(self) -> int:
-        """Parameters of the dense p-net, counting tied parameters once."""
+        """Number of parameters of the dense p-net; tied parameters count once."""
         return sum(t.numel for t in self._new) + (self.base.params if self.base else 0)
 
     @property
@@ -84,12 +85,12 @@ class Plan:
 
     @cached_property
     def genome_params(self) -> int:
-        """Trained parameters: all g-nets and all direct parameters."""
+        """Number of trained parameters: of all g-nets, and all direct parameters."""
         return sum(map(math.prod, self.leaf_shapes.values()))
 
     @property
     def ratio_params(self) -> float:
-        """Ratio of the dense p-net's parameters to the genome's, for the whole model."""
+        """Number of the dense p-net's parameters, divided by the number of the genome's parameters."""
         return self.pnet_params / max(1, self.genome_params)
 
     @property
@@ -99,12 +100,12 @@ class Plan:
 
     @property
     def averaged(self) -> tuple[BufferPlan, ...]:
-        """Buffers averaged over ranks: running statistics. Caches are not persistent and stay local to a rank."""
+        """Buffers that are averaged over ranks: floating-point buffers (running statistics) that are persistent."""
         return tuple(b for b in self.buffers if b.persistent and differentiable(DTYPES[b.dtype]))
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes of the dense state dict in the p-net's dtypes, counting tied parameters once."""
+        """Bytes of the dense state dict in the p-net's dtypes; tied parameters count once."""
         parameters = sum(t.numel * DTYPES[t.dtype].itemsize for t in self._new)
         buffers = sum(math.prod(b.shape) * DTYPES[b.dtype].itemsize for b in self.buffers if b.persistent)
         return parameters + buffers + (self.base.bytes if self.base else 0)
@@ -119,12 +120,13 @@ class Plan:
         | `from_module` | 3e-3 | 1.5e-2 |
         | deltas of a base, up to 5,400 parameters | 3e-2 | 1.5e-1 |
 
-        A plan with several types has the lowest of their rates. With a base, the rate is inversely proportional to the
-        genome's size above 5,400 parameters. SGD without momentum needs ten times the rate. The rates were chosen on
-        validation data of digits, MNIST and (with a base) TREC; half and twice the rate also learn.
+        A plan with several types of g-nets has the lowest of the types' rates. With a base and more than 5,400
+        parameters, the rate is inversely proportional to the number of parameters. SGD without momentum needs ten times
+        the rate. The rates were chosen on validation data of digits, MNIST and (with a base) TREC; half and twice these
+        rates also train.
 
         Raises:
-            ValueError: for any other optimizer.
+            ValueError: for an optimizer that is not in the table.
         """
         if (factor := _RATES.get(optimizer)) is None:
             got = getattr(optimizer, "__name__", f"{type(optimizer).__name__}: pass a class, such as torch.optim.Adam")
@@ -136,7 +138,7 @@ class Plan:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Dtype of the g-nets: float64 if the p-net has float64 parameters, otherwise float32."""
+        """Dtype of the g-nets: float64 if any parameter of the p-net is float64, otherwise float32."""
         return torch.float64 if any(t.dtype == "float64" for t in self.tensors) else torch.float32
 
     @cached_property
@@ -163,7 +165,7 @@ class Plan:
         return plan_to_json(self.tensors, self.buffers, self.target, self.base)
 
     def base_tensors(self, pnet: nn.Module) -> BaseTensors | None:
-        """Return the base's frozen tensors, None without a base; raises ValueError if `pnet` is a different base."""
+        """Return the base's frozen tensors, None if there is no base; ValueError if `pnet` is not this base."""
         if self.base is None:
             return None
         old = {t.name: old_rows(t, t.new_rows) for t in self.tensors if t.new_rows}
@@ -185,17 +187,18 @@ class Plan:
 
     @staticmethod
     def from_json(text: str, factories: tuple = ()) -> Plan:
-        """Read the text of `to_json`, with the factories of `from_module`; raise ValueError for any other text."""
+        """Read the text of `to_json`; `factories` are those of `from_module`. Raise ValueError for any other text."""
         return Plan(*plan_from_json(text, factories))
 
     def report(self, dtype: Stored | None = None, genome: GenomeLike | None = None, metadata: Any = None) -> str:
-        """Return a text table of all tensors: role, tiles, parameters and bytes of the genome's file.
+        """Return a text table with the role, tiles, parameters and bytes of all tensors, and totals.
 
-        The bytes add up to the size of the file. Plan, metadata, quantization scales and container have separate rows.
+        The bytes of the rows add up to the size of the genome's file: plan, metadata, quantization scales and container
+        have rows of their own.
 
         Args:
-            dtype: the dtype of `gb.save`; None uses the dtype of a target in bytes, otherwise the p-net's dtypes.
-            genome: a genome, whose values determine the bytes of integer dtypes; None reports the largest size.
+            dtype: the dtype of `gb.save`. None means the dtype of a target in bytes, if any, or the p-net's dtypes.
+            genome: a genome, whose values determine the bytes of integer dtypes. None reports the largest size.
             metadata: the metadata of `gb.save`.
 
         Raises:
@@ -204,7 +207,7 @@ class Plan:
         return report(self, self.default_dtype(genome is None) if dtype is None else dtype, genome, metadata)
 
     def default_dtype(self, expected: bool = False) -> str | None:
-        """Return the default dtype of a file; `"auto"` only if `expected`, because files need a genome's scales."""
+        """Return the default dtype of files. `"auto"` is returned only for `expected` sizes: files need real steps."""
         return None if not self.stored or (self.stored == AUTO and not expected) else self.stored
 
     def digest(self) -> str:

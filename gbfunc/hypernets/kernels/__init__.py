@@ -1,1 +1,1 @@
-"""Fast generation of tiles: native operators for ReLU g-nets and sines, and row blocks for other g-nets."""
+"""Fast generation of tiles: compiled kernels for ReLU MLPs and for sines; all other g-nets run in blocks of rows."""

@@ -22,22 +22,22 @@ from gbfunc.types import Kernel
 
 _SOURCES = sorted(x for x in Path(__file__).parent.iterdir() if x.suffix in (".cpp", ".h"))
 _AVX2 = ("-mavx2", "-mfma")
-# Do not use -march=native, because different machines may share a home folder.
+# Do not use -march=native: the cache may be in a home folder that machines with different processors use.
 _FLAGS = {"AVX2": _AVX2, "AVX512": (*_AVX2, "-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl")}
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Load the kernels from the cache or compile them in seconds; raises RuntimeError if no compiler works."""
+    """Load the compiled kernels. The first call on a machine compiles them; RuntimeError without a working compiler."""
     named = shlex.split(os.environ.get("CXX", ""))
     compiler = next(filter(None, map(shutil.which, named[:1] or ["c++", "g++", "clang++"])), None)
     if compiler is None:
         looked_for = f"CXX={os.environ['CXX']!r}" if named else "c++, g++ and clang++"
         raise RuntimeError(f"the compiled kernels need a C++ compiler, found none of {looked_for} on the path")
-    # Apple's compiler has no OpenMP; there the loops run on one thread.
+    # Apple's compiler lacks OpenMP, so the loops run on one thread.
     flags = ["-std=c++17", "-O3", "-shared", "-fPIC", *([] if sys.platform == "darwin" else ["-fopenmp"])]
     command = [compiler, *named[1:], *flags, *_FLAGS.get(torch.backends.cpu.get_cpu_capability(), ())]
-    # One file per version of the sources and the command.
+    # The name of the compiled file depends on the sources and the command.
     sources = [str(x) for x in _SOURCES if x.suffix == ".cpp"]
     digest = hashlib.sha256(b"".join(x.read_bytes() for x in _SOURCES) + repr(command).encode()).hexdigest()[:16]
     place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gbfunc" / f"kernels_{digest}.so"
@@ -49,7 +49,7 @@ def library() -> ctypes.CDLL:
         run = subprocess.run([*command, *sources, "-o", str(made)], capture_output=True, text=True)
         if run.returncode:
             raise RuntimeError(f"{shlex.join(command)} failed on the kernels: {run.stderr.strip()[-2000:]}")
-        # Without a cache each process compiles a library, which stays loaded after its file is deleted.
+        # If the cache cannot be written, load the temporary file. The library stays loaded after the file is deleted.
         with contextlib.suppress(OSError):
             place.parent.mkdir(parents=True, exist_ok=True)
             replace_file(place, made.read_bytes())
@@ -58,7 +58,7 @@ def library() -> ctypes.CDLL:
 
 @functools.cache
 def _is_available(device_type: str) -> bool:
-    """Return whether a device's compiler is available; warns once with the reason if not."""
+    """Return whether a compiler for the device works. If not, warn once with the reason."""
     try:
         if device_type == "cpu":
             library()
@@ -74,7 +74,7 @@ def _is_available(device_type: str) -> bool:
 
 @functools.cache
 def has_kernels(device_type: str, kernel: Kernel) -> bool:
-    """Return whether compiled kernels compute on this type of device: C++ on "cpu", Triton on "cuda"."""
+    """Return whether compiled kernels are used on this type of device: C++ on "cpu", Triton on "cuda"."""
     if kernel not in ("auto", "compiled") or device_type not in ("cpu", "cuda"):
         return False
     return (kernel == "compiled" and device_type == "cpu") or _is_available(device_type)
@@ -82,5 +82,5 @@ def has_kernels(device_type: str, kernel: Kernel) -> bool:
 
 @functools.cache
 def function(name: str, dtype: torch.dtype) -> Any:
-    """Return a function of the library for float32 or float64."""
+    """Return the version of a function of the library for float32 or float64."""
     return getattr(library(), f"{name}_{'f32' if dtype == torch.float32 else 'f64'}")

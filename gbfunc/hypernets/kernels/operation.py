@@ -1,4 +1,4 @@
-"""Functions with hand-written forward and backward passes, differentiable to any order in every mode.
+"""Functions with hand-written forward and backward passes, differentiable to any order, also in forward mode.
 
 Suffixes: T tiles; r, c rows and columns of a tile; H hidden units.
 """
@@ -26,8 +26,8 @@ def _without_autocast(device: str) -> AbstractContextManager[Any]:
 class Operation(NamedTuple):
     """A function of tensors, given by its definition in PyTorch and by faster forward and backward passes.
 
-    `run(*inputs)` computes `definition(*inputs)`. `pull(*cotangents, *inputs)` computes the gradients of all inputs
-    except the first `constants`. Both get only tensors with memory. Without `pull`, autograd derives the definition.
+    `run(*inputs)` returns `definition(*inputs)`. `pull(*gradients of outputs, *inputs)` returns gradients of inputs
+    except the first `constants`. Both get only tensors whose memory can be read. Without `pull`, autograd is used.
     """
 
     definition: Callable[..., Tensors]
@@ -41,7 +41,7 @@ class Operation(NamedTuple):
         return _Function.apply(self, *inputs)
 
     def gradient(self, outputs: int) -> Operation:
-        """Return the gradient, a function of the cotangents of the outputs and the inputs."""
+        """Return the backward pass as an operation on the gradients of the outputs and on the inputs."""
         first = outputs + self.constants
 
         def definition(*tensors: Tensor) -> Tensors:
@@ -55,7 +55,7 @@ class Operation(NamedTuple):
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(operation: Operation, *inputs: Tensor) -> Tensors:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # Forward may run under autocast but backward does not; both need the same precision.
+        # Leave autocast: backward runs without it, and needs the same precision as forward.
         with _without_autocast(inputs[0].device.type):
             return (operation.run if have_memory(inputs) else operation.definition)(*inputs)
 
@@ -72,22 +72,23 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], operation: Operation, *inputs: Tensor) -> tuple[Tensors, Any]:
-        # Run one batch entry after another: the passes have no batch dimension, and entries together need more memory.
+        # Run the entries of the vmap dimension one after another, because the passes have no dimension for them.
         members = zip(*unbatched(info.batch_size, in_dims[1:], inputs), strict=True)
         outputs = tuple(map(torch.stack, zip(*(operation.apply(*x) for x in members), strict=True)))
         return outputs, (0,) * len(outputs)
 
 
-# The default, 64 MiB, is large enough to hide the overhead of calls, and small compared with p-nets that need blocks.
+# With blocks of 64 MiB, the overhead of calls does not matter. P-nets that need blocks take much more memory.
 def chunked_apply(
     fn: Callable[[Tensor, Params], Tensor], A: Tensor, B: Tensor, params: Params, *, max_bytes: int = 2**26
 ) -> Tensor:
-    """Generate tiles [T, r, c] from separable pre-activations, in row blocks that backward recomputes.
+    """Generate tiles [tiles, rows, columns] of g-nets in blocks of rows, which backward recomputes to save memory.
 
-    `fn(pre-activations [rows, c, H], params) -> weights [rows, c]` is one g-net after its first layer; `fn` treats rows
-    independently and draws no random numbers. `A` [T, r, H] with the bias and `B` [T, c, H] are pre-activations of rows
-    and columns, and `params` [T, ...] belong to all g-nets. `max_bytes` bounds the estimated memory of a block, which
-    has at least one row. Transforms and compiled graphs use no blocks.
+    The first layer of a g-net is a sum: unit h for the weight (i, j) is `A[i, h] + B[j, h]`, where `A` [tiles, rows,
+    units] includes the bias and `B` is [tiles, columns, units]. `fn` computes the following layers: it maps the sums
+    [rows, columns, units] and the g-net's `params` to weights [rows, columns], each row alone, without random numbers.
+    `max_bytes` bounds the estimated memory of a block, which has at least one row. Transforms and compiled graphs
+    compute all rows at once.
     """
 
     def whole(A: Tensor, B: Tensor, params: Params) -> Tensor:
@@ -95,7 +96,7 @@ def chunked_apply(
 
     if is_plain_needed() or not have_memory((A, B, *params.values())):
         return whole(A, B, params)
-    # This sum counts each activation about twice, because forward keeps it before and after its nonlinearity.
+    # Count every unit twice, because forward stores its value before and after the activation function.
     floats = 2 * A.shape[-1] + sum(max(p.shape[1:], default=1) for p in params.values())
     at_once = max(1, max_bytes // (B.shape[-2] * floats * A.element_size()))
     tiles = []

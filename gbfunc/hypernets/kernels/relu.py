@@ -1,11 +1,11 @@
 """Matrices of ReLU g-nets, `W[i, j] = b + sum_h v[h] relu(A[i, h] + B[j, h])` with `A = X U + u` and `B = Y V`.
 
-X and Y are codes of rows and columns. With `g` the cotangent of a tile, and the sums over active columns and rows
-`SA[i, h] = sum_j g[i, j] [A[i, h] + B[j, h] > 0]` and `SB[j, h]`, the gradients are `dA = SA v`, `dB = SB v`,
-`dv[h] = sum_i A SA + sum_j B SB` and `db = sum_ij g`: no pass keeps a hidden activation per weight.
-
-Both passes are in C++ (`relu.cpp`), in Triton (`relu_triton.py`), and here in PyTorch. Forward mode and second
-derivatives evaluate the definition.
+X and Y are codes of rows and columns, U and V code weights, u and b biases. Let `g` be the gradient of a tile, and
+`active[i, j, h]` be 1 if `A[i, h] + B[j, h] > 0`, otherwise 0. With `SA[i, h] = sum_j g[i, j] active[i, j, h]` and
+`SB[j, h] = sum_i g[i, j] active[i, j, h]`, the gradients are `dA = SA v`, `dB = SB v`,
+`dv[h] = sum_i A[i, h] SA[i, h] + sum_j B[j, h] SB[j, h]` and `db = sum_ij g[i, j]`. No pass stores a hidden activation
+per weight. Both passes are in C++ (`relu.cpp`), in Triton (`relu_triton.py`), and here in PyTorch. Forward mode and
+second derivatives use the definition above.
 
 Suffixes: T tiles; U 1 or T; R, C rows and columns of a matrix; r, c of a tile; p, q widths of codes; H hidden units.
 """
@@ -28,7 +28,7 @@ from gbfunc.hypernets.kernels.waves import Tensors
 from gbfunc.tiling import TileGrid, join_stack, split_stack
 from gbfunc.types import Kernel
 
-_THREAD_WORK = 2**16  # Hidden activations per additional thread, about 10 us
+_THREAD_WORK = 2**16  # Use one more thread for every 2^16 hidden activations, which take about 10 us
 
 
 def _sides(X: Tensor, Y: Tensor, U: Tensor, V: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,8 +36,8 @@ def _sides(X: Tensor, Y: Tensor, U: Tensor, V: Tensor, u: Tensor) -> tuple[Tenso
 
 
 def _definition(grid: TileGrid, *inputs: Tensor) -> Tensors:
-    # `b + sum_h [A + B > 0] (v[h] A[i, h] + v[h] B[j, h])`, with O(T r c H) memory. Autograd derives the same two sums
-    # as the hand-written backward pass. Compiled, this form takes half the time of `relu`.
+    # Compute `b + sum_h active (v[h] A[i, h] + v[h] B[j, h])`, with O(T r c H) memory. Compiled, it takes half the time
+    # of a formula with `relu`.
     *sides, v, b = inputs
     A, B = _sides(*sides)
     idle_TrcH = A.unsqueeze(-2) + B.unsqueeze(-3) <= 0
@@ -46,18 +46,18 @@ def _definition(grid: TileGrid, *inputs: Tensor) -> Tensors:
 
 
 def _by_hidden(A_TrH: Tensor, B_TcH: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    # Yield [T, r, 1] and [T, 1, c] per hidden unit. The c entries are adjacent in memory.
+    # Yield [T, r, 1] and [T, 1, c] per hidden unit. The c entries are contiguous, so that sums are fast.
     return zip(A_TrH.permute(2, 0, 1)[..., None], B_TcH.permute(2, 0, 1).contiguous()[..., None, :], strict=True)
 
 
 def _blocks(*tensors: Tensor) -> Iterator[Tensors]:
-    # Blocks of 2**18 weights fit in a cache. The first tensor has the shape [T, r, c].
+    # Yield some tiles at a time: 2^18 weights fit into the processor's cache. The first tensor is [T, r, c].
     n = max(1, 2**18 // tensors[0][0].numel())
     return zip(*(x.split(n) for x in tensors), strict=True)
 
 
 def _tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor, grid: TileGrid) -> Tensor:
-    """Generate the matrix of some tiles: [T, r, H], [T, c, H], [T, H], [T] -> [R, C]."""
+    """Generate a matrix [R, C] from A [T, r, H], B [T, c, H], v [T, H] and b [T]."""
     made_Trc = b[:, None, None].repeat(1, *A.shape[1:2], B.shape[1])
     for W_Trc, A_TrH, B_TcH, v_TH in _blocks(made_Trc, A, B, v):
         hidden_Trc = torch.empty_like(W_Trc)
@@ -67,13 +67,13 @@ def _tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor, grid: TileGrid) -> Tensor
 
 
 def _gradients(g: Tensor, A: Tensor, B: Tensor, v: Tensor, grid: TileGrid) -> Tensors:
-    """Compute the gradients of A, B, v and b, with their shapes, from the gradient of the matrix [R, C]."""
+    """Compute the gradients of A, B, v and b from the gradient g of the matrix [R, C]."""
     blocks = list[Tensors]()
     for g_Trc, A_TrH, B_TcH in _blocks(split_stack(g, grid), A, B):
         active_Trc, sums = torch.empty_like(g_Trc), list[Tensors]()
         for sides in _by_hidden(A_TrH, B_TcH):
             torch.add(*sides, out=active_Trc)
-            # One pass for `g * (x > 0)`; a mask would take two.
+            # Compute `g * (x > 0)` in one pass over memory; with a mask, torch would need two passes.
             torch.ops.aten.threshold_backward.grad_input(g_Trc, active_Trc, 0, grad_input=active_Trc)
             sums.append((active_Trc.sum(2), active_Trc.sum(1)))
         blocks.append((*(torch.stack(x, -1) for x in zip(*sums, strict=True)), g_Trc.sum((1, 2))))
@@ -83,11 +83,11 @@ def _gradients(g: Tensor, A: Tensor, B: Tensor, v: Tensor, grid: TileGrid) -> Te
 
 
 def _in_cpp(grid: TileGrid) -> tuple[Callable[..., Tensors], Callable[..., Tensors]]:
-    # Tiles are cut into several parts, so that fast threads can take more parts than slow threads.
+    # Cut tiles into several parts per thread, so that threads which are faster can compute more parts.
     parts = max(1, min(-(-4 * torch.get_num_threads() // grid.n_tiles), grid.tile_rows // 16))
 
     def packed(X: Tensor, Y: Tensor, *leaves: Tensor) -> array[int]:
-        # The fields of struct `Sides` in `relu.cpp`.
+        # The fields are those of the struct `Sides` in `relu.cpp`.
         steps = [0 if len(x) == 1 else x[0].numel() for x in (X, Y)]
         return array("q", [*map(Tensor.data_ptr, (X, Y, *leaves)), X.shape[2], Y.shape[2], *steps])
 
@@ -105,7 +105,7 @@ def _in_cpp(grid: TileGrid) -> tuple[Callable[..., Tensors], Callable[..., Tenso
 
     def pull(*tensors: Tensor) -> Tensors:
         g, *sides, v, b = (x.contiguous() for x in tensors)
-        # Each part of a tile accumulates separate sums.
+        # Every part of a tile has its own sums, because parts are computed by different threads.
         sums = [x.new_zeros(parts, *x.shape) for x in (*sides[2:], v, b)]
         call("backward", v, g, packed(*sides), v, array("q", map(Tensor.data_ptr, sums)))
         return tuple(x.sum(0) if parts > 1 else x[0] for x in sums)
@@ -127,11 +127,11 @@ def _in_python(grid: TileGrid, tiles: Any, gradients: Any) -> tuple[Callable[...
 
 
 def relu_matrix(X: Tensor, Y: Tensor, *leaves: Tensor, grid: TileGrid | None = None, kernel: Kernel = "auto") -> Tensor:
-    """Generate the matrix [R, C] of ReLU g-nets, or tiles [T, r, c] without a grid; float32 for half-precision inputs.
+    """Generate the matrix [R, C] of ReLU g-nets; without a grid, generate tiles [T, r, c].
 
-    `leaves` are U [T, p, H], V [T, q, H], u [T, H], v [T, H] and b [T]; the codes X [U, r, p] and Y [U, c, q] have no
-    gradient. Compiled graphs contain the definition. Raises RuntimeError for `kernel="compiled"` on a CPU without a
-    working C++ compiler.
+    `leaves` are U [T, p, H], V [T, q, H], u [T, H], v [T, H] and b [T]. The codes X [T or 1, r, p] and Y [T or 1, c, q]
+    get no gradient. For half-precision inputs, the result is float32. Raises RuntimeError for `kernel="compiled"` on a
+    CPU without a working C++ compiler.
     """
     (tiles, hidden), rows, cols, dtype = leaves[3].shape, X.shape[-2], Y.shape[-2], leaves[3].dtype
     wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype

@@ -1,9 +1,9 @@
 """ReLU tiles on a GPU, in Triton (Tillet et al., 2019). The kernels read and write each tile within its matrix.
 
-In forward, a program makes one block of a tile, a hidden unit at a time. In backward, a program takes some rows of a
-tile and some hidden units, and computes parts of the gradients of A, v and b. A second launch, with rows and columns
-exchanged, computes the gradients of B and v.
-No two programs write to the same address, so results are reproducible. Sums are in float32, or float64 for float64.
+In forward, a program computes one block of a tile, one hidden unit after another. In backward, a program takes some
+rows of a tile and some hidden units, and computes parts of the gradients of A, v and b. A second launch, with rows and
+columns exchanged, computes the gradients of B, and more parts of the gradient of v. No two programs write to the same
+address, so results are reproducible. Sums are in float64 for float64 inputs, otherwise in float32.
 
 Suffixes: R, C rows and columns of a matrix; T tiles; r, c rows and columns of a tile; P parts of r or c; H units.
 """
@@ -18,12 +18,12 @@ from torch import Tensor
 
 from gbfunc.tiling import TileGrid
 
-# Block sizes of a program. Forward: rows and columns. Backward: `_COLS` rows (or columns), and hidden units. The sums
-# of a block use 8 or 16 registers per thread.
+# A program of the forward kernel computes `_ROWS` x `_COLS` weights. A program of the backward kernel takes `_COLS`
+# rows (or columns) and `_HIDDEN` hidden units. The sums of both use at most 16 registers per thread.
 _ROWS, _COLS, _HIDDEN = 32, 64, 16
 
 
-# No `from __future__ import annotations`: the interpreter of Triton 3.1 does not read annotations that are strings.
+# Do not use `from __future__ import annotations`: the interpreter of Triton 3.1 cannot read annotations as strings.
 
 
 @triton.jit
@@ -53,9 +53,9 @@ def backward_kernel(
     g, A, B, v, dA, dv, db, R, C, r, c, H,
     BY_ROWS: tl.constexpr, ROWS: tl.constexpr, HIDDEN: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Compute `dA = SA v`, `SA[i, h] = sum_j g[i, j] [A[i, h] + B[j, h] > 0]`, and partial sums of `dv` and `db`.
+    """Compute `dA = SA v`, where `SA[i, h]` sums `g[i, j]` over j with `A[i, h] + B[j, h] > 0`, and parts of dv and db.
 
-    Without BY_ROWS, i are columns of the tile, and A and B stand for B and A.
+    If BY_ROWS is False, the kernel gets B as A and A as B, and i is a column of the tile.
     """
     across = tl.cdiv(C, c)
     parts = tl.cdiv(r if BY_ROWS else c, ROWS)
@@ -94,7 +94,7 @@ def _launch(kernel: Any, programs: tuple[int, int], tensors: Sequence[Tensor], g
 
 
 def tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor, grid: TileGrid) -> Tensor:
-    """Generate the matrix of some tiles: [T, r, H], [T, c, H], [T, H], [T] -> [R, C]."""
+    """Generate a matrix [R, C] from A [T, r, H], B [T, c, H], v [T, H] and b [T]."""
     W_RC = A.new_empty(grid.rows, grid.cols)
     tensors = [x.detach().contiguous() for x in (A, B, v, b, W_RC)]
     programs = (grid.n_tiles * -(-grid.tile_rows // _ROWS), -(-grid.tile_cols // _COLS))
@@ -103,7 +103,7 @@ def tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor, grid: TileGrid) -> Tensor:
 
 
 def gradients(g: Tensor, A: Tensor, B: Tensor, v: Tensor, grid: TileGrid) -> tuple[Tensor, ...]:
-    """Compute the gradients of A, B, v and b, with their shapes, from the gradient of the matrix [R, C]."""
+    """Compute the gradients of A, B, v and b from the gradient g of the matrix [R, C]."""
     g, A, B, v = (x.detach().contiguous() for x in (g, A, B, v))
     hidden, results = A.shape[2], []
     for by_rows, x, y in ((True, A, B), (False, B, A)):

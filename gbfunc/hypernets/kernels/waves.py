@@ -1,12 +1,13 @@
 """Factors of periodic g-nets: sines and cosines of codes with coefficients, for many g-nets in one operator.
 
-A side is the left or right factor of a tile. With codes X, code weights U, A = X U + phase and coefficients s and t, a
-side is the thin matrix `[s sin A + t cos A, s cos A - t sin A]`. Let `g` and `h` be the cotangents of its halves,
-`along = g sin A + h cos A` and `across = g cos A - h sin A`. The gradients are `ds = sum_i along`, `dt = sum_i across`
-and `dA = s across - t along`.
+A *side* is the left or the right factor of a tile. With codes X, code weights U, angles A = X U + phase and
+coefficients s and t, a side is the thin matrix `[s sin A + t cos A, s cos A - t sin A]`. Let `g` and `h` be the
+gradients of the two halves. With `along = g sin A + h cos A` and `across = g cos A - h sin A`, the other gradients are
+`ds = sum_i along`, `dt = sum_i across` and `dA = s across - t along`, where i are the rows of the side.
 
-A backend computes all sides of a step in one call, and their gradients in another: `waves.cpp` on a CPU, `waves_triton`
-on a GPU. Higher derivatives, forward mode, `torch.func` and compiled or exported graphs use `Side.in_parts`.
+A backend computes all sides of a training step in one call, and all gradients in another call: `waves.cpp` on a CPU,
+`waves_triton` on a GPU. `Side.in_parts`, in PyTorch, serves for higher derivatives, forward mode, `torch.func`, and
+compiled or exported graphs.
 
 Suffixes: T tiles, G groups of tiles, n rows of a side, p width of its codes, H features, U 1 or T.
 """
@@ -29,26 +30,26 @@ Tensors: TypeAlias = tuple[Tensor, ...]
 
 
 class Side(NamedTuple):
-    """The left (row) or right (column) factors of a stack of tiles, from their codes and leaves."""
+    """The codes and leaves of the left factors (for rows) or of the right factors (for columns) of many tiles."""
 
     codes: Tensor  # codes of the rows [U, n, p]
-    weight: Tensor  # code weights [T, p, H], or [G, p, H]
+    weight: Tensor  # code weights [T, p, H], or [G, p, H] if tiles of a group have the same code weights
     phase: Tensor | None = None  # added to the angles [T, H]; None is 0
     sine: Tensor | None = None  # the coefficients s [T, H]; None is 1
     cosine: Tensor | None = None  # the coefficients t [T, H]; None is 0
     scale: Tensor | None = None  # scale of the coefficients [T]; None is 1
-    groups: Tensor | None = None  # index in [0, G) of every tile's code weights [T]; None for one per tile
-    cosine_first: bool = False  # whether the cosines' half comes first
+    groups: Tensor | None = None  # [T]: the group of every tile, from 0; None if every tile has its own code weights
+    cosine_first: bool = False  # whether `s cos A - t sin A` is the first half
     period: int = 0  # period of the codes (`period_of`); 0 if unknown
 
     def in_parts(self) -> Tensor:
-        """Compute the side [T, n, 2 H] by operators of PyTorch."""
+        """Compute the factors [T, n, 2 H] by operators of PyTorch."""
         weight_THp = (self.weight if self.groups is None else self.weight[self.groups]).mT
         codes = self.codes[0] if len(self.codes) == 1 else self.codes
         n = codes.shape[-2]
         m = self.period or n
 
-        # Sines and cosines [T, H, n] of some codes; IREE cannot multiply codes of width 0.
+        # Return the sines and cosines [T, H, n] of some codes. IREE cannot multiply codes of width 0.
         def turns(codes: Tensor, phase: Tensor | None) -> tuple[Tensor, Tensor]:
             size = *weight_THp.shape[:-1], codes.shape[-2]
             angle = weight_THp @ codes.mT if codes.shape[-1] else codes.new_zeros(size)
@@ -74,9 +75,10 @@ class Side(NamedTuple):
 
 
 def period_of(codes_Unp: Tensor) -> int:
-    """Find the cheapest period m with `code[b m + o] = code[b m] + code[o] - code[0]` for all rows.
+    """Find a period m of codes: for all b, and o < m, `code[b m + o] = code[b m] + code[o] - code[0]`.
 
-    The number of rows n is always a period. Bits and pixel coordinates have shorter periods, which need fewer sines.
+    By the addition theorem, a period m needs sines of m and n / m instead of n codes. Bits and pixel coordinates have
+    short periods. The number of rows n is always a period. The result is the period with the shortest estimated time.
     """
     n = codes_Unp.shape[1]
     numbers = torch.arange(n, device=codes_Unp.device)
@@ -95,38 +97,41 @@ def period_of(codes_Unp: Tensor) -> int:
 
 
 def have_memory(tensors: Iterable[Tensor]) -> bool:
-    """Return whether compiled code can read the tensors; False for meta, fake, batched and subclassed tensors."""
+    """Return whether compiled code can read the tensors' memory.
+
+    The result is False for meta tensors, fake tensors, tensors inside `vmap`, and subclasses of Tensor.
+    """
     try:
         for x in tensors:
             if type(x) not in (Tensor, nn.Parameter) or x.is_meta:
                 return False
             x.data_ptr()
-    except RuntimeError:  # raised under `torch.autograd.grad(is_grads_batched=True)` and transforms of `torch.func`
+    except RuntimeError:  # raised inside `torch.func` and `torch.autograd.grad(is_grads_batched=True)`
         return False
     return True
 
 
 def is_plain_needed() -> bool:
-    """Return whether only PyTorch's operators work here: in compiled graphs and in forward mode."""
+    """Return whether only PyTorch's operators can be used, because `torch.compile` or forward mode is active."""
     return torch.compiler.is_compiling() or forward_ad._current_level >= 0
 
 
-_THREAD_WORK = 2**14  # Sines and cosines per additional thread
+_THREAD_WORK = 2**14  # Use one more thread for every 2^14 sines and cosines
 
 Pull = Callable[[Sequence[Tensor]], list[Tensor]]
-# Computes outputs [T, n, 2 H], rows last in memory, and a function that maps cotangents to leaf gradients.
+# Returns factors [T, n, 2 H], with rows last in memory, and a function that maps their gradients to leaf gradients.
 Backend = Callable[[Sequence[Side]], tuple[list[Tensor], Pull]]
 
 
 def _native(sides: Sequence[Side]) -> tuple[list[Tensor], Pull]:
-    """Compute sides on a CPU with `waves.cpp`, which takes an array of its struct `Wave`."""
+    """Compute sides on a CPU by `waves.cpp`, which takes an array of the struct `Wave`."""
     fields: list[int] = []
     outputs: list[Tensor] = []
     kept: list[Tensor] = []  # tensors that must stay alive, because backward reads their memory
     for side in sides:
         tiles, (groups, width, features) = len(side.weight if side.groups is None else side.groups), side.weight.shape
         rows = side.codes.shape[1]
-        # Rows last in memory make products with few columns faster.
+        # Put rows last in memory, which makes products of factors with few columns faster.
         out = side.weight.new_empty_strided((tiles, rows, 2 * features), (2 * features * rows, 1, rows))
         outputs.append(out)
         for x in side[:7]:
@@ -139,7 +144,7 @@ def _native(sides: Sequence[Side]) -> tuple[list[Tensor], Pull]:
     waves = array("q", fields)  # Ten times faster than an array of ctypes.
     threads = min(torch.get_num_threads(), 1 + sum([x.numel() for x in outputs]) // _THREAD_WORK)
 
-    # `pull` must not refer to the outputs: their graph refers to `pull`, and a cycle would keep memory for long.
+    # `pull` must not refer to the outputs: their graph refers to `pull`, and a cycle would free memory late.
     dtype = sides[0].weight.dtype
 
     def run(direction: str, waves: array[int]) -> None:
@@ -151,7 +156,7 @@ def _native(sides: Sequence[Side]) -> tuple[list[Tensor], Pull]:
         strides = [(g.shape[1] * g.shape[2], 1, g.shape[1]) for g in cotangents]
         same = zip(cotangents, strides, strict=True)
         cotangents = [g if g.stride() == stride else g.mT.contiguous().mT for g, stride in same]
-        firsts = range(7, len(again), len(again) // len(sides))  # after the pointers of a side
+        firsts = range(7, len(again), len(again) // len(sides))  # a side's first pointer to a gradient
         for first, side, g in zip(firsts, sides, cotangents, strict=True):
             again[first] = g.data_ptr()
             for i, x in enumerate(side[1:5], first + 1):
@@ -166,7 +171,7 @@ def _native(sides: Sequence[Side]) -> tuple[list[Tensor], Pull]:
 
 
 def _backend(sides: Sequence[Side], leaves: Sequence[Tensor], kernel: Kernel) -> Backend | None:
-    # torch rejects `_Waves` inside any transform of `torch.func`, even if only the p-net's inputs are transformed.
+    # torch does not allow `_Waves` inside transforms of `torch.func`, even if they transform only the p-net's inputs.
     if is_plain_needed() or torch._C._are_functorch_transforms_active():
         return None
     kinds = {(x.dtype, x.device.type) for x in (*leaves, *[side.codes for side in sides])}
@@ -191,7 +196,7 @@ class _Waves(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        leaves = ctx.saved_tensors  # Raises if a leaf of the sides was modified.
+        leaves = ctx.saved_tensors  # Raises RuntimeError if a leaf was modified after forward
         if not torch.is_grad_enabled() and have_memory(cotangents):
             return None, None, *ctx.pull(cotangents)
 
@@ -205,9 +210,9 @@ class _Waves(torch.autograd.Function):
 
 
 def waves(sides: Sequence[Side], *, kernel: Kernel = "auto") -> list[Tensor]:
-    """Compute sides [T, n, 2 H] of one dtype, differentiable to any order in their leaves.
+    """Compute the factors [T, n, 2 H] of sides of one dtype, differentiable to any order with respect to the leaves.
 
-    PyTorch's operators compute the sides in transforms and in compiled graphs, and if no backend accepts the tensors.
+    PyTorch's operators compute the factors in transforms and in compiled graphs, and if no backend accepts the tensors.
     Raises RuntimeError for `kernel="compiled"` on a CPU without a working C++ compiler.
     """
     leaves = [x for side in sides for x in side[1:5] if x is not None]

@@ -1,9 +1,9 @@
-"""The sides of periodic g-nets on a GPU, by Triton: all sides of a step in one launch, their gradients in two.
+"""The factors (*sides*, see `waves`) of periodic g-nets on a GPU, in Triton: forward in one launch, backward in two.
 
-One array holds the codes and leaves of all sides. A table, made once for each set of shapes, tells every program its
-side and the side's places in the arrays. In forward, a program makes some features of some rows. In backward, a program
-sums over some rows of a tile. A second launch adds these sums over the rows, and over the tiles of a group. No two
-programs write to the same address, so results are reproducible. Sums are in the dtype of the leaves.
+One array has the codes and leaves of all sides. A table, made once for each set of shapes, tells every program its side
+and where the side's numbers are in the array. In forward, a program computes some features of some rows. In backward,
+a program sums over some rows of a tile. A second launch adds these partial sums over all rows, and over the tiles of a
+group. No two programs write to the same address, so results are reproducible. Sums have the dtype of the leaves.
 
 Suffixes: T tiles, G groups of tiles, n rows of a side, p width of its codes, H features; i rows, h features, k columns.
 """
@@ -18,14 +18,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# No `from __future__ import annotations`: the interpreter of Triton 3.1 does not read annotations that are strings.
+# Do not use `from __future__ import annotations`: the interpreter of Triton 3.1 cannot read annotations as strings.
 
-# Block sizes. Forward: rows and features of a program. First launch of backward: rows and codes that a program sums.
-# Second launch of backward: columns of a program, and the number of sums that a program reads at once.
+# A program of forward computes `_ROWS` rows and `_HIDDEN` features. A program of backward's first launch sums `_PART`
+# rows, for `_CODES` codes. A program of backward's second launch adds `_SUMS` sums at once, for `_COLS` columns.
 _ROWS, _HIDDEN, _PART, _CODES, _COLS, _SUMS = 32, 8, 256, 16, 32, 32
 
-# Columns of the table of sides: the side's first program in each of the three launches, its sizes, and the offsets of
-# its tensors, -1 if absent. `SUMS` is the offset of the partial sums [T, parts, p + 2, H], one per part of the rows.
+# Columns of the table, which has one line per side: the first program in each of the three launches, the sizes, and the
+# offsets of tensors, -1 if absent. `SUMS` is the offset of the partial sums [T, parts of the rows, p + 2, H].
 FORWARD, PARTIAL, TOTAL, TILES, GROUPS, ROWS, WIDTH, FEATURES, PARTS, CODE_STEP = map(tl.constexpr, range(10))
 COSINE_FIRST, CODES, WEIGHT, PHASE, SINE, COSINE, SCALE, GROUP, OUT, SUMS = map(tl.constexpr, range(10, 20))
 D_WEIGHT, D_PHASE, D_SINE, D_COSINE, FIELDS = map(tl.constexpr, range(20, 25))
@@ -33,7 +33,7 @@ D_WEIGHT, D_PHASE, D_SINE, D_COSINE, FIELDS = map(tl.constexpr, range(20, 25))
 
 @triton.jit
 def _side(table, launch: tl.constexpr, SIDES: tl.constexpr) -> Any:
-    """Return the fields of the program's side and the program's index within the side."""
+    """Return the table's line for the program's side, and the program's number within this side."""
     firsts = tl.load(table + tl.arange(0, SIDES) * FIELDS + launch)
     of = table + (tl.sum((firsts <= tl.program_id(0)).to(tl.int32), axis=0) - 1) * FIELDS
     return of, tl.program_id(0) - tl.load(of + launch)
@@ -41,7 +41,7 @@ def _side(table, launch: tl.constexpr, SIDES: tl.constexpr) -> Any:
 
 @triton.jit
 def _coefficients(of, x, tile, h) -> Any:
-    """Load `s`, `t` and their scale for some features of a tile."""
+    """Return `s * scale`, `t * scale` and `scale` for some features of a tile."""
     H, sine, cosine, scale = tl.load(of + FEATURES), tl.load(of + SINE), tl.load(of + COSINE), tl.load(of + SCALE)
     scale = tl.load(x + scale + tile, mask=scale >= 0, other=1.0)
     s = tl.load(x + sine + tile * H + h, mask=(h < H) & (sine >= 0), other=1.0)
@@ -63,7 +63,7 @@ def _turns(of, x, groups, tile, i, h) -> Any:
     for k in range(p):
         w_h = tl.load(weights + k * H, mask=h < H, other=0.0)
         term = w_h[:, None] * tl.load(codes + k, mask=i < n, other=0.0)[None, :]
-        # Sum the rounding errors (Knuth, TAOCP 2, section 4.2.2): angles of 20 would have an error of 1e-6 in float32.
+        # Sum the rounding errors separately (Knuth, TAOCP 2, 4.2.2). Otherwise an angle of 20 would be wrong by 1e-6.
         total = angle + term
         added = total - angle
         error += (angle - (total - added)) + (term - added)
@@ -74,7 +74,7 @@ def _turns(of, x, groups, tile, i, h) -> Any:
 
 @triton.jit
 def _halves(of, tile, i, h) -> Any:
-    """Return the output offsets [h, i] of sines and cosines, and the mask of valid entries."""
+    """Return the offsets [h, i] of both halves of the output (sines, cosines), and the mask of valid entries."""
     n, H, first = tl.load(of + ROWS), tl.load(of + FEATURES), tl.load(of + COSINE_FIRST)
     at = tl.load(of + OUT) + (tile * 2 * H + h)[:, None] * n + i[None, :]
     return at + first * H * n, at + (1 - first) * H * n, (h < H)[:, None] & (i < n)[None, :]
@@ -99,7 +99,7 @@ def partial_kernel(
     table, x, groups, d_out, sums,
     SIDES: tl.constexpr, BLOCK: tl.constexpr, H: tl.constexpr, PART: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Sum `across`, `along` and `dA` times K columns of the codes over PART rows, for H features of a tile."""
+    """Sum `along`, `across`, and `dA` times each of K columns of the codes, over PART rows and for H features."""
     of, item = _side(table, PARTIAL, SIDES)  # pyright: ignore[reportGeneralTypeIssues]
     n, p, features, parts = tl.load(of + ROWS), tl.load(of + WIDTH), tl.load(of + FEATURES), tl.load(of + PARTS)
     across, pieces = tl.cdiv(features, H), tl.maximum(tl.cdiv(p, K), 1)
@@ -130,7 +130,7 @@ def partial_kernel(
 
 @triton.jit
 def total_kernel(table, x, groups, sums, out, SIDES: tl.constexpr, COLS: tl.constexpr, J: tl.constexpr):
-    """Compute the gradients of COLS code weights of a group, or of the coefficients of COLS features of a tile."""
+    """Add partial sums to gradients: of COLS code weights of a group, or of the coefficients of COLS features."""
     of, item = _side(table, TOTAL, SIDES)  # pyright: ignore[reportGeneralTypeIssues]
     T, p, H, parts = tl.load(of + TILES), tl.load(of + WIDTH), tl.load(of + FEATURES), tl.load(of + PARTS)
     group, per_tile = tl.load(of + GROUP), tl.cdiv(H, COLS)
@@ -165,7 +165,11 @@ def total_kernel(table, x, groups, sums, out, SIDES: tl.constexpr, COLS: tl.cons
 
 @lru_cache(maxsize=64)
 def _tabled(sides: tuple[Any, ...], device: torch.device) -> tuple[Tensor, list[int], list[list[int]], int]:
-    """Return the table of sides, programs per launch, sizes of outputs and gradients, and the size of sums."""
+    """Describe sides to the kernels.
+
+    Return four values: the table of sides; the number of programs in each of the three launches; two lists with the
+    sizes of all outputs and of all leaf gradients; and the size of the array of partial sums.
+    """
     programs, rows, sizes = [0, 0, 0], list[list[int]](), {k: list[int]() for k in ("x", "group", "out", "d", "sums")}
 
     def place(array: str, shape: tuple[int, ...] | None) -> int:
@@ -195,7 +199,7 @@ def _launch(kernel: Any, programs: int, *arguments: Any) -> None:
 
 
 def backend(sides: Sequence[Any]) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], list[Tensor]]]:
-    """Compute each `Side`, and a function that maps cotangents to leaf gradients, which are views of one array."""
+    """Compute the factors of each `Side`; also return a function that maps their gradients to leaf gradients."""
     shapes = tuple((*(None if x is None else tuple(x.shape) for x in side[:7]), side.cosine_first) for side in sides)
     table, programs, (of_outputs, of_leaves), of_sums = _tabled(shapes, sides[0].weight.device)
     x = torch.cat([x.reshape(-1) for side in sides for x in side[:6] if x is not None])
