@@ -1,6 +1,6 @@
 """The base of an adapter: the frozen tensors of a pretrained p-net. A genome adds generated deltas to some of them.
 
-A genome file stores the digest of the base instead of the base's tensors.
+A genome's file has a hash of the base (`digest`) instead of the base's tensors.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Base(NamedTuple):
 
 
 class BaseTensors:
-    """The frozen tensors of a base: parameters, which share the p-net's memory, and copies of the buffers."""
+    """The frozen tensors of a base: the p-net's own parameters (not copied), and copies of the buffers."""
 
-    # Tensors named in `new` are not part of the base. Functions in `old` remove the new rows from a parameter.
+    # Tensors named in `new` are not part of the base. Functions in `old` set new rows of parameters to zero.
     def __init__(self, pnet: nn.Module, new: Collection[str], old: Mapping[str, Callable[..., Tensor]] = {}) -> None:
         for name, layer in pnet.named_modules():
             if getattr(layer, "max_norm", None) is not None and f"{name}.weight".lstrip(".") not in new:
@@ -45,12 +45,12 @@ class BaseTensors:
             buffers = {k: b.detach().clone() for k, b in pnet.named_buffers() if k not in new}
         state = pnet.state_dict(keep_vars=True)
         self._saved = buffers.keys() & state.keys()
-        # The digest and the size include weights that quantised layers pack into objects. Copies are not kept.
+        # Hash and count weights that quantised layers pack into objects, but do not keep copies of these weights.
         tensors = {id(x) for named in (pnet.parameters(), pnet.buffers()) for x in named}
         packed = {k: x if isinstance(x, tuple) else (x,) for k, x in state.items() if id(x) not in tensors}
         parts = {f"{k}.{i}": x for k, each in packed.items() for i, x in enumerate(each) if isinstance(x, Tensor)}
         self._packed_bytes = sum(x.nbytes for x in parts.values())
-        # Count the weights that layers hide, because these weights are not among the parameters.
+        # Count the weights of layers that do not have their weight as a parameter.
         self._hidden = 0
         for _, layer in hidden_layers(pnet):
             own = sum(p.numel() for p in layer.parameters() if p.ndim > 1 and not p.is_floating_point())
@@ -60,14 +60,14 @@ class BaseTensors:
         self._on: dict[torch.device, tuple[Params, Params]] = {}
 
     def on(self, device: torch.device) -> tuple[Params, Params]:
-        """Return parameters and buffers by name on a device; the first call copies them."""
+        """Return the parameters and the buffers on a device. The first call for a device copies the tensors."""
         if device not in self._on:
             params, buffers = ({k: x.to(device) for k, x in tensors.items()} for tensors in (self.params, self.buffers))
             self._on[device] = params, buffers
         return self._on[device]
 
     def cast(self, change: Callable[[Tensor], Tensor]) -> BaseTensors | None:
-        """Cast the base as `nn.Module.to` does with the function `change`; returns None if no dtype changes."""
+        """Return the base in other dtypes, for `nn.Module._apply(change)`; None if `change` changes no dtype."""
         first = self.params, self.buffers
         kinds = {x.dtype for tensors in first for x in tensors.values() if differentiable(x.dtype)}
         casts = {kind: new for kind in kinds if (new := change(torch.empty(0, dtype=kind)).dtype) != kind}
@@ -82,7 +82,7 @@ class BaseTensors:
         return self.on(device)[0][name]
 
     def describe(self, name: str = "", revision: str = "") -> Base:
-        """Return digest and sizes; raises ValueError for a p-net on the meta device, which has no values."""
+        """Return hash and sizes of the base; ValueError for a p-net on the meta device, which has no values."""
         kept = self.params | {k: self.buffers[k] for k in self._saved}
         digest = _digest(kept, self._packed_digest if self._packed_bytes else b"")
         params = sum(x.numel() for x in self.params.values()) + self._hidden
@@ -103,7 +103,7 @@ def _update(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
     digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
-        # A tensor subclass that consists of inner tensors, such as a quantised weight.
+        # The tensor is of a subclass with inner tensors, such as a quantised weight.
         for part in flatten()[0]:
             _update(digest, part, getattr(tensor, part))
     elif tensor.numel():
@@ -116,11 +116,11 @@ def _update(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
 
 
 def hub_name(pnet: nn.Module) -> tuple[str, str]:
-    """Return the hub name and revision of a p-net, or of its first module with a hub name; "" if unknown."""
+    """Return the name and revision on a hub of a p-net, or of its first module that has them; "" if unknown."""
     for module in pnet.modules():
         config = getattr(module, "config", None)
         name = getattr(config, "_name_or_path", None) or getattr(config, "name_or_path", None)
-        # The path of a local folder means nothing on another machine.
+        # Do not return the path of a local folder, which other machines do not have.
         if isinstance(name, str) and re.fullmatch(r"(?:\w[\w.-]*/)?\w[\w.-]*", name) and not os.path.exists(name):
             return name, str(getattr(config, "_commit_hash", None) or "")
     return "", ""

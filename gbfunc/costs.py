@@ -1,7 +1,8 @@
-"""Cost models: the operations to apply weights as factors or dense, to generate weights, and the bytes between ranks.
+"""Cost models: operations to generate weights and to apply dense weights or factors, and bytes sent between ranks.
 
 Operations are multiplications and additions in forward and backward together. Backward takes twice as many as forward.
-A matrix has R rows, C columns and nr x nc tiles with factors of rank k, and is applied to B rows of a batch.
+A matrix has R rows, C columns, and nr x nc tiles with factors of rank k. It is applied to B rows of a batch. A *move*
+is one reading or writing of all numbers of a tensor, and takes as long as 40 operations per number.
 """
 
 import math
@@ -11,19 +12,23 @@ from types import MappingProxyType
 FLOPS_PER_ELEMENT = 40
 """Operations that run in the time of reading or writing one element: 10 per byte, 4 bytes."""
 
-_CHANNELS, _SLOWER = 16, 1.25  # Channels that a convolution computes at once; relative time of its factors per FLOP
+_CHANNELS = 16  # Number of channels that a convolution computes at once
+_SLOWER = 1.25  # Time of an operation in a convolution with factors, relative to a dense convolution
 
 OPERATIONS_PER_BYTE: Mapping[str, float] = MappingProxyType({"cpu": 40.0, "cuda": 400.0})
 """Operations that run while one byte is sent: 50 Gflop/s (some cores) at 10 Gbit/s, 20 Tflop/s (GPU) at 50 GB/s."""
 
 
 def product_flops(rows: int, cols: int, k: int) -> float:
-    """Count the operations to multiply factors to a matrix: 6 R C k."""
+    """Count the operations to multiply two factors of rank k, which gives a matrix: 6 R C k."""
     return 6.0 * rows * cols * k
 
 
 def generation_flops(rows: int, cols: int, params: int, k: int = 0) -> float:
-    """Count the operations to generate a tile: `params` per weight, or per row and column plus a product if k > 0."""
+    """Count the operations to generate a tile by a g-net with `params` parameters.
+
+    The g-net is evaluated once per weight; if k > 0, once per row and per column, with a product of factors of rank k.
+    """
     return 6.0 * (rows + cols if k else rows * cols) * params + product_flops(rows, cols, k)
 
 
@@ -48,7 +53,10 @@ def thin_flops(
 
 
 def missing_ranks(tile_rows: int, k: int) -> int:
-    """Return the number to add to k so that `tile_rows * k`, the filters per tile column, is a multiple of 16."""
+    """Return the least m for which `tile_rows * (k + m)` is a multiple of 16.
+
+    This product is the number of filters of one column of tiles, if a convolution is computed with factors.
+    """
     return -k % (_CHANNELS // math.gcd(tile_rows, _CHANNELS))
 
 
@@ -57,9 +65,10 @@ def thin_rows(
 ) -> float:
     """Return the number of batch rows (positions of a convolution) below which factors cost less than dense weights.
 
-    Both costs grow linearly with the rows. Factors save three GEMMs of the weight's size, or with a `frozen_base` only
-    one, of the weight's gradient. For a `conv`, factors cost a quarter more, and channels are computed 16 at once
-    (measured: 3 x 3 kernels, 16 to 192 channels, in float32 and bfloat16).
+    Both costs grow linearly with the rows. Per row, factors save three GEMMs of the weight's size: forward and both
+    gradients. With a `frozen_base`, the base needs two of them, and factors save only the weight's gradient. For a
+    `conv`, an operation with factors takes a quarter more time, and channels are computed 16 at once (measured: 3 x 3
+    kernels, 16 to 192 channels, in float32 and bfloat16).
 
     >>> thin_rows(4096, 4096, 64, (1, 1)), round(thin_rows(128, 128, 64, (1, 1)))
     (inf, 266)
@@ -73,5 +82,5 @@ def thin_rows(
 
 
 def all_reduce_bytes(n_bytes: float, ranks: int) -> float:
-    """Count the bytes that a rank sends in a ring all-reduce."""
+    """Count the bytes that a rank sends in an all-reduce of `n_bytes` along a ring."""
     return 2 * n_bytes * (ranks - 1) / ranks

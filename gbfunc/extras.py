@@ -5,7 +5,7 @@ from typing import Any
 
 
 def import_extra(module: str, needed_by: str, package: str) -> Any:
-    """Import a module of an optional package; raises ImportError with the pip command if the package is missing."""
+    """Import a module of an optional package. If it is missing, raise ImportError with the pip command."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

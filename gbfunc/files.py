@@ -7,14 +7,15 @@ from pathlib import Path
 
 try:
     import fcntl
-except ImportError:  # Windows lacks these locks.
+except ImportError:  # Windows has no fcntl
     fcntl = None
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replace a file by `data`, atomically even if power fails; a killed process can leave a file `.<name>.<random>`.
+    """Replace the content of a file by `data`, atomically even if power fails. The file keeps its permissions.
 
-    A symbolic link stays, and the file that the link names is replaced. The file keeps its permissions.
+    If `path` is a symbolic link, the file that the link names is replaced. If the process is killed, a temporary file
+    `.<name>.<random>` may be left.
 
     Raises:
         OSError: if the file cannot be written; a previous file is intact.
@@ -22,7 +23,7 @@ def replace_file(path: Path, data: bytes) -> None:
     path = Path(os.path.realpath(path))
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise OSError(f"{path} must be a regular file, got a device or a pipe, which writing would replace")
-    # File systems limit names to 255 bytes.
+    # Shorten the name, because file systems limit names to 255 bytes.
     temporary = path.with_name(f".{path.name[:40]}.{secrets.token_hex(8)}")
     try:
         with temporary.open("xb") as file:
@@ -36,9 +37,9 @@ def replace_file(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(path)  # The error of a full disk names no file.
+            error.filename = str(path)  # The error of a full disk does not name the file
         raise
-    # Flush the folder as well: only then is the new name on disk. Not every system can open or flush folders.
+    # Flush the folder too, so that the new name is on disk. Ignore errors: some systems cannot open or flush folders.
     with contextlib.suppress(OSError):
         folder = os.open(path.parent, os.O_RDONLY)
         try:

@@ -17,11 +17,11 @@ from torch import Tensor
 Runs = Mapping[str, Sequence[Mapping[str, float]]]
 """Training histories by label."""
 
-# M. Okabe and K. Ito, Color Universal Design (2008): distinct for people with common colour vision deficiencies
+# Colours that people with common colour vision deficiencies can distinguish (Okabe and Ito, 2008)
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINES, MARKERS = ("-", "--", "-.", ":"), "osD^vPX*"
 WEIGHTS = "PuOr"  # A diverging colour map without red-green contrast
-_MAX_SIDE, _MAX_COLUMNS = 8, 4  # Images along a side of a mosaic, and tensors per network
+_MAX_SIDE, _MAX_COLUMNS = 8, 4  # At most 8 images along a side of a mosaic, and 4 tensors per network
 
 
 def _figure(
@@ -42,15 +42,16 @@ def learning_curve(
 ) -> Figure:
     """Draw the training loss and a validation metric during training, with one line per run.
 
-    `runs` are histories by label: rows with `step`, `epoch` or `env_steps`, `train_loss` and `val_<metric>`. With the
-    unit `"%"`, values between 0 and 1 are drawn as percentages. A band around a mean (`mean_return`) shows one standard
-    deviation (`val_std_return`). A thin line marks `threshold`, the value that solves the task.
+    `runs` maps labels to histories, which are lists of dicts with `step`, `epoch` or `env_steps`, and with `train_loss`
+    and `val_<metric>`. With the unit `"%"`, values between 0 and 1 are drawn as percentages. If the metric is a mean
+    (`mean_return`), a band shows one standard deviation (`val_std_return`). A thin line marks `threshold`, the value at
+    which the task counts as solved.
     """
     if not runs:
         raise ValueError("a figure needs at least one run, got none: pass a history by label")
     figure, ((loss_axes, metric_axes),) = _figure(9.0, 3.6, columns=2)
     rows = [row for rows in runs.values() for row in rows]
-    # The x axis shows epochs if all rows are at the end of an epoch, otherwise steps.
+    # Show epochs on the x axis if all rows are at the end of an epoch, otherwise steps.
     x = "env_steps" if "env_steps" in rows[0] else "step" if any(row["epoch"] % 1 for row in rows) else "epoch"
     factor, deviation = 100 if unit == "%" else 1, f"val_{metric}".replace("mean", "std")
     for run, history in runs.items():
@@ -72,7 +73,7 @@ def learning_curve(
     label = f"validation {metric.replace('_', ' ')}" + (f" ({unit})" if unit else "")
     metric_axes.set(xlabel=loss_axes.get_xlabel(), ylabel=label, title=title)
     if unit == "%":
-        # Limit the range, because the first epochs would compress the final values to a few pixels.
+        # Limit the y axis: with the low values of the first epochs, differences of final values would be invisible.
         worst = min(100 * history[-1][f"val_{metric}"] for history in runs.values())
         metric_axes.set_ylim(max(0.0, worst - 15), 100.5)
     metric_axes.legend(frameon=False, loc="best")
@@ -82,10 +83,10 @@ def learning_curve(
 def tradeoff_curves(
     curves: Mapping[str, Sequence[tuple[float, Sequence[float]]]], ylabel: str, *, yscale: str = "linear"
 ) -> Figure:
-    """Draw a metric against bytes (logarithmic), with one line per method through the means, and bars over the seeds.
+    """Draw a metric against bytes (logarithmic): one line per method, through means, with bars from worst to best seed.
 
-    `curves` maps the label of a method to points (bytes, metric per seed). With `yscale="log"`, small errors, such as
-    1 % and 2 %, are easier to distinguish.
+    `curves` maps the label of a method to points `(bytes, [metric of every seed])`. With `yscale="log"`, small errors
+    such as 1 % and 2 % are easier to distinguish.
     """
     if not curves or not all(points and all(seeds for _, seeds in points) for points in curves.values()):
         raise ValueError("a figure needs at least one method, and points with values for each, got none")
@@ -100,9 +101,9 @@ def tradeoff_curves(
         measured.append(axes.errorbar(sizes, means, yerr=bars, label=label, **style))
     axes.set(xlabel="everything needed to run (bytes, logarithmic)", ylabel=ylabel, xscale="log")
     if yscale == "log":
-        # Clip, so that the bar of a seed without errors ends at the edge.
+        # Zero has no place on a logarithmic axis. Draw a bar that reaches zero to the edge.
         axes.set_yscale(yscale, nonpositive="clip")
-    # On less than a decade, matplotlib would label all minor ticks, and the labels would overlap.
+    # If an axis spans less than a decade, matplotlib would label all minor ticks, and the labels would overlap.
     for axis, formatter in ((axes.xaxis, EngFormatter(unit="B")), (axes.yaxis, StrMethodFormatter("{x:g}"))):
         if axis.get_scale() == "log":
             axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -115,10 +116,10 @@ def tradeoff_curves(
 def weight_images(nets: Mapping[str, Mapping[str, Tensor]], image_shape: tuple[int, int] | None = None) -> Figure:
     """Draw the weights of several networks with equal shapes as images, with one row of images per network.
 
-    A matrix [R, C] is one image. Kernels [out, in, height, width] are a mosaic, with output channels from top to bottom
-    and input channels from left to right. With `image_shape`, the first rows of the first matrix are also drawn as
-    images: the input to which each hidden unit responds. At most four tensors are drawn; tensors that are empty, have
-    other numbers of dimensions, or are not real are left out.
+    A matrix is one image. Convolution kernels [out, in, height, width] are a mosaic, with output channels from top to
+    bottom and input channels from left to right. If `image_shape` is given, the first rows of the first matrix are also
+    drawn as images, which show the inputs to which hidden units respond. At most four tensors are drawn. Tensors that
+    are empty, are not real, or have neither two nor four dimensions are left out.
     """
     weights = {
         label: {

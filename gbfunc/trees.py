@@ -20,7 +20,7 @@ GNET, DIRECT, BUFFERS = "gnets/", "direct/", "buffers/"
 
 
 class TensorSpec(NamedTuple):
-    """Expected properties of a tensor; None allows any value."""
+    """Properties that a tensor must have; None allows any value."""
 
     shape: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None
@@ -38,10 +38,10 @@ def spec_of(x: Tensor) -> TensorSpec:
 
 
 def flatten_tree(tree: Any, prefix: str = "") -> Params:
-    """Return every tensor of a tree by its name, with `prefix`, in the order of the tree.
+    """Return all tensors of a tree by name, in the order of the tree. Every name begins with `prefix`.
 
     Raises:
-        TypeError: for a leaf that is not a tensor, or two tensors with equal names.
+        TypeError: if a leaf is not a tensor, or if two tensors have the same name.
 
     >>> list(flatten_tree({"direct": {"0.bias": torch.ones(1)}, "opt": (torch.ones(2), None)}))
     ['direct/0.bias', 'opt/0']
@@ -67,7 +67,7 @@ def _children(tree: Any, prefix: str) -> Iterable[tuple[Any, Any]]:
 
 
 def unflatten_tree(flat: Mapping[str, Any], like: Any, prefix: str = "") -> Any:
-    """Undo `flatten_tree`: return the values of `flat` in the structure of `like`, whose tensors are not read."""
+    """Undo `flatten_tree`: return the values of `flat` in the structure of the tree `like`."""
     if like is None:
         return None
     values = {
@@ -86,21 +86,21 @@ def flat_genome(genome: GenomeLike) -> Params:
 
 
 def stored_tensors(genome: GenomeLike) -> Params:
-    """Return all tensors of a genome by name, buffers included, on the CPU and detached."""
+    """Return all tensors of a genome by name, including buffers. The tensors are detached and on the CPU."""
     tensors = flat_genome(genome) | flatten_tree(genome.buffers, BUFFERS)
     return {k: x.detach().cpu() for k, x in tensors.items()}
 
 
 def like_genome(flat: Params, genome: GenomeLike) -> Any:
-    """Undo `flat_genome`: return a `Genome` or `TrainState` whose leaves have the values of `flat`."""
+    """Undo `flat_genome`: return a copy of `genome` (a `Genome` or `TrainState`) with the leaves in `flat`."""
     gnets, direct = unflatten_tree(flat, genome.gnets, GNET), unflatten_tree(flat, genome.direct, DIRECT)
     return genome._replace(gnets=gnets, direct=direct)
 
 
 def compare_trees(expected: Mapping[str, Tensor | TensorSpec], got: Mapping[str, Tensor], what: str) -> None:
-    """Raise ValueError, beginning with `what`, if a flat tree has missing, unknown or wrong tensors.
+    """Raise ValueError if names, shapes, dtypes or devices of tensors differ from `expected`.
 
-    For a tensor in `expected`, the shape and the dtype are compared.
+    The message begins with `what`. If `expected` has a tensor, its shape and dtype are compared, but not its device.
     """
     found = []
     if expected.keys() != got.keys():
@@ -110,7 +110,7 @@ def compare_trees(expected: Mapping[str, Tensor | TensorSpec], got: Mapping[str,
     for name, want in expected.items():
         shape, dtype, device = want if isinstance(want, TensorSpec) else (want.shape, want.dtype, None)
         x = got.get(name)
-        # Compare without building a spec, because every step checks all leaves and nearly all of them fit.
+        # Do not build a `TensorSpec` first, which would be slow: every training step checks all leaves.
         if x is None or (shape in (None, x.shape) and dtype in (None, x.dtype) and device in (None, x.device)):
             continue
         pairs = zip(TensorSpec._fields, (shape and tuple(shape), dtype, device), spec_of(x), strict=True)
@@ -126,7 +126,7 @@ def _some(items: list[str], most: int = 8) -> str:
 
 
 def tree_map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """Like `optree.tree_map`, but also maps over any mapping (Hugging Face's `ModelOutput`); None has no leaves."""
+    """Map over a tree like `optree.tree_map`, and also over mappings of any type (Hugging Face's `ModelOutput`)."""
     import optree  # Imported here, because the import is slow
 
     def at(x: Any, *others: Any) -> Any:
@@ -138,21 +138,22 @@ def tree_map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 
 
 def _mapping_like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
-    """Return the items in a mapping of the same type, or in a dict if the type's constructor does not accept them."""
+    """Return the items as a mapping of the type of `mapping`, or as a dict if this type cannot be built from items."""
     if type(mapping) is dict:
         return items
     try:
         built: Any = type(mapping)(items)  # pyright: ignore[reportCallIssue]
         same = built.keys() == items.keys() and all(built[k] is x for k, x in items.items())
-    except Exception:  # A constructor may raise any exception.
+    except Exception:  # A constructor may raise any exception
         return items
     return built if same else items
 
 
 def tree_leaves(tree: Any, path: str = "tree", *, packed: bool = False) -> list[tuple[str, Any]]:
-    """Return every leaf with its expression, such as `("batch['x'][0]", tensor)`; also enters any mapping.
+    """Return pairs of a Python expression and a leaf, such as `("batch['x'][0]", tensor)`, for all leaves of a tree.
 
-    `path` is the expression of the tree. With `packed`, a `PackedSequence` is a leaf.
+    `path` is the expression for the tree itself. Mappings of any type are entered. With `packed`, a `PackedSequence` is
+    a leaf.
     """
     import optree  # Imported here, as in `tree_map`
 
@@ -169,12 +170,12 @@ def tree_leaves(tree: Any, path: str = "tree", *, packed: bool = False) -> list[
 
 
 def holds_tensors(x: Any) -> bool:
-    """Return True for an object that is not a tensor and has tensors as attributes."""
+    """Return True if an object is not a tensor, but has attributes that are tensors."""
     return not isinstance(x, Tensor) and any(isinstance(v, Tensor) for v in getattr(x, "__dict__", {}).values())
 
 
 def refuse_packed(batch: Any) -> None:
-    """Raise ValueError for a `PackedSequence`, whose rows mix examples."""
+    """Raise ValueError if a batch has a `PackedSequence`: its rows are not examples, so it cannot be split."""
     if any(isinstance(x, PackedSequence) for _, x in tree_leaves(batch, packed=True)):
         raise ValueError(
             "a batch must have rows to split or vmap, got a PackedSequence: pass padded sequences and their lengths "
@@ -183,10 +184,10 @@ def refuse_packed(batch: Any) -> None:
 
 
 def split_batch(batch: Any, n: int) -> list[Any]:
-    """Split a batch into `n` equal microbatches along the first dimension: [b, ...] -> [b / n, ...].
+    """Split a batch into `n` equal microbatches along the first dimension of its tensors.
 
-    Bools are copied to every microbatch. Raises ValueError for any other leaf that is not a tensor, for packed
-    sequences, and if first dimensions differ or are not divisible by `n`.
+    Bools are copied to every microbatch. Raises ValueError if any other leaf is not a tensor or is a packed sequence,
+    or if first dimensions of tensors differ or are not divisible by `n`.
     """
     refuse_packed(batch)
     for path, x in tree_leaves(batch, "batch"):
@@ -200,10 +201,10 @@ def split_batch(batch: Any, n: int) -> list[Any]:
 
 
 def split_rows(batch: Any, n: int) -> list[Any]:
-    """Split the rows of a batch into `n` shares; the first shares get the remainder, and shares may be empty.
+    """Split the rows of a batch into `n` parts. If `n` does not divide the rows, the first parts get one row more.
 
-    Leaves without rows are copied to every share. Raises ValueError for a packed sequence, a sparse or nested tensor,
-    an array, or an object with tensors as attributes.
+    Parts may be empty. Scalars and values that are not tensors are copied to every part. Raises ValueError for a packed
+    sequence, a sparse or nested tensor, an array, or an object with tensors as attributes.
     """
     refuse_packed(batch)
     leaves = tree_leaves(batch, "batch")
@@ -222,7 +223,7 @@ def split_rows(batch: Any, n: int) -> list[Any]:
 
 
 def n_rows(batch: Any) -> int | None:
-    """Return the first dimension of a batch's tensors, None without tensors; raise ValueError if dimensions differ."""
+    """Return the first dimension of a batch's tensors, None if it has no tensors; ValueError if they differ."""
     paths = {len(x): path for path, x in tree_leaves(batch, "batch") if isinstance(x, Tensor) and x.ndim}
     if len(paths) > 1:
         got = ", ".join(f"{n} of {path}" for n, path in sorted(paths.items()))
@@ -231,9 +232,9 @@ def n_rows(batch: Any) -> int | None:
 
 
 def mean_tree(trees: Sequence[Any], weights: Sequence[float]) -> Any:
-    """Average every number over trees of equal structure, in floating point, with `weights` that sum to 1.
+    """Average numbers and tensors over trees of equal structure, with `weights` whose sum is 1.
 
-    Other leaves are taken from the last tree. Raises ValueError for trees with different structures or shapes.
+    All other leaves are taken from the last tree. Raises ValueError if the trees' structures or shapes differ.
     """
 
     def mean(*values: Any) -> Any:

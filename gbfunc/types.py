@@ -1,4 +1,4 @@
-"""Types, names and containers for all rooms."""
+"""Types, names and containers that all parts of gbfunc use."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -35,7 +35,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class Genome(NamedTuple):
-    """All tensors that determine the p-net; these are trained, saved and sent.
+    """All tensors that determine the p-net. A genome is trained, saved and sent instead of the p-net's weights.
 
     Attributes:
         gnets: the leaves of every ensemble of g-nets.
@@ -49,7 +49,7 @@ class Genome(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """A tile as two thin matrices: `tile = left @ right.T`, left [..., r, k], right [..., c, k]."""
+    """A tile as two thin matrices, `tile = left @ right.T`: left [..., rows, k] and right [..., columns, k]."""
 
     left: Tensor
     right: Tensor
@@ -65,11 +65,11 @@ class TileDims(NamedTuple):
 
 
 class MatrixDims(NamedTuple):
-    """The size of a matrix that a tensor unfolds to."""
+    """The size of the matrix to which a parameter, such as a convolution's weight, is reshaped."""
 
     rows: int  # Output channels
     cols: int  # Input channels x kernel positions
-    kernel: tuple[int, ...] = ()  # Shape of the kernel; tiles are cut between input channels
+    kernel: tuple[int, ...] = ()  # Shape of a convolution's kernel; tiles have whole kernels
 
 
 GenomeLike: TypeAlias = Any

@@ -28,16 +28,16 @@ MAX_BYTES = 1 << 28
 MAX_DEPTH = 100
 """Largest number of nested lists and objects in a JSON document."""
 
-# Only decoders of raster images: Pillow's reader of PostScript would start another program.
+# Allow only these formats: for PostScript, Pillow would start another program.
 _FORMATS = ("PNG", "JPEG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "AVIF", "JPEG2000")
 _HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 
 @contextmanager
 def one_error(path: str | os.PathLike[str], what: str) -> Iterator[None]:
-    """Convert any error of a decoder to a `ValueError` of one line, which names the file and `what` was expected.
+    """Return a context that converts any error of a decoder to a `ValueError` of one line.
 
-    Raises `FileNotFoundError`, also in one line, if the file is missing.
+    The message names the file and `what` was expected. A missing file raises `FileNotFoundError`, also of one line.
     """
     try:
         yield
@@ -49,9 +49,9 @@ def one_error(path: str | os.PathLike[str], what: str) -> Iterator[None]:
 
 
 def read_picture(path: str | os.PathLike[str], mode: str, what: str = "picture") -> Any:
-    """Read an image file as a Pillow image in mode `"L"` (8-bit grey) or `"RGB"`; `what` was expected, for errors.
+    """Read an image file as a Pillow image in mode `"L"` (8-bit grey) or `"RGB"`. Errors call the file a `what`.
 
-    The image is rotated according to its EXIF data, 16-bit pixels are scaled to 8 bits, and transparency turns white.
+    The image is rotated according to its EXIF data, 16-bit pixels are scaled to 8 bits, and transparency becomes white.
 
     Raises:
         ImportError: if Pillow is not installed.
@@ -61,7 +61,7 @@ def read_picture(path: str | os.PathLike[str], mode: str, what: str = "picture")
     image = import_extra("PIL.Image", "reading a picture", "gbfunc[qr]")
     turn = import_extra("PIL.ImageOps", "reading a picture", "gbfunc[qr]").exif_transpose
     with one_error(path, what), warnings.catch_warnings():
-        # Pillow's warnings concern larger images, which are refused below, and damaged metadata, which is not used.
+        # Ignore Pillow's warnings: they are about large images, refused below, and metadata, which is not used.
         warnings.simplefilter("ignore")
         _check_bytes(Path(path).stat().st_size)
         with image.open(path, formats=[x for x in _FORMATS if image.init() or x in image.OPEN]) as picture:
@@ -85,9 +85,9 @@ def read_picture(path: str | os.PathLike[str], mode: str, what: str = "picture")
 def read_arrays(
     path: str | os.PathLike[str], max_bytes: int = MAX_BYTES, only: Collection[str] | None = None
 ) -> dict[str, NDArray[Any]]:
-    """Read the arrays of a `.npz` file by name, or the array of a `.npy` file with the name `""`.
+    """Read the arrays of a `.npz` file by name. The array of a `.npy` file gets the name `""`.
 
-    With `only`, arrays with other names are not read.
+    If `only` is given, only arrays with these names are read.
 
     Raises:
         FileNotFoundError: if the file does not exist.
@@ -114,13 +114,13 @@ def read_arrays(
 
 
 def parse_array(content: bytes, name: str = "array") -> NDArray[Any]:
-    """Read an array from the bytes of a `.npy` file; errors are those of `read_arrays` and name the array `name`."""
+    """Read an array from the bytes of a `.npy` file. Errors are those of `read_arrays`, for an array called `name`."""
     with one_error(name, "array"):
         return _read_npy(io.BytesIO(content), len(content))
 
 
 def _read_npy(file: IO[bytes], size: int) -> NDArray[Any]:
-    """Read an array from a file of `size` bytes, after comparing the size with the header."""
+    """Read an array from a `.npy` file of `size` bytes. The header must declare an array of this size."""
     version = npy.read_magic(file)
     if version not in _HEADERS:
         raise ValueError(f"expected version 1.0 or 2.0 of the .npy format, got {'.'.join(map(str, version))}")
@@ -137,8 +137,8 @@ def _read_npy(file: IO[bytes], size: int) -> NDArray[Any]:
 def parse_json(content: bytes | str, name: str, max_bytes: int = MAX_BYTES, **options: Any) -> Any:
     """Read a JSON document of at most `max_bytes` bytes and `MAX_DEPTH` levels, with finite numbers and unique keys.
 
-    Raises `ValueError`, with the name of the document, for any other text. `options` of `json.loads` replace the checks
-    of numbers and keys.
+    For any other text, raises `ValueError` with the document's `name`. `options` are passed to `json.loads`, and may
+    replace the checks of numbers and keys.
     """
     with one_error(name, "JSON document"):
         _check_bytes(len(content), max_bytes)

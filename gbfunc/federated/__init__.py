@@ -1,4 +1,4 @@
-"""Federated learning with Flower: messages contain genomes instead of weights, with any strategy of Flower."""
+"""Federated learning with Flower and any of its strategies: messages contain genomes instead of weights."""
 
 try:
     import flwr  # noqa: F401  # pyright: ignore[reportMissingImports]

@@ -1,4 +1,4 @@
-"""The client, an app for Flower: trains the genome of a message on local examples and replies with an update."""
+"""A client app for Flower, which trains the genome of a message on local examples and replies with an update."""
 
 from __future__ import annotations
 
@@ -44,10 +44,11 @@ def client_app(
 ) -> ClientApp:
     """Build a `ClientApp` that trains genomes of a plan on the examples of a node.
 
-    The server's message sets the learning rate and the dtype of the reply (see `GenomeStrategy`). In float32, the reply
-    is the trained genome, which all strategies and differential privacy of Flower accept. Otherwise the reply is the
-    update (the trained genome minus the received one), rounded to a narrower dtype. The rounding error is stored in the
-    node's `context.state` and added to the next update (error feedback; Seide et al., 2014).
+    The server's message sets the learning rate and the dtype of the reply (see `GenomeStrategy`). If the dtype is
+    float32, the reply is the trained genome, as all strategies and differential privacy of Flower expect. For a
+    narrower dtype, the reply is the update (the trained genome minus the received genome), rounded to this dtype. The
+    rounding error is stored in the node's `context.state` and added to the next update (error feedback; Seide et al.,
+    2014).
 
     Args:
         plan: the plan, which must be the server's plan.
@@ -55,12 +56,12 @@ def client_app(
         loss_fn: as in `gb.make_train_step`.
         examples: returns the examples of a node from its context (`context.node_config`); called for each message.
         steps: number of training steps per round.
-        batch_size: number of examples per step; a node with fewer examples uses all of them.
+        batch_size: number of examples per step; a node with fewer examples uses all its examples in every step.
         optimizer: a class of `torch.optim`; its state is reset in every round.
         options: options of the optimizer, as in `gb.torch_optimizer`.
-        evaluate: returns metrics of a network on the node's examples, in rounds with evaluation.
+        evaluate: returns metrics of a network on the node's examples; None if clients do not evaluate.
         augment: transforms the inputs of a batch.
-        seed: seed of the order of the examples and of dropout, combined with the numbers of the node and the round.
+        seed: seed of the order of examples and of dropout, combined with the numbers of the node and the round.
         mods: Flower's mods around training (`fixedclipping_mod`, `LocalDpMod(...)`); they need `up="float32"`.
     """
     if steps < 1 or batch_size < 1:
@@ -88,7 +89,7 @@ def client_app(
             state, info = train_step(state, batch)
             losses.append(info.loss)
             if start is not None:
-                # A separate step for FedProx's term (Li et al., 2020): its gradient with SGD, decoupled otherwise.
+                # Apply the gradient of FedProx's term (Li et al., 2020) directly, like decoupled weight decay.
                 pairs = [(state.gnets, state.direct), (start.gnets, start.direct)]
                 pulled = tree_map(lambda x, y: x.lerp(y, rate[0] * proximal) if x.is_floating_point() else x, *pairs)
                 state = state._replace(gnets=pulled[0], direct=pulled[1])

@@ -1,4 +1,4 @@
-"""The server: applies any strategy of Flower to genomes, which messages contain in a compact form."""
+"""The server, which applies any strategy of Flower to genomes, and sends and receives genomes in compact messages."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class Round(NamedTuple):
     Attributes:
         round: the number of the round, from 1.
         used: the number of clients whose updates the strategy used.
-        left_out: why a client was left out of training or evaluation, by the number of the node.
-        bounded: which part of a client's reply was reduced, by the number of the node.
+        left_out: by number of a node: why its reply was not used in training or evaluation.
+        bounded: by number of a node: which part of its reply was reduced to the bound.
         metrics: means over the clients whose updates were used.
-        norm: the median norm of updates before the bound (for an even number, the smaller of the middle two).
+        norm: the median norm of updates before the bound. For an even count, the smaller of the middle two norms.
     """
 
     round: int
@@ -64,9 +64,9 @@ class _Reply(NamedTuple):
 
 
 class _EachReply:
-    """A grid that pulls replies one at a time: Flower drops all pulled replies if it cannot decode one of them.
+    """A grid that pulls replies one at a time. Flower's own grid drops all replies if it cannot decode one of them.
 
-    Flower also trusts the sender that a reply names. Here, only the receiver of a message can reply.
+    This grid also refuses a reply that names another sender than the node that got the message.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -102,23 +102,25 @@ class _EachReply:
 
 
 class GenomeStrategy(Strategy):
-    """Wraps a strategy of Flower so that messages contain a genome, or its update, in a compact form.
+    """Wraps a strategy of Flower so that messages contain genomes, or updates of genomes, in a compact form.
 
-    The wrapped strategy sees genomes in float32. The server rounds the strategy's genome to `down` and sends it.
-    Clients reply with updates, which are added to the genome before rounding. `rounds` lists the results of all rounds.
+    The wrapped strategy sees genomes in float32. The server rounds the strategy's genome to the dtype `down` and sends
+    the result. Clients reply with updates. The server adds an update to its unrounded genome. The attribute `rounds`
+    lists the results of all rounds.
 
-    A reply is left out, and the round continues, if the reply cannot be read, answers another round, or has metrics
-    with other names than the metrics of most clients. The norm of an update and the number of examples are reduced to
-    at most `bound` times the median of the round.
+    A reply is not used, and the round continues, if the reply cannot be read, belongs to a different round, or has
+    metrics whose names differ from the metrics of most clients. The norm of an update, and a client's number of
+    examples, are reduced to at most `bound` times the median of the round.
 
     Args:
         strategy: FedAvg, FedAdam, FedProx, ..., or a strategy with differential privacy.
+        plan: the plan.
         genome: a genome of the plan, from which training starts.
-        lr: the clients' learning rate, or a function of the round, which counts from 0.
+        lr: the clients' learning rate, or a function of the round's number, which starts at 0.
         down: the dtype in which the genome is sent (`wire.FORMATS`).
         up: the dtype in which clients send updates, or `topK` for the K largest numbers of an update (`Wire.pack`).
-        bound: the largest norm and number of examples of a client, in medians of the round; `math.inf` for no bound.
-            A round with one reply uses the median norm of the last round if smaller.
+        bound: the largest norm of an update and the largest number of examples, as multiples of the round's medians;
+            `math.inf` for no bound. If a round has a single reply, the last round's median norm is used if smaller.
         checkpoint: a file, written after every round, with all data that the next round needs, including the states of
             the nodes of a `LocalGrid`. If the file exists, `train` resumes from it. Reading the file runs no code.
         seed: seed of the selection of clients; None draws a random seed.
@@ -158,10 +160,10 @@ class GenomeStrategy(Strategy):
         self.strategy.summary()
 
     def train(self, grid: Grid, rounds: int, **options: Any) -> Result:
-        """Train until `rounds` rounds are done in total; resume from the checkpoint if it exists.
+        """Train until `rounds` rounds are done, including rounds in the checkpoint; resume from it if it exists.
 
-        `grid` has the nodes, as in Flower's server app; `options` are those of `Strategy.start`. Raises `ValueError`
-        for a checkpoint of another server, or if all clients refuse in a round.
+        `grid` is Flower's grid of nodes, and `options` are those of `Strategy.start`. Raises `ValueError` if the
+        checkpoint was written by a different server, or if all clients refuse a message.
         """
         self._grid = grid if isinstance(grid, LocalGrid) else None
         if self._path is not None and self._path.exists():
@@ -180,7 +182,7 @@ class GenomeStrategy(Strategy):
         self, configure: Callable[..., Any], number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
         config[IDENTITY], config[ROUND] = self.wire.identity, number
-        # Flower selects nodes with the global random generator.
+        # Flower selects nodes with Python's global random generator, so seed and restore it.
         before = random.getstate()
         random.seed(f"{self._seed}/{number}/{configure.__name__}")
         try:
@@ -235,7 +237,7 @@ class GenomeStrategy(Strategy):
                 if reply.has_error():
                     raise ValueError(reply.error.reason or f"error {reply.error.code}")
                 read[node] = self._read_reply(reply, number, training)
-            except Exception as error:  # Untrusted bytes may raise any exception.
+            except Exception as error:  # Bytes from clients may raise any exception
                 kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
                 left_out[node] = kind + _printable(error)
         forms = {node: _form(reply.metrics) for node, reply in read.items()}
@@ -268,7 +270,10 @@ class GenomeStrategy(Strategy):
         return _Reply(message, metrics, update)
 
     def _bound_replies(self, read: Mapping[int, _Reply]) -> tuple[float, dict[int, str]]:
-        """Reduce updates and weights above the bound, convert updates to genomes, and return the median norm."""
+        """Reduce updates and numbers of examples to the bound, and add the genome to updates.
+
+        Return the median norm, and what was reduced by number of the node.
+        """
         norms = {node: float(np.linalg.norm(reply.update.astype(np.float64))) for node, reply in read.items()}
         norm, weight = _median(norms.values()), _median(reply.metrics[EXAMPLES] for reply in read.values())
         if len(norms) == 1:
@@ -283,7 +288,7 @@ class GenomeStrategy(Strategy):
                 words.setdefault(node, []).append(times)
                 update = (update * (self._bound * norm / norms[node])).astype(np.float32)
             elif self._up == "float32":
-                continue  # The message already contains the genome.
+                continue  # The reply contains a genome, not an update
             if len(update):
                 message.content.array_records[ARRAYS] = _record(self._vector + update)
         return norm, {node: "; ".join(found) for node, found in words.items()}
@@ -292,7 +297,7 @@ class GenomeStrategy(Strategy):
         tensors, state = {_VECTOR: torch.from_numpy(self._vector)}, {}
         for at, value in _attributes(self.strategy).items():
             before, packed = len(tensors), _packed(value, tensors)
-            # Attributes that equal the options at construction are not stored.
+            # Store only attributes that have changed since construction.
             if len(tensors) > before or packed != self._options.get(at):
                 state[at] = packed
         about = {"round": self.done, "id": self.wire.identity, "strategy": _name(self.strategy), "state": state}
@@ -342,7 +347,7 @@ def _record(vector: Vector) -> ArrayRecord:
 
 
 def _median(values: Iterable[float]) -> float:
-    """Return the lower median of values above 0, which one client cannot move far by sending 0 or 1e30."""
+    """Return the lower median of the values above 0. A single client cannot change it much by sending 0 or 1e30."""
     return median_low([x for x in values if x > 0] or [0.0])
 
 
@@ -355,7 +360,7 @@ def _printable(words: object) -> str:
 
 
 def _packed(value: Any, tensors: Params) -> str | None:
-    """Describe a value as JSON, with its arrays in `tensors`; None for functions and other options."""
+    """Encode a value as JSON, and put arrays into `tensors`. Return None for values that JSON cannot encode."""
 
     def leaf(x: Any) -> Any:
         if isinstance(x, ArrayRecord):
@@ -377,7 +382,7 @@ def _unpacked(text: str, arrays: Mapping[str, NDArray[Any]]) -> Any:
 
 
 def _attributes(strategy: Strategy, prefix: str = "") -> dict[str, Any]:
-    """Return the attributes of a strategy, and of strategies that it wraps (as privacy does), by path."""
+    """Return the attributes of a strategy, and of strategies inside it (privacy wraps a strategy), by path."""
     found = {f"{prefix}{name}": value for name, value in vars(strategy).items()}
     for at, value in list(found.items()):
         if isinstance(value, Strategy):

@@ -1,4 +1,4 @@
-"""Simulates a federation in one process, with the apps, strategies and messages of a real federation."""
+"""Simulates federated learning in one process, with the apps, strategies and messages of a real deployment."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from flwr.supercore.run import Run  # pyright: ignore[reportMissingImports]
 from flwr.supercore.task_identity import TaskIdentity  # pyright: ignore[reportMissingImports]
 from numpy.typing import ArrayLike, NDArray
 
-_SERVER, _RUN = 1, 1  # Numbers of Flower's first server and run
+_SERVER, _RUN = 1, 1  # The numbers that Flower gives to the server and to the first run
 
 
 class Traffic(NamedTuple):
-    """Number of messages, bytes of messages to and from clients, with metadata, and bytes of the largest reply."""
+    """Bytes of messages to clients and from clients, the number of messages, and the bytes of the largest reply."""
 
     down: int = 0
     up: int = 0
@@ -33,9 +33,9 @@ class LocalGrid(Grid):
     """Nodes that run a client's app in this process, one after another: `with LocalGrid(...) as grid:`.
 
     Every message is serialized and deserialized. A node keeps its `context.state` from round to round. The context
-    manager sets the sender of Flower's messages.
+    manager makes this process the sender of Flower's messages.
 
-    `nodes` are the nodes' configs, as in `flower-supernode --node-config`. `traffic` counts the bytes sent.
+    `nodes` has the config of every node, as in `flower-supernode --node-config`. `traffic` counts the bytes sent.
     """
 
     def __init__(self, app: ClientApp, nodes: Iterable[Mapping[str, str | int | float | bool]]) -> None:
@@ -54,7 +54,7 @@ class LocalGrid(Grid):
         task._task_id, task._run_id, task._node_id = self._before
 
     def states(self) -> Iterator[tuple[int, bytes]]:
-        """Yield the number and the serialized `context.state` of every node with a state."""
+        """Yield number and serialized `context.state` of every node whose state is not empty."""
         for number, context in self._contexts.items():
             if context.state:
                 yield number, recorddict_to_proto(context.state).SerializeToString()
@@ -64,7 +64,7 @@ class LocalGrid(Grid):
             context.state = recorddict_from_proto(RecordDictProto.FromString(states.get(number, b"")))
 
     def set_run(self, run: Run) -> None:
-        pass  # A local grid has one run only.
+        pass  # A local grid always has the same run
 
     @property
     def run(self) -> Run:
@@ -100,17 +100,17 @@ def _through(message: Message) -> tuple[Message, int]:
     return message_from_proto(MessageProto.FromString(data)), len(data)
 
 
-LEAST = 10  # Minimum number of examples of a client; splits with fewer are drawn again (Li et al., 2021)
+LEAST = 10  # Every client must have so many examples; otherwise `partition` draws again (Li et al., 2021)
 
 
 def partition(labels: ArrayLike, clients: int, alpha: float = math.inf, seed: int = 0) -> list[NDArray[np.int64]]:
-    """Divide examples with labels [N] among clients, and return the indices of each client's examples.
+    """Divide examples among clients, given the examples' labels. Return the indices of each client's examples.
 
-    With a finite `alpha`, the examples of every class are divided by shares from a Dirichlet distribution with this
-    concentration (Hsu, Qi and Brown, 2019). At 0.3, most examples of a client of MNIST come from about three classes.
-    `math.inf` divides examples at random into sets of equal size. A seed gives the same result on every machine.
+    For every class, the parts of the clients are drawn from a Dirichlet distribution with concentration `alpha` (Hsu,
+    Qi and Brown, 2019). With 0.3, most examples of a client of MNIST come from about three classes. `math.inf` instead
+    divides all examples at random into sets of equal size. The same seed gives the same result on every machine.
 
-    Raises `ValueError` for arguments out of range, or if not every client can have `LEAST` examples.
+    Raises `ValueError` for arguments out of range, or if not every client can have at least 10 examples.
 
     >>> [len(part) for part in partition([0, 1] * 50, clients=4)]
     [25, 25, 25, 25]
@@ -120,7 +120,7 @@ def partition(labels: ArrayLike, clients: int, alpha: float = math.inf, seed: in
         raise ValueError(f"expected labels [N], clients >= 1 and alpha > 0, got {labels_N.shape}, {clients}, {alpha}")
     if len(labels_N) < LEAST * clients:
         raise ValueError(f"{clients} clients need {LEAST} examples each, got {len(labels_N)} in all")
-    # RandomState draws the same numbers in all versions of NumPy; Generator does not.
+    # Use RandomState, which draws the same numbers in all versions of NumPy, unlike Generator.
     draw = np.random.RandomState(seed)
     if math.isinf(alpha):
         return [np.sort(part) for part in np.array_split(draw.permutation(len(labels_N)), clients)]

@@ -28,7 +28,7 @@ Vector = NDArray[np.float32]
 NUMBERS, CODES, PLACES = "genome", "codes", "places"
 """Names of a record's arrays: numbers [P]; coded integers, as bytes [n]; or numbers [k] and their places, as bits."""
 
-# Coded integers are packed as in a genome's file, but with an empty plan: both sides already have the plan.
+# Codes are packed as in a genome's file, but with an empty plan, because server and clients already have the plan.
 _NO_PLAN = json.dumps({"version": 2, "hypernets": [], "encodings": [], "tensors": []}, separators=(",", ":"))
 
 MOST_RUNS = 1 << 14
@@ -39,8 +39,8 @@ FORMATS = ("float32", "float16", *BITS)
 
 
 def difference(here: str, there: str) -> str | None:
-    """Describe the first difference between two identities; return None if they are equal."""
-    # Compare bases before plans: a plan names its base, so different bases also mean different plans.
+    """Describe the first difference between two identities (`Wire`); return None if they are equal."""
+    # Compare bases before plans: a plan contains its base, so plans of different bases always differ.
     for name, a, b in zip(("library", "base", "plan"), here.split("/"), f"{there}//".split("/"), strict=False):
         if a != b:
             cure = "all sides need one version of gbfunc, one genome file, and the pretrained network that it names"
@@ -49,17 +49,18 @@ def difference(here: str, there: str) -> str | None:
 
 
 def check_format(dtype: str, what: str = "dtype", *, change: bool = True) -> None:
-    """Raise `ValueError` unless a dtype is one of `FORMATS` or, for an update (`change`), `topK`."""
+    """Raise `ValueError` unless a dtype is in `FORMATS`, or is `topK` for an update (`change=True`)."""
     if dtype not in FORMATS and not (change and re.fullmatch(r"top[1-9]\d*", dtype)):
         more = ", or topK for the K largest numbers" if change else ""
         raise ValueError(f"{what} must be one of {', '.join(FORMATS)}{more}, got {dtype!r}")
 
 
 class Wire:
-    """Converts genomes of one plan to vectors, and vectors to records of a message.
+    """Converts genomes of one plan to vectors, and vectors to arrays in a message of Flower.
 
-    Floating-point buffers (running statistics) are sent with the genome; others, such as counts of batches, are those
-    of the genome `like`. `identity` (library's version, digests of base and plan) must be equal on both sides.
+    Floating-point buffers (running statistics) are sent with the genome. Other buffers, such as counters of batches,
+    are not sent: the receiver takes them from the genome `like`. The text `identity` has the version of gbfunc and
+    hashes of base and plan. It must be equal at server and client.
 
     Raises `ValueError` if the genome `like` does not fit the plan, or has complex numbers.
     """
@@ -74,7 +75,7 @@ class Wire:
         self._sent = {k: x for k, x in sorted(self._named.items()) if x.is_floating_point()}
         self.size = sum(x.numel() for x in self._sent.values())
         self._place_bits = max(1, (self.size - 1).bit_length())
-        # Cached: many nodes of one process get the same message, and each node unpacks its reply again.
+        # Cache two results: in a simulation, many nodes unpack the same message, and every node unpacks its own reply.
         allowed = Allowed.by(0, plan.genome_params)
         self._decode = lru_cache(2)(lambda data: self._flat(Compact.parse(data, allowed).leaves(plan)))
 
@@ -92,10 +93,11 @@ class Wire:
         return {k: p.reshape(x.shape).to(x.dtype) for (k, x), p in zip(self._sent.items(), flat, strict=True)}
 
     def pack(self, vector: Vector, dtype: str) -> ArrayRecord:
-        """Pack a vector [P] into a record; raise `ValueError` for numbers outside the dtype's range.
+        """Pack a vector of all numbers into arrays; raise `ValueError` for numbers outside the dtype's range.
 
-        `dtype` is one of `FORMATS`, where `"int2"` to `"int8"` are quantized as in a genome's file, or `"topK"` for the
-        K numbers of largest magnitude in float16 and their places (sparsification with memory: Stich et al., 2018).
+        `dtype` is one of `FORMATS`, or `"topK"`. With `"int2"` to `"int8"`, numbers are quantized as in a genome's
+        file. With `"topK"`, only the K numbers of largest magnitude are sent, in float16 and with their positions
+        (sparsification with memory: Stich et al., 2018).
         """
         check_format(dtype)
         vector = _finite(vector)
@@ -111,7 +113,7 @@ class Wire:
         return ArrayRecord({NUMBERS: Array(_finite(vector[places], "float16")), PLACES: Array(np.packbits(bits))})
 
     def unpack(self, arrays: ArrayRecord) -> Vector:
-        """Unpack a record into a float32 vector [P]; raise `ValueError` for a damaged record or another genome's."""
+        """Unpack arrays into a vector; raise `ValueError` for damaged arrays, or a genome of a different plan."""
         found = {name: parse_array(array.data, name) for name, array in arrays.items()}
         if [*found] == [CODES]:
             vector = self._decode(found[CODES].tobytes()).copy()

@@ -31,9 +31,9 @@ _OWN = frozenset({*vars(nn.Module()), "_flat_weights"})
 
 
 class ParameterInfo(NamedTuple):
-    """A parameter of a p-net: its first name, its other names if tied (`aliases`), its layer, and its attribute there.
+    """A parameter of a p-net. `aliases` are further names of a tied parameter; `name` is the first name.
 
-    The layer of a parametrised weight is the layer that uses the weight.
+    `module` is the layer that uses the parameter, also if the weight is parametrised, and `attribute` its name there.
     """
 
     name: str
@@ -44,18 +44,18 @@ class ParameterInfo(NamedTuple):
 
 
 def check_pnet(pnet: nn.Module) -> None:
-    """Refuse a module that cannot be a pure function of its parameters and buffers.
+    """Check that a module can be a pure function of its parameters and buffers.
 
     Raises:
         TypeError: if `pnet` is not an `nn.Module`.
-        ValueError: if the p-net is wrapped, scripted, compiled or lazy, if a tensor has an unsupported layout, or if a
-            parameter has a hook or shares memory with another tensor or an attribute. The message says what to change.
+        ValueError: if the p-net is wrapped, scripted, compiled or lazy; if a tensor has an unsupported layout; or if a
+            parameter has a hook, or shares memory with another tensor or attribute. The message says what to change.
     """
     if not isinstance(pnet, nn.Module):
         raise TypeError(f"the p-net must be an nn.Module, got {type(pnet).__name__}")
     for name, module in pnet.named_modules():
         for base in (cls.__name__ for cls in type(module).__mro__ if cls.__name__ in _WRAPPERS):
-            # A scripted module without tensors needs no generated weights, like an ordinary function.
+            # Allow a scripted module without tensors, because it needs no generated weights.
             if base != "ScriptModule" or any(True for _ in (*module.parameters(), *module.buffers())):
                 where = f" at {name!r}" if name else ""
                 raise ValueError(f"the p-net is wrapped in {base}{where}: {_WRAPPERS[base]}")
@@ -74,7 +74,7 @@ def check_pnet(pnet: nn.Module) -> None:
             )
     places: dict[int, list[tuple[str, Tensor]]] = {}
     for name, x in named:
-        # Meta tensors have no address. If they share memory, they have the same storage object.
+        # Meta tensors have no address. Two of them that share memory have the same storage object.
         if place := _address(x) or (id(x.untyped_storage()) if x.is_meta else 0):
             places.setdefault(place, []).append((name, x))
     for (a, x), (b, y) in (pair for here in places.values() for pair in combinations(here, 2)):
@@ -90,7 +90,7 @@ def _check_attributes(pnet: nn.Module) -> None:
     parameters = [(name, x) for name, x in named_tensors(pnet, ties=True) if isinstance(x, nn.Parameter)]
     memory = {_address(x): name for name, x in reversed(parameters)}
     memory.pop(0, None)
-    # Legacy weight norm and spectral norm set this attribute in each forward.
+    # torch's older weight norm and spectral norm compute these attributes in each forward.
     computed = {name.rpartition("_")[0] for name, _ in parameters if name.endswith(("_orig", "_v"))}
     for path, module in pnet.named_modules():
         for key, value in vars(module).items():
@@ -112,14 +112,14 @@ def _arrays_in(value: Any, depth: int = 4) -> Iterator[Tensor | np.ndarray]:
 
 
 def _address(x: Tensor | np.ndarray) -> int:
-    """Return the address of the memory that holds a tensor or array; 0 without memory."""
+    """Return the address of the memory of a tensor or array; 0 if it has no memory."""
     if isinstance(x, np.ndarray):
         while isinstance(x.base, np.ndarray):
             x = x.base
         return _address(x.base) if isinstance(x.base, Tensor) else x.__array_interface__["data"][0]
     try:
         return x.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # raised by fake tensors, and by tensors of `torch.func` transforms
+    except (NotImplementedError, RuntimeError):  # raised by fake tensors, and by tensors inside `torch.func`
         return 0
 
 
@@ -131,9 +131,9 @@ def _overlap(x: Tensor, y: Tensor) -> bool:
 
 
 def eval_mode_warning(pnet: nn.Module) -> str | None:
-    """Return a warning if all dropout layers and norms with running statistics are in eval mode; otherwise None.
+    """Return a warning if all dropout layers and norms with running statistics are in eval mode.
 
-    A p-net with only some of these layers in eval mode (frozen batch norms) gets no warning.
+    Return None if a layer of this kind is in training mode: batch norms may be frozen on purpose.
     """
     layers = [module for module in pnet.modules() if _trains_otherwise(module)]
     if not layers or any(module.training for module in layers):
@@ -151,13 +151,13 @@ def _trains_otherwise(module: nn.Module) -> bool:
 
 
 def named_tensors(net: nn.Module, *, ties: bool = False) -> list[tuple[str, Tensor]]:
-    """List parameters, then buffers, by their first names, or by all of their names with `ties`."""
+    """List parameters and then buffers. A tied tensor has its first name only, or with `ties` an entry per name."""
     each = (net.named_parameters, net.named_buffers)
     return [pair for named in each for pair in named(remove_duplicate=not ties)]
 
 
 def parameter_infos(pnet: nn.Module) -> list[ParameterInfo]:
-    """List every parameter once, in the p-net's order, with its aliases and its layer."""
+    """List every parameter once, in the order of the p-net."""
     named: dict[int, tuple[Tensor, list[str]]] = {}
     for name, parameter in pnet.named_parameters(remove_duplicate=False):
         named.setdefault(id(parameter), (parameter, []))[1].append(name)
@@ -179,34 +179,34 @@ def buffers_of(pnet: nn.Module) -> dict[str, tuple[Tensor, bool]]:
 
 
 def keep_statistics(net: nn.Module, frozen: Collection[str]) -> list[nn.Module]:
-    """Put layers whose running statistics are frozen into evaluation mode, and return them."""
+    """Put the layers that own these buffers, if running statistics, into evaluation mode. Return the layers."""
     names = (name.rpartition(".") for name in frozen)
     return [net.get_submodule(layer).eval() for layer, _, attribute in names if attribute in _STATISTICS]
 
 
 def without_sparse(net: nn.Module, names: Collection[str]) -> None:
-    """Switch off sparse gradients of the embeddings with these weights, because generation needs dense gradients."""
+    """Switch off sparse gradients of the embeddings with these weights: generated weights need dense gradients."""
     for name, layer in net.named_modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and f"{name}.weight".lstrip(".") in names:
             layer.sparse = False
 
 
 def skeleton_of(pnet: nn.Module) -> nn.Module:
-    """Copy the module with every tensor on the meta device; raises ValueError if the module cannot be copied."""
+    """Return a copy of the module with all tensors on the meta device; ValueError if it cannot be copied."""
     return copy_with(pnet, lambda name, tensor: torch.empty_like(tensor, device="meta"))
 
 
 def copy_with(pnet: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.Module:
-    """Deep-copy the module with the parameters and buffers that `replace(name, tensor)` returns; ties stay."""
+    """Return a deep copy of the module, with tensors from `replace(name, tensor)`. Tied tensors stay tied."""
     memo: dict[int, Any] = {}
     for name, tensor in named_tensors(pnet):
         fresh = replace(name, tensor.detach())
         trained = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(fresh, tensor.requires_grad) if trained else fresh
     for module in pnet.modules():
-        # `deepcopy` fails at activations that a forward stored as attributes, because they have a graph.
+        # Detach activations that a forward stored as attributes: `deepcopy` cannot copy tensors with a graph.
         memo |= {id(x): x.detach() for x in vars(module).values() if isinstance(x, Tensor) and not x.is_leaf}
-        # Packed weights of a quantised base never change, so the copy shares them.
+        # Do not copy packed weights of a quantised base, because they never change.
         memo |= {id(x): x for x in vars(module).values() if isinstance(x, torch.ScriptObject)}
     try:
         net = copy.deepcopy(pnet, memo)
@@ -219,12 +219,12 @@ def copy_with(pnet: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.M
 
 
 def with_weights(pnet: nn.Module, weights: TensorMap, buffers: TensorMap, *, bare: Collection[str] = ()) -> nn.Module:
-    """Copy the module with these weights and buffers; tensors named in `bare` are not cloned, and ties stay."""
+    """Return a copy of the module with these tensors, which are cloned unless `bare` has the name. Ties stay."""
     both = {**weights, **buffers}
 
     def copied(name: str, own: Tensor) -> Tensor:
         x = both[name].detach()
-        # Generated matrices may be transposed, but safetensors and FSDP take only contiguous tensors.
+        # Make tensors contiguous: generated matrices may be transposed, which safetensors and FSDP do not support.
         memory = torch.contiguous_format if own.is_contiguous() else torch.preserve_format
         return x if name in bare else x.clone(memory_format=memory)
 

@@ -22,14 +22,15 @@ from gbfunc.types import Params, TensorMap
 class PureNet:
     """A p-net as a pure function: `call(weights, buffers, *args, **kwargs)`.
 
-    If the p-net changes buffers, in place or by assignment, the `buffers` dict that was passed changes: pass clones.
-    The function keeps the training mode that the module had at construction. Calls from several threads take turns.
+    If the p-net changes buffers, the dict `buffers` gets the new tensors, and old ones may be changed in place: pass
+    clones. The training mode is the module's mode at construction. Calls from several threads take turns.
 
     Args:
         pnet: the p-net, which is not changed.
-        forms: the weights that are not dense, by name; `weights` holds the inputs of each form, by the form's `keys`.
+        forms: weights that are not dense tensors, such as factors, by name. Instead of such a weight, a call passes the
+            tensors named by the form's `keys`.
         adapt: changes the skeleton, and returns the names of parameters whose shapes are then not checked.
-        frozen: a base. Its buffers are not passed in calls, and its layers with running statistics stay in eval mode.
+        frozen: the base, if any. Calls do not pass its buffers; its layers with running statistics stay in eval mode.
 
     Attributes:
         skeleton: the copy of the p-net, with tensors on the meta device.
@@ -62,7 +63,7 @@ class PureNet:
 
     @property
     def dense_reads(self) -> dict[str, int]:
-        """Number of times that the p-net has read a weight with a form as a dense tensor, by name."""
+        """By name of a weight in `forms`: how often the p-net read the weight as a dense tensor."""
         return {form.name: form.reads for form in self._forms if form.reads}
 
     def __call__(self, weights: TensorMap, buffers: Params, /, *args: Any, **kwargs: Any) -> Any:
@@ -77,8 +78,8 @@ class PureNet:
         When the function returns, the tensors are removed from the p-net, except in the context `kept`.
 
         Raises:
-            ValueError: at the first call, if the tensors do not fit the p-net; at any call, if the p-net changes a
-                tensor of its frozen base.
+            ValueError: if the tensors of the first call do not fit the p-net, or if the p-net changes a tensor of the
+                frozen base.
         """
         if torch.compiler.is_dynamo_compiling():
             return self._on(weights, buffers, function, args, kwargs)
@@ -99,7 +100,7 @@ class PureNet:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Keep the tensors of the last call in the p-net, because checkpoints call its layers again in backward."""
+        """Return a context in which calls leave their tensors in the p-net. Layers can then run again in backward."""
         with self._lock:
             before, outer = self._values(), self._modes
             self._modes = [module.training for module in self._modules]
@@ -116,7 +117,7 @@ class PureNet:
             tensors.update(self._frozen.on(next(iter(weights.values())).device)[1])
         for form in self._forms:
             tensors[form.name] = Weight(form, form.taken(weights))
-        # The same as `torch.func.functional_call`, but without a search for the place of each tensor at every call.
+        # `torch.func.functional_call` would do the same, but would search the places of all tensors in every call.
         before, modes = self._values(), self._modes
         self._set_modes(modes := modes or [module.training for module in self._modules])
         try:
@@ -127,7 +128,7 @@ class PureNet:
                 holder, key = self._holders[name]
                 buffers[name] = holder[key]
                 if self._modes is not None:
-                    # When a checkpoint calls a layer again, only this copy of the buffer changes a second time.
+                    # If backward runs the layer again, this copy changes a second time instead of the buffer.
                     holder[key] = buffers[name].detach().clone()
             if self._modes is None:
                 self._set(before)
@@ -140,10 +141,10 @@ class PureNet:
     def _set(self, values: Sequence[Any]) -> None:
         for (_, holder, key, of_form), x in zip(self._places, values, strict=True):
             if of_form:
-                # Do not write to `vars(holder)`, which torch.compile treats as another object.
+                # Do not write to `vars(holder)`: torch.compile would not notice the change.
                 object.__setattr__(holder, key, x)
             else:
-                # Set the entry itself, not the dense weight that `Parameters` returns.
+                # Set the entry of the dict itself: a layer's `Parameters` overrides `__setitem__`.
                 dict.__setitem__(holder, key, x)
 
     def _set_modes(self, modes: Sequence[bool]) -> None:
@@ -153,14 +154,14 @@ class PureNet:
 
 
 def _places(pnet: nn.Module, skeleton: nn.Module, forms: Mapping[str, WeightForm]) -> list[tuple[str, Any, str, bool]]:
-    """List where a skeleton stores each tensor: (first name, dict or layer, key or attribute, whether a layer)."""
+    """List where a skeleton stores tensors: (name, dict, key, False), or (name, layer, attribute, True) for `forms`."""
     first: dict[int, str] = {}
     places, seen = [], set[tuple[int, str]]()
     for name, tensor in named_tensors(pnet, ties=True):
         original = first.setdefault(id(tensor), name)
         path, _, key = name.rpartition(".")
         module = skeleton.get_submodule(path)
-        # The tensors of a shared module are listed under each name of the module.
+        # A module that occurs several times is listed once.
         if (id(module), key) in seen:
             continue
         seen.add((id(module), key))
@@ -169,7 +170,7 @@ def _places(pnet: nn.Module, skeleton: nn.Module, forms: Mapping[str, WeightForm
         else:
             holder = module._parameters if key in module._parameters else module._buffers
             places.append((original, holder, key, False))
-    # A delta beside a layer has a form, but is not a parameter of the p-net.
+    # Add deltas of layers without a readable weight, which are in `forms`, but are no parameters of the p-net.
     for name in forms.keys() - {name for name, _ in named_tensors(pnet, ties=True)}:
         path, _, key = name.rpartition(".")
         places.append((name, skeleton.get_submodule(path), generated_attribute(key), True))
