@@ -34,7 +34,7 @@ def bit_width(n: int) -> int:
 
 
 def _halves(i_k: Tensor, units: list[int]) -> Tensor:
-    """Return +1 for positions in the second half of a period of `2 * unit`, otherwise -1, for each unit: [..., k]."""
+    """Return +1 for positions in the second half of a period of `2 * unit`, else -1, for each unit: [..., units]."""
     units_k = i_k.new_tensor(units)
     return torch.where(i_k % (2 * units_k) >= units_k, 1.0, -1.0)
 
@@ -314,7 +314,7 @@ def grid(*dims: int, code: Literal["coordinate", "gray", "binary"] = "coordinate
         bandwidth: the largest coordinate. With a larger bandwidth, weights vary faster along the axis.
 
     Raises:
-        ValueError: for no axis or more than 16, an axis shorter than 1, an unknown code, or a bandwidth <= 0.
+        ValueError: for no axis or more than 16 axes, an axis shorter than 1, an unknown code, or a bandwidth <= 0.
     """
     return Grid(dims, code, bandwidth)
 

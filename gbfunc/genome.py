@@ -34,7 +34,7 @@ _RIDGE = 0.01  # e in `_interacting`, relative to the diagonal of A; a smaller e
 
 
 def codes_of(ensemble: Ensemble, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return an ensemble's row codes [tiles or 1, rows, numbers] and column codes [tiles or 1, columns, numbers]."""
+    """Return row codes [tiles, rows, numbers] and column codes [tiles, columns, numbers]; 1 tile if all are equal."""
     if is_exporting():
         row, col = ensemble.codes_on(device)
     else:
@@ -46,7 +46,7 @@ def codes_of(ensemble: Ensemble, dtype: torch.dtype, device: torch.device) -> tu
 def check_genome(
     plan: Plan, genome: GenomeLike, shapes: Mapping[str, tuple[int, ...]] | None = None, *, buffers: bool = True
 ) -> None:
-    """Raise an error unless a genome has the plan's names and shapes. `shapes` are the shapes of a rank's part."""
+    """Raise an error unless a genome has the plan's names and shapes (or `shapes`, for a rank's part of a genome)."""
     check_type(plan)
     _check_fields(genome)
     expected = dict(plan.leaf_shapes if shapes is None else shapes)
@@ -127,7 +127,7 @@ def init_genome(plan: Plan, pnet: nn.Module, seed: int = 0, *, device: torch.dev
         device: device of the genome. None is the p-net's device, or the CPU for a p-net on the meta device.
 
     Raises:
-        ValueError: if the plan was made for another p-net, a buffer is on the meta device, or no leaf scales a tile.
+        ValueError: for another p-net's plan, a buffer on the meta device, or g-nets without a leaf that scales tiles.
     """
     check_plan(plan, pnet)
     buffers = {b.name: pnet.get_buffer(b.name).detach() for b in plan.buffers}

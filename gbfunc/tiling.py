@@ -181,7 +181,7 @@ def split_stack(matrices: Tensor, grid: TileGrid) -> Tensor:
 
 
 def copy_tiles(matrix: Tensor, tiles: Tensor, grid: TileGrid, joins: bool) -> None:
-    """Copy tiles [..., T, r, c] into a matrix [..., R, C] (`joins`), or the matrix into tiles padded with zeros."""
+    """If `joins`, copy tiles [..., T, r, c] into a matrix [..., R, C], otherwise the matrix into zero-padded tiles."""
     r, c = grid.tile_rows, grid.tile_cols
     blocks = tiles.unflatten(-3, (-1, grid.n_cols))
     top, left = blocks.shape[-4] - 1, grid.n_cols - 1

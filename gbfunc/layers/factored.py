@@ -217,7 +217,7 @@ class RowFactors(WeightForm):
 
     @staticmethod
     def of_tiles(form: FactoredWeight, inputs: Params) -> tuple[Tensor, Tensor, Tensor]:
-        """Convert the inputs of a `FactoredWeight` to the inputs left, mix and right of one row."""
+        """Convert the inputs of a `FactoredWeight` to left, mix and right for one row of the batch."""
         right, left = as_low_rank(*form.by_tile(inputs), form.grid)
         return left, torch.eye(len(right), dtype=left.dtype, device=left.device), right.t().contiguous()
 

@@ -47,7 +47,7 @@ class RowWise:
         """Replace the module's forward in `skeleton`, a copy of the p-net, by this object."""
         module = skeleton.get_submodule(self.path)
         object.__setattr__(module, "forward", self)
-        # Remove the module's hooks here, because the copy inside this object calls them for each row.
+        # Remove the module's hooks here, because the copy inside this object calls the hooks for each row.
         for name in vars(nn.Module()):
             if name.endswith("_hooks"):
                 vars(module)[name].clear()

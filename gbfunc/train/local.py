@@ -5,8 +5,8 @@ The algorithm is DiLoCo (Douillard et al., 2023, algorithm 1, https://arxiv.org/
 
     delta = sum_i n_i (theta - theta_i) / sum_i n_i,    theta <- outer optimizer(theta, gradient delta).
 
-The ranks all-reduce their genomes once in H steps instead of in every step, and average running statistics. Each rank
-keeps its state of the inner optimizer.
+The ranks all-reduce their genomes once in H steps instead of in every step, and average running statistics. The state
+of the inner optimizer, with which a rank trains, stays on the rank.
 """
 
 from typing import Any, NamedTuple

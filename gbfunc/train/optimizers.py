@@ -69,10 +69,10 @@ def torch_optimizer(
     `fused=False` or `foreach` is given; `fused=True` has no effect on other classes.
 
     Most classes update every number separately. Muon (Jordan et al., 2024) and Adafactor (Shazeer and Stern, 2018)
-    update a matrix as a whole: here, each tile of a code or linear leaf, and each direct parameter. AdamW, with the
-    same `lr` and `weight_decay`, updates the leaves that these classes cannot: empty leaves and, for Muon, leaves that
-    are not matrices. A class from outside of torch must update every number separately, and keep everything that
-    changes as tensors in the state of a parameter.
+    update a matrix as a whole. Here, these matrices are the tiles of code and linear leaves, and direct parameters.
+    AdamW, with the same `lr` and `weight_decay`, updates the leaves that these classes cannot: empty leaves and, for
+    Muon, leaves that are not matrices. A class from outside of torch must update every number separately, and keep
+    everything that changes as tensors in the state of a parameter.
 
     Args:
         cls: the class.

@@ -70,7 +70,7 @@ class RankObjective(Objective):
                 self._check_first_step(loss, inputs, trained)
             self._first_step_checked = True
         if not counts:
-            # Discard gradients of the zeros, but not of a split genome's tiles, which belong to other ranks' rows.
+            # Discard gradients of the zeros, but not of a split genome's tiles, which come from other ranks' rows.
             kept = {k for k in gradients if self._layout.sharded and k.startswith(GNET)}
             gradients = {k: g if k in kept else torch.zeros_like(g) for k, g in gradients.items()}
         before = {k: buffers[k] for k in self._averaged}
@@ -163,7 +163,7 @@ class SplitObjective(RankObjective):
 
     def _with_gradients(self, inputs: StepInputs, trained: Params, seed: int) -> tuple[Tensor, Any, Params, float]:
         loss, aux, gradients, counted = super()._with_gradients(inputs, trained, seed)
-        # Tensor ranks compute on the same rows, so each rank counts only a fraction, unless the last layer splits rows.
+        # Tensor ranks compute on the same rows, so each counts a part of the rows, unless the last layer splits rows.
         return loss, aux, gradients, counted / (self._split.ranks if self._split.local_rows is None else 1)
 
     def _check_first_step(self, loss: Tensor, inputs: StepInputs, trained: Params) -> None:
