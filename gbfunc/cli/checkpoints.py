@@ -1,4 +1,4 @@
-"""Saves checkpoints of a training, also when a signal stops the training, and resumes from checkpoints."""
+"""Saves checkpoints of a training, also when a signal stops the training. Resumes a training from a checkpoint."""
 
 import hashlib
 import signal
@@ -75,13 +75,13 @@ class Checkpoints:
             raise ValueError(f"it was trained with other settings: {differing}; give the same settings")
 
     def receive(self, signum: int, frame: FrameType | None) -> None:
-        # After Ctrl-C, launchers send SIGTERM in addition to the terminal's SIGINT. Only a second SIGINT stops at once.
+        # After Ctrl-C, torchrun adds a SIGTERM to the terminal's SIGINT. So only a second SIGINT stops at once.
         if signum == signal.SIGINT and signum in self.signals:
             raise KeyboardInterrupt
         self.signals.append(signum)
 
     def due(self, steps: int) -> bool:
-        """Return True if a checkpoint is due. All ranks must call this after every step, and get the same answer."""
+        """Return True if a checkpoint is due. All ranks must call this after every step; all get the same result."""
         if self.writer is None or steps % self.unit:
             return False
         assert self.output.checkpoint_every is not None
@@ -89,8 +89,8 @@ class Checkpoints:
         if mesh.world > 1:
             if not saves and steps % 10:
                 return False
-            # Ranks may receive a signal at different steps or not at all, and must stop together: if any rank has a
-            # signal, all others stop as if they had received SIGTERM.
+            # Some ranks may receive a signal later or never, but all must stop together. If any rank has received a
+            # signal, the other ranks stop as if they had received SIGTERM.
             signum = torch.tensor(next(iter(self.signals), 0), device=mesh.device)
             if int(sum_ranks(mesh, signum)) and not self.signals:
                 self.signals.append(signal.SIGTERM)
@@ -103,7 +103,7 @@ class Checkpoints:
         try:
             self.writer.save(state, {"settings": self.settings, "position": saved})
         except OSError as error:
-            # The error is of the previous write; there may be space on the disk for this checkpoint.
+            # The previous checkpoint could not be written. The disk may have space for this checkpoint, so go on.
             tell(f"warning: {error}")
         signum, path = next(iter(self.signals), None), None
         try:
@@ -121,7 +121,7 @@ class Checkpoints:
 def checkpoints(
     options: RunOptions, settings: JSON, steps: int, unit: int, train_step: TrainStep
 ) -> Iterator[Checkpoints | None]:
-    """Open the checkpoints that the options choose; in the context, SIGINT and SIGTERM save before they stop."""
+    """Open the checkpoints of a training. In this context, SIGINT and SIGTERM first save a checkpoint, then stop."""
     output = options.output
     if not isinstance(output, CheckpointOptions) or (output.checkpoint_every, output.resume) == (None, None):
         yield None
@@ -137,7 +137,7 @@ def checkpoints(
         source /= FOLDER
     if source is None and any(folder.glob("step-*")):
         raise ValueError(f"{folder} has checkpoints: resume with --resume auto, or choose another --out")
-    # The plan, the schedule and the optimizer are compared when the checkpoint is loaded.
+    # Settings to compare. `load_checkpoint` also compares the plan, the schedule and the optimizer.
     same = {x: settings.get(x) for x in ("task", "task_config", "env", "seed", "batch_size", "measure_every", "amp")}
     teacher = getattr(options, "teacher", TeacherOptions())
     if teacher.teacher is not None:

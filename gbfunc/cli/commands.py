@@ -30,7 +30,7 @@ _FILES = {"demo": "train", "train": "train", "federated": "federated", "plan": "
 
 
 class Command:
-    """Base of all commands: options, and methods to run them."""
+    """Base class of all commands. The fields of a subclass are the command's options."""
 
     def load(self) -> Callable[[Any], None]:
         """Check the names of task and data, then import the command's function and torch.
@@ -40,7 +40,7 @@ class Command:
         """
         values = options.values_of(self)
         task, data_dir = values.get("task", ""), values.get("data_dir")
-        # Check before torch is imported, which takes seconds. A task of the user may create its folder.
+        # Check before torch is imported, which takes seconds. Skip a user's task, which may create its folder.
         if task not in ("", *options.TASKS) and ":" not in task:
             raise ValueError(f"no task {task!r}: choose one of {', '.join(options.TASKS)}, or package.module:function")
         if data_dir is not None and ":" not in task and not data_dir.exists():
@@ -57,7 +57,7 @@ class Command:
 
 @dataclass(frozen=True, kw_only=True)
 class GenomeCommand(Command, options.ConfigOption, options.DataOptions):
-    """Options of a command that reads a genome; the file has defaults for the options of task and p-net."""
+    """Base class of commands that read a genome. By default, task and p-net are those in the genome's file."""
 
     # Task: digits, mnist, fashion-mnist, cifar10, images, text, chat, trec, texts, control, or module:function.
     task: Annotated[str, shows("NAME", "the task of the genome")] = ""
@@ -101,9 +101,9 @@ class Eval(GenomeCommand):
 class Predict(GenomeCommand):
     """Classify images (also .npy and .npz) and texts (.txt, an input per line)."""
 
-    # Files to classify. Pixels are 0 to 255, or as in the task's data; transparent pixels are white.
+    # Files to classify. Pictures have pixels from 0 to 255, arrays have the task's scale. Transparent pixels are white.
     inputs: Positional[tuple[Path, ...]]
-    # Classes to print for each input, the likeliest first.
+    # Number of classes to print for each input, the likeliest first.
     top: Annotated[int, arg(metavar="INT"), COUNT] = 1
 
 
@@ -111,9 +111,9 @@ class Predict(GenomeCommand):
 class Sample(GenomeCommand):
     """Write text with the language model of a genome file, or answer with its chat model."""
 
-    # Text to continue or to answer.
+    # Text that the model continues or answers.
     prompt: Annotated[str, shows("TEXT", "a new line")] = "\n"
-    # Characters to write, or tokens of the task's vocabulary.
+    # Number of tokens to write. A token is a character, or an entry of the task's vocabulary.
     tokens: int = 300
     # Temperature of sampling; 0 always takes the most likely token.
     temperature: float = 0.8
@@ -127,7 +127,7 @@ class Export(GenomeCommand):
 
     # File to write; an existing file is replaced. A page of a text task takes its characters from --data-dir.
     out: Annotated[Path, arg(metavar="FILE")]
-    # Address of an exported page: write a QR code that opens the page with this genome (at most about 2,200 bytes).
+    # Write a QR code that opens an exported page at this address with the genome (at most about 2,200 bytes).
     qr: Annotated[str | None, shows("PAGE")] = None
     # Format: ONNX, torch.export, AOTInductor, IREE or dense weights.
     to: Annotated[FormatName | None, shows(FormatName, "by the suffix: .onnx, .pt2, .vmfb, .safetensors")] = None
@@ -143,19 +143,19 @@ class Plan(Command, options.ConfigOption):
     genome: options.GenomeOptions = options.GenomeOptions()
     output: options.StoredOptions = options.StoredOptions()
 
-    # Number of ranks: show memory, bytes sent and seconds per step of every layout, the fastest first.
+    # Number of ranks. Shows the memory, bytes sent and seconds per step of every layout, the fastest first.
     ranks: Annotated[int | None, shows("INT"), COUNT] = None
-    # Memory of a rank, with --ranks: 16GB, 80GiB.
+    # Memory of a rank, such as 16GB or 80GiB. Needs --ranks.
     memory: Annotated[str | None, shows("SIZE", "the memory in --device")] = None
-    # Bandwidth between ranks, with --ranks: 100Gbit, 12.5GB.
+    # Bandwidth between ranks, such as 100Gbit or 12.5GB. Needs --ranks.
     link: Annotated[str | None, shows("RATE", "the bandwidth in --device")] = None
-    # Speed of a rank, with --ranks: the JSON that gbfunc bench --calibrate prints.
+    # File with the speed of a rank: the JSON that gbfunc bench --calibrate prints. Needs --ranks.
     device: Annotated[Path | None, shows("FILE", "50 Gflop/s, 10 GB/s, 10Gbit, 16GB")] = None
-    # Examples per step, summed over ranks, with --ranks.
+    # Number of examples per step, summed over ranks. Needs --ranks.
     batch_size: Annotated[int | None, shows("INT", recipe="batch_size"), COUNT] = None
-    # Microbatches per step, with --ranks.
+    # Number of microbatches per step. Needs --ranks.
     microbatches: Annotated[int | None, shows("INT", "the fastest"), COUNT] = None
-    # Function that splits layers of the p-net along a tensor axis, with --ranks, as for gbfunc train.
+    # Function that splits layers of the p-net along a tensor axis, as for gbfunc train. Needs --ranks.
     parallel: Annotated[str | None, shows("MODULE:FUNCTION", "the p-net's styles")] = None
 
 
@@ -165,25 +165,25 @@ class Compare(Command, options.DataOptions):
 
     # Budgets: the file sizes of periodic genomes with these numbers of parameters.
     sizes: Annotated[tuple[int, ...] | None, shows("INT ...", " ".join(map(str, SIZES)))] = None
-    # Budgets in bytes instead of --sizes; 1500 to 186000 by default for a pretrained p-net.
+    # Budgets in bytes, instead of --sizes. For a pretrained p-net, the default is 1500 to 186000.
     bytes: Annotated[tuple[int, ...] | None, shows("INT ...")] = None
     # Methods: periodic, periodic_int7, periodic_auto, smaller_dense, gnet, stochastic, low_rank_genome, xox.
     # With --pretrained: genome, genome_int7, genome_auto, linear_probe, bitfit, lora, vera, ia3,
     # full_fine_tuning.
     methods: Annotated[tuple[str, ...] | None, shows("NAME ...", "all")] = None
-    # Seeds per method and size: 0, 1, ...
+    # Number of seeds (0, 1, ...) per method and budget.
     seeds: Annotated[int, COUNT] = 3
-    # Passes over the training examples for every method. The search for settings trains for shorter times as well.
+    # Number of passes over the training examples for every method. The search for settings also has shorter trainings.
     epochs: Annotated[int | None, shows("INT", recipe="epochs"), COUNT] = None
     # dtype of files, for methods without their own format.
     dtype: Literal["float32", "float16"] = "float32"
     # Train every network under autocast.
     amp: Annotated[Literal["bfloat16"] | None, shows("bfloat16")] = None
-    # One epoch, one seed, two candidates: only tests that everything runs.
+    # Test only that everything runs: one epoch, one seed, and two candidates of settings.
     quick: Flag = False
-    # Threads of the CPU.
+    # Number of CPU threads.
     threads: Threads = None
-    # Folder for compare.json, the figure and the files of networks. Finished rows do not run again.
+    # Folder for compare.json, the figure and the networks. Trainings that compare.json already has do not run again.
     out: Path = Path("compare")
 
 
@@ -191,15 +191,15 @@ class Compare(Command, options.DataOptions):
 class Bench(Command):
     """Measure the time and memory of training steps and of generation, compared with dense p-nets."""
 
-    # Fewer and smaller cases: under a minute.
+    # Run fewer and smaller cases, in under a minute.
     quick: Flag = False
     # Cases: demo, small_mlp, mlp_2048, mlp_4096, generation, gpt, resnet18, remat.
     cases: Annotated[tuple[str, ...] | None, shows("NAME ...", "all")] = None
-    # Runs per case. Ratios are medians over the runs, shown with the range over the runs.
+    # Number of runs per case. Times and ratios are medians over the runs. The table also has the range of the ratios.
     repeat: Annotated[int, arg(metavar="N"), COUNT] = 1
     # Device: cpu, or cuda, which also measures steps as CUDA graphs.
     device: str = "cpu"
-    # Threads of the CPU.
+    # Number of CPU threads.
     threads: Threads = None
     # Folder for bench.json, which is replaced.
     out: Path = Path("bench")
@@ -218,26 +218,26 @@ class Federated(Command, options.ConfigOption):
     clients: Annotated[int, COUNT] = 100
     # Number of clients that train in a round, drawn at random.
     sample: Annotated[int, COUNT] = 10
-    # Concentration of the Dirichlet distribution that divides each class among clients, 0.1 to 1; inf divides equally.
+    # Concentration of the Dirichlet distribution that divides each class among clients, such as 0.1. inf: equal parts.
     alpha: float = float("inf")
     # Total number of rounds.
     rounds: Annotated[int, COUNT] = 200
-    # Training steps of a client in a round.
+    # Number of training steps of a client in a round.
     local_steps: Annotated[int, COUNT] = 20
-    # Examples per step.
+    # Number of examples per step.
     batch_size: Annotated[int, COUNT] = 32
-    # Highest learning rate of clients.
+    # Peak learning rate of the clients.
     lr: Annotated[float | None, shows("FLOAT", "0.02; with convolutions 0.01; with --dense 0.1"), POSITIVE] = None
     # Schedule of the learning rate over the rounds.
     schedule: Annotated[ScheduleName, arg(metavar="|".join(get_args(ScheduleName)))] = "cosine"
-    # Class of torch.optim for the clients; its state is reset in each round.
+    # Class of torch.optim for the clients. The optimizer's state is reset in each round.
     optimizer: Annotated[str | None, shows("NAME", "Adam; with --dense SGD")] = None
     # Strategy of the server, a class of flwr.serverapp.strategy: FedAvg, FedAvgM, FedAdam, FedProx, ...; with hostile
     # clients FedMedian, FedTrimmedAvg, Krum, MultiKrum or Bulyan.
     strategy: Annotated[str | None, shows("NAME", "FedAvgM of momentum 0.5; with --dense FedAvg")] = None
-    # Options of the class, for FedAdam '{"eta": 0.01, "beta_1": 0.9, "beta_2": 0.99}'.
+    # Options of the strategy, such as '{"eta": 0.01, "beta_1": 0.9, "beta_2": 0.99}' for FedAdam.
     strategy_config: Annotated[str, shows("JSON")] = "{}"
-    # dtype of clients' updates: intN (quantized), or the K largest numbers. Later updates include the rounding errors.
+    # dtype of a client's update. topK sends the K largest numbers. The client's next update includes rounding errors.
     up: Annotated[str, arg(metavar="float32|float16|int8|...|int2|topK")] = "int4"
     # dtype of the genome that the server sends.
     down: Annotated[str, arg(metavar="float32|float16|int8|...|int2")] = "int8"
@@ -247,7 +247,7 @@ class Federated(Command, options.ConfigOption):
     measure_every: Annotated[int, arg(metavar="ROUNDS"), COUNT] = 10
     # Folder for metrics.json, history.csv, genome.safetensors and server.safetensors (the server after each round).
     out: Annotated[Path | None, shows("DIR", "no files")] = None
-    # Continue from OUT/server.safetensors, with equal results; the file has the states of strategy and clients.
+    # Continue from OUT/server.safetensors. An interruption does not change the results.
     resume: Flag = False
 
 

@@ -84,7 +84,7 @@ def _federation(job: Job, options: Federated) -> tuple[GenomeStrategy, LocalGrid
     from gbfunc import federated as fed
 
     task, seed = job.task, options.data.seed
-    # The partition is the same for all seeds.
+    # All seeds divide the examples among clients in the same way.
     indices = [torch.from_numpy(i) for i in fed.partition(task.train.y, options.clients, options.alpha)]
 
     def examples(context: Any) -> Any:
@@ -97,7 +97,7 @@ def _federation(job: Job, options: Federated) -> tuple[GenomeStrategy, LocalGrid
     sizes = {"steps": options.local_steps, "batch_size": options.batch_size}
     app = fed.client_app(job.plan, job.pnet, task.loss, examples, **sizes, **learning)
     convolutions = any(t.kind in ("conv", "conv_transpose") for t in job.plan.generated)
-    # At the rate of an MLP, genomes of LeNet-5 do not learn.
+    # Use a lower rate for convolutions: at the rate for an MLP, genomes of LeNet-5 do not learn.
     lr = options.lr or (0.1 if options.dense else 1e-2 if convolutions else 2e-2)
     schedule = SCHEDULES[options.schedule](recipe, lr, options.rounds)
     genome, path = gb.init_genome(job.plan, job.pnet, seed), None if options.out is None else options.out / SERVER_FILE
@@ -117,7 +117,7 @@ def _strategy(options: Federated) -> Any:
     usual: dict[str, Any] = {"num_malicious_nodes": 1} if name in robust else {}
     usual |= {"num_nodes_to_select": max(1, options.sample - 1)} if name == "MultiKrum" else {}
     usual |= {"server_momentum": 0.5} if options.strategy is None and not options.dense else {}
-    # Flower rounds this small fraction of nodes down to 0, and then takes the minimum number.
+    # Flower rounds 1e-9 of the nodes down to 0, and then takes the minimum number of nodes.
     nodes = {"fraction_train": 1e-9, "min_train_nodes": options.sample, "min_available_nodes": options.clients}
     config = nodes | {"fraction_evaluate": 0.0} | usual | read_json("--strategy-config", options.strategy_config)
     if many := [k for k, x in config.items() if k.startswith("min_") and isinstance(x, int) and x > options.clients]:

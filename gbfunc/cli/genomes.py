@@ -1,4 +1,4 @@
-"""Builds networks from genome files, for `gbfunc eval`, `predict`, `sample` and `export`; reads teachers.
+"""Builds networks from genome files, for `gbfunc eval`, `predict`, `sample` and `export`. Reads teacher networks.
 
 Suffixes: C channels, h rows and w columns of an image, K classes.
 """
@@ -62,7 +62,7 @@ def run_sample(options: Sample) -> None:
 def read_genome(
     path: Path, data: DataOptions, task: Task | None = None, *, bare: bool = False
 ) -> tuple[gb.Plan, Task, nn.Module]:
-    """Read a genome's plan, task and network; with `bare`, no data are loaded if the file describes the inputs."""
+    """Read a genome's plan, task and network. With `bare`, load no data if the file describes the inputs."""
     said = said_by(path)
     plan, genome = gb.load(path)
     if task is None:
@@ -75,7 +75,7 @@ def read_genome(
             if None not in (in_file, in_data) and in_file != in_data:
                 words = words.format(in_file, in_data)
                 raise ValueError(f"{path} has {words}: --data-dir must name data with the same ones")
-    # The seed matters if a base has random initial weights. The limit allows several copies of each parameter.
+    # The seed draws the weights of a base that is not pretrained. The limit allows several copies of each parameter.
     with AtMost(32 * (plan.pnet_params + plan.buffer_bytes) + (1 << 26)):
         net = task.build(getattr(data, "seed", 0))
     return plan, task, _network(path, plan, genome, net)
@@ -90,7 +90,7 @@ def _described(path: Path, options: DataOptions, said: Mapping[str, Any], descri
     if not (options.task or said.get("task") or described):
         cure = f"pass --task NAME --pnet {said.get('pnet', 'NAME')}, or write them by gb.save(..., metadata=...)"
         raise ValueError(f"{path} does not say its task: {cure}, as the guide 'Files and exports' shows")
-    # The options in the file are only for the task in the file.
+    # Use the options in the file only for the task in the file.
     said = said if options.task in ("", said.get("task", options.task)) else {}
     taken: JSON = {}
     code: list[str] = []
@@ -187,7 +187,7 @@ def read_teacher(path: Path, task: Task, options: PNetOptions) -> nn.Module:
                 raise ValueError(f"expected weights of all parameters, got none for {sorted(missing)}")
         elif pickled:
             weights: Any = torch.load(file, map_location="cpu", weights_only=True)
-            # Checkpoints of trainings often have the weights under a key.
+            # A checkpoint of a training often has the weights under one of these keys.
             for key in ("state_dict", "model_state_dict", "model"):
                 if isinstance(weights, Mapping) and isinstance(weights.get(key), Mapping):
                     weights = weights[key]
@@ -212,7 +212,7 @@ def run_predict(options: Predict) -> None:
     if not options.inputs:
         raise ValueError("predict needs files to classify, got none: name images or texts")
     said = said_by(options.genome)
-    # Data are loaded only if the file does not describe the inputs, and for a tokenizer that was learned from them.
+    # Load data only if the file does not describe the inputs, or if the tokenizer was learned from the data.
     _, task, net = read_genome(options.genome, options, bare=True)
     if task.interface.tokens or task.interface.actions:
         raise ValueError(f"predict needs a task with classes, got {task.name}: use sample for a language model")
@@ -272,7 +272,7 @@ def _arrays(path: Path, shape: tuple[int, ...]) -> Iterator[tuple[str, NDArray[A
 
 
 def _shaped(array: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any] | None:
-    """Convert one image, or several, to [N, C, h, w]; channels may be first, last or absent. None for other shapes."""
+    """Convert one or several images to [N, C, h, w], or return None. Channels may be first, last or absent."""
     for kind in (shape, *([shape[1:]] if shape[0] == 1 else ()), last := (*shape[1:], shape[0])):
         if array.shape[-len(kind) :] == kind and array.ndim - len(kind) in (0, 1):
             images = array.reshape(-1, *kind)
@@ -291,7 +291,7 @@ def run_export(options: Export) -> None:
     if out.suffix.lower() in (".png", ".svg"):
         raise ValueError(f"{out} is a QR code, which opens a page: pass the page's address as --qr PAGE")
     plan, task, net = read_genome(options.genome, options, bare=True)
-    # Inputs for tracing the program and for comparing its outputs.
+    # Draw inputs with which the program is traced, and its outputs are compared with the p-net's outputs.
     shape, generator = (4, *task.interface.inputs), torch.Generator().manual_seed(0)
     if vocabulary := task.interface.vocabulary or task.interface.tokens * task.interface.outputs:
         x = torch.randint(vocabulary, shape, generator=generator)
@@ -299,7 +299,7 @@ def run_export(options: Export) -> None:
         x = torch.randn(shape, generator=generator)
     with open_folder(out.parent):
         if plan.base is not None and options.weights != "genome":
-            # The network already has the changed weights of the base; the genome must not change them again.
+            # Export the network alone: its weights already include the changes by the genome.
             result = export_module(out, net, x, options.to)
         else:
             result = gb.export(out, plan, gb.load(options.genome)[1], net, x, options.weights, options.to)

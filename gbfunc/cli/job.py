@@ -70,7 +70,7 @@ def load_task(options: DataOptions) -> Task:
     if options.pretrained is not None and options.pnet not in (None, task.pnet.name):
         raise ValueError(f"{options.pretrained} has a network of type {task.pnet.name}, got --pnet {options.pnet}")
     if options.pnet in (None, task.pnet.name):
-        # Keep the other options of the task's p-net.
+        # Keep options of the task's p-net that the user did not set.
         config = {**task.pnet.config, **config}
     return task.with_pnet(find_pnet(name, task.interface, config))
 
@@ -91,7 +91,7 @@ def read_json(option: str, text: str) -> dict[str, Any]:
 
 
 def about(task: Task, options: DataOptions) -> JSON:
-    """Return the metadata of a genome file: task, p-net and inputs, without defaults."""
+    """Return the metadata of a genome file: task, p-net and inputs. Default values are left out."""
     said: JSON = {"task": options.task, "pnet": task.pnet.name}
     for name, usual in SAID.items():
         if name not in said and (value := getattr(options, name)) != usual:
@@ -157,7 +157,7 @@ def _check_forward(task: Task, pnet: nn.Module) -> None:
 
 
 def resolved(job: Job, genome: GenomeOptions, dtype: str | None) -> dict[str, Any]:
-    """Return options whose defaults are in the recipe or the plan, with their values; None for unused options."""
+    """Return the values of all options whose defaults depend on the recipe or the plan. Unused options are None."""
     recipe, plan = job.recipe, job.plan
     config = recipe.optimizer_options
     decay = config.pop("weight_decay", None)
@@ -195,7 +195,7 @@ def _recipe_with(recipe: Recipe, training: TrainingOptions) -> Recipe:
     for name, find in (("schedule", SCHEDULES.__getitem__), ("optimizer", find_optimizer)):
         own |= {name: find(own[name])} if name in own else {}
     by_epochs = {"steps": None, "measure_every": None} if "epochs" in own else {}
-    # Drop the reasons of settings that the user chose.
+    # Drop the explanations of settings that the user chose.
     known = own.keys() | ({"epochs"} if "steps" in own else set())
     reasons = {name: why for name, why in recipe.reasons.items() if name not in known}
     return replace(recipe, **(by_epochs | own), reasons=reasons)
@@ -233,7 +233,7 @@ def plan_changes(genome: GenomeOptions) -> Callable[[PlanOptions], PlanOptions]:
         name = genome.hypernet or options.hypernet.type
         if config or name != options.hypernet.type:
             options = options.with_hypernet(_hypernet("--hypernet-config", name, config))
-        # Direct parameters have no codes.
+        # Drop the codes of direct parameters, which only generated parameters have.
         codes = {k: code for k, code in options.encodings.items() if not is_direct(k)}
         return options._replace(
             **own,
@@ -283,7 +283,7 @@ def _encodings(text: str) -> dict[str, Any]:
 
 
 def _described(value: Any) -> Any:
-    """Replace an encoding's name by `{"type": name}`, also inside of other encodings."""
+    """Replace the name of an encoding by `{"type": name}`, also inside of composed encodings."""
     value = {"type": value} if isinstance(value, str) else value
     if not isinstance(value, dict):
         return value
@@ -302,7 +302,7 @@ def _size_of(task: Task, genome: GenomeOptions) -> dict[str, Any]:
 
 
 def _sized_plan(task: Task, pnet: nn.Module, genome: GenomeOptions, stored: str | None, metadata: JSON) -> gb.Plan:
-    """Plan a genome of the size in the options; a size in bytes includes the file's metadata."""
+    """Plan a genome of the size that the options set. A size in bytes includes the file's metadata."""
     size = _size_of(task, genome)
     try:
         if (limit := size.get("genome_bytes")) is None:

@@ -124,13 +124,13 @@ def run_compare(options: Compare) -> None:
 
 def _problems(options: Compare, task: Task, dtype: torch.dtype, pretrained: bool) -> list[Problem]:
     problems = []
-    # The last budget is the size of a file of LoRA with rank 1 on all layers of MiniLM, with its classifier.
+    # The last budget is the size of a file with the classifier and LoRA of rank 1 on all layers of MiniLM.
     usual = (1_500, 3_000, 6_000, 12_000, 24_000, 48_000, 186_000)
     budgets = options.bytes or (usual if pretrained and options.sizes is None else None)
     if budgets is None:
         sized = [(size, reference_bytes(task, size)) for size in sorted(set(options.sizes or SIZES))]
     else:
-        # For a pretrained p-net, the size counts the float32 numbers in the budget, and does not depend on a genome.
+        # For a pretrained p-net, the size is the number of float32 numbers in the budget, without a genome's plan.
         sized = [(b // 4 if pretrained else size_within(task, b), b) for b in sorted(set(budgets))]
     for size, budget in sized:
         recipe = replace(task.recipe(size), amp=options.amp and getattr(torch, options.amp))
@@ -146,7 +146,7 @@ def _tested(results: Results, metric: Metric) -> list[float]:
 
 
 def tradeoff_figure(known: Mapping[str, Sequence[Results]], metric: Metric, levels: Mapping[str, Results]) -> Figure:
-    """Draw the metric against bytes; percentages are drawn as errors on a logarithmic axis."""
+    """Plot the test metric against bytes. Instead of a percentage, plot the error on a logarithmic axis."""
     errors = metric.unit == "%" and metric.higher_is_better
 
     def shown(results: Results) -> list[float]:
@@ -179,7 +179,7 @@ def print_tradeoff(
     def cell(found: Results) -> str:
         if found.rows:
             return with_deviation(_tested(found, metric))
-        # "-" if nothing fits; empty if there is no result yet.
+        # Show "-" if no network fits the budget, and nothing if there is no result yet.
         return "-" if any(choice.settings is None for choice in found.choices) else ""
 
     rows = []

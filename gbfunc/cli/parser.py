@@ -25,7 +25,7 @@ from gbfunc.files import replace_file
 
 
 def parse(argv: Sequence[str]) -> Any:
-    """Parse arguments to a command, an instance of one of `COMMANDS`; errors name the most similar option."""
+    """Parse arguments. Return an instance of a class in `COMMANDS`. Errors name the most similar option."""
     name, *words = argv or [""]
     if name == "--version":
         print(f"gbfunc {__version__}")
@@ -56,7 +56,7 @@ def parse(argv: Sequence[str]) -> Any:
 
 
 def _reason(message: str) -> str:
-    """Extract the first paragraph, and the most similar option if any, from a box of tyro."""
+    """Extract the reason, and the most similar option if any, from an error message of tyro."""
     lines = [line.strip("│ ") for line in message.splitlines()[1:]]
     blocks = " ".join(line if line.strip("─-╰╯") else "\n" for line in lines).split("\n")
     words = next(block for block in blocks if block.strip()).strip().removesuffix(".")
@@ -74,10 +74,10 @@ def _nearest(word: str, known: Iterable[str], most: int = 1) -> str:
 
 
 def config_words(command: str, argv: Sequence[str]) -> list[str]:
-    """Convert the file of `--config`, if the arguments name one, to arguments.
+    """Convert the options in the file of `--config`, if `argv` names a file, to arguments.
 
-    The file has options of a training; other commands use the options that they share with a training. An argument also
-    overrides its alternatives in the file: `--steps` overrides `epochs`.
+    The file has options of a training. A command ignores options that it does not have. Arguments in `argv` also
+    override options of the file that exclude them: `--steps` overrides `epochs`.
     """
     known, trained = options_of(COMMANDS[command]), options_of(Train)
     tokens = [token for word in argv for token in (word.split("=", 1) if word.startswith("--") else [word])]
@@ -90,7 +90,7 @@ def config_words(command: str, argv: Sequence[str]) -> list[str]:
         return []
     path, in_file = Path(following["--config"]), {}
     for key, value in read_config(path).items():
-        # Tables of the file group options under any name.
+        # A table in the file only groups options, and may have any name.
         is_table = isinstance(value, dict) and key.replace("-", "_") not in trained
         in_file |= value if is_table else {key: value}
     passed = {token.removeprefix("--").replace("-", "_") for token in tokens if token.startswith("--")}
@@ -100,7 +100,7 @@ def config_words(command: str, argv: Sequence[str]) -> list[str]:
         name, option = key.replace("-", "_"), f"--{key.replace('_', '-')}"
         if name not in known and name not in trained:
             raise ValueError(f"{path}: there is no option {key!r}{_nearest(name, known, 3)}")
-        # Options with one name may differ: `--device` of `gbfunc plan` is a file.
+        # Ignore options with another meaning in this command: `--device` of `gbfunc plan` is a file.
         same = name in known and (name == "task" or trained.get(name, known[name]) is known[name])
         if value is None or name in replaced or not same:
             continue
@@ -128,7 +128,7 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         found = readers[suffix](path.read_text(encoding="utf-8-sig"))
     except Exception as error:
-        # Each parser has its own types of errors.
+        # The parsers raise many types of errors.
         raise ValueError(f"--config {path} cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"--config {path} must have options by name, got {found!r}")
@@ -136,8 +136,8 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def settings_of(options: Any, resolved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all settings that determine a training: the user's options, and the `resolved` values of defaults."""
-    # These options do not change the trained genome.
+    """Return all settings that determine a training: the user's options, and `resolved` values of the defaults."""
+    # Leave out options that do not change the trained genome.
     others = "config out log log_every checkpoint_every keep resume allow_changes overwrite profile peak_flops".split()
     every = {name: value for name, value in values_of(options).items() if name not in others} | {**resolved}
     return {name: _plain(value) for name, value in every.items() if value not in (None, (), "{}")}

@@ -48,7 +48,7 @@ def find_device(name: str) -> torch.device:
 
 
 def in_turn(mesh: Mesh, prepare: Callable[[], Any]) -> Any:
-    """Call `prepare` on rank 0, then on a rank of each other machine, then on the rest, so that only one downloads."""
+    """Call `prepare` on rank 0, then on one rank per other machine, then on all others. So one rank downloads files."""
     turn = 0 if mesh.rank == 0 else 1 if os.environ.get("LOCAL_RANK") == "0" else 2
     prepared = failure = None
     for now in range(3):
@@ -63,7 +63,7 @@ def in_turn(mesh: Mesh, prepare: Callable[[], Any]) -> Any:
 
 
 def check_alike(mesh: Mesh, options: Any, data_digest: str) -> None:
-    """Raise `ValueError` if ranks have different options or data, because they would hang. Paths may differ."""
+    """Raise `ValueError` if options or data differ between ranks, which could then hang. Paths may differ."""
     local = {name for name, field in options_of(options).items() if "Path" in str(field.type)}
     local |= {"device", "resume", "pretrained", "log"}
     compared = {name: x is not None if name in local else x for name, x in values_of(options).items()}
@@ -80,7 +80,7 @@ def split_over(mesh: Mesh, options: ExecutionOptions, pnet: nn.Module, batch_siz
         if (value := getattr(options, option)) is not None and mesh.sizes[axis] == 1:
             raise ValueError(f"--{option} {value} needs a {axis} axis, such as --mesh {axis}=2")
     if pieces > 1:
-        # The import of torch's DTensor takes half a second.
+        # Import DTensor only if needed, because the import takes half a second.
         from gbfunc.parallel.styles import tensor_styles
 
         try:
@@ -102,9 +102,9 @@ def styles_of(path: str, pnet: nn.Module) -> Mapping[str, Any]:
 
 
 def pipeline_microbatches(batch_size: int, shards: int, ranks: int) -> int:
-    """Choose the largest number of microbatches, up to 4 per rank, that divides a shard; prefers multiples of ranks."""
+    """Choose the largest number of microbatches, at most 4 per rank, that divides a shard, best a multiple of ranks."""
     rows, rest = divmod(batch_size, shards)
-    # GPipe's idle time is small with at least 4 microbatches per rank (Huang et al., 2019, section 2.3).
+    # With at least 4 microbatches per rank, GPipe's ranks are idle for a short time (Huang et al., 2019, section 2.3).
     fitting = [n for n in range(ranks, 4 * ranks + 1) if rows % n == 0]
     if rest or not fitting or rows < ranks:
         needs = f"{ranks} to {4 * ranks} microbatches that divide the rows of each of its {shards} shards"

@@ -57,12 +57,12 @@ def run_train(options: Train) -> None:
             teacher = read_teacher(asked.teacher, job.task, here.data).to(mesh.device)
             asks = here.training.epochs or here.training.steps or job.recipe.steps
             if job.plan.base is None and not here.dense and not asks:
-                # Distillation needs long trainings (Beyer et al., 2022).
+                # Double the epochs, because distillation needs long trainings (Beyer et al., 2022).
                 reasons = {**job.recipe.reasons, "epochs": "twice the recipe's, because there is a teacher"}
                 job = job._replace(recipe=replace(job.recipe, epochs=2 * job.recipe.epochs, reasons=reasons))
             return job._replace(task=taught(job.task, teacher, asked.teacher_weight, asked.temperature)), teacher
 
-        # Rank 0 downloads and prepares files, which the other ranks read.
+        # Rank 0 downloads and prepares files. Then the other ranks read the files.
         job, teacher = in_turn(mesh, load)
         check_alike(mesh, here, data_digest(job.task) if mesh.world > 1 else "")
         if is_first := mesh.rank == 0:
@@ -127,7 +127,7 @@ class Meter:
     split: Mapping[str, Any]  # Options that split the p-net over ranks
     peak_flops: float | None = None  # Peak operations per second of one rank
     profile: Path | None = None
-    sent: Counter[str] = field(default_factory=Counter)  # Bytes sent by this rank, by axis
+    sent: Counter[str] = field(default_factory=Counter)  # {axis of the mesh: bytes that this rank sent}
     steps: int = 0
     batch: Any = None  # The first batch
     after: Callable[[], None] = lambda: None
@@ -208,7 +208,7 @@ def run_fit(trainer: training.Trainer, job: Job, seed: int, label: str, **hooks:
 
 
 def fitted(job: Job, teacher: nn.Module | None, measured: Mapping[str, float], seed: int) -> gb.Genome | None:
-    """Fit a genome to a teacher; return None if the fit's accuracy is nearer to chance than to the teacher's."""
+    """Fit a genome to a teacher's weights. Return None if its accuracy is nearer to chance than to the teacher's."""
     task, plan, metric = job.task, job.plan, job.task.metric
     if teacher is None:
         return None
@@ -220,7 +220,7 @@ def fitted(job: Job, teacher: nn.Module | None, measured: Mapping[str, float], s
     try:
         genome, _ = gb.fit_genome(plan, teacher, pnet=None if plan.base is None else job.pnet, seed=seed)
     except ValueError:
-        # The teacher has another architecture, or the plan has nothing to fit.
+        # The teacher has another architecture than the p-net, or the plan has no weights that can be fitted.
         return None
     net = gb.materialize(plan, genome, job.pnet).eval()
     reached = task.measured(net, task.val)[metric.name]
@@ -265,8 +265,8 @@ def train_genome(
         best = output.Best(best_path, task.metric, write)
 
         def keep_best(state: gb.TrainState, rows: list[dict[str, float]]) -> None:
-            # All ranks must gather, even if the metric did not improve. With `auto`, genomes cannot be written before
-            # the scales of their integers are known.
+            # All ranks must gather, even if the metric did not improve. With `auto`, the genome cannot be written
+            # before the scales of its integers are known.
             genome = step.gather(state)
             if rounding is None or step.rounding(genome) is not None:
                 best(genome, rows)
@@ -291,7 +291,7 @@ def train_genome(
                 graphs = ", steps as CUDA graphs" if isinstance(step, CapturedTrainStep) else ""
                 tell(f"training on {step.mesh.device}, {origin['device']}{graphs}")
 
-        # `begin` is called at the first step, so that a training that is refused does not change the folder.
+        # Call `begin` at the first step, so that a training that is refused before does not change the folder.
         trainer = meter.metered(trainer, begin)
         unit = 1 if task.resumable else steps_per_epoch(task.train, recipe.batch_size)
         with checkpoints(options, settings, steps, unit, step) as saved, meter.profiling(step.mesh):

@@ -44,8 +44,7 @@ def digits() -> Task:
 def read_idx(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
     """Read a gzipped IDX file, which must hold unsigned bytes in the shape `shape`.
 
-    Format: two zero bytes, the byte 8 (the type unsigned byte), the number of axes as a byte, the length of each axis
-    (32-bit, big-endian), and the data.
+    Format: two zero bytes, the byte 8, a byte with the number of axes, lengths of axes (32-bit, big-endian), the data.
     """
     header = bytes((0, 0, 8, len(shape))) + b"".join(n.to_bytes(4, "big") for n in shape)
     size = len(header) + math.prod(shape)

@@ -100,9 +100,8 @@ def ppo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss (clipped policy loss + clipped value loss - entropy bonus, over valid transitions) and metrics.
 
-    Advantages are normalised over the minibatch. The metrics are the terms of the loss (`entropy` in nats), `kl`, and
-    `clipped`, the fraction of clipped probability ratios. `kl` estimates the Kullback-Leibler divergence KL(acting
-    policy, current policy) (http://joschu.net/blog/kl-approx.html).
+    Advantages are normalised over the minibatch. The metrics are the loss's terms (`entropy` in nats), the fraction of
+    `clipped` probability ratios, and `kl`: KL(acting policy, current policy) by http://joschu.net/blog/kl-approx.html.
     """
     count = batch.valid.sum().clamp(min=1.0)
 

@@ -26,7 +26,7 @@ from gbfunc.untrusted import one_error
 
 _MAX_BYTES = 1 << 30
 
-# The batch size is that of nanoGPT's run on a CPU (config/train_shakespeare_char.py and its readme). Steps are doubled.
+# Batch size of nanoGPT's run on a CPU (config/train_shakespeare_char.py and its readme), and twice as many steps.
 _TEXT = Recipe(lr=2e-2, direct_lr=4e-3, dense_lr=4e-3, batch_size=12, steps=4_000, measure_every=500, clip_norm=1.0)
 _TUNING = Recipe(lr=3e-2, dense_lr=1e-4, batch_size=4, steps=300, measure_every=100, clip_norm=1.0)
 HELD_OUT = 128  # number of windows or chats in the validation or test of a pretrained model

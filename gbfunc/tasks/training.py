@@ -125,13 +125,13 @@ def genome_trainer(
 
 
 def dense_trainer(net: nn.Module, task: Task, recipe: Recipe) -> Trainer:
-    """Make a trainer of a network's weights. The peak learning rate is `dense_lr`, the schedule is that of a genome."""
+    """Make a trainer of a network's weights, with the recipe's schedule and the peak learning rate `dense_lr`."""
     trainer = leaf_trainer(net.parameters(), lambda *inputs: net.train()(*inputs), task, recipe)
     return trainer._replace(net=lambda _: net.eval())
 
 
 def leaf_trainer(leaves: Iterable[Tensor], net: Net, task: Task, recipe: Recipe) -> Trainer:
-    """Make a trainer that updates `leaves`, the trained tensors of `net`, in place. The learning rate is `dense_lr`."""
+    """Make a trainer that updates `leaves`, the trained tensors of `net`, in place at the peak rate `dense_lr`."""
     leaves, schedule = list(leaves), recipe.schedule(recipe, recipe.dense_lr, total_steps(task, recipe))
     fused = {"fused": True} if "fused" in signature(recipe.optimizer).parameters else {}
     kind: Any = recipe.optimizer

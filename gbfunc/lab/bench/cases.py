@@ -1,4 +1,4 @@
-"""The cases of all benches, and the variants of a case: the ways to run its training step."""
+"""The cases of all benches, and the variants of a case. A variant is one way to run the case's training step."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ Step = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Case:
-    """A p-net, its batch, and the variants to measure. Cases can be pickled for other processes."""
+    """A p-net, a batch, and the variants to measure. A case can be pickled for another process."""
 
     name: str
     net: Callable[[], nn.Module]
     batch: Callable[[], Batch]  # Makes the batch on the CPU
-    variants: tuple[str, ...]  # Names in `VARIANTS`; times are relative to "dense" and "naive" if included
+    variants: tuple[str, ...]  # Names in `VARIANTS`. If "dense" or "naive" are there, times are compared with theirs
     periodic: dict[str, Any] | None = None  # Options of the plan for variants with periodic g-nets
     relu: dict[str, Any] | None = None  # Options of the plan for variants with ReLU g-nets, "naive" included
     generation: bool = False  # Measure only the generation of the weights, forward and backward
@@ -57,12 +57,12 @@ class Setting(NamedTuple):
 
     device: torch.device  # Device of the p-net and its batch
     threads: int  # Number of CPU threads
-    # The rate is too small to learn. A net that fitted its only batch would have denormal gradients, which are slow.
+    # Learning rate, too small to learn. A net that fits its only batch would have denormal gradients, which are slow.
     lr: float = 1e-8
 
 
 class Setup(NamedTuple):
-    """The inputs of a variant's step."""
+    """The arguments of the functions in `VARIANTS`, which build a variant's step."""
 
     case: Case
     plan: Any  # None for the dense p-net
@@ -72,7 +72,7 @@ class Setup(NamedTuple):
 
 
 def loss_fn(net: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
-    """Compute the mean cross entropy of classes [B] or of tokens [B, L]."""
+    """Compute the mean cross entropy on a batch: inputs and classes, or tokens and next tokens."""
     x, target = batch
     return F.cross_entropy(net(x).flatten(0, -2), target.flatten())
 
@@ -117,7 +117,7 @@ def _dense_graph(setup: Setup) -> Step:
 
 
 def genome_step(plan: Plan, pnet: nn.Module, batch: Batch, lr: float, **options: Any) -> Step:
-    """Build the library's training step with options; the state is donated by default."""
+    """Build a training step of `gb.make_train_step` with these options, and by default with `donate=True`."""
     optimizer = gb.torch_optimizer(torch.optim.AdamW, lr=lr)
     train_step = gb.make_train_step(plan, pnet, loss_fn, optimizer, **{"donate": True, **options})
     state = train_step.init(seed=0)
@@ -131,7 +131,7 @@ def genome_step(plan: Plan, pnet: nn.Module, batch: Batch, lr: float, **options:
 
 
 def _genome(setup: Setup, **options: Any) -> Step:
-    """Build a training step or, for a case of generation, a step that generates weights and runs their backward."""
+    """Build a training step. For a case of generation, the step only generates the weights, forward and backward."""
     _, plan, pnet, batch, setting = setup
     if not setup.case.generation:
         return genome_step(plan, pnet, batch, setting.lr, **options)
@@ -149,7 +149,7 @@ def _genome(setup: Setup, **options: Any) -> Step:
 
 @dataclass(frozen=True)
 class NaiveGNet(GNet):
-    """A ReLU g-net with one hidden layer, evaluated per weight, as in published implementations."""
+    """A ReLU g-net with one hidden layer, evaluated once for each weight, as in published implementations."""
 
     def matrix(self, *args: Any) -> None:  # noqa: D102
         return None
@@ -188,7 +188,7 @@ VARIANTS: Mapping[str, tuple[Literal["periodic", "relu", ""], Callable[[Setup], 
 
 
 def build(case: Case, variant: str, setting: Setting) -> tuple[Step, int, int]:
-    """Build a variant. Return its step, its number of weights, and the largest number of features of a g-net (or 0)."""
+    """Return a variant's step, its number of matrix weights, and its largest number of features of a g-net (or 0)."""
     gnets, make = VARIANTS[variant]
     pnet, (x, target) = case.pnet().to(setting.device), case.batch()
     batch = x.to(setting.device), target.to(setting.device)
@@ -204,13 +204,13 @@ def build(case: Case, variant: str, setting: Setting) -> tuple[Step, int, int]:
 
 
 def features(shape: tuple[int, ...], classes: int) -> Batch:
-    """Draw a batch of normally distributed inputs [B, ...] with random classes [B]."""
+    """Draw a batch of normally distributed inputs of the shape `shape`, with random classes."""
     draw = torch.Generator().manual_seed(0)
     return torch.randn(shape, generator=draw), torch.randint(classes, shape[:1], generator=draw)
 
 
 def sequences(batch: int, length: int, vocabulary: int) -> Batch:
-    """Draw a batch of random tokens [B, L] and the next tokens [B, L]."""
+    """Draw random tokens [batch, length], and return them with the next tokens [batch, length]."""
     tokens = torch.randint(vocabulary, (batch, length + 1), generator=torch.Generator().manual_seed(0))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
@@ -226,14 +226,14 @@ def _case(
     include: tuple[str, ...] = (),
     **options: Any,
 ) -> Case:
-    """Build a case with periodic g-nets of `h` features, and ReLU g-nets with tiles of published implementations."""
+    """Build a case. Periodic g-nets have `h` features. ReLU g-nets have the tiles of published implementations."""
     genes = {"hypernet": gb.periodic(h), "max_tile": tile, "include": include}
     relu = {"hypernet": gb.gnet((32,)), "max_tile": 100, "include": include}
     return Case(name, net, batch, tuple(variants), genes, relu, **options)
 
 
 def mlp_case(sizes: Sequence[int], batch: int, variants: Sequence[str], *, name: str = "", **options: Any) -> Case:
-    """Build the case of training an MLP; by default, one periodic g-net generates an entire matrix."""
+    """Build the case of training an MLP. By default, one periodic g-net generates an entire matrix."""
     name = name or "mlp " + "-".join(map(str, sizes))
     return _case(
         name, partial(mlp, tuple(sizes), 0), partial(features, (batch, sizes[0]), sizes[-1]), variants, **options
@@ -249,7 +249,7 @@ def generation_case(width: int, variants: Sequence[str]) -> Case:
 def gpt_case(
     batch: int, length: int, words: int, layers: int, heads: int, width: int, variants: Sequence[str], **options: Any
 ) -> Case:
-    """Build the case of training a GPT with biases, as in torchGB; its tied embedding is also generated."""
+    """Build the case of training a GPT with biases, as in torchGB. The tied embedding is also generated."""
     net = partial(GPT, words, length, layers, width, heads, 4 * width, bias=True)
     options = {"name": f"gpt {layers}x{width}", "include": (r"^(tokens|positions)\.weight$",)} | options
     return _case(net=net, batch=partial(sequences, batch, length, words), variants=variants, **options)
@@ -280,7 +280,7 @@ BENCHES: Mapping[str, Mapping[str, Bench]] = {
 
 
 def choose(table: Mapping[str, T], names: Sequence[str] | None, option: str = "--cases") -> dict[str, T]:
-    """Return all entries of a table, or the named ones; raise `ValueError` for unknown names."""
+    """Return the entries of a table with these names, or all entries for None. Raise `ValueError` for unknown names."""
     if unknown := [name for name in names or () if name not in table]:
         raise ValueError(f"{option} must be some of {' '.join(table)}, got {' '.join(unknown)}")
     return {name: entry for name, entry in table.items() if not names or name in names}

@@ -46,8 +46,8 @@ def time_together(
     """Time functions in alternation, so that changes of the machine's speed affect all functions equally.
 
     First, each function is called three times (less often if this takes 20 s), because a compiled function may compile
-    twice. Then each round times every function for `visit` seconds, with 1 to 50 calls. Before several calls, a call
-    that is not timed brings the function's data into the caches.
+    twice. Then each round times every function for about `visit` seconds, with 1 to 50 calls. If there are several
+    calls, one more call before them is not timed, and brings the function's data into the caches.
     """
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
@@ -75,7 +75,7 @@ def time_together(
 
 
 def _kernels(step: Step) -> tuple[float, float]:
-    """Return the number of GPU kernels in a step, and their total seconds."""
+    """Return the number of GPU kernels in a step, and the total time of the kernels in seconds."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(3):
             step()
@@ -86,10 +86,10 @@ def _kernels(step: Step) -> tuple[float, float]:
 
 
 def measure_memory(case: Case, variant: str, setting: Setting) -> int | None:
-    """Measure the peak memory (B) of a variant's steps in a new process; None if the process runs out of memory."""
+    """Return the peak memory in bytes of a variant's steps in a new process, or None if the memory does not suffice."""
     # Use a fork server, which is small: a child of this process would start with the peak memory of this process.
     context = multiprocessing.get_context("forkserver")
-    # Preload the compiler, which optimizers import.
+    # Import the compiler only once, in the server. Otherwise, optimizers import it in each process.
     context.set_forkserver_preload([__name__, "torch._dynamo"])
     with ProcessPoolExecutor(1, context) as pool:
         try:
@@ -104,9 +104,9 @@ def _variant_memory(case: Case, variant: str, setting: Setting) -> int:
 
 
 def steps_memory(case: Case, make: Callable[[Case], Step], device: torch.device) -> int:
-    """Measure the peak memory (B) that the steps of a case add to this new process.
+    """Return the peak memory in bytes that the steps of a case add to this process, which must be new.
 
-    Steps of a tiny case run first, so that libraries and compilers are loaded.
+    Run a step of a tiny case first, so that libraries and compilers are loaded.
     """
     cuda = device.type == "cuda"
     with contextlib.suppress(OSError, AttributeError):  # A C library other than glibc
@@ -114,16 +114,16 @@ def steps_memory(case: Case, make: Callable[[Case], Step], device: torch.device)
         # later arrays of up to 32 MiB in its heap.
         ctypes.CDLL(None).mallopt(-3, 2**17)
     make(_tiny(case))()
-    gc.freeze()  # Collecting the libraries' million objects would take longer than the steps.
+    gc.freeze()  # Exclude the libraries' million objects, whose collection would take longer than the steps.
     before = torch.cuda.max_memory_allocated(device) if cuda else peak_resident()
     step = make(case)
     gc.collect()
-    # If the peak cannot be reset, the memory for building the variant also counts.
+    # Reset the peak. Where this is not possible, the memory that was used to build the variant also counts.
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
     else:
         with contextlib.suppress(OSError):
-            # https://docs.kernel.org/filesystems/proc.html, section 3.3: 5 resets the peak resident set size.
+            # The number 5 resets the peak resident set size (https://docs.kernel.org/filesystems/proc.html, 3.3).
             Path("/proc/self/clear_refs").write_text("5")
     for _ in range(3):
         step()
@@ -133,12 +133,12 @@ def steps_memory(case: Case, make: Callable[[Case], Step], device: torch.device)
 def peak_resident() -> int:
     """Return the peak memory of this process in bytes since its start or the last reset, or 0 if unknown."""
     with contextlib.suppress(OSError):
-        # Prefer this to `ru_maxrss`, which is never below the peak of the parent process.
+        # Do not use `ru_maxrss` on Linux, because it is never below the peak of the parent process.
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
     import resource  # Imported here, because Windows has no such module
 
-    # Bytes on macOS, kilobytes elsewhere.
+    # The unit of `ru_maxrss` is bytes on macOS, and kilobytes elsewhere.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
@@ -160,7 +160,7 @@ def run_bench(bench: Bench, setting: Setting, *, rounds: int, visit: float, memo
     times = time_together({key: b[0] for key, b in built.items()}, setting.device, rounds=rounds, visit=visit)
     on_cuda = setting.device.type == "cuda"
     kernels = {key: _kernels(b[0]) if on_cuda else (None, None) for key, b in built.items()}
-    # Free the networks' memory for the processes that measure memory.
+    # Free the memory of the networks, so that other processes can use the memory in their measurements.
     sizes = {key: b[1:] for key, b in built.items()}
     del built
     rows = []
@@ -187,7 +187,7 @@ def run_bench(bench: Bench, setting: Setting, *, rounds: int, visit: float, memo
 
 
 def over_runs(runs: Sequence[Sequence[Row]]) -> list[Row]:
-    """Merge several runs of a bench: take medians of times and ratios, and other values from the first run."""
+    """Merge the runs of a bench. Take medians of times and ratios, and all other values from the first run."""
     rows = []
     for same in zip(*runs, strict=True):
         timed = [k for k in ("step_ms", "ratio_to_dense", "ratio_to_naive") if same[0][k] is not None]
@@ -211,7 +211,7 @@ _SENT_BYTES, _ROUNDS = 2**25, 5
 
 
 def calibrate(device: torch.device) -> tuple[DeviceSpec, bool]:
-    """Measure the device of one rank for the planner; also return True in the process that reports the result.
+    """Measure the device of one rank for the planner. Also return whether this process should report the result.
 
     An all-reduce is timed between the ranks of `torchrun`, or between two processes on the loopback device.
     """
@@ -231,7 +231,7 @@ def calibrate(device: torch.device) -> tuple[DeviceSpec, bool]:
 
 
 def _measure_ceilings(device: torch.device) -> tuple[float, float]:
-    """Measure a float32 matrix product in operations per second, and a copy in bytes read and written per second."""
+    """Measure the operations per second of a float32 matrix product, and the bytes per second read and written."""
     a, b, out = (torch.randn(2048, 2048, device=device) for _ in range(3))
     source, target = (torch.ones(2**26, device=device) for _ in range(2))
     functions = {"product": lambda: torch.mm(a, b, out=out), "copy": lambda: target.copy_(source)}
@@ -240,7 +240,7 @@ def _measure_ceilings(device: torch.device) -> tuple[float, float]:
 
 
 def _measure_overhead(device: torch.device) -> float:
-    """Measure the seconds per operator in a net of tiny layers, forward and backward, with the calls of modules."""
+    """Measure the seconds per operator, with the calls of modules, in forward and backward of a net of tiny layers."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     net = nn.Sequential(*(m for _ in range(100) for m in (nn.Linear(8, 8), nn.GELU()))).to(device)
@@ -254,11 +254,11 @@ def _measure_overhead(device: torch.device) -> float:
 
 
 def _measure_link(mesh: Mesh) -> tuple[float, float]:
-    """Measure the bytes per second that a rank sends, and the seconds of an all-reduce of a single number."""
+    """Measure how many bytes a rank sends per second, and how many seconds an all-reduce of one number takes."""
     seconds = []
     for n in (1, _SENT_BYTES // 4):
         x, times = torch.zeros(n, device=mesh.device), []
-        # All ranks must make the same number of calls, so the number does not depend on time.
+        # All ranks must make the same number of calls, so the number is fixed and does not depend on times.
         for _ in range(_ROUNDS + 1):
             mesh.barrier()
             start = time.perf_counter()

@@ -1,7 +1,7 @@
 """Compares gbfunc with other methods of compression at equal numbers of bytes; `gbfunc compare` runs the comparison.
 
-Every method gets the same budget (`Problem`), data and steps, and chooses its settings on the validation split. The
-network is read from the method's file and evaluated once on the test split.
+All methods get the same data, the same budget of bytes (see `Problem`) and the same number of training steps. Settings
+are chosen on the validation split. Then the network is read from the file, and evaluated once on the test split.
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ REFERENCES: Mapping[str, Method] = {"full_fine_tuning": FULL}
 
 
 def reference_problem(problem: Problem) -> Problem:
-    """Change a problem for the methods of `REFERENCES`: the budget becomes the size of a file with all weights."""
+    """Return the problem for the methods of `REFERENCES`. The budget is the size of a file with all weights."""
     net = problem.task.build(0).to("meta")
     budget = FULL.length(net, {}, problem.dtype)
     return problem._replace(size=budget // problem.dtype.itemsize, budget=budget)

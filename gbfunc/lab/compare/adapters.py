@@ -1,7 +1,7 @@
 """Adapters of a pretrained p-net from the package `peft`, and training of some of the p-net's parameters.
 
-A file has the trained tensors, with a linear classifier, and the names of layers and sizes. Random projections come
-from seeds and are not counted. Each adapter has several choices of layers, with the largest size that fits the budget.
+The file of an adapter has the trained tensors, including a linear classifier, and the names of the changed layers.
+Random projections are drawn from a seed and not stored. For each choice of layers, the largest size that fits is tried.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ Kinds = tuple[str, ...]
 
 
 class Linears(NamedTuple):
-    """The linear layers in the equal blocks of a network, such as `encoder.layer.3.output.dense`."""
+    """The linear layers of a network with equal blocks, such as `encoder.layer.3.output.dense` in block 3."""
 
     blocks: tuple[str, ...]  # Numbers of the blocks, in order
-    kinds: Mapping[str, tuple[int, int]]  # Number of outputs and inputs, by the layer's name in a block
+    kinds: Mapping[str, tuple[int, int]]  # {name of a layer in its block: (number of outputs, number of inputs)}
 
     def named(self, *roles: str) -> Kinds:
-        """Return layers' names in a block by role (key of `_KINDS`); () means all layers, and "any" also norms."""
+        """Return names of layers in a block, by roles (keys of `_KINDS`). () means all layers, "any" includes norms."""
         if roles == ("any",):
             return (".*",)
         known = [_KINDS[role] for role in roles]
         return tuple(k for k in self.kinds if not known or any(re.fullmatch(pattern, k) for pattern in known))
 
     def last(self, n: int, kinds: Kinds) -> str:
-        """Return a pattern for the names of layers in the last `n` blocks."""
+        """Return a pattern that matches the full names of layers `kinds` in the last `n` blocks."""
         return rf".*\.({'|'.join(self.blocks[-n:])})\.({'|'.join(kinds)})"
 
 
@@ -79,15 +79,15 @@ class Adapted:
     rates: tuple[float, ...]  # Learning rates to choose from
     # Roles of the changed layers: queries only (the fewest parameters), the layers in papers, or all layers
     where: tuple[tuple[str, ...], ...] = (("query",), ("query", "value"), ())
-    size: str = ""  # The option that sets the size
-    sizes: Sequence[int] = (0,)  # Values of this option
-    fixed: Settings | None = None  # Other options
+    size: str = ""  # Name of the config's option that sets the size
+    sizes: Sequence[int] = (0,)  # Values of the option `size`, in increasing order
+    fixed: Settings | None = None  # Other options of the config
 
     def attach(self, net: nn.Module, settings: Settings) -> nn.Module:
-        """Add the adapter to the base in place; afterwards, only trained tensors require gradients."""
+        """Add the adapter to the base in place. Afterwards, only the trained tensors require gradients."""
         peft = _import_peft()
         with warnings.catch_warnings():
-            # The warning is expected: projections are drawn from their seed and not saved.
+            # Ignore this warning: projections are drawn from a seed, so they need not be saved.
             warnings.filterwarnings("ignore", message="Specified to not save", category=UserWarning)
             config = getattr(peft, self.config)(modules_to_save=[HEAD], **settings, **(self.fixed or {}))
             return peft.get_peft_model(net, config)
@@ -101,7 +101,7 @@ class Adapted:
             _import_peft().set_peft_model_state_dict(net, dict(state))
 
     def ladders(self, net: nn.Module) -> Iterator[tuple[int, Callable[[int], Settings]]]:
-        """Yield, for each choice of layers, a number n and a function from 1, ..., n to settings of increasing size."""
+        """For each choice of layers, yield n and a function that maps 1, ..., n to settings of increasing size."""
         linears = linears_of(net)
         blocks = len(linears.blocks)
 
@@ -114,7 +114,7 @@ class Adapted:
                 yield len(sizes) + blocks - 1, partial(rung, kinds, sizes, options)
 
     def shapes(self, linears: Linears, kinds: Kinds) -> Iterator[tuple[Sequence[int], Settings]]:
-        """Yield the increasing sizes of an adapter on these layers, with the options that belong to the sizes."""
+        """Yield the increasing sizes of an adapter of the layers `kinds`, with further options for these sizes."""
         yield self.sizes, {}
 
     def candidates(self, problem: Problem) -> list[Settings]:
@@ -146,19 +146,19 @@ class Adapted:
         return net.requires_grad_(False).eval()
 
     def length(self, net: nn.Module, settings: Settings, dtype: torch.dtype) -> int:
-        """Return the size of a file in bytes. `net` is on the meta device, where copies and decompositions are free."""
+        """Return the size of the file in bytes. `net` is on the meta device, where copies cost no time and memory."""
         attached = self._attached(copy.deepcopy(net), settings, 0)
         return len(base.pack(base.blanks(self.state(attached)), dtype, {"adapter": settings}))
 
     def _attached(self, net: nn.Module, settings: Settings, seed: int) -> nn.Module:
-        # Adapters draw random numbers from torch's default generator.
+        # Seed torch's default generator, from which adapters draw random numbers.
         with seeded(seed):
             return self.attach(net, settings)
 
 
 @dataclass(frozen=True)
 class Part(Adapted):
-    """Trains the base's parameters whose names match the pattern `config`, where {} stands for the chosen layers."""
+    """Trains the parameters of the base whose names match the pattern `config`. {} stands for the chosen layers."""
 
     def attach(self, net: nn.Module, settings: Settings) -> nn.Module:
         pattern = self.config.format(settings.get("target_modules"))
@@ -180,12 +180,12 @@ _RATES, _FRESH = (3e-3, 1e-2, 3e-2), {"save_projection": False}
 
 ADAPTERS: Mapping[str, Adapted] = {
     "linear_probe": Part("(?!)", (1e-2, 3e-2, 1e-1)),
-    # Biases of queries, or of queries and hidden units (nearly as good: E. Ben Zaken et al., 2022), or of all layers
+    # Trains biases of queries, of queries and hidden units (nearly as good: E. Ben Zaken et al., 2022), or all biases
     "bitfit": Part(r"{}\.bias", _RATES, (("query",), ("query", "up"), ("any",))),
     "lora": Adapted("LoraConfig", _RATES, size="r", sizes=(1, 2, 4, 8, 16, 32)),
-    # Two trained vectors per layer, which scale seeded matrices of higher rank
+    # Trains two vectors per layer, which scale random matrices. The matrices are drawn from a seed
     "vera": Adapted("VeraConfig", (1e-2, 3e-2, 1e-1), size="r", sizes=(64, 128, 256, 512, 1024), fixed=_FRESH),
-    # Scales of values, or of keys, values and hidden units as in the paper
+    # Trains factors that multiply values, or keys, values and hidden units (as in the paper)
     "ia3": Adapted(
         "IA3Config",
         _RATES,

@@ -1,4 +1,4 @@
-"""The protocol of methods of compression, and the functions that they share."""
+"""The protocol of a method of compression, and functions that the methods share."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ USED = 0.85
 
 
 class Problem(NamedTuple):
-    """The task and the budget, equal for all methods."""
+    """The task and the budget. All methods solve the same problem."""
 
     task: Task  # Data and p-net
     size: int  # Number of parameters of a periodic genome that fills the budget
     budget: int  # Largest number of bytes of all data that are needed to run the network
-    dtype: torch.dtype  # Dtype of files, unless a method has its own
-    recipe: Recipe  # Batch size, augmentation, warm-up and length of every training; its rates are for the genome
+    dtype: torch.dtype  # Dtype of the numbers in files, unless a method sets another dtype
+    recipe: Recipe  # Batch size, augmentation, warm-up and length of every training; learning rates of a genome
 
     @property
     def steps(self) -> int:
@@ -50,7 +50,7 @@ class BudgetTooSmall(ValueError):
 
 
 class Trained(NamedTuple):
-    """The result of a training."""
+    """A trained network and its size."""
 
     data: bytes  # All data that are needed to run the network, except code
     params: int  # Number of trained parameters in the data
@@ -60,15 +60,15 @@ class Method(Protocol):
     """A method that trains a network in few bytes. A new method is one file and one entry in `METHODS`."""
 
     def candidates(self, problem: Problem) -> list[Settings]:
-        """Return the settings to choose from, all within the budget; raise BudgetTooSmall if there are none."""
+        """Return the settings whose networks fit the budget. Raises BudgetTooSmall if there are none."""
         ...
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
-        """Train with one of the candidates and return data within the budget; `seed` determines all random numbers."""
+        """Train with one of the candidates. `seed` determines all random numbers. The data must fit the budget."""
         ...
 
     def load(self, data: bytes, task: Task) -> Net:
-        """Read the network from the data and the task's code, without any other file."""
+        """Build the network from the data and the code of the task, without reading any other file."""
         ...
 
 
@@ -77,7 +77,7 @@ def grid(**axes: Any) -> list[Settings]:
 
 
 def train_net(problem: Problem, leaves: Iterable[Tensor], net: Net, lr: float, seed: int) -> None:
-    """Train leaves in place by Adam with default betas and a peak rate, for the number of steps of all methods."""
+    """Train `leaves` in place by Adam, with the peak learning rate `lr` and the number of steps of the problem."""
     recipe = replace(problem.recipe, dense_lr=lr, betas=(0.9, 0.999))
     fit(leaf_trainer(leaves, net, problem.task, recipe), problem.task, recipe, seed, validate=False)
 
@@ -89,7 +89,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 def pack(tensors: TensorMap, dtype: torch.dtype, about: Mapping[str, Any] | None = None) -> bytes:
     """Write a file: a byte for the `dtype` of floats, the length of `about`, `about` as JSON, and all numbers.
 
-    Names, order, shapes and integer dtypes of the tensors are not in the file; the reader has them from the code.
+    The file has no names, shapes and integer dtypes of the tensors: `unpack` takes these from the network's code.
     """
     text = json.dumps(about, separators=(",", ":")).encode() if about else b""
     stored = (t.detach().to("cpu", dtype if t.is_floating_point() else t.dtype) for t in tensors.values())
@@ -98,7 +98,7 @@ def pack(tensors: TensorMap, dtype: torch.dtype, about: Mapping[str, Any] | None
 
 
 def unpack(data: bytes, like: TensorMap) -> Params:
-    """Undo `pack`, with floats in float32."""
+    """Read the tensors that `pack` wrote, with names and shapes of `like`. Floats are converted to float32."""
     start = 3 + int.from_bytes(data[1:3], "little")
     dtypes = [FLOATS[data[0]] if t.is_floating_point() else t.dtype for t in like.values()]
     sizes = {name: t.numel() * dtype.itemsize for (name, t), dtype in zip(like.items(), dtypes, strict=True)}
@@ -118,7 +118,7 @@ def text_of(data: bytes) -> dict[str, Any]:
 
 
 def state_of(module: nn.Module) -> Params:
-    """Collect a module's parameters, tied parameters once, and persistent buffers."""
+    """Collect a module's parameters and persistent buffers. Tied parameters are collected once."""
     return {o.name: o.tensor.detach() for o in parameter_infos(module)} | saved_buffers(module)
 
 
@@ -127,7 +127,7 @@ def saved_buffers(module: nn.Module) -> Params:
 
 
 def in_use(module: nn.Module) -> Params:
-    """Collect the state and fold the statistics of batch norms into scales and shifts; `restore` reads the result."""
+    """Collect a module's state. Merge the running mean and variance of batch norms into their weights and biases."""
     state = state_of(module)
     for name, norm in module.named_modules():
         if not (isinstance(norm, _BatchNorm) and norm.affine and norm.track_running_stats):
@@ -135,19 +135,19 @@ def in_use(module: nn.Module) -> Params:
         state.pop(f"{name}.num_batches_tracked", None)
         scale = state[f"{name}.weight"] / (state.pop(f"{name}.running_var") + norm.eps).sqrt()
         state[f"{name}.bias"] = state[f"{name}.bias"] - scale * state.pop(f"{name}.running_mean")
-        # The running statistics of a new norm are mean 0 and variance 1.
+        # A new norm has a running variance of 1, and so divides by (1 + eps) ** 0.5.
         state[f"{name}.weight"] = scale * (1 + norm.eps) ** 0.5
     return state
 
 
 def restore(module: nn.Module, state: Params) -> nn.Module:
-    """Return a copy of the module in evaluation mode with the tensors `state`, from `state_of` or `in_use`."""
+    """Return a copy of the module in evaluation mode, with the tensors of `state_of` or of `in_use`."""
     buffers = {name: state.get(name, b) for name, (b, _) in buffers_of(module).items()}
     return with_weights(module, {o.name: state[o.name] for o in parameter_infos(module)}, buffers).eval()
 
 
 def largest(fits: Callable[[int], bool], limit: int = 1 << 20) -> int:
-    """Find the largest n up to `limit` for which the monotone `fits` is True; return 0 if there is none."""
+    """Find the largest n up to `limit` for which `fits(n)` is True, or 0. `fits` must be False above some n."""
     high = 1
     while high < limit and fits(high):
         high *= 2
@@ -155,7 +155,7 @@ def largest(fits: Callable[[int], bool], limit: int = 1 << 20) -> int:
 
 
 def of_widths(problem: Problem, factors: Sequence[float]) -> dict[float, PNet]:
-    """Return the p-net with widths scaled by each factor, and by 2 if the budget has at least a bit per parameter."""
+    """Return {factor: p-net with scaled widths}. Add the factor 2 if the budget has at least a bit per parameter."""
     task, make = problem.task, problem.task.pnet.scaled
     if make is None:
         return {1: task.pnet}
@@ -164,7 +164,7 @@ def of_widths(problem: Problem, factors: Sequence[float]) -> dict[float, PNet]:
 
 
 def narrow_pnets(task: Task, fits: Callable[[PNet], bool]) -> list[PNet]:
-    """Find the widest p-net that fits, at most 4 times as wide; for MLPs, one each with 0, 1 and 2 hidden layers."""
+    """Find the widest p-net that fits, up to 4 times the width. For MLPs, find one net for 0, 1 and 2 hidden layers."""
     if task.pnet.name == "mlp":
 
         def of(depth: int, width: int) -> PNet:
@@ -183,7 +183,7 @@ def narrow_pnets(task: Task, fits: Callable[[PNet], bool]) -> list[PNet]:
 
 
 def about_pnet(pnet: PNet, task: Task) -> dict[str, Any]:
-    """Return the options in which a p-net differs from the task's p-net, for settings and files."""
+    """Return `{"pnet": options}` with the options in which a p-net differs from the task's p-net, or an empty dict."""
     differs = {name: value for name, value in pnet.config.items() if task.pnet.config.get(name) != value}
     return differs and {"pnet": differs}
 
@@ -200,7 +200,7 @@ def of_nets(pnets: Iterable[PNet], task: Task, **axes: Any) -> list[Settings]:
 
 
 def blank(pnet: PNet) -> Params:
-    """Return zeros in the shapes of a p-net's `in_use`, to measure the size of its file."""
+    """Return zeros with the shapes of a p-net's tensors (see `in_use`), to measure the size of its file."""
     with torch.device("meta"):
         return blanks(in_use(pnet.make()))
 

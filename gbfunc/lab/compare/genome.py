@@ -1,4 +1,4 @@
-"""The method of gbfunc, for each type of g-net; the file is the genome's file, plan included."""
+"""The methods of gbfunc, one for each type of g-net. The file of a method is a genome file, which includes the plan."""
 
 import json
 from collections.abc import Mapping
@@ -20,30 +20,30 @@ from gbfunc.trees import GNET
 
 def plan_for(task: Task, hypernet: str, **target: Any) -> gb.Plan:
     try:
-        # Always the same seed: the file has the initial scales, whose digits must not change the file's length.
+        # Always use the seed 0: the file has the initial scales, whose digits must not change the file's length.
         return task.plan(task.build(0), hypernet, **target)
     except ValueError as error:
         raise BudgetTooSmall(str(error)) from error
 
 
 def reference_bytes(task: Task, size: int) -> int:
-    """Return the budget of all methods: the bytes of the file of a periodic genome with `size` parameters."""
+    """Return the budget of all methods in bytes: the size of the file of a periodic genome of `size` parameters."""
     return genome_file_bytes(plan_for(task, "periodic", genome_params=size))
 
 
 def size_within(task: Task, budget: int) -> int:
-    """Return the number of parameters of a periodic genome that fills a budget; narrows the net if necessary."""
+    """Return the number of parameters of a periodic genome that fills a budget. Narrow the net if no genome fits."""
     make = task.pnet.scaled
     for pnet in (task.pnet, *(make(factor) for factor in (1 / 2, 1 / 4) if make)):
         with suppress(BudgetTooSmall):
             return plan_for(task.with_pnet(pnet), "periodic", genome_bytes=budget, stored="float32").genome_params
-    # This call raises the error with the reason.
+    # No genome fits. Raise the error for the whole net, which gives the reason.
     return plan_for(task, "periodic", genome_bytes=budget, stored="float32").genome_params
 
 
 @dataclass(frozen=True)
 class GenomeOf:
-    """A genome with one type of g-net."""
+    """The method that trains a genome with one type of g-net."""
 
     hypernet: str  # The type, a key of `HYPERNETS`
     rates: tuple[float, ...] = ()  # Learning rates to choose from; () means the recipe's rate and twice the rate
@@ -52,8 +52,9 @@ class GenomeOf:
     def candidates(self, problem: Problem) -> list[Settings]:
         """Combine p-nets of several widths with learning rates.
 
-        Narrower p-nets are included while direct parameters take more than a third of the budget. A wider p-net is
-        included for large budgets, and replaces a p-net if its genome has over half of the p-net's parameters.
+        Half and a quarter of the width are tried only if direct parameters take more than a third of the budget before.
+        For large budgets, twice the width is tried. Then the p-net's own width is left out if its genome has more than
+        half as many parameters as the p-net.
         """
         found: list[Settings] = []
         full, pnets = True, base.of_widths(problem, (1, 1 / 2, 1 / 4))
@@ -63,7 +64,7 @@ class GenomeOf:
             full, about = True, base.about_pnet(pnet, problem.task)
             with suppress(BudgetTooSmall):
                 task, plan = self._plan(problem, about)
-                # Sizes of direct parameters in "auto" are estimated as in int8.
+                # With "auto", estimate the size of direct parameters as in int8.
                 dtype = "int8" if self.stored == AUTO else stored_name(self.stored or problem.dtype)
                 direct = {k: x for k, x in stored_leaves(plan.leaves, dtype).items() if not k.startswith(GNET)}
                 full = sum(x.nbytes for x in direct.values()) > problem.budget / 3
@@ -76,7 +77,7 @@ class GenomeOf:
         return found
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
-        """Train the genome by Adam with the recipe's betas; for integer dtypes, the last sixth of the steps rounds."""
+        """Train the genome by Adam with the recipe's betas. For intN, train with rounded numbers in the last sixth."""
         about = {key: settings[key] for key in settings.keys() & {"pnet"}}
         task, plan = self._plan(problem, about)
         pnet, known, lr = task.build(seed), task.recipe(plan.genome_params), settings["lr"]
@@ -110,6 +111,6 @@ class GenomeOf:
     def _plan(self, problem: Problem, about: Mapping[str, Any]) -> tuple[Task, gb.Plan]:
         """Return the task with the p-net that `about` describes, and the plan of a genome that fills the budget."""
         dtype, task = self.stored or problem.dtype, problem.task.with_pnet(base.pnet_about(about, problem.task))
-        # Metadata take at most 48 bytes in addition to their JSON.
+        # Metadata take the bytes of their JSON, and at most 48 bytes in addition.
         left = problem.budget - (48 + len(json.dumps(about)) if about else 0)
         return task, plan_for(task, self.hypernet, genome_bytes=left, stored=dtype)

@@ -1,4 +1,4 @@
-"""Runs of a comparison and the rows of `compare.json`: settings chosen on validation data, and a result per seed."""
+"""Runs the trainings of a comparison. `compare.json` stores the chosen settings and the result of each seed."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from gbfunc.types import dtype_name
 
 
 class Choice(NamedTuple):
-    """The settings that the validation split chose for a method at a size."""
+    """The settings of a method for one budget, chosen by the metric on the validation split."""
 
     task: str
     method: str
     size: int  # Number of parameters of a periodic genome that fills the budget
     budget: int  # Largest number of bytes of all data that are needed to run the network
-    dtype: str  # Dtype of the file, unless the method has its own
-    steps: int  # Training steps
-    settings: Settings | None  # The chosen settings, None if nothing fits
+    dtype: str  # Dtype of the numbers in the file, unless the method sets another dtype
+    steps: int  # Number of training steps
+    settings: Settings | None  # The chosen settings, or None if no network fits the budget
     tried: list[Settings]  # Settings, training steps, bytes and validation metric of every training in the search
     searched: int  # Total training steps of the search
-    reason: str = ""  # Why nothing fits
+    reason: str = ""  # The reason, if no network fits
 
 
 class Row(NamedTuple):
-    """One method at one size with one seed; the first six fields match `Choice`."""
+    """The result of a method for one budget and one seed. The first six fields are as in `Choice`."""
 
     task: str
     method: str
@@ -44,12 +44,12 @@ class Row(NamedTuple):
     params: int  # Number of trained parameters in the file
     val: float  # Metric on the validation split
     test: float  # Metric on the test split
-    seconds: float  # Time of the training
+    seconds: float  # Duration of the training
     settings: Settings
 
 
 class Results(NamedTuple):
-    """All choices and rows up to now."""
+    """All choices and rows of a comparison up to now."""
 
     choices: tuple[Choice, ...] = ()
     rows: tuple[Row, ...] = ()
@@ -72,7 +72,7 @@ def _metric_of(problem: Problem, net: Net, split: Any) -> float:
 def choose(name: str, method: Method, problem: Problem, most: int | None = None) -> Choice:
     """Choose settings by successive halving on the validation metric (K. Jamieson and A. Talwalkar, 2016).
 
-    Each of three rounds trains the best candidates of the previous round for more steps, with its own schedule.
+    In three rounds, the best candidates of the previous round are trained again, for more steps and from the beginning.
     Candidates whose file leaves more than 15 % of the budget unused rank below all other candidates.
     """
     head, task = _head(problem, name), problem.task
@@ -96,7 +96,7 @@ def choose(name: str, method: Method, problem: Problem, most: int | None = None)
     except BudgetTooSmall as error:
         return Choice(*head, settings=None, tried=[], searched=0, reason=str(error))
     for share, passed, least in ((1 / 9, 1 / 3, 3), (1 / 3, 0.0, 2), (1.0, 0.0, 1)):
-        # A round with at most `least` candidates keeps all, and need not train them.
+        # Skip a round with at most `least` candidates, because the round would keep all candidates.
         if len(left) > least:
             ranks = [rank(settings, max(1, math.ceil(share * problem.steps))) for settings in left]
             order = sorted(range(len(left)), key=ranks.__getitem__, reverse=True)
@@ -105,7 +105,7 @@ def choose(name: str, method: Method, problem: Problem, most: int | None = None)
 
 
 def measure(name: str, method: Method, problem: Problem, settings: Settings, seed: int, path: Path) -> Row:
-    """Train, write the data to a file, and evaluate the network that is read from the file."""
+    """Train a network, write its data to a file, read the network from the file, and evaluate it."""
     start = time.perf_counter()
     trained = method.train(problem, settings, seed)
     seconds = round(time.perf_counter() - start, 2)
@@ -127,7 +127,7 @@ def run_missing(
     report: Callable[[str], None] = lambda line: None,
     most: int | None = None,
 ) -> Iterator[Results]:
-    """Run missing choices and rows one at a time, and yield all results after each run."""
+    """Make the choices and rows that `results` lacks, one at a time. Yield all results after each choice or row."""
     for problem in problems:
         for name, method in methods.items():
             known, where = of_problem(results, problem, name), f"{name} at {problem.budget:,} bytes"
