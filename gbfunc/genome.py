@@ -347,7 +347,7 @@ def _interacting(slot: _Slot, mine: Params, linear: list[str]) -> Params:
 
 
 def stacked(leaves: Params) -> Tensor:
-    """Concatenate the leaves of each of T tiles to K numbers: [T, ...], ... -> [T, K]."""
+    """Concatenate every tile's leaves to K numbers, for T tiles: [T, ...], ... -> [T, K]."""
     return torch.cat([x.reshape(len(x), -1) for x in leaves.values()], 1)
 
 

@@ -3,8 +3,8 @@
     leaves + codes --vmap(apply)--> tiles [T, r, c], or factors [T, r, k] and [T, c, k]     one `Stack` per ensemble
     slots --form.of--> the layer's input: a weight, factors or leaves             one form (`layers.forms`) per tensor
 
-A slot is one generated matrix, a form is the way in which a layer gets its weight. `make_generator` chooses the form of
-each weight, and what ranks gather. A call loops first over ensembles, then over tensors.
+A slot is one generated matrix, a form is the way in which a layer gets its weight. `make_generator` chooses the forms
+of weights, and the tensors that ranks gather. A call loops first over ensembles, then over tensors.
 
 Suffixes: T tiles, S spans; r rows and c columns of a tile, R rows and C columns of a matrix; k rank of the factors.
 """
@@ -66,9 +66,9 @@ class Local(NamedTuple):
 class Stack:
     """Generates the slots of an ensemble from the ensemble's leaves. This rank generates all tiles.
 
-    `slots` are the indices of the slots to generate, `cuts` the tiles to generate of each slot, and `needs` is
-    "matrix", "factors" or "leaves". `split` turns an `Evaluation` of the g-nets into one `Source` per slot. `names`
-    maps the ensemble's leaves to their names in a flat genome.
+    `slots` are the indices of the slots to generate, `cuts` the tiles to generate per slot, and `needs` is "matrix",
+    "factors" or "leaves". `split` turns an `Evaluation` of the g-nets into one `Source` per slot. `names` maps the
+    ensemble's leaves to their names in a flat genome.
     """
 
     def __init__(self, ensemble: Ensemble, kernel: Kernel, cuts: Mapping[int, Cut], needs: Needs = "matrix") -> None:
@@ -79,7 +79,7 @@ class Stack:
         self.slots, self.cuts = [*cuts], [*cuts.values()]
         self._grids = [cut.grid for cut in self.cuts]
         self._counts = [grid.n_tiles for grid in self._grids]
-        self._local_counts: Sequence[int] = self._counts  # number of tiles of each slot on this rank
+        self._local_counts: Sequence[int] = self._counts  # number of tiles per slot on this rank
         self.names = {k: f"{GNET}{ensemble.name}/{k}" for k in ensemble.leaves}
         self._noise = [*ensemble.hypernet.noise_shapes(ensemble.dims)]
         self._shared = tuple(k for k, leaf in ensemble.leaves.items() if leaf.scope == "group")
@@ -107,7 +107,7 @@ class Stack:
         return constants
 
     def _groups(self, device: torch.device) -> Tensor:
-        """Return the group of each tile, [T]. An exported graph stores spans of consecutive groups, not each group."""
+        """Return every tile's group, [T]. An exported graph stores spans of consecutive groups, not every group."""
         groups = self.ensemble.groups
         if not is_exporting():
             return torch.from_numpy(groups).to(device, torch.int64)

@@ -82,7 +82,7 @@ def _own_forward(layer: type[nn.Module]) -> Any:
 
 
 def _stock_forward(layer: type[nn.Module]) -> Any:
-    # transformers may not be installed: look the class up only if transformers has been imported.
+    # The package transformers may be missing: look the class up only if the package has been imported.
     hugging_face = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
     forward = _own_forward(layer)
     return nn.Linear.forward if hugging_face is not None and forward is hugging_face.forward else forward

@@ -56,7 +56,7 @@ def _weights_of(
 
 
 def _is_conv1d(module: nn.Module, attribute: str, shape: Shape) -> bool:
-    # Compare names, because transformers, which defines the class, may not be installed.
+    # Compare names, because the package transformers, which defines the class, may be missing.
     named = any(base.__name__ == "Conv1D" for base in type(module).__mro__)
     return named and hasattr(module, "nf") and attribute == "weight" and len(shape) == 2
 

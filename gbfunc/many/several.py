@@ -66,7 +66,7 @@ def materialize_many(
     runs under `vmap`. If `vmap` fails or its outputs also differ, rows run one by one, with a warning.
 
     Torch's fused encoders (`nn.TransformerEncoder` in eval mode without gradients) are not used. They may output zeros
-    at the padded positions of `src_key_padding_mask`. This module outputs what the unfused layers compute there.
+    at the padded positions of `src_key_padding_mask`. There, this module has the outputs of the unfused layers.
 
     Weights are generated in the first batch that uses their genome. `to` also moves or casts these weights.
 

@@ -15,7 +15,7 @@ from gbfunc.train.step import StepInfo, TrainState, TrainStep, checked_state
 from gbfunc.trees import stored_tensors, tree_leaves
 from gbfunc.types import Genome
 
-# Quantization steps are chosen anew after these fractions of the training, because training changes the stored bits.
+# Quantization steps are chosen again after these fractions of the training, which changes the stored bits.
 _WHEN = (0.6, 0.65, 0.7, 0.775, 0.85)
 _UNSET = -1000.0  # stands for a part without a quantization step
 _SQUARES = ("exp_avg_sq", "square_avg")  # torch's names for running means of squared gradients

@@ -1,4 +1,4 @@
-"""Local steps: each rank trains alone on its rows, and every H steps an outer optimizer applies the ranks' mean update.
+"""Local steps: each rank trains on its own rows, and every H steps an outer optimizer applies the ranks' mean update.
 
 The algorithm is DiLoCo (Douillard et al., 2023, algorithm 1, https://arxiv.org/abs/2311.08105), federated averaging
 (Reddi et al., 2021). In a round, rank i trains for H steps, on n_i rows, from the common genome theta to theta_i:
@@ -37,7 +37,7 @@ class LocalState(NamedTuple):
 
 
 class WholeLocalState(NamedTuple):
-    """The `LocalState`s of all ranks. `start` and `outer` are equal on all ranks."""
+    """The `LocalState` of every rank. `start` and `outer` are equal on every rank."""
 
     start: Params
     outer: OptState

@@ -190,7 +190,7 @@ class _Call(NamedTuple):
         finite: Tensor | None = None,
         rate_of: Rate = learning_rate,
     ) -> Sequence[Params]:
-        """Update `params` in place, and return the new state of each. At the first update, `old` is empty."""
+        """Update `params` in place, and return a new state per parameter. At the first update, `old` is empty."""
         rate = self.group.lr if isinstance(self.group.lr, float) else rate_of(self.group.lr, step)
         if old and self.adam is not None:
             counts, *moments = ([state[e] for state in old] for e in self.adam.entries)
@@ -234,7 +234,7 @@ class _Call(NamedTuple):
 
 class _Prepared(NamedTuple):
     calls: list[_Call]
-    specs: dict[tuple[str, str], TensorSpec]  # of each tensor of the optimizer's state, by `(leaf, entry)`
+    specs: dict[tuple[str, str], TensorSpec]  # of the tensors in the optimizer's state, by `(leaf, entry)`
     # The lists repeat names, shapes and dtypes in the order of the leaves, to compare a state quickly.
     leaf_specs: list[Any]
     entries: list[tuple[str, ...]]

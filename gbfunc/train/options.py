@@ -50,9 +50,9 @@ class StepOptions:
             `"sharded"`, but ranks gather factors if g-nets have factors. `"auto"`: by count of bytes and operations.
         check_every: number of training steps between checks that ranks have equal states; 0 checks only the first step.
         parallel: how layers are split over the mesh's tensor axis: a style of `torch.distributed.tensor.parallel` per
-            module name, as for `parallelize_module` (`gbfunc.parallel.styles.tensor_styles` makes them). Each rank
-            generates and applies its part of each weight. All ranks along the axis get the same rows. If the first
-            layer takes a sharded input, each rank gets its part of these rows.
+            module name, as for `parallelize_module` (`gbfunc.parallel.styles.tensor_styles` makes them). A rank
+            generates and applies its part of a weight. All ranks along the axis get the same rows. If the first layer
+            takes a sharded input, each rank gets its part of these rows.
         pipeline: the schedule of microbatches along the mesh's pipeline axis: torch's `"gpipe"`, `"1f1b"`,
             `"interleaved"` or `"zbv"`. All ranks along the axis get the same rows. `microbatches` must divide the
             number of rows. The part of the loss function before the call of the p-net must run on the meta device.
@@ -64,7 +64,7 @@ class StepOptions:
         genome_bytes: maximum size of the whole file in bytes, for `rounding="auto"`.
         total_steps: number of training steps, for `rounding="auto"`.
         metadata: the metadata that `gb.save` will store, for `rounding="auto"`.
-        local_steps: number of training steps of each rank between averages of the genomes (`gbfunc.train.local`). Each
+        local_steps: number of training steps on a rank between averages of the genomes (`gbfunc.train.local`). Each
             rank has the whole genome, runs the whole p-net, and reports the loss of its own rows.
         outer: with `local_steps`, the optimizer that applies the ranks' mean update, as a gradient. None is
             `gb.torch_optimizer(torch.optim.SGD, lr=1.0, momentum=0.5, nesterov=True)`.

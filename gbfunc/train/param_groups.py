@@ -1,4 +1,4 @@
-"""Checks an optimizer's options for the leaves of each role, and turns torch's schedulers into tables of rates."""
+"""Checks an optimizer's options for every role of leaves, and turns torch's schedulers into tables of rates."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -50,7 +50,7 @@ class ParamGroup:
 def param_groups(
     cls: type[torch.optim.Optimizer], options: dict[str, Any], by_role: Mapping[str, Mapping[str, Any] | None]
 ) -> Callable[[str, str, tuple[int, ...]], ParamGroup]:
-    """Check the options of all roles. Return a function `(name, role, shape) -> ParamGroup`."""
+    """Check the options for every role. Return a function `(name, role, shape) -> ParamGroup`."""
     muon = getattr(torch.optim, "Muon", None)  # The oldest supported torch has no Muon.
     matrices_only = muon is not None and issubclass(cls, muon)
     mixes = matrices_only or issubclass(cls, torch.optim.Adafactor)

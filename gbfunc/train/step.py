@@ -37,7 +37,7 @@ class TrainState(NamedTuple):
     """The state of a training: a pytree of tensors. Functions that take a `Genome` also take a `TrainState`.
 
     Attributes:
-        gnets: the parameters of all g-nets, as in `Genome`.
+        gnets: the g-nets' parameters, as in `Genome`.
         direct: parameters of the p-net that are trained directly, by name.
         buffers: buffers of the p-net, by name.
         opt: the optimizer's state.
@@ -60,7 +60,7 @@ torch.serialization.add_safe_globals([Genome, OptState, TrainState])
 
 
 class StepInfo(NamedTuple):
-    """What a training step reports.
+    """The report of a training step.
 
     Attributes:
         loss: the loss, detached, averaged over microbatches.
@@ -164,7 +164,7 @@ class TrainStep:
 
     @property
     def dense_reads(self) -> dict[str, int]:
-        """How often eager code read the dense tensor of each weight that a layer uses as factors, by name."""
+        """For weights that layers use as factors: how often eager code read the dense tensor, by the weight's name."""
         loss = self._objective.strategy.loss
         return {} if loss is None else loss.net.dense_reads
 
