@@ -232,8 +232,8 @@ class Federated(Command, options.ConfigOption):
     schedule: Annotated[ScheduleName, arg(metavar="|".join(get_args(ScheduleName)))] = "cosine"
     # Class of torch.optim for the clients. The optimizer's state is reset in each round.
     optimizer: Annotated[str | None, shows("NAME", "Adam; with --dense SGD")] = None
-    # Strategy of the server, a class of flwr.serverapp.strategy: FedAvg, FedAvgM, FedAdam, FedProx, ...; with hostile
-    # clients FedMedian, FedTrimmedAvg, Krum, MultiKrum or Bulyan.
+    # Strategy of the server, a class of flwr.serverapp.strategy: FedAvg, FedAvgM, FedAdam, FedProx, ... If clients may
+    # be hostile, choose FedMedian, FedTrimmedAvg, Krum, MultiKrum or Bulyan.
     strategy: Annotated[str | None, shows("NAME", "FedAvgM of momentum 0.5; with --dense FedAvg")] = None
     # Options of the strategy, such as '{"eta": 0.01, "beta_1": 0.9, "beta_2": 0.99}' for FedAdam.
     strategy_config: Annotated[str, shows("JSON")] = "{}"

@@ -233,7 +233,7 @@ def plan_changes(genome: GenomeOptions) -> Callable[[PlanOptions], PlanOptions]:
         name = genome.hypernet or options.hypernet.type
         if config or name != options.hypernet.type:
             options = options.with_hypernet(_hypernet("--hypernet-config", name, config))
-        # Drop the codes of direct parameters, which only generated parameters have.
+        # Drop the codes of direct parameters: only generated parameters have codes.
         codes = {k: code for k, code in options.encodings.items() if not is_direct(k)}
         return options._replace(
             **own,

@@ -48,7 +48,7 @@ def find_device(name: str) -> torch.device:
 
 
 def in_turn(mesh: Mesh, prepare: Callable[[], Any]) -> Any:
-    """Call `prepare` on rank 0, then on one rank per other machine, then on all others. So one rank downloads files."""
+    """Call `prepare` on rank 0, then on one rank per other machine, then on all others, so that only one downloads."""
     turn = 0 if mesh.rank == 0 else 1 if os.environ.get("LOCAL_RANK") == "0" else 2
     prepared = failure = None
     for now in range(3):
@@ -102,7 +102,7 @@ def styles_of(path: str, pnet: nn.Module) -> Mapping[str, Any]:
 
 
 def pipeline_microbatches(batch_size: int, shards: int, ranks: int) -> int:
-    """Choose the largest number of microbatches, at most 4 per rank, that divides a shard, best a multiple of ranks."""
+    """Choose the largest number of microbatches, up to 4 per rank, that divides a shard. Prefer multiples of ranks."""
     rows, rest = divmod(batch_size, shards)
     # With at least 4 microbatches per rank, GPipe's ranks are idle for a short time (Huang et al., 2019, section 2.3).
     fitting = [n for n in range(ranks, 4 * ranks + 1) if rows % n == 0]

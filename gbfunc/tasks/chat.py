@@ -29,7 +29,7 @@ def chat(data_dir: Path | None = None, pretrained: str | None = None, context: i
 
     `data_dir` is a UTF-8 file. Each line is a chat in JSON: `{"prompt": ..., "answer": ...}`, or `{"messages":
     [{"role": "user", "content": ...}, ...]}` with at least one message of the role `assistant`. A random tenth of the
-    chats (at most 128) is for validation, a twentieth for the test. The model gets a chat's first `context` tokens.
+    chats is for validation, and a twentieth for the test (at most 128 each). Only the first `context` tokens are used.
     """
     check_int("chat", "context", context, 2)
     if data_dir is None or pretrained is None:
@@ -50,7 +50,7 @@ def chat(data_dir: Path | None = None, pretrained: str | None = None, context: i
 
 
 def chat_tokens(pretrained: str) -> tuple[Tokens, Any]:
-    """Return the vocabulary and the tokenizer of a pretrained model. `encode` writes a prompt as a user's message."""
+    """Return the vocabulary and the tokenizer of a pretrained model. `encode` takes a prompt as a user's message."""
     folder = pretrained_network(pretrained)
     transformers = import_extra("transformers", "a chat template", "gbfunc[llm]")
     with one_error(folder, "folder with the tokenizer of a pretrained network"):

@@ -50,7 +50,7 @@ class Environment(NamedTuple):
 
     @property
     def episodes(self) -> int:
-        """Number of episodes of an evaluation: 100, or 10 if observations are images or an episode has 1,000 steps."""
+        """Number of episodes of an evaluation: 100, or 10 if inputs are images or episodes can have 1,000 steps."""
         return 100 if len(self.inputs) == 1 and (self.limit or 0) < 1_000 else 10
 
     def seen(self, obs: NDArray[Any]) -> Tensor:
@@ -94,10 +94,11 @@ def find_environment(env_id: str, observed: Sequence[int] | None = None) -> Envi
 
 
 def make_envs(env_id: str, n: int) -> Any:
-    """Make a `gymnasium.vector.VectorEnv` of `n` environments. The step after an episode's end only restarts.
+    """Make `n` environments as one `gymnasium.vector.VectorEnv`.
 
-    Atari games (`ALE/...`) come from ale-py, which contains the ROMs. An observation has four grey frames of 84 x 84
-    pixels. Rewards are not clipped, and an episode lasts at most five minutes (Mnih et al., 2015).
+    The step after an episode's last step only restarts the environment. Atari games (`ALE/...`) come from ale-py, which
+    contains the ROMs. In these games, an observation has four grey frames of 84 x 84 pixels, rewards are not clipped,
+    and an episode lasts at most five minutes (Mnih et al., 2015).
     """
     gymnasium = import_extra("gymnasium", "the control task", "gbfunc[control]")
     options: dict[str, Any] = {}
@@ -143,7 +144,7 @@ _ATARI_SETTINGS = Settings(env_steps=10_000_000, n_envs=8, clip=0.1, reward_sign
 
 @dataclass(frozen=True)
 class Rollouts:
-    """An environment for training. `len` is the number of transitions of a pass times the uses of a transition."""
+    """An environment for training. `len` is the number of transitions of a pass, times the epochs that use each."""
 
     env: Environment
     settings: Settings
@@ -192,7 +193,7 @@ def control(env: str = "CartPole-v1", env_steps: int | None = None, observed: Se
 
 
 def control_task(env: Environment, settings: Settings) -> Task:
-    """Make the task of an environment for PPO. The learning rate falls linearly to 0, and is constant in a rollout."""
+    """Make the task of an environment for PPO. The learning rate falls linearly to 0, from rollout to rollout."""
     interface = Interface(env.inputs, env.n_actions, actions="choice" if env.discrete else "vector")
     size, per_rollout = settings.n_envs * settings.horizon, settings.epochs * settings.minibatches
     recipe = Recipe(

@@ -185,9 +185,9 @@ def leave_out(part: float, pad: int) -> Augment:
 
 
 def shift(pixels: int, part: float, fill: float, *, mirrors: bool = False) -> Augment:
-    """Move a fraction `part` of the images by up to `pixels` pixels along each axis. `fill` is the value at the border.
+    """Return an augmentation that moves a fraction `part` of the images by up to `pixels` pixels along each axis.
 
-    With `mirrors`, move all images, and mirror the fraction `part` of the images (He et al., 2015, section 4.2).
+    `fill` pads the border. With `mirrors`, move all images and mirror a fraction `part` (He et al., 2015, section 4.2).
     """
 
     def change(x_BChw: Tensor, generator: torch.Generator) -> Tensor:
@@ -204,10 +204,10 @@ def shift(pixels: int, part: float, fill: float, *, mirrors: bool = False) -> Au
 
 
 def distort(change: float, pixels: float, fill: float) -> Augment:
-    """Rotate, stretch, shear and move each image at random. `fill` is the value at the border.
+    """Return an augmentation that rotates, stretches, shears and moves each image at random. `fill` pads the border.
 
-    A pixel at the position y from the centre gets the interpolated value of the old image at (I + C) y + d. The entries
-    of C [2, 2] are between `-change` and `change`, of d [2] at most `pixels` (Simard et al., 2003, section 2).
+    A pixel at the position y from the centre gets the interpolated value of the old image at (I + C) y + d. C [2, 2] is
+    random from `-change` to `change`, and d [2] from `-pixels` to `pixels` (Simard et al., 2003, section 2).
     """
 
     def change_images(x_BChw: Tensor, generator: torch.Generator) -> Tensor:

@@ -166,7 +166,7 @@ def load_cifar(data_dir: Path, name: str = "cifar10", classes: int = 10) -> tupl
 def read_packed(path: Path, classes: int = 10) -> Images:
     """Read an `.npz` with CIFAR-10's `labels` [N] and `delta` [N, 3, 32, 32], the differences of neighbouring pixels.
 
-    The channels are R - G, G and B - G. If the file has booleans `exact` [N], return only images that are True there.
+    The channels are R - G, G and B - G. If the file has booleans `exact` [N], return only images where `exact` is True.
     """
     arrays = read_arrays(path, _MAX_UNPACKED, ("delta", "labels", "exact"))
     with one_error(path, "CIFAR-10 .npz"):

@@ -92,7 +92,7 @@ def genome_trainer(
     metadata: Any = None,
     **options: Any,
 ) -> Trainer:
-    """Make a trainer of a genome. With `rounding`, the loss uses the genome as rounded in a file of this dtype.
+    """Make a trainer of a genome. With `rounding`, training uses numbers rounded as in a file of this dtype.
 
     `rounding="auto"` needs the size `genome_bytes` and the `metadata` of the file. On a mesh, each rank takes its share
     of every batch, and all ranks must take every step. `options`, such as `pipeline`, go to `make_train_step`.

@@ -38,7 +38,7 @@ class Case:
     name: str
     net: Callable[[], nn.Module]
     batch: Callable[[], Batch]  # Makes the batch on the CPU
-    variants: tuple[str, ...]  # Names in `VARIANTS`. If "dense" or "naive" are there, times are compared with theirs
+    variants: tuple[str, ...]  # Names in `VARIANTS`. "dense" and "naive", if included, are references for times
     periodic: dict[str, Any] | None = None  # Options of the plan for variants with periodic g-nets
     relu: dict[str, Any] | None = None  # Options of the plan for variants with ReLU g-nets, "naive" included
     generation: bool = False  # Measure only the generation of the weights, forward and backward
@@ -188,7 +188,7 @@ VARIANTS: Mapping[str, tuple[Literal["periodic", "relu", ""], Callable[[Setup], 
 
 
 def build(case: Case, variant: str, setting: Setting) -> tuple[Step, int, int]:
-    """Return a variant's step, its number of matrix weights, and its largest number of features of a g-net (or 0)."""
+    """Return a variant's step, its number of matrix weights, and the features of its largest g-net (0 if dense)."""
     gnets, make = VARIANTS[variant]
     pnet, (x, target) = case.pnet().to(setting.device), case.batch()
     batch = x.to(setting.device), target.to(setting.device)

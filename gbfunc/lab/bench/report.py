@@ -231,7 +231,7 @@ def calibrate(device: torch.device) -> tuple[DeviceSpec, bool]:
 
 
 def _measure_ceilings(device: torch.device) -> tuple[float, float]:
-    """Measure the operations per second of a float32 matrix product, and the bytes per second read and written."""
+    """Measure the operations per second of a float32 matrix product, and the bytes per second of a copy (both ways)."""
     a, b, out = (torch.randn(2048, 2048, device=device) for _ in range(3))
     source, target = (torch.ones(2**26, device=device) for _ in range(2))
     functions = {"product": lambda: torch.mm(a, b, out=out), "copy": lambda: target.copy_(source)}

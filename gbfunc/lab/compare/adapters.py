@@ -77,7 +77,7 @@ class Adapted:
 
     config: str  # Name of the adapter's config class, such as `LoraConfig`
     rates: tuple[float, ...]  # Learning rates to choose from
-    # Roles of the changed layers: queries only (the fewest parameters), the layers in papers, or all layers
+    # Choices of layers, by role: only queries (the fewest parameters), the layers that papers choose, or all layers
     where: tuple[tuple[str, ...], ...] = (("query",), ("query", "value"), ())
     size: str = ""  # Name of the config's option that sets the size
     sizes: Sequence[int] = (0,)  # Values of the option `size`, in increasing order
@@ -101,7 +101,7 @@ class Adapted:
             _import_peft().set_peft_model_state_dict(net, dict(state))
 
     def ladders(self, net: nn.Module) -> Iterator[tuple[int, Callable[[int], Settings]]]:
-        """For each choice of layers, yield n and a function that maps 1, ..., n to settings of increasing size."""
+        """For each choice of layers, yield a number n and a function from 1, ..., n to settings of increasing size."""
         linears = linears_of(net)
         blocks = len(linears.blocks)
 

@@ -64,7 +64,7 @@ class Method(Protocol):
         ...
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
-        """Train with one of the candidates. `seed` determines all random numbers. The data must fit the budget."""
+        """Train with one of the candidates. Return data that fit the budget. `seed` determines all random numbers."""
         ...
 
     def load(self, data: bytes, task: Task) -> Net:
@@ -147,7 +147,7 @@ def restore(module: nn.Module, state: Params) -> nn.Module:
 
 
 def largest(fits: Callable[[int], bool], limit: int = 1 << 20) -> int:
-    """Find the largest n up to `limit` for which `fits(n)` is True, or 0. `fits` must be False above some n."""
+    """Find the largest n up to `limit` for which `fits(n)` is True, or 0. `fits` must be False for all larger n."""
     high = 1
     while high < limit and fits(high):
         high *= 2
@@ -164,7 +164,7 @@ def of_widths(problem: Problem, factors: Sequence[float]) -> dict[float, PNet]:
 
 
 def narrow_pnets(task: Task, fits: Callable[[PNet], bool]) -> list[PNet]:
-    """Find the widest p-net that fits, up to 4 times the width. For MLPs, find one net for 0, 1 and 2 hidden layers."""
+    """Find the widest p-net that fits, up to 4 times the width. For MLPs, find three: with 0, 1 and 2 hidden layers."""
     if task.pnet.name == "mlp":
 
         def of(depth: int, width: int) -> PNet:

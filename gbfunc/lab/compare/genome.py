@@ -52,9 +52,9 @@ class GenomeOf:
     def candidates(self, problem: Problem) -> list[Settings]:
         """Combine p-nets of several widths with learning rates.
 
-        Half and a quarter of the width are tried only if direct parameters take more than a third of the budget before.
-        For large budgets, twice the width is tried. Then the p-net's own width is left out if its genome has more than
-        half as many parameters as the p-net.
+        A half and a quarter of the width are tried only if the direct parameters of the previous width take more than a
+        third of the budget. For large budgets, twice the width is tried. Then the normal width is left out if its
+        genome has more than half as many parameters as the p-net.
         """
         found: list[Settings] = []
         full, pnets = True, base.of_widths(problem, (1, 1 / 2, 1 / 4))
@@ -77,7 +77,7 @@ class GenomeOf:
         return found
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
-        """Train the genome by Adam with the recipe's betas. For intN, train with rounded numbers in the last sixth."""
+        """Train the genome by Adam with the recipe's betas. For intN, the last sixth of the steps rounds the genome."""
         about = {key: settings[key] for key in settings.keys() & {"pnet"}}
         task, plan = self._plan(problem, about)
         pnet, known, lr = task.build(seed), task.recipe(plan.genome_params), settings["lr"]

@@ -26,7 +26,7 @@ from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet, check_reads, f
 class Normalizer(nn.Module):
     """Scales each observed number to mean 0 and deviation 1, and clips it to -10 to 10: [B, O] -> [B, O].
 
-    The running mean and variance are buffers. In training mode, the outputs of a batch are computed before its update.
+    The running mean and variance are buffers. In training mode, they are updated after a batch's outputs are computed.
     """
 
     mean: Tensor

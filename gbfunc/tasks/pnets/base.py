@@ -125,7 +125,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class AtMost(TorchDispatchMode):
-    """A context that raises `ValueError` before its operations create over `numbers` tensor entries, views included."""
+    """A context that raises `ValueError` before all tensors created in it have over `numbers` entries in total."""
 
     def __init__(self, numbers: int) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ def is_import_path(name: str) -> bool:
 
 
 def import_factory(path: str, returns: str) -> Callable[..., Any]:
-    """Import the function `package.module:name`, also from the working folder. `returns` is for the error's text."""
+    """Import the function `package.module:name`, also from the working folder. Errors say what it `returns`."""
     # Search the working folder, as `python -m` does. A console script does not.
     sys.path.insert(0, folder := os.getcwd())
     try:

