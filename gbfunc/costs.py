@@ -25,10 +25,7 @@ def product_flops(rows: int, cols: int, k: int) -> float:
 
 
 def generation_flops(rows: int, cols: int, params: int, k: int = 0) -> float:
-    """Count the operations to generate a tile by a g-net with `params` parameters.
-
-    The g-net is evaluated once per weight; if k > 0, once per row and per column, with a product of factors of rank k.
-    """
+    """Count the operations of a g-net: `params` per weight, or with k > 0 per row and per column, plus a product."""
     return 6.0 * (rows + cols if k else rows * cols) * params + product_flops(rows, cols, k)
 
 
@@ -53,10 +50,7 @@ def thin_flops(
 
 
 def missing_ranks(tile_rows: int, k: int) -> int:
-    """Return the least m for which `tile_rows * (k + m)` is a multiple of 16.
-
-    This product is the number of filters of one column of tiles, if a convolution is computed with factors.
-    """
+    """Return the least m for which `tile_rows * (k + m)`, a number of filters, is a multiple of 16."""
     return -k % (_CHANNELS // math.gcd(tile_rows, _CHANNELS))
 
 

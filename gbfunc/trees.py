@@ -33,7 +33,6 @@ def differentiable(dtype: torch.dtype) -> bool:
 
 
 def spec_of(x: Tensor) -> TensorSpec:
-    """Return the properties of a tensor."""
     return TensorSpec(tuple(x.shape), x.dtype, x.device)
 
 
@@ -153,7 +152,7 @@ def tree_leaves(tree: Any, path: str = "tree", *, packed: bool = False) -> list[
     """Return pairs of a Python expression and a leaf, such as `("batch['x'][0]", tensor)`, for all leaves of a tree.
 
     `path` is the expression for the tree itself. Mappings of any type are entered. With `packed`, a `PackedSequence` is
-    a leaf.
+    one leaf.
     """
     import optree  # Imported here, as in `tree_map`
 

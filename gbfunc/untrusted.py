@@ -35,10 +35,7 @@ _HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0
 
 @contextmanager
 def one_error(path: str | os.PathLike[str], what: str) -> Iterator[None]:
-    """Return a context that converts any error of a decoder to a `ValueError` of one line.
-
-    The message names the file and `what` was expected. A missing file raises `FileNotFoundError`, also of one line.
-    """
+    """Convert any error in the context to a `ValueError` (or FileNotFoundError) of one line that names the file."""
     try:
         yield
     except FileNotFoundError:

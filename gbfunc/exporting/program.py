@@ -69,7 +69,7 @@ def _has_rows(x: Any) -> bool:
 
 
 def is_text(x: Any) -> bool:
-    """Return True for integers or a mask [batch, length]. Length 2 is too short: torch would fix 1 token after it."""
+    """Return True for integers [batch, length > 2]. Of length 2, `shorter` leaves 1, which torch never varies."""
     return isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point() and x.shape[1] > 2
 
 
@@ -82,10 +82,7 @@ class Traced(NamedTuple):
 
 
 def trace(net: nn.Module, inputs: Inputs, dynamic_shapes: Any) -> Traced:
-    """Trace a network's call. The graph does not contain positions in the source code.
-
-    Raises `ValueError` if `torch.export` cannot trace the call, and `ImportError` if torch is older than 2.6.
-    """
+    """Trace a network's call, without positions in the source code; ValueError if `torch.export` cannot trace it."""
     from torch.export import Dim, export
 
     if torch.__version__ < "2.6":
@@ -101,8 +98,7 @@ def trace(net: nn.Module, inputs: Inputs, dynamic_shapes: Any) -> Traced:
     buffers = [(*name.rpartition(".")[::2], x) for name, x in net.named_buffers(remove_duplicate=False)]
     values = {id(x): x.clone() for *_, x in buffers}
     try:
-        # Call the p-net once before tracing, because some p-nets fill caches in their first call. Then restore the
-        # buffers, which the call may have changed.
+        # Call the p-net before tracing, because some p-nets fill caches. Then restore buffers that the call changed.
         with torch.no_grad():
             outputs = net(*args, **kwargs)
         for path, name, x in buffers:

@@ -17,8 +17,7 @@ _MOST = 2_953
 def write_qr(path: str | os.PathLike[str], genome: bytes, page: str) -> None:
     """Write the QR code of the address `PAGE#GENOME` to a PNG or SVG file, depending on the suffix of the path.
 
-    Raises `ImportError` if segno is missing, and `ValueError` if the genome is too large, or the address or the suffix
-    is wrong.
+    Raises `ImportError` if segno is missing, and `ValueError` for a wrong address or suffix, or too large a genome.
     """
     place = Path(path)
     if place.suffix.lower() not in (".png", ".svg"):

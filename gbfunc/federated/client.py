@@ -47,8 +47,7 @@ def client_app(
     The server's message sets the learning rate and the dtype of the reply (see `GenomeStrategy`). If the dtype is
     float32, the reply is the trained genome, as all strategies and differential privacy of Flower expect. For a
     narrower dtype, the reply is the update (the trained genome minus the received genome), rounded to this dtype. The
-    rounding error is stored in the node's `context.state` and added to the next update (error feedback; Seide et al.,
-    2014).
+    rounding error is stored in `context.state` and added to the next update (error feedback; Seide et al., 2014).
 
     Args:
         plan: the plan, which must be the server's plan.

@@ -270,10 +270,7 @@ class GenomeStrategy(Strategy):
         return _Reply(message, metrics, update)
 
     def _bound_replies(self, read: Mapping[int, _Reply]) -> tuple[float, dict[int, str]]:
-        """Reduce updates and numbers of examples to the bound, and add the genome to updates.
-
-        Return the median norm, and what was reduced by number of the node.
-        """
+        """Reduce updates and numbers of examples to the bound; return the median norm, and what was reduced."""
         norms = {node: float(np.linalg.norm(reply.update.astype(np.float64))) for node, reply in read.items()}
         norm, weight = _median(norms.values()), _median(reply.metrics[EXAMPLES] for reply in read.values())
         if len(norms) == 1:

@@ -54,7 +54,7 @@ _CODES = dict(zip(DTYPES, ("I64", "F64", "C64", "F32", "I32", "BF16", "F16", "I1
 
 
 def stored_leaves(leaves: TensorMap, dtype: str | None, narrow: bool = True) -> Params:
-    """Converts leaves to their dtypes in a file; omits leaves that are stored as codes; ValueError for too many."""
+    """Converts leaves to their dtypes in a file, and omits leaves that are stored as codes."""
     check_most("the genome", len(leaves), "leaves", "mostLeaves")
     dtypes = {name: stored_dtype(name, x, dtype, narrow) for name, x in leaves.items()}
     return {name: x.to(dtypes[name]) for name, x in leaves.items() if dtypes[name] is not None}
@@ -69,10 +69,7 @@ def names_by_dtype(stored: TensorMap) -> dict[str, list[str]]:
 
 
 def file_header(plan_json: str, leaves: TensorMap, stored: TensorMap, digest: str = "0" * 64) -> bytes:
-    """Builds the bytes before the data. `leaves` have the dtypes of the plan, and `stored` the dtypes in the file.
-
-    The header names the dtype of narrowed leaves, if there are any. Raises `ValueError` if the plan is too large.
-    """
+    """Builds the bytes before the data. `leaves` have the dtypes of the plan, and `stored` the dtypes in the file."""
     narrowed = {dtype_name(x.dtype) for k, x in stored.items() if x.dtype != leaves[k].dtype}
     about = {"numbers": narrowed.pop()} if narrowed else {}
     metadata = {"format": FORMAT, **about, "plan": pack_plan(plan_json), "sha256": digest}
@@ -100,10 +97,7 @@ def pack_plan(text: str) -> str:
 
 
 def deflate(text: str) -> bytes:
-    """Packs a plan's JSON into a raw deflate stream; raises ValueError if the plan is larger than a file may hold.
-
-    The stream marks its own end. Versions of zlib make different streams, and every version can unpack all of them.
-    """
+    """Packs a plan's JSON into a raw deflate stream, which marks its own end; ValueError if the plan is too large."""
     _check_size(data := text.encode())
     check_limits(json.loads(text))
     packer = zlib.compressobj(9, zlib.DEFLATED, -15, 9, zdict=DOCUMENTS)

@@ -47,7 +47,7 @@ def sibling(name: str, kind: str) -> str:
 
 
 def codable(plan: Any, leaves: TensorMap) -> bool:
-    """Returns True if there are running statistics, and none has a nonfinite or extreme value, which no step fits."""
+    """Returns True if there are running statistics and all can be stored, because none is nonfinite or extreme."""
     names = statistics_of(plan)
     if not names or not leaves.keys() >= {*names}:
         return False

@@ -46,7 +46,7 @@ def _width_and_bits(found: Quantised) -> tuple[int, float]:
 
 @lru_cache(maxsize=1)
 def _table() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Returns the bits of each integer from 0 on [widths, integers], and the number of integers per width [widths]."""
+    """Returns the bits that an integer takes at a width [widths, integers], and how many integers a width has."""
     rows = [geometric_bits(int(width), LARGEST) for width in _WIDTHS]
     return np.stack([np.pad(row, (0, LARGEST + 1 - len(row))) for row in rows]), np.array([*map(len, rows)])
 
@@ -151,7 +151,7 @@ def _tables(found: Quantised, width: int) -> tuple[NDArray[np.int64], list[list[
 
 
 def _header(numbers: list[int], least: int, most: int) -> list[Entry]:
-    """Encodes integers from `least` to `most` as their median, and differences from it after the width of these."""
+    """Encodes integers from `least` to `most`: the median, the width of the differences, and the differences."""
     median = sorted(numbers)[len(numbers) // 2] if numbers else 0
     counts = np.bincount([abs(n - median) for n in numbers], minlength=1)
     width = int(_WIDTHS[np.argmin(_bits(counts))])

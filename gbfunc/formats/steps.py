@@ -156,7 +156,7 @@ class Quantised(NamedTuple):
 
 @lru_cache(maxsize=16)
 def parts_of(plan: Any, statistics: bool = True) -> tuple[Part, ...]:
-    """Lists the parts of trained leaves and statistics; each part follows the parts that it depends on."""
+    """Lists the parts of trained leaves and running statistics; a part follows all parts that it depends on."""
     found, means = [], cache(_mean_squares)
     for e in plan.ensembles:
         for name, leaf in e.leaves.items():
@@ -235,7 +235,7 @@ class Past(NamedTuple):
             return shifts, torch.ones((1,) * ndim, dtype=torch.bool, device=device)
         gain_TH = self.gains[part.gain_key]
         shape = (part.shape[0], *(1,) * (ndim - 2), part.shape[-1])
-        # The exponent of the square is 2 log2 |gain|, rounded down, plus 1.
+        # `frexp` returns the exponent of the square: 2 log2 |gain|, rounded down, plus 1.
         return shifts + torch.frexp(gain_TH * gain_TH).exponent.long().reshape(shape), (gain_TH != 0).reshape(shape)
 
     def zeros(self, part: Part, index: int, device: Any) -> Quantised:
@@ -264,7 +264,7 @@ class Past(NamedTuple):
 
 
 def quantise(plan: Any, leaves: TensorMap, steps: Steps) -> Iterator[tuple[Quantised, Tensor]]:
-    """Quantises every part on the device of the leaves; skips statistics that `leaves` lacks."""
+    """Quantises every part on the device of the leaves; skips running statistics that `leaves` does not have."""
     parts = [part for part in parts_of(plan, steps.statistics) if part.leaf in leaves or not part.statistic]
     past = Past({}, {})
     for part, index in zip(parts, steps.of_parts(parts), strict=True):

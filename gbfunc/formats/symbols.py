@@ -98,7 +98,7 @@ def join(entries: list[Entry]) -> bytes:
 def most_runs_bytes(bits: float, symbols: int, runs: int) -> int:
     """Returns an upper bound for the bytes of `runs` runs, whose `symbols` symbols take `bits` bits in total."""
     pieces = -(-(symbols + runs) // PIECE)
-    # Each integer may take as many additional bits as the largest sum of frequencies has: less than 3 bytes.
+    # Rounding adds at most as many bits to an integer as the largest sum of frequencies has: less than 3 bytes.
     return math.ceil((bits + 4 * runs) / 8) + 3 * pieces + 2 * max(0, pieces - 1)
 
 

@@ -1,4 +1,4 @@
-"""The contract of a hypernetwork: a static description with a pure `init` and a pure `apply`.
+"""The contract of a hypernetwork: an immutable description with pure functions `init` and `apply`.
 
 Suffixes: T tiles, G groups of tiles, r rows and c columns of a tile, p and q widths of their codes, H features.
 """

@@ -26,7 +26,7 @@ def is_exporting() -> bool:
 
 
 class Constants(NamedTuple):
-    """What a stack of g-nets needs besides trained leaves: hypernetwork, codes, scales and groups."""
+    """The inputs of a stack of g-nets that are not trained: hypernetwork, codes, scales and groups."""
 
     hypernet: Hypernet
     dims: TileDims

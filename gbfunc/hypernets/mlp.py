@@ -39,8 +39,7 @@ class GNet(Hypernet):
     """An MLP of any depth that maps the codes of a weight to the weight, as in torchGB and the paper.
 
     Args:
-        hidden: widths of the hidden layers. None is one hidden layer, whose width the plan chooses (32 if there is no
-            size target).
+        hidden: widths of the hidden layers. None is one layer, whose width the plan chooses (32 without a size target).
         activation: `"relu"`, `"tanh"`, `"gelu"` or `"sin"`.
 
     Raises:
@@ -68,7 +67,7 @@ class GNet(Hypernet):
 
     @property
     def spreads(self) -> bool:
-        # Units that are nearly linear in the codes add little to a tile's rank. Sines add much.
+        # An activation such as ReLU, which bends once, adds little to a tile's rank. A sine adds much.
         return self.activation != "sin"
 
     def with_size(self, size: int) -> Hypernet:

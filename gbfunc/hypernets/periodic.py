@@ -77,10 +77,7 @@ class Periodic(Waves):
     cosine_first: ClassVar[bool] = True
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
-        """Return code weights [width of the code, features] for rows and for columns, and one-dimensional leaves.
-
-        These are the phases and amplitudes of the features, or the coefficients s and t if matrices share code weights.
-        """
+        """Return code weights [code width, features], and phases and amplitudes, or s and t if matrices share them."""
         h, codes = self.known_size, self._code_weights(dims)
         coefficient = Leaf((h,), "linear", std=math.sqrt((1 if self.shares else 2) / h))
         if self.shares:

@@ -80,7 +80,7 @@ def find_blocks(pnet: nn.Module, stages: int, splits: Sequence[str] | None = Non
 
 
 def balanced_stages(costs: Sequence[float], stages: int) -> tuple[int, ...]:
-    """Divide blocks into stages with the smallest possible largest cost. Return each first block, and the block count.
+    """Divide blocks into stages so that the largest cost of a stage is minimal; return the bounds of the stages.
 
     >>> balanced_stages([1, 1, 1, 5], 2)
     (0, 3, 4)

@@ -52,8 +52,8 @@ def text_of(options: Any) -> str:
     """Write options as JSON for `check_equal`; equal options give equal texts in all processes.
 
     Dataclasses, mappings, sequences, partial functions and styles of tensor parallelism are written with their content.
-    A tensor is written as its hash, and a function as its name. Of all other objects only the class is written, because
-    their text may have an address in memory or a device, which differ between ranks.
+    A tensor is written as its hash, a function as its name, and any other object as its class: the object's own text
+    may contain an address in memory or a device, which differ between ranks.
 
     >>> text_of({"clip_norm": 0.5, "amp": torch.bfloat16, "classes": [torch.nn.Linear]})
     '{"amp": "torch.bfloat16", "classes": ["torch.nn.modules.linear.Linear"], "clip_norm": 0.5}'

@@ -2,8 +2,7 @@
 
 A gather stacks the rows of all ranks. A reduce-scatter sums over ranks, and every rank gets some rows of the sum. The
 backward of a gather is a reduce-scatter, and vice versa. Ranks may have different numbers of rows, also none, which are
-sent without padding. One autograd node exchanges many tensors in the same order on all ranks, and supports `vmap` and
-double backward.
+sent without padding. One autograd node exchanges many tensors, in one order on all ranks, for any order of derivatives.
 
 On gloo, ranks exchange point-to-point messages, because gloo's reduce-scatter sends twice the bytes. Compiled graphs
 instead use gloo's all-to-all, which takes twice the time.

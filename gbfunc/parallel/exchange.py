@@ -1,4 +1,4 @@
-"""What ranks exchange in a training step: generated tiles, sums of gradients, and full states of the training.
+"""Exchanges between ranks in a training step: generated tiles, sums of gradients, and full states of the training.
 
 The loss is the mean over the global batch. A mean over ranks is `sum_i n_i x_i / sum_i n_i`, for rank i with n_i rows.
 """
@@ -35,10 +35,7 @@ class Gather(NamedTuple):
     counts: bool = True
 
     def no_tiles(self, e: Ensemble, leaves: Params) -> Tensor | Factors:
-        """Return zero tiles, or factors of zero tiles, for a rank that has no tiles of an ensemble.
-
-        The result is connected to the leaves in the graph, so that this rank's backward also runs the collectives.
-        """
+        """Return an empty stack of tiles or factors, connected to the leaves: backward must run the collectives."""
         anchor = next(iter(leaves.values())).reshape(-1)[:0].sum()
         rows, cols, *_ = e.dims
         if self.layout.as_factors(e):
@@ -80,15 +77,11 @@ def reduce_step(
 ) -> tuple[Tensor, Any, Params, Params, Tensor, Entries]:
     """Average the results of a step over the global batch, in one all-reduce, or in two if leaves are split.
 
-    Args:
-        layout: the placement of the genome.
-        rows: the number of rows of this rank.
-        loss: the mean loss of these rows.
-        aux: other outputs of the loss function. Numbers and scalar tensors are averaged; this rank keeps other values.
-        gradients: gradients of `rows` times the loss. Those of split leaves are already summed over the g-net axis.
-        buffers: the buffers after the step.
-        before: the values before the step of buffers to average, equal on all ranks.
-        agreed: the entries of aux in the previous step. If a rank has other entries, all ranks compare their entries.
+    `loss`, `aux` and `buffers` are the results of this rank's `rows`. `gradients` are gradients of `rows` times the
+    loss; gradients of split leaves are already summed over the g-net axis. Numbers and scalar tensors in `aux` are
+    averaged; a rank keeps its own other values. `before` has the buffers to average as they were before the step, equal
+    on all ranks. `agreed` are the entries of aux in the previous step. If a rank has different entries, all ranks
+    compare their entries.
 
     Returns:
         Loss, aux, gradients, buffers, the norm of the full gradient, and the entries of aux.
@@ -168,7 +161,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _sum_flat(layout: Layout, tensors: list[Tensor], axis: AxisName) -> list[Tensor]:
-    """Sum tensors over the ranks of an axis: send one vector in the widest dtype, and return the tensors' dtypes."""
+    """Sum tensors over the ranks of an axis, as one vector in the widest dtype. The sums have the tensors' dtypes."""
     if layout.mesh.axis(axis).size == 1:
         return tensors
     real = [torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach() for x in tensors]

@@ -187,8 +187,7 @@ def mesh(
 
     Args:
         data: number of ranks over which the batch is split and the genome is replicated.
-        gnets: number of ranks over which the batch is split and the genome can be sharded. None divides the number of
-            all ranks by the sizes of the other axes.
+        gnets: number of ranks over which the batch is split and the genome can be sharded; None: all remaining ranks.
         device: `"cpu"`, `"cuda"` (the GPU with the number `LOCAL_RANK`), or any device.
         pipeline: number of ranks over which the blocks of the p-net are split.
         tensor: number of ranks over which layers are split (see `make_train_step(parallel=)`).

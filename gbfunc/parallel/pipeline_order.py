@@ -1,7 +1,7 @@
 """The orders in which ranks of a pipeline compute stages and microbatches, from `torch.distributed.pipelining`.
 
-Stages are numbered along the p-net. Of R ranks, rank r has stage r in the orders `gpipe` and `1f1b`, stages r and R + r
-in the order `interleaved`, and stages r and 2 R - 1 - r in the order `zbv`.
+Stages are numbered along the p-net. With R ranks, rank r has stage r in the orders `gpipe` and `1f1b`, stages r and
+R + r in the order `interleaved`, and stages r and 2 R - 1 - r in the order `zbv`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def torch_orders(order: str, ranks: int, microbatches: int) -> list[list[tuple[s
 
 @lru_cache(maxsize=4096)
 def in_flight(order: str, rank: int, ranks: int, microbatches: int) -> tuple[tuple[float, ...], ...]:
-    """Return the numbers of microbatches whose activations a rank stores: one per stage, for each time in a step."""
+    """Return how many microbatches' activations a rank stores, per stage, for every state in the course of a step."""
     if order in ("gpipe", "1f1b"):
         return ((microbatches if order == "gpipe" else min(microbatches, ranks - rank),),)
     actions, seen = torch_orders(order, ranks, microbatches)[rank], set[tuple[int, ...]]()

@@ -1,8 +1,8 @@
 """Placements of the genome on a mesh: replicated, or split so that each rank has a range of every ensemble's tiles.
 
-`placement="auto"` chooses the placement with the shortest estimated time for bytes and operations. Of N ranks in all, S
-are along the g-net axis and D along the data axis. The genome has G bytes, the weights have W bytes, and their factors
-have F bytes. In each step, a rank sends these bytes and performs these operations to generate weights:
+`placement="auto"` chooses the placement with the shortest estimated time for bytes and operations. There are N ranks: S
+along the g-net axis and D along the data axis. The genome has G bytes, the weights have W bytes, and their factors have
+F bytes. In each step, a rank sends these bytes and performs these operations to generate weights:
 
 * replicated: 2 (N-1)/N G bytes; all operations;
 * sharded: 2 (S-1)/S W bytes, plus 2 (D-1)/D of the bytes of the rank's part of split leaves, plus 2 (N-1)/N of the
@@ -81,7 +81,7 @@ def tile_shares(plan: Plan, gnets: int) -> dict[str, Sizes]:
 def gather_bytes(
     plan: Plan, gnets: int, placement: Placement, itemsize: int, names: Collection[str] | None = None
 ) -> list[tuple[int, int]]:
-    """Return two numbers per rank: bytes sent to gather the tiles of ensembles (None: all), and their gradients."""
+    """Return two numbers per rank: bytes sent to gather tiles, and to sum their gradients. `names` are ensembles."""
     shares, sent = tile_shares(plan, gnets), [(0, 0)] * gnets
     for e in plan.ensembles:
         if e.leaves and (names is None or e.name in names):
@@ -102,11 +102,7 @@ def shares_of(n_tiles: int, ranks: int, turn: int) -> Sizes:
 
 
 def sent_dtype(plan: Plan, e: Ensemble, as_factors: bool) -> torch.dtype | None:
-    """Return the dtype in which tiles are gathered; None if they are gathered in the plan's dtype.
-
-    Tiles of a narrower tensor are rounded before the gather, unless an offset is added after the gather: the sum would
-    then be rounded twice.
-    """
+    """Return the dtype of the tiles' tensors if tiles can be rounded to it before the gather, otherwise None."""
     narrow = {DTYPES[plan.tensors[p.tensor].dtype] for p in e.spans}
     added = any(p.slot.offset for p in e.spans)
     if as_factors or added or len(narrow) > 1 or next(iter(narrow)).itemsize >= plan.dtype.itemsize:

@@ -1,9 +1,8 @@
 """The planner: estimates the memory, the bytes sent and the time of a step for every layout of ranks.
 
 The time is a sum: operations / flops, bytes read and written / bandwidth, bytes sent / link, a constant per operator
-and per message, and the idle time of the pipeline. Backward has twice the operations of forward. Computation and
-messages are assumed not to overlap.
-`gbfunc.parallel.dry_run` measures the costs of every block.
+and per message, and the idle time of the pipeline. Backward has twice the operations of forward. No message is sent
+during a computation. `gbfunc.parallel.dry_run` measures the costs of every block.
 """
 
 from __future__ import annotations
@@ -88,10 +87,7 @@ class ParallelPlan(NamedTuple):
     dense_sent: float  # Bytes that a rank sends in a step with FSDP
 
     def report(self, most: int = 20) -> str:
-        """Return a table of the fastest layouts, the reasons against refused layouts, and the costs with FSDP.
-
-        The last column of the table has the options of `gbfunc train` for the layout.
-        """
+        """Return a table of the fastest layouts with options of `gbfunc train`, refused layouts, and FSDP's costs."""
         lines = [f"{'seconds':>9}{'bubble':>8}{'memory':>9}{'sent':>9}  options"] if self.fits else []
         for p in self.fits[:most]:
             sizes = f"{_size(p.peak):>9}{_size(sum(p.sent.values())):>9}"

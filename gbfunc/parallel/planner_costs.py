@@ -124,8 +124,7 @@ class Model:
                 sizes = sizes | {"data": shards, "pipeline": pipeline}
                 for schedule in SCHEDULES if pipeline > 1 else (None,):
                     tried = [microbatches] if microbatches else [pipeline * 2**i for i in range(4 if schedule else 8)]
-                    # Microbatches of different sizes need several ranks and no pipeline. The interleaved schedule
-                    # needs rounds of equal length.
+                    # Unequal microbatches need several ranks and no pipeline. Interleaved rounds have equal lengths.
                     uneven = schedule is None and ranks > 1
                     numbers = [m for m in tried if pipeline <= m <= rows and (uneven or rows % m == 0)]
                     numbers = [m for m in numbers if schedule != "interleaved" or m % (m // pipeline) == 0]
@@ -190,10 +189,7 @@ class Model:
         return balanced_stages(self._chain.flops, n) if self.blocks else (0, 0)
 
     def crossing(self, n: int) -> list[float]:
-        """Return the bytes per row of the batch that each of n stages receives; a last entry 0 follows these n.
-
-        Raises ValueError if a value between two stages cannot be sent.
-        """
+        """Return n + 1 numbers: the bytes per row that each of n stages receives, and a last 0, for the loss."""
         parcels = [Parcel(crossing(self._chain, self.starts(n), stage)) for stage in range(n)]
         return [*(parcel.like.nbytes / _TRACED_ROWS for parcel in parcels), 0.0]
 

@@ -262,10 +262,7 @@ class TensorParallel:
                     )
 
     def place(self, tensors: Params) -> Params:
-        """Convert generated tensors to the tensors that the skeleton takes: pieces become DTensors.
-
-        The genome's gradient is summed over ranks, so gradients of replicated tensors are divided by the rank count.
-        """
+        """Make DTensors of pieces. Divide gradients of replicated tensors by the rank count, because ranks sum them."""
         placed = dict(tensors)
         for name, x in tensors.items():
             weight, _, key = name.rpartition("_form.")

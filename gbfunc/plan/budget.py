@@ -70,10 +70,7 @@ class Unit:
         return grid.n_tiles * (self.count * a_tile + (1 if self.hypernet.shares else self.count) * a_group)
 
     def largest(self, cut: tuple[int, int], budget: float) -> int:
-        """Return the largest size for which the slots have at most `budget` parameters, and no more than weights.
-
-        The size is at most the type's `max_size`, and at least 1.
-        """
+        """Return the largest size within `max_size` for which the slots have at most `budget` parameters, or 1."""
         if self.fixed:
             return 1
         limit = self.hypernet.max_size(self.tiling(cut)[1]) or self.numel

@@ -138,8 +138,7 @@ def make_plan(
     name = "" if genome_bytes is None else stored_as("float16" if stored is None else stored, "stored")
 
     def build(params: int | None, squeezed: int = 0) -> Plan:
-        # If the target is too small, try again: `squeezed=1` generates vectors, and `squeezed=2` also gives embeddings
-        # rank 1.
+        # If the target is too small: `squeezed=1` generates vectors, and `squeezed=2` also gives embeddings rank 1.
         share, fresh = 0.0 if squeezed else _DIRECT_SHARE, [replace(c) for c in choices]
         if params is not None:
             if targets is None:
@@ -220,14 +219,12 @@ def _plan_for_bytes(build: Callable[[int], Plan], limit: int, total: int, stored
             guess = (low + high) // 2
     if best is not None:
         return best
-    # Try several numbers of parameters. Fewer parameters can need more bytes in a file: if a short vector is generated,
-    # the text of its plan is longer than the vector.
+    # Try several sizes: a genome that generates short vectors has fewer parameters, but a longer text of the plan.
     least, _ = nearest(1)
     smallest = min((build(max(1, round(rung * least))) for rung in _LADDER), key=size_of)
     if (size := size_of(smallest)) <= limit:
         return smallest
-    # A file contains the target as text. Increase the size that the error will name, if a target of this size does not
-    # leave room for its own digits.
+    # A file contains its target as text: increase the size that the error names until the target's digits fit in.
     while (named := size_of(replace(smallest, target=f"at most {size:,} bytes"))) > size:
         size = named
     raise ValueError(

@@ -29,8 +29,7 @@ class TileSpan(NamedTuple):
 class Ensemble:
     """All g-nets with equal hypernetwork, size, tile shape and code widths. Their leaves are stacked for one vmap call.
 
-    `name` is the ensemble's name in the genome. `spans` are the matrices that the ensemble generates, in the order of
-    the tiles.
+    `name` is the ensemble's name in the genome. `spans` are the matrices that it generates, in the order of the tiles.
     """
 
     name: str

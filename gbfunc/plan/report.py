@@ -63,10 +63,7 @@ def report(plan: Any, dtype: Stored | None, genome: GenomeLike | None, metadata:
 
 
 def _poor(plan: Any) -> list[str]:
-    """List large tensors that would learn poorly, because a tile of their type has a low rank and they have few tiles.
-
-    The thresholds were measured: notebooks/results/types.md.
-    """
+    """List large tensors with too few tiles of low rank to learn well (measured: notebooks/results/types.md)."""
     return [
         f"{t.name} ({slot.hypernet.type}, {slot.grid.n_tiles} tile{'s' * (slot.grid.n_tiles > 1)})"
         for t in plan.tensors

@@ -138,8 +138,7 @@ def choose(
 ) -> tuple[list[Candidate], dict[str, str]]:
     """Choose the kind and hypernetwork of parameters. `exclude` overrides `rules`, and `rules` override all else.
 
-    With a base, only changed and new parameters are returned. The second result is `{layer: reason}` for layers that
-    cannot have a delta.
+    With a base, returns only changed and new parameters, and `{layer: reason}` for layers that cannot have a delta.
     """
     infos = parameter_infos(pnet) if targets is None else targets.infos
     # If some parameters require grad, parameters that do not require grad keep their values.

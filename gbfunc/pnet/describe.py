@@ -131,10 +131,7 @@ def _overlap(x: Tensor, y: Tensor) -> bool:
 
 
 def eval_mode_warning(pnet: nn.Module) -> str | None:
-    """Return a warning if all dropout layers and norms with running statistics are in eval mode.
-
-    Return None if a layer of this kind is in training mode: batch norms may be frozen on purpose.
-    """
+    """Return a warning if all dropout layers and norms with running statistics are in eval mode, otherwise None."""
     layers = [module for module in pnet.modules() if _trains_otherwise(module)]
     if not layers or any(module.training for module in layers):
         return None

@@ -50,7 +50,7 @@ class Checkpointer:
     Args:
         folder: the folder; created if it does not exist.
         train_step: the training step.
-        keep: number of checkpoints to keep. After a checkpoint is on disk, older checkpoints of earlier steps are
+        keep: number of checkpoints to keep. After a checkpoint is written, the oldest checkpoints of earlier steps are
             removed. Checkpoints of later steps are never removed.
 
     Raises:
@@ -119,7 +119,7 @@ class Checkpointer:
             raise failure
 
     def wait(self) -> Path | None:
-        """Waits until the last checkpoint is written and returns its file; None on ranks except rank 0.
+        """Waits until the last checkpoint is written. Returns its file on rank 0, otherwise None.
 
         Raises:
             OSError: if the checkpoint could not be written. Earlier checkpoints are intact.
@@ -236,11 +236,10 @@ def _restore(
                     raise
                 skipped.append(f"{file.name}: {error}")
                 continue
-            # Raise an error for an intact checkpoint of another training. If training started anew instead, the folder
-            # would have checkpoints of two trainings.
+            # Raise an error for an intact checkpoint of a different training: a folder must not mix two trainings.
             if metadata.get("format") != _FORMAT:
                 raise ValueError(f"its format must be {_FORMAT!r}, got {metadata.get('format')!r}: update gbfunc")
-            # Unset `object_pairs_hook`, which would take precedence over `object_hook`.
+            # Unset the `object_pairs_hook` of `parse_json`: with both hooks, `json.loads` ignores `object_hook`.
             hooks = {"object_hook": partial(unpack_values, tensors), "object_pairs_hook": None}
             extra = _object(metadata, "extra", parse_constant=float, parse_float=float, **hooks)
             check(extra)
@@ -302,7 +301,7 @@ def _described(x: Any, step: int) -> str:
         return text_of(float(x) if isinstance(x, int) and not isinstance(x, bool) else x)
     rate: Callable[[int], Any] = x
     values = []
-    with contextlib.suppress(Exception):  # A schedule may end before these steps, which reach a million
+    with contextlib.suppress(Exception):  # A schedule may raise after its last step
         for n in sorted({round(1.03**i) - 1 for i in range(468)}):
             values.append(f"{rate(n):.6g}")
     digest = hashlib.sha256(" ".join(values).encode()).hexdigest()[:8]

@@ -109,10 +109,7 @@ def _source(name: str) -> str:
 
 
 def layers_in_a_row(pnet: nn.Module) -> list[Layer]:
-    """Describe the layers of an `nn.Sequential` in evaluation mode; entries may be `nn.Sequential` modules again.
-
-    Raises `ValueError` for any other p-net, and for a layer whose class is not in `_LAYERS`.
-    """
+    """Describe the layers of an `nn.Sequential` (also nested) in evaluation mode; ValueError for any other p-net."""
     return list(_walk(pnet, "", {module: name for name, module in pnet.named_modules()}))
 
 

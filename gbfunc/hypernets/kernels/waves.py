@@ -97,10 +97,7 @@ def period_of(codes_Unp: Tensor) -> int:
 
 
 def have_memory(tensors: Iterable[Tensor]) -> bool:
-    """Return whether compiled code can read the tensors' memory.
-
-    The result is False for meta tensors, fake tensors, tensors inside `vmap`, and subclasses of Tensor.
-    """
+    """Return whether compiled code can read the tensors: not meta, fake or subclass tensors, nor inside `vmap`."""
     try:
         for x in tensors:
             if type(x) not in (Tensor, nn.Parameter) or x.is_meta:
