@@ -33,6 +33,7 @@ def differentiable(dtype: torch.dtype) -> bool:
 
 
 def spec_of(x: Tensor) -> TensorSpec:
+    """Return the shape, dtype and device of a tensor."""
     return TensorSpec(tuple(x.shape), x.dtype, x.device)
 
 
