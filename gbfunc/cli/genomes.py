@@ -252,7 +252,6 @@ def _images(path: Path, task: Task, said: Mapping[str, Any]) -> Iterator[tuple[s
 
 
 def _numbers(said: Mapping[str, Any], name: str, channels: int) -> NDArray[np.float32]:
-    """Read one number, or one number per channel, from a file's metadata: [1 or C, 1, 1]."""
     value = said.get(name, 255)
     numbers = np.asarray(value, object).ravel().tolist()
     known = all(type(x) in (int, float) and abs(x) < 1e30 for x in numbers)

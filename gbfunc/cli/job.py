@@ -283,7 +283,6 @@ def _encodings(text: str) -> dict[str, Any]:
 
 
 def _described(value: Any) -> Any:
-    """Replace the name of an encoding by `{"type": name}`, also inside of composed encodings."""
     value = {"type": value} if isinstance(value, str) else value
     if not isinstance(value, dict):
         return value
@@ -302,7 +301,6 @@ def _size_of(task: Task, genome: GenomeOptions) -> dict[str, Any]:
 
 
 def _sized_plan(task: Task, pnet: nn.Module, genome: GenomeOptions, stored: str | None, metadata: JSON) -> gb.Plan:
-    """Plan a genome of the size that the options set. A size in bytes includes the file's metadata."""
     size = _size_of(task, genome)
     try:
         if (limit := size.get("genome_bytes")) is None:

@@ -232,8 +232,7 @@ def in_turn(*changes: Augment) -> Augment:
 def hold_out(labels_N: NDArray[np.int64], counts: tuple[int, ...], seed: int) -> tuple[NDArray[np.int64], ...]:
     """Split a data set into disjoint parts with `counts[0]`, `counts[1]`, ... examples, and the remaining examples.
 
-    Return the indices of each part. All parts have the same proportions of classes. The same seed gives the same parts
-    on every machine.
+    Return the indices of each part, with the same proportions of classes. A seed gives the same parts on all machines.
     """
     n = len(labels_N)
     # All versions of numpy draw the same numbers from RandomState. Numbers from Generator may change.

@@ -51,12 +51,11 @@ def images(data_dir: Path | None = None, pretrained: str | None = None, size: in
     """Load pictures from a folder per class, or from CIFAR's files (see `load_cifar`), and scale to `size` x `size`.
 
     `pretrained` is an image classifier (see `pretrained_network`) that gets a new head. The classifier's preprocessor
-    determines the default size and the normalisation. Without a classifier, the default size is 32, and the training
-    pictures determine the normalisation.
+    determines the default size and the normalisation. Without `pretrained`, the default size is 32, and pictures are
+    normalised by the mean and deviation of the training pictures.
 
-    The data folder may have the folders `train` and `test`, `train` and `val`, or all three, with a folder per class
-    in each. If `test` is missing, `val` is the test split. A fixed, stratified tenth of the training pictures replaces
-    a missing split.
+    The data folder may have folders `train` and `test`, `train` and `val`, or all three, each with a folder per class.
+    If only `test` is missing, `val` is the test split. A fixed, stratified tenth of `train` replaces a missing split.
     """
     if size is not None and (type(size) is not int or size < 12):
         raise ValueError(f"size of the images task must be an int >= 12, got {size!r}")

@@ -52,8 +52,7 @@ class Settings:
 class Transitions(NamedTuple):
     """The transitions of a minibatch, or of a rollout from which minibatches are drawn.
 
-    For a network with a memory, B is the number of sequences, and shapes begin with [B, T]. The T steps of a sequence
-    are from the same environment.
+    For a network with a memory, shapes begin with [B, T]: B sequences, each of T steps in one environment.
     """
 
     obs: Tensor  # observations [B, O]

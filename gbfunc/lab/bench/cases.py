@@ -226,9 +226,8 @@ def _case(
     include: tuple[str, ...] = (),
     **options: Any,
 ) -> Case:
-    """Build a case. Periodic g-nets have `h` features. ReLU g-nets have the tiles of published implementations."""
     genes = {"hypernet": gb.periodic(h), "max_tile": tile, "include": include}
-    relu = {"hypernet": gb.gnet((32,)), "max_tile": 100, "include": include}
+    relu = {"hypernet": gb.gnet((32,)), "max_tile": 100, "include": include}  # as in published implementations
     return Case(name, net, batch, tuple(variants), genes, relu, **options)
 
 

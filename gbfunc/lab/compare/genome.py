@@ -109,7 +109,6 @@ class GenomeOf:
         return gb.materialize(plan, genome, pnet.build(0)).eval()
 
     def _plan(self, problem: Problem, about: Mapping[str, Any]) -> tuple[Task, gb.Plan]:
-        """Return the task with the p-net that `about` describes, and the plan of a genome that fills the budget."""
         dtype, task = self.stored or problem.dtype, problem.task.with_pnet(base.pnet_about(about, problem.task))
         # Metadata take the bytes of their JSON, and at most 48 bytes in addition.
         left = problem.budget - (48 + len(json.dumps(about)) if about else 0)

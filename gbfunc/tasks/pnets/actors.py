@@ -94,10 +94,9 @@ def actor_critic(
 ) -> PNet:
     """Describe policy and value networks for a task of control, with `hidden` units per hidden layer.
 
-    With `normalize`, a `Normalizer` scales the observations.
-
-    With `odd`, the policy's hidden biases stay zero in a genome. The outputs are then odd functions of the observation,
-    up to a constant, which suits environments in which left and right are symmetric.
+    With `normalize`, a `Normalizer` scales the observations. With `odd`, the policy's hidden biases stay zero in a
+    genome. The outputs are then odd functions of the observation, up to a constant. Such functions suit environments in
+    which left and right are symmetric.
     """
     check_reads("actor_critic", interface, "observations", 1)
     layers = (*interface.inputs, *hidden, interface.outputs)

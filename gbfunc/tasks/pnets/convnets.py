@@ -78,8 +78,7 @@ class ConvNet(nn.Sequential):
 
 
 def _maps(inputs: Sequence[int]) -> tuple[int, int]:
-    """Return the numbers of rows and columns of an image after two convolutions of 5 x 5 with max pooling."""
-    rows, cols = (((n - 4) // 2 - 4) // 2 for n in inputs[1:])
+    rows, cols = (((n - 4) // 2 - 4) // 2 for n in inputs[1:])  # after two convolutions of 5 x 5 with max pooling
     return rows, cols
 
 

@@ -152,7 +152,6 @@ def _tied(auto: Any, full: Any) -> tuple[PlanOptions, float]:
 
 
 def _check_fields(name: str, config: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for fields that may load code, and for counts that no real network has."""
     # A configuration may be a stranger's. transformers lists all layers and labels: huge numbers would fill the memory.
     for field, value in config.items():
         if field.startswith("_") or field in _CODE or "implementation" in field:
