@@ -45,12 +45,12 @@ class BaseTensors:
             buffers = {k: b.detach().clone() for k, b in pnet.named_buffers() if k not in new}
         state = pnet.state_dict(keep_vars=True)
         self._saved = buffers.keys() & state.keys()
-        # Hash and count weights that quantised layers pack into objects, but do not keep copies of these weights.
+        # Hash and count weights that quantised layers pack into objects. Do not keep copies of packed weights.
         tensors = {id(x) for named in (pnet.parameters(), pnet.buffers()) for x in named}
         packed = {k: x if isinstance(x, tuple) else (x,) for k, x in state.items() if id(x) not in tensors}
         parts = {f"{k}.{i}": x for k, each in packed.items() for i, x in enumerate(each) if isinstance(x, Tensor)}
         self._packed_bytes = sum(x.nbytes for x in parts.values())
-        # Count the weights of layers that do not have their weight as a parameter.
+        # Count the weights of layers whose weight is not a parameter.
         self._hidden = 0
         for _, layer in hidden_layers(pnet):
             own = sum(p.numel() for p in layer.parameters() if p.ndim > 1 and not p.is_floating_point())

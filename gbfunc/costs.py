@@ -37,7 +37,7 @@ def dense_flops(rows: int, cols: int, k: int, batch: int) -> float:
 def thin_flops(
     rows: int, cols: int, k: int, tiles: tuple[int, int], batch: int, parts: tuple[int, int] = (1, 1)
 ) -> float:
-    """Count the operations to apply factors: 6 B k (nr C + nc R), and 15 moves of the thin product [B, nr nc k].
+    """Count the operations to apply factors: 6 B k (nr C + nc R), and 15 moves of the intermediate [B, nr nc k].
 
     `parts` are the numbers of ranks over which the matrix's rows and columns are split. The result is for one rank.
 

@@ -223,7 +223,7 @@ def split_rows(batch: Any, n: int) -> list[Any]:
 
 
 def n_rows(batch: Any) -> int | None:
-    """Return the first dimension of a batch's tensors, None if it has no tensors; ValueError if they differ."""
+    """Return the first dimension of a batch's tensors, None without tensors; ValueError if first dimensions differ."""
     paths = {len(x): path for path, x in tree_leaves(batch, "batch") if isinstance(x, Tensor) and x.ndim}
     if len(paths) > 1:
         got = ", ".join(f"{n} of {path}" for n, path in sorted(paths.items()))

@@ -125,7 +125,7 @@ def _names(outputs: Any) -> list[str]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hide the logs and warnings of torch's exporters: users can do nothing about them."""
+    """Hide the logs and warnings of torch's exporters, which do not help users."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

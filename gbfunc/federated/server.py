@@ -43,8 +43,8 @@ class Round(NamedTuple):
     Attributes:
         round: the number of the round, from 1.
         used: the number of clients whose updates the strategy used.
-        left_out: by number of a node: why its reply was not used in training or evaluation.
-        bounded: by number of a node: which part of its reply was reduced to the bound.
+        left_out: by number of the node, why a reply was not used in training or evaluation.
+        bounded: by number of the node, which part of a reply was reduced to the bound.
         metrics: means over the clients whose updates were used.
         norm: the median norm of updates before the bound. For an even count, the smaller of the middle two norms.
     """
@@ -379,7 +379,7 @@ def _unpacked(text: str, arrays: Mapping[str, NDArray[Any]]) -> Any:
 
 
 def _attributes(strategy: Strategy, prefix: str = "") -> dict[str, Any]:
-    """Return the attributes of a strategy, and of strategies inside it (privacy wraps a strategy), by path."""
+    """Return by path the attributes of a strategy, and of a strategy that it wraps, as strategies for privacy do."""
     found = {f"{prefix}{name}": value for name, value in vars(strategy).items()}
     for at, value in list(found.items()):
         if isinstance(value, Strategy):

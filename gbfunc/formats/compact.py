@@ -43,7 +43,7 @@ HEAD = len(MAGIC) + 1 + 4
 _NARROW, _RUNS, _STATISTICS = 16, 32, 64
 STEPS = 9
 _EMPTY = np.empty(0, np.uint8)
-EXPONENT = 122  # Centre of the exponents of scales: 2^-5
+EXPONENT = 122  # The most likely exponent of a scale, in bfloat16's bits: 2^-5
 _MIDDLE = {bits: np.array([1 << (bits - 1)], np.uint8) for bits in range(2, 9)}
 
 
@@ -59,7 +59,7 @@ class Sizes(NamedTuple):
 def pack(
     document: str, plan: Any, leaves: TensorMap, stored: str | Steps, most: int = MAX_SYMBOLS
 ) -> tuple[bytes, Sizes]:
-    """Packs a document and all leaves of its plan; raises ValueError for numbers that are too large.
+    """Packs a document and the leaves of the document's plan; raises ValueError for numbers that are too large.
 
     At most `most` codes of 2 to 8 bits are stored in runs. More codes are packed, which is faster but takes more bytes.
     """

@@ -105,7 +105,7 @@ def deflate(text: str) -> bytes:
 
 
 def inflate(data: bytes, allowed: Allowed) -> tuple[str, int]:
-    """Returns the text that `deflate` packed, and the number of bytes after the stream; ValueError for other data."""
+    """Returns the text that `deflate` packed, and the number of bytes after the stream; ValueError for invalid data."""
     unpacker = zlib.decompressobj(-15, zdict=DOCUMENTS)
     try:
         text = unpacker.decompress(data, LIMITS["mostPlan"] + 1)

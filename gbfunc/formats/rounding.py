@@ -5,8 +5,8 @@
 Codes are an affine quantisation (B. Jacob et al., 2018). Each block of a leaf has a scale and a zero point. A block
 spans the last dimensions of the leaf, as few as have at least `BLOCK` numbers; a smaller leaf is one block. Zero is
 represented exactly, and rounding twice changes nothing. If leaves are stored in codes, direct vectors (biases, norms)
-are float16, because errors in them matter most. Running means are float16 and running variances bfloat16, unless
-float16 is too coarse for a mean.
+are float16, because errors in biases and norms matter most. Running means are float16 and running variances bfloat16,
+unless float16 is too coarse for a mean.
 
 Suffixes: N blocks, K numbers per block.
 """

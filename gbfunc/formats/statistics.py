@@ -1,7 +1,7 @@
 """Stores running means and variances of norms as integers times quantization steps, like trained numbers (`steps`).
 
 A norm subtracts the mean and divides by the standard deviation sigma. Errors of the mean matter relative to sigma, and
-errors of sigma as a ratio. Therefore a file has a number u instead of a mean or variance, with a step for each:
+errors of sigma as a ratio. Therefore a file has a number u instead of a mean or a variance:
 
     variance   u = ln(variance + 2^-16) / 2
     mean       u = mean / e^u'                 u' is the decoded u of the variance

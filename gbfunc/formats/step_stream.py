@@ -16,7 +16,7 @@ from gbfunc.trees import DIRECT
 from gbfunc.types import Params, TensorMap
 
 _BALANCE = math.log(2) / 12  # One more bit halves the step: `h step^2 / 24` falls by `log(2) / 12 h step^2` per bit.
-_STATISTIC = -32  # Steps of running statistics are at most 2^(-32/8): training cannot correct their rounding
+_STATISTIC = -32  # Steps of running statistics are at most 2^(-32/8), because training cannot correct rounding errors
 _FROZEN_ERROR = 1 / 64  # Largest rounding error of an untrained parameter, relative to its largest number
 _WIDTHS = np.arange(NARROWEST + 1, WIDEST)
 
@@ -141,7 +141,7 @@ def pack_steps(plan: Any, leaves: TensorMap, steps: Steps) -> tuple[bytes, dict[
 
 
 def _tables(found: Quantised, width: int) -> tuple[NDArray[np.int64], list[list[int]]]:
-    """Returns, for each stored integer of a part, the largest integer of its frequency table, and the table."""
+    """Returns a frequency table for every stored integer of a part, after the largest integer of every table."""
     evenly = width == WIDEST
     own = np.array(found.limits, np.int64) if evenly else _width_at(width, _stored(found)[1])
     keys, index = np.unique(own, return_inverse=True)

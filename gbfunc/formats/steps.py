@@ -3,9 +3,9 @@
 A part is the rows of a leaf that belong to one tensor of the p-net. Rounding raises the loss by the sum of
 `h step^2 / 24`, where h is the curvature, estimated by the mean square of the gradient (diagonal of the Fisher
 information). For a given number of bits, the loss is least if `sqrt(h) step` is constant (reverse water-filling:
-T. Cover, J. Thomas, Elements of Information Theory, 10.3.3). A periodic g-net's code weight acts in proportion to the
-amplitude and the coordinate code, so its steps are divided by powers of sqrt(2) that grow with both. Code weights of
-features with amplitude 0 take no bits.
+T. Cover, J. Thomas, Elements of Information Theory, 10.3.3). In a periodic g-net, the effect of a code weight is
+proportional to the amplitude and to the code. Steps of code weights are therefore divided by powers of sqrt(2) that
+grow with amplitude and code. Code weights of features with amplitude 0 take no bits.
 
 The integers of a part are stored as if they had a two-sided geometric distribution (`symbols.geometric`) of one width.
 The gradient of the number of bits is the derivative of an estimate: an integer q takes about `log2(1 + e |q|)` bits.
@@ -38,7 +38,7 @@ from gbfunc.types import DTYPES, Params, TensorMap
 V = TypeVar("V")
 Side = tuple[Encoding, int, int]  # An encoding, the length of its axis, and the length of a tile
 AUTO = "auto"  # Names integers with trained quantization steps among the dtypes of `Stored`
-OCTAVE, LEAST, MOST = 8, -128, 127  # 8 indices double the step; the smallest and the largest index
+OCTAVE, LEAST, MOST = 8, -128, 127  # Number of indices that double the step; the smallest index; the largest index
 LARGEST = 2047  # Largest integer
 _REACH = 400  # `_STEPS` has the indices -400 .. 400
 _AT_ONCE = 1 << 18  # Entries of coordinate codes computed in one call
@@ -226,7 +226,7 @@ class Past(NamedTuple):
     variances: dict[str, Tensor]
 
     def shifts(self, part: Part, device: Any) -> tuple[Tensor, Tensor]:
-        """Computes `shifts` and `mask` of a part (`Quantised`) from the integers of its amplitudes (`Part.gain`)."""
+        """Computes `shifts` and `mask` of a part (`Quantised`) from the integers of the amplitudes (`Part.gain`)."""
         ndim = len(part.shape)
         shifts = torch.zeros((1,) * ndim, dtype=torch.long, device=device)
         if part.finer:
@@ -239,7 +239,7 @@ class Past(NamedTuple):
         return shifts + torch.frexp(gain_TH * gain_TH).exponent.long().reshape(shape), (gain_TH != 0).reshape(shape)
 
     def zeros(self, part: Part, index: int, device: Any) -> Quantised:
-        """Returns a part with all integers 0, and with its steps: the step of `index`, divided by `sqrt(2)^shifts`."""
+        """Returns a part whose integers are 0, and whose steps are the step of `index`, divided by `sqrt(2)^shifts`."""
         shifts, mask = self.shifts(part, device)
         steps = _table(shifts.device)[index - OCTAVE // 2 * shifts + _REACH]
         integers = torch.zeros(part.shape, dtype=torch.float32, device=device)
@@ -254,7 +254,7 @@ class Past(NamedTuple):
         return found._replace(integers=integers), self.add(part, integers, found.steps)
 
     def add(self, part: Part, integers: Tensor, steps: Tensor) -> Tensor:
-        """Records a part and returns the numbers that its integers represent."""
+        """Records the integers of a part and returns the numbers that the integers represent."""
         self.gains[part.leaf, part.first] = integers
         if not part.statistic:
             return integers * steps
@@ -283,7 +283,7 @@ def as_stored(plan: Any, leaves: TensorMap, stored: Stored) -> tuple[Params, Par
     """Rounds leaves and buffers as a file does; backward ignores the rounding.
 
     The second result is the gradient of `rate * bits` with respect to the leaves, {} if the rate is 0. Code weights of
-    a feature with amplitude 0 are not rounded; a file has 0 for them, which gives the same weights of the p-net.
+    a feature with amplitude 0 are not rounded. A file has 0 instead, which does not change the p-net's weights.
     """
     if not isinstance(stored, Steps):
         return rounded(leaves, stored), {}

@@ -7,8 +7,8 @@ Otherwise a value at a distance d from the centre has the frequency `1 + 2^12 * 
 
 The encoder turns symbols into one integer x, which starts at 1, from the last symbol to the first. For a symbol with
 frequency f out of F, and with c the sum of the frequencies of smaller values, it sets `x = x // f * F + c + x % f`. The
-decoder reverses these operations from the first symbol on and ends at 1. Every 2,048 symbols have their own integer,
-little-endian, after two bytes with its length; the last integer has no length.
+decoder reverses the operations from the first symbol on and ends at 1. Every 2,048 symbols have their own integer,
+little-endian, after two bytes with the integer's length; the last integer has no length.
 """
 
 import math
@@ -118,7 +118,7 @@ class Reader:
         return self.read([limits])[0]
 
     def read(self, tables: Sequence[Sequence[int]]) -> list[int]:
-        """Reads one symbol per table; a table has the cumulative frequencies of all values of its symbol."""
+        """Reads one symbol per table. A table has the cumulative frequencies of all values that the symbol can have."""
         found: list[int] = []
         at = 0
         while at < len(tables):
@@ -126,7 +126,7 @@ class Reader:
                 self._open_piece()
             block = tables[at : at + min(_BLOCK, self._in_piece)]
             at, self._in_piece = at + len(block), self._in_piece - len(block)
-            # The symbols of a block depend only on the remainder of x by the product of their totals, a small integer.
+            # The symbols of a block depend only on a small integer: the remainder of x by the product of the totals.
             high, x = divmod(self._x, math.prod([limits[-1] for limits in block]))
             scale = 1
             for limits in block:

@@ -116,8 +116,8 @@ class XOX(_Factored):
 class NewRows(Sized):
     """Trained rows at the end of a base's matrix, such as embeddings of new tokens. The delta of all other rows is 0.
 
-    The new rows are no part of the base, but start at the values that they have in the p-net. The hash that identifies
-    the base does not cover them, so a genome also loads into a base with other values there.
+    The new rows are no part of the base, but start at the values that they have in the p-net. The hash of the base does
+    not cover new rows, so a genome also loads into a base whose new rows have other values.
 
     Args:
         rows: the number of rows.

@@ -146,7 +146,7 @@ def periodic_factors(evaluations: Sequence[Evaluation]) -> list[Factors]:
     leaves = [one.all_leaves() for one in evaluations]
     sides: list[Side] = []
     for (c, *_), own in zip(evaluations, leaves, strict=True):
-        # If codes have width 0, code weights are not in the genome. `all_leaves` makes them per tile, not per group.
+        # If codes have width 0, code weights are not in the genome, and `all_leaves` returns empty ones per tile.
         of_row, of_col = (c.groups if codes.shape[-1] else None for codes in (c.row, c.col))
         phase, sine, cosine = own.get("phase"), own.get("amplitude", own.get("sine")), own.get("cosine")
         scale, first = None if sine is None else c.scale, cast(Waves, c.hypernet).cosine_first

@@ -1,8 +1,8 @@
 """Moves that change the layout of an activation over the ranks of an axis. Backward reverses the change for gradients.
 
 An activation is *replicated* (equal on all ranks), *split* along a dimension, or *partial* (the sum of the ranks'
-tensors). Its gradient has the same layout, with one exception, the layout *partial gradient*: the activation is
-replicated, but every rank uses it to compute a different output, so its gradient is the sum of the ranks' gradients.
+tensors). The gradient has the same layout as the activation. The exception is the layout *partial gradient*: the
+activation is replicated, but ranks compute different outputs from it, so the gradient is the sum over ranks.
 (Megatron-LM: Shoeybi et al., 2019; sequence parallel: Korthikanti et al., 2022.)
 """
 
@@ -53,12 +53,12 @@ class Wire(NamedTuple):
         return sum(sizes[: self.axis.rank])
 
     def move(self, x: Tensor, start: Activation, end: Activation, dim: int = 0, sizes: Sizes = ()) -> Tensor:
-        """Change a tensor's layout as in `MOVES`. If split along `dim`, `sizes` are the lengths on all ranks."""
+        """Change a tensor's layout from `start` to `end`. `sizes` are all ranks' lengths along a split dimension."""
         moved: Any = _Moved.apply(x, self, *MOVES[start, end], dim, sizes)
         return moved
 
     def joined(self, x: Tensor, placement: Any, sizes: Sizes = ()) -> Any:
-        """Build a DTensor from this rank's part. `sizes` has the length of every rank's part, for a split dimension."""
+        """Build a DTensor from this rank's part. `sizes` are all ranks' lengths along a split dimension."""
         shape = list(x.shape)
         if isinstance(placement, Shard):
             shape[placement.dim] = sum(sizes)

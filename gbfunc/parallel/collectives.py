@@ -54,7 +54,7 @@ def _moved(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     pieces, results = [], []
     for x, s in zip([x.contiguous() for x in xs], sizes, strict=True):
         mine = (s[axis.rank],) * axis.size
-        received, sent = (s, mine) if gathers else (mine, s)  # Rows from each rank, and rows to each rank
+        received, sent = (s, mine) if gathers else (mine, s)  # Numbers of rows from every rank, and to every rank
         out = x.new_empty((sum(received), *x.shape[1:]))
         if at_once:
             copies = x.repeat(axis.size, *(1 for _ in x.shape[1:])) if gathers else x

@@ -1,7 +1,7 @@
 """Counts a rank's operations, saved activations and sent bytes in a p-net's forward, per block, on the meta device.
 
-The layers run as in training, also tensor-parallel layers, but a `DryWire` only counts the bytes that they would send.
-Cell 0 is the part of the p-net before the first block, cell i is block i, and the last cell is the part after all.
+All layers run as in training, but a `DryWire` counts the bytes that tensor-parallel layers would send, and sends
+nothing. Cell 0 is the p-net's part before the first block, cell i is block i, and the last cell is the part after all.
 """
 
 from __future__ import annotations

@@ -46,7 +46,8 @@ class Gather(NamedTuple):
     def outputs(self, mine: Mapping[str, Tensor | Factors], sizes: Mapping[str, Sizes]) -> dict[str, Tensor | Factors]:
         """Gather the scaled tiles [tiles, rows, columns], or their factors, from all ranks, by name of the ensemble.
 
-        `mine` are this rank's tiles: of entire ensembles, or of one slot of each. `sizes` are all ranks' tile numbers.
+        `mine` has this rank's tiles: of entire ensembles, or of one matrix per ensemble. `sizes` has the numbers of
+        tiles on all ranks.
         """
         ensembles = [e for e in self.layout.plan.ensembles if e.name in mine]
         sent = {e.name: self._sent(e, mine[e.name]) for e in ensembles}
@@ -79,9 +80,9 @@ def reduce_step(
 
     `loss`, `aux` and `buffers` are the results of this rank's `rows`. `gradients` are gradients of `rows` times the
     loss; gradients of split leaves are already summed over the g-net axis. Numbers and scalar tensors in `aux` are
-    averaged; a rank keeps its own other values. `before` has the buffers to average as they were before the step, equal
-    on all ranks. `agreed` are the entries of aux in the previous step. If a rank has different entries, all ranks
-    compare their entries.
+    averaged; all other values stay different on every rank. `before` has the values that the averaged buffers had
+    before the step. `agreed` are the entries of aux in the previous step. If a rank's entries differ from `agreed`, all
+    ranks compare entries.
 
     Returns:
         Loss, aux, gradients, buffers, the norm of the full gradient, and the entries of aux.
@@ -107,7 +108,7 @@ def reduce_step(
     replicated = [k for k in gradients if k not in split]
     means = map(_wide, [loss, *known, *(decrease(x, buffers[k]) for k, x in before.items())])
     means = [x * rows if rows else torch.zeros_like(x) for x in means]
-    # If this rank has other entries than `agreed`, send NaN instead of the number of rows: the sum tells all ranks.
+    # If this rank's entries differ from `agreed`, send NaN instead of the number of rows. The sum is NaN on all ranks.
     sent = torch.tensor(float(rows) if entries == agreed else math.nan)
     n, square, *sums = _sum_flat(layout, [sent, square, *means, *(gradients[k] for k in replicated)], "world")
     if n.isnan():
@@ -146,7 +147,7 @@ def _number(x: Any) -> Tensor | None:
 
 
 def weighted_mean(layout: Layout, weight: Tensor, tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Return the sum of `weight` over all ranks, and the tensors' means over ranks with these weights."""
+    """Return the sum of `weight` over all ranks, and for each tensor the mean over ranks, weighted by `weight`."""
     if layout.mesh.world == 1:
         return weight, tensors
     # Send the weight in float32: with a float64 weight, all tensors would be sent in float64.
@@ -173,7 +174,7 @@ def _sum_flat(layout: Layout, tensors: list[Tensor], axis: AxisName) -> list[Ten
 
 
 def shard_state(layout: Layout, state: Any) -> Any:
-    """Return a full state with this rank's rows of split leaves and of their optimizer state only."""
+    """Return this rank's part of a full state: of split leaves, and their optimizer state, only this rank's rows."""
     check_genome(layout.plan, state)
     if not layout.sharded:
         return state

@@ -97,7 +97,7 @@ class Mesh:
         grid = torch.arange(self.world, device="cpu").reshape([*self.sizes.values()])
         lines = {name: grid.movedim(i, -1).reshape(-1, self.sizes[name]) for i, name in enumerate(AXES)}
         lines |= {"replicas": lines["gnets"].T, "world": grid.reshape(1, -1)}
-        # If two axes consist of the same ranks, they use the same process groups.
+        # Two axes that consist of the same ranks use the same process group.
         groups: dict[Any, Any] = {}
         self._axes = {name: self._axis(name, line.tolist(), groups) for name, line in lines.items()}
         self.data, self.gnets = self.sizes["data"], self.sizes["gnets"]

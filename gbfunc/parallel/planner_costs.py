@@ -69,7 +69,7 @@ class Model:
         if not self.rows:
             raise ValueError("the batch must have rows, equally many in all tensors, got none")
         for name in ("dry", "cells", "generated", "starts", "stages", "weights", "crossing", "genome", "why_not"):
-            setattr(self, name, cache(getattr(self, name)))  # Layouts have many of these results in common
+            setattr(self, name, cache(getattr(self, name)))  # Many layouts need equal results
         self._styles = None if styles is None else resolve(pnet, styles)
         try:  # The p-net may have a list of layers that run one after another
             self.blocks = find_blocks(pnet, 2)
@@ -175,8 +175,8 @@ class Model:
                 continue
             numel = math.prod(dry.shapes.get(t.name, t.shape))
             share = numel / max(1, t.numel)
-            # If the genome is split, ranks gather entire tiles. The saved bytes are those of PyTorch's operators; the
-            # compiled kernels on a CPU save fewer.
+            # If the genome is split, ranks gather entire tiles. Count the bytes that PyTorch's operators save for
+            # backward. Compiled kernels on a CPU save fewer.
             kept = (t.numel if gnets > 1 and not remat else numel) * DTYPES[t.dtype].itemsize
             graph = 2 * _SINES * factors * (share if gnets == 1 else 1 / gnets)
             transient = dict.fromkeys(("transient", "passing"), kept + graph)
@@ -234,7 +234,7 @@ class Model:
         return fullest, {axis: n for axis, n in sent.items() if n}, with_weights, max(hidden)
 
     def genome(self, gnets: int) -> tuple[float, float, float]:
-        """Return three counts for a rank: its numbers in split leaves, in whole trained tensors, and in frozen ones."""
+        """Count a rank's numbers in split leaves, in trained tensors that are not split, and in frozen tensors."""
         split = replicated = 0.0
         for e in self.plan.ensembles:
             share = shares_of(e.n_tiles, gnets, 0)[0] / e.n_tiles

@@ -230,7 +230,7 @@ class TensorParallel:
             module.register_forward_pre_hook(even, prepend=True)
 
     def record_output(self, placement: Any, local: Tensor) -> None:
-        """Record the placement of a layer's output. The last record before the loss tells how its input is split."""
+        """Record the placement of a layer's output. The last record tells how the input of the loss is split."""
         split = isinstance(placement, Shard) and placement.dim not in (-1, local.ndim - 1)
         self.local_rows = math.prod(local.shape[:-1]) if split else None
         self.by_class = isinstance(placement, Shard) and not split

@@ -26,7 +26,7 @@ _LEAST_SIDE = 16  # Smallest side of tiles if `Hypernet.spreads`, because smalle
 
 @dataclass
 class Unit:
-    """The slots with equal shape, codes and hypernetwork: `count` of them. They get the same size and tiles."""
+    """All `count` slots of equal shape, codes and hypernetwork. Their tiles are equal, their sizes nearly equal."""
 
     matrix: MatrixDims
     hypernet: Hypernet
@@ -164,7 +164,7 @@ def _costs(hypernet: Hypernet, size: int | None, dims: TileDims) -> tuple[int, i
 
 
 def spend(units: list[Unit], level: float) -> int:
-    """Choose tiles and sizes of all units for their shares (`_share`) at a level. Return the number of parameters."""
+    """Choose tiles and sizes with at most `_share(unit, level)` parameters per unit. Return the number in total."""
     for unit in units:
         unit.set_budget(_share(unit, level))
     return sum(unit.cost for unit in units)

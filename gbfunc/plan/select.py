@@ -170,7 +170,7 @@ def choose(
         elif some_trained and not weights.requires_grad:
             chosen, note = None, "frozen"
         else:
-            # New parameters are direct first. A size target may later turn them into generated parameters.
+            # New parameters are direct first. To reach a size target, they may be generated later.
             generated = kind.selected if targets is None else base and targets.changes(info, kind)
             chosen, note = hypernet if generated else None, ""
         movable = not note and (kind.name in ("vector", "embedding") or (saved and kind.selected))

@@ -31,7 +31,7 @@ def register(cls: C) -> C:
             same name, for example from a notebook cell that runs again, replaces the former class.
 
     Raises:
-        TypeError: if `cls` is no such subclass.
+        TypeError: if `cls` is not a subclass of these classes.
         ValueError: if another class has the same `type`.
     """
     bases = {Hypernet: hypernets.TYPES, Encoding: encoding.TYPES}

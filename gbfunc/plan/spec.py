@@ -207,7 +207,7 @@ class Plan:
         return report(self, self.default_dtype(genome is None) if dtype is None else dtype, genome, metadata)
 
     def default_dtype(self, expected: bool = False) -> str | None:
-        """Return the default dtype of files. `"auto"` is returned only for `expected` sizes: files need real steps."""
+        """Return the default dtype of files; `"auto"` only for estimates (`expected`), because a file needs steps."""
         return None if not self.stored or (self.stored == AUTO and not expected) else self.stored
 
     def digest(self) -> str:

@@ -112,7 +112,7 @@ def _arrays_in(value: Any, depth: int = 4) -> Iterator[Tensor | np.ndarray]:
 
 
 def _address(x: Tensor | np.ndarray) -> int:
-    """Return the address of the memory of a tensor or array; 0 if it has no memory."""
+    """Return the address of a tensor's or array's memory; 0 without memory."""
     if isinstance(x, np.ndarray):
         while isinstance(x.base, np.ndarray):
             x = x.base
@@ -176,7 +176,7 @@ def buffers_of(pnet: nn.Module) -> dict[str, tuple[Tensor, bool]]:
 
 
 def keep_statistics(net: nn.Module, frozen: Collection[str]) -> list[nn.Module]:
-    """Put the layers that own these buffers, if running statistics, into evaluation mode. Return the layers."""
+    """Put layers whose running statistics are in `frozen` into evaluation mode. Return the layers."""
     names = (name.rpartition(".") for name in frozen)
     return [net.get_submodule(layer).eval() for layer, _, attribute in names if attribute in _STATISTICS]
 
@@ -216,7 +216,7 @@ def copy_with(pnet: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.M
 
 
 def with_weights(pnet: nn.Module, weights: TensorMap, buffers: TensorMap, *, bare: Collection[str] = ()) -> nn.Module:
-    """Return a copy of the module with these tensors, which are cloned unless `bare` has the name. Ties stay."""
+    """Return a copy of the module with these tensors, which are cloned unless `bare` has the name; ties are kept."""
     both = {**weights, **buffers}
 
     def copied(name: str, own: Tensor) -> Tensor:

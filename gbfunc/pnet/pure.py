@@ -22,8 +22,8 @@ from gbfunc.types import Params, TensorMap
 class PureNet:
     """A p-net as a pure function: `call(weights, buffers, *args, **kwargs)`.
 
-    If the p-net changes buffers, the dict `buffers` gets the new tensors, and old ones may be changed in place: pass
-    clones. The training mode is the module's mode at construction. Calls from several threads take turns.
+    If the p-net changes buffers, the dict `buffers` gets the new tensors, and passed tensors may be changed in place:
+    pass clones. The training mode is the module's mode at construction. Calls from several threads take turns.
 
     Args:
         pnet: the p-net, which is not changed.

@@ -175,7 +175,7 @@ def _open(path: Path, max_params: int | None) -> Compact | _Plain:
         layout.check_most("its header", size, "bytes", "mostHeader")
     with safe_open(path, framework="pt", device="cpu") as file:
         metadata = file.metadata() or {}
-        # Copies, because safetensors maps the file into memory and other processes may change it.
+        # Copy tensors: safetensors maps the file into memory, where a change of the file would change the tensors.
         tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118 (not a dict)
     if not _MARKS <= metadata.keys():
         raise ValueError("it is a safetensors file, but not a genome (no gbfunc plan in its header)")
@@ -204,7 +204,7 @@ class _Plain(NamedTuple):
         if _digest(self.document, self.tensors) != self.digest:
             raise ValueError("its digest does not fit its content: the file is damaged, copy it again")
         pieces = {k: x for d in names for k, x in zip(names[d], self.tensors[d].split(lengths[d]), strict=True)}
-        # Copy each leaf: a view would keep the memory of all leaves of its dtype.
+        # Copy each leaf: a view would keep the memory of all leaves of the same dtype.
         return {k: x.reshape(expected[k].shape).to(expected[k].dtype, copy=True) for k, x in pieces.items()}
 
 
@@ -251,7 +251,7 @@ def _check_range(name: str, size: Tensor, stored: Tensor) -> None:
         words = f"{name!r} holds {float(lost.max()):g}, too small a number for {stored.dtype}"
         if not name.startswith(DIRECT):
             raise ValueError(f"{words}: it would be 0; dtype='bfloat16' holds smaller ones")
-        # Only warn: some direct parameters are that small, such as biases of attention keys. Their exact gradient is 0.
+        # Only warn: biases of attention keys are so small, because their exact gradient is 0.
         warnings.warn(f"{words}, in which it is 0; dtype='bfloat16' holds smaller ones", UserWarning, stacklevel=3)
 
 
