@@ -71,7 +71,7 @@ def narrow_stats(leaves: TensorMap) -> bool:
         else:
             variance = leaves.get(name.removesuffix("mean") + "var")
             deviation = torch.zeros_like(x) if variance is None else variance.to(x.dtype).sqrt()
-            # The comparison is False for NaN.
+            # A NaN makes the comparison False, so NaN does not fit.
             fits = (x - x.half().to(x.dtype)).abs() <= deviation / 64
         if not bool(fits.all()):
             return False

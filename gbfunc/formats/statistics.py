@@ -55,14 +55,14 @@ def codable(plan: Any, leaves: TensorMap) -> bool:
         if kind_of(name) == VARIANCE:
             mean, variance = leaves[sibling(name, MEAN)].double(), leaves[name].double()
             near = mean.abs() <= FARTHEST * (variance + LEAST_VARIANCE).sqrt()
-            # The comparison is False for NaN.
+            # A NaN makes the comparisons False, so NaN cannot be stored.
             if not bool(((variance >= 0) & variance.isfinite() & near).all()):
                 return False
     return True
 
 
 def squares_of(name: str, leaves: TensorMap, squares: TensorMap) -> Tensor | None:
-    """Estimates the mean squared gradient of u from the squared gradient of the norm's bias; None without a bias."""
+    """Estimates the mean square of u's gradient from that of the norm's bias; None if the norm has no bias."""
     module = name.removeprefix(BUFFERS)
     shift, scale = (f"{DIRECT}{sibling(module, kind)}" for kind in ("bias", "weight"))
     if shift not in squares or squares[shift].shape != leaves[name].shape:

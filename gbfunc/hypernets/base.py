@@ -226,6 +226,6 @@ class Sharing(Sized):
         return self.share != "none"
 
     def group(self, name: str, part: int, shape: tuple[int, int]) -> str:
-        """Return for `"layers"` the name without numbers, the part and the shape; for `"shapes"` only the shape."""
+        """Return a matrix's group: for "layers", name without numbers, part and shape; for "shapes", the shape."""
         size, kind = f"{shape[0]}x{shape[1]}", re.sub("[0-9]+", "*", name)
         return {"none": "", "layers": f"{kind}:{part}:{size}", "shapes": size}[self.share]

@@ -21,7 +21,7 @@ from gbfunc.types import Factors, Kernel, Params, TileDims
 
 
 def is_exporting() -> bool:
-    """Return whether `torch.export` is tracing. Older torch always gives False; programs then contain the codes."""
+    """Return whether `torch.export` is tracing; always False on older torch, whose exports contain the codes."""
     return getattr(torch.compiler, "is_exporting", bool)()
 
 
@@ -133,7 +133,7 @@ class Evaluation(NamedTuple):
 
 
 def with_factors(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    """Compute the factors of all periodic and bilinear g-nets with one operator, and store the factors as `factors`."""
+    """Return the evaluations with `factors` computed, for all periodic and bilinear g-nets by one operator."""
     found = [*evaluations]
     which = [i for i, one in enumerate(found) if one.factors is None and isinstance(one.constants.hypernet, Waves)]
     for i, factors in zip(which, periodic_factors([found[i] for i in which]), strict=True):

@@ -207,7 +207,7 @@ class Pipeline:
         finally:
             del self.call, self.leaves
             gradients = {k: x.grad for k, x in leaves.items() if x.grad is not None}
-            # Reset `grad`: the leaves may be the genome's own tensors, and the next run would add its gradients to `grad`.
+            # Reset `grad`: the leaves may be the genome's own tensors, and the next run would add to `grad`.
             for x in leaves.values():
                 x.grad = None
         return gradients

@@ -37,7 +37,7 @@ _EMBEDDING_SHARE = 0.25
 _EMBEDDING_SAVING = 2 / 3  # An embedding becomes factors only if factors have at most this part of its parameters
 _HEAD_SHARE = 0.1  # Largest part of a size target for one generated weight of a new module
 _DELTA_SCALE = 0.1  # Scale of a delta, as a part of the standard deviation of the base's weights
-_LADDER = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)  # The smallest file is searched at these multiples of the fewest parameters
+_LADDER = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)  # Multiples of the fewest parameters, among which the smallest file is found
 
 
 def make_plan(

@@ -119,7 +119,7 @@ class Checkpointer:
             raise failure
 
     def wait(self) -> Path | None:
-        """Waits until the last checkpoint is written. Returns its file on rank 0, otherwise None.
+        """Waits until the last checkpoint is written. Returns the checkpoint's file on rank 0, otherwise None.
 
         Raises:
             OSError: if the checkpoint could not be written. Earlier checkpoints are intact.
@@ -284,7 +284,7 @@ def _plan_summary(plan: Plan) -> JSON:
 
 
 def describe_training(settings: Mapping[str, Any], step: int) -> dict[str, str]:
-    """Describes an optimizer and its options. A schedule has the rate at `step`, and a hash of rates at many steps."""
+    """Describes an optimizer and its options; a schedule by the rate at `step` and a hash of rates at many steps."""
     if "cls" not in settings:
         return {k: text_of(v) for k, v in settings.items()}  # The optimizer was not made by `torch_optimizer`
     by_role = {f"{role}.{k}": v for role in ROLES for k, v in (settings[role] or {}).items()}
