@@ -49,6 +49,7 @@ GROUPS = {
     "fit.Fit many.ManyGenomes storage.checkpoint.Checkpoint exporting.Exported "
     "parallel.Mesh parallel.CollectiveError parallel.planner.DeviceSpec parallel.planner.ParallelPlan "
     "parallel.styles.tensor_styles parallel.styles.pad_vocabulary",
+    "Tasks": "tasks.find_task tasks.Task tasks.Recipe tasks.Split tasks.accuracy",
     "To make your own": "hypernets.Hypernet hypernets.Sized hypernets.Leaf hypernets.Factors encoding.Encoding",
     # Last: these alone need an extra.
     "Evolution": "evolution.GenomeProblem evolution.ControlProblem",
