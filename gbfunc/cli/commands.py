@@ -23,10 +23,10 @@ Flag = FlagCreatePairsOff[bool]
 Threads = Annotated[int | None, shows("INT", "torch's"), COUNT]
 
 SIZES = (600, 1_300, 2_000, 6_000, 20_000)
-"""Default budgets of `gbfunc compare`, in parameters of a periodic genome."""
+"""Default budgets of `gbfunc compare`: the file sizes of periodic genomes with these numbers of parameters."""
 
 _FILES = {"demo": "train", "train": "train", "federated": "federated", "plan": "job", "bench": "lab", "compare": "lab"}
-"""Modules of the commands' functions; `genomes` has all other functions."""
+"""{command: module with the function of the command}. The module `genomes` has the functions of all other commands."""
 
 
 class Command:

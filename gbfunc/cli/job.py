@@ -38,7 +38,7 @@ from gbfunc.untrusted import read_arrays
 
 _SIZES = ("genome_params", "genome_bytes", "compression")
 SAID = {"task": "", "task_config": "{}", "pnet": None, "pnet_config": "{}", "pretrained": None, "env": None}
-"""Options that a genome's file may contain, with their defaults."""
+"""{option that a genome's file may contain: default value}"""
 
 
 class Job(NamedTuple):
@@ -136,7 +136,6 @@ def make_job(
 
 
 def _check_forward(task: Task, pnet: nn.Module) -> None:
-    """Raise `ValueError` if the p-net fails on two examples of the task, or has fewer outputs than the task."""
     if task.batches is not example_batches or task.loss not in (loss_fn, token_loss):
         return
     x, (_, outputs, tokens, *_) = next(iter(task.train.chunks(2)))[0], task.interface

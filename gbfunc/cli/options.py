@@ -19,7 +19,7 @@ AUTO = "auto"
 """The value of `--resume` for the newest valid checkpoint, if any."""
 
 TASKS: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("defaults.json").read_text(encoding="utf-8"))
-"""Settings of every task's recipe at the default sizes of genome and p-net, which `--help` shows without torch."""
+"""{task: settings of its recipe at the default sizes of genome and p-net}. So `--help` needs no import of torch."""
 
 _USUAL = TASKS.pop("")
 
@@ -36,7 +36,7 @@ NEEDS = {
     "out": ("log", "checkpoint_every"),
     "dtype": ("finetune",),
 }
-"""Options (keys) that are required by other options (values) of the same command."""
+"""{option: options of the same command that can be used only together with this option}"""
 
 
 class Bound(NamedTuple):
@@ -294,7 +294,7 @@ class RunOptions(ConfigOption):
 
 
 REFUSES = {"dense": tuple(options_of(GenomeOptions)), "calibrate": ("quick", "cases", "repeat", "out")}
-"""Options (values) that have no effect with another option (key)."""
+"""{option: options that cannot be used together with this option}"""
 
 
 def check_values(options: Any) -> None:

@@ -26,7 +26,7 @@ from gbfunc.tasks.pnets.base import Interface, PNet, n_params
 from gbfunc.train.distillation import distillation, logits_of
 
 Net = Callable[[Tensor], Any]
-"""Function from inputs to logits, or to an object with logits (an output of Hugging Face)."""
+"""Function from inputs to logits, or to an output of a Hugging Face model, which has logits."""
 
 
 class Metric(NamedTuple):
@@ -78,7 +78,7 @@ Schedule = Callable[["Recipe", float, int], Callable[[int], float]]
 SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
     {"one_cycle": one_cycle, "linear": linear_decay, "cosine": cosine, "constant": constant_rate}
 )
-"""Schedules of a recipe by their names on the command line."""
+"""{name of a schedule on the command line: schedule}"""
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ ATARI = "ALE/"
 """Prefix of the names of Atari's games."""
 
 _Front = tuple[Tensor, NDArray[np.bool_], NDArray[np.bool_], Tensor | None]
-"""State at the start of a rollout: observations [N, O], whether the next step only restarts an environment [N], whether
-the observations start an episode [N], and the memory of a network with memory [N, M]."""
+"""State before a rollout: observations [N, O], whether the next step only restarts the environment [N], whether an
+observation is the first of an episode [N], and the memory [N, M] of the network (None for a network without memory)."""
 
 # Each seed gives separate streams of random numbers, so that evaluations never repeat an episode of training.
 _RESETS, _ORDER, _ACTIONS, _CHECKS, _FINAL = range(5)
@@ -136,7 +136,7 @@ SETTINGS: Mapping[str, Settings] = MappingProxyType(
     dict.fromkeys(("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5"), _WALKERS)
     | {"CartPole-v1": _CARTPOLE, "Pendulum-v1": _PENDULUM}
 )
-"""Settings by environment, chosen on seeds 100 to 102, which no reported result uses."""
+"""{environment: settings}, chosen with the seeds 100 to 102. No reported result uses these seeds."""
 
 # CleanRL's settings (`ppo_atari.py`), but the genome's learning rate is ten times larger and tested in short runs only.
 _ATARI_SETTINGS = Settings(env_steps=10_000_000, n_envs=8, clip=0.1, reward_signs=True, eval_every=50)
@@ -281,7 +281,6 @@ def _blank(net: PolicyValue, n: int) -> Tensor | None:
 def _play(
     net: PolicyValue, obs_TNO: Tensor, starts_TN: Tensor, memory_NM: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Apply a network to observations [T, N, O]; returns the policy [T, N, P], values [T, N] and the last memory."""
     if memory_NM is None:
         numbers, values = net(obs_TNO.flatten(0, 1))
         return numbers.unflatten(0, obs_TNO.shape[:2]), values.unflatten(0, obs_TNO.shape[:2]), None

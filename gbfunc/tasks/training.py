@@ -34,7 +34,7 @@ OnLog = Callable[[int, Mapping[str, float]], None]
 """Called with the number of finished training steps, and metrics by name."""
 
 Report = Callable[[int, str, str | None], None]
-"""Called with the total number of training steps, the latest metrics, and the validation after them or None."""
+"""Called with the number of finished training steps, the latest metrics, and the result of a validation, or None."""
 
 
 class Trainer(NamedTuple):
@@ -257,7 +257,7 @@ def _status(sums: dict[str, Tensor], count: int, speed: float) -> str:
 
 
 RATE = 0.03
-"""Initial learning rate of a fine-tuning, relative to the recipe's peak; higher rates change too many integers."""
+"""First learning rate of a fine-tuning, as a fraction of the recipe's peak. Higher rates change too many integers."""
 
 
 def slowed(recipe: Recipe, steps: int) -> Recipe:
@@ -319,4 +319,4 @@ def wandb_log(folder: Path, settings: Mapping[str, Any] = MappingProxyType({})) 
 LOGS: Mapping[str, Callable[[Path, Mapping[str, Any]], AbstractContextManager[OnLog]]] = MappingProxyType(
     {"csv": csv_log, "tensorboard": tensorboard_log, "wandb": wandb_log}
 )
-"""Every log by its name; each takes a folder and the settings of the training."""
+"""{name of a log: function of a folder and the settings of the training, which opens the log}"""

@@ -184,7 +184,7 @@ VARIANTS: Mapping[str, tuple[Literal["periodic", "relu", ""], Callable[[Setup], 
     "relu compiled": ("relu", partial(_genome, kernel="compiled")),
     "naive": ("relu", partial(_genome, kernel="eager", lazy=False)),
 }
-"""The genome ("" for the dense p-net) and the function that builds the step, by the name of the variant."""
+"""{name of a variant: (type of its g-nets, "" for a dense p-net, and the function that builds its step)}"""
 
 
 def build(case: Case, variant: str, setting: Setting) -> tuple[Step, int, int]:
@@ -275,7 +275,7 @@ BENCHES: Mapping[str, Mapping[str, Bench]] = {
     scale: {name: tuple(_read_case(**x) for x in cases) for name, cases in benches.items()}
     for scale, benches in json.loads(Path(__file__).with_name("cases.json").read_text(encoding="utf-8")).items()
 }
-"""The cases of every bench, by scale (quick, full, cuda) and name."""
+"""{scale (quick, full or cuda): {name of a bench: its cases}}"""
 
 
 def choose(table: Mapping[str, T], names: Sequence[str] | None, option: str = "--cases") -> dict[str, T]:

@@ -22,7 +22,7 @@ METHODS: Mapping[str, Method] = {
     "low_rank_genome": GenomeOf("low_rank", _RATES),
     "xox": GenomeOf("xox", _RATES),
 }
-"""Methods for a small network, by name."""
+"""{name: method} for a network that is trained from the beginning"""
 
 PRETRAINED_METHODS: Mapping[str, Method] = {
     "genome": GenomeOf("bilinear"),
@@ -30,10 +30,10 @@ PRETRAINED_METHODS: Mapping[str, Method] = {
     "genome_auto": GenomeOf("bilinear", stored="auto"),
     **ADAPTERS,
 }
-"""Methods that change a pretrained network in few bytes, by name."""
+"""{name: method} for a pretrained network, whose changes are stored in few bytes"""
 
 REFERENCES: Mapping[str, Method] = {"full_fine_tuning": FULL}
-"""References for adapters, without a limit on bytes."""
+"""{name: method} without a limit on bytes, with which adapters are compared"""
 
 
 def reference_problem(problem: Problem) -> Problem:

@@ -31,7 +31,7 @@ _KINDS = {
     "up": r"(.*\.)?(intermediate\.dense|fc1|up_proj|lin1)",
     "down": r"output\.dense|(.*\.)?(fc2|down_proj|lin2)",
 }
-"""Patterns of the layers' names in the blocks of BERT, RoBERTa, DistilBERT, Llama, MPNet and others, by role."""
+"""{role of a layer: pattern of its name in a block of BERT, RoBERTa, DistilBERT, Llama, MPNet and similar networks}"""
 
 Kinds = tuple[str, ...]
 

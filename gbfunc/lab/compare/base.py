@@ -22,13 +22,13 @@ from gbfunc.tasks.training import fit, leaf_trainer, total_steps
 from gbfunc.types import Params, TensorMap
 
 Settings: TypeAlias = dict[str, Any]
-"""Settings chosen on validation data, such as the learning rate and widths, as JSON."""
+"""Settings that are chosen on validation data, such as the learning rate and widths. JSON can store the values."""
 
 HEAD = "classifier"
-"""The new module of a pretrained network, which each method trains and stores, or generates."""
+"""Name of the new module of a pretrained network. Each method trains and stores the module, or generates it."""
 
 USED = 0.85
-"""The smallest share of the budget that a candidate's file should use."""
+"""A candidate's file should use at least this fraction of the budget."""
 
 
 class Problem(NamedTuple):

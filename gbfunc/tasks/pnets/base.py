@@ -69,7 +69,7 @@ class PlanOptions(NamedTuple):
 
 
 BLOCKS = PlanOptions(hypernet=periodic(share="layers"))
-"""Options for deep nets: equal blocks share code weights."""
+"""Plan options for a deep net with equal blocks. The blocks share code weights."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def n_params(module: nn.Module) -> int:
 
 
 def is_import_path(name: str) -> bool:
-    """Tell whether `name` has the form `package.module:name`."""
+    """Return whether `name` has the form `package.module:name`."""
     return _PATH.fullmatch(name) is not None
 
 
