@@ -157,7 +157,6 @@ def weight_images(nets: Mapping[str, Mapping[str, Tensor]], image_shape: tuple[i
 
 
 def _mosaic(images: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Arrange images [rows, columns, height, width] in a grid with gaps."""
     padded = np.pad(images, ((0, 0), (0, 0), (0, 1), (0, 1)), constant_values=np.nan)
     return np.block([list(row) for row in padded])[:-1, :-1]
 

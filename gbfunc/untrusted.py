@@ -117,7 +117,6 @@ def parse_array(content: bytes, name: str = "array") -> NDArray[Any]:
 
 
 def _read_npy(file: IO[bytes], size: int) -> NDArray[Any]:
-    """Read an array from a `.npy` file of `size` bytes. The header must declare an array of this size."""
     version = npy.read_magic(file)
     if version not in _HEADERS:
         raise ValueError(f"expected version 1.0 or 2.0 of the .npy format, got {'.'.join(map(str, version))}")

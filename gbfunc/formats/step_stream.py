@@ -46,7 +46,6 @@ def _width_and_bits(found: Quantised) -> tuple[int, float]:
 
 @lru_cache(maxsize=1)
 def _table() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Returns the bits that an integer takes at a width [widths, integers], and how many integers a width has."""
     rows = [geometric_bits(int(width), LARGEST) for width in _WIDTHS]
     return np.stack([np.pad(row, (0, LARGEST + 1 - len(row))) for row in rows]), np.array([*map(len, rows)])
 
@@ -86,7 +85,6 @@ def allocate(plan: Any, leaves: TensorMap, squares: TensorMap, bits: float, exam
 
 
 def _steps_at(plan: Any, leaves: TensorMap, squares: TensorMap, log_noise: float) -> tuple[Steps, float]:
-    """Returns steps of about `2^log_noise / (root mean square of the gradient)`, and the integers' bits in total."""
     parts = parts_of(plan, codable(plan, leaves))
     past, indices, bits = Past({}, {}), [], 0.0
     for part in parts:
@@ -151,7 +149,6 @@ def _tables(found: Quantised, width: int) -> tuple[NDArray[np.int64], list[list[
 
 
 def _header(numbers: list[int], least: int, most: int) -> list[Entry]:
-    """Encodes integers from `least` to `most`: the median, the width of the differences, and the differences."""
     median = sorted(numbers)[len(numbers) // 2] if numbers else 0
     counts = np.bincount([abs(n - median) for n in numbers], minlength=1)
     width = int(_WIDTHS[np.argmin(_bits(counts))])

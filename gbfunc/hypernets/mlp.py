@@ -111,7 +111,6 @@ class GNet(Hypernet):
     def _mean(
         self, leaves: Params, row: Tensor, col: Tensor, kernel: Kernel, head: str = "out", grid: TileGrid | None = None
     ) -> Tensor:
-        """Return the tiles [tiles, rows, columns] of an output (`head`); with a grid, return a matrix instead."""
         if self._is_fused:
             names = ("row_weight", "col_weight", "bias", f"{head}_weight", f"{head}_bias")
             return relu_matrix(row, col, *(leaves[name] for name in names), grid=grid, kernel=kernel)

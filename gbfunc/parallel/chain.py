@@ -258,7 +258,6 @@ def _chain_of(program: Any, net: nn.Module, blocks: Sequence[str]) -> Chain:
 
 
 def _name_inputs(program: Any, firsts: Mapping[str, str]) -> None:
-    """Set `meta["origin"]` of a graph's inputs. `firsts` maps every name of a tied tensor to the first name."""
     module, numbers = program.graph_module, count()
     specs = iter(program.graph_signature.input_specs)
     for node in module.graph.nodes:

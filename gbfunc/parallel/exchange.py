@@ -162,7 +162,6 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _sum_flat(layout: Layout, tensors: list[Tensor], axis: AxisName) -> list[Tensor]:
-    """Sum tensors over the ranks of an axis, as one vector in the widest dtype. The sums have the tensors' dtypes."""
     if layout.mesh.axis(axis).size == 1:
         return tensors
     real = [torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach() for x in tensors]

@@ -27,8 +27,6 @@ from gbfunc.types import Params
 
 
 class _Stage(nn.Module):
-    """A stage as an `nn.Module`. Torch's schedules call the module once per microbatch."""
-
     def __init__(self, pipeline: Pipeline, index: int) -> None:
         super().__init__()
         self.pipeline, self.index = pipeline, index
@@ -79,8 +77,6 @@ class Parcel:
 
 
 class _Plan(NamedTuple):
-    """The stages and the schedule for microbatches of the same shapes."""
-
     chain: Chain
     parcels: Sequence[Parcel]  # Per stage, the values that the stage receives
     graphs: Mapping[int, tuple[fx.Graph, Sequence[Any]]]  # Graph and inputs of each of this rank's stages

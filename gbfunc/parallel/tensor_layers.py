@@ -48,7 +48,6 @@ def _local(x: Any) -> Any:
 
 
 def _dense(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply `x` by this rank's piece of the dense weight."""
     own, split, ranks = weight_of(layer, "weight"), layer.split, layer.split.wire.axis.size
     if own is None:
         return dense_linear(_local(layer.weight), split.transposed, x, bias)
@@ -153,7 +152,6 @@ def _embedding(layer: Any, input: Tensor) -> Any:
 
 
 def _summed(split: Split, part: Tensor) -> tuple[Tensor, Any, Sizes]:
-    """Sum over ranks; return the sum, its placement and, if the sum is split, the lengths of all ranks' parts."""
     out, wire = split.out, split.wire
     if isinstance(out, Shard) and out.dim % part.ndim != part.ndim - 1:
         sizes = chunk_sizes(part.shape[out.dim], wire.axis.size)

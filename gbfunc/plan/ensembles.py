@@ -89,7 +89,6 @@ class Ensemble:
         return self._of_tiles(rows, device, 1), self._of_tiles(cols, device, 0)
 
     def _of_tiles(self, sides: list[tuple[Encoding, int, int]], device: Device, other: int) -> Tensor:
-        """Build the `codes` of rows or of columns. `sides` has one (encoding, length, tile length) per slot."""
         keys = [(code, 0 if code.local else n, tile) for code, n, tile in sides]
         by_key = {key: side[0].tile_codes(*side[1:], device) for key, side in zip(keys, sides, strict=True)}
         if len(by_key) == 1 and len(by_key[keys[0]]) == 1:

@@ -112,7 +112,6 @@ def _arrays_in(value: Any, depth: int = 4) -> Iterator[Tensor | np.ndarray]:
 
 
 def _address(x: Tensor | np.ndarray) -> int:
-    """Return the address of a tensor's or array's memory; 0 without memory."""
     if isinstance(x, np.ndarray):
         while isinstance(x.base, np.ndarray):
             x = x.base

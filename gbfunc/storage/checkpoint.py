@@ -309,8 +309,6 @@ def _described(x: Any, step: int) -> str:
 
 
 def _differing(saved: Mapping[str, str], current: Mapping[str, str]) -> list[str]:
-    """List the options that differ between two trainings, one line per option; ignore options that one lacks."""
-
     def of(training: Mapping[str, str], name: str) -> str | None:
         # If an option is not set for a role (`gnets.lr`), the option for all roles (`lr`) holds.
         return training.get(name, training.get(name.rpartition(".")[2]))

@@ -242,7 +242,6 @@ def _check_sizes(plan: Plan, limit: int, file: Compact | _Plain) -> None:
 
 
 def _check_range(name: str, size: Tensor, stored: Tensor) -> None:
-    """Raise ValueError if a leaf's absolute values `size` are too large or too small for the dtype of `stored`."""
     if not bool(torch.isfinite(stored).all()):
         raise ValueError(f"{name!r} holds {float(size.max()):g}, too large a number for {stored.dtype}")
     # Numbers smaller than the rounding error of the leaf's largest number may become 0.

@@ -168,7 +168,6 @@ def _config(base: Base, pnet: nn.Module, ranks: Mapping[str, int], saved: list[s
 
 
 def _targets(pnet: nn.Module, layers: Collection[str], saved: Collection[str]) -> list[str] | str:
-    """Return `target_modules`: the layers' full names, or a regular expression if peft would match more layers."""
     names = [name for name, _ in pnet.named_modules(remove_duplicate=False) if name not in layers]
     inside = tuple(f"{module}." for module in saved)
     clash = any(n.endswith(f".{layer}") for n in names if not f"{n}.".startswith(inside) for layer in layers)

@@ -58,7 +58,6 @@ def library() -> ctypes.CDLL:
 
 @functools.cache
 def _is_available(device_type: str) -> bool:
-    """Return whether a compiler for the device works. If not, warn once with the reason."""
     try:
         if device_type == "cpu":
             library()

@@ -57,7 +57,6 @@ def _blocks(*tensors: Tensor) -> Iterator[Tensors]:
 
 
 def _tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor, grid: TileGrid) -> Tensor:
-    """Generate a matrix [R, C] from A [T, r, H], B [T, c, H], v [T, H] and b [T]."""
     made_Trc = b[:, None, None].repeat(1, *A.shape[1:2], B.shape[1])
     for W_Trc, A_TrH, B_TcH, v_TH in _blocks(made_Trc, A, B, v):
         hidden_Trc = torch.empty_like(W_Trc)
@@ -67,7 +66,6 @@ def _tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor, grid: TileGrid) -> Tensor
 
 
 def _gradients(g: Tensor, A: Tensor, B: Tensor, v: Tensor, grid: TileGrid) -> Tensors:
-    """Compute the gradients of A, B, v and b from the gradient g of the matrix [R, C]."""
     blocks = list[Tensors]()
     for g_Trc, A_TrH, B_TcH in _blocks(split_stack(g, grid), A, B):
         active_Trc, sums = torch.empty_like(g_Trc), list[Tensors]()

@@ -41,7 +41,6 @@ def _side(table, launch: tl.constexpr, SIDES: tl.constexpr) -> Any:
 
 @triton.jit
 def _coefficients(of, x, tile, h) -> Any:
-    """Return `s * scale`, `t * scale` and `scale` for some features of a tile."""
     H, sine, cosine, scale = tl.load(of + FEATURES), tl.load(of + SINE), tl.load(of + COSINE), tl.load(of + SCALE)
     scale = tl.load(x + scale + tile, mask=scale >= 0, other=1.0)
     s = tl.load(x + sine + tile * H + h, mask=(h < H) & (sine >= 0), other=1.0)
@@ -51,7 +50,6 @@ def _coefficients(of, x, tile, h) -> Any:
 
 @triton.jit
 def _turns(of, x, groups, tile, i, h) -> Any:
-    """Compute sines and cosines [h, i] of the angles of a tile."""
     n, p, H, group = tl.load(of + ROWS), tl.load(of + WIDTH), tl.load(of + FEATURES), tl.load(of + GROUP)
     phase = tl.load(of + PHASE)
     g = tl.load(groups + group + tile, mask=group >= 0, other=0) + tl.where(group < 0, tile, 0)
