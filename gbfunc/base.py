@@ -67,7 +67,7 @@ class BaseTensors:
         return self._on[device]
 
     def cast(self, change: Callable[[Tensor], Tensor]) -> BaseTensors | None:
-        """Return the base in other dtypes, for `nn.Module._apply(change)`; None if `change` changes no dtype."""
+        """Return the base in the dtypes that `change` makes, as in `nn.Module.to`; None if no dtype changes."""
         first = self.params, self.buffers
         kinds = {x.dtype for tensors in first for x in tensors.values() if differentiable(x.dtype)}
         casts = {kind: new for kind in kinds if (new := change(torch.empty(0, dtype=kind)).dtype) != kind}

@@ -136,7 +136,7 @@ def choose(
     rules: Sequence[Rule],
     targets: Targets | None,
 ) -> tuple[list[Candidate], dict[str, str]]:
-    """Choose the kind and hypernetwork of parameters. `exclude` overrides `rules`, and `rules` override all else.
+    """Choose kind and hypernetwork of parameters. `exclude` overrides `rules`; `rules` override `include` and defaults.
 
     With a base, returns only changed and new parameters, and `{layer: reason}` for layers that cannot have a delta.
     """
