@@ -77,7 +77,7 @@ class GenomeCommand(Command, options.ConfigOption, options.DataOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Train(Command, options.RunOptions):
-    """Train a genome on a task and measure it; under torchrun, on many ranks."""
+    """Train a genome on a task, and measure the network. torchrun trains on many ranks."""
 
     # Train the p-net's weights instead of a genome: the dense baseline.
     dense: bool = False
@@ -94,7 +94,7 @@ class Demo(Command, options.RunOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Eval(GenomeCommand):
-    """Show the size of every part of a genome file, rebuild the p-net, and measure it."""
+    """Show the size of every part of a genome file, generate the network, and measure the network."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +137,7 @@ class Export(GenomeCommand):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Command, options.ConfigOption):
-    """Show the tensors that a genome would generate, its size, and layouts of ranks."""
+    """Show the tensors that a genome would generate, the genome's size, and layouts of ranks."""
 
     data: options.PNetOptions = options.PNetOptions()
     genome: options.GenomeOptions = options.GenomeOptions()
@@ -173,9 +173,9 @@ class Compare(Command, options.DataOptions):
     methods: Annotated[tuple[str, ...] | None, shows("NAME ...", "all")] = None
     # Number of seeds (0, 1, ...) per method and budget.
     seeds: Annotated[int, COUNT] = 3
-    # Number of passes over the training examples for every method. The search for settings also has shorter trainings.
+    # Number of passes over the training examples, for every method. The search for settings also has shorter trainings.
     epochs: Annotated[int | None, shows("INT", recipe="epochs"), COUNT] = None
-    # dtype of files, for methods without their own format.
+    # dtype of the numbers in files, for methods that do not set a dtype.
     dtype: Literal["float32", "float16"] = "float32"
     # Train every network under autocast.
     amp: Annotated[Literal["bfloat16"] | None, shows("bfloat16")] = None
@@ -218,7 +218,7 @@ class Federated(Command, options.ConfigOption):
     clients: Annotated[int, COUNT] = 100
     # Number of clients that train in a round, drawn at random.
     sample: Annotated[int, COUNT] = 10
-    # Concentration of the Dirichlet distribution that divides each class among clients, such as 0.1. inf: equal parts.
+    # Concentration of the Dirichlet distribution that divides each class among clients, such as 0.1; inf: equal parts.
     alpha: float = float("inf")
     # Total number of rounds.
     rounds: Annotated[int, COUNT] = 200

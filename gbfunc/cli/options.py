@@ -91,7 +91,7 @@ Patterns = Annotated[tuple[str, ...], shows("REGEX ...")]
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigOption:
-    """The file of options."""
+    """A file with options."""
 
     # File with options (.toml, .yaml or .json), such as OUT/config.toml. Arguments override the file.
     config: Annotated[Path | None, shows("FILE")] = None
@@ -128,7 +128,7 @@ class PNetOptions(DataOptions):
     sizes: Annotated[tuple[int, ...] | None, shows("INT INT ...", recipe="sizes")] = None
     # Length of a training of the control task: the total number of steps in all environments.
     env_steps: Annotated[int | None, shows("INT", "51200")] = None
-    # Seed of initial weights, of the order of examples, and of noise.
+    # Seed of the initial weights, of the order of examples, and of noise in training.
     seed: Annotated[int, SEED] = 0
 
 
@@ -142,7 +142,7 @@ class GenomeOptions:
     genome_bytes: Annotated[int | None, shows("INT")] = None
     # Ratio of the p-net's parameters to the genome's parameters.
     compression: Annotated[float | None, shows("FLOAT", recipe="compression"), POSITIVE] = None
-    # Type of the g-nets.
+    # Type of the g-nets, which generate the weights.
     hypernet: Annotated[HypernetName | None, shows(HypernetName, "periodic")] = None
     # Options of this type of g-nets, such as '{"hidden": [16, 16], "activation": "tanh"}' for gnet.
     hypernet_config: Annotated[str, shows("JSON", "the task's options")] = "{}"
@@ -237,7 +237,7 @@ class CheckpointOptions(OutputOptions):
     overwrite: bool = False
     # Folder for a Chrome trace of three early steps per rank, and a table of operations on rank 0.
     profile: Annotated[Path | None, shows("DIR")] = None
-    # Peak operations per second of a rank (see gbfunc bench --calibrate). The metrics then have the fraction in use.
+    # Peak operations per second of a rank (see gbfunc bench --calibrate). Metrics then have the fraction in use.
     peak_flops: Annotated[float | None, shows("FLOAT"), POSITIVE] = None
 
 
@@ -253,11 +253,11 @@ class ExecutionOptions:
     remat: Literal["none", "generate", "layer"] = "none"
     # Where the genome is: a copy on each rank (replicated), or split. Ranks then exchange weights (sharded) or factors.
     placement: Literal["auto", "replicated", "sharded", "factors"] = "auto"
-    # Ranks along the axes data, gnets, pipeline and tensor, such as data=2,tensor=2.
+    # Numbers of ranks along the axes data, gnets, pipeline and tensor, such as data=2,tensor=2.
     mesh: Annotated[str | None, shows("AXIS=INT,...", "data=1")] = None
     # Function from the p-net to the styles of parallelize_module, such as {"blocks.*.up": ColwiseParallel()}.
     parallel: Annotated[str | None, shows("MODULE:FUNCTION", "the p-net's styles")] = None
-    # Schedule of microbatches in the pipeline.
+    # Order in which the ranks of a pipeline compute the microbatches.
     pipeline: Annotated[PipelineName | None, shows(PipelineName, "1f1b along a pipeline axis")] = None
     # Number of equal parts of a batch. The gradients of the parts are summed.
     microbatches: Annotated[int | None, shows("INT", "1; with a pipeline up to 4 times its ranks"), COUNT] = None
