@@ -71,7 +71,7 @@ def text(
     The text is a file in UTF-8, a folder (see `read_text`) or, by default, the text of Python's help
     (`pydoc_data.topics`). The model gets `context` tokens. A token is a character or, with `vocabulary`, one of this
     number of byte pairs, learned from the training part. A pretrained causal language model (see `pretrained_network`)
-    uses its own tokens. Its validation and its test use the first 128 windows of their parts.
+    uses its own tokens, and only the first 128 windows of the validation part and of the test part.
     """
     check_int("text", "context", context, 2)
     check_int("text", "vocabulary", vocabulary, 257)

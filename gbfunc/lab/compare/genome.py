@@ -53,8 +53,8 @@ class GenomeOf:
         """Combine p-nets of several widths with learning rates.
 
         A half and a quarter of the width are tried only if the direct parameters of the previous width take more than a
-        third of the budget. For large budgets, twice the width is tried. Then the normal width is left out if its
-        genome has more than half as many parameters as the p-net.
+        third of the budget. For large budgets, twice the width is tried. Then the original width is left out if the
+        genome for this width has more than half as many parameters as the p-net.
         """
         found: list[Settings] = []
         full, pnets = True, base.of_widths(problem, (1, 1 / 2, 1 / 4))

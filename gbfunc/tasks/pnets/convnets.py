@@ -51,7 +51,7 @@ class LeNet5(nn.Sequential):
     Two convolutions of 5 x 5 with max pooling, and two linear layers with ReLU between them. The second convolution has
     `width` channels. On MNIST, the default has 20 and 50 channels, 500 hidden units and 431,080 parameters. The last
     layer's initial weights are a tenth of torch's. Otherwise, the first epochs would learn less: a genome's initial
-    weights and the images are both smooth, and their products would add up to logits of about 5.
+    weights and the images are both smooth, and products of weights and pixels would add up to logits of about 5.
     """
 
     def __init__(self, inputs: Sequence[int], width: int, classes: int) -> None:

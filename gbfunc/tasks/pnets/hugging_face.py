@@ -142,7 +142,7 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
 
 
 def _tied(auto: Any, full: Any) -> tuple[PlanOptions, float]:
-    """Plan low-rank deltas of attention's value projections. Also return their parameters at rank 1 (inf if none)."""
+    """Return plan options for low-rank deltas of value projections, and the deltas' size at rank 1 (inf if none)."""
     with torch.device("meta"):
         layers = auto.from_config(full).named_modules()
     found = [(name.rpartition(".")[2], layer.weight.numel()) for name, layer in layers if name.endswith(_VALUES)]
