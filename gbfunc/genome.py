@@ -82,11 +82,9 @@ def _check_fields(genome: GenomeLike) -> None:
 
 def _wrong_type(expected: str, got: Any) -> TypeError:
     """Return the error for an argument of the wrong type, with the correction that its type suggests."""
-    cure = "the order of arguments is path, plan, genome, p-net"
-    if isinstance(got, str | os.PathLike | tuple) and not hasattr(got, "gnets"):
-        cure = f"write plan, genome = gb.load(path); {cure}"
-    if hasattr(got, "to_genome"):
-        cure = "pass module.plan and module.to_genome()"
+    of_file = isinstance(got, str | os.PathLike | tuple) and not hasattr(got, "gnets")
+    cure = "write plan, genome = gb.load(path); " * of_file + "the order of arguments is path, plan, genome, p-net"
+    cure = "pass module.plan and module.to_genome()" if hasattr(got, "to_genome") else cure
     return TypeError(f"expected {expected}, got a {type(got).__name__}: {cure}")
 
 

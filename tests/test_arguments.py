@@ -39,7 +39,7 @@ SWAPPED: dict[str, tuple[Callable[[Any], object], str]] = {
     "generate": (lambda path: api.generate(GENOME, PLAN), A_PLAN),
     "materialize": (lambda path: api.materialize(GENOME, PLAN, PNET), A_PLAN),
     "materialize_many": (lambda path: api.materialize_many(GENOME, PLAN, PNET), A_PLAN),
-    "merge_genomes": (lambda path: api.merge_genomes(PLAN, GENOME, PNET), r"got one genome: write \[genome\]"),
+    "merge_genomes": (lambda path: api.merge_genomes(PLAN, GENOME, PNET), r"got a genome: write \[genome\]"),
     "init": (lambda path: STEP.init(api.init_genome(PLAN, PNET)), "got a genome: write genome=genome"),
     "init of a file": (lambda path: STEP.init(genome=(PLAN, GENOME)), "got a tuple: write plan, genome = gb.load"),
     "suggested_lr": (lambda path: PLAN.suggested_lr("Adam"), "got str: pass a class, such as torch.optim.Adam"),  # pyright: ignore[reportArgumentType]

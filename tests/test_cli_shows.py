@@ -59,7 +59,7 @@ def test_numbers_are_kept_and_shown_without_pictures(
     assert "warning: learning_curve.png could not be written: [Errno 28] No space left on device" in told
     assert f"{tmp_path}: best.safetensors, config.toml, genome.safetensors, history.csv, metrics.json\n" in said
     assert f"try next: gbfunc eval --genome {tmp_path / 'genome.safetensors'}" in said
-    assert "nothing was written; --out DIR keeps the genome" in command(["train", *BRIEF]).out
+    assert "; no files are kept: --out DIR keeps the genome" in command(["train", *BRIEF]).err
 
 
 def test_an_interrupted_training_says_what_is_there(

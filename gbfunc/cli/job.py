@@ -101,13 +101,10 @@ def about(task: Task, options: DataOptions) -> JSON:
     interface = list(task.interface)
     while interface[-1] == task.interface._field_defaults.get(task.interface._fields[len(interface) - 1]):
         interface.pop()
-    return said | {"interface": interface, **{k: _plain(x) for k, x in task.about.items() if (k, x) != ("white", 255)}}
-
-
-def _plain(value: Any) -> Any:
-    """Convert a tensor to its numbers with six digits, or to a number if it has one entry."""
-    numbers = [float(f"{x:.6g}") for x in value.flatten().tolist()] if isinstance(value, Tensor) else [value]
-    return numbers if len(numbers) > 1 else numbers[0]
+    numbers = {k: x.flatten().tolist() for k, x in task.about.items() if isinstance(x, Tensor)}
+    numbers = {k: [float(f"{x:.6g}") for x in xs] for k, xs in numbers.items()}
+    known = {**task.about, **{k: xs if len(xs) > 1 else xs[0] for k, xs in numbers.items()}}
+    return said | {"interface": interface} | {k: x for k, x in known.items() if (k, x) != ("white", 255)}
 
 
 def make_job(

@@ -93,7 +93,7 @@ def written(
     write_metrics(folder / "metrics.json", metrics)
     yield
     if out is None:
-        return print("nothing was written; --out DIR keeps the genome")
+        return
     from gbfunc.plots import learning_curve
 
     def draw() -> Figure:

@@ -289,7 +289,8 @@ def train_genome(
             write_config(folder / "config.toml", settings)
             if step.mesh.rank == 0:
                 graphs = ", steps as CUDA graphs" if isinstance(step, CapturedTrainStep) else ""
-                tell(f"training on {step.mesh.device}, {origin['device']}{graphs}")
+                kept = "" if asked.out else "; no files are kept: --out DIR keeps the genome"
+                tell(f"training on {step.mesh.device}, {origin['device']}{graphs}{kept}")
 
         # Call `begin` at the first step, so that a training that is refused before does not change the folder.
         trainer = meter.metered(trainer, begin)

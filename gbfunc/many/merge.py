@@ -17,10 +17,8 @@ from gbfunc.types import GenomeLike
 def check_genomes(plan: Plan, genomes: Sequence[GenomeLike], pnet: nn.Module) -> None:
     """Raise ValueError if there are no genomes, or a genome does not fit the plan and the p-net."""
     check_plan(plan, pnet)
-    if hasattr(genomes, "gnets"):
-        raise TypeError("expected a list of genomes, got one genome: write [genome]")
-    if not len(genomes):
-        raise ValueError("expected at least one genome, got none")
+    if (single := hasattr(genomes, "gnets")) or not len(genomes):
+        raise ValueError(f"expected a list of at least one genome, got {'a genome: write [genome]' if single else 'none'}")
     for genome in genomes:
         check_genome(plan, genome)
 

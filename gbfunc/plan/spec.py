@@ -113,20 +113,13 @@ class Plan:
     def suggested_lr(self, optimizer: type[torch.optim.Optimizer] = torch.optim.Adam) -> float:
         """Suggest a constant learning rate; the peak of a one-cycle or cosine schedule may be twice this rate.
 
-        | g-nets | Adam, AdamW, NAdam, RAdam, Muon | SGD with momentum 0.9 |
-        |---|---|---|
-        | periodic, low rank, XOX | 2e-2 | 1e-1 |
-        | MLPs, stochastic, bilinear | 1e-2 | 5e-2 |
-        | `from_module` | 3e-3 | 1.5e-2 |
-        | deltas of a base, up to 5,400 parameters | 3e-2 | 1.5e-1 |
-
-        A plan with several types of g-nets has the lowest of the types' rates. With a base and more than 5,400
-        parameters, the rate is inversely proportional to the number of parameters. SGD without momentum needs ten times
-        the rate. The rates were chosen on validation data of digits, MNIST and (with a base) TREC; half and twice these
-        rates also train.
+        The rate of Adam is the lowest `rate` of the plan's types of g-nets: 2e-2 for periodic ones, 1e-2 for MLPs and
+        by default for your own types. With a base, the rate is 3e-2, or less above 5,400 parameters. The rate of SGD,
+        with momentum 0.9, is five times as high. The guide "Shrink a network" has all rates in a table. They were
+        chosen on validation data of digits, MNIST and (with a base) TREC. Half and twice these rates also train.
 
         Raises:
-            ValueError: for an optimizer that is not in the table.
+            ValueError: for optimizers other than Adam, AdamW, NAdam, RAdam, Muon and SGD.
         """
         if (factor := _RATES.get(optimizer)) is None:
             got = getattr(optimizer, "__name__", f"{type(optimizer).__name__}: pass a class, such as torch.optim.Adam")
