@@ -17,8 +17,8 @@ from gbfunc.types import GenomeLike
 def check_genomes(plan: Plan, genomes: Sequence[GenomeLike], pnet: nn.Module) -> None:
     """Raise ValueError if there are no genomes, or a genome does not fit the plan and the p-net."""
     check_plan(plan, pnet)
-    if (single := hasattr(genomes, "gnets")) or not len(genomes):
-        raise ValueError(f"expected a list of at least one genome, got {'a genome: write [genome]' if single else 'none'}")
+    if (one := hasattr(genomes, "gnets")) or not len(genomes):
+        raise ValueError(f"expected a list of at least one genome, got {'a genome: write [genome]' if one else 'none'}")
     for genome in genomes:
         check_genome(plan, genome)
 
