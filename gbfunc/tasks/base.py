@@ -51,7 +51,7 @@ class Metric(NamedTuple):
 
 def one_cycle(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float]:
     """Return a schedule that raises the learning rate to `lr` in the recipe's warm-up, then lowers it to nearly 0."""
-    # torch's schedule divides by zero if the warm-up has exactly one step.
+    # A warm-up of exactly one step would make torch's schedule divide by zero, so use 1.5 steps.
     warmup = 1.5 / steps if math.isclose(recipe.warmup * steps, 1) and steps > 1 else recipe.warmup
     return torch_schedule(torch.optim.lr_scheduler.OneCycleLR, lr, steps, pct_start=warmup)
 
@@ -96,7 +96,7 @@ class Recipe:
     batch_size: int = 128  # examples per step
     epochs: int = 10  # passes over the training split
     steps: int | None = None  # total number of training steps, instead of `epochs`
-    # Validate every n steps, or after the steps of a tuple. None validates after each pass.
+    # Validate every n steps, or after each step that a tuple lists. With None, validate after each pass over the data.
     measure_every: int | tuple[int, ...] | None = None
     augment: Augment | None = None  # changes the inputs of a training batch
     clip_norm: float | None = None  # largest norm of the gradient
@@ -138,7 +138,7 @@ def token_loss(net: Net, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
 
 @torch.no_grad()
 def accuracy(net: Net, split: Data, chunk: int = 500) -> float:
-    """Return the fraction (0 to 1) of examples that `net` classifies correctly. Each call gets `chunk` examples."""
+    """Return the fraction (0 to 1) of examples that `net` classifies correctly, in calls with `chunk` examples."""
     if not len(split):
         raise ValueError("accuracy expects a split with examples, got an empty one")
     hits = sum(int((logits_of(net(x)).argmax(1) == y_B).sum()) for x, y_B in split.chunks(chunk))
@@ -191,8 +191,8 @@ class Task:
     # (train, recipe, generator, net) -> endless batches, drawn with the generator; `net()` returns the current network.
     batches: Batches = example_batches
     resumable: bool = True  # if False, training can resume only after full passes over the data
-    # Additional metadata of a genome's file: names of `classes`. For images also `mean` and `std` of pixels, tensors
-    # [1 or C, 1, 1], and `white`, the largest value of a pixel.
+    # Additional metadata of a genome's file: `classes`, the names of the classes. For images also `mean` and `std`, the
+    # mean and deviation of pixels [1 or C, 1, 1], and `white`, the largest value of a pixel.
     about: Mapping[str, Any] = field(default_factory=dict)
     counts: Callable[[int], Mapping[str, float]] = lambda steps: {}  # training steps -> extra columns of the history
     facts: Callable[[History], Mapping[str, Any]] = lambda history: {}  # history (may be empty) -> extra results

@@ -1,7 +1,7 @@
 """The task `control`: trains policy and value networks in environments of gymnasium by PPO.
 
-A pass over the data makes new environments, and acts in several rollouts with the current network. Each transition is
-used in several training steps. The validation and test splits are fixed episodes, in which the greedy policy acts.
+In each pass over the data, the current network acts in new environments, in several rollouts. Each transition is used
+in several training steps. The validation and test splits are fixed episodes, in which the greedy policy acts.
 
 Suffixes: T steps of a rollout, N environments, B transitions (or sequences), O numbers of an observation (or channels,
 rows and columns of an image), P numbers that describe a policy, M numbers of a memory.
@@ -96,9 +96,9 @@ def find_environment(env_id: str, observed: Sequence[int] | None = None) -> Envi
 def make_envs(env_id: str, n: int) -> Any:
     """Make `n` environments as one `gymnasium.vector.VectorEnv`.
 
-    The step after an episode's last step only restarts the environment. Atari games (`ALE/...`) come from ale-py, which
-    contains the ROMs. In these games, an observation has four grey frames of 84 x 84 pixels, rewards are not clipped,
-    and an episode lasts at most five minutes (Mnih et al., 2015).
+    The step after an episode's last step ignores the action and restarts the environment. Atari games (`ALE/...`) come
+    from ale-py, which contains the ROMs. In Atari games, an observation has four grey frames of 84 x 84 pixels, rewards
+    are not clipped, and an episode lasts at most five minutes (Mnih et al., 2015).
     """
     gymnasium = import_extra("gymnasium", "the control task", "gbfunc[control]")
     options: dict[str, Any] = {}
@@ -144,14 +144,14 @@ _ATARI_SETTINGS = Settings(env_steps=10_000_000, n_envs=8, clip=0.1, reward_sign
 
 @dataclass(frozen=True)
 class Rollouts:
-    """An environment for training. `len` is the number of transitions of a pass, times the epochs that use each."""
+    """An environment for training. The length is the transitions of a pass, times the uses of each transition."""
 
     env: Environment
     settings: Settings
 
     @property
     def per_pass(self) -> int:
-        """Number of rollouts of a pass. All run in the same environments, and even the longest episode ends."""
+        """Number of rollouts of a pass: at least `eval_every`, and enough steps for the longest episode to end."""
         return max(self.settings.eval_every, -(-(self.env.limit or 1) // self.settings.horizon))
 
     def __len__(self) -> int:

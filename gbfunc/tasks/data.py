@@ -109,8 +109,8 @@ def endless_batches(
 ) -> Iterator[Batch]:
     """Yield full, augmented batches without end. All passes draw random numbers from the same CPU generator.
 
-    A pass yields `len(data) // batch_size` batches of `data` and drops later batches. Raises `ValueError` if `data` has
-    fewer batches, because a training could not be resumed in the middle of such a pass.
+    A pass has the first `len(data) // batch_size` batches of `data.batches`. If `data.batches` yields fewer, raises
+    `ValueError`, because a training could not be resumed in the middle of such a pass.
     """
     expected = steps_per_epoch(data, batch_size)
     while True:
@@ -213,7 +213,7 @@ def distort(change: float, pixels: float, fill: float) -> Augment:
     def change_images(x_BChw: Tensor, generator: torch.Generator) -> Tensor:
         n, _, rows, cols = x_BChw.shape
         drawn_B23 = 2 * torch.rand((n, 2, 3), generator=generator) - 1
-        # `affine_grid` has coordinates from -1 to 1 along each axis, and the axis of columns first.
+        # Convert pixels to the coordinates of `affine_grid`: (column, row), from -1 to 1 along each axis.
         reach_23 = torch.tensor([[change, change, 2 * pixels / cols], [change, change, 2 * pixels / rows]])
         map_B23 = (torch.eye(2, 3) + reach_23 * drawn_B23).to(x_BChw.device)
         places_Bhw2 = F.affine_grid(map_B23, list(x_BChw.shape), align_corners=False)

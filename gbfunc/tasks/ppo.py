@@ -30,7 +30,7 @@ class Settings:
     minibatches: int = 4  # number of minibatches of a rollout, with one gradient step each
     gamma: float = 0.99  # discount
     lam: float = 0.95  # lambda of generalised advantage estimation
-    clip: float = 0.2  # in the loss, the largest change of a probability ratio from 1, and of a value
+    clip: float = 0.2  # the loss clips probability ratios to 1 ± `clip`, and changes of the value to ± `clip`
     entropy: float = 0.01  # coefficient of the entropy bonus
     value: float = 0.5  # coefficient of the value loss
     clip_norm: float = 0.5  # largest Euclidean norm of the gradient

@@ -62,7 +62,7 @@ class PlanOptions(NamedTuple):
     modules_to_save: tuple[str, ...] = ()  # new modules, which the pretrained network does not have
 
     def with_hypernet(self, hypernet: Hypernet) -> PlanOptions:
-        """Replace the type of the g-nets, also in rules that have the replaced type and do not set its size."""
+        """Replace the type of the g-nets. In rules, also replace this type where the rule sets no size of g-nets."""
         tuned = {rule for _, rule in self.rules if rule and rule.type == self.hypernet.type and rule.size is None}
         rules = tuple((pattern, hypernet if rule in tuned else rule) for pattern, rule in self.rules)
         return self._replace(hypernet=hypernet, rules=rules)
@@ -125,7 +125,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class AtMost(TorchDispatchMode):
-    """A context that raises `ValueError` before all tensors created in it have over `numbers` entries in total."""
+    """A context that refuses a new tensor (ValueError) if all new tensors would have over `numbers` entries."""
 
     def __init__(self, numbers: int) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ def narrowed(pnet: PNet, params: int) -> PNet:
             return n_params(scaled(factor).make())
 
     most = next(2.0**i for i in count() if size(2.0**i) >= params)
-    # Multiples of `most / parts` are fine enough to reach all widths up to millions.
+    # Search the factors `part * most / parts`. The steps are small enough to reach every width up to millions.
     part = bisect_left(range(parts := 1 << 22), params, key=lambda part: size(most * part / parts))
     return scaled(most * part / parts)
 
@@ -214,7 +214,7 @@ def import_factory(path: str, returns: str) -> Callable[..., Any]:
 
 
 def options_for(what: str, factory: Callable[..., Any], config: Mapping[str, Any], **given: Any) -> dict[str, Any]:
-    """Return a factory's arguments: `config`, and all of `given` that it takes. Raises ValueError for wrong options."""
+    """Return `config` and the entries of `given` that are parameters of a factory; ValueError for wrong options."""
     signature = inspect.signature(factory)
     known = [name for name in signature.parameters if name not in given]
     unknown = [name for name in config if name not in known]

@@ -160,7 +160,7 @@ def convnet(interface: Interface, *, width: int = 32) -> PNet:
 def _of_maps(
     name: str, factory: Callable[..., PNet], interface: Interface, make: Any, width: int, weight: str, rules: Any
 ) -> PNet:
-    """Describe a net. Encode the columns of the matrix `weight` by the second convolution's channels and pixels."""
+    """Describe a net. An input of the layer `weight` is coded by its channel and pixel after two convolutions."""
     check_reads(name, interface, "images", 3, 16)
     places = _maps(interface.inputs)
     code = per_axis(binary(), grid(*places, bandwidth=2.0), math.prod(places))

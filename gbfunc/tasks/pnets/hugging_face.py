@@ -34,7 +34,7 @@ _WEIGHTS = "model*.safetensors"
 _BESIDE = (PREPROCESSOR, "tokenizer*.json", "chat_template.jinja", "generation_config.json")
 _ADAPTER = PlanOptions(hypernet=bilinear(share="shapes"), base="own", modules_to_save=("classifier",))
 
-# Names of attention's value projections, some joined with queries and keys. Deltas of these layers lower the loss most.
+# Names of layers that compute attention's values (some also queries and keys). Deltas here lower the loss most.
 _VALUES = ("v_proj", "c_attn", "query_key_value", "qkv_proj", "Wqkv")
 
 # {kind of inputs: (class of transformers, description of its models in errors)}
@@ -131,7 +131,7 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
         return TextClassifier(net, full.hidden_size, interface.outputs, interface.pad).train()
 
     def plan(genome_params: float) -> PlanOptions:
-        # Exclude the head from generation, even if few parameters are left for the deltas.
+        # Train the head directly if the genome has room, even if few parameters are left for the deltas.
         whole = (rf"^{re.escape(head)}\.",) if head and genome_params > least else ()
         if folder is not None and interface.tokens and genome_params >= tied()[1]:
             return tied()[0]
@@ -142,7 +142,7 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
 
 
 def _tied(auto: Any, full: Any) -> tuple[PlanOptions, float]:
-    """Return plan options for low-rank deltas of value projections, and the deltas' size at rank 1 (inf if none)."""
+    """Return plan options for low-rank deltas of value projections, and their parameters at rank 1 (inf: no layers)."""
     with torch.device("meta"):
         layers = auto.from_config(full).named_modules()
     found = [(name.rpartition(".")[2], layer.weight.numel()) for name, layer in layers if name.endswith(_VALUES)]
@@ -234,7 +234,7 @@ def _pretrained(name: str, folder: Path, full: Any, auto: Any, head: str, **gguf
 
 @functools.cache
 def _unpacked(file: Path) -> Path:
-    """Convert a GGUF file to a folder, which loads 100 times as fast: in GBFUNC_CACHE, or else a temporary folder."""
+    """Convert a GGUF file to a folder in `$GBFUNC_CACHE` or a temporary one; the folder loads 100 times as fast."""
     transformers, _ = (import_extra(name, f"reading {file.name}", "gbfunc[llm]") for name in ("transformers", "gguf"))
     cache, gguf = os.environ.get("GBFUNC_CACHE"), {"gguf_file": file.name}
     folder = Path(cache or "", f"{file.stem}-{file.stat().st_size}-{file.stat().st_mtime_ns}")
