@@ -23,7 +23,7 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, tor
 
 
 class Exported(NamedTuple):
-    """The size of an exported file, and the largest error of the program's outputs; None if the program was not run."""
+    """The size of an exported file, and the largest error of the outputs. The error is None if no program was run."""
 
     bytes: int
     max_error: float | None
@@ -61,8 +61,8 @@ def export(
         dynamic_shapes: the dimensions that may differ from the example. `"batch"` is the first dimension of every
             tensor. `"auto"` adds the length of texts (integers [batch, length]) if network and format support other
             lengths. None allows no other shapes. Other values are passed to `torch.export.export`.
-        check: run the exported program, if its runtime is installed, with the example, and, as far as dimensions are
-            dynamic, with one more row and with texts that are one token shorter.
+        check: run the exported program with the example, if the format's runtime is installed. If the batch size or
+            the length of texts may differ, also run it with one more row, or with texts that are one token shorter.
 
     Raises:
         ImportError: if a package is missing; the message names the extra that installs the package.

@@ -67,7 +67,7 @@ def _to_onnx(traced: Traced) -> bytes:
         exported = torch.onnx.export(traced.program, dynamo=True, optimize=False, verbose=False, **options)
     assert exported is not None
     model = exported.model
-    # Limit sizes, so that no weights become constants. `optimizer.optimize` of onnxscript 0.7.2 changed MLPs' weights.
+    # Limit sizes, so that no weights become constants. In onnxscript 0.7.2, `optimizer.optimize` changed weights.
     optimizer.fold_constants(model, input_size_limit=16, output_size_limit=16)
     kinds = passes.DeduplicateInitializersPass, passes.CommonSubexpressionEliminationPass
     for change in (*kinds, passes.RemoveUnusedNodesPass, passes.ClearMetadataAndDocStringPass):

@@ -30,7 +30,7 @@ class Inputs(NamedTuple):
 
     @staticmethod
     def of(example: Any, net: nn.Module) -> Inputs:
-        """Move an example to the CPU: one input, a tuple, or a dict by name, which is sorted as the forward's names."""
+        """Copy an example to the CPU: an input, a tuple, or a dict by name, sorted in the order of the parameters."""
         args, kwargs = tuple(example) if isinstance(example, tuple | list) else (example,), {}
         if isinstance(example, Mapping):
             names = list(inspect.signature(net.forward).parameters)
@@ -69,12 +69,12 @@ def _has_rows(x: Any) -> bool:
 
 
 def is_text(x: Any) -> bool:
-    """Return True for integers [batch, length > 2]. Of length 2, `shorter` leaves 1, which torch never varies."""
+    """Return True for integers [batch, length > 2]: `shorter` would make a length of 2 a 1, which torch keeps fixed."""
     return isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point() and x.shape[1] > 2
 
 
 class Traced(NamedTuple):
-    """The graph of a network's call, the outputs' names, and the user's `dynamic_shapes`, unless "auto" or "batch"."""
+    """The graph of a network's call, and the outputs' names. `dynamic_shapes` is None for "auto" and "batch"."""
 
     program: ExportedProgram
     outputs: list[str]

@@ -1,4 +1,4 @@
-"""QR codes of genomes: the address of a page that runs a genome's network, `PAGE#GENOME`, with the genome's file."""
+"""QR codes with the address `PAGE#GENOME`: a page that runs networks, and the file of a genome for the page."""
 
 import io
 import os

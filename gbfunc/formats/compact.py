@@ -10,11 +10,11 @@ A file holds, in this order:
     runs       one stream (`symbols`) of the leaves in codes, sorted by name: exponents and mantissas of the scales
                (bfloat16), zero points, and then the codes per leaf, centred on the zero points
 
-Runs take long to read. A genome with many codes therefore has no runs: scales, zero points and codes are packed in
-their bits, or are a deflate stream (Huffman codes only, at least one bit per symbol) if this stream is shorter.
+Runs take long to read. A genome with many codes therefore has no runs: scales, zero points and codes are packed
+without gaps between their bits. If a deflate stream (Huffman codes only) is shorter, the file has this stream instead.
 
-With trained quantization steps (`steps`), the byte holds 9 instead of the bits, and a stream (`step_stream`) replaces
-the runs. The byte holds 9 + 64 if the stream includes running statistics and counters of batches (`statistics`).
+With trained quantization steps (`steps`), the fourth byte is 9 instead of the bits, and a stream (`step_stream`)
+replaces the runs. The byte is 9 + 64 if the stream includes running statistics and counters of batches (`statistics`).
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ class Sizes(NamedTuple):
     document: int
     plain: Mapping[str, int]
     codes: int
-    bits: Mapping[str, float]  # Bits of the codes by leaf; `codes` also counts scales or quantization steps
+    bits: Mapping[str, float]  # Bits of the codes by leaf, without scales and quantization steps, which `codes` counts
 
 
 def pack(
     document: str, plan: Any, leaves: TensorMap, stored: str | Steps, most: int = MAX_SYMBOLS
 ) -> tuple[bytes, Sizes]:
-    """Packs a document and the leaves of the document's plan; raises ValueError for numbers that are too large.
+    """Packs a document (plan and metadata as JSON) and leaves; raises ValueError for numbers that are too large.
 
-    At most `most` codes of 2 to 8 bits are stored in runs. More codes are packed, which is faster but takes more bytes.
+    Up to `most` codes of 2 to 8 bits are stored in runs. More codes are packed, which is faster but takes more bytes.
     """
     narrow = narrow_stats(leaves)
     if isinstance(stored, Steps):
@@ -92,7 +92,7 @@ def _leaves_without_steps(plan: Any, leaves: TensorMap, narrow: bool, statistics
 
 
 def most_bytes(document: str, leaves: TensorMap, bits: int) -> Sizes:
-    """Computes the size of the largest file for leaves of these shapes, if running statistics have 16 bits."""
+    """Returns an upper bound for the size of a file with leaves of these shapes and 16-bit running statistics."""
     plain = {name: x.nbytes for name, x in stored_leaves(leaves, f"int{bits}").items()}
     coded = {name: x for name, x in leaves.items() if name not in plain}
     blocks, numbers = sum(map(_blocks, coded.values())), sum(x.numel() for x in coded.values())

@@ -33,7 +33,7 @@ class Allowed(NamedTuple):
 
     numbers: int  # Numbers in all leaves, plus the entries of the codes of rows and columns that the reader computes
     symbols: int  # Integers in a stream with quantization steps
-    pieces: int  # Number of direct tensors, of buffers, and of parts of leaves (one part per matrix)
+    pieces: int  # Tensors and buffers of the p-net, plus, for each leaf, the number of matrices that it generates
     containers: int  # Number of dicts and lists in the document
 
     @staticmethod

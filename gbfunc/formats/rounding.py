@@ -2,11 +2,11 @@
 
     number = scale * (code - zero point)        0 <= code, zero point < 2 ** bits
 
-Codes are an affine quantisation (B. Jacob et al., 2018). Each block of a leaf has a scale and a zero point. A block
-spans the last dimensions of the leaf, as few as have at least `BLOCK` numbers; a smaller leaf is one block. Zero is
-represented exactly, and rounding twice changes nothing. If leaves are stored in codes, direct vectors (biases, norms)
-are float16, because errors in biases and norms matter most. Running means are float16 and running variances bfloat16,
-unless float16 is too coarse for a mean.
+Codes are an affine quantisation (B. Jacob et al., 2018). Each block of a leaf has a scale and a zero point. A block is
+the last dimension of the leaf, or as many of the last dimensions as are needed for `BLOCK` numbers. A smaller leaf is
+one block. Zero is represented exactly, and rounding twice changes nothing. If leaves are stored in codes, direct
+vectors (biases, norms) are float16, because errors in biases and norms matter most. Running means are float16 and
+running variances bfloat16, unless float16 is too coarse for a mean.
 
 Suffixes: N blocks, K numbers per block.
 """
@@ -26,7 +26,7 @@ STORED_DTYPES = {name: DTYPES[name] for name in ("float32", "float16", "bfloat16
 StoredDtype = str | torch.dtype  # A key of `STORED_DTYPES` or `BITS`, or a torch dtype whose name is a key
 BLOCK = 64
 
-# Running statistics by their names in torch: variances need range, means need precision.
+# Dtypes of running statistics in 16 bits: bfloat16 has the range that variances need, float16 the precision for means.
 _STATS = {"running_mean": torch.float16, "running_var": torch.bfloat16}
 
 
@@ -39,7 +39,7 @@ class Codes(NamedTuple):
 
 
 def stored_name(dtype: StoredDtype, what: str = "dtype") -> str:
-    """Returns the name of a dtype for stored leaves; raises ValueError for any other dtype."""
+    """Returns the name of a dtype; raises ValueError for a dtype in which leaves cannot be stored."""
     name = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
     if not isinstance(name, str) or name not in {**STORED_DTYPES, **BITS}:
         raise ValueError(f"{what} must be None or one of {', '.join((*STORED_DTYPES, *BITS))}, got {dtype!r}")
@@ -47,7 +47,7 @@ def stored_name(dtype: StoredDtype, what: str = "dtype") -> str:
 
 
 def stored_dtype(name: str, leaf: Tensor, dtype: str | None, narrow: bool = True) -> torch.dtype | None:
-    """Returns a leaf's or buffer's dtype in a file, None for codes; `narrow` allows 16 bits for running statistics."""
+    """Returns the dtype of a leaf or buffer in a file, or None for codes. `narrow`: 16 bits for running statistics."""
     buffer = name.startswith(BUFFERS)
     if dtype is None or not leaf.is_floating_point() or (buffer and not (narrow and dtype in BITS and is_stat(name))):
         return leaf.dtype
@@ -79,7 +79,7 @@ def narrow_stats(leaves: TensorMap) -> bool:
 
 
 def block_size(shape: tuple[int, ...]) -> int:
-    """Returns how many numbers of a leaf have a scale in common, 0 for an empty leaf."""
+    """Returns the number of neighbouring numbers that share a scale, in a leaf of this shape; 0 for an empty leaf."""
     sizes = (math.prod(shape[i:]) for i in range(len(shape), -1, -1))
     return next((size for size in sizes if size >= BLOCK), math.prod(shape))
 

@@ -37,9 +37,9 @@ def file_bytes(
     """Counts the bytes of a genome's file by name; the sum is the size of the file that `save` writes.
 
     The names are those of tensors and buffers of the p-net, and `(ENSEMBLE)` for leaves that several tiles share,
-    `(plan)`, `(metadata)`, `(scales)` of codes, and `(container)` for all other bytes. A stream's bytes are divided
-    among leaves by their bits, and a leaf's bytes among tensors by their numbers. Without a genome, the bytes are an
-    upper bound for `"int2"` to `"int8"`, and an estimate for `"auto"`. Arguments and errors are as in `save`.
+    `(plan)`, `(metadata)`, `(scales)` of codes, and `(container)` for all other bytes. Each leaf gets its share of a
+    compressed stream, and each tensor its share of a leaf. Without a genome, the bytes are an upper bound for `"int2"`
+    to `"int8"`, and an estimate for `"auto"`. Arguments and errors are as in `save`.
     """
     dtype = plan.default_dtype(genome is None) if dtype is None else dtype
     name, leaves = None if dtype is None else stored_as(dtype), plan.leaves
@@ -85,7 +85,7 @@ def genome_file_bytes(plan: Any, dtype: Stored | None = None) -> int:
 
 
 def owners_of(plan: Any) -> dict[str, list[tuple[str, int]]]:
-    """Returns for each leaf `[(tensor, count), ...]`: the leaf's first `count` numbers belong to the first tensor."""
+    """Returns for each leaf `[(tensor, count), ...]`: how many numbers of the leaf belong to each tensor, in order."""
     owners = {f"{DIRECT}{t.name}": [(t.name, t.numel)] for t in plan.direct}
     owners |= {f"{BUFFERS}{b.name}": [(b.name, math.prod(b.shape))] for b in plan.buffers}
     for e in plan.ensembles:

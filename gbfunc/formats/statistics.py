@@ -1,7 +1,7 @@
 """Stores running means and variances of norms as integers times quantization steps, like trained numbers (`steps`).
 
-A norm subtracts the mean and divides by the standard deviation sigma. Errors of the mean matter relative to sigma, and
-errors of sigma as a ratio. Therefore a file has a number u instead of a mean or a variance:
+A norm subtracts the mean and divides by the standard deviation sigma. The effect of a wrong mean depends on the error
+divided by sigma, and so does the effect of a wrong sigma. Therefore files have u instead of a mean or variance:
 
     variance   u = ln(variance + 2^-16) / 2
     mean       u = mean / e^u'                 u' is the decoded u of the variance
@@ -47,7 +47,7 @@ def sibling(name: str, kind: str) -> str:
 
 
 def codable(plan: Any, leaves: TensorMap) -> bool:
-    """Returns True if there are running statistics and all can be stored, because none is nonfinite or extreme."""
+    """Returns True if the leaves have running statistics, and no statistic is nonfinite or too extreme to be stored."""
     names = statistics_of(plan)
     if not names or not leaves.keys() >= {*names}:
         return False
@@ -62,7 +62,7 @@ def codable(plan: Any, leaves: TensorMap) -> bool:
 
 
 def squares_of(name: str, leaves: TensorMap, squares: TensorMap) -> Tensor | None:
-    """Estimates the mean square of u's gradient from that of the norm's bias; None if the norm has no bias."""
+    """Estimates the mean square of the gradient of u from the bias's mean square; None if the norm has no bias."""
     module = name.removeprefix(BUFFERS)
     shift, scale = (f"{DIRECT}{sibling(module, kind)}" for kind in ("bias", "weight"))
     if shift not in squares or squares[shift].shape != leaves[name].shape:

@@ -15,8 +15,10 @@ from gbfunc.formats.symbols import NARROWEST, PIECE, WIDEST, Entry, Reader, entr
 from gbfunc.trees import DIRECT
 from gbfunc.types import Params, TensorMap
 
-_BALANCE = math.log(2) / 12  # One more bit halves the step: `h step^2 / 24` falls by `log(2) / 12 h step^2` per bit.
-_STATISTIC = -32  # Steps of running statistics are at most 2^(-32/8), because training cannot correct rounding errors
+# Rounding a number to a step raises the loss by `h step^2 / 24`, where h is the loss's second derivative. One more bit
+# halves the step, so the derivative of `h step^2 / 24` with respect to the bits is `-_BALANCE h step^2`.
+_BALANCE = math.log(2) / 12
+_STATISTIC = -32  # Largest index of statistics (step 2^(-32/8)): training cannot correct their rounding errors
 _FROZEN_ERROR = 1 / 64  # Largest rounding error of an untrained parameter, relative to its largest number
 _WIDTHS = np.arange(NARROWEST + 1, WIDEST)
 
@@ -64,11 +66,11 @@ def code_bits(plan: Any, leaves: TensorMap, steps: Steps) -> float:
 
 
 def allocate(plan: Any, leaves: TensorMap, squares: TensorMap, bits: float, examples: int = 0) -> Steps:
-    """Finds the finest quantization steps with which the integers take at most `bits`; otherwise the largest steps.
+    """Finds the finest quantization steps with which the integers take at most `bits`.
 
-    `squares` are mean squares of gradients, averaged over `examples`. A leaf without gradients gets its smallest step.
-    `Steps.rate` is the loss that one more bit would save by smaller steps. Raises ValueError for an untrained parameter
-    that is too large or too small for any step.
+    If no steps suffice, returns the largest steps. `squares` are mean squares of gradients, averaged over `examples`. A
+    leaf without gradients gets its smallest step. `Steps.rate` is how much smaller the loss would be with one more bit.
+    Raises ValueError for an untrained parameter that is too large or too small for any step.
     """
     # The range of the search is larger than a normal training needs, because squares grow if the loss rises suddenly.
     low, high = -40.0, 88.0
@@ -78,8 +80,8 @@ def allocate(plan: Any, leaves: TensorMap, squares: TensorMap, bits: float, exam
             low = middle
         else:
             high = middle
-    # Rounding a number raises the loss by h step^2 / 24; h is `examples` times the mean square of the mean gradient.
-    # `min` bounds the rate: after suddenly large gradients, a large rate would cause large gradients again.
+    # The second derivative is estimated by `examples` times the mean square of the mean gradient. `min` bounds the
+    # rate: after suddenly large gradients, a large rate would cause large gradients again.
     rate = _BALANCE * examples * 4.0 ** min(high, 0.0)
     return Steps(_steps_at(plan, leaves, squares, high)[0].indices, rate)
 
@@ -91,7 +93,7 @@ def _steps_at(plan: Any, leaves: TensorMap, squares: TensorMap, log_noise: float
         leaf = leaves[part.leaf]
         numbers = encode_statistic(part.leaf, leaf, past.variances) if part.statistic else part.of(leaf)
         shifts, mask = past.shifts(part, "cpu")
-        # The smallest index with which no number of a part exceeds `LARGEST` steps.
+        # `least` is the index of the smallest step with which no integer of the part exceeds `LARGEST`.
         logs = OCTAVE * (part.in_period(numbers.double()).abs() / LARGEST).log2() + OCTAVE // 2 * shifts
         stored = logs[mask.expand(part.shape)]
         most = float(stored.max()) if stored.numel() else -math.inf
@@ -115,7 +117,7 @@ def _steps_at(plan: Any, leaves: TensorMap, squares: TensorMap, log_noise: float
 
 
 def pack_steps(plan: Any, leaves: TensorMap, steps: Steps) -> tuple[bytes, dict[str, float]]:
-    """Returns the stream of all parts, and the bits of the integers by leaf. Steps and widths are not counted."""
+    """Returns the stream, and the number of bits of each leaf's integers. Steps and widths are not counted."""
     found = [one for one, _ in quantise(plan, leaves, steps)]
     parts, widths = [one.part for one in found], []
     bits = {part.leaf: 0.0 for part in parts}
@@ -139,7 +141,6 @@ def pack_steps(plan: Any, leaves: TensorMap, steps: Steps) -> tuple[bytes, dict[
 
 
 def _tables(found: Quantised, width: int) -> tuple[NDArray[np.int64], list[list[int]]]:
-    """Returns a frequency table for every stored integer of a part, after the largest integer of every table."""
     evenly = width == WIDEST
     own = np.array(found.limits, np.int64) if evenly else _width_at(width, _stored(found)[1])
     keys, index = np.unique(own, return_inverse=True)

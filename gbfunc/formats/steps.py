@@ -8,7 +8,7 @@ proportional to the amplitude and to the code. Steps of code weights are therefo
 grow with amplitude and code. Code weights of features with amplitude 0 take no bits.
 
 The integers of a part are stored as if they had a two-sided geometric distribution (`symbols.geometric`) of one width.
-The gradient of the number of bits is the derivative of an estimate: an integer q takes about `log2(1 + e |q|)` bits.
+Training also reduces the number of bits. An integer q takes about `log2(1 + e |q|)` bits, which has a derivative.
 
 A file has the indices of all parts, then the widths of all parts, then the integers of all parts: amplitudes first, and
 running statistics (`statistics`) last. Indices and widths are stored as a median and differences from the median.
@@ -36,13 +36,13 @@ from gbfunc.trees import BUFFERS, DIRECT, GNET
 from gbfunc.types import DTYPES, Params, TensorMap
 
 V = TypeVar("V")
-Side = tuple[Encoding, int, int]  # An encoding, the length of its axis, and the length of a tile
+Side = tuple[Encoding, int, int]  # Codes of rows or columns, how many the matrix has, and how many a tile has
 AUTO = "auto"  # Names integers with trained quantization steps among the dtypes of `Stored`
-OCTAVE, LEAST, MOST = 8, -128, 127  # Number of indices that double the step; the smallest index; the largest index
-LARGEST = 2047  # Largest integer
+OCTAVE, LEAST, MOST = 8, -128, 127  # An index larger by 8 doubles the step; smallest index; largest index
+LARGEST = 2047  # Largest integer that can be stored
 _REACH = 400  # `_STEPS` has the indices -400 .. 400
 _AT_ONCE = 1 << 18  # Entries of coordinate codes computed in one call
-# Coordinate codes divide steps by powers of sqrt(2). These exponents are limited, so that indices stay in `_STEPS`.
+# Steps of code weights are divided by powers of sqrt(2). Exponents are limited, so that the steps are in `_STEPS`.
 COARSEST, FINEST = -68, 44
 # Dtype and device are explicit because files must not depend on the user's defaults.
 _STEPS = torch.tensor(
@@ -50,7 +50,8 @@ _STEPS = torch.tensor(
     dtype=torch.float32,
     device="cpu",
 )
-# Bits per number, and bits per part, that plans for a size in bytes assume. Networks for MNIST train best with both.
+# Bits that plans for a size in bytes assume: for each number, and for the step and the width of each part of a leaf.
+# Networks for MNIST were most accurate with these two values.
 EXPECTED_BITS, EXPECTED_PART_BITS = 5.0, 11.0
 
 
@@ -97,14 +98,14 @@ def bytes_each(stored: Stored) -> float:
 
 
 class Part(NamedTuple):
-    """Rows `first .. last - 1` of a leaf, which have one step in common; `last` is None for the whole leaf."""
+    """Rows `first .. last - 1` of a leaf, which share a quantization step; `last` is None for the whole leaf."""
 
     leaf: str
     first: int
     last: int | None
     shape: tuple[int, ...]
     gain: str | None = None  # Name of the leaf [T, H] that multiplies the features of this leaf [T, ..., H]
-    finer: tuple[int, ...] = ()  # Per entry of the coordinate code, the power of sqrt(2) by which steps are divided
+    finer: tuple[int, ...] = ()  # For each entry of a code, n: steps are divided by sqrt(2)^n
     period: float | None = None
     statistic: bool = False
 
@@ -115,7 +116,7 @@ class Part(NamedTuple):
         return x if self.period is None else x - self.period * (x / self.period).round()
 
     def limit(self, steps: Tensor) -> Tensor:
-        """Computes the largest integer for each step. A number with a period is at most half the period."""
+        """Computes the largest integer for each step. A periodic number (a phase) is at most half its period."""
         if self.period is None:
             return torch.tensor(float(LARGEST), device=steps.device)
         return (self.period / 2 / steps.double()).floor().clamp(max=LARGEST)
@@ -142,7 +143,7 @@ class Quantised(NamedTuple):
     part: Part
     integers: Tensor
     steps: Tensor
-    shifts: Tensor  # Powers of sqrt(2) by which steps are divided
+    shifts: Tensor  # Exponents n: the part's step was divided by sqrt(2)^n
     mask: Tensor  # True for stored integers
 
     @property
@@ -196,7 +197,6 @@ def numbers_of_codes(plan: Any) -> int:
 
 
 def _mean_squares(code: Encoding, n: int, tile: int, count: bool = False) -> Any:
-    """Averages the squares of each entry of the codes of `n` rows or columns; with `count`, counts entries instead."""
     if isinstance(code, Binary):
         return 0 if count else np.ones(code.width(n))
     if isinstance(code, PerAxis) and code.local:

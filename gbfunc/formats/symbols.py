@@ -84,7 +84,7 @@ def entry(symbol: int, limits: list[int]) -> Entry:
 
 
 def join(entries: list[Entry]) -> bytes:
-    """Encodes symbols as a stream. An entry is (sum of frequencies of smaller values, own frequency, sum of all)."""
+    """Encodes symbols as a stream. An entry is (sum of smaller values' frequencies, frequency, sum of frequencies)."""
     pieces = []
     for start in range(0, len(entries), PIECE):
         x = 1
@@ -98,7 +98,7 @@ def join(entries: list[Entry]) -> bytes:
 def most_runs_bytes(bits: float, symbols: int, runs: int) -> int:
     """Returns an upper bound for the bytes of `runs` runs, whose `symbols` symbols take `bits` bits in total."""
     pieces = -(-(symbols + runs) // PIECE)
-    # Rounding adds at most as many bits to an integer as the largest sum of frequencies has: less than 3 bytes.
+    # The rounding of each integer adds less than 3 bytes, because a sum of frequencies has less than 24 bits.
     return math.ceil((bits + 4 * runs) / 8) + 3 * pieces + 2 * max(0, pieces - 1)
 
 
@@ -166,7 +166,7 @@ HALVINGS = 22
 
 @lru_cache(maxsize=4096)
 def geometric(width: int, most: int) -> tuple[int, list[int]]:
-    """Return D <= `most`, and cumulative frequencies of -D .. D; frequencies halve per distance of 2^(width / 4)."""
+    """Return D <= `most`, and cumulative frequencies of -D .. D. With each 2^(width / 4) from 0, a frequency halves."""
     if width <= NARROWEST:
         return 0, [0, 1]
     if width >= WIDEST:

@@ -85,7 +85,6 @@ def _as_json(x: Any) -> Any:
 
 
 def _difference(first: str, text: str) -> str:
-    """Quote the first difference of two texts, for example as ` ("clip_norm": 0.5, not "clip_norm": null)`."""
     at = len(os.path.commonprefix([first, text]))
     start, end = max(0, at - 80), at + 30
     quotes = (f"{'...' * (start > 0)}{x[start:end]}{'...' * (len(x) > end)}" for x in (text, first))

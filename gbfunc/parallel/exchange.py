@@ -202,6 +202,5 @@ def gather_state(layout: Layout, state: Any) -> Any:
 
 
 def _split_tensors(layout: Layout, flat: Params) -> dict[str, str]:
-    """Return `{name of a split tensor: name of its leaf}` for a state and its optimizer, in one order on all ranks."""
     leaf_of = {k: k if k.startswith(GNET) else k.removeprefix("opt/leaves/").rpartition("/")[0] for k in sorted(flat)}
     return {name: leaf for name, leaf in leaf_of.items() if leaf in layout.split}

@@ -129,7 +129,6 @@ def _by_columns(layer: Any, input: Tensor) -> Any:
 
 
 def _embedding(layer: Any, input: Tensor) -> Any:
-    """Look up rows in the full factors, or in this rank's piece of the weight with a sum over ranks."""
     split: Split = layer.split
     own, index, padding = weight_of(layer, "weight"), _local(input), layer.padding_idx
     if own is not None and isinstance(own.form, FactoredWeight):

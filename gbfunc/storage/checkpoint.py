@@ -159,12 +159,12 @@ class Checkpointer:
 
 
 class Checkpoint(NamedTuple):
-    """A loaded checkpoint. Without a valid checkpoint, `state` is `like`, `extra` is {}, and `path` is None."""
+    """The result of `load_checkpoint`. Without a valid file, it has the state `like`, `extra={}` and `path=None`."""
 
     state: Any  # Has the structure and devices of `like`
     extra: JSON
     path: Path | None
-    skipped: tuple[str, ...]  # One line per newer file that is damaged, with the reason; the newest file first
+    skipped: tuple[str, ...]  # A line for each damaged file newer than `path`, with the reason, newest first
 
 
 def load_checkpoint(
@@ -236,7 +236,7 @@ def _restore(
                     raise
                 skipped.append(f"{file.name}: {error}")
                 continue
-            # Raise an error for an intact checkpoint of a different training: a folder must not mix two trainings.
+            # If the file is intact but of another training, raise an error: a folder must not mix two trainings.
             if metadata.get("format") != _FORMAT:
                 raise ValueError(f"its format must be {_FORMAT!r}, got {metadata.get('format')!r}: update gbfunc")
             # Unset the `object_pairs_hook` of `parse_json`: with both hooks, `json.loads` ignores `object_hook`.
@@ -261,7 +261,7 @@ def _restore(
             why = error if isinstance(error, ValueError) else raw
             raise ValueError(f"{file} cannot be resumed: {why}") from error
         for name, leaf in flat.items():
-            # Keep the memory layout of the leaf in `like`: rounding errors of sums may depend on the layout.
+            # Use the memory layout of `like`, so that training continues bit by bit: sums may depend on the layout.
             flat[name] = torch.empty_like(leaf, requires_grad=False).copy_(tensors[name])
         return Checkpoint(None, extra, file, tuple(skipped)), training
     return Checkpoint(None, {}, None, tuple(skipped)), {}
@@ -284,7 +284,7 @@ def _plan_summary(plan: Plan) -> JSON:
 
 
 def describe_training(settings: Mapping[str, Any], step: int) -> dict[str, str]:
-    """Describes an optimizer and its options; a schedule by the rate at `step` and a hash of rates at many steps."""
+    """Describes an optimizer and its options. A schedule becomes the rate at `step` and a hash of many rates."""
     if "cls" not in settings:
         return {k: text_of(v) for k, v in settings.items()}  # The optimizer was not made by `torch_optimizer`
     by_role = {f"{role}.{k}": v for role in ROLES for k, v in (settings[role] or {}).items()}
@@ -319,7 +319,7 @@ def _differing(saved: Mapping[str, str], current: Mapping[str, str]) -> list[str
 
 def _encode(tensors: Params, about: dict[str, str]) -> bytes:
     data = to_bytes(tensors, {"format": _FORMAT, "sha256": _NO_DIGEST, **about})
-    # The pattern has quotes, which are escaped inside metadata, so the pattern occurs only once in the header.
+    # Replace the entry `"sha256":"000..."`. The user's metadata cannot contain it, because quotes are escaped there.
     return data.replace(_entry(_NO_DIGEST), _entry(hashlib.sha256(data).hexdigest()), 1)
 
 
@@ -397,7 +397,7 @@ def _lock(folder: Path) -> int:
 
 
 def _on_rank_0(mesh: Mesh, do: Callable[[], Any]) -> Any:
-    """Run `do` on rank 0, and return its result or raise its ValueError or OSError on all ranks; all must call."""
+    """Run `do` on rank 0. All ranks call, and get the result, or the ValueError or OSError that `do` raised."""
     answer = failure = None
     if mesh.rank == 0:
         try:

@@ -73,7 +73,7 @@ def network(layers: Sequence[Layer], metadata: Mapping[str, Any]) -> JSON:
 
 
 def embedded(text: str) -> tuple[bytes, dict[str, str]]:
-    """Return the genome's file and the alphabets in the HTML of a page; ValueError for a text without a genome."""
+    """Extract a genome's file and the alphabets from a page's HTML; ValueError if the text has no genome."""
     found = re.search(r'<script type="application/json" id="embedded">(.+)</script>', text)
     content = parse_json(found[1], "the page's content") if found else None
     genome, alphabets = (content.get(k) for k in ("genome", "alphabets")) if isinstance(content, dict) else ("", {})
