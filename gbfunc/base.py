@@ -33,7 +33,8 @@ class Base(NamedTuple):
 class BaseTensors:
     """The frozen tensors of a base: the p-net's own parameters (not copied), and copies of the buffers."""
 
-    # Tensors named in `new` are not part of the base. Functions in `old` set new rows of parameters to zero.
+    # Tensors named in `new` are not part of the base. If rows were appended to a parameter (a resized embedding), its
+    # function in `old` sets these rows to zero, so that the hash does not depend on their values.
     def __init__(self, pnet: nn.Module, new: Collection[str], old: Mapping[str, Callable[..., Tensor]] = {}) -> None:
         for name, layer in pnet.named_modules():
             if getattr(layer, "max_norm", None) is not None and f"{name}.weight".lstrip(".") not in new:
@@ -50,7 +51,6 @@ class BaseTensors:
         packed = {k: x if isinstance(x, tuple) else (x,) for k, x in state.items() if id(x) not in tensors}
         parts = {f"{k}.{i}": x for k, each in packed.items() for i, x in enumerate(each) if isinstance(x, Tensor)}
         self._packed_bytes = sum(x.nbytes for x in parts.values())
-        # Count the weights of layers whose weight is not a parameter.
         self._hidden = 0
         for _, layer in hidden_layers(pnet):
             own = sum(p.numel() for p in layer.parameters() if p.ndim > 1 and not p.is_floating_point())
@@ -67,7 +67,7 @@ class BaseTensors:
         return self._on[device]
 
     def cast(self, change: Callable[[Tensor], Tensor]) -> BaseTensors | None:
-        """Return the base in the dtypes that `change` makes, as in `nn.Module.to`; None if no dtype changes."""
+        """Cast the base as `nn.Module.to` would, with a function `change` of a tensor; None if no dtype changes."""
         first = self.params, self.buffers
         kinds = {x.dtype for tensors in first for x in tensors.values() if differentiable(x.dtype)}
         casts = {kind: new for kind in kinds if (new := change(torch.empty(0, dtype=kind)).dtype) != kind}
@@ -82,7 +82,7 @@ class BaseTensors:
         return self.on(device)[0][name]
 
     def describe(self, name: str = "", revision: str = "") -> Base:
-        """Return hash and sizes of the base; ValueError for a p-net on the meta device, which has no values."""
+        """Return hash and sizes of the base. Raise ValueError for the meta device, on which tensors have no values."""
         kept = self.params | {k: self.buffers[k] for k in self._saved}
         digest = _digest(kept, self._packed_digest if self._packed_bytes else b"")
         params = sum(x.numel() for x in self.params.values()) + self._hidden
@@ -116,7 +116,7 @@ def _update(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
 
 
 def hub_name(pnet: nn.Module) -> tuple[str, str]:
-    """Return the name and revision on a hub of a p-net, or of its first module that has them; "" if unknown."""
+    """Return a p-net's name and commit on a hub, from the first module with a name. "" if unknown."""
     for module in pnet.modules():
         config = getattr(module, "config", None)
         name = getattr(config, "_name_or_path", None) or getattr(config, "name_or_path", None)

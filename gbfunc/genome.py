@@ -245,7 +245,7 @@ class _Slot(NamedTuple):
         return joined(Evaluation(self.constants, leaves).tiles(), self.grid)
 
     def moments(self, leaves: Params, linear: Sequence[str] = ()) -> tuple[float, float, Params]:
-        """Return mean and deviation of a matrix, and the gradient of the mean with respect to the `linear` leaves.
+        """Return a matrix's mean and standard deviation, and the mean's gradient with respect to `linear` leaves.
 
         A large matrix with factors L and R is not formed. The sum over a tile's weights is `sum_i L_i . sum_j R_j`, and
         the sum over the squared weights is the sum over the entries of `(L.T @ L) * (R.T @ R)`.
@@ -275,9 +275,10 @@ def _inside(lengths_T: Tensor, longest: int) -> Tensor:
 def init_leaves(e: Ensemble, dtype: torch.dtype, generator: torch.Generator) -> Params:
     """Draw an ensemble's leaves from one CPU generator, tile by tile, so that the genome is equal on all devices.
 
-    Then change the linear leaves v (such as amplitudes) so that the weights of every matrix have zero mean and unit
-    standard deviation. The mean is linear in v, `mean = <m, v>`. Subtracting `m * mean / |m|^2` from v is the smallest
-    change that removes the mean. If a matrix has a single linear coefficient, all leaves of its tiles are changed.
+    Then change the leaves so that the weights of every matrix have zero mean and unit standard deviation. The mean is
+    linear in the linear leaves v (such as amplitudes), with gradient m. Subtracting `m * mean / |m|^2` from v is the
+    smallest change that removes the mean. If this change would leave a constant matrix, for example because v is a
+    single number, Newton steps on all leaves of the matrix's tiles remove the mean instead.
     """
     hypernet, specs = e.hypernet, e.leaves
     drawn = hypernet.init(e.dims, e.n_tiles, e.n_groups, generator)
@@ -312,7 +313,7 @@ def init_leaves(e: Ensemble, dtype: torch.dtype, generator: torch.Generator) -> 
 
 
 def _interacting(slot: _Slot, mine: Params, linear: list[str]) -> Params:
-    """Return linear leaves that reduce the means of a tile's rows and columns, and give every tile unit deviation.
+    """Return linear leaves that reduce the means of a tile's rows and columns; the tile's standard deviation is 1.
 
     A tile is a sum of features with coefficients v. If each feature is a function of one weighted sum of the codes, as
     in a ReLU g-net, most of the variance is in the means of rows and columns. These means are a matrix of rank 2 with a
@@ -356,7 +357,7 @@ def unstacked(rows_TK: Tensor, like: Params) -> Params:
 
 
 def _standardised(slot: _Slot, mine: Params, tile_scope: list[str], linear: list[str]) -> Params:
-    """Return leaves that give a slot's matrix zero mean and unit deviation, {} for a constant matrix."""
+    """Return leaves that give a slot's matrix zero mean and unit standard deviation; {} if the matrix is constant."""
     mean, deviation, slopes = slot.moments(mine, linear)
     if not math.isfinite(mean + deviation):
         hypernet, (p, q) = slot.constants.hypernet, (x.shape[-1] for x in (slot.constants.row, slot.constants.col))
@@ -366,7 +367,6 @@ def _standardised(slot: _Slot, mine: Params, tile_scope: list[str], linear: list
         return {}
     centred = _zeroed(mean, mine, slopes)
     if (left := slot.moments(mine | centred)[1]) <= _FLAT * deviation:
-        # With one feature or gene, linear leaves only scale the matrix, so change all leaves of the tiles.
         centred = {k: mine[k] for k in tile_scope}
         for _ in range(_NEWTON_STEPS):
             v = {k: leaf.detach().requires_grad_() for k, leaf in centred.items()}
@@ -385,7 +385,7 @@ def _slopes(value: Tensor, leaves: Params) -> Params:
 
 
 def _zeroed(value: float, leaves: Params, slopes: Params) -> Params:
-    """Return the leaves after a Newton step of minimal norm towards `value` = 0, from the gradient `slopes`."""
+    """Make the smallest change of the leaves for which `value`, whose gradient is `slopes`, is 0 to first order."""
     square = sum(float(m.square().sum()) for m in slopes.values())
     change = value / square if 0 < square < math.inf else 0.0
     return {k: leaves[k].detach() - change * slope for k, slope in slopes.items()}

@@ -83,7 +83,7 @@ def make_generator(
 
 @dataclass
 class _Chooser:
-    """Chooses a form for each tensor and a `Stack` for each ensemble. The fields are arguments of `make_generator`."""
+    """Chooses each tensor's form (dense, factors, ...) and each ensemble's `Stack`, by `make_generator`'s arguments."""
 
     plan: Plan
     kernel: Kernel
@@ -112,7 +112,7 @@ class _Chooser:
             return factored
         if not self.remat:
             return DenseWeight(target)
-        # A weight that can have a form is a single matrix, so one ensemble generates the weight.
+        # A weight that need not be dense is always a single matrix, so one ensemble generates the weight.
         e = next(e for e in self.plan.ensembles for p in e.spans if self.plan.tensors[p.tensor] is tensor)
         if not e.leaves:
             return DenseWeight(target)
@@ -122,7 +122,7 @@ class _Chooser:
             values = iter(inputs)
             return target.fold([stack.slot(number, values).matrix() for stack, number in slots])
 
-        # With several ranks, an additional input is 0 if this rank's gradients are discarded.
+        # With several ranks, the last input is a flag: 0 if this rank's gradients will be discarded.
         n = len(e.leaves) + len(e.hypernet.noise_shapes(e.dims)) + int(self.layout is not None)
         # Number the inputs, because names of leaves may contain characters that attributes cannot have.
         inputs, transposed = tuple(f"input_{i}" for i in range(n)), tensor.kind == "transposed_linear"
@@ -150,10 +150,10 @@ class _Chooser:
 
 
 def to_serve(plan: Plan, generator: Generator, tensors: Params) -> tuple[Params, dict[str, WeightForm], Params]:
-    """Decide which outputs of a lazy generator a module for inference stores as dense weights, and which as factors.
+    """Decide how a module for inference stores each output of a lazy generator: as a dense weight or as factors.
 
-    Factors are stored if they are smaller. Returns three dicts: dense weights by name, in the p-net's dtypes; the forms
-    of all other weights by name, including tied names; and the input tensors of these forms by key.
+    Factors are stored if they are smaller. Returns three dicts: the dense weights by name, in the p-net's dtypes; for
+    each weight stored as factors, its `WeightForm`, by name and by tied names; and the factors by key.
     """
     weights, forms, inputs = {k: tensors[k] for k in generator.unchanged}, dict[str, WeightForm](), Params()
     for t in plan.tensors:

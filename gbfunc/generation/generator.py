@@ -3,8 +3,8 @@
     leaves + codes --vmap(apply)--> tiles [T, r, c], or factors [T, r, k] and [T, c, k]     one `Stack` per ensemble
     slots --form.of--> the layer's input: a weight, factors or leaves             one form (`layers.forms`) per tensor
 
-A slot is one generated matrix, a form is the way in which a layer gets its weight. `make_generator` chooses the forms
-of weights, and the tensors that ranks gather. A call loops first over ensembles, then over tensors.
+A slot is one generated matrix. A span is the run of a slot's tiles among the tiles of an ensemble. A form is the way in
+which a layer gets its weight. `make_generator` chooses the forms, and the tensors that ranks gather.
 
 Suffixes: T tiles, S spans; r rows and c columns of a tile, R rows and C columns of a matrix; k rank of the factors.
 """
@@ -64,11 +64,11 @@ class Local(NamedTuple):
 
 
 class Stack:
-    """Generates the slots of an ensemble from the ensemble's leaves. This rank generates all tiles.
+    """Generates the matrices (slots) of an ensemble from the ensemble's leaves, with all tiles on this rank.
 
-    `slots` are the indices of the slots to generate, `cuts` the tiles to generate per slot, and `needs` is "matrix",
-    "factors" or "leaves". `split` turns an `Evaluation` of the g-nets into one `Source` per slot. `names` maps the
-    ensemble's leaves to their names in a flat genome.
+    `slots` are the indices of the matrices to generate. `cuts` has the tiles of each matrix. `needs` is what the forms
+    of the weights need: "matrix", "factors" or "leaves". `split` turns an `Evaluation` of the g-nets into one `Source`
+    per matrix. `names` maps the ensemble's leaves to their names in a flat genome.
     """
 
     def __init__(self, ensemble: Ensemble, kernel: Kernel, cuts: Mapping[int, Cut], needs: Needs = "matrix") -> None:
@@ -107,7 +107,7 @@ class Stack:
         return constants
 
     def _groups(self, device: torch.device) -> Tensor:
-        """Return every tile's group, [T]. An exported graph stores spans of consecutive groups, not every group."""
+        """Return the number of every tile's group, [T]. An exported graph stores only runs of consecutive numbers."""
         groups = self.ensemble.groups
         if not is_exporting():
             return torch.from_numpy(groups).to(device, torch.int64)
@@ -169,7 +169,7 @@ def _of_spans(first_S: list[int], values_S: list[float], n: int, dtype: torch.dt
 
 
 def _spans(sizes: list[int]) -> list[slice]:
-    """Group consecutive slots with these sizes in bytes into spans of at least `_RUN_BYTES`, the last maybe smaller."""
+    """Join consecutive slots, of these sizes in bytes, to runs of at least `_RUN_BYTES`; the last may be smaller."""
     spans: list[slice] = []
     first = total = 0
     for i, size in enumerate(sizes, 1):
@@ -229,7 +229,7 @@ class Generator:
         return [stack.split(evaluations[i]) for i, stack in enumerate(self.stacks)]
 
     def prepare(self, leaves: Params) -> None:
-        """Build the constants for the dtype and device of these leaves. A compiled call cannot build constants."""
+        """Build codes and scales for the dtype and device of these leaves, because a compiled call cannot do so."""
         dtype, device = self._kind(leaves)
         for on in self.unchanged.values():
             on(device)

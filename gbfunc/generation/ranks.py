@@ -59,12 +59,12 @@ class RankStack(Stack):
         self._local_counts = [sizes[layout.mesh.gnets_index] for sizes in self.sizes]
 
     def slot(self, number: int, inputs: Iterator[Tensor]) -> Source:
-        """Return the `Source` of a slot. `inputs` yields this rank's leaves, its noise, and whether gradients count."""
+        """Return the `Source` of a slot. `inputs` yields leaves, noise, and whether this rank's gradients count."""
         evaluation = self._filled(number, inputs)
         return Remote(self, number, evaluation, Gather(self._layout, bool(next(inputs))))
 
     def tiles(self, evaluation: Evaluation, gather: Gather) -> Tensor | Factors:
-        """Return this rank's tiles or factors, possibly none, for the gather."""
+        """Return this rank's tiles or factors, which `gather` sends to other ranks. A rank may have no tiles."""
         return evaluation.tiles() if evaluation.n_tiles else gather.no_tiles(self.ensemble, evaluation.leaves)
 
 
@@ -88,7 +88,6 @@ class RankGenerator(Generator):
             if stack.ensemble.name in tiles:
                 slots.append(stack.of_tiles(tiles[stack.ensemble.name]))
             elif isinstance(stack, RankStack):
-                # Each slot is gathered later, when a layer requests the slot.
                 parts = evaluations[i].split(stack._local_counts)
                 slots.append([Remote(stack, number, part, gather) for number, part in enumerate(parts)])
             else:

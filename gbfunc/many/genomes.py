@@ -52,7 +52,7 @@ class _Frame(NamedTuple):
 
     @staticmethod
     def of(plans: list[Plan], pnet: nn.Module, stacks: Sequence[Params]) -> _Frame:
-        """Choose forms. A weight has factors if all plans have factors for the weight. Otherwise, the weight is dense.
+        """Choose how layers use each weight: as factors if all plans have factors for the weight, otherwise dense.
 
         Raises ValueError if some plans have a base, and other plans have none.
         """
@@ -128,7 +128,7 @@ class _Frame(NamedTuple):
 
 
 def _sides(plan: Plan, generator: Generator, genome: Params) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """Return factors (left, mix, right) of every bilinear weight of one tile. Tiles of a group share left and right."""
+    """Return the factors (left, mix, right) of bilinear weights of one tile. Weights may share left and right."""
     made = {}
     for stack in generator.stacks:
         e, leaves = stack.ensemble, {k: genome[name] for k, name in stack.names.items()}
@@ -184,7 +184,6 @@ class ManyGenomes(nn.Module):
         self._places = {i: n for own in groups for n, i in enumerate(own)}
         for plan, own in zip(kinds, groups, strict=True):
             check_genomes(plan, [genomes[i] for i in own], pnet)
-        # Leaves and buffers of all genomes of a plan, [N, ...].
         self._stacks = [stacked_genomes([genomes[i] for i in own]) for own in groups]
         self._frame = _Frame.of(kinds, pnet, self._stacks)
         self._rows = self._frame.varying(self._stacks)
@@ -301,7 +300,7 @@ class ManyGenomes(nn.Module):
             return _checked(self._together(mode, index, call), len(index), one=whole)
 
     def _trial(self, index: Tensor, call: _Call) -> tuple[Tensor, _Call]:
-        """Select rows for a trial, row b with genome b + 1. No dimension of the inputs equals the number of rows."""
+        """Select rows for a trial, row b with genome b + 1. No other dimension has the size of the batch."""
         sizes = {size for x in _tensors((call.args, call.kwargs)) for size in x.shape}
         n = next(n for n in (5, 7, 11, 13, 17, *range(19, 9999)) if n not in sizes)
         numbers = torch.arange(n, device="cpu")
@@ -309,7 +308,7 @@ class ManyGenomes(nn.Module):
         return (numbers + 1) % self.n_genomes, _Call(rows.args, rows.kwargs, rows.split)
 
     def _first(self, index: Tensor, call: _Call) -> _Mode:
-        """Return the first mode whose outputs for a batch equal the outputs of the rows computed one at a time."""
+        """Return the first way to run a batch whose outputs equal the outputs of the rows, run one at a time."""
         alone = [_checked(self._alone(index, b, call), 1) for b in range(len(index))]
         expected, reason = [_tensors(out) for out in alone], ""
         tolerance = _tolerance((*self.buffers(), *_tensors((call.args, call.kwargs)), *expected[0]))
@@ -388,7 +387,7 @@ def _kind(named: tuple[str, Any], has_rows: bool) -> Any:
 
 
 def _checked(out: Any, n_rows: int, one: bool = False) -> Any:
-    """Check that an output's tensors have `n_rows` rows. With `one`, refuse all but tensors and plain values."""
+    """Check that an output's tensors have `n_rows` rows. With `one`, refuse objects such as a cache."""
     for at, x in tree_leaves(out, "output"):
         if isinstance(x, Tensor) and x.shape[:1] != (n_rows,):
             got = f"expected outputs with first dimension {n_rows}, the batch, got {at} of shape {tuple(x.shape)}"

@@ -83,7 +83,7 @@ class RowWise:
             raise ValueError(f"{self.path!r} has a {type(x).__name__} as input, whose rows are not known")
         if not isinstance(x, Tensor) or x.ndim == 0:
             return False
-        # Inside the p-net, refuse any other first dimension: in a batch of this size, it would be taken for rows.
+        # Inside the p-net, refuse inputs with any other first dimension, which some batch would take for its rows.
         if self.path and len(x) != n_rows and (len(x) != 1 or x.ndim == 1):
             raise ValueError(f"{self.path!r} has an input of shape {tuple(x.shape)} for {n_rows} rows")
         return len(x) == n_rows

@@ -33,7 +33,7 @@ class ManyNets(nn.Module):
         places, parts = list[Tensor](), list[Any]()
         for n, net in enumerate(self.nets):
             if len(rows := (net_B == n).nonzero()[:, 0]):
-                # If a shared input is as long as this p-net's batch, repeat rows, so that the input stays whole.
+                # An input for all rows would be divided if it had this p-net's number of rows. Then repeat some rows.
                 size = next(size for size in range(len(rows), 2 * len(index) + 9) if size not in shared)
                 more = rows[torch.arange(size, device=rows.device) % len(rows)]
                 given, options = cut(more, args, kwargs, split)

@@ -15,7 +15,7 @@ from gbfunc.train.step import StepInfo, TrainState, TrainStep, checked_state
 from gbfunc.trees import stored_tensors, tree_leaves
 from gbfunc.types import Genome
 
-# Quantization steps are chosen again after these fractions of the training, which changes the stored bits.
+# Quantization steps are chosen after 60 % of the training, and chosen again after each further fraction.
 _WHEN = (0.6, 0.65, 0.7, 0.775, 0.85)
 _UNSET = -1000.0  # stands for a part without a quantization step
 _SQUARES = ("exp_avg_sq", "square_avg")  # torch's names for running means of squared gradients
@@ -24,9 +24,9 @@ _SQUARES = ("exp_avg_sq", "square_avg")  # torch's names for running means of sq
 def allocate_steps(
     plan: Plan, gnet_params: TrainState, genome_bytes: int, *, batch_size: int = 0, metadata: Any = None
 ) -> Steps:
-    r"""Choose a quantization step for each part of a genome, so that the file fits a size and the loss grows least.
+    r"""Choose the quantization steps of a genome, so that the file fits a size and the loss grows least.
 
-    A leaf stacks the g-nets of several tensors. A part is one tensor's share of a leaf. The quantization step times
+    A leaf stacks the g-nets of several tensors. The share of one tensor is a *part*, with its own step. The step times
     $\sqrt{\overline{g^2}}$ is the same for all parts, where $\overline{g^2}$ is the optimizer's mean square of the
     part's gradient. This is reverse water-filling with the diagonal of the Fisher information (`gbfunc.formats.steps`).
 
@@ -66,7 +66,7 @@ def allocate_steps(
         raise ValueError(f"genome_bytes must be at least {coarsest:,} for this plan, got {genome_bytes:,}: raise it")
     over, bits = coarsest - genome_bytes, code_bits(plan, leaves, steps)
     while True:
-        # Lower the number of used bits: a limit above this number would change nothing.
+        # Subtract the excess from the bits in use, not from the last limit: a limit above them has no effect.
         bits = max(0.0, bits - 8.0 * over)
         steps = allocate(plan, leaves, squares, bits, batch_size)
         over = len(compact.pack(text, plan, leaves, steps)[0]) - genome_bytes
@@ -85,7 +85,7 @@ class AutoTrainStep(TrainStep):
         return super().init(seed, **options)._replace(codes=_packed(self.plan, None))
 
     def __call__(self, gnet_params: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
-        """Train on one batch. First choose quantization steps if a fraction of `_WHEN` of the training is over."""
+        """Train on one batch. At the training steps that `_WHEN` lists, choose new quantization steps first."""
         checked_state(gnet_params)
         if int(gnet_params.step) in {round((self._options.total_steps or 0) * part) for part in _WHEN} - {0}:
             first = (len(x) for _, x in tree_leaves(batch) if isinstance(x, Tensor) and x.ndim)
@@ -113,10 +113,10 @@ class AutoTrainStep(TrainStep):
 
 
 def _packed(plan: Plan, steps: Steps | None) -> Tensor:
-    """Pack `steps.rate` and the indices of quantization steps into a tensor. Parts without a step get `_UNSET`."""
+    """Pack `steps.rate` and each part's index of a quantization step into a tensor. No step is stored as `_UNSET`."""
     values = torch.full((1 + len(parts_of(plan)),), _UNSET, dtype=torch.float64, device="cpu")
     if steps is not None:
-        # Running statistics come last. If the steps do not include them, the last values stay `_UNSET`.
+        # Running statistics come last. If they have no quantization steps, the last values stay `_UNSET`.
         known = [steps.rate, *steps.of_parts(parts_of(plan, steps.statistics))]
         values[: len(known)] = torch.tensor(known, dtype=torch.float64, device="cpu")
     return values

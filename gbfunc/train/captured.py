@@ -159,7 +159,7 @@ class CapturedTrainStep(TrainStep):
     def __call__(self, gnet_params: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
         """Train as `TrainStep` does; the tensors of the returned state lie in the memory of the graphs."""
         step = int(gnet_params.step)
-        if step == SHUFFLE_CHECK_STEP:  # This step reads losses on the CPU: a graph cannot.
+        if step == SHUFFLE_CHECK_STEP:  # This step reads losses on the CPU, so run it without a graph.
             return super().__call__(gnet_params, batch)
         return self._graphs(gnet_params, batch, step_seed(int(gnet_params.seed), step))
 
@@ -181,7 +181,7 @@ def _write(into: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
 
 
 def _batch_tensors(batch: Any) -> tuple[dict[str, Tensor], Any]:
-    """Return a batch's tensors by name, and the graph's key: shapes, dtypes, and the values that are not tensors."""
+    """Return a batch's tensors by name, and the key of its graph: shapes, dtypes, and all values except tensors."""
     leaves = tree_leaves(batch, "batch")
     tensors = {name: x for name, x in leaves if isinstance(x, Tensor)}
     shapes = tuple((name, tuple(x.shape), x.dtype) for name, x in tensors.items())

@@ -273,7 +273,7 @@ def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def chosen(condition: Tensor, tree: Any, other: Any) -> Any:
-    """Return `tree`. If `condition` is False, take the tensors on the condition's device from `other` instead."""
+    """Return a tree with the tensors of `tree`. If `condition` is False, tensors on its device are from `other`."""
     flat, before = flatten_tree(tree), flatten_tree(other)
     on_device = [k for k, x in flat.items() if x.device.type == condition.device.type]
     return unflatten_tree(flat | {k: torch.where(condition, flat[k], before[k]) for k in on_device}, tree)

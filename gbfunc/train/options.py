@@ -115,7 +115,7 @@ class StepOptions:
         if (self.rounding == AUTO) != (self.genome_bytes is not None and self.total_steps is not None):
             raise ValueError("rounding='auto' needs genome_bytes= and total_steps=, which go with no other rounding")
         if self.rounding == AUTO and (self.local_steps is not None or self.placement not in ("auto", "replicated")):
-            # Tiles that share a quantization step may be on different ranks.
+            # A rank chooses a quantization step from all tiles that share the step, so it needs all of these tiles.
             words = f"placement={self.placement!r}, local_steps={self.local_steps}"
             raise ValueError(f"rounding='auto' needs the whole genome on each rank, the same on all, got {words}")
         if self.rounding is not None:
@@ -132,7 +132,7 @@ class StepOptions:
             raise ValueError("compile=True needs microbatches=1 and remat='none': the compiler plans what to recompute")
 
     def graph_lacks(self) -> str:
-        """Return the part of an error that names what these options lack for CUDA graphs, "" if they lack nothing."""
+        """Return, as words for an error, which options CUDA graphs need that are not set; "" if all are set."""
         if not is_available():
             return "a CUDA device, got none: take cuda_graph='auto' or False"
         needs = {"donate=True": self.donate, "on_nonfinite='skip'": self.on_nonfinite == "skip"}
@@ -158,10 +158,10 @@ class StepOptions:
         if not layout.sharded:
             return
         if self.remat == "layer" and self.microbatches > 1:
-            # A rank with fewer rows may have fewer microbatches and gathers, so that other ranks would wait forever.
+            # A rank with fewer rows may have fewer microbatches. Other ranks would wait forever for its next gather.
             raise ValueError("remat='layer' on a split genome gathers for each use: it needs microbatches=1")
         if self.rounding is not None:
-            # Tiles that share a quantization scale may be on different ranks.
+            # A rank rounds with a scale that depends on all tiles of a tensor, so it needs all of these tiles.
             raise ValueError("rounding= needs the whole genome on each rank: take placement='replicated'")
         if layout.placement == "sharded" and self.lazy is True:
             raise ValueError("lazy=True needs factors, and placement='sharded' gathers tiles: take placement='factors'")

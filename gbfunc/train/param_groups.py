@@ -36,7 +36,7 @@ class ParamGroup:
 
     @cached_property
     def adam(self) -> Kernel | None:
-        """The fused kernel of Adam or AdamW. None for any other class, and for options that the kernel refuses."""
+        """The fused kernel of Adam or AdamW. It is None for any other class and for options that the kernel lacks."""
         name = {torch.optim.Adam: "_fused_adam_", torch.optim.AdamW: "_fused_adamw_"}.get(cast(Any, self.cls))
         known = {"betas", "eps", "weight_decay", "amsgrad", "maximize"}
         if name is None or self.options.get("fused") is False or self.options.keys() - known - {"fused"}:
@@ -97,7 +97,7 @@ def _make_group(
         known = [k for k in inspect.signature(cls).parameters if k != "params"]
         raise ValueError(f"{cls.__name__} refuses the options of {where}: {error}; its options are {known}") from error
     if options.get("fused") and cls not in (torch.optim.Adam, torch.optim.AdamW):
-        # On a CPU, fused SGD skips elements of half-precision tensors that fill a vector register (torch 2.5 to 2.13).
+        # On a CPU, torch's fused SGD updates only a part of a half-precision tensor (torch 2.5 to 2.13).
         del options["fused"]
     return ParamGroup(cast("Callable[..., torch.optim.Optimizer]", cls), lr if callable(lr) else rate, options, by_tile)
 

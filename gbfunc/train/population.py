@@ -60,7 +60,7 @@ class Population:
     def __call__(self, states: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
         """Train every member on one batch. `states` do not change unless `train_step` was made with `donate=True`.
 
-        With `same_batch=False`, the first dimension of a tensor is the member. All members get values of other types.
+        With `same_batch=False`, member i gets `x[i]` of each tensor x, and all of the batch's numbers and texts.
 
         Raises:
             FloatingPointError: with `on_nonfinite="raise"`, if a member's loss or gradient is not finite.
@@ -116,7 +116,7 @@ class Population:
         rows = None if same else tree_map(lambda x: 0 if isinstance(x, Tensor) else None, batch)
         dims = (0, None if noise is None else 0, 0, rows)
         with seeded(seeds[0], like.device), torch.enable_grad():
-            # Compute vmap(grad), not grad(vmap), in which the loss function would see no tensor that requires grad.
+            # Compute vmap(grad). With grad(vmap), tensors inside of the loss function would not require grad.
             many = vmap(one, dims, randomness="different")
             loss_n, aux, buffers, found = many(frozen | trained, noise, buffers, None if same else batch)
             if loss_n.requires_grad:

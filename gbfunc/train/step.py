@@ -235,7 +235,8 @@ class TrainStep:
     ) -> tuple[Params, OptState, Params] | None:
         """Return new leaves, optimizer state and buffers. Return None if loss or gradient is not finite.
 
-        After the first update, select the result on the accelerator, because reading `info.finite` would wait.
+        From the second update on, an accelerator selects the old or the new values, because the CPU would have to wait
+        for `info.finite`. Then the result is never None.
         """
         options, device, old = self._options, info.finite.device.type, state.opt
         read = device in _READ or options.on_nonfinite == "raise" or int(old.step) == 0
@@ -259,7 +260,7 @@ class TrainStep:
 
 
 def _other_targets(batch: Any) -> list[Any]:
-    """Return copies of a batch, `(x, y)` or a dict with `labels`: first with permuted, last with equal targets."""
+    """Copy a batch `(x, y)` or with `labels`, some times with permuted targets, and once with one target for all."""
     labelled = isinstance(batch, dict)
     y = batch.get("labels") if labelled else batch[1] if type(batch) in (tuple, list) and len(batch) == 2 else None
     if not isinstance(y, Tensor) or not y.ndim or len(y) < 2:

@@ -107,12 +107,12 @@ class CompiledGraph(OneGraph):
 def _compiler_errors() -> tuple[type[Exception], ...]:
     """Return the classes of errors that the compiler raises before any compiled code has run."""
     tracing: Any = torch._dynamo.exc  # pyright: ignore[reportAttributeAccessIssue]
-    # Too many recompilations raise an error that is not a subclass of TorchDynamoException.
     more = getattr(tracing, "FailOnRecompileLimitHit", None)
     return (tracing.TorchDynamoException,) if more is None else (tracing.TorchDynamoException, more)
 
 
-# Dynamo guards to drop, because a plan fixes these objects. `_dot_` excludes other packages, named gbfunc_X.
+# Drop Dynamo's guards (run-time checks) of these objects, which never change. `_dot_` keeps the guards of packages
+# named gbfunc_X.
 _FIXED = re.compile(r"self\.generator|__import_(gbfunc|torch)_dot_|__import__\('torch'|__builtins_dict_|type\(inputs\)")
 _CODES = count()
 

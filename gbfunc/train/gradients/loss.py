@@ -42,8 +42,8 @@ _OWN_READ = (
     "the loss depends on parameters of the p-net itself, which are not generated: a forward must read self.NAME, a "
     "loss function NAME.detach(), for NAME "
 )
-_FLATTENED = 1 << 15  # Flatten gradients of at most this many numbers before the norm, to halve its time.
-_DEFAULT_GENERATORS = threading.RLock()  # One thread at a time may seed the generators, which all share.
+_FLATTENED = 1 << 15  # Gradients of at most this many numbers are flattened, which halves the time of the norm.
+_DEFAULT_GENERATORS = threading.RLock()  # All threads share the generators: one thread at a time may seed them.
 
 
 class StepInputs(NamedTuple):
@@ -175,7 +175,7 @@ class GenomeLoss:
         return loss_and_aux(out)
 
     def rows(self, rows: float) -> float:
-        # An empty share's result is discarded, but the number multiplies the loss: return 1 instead of 0.
+        # The number of rows multiplies the loss. An empty share's loss is discarded later: return 1 instead of 0.
         return rows or 1
 
     def gradients(self, loss: Tensor, wanted: list[Tensor]) -> Gradients:
@@ -286,7 +286,7 @@ def capturing(device: torch.device) -> bool:
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's default generators, which dropout uses, and restore their states. Other threads wait meanwhile."""
+    """Seed torch's default generators, which dropout uses, and restore them at the end. Other threads wait."""
     if capturing(device):  # `Graphs` seeds the generators before each replay.
         yield
         return

@@ -29,9 +29,10 @@ class Proof(NamedTuple):
     advice: str  # for the error message: why results may differ, and what to do
 
     def compare(self, layout: Layout, inputs: StepInputs, trained: Params) -> None:
-        """Compare both results with equal seeds. If they differ, compare in evaluation mode. All ranks must call.
+        """Compare gradient and buffers over ranks with those on one rank. All ranks must call this method.
 
-        Raises ValueError on every rank if results differ by more than rounding errors.
+        Raises ValueError on every rank if they differ by more than rounding errors. If random numbers, such as those of
+        dropout, may be the cause, they are compared in evaluation mode instead.
         """
         mesh, full, wanted = layout.mesh, self.make_full_loss(), [*trained.values()]
         most, inputs = full.without_amp().tolerance, inputs._replace(batch=self.take_rows(inputs.batch), rows=1)
@@ -70,7 +71,7 @@ def as_vector(found: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
 
 
 def largest_distance(mesh: Mesh, found: Tensor, expected: Tensor) -> float:
-    """Return the largest `|found - expected| / |expected|` of all ranks, where nonfinite `expected` counts as 0."""
+    """Return the largest `|found - expected| / |expected|` of all ranks. Nonfinite `expected` give 0."""
     difference, size = (float(torch.linalg.vector_norm(x)) for x in (found - expected, expected))
     distance = difference / size if size and math.isfinite(difference) else math.inf if difference else 0.0
     return max(gather_objects(mesh, distance if math.isfinite(size) else 0.0))

@@ -56,8 +56,7 @@ class RankObjective(Objective):
         rows = 1 if share is None else share
         # With `splits_inputs`, layers accept an empty share.
         if not rows and not self.splits_inputs:
-            # Replace an empty share by rows of zeros, so that this rank runs the same collectives as the other ranks.
-            # Otherwise the other ranks would wait forever.
+            # Replace an empty share by rows of zeros: without this rank's collectives, other ranks would wait forever.
             least, counts = self.strategy.least_rows, False
             batch = tree_map(
                 lambda x: x.new_zeros((least, *x.shape[1:])) if isinstance(x, Tensor) and x.ndim else x, batch
@@ -70,7 +69,7 @@ class RankObjective(Objective):
                 self._check_first_step(loss, inputs, trained)
             self._first_step_checked = True
         if not counts:
-            # Discard gradients of the zeros, but not of a split genome's tiles, which come from other ranks' rows.
+            # Discard gradients of the rows of zeros. Gradients of a split genome's tiles are from other ranks' rows.
             kept = {k for k in gradients if self._layout.sharded and k.startswith(GNET)}
             gradients = {k: g if k in kept else torch.zeros_like(g) for k, g in gradients.items()}
         before = {k: buffers[k] for k in self._averaged}
@@ -163,11 +162,12 @@ class SplitObjective(RankObjective):
 
     def _with_gradients(self, inputs: StepInputs, trained: Params, seed: int) -> tuple[Tensor, Any, Params, float]:
         loss, aux, gradients, counted = super()._with_gradients(inputs, trained, seed)
-        # Tensor ranks compute on the same rows, so each counts a part of the rows, unless the last layer splits rows.
+        # All tensor ranks have the same rows, so each rank counts a fraction of the number of rows. If the last layer
+        # splits the rows over ranks, each rank counts its own rows.
         return loss, aux, gradients, counted / (self._split.ranks if self._split.local_rows is None else 1)
 
     def _check_first_step(self, loss: Tensor, inputs: StepInputs, trained: Params) -> None:
-        """Compare the ranks' losses. Compare with the whole p-net if the loss function accepts the whole outputs."""
+        """Compare losses over tensor ranks. Also compare with the whole p-net if the loss function can run on it."""
         self._split.compare(loss)
         rows_split = any(gather_objects(self._layout.mesh, self._split.local_rows is not None))
         if not rows_split or all(gather_objects(self._layout.mesh, self._accepts_full_outputs(inputs, trained))):
