@@ -40,7 +40,7 @@ class Command:
         """
         values = options.values_of(self)
         task, data_dir = values.get("task", ""), values.get("data_dir")
-        # Check before torch is imported, which takes seconds. Skip a user's task, which may create its folder.
+        # Check before torch is imported, which takes seconds. Do not check a user's task, which may create the folder.
         if task not in ("", *options.TASKS) and ":" not in task:
             raise ValueError(f"no task {task!r}: choose one of {', '.join(options.TASKS)}, or package.module:function")
         if data_dir is not None and ":" not in task and not data_dir.exists():
@@ -163,7 +163,7 @@ class Plan(Command, options.ConfigOption):
 class Compare(Command, options.DataOptions):
     """Compare genomes and other small networks at equal numbers of bytes."""
 
-    # Budgets: the file sizes of periodic genomes with these numbers of parameters.
+    # Numbers of parameters. A budget is the file size of a periodic genome of this size.
     sizes: Annotated[tuple[int, ...] | None, shows("INT ...", " ".join(map(str, SIZES)))] = None
     # Budgets in bytes, instead of --sizes. For a pretrained p-net, the default is 1500 to 186000.
     bytes: Annotated[tuple[int, ...] | None, shows("INT ...")] = None
@@ -237,7 +237,7 @@ class Federated(Command, options.ConfigOption):
     strategy: Annotated[str | None, shows("NAME", "FedAvgM of momentum 0.5; with --dense FedAvg")] = None
     # Options of the strategy, such as '{"eta": 0.01, "beta_1": 0.9, "beta_2": 0.99}' for FedAdam.
     strategy_config: Annotated[str, shows("JSON")] = "{}"
-    # dtype of a client's update. topK sends the K largest numbers. The client's next update includes rounding errors.
+    # dtype of a client's update. topK: the K largest numbers. Errors are added to the client's next update.
     up: Annotated[str, arg(metavar="float32|float16|int8|...|int2|topK")] = "int4"
     # dtype of the genome that the server sends.
     down: Annotated[str, arg(metavar="float32|float16|int8|...|int2")] = "int8"

@@ -75,7 +75,7 @@ def read_genome(
             if None not in (in_file, in_data) and in_file != in_data:
                 words = words.format(in_file, in_data)
                 raise ValueError(f"{path} has {words}: --data-dir must name data with the same ones")
-    # The seed draws the weights of a base that is not pretrained. The limit allows several copies of each parameter.
+    # A base that is not pretrained has random weights of this seed. The limit allows several copies of each parameter.
     with AtMost(32 * (plan.pnet_params + plan.buffer_bytes) + (1 << 26)):
         net = task.build(getattr(data, "seed", 0))
     return plan, task, _network(path, plan, genome, net)
@@ -90,7 +90,7 @@ def _described(path: Path, options: DataOptions, said: Mapping[str, Any], descri
     if not (options.task or said.get("task") or described):
         cure = f"pass --task NAME --pnet {said.get('pnet', 'NAME')}, or write them by gb.save(..., metadata=...)"
         raise ValueError(f"{path} does not say its task: {cure}, as the guide 'Files and exports' shows")
-    # Use the options in the file only for the task in the file.
+    # If the user chose another task than the file's task, ignore the file's options.
     said = said if options.task in ("", said.get("task", options.task)) else {}
     taken: JSON = {}
     code: list[str] = []
@@ -99,7 +99,7 @@ def _described(path: Path, options: DataOptions, said: Mapping[str, Any], descri
             continue
         value: Any = said[name]
         taken[name] = value if isinstance(value, str) else json.dumps(value)
-        # A file must not run code by naming a function; the name of an environment may also import a module.
+        # A file must not run code, so refuse names of functions, and names of environments that would import a module.
         word = str(value).removeprefix(PREFIX) if name == "pnet" else value
         if isinstance(word, str) and (is_import_path(word) or (name == "env" and ":" in word)):
             code.append(f"--{name} {value}")
@@ -290,7 +290,7 @@ def run_export(options: Export) -> None:
     if out.suffix.lower() in (".png", ".svg"):
         raise ValueError(f"{out} is a QR code, which opens a page: pass the page's address as --qr PAGE")
     plan, task, net = read_genome(options.genome, options, bare=True)
-    # Draw inputs with which the program is traced, and its outputs are compared with the p-net's outputs.
+    # Draw inputs to trace the program, and to compare the program's outputs with the p-net's outputs.
     shape, generator = (4, *task.interface.inputs), torch.Generator().manual_seed(0)
     if vocabulary := task.interface.vocabulary or task.interface.tokens * task.interface.outputs:
         x = torch.randint(vocabulary, shape, generator=generator)

@@ -146,7 +146,7 @@ def _tested(results: Results, metric: Metric) -> list[float]:
 
 
 def tradeoff_figure(known: Mapping[str, Sequence[Results]], metric: Metric, levels: Mapping[str, Results]) -> Figure:
-    """Plot the test metric against bytes. Instead of a percentage, plot the error on a logarithmic axis."""
+    """Plot the test metric against bytes. For an accuracy in percent, plot 100 - accuracy on a logarithmic axis."""
     errors = metric.unit == "%" and metric.higher_is_better
 
     def shown(results: Results) -> list[float]:

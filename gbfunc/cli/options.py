@@ -40,7 +40,7 @@ NEEDS = {
 
 
 class Bound(NamedTuple):
-    """A condition for an option's value, and the words for the condition in an error. None always meets it."""
+    """A condition for an option's value, and the condition's words in errors. An option that is None is valid."""
 
     holds: Callable[[Any], bool]
     words: str
@@ -74,7 +74,7 @@ def flags(names: Iterable[str]) -> str:
 
 
 def shows(value: Any, default: str = "", *, recipe: str = "") -> Any:
-    """Describe an option for `--help`: the name or the choices of its value, and the default, also from a recipe."""
+    """Describe an option for `--help`: name or choices of the value, and `default` or the task's setting `recipe`."""
     metavar = value if isinstance(value, str) else "|".join(get_args(value))
 
     def hint(_: str) -> str:
@@ -225,7 +225,7 @@ class OutputOptions(StoredOptions):
 class CheckpointOptions(OutputOptions):
     """Files and checkpoints."""
 
-    # Steps between checkpoints in OUT/checkpoints. SIGINT, SIGTERM and the end also save one. --finetune saves none.
+    # Steps between checkpoints in OUT/checkpoints. Also saved at the end, SIGINT and SIGTERM; never during --finetune.
     checkpoint_every: Annotated[int | None, shows("STEPS", "never"), COUNT] = None
     # Number of checkpoints to keep.
     keep: Annotated[int, COUNT] = 3
@@ -237,7 +237,7 @@ class CheckpointOptions(OutputOptions):
     overwrite: bool = False
     # Folder for a Chrome trace of three early steps per rank, and a table of operations on rank 0.
     profile: Annotated[Path | None, shows("DIR")] = None
-    # Peak operations per second of a rank (see gbfunc bench --calibrate). Metrics then have the fraction in use.
+    # Peak operations per second of a rank (see gbfunc bench --calibrate). Metrics then have the fraction used.
     peak_flops: Annotated[float | None, shows("FLOAT"), POSITIVE] = None
 
 

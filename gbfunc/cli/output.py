@@ -164,7 +164,7 @@ class Best:
     path: Path
     metric: Metric
     write: Callable[[Any, Path], None]
-    first: int | None = None  # Index of the first row to compare: a resumed training may lack files of earlier rows
+    first: int | None = None  # first row to compare; the files of earlier rows may be missing after --resume
 
     def __call__(self, state: Any, history: Sequence[Row]) -> None:
         if self.first is None:
@@ -182,7 +182,7 @@ class Best:
 def open_logs(
     names: Sequence[str], folder: Path | None, settings: Mapping[str, Any], rate: Callable[[int], float]
 ) -> Iterator[tuple[Callable[[], None], OnLog | None]]:
-    """Yield a function that opens the named logs, and a function that writes metrics to all logs (None if no names)."""
+    """Yield two functions: one opens the named logs, and one writes metrics to all logs (None without names)."""
     logs: list[OnLog] = []
     with ExitStack() as stack:
 

@@ -77,7 +77,7 @@ def config_words(command: str, argv: Sequence[str]) -> list[str]:
     """Convert the options in the file of `--config`, if `argv` names a file, to arguments.
 
     The file has options of a training. A command ignores options that it does not have. An argument in `argv` also
-    overrides the file's options that exclude the argument: `--steps` overrides `epochs`.
+    overrides options of the file that cannot be given together with the argument: `--steps` overrides `epochs`.
     """
     known, trained = options_of(COMMANDS[command]), options_of(Train)
     tokens = [token for word in argv for token in (word.split("=", 1) if word.startswith("--") else [word])]

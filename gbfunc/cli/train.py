@@ -208,7 +208,7 @@ def run_fit(trainer: training.Trainer, job: Job, seed: int, label: str, **hooks:
 
 
 def fitted(job: Job, teacher: nn.Module | None, measured: Mapping[str, float], seed: int) -> gb.Genome | None:
-    """Fit a genome to a teacher's weights. Return None if the genome is nearer to chance than to the teacher."""
+    """Fit a genome to a teacher's weights; None if its accuracy is nearer to chance than to the teacher's."""
     task, plan, metric = job.task, job.plan, job.task.metric
     if teacher is None:
         return None
@@ -292,7 +292,7 @@ def train_genome(
                 kept = "" if asked.out else "; no files are kept: --out DIR keeps the genome"
                 tell(f"training on {step.mesh.device}, {origin['device']}{graphs}{kept}")
 
-        # Call `begin` at the first step, so that a training that is refused before does not change the folder.
+        # Open logs at the first step, so that a training that fails before this step does not change the folder.
         trainer = meter.metered(trainer, begin)
         unit = 1 if task.resumable else steps_per_epoch(task.train, recipe.batch_size)
         with checkpoints(options, settings, steps, unit, step) as saved, meter.profiling(step.mesh):

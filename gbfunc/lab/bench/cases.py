@@ -1,4 +1,4 @@
-"""The cases of all benches, and the variants of a case. A variant is one way to run the case's training step."""
+"""The cases of `gbfunc bench`. A bench is a list of cases; a variant is one way to run a case's training step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Case:
     name: str
     net: Callable[[], nn.Module]
     batch: Callable[[], Batch]  # Makes the batch on the CPU
-    variants: tuple[str, ...]  # Names in `VARIANTS`. "dense" and "naive", if included, are references for times
+    variants: tuple[str, ...]  # Keys of `VARIANTS`. "dense" or "naive" adds the ratio of each time to its time
     periodic: dict[str, Any] | None = None  # Options of the plan for variants with periodic g-nets
     relu: dict[str, Any] | None = None  # Options of the plan for variants with ReLU g-nets, "naive" included
     generation: bool = False  # Measure only the generation of the weights, forward and backward
@@ -117,7 +117,7 @@ def _dense_graph(setup: Setup) -> Step:
 
 
 def genome_step(plan: Plan, pnet: nn.Module, batch: Batch, lr: float, **options: Any) -> Step:
-    """Build a training step of `gb.make_train_step` with these options, and by default with `donate=True`."""
+    """Build a training step by `gb.make_train_step` with `options`. The default of `donate` is True."""
     optimizer = gb.torch_optimizer(torch.optim.AdamW, lr=lr)
     train_step = gb.make_train_step(plan, pnet, loss_fn, optimizer, **{"donate": True, **options})
     state = train_step.init(seed=0)
@@ -188,7 +188,7 @@ VARIANTS: Mapping[str, tuple[Literal["periodic", "relu", ""], Callable[[Setup], 
 
 
 def build(case: Case, variant: str, setting: Setting) -> tuple[Step, int, int]:
-    """Return a variant's step, its number of matrix weights, and the features of its largest g-net (0 if dense)."""
+    """Return a variant's step, its number of matrix weights, and the largest size of a g-net (0 if dense)."""
     gnets, make = VARIANTS[variant]
     pnet, (x, target) = case.pnet().to(setting.device), case.batch()
     batch = x.to(setting.device), target.to(setting.device)

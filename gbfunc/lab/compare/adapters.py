@@ -43,7 +43,7 @@ class Linears(NamedTuple):
     kinds: Mapping[str, tuple[int, int]]  # {name of a layer in its block: (number of outputs, number of inputs)}
 
     def named(self, *roles: str) -> Kinds:
-        """Return names of layers in a block, by roles (keys of `_KINDS`). () means all layers, "any" includes norms."""
+        """Return names of a block's layers by role, such as "query". () means all linear layers, "any" all layers."""
         if roles == ("any",):
             return (".*",)
         known = [_KINDS[role] for role in roles]
@@ -101,7 +101,7 @@ class Adapted:
             _import_peft().set_peft_model_state_dict(net, dict(state))
 
     def ladders(self, net: nn.Module) -> Iterator[tuple[int, Callable[[int], Settings]]]:
-        """For each choice of layers, yield a number n and a function from 1, ..., n to settings of increasing size."""
+        """For each choice of layers, yield n and a function: 1, ..., n -> settings of adapters of increasing size."""
         linears = linears_of(net)
         blocks = len(linears.blocks)
 
@@ -114,7 +114,7 @@ class Adapted:
                 yield len(sizes) + blocks - 1, partial(rung, kinds, sizes, options)
 
     def shapes(self, linears: Linears, kinds: Kinds) -> Iterator[tuple[Sequence[int], Settings]]:
-        """Yield the increasing sizes of an adapter of the layers `kinds`, with further options for these sizes."""
+        """Yield pairs: increasing sizes of an adapter of the layers `kinds`, and options that go with these sizes."""
         yield self.sizes, {}
 
     def candidates(self, problem: Problem) -> list[Settings]:
@@ -158,7 +158,7 @@ class Adapted:
 
 @dataclass(frozen=True)
 class Part(Adapted):
-    """Trains the parameters of the base whose names match the pattern `config`. {} stands for the chosen layers."""
+    """Trains the base's parameters whose names match the pattern `config`, in which {} becomes the chosen layers."""
 
     def attach(self, net: nn.Module, settings: Settings) -> nn.Module:
         pattern = self.config.format(settings.get("target_modules"))

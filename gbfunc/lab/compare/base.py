@@ -60,11 +60,11 @@ class Method(Protocol):
     """A method that trains a network in few bytes. A new method is one file and one entry in `METHODS`."""
 
     def candidates(self, problem: Problem) -> list[Settings]:
-        """Return the settings whose networks fit the budget. Raises BudgetTooSmall if there are none."""
+        """Return settings to choose from, whose networks fit the budget. Raises BudgetTooSmall if no network fits."""
         ...
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
-        """Train with one of the candidates. Return data that fit the budget. `seed` determines all random numbers."""
+        """Train with one of the `candidates`. The bytes of the trained network must fit the problem's `budget`."""
         ...
 
     def load(self, data: bytes, task: Task) -> Net:
@@ -89,7 +89,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 def pack(tensors: TensorMap, dtype: torch.dtype, about: Mapping[str, Any] | None = None) -> bytes:
     """Write a file: a byte for the `dtype` of floats, the length of `about`, `about` as JSON, and all numbers.
 
-    The file has no names, shapes and integer dtypes of the tensors: `unpack` takes these from the network's code.
+    The file has no names, shapes and integer dtypes of the tensors: `unpack` takes these from tensors of a new network.
     """
     text = json.dumps(about, separators=(",", ":")).encode() if about else b""
     stored = (t.detach().to("cpu", dtype if t.is_floating_point() else t.dtype) for t in tensors.values())
@@ -147,7 +147,7 @@ def restore(module: nn.Module, state: Params) -> nn.Module:
 
 
 def largest(fits: Callable[[int], bool], limit: int = 1 << 20) -> int:
-    """Find the largest n up to `limit` for which `fits(n)` is True, or 0. `fits` must be False for all larger n."""
+    """Find the largest n up to `limit` for which `fits(n)` is True, or 0. If n fits, all smaller n must fit."""
     high = 1
     while high < limit and fits(high):
         high *= 2
@@ -155,7 +155,7 @@ def largest(fits: Callable[[int], bool], limit: int = 1 << 20) -> int:
 
 
 def of_widths(problem: Problem, factors: Sequence[float]) -> dict[float, PNet]:
-    """Return {factor: p-net with scaled widths}. Add the factor 2 if the budget has at least a bit per parameter."""
+    """Return {factor: p-net with scaled widths}. A budget of a bit or more per parameter adds the factor 2."""
     task, make = problem.task, problem.task.pnet.scaled
     if make is None:
         return {1: task.pnet}
@@ -164,7 +164,7 @@ def of_widths(problem: Problem, factors: Sequence[float]) -> dict[float, PNet]:
 
 
 def narrow_pnets(task: Task, fits: Callable[[PNet], bool]) -> list[PNet]:
-    """Find the widest p-net that fits, up to 4 times the width. For MLPs, find three: with 0, 1 and 2 hidden layers."""
+    """Find the widest p-net that fits, up to 4 times the task's width; for MLPs, with 0, 1 and 2 hidden layers."""
     if task.pnet.name == "mlp":
 
         def of(depth: int, width: int) -> PNet:

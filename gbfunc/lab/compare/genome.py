@@ -20,7 +20,7 @@ from gbfunc.trees import GNET
 
 def plan_for(task: Task, hypernet: str, **target: Any) -> gb.Plan:
     try:
-        # Always use the seed 0: the file has the initial scales, whose digits must not change the file's length.
+        # Always plan with the seed 0: the file stores initial scales as text, and other scales may have more digits.
         return task.plan(task.build(0), hypernet, **target)
     except ValueError as error:
         raise BudgetTooSmall(str(error)) from error
@@ -32,12 +32,12 @@ def reference_bytes(task: Task, size: int) -> int:
 
 
 def size_within(task: Task, budget: int) -> int:
-    """Return the number of parameters of a periodic genome that fills a budget. Narrow the net if no genome fits."""
+    """Return the size of a periodic genome that fills a budget; if none fits, for half or a quarter of the width."""
     make = task.pnet.scaled
     for pnet in (task.pnet, *(make(factor) for factor in (1 / 2, 1 / 4) if make)):
         with suppress(BudgetTooSmall):
             return plan_for(task.with_pnet(pnet), "periodic", genome_bytes=budget, stored="float32").genome_params
-    # No genome fits. Raise the error for the whole net, which gives the reason.
+    # No genome fits. Plan again for the full width, to raise the error that gives the reason.
     return plan_for(task, "periodic", genome_bytes=budget, stored="float32").genome_params
 
 
@@ -52,9 +52,9 @@ class GenomeOf:
     def candidates(self, problem: Problem) -> list[Settings]:
         """Combine p-nets of several widths with learning rates.
 
-        A half and a quarter of the width are tried only if the direct parameters of the previous width take more than a
-        third of the budget. For large budgets, twice the width is tried. Then the original width is left out if the
-        genome for this width has more than half as many parameters as the p-net.
+        Half the width is tried if direct parameters take more than a third of the budget at full width. A quarter is
+        tried if direct parameters do so at half the width. For large budgets (`of_widths`), twice the width is tried.
+        Then the full width is left out if its genome has more than half as many parameters as the p-net.
         """
         found: list[Settings] = []
         full, pnets = True, base.of_widths(problem, (1, 1 / 2, 1 / 4))
@@ -77,7 +77,7 @@ class GenomeOf:
         return found
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
-        """Train the genome by Adam with the recipe's betas. For intN, the last sixth of the steps rounds the genome."""
+        """Train by Adam with the recipe's betas. With intN, the genome is rounded in the last sixth of the steps."""
         about = {key: settings[key] for key in settings.keys() & {"pnet"}}
         task, plan = self._plan(problem, about)
         pnet, known, lr = task.build(seed), task.recipe(plan.genome_params), settings["lr"]
