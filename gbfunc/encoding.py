@@ -1,8 +1,8 @@
 """Encodings: codes for the rows and columns of a weight matrix, which are the inputs of a g-net.
 
 `binary`, `gray` and `one_hot` code the position *within a tile*, so all tiles of a shape have equal codes. `grid` codes
-the position on an axis with a geometry (an image, a kernel), and `table` contains codes from the user. These two depend
-on the position on the entire axis. Integer arithmetic gives equal bits on all devices and in exported graphs.
+the position on an axis with a geometry (an image, a kernel), and `table` contains codes from the user: both depend on
+the position on the entire axis. Integer arithmetic gives equal bits on all devices and in exported graphs.
 
 Suffixes: n positions (rows or columns) of the axis, k numbers of a code.
 """
@@ -89,7 +89,7 @@ class Encoding:
         n_tiles = -(-n // tile)
         i = torch.arange(n_tiles * tile, device=device)
         if n_tiles * tile > n:
-            # Positions past the end get the code of the last position. Weights there are cropped.
+            # Positions past the end get any valid code, the last, because their weights are cropped.
             i = i.clip(max=n - 1)
         return self.at(i.reshape(n_tiles, tile), n)
 
@@ -117,7 +117,7 @@ class Binary(Encoding):
 
 @dataclass(frozen=True)
 class Gray(Binary):
-    """Gray code of the position within a tile: ceil(log2(n)) numbers, +1 or -1, of which neighbours differ in one."""
+    """Gray code of the position within a tile: ceil(log2(n)) numbers, +1 or -1. Neighbours differ in one number."""
 
     type: ClassVar[str] = "gray"
 

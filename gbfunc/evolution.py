@@ -44,8 +44,8 @@ class GenomeProblem(Problem):
     """The search for the genome with the best loss, for example `PGPE(GenomeProblem(...), stdev_init=1.0, ...)`.
 
     Each generation takes one batch from `batches` and one draw of the noise of stochastic g-nets, for all members. A
-    loss that is not finite is replaced by the worst finite loss of the generation. New solutions are z = 0 (the start)
-    and standard normal vectors z. `evaluations` counts the members that were evaluated.
+    loss that is not finite is replaced by the worst finite loss of the generation. If an algorithm asks for new
+    solutions, the first is z = 0 (the start), and the others are standard normal. `evaluations` counts solutions.
 
     Args:
         plan: the plan. If the plan generates no tensor, the search is for the p-net's own weights.
@@ -54,8 +54,8 @@ class GenomeProblem(Problem):
         batches: one batch per generation. `itertools.repeat(batch)` gives the same batch to all generations.
         sense: `"min"` minimizes the loss, `"max"` maximizes it.
         start: the genome at which the search starts; None draws a genome from `seed`.
-        steps: for each role (code, linear, direct), the change of a leaf's numbers for z = 1, as a fraction of the
-            standard deviation of the leaf's numbers at the start. If all numbers are equal, the fraction is of 1.
+        steps: for each role (code, linear, direct), by how much z = 1 changes the numbers of a leaf, in units of
+            the leaf's standard deviation at the start. If all numbers of a leaf are equal, the unit is 1.
         subspace: (d, function) for a search in a subspace of dimension d. The function maps a solution, [d], to z, [P].
             See `Projection` in `notebooks/results/subspace.py`.
         lazy: whether layers multiply by factors of weights, as in `make_train_step`.
@@ -183,8 +183,9 @@ class ControlProblem(GenomeProblem):
 
     One `gymnasium.vector.VectorEnv` runs all members at once, each in `episodes` environments per generation. The
     fitness is the mean undiscounted return. `env_steps` counts the steps of all environments, without steps after the
-    end of an episode. For observations [E, O], the p-net returns [E, A]: if actions are choices, a score per choice, of
-    which the largest wins, otherwise an action, clipped to the environment's range. For `options`, see `GenomeProblem`.
+    end of an episode. For observations [E, O], the p-net returns [E, A]. If actions are choices, the A numbers are
+    scores, and the choice with the largest score is taken. Otherwise, the A numbers are the action, which is clipped to
+    the environment's range. `options` are arguments of `GenomeProblem`.
     """
 
     def __init__(self, plan: Plan, pnet: nn.Module, env: str, *, episodes: int = 1, **options: Any) -> None:

@@ -76,7 +76,7 @@ class _Tiles:
 
     @torch.no_grad()
     def solve(self, leaves: Params) -> Params:
-        """Solve for the best leaves in which tiles are linear, tile by tile (CGLS; Bjorck, 1996, section 7.4)."""
+        """Solve for the leaves in which a tile is linear, by least squares (CGLS; Bjorck, 1996, section 7.4)."""
         if not self.linear or any(self.specs[k].scope == "group" for k in self.linear):
             return leaves
         linear = {k: leaves[k] for k in self.linear}

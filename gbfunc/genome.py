@@ -211,8 +211,8 @@ def flatten(genome: GenomeLike) -> tuple[Tensor, Callable[[Tensor], Genome]]:
     """Return a genome as one vector of P numbers, [P], and a function that converts a vector to a genome.
 
     The vector is for evolution strategies and for optimizers of other packages. Leaves are concatenated in the order of
-    their names, in the widest of their dtypes. The vector contains neither buffers nor integer parameters: every genome
-    from the function has those of `genome`. The function is differentiable, and works under `vmap`.
+    their names, in the widest of their dtypes. The vector contains neither buffers nor integer parameters. The function
+    takes these from `genome`. The function is differentiable, and works under `vmap`.
 
     >>> import gbfunc as gb
     >>> pnet = nn.Linear(6, 3)

@@ -58,7 +58,7 @@ class GenomeModule(nn.Module):
     hooks and buffers. `net` is an instance of both the p-net's class and `GenomeModule`. Make the optimizer from
     `net.parameters()`, because the p-net's own parameters are not trained. Only the genome is a parameter, so optimizer
     states, DDP's all-reduce and state dicts have the genome's size. A forward generates all weights once, from the
-    current genome. Reading `net.fc.weight` outside of a forward generates this weight. In-place changes of it are lost.
+    current genome. Outside of a forward, reading `net.fc.weight` generates the weight: in-place changes of it are lost.
 
     The g-nets' parameters are named `gnets:<ensemble>:<leaf>`. Direct parameters and buffers keep the p-net's names.
     They start with the values of `genome` or of the p-net, and require grad as in the p-net. `load_state_dict` raises
@@ -130,8 +130,8 @@ class GenomeModule(nn.Module):
         sources |= {t.name: t.name for t in plan.tensors if t.kind == "beside"}
         self._frame = _Frame(plan, base, lazy, sources)
         without_sparse(self, {name for t in plan.generated for name in (t.name, *t.aliases)})
-        # `install` makes a new class with the root's weights as properties, from the present class. Set the p-net's
-        # class meanwhile, so that the final class can inherit from the new class.
+        # `install` replaces a module's class by a subclass with generated weights. It must make a subclass of the
+        # p-net's class here, from which the final class then inherits.
         this: Any = self
         read, made = self._read, type(self)
         this.__class__ = made._pnet_class
@@ -180,7 +180,7 @@ class GenomeModule(nn.Module):
                 layer, key = self._layer(b.name)
                 buffer = getattr(layer, key, None)
                 if isinstance(buffer, Tensor) and buffer.requires_grad:
-                    # The forward assigned a tensor with a graph. Detach the tensor from the graph before the next call.
+                    # The forward assigned a tensor with a graph, which the next call must not extend.
                     setattr(layer, key, buffer.detach())
 
     def _watch(self) -> None:
@@ -260,7 +260,6 @@ class GenomeModule(nn.Module):
     def _leaves(self) -> Params:
         plan = self.plan
         gnets = {f"{GNET}{e.name}/{k}": getattr(self, _leaf(e.name, k)) for e in plan.ensembles for k in e.leaves}
-        # Without g-nets, the first parameter gives the device and the dtype.
         return gnets or dict(list(self.named_parameters())[:1])
 
     def _weights(self, generator: Generator) -> dict[str, Any]:

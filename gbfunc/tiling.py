@@ -18,7 +18,7 @@ from gbfunc.types import MatrixDims
 
 @dataclass(frozen=True)
 class TileGrid:
-    """A matrix that equal tiles cover. The last tiles are cropped. Raises ValueError unless 1 <= tile <= length."""
+    """A matrix covered by equal tiles; the last tiles are cropped. Raises ValueError unless 1 <= tile <= length."""
 
     rows: int
     cols: int
@@ -65,9 +65,9 @@ class Piece(NamedTuple):
 class Cut(NamedTuple):
     """The tiles to generate for a matrix, or for a block of a matrix."""
 
-    grid: TileGrid  # The matrix that these tiles form
-    tiles: tuple[int, ...] | None = None  # Indices of the tiles in the full grid. None is all tiles
-    piece: Piece | None = None  # The block within the matrix of these tiles. None is the entire matrix
+    grid: TileGrid  # The matrix that the tiles to generate form
+    tiles: tuple[int, ...] | None = None  # Indices of these tiles in the full matrix's grid. None is all tiles
+    piece: Piece | None = None  # The block of the matrix to return. None is the entire matrix
 
     def crop(self, matrix_RC: Tensor) -> Tensor:
         return matrix_RC if self.piece is None else self.piece.of(matrix_RC)

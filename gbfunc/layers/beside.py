@@ -36,7 +36,7 @@ def hidden_layers(net: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def unit_outputs(layer: Any, like: Tensor) -> Tensor:
-    """Compute n evenly spaced columns [out, n] of a layer's weight from unit vectors. `like` gives dtype and device.
+    """Compute up to 64 evenly spaced columns [out, n] of a weight from unit vectors. `like` gives dtype and device.
 
     Raises:
         ValueError: if the layer is not a linear map from `in_features` to `out_features` numbers.
@@ -98,7 +98,7 @@ class _Layer(torch.autograd.Function):
 
 
 def _kept(layer: nn.Module) -> nn.Module:
-    """Copy a layer and keep the present tensors, because the p-net releases them before backward runs the layer."""
+    """Copy a layer with its present tensors, for backward: the p-net drops its own references after the forward."""
     kept = object.__new__(type(layer))
     tensors = {"_parameters": dict(layer._parameters), "_buffers": dict(layer._buffers)}
     vars(kept).update(vars(layer), _modules={k: m and _kept(m) for k, m in layer._modules.items()}, **tensors)

@@ -22,7 +22,8 @@ class FactoredWeight(WeightForm):
     """A weight whose matrix consists of tiles `L[i, j] @ R[i, j].T`, from inputs left [T, r, k] and right [T, c, k].
 
     The T tiles have r rows, c columns and rank k. A layer has the weight in `shape` (`transposed` for Hugging Face's
-    `Conv1D`). With `auto`, only inputs of fewer than `thin_rows` rows use the factors, and exported programs never.
+    `Conv1D`). With `auto`, layers apply the factors to inputs of fewer than `thin_rows` rows, and the dense weight to
+    all other inputs and in exported programs.
     """
 
     needs: Needs = "factors"
@@ -109,7 +110,7 @@ class FactoredWeight(WeightForm):
         left, right = self.by_tile(weight.inputs)
         nr, nc, r, k = left.shape
         if nc > 1 and x.is_cpu and (missing := missing_ranks(nr, k)):
-            # Pad the rank to a multiple of 16 filters per group, because a CPU may need three times as long otherwise.
+            # Pad the rank so that the filters of a group are a multiple of 16: a CPU is up to three times as fast.
             left, right, k = F.pad(left, (0, missing)), F.pad(right, (0, missing)), k + missing
         width = self.grid.tile_cols // positions
         if nc * width != channels:
@@ -130,14 +131,15 @@ class FactoredWeight(WeightForm):
     def _thin_embedding(self, weight: Weight, index: Tensor, padding_idx: int | None) -> Tensor | None:
         left, right = self.by_tile(weight.inputs)
         nr, nc, r, k = left.shape
-        # With several rows of tiles, right factors are copied per token. Form the weight unless the copies are smaller.
+        # With several rows of tiles, each token needs a copy of its right factors. If these copies are larger than
+        # the weight, form the weight instead.
         many = nr > 1 and (is_exporting() or index.numel() * k > self.grid.rows)
         if many or index.is_nested or not self._pays(weight, index.numel()):
             return None
         flat = index.reshape(-1)
         table = left.transpose(1, 2).reshape(nr * r, nc * k)[: self.grid.rows]
         rows_Bjk = F.embedding(flat, table).reshape(flat.shape[0], nc, k)
-        # Autocast does not change the dtype of an embedding's output, so switch autocast off.
+        # An embedding's output keeps its dtype under autocast, so compute these products without autocast.
         with outside_autocast(index.device):
             if nr == 1:
                 y_Bjc = (rows_Bjk.transpose(0, 1) @ right[0].mT).transpose(0, 1)
@@ -145,7 +147,6 @@ class FactoredWeight(WeightForm):
                 y_Bjc = (rows_Bjk.unsqueeze(2) @ right[flat // r].mT).squeeze(2)
         y = y_Bjc.reshape(*index.shape, nc * self.grid.tile_cols)[..., : self.grid.cols].contiguous()
         if padding_idx is not None:
-            # The padding row gives no gradient to either factor.
             y = torch.where((index == padding_idx % self.grid.rows).unsqueeze(-1), y.detach(), y)
         return y
 

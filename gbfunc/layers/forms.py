@@ -77,7 +77,7 @@ class Target(NamedTuple):
 
 
 def added(base: Tensor, delta: Tensor) -> Tensor:
-    """Add a delta to a base in the wider of both dtypes, and cast the sum to the base's dtype."""
+    """Add a delta to a base in the wider of the two dtypes, and cast the sum to the base's dtype."""
     return (base + delta).to(base.dtype)
 
 
@@ -103,10 +103,10 @@ class Use(NamedTuple):
 
 
 class WeightForm:
-    """How a weight that is not dense is generated, formed and applied, for example by factors. Forms hold no tensors.
+    """How a layer gets and applies a weight that is not dense, for example as factors. Forms hold no tensors.
 
-    `inputs` are short names of the tensors from which the dense weight of parameter `name` can be formed. A
-    `transposed` layer stores the transpose of a linear layer's weight.
+    `inputs` are short names of the tensors, such as the factors, from which the weight of parameter `name` can be
+    computed. A `transposed` layer stores the transpose of a linear layer's weight.
     """
 
     needs: Needs
@@ -121,7 +121,7 @@ class WeightForm:
         return self
 
     def renamed(self: Self, name: str) -> Self:
-        """Return a copy of the form for a parameter of another name."""
+        """Return a copy of the form for a parameter with a new name."""
         form = copy.copy(self)
         WeightForm.__init__(form, name, self.inputs, self.transposed)
         return form
@@ -156,7 +156,7 @@ class Weight:
         if self.formed is None:
             first, mode = next(iter(self.inputs.values())), nullcontext()
             if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-                # Leave inference mode, because code outside of inference mode may need gradients of this tensor.
+                # Leave inference mode, because the caller may use this tensor in autograd afterwards.
                 mode = torch.inference_mode(first.is_inference())
             with mode, torch.enable_grad(), outside_autocast(first.device), unseen_by_checkpoints():
                 self.formed = self.form.make(self.inputs)
@@ -191,12 +191,12 @@ Outside = Callable[[Any, str], Any]
 
 
 def generated_attribute(attribute: str) -> str:
-    """Name the attribute that holds the generated weight (a `Weight` or a tensor) during a call, and otherwise None."""
+    """Return the name of the attribute that is the generated weight during a call of the p-net, and otherwise None."""
     return f"_generated_{attribute}"
 
 
 def weight_of(layer: Any, attribute: str) -> Any:
-    """Return a layer's generated `Weight` or tensor. Return None if the layer has none, or has none at this moment."""
+    """Return a layer's generated weight (`Weight` or tensor). Return None if the layer has no generated weight now."""
     key = generated_attribute(attribute)
     if (weight := getattr(layer, key, None)) is not None or not hasattr(layer, key):
         return weight

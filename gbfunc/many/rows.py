@@ -36,7 +36,6 @@ class RowWise:
         own |= {k.removeprefix(prefix): k for k in forms if k.startswith(prefix) and k.rpartition(".")[2] == DELTA}
         mine = {name: forms[there].renamed(name) for name, there in own.items() if there in forms}
         self.path, self._net = path, PureNet(module, mine, lambda net: unfused(net.eval()))
-        # Map names in the module to names in the p-net.
         self._weights = {k: v for k, v in own.items() if k not in mine}
         for k, form in mine.items():
             self._weights |= zip(form.keys, forms[own[k]].keys, strict=True)

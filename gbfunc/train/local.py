@@ -67,7 +67,7 @@ class LocalTrainStep(TrainStep):
         return {**settings, "options": {**settings["options"], **own}}
 
     def __call__(self, gnet_params: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
-        """Train on this rank's share of the batch. Every `local_steps` steps, all ranks average their genomes.
+        """Train on this rank's share of the batch. After every `local_steps` steps, ranks average their genomes.
 
         Raises the errors of `TrainStep`, and ValueError if ranks have different states or if a rank has no rows.
         """
@@ -92,7 +92,7 @@ class LocalTrainStep(TrainStep):
         state = new._replace(opt=local._replace(inner=new.opt, rows=counted), seed=state.seed)
         if (start + 1) % self._length:
             return state, info
-        # If no rank had a finite loss in this round, `_averaged` returns the leaves before the round.
+        # If no rank had a finite loss in this round, `total` is 0: undo the round.
         outer, (total, mean, new) = local.outer, self._averaged(state)
         if total > 0:
             delta, before = ({k: tensors[k] for k in self._trained} for tensors in (mean, local.start))
@@ -101,7 +101,7 @@ class LocalTrainStep(TrainStep):
         return _with_leaves(state, _leaves(state) | new)._replace(opt=state.opt._replace(outer=outer)), info
 
     def shard(self, state: TrainState) -> TrainState:
-        """Return this rank's part of a whole state. A state from a training without `local_steps` starts a round."""
+        """Return this rank's part of a whole state. With a state of a plain `TrainStep`, a new round begins."""
         check_genome(self.plan, state)
         saved = state.opt
         if isinstance(saved, LocalState):
@@ -127,14 +127,14 @@ class LocalTrainStep(TrainStep):
         return _with_leaves(state, full)._replace(opt=WholeLocalState(local.start, local.outer, ranks))
 
     def fitted(self, tensors: Params) -> Params:
-        """Distribute the tensors that n ranks saved over the present ranks: rank r gets the tensors of rank r mod n."""
+        """Give each rank r of this mesh the tensors that rank r mod n saved, if n ranks saved the state."""
         if not any(name.startswith(_RANKS) for name in tensors):
             raise ValueError("it is from a training without local steps: load it without local_steps=, then shard it")
         index = torch.arange(self.mesh.world)
         return {k: x[index % len(x)] if k.startswith(_RANKS) else x for k, x in tensors.items()}
 
     def _start_round(self, state: TrainState, force: bool = False) -> TrainState:
-        """Start a round if `step` begins one, or with `force`: copy the leaves, which a training step may overwrite."""
+        """At the first step of a round, or with `force`, copy the leaves, because training may overwrite them."""
         if int(state.step) % self._length and not force:
             return state
         named, local = _leaves(state), state.opt

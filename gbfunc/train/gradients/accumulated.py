@@ -22,7 +22,8 @@ def equal_parts(n: int, batch: Any, rows: float) -> list[tuple[Any, float]]:
 def parts_of_share(n: int, splits_inputs: bool, batch: Any, rows: float) -> list[tuple[Any, float]]:
     """Split a rank's share of a batch into at most n microbatches. Returns `[(microbatch, number of rows)]`.
 
-    With `splits_inputs`, layers run collectives, so every rank must have n microbatches, some of them possibly empty.
+    With `splits_inputs`, layers exchange messages in each microbatch. Every rank then gets n microbatches, which may
+    be empty.
     """
     most = n_rows(batch)
     if n == 1 or most is None:
@@ -62,7 +63,7 @@ def weights_of(loss: GenomeLoss, inputs: StepInputs, regenerate: bool) -> tuple[
     """Generate the weights, and cut the graph between the g-nets and the p-net.
 
     Returns the weights with their graph, the weights as leaves of a new graph, and the names of weights that need
-    gradients. With `regenerate`, the first value is {} to save memory: the caller generates the weights again.
+    gradients. With `regenerate`, the first value is {}: to save memory, the caller generates the weights again.
     """
     with torch.set_grad_enabled(not regenerate):
         weights = loss.weights(inputs)

@@ -29,9 +29,10 @@ _STAGE_MIX = 0x94D049BB133111EB
 
 
 class Pipelined(Strategy):
-    """Computes gradients of this rank's weights by a pipeline schedule, and from these the genome's gradient.
+    """Computes gradients of this rank's weights by a pipeline schedule, and then the genome's gradient.
 
-    The first call records a forward, which shows the parameters that this rank uses. `build` then makes the loss.
+    The first call records a forward of the p-net, to find the parameters that this rank uses. `build` then makes a
+    `GenomeLoss` of these parameters.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Pipelined(Strategy):
         return self._result(inputs, wanted, self._prepared(parts[0][0], wanted[0].device, self._amp), parts, False)
 
     def proof(self, make_full_loss: Callable[[], GenomeLoss]) -> Proof:
-        """Compare one microbatch's gradient over all pipeline stages with the whole p-net's gradient on one rank."""
+        """Make the `Proof` that compares a microbatch's gradient over all pipeline stages with one rank's gradient."""
 
         def local_gradients(inputs: StepInputs, wanted: list[Tensor]) -> Gradients:
             loss = self._prepared(inputs.batch, wanted[0].device, None).without_amp()
