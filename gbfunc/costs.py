@@ -25,7 +25,7 @@ def product_flops(rows: int, cols: int, k: int) -> float:
 
 
 def generation_flops(rows: int, cols: int, params: int, k: int = 0) -> float:
-    """Count the operations of a g-net: `params` per weight, or with k > 0 per row and per column, plus a product."""
+    """Count a g-net's operations: 6 R C `params`, or with factors of rank k > 0, 6 (R + C) `params` + 6 R C k."""
     return 6.0 * (rows + cols if k else rows * cols) * params + product_flops(rows, cols, k)
 
 
@@ -50,7 +50,7 @@ def thin_flops(
 
 
 def missing_ranks(tile_rows: int, k: int) -> int:
-    """Return the least m for which `tile_rows * (k + m)`, a number of filters, is a multiple of 16."""
+    """Return the least m so that a convolution's `tile_rows * (k + m)` filters fill groups of 16, computed at once."""
     return -k % (_CHANNELS // math.gcd(tile_rows, _CHANNELS))
 
 
@@ -60,7 +60,7 @@ def thin_rows(
     """Return the number of batch rows (positions of a convolution) below which factors cost less than dense weights.
 
     Both costs grow linearly with the rows. Per row, factors save three GEMMs of the weight's size: forward and both
-    gradients. With a `frozen_base`, the base needs two of them, and factors save only the weight's gradient. For a
+    gradients. With a `frozen_base`, the base still needs two GEMMs, and factors save only the weight's gradient. For a
     `conv`, an operation with factors takes a quarter more time, and channels are computed 16 at once (measured: 3 x 3
     kernels, 16 to 192 channels, in float32 and bfloat16).
 

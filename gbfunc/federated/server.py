@@ -43,8 +43,8 @@ class Round(NamedTuple):
     Attributes:
         round: the number of the round, from 1.
         used: the number of clients whose updates the strategy used.
-        left_out: by number of the node, why a reply was not used in training or evaluation.
-        bounded: by number of the node, which part of a reply was reduced to the bound.
+        left_out: `{number of the node: reason}` for replies that were not used in training or evaluation.
+        bounded: `{number of the node: words}` for replies whose update or number of examples was reduced.
         metrics: means over the clients whose updates were used.
         norm: the median norm of updates before the bound. For an even count, the smaller of the middle two norms.
     """
@@ -120,7 +120,7 @@ class GenomeStrategy(Strategy):
         down: the dtype in which the genome is sent (`wire.FORMATS`).
         up: the dtype in which clients send updates, or `topK` for the K largest numbers of an update (`Wire.pack`).
         bound: the largest norm of an update and the largest number of examples, as multiples of the round's medians;
-            `math.inf` for no bound. If a round has a single reply, the last round's median norm is used if smaller.
+            `math.inf` for no bound. With a single reply, the last round's median norm is used if it is smaller.
         checkpoint: a file, written after every round, with all data that the next round needs, including the states of
             the nodes of a `LocalGrid`. If the file exists, `train` resumes from it. Reading the file runs no code.
         seed: seed of the selection of clients; None draws a random seed.
@@ -379,7 +379,7 @@ def _unpacked(text: str, arrays: Mapping[str, NDArray[Any]]) -> Any:
 
 
 def _attributes(strategy: Strategy, prefix: str = "") -> dict[str, Any]:
-    """Return by path the attributes of a strategy, and of a strategy that it wraps, as strategies for privacy do."""
+    """Return `{path: value}` for the attributes of a strategy. Attributes of a wrapped strategy are included."""
     found = {f"{prefix}{name}": value for name, value in vars(strategy).items()}
     for at, value in list(found.items()):
         if isinstance(value, Strategy):

@@ -32,8 +32,8 @@ class Traffic(NamedTuple):
 class LocalGrid(Grid):
     """Nodes that run a client's app in this process, one after another: `with LocalGrid(...) as grid:`.
 
-    Every message is serialized and deserialized. A node keeps its `context.state` from round to round. The context
-    manager makes this process the sender of Flower's messages.
+    Every message is serialized and deserialized. A node keeps its `context.state` from round to round. Inside
+    the `with` block, new messages name Flower's server as their sender.
 
     `nodes` has the config of every node, as in `flower-supernode --node-config`. `traffic` counts the bytes sent.
     """

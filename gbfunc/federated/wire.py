@@ -28,7 +28,7 @@ Vector = NDArray[np.float32]
 NUMBERS, CODES, PLACES = "genome", "codes", "places"
 """Names of a record's arrays: numbers [P]; coded integers, as bytes [n]; or numbers [k] and their places, as bits."""
 
-# Codes are packed as in a genome's file, but with an empty plan, because server and clients already have the plan.
+# Integers are packed as in a genome's file, but with an empty plan, because server and clients have the plan.
 _NO_PLAN = json.dumps({"version": 2, "hypernets": [], "encodings": [], "tensors": []}, separators=(",", ":"))
 
 MOST_RUNS = 1 << 14
@@ -39,8 +39,8 @@ FORMATS = ("float32", "float16", *BITS)
 
 
 def difference(here: str, there: str) -> str | None:
-    """Describe the first difference between two identities (`Wire`); return None if they are equal."""
-    # Compare bases before plans: a plan contains its base, so plans of different bases always differ.
+    """Describe how two texts `Wire.identity` (version of gbfunc, base, plan) differ first; None if they are equal."""
+    # Compare bases before plans: plans of different bases always differ, and the error should name the base.
     for name, a, b in zip(("library", "base", "plan"), here.split("/"), f"{there}//".split("/"), strict=False):
         if a != b:
             cure = "all sides need one version of gbfunc, one genome file, and the pretrained network that it names"

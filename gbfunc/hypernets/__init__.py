@@ -26,7 +26,7 @@ HYPERNETS: Mapping[str, Callable[..., Hypernet]] = MappingProxyType(TYPES)
 
 
 def hypernet_from_json(data: dict[str, Any], factories: Mapping[str, Callable[..., Any]]) -> Hypernet:
-    """Create a hypernetwork from `Hypernet.to_json`; `factories` are those of `from_module`, by import path."""
+    """Undo `Hypernet.to_json`. `factories` maps import paths to the factories of `from_module`."""
     try:
         options = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k != "type"}
         if data["type"] == "module":

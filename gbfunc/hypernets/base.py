@@ -24,12 +24,12 @@ class Leaf(NamedTuple):
     Attributes:
         shape: shape for one g-net. In a genome, the leaves of all g-nets are stacked: [number of g-nets, *shape].
         role: `"linear"` if a tile doubles when all linear leaves double (amplitudes), otherwise `"code"`. Every type
-            needs a linear leaf per tile, which starts at the scale of the p-net's weights, or at 0 for deltas.
+            needs a linear leaf per tile: its initial values give weights of the p-net's scale, or are 0 for deltas.
         scope: `"tile"` if each tile has its own leaf, `"group"` if the tiles of a group have one leaf in common.
         std: standard deviation of the normal distribution of the initial values.
         mean: mean of the normal distribution of the initial values.
-        gain: name of the leaf [features] that multiplies the result of this leaf [..., features]. Only quantization
-            (`rounding="auto"`) uses this attribute and the following two.
+        gain: name of the leaf [features], such as the amplitudes, that multiplies results of this leaf [..., features].
+            Only quantization (`rounding="auto"`) uses `gain`, `codes` and `period`.
         codes: `"row"` or `"col"`, if the codes of rows or columns multiply this leaf.
         period: if set, values that differ by this period give the same tile (2 pi for a phase).
     """
@@ -85,7 +85,7 @@ class Hypernet:
         return False
 
     def group(self, name: str, part: int, shape: tuple[int, int]) -> str:
-        """Return the group of a matrix, which is number `part` in the tensor `name`. Tiles of a group share leaves."""
+        """Return the group of matrix number `part` of the tensor `name`. Tiles of a group have leaves in common."""
         return ""
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
@@ -115,7 +115,7 @@ class Hypernet:
     ) -> Tensor | Factors:
         """Generate the tiles [tiles, rows, columns] of many g-nets, or their factors. By default, `vmap` calls `apply`.
 
-        Leaves, noise and codes have one more first dimension: the tile. It is 1 in codes that are equal for all tiles.
+        Leaves, noise and codes are those of `apply`, stacked: [tiles, ...], or [1, ...] for codes that all tiles share.
         """
 
         def apply(leaves: Params, row: Tensor, col: Tensor, noise: Params | None) -> Tensor | Factors:
@@ -132,7 +132,7 @@ class Hypernet:
         return torch.vmap(apply, (0, row_dim, col_dim, None if noise is None else 0))(leaves, row, col, noise)
 
     def matrix(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, grid: TileGrid, kernel: Kernel) -> Tensor | None:
-        """Generate a matrix [rows, columns] with all its tiles at once, without noise; None if the type cannot."""
+        """Generate a matrix [rows, columns] from all its tiles at once, without noise; None if not supported."""
         return None
 
     def noise_shapes(self, dims: TileDims) -> dict[str, tuple[int, ...]]:
@@ -163,13 +163,13 @@ def uniform(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 
 def draw(leaves: Mapping[str, Leaf], n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
     """Draw the leaves of all g-nets from one generator: `{name: [tiles or groups, *shape]}`."""
-    # Draw numbers even for a leaf with std 0: otherwise the following leaves would be different if the std changes.
+    # Draw numbers even for a leaf with std 0. Otherwise, setting a std to 0 would change all leaves drawn later.
     counts = {"tile": n_tiles, "group": n_groups}
     return {k: normal((counts[x.scope], *x.shape), generator) * x.std + x.mean for k, x in leaves.items()}
 
 
 def project(codes_np: Tensor, weight_pH: Tensor) -> Tensor:
-    """Return `codes_np @ weight_pH`. The result is zero if codes have width 0, a product that IREE does not support."""
+    """Return `codes_np @ weight_pH`, or zeros if codes have width 0, because IREE cannot multiply empty matrices."""
     if codes_np.shape[-1]:
         return codes_np @ weight_pH
     return codes_np.new_zeros((*weight_pH.shape[:-2], codes_np.shape[-2], weight_pH.shape[-1]))
@@ -226,6 +226,6 @@ class Sharing(Sized):
         return self.share != "none"
 
     def group(self, name: str, part: int, shape: tuple[int, int]) -> str:
-        """Return a matrix's group: for "layers", name without numbers, part and shape; for "shapes", the shape."""
+        """Return the matrix's shape for "shapes"; for "layers", also `part` and `name` without numbers; else ""."""
         size, kind = f"{shape[0]}x{shape[1]}", re.sub("[0-9]+", "*", name)
         return {"none": "", "layers": f"{kind}:{part}:{size}", "shapes": size}[self.share]

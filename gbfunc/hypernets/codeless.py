@@ -63,7 +63,7 @@ class LowRank(_Factored, Sharing):
 
     Args:
         rank: number of columns of the factors. None lets the plan choose (4 if there is no size target).
-        share: which matrices have the same `right`; the values are those of `periodic`.
+        share: which matrices have the same `right`: `"layers"`, `"shapes"` or `"none"`, as for `periodic`.
 
     Raises:
         ValueError: for a rank below 1, or an unknown value of `share`.
@@ -77,7 +77,7 @@ class LowRank(_Factored, Sharing):
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
         k, scope = self.known_size, "group" if self.shares else "tile"
-        # A vector has a right factor of one number. It starts at 1: starting near 0, training would be slow.
+        # A vector's right factor has a single row. Start it at 1, because training from near 0 would be slow.
         std, mean = (0.0, 1.0) if dims.cols == 1 else (1.0, 0.0)
         right = Leaf((dims.cols, k), "code", scope, std, mean=mean)
         return {"left": Leaf((dims.rows, k), "linear", std=k**-0.5), "right": right}

@@ -21,12 +21,12 @@ from gbfunc.types import Factors, Kernel, Params, TileDims
 
 
 def is_exporting() -> bool:
-    """Return whether `torch.export` is tracing; always False on older torch, whose exports contain the codes."""
+    """Return whether `torch.export` is tracing. On older torch always False: exports then store the codes."""
     return getattr(torch.compiler, "is_exporting", bool)()
 
 
 class Constants(NamedTuple):
-    """The inputs of a stack of g-nets that are not trained: hypernetwork, codes, scales and groups."""
+    """Fixed inputs of a stack of g-nets, beside the trained leaves: hypernetwork, codes, scales and groups."""
 
     hypernet: Hypernet
     dims: TileDims
@@ -35,7 +35,7 @@ class Constants(NamedTuple):
     col: Tensor  # codes of the columns [U, c, q]
     scale: Tensor | None = None  # scale of every tile [T]
     groups: Tensor | None = None  # index of every tile's group [T]; None if group leaves have been copied to tiles
-    empty: Mapping[str, tuple[int, ...]] = {}  # shapes of leaves without numbers, which a genome does not contain
+    empty: Mapping[str, tuple[int, ...]] = {}  # shapes of empty leaves, which a genome does not contain
     periods: tuple[int, int] = (0, 0)  # for periodic g-nets, `period_of` the codes of rows and columns; 0 if unknown
 
     @staticmethod
@@ -71,7 +71,7 @@ class Evaluation(NamedTuple):
         return len([*self.leaves.values(), ()][0] if groups is None else groups)
 
     def all_leaves(self) -> Params:
-        """Return all leaves, including leaves without numbers."""
+        """Return all leaves, also empty leaves (code weights for codes of width 0), which a genome does not contain."""
         row = self.constants.row
         return self.leaves | {k: row.new_zeros((self.n_tiles, *x)) for k, x in self.constants.empty.items()}
 
@@ -86,7 +86,7 @@ class Evaluation(NamedTuple):
         return tiles if scale is None else dense_tiles(tiles) * scale[:, None, None]
 
     def _scaled(self) -> tuple[Params, Tensor | None]:
-        """Return every tile's leaves, and the scale. If the leaves are multiplied by the scale, return None for it."""
+        """Return every tile's leaves, multiplied by the scale if possible, and the scale if still to apply."""
         hypernet, scale, groups = self.constants.hypernet, self.constants.scale, self.constants.groups
         specs, leaves = hypernet.leaves(self.constants.dims), self.all_leaves()
         if groups is not None:
@@ -97,7 +97,7 @@ class Evaluation(NamedTuple):
         return {**leaves, **{k: leaves[k] * scale.reshape(-1, *(1,) * (leaves[k].ndim - 1)) for k in linear}}, None
 
     def matrices(self, grids: Sequence[TileGrid]) -> tuple[Tensor, ...]:
-        """Return one matrix [R, C] per grid; the grids follow each other in the order of the tiles."""
+        """Return one matrix [R, C] per grid. The first tiles belong to the first grid, and so on."""
         if len(grids) > 1 and self.leaves:
             return join_all(dense_tiles(self.tiles()), grids)
         return tuple(self.matrix(grid) for grid in grids)
@@ -120,7 +120,7 @@ class Evaluation(NamedTuple):
         constants, parts, first = self.constants, [], 0
         specs = {} if constants.groups is None else constants.hypernet.leaves(constants.dims)
         shared = [k for k, leaf in specs.items() if leaf.scope == "group"]
-        # Use `split`: the backward of a slice would allocate a gradient for all tiles, for each of the slices.
+        # Use `split`: in backward, every single slice would allocate a gradient for all tiles.
         leaves = {k: [v] * len(counts) if k in shared else v.split(list(counts)) for k, v in self.leaves.items()}
         sides = [] if self.factors is None else [x.split(list(counts)) for x in self.factors]
         all_factors = [*map(Factors, *sides)] if sides else [None] * len(counts)
@@ -146,7 +146,7 @@ def periodic_factors(evaluations: Sequence[Evaluation]) -> list[Factors]:
     leaves = [one.all_leaves() for one in evaluations]
     sides: list[Side] = []
     for (c, *_), own in zip(evaluations, leaves, strict=True):
-        # If codes have width 0, code weights are not in the genome, and `all_leaves` returns empty ones per tile.
+        # For codes of width 0, `all_leaves` makes empty code weights for each tile, not for each group: pass no groups.
         of_row, of_col = (c.groups if codes.shape[-1] else None for codes in (c.row, c.col))
         phase, sine, cosine = own.get("phase"), own.get("amplitude", own.get("sine")), own.get("cosine")
         scale, first = None if sine is None else c.scale, cast(Waves, c.hypernet).cosine_first

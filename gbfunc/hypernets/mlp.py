@@ -67,7 +67,7 @@ class GNet(Hypernet):
 
     @property
     def spreads(self) -> bool:
-        # An activation such as ReLU, which bends once, adds little to a tile's rank. A sine adds much.
+        # More units add little to a tile's rank if the activation bends once (ReLU), but much if it is a sine.
         return self.activation != "sin"
 
     def with_size(self, size: int) -> Hypernet:
@@ -94,12 +94,12 @@ class GNet(Hypernet):
         return {"out_weight": Leaf((width,), "linear", std=_he(width)), "out_bias": Leaf((), "linear", std=0.0)}
 
     def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
-        """Draw He-normal weights. Biases are normal and clipped, so that units bend in a tile; for "sin" uniform."""
+        """Draw normal weights. Biases are uniform for "sin", otherwise normal, clipped so that units bend in a tile."""
         drawn = super().init(dims, n_tiles, n_groups, generator)
         if self.activation == "sin":
             drawn["bias"] = uniform(drawn["bias"].shape, generator) * (2 * math.pi)
         elif dims.row_width + dims.col_width:
-            # The weighted sums of +-1 bits are at most `reach`, so a bias up to half of it keeps the bend in the tile.
+            # Weighted sums of +-1 bits are at most `reach`. Biases up to `reach / 2` let units bend within the tile.
             reach = drawn["row_weight"].abs().sum(-2) + drawn["col_weight"].abs().sum(-2)
             drawn["bias"] = drawn["bias"].clamp(-reach / 2, reach / 2)
         return drawn
@@ -145,7 +145,7 @@ class Stochastic(GNet):
     stochastic: ClassVar[bool] = True
 
     def _head(self, width: int) -> dict[str, Leaf]:
-        # At the start, the standard deviation of the noise is exp(-3), 5 % of that of the means.
+        # At the start, the noise has a standard deviation of exp(-3), 5 % of the means' standard deviation.
         weight, bias = Leaf((width,), "code", std=0.0), Leaf((), "code", std=0.0, mean=-3.0)
         return super()._head(width) | {"log_sigma_weight": weight, "log_sigma_bias": bias}
 

@@ -77,7 +77,7 @@ class Periodic(Waves):
     cosine_first: ClassVar[bool] = True
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
-        """Return code weights [code width, features], with phases and amplitudes; shared code weights have s and t."""
+        """Return code weights [code width, features], and phases and amplitudes; with shared code weights, s and t."""
         h, codes = self.known_size, self._code_weights(dims)
         coefficient = Leaf((h,), "linear", std=math.sqrt((1 if self.shares else 2) / h))
         if self.shares:
@@ -95,7 +95,7 @@ class Periodic(Waves):
 
 @dataclass(frozen=True)
 class Bilinear(Waves):
-    """All products of sines of rows and sines of columns, with a coefficient per product in a matrix per tile.
+    """Sums of products: each sine of a row times each sine of a column, with one coefficient per pair and tile.
 
     A tile with H features has $4 H^2$ coefficients, and factors with 2 H columns. This type suits many matrices that
     have the same code weights, such as deltas of a pretrained network.

@@ -26,7 +26,7 @@ _LEAST_SIDE = 16  # Smallest side of tiles if `Hypernet.spreads`, because smalle
 
 @dataclass
 class Unit:
-    """All `count` slots of equal shape, codes and hypernetwork. Their tiles are equal, their sizes nearly equal."""
+    """All `count` slots of equal shape, codes and hypernetwork. Sizes of their g-nets differ by at most 1."""
 
     matrix: MatrixDims
     hypernet: Hypernet
@@ -35,15 +35,15 @@ class Unit:
     group: str = ""
     spreads: bool = False
     count: int = 0
-    # Number of tiles along rows and columns: chosen if `max_tile` is None, and (1, 1) if the user gave the size.
+    # Number of tiles along rows and columns; (1, 1) if the user gave the size. Not used if `max_tile` is given.
     cut: tuple[int, int] = (1, 1)
     size: int = 1
-    larger: int = 0  # This number of slots, the first ones, get `size + 1`
+    larger: int = 0  # The first `larger` slots get `size + 1`
     _tilings: dict[tuple[int, int], tuple[TileGrid, TileDims]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.fixed = self.hypernet.size is not None
-        # If the user gave a size, do not change the tiles for which the user chose this size.
+        # If the user gave a size, do not cut smaller tiles: the user chose the size for the given tiles.
         self.spreads &= self.max_tile is None and not (self.fixed and self.hypernet.sizable)
         self.numel = self.matrix.rows * self.matrix.cols
         # Cut tiles only between channels, so that the kernel positions of a channel stay together.
@@ -70,7 +70,7 @@ class Unit:
         return grid.n_tiles * (self.count * a_tile + (1 if self.hypernet.shares else self.count) * a_group)
 
     def largest(self, cut: tuple[int, int], budget: float) -> int:
-        """Return the largest size within `max_size` for which the slots have at most `budget` parameters, or 1."""
+        """Return the largest size within `max_size` with at most `budget` parameters for all slots, at least 1."""
         if self.fixed:
             return 1
         limit = self.hypernet.max_size(self.tiling(cut)[1]) or self.numel
@@ -164,14 +164,14 @@ def _costs(hypernet: Hypernet, size: int | None, dims: TileDims) -> tuple[int, i
 
 
 def spend(units: list[Unit], level: float) -> int:
-    """Choose tiles and sizes with at most `_share(unit, level)` parameters per unit. Return the number in total."""
+    """Choose tiles and sizes: at most `_share(unit, level)` parameters per unit. Return the sum of all parameters."""
     for unit in units:
         unit.set_budget(_share(unit, level))
     return sum(unit.cost for unit in units)
 
 
 def allocate(units: list[Unit], budget: int) -> None:
-    """Choose tiles and sizes that use nearly all of `budget` parameters. The least budget is `spend(units, 0)`."""
+    """Choose tiles and sizes that use nearly all of `budget` parameters, which must be at least `spend(units, 0)`."""
     low, high = 0.0, 1.0
     while spend(units, high) <= budget and high < 1e9:
         low, high = high, 2 * high

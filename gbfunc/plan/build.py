@@ -32,12 +32,12 @@ Codes = tuple[Encoding | None, Encoding | None]
 OwnCodes = Encoding | torch.Tensor | np.ndarray[Any, Any] | None
 """Codes of one axis, as given by the user."""
 _DIRECT_SHARE = 0.25  # If direct parameters take a larger part of a size target, the longest are generated
-# Direct embeddings become factors if they take a larger part of a size target than this, and than of the p-net
+# Embeddings become factors if their part of the size target is above this number, and above their part of the p-net
 _EMBEDDING_SHARE = 0.25
 _EMBEDDING_SAVING = 2 / 3  # An embedding becomes factors only if factors have at most this part of its parameters
 _HEAD_SHARE = 0.1  # Largest part of a size target for one generated weight of a new module
 _DELTA_SCALE = 0.1  # Scale of a delta, as a part of the standard deviation of the base's weights
-_LADDER = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)  # Multiples of the fewest parameters, among which the smallest file is found
+_LADDER = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)  # Multiples of the fewest parameters: one of them gives the smallest file
 
 
 def make_plan(
@@ -63,7 +63,7 @@ def make_plan(
     direct parameters: the genome contains their values. Give at most one target size of the genome (`genome_params`,
     `genome_bytes`, `compression`), or a size of its g-nets (`periodic(features=8)`). If direct parameters would exceed
     a quarter of a target, embeddings are generated as products of two thin matrices (`low_rank`), and then the longest
-    biases and norms are generated. Sizes in `rules` are not changed. If no size is given, one g-net generates each
+    biases and norms are generated. Sizes of g-nets in `rules` stay. If no size is given, one g-net generates each
     matrix as a single tile, with 32 features (`periodic`), 32 hidden units (`gnet`), rank 4 (`low_rank`) or 8 genes
     (`xox`). If only some parameters require grad, the frozen parameters keep their values, unless `include` or `rules`
     name them.
@@ -79,18 +79,18 @@ def make_plan(
         genome_bytes: maximum size of the genome's file in bytes, header and buffers included.
         compression: minimum ratio of the p-net's parameters to the genome's.
         stored: the dtype of the genome's file, `"float16"` by default. `genome_bytes` counts bytes in this dtype, and
-            `save` and `report` use this dtype by default. For integer dtypes, the largest possible file counts; files
-            of trained genomes are 5 to 15 % smaller. For `"auto"`, a number counts as 5 bits.
+            `save` and `report` use this dtype by default. For integer dtypes, `genome_bytes` limits the largest
+            possible file; files of trained genomes are 5 to 15 % smaller. For `"auto"`, a number counts as 5 bits.
         include: regular expressions (`re.search`) for parameters to generate in addition to the defaults.
         exclude: regular expressions for parameters to keep direct. A match overrides all other arguments.
         rules: pairs `(regular expression, hypernetwork)` that choose the type of g-net for some parameters. With None
             instead of a hypernetwork, parameters are direct. The first match applies.
         encodings: the encodings of rows and columns, `{parameter: (rows, columns)}`. None means the default (`binary`).
             An array or tensor [n, k] gives k coordinates for each of n rows or columns (`table`).
-        max_tile: largest tile: a length, or (rows, columns), where columns of a convolution count channels. None means
-            one tile per matrix. With a target size, None cuts tiles until the features are at most half of the shorter
-            side of a tile.
-        base: None, or `"own"`: the base are the p-net's present tensors, except those of `modules_to_save`.
+        max_tile: largest tile: a length, or (rows, columns), where columns of a convolution count channels. By default,
+            a matrix is one tile. With a target size, a matrix is by default cut into smaller tiles, until the number
+            of features per tile is at most half the length of the tile's shorter side.
+        base: None, or `"own"`: the base consists of the p-net's present tensors, except tensors of `modules_to_save`.
         target_modules: modules whose weights get a delta, as in PEFT: a list of names or their last parts
             (`["query", "value"]`), a regular expression that matches whole names, or `"all-linear"`; None selects every
             linear, convolution and attention layer. `include`, `exclude` and `rules` take precedence.
@@ -150,7 +150,7 @@ def make_plan(
         try:
             return Plan(_tensors(fresh, params, codes, max_tile, asked), buffers, words, frozen, left, name)
         except TargetTooSmall:
-            # With `squeezed=2`, the genome is the smallest one.
+            # No genome is smaller than with `squeezed=2`: the target cannot be reached.
             if squeezed == 2:
                 raise
         return build(params, squeezed + 1)
@@ -224,7 +224,7 @@ def _plan_for_bytes(build: Callable[[int], Plan], limit: int, total: int, stored
     smallest = min((build(max(1, round(rung * least))) for rung in _LADDER), key=size_of)
     if (size := size_of(smallest)) <= limit:
         return smallest
-    # A file contains its target as text: increase the size that the error names until the target's digits fit in.
+    # A file contains its target as text. Increase the size that the error names until a file of this target fits.
     while (named := size_of(replace(smallest, target=f"at most {size:,} bytes"))) > size:
         size = named
     raise ValueError(
@@ -284,7 +284,7 @@ def _tensors(
             if isinstance(pair[1], PerAxis) and not matrix.kernel:
                 # The columns are channels x positions, such as a flattened image: cut tiles only between channels.
                 matrix = matrix._replace(kernel=(pair[1].n_positions,))
-            # Small tiles give a matrix a high rank. A delta needs no high rank, because the base's matrix has one.
+            # Small tiles give a matrix a high rank. Cut none for a delta, because its base has a high rank already.
             group, spreads = hypernet.group(name, part, matrix[:2]), hypernet.spreads and not choice.base
             key = matrix, hypernet, pair, tile, group, spreads
             unit = units.setdefault(key, Unit(*key))

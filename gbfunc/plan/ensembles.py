@@ -29,7 +29,7 @@ class TileSpan(NamedTuple):
 class Ensemble:
     """All g-nets with equal hypernetwork, size, tile shape and code widths. Their leaves are stacked for one vmap call.
 
-    `name` is the ensemble's name in the genome. `spans` are the matrices that it generates, in the order of the tiles.
+    `name` is the ensemble's name in the genome. `spans` are the generated matrices, in the order of the tiles.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Ensemble:
 
     @property
     def leaves(self) -> dict[str, Leaf]:
-        """Leaves of ONE g-net by name, without leaves that have no numbers (code weights for codes of width 0)."""
+        """Leaves of ONE g-net by name, without empty leaves (code weights for codes of width 0)."""
         return {k: leaf for k, leaf in self.hypernet.leaves(self.dims).items() if 0 not in leaf.shape}
 
     @property

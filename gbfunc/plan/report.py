@@ -63,12 +63,12 @@ def report(plan: Any, dtype: Stored | None, genome: GenomeLike | None, metadata:
 
 
 def _poor(plan: Any) -> list[str]:
-    """List large tensors with too few tiles of low rank to learn well (measured: notebooks/results/types.md)."""
+    """List large tensors that learn badly: they have few tiles, each of low rank (notebooks/results/types.md)."""
     return [
         f"{t.name} ({slot.hypernet.type}, {slot.grid.n_tiles} tile{'s' * (slot.grid.n_tiles > 1)})"
         for t in plan.tensors
         for slot in t.slots
-        # Do not warn about embeddings for which the plan chose the type, which a note says.
+        # Do not warn about an embedding whose type the plan chose: the embedding's note gives the reason.
         if slot.hypernet.spreads and not t.base and "embedding" not in t.note and min(slot.dims[:2]) >= _LARGE_TILE
         if slot.grid.n_tiles < (_FEW_FACTORED if slot.hypernet.factorised else _FEW_TILES)
     ]

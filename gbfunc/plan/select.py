@@ -29,8 +29,8 @@ class Targets(NamedTuple):
 
     modules: Literal["all-linear"] | list[re.Pattern[str]] | None  # None: linear, convolution and attention layers
     new: list[re.Pattern[str]]
-    infos: list[ParameterInfo]  # Parameters, and deltas of layers without a readable weight, such as packed weights
-    hidden: dict[str, str]  # Reasons by name of layers that have no readable weight and cannot have a delta
+    infos: list[ParameterInfo]  # Parameters, and a delta for each layer whose weight cannot be read (packed)
+    hidden: dict[str, str]  # `{layer: reason}`: layers without a readable weight that cannot have a delta
 
     def saved(self, name: str) -> bool:
         path = name.split(".")[:-1]
@@ -46,7 +46,7 @@ class Targets(NamedTuple):
         return named and (kind.selected or kind.name == "embedding")
 
     def left_out(self, pnet: nn.Module, weights: dict[str, Tensor], others: Collection[str]) -> dict[str, str]:
-        """Return `{layer: reason}` for selected layers that cannot have a delta, without layers in modules `others`."""
+        """Return `{layer: reason}` for selected layers, outside the modules `others`, that cannot have a delta."""
         # Some libraries store the weights of quantized layers in buffers.
         packed = {k: b for k, b in pnet.named_buffers() if b.dtype in _PACKED and b.ndim > 1 and b.numel()}
         left = dict(self.hidden)

@@ -94,7 +94,7 @@ class TensorPlan:
             raise ValueError(f"{self.name}: a tensor of the base must have slots for its delta, got none")
 
     def can_factor(self, dtype: torch.dtype) -> bool:
-        """Return True if the weight can stay factors, which g-nets generate in `dtype`."""
+        """Return True if layers can apply the weight as factors, without forming it. G-nets generate in `dtype`."""
         wide = self.base or DTYPES[self.dtype].itemsize >= dtype.itemsize
         return self.slots[0].hypernet.factorised and self.kind in _FACTORED_KINDS and wide
 

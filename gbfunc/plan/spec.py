@@ -27,7 +27,7 @@ _RATES: dict[Any, float] = dict.fromkeys(_LIKE_ADAM, 1.0) | {optim.SGD: 5.0}
 
 
 def base_rate(genome_params: float) -> float:
-    """Return Adam's learning rate for deltas, lower above 5,400 parameters: more parameters change a delta more."""
+    """Return Adam's learning rate for deltas, lower above 5,400 parameters, where a step changes the delta more."""
     return 3e-2 * min(1.0, 5_400 / max(1, genome_params))
 
 
@@ -41,7 +41,7 @@ class Plan:
         buffers: every buffer of the p-net; with a base, only buffers that the genome contains.
         target: the size target in words, or "".
         base: the base of the genome's deltas, or None.
-        left_out: reasons by name of the base's layers that cannot have deltas; not stored in files.
+        left_out: `{layer: reason}` for layers of the base that cannot have deltas; not stored in files.
         stored: the dtype in which a target in bytes is counted, and the default of `save`; not stored in files.
     """
 
@@ -200,7 +200,7 @@ class Plan:
         return report(self, self.default_dtype(genome is None) if dtype is None else dtype, genome, metadata)
 
     def default_dtype(self, expected: bool = False) -> str | None:
-        """Return the default dtype of files; `"auto"` only for estimates (`expected`), because a file needs steps."""
+        """Return the default dtype of files. Only estimates (`expected`) may use `"auto"`: files need trained steps."""
         return None if not self.stored or (self.stored == AUTO and not expected) else self.stored
 
     def digest(self) -> str:

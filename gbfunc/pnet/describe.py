@@ -33,7 +33,7 @@ _OWN = frozenset({*vars(nn.Module()), "_flat_weights"})
 class ParameterInfo(NamedTuple):
     """A parameter of a p-net. `aliases` are further names of a tied parameter; `name` is the first name.
 
-    `module` is the layer that uses the parameter, also if the weight is parametrised, and `attribute` its name there.
+    `module` is the layer (not a parametrization) that uses the parameter, under the name `attribute`.
     """
 
     name: str
@@ -90,7 +90,7 @@ def _check_attributes(pnet: nn.Module) -> None:
     parameters = [(name, x) for name, x in named_tensors(pnet, ties=True) if isinstance(x, nn.Parameter)]
     memory = {_address(x): name for name, x in reversed(parameters)}
     memory.pop(0, None)
-    # torch's older weight norm and spectral norm compute these attributes in each forward.
+    # Skip attributes that torch's older weight norm and spectral norm compute anew in each forward.
     computed = {name.rpartition("_")[0] for name, _ in parameters if name.endswith(("_orig", "_v"))}
     for path, module in pnet.named_modules():
         for key, value in vars(module).items():
@@ -215,7 +215,7 @@ def copy_with(pnet: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.M
 
 
 def with_weights(pnet: nn.Module, weights: TensorMap, buffers: TensorMap, *, bare: Collection[str] = ()) -> nn.Module:
-    """Return a copy of the module with these tensors, which are cloned unless `bare` has the name; ties are kept."""
+    """Return a copy of the module with clones of these tensors; `bare` names tensors not to clone. Ties are kept."""
     both = {**weights, **buffers}
 
     def copied(name: str, own: Tensor) -> Tensor:

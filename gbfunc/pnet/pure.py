@@ -30,7 +30,7 @@ class PureNet:
         forms: weights that are not dense tensors, such as factors, by name. Instead of such a weight, a call passes the
             tensors named by the form's `keys`.
         adapt: changes the skeleton, and returns the names of parameters whose shapes are then not checked.
-        frozen: the base, if any. Calls do not pass its buffers; its layers with running statistics stay in eval mode.
+        frozen: the base, if any. Calls do not pass the base's buffers. Norms with base statistics stay in eval mode.
 
     Attributes:
         skeleton: the copy of the p-net, with tensors on the meta device.
@@ -63,7 +63,7 @@ class PureNet:
 
     @property
     def dense_reads(self) -> dict[str, int]:
-        """By name of a weight in `forms`: how often the p-net read the weight as a dense tensor."""
+        """How often the p-net read a weight of `forms` as a dense tensor: `{name: number}`, without zeros."""
         return {form.name: form.reads for form in self._forms if form.reads}
 
     def __call__(self, weights: TensorMap, buffers: Params, /, *args: Any, **kwargs: Any) -> Any:
@@ -128,7 +128,7 @@ class PureNet:
                 holder, key = self._holders[name]
                 buffers[name] = holder[key]
                 if self._modes is not None:
-                    # If backward runs the layer again, this copy changes a second time instead of the buffer.
+                    # If backward runs the layer again, the layer changes this copy, not the buffer a second time.
                     holder[key] = buffers[name].detach().clone()
             if self._modes is None:
                 self._set(before)
@@ -144,7 +144,7 @@ class PureNet:
                 # Do not write to `vars(holder)`: torch.compile would not notice the change.
                 object.__setattr__(holder, key, x)
             else:
-                # Set the entry of the dict itself: a layer's `Parameters` overrides `__setitem__`.
+                # Call dict's own method: `Parameters`, the dict of a layer with forms, overrides `__setitem__`.
                 dict.__setitem__(holder, key, x)
 
     def _set_modes(self, modes: Sequence[bool]) -> None:
@@ -170,7 +170,7 @@ def _places(pnet: nn.Module, skeleton: nn.Module, forms: Mapping[str, WeightForm
         else:
             holder = module._parameters if key in module._parameters else module._buffers
             places.append((original, holder, key, False))
-    # Add deltas of layers without a readable weight, which are in `forms`, but are no parameters of the p-net.
+    # Add the other entries of `forms`: deltas of layers without a readable weight, which are no parameters.
     for name in forms.keys() - {name for name, _ in named_tensors(pnet, ties=True)}:
         path, _, key = name.rpartition(".")
         places.append((name, skeleton.get_submodule(path), generated_attribute(key), True))

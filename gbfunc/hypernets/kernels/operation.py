@@ -78,7 +78,7 @@ class _Function(torch.autograd.Function):
         return outputs, (0,) * len(outputs)
 
 
-# With blocks of 64 MiB, the overhead of calls does not matter. P-nets that need blocks take much more memory.
+# Blocks of 64 MiB hide the overhead of calls, and take little memory beside the p-nets that need blocks.
 def chunked_apply(
     fn: Callable[[Tensor, Params], Tensor], A: Tensor, B: Tensor, params: Params, *, max_bytes: int = 2**26
 ) -> Tensor:

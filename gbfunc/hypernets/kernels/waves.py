@@ -2,12 +2,12 @@
 
 A *side* is the left or the right factor of a tile. With codes X, code weights U, angles A = X U + phase and
 coefficients s and t, a side is the thin matrix `[s sin A + t cos A, s cos A - t sin A]`. Let `g` and `h` be the
-gradients of the two halves. With `along = g sin A + h cos A` and `across = g cos A - h sin A`, the other gradients are
-`ds = sum_i along`, `dt = sum_i across` and `dA = s across - t along`, where i are the rows of the side.
+gradients of the two halves. With `along = g sin A + h cos A` and `across = g cos A - h sin A`, the gradients of s, t
+and A are `ds = sum_i along`, `dt = sum_i across` and `dA = s across - t along`, where i are the rows of the side.
 
 A backend computes all sides of a training step in one call, and all gradients in another call: `waves.cpp` on a CPU,
-`waves_triton` on a GPU. `Side.in_parts`, in PyTorch, serves for higher derivatives, forward mode, `torch.func`, and
-compiled or exported graphs.
+`waves_triton` on a GPU. `Side.in_parts` uses PyTorch's operators, for higher derivatives, forward mode, `torch.func`,
+and compiled or exported graphs.
 
 Suffixes: T tiles, G groups of tiles, n rows of a side, p width of its codes, H features, U 1 or T.
 """
@@ -49,7 +49,7 @@ class Side(NamedTuple):
         n = codes.shape[-2]
         m = self.period or n
 
-        # Return the sines and cosines [T, H, n] of some codes. IREE cannot multiply codes of width 0.
+        # Return sines and cosines [T, H, n] of the angles of codes. IREE cannot multiply codes of width 0: use zeros.
         def turns(codes: Tensor, phase: Tensor | None) -> tuple[Tensor, Tensor]:
             size = *weight_THp.shape[:-1], codes.shape[-2]
             angle = weight_THp @ codes.mT if codes.shape[-1] else codes.new_zeros(size)
@@ -77,8 +77,8 @@ class Side(NamedTuple):
 def period_of(codes_Unp: Tensor) -> int:
     """Find a period m of codes: for all b, and o < m, `code[b m + o] = code[b m] + code[o] - code[0]`.
 
-    By the addition theorem, a period m needs sines of m and n / m instead of n codes. Bits and pixel coordinates have
-    short periods. The number of rows n is always a period. The result is the period with the shortest estimated time.
+    With a period m, the sines of m + n / m codes give the sines of all n codes (addition theorem). Bits and pixel
+    coordinates have short periods, and n is always a period. The result is the period with the least estimated time.
     """
     n = codes_Unp.shape[1]
     numbers = torch.arange(n, device=codes_Unp.device)
@@ -97,7 +97,7 @@ def period_of(codes_Unp: Tensor) -> int:
 
 
 def have_memory(tensors: Iterable[Tensor]) -> bool:
-    """Return whether compiled code can read the tensors: not meta, fake or subclass tensors, nor inside `vmap`."""
+    """Return whether compiled code can read the tensors. False for meta or fake tensors, subclasses, or in `vmap`."""
     try:
         for x in tensors:
             if type(x) not in (Tensor, nn.Parameter) or x.is_meta:

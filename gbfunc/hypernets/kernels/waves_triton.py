@@ -24,7 +24,7 @@ from torch import Tensor
 # rows, for `_CODES` codes. A program of backward's second launch adds `_SUMS` sums at once, for `_COLS` columns.
 _ROWS, _HIDDEN, _PART, _CODES, _COLS, _SUMS = 32, 8, 256, 16, 32, 32
 
-# Columns of the table, which has one line per side: the first program in each of the three launches, the sizes, and the
+# Columns of the table, which has one row per side: the first program in each of the three launches, the sizes, and the
 # offsets of tensors, -1 if absent. `SUMS` is the offset of the partial sums [T, parts of the rows, p + 2, H].
 FORWARD, PARTIAL, TOTAL, TILES, GROUPS, ROWS, WIDTH, FEATURES, PARTS, CODE_STEP = map(tl.constexpr, range(10))
 COSINE_FIRST, CODES, WEIGHT, PHASE, SINE, COSINE, SCALE, GROUP, OUT, SUMS = map(tl.constexpr, range(10, 20))
@@ -33,7 +33,7 @@ D_WEIGHT, D_PHASE, D_SINE, D_COSINE, FIELDS = map(tl.constexpr, range(20, 25))
 
 @triton.jit
 def _side(table, launch: tl.constexpr, SIDES: tl.constexpr) -> Any:
-    """Return the table's line for the program's side, and the program's number within this side."""
+    """Return the address of the side's row in the table, and this program's number among the side's programs."""
     firsts = tl.load(table + tl.arange(0, SIDES) * FIELDS + launch)
     of = table + (tl.sum((firsts <= tl.program_id(0)).to(tl.int32), axis=0) - 1) * FIELDS
     return of, tl.program_id(0) - tl.load(of + launch)
@@ -97,7 +97,7 @@ def partial_kernel(
     table, x, groups, d_out, sums,
     SIDES: tl.constexpr, BLOCK: tl.constexpr, H: tl.constexpr, PART: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Sum `along`, `across`, and `dA` times each of K columns of the codes, over PART rows and for H features."""
+    """Sum over PART rows, for H features: `along`, `across` (see `waves`), and `dA` times each of K code columns."""
     of, item = _side(table, PARTIAL, SIDES)  # pyright: ignore[reportGeneralTypeIssues]
     n, p, features, parts = tl.load(of + ROWS), tl.load(of + WIDTH), tl.load(of + FEATURES), tl.load(of + PARTS)
     across, pieces = tl.cdiv(features, H), tl.maximum(tl.cdiv(p, K), 1)
@@ -128,7 +128,7 @@ def partial_kernel(
 
 @triton.jit
 def total_kernel(table, x, groups, sums, out, SIDES: tl.constexpr, COLS: tl.constexpr, J: tl.constexpr):
-    """Add partial sums to gradients: of COLS code weights of a group, or of the coefficients of COLS features."""
+    """Add up partial sums. They give the gradients of COLS code weights, or of the coefficients of COLS features."""
     of, item = _side(table, TOTAL, SIDES)  # pyright: ignore[reportGeneralTypeIssues]
     T, p, H, parts = tl.load(of + TILES), tl.load(of + WIDTH), tl.load(of + FEATURES), tl.load(of + PARTS)
     group, per_tile = tl.load(of + GROUP), tl.cdiv(H, COLS)
