@@ -1,8 +1,8 @@
 """Traces the computation of a p-net's loss as a graph, with `torch.export`, and cuts the graph into pipeline stages.
 
-A *cell* is a block with the operators that follow up to the next block. Cell -1 has the operators before the first
-block. An operator in a cell runs once, in the stage that contains the cell. Operators that depend only on the batch,
-such as positions and masks, are in no cell, and run in every stage that needs their results.
+A *block* is a layer in a list of layers. A *cell* is a block and all operators between this block and the next. Cell -1
+has the operators before the first block. An operator in a cell runs once, in the stage that contains the cell. A stage
+also runs operators that are in no cell, because they depend only on the batch (positions, masks), if it needs them.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class Chain(NamedTuple):
 
 
 def find_blocks(pnet: nn.Module, stages: int, splits: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Return the names of the blocks: all children of the parent of `splits`, or of the p-net's largest list of layers.
+    """Return the names of the blocks: the layers of the p-net's largest list, which has at least `stages` layers.
 
-    `splits` names the first block of every stage except the first stage. A list must have at least `stages` layers.
-    Raises ValueError if `splits` is wrong, or if there is no such list.
+    `splits` names the first block of every stage except the first stage. The blocks are then all modules with the same
+    parent module as those in `splits`. Raises ValueError if `splits` is wrong, or if the p-net has no such list.
     """
     if splits is not None:
         parents = {name.rpartition(".")[0] for name in splits}
@@ -86,7 +86,7 @@ def balanced_stages(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     (0, 3, 4)
     """
     n, sums = len(costs), [0.0, *accumulate(costs)]
-    # `best[n]` divides the first n blocks: the largest cost of a stage, and the bounds of the stages.
+    # `best[n]` is the best division of the first n blocks: the largest cost of a stage, and the bounds of the stages.
     best = {0: (0.0, (0,))}
     for _ in range(stages):
         best = {
@@ -125,7 +125,7 @@ def crossing(chain: Chain, starts: Sequence[int], stage: int) -> list[fx.Node]:
 def stage_graph(
     chain: Chain, starts: Sequence[int], stage: int, received: Iterable[fx.Node], sent: Iterable[fx.Node]
 ) -> tuple[fx.Graph, list[Any]]:
-    """Return a stage's graph and, after received values, its other inputs: constants, or indices of batch tensors."""
+    """Return a stage's graph, and the inputs after the received values: constants, or indices of batch tensors."""
     here = {n for n in chain.nodes if n.meta["cell"] is not None and stage_of(starts, n.meta["cell"]) == stage}
     here |= {n for n in sent if n.meta["cell"] is None}
     for node in reversed(chain.nodes):
@@ -174,8 +174,8 @@ def trace_chain(
 ) -> Chain:
     """Trace the computation of a microbatch's loss, `run(net, batch)`, as a graph, with fake tensors on a device.
 
-    The graph holds only for the shapes of the batch's tensors, and for the batch's numbers and texts. `net` is a copy
-    of the p-net, which `adapt` may change before.
+    The graph is valid for batches with the same shapes, and the same numbers and texts. `net` is a copy of the p-net.
+    `adapt` may change the copy before the trace.
 
     Raises ValueError if `torch.export` cannot trace the code, or if the blocks do not run in the order of `blocks`.
     """
@@ -294,7 +294,7 @@ def _call_layer(node: fx.Node, modules: Mapping[str, nn.Module], firsts: Mapping
 
 
 def _written_by(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes whose memory an operator changes. The operator may be the content of a `torch.no_grad` block."""
+    """Return the nodes whose memory an operator changes. One operator may stand for a whole `torch.no_grad` block."""
     if getattr(getattr(node.target, "_schema", None), "is_mutable", False):
         return [_memory(node.args[0])]  # pyright: ignore[reportArgumentType]
     found = []

@@ -1,8 +1,8 @@
 """Differentiable collectives on rows of tensors. They raise `CollectiveError` if a rank is missing.
 
 A gather stacks the rows of all ranks. A reduce-scatter sums over ranks, and every rank gets some rows of the sum. The
-backward of a gather is a reduce-scatter, and vice versa. Ranks may have different numbers of rows, also none, which are
-sent without padding. One autograd node exchanges many tensors, in one order on all ranks, for any order of derivatives.
+backward of a gather is a reduce-scatter, and vice versa, also in higher derivatives. Ranks may have different numbers
+of rows, also none: no padding is sent. One autograd node exchanges many tensors, so that all ranks use the same order.
 
 On gloo, ranks exchange point-to-point messages, because gloo's reduce-scatter sends twice the bytes. Compiled graphs
 instead use gloo's all-to-all, which takes twice the time.
@@ -62,8 +62,8 @@ def _moved(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         else:
             pieces.append(([x] * axis.size if gathers else x.split(sent), out.split(received)))
         results.append(out if gathers else out.split(received))
-    # Post all receives before the sends. The message with which gloo announces a receive uses the same connection as
-    # sent rows: after a send, the announcement would wait until the rows have arrived.
+    # Post all receives before the sends. Gloo announces a receive by a message on the connection that also carries the
+    # tensors: posted after a send, the announcement would wait until the sent tensor has arrived.
     works: list[Any] = []
     for i, rank in enumerate(axis.ranks):
         works += [dist.irecv(t[i], rank, group=axis.group) for _, t in pieces if i != axis.rank and t[i].numel()]
@@ -106,7 +106,7 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], exchange: _Exchange, *xs: Tensor) -> tuple[Any, Any]:
-        # Rows are the first dimension, so make the dimension of vmap the second.
+        # The first dimension must stay the rows, so the dimension over which vmap runs becomes the second.
         n, both = info.batch_size, zip(xs, in_dims[1:], strict=True)
         moved = [x.unsqueeze(1).expand(len(x), n, *x.shape[1:]) if d is None else x.movedim(d, 1) for x, d in both]
         return _Node.apply(exchange, *moved), (1,) * len(xs)

@@ -1,7 +1,7 @@
 """Counts a rank's operations, saved activations and sent bytes in a p-net's forward, per block, on the meta device.
 
 All layers run as in training, but a `DryWire` counts the bytes that tensor-parallel layers would send, and sends
-nothing. Cell 0 is the p-net's part before the first block, cell i is block i, and the last cell is the part after all.
+nothing. Cell 0 is before the first block, cell i is block i (counted from 1), the last cell is after the last block.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RunLoss = Callable[[Callable[..., Any], Any], Any]
 
 @dataclass
 class Cell:
-    """The costs of a part of the p-net in the forward of one microbatch. Backward has twice the operations."""
+    """The costs of a cell, a part of the p-net, in the forward of one microbatch. Backward has twice the operations."""
 
     flops: float = 0.0  # Multiplications and additions
     moved: float = 0.0  # Bytes that operations read and write
@@ -44,7 +44,7 @@ class Cell:
     largest: float = 0.0  # Bytes of the largest saved tensor
     weights: float = 0.0  # Bytes of generated weights or factors that are stored until the end of the step
     graph: float = 0.0  # Bytes that autograd saves when the stored weights are generated
-    transient: float = 0.0  # Bytes of weights that are generated again for each use, and that autograd saves for them
+    transient: float = 0.0  # Bytes of weights that are generated again for each use, and of autograd's memory for them
     passing: float = 0.0  # The largest summand of `transient`: bytes for one weight
     generation: float = 0.0  # Operations to generate weights, in forward and backward
 
@@ -108,7 +108,7 @@ class DryRun(TorchDispatchMode):
     """Runs one rank's part of a p-net's forward. A call with a microbatch returns the costs of every cell.
 
     `blocks` are the names of the blocks, in order. `tensor` splits the layers over ranks with a `DryWire`. The
-    attribute `forms` has the weights that stay factors, and `shapes` the shapes of this rank's parts of split weights.
+    attribute `forms` lists the weights that stay factors. `shapes` has the shape of this rank's part of a split weight.
     """
 
     def __init__(

@@ -81,8 +81,8 @@ def reduce_step(
     `loss`, `aux` and `buffers` are the results of this rank's `rows`. `gradients` are gradients of `rows` times the
     loss; gradients of split leaves are already summed over the g-net axis. Numbers and scalar tensors in `aux` are
     averaged; all other values stay different on every rank. `before` has the values that the averaged buffers had
-    before the step. `agreed` are the entries of aux in the previous step. If a rank's entries differ from `agreed`, all
-    ranks compare entries.
+    before the step. `agreed` are the entries of aux (paths and kinds) in the previous step. If the entries of a rank
+    differ from `agreed`, all ranks compare their entries.
 
     Returns:
         Loss, aux, gradients, buffers, the norm of the full gradient, and the entries of aux.
@@ -95,7 +95,7 @@ def reduce_step(
     split = {k: g for k, g in gradients.items() if k in layout.split}
     if split:
         split = dict(zip(split, _sum_flat(layout, list(split.values()), "replicas"), strict=True))
-    # Accumulate in the gradients' widest dtype: all ranks need the same bits of the norm, to skip the same steps.
+    # All ranks must compute the same norm, because the norm decides if a step is skipped: use one dtype on all ranks.
     wide = any(g.dtype == torch.float64 for g in gradients.values())
     square = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=mesh.device)
     if mesh.axis("replicas").rank == 0:
@@ -173,7 +173,7 @@ def _sum_flat(layout: Layout, tensors: list[Tensor], axis: AxisName) -> list[Ten
 
 
 def shard_state(layout: Layout, state: Any) -> Any:
-    """Return this rank's part of a full state: of split leaves, and their optimizer state, only this rank's rows."""
+    """Return this rank's part of a full state. Split leaves and their optimizer state keep only this rank's rows."""
     check_genome(layout.plan, state)
     if not layout.sharded:
         return state

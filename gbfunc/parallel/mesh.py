@@ -50,7 +50,7 @@ def failing(what: str, rank: int, world: int, timeout: float) -> Iterator[None]:
 
 
 class Axis(NamedTuple):
-    """The ranks that differ from this rank only in their position along an axis, and exchange data."""
+    """This rank's line of ranks along an axis: ranks that differ only in their position on the axis."""
 
     name: AxisName
     ranks: tuple[int, ...]  # Global ranks
@@ -139,9 +139,9 @@ class Mesh:
     def shard_batch(self, batch: Any) -> Any:
         """Return this rank's shard of a batch, a pytree of tensors whose first dimension is divided over ranks.
 
-        Ranks along the data and g-net axes get different rows, the first ranks one more if the division leaves a
-        remainder. Ranks along the tensor and pipeline axes get the same rows. If a shard is empty, a step computes the
-        loss of a row of zeros, with weight 0. Scalars and values that are not tensors are copied to every shard.
+        Ranks along the data and g-net axes get different rows. If r rows remain, the first r shards get one more row.
+        Ranks along the tensor and pipeline axes get the same rows. If a shard is empty, a step computes the loss of a
+        row of zeros, with weight 0. Scalars and values that are not tensors are copied to every shard.
 
         Raises:
             ValueError: if the batch has an array that is not a tensor, or an object with tensors as attributes.
@@ -229,7 +229,7 @@ def mesh(
     if world > 1:
         with failing("gather", rank, world, timeout):
             dist.all_gather_object(found, sizes)
-    # If ranks had different meshes, they would wait forever for process groups that the other ranks do not create.
+    # Compare sizes: a rank with a different mesh would wait forever for process groups that no other rank creates.
     for other, theirs in enumerate(found):
         if theirs != sizes:
             raise ValueError(f"ranks must make the same mesh, got {sizes} on rank {rank}, {theirs} on rank {other}")

@@ -41,7 +41,7 @@ class _Stage(nn.Module):
 
 
 class Parcel:
-    """Packs the values of nodes into one vector, which is sent with one gradient. Integers and masks become bytes."""
+    """Packs all values for the next stage into one vector, which is sent at once. Integers and masks become bytes."""
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
         self.nodes, values = nodes, [node.meta["val"] for node in nodes]
@@ -68,7 +68,7 @@ class Parcel:
             if differentiable(like.dtype):
                 x = x.real if x.is_complex() and not like.is_complex() else x
                 x = x.reshape(like.shape).to(like.dtype)
-                # Torch's zero-bubble schedule sends this gradient, and can send only contiguous tensors.
+                # Make the gradient contiguous, because torch's zero-bubble schedule sends no other gradients.
                 x.register_hook(Tensor.contiguous)
             else:
                 x = x.detach().view(torch.uint8)[: like.nbytes].clone().view(like.dtype).reshape(like.shape)
@@ -86,8 +86,8 @@ class _Plan(NamedTuple):
 class Pipeline:
     """Splits a p-net over the pipeline axis of a mesh and sends microbatches through the stages.
 
-    `splits` names the first block of every stage except the first stage. If it is None, the blocks are divided so that
-    the stage with most operations has as few as possible. `adapt` installs tensor-parallel layers in a copy of a p-net.
+    `splits` names the first block of every stage except the first stage. If `splits` is None, the largest number of
+    operations of a stage is as small as possible. `adapt` installs tensor-parallel layers in a copy of the p-net.
     """
 
     names: frozenset[str]  # Names of the parameters that this rank needs, set by `prepare`
@@ -117,7 +117,7 @@ class Pipeline:
         self._plans: dict[Any, _Plan] = {}
 
     def prepare(self, loss_fn: Callable[[Any, Any], Any], microbatch: Any, like: nn.Module | None = None) -> None:
-        """Trace the loss for a microbatch, once for the same shapes. Layers have the training modes of `like`."""
+        """Trace the loss of a microbatch, if its shapes are new. Layers are in training mode if those of `like` are."""
         device, leaves, net = self.mesh.device, tree_leaves(microbatch), like or self._pnet
         key = tuple((path, (x.shape, x.dtype) if isinstance(x, Tensor) else x) for path, x in leaves)
         key = torch.is_autocast_enabled(device.type), any(module.training for module in net.modules()), key
@@ -181,7 +181,7 @@ class Pipeline:
         return tree_unflatten([next(rest) if isinstance(x, fx.Node) else x for x in leaves], structure)
 
     def run(self, call: Callable[[int, Tensor], Tensor], leaves: Params) -> dict[str, Tensor]:
-        """Send microbatches through the stages, which `call` computes; return the gradients of leaves, summed."""
+        """Run all microbatches through this rank's stages by `call`; return the sums of the gradients of `leaves`."""
         self.call, self.leaves = call, leaves
         crossed = [(s + 1, s + 1) for s in self.mine] + [(s - 1, s) for s in self.mine]
         sent = [self._current.parcels[i] for other, i in crossed if 0 <= other < self.stages and other not in self.mine]

@@ -57,7 +57,7 @@ def torch_orders(order: str, ranks: int, microbatches: int) -> list[list[tuple[s
 
     class Order(schedule_class(order)):
         def _prepare_schedule_with_comms(self, *_: Any, **__: Any) -> None:
-            """Do not compute the messages between ranks, which would take most of the time."""
+            """Skip messages between ranks, which would take most of the time to compute."""
 
     n = 2 * ranks
     about = {"num_stages": n, "group_size": ranks, "group_rank": 0, "submod": None}
@@ -71,7 +71,7 @@ def torch_orders(order: str, ranks: int, microbatches: int) -> list[list[tuple[s
 
 @lru_cache(maxsize=4096)
 def in_flight(order: str, rank: int, ranks: int, microbatches: int) -> tuple[tuple[float, ...], ...]:
-    """Return how many microbatches' activations a rank stores, per stage, for every state in the course of a step."""
+    """List, for the moments of a step, of how many microbatches a rank stores the activations, one number per stage."""
     if order in ("gpipe", "1f1b"):
         return ((microbatches if order == "gpipe" else min(microbatches, ranks - rank),),)
     actions, seen = torch_orders(order, ranks, microbatches)[rank], set[tuple[int, ...]]()
@@ -79,7 +79,7 @@ def in_flight(order: str, rank: int, ranks: int, microbatches: int) -> tuple[tup
     for op, stage, _ in actions:
         live[stage] += {"F": 1, "B": -1, "I": 0, "W": -1}[op]
         seen.add(tuple(live.values()))
-    # Torch's zero-bubble schedule stores this part of all activations until the end of the step, because its backward
-    # for inputs retains the graph (measured: torch 2.13, blocks of a GPT, 4 to 16 microbatches).
+    # Torch's zero-bubble schedule stores 21 % of the activations until the end of the step, because its backward for
+    # inputs retains the graph (measured: torch 2.13, blocks of a GPT, 4 to 16 microbatches).
     late = 0.21 if order == "zbv" else 0.0
     return tuple(tuple(n + late * (microbatches - n) for n in a) for a in seen)

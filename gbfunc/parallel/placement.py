@@ -1,6 +1,6 @@
 """Placements of the genome on a mesh: replicated, or split so that each rank has a range of every ensemble's tiles.
 
-`placement="auto"` chooses the placement with the shortest estimated time for bytes and operations. There are N ranks: S
+`placement="auto"` chooses the placement with the shortest estimated time to send and to compute. There are N ranks: S
 along the g-net axis and D along the data axis. The genome has G bytes, the weights have W bytes, and their factors have
 F bytes. In each step, a rank sends these bytes and performs these operations to generate weights:
 
@@ -31,7 +31,7 @@ PLACEMENTS: tuple[Placement, ...] = ("replicated", "sharded", "factors")
 
 
 class Layout:
-    """The placement of a genome on a mesh. Ranks gather tiles (`"sharded"`), `"factors"`, or none (`"replicated"`)."""
+    """The placement of a genome on a mesh. Ranks gather tiles ("sharded"), factors, or nothing ("replicated")."""
 
     def __init__(self, plan: Plan, mesh: Mesh, placement: Placement) -> None:
         self.plan, self.mesh = plan, mesh
@@ -56,7 +56,7 @@ class Layout:
 
     @cached_property
     def split(self) -> Mapping[str, slice]:
-        """This rank's range of tiles, by name of each leaf that is split over the g-net axis."""
+        """The range of tiles that this rank has of each leaf that is split over the g-net axis, by the leaf's name."""
         leaves = ((e, k, leaf) for e in self.plan.ensembles for k, leaf in e.leaves.items() if self.sharded)
         return {f"{GNET}{e.name}/{k}": self.span(e) for e, k, leaf in leaves if leaf.scope == "tile"}
 
@@ -73,7 +73,7 @@ def tile_shares(plan: Plan, gnets: int) -> dict[str, Sizes]:
     for e in plan.ensembles:
         if e.leaves:
             sizes[e.name] = shares_of(e.n_tiles, gnets, turn)
-            # Ranks with one more tile of this ensemble do not get one more tile of the next ensemble, if possible.
+            # Ranks that get one more tile of this ensemble get one more tile of the next ensemble only if necessary.
             turn = (turn + e.n_tiles) % gnets
     return sizes
 
@@ -81,7 +81,7 @@ def tile_shares(plan: Plan, gnets: int) -> dict[str, Sizes]:
 def gather_bytes(
     plan: Plan, gnets: int, placement: Placement, itemsize: int, names: Collection[str] | None = None
 ) -> list[tuple[int, int]]:
-    """Return two numbers per rank: bytes sent to gather tiles, and to sum their gradients. `names` are ensembles."""
+    """Return for each rank the bytes sent to gather tiles, and the bytes sent to sum the gradients of tiles."""
     shares, sent = tile_shares(plan, gnets), [(0, 0)] * gnets
     for e in plan.ensembles:
         if e.leaves and (names is None or e.name in names):
@@ -92,7 +92,7 @@ def gather_bytes(
 
 
 def shares_of(n_tiles: int, ranks: int, turn: int) -> Sizes:
-    """Divide tiles over ranks. If the division leaves a remainder, the ranks from `turn` on get one more tile each.
+    """Divide tiles over ranks. If n tiles remain, the n ranks that follow from rank `turn` on get one more tile each.
 
     >>> shares_of(7, 3, 0), shares_of(7, 3, 1), shares_of(1, 4, 2)
     ((3, 2, 2), (2, 3, 2), (0, 0, 1, 0))
@@ -102,7 +102,7 @@ def shares_of(n_tiles: int, ranks: int, turn: int) -> Sizes:
 
 
 def sent_dtype(plan: Plan, e: Ensemble, as_factors: bool) -> torch.dtype | None:
-    """Return the dtype of the tiles' tensors if tiles can be rounded to it before the gather, otherwise None."""
+    """Return the weights' dtype if the ensemble's tiles can be sent in it, with fewer bytes; otherwise None."""
     narrow = {DTYPES[plan.tensors[p.tensor].dtype] for p in e.spans}
     added = any(p.slot.offset for p in e.spans)
     if as_factors or added or len(narrow) > 1 or next(iter(narrow)).itemsize >= plan.dtype.itemsize:

@@ -59,7 +59,7 @@ class RankLayout(NamedTuple):
 
 
 class Model:
-    """Computes the costs of a step on a global batch. The optimizer stores `states` numbers per trained number."""
+    """Computes the costs of a step on a global batch. The optimizer stores `states` numbers for each trained number."""
 
     def __init__(
         self, plan: Plan, pnet: nn.Module, batch: Any, run: RunLoss, styles: Any, lazy: Any, states: int
@@ -112,7 +112,7 @@ class Model:
         return ""
 
     def layouts(self, ranks: int, microbatches: int | None) -> Iterator[tuple[list[RankLayout], str]]:
-        """Yield (layouts that differ only in the number of microbatches, ""), or ([layout], why it cannot run)."""
+        """Yield (layouts that differ only in the number of microbatches, ""), or ([a layout], why this cannot run)."""
         divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
         for tensor in divisors:
             sizes = {"data": 1, "pipeline": 1, "gnets": 1, "tensor": tensor}
@@ -124,7 +124,7 @@ class Model:
                 sizes = sizes | {"data": shards, "pipeline": pipeline}
                 for schedule in SCHEDULES if pipeline > 1 else (None,):
                     tried = [microbatches] if microbatches else [pipeline * 2**i for i in range(4 if schedule else 8)]
-                    # Unequal microbatches need several ranks and no pipeline. Interleaved rounds have equal lengths.
+                    # Without a pipeline, sizes of microbatches may differ. Interleaved rounds have equal lengths.
                     uneven = schedule is None and ranks > 1
                     numbers = [m for m in tried if pipeline <= m <= rows and (uneven or rows % m == 0)]
                     numbers = [m for m in numbers if schedule != "interleaved" or m % (m // pipeline) == 0]
@@ -175,8 +175,8 @@ class Model:
                 continue
             numel = math.prod(dry.shapes.get(t.name, t.shape))
             share = numel / max(1, t.numel)
-            # If the genome is split, ranks gather entire tiles. Count the bytes that PyTorch's operators save for
-            # backward. Compiled kernels on a CPU save fewer.
+            # If the genome is split, a rank stores entire tiles, also for a split weight. `graph` has the bytes that
+            # PyTorch's operators save for backward; compiled kernels on a CPU save fewer.
             kept = (t.numel if gnets > 1 and not remat else numel) * DTYPES[t.dtype].itemsize
             graph = 2 * _SINES * factors * (share if gnets == 1 else 1 / gnets)
             transient = dict.fromkeys(("transient", "passing"), kept + graph)
@@ -189,7 +189,7 @@ class Model:
         return balanced_stages(self._chain.flops, n) if self.blocks else (0, 0)
 
     def crossing(self, n: int) -> list[float]:
-        """Return n + 1 numbers: the bytes per row that each of n stages receives, and a last 0, for the loss."""
+        """Return the bytes per row that each of n stages receives, and 0, because no stage receives the loss."""
         parcels = [Parcel(crossing(self._chain, self.starts(n), stage)) for stage in range(n)]
         return [*(parcel.like.nbytes / _TRACED_ROWS for parcel in parcels), 0.0]
 
@@ -203,7 +203,7 @@ class Model:
         return total(cell for name, cell in self.generated(*options).items() if self._places[name] & used)
 
     def footprint(self, layout: RankLayout) -> tuple[dict[str, float], dict[str, float], list[Cell], float]:
-        """Return a rank's largest memory (by use), largest traffic (by axis), costs of stages, and largest message."""
+        """Return memory (by use) and traffic (by axis) of the busiest ranks, costs of stages, and largest message."""
         sizes, m, mine = layout.sizes, layout.microbatches, layout.stages
         p, t, gnets, remat = sizes["pipeline"], sizes["tensor"], sizes["gnets"], layout.remat == "layer"
         factored = self.lazy is not False and (gnets == 1 or (layout.placement == "factors" and not remat))

@@ -157,7 +157,7 @@ class TensorParallel:
         return *full[:dim], sizes[self._rank], *full[dim + 1 :]
 
     def adapt(self, skeleton: nn.Module) -> frozenset[str]:
-        """Install the parallel layers; return the names of split parameters, which the skeleton takes as pieces."""
+        """Install the parallel layers in a copy of the p-net; return the names of parameters that become pieces."""
         for name, style in self._styles.items():
             module = skeleton.get_submodule(name)
             if name in self._splits:
@@ -167,7 +167,7 @@ class TensorParallel:
         return frozenset(self._placements)
 
     def shrink(self, skeleton: nn.Module) -> None:
-        """Give the layers of a skeleton the shapes of this rank's pieces, so that `torch.export` can trace a pipeline.
+        """Shrink the parameters of a copy of the p-net to this rank's pieces, so that `torch.export` can trace it.
 
         Raises ValueError for a style whose inputs or outputs are DTensors, or are split along rows or the sequence.
         """
@@ -262,13 +262,13 @@ class TensorParallel:
                     )
 
     def place(self, tensors: Params) -> Params:
-        """Make DTensors of pieces. Divide gradients of replicated tensors by the rank count, because ranks sum them."""
+        """Make DTensors of pieces. Gradients that are equal on all ranks are divided, because ranks sum them later."""
         placed = dict(tensors)
         for name, x in tensors.items():
             weight, _, key = name.rpartition("_form.")
             if name in self._placements:
                 placed[name] = _AsDTensor.apply(x, self.wire, *self._placements[name])
-            # Do not divide gradients of tensors that are used for this rank's pieces only.
+            # Do not divide the gradient of a tensor of which every rank uses another piece.
             elif x.requires_grad and (weight not in self.pieces or key in ("left", "right")):
                 seen = None
                 if self._compared is not None and not weight and name.rpartition(".")[0] not in self._splits:
@@ -318,5 +318,5 @@ class _AsDTensor(torch.autograd.Function):
         if isinstance(ctx.placement, Shard) and found != ctx.placement:
             grad, found = grad.redistribute(placements=(ctx.placement,)), ctx.placement
         local = grad.to_local()
-        # Gradients are summed over ranks. A replicated gradient is equal on all ranks, so that the sum must be divided.
+        # Gradients are summed over ranks later. A replicated gradient is equal on all ranks, so divide it before.
         return (local / ctx.ranks if isinstance(found, Replicate) else local), None, None, None

@@ -1,4 +1,4 @@
-"""Layers whose matrix W is split over ranks p of the tensor axis, computed with a piece of W or with W's factors.
+"""Layers whose matrix W is split over ranks. Rank p computes with its block W_p, or with the factors of W.
 
 by rows (column parallel)    y_p = x W_p^T          with factors W = L R^T    y_p = (x R) L_p^T
 by columns (row parallel)    y = sum_p x_p W_p^T    with factors W = L R^T    y = (sum_p x_p R_p) L^T
@@ -22,7 +22,7 @@ from gbfunc.tiling import Piece, cut_piece, join_tiles
 
 
 class Split(NamedTuple):
-    """How a layer is split over the ranks."""
+    """How a layer's matrix, inputs and outputs are split over ranks. A placement is `Replicate` or `Shard`."""
 
     by_rows: bool  # True if rows of the matrix (outputs, or words of an embedding) are split; False for columns
     sizes: Sizes  # Number of rows or columns on every rank
@@ -65,7 +65,7 @@ def _dense(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _thin(layer: Any, batch: int, width: int, sent: bool) -> tuple[Tensor, Tensor] | None:
-    """Return the factors if applying them, with messages, takes less time than applying the piece of the weight."""
+    """Return the factors if they take less time than the weight, including messages (`sent`); otherwise None."""
     own, split = weight_of(layer, "weight"), layer.split
     if own is None or not isinstance(form := own.form, FactoredWeight) or own.formed is not None:
         return None
@@ -93,8 +93,8 @@ def _by_rows(layer: Any, input: Tensor) -> Any:
     if factors is None:
         y = _dense(layer, wire.move(x, *move), bias)
         return _outgoing(split, y, Shard(y.ndim - 1), split.sizes)
-    # `TensorParallel.place` divides all gradients of factors by the number of ranks, which is right only for gradients
-    # that are equal on all ranks. Multiply other gradients, which ranks sum, by this number.
+    # `TensorParallel.place` divides gradients of factors by the number of ranks, because ranks sum gradients later. If
+    # every rank has a different summand of a gradient, multiply by the number of ranks to undo the division.
     replicated = isinstance(at, Replicate) and x.requires_grad
     left, right = factors
     thin = thin_product(x, right if replicated else scale_gradient(right, wire.axis.size), (0, width))
@@ -119,7 +119,7 @@ def _by_columns(layer: Any, input: Tensor) -> Any:
     else:
         part = thin_product(x, scale_gradient(factors[1], wire.axis.size), cols)
     y, at, sizes = _summed(split, part)
-    # If the output is split along rows, ranks have different gradients of the left factor and of the bias: scale both.
+    # If rows of the output are split, ranks have different summands of gradients of left factor and bias (`_by_rows`).
     factor = float(wire.axis.size) if isinstance(at, Shard) else 1.0
     if factors is not None:
         y = from_thin(y, scale_gradient(factors[0], factor), ((0, rows),))
@@ -159,7 +159,7 @@ def _summed(split: Split, part: Tensor) -> tuple[Tensor, Any, Sizes]:
 
 
 def _incoming(split: Split, input: Tensor, last: bool = False) -> tuple[Tensor, Any, Sizes]:
-    """Return this rank's part of an input, the placement (`Replicate` or `Shard`), and all ranks' lengths if split."""
+    """Return this rank's part of an input, its placement, and, if the input is split, the lengths on all ranks."""
     wire = split.wire
     if isinstance(input, DTensor):
         at = input.placements[0]
