@@ -75,7 +75,7 @@ class Checkpoints:
             raise ValueError(f"it was trained with other settings: {differing}; give the same settings")
 
     def receive(self, signum: int, frame: FrameType | None) -> None:
-        # After Ctrl-C, torchrun adds a SIGTERM to the terminal's SIGINT. So only a second SIGINT stops at once.
+        # After Ctrl-C, torchrun's SIGTERM follows the terminal's SIGINT. So only a second SIGINT stops without saving.
         if signum == signal.SIGINT and signum in self.signals:
             raise KeyboardInterrupt
         self.signals.append(signum)

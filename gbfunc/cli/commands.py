@@ -101,7 +101,7 @@ class Eval(GenomeCommand):
 class Predict(GenomeCommand):
     """Classify images (also .npy and .npz) and texts (.txt, an input per line)."""
 
-    # Files to classify. Pictures have pixels from 0 to 255, arrays have the task's scale. Transparent pixels are white.
+    # Files to classify. Pictures have pixels from 0 to 255; arrays have the range of the task's data (digits: 0-16).
     inputs: Positional[tuple[Path, ...]]
     # Number of classes to print for each input, the likeliest first.
     top: Annotated[int, arg(metavar="INT"), COUNT] = 1

@@ -32,7 +32,7 @@ Row = Mapping[str, float]
 
 @contextmanager
 def open_folder(path: Path | None, option: str = "--out", *, locked: bool = False) -> Iterator[Path]:
-    """Create the folder of an option, or a temporary folder for None. At the end, remove new folders that are empty.
+    """Create the folder that an option names, or a temporary folder for None. At the end, remove new, empty folders.
 
     With `locked`, raises ValueError if another training has locked the folder.
     """
@@ -88,7 +88,7 @@ def write_figure(path: Path, draw: Callable[[], Figure]) -> None:
 def written(
     folder: Path, out: Path | None, task: Task, metrics: Mapping[str, Any], runs: Mapping[str, Sequence[Row]]
 ) -> Iterator[None]:
-    """Write the results of a training. After the context, draw the learning curve and print a command to try next."""
+    """Write the results of a training. When the context ends, draw the learning curve and print a next command."""
     write_history(folder / "history.csv", runs)
     write_metrics(folder / "metrics.json", metrics)
     yield

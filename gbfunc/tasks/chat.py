@@ -50,7 +50,7 @@ def chat(data_dir: Path | None = None, pretrained: str | None = None, context: i
 
 
 def chat_tokens(pretrained: str) -> tuple[Tokens, Any]:
-    """Return the vocabulary and the tokenizer of a pretrained model. `encode` takes a prompt as a user's message."""
+    """Return a chat model's vocabulary and tokenizer. The vocabulary's `encode` writes a prompt as a user's message."""
     folder = pretrained_network(pretrained)
     transformers = import_extra("transformers", "a chat template", "gbfunc[llm]")
     with one_error(folder, "folder with the tokenizer of a pretrained network"):
@@ -80,7 +80,7 @@ def _messages(found: Any) -> list[dict[str, str]]:
 
 
 def _coded(tokenizer: Any, messages: list[dict[str, str]], context: int) -> tuple[Tensor, Tensor]:
-    """Return a chat's tokens [L] and targets [L]: the next token if an answer contains the token, otherwise -100."""
+    """Return a chat's tokens [L] and targets [L]. A target is the next token if it is part of an answer, else -100."""
     write = partial(tokenizer.apply_chat_template, tokenize=False)
     whole, spans = write(messages), []
     for n in (n for n, message in enumerate(messages) if message["role"] == "assistant"):

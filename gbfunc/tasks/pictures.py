@@ -96,7 +96,7 @@ def _recipe(head: int, pictures: int, pnet: PNet, genome_params: float) -> Recip
 
 
 def find_parts(folder: Path) -> tuple[list[str], dict[str, tuple[Any, NDArray[np.int64]]]]:
-    """Return the names of classes (none for CIFAR's files), and pictures and classes by split (see `images`).
+    """Return the names of the classes ([] for CIFAR's files), and {split: (pictures, their classes)} (see `images`).
 
     Hidden files, hidden folders, and files that do not have the suffix of a picture are left out.
     """

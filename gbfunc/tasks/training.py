@@ -261,13 +261,13 @@ RATE = 0.03
 
 
 def slowed(recipe: Recipe, steps: int) -> Recipe:
-    """Return a recipe for `steps` additional steps. Learning rates fall from `RATE` times the recipe's rates to 0."""
+    """Return a recipe for `steps` additional steps, in which learning rates fall from 3 % of the peak to 0."""
     direct_lr = None if recipe.direct_lr is None else RATE * recipe.direct_lr
     return replace(recipe, steps=steps, lr=RATE * recipe.lr, direct_lr=direct_lr, schedule=linear_decay, warmup=0.0)
 
 
 def going_on(trainer: Trainer, state: GenomeLike) -> Trainer:
-    """Return a trainer that starts with a copy of a state's genome, because training steps overwrite their state."""
+    """Return a trainer that starts from a copy of a state's genome. Its steps cannot overwrite the state."""
     genome: Any = tree_map(torch.clone, {name: getattr(state, name) for name in gb.Genome._fields})
     return trainer._replace(state=trainer.state._replace(**genome))
 

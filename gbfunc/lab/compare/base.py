@@ -57,7 +57,7 @@ class Trained(NamedTuple):
 
 
 class Method(Protocol):
-    """A method that trains a network in few bytes. A new method is one file and one entry in `METHODS`."""
+    """A method that trains a network and stores it in few bytes. A new method is a file and an entry in `METHODS`."""
 
     def candidates(self, problem: Problem) -> list[Settings]:
         """Return settings to choose from, whose networks fit the budget. Raises BudgetTooSmall if no network fits."""
@@ -183,7 +183,7 @@ def narrow_pnets(task: Task, fits: Callable[[PNet], bool]) -> list[PNet]:
 
 
 def about_pnet(pnet: PNet, task: Task) -> dict[str, Any]:
-    """Return `{"pnet": options}` with the options in which a p-net differs from the task's p-net, or an empty dict."""
+    """Return `{"pnet": options}` with the options that differ from the task's p-net; {} if no option differs."""
     differs = {name: value for name, value in pnet.config.items() if task.pnet.config.get(name) != value}
     return differs and {"pnet": differs}
 

@@ -195,8 +195,8 @@ def is_import_path(name: str) -> bool:
 
 
 def import_factory(path: str, returns: str) -> Callable[..., Any]:
-    """Import the function `package.module:name`, also from the working folder. Errors say what it `returns`."""
-    # Search the working folder, as `python -m` does. A console script does not.
+    """Import the function `package.module:name`, also from the working folder. Errors quote `returns`, its result."""
+    # Search the working folder too, which Python leaves out when it runs the script `gbfunc`.
     sys.path.insert(0, folder := os.getcwd())
     try:
         factory = pkgutil.resolve_name(path)

@@ -152,7 +152,7 @@ def _tied(auto: Any, full: Any) -> tuple[PlanOptions, float]:
 
 
 def _check_fields(name: str, config: Mapping[str, Any]) -> None:
-    # A configuration may be a stranger's. transformers lists all layers and labels: huge numbers would fill the memory.
+    # A configuration may be a stranger's, so refuse code, and numbers of layers or labels that would fill the memory.
     for field, value in config.items():
         if field.startswith("_") or field in _CODE or "implementation" in field:
             raise ValueError(f"the configuration of {name} has the field {field!r}, which may load code: remove it")
