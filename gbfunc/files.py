@@ -18,7 +18,7 @@ def replace_file(path: Path, data: bytes) -> None:
     `.<name>.<random>` may be left.
 
     Raises:
-        OSError: if the file cannot be written; a previous file is intact.
+        OSError: if the file cannot be written; an existing file is then unchanged.
     """
     path = Path(os.path.realpath(path))
     if path.exists() and not (path.is_file() or path.is_dir()):

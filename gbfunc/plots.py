@@ -83,7 +83,7 @@ def learning_curve(
 def tradeoff_curves(
     curves: Mapping[str, Sequence[tuple[float, Sequence[float]]]], ylabel: str, *, yscale: str = "linear"
 ) -> Figure:
-    """Draw a metric against bytes (logarithmic): one line per method, through means, with bars from worst to best seed.
+    """Draw a metric against bytes (logarithmic): one line per method (mean of seeds), bars from worst to best seed.
 
     `curves` maps the label of a method to points `(bytes, [metric of every seed])`. With `yscale="log"`, small errors
     such as 1 % and 2 % are easier to distinguish.

@@ -186,8 +186,8 @@ def refuse_packed(batch: Any) -> None:
 def split_batch(batch: Any, n: int) -> list[Any]:
     """Split a batch into `n` equal microbatches along the first dimension of its tensors.
 
-    Bools are copied to every microbatch. Raises ValueError if any other leaf is not a tensor or is a packed sequence,
-    or if first dimensions of tensors differ or are not divisible by `n`.
+    Bools are copied to every microbatch. All other leaves must be tensors. Raises ValueError for any other type, for a
+    packed sequence, if the tensors' first dimensions differ, or if `n` does not divide the first dimension.
     """
     refuse_packed(batch)
     for path, x in tree_leaves(batch, "batch"):

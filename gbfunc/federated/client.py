@@ -61,7 +61,7 @@ def client_app(
         evaluate: returns metrics of a network on the node's examples; None if clients do not evaluate.
         augment: transforms the inputs of a batch.
         seed: seed of the order of examples and of dropout, combined with the numbers of the node and the round.
-        mods: Flower's mods around training (`fixedclipping_mod`, `LocalDpMod(...)`); they need `up="float32"`.
+        mods: Flower's mods around training (`fixedclipping_mod`, `LocalDpMod(...)`); the server needs `up="float32"`.
     """
     if steps < 1 or batch_size < 1:
         raise ValueError(f"steps and batch_size must be at least 1, got {steps} and {batch_size}")

@@ -106,9 +106,9 @@ LEAST = 10  # Every client must have so many examples; otherwise `partition` dra
 def partition(labels: ArrayLike, clients: int, alpha: float = math.inf, seed: int = 0) -> list[NDArray[np.int64]]:
     """Divide examples among clients, given the examples' labels. Return the indices of each client's examples.
 
-    For every class, the parts of the clients are drawn from a Dirichlet distribution with concentration `alpha` (Hsu,
-    Qi and Brown, 2019). With 0.3, most examples of a client of MNIST come from about three classes. `math.inf` instead
-    divides all examples at random into sets of equal size. The same seed gives the same result on every machine.
+    For every class, a Dirichlet distribution with concentration `alpha` draws what part of the examples each client
+    gets (Hsu, Qi and Brown, 2019). With 0.3 and MNIST, most examples of a client come from about three classes. With
+    `math.inf`, all clients get equally many random examples. The same seed gives the same result on every machine.
 
     Raises `ValueError` for arguments out of range, or if not every client can have at least 10 examples.
 

@@ -26,7 +26,7 @@ from gbfunc.untrusted import parse_array
 Vector = NDArray[np.float32]
 
 NUMBERS, CODES, PLACES = "genome", "codes", "places"
-"""Names of a record's arrays: numbers [P]; coded integers, as bytes [n]; or numbers [k] and their places, as bits."""
+"""Names of arrays in a message: all numbers [P], or packed integers, or the K largest numbers and their places."""
 
 # Integers are packed as in a genome's file, but with an empty plan, because server and clients have the plan.
 _NO_PLAN = json.dumps({"version": 2, "hypernets": [], "encodings": [], "tensors": []}, separators=(",", ":"))

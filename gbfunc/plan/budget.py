@@ -1,9 +1,9 @@
 """Chooses sizes for a target: divides the genome's parameters among slots (matrices) and cuts each slot into tiles.
 
 The number of a slot's features grows with the cube root of the matrix's size, and is at least one. Parameters left by
-rounding go to the slots furthest below their share. A slot has the fewest tiles for which `2 * features` is at most the
-shorter side of a tile; cuts halve the longer side. If `Hypernet.spreads`, a slot's parameters grow with the square root
-of the matrix's size, and tiles are small squares. Genomes never exceed the target.
+rounding go to the slots furthest below their share. A slot starts as one tile. While `2 * features` is larger than a
+tile's shorter side, the longer side is halved. For types with `Hypernet.spreads` (ReLU MLPs, low rank), a slot's
+parameters grow with the square root of the matrix's size, and tiles are small squares. Genomes never exceed the target.
 """
 
 import math
@@ -129,7 +129,7 @@ class Unit:
         return -(-self.matrix.rows // side), min(-(-self.matrix.cols // side), self._channels)
 
     def refine(self, budget: int) -> None:
-        """Add tiles, as few as possible, to use nearly all of a budget: a larger size alone may add too much."""
+        """Add as few tiles as possible to use nearly all of a budget that one more feature would exceed."""
         if (self.fixed and not self.spreads) or self.max_tile is not None or self.cut == (1, 1):
             return
         options = [(self.cost, self.cut, self.size)]

@@ -364,9 +364,9 @@ def _default_codes(matrix: MatrixDims, own: Codes) -> tuple[Encoding, Encoding]:
 def _initial_scale(choice: Candidate, matrix: MatrixDims, part: int) -> tuple[float, float]:
     """Return the scale and offset of a slot, rounded to three digits, from the p-net's weights.
 
-    The scale is the standard deviation of the weights, and for a delta a tenth of it. If the deviation is zero or
-    unknown, it is replaced by 1 / sqrt(n), for a matrix with n columns or a vector of length n. The offset is the mean
-    for vectors, and 0 for matrices and deltas.
+    The scale is the standard deviation of the weights, or, for a delta, a tenth of this deviation. A deviation that is
+    zero or unknown is replaced by 1 / sqrt(n), for a matrix with n columns or a vector of length n. The offset is the
+    mean for vectors, and 0 for matrices and deltas.
     """
     # Results are cached, because many plans are built for a target in bytes.
     if part in choice.scales:

@@ -127,12 +127,12 @@ class TensorPlan:
 
     @property
     def role(self) -> Literal["generated", "delta", "direct"]:
-        """Whether g-nets generate the parameter, g-nets generate a delta of the base's tensor, or it is direct."""
+        """How the parameter is made: from g-nets, from the base and a delta that g-nets generate, or direct."""
         return "direct" if not self.slots else "delta" if self.base else "generated"
 
     @property
     def new_rows(self) -> int:
-        """Number of generated rows at the end of each matrix that do not belong to the base; 0 if there are none."""
+        """Number of rows at the end of each matrix that are generated, and are not part of the base; may be 0."""
         found = (slot.hypernet.rows for slot in self.slots if isinstance(slot.hypernet, new_rows))
         return max(found, default=0) if self.base else 0
 
@@ -142,7 +142,7 @@ class TensorPlan:
 
 
 def old_rows(tensor: TensorPlan, new: int) -> Callable[[Tensor], Tensor]:
-    """Return a function that sets the last `new` rows of each matrix of a base's tensor to zero."""
+    """Return a function that sets a tensor's new rows (the last `new` of each matrix) to zero, as they have no base."""
     kind = KINDS[tensor.kind]
     return lambda x: kind.fold([F.pad(m[:-new], (0, 0, 0, new)) for m in kind.unfold(x)], tensor.shape)
 

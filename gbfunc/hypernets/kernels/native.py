@@ -81,5 +81,5 @@ def has_kernels(device_type: str, kernel: Kernel) -> bool:
 
 @functools.cache
 def function(name: str, dtype: torch.dtype) -> Any:
-    """Return the version of a function of the library for float32 or float64."""
+    """Return the compiled function `name` for float32 or float64."""
     return getattr(library(), f"{name}_{'f32' if dtype == torch.float32 else 'f64'}")

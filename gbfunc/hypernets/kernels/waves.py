@@ -153,7 +153,7 @@ def _native(sides: Sequence[Side]) -> tuple[list[Tensor], Pull]:
         strides = [(g.shape[1] * g.shape[2], 1, g.shape[1]) for g in cotangents]
         same = zip(cotangents, strides, strict=True)
         cotangents = [g if g.stride() == stride else g.mT.contiguous().mT for g, stride in same]
-        firsts = range(7, len(again), len(again) // len(sides))  # a side's first pointer to a gradient
+        firsts = range(7, len(again), len(again) // len(sides))  # index of each side's first gradient pointer
         for first, side, g in zip(firsts, sides, cotangents, strict=True):
             again[first] = g.data_ptr()
             for i, x in enumerate(side[1:5], first + 1):
