@@ -37,7 +37,7 @@ with warnings.catch_warnings():
     from evotorch import Problem, SolutionBatch
 
 STEPS: Mapping[str, float] = MappingProxyType({"code": 0.1, "linear": 0.1, "direct": 0.1})
-"""Steps by role of leaf, as fractions of the initial standard deviation of the leaf."""
+"""Default `steps` of `GenomeProblem`: by role of a leaf, in units of the leaf's initial standard deviation."""
 
 
 class GenomeProblem(Problem):

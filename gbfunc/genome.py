@@ -27,8 +27,8 @@ Noise = Mapping[str, Params]
 
 _DRAWS = 8  # Maximum number of draws of a slot's leaves
 _NEWTON_STEPS = 8
-_FLAT = 1e-3  # A matrix counts as constant if removing the mean leaves less than this fraction of the deviation
-_LARGE, _MANY = 1 << 20, 64  # Use factors for moments of more than _LARGE weights with at least _MANY factor columns
+_FLAT = 1e-3  # A matrix counts as constant if, without its mean, less than this fraction of its deviation is left
+_LARGE, _MANY = 1 << 20, 64  # `moments` uses factors from _LARGE weights and _MANY columns of the factors on
 _SAMPLED = 64  # Number of rows, and of columns, from which a tile's means are estimated
 _RIDGE = 0.01  # e in `_interacting`, relative to the diagonal of A; a smaller e removes more of the means
 
@@ -81,7 +81,7 @@ def _check_fields(genome: GenomeLike) -> None:
 
 
 def _wrong_type(expected: str, got: Any) -> TypeError:
-    """Return the error for an argument of the wrong type, with the correction that its type suggests."""
+    """Return the error for an argument `got` of the wrong type, with a cure that fits this type."""
     of_file = isinstance(got, str | os.PathLike | tuple) and not hasattr(got, "gnets")
     cure = "write plan, genome = gb.load(path); " * of_file + "the order of arguments is path, plan, genome, p-net"
     cure = "pass module.plan and module.to_genome()" if hasattr(got, "to_genome") else cure

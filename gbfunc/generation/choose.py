@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gbfunc.parallel import Layout
 
 _NEEDS: tuple[Needs, ...] = ("leaves", "factors", "matrix")
-"""The possible needs of a form, the most general first: leaves give factors, and factors give matrices."""
+"""What the forms of weights may need, the most general first: leaves give factors, and factors give matrices."""
 
 
 def make_generator(
@@ -45,7 +45,7 @@ def make_generator(
     With a `layout` of ranks, each rank generates some tiles, and gathers the other tiles from the other ranks. With
     `lazy`, layers of `pnet` that support factors get factors instead of dense weights. With `remat`, a weight is
     generated for each use and again in backward. `names` selects parameters, and `pieces` selects blocks of their
-    matrices. Factors are always of the whole matrix. Raises ValueError if the plan has a base and `base` is None.
+    matrices; factors always describe the whole matrix. Raises ValueError if the plan has a base and `base` is None.
     """
     if plan.base is not None and base is None:
         raise ValueError("the genome holds deltas of a base, but base is None: pass the pretrained p-net (base=)")
@@ -93,7 +93,7 @@ class _Chooser:
     remat: bool
     pieces: Mapping[str, Piece]
     of_base: Mapping[str, Callable[[torch.device], Tensor]]
-    # For each tensor to be recomputed, one (stack, slot) per matrix. `make_generator` fills the lists.
+    # For each tensor to be recomputed, (stack, number of the slot) of each matrix. `make_generator` fills the lists.
     recomputed: dict[str, list[tuple[Stack, int]]] = field(default_factory=dict)
 
     def target(self, tensor: TensorPlan) -> Target:

@@ -26,7 +26,7 @@ from gbfunc.trees import DIRECT, GNET
 from gbfunc.types import Factors, Kernel, Params
 
 _RUN_BYTES = 2**22
-"""Minimum size of the tiles that one call generates. Smaller calls cost time, and much larger calls cost memory."""
+"""Minimum size in bytes of the tiles that one call generates. Smaller calls cost time, much larger calls memory."""
 
 
 class Generated(NamedTuple):

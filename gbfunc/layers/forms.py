@@ -30,7 +30,7 @@ from gbfunc.types import Factors, Params, TensorMap
 Self = TypeVar("Self", bound="WeightForm")
 
 Needs = Literal["matrix", "factors", "leaves"]
-"""What a form needs from the g-nets: matrices, factors of tiles, or the leaves, to evaluate the g-nets later."""
+"""What a form needs: generated matrices, factors of their tiles, or leaves, from which it generates weights later."""
 
 
 class Source(Protocol):

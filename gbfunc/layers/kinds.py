@@ -14,7 +14,7 @@ Shape = tuple[int, ...]
 DELTA = "delta"
 """The attribute name for the delta of a layer that hides its weight (`gbfunc.layers.beside`)."""
 _SEPARATE = {"q_proj_weight": "embed_dim", "k_proj_weight": "kdim", "v_proj_weight": "vdim"}
-"""Projections of an `nn.MultiheadAttention` whose inputs have different widths, with the attribute of each width."""
+"""Weights of an `nn.MultiheadAttention` with inputs of different widths, and the attribute that is their width."""
 
 
 class LayerKind(NamedTuple):

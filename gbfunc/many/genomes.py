@@ -97,7 +97,7 @@ class _Frame(NamedTuple):
         return keys.difference(*(form.frozen for form in forms.values()))
 
     def grow(self, kind: int, generator: Generator, genome: Params) -> Params:
-        """Generate the tensors in which genomes may differ, as inputs of the forms, from the flat genome `genome`."""
+        """Generate, from a flat genome, the tensors in which genomes may differ: factors, dense weights and buffers."""
         plan, base, made = self.plans[kind], self.bases[kind], Params()
         like = torch.empty(0, dtype=plan.dtype, device=next(iter(genome.values())).device)
         others = {} if base is None else dict(item for part in base.on(like.device) for item in part.items())
@@ -250,8 +250,9 @@ class ManyGenomes(nn.Module):
         Inputs with first dimension B are divided into rows. Inputs of any other shape go to every row unchanged.
 
         Raises:
-            TypeError: if the index is not an int64 tensor, or an input or output is neither a tensor nor a plain value.
-            ValueError: if the index is not [B] or out of range, if no input has B rows, or if an output has no B rows.
+            TypeError: if the index is not an int64 tensor, or if inputs or outputs contain an object, such as a cache,
+                that is neither a tensor nor a number, text, dtype or device.
+            ValueError: if the index is not [B] or out of range, if no input has B rows, or an output has other than B.
         """
         # Do not compile: a compiled graph would skip the first call's comparison with single rows.
         call: Any = torch.compiler.disable(self._call) if torch.compiler.is_dynamo_compiling() else self._call
@@ -362,7 +363,7 @@ class ManyGenomes(nn.Module):
 
 
 def check_call(index: Tensor, n_genomes: int, inputs: list[tuple[str, Any]]) -> list[bool]:
-    """Return for each input whether the first dimension is the batch. Raises the errors of `ManyGenomes.forward`."""
+    """Return for each input whether its first dimension is the batch. Raises the errors of `ManyGenomes.forward`."""
     if not isinstance(index, Tensor) or index.dtype != torch.int64:
         got = str(index.dtype) if isinstance(index, Tensor) else type(index).__name__
         raise TypeError(f"index must be an int64 tensor [B] of genomes' numbers, got {got}")

@@ -19,7 +19,7 @@ from gbfunc.trees import tree_leaves, tree_map
 from gbfunc.types import Params
 
 PLAIN = (bool, int, float, complex, str, bytes, Enum, type(None), torch.dtype, torch.device)
-"""Types of inputs and outputs, other than tensors, that all rows may share."""
+"""Types of values besides tensors that inputs and outputs may contain. All rows share such a value."""
 
 
 class RowWise:
@@ -32,7 +32,7 @@ class RowWise:
         # The p-net lists a tied tensor under its first name only.
         first = {name: info.name for info in parameter_infos(pnet) for name in (info.name, *info.aliases)}
         own = {info.name: first[f"{prefix}{info.name}"] for info in parameter_infos(module)}
-        # Add deltas of layers that hide their weight (`gbfunc.layers.beside`), which are no parameters of the module.
+        # Add the deltas of layers that hide their weight (`gbfunc.layers.beside`): the module does not list them.
         own |= {k.removeprefix(prefix): k for k in forms if k.startswith(prefix) and k.rpartition(".")[2] == DELTA}
         mine = {name: forms[there].renamed(name) for name, there in own.items() if there in forms}
         self.path, self._net = path, PureNet(module, mine, lambda net: unfused(net.eval()))
@@ -46,7 +46,7 @@ class RowWise:
         """Replace the module's forward in `skeleton`, a copy of the p-net, by this object."""
         module = skeleton.get_submodule(self.path)
         object.__setattr__(module, "forward", self)
-        # Remove the module's hooks here, because the copy inside this object calls the hooks for each row.
+        # Remove the module's hooks from `skeleton`: this object's own copy of the module calls the hooks.
         for name in vars(nn.Module()):
             if name.endswith("_hooks"):
                 vars(module)[name].clear()

@@ -97,7 +97,7 @@ def _make_objective(pnet: nn.Module, loss_fn: LossFn, layout: Layout, options: S
         styles = resolve(pnet, options.parallel)
         split = TensorParallel(pnet, styles, layout.mesh) if layout.mesh.sizes["tensor"] > 1 else None
     if options.amp == torch.float16:
-        # Loss scaling prevents underflow (Micikevicius et al., 2018). Ranks sum over rows, so a smaller scale suffices.
+        # Scale the loss against underflow (Micikevicius et al., 2018). Ranks' gradients are sums over rows: scale less.
         scale = 2.0**10 if ranks == 1 else 2.0**4
     # For the comparison with the whole p-net, remat="layer" saves memory: only one layer's weights exist at a time.
     make_full_loss = partial(
@@ -107,7 +107,6 @@ def _make_objective(pnet: nn.Module, loss_fn: LossFn, layout: Layout, options: S
     regenerate, n = options.remat == "generate", options.microbatches
     make = partial(GenomeLoss if split is None else partial(SplitLoss, split), pnet, loss_fn, layout, options)
     if options.pipeline is not None and layout.mesh.sizes["pipeline"] > 1:
-        # Import Pipeline here, because the import of torch's pipelines is slow.
         from gbfunc.parallel.pipeline import Pipeline
         from gbfunc.train.gradients.pipelined import Pipelined
 

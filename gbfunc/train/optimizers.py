@@ -24,23 +24,23 @@ from gbfunc.types import Params
 Roles: TypeAlias = Mapping[str, str]  # by name of leaf: `"code"`, `"linear"` or `"direct"`
 Rate: TypeAlias = Callable[[LearningRate, int], "float | Tensor"]  # (lr, step) -> rate, on the leaves' device
 
-# An update calls these functions for every tensor. `attrgetter`, which is implemented in C, saves time.
+# Every update calls these functions for every tensor, so they are `attrgetter`s, which run in C.
 _SPEC, _FORM = attrgetter("shape", "dtype", "device"), attrgetter("shape", "dtype")
 
 
 class OptState(NamedTuple):
-    """The state of an optimizer; its structure is fixed at init."""
+    """The state of an optimizer. Updates do not change its names, shapes and dtypes."""
 
     step: Tensor  # number of updates, int64 on the CPU
-    leaves: dict[str, Params]  # torch's state of every leaf, by name; at `step` 0, zeros that are not used
+    leaves: dict[str, Params]  # torch's state of every leaf, by name; zeros before the first update
 
 
 class Optimizer(NamedTuple):
     """A pair of pure functions on flat dicts of tensors, `{name: tensor}`.
 
     Attributes:
-        init: `(params, roles) -> state`. Raises ValueError for an unknown role or a class that keeps state outside of
-            parameters' states, and TypeError for a class whose state does not consist of tensors.
+        init: `(params, roles) -> state`. Raises ValueError for an unknown role, or a class that keeps numbers outside
+            of the states of parameters. Raises TypeError for a class whose state does not consist of tensors.
         update: `(grads, state, params, roles, *, donate=False, finite=None, rate=learning_rate) -> (params, state)`.
             With `donate`, inputs may be updated in place and returned. Results have no autograd graph. From the second
             update on, leaves and state do not change if the tensor `finite` is False; the CPU never reads this tensor.
@@ -157,7 +157,7 @@ class _Call(NamedTuple):
         finite: Tensor | None,
         rate: Rate,
     ) -> tuple[Params, dict[str, Params]]:
-        """Return new leaves and the new state. The first update ignores the state `old`, except with a fused kernel."""
+        """Return new leaves and the new state. Without a fused kernel, the first update does not use `old`."""
         before = [params[k] for k in self.names]
         choose = finite is not None and self.adam is None  # Adam's kernel gets `finite` as `found_inf`.
         donate = donate and not choose
@@ -235,14 +235,14 @@ class _Call(NamedTuple):
 class _Prepared(NamedTuple):
     calls: list[_Call]
     specs: dict[tuple[str, str], TensorSpec]  # of the tensors in the optimizer's state, by `(leaf, entry)`
-    # The lists repeat names, shapes and dtypes in the order of the leaves, to compare a state quickly.
+    # These lists repeat names, shapes and dtypes in the order of the leaves, so that a state is quickly compared.
     leaf_specs: list[Any]
     entries: list[tuple[str, ...]]
     forms: list[Any]
 
 
 def _prepare(group_of: Callable[..., ParamGroup], leaves: tuple[tuple[str, str | None, Any], ...]) -> _Prepared:
-    """Group leaves that one call updates, and find the structure of the optimizer's state by a step on zeros."""
+    """Group the leaves that one call updates. Find shapes and dtypes of the optimizer's state by a step on zeros."""
     names: dict[tuple[Any, ...], list[str]] = {}
     zeros: Params = {}
     for name, role, (shape, dtype, device) in leaves:

@@ -146,7 +146,7 @@ def split_proof(make_full_loss: Callable[[], GenomeLoss], loss: GenomeLoss, spli
         found = plain_gradients(loss)(inputs, wanted)
         if split.local_rows is None:
             return found
-        # Each rank has gradients of a sum over this rank's rows, but the full loss is a mean over all rows.
+        # Gradients are of the sum of the rows' losses. The whole p-net's loss is their mean: divide by all rows.
         rows = sum(gather_objects(split.wire.mesh, split.local_rows, "tensor"))
         return tuple(None if g is None else g / rows for g in found)
 
