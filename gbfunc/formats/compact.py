@@ -3,7 +3,7 @@
 A file holds, in this order:
 
     3 bytes    "GB5"
-    1 byte     bits of a code; plus 16 if running means are float16 and variances bfloat16; plus 32 for runs (below)
+    1 byte     bits of a code; plus 16 if running means are float16 and variances bfloat16; plus 32 if there are runs
     4 bytes    CRC-32 of the preceding byte and the rest of the file
     document   the plan and the metadata as JSON, in one stream of raw deflate
     plain      leaves that have no codes, in the order of `names_by_dtype`: wider dtypes first

@@ -31,7 +31,7 @@ LIMITS: dict[str, Any] = SCHEMA["limits"]
 class Allowed(NamedTuple):
     """Limits of a file's content, because a small file could declare content that takes much time and memory."""
 
-    numbers: int  # Numbers in all leaves, plus the entries of the codes of rows and columns that the reader computes
+    numbers: int  # Numbers in all leaves, plus numbers that the reader computes: the codes of rows and columns
     symbols: int  # Integers in a stream with quantization steps
     pieces: int  # Tensors and buffers of the p-net, plus, for each leaf, the number of matrices that it generates
     containers: int  # Number of dicts and lists in the document
@@ -97,7 +97,7 @@ def pack_plan(text: str) -> str:
 
 
 def deflate(text: str) -> bytes:
-    """Packs a plan's JSON into a raw deflate stream, which marks its own end; ValueError if the plan is too large."""
+    """Packs a plan's JSON into a raw deflate stream, which shows its own end; ValueError if the plan is too large."""
     _check_size(data := text.encode())
     check_limits(json.loads(text))
     packer = zlib.compressobj(9, zlib.DEFLATED, -15, 9, zdict=DOCUMENTS)
@@ -105,7 +105,7 @@ def deflate(text: str) -> bytes:
 
 
 def inflate(data: bytes, allowed: Allowed) -> tuple[str, int]:
-    """Returns the text that `deflate` packed, and the number of bytes after the stream; ValueError for invalid data."""
+    """Undoes `deflate`: returns the text, and how many bytes follow the stream; ValueError for invalid data."""
     unpacker = zlib.decompressobj(-15, zdict=DOCUMENTS)
     try:
         text = unpacker.decompress(data, LIMITS["mostPlan"] + 1)
@@ -136,7 +136,7 @@ def read_document(text: str) -> JSON:
 
 
 def check_limits(data: JSON) -> None:
-    """Raises ValueError for the JSON of a plan that would take long to read."""
+    """Raises ValueError if a plan has too many tensors, dimensions or layers, because it would take long to read."""
     tensors, hypernets = data["tensors"], data["hypernets"]
     shapes = [t["shape"] for t in tensors] + [b[1] for b in data.get("buffers", [])]
     options = [value for h in hypernets for value in h.values() if isinstance(value, list)]

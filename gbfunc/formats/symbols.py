@@ -1,14 +1,14 @@
 """Entropy coding of small integers: asymmetric numeral systems (J. Duda, 2013) with bell-shaped frequencies.
 
-A run is a sequence of symbols 0 .. 2^b - 1, each with a most likely value, its centre, which the reader knows. A run
-begins with 4 bits for the `width` of the distribution around the centres. With width 0, all values are equally likely.
+A run is a sequence of symbols 0 .. 2^b - 1. The most likely value of a symbol is its centre, which the reader knows. A
+run begins with 4 bits for the `width` of the distribution around the centres. With width 0, values are equally likely.
 Otherwise a value at a distance d from the centre has the frequency `1 + 2^12 * 2^(-q / 16)`, where q is
 `64 d^2 >> (width - 1)`: a normal distribution in integer arithmetic, equal on every machine. Files store no tables.
 
 The encoder turns symbols into one integer x, which starts at 1, from the last symbol to the first. For a symbol with
 frequency f out of F, and with c the sum of the frequencies of smaller values, it sets `x = x // f * F + c + x % f`. The
 decoder reverses the operations from the first symbol on and ends at 1. Every 2,048 symbols have their own integer,
-little-endian, after two bytes with the integer's length; the last integer has no length.
+little-endian, after two bytes with the integer's length. The length of the last integer is not stored.
 """
 
 import math

@@ -67,7 +67,7 @@ class Wire(NamedTuple):
         return DTensor.from_local(x, self.mesh.tensor_mesh, [placement], run_check=False, **layout)
 
     def sizes_of(self, n: int) -> Sizes:
-        """Return the number `n` that each rank passes, for all ranks; all ranks must call."""
+        """Return every rank's length; `n` is this rank's length, and all ranks must call."""
         mine = torch.tensor([n], dtype=torch.int64, device=self.mesh.device)
         sizes = _moved(self, mine, "gather", 0, (1,) * self.axis.size)
         return tuple(sizes.tolist())

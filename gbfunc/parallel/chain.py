@@ -1,8 +1,8 @@
 """Traces the computation of a p-net's loss as a graph, with `torch.export`, and cuts the graph into pipeline stages.
 
 A *block* is a layer in a list of layers. A *cell* is a block and all operators between this block and the next. Cell -1
-has the operators before the first block. An operator in a cell runs once, in the stage that contains the cell. A stage
-also runs operators that are in no cell, because they depend only on the batch (positions, masks), if it needs them.
+has the operators before the first block. An operator in a cell runs once, in the stage that contains the cell.
+Operators that depend only on the batch (positions, masks) are in no cell. Every stage that needs them runs them.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def _states() -> str:
 
 
 def _chain_of(program: Any, net: nn.Module, blocks: Sequence[str]) -> Chain:
-    """Build a chain from the result of `torch.export`. In its graph, operators of layers become calls of the layers."""
+    """Build a chain from a program of `torch.export`. The operator of a layer becomes a call of the layer."""
     trained = dict(net.named_parameters(remove_duplicate=False))
     named, ties = trained | dict(net.named_buffers(remove_duplicate=False)), dict[Tensor, str]()
     firsts = {name: ties.setdefault(x, name) for name, x in named.items()}
@@ -277,7 +277,7 @@ def _name_inputs(program: Any, firsts: Mapping[str, str]) -> None:
 
 
 def _call_layer(node: fx.Node, modules: Mapping[str, nn.Module], firsts: Mapping[str, str]) -> None:
-    """Replace the operator of one of torch's layers by a call of the layer, whose weight may then be factors."""
+    """Replace the operator of one of torch's layers by a call of the layer, so that the layer may use factors."""
     path = _modules_of(node)[-1]
     # If a forward runs a slice of a list of layers, the path in the graph is not the name of a module.
     layer, args = modules.get(path), dict(zip(_LAYERS.get(node.target, ()), node.args, strict=False))

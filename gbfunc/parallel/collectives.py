@@ -32,7 +32,7 @@ class _Exchange(NamedTuple):
 
 
 def sent_bytes(kind: Kind | Literal["all_reduce"], n_bytes: int, axis: Axis, sizes: Sizes = ()) -> int:
-    """Return the bytes that a rank sends in a gather, in a reduce-scatter, or in an all-reduce along a ring.
+    """Return how many bytes a rank with `n_bytes` sends in a gather, a reduce-scatter, or an all-reduce along a ring.
 
     >>> ranks = Axis("tensor", (0, 1, 2, 3), 1, None)
     >>> sent_bytes("gather", 40, ranks), sent_bytes("reduce_scatter", 40, ranks, (3, 1, 3, 3))

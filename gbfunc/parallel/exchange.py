@@ -35,7 +35,7 @@ class Gather(NamedTuple):
     counts: bool = True
 
     def no_tiles(self, e: Ensemble, leaves: Params) -> Tensor | Factors:
-        """Return an empty stack of tiles or factors, connected to the leaves: backward must run the collectives."""
+        """Return an empty stack of tiles or factors, connected to the leaves, so that backward runs the collectives."""
         anchor = next(iter(leaves.values())).reshape(-1)[:0].sum()
         rows, cols, *_ = e.dims
         if self.layout.as_factors(e):
@@ -78,9 +78,9 @@ def reduce_step(
 ) -> tuple[Tensor, Any, Params, Params, Tensor, Entries]:
     """Average the results of a step over the global batch, in one all-reduce, or in two if leaves are split.
 
-    `loss`, `aux` and `buffers` are the results of this rank's `rows`. `gradients` are gradients of `rows` times the
-    loss; gradients of split leaves are already summed over the g-net axis. Numbers and scalar tensors in `aux` are
-    averaged; all other values stay different on every rank. `before` has the values that the averaged buffers had
+    `loss`, `aux` (more results of the loss function) and `buffers` are of this rank's `rows`. `gradients` are those of
+    `rows * loss`. Gradients of split leaves are already summed over the g-net axis. Numbers and scalar tensors in `aux`
+    are averaged. Each rank keeps its own other values of `aux`. `before` has the values that the averaged buffers had
     before the step. `agreed` are the entries of aux (paths and kinds) in the previous step. If the entries of a rank
     differ from `agreed`, all ranks compare their entries.
 

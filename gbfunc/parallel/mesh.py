@@ -108,7 +108,7 @@ class Mesh:
         ranks, key = next(tuple(line) for line in lines if self.rank in line), str(lines)
         if key not in groups:
             groups[key] = None
-            if _initialised() and len(ranks) > 1:  # Otherwise the mesh only describes a layout
+            if _initialised() and len(ranks) > 1:  # Otherwise ranks do not exchange data along this axis
                 limit = timedelta(seconds=self.timeout)
                 world = len(ranks) == self.world
                 groups[key] = dist.group.WORLD if world else dist.new_subgroups_by_enumeration(lines, timeout=limit)[0]

@@ -7,9 +7,9 @@ F bytes. In each step, a rank sends these bytes and performs these operations to
 * replicated: 2 (N-1)/N G bytes; all operations;
 * sharded: 2 (S-1)/S W bytes, plus 2 (D-1)/D of the bytes of the rank's part of split leaves, plus 2 (N-1)/N of the
   bytes of leaves that are not split; 1/S of the operations;
-* factors: as sharded, but with F instead of W; 1/S of the operations, but all products of factors.
+* factors: as sharded, but with F instead of W; 1/S of the operations to generate factors, and all products of factors.
 
-If layers apply factors instead of weights (`lazy`), only the placement "sharded" multiplies factors.
+If layers apply factors instead of weights (`lazy`), no product is counted, except in the placement "sharded".
 """
 
 import math
@@ -81,7 +81,7 @@ def tile_shares(plan: Plan, gnets: int) -> dict[str, Sizes]:
 def gather_bytes(
     plan: Plan, gnets: int, placement: Placement, itemsize: int, names: Collection[str] | None = None
 ) -> list[tuple[int, int]]:
-    """Return for each rank the bytes sent to gather tiles, and the bytes sent to sum the gradients of tiles."""
+    """Return the bytes that each rank sends: to gather tiles, and to sum their gradients. `names` selects ensembles."""
     shares, sent = tile_shares(plan, gnets), [(0, 0)] * gnets
     for e in plan.ensembles:
         if e.leaves and (names is None or e.name in names):

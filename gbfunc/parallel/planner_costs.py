@@ -69,7 +69,7 @@ class Model:
         if not self.rows:
             raise ValueError("the batch must have rows, equally many in all tensors, got none")
         for name in ("dry", "cells", "generated", "starts", "stages", "weights", "crossing", "genome", "why_not"):
-            setattr(self, name, cache(getattr(self, name)))  # Many layouts need equal results
+            setattr(self, name, cache(getattr(self, name)))  # Many layouts need the same results
         self._styles = None if styles is None else resolve(pnet, styles)
         try:  # The p-net may have a list of layers that run one after another
             self.blocks = find_blocks(pnet, 2)
@@ -185,7 +185,7 @@ class Model:
         return costs
 
     def starts(self, n: int) -> tuple[int, ...]:
-        """Return the index of the first block of each of n stages, and the number of blocks; (0, 0) without blocks."""
+        """Return the index of each stage's first block, and then the number of blocks; (0, 0) without blocks."""
         return balanced_stages(self._chain.flops, n) if self.blocks else (0, 0)
 
     def crossing(self, n: int) -> list[float]:

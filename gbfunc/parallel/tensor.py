@@ -101,10 +101,10 @@ class TensorParallel:
     ) -> None:
         self.wire = wire(mesh, mesh.axis("tensor"))
         self.ranks, self._rank = self.wire.axis.size, self.wire.axis.rank
-        # By name of a split parameter: this rank's piece of the matrix, and the shape of the piece as a parameter.
+        # For each split parameter, by name: this rank's piece of the matrix, and the shape of this rank's parameter.
         self._styles, self.pieces, self.shapes = styles, dict[str, Piece](), dict[str, tuple[int, ...]]()
         self._splits: dict[str, Split] = {}
-        # By name of a split parameter: the placement, and the lengths of the pieces on all ranks.
+        # For each split parameter, by name: the placement, and the lengths of the pieces on all ranks.
         self._placements: dict[str, tuple[Any, Sizes]] = {}
         # Gradients that ranks compare in the first step; None afterwards.
         self._compared: dict[str, list[Tensor]] | None = {}

@@ -27,7 +27,7 @@ class Split(NamedTuple):
     by_rows: bool  # True if rows of the matrix (outputs, or words of an embedding) are split; False for columns
     sizes: Sizes  # Number of rows or columns on every rank
     piece: Piece  # This rank's block of the matrix
-    dims: Mapping[str, int]  # By name of a split parameter: the dimension along which it is split
+    dims: Mapping[str, int]  # The dimension along which a parameter is split, by the parameter's name
     into: Any  # Placement of an input, if the input is a plain tensor
     out: Any  # Placement of the output
     local: bool  # Whether the output is a plain tensor instead of a DTensor
@@ -54,7 +54,7 @@ def _dense(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     form = own.form
     if not isinstance(form, FactoredWeight):
         return own.linear(x, bias)
-    if own.formed is not None:  # A module has read `layer.weight`, so use this dense weight
+    if own.formed is not None:  # Other code has read `layer.weight`: use the weight that was formed then
         weight = scale_gradient(own.formed, ranks)
         return F.linear(x, split.piece.of(weight.t() if form.transposed else weight), bias)
     cut = cut_piece(form.grid, split.piece)

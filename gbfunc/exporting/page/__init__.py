@@ -56,7 +56,7 @@ def page(
     alphabets: Mapping[str, str] = MappingProxyType({}),
     networks: Mapping[str, JSON] = MappingProxyType({}),
 ) -> str:
-    """Return the page as HTML. It shows `genome`, unless the page's address has another genome after "#".
+    """Return the page as HTML. The page shows `genome`, unless the page's address has another genome after "#".
 
     `alphabets` has the characters of each language model, and `networks` the descriptions (`network`) of p-nets that
     the page's scripts do not know. The keys are the names in the metadata of genomes' files.
