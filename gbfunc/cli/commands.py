@@ -101,7 +101,8 @@ class Eval(GenomeCommand):
 class Predict(GenomeCommand):
     """Classify images (also .npy and .npz) and texts (.txt, an input per line)."""
 
-    # Files to classify. Pictures have pixels from 0 to 255; arrays have the range of the task's data (digits: 0-16).
+    # Files to classify. Pictures have pixels from 0 to 255; transparent pixels count as white. Arrays have the range of
+    # the task's data (for digits from 0 to 16).
     inputs: Positional[tuple[Path, ...]]
     # Number of classes to print for each input, the likeliest first.
     top: Annotated[int, arg(metavar="INT"), COUNT] = 1
@@ -237,7 +238,7 @@ class Federated(Command, options.ConfigOption):
     strategy: Annotated[str | None, shows("NAME", "FedAvgM of momentum 0.5; with --dense FedAvg")] = None
     # Options of the strategy, such as '{"eta": 0.01, "beta_1": 0.9, "beta_2": 0.99}' for FedAdam.
     strategy_config: Annotated[str, shows("JSON")] = "{}"
-    # dtype of a client's update. topK: the K largest numbers. Errors are added to the client's next update.
+    # dtype of a client's update. topK sends the K largest numbers. A client adds the error to its next update.
     up: Annotated[str, arg(metavar="float32|float16|int8|...|int2|topK")] = "int4"
     # dtype of the genome that the server sends.
     down: Annotated[str, arg(metavar="float32|float16|int8|...|int2")] = "int8"

@@ -225,7 +225,7 @@ class OutputOptions(StoredOptions):
 class CheckpointOptions(OutputOptions):
     """Files and checkpoints."""
 
-    # Steps between checkpoints in OUT/checkpoints. Also saved at the end, SIGINT and SIGTERM; never during --finetune.
+    # Steps between checkpoints (in OUT/checkpoints, not of --finetune). Also saves at the end, on SIGINT and SIGTERM.
     checkpoint_every: Annotated[int | None, shows("STEPS", "never"), COUNT] = None
     # Number of checkpoints to keep.
     keep: Annotated[int, COUNT] = 3

@@ -127,8 +127,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ValueError(f"--config {path} cannot be read: its name must end in .toml, .yaml, .yml or .json")
     try:
         found = readers[suffix](path.read_text(encoding="utf-8-sig"))
-    except Exception as error:
-        # The parsers raise many types of errors.
+    except Exception as error:  # The parsers raise many types.
         raise ValueError(f"--config {path} cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"--config {path} must have options by name, got {found!r}")

@@ -144,7 +144,7 @@ _ATARI_SETTINGS = Settings(env_steps=10_000_000, n_envs=8, clip=0.1, reward_sign
 
 @dataclass(frozen=True)
 class Rollouts:
-    """An environment for training. The length is the transitions of a pass, times the uses of each transition."""
+    """An environment for training. The length is the transitions of a pass, times PPO's epochs over a rollout."""
 
     env: Environment
     settings: Settings

@@ -267,7 +267,7 @@ def slowed(recipe: Recipe, steps: int) -> Recipe:
 
 
 def going_on(trainer: Trainer, state: GenomeLike) -> Trainer:
-    """Return a trainer that starts from a copy of a state's genome. Its steps cannot overwrite the state."""
+    """Return a trainer that starts from a copy of a state's genome. So steps do not overwrite the state."""
     genome: Any = tree_map(torch.clone, {name: getattr(state, name) for name in gb.Genome._fields})
     return trainer._replace(state=trainer.state._replace(**genome))
 

@@ -101,7 +101,7 @@ class Adapted:
             _import_peft().set_peft_model_state_dict(net, dict(state))
 
     def ladders(self, net: nn.Module) -> Iterator[tuple[int, Callable[[int], Settings]]]:
-        """For each choice of layers, yield n and a function: 1, ..., n -> settings of adapters of increasing size."""
+        """For each choice of layers, yield n and a function from 1, ..., n to settings of ever larger adapters."""
         linears = linears_of(net)
         blocks = len(linears.blocks)
 

@@ -164,7 +164,7 @@ def of_widths(problem: Problem, factors: Sequence[float]) -> dict[float, PNet]:
 
 
 def narrow_pnets(task: Task, fits: Callable[[PNet], bool]) -> list[PNet]:
-    """Find the widest p-net that fits, up to 4 times the task's width; for MLPs, with 0, 1 and 2 hidden layers."""
+    """Find the widest p-net that fits, up to 4 times the task's width. MLPs: one each with 0, 1, 2 hidden layers."""
     if task.pnet.name == "mlp":
 
         def of(depth: int, width: int) -> PNet:

@@ -32,7 +32,7 @@ def reference_bytes(task: Task, size: int) -> int:
 
 
 def size_within(task: Task, budget: int) -> int:
-    """Return the size of a periodic genome that fills a budget; if none fits, for half or a quarter of the width."""
+    """Count the parameters of a periodic genome that fills a budget, if needed at half or a quarter of the width."""
     make = task.pnet.scaled
     for pnet in (task.pnet, *(make(factor) for factor in (1 / 2, 1 / 4) if make)):
         with suppress(BudgetTooSmall):

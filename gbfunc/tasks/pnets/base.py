@@ -125,7 +125,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class AtMost(TorchDispatchMode):
-    """A context that refuses a new tensor (ValueError) if all new tensors would have over `numbers` entries."""
+    """A context that refuses a new tensor (ValueError) if all new tensors would exceed `numbers` entries in total."""
 
     def __init__(self, numbers: int) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ def is_import_path(name: str) -> bool:
 
 
 def import_factory(path: str, returns: str) -> Callable[..., Any]:
-    """Import the function `package.module:name`, also from the working folder. Errors quote `returns`, its result."""
+    """Import `package.module:name`, also from the working folder. Errors quote `returns`, which tells the result."""
     # Search the working folder too, which Python leaves out when it runs the script `gbfunc`.
     sys.path.insert(0, folder := os.getcwd())
     try:

@@ -160,7 +160,7 @@ def convnet(interface: Interface, *, width: int = 32) -> PNet:
 def _of_maps(
     name: str, factory: Callable[..., PNet], interface: Interface, make: Any, width: int, weight: str, rules: Any
 ) -> PNet:
-    """Describe a net. An input of the layer `weight` is coded by its channel and pixel after two convolutions."""
+    """Describe a net. Code the inputs of the layer `weight` by channel and pixel of the second convolution's output."""
     check_reads(name, interface, "images", 3, 16)
     places = _maps(interface.inputs)
     code = per_axis(binary(), grid(*places, bandwidth=2.0), math.prod(places))

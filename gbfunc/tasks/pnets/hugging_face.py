@@ -142,7 +142,7 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
 
 
 def _tied(auto: Any, full: Any) -> tuple[PlanOptions, float]:
-    """Return plan options for low-rank deltas of value projections, and their parameters at rank 1 (inf: no layers)."""
+    """Return plan options for low-rank deltas of value projections, and the deltas' size at rank 1 (inf: no layers)."""
     with torch.device("meta"):
         layers = auto.from_config(full).named_modules()
     found = [(name.rpartition(".")[2], layer.weight.numel()) for name, layer in layers if name.endswith(_VALUES)]
