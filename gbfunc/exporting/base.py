@@ -54,13 +54,13 @@ def export(
         example: inputs of a call: a tensor, a tuple of inputs, or a dict of inputs by name; None for `"safetensors"`.
         weights: `"genome"` writes the genome (kilobytes) and the operations that generate the weights; `"dense"` writes
             the weights, and is the default for safetensors and for a genome with a base.
-        to: the format; None takes the format from the path's suffix. `"onnx"` (`.onnx`); `"pt2"` (`.pt2`, read by
+        to: the format; if None, the path's suffix selects the format. `"onnx"` (`.onnx`); `"pt2"` (`.pt2`, read by
             `torch.export.load(path).module()`); `"aoti"` (machine code, compiled in a minute, for C++ and
             `torch._inductor.aoti_load_package(path)`); `"iree"` (`.vmfb`, for IREE's runtime on CPUs);
             `"safetensors"`, the state dict of dense weights.
         dynamic_shapes: the dimensions that may differ from the example. `"batch"` is the first dimension of every
             tensor. `"auto"` adds the length of texts (integers [batch, length]) if network and format support other
-            lengths. None allows no other shapes. Other values are passed to `torch.export.export`.
+            lengths. None: no other shapes. All other values are passed to `torch.export.export`.
         check: run the exported program with the example, if the format's runtime is installed. If the batch size or
             the length of texts may differ, also run it with one more row, or with texts that are one token shorter.
 

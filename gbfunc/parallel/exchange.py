@@ -28,7 +28,7 @@ class Gather(NamedTuple):
     """Gathers the tiles or factors that the ranks generate.
 
     `counts` is False on a rank without a row of the batch. This rank computes the loss of a row of zeros, because all
-    ranks must run the collectives of backward. Its gradients are replaced by zeros, even if they are not finite.
+    ranks must run the collectives of backward. The rank's gradients are replaced by zeros, even if they are not finite.
     """
 
     layout: Layout
@@ -46,8 +46,8 @@ class Gather(NamedTuple):
     def outputs(self, mine: Mapping[str, Tensor | Factors], sizes: Mapping[str, Sizes]) -> dict[str, Tensor | Factors]:
         """Gather the scaled tiles [tiles, rows, columns], or their factors, from all ranks, by name of the ensemble.
 
-        `mine` has this rank's tiles: of entire ensembles, or of one matrix per ensemble. `sizes` has the numbers of
-        tiles on all ranks.
+        `mine` has the tiles that this rank generates, either of entire ensembles or of one matrix in each ensemble.
+        `sizes` has the number of tiles on every rank.
         """
         ensembles = [e for e in self.layout.plan.ensembles if e.name in mine]
         sent = {e.name: self._sent(e, mine[e.name]) for e in ensembles}

@@ -86,8 +86,8 @@ class _Plan(NamedTuple):
 class Pipeline:
     """Splits a p-net over the pipeline axis of a mesh and sends microbatches through the stages.
 
-    `splits` names the first block of every stage except the first stage. If `splits` is None, the largest number of
-    operations of a stage is as small as possible. `adapt` installs tensor-parallel layers in a copy of the p-net.
+    `splits` names the first block of every stage except the first stage. If `splits` is None, stages get about equally
+    many operations. `adapt` installs tensor-parallel layers in a copy of the p-net.
     """
 
     names: frozenset[str]  # Names of the parameters that this rank needs, set by `prepare`
@@ -181,7 +181,7 @@ class Pipeline:
         return tree_unflatten([next(rest) if isinstance(x, fx.Node) else x for x in leaves], structure)
 
     def run(self, call: Callable[[int, Tensor], Tensor], leaves: Params) -> dict[str, Tensor]:
-        """Run all microbatches through this rank's stages by `call`; return the sums of the gradients of `leaves`."""
+        """Run all microbatches; `call` computes a stage. Return the gradients of `leaves`, summed over microbatches."""
         self.call, self.leaves = call, leaves
         crossed = [(s + 1, s + 1) for s in self.mine] + [(s - 1, s) for s in self.mine]
         sent = [self._current.parcels[i] for other, i in crossed if 0 <= other < self.stages and other not in self.mine]

@@ -29,7 +29,7 @@ in the shape of a V).
 
 
 def schedule_class(order: str) -> Any:
-    """Return torch's class for an order; raise ValueError if torch lacks the class or its option `scale_grads`."""
+    """Return torch's schedule class for an order; raise ValueError if torch lacks the class or `scale_grads`."""
     from torch.distributed import pipelining
 
     kind = getattr(pipelining, SCHEDULES[order], None)

@@ -5,8 +5,8 @@ along the g-net axis and D along the data axis. The genome has G bytes, the weig
 F bytes. In each step, a rank sends these bytes and performs these operations to generate weights:
 
 * replicated: 2 (N-1)/N G bytes; all operations;
-* sharded: 2 (S-1)/S W bytes, plus 2 (D-1)/D of the bytes of the rank's part of split leaves, plus 2 (N-1)/N of the
-  bytes of leaves that are not split; 1/S of the operations;
+* sharded: 2 (S-1)/S W bytes, plus 2 (D-1)/D times the bytes of split leaves on the rank, plus 2 (N-1)/N times the bytes
+  of leaves that are not split; 1/S of the operations;
 * factors: as sharded, but with F instead of W; 1/S of the operations to generate factors, and all products of factors.
 
 If layers apply factors instead of weights (`lazy`), no product is counted, except in the placement "sharded".
@@ -56,7 +56,7 @@ class Layout:
 
     @cached_property
     def split(self) -> Mapping[str, slice]:
-        """The range of tiles that this rank has of each leaf that is split over the g-net axis, by the leaf's name."""
+        """This rank's range of tiles in each leaf that is split over the g-net axis, by the leaf's name."""
         leaves = ((e, k, leaf) for e in self.plan.ensembles for k, leaf in e.leaves.items() if self.sharded)
         return {f"{GNET}{e.name}/{k}": self.span(e) for e, k, leaf in leaves if leaf.scope == "tile"}
 
@@ -92,7 +92,7 @@ def gather_bytes(
 
 
 def shares_of(n_tiles: int, ranks: int, turn: int) -> Sizes:
-    """Divide tiles over ranks. If n tiles remain, the n ranks that follow from rank `turn` on get one more tile each.
+    """Divide tiles over ranks. If n tiles remain, rank `turn` and the n - 1 ranks after it (cyclically) get one more.
 
     >>> shares_of(7, 3, 0), shares_of(7, 3, 1), shares_of(1, 4, 2)
     ((3, 2, 2), (2, 3, 2), (0, 0, 1, 0))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """The speed and memory of one rank. The defaults are a few cores of a server; `gbfunc bench --calibrate` measures.
+    """A rank's speed and memory, by default of a few cores of a server. `gbfunc bench --calibrate` measures a machine.
 
     Attributes:
         flops: multiplications and additions per second in a matrix product.
@@ -136,10 +136,10 @@ def plan_parallel(
         batch: a global batch, on any device; only its shapes matter.
         ranks: number of ranks.
         device: speed and memory of a rank; the default is a few cores of a server.
-        loss_fn: as in `make_train_step`. None calls the p-net with the batch, with the first entry of a tuple, or with
-            the items of a mapping as keywords. The cost of the loss itself is then not counted.
-        parallel: styles of the layers, as in `make_train_step`; None uses `tensor_styles` if it knows the p-net.
-        microbatches: number of microbatches of a step; None chooses the fastest number for each layout.
+        loss_fn: as in `make_train_step`. If None, the p-net is called with the batch, with the first entry of a tuple,
+            or with the items of a mapping as keywords. The cost of the loss itself is then not counted.
+        parallel: styles of the layers, as in `make_train_step`; None: those of `tensor_styles`, if it knows the p-net.
+        microbatches: number of microbatches of a step; None: the fastest number for each layout.
         lazy: as in `make_train_step`.
         optimizer_states: how many numbers the optimizer stores for each number of the genome (Adam: 2).
 

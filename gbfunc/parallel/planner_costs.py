@@ -189,7 +189,7 @@ class Model:
         return balanced_stages(self._chain.flops, n) if self.blocks else (0, 0)
 
     def crossing(self, n: int) -> list[float]:
-        """Return the bytes per row that each of n stages receives, and 0, because no stage receives the loss."""
+        """Return the bytes per row that each of n stages receives, and then 0: no stage receives the loss."""
         parcels = [Parcel(crossing(self._chain, self.starts(n), stage)) for stage in range(n)]
         return [*(parcel.like.nbytes / _TRACED_ROWS for parcel in parcels), 0.0]
 
@@ -234,7 +234,7 @@ class Model:
         return fullest, {axis: n for axis, n in sent.items() if n}, with_weights, max(hidden)
 
     def genome(self, gnets: int) -> tuple[float, float, float]:
-        """Count a rank's numbers in split leaves, in trained tensors that are not split, and in frozen tensors."""
+        """Return three counts of a rank's numbers: in split leaves, in other trained tensors, and in frozen tensors."""
         split = replicated = 0.0
         for e in self.plan.ensembles:
             share = shares_of(e.n_tiles, gnets, 0)[0] / e.n_tiles
@@ -271,7 +271,7 @@ class Model:
         return max((2 if layout.remat == "layer" else 1) * out + back for out, back in gathers)
 
     def dense(self, ranks: int) -> tuple[dict[str, float], float]:
-        """Return the bytes by use of a rank that trains the dense p-net with FSDP, and the bytes it sends per step."""
+        """Return a rank's memory (by use) if FSDP trains the dense p-net, and the bytes that a rank sends per step."""
         cells = self.cells(1, False, -(-self.rows // ranks))
         n_bytes = {t.name: t.numel * DTYPES[t.dtype].itemsize for t in self.plan.tensors}
         blocks = [sum(n for name, n in n_bytes.items() if i in self._places[name]) for i in range(len(cells))]

@@ -8,7 +8,7 @@
 Ranks then send k numbers per token instead of the layer's width. Weights and their gradients are never sent: each rank
 computes a part of the genome's gradient, which is a sum over ranks.
 
-gbfunc computes linear layers and embeddings whose forward is torch's, also with pieces of different sizes. Torch
+gbfunc computes linear layers and embeddings that keep torch's forward. Ranks may have pieces of different sizes. Torch
 computes all other layers and styles (`SequenceParallel`, `PrepareModuleInput`) with DTensors.
 """
 
@@ -262,7 +262,7 @@ class TensorParallel:
                     )
 
     def place(self, tensors: Params) -> Params:
-        """Make DTensors of pieces. Gradients that are equal on all ranks are divided, because ranks sum them later."""
+        """Make DTensors of pieces. Divide gradients that are equal on all ranks, because ranks sum them later."""
         placed = dict(tensors)
         for name, x in tensors.items():
             weight, _, key = name.rpartition("_form.")

@@ -115,8 +115,8 @@ def load(
         path: the file.
         factories: the factories of `from_module` that the plan uses. Loading runs no code from the file.
         max_pnet_bytes: maximum size of the p-net that the file declares; a small file can declare a huge p-net.
-        max_params: maximum number of the genome's parameters. None allows 2^20 parameters and 16 more per byte of the
-            file. In a file with quantization steps, None allows 2^18 parameters and 1.5 more per byte of the file.
+        max_params: maximum number of the genome's parameters. If None, 2^20 parameters and 16 more per byte of the file
+            are allowed, or 2^18 parameters and 1.5 more per byte in a file with quantization steps.
 
     Raises:
         FileNotFoundError: if there is no file.
