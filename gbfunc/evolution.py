@@ -53,13 +53,13 @@ class GenomeProblem(Problem):
         loss_fn: `(net, batch) -> loss` or `(loss, aux)`, as in `make_train_step`.
         batches: one batch per generation. `itertools.repeat(batch)` gives the same batch to all generations.
         sense: `"min"` minimizes the loss, `"max"` maximizes it.
-        start: the genome at which the search starts; None draws a genome from `seed`.
+        start: the genome at which the search starts; by default, a random genome drawn with `seed`.
         steps: for each role (code, linear, direct), by how much z = 1 changes the numbers of a leaf, in units of
             the leaf's standard deviation at the start. If all numbers of a leaf are equal, the unit is 1.
         subspace: (d, function) for a search in a subspace of dimension d. The function maps a solution, [d], to z, [P].
             See `Projection` in `notebooks/results/subspace.py`.
         lazy: whether layers multiply by factors of weights, as in `make_train_step`.
-        chunk: number of members to evaluate at once, to limit memory. None evaluates all members at once.
+        chunk: number of members to evaluate at once, to limit memory; by default, all members.
         seed: seed of the start, of the noise, and of the algorithm's random numbers.
         options: options of EvoTorch (https://docs.evotorch.ai/latest/reference/evotorch/core/#evotorch.core.Problem).
 

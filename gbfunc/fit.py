@@ -131,7 +131,7 @@ def fit_genome(
         plan: the plan.
         trained: a module with the p-net's architecture, or its parameters and buffers by name.
         pnet: the base, if the plan has a base. The deltas are fitted to the difference from the base.
-        start: the genome from which the fit starts. None draws a genome from `seed`.
+        start: the genome from which the fit starts; by default, a random genome drawn with `seed`.
         seed: seed of the drawn genome.
         steps: number of Adam steps. 0 solves only for the leaves in which tiles are linear.
         lr: initial learning rate of Adam, which decays to 0 along a cosine.

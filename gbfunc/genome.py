@@ -122,7 +122,7 @@ def init_genome(plan: Plan, pnet: nn.Module, seed: int = 0, *, device: torch.dev
         plan: the plan.
         pnet: the plan's p-net.
         seed: seed of the random g-nets, 0 <= seed < 2**63.
-        device: device of the genome. None is the p-net's device, or the CPU for a p-net on the meta device.
+        device: device of the genome; by default the p-net's device, or the CPU for a p-net on the meta device.
 
     Raises:
         ValueError: for another p-net's plan, a buffer on the meta device, or g-nets without a leaf that scales tiles.

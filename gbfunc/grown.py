@@ -34,7 +34,7 @@ def materialize(
             lost. Code that changes weights (PEFT's `merge_and_unload`) or depends on the p-net's names
             (`save_pretrained` of Hugging Face) needs `factored=False`, which returns a plain module without gbfunc.
         noise: noise of stochastic g-nets, from `gb.sample_noise(plan, generator)`. Each draw of the noise gives a
-            different network. None generates the mean weights.
+            different network. Without noise, weights are mean weights.
 
     Layers that hide their weight (quantized layers) always store the delta as factors; `factored=False` then warns.
 
@@ -69,7 +69,7 @@ def materialize(
 def shuffled(net: nn.Module, seed: int = 0, *, names: Iterable[str] | None = None) -> nn.Module:
     """Copy a network and permute the numbers in each weight: a control with an unchanged distribution of weights.
 
-    `names` are the parameters to permute. None permutes all parameters with at least two dimensions.
+    `names` are the parameters to permute, by default all parameters with at least two dimensions.
     """
     control, generator = copy.deepcopy(net), torch.Generator().manual_seed(seed)
     for name in [k for k, x in control.named_parameters() if x.ndim >= 2] if names is None else names:
@@ -88,7 +88,7 @@ def carry_over(source: nn.Module, net: nn.Module, *, layers: int | None = None) 
     Args:
         source: a trained or generated network.
         net: the network for the new task, with initial weights, which is not changed.
-        layers: copy the first `layers` layers of `source`. None copies all layers.
+        layers: number of layers to copy, from the first on; by default, all layers.
 
     Raises:
         ValueError: if `layers` is below 1, or no tensor has an equal name and shape.

@@ -73,7 +73,7 @@ class GenomeModule(nn.Module):
     Args:
         plan: a plan of `make_plan`.
         pnet: the plan's p-net or base, which is not changed.
-        genome: a `Genome` or `TrainState`, which is copied; None draws a new genome.
+        genome: a `Genome` or `TrainState`, which is copied; by default, a new random genome.
         seed: seed of a new genome.
         lazy: whether layers multiply by factors of weights (`StepOptions`). `torch.compile` of torch 2.5 needs False.
 

@@ -186,7 +186,7 @@ def generate(
     Args:
         plan: the plan.
         genome: a `Genome` or `TrainState`. A genome that is split over ranks must be gathered first.
-        noise: noise of stochastic g-nets (see `sample_noise`); None generates the mean weights.
+        noise: noise of stochastic g-nets (see `sample_noise`). Without noise, weights are mean weights.
         kernel: implementation of the g-nets (`gbfunc.types.Kernel`).
         base: the pretrained p-net, for a plan with a base. Parameters without a delta are returned unchanged. For many
             calls, and in `torch.func` transforms, pass `plan.base_tensors(pnet)`, which checks the p-net once.

@@ -208,8 +208,8 @@ class Generator:
     def __call__(self, leaves: Params, noise: Noise | None = None, *, counts: bool = True) -> Params:
         """Generate all parameters by name. For a weight with a form, return the form's input tensors instead.
 
-        `leaves` is a flat genome (`flat_genome`), or this rank's rows of a split genome. `noise` is for all tiles. None
-        generates the mean weights. `counts=False` makes this rank's gradients zero (see `Gather`).
+        `leaves` is a flat genome (`flat_genome`), or this rank's rows of a split genome. `noise` is for all tiles;
+        without noise, weights are mean weights. `counts=False` makes this rank's gradients zero (see `Gather`).
         """
         dtype, device = self._kind(leaves)
         noise = noise or {}

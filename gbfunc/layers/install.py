@@ -147,7 +147,7 @@ def install(net: nn.Module, forms: Mapping[str, WeightForm | None], outside: Out
 
     Args:
         net: the copy.
-        forms: for each name of a parameter or buffer, including tied names, the form. None is a dense tensor.
+        forms: the form of each parameter or buffer by name, including tied names; None for a dense tensor.
         outside: generates a weight that code reads outside of a call. With `outside`, the layers' own tensors are
             deleted. Without `outside`, they stay as placeholders. During a call, `parameters()` returns dense weights.
     """

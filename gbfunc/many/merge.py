@@ -33,8 +33,8 @@ def merge_genomes(
     and negative weights remove tasks (task arithmetic, Ilharco et al. 2023). The sum of genomes would generate
     different tensors, because g-nets are not linear. For a single genome of weight 1, the result equals `materialize`.
 
-    `pnet` is the plan's p-net or base, which is not changed. `weights` are finite numbers, one per genome. None gives
-    the mean. Raises ValueError if genomes, plan, p-net and weights do not fit together.
+    `pnet` is the plan's p-net or base, which is not changed. `weights` are finite numbers, one per genome. The default
+    is the mean. Raises ValueError if genomes, plan, p-net and weights do not fit together.
     """
     check_genomes(plan, genomes, pnet)
     if beside := [t.name for t in plan.tensors if t.kind == "beside"]:

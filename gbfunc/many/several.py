@@ -74,7 +74,7 @@ def materialize_many(
         plan: the plan, or one plan per genome.
         genomes: genomes, each a `Genome` or `TrainState`.
         pnet: the plan's p-net or base, or one per genome. They must not change while the module is used.
-        grown: number of genomes whose generated weights or factors are kept for later batches; None keeps all.
+        grown: number of genomes whose generated weights or factors are kept for later batches, by default all.
 
     Raises:
         ValueError: if genomes, plans and p-nets do not fit together.

@@ -79,8 +79,8 @@ def torch_optimizer(
         *params: pass no parameters here. A training step passes the genome's parameters.
         lr: learning rate, or a function of the number of the training step, which counts from 0.
         code: options for code weights, which override the general options, including `lr`.
-        linear: the overriding options for linear coefficients.
-        direct: the overriding options for direct parameters.
+        linear: options for linear coefficients, in the same way.
+        direct: options for direct parameters, in the same way.
         **options: options of the class.
 
     Raises:

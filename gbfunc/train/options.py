@@ -43,7 +43,7 @@ class StepOptions:
             p-net, a loss function and an optimizer that read no values on the CPU. If a training step cannot be
             captured, True raises ValueError, and `"auto"` continues eagerly, with a warning on a GPU.
         mesh: the ranks (`gb.mesh`) that run each training step together, each on its share of the batch. The loss is
-            the mean over the global batch. All ranks must use the same arguments. None is a single process.
+            the mean over the global batch. All ranks must use the same arguments. By default, there is a single rank.
         placement: how ranks divide the genome. `"replicated"`: each rank has the whole genome and generates every
             weight; ranks exchange only the genome's gradient. `"sharded"`: each rank along the mesh's g-net axis
             generates an equal share of every ensemble's tiles, and ranks gather the tiles. `"factors"`: like
@@ -56,7 +56,7 @@ class StepOptions:
         pipeline: the schedule of microbatches along the mesh's pipeline axis: torch's `"gpipe"`, `"1f1b"`,
             `"interleaved"` or `"zbv"`. All ranks along the axis get the same rows. `microbatches` must divide the
             number of rows. The part of the loss function before the call of the p-net must run on the meta device.
-        stages: names of the blocks with which the second and later stages begin. None balances the stages' operations.
+        stages: names of the blocks with which the second and later stages begin. By default, operations are balanced.
         rounding: the dtype for `gb.save`, or quantization steps. The loss is computed from the rounded genome, and
             gradients pass straight through the rounding. Quantization steps from `allocate_steps(..., batch_size=...)`
             add a penalty on the genome's bits. `"auto"` chooses quantization steps for a file of at most `genome_bytes`
@@ -66,7 +66,7 @@ class StepOptions:
         metadata: the metadata that `gb.save` will store, for `rounding="auto"`.
         local_steps: number of training steps on a rank between averages of the genomes (`gbfunc.train.local`). Each
             rank has the whole genome, runs the whole p-net, and reports the loss of its own rows.
-        outer: with `local_steps`, the optimizer that applies the ranks' mean update, as a gradient. None is
+        outer: with `local_steps`, the optimizer that applies the ranks' mean update, as a gradient; by default
             `gb.torch_optimizer(torch.optim.SGD, lr=1.0, momentum=0.5, nesterov=True)`.
 
     Raises:

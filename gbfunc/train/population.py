@@ -183,7 +183,7 @@ def population(
     Args:
         train_step: the training step of one genome, without a mesh, microbatches, remat or compile.
         n: number of members.
-        lr_factors: a factor of the learning rate for each member. None is 1 for all members.
+        lr_factors: a factor of the learning rate for each member, by default 1.
         same_batch: True gives the same batch to all members. False gives `x[i]` of the batch's tensors x to member i.
 
     Raises:

@@ -25,7 +25,7 @@ from gbfunc.types import Genome, GenomeLike, GNets, Params
 
 _SHAPE, _KIND = attrgetter("shape"), attrgetter("shape", "dtype")
 _READ = {"cpu"}  # devices from which Python reads a value without waiting
-SHUFFLE_CHECK_STEP = 200  # the training step that also computes the loss for permuted targets
+SHUFFLE_CHECK_STEP = 200  # this training step also computes the loss for permuted targets, to warn if it is equal
 _MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio (Knuth, TAOCP 3, section 6.4): gives each step a seed
 _CONSTANT = (
     "after {} steps the loss, {:.4g}, is as large as that of a constant prediction: targets in another order give no "
@@ -103,13 +103,13 @@ class TrainStep:
     def init(self, seed: int = 0, *, genome: GenomeLike = None, device: torch.device | str | None = None) -> TrainState:
         """Create a new state. The same seed gives the same genome for any mesh and placement.
 
-        Direct parameters and buffers start with the values of `genome`, or of the p-net if there is none (on a mesh, of
-        rank 0). All ranks of a mesh must call this method. If the mesh splits the genome, each rank gets its own part.
+        Without `genome`, direct parameters and buffers start with the values of the p-net or, on a mesh, of rank 0's
+        p-net. All ranks of a mesh must call this method. If the mesh splits the genome, each rank gets its own part.
 
         Args:
             seed: seed of the g-nets, of dropout and of noise: 0 <= seed < 2**63.
-            genome: the genome from which the training starts, such as one from `gb.load`; None draws a new genome.
-            device: device of the state. None is the p-net's device or, on a mesh of several GPUs, the rank's GPU.
+            genome: the genome from which the training starts, such as one from `gb.load`; by default, a random one.
+            device: device of the state; by default the p-net's device or, on a mesh of several GPUs, the rank's GPU.
         """
         seed = check_seed(seed)
         if device is None and self.mesh.world > 1 and self.mesh.device.type != "cpu":
@@ -153,7 +153,7 @@ class TrainStep:
         return shard_state(self._layout, state)
 
     def gather(self, gnet_params: TrainState) -> TrainState:
-        """Return the whole state on every rank, for example for `gb.save` or `gb.materialize`. All ranks must call."""
+        """Return the whole state on every rank, for example for `gb.save`. All ranks must call this method."""
         return gather_state(self._layout, gnet_params)
 
     def fitted(self, tensors: Params) -> Params:

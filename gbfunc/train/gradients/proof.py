@@ -31,8 +31,8 @@ class Proof(NamedTuple):
     def compare(self, layout: Layout, inputs: StepInputs, trained: Params) -> None:
         """Compare gradient and buffers over ranks with those on one rank. All ranks must call this method.
 
-        Raises ValueError on every rank if they differ by more than rounding errors. If random numbers, such as those of
-        dropout, may be the cause, they are compared in evaluation mode instead.
+        Raises ValueError on every rank if they differ by more than rounding errors. If dropout or other random
+        numbers may be the cause, compares again in evaluation mode.
         """
         mesh, full, wanted = layout.mesh, self.make_full_loss(), [*trained.values()]
         most, inputs = full.without_amp().tolerance, inputs._replace(batch=self.take_rows(inputs.batch), rows=1)
@@ -71,7 +71,7 @@ def as_vector(found: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
 
 
 def largest_distance(mesh: Mesh, found: Tensor, expected: Tensor) -> float:
-    """Return the largest `|found - expected| / |expected|` of all ranks. Nonfinite `expected` give 0."""
+    """Return the largest `|found - expected| / |expected|` of all ranks; 0 for a nonfinite `expected`."""
     difference, size = (float(torch.linalg.vector_norm(x)) for x in (found - expected, expected))
     distance = difference / size if size and math.isfinite(difference) else math.inf if difference else 0.0
     return max(gather_objects(mesh, distance if math.isfinite(size) else 0.0))
