@@ -130,7 +130,7 @@ def _problems(options: Compare, task: Task, dtype: torch.dtype, pretrained: bool
     if budgets is None:
         sized = [(size, reference_bytes(task, size)) for size in sorted(set(options.sizes or SIZES))]
     else:
-        # For a pretrained p-net, the size is the number of float32 numbers in the budget. No genome is planned.
+        # For a pretrained p-net, plan no genome: the size is the number of float32 numbers that the budget holds.
         sized = [(b // 4 if pretrained else size_within(task, b), b) for b in sorted(set(budgets))]
     for size, budget in sized:
         recipe = replace(task.recipe(size), amp=options.amp and getattr(torch, options.amp))

@@ -265,8 +265,8 @@ def train_genome(
         best = output.Best(best_path, task.metric, write)
 
         def keep_best(state: gb.TrainState, rows: list[dict[str, float]]) -> None:
-            # All ranks must gather, even if the metric did not improve. With `auto`, the genome cannot be written
-            # before the scales of its integers are known.
+            # All ranks must call `gather`, even if the metric did not improve. With `auto`, the genome cannot be
+            # written before the scales of its integers are known.
             genome = step.gather(state)
             if rounding is None or step.rounding(genome) is not None:
                 best(genome, rows)

@@ -243,7 +243,7 @@ def control_task(env: Environment, settings: Settings) -> Task:
 def rollout_batches(
     place: Rollouts, recipe: Recipe, generator: torch.Generator, net: Callable[[], PolicyValue]
 ) -> Iterator[Transitions]:
-    """Yield the minibatches of one rollout after the other. Each pass draws a seed and makes new environments.
+    """Yield the minibatches of one rollout after the other. Environments are new in each pass, from a drawn seed.
 
     For a network with a memory, a minibatch has sequences: all steps of a rollout in one environment.
     """

@@ -174,7 +174,7 @@ def noise(deviation: float) -> Augment:
 
 
 def leave_out(part: float, pad: int) -> Augment:
-    """Return an augmentation that replaces tokens of texts by `pad` with probability `part`, but never the first."""
+    """Return an augmentation that replaces tokens by `pad` with probability `part`, but never a text's first token."""
 
     def change(x_BL: Tensor, generator: torch.Generator) -> Tensor:
         gone_BL = torch.rand(x_BL.shape, generator=generator) < part

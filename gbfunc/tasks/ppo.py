@@ -67,7 +67,7 @@ class Transitions(NamedTuple):
 
 
 def policy(numbers_BP: Tensor, discrete: bool) -> Distribution:
-    """Return the distribution of actions: categorical by logits [B, A], or normal by means, log deviations [B, 2A]."""
+    """Return the distribution of actions: categorical (logits [B, A]), or normal (means and log deviations [B, 2A])."""
     if discrete:
         return Categorical(logits=numbers_BP, validate_args=False)
     mean_BA, log_std_BA = numbers_BP.chunk(2, -1)

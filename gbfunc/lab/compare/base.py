@@ -32,7 +32,7 @@ USED = 0.85
 
 
 class Problem(NamedTuple):
-    """The task and the budget. All methods solve the same problem."""
+    """A task, and the number of bytes that a network may take (the budget). All methods get the same problem."""
 
     task: Task  # Data and p-net
     size: int  # Number of parameters of a periodic genome that fills the budget
@@ -164,7 +164,7 @@ def of_widths(problem: Problem, factors: Sequence[float]) -> dict[float, PNet]:
 
 
 def narrow_pnets(task: Task, fits: Callable[[PNet], bool]) -> list[PNet]:
-    """Find the widest p-net that fits, up to 4 times the task's width. MLPs: one each with 0, 1, 2 hidden layers."""
+    """Find the widest p-net that fits, up to 4 times the old width. For MLPs, do so for 0, 1 and 2 hidden layers."""
     if task.pnet.name == "mlp":
 
         def of(depth: int, width: int) -> PNet:
@@ -211,7 +211,7 @@ def blanks(like: TensorMap) -> Params:
 
 @dataclass(frozen=True)
 class Dense:
-    """A dense network whose weights fit the budget, as wide as possible for each depth."""
+    """The method that trains a dense network, as wide as the budget of bytes allows for its depth."""
 
     rates: ClassVar[tuple[float, ...]] = (3e-3, 1e-2, 3e-2, 1e-1)
 

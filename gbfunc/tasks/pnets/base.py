@@ -144,7 +144,7 @@ class AtMost(TorchDispatchMode):
 
 
 def check_reads(pnet: str, interface: Interface, kind: str, ndim: int | None = None, least: int = 1) -> None:
-    """Raise `ValueError` unless inputs are of the kind `kind`, have `ndim` dimensions and, if images, `least` rows."""
+    """Raise `ValueError` unless inputs are `kind` with `ndim` dimensions and, if images, `least` rows or more."""
     if (reads := interface.reads) != kind:
         raise ValueError(f"the p-net {pnet} reads {kind}, the task has {reads}: take {_TAKE[reads]}")
     if len(interface.inputs) != (ndim or len(interface.inputs)) or min(interface.inputs[1:], default=least) < least:
