@@ -1,8 +1,8 @@
 """Cost models: operations to generate weights and to apply dense weights or factors, and bytes sent between ranks.
 
 Operations are multiplications and additions in forward and backward together. Backward takes twice as many as forward.
-A matrix has R rows, C columns, and nr x nc tiles with factors of rank k. It is applied to B rows of a batch. A *move*
-is one reading or writing of all numbers of a tensor, and takes as long as 40 operations per number.
+A matrix has R rows, C columns, and nr x nc tiles with factors of rank k. The matrix is applied to B rows of a batch.
+To read or to write one number takes as long as 40 operations.
 """
 
 import math
@@ -30,14 +30,14 @@ def generation_flops(rows: int, cols: int, params: int, k: int = 0) -> float:
 
 
 def dense_flops(rows: int, cols: int, k: int, batch: int) -> float:
-    """Count the operations to form a weight from factors and apply it: 6 R C (B + k), and 6 moves of the weight."""
+    """Count operations to form a weight from factors, read or write it 6 times, and apply it: 6 R C (B + k + 40)."""
     return 6 * rows * cols * (batch + k + FLOPS_PER_ELEMENT)
 
 
 def thin_flops(
     rows: int, cols: int, k: int, tiles: tuple[int, int], batch: int, parts: tuple[int, int] = (1, 1)
 ) -> float:
-    """Count the operations to apply factors: 6 B k (nr C + nc R), and 15 moves of the intermediate [B, nr nc k].
+    """Count the operations to apply factors: 6 B k (nr C + nc R), and to read or write [B, nr nc k] 15 times.
 
     `parts` are the numbers of ranks over which the matrix's rows and columns are split. The result is for one rank.
 

@@ -64,7 +64,7 @@ class _Reply(NamedTuple):
 
 
 class _EachReply:
-    """A grid that pulls replies one at a time. Flower's own grid drops all replies if it cannot decode one of them.
+    """A grid (connection to nodes) that pulls replies one by one. Flower's grid drops all if one cannot be decoded.
 
     This grid also refuses a reply that names another sender than the node that got the message.
     """
@@ -344,7 +344,7 @@ def _record(vector: Vector) -> ArrayRecord:
 
 
 def _median(values: Iterable[float]) -> float:
-    """Return the lower median of the values above 0. A single client cannot change it much by sending 0 or 1e30."""
+    """Return the lower median of the values above 0. No single client can move this median much by 0 or 1e30."""
     return median_low([x for x in values if x > 0] or [0.0])
 
 

@@ -60,7 +60,7 @@ class Wire:
 
     Floating-point buffers (running statistics) are sent with the genome. Other buffers, such as counters of batches,
     are not sent: the receiver takes them from the genome `like`. The text `identity` has the version of gbfunc and
-    hashes of base and plan. It must be equal at server and client.
+    hashes of base and plan. Server and client must have equal texts.
 
     Raises `ValueError` if the genome `like` does not fit the plan, or has complex numbers.
     """

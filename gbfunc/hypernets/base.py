@@ -146,7 +146,7 @@ class Hypernet:
 
 
 def ensemble_params(hypernet: Hypernet, dims: TileDims, n_tiles: int, n_groups: int) -> int:
-    """Count the parameters of the g-nets of `n_tiles` tiles that belong to `n_groups` groups."""
+    """Count the parameters of g-nets that generate `n_tiles` tiles in `n_groups` groups."""
     leaves = hypernet.leaves(dims).values()
     return sum((n_tiles if leaf.scope == "tile" else n_groups) * math.prod(leaf.shape) for leaf in leaves)
 

@@ -114,7 +114,7 @@ class Evaluation(NamedTuple):
         return joined(tiles if self.leaves else dense_tiles(tiles).expand(grid.n_tiles, -1, -1), grid)
 
     def split(self, counts: Sequence[int]) -> list[Evaluation]:
-        """Split into consecutive evaluations with these numbers of tiles."""
+        """Split the tiles, in their order, into evaluations with these numbers of tiles."""
         if len(counts) == 1:
             return [self]
         constants, parts, first = self.constants, [], 0

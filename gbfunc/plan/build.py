@@ -63,7 +63,7 @@ def make_plan(
     direct parameters: the genome contains their values. Give at most one target size of the genome (`genome_params`,
     `genome_bytes`, `compression`), or a size of its g-nets (`periodic(features=8)`). If direct parameters would exceed
     a quarter of a target, embeddings are generated as products of two thin matrices (`low_rank`), and then the longest
-    biases and norms are generated. Sizes of g-nets in `rules` stay. If no size is given, one g-net generates each
+    biases and norms are generated. Sizes given in `rules` stay. If no size is given, one g-net generates each
     matrix as a single tile, with 32 features (`periodic`), 32 hidden units (`gnet`), rank 4 (`low_rank`) or 8 genes
     (`xox`). If only some parameters require grad, the frozen parameters keep their values, unless `include` or `rules`
     name them.

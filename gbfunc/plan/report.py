@@ -104,7 +104,6 @@ def _table(plan: Any, n_bytes: Mapping[str, int]) -> list[str]:
     rows |= {name: {} for name in n_bytes if name not in rows}
     for name, row in rows.items():
         row["tensor"], row["bytes"] = name, f"{n_bytes.get(name, 0):,}" if n_bytes else ""
-    # Long notes are printed below the table.
     notes = list(dict.fromkeys(note for row in rows.values() if len(note := row.get("note", "")) > _SHORT_NOTE))
     columns = []
     for name in _COLUMNS:

@@ -161,7 +161,6 @@ def _places(pnet: nn.Module, skeleton: nn.Module, forms: Mapping[str, WeightForm
         original = first.setdefault(id(tensor), name)
         path, _, key = name.rpartition(".")
         module = skeleton.get_submodule(path)
-        # A module that occurs several times is listed once.
         if (id(module), key) in seen:
             continue
         seen.add((id(module), key))

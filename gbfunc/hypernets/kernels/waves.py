@@ -116,7 +116,7 @@ def is_plain_needed() -> bool:
 _THREAD_WORK = 2**14  # Use one more thread for every 2^14 sines and cosines
 
 Pull = Callable[[Sequence[Tensor]], list[Tensor]]
-# Returns factors [T, n, 2 H], with rows last in memory, and a function that maps their gradients to leaf gradients.
+# Returns factors [T, n, 2 H], with rows last in memory, and a function from factors' gradients to leaf gradients.
 Backend = Callable[[Sequence[Side]], tuple[list[Tensor], Pull]]
 
 

@@ -197,7 +197,7 @@ def _launch(kernel: Any, programs: int, *arguments: Any) -> None:
 
 
 def backend(sides: Sequence[Any]) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], list[Tensor]]]:
-    """Compute the factors of each `Side`; also return a function that maps their gradients to leaf gradients."""
+    """Compute the factors of each `Side`. Also return a function from the factors' gradients to leaf gradients."""
     shapes = tuple((*(None if x is None else tuple(x.shape) for x in side[:7]), side.cosine_first) for side in sides)
     table, programs, (of_outputs, of_leaves), of_sums = _tabled(shapes, sides[0].weight.device)
     x = torch.cat([x.reshape(-1) for side in sides for x in side[:6] if x is not None])
