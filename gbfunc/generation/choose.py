@@ -1,4 +1,4 @@
-"""Chooses how to generate each weight (dense, as factors, or recomputed), and generates weights or a block of one."""
+"""Chooses how to generate each weight (dense, as factors, or recomputed), and generates weights or blocks of them."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _RUN_BYTES = 2**22
 
 
 class Generated(NamedTuple):
-    """A `gbfunc.layers.forms.Source` of a slot that is already generated, as a matrix or as factors of its tiles."""
+    """A generated slot, as a matrix or as factors of its tiles. A form reads it as a `gbfunc.layers.forms.Source`."""
 
     value: Tensor | Factors
     cut: Cut
@@ -48,7 +48,7 @@ class Generated(NamedTuple):
 
 
 class Local(NamedTuple):
-    """A `Source` of a slot whose g-nets are evaluated only when the matrix or the factors are requested."""
+    """A slot that is generated later, when a form requests the matrix or the factors. Also a `Source`."""
 
     evaluation: Evaluation
     cut: Cut

@@ -18,7 +18,7 @@ from gbfunc.types import Factors, Kernel
 
 
 class Remote(NamedTuple):
-    """A `Source` of a slot whose tiles are split over ranks. On request, ranks generate and gather the slot's tiles."""
+    """A slot that is split over ranks, as a `Source`. When a form requests it, ranks generate and gather its tiles."""
 
     stack: RankStack
     number: int

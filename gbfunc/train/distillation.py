@@ -26,8 +26,8 @@ def distillation(
             shape. The loss function keeps a copy in evaluation mode, on the teacher's device, without gradients.
         temperature: divides the logits of both networks.
         weight: weight $a$ of the teacher's term, from 0 to 1. With 1, labels are ignored.
-        loss_fn: the loss on labels, as for `make_train_step`; its `aux`, if any, must be a dict. By default, for batches
-            `(x, y)`, the cross entropy or, for floating-point `y`, the mean squared error.
+        loss_fn: the loss on labels, as for `make_train_step`; its `aux`, if any, must be a dict. The default, for
+            batches `(x, y)`, is the cross entropy or, for floating-point `y`, the mean squared error.
         dim: dimension of the classes in the outputs.
 
     Raises:
