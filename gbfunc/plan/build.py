@@ -70,7 +70,7 @@ def make_plan(
 
     With `base="own"`, the p-net's present weights are the base, and the genome is an adapter: `weights = base + delta`.
     The deltas are generated and start at exactly zero. Parameters of the base that have no delta, such as biases, are
-    not trained and do not count. Norms of the base with running statistics stay in evaluation mode.
+    not trained and do not count for a size target. Norms of the base with running statistics stay in evaluation mode.
 
     Args:
         pnet: any `nn.Module`, which is not changed. Its initial weights set the scale of the generated weights.
@@ -87,9 +87,9 @@ def make_plan(
             instead of a hypernetwork, parameters are direct. The first match applies.
         encodings: the encodings of rows and columns, `{parameter: (rows, columns)}`. None means the default (`binary`).
             An array or tensor [n, k] gives k coordinates for each of n rows or columns (`table`).
-        max_tile: largest tile: a length, or (rows, columns), where columns of a convolution count channels. By default,
-            a matrix is one tile. With a target size, a matrix is by default cut into smaller tiles, until the number
-            of features per tile is at most half the length of the tile's shorter side.
+        max_tile: largest tile: a length, or (rows, columns), where columns of a convolution count channels. None:
+            without a target size, a matrix is one tile. With a target size, a matrix is cut into smaller tiles until
+            the number of features per tile is at most half the length of the tile's shorter side.
         base: None, or `"own"`: the base consists of the p-net's present tensors, except tensors of `modules_to_save`.
         target_modules: modules whose weights get a delta, as in PEFT: a list of names or their last parts
             (`["query", "value"]`), a regular expression that matches whole names, or `"all-linear"`; None selects every
@@ -100,11 +100,11 @@ def make_plan(
 
     Returns:
         The plan. A genome has at most the target size and, if the sizes of g-nets allow, at least 98 % of the target. A
-        warning is issued if the genome is as large as the p-net, or if all g-nets have their smallest size.
+        warning is issued if the genome is as large as the p-net, or if every g-net has the smallest possible size.
 
     Raises:
         ValueError: for an unsupported p-net, patterns that match nothing, contradictory sizes, or a target that cannot
-            be reached; the message has the size of the smallest genome.
+            be reached; the message has the size of the smallest possible genome.
         TypeError: for arguments of a wrong type.
     """
     check_pnet(pnet)
@@ -186,7 +186,7 @@ def _target(total: int, hypernet: Hypernet, targets: Mapping[str, float | None])
 
 
 class TargetTooSmall(ValueError):
-    """Raised for a size target that is too small. `least` is the number of parameters of the smallest genome."""
+    """Raised for a size target that is too small. `least` is the smallest possible number of parameters."""
 
     def __init__(self, words: str, least: int) -> None:
         super().__init__(words)
