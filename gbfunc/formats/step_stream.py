@@ -19,7 +19,7 @@ from gbfunc.types import Params, TensorMap
 # halves the step, so the derivative of `h step^2 / 24` with respect to the bits is `-_BALANCE h step^2`.
 _BALANCE = math.log(2) / 12
 _STATISTIC = -32  # Largest index of statistics (step 2^(-32/8)): training cannot correct their rounding errors
-_FROZEN_ERROR = 1 / 64  # Largest rounding error of an untrained parameter, relative to its largest number
+_FROZEN_ERROR = 1 / 64  # Largest rounding error of an untrained parameter, relative to the parameter's largest number
 _WIDTHS = np.arange(NARROWEST + 1, WIDEST)
 
 

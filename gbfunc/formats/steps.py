@@ -37,7 +37,7 @@ from gbfunc.types import DTYPES, Params, TensorMap
 
 V = TypeVar("V")
 Side = tuple[Encoding, int, int]  # Codes of rows or columns, how many the matrix has, and how many a tile has
-AUTO = "auto"  # Names integers with trained quantization steps among the dtypes of `Stored`
+AUTO = "auto"  # The dtype of files whose numbers are integers with trained quantization steps
 OCTAVE, LEAST, MOST = 8, -128, 127  # An index larger by 8 doubles the step; smallest index; largest index
 LARGEST = 2047  # Largest integer that can be stored
 _REACH = 400  # `_STEPS` has the indices -400 .. 400
@@ -104,7 +104,7 @@ class Part(NamedTuple):
     first: int
     last: int | None
     shape: tuple[int, ...]
-    gain: str | None = None  # Name of the leaf [T, H] that multiplies the features of this leaf [T, ..., H]
+    gain: str | None = None  # Name of the amplitudes [T, H] that multiply the features of this leaf [T, ..., H]
     finer: tuple[int, ...] = ()  # For each entry of a code, n: steps are divided by sqrt(2)^n
     period: float | None = None
     statistic: bool = False

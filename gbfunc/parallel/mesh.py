@@ -180,7 +180,7 @@ def mesh(
     timeout: float = 300.0,
     init_method: str = "env://",
 ) -> Mesh:
-    """Build a mesh `data` x `pipeline` x `gnets` x `tensor` of all ranks, which must call with equal sizes.
+    """Build a mesh `data` x `pipeline` x `gnets` x `tensor` of all ranks. All ranks must call, with equal sizes.
 
     The mesh uses the existing process group. If there is no group and `torchrun` started the ranks (`RANK` is set), the
     mesh initializes a group, with gloo on the CPU and nccl on CUDA. Without `torchrun`, the mesh has one rank.

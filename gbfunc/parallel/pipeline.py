@@ -78,7 +78,7 @@ class Parcel:
 
 class _Plan(NamedTuple):
     chain: Chain
-    parcels: Sequence[Parcel]  # Per stage, the values that the stage receives
+    parcels: Sequence[Parcel]  # For each stage, the values that the stage receives
     graphs: Mapping[int, tuple[fx.Graph, Sequence[Any]]]  # Graph and inputs of each of this rank's stages
     schedule: Any
 

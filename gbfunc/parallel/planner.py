@@ -67,7 +67,7 @@ class LayoutPlan(NamedTuple):
 
     layout: RankLayout
     memory: Mapping[str, float]  # Bytes by use, on the rank that needs most memory
-    sent: Mapping[str, float]  # Bytes that a rank sends in a step at most, by axis
+    sent: Mapping[str, float]  # The most bytes that a rank sends in a step, by axis
     seconds: float  # Duration of a step
     bubble: float  # Fraction of the step in which ranks wait for another stage
 

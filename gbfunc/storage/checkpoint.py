@@ -185,10 +185,10 @@ def load_checkpoint(
             checkpoint, the result has the state `like` and `path=None`.
         train_step: the training step.
         like: a state with the structure, shapes, dtypes and devices of the result, such as `train_step.init()`.
-        check: called with the checkpoint's `extra` before plan and optimizer are compared; raises ValueError to refuse.
-        changed: allows that the optimizer's options, schedule or clipping norm differ from the checkpoint's. The
-            function is called once per difference, with a string such as `"lr 0.1, now 0.05"`. If `changed` is None,
-            a difference raises ValueError.
+        check: called with the checkpoint's `extra` before plan and optimizer are compared. The function raises
+            ValueError to refuse the checkpoint.
+        changed: called for each option, schedule or clipping norm of the optimizer that differs from the checkpoint's,
+            with a string such as `"lr 0.1, now 0.05"`. If `changed` is None, a difference raises ValueError.
 
     Raises:
         FileNotFoundError: if the file does not exist.

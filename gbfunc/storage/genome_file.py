@@ -113,7 +113,7 @@ def load(
 
     Args:
         path: the file.
-        factories: the factories of `from_module` that the plan uses. Loading runs no code from the file.
+        factories: the functions that were passed to `from_module`, if the plan has such g-nets. A file has no code.
         max_pnet_bytes: maximum size of the p-net that the file declares; a small file can declare a huge p-net.
         max_params: maximum number of the genome's parameters. If None, 2^20 parameters and 16 more per byte of the file
             are allowed, or 2^18 parameters and 1.5 more per byte in a file with quantization steps.
@@ -137,7 +137,7 @@ def load_metadata(path: str | os.PathLike[str]) -> Any:
 
 
 def load_dtype(path: str | os.PathLike[str]) -> Stored | None:
-    """Returns the `dtype` a file was saved with, or None for the plan's dtypes; raises the errors of `load`."""
+    """Returns the `dtype` passed to `save`, or None if the file has the plan's dtypes; raises the errors of `load`."""
     with _opened(path) as file:
         return file.stored(Plan.from_json) if isinstance(file, Compact) else file.dtype
 
@@ -250,7 +250,7 @@ def _check_range(name: str, size: Tensor, stored: Tensor) -> None:
         words = f"{name!r} holds {float(lost.max()):g}, too small a number for {stored.dtype}"
         if not name.startswith(DIRECT):
             raise ValueError(f"{words}: it would be 0; dtype='bfloat16' holds smaller ones")
-        # Only warn: biases of attention keys have an exact gradient of 0, and so keep tiny values without harm.
+        # Only warn: biases of attention keys have such tiny values, because their exact gradient is 0.
         warnings.warn(f"{words}, in which it is 0; dtype='bfloat16' holds smaller ones", UserWarning, stacklevel=3)
 
 
