@@ -226,6 +226,6 @@ class Sharing(Sized):
         return self.share != "none"
 
     def group(self, name: str, part: int, shape: tuple[int, int]) -> str:
-        """Return the matrix's shape for "shapes"; for "layers", also `part` and `name` without numbers; else ""."""
+        """Name the group: "" for "none", the shape for "shapes"; "layers" adds `part` and `name` without numbers."""
         size, kind = f"{shape[0]}x{shape[1]}", re.sub("[0-9]+", "*", name)
         return {"none": "", "layers": f"{kind}:{part}:{size}", "shapes": size}[self.share]

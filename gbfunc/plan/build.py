@@ -284,7 +284,7 @@ def _tensors(
             if isinstance(pair[1], PerAxis) and not matrix.kernel:
                 # The columns are channels x positions, such as a flattened image: cut tiles only between channels.
                 matrix = matrix._replace(kernel=(pair[1].n_positions,))
-            # Small tiles give a matrix a high rank. Cut none for a delta, because its base has a high rank already.
+            # Small tiles give a matrix a high rank. A delta needs no small tiles: its base has a high rank already.
             group, spreads = hypernet.group(name, part, matrix[:2]), hypernet.spreads and not choice.base
             key = matrix, hypernet, pair, tile, group, spreads
             unit = units.setdefault(key, Unit(*key))

@@ -15,7 +15,7 @@ from gbfunc.tiling import TileGrid
 from gbfunc.types import JSON
 
 VERSION = 2
-_USUAL_KINDS = {1: "vector", 2: "linear", 4: "conv"}  # By number of dimensions: the kind that the JSON does not write
+_USUAL_KINDS = {1: "vector", 2: "linear", 4: "conv"}  # Kinds by number of dimensions; the JSON has only other kinds
 V = TypeVar("V")
 C = TypeVar("C", bound=type[Hypernet] | type[Encoding])
 

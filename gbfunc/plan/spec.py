@@ -200,7 +200,7 @@ class Plan:
         return report(self, self.default_dtype(genome is None) if dtype is None else dtype, genome, metadata)
 
     def default_dtype(self, expected: bool = False) -> str | None:
-        """Return the default dtype of files. Only estimates (`expected`) may use `"auto"`: files need trained steps."""
+        """Return the default dtype of files; `"auto"` only for estimates (`expected`), which need no trained steps."""
         return None if not self.stored or (self.stored == AUTO and not expected) else self.stored
 
     def digest(self) -> str:
