@@ -1,7 +1,7 @@
 r"""Fits a genome to weights by least squares, one ensemble of g-nets after the other.
 
 Tile t has the target $Y_t = (W - offset - base) / scale$, cut out of its matrix W. With the sum $e_t$ of the squares of
-all targets of that matrix, the problem is
+all targets of the same matrix, the problem is
 
     minimize   sum_t |g(theta_t) - Y_t|^2 / e_t
 

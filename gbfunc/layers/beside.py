@@ -24,7 +24,7 @@ _LINEAR = 0.05  # Tolerated difference of f(x) + f(y) and f(x + y), relative to 
 
 
 def hidden_layers(net: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the layer for each layer with `in_features` but without a floating-point weight."""
+    """Yield (name, layer) for each layer that has `in_features` but no floating-point weight."""
     for name, layer in net.named_modules():
         sizes = getattr(layer, "out_features", None), getattr(layer, "in_features", None)
         inner = [m for m in layer.modules() if m is not layer]

@@ -206,7 +206,7 @@ def as_low_rank(left_ijrk: Tensor, right_ijck: Tensor, grid: TileGrid) -> tuple[
 class RowFactors(WeightForm):
     """The weight of a linear layer with separate factors for each row b of a batch: `W[b] = base + L[b] M[b] R[b]^T`.
 
-    The inputs are left L [B, rows, k], mix M [B, k, k], right R [B, cols, k] and, with a base, its weight [rows, cols].
+    The inputs are left L [B, rows, k], mix M [B, k, k], right R [B, cols, k] and, with a base, base [rows, cols].
     Factors that all rows of the batch share have no dimension B.
     """
 
@@ -245,7 +245,7 @@ class RowFactors(WeightForm):
 
 
 def thin_product(x: Tensor, right: Tensor, cols: tuple[int, int]) -> Tensor:
-    """Multiply columns `cols` of the input by these rows of `R`, in nr x nc tiles: [..., n] -> [..., nr * nc * k]."""
+    """Multiply columns `cols` of an input, [..., n], by the same rows of `R`, in nr x nc tiles: [..., nr * nc * k]."""
     nr, nc, c, k = right.shape
     if nr == nc == 1:
         return F.linear(x, right[0, 0, cols[0] : cols[1]].t())

@@ -68,7 +68,7 @@ BESIDE = LayerForm(beside_forward, (DELTA,))
 
 
 def layer_form(layer: nn.Module) -> LayerForm | None:
-    """Return the `LayerForm` of a layer with torch's own forward or with `in_features`. None for any other layer."""
+    """Return the `LayerForm` of a torch layer, or of a layer that hides its weight. None for any other layer."""
     form = FORMS.get(_stock_forward(type(layer)), BESIDE if hasattr(layer, "in_features") else None)
     # A layer with a method of its own, such as a replaced forward, may compute something else.
     patched = any(inspect.isroutine(getattr(type(layer), name, None)) for name in vars(layer))

@@ -73,7 +73,7 @@ def materialize_many(
     Args:
         plan: the plan, or one plan per genome.
         genomes: genomes, each a `Genome` or `TrainState`.
-        pnet: the plan's p-net or base, or one per genome. They must not change while the module is used.
+        pnet: the plan's p-net or base, or one per genome. P-nets must not change while the module is used.
         grown: number of genomes whose generated weights or factors are kept for later batches, by default all.
 
     Raises:

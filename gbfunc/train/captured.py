@@ -1,7 +1,7 @@
 """Training steps as CUDA graphs: loss, gradient and update are recorded once per batch shape, and then replayed.
 
 A replay reads its inputs from fixed memory: the state, the batch, the learning rates, and the seeds of torch's
-generators. The tensors of the returned state lie in the same fixed memory.
+generators. The returned state lies in the same memory: the next step overwrites it.
 """
 
 import warnings
@@ -157,7 +157,7 @@ class CapturedTrainStep(TrainStep):
         return Graphs(step, self.rates, self._options.cuda_graph == "auto")
 
     def __call__(self, gnet_params: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
-        """Train as `TrainStep` does; the tensors of the returned state lie in the memory of the graphs."""
+        """Train as `TrainStep` does. The returned state lies in the graphs' memory: the next call overwrites it."""
         step = int(gnet_params.step)
         if step == SHUFFLE_CHECK_STEP:  # This step reads losses on the CPU, so run it without a graph.
             return super().__call__(gnet_params, batch)

@@ -1,12 +1,12 @@
 """Local steps: each rank trains on its own rows, and every H steps an outer optimizer applies the ranks' mean update.
 
-The algorithm is DiLoCo (Douillard et al., 2023, algorithm 1, https://arxiv.org/abs/2311.08105), federated averaging
-(Reddi et al., 2021). In a round, rank i trains for H steps, on n_i rows, from the common genome theta to theta_i:
+The algorithm is DiLoCo (Douillard et al., 2023, algorithm 1, https://arxiv.org/abs/2311.08105), a kind of federated
+averaging (Reddi et al., 2021). In a round, rank i trains for H steps, on n_i rows, from the genome theta to theta_i:
 
     delta = sum_i n_i (theta - theta_i) / sum_i n_i,    theta <- outer optimizer(theta, gradient delta).
 
-The ranks all-reduce their genomes once in H steps instead of in every step, and average running statistics. The state
-of the inner optimizer, with which a rank trains, stays on the rank.
+The ranks average their genomes and running statistics at the end of a round, instead of gradients in every step. The
+state of the inner optimizer, with which a rank trains, stays on the rank.
 """
 
 from typing import Any, NamedTuple
