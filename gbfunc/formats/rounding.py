@@ -47,7 +47,7 @@ def stored_name(dtype: StoredDtype, what: str = "dtype") -> str:
 
 
 def stored_dtype(name: str, leaf: Tensor, dtype: str | None, narrow: bool = True) -> torch.dtype | None:
-    """Returns the dtype of a leaf or buffer in a file, or None for codes. `narrow`: 16 bits for running statistics."""
+    """Returns the dtype of a leaf or buffer in files, None for codes. `narrow` permits 16-bit running statistics."""
     buffer = name.startswith(BUFFERS)
     if dtype is None or not leaf.is_floating_point() or (buffer and not (narrow and dtype in BITS and is_stat(name))):
         return leaf.dtype
@@ -62,7 +62,7 @@ def is_stat(name: str) -> bool:
 
 
 def narrow_stats(leaves: TensorMap) -> bool:
-    """Returns True if 16 bits suffice for running statistics: means change by at most 1/64 of a standard deviation."""
+    """Returns True if 16 bits suffice for running statistics: no mean changes by > 1/64 of its standard deviation."""
     for name, x in leaves.items():
         if not is_stat(name):
             continue

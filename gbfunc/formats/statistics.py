@@ -62,7 +62,7 @@ def codable(plan: Any, leaves: TensorMap) -> bool:
 
 
 def squares_of(name: str, leaves: TensorMap, squares: TensorMap) -> Tensor | None:
-    """Estimates the mean square of the gradient of u from the bias's mean square; None if the norm has no bias."""
+    """Estimates a statistic's mean square of gradients from that of the norm's bias; None if the norm has no bias."""
     module = name.removeprefix(BUFFERS)
     shift, scale = (f"{DIRECT}{sibling(module, kind)}" for kind in ("bias", "weight"))
     if shift not in squares or squares[shift].shape != leaves[name].shape:
@@ -71,7 +71,7 @@ def squares_of(name: str, leaves: TensorMap, squares: TensorMap) -> Tensor | Non
 
 
 def encode_statistic(name: str, leaf: Tensor, variances: Mapping[str, Tensor]) -> Tensor:
-    """Computes u of a mean or variance in float64. For a mean, `variances` has the rounded u of the variance."""
+    """Computes the stored u of a mean or variance in float64. For a mean, `variances` has the variance's rounded u."""
     x = leaf.double()
     if kind_of(name) == VARIANCE:
         return (x.clamp(min=0) + LEAST_VARIANCE).log() / 2

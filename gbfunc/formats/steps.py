@@ -90,7 +90,7 @@ def stored_as(stored: Stored, what: str = "dtype") -> str:
 
 
 def bytes_each(stored: Stored) -> float:
-    """Returns the bytes per number in a file, for `"auto"` an average; raises ValueError for an unknown dtype."""
+    """Returns the bytes per number in a file (an estimate for `"auto"`); raises ValueError for an unknown dtype."""
     name = stored_as(stored)
     if name == AUTO:
         return EXPECTED_BITS / 8

@@ -84,7 +84,7 @@ def entry(symbol: int, limits: list[int]) -> Entry:
 
 
 def join(entries: list[Entry]) -> bytes:
-    """Encodes symbols as a stream. An entry is (sum of smaller values' frequencies, frequency, sum of frequencies)."""
+    """Encodes symbols. An entry has the frequencies of all smaller values, of the symbol, and of all values."""
     pieces = []
     for start in range(0, len(entries), PIECE):
         x = 1

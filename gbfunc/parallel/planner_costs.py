@@ -150,7 +150,7 @@ class Model:
                 yield [RankLayout(sizes, placement, schedule, m, "layer") for m in some]
 
     def dry(self, tensor: int, factored: bool) -> DryRun:
-        """Return a `DryRun` of one of `tensor` ranks; raise ValueError if layers cannot be split over these ranks."""
+        """Return a rank's `DryRun` with layers split over `tensor` ranks; ValueError if layers cannot be split."""
         parallel = None
         if tensor > 1:
             styles = resolve(self.pnet, tensor_styles(self.pnet)) if self._styles is None else self._styles
@@ -161,7 +161,7 @@ class Model:
         return self.dry(tensor, factored)(self.run, self._batch(rows))
 
     def generated(self, tensor: int, factored: bool, remat: bool, gnets: int) -> dict[str, Cell]:
-        """Return the costs of every generated parameter on one of `tensor` ranks, by the parameter's name."""
+        """Return what every generated parameter costs a rank if layers are split over `tensor` ranks, by name."""
         dry, plan, costs, flops = self.dry(tensor, factored), self.plan, dict[str, Cell](), dict[int, float]()
         for e in plan.ensembles:
             for span in e.spans:
@@ -199,7 +199,7 @@ class Model:
         return [frozenset(range(a, b)) for a, b in pairwise(starts)]
 
     def weights(self, used: frozenset[int], *options: Any) -> Cell:
-        """Return the total cost of the parameters that some cells use; `options` are arguments of `generated`."""
+        """Return the total cost of parameters that the cells `used` need; `options` are arguments of `generated`."""
         return total(cell for name, cell in self.generated(*options).items() if self._places[name] & used)
 
     def footprint(self, layout: RankLayout) -> tuple[dict[str, float], dict[str, float], list[Cell], float]:
