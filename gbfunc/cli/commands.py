@@ -57,7 +57,7 @@ class Command:
 
 @dataclass(frozen=True, kw_only=True)
 class GenomeCommand(Command, options.ConfigOption, options.DataOptions):
-    """Base class of commands that read a genome. By default, task and p-net are those in the genome's file."""
+    """Base class of commands that read a genome. By default, the genome's file names the task and the p-net."""
 
     # Task: digits, mnist, fashion-mnist, cifar10, images, text, chat, trec, texts, control, or module:function.
     task: Annotated[str, shows("NAME", "the task of the genome")] = ""
@@ -126,9 +126,9 @@ class Sample(GenomeCommand):
 class Export(GenomeCommand):
     """Write a network for other programs, as a web page, or as a QR code."""
 
-    # File to write; an existing file is replaced. A page of a text task takes its characters from --data-dir.
+    # File to write; an existing file is replaced. The page of a text task gets the characters from --data-dir.
     out: Annotated[Path, arg(metavar="FILE")]
-    # Write a QR code that opens an exported page at this address with the genome (at most about 2,200 bytes).
+    # Write a QR code with the genome (at most about 2,200 bytes). The code opens the exported page at this address.
     qr: Annotated[str | None, shows("PAGE")] = None
     # Format: ONNX, torch.export, AOTInductor, IREE or dense weights.
     to: Annotated[FormatName | None, shows(FormatName, "by the suffix: .onnx, .pt2, .vmfb, .safetensors")] = None

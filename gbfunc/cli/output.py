@@ -88,7 +88,7 @@ def write_figure(path: Path, draw: Callable[[], Figure]) -> None:
 def written(
     folder: Path, out: Path | None, task: Task, metrics: Mapping[str, Any], runs: Mapping[str, Sequence[Row]]
 ) -> Iterator[None]:
-    """Write the results of a training. When the context ends, draw the learning curve and print a next command."""
+    """Write the results of a training. When the context ends, draw the learning curve and suggest a command."""
     write_history(folder / "history.csv", runs)
     write_metrics(folder / "metrics.json", metrics)
     yield

@@ -42,8 +42,8 @@ TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType(
 def find_task(name: str, data_dir: Path | str | None, config: Mapping[str, Any]) -> Task:
     """Make the task `name`, a key of `TASKS` or a user's `package.module:function`, with the options `config`.
 
-    Raises `ValueError` if the name or an option is unknown, or if the data are damaged. A task that reads no files also
-    raises `ValueError` for a `data_dir`.
+    Raises `ValueError` if the name or an option is unknown, if the data are damaged, or if a task that reads no files
+    gets a `data_dir`.
     """
     if is_import_path(name):
         factory = import_factory(name, "a Task")

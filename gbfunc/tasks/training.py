@@ -166,8 +166,8 @@ def fit(
 ) -> Fit:
     """Train for the recipe's number of steps, with validations in between unless `validate` is False.
 
-    `seed` determines the order of examples. `checkpoints` has three methods. `resume(state)` returns the state to begin
-    with, and its `Position` (None in a new training). `due(steps)` returns whether to save a checkpoint. `save(state,
+    `seed` determines the order of examples. `checkpoints` has three methods. `resume(state)` returns the first state,
+    and its `Position` (None in a new training). `due(steps)` returns whether to save a checkpoint. `save(state,
     steps, position, wait=False)` may raise an error to stop after a signal. Interruptions do not change the result.
 
     `on_log` gets the `train_` metrics of every `log_every`-th step and the `val_` metrics of each validation.
