@@ -44,7 +44,6 @@ def _places(n: int) -> list[int]:
 
 
 def _quotient(i: Tensor, m: int) -> Tensor:
-    """Return `i // m`, with fewer operations in an exported graph."""
     return ((i - i % m).double() / m).to(i.dtype)
 
 

@@ -129,7 +129,6 @@ class GenomeProblem(Problem):
         return one(solutions_nz)
 
     def _grower(self, call: Callable[[Params, Params], Any]) -> Callable[[Tensor], Params]:
-        """Return a function from a solution [z] to the p-net's weights, with the noise of one generation."""
         leaves = flat_genome(self._unflatten(self.start_P))
         # Compute the generator's constants now, because `vmap` cannot compute constants.
         self._weights_of.prepare(leaves)

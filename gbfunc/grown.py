@@ -107,7 +107,6 @@ def carry_over(source: nn.Module, net: nn.Module, *, layers: int | None = None) 
 
 
 def _by_layer(net: nn.Module) -> Iterator[tuple[str, Tensor, int]]:
-    """Yield (name, tensor, number of the layer) for all parameters and buffers, module after module."""
     layer = 0
     for prefix, module in net.named_modules():
         for kind in (module.named_parameters, module.named_buffers):

@@ -157,7 +157,6 @@ def join_all(tiles_Trc: Tensor, grids: Sequence[TileGrid]) -> tuple[Tensor, ...]
 
 
 def _is_stack(grid: TileGrid) -> bool:
-    """Return True if the stacked tiles have the same layout in memory as the matrix."""
     return grid.n_cols == 1 and grid.rows % grid.tile_rows == 0
 
 

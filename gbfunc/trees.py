@@ -138,7 +138,6 @@ def tree_map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 
 
 def _mapping_like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
-    """Return the items as a mapping of the type of `mapping`, or as a dict if this type cannot be built from items."""
     if type(mapping) is dict:
         return items
     try:

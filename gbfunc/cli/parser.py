@@ -56,7 +56,6 @@ def parse(argv: Sequence[str]) -> Any:
 
 
 def _reason(message: str) -> str:
-    """Extract the reason, and the most similar option if any, from an error message of tyro."""
     lines = [line.strip("│ ") for line in message.splitlines()[1:]]
     blocks = " ".join(line if line.strip("─-╰╯") else "\n" for line in lines).split("\n")
     words = next(block for block in blocks if block.strip()).strip().removesuffix(".")

@@ -379,7 +379,6 @@ def _unpacked(text: str, arrays: Mapping[str, NDArray[Any]]) -> Any:
 
 
 def _attributes(strategy: Strategy, prefix: str = "") -> dict[str, Any]:
-    """Return `{path: value}` for the attributes of a strategy. Attributes of a wrapped strategy are included."""
     found = {f"{prefix}{name}": value for name, value in vars(strategy).items()}
     for at, value in list(found.items()):
         if isinstance(value, Strategy):

@@ -309,7 +309,6 @@ class ManyGenomes(nn.Module):
         return (numbers + 1) % self.n_genomes, _Call(rows.args, rows.kwargs, rows.split)
 
     def _first(self, index: Tensor, call: _Call) -> _Mode:
-        """Return the first way to run a batch whose outputs equal the outputs of the rows, run one at a time."""
         alone = [_checked(self._alone(index, b, call), 1) for b in range(len(index))]
         expected, reason = [_tensors(out) for out in alone], ""
         tolerance = _tolerance((*self.buffers(), *_tensors((call.args, call.kwargs)), *expected[0]))

@@ -212,7 +212,6 @@ def _states() -> str:
 
 
 def _chain_of(program: Any, net: nn.Module, blocks: Sequence[str]) -> Chain:
-    """Build a chain from a program of `torch.export`. The operator of a layer becomes a call of the layer."""
     trained = dict(net.named_parameters(remove_duplicate=False))
     named, ties = trained | dict(net.named_buffers(remove_duplicate=False)), dict[Tensor, str]()
     firsts = {name: ties.setdefault(x, name) for name, x in named.items()}

@@ -290,7 +290,6 @@ def _play(
 
 @torch.no_grad()
 def _rollout(envs: Any, net: PolicyValue, front: _Front, place: Rollouts) -> tuple[Transitions, _Front]:
-    """Act for T steps in N environments. Return T * N transitions or N sequences, and the state after the last step."""
     settings, discrete = place.settings, place.env.discrete
     obs, restarts, starts, steps = [front[0]], [front[1]], [front[2]], []
     first = memory = front[3]

@@ -173,7 +173,6 @@ def _device_tensors(state: Any) -> dict[str, Tensor]:
 
 
 def _write(into: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
-    """Copy each tensor into the tensor of the same name in `into`, unless both share memory."""
     both = zip(into.values(), tensors.values(), strict=True)
     other = [(x, y) for x, y in both if x is not y and x.data_ptr() != y.data_ptr()]
     if other:

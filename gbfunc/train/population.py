@@ -156,7 +156,6 @@ class Population:
         return like_genome(new | frozen, state)._replace(buffers=buffers, opt=opt, step=state.step + 1)
 
     def _shared(self, params: Params) -> set[tuple[str, str]]:
-        """Find the entries of the optimizer's state that all members share, such as counts of updates."""
         if self._entries is None:
             leaves = self.train_step._optimizer.init(params, self.train_step._roles).leaves
             self._entries = {(k, e) for k, xs in leaves.items() for e, x in xs.items() if x.shape != params[k].shape}

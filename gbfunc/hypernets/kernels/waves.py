@@ -121,7 +121,6 @@ Backend = Callable[[Sequence[Side]], tuple[list[Tensor], Pull]]
 
 
 def _native(sides: Sequence[Side]) -> tuple[list[Tensor], Pull]:
-    """Compute sides on a CPU by `waves.cpp`, which takes an array of the struct `Wave`."""
     fields: list[int] = []
     outputs: list[Tensor] = []
     kept: list[Tensor] = []  # tensors that must stay alive, because backward reads their memory

@@ -131,7 +131,6 @@ def genome_step(plan: Plan, pnet: nn.Module, batch: Batch, lr: float, **options:
 
 
 def _genome(setup: Setup, **options: Any) -> Step:
-    """Build a training step. For a case of generation, the step only generates the weights, forward and backward."""
     _, plan, pnet, batch, setting = setup
     if not setup.case.generation:
         return genome_step(plan, pnet, batch, setting.lr, **options)

@@ -75,7 +75,6 @@ def time_together(
 
 
 def _kernels(step: Step) -> tuple[float, float]:
-    """Return the number of GPU kernels in a step, and the total time of the kernels in seconds."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(3):
             step()
@@ -254,7 +253,6 @@ def _measure_overhead(device: torch.device) -> float:
 
 
 def _measure_link(mesh: Mesh) -> tuple[float, float]:
-    """Measure how many bytes a rank sends per second, and how many seconds an all-reduce of one number takes."""
     seconds = []
     for n in (1, _SENT_BYTES // 4):
         x, times = torch.zeros(n, device=mesh.device), []

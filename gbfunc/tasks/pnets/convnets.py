@@ -131,7 +131,6 @@ class ResNet(nn.Module):
 
 
 def _normed_plan(norms: str) -> PlanOptions:
-    """Return plan options for convolutions with norms. `norms` is a pattern for the names of the norms' weights."""
     # Fix the norms' scales at 1: the next layers can learn the scales, and the genome has room for more sines.
     return PlanOptions(hypernet=periodic(share="shapes", frequency=2.5), rules=((norms, constant(1.0)),))
 

@@ -207,7 +207,6 @@ def _check_sizes(interface: Interface, full: Any, name: str) -> None:
 
 
 def _pretrained(name: str, folder: Path, full: Any, auto: Any, head: str, **gguf: Any) -> Any:
-    """Load a pretrained network, except the layer `head`. The network's configuration records the source `name`."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -105,7 +105,6 @@ class CompiledGraph(OneGraph):
 
 
 def _compiler_errors() -> tuple[type[Exception], ...]:
-    """Return the classes of errors that the compiler raises before any compiled code has run."""
     tracing: Any = torch._dynamo.exc  # pyright: ignore[reportAttributeAccessIssue]
     more = getattr(tracing, "FailOnRecompileLimitHit", None)
     return (tracing.TorchDynamoException,) if more is None else (tracing.TorchDynamoException, more)

@@ -78,7 +78,6 @@ class Pipelined(Strategy):
     def _result(
         self, inputs: StepInputs, wanted: list[Tensor], loss_of: GenomeLoss, parts: list[Any], repeated: bool
     ) -> Result:
-        """Run the microbatches `parts`. If `repeated`, each microbatch starts from the buffers of `inputs`."""
         pipeline, before = self._pipeline, inputs.buffers
         of_stages = dict.fromkeys(pipeline.mine, before)
         generated, weights, trained = weights_of(loss_of, inputs, self._regenerate)

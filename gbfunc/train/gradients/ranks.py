@@ -167,7 +167,6 @@ class SplitObjective(RankObjective):
         return loss, aux, gradients, counted / (self._split.ranks if self._split.local_rows is None else 1)
 
     def _check_first_step(self, loss: Tensor, inputs: StepInputs, trained: Params) -> None:
-        """Compare losses over tensor ranks. Also compare with the whole p-net if the loss function can run on it."""
         self._split.compare(loss)
         rows_split = any(gather_objects(self._layout.mesh, self._split.local_rows is not None))
         if not rows_split or all(gather_objects(self._layout.mesh, self._accepts_full_outputs(inputs, trained))):
