@@ -210,7 +210,7 @@ _SENT_BYTES, _ROUNDS = 2**25, 5
 
 
 def calibrate(device: torch.device) -> tuple[DeviceSpec, bool]:
-    """Measure the device of one rank for the planner. Also return whether this process should report the result.
+    """Measure a rank's device for `gbfunc plan`. Also return whether this process should print the result.
 
     An all-reduce is timed between the ranks of `torchrun`, or between two processes on the loopback device.
     """

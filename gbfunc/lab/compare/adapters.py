@@ -1,7 +1,7 @@
 """Adapters of a pretrained p-net from the package `peft`, and training of some of the p-net's parameters.
 
 The file of an adapter has the trained tensors, including a linear classifier, and the names of the changed layers.
-Random projections are drawn from a seed and not stored. For each choice of layers, the largest size that fits is tried.
+Random projections are drawn from a seed, not stored. Each choice of layers gets the largest size that fits the budget.
 """
 
 from __future__ import annotations

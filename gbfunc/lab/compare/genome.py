@@ -1,4 +1,4 @@
-"""The methods of gbfunc, one for each type of g-net. The file of a method is a genome file, which includes the plan."""
+"""The methods that train a genome, with one type of g-net each. A method writes a genome file, which has the plan."""
 
 import json
 from collections.abc import Mapping
