@@ -39,8 +39,8 @@ class Fit(NamedTuple):
 
     Attributes:
         genome: the genome.
-        errors: for every generated tensor by name, `|W - W_hat| / |W|` (Frobenius norm) of the target W and the
-            generated W_hat, 0 if both are zero. For a tensor of a base, W and W_hat are deltas.
+        errors: for every generated tensor by name, `|W - W_hat| / |W|` (Frobenius norm), where W is the target and
+            W_hat is generated. An error is 0 if both are zero. For a tensor of a base, W and W_hat are deltas.
     """
 
     genome: Genome
@@ -133,7 +133,7 @@ def fit_genome(
         pnet: the base, if the plan has a base. The deltas are fitted to the difference from the base.
         start: the genome from which the fit starts; by default, a random genome drawn with `seed`.
         seed: seed of the drawn genome.
-        steps: number of Adam steps. 0 solves only for the leaves in which tiles are linear.
+        steps: number of Adam steps. With 0, only leaves in which tiles are linear are fitted.
         lr: initial learning rate of Adam, which decays to 0 along a cosine.
 
     Raises:

@@ -125,7 +125,7 @@ def init_genome(plan: Plan, pnet: nn.Module, seed: int = 0, *, device: torch.dev
         device: device of the genome; by default the p-net's device, or the CPU for a p-net on the meta device.
 
     Raises:
-        ValueError: for another p-net's plan, a buffer on the meta device, or g-nets without a leaf that scales tiles.
+        ValueError: for a plan of another p-net, buffers on the meta device, or g-nets without a leaf to scale tiles.
     """
     check_plan(plan, pnet)
     buffers = {b.name: pnet.get_buffer(b.name).detach() for b in plan.buffers}

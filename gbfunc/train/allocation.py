@@ -26,8 +26,8 @@ def allocate_steps(
 ) -> Steps:
     r"""Choose the quantization steps of a genome, so that the file fits a size and the loss grows least.
 
-    A leaf stacks the g-nets of several tensors. The share of one tensor is a *part*, with its own step. The step times
-    $\sqrt{\overline{g^2}}$ is the same for all parts, where $\overline{g^2}$ is the optimizer's mean square of the
+    A leaf stacks the g-nets of several tensors. The share of one tensor is a *part*, with a quantization step $s$. All
+    parts have the same $s \sqrt{\overline{g^2}}$, where $\overline{g^2}$ is the optimizer's mean square of the
     part's gradient. This is reverse water-filling with the diagonal of the Fisher information (`gbfunc.formats.steps`).
 
     Pass the result to `save`, and to `make_train_step(rounding=)`. The loss is then computed from the rounded genome

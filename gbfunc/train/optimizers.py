@@ -1,10 +1,10 @@
 """Optimizers as pairs of pure functions `(init, update)`, made from classes of `torch.optim`.
 
 Each update copies the leaves, makes torch's optimizer for the copies and the old state, calls `step()` once, and
-returns the new leaves and state. For Adam and AdamW, it calls torch's fused kernel directly.
+returns the new leaves and state. For Adam and AdamW, the update calls torch's fused kernel directly.
 
-Leaves have roles: code weights and linear coefficients of g-nets, which are stacked over tiles or groups of tiles,
-[tiles, ...], and direct parameters, which are ordinary parameters of the p-net.
+Each leaf has a role. Code weights and linear coefficients belong to g-nets, and are stacked over tiles or groups of
+tiles: [tiles, ...]. Direct parameters are ordinary parameters of the p-net.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ def torch_optimizer(
     `fused=False` or `foreach` is given; `fused=True` has no effect on other classes.
 
     Most classes update every number separately. Muon (Jordan et al., 2024) and Adafactor (Shazeer and Stern, 2018)
-    update a matrix as a whole. Here, these matrices are the tiles of code and linear leaves, and direct parameters.
-    AdamW, with the same `lr` and `weight_decay`, updates the leaves that these classes cannot: empty leaves and, for
-    Muon, leaves that are not matrices. A class from outside of torch must update every number separately, and keep
-    everything that changes as tensors in the state of a parameter.
+    update a matrix as a whole. Here, a matrix is the part of a leaf that belongs to one tile, or a direct parameter.
+    AdamW, with the same `lr` and `weight_decay`, updates the leaves that these classes cannot update: empty leaves
+    and, for Muon, leaves that are not matrices. A class from outside of torch must update every number separately. It
+    must keep everything that changes as tensors in the state of a parameter.
 
     Args:
         cls: the class.

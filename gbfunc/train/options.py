@@ -52,7 +52,7 @@ class StepOptions:
         parallel: how layers are split over the mesh's tensor axis: a style of `torch.distributed.tensor.parallel` per
             module name, as for `parallelize_module` (`gbfunc.parallel.styles.tensor_styles` makes them). A rank
             generates and applies its part of a weight. All ranks along the axis get the same rows. If the first layer
-            takes a sharded input, each rank gets its part of these rows.
+            takes a sharded input, each rank gets only its part of every row.
         pipeline: the schedule of microbatches along the mesh's pipeline axis: torch's `"gpipe"`, `"1f1b"`,
             `"interleaved"` or `"zbv"`. All ranks along the axis get the same rows. `microbatches` must divide the
             number of rows. The part of the loss function before the call of the p-net must run on the meta device.
@@ -66,7 +66,7 @@ class StepOptions:
         metadata: the metadata that `gb.save` will store, for `rounding="auto"`.
         local_steps: number of training steps on a rank between averages of the genomes (`gbfunc.train.local`). Each
             rank has the whole genome, runs the whole p-net, and reports the loss of its own rows.
-        outer: with `local_steps`, the optimizer that applies the ranks' mean update, as a gradient; by default
+        outer: with `local_steps`, the optimizer whose gradient is the ranks' mean update; by default
             `gb.torch_optimizer(torch.optim.SGD, lr=1.0, momentum=0.5, nesterov=True)`.
 
     Raises:

@@ -103,7 +103,7 @@ def _make_group(
 
 
 def learning_rate(lr: LearningRate, step: int) -> float:
-    """Return the learning rate at a training step, and check it, because torch does not check schedules."""
+    """Return the learning rate at a training step. Check the rate, because torch does not check schedules."""
     rate = float(lr(step) if callable(lr) else lr)
     if not 0 <= rate or not isfinite(rate):
         raise ValueError(f"lr must be finite and >= 0, got {rate} at step {step}")
