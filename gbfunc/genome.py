@@ -27,7 +27,7 @@ Noise = Mapping[str, Params]
 
 _DRAWS = 8  # Maximum number of draws of a slot's leaves
 _NEWTON_STEPS = 8
-_FLAT = 1e-3  # A matrix counts as constant if, without its mean, less than this fraction of its deviation is left
+_FLAT = 1e-3  # A matrix is constant if removing its mean leaves less than this fraction of its standard deviation
 _LARGE, _MANY = 1 << 20, 64  # `moments` uses factors from _LARGE weights and _MANY columns of the factors on
 _SAMPLED = 64  # Number of rows, and of columns, from which a tile's means are estimated
 _RIDGE = 0.01  # e in `_interacting`, relative to the diagonal of A; a smaller e removes more of the means

@@ -250,7 +250,6 @@ def _prepare(group_of: Callable[..., ParamGroup], leaves: tuple[tuple[str, str |
             raise ValueError(f"role of leaf {name!r} must be one of {ROLES}, got {role!r}")
         group = group_of(name, role, shape)
         zeros[name] = torch.zeros(shape, dtype=dtype, device=device)
-        # A fused kernel takes leaves of a single dtype on a single device.
         fused = group.adam and dtype in FUSED and device.type in ("cpu", "cuda")
         names.setdefault((group, (dtype, device) if fused else None), []).append(name)
     calls = [_Call(group, named, group.adam if kind else None) for (group, kind), named in names.items()]

@@ -115,7 +115,7 @@ class StepOptions:
         if (self.rounding == AUTO) != (self.genome_bytes is not None and self.total_steps is not None):
             raise ValueError("rounding='auto' needs genome_bytes= and total_steps=, which go with no other rounding")
         if self.rounding == AUTO and (self.local_steps is not None or self.placement not in ("auto", "replicated")):
-            # A rank chooses a quantization step from all tiles that share the step, so it needs all of these tiles.
+            # A quantization step depends on all tiles that share the step, so a rank needs all of these tiles.
             words = f"placement={self.placement!r}, local_steps={self.local_steps}"
             raise ValueError(f"rounding='auto' needs the whole genome on each rank, the same on all, got {words}")
         if self.rounding is not None:
@@ -161,7 +161,6 @@ class StepOptions:
             # A rank with fewer rows may have fewer microbatches. Other ranks would wait forever for its next gather.
             raise ValueError("remat='layer' on a split genome gathers for each use: it needs microbatches=1")
         if self.rounding is not None:
-            # A rank rounds with a scale that depends on all tiles of a tensor, so it needs all of these tiles.
             raise ValueError("rounding= needs the whole genome on each rank: take placement='replicated'")
         if layout.placement == "sharded" and self.lazy is True:
             raise ValueError("lazy=True needs factors, and placement='sharded' gathers tiles: take placement='factors'")
