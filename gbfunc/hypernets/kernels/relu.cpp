@@ -14,6 +14,9 @@ namespace {
 // NaN stays NaN, as in torch.
 template <class S>
 Vec<S> relu(Vec<S> x) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(S) == 4) return _mm512_max_ps(Vec<S>{}, x);
+#endif
   return x < Vec<S>{} ? Vec<S>{} : x;
 }
 
