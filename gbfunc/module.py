@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -185,11 +186,13 @@ class GenomeModule(nn.Module):
 
     def _watch(self) -> None:
         """Warn if gradients never change the genome: probably, the optimizer has the parameters of another module."""
-        self._forwards += 1
+        forwards = next(self._forwards)
+        if forwards not in (2, _WATCHED):
+            return
         leaves = [x for x in self.parameters() if x.is_leaf and x.grad is not None]
-        if self._forwards == 2:
+        if forwards == 2:
             self._first = [x.detach().clone() for x in leaves]
-        elif self._forwards == _WATCHED and leaves and self._first and all(map(torch.equal, leaves, self._first)):
+        elif leaves and self._first and all(map(torch.equal, leaves, self._first)):
             warnings.warn(_UNCHANGED, UserWarning, stacklevel=2)
 
     def train(self: Self, mode: bool = True) -> Self:
@@ -307,7 +310,7 @@ class GenomeModule(nn.Module):
             return make_generator(plan, pnet=self, lazy=lazy, base=base, names=names)
 
         self._generator_of, self._drawn = functools.cache(of), None
-        self._forwards, self._first = 0, list[Tensor]()
+        self._forwards, self._first = itertools.count(1), list[Tensor]()
         self._generator = of(*(t.name for t in plan.generated))
         self._generator.prepare(self._leaves())
 
@@ -339,7 +342,8 @@ class GenomeModule(nn.Module):
         return _blank_module, (made._stated, layer), self.__getstate__()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: x for k, x in self.__dict__.items() if k not in ("_generator", "_generator_of", "_drawn", "_first")}
+        built = ("_generator", "_generator_of", "_drawn", "_forwards", "_first")
+        return {k: x for k, x in self.__dict__.items() if k not in built}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -74,9 +74,9 @@ def count_made(form: WeightForm) -> Counter[str]:
     made: Counter[str] = Counter()
     make = form.make
 
-    def counted(given: Any) -> Tensor:
+    def counted(inputs: Any) -> Tensor:
         made[form.name] += 1
-        return make(given)
+        return make(inputs)
 
     form.make = counted
     return made
