@@ -61,7 +61,7 @@ class Ensemble:
             taken += len(new)
         return np.concatenate(groups)
 
-    @property
+    @cached_property
     def leaves(self) -> dict[str, Leaf]:
         """Leaves of ONE g-net by name, without empty leaves (code weights for codes of width 0)."""
         return {k: leaf for k, leaf in self.hypernet.leaves(self.dims).items() if 0 not in leaf.shape}
