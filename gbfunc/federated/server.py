@@ -357,8 +357,6 @@ def _printable(words: object) -> str:
 
 
 def _packed(value: Any, tensors: Params) -> str | None:
-    """Encode a value as JSON, and put arrays into `tensors`. Return None for values that JSON cannot encode."""
-
     def leaf(x: Any) -> Any:
         if isinstance(x, ArrayRecord):
             return {_ARRAYS: {name: leaf(array.numpy()) for name, array in x.items()}}

@@ -22,7 +22,6 @@ _GAIN, _SHIFT = "gain", "shift"
 
 
 def _build(factory: Factory, width: int, seed: int, device: str = "cpu") -> nn.Module:
-    """Build a module in float32 from a seed. Torch's generator and default dtype are restored afterwards."""
     default = torch.get_default_dtype()
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), torch.device(device):
         # Hide torch's warning about empty parameters: codes have width 0 if a tile has a single weight.

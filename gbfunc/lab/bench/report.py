@@ -230,7 +230,6 @@ def calibrate(device: torch.device) -> tuple[DeviceSpec, bool]:
 
 
 def _measure_ceilings(device: torch.device) -> tuple[float, float]:
-    """Measure the operations per second of a float32 matrix product, and the bytes per second of a copy (both ways)."""
     a, b, out = (torch.randn(2048, 2048, device=device) for _ in range(3))
     source, target = (torch.ones(2**26, device=device) for _ in range(2))
     functions = {"product": lambda: torch.mm(a, b, out=out), "copy": lambda: target.copy_(source)}
@@ -239,7 +238,6 @@ def _measure_ceilings(device: torch.device) -> tuple[float, float]:
 
 
 def _measure_overhead(device: torch.device) -> float:
-    """Measure the seconds per operator, with the calls of modules, in forward and backward of a net of tiny layers."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     net = nn.Sequential(*(m for _ in range(100) for m in (nn.Linear(8, 8), nn.GELU()))).to(device)
