@@ -89,7 +89,8 @@ def _federation(job: Job, options: Federated) -> tuple[GenomeStrategy, LocalGrid
 
     def examples(context: Any) -> Any:
         own = indices[context.node_config["partition-id"]]
-        return replace(task.train, **{name: rows[own] for name, rows in vars(task.train).items()})
+        tensors = {name: x[own] for name, x in vars(task.train).items() if isinstance(x, torch.Tensor)}
+        return replace(task.train, **tensors)
 
     optimizer = find_optimizer(options.optimizer or ("SGD" if options.dense else "Adam"))
     recipe = replace(job.recipe, optimizer=optimizer)
