@@ -40,7 +40,7 @@ _UNCHANGED = (
 
 
 class _Frame(NamedTuple):
-    """The fixed part of a module. `sources` maps each generated tensor's name, also a tied name, to the plan's name."""
+    """A module's constants. `sources` maps each generated tensor's name, also a tied name, to the plan's name."""
 
     plan: Plan
     base: BaseTensors | None
@@ -59,10 +59,10 @@ class GenomeModule(nn.Module):
     hooks and buffers. `net` is an instance of both the p-net's class and `GenomeModule`. Make the optimizer from
     `net.parameters()`, because the p-net's own parameters are not trained. Only the genome is a parameter, so optimizer
     states, DDP's all-reduce and state dicts have the genome's size. A forward generates all weights once, from the
-    current genome. Outside of a forward, reading `net.fc.weight` generates the weight: in-place changes of it are lost.
+    current genome. Outside of a forward, reading `net.fc.weight` generates the weight: in-place changes are lost.
 
     The g-nets' parameters are named `gnets:<ensemble>:<leaf>`. Direct parameters and buffers keep the p-net's names.
-    They start with the values of `genome` or of the p-net, and require grad as in the p-net. `load_state_dict` raises
+    Both start with the values of `genome` or of the p-net, and require grad as in the p-net. `load_state_dict` raises
     RuntimeError for the state dict of another plan, except from safetensors files, which lack the metadata. In training
     mode, stochastic g-nets draw from torch's default generator. In evaluation mode, they generate mean weights.
 
@@ -131,8 +131,8 @@ class GenomeModule(nn.Module):
         sources |= {t.name: t.name for t in plan.tensors if t.kind == "beside"}
         self._frame = _Frame(plan, base, lazy, sources)
         without_sparse(self, {name for t in plan.generated for name in (t.name, *t.aliases)})
-        # `install` replaces a module's class by a subclass with generated weights. It must make a subclass of the
-        # p-net's class here, from which the final class then inherits.
+        # `install` replaces the class of a module by a subclass with generated weights. Give this module the p-net's
+        # class first, so that `install` makes a subclass of that class. The final class inherits from the subclass.
         this: Any = self
         read, made = self._read, type(self)
         this.__class__ = made._pnet_class

@@ -83,7 +83,7 @@ def make_generator(
 
 @dataclass
 class _Chooser:
-    """Chooses each tensor's form (dense, factors, ...) and each ensemble's `Stack`, by `make_generator`'s arguments."""
+    """Chooses tensors' forms (dense, factors, ...) and ensembles' `Stack`s from the arguments of `make_generator`."""
 
     plan: Plan
     kernel: Kernel

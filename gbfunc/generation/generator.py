@@ -30,7 +30,7 @@ _RUN_BYTES = 2**22
 
 
 class Generated(NamedTuple):
-    """A generated slot, as a matrix or as factors of its tiles. A form reads it as a `gbfunc.layers.forms.Source`."""
+    """A generated slot, as a matrix or as factors of its tiles. Forms read slots as `gbfunc.layers.forms.Source`."""
 
     value: Tensor | Factors
     cut: Cut
@@ -48,7 +48,7 @@ class Generated(NamedTuple):
 
 
 class Local(NamedTuple):
-    """A slot that is generated later, when a form requests the matrix or the factors. Also a `Source`."""
+    """A slot that is generated later, when a form requests the matrix or the factors. The class is a `Source`."""
 
     evaluation: Evaluation
     cut: Cut
@@ -169,7 +169,7 @@ def _of_spans(first_S: list[int], values_S: list[float], n: int, dtype: torch.dt
 
 
 def _spans(sizes: list[int]) -> list[slice]:
-    """Join consecutive slots, of these sizes in bytes, to runs of at least `_RUN_BYTES`; the last may be smaller."""
+    """Join consecutive slots, of these sizes in bytes, to runs of at least `_RUN_BYTES` (the last may be smaller)."""
     spans: list[slice] = []
     first = total = 0
     for i, size in enumerate(sizes, 1):

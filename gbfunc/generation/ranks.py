@@ -18,7 +18,7 @@ from gbfunc.types import Factors, Kernel
 
 
 class Remote(NamedTuple):
-    """A slot that is split over ranks, as a `Source`. When a form requests it, ranks generate and gather its tiles."""
+    """A `Source` of a slot that is split over ranks. When a form requests the slot, ranks generate and gather tiles."""
 
     stack: RankStack
     number: int

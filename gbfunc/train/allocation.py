@@ -15,7 +15,7 @@ from gbfunc.train.step import StepInfo, TrainState, TrainStep, checked_state
 from gbfunc.trees import stored_tensors, tree_leaves
 from gbfunc.types import Genome
 
-# Quantization steps are chosen after 60 % of the training, and chosen again after each further fraction.
+# Fractions of the training after which quantization steps are chosen: first after 60 %, and again four times.
 _WHEN = (0.6, 0.65, 0.7, 0.775, 0.85)
 _UNSET = -1000.0  # stands for a part without a quantization step
 _SQUARES = ("exp_avg_sq", "square_avg")  # torch's names for running means of squared gradients
@@ -66,7 +66,7 @@ def allocate_steps(
         raise ValueError(f"genome_bytes must be at least {coarsest:,} for this plan, got {genome_bytes:,}: raise it")
     over, bits = coarsest - genome_bytes, code_bits(plan, leaves, steps)
     while True:
-        # Subtract the excess from the bits in use, not from the last limit: a limit above them has no effect.
+        # Start from the number of bits in use. A limit between this number and the last limit would change nothing.
         bits = max(0.0, bits - 8.0 * over)
         steps = allocate(plan, leaves, squares, bits, batch_size)
         over = len(compact.pack(text, plan, leaves, steps)[0]) - genome_bytes
@@ -113,10 +113,10 @@ class AutoTrainStep(TrainStep):
 
 
 def _packed(plan: Plan, steps: Steps | None) -> Tensor:
-    """Pack `steps.rate` and each part's index of a quantization step into a tensor. No step is stored as `_UNSET`."""
+    """Pack `steps.rate` and each part's index of a quantization step into a tensor; `_UNSET` for no index."""
     values = torch.full((1 + len(parts_of(plan)),), _UNSET, dtype=torch.float64, device="cpu")
     if steps is not None:
-        # Running statistics come last. If they have no quantization steps, the last values stay `_UNSET`.
+        # Running statistics come last. If the statistics have no quantization steps, their values stay `_UNSET`.
         known = [steps.rate, *steps.of_parts(parts_of(plan, steps.statistics))]
         values[: len(known)] = torch.tensor(known, dtype=torch.float64, device="cpu")
     return values

@@ -90,7 +90,7 @@ class Graphs:
                 if not self._fallback:
                     raise
                 warnings.warn(f"steps are not captured: {error}", UserWarning, stacklevel=3)
-                self._calls[key] = -(2**62)  # Batches of this shape stay eager.
+                self._calls[key] = -(2**62)  # Never try again to capture a step for this batch shape.
                 return self._step(state, batch)
         graph, static, info = self._graphs[key]
         _write(self._fixed, _device_tensors(state))

@@ -28,7 +28,7 @@ _RANKS = "opt/ranks/"
 
 
 class LocalState(NamedTuple):
-    """The part of a training state that belongs to the optimizers, on one rank."""
+    """One rank's optimizer state: the inner and outer optimizers' states, and the current round's start and rows."""
 
     inner: OptState
     rows: Tensor  # number of rows that this rank has trained on in this round, float64

@@ -145,7 +145,7 @@ def torch_optimizer(
 class _Call(NamedTuple):
     group: ParamGroup
     names: list[str]
-    adam: Kernel | None  # the fused kernel that replaces the class; its state starts with zeros
+    adam: Kernel | None  # a fused kernel used instead of torch's class, or None; the kernel's state starts with zeros
 
     def update(
         self,
@@ -272,7 +272,7 @@ def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def chosen(condition: Tensor, tree: Any, other: Any) -> Any:
-    """Return a tree with the tensors of `tree`. If `condition` is False, tensors on its device are from `other`."""
+    """Return `tree`. If `condition` is False, tensors on the condition's device are replaced by those of `other`."""
     flat, before = flatten_tree(tree), flatten_tree(other)
     on_device = [k for k, x in flat.items() if x.device.type == condition.device.type]
     return unflatten_tree(flat | {k: torch.where(condition, flat[k], before[k]) for k in on_device}, tree)

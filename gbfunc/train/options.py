@@ -132,7 +132,7 @@ class StepOptions:
             raise ValueError("compile=True needs microbatches=1 and remat='none': the compiler plans what to recompute")
 
     def graph_lacks(self) -> str:
-        """Return, as words for an error, which options CUDA graphs need that are not set; "" if all are set."""
+        """Return what CUDA graphs need and these options lack, as words for an error; "" if nothing is missing."""
         if not is_available():
             return "a CUDA device, got none: take cuda_graph='auto' or False"
         needs = {"donate=True": self.donate, "on_nonfinite='skip'": self.on_nonfinite == "skip"}

@@ -25,7 +25,7 @@ from gbfunc.types import Genome, GenomeLike, GNets, Params
 
 _SHAPE, _KIND = attrgetter("shape"), attrgetter("shape", "dtype")
 _READ = {"cpu"}  # devices from which Python reads a value without waiting
-SHUFFLE_CHECK_STEP = 200  # this training step also computes the loss for permuted targets, to warn if it is equal
+SHUFFLE_CHECK_STEP = 200  # at this training step, warn if permuted targets give about the same loss or a smaller loss
 _MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio (Knuth, TAOCP 3, section 6.4): gives each step a seed
 _CONSTANT = (
     "after {} steps the loss, {:.4g}, is as large as that of a constant prediction: targets in another order give no "
@@ -157,7 +157,7 @@ class TrainStep:
         return gather_state(self._layout, gnet_params)
 
     def fitted(self, tensors: Params) -> Params:
-        """Return a saved state's tensors for these ranks. Raise ValueError for a state saved with `local_steps`."""
+        """Fit a saved state's tensors to the mesh. Raise ValueError for a state saved with `local_steps`."""
         if any(name.startswith("opt/ranks/") for name in tensors):
             raise ValueError("it is from a training with local steps: pass local_steps= as well")
         return tensors
@@ -172,8 +172,8 @@ class TrainStep:
         """Train on one batch.
 
         Args:
-            gnet_params: the state, from `init` or the last step. With `donate=True`, the step overwrites its tensors.
-            batch: the batch for the loss function. Microbatches split its tensors along the first dimension. With a
+            gnet_params: the state, from `init` or the last step. With `donate=True`, the step overwrites this state.
+            batch: the batch for the loss function. Microbatches split all tensors along dimension 0. With a
                 mesh, `batch` is this rank's share of the global batch (`mesh.shard_batch(batch)`): the first dimension
                 of every tensor is the number of rows of the share, possibly 0, and `aux` may hold only scalars.
 
@@ -260,7 +260,7 @@ class TrainStep:
 
 
 def _other_targets(batch: Any) -> list[Any]:
-    """Copy a batch `(x, y)` or with `labels`, some times with permuted targets, and once with one target for all."""
+    """Copy a batch `(x, y)` or with `labels`: up to four copies with permuted targets, and one with equal targets."""
     labelled = isinstance(batch, dict)
     y = batch.get("labels") if labelled else batch[1] if type(batch) in (tuple, list) and len(batch) == 2 else None
     if not isinstance(y, Tensor) or not y.ndim or len(y) < 2:

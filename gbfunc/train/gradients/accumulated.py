@@ -22,8 +22,8 @@ def equal_parts(n: int, batch: Any, rows: float) -> list[tuple[Any, float]]:
 def parts_of_share(n: int, splits_inputs: bool, batch: Any, rows: float) -> list[tuple[Any, float]]:
     """Split a rank's share of a batch into at most n microbatches. Returns `[(microbatch, number of rows)]`.
 
-    With `splits_inputs`, layers exchange messages in each microbatch. Every rank then gets n microbatches, which may
-    be empty.
+    With `splits_inputs`, layers exchange messages in each microbatch. Every rank then gets n microbatches, some
+    of which may be empty.
     """
     most = n_rows(batch)
     if n == 1 or most is None:

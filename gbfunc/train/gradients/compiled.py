@@ -93,7 +93,7 @@ class CompiledGraph(OneGraph):
             loss, aux, buffers, found = compiled(inputs._replace(leaves=leaves), [*trained], factor)
         inputs.buffers.update(buffers)
         if loss.requires_grad:
-            # The loss depends on the p-net's own parameters. This call raises the error.
+            # The loss depends on the p-net's own parameters. `gradients` raises the ValueError for this case.
             self.loss.gradients(loss, [])
         by_leaf = dict(zip(map(id, trained.values()), found, strict=True))
         if by_leaf.keys() == set(map(id, wanted)):

@@ -84,7 +84,7 @@ class RankObjective(Objective):
             self._proof.compare(self._layout, inputs, trained)
 
     def _check_batch(self, batch: Any, with_values: bool) -> None:
-        """Check that ranks which need the same batch have equal shapes and, if `with_values`, equal values.
+        """Check ranks that need the same batch: shapes and, if `with_values`, values must be equal on these ranks.
 
         Shapes are checked in every training step: they determine the sizes of messages, and gloo aborts a process that
         receives a message of an unexpected size.
@@ -114,7 +114,7 @@ class SplitLoss(GenomeLoss):
 
     def returned(self, out: Any) -> tuple[Tensor, Any]:
         loss, aux = super().returned(out)
-        # With split classes, the loss is a DTensor. Do not use `isinstance`: importing DTensor takes half a second.
+        # If ranks split the classes, the loss is a DTensor. Avoid `isinstance`: importing DTensor takes half a second.
         return getattr(loss, "full_tensor", lambda: loss)(), aux
 
     def rows(self, rows: float) -> float:
@@ -146,7 +146,7 @@ def split_proof(make_full_loss: Callable[[], GenomeLoss], loss: GenomeLoss, spli
         found = plain_gradients(loss)(inputs, wanted)
         if split.local_rows is None:
             return found
-        # Gradients are of the sum of the rows' losses. The whole p-net's loss is their mean: divide by all rows.
+        # `found` are gradients of the sum of losses over rows. The whole p-net's loss is the mean, so divide by rows.
         rows = sum(gather_objects(split.wire.mesh, split.local_rows, "tensor"))
         return tuple(None if g is None else g / rows for g in found)
 
