@@ -46,7 +46,7 @@ class Round(NamedTuple):
         left_out: `{number of the node: reason}` for replies that were not used in training or evaluation.
         bounded: `{number of the node: words}` for replies whose update or number of examples was reduced.
         metrics: means over the clients whose updates were used.
-        norm: the median norm of updates before the bound. For an even count, the smaller of the middle two norms.
+        norm: the median norm of updates before any is reduced. For an even count, the smaller of the middle two norms.
     """
 
     round: int
@@ -270,7 +270,7 @@ class GenomeStrategy(Strategy):
         return _Reply(message, metrics, update)
 
     def _bound_replies(self, read: Mapping[int, _Reply]) -> tuple[float, dict[int, str]]:
-        """Reduce updates and numbers of examples to the bound; return the median norm, and what was reduced."""
+        """Make large updates and large numbers of examples smaller; return the median norm, and changes by node."""
         norms = {node: float(np.linalg.norm(reply.update.astype(np.float64))) for node, reply in read.items()}
         norm, weight = _median(norms.values()), _median(reply.metrics[EXAMPLES] for reply in read.values())
         if len(norms) == 1:
@@ -344,7 +344,7 @@ def _record(vector: Vector) -> ArrayRecord:
 
 
 def _median(values: Iterable[float]) -> float:
-    """Return the lower median of the values above 0. No single client can move this median much by 0 or 1e30."""
+    """Return the lower median of the values above 0. A client that sends 0 or 1e30 cannot change this median much."""
     return median_low([x for x in values if x > 0] or [0.0])
 
 

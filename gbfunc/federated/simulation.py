@@ -64,7 +64,7 @@ class LocalGrid(Grid):
             context.state = recorddict_from_proto(RecordDictProto.FromString(states.get(number, b"")))
 
     def set_run(self, run: Run) -> None:
-        pass  # A local grid always has the same run
+        pass  # All messages of a local grid belong to one run
 
     @property
     def run(self) -> Run:
@@ -100,17 +100,17 @@ def _through(message: Message) -> tuple[Message, int]:
     return message_from_proto(MessageProto.FromString(data)), len(data)
 
 
-LEAST = 10  # Every client must have so many examples; otherwise `partition` draws again (Li et al., 2021)
+LEAST = 10  # Fewest examples of a client; `partition` draws again if a client has fewer (Li et al., 2021)
 
 
 def partition(labels: ArrayLike, clients: int, alpha: float = math.inf, seed: int = 0) -> list[NDArray[np.int64]]:
     """Divide examples among clients, given the examples' labels. Return the indices of each client's examples.
 
-    For every class, a Dirichlet distribution with concentration `alpha` draws what part of the examples each client
-    gets (Hsu, Qi and Brown, 2019). With 0.3 and MNIST, most examples of a client come from about three classes. With
-    `math.inf`, all clients get equally many random examples. The same seed gives the same result on every machine.
+    For every class, a Dirichlet distribution with concentration `alpha` draws what fraction of the class each client
+    gets (Hsu, Qi and Brown, 2019). If `alpha` is 0.3, most examples of a client come from about three MNIST classes.
+    For `math.inf`, all clients get equally many random examples. A seed gives the same result on every machine.
 
-    Raises `ValueError` for arguments out of range, or if not every client can have at least 10 examples.
+    Raises `ValueError` for arguments out of range, or if a client would have fewer than 10 examples.
 
     >>> [len(part) for part in partition([0, 1] * 50, clients=4)]
     [25, 25, 25, 25]

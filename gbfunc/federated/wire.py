@@ -39,7 +39,7 @@ FORMATS = ("float32", "float16", *BITS)
 
 
 def difference(here: str, there: str) -> str | None:
-    """Describe how two texts `Wire.identity` (version of gbfunc, base, plan) differ first; None if they are equal."""
+    """Describe the first difference of two texts `Wire.identity` (version of gbfunc, base, plan); None if equal."""
     # Compare bases before plans: plans of different bases always differ, and the error should name the base.
     for name, a, b in zip(("library", "base", "plan"), here.split("/"), f"{there}//".split("/"), strict=False):
         if a != b:

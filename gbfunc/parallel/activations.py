@@ -58,7 +58,7 @@ class Wire(NamedTuple):
         return moved
 
     def joined(self, x: Tensor, placement: Any, sizes: Sizes = ()) -> Any:
-        """Build a DTensor from this rank's part. `sizes` are all ranks' lengths along a split dimension."""
+        """Build a DTensor from this rank's piece `x`. `sizes` are all ranks' lengths along a split dimension."""
         shape = list(x.shape)
         if isinstance(placement, Shard):
             shape[placement.dim] = sum(sizes)
@@ -67,7 +67,7 @@ class Wire(NamedTuple):
         return DTensor.from_local(x, self.mesh.tensor_mesh, [placement], run_check=False, **layout)
 
     def sizes_of(self, n: int) -> Sizes:
-        """Return every rank's length; `n` is this rank's length, and all ranks must call."""
+        """Return the lengths of all ranks' pieces, if this rank's piece has length `n`. All ranks must call."""
         mine = torch.tensor([n], dtype=torch.int64, device=self.mesh.device)
         sizes = _moved(self, mine, "gather", 0, (1,) * self.axis.size)
         return tuple(sizes.tolist())

@@ -125,7 +125,7 @@ def crossing(chain: Chain, starts: Sequence[int], stage: int) -> list[fx.Node]:
 def stage_graph(
     chain: Chain, starts: Sequence[int], stage: int, received: Iterable[fx.Node], sent: Iterable[fx.Node]
 ) -> tuple[fx.Graph, list[Any]]:
-    """Return a stage's graph, and the inputs after the received values: constants, or indices of batch tensors."""
+    """Return a stage's graph, and its inputs that are not received: constants, or indices of batch tensors."""
     here = {n for n in chain.nodes if n.meta["cell"] is not None and stage_of(starts, n.meta["cell"]) == stage}
     here |= {n for n in sent if n.meta["cell"] is None}
     for node in reversed(chain.nodes):

@@ -32,7 +32,7 @@ RunLoss = Callable[[Callable[..., Any], Any], Any]
 
 @dataclass
 class Cell:
-    """The costs of a cell, a part of the p-net, in the forward of one microbatch. Backward has twice the operations."""
+    """The costs of a cell (some layers) in the forward of one microbatch. Backward has twice the operations."""
 
     flops: float = 0.0  # Multiplications and additions
     moved: float = 0.0  # Bytes that operations read and write
@@ -108,7 +108,7 @@ class DryRun(TorchDispatchMode):
     """Runs one rank's part of a p-net's forward. A call with a microbatch returns the costs of every cell.
 
     `blocks` are the names of the blocks, in order. `tensor` splits the layers over ranks with a `DryWire`. The
-    attribute `forms` lists the weights that stay factors. `shapes` has the shape of this rank's part of a split weight.
+    attribute `forms` lists weights that stay factors. `shapes` has the shape of this rank's piece of a split weight.
     """
 
     def __init__(

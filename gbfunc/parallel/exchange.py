@@ -78,11 +78,11 @@ def reduce_step(
 ) -> tuple[Tensor, Any, Params, Params, Tensor, Entries]:
     """Average the results of a step over the global batch, in one all-reduce, or in two if leaves are split.
 
-    `loss`, `aux` (more results of the loss function) and `buffers` are of this rank's `rows`. `gradients` are those of
-    `rows * loss`. Gradients of split leaves are already summed over the g-net axis. Numbers and scalar tensors in `aux`
-    are averaged. Each rank keeps its own other values of `aux`. `before` has the values that the averaged buffers had
-    before the step. `agreed` are the entries of aux (paths and kinds) in the previous step. If the entries of a rank
-    differ from `agreed`, all ranks compare their entries.
+    `loss`, `aux` (more results of the loss function) and `buffers` were computed from this rank's rows; `rows` is their
+    number. `gradients` are those of `rows * loss`. Gradients of split leaves are already summed over the g-net axis.
+    Numbers and scalar tensors in `aux` are averaged; other values in `aux` are not exchanged. `before` has the buffers
+    to average, as they were before the step. `agreed` lists, for each value in the previous step's `aux`, its path and
+    whether it is averaged. If the entries of a rank differ from `agreed`, all ranks compare their entries.
 
     Returns:
         Loss, aux, gradients, buffers, the norm of the full gradient, and the entries of aux.

@@ -71,7 +71,7 @@ def torch_orders(order: str, ranks: int, microbatches: int) -> list[list[tuple[s
 
 @lru_cache(maxsize=4096)
 def in_flight(order: str, rank: int, ranks: int, microbatches: int) -> tuple[tuple[float, ...], ...]:
-    """List a rank's states in a step: for each stage, how many microbatches' activations the rank stores."""
+    """List a rank's states in a step. A state has, per stage, the number of microbatches with stored activations."""
     if order in ("gpipe", "1f1b"):
         return ((microbatches if order == "gpipe" else min(microbatches, ranks - rank),),)
     actions, seen = torch_orders(order, ranks, microbatches)[rank], set[tuple[int, ...]]()

@@ -102,7 +102,7 @@ def shares_of(n_tiles: int, ranks: int, turn: int) -> Sizes:
 
 
 def sent_dtype(plan: Plan, e: Ensemble, as_factors: bool) -> torch.dtype | None:
-    """Return the weights' dtype if the ensemble's tiles can be sent in it, with fewer bytes; otherwise None."""
+    """Return the weights' dtype if tiles can be sent in this dtype and have fewer bytes then; otherwise None."""
     narrow = {DTYPES[plan.tensors[p.tensor].dtype] for p in e.spans}
     added = any(p.slot.offset for p in e.spans)
     if as_factors or added or len(narrow) > 1 or next(iter(narrow)).itemsize >= plan.dtype.itemsize:

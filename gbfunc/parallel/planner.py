@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """A rank's speed and memory, by default of a few cores of a server. `gbfunc bench --calibrate` measures a machine.
+    """A rank's speed and memory. The defaults fit a few server cores. `gbfunc bench --calibrate` measures a machine.
 
     Attributes:
         flops: multiplications and additions per second in a matrix product.

@@ -3,10 +3,10 @@
     column parallel   y_p = x W_p^T          W_p: some rows of W       gradient of x: sum over ranks
     row parallel      y = sum_p x_p W_p^T    W_p: some columns of W    output: sum over ranks
 
-(`ColwiseParallel` and `RowwiseParallel`; Shoeybi et al., 2019.) With factors `W = L R^T` of rank k, ranks sum the
+(`ColwiseParallel` and `RowwiseParallel`; Shoeybi et al., 2019.) With factors `W = L R^T` of k columns, ranks sum the
 *thin* product: in a row-parallel layer `x_p R_p` [tokens, k], and in a column-parallel layer the gradient of `x R`.
 Ranks then send k numbers per token instead of the layer's width. Weights and their gradients are never sent: each rank
-computes a part of the genome's gradient, which is a sum over ranks.
+computes a summand of the genome's gradient, and the summands are added over ranks.
 
 gbfunc computes linear layers and embeddings that keep torch's forward. Ranks may have pieces of different sizes. Torch
 computes all other layers and styles (`SequenceParallel`, `PrepareModuleInput`) with DTensors.
@@ -262,13 +262,13 @@ class TensorParallel:
                     )
 
     def place(self, tensors: Params) -> Params:
-        """Make DTensors of pieces. Divide gradients that are equal on all ranks, because ranks sum them later."""
+        """Make DTensors of pieces. If a gradient is equal on all ranks, divide by their number: ranks sum it later."""
         placed = dict(tensors)
         for name, x in tensors.items():
             weight, _, key = name.rpartition("_form.")
             if name in self._placements:
                 placed[name] = _AsDTensor.apply(x, self.wire, *self._placements[name])
-            # Do not divide the gradient of a tensor of which every rank uses another piece.
+            # If each rank uses a different piece of a weight, do not divide the weight's gradient.
             elif x.requires_grad and (weight not in self.pieces or key in ("left", "right")):
                 seen = None
                 if self._compared is not None and not weight and name.rpartition(".")[0] not in self._splits:

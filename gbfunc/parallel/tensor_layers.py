@@ -65,7 +65,7 @@ def _dense(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _thin(layer: Any, batch: int, width: int, sent: bool) -> tuple[Tensor, Tensor] | None:
-    """Return the factors if they take less time than the weight, including messages (`sent`); otherwise None."""
+    """Return the factors if products with them take less time (with `sent`, including messages); otherwise None."""
     own, split = weight_of(layer, "weight"), layer.split
     if own is None or not isinstance(form := own.form, FactoredWeight) or own.formed is not None:
         return None

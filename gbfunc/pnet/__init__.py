@@ -1,1 +1,1 @@
-"""The p-net: its parts (`describe`), and the p-net as a pure function (`pure`)."""
+"""The p-net: its parameters and buffers (`describe`), and the p-net as a pure function (`pure`)."""

@@ -215,7 +215,7 @@ def copy_with(pnet: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.M
 
 
 def with_weights(pnet: nn.Module, weights: TensorMap, buffers: TensorMap, *, bare: Collection[str] = ()) -> nn.Module:
-    """Return a copy of the module with clones of these tensors; `bare` names tensors not to clone. Ties are kept."""
+    """Return a copy of the module with the passed tensors, cloned unless named in `bare`. Tied tensors stay tied."""
     both = {**weights, **buffers}
 
     def copied(name: str, own: Tensor) -> Tensor:
