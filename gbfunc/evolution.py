@@ -37,7 +37,7 @@ with warnings.catch_warnings():
     from evotorch import Problem, SolutionBatch
 
 STEPS: Mapping[str, float] = MappingProxyType({"code": 0.1, "linear": 0.1, "direct": 0.1})
-"""Default `steps` of `GenomeProblem`: by role of a leaf, in units of the leaf's initial standard deviation."""
+"""Default `steps` of `GenomeProblem`: by role of a tensor, in units of the tensor's initial standard deviation."""
 
 
 class GenomeProblem(Problem):
@@ -54,8 +54,8 @@ class GenomeProblem(Problem):
         batches: one batch per generation. `itertools.repeat(batch)` gives the same batch to all generations.
         sense: `"min"` minimizes the loss, `"max"` maximizes it.
         start: the genome at which the search starts; by default, a random genome drawn with `seed`.
-        steps: for each role (code, linear, direct), by how much z = 1 changes the numbers of a leaf, in units of
-            the leaf's standard deviation at the start. If all numbers of a leaf are equal, the unit is 1.
+        steps: for each role (code, linear, direct), by how much z = 1 changes the numbers of a tensor, in units of
+            the tensor's standard deviation at the start. If all numbers of a tensor are equal, the unit is 1.
         subspace: (d, function) for a search in a subspace of dimension d. The function maps a solution, [d], to z, [P].
             See `Projection` in `notebooks/results/subspace.py`.
         lazy: whether layers multiply by factors of weights, as in `make_train_step`.
@@ -130,7 +130,7 @@ class GenomeProblem(Problem):
 
     def _grower(self, call: Callable[[Params, Params], Any]) -> Callable[[Tensor], Params]:
         leaves = flat_genome(self._unflatten(self.start_P))
-        # Compute the generator's constants now, because `vmap` cannot compute constants.
+        # Compute the generator's constants now, because they cannot be computed inside of `vmap`.
         self._weights_of.prepare(leaves)
         noise = sample_noise(self.plan, self._noise_draws, self.start_P) if self.plan.stochastic else None
         if not self._tried:
@@ -182,8 +182,8 @@ class ControlProblem(GenomeProblem):
 
     One `gymnasium.vector.VectorEnv` runs all members at once, each in `episodes` environments per generation. The
     fitness is the mean undiscounted return. `env_steps` counts the steps of all environments, without steps after the
-    end of an episode. For observations [E, O], the p-net returns [E, A]. If actions are choices, the A numbers are
-    scores, and the choice with the largest score is taken. Otherwise, the A numbers are the action, which is clipped to
+    end of an episode. For observations [E, O], the p-net returns [E, A]. If actions are indices, the A numbers are
+    scores, and the action with the largest score is taken. Otherwise, the A numbers are the action, which is clipped to
     the environment's range. `options` are arguments of `GenomeProblem`.
     """
 

@@ -36,7 +36,7 @@ def materialize(
         noise: noise of stochastic g-nets, from `gb.sample_noise(plan, generator)`. Each draw of the noise gives a
             different network. Without noise, weights are mean weights.
 
-    Layers that hide their weight (quantized layers) always store the delta as factors; `factored=False` then warns.
+    An adapter's delta of a quantized layer, which hides its weight, stays factored; `factored=False` then warns.
 
     Raises:
         TypeError: if `pnet` is missing, or if the pair that `gb.load` returns is passed as a single argument.

@@ -89,8 +89,8 @@ class Recipe:
     direct_lr: float | None = None  # peak learning rate of direct parameters; None means the same as `lr`
     dense_lr: float = 1e-3  # peak learning rate of a dense net of the same task
     optimizer: type[torch.optim.Optimizer] = torch.optim.Adam
-    betas: tuple[float, float] = (0.9, 0.99)  # of Adam and similar classes
-    eps: float = 1e-8  # of Adam and similar classes
+    betas: tuple[float, float] = (0.9, 0.99)  # option of Adam and similar optimizers
+    eps: float = 1e-8  # option of Adam and similar optimizers
     weight_decay: float | None = None  # None means the default of the optimizer
     optimizer_config: Mapping[str, Any] = field(default_factory=dict)  # additional options of the optimizer
     batch_size: int = 128  # examples per step

@@ -80,7 +80,7 @@ def _messages(found: Any) -> list[dict[str, str]]:
 
 
 def _coded(tokenizer: Any, messages: list[dict[str, str]], context: int) -> tuple[Tensor, Tensor]:
-    """Return a chat's tokens [L] and targets [L]. A target is the next token if it is part of an answer, else -100."""
+    """Return a chat's tokens [L] and targets [L]. A target is the next token, or -100 if no answer has this token."""
     write = partial(tokenizer.apply_chat_template, tokenize=False)
     whole, spans = write(messages), []
     for n in (n for n, message in enumerate(messages) if message["role"] == "assistant"):

@@ -41,8 +41,8 @@ class Environment(NamedTuple):
 
     id: str  # the name in gymnasium's registry
     inputs: tuple[int, ...]  # shape of the network's inputs: (numbers,), or (channels, rows, columns)
-    n_actions: int  # number of choices, or length of an action vector
-    discrete: bool  # whether an action is a choice
+    n_actions: int  # number of actions to choose from, or length of an action vector
+    discrete: bool  # whether an action is an index (below `n_actions`), not a vector
     threshold: float | None  # mean return at which gymnasium considers the environment solved, or None
     observed: tuple[int, ...] | None = None  # indices of the observed numbers that the network gets; None means all
     channels_last: bool = False  # whether the environment's images have their channels last
@@ -67,7 +67,7 @@ class Environment(NamedTuple):
 
 
 def find_environment(env_id: str, observed: Sequence[int] | None = None) -> Environment:
-    """Describe an environment. The observations must be vectors or images, and the actions vectors or choices."""
+    """Describe an environment. Observations must be vectors or images, and actions must be vectors or indices."""
     envs = make_envs(env_id, 1)
     from gymnasium.spaces import Box, Discrete
 
@@ -144,14 +144,14 @@ _ATARI_SETTINGS = Settings(env_steps=10_000_000, n_envs=8, clip=0.1, reward_sign
 
 @dataclass(frozen=True)
 class Rollouts:
-    """An environment for training. The length is the transitions of a pass, times PPO's epochs over a rollout."""
+    """An environment for training. The length counts each transition of a pass once per epoch of PPO."""
 
     env: Environment
     settings: Settings
 
     @property
     def per_pass(self) -> int:
-        """Number of rollouts of a pass: at least `eval_every`, and enough steps for the longest episode to end."""
+        """Number of rollouts of a pass: at least `eval_every`, and enough for the longest episode to end."""
         return max(self.settings.eval_every, -(-(self.env.limit or 1) // self.settings.horizon))
 
     def __len__(self) -> int:
@@ -243,7 +243,7 @@ def control_task(env: Environment, settings: Settings) -> Task:
 def rollout_batches(
     place: Rollouts, recipe: Recipe, generator: torch.Generator, net: Callable[[], PolicyValue]
 ) -> Iterator[Transitions]:
-    """Yield the minibatches of one rollout after the other. Environments are new in each pass, from a drawn seed.
+    """Yield the minibatches of one rollout after the other. Each pass makes new environments with a drawn seed.
 
     For a network with a memory, a minibatch has sequences: all steps of a rollout in one environment.
     """
@@ -327,7 +327,7 @@ def _rollout(envs: Any, net: PolicyValue, front: _Front, place: Rollouts) -> tup
 def play(env: Environment, number: int, seed: int, act: Callable[[Tensor], Tensor]) -> tuple[NDArray[np.float64], int]:
     """Play one episode in each of N environments. Return the undiscounted returns [N] and the total number of steps.
 
-    `act` maps observations [N, O] to actions on the CPU: choices [N] or vectors [N, A].
+    `act` maps observations [N, O] to actions on the CPU: indices [N] or vectors [N, A].
     """
     envs = make_envs(env.id, number)
     returns_N, running_N, steps = np.zeros(number), np.ones(number, dtype=bool), 0

@@ -142,9 +142,9 @@ def labels_of(labels: Any, classes: int = 10) -> NDArray[np.int64]:
 def image_splits(
     images: Images, held: tuple[int, ...], tested: Images | None = None, *, by_channel: bool = False
 ) -> tuple[list[Split], NDArray[Any], NDArray[Any]]:
-    """Hold out parts with `held[0]`, `held[1]`, ... images, and normalise all images (bytes or float64).
+    """Hold out sets of `held[0]`, `held[1]`, ... images, and normalise all images (bytes or float64).
 
-    Return the splits (training, held-out parts, test). Also return the mean and the standard deviation of the training
+    Return the splits (training, held-out sets, test). Also return the mean and the standard deviation of the training
     pixels, which normalise all splits: [1, 1, 1, 1], or [1, C, 1, 1] if `by_channel`.
     """
     x, labels = images
@@ -230,9 +230,9 @@ def in_turn(*changes: Augment) -> Augment:
 
 
 def hold_out(labels_N: NDArray[np.int64], counts: tuple[int, ...], seed: int) -> tuple[NDArray[np.int64], ...]:
-    """Split a data set into disjoint parts with `counts[0]`, `counts[1]`, ... examples, and the remaining examples.
+    """Split a data set into disjoint sets of `counts[0]`, `counts[1]`, ... examples, and the remaining examples.
 
-    Return the indices of each part, with the same proportions of classes. A seed gives the same parts on all machines.
+    Return the indices of each set. Sets have equal proportions of classes. A seed gives the same sets on all machines.
     """
     n = len(labels_N)
     # All versions of numpy draw the same numbers from RandomState. Numbers from Generator may change.

@@ -166,7 +166,7 @@ def load_cifar(data_dir: Path, name: str = "cifar10", classes: int = 10) -> tupl
 def read_packed(path: Path, classes: int = 10) -> Images:
     """Read an `.npz` with CIFAR-10's `labels` [N] and `delta` [N, 3, 32, 32], the differences of neighbouring pixels.
 
-    The channels are R - G, G and B - G. If the file has booleans `exact` [N], only images with True are returned.
+    The channels are R - G, G and B - G. If the file has booleans `exact` [N], only images marked True are returned.
     """
     arrays = read_arrays(path, _MAX_UNPACKED, ("delta", "labels", "exact"))
     with one_error(path, "CIFAR-10 .npz"):
@@ -208,7 +208,7 @@ def read_batch(path: Path) -> Images:
         with path.open("rb") as file:
             batch = _Reader(file, encoding="latin1").load()
         labels = labels_of(batch["labels"])
-        # The pickled array has three arguments of numpy's `_reconstruct`, and then the array's state, read here.
+        # The pickled array has three arguments of numpy's `_reconstruct` (ignored), and then the array's state.
         *_, shape, dtype, by_columns, data = batch["data"].parts
         if shape != (len(labels), 3_072) or dtype.parts[0] != "u1" or by_columns:
             raise ValueError(f"data must be {len(labels)} x 3072 unsigned bytes, row by row, got {shape}")

@@ -2,7 +2,7 @@ r"""Proximal policy optimisation (Schulman et al., 2017): advantages, policies a
 
 Details follow "The 37 Implementation Details of Proximal Policy Optimization" (Huang et al., ICLR blog track, 2022) and
 CleanRL. Suffixes: T steps of a rollout, N environments, B transitions of a minibatch, O numbers of an
-observation, P numbers that describe a policy, A numbers (or choices) of an action.
+observation, P numbers that describe a policy, A numbers of an action, or actions to choose from.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _MAX_BYTES = 1 << 30
 # Batch size of nanoGPT's run on a CPU (config/train_shakespeare_char.py and its readme), and twice as many steps.
 _TEXT = Recipe(lr=2e-2, direct_lr=4e-3, dense_lr=4e-3, batch_size=12, steps=4_000, measure_every=500, clip_norm=1.0)
 _TUNING = Recipe(lr=3e-2, dense_lr=1e-4, batch_size=4, steps=300, measure_every=100, clip_norm=1.0)
-HELD_OUT = 128  # number of windows or chats in the validation or test of a pretrained model
+HELD_OUT = 128  # largest number of windows or chats in the validation or test split of a pretrained model
 _WHOLE_RATE = 65_000  # genomes with more parameters than this get a lower learning rate
 
 _SMALL_BERT = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512}
@@ -70,8 +70,8 @@ def text(
 
     The text is a file in UTF-8, a folder (see `read_text`) or, by default, the text of Python's help
     (`pydoc_data.topics`). The model gets `context` tokens. A token is a character or, with `vocabulary`, one of this
-    number of byte pairs, learned from the training part. A pretrained causal language model (see `pretrained_network`)
-    uses its own tokens, and only the first 128 windows of the validation part and of the test part.
+    number of byte pairs, learned from the training split. A pretrained causal language model (see `pretrained_network`)
+    uses its own tokens, and only the first 128 windows of the validation split and of the test split.
     """
     check_int("text", "context", context, 2)
     check_int("text", "vocabulary", vocabulary, 257)
@@ -92,7 +92,7 @@ def text(
 
 
 def language_task(name: str, splits: Sequence[Data], tokens: Tokens, context: int, pretrained: str | None) -> Task:
-    """Make the task of predicting the next token. `splits` are the training, the validation and the test part."""
+    """Make the task of predicting the next token. `splits` are for training, validation and test."""
     interface = Interface((context,), tokens.size, tokens=True)
     how: dict[str, Any] = dict(loss=token_loss, evaluate=text_metrics, metrics=LOSS, settings=_text_recipe)
     if pretrained is not None:

@@ -63,7 +63,7 @@ class Position(NamedTuple):
     """The progress of a training. A checkpoint saves the progress in addition to the training's state."""
 
     steps: int  # number of finished training steps
-    order: Tensor  # state of the generator of data order and noise at the start of the current pass over the data
+    order: Tensor  # state of the random generator (data order, noise) at the start of the current pass over the data
     sums: dict[str, float]  # sums of each training metric over the steps since the last row of the history
     history: list[dict[str, float]]  # the rows up to now
     seconds: float  # duration up to now
@@ -267,7 +267,7 @@ def slowed(recipe: Recipe, steps: int) -> Recipe:
 
 
 def going_on(trainer: Trainer, state: GenomeLike) -> Trainer:
-    """Return a trainer that starts from a copy of a state's genome. So steps do not overwrite the state."""
+    """Return a trainer that starts from a copy of a state's genome. Training steps then do not change the state."""
     genome: Any = tree_map(torch.clone, {name: getattr(state, name) for name in gb.Genome._fields})
     return trainer._replace(state=trainer.state._replace(**genome))
 

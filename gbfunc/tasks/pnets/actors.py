@@ -148,7 +148,7 @@ class ConvActorCritic(nn.Module):
     """Convolutions, a wide linear layer, and heads: images [B, C, h, w] -> the policy's numbers [B, P] and values [B].
 
     For images of 36 x 36 pixels or more, there are three convolutions (Mnih et al., 2015), otherwise two of 3 x 3
-    pixels. The first has `width` channels, and the next ones have 2 x `width`. Images of uint8 are divided by 255.
+    pixels. The first one has `width` channels, and the others have 2 x `width`. Images of uint8 are divided by 255.
     """
 
     def __init__(self, inputs: Sequence[int], width: int, hidden: int, n_actions: int, vectors: bool) -> None:

@@ -38,7 +38,7 @@ class Interface(NamedTuple):
     tokens: bool = False  # whether inputs are tokens (integers), with a prediction for each position
     vocabulary: int = 0  # number of tokens, for a task of texts with classes; otherwise 0
     pad: int = 0  # token that pads short texts, for a task of texts with classes
-    actions: Literal["choice", "vector"] | None = None  # kind of actions, for a task of control
+    actions: Literal["choice", "vector"] | None = None  # form of an action, for a task of control
 
     @property
     def reads(self) -> str:
@@ -54,7 +54,7 @@ class PlanOptions(NamedTuple):
     # {name of a parameter: (encoding of its rows, encoding of its columns)}
     encodings: Mapping[str, tuple[Encoding | None, Encoding | None]] = MappingProxyType({})
     rules: tuple[tuple[str, Hypernet | None], ...] = ()  # (pattern of parameters, their type of g-nets), ...
-    include: tuple[str, ...] = ()  # patterns of parameters to generate in addition to the defaults
+    include: tuple[str, ...] = ()  # patterns of parameters to generate in addition to the default ones
     exclude: tuple[str, ...] = ()  # patterns of parameters to keep direct
     max_tile: MaxTile = None  # largest size of a tile
     base: Literal["own"] | None = None  # "own" if the genome is an adapter of the pretrained p-net
@@ -62,7 +62,7 @@ class PlanOptions(NamedTuple):
     modules_to_save: tuple[str, ...] = ()  # new modules, which the pretrained network does not have
 
     def with_hypernet(self, hypernet: Hypernet) -> PlanOptions:
-        """Replace the type of the g-nets. In rules, also replace this type where the rule sets no size of g-nets."""
+        """Replace the type of the g-nets, also in rules that name the replaced type and set no size of g-nets."""
         tuned = {rule for _, rule in self.rules if rule and rule.type == self.hypernet.type and rule.size is None}
         rules = tuple((pattern, hypernet if rule in tuned else rule) for pattern, rule in self.rules)
         return self._replace(hypernet=hypernet, rules=rules)
@@ -125,7 +125,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class AtMost(TorchDispatchMode):
-    """A context that refuses a new tensor (ValueError) if all new tensors would exceed `numbers` entries in total."""
+    """A context that raises ValueError as soon as all new tensors together would have more than `numbers` entries."""
 
     def __init__(self, numbers: int) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class AtMost(TorchDispatchMode):
 
 
 def check_reads(pnet: str, interface: Interface, kind: str, ndim: int | None = None, least: int = 1) -> None:
-    """Raise `ValueError` unless inputs are `kind` with `ndim` dimensions and, if images, `least` rows or more."""
+    """Raise `ValueError` unless inputs are `kind` with `ndim` dimensions, and images have `least` rows or more."""
     if (reads := interface.reads) != kind:
         raise ValueError(f"the p-net {pnet} reads {kind}, the task has {reads}: take {_TAKE[reads]}")
     if len(interface.inputs) != (ndim or len(interface.inputs)) or min(interface.inputs[1:], default=least) < least:
@@ -195,7 +195,7 @@ def is_import_path(name: str) -> bool:
 
 
 def import_factory(path: str, returns: str) -> Callable[..., Any]:
-    """Import `package.module:name`, also from the working folder. Errors quote `returns`, which tells the result."""
+    """Import `package.module:name`, also from the working folder. In errors, `returns` describes the result."""
     # Search the working folder too, which Python leaves out when it runs the script `gbfunc`.
     sys.path.insert(0, folder := os.getcwd())
     try:

@@ -46,7 +46,7 @@ def _kaiming(layer: nn.Module) -> None:
 
 
 class LeNet5(nn.Sequential):
-    """LeNet-5 as in Caffe, which papers on compression use (after LeCun et al., 1998).
+    """LeNet-5 in Caffe's version, which papers on compression use (after LeCun et al., 1998).
 
     Two convolutions of 5 x 5 with max pooling, and two linear layers with ReLU between them. The second convolution has
     `width` channels. On MNIST, the default has 20 and 50 channels, 500 hidden units and 431,080 parameters. The last
@@ -159,7 +159,7 @@ def convnet(interface: Interface, *, width: int = 32) -> PNet:
 def _of_maps(
     name: str, factory: Callable[..., PNet], interface: Interface, make: Any, width: int, weight: str, rules: Any
 ) -> PNet:
-    """Describe a net. Code the inputs of the layer `weight` by channel and pixel of the second convolution's output."""
+    """Describe a net. Inputs of `weight` have codes for channel and pixel of the second convolution's output."""
     check_reads(name, interface, "images", 3, 16)
     places = _maps(interface.inputs)
     code = per_axis(binary(), grid(*places, bandwidth=2.0), math.prod(places))

@@ -34,7 +34,7 @@ _WEIGHTS = "model*.safetensors"
 _BESIDE = (PREPROCESSOR, "tokenizer*.json", "chat_template.jinja", "generation_config.json")
 _ADAPTER = PlanOptions(hypernet=bilinear(share="shapes"), base="own", modules_to_save=("classifier",))
 
-# Names of layers that compute attention's values (some also queries and keys). Deltas here lower the loss most.
+# Layers that compute attention's values (some also queries and keys). Deltas of these layers lower the loss most.
 _VALUES = ("v_proj", "c_attn", "query_key_value", "qkv_proj", "Wqkv")
 
 # {kind of inputs: (class of transformers, description of its models in errors)}
@@ -142,7 +142,7 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
 
 
 def _tied(auto: Any, full: Any) -> tuple[PlanOptions, float]:
-    """Return plan options for low-rank deltas of value projections, and the deltas' size at rank 1 (inf: no layers)."""
+    """Return plan options for low-rank deltas of value projections, and the deltas' number of parameters at rank 1."""
     with torch.device("meta"):
         layers = auto.from_config(full).named_modules()
     found = [(name.rpartition(".")[2], layer.weight.numel()) for name, layer in layers if name.endswith(_VALUES)]
@@ -233,7 +233,7 @@ def _pretrained(name: str, folder: Path, full: Any, auto: Any, head: str, **gguf
 
 @functools.cache
 def _unpacked(file: Path) -> Path:
-    """Convert a GGUF file to a folder in `$GBFUNC_CACHE` or a temporary one; the folder loads 100 times as fast."""
+    """Convert a GGUF file to a folder, temporary or in `$GBFUNC_CACHE`, that loads 100 times as fast as the file."""
     transformers, _ = (import_extra(name, f"reading {file.name}", "gbfunc[llm]") for name in ("transformers", "gguf"))
     cache, gguf = os.environ.get("GBFUNC_CACHE"), {"gguf_file": file.name}
     folder = Path(cache or "", f"{file.stem}-{file.stat().st_size}-{file.stat().st_mtime_ns}")
