@@ -249,3 +249,23 @@ def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
 def dense_linear(weight: Tensor, transposed: bool, x: Tensor, bias: Tensor | None) -> Tensor:
     """Compute `x @ W.T + bias` with a dense weight that may be stored transposed."""
     return F.linear(x, weight.t() if transposed else weight, bias)
+
+
+def linear_forward(layer: Any, input: Tensor) -> Tensor:
+    """Compute the forward of `nn.Linear` with a generated weight."""
+    return weight_of(layer, "weight").linear(input, layer.bias)
+
+
+def conv_forward(layer: Any, input: Tensor) -> Tensor:
+    """Compute the forward of `nn.Conv1d`, `nn.Conv2d` or `nn.Conv3d` with a generated weight."""
+    conv: Any = (torch.conv1d, torch.conv2d, torch.conv3d)[len(layer.kernel_size) - 1]
+    options = {"stride": layer.stride, "dilation": layer.dilation, "groups": layer.groups, "padding": layer.padding}
+    if layer.padding_mode != "zeros":
+        input = F.pad(input, layer._reversed_padding_repeated_twice, mode=layer.padding_mode)
+        options["padding"] = (0,) * len(layer.kernel_size)
+    return weight_of(layer, "weight").conv(conv, input, layer.bias, **options)
+
+
+def embedding_forward(layer: Any, input: Tensor) -> Tensor:
+    """Compute the forward of `nn.Embedding` with a generated weight."""
+    return weight_of(layer, "weight").embedding(input, layer.padding_idx)

@@ -10,10 +10,9 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gbfunc.layers import forms
 from gbfunc.layers.beside import beside_forward
 from gbfunc.layers.forms import Outside, Parameters, Weight, WeightForm, generated_attribute, weight_of
 from gbfunc.layers.kinds import DELTA
@@ -27,26 +26,6 @@ class LayerForm(NamedTuple):
     plain: Callable[[Any], bool] = lambda layer: True
 
 
-def linear_forward(layer: Any, input: Tensor) -> Tensor:
-    """Compute the forward of `nn.Linear` with a generated weight."""
-    return weight_of(layer, "weight").linear(input, layer.bias)
-
-
-def conv_forward(layer: Any, input: Tensor) -> Tensor:
-    """Compute the forward of `nn.Conv1d`, `nn.Conv2d` or `nn.Conv3d` with a generated weight."""
-    conv: Any = (torch.conv1d, torch.conv2d, torch.conv3d)[len(layer.kernel_size) - 1]
-    options = {"stride": layer.stride, "dilation": layer.dilation, "groups": layer.groups, "padding": layer.padding}
-    if layer.padding_mode != "zeros":
-        input = F.pad(input, layer._reversed_padding_repeated_twice, mode=layer.padding_mode)
-        options["padding"] = (0,) * len(layer.kernel_size)
-    return weight_of(layer, "weight").conv(conv, input, layer.bias, **options)
-
-
-def embedding_forward(layer: Any, input: Tensor) -> Tensor:
-    """Compute the forward of `nn.Embedding` with a generated weight."""
-    return weight_of(layer, "weight").embedding(input, layer.padding_idx)
-
-
 def _stock_conv(layer: Any) -> bool:
     stock = next(c for c in (nn.Conv1d, nn.Conv2d, nn.Conv3d) if isinstance(layer, c))
     return type(layer)._conv_forward is stock._conv_forward
@@ -54,10 +33,10 @@ def _stock_conv(layer: Any) -> bool:
 
 FORMS: Mapping[Callable[..., Any], LayerForm] = MappingProxyType(
     {
-        nn.Linear.forward: LayerForm(linear_forward),
-        **{c.forward: LayerForm(conv_forward, plain=_stock_conv) for c in (nn.Conv1d, nn.Conv2d, nn.Conv3d)},
+        nn.Linear.forward: LayerForm(forms.linear_forward),
+        **{c.forward: LayerForm(forms.conv_forward, plain=_stock_conv) for c in (nn.Conv1d, nn.Conv2d, nn.Conv3d)},
         nn.Embedding.forward: LayerForm(
-            embedding_forward, plain=lambda layer: layer.max_norm is None and not layer.scale_grad_by_freq
+            forms.embedding_forward, plain=lambda layer: layer.max_norm is None and not layer.scale_grad_by_freq
         ),
     }
 )
