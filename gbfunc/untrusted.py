@@ -46,7 +46,7 @@ def one_error(path: str | os.PathLike[str], what: str) -> Iterator[None]:
 
 
 def read_picture(path: str | os.PathLike[str], mode: str, what: str = "picture") -> Any:
-    """Read an image file as a Pillow image in mode `"L"` (8-bit grey) or `"RGB"`. Errors call the file a `what`.
+    """Read an image file as a Pillow image in mode `"L"` (8-bit grey) or `"RGB"`. Error messages call the file `what`.
 
     The image is rotated according to its EXIF data, 16-bit pixels are scaled to 8 bits, and transparency becomes white.
 

@@ -67,7 +67,7 @@ def _to_onnx(traced: Traced) -> bytes:
         exported = torch.onnx.export(traced.program, dynamo=True, optimize=False, verbose=False, **options)
     assert exported is not None
     model = exported.model
-    # Limit sizes, so that no weights become constants. In onnxscript 0.7.2, `optimizer.optimize` changed weights.
+    # Fold only small constants, not weights. Do not call `optimizer.optimize`: onnxscript 0.7.2 changed weights.
     optimizer.fold_constants(model, input_size_limit=16, output_size_limit=16)
     kinds = passes.DeduplicateInitializersPass, passes.CommonSubexpressionEliminationPass
     for change in (*kinds, passes.RemoveUnusedNodesPass, passes.ClearMetadataAndDocStringPass):
@@ -149,6 +149,6 @@ class Format(NamedTuple):
 FORMATS: Mapping[str, Format] = {
     "onnx": Format(".onnx", _to_onnx, _run_onnx),
     "pt2": Format(".pt2", _to_pt2, _run_pt2),
-    "aoti": Format("", _to_aoti, _run_aoti),  # The files end in `.pt2`, which selects torch.export
+    "aoti": Format("", _to_aoti, _run_aoti),  # No suffix: the files end in `.pt2`, which selects "pt2"
     "iree": Format(".vmfb", _to_iree, _run_iree),
 }

@@ -69,7 +69,7 @@ def _has_rows(x: Any) -> bool:
 
 
 def is_text(x: Any) -> bool:
-    """Return True for integers [batch, length > 2]: `shorter` would make a length of 2 a 1, which torch keeps fixed."""
+    """Return True for integers [batch, length > 2]. With length 2, `shorter` would give 1, which torch cannot vary."""
     return isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point() and x.shape[1] > 2
 
 

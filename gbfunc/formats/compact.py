@@ -52,14 +52,14 @@ class Sizes(NamedTuple):
 
     document: int
     plain: Mapping[str, int]
-    codes: int
-    bits: Mapping[str, float]  # Bits of the codes by leaf, without scales and quantization steps, which `codes` counts
+    codes: int  # Including scales, zero points and quantization steps
+    bits: Mapping[str, float]  # Bits of each leaf's codes, without scales, zero points and quantization steps
 
 
 def pack(
     document: str, plan: Any, leaves: TensorMap, stored: str | Steps, most: int = MAX_SYMBOLS
 ) -> tuple[bytes, Sizes]:
-    """Packs a document (plan and metadata as JSON) and leaves; raises ValueError for numbers that are too large.
+    """Packs a document (plan and metadata as JSON) and leaves; raises ValueError for too many or too large numbers.
 
     Up to `most` codes of 2 to 8 bits are stored in runs. More codes are packed, which is faster but takes more bytes.
     """
@@ -92,7 +92,7 @@ def _leaves_without_steps(plan: Any, leaves: TensorMap, narrow: bool, statistics
 
 
 def most_bytes(document: str, leaves: TensorMap, bits: int) -> Sizes:
-    """Returns an upper bound for the size of a file with leaves of these shapes and 16-bit running statistics."""
+    """Returns an upper bound for the size of a file from the shapes of leaves, with 16-bit running statistics."""
     plain = {name: x.nbytes for name, x in stored_leaves(leaves, f"int{bits}").items()}
     coded = {name: x for name, x in leaves.items() if name not in plain}
     blocks, numbers = sum(map(_blocks, coded.values())), sum(x.numel() for x in coded.values())

@@ -33,7 +33,7 @@ class Allowed(NamedTuple):
 
     numbers: int  # Numbers in all leaves, plus numbers that the reader computes: the codes of rows and columns
     symbols: int  # Integers in a stream with quantization steps
-    pieces: int  # Tensors and buffers of the p-net, plus, for each leaf, the number of matrices that it generates
+    pieces: int  # Tensors and buffers of the p-net, plus the sum over leaves of the number of matrices per leaf
     containers: int  # Number of dicts and lists in the document
 
     @staticmethod
@@ -84,7 +84,7 @@ def file_header(plan_json: str, leaves: TensorMap, stored: TensorMap, digest: st
     return len(text).to_bytes(8, "little") + text
 
 
-# Preset dictionary of zlib: parts of typical documents, at most 32 kB, because deflate looks only so far back. Do not
+# Preset dictionary of zlib: parts of typical documents, at most the 32 kB that deflate can look back. Do not
 # change the dictionary: existing files would become unreadable.
 DOCUMENTS = _FILES.joinpath("words.txt").read_bytes().rstrip()
 

@@ -62,7 +62,7 @@ def is_stat(name: str) -> bool:
 
 
 def narrow_stats(leaves: TensorMap) -> bool:
-    """Returns True if 16 bits suffice for running statistics: no mean changes by > 1/64 of its standard deviation."""
+    """Returns True if 16 bits suffice for running statistics: no mean changes by > 1/64 standard deviation."""
     for name, x in leaves.items():
         if not is_stat(name):
             continue

@@ -18,7 +18,7 @@ from gbfunc.types import Params, TensorMap
 # Rounding a number to a step raises the loss by `h step^2 / 24`, where h is the loss's second derivative. One more bit
 # halves the step, so the derivative of `h step^2 / 24` with respect to the bits is `-_BALANCE h step^2`.
 _BALANCE = math.log(2) / 12
-_STATISTIC = -32  # Largest index of statistics (step 2^(-32/8)): training cannot correct their rounding errors
+_STATISTIC = -32  # Steps of running statistics are <= 2^(-32/8), because training cannot correct their rounding
 _FROZEN_ERROR = 1 / 64  # Largest rounding error of an untrained parameter, relative to the parameter's largest number
 _WIDTHS = np.arange(NARROWEST + 1, WIDEST)
 
@@ -68,11 +68,11 @@ def code_bits(plan: Any, leaves: TensorMap, steps: Steps) -> float:
 def allocate(plan: Any, leaves: TensorMap, squares: TensorMap, bits: float, examples: int = 0) -> Steps:
     """Finds the finest quantization steps with which the integers take at most `bits`.
 
-    If no steps suffice, returns the largest steps. `squares` are mean squares of gradients, averaged over `examples`. A
-    leaf without gradients gets its smallest step. `Steps.rate` is how much smaller the loss would be with one more bit.
-    Raises ValueError for an untrained parameter that is too large or too small for any step.
+    If no steps suffice, returns the largest steps. `squares` are mean squares of gradients, averaged over `examples`.
+    A leaf without squares gets the smallest steps that can store the leaf. `Steps.rate` is how much smaller the loss
+    would be with one more bit. Raises ValueError for an untrained parameter too large or too small for any step.
     """
-    # The range of the search is larger than a normal training needs, because squares grow if the loss rises suddenly.
+    # The search has a larger range than normal training needs: `squares` are large after a sudden rise of the loss.
     low, high = -40.0, 88.0
     for _ in range(21):
         middle = (low + high) / 2

@@ -36,7 +36,7 @@ from gbfunc.trees import BUFFERS, DIRECT, GNET
 from gbfunc.types import DTYPES, Params, TensorMap
 
 V = TypeVar("V")
-Side = tuple[Encoding, int, int]  # Codes of rows or columns, how many the matrix has, and how many a tile has
+Side = tuple[Encoding, int, int]  # Codes of rows or columns; number of rows or columns in all, and in a tile
 AUTO = "auto"  # The dtype of files whose numbers are integers with trained quantization steps
 OCTAVE, LEAST, MOST = 8, -128, 127  # An index larger by 8 doubles the step; smallest index; largest index
 LARGEST = 2047  # Largest integer that can be stored
@@ -105,7 +105,7 @@ class Part(NamedTuple):
     last: int | None
     shape: tuple[int, ...]
     gain: str | None = None  # Name of the amplitudes [T, H] that multiply the features of this leaf [T, ..., H]
-    finer: tuple[int, ...] = ()  # For each entry of a code, n: steps are divided by sqrt(2)^n
+    finer: tuple[int, ...] = ()  # For each entry of a code, n: the entry's weights have steps divided by sqrt(2)^n
     period: float | None = None
     statistic: bool = False
 
@@ -138,13 +138,13 @@ def joined(parts: Sequence[Part], values: Sequence[Tensor]) -> Params:
 
 
 class Quantised(NamedTuple):
-    """A part as integers. `steps`, `shifts` and `mask` broadcast to the shape of `integers`."""
+    """Rows of a leaf (`Part`) as numbers `integers * steps`; `steps`, `shifts` and `mask` broadcast to `integers`."""
 
     part: Part
     integers: Tensor
-    steps: Tensor
-    shifts: Tensor  # Exponents n: the part's step was divided by sqrt(2)^n
-    mask: Tensor  # True for stored integers
+    steps: Tensor  # The step of the part, divided by sqrt(2)^shifts
+    shifts: Tensor  # Exponents, 0 except for code weights and phases
+    mask: Tensor  # True if a file has the integer; False for weights and phases of a feature with amplitude 0
 
     @property
     def full_mask(self) -> Tensor:
@@ -157,7 +157,7 @@ class Quantised(NamedTuple):
 
 @lru_cache(maxsize=16)
 def parts_of(plan: Any, statistics: bool = True) -> tuple[Part, ...]:
-    """Lists the parts of trained leaves and running statistics; a part follows all parts that it depends on."""
+    """Lists the parts of leaves and statistics: amplitudes before code weights and phases, variances before means."""
     found, means = [], cache(_mean_squares)
     for e in plan.ensembles:
         for name, leaf in e.leaves.items():
@@ -220,7 +220,7 @@ def _table(device: torch.device) -> Tensor:
 
 
 class Past(NamedTuple):
-    """Results that later parts need: integers of earlier parts by leaf and first row, and variances as stored."""
+    """Results of earlier parts that later parts need: integers by leaf and first row, and rounded u of variances."""
 
     gains: dict[tuple[str | None, int], Tensor]
     variances: dict[str, Tensor]
@@ -239,7 +239,7 @@ class Past(NamedTuple):
         return shifts + torch.frexp(gain_TH * gain_TH).exponent.long().reshape(shape), (gain_TH != 0).reshape(shape)
 
     def zeros(self, part: Part, index: int, device: Any) -> Quantised:
-        """Returns a part whose integers are 0, and whose steps are the step of `index`, divided by `sqrt(2)^shifts`."""
+        """Returns a part with all integers 0. The steps are `2^(index / 8)`, divided by `sqrt(2)^shifts`."""
         shifts, mask = self.shifts(part, device)
         steps = _table(shifts.device)[index - OCTAVE // 2 * shifts + _REACH]
         integers = torch.zeros(part.shape, dtype=torch.float32, device=device)

@@ -84,7 +84,7 @@ def entry(symbol: int, limits: list[int]) -> Entry:
 
 
 def join(entries: list[Entry]) -> bytes:
-    """Encodes symbols. An entry has the frequencies of all smaller values, of the symbol, and of all values."""
+    """Encodes symbols. An entry has three frequencies: the sum for smaller values, the symbol's, the sum for all."""
     pieces = []
     for start in range(0, len(entries), PIECE):
         x = 1
@@ -166,7 +166,7 @@ HALVINGS = 22
 
 @lru_cache(maxsize=4096)
 def geometric(width: int, most: int) -> tuple[int, list[int]]:
-    """Return D <= `most`, and cumulative frequencies of -D .. D. With each 2^(width / 4) from 0, a frequency halves."""
+    """Return D <= `most`, and cumulative frequencies of -D .. D. Frequencies halve every 2^(width / 4) away from 0."""
     if width <= NARROWEST:
         return 0, [0, 1]
     if width >= WIDEST:

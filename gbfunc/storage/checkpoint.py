@@ -80,7 +80,7 @@ class Checkpointer:
         self._unlock: Callable[[], object] = lambda: None
 
         def lock() -> None:
-            # Release the lock on `close`, on garbage collection, and in forked children, which may live longer.
+            # Release the lock on `close`, on garbage collection, and in forked children, which may outlive the parent.
             self._unlock = weakref.finalize(self, os.close, _lock(self._folder))
             if fcntl is not None:
                 os.register_at_fork(after_in_child=self._unlock)
@@ -284,7 +284,7 @@ def _plan_summary(plan: Plan) -> JSON:
 
 
 def describe_training(settings: Mapping[str, Any], step: int) -> dict[str, str]:
-    """Describes an optimizer and its options. A schedule becomes the rate at `step` and a hash of many rates."""
+    """Describes an optimizer and its options; describes a schedule by the rate at `step` and a hash of many rates."""
     if "cls" not in settings:
         return {k: text_of(v) for k, v in settings.items()}  # The optimizer was not made by `torch_optimizer`
     by_role = {f"{role}.{k}": v for role in ROLES for k, v in (settings[role] or {}).items()}
@@ -397,7 +397,7 @@ def _lock(folder: Path) -> int:
 
 
 def _on_rank_0(mesh: Mesh, do: Callable[[], Any]) -> Any:
-    """Run `do` on rank 0. All ranks call, and get the result, or the ValueError or OSError that `do` raised."""
+    """Run `do` on rank 0. All ranks call this function, and get the result or the ValueError or OSError of `do`."""
     answer = failure = None
     if mesh.rank == 0:
         try:

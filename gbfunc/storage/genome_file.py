@@ -52,7 +52,7 @@ def save(
             * `"int2"` to `"int8"`: integers of 2 to 8 bits, with a scale and a zero point per row, tile or leaf. Direct
               vectors are float16. Running statistics of norms have 16 bits if 16 bits are exact enough;
             * the result of `allocate_steps`: trained numbers and running statistics are integers times quantization
-              steps, with one step per part of the genome;
+              steps, with one step for the numbers of a leaf that belong to the same tensor of the p-net;
             * None: the plan's `stored` dtype if the plan has a target in bytes, otherwise the p-net's dtypes.
         metadata: any JSON, such as names of classes; `load_metadata` returns it.
 

@@ -26,7 +26,7 @@ from gbfunc.types import Genome, GenomeLike, Params
 GENOME_FILE = "genome.safetensors"
 
 _HUB = ("huggingface_hub", "the Hugging Face hub", "huggingface_hub")
-# Hugging Face's `Trainer` passes these options to `save_pretrained`. The options have no meaning for a genome.
+# Hugging Face's `Trainer` passes these options to `save_pretrained`. The options are ignored.
 _LARGE_FILES = "is_main_process max_shard_size safe_serialization save_function save_peft_format variant".split()
 
 _CARD = """{head}
