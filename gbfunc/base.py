@@ -34,7 +34,7 @@ class BaseTensors:
     """The frozen tensors of a base: the p-net's own parameters (not copied), and copies of the buffers."""
 
     # Tensors named in `new` are not part of the base. If rows were appended to a parameter (a resized embedding), its
-    # function in `old` sets these rows to zero, so that the hash does not depend on their values.
+    # function in `old` sets these rows to zero, so that the hash does not depend on the values of the new rows.
     def __init__(self, pnet: nn.Module, new: Collection[str], old: Mapping[str, Callable[..., Tensor]] = {}) -> None:
         for name, layer in pnet.named_modules():
             if getattr(layer, "max_norm", None) is not None and f"{name}.weight".lstrip(".") not in new:

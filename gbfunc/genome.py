@@ -28,13 +28,13 @@ Noise = Mapping[str, Params]
 _DRAWS = 8  # Maximum number of draws of a slot's leaves
 _NEWTON_STEPS = 8
 _FLAT = 1e-3  # A matrix is constant if removing its mean leaves less than this fraction of its standard deviation
-_LARGE, _MANY = 1 << 20, 64  # `moments` uses factors from _LARGE weights and _MANY columns of the factors on
+_LARGE, _MANY = 1 << 20, 64  # `moments` forms no matrix of over _LARGE weights if factors have _MANY or more columns
 _SAMPLED = 64  # Number of rows, and of columns, from which a tile's means are estimated
 _RIDGE = 0.01  # e in `_interacting`, relative to the diagonal of A; a smaller e removes more of the means
 
 
 def codes_of(ensemble: Ensemble, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return row codes [tiles, rows, numbers] and column codes [tiles, columns, numbers]; 1 tile if all are equal."""
+    """Return codes of rows [tiles, rows, numbers] and of columns [tiles, columns, numbers]; 1 tile if all are equal."""
     if is_exporting():
         row, col = ensemble.codes_on(device)
     else:
@@ -81,7 +81,7 @@ def _check_fields(genome: GenomeLike) -> None:
 
 
 def _wrong_type(expected: str, got: Any) -> TypeError:
-    """Return the error for an argument `got` of the wrong type, with a cure that fits this type."""
+    """Return the error for an argument `got` of the wrong type, with advice on what to pass instead."""
     of_file = isinstance(got, str | os.PathLike | tuple) and not hasattr(got, "gnets")
     cure = "write plan, genome = gb.load(path); " * of_file + "the order of arguments is path, plan, genome, p-net"
     cure = "pass module.plan and module.to_genome()" if hasattr(got, "to_genome") else cure
@@ -212,7 +212,7 @@ def flatten(genome: GenomeLike) -> tuple[Tensor, Callable[[Tensor], Genome]]:
 
     The vector is for evolution strategies and for optimizers of other packages. Leaves are concatenated in the order of
     their names, in the widest of their dtypes. The vector contains neither buffers nor integer parameters. The function
-    takes these from `genome`. The function is differentiable, and works under `vmap`.
+    takes both from `genome`. The function is differentiable, and works under `vmap`.
 
     >>> import gbfunc as gb
     >>> pnet = nn.Linear(6, 3)

@@ -65,9 +65,9 @@ class Piece(NamedTuple):
 class Cut(NamedTuple):
     """The tiles to generate for a matrix, or for a block of a matrix."""
 
-    grid: TileGrid  # The matrix that the tiles to generate form
-    tiles: tuple[int, ...] | None = None  # Indices of these tiles in the full matrix's grid. None is all tiles
-    piece: Piece | None = None  # The block of the matrix to return. None is the entire matrix
+    grid: TileGrid  # The matrix that consists of the generated tiles
+    tiles: tuple[int, ...] | None = None  # Indices of the tiles in the full matrix's grid. None means all tiles
+    piece: Piece | None = None  # The block of the matrix to return. None means the entire matrix
 
     def crop(self, matrix_RC: Tensor) -> Tensor:
         return matrix_RC if self.piece is None else self.piece.of(matrix_RC)
@@ -180,7 +180,7 @@ def split_stack(matrices: Tensor, grid: TileGrid) -> Tensor:
 
 
 def copy_tiles(matrix: Tensor, tiles: Tensor, grid: TileGrid, joins: bool) -> None:
-    """If `joins`, copy tiles [..., T, r, c] into a matrix [..., R, C], otherwise the matrix into zero-padded tiles."""
+    """If `joins`, copy tiles [..., T, r, c] into a matrix [..., R, C]; else, copy the matrix into zero-padded tiles."""
     r, c = grid.tile_rows, grid.tile_cols
     blocks = tiles.unflatten(-3, (-1, grid.n_cols))
     top, left = blocks.shape[-4] - 1, grid.n_cols - 1

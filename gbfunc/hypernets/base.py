@@ -24,7 +24,7 @@ class Leaf(NamedTuple):
     Attributes:
         shape: shape for one g-net. In a genome, the leaves of all g-nets are stacked: [number of g-nets, *shape].
         role: `"linear"` if a tile doubles when all linear leaves double (amplitudes), otherwise `"code"`. Every type
-            needs a linear leaf per tile: its initial values give weights of the p-net's scale, or are 0 for deltas.
+            needs a linear leaf per tile, whose initial values set the scale of the weights, and are 0 for deltas.
         scope: `"tile"` if each tile has its own leaf, `"group"` if the tiles of a group have one leaf in common.
         std: standard deviation of the normal distribution of the initial values.
         mean: mean of the normal distribution of the initial values.
@@ -132,7 +132,7 @@ class Hypernet:
         return torch.vmap(apply, (0, row_dim, col_dim, None if noise is None else 0))(leaves, row, col, noise)
 
     def matrix(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, grid: TileGrid, kernel: Kernel) -> Tensor | None:
-        """Generate a matrix [rows, columns] from all its tiles at once, without noise; None if not supported."""
+        """Generate a matrix [rows, columns] from all its tiles at once, without noise; None if the type cannot."""
         return None
 
     def noise_shapes(self, dims: TileDims) -> dict[str, tuple[int, ...]]:
@@ -212,7 +212,7 @@ Share = Literal["none", "layers", "shapes"]
 
 
 class Sharing(Sized):
-    """Base class of types with a field `share`: which matrices have some leaves in common."""
+    """Base class of types with a field `share`, which says which matrices have some leaves in common."""
 
     share: Share
 
@@ -226,6 +226,6 @@ class Sharing(Sized):
         return self.share != "none"
 
     def group(self, name: str, part: int, shape: tuple[int, int]) -> str:
-        """Name the group: "" for "none", the shape for "shapes"; "layers" adds `part` and `name` without numbers."""
+        """Name the group: "" for "none", the shape for "shapes". "layers" adds `part`, and `name` without numbers."""
         size, kind = f"{shape[0]}x{shape[1]}", re.sub("[0-9]+", "*", name)
         return {"none": "", "layers": f"{kind}:{part}:{size}", "shapes": size}[self.share]

@@ -42,7 +42,7 @@ class Constants(NamedTuple):
     def make(
         hypernet: Hypernet, dims: TileDims, kernel: Kernel, row: Tensor, col: Tensor, *others: Tensor | None
     ) -> Constants:
-        """Create constants from the codes of rows and columns; `others` are scales and groups."""
+        """Create constants from the codes of rows and columns; `others` are the fields `scale` and `groups`."""
         empty = {k: leaf.shape for k, leaf in hypernet.leaves(dims).items() if 0 in leaf.shape}
         known = isinstance(hypernet, Waves) and have_memory((row, col)) and not torch.compiler.is_compiling()
         periods = (period_of(row), period_of(col)) if known else (0, 0)
@@ -86,7 +86,7 @@ class Evaluation(NamedTuple):
         return tiles if scale is None else dense_tiles(tiles) * scale[:, None, None]
 
     def _scaled(self) -> tuple[Params, Tensor | None]:
-        """Return every tile's leaves, multiplied by the scale if possible, and the scale if still to apply."""
+        """Return every tile's leaves, multiplied by the scale if possible; otherwise also return the scale."""
         hypernet, scale, groups = self.constants.hypernet, self.constants.scale, self.constants.groups
         specs, leaves = hypernet.leaves(self.constants.dims), self.all_leaves()
         if groups is not None:

@@ -36,7 +36,7 @@ def _he(inputs: int) -> float:
 
 @dataclass(frozen=True)
 class GNet(Hypernet):
-    """An MLP of any depth that maps the codes of a weight to the weight, as in torchGB and the paper.
+    """An MLP of any depth that maps the codes of a weight to the weight, as in torchGB and Shuvaev et al. (2024).
 
     Args:
         hidden: widths of the hidden layers. None is one layer, whose width the plan chooses (32 without a size target).
@@ -94,7 +94,7 @@ class GNet(Hypernet):
         return {"out_weight": Leaf((width,), "linear", std=_he(width)), "out_bias": Leaf((), "linear", std=0.0)}
 
     def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
-        """Draw normal weights. Biases are uniform for "sin", otherwise normal, clipped so that units bend in a tile."""
+        """Draw normal weights. Biases: uniform for "sin", otherwise normal, at most half the largest weighted sum."""
         drawn = super().init(dims, n_tiles, n_groups, generator)
         if self.activation == "sin":
             drawn["bias"] = uniform(drawn["bias"].shape, generator) * (2 * math.pi)

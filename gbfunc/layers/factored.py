@@ -94,7 +94,7 @@ class FactoredWeight(WeightForm):
     def _thin_conv(
         self, weight: Weight, x: Tensor, bias: Tensor | None, conv: Callable[..., Tensor], options: dict[str, Any]
     ) -> Tensor | None:
-        """Convolve with k filters per tile, then with 1x1 filters. Return None for the dense weight, as in `thin`."""
+        """Convolve with k filters per tile, then with 1x1 filters. Return None if the dense weight should be used."""
         positions = math.prod(self.shape[2:])
         fits = options["groups"] == 1 and self.grid.tile_cols % positions == 0
         if not fits or not self._pays(weight, _positions(x, self.shape[2:], options), conv=True):

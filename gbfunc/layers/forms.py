@@ -1,6 +1,6 @@
 """Forms of a weight: how the g-nets generate a weight, and how a layer computes with the weight.
 
-A form `needs` matrices, factors or leaves from the g-nets. `of(sources)` turns these into the form's input tensors,
+A form `needs` matrices, factors or leaves from the g-nets. `of(sources)` makes from them the form's input tensors,
 with the names `keys`. `apply` computes a layer's output from the input tensors. The forms are:
 
 * `DenseWeight`: the dense tensor, which torch's own layer uses;

@@ -128,7 +128,7 @@ def install(net: nn.Module, forms: Mapping[str, WeightForm | None], outside: Out
         net: the copy.
         forms: the form of each parameter or buffer by name, including tied names; None for a dense tensor.
         outside: generates a weight that code reads outside of a call. With `outside`, the layers' own tensors are
-            deleted. Without `outside`, they stay as placeholders. During a call, `parameters()` returns dense weights.
+            deleted. Otherwise the tensors stay as placeholders. During a call, `parameters()` returns dense weights.
     """
     layers: dict[nn.Module, dict[str, WeightForm | None]] = {}
     names: dict[nn.Module, dict[str, str]] = {}

@@ -16,7 +16,7 @@ class RecomputedWeight(WeightForm):
     """A weight `maker(*inputs)` that exists only during an operation. Backward calls `maker` again.
 
     `maker` is pure and draws no random numbers. A `split` weight is one rank's part, which only the layer may read. A
-    `transposed` weight is stored as the transpose. In `torch.func` and `torch.compile`, torch chooses what to keep.
+    `transposed` weight is stored as the transpose. In `torch.func` and `torch.compile`, torch may keep the weight.
     """
 
     needs: Needs = "leaves"

@@ -85,7 +85,7 @@ class _Frame(NamedTuple):
         return to_serve(self.plans[kind], generator, generator(genome))
 
     def varying(self, stacks: Sequence[Params]) -> set[str]:
-        """Return the keys of the tensors in which genomes differ. With several plans, these are all planned tensors."""
+        """Return the keys of the tensors in which genomes differ. With several plans, return all planned tensors."""
         leaves = {k for k, x in stacks[0].items() if x.stride(0) and len(x) > 1}
         (plan, *others), names = self.plans, {k.partition("/")[2] for k in leaves}
         for e in plan.ensembles:
@@ -128,7 +128,7 @@ class _Frame(NamedTuple):
 
 
 def _sides(plan: Plan, generator: Generator, genome: Params) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """Return the factors (left, mix, right) of bilinear weights of one tile. Weights may share left and right."""
+    """Return factors (left, mix, right) of bilinear weights of one tile. Weights may share left or right factors."""
     made = {}
     for stack in generator.stacks:
         e, leaves = stack.ensemble, {k: genome[name] for k, name in stack.names.items()}
@@ -301,7 +301,7 @@ class ManyGenomes(nn.Module):
             return _checked(self._together(mode, index, call), len(index), one=whole)
 
     def _trial(self, index: Tensor, call: _Call) -> tuple[Tensor, _Call]:
-        """Select rows for a trial, row b with genome b + 1. No other dimension has the size of the batch."""
+        """Select n rows for a trial, row b with genome b + 1. No dimension of the given inputs has the size n."""
         sizes = {size for x in _tensors((call.args, call.kwargs)) for size in x.shape}
         n = next(n for n in (5, 7, 11, 13, 17, *range(19, 9999)) if n not in sizes)
         numbers = torch.arange(n, device="cpu")

@@ -87,7 +87,7 @@ class Unit:
         return self.cost_of(self.cut, size) - self.cost
 
     def fits(self, cut: tuple[int, int], size: int) -> bool:
-        """Return True if tiles may be cut this way for this size; always True if the user gave `max_tile`."""
+        """Return True if `cut` tiles are allowed for g-nets of this size; always True if the user gave `max_tile`."""
         if self.spreads:
             finest = self._square(_LEAST_SIDE)
             # A single tile may have any size, because the budget does not suffice for two tiles.
@@ -129,7 +129,7 @@ class Unit:
         return -(-self.matrix.rows // side), min(-(-self.matrix.cols // side), self._channels)
 
     def refine(self, budget: int) -> None:
-        """Add as few tiles as possible to use nearly all of a budget that one more feature would exceed."""
+        """Use nearly all of a budget that a larger size would exceed, by adding as few tiles as possible."""
         if (self.fixed and not self.spreads) or self.max_tile is not None or self.cut == (1, 1):
             return
         options = [(self.cost, self.cut, self.size)]
@@ -145,7 +145,7 @@ class Unit:
     def nearby(self) -> list[tuple[int, tuple[int, int], int]]:
         if self.fixed or self.spreads:
             return [(self.cost, self.cut, self.size)]
-        # Try two and four tiles for a matrix of one tile. For matrices of more tiles, `refine` has tried cuts.
+        # Try two and four tiles for a matrix of one tile. For a matrix of more tiles, `refine` has already tried cuts.
         one_tile = self.max_tile is None and self.cut == (1, 1)
         cuts = product(_cuts(self.matrix.rows, 1), _cuts(self._channels, 1)) if one_tile else [self.cut]
         least, most = max(1, self.size // 2, self.size - _NEAR), min(2 * self.size, self.size + _NEAR)

@@ -31,13 +31,13 @@ from gbfunc.types import MatrixDims, dtype_name
 Codes = tuple[Encoding | None, Encoding | None]
 OwnCodes = Encoding | torch.Tensor | np.ndarray[Any, Any] | None
 """Codes of one axis, as given by the user."""
-_DIRECT_SHARE = 0.25  # If direct parameters take a larger part of a size target, the longest are generated
-# Embeddings become factors if their part of the size target is above this number, and above their part of the p-net
+_DIRECT_SHARE = 0.25  # If direct parameters take a larger fraction of a size target, the longest are generated
+# Embeddings become factors if they take over this fraction of a size target, and over their fraction of the p-net
 _EMBEDDING_SHARE = 0.25
-_EMBEDDING_SAVING = 2 / 3  # An embedding becomes factors only if factors have at most this part of its parameters
-_HEAD_SHARE = 0.1  # Largest part of a size target for one generated weight of a new module
-_DELTA_SCALE = 0.1  # Scale of a delta, as a part of the standard deviation of the base's weights
-_LADDER = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)  # Multiples of the fewest parameters: one of them gives the smallest file
+_EMBEDDING_SAVING = 2 / 3  # An embedding becomes factors only if that leaves at most this fraction of its parameters
+_HEAD_SHARE = 0.1  # Largest fraction of a size target for one generated weight of a new module
+_DELTA_SCALE = 0.1  # Scale of a delta, as a fraction of the standard deviation of the base's weights
+_LADDER = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)  # Multiples of the fewest parameters, tried to find the smallest file
 
 
 def make_plan(

@@ -63,7 +63,7 @@ def report(plan: Any, dtype: Stored | None, genome: GenomeLike | None, metadata:
 
 
 def _poor(plan: Any) -> list[str]:
-    """List large tensors that learn badly: they have few tiles, each of low rank (notebooks/results/types.md)."""
+    """List large tensors that learn badly because they have few tiles of low rank (notebooks/results/types.md)."""
     return [
         f"{t.name} ({slot.hypernet.type}, {slot.grid.n_tiles} tile{'s' * (slot.grid.n_tiles > 1)})"
         for t in plan.tensors

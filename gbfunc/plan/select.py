@@ -117,7 +117,7 @@ def check_targets(
 
 @dataclass
 class Candidate:
-    """A parameter and the choices for it, before the sizes of g-nets are known."""
+    """A parameter and how the plan makes it, before the sizes of g-nets are known."""
 
     info: ParameterInfo
     tensor: TensorPlan
@@ -125,7 +125,7 @@ class Candidate:
     movable: bool = False  # True if a direct parameter may be generated instead to reach a size target
     base: bool = False  # True if the parameter belongs to a base, so that a delta is generated
     single_tile: bool = False
-    scales: dict[int, tuple[float, float]] = field(default_factory=dict)  # Scale and offset, by matrix
+    scales: dict[int, tuple[float, float]] = field(default_factory=dict)  # Scale and offset, by number of the matrix
 
 
 def choose(
@@ -136,7 +136,7 @@ def choose(
     rules: Sequence[Rule],
     targets: Targets | None,
 ) -> tuple[list[Candidate], dict[str, str]]:
-    """Choose kind and hypernetwork of parameters. `exclude` overrides `rules`; `rules` override `include` and defaults.
+    """Choose the hypernetwork of each parameter. `exclude` overrides `rules`; `rules` override `include` and defaults.
 
     With a base, returns only changed and new parameters, and `{layer: reason}` for layers that cannot have a delta.
     """

@@ -15,7 +15,7 @@ from gbfunc.tiling import TileGrid
 from gbfunc.types import JSON
 
 VERSION = 2
-_USUAL_KINDS = {1: "vector", 2: "linear", 4: "conv"}  # Kinds by number of dimensions; the JSON has only other kinds
+_USUAL_KINDS = {1: "vector", 2: "linear", 4: "conv"}  # By number of dimensions; the JSON omits usual kinds
 V = TypeVar("V")
 C = TypeVar("C", bound=type[Hypernet] | type[Encoding])
 
@@ -31,7 +31,7 @@ def register(cls: C) -> C:
             same name, for example from a notebook cell that runs again, replaces the former class.
 
     Raises:
-        TypeError: if `cls` is not a subclass of these classes.
+        TypeError: if `cls` is not a subclass of either class.
         ValueError: if another class has the same `type`.
     """
     bases = {Hypernet: hypernets.TYPES, Encoding: encoding.TYPES}
@@ -96,7 +96,7 @@ def plan_to_json(
 def plan_from_json(
     text: str, factories: Sequence[Callable[..., Any]] = ()
 ) -> tuple[tuple[TensorPlan, ...], tuple[BufferPlan, ...], str, Base | None]:
-    """Read JSON of `plan_to_json`, and return tensors, buffers, target and base; ValueError for any other JSON."""
+    """Read JSON from `plan_to_json`, and return tensors, buffers, target and base; ValueError for any other JSON."""
     by_path = {f"{f.__module__}:{f.__qualname__}": f for f in factories}
     try:
         data = read_document(text)

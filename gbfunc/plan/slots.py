@@ -132,7 +132,7 @@ class TensorPlan:
 
     @property
     def new_rows(self) -> int:
-        """Number of rows at the end of each matrix that are generated, and are not part of the base; may be 0."""
+        """Number of new rows at the end of each matrix: they are generated, and the base does not contain them."""
         found = (slot.hypernet.rows for slot in self.slots if isinstance(slot.hypernet, new_rows))
         return max(found, default=0) if self.base else 0
 
@@ -142,7 +142,7 @@ class TensorPlan:
 
 
 def old_rows(tensor: TensorPlan, new: int) -> Callable[[Tensor], Tensor]:
-    """Return a function that sets a tensor's new rows (the last `new` of each matrix) to zero, as they have no base."""
+    """Return a function that sets a tensor's new rows (the last `new` of each matrix) to zero."""
     kind = KINDS[tensor.kind]
     return lambda x: kind.fold([F.pad(m[:-new], (0, 0, 0, new)) for m in kind.unfold(x)], tensor.shape)
 

@@ -27,7 +27,7 @@ _RATES: dict[Any, float] = dict.fromkeys(_LIKE_ADAM, 1.0) | {optim.SGD: 5.0}
 
 
 def base_rate(genome_params: float) -> float:
-    """Return Adam's learning rate for deltas, lower above 5,400 parameters, where a step changes the delta more."""
+    """Return Adam's learning rate for deltas: lower above 5,400 parameters, as each step then changes a delta more."""
     return 3e-2 * min(1.0, 5_400 / max(1, genome_params))
 
 
@@ -200,7 +200,7 @@ class Plan:
         return report(self, self.default_dtype(genome is None) if dtype is None else dtype, genome, metadata)
 
     def default_dtype(self, expected: bool = False) -> str | None:
-        """Return the default dtype of files; `"auto"` only for estimates (`expected`), which need no trained steps."""
+        """Return the default dtype of files. `"auto"` needs trained steps: it is only for estimates (`expected`)."""
         return None if not self.stored or (self.stored == AUTO and not expected) else self.stored
 
     def digest(self) -> str:

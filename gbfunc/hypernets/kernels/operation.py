@@ -26,8 +26,8 @@ def _without_autocast(device: str) -> AbstractContextManager[Any]:
 class Operation(NamedTuple):
     """A function of tensors, given by its definition in PyTorch and by faster forward and backward passes.
 
-    `run(*inputs)` returns `definition(*inputs)`. `pull(*gradients of outputs, *inputs)` returns the gradients of inputs
-    after the first `constants` inputs. Both get tensors with readable memory only. Without `pull`, autograd is used.
+    `run(*inputs)` returns `definition(*inputs)`. `pull(*gradients of outputs, *inputs)` returns the gradients of all
+    inputs but the first `constants`. Both get only tensors with readable memory. Without `pull`, autograd is used.
     """
 
     definition: Callable[..., Tensors]

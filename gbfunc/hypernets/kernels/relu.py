@@ -80,7 +80,7 @@ def _gradients(g: Tensor, A: Tensor, B: Tensor, v: Tensor, grid: TileGrid) -> Te
 
 
 def _in_cpp(grid: TileGrid) -> tuple[Callable[..., Tensors], Callable[..., Tensors]]:
-    # Cut tiles into several parts per thread, so that threads which are faster can compute more parts.
+    # Cut tiles into about four parts per thread, so that a fast thread can compute more parts than others.
     parts = max(1, min(-(-4 * torch.get_num_threads() // grid.n_tiles), grid.tile_rows // 16))
 
     def packed(X: Tensor, Y: Tensor, *leaves: Tensor) -> array[int]:

@@ -21,7 +21,7 @@ from torch import Tensor
 # Do not use `from __future__ import annotations`: the interpreter of Triton 3.1 cannot read annotations as strings.
 
 # A program of forward computes `_ROWS` rows and `_HIDDEN` features. A program of backward's first launch sums `_PART`
-# rows, for `_CODES` codes. A program of backward's second launch adds `_SUMS` sums at once, for `_COLS` columns.
+# rows, for `_CODES` columns of the codes. Its second launch adds `_SUMS` sums at once, for `_COLS` columns.
 _ROWS, _HIDDEN, _PART, _CODES, _COLS, _SUMS = 32, 8, 256, 16, 32, 32
 
 # Columns of the table, which has one row per side: the first program in each of the three launches, the sizes, and the
@@ -128,7 +128,7 @@ def partial_kernel(
 
 @triton.jit
 def total_kernel(table, x, groups, sums, out, SIDES: tl.constexpr, COLS: tl.constexpr, J: tl.constexpr):
-    """Add up partial sums. They give the gradients of COLS code weights, or of the coefficients of COLS features."""
+    """Add up partial sums to the gradients of COLS code weights, or of the coefficients of COLS features."""
     of, item = _side(table, TOTAL, SIDES)  # pyright: ignore[reportGeneralTypeIssues]
     T, p, H, parts = tl.load(of + TILES), tl.load(of + WIDTH), tl.load(of + FEATURES), tl.load(of + PARTS)
     group, per_tile = tl.load(of + GROUP), tl.cdiv(H, COLS)
