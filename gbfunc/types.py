@@ -69,7 +69,7 @@ class MatrixDims(NamedTuple):
 
     rows: int  # Output channels
     cols: int  # Input channels x kernel positions
-    kernel: tuple[int, ...] = ()  # Shape of a convolution's kernel; tiles have whole kernels
+    kernel: tuple[int, ...] = ()  # Shape of a convolution's kernel; a tile never splits a kernel
 
 
 GenomeLike: TypeAlias = Any

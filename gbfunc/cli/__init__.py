@@ -1,7 +1,7 @@
 """The command line: `gbfunc demo`, `plan`, `train`, `eval`, `predict`, `sample`, `export`, `compare`, and more.
 
-Modules of this room raise `ValueError`, `OSError` or `ImportError` for errors that the user can correct: contradictory
-options, missing or damaged files, missing packages. `main` reports these errors in one line.
+Modules of this folder raise `ValueError`, `OSError` or `ImportError` for errors that the user can correct:
+contradictory options, missing or damaged files, missing packages. `main` reports these errors in one line.
 """
 
 import os

@@ -34,7 +34,7 @@ class Checkpoints:
     output: CheckpointOptions
     unit: int  # The training can be resumed after multiples of this number of steps
     writer: gb.Checkpointer | None = None  # Writes checkpoints; None saves nothing
-    signals: list[int] = field(default_factory=list)  # Signals received
+    signals: list[int] = field(default_factory=list)  # Signals received so far
 
     def resume(self, state: gb.TrainState) -> tuple[gb.TrainState, Position | None]:
         source, mesh, needed = self.source, self.train_step.mesh, self.output.resume != AUTO
@@ -75,7 +75,7 @@ class Checkpoints:
             raise ValueError(f"it was trained with other settings: {differing}; give the same settings")
 
     def receive(self, signum: int, frame: FrameType | None) -> None:
-        # After Ctrl-C, torchrun's SIGTERM follows the terminal's SIGINT. So only a second SIGINT stops without saving.
+        # After Ctrl-C, the terminal sends SIGINT, then torchrun SIGTERM. So only a second SIGINT stops without saving.
         if signum == signal.SIGINT and signum in self.signals:
             raise KeyboardInterrupt
         self.signals.append(signum)
@@ -121,7 +121,7 @@ class Checkpoints:
 def checkpoints(
     options: RunOptions, settings: JSON, steps: int, unit: int, train_step: TrainStep
 ) -> Iterator[Checkpoints | None]:
-    """Open the checkpoints of a training. In this context, a checkpoint is saved before SIGINT or SIGTERM stops."""
+    """Open the checkpoints of a training. In this context, SIGINT and SIGTERM stop it after a checkpoint is saved."""
     output = options.output
     if not isinstance(output, CheckpointOptions) or (output.checkpoint_every, output.resume) == (None, None):
         yield None

@@ -40,7 +40,7 @@ class Command:
         """
         values = options.values_of(self)
         task, data_dir = values.get("task", ""), values.get("data_dir")
-        # Check before torch is imported, which takes seconds. Do not check a user's task, which may create the folder.
+        # Check before torch is imported, which takes seconds. A user's task may create the folder: do not check it.
         if task not in ("", *options.TASKS) and ":" not in task:
             raise ValueError(f"no task {task!r}: choose one of {', '.join(options.TASKS)}, or package.module:function")
         if data_dir is not None and ":" not in task and not data_dir.exists():

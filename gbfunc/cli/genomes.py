@@ -75,7 +75,7 @@ def read_genome(
             if None not in (in_file, in_data) and in_file != in_data:
                 words = words.format(in_file, in_data)
                 raise ValueError(f"{path} has {words}: --data-dir must name data with the same ones")
-    # A base that is not pretrained has random weights of this seed. The limit allows several copies of each parameter.
+    # If the base is not pretrained, the seed sets its weights. The memory limit allows a parameter several copies.
     with AtMost(32 * (plan.pnet_params + plan.buffer_bytes) + (1 << 26)):
         net = task.build(getattr(data, "seed", 0))
     return plan, task, _network(path, plan, genome, net)

@@ -174,7 +174,7 @@ def resolved(job: Job, genome: GenomeOptions, dtype: str | None) -> dict[str, An
 
 
 def dtype_of(options: Any) -> str | None:
-    """Choose the dtype of a genome's file: the user's dtype, or an integer dtype for a size in bytes."""
+    """Choose the dtype of a genome's file: the user's dtype, or integers if the user gave only a size in bytes."""
     values = values_of(options)
     if values["dtype"] is not None or values["genome_bytes"] is None:
         return values["dtype"]

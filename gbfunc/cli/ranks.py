@@ -63,7 +63,7 @@ def in_turn(mesh: Mesh, prepare: Callable[[], Any]) -> Any:
 
 
 def check_alike(mesh: Mesh, options: Any, data_digest: str) -> None:
-    """Raise `ValueError` if ranks have different options or data: ranks could hang. Only paths may differ."""
+    """Raise `ValueError` if ranks have different options (except paths) or data: such ranks could hang."""
     local = {name for name, field in options_of(options).items() if "Path" in str(field.type)}
     local |= {"device", "resume", "pretrained", "log"}
     compared = {name: x is not None if name in local else x for name, x in values_of(options).items()}
@@ -102,7 +102,7 @@ def styles_of(path: str, pnet: nn.Module) -> Mapping[str, Any]:
 
 
 def pipeline_microbatches(batch_size: int, shards: int, ranks: int) -> int:
-    """Return the largest divisor of a shard's rows from `ranks` to 4 x `ranks`, if possible a multiple of `ranks`."""
+    """Return a divisor of a shard's rows, `ranks` to 4 x `ranks`: the largest multiple of `ranks`, or the largest."""
     rows, rest = divmod(batch_size, shards)
     # With at least 4 microbatches per rank, GPipe's ranks are idle for a short time (Huang et al., 2019, section 2.3).
     fitting = [n for n in range(ranks, 4 * ranks + 1) if rows % n == 0]

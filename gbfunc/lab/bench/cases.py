@@ -38,7 +38,7 @@ class Case:
     name: str
     net: Callable[[], nn.Module]
     batch: Callable[[], Batch]  # Makes the batch on the CPU
-    variants: tuple[str, ...]  # Keys of `VARIANTS`. With "dense" or "naive", ratios to its time are reported
+    variants: tuple[str, ...]  # Keys of `VARIANTS`. Times are also given relative to "dense" and to "naive"
     periodic: dict[str, Any] | None = None  # Options of the plan for variants with periodic g-nets
     relu: dict[str, Any] | None = None  # Options of the plan for variants with ReLU g-nets, "naive" included
     generation: bool = False  # Measure only the generation of the weights, forward and backward

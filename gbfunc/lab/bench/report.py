@@ -45,7 +45,7 @@ def time_together(
 ) -> dict[Key, Timing]:
     """Time functions in alternation, so that changes of the machine's speed affect all functions equally.
 
-    First, each function is called three times (less often if this takes 20 s), because a compiled function may compile
+    First, each function is called three times (twice if two calls take 20 s), because a compiled function may compile
     twice. Then each round times every function for about `visit` seconds, with 1 to 50 calls. If there are several
     calls, one more call before them is not timed, and brings the function's data into the caches.
     """
@@ -117,7 +117,7 @@ def steps_memory(case: Case, make: Callable[[Case], Step], device: torch.device)
     before = torch.cuda.max_memory_allocated(device) if cuda else peak_resident()
     step = make(case)
     gc.collect()
-    # Reset the peak. Where this is not possible, the memory that was used to build the variant also counts.
+    # Reset the peak. On systems that cannot reset it, the memory used to build the variant also counts.
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
     else:

@@ -1,7 +1,7 @@
 """Adapters of a pretrained p-net from the package `peft`, and training of some of the p-net's parameters.
 
 The file of an adapter has the trained tensors, including a linear classifier, and the names of the changed layers.
-Random projections are drawn from a seed, not stored. Each choice of layers gets the largest size that fits the budget.
+Random projections are drawn from a seed, not stored. For each choice of layers, take the largest adapter that fits.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Linears(NamedTuple):
         return tuple(k for k in self.kinds if not known or any(re.fullmatch(pattern, k) for pattern in known))
 
     def last(self, n: int, kinds: Kinds) -> str:
-        """Return a pattern that matches the full names of layers `kinds` in the last `n` blocks."""
+        """Return a pattern for the full names of those layers of the last `n` blocks whose names are in `kinds`."""
         return rf".*\.({'|'.join(self.blocks[-n:])})\.({'|'.join(kinds)})"
 
 
@@ -101,7 +101,7 @@ class Adapted:
             _import_peft().set_peft_model_state_dict(net, dict(state))
 
     def ladders(self, net: nn.Module) -> Iterator[tuple[int, Callable[[int], Settings]]]:
-        """For each choice of layers, yield n and a function from 1, ..., n to settings of ever larger adapters."""
+        """For each choice of layers, yield n and a function: it maps 1, ..., n to settings of ever larger adapters."""
         linears = linears_of(net)
         blocks = len(linears.blocks)
 
@@ -114,7 +114,7 @@ class Adapted:
                 yield len(sizes) + blocks - 1, partial(rung, kinds, sizes, options)
 
     def shapes(self, linears: Linears, kinds: Kinds) -> Iterator[tuple[Sequence[int], Settings]]:
-        """Yield pairs: increasing sizes of an adapter of the layers `kinds`, and options that go with these sizes."""
+        """Yield pairs: the increasing sizes that an adapter of the layers `kinds` can have, and options for them."""
         yield self.sizes, {}
 
     def candidates(self, problem: Problem) -> list[Settings]:
@@ -158,7 +158,7 @@ class Adapted:
 
 @dataclass(frozen=True)
 class Part(Adapted):
-    """Trains the base's parameters whose names match the pattern `config`, in which {} becomes the chosen layers."""
+    """The method that trains the parameters whose names match `config`, where {} stands for the chosen layers."""
 
     def attach(self, net: nn.Module, settings: Settings) -> nn.Module:
         pattern = self.config.format(settings.get("target_modules"))

@@ -89,7 +89,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 def pack(tensors: TensorMap, dtype: torch.dtype, about: Mapping[str, Any] | None = None) -> bytes:
     """Write a file: a byte for the `dtype` of floats, the length of `about`, `about` as JSON, and all numbers.
 
-    The file has no names, shapes and integer dtypes of the tensors: `unpack` takes these from tensors of a new network.
+    The file has no names, shapes and integer dtypes of the tensors: `unpack` takes them from a newly built network.
     """
     text = json.dumps(about, separators=(",", ":")).encode() if about else b""
     stored = (t.detach().to("cpu", dtype if t.is_floating_point() else t.dtype) for t in tensors.values())
@@ -155,7 +155,7 @@ def largest(fits: Callable[[int], bool], limit: int = 1 << 20) -> int:
 
 
 def of_widths(problem: Problem, factors: Sequence[float]) -> dict[float, PNet]:
-    """Return {factor: p-net with scaled widths}. A budget of a bit or more per parameter adds the factor 2."""
+    """Return {factor: p-net with scaled widths}. If the budget has a bit or more per parameter, add the factor 2."""
     task, make = problem.task, problem.task.pnet.scaled
     if make is None:
         return {1: task.pnet}

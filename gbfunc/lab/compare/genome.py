@@ -52,8 +52,8 @@ class GenomeOf:
     def candidates(self, problem: Problem) -> list[Settings]:
         """Combine p-nets of several widths with learning rates.
 
-        Half the width is tried if direct parameters take more than a third of the budget at full width. A quarter is
-        tried if direct parameters do so at half the width. For large budgets (`of_widths`), twice the width is tried.
+        If direct parameters take more than a third of the budget at full width, half the width is also tried. If they
+        do at half the width, a quarter is also tried. For large budgets (`of_widths`), twice the width is tried.
         Then the full width is left out if its genome has more than half as many parameters as the p-net.
         """
         found: list[Settings] = []

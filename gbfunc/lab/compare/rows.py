@@ -27,7 +27,7 @@ class Choice(NamedTuple):
     settings: Settings | None  # The chosen settings, or None if no network fits the budget
     tried: list[Settings]  # Settings, training steps, bytes and validation metric of every training in the search
     searched: int  # Total training steps of the search
-    reason: str = ""  # The reason, if no network fits
+    reason: str = ""  # Why no network fits; "" if one fits
 
 
 class Row(NamedTuple):
@@ -49,7 +49,7 @@ class Row(NamedTuple):
 
 
 class Results(NamedTuple):
-    """All choices and rows of a comparison up to now."""
+    """The chosen settings and the results of the trainings of a comparison up to now."""
 
     choices: tuple[Choice, ...] = ()
     rows: tuple[Row, ...] = ()
@@ -127,7 +127,7 @@ def run_missing(
     report: Callable[[str], None] = lambda line: None,
     most: int | None = None,
 ) -> Iterator[Results]:
-    """Make the choices and rows that `results` lacks, one at a time. Yield all results after each choice or row."""
+    """Run the searches for settings and the trainings that `results` lacks. After each one, yield all results."""
     for problem in problems:
         for name, method in methods.items():
             known, where = of_problem(results, problem, name), f"{name} at {problem.budget:,} bytes"
