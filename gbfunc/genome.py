@@ -29,7 +29,7 @@ _DRAWS = 8  # Maximum number of draws of a slot's leaves
 _NEWTON_STEPS = 8
 _FLAT = 1e-3  # A matrix is constant if removing its mean leaves less than this fraction of its standard deviation
 _LARGE, _MANY = 1 << 20, 64  # `moments` forms no matrix of over _LARGE weights if factors have _MANY or more columns
-_SAMPLED = 64  # Number of rows, and of columns, from which a tile's means are estimated
+_SAMPLED = 64  # Number of rows, and of columns, of a tile that are sampled
 _RIDGE = 0.01  # e in `_interacting`, relative to the diagonal of A; a smaller e removes more of the means
 
 
@@ -82,9 +82,11 @@ def _check_fields(genome: GenomeLike) -> None:
 
 def _wrong_type(expected: str, got: Any) -> TypeError:
     """Return the error for an argument `got` of the wrong type, with advice on what to pass instead."""
-    of_file = isinstance(got, str | os.PathLike | tuple) and not hasattr(got, "gnets")
-    cure = "write plan, genome = gb.load(path); " * of_file + "the order of arguments is path, plan, genome, p-net"
-    cure = "pass module.plan and module.to_genome()" if hasattr(got, "to_genome") else cure
+    cure = "the order of arguments is path, plan, genome, p-net"
+    if hasattr(got, "to_genome"):
+        cure = "pass module.plan and module.to_genome()"
+    elif isinstance(got, str | os.PathLike | tuple) and not hasattr(got, "gnets"):
+        cure = f"write plan, genome = gb.load(path); {cure}"
     return TypeError(f"expected {expected}, got a {type(got).__name__}: {cure}")
 
 
@@ -289,6 +291,14 @@ def init_leaves(e: Ensemble, dtype: torch.dtype, generator: torch.Generator) -> 
     linear = [k for k in tile_scope if specs[k].role == "linear"]
     groups_T = torch.from_numpy(e.groups)
     bare = Constants.make(hypernet, e.dims, "eager", *codes_of(e, dtype, torch.device("cpu")))
+    few, first = _sampled(bare.of(slice(0, 1))), {k: v[:1] for k, v in leaves.items()}
+    once, twice = (
+        float(dense_tiles(Evaluation(few, first | {k: n * first[k] for k in linear}).tiles()).std(correction=0))
+        for n in (1, 2)
+    )
+    if once > 0 and not 0.9 < twice / once / 2 < 1.1:
+        words = f"deviation {twice:.3g} after {once:.3g}: doubling its leaves of role 'linear' must double the tile"
+        raise ValueError(f"a g-net of type {hypernet.type!r} has weights of {words}")
     for p in e.spans:
         grid = p.slot.grid
         span = slice(p.first, p.first + grid.n_tiles)
@@ -303,13 +313,16 @@ def init_leaves(e: Ensemble, dtype: torch.dtype, generator: torch.Generator) -> 
             # Draw again: equal weights, for example if all ReLUs are off, could not be trained.
             fresh = hypernet.init(e.dims, grid.n_tiles, 1, generator)
             mine |= {k: fresh[k].to(leaves[k].dtype) for k in tile_scope}
-        deviation = slot.moments(mine)[1] if grid.numel > 1 and p is e.spans[0] else 0
-        if deviation and not 0.9 < deviation < 1.1:
-            words = f"deviation {deviation:.3g}, not 1: doubling its leaves of role 'linear' must double the tile"
-            raise ValueError(f"a g-net of type {hypernet.type!r} has weights of {words}")
         for k in tile_scope:
             leaves[k][span] = mine[k]
     return leaves
+
+
+def _sampled(constants: Constants) -> Constants:
+    generator = torch.Generator("cpu").manual_seed(0)
+    rows = torch.randperm(constants.row.shape[1], generator=generator, device="cpu")[:_SAMPLED]
+    cols = torch.randperm(constants.col.shape[1], generator=generator, device="cpu")[:_SAMPLED]
+    return constants._replace(row=constants.row[:, rows], col=constants.col[:, cols])
 
 
 def _interacting(slot: _Slot, mine: Params, linear: list[str]) -> Params:
@@ -320,10 +333,7 @@ def _interacting(slot: _Slot, mine: Params, linear: list[str]) -> Params:
     large singular value, so activations would grow from layer to layer. With the Gram matrix A of the features' means
     and a small number e, `(A / e + 1)^-1 v` reduces the means (Tikhonov regularization).
     """
-    generator = torch.Generator("cpu").manual_seed(0)
-    rows = torch.randperm(slot.constants.row.shape[1], generator=generator, device="cpu")[:_SAMPLED]
-    cols = torch.randperm(slot.constants.col.shape[1], generator=generator, device="cpu")[:_SAMPLED]
-    constants = slot.constants._replace(row=slot.constants.row[:, rows], col=slot.constants.col[:, cols])
+    constants = _sampled(slot.constants)
     tiles = slot.grid.n_tiles
     shaped = {k: mine[k] for k in linear}
     v_TK = stacked(shaped)
@@ -334,7 +344,7 @@ def _interacting(slot: _Slot, mine: Params, linear: list[str]) -> Params:
     means: list[Tensor] = []
     for basis_K in torch.eye(v_TK.shape[1], dtype=v_TK.dtype, device="cpu"):
         tile_Trc = tiles_of(basis_K.expand(tiles, -1))
-        ends = tile_Trc.mean(2) / math.sqrt(len(rows)), tile_Trc.mean(1) / math.sqrt(len(cols))
+        ends = tile_Trc.mean(2) / math.sqrt(tile_Trc.shape[1]), tile_Trc.mean(1) / math.sqrt(tile_Trc.shape[2])
         means.append(torch.cat(ends, 1).double())
     means_TKn = torch.stack(means, 1)
     gram_TKK = means_TKn @ means_TKn.mT

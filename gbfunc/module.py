@@ -284,7 +284,6 @@ class GenomeModule(nn.Module):
         return layer, attribute
 
     def _place(self, weights: dict[str, Any]) -> list[tuple[nn.Module, str, Any]]:
-        """Set a call's weights in the layers. Return (layer, attribute, former value) for each weight."""
         placed = []
         for name, source in self._frame.sources.items():
             layer, attribute = self._layer(name)

@@ -1,5 +1,8 @@
 """Ensembles: many g-nets in one call are a loop over single ones, and slots start at the p-net's own deviation."""
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +14,7 @@ import gbfunc as gb
 from gbfunc.encoding import Encoding
 from gbfunc.genome import codes_of, init_leaves
 from gbfunc.hypernets import Hypernet
+from gbfunc.hypernets.codeless import LowRank
 from gbfunc.hypernets.ensemble import Constants, Evaluation, dense_tiles
 from gbfunc.plan.ensembles import Ensemble, TileSpan
 from gbfunc.plan.slots import Slot
@@ -176,3 +180,17 @@ def test_a_large_slot_is_measured_by_its_factors_as_by_its_weights(
     monkeypatch.setattr("gbfunc.genome._LARGE", 0)
     monkeypatch.setattr("gbfunc.genome._Slot.matrix", None)  # What measures by weights.
     torch.testing.assert_close(gb.init_genome(plan, pnet, 2), by_weight, rtol=1e-5, atol=1e-6)
+
+
+def test_linear_leaves_must_scale_the_tile() -> None:
+    @dataclass(frozen=True)
+    class Squared(LowRank):
+        type = "squared"
+
+        def tiles(self, leaves: Any, *unused: Any) -> Any:
+            return super().tiles({**leaves, "left": leaves["left"] ** 2})
+
+    net = nn.Linear(30, 20)
+    plan = gb.make_plan(net, Squared(2))
+    with pytest.raises(ValueError, match="doubling its leaves of role 'linear' must double the tile"):
+        gb.init_genome(plan, net, 0)

@@ -271,7 +271,6 @@ def _arrays(path: Path, shape: tuple[int, ...]) -> Iterator[tuple[str, NDArray[A
 
 
 def _shaped(array: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any] | None:
-    """Convert one or several images to [N, C, h, w], or return None. Channels may be first, last or absent."""
     for kind in (shape, *([shape[1:]] if shape[0] == 1 else ()), last := (*shape[1:], shape[0])):
         if array.shape[-len(kind) :] == kind and array.ndim - len(kind) in (0, 1):
             images = array.reshape(-1, *kind)

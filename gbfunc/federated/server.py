@@ -344,7 +344,6 @@ def _record(vector: Vector) -> ArrayRecord:
 
 
 def _median(values: Iterable[float]) -> float:
-    """Return the lower median of the values above 0. A client that sends 0 or 1e30 cannot change this median much."""
     return median_low([x for x in values if x > 0] or [0.0])
 
 

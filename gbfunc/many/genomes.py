@@ -301,7 +301,6 @@ class ManyGenomes(nn.Module):
             return _checked(self._together(mode, index, call), len(index), one=whole)
 
     def _trial(self, index: Tensor, call: _Call) -> tuple[Tensor, _Call]:
-        """Select n rows for a trial, row b with genome b + 1. No dimension of the given inputs has the size n."""
         sizes = {size for x in _tensors((call.args, call.kwargs)) for size in x.shape}
         n = next(n for n in (5, 7, 11, 13, 17, *range(19, 9999)) if n not in sizes)
         numbers = torch.arange(n, device="cpu")
@@ -340,7 +339,6 @@ class ManyGenomes(nn.Module):
         return self._mode(None).net.run(tensors, buffers, call.use, [b], *row.args, **row.kwargs)
 
     def _taken(self, index: Tensor) -> Params:
-        """Return the stacked tensors of the rows' genomes for an `index` [B], or one genome's tensors for a scalar."""
         numbers: Any = index.tolist()
         if self._last[0] != numbers:
             # Keep the stacked tensors, because each token of a generated text uses the same genomes again.

@@ -276,7 +276,6 @@ def _name_inputs(program: Any, firsts: Mapping[str, str]) -> None:
 
 
 def _call_layer(node: fx.Node, modules: Mapping[str, nn.Module], firsts: Mapping[str, str]) -> None:
-    """Replace the operator of one of torch's layers by a call of the layer, so that the layer may use factors."""
     path = _modules_of(node)[-1]
     # If a forward runs a slice of a list of layers, the path in the graph is not the name of a module.
     layer, args = modules.get(path), dict(zip(_LAYERS.get(node.target, ()), node.args, strict=False))

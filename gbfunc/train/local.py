@@ -134,7 +134,6 @@ class LocalTrainStep(TrainStep):
         return {k: x[index % len(x)] if k.startswith(_RANKS) else x for k, x in tensors.items()}
 
     def _start_round(self, state: TrainState, force: bool = False) -> TrainState:
-        """At the first step of a round, or with `force`, copy the leaves, because training may overwrite them."""
         if int(state.step) % self._length and not force:
             return state
         named, local = _leaves(state), state.opt
@@ -142,7 +141,6 @@ class LocalTrainStep(TrainStep):
         return state._replace(opt=local._replace(start=start, rows=torch.zeros_like(local.rows)))
 
     def _averaged(self, state: TrainState) -> tuple[Tensor, Params, Params]:
-        """Return the total number of rows, the mean of the ranks' updates, and the leaves after that update."""
         named, start = _leaves(state), state.opt.start
         changes = [decrease(start[k], named[k]) for k in self._exchanged]
         total, means = weighted_mean(self._layout, state.opt.rows, changes)
