@@ -71,7 +71,8 @@ def check_targets(
 ) -> Targets | None:
     """Check arguments of `make_plan` and return the targets, None without a base; errors are those of `make_plan`."""
     if base not in (None, "own"):
-        raise ValueError(f"base must be None or 'own' (the p-net's present weights), got {base!r}".split("(\n")[0])
+        got = type(base).__name__ if isinstance(base, nn.Module) else repr(base)
+        raise ValueError(f"base must be None or 'own' (the p-net's present weights), got {got}")
     if not isinstance(new, Collection) or isinstance(new, str) or not all(isinstance(n, str) for n in new):
         raise TypeError(f"modules_to_save must be a list of names of modules, got {new!r}")
     several = isinstance(modules, Collection) and all(isinstance(n, str) for n in modules)
