@@ -7,14 +7,14 @@ A file holds, in this order:
     4 bytes    CRC-32 of the preceding byte and the rest of the file
     document   the plan and the metadata as JSON, in one stream of raw deflate
     plain      leaves that have no codes, in the order of `names_by_dtype`: wider dtypes first
-    runs       one stream (`symbols`) of the leaves in codes, sorted by name: exponents and mantissas of the scales
-               (bfloat16), zero points, and then the codes per leaf, centred on the zero points
+    codes      all other leaves, sorted by name: scales (bfloat16), zero points and codes
 
-Runs take long to read. A genome with many codes therefore has no runs: scales, zero points and codes are packed
-without gaps between their bits. If a deflate stream (Huffman codes only) is shorter, the file has this stream instead.
+A genome of up to `MAX_SYMBOLS` numbers has its codes as runs, sequences that an entropy coder compresses (`symbols`):
+exponents of scales, mantissas, zero points, and one run per leaf. Runs of larger genomes would take long to read. Their
+zero points and codes are packed without gaps between bits, or as deflate (Huffman codes only) if that is shorter.
 
-With trained quantization steps (`steps`), the fourth byte is 9 instead of the bits, and a stream (`step_stream`)
-replaces the runs. The byte is 9 + 64 if the stream includes running statistics and counters of batches (`statistics`).
+With quantization steps (`steps`), the fourth byte has 9 instead of the bits of a code, and the codes are a stream of
+`step_stream`. The byte has 64 more if the stream includes running statistics and counters of batches (`statistics`).
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _MIDDLE = {bits: np.array([1 << (bits - 1)], np.uint8) for bits in range(2, 9)}
 
 
 class Sizes(NamedTuple):
-    """Sizes of the parts of a compact file in bytes."""
+    """Numbers of bytes of the sections of a compact file."""
 
     document: int
-    plain: Mapping[str, int]
+    plain: Mapping[str, int]  # By leaf
     codes: int  # Including scales, zero points and quantization steps
-    bits: Mapping[str, float]  # Bits of each leaf's codes, without scales, zero points and quantization steps
+    bits: Mapping[str, float]  # Bits of the codes by leaf, without scales, zero points and quantization steps
 
 
 def pack(
@@ -61,7 +61,7 @@ def pack(
 ) -> tuple[bytes, Sizes]:
     """Packs a document (plan and metadata as JSON) and leaves; raises ValueError for too many or too large numbers.
 
-    Up to `most` codes of 2 to 8 bits are stored in runs. More codes are packed, which is faster but takes more bytes.
+    Up to `most` codes of 2 to 8 bits are stored as runs. More codes are packed, which is faster but takes more bytes.
     """
     narrow = narrow_stats(leaves)
     if isinstance(stored, Steps):
@@ -87,12 +87,12 @@ def pack(
 def _leaves_without_steps(plan: Any, leaves: TensorMap, narrow: bool, statistics: bool) -> Params:
     coded = {part.leaf for part in parts_of(plan, statistics)}
     coded |= {*counters_of(plan)} if statistics else set()
-    # The remaining leaves are buffers. The dtype "int8" stores running statistics in 16 bits, other buffers unchanged.
+    # All other leaves are buffers. "int8" stores running statistics in 16 bits and all other buffers unchanged.
     return stored_leaves({k: x for k, x in leaves.items() if k not in coded}, "int8", narrow)
 
 
 def most_bytes(document: str, leaves: TensorMap, bits: int) -> Sizes:
-    """Returns an upper bound for the size of a file from the shapes of leaves, with 16-bit running statistics."""
+    """Returns upper bounds of a file's `Sizes` from shapes of leaves; assumes running statistics of 16 bits."""
     plain = {name: x.nbytes for name, x in stored_leaves(leaves, f"int{bits}").items()}
     coded = {name: x for name, x in leaves.items() if name not in plain}
     blocks, numbers = sum(map(_blocks, coded.values())), sum(x.numel() for x in coded.values())
@@ -143,7 +143,7 @@ def _pack_symbols(coded: Mapping[str, Codes], bits: int) -> tuple[bytes, dict[st
 
 
 class Compact(NamedTuple):
-    """The content of a compact file: the document, and the bytes of the numbers."""
+    """The content of a compact file: the document, and the bytes of the leaves."""
 
     document: str
     bits: int

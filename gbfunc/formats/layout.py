@@ -23,7 +23,7 @@ from gbfunc.untrusted import parse_json
 FORMAT = "gbfunc-genome-3"
 
 _FILES = files("gbfunc.formats")
-# JSON Schema (draft 7) of the document in a file. Its limits hold for this package and for the page in the browser.
+# JSON Schema (draft 7) of the document in a file. Python and the page in the browser apply its limits.
 SCHEMA: JSON = json.loads(_FILES.joinpath("schema.json").read_text("ascii"))
 LIMITS: dict[str, Any] = SCHEMA["limits"]
 
@@ -31,9 +31,9 @@ LIMITS: dict[str, Any] = SCHEMA["limits"]
 class Allowed(NamedTuple):
     """Limits of a file's content, because a small file could declare content that takes much time and memory."""
 
-    numbers: int  # Numbers in all leaves, plus numbers that the reader computes: the codes of rows and columns
+    numbers: int  # Numbers in all leaves; also limits the entries of row and column codes that a reader computes
     symbols: int  # Integers in a stream with quantization steps
-    pieces: int  # Tensors and buffers of the p-net, plus the sum over leaves of the number of matrices per leaf
+    pieces: int  # Tensors and buffers of the p-net, plus, for each leaf, the number of tensors that use the leaf
     containers: int  # Number of dicts and lists in the document
 
     @staticmethod
@@ -84,8 +84,7 @@ def file_header(plan_json: str, leaves: TensorMap, stored: TensorMap, digest: st
     return len(text).to_bytes(8, "little") + text
 
 
-# Preset dictionary of zlib: parts of typical documents, at most the 32 kB that deflate can look back. Do not
-# change the dictionary: existing files would become unreadable.
+# Preset dictionary of zlib: words of typical documents. Do not change it: existing files would become unreadable.
 DOCUMENTS = _FILES.joinpath("words.txt").read_bytes().rstrip()
 
 
@@ -97,7 +96,7 @@ def pack_plan(text: str) -> str:
 
 
 def deflate(text: str) -> bytes:
-    """Packs a plan's JSON into a raw deflate stream, which shows its own end; ValueError if the plan is too large."""
+    """Packs a plan's JSON into a raw deflate stream, which marks its end; ValueError if the plan is too large."""
     _check_size(data := text.encode())
     check_limits(json.loads(text))
     packer = zlib.compressobj(9, zlib.DEFLATED, -15, 9, zdict=DOCUMENTS)
@@ -136,7 +135,7 @@ def read_document(text: str) -> JSON:
 
 
 def check_limits(data: JSON) -> None:
-    """Raises ValueError if a plan has too many tensors, dimensions or layers, because it would take long to read."""
+    """Raises ValueError if a plan has so many tensors, dimensions or layers that it would take long to read."""
     tensors, hypernets = data["tensors"], data["hypernets"]
     shapes = [t["shape"] for t in tensors] + [b[1] for b in data.get("buffers", [])]
     options = [value for h in hypernets for value in h.values() if isinstance(value, list)]

@@ -37,8 +37,8 @@ def file_bytes(
     """Counts the bytes of a genome's file by name; the sum is the size of the file that `save` writes.
 
     The names are those of tensors and buffers of the p-net, and `(ENSEMBLE)` for leaves that several tiles share,
-    `(plan)`, `(metadata)`, `(scales)` of codes, and `(container)` for all other bytes. Each leaf gets its share of a
-    compressed stream, and each tensor its share of a leaf. Without a genome, the bytes are an upper bound for `"int2"`
+    `(plan)`, `(metadata)`, `(scales)` of codes, and `(container)` for all other bytes. A compressed stream is divided
+    among leaves, and a leaf among tensors, in proportion. Without a genome, the bytes are an upper bound for `"int2"`
     to `"int8"`, and an estimate for `"auto"`. Arguments and errors are as in `save`.
     """
     dtype = plan.default_dtype(genome is None) if dtype is None else dtype

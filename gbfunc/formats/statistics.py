@@ -6,8 +6,8 @@ divided by sigma, and so does the effect of a wrong sigma. Therefore files have 
     variance   u = ln(variance + 2^-16) / 2
     mean       u = mean / e^u'                 u' is the decoded u of the variance
 
-If the norm's weight is 1, an error in u changes the output about as much as an equal error in the norm's bias. Counters
-of batches follow, each as the difference from the previous counter, in as many bits as the difference needs.
+If the norm's weight is 1, an error in u changes the output about as much as an equal error in the norm's bias
+(`squares_of`). Counters of batches follow, each as the difference from the previous counter, in as few bits as needed.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,7 +22,7 @@ from gbfunc.types import Params, TensorMap
 
 MEAN, VARIANCE, COUNTER = "running_mean", "running_var", "num_batches_tracked"
 LEAST_VARIANCE = 2.0**-16
-_WORD, _SIZE = 16, 64
+_WORD, _SIZE = 16, 64  # Bits of a word, and of a counter, which is written in words
 FARTHEST = 128.0  # Largest mean that can be stored, in standard deviations
 
 
@@ -62,7 +62,7 @@ def codable(plan: Any, leaves: TensorMap) -> bool:
 
 
 def squares_of(name: str, leaves: TensorMap, squares: TensorMap) -> Tensor | None:
-    """Estimates a statistic's mean square of gradients from that of the norm's bias; None if the norm has no bias."""
+    """Estimates the mean square of a statistic's gradient from the same norm's bias; None if the norm has no bias."""
     module = name.removeprefix(BUFFERS)
     shift, scale = (f"{DIRECT}{sibling(module, kind)}" for kind in ("bias", "weight"))
     if shift not in squares or squares[shift].shape != leaves[name].shape:

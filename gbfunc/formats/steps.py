@@ -1,17 +1,19 @@
-"""Quantization steps: each part of a leaf is stored as `number = integer * step`, with `step = 2^(index / 8)`.
+"""Quantization steps: a leaf is stored as integers, `number = integer * step`, with `step = 2^(index / 8)`.
 
-A part is the rows of a leaf that belong to one tensor of the p-net. Rounding raises the loss by the sum of
-`h step^2 / 24`, where h is the curvature, estimated by the mean square of the gradient (diagonal of the Fisher
-information). For a given number of bits, the loss is least if `sqrt(h) step` is constant (reverse water-filling:
-T. Cover, J. Thomas, Elements of Information Theory, 10.3.3). In a periodic g-net, the effect of a code weight is
-proportional to the amplitude and to the code. Steps of code weights are therefore divided by powers of sqrt(2) that
-grow with amplitude and code. Code weights of features with amplitude 0 take no bits.
+A *part* of a leaf is the rows that belong to one tensor of the p-net. Each part has its own index. Rounding a number
+raises the loss by about `h step^2 / 24`, where h is the second derivative of the loss, estimated by the mean square of
+the gradient. For a given number of bits, the loss is least if `sqrt(h) step` is equal in all parts (reverse
+water-filling: T. Cover, J. Thomas, Elements of Information Theory, 10.3.3).
 
-The integers of a part are stored as if they had a two-sided geometric distribution (`symbols.geometric`) of one width.
-Training also reduces the number of bits. An integer q takes about `log2(1 + e |q|)` bits, which has a derivative.
+In a periodic g-net, h of a code weight grows with the amplitude of its feature and with the entry of the code that the
+weight multiplies. The step of the weight is therefore divided by `sqrt(2)^shift`, where `shift` grows with both. Code
+weights of a feature with amplitude 0 have no effect, and take no bits.
 
-A file has the indices of all parts, then the widths of all parts, then the integers of all parts: amplitudes first, and
-running statistics (`statistics`) last. Indices and widths are stored as a median and differences from the median.
+The integers of a part are compressed as if drawn from a two-sided geometric distribution (`symbols.geometric`), whose
+width is stored. Training can add the bits to the loss: an integer q counts as `log2(1 + e |q|)` bits.
+
+A file has the indices of all parts, all widths, and then the integers: amplitudes first, and running statistics
+(`statistics`) last. Indices and widths are stored as a median and differences from the median.
 
 Suffixes: T tiles, H features.
 """
@@ -36,13 +38,13 @@ from gbfunc.trees import BUFFERS, DIRECT, GNET
 from gbfunc.types import DTYPES, Params, TensorMap
 
 V = TypeVar("V")
-Side = tuple[Encoding, int, int]  # Codes of rows or columns; number of rows or columns in all, and in a tile
-AUTO = "auto"  # The dtype of files whose numbers are integers with trained quantization steps
-OCTAVE, LEAST, MOST = 8, -128, 127  # An index larger by 8 doubles the step; smallest index; largest index
-LARGEST = 2047  # Largest integer that can be stored
-_REACH = 400  # `_STEPS` has the indices -400 .. 400
-_AT_ONCE = 1 << 18  # Entries of coordinate codes computed in one call
-# Steps of code weights are divided by powers of sqrt(2). Exponents are limited, so that the steps are in `_STEPS`.
+Side = tuple[Encoding, int, int]  # Codes of the rows (columns) of a matrix; number of rows, in all and per tile
+AUTO = "auto"  # Name of the dtype of files with quantization steps
+OCTAVE, LEAST, MOST = 8, -128, 127  # Indices until a step doubles; smallest and largest index of a part
+LARGEST = 2047  # Largest absolute value of a stored integer
+_REACH = 400  # `_STEPS` has the steps of the indices -400 .. 400
+_AT_ONCE = 1 << 18  # Entries of codes that are computed in one call, to limit memory
+# Limits of the exponents in `Part.finer`, so that `_STEPS` has the steps of all code weights.
 COARSEST, FINEST = -68, 44
 # Dtype and device are explicit because files must not depend on the user's defaults.
 _STEPS = torch.tensor(
@@ -50,7 +52,7 @@ _STEPS = torch.tensor(
     dtype=torch.float32,
     device="cpu",
 )
-# Bits that plans for a size in bytes assume: for each number, and for the step and the width of each part of a leaf.
+# Bits that plans for a size in bytes assume: per number, and per part of a leaf for the part's step and width.
 # Networks for MNIST were most accurate with these two values.
 EXPECTED_BITS, EXPECTED_PART_BITS = 5.0, 11.0
 
@@ -61,7 +63,7 @@ class Steps:
 
     Attributes:
         indices: `(leaf, (index, ...))` per leaf, with one index per part of the leaf. The part's step is
-            `2^(index / 8)`. If running statistics of norms have no indices, a file has them in 16 bits.
+            `2^(index / 8)`. If running statistics of norms have no indices, a file stores them in 16 bits.
         rate: weight of a bit in the objective `loss + rate * bits`.
     """
 
@@ -104,8 +106,9 @@ class Part(NamedTuple):
     first: int
     last: int | None
     shape: tuple[int, ...]
-    gain: str | None = None  # Name of the amplitudes [T, H] that multiply the features of this leaf [T, ..., H]
-    finer: tuple[int, ...] = ()  # For each entry of a code, n: the entry's weights have steps divided by sqrt(2)^n
+    gain: str | None = None  # Name of the leaf of amplitudes [T, H], if they multiply features of this leaf [T, ..., H]
+    # For each entry of a code, log2 of the mean square, rounded: n divides the steps of the code weights by sqrt(2)^n.
+    finer: tuple[int, ...] = ()
     period: float | None = None
     statistic: bool = False
 
@@ -116,7 +119,7 @@ class Part(NamedTuple):
         return x if self.period is None else x - self.period * (x / self.period).round()
 
     def limit(self, steps: Tensor) -> Tensor:
-        """Computes the largest integer for each step. A periodic number (a phase) is at most half its period."""
+        """Computes the largest integer for each step. A phase, which is periodic, is at most half a period."""
         if self.period is None:
             return torch.tensor(float(LARGEST), device=steps.device)
         return (self.period / 2 / steps.double()).floor().clamp(max=LARGEST)
@@ -138,12 +141,12 @@ def joined(parts: Sequence[Part], values: Sequence[Tensor]) -> Params:
 
 
 class Quantised(NamedTuple):
-    """Rows of a leaf (`Part`) as numbers `integers * steps`; `steps`, `shifts` and `mask` broadcast to `integers`."""
+    """The numbers of a `Part` as `integers * steps`; `steps`, `shifts` and `mask` broadcast to `integers`."""
 
     part: Part
     integers: Tensor
     steps: Tensor  # The step of the part, divided by sqrt(2)^shifts
-    shifts: Tensor  # Exponents, 0 except for code weights and phases
+    shifts: Tensor  # Exponents of sqrt(2), 0 except for code weights and phases
     mask: Tensor  # True if a file has the integer; False for weights and phases of a feature with amplitude 0
 
     @property
@@ -157,7 +160,7 @@ class Quantised(NamedTuple):
 
 @lru_cache(maxsize=16)
 def parts_of(plan: Any, statistics: bool = True) -> tuple[Part, ...]:
-    """Lists the parts of leaves and statistics: amplitudes before code weights and phases, variances before means."""
+    """Lists the parts of leaves and statistics in an order in which each needs only earlier parts (`Past`)."""
     found, means = [], cache(_mean_squares)
     for e in plan.ensembles:
         for name, leaf in e.leaves.items():
@@ -220,7 +223,7 @@ def _table(device: torch.device) -> Tensor:
 
 
 class Past(NamedTuple):
-    """Results of earlier parts that later parts need: integers by leaf and first row, and rounded u of variances."""
+    """What later parts need of earlier parts: integers of amplitudes, and rounded u of variances (`statistics`)."""
 
     gains: dict[tuple[str | None, int], Tensor]
     variances: dict[str, Tensor]

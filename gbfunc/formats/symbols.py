@@ -5,10 +5,10 @@ run begins with 4 bits for the `width` of the distribution around the centres. W
 Otherwise a value at a distance d from the centre has the frequency `1 + 2^12 * 2^(-q / 16)`, where q is
 `64 d^2 >> (width - 1)`: a normal distribution in integer arithmetic, equal on every machine. Files store no tables.
 
-The encoder turns symbols into one integer x, which starts at 1, from the last symbol to the first. For a symbol with
-frequency f out of F, and with c the sum of the frequencies of smaller values, it sets `x = x // f * F + c + x % f`. The
-decoder reverses the operations from the first symbol on and ends at 1. Every 2,048 symbols have their own integer,
-little-endian, after two bytes with the integer's length. The length of the last integer is not stored.
+The encoder turns symbols into one integer x, which starts at 1, from the last symbol to the first. Let f be the
+frequency of a symbol, F the sum of all frequencies, and c the sum for smaller values. The encoder sets
+`x = x // f * F + c + x % f`. The decoder reverses the operations from the first symbol on and ends at 1. Every 2,048
+symbols have their own integer, little-endian, after two bytes with the integer's length (not before the last one).
 """
 
 import math
@@ -98,7 +98,7 @@ def join(entries: list[Entry]) -> bytes:
 def most_runs_bytes(bits: float, symbols: int, runs: int) -> int:
     """Returns an upper bound for the bytes of `runs` runs, whose `symbols` symbols take `bits` bits in total."""
     pieces = -(-(symbols + runs) // PIECE)
-    # The rounding of each integer adds less than 3 bytes, because a sum of frequencies has less than 24 bits.
+    # The rounding of each integer adds less than 3 bytes, because a sum of frequencies has fewer than 24 bits.
     return math.ceil((bits + 4 * runs) / 8) + 3 * pieces + 2 * max(0, pieces - 1)
 
 
@@ -126,7 +126,7 @@ class Reader:
                 self._open_piece()
             block = tables[at : at + min(_BLOCK, self._in_piece)]
             at, self._in_piece = at + len(block), self._in_piece - len(block)
-            # The symbols of a block depend only on a small integer: the remainder of x by the product of the totals.
+            # The symbols of a block depend only on the remainder of x by the product of the totals, a small integer.
             high, x = divmod(self._x, math.prod([limits[-1] for limits in block]))
             scale = 1
             for limits in block:

@@ -1,7 +1,7 @@
 """Applies many genomes of one p-net or base in a single batch: each row of the batch may use a different genome.
 
-Modules whose weights are equal in all genomes run once per batch. A linear layer uses factors for each row. Modules of
-any other kind run under `vmap`, row by row.
+Modules whose weights are equal in all genomes run once per batch. Other linear layers use a pair of factors per row.
+All other modules run under `vmap`, whose batch dimension is the rows.
 
 Suffixes: B rows of the batch, N genomes, L tokens of the longest text, T tokens of a prompt.
 """
@@ -41,14 +41,14 @@ _TRANSIENT = ("_lock", "_known", "_mode", "_generators", "_grown", "_last")
 class _Frame(NamedTuple):
     pnet: nn.Module  # a copy on the meta device
     plans: list[Plan]
-    bases: list[BaseTensors | None]  # one base per plan
+    bases: list[BaseTensors | None]  # one per plan
     base: BaseTensors | None  # the tensors that are part of the base in every plan
     tensors: dict[str, TensorPlan]  # the generated and direct tensors of all plans, by name
     buffers: list[str]  # names of the buffers of all plans
-    forms: dict[str, WeightForm]  # forms that all plans use, by name, including tied names
+    forms: dict[str, WeightForm]  # how layers use weights, by the weight's name or tied name
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Frame:
-        return self  # Copies share the frame, because a frame never changes.
+        return self  # A copy is the same object, because a frame never changes.
 
     @staticmethod
     def of(plans: list[Plan], pnet: nn.Module, stacks: Sequence[Params]) -> _Frame:
@@ -85,7 +85,7 @@ class _Frame(NamedTuple):
         return to_serve(self.plans[kind], generator, generator(genome))
 
     def varying(self, stacks: Sequence[Params]) -> set[str]:
-        """Return the keys of the tensors in which genomes differ. With several plans, return all planned tensors."""
+        """Return the keys of the tensors in which genomes differ. With several plans, this includes all tensors."""
         leaves = {k for k, x in stacks[0].items() if x.stride(0) and len(x) > 1}
         (plan, *others), names = self.plans, {k.partition("/")[2] for k in leaves}
         for e in plan.ensembles:
@@ -98,7 +98,7 @@ class _Frame(NamedTuple):
 
     def grow(self, kind: int, generator: Generator, genome: Params) -> Params:
         """Generate, from a flat genome, the tensors in which genomes may differ: factors, dense weights and buffers."""
-        plan, base, made = self.plans[kind], self.bases[kind], Params()
+        plan, base, grown = self.plans[kind], self.bases[kind], Params()
         like = torch.empty(0, dtype=plan.dtype, device=next(iter(genome.values())).device)
         others = {} if base is None else dict(item for part in base.on(like.device) for item in part.items())
         sides, padded = _sides(plan, generator, genome), dict[Any, tuple[Any, Tensor]]()
@@ -113,23 +113,23 @@ class _Frame(NamedTuple):
             return padded.setdefault((id(x), size), (x, new))[1]
 
         for name in self.tensors:
-            form, given = self.forms.get(name), own[name].taken(inputs) if name in own else {}
+            form, taken = self.forms.get(name), own[name].taken(inputs) if name in own else {}
             if isinstance(form, RowFactors):
                 factors = sides.get(name) or (
-                    form.of_tiles(cast(FactoredWeight, own[name]), given) if given else (None,) * 3
+                    form.of_tiles(cast(FactoredWeight, own[name]), taken) if taken else (None,) * 3
                 )
-                given = {k: fit(x, size) for k, x, size in zip(form.inputs, factors, form.sizes, strict=False)}
+                taken = {k: fit(x, size) for k, x, size in zip(form.inputs, factors, form.sizes, strict=False)}
             if form is None:
-                weight = own[name].make(given) if given else weights.get(name)
-                made[name] = others[name] if weight is None else weight
+                weight = own[name].make(taken) if taken else weights.get(name)
+                grown[name] = others[name] if weight is None else weight
             else:
-                made |= {key: given[k] for k, key in zip(form.inputs, form.keys, strict=True) if key not in form.frozen}
-        return made | {k: genome[of] if (of := f"{BUFFERS}{k}") in genome else others[k] for k in self.buffers}
+                grown |= {k: taken[x] for x, k in zip(form.inputs, form.keys, strict=True) if k not in form.frozen}
+        return grown | {k: genome[of] if (of := f"{BUFFERS}{k}") in genome else others[k] for k in self.buffers}
 
 
 def _sides(plan: Plan, generator: Generator, genome: Params) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """Return factors (left, mix, right) of bilinear weights of one tile. Weights may share left or right factors."""
-    made = {}
+    """Return factors (left, mix, right) of each bilinear weight with one tile, by name. Weights may share factors."""
+    factors = {}
     for stack in generator.stacks:
         e, leaves = stack.ensemble, {k: genome[name] for k, name in stack.names.items()}
         c = stack.constants(leaves["mix"].dtype, leaves["mix"].device) if isinstance(e.hypernet, Bilinear) else None
@@ -142,8 +142,8 @@ def _sides(plan: Plan, generator: Generator, genome: Params) -> dict[str, tuple[
         for span in e.spans:
             tensor, group = plan.tensors[span.tensor], e.groups[span.first]
             if len(tensor.slots) == span.slot.grid.n_tiles == 1:
-                made[tensor.name] = left[group], mix_T[span.first], right[group]
-    return made
+                factors[tensor.name] = left[group], mix_T[span.first], right[group]
+    return factors
 
 
 class _Mode(NamedTuple):
@@ -207,9 +207,9 @@ class ManyGenomes(nn.Module):
 
     def _build(self) -> None:
         self._lock, self._mode = threading.RLock(), cache(self._make_mode)
-        self._known: dict[Any, _Mode] = {}  # the mode for each kind of inputs (`_kind`)
+        self._known: dict[Any, _Mode] = {}  # by the structure, dtypes and shapes of inputs (`_kind`)
         self._generators, self._grown = cache(self._frame.generator), lru_cache(self._most)(self._grow)
-        self._last: tuple[Any, Params] = None, {}  # numbers and tensors of the last batch's genomes
+        self._last: tuple[Any, Params] = None, {}  # the last batch: numbers of its genomes, and their tensors
 
     def _apply(self: Self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
@@ -237,7 +237,7 @@ class ManyGenomes(nn.Module):
             unfused(skeleton.eval())
             for module in modules:
                 module.install(skeleton)
-            # Tensors in which genomes differ get an additional dimension, the rows.
+            # Tensors in which genomes differ have the rows as an additional first dimension.
             return [*self._rows] if modules else []
 
         # If no module runs under `vmap`, the net for single rows also computes batches.
@@ -252,7 +252,7 @@ class ManyGenomes(nn.Module):
         Raises:
             TypeError: if the index is not an int64 tensor, or if inputs or outputs contain an object, such as a cache,
                 that is neither a tensor nor a number, text, dtype or device.
-            ValueError: if the index is not [B] or out of range, if no input has B rows, or an output has other than B.
+            ValueError: if the index is not [B] or out of range, if no input or not every output has B rows.
         """
         # Do not compile: a compiled graph would skip the first call's comparison with single rows.
         call: Any = torch.compiler.disable(self._call) if torch.compiler.is_dynamo_compiling() else self._call
@@ -286,19 +286,19 @@ class ManyGenomes(nn.Module):
         call = _Call(args, kwargs, check_call(index, self.n_genomes, inputs), *use)
         with self._lock:
             if len(index) == 1:
-                return _checked(self._alone(index, 0, call), 1, one=True)
+                return _checked(self._alone(index, 0, call), 1, plain=True)
             autocast = [torch.is_autocast_enabled(kind) for kind in {x.device.type for x in self.buffers()}]
             kind = (*autocast, *map(_kind, inputs, call.split))
             if kind not in self._known:
                 self._known[kind] = self._first(*self._trial(index, call))
             mode = self._known[kind]
-            self.row_wise, whole = mode.paths, mode.paths == [""]
-            if use and self._rows and (whole or not mode.paths):
+            self.row_wise, entire = mode.paths, mode.paths == [""]
+            if use and self._rows and (entire or not mode.paths):
                 raise ValueError("expected a p-net that can run rows as a batch, got another: use gb.materialize")
             if self._rows and not mode.paths:
-                each = [_checked(self._alone(index, b, call), 1, one=True) for b in range(len(index))]
+                each = [_checked(self._alone(index, b, call), 1, plain=True) for b in range(len(index))]
                 return joined(each, torch.arange(len(each), device="cpu"))
-            return _checked(self._together(mode, index, call), len(index), one=whole)
+            return _checked(self._together(mode, index, call), len(index), plain=entire)
 
     def _trial(self, index: Tensor, call: _Call) -> tuple[Tensor, _Call]:
         sizes = {size for x in _tensors((call.args, call.kwargs)) for size in x.shape}
@@ -312,7 +312,7 @@ class ManyGenomes(nn.Module):
         expected, reason = [_tensors(out) for out in alone], ""
         tolerance = _tolerance((*self.buffers(), *_tensors((call.args, call.kwargs)), *expected[0]))
         for paths in dict.fromkeys((tuple(self._owners), ("",) if self._rows else ())):
-            _checked(alone[0], 1, one=paths == ("",))
+            _checked(alone[0], 1, plain=paths == ("",))
             try:
                 out = self._together(self._mode(paths), index, call)
             except Exception as error:  # A module may raise any error inside of vmap.
@@ -343,20 +343,20 @@ class ManyGenomes(nn.Module):
         if self._last[0] != numbers:
             # Keep the stacked tensors, because each token of a generated text uses the same genomes again.
             each = [self._grown(i) for i in (numbers if index.ndim else [numbers])]
-            made, stacked = dict(each[0]), dict[tuple[int, ...], Tensor]()
+            tensors, stacked = dict(each[0]), dict[tuple[int, ...], Tensor]()
             for key in self._rows if index.ndim else ():
                 rows = [x[key] for x in each]
                 # If several layers share a left or right factor, stack the factor only once.
                 place = (*map(Tensor.data_ptr, rows), *rows[0].shape)
-                made[key] = stacked[place] = stacked[place] if place in stacked else torch.stack(rows)
-            self._last = numbers, made
+                tensors[key] = stacked[place] = stacked[place] if place in stacked else torch.stack(rows)
+            self._last = numbers, tensors
         return {key: self.get_buffer(f"tensor_{i}") for i, key in enumerate(self._keys)} | self._last[1]
 
     def _grow(self, number: int) -> Params:
         kind, place = self._kinds[number], self._places[number]
         genome = {k: x[place] for k, x in self._stacks[kind].items()}
-        made = self._frame.grow(kind, self._generators(kind), genome)
-        return {k: x.to(self.get_buffer(f"like_{dtype_name(x.dtype)}")) for k, x in made.items()}
+        grown = self._frame.grow(kind, self._generators(kind), genome)
+        return {k: x.to(self.get_buffer(f"like_{dtype_name(x.dtype)}")) for k, x in grown.items()}
 
 
 def check_call(index: Tensor, n_genomes: int, inputs: list[tuple[str, Any]]) -> list[bool]:
@@ -384,13 +384,13 @@ def _kind(named: tuple[str, Any], has_rows: bool) -> Any:
     return (at, has_rows, x.dtype, x.shape[has_rows:]) if isinstance(x, Tensor) else (at, type(x), x)
 
 
-def _checked(out: Any, n_rows: int, one: bool = False) -> Any:
-    """Check that an output's tensors have `n_rows` rows. With `one`, refuse objects such as a cache."""
+def _checked(out: Any, n_rows: int, plain: bool = False) -> Any:
+    """Check that an output's tensors have `n_rows` rows. With `plain`, refuse objects except tensors and `PLAIN`."""
     for at, x in tree_leaves(out, "output"):
         if isinstance(x, Tensor) and x.shape[:1] != (n_rows,):
             got = f"expected outputs with first dimension {n_rows}, the batch, got {at} of shape {tuple(x.shape)}"
             raise ValueError(f"{got}: leave it out (a loss: call without labels)")
-        if one and not isinstance(x, (Tensor, *PLAIN)):
+        if plain and not isinstance(x, (Tensor, *PLAIN)):
             got = f"expected tensors and plain values as outputs, got a {type(x).__name__} as {at}"
             raise TypeError(f"{got}: switch it off (a cache: use_cache=False)")
     return out
@@ -419,7 +419,7 @@ def _same(found: list[Tensor], expected: list[Tensor], tolerance: float) -> bool
     if [(x.shape, x.dtype) for x in found] != [(x.shape, x.dtype) for x in expected]:
         return False
     for x, y in zip(found, expected, strict=True):
-        # Exclude equal entries: an entry such as a mask's 1e9 would raise the tolerance for all other entries.
+        # Exclude equal entries: a large entry, such as a mask's 1e9, would raise the tolerance for all other entries.
         largest = float(torch.where(x == y, 0, y).nan_to_num(0, 0, 0).abs().max()) if x.numel() else 0.0
         if not torch.equal(x, y) and not torch.allclose(x, y, 0, tolerance * largest, equal_nan=True):
             return False
@@ -439,5 +439,5 @@ def stacked_genomes(genomes: Sequence[GenomeLike]) -> Params:
 
 def outermost(paths: Iterable[str]) -> list[str]:
     """Return the sorted paths of the modules that are not inside another module of the list."""
-    given = sorted({*paths})
-    return [p for p in given if not any(p != other and f"{p}.".startswith(other and f"{other}.") for other in given)]
+    every = sorted({*paths})
+    return [p for p in every if not any(p != other and f"{p}.".startswith(other and f"{other}.") for other in every)]

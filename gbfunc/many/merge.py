@@ -46,12 +46,12 @@ def merge_genomes(
     base = plan.base_tensors(pnet)
     generator = make_generator(plan, base=base)
     with torch.no_grad():
-        made = [generator(flat_genome(genome)) for genome in genomes]
+        grown = [generator(flat_genome(genome)) for genome in genomes]
     present = {} if base is None else dict(named_tensors(pnet))
     first = max(range(len(shares)), key=lambda i: shares[i])
 
     def summed(name: str, values: list[Tensor], dtype: torch.dtype) -> Tensor:
-        # Integer tensors (counters) cannot be averaged: take the tensors of the genome with the largest weight.
+        # Integer tensors (counters) cannot be averaged: take the tensor of the genome with the largest weight.
         if not differentiable(dtype) or len(values) == 1 == shares[0]:
             return values[first].to(dtype)
         wide = [x.detach().to(torch.complex128 if dtype.is_complex else torch.float64) for x in values]
@@ -59,8 +59,8 @@ def merge_genomes(
         total = sum((a * (x - start) for a, x in zip(shares, wide, strict=True)), start)
         return torch.as_tensor(total).to(dtype)
 
-    tensors = {name: made[0][name] for name in generator.unchanged}
-    tensors |= {t.name: summed(t.name, [x[t.name] for x in made], DTYPES[t.dtype]) for t in plan.tensors}
+    tensors = {name: grown[0][name] for name in generator.unchanged}
+    tensors |= {t.name: summed(t.name, [x[t.name] for x in grown], DTYPES[t.dtype]) for t in plan.tensors}
     buffers = {b.name: summed(b.name, [g.buffers[b.name] for g in genomes], DTYPES[b.dtype]) for b in plan.buffers}
     buffers |= {} if base is None else base.on(next(iter(tensors.values())).device)[1]
     return with_weights(pnet, tensors, buffers)

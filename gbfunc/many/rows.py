@@ -67,14 +67,14 @@ class RowWise:
             template = self._net(*({n: here[n] for n in names} for names in (self._weights, self._buffers)), *a, **k)
             return tuple(x[0] for _, x in tree_leaves(template) if isinstance(x, Tensor))
 
-        given = [x for x, of_rows in zip(inputs, split, strict=True) if of_rows]
-        # The fused attention of CPUs has no batching rule.
+        row_inputs = [x for x, of_rows in zip(inputs, split, strict=True) if of_rows]
+        # Use unfused attention, because the fused attention of CPUs has no batching rule.
         with sdpa_kernel(SDPBackend.MATH):
-            made = vmap(row, randomness="different")({k: everything[k] for k in self._varying}, given)
+            outputs = vmap(row, randomness="different")({k: everything[k] for k in self._varying}, row_inputs)
         for at, x in tree_leaves(template, "output"):
             if not isinstance(x, (Tensor, *PLAIN)) and not callable(x):
                 raise ValueError(f"{self.path!r} has a {type(x).__name__} as {at}, which cannot be joined over rows")
-        left = iter(made)
+        left = iter(outputs)
         return tree_map(lambda x: next(left) if isinstance(x, Tensor) else x, template)
 
     def _has_rows(self, x: Any, n_rows: int) -> bool:
@@ -82,7 +82,7 @@ class RowWise:
             raise ValueError(f"{self.path!r} has a {type(x).__name__} as input, whose rows are not known")
         if not isinstance(x, Tensor) or x.ndim == 0:
             return False
-        # Inside the p-net, refuse inputs with any other first dimension, which some batch would take for its rows.
+        # Inside the p-net, refuse any other first dimension: a batch of this size would mistake the dimension for rows.
         if self.path and len(x) != n_rows and (len(x) != 1 or x.ndim == 1):
             raise ValueError(f"{self.path!r} has an input of shape {tuple(x.shape)} for {n_rows} rows")
         return len(x) == n_rows
@@ -102,12 +102,12 @@ def unfused(net: nn.Module) -> list[str]:
 
 def joined(outputs: Sequence[Any], order: Tensor) -> Any:
     """Join outputs of parts of a batch and select rows by `order`. Pad smaller tensors with -inf (integers: -1)."""
-    parts = iter([*zip(*([x for _, x in tree_leaves(out) if isinstance(x, Tensor)] for out in outputs), strict=True)])
+    tensors = iter([*zip(*([x for _, x in tree_leaves(out) if isinstance(x, Tensor)] for out in outputs), strict=True)])
 
     def join(first: Any) -> Any:
         if not isinstance(first, Tensor):
             return first
-        each, padded = next(parts), list[Tensor]()
+        each, padded = next(tensors), list[Tensor]()
         padding = -math.inf if first.is_floating_point() else -1
         sides = [max(n) for n in zip(*(x.shape[1:] for x in each), strict=True)]
         for x in each:

@@ -30,17 +30,17 @@ class ManyNets(nn.Module):
             len(x) for (_, x), own in zip(inputs, split, strict=True) if isinstance(x, Tensor) and x.ndim and not own
         }
         net_B, number_B = self.get_buffer("numbers")[index].unbind(-1)
-        places, parts = list[Tensor](), list[Any]()
+        places, outputs = list[Tensor](), list[Any]()
         for n, net in enumerate(self.nets):
             if len(rows := (net_B == n).nonzero()[:, 0]):
-                # An input for all rows would be divided if it had this p-net's number of rows. Then repeat some rows.
+                # If an input for all rows has as many rows as this p-net, it would be divided: then repeat some rows.
                 size = next(size for size in range(len(rows), 2 * len(index) + 9) if size not in shared)
                 more = rows[torch.arange(size, device=rows.device) % len(rows)]
-                given, options = cut(more, args, kwargs, split)
-                parts.append(net(number_B[more], *given, **options))
+                own_args, own_kwargs = cut(more, args, kwargs, split)
+                outputs.append(net(number_B[more], *own_args, **own_kwargs))
                 # Give repeated rows a number beyond the batch, so that `argsort` moves the repeated rows to the end.
                 places.append(torch.cat([rows, rows.new_full((size - len(rows),), len(index))]))
-        return joined(parts, torch.cat(places).argsort()[: len(index)])
+        return joined(outputs, torch.cat(places).argsort()[: len(index)])
 
 
 def materialize_many(
@@ -98,7 +98,7 @@ def materialize_many(
     groups: dict[int, list[int]] = {}
     for i, net in enumerate(pnets):
         groups.setdefault(id(net), []).append(i)
-    parts = [([plans[i] for i in own], [genomes[i] for i in own], pnets[own[0]]) for own in groups.values()]
-    nets = [ManyGenomes(*part, grown) for part in parts]
+    by_pnet = [([plans[i] for i in own], [genomes[i] for i in own], pnets[own[0]]) for own in groups.values()]
+    nets = [ManyGenomes(*arguments, grown) for arguments in by_pnet]
     numbers = {i: (n, place) for n, own in enumerate(groups.values()) for place, i in enumerate(own)}
     return nets[0] if len(nets) == 1 else ManyNets(nets, [numbers[i] for i in range(len(genomes))])

@@ -29,7 +29,7 @@ def generate_rows(
         return net.generate(*args, **kwargs, **options)
     own, draws = net._get_logits_processor, _Draws([seeds[b] for b in rows])
     # Replace the method, because `generate` runs processors from its options before temperature, top_k and so on.
-    vars(net)["_get_logits_processor"] = lambda *args, **kwargs: type(made := own(*args, **kwargs))([*made, draws])
+    vars(net)["_get_logits_processor"] = lambda *args, **kwargs: type(found := own(*args, **kwargs))([*found, draws])
     try:
         return net.generate(*args, **kwargs, **options)
     finally:

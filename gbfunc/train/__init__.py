@@ -1,1 +1,1 @@
-"""Training: training steps as pure functions of (state, batch), gradients, optimizers and schedules."""
+"""Training: pure training steps `(state, batch) -> (state, info)`, gradients, optimizers and learning rates."""

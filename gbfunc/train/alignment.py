@@ -19,7 +19,7 @@ class UpdateAlignment(NamedTuple):
     """Cosines, from -1 to 1, between the change of the weights and the negative gradient of the loss."""
 
     tensors: Mapping[str, float]  # by parameter's name; nan if the change or the gradient is zero
-    overall: float  # cosine of all parameters as one vector
+    overall: float  # cosine for the vector of all parameters
 
 
 def update_alignment(
@@ -29,9 +29,9 @@ def update_alignment(
 
     A g-net cannot change each weight independently. Let $W(\theta)$ be the weights that the genome $\theta$ generates,
     $\theta'$ the genome after the update, and $L$ the loss. The result has the cosine of $W(\theta') - W(\theta)$ and
-    $-\nabla_W\,L(W(\theta))$ for each parameter, and the cosine for all parameters as one vector: 1 for steepest
-    descent, 0 for an orthogonal change, negative for ascent. SGD on the genome with a small learning rate gives at
-    least 0 for the whole vector, and 1 for a direct parameter.
+    $-\nabla_W\,L(W(\theta))$ for each parameter, and for the vector of all parameters. The cosine is 1 for
+    steepest descent, 0 for an orthogonal change, and negative for ascent. After a step of SGD with a small learning
+    rate, the cosine is at least 0 for the vector of all parameters, and 1 for a direct parameter.
 
     The gradient is computed at `before` on `batch`, with the dropout and noise of the training step, but without `amp`.
     `after` is the state or genome after one or more training steps. Do not use `donate=True`, because such a step

@@ -17,16 +17,16 @@ from gbfunc.types import Genome
 
 # Fractions of the training after which quantization steps are chosen: first after 60 %, and again four times.
 _WHEN = (0.6, 0.65, 0.7, 0.775, 0.85)
-_UNSET = -1000.0  # stands for a part without a quantization step
+_UNSET = -1000.0  # stands for a part of a leaf without a quantization step (see `allocate_steps`)
 _SQUARES = ("exp_avg_sq", "square_avg")  # torch's names for running means of squared gradients
 
 
 def allocate_steps(
     plan: Plan, gnet_params: TrainState, genome_bytes: int, *, batch_size: int = 0, metadata: Any = None
 ) -> Steps:
-    r"""Choose the quantization steps of a genome, so that the file fits a size and the loss grows least.
+    r"""Choose quantization steps with which a genome fits into `genome_bytes`, and rounding raises the loss least.
 
-    A leaf stacks the g-nets of several tensors. The share of one tensor is a *part*, with a quantization step $s$. All
+    A *part* is the numbers of a leaf that belong to one tensor of the p-net. A part has a quantization step $s$. All
     parts have the same $s \sqrt{\overline{g^2}}$, where $\overline{g^2}$ is the optimizer's mean square of the
     part's gradient. This is reverse water-filling with the diagonal of the Fisher information (`gbfunc.formats.steps`).
 
@@ -66,7 +66,7 @@ def allocate_steps(
         raise ValueError(f"genome_bytes must be at least {coarsest:,} for this plan, got {genome_bytes:,}: raise it")
     over, bits = coarsest - genome_bytes, code_bits(plan, leaves, steps)
     while True:
-        # Start from the number of bits in use. A limit between this number and the last limit would change nothing.
+        # Reduce the number of bits in use, not the last limit: any limit between the two gives the same steps again.
         bits = max(0.0, bits - 8.0 * over)
         steps = allocate(plan, leaves, squares, bits, batch_size)
         over = len(compact.pack(text, plan, leaves, steps)[0]) - genome_bytes
@@ -113,7 +113,7 @@ class AutoTrainStep(TrainStep):
 
 
 def _packed(plan: Plan, steps: Steps | None) -> Tensor:
-    """Pack `steps.rate` and each part's index of a quantization step into a tensor; `_UNSET` for no index."""
+    """Pack `steps.rate` and the index of each part's quantization step into a tensor; `_UNSET` for no index."""
     values = torch.full((1 + len(parts_of(plan)),), _UNSET, dtype=torch.float64, device="cpu")
     if steps is not None:
         # Running statistics come last. If the statistics have no quantization steps, their values stay `_UNSET`.

@@ -47,7 +47,7 @@ class CudaGraph:
 
 
 class Rates:
-    """The learning rates of an optimizer's schedules: numbers in eager training steps, tensors in recorded steps."""
+    """Learning rates of schedules: numbers in eager steps, and tensors in recorded steps, which replays read again."""
 
     def __init__(self) -> None:
         self.tensors: dict[LearningRate, Tensor | None] = {}
@@ -71,8 +71,8 @@ class Graphs:
     def __init__(self, step: Step, rates: Rates, fallback: bool = False) -> None:
         self._step, self._rates, self._fallback = step, rates, fallback
         self._calls: dict[Any, int] = {}
-        self._graphs: dict[Any, tuple[Any, dict[str, Tensor], Any]] = {}  # by batch shape: (graph, batch, report)
-        self._state: Any = None  # the state in the fixed memory
+        self._graphs: dict[Any, tuple[Any, dict[str, Tensor], Any]] = {}  # by batch shape: (graph, batch, info)
+        self._state: Any = None  # the state that all graphs read and overwrite
         self._fixed: dict[str, Tensor] = {}  # tensors of `_state` by name
 
     def __call__(self, state: Any, batch: Any, seed: int) -> tuple[Any, Any]:
@@ -100,7 +100,7 @@ class Graphs:
         with seeded(seed, device):
             graph.replay()
         opt = self._state.opt._replace(step=state.opt.step + 1)
-        # Copy the report, because the next replay overwrites the report's memory.
+        # Copy `info`, because the next replay overwrites the memory of its tensors.
         info = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, info)
         return self._state._replace(opt=opt, step=state.step + 1, seed=state.seed, codes=state.codes), info
 
@@ -128,7 +128,7 @@ class Graphs:
 
         def step() -> Any:
             after, info = self._step(fixed, static)
-            # The next replay reads the state from the fixed memory, so the new state must be copied there.
+            # Copy the new state into the fixed memory, from which the next replay reads the state.
             _write(self._fixed, _device_tensors(after))
             return info
 
@@ -180,7 +180,7 @@ def _write(into: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
 
 
 def _batch_tensors(batch: Any) -> tuple[dict[str, Tensor], Any]:
-    """Return a batch's tensors by name, and the key of its graph: shapes, dtypes, and all values except tensors."""
+    """Return a batch's tensors by name, and the key of the batch's graph: shapes, dtypes, and other values."""
     leaves = tree_leaves(batch, "batch")
     tensors = {name: x for name, x in leaves if isinstance(x, Tensor)}
     shapes = tuple((name, tuple(x.shape), x.dtype) for name, x in tensors.items())

@@ -73,7 +73,7 @@ def distillation(
         args, kwargs, out = calls[-1]
         student = logits_of(out)
         if student.is_meta:
-            return loss, aux  # A dry run on the meta device counts only the p-net's operations.
+            return loss, aux  # A dry run on the meta device counts operations: leave out the teacher's.
         with torch.no_grad():
             target = logits_of(frozen(*args, **kwargs))
         if student.shape != target.shape:

@@ -28,7 +28,7 @@ _RANKS = "opt/ranks/"
 
 
 class LocalState(NamedTuple):
-    """One rank's optimizer state: the inner and outer optimizers' states, and the current round's start and rows."""
+    """One rank's optimizer state: the states of the inner and the outer optimizer, and of the current round."""
 
     inner: OptState
     rows: Tensor  # number of rows that this rank has trained on in this round, float64
@@ -37,7 +37,7 @@ class LocalState(NamedTuple):
 
 
 class WholeLocalState(NamedTuple):
-    """The `LocalState` of every rank. `start` and `outer` are equal on every rank."""
+    """The `LocalState` of every rank. `start` and `outer` are equal on every rank, and therefore stored once."""
 
     start: Params
     outer: OptState
@@ -92,7 +92,7 @@ class LocalTrainStep(TrainStep):
         state = new._replace(opt=local._replace(inner=new.opt, rows=counted), seed=state.seed)
         if (start + 1) % self._length:
             return state, info
-        # If no rank had a finite loss in this round, `total` is 0: undo the round.
+        # If no rank had a finite loss in this round, `total` (a number of rows) is 0: undo the round.
         outer, (total, mean, new) = local.outer, self._averaged(state)
         if total > 0:
             delta, before = ({k: tensors[k] for k in self._trained} for tensors in (mean, local.start))

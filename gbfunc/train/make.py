@@ -32,7 +32,7 @@ def make_train_step(plan: Plan, pnet: nn.Module, loss_fn: LossFn, optimizer: Opt
     `train_step.init(seed)` gives the first state, a `TrainState` of the genome, the buffers and the optimizer's state.
     A training step generates the p-net's weights from the genome, calls `loss_fn`, and updates the genome by the
     gradient of the loss with respect to the genome. `info` is a `StepInfo`: loss, gradient norm, aux. The p-net always
-    runs in the mode (training or evaluation) that it has now. Parameters that do not require grad are not trained.
+    runs in the mode that it has now (training or evaluation). Parameters that do not require grad are not trained.
     `materialize` makes a network from the trained genome. For a loop with `loss.backward()`, use `GenomeModule`.
 
     Args:
@@ -97,7 +97,7 @@ def _make_objective(pnet: nn.Module, loss_fn: LossFn, layout: Layout, options: S
         styles = resolve(pnet, options.parallel)
         split = TensorParallel(pnet, styles, layout.mesh) if layout.mesh.sizes["tensor"] > 1 else None
     if options.amp == torch.float16:
-        # Scale the loss against underflow (Micikevicius et al., 2018). Several ranks sum over rows, so scale less.
+        # Scale the loss against underflow (Micikevicius et al., 2018), but less on several ranks, which sum over rows.
         scale = 2.0**10 if ranks == 1 else 2.0**4
     # For the comparison with the whole p-net, remat="layer" saves memory: only one layer's weights exist at a time.
     make_full_loss = partial(
@@ -123,8 +123,8 @@ def _make_objective(pnet: nn.Module, loss_fn: LossFn, layout: Layout, options: S
             strategy = OneGraph(loss, scale)
         else:
             alone = ranks == 1 and options.local_steps is None
-            parts = partial(equal_parts, n) if alone else partial(parts_of_share, n, splits_inputs)
-            strategy = Accumulated(loss, scale, parts, regenerate)
+            split_batch = partial(equal_parts, n) if alone else partial(parts_of_share, n, splits_inputs)
+            strategy = Accumulated(loss, scale, split_batch, regenerate)
     if ranks == 1:
         return Objective(layout.plan, strategy, scale)
     if split is None:

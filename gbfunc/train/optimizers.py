@@ -29,7 +29,7 @@ _SPEC, _FORM = attrgetter("shape", "dtype", "device"), attrgetter("shape", "dtyp
 
 
 class OptState(NamedTuple):
-    """The state of an optimizer. Updates do not change its names, shapes and dtypes."""
+    """The state of an optimizer. Updates keep the names, shapes and dtypes of all tensors in the state."""
 
     step: Tensor  # number of updates, int64 on the CPU
     leaves: dict[str, Params]  # torch's state of every leaf, by name; zeros before the first update
@@ -71,15 +71,15 @@ def torch_optimizer(
     Most classes update every number separately. Muon (Jordan et al., 2024) and Adafactor (Shazeer and Stern, 2018)
     update a matrix as a whole. Here, a matrix is the part of a leaf that belongs to one tile, or a direct parameter.
     AdamW, with the same `lr` and `weight_decay`, updates the leaves that these classes cannot update: empty leaves
-    and, for Muon, leaves that are not matrices. A class from outside of torch must update every number separately. It
-    must keep everything that changes as tensors in the state of a parameter.
+    and, for Muon, leaves that are not matrices. A class from outside of torch must update every number separately, and
+    keep everything that changes as tensors in the states of parameters.
 
     Args:
         cls: the class.
         *params: pass no parameters here. A training step passes the genome's parameters.
         lr: learning rate, or a function of the number of the training step, which counts from 0.
-        code: options for code weights, which override the general options, including `lr`.
-        linear: options for linear coefficients, in the same way.
+        code: options for code weights. Each replaces the general option of the same name, such as `lr`.
+        linear: options for linear coefficients (amplitudes), in the same way.
         direct: options for direct parameters, in the same way.
         **options: options of the class.
 
@@ -272,7 +272,7 @@ def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def chosen(condition: Tensor, tree: Any, other: Any) -> Any:
-    """Return `tree`. If `condition` is False, tensors on the condition's device are replaced by those of `other`."""
+    """Return `tree`. If `condition` is False, tensors on the condition's device are taken from `other`."""
     flat, before = flatten_tree(tree), flatten_tree(other)
     on_device = [k for k, x in flat.items() if x.device.type == condition.device.type]
     return unflatten_tree(flat | {k: torch.where(condition, flat[k], before[k]) for k in on_device}, tree)

@@ -31,8 +31,8 @@ class StepOptions:
             possible. False: never. `"auto"`: if factors are faster by a count of operations and bytes. Layers with a
             custom forward, and code outside of layers, read the dense weight (`dense_reads` counts how often).
         remat: which tensors backward recomputes to save memory. `"none"`: no tensor (the fastest). `"generate"`:
-            tensors between genome and weights. `"layer"`: also weights, each before its use. With `"layer"`, layers use
-            no factors, and a split genome is gathered for every use, so all ranks must call the same layers.
+            tensors between genome and weights. `"layer"`: also weights, each time a layer uses a weight. Layers then
+            use no factors, and all ranks must call the same layers, because they gather a split genome for each use.
         on_nonfinite: what to do if loss or gradient is not finite: `"skip"` keeps the state, `"raise"` raises an error.
         kernel: implementation of ReLU, periodic and bilinear g-nets: "compiled" (C++ on a CPU, Triton on a GPU),
             "eager" (PyTorch) or "auto" (compiled where available).
@@ -47,7 +47,7 @@ class StepOptions:
         placement: how ranks divide the genome. `"replicated"`: each rank has the whole genome and generates every
             weight; ranks exchange only the genome's gradient. `"sharded"`: each rank along the mesh's g-net axis
             generates an equal share of every ensemble's tiles, and ranks gather the tiles. `"factors"`: like
-            `"sharded"`, but ranks gather factors if g-nets have factors. `"auto"`: by count of bytes and operations.
+            `"sharded"`, but ranks gather factors if g-nets have factors. `"auto"`: by a count of bytes and operations.
         check_every: number of training steps between checks that ranks have equal states; 0 checks only the first step.
         parallel: how layers are split over the mesh's tensor axis: a style of `torch.distributed.tensor.parallel` per
             module name, as for `parallelize_module` (`gbfunc.parallel.styles.tensor_styles` makes them). A rank
@@ -56,11 +56,11 @@ class StepOptions:
         pipeline: the schedule of microbatches along the mesh's pipeline axis: torch's `"gpipe"`, `"1f1b"`,
             `"interleaved"` or `"zbv"`. All ranks along the axis get the same rows. `microbatches` must divide the
             number of rows. The part of the loss function before the call of the p-net must run on the meta device.
-        stages: names of the blocks with which the second and later stages begin. By default, operations are balanced.
+        stages: names of the blocks with which the second and later stages begin. By default, stages have similar costs.
         rounding: the dtype for `gb.save`, or quantization steps. The loss is computed from the rounded genome, and
             gradients pass straight through the rounding. Quantization steps from `allocate_steps(..., batch_size=...)`
             add a penalty on the genome's bits. `"auto"` chooses quantization steps for a file of at most `genome_bytes`
-            after 60 % of `total_steps`, and again until 85 %. Then pass `train_step.stored(state)` to `gb.save`.
+            five times, after 60 to 85 % of `total_steps`. At the end, pass `train_step.stored(state)` to `gb.save`.
         genome_bytes: maximum size of the whole file in bytes, for `rounding="auto"`.
         total_steps: number of training steps, for `rounding="auto"`.
         metadata: the metadata that `gb.save` will store, for `rounding="auto"`.
@@ -125,14 +125,14 @@ class StepOptions:
             raise ValueError(f"outer must be {words}, got {type(self.outer).__name__}, local_steps={self.local_steps}")
         for name in (name for name in ("pipeline", "parallel") if getattr(self, name) is not None):
             if self.compile:
-                raise ValueError(f"compile=True and {name}= do not go together")
+                raise ValueError(f"compile=True does not support {name}=: leave out compile=True or {name}=")
         if self.cuda_graph is True and (words := self.graph_lacks()):
             raise ValueError(f"cuda_graph=True needs {words}")
         if self.compile and (self.microbatches > 1 or self.remat != "none"):
             raise ValueError("compile=True needs microbatches=1 and remat='none': the compiler plans what to recompute")
 
     def graph_lacks(self) -> str:
-        """Return what CUDA graphs need and these options lack, as words for an error; "" if nothing is missing."""
+        """Return what CUDA graphs need and the options lack, as text for an error; "" if nothing is missing."""
         if not is_available():
             return "a CUDA device, got none: take cuda_graph='auto' or False"
         needs = {"donate=True": self.donate, "on_nonfinite='skip'": self.on_nonfinite == "skip"}
@@ -158,7 +158,7 @@ class StepOptions:
         if not layout.sharded:
             return
         if self.remat == "layer" and self.microbatches > 1:
-            # A rank with fewer rows may have fewer microbatches. Other ranks would wait forever for its next gather.
+            # A rank with fewer rows may have fewer microbatches. Other ranks would wait forever for the rank's gathers.
             raise ValueError("remat='layer' on a split genome gathers for each use: it needs microbatches=1")
         if self.rounding is not None:
             raise ValueError("rounding= needs the whole genome on each rank: take placement='replicated'")

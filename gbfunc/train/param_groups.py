@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 
 LearningRate: TypeAlias = float | Callable[[int], float]  # a number, or a function of the training step: 0, 1, ...
 ROLES: tuple[str, ...] = ("code", "linear", "direct")
-# Dtypes for which tests compare the fused kernels of Adam and AdamW with the unfused classes, on CPU and CUDA.
+# Dtypes with fused kernels of Adam and AdamW. Tests compare the kernels with the unfused classes, on CPU and CUDA.
 FUSED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -113,10 +113,10 @@ def learning_rate(lr: LearningRate, step: int) -> float:
 def torch_schedule(
     scheduler_cls: type[lr_scheduler.LRScheduler], lr: float, steps: int, **options: Any
 ) -> Callable[[int], float]:
-    """Run a torch scheduler once and return its learning rates as a function. The last rate holds after the end.
+    """Run a torch scheduler once, and return the learning rate as a function of the step; the last rate then stays.
 
     Only the learning rate is scheduled, not momentum. OneCycleLR (Smith and Topin, 2018) gets `max_lr=lr` and
-    `total_steps=steps`, unless these are in `options`.
+    `total_steps=steps`, unless `options` has other values.
 
     Args:
         scheduler_cls: a class of `torch.optim.lr_scheduler`.

@@ -41,7 +41,7 @@ class TrainState(NamedTuple):
         direct: parameters of the p-net that are trained directly, by name.
         buffers: buffers of the p-net, by name.
         opt: the optimizer's state.
-        step: number of training steps, int64 on the CPU.
+        step: number of training steps so far, int64 on the CPU.
         seed: seed of dropout and noise, int64 on the CPU.
         codes: the quantization steps that `rounding="auto"` chose; otherwise empty.
     """
@@ -94,8 +94,7 @@ class TrainStep:
         frozen = {f"{DIRECT}{p.name}" for p in parameter_infos(pnet) if not p.tensor.requires_grad}
         self._frozen = frozen & self._roles.keys()
         self._trained = [name for name in self._roles if name not in self._frozen]
-        # Names of leaves of which this rank has no tiles.
-        self._empty = {k for k in layout.split if not layout.shapes[k][0]}
+        self._empty = {k for k in layout.split if not layout.shapes[k][0]}  # leaves without tiles on this rank
         self._shapes = layout.shapes if layout.sharded else None
         self._expected = layout.shapes | {f"{BUFFERS}{b.name}": b.shape for b in plan.buffers}
 
@@ -132,7 +131,7 @@ class TrainStep:
         return self._options.rounding
 
     def stored(self, state: TrainState) -> Stored | None:
-        """Return the dtype or quantization steps for `gb.save`. With "auto", the file is within `genome_bytes`."""
+        """Return the dtype or quantization steps for `gb.save`. With "auto", the file has at most `genome_bytes`."""
         return self._options.rounding
 
     def __deepcopy__(self, memo: Any) -> TrainStep:
@@ -164,7 +163,7 @@ class TrainStep:
 
     @property
     def dense_reads(self) -> dict[str, int]:
-        """For weights that layers use as factors: how often eager code read the dense tensor, by the weight's name."""
+        """How often eager code read the dense tensor of a weight that layers use as factors, by the weight's name."""
         loss = self._objective.strategy.loss
         return {} if loss is None else loss.net.dense_reads
 
@@ -206,7 +205,7 @@ class TrainStep:
                 float(self._objective(leaves, flat, state.buffers, other, step_seed(int(state.seed), step), step).loss)
                 for other in others
             )
-            # If the losses are exactly equal, the loss function does not use the targets: do not warn.
+            # If equal targets give exactly the same loss, the loss function does not use the targets: do not warn.
             if float(loss) > min(turned) - 0.01 * abs(min(turned)) and equal != float(loss):
                 warnings.warn(_CONSTANT.format(step, float(loss)), UserWarning, stacklevel=2)
         if [*map(_KIND, buffers.values())] != [*map(_KIND, state.buffers.values())]:
@@ -235,8 +234,8 @@ class TrainStep:
     ) -> tuple[Params, OptState, Params] | None:
         """Return new leaves, optimizer state and buffers. Return None if loss or gradient is not finite.
 
-        From the second update on, an accelerator selects the old or the new values, because the CPU would have to wait
-        for `info.finite`. Then the result is never None.
+        On an accelerator, the CPU would have to wait for `info.finite`. From the second update on, the accelerator
+        therefore selects the old or the new values itself, and the result is never None.
         """
         options, device, old = self._options, info.finite.device.type, state.opt
         read = device in _READ or options.on_nonfinite == "raise" or int(old.step) == 0
@@ -260,7 +259,7 @@ class TrainStep:
 
 
 def _other_targets(batch: Any) -> list[Any]:
-    """Copy a batch `(x, y)` or with `labels`: up to four copies with permuted targets, and one with equal targets."""
+    """Return copies of a batch `(x, y)` or with `labels`: up to four with permuted targets, one with equal targets."""
     labelled = isinstance(batch, dict)
     y = batch.get("labels") if labelled else batch[1] if type(batch) in (tuple, list) and len(batch) == 2 else None
     if not isinstance(y, Tensor) or not y.ndim or len(y) < 2:

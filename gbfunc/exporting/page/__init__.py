@@ -42,13 +42,13 @@ DTYPES, MOST_WEIGHTS = ("float32", "float64"), 64_000_000
 def check(plan: Plan) -> None:
     """Raise `ValueError` for a genome whose network a page cannot generate."""
     if plan.base is not None:
-        raise ValueError("not in the browser yet: a genome that changes a pretrained network")
+        raise ValueError("not in the browser yet: a genome that changes a pretrained network; export to .onnx")
     if others := {slot.hypernet.type for tensor in plan.tensors for slot in tensor.slots} - {*TYPES}:
-        raise ValueError(f"not in the browser yet: g-nets of type {', '.join(sorted(others))}")
+        raise ValueError(f"not in the browser yet: g-nets of type {', '.join(sorted(others))}; export to .onnx")
     if others := {tensor.dtype for tensor in plan.tensors} - {*DTYPES}:
-        raise ValueError(f"not in the browser yet: weights of {', '.join(sorted(others))}")
+        raise ValueError(f"not in the browser yet: weights of {', '.join(sorted(others))}; export to .onnx")
     if plan.pnet_params > MOST_WEIGHTS:
-        raise ValueError(f"a browser grows up to {MOST_WEIGHTS:,} weights, got a network with {plan.pnet_params:,}")
+        raise ValueError(f"a browser grows up to {MOST_WEIGHTS:,} weights, got {plan.pnet_params:,}; export to .onnx")
 
 
 def page(

@@ -165,7 +165,7 @@ const TYPES = {
 
 function typeOf(hypernet) {
   const type = known(TYPES, hypernet.type);
-  if (!type) throw new Refusal(`not in the browser yet: g-nets of type ${quoted(hypernet.type)}`);
+  if (!type) throw notYet(`g-nets of type ${quoted(hypernet.type)}`);
   return type;
 }
 

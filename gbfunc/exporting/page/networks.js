@@ -203,7 +203,7 @@ function inARow(net, layers) {
   for (const [kind, name] of layers) {
     const held = typeof name !== "string" || Object.keys(net).some((key) => key.startsWith(`${name}.`));
     if (!held) throw new Refusal(`this genome's network has no layer ${quoted(name)}, which the page's has`);
-    if (!known(POINTWISE, kind) && !known(LAYERS, kind)) throw new Refusal(`not in the browser yet: layers ${quoted(kind)}`);
+    if (!known(POINTWISE, kind) && !known(LAYERS, kind)) throw notYet(`layers ${quoted(kind)}`);
   }
   const applied = (x, [kind, ...how]) => (known(LAYERS, kind) ? LAYERS[kind](x, net, ...how) : mapped(x, POINTWISE[kind]));
   return (x) => layers.reduce(applied, x);

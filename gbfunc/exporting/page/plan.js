@@ -205,7 +205,7 @@ const ENCODINGS = {
 
 function encodingOf(data, depth = 0) {
   const read = known(ENCODINGS, data.type);
-  if (!read) throw new Refusal(`not in the browser yet: the encoding ${quoted(data.type)}`);
+  if (!read) throw notYet(`the encoding ${quoted(data.type)}`);
   return { ...read(data, depth), key: JSON.stringify(data) };
 }
 
@@ -227,7 +227,7 @@ const OPTIONS = {
 
 function hypernetOf({ type, ...options }) {
   const usual = known(OPTIONS, type);
-  if (!usual) throw new Refusal(`not in the browser yet: g-nets of type ${quoted(type)}`);
+  if (!usual) throw notYet(`g-nets of type ${quoted(type)}`);
   return { type, ...usual, ...options };
 }
 
@@ -252,8 +252,8 @@ const MATRICES = {
 function tensorOf(entry, hypernets, encodings) {
   const { name, shape, dtype = "float32", kind = USUAL_KINDS[shape.length], aliases = [] } = entry;
   refuseUnless(kind, `not a plan: the tensor ${quoted(name)} has no kind`);
-  if (entry.base) throw new Refusal("not in the browser yet: a genome that changes a pretrained network");
-  if (!["float32", "float64"].includes(dtype)) throw new Refusal(`not in the browser yet: weights of ${dtype}`);
+  if (entry.base) throw notYet("a genome that changes a pretrained network");
+  if (!["float32", "float64"].includes(dtype)) throw notYet(`weights of ${dtype}`);
   const sizes = entry.slots ? MATRICES[kind](shape) : [];
   const slots = entry.slots ?? [];
   const fits = sizes.length === slots.length && (!entry.slots || sum(sizes.map(product)) === product(shape));
@@ -281,7 +281,7 @@ function parsePlan(text, bytes) {
   refuseUnless(!isRecord(data) || data.version === FORMAT.version, `its plan is of version ${quoted(data?.version)}, this page reads ${FORMAT.version}`);
   const wrong = breach(FORMAT.schema, { value: data });
   refuseUnless(!wrong, `not a plan: ${wrong}`);
-  if (Object.hasOwn(data, "base")) throw new Refusal("not in the browser yet: a genome that changes a pretrained network");
+  if (Object.hasOwn(data, "base")) throw notYet("a genome that changes a pretrained network");
   const names = sum(data.tensors.map(({ aliases = [] }) => 1 + aliases.length)) + (data.buffers ?? []).length;
   refuseUnless(names <= mostTensors, "its plan is too long for this page");
   const [hypernets, encodings] = [data.hypernets.map(hypernetOf), data.encodings.map((code) => encodingOf(code))];

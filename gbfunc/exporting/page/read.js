@@ -3,6 +3,8 @@
 /** What a person should read as it stands: a file that is damaged, or holds what this page does not know. */
 class Refusal extends Error {}
 
+const notYet = (what) => new Refusal(`not in the browser yet: ${what}; load the genome in Python (gb.load)`);
+
 /** Limits of the format, and of this page: what a stranger's file may cost whoever opens it. */
 const LIMITS = {
   ...FORMAT.schema.limits,
@@ -308,7 +310,7 @@ function numbersOf(bytes, dtype) {
   if (dtype === "bfloat16") return new Float32Array(Uint32Array.from(new Uint16Array(buffer), (code) => code << 16).buffer);
   if (dtype === "float16") return Float32Array.from(new Uint16Array(buffer), half);
   if (dtype === "int64") return Float64Array.from(new BigInt64Array(buffer), Number);
-  throw new Refusal(`not in the browser yet: numbers of ${dtype}`);
+  throw notYet(`numbers of ${dtype}`);
 }
 
 function half(code) {

@@ -1,1 +1,1 @@
-"""Ways to compute the loss and the gradient of a genome. `loss` has the base classes. Every other file has one way."""
+"""Computes the loss and the gradient of a genome: base classes (`loss`), a file per method, and checks (`proof`)."""

@@ -22,14 +22,14 @@ def equal_parts(n: int, batch: Any, rows: float) -> list[tuple[Any, float]]:
 def parts_of_share(n: int, splits_inputs: bool, batch: Any, rows: float) -> list[tuple[Any, float]]:
     """Split a rank's share of a batch into at most n microbatches. Returns `[(microbatch, number of rows)]`.
 
-    With `splits_inputs`, layers exchange messages in each microbatch. Every rank then gets n microbatches, some
-    of which may be empty.
+    With `splits_inputs`, the share is split into exactly n microbatches, some of which may be empty: layers exchange
+    messages in each microbatch, so all ranks need the same number of microbatches.
     """
     most = n_rows(batch)
     if n == 1 or most is None:
         return equal_parts(n, batch, rows)
-    parts = split_rows(batch, n if splits_inputs else min(n, most or n))
-    return [(small, (n_rows(small) or 0) * rows / most if most else 0) for small in parts]
+    microbatches = split_rows(batch, n if splits_inputs else min(n, most or n))
+    return [(small, (n_rows(small) or 0) * rows / most if most else 0) for small in microbatches]
 
 
 class Accumulated(OneGraph):
@@ -60,7 +60,7 @@ class Accumulated(OneGraph):
 
 
 def weights_of(loss: GenomeLoss, inputs: StepInputs, regenerate: bool) -> tuple[Params, Params, list[str]]:
-    """Generate the weights, and cut the graph between the g-nets and the p-net.
+    """Generate the weights, and cut the graph between g-nets and p-net, to sum gradients of the weights at the cut.
 
     Returns the weights with their graph, the weights as leaves of a new graph, and the names of weights that need
     gradients. With `regenerate`, the first value is {}: to save memory, the caller generates the weights again.
@@ -77,7 +77,7 @@ def weights_of(loss: GenomeLoss, inputs: StepInputs, regenerate: bool) -> tuple[
 
 
 def through_gnets(weights: Params, sums: Params, wanted: list[Tensor]) -> Gradients:
-    """Compute gradients of the genome from gradients of the weights."""
+    """Compute the gradients of `wanted`, leaves of the genome, from `sums`, gradients of the weights by name."""
     used = [k for k in sums if weights[k].requires_grad]
     if not used:
         return (None,) * len(wanted)

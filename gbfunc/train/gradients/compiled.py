@@ -110,14 +110,13 @@ def _compiler_errors() -> tuple[type[Exception], ...]:
     return (tracing.TorchDynamoException,) if more is None else (tracing.TorchDynamoException, more)
 
 
-# Drop Dynamo's guards (run-time checks) of these objects, which never change. `_dot_` keeps the guards of packages
-# named gbfunc_X.
+# Objects that never change: drop Dynamo's guards (run-time checks). `_dot_` excludes packages named gbfunc_X.
 _FIXED = re.compile(r"self\.generator|__import_(gbfunc|torch)_dot_|__import__\('torch'|__builtins_dict_|type\(inputs\)")
 _CODES = count()
 
 
 def _compiled(method: Any, *, fullgraph: bool = False, cpp_wrapper: bool = False) -> Callable[..., Any]:
-    # With `fallback_random`, compiled code draws the same random numbers as eager code. Other options need torch 2.8.
+    # With `fallback_random`, compiled code draws eager code's random numbers. The other options need torch 2.8.
     options: dict[str, Any] = {"fallback_random": True}
     if hasattr(torch.compiler, "keep_tensor_guards_unsafe"):
         options["cpp_wrapper"] = cpp_wrapper
@@ -126,7 +125,7 @@ def _compiled(method: Any, *, fullgraph: bool = False, cpp_wrapper: bool = False
 
 
 def _with_new_code(method: Any) -> Callable[..., Any]:
-    """Copy a method and its code object, because the compiler confuses the graphs of p-nets that share the object."""
+    """Copy a method with its code object: the compiler confuses the graphs of p-nets that share a code object."""
     function = method.__func__
     code = function.__code__.replace(co_name=f"{function.__name__}_{next(_CODES)}")
     own = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)

@@ -43,18 +43,18 @@ _OWN_READ = (
     "loss function NAME.detach(), for NAME "
 )
 _FLATTENED = 1 << 15  # Gradients of at most this many numbers are flattened, which halves the time of the norm.
-_DEFAULT_GENERATORS = threading.RLock()  # All threads share the generators: one thread at a time may seed them.
+_DEFAULT_GENERATORS = threading.RLock()  # Threads share torch's generators: one thread at a time may seed them.
 
 
 class StepInputs(NamedTuple):
     """The arguments of a training step's loss on this rank."""
 
-    leaves: Params  # by flat name
+    leaves: Params  # by the names of `flat_genome`
     noise: Noise | None
     buffers: Params  # clones, which the forward updates in place
     batch: Any  # this rank's share of the batch
     rows: int  # number of rows in the share
-    counts: bool  # False if rows of zeros replace an empty share; gradients of the zeros are discarded
+    counts: bool  # False for an empty share: rows of zeros replace the share, and their gradients are discarded
 
     def copied(self) -> StepInputs:
         """Copy the buffers and the batch, because a forward may change them in place."""
@@ -117,7 +117,7 @@ class GenomeLoss:
     ) -> None:
         self.function, self._amp = loss_fn, options.amp
         base = layout.plan.base_tensors(pnet)
-        # Dynamo of torch 2.5 cannot trace layers with factored weights.
+        # torch 2.5 cannot compile layers that use factors, so generate dense weights.
         lazy = options.lazy if not options.compile or torch.__version__ >= "2.6" else False
         make = partial(make_generator, layout.plan, kernel=options.kernel, layout=layout, pnet=pnet, base=base)
         self.generator = make(lazy=lazy, remat=options.remat == "layer", names=names, pieces=pieces)
@@ -142,7 +142,7 @@ class GenomeLoss:
     def with_gradients(
         self, inputs: StepInputs, names: list[str], factor: Tensor | float | None
     ) -> tuple[Tensor, Any, Params, list[Tensor]]:
-        """Return the loss times `factor`, aux as tensors, new buffers and gradients, all computed by `torch.func`."""
+        """Return loss, aux as tensors, new buffers, and the gradients of `loss * factor`, computed by `torch.func`."""
 
         def loss_of(trained: Params, buffers: Params) -> tuple[Tensor, Any]:
             loss, aux = self(inputs._replace(leaves=inputs.leaves | trained, buffers=buffers))
@@ -153,14 +153,14 @@ class GenomeLoss:
         return loss, aux, buffers, [found[k].detach() for k in names]
 
     def on(self, weights: Params, buffers: Params, batch: Any) -> tuple[Tensor, Any]:
-        """Return loss and aux for these weights, and update the buffers."""
+        """Return the loss and aux of the p-net with `weights` on a batch, and update `buffers`."""
         loss, aux = self.returned(self.call(weights, buffers, self.function, batch))
         if not loss.requires_grad:
             raise ValueError(NO_GRADIENT)
         return loss.reshape(()) if loss.ndim else loss, aux
 
     def call(self, weights: Params, buffers: Params, function: Callable[..., Any], *args: Any) -> Any:
-        """Call `function(net, *args)`, where `net` is the p-net with these weights, and update the buffers."""
+        """Call `function(net, *args)`, where `net` is the p-net with `weights`, and update `buffers`."""
         device = next((w.device.type for w in weights.values()), "cpu") if self._amp else ""
         with torch.autocast(device, self._amp) if self._amp else nullcontext():
             return self.net.run(weights, buffers, function, *args)
@@ -175,7 +175,7 @@ class GenomeLoss:
         return loss_and_aux(out)
 
     def rows(self, rows: float) -> float:
-        # The number of rows multiplies the loss. An empty share's loss is discarded later: return 1 instead of 0.
+        # The loss is multiplied by this number. The loss of an empty share is discarded: 1 saves the multiplication.
         return rows or 1
 
     def gradients(self, loss: Tensor, wanted: list[Tensor]) -> Gradients:
@@ -247,8 +247,8 @@ class Objective:
         try:
             loss, aux, gradients, _ = self._with_gradients(inputs, trained, seed)
         except TypeError as error:
-            given, net = (type(x).__name__ for x in (batch, self.strategy.loss and self.strategy.loss.net.skeleton))
-            if not re.fullmatch(rf"'{given}' object is not callable|.*('|iterable ){net}'? object.*", str(error)):
+            got, net = (type(x).__name__ for x in (batch, self.strategy.loss and self.strategy.loss.net.skeleton))
+            if not re.fullmatch(rf"'{got}' object is not callable|.*('|iterable ){net}'? object.*", str(error)):
                 raise
             raise TypeError(f"loss_fn must take (net, batch), in this order: {error}") from error
         tensors = [*gradients.values()]

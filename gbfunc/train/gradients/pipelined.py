@@ -24,7 +24,7 @@ _ADVICE = (
     "a pipeline runs the operators that torch.export records, which leave out all other code (the backward of a "
     "torch.autograd.Function, a counter or a random number in Python)"
 )
-# An odd constant of splitmix64 (Steele et al., 2014), which gives each stage and microbatch another seed.
+# An odd constant of splitmix64 (Steele et al., 2014), which gives each stage and microbatch its own seed.
 _STAGE_MIX = 0x94D049BB133111EB
 
 
@@ -50,11 +50,11 @@ class Pipelined(Strategy):
         self.least_rows = max(2, self._n)
 
     def __call__(self, inputs: StepInputs, wanted: list[Tensor]) -> Result:
-        parts = equal_parts(self._n, inputs.batch, inputs.rows)
-        return self._result(inputs, wanted, self._prepared(parts[0][0], wanted[0].device, self._amp), parts, False)
+        split = equal_parts(self._n, inputs.batch, inputs.rows)
+        return self._result(inputs, wanted, self._prepared(split[0][0], wanted[0].device, self._amp), split, False)
 
     def proof(self, make_full_loss: Callable[[], GenomeLoss]) -> Proof:
-        """Make the `Proof` that compares a microbatch's gradient over all pipeline stages with one rank's gradient."""
+        """Make the `Proof` that compares a microbatch's gradient over all stages with a gradient of the whole p-net."""
 
         def local_gradients(inputs: StepInputs, wanted: list[Tensor]) -> Gradients:
             loss = self._prepared(inputs.batch, wanted[0].device, None).without_amp()
@@ -76,7 +76,7 @@ class Pipelined(Strategy):
         return self.loss
 
     def _result(
-        self, inputs: StepInputs, wanted: list[Tensor], loss_of: GenomeLoss, parts: list[Any], repeated: bool
+        self, inputs: StepInputs, wanted: list[Tensor], loss_of: GenomeLoss, microbatches: list[Any], repeated: bool
     ) -> Result:
         pipeline, before = self._pipeline, inputs.buffers
         of_stages = dict.fromkeys(pipeline.mine, before)
@@ -88,9 +88,9 @@ class Pipelined(Strategy):
 
         def call(stage: int, received: Tensor) -> Tensor:
             number = next(numbers[stage])
-            small, n = parts[number]
+            small, n = microbatches[number]
             for generator in generators:
-                generator.manual_seed((seed + _STAGE_MIX * (1 + number + stage * len(parts))) % 2**63)
+                generator.manual_seed((seed + _STAGE_MIX * (1 + number + stage * len(microbatches))) % 2**63)
             # Copy the buffers, because other microbatches may change them before this microbatch's backward.
             current = before if repeated else of_stages[stage]
             buffers = of_stages[stage] = {k: x.detach().clone() for k, x in current.items()}
@@ -98,7 +98,7 @@ class Pipelined(Strategy):
             if stage < pipeline.stages - 1:
                 return out
             if self._split is not None and self._split.by_class:
-                raise ValueError("classes split over ranks (loss_parallel) and pipeline= do not go together")
+                raise ValueError("a pipeline cannot split classes over ranks: leave out loss_parallel or pipeline=")
             (loss, aux), rows = loss_of.returned(out), loss_of.rows(n)
             ends.append((loss.detach().reshape(()), inputs._replace(buffers=buffers).detached(aux), rows))
             return loss.reshape(1) * (self._scale * rows)

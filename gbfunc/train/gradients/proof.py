@@ -23,7 +23,7 @@ class Proof(NamedTuple):
 
     make_full_loss: Callable[[], GenomeLoss]  # makes the loss of the whole p-net
     local_gradients: GradientFn  # computes this rank's term of the gradient, as a training step does
-    step_loss: Callable[[], GenomeLoss | None]  # returns the loss of training steps
+    step_loss: Callable[[], GenomeLoss | None]  # returns the loss of training steps, None if it is not built yet
     take_rows: Callable[[Any], Any]  # selects a few rows of a batch
     axes: tuple[AxisName, ...]  # mesh axes along which the ranks' terms are summed
     advice: str  # for the error message: why results may differ, and what to do
@@ -31,14 +31,14 @@ class Proof(NamedTuple):
     def compare(self, layout: Layout, inputs: StepInputs, trained: Params) -> None:
         """Compare gradient and buffers over ranks with those on one rank. All ranks must call this method.
 
-        Raises ValueError on every rank if they differ by more than rounding errors. If dropout or other random
-        numbers may be the cause, compares again in evaluation mode.
+        Raises ValueError on every rank if the results differ by more than rounding errors. If the cause may be dropout
+        or other random numbers, compares again in evaluation mode.
         """
         mesh, full, wanted = layout.mesh, self.make_full_loss(), [*trained.values()]
         most, inputs = full.without_amp().tolerance, inputs._replace(batch=self.take_rows(inputs.batch), rows=1)
         nets = [loss.net.skeleton for loss in (full, self.step_loss()) if loss is not None]
         ranks, worst = f"over {' and '.join(self.axes)} ranks", [math.inf]
-        # In training mode, dropout in split layers and in stages draws other random numbers than in the whole p-net.
+        # Dropout in split layers or stages draws other numbers than in the p-net on one rank: retry in evaluation mode.
         for mode in nullcontext(), _evaluating(nets):
             with mode:
                 found = gradient_and_changes(self.local_gradients, inputs, wanted, 0)
@@ -65,9 +65,9 @@ class Proof(NamedTuple):
 def as_vector(found: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
     """Concatenate gradients to one float64 vector, with zeros for None."""
     dense = (torch.zeros_like(x) if g is None else g.to_dense() for g, x in zip(found, like, strict=True))
-    parts = (torch.view_as_real(x) if x.is_complex() else x for x in dense)
+    real = (torch.view_as_real(x) if x.is_complex() else x for x in dense)
     none = torch.zeros(0, device=like[0].device if like else "cpu")
-    return torch.cat([none, *(x.reshape(-1) for x in parts)]).double()
+    return torch.cat([none, *(x.reshape(-1) for x in real)]).double()
 
 
 def largest_distance(mesh: Mesh, found: Tensor, expected: Tensor) -> float:

@@ -24,7 +24,7 @@ SPLIT_ADVICE = (
     "code between layers gets only this rank's part of the features or of the sequence, and a softmax, mean or loss of "
     "a part differs: gather the parts first, by output_layouts=Replicate() of the style"
 )
-# An odd constant of splitmix64 (Steele et al., 2014), which gives each rank another seed.
+# An odd constant of splitmix64 (Steele et al., 2014), which gives each rank its own seed.
 RANK_MIX = 0xBF58476D1CE4E5B9
 SAME_STATE = "ranks must hold the same state (make it by train_step.init(seed), or load the same on all of them)"
 
@@ -47,10 +47,10 @@ class RankObjective(Objective):
         due = not self._checked or bool(self._check_every and step % self._check_every == 0)
         self._check_batch(batch, due)
         if due:
-            self._checked, mesh, parts = True, self._layout.mesh, self._layout.split
-            same = {k: v for k, v in trained.items() if k not in parts}
+            self._checked, mesh, split = True, self._layout.mesh, self._layout.split
+            same = {k: v for k, v in trained.items() if k not in split}
             check_equal(mesh, {**same, "step": str(step), "seed": str(seed)}, SAME_STATE)
-            check_equal(mesh, {k: trained[k] for k in parts}, SAME_STATE, "replicas")
+            check_equal(mesh, {k: trained[k] for k in split}, SAME_STATE, "replicas")
         noise = noise_of(self._plan, seed, next(iter(trained.values())))
         share, counts = n_rows(batch), True
         rows = 1 if share is None else share
@@ -69,7 +69,7 @@ class RankObjective(Objective):
                 self._check_first_step(loss, inputs, trained)
             self._first_step_checked = True
         if not counts:
-            # Discard gradients of the rows of zeros. Keep a split genome's gradients, which are from other ranks' rows.
+            # Discard gradients of the rows of zeros. Keep a split genome's gradients: they come from other ranks' rows.
             kept = {k for k in gradients if self._layout.sharded and k.startswith(GNET)}
             gradients = {k: g if k in kept else torch.zeros_like(g) for k, g in gradients.items()}
         before = {k: buffers[k] for k in self._averaged}
@@ -84,7 +84,7 @@ class RankObjective(Objective):
             self._proof.compare(self._layout, inputs, trained)
 
     def _check_batch(self, batch: Any, with_values: bool) -> None:
-        """Check ranks that need the same batch: shapes and, if `with_values`, values must be equal on these ranks.
+        """Check that ranks which need the same batch have equal shapes and, if `with_values`, equal values.
 
         Shapes are checked in every training step: they determine the sizes of messages, and gloo aborts a process that
         receives a message of an unexpected size.
@@ -137,7 +137,7 @@ def _explained() -> Iterator[None]:
 
 
 def split_proof(make_full_loss: Callable[[], GenomeLoss], loss: GenomeLoss, split: TensorParallel) -> Proof:
-    """Make the `Proof` of a p-net whose layers are split over tensor ranks, for a few rows of the batch."""
+    """Make the `Proof` of a p-net whose layers are split over tensor ranks. The `Proof` uses a few rows of a batch."""
 
     def take_rows(batch: Any) -> Any:
         return tree_map(lambda x: x[: max(2, split.ranks)] if isinstance(x, Tensor) and x.ndim else x, batch)
@@ -146,7 +146,7 @@ def split_proof(make_full_loss: Callable[[], GenomeLoss], loss: GenomeLoss, spli
         found = plain_gradients(loss)(inputs, wanted)
         if split.local_rows is None:
             return found
-        # `found` are gradients of the sum of losses over rows. The whole p-net's loss is the mean, so divide by rows.
+        # `found` are gradients of the sum of the rows' losses. The whole p-net's loss is their mean: divide by rows.
         rows = sum(gather_objects(split.wire.mesh, split.local_rows, "tensor"))
         return tuple(None if g is None else g / rows for g in found)
 
