@@ -1,4 +1,4 @@
-"""Types of g-net. A new type needs one class and one entry in `TYPES`."""
+"""Types of g-net. A new type is one class and one entry in `TYPES`."""
 
 import reprlib
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""The contract of a hypernetwork: an immutable description with pure functions `init` and `apply`.
+"""The interface of a type of g-net: an immutable description with pure functions `init` and `apply`.
 
 Suffixes: T tiles, G groups of tiles, r rows and c columns of a tile, p and q widths of their codes, H features.
 """
@@ -23,14 +23,14 @@ class Leaf(NamedTuple):
 
     Attributes:
         shape: shape for one g-net. In a genome, the leaves of all g-nets are stacked: [number of g-nets, *shape].
-        role: `"linear"` if a tile doubles when all linear leaves double (amplitudes), otherwise `"code"`. Every type
-            needs a linear leaf per tile, whose initial values set the scale of the weights, and are 0 for deltas.
+        role: `"linear"` for leaves such as amplitudes: a tile doubles if all its linear leaves double. Otherwise
+            `"code"`. Every type needs a linear leaf per tile, which `init_genome` scales, or sets to 0 for a delta.
         scope: `"tile"` if each tile has its own leaf, `"group"` if the tiles of a group have one leaf in common.
         std: standard deviation of the normal distribution of the initial values.
         mean: mean of the normal distribution of the initial values.
-        gain: name of the leaf [features], such as the amplitudes, that multiplies results of this leaf [..., features].
+        gain: name of another leaf, such as the amplitudes, [features], that multiplies the results of this leaf.
             Only quantization (`rounding="auto"`) uses `gain`, `codes` and `period`.
-        codes: `"row"` or `"col"`, if the codes of rows or columns multiply this leaf.
+        codes: `"row"` or `"col"` if codes of rows or of columns are multiplied by this leaf, otherwise None.
         period: if set, values that differ by this period give the same tile (2 pi for a phase).
     """
 
@@ -46,7 +46,7 @@ class Leaf(NamedTuple):
 
 @dataclass(frozen=True)
 class Hypernet:
-    """A type of g-net with its options: immutable, hashable, and convertible to JSON. A plan can choose the size.
+    """A type of g-net with its options: immutable, hashable, and convertible to JSON. `make_plan` can choose the size.
 
     A subclass is a frozen dataclass whose fields are numbers, strings, or tuples of numbers or strings. A subclass has
     its own `type`, and defines `leaves` and `apply` (or `tiles`). A `Sized` subclass has a field for its size. Genomes
@@ -60,7 +60,7 @@ class Hypernet:
     factorised: ClassVar[bool] = False  # True if `apply` returns `Factors`
     standardised: ClassVar[bool] = True  # True if weights are scaled to the p-net's initial standard deviation
     rate: ClassVar[float] = 1e-2  # constant learning rate of Adam, chosen by validation on digits at 20x compression
-    spreads: ClassVar[bool] = False  # True if more tiles add more rank than a larger size, so plans use small tiles
+    spreads: ClassVar[bool] = False  # True if many small tiles give a matrix a higher rank than a few large g-nets
 
     @property
     def size(self) -> int | None:
@@ -71,7 +71,7 @@ class Hypernet:
         raise NotImplementedError(f"{type(self).__name__} must define size and with_size, or set sizable = False")
 
     def max_size(self, dims: TileDims) -> int | None:
-        """Return the largest useful size, or None if there is no limit."""
+        """Return the size above which larger g-nets gain nothing, or None if there is no such size."""
         return None
 
     @property
@@ -81,11 +81,11 @@ class Hypernet:
 
     @property
     def shares(self) -> bool:
-        """True if some leaves belong to groups of tiles instead of single tiles."""
+        """True if the tiles of a group have some leaves in common."""
         return False
 
     def group(self, name: str, part: int, shape: tuple[int, int]) -> str:
-        """Return the group of matrix number `part` of the tensor `name`. Tiles of a group have leaves in common."""
+        """Name the group of matrix number `part` of tensor `name`. Matrices of one group have some leaves in common."""
         return ""
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
@@ -119,20 +119,20 @@ class Hypernet:
         """
 
         def apply(leaves: Params, row: Tensor, col: Tensor, noise: Params | None) -> Tensor | Factors:
-            made = self.apply(leaves, row, col, noise=noise, kernel=kernel)
+            tile = self.apply(leaves, row, col, noise=noise, kernel=kernel)
             sides = (row.shape[0], self.factor_width), (col.shape[0], self.factor_width)
             expected = sides if self.factorised else (row.shape[0], col.shape[0])
-            pair, shape = isinstance(made, Factors), getattr(made, "shape", ())
-            if (got := tuple(tuple(x.shape) for x in made) if pair else tuple(shape)) != expected:
+            pair, shape = isinstance(tile, Factors), getattr(tile, "shape", ())
+            if (got := tuple(tuple(x.shape) for x in tile) if pair else tuple(shape)) != expected:
                 words = f"{type(self).__name__}.apply must return shape {expected}, got {got}"
                 raise ValueError(f"{words}: rows come first, and Factors need factorised = True")
-            return made
+            return tile
 
         (row, row_dim), (col, col_dim) = ((x[0], None) if len(x) == 1 else (x, 0) for x in (row_Urp, col_Ucq))
         return torch.vmap(apply, (0, row_dim, col_dim, None if noise is None else 0))(leaves, row, col, noise)
 
     def matrix(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, grid: TileGrid, kernel: Kernel) -> Tensor | None:
-        """Generate a matrix [rows, columns] from all its tiles at once, without noise; None if the type cannot."""
+        """Generate a matrix [rows, columns] of all its tiles at once, without noise. None means: call `tiles`."""
         return None
 
     def noise_shapes(self, dims: TileDims) -> dict[str, tuple[int, ...]]:
@@ -169,7 +169,7 @@ def draw(leaves: Mapping[str, Leaf], n_tiles: int, n_groups: int, generator: tor
 
 
 def project(codes_np: Tensor, weight_pH: Tensor) -> Tensor:
-    """Return `codes_np @ weight_pH`, or zeros if codes have width 0, because IREE cannot multiply empty matrices."""
+    """Return `codes_np @ weight_pH`, or zeros for codes of width 0: the compiler IREE rejects empty matrices."""
     if codes_np.shape[-1]:
         return codes_np @ weight_pH
     return codes_np.new_zeros((*weight_pH.shape[:-2], codes_np.shape[-2], weight_pH.shape[-1]))
@@ -183,7 +183,7 @@ def check_size(name: str, size: Any) -> None:
 
 @dataclass(frozen=True)
 class Sized(Hypernet):
-    """A hypernetwork whose size is one field of type int. The name of the field is `size_field`."""
+    """A type of g-net whose size is one field of type int. The name of the field is `size_field`."""
 
     size_field: ClassVar[str]
 
@@ -226,6 +226,6 @@ class Sharing(Sized):
         return self.share != "none"
 
     def group(self, name: str, part: int, shape: tuple[int, int]) -> str:
-        """Name the group: "" for "none", the shape for "shapes". "layers" adds `part`, and `name` without numbers."""
+        """Name the group by the shape. "layers" adds `part`, and `name` with * for numbers; "none" returns ""."""
         size, kind = f"{shape[0]}x{shape[1]}", re.sub("[0-9]+", "*", name)
         return {"none": "", "layers": f"{kind}:{part}:{size}", "shapes": size}[self.share]

@@ -1,4 +1,4 @@
-r"""Types that do not use codes: constants, trained rows, trained factors, and genes with rules (the XOX model).
+r"""Types that do not use codes: constants, trained rows, low-rank factors, and products of genes (XOX).
 
 Source of the XOX model, $W = s X_{out} O X_{in}^T$: Barabasi et al., Complex computation from developmental priors
 (Nature Communications 2023).
@@ -77,7 +77,7 @@ class LowRank(_Factored, Sharing):
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
         k, scope = self.known_size, "group" if self.shares else "tile"
-        # A vector's right factor has a single row. Start it at 1, because training from near 0 would be slow.
+        # The right factor of a vector is a single row. Start this row at 1: near 0, training would be slow.
         std, mean = (0.0, 1.0) if dims.cols == 1 else (1.0, 0.0)
         right = Leaf((dims.cols, k), "code", scope, std, mean=mean)
         return {"left": Leaf((dims.rows, k), "linear", std=k**-0.5), "right": right}

@@ -21,12 +21,12 @@ from gbfunc.types import Factors, Kernel, Params, TileDims
 
 
 def is_exporting() -> bool:
-    """Return whether `torch.export` is tracing. On older torch always False: exports then store the codes."""
+    """Return whether `torch.export` is tracing. False on older torch, where exported programs store all codes."""
     return getattr(torch.compiler, "is_exporting", bool)()
 
 
 class Constants(NamedTuple):
-    """Fixed inputs of a stack of g-nets, beside the trained leaves: hypernetwork, codes, scales and groups."""
+    """The inputs of several g-nets that are not trained: type, codes, and the scales and groups of tiles."""
 
     hypernet: Hypernet
     dims: TileDims
@@ -34,15 +34,15 @@ class Constants(NamedTuple):
     row: Tensor  # codes of the rows [U, r, p]; U is 1 if all tiles have the same codes
     col: Tensor  # codes of the columns [U, c, q]
     scale: Tensor | None = None  # scale of every tile [T]
-    groups: Tensor | None = None  # index of every tile's group [T]; None if group leaves have been copied to tiles
-    empty: Mapping[str, tuple[int, ...]] = {}  # shapes of empty leaves, which a genome does not contain
-    periods: tuple[int, int] = (0, 0)  # for periodic g-nets, `period_of` the codes of rows and columns; 0 if unknown
+    groups: Tensor | None = None  # index of every tile's group [T]; None if every tile has its own leaves
+    empty: Mapping[str, tuple[int, ...]] = {}  # shapes of leaves without numbers, which a genome omits
+    periods: tuple[int, int] = (0, 0)  # periods of row and column codes (`period_of`) for sines; 0 if unknown
 
     @staticmethod
     def make(
         hypernet: Hypernet, dims: TileDims, kernel: Kernel, row: Tensor, col: Tensor, *others: Tensor | None
     ) -> Constants:
-        """Create constants from the codes of rows and columns; `others` are the fields `scale` and `groups`."""
+        """Create constants from codes of rows and columns. `others` are the values of `scale` and `groups`."""
         empty = {k: leaf.shape for k, leaf in hypernet.leaves(dims).items() if 0 in leaf.shape}
         known = isinstance(hypernet, Waves) and have_memory((row, col)) and not torch.compiler.is_compiling()
         periods = (period_of(row), period_of(col)) if known else (0, 0)
@@ -57,10 +57,10 @@ class Constants(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """G-nets of one ensemble that are evaluated together, with their leaves and constants."""
+    """The leaves and constants of g-nets of one ensemble, which are evaluated together."""
 
     constants: Constants
-    leaves: Params  # {name: [T, ...]}, or [number of groups, ...] for group leaves; {} for a type without leaves
+    leaves: Params  # {name: [T, ...]}, or [groups, ...] if tiles share the leaf; {} for a type without leaves
     noise: Params | None = None  # {name: [T, ...]}; None generates the mean
     factors: Factors | None = None  # factors of the tiles, if `with_factors` has computed them
 
@@ -71,7 +71,7 @@ class Evaluation(NamedTuple):
         return len([*self.leaves.values(), ()][0] if groups is None else groups)
 
     def all_leaves(self) -> Params:
-        """Return all leaves, also empty leaves (code weights for codes of width 0), which a genome does not contain."""
+        """Return all leaves, also leaves without numbers (code weights for codes of width 0), which a genome omits."""
         row = self.constants.row
         return self.leaves | {k: row.new_zeros((self.n_tiles, *x)) for k, x in self.constants.empty.items()}
 
@@ -86,7 +86,7 @@ class Evaluation(NamedTuple):
         return tiles if scale is None else dense_tiles(tiles) * scale[:, None, None]
 
     def _scaled(self) -> tuple[Params, Tensor | None]:
-        """Return every tile's leaves, multiplied by the scale if possible; otherwise also return the scale."""
+        """Return every tile's leaves, scaled if possible, and the scale by which to multiply tiles, otherwise None."""
         hypernet, scale, groups = self.constants.hypernet, self.constants.scale, self.constants.groups
         specs, leaves = hypernet.leaves(self.constants.dims), self.all_leaves()
         if groups is not None:
@@ -97,7 +97,7 @@ class Evaluation(NamedTuple):
         return {**leaves, **{k: leaves[k] * scale.reshape(-1, *(1,) * (leaves[k].ndim - 1)) for k in linear}}, None
 
     def matrices(self, grids: Sequence[TileGrid]) -> tuple[Tensor, ...]:
-        """Return one matrix [R, C] per grid. The first tiles belong to the first grid, and so on."""
+        """Return one matrix [R, C] per grid. Tiles belong to the grids in their order."""
         if len(grids) > 1 and self.leaves:
             return join_all(dense_tiles(self.tiles()), grids)
         return tuple(self.matrix(grid) for grid in grids)
@@ -114,26 +114,26 @@ class Evaluation(NamedTuple):
         return joined(tiles if self.leaves else dense_tiles(tiles).expand(grid.n_tiles, -1, -1), grid)
 
     def split(self, counts: Sequence[int]) -> list[Evaluation]:
-        """Split the tiles, in their order, into evaluations with these numbers of tiles."""
+        """Return one evaluation per count, for this number of consecutive tiles."""
         if len(counts) == 1:
             return [self]
-        constants, parts, first = self.constants, [], 0
+        constants, evaluations, first = self.constants, [], 0
         specs = {} if constants.groups is None else constants.hypernet.leaves(constants.dims)
         shared = [k for k, leaf in specs.items() if leaf.scope == "group"]
-        # Use `split`: in backward, every single slice would allocate a gradient for all tiles.
+        # Use `Tensor.split`. In the backward of slices, each slice would allocate a gradient for all tiles.
         leaves = {k: [v] * len(counts) if k in shared else v.split(list(counts)) for k, v in self.leaves.items()}
         sides = [] if self.factors is None else [x.split(list(counts)) for x in self.factors]
         all_factors = [*map(Factors, *sides)] if sides else [None] * len(counts)
         for i, (count, factors) in enumerate(zip(counts, all_factors, strict=True)):
             span = slice(first, first + count)
             noise = self.noise and {k: v[span] for k, v in self.noise.items()}
-            parts.append(Evaluation(constants.of(span), {k: v[i] for k, v in leaves.items()}, noise, factors))
+            evaluations.append(Evaluation(constants.of(span), {k: v[i] for k, v in leaves.items()}, noise, factors))
             first += count
-        return parts
+        return evaluations
 
 
 def with_factors(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    """Return the evaluations with `factors` computed, for all periodic and bilinear g-nets by one operator."""
+    """Compute the `factors` of all periodic and bilinear g-nets by one operator. Return the evaluations."""
     found = [*evaluations]
     which = [i for i, one in enumerate(found) if one.factors is None and isinstance(one.constants.hypernet, Waves)]
     for i, factors in zip(which, periodic_factors([found[i] for i in which]), strict=True):
@@ -146,15 +146,15 @@ def periodic_factors(evaluations: Sequence[Evaluation]) -> list[Factors]:
     leaves = [one.all_leaves() for one in evaluations]
     sides: list[Side] = []
     for (c, *_), own in zip(evaluations, leaves, strict=True):
-        # For codes of width 0, `all_leaves` makes empty code weights for each tile, not for each group: pass no groups.
+        # For codes of width 0, `all_leaves` adds empty code weights per tile instead of per group: pass no groups.
         of_row, of_col = (c.groups if codes.shape[-1] else None for codes in (c.row, c.col))
         phase, sine, cosine = own.get("phase"), own.get("amplitude", own.get("sine")), own.get("cosine")
         scale, first = None if sine is None else c.scale, cast(Waves, c.hypernet).cosine_first
         sides.append(Side(c.row, own["row_weight"], phase, sine, cosine, scale, of_row, False, c.periods[0]))
         sides.append(Side(c.col, own["col_weight"], None, None, None, None, of_col, first, c.periods[1]))
-    made = waves(sides, kernel=evaluations[0].constants.kernel) if evaluations else []
+    thin = waves(sides, kernel=evaluations[0].constants.kernel) if evaluations else []
     factors: list[Factors] = []
-    for (c, *_), own, left, right in zip(evaluations, leaves, made[::2], made[1::2], strict=True):
+    for (c, *_), own, left, right in zip(evaluations, leaves, thin[::2], thin[1::2], strict=True):
         mix = own.get("mix")  # The matrix M of bilinear g-nets
         if mix is not None:
             left = left @ (mix if c.scale is None else mix * c.scale[:, None, None])
@@ -170,6 +170,6 @@ def dense_tiles(tiles: Tensor | Factors) -> Tensor:
 def joined(tiles: Tensor | Factors, grid: TileGrid) -> Tensor:
     """Join tiles or their factors into a single matrix [R, C]."""
     if isinstance(tiles, Factors) and (grid.tile_rows, grid.tile_cols) == (grid.rows, grid.cols):
-        # For one tile, use a matrix product, which is faster than a batched product. `flatten` is faster than `[0]`.
+        # For a single tile, a plain product is faster than a batched product, and `flatten` is faster than `[0]`.
         return tiles.left.flatten(0, 1) @ tiles.right.flatten(0, 1).mT
     return join_tiles(dense_tiles(tiles), grid)

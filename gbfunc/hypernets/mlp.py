@@ -67,7 +67,7 @@ class GNet(Hypernet):
 
     @property
     def spreads(self) -> bool:
-        # More units add little to a tile's rank if the activation bends once (ReLU), but much if it is a sine.
+        # More units raise the rank of a tile much with sines, but little with other activations: use more tiles.
         return self.activation != "sin"
 
     def with_size(self, size: int) -> Hypernet:
@@ -94,12 +94,12 @@ class GNet(Hypernet):
         return {"out_weight": Leaf((width,), "linear", std=_he(width)), "out_bias": Leaf((), "linear", std=0.0)}
 
     def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
-        """Draw normal weights. Biases: uniform for "sin", otherwise normal, at most half the largest weighted sum."""
+        """Draw normal weights. Biases are uniform for "sin", otherwise normal, up to half the largest weighted sum."""
         drawn = super().init(dims, n_tiles, n_groups, generator)
         if self.activation == "sin":
             drawn["bias"] = uniform(drawn["bias"].shape, generator) * (2 * math.pi)
         elif dims.row_width + dims.col_width:
-            # Weighted sums of +-1 bits are at most `reach`. Biases up to `reach / 2` let units bend within the tile.
+            # Weighted sums of +-1 bits are at most `reach`. With biases up to `reach / 2`, most units vary in the tile.
             reach = drawn["row_weight"].abs().sum(-2) + drawn["col_weight"].abs().sum(-2)
             drawn["bias"] = drawn["bias"].clamp(-reach / 2, reach / 2)
         return drawn
@@ -139,7 +139,7 @@ class GNet(Hypernet):
 
 @dataclass(frozen=True)
 class Stochastic(GNet):
-    """An MLP that outputs a weight's mean and log standard deviation. Evaluation uses the mean. Options: see `gnet`."""
+    """An MLP that outputs the mean and log standard deviation of a weight, with the options of `gnet`."""
 
     type: ClassVar[str] = "stochastic"
     stochastic: ClassVar[bool] = True

@@ -105,8 +105,8 @@ class FromModule(Hypernet):
         gain, shift = (inner.pop(name)[:, None, None] for name in (_GAIN, _SHIFT))
         # `chunked_apply` adds both arguments, and [row code, 0] + [0, column code] is the concatenation of the codes.
         a, b = (x.expand(len(gain), -1, -1) for x in (F.pad(row_Urp, (0, q)), F.pad(col_Ucq, (p, 0))))
-        made = chunked_apply(lambda x, params: functional_call(skeleton, params, (x,))[..., 0], a, b, inner)
-        return made * gain + shift
+        tiles = chunked_apply(lambda x, params: functional_call(skeleton, params, (x,))[..., 0], a, b, inner)
+        return tiles * gain + shift
 
     def to_json(self) -> dict[str, Any]:
         """Describe the factory by its import path; raises ValueError for a lambda or a local function."""

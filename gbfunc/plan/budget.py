@@ -1,9 +1,9 @@
-"""Chooses sizes for a target: divides the genome's parameters among slots (matrices) and cuts each slot into tiles.
+"""Divides a target number of parameters among slots (generated matrices), and cuts each slot into tiles.
 
-The number of a slot's features grows with the cube root of the matrix's size, and is at least one. Parameters left by
-rounding go to the slots furthest below their share. A slot starts as one tile. While `2 * features` is larger than a
-tile's shorter side, the longer side is halved. For types with `Hypernet.spreads` (ReLU MLPs, low rank), a slot's
-parameters grow with the square root of the matrix's size, and tiles are small squares. Genomes never exceed the target.
+A slot has at least one feature. The number of features grows with the cube root of the number of weights. Rounding
+leaves parameters unused, which go to the slots furthest below their share. A slot starts as one tile. While a tile has
+more features than half the length of its shorter side, its longer side is halved. For ReLU MLPs and low rank
+(`Hypernet.spreads`), tiles are small squares, and parameters grow with the square root of the number of weights.
 """
 
 import math
@@ -18,15 +18,15 @@ from gbfunc.plan.slots import tile_dims
 from gbfunc.tiling import MaxTile, TileGrid, tile_grid
 from gbfunc.types import MatrixDims, TileDims
 
-_TOLERANCE = 0.02  # If a larger fraction of the target is unused, slots of equal shape may get unequal sizes
-_THIN = 64  # A matrix with a side below 64 is not cut if it has at most 32 features: cuts would save no time
-_NEAR = 8  # `_exchange` tries this many units, and changes a unit's size by at most this number
-_LEAST_SIDE = 16  # Smallest side of tiles if `Hypernet.spreads`, because smaller tiles take too much time
+_TOLERANCE = 0.02  # If a larger fraction of the target is unused, slots of equal shape may get g-nets of two sizes
+_THIN = 64  # A matrix with a side below 64 and at most 32 features stays one tile: smaller tiles would save no time
+_NEAR = 8  # `_exchange` tries the 8 units with the most parameters, and changes the size of g-nets by at most 8
+_LEAST_SIDE = 16  # Shortest side of a tile for types with `Hypernet.spreads`: smaller tiles take too much time
 
 
 @dataclass
 class Unit:
-    """All `count` slots of equal shape, codes and hypernetwork. Sizes of their g-nets differ by at most 1."""
+    """A set of `count` slots of equal shape, codes and type of g-net. The sizes of the g-nets differ by 0 or 1."""
 
     matrix: MatrixDims
     hypernet: Hypernet
@@ -35,15 +35,15 @@ class Unit:
     group: str = ""
     spreads: bool = False
     count: int = 0
-    # Number of tiles along rows and columns; (1, 1) if the user gave the size. Not used if `max_tile` is given.
+    # Number of tiles along rows and columns: (1, 1) if the user gave the size of g-nets. `max_tile` overrides `cut`.
     cut: tuple[int, int] = (1, 1)
-    size: int = 1
-    larger: int = 0  # The first `larger` slots get `size + 1`
+    size: int = 1  # Size of a g-net: number of features or units, or rank
+    larger: int = 0  # The first `larger` slots have g-nets of `size + 1`
     _tilings: dict[tuple[int, int], tuple[TileGrid, TileDims]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.fixed = self.hypernet.size is not None
-        # If the user gave a size, do not cut smaller tiles: the user chose the size for the given tiles.
+        # A user who gives the size of the g-nets expects one tile per matrix, as documented: cut no small tiles.
         self.spreads &= self.max_tile is None and not (self.fixed and self.hypernet.sizable)
         self.numel = self.matrix.rows * self.matrix.cols
         # Cut tiles only between channels, so that the kernel positions of a channel stay together.
@@ -70,7 +70,7 @@ class Unit:
         return grid.n_tiles * (self.count * a_tile + (1 if self.hypernet.shares else self.count) * a_group)
 
     def largest(self, cut: tuple[int, int], budget: float) -> int:
-        """Return the largest size within `max_size` with at most `budget` parameters for all slots, at least 1."""
+        """Return the largest g-net size, up to `max_size`, for at most `budget` parameters in all slots, or else 1."""
         if self.fixed:
             return 1
         limit = self.hypernet.max_size(self.tiling(cut)[1]) or self.numel
@@ -79,7 +79,7 @@ class Unit:
         return max(1, bisect_right(sizes, budget, key=lambda size: self.cost_of(cut, size)))
 
     def step(self) -> int:
-        """Return how many parameters `size + 1` would add; 0 if `max_size` or `fits` does not allow `size + 1`."""
+        """Return how many parameters the unit gains if its g-nets grow to `size + 1`; 0 if this is not allowed."""
         size = self.size + 1
         most = self.hypernet.max_size(self.tiling(self.cut)[1]) or size
         if self.fixed or size > most or not self.fits(self.cut, size):
@@ -87,10 +87,10 @@ class Unit:
         return self.cost_of(self.cut, size) - self.cost
 
     def fits(self, cut: tuple[int, int], size: int) -> bool:
-        """Return True if `cut` tiles are allowed for g-nets of this size; always True if the user gave `max_tile`."""
+        """Return whether a grid of `cut` tiles suits g-nets of this size. With the user's `max_tile`, return True."""
         if self.spreads:
             finest = self._square(_LEAST_SIDE)
-            # A single tile may have any size, because the budget does not suffice for two tiles.
+            # One tile may have a g-net of any size, because one tile is chosen only if the budget has no room for two.
             return size == 1 or cut == (1, 1) or (cut[0] >= finest[0] and cut[1] >= finest[1])
         dims = self.tiling(cut)[1]
         thin = min(self.matrix.rows, self.matrix.cols) < _THIN and 2 * size <= _THIN
@@ -106,13 +106,13 @@ class Unit:
         return taller if dims.rows > 1 else None
 
     def set_budget(self, budget: float) -> None:
-        """Choose the fewest tiles that `fits` allows, and the largest size, for at most `budget` parameters."""
+        """Choose the tiles, and then the largest g-nets for which the unit has at most `budget` parameters."""
         if self.fixed and not self.spreads:
             return
         if self.spreads:
             most = min(budget, self.numel * self.count)
             sides = range(_LEAST_SIDE, max(_LEAST_SIDE + 1, *self.matrix[:2]))
-            # Smaller tiles need more parameters. Take the smallest side for which the budget suffices.
+            # Smaller tiles need more parameters in total. Take the shortest side for which the budget suffices.
             side = bisect_left(sides, True, key=lambda side: self.cost_of(self._square(side), 1) <= most)
             self.cut = self._square(_LEAST_SIDE + side)
             size = self.largest(self.cut, budget)
@@ -129,7 +129,7 @@ class Unit:
         return -(-self.matrix.rows // side), min(-(-self.matrix.cols // side), self._channels)
 
     def refine(self, budget: int) -> None:
-        """Use nearly all of a budget that a larger size would exceed, by adding as few tiles as possible."""
+        """Cut more tiles, as few as possible, to use a budget that is too small for larger g-nets."""
         if (self.fixed and not self.spreads) or self.max_tile is not None or self.cut == (1, 1):
             return
         options = [(self.cost, self.cut, self.size)]
@@ -145,7 +145,7 @@ class Unit:
     def nearby(self) -> list[tuple[int, tuple[int, int], int]]:
         if self.fixed or self.spreads:
             return [(self.cost, self.cut, self.size)]
-        # Try two and four tiles for a matrix of one tile. For a matrix of more tiles, `refine` has already tried cuts.
+        # `refine` never cuts a matrix of one tile, so try two and four tiles here. Other matrices keep their tiles.
         one_tile = self.max_tile is None and self.cut == (1, 1)
         cuts = product(_cuts(self.matrix.rows, 1), _cuts(self._channels, 1)) if one_tile else [self.cut]
         least, most = max(1, self.size // 2, self.size - _NEAR), min(2 * self.size, self.size + _NEAR)
@@ -164,14 +164,14 @@ def _costs(hypernet: Hypernet, size: int | None, dims: TileDims) -> tuple[int, i
 
 
 def spend(units: list[Unit], level: float) -> int:
-    """Choose tiles and sizes: at most `_share(unit, level)` parameters per unit. Return the sum of all parameters."""
+    """Choose each unit's tiles and g-net sizes for `_share(unit, level)` parameters. Return the sum of parameters."""
     for unit in units:
         unit.set_budget(_share(unit, level))
     return sum(unit.cost for unit in units)
 
 
 def allocate(units: list[Unit], budget: int) -> None:
-    """Choose tiles and sizes that use nearly all of `budget` parameters, which must be at least `spend(units, 0)`."""
+    """Choose tiles and g-net sizes that use nearly all of `budget` parameters, but not more."""
     low, high = 0.0, 1.0
     while spend(units, high) <= budget and high < 1e9:
         low, high = high, 2 * high
@@ -195,26 +195,26 @@ def allocate(units: list[Unit], budget: int) -> None:
 
 
 def _exchange(units: list[Unit], left: int, enough: float) -> None:
-    # Change two units so that at most `enough` parameters are left unused. Prefer few tiles, then small changes.
+    # Change tiles and g-net sizes of two units until at most `enough` parameters are unused. Prefer few tiles.
     nearby = {id(unit): unit.nearby() for unit in units}
     least: tuple[float, ...] = (left,)
     best: list[tuple[Unit, tuple[int, int], int]] = []
     for one, other in combinations(units, 2):
         free = left + one.cost + other.cost
         for first, second in product(nearby[id(one)], nearby[id(other)]):
-            if (rest := free - first[0] - second[0]) < 0 or max(rest, enough) > least[0]:
+            if (unused := free - first[0] - second[0]) < 0 or max(unused, enough) > least[0]:
                 continue
-            both = [(one, *first[1:]), (other, *second[1:])]
-            tiles = sum(unit.count * math.prod(cut) for unit, cut, _ in both)
-            changed = sum(abs(math.log(size / unit.size)) for unit, _, size in both)
-            if (rank := (max(rest, enough), tiles, changed)) < least:
-                least, best = rank, both
+            changes = [(one, *first[1:]), (other, *second[1:])]
+            tiles = sum(unit.count * math.prod(cut) for unit, cut, _ in changes)
+            changed = sum(abs(math.log(size / unit.size)) for unit, _, size in changes)
+            if (badness := (max(unused, enough), tiles, changed)) < least:
+                least, best = badness, changes
     for unit, cut, size in best:
         unit.cut, unit.size = cut, size
 
 
 def _share(unit: Unit, level: float) -> float:
-    # Return the number of parameters of one tile with level * numel^(1/3) features.
+    # Return the number of parameters that a unit needs for level * numel^(1/3) features per slot.
     if unit.spreads:
         return level * unit.count * math.sqrt(unit.numel)
     first = unit.cost_of((1, 1), 1)

@@ -31,13 +31,13 @@ from gbfunc.types import MatrixDims, dtype_name
 Codes = tuple[Encoding | None, Encoding | None]
 OwnCodes = Encoding | torch.Tensor | np.ndarray[Any, Any] | None
 """Codes of one axis, as given by the user."""
-_DIRECT_SHARE = 0.25  # If direct parameters take a larger fraction of a size target, the longest are generated
-# Embeddings become factors if they take over this fraction of a size target, and over their fraction of the p-net
+_DIRECT_SHARE = 0.25  # If direct parameters take a larger fraction of a size target, the longest tensors are generated
+# Embeddings become factors if they exceed this fraction of a size target, or their fraction of the p-net if larger
 _EMBEDDING_SHARE = 0.25
-_EMBEDDING_SAVING = 2 / 3  # An embedding becomes factors only if that leaves at most this fraction of its parameters
-_HEAD_SHARE = 0.1  # Largest fraction of a size target for one generated weight of a new module
+_EMBEDDING_SAVING = 2 / 3  # Embeddings become factors only if the factors have at most this fraction of the parameters
+_HEAD_SHARE = 0.1  # Largest fraction of an adapter's size target for the g-nets of one weight in a new module
 _DELTA_SCALE = 0.1  # Scale of a delta, as a fraction of the standard deviation of the base's weights
-_LADDER = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)  # Multiples of the fewest parameters, tried to find the smallest file
+_LADDER = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)  # Tried to find the smallest file: multiples of the fewest parameters
 
 
 def make_plan(
@@ -63,7 +63,7 @@ def make_plan(
     direct parameters: the genome contains their values. Give at most one target size of the genome (`genome_params`,
     `genome_bytes`, `compression`), or a size of its g-nets (`periodic(features=8)`). If direct parameters would exceed
     a quarter of a target, embeddings are generated as products of two thin matrices (`low_rank`), and then the longest
-    biases and norms are generated. Sizes given in `rules` stay. If no size is given, one g-net generates each
+    biases and norms are generated. A size in `rules` is not changed. If no size is given, one g-net generates each
     matrix as a single tile, with 32 features (`periodic`), 32 hidden units (`gnet`), rank 4 (`low_rank`) or 8 genes
     (`xox`). If only some parameters require grad, the frozen parameters keep their values, unless `include` or `rules`
     name them.
@@ -95,11 +95,11 @@ def make_plan(
             (`["query", "value"]`), a regular expression that matches whole names, or `"all-linear"`; None selects every
             linear, convolution and attention layer. `include`, `exclude` and `rules` take precedence.
         modules_to_save: names, or last parts of names, of modules that are not part of the base, such as a new head.
-            The parameters of these modules are direct and keep their values. If they exceed a quarter of a target, the
-            longest parameters are generated instead, and lose their values.
+            The parameters of these modules are direct and keep their values. If direct parameters exceed a quarter of a
+            target, the longest ones are generated instead, and lose their values.
 
     Returns:
-        The plan. A genome has at most the target size and, if the sizes of g-nets allow, at least 98 % of the target. A
+        The plan. Its genomes have at most the target size and, if sizes of g-nets allow, at least 98 % of the target. A
         warning is issued if the genome is as large as the p-net, or if every g-net has the smallest possible size.
 
     Raises:
@@ -138,7 +138,7 @@ def make_plan(
     name = "" if genome_bytes is None else stored_as("float16" if stored is None else stored, "stored")
 
     def build(params: int | None, squeezed: int = 0) -> Plan:
-        # If the target is too small: `squeezed=1` generates vectors, and `squeezed=2` also gives embeddings rank 1.
+        # For a target that is too small, `squeezed=1` generates all vectors, and 2 also gives embeddings rank 1.
         share, fresh = 0.0 if squeezed else _DIRECT_SHARE, [replace(c) for c in choices]
         if params is not None:
             if targets is None:
@@ -150,7 +150,7 @@ def make_plan(
         try:
             return Plan(_tensors(fresh, params, codes, max_tile, asked), buffers, words, frozen, left, name)
         except TargetTooSmall:
-            # No genome is smaller than with `squeezed=2`: the target cannot be reached.
+            # The smallest possible genome has `squeezed=2`. If it is too large, the target cannot be reached.
             if squeezed == 2:
                 raise
         return build(params, squeezed + 1)
@@ -186,7 +186,7 @@ def _target(total: int, hypernet: Hypernet, targets: Mapping[str, float | None])
 
 
 class TargetTooSmall(ValueError):
-    """Raised for a size target that is too small. `least` is the smallest possible number of parameters."""
+    """Raised if every genome exceeds the target. `least` is the smallest genome's number of parameters."""
 
     def __init__(self, words: str, least: int) -> None:
         super().__init__(words)
@@ -219,12 +219,12 @@ def _plan_for_bytes(build: Callable[[int], Plan], limit: int, total: int, stored
             guess = (low + high) // 2
     if best is not None:
         return best
-    # Try several sizes: a genome that generates short vectors has fewer parameters, but a longer text of the plan.
+    # Try several sizes: generated short vectors save parameters, but lengthen the plan, which is also in the file.
     least, _ = nearest(1)
     smallest = min((build(max(1, round(rung * least))) for rung in _LADDER), key=size_of)
     if (size := size_of(smallest)) <= limit:
         return smallest
-    # A file contains its target as text. Increase the size that the error names until a file of this target fits.
+    # The error names the smallest target. The file contains the target as text: count the bytes of this text, too.
     while (named := size_of(replace(smallest, target=f"at most {size:,} bytes"))) > size:
         size = named
     raise ValueError(
@@ -242,8 +242,9 @@ def _factor_embeddings(choices: list[Candidate], target: int) -> None:
     rank = max(1, int(most / sum(sum(c.tensor.shape) for c in kept)))
     for choice in kept:
         if rank * sum(choice.tensor.shape) <= _EMBEDDING_SAVING * choice.tensor.numel:
-            note = "generated: as a direct embedding it would take too much of the target"
-            choice.hypernet, choice.tensor, choice.single_tile = low_rank(rank), replace(choice.tensor, note=note), True
+            reason = "generated: as a direct embedding it would take too much of the target"
+            tensor = replace(choice.tensor, note=reason)
+            choice.hypernet, choice.tensor, choice.single_tile = low_rank(rank), tensor, True
 
 
 def _promote(
@@ -261,8 +262,8 @@ def _promote(
             size = min(unit.largest((1, 1), share / len(units)) for unit in units)
             choice.hypernet = hypernet.with_size(size)
         what = "vectors" if choice.tensor.kind == "vector" else "parameters"
-        note = f"generated: direct {what} would take over a quarter of the target"
-        choice.tensor = replace(choice.tensor, note=note)
+        reason = f"generated: direct {what} would take over a quarter of the target"
+        choice.tensor = replace(choice.tensor, note=reason)
         direct -= choice.tensor.numel
 
 
@@ -278,14 +279,14 @@ def _tensors(
         if target is None and hypernet.size is None:
             hypernet = hypernet.with_size(hypernet.default_size)
         tile = max_tile if hypernet.standardised and not choice.single_tile else None
-        for part, matrix in enumerate(choice.tensor.matrices):
-            scale = _initial_scale(choice, matrix, part)
+        for number, matrix in enumerate(choice.tensor.matrices):
+            scale = _initial_scale(choice, matrix, number)
             pair = _default_codes(matrix, codes.get(name, (None, None)))
             if isinstance(pair[1], PerAxis) and not matrix.kernel:
                 # The columns are channels x positions, such as a flattened image: cut tiles only between channels.
                 matrix = matrix._replace(kernel=(pair[1].n_positions,))
-            # Small tiles give a matrix a high rank. A delta needs no small tiles: its base has a high rank already.
-            group, spreads = hypernet.group(name, part, matrix[:2]), hypernet.spreads and not choice.base
+            # Many small tiles give a matrix a high rank. A delta needs no high rank, because the base has one.
+            group, spreads = hypernet.group(name, number, matrix[:2]), hypernet.spreads and not choice.base
             key = matrix, hypernet, pair, tile, group, spreads
             unit = units.setdefault(key, Unit(*key))
             unit.count += 1
@@ -361,25 +362,25 @@ def _default_codes(matrix: MatrixDims, own: Codes) -> tuple[Encoding, Encoding]:
     return own[0] or binary(), own[1] or columns
 
 
-def _initial_scale(choice: Candidate, matrix: MatrixDims, part: int) -> tuple[float, float]:
-    """Return the scale and offset of a slot, rounded to three digits, from the p-net's weights.
+def _initial_scale(choice: Candidate, matrix: MatrixDims, number: int) -> tuple[float, float]:
+    """Return the scale and offset of matrix `number` of a tensor, from the p-net's weights, rounded to three digits.
 
-    The scale is the standard deviation of the weights, or, for a delta, a tenth of this deviation. A deviation that is
-    zero or unknown is replaced by 1 / sqrt(n), for a matrix with n columns or a vector of length n. The offset is the
-    mean for vectors, and 0 for matrices and deltas.
+    The scale is the standard deviation of the weights. A deviation that is zero or unknown is replaced by 1 / sqrt(n),
+    for a matrix with n columns or a vector of length n. For a delta, the scale is a tenth of this number. The offset is
+    the mean for vectors, and 0 for matrices and deltas.
     """
-    # Results are cached, because many plans are built for a target in bytes.
-    if part in choice.scales:
-        return choice.scales[part]
+    # Cache results, because the search for a target in bytes builds many plans.
+    if number in choice.scales:
+        return choice.scales[number]
     weights = choice.info.tensor.detach()
     vector = choice.tensor.kind == "vector"
     fallback = 1 / math.sqrt(matrix.rows if vector else matrix.cols)
     if weights.is_meta:
         norm = "Norm" in type(choice.info.module).__name__ and choice.info.attribute == "weight"
         return fallback, float(vector and norm)
-    values = KINDS[choice.tensor.kind].unfold(weights)[part].double()
+    values = KINDS[choice.tensor.kind].unfold(weights)[number].double()
     delta = choice.base and not isinstance(choice.hypernet, new_rows)
-    # The weights of a norm are nearly equal. Take their root mean square, because their deviation would be too small.
+    # The weights of a norm are nearly equal, so their deviation is too small a scale. Take their root mean square.
     std = float(values.square().mean().sqrt() if delta and vector else values.std(correction=0))
     largest = float(torch.linalg.vector_norm(values, math.inf))
     if not math.isfinite(largest):
@@ -387,5 +388,5 @@ def _initial_scale(choice: Candidate, matrix: MatrixDims, part: int) -> tuple[fl
     tiny = std <= 1e-8 * max(1.0, largest)
     scale, offset = (fallback if tiny else std), float(values.mean()) if vector else 0.0
     scale, offset = (_DELTA_SCALE * scale, 0.0) if delta else (scale, offset)
-    choice.scales[part] = float(f"{scale:.3g}"), float(f"{offset:.3g}")
-    return choice.scales[part]
+    choice.scales[number] = float(f"{scale:.3g}"), float(f"{offset:.3g}")
+    return choice.scales[number]

@@ -17,7 +17,7 @@ from gbfunc.types import TileDims
 
 
 class TileSpan(NamedTuple):
-    """Which tiles of an ensemble generate a matrix of a tensor: `first .. first + slot.grid.n_tiles - 1`."""
+    """The tiles of an ensemble that generate one matrix of a tensor: `first .. first + slot.grid.n_tiles - 1`."""
 
     tensor: int
     matrix: int
@@ -27,9 +27,9 @@ class TileSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Ensemble:
-    """All g-nets with equal hypernetwork, size, tile shape and code widths. Their leaves are stacked for one vmap call.
+    """All g-nets of equal type, size, tile shape and code widths. One vmap call evaluates them from stacked leaves.
 
-    `name` is the ensemble's name in the genome. `spans` are the generated matrices, in the order of the tiles.
+    `name` is the ensemble's name in the genome. `spans` lists the tiles of each generated matrix, in ascending order.
     """
 
     name: str
@@ -43,12 +43,12 @@ class Ensemble:
 
     @cached_property
     def n_groups(self) -> int:
-        """Number of groups; the tiles of a group have some leaves in common."""
+        """Number of groups of tiles. The tiles of a group have some leaves in common."""
         return int(self.groups.max()) + 1 if self.hypernet.shares else self.n_tiles
 
     @cached_property
     def groups(self) -> NDArray[np.int64]:
-        """The group of every tile [tiles]. If no leaves are shared, every tile is its own group."""
+        """Index of every tile's group, [tiles]. The tiles of a group share leaves. By default, a group is one tile."""
         if not self.hypernet.shares:
             return np.arange(self.n_tiles)
         numbers: dict[str, NDArray[np.int64]] = {}
@@ -74,7 +74,7 @@ class Ensemble:
 
     @cached_property
     def codes(self) -> tuple[Array, Array]:
-        """Codes of rows and of columns, [tiles, tile length, code width]; [1, ...] if all tiles have the same codes."""
+        """Codes of rows and of columns, [tiles, tile length, code width]. If all tiles have equal codes, [1, ...]."""
         row, col = (codes.double() for codes in self.codes_on("cpu"))
         try:
             return row.numpy(), col.numpy()

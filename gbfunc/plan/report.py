@@ -29,7 +29,7 @@ def report(plan: Any, dtype: Stored | None, genome: GenomeLike | None, metadata:
     except (ValueError, RuntimeError) as error:
         if genome is not None:
             raise
-        # A file cannot store a g-net whose factory has no import path, or a size beyond torch's limit.
+        # The genome cannot be saved, for example because the factory of a g-net has no import path: say why.
         on_disk, in_bytes = f"cannot be saved: {error}", ""
     base, beside = plan.base, ", beside the base" * (plan.base is not None)
     lines = [
@@ -63,12 +63,12 @@ def report(plan: Any, dtype: Stored | None, genome: GenomeLike | None, metadata:
 
 
 def _poor(plan: Any) -> list[str]:
-    """List large tensors that learn badly because they have few tiles of low rank (notebooks/results/types.md)."""
+    """List large tensors that learn badly: each tile has a low rank, and tiles are few (notebooks/results/types.md)."""
     return [
         f"{t.name} ({slot.hypernet.type}, {slot.grid.n_tiles} tile{'s' * (slot.grid.n_tiles > 1)})"
         for t in plan.tensors
         for slot in t.slots
-        # Do not warn about an embedding whose type the plan chose: the embedding's note gives the reason.
+        # Do not warn about an embedding that is generated to reach the target: the table already says so.
         if slot.hypernet.spreads and not t.base and "embedding" not in t.note and min(slot.dims[:2]) >= _LARGE_TILE
         if slot.grid.n_tiles < (_FEW_FACTORED if slot.hypernet.factorised else _FEW_TILES)
     ]
@@ -104,7 +104,7 @@ def _table(plan: Any, n_bytes: Mapping[str, int]) -> list[str]:
     rows |= {name: {} for name in n_bytes if name not in rows}
     for name, row in rows.items():
         row["tensor"], row["bytes"] = name, f"{n_bytes.get(name, 0):,}" if n_bytes else ""
-    notes = list(dict.fromkeys(note for row in rows.values() if len(note := row.get("note", "")) > _SHORT_NOTE))
+    notes = list(dict.fromkeys(text for row in rows.values() if len(text := row.get("note", "")) > _SHORT_NOTE))
     columns = []
     for name in _COLUMNS:
         cells = [row.get(name, "") for row in rows.values()]

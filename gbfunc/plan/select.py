@@ -25,12 +25,12 @@ _LINEAR = ("linear", "transposed_linear", "beside")
 
 
 class Targets(NamedTuple):
-    """Regular expressions for the full names of modules that an adapter changes, and of new modules (`new`)."""
+    """The modules that an adapter changes (`modules`) or adds (`new`): regular expressions for full names."""
 
     modules: Literal["all-linear"] | list[re.Pattern[str]] | None  # None: linear, convolution and attention layers
     new: list[re.Pattern[str]]
-    infos: list[ParameterInfo]  # Parameters, and a delta for each layer whose weight cannot be read (packed)
-    hidden: dict[str, str]  # `{layer: reason}`: layers without a readable weight that cannot have a delta
+    infos: list[ParameterInfo]  # All parameters, and one delta per layer that hides its weight (quantized layers)
+    hidden: dict[str, str]  # `{layer: reason}`: layers that hide their weight and cannot have a delta
 
     def saved(self, name: str) -> bool:
         path = name.split(".")[:-1]
@@ -45,8 +45,8 @@ class Targets(NamedTuple):
         named = any(_named(self.modules, layer.partition(".parametrizations")[0]) for layer in layers)
         return named and (kind.selected or kind.name == "embedding")
 
-    def left_out(self, pnet: nn.Module, weights: dict[str, Tensor], others: Collection[str]) -> dict[str, str]:
-        """Return `{layer: reason}` for selected layers, outside the modules `others`, that cannot have a delta."""
+    def left_out(self, pnet: nn.Module, weights: dict[str, Tensor], prefixes: Collection[str]) -> dict[str, str]:
+        """Return `{layer: reason}` for selected layers that cannot have a delta. Names with a prefix are skipped."""
         # Some libraries store the weights of quantized layers in buffers.
         packed = {k: b for k, b in pnet.named_buffers() if b.dtype in _PACKED and b.ndim > 1 and b.numel()}
         left = dict(self.hidden)
@@ -55,7 +55,7 @@ class Targets(NamedTuple):
             left.setdefault(_layer_of(name), f"a {what}, without in_features and out_features")
         named = self.modules if isinstance(self.modules, list) else [re.compile("(?s).*")]
         asked = (k for k in left if _named(named, k) and not self.saved(f"{k}.weight"))
-        return {k: left[k] for k in asked if not f"{k}.".startswith(tuple(others))}
+        return {k: left[k] for k in asked if not f"{k}.".startswith(tuple(prefixes))}
 
 
 def _layer_of(name: str) -> str:
@@ -69,7 +69,7 @@ def _named(patterns: list[re.Pattern[str]], module: str) -> bool:
 def check_targets(
     pnet: nn.Module, base: str | None, modules: str | Sequence[str] | None, new: Sequence[str]
 ) -> Targets | None:
-    """Check arguments of `make_plan` and return the targets, None without a base; errors are those of `make_plan`."""
+    """Check the arguments of `make_plan` that select modules, and return `Targets`. Return None without a base."""
     if base not in (None, "own"):
         got = type(base).__name__ if isinstance(base, nn.Module) else repr(base)
         raise ValueError(f"base must be None or 'own' (the p-net's present weights), got {got}")
@@ -118,7 +118,7 @@ def check_targets(
 
 @dataclass
 class Candidate:
-    """A parameter and how the plan makes it, before the sizes of g-nets are known."""
+    """A parameter, and the type of g-net that generates it, if any. The sizes of g-nets are chosen later."""
 
     info: ParameterInfo
     tensor: TensorPlan
@@ -126,7 +126,7 @@ class Candidate:
     movable: bool = False  # True if a direct parameter may be generated instead to reach a size target
     base: bool = False  # True if the parameter belongs to a base, so that a delta is generated
     single_tile: bool = False
-    scales: dict[int, tuple[float, float]] = field(default_factory=dict)  # Scale and offset, by number of the matrix
+    scales: dict[int, tuple[float, float]] = field(default_factory=dict)  # Scale and offset by index of the matrix
 
 
 def choose(
@@ -139,7 +139,7 @@ def choose(
 ) -> tuple[list[Candidate], dict[str, str]]:
     """Choose the hypernetwork of each parameter. `exclude` overrides `rules`; `rules` override `include` and defaults.
 
-    With a base, returns only changed and new parameters, and `{layer: reason}` for layers that cannot have a delta.
+    Returns the parameters, with a base only changed and new ones, and `{layer: reason}` for layers without a delta.
     """
     infos = parameter_infos(pnet) if targets is None else targets.infos
     # If some parameters require grad, parameters that do not require grad keep their values.
@@ -163,31 +163,31 @@ def choose(
         saved = targets is not None and any(map(targets.saved, (name, *info.aliases)))
         base = targets is not None and not saved
         if name in excluded:
-            chosen, note = None, "excluded"
+            chosen, reason = None, "excluded"
         elif name in by_rule:
-            chosen, note = by_rule[name], "by rule"
+            chosen, reason = by_rule[name], "by rule"
         elif name in included:
-            chosen, note = hypernet, "included"
+            chosen, reason = hypernet, "included"
         elif some_trained and not weights.requires_grad:
-            chosen, note = None, "frozen"
+            chosen, reason = None, "frozen"
         else:
-            # New parameters are direct first. To reach a size target, they may be generated later.
+            # Parameters of new modules are direct at first. `make_plan` generates some if they exceed the target.
             generated = kind.selected if targets is None else base and targets.changes(info, kind)
-            chosen, note = hypernet if generated else None, ""
-        movable = not note and (kind.name in ("vector", "embedding") or (saved and kind.selected))
+            chosen, reason = hypernet if generated else None, ""
+        movable = not reason and (kind.name in ("vector", "embedding") or (saved and kind.selected))
         if not (weights.numel() and weights.dtype.is_floating_point):
-            if chosen is not None and note:
+            if chosen is not None and reason:
                 what = f"{name!r} ({weights.dtype}, {weights.numel()} entries)"
                 raise ValueError(f"{what} cannot be generated: exclude it")
             chosen, movable = None, False
         if base and chosen is None:
             other = kind.name == "matrix" or (kind.selected and not weights.is_floating_point())
-            unchanged |= {name: weights} if other and not note and weights.ndim > 1 and weights.numel() else {}
+            unchanged |= {name: weights} if other and not reason and weights.ndim > 1 and weights.numel() else {}
             continue
         if kind.name == "beside" and not (chosen and chosen.factorised):
             words = "is added to a layer that hides its weight, and needs a type with factors, such as gb.bilinear()"
             raise ValueError(f"{name!r} {words}, got {chosen}")
-        tensor = TensorPlan(name, shape, dtype_name(weights.dtype), kind.name, aliases=info.aliases, note=note)
+        tensor = TensorPlan(name, shape, dtype_name(weights.dtype), kind.name, aliases=info.aliases, note=reason)
         choices.append(Candidate(info, tensor, chosen, movable and not base, base))
     left = {} if targets is None else targets.left_out(pnet, unchanged, beside)
     if targets is not None and not choices:

@@ -37,8 +37,8 @@ def tile_dims(grid: TileGrid, row_code: Encoding, col_code: Encoding) -> TileDim
 class Slot:
     """One matrix of a tensor, generated as `offset + scale * g`, where g is the output of the g-nets.
 
-    `scale` is the standard deviation of the p-net's initial weights. `offset` is the mean for vectors, otherwise 0. If
-    the type of g-net shares leaves, tiles at the same position in slots of equal `group` have these leaves in common.
+    `scale` is the standard deviation of the p-net's initial weights. `offset` is their mean for a vector, otherwise 0.
+    In slots of equal `group`, tiles at the same position have some leaves in common. "" means no such leaves.
     """
 
     hypernet: Hypernet
@@ -71,7 +71,7 @@ class TensorPlan:
     """The plan of one parameter. `kind` is its kind of layer (`gbfunc.layers.KINDS`), `dtype` a name (`"float32"`).
 
     `slots` are the matrices of a generated parameter, `()` for a direct parameter. `aliases` are further names of a
-    tied parameter. `note` says why the plan chose the role, or is "". If `base` is True, the slots generate a delta.
+    tied parameter. `note` says why the parameter has its role, or is "". If `base` is True, the slots generate a delta.
     """
 
     name: str
@@ -86,7 +86,7 @@ class TensorPlan:
     def __post_init__(self) -> None:
         check_stored(self.name, self.dtype)
         sizes = [(s.grid.rows, s.grid.cols) for s in self.slots]
-        # Also compare totals: if a tensor of 7 rows is cut into three matrices of 2 rows, one row is missing.
+        # Compare totals, too: three matrices of 2 rows would leave out one row of a tensor of 7 rows.
         fits = sizes == [m[:2] for m in self.matrices] and sum(r * c for r, c in sizes) == self.numel
         if sizes and not fits:
             raise ValueError(f"{self.name}: slots of {sizes} do not fold to a {self.kind} of shape {self.shape}")
@@ -94,7 +94,7 @@ class TensorPlan:
             raise ValueError(f"{self.name}: a tensor of the base must have slots for its delta, got none")
 
     def can_factor(self, dtype: torch.dtype) -> bool:
-        """Return True if layers can apply the weight as factors, without forming it. G-nets generate in `dtype`."""
+        """Return whether layers can apply factors of the weight, generated in `dtype`, instead of the weight."""
         wide = self.base or DTYPES[self.dtype].itemsize >= dtype.itemsize
         return self.slots[0].hypernet.factorised and self.kind in _FACTORED_KINDS and wide
 
@@ -108,16 +108,16 @@ class TensorPlan:
     def factored_form(
         self, dtype: torch.dtype, lazy: Lazy, base: Callable[[torch.device], Tensor] | None = None
     ) -> FactoredWeight | None:
-        """Return the weight as factors, a `FactoredWeight`, or None if the weight is dense.
+        """Return how layers apply factors of the weight. None means that the weight is dense.
 
         With `lazy="auto"`, the layer uses factors or the dense weight, whichever is faster for the batch. `base`
-        returns the tensor to which a delta is added. If `base` is None, the result can only be used for its shapes.
+        returns the tensor to which a delta is added. With None, the result only describes names and shapes.
         """
         beside = self.kind == "beside"
         if not (lazy or beside) or not self.can_factor(dtype):
             return None
         grid, rank = self.slots[0].grid, self.slots[0].hypernet.factor_width
-        # A delta whose output is added to the layer's output never needs the dense weight: always use factors.
+        # A layer that hides its weight adds the delta's output to its own, so the delta is never formed.
         options = (self.name, self.shape, grid, rank, self.kind == "transposed_linear", lazy == "auto" and not beside)
         return DeltaWeight(base, *options) if self.base and not beside else FactoredWeight(*options)
 

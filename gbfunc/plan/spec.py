@@ -27,7 +27,7 @@ _RATES: dict[Any, float] = dict.fromkeys(_LIKE_ADAM, 1.0) | {optim.SGD: 5.0}
 
 
 def base_rate(genome_params: float) -> float:
-    """Return Adam's learning rate for deltas: lower above 5,400 parameters, as each step then changes a delta more."""
+    """Return Adam's rate for deltas: lower for a genome above 5,400 parameters, as each step changes a delta more."""
     return 3e-2 * min(1.0, 5_400 / max(1, genome_params))
 
 
@@ -36,9 +36,8 @@ class Plan:
     """A static, hashable description of how a p-net is generated from a genome. `make_plan` makes plans.
 
     Attributes:
-        tensors: every parameter of the p-net, tied parameters once; with a base, parameters that the genome changes or
-            adds.
-        buffers: every buffer of the p-net; with a base, only buffers that the genome contains.
+        tensors: every parameter of the p-net (tied parameters once). With a base, only changed and new parameters.
+        buffers: every buffer of the p-net. With a base, only buffers that the genome contains.
         target: the size target in words, or "".
         base: the base of the genome's deltas, or None.
         left_out: `{layer: reason}` for layers of the base that cannot have deltas; not stored in files.
@@ -100,7 +99,7 @@ class Plan:
 
     @property
     def averaged(self) -> tuple[BufferPlan, ...]:
-        """Buffers that are averaged over ranks: floating-point buffers (running statistics) that are persistent."""
+        """The buffers that are averaged over ranks: persistent floating-point buffers, such as running statistics."""
         return tuple(b for b in self.buffers if b.persistent and differentiable(DTYPES[b.dtype]))
 
     @property
@@ -180,7 +179,7 @@ class Plan:
 
     @staticmethod
     def from_json(text: str, factories: tuple = ()) -> Plan:
-        """Read the text of `to_json`; `factories` are those of `from_module`. Raise ValueError for any other text."""
+        """Read the text of `to_json`. `factories` are the arguments of `from_module`. ValueError for any other text."""
         return Plan(*plan_from_json(text, factories))
 
     def report(self, dtype: Stored | None = None, genome: GenomeLike | None = None, metadata: Any = None) -> str:
@@ -200,7 +199,7 @@ class Plan:
         return report(self, self.default_dtype(genome is None) if dtype is None else dtype, genome, metadata)
 
     def default_dtype(self, expected: bool = False) -> str | None:
-        """Return the default dtype of files. `"auto"` needs trained steps: it is only for estimates (`expected`)."""
+        """Return the default dtype of files. `"auto"`, whose quantization steps are trained, is only for estimates."""
         return None if not self.stored or (self.stored == AUTO and not expected) else self.stored
 
     def digest(self) -> str:

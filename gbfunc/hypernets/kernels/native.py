@@ -37,7 +37,7 @@ def library() -> ctypes.CDLL:
     # Apple's compiler lacks OpenMP, so the loops run on one thread.
     flags = ["-std=c++17", "-O3", "-shared", "-fPIC", *([] if sys.platform == "darwin" else ["-fopenmp"])]
     command = [compiler, *named[1:], *flags, *_FLAGS.get(torch.backends.cpu.get_cpu_capability(), ())]
-    # The name of the compiled file depends on the sources and the command.
+    # The file name contains a hash of sources and command, so changed kernels are compiled again.
     sources = [str(x) for x in _SOURCES if x.suffix == ".cpp"]
     digest = hashlib.sha256(b"".join(x.read_bytes() for x in _SOURCES) + repr(command).encode()).hexdigest()[:16]
     place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gbfunc" / f"kernels_{digest}.so"
@@ -45,15 +45,15 @@ def library() -> ctypes.CDLL:
         return ctypes.CDLL(str(place))
     # Compile in a private folder, where no other user can replace the library.
     with tempfile.TemporaryDirectory(prefix="gbfunc-") as folder:
-        made = Path(folder) / place.name
-        run = subprocess.run([*command, *sources, "-o", str(made)], capture_output=True, text=True)
+        built = Path(folder) / place.name
+        run = subprocess.run([*command, *sources, "-o", str(built)], capture_output=True, text=True)
         if run.returncode:
             raise RuntimeError(f"{shlex.join(command)} failed on the kernels: {run.stderr.strip()[-2000:]}")
         # If the cache cannot be written, load the temporary file. The library stays loaded after the file is deleted.
         with contextlib.suppress(OSError):
             place.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(place, made.read_bytes())
-        return ctypes.CDLL(str(place if place.exists() else made))
+            replace_file(place, built.read_bytes())
+        return ctypes.CDLL(str(place if place.exists() else built))
 
 
 @functools.cache

@@ -24,10 +24,10 @@ def _without_autocast(device: str) -> AbstractContextManager[Any]:
 
 
 class Operation(NamedTuple):
-    """A function of tensors, given by its definition in PyTorch and by faster forward and backward passes.
+    """A function of tensors with a definition in PyTorch, and with faster forward and backward passes.
 
-    `run(*inputs)` returns `definition(*inputs)`. `pull(*gradients of outputs, *inputs)` returns the gradients of all
-    inputs but the first `constants`. Both get only tensors with readable memory. Without `pull`, autograd is used.
+    `run(*inputs)` computes `definition(*inputs)`. `pull(*output_gradients, *inputs)` returns gradients of all inputs
+    but the first `constants`. If compiled code cannot read a tensor, or `pull` is None, the definition is used.
     """
 
     definition: Callable[..., Tensors]
@@ -55,7 +55,7 @@ class Operation(NamedTuple):
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(operation: Operation, *inputs: Tensor) -> Tensors:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # Leave autocast: backward runs without it, and needs the same precision as forward.
+        # Switch off autocast, because backward runs without autocast, and both need the same precision.
         with _without_autocast(inputs[0].device.type):
             return (operation.run if have_memory(inputs) else operation.definition)(*inputs)
 
@@ -72,13 +72,13 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], operation: Operation, *inputs: Tensor) -> tuple[Tensors, Any]:
-        # Run the entries of the vmap dimension one after another, because the passes have no dimension for them.
+        # Compute the batch entries of `vmap` one after another: the passes support no batch dimension.
         members = zip(*unbatched(info.batch_size, in_dims[1:], inputs), strict=True)
         outputs = tuple(map(torch.stack, zip(*(operation.apply(*x) for x in members), strict=True)))
         return outputs, (0,) * len(outputs)
 
 
-# Blocks of 64 MiB hide the overhead of calls, and take little memory beside the p-nets that need blocks.
+# Blocks of 64 MiB make the overhead of calls small, and are small compared to p-nets that need blocks.
 def chunked_apply(
     fn: Callable[[Tensor, Params], Tensor], A: Tensor, B: Tensor, params: Params, *, max_bytes: int = 2**26
 ) -> Tensor:
@@ -86,17 +86,17 @@ def chunked_apply(
 
     The first layer of a g-net is a sum: unit h for the weight (i, j) is `A[i, h] + B[j, h]`, where `A` [tiles, rows,
     units] includes the bias and `B` is [tiles, columns, units]. `fn` computes the following layers: it maps the sums
-    [rows, columns, units] and the g-net's `params` to weights [rows, columns], each row alone, without random numbers.
+    [rows, columns, units] and the g-net's `params` to weights [rows, columns], row by row and without random numbers.
     `max_bytes` bounds the estimated memory of a block, which has at least one row. Transforms and compiled graphs
     compute all rows at once.
     """
 
-    def whole(A: Tensor, B: Tensor, params: Params) -> Tensor:
+    def all_rows(A: Tensor, B: Tensor, params: Params) -> Tensor:
         return torch.vmap(lambda A_rH, B_cH, params: fn(A_rH[:, None] + B_cH, params))(A, B, params)
 
     if is_plain_needed() or not have_memory((A, B, *params.values())):
-        return whole(A, B, params)
-    # Count every unit twice, because forward stores its value before and after the activation function.
+        return all_rows(A, B, params)
+    # Count two numbers per unit, because forward stores the values before and after the activation function.
     floats = 2 * A.shape[-1] + sum(max(p.shape[1:], default=1) for p in params.values())
     at_once = max(1, max_bytes // (B.shape[-2] * floats * A.element_size()))
     tiles = []
@@ -106,7 +106,7 @@ def chunked_apply(
         ):
             own = dict(zip(params, leaves, strict=True))
             rows = [
-                checkpoint(whole, x, B_TcH, own, use_reentrant=False, preserve_rng_state=False)
+                checkpoint(all_rows, x, B_TcH, own, use_reentrant=False, preserve_rng_state=False)
                 for x in A_TrH.split(at_once, 1)
             ]
             tiles.append(torch.cat(rows, 1))

@@ -3,9 +3,9 @@
 X and Y are codes of rows and columns, U and V code weights, u and b biases. Let `g` be the gradient of a tile, and
 `active[i, j, h]` be 1 if `A[i, h] + B[j, h] > 0`, otherwise 0. With `SA[i, h] = sum_j g[i, j] active[i, j, h]` and
 `SB[j, h] = sum_i g[i, j] active[i, j, h]`, the gradients are `dA = SA v`, `dB = SB v`,
-`dv[h] = sum_i A[i, h] SA[i, h] + sum_j B[j, h] SB[j, h]` and `db = sum_ij g[i, j]`. No pass stores a hidden activation
-per weight. Both passes are in C++ (`relu.cpp`), in Triton (`relu_triton.py`), and here in PyTorch. Forward mode and
-second derivatives use the definition above.
+`dv[h] = sum_i A[i, h] SA[i, h] + sum_j B[j, h] SB[j, h]` and `db = sum_ij g[i, j]`. No pass stores the activations
+[T, r, c, H]. Forward and backward are in C++ (`relu.cpp`), in Triton (`relu_triton.py`), and here in PyTorch. Forward
+mode and second derivatives use the first formula above.
 
 Suffixes: T tiles; U 1 or T; R, C rows and columns of a matrix; r, c of a tile; p, q widths of codes; H hidden units.
 """
@@ -36,7 +36,7 @@ def _sides(X: Tensor, Y: Tensor, U: Tensor, V: Tensor, u: Tensor) -> tuple[Tenso
 
 
 def _definition(grid: TileGrid, *inputs: Tensor) -> Tensors:
-    # Use `b + sum_h active (v[h] A[i, h] + v[h] B[j, h])`: once compiled, twice as fast as a formula with `relu`.
+    # If compiled, `b + sum_h active (v[h] A[i, h] + v[h] B[j, h])` is twice as fast as a formula with `relu`.
     *sides, v, b = inputs
     A, B = _sides(*sides)
     idle_TrcH = A.unsqueeze(-2) + B.unsqueeze(-3) <= 0
@@ -50,18 +50,18 @@ def _by_hidden(A_TrH: Tensor, B_TcH: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _blocks(*tensors: Tensor) -> Iterator[Tensors]:
-    # Yield some tiles at a time: 2^18 weights fit into the processor's cache. The first tensor is [T, r, c].
+    # Yield blocks of tiles with 2^18 weights, which fit into the processor's cache. The first tensor is [T, r, c].
     n = max(1, 2**18 // tensors[0][0].numel())
     return zip(*(x.split(n) for x in tensors), strict=True)
 
 
 def _tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor, grid: TileGrid) -> Tensor:
-    made_Trc = b[:, None, None].repeat(1, *A.shape[1:2], B.shape[1])
-    for W_Trc, A_TrH, B_TcH, v_TH in _blocks(made_Trc, A, B, v):
+    tiles_Trc = b[:, None, None].repeat(1, *A.shape[1:2], B.shape[1])
+    for W_Trc, A_TrH, B_TcH, v_TH in _blocks(tiles_Trc, A, B, v):
         hidden_Trc = torch.empty_like(W_Trc)
         for h, sides in enumerate(_by_hidden(A_TrH, B_TcH)):
             W_Trc.addcmul_(torch.add(*sides, out=hidden_Trc).clamp_min_(0), v_TH[:, h, None, None])
-    return join_stack(made_Trc, grid)
+    return join_stack(tiles_Trc, grid)
 
 
 def _gradients(g: Tensor, A: Tensor, B: Tensor, v: Tensor, grid: TileGrid) -> Tensors:
@@ -80,16 +80,16 @@ def _gradients(g: Tensor, A: Tensor, B: Tensor, v: Tensor, grid: TileGrid) -> Te
 
 
 def _in_cpp(grid: TileGrid) -> tuple[Callable[..., Tensors], Callable[..., Tensors]]:
-    # Cut tiles into about four parts per thread, so that a fast thread can compute more parts than others.
-    parts = max(1, min(-(-4 * torch.get_num_threads() // grid.n_tiles), grid.tile_rows // 16))
+    # Cut tiles into blocks of rows, about four per thread, so that a fast thread can compute more blocks.
+    row_blocks = max(1, min(-(-4 * torch.get_num_threads() // grid.n_tiles), grid.tile_rows // 16))
 
     def packed(X: Tensor, Y: Tensor, *leaves: Tensor) -> array[int]:
-        # The fields are those of the struct `Sides` in `relu.cpp`.
+        # The array has the fields of the struct `Sides` in `relu.cpp`.
         steps = [0 if len(x) == 1 else x[0].numel() for x in (X, Y)]
         return array("q", [*map(Tensor.data_ptr, (X, Y, *leaves)), X.shape[2], Y.shape[2], *steps])
 
     def call(direction: str, v: Tensor, *arguments: Tensor | array[int]) -> None:
-        sizes = array("q", (grid.rows, grid.cols, grid.tile_rows, grid.tile_cols, v.shape[1], parts))
+        sizes = array("q", (grid.rows, grid.cols, grid.tile_rows, grid.tile_cols, v.shape[1], row_blocks))
         places = [x.data_ptr() if isinstance(x, Tensor) else x.buffer_info()[0] for x in (*arguments, sizes)]
         threads = min(torch.get_num_threads(), 1 + grid.numel * v.shape[1] // _THREAD_WORK)
         native.function(f"relu_{direction}", v.dtype)(*map(ctypes.c_void_p, places), threads)
@@ -102,10 +102,10 @@ def _in_cpp(grid: TileGrid) -> tuple[Callable[..., Tensors], Callable[..., Tenso
 
     def pull(*tensors: Tensor) -> Tensors:
         g, *sides, v, b = (x.contiguous() for x in tensors)
-        # Every part of a tile has its own sums, because parts are computed by different threads.
-        sums = [x.new_zeros(parts, *x.shape) for x in (*sides[2:], v, b)]
+        # Every block of rows has its own sums, because different threads compute the blocks of a tile.
+        sums = [x.new_zeros(row_blocks, *x.shape) for x in (*sides[2:], v, b)]
         call("backward", v, g, packed(*sides), v, array("q", map(Tensor.data_ptr, sums)))
-        return tuple(x.sum(0) if parts > 1 else x[0] for x in sums)
+        return tuple(x.sum(0) if row_blocks > 1 else x[0] for x in sums)
 
     return run, pull
 
@@ -124,7 +124,7 @@ def _in_python(grid: TileGrid, tiles: Any, gradients: Any) -> tuple[Callable[...
 
 
 def relu_matrix(X: Tensor, Y: Tensor, *leaves: Tensor, grid: TileGrid | None = None, kernel: Kernel = "auto") -> Tensor:
-    """Generate the matrix [R, C] of ReLU g-nets; without a grid, generate tiles [T, r, c].
+    """Generate a matrix [R, C] whose tiles come from ReLU g-nets. Without a `grid`, return the tiles [T, r, c].
 
     `leaves` are U [T, p, H], V [T, q, H], u [T, H], v [T, H] and b [T]. The codes X [T or 1, r, p] and Y [T or 1, c, q]
     get no gradient. For half-precision inputs, the result is float32. Raises RuntimeError for `kernel="compiled"` on a
@@ -133,17 +133,17 @@ def relu_matrix(X: Tensor, Y: Tensor, *leaves: Tensor, grid: TileGrid | None = N
     (tiles, hidden), rows, cols, dtype = leaves[3].shape, X.shape[-2], Y.shape[-2], leaves[3].dtype
     wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
     inputs = [x.to(wide) for x in (X, Y, *leaves)]
-    whole = grid or TileGrid(tiles * rows, cols, rows, cols)
+    full_grid = grid or TileGrid(tiles * rows, cols, rows, cols)
     if torch.compiler.is_compiling() or not tiles * hidden:
-        (made,) = _definition(whole, *inputs)
+        (matrix,) = _definition(full_grid, *inputs)
     else:
         if not native.has_kernels(X.device.type, kernel):
-            passes = _in_python(whole, _tiles, _gradients)
+            passes = _in_python(full_grid, _tiles, _gradients)
         elif X.device.type == "cpu":
-            passes = _in_cpp(whole)
+            passes = _in_cpp(full_grid)
         else:
             from gbfunc.hypernets.kernels import relu_triton
 
-            passes = _in_python(whole, relu_triton.tiles, relu_triton.gradients)
-        (made,) = Operation(functools.partial(_definition, whole), *passes, constants=2).apply(*inputs)
-    return (made.unflatten(0, (tiles, rows)) if grid is None else made).to(dtype)
+            passes = _in_python(full_grid, relu_triton.tiles, relu_triton.gradients)
+        (matrix,) = Operation(functools.partial(_definition, full_grid), *passes, constants=2).apply(*inputs)
+    return (matrix.unflatten(0, (tiles, rows)) if grid is None else matrix).to(dtype)

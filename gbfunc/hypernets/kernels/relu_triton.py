@@ -1,11 +1,11 @@
 """ReLU tiles on a GPU, in Triton (Tillet et al., 2019). The kernels read and write each tile within its matrix.
 
-In forward, a program computes one block of a tile, one hidden unit after another. In backward, a program takes some
-rows of a tile and some hidden units, and computes parts of the gradients of A, v and b. A second launch, with rows and
-columns exchanged, computes the gradients of B, and more parts of the gradient of v. No two programs write to the same
-address, so results are reproducible. Sums are in float64 for float64 inputs, otherwise in float32.
+In forward, a program computes a block of a tile, one hidden unit after another. In backward, a program takes a block
+of rows and some hidden units. It computes the gradient of A, and partial sums of the gradients of v and b. A second
+launch, with rows and columns exchanged, computes the gradient of B and the other sums for v. No two programs write to
+the same address, so results are reproducible. Sums are in float64 for float64 inputs, otherwise in float32.
 
-Suffixes: R, C rows and columns of a matrix; T tiles; r, c rows and columns of a tile; P parts of r or c; H units.
+Suffixes: R, C rows and columns of a matrix; T tiles; r, c rows and columns of a tile; P blocks of r or c; H units.
 """
 
 from collections.abc import Sequence
@@ -30,10 +30,10 @@ _ROWS, _COLS, _HIDDEN = 32, 64, 16
 def forward_kernel(
     A, B, v, b, W, R, C, r, c, H, ROWS: tl.constexpr, COLS: tl.constexpr, S: tl.constexpr
 ):  # fmt: skip
-    """Compute `W[i, j] = b + sum_h v[h] relu(A[i, h] + B[j, h])` for ROWS x COLS weights; S is the type of sums."""
-    parts, across = tl.cdiv(r, ROWS), tl.cdiv(C, c)
-    tile, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
-    i, j = part * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLS + tl.arange(0, COLS)
+    """Compute `W[i, j] = b + sum_h v[h] relu(A[i, h] + B[j, h])` for ROWS x COLS weights, in dtype S."""
+    blocks, across = tl.cdiv(r, ROWS), tl.cdiv(C, c)
+    tile, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
+    i, j = block * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLS + tl.arange(0, COLS)
     top, left = tile // across * r, tile % across * c
     inside_i, inside_j = (i < r) & (top + i < R), (j < c) & (left + j < C)
     A_i, B_j = A + (tile * r + i) * H, B + (tile * c + j) * H
@@ -53,20 +53,20 @@ def backward_kernel(
     g, A, B, v, dA, dv, db, R, C, r, c, H,
     BY_ROWS: tl.constexpr, ROWS: tl.constexpr, HIDDEN: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Compute `dA = SA v`, where `SA[i, h]` sums `g[i, j]` over j with `A[i, h] + B[j, h] > 0`, and parts of dv and db.
+    """Compute `dA = SA v`, where `SA[i, h]` sums `g[i, j]` over j with `A[i, h] + B[j, h] > 0`. Sum parts of dv and db.
 
-    If BY_ROWS is False, the kernel gets B as A and A as B, and i is a column of the tile.
+    If BY_ROWS is False, compute dB: the caller passes B as `A` and A as `B`, and i is a column of the tile.
     """
     across = tl.cdiv(C, c)
-    parts = tl.cdiv(r if BY_ROWS else c, ROWS)
-    tile, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
+    blocks = tl.cdiv(r if BY_ROWS else c, ROWS)
+    tile, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     top, left = tile // across * r, tile % across * c
     rows, cols = tl.minimum(R - top, r), tl.minimum(C - left, c)
     if BY_ROWS:
         n, m, end_i, end_j, stride_i, stride_j = r, c, rows, cols, C, 1
     else:
         n, m, end_i, end_j, stride_i, stride_j = c, r, cols, rows, 1, C
-    i, h = part * ROWS + tl.arange(0, ROWS), tl.program_id(1) * HIDDEN + tl.arange(0, HIDDEN)
+    i, h = block * ROWS + tl.arange(0, ROWS), tl.program_id(1) * HIDDEN + tl.arange(0, HIDDEN)
     at_ih = (tile * n + i)[:, None] * H + h[None, :]
     inside_ih = (i < n)[:, None] & (h < H)[None, :]
     A_ih = tl.load(A + at_ih, mask=inside_ih, other=0).to(S)
@@ -80,10 +80,10 @@ def backward_kernel(
         g_i, B_h = g_i + stride_j, B_h + H
     v_h = tl.load(v + tile * H + h, mask=h < H, other=0).to(S)
     tl.store(dA + at_ih, (sums * v_h[None, :]).to(dA.dtype.element_ty), mask=inside_ih)
-    at_part = tile * parts + part
-    tl.store(dv + at_part * H + h, tl.sum(A_ih * sums, axis=0), mask=h < H)
+    at_block = tile * blocks + block
+    tl.store(dv + at_block * H + h, tl.sum(A_ih * sums, axis=0), mask=h < H)
     if tl.program_id(1) == 0:
-        tl.store(db + at_part, tl.sum(total, axis=0))
+        tl.store(db + at_block, tl.sum(total, axis=0))
 
 
 def _launch(kernel: Any, programs: tuple[int, int], tensors: Sequence[Tensor], grid: TileGrid, *blocks: int) -> None:
@@ -107,10 +107,10 @@ def gradients(g: Tensor, A: Tensor, B: Tensor, v: Tensor, grid: TileGrid) -> tup
     g, A, B, v = (x.detach().contiguous() for x in (g, A, B, v))
     hidden, results = A.shape[2], []
     for by_rows, x, y in ((True, A, B), (False, B, A)):
-        parts, dx = -(-x.shape[1] // _COLS), torch.empty_like(x)
-        dv_TPH = x.new_empty(grid.n_tiles, parts, hidden)
+        blocks, dx = -(-x.shape[1] // _COLS), torch.empty_like(x)
+        dv_TPH = x.new_empty(grid.n_tiles, blocks, hidden)
         db_TP = torch.empty_like(dv_TPH[..., 0])
-        programs = (grid.n_tiles * parts, -(-hidden // _HIDDEN))
+        programs = (grid.n_tiles * blocks, -(-hidden // _HIDDEN))
         _launch(backward_kernel, programs, (g, x, y, v, dx, dv_TPH, db_TP), grid, by_rows, _COLS, _HIDDEN)
         results.append((dx, dv_TPH.sum(1), db_TP.sum(1)))
     (dA, dv_rows, db), (dB, dv_cols, _) = results

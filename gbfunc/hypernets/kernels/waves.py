@@ -30,26 +30,26 @@ Tensors: TypeAlias = tuple[Tensor, ...]
 
 
 class Side(NamedTuple):
-    """The codes and leaves of the left factors (for rows) or of the right factors (for columns) of many tiles."""
+    """The left factors (for rows) or the right factors (for columns) of many tiles, given by codes and leaves."""
 
-    codes: Tensor  # codes of the rows [U, n, p]
-    weight: Tensor  # code weights [T, p, H], or [G, p, H] if tiles of a group have the same code weights
-    phase: Tensor | None = None  # added to the angles [T, H]; None is 0
-    sine: Tensor | None = None  # the coefficients s [T, H]; None is 1
-    cosine: Tensor | None = None  # the coefficients t [T, H]; None is 0
-    scale: Tensor | None = None  # scale of the coefficients [T]; None is 1
-    groups: Tensor | None = None  # [T]: the group of every tile, from 0; None if every tile has its own code weights
-    cosine_first: bool = False  # whether `s cos A - t sin A` is the first half
+    codes: Tensor  # codes of the matrix's rows, or of its columns, [U, n, p]
+    weight: Tensor  # code weights [T, p, H], or [G, p, H] if the tiles of a group share them
+    phase: Tensor | None = None  # term of the angles A, [T, H]; None means 0
+    sine: Tensor | None = None  # the coefficients s [T, H]; None means 1
+    cosine: Tensor | None = None  # the coefficients t [T, H]; None means 0
+    scale: Tensor | None = None  # factor [T] of the coefficients s and t; None means 1
+    groups: Tensor | None = None  # [T]: index of every tile's group; None if every tile has its own code weights
+    cosine_first: bool = False  # whether `s cos A - t sin A` is the left half of the factors
     period: int = 0  # period of the codes (`period_of`); 0 if unknown
 
     def in_parts(self) -> Tensor:
-        """Compute the factors [T, n, 2 H] by operators of PyTorch."""
+        """Compute the factors [T, n, 2 H] with PyTorch's operators."""
         weight_THp = (self.weight if self.groups is None else self.weight[self.groups]).mT
         codes = self.codes[0] if len(self.codes) == 1 else self.codes
         n = codes.shape[-2]
         m = self.period or n
 
-        # Return sines and cosines [T, H, n] of the angles of codes. IREE cannot multiply codes of width 0: use zeros.
+        # Return sines and cosines [T, H, n] of the codes' angles. IREE rejects codes of width 0: use zeros.
         def turns(codes: Tensor, phase: Tensor | None) -> tuple[Tensor, Tensor]:
             size = *weight_THp.shape[:-1], codes.shape[-2]
             angle = weight_THp @ codes.mT if codes.shape[-1] else codes.new_zeros(size)
@@ -75,10 +75,10 @@ class Side(NamedTuple):
 
 
 def period_of(codes_Unp: Tensor) -> int:
-    """Find a period m of codes: for all b, and o < m, `code[b m + o] = code[b m] + code[o] - code[0]`.
+    """Find a period m of codes: `code[b m + o] = code[b m] + code[o] - code[0]` for every b, and every o below m.
 
-    With a period m, the sines of m + n / m codes give the sines of all n codes (addition theorem). Bits and pixel
-    coordinates have short periods, and n is always a period. The result is the period with the least estimated time.
+    With a period m, the sines of all n codes follow from the sines of m + n / m codes (addition theorem). Bits and
+    pixel coordinates have short periods, and n is a period of any codes. Returns the period that takes the least time.
     """
     n = codes_Unp.shape[1]
     numbers = torch.arange(n, device=codes_Unp.device)
@@ -97,7 +97,7 @@ def period_of(codes_Unp: Tensor) -> int:
 
 
 def have_memory(tensors: Iterable[Tensor]) -> bool:
-    """Return whether compiled code can read the tensors. False for meta or fake tensors, subclasses, or in `vmap`."""
+    """Return whether compiled code can read the tensors: not in `vmap`, and no meta or fake tensors or subclasses."""
     try:
         for x in tensors:
             if type(x) not in (Tensor, nn.Parameter) or x.is_meta:
@@ -116,7 +116,7 @@ def is_plain_needed() -> bool:
 _THREAD_WORK = 2**14  # Use one more thread for every 2^14 sines and cosines
 
 Pull = Callable[[Sequence[Tensor]], list[Tensor]]
-# Returns factors [T, n, 2 H], with rows last in memory, and a function from factors' gradients to leaf gradients.
+# Returns factors [T, n, 2 H], stored as [T, 2 H, n], and a function that computes the gradients of the leaves.
 Backend = Callable[[Sequence[Side]], tuple[list[Tensor], Pull]]
 
 
@@ -127,7 +127,7 @@ def _native(sides: Sequence[Side]) -> tuple[list[Tensor], Pull]:
     for side in sides:
         tiles, (groups, width, features) = len(side.weight if side.groups is None else side.groups), side.weight.shape
         rows = side.codes.shape[1]
-        # Put rows last in memory, which makes products of factors with few columns faster.
+        # Store [T, 2 H, n], which makes products of factors with few columns faster than [T, n, 2 H].
         out = side.weight.new_empty_strided((tiles, rows, 2 * features), (2 * features * rows, 1, rows))
         outputs.append(out)
         for x in side[:7]:
@@ -140,7 +140,7 @@ def _native(sides: Sequence[Side]) -> tuple[list[Tensor], Pull]:
     waves = array("q", fields)  # Ten times faster than an array of ctypes.
     threads = min(torch.get_num_threads(), 1 + sum([x.numel() for x in outputs]) // _THREAD_WORK)
 
-    # `pull` must not refer to the outputs: their graph refers to `pull`, and a cycle would free memory late.
+    # `pull` must not refer to the outputs, whose graph refers to `pull`: a cycle would delay freeing memory.
     dtype = sides[0].weight.dtype
 
     def run(direction: str, waves: array[int]) -> None:
@@ -152,7 +152,7 @@ def _native(sides: Sequence[Side]) -> tuple[list[Tensor], Pull]:
         strides = [(g.shape[1] * g.shape[2], 1, g.shape[1]) for g in cotangents]
         same = zip(cotangents, strides, strict=True)
         cotangents = [g if g.stride() == stride else g.mT.contiguous().mT for g, stride in same]
-        firsts = range(7, len(again), len(again) // len(sides))  # index of each side's first gradient pointer
+        firsts = range(7, len(again), len(again) // len(sides))  # index of the first gradient pointer of each side
         for first, side, g in zip(firsts, sides, cotangents, strict=True):
             again[first] = g.data_ptr()
             for i, x in enumerate(side[1:5], first + 1):
@@ -197,8 +197,8 @@ class _Waves(torch.autograd.Function):
             return None, None, *ctx.pull(cotangents)
 
         def in_parts(*leaves: Tensor) -> Tensors:
-            given, names = iter(leaves), Side._fields[1:5]
-            filled = ({k: next(given) for k in names if getattr(side, k) is not None} for side in ctx.sides)
+            rest, names = iter(leaves), Side._fields[1:5]
+            filled = ({k: next(rest) for k in names if getattr(side, k) is not None} for side in ctx.sides)
             return tuple(side._replace(**own).in_parts() for side, own in zip(ctx.sides, filled, strict=True))
 
         pull: Any = torch.func.vjp(in_parts, *leaves)[1]
@@ -206,13 +206,13 @@ class _Waves(torch.autograd.Function):
 
 
 def waves(sides: Sequence[Side], *, kernel: Kernel = "auto") -> list[Tensor]:
-    """Compute the factors [T, n, 2 H] of sides of one dtype, differentiable to any order with respect to the leaves.
+    """Compute the factors [T, n, 2 H] of each side. All sides have one dtype. Leaves have derivatives of any order.
 
-    PyTorch's operators compute the factors in transforms and in compiled graphs, and if no backend accepts the tensors.
+    In transforms, in compiled graphs, and for tensors that no backend accepts, PyTorch's operators are used.
     Raises RuntimeError for `kernel="compiled"` on a CPU without a working C++ compiler.
     """
     leaves = [x for side in sides for x in side[1:5] if x is not None]
     if leaves and (backend := _backend(sides, leaves, kernel)) is not None:
-        made: Any = _Waves.apply(backend, sides, *leaves)
-        return list(made)
+        factors: Any = _Waves.apply(backend, sides, *leaves)
+        return list(factors)
     return [side.in_parts() for side in sides]

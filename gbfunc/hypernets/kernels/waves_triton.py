@@ -1,9 +1,9 @@
 """The factors (*sides*, see `waves`) of periodic g-nets on a GPU, in Triton: forward in one launch, backward in two.
 
-One array has the codes and leaves of all sides. A table, made once for each set of shapes, tells every program its side
-and where the side's numbers are in the array. In forward, a program computes some features of some rows. In backward,
-a program sums over some rows of a tile. A second launch adds these partial sums over all rows, and over the tiles of a
-group. No two programs write to the same address, so results are reproducible. Sums have the dtype of the leaves.
+One array has the codes and leaves of all sides. A table has the address and sizes of each side in the array, and says
+which programs compute the side. In forward, a program computes some features of some rows. In backward, a program sums
+over some rows of a tile. A second launch adds the sums of all rows of a tile, and of all tiles of a group. No two
+programs write to the same address, so results are reproducible. Sums have the dtype of the leaves.
 
 Suffixes: T tiles, G groups of tiles, n rows of a side, p width of its codes, H features; i rows, h features, k columns.
 """
@@ -20,12 +20,12 @@ from torch import Tensor
 
 # Do not use `from __future__ import annotations`: the interpreter of Triton 3.1 cannot read annotations as strings.
 
-# A program of forward computes `_ROWS` rows and `_HIDDEN` features. A program of backward's first launch sums `_PART`
-# rows, for `_CODES` columns of the codes. Its second launch adds `_SUMS` sums at once, for `_COLS` columns.
+# In forward, a program computes `_ROWS` rows and `_HIDDEN` features. In the first launch of backward, a program sums
+# over `_PART` rows, for `_CODES` columns of codes; in the second, it adds `_SUMS` sums at once, for `_COLS` features.
 _ROWS, _HIDDEN, _PART, _CODES, _COLS, _SUMS = 32, 8, 256, 16, 32, 32
 
-# Columns of the table, which has one row per side: the first program in each of the three launches, the sizes, and the
-# offsets of tensors, -1 if absent. `SUMS` is the offset of the partial sums [T, parts of the rows, p + 2, H].
+# Columns of the table, which has one row per side: the side's first program in each of the three launches, its sizes,
+# and the offsets of its tensors (-1 for None). `SUMS` is the offset of partial sums [T, blocks of rows, p + 2, H].
 FORWARD, PARTIAL, TOTAL, TILES, GROUPS, ROWS, WIDTH, FEATURES, PARTS, CODE_STEP = map(tl.constexpr, range(10))
 COSINE_FIRST, CODES, WEIGHT, PHASE, SINE, COSINE, SCALE, GROUP, OUT, SUMS = map(tl.constexpr, range(10, 20))
 D_WEIGHT, D_PHASE, D_SINE, D_COSINE, FIELDS = map(tl.constexpr, range(20, 25))
@@ -33,7 +33,7 @@ D_WEIGHT, D_PHASE, D_SINE, D_COSINE, FIELDS = map(tl.constexpr, range(20, 25))
 
 @triton.jit
 def _side(table, launch: tl.constexpr, SIDES: tl.constexpr) -> Any:
-    """Return the address of the side's row in the table, and this program's number among the side's programs."""
+    """Find this program's side. Return the address of the side's row in the table, and the program's index there."""
     firsts = tl.load(table + tl.arange(0, SIDES) * FIELDS + launch)
     of = table + (tl.sum((firsts <= tl.program_id(0)).to(tl.int32), axis=0) - 1) * FIELDS
     return of, tl.program_id(0) - tl.load(of + launch)
@@ -72,7 +72,7 @@ def _turns(of, x, groups, tile, i, h) -> Any:
 
 @triton.jit
 def _halves(of, tile, i, h) -> Any:
-    """Return the offsets [h, i] of both halves of the output (sines, cosines), and the mask of valid entries."""
+    """Return the offsets [h, i] of the halves `s sin A + ...` and `s cos A - ...`, and a mask of valid entries."""
     n, H, first = tl.load(of + ROWS), tl.load(of + FEATURES), tl.load(of + COSINE_FIRST)
     at = tl.load(of + OUT) + (tile * 2 * H + h)[:, None] * n + i[None, :]
     return at + first * H * n, at + (1 - first) * H * n, (h < H)[:, None] & (i < n)[None, :]
@@ -97,11 +97,11 @@ def partial_kernel(
     table, x, groups, d_out, sums,
     SIDES: tl.constexpr, BLOCK: tl.constexpr, H: tl.constexpr, PART: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Sum over PART rows, for H features: `along`, `across` (see `waves`), and `dA` times each of K code columns."""
+    """For H features of a tile, sum the gradients of s, of t and of K code weights over a block of PART rows."""
     of, item = _side(table, PARTIAL, SIDES)  # pyright: ignore[reportGeneralTypeIssues]
-    n, p, features, parts = tl.load(of + ROWS), tl.load(of + WIDTH), tl.load(of + FEATURES), tl.load(of + PARTS)
+    n, p, features, row_blocks = tl.load(of + ROWS), tl.load(of + WIDTH), tl.load(of + FEATURES), tl.load(of + PARTS)
     across, pieces = tl.cdiv(features, H), tl.maximum(tl.cdiv(p, K), 1)
-    tile, item = item // (parts * across * pieces), item % (parts * across * pieces)
+    tile, item = item // (row_blocks * across * pieces), item % (row_blocks * across * pieces)
     part, item = item // (across * pieces), item % (across * pieces)
     h, first_k, ks = item // pieces * H + tl.arange(0, H), item % pieces * K, tl.arange(0, K)
     s, t, _ = _coefficients(of, x, tile, h)
@@ -118,7 +118,7 @@ def partial_kernel(
         for k in range(tl.minimum(p - first_k, K)):
             code_i = tl.load(codes + i * p + first_k + k, mask=i < n, other=0.0)
             d_weights += tl.where(ks[:, None] == k, tl.sum(dA * code_i[None, :], axis=1)[None, :], 0.0)
-    to = sums + tl.load(of + SUMS) + (tile * parts + part) * (p + 2) * features + h
+    to = sums + tl.load(of + SUMS) + (tile * row_blocks + part) * (p + 2) * features + h
     there = (first_k + ks < p)[:, None] & (h < features)[None, :]
     tl.store(to[None, :] + (first_k + ks)[:, None] * features, d_weights, mask=there)
     if first_k == 0:
@@ -128,16 +128,16 @@ def partial_kernel(
 
 @triton.jit
 def total_kernel(table, x, groups, sums, out, SIDES: tl.constexpr, COLS: tl.constexpr, J: tl.constexpr):
-    """Add up partial sums to the gradients of COLS code weights, or of the coefficients of COLS features."""
+    """Add up partial sums: the gradients of COLS code weights, or of phase, s and t for COLS features."""
     of, item = _side(table, TOTAL, SIDES)  # pyright: ignore[reportGeneralTypeIssues]
-    T, p, H, parts = tl.load(of + TILES), tl.load(of + WIDTH), tl.load(of + FEATURES), tl.load(of + PARTS)
+    T, p, H, row_blocks = tl.load(of + TILES), tl.load(of + WIDTH), tl.load(of + FEATURES), tl.load(of + PARTS)
     group, per_tile = tl.load(of + GROUP), tl.cdiv(H, COLS)
     sums, step, cols, rows = sums + tl.load(of + SUMS), (p + 2) * H, tl.arange(0, COLS), tl.arange(0, J)
     if item < T * per_tile:
         tile, h = item // per_tile, item % per_tile * COLS + cols
         ds, dt = tl.zeros([COLS], x.dtype.element_ty), tl.zeros([COLS], x.dtype.element_ty)
-        for part in range(parts):
-            along = sums + (tile * parts + part) * step + p * H + h
+        for part in range(row_blocks):
+            along = sums + (tile * row_blocks + part) * step + p * H + h
             ds += tl.load(along, mask=h < H, other=0.0)
             dt += tl.load(along + H, mask=h < H, other=0.0)
         s, t, scale = _coefficients(of, x, tile, h)
@@ -149,10 +149,10 @@ def total_kernel(table, x, groups, sums, out, SIDES: tl.constexpr, COLS: tl.cons
         pieces, item = tl.cdiv(p * H, COLS), item - T * per_tile
         g, col = item // pieces, item % pieces * COLS + cols
         total = tl.zeros([COLS], x.dtype.element_ty)
-        first, end = tl.where(group < 0, g, 0) * parts, tl.where(group < 0, g + 1, T) * parts
+        first, end = tl.where(group < 0, g, 0) * row_blocks, tl.where(group < 0, g + 1, T) * row_blocks
         for start in range(first, end, J):
             j = start + rows
-            of_group = tl.load(groups + group + j // parts, mask=(j < end) & (group >= 0), other=-1) == g
+            of_group = tl.load(groups + group + j // row_blocks, mask=(j < end) & (group >= 0), other=-1) == g
             there = (of_group | (group < 0)) & (j < end)
             found = tl.load(
                 sums + j[:, None] * step + col[None, :], mask=there[:, None] & (col < p * H)[None, :], other=0.0
@@ -178,12 +178,12 @@ def _tabled(sides: tuple[Any, ...], device: torch.device) -> tuple[Tensor, list[
 
     for *shapes, group, cosine_first in sides:
         (U, n, p), (G, _, H) = shapes[:2]
-        T, parts, across = group[0] if group else G, max(1, -(-n // _PART)), -(-H // _HIDDEN)
+        T, row_blocks, across = group[0] if group else G, max(1, -(-n // _PART)), -(-H // _HIDDEN)
         at = [*(place("x", shape) for shape in shapes), place("group", group), place("out", (T, 2 * H, n))]
-        at += [place("sums", (T, parts, p + 2, H)), *(place("d", shape) for shape in shapes[1:5])]
-        rows.append([*programs, T, G, n, p, H, parts, 0 if U == 1 else n * p, cosine_first, *at])
+        at += [place("sums", (T, row_blocks, p + 2, H)), *(place("d", shape) for shape in shapes[1:5])]
+        rows.append([*programs, T, G, n, p, H, row_blocks, 0 if U == 1 else n * p, cosine_first, *at])
         programs[0] += T * -(-n // _ROWS) * across
-        programs[1] += T * parts * across * max(1, -(-p // _CODES))
+        programs[1] += T * row_blocks * across * max(1, -(-p // _CODES))
         programs[2] += T * -(-H // _COLS) + G * -(-(p * H) // _COLS)
     rows += [[2**62] * FIELDS.value] * (-len(rows) % 2 ** max(0, (len(rows) - 1).bit_length()))
     table = torch.tensor(rows, dtype=torch.int64, device=device)
@@ -197,12 +197,12 @@ def _launch(kernel: Any, programs: int, *arguments: Any) -> None:
 
 
 def backend(sides: Sequence[Any]) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], list[Tensor]]]:
-    """Compute the factors of each `Side`. Also return a function from the factors' gradients to leaf gradients."""
+    """Compute the factors of each `Side`. Also return a function that computes the gradients of the leaves."""
     shapes = tuple((*(None if x is None else tuple(x.shape) for x in side[:7]), side.cosine_first) for side in sides)
     table, programs, (of_outputs, of_leaves), of_sums = _tabled(shapes, sides[0].weight.device)
     x = torch.cat([x.reshape(-1) for side in sides for x in side[:6] if x is not None])
-    given = [side.groups for side in sides if side.groups is not None]
-    groups, count = torch.cat(given) if given else table, len(table)
+    indices = [side.groups for side in sides if side.groups is not None]
+    groups, count = torch.cat(indices) if indices else table, len(table)
     out = x.new_empty(sum(of_outputs))
     _launch(forward_kernel, programs[0], table, x, groups, out, count, _ROWS, _HIDDEN)
     outputs = [
