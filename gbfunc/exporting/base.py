@@ -1,4 +1,4 @@
-"""`export` writes a network to a file for other programs. It first runs the exported program and checks its outputs."""
+"""`export` writes a network to a file for other programs, and first compares the program's outputs with the p-net's."""
 
 import os
 import tempfile
@@ -43,7 +43,7 @@ def export(
 ) -> Exported:
     """Write the network that a genome generates to a file that other programs run without gbfunc.
 
-    The network is in evaluation mode, and stochastic g-nets generate their mean. If the format's runtime is installed,
+    The network is in evaluation mode. Stochastic g-nets generate mean weights. If the format's runtime is installed,
     the file is written only if the program reproduces the p-net's outputs. The file is written atomically.
 
     Args:
@@ -60,9 +60,9 @@ def export(
             `"safetensors"`, the state dict of dense weights.
         dynamic_shapes: the dimensions that may differ from the example. `"batch"` is the first dimension of every
             tensor. `"auto"` adds the length of texts (integers [batch, length]) if network and format support other
-            lengths. None: no other shapes. All other values are passed to `torch.export.export`.
+            lengths. None: only the example's shapes. All other values are passed to `torch.export.export`.
         check: run the exported program with the example, if the format's runtime is installed. If the batch size or
-            the length of texts may differ, also run it with one more row, or with texts that are one token shorter.
+            the length of texts may differ, also run the program with one more row, or with texts one token shorter.
 
     Raises:
         ImportError: if a package is missing; the message names the extra that installs the package.

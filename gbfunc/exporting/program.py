@@ -30,7 +30,7 @@ class Inputs(NamedTuple):
 
     @staticmethod
     def of(example: Any, net: nn.Module) -> Inputs:
-        """Copy an example to the CPU: an input, a tuple, or a dict by name, sorted in the order of the parameters."""
+        """Copy an example to the CPU: an input, a tuple, or a dict by name, which is sorted as in `forward`."""
         args, kwargs = tuple(example) if isinstance(example, tuple | list) else (example,), {}
         if isinstance(example, Mapping):
             names = list(inspect.signature(net.forward).parameters)
@@ -69,7 +69,7 @@ def _has_rows(x: Any) -> bool:
 
 
 def is_text(x: Any) -> bool:
-    """Return True for integers [batch, length > 2]. With length 2, `shorter` would give 1, which torch cannot vary."""
+    """Return True for texts: integers [batch, length > 2], so that `shorter` has length > 1, which torch requires."""
     return isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point() and x.shape[1] > 2
 
 
@@ -82,7 +82,7 @@ class Traced(NamedTuple):
 
 
 def trace(net: nn.Module, inputs: Inputs, dynamic_shapes: Any) -> Traced:
-    """Trace a network's call, without positions in the source code; ValueError if `torch.export` cannot trace it."""
+    """Trace a network's call, without references to source code; ValueError if `torch.export` cannot trace it."""
     from torch.export import Dim, export
 
     if torch.__version__ < "2.6":

@@ -9,9 +9,9 @@ A file holds, in this order:
     plain      leaves that have no codes, in the order of `names_by_dtype`: wider dtypes first
     codes      all other leaves, sorted by name: scales (bfloat16), zero points and codes
 
-A genome of up to `MAX_SYMBOLS` numbers has its codes as runs, sequences that an entropy coder compresses (`symbols`):
-exponents of scales, mantissas, zero points, and one run per leaf. Runs of larger genomes would take long to read. Their
-zero points and codes are packed without gaps between bits, or as deflate (Huffman codes only) if that is shorter.
+Up to `MAX_SYMBOLS` codes are written as *runs*, which an entropy coder compresses (`symbols`): a run of the scales'
+exponents, one of their mantissas, one of zero points, and one per leaf. More codes would take long to read as
+runs. Zero points and codes are then packed without gaps between bits, or compressed by deflate if that is shorter.
 
 With quantization steps (`steps`), the fourth byte has 9 instead of the bits of a code, and the codes are a stream of
 `step_stream`. The byte has 64 more if the stream includes running statistics and counters of batches (`statistics`).
@@ -43,16 +43,16 @@ HEAD = len(MAGIC) + 1 + 4
 _NARROW, _RUNS, _STATISTICS = 16, 32, 64
 STEPS = 9
 _EMPTY = np.empty(0, np.uint8)
-EXPONENT = 122  # The most likely exponent of a scale, in bfloat16's bits: 2^-5
+EXPONENT = 122  # The most likely exponent of a bfloat16 scale, biased by 127: 2^-5
 _MIDDLE = {bits: np.array([1 << (bits - 1)], np.uint8) for bits in range(2, 9)}
 
 
 class Sizes(NamedTuple):
-    """Numbers of bytes of the sections of a compact file."""
+    """The number of bytes of each section of a compact file."""
 
     document: int
     plain: Mapping[str, int]  # By leaf
-    codes: int  # Including scales, zero points and quantization steps
+    codes: int  # All codes, scales, zero points and quantization steps
     bits: Mapping[str, float]  # Bits of the codes by leaf, without scales, zero points and quantization steps
 
 
@@ -92,7 +92,7 @@ def _leaves_without_steps(plan: Any, leaves: TensorMap, narrow: bool, statistics
 
 
 def most_bytes(document: str, leaves: TensorMap, bits: int) -> Sizes:
-    """Returns upper bounds of a file's `Sizes` from shapes of leaves; assumes running statistics of 16 bits."""
+    """Returns upper bounds of a file's `Sizes` from the shapes of leaves; running statistics count as 16 bits."""
     plain = {name: x.nbytes for name, x in stored_leaves(leaves, f"int{bits}").items()}
     coded = {name: x for name, x in leaves.items() if name not in plain}
     blocks, numbers = sum(map(_blocks, coded.values())), sum(x.numel() for x in coded.values())

@@ -1,4 +1,4 @@
-"""The layout of `genome.safetensors`. The size of a file can be computed from leaves on the meta device.
+"""The layout of `genome.safetensors`. The header depends only on shapes and dtypes: leaves may be on the meta device.
 
     8 bytes    length of the header
     header     JSON, padded to 8 bytes: format, plan, SHA-256; dtype, shape and offsets per tensor
@@ -31,7 +31,7 @@ LIMITS: dict[str, Any] = SCHEMA["limits"]
 class Allowed(NamedTuple):
     """Limits of a file's content, because a small file could declare content that takes much time and memory."""
 
-    numbers: int  # Numbers in all leaves; also limits the entries of row and column codes that a reader computes
+    numbers: int  # Numbers in all leaves and, separately, in the codes of rows and columns that a reader computes
     symbols: int  # Integers in a stream with quantization steps
     pieces: int  # Tensors and buffers of the p-net, plus, for each leaf, the number of tensors that use the leaf
     containers: int  # Number of dicts and lists in the document

@@ -3,10 +3,10 @@
     number = scale * (code - zero point)        0 <= code, zero point < 2 ** bits
 
 Codes are an affine quantisation (B. Jacob et al., 2018). A leaf is divided into blocks, each with a scale and a zero
-point. A block spans the last dimension, or as many of the last dimensions as have `BLOCK` numbers. A leaf of fewer
-numbers is one block. Zero is represented exactly, and rounding a second time changes nothing. If leaves are stored in
-codes, direct vectors (biases, norms) are float16, because their errors matter most. Running means are float16 and
-running variances bfloat16, unless 16 bits do not suffice (`narrow_stats`).
+point. A block spans the fewest last dimensions that have at least `BLOCK` numbers. A smaller leaf is one block.
+Zero is represented exactly, and rounding a second time changes nothing. If leaves are stored in codes, direct vectors
+(biases, norms) are float16, because errors in these vectors matter most. Running means are float16 and running
+variances bfloat16, unless 16 bits do not suffice (`narrow_stats`).
 
 Suffixes: N blocks, K numbers per block.
 """
@@ -24,7 +24,7 @@ BITS = {f"int{bits}": bits for bits in range(2, 9)}  # Bits of a code by the nam
 # Floating-point dtypes in which leaves can be stored
 STORED_DTYPES = {name: DTYPES[name] for name in ("float32", "float16", "bfloat16")}
 StoredDtype = str | torch.dtype  # A key of `STORED_DTYPES` or `BITS`, or a torch dtype whose name is a key
-BLOCK = 64  # Least numbers per scale and zero point
+BLOCK = 64  # Minimum number of numbers in a block
 
 # Dtypes of running statistics in 16 bits: bfloat16 has the range that variances need, float16 the precision for means.
 _STATS = {"running_mean": torch.float16, "running_var": torch.bfloat16}
@@ -62,7 +62,7 @@ def is_stat(name: str) -> bool:
 
 
 def narrow_stats(leaves: TensorMap) -> bool:
-    """Returns True if 16 bits suffice: no variance overflows, and no mean changes by over 1/64 standard deviation."""
+    """Returns True if running statistics fit 16 bits: variances are finite, means exact to 1/64 standard deviation."""
     for name, x in leaves.items():
         if not is_stat(name):
             continue

@@ -38,8 +38,8 @@ def file_bytes(
 
     The names are those of tensors and buffers of the p-net, and `(ENSEMBLE)` for leaves that several tiles share,
     `(plan)`, `(metadata)`, `(scales)` of codes, and `(container)` for all other bytes. A compressed stream is divided
-    among leaves, and a leaf among tensors, in proportion. Without a genome, the bytes are an upper bound for `"int2"`
-    to `"int8"`, and an estimate for `"auto"`. Arguments and errors are as in `save`.
+    among leaves by their bits, and the bytes of a leaf among tensors by their numbers. Without a genome, the result is
+    an upper bound for `"int2"` to `"int8"`, and an estimate for `"auto"`. Arguments and errors are as in `save`.
     """
     dtype = plan.default_dtype(genome is None) if dtype is None else dtype
     name, leaves = None if dtype is None else stored_as(dtype), plan.leaves

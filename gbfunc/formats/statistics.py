@@ -6,8 +6,8 @@ divided by sigma, and so does the effect of a wrong sigma. Therefore files have 
     variance   u = ln(variance + 2^-16) / 2
     mean       u = mean / e^u'                 u' is the decoded u of the variance
 
-If the norm's weight is 1, an error in u changes the output about as much as an equal error in the norm's bias
-(`squares_of`). Counters of batches follow, each as the difference from the previous counter, in as few bits as needed.
+If the norm's weight is 1, an error in u changes the output about as much as an equal error in the norm's bias:
+`squares_of` uses the bias's gradient for u. Counters of batches follow, as differences from the previous counter.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -71,7 +71,7 @@ def squares_of(name: str, leaves: TensorMap, squares: TensorMap) -> Tensor | Non
 
 
 def encode_statistic(name: str, leaf: Tensor, variances: Mapping[str, Tensor]) -> Tensor:
-    """Computes the stored u of a mean or variance in float64. For a mean, `variances` has the variance's rounded u."""
+    """Transforms a mean or variance to u (see the module). For a mean, `variances` has the variance's rounded u."""
     x = leaf.double()
     if kind_of(name) == VARIANCE:
         return (x.clamp(min=0) + LEAST_VARIANCE).log() / 2

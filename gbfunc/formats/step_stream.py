@@ -1,4 +1,4 @@
-"""Compresses a genome with quantization steps (`steps`), and finds quantization steps for a number of bits."""
+"""Compresses the integers of a genome (`steps`), and finds the quantization steps for a number of bits."""
 
 import math
 from functools import lru_cache
@@ -18,7 +18,7 @@ from gbfunc.types import Params, TensorMap
 # Rounding a number to a step raises the loss by `h step^2 / 24`, where h is the loss's second derivative. One more bit
 # halves the step, so the derivative of `h step^2 / 24` with respect to the bits is `-_BALANCE h step^2`.
 _BALANCE = math.log(2) / 12
-_STATISTIC = -32  # Largest index of running statistics, because training cannot correct their rounding
+_STATISTIC = -32  # Index of the largest step of running statistics, whose rounding training cannot correct
 _FROZEN_ERROR = 1 / 64  # Largest rounding error of a frozen parameter, relative to the parameter's largest number
 _WIDTHS = np.arange(NARROWEST + 1, WIDEST)
 
@@ -68,7 +68,7 @@ def code_bits(plan: Any, leaves: TensorMap, steps: Steps) -> float:
 def allocate(plan: Any, leaves: TensorMap, squares: TensorMap, bits: float, examples: int = 0) -> Steps:
     """Finds the finest quantization steps with which the integers take at most `bits`.
 
-    If no steps suffice, returns the largest steps. `squares` are mean squares of gradients, each the mean gradient of
+    If no steps suffice, returns the largest steps. `squares` are mean squares of gradients, each averaged over
     `examples` rows. Frozen leaves have no squares, and get the smallest steps that can store the leaf. `Steps.rate` is
     the decrease of the loss that one more bit would allow. Raises ValueError if no step can store a frozen parameter.
     """
@@ -117,7 +117,7 @@ def _steps_at(plan: Any, leaves: TensorMap, squares: TensorMap, log_noise: float
 
 
 def pack_steps(plan: Any, leaves: TensorMap, steps: Steps) -> tuple[bytes, dict[str, float]]:
-    """Returns the stream, and the bits of each leaf's integers. The bits of steps and widths are not counted."""
+    """Returns the stream, and the number of bits of each leaf's integers, without the header of the stream."""
     found = [one for one, _ in quantise(plan, leaves, steps)]
     parts, widths = [one.part for one in found], []
     bits = {part.leaf: 0.0 for part in parts}

@@ -40,7 +40,7 @@ from gbfunc.types import DTYPES, Params, TensorMap
 V = TypeVar("V")
 Side = tuple[Encoding, int, int]  # Codes of the rows (columns) of a matrix; number of rows, in all and per tile
 AUTO = "auto"  # Name of the dtype of files with quantization steps
-OCTAVE, LEAST, MOST = 8, -128, 127  # Indices until a step doubles; smallest and largest index of a part
+OCTAVE, LEAST, MOST = 8, -128, 127  # The step doubles every 8 indices; smallest and largest index of a part
 LARGEST = 2047  # Largest absolute value of a stored integer
 _REACH = 400  # `_STEPS` has the steps of the indices -400 .. 400
 _AT_ONCE = 1 << 18  # Entries of codes that are computed in one call, to limit memory
@@ -59,10 +59,10 @@ EXPECTED_BITS, EXPECTED_PART_BITS = 5.0, 11.0
 
 @dataclass(frozen=True)
 class Steps:
-    """Quantization steps of a genome, one per part of a leaf, and the weight of a bit in the training's objective.
+    """Quantization steps of a genome, and the weight of a bit in the training's objective.
 
     Attributes:
-        indices: `(leaf, (index, ...))` per leaf, with one index per part of the leaf. The part's step is
+        indices: `(leaf, (index, ...))` per leaf, with one index per part (the rows of one tensor). The part's step is
             `2^(index / 8)`. If running statistics of norms have no indices, a file stores them in 16 bits.
         rate: weight of a bit in the objective `loss + rate * bits`.
     """
@@ -107,7 +107,7 @@ class Part(NamedTuple):
     last: int | None
     shape: tuple[int, ...]
     gain: str | None = None  # Name of the leaf of amplitudes [T, H], if they multiply features of this leaf [T, ..., H]
-    # For each entry of a code, log2 of the mean square, rounded: n divides the steps of the code weights by sqrt(2)^n.
+    # Per entry of a code, n: sqrt(2)^n, close to the entry's root mean square, divides the steps of its code weights.
     finer: tuple[int, ...] = ()
     period: float | None = None
     statistic: bool = False
@@ -160,7 +160,7 @@ class Quantised(NamedTuple):
 
 @lru_cache(maxsize=16)
 def parts_of(plan: Any, statistics: bool = True) -> tuple[Part, ...]:
-    """Lists the parts of leaves and statistics in an order in which each needs only earlier parts (`Past`)."""
+    """Lists the parts of leaves and statistics in an order in which each part needs only earlier parts (`Past`)."""
     found, means = [], cache(_mean_squares)
     for e in plan.ensembles:
         for name, leaf in e.leaves.items():

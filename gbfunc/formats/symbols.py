@@ -8,7 +8,7 @@ Otherwise a value at a distance d from the centre has the frequency `1 + 2^12 * 
 The encoder turns symbols into one integer x, which starts at 1, from the last symbol to the first. Let f be the
 frequency of a symbol, F the sum of all frequencies, and c the sum for smaller values. The encoder sets
 `x = x // f * F + c + x % f`. The decoder reverses the operations from the first symbol on and ends at 1. Every 2,048
-symbols have their own integer, little-endian, after two bytes with the integer's length (not before the last one).
+symbols have their own integer, little-endian, after two bytes with its length. The last integer needs no length.
 """
 
 import math
@@ -84,7 +84,7 @@ def entry(symbol: int, limits: list[int]) -> Entry:
 
 
 def join(entries: list[Entry]) -> bytes:
-    """Encodes symbols. An entry has three frequencies: the sum for smaller values, the symbol's, the sum for all."""
+    """Encodes symbols. An entry has three frequencies: the sum for smaller values, the symbol's, the sum of all."""
     pieces = []
     for start in range(0, len(entries), PIECE):
         x = 1
@@ -166,7 +166,7 @@ HALVINGS = 22
 
 @lru_cache(maxsize=4096)
 def geometric(width: int, most: int) -> tuple[int, list[int]]:
-    """Return D <= `most`, and cumulative frequencies of -D .. D. Frequencies halve every 2^(width / 4) away from 0."""
+    """Return D <= `most`, and cumulative frequencies of -D .. D: every 2^(width / 4) from 0, a frequency is halved."""
     if width <= NARROWEST:
         return 0, [0, 1]
     if width >= WIDEST:

@@ -385,7 +385,7 @@ def _kind(named: tuple[str, Any], has_rows: bool) -> Any:
 
 
 def _checked(out: Any, n_rows: int, plain: bool = False) -> Any:
-    """Check that an output's tensors have `n_rows` rows. With `plain`, refuse objects except tensors and `PLAIN`."""
+    """Check that an output's tensors have `n_rows` rows. With `plain`, refuse all but tensors and `PLAIN` values."""
     for at, x in tree_leaves(out, "output"):
         if isinstance(x, Tensor) and x.shape[:1] != (n_rows,):
             got = f"expected outputs with first dimension {n_rows}, the batch, got {at} of shape {tuple(x.shape)}"
@@ -427,7 +427,7 @@ def _same(found: list[Tensor], expected: list[Tensor], tolerance: float) -> bool
 
 
 def stacked_genomes(genomes: Sequence[GenomeLike]) -> Params:
-    """Stack leaves and buffers of N genomes to [N, ...], by flat name. Equal tensors are stored once, with stride 0."""
+    """Stack leaves and buffers of N genomes to [N, ...], by name. Tensors that all genomes share are stored once."""
     flat = [flat_genome(genome) | flatten_tree(genome.buffers, BUFFERS) for genome in genomes]
 
     def stack(first: Tensor, *others: Tensor) -> Tensor:

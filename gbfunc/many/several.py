@@ -33,7 +33,7 @@ class ManyNets(nn.Module):
         places, outputs = list[Tensor](), list[Any]()
         for n, net in enumerate(self.nets):
             if len(rows := (net_B == n).nonzero()[:, 0]):
-                # If an input for all rows has as many rows as this p-net, it would be divided: then repeat some rows.
+                # If an input for all rows has as many rows as this p-net, the input would be divided: repeat some rows.
                 size = next(size for size in range(len(rows), 2 * len(index) + 9) if size not in shared)
                 more = rows[torch.arange(size, device=rows.device) % len(rows)]
                 own_args, own_kwargs = cut(more, args, kwargs, split)

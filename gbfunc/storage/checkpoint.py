@@ -1,4 +1,4 @@
-"""Training checkpoints: written in the background, and resumed from the newest valid file.
+"""Training checkpoints, written in the background. A training resumes from the newest valid checkpoint.
 
 A checkpoint is one safetensors file with the state's tensors by name (`opt/leaves/direct/0.bias/exp_avg`), a hash of
 the plan, the optimizer's options and schedule, the values of the training loop, and a SHA-256. Writes are atomic.
@@ -42,7 +42,7 @@ _LEFTOVER = re.compile(rf"\.{_NAME.pattern}\.[0-9a-f]{{16}}")  # Temporary files
 
 
 class Checkpointer:
-    """Writes training checkpoints to a folder in the background and keeps only the newest.
+    """Writes training checkpoints to a folder in the background, and keeps the newest ones.
 
     Only one training at a time can use a folder. Incomplete files of a killed training are removed. In distributed
     training, every rank creates a `Checkpointer` and calls `save`, but only rank 0 writes to the folder.
@@ -51,11 +51,11 @@ class Checkpointer:
         folder: the folder; created if it does not exist.
         train_step: the training step.
         keep: number of checkpoints to keep. After a checkpoint is written, the oldest checkpoints of earlier steps are
-            removed. Checkpoints of later steps are never removed.
+            removed. Checkpoints of later steps (from before a restart) are never removed.
 
     Raises:
         ValueError: if `keep` is below 1.
-        OSError: if the folder cannot be created or written, or another training, also in this process, uses it.
+        OSError: if the folder cannot be created or written, or if another training (also in this process) uses it.
 
     >>> import tempfile, torch, gbfunc as gb
     >>> pnet = torch.nn.Linear(30, 20)
@@ -100,7 +100,7 @@ class Checkpointer:
 
         Raises:
             TypeError: if the state has a value that is not a tensor, or if `extra` has a value of an unsupported type.
-            ValueError: if `extra` is nested too deeply to be read.
+            ValueError: if `extra` is nested too deeply for `load_checkpoint`.
             OSError: on rank 0, if the previous write failed. The new checkpoint is written nevertheless.
             CollectiveError: if a rank is missing.
         """
@@ -139,7 +139,7 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: object, *error: object) -> None:
-        # If an error ends the block, raise this error instead of an error of writing.
+        # If the block ends with an error, raise that error instead of an error of writing.
         with contextlib.suppress(OSError) if kind else contextlib.nullcontext():
             self.close()
 
@@ -159,7 +159,7 @@ class Checkpointer:
 
 
 class Checkpoint(NamedTuple):
-    """The result of `load_checkpoint`. Without a valid file, it has the state `like`, `extra={}` and `path=None`."""
+    """The result of `load_checkpoint`; without a valid file, the state `like`, `extra={}` and `path=None`."""
 
     state: Any  # Has the structure and devices of `like`
     extra: JSON
@@ -191,7 +191,7 @@ def load_checkpoint(
             with a string such as `"lr 0.1, now 0.05"`. If `changed` is None, a difference raises ValueError.
 
     Raises:
-        FileNotFoundError: if the file does not exist.
+        FileNotFoundError: if `path` is a checkpoint file that does not exist.
         CollectiveError: if a rank is missing.
         ValueError: if the file is damaged, or the checkpoint has a different plan or optimizer.
     """
@@ -284,9 +284,9 @@ def _plan_summary(plan: Plan) -> JSON:
 
 
 def describe_training(settings: Mapping[str, Any], step: int) -> dict[str, str]:
-    """Describes an optimizer and its options; describes a schedule by the rate at `step` and a hash of many rates."""
+    """Describes an optimizer's options as strings. A schedule becomes its rate at `step` and a hash of rates."""
     if "cls" not in settings:
-        return {k: text_of(v) for k, v in settings.items()}  # The optimizer was not made by `torch_optimizer`
+        return {k: text_of(v) for k, v in settings.items()}  # An optimizer that `torch_optimizer` did not make
     by_role = {f"{role}.{k}": v for role in ROLES for k, v in (settings[role] or {}).items()}
     parameters = inspect.signature(settings["cls"]).parameters.items()
     default = {k: p.default for k, p in parameters if p.default is not p.empty}
@@ -310,7 +310,7 @@ def _described(x: Any, step: int) -> str:
 
 def _differing(saved: Mapping[str, str], current: Mapping[str, str]) -> list[str]:
     def of(training: Mapping[str, str], name: str) -> str | None:
-        # If an option is not set for a role (`gnets.lr`), the option for all roles (`lr`) holds.
+        # If an option is not set for a role (`code.lr`), the role has the option of all roles (`lr`).
         return training.get(name, training.get(name.rpartition(".")[2]))
 
     pairs = {name: (of(saved, name), of(current, name)) for name in {**saved, **current}}
@@ -319,7 +319,7 @@ def _differing(saved: Mapping[str, str], current: Mapping[str, str]) -> list[str
 
 def _encode(tensors: Params, about: dict[str, str]) -> bytes:
     data = to_bytes(tensors, {"format": _FORMAT, "sha256": _NO_DIGEST, **about})
-    # Replace the entry `"sha256":"000..."`. The user's metadata cannot contain it, because quotes are escaped there.
+    # Replace the entry `"sha256":"000..."`. The user's metadata cannot contain this text, because quotes are escaped.
     return data.replace(_entry(_NO_DIGEST), _entry(hashlib.sha256(data).hexdigest()), 1)
 
 

@@ -57,7 +57,7 @@ def save(
         metadata: any JSON, such as names of classes; `load_metadata` returns it.
 
     Returns:
-        Number of bytes written; equal genomes have equal bytes. A warning is issued if `load` will need `max_params`.
+        Number of bytes written. Equal arguments give equal files. A warning is issued if `load` will need `max_params`.
 
     Raises:
         ValueError: if the genome does not fit the plan, or has a value that is not finite, or too large or too small
@@ -108,8 +108,8 @@ def load(
 ) -> tuple[Plan, Genome]:
     """Reads and checks a file written by `save`; returns the plan and the genome on the CPU.
 
-    Before a tensor is read, the size of the plan is compared with the size of the file. A file of n bytes takes at most
-    about 50 MB + 1,000 n bytes of memory and 0.3 s + n microseconds, unless `max_params` allows more.
+    A small file can declare a huge genome, so declared sizes are checked before tensors are read. A file of n bytes
+    takes at most about 50 MB + 1,000 n bytes of memory and 0.3 s + n microseconds, unless `max_params` allows more.
 
     Args:
         path: the file.

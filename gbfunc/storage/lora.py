@@ -4,8 +4,8 @@ A delta with tiles `L[i, j] @ R[i, j].T` is a product of two thin matrices, whos
 
     W_base + delta = W_base + B A,    A [k', in],  B [out, k'],    k' = nr nc k
 
-The columns of B hold `L[i, j]` in the rows of tile row i, and the rows of A hold `R[i, j].T` in the columns of tile
-column j. B includes the scales of the g-nets, so `lora_alpha = r` for every layer.
+Every tile has k columns of B, with `L[i, j]` in the rows of tile row i, and k rows of A, with `R[i, j].T` in the
+columns of tile column j. B includes the scales of the g-nets, so LoRA's own scale `lora_alpha / r` is 1.
 
 Suffixes: i tile rows (nr of them), j tile columns (nc), r and c rows and columns of a tile, k rank of a tile.
 """
@@ -39,12 +39,12 @@ _INSTEAD = "; gb.materialize(plan, genome, pnet) gives the whole network instead
 
 
 def save_lora(folder: str | os.PathLike[str], plan: Plan, genome: GenomeLike, pnet: nn.Module) -> int:
-    """Writes a LoRA adapter for `peft.PeftModel.from_pretrained(pnet, folder)`; returns the bytes of its tensors' file.
+    """Writes a LoRA adapter for `peft.PeftModel.from_pretrained(pnet, folder)`; returns the size of the tensors' file.
 
     The folder has each delta as two thin matrices, and the complete new modules (`modules_to_save`). The folder is
-    therefore larger than the genome's file, and cannot be converted back into a genome. The adapter produces the same
-    outputs in any program that supports LoRA. If a delta's weight is tied, every layer that uses the weight gets a copy
-    of the two matrices. Do not merge the copies in peft, because peft would add all copies to the weight.
+    therefore larger than the genome's file, and cannot be converted back into a genome. Any program that supports LoRA
+    computes the same outputs. If a delta's weight is tied, every layer that uses the weight gets a copy of the two
+    matrices. Do not merge the copies in peft, because peft would add all copies to the weight.
 
     Args:
         folder: the folder, created if it does not exist; its files are replaced.

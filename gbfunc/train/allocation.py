@@ -26,9 +26,9 @@ def allocate_steps(
 ) -> Steps:
     r"""Choose quantization steps with which a genome fits into `genome_bytes`, and rounding raises the loss least.
 
-    A *part* is the numbers of a leaf that belong to one tensor of the p-net. A part has a quantization step $s$. All
-    parts have the same $s \sqrt{\overline{g^2}}$, where $\overline{g^2}$ is the optimizer's mean square of the
-    part's gradient. This is reverse water-filling with the diagonal of the Fisher information (`gbfunc.formats.steps`).
+    A *part* is the numbers of a leaf that belong to one tensor of the p-net. Each part has a quantization step $s$. All
+    parts get the same $s \sqrt{\overline{g^2}}$, where $\overline{g^2}$ is the mean square of the part's gradient in
+    the optimizer's state. Then the loss grows least (reverse water-filling, see `gbfunc.formats.steps`).
 
     Pass the result to `save`, and to `make_train_step(rounding=)`. The loss is then computed from the rounded genome
     that the file will contain. With a `batch_size`, the loss has a penalty on the number of bits in the file. Call this

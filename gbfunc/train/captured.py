@@ -47,7 +47,7 @@ class CudaGraph:
 
 
 class Rates:
-    """Learning rates of schedules: numbers in eager steps, and tensors in recorded steps, which replays read again."""
+    """Learning rates of schedules: numbers in eager steps, tensors in recorded steps, where replays read new rates."""
 
     def __init__(self) -> None:
         self.tensors: dict[LearningRate, Tensor | None] = {}
@@ -90,7 +90,7 @@ class Graphs:
                 if not self._fallback:
                     raise
                 warnings.warn(f"steps are not captured: {error}", UserWarning, stacklevel=3)
-                self._calls[key] = -(2**62)  # Never try again to capture a step for this batch shape.
+                self._calls[key] = -(2**62)  # This batch shape runs eagerly from now on.
                 return self._step(state, batch)
         graph, static, info = self._graphs[key]
         _write(self._fixed, _device_tensors(state))

@@ -32,7 +32,7 @@ class StepOptions:
             custom forward, and code outside of layers, read the dense weight (`dense_reads` counts how often).
         remat: which tensors backward recomputes to save memory. `"none"`: no tensor (the fastest). `"generate"`:
             tensors between genome and weights. `"layer"`: also weights, each time a layer uses a weight. Layers then
-            use no factors, and all ranks must call the same layers, because they gather a split genome for each use.
+            use no factors, and all ranks must call the same layers, because each use gathers a split genome.
         on_nonfinite: what to do if loss or gradient is not finite: `"skip"` keeps the state, `"raise"` raises an error.
         kernel: implementation of ReLU, periodic and bilinear g-nets: "compiled" (C++ on a CPU, Triton on a GPU),
             "eager" (PyTorch) or "auto" (compiled where available).
@@ -50,7 +50,7 @@ class StepOptions:
             `"sharded"`, but ranks gather factors if g-nets have factors. `"auto"`: by a count of bytes and operations.
         check_every: number of training steps between checks that ranks have equal states; 0 checks only the first step.
         parallel: how layers are split over the mesh's tensor axis: a style of `torch.distributed.tensor.parallel` per
-            module name, as for `parallelize_module` (`gbfunc.parallel.styles.tensor_styles` makes them). A rank
+            module name, as for `parallelize_module` (`gbfunc.parallel.styles.tensor_styles` makes styles). A rank
             generates and applies its part of a weight. All ranks along the axis get the same rows. If the first layer
             takes a sharded input, each rank gets only its part of every row.
         pipeline: the schedule of microbatches along the mesh's pipeline axis: torch's `"gpipe"`, `"1f1b"`,

@@ -113,10 +113,10 @@ def learning_rate(lr: LearningRate, step: int) -> float:
 def torch_schedule(
     scheduler_cls: type[lr_scheduler.LRScheduler], lr: float, steps: int, **options: Any
 ) -> Callable[[int], float]:
-    """Run a torch scheduler once, and return the learning rate as a function of the step; the last rate then stays.
+    """Run a torch scheduler once, and return the learning rate as a function of the training step.
 
-    Only the learning rate is scheduled, not momentum. OneCycleLR (Smith and Topin, 2018) gets `max_lr=lr` and
-    `total_steps=steps`, unless `options` has other values.
+    After `steps` steps, the last rate stays. Only the learning rate is scheduled, not momentum. OneCycleLR (Smith and
+    Topin, 2018) gets `max_lr=lr` and `total_steps=steps`, unless `options` has other values.
 
     Args:
         scheduler_cls: a class of `torch.optim.lr_scheduler`.

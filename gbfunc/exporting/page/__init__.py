@@ -59,7 +59,7 @@ def page(
     """Return the page as HTML. The page shows `genome`, unless the page's address has another genome after "#".
 
     `alphabets` has the characters of each language model, and `networks` the descriptions (`network`) of p-nets that
-    the page's scripts do not know. The keys are the names in the metadata of genomes' files.
+    the page's scripts do not know. The keys are those in genome files' metadata (`alphabet`, `pnet`).
     """
     contents = {"genome": in_address(genome), "alphabets": dict(alphabets), "networks": dict(networks)}
     parts = {"style": _source("page.css"), "embedded": json.dumps(contents).replace("<", "\\u003c")}

@@ -77,7 +77,7 @@ def weights_of(loss: GenomeLoss, inputs: StepInputs, regenerate: bool) -> tuple[
 
 
 def through_gnets(weights: Params, sums: Params, wanted: list[Tensor]) -> Gradients:
-    """Compute the gradients of `wanted`, leaves of the genome, from `sums`, gradients of the weights by name."""
+    """Compute the gradients of `wanted`, leaves of the genome, from `sums`, the summed gradients of weights."""
     used = [k for k in sums if weights[k].requires_grad]
     if not used:
         return (None,) * len(wanted)

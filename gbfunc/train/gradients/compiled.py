@@ -110,13 +110,13 @@ def _compiler_errors() -> tuple[type[Exception], ...]:
     return (tracing.TorchDynamoException,) if more is None else (tracing.TorchDynamoException, more)
 
 
-# Objects that never change: drop Dynamo's guards (run-time checks). `_dot_` excludes packages named gbfunc_X.
+# Drop Dynamo's guards (run-time checks) of objects that never change. `_dot_` excludes packages named gbfunc_X.
 _FIXED = re.compile(r"self\.generator|__import_(gbfunc|torch)_dot_|__import__\('torch'|__builtins_dict_|type\(inputs\)")
 _CODES = count()
 
 
 def _compiled(method: Any, *, fullgraph: bool = False, cpp_wrapper: bool = False) -> Callable[..., Any]:
-    # With `fallback_random`, compiled code draws eager code's random numbers. The other options need torch 2.8.
+    # With `fallback_random`, compiled code draws random numbers as eager code does. Other options need torch 2.8.
     options: dict[str, Any] = {"fallback_random": True}
     if hasattr(torch.compiler, "keep_tensor_guards_unsafe"):
         options["cpp_wrapper"] = cpp_wrapper

@@ -192,7 +192,7 @@ class GenomeLoss:
 
 
 class Strategy:
-    """Base class of the ways to compute a genome's gradient. Each subclass has a file in this folder."""
+    """Base class of methods to compute a genome's gradient. Most subclasses have a file of their own in this folder."""
 
     loss: GenomeLoss | None = None  # None until the first call builds the loss
     least_rows: int = 2  # rows of zeros that replace an empty share; some layers need two rows
@@ -233,7 +233,7 @@ class LossAndGrads(NamedTuple):
 
 
 class Objective:
-    """Computes the loss and the gradient of a genome in one process, and divides the gradient by the loss's `scale`."""
+    """Computes a genome's loss and gradient in one process. Divides the gradient by `scale`, the factor of the loss."""
 
     def __init__(self, plan: Plan, strategy: Strategy, scale: float) -> None:
         self._plan, self.strategy, self.scale = plan, strategy, scale
@@ -241,7 +241,7 @@ class Objective:
     def __call__(
         self, leaves: Params, trained: Params, buffers: Params, batch: Any, seed: int, step: int
     ) -> LossAndGrads:
-        """Return the loss at `leaves`, and the gradient with respect to `trained`, from which `leaves` are computed."""
+        """Return the loss at `leaves`, and the gradient with respect to `trained`, which rounds to `leaves`."""
         noise = noise_of(self._plan, seed, next(iter(trained.values())))
         inputs = StepInputs(leaves, noise, {k: v.clone() for k, v in buffers.items()}, batch, 1, True)
         try:

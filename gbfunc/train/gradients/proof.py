@@ -1,4 +1,4 @@
-"""Compares the first gradient that several ranks compute with the gradient of the whole p-net on one rank."""
+"""Checks that a p-net can be split over ranks: compares the ranks' first gradient with the gradient on one rank."""
 
 import math
 import warnings
