@@ -1,4 +1,4 @@
-"""Chooses how to generate each weight (dense, as factors, or recomputed), and generates weights or blocks of them."""
+"""Generates weights or blocks of weights, and chooses how: dense, as factors, or recomputed for each use."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def make_generator(
 
     With a `layout` of ranks, each rank generates some tiles, and gathers the other tiles from the other ranks. With
     `lazy`, layers of `pnet` that support factors get factors instead of dense weights. With `remat`, a weight is
-    generated for each use and again in backward. `names` selects parameters, and `pieces` selects blocks of their
-    matrices; factors always describe the whole matrix. Raises ValueError if the plan has a base and `base` is None.
+    generated for each use and again in backward. `names` selects parameters. `pieces` selects a block of a
+    parameter's matrix, except for factors, which always describe the entire matrix. A plan with a base needs `base`.
     """
     if plan.base is not None and base is None:
         raise ValueError("the genome holds deltas of a base, but base is None: pass the pretrained p-net (base=)")
     layout = layout if layout is not None and layout.sharded else None
     of_base = {} if base is None else {k: partial(base.tensor, k) for k in base.params}
-    # Ranks that gather tiles, or that gather a weight for each use, need dense weights instead of factors.
+    # Ranks that gather tiles instead of factors, or gather again for each use, cannot give factors to layers.
     keeps_factors = layout is None or (layout.placement == "factors" and not remat)
     chooser = _Chooser(plan, kernel, layout, pnet, lazy if keeps_factors else False, remat, pieces or {}, of_base)
     selected = [t for t in plan.tensors if names is None or t.name in names]
@@ -64,7 +64,7 @@ def make_generator(
         found |= {(plan.tensors[span.tensor].name, span.matrix): (n, i) for i, span in enumerate(spans)}
     places, forms = [], dict[str, WeightForm]()
     for t in (t for t in selected if t.slots):
-        form, of_tensor = chosen[t.name], [found[t.name, part] for part in range(len(t.slots))]
+        form, of_tensor = chosen[t.name], [found[t.name, number] for number in range(len(t.slots))]
         places.append((form, of_tensor))
         if isinstance(form, WeightForm):
             forms |= dict.fromkeys((t.name, *t.aliases), form)
@@ -72,18 +72,18 @@ def make_generator(
     unchanged = {k: on for k, on in of_base.items() if k not in {t.name for t in plan.tensors}}
     keys = (chosen[t.name].keys if t.slots else (t.name,) for t in selected)
     order = [*unchanged, *(k for group in keys for k in group)]
-    parts = (stacks, places, forms, [chooser.target(t) for t in selected if not t.slots], unchanged, order, plan.dtype)
+    direct = [chooser.target(t) for t in selected if not t.slots]
     if layout is None:
-        return Generator(*parts)
+        return Generator(stacks, places, forms, direct, unchanged, order, plan.dtype)
     # Import RankGenerator here, because a single process does not need `torch.distributed`.
     from gbfunc.generation.ranks import RankGenerator
 
-    return RankGenerator(layout, *parts)
+    return RankGenerator(layout, stacks, places, forms, direct, unchanged, order, plan.dtype)
 
 
 @dataclass
 class _Chooser:
-    """Chooses tensors' forms (dense, factors, ...) and ensembles' `Stack`s from the arguments of `make_generator`."""
+    """Chooses the form of each tensor and the `Stack` of each ensemble, from the arguments of `make_generator`."""
 
     plan: Plan
     kernel: Kernel
@@ -93,7 +93,7 @@ class _Chooser:
     remat: bool
     pieces: Mapping[str, Piece]
     of_base: Mapping[str, Callable[[torch.device], Tensor]]
-    # For each tensor to be recomputed, (stack, number of the slot) of each matrix. `make_generator` fills the lists.
+    # For each recomputed weight, the stack of each matrix, and the matrix's index there. `make_generator` adds them.
     recomputed: dict[str, list[tuple[Stack, int]]] = field(default_factory=dict)
 
     def target(self, tensor: TensorPlan) -> Target:
@@ -112,7 +112,7 @@ class _Chooser:
             return factored
         if not self.remat:
             return DenseWeight(target)
-        # A weight that need not be dense is always a single matrix, so one ensemble generates the weight.
+        # A weight that can be recomputed is always a single matrix, so one ensemble generates the weight.
         e = next(e for e in self.plan.ensembles for p in e.spans if self.plan.tensors[p.tensor] is tensor)
         if not e.leaves:
             return DenseWeight(target)
@@ -122,7 +122,7 @@ class _Chooser:
             values = iter(inputs)
             return target.fold([stack.slot(number, values).matrix() for stack, number in slots])
 
-        # With several ranks, the last input is a flag: 0 if this rank's gradients will be discarded.
+        # With several ranks, the last input is a flag, which is 0 if this rank's gradients are discarded.
         n = len(e.leaves) + len(e.hypernet.noise_shapes(e.dims)) + int(self.layout is not None)
         # Number the inputs, because names of leaves may contain characters that attributes cannot have.
         inputs, transposed = tuple(f"input_{i}" for i in range(n)), tensor.kind == "transposed_linear"
@@ -135,9 +135,9 @@ class _Chooser:
         layout = self.layout if e.leaves else None
         cuts: dict[int, Cut] = {}
         for i, name in ((i, name) for i, name in enumerate(owners) if name in forms):
-            # Factors are always generated for the whole matrix. The layer selects the part that it needs.
+            # Factors are always generated for the entire matrix. The layer selects the rows and columns that it needs.
             piece = self.pieces.get(name) if forms[name].needs != "factors" else None
-            # Over ranks, all tiles are generated and gathered, and the block is cut out of them.
+            # With several ranks, all tiles are gathered, and the block is then cut out of the matrix.
             grid = e.spans[i].slot.grid
             cuts[i] = Cut(grid, None, piece) if piece is None or layout is not None else cut_piece(grid, piece)
         if not cuts:
@@ -150,10 +150,10 @@ class _Chooser:
 
 
 def to_serve(plan: Plan, generator: Generator, tensors: Params) -> tuple[Params, dict[str, WeightForm], Params]:
-    """Decide how a module for inference stores each output of a lazy generator: as a dense weight or as factors.
+    """Decide for a module for inference which weights to store as factors: weights whose factors are smaller.
 
-    Factors are stored if they are smaller. Returns three dicts: the dense weights by name, in the p-net's dtypes; for
-    each weight stored as factors, its `WeightForm`, by name and by tied names; and the factors by key.
+    `tensors` is the output of a lazy generator. Returns three dicts: the dense weights by name, in the p-net's dtypes;
+    the `WeightForm` of each weight that is stored as factors, by all tied names; and the factors by key.
     """
     weights, forms, inputs = {k: tensors[k] for k in generator.unchanged}, dict[str, WeightForm](), Params()
     for t in plan.tensors:
@@ -245,10 +245,10 @@ def generate_piece(
     matrices = list(KINDS[tensor.kind].matrices(tensor.shape))
     (a, b, _), (c, d, _) = rows.indices(sum(m.rows for m in matrices)), cols.indices(matrices[0].cols)
 
-    def block(part: int, piece: Piece) -> Tensor:
+    def block(index: int, piece: Piece) -> Tensor:
         if not tensor.slots:
-            return piece.of(KINDS[tensor.kind].unfold(genome.direct[tensor.name])[part])
-        slot, narrow = tensor.slots[part], DTYPES[tensor.dtype]
+            return piece.of(KINDS[tensor.kind].unfold(genome.direct[tensor.name])[index])
+        slot, narrow = tensor.slots[index], DTYPES[tensor.dtype]
         e, number = next((e, i) for e in plan.ensembles for i, p in enumerate(e.spans) if p.slot is slot)
         stack = Stack(e, kernel, {number: cut_piece(slot.grid, piece)})
         like = next(iter(genome.gnets.get(e.name, {}).values()), torch.zeros((), dtype=plan.dtype, device="cpu"))

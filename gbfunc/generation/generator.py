@@ -3,8 +3,8 @@
     leaves + codes --vmap(apply)--> tiles [T, r, c], or factors [T, r, k] and [T, c, k]     one `Stack` per ensemble
     slots --form.of--> the layer's input: a weight, factors or leaves             one form (`layers.forms`) per tensor
 
-A slot is one generated matrix. A span is the run of a slot's tiles among the tiles of an ensemble. A form is the way in
-which a layer gets its weight. `make_generator` chooses the forms, and the tensors that ranks gather.
+A slot is one generated matrix. A span is the range of a slot's tiles in its ensemble. A form determines how a layer
+gets its weight. `make_generator` chooses the forms, and the tensors that ranks gather.
 
 Suffixes: T tiles, S spans; r rows and c columns of a tile, R rows and C columns of a matrix; k rank of the factors.
 """
@@ -30,7 +30,7 @@ _RUN_BYTES = 2**22
 
 
 class Generated(NamedTuple):
-    """A generated slot, as a matrix or as factors of its tiles. Forms read slots as `gbfunc.layers.forms.Source`."""
+    """A generated slot: a matrix, or factors of its tiles. The class is a `Source`, from which forms get the slot."""
 
     value: Tensor | Factors
     cut: Cut
@@ -48,7 +48,7 @@ class Generated(NamedTuple):
 
 
 class Local(NamedTuple):
-    """A slot that is generated later, when a form requests the matrix or the factors. The class is a `Source`."""
+    """A slot that is generated when a form requests the matrix or the factors. The class is a `Source`."""
 
     evaluation: Evaluation
     cut: Cut
@@ -107,7 +107,7 @@ class Stack:
         return constants
 
     def _groups(self, device: torch.device) -> Tensor:
-        """Return the number of every tile's group, [T]. An exported graph stores only runs of consecutive numbers."""
+        """Return the index of every tile's group, [T]. An exported graph computes the indices from fewer numbers."""
         groups = self.ensemble.groups
         if not is_exporting():
             return torch.from_numpy(groups).to(device, torch.int64)
@@ -117,7 +117,7 @@ class Stack:
         return offsets_T + torch.arange(len(groups), device=device)
 
     def evaluation(self, leaves: Params, noise: Params | None, dtype: torch.dtype, device: torch.device) -> Evaluation:
-        """Return constants, leaves and noise of this rank's tiles, from a flat genome and the noise of all tiles."""
+        """Select constants, leaves and noise of this rank's tiles, from a flat genome and the noise of all tiles."""
         leaves = {k: leaves[name] for k, name in self.names.items()}
         if self._some:
             leaves = {k: v if k in self._shared else v[self._tiles] for k, v in leaves.items()}
@@ -136,18 +136,18 @@ class Stack:
         return Evaluation(constants, leaves, noise)
 
     def _apart(self, evaluation: Evaluation) -> list[Local]:
-        return [Local(part, cut) for part, cut in zip(evaluation.split(self._local_counts), self.cuts, strict=True)]
+        return [Local(slot, cut) for slot, cut in zip(evaluation.split(self._local_counts), self.cuts, strict=True)]
 
     def _matrices(self, evaluation: Evaluation) -> list[Generated]:
         """Generate the slots as matrices. Large matrices are generated one after the other, to save memory."""
         dims = self.ensemble.dims
         spans = _spans([n * dims.rows * dims.cols * evaluation.constants.row.itemsize for n in self._counts])
-        parts = evaluation.split([sum(self._counts[span]) for span in spans])
-        matrices = [m for i, part in enumerate(parts) for m in part.matrices(self._grids[spans[i]])]
+        split = evaluation.split([sum(self._counts[span]) for span in spans])
+        matrices = [m for i, slots in enumerate(split) for m in slots.matrices(self._grids[spans[i]])]
         return [Generated(m, self.cuts[i]) for i, m in enumerate(matrices)]
 
     def of_tiles(self, of: Evaluation | Tensor | Factors) -> list[Generated]:
-        """Divide the tiles of all slots, or the factors of these tiles, among the slots."""
+        """Divide the ensemble's tiles, or the factors of its tiles, among the slots."""
         tiles = of.tiles() if isinstance(of, Evaluation) else of
         if isinstance(tiles, Tensor):
             return [Generated(m, cut) for m, cut in zip(join_all(tiles, self._grids), self.cuts, strict=True)]
@@ -169,7 +169,7 @@ def _of_spans(first_S: list[int], values_S: list[float], n: int, dtype: torch.dt
 
 
 def _spans(sizes: list[int]) -> list[slice]:
-    """Join consecutive slots, of these sizes in bytes, to runs of at least `_RUN_BYTES` (the last may be smaller)."""
+    """Group consecutive slots, given by size in bytes, until a group has `_RUN_BYTES`. The last may be smaller."""
     spans: list[slice] = []
     first = total = 0
     for i, size in enumerate(sizes, 1):
@@ -189,14 +189,14 @@ class Generator:
     def __init__(
         self,
         stacks: Sequence[Stack],  # Stacks with needs="leaves" come last
-        places: Sequence[tuple[Form, list[tuple[int, int]]]],  # Per tensor: the form, and (stack, slot) of each matrix
-        forms: dict[str, WeightForm],  # Forms by weight name (all tied names); none for dense weights
+        places: Sequence[tuple[Form, list[tuple[int, int]]]],  # Per tensor: form, and (stack, slot) indices of matrices
+        forms: dict[str, WeightForm],  # Forms of weights that are not dense, by all tied names
         direct: Sequence[Target],
-        unchanged: Mapping[str, Callable[[torch.device], Tensor]],  # (device) -> a base parameter without a delta
+        unchanged: Mapping[str, Callable[[torch.device], Tensor]],  # device -> parameter of a base without a delta
         order: Sequence[str],  # The names that a call returns
         dtype: torch.dtype,
     ) -> None:
-        # Call both once in one thread: a first call in several threads has errors of 8e-5 (pytorch issue 188792).
+        # Call `sin` and `tanh` once now. First calls in several threads have errors of 8e-5 (pytorch issue 188792).
         torch.tanh(torch.sin(torch.zeros(1, dtype=torch.float32, device="cpu")))
         self.stacks, self.forms, self.unchanged = stacks, forms, unchanged
         self.frozen = {*unchanged, *(key for form in forms.values() for key in form.frozen)}
@@ -206,7 +206,7 @@ class Generator:
         self._like = next((name for stack in stacks for name in stack.names.values()), None)
 
     def __call__(self, leaves: Params, noise: Noise | None = None, *, counts: bool = True) -> Params:
-        """Generate all parameters by name. For a weight with a form, return the form's input tensors instead.
+        """Generate all parameters by name. For a weight that is not dense, return the form's inputs instead.
 
         `leaves` is a flat genome (`flat_genome`), or this rank's rows of a split genome. `noise` is for all tiles;
         without noise, weights are mean weights. `counts=False` makes this rank's gradients zero (see `Gather`).
@@ -229,7 +229,7 @@ class Generator:
         return [stack.split(evaluations[i]) for i, stack in enumerate(self.stacks)]
 
     def prepare(self, leaves: Params) -> None:
-        """Build codes and scales for the dtype and device of these leaves, because a compiled call cannot do so."""
+        """Build codes and scales for the dtype and device of `leaves`, because compiled code cannot build codes."""
         dtype, device = self._kind(leaves)
         for on in self.unchanged.values():
             on(device)

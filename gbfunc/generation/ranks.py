@@ -18,7 +18,7 @@ from gbfunc.types import Factors, Kernel
 
 
 class Remote(NamedTuple):
-    """A `Source` of a slot that is split over ranks. When a form requests the slot, ranks generate and gather tiles."""
+    """A `Source` of a slot that is split over ranks. All ranks gather its tiles when a form requests the slot."""
 
     stack: RankStack
     number: int
@@ -77,7 +77,7 @@ class RankGenerator(Generator):
 
     def _slots(self, evaluations: Sequence[Evaluation], counts: bool) -> list[Sequence[Source]]:
         gather = Gather(self._layout, counts)
-        # Gather all ensembles at once, outside of vmap: each collective costs latency and has no batching rule.
+        # Gather all ensembles at once, to save latency, and outside of `vmap`, which does not support collectives.
         mine = {
             s.ensemble.name: s.tiles(evaluations[i], gather)
             for i, s in enumerate(self.stacks)
@@ -88,8 +88,8 @@ class RankGenerator(Generator):
             if stack.ensemble.name in tiles:
                 slots.append(stack.of_tiles(tiles[stack.ensemble.name]))
             elif isinstance(stack, RankStack):
-                parts = evaluations[i].split(stack._local_counts)
-                slots.append([Remote(stack, number, part, gather) for number, part in enumerate(parts)])
+                split = evaluations[i].split(stack._local_counts)
+                slots.append([Remote(stack, number, own, gather) for number, own in enumerate(split)])
             else:
                 slots.append(stack.split(evaluations[i]))
         return slots

@@ -19,8 +19,8 @@ from gbfunc.layers.forms import weight_of
 from gbfunc.layers.kinds import DELTA
 
 _SAMPLED = 64  # Number of columns from which a weight's standard deviation is estimated
-_CHUNK = 256  # Number of the weight's columns per call of the layer in backward
-_LINEAR = 0.05  # Tolerated difference of f(x) + f(y) and f(x + y), relative to the largest output
+_CHUNK = 256  # Number of the weight's columns that backward computes in one call of the layer
+_LINEAR = 0.05  # Tolerated |f(x) + f(y) - f(x + y)| of a linear layer f, relative to its largest output
 
 
 def hidden_layers(net: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -36,7 +36,7 @@ def hidden_layers(net: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def unit_outputs(layer: Any, like: Tensor) -> Tensor:
-    """Compute up to 64 evenly spaced columns [out, n] of a weight from unit vectors. `like` gives dtype and device.
+    """Compute up to 64 columns [out, n] of a weight: the outputs for unit vectors (dtype and device of `like`).
 
     Raises:
         ValueError: if the layer is not a linear map from `in_features` to `out_features` numbers.
@@ -52,13 +52,13 @@ def unit_outputs(layer: Any, like: Tensor) -> Tensor:
     unit = torch.eye(cols, dtype=like.dtype, device="cpu")[which].to(like.device)
     try:
         with torch.no_grad():
-            zero, out, both = (type(layer).forward(layer, x) for x in (unit[:1] * 0, unit, unit + unit.flip(0)))
+            zero, out, of_sums = (type(layer).forward(layer, x) for x in (unit[:1] * 0, unit, unit + unit.flip(0)))
     except Exception as error:  # A layer may raise any error.
         raise ValueError(f"its forward fails for {like.dtype}: {str(error).partition(chr(10))[0]}") from error
     if not isinstance(out, Tensor) or out.shape != (len(which), rows) or not out.is_floating_point():
         got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
         raise ValueError(f"its forward maps {tuple(unit.shape)} to {got} instead of {(len(which), rows)}")
-    if float((both - (out + out.flip(0) - zero)).abs().max()) > _LINEAR * float(out.abs().max()):
+    if float((of_sums - (out + out.flip(0) - zero)).abs().max()) > _LINEAR * float(out.abs().max()):
         raise ValueError("its forward is not linear")
     return (out - zero).t()
 
@@ -98,7 +98,7 @@ class _Layer(torch.autograd.Function):
 
 
 def _kept(layer: nn.Module) -> nn.Module:
-    """Copy a layer with its present tensors, for backward: the p-net drops its own references after the forward."""
+    """Copy a layer, with references to its tensors, for backward: the p-net removes the tensors after forward."""
     kept = object.__new__(type(layer))
     tensors = {"_parameters": dict(layer._parameters), "_buffers": dict(layer._buffers)}
     vars(kept).update(vars(layer), _modules={k: m and _kept(m) for k, m in layer._modules.items()}, **tensors)
@@ -106,17 +106,17 @@ def _kept(layer: nn.Module) -> nn.Module:
 
 
 def _through_units(run: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> Tensor:
-    cols, parts = x.shape[-1], list[Tensor]()
+    cols, gradients = x.shape[-1], list[Tensor]()
     zero = run(x.new_zeros(1, cols))
     for first in range(0, cols, _CHUNK):
         unit = x.new_zeros(min(_CHUNK, cols - first), cols)
         unit.diagonal(first).fill_(1)
-        parts.append(grad @ (run(unit) - zero).to(grad.dtype).t())
-    return torch.cat(parts, -1).to(x.dtype)
+        gradients.append(grad @ (run(unit) - zero).to(grad.dtype).t())
+    return torch.cat(gradients, -1).to(x.dtype)
 
 
 def beside_forward(layer: Any, input: Tensor) -> Tensor:
-    """Compute the layer's own forward, and add the delta's output. The delta is computed in the dtype of the g-nets."""
+    """Return the layer's own output plus the delta's output, which is computed in the dtype of the g-nets."""
     y = _Layer.apply(partial(layer._stock.forward, _kept(layer)), input)
     weight = weight_of(layer, DELTA)
     wide = input if torch.is_autocast_enabled(input.device.type) else input.to(weight.inputs["left"].dtype)

@@ -1,6 +1,6 @@
 """Weights as products of thin factors, `W = L R^T` for each tile, applied as `(x R) L^T` without forming `W`.
 
-Suffixes: i, j row and column of a tile among nr x nc tiles; r rows, c columns, k rank of a tile; B rows of the batch.
+Suffixes: i, j row and column of a tile in a grid of nr x nc tiles; r rows, c columns, k rank of a tile; B batch rows.
 """
 
 import math
@@ -19,15 +19,15 @@ from gbfunc.types import Params
 
 
 class FactoredWeight(WeightForm):
-    """A weight whose matrix consists of tiles `L[i, j] @ R[i, j].T`, from inputs left [T, r, k] and right [T, c, k].
+    """A weight that consists of T tiles `L[i, j] @ R[i, j].T`, from the inputs left [T, r, k] and right [T, c, k].
 
-    The T tiles have r rows, c columns and rank k. A layer has the weight in `shape` (`transposed` for Hugging Face's
-    `Conv1D`). With `auto`, layers apply the factors to inputs of fewer than `thin_rows` rows, and the dense weight to
-    all other inputs and in exported programs.
+    The matrix of all tiles, transposed if `transposed` (Hugging Face's `Conv1D`), is reshaped to the layer's `shape`.
+    With `auto`, layers apply factors to inputs of fewer rows than `thin_rows` returns, and form the weight for larger
+    inputs and in exported programs. Without `auto`, layers apply factors to all inputs.
     """
 
     needs: Needs = "factors"
-    more: ClassVar[tuple[str, ...]] = ()  # names of inputs in addition to the factors
+    more: ClassVar[tuple[str, ...]] = ()  # names of inputs in addition to left and right
 
     def __init__(
         self, name: str, shape: tuple[int, ...], grid: TileGrid, rank: int, transposed: bool, auto: bool
@@ -41,7 +41,7 @@ class FactoredWeight(WeightForm):
         self._thin_rows = {conv: thin_rows(*sizes, conv=conv) if auto else math.inf for conv in (False, True)}
 
     def of(self, sources: Sequence[Source]) -> Params:
-        """Return the factors of every tile."""
+        """Return the factors of all tiles, named by `keys`."""
         return dict(zip(self.keys, sources[0].factors(), strict=False))
 
     def by_tile(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -57,28 +57,28 @@ class FactoredWeight(WeightForm):
         return (matrix.t() if self.transposed else matrix).reshape(self.shape)
 
     def apply(self, weight: Weight, use: Use, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Apply the factors if this is faster, otherwise the dense weight."""
+        """Compute the output with factors, or with the dense weight if that is faster for the number of rows."""
         y = self.thin(weight, use, x, bias)
         return use.run(weight.dense(), x, bias) if y is None else y
 
     def thin(self, weight: Weight, use: Use, x: Tensor, bias: Tensor | None) -> Tensor | None:
-        """Apply the factors, or return None if the caller should use the dense weight."""
+        """Compute the output with factors. Return None if the caller should use the dense weight instead."""
         if use.operation == "embedding":
             return self._thin_embedding(weight, x, *use.options)
         return (self._thin_linear if use.operation == "linear" else self._thin_conv)(weight, x, bias, *use.options)
 
     def _pays(self, weight: Weight, batch_rows: int, conv: bool = False) -> bool:
-        # An exported program must run for any number of rows, so the choice cannot depend on the number.
+        # An exported program must run for any number of rows, so the number cannot determine the choice.
         dense = self.auto if is_exporting() else not batch_rows < self._thin_rows[conv]
         if dense or (weight.formed is not None and not weight.applied):
             return False
-        # A checkpoint may call the layer again in backward: the layer must then make the same choice.
+        # If a checkpoint calls the layer again in backward, `applied` makes the layer use factors again.
         weight.applied = True
         return True
 
     def _thin_linear(self, weight: Weight, x: Tensor, bias: Tensor | None) -> Tensor | None:
         grid = self.grid
-        # Nested tensors use the dense weight, because they have no number of rows.
+        # Use the dense weight for nested tensors, because the shape of a nested tensor has no number of rows.
         if x.is_nested or not self._pays(weight, math.prod(x.shape[:-1])):
             return None
         if x.shape[-1] != grid.cols:
@@ -86,7 +86,7 @@ class FactoredWeight(WeightForm):
         if self.tiles == (1, 1):
             return F.linear(x @ weight.inputs["right"].squeeze(0), weight.inputs["left"].squeeze(0), bias)
         left, right = self.by_tile(weight.inputs)
-        # Make the output contiguous like the output of F.linear: a later dropout draws its mask in the order of memory.
+        # Make the output contiguous, as F.linear does. Otherwise a later dropout would draw another mask.
         y = from_thin(thin_product(x, right, (0, grid.cols)), left, ((0, grid.rows),)).contiguous()
         # Under autocast, products have the narrow dtype, as in F.linear, so cast the bias.
         return y if bias is None else y + bias.to(y.dtype)
@@ -110,7 +110,7 @@ class FactoredWeight(WeightForm):
         left, right = self.by_tile(weight.inputs)
         nr, nc, r, k = left.shape
         if nc > 1 and x.is_cpu and (missing := missing_ranks(nr, k)):
-            # Pad the rank so that the filters of a group are a multiple of 16: a CPU is up to three times as fast.
+            # Pad the rank until each group of the convolution has a multiple of 16 filters: up to three times as fast.
             left, right, k = F.pad(left, (0, missing)), F.pad(right, (0, missing)), k + missing
         width = self.grid.tile_cols // positions
         if nc * width != channels:
@@ -125,7 +125,7 @@ class FactoredWeight(WeightForm):
         else:
             y = conv(thin, mix, None, groups=nr)[:, : self.grid.rows]
             y = y if bias is None else y + bias.to(y.dtype).reshape(-1, *(1,) * len(kernel))
-        # Keep the input's memory format: a later dropout draws its mask in the order of memory.
+        # Keep the input's memory format, as torch does. Otherwise a later dropout would draw another mask.
         return y.movedim(1, -1).contiguous().movedim(-1, 1) if last else y.contiguous()
 
     def _thin_embedding(self, weight: Weight, index: Tensor, padding_idx: int | None) -> Tensor | None:
@@ -139,7 +139,7 @@ class FactoredWeight(WeightForm):
         flat = index.reshape(-1)
         table = left.transpose(1, 2).reshape(nr * r, nc * k)[: self.grid.rows]
         rows_Bjk = F.embedding(flat, table).reshape(flat.shape[0], nc, k)
-        # An embedding's output keeps its dtype under autocast, so compute these products without autocast.
+        # Switch off autocast, under which `nn.Embedding` returns the dtype of its weight, too.
         with outside_autocast(index.device):
             if nr == 1:
                 y_Bjc = (rows_Bjk.transpose(0, 1) @ right[0].mT).transpose(0, 1)
@@ -178,7 +178,7 @@ class DeltaWeight(FactoredWeight):
         return added(inputs["base"], super().make(inputs))
 
     def apply(self, weight: Weight, use: Use, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Apply base and factors separately and add the outputs, or apply the dense weight if this is faster."""
+        """Add the outputs of the base and of the factors, or apply the dense weight if that is faster."""
         left, right, base = (weight.inputs[k] for k in self.inputs)
         autocast = torch.is_autocast_enabled(x.device.type)
         single = left.dtype == base.dtype and (x.dtype == left.dtype or autocast) and not x.is_nested and x.ndim > 1
@@ -229,7 +229,7 @@ class RowFactors(WeightForm):
         return added(inputs["base"], delta) if "base" in inputs else delta
 
     def apply(self, weight: Weight, use: Use, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Apply the base to all rows, and factors row by row. Raise ValueError if the number of rows differs."""
+        """Apply the base to the batch, and its own factors to each row. ValueError for another number of rows."""
         inputs, left = weight.inputs, weight.inputs["left"]
         wide, size = x if torch.is_autocast_enabled(x.device.type) else x.to(left.dtype), x.shape[:-1]
         if left.ndim == 3:
@@ -245,11 +245,11 @@ class RowFactors(WeightForm):
 
 
 def thin_product(x: Tensor, right: Tensor, cols: tuple[int, int]) -> Tensor:
-    """Multiply columns `cols` of an input, [..., n], by the same rows of `R`, in nr x nc tiles: [..., nr * nc * k]."""
+    """Apply right factors [nr, nc, c, k] to columns `cols` of a layer's input, x: [..., n] -> [..., nr * nc * k]."""
     nr, nc, c, k = right.shape
     if nr == nc == 1:
         return F.linear(x, right[0, 0, cols[0] : cols[1]].t())
-    # Columns `first` to `last` of the grid of tiles overlap the input's columns. Take at least one.
+    # The tiles in columns [first, last) of the grid overlap `cols`. Take at least one column of tiles.
     batch, first = math.prod(x.shape[:-1]), min(cols[0] // c, nc - 1)
     last = max(-(-cols[1] // c), first + 1)
     padded = F.pad(x.reshape(batch, x.shape[-1]), (cols[0] - first * c, last * c - cols[1]))
@@ -260,18 +260,18 @@ def thin_product(x: Tensor, right: Tensor, cols: tuple[int, int]) -> Tensor:
 
 
 def from_thin(thin: Tensor, left: Tensor, ranges: tuple[tuple[int, int], ...]) -> Tensor:
-    """Compute `thin @ L.T` for `ranges` of the matrix's rows: [..., nr * nc * k] -> [..., rows], for nr x nc tiles."""
+    """Apply left factors [nr, nc, r, k] to a `thin_product`: [..., nr * nc * k] -> [..., rows in `ranges`]."""
     nr, nc, r, k = left.shape
     lead, batch = thin.shape[:-1], math.prod(thin.shape[:-1])
     thin_iBt = thin.reshape(batch, nr, nc * k).transpose(0, 1)
-    parts = []
+    outputs = []
     for a, b in ranges:
-        met = slice(a // r, max(-(-b // r), a // r + 1))
-        # The product sums over t = (j, k): all columns of tiles and all ranks.
-        left_itr = left[met].transpose(2, 3).flatten(1, 2)
-        y_Br = (thin_iBt[met] @ left_itr).transpose(0, 1).flatten(1)
-        parts.append(y_Br[:, a - met.start * r : b - met.start * r])
-    y = torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+        overlap = slice(a // r, max(-(-b // r), a // r + 1))
+        # The product sums over t = (j, k): over the columns of the grid and over the rank.
+        left_itr = left[overlap].transpose(2, 3).flatten(1, 2)
+        y_Br = (thin_iBt[overlap] @ left_itr).transpose(0, 1).flatten(1)
+        outputs.append(y_Br[:, a - overlap.start * r : b - overlap.start * r])
+    y = torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0]
     return y.reshape(*lead, y.shape[-1])
 
 

@@ -1,7 +1,7 @@
 """Forms of a weight: how the g-nets generate a weight, and how a layer computes with the weight.
 
-A form `needs` matrices, factors or leaves from the g-nets. `of(sources)` makes from them the form's input tensors,
-with the names `keys`. `apply` computes a layer's output from the input tensors. The forms are:
+A form `needs` matrices, factors or leaves of the g-nets. `of(sources)` returns the form's inputs, which are tensors
+with the names `keys`. `apply` computes a layer's output from the inputs. The forms are:
 
 * `DenseWeight`: the dense tensor, which torch's own layer uses;
 * `FactoredWeight` (`gbfunc.layers.factored`): `W = L R^T` for each tile, applied as `(x R) L^T` without forming `W`;
@@ -30,14 +30,14 @@ from gbfunc.types import Factors, Params, TensorMap
 Self = TypeVar("Self", bound="WeightForm")
 
 Needs = Literal["matrix", "factors", "leaves"]
-"""What a form needs: generated matrices, factors of their tiles, or leaves, from which it generates weights later."""
+"""What the g-nets give to a form: matrices, factors of tiles, or leaves from which the form generates the weight."""
 
 
 class Source(Protocol):
-    """One generated matrix of a weight. A form requests the matrix, its factors, or the leaves that generate it."""
+    """One generated matrix, from which a form requests the matrix itself, factors of its tiles, or leaves."""
 
     def matrix(self) -> Tensor:
-        """Return the matrix [rows, columns], or the requested block of the matrix."""
+        """Return the matrix [rows, columns], or a block of the matrix if the generator was made for `pieces`."""
         ...
 
     def factors(self) -> Factors:
@@ -50,18 +50,18 @@ class Source(Protocol):
 
 
 class Target(NamedTuple):
-    """A parameter of the p-net, to which generated matrices are folded (reshaped)."""
+    """A parameter of the p-net, which is folded (reshaped) from generated matrices."""
 
     name: str  # name of the parameter
     kind: LayerKind
-    shape: tuple[int, ...]  # shape of the parameter, or of the requested block
-    offsets: tuple[float, ...] = ()  # one number per matrix, which is added to all entries
+    shape: tuple[int, ...]  # shape of the parameter, or of the block `piece`
+    offsets: tuple[float, ...] = ()  # one number per matrix, which is added to all its entries
     narrow: torch.dtype | None = None  # the p-net's dtype if it is narrower than the genome's; None does not cast
-    base: Callable[[torch.device], Tensor] | None = None  # returns the frozen tensor to which the matrices are added
-    piece: Piece | None = None  # the requested block of the matrix; None for the whole matrix
+    base: Callable[[torch.device], Tensor] | None = None  # returns the frozen tensor of the base, to be added
+    piece: Piece | None = None  # block of the matrix to generate; None for the entire matrix
 
     def fold(self, matrices: list[Tensor]) -> Tensor:
-        """Fold (reshape) matrices to the parameter, or blocks of matrices to a block of the parameter."""
+        """Add offsets, fold (reshape) the matrices to the parameter, or blocks to a block, and add the base."""
         if any(self.offsets):
             matrices = [m + x if x else m for m, x in zip(matrices, self.offsets, strict=True)]
         weight = self.kind.fold(matrices, self.shape)
@@ -70,7 +70,7 @@ class Target(NamedTuple):
         return weight if self.narrow is None else weight.to(self.narrow)
 
     def block(self, weight: Tensor) -> Tensor:
-        """Cut the requested block out of the whole parameter."""
+        """Cut the block `piece` out of the parameter."""
         if self.piece is None:
             return weight
         return self.kind.fold([self.piece.of(self.kind.unfold(weight)[0])], self.shape)
@@ -82,7 +82,7 @@ def added(base: Tensor, delta: Tensor) -> Tensor:
 
 
 class DenseWeight:
-    """A weight that the p-net takes as a dense tensor."""
+    """The form of a weight that the p-net uses as a dense tensor."""
 
     needs: Needs = "matrix"
 
@@ -95,7 +95,7 @@ class DenseWeight:
 
 
 class Use(NamedTuple):
-    """The operation of a layer on its weight, `run(dense weight, x, bias)`, and the operation's options."""
+    """The operation of a layer, `run(dense weight, x, bias)`, and the options of the operation."""
 
     operation: Literal["linear", "conv", "embedding"]
     run: Callable[..., Tensor]
@@ -105,12 +105,12 @@ class Use(NamedTuple):
 class WeightForm:
     """How a layer gets and applies a weight that is not dense, for example as factors. Forms hold no tensors.
 
-    `inputs` are short names of the tensors, such as the factors, from which the weight of parameter `name` can be
-    computed. A `transposed` layer stores the transpose of a linear layer's weight.
+    `inputs` names the tensors from which the weight of parameter `name` is computed, such as left and right factors.
+    `transposed` says that the layer stores the transpose of a linear layer's weight.
     """
 
     needs: Needs
-    frozen: tuple[str, ...] = ()  # the `keys` of inputs that get no gradient
+    frozen: tuple[str, ...] = ()  # the `keys` of inputs without a gradient
 
     def __init__(self, name: str, inputs: tuple[str, ...], transposed: bool) -> None:
         self.name, self.inputs, self.transposed = name, inputs, transposed
@@ -131,7 +131,7 @@ class WeightForm:
         return {k: tensors[key] for k, key in zip(self.inputs, self.keys, strict=True)}
 
     def of(self, sources: Sequence[Source]) -> Params:
-        """Return the form's input tensors, with the names `keys`, from one `Source` per matrix."""
+        """Return the inputs as `{key: tensor}`. `sources` has one `Source` per matrix of the weight."""
         raise NotImplementedError
 
     def make(self, inputs: Params) -> Tensor:
@@ -139,7 +139,7 @@ class WeightForm:
         raise NotImplementedError
 
     def apply(self, weight: Weight, use: Use, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute `use.run(dense weight, x, bias)` from the form's inputs."""
+        """Compute `use.run(dense weight, x, bias)`, without forming the weight if possible."""
         raise NotImplementedError
 
 
@@ -156,7 +156,7 @@ class Weight:
         if self.formed is None:
             first, mode = next(iter(self.inputs.values())), nullcontext()
             if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-                # Leave inference mode, because the caller may use this tensor in autograd afterwards.
+                # Leave inference mode, because the caller may later use the dense weight in autograd.
                 mode = torch.inference_mode(first.is_inference())
             with mode, torch.enable_grad(), outside_autocast(first.device), unseen_by_checkpoints():
                 self.formed = self.form.make(self.inputs)
@@ -187,16 +187,16 @@ class Weight:
 
 
 Outside = Callable[[Any, str], Any]
-"""A function `(layer, attribute) -> Weight or tensor`, which generates a weight that is read outside of a call."""
+"""A function `(layer, attribute) -> Weight or tensor` that generates a weight for code outside of a call."""
 
 
 def generated_attribute(attribute: str) -> str:
-    """Return the name of the attribute that is the generated weight during a call of the p-net, and otherwise None."""
+    """Name the layer attribute of a generated weight. Outside of calls of the p-net, the attribute is None."""
     return f"_generated_{attribute}"
 
 
 def weight_of(layer: Any, attribute: str) -> Any:
-    """Return a layer's generated weight (`Weight` or tensor). Return None if the layer has no generated weight now."""
+    """Return a layer's generated weight (`Weight` or tensor). None outside of calls, unless `install` got `outside`."""
     key = generated_attribute(attribute)
     if (weight := getattr(layer, key, None)) is not None or not hasattr(layer, key):
         return weight
@@ -205,7 +205,7 @@ def weight_of(layer: Any, attribute: str) -> Any:
 
 
 class Parameters(dict[str, Any]):
-    """Parameters of a layer in a p-net's copy. During a call, an entry with a form returns the dense weight."""
+    """The `_parameters` of a layer. During a call of the p-net, entries of generated weights return dense weights."""
 
     def __init__(self, layer: nn.Module, attributes: Collection[str]) -> None:
         super().__init__(layer._parameters)
@@ -232,7 +232,7 @@ class Parameters(dict[str, Any]):
 
 def unseen_by_checkpoints() -> AbstractContextManager[Any]:
     """Hide tensors that autograd saves inside this context from a surrounding `torch.utils.checkpoint`."""
-    # Older versions of torch cannot tell whether hooks are set: assume that hooks are set.
+    # Older versions of torch cannot tell whether a checkpoint has set hooks: assume that hooks are set.
     autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
     top = getattr(autograd, "_top_saved_tensors_default_hooks", lambda _: True)
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or top(False) is None:

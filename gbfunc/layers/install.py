@@ -19,7 +19,7 @@ from gbfunc.layers.kinds import DELTA
 
 
 class LayerForm(NamedTuple):
-    """A layer's forward with generated `weights`. `plain(layer)` is True if the layer's options allow this forward."""
+    """A forward for layers with generated `weights`. `plain(layer)` says if the layer's options are supported."""
 
     forward: Callable[..., Any]
     weights: tuple[str, ...] = ("weight",)
@@ -40,7 +40,7 @@ FORMS: Mapping[Callable[..., Any], LayerForm] = MappingProxyType(
         ),
     }
 )
-"""The form of each layer type, by the torch forward that the form replaces."""
+"""The `LayerForm` of each type of layer. The keys are the forwards of torch that the forms replace."""
 
 BESIDE = LayerForm(beside_forward, (DELTA,))
 """The form of a layer that hides its weight in a custom forward."""
@@ -49,9 +49,9 @@ BESIDE = LayerForm(beside_forward, (DELTA,))
 def layer_form(layer: nn.Module) -> LayerForm | None:
     """Return the `LayerForm` of a torch layer, or of a layer that hides its weight. None for any other layer."""
     form = FORMS.get(_stock_forward(type(layer)), BESIDE if hasattr(layer, "in_features") else None)
-    # A layer with a method of its own, such as a replaced forward, may compute something else.
+    # If a method of this instance was replaced, such as its forward, the layer may differ from its class.
     patched = any(inspect.isroutine(getattr(type(layer), name, None)) for name in vars(layer))
-    # nn.MultiheadAttention reads the weight of its output projection without calling the projection.
+    # nn.MultiheadAttention reads the weight of its output projection, whose forward is never called.
     read = isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear)
     return form if form is not None and form.plain(layer) and not (patched or read) else None
 
@@ -93,9 +93,9 @@ def _generated(attribute: str) -> property:
 
 @lru_cache(maxsize=256)
 def generated_class(stock: type[nn.Module], attributes: tuple[str, ...], formed: bool) -> type[nn.Module]:
-    """Make a subclass of a layer's class, with the same name, whose `attributes` are generated.
+    """Make a subclass of a layer's class, with the same name, whose `attributes` return generated weights.
 
-    If `formed`, the class has the forward of the layer's `LayerForm`.
+    If `formed`, the forward of the layer's `LayerForm` replaces the layer's own forward.
     """
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
@@ -117,15 +117,15 @@ def generated_class(stock: type[nn.Module], attributes: tuple[str, ...], formed:
 
 def blank_layer(stock: type[nn.Module], attributes: tuple[str, ...], formed: bool) -> nn.Module:
     """Make an empty layer with generated weights. Unpickling then sets the layer's attributes."""
-    made = generated_class(stock, attributes, formed)
-    return made.__new__(made)
+    cls = generated_class(stock, attributes, formed)
+    return cls.__new__(cls)
 
 
 def install(net: nn.Module, forms: Mapping[str, WeightForm | None], outside: Outside | None = None) -> None:
-    """Make the layers of a p-net's copy use generated weights. Each call of the p-net sets the weights as attributes.
+    """Prepare the layers of a p-net's copy for generated weights, which each call of the p-net sets as attributes.
 
     Args:
-        net: the copy.
+        net: the copy of the p-net.
         forms: the form of each parameter or buffer by name, including tied names; None for a dense tensor.
         outside: generates a weight that code reads outside of a call. With `outside`, the layers' own tensors are
             deleted. Otherwise the tensors stay as placeholders. During a call, `parameters()` returns dense weights.
@@ -153,13 +153,13 @@ def install(net: nn.Module, forms: Mapping[str, WeightForm | None], outside: Out
 
 
 def install_served(net: nn.Module, forms: Mapping[str, WeightForm], inputs: Mapping[str, Tensor]) -> None:
-    """Store the inputs of forms as parameters of their layers, such as `weight_left`, in a module for inference."""
+    """In a module for inference, store the inputs of forms as parameters of layers, such as `weight_left`."""
     install(net, forms, _of_own_inputs)
-    made = {key: nn.Parameter(inputs[key].contiguous()) for form in forms.values() for key in form.keys}
+    parameters = {key: nn.Parameter(inputs[key].contiguous()) for form in forms.values() for key in form.keys}
     for name, form in forms.items():
         path, _, attribute = name.rpartition(".")
         for k, key in zip(form.inputs, form.keys, strict=True):
-            net.get_submodule(path).register_parameter(f"{attribute}_{k}", made[key])
+            net.get_submodule(path).register_parameter(f"{attribute}_{k}", parameters[key])
 
 
 def _of_own_inputs(layer: nn.Module, attribute: str) -> Weight:

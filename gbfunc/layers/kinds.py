@@ -47,10 +47,10 @@ def _weights_of(
     shape_of: Callable[[Any], Shape],
     names: Collection[str] = ("weight", "weight_v", "weight_orig"),
 ) -> Callable[[nn.Module, str, Shape], bool]:
-    """Return a function that claims the weights of these layers: tensors with one of the `names` and a weight's shape.
+    """Return a `claims` function for weights of these layers: tensors with one of the `names` and a weight's shape.
 
-    The default names include those of the legacy weight norm and spectral norm. The magnitudes of a weight norm have
-    another shape, so they are not claimed.
+    The default names include weights under torch's older weight norm and spectral norm. The magnitudes of a weight
+    norm have another shape than the weight, and are not claimed.
     """
     return lambda module, name, shape: isinstance(module, layers) and name in names and shape == shape_of(module)
 

@@ -13,10 +13,10 @@ from gbfunc.types import Params
 
 
 class RecomputedWeight(WeightForm):
-    """A weight `maker(*inputs)` that exists only during an operation. Backward calls `maker` again.
+    """A weight `maker(*inputs)` that exists only while a layer uses the weight. Backward calls `maker` again.
 
-    `maker` is pure and draws no random numbers. A `split` weight is one rank's part, which only the layer may read. A
-    `transposed` weight is stored as the transpose. In `torch.func` and `torch.compile`, torch may keep the weight.
+    `maker` is pure and draws no random numbers. `split` says that the weight is one rank's part, which only the layer
+    may read. In `torch.func` and `torch.compile`, torch may keep the weight until backward.
     """
 
     needs: Needs = "leaves"
@@ -28,7 +28,7 @@ class RecomputedWeight(WeightForm):
         self.maker, self.split = maker, split
 
     def of(self, sources: Sequence[Source]) -> Params:
-        """Return the leaves and the noise of all matrices' sources."""
+        """Return the leaves and the noise of the g-nets of all matrices."""
         return dict(zip(self.keys, (x for source in sources for x in source.inputs()), strict=True))
 
     def make(self, inputs: Params) -> Tensor:
@@ -38,7 +38,7 @@ class RecomputedWeight(WeightForm):
         return self.maker(*(inputs[k] for k in self.inputs))
 
     def apply(self, weight: Weight, use: Use, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Generate and use the weight. Backward generates the weight again."""
+        """Generate the weight, apply it, and free its memory. Backward generates the weight again."""
         others = (x,) if bias is None else (x, bias)
         if weight.formed is not None:
             return use.run(weight.dense(), *others)
@@ -46,13 +46,13 @@ class RecomputedWeight(WeightForm):
 
         def used(*tensors: Tensor) -> Tensor:
             with outside_autocast(x.device):
-                made = self.maker(*tensors[: len(inputs)])
-            return use.run(made, *tensors[len(inputs) :])
+                generated = self.maker(*tensors[: len(inputs)])
+            return use.run(generated, *tensors[len(inputs) :])
 
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return used(*inputs, *others)
         # In backward, the checkpoint runs `used` again, and stops as soon as the weight is generated.
-        made: Tensor = checkpoint(  # pyright: ignore[reportAssignmentType]
+        y: Tensor = checkpoint(  # pyright: ignore[reportAssignmentType]
             used, *inputs, *others, use_reentrant=False, preserve_rng_state=False, determinism_check="none"
         )
-        return made
+        return y

@@ -55,7 +55,7 @@ def check_pnet(pnet: nn.Module) -> None:
         raise TypeError(f"the p-net must be an nn.Module, got {type(pnet).__name__}")
     for name, module in pnet.named_modules():
         for base in (cls.__name__ for cls in type(module).__mro__ if cls.__name__ in _WRAPPERS):
-            # Allow a scripted module without tensors, because it needs no generated weights.
+            # Allow a scripted module without tensors, because the module needs no generated weights.
             if base != "ScriptModule" or any(True for _ in (*module.parameters(), *module.buffers())):
                 where = f" at {name!r}" if name else ""
                 raise ValueError(f"the p-net is wrapped in {base}{where}: {_WRAPPERS[base]}")
@@ -74,7 +74,7 @@ def check_pnet(pnet: nn.Module) -> None:
             )
     places: dict[int, list[tuple[str, Tensor]]] = {}
     for name, x in named:
-        # Meta tensors have no address. Two of them that share memory have the same storage object.
+        # Meta tensors have no address. Meta tensors that share memory have the same storage object.
         if place := _address(x) or (id(x.untyped_storage()) if x.is_meta else 0):
             places.setdefault(place, []).append((name, x))
     for (a, x), (b, y) in (pair for here in places.values() for pair in combinations(here, 2)):
@@ -147,7 +147,7 @@ def _trains_otherwise(module: nn.Module) -> bool:
 
 
 def named_tensors(net: nn.Module, *, ties: bool = False) -> list[tuple[str, Tensor]]:
-    """List parameters and then buffers. A tied tensor has its first name only, or with `ties` an entry per name."""
+    """List parameters, then buffers. A tied tensor is listed by its first name, or with `ties` by all its names."""
     each = (net.named_parameters, net.named_buffers)
     return [pair for named in each for pair in named(remove_duplicate=not ties)]
 
@@ -175,7 +175,7 @@ def buffers_of(pnet: nn.Module) -> dict[str, tuple[Tensor, bool]]:
 
 
 def keep_statistics(net: nn.Module, frozen: Collection[str]) -> list[nn.Module]:
-    """Put layers whose running statistics are in `frozen` into evaluation mode. Return the layers."""
+    """Switch the layers whose running statistics are named in `frozen` to evaluation mode, and return them."""
     names = (name.rpartition(".") for name in frozen)
     return [net.get_submodule(layer).eval() for layer, _, attribute in names if attribute in _STATISTICS]
 
@@ -188,12 +188,12 @@ def without_sparse(net: nn.Module, names: Collection[str]) -> None:
 
 
 def skeleton_of(pnet: nn.Module) -> nn.Module:
-    """Return a copy of the module with all tensors on the meta device; ValueError if it cannot be copied."""
+    """Copy the module with all tensors on the meta device. Raise ValueError if the module cannot be copied."""
     return copy_with(pnet, lambda name, tensor: torch.empty_like(tensor, device="meta"))
 
 
 def copy_with(pnet: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.Module:
-    """Return a deep copy of the module, with tensors from `replace(name, tensor)`. Tied tensors stay tied."""
+    """Deep-copy the module, and replace each tensor by `replace(name, tensor)`. Tied tensors stay tied."""
     memo: dict[int, Any] = {}
     for name, tensor in named_tensors(pnet):
         fresh = replace(name, tensor.detach())
@@ -215,11 +215,11 @@ def copy_with(pnet: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.M
 
 
 def with_weights(pnet: nn.Module, weights: TensorMap, buffers: TensorMap, *, bare: Collection[str] = ()) -> nn.Module:
-    """Return a copy of the module with the passed tensors, cloned unless named in `bare`. Tied tensors stay tied."""
-    both = {**weights, **buffers}
+    """Copy the module with these tensors, which are cloned unless `bare` has the name. Tied tensors stay tied."""
+    tensors = {**weights, **buffers}
 
     def copied(name: str, own: Tensor) -> Tensor:
-        x = both[name].detach()
+        x = tensors[name].detach()
         # Make tensors contiguous: generated matrices may be transposed, which safetensors and FSDP do not support.
         memory = torch.contiguous_format if own.is_contiguous() else torch.preserve_format
         return x if name in bare else x.clone(memory_format=memory)

@@ -22,15 +22,15 @@ from gbfunc.types import Params, TensorMap
 class PureNet:
     """A p-net as a pure function: `call(weights, buffers, *args, **kwargs)`.
 
-    If the p-net changes buffers, the dict `buffers` gets the new tensors, and passed tensors may be changed in place:
-    pass clones. The training mode is the module's mode at construction. Calls from several threads take turns.
+    If the p-net replaces a buffer, a call puts the new tensor into the dict `buffers`. The p-net may also change passed
+    tensors in place, so pass clones. The training mode is the p-net's mode at construction. Calls run one by one.
 
     Args:
         pnet: the p-net, which is not changed.
-        forms: weights that are not dense tensors, such as factors, by name. Instead of such a weight, a call passes the
-            tensors named by the form's `keys`.
-        adapt: changes the skeleton, and returns the names of parameters whose shapes are then not checked.
-        frozen: the base, if any. Calls do not pass the base's buffers. Norms with base statistics stay in eval mode.
+        forms: the forms of weights that are not dense tensors, by name. Instead of such a weight, calls pass the form's
+            inputs, such as factors, under the names `keys` of the form.
+        adapt: a function that changes the skeleton. It returns names of parameters whose shapes are not checked.
+        frozen: the base, if any. Calls do not pass the base's buffers. The base's batch norms stay in evaluation mode.
 
     Attributes:
         skeleton: the copy of the p-net, with tensors on the meta device.
@@ -117,7 +117,7 @@ class PureNet:
             tensors.update(self._frozen.on(next(iter(weights.values())).device)[1])
         for form in self._forms:
             tensors[form.name] = Weight(form, form.taken(weights))
-        # `torch.func.functional_call` would do the same, but would search the places of all tensors in every call.
+        # `torch.func.functional_call` would do the same, but would look up the modules of all tensors in every call.
         before, modes = self._values(), self._modes
         self._set_modes(modes := modes or [module.training for module in self._modules])
         try:
@@ -128,7 +128,7 @@ class PureNet:
                 holder, key = self._holders[name]
                 buffers[name] = holder[key]
                 if self._modes is not None:
-                    # If backward runs the layer again, the layer changes this copy, not the buffer a second time.
+                    # A layer that runs again in backward would update the buffer twice: let the layer update a copy.
                     holder[key] = buffers[name].detach().clone()
             if self._modes is None:
                 self._set(before)
@@ -169,7 +169,7 @@ def _places(pnet: nn.Module, skeleton: nn.Module, forms: Mapping[str, WeightForm
         else:
             holder = module._parameters if key in module._parameters else module._buffers
             places.append((original, holder, key, False))
-    # Add the other entries of `forms`: deltas of layers without a readable weight, which are no parameters.
+    # Add the other entries of `forms`: deltas of layers that hide their weight, which are no parameters.
     for name in forms.keys() - {name for name, _ in named_tensors(pnet, ties=True)}:
         path, _, key = name.rpartition(".")
         places.append((name, skeleton.get_submodule(path), generated_attribute(key), True))
