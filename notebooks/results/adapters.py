@@ -1,7 +1,8 @@
-"""Two classes of rated sentences from film reviews (C. Hutto, E. Gilbert: VADER, ICWSM 2014): `--task texts`.
+"""Make the data of `--task texts` from rated sentences of film reviews (C. Hutto and E. Gilbert: VADER, ICWSM 2014).
 
-The ratings come with old releases of a package: `pip download --no-deps vaderSentiment==0.5`, therein
-`additional_resources/hutto_ICWSM_2014.tar.gz`, therein the file that this script is given, and the folder to write to:
+Old releases of a package contain the ratings: `pip download --no-deps --no-binary :all: vaderSentiment==0.5`. The
+archive `additional_resources/hutto_ICWSM_2014.tar.gz` in the package contains the file that this script reads. The
+second argument is the folder that the script writes:
 
     python notebooks/results/adapters.py movieReviewSnippets_GroundTruth.txt sentiment
 """
@@ -13,14 +14,14 @@ import sys
 from pathlib import Path
 
 NEUTRAL = 0.8
-"""Means below it, either way, are the middle fifth of the scale from -4 to 4: what SST-2 leaves out of SST's."""
+"""Sentences with a mean rating between -0.8 and 0.8 are left out: the middle fifth of the scale, as in SST-2."""
 
 PARTS = (("train", 0, 6_920), ("dev", 6_920, 7_792), ("test", 7_792, None))
-"""As many as SST-2 has of the first two; the rest tests."""
+"""The first and last sentence of each file. Training and validation files have as many sentences as those of SST-2."""
 
 
 def main(source: Path, folder: Path) -> None:
-    """Write `train.txt`, `dev.txt` and `test.txt`, a label, a space and a sentence a line."""
+    """Write `train.txt`, `dev.txt` and `test.txt`. Each line has a label, a space and a sentence."""
     labelled: dict[str, str] = {}
     for line in source.read_text(encoding="utf-8", errors="replace").splitlines():
         _, mean, sentence = line.split("\t")

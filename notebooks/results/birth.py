@@ -1,14 +1,15 @@
-"""A grown network taught further, beside its shuffled weights and random ones.
+"""Train a generated network after birth, and compare it with its shuffled weights and with random weights.
 
 Run `python notebooks/results/birth.py genome.safetensors`.
 
-Options: `--data-dir`, `--other TASK` with `--other-data-dir` (another task of as many classes), `--lr`, `--epochs` or
-`--steps`, `--seed`, `--out`. Without `--lr`, each network takes the rate that is best on validation data. Writes
-`metrics.json`, `birth.png` and the taught weights (`net.safetensors`), and prints a JSON row for each network.
+Options: `--data-dir`, `--other TASK` with `--other-data-dir` (a second task with the same number of classes), `--lr`,
+`--epochs` or `--steps`, `--seed`, `--out`. Without `--lr`, the learning rate of each network is chosen on validation
+data. The script writes `metrics.json`, `birth.png` and the trained weights of the generated network
+(`net.safetensors`), and prints a JSON row for each network.
 
-An animal is born with the abilities that its genome holds, and learns the rest (Zador, 2019; Shuvaev et al., 2024). So
-a genome is judged by two numbers: the accuracy at birth, and how fast the network learns from there, its own task or
-another one.
+An animal is born with the abilities that its genome holds, and learns the rest (Zador, 2019; Shuvaev et al., 2024). The
+script therefore judges a genome by two measurements: the accuracy of the network at birth, and the accuracy after 1
+step, 10 steps, 100 steps and an epoch of training on the genome's task or on another task.
 """
 
 import argparse
@@ -37,29 +38,32 @@ from gbfunc.tasks.pnets import Interface
 from gbfunc.tasks.training import Report, dense_trainer, fit
 
 LESSONS = (1, 10, 100)
-"""Steps after which a network is measured, beside birth, an epoch and the end."""
+"""Steps after which a network is measured. It is also measured at birth, after an epoch and at the end."""
 
 GROWN, SHUFFLED, RANDOM = "grown", "shuffled", "random"
 
 RATES = (1.0, 0.3, 0.1, 0.03, 0.01)
-"""Learning rates to choose from, as parts of the recipe's: the full rate undoes innate abilities in a few steps."""
+"""Learning rates to choose from, as parts of the recipe's rate, which can undo innate abilities in a few steps."""
 
 Progress = Callable[..., AbstractContextManager[Report]]
-"""`progress(label, split=)` opens what shows the progress of a training, measured on a split."""
+"""`progress(label, split=)` is a context manager that shows the progress of a training, measured on a split."""
 
 
 def lessons(task: Task, recipe: Recipe) -> Recipe:
-    """A recipe for weights that exist: a constant rate, no augmentation, measured after `LESSONS` and an epoch."""
+    """Return a recipe for training weights after birth, with a constant rate and no augmentation.
+
+    The network is measured after the steps in `LESSONS`, after the first epoch and at the end.
+    """
     marks = tuple(sorted({*LESSONS, steps_per_epoch(task.train, recipe.batch_size)}))
     return replace(recipe, schedule=constant_rate, augment=None, measure_every=marks)
 
 
 class Taught(NamedTuple):
-    """The training of a network."""
+    """The training of a network after birth."""
 
     rows: list[dict[str, float]]  # `step`, `epoch`, `train_loss` and the metrics of the test data, from birth on
-    lr: float  # the learning rate, which the validation data chose
-    net: nn.Module  # the network in the end
+    lr: float  # the learning rate, chosen on validation data
+    net: nn.Module  # the network after the training
 
 
 def teach(
@@ -72,11 +76,11 @@ def teach(
     rates: Sequence[float] = RATES,
     report: Progress = lambda label, split: nullcontext(lambda *progress: None),
 ) -> dict[str, Taught]:
-    """Train a grown network, its shuffled weights, and random weights of the p-net, on the same batches with Adam.
+    """Train three networks with Adam on the same batches: the grown network, its shuffled weights, and random weights.
 
-    Each takes the rate, a part of the recipe's `dense_lr`, with the best mean over the validations, from the first step
-    to the last. `lessons` makes the recipe; the grown network is not changed. Without `names` of generated weights, no
-    shuffled network is trained.
+    The learning rates tried are parts of the recipe's `dense_lr`. For each network, the rate with the best mean of all
+    validations of the training is chosen. `lessons` makes the recipe. The module `grown` is not changed. Without
+    `names`, the names of the generated weights, no shuffled network is trained.
     """
     control = {SHUFFLED: gb.shuffled(grown, seed, names=names)} if names else {}
     starts = {GROWN: grown, **control, RANDOM: task.build(seed).to(next(grown.parameters()).device)}
@@ -102,12 +106,13 @@ def teach(
 
 
 def in_the_size_of(task: Task, interface: Interface) -> Task:
-    """A task of images whose images are resized to another task's, so that its networks can see them.
+    """Return a task with images resized to the inputs of another task's networks.
 
-    Shrunk images are averaged, enlarged ones interpolated; both are normalised again by the training images.
+    Smaller images are averages of pixels, larger images are interpolated. The resized images are normalised again by
+    the mean and standard deviation of the training images.
 
     Raises:
-        ValueError: if the tasks differ in more than the size of their images.
+        ValueError: if the tasks have different channels or numbers of classes, or inputs that are not images.
     """
     ours, theirs = task.interface, interface
     if len(ours.inputs) != 3 or ours.inputs[0] != theirs.inputs[:1][0] or ours.outputs != theirs.outputs:
@@ -126,10 +131,10 @@ def in_the_size_of(task: Task, interface: Interface) -> Task:
 
 
 def birth_curves(runs: Mapping[str, Runs], metric: str = "accuracy", unit: str = "%") -> Figure:
-    """Draw a metric from birth on against training steps on a logarithmic scale: one plot per task.
+    """Draw a metric against training steps, with one plot per task and a logarithmic scale of steps.
 
-    Runs are rows of `step` and the metric, the first at step 0, by task and by how the network starts. The unit is
-    `"%"` for values between 0 and 1.
+    `runs` has the rows of each training by task and by kind of initial weights. A row has `step` and the metric. The
+    first row is at step 0. With the unit `"%"`, the values between 0 and 1 are multiplied by 100.
     """
     figure = Figure(figsize=(0.6 + 4.0 * len(runs), 3.4), layout="constrained")
     (row,) = figure.subplots(1, len(runs), squeeze=False)

@@ -1,18 +1,19 @@
-"""A policy grown from a genome in a changed body, beside weights carried over and naive weights.
+"""Train a generated policy, a dense policy and random weights after a change of the robot's body or of gravity.
 
 Run `python notebooks/results/body.py --out runs` (`pip install 'gbfunc[cli,mujoco]'`).
 
-For each seed, PPO trains a genome and a dense net of the same p-net in the usual body (`gbfunc train`). Then the body,
-or gravity, changes, and PPO trains three networks further, all weights of each at the same constant rate: the network
-grown from the genome, the dense net, and random weights. The first return is that at birth, before any training.
+For each seed, PPO first trains a genome and a dense net of the same p-net in the unchanged environment (`gbfunc
+train`). Then the body or gravity changes. PPO trains all weights of three networks further, at one constant rate: the
+network generated from the genome, the dense net, and random weights. The first return is measured right after the
+change, before any further training.
 
-Options: `--env`, `--compression`, `--steps` (environment steps of the first training), `--lr` and `--dense-lr` (its
-rates), `--changed-steps` and `--changed-lr` (after the change), `--changes` (`same`, or one of gravity, friction and
-limb times a factor, as `gravity=1.5`), `--seeds`, `--out`. The same command goes on after an interruption: trainings of
-the first kind from their last checkpoint, those of the second kind from their start. Writes `body.json` and `body.png`,
-and prints two tables.
+Options: `--env`, `--compression`, `--steps` (environment steps of the first training), `--lr` and `--dense-lr` (rates
+of the first training), `--changed-steps` and `--changed-lr` (for the training after the change), `--changes` (`same`,
+or one of gravity, friction and limb with a factor, such as `gravity=1.5`), `--seeds`, `--out`. After an interruption,
+run the command again. First trainings continue from their last checkpoint. Trainings after the change start again. The
+script writes `body.json` and `body.png`, and prints two tables.
 
-The experiment is that of Shuvaev et al. (2024) on HalfCheetah.
+Shuvaev et al. (2024) made this experiment on HalfCheetah.
 """
 
 import argparse
@@ -41,25 +42,26 @@ from gbfunc.tasks.training import fit, genome_trainer
 GROWN, CARRIED, NAIVE = "grown from the genome", "weights carried over", "naive"
 
 LIMBS = {"HalfCheetah-v5": ("bshin", "fshin"), "Hopper-v5": ("leg",), "Walker2d-v5": ("leg", "leg_left")}
-"""Bodies of the limb that changes its length."""
+"""Names of the bodies of the limb whose length the change `limb` multiplies."""
 
 ASSETS = {"HalfCheetah-v5": "half_cheetah.xml", "Hopper-v5": "hopper.xml", "Walker2d-v5": "walker2d_v5.xml"}
 
 EPISODES = 5
-"""Episodes of an evaluation after the change."""
+"""Number of test episodes of an evaluation after the change."""
 
 
 def scaled(element: ElementTree.Element, name: str, factor: float, first: int = 0) -> None:
-    """Multiply the numbers of an attribute by a factor, from the `first` on."""
+    """Multiply the numbers of an attribute by a factor, beginning with number `first`."""
     numbers = [float(x) for x in element.get(name, "").split()]
     if numbers:
         element.set(name, " ".join(str(x * factor if i >= first else x) for i, x in enumerate(numbers)))
 
 
 def changed_body(env_id: str, what: str, factor: float) -> str:
-    """Return the XML of a robot with its gravity, its friction or the length of a limb times a factor.
+    """Return the XML of a robot whose gravity, friction or limb length is multiplied by a factor.
 
-    A limb's capsule and the place of the next body grow together; the compiler of the model finds masses and inertias.
+    For a longer limb, the limb's capsule and the position of the next body are scaled. MuJoCo computes masses and
+    inertias from the new shapes.
     """
     source = Path(gymnasium.__file__).parent / "envs/mujoco/assets" / ASSETS[env_id]
     root = ElementTree.parse(source).getroot()
@@ -70,7 +72,8 @@ def changed_body(env_id: str, what: str, factor: float) -> str:
     elif what == "friction":
         default = root.find("default/geom")
         assert default is not None
-        # MuJoCo's own, where the file has none. The larger friction of two bodies counts, so the floor changes as well.
+        # A file without friction uses MuJoCo's defaults. A contact has the larger friction of the two bodies, so the
+        # friction of the floor must change as well.
         default.set("friction", default.get("friction", "1 0.005 0.0001"))
         for geom in root.iter("geom"):
             scaled(geom, "friction", factor)
@@ -78,7 +81,7 @@ def changed_body(env_id: str, what: str, factor: float) -> str:
         for body in (body for body in root.iter("body") if body.get("name") in LIMBS[env_id]):
             for geom in body.findall("geom"):
                 scaled(geom, "pos", factor)
-                # A capsule: its radius, and half of its length.
+                # The size of a capsule is its radius and half of its length. The radius stays.
                 scaled(geom, "size", factor, first=1)
             for following in body.findall("body"):
                 scaled(following, "pos", factor)
@@ -106,7 +109,7 @@ def environment(env_id: str, change: str, folder: Path) -> str:
 
 
 def first_training(options: argparse.Namespace, kind: str, seed: int) -> dict[str, Any]:
-    """Train a genome or a dense net in the usual body, or read what such a training left; return its metrics."""
+    """Train a genome or a dense net in the unchanged environment. Return the metrics, also of an earlier training."""
     out = options.out / f"{kind}-{seed}"
     if not (out / "metrics.json").exists():
         size = ["--dense"] if kind == "dense" else ["--compression", str(options.compression)]
@@ -122,14 +125,14 @@ def first_training(options: argparse.Namespace, kind: str, seed: int) -> dict[st
 
 
 def first_curve(options: argparse.Namespace, kind: str, seed: int) -> list[dict[str, float]]:
-    """Read the rows of `env_steps` and `mean_return` of a first training, on the validation episodes."""
+    """Read `env_steps` and `mean_return` on validation episodes from the history of a first training."""
     with (options.out / f"{kind}-{seed}" / "history.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     return [{"env_steps": float(row["env_steps"]), "mean_return": float(row["val_mean_return"])} for row in rows]
 
 
 def start(options: argparse.Namespace, task: Task, kind: str, seed: int) -> nn.Module:
-    """Make the network that learns in the changed body."""
+    """Make a network with the initial weights for the training after the change."""
     if kind == NAIVE:
         return task.build(stream(seed, 1))
     folder = options.out / f"{'genome' if kind == GROWN else 'dense'}-{seed}"
@@ -137,7 +140,7 @@ def start(options: argparse.Namespace, task: Task, kind: str, seed: int) -> nn.M
 
 
 def learn(options: argparse.Namespace, change: str, kind: str, seed: int) -> list[dict[str, float]]:
-    """Return rows of `env_steps` and `mean_return`, from birth on, of a network that learns after the change."""
+    """Train a network after the change. Return rows of `env_steps` and `mean_return`, the first before the training."""
     path = options.out / "changed" / f"{change}, {kind}, {seed}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
@@ -166,13 +169,16 @@ def learn(options: argparse.Namespace, change: str, kind: str, seed: int) -> lis
 
 
 def spread(values: Sequence[float]) -> str:
-    """Write the mean of some values, and their deviation if there are several."""
+    """Format the mean of some values, and the standard deviation if there are several values."""
     deviation = f" ± {statistics.stdev(values):,.0f}" if len(values) > 1 else ""
     return f"{statistics.fmean(values):,.0f}{deviation}"
 
 
 def curves(runs: Mapping[str, Mapping[str, Sequence[Sequence[Mapping[str, float]]]]]) -> Figure:
-    """Draw returns against environment steps: mean and range over seeds, a plot per change after the first training."""
+    """Draw returns against environment steps: the mean and the range over seeds.
+
+    The first plot shows the first training. Each further plot shows the training after one change.
+    """
     figure = Figure(figsize=(0.6 + 3.6 * len(runs), 3.4), layout="constrained")
     (row,) = figure.subplots(1, len(runs), squeeze=False)
     for axes, (change, starts) in zip(row, runs.items(), strict=True):
@@ -189,7 +195,7 @@ def curves(runs: Mapping[str, Mapping[str, Sequence[Sequence[Mapping[str, float]
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run both parts, print the tables, draw the figure."""
+    """Run the first trainings and the trainings after the changes, print the tables and draw the figure."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--env", choices=sorted(ASSETS), default="HalfCheetah-v5")
     parser.add_argument("--compression", type=float, default=4.9)

@@ -1,8 +1,9 @@
-"""The bubble of a pipeline: `torchrun --nproc-per-node 4 notebooks/results/bubble.py gpipe`, a JSON row.
+"""Measure the bubble of a pipeline: `torchrun --nproc-per-node 4 notebooks/results/bubble.py gpipe` prints a JSON row.
 
-Ranks that share cores do not compute side by side, so each block's forward and backward wait for a fixed time. The row
-shows the schedule's order and the overhead of sending, beside (p - 1) / (m + p - 1) for p ranks and m microbatches
-(Narayanan et al., 2021).
+The bubble is the part of a step's time that a rank spends waiting. Ranks that share cores do not compute at the same
+time. Therefore the forward and the backward of each block wait for a fixed time instead of computing. The measured
+bubble shows the order of the schedule and the time of sending. The row also has the bubble of the formula (p - 1) / (m
++ p - 1) for p ranks and m microbatches (Narayanan et al., 2021).
 """
 
 import json
@@ -20,7 +21,7 @@ from gbfunc.lab.bench.cases import genome_step
 WIDTH, STEPS, MICROBATCHES, FORWARD, BACKWARD = 8, 3, 8, 0.1, 0.2
 
 
-# An operator, as pipelines run a recorded graph.
+# The wait is an operator, so that the recorded graph of a pipeline contains it.
 @torch.library.custom_op("bubble::wait", mutates_args=())
 def wait(x: Tensor, seconds: float) -> Tensor:
     time.sleep(seconds)

@@ -1,23 +1,27 @@
-"""Quantised and pruned nets for `rivals.py`: weights trained for rounding to few bits, and their entropy code.
+"""Quantised and pruned nets for `rivals.py`: training with rounded weights, and entropy coding of the file.
 
     weight = step * level        |level| < 2^(bits - 1)
 
-with a step per tensor or per row (output channel). From 60 % of the training on, torch's fake quantisation rounds the
-weights, and gradients go straight through (Y. Bengio et al., 2013; B. Jacob et al., 2018). Steps minimise the squared
-error, a few times during the training; steps trained by gradients (S. Esser et al., "Learned step size quantization",
-2020) were no better. Steps are powers of 2^(1/16), a byte each. Other vectors have 8 bits, and one step.
+A level is an integer. A tensor has one quantization step, or one step per row (output channel). From 60 % of the
+training on, torch's fake quantisation rounds the weights in the forward, and the backward ignores the rounding (Y.
+Bengio et al., 2013; B. Jacob et al., 2018). The quantization steps minimise the squared error of the rounding, and are
+computed a few times during the training. Quantization steps that are trained by gradients (S. Esser et al., "Learned
+step size quantization", 2020) gave no higher accuracy. Quantization steps are powers of 2^(1/16) and take one byte
+each. Vectors such as biases have levels of 8 bits and one step.
 
-A file is a stream of the package `constriction`'s range coder. A bell curve codes levels. Sparse levels are coded as
-positions (row by row, each column with the density of the rows above), then sizes (a geometric distribution from the
-smallest one on) and signs.
+A file is a stream of the range coder of the package `constriction`. The levels of dense matrices are coded with a
+normal distribution. A sparse matrix is coded in three parts: the positions of the nonzero entries (row by row; the
+probability in a column is the density of the column in the rows above), their absolute values (a geometric distribution
+that begins at the smallest value), and their signs.
 
-A quantised net may be wider than levels of full length allow; steps are made coarser until the file fits. A pruned net
-is thinned out gradually (M. Zhu and S. Gupta, "To prune, or not to prune", 2017) between 30 and 60 % of the training;
-then the coder says how many weights the budget holds, and these weights are trained for their rounding to levels of 5
-bits (S. Han et al., "Deep Compression", 2016, with another coder and equal steps between levels). Biases are pruned
-like matrices of one row, norms are not.
+A quantised net may be so wide that a file with all bits of its levels would exceed the budget. Then the quantization
+steps are made coarser until the file fits. A net is pruned gradually (M. Zhu and S. Gupta, "To prune, or not to prune",
+2017) between 30 and 60 % of the training. Then the coder finds the number of weights that fit into the budget, and
+training continues with these weights, rounded to levels of 5 bits (S. Han et al., "Deep Compression", 2016, with
+another coder and equal distances between levels). Biases are pruned like matrices with one row. Norms are not pruned.
 
-Suffixes: R rows, C columns, S steps to choose from, K nonzero entries; a tensor with one step is one row.
+Suffixes: R rows, C columns, S quantization steps tried, K nonzero entries. A tensor with one quantization step is one
+row.
 """
 
 from __future__ import annotations
@@ -47,38 +51,38 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from notebooks.results.subspace import generated_net, unpack_last
 
 MARGIN = 0.98
-"""Part of the budget that a code may take before the end of the training, which changes its length a little."""
+"""Part of the budget that a file may take before the end of the training. The rest is for the last training steps."""
 
 VECTOR_BITS = 8
 _PER_OCTAVE, _ONE, _SHRINKS = 16, 192, 33
-"""Steps per octave; the byte of a step of 1; the number of finer steps to try, from the one that cuts no level on."""
+"""Quantization steps per octave; the byte of the step 1.0; the number of steps to try, each finer than the last."""
 
 COARSEST = 8 * _PER_OCTAVE
-"""Largest distance of a step from the nearest one."""
+"""How many bytes coarser than the step of least error a quantization step may become."""
 
 _PRIOR, _TAIL = 2.0, 16
-"""Weight of the overall density, in rows; resolution of the mean distance from the smallest level."""
+"""Weight of the matrix's density, in rows; the unit of the coded mean value is 1 / _TAIL."""
 
 Ints = NDArray[np.int32]
 Code = Callable[..., Ints]
-"""`code(symbols, model, *params)` writes symbols, or reads as many, ignoring the given values."""
+"""`code(symbols, model, *params)` writes symbols. When a file is read, it reads as many symbols instead."""
 
 
 class Levels(NamedTuple):
-    """A tensor in whole numbers."""
+    """A tensor as integers, with quantization steps."""
 
     levels: Tensor  # int16, in its shape
     steps: Tensor  # uint8 [R]
     bits: int  # levels are below 2^(bits - 1)
 
     def values(self) -> Tensor:
-        """The tensor that levels stand for, float32."""
+        """Return the tensor that the levels represent, in float32."""
         rows_RC = self.levels.reshape(len(self.steps), -1).float()
         return (_step(self.steps)[:, None] * rows_RC).view(self.levels.shape)
 
 
 def largest_level(bits: int) -> int:
-    """Return the largest level; there are as many levels below zero as above."""
+    """Return the largest level. The smallest level is its negative."""
     return 2 ** (bits - 1) - 1
 
 
@@ -87,13 +91,15 @@ def _step(steps_R: Tensor) -> Tensor:
 
 
 def rounded(weight_RC: Tensor, steps_R: Tensor, bits: int) -> Tensor:
-    """Round to the nearest levels [R, C]; differentiable, but where levels end."""
+    """Round weights [R, C] to the nearest levels. The gradient is zero for weights beyond the largest level."""
     most, zeros_R = largest_level(bits), torch.zeros(len(steps_R), dtype=torch.int32)
     return torch.fake_quantize_per_channel_affine(weight_RC, _step(steps_R), zeros_R, 0, -most, most)
 
 
 def nearest_steps(weight_RC: Tensor, bits: int, shrinks: int = _SHRINKS) -> Tensor:
-    """Find the steps [R] that round each row with the least squared error; one shrink cuts no level.
+    """Find for each row the quantization step [R] with the least squared rounding error.
+
+    With `shrinks=1`, only the smallest step that clips no weight is tried.
 
     Raises:
         FloatingPointError: for weights that are not finite.
@@ -108,7 +114,7 @@ def nearest_steps(weight_RC: Tensor, bits: int, shrinks: int = _SHRINKS) -> Tens
 
 
 def to_levels(weight: Tensor, steps_R: Tensor, bits: int) -> Levels:
-    """Round a tensor [R, ...]."""
+    """Round a tensor [R, ...] to levels."""
     most = largest_level(bits)
     rows_RC = weight.detach().reshape(len(steps_R), -1)
     levels = (rows_RC / _step(steps_R)[:, None]).clamp(-most, most).round()
@@ -116,7 +122,7 @@ def to_levels(weight: Tensor, steps_R: Tensor, bits: int) -> Levels:
 
 
 def vector_levels(vector: Tensor) -> Levels:
-    """Round a vector to 8 bits, over its whole range."""
+    """Round a vector to levels of 8 bits, with the smallest quantization step that clips no entry."""
     return to_levels(vector, nearest_steps(vector.detach().reshape(1, -1), VECTOR_BITS, 1), VECTOR_BITS)
 
 
@@ -129,7 +135,7 @@ def _byte(code: Code, value: float) -> int:
 
 
 def _bell(code: Code, x: Ints, low: int, high: int, mean: float = 0.0) -> Ints:
-    """Code whole numbers by a bell curve, its deviation in steps of an eighth of an octave."""
+    """Code integers with a normal distribution. The standard deviation is coded first, as a byte of 1/8 octaves."""
     deviation = np.sqrt(np.mean((x - mean) ** 2)) if x.size else 1.0
     byte = _byte(code, np.clip(np.rint(8 * np.log2(max(deviation, 2.0**-4))) + 32, 0, 255))
     return code(
@@ -138,7 +144,7 @@ def _bell(code: Code, x: Ints, low: int, high: int, mean: float = 0.0) -> Ints:
 
 
 def _sparse(code: Code, levels_RC: Ints, bits: int) -> Ints:
-    """Code a matrix, mostly zeros."""
+    """Code a matrix with mostly zeros."""
     model, mask_RC = _constriction().model, (levels_RC != 0).astype(np.int32)
     density = _byte(code, np.rint(-16 * np.log2(max(mask_RC.mean(), 2.0**-15.9)))) if mask_RC.size else 255
     above_C = np.full(mask_RC.shape[1], _PRIOR * 2 ** (-density / 16))
@@ -155,7 +161,7 @@ def _sparse(code: Code, levels_RC: Ints, bits: int) -> Ints:
     tail = _byte(code, np.clip(np.rint(_TAIL * (sizes_K.mean() - least)), 1, 255))
     sizes = np.arange(1, largest_level(bits) + 1)
     odds = np.where(sizes < least, 0.0, np.exp(-np.log1p(_TAIL / tail) * (sizes - least))) + 1e-3
-    # A table begins at 0, which is no size.
+    # The table of probabilities begins with the value 0, which no nonzero entry has.
     table = model.Categorical(np.append(1e-3, odds) / (odds.sum() + 1e-3), perfect=False)
     sizes_K, negative_K = code(sizes_K, table), code((values_K < 0).astype(np.int32), model.Uniform(2))
     mask_RC[found] = np.where(negative_K, -sizes_K, sizes_K)
@@ -163,7 +169,9 @@ def _sparse(code: Code, levels_RC: Ints, bits: int) -> Ints:
 
 
 def _stream(code: Code, coded: Mapping[str, Levels], sparse: bool) -> dict[str, Levels]:
-    """Code levels; a reader gives zeros of the same names, shapes and numbers of steps."""
+    """Write or read levels. To read, `coded` has zeros with the names, shapes and numbers of steps of the written
+    levels.
+    """
     steps = np.concatenate([np.zeros(0), *(of.steps.numpy() for of in coded.values())]).astype(np.int32)
     steps = _bell(code, steps, 0, 255, _byte(code, np.rint(steps.mean()) if steps.size else 0))
     parts = torch.from_numpy(steps.astype(np.uint8)).split([len(of.steps) for of in coded.values()])
@@ -171,7 +179,7 @@ def _stream(code: Code, coded: Mapping[str, Levels], sparse: bool) -> dict[str, 
     for (name, (levels, _, bits)), steps_R in zip(coded.items(), parts, strict=True):
         x, most = levels.numpy().astype(np.int32), largest_level(bits)
         if sparse and bits != VECTOR_BITS:
-            # A vector is one row: its entries are as likely everywhere.
+            # A vector is coded as one row, whose entries all have the probability of the overall density.
             x = _sparse(code, x.reshape(len(x) if x.ndim > 1 else 1, -1), bits)
         else:
             x = _bell(code, x.reshape(-1), -most, most)
@@ -185,7 +193,7 @@ _CODE = "code"
 def encode(
     state: Params, matrices: Mapping[str, Levels], about: Mapping[str, Any] | None = None, sparse: bool = False
 ) -> bytes:
-    """Write a file: some tensors in their levels, other floats in 8 bits, integers unchanged."""
+    """Write a file: tensors of `matrices` as their levels, other float tensors in 8 bits, integers unchanged."""
     plain = {name: x for name, x in state.items() if not x.is_floating_point()}
     coded = {k: matrices[k] if k in matrices else vector_levels(x) for k, x in state.items() if k not in plain}
     coder = _constriction().queue.RangeEncoder()
@@ -200,7 +208,9 @@ def encode(
 
 
 def decode(data: bytes, like: Params, rows: Mapping[str, int], bits: int, sparse: bool = False) -> Params:
-    """Undo `encode`, into float32; `rows` gives the number of steps per tensor in levels of `bits`."""
+    """Read a file of `encode` into float32. `rows` gives the number of quantization steps of each tensor with levels of
+    `bits`.
+    """
     plain = {name: x for name, x in like.items() if not x.is_floating_point()}
     state = unpack_last(data, plain, _CODE, torch.uint8)
     coder = _constriction().queue.RangeDecoder(state.pop(_CODE).numpy().view(np.uint32))
@@ -218,12 +228,12 @@ def decode(data: bytes, like: Params, rows: Mapping[str, int], bits: int, sparse
 
 
 class RoundedNet:
-    """A new net that rounds its weights in training.
+    """A new net that is trained with rounded weights.
 
     Attributes:
-        leaves: the net's parameters by name, to train in place.
-        rows: number of steps per parameter to round.
-        steps: their steps, uint8 [R] each; empty until rounding begins.
+        leaves: the net's parameters by name, trained in place.
+        rows: the number of quantization steps of each rounded parameter.
+        steps: the quantization steps of each rounded parameter, uint8 [R]; empty until rounding begins.
     """
 
     def __init__(self, net: nn.Module, bits: int, rows: Mapping[str, int]) -> None:
@@ -233,7 +243,7 @@ class RoundedNet:
         self._call = generated_net(net, self._weights)
 
     def __call__(self, x: Tensor) -> Any:
-        """Compute the output of the net with its present steps."""
+        """Compute the output of the net with weights rounded to the current quantization steps."""
         return self._call(x)
 
     def _weights(self) -> Params:
@@ -244,22 +254,24 @@ class RoundedNet:
         return self.leaves[name].reshape(self.rows[name], -1)
 
     def nearest_steps(self) -> Params:
-        """Find the nearest steps of all parameters to round."""
+        """Find the quantization steps of all rounded parameters with the least squared error."""
         return {name: nearest_steps(self._matrix(name).detach(), self._bits) for name in self.rows}
 
     def levels(self, steps: Params) -> dict[str, Levels]:
-        """Round with these steps."""
+        """Round all parameters in `rows` with these quantization steps."""
         return {name: to_levels(self.leaves[name], steps[name], self._bits) for name in self.rows}
 
 
 def apart_from_norms(module: nn.Module) -> list[str]:
-    """List the names of parameters that `base.in_use` does not change."""
+    """List the parameters that do not belong to norms, which `base.in_use` folds into other layers."""
     folded = {name.rpartition(".")[0] for name in base.state_of(module).keys() - base.in_use(module).keys()}
     return [o.name for o in parameter_infos(module) if o.name.rpartition(".")[0] not in folded]
 
 
 def train_net(problem: Problem, net: RoundedNet, lr: float, seed: int, after: Callable[[int], None]) -> None:
-    """Train the leaves of a net as `base.train_net` does; `after` gets the number of each finished step."""
+    """Train the leaves of a net as `base.train_net` does, and call `after` with the number of each finished training
+    step.
+    """
     recipe = replace(problem.recipe, dense_lr=lr, betas=(0.9, 0.999))
     trainer = leaf_trainer(net.leaves.values(), net, problem.task, recipe)
 
@@ -272,17 +284,19 @@ def train_net(problem: Problem, net: RoundedNet, lr: float, seed: int, after: Ca
 
 
 def _due(steps: int) -> set[int]:
-    """Training steps, from 0, after which weights get new steps and the file is made to fit."""
+    """Return the training steps, counted from 0, after which quantization steps are computed and the file is made to
+    fit.
+    """
     return {min(steps - 1, round(part * steps)) for part in (0.6, 0.7, 0.8, 0.9)}
 
 
 _SHAPES = ((True, 0.85), (True, 0.6), (False, 0.45))
-"""Steps per row or per matrix; the expected share of its bits that a level takes."""
+"""Whether each row has a quantization step; the expected length of a coded level, divided by `bits`."""
 
 
 @dataclass(frozen=True)
 class Quantised(Dense):
-    """The weights of the net in levels of `bits` (4 or 8), with steps that are coarser where the file is too long."""
+    """A net with levels of `bits` (4 or 8). If the file is too long, its quantization steps are made coarser."""
 
     bits: int = 8
     rates: ClassVar[tuple[float, ...]] = (3e-3, 1e-2, 3e-2)
@@ -302,7 +316,7 @@ class Quantised(Dense):
             nets = base.narrow_pnets(problem.task, lambda pnet, takes=takes: takes(pnet) <= problem.budget)
             used = [net for net in nets if takes(net, part=1.0) >= base.USED * problem.budget]
             found += base.of_nets(used or nets, problem.task, by_row=(by_row,), lr=self.rates)
-        # The same net may fit by several shapes.
+        # Several entries of _SHAPES may lead to one net.
         return [settings for i, settings in enumerate(found) if settings not in found[:i]]
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
@@ -335,13 +349,15 @@ class Quantised(Dense):
 
 
 def _rows(state: Params, by_row: bool) -> dict[str, int]:
-    """Count the steps of every matrix; a convolution has a row for an output channel."""
+    """Return the number of quantization steps of every matrix. With a step per row, a convolution has a row per output
+    channel.
+    """
     return {name: len(x) if by_row else 1 for name, x in state.items() if x.ndim > 1}
 
 
 @dataclass(frozen=True)
 class Pruned(Dense):
-    """The weights of the net that are largest, in levels of `bits`."""
+    """A net whose largest weights are stored as levels of `bits`. All other weights are zero."""
 
     bits: int = 5
     rates: ClassVar[tuple[float, ...]] = (1e-3, 3e-3, 1e-2)
@@ -377,7 +393,7 @@ class Pruned(Dense):
             return most_entries(base.in_use(module), matrices, net.levels(steps), budget, about)
 
         def keep(n: int | None = None) -> None:
-            """Set all but the `n` largest entries to zero, or those that were set before."""
+            """Set all entries to zero except the `n` largest. Entries that were zero before stay zero."""
             masks.update({} if n is None else top(matrices, n))
             for name, mask in masks.items():
                 matrices[name].mul_(mask)
@@ -408,7 +424,7 @@ class Pruned(Dense):
 def most_entries(
     state: Params, weights: Params, matrices: Mapping[str, Levels], budget: float, about: Any = None
 ) -> int:
-    """Find how many of the largest `weights`, whose levels are `matrices`, can be coded in so many bytes."""
+    """Find how many of the largest `weights` fit into so many bytes. `matrices` has the levels of all weights."""
 
     def fits(n: int) -> bool:
         masks = top(weights, n)
@@ -419,7 +435,7 @@ def most_entries(
 
 
 def top(weights: Params, n: int) -> Params:
-    """Make masks of the `n` weights of largest magnitude among all matrices, in their shapes."""
+    """Make masks of the `n` weights of largest magnitude among all matrices. A mask has the shape of its matrix."""
     flat = parameters_to_vector(weights.values())
     mask = prune.L1Unstructured(max(0, len(flat) - n)).compute_mask(flat, torch.ones_like(flat, dtype=torch.bool))
     pieces = mask.split([x.numel() for x in weights.values()])

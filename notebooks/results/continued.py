@@ -1,8 +1,9 @@
-"""Continue the training of a genome with a new optimizer: the loss of the first epoch at several rates.
+"""Continue the training of a genome with a new optimizer, and print the loss of the first epoch at several rates.
 
     python notebooks/results/continued.py
 
-Trains digits for 20 epochs with a one-cycle schedule, then 10 epochs from the file at parts of the suggested rate.
+Trains a genome on digits for 20 epochs with a one-cycle schedule and saves it. Then trains the saved genome for 10
+epochs at several parts of the suggested rate.
 """
 
 from pathlib import Path
@@ -22,7 +23,7 @@ def loss_fn(net: Any, batch: Any) -> torch.Tensor:
 
 
 def trained(train_step: Any, state: Any, data: Any, epochs: int, seed: int) -> tuple[Any, list[float]]:
-    """Return the state after some epochs, and the loss of every step."""
+    """Train for some epochs. Return the state and the loss of every step."""
     generator, losses = torch.Generator().manual_seed(seed), []
     for _ in range(epochs):
         for batch in data.train.batches(64, generator):
@@ -32,7 +33,7 @@ def trained(train_step: Any, state: Any, data: Any, epochs: int, seed: int) -> t
 
 
 def main() -> None:
-    """Print, for each seed and rate, the largest loss of the next epoch and the mean loss of the last one."""
+    """Print, for each seed and rate, the largest loss of the first epoch and the mean loss of the last epoch."""
     torch.set_num_threads(1)
     data = find_task("digits", None, {})
     per_epoch = len(data.train) // 64

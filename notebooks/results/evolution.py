@@ -1,9 +1,11 @@
-"""The figures of evolution.md: `python notebooks/results/evolution.py TABLE`, such as digits or mnist.
+"""Compute the tables of evolution.md: `python notebooks/results/evolution.py TABLE`, such as digits or mnist.
 
-One thread. Every search has the same population, batches and evaluations; its step (a genome's: that of codes, and that
-of all else; of the table widths one for all) is the best on the validation images (or episodes) of seed 100 after a
-quarter of them, unless `--step` gives one, and seeds 0 to 2 are measured. What is measured is the mean of the search's
-centers, with a weight that halves in 35 of 1,000 generations: the last alone is noisy.
+The script uses one thread. Within a table, all searches have the same population, batches and number of evaluations.
+`--step` gives the step size. Without `--step`, several step sizes are tried with seed 100 for a quarter of the
+evaluations, and the best on validation images or episodes is chosen. The search of a genome has one step size for code
+weights and one for all other numbers, except in the table widths, where both are equal. The search is then run with
+seeds 0 to 2. The network that is measured is not the last center of the search, which is noisy, but a mean of all
+centers. In this mean, a weight halves in 35 of 1,000 generations.
 """
 
 import argparse
@@ -27,28 +29,28 @@ from gbfunc.tasks import accuracy, endless_batches, find_task, loss_fn
 from gbfunc.tasks.control import find_environment
 
 DENSE: Any = {"rules": [(".*", None)]}
-"""A plan that keeps every tensor as it is: the search is over the p-net's own weights."""
+"""Options of a plan in which every tensor is direct, so that the search is over the p-net's weights."""
 
 
 class Size(NamedTuple):
-    """How much is searched, alike for all."""
+    """The size of a search, equal for all rows of a table."""
 
     generations: int
     members: int
-    rows: int  # images that a generation is judged by
-    noise: float  # on them
+    rows: int  # images per evaluation
+    noise: float  # standard deviation of the noise on the images
 
 
 SIZES = {"digits": Size(1000, 128, 128, 0.4), "mnist": Size(1000, 128, 128, 0.0), "widths": Size(1000, 16, 128, 0.4)}
 Step = tuple[float, ...]
-"""Of codes, and of all else; or of all."""
+"""Step size of the code weights and of all other numbers, or one step size of all numbers."""
 
 STEPS = ((0.02,), (0.05,), (0.15,), (0.4,))
 LARGE_STEPS = ((0.05,), (0.15,), (0.4,), (0.8,))
 
 
 def by_role(step: Step) -> dict[str, float]:
-    """The step of each role of leaves."""
+    """Return the step size of each role of leaves."""
     return {"code": step[0], "linear": step[-1], "direct": step[-1]}
 
 
@@ -56,7 +58,7 @@ PAIRS = tuple(itertools.product((0.03, 0.06, 0.12, 0.24), (0.06, 0.15, 0.4)))
 
 
 def algorithm(name: str, problem: Any, members: int) -> Any:
-    """One of EvoTorch's, in units of the problem's steps."""
+    """Make a search algorithm of EvoTorch. Its step sizes are in units of the problem's step sizes."""
     if name == "SNES":
         return SNES(problem, popsize=members, stdev_init=1.0)
     if name == "CMA-ES":
@@ -72,14 +74,16 @@ def algorithm(name: str, problem: Any, members: int) -> Any:
 
 
 def noisy_batches(task: Any, size: Size, seed: int) -> Any:
-    """Images with noise, without end."""
+    """Yield batches of images with noise, without end."""
     draws = torch.Generator().manual_seed(seed + 1)
     for x, y in endless_batches(task.train, size.rows, torch.Generator().manual_seed(seed)):
         yield x + size.noise * torch.randn(x.shape, generator=draws), y
 
 
 def problem_of(what: str, task: Any, hidden: int, numbers: int, step: Step, size: Size, seed: int) -> GenomeProblem:
-    """The genome of a p-net, its weights, those of a smaller net, or a random subspace of the weights."""
+    """Make the search problem of a genome, of dense weights, of a small dense net or of a random subspace of the
+    weights.
+    """
     if what == "small dense net":
         inputs, classes = task.train.x[0].numel(), task.interface.outputs
         hidden = (numbers - classes) // (inputs + 1 + classes)
@@ -89,7 +93,7 @@ def problem_of(what: str, task: Any, hidden: int, numbers: int, step: Step, size
     subspace = None
     if what == "random subspace":
         drawn = Projection(numbers, plan.genome_params, seed)
-        # So that z of unit deviation moves every weight by about its step.
+        # Scale the projection: z with standard deviation 1 moves every weight by about its step size.
         subspace = numbers, lambda z: drawn(z) * (drawn.D / drawn.d) ** 0.5
     steps = by_role(step)
     batches = noisy_batches(sized, size, seed)
@@ -97,7 +101,7 @@ def problem_of(what: str, task: Any, hidden: int, numbers: int, step: Step, size
 
 
 def search(problem: Any, name: str, generations: int, members: int, weight: float = 0.02) -> Tensor:
-    """The mean of the centers of so many generations, of which the last ones weigh so much."""
+    """Run a search. Return the mean of its centers, in which the last center has the weight `weight`."""
     searcher, mean = algorithm(name, problem, members), torch.zeros(problem.solution_length)
     for generation in range(1, generations + 1):
         searcher.step()
@@ -107,7 +111,7 @@ def search(problem: Any, name: str, generations: int, members: int, weight: floa
 
 
 def choices(table: str, what: str) -> tuple[Step, ...]:
-    """The steps that are tried."""
+    """Return the step sizes that are tried."""
     if table == "widths":
         return LARGE_STEPS
     return PAIRS if what == "genome" else STEPS
@@ -115,14 +119,14 @@ def choices(table: str, what: str) -> tuple[Step, ...]:
 
 @torch.no_grad()
 def score(net: nn.Module, task: Any, table: str) -> float:
-    """How good a step is; for the table widths finer than the accuracy of 240 images, minus the loss."""
+    """Return the accuracy on validation images. For the table widths, return minus the loss."""
     return -float(loss_fn(net, (task.val.x, task.val.y))[0]) if table == "widths" else accuracy(net, task.val)
 
 
 def images(
     table: str, rivals: list[tuple[str, str, int]], numbers: int, seeds: int, data: str | None, given: Step | None
 ) -> None:
-    """A row for each of (what is searched, algorithm, hidden units)."""
+    """Print a row for each search: what is searched, the algorithm and the number of hidden units."""
     task = find_task("mnist", data, {}) if table == "mnist" else find_task("digits", None, {})
     size = SIZES[table]
     for what, name, hidden in rivals:
@@ -149,18 +153,18 @@ def images(
 
 
 CONTROL = {"CartPole-v1": (25, 1), "Acrobot-v1": (15, 1), "Pendulum-v1": (100, 1)}
-"""Generations of 32, and episodes of a member in each."""
+"""Number of generations of 32 members, and episodes per member and generation."""
 
 
 def actor(inputs: int, hidden: int, actions: int, seed: int) -> nn.Module:
-    """A tanh network without biases: observations near zero would leave all to them."""
+    """Make a tanh network without biases. With biases, observations near zero would hardly change the actions."""
     torch.manual_seed(seed)
     first, second = nn.Linear(inputs, hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
     return nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), nn.Linear(hidden, actions, bias=False))
 
 
 def control(env: str, rivals: list[str], seeds: int, given: Step | None) -> None:
-    """Mean return over 100 fresh episodes, of the genome, of the p-net's own weights and of a small net."""
+    """Print the mean return over 100 new episodes of the genome, of dense weights and of a small dense net."""
     known, (generations, episodes) = find_environment(env), CONTROL[env]
     for what in rivals:
 
@@ -190,7 +194,7 @@ def control(env: str, rivals: list[str], seeds: int, given: Step | None) -> None
 
 
 def speed(hidden: int, rows: int) -> None:
-    """Milliseconds of a generation of 256, by one `vmap` and one by one, and where the time goes."""
+    """Print the times of a generation of 256 genomes in one `vmap` and one by one, and the slowest operations."""
     task, size = find_task("digits", None, {}), SIZES["digits"]._replace(rows=rows)
     problem = problem_of("genome", task, hidden, 450, (0.1,), size, 0)
     z, batch = problem.generate_values(256).clone().as_subclass(Tensor), next(noisy_batches(task, size, 0))
@@ -216,7 +220,7 @@ def speed(hidden: int, rows: int) -> None:
 
 
 def alone(problem: GenomeProblem, z: Tensor, batch: Any) -> list[float]:
-    """Each member's loss as a user of `gb.generate` would compute it."""
+    """Compute each genome's loss in a loop, as a user of `gb.generate` would."""
     losses = []
     for row in z:
         weights = gb.generate(problem.plan, problem.genome(row))
@@ -230,10 +234,10 @@ def alone(problem: GenomeProblem, z: Tensor, batch: Any) -> list[float]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("table", choices=("digits", "widths", "algorithms", "mnist", "speed", *CONTROL))
-    parser.add_argument("--what", help="one row alone")
-    parser.add_argument("--step", type=float, nargs="+", help="instead of choosing: of codes and all else, or of all")
+    parser.add_argument("--what", help="compute only this row")
+    parser.add_argument("--step", type=float, nargs="+", help="step size (of code weights and of all other numbers)")
     parser.add_argument("--hidden", type=int, nargs="+", default=(64, 256, 1100), help="widths of the p-net")
-    parser.add_argument("--members", type=int, help="of a generation; other than the table's")
+    parser.add_argument("--members", type=int, help="population (default: as in the table)")
     parser.add_argument("--generations", type=int)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--data-dir", default=f"{os.environ.get('GBFUNC_DATA', '../shared/data')}/mnist")

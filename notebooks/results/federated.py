@@ -1,6 +1,7 @@
-"""Averages of genomes, other ways: `python notebooks/results/federated.py WAY --data-dir DATA/mnist`, a JSON row.
+"""Average genomes in several ways: `python notebooks/results/federated.py WAY --data-dir DATA/mnist` prints a JSON row.
 
-MNIST as in federated.md (784-200-200-10, genome of 1,994 numbers, 100 clients of whom 10 train in a round). One thread.
+The training is that of federated.md on MNIST: p-net 784-200-200-10, genome of 1,994 numbers, 100 clients of which 10
+train in each round. The script uses one thread.
 """
 
 import argparse
@@ -29,10 +30,11 @@ CLIENTS, SAMPLE, STEPS, ROWS = 100, 10, 20, 32
 
 
 class Fitted(FedAvg):
-    """The average of the clients' weights, and the genome that is nearest to it, fitted from the average genome.
+    """A strategy that averages the weights of the clients' networks, and fits a genome to the averaged weights.
 
-    Symmetries of a g-net (signs, phases, the order of its features) do not matter to it: what it gains over the average
-    of genomes is what aligned features could gain.
+    The fit begins with the average of the clients' genomes. Genomes that differ only by a symmetry of the g-nets
+    (signs, phases, the order of features) generate equal weights, so symmetries do not change the average of weights.
+    The gain over the average of genomes is therefore what could be gained by aligning the features of the genomes.
     """
 
     wire: Wire
@@ -42,7 +44,7 @@ class Fitted(FedAvg):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """The average of weights as a genome; how far they are apart goes to `left`."""
+        """Return the genome fitted to the average of the weights. Append the relative error of the fit to `left`."""
         replies = list(replies)
         genomes = [self.wire.genome(self.wire.unpack(r.content.array_records["arrays"])) for r in replies]
         plan = self.wire.plan
@@ -57,27 +59,28 @@ class Fitted(FedAvg):
 
 
 class Pulled(FedAvgM):
-    """Momentum at the server, and FedProx's term at the clients (Li et al., 2020)."""
+    """FedAvgM with momentum at the server, and the proximal term of FedProx at the clients (Li et al., 2020)."""
 
     proximal = 0.0
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """What is sent, with the weight of the term."""
+        """Add the weight of the proximal term to the messages for the clients."""
         config[PROXIMAL] = self.proximal
         return super().configure_train(server_round, arrays, config, grid)
 
 
 class FittedWithMomentum(Pulled, Fitted):
-    """Momentum at the server, of what was fitted."""
+    """`Fitted`, with momentum at the server."""
 
 
 class Remembering(Pulled):
-    """Control variates at the server: FedVARP (Jhunjhunwala et al., 2022), without a byte more.
+    """FedVARP (Jhunjhunwala et al., 2022): variance reduction at the server, for which no additional bytes are sent.
 
-    The server keeps the last change of every client. What a round's clients change beyond their last changes is added
-    to the mean of the last changes of all, weighted by their examples and scaled as the clients' rate has fallen since.
+    The server keeps the last update of every client. In a round, the server subtracts from each reply the client's last
+    update, scaled as the learning rate has fallen since, and adds the mean of the last updates of all clients, weighted
+    by their numbers of examples.
     """
 
     rate: Callable[[int], float]
@@ -87,7 +90,7 @@ class Remembering(Pulled):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """The average of changes less what is remembered of them, plus the mean of what is remembered."""
+        """Correct each reply by the stored updates, store the new updates, and average the corrected replies."""
         replies, rate = list(replies), self.rate(server_round - 1)
         assert self.current_arrays is not None
         (sent,) = self.current_arrays.to_numpy_ndarrays()
@@ -107,7 +110,7 @@ WAYS = {"genomes": Pulled, "weights": FittedWithMomentum, "memory": Remembering}
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Train and measure in one way."""
+    """Train and measure one way of averaging."""
     task = find_task("mnist", options.data_dir, {})
     task = task.with_pnet(find_pnet("mlp", task.interface, {**task.pnet.config, "hidden": (200, 200)}))
     pnet = task.build(options.seed)
@@ -118,7 +121,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     state = {"code": options.lr}
 
     def rate(round_: int) -> float:
-        # The codes stand still from `freeze` of the rounds on, at the clients as at the server.
+        # After the part `freeze` of the rounds, the code weights are frozen, at the clients and at the server.
         state["code"] = float(schedule(round_)) * (round_ < options.freeze * options.rounds)
         return float(schedule(round_))
 
@@ -164,12 +167,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("way", choices=(*WAYS,), help="what is averaged; memory: genomes, with control variates")
-    parser.add_argument("--freeze", type=float, default=1.0, help="part of the rounds after which codes stand still")
+    parser.add_argument("way", choices=(*WAYS,), help="what the server averages; memory: genomes, by FedVARP")
+    parser.add_argument("--freeze", type=float, default=1.0, help="part of the rounds before code weights freeze")
     parser.add_argument("--fit-steps", type=int, default=30)
     parser.add_argument("--fit-lr", type=float, default=0.003)
     parser.add_argument("--momentum", type=float, default=0.5)
-    parser.add_argument("--proximal", type=float, default=0.0, help="weight of FedProx's term")
+    parser.add_argument("--proximal", type=float, default=0.0, help="weight of FedProx's proximal term")
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--up", default="int4")
     parser.add_argument("--down", default="int8")

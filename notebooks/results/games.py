@@ -1,20 +1,20 @@
-"""A dueling DQN of small games whose network grows from a genome, beside the same network with weights of its own.
+"""Train a dueling DQN on small games with generated weights, and compare it with a dense net.
 
 Run `python notebooks/results/games.py --out games` (`pip install 'gbfunc[cli,minatar]'`).
 
-Mnih et al. (2015) with the double targets of van Hasselt et al. (2016) and the dueling heads of Wang et al. (2016): the
-network grows once per vector step, acts in all environments, and a genome as of some updates ago gives the targets.
-The p-net is `conv_actor_critic`: its policy head holds the advantages, its value head the values.
+The algorithm is DQN (Mnih et al., 2015) with double targets (van Hasselt et al., 2016) and dueling heads (Wang et al.,
+2016). The weights are generated once per step of all environments. A network generated from an earlier genome computes
+the targets. The p-net is `conv_actor_critic`: its policy head returns the advantages, its value head the values.
 
-Options: `--games`, `--frames` (steps of all environments together), `--compressions` (0 is the dense net), `--lr` and
-`--dense-lr`, `--width` and `--hidden` (of the p-net), `--envs`, `--update-every` (frames), `--replay`
-(transitions), `--segment`, `--seeds`, `--out`. A training is cut into segments of so many frames, each in environments
-made anew: the same command goes on after an interruption from the last segment, bit for bit. Writes `games.json` and
-`games.png`, and prints a table.
+Options: `--games`, `--frames` (steps of all environments together), `--compressions` (0 trains the dense net), `--lr`
+and `--dense-lr`, `--width` and `--hidden` (of the p-net), `--envs`, `--update-every` (frames), `--replay`
+(transitions), `--segment` (frames), `--seeds`, `--out`. A training is divided into segments, and each segment begins
+with new environments. After an interruption, run the command again: the training continues from its last segment, with
+bit-identical results. The script writes `games.json` and `games.png`, and prints a table.
 
-Atari's BeamRider, as in Shuvaev et al. (2024), needs `gbfunc[atari]`; an hour of one core for each network:
+Atari's BeamRider, as in Shuvaev et al. (2024), needs `gbfunc[atari]` and an hour of one core for each network:
 
-    python notebooks/results/games.py --games ALE/BeamRider-v5 --frames 240000 --width 32 --hidden 1024 --envs 8 \\
+    python notebooks/results/games.py --games ALE/BeamRider-v5 --frames 240000 --width 32 --hidden 1024 --envs 8 \
         --replay 20000 --compressions 0 492 --seeds 0 --out beamrider
 """
 
@@ -39,34 +39,35 @@ from gbfunc.tasks.control import ATARI, Environment, find_environment, make_envs
 from gbfunc.tasks.pnets import PNETS, Interface
 
 GAMMA, BATCH, UPDATES_PER_TARGET = 0.99, 32, 250
-"""Discount; transitions of an update; updates from one target to the next."""
+"""Discount factor; transitions per update; updates after which the target network is replaced."""
 
 EXPLORING, LEAST = 0.1, 0.05
-"""Part of the frames in which the rate of random actions falls from 1, and the rate after that."""
+"""Part of the frames during which the probability of random actions falls from 1, and the probability afterwards."""
 
 EPISODES, ATARI_EPISODES, LONGEST = 10, 3, 5_000
-"""Episodes of an evaluation, in MinAtar and Atari, and the steps after which one is cut."""
+"""Episodes per evaluation in MinAtar and in Atari, and the largest number of steps of an episode."""
 
 FIRST = 5_000
 """Frames before the first update."""
 
 
 def q_values(net: Any, obs: Tensor) -> Tensor:
-    """Return the values of all actions [B, A] in some states: the state's value plus centred advantages."""
+    """Return the Q-values of all actions [B, A]: the value of each state plus the advantages minus their mean."""
     advantages_BA, values_B = net(obs)
     return values_B[:, None] + advantages_BA - advantages_BA.mean(1, keepdim=True)
 
 
 def loss_fn(net: Any, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """Return Huber's loss of the values of the actions taken [B]."""
+    """Return Huber's loss between the Q-values of the actions taken and the targets."""
     obs, actions_B, targets_B = batch
     return F.smooth_l1_loss(q_values(net, obs).gather(1, actions_B[:, None])[:, 0], targets_B)
 
 
 class Replay:
-    """The last steps of all environments, each observation once: rings of T rows of N environments.
+    """A ring buffer of the last T steps of N environments. Each observation is stored once.
 
-    The row after a step holds its next observation. A row in which an environment only starts anew is no transition.
+    The next observation of a step is the observation in the next row. A step that only resets an environment is no
+    transition and is never drawn.
     """
 
     def __init__(self, rows: int, n: int, env: Environment) -> None:
@@ -77,16 +78,16 @@ class Replay:
         self.over, self.valid = np.zeros((rows, n), bool), np.zeros((rows, n), bool)
 
     def add(self, obs: Tensor, actions: Tensor, rewards: Any, over: Any, valid: Any) -> None:
-        """Add a step of all environments."""
+        """Add one step of all environments."""
         row, self.count = self.count % self.rows, self.count + 1
         self.obs[row], self.actions[row], self.rewards[row] = obs.numpy(), actions.numpy(), rewards
         self.over[row], self.valid[row] = over, valid
 
     def sample(self, draws: np.random.Generator, number: int) -> tuple[Tensor, ...]:
-        """Draw transitions: observations, actions, rewards, whether the episode ended, and next observations."""
+        """Draw transitions: observations, actions, rewards, whether the episode terminated, and next observations."""
         first, found = max(0, self.count - self.rows), []
         while len(found) < number:
-            # The newest row has no next observation yet.
+            # The next observation of the newest row is not stored yet.
             row, column = int(draws.integers(first, self.count - 1)) % self.rows, int(draws.integers(self.n))
             if self.valid[row, column]:
                 found.append((row, column))
@@ -97,28 +98,28 @@ class Replay:
         )
 
     def cut(self) -> None:
-        """Forget the newest row, whose next observation would be that of another environment."""
+        """Exclude the newest step from sampling, because the next row will belong to new environments."""
         self.valid[(self.count - 1) % self.rows] = False
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return all that a file must hold."""
+        """Return all arrays that a file of the buffer must have."""
         names = ("obs", "actions", "rewards", "over", "valid")
         return {"count": np.array(self.count)} | {name: getattr(self, name) for name in names}
 
     def restore(self, path: Path) -> None:
-        """Read what `arrays` returned."""
+        """Restore the buffer from a file of `arrays`."""
         for name, array in load_file(path).items():
             setattr(self, name, int(array) if name == "count" else array)
 
 
 def seen(env: Environment, obs: Tensor) -> Tensor:
-    """Observations for the network: bytes of images, and zeros and ones of MinAtar."""
+    """Return observations in the type that the network reads: bytes for Atari's images, floats for MinAtar."""
     return obs if env.id.startswith(ATARI) else obs.float()
 
 
 @torch.no_grad()
 def evaluate(net: nn.Module, env: Environment, seed: int) -> list[float]:
-    """Return the undiscounted return of one episode in each of some environments, 1 % of the actions random."""
+    """Play one episode in each of several environments with 1 % random actions. Return the undiscounted returns."""
     number = ATARI_EPISODES if env.id.startswith(ATARI) else EPISODES
     envs, draws = make_envs(env.id, number), torch.Generator().manual_seed(seed)
     returns, running = np.zeros(number), np.ones(number, bool)
@@ -136,14 +137,14 @@ def evaluate(net: nn.Module, env: Environment, seed: int) -> list[float]:
 
 @torch.no_grad()
 def acting(net: nn.Module, env: Environment, obs: Tensor, rate: float, draws: torch.Generator) -> Tensor:
-    """Choose the best actions [N], or with a probability of `rate` any."""
+    """Choose the actions [N] with the largest Q-values, or random actions with probability `rate`."""
     best_N = q_values(net, seen(env, obs)).argmax(1)
     any_N = torch.randint(env.n_actions, best_N.shape, generator=draws)
     return torch.where(torch.rand(best_N.shape, generator=draws) < rate, any_N, best_N)
 
 
 def learn(options: argparse.Namespace, game: str, compression: float, seed: int) -> dict[str, Any]:
-    """Train one network, or go on with it; return its size and its rows of `frames` and `returns`."""
+    """Train one network, or continue its training. Return its size and the rows of `frames` and `returns`."""
     out = options.out / f"{game.replace('/', '-')}, {compression:g}x, {seed}"
     out.mkdir(parents=True, exist_ok=True)
     if (out / "result.json").exists():
@@ -201,7 +202,7 @@ def learn(options: argparse.Namespace, game: str, compression: float, seed: int)
             loss = float(torch.stack(losses).mean()) if losses else float("nan")
             told = f"{game} {compression:g}x seed {seed}: {rows[-1]['frames']:,} frames"
             print(f"{told}, return {statistics.fmean(returns):.2f}, loss {loss:.4f}, {seconds:.0f} s", flush=True)
-            # The replay first: a checkpoint without its replay could not go on.
+            # Save the replay before the checkpoint, because a checkpoint without its replay could not be resumed.
             save_file(replay.arrays(), out / f"replay-{segment + 1}.safetensors")
             checkpointer.save(state, {"rows": rows, "segments": segment + 1})
             checkpointer.wait()
@@ -214,7 +215,7 @@ def learn(options: argparse.Namespace, game: str, compression: float, seed: int)
 
 
 def curves(runs: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]) -> Figure:
-    """Draw returns against frames: mean and range over seeds, one plot per game."""
+    """Draw returns against frames with one plot per game: the mean and the range over seeds."""
     figure = Figure(figsize=(0.6 + 3.6 * len(runs), 3.4), layout="constrained")
     (row,) = figure.subplots(1, len(runs), squeeze=False)
     for axes, (game, sizes) in zip(row, runs.items(), strict=True):
@@ -270,7 +271,7 @@ def main(argv: list[str] | None = None) -> None:
                 f"{seeds[0]['params']:,} ({seeds[0]['ratio']:,.0f}x)" if compression else f"{seeds[0]['pnet']:,}, dense"
             )
             runs.setdefault(game, {})[size] = seeds
-            # The mean of the last fifth of the evaluations: one evaluation is noisy.
+            # Average the last fifth of the evaluations, because one evaluation is noisy.
             last = [seed["rows"][-max(1, len(seed["rows"]) // 5) :] for seed in seeds]
             means = [statistics.fmean(x for row in rows for x in row["returns"]) for rows in last]
             deviation = f" ± {statistics.stdev(means):.2f}" if len(means) > 1 else ""
