@@ -139,7 +139,7 @@ def _program(
     except ValueError:
         if not texts:
             raise
-        # Some networks and formats support only one length of texts: export again with the length of the example.
+        # Some networks and formats support only one length of texts: export again for the example's length.
         return _program(kind, net, like, inputs, BATCH, check)
 
 

@@ -1,4 +1,4 @@
-"""The layout of `genome.safetensors`. The header depends only on shapes and dtypes: leaves may be on the meta device.
+"""The layout of `genome.safetensors`. File sizes can be computed without a genome, from leaves on the meta device.
 
     8 bytes    length of the header
     header     JSON, padded to 8 bytes: format, plan, SHA-256; dtype, shape and offsets per tensor

@@ -48,7 +48,7 @@ def file_bytes(
         compare_trees(plan.leaves, leaves, "the genome does not fit the plan")
     text = document(plan, metadata)
     bare = text if metadata is None else plan.to_json()
-    parts, shares = Counter[str](), {}
+    by_name, shares = Counter[str](), {}
     for leaf, owners in owners_of(plan).items():
         numel = max(1, sum(n for _, n in owners))
         shares[leaf] = [(owner, n / numel) for owner, n in owners]
@@ -61,23 +61,23 @@ def file_bytes(
         else:
             sizes = compact.pack(text, plan, leaves, dtype if isinstance(dtype, Steps) else name)[1]
         packed = sizes.document if bare is text else len(deflate(bare))
-        parts += {PLAN: packed, METADATA: sizes.document - packed, CONTAINER: compact.HEAD}
+        by_name += {PLAN: packed, METADATA: sizes.document - packed, CONTAINER: compact.HEAD}
         plain, codes = sizes.plain, [(SCALES, max(0.0, 8 * sizes.codes - sum(sizes.bits.values())))]
         codes += [(owner, bits * share) for leaf, bits in sizes.bits.items() for owner, share in shares[leaf]]
         ends = np.cumsum([0.0, *(bits for _, bits in codes)])
         places = np.round(ends / (ends[-1] or 1.0) * sizes.codes).astype(int)
         for (owner, _), size in zip(codes, np.diff(places).tolist(), strict=True):
-            parts[owner] += size
+            by_name[owner] += size
     else:
         stored = stored_leaves(leaves, name)
         plain = {leaf: x.nbytes for leaf, x in stored.items()}
         head, packed = len(file_header(text, leaves, stored)), len(pack_plan(bare))
         extra = 0 if bare is text else len(pack_plan(text)) - packed
-        parts += {PLAN: packed, METADATA: extra, CONTAINER: head - packed - extra}
+        by_name += {PLAN: packed, METADATA: extra, CONTAINER: head - packed - extra}
     for leaf, size in plain.items():
         for owner, share in shares[leaf]:
-            parts[owner] += round(size * share)
-    return dict(parts)
+            by_name[owner] += round(size * share)
+    return dict(by_name)
 
 
 def genome_file_bytes(plan: Any, dtype: Stored | None = None) -> int:

@@ -117,7 +117,7 @@ def _steps_at(plan: Any, leaves: TensorMap, squares: TensorMap, log_noise: float
 
 
 def pack_steps(plan: Any, leaves: TensorMap, steps: Steps) -> tuple[bytes, dict[str, float]]:
-    """Returns the stream, and the number of bits of each leaf's integers, without the header of the stream."""
+    """Returns the stream, and the number of bits of the integers of each leaf. The stream's header is not counted."""
     found = [one for one, _ in quantise(plan, leaves, steps)]
     parts, widths = [one.part for one in found], []
     bits = {part.leaf: 0.0 for part in parts}

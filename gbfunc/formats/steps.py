@@ -100,7 +100,7 @@ def bytes_each(stored: Stored) -> float:
 
 
 class Part(NamedTuple):
-    """Rows `first .. last - 1` of a leaf, which share a quantization step; `last` is None for the whole leaf."""
+    """Rows `first .. last - 1` of a leaf, which have one quantization step; `last` is None for the whole leaf."""
 
     leaf: str
     first: int
@@ -242,7 +242,7 @@ class Past(NamedTuple):
         return shifts + torch.frexp(gain_TH * gain_TH).exponent.long().reshape(shape), (gain_TH != 0).reshape(shape)
 
     def zeros(self, part: Part, index: int, device: Any) -> Quantised:
-        """Returns a part with all integers 0. The steps are `2^(index / 8)`, divided by `sqrt(2)^shifts`."""
+        """Returns a part whose integers, now 0, can be filled in. Its steps are `2^(index / 8) / sqrt(2)^shifts`."""
         shifts, mask = self.shifts(part, device)
         steps = _table(shifts.device)[index - OCTAVE // 2 * shifts + _REACH]
         integers = torch.zeros(part.shape, dtype=torch.float32, device=device)

@@ -96,7 +96,7 @@ def join(entries: list[Entry]) -> bytes:
 
 
 def most_runs_bytes(bits: float, symbols: int, runs: int) -> int:
-    """Returns an upper bound for the bytes of `runs` runs, whose `symbols` symbols take `bits` bits in total."""
+    """Returns an upper bound for the bytes of several runs, which together have `symbols` symbols of `bits` bits."""
     pieces = -(-(symbols + runs) // PIECE)
     # The rounding of each integer adds less than 3 bytes, because a sum of frequencies has fewer than 24 bits.
     return math.ceil((bits + 4 * runs) / 8) + 3 * pieces + 2 * max(0, pieces - 1)
@@ -166,7 +166,7 @@ HALVINGS = 22
 
 @lru_cache(maxsize=4096)
 def geometric(width: int, most: int) -> tuple[int, list[int]]:
-    """Return D <= `most`, and cumulative frequencies of -D .. D: every 2^(width / 4) from 0, a frequency is halved."""
+    """Return D <= `most`, and cumulative frequencies of -D .. D. The frequency of q falls as 2^-(|q| / 2^(width/4))."""
     if width <= NARROWEST:
         return 0, [0, 1]
     if width >= WIDEST:

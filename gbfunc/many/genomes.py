@@ -252,14 +252,14 @@ class ManyGenomes(nn.Module):
         Raises:
             TypeError: if the index is not an int64 tensor, or if inputs or outputs contain an object, such as a cache,
                 that is neither a tensor nor a number, text, dtype or device.
-            ValueError: if the index is not [B] or out of range, if no input or not every output has B rows.
+            ValueError: if the index is not [B] or out of range, if no input has B rows, or some output does not.
         """
         # Do not compile: a compiled graph would skip the first call's comparison with single rows.
         call: Any = torch.compiler.disable(self._call) if torch.compiler.is_dynamo_compiling() else self._call
         return call(index, args, kwargs)
 
     def generate(self, index: Tensor, tokens: Tensor, *, seeds: Sequence[int] | None = None, **options: Any) -> Tensor:
-        """Generate tokens [B, L] with `generate` of transformers, with a cache. Row b uses genome `index[b]`.
+        """Generate tokens [B, L] by the p-net's `generate` (transformers), with a cache. Row b uses genome `index[b]`.
 
         Args:
             index: numbers of the genomes, int64 [B].

@@ -65,8 +65,8 @@ def materialize_many(
     checked: a few rows with different genomes run as a batch and one by one. If the outputs differ, the whole p-net
     runs under `vmap`. If `vmap` fails or its outputs also differ, rows run one by one, with a warning.
 
-    Torch's fused encoders (`nn.TransformerEncoder` in eval mode without gradients) are not used. They may output zeros
-    at the padded positions of `src_key_padding_mask`. There, this module has the outputs of the unfused layers.
+    Torch's fused encoders (`nn.TransformerEncoder` in eval mode without gradients) are not used: they may output zeros
+    at the padded positions of `src_key_padding_mask`. This module has the outputs of the unfused layers there, too.
 
     Weights are generated in the first batch that uses their genome. `to` also moves or casts these weights.
 

@@ -284,7 +284,7 @@ def _plan_summary(plan: Plan) -> JSON:
 
 
 def describe_training(settings: Mapping[str, Any], step: int) -> dict[str, str]:
-    """Describes an optimizer's options as strings. A schedule becomes its rate at `step` and a hash of rates."""
+    """Describes an optimizer's options as strings. For a schedule: the rate at `step` and a hash of many rates."""
     if "cls" not in settings:
         return {k: text_of(v) for k, v in settings.items()}  # An optimizer that `torch_optimizer` did not make
     by_role = {f"{role}.{k}": v for role in ROLES for k, v in (settings[role] or {}).items()}

@@ -21,7 +21,7 @@ from gbfunc.train.step import StepInfo, TrainState, TrainStep, check_dtypes, che
 from gbfunc.trees import BUFFERS, TensorSpec, compare_trees, flatten_tree, like_genome, refuse_packed, tree_map
 from gbfunc.types import Params
 
-# Muon and Adafactor mix members. In ASGD and Rprop, updates do not grow with the rate, as `lr_factors` require.
+# Muon and Adafactor mix members. In ASGD and Rprop, updates are not proportional to the rate: `lr_factors` fail.
 _REFUSED = ("Muon", "Adafactor", "ASGD", "Rprop")
 _VMAP = (
     "the p-net or the loss function failed under torch.func's vmap and grad; if it works with one genome, train the "

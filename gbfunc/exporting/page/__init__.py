@@ -62,9 +62,9 @@ def page(
     the page's scripts do not know. The keys are those in genome files' metadata (`alphabet`, `pnet`).
     """
     contents = {"genome": in_address(genome), "alphabets": dict(alphabets), "networks": dict(networks)}
-    parts = {"style": _source("page.css"), "embedded": json.dumps(contents).replace("<", "\\u003c")}
-    parts["script"] = script(*NETWORK, "figures.js", "images.js", "page.js")
-    return re.sub(r"{{(\w+)}}", lambda match: parts[match[1]], _source("page.html"))
+    blocks = {"style": _source("page.css"), "embedded": json.dumps(contents).replace("<", "\\u003c")}
+    blocks["script"] = script(*NETWORK, "figures.js", "images.js", "page.js")
+    return re.sub(r"{{(\w+)}}", lambda match: blocks[match[1]], _source("page.html"))
 
 
 def network(layers: Sequence[Layer], metadata: Mapping[str, Any]) -> JSON:
@@ -117,7 +117,7 @@ def _walk(module: nn.Module, name: str, names: Mapping[nn.Module, str]) -> Itera
     if type(module).forward is nn.Sequential.forward:
         for child in module._modules.values():
             assert child is not None
-            # If a module occurs several times, use its first name, because its buffers are listed only by this name.
+            # If a module occurs several times, use the first name, under which `named_buffers` lists its buffers.
             yield from _walk(child, names[child], names)
         return
     describe = _LAYERS.get(type(module))

@@ -241,7 +241,7 @@ class Objective:
     def __call__(
         self, leaves: Params, trained: Params, buffers: Params, batch: Any, seed: int, step: int
     ) -> LossAndGrads:
-        """Return the loss at `leaves`, and the gradient with respect to `trained`, which rounds to `leaves`."""
+        """Return the loss at `leaves`, and the gradient with respect to `trained`, the leaves before rounding."""
         noise = noise_of(self._plan, seed, next(iter(trained.values())))
         inputs = StepInputs(leaves, noise, {k: v.clone() for k, v in buffers.items()}, batch, 1, True)
         try:
